@@ -125,6 +125,8 @@ int tc_egress(struct __sk_buff *skb)
 		return go(skb, TAIL_REROUTE);
 	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
+	if (result == EGRESS_UNKNOWN && may_confirm(p))
+		confirm_leaving(p);
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;

@@ -117,10 +117,10 @@ def _kernel_rows() -> Iterator[CheckRow]:
     yield make_row(
         Check.CONNTRACK_NAT,
         kfuncs.probe_conntrack(),
-        "since Linux 6.1; --forwarding netfilter needs it; where firewalls have to see NodePorts "
-        "before DNAT, use --mode ipvs instead",
+        "since Linux 6.1; without it --forwarding auto is stack; where firewalls have to see "
+        "NodePorts before DNAT, use --mode ipvs instead",
         needed=False,
-        detail="--forwarding netfilter is possible",
+        detail="--forwarding auto is netfilter",
     )
 
 
@@ -174,7 +174,9 @@ class PacketSettings(NamedTuple):
 
 
 def read_settings(pin_dir: Path) -> PacketSettings:
-    """Reads the settings of the agent on this node, running or not; defaults if there are none."""
+    """Reads the settings of the agent on this node, running or not; if there are none, the defaults
+    and what `--forwarding auto` would choose.
+    """
     default = Config()
     try:
         path = snapshot.find_pins(pin_dir).maps / "node"
@@ -184,7 +186,12 @@ def read_settings(pin_dir: Path) -> PacketSettings:
         raw = bytes(NODE.size)
     _, _, flags, low, high, mark, _ = NODE.unpack(raw)
     if not high:
-        return PacketSettings(NodeFlag(0), *default.masquerade_ports, 1 << default.masquerade_bit)
+        can_translate = (
+            kfuncs.probe_conntrack().works is not False
+            and forward_rules.probe_nf_tables().works is not False
+        )
+        flags = NodeFlag.NETFILTER if can_translate else NodeFlag(0)
+        return PacketSettings(flags, *default.masquerade_ports, 1 << default.masquerade_bit)
     return PacketSettings(NodeFlag(flags), low, high, mark)
 
 

@@ -16,12 +16,8 @@ import typer
 from kbpf.cli.endpoints import own_node_name
 from kbpf.errors import SourceError
 from kbpf.model.config import Config
-<<<<<<< HEAD
-from kbpf.model.events import Event, Kind, Rejected, Synced
-from kbpf.model.fairness import take_turns
-=======
 from kbpf.model.events import Delete, Event, Kind, Rejected, Synced, Upsert
->>>>>>> h-small
+from kbpf.model.fairness import take_turns
 from kbpf.source.base import EventHandler, Source, wait_until_listed
 from kbpf.source.decode.decode import DecodedObject, decode_object
 

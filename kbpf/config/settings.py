@@ -263,9 +263,10 @@ SETTINGS: Final = (
         "whether traffic to ClusterIPs gets SNAT to the node's address, too (default false)",
         kube_proxy="iptables.masqueradeAll nftables.masqueradeAll"),
     Setting("--forwarding", "forwarding", kinds.FORWARDING, NODE,
-        "how the packet path reaches pods of this node: through the host's stack; direct to the "
-        "pod's veth, bypassing the host's firewall and network policies; or netfilter: translated "
-        "by conntrack, so that firewall rules before DNAT see NodePorts (default stack)",
+        "how the packet path reaches pods of this node: netfilter: translated by conntrack, so "
+        "that firewall rules before DNAT see NodePorts; stack: translated by kbpf before these; "
+        "direct to the pod's veth, bypassing the host's firewall and network policies; or auto: "
+        "netfilter from Linux 6.1 on, else stack (default auto)",
         kbpf="packetPath.forwarding", only=BPF),
     Setting("--detect-local-mode", "detect_local_mode", kinds.LOCAL_MODE, NODE,
         "how traffic of this node's pods is recognized: ClusterCIDR, NodeCIDR, BridgeInterface or "

@@ -29,7 +29,7 @@ def forward_warnings(
 
 
 ALTERNATIVE_HINT: Final = (
-    "use --forwarding netfilter, which keeps them in force, or --nodeport-source-ranges, "
+    "use --forwarding netfilter, which keeps them in force (Linux 6.1), --nodeport-source-ranges, "
     "loadBalancerSourceRanges or --nodeport-addresses (docs/migration.md, Firewalls in front of "
     "NodePorts)"
 )
@@ -44,10 +44,9 @@ def join_names(names: Collection[str]) -> str:
     return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
 
 
-def early_drop_warnings(ports: Iterable[int] = ()) -> tuple[str, ...]:
-    """Warnings about chains that drop packets before DNAT, since the packet path translates
-    packets before these chains see them. One line names such chains, another the tables that could
-    not be read. `ports`: of NodePorts and VIPs.
+def find_early_chains(ports: Iterable[int] = ()) -> pre_dnat_rules.EarlyChains:
+    """The chains of all firewalls of the node that drop packets before DNAT, as far as the agent
+    reads them. `ports`: of NodePorts and VIPs.
     """
     served = pre_dnat_rules.ServedPorts(ports)
     early = pre_dnat_rules.find_legacy_chains(pre_dnat_rules.AGENT_MAX_RULES, served)
@@ -55,6 +54,14 @@ def early_drop_warnings(ports: Iterable[int] = ()) -> tuple[str, ...]:
     with contextlib.suppress(KernelError):
         early = pre_dnat_rules.find_chains(pre_dnat_rules.AGENT_MAX_RULES, served)
         chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
+    return pre_dnat_rules.EarlyChains(chains, unreadable)
+
+
+def early_drop_warnings(early: pre_dnat_rules.EarlyChains) -> tuple[str, ...]:
+    """Warnings about these chains, since the packet path translates packets before they see them.
+    One line names such chains, another the tables that could not be read.
+    """
+    chains, unreadable = early
     lines = []
     if chains:
         lines.append(

@@ -207,13 +207,15 @@ class DataPlaneMetrics(msgspec.Struct, frozen=True):
     `tables`: if BPF programs write the entries of a map, their number is as of the last
     connection count. `hooks`: (name, attached) for each required hook. `foreign_programs`: number
     of programs of other load balancers at these hooks and on devices; None if the data plane does
-    not look for them.
+    not look for them. `bypassed_chains`: number of chains of the host that may refuse packets but
+    do not guard NodePorts; None without a packet path.
     """
 
     tables: tuple[TableUsage, ...] = ()
     reason_counts: tuple[ReasonCount, ...] = ()
     hooks: tuple[tuple[str, bool], ...] = ()
     foreign_programs: int | None = None
+    bypassed_chains: int | None = None
 
 
 class TrafficStats(msgspec.Struct, frozen=True):

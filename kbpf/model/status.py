@@ -51,7 +51,8 @@ class PacketStatus(msgspec.Struct, frozen=True):
 
     `enabled`: it is switched on. `problem`: why it does not work nevertheless, or "". `devices` and
     `excluded`: the operator's device patterns. `failed`: the first of the `failed_count` devices
-    to which it could not be attached.
+    to which it could not be attached. `forwarding`: the value of --forwarding that is in force, and
+    `fallback`: why `auto` is not netfilter, or "".
     """
 
     enabled: bool
@@ -60,6 +61,8 @@ class PacketStatus(msgspec.Struct, frozen=True):
     excluded: tuple[str, ...] = ()
     failed: tuple[DeviceFailure, ...] = ()
     failed_count: int = 0
+    forwarding: str = ""
+    fallback: str = ""
 
 
 class VerifiedPart(msgspec.Struct, frozen=True):

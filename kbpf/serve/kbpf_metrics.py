@@ -66,7 +66,8 @@ def _counter(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
 def _mode_info(values: AgentValues) -> list[Series]:
     status, config = values
     reason = status.choice.reason if status.choice else ""
-    labels = (status.mode, config.mode, reason, config.forwarding,
+    forwarding = (status.packets.forwarding if status.packets else "") or config.forwarding
+    labels = (status.mode, config.mode, reason, forwarding,
               str(config.socket_lb), str(config.algorithm))  # fmt: skip
     return [(labels, 1)]
 
@@ -182,6 +183,10 @@ DATA_PLANE_METRICS: Final[Sequence[Metric[DataPlaneMetrics]]] = (
     _gauge("foreign_programs",
            "Programs of other load balancers, or of another kbpf, on the same hooks and devices",
            lambda p: p.foreign_programs),
+    _gauge("bypassed_firewall_chains",
+           "Chains of the host that may refuse packets, but see those for NodePorts and VIPs only "
+           "after kbpf has translated them",
+           lambda p: p.bypassed_chains),
     _counter("decisions", "Decisions on connections, datagrams and packets, by verdict and reason",
              lambda p: [((d.reason, d.verdict), d.total) for d in p.reason_counts],
              "reason", "verdict"),

@@ -69,6 +69,7 @@ PLANE = Counts(
         ),
         hooks=(("connect4", True), ("connect6", True)),
         foreign_programs=0,
+        bypassed_chains=0,
     ),
     TrafficStats(
         connections=((WEB, 0),),
@@ -167,6 +168,8 @@ ROWS = [
     Row("mode auto uses bpf", {}, status=with_mode("auto", "bpf")),
     Row("another load balancer", {"kbpf_foreign_programs": "2x60"}, "KbpfForeignPrograms",
         "2 programs of another load balancer, or of another kbpf, are attached"),
+    Row("rules of the host are bypassed", {"kbpf_bypassed_firewall_chains": "3x60"},
+        "KbpfFirewallBypassed", "3 chains of the host do not guard NodePorts"),
     Row("problems that last", {"kbpf_problems": "2x60"}, "KbpfProblems",
         "`kbpf inspect status` lists 2 problems"),
     Row("the configuration is refused", {"kbpf_config_last_reload_successful": "0x60"},

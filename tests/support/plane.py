@@ -172,7 +172,7 @@ class Site:
     ) -> BpfPlane:
         """A data plane of this site that is not opened yet."""
         given = {"pin_dir": self.pins, "cgroup": self.cgroup, "cache_dir": self.cache}
-        given |= {"packet_path": False, **settings}
+        given |= {"packet_path": False, "forwarding": "stack", **settings}
         config = Config(sizes=sizes or SIZES, **{"system_namespaces": OURS, **given})
         made = BpfPlane(config, clock, sockets_first)
         self._planes.append(made)

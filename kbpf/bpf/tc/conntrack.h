@@ -12,7 +12,13 @@
  * kernels before 6.1 refuse it. They know TCP and UDP only.
  *
  * Only packets of other machines take this way: the kernel applies no SNAT rule to a flow whose
- * entry exists already, and a CNI's masquerading of its pods has to be applied. */
+ * entry exists already, and a CNI's masquerading of its pods has to be applied.
+ *
+ * The entry exists before rules of the host have judged the packet. Those that refuse it would
+ * leave the entry behind, which the kernel itself writes only when a packet leaves the stack. So a
+ * flow is unconfirmed until its first packet leaves by a device, and counted then. For a new flow
+ * that does not fit into `unconfirmed_queue`, the oldest one is judged. A token bucket would not
+ * do: whoever sends what the rules refuse would take all the tokens. */
 #pragma once
 
 #include "types.h"
@@ -23,6 +29,7 @@
 
 #define CURRENT_NETNS (-1)
 #define IP_CT_DIR_REPLY 1
+#define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
 #define TCP_CONNTRACK_TIME_WAIT 7 /* and CLOSE is 8 */
 #define TCP_CONNTRACK_CLOSE 8
@@ -31,6 +38,15 @@
 /* Until conntrack has seen the packet and sets its own timeout: an entry of a packet that a rule in
  * raw drops must not stay. */
 #define NEW_ENTRY_MS 1000
+
+/* both ends of a packet as it leaves -> the flow that began and has not been counted. `time` is not
+ * 0 if the packets go to a socket of this node: the timeout of the entry, in jiffies. Full: see
+ * unconfirmed_queue. */
+BPF_F_TABLE("hash", struct flow_key, struct event, unconfirmed, 64, BPF_F_NO_PREALLOC);
+
+/* The keys of `unconfirmed`, the oldest first, and of flows that have been confirmed since. Full:
+ * settle_oldest() makes room. */
+BPF_QUEUE(unconfirmed_queue, struct flow_key, 64);
 
 /* struct bpf_ct_opts of Linux 6.1; later kernels accept its size. */
 struct ct_opts {
@@ -69,6 +85,7 @@ struct ct_tuple6 {
 /* Offsets in this kernel's struct nf_conn, in bytes. */
 #define offset_of_status() (((u64(*)(void))0x6b620008)())
 #define offset_of_tcp_state() (((u64(*)(void))0x6b620009)())
+#define offset_of_timeout() (((u64(*)(void))0x6b62000a)())
 
 /* Calls one of the first two functions for packets from `t->from` to `t->to`. */
 #define CALL_FOR_TUPLE(function, skb, t, v6, opts)                                                 \
@@ -171,6 +188,108 @@ static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struc
 	return 0;
 }
 
+static __always_inline void confirm_flow(struct event *event)
+{
+	struct choice c = {.service = event->service, .backend_id = event->backend_id};
+
+	count(NEW_FLOW);
+	account_begin(&c, TRANSLATE);
+	if (is_monitored())
+		report(event);
+}
+
+/* Whether this packet may be the first of a flow that leaves. */
+static __always_inline bool may_confirm(const struct packet *p)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+
+	return (p->protocol == IPPROTO_UDP || (p->tcp_flags & TCP_SYN)) && n &&
+	       (n->flags & NODE_NETFILTER);
+}
+
+/* A packet of no flow of ours leaves by a device: the rules of the host have let it pass. */
+static __always_inline void confirm_leaving(const struct packet *p)
+{
+	struct flow_key key = flow_key_of(&p->tuple.from, &p->tuple.to);
+	struct event *event = unconfirmed.lookup(&key);
+
+	if (!event)
+		return;
+	confirm_flow(event);
+	unconfirmed.delete(&key);
+}
+
+/* Takes the oldest flow from the queue. If its packet has not left and it was not answered, the
+ * rules of the host have refused it, and its entry has to go. What a socket of this node gets and
+ * never answers does not leave: conntrack has seen it if it has changed the entry's timeout. */
+static __always_inline void settle_oldest(struct __sk_buff *skb)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS};
+	bool confirmed = false;
+	struct flow_key key;
+	struct event *event;
+	struct tuple tuple;
+	bool v6;
+	void *ct;
+
+	if (unconfirmed_queue.pop(&key))
+		return;
+	event = unconfirmed.lookup(&key);
+	if (!event)
+		return;
+	tuple.from = event->client;
+	tuple.to = event->frontend;
+	opts.protocol = tuple.to.protocol;
+	v6 = !is_v4(&tuple.to.address);
+	for (int i = 0; i < 2 && !confirmed; i++) { /* the second look-up deletes it */
+		ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &tuple, v6, &opts);
+		if (!ct)
+			break;
+		confirmed =
+			(*(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY) ||
+			(event->time && event->time != *(volatile u32 *)(ct + offset_of_timeout()));
+		if (!confirmed)
+			bpf_ct_change_timeout(ct, 0);
+		bpf_ct_release(ct);
+	}
+	if (confirmed)
+		confirm_flow(event);
+	unconfirmed.delete(&key);
+}
+
+/* Remembers a flow until a packet of it leaves. `port`: the client's, as the backend sees it, in
+ * host byte order; 0: the kernel chooses it, if the flow has SNAT. `timeout`: of its entry. */
+static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port,
+					 u32 timeout)
+{
+	struct target from = flow->client, to = flow->backend;
+	struct event event = {};
+	struct flow_key key;
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+
+	describe_event(&event, flow, NEW_FLOW);
+	if (has_snat(flow)) {
+		from.address = flow->snat;
+		from.port = __builtin_bswap16(port);
+	}
+	if (n && is_nodes_own(&to.address, n)) {
+		from = flow->client;
+		to = flow->frontend; /* its reply leaves */
+		event.time = timeout;
+	}
+	key = flow_key_of(&from, &to);
+	if (!from.port || unconfirmed.update(&key, &event)) {
+		confirm_flow(&event);
+		return;
+	}
+	if (unconfirmed_queue.push(&key, 0)) {
+		settle_oldest(skb);
+		unconfirmed_queue.push(&key, 0);
+	}
+}
+
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
  * a new flow are known, this writes its entry. */
 int tc_conntrack(struct __sk_buff *skb)
@@ -180,6 +299,7 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct address backend, source;
 	enum tracked tracked;
 	struct packet p;
+	u32 timeout;
 	void *ct;
 	u16 port;
 
@@ -214,10 +334,9 @@ int tc_conntrack(struct __sk_buff *skb)
 		return find_tracked(skb, &p, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, NOT_TRACKED);
+	timeout = *(volatile u32 *)(ct + offset_of_timeout());
 	bpf_ct_release(ct);
-	count(NEW_FLOW);
-	account_flow(&s->flow);
-	report_flow(&s->flow, NEW_FLOW);
+	await_packet(skb, &s->flow, port, timeout);
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
 	return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW) : TC_ACT_UNSPEC;
 }

@@ -64,9 +64,11 @@ class Attachments:
 
     # ---- opening ---------------------------------------------------------------------------
 
-    def require_conntrack(self) -> None:
-        """If conntrack has to translate flows, raises KernelError unless it can on this node."""
-        self._host.require_conntrack()
+    def choose_forwarding(self) -> Config:
+        """See HostIntegration.choose_forwarding(); returns the settings."""
+        self._config, reason = self._host.choose_forwarding(self._config)
+        self.packets.use_forwarding(self._config, reason)
+        return self._config
 
     def compile(self, cgroup: Path) -> None:
         """Prepares the socket programs. Changes nothing in the kernel. Raises CompileError or
@@ -133,6 +135,8 @@ class Attachments:
         """
         due = [self.packets.loader_due(now)]
         if self.packets.current is not None and first_apply_done:
+            if not self.packets.config.uses_conntrack:
+                self._host.leave_conntrack()
             self._host.poll(now)
             self._flow_gc.collect(self._agent_maps.maps, now, self.packets.is_switched)
             due.append(self.packets.current.activate(now))
@@ -150,6 +154,14 @@ class Attachments:
         packet_path = self.packets.current
         on_devices = packet_path.status().foreign if packet_path is not None else ()
         return (*self.hooks.foreign, *on_devices)
+
+    @property
+    def bypassed_chains(self) -> int | None:
+        """How many chains of the host may refuse packets but do not guard NodePorts; None without a
+        packet path.
+        """
+        bypassed = self._host.bypassed
+        return len(bypassed.chains) + len(bypassed.unreadable) if self.packets.current else None
 
     def _report_foreign(self) -> tuple[str, ...]:
         """One line for each foreign program; new ones are logged."""
@@ -179,7 +191,7 @@ class Attachments:
         if packets.current is None and not packets.postponed and not self.exemptions.is_empty:
             lines = (*lines, self._describe_exemptions())
         unmatched = packets.current.unmatched if packets.current is not None else ()
-        lines = (*lines, *self._report_foreign())
+        lines = (*lines, *self._report_foreign(), *self._host.problems())
         if packets.current is not None and (limited := packets.current.status().limited):
             lines = (*lines, describe_limited(limited))
         if packets.current is not None and (count := packets.current.left_out_count):

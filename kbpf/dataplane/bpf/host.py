@@ -15,6 +15,7 @@ import errno
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,8 @@ from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
 from kbpf.dataplane.host import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.bpf.objects import Map
-from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.netfilter import forward_rules, iptables_legacy
+from kbpf.kernel.netfilter.pre_dnat_rules import EarlyChains
 from kbpf.kernel.system import sysctl
 from kbpf.model.config import Config
 from kbpf.takeover import conntrack_keepalive
@@ -35,9 +37,20 @@ from kbpf.takeover import conntrack_keepalive
 log = logging.getLogger("kbpf.dataplane")
 
 HOST_POLL_INTERVAL_S: Final = 2.0
+UNREADABLE: Final = "cannot read the firewall rules of the node"
+BYPASSED_POLL_INTERVAL_S: Final = 20.0
+"""Interval between two looks for changed rules before DNAT."""
+MAX_BYPASSED_SHARE: Final = 0.02
+"""Of the agent's time: as many rules as it reads (pre_dnat_rules.py) take half a second."""
+SERVICES_POLL_INTERVAL_S: Final = 600.0
+"""The rules are also read after this time, as other ports may be those of VIPs by then."""
 MAX_RULES_SHARE: Final = 0.1
 """Of the agent's time, for reading FORWARD chains while rules change all the time: one of 10,000
 rules takes a second."""
+CONNTRACK_HINT: Final = (
+    "use --mode ipvs, or --forwarding stack with the replacements in docs/migration.md (Firewalls "
+    "in front of NodePorts)"
+)
 PORT_RESERVATION_POLLS: Final = 3
 """Number of polls after the start that also reserve the ports of conntrack's masqueraded
 connections, since some of these begin before our programs are attached everywhere.
@@ -58,19 +71,44 @@ class HostIntegration:
         self._pins = pins
         self._port_reservation = PortReservation(pins)
         self._mark = 1 << config.masquerade_bit
-        self._nat_table = NatTable(self._mark) if config.uses_conntrack else None
+        self._nat_table: NatTable | None = None
         self._generation = -1
         self._due = self._rules_due = float("-inf")
         self._keepalive = KeepalivePoll()
         self._polls = 0
         self._masquerade_ports = config.masquerade_ports
         self._logged_lines: set[str] = set()
+        self.bypassed = EarlyChains((), ())
+        self._bypassed_due = self._bypassed_again = float("-inf")
+        self._bypassed_generation = -1
 
-    def require_conntrack(self) -> None:
-        """See NatTable.require(); does nothing if conntrack is not used."""
-        if self._nat_table is not None:
-            self._port_reservation.mark()
-            self._nat_table.require()
+    def choose_forwarding(self, config: Config) -> tuple[Config, str]:
+        """Lets conntrack translate if it has to or, with `auto`, if it can. Returns the settings
+        with the value of --forwarding that is in force, and why `auto` is not netfilter, or "".
+        Raises KernelError if conntrack has to translate, but cannot on this node.
+        """
+        if not config.packet_path or config.forwarding not in ("auto", "netfilter"):
+            return config, ""
+        self._port_reservation.mark()
+        nat_table = NatTable(self._mark)
+        try:
+            nat_table.require()
+        except KernelError as error:
+            reason = f"{error.what} ({error.hint})" if error.hint else error.what
+            if config.forwarding == "auto":
+                return replace(config, forwarding="stack"), reason
+            raise KernelError(
+                f"--forwarding netfilter is not possible: {reason}",
+                error.where, CONNTRACK_HINT, error.errno,
+            ) from error  # fmt: skip
+        self._nat_table = nat_table
+        return replace(config, forwarding="netfilter"), ""
+
+    def leave_conntrack(self) -> None:
+        """The kernel has refused the program that lets conntrack translate: the next poll() removes
+        what choose_forwarding() has created.
+        """
+        self._nat_table = None
 
     def poll(self, now: float) -> None:
         """Repairs the settings if a check is due at `now` (seconds)."""
@@ -81,6 +119,7 @@ class HostIntegration:
             self._warn_about_host()
         self._due = now + HOST_POLL_INTERVAL_S
         self._polls += 1
+        self._find_bypassed_rules(now)
         # With the nat table, conntrack allocates all ports.
         if self._polls <= PORT_RESERVATION_POLLS and self._nat_table is None:
             with self._warning_on_error():
@@ -136,14 +175,50 @@ class HostIntegration:
     def _warn_about_host(self) -> None:
         try:
             lines = (*forwarding_warnings(), *firewalls.forward_warnings(self._mark))
-            if self._nat_table is None:
-                ports = read_external_ports(self._pins)
-                lines = (*lines, *firewalls.early_drop_warnings(ports))
         except Exception:  # a ruleset that we cannot parse must not end the agent
-            log.exception("cannot read the firewall rules of the node")
+            log.exception(UNREADABLE)
             return
         for line in lines:
             self._warn_once(line)
+
+    def _find_bypassed_rules(self, now: float) -> None:
+        """Looks for rules of the host that would guard NodePorts, but see no packet before the
+        packet path has translated it. Again when the ruleset changes, which iptables-legacy does
+        not tell.
+        """
+        if self._nat_table is not None:  # conntrack translates after these rules
+            self.bypassed = EarlyChains((), ())
+            return
+        if now < self._bypassed_due:
+            return
+        self._bypassed_due = now + BYPASSED_POLL_INTERVAL_S
+        try:
+            generation = forward_rules.read_generation()
+        except KernelError:  # without nf_tables
+            generation = 0
+        tables = {name for f in iptables_legacy.FAMILIES for name in iptables_legacy.list_tables(f)}
+        is_known = generation == self._bypassed_generation and tables.isdisjoint(("raw", "mangle"))
+        if is_known and now < self._bypassed_again:
+            return
+        start = time.thread_time()
+        self._bypassed_generation = generation
+        self._bypassed_again = now + SERVICES_POLL_INTERVAL_S
+        try:
+            self.bypassed = firewalls.find_early_chains(read_external_ports(self._pins))
+        except Exception:  # a ruleset that we cannot parse must not end the agent
+            if UNREADABLE not in self._logged_lines:
+                log.exception(UNREADABLE)
+            self._logged_lines.add(UNREADABLE)
+        cost = time.thread_time() - start
+        self._bypassed_due = now + max(BYPASSED_POLL_INTERVAL_S, cost / MAX_BYPASSED_SHARE)
+        for line in self.problems():
+            self._warn_once(line)
+
+    def problems(self) -> tuple[str, ...]:
+        """One line for the chains of the host that do not guard NodePorts, and one for those of
+        which this is unknown.
+        """
+        return firewalls.early_drop_warnings(self.bypassed)
 
     @contextlib.contextmanager
     def _warning_on_error(self) -> Iterator[None]:

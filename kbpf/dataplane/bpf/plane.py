@@ -91,7 +91,7 @@ class BpfPlane:
         self._pin_watch.lock()
         with self._pins.with_operator_path():
             self._refuse_neighbours(cgroup)
-            self._attachments.require_conntrack()
+            self._config = self._attachments.choose_forwarding()
             self._attachments.compile(cgroup)
             adopted = self._agent_maps.open()
             self.shared.sockets.open(self._agent_maps.maps["agent_sockets"])

@@ -40,6 +40,7 @@ class BpfAccess(SharedAccess):
             foreign_programs=sum(
                 bool(foreign.program) for foreign in self.attachments.foreign_programs()
             ),
+            bypassed_chains=self.attachments.bypassed_chains,
         )
 
     def refresh_neighbours(self) -> None:

@@ -23,7 +23,8 @@ class PacketView(msgspec.Struct, frozen=True):
 
     `state`: ``on``; ``off``; or ``failed``: it should be on but does not work. `reason` explains
     the other two. `forwarding`: ``stack``, ``direct`` or ``netfilter``; with the latter conntrack
-    has new connections, which only `created` counts. `connections`: open ones. `entries`: including
+    has new connections, which only `created` counts; `fallback`: why --forwarding auto is not
+    netfilter. `connections`: open ones. `entries`: including
     closed and expired ones, which stay until their space is needed. `max_connections`: the value of
     --max-connections.
 
@@ -39,6 +40,7 @@ class PacketView(msgspec.Struct, frozen=True):
     state: str
     reason: str
     forwarding: str
+    fallback: str
     host_devices: int
     pod_devices: int
     failed: tuple[DeviceFailure, ...]
@@ -63,6 +65,7 @@ def build_view(inspection: Inspection) -> PacketView:
         state=state,
         reason=reason,
         forwarding=inspection.node.forwarding,
+        fallback=packet_status.fallback if packet_status else "",
         host_devices=sum(device.role == "host" for device in devices),
         pod_devices=sum(device.role == "pod" for device in devices),
         failed=packet_status.failed if packet_status else (),
@@ -130,7 +133,7 @@ def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
     if view.state == "off":
         return
     failed_note = f", NOT on {view.failed_count}" if view.failed_count else ""
-    yield "forwarding", view.forwarding
+    yield "forwarding", ": ".join(filter(None, (view.forwarding, view.fallback)))
     yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed_note}"
     alarm = " ! raise --max-connections" if view.alarm else ""
     yield "connections", f"{view.connections} of at most {view.max_connections}{alarm}"

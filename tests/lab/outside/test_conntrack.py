@@ -5,12 +5,14 @@ test_north_south.py, and which rules are in force in test_pre_dnat.py.
 
 import contextlib
 import json
+import os
 import re
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND
-from kbpf.dataplane.bpf.maps.layout import Reason
+from kbpf.dataplane.bpf.maps.layout import COUNTS, UNCONFIRMED_FLOWS, Reason
 from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
 from kbpf.kernel.netfilter.conntrack import ConntrackStatus
 from kbpf.model.config import Config
@@ -122,6 +124,52 @@ def test_a_connection_is_in_conntrack_only(field: Field, protocol: str, v6: bool
         flows = field.agent.entries("flows").values()
         assert to not in {format_target(raw[FRONTEND]) for raw in flows}
     assert field.agent.reasons()[Reason.NEW_FLOW] - before == 6
+
+
+REFUSALS = {
+    "no rule": "",
+    "before conntrack": "type filter hook prerouting priority raw; {} drop",
+    "after conntrack": "type filter hook prerouting priority mangle; {} drop",
+    "after DNAT": "type filter hook forward priority 0; ip daddr 10.244.0.0/16 {} drop",
+}
+"""Chains of node-1; "after DNAT", as a network policy. `{}`: the match."""
+CLIENTS = range(20_000, 20_000 + 2 * UNCONFIRMED_FLOWS)
+"""Ports of the clients."""
+
+
+def _send_from_each_port(to: tuple[str, int]) -> None:
+    for port in CLIENTS:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+            client.bind(("", port))
+            client.sendto(b"x", to)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("pod", ["a1", "b1"])
+def test_refused_packets_fill_no_table_and_are_no_connections(
+    field: Field, pod: str, refusal: str
+) -> None:
+    """The entry is written before these rules see the packet. Without rules, each counts."""
+    node, to = field.lab.nodes[0], at("NodePort", 21 if pod == "a1" else 22)
+    dropping = REFUSALS[refusal].format("meta l4proto udp")
+    table = f"table inet guard {{ chain c {{ {dropping}; }}; }}" if dropping else ""
+    on(node, "nft", "-f", "-", stdin=table)
+    reasons, counts = field.agent.reasons(), opened(field)
+    try:
+        there(field["outside"], partial(_send_from_each_port, split(to)))
+        counted = field.agent.reasons()[Reason.NEW_FLOW] - reasons[Reason.NEW_FLOW]
+        assert counted == opened(field) - counts == (0 if dropping else len(CLIENTS))
+        # each CPU may take a place at the same time
+        most = UNCONFIRMED_FLOWS + (os.cpu_count() or 1) if dropping else len(CLIENTS)
+        assert len(entries(field, to)) <= most
+    finally:
+        on(node, "nft", "-f", "-", stdin="table inet guard {}\ndelete table inet guard\n")
+    check(field, Dial("served again", "outside", to, pod, "udp", NODES4[0]))
+
+
+def opened(field: Field) -> int:
+    """The connections that are counted for all backends of node-1."""
+    return sum(COUNTS.unpack(raw)[0] for raw in field.agent.entries("counts").values())
 
 
 LOW, HIGH = Config().masquerade_ports

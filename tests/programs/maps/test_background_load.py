@@ -15,17 +15,21 @@ from typing import Any
 
 import pytest
 
+from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAM
 from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import compile
+from kbpf.dataplane.bpf.programs.artifact import Bytecode
 from kbpf.dataplane.bpf.programs.loader import LoadedPrograms
-from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf.objects import Map
+from kbpf.errors import CompileError, KernelError, ProgramLoadError
+from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import ServiceState
+from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, ip, until
 from tests.support.plane import HOOKS, Site, desired, service, sites
 
@@ -209,3 +213,32 @@ def test_packet_path_is_loaded_first_beside_another_data_plane(start: Start):
     start.plane = start.site.plane(packet_path=True, sockets_first=True)
     start.do(lambda: start.plane.open(coexisting=True))
     assert start.loads == 1
+
+
+@needs("conntrack_nat")
+@pytest.mark.parametrize("lb", [SocketLb.ON, SocketLb.OFF], ids=["in the background", "at once"])
+def test_auto_loads_the_other_programs_if_one_is_refused(
+    start: Start, monkeypatch: pytest.MonkeyPatch, lb: SocketLb
+) -> None:
+    """A kernel that refuses conntrack's functions for programs gets kbpf's own table."""
+
+    def refuse(packets: PacketPath, code: Bytecode, *arguments: Any) -> Program:
+        if code.name == CONNTRACK_PROGRAM:
+            raise ProgramLoadError("refused by hand")
+        return load_code(packets, code, *arguments)
+
+    load_code = PacketPath._load_code
+    monkeypatch.setattr(PacketPath, "_load_code", refuse)
+    start.resume.set()
+    start.site.remove()
+    start.open(forwarding="auto", socket_lb=lb)
+    start.apply()
+    until("the packet path serves", start.ready)
+    packets = start.plane.status().packets
+    assert (packets.problem, packets.forwarding, packets.fallback) == (
+        "",
+        "stack",
+        "refused by hand",
+    )
+    start.tick()
+    assert not start.do(nat_table.exists)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--forwarding netfilter` on a kernel that cannot do it: the agent refuses to start, and leaves
-nothing behind. The cause is real: a kernel before 6.1, or one whose BTF is hidden.
+"""`--forwarding netfilter` and `auto` on a kernel that cannot translate by conntrack: the agent
+refuses to start, and leaves nothing behind, or uses its own table. The cause is real: a kernel
+before 6.1, or one whose BTF is hidden.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def agent(programs: None, tmp_path: Path) -> Iterator[Agent]:
         objects.mkdir()
         empty.mkdir()
         (objects / "node.yaml").write_text(yaml.safe_dump(node(home.name, home.ip, home.ip6)))
-        made = Agent(home, "--source", str(objects), "--forwarding", "netfilter")
+        made = Agent(home, "--source", str(objects))
         if not lacking("conntrack_nat"):
             made.wrapper = ("unshare", "-m", "sh", "-c", HIDE_BTF, str(empty))
         yield made
@@ -32,10 +33,24 @@ def agent(programs: None, tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.mark.parametrize("mode", ["auto", "bpf"])
 def test_agent_refuses_to_start(agent: Agent, mode: str) -> None:
-    agent.start(wait=False, extra=("--mode", mode))
+    agent.start(wait=False, extra=("--mode", mode, "--forwarding", "netfilter"))
     assert agent.wait_ended() == 1
     (line,) = [line for line in agent.lines() if "--forwarding netfilter" in line]
     lacks = "the kernel has no BTF" if agent.wrapper else "the kernel has no bpf_"
     assert f"--forwarding netfilter is not possible: {lacks}" in line
     assert "use --mode ipvs, or --forwarding stack with the replacements in" in line
-    assert run(*inside(agent.node.netns, None, "nft", "list", "tables")) == ""
+    assert tables(agent) == ""
+
+
+def tables(agent: Agent) -> str:
+    return run(*inside(agent.node.netns, None, "nft", "list", "tables"))
+
+
+def test_auto_uses_the_own_table(agent: Agent) -> None:
+    agent.start()
+    (line,) = [line for line in agent.lines() if "forwarding=stack: " in line]
+    lacks = "the kernel has no BTF" if agent.wrapper else "the kernel has no bpf_"
+    assert lacks in line
+    assert agent.status()["packets"]["forwarding"] == "stack"
+    assert lacks in agent.status()["packets"]["fallback"]
+    assert tables(agent) == ""

@@ -101,9 +101,36 @@ def test_rules_that_cannot_be_parsed_do_not_end_the_agent(
     def parse(_: object) -> tuple[str, ...]:
         raise ValueError("odd")
 
-    monkeypatch.setattr(host.firewalls, "early_drop_warnings", parse)
+    monkeypatch.setattr(host.firewalls, "find_early_chains", parse)
+    for _ in range(30):
+        bench.poll()
+    assert caplog.text.count("cannot read the firewall rules of the node") == 1
+
+
+LEGACY = "iptables-legacy -w -t raw {} PREROUTING -p tcp --dport 30080 -j DROP"
+BYPASSED = {
+    "nft": (
+        ("nft add table inet t",
+         "nft add chain inet t c { type filter hook prerouting priority raw ; }",
+         "nft add rule inet t c tcp dport 30080 drop"),
+        "nft delete table inet t",
+    ),
+    "iptables-legacy": ((LEGACY.format("-A"),), LEGACY.format("-D")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", BYPASSED)
+def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str) -> None:
+    """Rules before DNAT that are added while the agent runs, and removed again."""
+    added, removed = BYPASSED[tool]
     bench.poll()
-    assert "cannot read the firewall rules of the node" in caplog.text
+    for commands, count in ((added, 1), ((removed,), 0)):
+        for command_line in commands:
+            bench.run(*command_line.split())
+        for _ in range(int(30 / HOST_POLL_INTERVAL_S)):
+            bench.poll()
+        assert len(bench.host_integration.bypassed.chains) == count
+        assert len(bench.host_integration.problems()) == count
 
 
 def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:

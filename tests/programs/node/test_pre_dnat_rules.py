@@ -66,6 +66,10 @@ def find_legacy(
     return netns.run_in(Path("/run/netns") / where, call)
 
 
+def warnings() -> tuple[str, ...]:
+    return firewalls.early_drop_warnings(firewalls.find_early_chains())
+
+
 def load(where: str, rules: str) -> None:
     run("ip", "netns", "exec", where, "nft", "-f", "-", stdin=rules.replace("; }", ";\n}\n"))
 
@@ -74,7 +78,7 @@ def load(where: str, rules: str) -> None:
 def test_nft_chains_are_named(where: str, row: Row) -> None:
     load(where, row.rules)
     assert find(where) == (row.named, ())
-    lines = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
+    lines = netns.run_in(Path("/run/netns") / where, warnings)
     assert len(lines) == bool(row.named)
     assert all(name in line for name in row.named for line in lines)
 
@@ -149,7 +153,7 @@ def test_tables_are_read_up_to_the_limit_together(where: str) -> None:
 def test_a_line_names_a_few_chains(where: str) -> None:
     for number in range(12):
         load(where, in_table("---tcp dport 30080 drop").replace("inet t ", f"inet t{number:02} "))
-    (line,) = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
+    (line,) = netns.run_in(Path("/run/netns") / where, warnings)
     assert "inet t00 c, inet t01 c, " in line
     assert ", inet t07 c and 4 more sees them" in line
 
@@ -187,7 +191,7 @@ def test_tables_that_cannot_be_read_hide_no_others(where: str) -> None:
         netns.run_in(place, functools.partial(send_chain, table, name))
     chains = ("inet a\x1b[31m b c\nd", "inet b\\xfcro c", "inet t c")
     assert find(where) == (chains, ())
-    (line,) = netns.run_in(place, firewalls.early_drop_warnings)
+    (line,) = netns.run_in(place, warnings)
     assert not netns.run_in(place, cleanup.has_rules), "kube-proxy's"
     assert escape_unprintable(line).count("inet a\\x1b[31m b c\\nd, inet b\\xfcro c, inet t c")
 
@@ -208,7 +212,7 @@ def test_a_table_that_libnftables_refuses_is_reported(
         ("inet t c",), ("inet u c (nftables refused the transaction: odd)",)
     )  # fmt: skip
     place = Path("/run/netns") / where
-    lines = netns.run_in(place, firewalls.early_drop_warnings)
+    lines = netns.run_in(place, warnings)
     assert ["inet t c" in lines[0], "inet u c" in lines[1]] == [True, True]
     row = netns.run_in(place, lambda: packet_path._early_rules_row(frozenset(), NodeFlag(0)))
     assert row.result == "no"
@@ -240,7 +244,7 @@ def test_elements_of_named_sets_are_not_read(where: str, monkeypatch: pytest.Mon
 def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[str, ...]) -> None:
     run("ip", "netns", "exec", where, *LEGACY_TOOL, *rule.split())
     assert find_legacy(where) == (named, ())
-    lines = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
+    lines = netns.run_in(Path("/run/netns") / where, warnings)
     assert len(lines) == bool(named)
     assert all(name in line for name in named for line in lines)
 
@@ -286,7 +290,7 @@ def test_unreadable_iptables_legacy_tables_are_reported(
     monkeypatch.setenv("PATH", str(tmp_path))
     unread = ("ip raw (iptables-legacy)", "ip6 mangle (iptables-legacy)")
     assert find_legacy(where) == ((), unread)
-    (line,) = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
+    (line,) = netns.run_in(Path("/run/netns") / where, warnings)
     assert line.startswith(f"{', '.join(unread)} cannot be read from here; ")
 
 
@@ -315,4 +319,4 @@ def test_other_tables_that_refuse_in_forward_are_named(
 
 
 def test_no_warning_without_rules(where: str) -> None:
-    assert netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings) == ()
+    assert netns.run_in(Path("/run/netns") / where, warnings) == ()

@@ -67,7 +67,7 @@ FLAG_ROWS = {
         ("system.slice/istio*", "a/b")),
     "a size": ({"--max-backends": "5000"}, {}, "backends", 5000),
     "a size by variable": ({}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
-    "forwarding through the stack by default": ({}, {}, "forwarding", "stack"),
+    "forwarding by conntrack where possible by default": ({}, {}, "forwarding", "auto"),
     "direct forwarding": ({"--forwarding": "direct"}, {}, "forwarding", "direct"),
     "no detection of local pods by default": ({}, {}, "detect_local_mode", LocalMode.NONE),
     "kubeadm's empty values": ({"--detect-local-mode": "", "--cluster-cidr": ""}, {},

@@ -105,7 +105,7 @@ SETTINGS = [
          "unknown field (.foo); leave it out",
          "unknown value 'z' (.mode); use auto or bpf or ipvs",
          "not an absolute path: 'z' (.pinDir); begin it with /",
-         "unknown value 'x' (.packetPath.forwarding); use stack or direct or netfilter"),
+         "unknown value 'x' (.packetPath.forwarding); use auto or stack or direct or netfilter"),
     flags("neither socket hooks nor packet path", "--socket-lb off --packet-path false", 2,
           "with --socket-lb off the packet path must be on (--socket-lb); leave out --packet-path "
           "false, or --socket-lb"),

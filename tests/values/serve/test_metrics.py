@@ -67,7 +67,7 @@ STATUS = AgentStatus(
     sources=(SourceView("services", "watching", True, "5", "", 0, 1.5),
              SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0)),
     problems=(), problem_count=4, refused=2, error="no", config_error="",
-    packets=PacketStatus(True, "", failed_count=1),
+    packets=PacketStatus(True, "", failed_count=1, forwarding="netfilter"),
     without_endpoints=5,
     verified=(VerifiedPart("maps", 3, 1.5e9), VerifiedPart("connections", 1, 1.6e9)),
     failing_backends=2,
@@ -78,6 +78,7 @@ MEASURES = DataPlaneMetrics(
     hooks=(("connect4", True), ("connect6", False)),
     reason_counts=(ReasonCount("translated", "translate", 100), ReasonCount("no_route", "drop", 3)),
     foreign_programs=2,
+    bypassed_chains=1,
 )  # fmt: skip
 WEB, DNS = ("a", "web", "http", "TCP"), ("a", "dns", "", "UDP")
 HAD = ConnectionStats(

@@ -238,6 +238,13 @@ def test_packet_path_state(path: PathRow):
     assert status.build_view(held).ok == (path.state != "failed")
 
 
+def test_forwarding_says_why_auto_is_not_netfilter():
+    said = replace(AGENT, packets=PacketStatus(True, forwarding="stack", fallback="no BTF"))
+    held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=True)
+    (text, *_) = availability.format_parts(availability.build_view(held))
+    assert "stack: no BTF" in text
+
+
 def test_failed_device_makes_the_status_not_ok():
     failed = PacketStatus(True, failed=(DeviceFailure("up0", "no"),), failed_count=1)
     held = snapshot(

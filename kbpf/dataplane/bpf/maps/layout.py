@@ -307,6 +307,9 @@ LATENCY_BUCKETS: Final = len(LATENCY_BOUNDS) + 1
 LATENCY: Final = Struct(f"={8 * LATENCY_BUCKETS}sQ")
 LATENCIES: Final = Struct(f"={LATENCY.size}s{LATENCY.size}s")
 EVENT: Final = Struct("=QQ20s20s20sIII")
+UNCONFIRMED_FLOWS: Final = 4096
+"""What rules of the host refuse can fill so much of conntrack's table, whose smallest size is 32
+times as large. A packet takes much less time through the stack than so many new flows."""
 FAILURE: Final = Struct(f"=QQ{EVENT.size}s")
 FAILURES_PER_CLIENT: Final = 16
 PACKET_FAILURES_PER_CLIENT: Final = 64
@@ -614,6 +617,13 @@ MAPS: Final = {
         MapSpec("flow_count",
             "packet path: number of connections in flow_queue, and a limit for reserved ports",
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 2),
+        MapSpec("unconfirmed",
+            "packet path: ends of a packet of conntrack's → its flow, until the packet leaves",
+            uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, EVENT.size, UNCONFIRMED_FLOWS,
+            uapi.BPF_F_NO_PREALLOC, packet_path_only=True),
+        MapSpec("unconfirmed_queue",
+            "packet path: the same, oldest first; full: the oldest one that was refused ends",
+            uapi.BPF_MAP_TYPE_QUEUE, 0, FLOW_KEY.size, UNCONFIRMED_FLOWS, packet_path_only=True),
         MapSpec("flow_marks",
             "packet path: hash of a frontend or backend → whether a connection may have it",
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FLOW_MARKS),

@@ -4,7 +4,8 @@ maps of an earlier agent to it.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Final
 
 from kbpf.dataplane.bpf.maps import migrate, pinning
@@ -34,12 +35,15 @@ class PacketPathLifecycle:
     - `current`: None if it is off, not loaded yet, or cannot be loaded; `problem` is then why.
     - `coexisting`: whether connections of another data plane still exist on this node.
     - `publish_due`: it was loaded in the background, so the programs have to be published again.
+    - `config`: the settings, with the value of --forwarding that is in force.
     """
 
     def __init__(
         self, config: Config, pins: Pins, agent_maps: AgentMaps, sockets_first: bool
     ) -> None:
-        self._config, self._pins, self._agent_maps = config, pins, agent_maps
+        self.config, self._pins, self._agent_maps = config, pins, agent_maps
+        self._may_fall_back = config.forwarding == "auto"
+        self._fallback = ""  # why --forwarding auto is not netfilter
         self._sockets_first = sockets_first
         self.coexisting = False
         self.postponed = False  # whether it is loaded later, in the background
@@ -49,6 +53,15 @@ class PacketPathLifecycle:
         self.problem = ""
         self._switching = False  # whether devices still read the maps of an earlier agent
         self.publish_due = False
+
+    def use_forwarding(self, config: Config, fallback: str) -> None:
+        """`config` has the value of --forwarding that is in force; `fallback`: see PacketStatus."""
+        self.config, self._fallback = config, fallback
+        if fallback:
+            log.warning(
+                "forwarding=stack: rules before DNAT do not guard NodePorts, since conntrack "
+                "cannot translate on this node: %s", fallback,
+            )  # fmt: skip
 
     def load(self) -> None:
         """Loads the programs over the open maps, without attaching them, or postpones that. Raises
@@ -64,8 +77,8 @@ class PacketPathLifecycle:
         """
         return (
             self._sockets_first
-            and self._config.packet_path
-            and self._config.socket_lb is SocketLb.ON
+            and self.config.packet_path
+            and self.config.socket_lb is SocketLb.ON
             and not self.coexisting
             and not self._pins.links.is_dir()
             and not packet_path.has_programs(self._pins)
@@ -80,29 +93,43 @@ class PacketPathLifecycle:
         """The packet path, or None if it is disabled or cannot be loaded. A failure is fatal only
         if the socket hooks do not serve all sockets.
         """
-        if not self._config.packet_path:
+        if not self.config.packet_path:
             return None
         try:
-            packet_path = self._compile_packets()
-            packet_path.load(self._agent_maps.maps)
+            packet_path = self._load_packets(lambda path: path.load(self._agent_maps.maps))
         except KbpfError as error:
-            if self._config.socket_lb is not SocketLb.ON:
+            if self.config.socket_lb is not SocketLb.ON:
                 raise
             self._record_packet_failure(error)
             return None
-        self._record_packet_success()
+        self._record_packet_success(packet_path)
         return packet_path
 
-    def _compile_packets(self) -> PacketPath:
-        artifact, _ = compile.find_or_compile("tc", self._config.cache_dir)
-        return PacketPath(self._pins, artifact, self._config, self.coexisting)
+    def _load_packets(self, load: Callable[[PacketPath], object]) -> PacketPath:
+        """Compiles the programs, and calls `load` with them. With --forwarding auto, a kernel that
+        refuses them gets those without conntrack.
+        """
+        artifact, _ = compile.find_or_compile("tc", self.config.cache_dir)
+        packet_path = PacketPath(self._pins, artifact, self.config, self.coexisting)
+        try:
+            load(packet_path)
+        except KernelError as error:
+            if not self._may_fall_back or not self.config.uses_conntrack:
+                raise
+            config = replace(self.config, forwarding="stack")
+            packet_path = PacketPath(self._pins, artifact, config, self.coexisting)
+            packet_path.fallback = str(error)
+            load(packet_path)
+        return packet_path
 
     def _record_packet_failure(self, error: KbpfError) -> None:
         log.error("the packet path is not loaded, only sockets of this node are served: %s", error)
         self.problem = str(error)
 
-    def _record_packet_success(self) -> None:
+    def _record_packet_success(self, packet_path: PacketPath) -> None:
         self.problem = ""
+        if packet_path.fallback:
+            self.use_forwarding(packet_path.config, packet_path.fallback)
         if (probe_result := probe.probe_softirq_lock()).works is False:
             log.warning("%s: %s", probe_result.reason, probe.NO_SOFTIRQ_LOCK_HINT)
 
@@ -114,9 +141,7 @@ class PacketPathLifecycle:
 
         # Runs in the loader thread, so it must not write to self or to the maps.
         def load_packet_path() -> PacketPath:
-            packet_path = self._compile_packets()
-            packet_path.use(packet_path.prepare(maps))
-            return packet_path
+            return self._load_packets(lambda path: path.use(path.prepare(maps)))
 
         self._loader = PacketPathLoader(load_packet_path)
 
@@ -136,7 +161,7 @@ class PacketPathLifecycle:
             self._record_packet_failure(error)
             return
         self.current, self.publish_due = packet_path, True
-        self._record_packet_success()
+        self._record_packet_success(packet_path)
 
     def write_node(self, desired: DesiredState) -> None:
         """Writes the node's addresses and networks for the packet programs."""
@@ -227,7 +252,7 @@ class PacketPathLifecycle:
     def serves_all(self) -> bool:
         """Whether the packet path serves on all devices that accept it, or is disabled."""
         if self.current is None:
-            return not self._config.packet_path
+            return not self.config.packet_path
         status = self.current.status()
         return status.ready and not status.problem and not self.current.is_passive
 
@@ -244,14 +269,16 @@ class PacketPathLifecycle:
         status = self.current.status() if self.current is not None else DeviceReconcilerStatus()
         failed = status.failed
         return PacketStatus(
-            enabled=self._config.packet_path,
+            enabled=self.config.packet_path,
             problem=self.problem or status.problem,
-            devices=self._config.devices,
-            excluded=self._config.excluded_devices,
+            devices=self.config.devices,
+            excluded=self.config.excluded_devices,
             failed=tuple(
                 DeviceFailure(name, failed[name]) for name in sorted(failed)[:MAX_FAILED_DEVICES]
             ),
             failed_count=len(failed),
+            forwarding=self.config.forwarding,
+            fallback=self._fallback,
         )
 
     def close_loader(self) -> None:

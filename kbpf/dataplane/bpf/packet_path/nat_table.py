@@ -19,10 +19,6 @@ from kbpf.kernel.netfilter import conntrack, forward_rules, nft
 from kbpf.takeover import conntrack_keepalive
 
 TABLE: Final = "kbpf-nat"
-HINT: Final = (
-    "use --mode ipvs, or --forwarding stack with the replacements in docs/migration.md (Firewalls "
-    "in front of NodePorts)"
-)
 _MASQUERADED: Final = conntrack.ConntrackStatus.IPS_SRC_NAT | conntrack.ConntrackStatus.IPS_DST_NAT
 _BEFORE, _AFTER = -300, 300
 """Priorities around those of the chains that filter."""
@@ -37,21 +33,17 @@ class NatTable:
 
     def require(self) -> None:
         """Creates the table, which also loads the kernel's modules. If conntrack cannot translate
-        for programs on this node, removes it and raises KernelError, with what to use instead.
+        for programs on this node, removes it and raises KernelError.
         """
         try:
             self.ensure()
             next(conntrack.iterate_translated_udp("ip"), None)
             with kfuncs.open_conntrack():
                 pass
-        except KernelError as error:
+        except KernelError:
             with contextlib.suppress(KernelError):
                 retire()
-            reason = f"{error.what} ({error.hint})" if error.hint else error.what
-            raise KernelError(
-                f"--forwarding netfilter is not possible: {reason}",
-                error.where, HINT, error.errno,
-            ) from error  # fmt: skip
+            raise
 
     def ensure(self) -> bool:
         """Writes the table if another program has changed or deleted it, or an earlier agent left

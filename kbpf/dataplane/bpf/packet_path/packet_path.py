@@ -102,9 +102,11 @@ class PacketPath(Programs):
     def __init__(
         self, pins: Pins, artifact: Artifact, config: Config, coexisting: bool = False
     ) -> None:
-        """`coexisting`: whether another data plane has connections on this node."""
+        """`coexisting`: whether another data plane has connections on this node. `fallback` (to be
+        set): why the kernel refused the programs that `--forwarding auto` would choose.
+        """
         super().__init__(pins, artifact, missing_packet_helpers())
-        self._config = config
+        self.config, self.fallback = config, ""
         self._coexisting = coexisting
         # since when the programs are attached to all devices (time.monotonic)
         self._in_place_since: float | None = None
@@ -126,15 +128,15 @@ class PacketPath(Programs):
         the refusal limits. Only the first call has an effect, since none of these maps grows.
         """
         if self._node_and_device_maps is None:
-            node_map = NodeMap(self._config, maps, self._coexisting)
-            self._node_and_device_maps = node_map, DeviceMap(self._config, maps)
+            node_map = NodeMap(self.config, maps, self._coexisting)
+            self._node_and_device_maps = node_map, DeviceMap(self.config, maps)
             write_refusal_limits(maps["refusal_limits"])
             self._attachments.prober = HookProber(maps["fragments"])
 
     def prepare(self, maps: Mapping[str, Map]) -> LoadedPrograms:
         """Also fills the tail call map with the descriptors of the loaded programs."""
         loaded = super().prepare(maps)
-        for program in loaded_packet_programs(self._config.uses_conntrack):
+        for program in loaded_packet_programs(self.config.uses_conntrack):
             if program.tail >= 0:
                 # a prog array is written with the descriptor of a program, and keeps the program
                 descriptor = struct.pack("=I", loaded.programs[program.name].fd)
@@ -146,10 +148,10 @@ class PacketPath(Programs):
         """Programs that do not hand new flows to conntrack are not adopted by an agent that has to,
         nor the other way round.
         """
-        return f"{super().key}-conntrack" if self._config.uses_conntrack else super().key
+        return f"{super().key}-conntrack" if self.config.uses_conntrack else super().key
 
     def _program_names(self) -> tuple[str, ...]:
-        programs = loaded_packet_programs(self._config.uses_conntrack)
+        programs = loaded_packet_programs(self.config.uses_conntrack)
         return tuple(program.name for program in programs)
 
     def _load_code(
@@ -210,7 +212,7 @@ class PacketPath(Programs):
         self, devices: tuple[Device, ...], choices: Mapping[int, RoleChoice]
     ) -> None:
         assert self._node_and_device_maps is not None
-        previous, self.unmatched = self.unmatched, find_unmatched(devices, self._config.devices)
+        previous, self.unmatched = self.unmatched, find_unmatched(devices, self.config.devices)
         for pattern in self.unmatched:
             if pattern not in previous:
                 log.warning("--device %s matches no device; waiting for one", pattern)
