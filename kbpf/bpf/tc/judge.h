@@ -155,8 +155,8 @@ static __always_inline void advance_state(struct flow *original, const struct tc
 	u8 before = original->state;
 
 	if (before == STATE_ANSWERED) {
-		if (reply || !in_order(own->ack, n->ack)) /* no acknowledgement of the SYN-ACK */
-			return;
+		if (reply || (flags & TCP_SYN) || !in_order(own->ack, n->ack))
+			return; /* it does not acknowledge the SYN-ACK */
 		original->state = STATE_UNPROVEN;
 		original->fins &= ~FIN_RESERVED;
 	}

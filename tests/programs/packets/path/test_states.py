@@ -108,6 +108,7 @@ STATES = {
     # It may have another connection by now, or none: nothing counts before the client's ACK.
     "S <SA <A+": TcpState.ANSWERED,
     "S <SA <FA": TcpState.ANSWERED,
+    "S <SA SA": TcpState.ANSWERED,
     "S <SA A <A <SA A <A": UNPROVEN,
     # Proof: the backend sends data, or acknowledges some.
     "S <SA A <A+": PROVEN,
