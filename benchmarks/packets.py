@@ -32,7 +32,17 @@ from kbpf.model.config import MapSizes
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import ip, let_forward, until
 from tests.support.lab.lab import run as command
-from tests.support.packets.packets import arp, frame, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import (
+    SCTP_BACK_TAG,
+    SCTP_INIT_ACK,
+    SCTP_TAG,
+    arp,
+    frame,
+    icmp_error,
+    sctp,
+    tcp,
+    udp,
+)
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
 from tests.support.packets.test_run import run as test_run
@@ -75,12 +85,22 @@ class Column(NamedTuple):
             return tcp(source, to, flags="S", mss=1460)
         return udp(source, to, b"question") if self.protocol == "udp" else sctp(source, to)
 
-    def later(self, source: str, to: str) -> bytes:
-        """A later packet of a flow, in either direction."""
+    def answer(self, source: str, to: str) -> bytes:
+        """The backend's answer to the first packet."""
         if self.protocol == "tcp":
-            return tcp(source, to, bytes(64), flags="A")
+            return tcp(source, to, flags="SA", ack=1001)
+        if self.protocol == "udp":
+            return self.later(source, to, back=True)
+        return sctp(source, to, SCTP_INIT_ACK, tag=SCTP_TAG)
+
+    def later(self, source: str, to: str, back: bool = False) -> bytes:
+        """A later packet of a flow. `back`: the backend's."""
         data = bytes(64)
-        return udp(source, to, data) if self.protocol == "udp" else sctp(source, to, data)
+        if self.protocol == "tcp":
+            return tcp(source, to, data, flags="A", seq=1001, ack=1065 if back else 1001)
+        if self.protocol == "udp":
+            return udp(source, to, data)
+        return sctp(source, to, data, tag=SCTP_TAG if back else SCTP_BACK_TAG)
 
     def client(self) -> str:
         """The address and port of a client that has no flow yet."""
@@ -155,22 +175,20 @@ class Rig:
         return self.run(Step("tc_egress", device, packet))[1]
 
     def flow(self, column: Column, which: int, direct: bool) -> tuple[str, str]:
-        """Establishes a new flow, with a reply. Returns its client, and the source address that the
-        backend sees.
+        """Establishes a new flow, with data in both directions. Returns its client, and the source
+        address that the backend sees.
         """
-        own = column.client()
-        came = self.come(column.first(own, column.vip(which)))
-        if not (direct or which == REMOTE):
-            came = self.leave(came, POD)
-        seen = parse(came, l2=False).source
-        if column.protocol == "tcp":
-            back = tcp(column.pod(which), seen, flags="SA")
-        else:
-            back = column.later(column.pod(which), seen)
-        answer = self.come(back, UPLINK if which == REMOTE else POD)
-        if not (direct or which == REMOTE):
-            self.leave(answer, UPLINK)
-        self.come(column.later(own, column.vip(which)))
+        own, vip, pod = column.client(), column.vip(which), column.pod(which)
+        in_stack, seen = not (direct or which == REMOTE), ""
+        for ask, answer in ((column.first, column.answer), (column.later, column.later)):
+            came = self.come(ask(own, vip))
+            if in_stack:
+                came = self.leave(came, POD)
+            seen = seen or str(parse(came, l2=False).source)
+            more = {"back": True} if answer == column.later else {}
+            back = self.come(answer(pod, seen, **more), UPLINK if which == REMOTE else POD)
+            if in_stack:
+                self.leave(back, UPLINK)
         return own, seen
 
 
@@ -235,7 +253,7 @@ def answered(which: int) -> Make:
     def steps(rig: Rig, c: Column, direct: bool) -> Iterator[Step]:
         _, seen = rig.flow(c, which, direct)
         device = UPLINK if which == REMOTE else POD
-        return itertools.repeat(Step("tc_ingress", device, c.later(c.pod(which), seen)))
+        return itertools.repeat(Step("tc_ingress", device, c.later(c.pod(which), seen, True)))
 
     return steps
 
@@ -251,7 +269,7 @@ def to_pod(which: int) -> Make:
 def to_client(which: int) -> Make:
     def steps(rig: Rig, c: Column, direct: bool) -> Iterator[Step]:
         own, _ = rig.flow(c, which, direct)
-        return itertools.repeat(Step("tc_egress", UPLINK, c.later(c.pod(which), own)))
+        return itertools.repeat(Step("tc_egress", UPLINK, c.later(c.pod(which), own, True)))
 
     return steps
 
@@ -261,16 +279,24 @@ def host_new(_: Rig, c: Column, __: bool) -> Iterator[Step]:
         yield Step("tc_egress", UPLINK, c.first(c.own(), c.vip(REMOTE)))
 
 
+def host_flow(rig: Rig, c: Column) -> str:
+    """The socket of an established flow of the node."""
+    own, vip, pod = c.own(), c.vip(REMOTE), c.pod(REMOTE)
+    rig.leave(c.first(own, vip), UPLINK)
+    rig.come(c.answer(pod, own))
+    rig.leave(c.later(own, vip), UPLINK)
+    rig.come(c.later(pod, own, True))
+    return own
+
+
 def host_again(rig: Rig, c: Column, _: bool) -> Iterator[Step]:
-    own = c.own()
-    rig.leave(c.first(own, c.vip(REMOTE)), UPLINK)
+    own = host_flow(rig, c)
     return itertools.repeat(Step("tc_egress", UPLINK, c.later(own, c.vip(REMOTE))))
 
 
 def host_answer(rig: Rig, c: Column, _: bool) -> Iterator[Step]:
-    own = c.own()
-    rig.leave(c.first(own, c.vip(REMOTE)), UPLINK)
-    return itertools.repeat(Step("tc_ingress", UPLINK, c.later(c.pod(REMOTE), own)))
+    own = host_flow(rig, c)
+    return itertools.repeat(Step("tc_ingress", UPLINK, c.later(c.pod(REMOTE), own, True)))
 
 
 def error_in(rig: Rig, c: Column, direct: bool) -> Iterator[Step]:
