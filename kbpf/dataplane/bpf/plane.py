@@ -276,12 +276,12 @@ class BpfPlane:
 
     def write_status(self, text: bytes) -> None:
         """Stores the agent's status in a map, for `kbpf inspect status`."""
-        self._pin_watch.check(are_attached=not self._state.is_first_apply)
+        self._pin_watch.check(not self._state.is_first_apply, self._agent_maps.pinned)
         status_entries.write(self._agent_maps.maps["agent_status"], text)
 
     def status(self) -> PlaneStatus:
         attachments = self._attachments
-        faults = (*filter(None, [self._pin_watch.hidden_reason]), *attachments.hooks.faults())
+        faults = (*self._pin_watch.faults, *attachments.hooks.faults())
         return PlaneStatus(
             ModeChoice("bpf", "bpf"),
             attachments.packets.ready(),

@@ -6,26 +6,29 @@ Tests that mount run in a process with its own mount namespace.
 """
 
 import ctypes
+import errno
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U64
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach, device_thread
 from kbpf.dataplane.bpf.programs import unpinned
 from kbpf.dataplane.bpf.socket_hooks import HOOK_RETRY_INTERVAL_S, HOOK_VERIFY_INTERVAL_S
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import Link
+from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.kernel.bpf.tc import ATTACH_TYPE
 from tests.support.features import needs
 from tests.support.lab.lab import ip, remove_cgroup, until
-from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, service
+from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, flush, service
 
 WEB = desired(service("web", "10.96.0.1:80", "10.244.0.1:8080"))
 CONNECT4, CONNECT6 = 10, 11
@@ -152,6 +155,75 @@ def test_removed_pins_end_the_agent(site: Site):
             plane.write_status(b"{}")
     finally:
         site.pins.with_name(f"{site.pins.name}-moved").rename(site.pins)
+
+
+LOST_PINS = {
+    "services": "services",
+    "flows": "flows",
+    "config": "config",
+    "affinity": "affinity",
+    "an outer map": "backend_slots_outer",
+    "a map and its outer map": "services services_outer",
+    "maps that no program reads": "meta service_names agent_status",
+    "all": "*",
+}
+"""Which pins of maps another program removes."""
+
+
+@pytest.mark.parametrize("what", LOST_PINS)
+def test_lost_pins_of_maps_are_restored_while_it_runs(
+    site: Site, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    plane = site.open(packet_path=True)
+    plane.apply(WEB, None)
+    before = {pin.name: site.pinned(pin.name).id for pin in site.maps.iterdir()}
+    remove_pins(site, what)
+    with monkeypatch.context() as broken:
+        broken.setattr(Map, "pin", refuse)
+        plane.write_status(b"{}")
+        (fault,) = plane.status().faults
+        assert "removed pins of maps cannot be restored: no room" in fault
+    plane.write_status(b"{}")
+    assert {pin.name: site.pinned(pin.name).id for pin in site.maps.iterdir()} == before
+    assert plane.status().faults == ()
+    assert caplog.text.count("removed pins of maps were restored maps=") == 1
+
+
+@pytest.mark.parametrize("may_open_by_id", [True, False], ids=["", "without CAP_SYS_ADMIN"])
+@pytest.mark.parametrize("what", LOST_PINS)
+def test_start_with_lost_pins_of_maps_serves_again(
+    site: Site, what: str, may_open_by_id: bool, monkeypatch: pytest.MonkeyPatch
+):
+    site.open(packet_path=True).apply(WEB, None)
+    before, links = site.dump(), site.hook_programs()
+    client, entry = bytes(AFFINITY_KEY.size), U64.pack(time.monotonic_ns()).ljust(AFFINITY.size)
+    site.pinned("affinity").update(client, entry)
+    site.close_planes()
+    remove_pins(site, what)
+    with monkeypatch.context() as limited:
+        if not may_open_by_id:
+            limited.setattr(objects, "open_map_by_id", refuse)
+        plane = site.open(packet_path=True)
+    plane.apply(WEB, None)
+    flush(plane)
+    assert site.dump() == before
+    is_kept = may_open_by_id or what not in ("affinity", "all")
+    assert (site.pinned("affinity").lookup(client) == entry) is is_kept
+    assert site.hook_programs().keys() == links.keys()
+    assert site.use_pinned_maps(site.hook_programs().values())
+    assert list(site.pins.glob("maps-*")) == [site.maps]
+    site.open(packet_path=True)
+    assert site.dump() == before, "the next start finds them complete"
+
+
+def remove_pins(site: Site, what: str) -> None:
+    for pattern in LOST_PINS[what].split():
+        for pin in site.maps.glob(pattern):
+            pin.unlink()
+
+
+def refuse(*_: object) -> None:
+    raise KernelError("no room", errno=errno.EPERM)
 
 
 def mount_bpffs_over(folder: Path) -> None:

@@ -554,8 +554,8 @@ UNREADABLE: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] 
         "not a folder (pins); give the folder that `kbpf run` was given with --pin-dir"),
     "a map was removed": (
         lambda _, patch: patch.setattr(snapshot.pinning, "open_map", refuse(errno.ENOENT)),
-        "the map MAP is missing (pins/maps-SCHEMA); its pin was removed: run `kbpf cleanup`, "
-        "then start the agent again"),
+        "the map MAP is missing (pins/maps-SCHEMA); its pin was removed: the agent restores "
+        "it within seconds, or when it starts"),
     "no rights": (
         lambda _, patch: patch.setattr(snapshot.pinning, "open_map", refuse(errno.EPERM)),
         "cannot open the map (pins): EPERM; run as root"),

@@ -194,7 +194,9 @@ def open_maps(pins: Pins, parts: Part) -> Iterator[dict[str, Map]]:
             except KernelError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                hint = "its pin was removed: run `kbpf cleanup`, then start the agent again"
+                hint = (
+                    "its pin was removed: the agent restores it within seconds, or when it starts"
+                )
                 raise NotFoundError(f"the map {name} is missing", str(pins.maps), hint) from error
         yield maps
 

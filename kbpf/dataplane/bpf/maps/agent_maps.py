@@ -81,6 +81,11 @@ class AgentMaps:
                 self._resize(name, size)
         return opened_maps.adopted
 
+    @property
+    def pinned(self) -> dict[str, Map]:
+        """The maps that have to be pinned now."""
+        return {name: map_ for name, map_ in self.maps.items() if name not in self._unpinned}
+
     def close(self) -> None:
         pinning.close_all(self.maps.values())
         self.migration.close()

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks the pin folder, and checks while the agent runs that it still is the agent's."""
+"""Locks the pin folder, and checks while the agent runs that it is still ours and complete."""
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.errors import PinsRemovedError
+from kbpf.errors import KernelError, LastError, PinsRemovedError
+from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts
 
 log = logging.getLogger("kbpf.dataplane")
@@ -20,17 +22,23 @@ class PinWatch:
         self._pins, self._folder = pins, folder
         self._lock = -1
         self.hidden_reason = ""
+        self._pin_error = LastError()
 
     def lock(self) -> None:
         """Locks the pins, so that there is one writer. Raises KernelError if there is another."""
         self._lock = pinning.lock_pins(self._pins)
         self._pins.use_descriptor(self._lock)
 
-    def check(self, are_attached: bool) -> None:
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is wrong with the pins."""
+        return (*filter(None, (self.hidden_reason, self._pin_error.text)),)
+
+    def check(self, are_attached: bool, maps: Mapping[str, Map]) -> None:
         """Checks that the pin folder is still ours. If another process removed the pins, our writes
-        have no effect: PinsRemovedError. If something is mounted over the folder, the agent
-        continues through its descriptor and logs an error. `are_attached`: the programs have been
-        attached.
+        have no effect: PinsRemovedError. If it removed some of the `maps` only, they are pinned
+        again. If something is mounted over the folder, the agent continues through its descriptor
+        and logs an error. `are_attached`: the programs have been attached.
         """
         links_removed = are_attached and not self._pins.links.is_dir()
         if links_removed or mounts.is_removed(self._folder, self._lock):
@@ -44,6 +52,18 @@ class PinWatch:
             log.error("%s", self.hidden_reason)
         if previous and not self.hidden_reason:
             log.info("the pin folder is visible again pin_dir=%s", self._folder)
+        self._pin_lost(maps)
+
+    def _pin_lost(self, maps: Mapping[str, Map]) -> None:
+        try:
+            with self._pins.with_operator_path():
+                lost = pinning.pin_lost(self._pins, maps)
+            if lost:
+                log.warning("removed pins of maps were restored maps=%s", ",".join(lost))
+            self._pin_error.replace(None)
+        except (KernelError, OSError) as error:
+            if self._pin_error.replace(f"removed pins of maps cannot be restored: {error}"):
+                log.error("%s", self._pin_error.text)
 
     def _find_hidden_reason(self) -> str:
         if mounts.is_same(self._folder, self._lock):

@@ -17,6 +17,7 @@ Programs are handled in programs/loader.py.
 import contextlib
 import errno
 import logging
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -49,6 +50,8 @@ ZERO: Final = U32.pack(0)
 NEW_PREFIX: Final = "new-"
 OLD_PREFIX: Final = "old-"
 NEW_MAP_PREFIX: Final = f"{NEW_PREFIX}map-"
+INCOMPLETE_SUFFIX: Final = "-incomplete"
+"""Of a folder of maps from which another program has removed pins."""
 NEW_LINK_PREFIX: Final = f"{NEW_PREFIX}link-"
 
 _PIN_NAMES: Final = re.compile(
@@ -165,6 +168,7 @@ class OpenedMaps:
 
 def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedMaps:
     """Opens the pinned maps, and creates missing ones."""
+    _set_incomplete_aside(pins)
     # Published by one rename, so it has all maps (for the exception, see the module).
     adopted = pins.maps.is_dir()
     new_maps = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
@@ -174,6 +178,41 @@ def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedM
     return OpenedMaps(
         maps, adopted, new_maps, (*_find_former_layouts(pins), *_find_unpinned_maps(pins, maps))
     )
+
+
+def find_lost(pins: Pins) -> set[str]:
+    """The names of the maps that are not pinned."""
+    pinned = set(os.listdir(pins.maps)) if pins.maps.is_dir() else set[str]()
+    return ALL_MAPS.keys() - pinned
+
+
+def pin_lost(pins: Pins, maps: Mapping[str, Map]) -> list[str]:
+    """Pins those of these maps again whose pins another program has removed; returns their names.
+    Raises KernelError or OSError.
+    """
+    lost = sorted(find_lost(pins) & maps.keys())
+    if lost:
+        pins.maps.mkdir(mode=0o700, exist_ok=True)
+        _record_layout(pins, pins.maps)
+    for name in lost:
+        maps[name].pin(pins.maps / name)
+    return lost
+
+
+def _set_incomplete_aside(pins: Pins) -> None:
+    """If pins of maps were removed, the others become maps of another version: _make_maps() takes
+    what is valid without the lost ones, and programs read the old maps until the new ones are
+    filled.
+    """
+    lost = find_lost(pins)
+    if not pins.maps.is_dir() or not lost:
+        return
+    log.warning("pins of maps were removed while no agent ran maps=%s", ",".join(sorted(lost)))
+    aside = pins.root / f"{pins.maps.name}{INCOMPLETE_SUFFIX}"
+    # From an agent that was killed here. What was valid is pinned in `pins.maps` as well.
+    shutil.rmtree(aside, ignore_errors=True)
+    _record_layout(pins, aside)
+    pins.maps.rename(aside)
 
 
 def open_map(path: Path, spec: MapSpec) -> Map:
@@ -213,10 +252,14 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
             )
             maps[name].pin(folder / name)
         # Before the rename that ends this block: published maps always have a complete layout.
-        pins.layout(pins.maps).mkdir(exist_ok=True)
-        for spec in ALL_MAPS.values():
-            (pins.layout(pins.maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
+        _record_layout(pins, pins.maps)
     return frozenset(MAPS.keys() - reused.keys())
+
+
+def _record_layout(pins: Pins, maps: Path) -> None:
+    pins.layout(maps).mkdir(exist_ok=True)
+    for spec in ALL_MAPS.values():
+        (pins.layout(maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
 
 
 def _find_unusable(found: Collection[str]) -> set[str]:
@@ -258,9 +301,10 @@ def _find_former_layouts(pins: Pins) -> Iterator[ReplacedMap]:
 
 def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[ReplacedMap]:
     """Unpinned maps that pinned programs write to: an agent resized the map and exited while the
-    programs were switching.
+    programs were switching, or the pin was removed.
     """
-    if pins.other_folders("maps", pins.maps):
+    folders = pins.other_folders("maps", pins.maps)
+    if any(not folder.name.endswith(INCOMPLETE_SUFFIX) for folder in folders):
         return  # programs of another version: its maps are found by their folder
     for map_id in sorted(_map_ids_read_by_all(pins) - {map_.id for map_ in maps.values()}):
         try:
@@ -269,8 +313,8 @@ def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Replace
             if error.errno != errno.EPERM:
                 raise
             log.warning(
-                "cannot copy without CAP_SYS_ADMIN: entries that programs wrote to a map that an "
-                "earlier agent left unpinned while resizing it id=%d",
+                "cannot copy without CAP_SYS_ADMIN: entries that programs wrote to a map without "
+                "a pin id=%d",
                 map_id,
             )
             return
