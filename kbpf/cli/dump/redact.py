@@ -23,27 +23,54 @@ SECRET_NAME: Final = re.compile(
 )
 TOKEN_FILES: Final = (Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),)
 
+_PATH: Final = (
+    r"/(?:bin|boot|dev|etc|home|lib|mnt|opt|proc|root|run|sbin|srv|sys|tmp|usr|var)(?:[/\s]|\Z)"
+)
+"""What begins like a path, which names a file and is no secret. One of 64 random values in base64
+begins with a slash.
+"""
 _NAMES: Final = (
-    rb"[\w.-]*(?:password|passwd|passphrase|secret|token|api[_-]?key|private[_-]?key|key[_-]data)"
+    rb"[\w.-]*(?:password|passwd|passphrase|pwd|secret|token|credentials?"
+    rb"|(?:api|access|private)[_-]?key|key[_-]data)"
 )
-_NAMED: Final = re.compile(
-    rb"(?i)(?<![\w.-])(" + _NAMES + rb"[\"']?\s*[:=]\s*)"
-    # not the paths of files, and what cannot be a secret
-    rb"(?![\"']?/|[\"']{2}|null\b|true\b|false\b|[\d.]+\s*(?:[,}\n]|\Z))"
-    rb"(\"(?:[^\"\\]|\\.)*\"?|'[^']*'?|[^\s,}]+)"
+_VALUE: Final = (
+    rb"(?![\"']?" + _PATH.encode() + rb"|[\"']{2}|null\b|true\b|false\b|\d{1,3}(?:[,}\s]|\Z))"
+    # Unquoted: what may end a list or a string belongs to the value if more of it follows.
+    rb"(\"(?:[^\"\\]|\\.)*\"?|'[^']*'?|(?:[^\s,}\]\"'\\]|\\.|[,}\]\"'](?![\s,}\]\"':]|\Z))+)"
 )
-"""``password: value``, ``--token=value``, ``"secret": "value"``."""
-_PATTERNS: Final = (
-    # PEM, also if its lines were joined with \\n as in JSON
+_NAMED: Final = (
+    # ``password: value``, ``--token=value``, ``"secret": "value"``
+    re.compile(rb"(?i)(?<![\w.-])(" + _NAMES + rb"[\"']?\s*[:=]\s*)" + _VALUE),
+    # ``--token value``, also as items of a list in JSON and YAML, but not in a sentence
     re.compile(
-        rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+        rb"(?i)(?<![\w.-])(-" + _NAMES + rb"(?:[ \t\0]+|[\"']\s*,\s*|[\"']?[ \t\r]*\n[ \t]*- ))"
+        rb"(?!(?:and|are|cannot|file|for|has|if|in|is|must|needs|or|to|was|with)\b|-)" + _VALUE
+    ),
+)
+_BODY: Final = rb"(?:[^\r\n\"'\\]|\\[^nr]|(?<==)\"[^\"\r\n]*\")+"
+_HEADERS: Final = (
+    re.compile(rb"(?i)(authorization[\"']?[ \t]*:[ \t]*[\"']?(?:[\w-]+[ ]+)?)" + _BODY),
+    re.compile(rb"(?i)(cookie[\"']?[ \t]*:[ \t]*[\"']?)(?=[\w.+~-]{1,256}=)" + _BODY),
+)
+_PATTERNS: Final = (
+    # PEM, also if its lines were joined with \\n as in JSON. It may be cut off; then nothing but
+    # what looks like a key is removed, since tenants write into the same texts.
+    re.compile(
+        rb"-----BEGIN [A-Z ]*PRIVATE KEY-----"
+        rb"(?:(?:Proc-Type|DEK-Info): [\w-]+,|[A-Za-z0-9+/=\\\s]){0,16384}"
+        rb"(?:-----END [A-Z ]*PRIVATE KEY-----)?"
     ),
     re.compile(rb"(?<=//)[^/\s@\"']+(?=@)"),  # user and password in a URL
     # A JWT. Each word is tried once, from its beginning: tenants write annotations and logs, and
     # one of 256 KiB with many beginnings would take minutes.
     re.compile(rb"(?<![\w-])(?=[\w-]*eyJ)[\w-]{11,}+\.[\w-]{8,}+(?:\.[\w-]*+)++"),
     re.compile(rb"(?i)(?<=\bbearer )[^\s\"']{8,}"),
-    re.compile(rb"(?i)(?<=authorization: basic )[\w+/=]+"),
+    # keys of AWS, GitHub, GitLab, Slack, Google, Docker, Vault, Stripe
+    re.compile(
+        rb"(?<![A-Za-z0-9])(?:A[KS]IA[A-Z0-9]{16}|gh[opsur]_\w{30,}|github_pat_\w{20,}"
+        rb"|gl[a-z]{1,6}-[\w-]{20,}|xox[a-z]-[\w-]{10,}|AIza[\w-]{35}|ya29\.[\w-]{20,}"
+        rb"|dckr_pat_[\w-]{20,}|hv[bs]\.[\w-]{20,}|[rs]k_live_\w{20,})"
+    ),
 )
 
 
@@ -65,7 +92,11 @@ class Redactor:
             data = data.replace(value, REDACTED)
         for pattern in _PATTERNS:
             data = pattern.sub(REDACTED, data)
-        return _NAMED.sub(_redact_named, data)
+        for pattern in _HEADERS:
+            data = pattern.sub(rb"\1" + REDACTED, data)
+        for pattern in _NAMED:
+            data = pattern.sub(_redact_named, data)
+        return data
 
 
 def _redact_named(match: re.Match[bytes]) -> bytes:
@@ -95,7 +126,7 @@ def find_secrets(
         for match in re.finditer(r"//([^/\s@]*)@", text):
             yield from (match[1], match[1].partition(":")[2])
     for name, value in environ.items():
-        if SECRET_NAME.search(name) and not value.startswith("/"):
+        if SECRET_NAME.search(name) and not re.match(_PATH, value):
             yield value
 
 
@@ -128,7 +159,7 @@ def _secrets_of_user(value: Any, name: str = "") -> Iterator[str]:
         case str() if name.endswith("-data"):
             yield value
             yield from _decode(value)
-        case str() if SECRET_NAME.search(name) and not value.startswith("/"):
+        case str() if SECRET_NAME.search(name) and not re.match(_PATH, value):
             yield value
 
 

@@ -42,6 +42,66 @@ PATTERNS = {
     "PEM": (f"x\n{PEM}\ny", "x\nREDACTED\ny"),
     "PEM in JSON": (json.dumps({"a": PEM}), '{"a": "REDACTED"}'),
     "PEM that is cut off": (PEM[:50], "REDACTED"),
+    "encrypted PEM that is cut off": (
+        "-----BEGIN PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-256-CBC,0F\nhidden",
+        "REDACTED",
+    ),
+    "PEM that a tenant begins": (
+        '{"a": "-----BEGIN PRIVATE KEY-----", "b": "-----END PRIVATE KEY-----", "c": "kept"}',
+        '{"a": "REDACTED", "b": "-----END PRIVATE KEY-----", "c": "kept"}',
+    ),
+    "PEM that a tenant begins in a log": (
+        "12:00:01 -----BEGIN PRIVATE KEY-----\n12:00:02 kept",
+        ":00:02 kept",
+    ),
+    "another scheme": ("Authorization: Token hidden\nx: 1", "Authorization: Token REDACTED\nx: 1"),
+    "digest": (
+        'Authorization: Digest username="me", response="hidden", n=1\nx',
+        "Digest REDACTED\nx",
+    ),
+    "a header in JSON": (
+        '{"h": {"Authorization": "Token hidden"}, "m": "Authorization: hidden", "n": 1}',
+        '"n": 1}',
+    ),
+    "a header in a command": ("curl -H 'Authorization: ApiKey hidden' -v", "REDACTED' -v"),
+    "a cookie": ("Cookie: a=hidden; b=hidden\nx", "Cookie: REDACTED\nx"),
+    "a new cookie": ("set-cookie: sid=hidden; Path=/; Secure", "set-cookie: REDACTED"),
+    "a flag and its value": ("join --token hidden --v 5", "join --token REDACTED --v 5"),
+    "a flag in a list": (
+        '["--db-password", "hidden", "-v"]',
+        '["--db-password", "REDACTED", "-v"]',
+    ),
+    "a flag in YAML": ("args:\n- --token\n- hidden\n- -v", "- --token\n- REDACTED\n- -v"),
+    "escaped blanks": (r"--password=a\ hidden -v", "--password=REDACTED -v"),
+    "a comma": ("password=a,hidden b", "password=REDACTED b"),
+    "a brace": ("{password: a}hidden, b: 1}", "{password: REDACTED, b: 1}"),
+    "a string in JSON": (
+        '{"a": "password=hidden", "b": ["token=hidden"]}',
+        '", "b": ["token=REDACTED"]}',
+    ),
+    "pwd": ("pwd=hidden", "pwd=REDACTED"),
+    "digits": ("password: 48151623 hidden=no".replace("hidden=", ""), "password: REDACTED no"),
+    "a slash": ("token: /9jhidden/abc=", "token: REDACTED"),
+    "a slash in JSON": ('{"secret": "/varhidden/"}', '{"secret": "REDACTED"}'),
+    "an access key by name": ("AWS_SECRET_ACCESS_KEY=hidden/x", "AWS_SECRET_ACCESS_KEY=REDACTED"),
+    "credentials": ("registry_credentials: hidden", "registry_credentials: REDACTED"),
+    **{
+        key[:11]: (f"seen {key}.", "seen REDACTED")
+        for key in (
+            "AKIAHIDDENHIDDEN1234",
+            "ASIAHIDDENHIDDEN1234",
+            f"ghp_{'hidden' * 6}",
+            f"ghs_{'hidden' * 6}",
+            f"github_pat_11{'hidden' * 8}",
+            f"glpat-{'hidden' * 4}",
+            "xoxb-12345-hidden-abc",
+            f"AIzaSy-{'hidden' * 5}abc",
+            f"ya29.a0{'hidden' * 5}",
+            f"dckr_pat_{'hidden' * 5}",
+            f"hvs.{'hidden' * 5}",
+            f"sk_live_{'hidden' * 5}",
+        )
+    },
 }
 
 
@@ -50,9 +110,10 @@ def test_what_looks_like_a_secret_is_removed(name: str) -> None:
     text, part = PATTERNS[name]
     result = Redactor([]).redact(text.encode()).decode()
     assert part in result
-    assert "hidden" not in result
+    assert "hidden" not in result.lower()
     assert "aGlkZGVu" not in result
-    if text.startswith("{"):
+    assert "48151623" not in result
+    if text.startswith('{"'):
         json.loads(result)
 
 
@@ -64,13 +125,34 @@ KEPT = (
     '"token": null, "tokens": 5, "password": "", "secret": true',
     "10.96.0.1:80 mail@example.com https://example.com/a@b",
     "the bearer of 3 tokens",
-    "eyJ-" * 250_000,  # what a tenant may write: with one scan for each beginning, hours
+    "token: /var/run/secrets/token\nsecret=/etc/kubernetes/pki/x.key PWD=/root",
+    "--token is deprecated, --password and --token-file need root; use --token with --server",
+    "--token --verbose",
+    "token: 12, secret: 3\ntoken=999",
+    "cookie=48151624 netns cookie: 4026531840",
+    "authorization:\n  mode: Webhook\n",
+    "task-akia glance-image xoxo ghp_short AIza eyJ",
+    "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----",
+    "-----BEGIN PRIVATE KEY----",
 )
 
 
 @pytest.mark.parametrize("text", KEPT, ids=lambda text: text[:60])
 def test_what_is_no_secret_is_kept(text: str) -> None:
     assert Redactor([]).redact(text.encode()) == text.encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["eyJ-", "--token ", "authorization: ", "cookie: a", "pwd=,", "//a", "password='\\", "gl-a.",
+     "-----BEGIN PRIVATE KEY-----", "token: -token", "-token\n\n\n", "secret\t\t", "AKIA-"],
+)  # fmt: skip
+def test_many_beginnings_of_secrets_are_each_tried_once(text: str) -> None:
+    """Tenants write annotations and logs. One scan to the end for each beginning takes hours, as
+    does one for each blank after it.
+    """
+    for many in (text * 100_000, text + text[-1] * 1_000_000):
+        Redactor([]).redact(many.encode())
 
 
 KUBECONFIG = """\
