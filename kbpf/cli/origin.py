@@ -16,7 +16,7 @@ import typer
 from kbpf.cli.endpoints import own_node_name
 from kbpf.errors import SourceError
 from kbpf.model.config import Config
-from kbpf.model.events import Event, Kind, Rejected, Synced
+from kbpf.model.events import Delete, Event, Kind, Rejected, Synced, Upsert
 from kbpf.source.base import EventHandler, Source, wait_until_listed
 from kbpf.source.decode.decode import DecodedObject, decode_object
 
@@ -114,9 +114,18 @@ def _read_recording(path: Path, problems: list[str]) -> list[Event]:
     from kbpf.source.recording.replay import read_events
 
     reader = RecordingReader(path)
-    events = [event for _, event in read_events(reader)]
+    # The last of each kind for each object: a recording may have any number of changes.
+    events: dict[tuple[object, ...], Event] = {}
+    for _, event in read_events(reader):
+        subject = event.kind if isinstance(event, Synced) else event.key
+        if isinstance(event, Delete):
+            events.pop((Rejected, subject), None)
+            events.pop((Upsert, subject), None)
+        else:
+            events.pop((type(event), subject), None)
+            events[type(event), subject] = event
     problems += reader.problems
-    return events
+    return list(events.values())
 
 
 def _read_cluster(config: Config) -> list[Event]:

@@ -8,13 +8,13 @@ whole line; `status()` says so, and is not authoritative.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KbpfError, ObjectError
+from kbpf.errors import KbpfError, ObjectError, SourceError
 from kbpf.kernel.system import threads
 from kbpf.model.events import (
     REQUIRED_KINDS,
@@ -36,6 +36,10 @@ MAX_WAIT: Final = 1.0
 """The thread reports that it lives at least this often."""
 STUCK_TIMEOUT: Final = 60.0
 IDLE_INTERVAL: Final = 5.0
+MAX_VALUES: Final = 1 << 20
+"""Values in the objects that exist at one time, about 100 bytes of memory each: a file of 4 MB may
+have ten times as many.
+"""
 
 
 def read_events(
@@ -45,25 +49,31 @@ def read_events(
 
     At the end, kinds of which the recording has no complete list count as synced with what was
     recorded of them; exempt Pods do not, since the recording node may not have been permitted to
-    read them.
+    read them. Raises SourceError if the objects have more than MAX_VALUES values.
     """
-    known: set[ObjectKey] = set()
+    known: dict[ObjectKey, int] = {}  # number of values in each object
     synced: set[Kind] = set()
-    seconds = 0.0
+    seconds, total = 0.0, 0
     for change in reader.changes():
         seconds = max(seconds, min(change.seconds, 1e9))
         if change.type == SYNCED:
             synced.add(change.kind)
             yield seconds, Synced(change.kind)
         elif event := _decode(change, reader, known, clock()):
+            total -= known.pop(event.key, 0)
+            if not isinstance(event, Delete):
+                known[event.key] = bytes(change.raw).count(b",") + 1
+                total += known[event.key]
+            if total > MAX_VALUES:
+                raise SourceError(f"a recording whose objects have more than {MAX_VALUES} values")
             yield seconds, event
     for kind in sorted(REQUIRED_KINDS - synced):
         yield seconds, Synced(kind)
 
 
 def _decode(
-    change: RecordedChange, reader: RecordingReader, known: set[ObjectKey], now: float
-) -> Event | None:
+    change: RecordedChange, reader: RecordingReader, known: Container[ObjectKey], now: float
+) -> Upsert | Delete | Rejected | None:
     try:
         item = decode.decode_object(change.kind, change.raw)
     except ObjectError as error:
@@ -73,9 +83,7 @@ def _decode(
     if change.type == DELETED or (item.object is None and not item.error):
         if key not in known:
             return None
-        known.discard(key)
         return Delete(key, now)
-    known.add(key)
     if item.object is None:
         return Rejected(key, item.error)
     # Without the time of the change: it is long ago, and would look like a slow agent.

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kbpf.cli.origin import read_world
 from kbpf.errors import SourceError
+from kbpf.model.config import Config
 from kbpf.model.events import Event, Kind, Rejected, Synced, Upsert
 from kbpf.source.recording import format as recording
+from kbpf.source.recording import replay
 from kbpf.source.recording.format import RecordingReader
 from kbpf.source.recording.replay import read_events
 from tests.values.source.recording.samples import (
@@ -159,6 +162,34 @@ def test_a_small_file_that_expands_without_end_is_an_error(
     assert path.stat().st_size < 20_000
     with pytest.raises(SourceError, match="more than"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "count"),
+    [
+        ([added(service(f"s{n}", f"10.96.0.{n}")) for n in range(4)], 4),
+        ([added(service(f"s{n}", f"10.96.0.{n}")) for n in range(40)], None),
+        ([added(service("web"))] * 400, 1),
+        ([added(service("web")), {"t": 0, "type": "DELETED", "object": service("web")}] * 400, 0),
+        ([added(service("web", externalIPs=["192.0.2.1"] * 400))], None),
+        ([added(service("web", externalIPs=["192.0.2"] * 400))], None),
+    ],
+    ids=["few", "many", "changes of one", "deleted", "a large one", "a rejected one"],
+)
+def test_values_that_exist_at_one_time_are_limited(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[dict[str, object]],
+    count: int | None,
+) -> None:
+    """A recording of 4 MB may expand to objects that take 1 GB."""
+    monkeypatch.setattr(replay, "MAX_VALUES", 100)
+    path, problems = write(tmp_path / "r", HEADER, *lines, END), list[str]()
+    if count is not None:
+        assert len(read_world(str(path), Config(), problems)) == count + 3  # one Synced per kind
+        return
+    with pytest.raises(SourceError, match="more than 100 values"):
+        read_world(str(path), Config(), problems)
 
 
 def test_problems_are_limited(tmp_path: Path) -> None:
