@@ -13,7 +13,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.net import addresses, dummy
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import sysctl
-from kbpf.model.address import Addr
+from kbpf.model.address import NodeAddresses
 from kbpf.model.config import Config
 from kbpf.takeover import conntrack_keepalive
 
@@ -30,7 +30,7 @@ def forwarding_warnings() -> Iterator[str]:
                 yield f"{name} is 0, so this node forwards nothing to pods; set it to 1"
 
 
-def read_node_addresses(config: Config) -> tuple[Addr, ...]:
+def read_node_addresses(config: Config) -> NodeAddresses:
     """The node's own addresses. Dummy devices of IPVS data planes are excluded: they hold Service
     addresses, and the name of ours may have been changed since.
     """

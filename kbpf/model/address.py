@@ -13,6 +13,15 @@ from kbpf.errors import ObjectError
 Addr = NewType("Addr", bytes)
 """16 bytes in network order; IPv4 is v4-mapped."""
 
+
+class NodeAddresses(tuple[Addr, ...]):
+    """The addresses of a node. `subnet_ends`: the network and broadcast addresses of their IPv4
+    subnets.
+    """
+
+    subnet_ends: frozenset[Addr] = frozenset()
+
+
 V4_PREFIX: Final = bytes(10) + b"\xff\xff"
 ANY4: Final = Addr(V4_PREFIX + bytes(4))
 ANY6: Final = Addr(bytes(16))

@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, parse_addr
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, NodeAddresses, family_of, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind
 from kbpf.model.objects import (
@@ -35,6 +35,13 @@ from kbpf.model.objects import (
     Service,
     ServicePort,
 )
+
+RESERVED_NETWORKS: Final = tuple(
+    map(Cidr.parse, ("0.0.0.0/8", "240.0.0.0/4", "::/96", "fec0::/10"))
+)
+"""No Service needs an ExternalIP in these: "this network" and reserved (RFC 1122, RFC 1112),
+IPv4-compatible such as ::127.0.0.1 and site-local (RFC 4291).
+"""
 
 ApiServerAddress = tuple[Addr, int]
 """Address and port of an API server."""
@@ -54,7 +61,8 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
 
     `api_servers`: endpoints of default/kubernetes, and servers that the agent connected to.
     `node_addresses`: those of our Node object. `local_addresses`: those and all others on devices
-    of this machine. `listeners`: where processes of this node listen; a wildcard is ANY4 or ANY6.
+    of this machine, and `subnet_ends` the network and broadcast addresses of its subnets.
+    `listeners`: where processes of this node listen; a wildcard is ANY4 or ANY6.
     `device_listeners`: those of find_device_frontends() at which a process listens now.
     `pod_networks`: networks of this node's pods. `external_ips`: the setting.
     """
@@ -62,6 +70,7 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
     api_servers: frozenset[ApiServerAddress] = frozenset()
     node_addresses: frozenset[Addr] = frozenset()
     local_addresses: frozenset[Addr] = frozenset()
+    subnet_ends: frozenset[Addr] = frozenset()
     listeners: frozenset[FrontendAddress] = frozenset()
     device_listeners: frozenset[FrontendAddress] = frozenset()
     pod_networks: tuple[Cidr, ...] = ()
@@ -91,6 +100,7 @@ def compute_reserved(
         frozenset(endpoints | set(api_servers)),
         frozenset(node.addresses),
         frozenset(node.addresses) | frozenset(local_addresses),
+        local_addresses.subnet_ends if isinstance(local_addresses, NodeAddresses) else frozenset(),
         frozenset(listeners),
         frozenset(device_listeners),
         node.pod_cidrs,
@@ -105,19 +115,23 @@ def refusal_reason(
     reserved: ReservedAddresses,
     has_pod: Callable[[Addr], bool],
     has_node: Callable[[Addr], bool],
+    has_cluster_ip: Callable[[Addr], bool],
 ) -> str:
     """Returns why the Service may not have this ExternalIP or LoadBalancer address; "" if it may.
 
     `has_pod`: whether a Pod behind any Service has the address. `has_node`: whether another Node
-    has it.
+    has it. `has_cluster_ip`: whether it is the ClusterIP of any Service; the Service's own
+    ClusterIPs are no ExternalIPs.
     """
     address = frontend.at.address
     is_external = frontend.kind is FrontendKind.EXTERNAL_IP
     is_listed = is_external and _is_listed(address, reserved)
-    setting_reason = _setting_refusal(reserved) if is_external and not is_listed else ""
-    if setting_reason:
-        return setting_reason
-    if service.key != API_SERVER and (reason := _unconditional_refusal(frontend, reserved)):
+    reason = _setting_refusal(reserved) if is_external and not is_listed else ""
+    if not reason and service.key != API_SERVER:
+        reason = _unconditional_refusal(frontend, reserved)
+    if not reason and is_external:
+        reason = _external_ip_refusal(address, reserved, is_listed, has_cluster_ip)
+    if reason:
         return reason
     if address in reserved.local_addresses:
         return _node_address_refusal(port, frontend, reserved, is_external and not is_listed)
@@ -177,6 +191,21 @@ def _unconditional_refusal(frontend: Frontend, reserved: ReservedAddresses) -> s
         return "it is an address of the API server"
     if address in METADATA_SERVICES or _is_link_local(address):
         return "it is a link-local address or that of a cloud metadata service"
+    return ""
+
+
+def _external_ip_refusal(
+    address: Addr,
+    reserved: ReservedAddresses,
+    is_listed: bool,
+    has_cluster_ip: Callable[[Addr], bool],
+) -> str:
+    if has_cluster_ip(address):
+        return "it is the ClusterIP of another Service"
+    if address in reserved.subnet_ends:
+        return "it is the network or broadcast address of a subnet of this node"
+    if not is_listed and any(network.contains(address) for network in RESERVED_NETWORKS):
+        return "it is in a reserved network, which --external-ips does not list"
     return ""
 
 

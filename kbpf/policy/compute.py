@@ -78,6 +78,7 @@ class AdmissionContext(NamedTuple):
     reserved: ReservedAddresses = ReservedAddresses()
     has_pod: Callable[[Addr], bool] = lambda _: False
     has_node: Callable[[Addr], bool] = lambda _: False
+    has_cluster_ip: Callable[[Addr], bool] = lambda _: False
     node_port_addresses: frozenset[Addr] = frozenset()
     node_port_ranges: tuple[Cidr, ...] = ()
 
@@ -231,11 +232,14 @@ def _admit(
     if not service.external_ips and not service.lb_vips:
         return requested, (), left_to_node
     reasons = [
-        refusal_reason(service, port, frontend, context.reserved, context.has_pod, context.has_node)
+        refusal_reason(
+            service, port, frontend, context.reserved,
+            context.has_pod, context.has_node, context.has_cluster_ip,
+        )
         if frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
         else ""
         for frontend in requested
-    ]
+    ]  # fmt: skip
     pairs = list(zip(requested, reasons, strict=True))
     return (
         tuple(
@@ -286,6 +290,7 @@ def compute_desired_state(
     """Computes everything at once, with conflicts resolved. `pods` are the exempt ones; None: not
     known. `api_servers`, `listeners` and `device_listeners`: see admission.ReservedAddresses.
     """
+    services = tuple(services)
     by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
     pod_ips: set[Addr] = set()
     for slice_ in slices:
@@ -302,6 +307,7 @@ def compute_desired_state(
         reserved_addresses,
         pod_ips.__contains__,
         node_ips.__contains__,
+        {address for service in services for address in service.cluster_ips}.__contains__,
         frozenset(node_state.node_addresses),
         ranges,
     )
@@ -441,7 +447,7 @@ class DesiredStateBuilder:
         elif reserved_addresses != self._context.reserved:
             # no other Services depend on them
             names = names | self._external_ips.keys() | self._device_frontends.keys()
-        # ExternalIPs that became or ceased to be addresses of Pods or other Nodes.
+        # ExternalIPs that became or ceased to be addresses of Pods, other Nodes or Services.
         for address in touched.addresses & self._services_by_external_ip.keys():
             names = {*names, *self._services_by_external_ip[address]}
         ranges = config.node_port_source_ranges
@@ -449,6 +455,7 @@ class DesiredStateBuilder:
             reserved_addresses,
             store.has_pod,
             store.has_node,
+            store.has_cluster_ip,
             frozenset(self.node_state.node_addresses),
             ranges,
         )

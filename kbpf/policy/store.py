@@ -29,7 +29,7 @@ class ChangeSet:
 
     `services`: these Services; `all_services`: all of them, because our Node changed. `pods`: the
     set of exempt Pods changed. `addresses`: addresses that became or ceased to be those of another
-    Node or of a Pod behind a Service.
+    Node or of a Pod behind a Service, or ClusterIPs.
     """
 
     services: set[ServiceName] = field(default_factory=set)
@@ -56,6 +56,7 @@ class ObjectStore:
         self._node = Node(node_name, self._bind_addresses)
         self._node_known = False
         self._services: dict[ServiceName, Service] = {}
+        self._cluster_ips: dict[Addr, int] = {}  # address → number of Services
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._by_service: dict[ServiceName, dict[str, EndpointSlice]] = {}
         self._api_server_slices: dict[ObjectKey, EndpointSlice] = {}  # their latest versions
@@ -131,6 +132,10 @@ class ObjectStore:
         """Whether a Pod behind any Service has this address."""
         return address in self._pod_addresses
 
+    def has_cluster_ip(self, address: Addr) -> bool:
+        """Whether this is the ClusterIP of any Service."""
+        return address in self._cluster_ips
+
     @property
     def other_node_addresses(self) -> Collection[Addr]:
         """The addresses of other Nodes: a live view."""
@@ -190,8 +195,14 @@ class ObjectStore:
                 assert_never(key.kind)
 
     def _put_service(self, name: ServiceName, new: Service | None, touched: ChangeSet) -> None:
-        if new == self._services.get(name):
+        old = self._services.get(name)
+        if new == old:
             return
+        touched.addresses |= _update_counts(
+            self._cluster_ips,
+            set(old.cluster_ips if old else ()),
+            set(new.cluster_ips if new else ()),
+        )
         if new is None:
             del self._services[name]
         else:

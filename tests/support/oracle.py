@@ -127,9 +127,12 @@ def weighed(some: set[Place], ends: dict[Place, dict[str, Any]], rules: Any) -> 
     return {at: w // math.gcd(*each.values()) for at, w in each.items() if w}
 
 
-def asked_for(service: Any, port: Any, fam: int) -> dict[tuple[str, int, int], tuple[str, bool]]:
+def asked_for(
+    service: Any, port: Any, fam: int, cluster_ips: set[str]
+) -> dict[tuple[str, int, int], tuple[str, bool]]:
     """(address, port, protocol) → (kind, restricted), before conflicts between Services. Weaker
-    kinds are entered first, so that a stronger one replaces them.
+    kinds are entered first, so that a stronger one replaces them. `cluster_ips` of all Services are
+    not available as ExternalIPs.
     """
     own = [text(a) for a in service.cluster_ips if family(a) == fam]
     own = [ip for ip in own if ip not in ("0.0.0.0", "::")]
@@ -147,7 +150,8 @@ def asked_for(service: Any, port: Any, fam: int) -> dict[tuple[str, int, int], t
     ]
     for addresses, kind, guard in lists:
         for a in addresses:
-            if family(a) == fam and text(a) not in ("0.0.0.0", "::"):
+            taken = kind == "ExternalIP" and text(a) in cluster_ips
+            if family(a) == fam and text(a) not in ("0.0.0.0", "::") and not taken:
                 found[text(a), port.port, protocol] = (kind, guard)
     found[own[0], port.port, protocol] = ("ClusterIP", False)
     return found
@@ -177,12 +181,13 @@ def state(
 ) -> dict[tuple[Any, ...], dict[str, Any]]:
     """The whole state: (namespace, name, port name, protocol, family) → its frontends and sets."""
     claims, found = [], {}
+    cluster_ips = {text(a) for service in services for a in service.cluster_ips}
     order = {"ClusterIP": 0, "LoadBalancer": 1, "ExternalIP": 2, "NodePort": 3}
     for service in services:
         mine = [s for s in slices if (s.namespace, s.service) == (service.namespace, service.name)]
         for fam in (4, 6):
             for port in service.ports:
-                asked = asked_for(service, port, fam)
+                asked = asked_for(service, port, fam, cluster_ips)
                 if not asked:
                     continue
                 key = (service.namespace, service.name, port.name, int(port.protocol), fam)

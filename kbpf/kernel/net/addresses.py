@@ -22,26 +22,36 @@ from kbpf.kernel.net.uapi import (
     RTMGRP_IPV4_IFADDR,
     RTMGRP_IPV6_IFADDR,
 )
-from kbpf.model.address import V4_PREFIX, Addr
+from kbpf.model.address import V4_PREFIX, Addr, NodeAddresses
 
 IFADDRMSG: Final = struct.Struct("=BBBBI")
 """struct ifaddrmsg: family, prefix length, flags, scope, ifindex."""
+POINT_TO_POINT_BITS: Final = 31
+"""Subnets of IPv4 that are this small have no network and broadcast address (RFC 3021)."""
 
 
-def local_addresses(*excluded_devices: str) -> tuple[Addr, ...]:
+def local_addresses(*excluded_devices: str) -> NodeAddresses:
     """Lists all addresses at which other machines can reach this namespace, sorted: no loopback,
     no link-local ones, and none of `excluded_devices`.
     """
     with Rtnetlink() as netlink:
         messages = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
     excluded_indexes = {_ifindex_or_zero(name) for name in excluded_devices}
-    addresses = {
-        address_of(message.body)
-        for message in messages
-        if message.msg_type == RTM_NEWADDR
-        and IFADDRMSG.unpack_from(message.body)[4] not in excluded_indexes
-    }
-    return tuple(sorted(address for address in addresses if address is not None))
+    addresses, subnet_ends = set[Addr](), set[Addr]()
+    for message in messages:
+        if message.msg_type != RTM_NEWADDR:
+            continue
+        family, bits, _, _, ifindex = IFADDRMSG.unpack_from(message.body)
+        address = address_of(message.body)
+        if ifindex in excluded_indexes or address is None:
+            continue
+        addresses.add(address)
+        if family == socket.AF_INET and bits < POINT_TO_POINT_BITS:
+            number, host = int.from_bytes(address), (1 << 32 - bits) - 1
+            subnet_ends |= {Addr(end.to_bytes(16)) for end in (number & ~host, number | host)}
+    found = NodeAddresses(sorted(addresses))
+    found.subnet_ends = frozenset(subnet_ends - addresses)
+    return found
 
 
 def _ifindex_or_zero(name: str) -> int:

@@ -400,8 +400,9 @@ def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Add
 
 
 def _usable_addresses(entries: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Addr, ...]:
-    """Parses the addresses at these paths, without those to which no connection is possible or
-    which belong to every node: these are left out, and the Service is served at the others.
+    """Parses the addresses at these paths, without those that cannot be parsed, to which no
+    connection is possible or which belong to every node: these are left out, and the Service is
+    served at the others.
     Link-local addresses are refused by policy (policy/admission.py).
     """
     addresses: list[Addr] = []
@@ -414,7 +415,11 @@ def _usable_addresses(entries: Iterable[tuple[str, str]], skipped: list[str]) ->
                 )
             )
             break
-        address = parse_address(text, path)
+        try:
+            address = parse_address(text, path)
+        except ObjectError as error:
+            skipped.append(str(error))
+            continue
         reason = special_address_problem(address)
         if reason not in ("", LINK_LOCAL):
             skipped.append(with_path(path, f"{text} is {reason}"))

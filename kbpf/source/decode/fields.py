@@ -85,7 +85,7 @@ def parse_address(text: str, path: str) -> Addr:
     try:
         return parse_addr(text)
     except (ObjectError, ValueError):
-        raise ObjectError(with_path(path, f"{text!r} is not an IP address")) from None
+        raise ObjectError(with_path(path, f"{text[:64]!r} is not an IP address")) from None
 
 
 def leading_zeros_problem(text: str, address: Addr) -> str:

@@ -24,7 +24,7 @@ from kbpf.agent.listeners import (
 from kbpf.agent.problems import Problems
 from kbpf.agent.refusals import DOCS_HINT, RefusalReporter
 from kbpf.config import load
-from kbpf.model.address import ANY4, ANY6, parse_addr
+from kbpf.model.address import ANY4, ANY6, NodeAddresses, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendAddress, FrontendKind
 from kbpf.model.events import Kind, Synced
@@ -51,7 +51,8 @@ from tests.values.policy.services import addrs, gone, up
 TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
 OTHER_NODE = Node("other", addrs("192.0.2.11", "2001:db8::11"))
-LOCAL = addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1")
+LOCAL = NodeAddresses(addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1"))
+LOCAL.subnet_ends = frozenset(addrs("192.0.2.0", "192.0.2.255", "172.17.255.255"))
 """The Node's addresses, a VIP that keepalived or kube-vip has put on a device, and a bridge."""
 SERVERS: tuple[ApiServerAddress, ...] = ((parse_addr("198.51.100.7"), 6443),)
 LISTENING = frozenset(
@@ -80,6 +81,9 @@ POD = "address of a Pod"
 LISTENS = "a process on this node listens"
 OFF, OUTSIDE = "is off", "not in a network of"
 SHOPS = "belongs to shop/shop"
+CLUSTER_IP = "ClusterIP of another Service"
+ENDS = "network or broadcast address"
+RESERVED = "in a reserved network"
 
 
 class Row(NamedTuple):
@@ -126,6 +130,18 @@ KINDS = [
     Row("link-local, IPv6", "fe80::7", 80, LINK, LINK, LINK),
     Row("metadata, IPv6", "fd00:ec2::254", 80, LINK, LINK, LINK),
     Row("metadata of Alibaba", "100.100.100.200", 80, LINK, LINK, LINK),
+    Row("another Service's ClusterIP", "10.96.0.50", 80, CLUSTER_IP, CLUSTER_IP, SHOPS),
+    Row(
+        "another's ClusterIP, at a port it lacks", "10.96.0.50", 22, CLUSTER_IP, CLUSTER_IP, SERVED
+    ),
+    Row("the node's broadcast address", "192.0.2.255", 80, ENDS, ENDS, SERVED),
+    Row("the node's network address", "192.0.2.0", 80, ENDS, ENDS, SERVED),
+    Row("a bridge's broadcast address", "172.17.255.255", 80, ENDS, ENDS, SERVED),
+    Row("another network's address", "198.51.100.0", 80, SERVED, SERVED, SERVED),
+    Row("240/4", "240.0.0.1", 80, RESERVED, SERVED, SERVED),
+    Row("0/8", "0.1.2.3", 80, RESERVED, SERVED, SERVED),
+    Row("IPv4-compatible", "::127.0.0.1", 80, RESERVED, SERVED, SERVED),
+    Row("site-local", "fec0::1", 80, RESERVED, SERVED, SERVED),
 ]
 SETTINGS = ("all", "off", "listed", "another listed")
 

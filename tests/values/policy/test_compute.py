@@ -281,8 +281,8 @@ def test_external_ip_never_wins_over_a_cluster_ip():
     for events in ((up(THIEF), up(PLAIN)), (up(PLAIN), up(THIEF))):
         kept = Harness(*events)
         assert kept.state("plain").lost == ()
-        assert [(str(at), str(who)) for at, who in kept.state("thief").lost] == [
-            ("10.96.0.9:80/TCP", "ns/plain")
+        assert [(str(at), why) for at, why in kept.state("thief").refused] == [
+            ("10.96.0.9:80/TCP", "it is the ClusterIP of another Service")
         ]
         assert "10.96.0.9:80/TCP" not in {str(f.at) for f in kept.state("thief").frontends}
 
@@ -301,9 +301,9 @@ def test_conflict_over_an_address_changes_winner_and_loser():
 def test_loser_of_a_conflict_that_changes_stays_the_loser():
     kept = Harness(up(THIEF), up(PLAIN))
     assert kept.feed(up(replace(THIEF, affinity_timeout=5))) == {THIEF_KEY}
-    assert [str(who) for _, who in kept.state("thief").lost] == ["ns/plain"]
+    assert [str(at) for at, _ in kept.state("thief").refused] == ["10.96.0.9:80/TCP"]
     assert kept.feed(up(replace(THIEF, external_ips=()))) == {THIEF_KEY}
-    assert kept.state("thief").lost == ()
+    assert kept.state("thief").refused == ()
 
 
 def test_withdrawn_claim_leaves_no_conflict():

@@ -59,13 +59,14 @@ YOU = replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.2"),))
 ALL = [up(ME), up(WEB), up(ONE), up(POD)]
 ROWS = [
     Row("nothing", ALL, []),
-    Row("a new Service", [], [up(WEB)], (NAME,)),
+    Row("a new Service", [], [up(WEB)], (NAME,), addresses=WEB.cluster_ips),
     Row("a slice before its Service", [], [up(ONE)], (NAME,)),
-    Row("several things at once", [up(ME)], [up(WEB), up(ONE), up(TWO)], (NAME,)),
+    Row("several things at once", [up(ME)], [up(WEB), up(ONE), up(TWO)], (NAME,),
+        addresses=WEB.cluster_ips),
     Row("the same again", ALL, [up(ME), up(WEB), up(ONE)]),
     Row("the same again, received later", ALL, [Upsert(key(WEB), WEB, 5.0)]),
     Row("a Service changes", ALL, [up(replace(WEB, affinity_timeout=5))], (NAME,)),
-    Row("a Service is deleted", ALL, [gone(WEB)], (NAME,)),
+    Row("a Service is deleted", ALL, [gone(WEB)], (NAME,), addresses=WEB.cluster_ips),
     Row("an unknown Service is deleted", [], [gone(WEB)]),
     Row("a slice changes", ALL, [up(replace(ONE, endpoints=()))], (NAME,)),
     Row("a slice is deleted", ALL, [gone(ONE)], (NAME,)),

@@ -166,7 +166,8 @@ MISTAKES = [
             (TAKEN.format("0.0.0.0:30080/TCP"),), (X,)),
     Mistake("an ExternalIP that is a ClusterIP",
             service(f"{IP}, {PORT}, externalIPs: [10.96.0.10]"),
-            REFUSED, (TAKEN.format("10.96.0.10:80/TCP"),), (X,)),
+            REFUSED, ("bad/x TCP IPv4: 10.96.0.10:80/TCP is not served: it is the ClusterIP of "
+            "another Service",), (X,)),
     Mistake("an ExternalIP where a process listens", service(f"{IP}, ports: [{{port: 22}}], "
             f"externalIPs: [{OWN}]"), REFUSED, (f"bad/x TCP IPv4: {OWN}:22/TCP is not served: a "
             "process on this node listens on it",), (f"bad/x {X_IP}:22/TCP",)),
