@@ -3,9 +3,14 @@
 
 import json
 import logging
+import re
 import time
+from typing import Final
 
 from kbpf.errors import escape_unprintable
+
+PLACEHOLDER: Final = re.compile(r"(=?)%([-#0 +]*[\d.]*[a-zA-Z]|%)")
+PLAIN_VALUE: Final = re.compile(r"[^\s=\"'\\]*")
 
 
 class JsonFormatter(logging.Formatter):
@@ -17,7 +22,7 @@ class JsonFormatter(logging.Formatter):
             "time": _format_time(record, "%Y-%m-%dT%H:%M:%SZ"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": escape_unprintable(record.getMessage()),
+            "message": _format_message(record),
         }
         if record.exc_info:
             document["fault"] = _format_traceback(self, record)
@@ -30,8 +35,23 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line. A traceback follows only if kbpf itself failed unexpectedly."""
         stamp = _format_time(record, "%Y-%m-%dT%H:%M:%SZ")
-        line = f"{stamp} {record.levelname} {record.name} {escape_unprintable(record.getMessage())}"
+        line = f"{stamp} {record.levelname} {record.name} {_format_message(record)}"
         return f"{line}\n{_format_traceback(self, record)}" if record.exc_info else line
+
+
+def _format_message(record: logging.LogRecord) -> str:
+    """The message, escaped. A text after ``field=`` is quoted unless it is a single word: it may
+    come from outside, and must not look like other fields.
+    """
+    if not (record.args and isinstance(record.args, tuple) and "=%s" in record.msg):
+        return escape_unprintable(record.getMessage())
+    values = list(record.args)
+    places = [match for match in PLACEHOLDER.finditer(record.msg) if match[2] != "%"]
+    for index, match in enumerate(places):
+        text = str(values[index])
+        if match[0] == "=%s" and not PLAIN_VALUE.fullmatch(text):
+            values[index] = json.dumps(text, ensure_ascii=False)
+    return escape_unprintable(record.msg % tuple(values))
 
 
 def _format_traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
