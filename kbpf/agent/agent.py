@@ -26,7 +26,7 @@ from kbpf.agent.reporter import Reporter
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane import host
 from kbpf.dataplane.base import DataPlane
-from kbpf.errors import KbpfError
+from kbpf.errors import KbpfError, KernelError, LastError
 from kbpf.kernel.net import addresses
 from kbpf.kernel.system.threads import SupervisedThread
 from kbpf.model.address import Addr
@@ -83,6 +83,8 @@ class Agent:
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards reconciler.api_servers
         self._status_due = 0.0
+        self._addresses_changed = False  # since they were last read
+        self._address_error = LastError()
 
     def stop(self) -> None:
         """Ends run() soon. May be called from a signal handler or another thread."""
@@ -178,7 +180,9 @@ class Agent:
         reconciler, before = self.reconciler, self.reconciler.state
         reconciler.take(events)
         if any(isinstance(item, Wake) and item.reason == "addresses" for item in items):
-            reconciler.set_node_addresses(host.read_node_addresses(self._config))
+            self._addresses_changed = True
+        if self._addresses_changed:
+            self._read_addresses()
         reconciler.reconcile()
         reconciler.report_settled()
         self.reporter.report_objects(events)
@@ -188,6 +192,19 @@ class Agent:
         if state.has_applied and not self.reporter.is_plane_ready and self._plane.status().ready:
             self.reporter.is_plane_ready, self._status_due = True, 0.0
         self._report_if_due(bool(items))
+
+    def _read_addresses(self) -> None:
+        """Reads the node's addresses. After an error the last ones stay in force until the next
+        round.
+        """
+        try:
+            self.reconciler.set_node_addresses(host.read_node_addresses(self._config))
+        except KernelError as error:
+            if self._address_error.replace(error):
+                log.warning("cannot read the addresses of the node, retrying: %s", error)
+            return
+        self._addresses_changed = False
+        self._address_error.replace(None)
 
     def _report_if_due(self, has_items: bool) -> None:
         now = time.monotonic()

@@ -3,12 +3,17 @@
 addresses, nor ClusterIPs that a device of the node has.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Set
 from typing import Final
 
+from kbpf.errors import KernelError, LastError
 from kbpf.kernel.net import sock_diag
 from kbpf.model.desired import FrontendAddress
+from kbpf.model.objects import Protocol
 from kbpf.policy.admission import is_listening
+
+log = logging.getLogger("kbpf.agent")
 
 LISTENER_POLL_INTERVAL_S: Final = 30.0
 DEVICE_POLL_INTERVAL_S: Final = 0.25
@@ -31,6 +36,7 @@ class Listeners:
         self, read: Callable[..., frozenset[FrontendAddress]] = sock_diag.list_listeners
     ) -> None:
         self._read = read
+        self._error, self._was_read = LastError(), False
         self._due = float("-inf")
         self._last_seen: dict[FrontendAddress, float] = {}
         self.ports: frozenset[FrontendAddress] = frozenset()
@@ -42,7 +48,9 @@ class Listeners:
         if now < self._due:
             return
         self._due = now + LISTENER_POLL_INTERVAL_S
-        self._last_seen |= dict.fromkeys(self._read(), now)
+        if (listeners := self._try_read()) is None:
+            return
+        self._last_seen |= dict.fromkeys(listeners, now)
         self._last_seen = {
             address: last_seen
             for address, last_seen in self._last_seen.items()
@@ -63,8 +71,26 @@ class Listeners:
             self.device_due = now + DEVICE_POLL_INTERVAL_S
             ports = {(at.protocol, at.port) for frontends in device_frontends for at in frontends}
             selected = (ports,) if len(ports) <= MAX_SELECTED_PORTS else ()
-            listeners = self._read(*selected)
-            self.device_ports = select_listening(device_frontends, listeners)
+            if (listeners := self._try_read(*selected)) is not None:
+                self.device_ports = select_listening(device_frontends, listeners)
+
+    def _try_read(
+        self, *ports: Collection[tuple[Protocol, int]]
+    ) -> frozenset[FrontendAddress] | None:
+        """Where processes listen; None after an error, for example without free descriptors: what
+        was read last then stays in force. Raises KernelError if nothing was.
+        """
+        try:
+            listeners = self._read(*ports)
+        except KernelError as error:
+            if not self._was_read:
+                raise
+            if self._error.replace(error):
+                log.warning("cannot read where processes listen, retrying: %s", error)
+            return None
+        self._error.replace(None)
+        self._was_read = True
+        return listeners
 
 
 def select_listening(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kbpf run --source DIR`: a folder of YAML in place of an API server, tried with real sockets."""
 
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.support.cluster import scenario
 from tests.support.cluster.scenario import FolderNode, Object
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial, check
-from tests.support.lab.lab import Lab, until
+from tests.support.lab.lab import Lab, ip, until
 from tests.support.lab.load import under_load
 
 OWN, OWN6 = "198.18.0.1", "[fd00:198:18::1]"
@@ -137,6 +138,35 @@ def test_services_stay_while_the_folder_is_missing(node: FolderNode) -> None:
         node.write(web("10.96.0.99", "10.244.1.2"))
         node.settle()
         check(node, Dial("a change after the return", "a3", "10.96.0.99:80", "a1"))
+
+
+def test_an_agent_without_free_descriptors_goes_on(node: FolderNode) -> None:
+    """It says so once for each thing that it cannot read, and recovers. (A traceback in the log
+    fails the test.)
+    """
+    agent, where = node.agent, node.agent.node.netns
+    before, start = resource.prlimit(agent.pid, resource.RLIMIT_NOFILE), len(agent.lines())
+
+    def said() -> list[str]:
+        told = (line.partition(" ")[2] for line in agent.lines()[start:])
+        return [line for line in told if "EMFILE" in line or "Too many open files" in line]
+
+    with under_load(node, "10.96.0.20", "a2") as load:
+        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            ip("link add spare type bridge", "addr add 192.0.2.99/32 dev spare", netns=where)
+            for what in ("the addresses of the node", "the devices", "the folder"):
+                until(what, lambda what=what: f"cannot read {what}" in "".join(said()))
+            load.goes_on()
+        finally:
+            resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, before)
+            ip("link del spare", netns=where)
+        load.goes_on()
+    assert len(said()) == len(set(said()))
+    node.write(web("10.96.0.99", "10.244.1.2"))
+    node.settle()
+    check(node, Dial("a change afterwards", "a3", "10.96.0.99:80", "a1"))
+    until("nothing is reported", lambda: not agent.status()["packets"]["problem"])
 
 
 def test_a_restart_fails_no_connection(node: FolderNode) -> None:

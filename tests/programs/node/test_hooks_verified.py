@@ -182,7 +182,7 @@ def test_lost_pins_of_maps_are_restored_while_it_runs(
         broken.setattr(Map, "pin", refuse)
         plane.write_status(b"{}")
         (fault,) = plane.status().faults
-        assert "removed pins of maps cannot be restored: no room" in fault
+        assert "pins of maps cannot be checked or restored: no room" in fault
     plane.write_status(b"{}")
     assert {pin.name: site.pinned(pin.name).id for pin in site.maps.iterdir()} == before
     assert plane.status().faults == ()

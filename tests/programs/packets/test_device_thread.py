@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device thread: in which order and how soon devices get programs, and what waits for it."""
 
+import errno
 import os
 import socket
 import threading
@@ -394,20 +395,33 @@ def test_device_without_any_programs_does_not_delay_publish(
         assert node.has(second, ALL - {"cali1"})
 
 
-@pytest.mark.parametrize("error", [KernelError("no answer"), RuntimeError("a slip")])
+@pytest.mark.parametrize(
+    "error",
+    [KernelError("no answer"), OSError(errno.EMFILE, "no descriptor"), RuntimeError("a slip")],
+)
 def test_thread_outlives_every_error(
-    node: Site, first: Generation, error: Exception, monkeypatch: pytest.MonkeyPatch
+    node: Site,
+    first: Generation,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
+    """It is logged once, with a traceback only if it is a fault of kbpf."""
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
-    listing = module.list_devices
+    listing, tries = module.list_devices, []
 
     def broken() -> None:
+        tries.append(1)
         raise error
 
     monkeypatch.setattr(module, "list_devices", broken)
     with pytest.raises(OutdatedDevicesError, match="not all devices have the new programs"):
         node.publish(first)
-    assert str(error) in node.reconciler.status().problem
+    words = error.strerror if isinstance(error, OSError) else str(error)
+    assert words in node.reconciler.status().problem
+    until("it was tried again", lambda: len(tries) > 3)
+    (line,) = (record for record in caplog.records if "cannot read the devices" in record.msg)
+    assert bool(line.exc_info) is isinstance(error, RuntimeError)
     monkeypatch.setattr(module, "list_devices", listing)
     until("it has recovered", lambda: node.reconciler.status().ready)
     assert node.reconciler.status().problem == ""

@@ -62,7 +62,8 @@ class PinWatch:
                 log.warning("removed pins of maps were restored maps=%s", ",".join(lost))
             self._pin_error.replace(None)
         except (KernelError, OSError) as error:
-            if self._pin_error.replace(f"removed pins of maps cannot be restored: {error}"):
+            text = str(error).replace(str(self._pins.root), str(self._folder))
+            if self._pin_error.replace(f"pins of maps cannot be checked or restored: {text}"):
                 log.error("%s", self._pin_error.text)
 
     def _find_hidden_reason(self) -> str:

@@ -33,7 +33,7 @@ from typing import Final, Protocol
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram, Stage
 from kbpf.dataplane.bpf.packet_path.device_roles import RoleChoice
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
-from kbpf.errors import KbpfError, OutdatedDevicesError
+from kbpf.errors import KbpfError, OutdatedDevicesError, describe_unexpected_error
 from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY
 from kbpf.kernel.net.devices import Device, DeviceMonitor, list_devices
@@ -241,9 +241,10 @@ class DeviceReconciler:
                     self._watch_devices(watch)
             except KbpfError as error:
                 self._report_failure(str(error))
+            except OSError as error:
+                self._report_failure(describe_unexpected_error(error))
             except Exception as error:  # one failed pass must not end the thread
-                log.exception("cannot read the devices")
-                self._report_failure(f"{type(error).__name__}: {error}")
+                self._report_failure(f"{type(error).__name__}: {error}", is_fault=True)
 
     def _watch_devices(self, watch: DeviceMonitor) -> None:
         """Synchronizes the devices at each event, until stopped."""
@@ -330,11 +331,11 @@ class DeviceReconciler:
         except BlockingIOError:
             return False
 
-    def _report_failure(self, problem: str) -> None:
-        """Logs a new failure and waits for the retry."""
+    def _report_failure(self, problem: str, is_fault: bool = False) -> None:
+        """Logs a new failure, with the traceback of a fault, and waits for the retry."""
         with self._condition:
             if problem != self._status.problem:
-                log.error("cannot read the devices, retrying: %s", problem)
+                log.error("cannot read the devices, retrying: %s", problem, exc_info=is_fault)
             self._status = replace(self._status, problem=problem)
             self._condition.notify_all()
             threads.heartbeat()
