@@ -8,11 +8,15 @@ child_environment(); paths in its arguments must be absolute.
 """
 
 import os
+import selectors
 import site
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import subprocess  # which the agent does without
 
 WORKING_DIRECTORY: Final = "/"
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3]
@@ -53,6 +57,30 @@ def search_path(path: str | None = None) -> str:
     return os.pathsep.join(
         _absolute_entries(os.environ.get("PATH", "") if path is None else path)
     ) or (os.defpath)
+
+
+def read_bounded(
+    child: "subprocess.Popen[Any]", max_bytes: int, on_poll: Callable[[], None] = lambda: None
+) -> tuple[bytes, bytes]:
+    """What a child writes to standard output and error, as far as these are pipes, until it ends.
+    Raises ValueError if that is more than `max_bytes`. `on_poll` is called ten times a second.
+    """
+    streams = child.stdout, child.stderr
+    outputs = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        for stream, output in zip(streams, outputs, strict=True):
+            if stream is not None:
+                selector.register(stream, selectors.EVENT_READ, output)
+        while selector.get_map():
+            on_poll()
+            for key, _ in selector.select(0.1):
+                if not (data := os.read(key.fd, 1 << 16)):
+                    selector.unregister(key.fileobj)
+                key.data.extend(data)
+            if sum(map(len, outputs)) > max_bytes:
+                raise ValueError(f"more than {max_bytes >> 20} MiB")
+    child.wait()
+    return bytes(outputs[0]), bytes(outputs[1])
 
 
 def _absolute_entries(path: str) -> list[str]:

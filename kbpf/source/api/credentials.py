@@ -37,6 +37,9 @@ from kbpf.source.api.kubeconfig import Access
 log = logging.getLogger("kbpf.source")
 
 PLUGIN_TIMEOUT: Final = 60.0
+MAX_PLUGIN_BYTES: Final = 1 << 20
+"""Of standard output and error of a plugin: tokens and certificates have a few kB."""
+PLUGIN_PRINTED: Final = "the plugin printed"
 EXPIRY_SKEW: Final = 60.0
 MAX_PAGES_BYTES: Final = 192 << 20
 """Shared by all pages of lists that are in memory at the same time."""
@@ -340,7 +343,15 @@ def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentia
     import subprocess
 
     command = children.python_command("kbpf.source.api.credentials", str(kubeconfig.absolute()))
-    deadline = time.monotonic() + PLUGIN_TIMEOUT
+    deadline, where = time.monotonic() + PLUGIN_TIMEOUT, str(kubeconfig)
+
+    def check() -> None:
+        if is_cancelled():
+            raise SourceError("no credentials: stopped", where)
+        if time.monotonic() > deadline:
+            reason = f"the plugin took more than {PLUGIN_TIMEOUT:.0f} s"
+            raise SourceError(f"no credentials: {reason}", where)
+
     with subprocess.Popen(
         command,
         cwd=children.WORKING_DIRECTORY,
@@ -350,26 +361,19 @@ def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentia
         stderr=subprocess.PIPE,
         start_new_session=True,
     ) as child:
-        while True:
-            try:
-                out, err = child.communicate(timeout=0.1)
-                break
-            except subprocess.TimeoutExpired:
-                timed_out = time.monotonic() > deadline
-                if timed_out or is_cancelled():
-                    # The plugin is a grandchild in the same session: it must not survive.
-                    os.killpg(child.pid, signal.SIGKILL)
-                    reason = (
-                        f"the plugin took more than {PLUGIN_TIMEOUT:.0f} s"
-                        if timed_out
-                        else "stopped"
-                    )
-                    raise SourceError(f"no credentials: {reason}", str(kubeconfig)) from None
+        try:
+            out, err = children.read_bounded(child, 4 * MAX_PLUGIN_BYTES, check)
+        except (SourceError, ValueError) as error:
+            # The plugin is a grandchild in the same session: it must not survive.
+            os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(error, SourceError):
+                raise
+            raise SourceError(f"no credentials: {PLUGIN_PRINTED} {error}", where) from None
     lines = err.decode(errors="replace").strip().splitlines() or ["no reason given"]
     if child.returncode != 0:
         hint = "run the kubeconfig's exec command by hand"
         reason = lines[-1].removeprefix("ERROR:root:")  # the prefix of the library's log lines
-        raise SourceError(f"no credentials: {reason}", str(kubeconfig), hint)
+        raise SourceError(f"no credentials: {reason}", where, hint)
     answer = json.loads(out)
     return Credentials(
         answer["authorization"],
@@ -381,10 +385,24 @@ def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentia
 
 def _plugin_main(path: str) -> int:
     """The child process: prints the result as JSON on stdout, or the error on stderr."""
+    import subprocess
+
     from kubernetes.client import Configuration
     from kubernetes.config.config_exception import ConfigException
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
+    class BoundedPopen(subprocess.Popen[str]):
+        """As the library uses it, which reads what plugins print without a limit."""
+
+        def communicate(self, *_: object) -> tuple[str, str]:
+            try:
+                out, err = children.read_bounded(self, MAX_PLUGIN_BYTES)
+            except ValueError as error:
+                self.kill()
+                raise OSError(f"{PLUGIN_PRINTED} {error}") from None
+            return out.decode(errors="replace"), err.decode(errors="replace")
+
+    subprocess.Popen = BoundedPopen  # type: ignore[assignment,misc]
     try:
         merger = KubeConfigMerger(path)
         # An OIDC provider may replace the refresh token, and the old one becomes invalid: save it.

@@ -66,6 +66,8 @@ def test_exec_plugin_runs_again_before_its_token_expires(tmp_path, monkeypatch):
     [
         ("fails", "echo no ticket >&2; exit 3", "no ticket"),
         ("prints nothing", "true", "failed to decode"),
+        ("prints without end", "exec yes", "the plugin printed more than 1 MiB"),
+        ("complains without end", "exec yes >&2", "the plugin printed more than 1 MiB"),
         ("does not exist", "", r"\[Errno 2\] No such file or directory"),
     ],
 )
