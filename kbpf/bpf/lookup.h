@@ -130,6 +130,15 @@ static __always_inline bool may_be_service(const struct target *to)
 	return is_frontend_port(to->port) || find_cluster_ip(&to->address) != NULL;
 }
 
+/* Whether `to` may be served or refused: it is a frontend, has the port of a NodePort, or is a
+ * ClusterIP. */
+static __always_inline bool is_frontend(const struct target *to)
+{
+	struct target key = *to, node_port = node_port_of(to);
+
+	return service_at(&key) || service_at(&node_port) || find_cluster_ip(&to->address);
+}
+
 /* Reads the service that `to` belongs to: the exact frontend, otherwise a NodePort on one of the
  * node's addresses. A client that dials 0.0.0.0 means its loopback, not the wildcard under which
  * NodePorts are stored. */

@@ -332,11 +332,15 @@ int tc_choose(struct __sk_buff *skb)
 	if (!device || !n || !s)
 		return TC_ACT_UNSPEC;
 	if (is_martian(&s->packet.tuple.from.address) ||
-	    is_nodes_own(&s->packet.tuple.from.address, n) ||
-	    !arrives_by(skb, &s->packet, ifindex, &s->hop))
+	    is_nodes_own(&s->packet.tuple.from.address, n))
 		return TC_ACT_UNSPEC; /* the stack drops it */
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
 		return go(skb, TAIL_COEXIST);
+	if (!is_frontend(&s->packet.tuple.to))
+		return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW)
+						: finish(TC_ACT_UNSPEC, NOT_A_SERVICE);
+	if (!arrives_by(skb, &s->packet, ifindex, &s->hop))
+		return TC_ACT_UNSPEC;
 	if (may_use_conntrack(n, device, ifindex, s))
 		tails.call(skb, TAIL_CONNTRACK); /* returns if an agent without it loaded these */
 	s->owner = owner_of_packet(device, ifindex);

@@ -36,7 +36,7 @@ _NAMES: Final = (
 _VALUE: Final = (
     rb"(?![\"']?" + _PATH.encode() + rb"|[\"']{2}|null\b|true\b|false\b|\d{1,3}(?:[,}\s]|\Z))"
     # Unquoted: what may end a list or a string belongs to the value if more of it follows.
-    rb"(\"(?:[^\"\\]|\\.)*\"?|'[^']*'?|(?:[^\s,}\]\"'\\]|\\.|[,}\]\"'](?![\s,}\]\"':]|\Z))+)"
+    rb"(\"(?:[^\"\\\n]|\\.)*\"?|'[^'\n]*'?|(?:[^\s,}\]\"'\\]|\\.|[,}\]\"'](?![\s,}\]\"':]|\Z))+)"
 )
 _NAMED: Final = (
     # ``password: value``, ``--token=value``, ``"secret": "value"``

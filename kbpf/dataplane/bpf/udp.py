@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Final, cast
 
 from kbpf.dataplane.bpf import udp_conntrack
@@ -60,6 +60,8 @@ datagram, so no flow older than the cut is left after that time; twice that, as 
 ANSWER_NS: Final = 5 * NS_PER_SECOND
 """How long a client may wait for the answer to a datagram: the timeout of resolv.conf."""
 
+SERVICE_ID_BYTES: Final = 4
+"""Size of the service id in front of a struct cut_key."""
 _SOCKET_ID_BYTES: Final = 8
 """Size of the socket id in front of the flows in a struct udp_flows."""
 _UDP_BYTE: Final = bytes([Protocol.UDP])
@@ -88,7 +90,8 @@ For example, (7, 10.96.0.10:53, 10.1.2.3:53) if Service 7 has lost this backend 
 
 class UdpCutMap:
     """The map `udp_cuts`: which backend stopped serving a Service, and when. Entries are deleted
-    when no flow can be as old, and the oldest ones when the map is full.
+    when no flow can be as old. When the map is full, the Service ports that have the most lose
+    their oldest ones: endpoints that change all the time must not end the cuts of others.
     """
 
     def __init__(self, agent_maps: AgentMaps) -> None:
@@ -99,31 +102,43 @@ class UdpCutMap:
 
     def add(self, stopped_backends: Iterable[tuple[int, bytes]], now: int) -> None:
         """Adds cuts (service id, struct target) at `now` (ns, CLOCK_MONOTONIC)."""
-        max_entries = self._agent_maps.maps["udp_cuts"].max_entries
         keys = dict.fromkeys(
             CUT_KEY.pack(service, backend) for service, backend in stopped_backends
         )
-        # More than the map holds would only evict each other.
-        times = dict.fromkeys(list(keys)[:max_entries], now)
-        # pop() and |= below move a repeated cut to the end
-        replaced = sum(self._times.pop(key, None) is not None for key in times)
-        self._make_room(now, max_entries - len(times))
-        stamp = U64.pack(now)
-        self._agent_maps.put("udp_cuts", ((key, stamp) for key in times), len(times) - replaced)
-        self._times |= times
+        # pop() and |= move a repeated cut to the end
+        repeated = {key for key in keys if self._times.pop(key, None) is not None}
+        self._times |= dict.fromkeys(keys, now)
+        removed = self._remove(now)
+        self._agent_maps.delete("udp_cuts", removed - (keys.keys() - repeated))
+        added, stamp = keys.keys() - removed, U64.pack(now)
+        self._agent_maps.put("udp_cuts", ((key, stamp) for key in added), len(added - repeated))
 
-    def _make_room(self, now: int, max_cuts: int) -> None:
-        """Deletes expired cuts, and the oldest ones beyond `max_cuts`."""
-        excess = len(self._times) - max_cuts
-        expired: list[bytes] = []
-        # `_times` is sorted by time, so the loop ends at the first cut that is kept.
-        for key, cut_at in self._times.items():
-            if now - cut_at < CUT_LIFETIME_NS and len(expired) >= excess:
-                break
-            expired.append(key)
-        self._agent_maps.delete("udp_cuts", expired)
-        for key in expired:
-            del self._times[key]
+    def _remove(self, now: int) -> set[bytes]:
+        """Forgets expired cuts, and those for which there is no room; returns them."""
+        times, max_entries = self._times, self._agent_maps.maps["udp_cuts"].max_entries
+        # sorted by time, so this ends at the first cut that is kept
+        removed = set(takewhile(lambda key: now - times[key] >= CUT_LIFETIME_NS, times))
+        if len(times) - len(removed) > max_entries:
+            counts = Counter(key[:SERVICE_ID_BYTES] for key in times if key not in removed)
+            # with room for the next ones, since all of this takes milliseconds
+            share = _equal_share(counts.values(), max_entries - max_entries // 8)
+            for key in times:
+                if key not in removed and counts[key[:SERVICE_ID_BYTES]] > share:
+                    counts[key[:SERVICE_ID_BYTES]] -= 1
+                    removed.add(key)
+        for key in removed:
+            del times[key]
+        return removed
+
+
+def _equal_share(counts: Collection[int], room: int) -> int:
+    """The largest limit for each of these counts with which all of them fit."""
+    for number, count in enumerate(sorted(counts)):
+        share = room // (len(counts) - number)
+        if count > share:
+            return share
+        room -= count
+    return room
 
 
 CutSteps = Generator[None, None, Counter[int]]

@@ -10,12 +10,14 @@ import errno
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U64
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach, device_thread
 from kbpf.dataplane.bpf.programs import unpinned
@@ -156,15 +158,16 @@ def test_removed_pins_end_the_agent(site: Site):
 
 
 LOST_PINS = {
-    # the pins of maps that another program removes, and whether programs keep all these maps
-    "services": ("services", True),
-    "flows": ("flows", True),
-    "config": ("config", True),
-    "an outer map": ("backend_slots_outer", True),
-    "a map and its outer map": ("services services_outer", True),
-    "maps that no program reads": ("meta service_names agent_status", False),
-    "all": ("*", False),
+    "services": "services",
+    "flows": "flows",
+    "config": "config",
+    "affinity": "affinity",
+    "an outer map": "backend_slots_outer",
+    "a map and its outer map": "services services_outer",
+    "maps that no program reads": "meta service_names agent_status",
+    "all": "*",
 }
+"""Which pins of maps another program removes."""
 
 
 @pytest.mark.parametrize("what", LOST_PINS)
@@ -193,7 +196,8 @@ def test_start_with_lost_pins_of_maps_serves_again(
 ):
     site.open(packet_path=True).apply(WEB, None)
     before, links = site.dump(), site.hook_programs()
-    ids = {pin.name: site.pinned(pin.name).id for pin in site.maps.iterdir()}
+    client, entry = bytes(AFFINITY_KEY.size), U64.pack(time.monotonic_ns()).ljust(AFFINITY.size)
+    site.pinned("affinity").update(client, entry)
     site.close_planes()
     remove_pins(site, what)
     with monkeypatch.context() as limited:
@@ -203,8 +207,8 @@ def test_start_with_lost_pins_of_maps_serves_again(
     plane.apply(WEB, None)
     flush(plane)
     assert site.dump() == before
-    new = {name for name, number in ids.items() if site.pinned(name).id != number}
-    assert not (new and may_open_by_id and LOST_PINS[what][1])
+    is_kept = may_open_by_id or what not in ("affinity", "all")
+    assert (site.pinned("affinity").lookup(client) == entry) is is_kept
     assert site.hook_programs().keys() == links.keys()
     assert site.use_pinned_maps(site.hook_programs().values())
     assert list(site.pins.glob("maps-*")) == [site.maps]
@@ -213,7 +217,7 @@ def test_start_with_lost_pins_of_maps_serves_again(
 
 
 def remove_pins(site: Site, what: str) -> None:
-    for pattern in LOST_PINS[what][0].split():
+    for pattern in LOST_PINS[what].split():
         for pin in site.maps.glob(pattern):
             pin.unlink()
 

@@ -54,6 +54,10 @@ PATTERNS = {
         "12:00:01 -----BEGIN PRIVATE KEY-----\n12:00:02 kept",
         ":00:02 kept",
     ),
+    "a quote that a tenant opens": (
+        "web: token: 'hidden\n12:00:02 kept token=\"hidden\n12:00:03 kept",
+        'REDACTED\'\n12:00:02 kept token="REDACTED"\n12:00:03 kept',
+    ),
     "another scheme": ("Authorization: Token hidden\nx: 1", "Authorization: Token REDACTED\nx: 1"),
     "digest": (
         'Authorization: Digest username="me", response="hidden", n=1\nx',

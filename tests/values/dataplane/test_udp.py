@@ -210,6 +210,23 @@ def test_more_stopped_backends_than_the_map_holds():
     assert len(held) == held.max_entries
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_cuts_of_one_service_evict_none_of_another(at_once: bool):
+    held = FakeMap()
+    held.max_entries = 32
+    cuts, tables = cuts_of(held)
+    of = {id_: [(id_, pack_target(ONE.address, port, UDP)) for port in range(1, count)]
+          for id_, count in {1: 4, 2: 100, 3: 60}.items()}  # fmt: skip
+    batches = [[*of[2], *of[3], *of[1]]] if at_once else [of[1], *([one] for one in of[2] + of[3])]
+    for second, batch in enumerate(batches):
+        cuts.add(batch, second)
+        assert tables.fill["udp_cuts"] == len(held) <= 32
+    counts = Counter(CUT_KEY.unpack(key)[0] for key in held)
+    assert counts[1] == 3
+    assert min(counts[2], counts[3]) >= 10
+    assert all(CUT_KEY.pack(*one) in held for one in of[1])
+
+
 def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(
     monkeypatch: pytest.MonkeyPatch,
 ):

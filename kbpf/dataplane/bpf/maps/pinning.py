@@ -50,6 +50,8 @@ ZERO: Final = U32.pack(0)
 NEW_PREFIX: Final = "new-"
 OLD_PREFIX: Final = "old-"
 NEW_MAP_PREFIX: Final = f"{NEW_PREFIX}map-"
+INCOMPLETE_SUFFIX: Final = "-incomplete"
+"""Of a folder of maps from which another program has removed pins."""
 NEW_LINK_PREFIX: Final = f"{NEW_PREFIX}link-"
 
 _PIN_NAMES: Final = re.compile(
@@ -166,8 +168,9 @@ class OpenedMaps:
 
 def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedMaps:
     """Opens the pinned maps, and creates missing ones."""
-    # Published by one rename, so it has all maps unless another program has removed pins.
-    adopted = pins.maps.is_dir() and _complete_maps(pins)
+    _set_incomplete_aside(pins)
+    # Published by one rename, so it has all maps (for the exception, see the module).
+    adopted = pins.maps.is_dir()
     new_maps = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
     maps = {name: open_map(pins.maps / name, spec) for name, spec in ALL_MAPS.items()}
     for name, spec in OUTER_MAPS.items():
@@ -196,54 +199,20 @@ def pin_lost(pins: Pins, maps: Mapping[str, Map]) -> list[str]:
     return lost
 
 
-def _complete_maps(pins: Pins) -> bool:
-    """Pins lost maps again if programs still use them. Returns False if others are missing. The
-    rest is then set aside like the maps of another version, from which _make_maps() takes what is
-    still valid.
+def _set_incomplete_aside(pins: Pins) -> None:
+    """If pins of maps were removed, the others become maps of another version: _make_maps() takes
+    what is valid without the lost ones, and programs read the old maps until the new ones are
+    filled.
     """
-    if lost := find_lost(pins):
-        pin_lost(pins, found := _find_in_programs(pins, lost))
-        close_all(found.values())
-        log.warning(
-            "pins of maps were removed while no agent ran kept=%s new=%s",
-            ",".join(sorted(found)), ",".join(sorted(lost - found.keys())),
-        )  # fmt: skip
-        if lost - found.keys():
-            aside = pins.root / f"{pins.maps.name}-incomplete"
-            # From an agent that was killed here. What was valid is pinned in `pins.maps` as well.
-            shutil.rmtree(aside, ignore_errors=True)
-            _record_layout(pins, aside)
-            pins.maps.rename(aside)
-            return False
-    return True
-
-
-def _find_in_programs(pins: Pins, names: Collection[str]) -> dict[str, Map]:
-    """The maps of these names that pinned programs use, and for an array of a map also that map;
-    none without CAP_SYS_ADMIN.
-    """
-    specs = {spec.name[: objects.MAX_NAME_LENGTH]: spec for spec in ALL_MAPS.values()}
-    found: dict[str, Map] = {}
-    map_ids = sorted(_map_ids_read_by_all(pins))
-    for map_id in map_ids:
-        try:
-            map_ = objects.open_map_by_id(map_id)
-        except KernelError as error:
-            if error.errno not in (errno.EPERM, errno.ENOENT):
-                raise
-            continue
-        spec = specs.get(map_.short_name)
-        if spec is not None and spec.inner in names and (inner := map_.lookup(ZERO)):
-            map_ids.append(U32.unpack(inner)[0])
-        shape = map_.type, map_.key_size, map_.value_size
-        if (
-            spec is None or spec.name not in names or spec.name in found
-            or shape != (spec.map_type, spec.key_size, spec.value_size)
-        ):  # fmt: skip
-            map_.close()
-        else:
-            found[spec.name] = map_
-    return found
+    lost = find_lost(pins)
+    if not pins.maps.is_dir() or not lost:
+        return
+    log.warning("pins of maps were removed while no agent ran maps=%s", ",".join(sorted(lost)))
+    aside = pins.root / f"{pins.maps.name}{INCOMPLETE_SUFFIX}"
+    # From an agent that was killed here. What was valid is pinned in `pins.maps` as well.
+    shutil.rmtree(aside, ignore_errors=True)
+    _record_layout(pins, aside)
+    pins.maps.rename(aside)
 
 
 def open_map(path: Path, spec: MapSpec) -> Map:
@@ -332,9 +301,10 @@ def _find_former_layouts(pins: Pins) -> Iterator[ReplacedMap]:
 
 def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[ReplacedMap]:
     """Unpinned maps that pinned programs write to: an agent resized the map and exited while the
-    programs were switching.
+    programs were switching, or the pin was removed.
     """
-    if pins.other_folders("maps", pins.maps):
+    folders = pins.other_folders("maps", pins.maps)
+    if any(not folder.name.endswith(INCOMPLETE_SUFFIX) for folder in folders):
         return  # programs of another version: its maps are found by their folder
     for map_id in sorted(_map_ids_read_by_all(pins) - {map_.id for map_ in maps.values()}):
         try:
@@ -343,8 +313,8 @@ def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Replace
             if error.errno != errno.EPERM:
                 raise
             log.warning(
-                "cannot copy without CAP_SYS_ADMIN: entries that programs wrote to a map that an "
-                "earlier agent left unpinned while resizing it id=%d",
+                "cannot copy without CAP_SYS_ADMIN: entries that programs wrote to a map without "
+                "a pin id=%d",
                 map_id,
             )
             return

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf import plane as plane_module
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.changes import commit
 from kbpf.dataplane.bpf.changes.grace import GraceQueue
@@ -204,6 +205,36 @@ def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row
     bench.serve(bench.udp(WEB, "three"))
     answer = pod.udp("10.96.0.1", 53, keep="s")
     assert (answer.get("name"), answer.get("peer")) == ("three", ["10.96.0.1", 53])
+    pod.ask("drop", keep="s")
+
+
+def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """Another Service's endpoints are all replaced again and again, and no pass has time to end.
+    A socket that was silent meanwhile chooses another backend all the same.
+    """
+    monkeypatch.setattr(bench.plane._agent_maps.maps["udp_cuts"], "max_entries", 256)
+
+    def other(number: int) -> ServiceState:
+        backends = " ".join(f"10.9.{number}.{host}:53" for host in range(1, 201))
+        return service("other", DNS, backends, Protocol.UDP)
+
+    pod = bench["pod"]
+    bench.serve(bench.udp(WEB, "one"), other(0))
+    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
+    with monkeypatch.context() as busy:
+        busy.setattr(plane_module, "SLICE_BUDGET_S", 0.0)
+        for number in range(1, 16):
+            served = bench.udp(WEB, "one" if number < 8 else "two")
+            bench.plane.apply(desired(served, other(number)), None)
+            assert len(bench.site.entries("udp_cuts")) <= 256
+        assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "two", "before any pass has ended"
+    bench.serve(bench.udp(WEB, "two"))
+    flush(bench.plane)
+    assert not bench.plane._udp_passes.is_busy
+    assert bench.site.dump()["strays"] == {}
+    assert len(bench.site.entries("udp_cuts")) <= 256
     pod.ask("drop", keep="s")
 
 
