@@ -173,7 +173,8 @@ static __always_inline void advance_state(struct flow *original, const struct tc
 		original->state = STATE_CLOSING;
 	/* A backend that has only answered the SYN repeats its SYN-ACK or ACK whatever it receives.
 	 * Only sending data, or acknowledging data, proves that it has the connection. */
-	else if (before == STATE_UNPROVEN && reply && (n->next != own->next || n->ack != own->ack))
+	else if (before == STATE_UNPROVEN && reply && !(flags & TCP_SYN) &&
+		 (n->next != own->next || n->ack != own->ack))
 		original->state = STATE_ESTABLISHED;
 }
 
@@ -195,7 +196,7 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 	if (flags & TCP_RST)
 		return judge_reset(original, own, peer, n, reply);
 	if (!(flags & TCP_ACK) || !matches_both(own, peer, n)) {
-		if (state == STATE_ANSWERED && reply) /* it may know nothing of this handshake */
+		if (state == STATE_ANSWERED && reply && (flags & TCP_ACK)) /* it knows another */
 			original->fins |= FIN_RESERVED;
 		return OUTSIDE;
 	}

@@ -109,6 +109,7 @@ STATES = {
     "S <SA <A+": TcpState.ANSWERED,
     "S <SA <FA": TcpState.ANSWERED,
     "S <SA SA": TcpState.ANSWERED,
+    "S <SA A <SA": UNPROVEN,
     "S <SA A <A <SA A <A": UNPROVEN,
     # Proof: the backend sends data, or acknowledges some.
     "S <SA A <A+": PROVEN,
