@@ -18,7 +18,17 @@ from hypothesis import given, settings
 
 from tests.fuzz.floods.floods import KINDS, WAYS, Arena, Figures, room
 from tests.fuzz.packets import program_runs
-from tests.fuzz.packets.comparison import BATCH, SEEDS, SHOWN, compare, random_sequences, shrunk
+from tests.fuzz.packets.comparison import (
+    ATTACKS,
+    BATCH,
+    SEEDS,
+    SHOWN,
+    compare,
+    compare_attacks,
+    random_attacks,
+    random_sequences,
+    shrunk,
+)
 from tests.fuzz.packets.mutants import MUTANTS, found
 from tests.fuzz.packets.twins import Twins
 from tests.fuzz.worlds import HINTS, POLICIES, World, questions, three_endpoints, two_endpoints
@@ -128,9 +138,11 @@ def mutants(seed: int, minutes: float | None) -> None:
 
 
 def conntrack(seed: int, minutes: float | None) -> None:
-    """Compares SEQUENCES random sequences with nf_conntrack."""
+    """Compares SEQUENCES random sequences with nf_conntrack, in which nobody forges packets, and
+    as many in which a third party does; half of these with strict rp_filter.
+    """
     rng, tally, findings, played = random.Random(seed), Counter[str](), [], 0
-    wrong = 0
+    wrong = attacks = 0
     with cache() as folder, Twins(folder) as twins:
         until = deadline(minutes)
         while played < SEQUENCES and not (until is not None and time.monotonic() > until):
@@ -139,11 +151,19 @@ def conntrack(seed: int, minutes: float | None) -> None:
             findings += shrunk(twins, differing)
             tally += rows
             played += BATCH
+            for part in range(BATCH // ATTACKS):
+                twins.check_reverse_path(part % 2 == 1)
+                differing, rows = compare_attacks(twins, random_attacks(rng, ATTACKS))
+                wrong += len(differing)
+                findings += shrunk(twins, differing, compare_attacks)
+                tally += rows
+                attacks += ATTACKS
+            twins.check_reverse_path(False)
             if played % (10 * BATCH) == 0:
-                print(f"{played} sequences, {wrong} of them wrong", flush=True)
+                print(f"{played} + {attacks} sequences, {wrong} of them wrong", flush=True)
             if len(findings) >= SHOWN:
                 break
-    print(f"{played} sequences, {wrong} of them wrong")
+    print(f"{played} sequences, {attacks} with forged packets, {wrong} of them wrong")
     for name, count in tally.most_common():
         print(f"  {count:7} {name}")
     assert not findings, "\n".join(map(str, findings))

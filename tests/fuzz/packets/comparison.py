@@ -3,18 +3,25 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from tests.fuzz.packets.differences import complaint, equal, row_for
-from tests.fuzz.packets.node import PROTOCOLS, VARIANTS
-from tests.fuzz.packets.reference import read
-from tests.fuzz.packets.segments import random_script, shorter
+from tests.fuzz.packets.node import BACKEND, DEVICES, PROTOCOLS, VARIANTS
+from tests.fuzz.packets.segments import (
+    genuine,
+    parse_token,
+    random_attack,
+    random_script,
+    shorter,
+)
 from tests.fuzz.packets.twins import Outcome, Played, Stalled, Twins
 
 BATCH: Final = 1_000
 """Sequences played at once: one step of all of them takes a fraction of a second."""
-SEEDS: Final = (11, 12, 13)
+ATTACKS: Final = 250
+"""Attacks played at once: each is two sequences."""
+SEEDS: Final = (11, 12)
 """Seeds of the batches that the suite plays."""
 SMALLEST: Final = 50
 TRIES: Final = 5
@@ -38,6 +45,9 @@ class Finding(NamedTuple):
         return f"{self.wrong}: {self.sequence}: kbpf {tuple(self.kbpf)}, Linux {tuple(self.linux)}"
 
 
+Compare = Callable[[Twins, Sequence[Played]], tuple[list[Finding], Counter[str]]]
+
+
 def random_sequences(rng: random.Random, count: int) -> list[Played]:
     """Sequences of all kinds. SCTP is never masqueraded, because its packets carry no tag."""
     made = []
@@ -46,6 +56,57 @@ def random_sequences(rng: random.Random, count: int) -> list[Played]:
         variant = "kept" if protocol == "sctp" else rng.choice(VARIANTS)
         made.append(Played(random_script(rng, protocol), protocol, rng.choice((4, 6)), variant))
     return made
+
+
+def random_attacks(rng: random.Random, count: int) -> list[Played]:
+    """Connections, among whose packets somebody forges others, on one of the node's devices."""
+    made = []
+    for _ in range(count):
+        protocol = rng.choice(("tcp", "tcp", "tcp", *PROTOCOLS))
+        variant = "kept" if protocol == "sctp" else rng.choice(VARIANTS)
+        device = rng.choice(DEVICES)
+        knows = not any(arrives_on(device, back, variant) for back in (False, True))
+        script = random_attack(rng, protocol, device, knows)
+        made.append(Played(script, protocol, rng.choice((4, 6)), variant))
+    return made
+
+
+def arrives_on(device: str, back: bool, variant: str) -> bool:
+    """Whether packets of the backend, or of the client, may arrive on this device. Devices that
+    lead to other machines are interchangeable.
+    """
+    own = BACKEND[variant] if back else "c0"
+    return device == own or {device, own} <= {"c0", "r0"}
+
+
+def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Finding], Counter[str]]:
+    """As compare(), but each sequence is played with and without its forged packets. They must not
+    make a difference to kbpf if they do not to Linux, nor if all come by the wrong device.
+    """
+    plain = [each._replace(script=genuine(each.script)) for each in attacks]
+    outcomes, stalls = play(
+        twins, [each for pair in zip(attacks, plain, strict=True) for each in pair]
+    )
+    findings, tally = [], Counter({STALLED: stalls})
+    for n, each in enumerate(attacks):
+        (kbpf, linux), (kbpf_before, linux_before) = outcomes[2 * n : 2 * n + 2]
+        forged = [parse_token(token) for token in each.script.split() if ":" in token]
+        elsewhere = not any(arrives_on(one.device, one.back, each.variant) for one in forged)
+        step = kbpf_before.state, kbpf.state
+        begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW"))
+        revives = step == ("CLOSED", "CLOSING") and not elsewhere  # "segment after a reset"
+        changed = _judged(each, kbpf) != _judged(each, kbpf_before) and not (begins or revives)
+        allowed = not elsewhere and _judged(each, linux) != _judged(each, linux_before)
+        tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1
+        if changed and not allowed:
+            wrong = f"forged packets make {tuple(kbpf)} of {tuple(kbpf_before)}"
+            findings.append(Finding(each, kbpf, linux, wrong))
+    return findings, tally
+
+
+def _judged(each: Played, outcome: Outcome) -> Outcome:
+    """Linux has one name for a UDP flow with or without an answer."""
+    return outcome._replace(state="") if each.protocol == "udp" else outcome
 
 
 def play(
@@ -80,31 +141,30 @@ def compare(twins: Twins, sequences: Sequence[Played]) -> tuple[list[Finding], C
     outcomes, stalls = play(twins, sequences)
     tally[STALLED] += stalls
     for each, (kbpf, linux) in zip(sequences, outcomes, strict=True):
-        reading = read(each.protocol, each.script, each.variant)
-        wrong = complaint(each.protocol, reading, kbpf, linux)
-        row = row_for(each.protocol, reading, kbpf, linux)
+        wrong = complaint(each.protocol, each.script, kbpf, linux)
+        row = row_for(each.protocol, each.script, kbpf, linux)
         if wrong:
             findings.append(Finding(each, kbpf, linux, wrong))
-        elif equal(kbpf, linux) or row is None:
+        elif equal(each.protocol, kbpf, linux) or row is None:
             tally[f"{each.protocol}: equal"] += 1
         else:
             tally[f"{each.protocol}: {row.name}"] += 1
     return findings, tally
 
 
-def shrunk(twins: Twins, findings: Iterable[Finding]) -> list[Finding]:
+def shrunk(twins: Twins, findings: Iterable[Finding], judge: Compare = compare) -> list[Finding]:
     """Shortens each script, one step at a time, as long as it goes wrong in the same way."""
-    return [_shrink(twins, each) for each in list(findings)[:SHOWN]]
+    return [_shrink(twins, each, judge) for each in list(findings)[:SHOWN]]
 
 
-def _shrink(twins: Twins, finding: Finding) -> Finding:
+def _shrink(twins: Twins, finding: Finding, judge: Compare) -> Finding:
     while True:
         tries = [
             finding.sequence._replace(script=text) for text in shorter(finding.sequence.script)
         ]
         if not tries:
             return finding
-        wrong, _ = compare(twins, tries)
+        wrong, _ = judge(twins, tries)
         same = [
             each
             for each in wrong

@@ -18,7 +18,14 @@ import msgspec
 import kbpf
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.kernel.system import children
-from tests.fuzz.packets.comparison import BATCH, compare, random_sequences
+from tests.fuzz.packets.comparison import (
+    ATTACKS,
+    BATCH,
+    compare,
+    compare_attacks,
+    random_attacks,
+    random_sequences,
+)
 from tests.fuzz.packets.twins import Twins
 
 PACKAGE: Final = Path(kbpf.__file__).parent
@@ -34,34 +41,28 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: Final = (
-    Mutant("any reset closes", "tc/flow.h",
-           "return is_reset(own, peer, p, flags, reply) ? STATE_CLOSED : state;",
-           "return STATE_CLOSED;"),
-    Mutant("any FIN closes", "tc/flow.h",
-           "if ((flags & TCP_FIN) && is_plausible(peer, &p->tcp, SEQUENCE_DISTANCE)) {",
-           "if (flags & TCP_FIN) {"),
-    Mutant("the client's ACK establishes", "tc/flow.h",
-           "return STATE_UNPROVEN;", "return STATE_ESTABLISHED;"),
-    Mutant("any ACK of the client counts", "tc/flow.h",
-           "!reply && is_plausible(peer, &p->tcp, RESET_DISTANCE))", "!reply)"),
-    Mutant("any segment of the backend is proof", "tc/flow.h",
-           "reply && own->next &&\n\t    (p->tcp.next != own->next || p->tcp.ack != own->ack))",
-           "reply)"),
-    Mutant("any SYN-ACK of the backend begins a flow", "tc/flow.h",
-           "(p->tcp.ack == peer->next && !peer->ack && p->tcp.next != own->next)", "true"),
-    Mutant("a late SYN-ACK begins a flow", "tc/flow.h",
-           "p->tcp.ack == peer->next && !peer->ack &&", "p->tcp.ack == peer->next &&"),
-    Mutant("any reset with an ACK closes", "tc/flow.h",
-           "((flags & TCP_ACK) && is_plausible(peer, &p->tcp, RESET_DISTANCE));",
-           "(flags & TCP_ACK);"),
-    Mutant("UDP is a stream when answered", "tc/known.h",
-           "else if (before == STATE_NEW)\n\t\tstate = STATE_ANSWERED;",
-           "else if (before == STATE_NEW)\n\t\tstate = flow->client.protocol == IPPROTO_UDP ? "
-           "STATE_ESTABLISHED : STATE_ANSWERED;"),
+    Mutant("any reset closes", "tc/judge.h",
+           "if (n->sequence != peer->ack && n->sequence != own->next)", "if (false)"),
+    Mutant("the window is not checked", "tc/judge.h",
+           "if (!(flags & TCP_ACK) || !matches_both(own, peer, n)) {", "if (!(flags & TCP_ACK)) {"),
+    Mutant("the client's ACK establishes", "tc/judge.h",
+           "original->state = STATE_UNPROVEN;", "original->state = STATE_ESTABLISHED;"),
+    Mutant("any segment of the backend is proof", "tc/judge.h",
+           "(n->next != own->next || n->ack != own->ack))", "true)"),
+    Mutant("any SYN-ACK answers", "tc/judge.h",
+           "!(flags & (TCP_SYN | TCP_RST)) || !answers_syn(original, n)) {",
+           "!(flags & (TCP_SYN | TCP_RST))) {"),
+    Mutant("any device", "tc/judge.h",
+           "if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop))", "if (true)"),
+    Mutant("any tag", "tc/judge.h", "if (own->tag && p->sctp.tag != own->tag)", "if (false)"),
+    Mutant("UDP is a stream when answered", "tc/judge.h",
+           "original->state = before == STATE_NEW ? STATE_ANSWERED : STATE_ESTABLISHED;",
+           "original->state = STATE_ESTABLISHED;"),
     Mutant("UDP is a stream from its third datagram on", "tc/flow.h",
            "return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;", "return true;"),
-    Mutant("SCTP is established by any reply", "tc/flow.h",
-           "return reply && (flags & TCP_ACK);", "return reply;"),
+    Mutant("SCTP is established by any reply", "tc/judge.h",
+           "} else if (reply && state == STATE_ANSWERED && (flags & TCP_ACK)) {",
+           "} else if (reply && state == STATE_ANSWERED) {"),
 )  # fmt: skip
 
 
@@ -102,7 +103,10 @@ def found(mutant: Mutant, seeds: tuple[int, ...]) -> tuple[int, str]:
         build(mutant, folder)
         with Twins(folder) as twins:
             for seed in seeds:
-                findings, _ = compare(twins, random_sequences(random.Random(seed), BATCH))
+                rng = random.Random(seed)
+                findings, _ = compare(twins, random_sequences(rng, BATCH))
+                if not findings:
+                    findings, _ = compare_attacks(twins, random_attacks(rng, ATTACKS))
                 if findings:
                     shortest = min(findings, key=lambda each: len(each.sequence.script))
                     return len(findings), str(shortest)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node to test packet programs on: a network namespace with three devices, all veths whose other
+"""A node to test packet programs on: a network namespace with four devices, all veths whose other
 ends are in a namespace that has no other use.
 
     c0  clients, 198.51.100.0/24 and 2001:db8:9::/64, behind a router
     b0  a pod of the node, 10.244.1.2
+    o0  another pod of the node, 10.244.1.3, which forges packets
     r0  a pod of another node, 10.244.2.2
 
 Three Services, each for TCP, UDP and SCTP of both families, differ in how their packets are
@@ -44,6 +45,7 @@ VIP: Final = {
 REFUSING: Final = {4: "192.0.2.9", 6: "2001:db8:1::9"}
 POD: Final = {
     "b0": {4: "10.244.1.2", 6: "fd00:244:1::2"},
+    "o0": {4: "10.244.1.3", 6: "fd00:244:1::3"},
     "r0": {4: "10.244.2.2", 6: "fd00:244:2::2"},
 }
 OWN: Final = {
@@ -57,7 +59,7 @@ FRONT_PORT, BACK_PORT = 80, 8080
 
 NEIGHBOUR: Final = "02:00:00:00:00:aa"
 """The MAC address of all neighbours, set statically."""
-DEVICES: Final = ("c0", "b0", "r0")
+DEVICES: Final = ("c0", "b0", "o0", "r0")
 T = TypeVar("T")
 
 
@@ -119,6 +121,7 @@ def _addresses() -> Iterator[str]:
         ("c0", "198.18.1.1/24", "fd00:18:1::1/64"),
         ("r0", "10.244.2.1/24", "fd00:244:2::1/64"),
         ("b0", "10.244.1.1/32", "fd00:244:1::1/128"),
+        ("o0", "10.244.1.1/32", "fd00:244:1::1/128"),
     ):
         yield f"addr add {v4} dev {device}"
         yield f"addr add {v6} dev {device} nodad"
@@ -128,8 +131,8 @@ def _addresses() -> Iterator[str]:
     ):
         for host in via:
             yield f"neigh replace {host} lladdr {NEIGHBOUR} dev {device} nud permanent"
-            if device == "b0":
-                yield f"route add {host} dev b0"
+            if device in ("b0", "o0"):
+                yield f"route add {host} dev {device}"
     yield f"neigh replace {POD['b0'][4]} lladdr {NEIGHBOUR} dev b0 nud permanent"
     yield "route add default via 198.18.1.2"
     yield "route add default via fd00:18:1::2 dev c0"

@@ -12,10 +12,12 @@ is a TCP script. A token is a packet; `<` marks those of the backend. After the 
     !sum    its checksum is wrong; !ttl: its TTL is 1, so that it never arrives
 
 `=` repeats the sender's previous packet, and `.` is a pause of IDLE_SECONDS in which neither side
-sends. UDP has `U`; SCTP has the names of its chunks, and ~tag for a wrong verification tag. The
+sends. `o0:<R~far` is forged: it arrives on the device o0, and the side that it names did not send
+it. UDP has `U`; SCTP has the names of its chunks, and ~tag for a wrong verification tag. The
 same script and port always give the same packets.
 """
 
+import copy
 import random
 import re
 import struct
@@ -38,7 +40,7 @@ GUESS: Final = 0x0BAD_CAFE
 """The ACK of a client that has received nothing from the backend."""
 
 _TOKEN: Final = re.compile(
-    r"(?P<back><?)(?P<kind>=|[A-Z]+)(?:\+(?P<size>\d+))?"
+    r"(?:(?P<device>\w\d):)?(?P<back><?)(?P<kind>=|[A-Z]+)(?:\+(?P<size>\d+))?"
     r"(?:~(?P<where>\w+))?(?:\^(?P<ack>\w+))?(?:!(?P<flaw>\w+))?"
 )
 _PLACES: Final = {"near": NEAR, "far": FAR, "old": OLD}
@@ -51,6 +53,8 @@ class Token(NamedTuple):
     where: str
     ack: str
     flaw: str
+    device: str
+    """Of a forged packet; "": the side's own."""
 
 
 def parse_token(text: str) -> Token:
@@ -60,7 +64,7 @@ def parse_token(text: str) -> Token:
     part = match.groupdict()
     return Token(
         part["back"] == "<", part["kind"], int(part["size"] or 0),
-        part["where"] or "", part["ack"] or "", part["flaw"] or "",
+        part["where"] or "", part["ack"] or "", part["flaw"] or "", part["device"] or "",
     )  # fmt: skip
 
 
@@ -99,7 +103,8 @@ class Speaker:
     def fields(self, text: str) -> dict[str, Any] | None:
         """The fields of this token's packet: arguments of tcp(), udp() or sctp()."""
         token = parse_token(text)
-        own, other = self.sides[token.back], self.sides[not token.back]
+        sides = copy.deepcopy(self.sides) if token.device else self.sides
+        own, other = sides[token.back], sides[not token.back]
         if token.kind == "=":
             fields = own.last
         else:
@@ -228,12 +233,45 @@ def _odd(rng: random.Random, protocol: str) -> str:
     return f"{side}{kind}{rng.choice(places)}{rng.choice(('', '', '', '^far', '^old'))}{flaw}"
 
 
+def random_attack(rng: random.Random, protocol: str, device: str, knows: bool) -> str:
+    """A connection, and up to five packets that a third party forges on this device. `knows`: it
+    may know the numbers of both sides.
+    """
+    tokens = list(_HANDSHAKES[protocol][: rng.randint(0, 4)])
+    if len(tokens) == len(_HANDSHAKES[protocol]):
+        tokens += rng.choices((*_USUAL[protocol], PAUSE), k=rng.randint(0, 6))
+    if rng.random() < 0.3:  # do forged packets make it last longer?
+        tokens.append(PAUSE)
+    for _ in range(rng.randint(1, 5)):
+        forged = f"{device}:{rng.choice(('', '<'))}{_forged(rng, protocol, knows)}"
+        tokens.insert(rng.choice((len(tokens), rng.randint(0, len(tokens)))), forged)
+    return " ".join(tokens)
+
+
+def _forged(rng: random.Random, protocol: str, knows: bool) -> str:
+    fits = knows and rng.random() < 0.7
+    if protocol == "udp":
+        return "U"
+    if protocol == "sctp":
+        return rng.choice(tuple(CHUNKS)) + ("" if fits else "~tag")
+    kind = rng.choice([each for each in _FLAGS if each != "="])
+    if fits:
+        return kind
+    place = rng.choice(("~near", "~far", "~old", "~new" if kind == "S" else "~far"))
+    return kind + place + rng.choice(("^far", "^old") if kind == "SA" else ("", "^far", "^old"))
+
+
+def genuine(script: str) -> str:
+    """The script without forged packets."""
+    return " ".join(token for token in script.split() if ":" not in token)
+
+
 def shorter(script: str) -> Sequence[str]:
     """All scripts with one token, or one token's suffixes, less."""
     tokens = script.split()
     found = [" ".join(tokens[:i] + tokens[i + 1 :]) for i in range(len(tokens))]
     for i, token in enumerate(tokens):
-        plain = re.sub(r"[+~^!]\w+", "", token)
+        plain = token if ":" in token else re.sub(r"[+~^!]\w+", "", token)
         if plain != token:
             found.append(" ".join([*tokens[:i], plain, *tokens[i + 1 :]]))
     return [text for text in found if text]

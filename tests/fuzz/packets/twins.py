@@ -40,13 +40,13 @@ from tests.fuzz.packets.node import (
     namespaces,
     three_services,
 )
-from tests.fuzz.packets.reference import STREAM_SECONDS
-from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker
+from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker, parse_token
 from tests.support.lab.lab import inside, run
 from tests.support.packets.packets import frame, udp
 
 UNUSED_PORT: Final = 9
 """A port of the node that no masqueraded client can get: for unsolicited packets of a backend."""
+STREAM_SECONDS: Final = 2
 FIRST_PORT, LAST_PORT = 2000, 60_000
 """Client ports, one for each sequence of a batch; masqueraded clients keep these."""
 MOST_AT_ONCE: Final = 300
@@ -79,6 +79,8 @@ class Outcome(NamedTuple):
     state: str
     needed: bool
     seconds: int
+    quiet: bool = False
+    """No packet has counted since the script's last pause."""
 
 
 NOTHING: Final = Outcome("none", False, 0)
@@ -227,10 +229,12 @@ class Twins:
         ]
         phases = [[part.split() for part in each.script.split(PAUSE)] for each in sequences]
         began = time.monotonic()
+        starts = []
         for phase in range(max(map(len, phases), default=0)):
             if phase:
                 time.sleep(IDLE_SECONDS)
             phase_began = time.monotonic()
+            starts.append(phase_began)
             now = [each[phase] if phase < len(each) else [] for each in phases]
             for step in range(max(map(len, now))):
                 acting = [n for n, tokens in enumerate(now) if step < len(tokens)]
@@ -240,9 +244,15 @@ class Twins:
                             _say(side, own[n], sequences[n], now[n][step])
                         side.settle()
             _check_clock(f"phase {phase}", phase_began, LONGEST_PHASE)
-        outcomes = self.read(sequences)
+        outcomes = self.read(sequences, [starts[len(each) - 1] for each in phases])
         _check_clock("the batch", began, LONGEST_BATCH)
         return outcomes
+
+    def check_reverse_path(self, strict: bool) -> None:
+        """Sets rp_filter on both nodes."""
+        for side in (self.kbpf, self.linux):
+            script = f"for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {strict:d} > $f; done"
+            run(*inside(side.name, None, "sh", "-c", script))
 
     # ---- outcomes ------------------------------------------------------------------------------
 
@@ -252,19 +262,32 @@ class Twins:
         self.kbpf.seen_as.clear()
         self.linux.seen_as.clear()
 
-    def read(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
-        """Both nodes' outcomes of these sequences, in order."""
+    def read(
+        self, sequences: Sequence[Played], paused: Sequence[float]
+    ) -> list[tuple[Outcome, Outcome]]:
+        """Both nodes' outcomes of these sequences, in order. `paused`: when the last pause of each
+        was over (monotonic clock).
+        """
         ours = _read_flows(self.node.site.entries("flows").values())
         theirs = inside_of(self.linux.name, _read_conntrack)
         found = []
-        for number, each in enumerate(sequences):
+        for number, (each, since) in enumerate(zip(sequences, paused, strict=True)):
             key = (
                 PROTOCOLS[each.protocol],
                 end(CLIENT[each.family], FIRST_PORT + number),
                 end(VIP[each.variant][each.family], FRONT_PORT),
             )
-            found.append((ours.get(key, NOTHING), theirs.get(key, NOTHING)))
+            found.append((_quiet(ours.get(key), since), _quiet(theirs.get(key), since)))
         return found
+
+
+def _quiet(found: "tuple[Outcome, float] | None", since: float) -> Outcome:
+    """`found`: an outcome, and when the last packet counted: up to a second too early, because
+    Linux tells whole seconds.
+    """
+    if found is None:
+        return NOTHING
+    return found[0]._replace(quiet=found[1] < since - (1 + IDLE_SECONDS) / 2)
 
 
 def _check_clock(what: str, began: float, longest: float) -> None:
@@ -292,7 +315,8 @@ def set_timeouts() -> None:
 
 def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
     family, back = each.family, BACKEND[each.variant]
-    if token.startswith("<"):
+    is_reply, device = parse_token(token).back, parse_token(token).device
+    if is_reply:
         known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
         if known is None and each.variant != "kept":
             known = side.chosen(PROTOCOLS[each.protocol], end(CLIENT[family], speaker.tag))
@@ -304,7 +328,7 @@ def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
         to = end(VIP[each.variant][family], FRONT_PORT)
     packet = speaker.packet(token, source, to)
     if packet is not None:
-        side.send(back if token.startswith("<") else "c0", packet)
+        side.send(device or (back if is_reply else "c0"), packet)
 
 
 def _packet_socket(device: str) -> socket.socket:
@@ -414,13 +438,13 @@ def dump_conntrack() -> list[Row]:
     return found
 
 
-def _read_conntrack() -> dict[Key, Outcome]:
-    found = {}
+def _read_conntrack() -> dict[Key, tuple[Outcome, float]]:
+    found, now = {}, time.monotonic()
     for row in dump_conntrack():
         needed = row.assured and row.state not in _EARLY_DROP[row.protocol]
         seconds = next(limit for limit in CLASSES if row.left <= limit)
         key = (row.protocol, end(row.source, row.source_port), end(row.to, row.to_port))
-        found[key] = Outcome(row.state, needed, seconds)
+        found[key] = Outcome(row.state, needed, seconds), now - (seconds - row.left)
     return found
 
 
@@ -433,14 +457,16 @@ def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
     return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
 
 
-def _read_flows(entries: Iterable[bytes]) -> dict[Key, Outcome]:
+def _read_flows(entries: Iterable[bytes]) -> dict[Key, tuple[Outcome, float]]:
     now = time.monotonic_ns()
-    found: dict[Key, Outcome] = {}
+    found: dict[Key, tuple[Outcome, float]] = {}
     over: dict[bytes, int] = {}
+    used: dict[bytes, int] = {}
     held = list(entries)
     for raw in held:
         both = raw[flow_entries.ENDPOINTS]
         over[both] = max(over.get(both, 0), flow_entries.expires_at(raw))
+        used[both] = max(used.get(both, 0), flow_entries.last_used(raw))
     for raw in held:
         if not flow_entries.is_original(raw) or over[raw[flow_entries.ENDPOINTS]] < now:
             continue
@@ -452,5 +478,6 @@ def _read_flows(entries: Iterable[bytes]) -> dict[Key, Outcome]:
         needed = flow_entries.is_needed(
             state, now - QUIET_SECONDS * flow_entries.NS_PER_SECOND, now
         )
-        found[protocol, names[0], names[1]] = Outcome(state.name, needed, seconds)
+        last = used[raw[flow_entries.ENDPOINTS]] / flow_entries.NS_PER_SECOND
+        found[protocol, names[0], names[1]] = Outcome(state.name, needed, seconds), last
     return found
