@@ -338,6 +338,7 @@ enum device_flags {
 	DEVICE_NBMA = 1 << 3,   /* a tunnel that takes its remote address from the route */
 	DEVICE_IPIP = 1 << 4,   /* and of IPv4 in IPv4: redirect_to_remote() */
 	DEVICE_PODS = 1 << 5,   /* the routes to all local pods lead here (cilium_host) */
+	DEVICE_STRICT = 1 << 6, /* rp_filter of IPv4 is strict */
 };
 
 /* devices: what the packet path needs to know about a device. */

@@ -21,6 +21,7 @@
 
 #define BPF_FIB_LKUP_RET_SUCCESS 0
 #define BPF_FIB_LKUP_RET_FWD_DISABLED 5
+#define BPF_FIB_LOOKUP_OUTPUT 2 /* by this device only */
 #define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
 	7 /* there is a route, but the MAC address is unknown: the kernel resolves it */
 #define BPF_FIB_LKUP_RET_FRAG_NEEDED 8
@@ -50,9 +51,9 @@ struct redir_neigh {
 };
 
 /* Linux v4.18: 87f5fc7e48dd. */
-static __always_inline long fib_lookup(void *ctx, struct fib_params *route)
+static __always_inline long fib_lookup(void *ctx, struct fib_params *route, u32 flags)
 {
-	return ((long (*)(void *, void *, int, u32))69)(ctx, route, sizeof(*route), 0);
+	return ((long (*)(void *, void *, int, u32))69)(ctx, route, sizeof(*route), flags);
 }
 
 /* Linux v5.10: b4ab31414970, ba452c9e996d. */
@@ -99,7 +100,7 @@ static __always_inline u32 came_in_by(struct __sk_buff *skb)
  * BPF_FIB_LKUP_RET_*. */
 static __always_inline long query_fib(struct __sk_buff *skb, const struct packet *p,
 				      const struct target *from, const struct target *to,
-				      struct next_hop *hop, u16 length, u32 in)
+				      struct next_hop *hop, u16 length, u32 in, u32 flags)
 {
 	struct fib_params route = {
 		.protocol = p->protocol,
@@ -120,7 +121,7 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 		route.source.word[0] = from->address.word[3];
 		route.destination.word[0] = to->address.word[3];
 	}
-	result = fib_lookup(skb, &route);
+	result = fib_lookup(skb, &route, flags);
 	hop->address = route.destination;
 	hop->max_length = route.length;
 	hop->ifindex = route.ifindex;
@@ -134,9 +135,9 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 
 /* Whether the route to the sender of a packet leads to the device that it arrived on, as a strict
  * reverse path filter asks. A pod's device is not exchangeable: this is what tells a pod from
- * another, and from machines outside, whatever the source address says. Host devices are: routes to
- * the network are often asymmetric, and the kernel's own filter decides about them. `hop` is used
- * for the lookup. */
+ * another, and from machines outside, whatever the source address says. Host devices are, since
+ * routes to the network are often asymmetric, unless the kernel's own filter is strict. `hop` is
+ * used for the lookup. */
 static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packet *p, u32 ifindex,
 				       struct next_hop *hop)
 {
@@ -146,7 +147,7 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 
 	if (ifindex <= LOOPBACK_IFINDEX) /* sent by this node */
 		return true;
-	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here);
+	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here, 0);
 	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED) /* this node is no router */
 		return true;
 	if (result && result < BPF_FIB_LKUP_RET_FWD_DISABLED) /* there is no route to it */
@@ -156,7 +157,14 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 	route = device_at(hop->ifindex);
 	if (in && in->role == ROLE_POD)
 		return route && (route->flags & DEVICE_PODS);
-	return !route || route->role == ROLE_HOST;
+	if (route && route->role != ROLE_HOST)
+		return false;
+	/* There may be other routes to it, by this device: those of several links, or a default. */
+	if (!in || p->v6 || !(in->flags & DEVICE_STRICT))
+		return true;
+	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here,
+			   BPF_FIB_LOOKUP_OUTPUT);
+	return result == BPF_FIB_LKUP_RET_SUCCESS || result == BPF_FIB_LKUP_RET_NO_NEIGH;
 }
 
 /* Looks up the next hop for a packet from `from` to `to`. Returns the egress device, or NULL: then
@@ -174,11 +182,11 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 	hop->ifindex = hop->max_length = 0;
 	if (!any_packet && p->ttl <= 1)
 		return NULL;
-	result = query_fib(skb, p, from, to, hop, length, in);
+	result = query_fib(skb, p, from, to, hop, length, in, 0);
 	if (any_packet &&
 	    result == BPF_FIB_LKUP_RET_FRAG_NEEDED) { /* the result does not contain the device */
 		length = 0;
-		result = query_fib(skb, p, from, to, hop, 1, in);
+		result = query_fib(skb, p, from, to, hop, 1, in, 0);
 		if (result ==
 		    BPF_FIB_LKUP_RET_FRAG_NEEDED) /* before v5.12 the kernel checks the packet's own
 						     length; there is a route */

@@ -31,10 +31,12 @@ from kbpf.kernel.net.uapi import (
     IFF_POINTOPOINT,
     IFF_UP,
     IFLA_ADDRESS,
+    IFLA_AF_SPEC,
     IFLA_BR_NF_CALL_IP6TABLES,
     IFLA_BR_NF_CALL_IPTABLES,
     IFLA_EXT_MASK,
     IFLA_IFNAME,
+    IFLA_INET_CONF,
     IFLA_INFO_DATA,
     IFLA_INFO_KIND,
     IFLA_LINK,
@@ -42,6 +44,7 @@ from kbpf.kernel.net.uapi import (
     IFLA_LINKINFO,
     IFLA_MASTER,
     IFLA_MTU,
+    IPV4_DEVCONF_RP_FILTER,
     RT_SCOPE_LINK,
     RTEXT_FILTER_SKIP_STATS,
     RTM_DELADDR,
@@ -80,6 +83,7 @@ IP_TUNNEL_LINK_TYPES: Final = frozenset(
 """Link types of tunnels that encapsulate IP packets in IP: ipip, ip6tnl, sit, gre, ip6gre, vti."""
 
 ZERO_MAC: Final = bytes(6)
+RP_FILTER: Final = "net.ipv4.conf.all.rp_filter"
 BRIDGE_NETFILTER: Final = (
     "net.bridge.bridge-nf-call-iptables",
     "net.bridge.bridge-nf-call-ip6tables",
@@ -104,7 +108,8 @@ class Device:
     or /128. `mac`: its own address, 6 bytes; zeros if its link type has none of this length.
     `sources`: source addresses that the kernel would use on it, preferred ones of each family
     first. `bridge_netfilter`: a bridge whose packets pass netfilter as they enter a port, in one
-    family at least (br_netfilter).
+    family at least (br_netfilter). `strict_filter`: the kernel drops IPv4 packets whose source has
+    no route by this device (rp_filter).
     """
 
     ifindex: int
@@ -122,6 +127,7 @@ class Device:
     mac: bytes = ZERO_MAC
     sources: tuple[Addr, ...] = ()
     bridge_netfilter: bool = False
+    strict_filter: bool = False
 
     @property
     def has_header(self) -> bool:
@@ -147,11 +153,11 @@ def list_devices() -> tuple[Device, ...]:
     subnets = {ifindex for message in addresses for ifindex in _subnet_ifindex(message)}
     sources = _sources_by_ifindex(addresses)
     links = [message for message in links if message.msg_type == RTM_NEWLINK]
-    settings = _read_bridge_netfilter()
+    settings, rp_filter = _read_bridge_netfilter(), int(sysctl.read(RP_FILTER))
     devices = {
         device.ifindex: device
         for message in links
-        for device in [_parse_device(message, subnets, sources, settings)]
+        for device in [_parse_device(message, subnets, sources, settings, rp_filter)]
     }
     return tuple(devices[ifindex] for ifindex in sorted(devices))
 
@@ -188,6 +194,7 @@ def _parse_device(
     subnets: set[int],
     sources: Mapping[int, tuple[Addr, ...]],
     bridge_netfilter: tuple[bool, ...],
+    rp_filter: int,
 ) -> Device:
     _, link_type, ifindex, flags, _ = _IFINFOMSG.unpack_from(message.body)
     attrs = parse_attributes(message.body[_IFINFOMSG.size :])
@@ -212,7 +219,15 @@ def _parse_device(
         bridge_netfilter=kind == "bridge"
         and bool(bridge_netfilter)
         and (any(bridge_netfilter) or _calls_netfilter(info.get(IFLA_INFO_DATA, b""))),
+        strict_filter=max(rp_filter, _own_rp_filter(attrs.get(IFLA_AF_SPEC, b""))) == 1,
     )
+
+
+def _own_rp_filter(raw: bytes) -> int:
+    """A device's own setting. The kernel applies it or `all`, whichever is larger."""
+    settings = parse_attributes(parse_attributes(raw).get(socket.AF_INET, b""))
+    numbers = memoryview(settings.get(IFLA_INET_CONF, b"")).cast("I")
+    return numbers[IPV4_DEVCONF_RP_FILTER - 1] if len(numbers) >= IPV4_DEVCONF_RP_FILTER else 0
 
 
 def _calls_netfilter(raw: bytes) -> bool:

@@ -55,6 +55,8 @@ CNI0 = Device(4, "cni0", "bridge", mac=MAC)
 CALI1 = Device(5, "cali1", "veth", peer_netns=1, mac=MAC)
 LXC1 = Device(6, "lxc1", "netkit", peer_netns=1)
 UPLINK = Device(7, "eth1", "veth", peer_netns=1, has_subnet=True)
+STRICT = Device(19, "eth2", strict_filter=True)
+CILIUM = Device(20, "cilium_host", "veth", link=21)
 PLUG = Device(8, "cali2", "veth", link=9)
 
 BRIDGE = Config(detect_local_mode=LocalMode.BRIDGE_INTERFACE, pod_bridge_interface="cni0")
@@ -88,6 +90,8 @@ ROWS = [
     Row("a veth into a pod", CALI1, POD, LOCAL | PEER),
     Row("a netkit into a pod", LXC1, POD, LOCAL | PEER),
     Row("a veth that is the node's uplink", UPLINK, HOST, NOTHING),
+    Row("an uplink with a strict reverse path filter", STRICT, HOST, DeviceFlag.STRICT),
+    Row("where Cilium's routes to all pods lead", CILIUM, HOST, DeviceFlag.PODS),
     Row("a veth whose peer is on the node", PLUG, POD, LOCAL),
     Row("by bridge: the bridge itself", CNI0, POD, LOCAL, BRIDGE),
     Row("by bridge: also a bridge with an uplink", CNI0, HOST, LOCAL, BRIDGE),

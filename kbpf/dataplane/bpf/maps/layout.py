@@ -68,6 +68,7 @@ class DeviceFlag(IntFlag):
     NBMA = 1 << 3
     IPIP = 1 << 4
     PODS = 1 << 5
+    STRICT = 1 << 6
 
 
 class Role(IntEnum):

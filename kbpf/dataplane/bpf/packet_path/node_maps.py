@@ -37,6 +37,10 @@ from kbpf.model.desired import DesiredState
 
 ETH_HEADER: Final = 14
 NO_ADDRESS: Final = bytes(16)
+CILIUM_HOST: Final = "cilium_host"
+"""Cilium's routes to all Pods of the node lead here, unless it has one for each endpoint. Its
+programs check the source addresses of each Pod.
+"""
 NO_COEXISTENCE: Final = NodeFlag(0)
 ROLE_VALUES: Final = {DeviceRole.HOST: layout.Role.HOST, DeviceRole.POD: layout.Role.POD}
 ZERO: Final = U32.pack(0)
@@ -285,6 +289,10 @@ def pack_device(
         flags |= DeviceFlag.LOCAL
     if has_peer_in_pod(device, role):
         flags |= DeviceFlag.PEER
+    if device.name == CILIUM_HOST:
+        flags |= DeviceFlag.PODS
+    if device.strict_filter:
+        flags |= DeviceFlag.STRICT
     if device.is_ip_tunnel:
         flags |= DeviceFlag.TUNNEL
         if not device.point_to_point:

@@ -100,7 +100,7 @@ def uplink(path: Path_) -> Iterator[Path_]:
     index = path.inside(lambda: socket.if_nametoindex("out"))
     until("the device thread has written its own entry", lambda: is_known(path, index))
     path.set_device(index, Role.HOST, DeviceFlag(0))
-    path.out, path.out_mac = index, "02:00:00:00:00:01"
+    path.out, path.macs = index, path.macs | {index: "02:00:00:00:00:01"}
     yield path
     path.forward(False)
     with path.site.pinned("devices") as devices:

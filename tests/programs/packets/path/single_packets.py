@@ -113,7 +113,8 @@ class Path_:
         self.programs = programs
         self.where = where
         self.folder = next(site.pins.glob("programs-tc-*"))
-        self.out, self.out_mac = 0, ""
+        self.out = 0
+        self.macs: dict[int, str] = {}  # by ifindex; loopback has none
 
     def inside(self, action: Callable[[], T]) -> T:
         """Runs it in the node's network namespace."""
@@ -175,7 +176,7 @@ class Path_:
         """
         complete = complete and not lacking("checksum_complete")
         program, given = self.programs[name], context.pack() if context else None
-        to = self.out_mac if context and context.ifindex == self.out != 0 else MAC_B
+        to = self.macs.get(context.ifindex, MAC_B) if context else MAC_B
         sent = frame(packet, to=to)
         done = self.inside(lambda: run(program, sent, context=given, checksum_complete=complete))
         return done.retval, done.packet_out[14:]

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets with forged source addresses: what counts is the device that they arrive on."""
+
+import itertools
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import U32, DeviceFlag, Reason, Role, TcpState
+from tests.programs.packets.path.single_packets import (
+    CLIENT,
+    CLUSTER,
+    LOCAL,
+    NEAR,
+    POD,
+    SCTP_INIT_ACK,
+    SCTP_TAG,
+    Path_,
+    both,
+    client,
+    end,
+    entries_of,
+    pod,
+    states,
+    vip,
+)
+from tests.support.lab.lab import ip, until
+from tests.support.lab.lab import run as command
+from tests.support.packets.packets import Talk, sctp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
+
+BACKEND, OTHER, UPLINK, UPLINK2 = "backend", "other", "uplink", "uplink2"
+"""The backend's device, another pod's, the device of the default route, and one without a route."""
+
+
+@dataclass
+class Node:
+    """The programs, and the devices by name."""
+
+    path: Path_
+    devices: dict[str, int]
+
+    def come(self, packet: bytes, device: str) -> tuple[int, bytes]:
+        """The packet arrives on this device and, if it goes up the stack, leaves it."""
+        index = self.devices[device]
+        verdict, got = self.path.run("tc_ingress", packet, context=SkbContext(ifindex=index))
+        if verdict == TC_ACT_UNSPEC:
+            context = SkbContext(ingress_ifindex=index)
+            verdict, got = self.path.run("tc_egress", got, context=context)
+        return verdict, got
+
+    def strict(self, device: str, on: bool) -> None:
+        """Whether the kernel has a strict reverse path filter there."""
+        flag = DeviceFlag.STRICT if on else DeviceFlag(0)
+        self.path.set_device(self.devices[device], Role.HOST, flag)
+
+
+@pytest.fixture(scope="module")
+def node(uplink: Path_) -> Iterator[Node]:
+    """The device thread of the fixture's data plane knows the devices."""
+    names = {BACKEND: "pod8", OTHER: "pod9", UPLINK2: "out2"}
+    mac, pods = "02:00:00:00:00:09", f"{uplink.where}p"
+    command("ip", "netns", "add", pods)
+    try:
+        for name in names.values():
+            peer = f"{name}p" if name == "out2" else f"{name}p netns {pods}"
+            ip(f"link add {name} address {mac} type veth peer name {peer}",
+               f"link set {name} up", netns=uplink.where)  # fmt: skip
+            ip(f"link set {name}p up", netns=uplink.where if name == "out2" else pods)
+        for v in (4, 6):
+            ip(f"route add {POD[v]} dev pod8", f"route add {NEAR[v]} dev pod9", netns=uplink.where)
+        devices = {
+            key: uplink.inside(lambda: socket.if_nametoindex(name))  # noqa: B023
+            for key, name in names.items()
+        }
+        for index in devices.values():
+            uplink.macs[index] = mac
+        roles = {U32.pack(devices[key]): Role.POD for key in (BACKEND, OTHER)}
+        roles[U32.pack(devices[UPLINK2])] = Role.HOST
+        made = Node(uplink, devices | {UPLINK: uplink.out})
+
+        def known() -> bool:
+            entries = uplink.site.entries("devices")
+            return all(entries.get(key, b"")[:4] == U32.pack(role) for key, role in roles.items())
+
+        until("the devices are known", known)
+        yield made
+    finally:
+        ip(*(f"link del {name}" for name in names.values()), netns=uplink.where)
+        command("ip", "netns", "del", pods)
+
+
+class Row(NamedTuple):
+    """What happens before; then the forged packet, the device, and whether it counts."""
+
+    before: str
+    word: str
+    device: str
+    counts: bool
+
+
+ROWS = [
+    *(Row("S", "<SA", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
+    *(Row("S", "<RA", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
+    *(Row("S <SA A A+", "<A", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
+    *(Row("S <SA A A+ <A", word, device, device == BACKEND)
+      for word in ("<R", "<FA") for device in (BACKEND, OTHER, UPLINK)),
+    *(Row("S <SA A A+ <A", word, device, device == UPLINK)
+      for word in ("R", "FA") for device in (BACKEND, OTHER, UPLINK)),
+]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(map(str, row)))
+def test_segment_counts_only_where_the_route_to_its_sender_leads(
+    node: Node, v: int, which: int, row: Row
+) -> None:
+    """All its numbers are right: the attacker has seen them, or guessed well."""
+    own, talk, source = client(v), Talk(), ""
+
+    def send(word: str, device: str) -> int:
+        nonlocal source
+        ends = (pod(v), source) if word.startswith("<") else (own, vip(v, which))
+        verdict, got = node.come(talk.segment(word, *ends), device)
+        source = source or str(parse(got, l2=False).source)
+        return verdict
+
+    for word in row.before.split():
+        send(word, BACKEND if word.startswith("<") else UPLINK)
+    before = [raw[:8] for raw in entries_of(node.path, own)], states(node.path, own)
+    verdict = send(row.word, row.device)
+    after = [raw[:8] for raw in entries_of(node.path, own)], states(node.path, own)
+    assert (verdict == TC_ACT_SHOT) == (not row.counts)
+    if row.counts:
+        assert after[1] != before[1]
+    else:
+        assert after == before, "neither the state nor the time of the last packet"
+
+
+@both
+@pytest.mark.parametrize("kind", ["udp", "sctp"])
+@pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
+def test_answer_counts_only_from_the_backends_device(
+    node: Node, v: int, kind: str, device: str
+) -> None:
+    own = client(v)
+    ask, answer = {
+        "udp": (lambda a, b: udp(a, b, b"?"), lambda a, b: udp(a, b, b"!")),
+        "sctp": (sctp, lambda a, b: sctp(a, b, SCTP_INIT_ACK, tag=SCTP_TAG)),
+    }[kind]
+    _, got = node.come(ask(own, vip(v, CLUSTER)), UPLINK)
+    verdict, _ = node.come(answer(pod(v), str(parse(got, l2=False).source)), device)
+    assert (verdict == TC_ACT_SHOT) == (device != BACKEND)
+    answered = device == BACKEND
+    assert states(node.path, own) == {TcpState.ANSWERED if answered else TcpState.NEW}
+
+
+BEGINS = {
+    "a client outside": (CLIENT, UPLINK, True),
+    "a client outside, by another uplink": (CLIENT, UPLINK2, True),
+    "a client outside, forged by a pod": (CLIENT, OTHER, False),
+    "a pod": (NEAR, OTHER, True),
+    "a pod, forged by another one": (NEAR, BACKEND, False),
+    "a pod, forged outside": (NEAR, UPLINK, False),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
+@pytest.mark.parametrize("sender", BEGINS)
+def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
+    """What does not is left to the stack, untouched and uncounted: it drops it, or whoever it
+    really belongs to gets the answer.
+    """
+    hosts, device, begins = BEGINS[sender]
+    own = end(hosts[v], 0).removesuffix("0") + client(v).rpartition(":")[2]
+    build = {"tcp": lambda a, b: Talk().segment("S", a, b), "udp": udp, "sctp": sctp}[kind]
+    packet, before = build(own, vip(v, CLUSTER)), node.path.site.reasons()
+    verdict, got = node.come(packet, device)
+    assert (node.path.site.reasons() - before)[Reason.NEW_FLOW] == begins
+    assert (got == packet) == (not begins)
+    assert bool(entries_of(node.path, own)) == begins
+    assert verdict != TC_ACT_SHOT
+
+
+@both
+def test_a_strict_reverse_path_filter_holds_for_redirected_packets_too(node: Node, v: int) -> None:
+    """The kernel's own one does not see them. It has none for IPv6."""
+    node.strict(UPLINK2, True)
+    own = client(v)
+    node.come(udp(own, vip(v, CLUSTER)), UPLINK2)
+    assert bool(entries_of(node.path, own)) == (v == 6)
+    ip("route replace 198.51.100.0/24 metric 9 dev out2", netns=node.path.where)
+    node.come(udp(own, vip(v, CLUSTER)), UPLINK2)
+    assert entries_of(node.path, own), "a route by this device is enough"
+    ip("route del 198.51.100.0/24 metric 9 dev out2", netns=node.path.where)
+    node.strict(UPLINK2, False)
+
+
+@both
+def test_a_client_that_moves_to_another_device_keeps_its_connection(node: Node, v: int) -> None:
+    """Host devices are exchangeable: with several uplinks each packet may come by any."""
+    own, talk, source, uplinks = client(v), Talk(), "", itertools.cycle((UPLINK, UPLINK2))
+    for word in ("S", "<SA", "A", "A+", "<A", "A+", "<A+", "FA", "<FA", "A"):
+        back = word.startswith("<")
+        ends = (pod(v), source) if back else (own, vip(v, CLUSTER))
+        packet = talk.segment(word, *ends)
+        verdict, got = node.come(packet, BACKEND if back else next(uplinks))
+        assert verdict != TC_ACT_SHOT, word
+        source = source or str(parse(got, l2=False).source)
+    assert states(node.path, own) == {TcpState.CLOSED}
