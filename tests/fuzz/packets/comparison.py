@@ -95,7 +95,9 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         step = kbpf_before.state, kbpf.state
         begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW"))
         revives = step == ("CLOSED", "CLOSING") and not elsewhere  # "segment after a reset"
-        changed = _judged(each, kbpf) != _judged(each, kbpf_before) and not (begins or revives)
+        restarts = step == ("ANSWERED", "NEW") and kbpf_before.quiet and not elsewhere
+        allowed_here = begins or revives or restarts
+        changed = _judged(each, kbpf) != _judged(each, kbpf_before) and not allowed_here
         allowed = not elsewhere and _judged(each, linux) != _judged(each, linux_before)
         tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1
         if changed and not allowed:

@@ -60,9 +60,9 @@ MUTANTS: Final = (
            "original->state = STATE_ESTABLISHED;"),
     Mutant("UDP is a stream from its third datagram on", "tc/flow.h",
            "return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;", "return true;"),
-    Mutant("SCTP is established by any reply", "tc/judge.h",
-           "} else if (reply && state == STATE_ANSWERED && (flags & TCP_ACK)) {",
-           "} else if (reply && state == STATE_ANSWERED) {"),
+    Mutant("SCTP is established by the INIT ACK", "tc/judge.h",
+           "peer->tag = announced;\n\t\toriginal->state = STATE_ANSWERED;",
+           "peer->tag = announced;\n\t\toriginal->state = STATE_ESTABLISHED;"),
 )  # fmt: skip
 
 

@@ -239,12 +239,12 @@ def random_attack(rng: random.Random, protocol: str, device: str, knows: bool) -
     """
     tokens = list(_HANDSHAKES[protocol][: rng.randint(0, 4)])
     if len(tokens) == len(_HANDSHAKES[protocol]):
-        tokens += rng.choices((*_USUAL[protocol], PAUSE), k=rng.randint(0, 6))
-    if rng.random() < 0.3:  # do forged packets make it last longer?
-        tokens.append(PAUSE)
+        tokens += rng.choices(_USUAL[protocol], k=rng.randint(0, 6))
+    more = [PAUSE] * rng.randint(0, MOST_PAUSES)
     for _ in range(rng.randint(1, 5)):
-        forged = f"{device}:{rng.choice(('', '<'))}{_forged(rng, protocol, knows)}"
-        tokens.insert(rng.choice((len(tokens), rng.randint(0, len(tokens)))), forged)
+        more.append(f"{device}:{rng.choice(('', '<'))}{_forged(rng, protocol, knows)}")
+    for token in more:  # in the end, or in between
+        tokens.insert(rng.choice((len(tokens), rng.randint(0, len(tokens)))), token)
     return " ".join(tokens)
 
 
@@ -258,7 +258,11 @@ def _forged(rng: random.Random, protocol: str, knows: bool) -> str:
     if fits:
         return kind
     place = rng.choice(("~near", "~far", "~old", "~new" if kind == "S" else "~far"))
-    return kind + place + rng.choice(("^far", "^old") if kind == "SA" else ("", "^far", "^old"))
+    return (
+        kind
+        + place
+        + rng.choice(("^far", "^old") if kind in ("SA", "RA") else ("", "^far", "^old"))
+    )
 
 
 def genuine(script: str) -> str:
