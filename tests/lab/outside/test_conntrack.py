@@ -165,7 +165,9 @@ def test_refused_packets_fill_no_table_and_are_no_connections(
         assert len(entries(field, to)) <= most
     finally:
         on(node, "nft", "-f", "-", stdin="table inet guard {}\ndelete table inet guard\n")
+    before = field.agent.reasons()[Reason.NEW_FLOW]
     check(field, Dial("served again", "outside", to, pod, "udp", NODES4[0]))
+    assert field.agent.reasons()[Reason.NEW_FLOW] - before == 3
 
 
 def opened(field: Field) -> int:
