@@ -354,7 +354,7 @@ def _cell(world: World, kind: str, backend: str) -> dict[str, Any]:
     }
     for name, found in cell["by_kube_proxy"].items():
         # Conntrack does what it does for kube-proxy, so this can only be as fast.
-        at_least = 0.95 if name == "conntrack" else 1.0
+        at_least = 0.97 if name == "conntrack" else 1.0
         found["goal"] = goal(found["median"], at_least=at_least)
         if name == "forwarded" and kind == "short":
             limit = cell["by_direct"][name]

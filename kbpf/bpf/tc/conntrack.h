@@ -39,8 +39,7 @@
  * raw drops must not stay. */
 #define NEW_ENTRY_MS 1000
 
-/* both ends of a packet as it leaves -> the flow that began and has not been counted. `time` is not
- * 0 if the packets go to a socket of this node: the timeout of the entry, in jiffies. Full: see
+/* both ends of a packet as it leaves -> the flow that began and has not been counted. Full: see
  * unconfirmed_queue. */
 BPF_F_TABLE("hash", struct flow_key, struct event, unconfirmed, 64, BPF_F_NO_PREALLOC);
 
@@ -85,7 +84,6 @@ struct ct_tuple6 {
 /* Offsets in this kernel's struct nf_conn, in bytes. */
 #define offset_of_status() (((u64(*)(void))0x6b620008)())
 #define offset_of_tcp_state() (((u64(*)(void))0x6b620009)())
-#define offset_of_timeout() (((u64(*)(void))0x6b62000a)())
 
 /* Calls one of the first two functions for packets from `t->from` to `t->to`. */
 #define CALL_FOR_TUPLE(function, skb, t, v6, opts)                                                 \
@@ -221,8 +219,7 @@ static __always_inline void confirm_leaving(const struct packet *p)
 }
 
 /* Takes the oldest flow from the queue. If its packet has not left and it was not answered, the
- * rules of the host have refused it, and its entry has to go. What a socket of this node gets and
- * never answers does not leave: conntrack has seen it if it has changed the entry's timeout. */
+ * rules of the host have refused it, and its entry has to go. */
 static __always_inline void settle_oldest(struct __sk_buff *skb)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS};
@@ -246,9 +243,7 @@ static __always_inline void settle_oldest(struct __sk_buff *skb)
 		ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &tuple, v6, &opts);
 		if (!ct)
 			break;
-		confirmed =
-			(*(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY) ||
-			(event->time && event->time != *(volatile u32 *)(ct + offset_of_timeout()));
+		confirmed = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
 		if (!confirmed)
 			bpf_ct_change_timeout(ct, 0);
 		bpf_ct_release(ct);
@@ -258,14 +253,15 @@ static __always_inline void settle_oldest(struct __sk_buff *skb)
 	unconfirmed.delete(&key);
 }
 
-/* Remembers a flow until a packet of it leaves. `port`: the client's, as the backend sees it, in
- * host byte order; 0: the kernel chooses it, if the flow has SNAT. `timeout`: of its entry. */
-static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port,
-					 u32 timeout)
+/* Remembers a flow until a packet of it leaves: of a socket of this node, the reply. `port`: the
+ * client's, as the backend sees it, in host byte order; 0: the kernel chooses it, if the flow has
+ * SNAT. What is not known, or may never leave, counts at once. */
+static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
 {
 	struct target from = flow->client, to = flow->backend;
 	struct event event = {};
 	struct flow_key key;
+	bool one_way = false;
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 
@@ -276,11 +272,11 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 	}
 	if (n && is_nodes_own(&to.address, n)) {
 		from = flow->client;
-		to = flow->frontend; /* its reply leaves */
-		event.time = timeout;
+		to = flow->frontend;
+		one_way = from.protocol == IPPROTO_UDP;
 	}
 	key = flow_key_of(&from, &to);
-	if (!from.port || unconfirmed.update(&key, &event)) {
+	if (one_way || !from.port || unconfirmed.update(&key, &event)) {
 		confirm_flow(&event);
 		return;
 	}
@@ -299,7 +295,6 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct address backend, source;
 	enum tracked tracked;
 	struct packet p;
-	u32 timeout;
 	void *ct;
 	u16 port;
 
@@ -334,9 +329,8 @@ int tc_conntrack(struct __sk_buff *skb)
 		return find_tracked(skb, &p, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, NOT_TRACKED);
-	timeout = *(volatile u32 *)(ct + offset_of_timeout());
 	bpf_ct_release(ct);
-	await_packet(skb, &s->flow, port, timeout);
+	await_packet(skb, &s->flow, port);
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
 	return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW) : TC_ACT_UNSPEC;
 }

@@ -155,6 +155,8 @@ class HostIntegration:
             if now < self._rules_due:
                 return
             start = time.thread_time()
+            if self._nat_table is not None:
+                self._nat_table.set_marks(self._may_refuse_forwarded())
             reconcile_forward_rules(self._mark)
             self._rules_due = now + (time.thread_time() - start) / MAX_RULES_SHARE
         except KernelError as error:
@@ -171,6 +173,10 @@ class HostIntegration:
                          nat_table.TABLE)  # fmt: skip
         elif self._nat_table.ensure():
             log.info("wrote table=%s", nat_table.TABLE)
+
+    def _may_refuse_forwarded(self) -> bool:
+        is_closed = any(chain.is_closed for chain in forward_rules.list_forward_chains())
+        return is_closed or bool(firewalls.forward_warnings(self._mark))
 
     def _warn_about_host(self) -> None:
         try:

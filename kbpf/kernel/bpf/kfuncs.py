@@ -27,7 +27,6 @@ PLACEHOLDERS: Final = {
 }
 STATUS_PLACEHOLDER: Final = 0x6B620008
 TCP_STATE_PLACEHOLDER: Final = 0x6B620009
-TIMEOUT_PLACEHOLDER: Final = 0x6B62000A
 MODULES: Final = ("nf_conntrack", "nf_nat")
 """The modules that have the functions, unless they are built into the kernel."""
 BPF_PSEUDO_KFUNC_CALL: Final = 2
@@ -65,9 +64,7 @@ def open_conntrack() -> Iterator[ConntrackCalls]:
         status = _find_member(sources, "nf_conn", "status")
         protocol = _find_member(sources, "nf_conn", "proto")
         state = _find_member(sources, "ip_ct_tcp", "state")
-        timeout = _find_member(sources, "nf_conn", "timeout")
         replacements[probe.encode_call(STATUS_PLACEHOLDER)] = probe.encode_r0(status)
-        replacements[probe.encode_call(TIMEOUT_PLACEHOLDER)] = probe.encode_r0(timeout)
         replacements[probe.encode_call(TCP_STATE_PLACEHOLDER)] = probe.encode_r0(protocol + state)
         yield ConntrackCalls(replacements, tuple(btf_fds))
 

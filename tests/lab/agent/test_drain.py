@@ -18,7 +18,7 @@ from kbpf.dataplane.bpf.maps.layout import NODE, NodeFlag
 from kbpf.errors import KernelError
 from kbpf.model.config import Config
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial
-from tests.support.lab.field import NODES4, Field, at, check, split, there
+from tests.support.lab.field import NODES4, Field, at, check, forward, split, there
 from tests.support.lab.lab import PATIENCE, Agent, run, until
 from tests.support.runtime.yielding_agent import CLSACT, HOLD
 
@@ -26,7 +26,7 @@ from tests.support.runtime.yielding_agent import CLSACT, HOLD
 @pytest.fixture
 def field() -> Iterator[Field]:
     """Services 81 (local backend), 82 (remote); UDP at 91."""
-    with Field(name="rm", pods=(2, 1)) as made:
+    with Field(*forward("stack"), name="rm", pods=(2, 1)) as made:
         made.create(*made.all_ways(81, "a1"), *made.all_ways(82, "b1"))
         made.create(*made.all_ways(91, "a1", "UDP"))
         made.settle()

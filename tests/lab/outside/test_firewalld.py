@@ -10,7 +10,7 @@ import pytest
 
 from tests.lab.outside.netfilter import flush_conntrack, masqueraded, objects, on, plain
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import NODES4, NODES6, Field, at, both_families, check, there
+from tests.support.lab.field import NODES4, NODES6, Field, at, both_families, check, forward, there
 
 RULES = (Path(__file__).parents[2] / "golden/firewalls/firewalld-1.3.3.nft").read_text()
 POLICY = "filter_FWD_policy_to-pods"
@@ -21,7 +21,7 @@ REFUSED_BY_HOST = {False: "EHOSTUNREACH", True: "EACCES"}
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    with Field(name="fd") as made:
+    with Field(*forward("stack"), name="fd") as made:
         made.create(*objects(made))
         made.settle()
         yield made

@@ -18,10 +18,12 @@ from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.host import HOST_POLL_INTERVAL_S, HostIntegration
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.config import Config
+from tests.support.features import needs
 from tests.support.lab.lab import inside
 from tests.support.lab.lab import run as command
 
@@ -105,6 +107,29 @@ def test_rules_that_cannot_be_parsed_do_not_end_the_agent(
     for _ in range(30):
         bench.poll()
     assert caplog.text.count("cannot read the firewall rules of the node") == 1
+
+
+@needs("conntrack_nat")
+@pytest.mark.parametrize(
+    ("close", "reopen"),
+    [
+        ("iptables -P FORWARD DROP", "iptables -P FORWARD ACCEPT"),
+        ("nft -f -", "nft delete table inet shut"),
+    ],
+    ids=["iptables", "another table"],
+)
+def test_packets_are_marked_only_where_forward_may_refuse_them(
+    bench: Bench, close: str, reopen: str
+) -> None:
+    """With conntrack: two chains, which each forwarded packet would pass."""
+    config = replace(CONFIG, forwarding="netfilter")
+    bench.do(lambda: bench.host_integration.choose_forwarding(config))
+    shut = "table inet shut { chain c { type filter hook forward priority 0; policy drop; }; }"
+    for command_line, marks in (("true", False), (close, True), (reopen, False)):
+        bench.run(*command_line.split(), stdin=shut)
+        bench.poll()
+        table = bench.run("nft", "list", "table", "inet", nat_table.TABLE)
+        assert ("chain nat" in table, table.count("hook forward")) == (True, 2 * marks)
 
 
 LEGACY = "iptables-legacy -w -t raw {} PREROUTING -p tcp --dport 30080 -j DROP"

@@ -5,9 +5,10 @@ The kernel tracks connections only while some rule matches on conntrack, and tra
 packets only while a chain of type nat exists. The chain `nat` provides both, for IPv4 and IPv6, and
 changes no packet. The packet programs write the translations (bpf/tc/conntrack.h).
 
-The other two chains give packets of masqueraded connections our mark while they are in FORWARD,
-where a rule of ours matches it (kernel/netfilter/forward_rules.py). With `--forwarding stack` the
-programs do that.
+Where FORWARD may refuse packets, two other chains give those of masqueraded connections our mark
+while they are in FORWARD, where a rule of ours matches it (kernel/netfilter/forward_rules.py). With
+`--forwarding stack` the programs do that. Elsewhere nothing looks at the mark, and the chains would
+cost each packet as much as the packet programs do.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ class NatTable:
 
     def __init__(self, mark: int) -> None:
         self._mark = mark
+        self._marks = True
         self._summary: nft.TableSummary | None = None
 
     def require(self) -> None:
@@ -45,6 +47,12 @@ class NatTable:
                 retire()
             raise
 
+    def set_marks(self, marks: bool) -> None:
+        """Whether packets get the mark, as FORWARD may refuse them."""
+        if marks != self._marks:
+            self._marks, self._summary = marks, None
+            self.ensure()
+
     def ensure(self) -> bool:
         """Writes the table if another program has changed or deleted it, or an earlier agent left
         it. Returns whether it did.
@@ -52,7 +60,9 @@ class NatTable:
         if self._summary is not None and self._summary == nft.read_table("inet", TABLE):
             return False
         forward_rules.run_transaction(
-            *_delete_commands(), *_create_commands(self._mark), hint="nf_tables has to be available"
+            *_delete_commands(),
+            *_create_commands(self._mark if self._marks else 0),
+            hint="nf_tables has to be available",
         )
         self._summary = nft.read_table("inet", TABLE)
         return True
@@ -88,14 +98,20 @@ def _delete_commands() -> list[forward_rules.Json]:
 
 
 def _create_commands(mark: int) -> list[forward_rules.Json]:
+    """`mark`: 0 if packets get none."""
     status: dict[str, Any] = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
     is_masqueraded = {"match": {"op": "==", "left": status, "right": int(_MASQUERADED)}}
     current = {"meta": {"key": "mark"}}
     set_mark = {"mangle": {"key": current, "value": {"|": [current, mark]}}}
     clear_mark = {"mangle": {"key": current, "value": {"&": [current, ~mark & 0xFFFFFFFF]}}}
-    return [
+    commands = [
         {"add": {"table": _table()}},
         *conntrack_keepalive.hook_commands("inet", TABLE, "nat"),
+    ]
+    if not mark:
+        return commands
+    return [
+        *commands,
         *_forward_commands("before_forward", _BEFORE, [is_masqueraded, set_mark]),
         *_forward_commands("after_forward", _AFTER, [is_masqueraded, clear_mark]),
     ]
