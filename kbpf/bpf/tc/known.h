@@ -91,9 +91,12 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 	}
 	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
 		return RESTART_NO;
-	return both_closed(flow) || (is_half_open(flow) && (flow->fins & FIN_RESERVED))
-		       ? RESTART_YES
-		       : RESTART_CHECK;
+	/* If the backend has answered, the mark may be forged, but the client's ACK comes soon. */
+	if ((flow->fins & FIN_RESERVED) &&
+	    (flow->state == STATE_NEW ||
+	     (flow->state == STATE_ANSWERED && elapsed(flow->last_used, now) > SECOND)))
+		return RESTART_YES;
+	return both_closed(flow) ? RESTART_YES : RESTART_CHECK;
 }
 
 /* The twin entry, which matches the other side's packets: for a packet of the backend the client's
