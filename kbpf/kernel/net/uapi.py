@@ -71,7 +71,6 @@ TCA_CHAIN: Final = 11
 IFLA_ADDRESS: Final = 1
 IFLA_IFNAME: Final = 3
 IFLA_MTU: Final = 4
-IFLA_AF_SPEC: Final = 26
 IFLA_INET_CONF: Final = 1
 IPV4_DEVCONF_RP_FILTER: Final = 8
 IFLA_LINK: Final = 5
