@@ -36,9 +36,11 @@ WITH_CONNTRACK = (
     *FORWARDINGS, *(() if PACKETS or lacking("conntrack_nat") else ("netfilter",))
 )  # fmt: skip
 """The same, and the one with which conntrack translates."""
-UNHOOKED_UDP_PORTS = (20_000, 29_999)
+UNHOOKED_UDP_PORTS = (62_000, 65_535)
 """Used in turns: for 30 s, a datagram from a port that was used before belongs to the same flow,
-whatever has changed since. None of those that the kernel gives to hooked clients (from 32,768 on).
+whatever has changed since. None of those that the kernel gives to hooked clients (32,768 to 60,999),
+nor of `--masquerade-ports`: a CNI that masquerades a pod keeps the port, which a client outside may
+have as well.
 """
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
