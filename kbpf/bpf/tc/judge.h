@@ -33,9 +33,8 @@
 enum judgment {
 	IGNORED = 0, /* changes nothing; the receiver decides what it thinks of the packet */
 	COUNTED = 1,
-	OUTSIDE =
-		2,  /* not in the window: the same for the client's, and the backend's is dropped */
-	DENIED = 3, /* must not reach its receiver */
+	OUTSIDE = 2, /* of the window: IGNORED if it is the client's, DENIED if the backend's */
+	DENIED = 3,  /* must not reach its receiver */
 };
 
 static __always_inline void copy_limits(struct tcp_side *to, const struct tcp_side *peer)
