@@ -38,9 +38,9 @@ WITH_CONNTRACK = (
 """The same, and the one with which conntrack translates."""
 UNHOOKED_UDP_PORTS = (62_000, 65_535)
 """Used in turns: for 30 s, a datagram from a port that was used before belongs to the same flow,
-whatever has changed since. None of those that the kernel gives to hooked clients (up to 60,999), nor
-of `--masquerade-ports`: a CNI that masquerades a pod keeps the port, which a client outside may have
-as well.
+whatever has changed since. None of those that the kernel gives to hooked clients (up to 60,999),
+nor of `--masquerade-ports`: a CNI that masquerades a pod keeps the port, which a client outside may
+have too.
 """
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
