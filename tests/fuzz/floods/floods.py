@@ -285,7 +285,7 @@ class Arena:
         ip("link set fc0 netns " + self.outside, netns=self.pods)
         ip(
             f"neigh replace {SECOND_POD} lladdr {NEIGHBOUR} dev b0 nud permanent",
-            f"route add {SECOND_POD} dev b0",
+            f"route replace {SECOND_POD} dev b0",
             netns=self.name,
         )
         for where, device, own, to, addresses in (
