@@ -189,6 +189,8 @@ def _compare_node(
         if one != other:
             yield _changed("node", _format_source(one), _format_source(other), name)
     ignored = NodeFlag.PASSIVE | NodeFlag.COEXISTING
+    if config.forwarding == "auto":  # the agent has found out what the kernel can do
+        ignored |= NodeFlag.NETFILTER
     ours, theirs = NodeFlag(expected[2]) & ~ignored, NodeFlag(actual[2]) & ~ignored
     if ours != theirs:
         yield _changed("node", _format_flags(ours), _format_flags(theirs))
