@@ -207,6 +207,8 @@ class DemoScene:
                 "kbpf", "run", "--source", str(self._folder / "objects"),
                 "--hostname-override", manifests.NODE, "--pin-dir", str(self.pin_dir),
                 "--cgroup", str(self._cgroup), "--cache-dir", str(self._cache_dir),
+                # kbpf's own table records why connections from outside fail.
+                "--forwarding", "stack",
                 *self._options,
             ),
         )  # fmt: skip
