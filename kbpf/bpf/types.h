@@ -339,6 +339,8 @@ enum device_flags {
 	DEVICE_IPIP = 1 << 4,   /* and of IPv4 in IPv4: redirect_to_remote() */
 	DEVICE_PODS = 1 << 5,   /* the routes to all local pods lead here (cilium_host) */
 	DEVICE_STRICT = 1 << 6, /* rp_filter of IPv4 is strict */
+	DEVICE_SPANS =
+		1 << 7, /* a bridge with an overlay: pods of other nodes are behind it, too */
 };
 
 /* devices: what the packet path needs to know about a device. */

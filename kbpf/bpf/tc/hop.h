@@ -133,6 +133,13 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 
 #define LOOPBACK_IFINDEX 1
 
+/* Whether packets from behind this device may come by another one: not those of this node's pods.
+ */
+static __always_inline bool is_exchangeable(const struct device *device)
+{
+	return !device || device->role == ROLE_HOST || (device->flags & DEVICE_SPANS);
+}
+
 /* Whether the route to the sender of a packet leads to the device that it arrived on, as a strict
  * reverse path filter asks. A pod's device is not exchangeable: this is what tells a pod from
  * another, and from machines outside, whatever the source address says. Host devices are, since
@@ -155,9 +162,9 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 	if (hop->ifindex == here)
 		return true;
 	route = device_at(hop->ifindex);
-	if (in && in->role == ROLE_POD)
+	if (!is_exchangeable(in))
 		return route && (route->flags & DEVICE_PODS);
-	if (route && route->role != ROLE_HOST)
+	if (!is_exchangeable(route))
 		return false;
 	/* There may be other routes to it, by this device: those of several links, or a default. */
 	if (!in || p->v6 || !(in->flags & DEVICE_STRICT))

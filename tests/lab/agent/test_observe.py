@@ -73,7 +73,9 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
         every = "0.0.0.0/0,::/0"
         proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")
         stack.enter_context(proxy)
-        agent = Agent(lab.nodes[0], "--kubeconfig", str(config), "--accounting", "full")
+        # Some tests count the connections of kbpf's own table.
+        agent = Agent(lab.nodes[0], "--kubeconfig", str(config), "--accounting", "full",
+                      "--forwarding", "stack")  # fmt: skip
         with few_files():
             agent.start()
         made = Site(lab, kube, agent, proxy)

@@ -19,7 +19,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.maps.layout import Role as Told
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
-from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device
+from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device, pack_devices
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.net.uapi import (
     ARPHRD_IP6GRE,
@@ -390,3 +390,16 @@ def test_which_device_has_a_cache_slot(name: str):
     for place, number in places.items():
         value = told.maps["device_cache"].entries[U32.pack(place)]
         assert value == U32.pack(number) + told.maps["devices"].entries[U32.pack(number)]
+
+
+@pytest.mark.parametrize(("kind", "spans"), [("veth", False), ("vxlan", True)])
+def test_a_bridge_with_an_overlay_has_pods_of_other_nodes_behind_it(kind: str, spans: bool):
+    """As Weave's: they may also come by an uplink."""
+    devices = (CNI0, Device(30, "port", kind, master=CNI0.ifindex))
+    choices = {
+        2: RoleChoice(HOST, ""),
+        CNI0.ifindex: RoleChoice(POD, ""),
+        30: RoleChoice(SKIPPED, ""),
+    }
+    packed = pack_devices(devices, choices, Config(), ())[U32.pack(CNI0.ifindex)]
+    assert bool(DeviceFlag(DEVICE.unpack(packed)[2]) & DeviceFlag.SPANS) == spans

@@ -69,6 +69,7 @@ class DeviceFlag(IntFlag):
     IPIP = 1 << 4
     PODS = 1 << 5
     STRICT = 1 << 6
+    SPANS = 1 << 7
 
 
 class Role(IntEnum):

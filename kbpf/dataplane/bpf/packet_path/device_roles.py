@@ -47,7 +47,8 @@ from kbpf.model.config import Config, LocalMode
 
 OWN_PREFIX: Final = "kbpf-"
 PEERED_KINDS: Final = frozenset(("veth", "netkit"))
-INTERNAL_KINDS: Final = PEERED_KINDS | {"vxlan", "geneve", "gretap", "ip6gretap", "dummy"}
+OVERLAY_KINDS: Final = frozenset(("vxlan", "geneve", "gretap", "ip6gretap"))
+INTERNAL_KINDS: Final = PEERED_KINDS | OVERLAY_KINDS | {"dummy"}
 """A bridge that has only ports of these kinds has no uplink."""
 SKIPPED_KINDS: Final = frozenset(("dummy", "ifb", "nlmon", "vrf", "macvtap", "ipvtap"))
 

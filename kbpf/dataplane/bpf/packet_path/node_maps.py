@@ -23,6 +23,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_network,
 )
 from kbpf.dataplane.bpf.packet_path.device_roles import (
+    OVERLAY_KINDS,
     DeviceRole,
     RoleChoice,
     has_peer_in_pod,
@@ -267,22 +268,29 @@ def pack_devices(
     """The entries of `devices`. A port of a bridge has the values of its bridge."""
     packed: dict[int, bytes] = {}
     ports = []
+    devices = tuple(devices)
+    spanning = {device.master for device in devices if device.kind in OVERLAY_KINDS}
     for device in devices:
         role = choices[device.ifindex].role
         if role is DeviceRole.PORT:
             ports.append(device)
         elif role in ROLE_VALUES:
-            packed[device.ifindex] = pack_device(device, role, config, preferred)
+            spans = device.ifindex in spanning
+            packed[device.ifindex] = pack_device(device, role, config, preferred, spans)
     packed |= {port.ifindex: packed[port.master] for port in ports if port.master in packed}
     return {U32.pack(ifindex): value for ifindex, value in packed.items()}
 
 
 def pack_device(
-    device: Device, role: DeviceRole, config: Config, preferred: tuple[Addr, ...] = ()
+    device: Device,
+    role: DeviceRole,
+    config: Config,
+    preferred: tuple[Addr, ...] = (),
+    spans: bool = False,
 ) -> bytes:
-    """Packs a struct device. Its SNAT addresses are those of the device that the packet leaves by,
-    as with kube-proxy's MASQUERADE: replies then return through the same device, and neither an
-    overlay nor a reverse path filter drops them.
+    """Packs a struct device. `spans`: it is a bridge with a port of an overlay. Its SNAT addresses
+    are those of the device that the packet leaves by, as with kube-proxy's MASQUERADE: replies then
+    return through the same device, and neither an overlay nor a reverse path filter drops them.
     """
     flags = DeviceFlag(0)
     if is_local(device, role, config):
@@ -293,6 +301,8 @@ def pack_device(
         flags |= DeviceFlag.PODS
     if device.strict_filter:
         flags |= DeviceFlag.STRICT
+    if spans:
+        flags |= DeviceFlag.SPANS
     if device.is_ip_tunnel:
         flags |= DeviceFlag.TUNNEL
         if not device.point_to_point:
