@@ -143,14 +143,14 @@ static __always_inline bool bypasses_stack(const struct node *n, const struct de
 	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
 }
 
-/* Whether conntrack may have to translate this packet; see tc/conntrack.h. Not at a bridge whose
- * packets have passed PREROUTING on a port that has no program. */
+/* Whether conntrack may have to translate this packet; see tc/conntrack.h. Not with br_netfilter at
+ * a bridge that has an uplink: its packets pass PREROUTING in the bridge, where a translated one
+ * would be bridged instead of routed. */
 static __always_inline bool may_use_conntrack(const struct node *n, const struct device *device,
-					      u32 ifindex, const struct scratch *s)
+					      const struct scratch *s)
 {
-	return (n->flags & NODE_NETFILTER) && device->role == ROLE_HOST &&
-	       device->bridge != ifindex && s->packet.protocol != IPPROTO_SCTP &&
-	       !(s->begin & BEGIN_UNTRACKED);
+	return (n->flags & NODE_NETFILTER) && device->role == ROLE_HOST && !device->bridge &&
+	       s->packet.protocol != IPPROTO_SCTP && !(s->begin & BEGIN_UNTRACKED);
 }
 
 /* The backend of a new flow is chosen, and so is its path: writes its state. */
@@ -341,7 +341,7 @@ int tc_choose(struct __sk_buff *skb)
 						: finish(TC_ACT_UNSPEC, NOT_A_SERVICE);
 	if (!arrives_by(skb, &s->packet, ifindex, &s->hop))
 		return TC_ACT_UNSPEC;
-	if (may_use_conntrack(n, device, ifindex, s))
+	if (may_use_conntrack(n, device, s))
 		tails.call(skb, TAIL_CONNTRACK); /* returns if an agent without it loaded these */
 	s->owner = owner_of_packet(device, ifindex);
 	client.outside = !(device->flags & DEVICE_LOCAL);

@@ -67,7 +67,7 @@ SYMPTOMS = [
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    with Field(name="tr", pods=(2, 1)) as made:
+    with Field("--forwarding", "stack", name="tr", pods=(2, 1)) as made:
         yield made
 
 

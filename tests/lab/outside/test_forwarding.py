@@ -37,7 +37,7 @@ from tests.support.packets.judge import checksums
 from tests.support.packets.wire import Wire
 
 DIRECT, NETFILTER = "direct", "netfilter"
-LOW, HIGH = 62000, 62099
+LOW, HIGH = 61000, 61099
 HOOKS = ("prerouting", "input", "forward", "output", "postrouting")
 STRICT = "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done"
 RULESET = "\n".join(
