@@ -26,7 +26,7 @@ from tests.support.build import artifacts
 from tests.support.cluster.kube_objects import node, slice_port
 from tests.support.cluster.static_api import StaticApi
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import Field, at
+from tests.support.lab.field import OUT4, Field, at
 from tests.support.lab.lab import inside, until
 from tests.support.lab.paper import target
 from tests.support.lab.prediction import client_of, own_cgroup
@@ -158,7 +158,7 @@ def test_the_command_tries_it(field: Field) -> None:
     hops = {c["backend"]: c["next_hop"] for c in traces[0]["candidates"]}
     assert set(hops) == {"10.244.1.2:8080", "10.244.2.2:8080"}
     assert hops["10.244.2.2:8080"] == "eth0 via 198.18.0.2"
-    code, traces, err = run(field, "outside", "198.18.0.1:30013", "--confirm")
+    code, traces, err = run(field, OUT4, "198.18.0.1:30013", "--confirm")  # it needs a route
     assert (code, matches(traces)) == (0, [True]), (traces, err)
 
 

@@ -47,7 +47,7 @@ def tables(agent: Agent) -> str:
 
 
 def test_auto_uses_the_own_table(agent: Agent) -> None:
-    agent.start()
+    agent.start(extra=("--forwarding", "auto"))
     (line,) = [line for line in agent.lines() if "forwarding=stack: " in line]
     lacks = "the kernel has no BTF" if agent.wrapper else "the kernel has no bpf_"
     assert lacks in line
