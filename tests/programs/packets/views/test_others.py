@@ -310,7 +310,7 @@ def test_status_counts_created_connections_and_lost_entries(wire: Wire, show, ca
         assert flows.delete(key_between(flows, CLIENT[4], f"{VIP[4]}{MASKED}", 2000))
     (row,) = [r for r in show("connections") if r["protocol"] == "TCP"]
     assert row["lost"] == ["flow"]
-    answer = tcp(end(POD[4], 8080), row["seen_as"], flags="A")
+    answer = tcp(end(POD[4], 8080), row["seen_as"], seq=70_001, ack=1011)
     assert parse(wire.pass_(answer), l2=False).destination == end(CLIENT[4], 2000)
     after = json.loads(call("status", "-o", "json")[1])["packets"]
     assert after["created"] - before["created"] == 2
