@@ -26,8 +26,8 @@ static __always_inline bool is_same_failure(const struct event *a, const struct 
 	       same_address(&a->client.address, &b->client.address);
 }
 
-/* The number of the element for a failure of a client by packets without elements of its own.
- * `key`: of its owner. */
+/* The number of the element for a failure of a client that shares its elements with others. `key`:
+ * of its owner. */
 static __always_inline u32 number_of_packet(const struct address *key, const struct address *client,
 					    u32 hash)
 {

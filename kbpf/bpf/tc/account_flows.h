@@ -89,8 +89,7 @@ static __always_inline void describe_event(struct event *event, const struct flo
 	event->reason = reason;
 }
 
-/* The owner of a flow, by an entry for its replies, which may name the device by which they leave.
- */
+/* The owner of a flow. Its reply entry may name the client's device. */
 static __always_inline u32 owner_of_flow(const struct flow *reply_entry)
 {
 	u32 ifindex = reply_entry->out.ifindex;

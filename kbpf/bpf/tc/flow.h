@@ -59,11 +59,9 @@
 
 #define UNPROVEN_SECONDS                                                                           \
 	5 /* idle flows that the backend has not confirmed can be replaced after this time */
-#define CLOSING_SECONDS 10 /* the same for flows that one side has closed */
-#define STREAM_SECONDS 2   /* UDP in use for longer than this, with replies, is a stream */
-#define RESET_SECONDS                                                                              \
-	10 /* a client that resets may have to repeat that: as long as nf_conntrack                \
-	    */
+#define CLOSING_SECONDS 10   /* the same for flows that one side has closed */
+#define STREAM_SECONDS 2     /* UDP in use for longer than this, with replies, is a stream */
+#define RESET_SECONDS 10     /* a port after its client's RST, which may be lost (nf_conntrack) */
 #define MAX_ACK_WINDOW 66000 /* how far an ACK may lag behind (nf_conntrack, MAXACKWINCONST) */
 
 /* both ends -> an entry of a flow. The programs write and delete entries. The agent deletes UDP
@@ -270,9 +268,8 @@ static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 	return flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
 }
 
-/* Whether the backend may still have a connection whose flow is given up, and so answer it. A
- * handshake that its client never completed is no connection, and of a datagram nobody knows when
- * it will be answered. */
+/* Whether the backend may still send to a flow that is given up. It has no connection before the
+ * client has completed the handshake. A datagram may be answered at any time. */
 static __always_inline bool may_be_answered(const struct flow *flow, u64 now)
 {
 	if (expired(flow, now))

@@ -48,19 +48,19 @@ struct scratch {
 	struct flow flow;     /* the flow that is being created; `seen` is the backend's side */
 	union side opening;   /* the client's side of it */
 	struct next_hop hop;  /* of this packet */
-	u32 resumed;     /* JUST_WRITTEN, FROM_ICMP_ERROR: a program has sent the packet back */
-	u32 begin;       /* enum begin_flags, of a packet that begins a flow */
-	u32 resume_tail; /* tc_recheck and tc_claim: the program to continue with */
-	u32 runs;        /* tc_evict and tc_scan_ports: how many are left */
-	u32 search;      /* tc_claim: enum search */
-	u32 late;        /* tc_claim: for a known flow */
-	u32 reason;      /* tc_refuse: why */
-	u32 mtu;         /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
-	u32 change;      /* tc_sctp: XOR of old and new ports */
-	u32 action;      /* tc_sctp, tc_end: to be returned */
-	u32 end;         /* tc_end: ENDED, or enum reason; 0: nothing ends */
-	u32 service;     /* tc_refuse: of the refused packet, or 0 */
-	u32 masks[4];    /* tc_scan_ports: hidden from the verifier, as is the next */
+	u32 resumed;          /* JUST_WRITTEN, JUDGED: a program has sent the packet back */
+	u32 begin;            /* enum begin_flags, of a packet that begins a flow */
+	u32 resume_tail;      /* tc_recheck, tc_claim and tc_judge: the program to continue with */
+	u32 runs;             /* tc_evict and tc_scan_ports: how many are left */
+	u32 search;           /* tc_claim: enum search */
+	u32 late;             /* tc_claim: for a known flow */
+	u32 reason;           /* tc_refuse: why */
+	u32 mtu;      /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
+	u32 change;   /* tc_sctp: XOR of old and new ports */
+	u32 action;   /* tc_sctp, tc_end: to be returned */
+	u32 end;      /* tc_end: ENDED, or enum reason; 0: nothing ends */
+	u32 service;  /* tc_refuse: of the refused packet, or 0 */
+	u32 masks[4]; /* tc_scan_ports: hidden from the verifier, as is the next */
 	u64 free_after;
 	u32 owner; /* of a packet that begins a flow: owner_of_packet() */
 };
