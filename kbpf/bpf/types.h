@@ -285,7 +285,8 @@ struct tcp_side {
 	u32 limit;  /* it may send up to here (td_maxend) */
 	u32 room;   /* the largest window of the other side */
 	u8 scale;   /* shift of its windows (td_scale) */
-	u8 pad[7];
+	u8 fin;     /* what `fins` of the flow says of it; no other CPU can overwrite it here */
+	u8 pad[6];
 };
 
 /* The verification tag that packets of one side of an SCTP association need, as in the packet.

@@ -240,12 +240,6 @@ static __always_inline bool both_closed(const struct flow *flow)
 	return (flow->fins & FIN_CLIENT) && (flow->fins & FIN_BACKEND);
 }
 
-/* Two CPUs have seen one FIN each, and neither has seen the other's. */
-static __always_inline bool has_unmerged_fins(const struct flow *flow)
-{
-	return flow->state == STATE_CLOSING && both_closed(flow);
-}
-
 static __always_inline bool is_ending(const struct flow *flow)
 {
 	return flow->state == STATE_CLOSING || flow->state == STATE_CLOSED;
@@ -284,20 +278,29 @@ static __always_inline bool in_order(u32 a, u32 b)
 	return (s32)(b - a) >= 0;
 }
 
-static __always_inline u32 ack_window(const struct tcp_side *own)
+/* How far an ACK may lag behind, and how far this side may be ahead of what is noted of the other.
+ */
+static __always_inline u32 tolerance(const struct tcp_side *own)
 {
 	return own->window > MAX_ACK_WINDOW ? own->window : MAX_ACK_WINDOW;
 }
 
 /* Whether a segment is in the window of its connection: the rules of nf_conntrack
- * (tcp_in_window()), as far as the entry of its sender shows. The entry does not have the last
- * number of the other side, so an ACK may be ahead by up to the sender's own window; segments that
- * change a state are compared with both entries (matches_both() in judge.h). */
-static __always_inline bool in_window(const struct tcp_side *own, const struct segment *n)
+ * (tcp_in_window()). `limit`: up to which number the sender may send; `last`: up to which it may
+ * acknowledge. */
+static __always_inline bool in_window(const struct tcp_side *own, const struct segment *n,
+				      u32 limit, u32 last)
 {
-	return own->window && in_order(n->sequence, own->limit) &&
-	       in_order(own->next - own->room, n->next) && in_order(n->ack, own->edge) &&
-	       in_order(own->ack - ack_window(own), n->ack);
+	return own->window && in_order(n->sequence, limit) &&
+	       in_order(own->next - own->room, n->next) && in_order(n->ack, last) &&
+	       in_order(own->ack - tolerance(own), n->ack);
+}
+
+/* The same as far as the entry of the sender shows. It does not have the last number of the other
+ * side, but that is within the window that this side has offered. */
+static __always_inline bool is_in_own_window(const struct tcp_side *own, const struct segment *n)
+{
+	return in_window(own, n, own->limit, own->edge);
 }
 
 /* Stores the numbers of a segment that is in the window. */
@@ -322,9 +325,10 @@ static __always_inline bool may_change_tcp(const struct flow *flow, u32 flags, b
 		return true;
 	if (flow->state == STATE_ESTABLISHED)
 		return false;
-	if (is_ending(flow))
-		return has_unmerged_fins(flow) ||
-		       (flow->state == STATE_CLOSED && !both_closed(flow));
+	if (flow->state == STATE_CLOSING) /* two CPUs may have seen one FIN each */
+		return flow->seen.tcp.fin;
+	if (flow->state == STATE_CLOSED)
+		return !both_closed(flow);
 	return reply || is_half_open(flow);
 }
 
@@ -374,7 +378,8 @@ static __always_inline bool is_ordinary(const struct flow *flow, const struct pa
 		return false;
 	if (flow->client.protocol == IPPROTO_TCP)
 		return (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK &&
-		       !may_change_tcp(flow, flags, reply) && in_window(&flow->seen.tcp, &p->tcp);
+		       !may_change_tcp(flow, flags, reply) &&
+		       is_in_own_window(&flow->seen.tcp, &p->tcp);
 	return !may_change_other(flow, flags, reply, now) &&
 	       (flow->client.protocol == IPPROTO_UDP || p->sctp.tag == flow->seen.sctp.tag);
 }

@@ -43,13 +43,17 @@ static __always_inline void copy_limits(struct tcp_side *to, const struct tcp_si
 	to->room = peer->window;
 }
 
-/* in_window(), compared with the other side as well. */
+/* Whether a segment is in the window, compared with both sides. If two CPUs note segments of the
+ * same side at once, the lower number may overwrite the higher one. If it stayed too low, that
+ * would end the connection. So once the handshake is over, each side may be ahead of what is noted
+ * of the other by a window. */
 static __always_inline bool matches_both(struct tcp_side *own, const struct tcp_side *peer,
-					 const struct segment *n)
+					 const struct segment *n, bool half_open)
 {
 	copy_limits(own, peer);
-	return in_window(own, n) && in_order(n->ack, peer->next) &&
-	       in_order(peer->next - ack_window(own), n->ack);
+	return in_window(own, n, peer->edge + (half_open ? 0 : tolerance(peer)),
+			 peer->next + (half_open ? 0 : tolerance(own))) &&
+	       in_order(peer->next - tolerance(own), n->ack);
 }
 
 /* Whether this segment acknowledges the client's first SYN, and maybe data in it, or its last one:
@@ -76,7 +80,7 @@ static __always_inline enum judgment judge_syn(struct __sk_buff *skb, const stru
 		return original->state == STATE_NEW && client->next == p->tcp.next ? COUNTED
 										   : IGNORED;
 	original->state = STATE_NEW; /* after a reset: see check_restart() */
-	original->fins = 0;
+	original->fins = client->fin = 0;
 	__builtin_memset(backend, 0, sizeof(*backend));
 	open_side(client, skb, p);
 	return COUNTED;
@@ -148,8 +152,9 @@ static __always_inline enum judgment judge_reset(struct flow *original, struct t
 }
 
 /* The state after a segment in the window that is neither SYN nor RST. */
-static __always_inline void advance_state(struct flow *original, const struct tcp_side *own,
-					  const struct segment *n, u32 flags, bool reply)
+static __always_inline void advance_state(struct flow *original, struct tcp_side *own,
+					  const struct tcp_side *peer, const struct segment *n,
+					  u32 flags, bool reply)
 {
 	u8 before = original->state;
 
@@ -159,11 +164,11 @@ static __always_inline void advance_state(struct flow *original, const struct tc
 		original->state = STATE_UNPROVEN;
 		original->fins &= ~FIN_RESERVED;
 	}
-	if (flags & TCP_FIN) {
-		if (reply && !(original->fins & (FIN_CLIENT | FIN_BACKEND)))
-			original->fins |= FIN_BACKEND_FIRST;
-		original->fins |= reply ? FIN_BACKEND : FIN_CLIENT;
-	}
+	if ((flags & TCP_FIN) && !own->fin)
+		own->fin = !reply      ? FIN_CLIENT
+			   : peer->fin ? FIN_BACKEND
+				       : FIN_BACKEND | FIN_BACKEND_FIRST;
+	original->fins |= own->fin | peer->fin;
 	if (both_closed(original))
 		original->state = STATE_CLOSED;
 	else if (before == STATE_CLOSED) /* by a reset, which its receiver has not accepted */
@@ -194,12 +199,12 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 		return IGNORED;
 	if (flags & TCP_RST)
 		return judge_reset(original, own, peer, n, reply);
-	if (!(flags & TCP_ACK) || !matches_both(own, peer, n)) {
+	if (!(flags & TCP_ACK) || !matches_both(own, peer, n, is_half_open(original))) {
 		if (state == STATE_ANSWERED && reply && (flags & TCP_ACK)) /* it knows another */
 			original->fins |= FIN_RESERVED;
 		return OUTSIDE;
 	}
-	advance_state(original, own, n, flags, reply);
+	advance_state(original, own, peer, n, flags, reply);
 	note_segment(own, n, flags & TCP_SYN ? 0 : own->scale);
 	copy_limits(peer, own);
 	return COUNTED;
@@ -261,7 +266,7 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 	bool tcp = flow->client.protocol == IPPROTO_TCP;
 
 	if (!other) /* its other entries are gone; it only keeps its port */
-		return !tcp || in_window(&flow->seen.tcp, &p->tcp) ? COUNTED : OUTSIDE;
+		return !tcp || is_in_own_window(&flow->seen.tcp, &p->tcp) ? COUNTED : OUTSIDE;
 	if (tcp)
 		return judge_tcp(skb, p, flags, reply, flow, other);
 	if (flow->client.protocol == IPPROTO_SCTP)
@@ -287,7 +292,7 @@ static __always_inline void copy_to_reply_entry(const struct flow *flow)
 /* Judges a packet of a known flow; the program that has asked continues with it. */
 int tc_judge(struct __sk_buff *skb)
 {
-	struct flow *flow, *other, *original;
+	struct flow *flow, *other, *original, *copy;
 	struct scratch *s = get_scratch();
 	enum judgment result = DENIED;
 	u64 now = now_ns();
@@ -320,8 +325,9 @@ int tc_judge(struct __sk_buff *skb)
 	if (other && original) {
 		if (original->state != before)
 			account_state(original, before, reply, p->tcp_flags);
-		flow->state = other->state = original->state;
-		flow->fins = other->fins = original->fins;
+		copy = reply ? flow : other;
+		copy->state = original->state;
+		copy->fins = original->fins;
 		if (original->state == STATE_CLOSED && before != STATE_CLOSED)
 			flush_rest(other);
 	}

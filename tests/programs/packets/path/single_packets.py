@@ -362,13 +362,22 @@ def ends(key: bytes) -> tuple[str, str]:
     return end(format_addr(one.address), one.port), end(format_addr(other.address), other.port)
 
 
-def age(path: Path_, own: str, seconds: int) -> None:
-    """Makes this client's flow look idle for `seconds`."""
+def change_entries(path: Path_, own: str, change: Callable[[bytes], bytes]) -> None:
+    """Changes the entries of this client's flow."""
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if owner(raw) == own:
-                (used,) = struct.unpack_from("=Q", raw)
-                flows.update(key, struct.pack("=Q", used - seconds * 10**9) + raw[8:])
+                flows.update(key, change(raw))
+
+
+def age(path: Path_, own: str, seconds: int) -> None:
+    """Makes this client's flow look idle for `seconds`."""
+
+    def older(raw: bytes) -> bytes:
+        (used,) = struct.unpack_from("=Q", raw)
+        return struct.pack("=Q", used - seconds * 10**9) + raw[8:]
+
+    change_entries(path, own, older)
 
 
 def entries_of(path: Path_, own: str) -> list[bytes]:

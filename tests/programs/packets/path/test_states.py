@@ -2,6 +2,7 @@
 """States of connections, by TCP's flags and ends, SCTP's and UDP's."""
 
 import contextlib
+import struct
 
 import pytest
 
@@ -9,6 +10,7 @@ from kbpf.dataplane.bpf import udp as udp_cut
 from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, STATE, is_original
 from kbpf.dataplane.bpf.maps.layout import (
     FLOW,
+    NEXT_HOP,
     FinFlag,
     FlowDirection,
     NodeFlag,
@@ -33,6 +35,7 @@ from tests.programs.packets.path.single_packets import (
     Path_,
     age,
     both,
+    change_entries,
     client,
     delete_entry,
     end,
@@ -400,16 +403,52 @@ def test_first_fin_marks_all_entries_as_closing(path: Path_, v: int, last: str) 
 
 
 @both
-@pytest.mark.parametrize("last", ["client", "backend"])
-def test_simultaneous_fins_close_the_flow(path: Path_, v: int, last: str) -> None:
-    """Two CPUs each saw one FIN; the next ACK of either side closes the entries."""
-    own, source = established(path, v, "tcp")
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            if raw in entries_of(path, own):
-                ends = bytes((TcpState.CLOSING, FinFlag.CLIENT | FinFlag.BACKEND))
-                flows.update(key, raw[:STATE] + ends + raw[STATE + 2 :])
-    segment(path, v, own, "<A" if last == "backend" else "A", source)
+@pytest.mark.parametrize("seen", [FinFlag.CLIENT, FinFlag.BACKEND, 0])
+@pytest.mark.parametrize("last", ["A", "<A"])
+def test_simultaneous_fins_close_the_flow(path: Path_, v: int, last: str, seen: int) -> None:
+    """Two CPUs each saw one FIN, or one has overwritten what the other wrote; the next ACK of
+    either side closes the entries.
+    """
+    own, source = send_segments(path, v, f"{LIVE} FA <FA")
+    assert states(path, own) == {TcpState.CLOSED}
+    ends = bytes((TcpState.CLOSING, seen))
+    change_entries(path, own, lambda raw: raw[:STATE] + ends + raw[STATE + 2 :])
+    segment(path, v, own, last, source)
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+SEEN = FLOW.size - NEXT_HOP.size - 40
+NEXT, ACK, EDGE, _, LIMIT, _ = range(6)
+"""Fields of struct tcp_side, and where it begins."""
+OVERWRITTEN = {
+    "the client's window": (True, EDGE, "<A+ <A+ A"),
+    "the client's last number": (True, NEXT, "<A"),
+    "the backend's window": (False, EDGE, "A+ A+ <A"),
+    "the backend's last number": (False, NEXT, "A"),
+}
+
+
+@both
+@pytest.mark.parametrize("row", OVERWRITTEN)
+def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(
+    path: Path_, v: int, row: str
+) -> None:
+    """Two CPUs noted segments of one side at once, and the lower number remained."""
+    of_client, field, script = OVERWRITTEN[row]
+    own, source = send_segments(path, v, f"{LIVE} A+ <A <A+ A")
+
+    def overwrite(raw: bytes) -> bytes:
+        side = list(struct.unpack_from("=6I", raw, SEEN))
+        if is_original(raw) is of_client:
+            side[field] = side[ACK] if field == EDGE else side[field] - 500
+        elif field == EDGE:
+            side[LIMIT] = side[NEXT]
+        return raw[:SEEN] + struct.pack("=6I", *side) + raw[SEEN + 24 :]
+
+    change_entries(path, own, overwrite)
+    send_segments(
+        path, v, f"{script} {' '.join(CLOSES['both close, the client first'])}", own, source
+    )
     assert states(path, own) == {TcpState.CLOSED}
 
 
