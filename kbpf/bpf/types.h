@@ -286,7 +286,8 @@ struct tcp_side {
 	u32 room;   /* the largest window of the other side */
 	u8 scale;   /* shift of its windows (td_scale) */
 	u8 fin;     /* what `fins` of the flow says of it; no other CPU can overwrite it here */
-	u8 pad[6];
+	u8 syn_scale; /* original entry: the scale of the client's last SYN */
+	u8 pad[5];
 };
 
 /* The verification tag that packets of one side of an SCTP association need, as in the packet.

@@ -120,7 +120,7 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 	else if (flow->client.protocol == IPPROTO_SCTP)
 		flow->seen.sctp.tag = p->sctp.next;
 	else
-		open_side(&s->opening.tcp, skb, p);
+		open_side(&s->opening.tcp, p, window_scale(skb, p));
 	flow->syn = p->tcp.next;
 	flow->service = c->service;
 	flow->backend_id = c->backend_id;

@@ -74,15 +74,17 @@ static __always_inline enum judgment judge_syn(struct __sk_buff *skb, const stru
 					       struct flow *original, struct tcp_side *backend)
 {
 	struct tcp_side *client = &original->seen.tcp;
+	s32 scale = window_scale(skb, p);
 
 	original->syn = p->tcp.next;
+	client->syn_scale = scale < 0 ? 0 : scale;
 	if (original->state != STATE_CLOSED)
 		return original->state == STATE_NEW && client->next == p->tcp.next ? COUNTED
 										   : IGNORED;
 	original->state = STATE_NEW; /* after a reset: see check_restart() */
-	original->fins = client->fin = 0;
+	original->fins = 0;
 	__builtin_memset(backend, 0, sizeof(*backend));
-	open_side(client, skb, p);
+	open_side(client, p, scale);
 	return COUNTED;
 }
 
@@ -93,6 +95,19 @@ static __always_inline void end_backend(struct flow *original, struct tcp_side *
 	original->fins |= FIN_CLIENT | FIN_BACKEND;
 	backend->ack = client->next;
 	client->ack = backend->next;
+}
+
+/* Whether this segment of the backend answers a SYN. One side has sent FIN, and the backend accepts
+ * or refuses a SYN: then it has forgotten the connection, and only the other side's end got lost.
+ */
+static __always_inline bool is_answer(const struct flow *original, const struct segment *n,
+				      u32 flags)
+{
+	if (original->state == STATE_CLOSING)
+		return (flags & (TCP_SYN | TCP_RST)) && (flags & TCP_ACK) &&
+		       n->ack == original->syn && n->ack != original->seen.tcp.next;
+	return original->state == STATE_NEW ||
+	       (original->state == STATE_ANSWERED && (flags & TCP_SYN));
 }
 
 /* The backend's answer to a SYN. */
@@ -117,8 +132,11 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	}
 	original->state = STATE_ANSWERED;
 	original->fins = 0;
-	if (n->ack == original->syn)
+	client->fin = backend->fin = 0;
+	if (n->ack == original->syn) {
 		client->next = n->ack;
+		client->scale = client->syn_scale;
+	}
 	scale = window_scale(skb, p);
 	backend->scale = scale < 0 ? 0 : scale;
 	if (scale < 0) /* then the client must not use it either (RFC 7323, 1.3) */
@@ -193,7 +211,7 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 
 	if (!reply && (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_SYN)
 		return judge_syn(skb, p, original, peer);
-	if (reply && (state == STATE_NEW || (state == STATE_ANSWERED && (flags & TCP_SYN))))
+	if (reply && is_answer(original, n, flags))
 		return judge_answer(skb, p, flags, original, own);
 	if (state == STATE_NEW)
 		return IGNORED;

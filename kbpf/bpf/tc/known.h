@@ -140,16 +140,14 @@ static __always_inline bool update_flow(struct flow *flow, const struct packet *
 	return true;
 }
 
-/* The client's side of a connection after its SYN. */
-static __always_inline void open_side(struct tcp_side *client, struct __sk_buff *skb,
-				      const struct packet *p)
+/* The client's side of a connection after its SYN. `scale`: window_scale() of it. */
+static __always_inline void open_side(struct tcp_side *client, const struct packet *p, s32 scale)
 {
-	s32 scale = window_scale(skb, p);
-
 	client->next = p->tcp.next;
 	client->edge = p->tcp.sequence + 1;
 	client->window = p->tcp.window | 1; /* 0 would mean that it has sent nothing */
-	client->scale = scale < 0 ? 0 : scale;
+	client->scale = client->syn_scale = scale < 0 ? 0 : scale;
+	client->fin = 0;
 }
 
 /* Hands a packet of a known flow to tc_judge, which returns to `tail`. */

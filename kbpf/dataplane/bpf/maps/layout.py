@@ -278,7 +278,7 @@ SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI32sII48s")
-TCP_SIDE: Final = Struct("=IIIIIIBB6x")
+TCP_SIDE: Final = Struct("=IIIIIIBBB5x")
 SCRATCH_SIZE: Final = 512
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
@@ -470,7 +470,7 @@ def _add_windows(raw: bytes) -> bytes:
     if raw[26] == Protocol.TCP:
         next_, ack = Struct("=II").unpack(raw[104:112])
         ends = ((ack + _ANY_WINDOW) & 0xFFFFFFFF, (next_ + _ANY_WINDOW) & 0xFFFFFFFF)
-        side = TCP_SIDE.pack(next_, ack, ends[0], _ANY_WINDOW, ends[1], _ANY_WINDOW, 14, 0)
+        side = TCP_SIDE.pack(next_, ack, ends[0], _ANY_WINDOW, ends[1], _ANY_WINDOW, 14, 0, 0)
     return raw[:104] + side + bytes(8) + raw[112:]
 
 
