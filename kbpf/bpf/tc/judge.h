@@ -97,17 +97,15 @@ static __always_inline void end_backend(struct flow *original, struct tcp_side *
 	client->ack = backend->next;
 }
 
-/* Whether this segment of the backend answers a SYN. One side has sent FIN, and the backend accepts
- * or refuses a SYN: then it has forgotten the connection, and only the other side's end got lost.
- */
-static __always_inline bool is_answer(const struct flow *original, const struct segment *n,
-				      u32 flags)
+/* Whether this segment of the backend, which is outside of the window, answers a SYN in a
+ * connection that is not new: the backend has forgotten it, or it would have sent an ACK. A
+ * refusal, which is easier to forge, passes but ends no connection that is established. */
+static __always_inline bool answers_later_syn(const struct flow *original, const struct segment *n,
+					      u32 flags)
 {
-	if (original->state == STATE_CLOSING)
-		return (flags & (TCP_SYN | TCP_RST)) && (flags & TCP_ACK) &&
-		       n->ack == original->syn && n->ack != original->seen.tcp.next;
-	return original->state == STATE_NEW ||
-	       (original->state == STATE_ANSWERED && (flags & TCP_SYN));
+	u32 kinds = original->state == STATE_CLOSING ? TCP_SYN | TCP_RST : TCP_SYN;
+
+	return (flags & kinds) && (flags & TCP_ACK) && n->ack == original->syn;
 }
 
 /* The backend's answer to a SYN. */
@@ -158,11 +156,14 @@ static __always_inline enum judgment judge_reset(struct flow *original, struct t
 						 struct tcp_side *peer, const struct segment *n,
 						 bool reply)
 {
-	if (n->sequence != peer->ack && n->sequence != own->next)
+	if (n->sequence != peer->ack && n->sequence != own->next) {
+		if (reply && n->ack == original->syn) /* a refusal, see answers_later_syn() */
+			return IGNORED;
 		return in_order(own->next - own->room, n->sequence) &&
 				       in_order(n->sequence, peer->edge)
 			       ? IGNORED
 			       : OUTSIDE;
+	}
 	original->state = STATE_CLOSED;
 	if (reply) /* the client's RST may be lost on its way */
 		end_backend(original, own, peer);
@@ -208,16 +209,19 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 	struct tcp_side *own = &flow->seen.tcp, *peer = &other->seen.tcp;
 	const struct segment *n = &p->tcp;
 	u8 state = original->state;
+	bool fits;
 
 	if (!reply && (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_SYN)
 		return judge_syn(skb, p, original, peer);
-	if (reply && is_answer(original, n, flags))
+	fits = matches_both(own, peer, n, is_half_open(original));
+	if (reply && (state == STATE_NEW || (state == STATE_ANSWERED && (flags & TCP_SYN)) ||
+		      (!fits && answers_later_syn(original, n, flags))))
 		return judge_answer(skb, p, flags, original, own);
 	if (state == STATE_NEW)
 		return IGNORED;
 	if (flags & TCP_RST)
 		return judge_reset(original, own, peer, n, reply);
-	if (!(flags & TCP_ACK) || !matches_both(own, peer, n, is_half_open(original))) {
+	if (!(flags & TCP_ACK) || !fits) {
 		if (state == STATE_ANSWERED && reply && (flags & TCP_ACK)) /* it knows another */
 			original->fins |= FIN_RESERVED;
 		return OUTSIDE;
