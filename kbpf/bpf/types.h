@@ -416,13 +416,9 @@ struct flow_generations {
 
 #define PORT_SLOTS 1024
 
-/* port_slots: `lockers` is indexed by the XOR of the two ports of a flow key, `last_exhausted` by a
- * hash of the backend, both modulo PORT_SLOTS. */
+/* port_slots: by the XOR of the two ports of a flow key, modulo PORT_SLOTS. */
 struct port_slot {
 	u32 lockers; /* CPUs that want the lock of this slot */
-	u32 pad;
-	u64 last_exhausted; /* ns, CLOCK_MONOTONIC: the last search for a port of the node that
-			       found none, for a backend with this index: last_exhausted_of() */
 };
 
 /* One element of a map that clients fill. Every client has a fixed number of them, so it can only

@@ -89,7 +89,7 @@ LAYOUTS = [
     Layout("next_hop", layout.NEXT_HOP,
            "found_at check address ifindex own_mac next_mac max_length resolved family uncounted"),
     Layout("flow_generations", layout.FLOW_GENERATIONS, "current oldest"),
-    Layout("port_slot", layout.PORT_SLOT, "lockers last_exhausted"),
+    Layout("port_slot", layout.PORT_SLOT, "lockers"),
     Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6 bridge"),

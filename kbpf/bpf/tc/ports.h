@@ -12,10 +12,7 @@
 
 #define REPLY_PORT_TRIES 8 /* tries to find a free port of client' */
 #define FRESH_TRIES 8      /* of SNAT_TRIES, before ports in TIME_WAIT at a backend are used */
-#define SCAN_PORTS 640     /* ports that one run of tc_scan_ports checks */
-#define MAX_SCANS 18       /* such runs: the kernel limits a packet to 33 tail calls */
-#define CLOCK_SKEW (SECOND / 50) /* the coarse clocks of two CPUs may differ this much */
-#define SCAN_PAUSE (SECOND / 10) /* no such scan for a backend right after one has failed */
+#define SEQUENTIAL_RUNS 8  /* of SNAT_TRIES ports each: about as many tries as nf_nat has (128) */
 
 /* Inserts the entry that matches replies to client'. Returns 0, or the error of the last try:
  * -EEXIST if all ports that were tried belong to other flows. If another flow of this client to the
@@ -216,8 +213,7 @@ static __always_inline enum reason no_port_reason(const struct flow *flow)
 }
 
 /* Claims a port of the node for a new flow, and writes the entry for replies to it: a random port,
- * then one in sequence, then one that tc_scan_ports has found among all that the client may use.
- * Any result other than NEW_FLOW: it has none. */
+ * or one in sequence. Any result other than NEW_FLOW: it has none. */
 static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scratch *s,
 					      const struct node *n)
 {
@@ -233,10 +229,11 @@ static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scra
 		return no_port_reason(flow);
 	if (s->search == SEARCH_RANDOM) {
 		s->search = SEARCH_SEQUENTIAL;
-		tails.call(skb, TAIL_CLAIM);
-	} else {
-		tails.call(skb, TAIL_SCAN_PORTS);
+		s->runs = SEQUENTIAL_RUNS;
+	} else if (!--s->runs) {
+		s->search = SEARCH_LAST;
 	}
+	tails.call(skb, TAIL_CLAIM);
 	return NO_SNAT_PORT;
 }
 
@@ -329,155 +326,4 @@ int tc_claim(struct __sk_buff *skb)
 		reason = publish(s, skb->ifindex);
 	report_flow(&s->flow, reason);
 	return reason == NEW_FLOW ? resume_new(skb, s) : abort_flow(&s->flow, reason);
-}
-
-/* When the last search for a port for this backend failed. */
-static __always_inline u64 *last_exhausted_of(const struct target *backend)
-{
-	u32 index = (backend->address.word[3] ^ backend->address.word[3] >> 16 ^ backend->port) %
-		    PORT_SLOTS;
-	struct port_slot *slot = port_slots.lookup(&index);
-
-	return slot ? &slot->last_exhausted : NULL;
-}
-
-/* Seconds without a packet after which entry_frees_port() returns true in SEARCH_SCANNED, one byte
- * for each state; LIVES: when it expires, or later. A table instead of branches: the verifier
- * explores both sides of each, and there are SCAN_PORTS times as many. */
-#define LIVES 0xff
-#define FREE_AFTER(half_open)                                                                      \
-	((u64)(half_open) << 8 * STATE_NEW | (u64)(half_open) << 8 * STATE_ANSWERED |              \
-	 (u64)LIVES << 8 * STATE_ESTABLISHED | (u64)LIVES << 8 * STATE_UNPROVEN |                  \
-	 (u64)LIVES << 8 * STATE_CLOSING | (u64)RESET_SECONDS << 8 * STATE_CLOSED)
-
-/* What is the same for all ports of a scan. Masks are 0 or all ones, to avoid branches, which the
- * verifier would explore one by one. */
-struct scan {
-	struct target node;
-	struct target backend;
-	u32 first;       /* the node is the first end of the key */
-	u32 first_same;  /* the same if both ports are equal */
-	u32 by_port;     /* ports decide which end is first, before the other words */
-	u64 established; /* idle timeout of an established flow, in ns */
-	u64 free_after;  /* FREE_AFTER() */
-	u64 now;
-};
-
-/* All ones if the lowest bit is set, otherwise 0. */
-static __always_inline u32 mask_of(u32 bit)
-{
-	return 0U - (bit & 1);
-}
-
-/* The masks are written to a map and read back, so that the verifier does not know them. */
-static __always_inline void begin_scan(struct scratch *s, struct scan *scan)
-{
-	struct flow sample = {.state = STATE_ESTABLISHED};
-
-	scan->node = s->flow.client;
-	scan->node.address = s->flow.snat;
-	scan->backend = s->flow.backend;
-	s->masks[0] = precedes(&scan->node, &scan->backend);
-	scan->node.port = scan->backend.port;
-	s->masks[1] = precedes(&scan->node, &scan->backend);
-	s->masks[2] = scan->node.address.word[3] == scan->backend.address.word[3];
-	sample.client.protocol = s->flow.client.protocol;
-	s->masks[3] = timeout_of(&sample) / SECOND;
-	s->free_after = sample.client.protocol == IPPROTO_UDP ? FREE_AFTER(30) : FREE_AFTER(1);
-	asm volatile("" ::: "memory");
-	scan->first = mask_of(s->masks[0]);
-	scan->first_same = mask_of(s->masks[1]);
-	scan->by_port = mask_of(s->masks[2]);
-	scan->established = s->masks[3] * SECOND;
-	scan->free_after = s->free_after;
-	scan->now = s->flow.last_used + CLOCK_SKEW; /* so that a flow that has just closed counts */
-}
-
-/* `one` if the mask is all ones, `other` if it is 0. */
-static __always_inline u32 pick(u32 mask, u32 one, u32 other)
-{
-	return other ^ ((one ^ other) & mask);
-}
-
-static __always_inline u64 pick64(u64 mask, u64 one, u64 other)
-{
-	return other ^ ((one ^ other) & mask);
-}
-
-/* The entry at this port. Orders the key like flow_key_of(), without branches. Both ports have 16
- * bits, so bit 31 of their difference is its sign; and x - 1 has bit 31 only if x is 0. */
-static __always_inline struct flow *entry_at(const struct scan *scan, __be16 port)
-{
-	u32 to = scan->backend.port, less = mask_of(((u32)port - to) >> 31);
-	u32 same = mask_of((((u32)port ^ to) - 1) >> 31), first;
-	const u32 *node = (const u32 *)&scan->node.address, *backend = scan->backend.address.word;
-	struct flow_key key = {.first = scan->backend, .second = scan->backend};
-
-	first = pick(scan->by_port, pick(same, scan->first_same, less), scan->first);
-	for (int i = 0; i < 4; i++) {
-		key.first.address.word[i] = pick(first, node[i], backend[i]);
-		key.second.address.word[i] = pick(first, backend[i], node[i]);
-	}
-	key.first.port = pick(first, port, to);
-	key.second.port = pick(first, to, port);
-	return flows.lookup(&key);
-}
-
-static __always_inline bool may_be_free(const struct flow *entry, const struct scan *scan)
-{
-	/* & 7 keeps the shift below 64 bits, whatever the byte is */
-	u32 after = scan->free_after >> (entry->state & 7) * 8 & 0xff;
-	u32 fins = entry->fins, gone = mask_of(fins & fins >> 1); /* both_closed() */
-	u64 lives = 0 - (u64)((after + 1) >> 8);                  /* all ones if after is LIVES */
-
-	return entry->last_used + pick64(lives, scan->established, (after & ~gone) * SECOND) <=
-	       scan->now;
-}
-
-/* Scans the next SCAN_PORTS of the ports that the client may use, for one that is free or whose
- * flow gives it up, and runs again until all were scanned, at most MAX_SCANS times. If all ports
- * are in use, this takes half a millisecond; then there is no scan for this backend for SCAN_PAUSE.
- */
-int tc_scan_ports(struct __sk_buff *skb)
-{
-	u32 zero = 0, index, left;
-	struct scratch *s = get_scratch();
-	struct node *n = node.lookup(&zero);
-	struct flow *entry = NULL;
-	struct scan scan;
-	struct share share;
-	u64 *last_exhausted;
-	int i;
-
-	if (!n || !s)
-		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	last_exhausted = last_exhausted_of(&s->flow.backend);
-	if (!last_exhausted)
-		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	share = share_of(&s->flow, n);
-	left = s->runs;
-	if (s->search == SEARCH_SEQUENTIAL) /* the first run */
-		left = elapsed(*last_exhausted, s->flow.last_used) < SCAN_PAUSE
-			       ? 0
-			       : (share.count + SCAN_PORTS - 1) / SCAN_PORTS;
-	if (left > MAX_SCANS)
-		left = MAX_SCANS;
-	s->search = left ? SEARCH_SCANNED : SEARCH_LAST;
-	if (!left)
-		return go(skb, TAIL_CLAIM);
-	s->runs = left - 1;
-	index = index_of_port(&share, s->flow.snat_port);
-	begin_scan(s, &scan);
-	for (i = 0; i < SCAN_PORTS; i++) {
-		entry = entry_at(&scan, port_at(&share, index));
-		if (!entry || may_be_free(entry, &scan))
-			break;
-		index = (index + 1) % share.count;
-	}
-	s->flow.snat_port = port_at(&share, index);
-	if (i < SCAN_PORTS)
-		return go(skb, TAIL_CLAIM);
-	if (!s->runs) /* all ports were scanned, and none is free */
-		*last_exhausted = s->flow.last_used;
-	return go(skb, TAIL_SCAN_PORTS);
 }

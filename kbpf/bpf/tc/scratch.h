@@ -35,8 +35,7 @@ enum search {
 	SEARCH_RANDOM = 1, /* random ports that are free, or whose flow has ended; after FRESH_TRIES
 			      also those in TIME_WAIT at the backend and of disposable flows */
 	SEARCH_SEQUENTIAL = 2, /* ports in sequence: also those of handshakes idle for a second */
-	SEARCH_SCANNED = 3,    /* the same, from a port that tc_scan_ports found */
-	SEARCH_LAST = 4, /* also those of any handshake: during a flood it is most likely forged,
+	SEARCH_LAST = 3, /* also those of any handshake: during a flood it is most likely forged,
 			    and without its port the new connection would certainly fail */
 };
 
@@ -51,7 +50,7 @@ struct scratch {
 	u32 resumed;          /* JUST_WRITTEN, JUDGED: a program has sent the packet back */
 	u32 begin;            /* enum begin_flags, of a packet that begins a flow */
 	u32 resume_tail;      /* tc_recheck, tc_claim and tc_judge: the program to continue with */
-	u32 runs;             /* tc_evict and tc_scan_ports: how many are left */
+	u32 runs;             /* tc_evict and tc_claim: how many are left */
 	u32 search;           /* tc_claim: enum search */
 	u32 late;             /* tc_claim: for a known flow */
 	u32 reason;           /* tc_refuse: why */
@@ -60,8 +59,6 @@ struct scratch {
 	u32 action;   /* tc_sctp, tc_end: to be returned */
 	u32 end;      /* tc_end: ENDED, or enum reason; 0: nothing ends */
 	u32 service;  /* tc_refuse: of the refused packet, or 0 */
-	u32 masks[4]; /* tc_scan_ports: hidden from the verifier, as is the next */
-	u64 free_after;
 	u32 owner; /* of a packet that begins a flow: owner_of_packet() */
 };
 

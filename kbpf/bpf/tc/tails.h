@@ -25,13 +25,12 @@ enum tail {
 	TAIL_DELETE_FLOW = 12,
 	TAIL_COEXIST = 13,
 	TAIL_RECHECK = 14,
-	TAIL_SCAN_PORTS = 15,
+	TAIL_JUDGE = 15,
 	TAIL_REROUTE = 16,
 	TAIL_CONNTRACK = 17, /* only with --forwarding netfilter */
 	TAIL_END = 18,
 	TAIL_EGRESS = 19,
-	TAIL_JUDGE = 20,
-	TAILS = 21,
+	TAILS = 20,
 };
 
 BPF_TABLE("prog", u32, u32, tails, TAILS);

@@ -198,14 +198,13 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_delete_flow", tail=12),
     PacketProgram("tc_coexist", tail=13),
     PacketProgram("tc_recheck", tail=14),
-    PacketProgram("tc_scan_ports", tail=15),
+    PacketProgram("tc_judge", tail=15),
     PacketProgram("tc_sctp", tail=9),
     PacketProgram("tc_reroute", tail=16),
     PacketProgram(CONNTRACK_PROGRAM, tail=17),
     PacketProgram("tc_end", tail=18),
-    PacketProgram("tc_judge", tail=20),
 )
-TAIL_CALL_SLOTS: Final = 21
+TAIL_CALL_SLOTS: Final = 20
 TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

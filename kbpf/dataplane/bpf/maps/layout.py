@@ -279,7 +279,7 @@ FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI32sII48s")
 TCP_SIDE: Final = Struct("=IIIIIIBBB5x")
-SCRATCH_SIZE: Final = 512
+SCRATCH_SIZE: Final = 488
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16sI")
@@ -292,7 +292,7 @@ REFUSAL_LIMIT: Final = Struct("=QQQ")
 FLOW_GENERATIONS: Final = Struct("=QQ")
 FLOW_MARKS: Final = 4096
 MAX_DEVICES: Final = 4096
-PORT_SLOT: Final = Struct("=I4xQ")
+PORT_SLOT: Final = Struct("=I")
 PORT_SLOTS: Final = 1024
 CLIENT_SLOT: Final = Struct("=16sI")
 FRAGMENTS_PER_CLIENT: Final = 128
