@@ -18,9 +18,10 @@ from kbpf.model.inspection import (
 )
 from kbpf.model.reasons import Reason, Verdict
 from kbpf.views.columns import Column, format_duration
+from kbpf.views.packet_path.availability import uses_conntrack
 from kbpf.views.page import Kind, Page, list_page, namespace_of
 
-NEEDS: Final = Part.SERVICES | Part.ENDPOINTS | Part.FAILURES
+NEEDS: Final = Part.SERVICES | Part.ENDPOINTS | Part.FAILURES | Part.PACKETS
 
 SEEN_BY_CLIENT: Final[Mapping[Reason, str]] = {
     Reason.BACKEND_REFUSED: "ECONNREFUSED",
@@ -28,6 +29,9 @@ SEEN_BY_CLIENT: Final[Mapping[Reason, str]] = {
     Reason.BACKEND_RESET: "ECONNRESET or ETIMEDOUT",
 }
 """What the client's system call returned, for failures of backends."""
+CONNTRACK_NOTE: Final = (
+    "--forwarding netfilter: how a backend ends connections from outside is not seen"
+)
 
 
 class FailureRow(msgspec.Struct, frozen=True):
@@ -179,4 +183,6 @@ def build_page(inspection: Inspection, service: str, pod: str, since: float) -> 
     notes = [f"Pod {pod} is on node {node}: its failures are listed there"] if node else []
     if "refused" not in inspection.counted and inspection.counted:
         notes.append("failures of backends are not noticed on this node: `kbpf check` says why")
+    if uses_conntrack(inspection):
+        notes.append(CONNTRACK_NOTE)
     return page.with_notes(tuple(notes))

@@ -18,6 +18,7 @@ from kbpf.model.inspection import (
     ConnectionEvent,
     EndpointEntry,
     Inspection,
+    NodeEntry,
     ServicePort,
 )
 from kbpf.model.metrics import (
@@ -32,7 +33,7 @@ from kbpf.model.metrics import (
 )
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import Reason, Verdict
-from kbpf.views import monitor, top
+from kbpf.views import failures, monitor, top
 from kbpf.views.latency import LatencyRow, format_milliseconds
 from kbpf.views.top import By, TopRow, TopSummary
 from tests.support.golden import Golden
@@ -304,3 +305,12 @@ def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.Monk
 )
 def test_sparkline(values: tuple[float | None, ...], text: str) -> None:
     assert top.format_sparkline(values) == text
+
+
+@pytest.mark.parametrize(
+    ("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))]
+)
+def test_failures_say_what_is_not_seen(forwarding: str, notes: tuple[str, ...]) -> None:
+    """An empty list must not look like a node without failures."""
+    inspection = Inspection("/pins", node=NodeEntry(forwarding=forwarding))
+    assert failures.build_page(inspection, "", "", 0.0).notes == notes
