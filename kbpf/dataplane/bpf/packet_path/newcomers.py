@@ -6,7 +6,7 @@ clsact is there; then the pod cannot be created. It runs some milliseconds after
 once one of its ifb devices was seen on the node, new devices get our filters after GRACE_S. The
 first such pod may fail; kubelet tries again, and by then the ifb device was seen.
 
-The program at egress has no place on the device of such a pod (describe_limited()).
+Our programs have no place on the device of such a pod (describe_limited()).
 """
 
 import time
@@ -27,8 +27,9 @@ def describe_limited(names: Collection[str]) -> str:
     suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"pod device {next(iter(names))}{suffix}: an 'ingress' qdisc, as of the CNI plugin "
-        "bandwidth (kubernetes.io/egress-bandwidth), has the place of kbpf's program at egress, so "
-        "the Pod sees its clients' own addresses; Linux 6.6 has no such limit"
+        "bandwidth (kubernetes.io/egress-bandwidth), has the place of kbpf's programs, so the "
+        "Pod's own packets to Services are translated by socket hooks only, and with --forwarding "
+        "stack it sees its clients' own addresses; Linux 6.6 has no such limit"
     )
 
 
