@@ -54,12 +54,12 @@ struct scratch {
 	u32 search;           /* tc_claim: enum search */
 	u32 late;             /* tc_claim: for a known flow */
 	u32 reason;           /* tc_refuse: why */
-	u32 mtu;      /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
-	u32 change;   /* tc_sctp: XOR of old and new ports */
-	u32 action;   /* tc_sctp, tc_end: to be returned */
-	u32 end;      /* tc_end: ENDED, or enum reason; 0: nothing ends */
-	u32 service;  /* tc_refuse: of the refused packet, or 0 */
-	u32 owner; /* of a packet that begins a flow: owner_of_packet() */
+	u32 mtu;     /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
+	u32 change;  /* tc_sctp: XOR of old and new ports */
+	u32 action;  /* tc_sctp, tc_end: to be returned */
+	u32 end;     /* tc_end: ENDED, or enum reason; 0: nothing ends */
+	u32 service; /* tc_refuse: of the refused packet, or 0 */
+	u32 owner;   /* of a packet that begins a flow: owner_of_packet() */
 };
 
 /* 0 -> see above. */
