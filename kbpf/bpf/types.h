@@ -220,6 +220,13 @@ struct flow_key {
 	struct target second;
 };
 
+/* unconfirmed_queue. `time`: of the event; a later flow may have the same key, and must not be
+ * taken for this one. */
+struct unconfirmed_key {
+	struct flow_key key;
+	u64 time;
+};
+
 /* Connection states of all protocols; flow.h says which packet leads to which state. */
 enum tcp_state {
 	STATE_NEW = 0,         /* the client has sent, the backend has not answered */

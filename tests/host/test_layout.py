@@ -80,6 +80,7 @@ LAYOUTS = [
     Layout("config", layout.CONFIG, "host_netns flags affinity_share"),
     Layout("source_key", layout.SOURCE_KEY, "bits service client"),
     Layout("flow_key", layout.FLOW_KEY, "first second"),
+    Layout("unconfirmed_key", layout.UNCONFIRMED_KEY, "key time"),
     Layout("ports", layout.PORT_PAIR, "source destination"),
     Layout("flow", layout.FLOW,
            "last_used client frontend backend snat snat_port client_port service backend_id "

@@ -39,13 +39,13 @@
  * raw drops must not stay. */
 #define NEW_ENTRY_MS 1000
 
-/* both ends of a packet as it leaves -> the flow that began and has not been counted. Full: see
- * unconfirmed_queue. */
+/* both ends of a packet as it leaves -> the flow that began and has not been counted. The queue
+ * bounds their number: each CPU may have added one that is not in it yet. */
 BPF_F_TABLE("hash", struct flow_key, struct event, unconfirmed, 64, BPF_F_NO_PREALLOC);
 
 /* The keys of `unconfirmed`, the oldest first, and of flows that have been confirmed since. Full:
  * settle_oldest() makes room. */
-BPF_QUEUE(unconfirmed_queue, struct flow_key, 64);
+BPF_QUEUE(unconfirmed_queue, struct unconfirmed_key, 64);
 
 /* struct bpf_ct_opts of Linux 6.1; later kernels accept its size. */
 struct ct_opts {
@@ -219,21 +219,21 @@ static __always_inline void confirm_leaving(const struct packet *p)
 }
 
 /* Takes the oldest flow from the queue. If its packet has not left and it was not answered, the
- * rules of the host have refused it, and its entry has to go. */
-static __always_inline void settle_oldest(struct __sk_buff *skb)
+ * rules of the host have refused it, and its entry has to go. `oldest`: room for its key, since
+ * the stack is full. */
+static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS};
 	bool confirmed = false;
-	struct flow_key key;
 	struct event *event;
 	struct tuple tuple;
 	bool v6;
 	void *ct;
 
-	if (unconfirmed_queue.pop(&key))
+	if (unconfirmed_queue.pop(oldest))
 		return;
-	event = unconfirmed.lookup(&key);
-	if (!event)
+	event = unconfirmed.lookup(&oldest->key);
+	if (!event || event->time != oldest->time)
 		return;
 	tuple.from = event->client;
 	tuple.to = event->frontend;
@@ -250,7 +250,7 @@ static __always_inline void settle_oldest(struct __sk_buff *skb)
 	}
 	if (confirmed)
 		confirm_flow(event);
-	unconfirmed.delete(&key);
+	unconfirmed.delete(&oldest->key);
 }
 
 /* Remembers a flow until a packet of it leaves: of a socket of this node, the reply. `port`: the
@@ -259,13 +259,14 @@ static __always_inline void settle_oldest(struct __sk_buff *skb)
 static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
 {
 	struct target from = flow->client, to = flow->backend;
+	struct unconfirmed_key queued = {.time = flow->last_used};
 	struct event event = {};
-	struct flow_key key;
 	bool one_way = false;
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 
 	describe_event(&event, flow, NEW_FLOW);
+	event.time = queued.time;
 	if (has_snat(flow)) {
 		from.address = flow->snat;
 		from.port = __builtin_bswap16(port);
@@ -275,14 +276,16 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 		to = flow->frontend;
 		one_way = from.protocol == IPPROTO_UDP;
 	}
-	key = flow_key_of(&from, &to);
-	if (one_way || !from.port || unconfirmed.update(&key, &event)) {
+	queued.key = flow_key_of(&from, &to);
+	if (one_way || !from.port || unconfirmed.update(&queued.key, &event)) {
 		confirm_flow(&event);
 		return;
 	}
-	if (unconfirmed_queue.push(&key, 0)) {
-		settle_oldest(skb);
-		unconfirmed_queue.push(&key, 0);
+	if (unconfirmed_queue.push(&queued, 0)) {
+		settle_oldest(skb, &queued);
+		queued.key = flow_key_of(&from, &to);
+		queued.time = flow->last_used;
+		unconfirmed_queue.push(&queued, 0);
 	}
 }
 

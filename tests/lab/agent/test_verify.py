@@ -206,7 +206,7 @@ def test_a_damage_is_found_while_everything_changes(node: FolderNode) -> None:
 
 
 def pinned(node: FolderNode, name: str) -> Map:
-    return Map.open(node.agent._map_path(name))
+    return Map.open(node.agent.map_path(name))
 
 
 def link(node: FolderNode, name: str) -> Path:

@@ -20,11 +20,20 @@ import pytest
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
-from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND
-from kbpf.dataplane.bpf.maps.layout import COUNTS, UNCONFIRMED_FLOWS, Reason
+from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key
+from kbpf.dataplane.bpf.maps.layout import (
+    COUNTS,
+    UNCONFIRMED_FLOWS,
+    UNCONFIRMED_KEY,
+    Reason,
+    pack_target,
+)
 from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
+from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.netfilter.conntrack import ConntrackStatus
+from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
+from kbpf.model.objects import Protocol
 from tests.lab.outside.netfilter import flush_conntrack, objects, on
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.features import needs
@@ -264,6 +273,24 @@ def test_a_port_is_reused_at_once(
             end(client)
         (entry,) = entries(field, to)
         assert entry.status & ConntrackStatus.IPS_DST_NAT
+
+
+def test_a_flow_is_not_taken_for_an_earlier_one_that_is_settled(field: Field) -> None:
+    """The client's port is used again after as many connections as the queue has room for, so the
+    oldest key in it is that of the new connection, whose first packet has not left yet.
+    """
+    ends = ((field.lab.nodes[0].ip, PORT), (field["a1"].ip, 8080))
+    key = flow_key(*(pack_target(parse_addr(host), port, Protocol.TCP) for host, port in ends))
+    with Map.open(field.agent.map_path("unconfirmed_queue")) as queue:
+        while queue.push(UNCONFIRMED_KEY.pack(key, 0)):
+            pass
+    for _ in range(2):
+        client = there(field["outside"], lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with client:
+            client.bind(("0.0.0.0", PORT))
+            dial(client, at("NodePort", 11))
+            reset(client)
 
 
 @both_families

@@ -45,7 +45,7 @@ class AgentState:
     def _run_inside(self, function: Callable[[], T]) -> T:
         return netns.run_in(Path("/run/netns") / self._netns, function)
 
-    def _map_path(self, name: str) -> Path:
+    def map_path(self, name: str) -> Path:
         return self.pin_dir / f"maps-{schema_hash()}" / name
 
     def status(self) -> dict[str, Any] | None:
@@ -53,7 +53,7 @@ class AgentState:
         try:
             if self.mode == "ipvs":
                 return json.loads((self.state_dir / "kbpf-ipvs0" / "status").read_bytes())
-            with Map.open(self._map_path("agent_status")) as status:
+            with Map.open(self.map_path("agent_status")) as status:
                 raw = status_entries.read(status)
         except (OSError, KbpfError):
             return None
@@ -62,13 +62,13 @@ class AgentState:
     def entries(self, name: str) -> dict[bytes, bytes]:
         from tests.support.features import require_listing  # which imports this package
 
-        with Map.open(self._map_path(name)) as opened:
+        with Map.open(self.map_path(name)) as opened:
             require_listing(opened)
             return dict(opened.items())
 
     def reasons(self) -> Counter[Reason]:
         """How often its programs have counted each reason, over all CPUs."""
-        return read_reasons(self._map_path("reasons"))
+        return read_reasons(self.map_path("reasons"))
 
     def elements(self) -> dict[str, list[tuple[Any, ...]]]:
         """The elements of mode ipvs' nftables table, by set."""
@@ -112,7 +112,7 @@ class AgentState:
     def dump(self) -> dict[str, dict[str, str]]:
         """All entries of the agent's maps, as hex."""
         entries = {}
-        for path in sorted(self._map_path("").iterdir()):
+        for path in sorted(self.map_path("").iterdir()):
             with Map.open(path) as opened:
                 if opened.type not in (2, 6):
                     entries[path.name] = {k.hex(): v.hex() for k, v in opened.items()}

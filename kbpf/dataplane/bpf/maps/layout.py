@@ -276,6 +276,7 @@ ENDPOINT_NAME: Final = Struct(f"={ENDPOINT_TEXT_SIZE}sB")
 ALL_CONDITIONS: Final = sum(EndpointCondition)
 SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
+UNCONFIRMED_KEY: Final = Struct("=40sQ")
 NETWORK_KEY: Final = Struct("=I16s")
 FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI32sII48s")
 TCP_SIDE: Final = Struct("=IIIIIIBBB5x")
@@ -621,11 +622,12 @@ MAPS: Final = {
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 2),
         MapSpec("unconfirmed",
             "packet path: ends of a packet of conntrack's → its flow, until the packet leaves",
-            uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, EVENT.size, UNCONFIRMED_FLOWS,
+            uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, EVENT.size, 2 * UNCONFIRMED_FLOWS,
             uapi.BPF_F_NO_PREALLOC, packet_path_only=True),
         MapSpec("unconfirmed_queue",
             "packet path: the same, oldest first; full: the oldest one that was refused ends",
-            uapi.BPF_MAP_TYPE_QUEUE, 0, FLOW_KEY.size, UNCONFIRMED_FLOWS, packet_path_only=True),
+            uapi.BPF_MAP_TYPE_QUEUE, 0, UNCONFIRMED_KEY.size, UNCONFIRMED_FLOWS,
+            packet_path_only=True),
         MapSpec("flow_marks",
             "packet path: hash of a frontend or backend → whether a connection may have it",
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FLOW_MARKS),
