@@ -292,7 +292,7 @@ struct tcp_side {
 	u32 limit;  /* it may send up to here (td_maxend) */
 	u32 room;   /* the largest window of the other side */
 	u8 scale;   /* shift of its windows (td_scale) */
-	u8 fin;     /* what `fins` of the flow says of it; no other CPU can overwrite it here */
+	u8 fin;     /* its own bits of `fins`; only packets of this side write them here */
 	u8 syn_scale; /* original entry: the scale of the client's last SYN */
 	u8 pad[5];
 };

@@ -153,20 +153,17 @@ static __always_inline bool may_use_conntrack(const struct node *n, const struct
 	       s->packet.protocol != IPPROTO_SCTP && !(s->begin & BEGIN_UNTRACKED);
 }
 
-/* Whether replies of this backend come by a bridge of all nodes' pods and leave by it again. With
- * br_netfilter conntrack would translate them inside the bridge, which forwards none to the port
- * that it came in by. `backend_hop`: the bridge. */
-static __always_inline bool returns_by_bridge(struct __sk_buff *skb, const struct scratch *s,
-					      const struct device *to,
-					      const struct next_hop *backend_hop, u32 in)
+/* Whether the client is behind the device that leads to the backend (s->hop). If that is a bridge
+ * with br_netfilter, conntrack would translate replies inside the bridge, which sends nothing back
+ * to the port that it came in by. */
+static __always_inline bool returns_by_same_device(struct __sk_buff *skb, const struct scratch *s,
+						   u32 in)
 {
 	const struct tuple *t = &s->packet.tuple;
 	struct next_hop hop = {};
 
-	if (!to || !(to->flags & DEVICE_SPANS))
-		return false;
 	query_fib(skb, &s->packet, &t->to, &t->from, &hop, 1, in, 0);
-	return hop.ifindex == backend_hop->ifindex;
+	return hop.ifindex == s->hop.ifindex;
 }
 
 /* The backend of a new flow is chosen, and so is its path: writes its state. */
@@ -210,7 +207,8 @@ int tc_route(struct __sk_buff *skb)
 		if (!is_any(&own))
 			flow->snat = own;
 	}
-	if (returns_by_bridge(skb, s, to, &s->hop, routing_ifindex(device, ifindex)))
+	if (to && (to->flags & DEVICE_SPANS) && (s->begin & BEGIN_UNTRACKED) &&
+	    returns_by_same_device(skb, s, routing_ifindex(device, ifindex)))
 		s->begin &= ~(BEGIN_UNTRACKED | BEGIN_STALE);
 	if (to && bypasses_stack(n, device, to, has_snat(flow)))
 		flow->path = has_snat(flow) ? PATH_DIRECT_SNAT : PATH_DIRECT;

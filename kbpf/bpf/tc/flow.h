@@ -278,8 +278,7 @@ static __always_inline bool in_order(u32 a, u32 b)
 	return (s32)(b - a) >= 0;
 }
 
-/* How far an ACK may lag behind, and how far this side may be ahead of what is noted of the other.
- */
+/* How far an ACK may lag behind, and how far a side may exceed stored numbers (matches_both()). */
 static __always_inline u32 tolerance(const struct tcp_side *own)
 {
 	return own->window > MAX_ACK_WINDOW ? own->window : MAX_ACK_WINDOW;

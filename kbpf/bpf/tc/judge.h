@@ -43,10 +43,9 @@ static __always_inline void copy_limits(struct tcp_side *to, const struct tcp_si
 	to->room = peer->window;
 }
 
-/* Whether a segment is in the window, compared with both sides. If two CPUs note segments of the
- * same side at once, the lower number may overwrite the higher one. If it stayed too low, that
- * would end the connection. So once the handshake is over, each side may be ahead of what is noted
- * of the other by a window. */
+/* Whether a segment is in the window, compared with both sides. Two CPUs may store numbers of one
+ * side at the same time, and the lower one may remain. This must not end the connection. So after
+ * the handshake, a side may exceed what is stored of the other by a window. */
 static __always_inline bool matches_both(struct tcp_side *own, const struct tcp_side *peer,
 					 const struct segment *n, bool half_open)
 {
