@@ -21,7 +21,7 @@ from kbpf.dataplane.bpf.inspect.snapshot import read_packet_path
 from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
 from kbpf.dataplane.bpf.maps.layout import (
     DEVICE,
-    FLOW,
+    FLOW_HEAD,
     NODE,
     U32,
     DeviceFlag,
@@ -105,11 +105,10 @@ def track(
     """A connection to Service 1, `idle` seconds ago, with `left` seconds to live."""
     host, _, snat_port = (snat or "[::]:0").rpartition(":")
     address, number = target(client)[:16], target(client)[16:18]
-    raw = FLOW.pack(
+    raw = FLOW_HEAD.pack(
         int((NOW - idle) * NANO), address + number + bytes([protocol, 0]), target("192.0.2.1:80"),
         target(to, protocol), parse_addr(host.strip("[]")), int(snat_port).to_bytes(2, "big"),
         port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, 0, device,
-        bytes(32), 0, 0, bytes(48),
     )  # fmt: skip
     whole = ORIGINAL | REPLY | (SNAT_REPLY if snat else 0)
     return TrackedConnection(raw, int((NOW + left) * NANO), parts or whole)

@@ -4,7 +4,7 @@
 A connection has two or three entries: one with the key (client, frontend), and one or both of
 (client', backend) and, with SNAT, (snat, backend). Each holds a whole `struct flow`. The addresses
 and ports in it (`IDENTITY`) are the same in all entries of a connection. There may be a hundred
-thousand connections, so they stay bytes until they are shown.
+thousand connections, so they stay bytes until they are shown, and only their first part is kept.
 """
 
 import socket
@@ -24,7 +24,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
     is_port_reservation,
     last_used,
 )
-from kbpf.dataplane.bpf.maps.layout import FLOW, MAPS, FlowPath, TcpState
+from kbpf.dataplane.bpf.maps.layout import FLOW_HEAD, MAPS, FlowPath, TcpState
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, format_addr, format_endpoint
@@ -55,7 +55,7 @@ NO_ADDRESS: Final = bytes(16)
 class TrackedConnection(msgspec.Struct, gc=False):
     """One connection.
 
-    - `raw`: the struct flow of the entry that was used last.
+    - `raw`: the head of the struct flow (FLOW_HEAD) of the entry that was used last.
     - `expires_at`: when its last entry expires, in ns (CLOCK_MONOTONIC).
     - `directions`: which of its entries exist: ORIGINAL, REPLY and SNAT_REPLY, or-ed.
     """
@@ -104,7 +104,7 @@ def read(map_: Map) -> dict[bytes, TrackedConnection]:
     """All connections in this `flows` map, by IDENTITY."""
     connections: dict[bytes, TrackedConnection] = {}
     for key, raw in map_.items():
-        _merge_entry(connections, raw, directions_of(key, raw))
+        _merge_entry(connections, raw[: FLOW_HEAD.size], directions_of(key, raw))
     return connections
 
 
@@ -212,7 +212,9 @@ class FlowTable:
                 expired_count += 1
             else:
                 selected.append(connection)
-        selected.sort(key=lambda c: (self._service_text(c.service), c.raw[IDENTITY]))
+        # two sorts, since a tuple for each of a hundred thousand connections takes 10 MB
+        selected.sort(key=lambda c: c.raw[IDENTITY])
+        selected.sort(key=lambda c: self._service_text(c.service))
         return ConnectionPage(self._build_rows(selected), len(selected), expired_count)
 
     def _filters(self, query: ConnectionQuery) -> Iterator[Callable[[TrackedConnection], bool]]:
@@ -239,9 +241,9 @@ class FlowTable:
         for connection in connections:
             raw = connection.raw
             last_use, client, frontend, backend, snat, snat_port, port, service, *rest = (
-                FLOW.unpack(raw)
+                FLOW_HEAD.unpack(raw)
             )
-            _, state, _, path, _, index, *_ = rest  # index: struct flow's host_device
+            _, state, _, path, _, index = rest  # index: struct flow's host_device
             masqueraded = snat != NO_ADDRESS
             replaced = False
             if not connection.directions & ORIGINAL:
@@ -304,7 +306,7 @@ class FlowTable:
             key=lambda c: (c.backend, c.snat, c.raw[flow_entries.SNAT_PORT], c.key),
         )
         for connection in connections:
-            last_use, client, _, backend, snat, port, _, service, _, state, *_ = FLOW.unpack(
+            last_use, client, _, backend, snat, port, _, service, _, state, *_ = FLOW_HEAD.unpack(
                 connection.raw
             )
             yield TranslatedSource(

@@ -278,7 +278,9 @@ SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
 UNCONFIRMED_KEY: Final = Struct("=40sQ")
 NETWORK_KEY: Final = Struct("=I16s")
-FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI32sII48s")
+FLOW_HEAD: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI")
+"""The fields before the numbers of a struct flow: all that describes a connection."""
+FLOW: Final = Struct(f"{FLOW_HEAD.format}32sII48s")
 TCP_SIDE: Final = Struct("=IIIIIIBBB5x")
 SCRATCH_SIZE: Final = 488
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
