@@ -44,7 +44,11 @@ class PreviousBpfPlane(PreviousDataPlane):
 
     def claim(self) -> bool:
         try:
-            if not (self._pins.links.is_dir() or self._pins.other_folders("maps", self._pins.root)):
+            has_pins = self._pins.links.is_dir() or self._pins.other_folders(
+                "maps", self._pins.root
+            )
+            # Without pins: an agent that could not load its programs.
+            if not (has_pins or host.may_need_cleanup(self._pins)):
                 return False
         except PermissionError as error:
             raise KernelError(

@@ -20,13 +20,14 @@ import yaml
 
 from kbpf.agent.selector import FallbackReason
 from kbpf.dataplane.bpf.hooks import HOOKS, UNITS
+from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.kernel.bpf import probe, syscalls
 from kbpf.kernel.bpf.objects import Program
 from tests.support import prometheus
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, service, slice_port
 from tests.support.features import lacking
-from tests.support.lab.lab import V1_ONLY, Agent, Lab, Place, ip, until
+from tests.support.lab.lab import V1_ONLY, Agent, Lab, Place, ip, run, until
 from tests.support.lab.web import get
 
 DENY = Path(__file__).parents[2] / "support" / "faults" / "deny.py"
@@ -208,6 +209,9 @@ def test_agent_falls_back_to_ipvs_and_reports_the_reason(bench: Bench, cause: Ca
         # The page may be a second old, from before the fallback.
         until("/metrics has the mode", lambda: modes(bench) & labels == labels)
         until("nothing of BPF is pinned", lambda: not any(agent.pin_dir.glob("*")))
+        assert nat_table.TABLE not in run(
+            "ip", "netns", "exec", bench.home.netns, "nft", "list", "tables"
+        )
 
 
 def modes(bench: Bench) -> prometheus.Labels:
