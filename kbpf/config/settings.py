@@ -266,7 +266,7 @@ SETTINGS: Final = (
         "how the packet path reaches pods of this node: netfilter: translated by conntrack, so "
         "that firewall rules before DNAT see NodePorts; stack: translated by kbpf before these; "
         "direct to the pod's veth, bypassing the host's firewall and network policies; or auto: "
-        "netfilter from Linux 6.1 on, else stack (default stack)",
+        "netfilter from Linux 6.1 on, else stack (default auto)",
         kbpf="packetPath.forwarding", only=BPF),
     Setting("--detect-local-mode", "detect_local_mode", kinds.LOCAL_MODE, NODE,
         "how traffic of this node's pods is recognized: ClusterCIDR, NodeCIDR, BridgeInterface or "

@@ -256,7 +256,7 @@ class Config:
     masquerade_bit: int = 14
     """Bit (0 to 31) of the packet mark that SNATed packets carry through the node's stack."""
 
-    forwarding: str = "stack"
+    forwarding: str = "auto"
     """How packets reach pods of this node: "netfilter", translated by the host's conntrack,
     "stack", translated by the packet path and through the host's netfilter, "direct", redirected
     to the pod's device, or "auto", netfilter where the kernel can do it and stack elsewhere.
