@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import pytest
 
+from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     CACHED_DEVICES,
@@ -352,7 +353,7 @@ CLOSES = {
 
 def owner(raw: bytes) -> str:
     """The client of an entry's flow."""
-    found = Target.unpack(FLOW.unpack(raw)[1])
+    found = Target.unpack(raw[flow_entries.CLIENT])
     return end(format_addr(found.address), found.port)
 
 
