@@ -31,12 +31,8 @@ static __always_inline bool is_same_failure(const struct event *a, const struct 
 static __always_inline u32 number_of_packet(const struct address *key, const struct address *client,
 					    u32 hash)
 {
-	u32 group = HASH_SEED;
+	u32 group = hash_words(key->word, CLIENT_WORDS);
 
-	group = hash_word(group, key->word[0]);
-	group = hash_word(group, key->word[1]);
-	group = hash_word(group, key->word[2]);
-	group = hash_end(hash_word(group, key->word[3]), sizeof(*key));
 	hash = hash_word(hash, client->word[1]);
 	hash = hash_word(hash, client->word[3]);
 	return group % PACKET_CLIENTS * PACKET_FAILURES_PER_CLIENT +

@@ -249,13 +249,10 @@ enum fins {
 				  other flow gets it before the entry expires: release_replies() */
 };
 
-/* How the packets of a flow leave this node; decided by its first packet. flow.h lists the entries
- * that exist for each. */
+/* How the packets of a flow leave this node; decided by its first packet. */
 enum flow_path {
-	PATH_STACK = 0,       /* through the stack, which routes them; SNAT happens at egress */
-	PATH_DIRECT = 1,      /* redirected to the next device; no SNAT, or a former
-				 PATH_DIRECT_SNAT that has a reply entry since then (tc_claim) */
-	PATH_DIRECT_SNAT = 2, /* redirected, with SNAT; no packet has needed the stack so far */
+	PATH_STACK = 0,  /* through the stack, which routes them; SNAT happens at egress */
+	PATH_DIRECT = 1, /* redirected to the next device, unless a packet has to take the stack */
 };
 
 /* Which entry of a flow this is (flow.h). */
@@ -291,9 +288,9 @@ struct tcp_side {
 	u32 window; /* the largest window that it has offered; 0: it has not sent yet (td_maxwin) */
 	u32 limit;  /* it may send up to here (td_maxend) */
 	u32 room;   /* the largest window of the other side */
-	u8 scale;   /* shift of its windows (td_scale) */
+	u8 scale;   /* window_scale(): the shift of its windows (td_scale) */
 	u8 fin;     /* its own bits of `fins`; only packets of this side write them here */
-	u8 syn_scale; /* original entry: the scale of the client's last SYN */
+	u8 syn_scale; /* original entry: that of the client's last SYN */
 	u8 pad[5];
 };
 

@@ -229,9 +229,10 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 #define TCP_OPTIONS 12 /* at most this many are read */
 #define TCP_OPTION_SCALE 3
 #define MAX_SCALE 14
+#define HAS_SCALE 0x80
 
-/* The shift of the window scale option of a SYN; -1 if it has none. */
-static __always_inline s32 window_scale(struct __sk_buff *skb, const struct packet *p)
+/* HAS_SCALE and the shift of the window scale option of a SYN; 0 if it has none. */
+static __always_inline u8 window_scale(struct __sk_buff *skb, const struct packet *p)
 {
 	u32 at = p->l4 + TCP_HEADER;
 
@@ -241,10 +242,10 @@ static __always_inline s32 window_scale(struct __sk_buff *skb, const struct pack
 		if (bpf_skb_load_bytes(skb, at, option, sizeof(option)) || !option[0])
 			break;
 		if (option[0] == TCP_OPTION_SCALE)
-			return option[2] > MAX_SCALE ? MAX_SCALE : option[2];
+			return HAS_SCALE | (option[2] > MAX_SCALE ? MAX_SCALE : option[2]);
 		at += option[0] == 1 ? 1 : option[1];
 	}
-	return -1;
+	return 0;
 }
 
 /* Whether this is like most packets: TCP over IPv4, without options, not a fragment. Then its

@@ -153,19 +153,6 @@ static __always_inline bool may_use_conntrack(const struct node *n, const struct
 	       s->packet.protocol != IPPROTO_SCTP && !(s->begin & BEGIN_UNTRACKED);
 }
 
-/* Whether the client is behind the device that leads to the backend (s->hop). If that is a bridge
- * with br_netfilter, conntrack would translate replies inside the bridge, which sends nothing back
- * to the port that it came in by. */
-static __always_inline bool returns_by_same_device(struct __sk_buff *skb, const struct scratch *s,
-						   u32 in)
-{
-	const struct tuple *t = &s->packet.tuple;
-	struct next_hop hop = {};
-
-	query_fib(skb, &s->packet, &t->to, &t->from, &hop, 1, in, 0);
-	return hop.ifindex == s->hop.ifindex;
-}
-
 /* The backend of a new flow is chosen, and so is its path: writes its state. */
 static __always_inline int begin_flow(struct __sk_buff *skb, const struct scratch *s)
 {
@@ -207,11 +194,12 @@ int tc_route(struct __sk_buff *skb)
 		if (!is_any(&own))
 			flow->snat = own;
 	}
-	if (to && (to->flags & DEVICE_SPANS) && (s->begin & BEGIN_UNTRACKED) &&
-	    returns_by_same_device(skb, s, routing_ifindex(device, ifindex)))
+	/* With br_netfilter, conntrack would translate replies inside such a bridge, which sends
+	 * nothing back to the port that it came in by. */
+	if (to && (to->flags & DEVICE_SPANS) && s->client_device == s->hop.ifindex)
 		s->begin &= ~(BEGIN_UNTRACKED | BEGIN_STALE);
 	if (to && bypasses_stack(n, device, to, has_snat(flow)))
-		flow->path = has_snat(flow) ? PATH_DIRECT_SNAT : PATH_DIRECT;
+		flow->path = PATH_DIRECT;
 	if (flow->path != PATH_STACK && s->hop.max_length)
 		stamp_next_hop(&s->hop, flow->last_used);
 	else
@@ -230,8 +218,6 @@ static __always_inline bool lacks_entry(const struct flow *flow)
 		if (!entry_of(flow, &key))
 			return true;
 	}
-	if (flow->path == PATH_DIRECT_SNAT)
-		return false;
 	key = reply_key(flow);
 	return !entry_of(flow, &key);
 }
@@ -303,7 +289,7 @@ int tc_delete_flow(struct __sk_buff *skb)
  * its tag. */
 int tc_coexist(struct __sk_buff *skb)
 {
-	u32 zero = 0, ifindex = skb->ifindex, number = 0, *stored;
+	u32 zero = 0, ifindex = skb->ifindex, number, *stored;
 	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
 	struct scratch *s = get_scratch();
@@ -316,8 +302,7 @@ int tc_coexist(struct __sk_buff *skb)
 	p = &s->packet;
 	foreign = n->flags & NODE_PASSIVE;
 	if (p->protocol != IPPROTO_UDP) {
-		bpf_skb_load_bytes(skb, p->l4 + (p->protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
-				   &number, sizeof(number));
+		number = p->protocol == IPPROTO_SCTP ? p->sctp.next : p->tcp.sequence;
 		slot.owner = key_of_owner(owner_of_packet(device, ifindex), &p->tuple.from.address);
 		slot.number =
 			hash_words((const u32 *)&p->tuple, TUPLE_WORDS) % FOREIGN_FLOWS_PER_CLIENT;
@@ -357,6 +342,7 @@ int tc_choose(struct __sk_buff *skb)
 						: finish(TC_ACT_UNSPEC, NOT_A_SERVICE);
 	if (!arrives_by(skb, &s->packet, ifindex, &s->hop))
 		return TC_ACT_UNSPEC;
+	s->client_device = s->hop.ifindex;
 	if (may_use_conntrack(n, device, s))
 		tails.call(skb, TAIL_CONNTRACK); /* returns if an agent without it loaded these */
 	s->owner = owner_of_packet(device, ifindex);

@@ -76,8 +76,6 @@ int tc_icmp_in(struct __sk_buff *skb)
 		to = find_next_hop(skb, p, &outer.from, &outer.to, &s->hop, false, came_in_by(skb));
 		if (to && needs_stack(device, to))
 			to = NULL;
-		if (!to && result.path == PATH_DIRECT_SNAT)
-			return claim_late(skb, s, result.flow, result.reply, TAIL_ICMP_IN);
 	}
 	after = to ? &result.to_device : &result.to_stack;
 	if (!to)

@@ -138,65 +138,7 @@ static __always_inline bool is_over_limit(const u64 *total, const struct node *n
 	return (s64)*total > (s64)n->connections;
 }
 
-/* Whether a client that reuses its port got the same backend again. */
-static __always_inline bool is_same_connection(const struct flow *old, const struct flow *flow)
-{
-	return old->direction == DIRECTION_ORIGINAL && old->path == flow->path &&
-	       old->host_device == flow->host_device && same_target(&old->client, &flow->client) &&
-	       same_target(&old->frontend, &flow->frontend) &&
-	       same_target(&old->backend, &flow->backend) && same_address(&old->snat, &flow->snat);
-}
-
-static __always_inline void restart_entry(struct flow *old, const struct flow *flow,
-					  const union side *seen)
-{
-	old->last_used = flow->last_used;
-	old->service = flow->service;
-	old->backend_id = flow->backend_id;
-	old->seen = *seen;
-	old->syn = flow->syn;
-	old->fins = 0;
-	old->state = STATE_NEW;
-}
-
-/* A connection like one that both sides have closed: its entries are reused, so the backend sees
- * the same ports as without a proxy. Not if the backend closed first, and so keeps the ports in
- * TIME_WAIT: many clients may share one address, each with its own timestamps. */
-static __always_inline bool revive(struct flow *old, const struct flow *flow,
-				   const union side *opening, const struct next_hop *hop,
-				   const struct node *n)
-{
-	struct flow *reply_entry = NULL, *snat_reply_entry = NULL;
-	u16 port = __builtin_bswap16(old->snat_port);
-	struct flow_key key;
-
-	if (!is_same_connection(old, flow) || !both_closed(old) || (old->fins & FIN_BACKEND_FIRST))
-		return false;
-	if (has_snat(old) && (port < n->port_low || port > n->port_high))
-		return false; /* the range has changed */
-	if (n->flags & NODE_COEXISTING)
-		return false; /* client' needs another port: claim_reply() */
-	if (old->path != PATH_DIRECT_SNAT) {
-		key = reply_key(old);
-		reply_entry = entry_of(old, &key);
-		if (!reply_entry)
-			return false;
-	}
-	if (has_snat(old)) {
-		key = snat_reply_key(old);
-		snat_reply_entry = entry_of(old, &key);
-		if (!snat_reply_entry)
-			return false;
-		restart_entry(snat_reply_entry, flow, &flow->seen);
-	}
-	if (reply_entry)
-		restart_entry(reply_entry, flow, &flow->seen);
-	copy_next_hop(&old->out, hop);
-	restart_entry(old, flow, opening);
-	return true;
-}
-
-/* Adds a new flow to the queue, or reuses the entries of an old one. */
+/* Adds a new flow to the queue. */
 int tc_enqueue(struct __sk_buff *skb)
 {
 	u32 zero = 0;
@@ -205,23 +147,14 @@ int tc_enqueue(struct __sk_buff *skb)
 	u64 *total = flow_count.lookup(&zero);
 	enum reason reason;
 	struct flow_key key;
-	struct flow *old;
-	bool revived;
 
 	if (!s || !n || !total)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	key = original_key(&s->flow);
-	old = flows.lookup(&key);
-	revived = old && revive(old, &s->flow, &s->opening, &s->hop, n);
-	reason = revived ? NEW_FLOW : claim_original(&key, old, &s->flow, n);
-	if (revived || reason != NEW_FLOW)
-		report_flow(&s->flow, reason);
-	if (revived)
-		return resume_new(skb, s);
+	reason = claim_original(&key, flows.lookup(&key), &s->flow, n);
 	if (reason != NEW_FLOW)
-		return finish(TC_ACT_SHOT, reason);
+		return drop_flow(&s->flow, reason);
 	s->search = SEARCH_NONE;
-	s->late = false;
 	s->runs = 2; /* tc_evict may run this many times */
 	return is_over_limit(total, n) ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
 }

@@ -19,18 +19,9 @@
  *   reply         client', backend      original packets as they leave, and replies
  *   SNAT reply    snat, backend         replies to the node
  *
- * The path (enum flow_path) and SNAT decide which of them exist:
- *
- *   PATH_STACK                original, reply
- *   PATH_STACK with SNAT      original, reply, SNAT reply
- *   PATH_DIRECT               original, reply
- *   PATH_DIRECT_SNAT          original, SNAT reply
- *   PATH_DIRECT with SNAT     original, reply, SNAT reply
- *
- * With SNAT, the reply entry is only for packets in the stack. So a flow that bypasses the stack
- * begins without it (PATH_DIRECT_SNAT). For its first packet that has to take the stack,
- * tc_claim adds the entry, and the flow becomes PATH_DIRECT. If all packets of a flow with
- * SNAT take the stack, they update another entry as they arrive, and this one as they leave.
+ * The last one exists only with SNAT. The reply entry is then for packets in the stack, of which a
+ * flow that bypasses the stack (enum flow_path) may have none. Those packets update another entry
+ * as they arrive, and this one as they leave.
  *
  * A key does not depend on the direction of the packet: one lookup finds its flow, or that it has
  * none. Lookups are most of what a packet costs here, because each reads two cold cache lines.
@@ -53,7 +44,7 @@
 #include "lib/packet.h"
 
 #define SECOND 1000000000ULL
-#define SNAT_TRIES 14 /* random ports of the node that are tried, then as many in sequence */
+#define SNAT_TRIES 14 /* ports of the node that one run of a search tries (enum search) */
 #define SHARES 4 /* a client address may use one in this many ports of the node for a backend */
 #define SHARED_PORTS 1024 /* a smaller range is not divided */
 

@@ -56,10 +56,8 @@ static __always_inline void choose_source(struct __sk_buff *skb, struct scratch 
 
 	if (to && s->hop.ifindex != skb->ifindex) {
 		own = s->packet.v6 ? to->snat6 : to->snat4;
-		if (!is_any(&own) && !same_address(&own, &flow->client.address)) {
+		if (!is_any(&own) && !same_address(&own, &flow->client.address))
 			flow->snat = own;
-			flow->path = PATH_DIRECT_SNAT;
-		}
 	}
 	s->hop.ifindex = 0; /* not cached: the route may depend on the source */
 }

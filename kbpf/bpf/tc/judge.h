@@ -73,17 +73,16 @@ static __always_inline enum judgment judge_syn(struct __sk_buff *skb, const stru
 					       struct flow *original, struct tcp_side *backend)
 {
 	struct tcp_side *client = &original->seen.tcp;
-	s32 scale = window_scale(skb, p);
 
 	original->syn = p->tcp.next;
-	client->syn_scale = scale < 0 ? 0 : scale;
+	client->syn_scale = window_scale(skb, p);
 	if (original->state != STATE_CLOSED)
 		return original->state == STATE_NEW && client->next == p->tcp.next ? COUNTED
 										   : IGNORED;
 	original->state = STATE_NEW; /* after a reset: see check_restart() */
 	original->fins = 0;
 	__builtin_memset(backend, 0, sizeof(*backend));
-	open_side(client, p, scale);
+	open_side(client, p, client->syn_scale);
 	return COUNTED;
 }
 
@@ -114,7 +113,6 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 {
 	struct tcp_side *client = &original->seen.tcp;
 	const struct segment *n = &p->tcp;
-	s32 scale;
 
 	if (!(flags & TCP_ACK) || !(flags & (TCP_SYN | TCP_RST)) || !answers_syn(original, n)) {
 		if (flags & TCP_ACK)
@@ -134,9 +132,8 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 		client->next = n->ack;
 		client->scale = client->syn_scale;
 	}
-	scale = window_scale(skb, p);
-	backend->scale = scale < 0 ? 0 : scale;
-	if (scale < 0) /* then the client must not use it either (RFC 7323, 1.3) */
+	backend->scale = window_scale(skb, p);
+	if (!backend->scale) /* then the client must not use it either (RFC 7323, 1.3) */
 		client->scale = 0;
 	backend->next = client->ack = n->next;
 	backend->ack = n->ack;
@@ -300,7 +297,7 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 static __always_inline void copy_to_reply_entry(const struct flow *flow)
 {
 	struct flow_key key = reply_key(flow);
-	struct flow *entry = flow->path == PATH_DIRECT_SNAT ? NULL : entry_of(flow, &key);
+	struct flow *entry = entry_of(flow, &key);
 
 	if (!entry)
 		return;

@@ -116,8 +116,7 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 		key = reply_key(flow);
 	other = entry_of(flow, &key);
 	/* seen.started are the same bytes as seen.tcp: 0 if this entry has matched no segment. */
-	if (reply || !has_snat(flow) || flow->path == PATH_DIRECT_SNAT ||
-	    flow->state == STATE_NEW || !other || other->seen.started)
+	if (reply || !has_snat(flow) || flow->state == STATE_NEW || !other || other->seen.started)
 		return other;
 	key = reply_key(flow);
 	return entry_of(flow, &key);
@@ -140,13 +139,13 @@ static __always_inline bool update_flow(struct flow *flow, const struct packet *
 	return true;
 }
 
-/* The client's side of a connection after its SYN. `scale`: window_scale() of it. */
-static __always_inline void open_side(struct tcp_side *client, const struct packet *p, s32 scale)
+/* The client's side of a connection after its SYN, which has this window_scale(). */
+static __always_inline void open_side(struct tcp_side *client, const struct packet *p, u8 scale)
 {
 	client->next = p->tcp.next;
 	client->edge = p->tcp.sequence + 1;
 	client->window = p->tcp.window | 1; /* 0 would mean that it has sent nothing */
-	client->scale = client->syn_scale = scale < 0 ? 0 : scale;
+	client->scale = client->syn_scale = scale;
 	client->fin = 0;
 }
 
@@ -270,8 +269,6 @@ static __always_inline void release_replies(const struct flow *flow, bool reserv
 		}
 		reserve = false;
 	}
-	if (flow->path == PATH_DIRECT_SNAT)
-		return;
 	key = reply_key(flow);
 	release_entry(&key, flow, reserve, now);
 }
@@ -286,7 +283,7 @@ static __always_inline void delete_other_entries(const struct flow *flow)
 		key = snat_reply_key(flow);
 		delete_entry(&key, flow);
 	}
-	if (flow->direction != DIRECTION_REPLY && flow->path != PATH_DIRECT_SNAT) {
+	if (flow->direction != DIRECTION_REPLY) {
 		key = reply_key(flow);
 		delete_entry(&key, flow);
 	}
@@ -544,27 +541,6 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 	return EGRESS_MASQUERADE;
 }
 
-/* Writes the entry that a packet of a flow that bypasses the stack needs in the stack, and then
- * handles the packet again. */
-static __always_inline int claim_late(struct __sk_buff *skb, struct scratch *s,
-				      const struct flow *flow, bool reply, u32 resume_tail)
-{
-	struct flow *entry;
-
-	s->flow = *flow;
-	s->flow.path = PATH_DIRECT;
-	/* Its next hop and its bytes are those of another entry. */
-	__builtin_memset(&s->flow.out, 0, sizeof(s->flow.out));
-	if (!reply && (entry = twin_of(flow, false))) { /* the new entry is for replies */
-		s->flow.seen = entry->seen;
-		s->flow.arrival = entry->arrival;
-	}
-	s->resume_tail = resume_tail;
-	s->search = SEARCH_NONE;
-	s->late = true;
-	return go(skb, TAIL_CLAIM);
-}
-
 #define LEAST_MTU 1280 /* of every link with IPv6 */
 
 /* Whether the sender, rather than this node, has to fragment this packet if it is too long. */
@@ -606,8 +582,6 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	/* The stack could tell the sender, but conntrack may call its error invalid. */
 	if (mtu && p->fragment != LATER && mtu < wire_length(skb, p) && dont_fragment(skb, p))
 		return send_path_mtu(skb, s, mtu);
-	if (!to && result->path == PATH_DIRECT_SNAT && !result->host_device)
-		return claim_late(skb, s, result->flow, result->reply, TAIL_INGRESS);
 	if (to)
 		new = &result->to_device;
 	account_bytes(result->flow, skb->len - p->l3, p->tcp_flags, result->reply);

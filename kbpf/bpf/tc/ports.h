@@ -12,7 +12,6 @@
 
 #define REPLY_PORT_TRIES 8 /* tries to find a free port of client' */
 #define FRESH_TRIES 8      /* of SNAT_TRIES, before ports in TIME_WAIT at a backend are used */
-#define SEQUENTIAL_RUNS 8  /* of SNAT_TRIES ports each: about as many tries as nf_nat has (128) */
 
 /* Inserts the entry that matches replies to client'. Returns 0, or the error of the last try:
  * -EEXIST if all ports that were tried belong to other flows. If another flow of this client to the
@@ -199,7 +198,7 @@ static __always_inline int abort_flow(const struct flow *flow, enum reason reaso
 
 	release_replies(flow, false, 0);
 	/* A reply entry without an SNAT port yet is not recognized by release_replies(). */
-	if (flow->path != PATH_DIRECT_SNAT && write_port_to_reply(flow))
+	if (write_port_to_reply(flow))
 		flows.delete(&key);
 	return finish(TC_ACT_SHOT, reason);
 }
@@ -223,16 +222,10 @@ static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scra
 	if (is_loopback(&flow->snat)) /* still ADDRESS_NOT_CHOSEN */
 		return NO_SNAT_PORT;
 	if (claim_node_port(flow, n, s->search))
-		return flow->path == PATH_DIRECT_SNAT || write_port_to_reply(flow) ? NEW_FLOW
-										   : NOT_TRACKED;
+		return write_port_to_reply(flow) ? NEW_FLOW : NOT_TRACKED;
 	if (s->search == SEARCH_LAST)
 		return no_port_reason(flow);
-	if (s->search == SEARCH_RANDOM) {
-		s->search = SEARCH_SEQUENTIAL;
-		s->runs = SEQUENTIAL_RUNS;
-	} else if (!--s->runs) {
-		s->search = SEARCH_LAST;
-	}
+	s->search++;
 	tails.call(skb, TAIL_CLAIM);
 	return NO_SNAT_PORT;
 }
@@ -249,60 +242,20 @@ static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
 }
 
-/* A flow that has bypassed the stack has a reply entry now: its other entries name the port of
- * client'. `former`: the port that they have. */
-static __always_inline void leave_direct_path(struct flow *flow, __be16 former)
-{
-	struct flow_key key = original_key(flow);
-	__be16 port = flow->client_port;
-	struct flow *entry;
-
-	flow->client_port = former;
-	entry = entry_of(flow, &key);
-	if (!entry) { /* another CPU was first, with another port of client' */
-		flow->client_port = port;
-		key = reply_key(flow);
-		delete_entry(&key, flow);
-		return;
-	}
-	entry->client_port = port;
-	entry->path = PATH_DIRECT;
-	key = snat_reply_key(flow);
-	entry = entry_of(flow, &key);
-	if (entry) {
-		entry->client_port = port;
-		entry->path = PATH_DIRECT;
-	}
-}
-
-/* A packet that waited for the reply entry continues. */
-static __always_inline int resume_late(struct __sk_buff *skb, struct scratch *s, __be16 former)
-{
-	leave_direct_path(&s->flow, former);
-	if (s->resume_tail == TAIL_ICMP_IN)
-		return go(skb, TAIL_ICMP_IN);
-	return resume(skb, s, TAIL_INGRESS, FROM_ICMP_ERROR);
-}
-
 /* Writes the entries of a new flow: that for its packets in the stack and its replies, that for
  * replies to the node, and the original one. The port of client' is claimed before that of the
- * node, whose entry contains it. A search for a port of the node continues here (`search`).
- *
- * `late`: writes the first of these for a known flow that has bypassed the stack, of which a packet
- * has to take the stack; then that packet continues. */
+ * node, whose entry contains it. A search for a port of the node continues here (`search`). */
 int tc_claim(struct __sk_buff *skb)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 	struct scratch *s = get_scratch();
 	enum reason reason = NEW_FLOW;
-	__be16 former;
-	long error = 0;
+	long error;
 
 	if (!n || !s)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	if (s->search == SEARCH_NONE) {
-		former = s->flow.client_port;
 		s->flow.direction = DIRECTION_REPLY;
 		/* Not a next hop: leaves_elsewhere(). */
 		s->flow.out.ifindex =
@@ -310,12 +263,9 @@ int tc_claim(struct __sk_buff *skb)
 				? routing_ifindex(device_at(skb->ifindex), skb->ifindex)
 				: 0;
 		mark_ends(&s->flow);
-		if (s->flow.path != PATH_DIRECT_SNAT)
-			error = claim_reply(&s->flow, n, now_ns());
+		error = claim_reply(&s->flow, n, now_ns());
 		if (error)
 			return drop_flow(&s->flow, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
-		if (s->late)
-			return resume_late(skb, s, former);
 		s->search = SEARCH_RANDOM;
 		if (has_snat(&s->flow))
 			s->flow.snat_port = s->flow.client_port;

@@ -28,15 +28,15 @@ enum begin_flags {
 	BEGIN_STALE = 1 << 3,       /* or has one that has to go (tc/conntrack.h) */
 };
 
-/* The stages of the search for a port of the node (tc_claim), and which ports each
- * may take. */
+/* The runs of the search for a port of the node (tc_claim), and which ports each may take. Between
+ * these two, ports in sequence: also those of handshakes idle for a second. They are about as many
+ * as nf_nat tries (128). */
 enum search {
 	SEARCH_NONE = 0,   /* it has not begun */
 	SEARCH_RANDOM = 1, /* random ports that are free, or whose flow has ended; after FRESH_TRIES
-			      also those in TIME_WAIT at the backend and of disposable flows */
-	SEARCH_SEQUENTIAL = 2, /* ports in sequence: also those of handshakes idle for a second */
-	SEARCH_LAST = 3, /* also those of any handshake: during a flood it is most likely forged,
-			    and without its port the new connection would certainly fail */
+			      also those in TIME_WAIT at the backend */
+	SEARCH_LAST = 10,  /* also those of any handshake: during a flood it is most likely forged,
+			      and without its port the new connection would certainly fail */
 };
 
 #define ENDED 0xff /* in order, or by the client */
@@ -49,17 +49,17 @@ struct scratch {
 	struct next_hop hop;  /* of this packet */
 	u32 resumed;          /* JUST_WRITTEN, JUDGED: a program has sent the packet back */
 	u32 begin;            /* enum begin_flags, of a packet that begins a flow */
-	u32 resume_tail;      /* tc_recheck, tc_claim and tc_judge: the program to continue with */
-	u32 runs;             /* tc_evict and tc_claim: how many are left */
+	u32 resume_tail;      /* tc_recheck and tc_judge: the program to continue with */
+	u32 runs;             /* tc_evict: how many are left */
 	u32 search;           /* tc_claim: enum search */
-	u32 late;             /* tc_claim: for a known flow */
 	u32 reason;           /* tc_refuse: why */
-	u32 mtu;     /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
-	u32 change;  /* tc_sctp: XOR of old and new ports */
-	u32 action;  /* tc_sctp, tc_end: to be returned */
-	u32 end;     /* tc_end: ENDED, or enum reason; 0: nothing ends */
-	u32 service; /* tc_refuse: of the refused packet, or 0 */
-	u32 owner;   /* of a packet that begins a flow: owner_of_packet() */
+	u32 mtu;           /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
+	u32 change;        /* tc_sctp: XOR of old and new ports */
+	u32 action;        /* tc_sctp, tc_end: to be returned */
+	u32 end;           /* tc_end: ENDED, or enum reason; 0: nothing ends */
+	u32 service;       /* tc_refuse: of the refused packet, or 0 */
+	u32 owner;         /* of a packet that begins a flow: owner_of_packet() */
+	u32 client_device; /* to which the route to its sender leads */
 };
 
 /* 0 -> see above. */

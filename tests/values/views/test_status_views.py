@@ -128,12 +128,6 @@ CONNECTION_ROWS = {
     "the SNAT entry is lost": (track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}),
     "all but the SNAT entry are lost": (track(snat=SNATTED, parts=SNAT_REPLY),
         {"lost": ("flow", "reply")}),
-    "direct SNAT has no reply entry": (
-        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY), {"lost": ()}),
-    "direct SNAT, the SNAT entry is lost": (
-        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL), {"lost": ("source",)}),
-    "direct SNAT, the original entry is lost": (
-        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY), {"lost": ("flow",)}),
     "a new connection may not have its other entry yet": (track(parts=REPLY, idle=0.5),
         {"lost": ()}),
     "another source port at the backend": (track(port=7), {"seen_as": "198.51.100.7:7"}),

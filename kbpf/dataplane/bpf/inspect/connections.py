@@ -170,7 +170,6 @@ _STATES: Final = {int(state): state.name.lower() for state in TcpState}
 _PATHS: Final = {
     int(FlowPath.STACK): "stack",
     int(FlowPath.DIRECT): "direct",
-    int(FlowPath.DIRECT_SNAT): "direct",
 }
 
 
@@ -269,7 +268,7 @@ class FlowTable:
                 # entries were read: some of them were then not seen, but are not lost.
                 lost=()
                 if replaced or last_use >= self._began_ns
-                else _missing_directions(connection.directions, masqueraded, path),
+                else _missing_directions(connection.directions, masqueraded),
                 replaced=replaced,
                 path=_PATHS.get(path, str(path)),
                 device=cached_device_name(index) if index else "",
@@ -334,16 +333,9 @@ class FlowTable:
             )  # fmt: skip
 
 
-def _missing_directions(directions: int, masqueraded: bool, path: int) -> tuple[str, ...]:
-    """The names of the entries that should exist and do not. A connection with the path DIRECT_SNAT
-    has no entry for replies to the client's own address.
-    """
-    expected = (
-        ORIGINAL
-        | (SNAT_REPLY if masqueraded else 0)
-        | (REPLY if path != FlowPath.DIRECT_SNAT else 0)
-    )
-    missing = expected & ~directions
+def _missing_directions(directions: int, masqueraded: bool) -> tuple[str, ...]:
+    """The names of the entries that should exist and do not."""
+    missing = (ORIGINAL | REPLY | (SNAT_REPLY if masqueraded else 0)) & ~directions
     return tuple(name for direction, name in DIRECTION_NAMES.items() if missing & direction)
 
 

@@ -136,7 +136,6 @@ class FlowPath(IntEnum):
 
     STACK = 0
     DIRECT = 1
-    DIRECT_SNAT = 2
 
 
 class FlowDirection(IntEnum):

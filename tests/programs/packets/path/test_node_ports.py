@@ -140,6 +140,22 @@ REUSABLE = {
 
 
 @both
+def test_port_in_time_wait_at_the_backend_is_not_the_first_choice(path: Path_, v: int) -> None:
+    """The client's own port would be. Many clients may share one address of the node, each with
+    its own timestamps.
+    """
+    low, high = 40_000, 41_023
+    path.node(NodeFlag(0), low, high)
+    port = ports_of(CLIENT[v], low, high)[7]
+    both_sides = FinFlag.CLIENT | FinFlag.BACKEND
+    for fins, is_first_choice in ((both_sides | FinFlag.BACKEND_FIRST, False), (both_sides, True)):
+        with no_flows(path):
+            fill_ports(path, v, [port], state=TcpState.CLOSED, fins=fins)
+            given = new_flow_port(path, v, end(CLIENT[v], port))
+            assert (given == port) == is_first_choice
+
+
+@both
 def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
     """The kernel ends a chain of tail calls at 33; the search must end before."""
     low, high = 1024, 65_535
@@ -263,14 +279,15 @@ def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) ->
 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_same_client_and_backend_reuse_their_entries(path: Path_, v: int, which: int) -> None:
-    """From the same port, after both have closed: the backend sees the same ports as before, as it
-    would without a load balancer. The entries are reused and count as a new flow.
+def test_client_uses_its_port_again(path: Path_, v: int, which: int) -> None:
+    """After both have closed: the entries are replaced, and count as a new flow. Unless it is
+    masqueraded, the backend sees the same port as before.
     """
     own, source = established(path, v, "tcp", which)
     close(path, v, own, source, which)
     before, there = path.site.reasons()[Reason.NEW_FLOW], len(entries_of(path, own))
-    assert open_again(path, v, own, which) == source
+    again = open_again(path, v, own, which)
+    assert again == own if which == LOCAL else again.startswith(end(NODE[v], 0)[:-1])
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
     assert states(path, own) == {TcpState.NEW}
     assert len(entries_of(path, own)) == there
