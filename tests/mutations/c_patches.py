@@ -314,8 +314,7 @@ PATCHES: Final = (
         ("FINs need no acknowledgement", "is_acknowledged(original, reply_entry)", "true"),
         ("each client may have all ports", "size < SHARED_PORTS ? 1 : SHARES", "1"),
         ("reply entries stay when there is no room",
-         "\trelease_replies(flow, false, 0);\n\t/* A reply entry without",
-         "\t/* A reply entry without"),
+         "\trelease_replies(&s->flow, false, 0);\n", ""),
     ),
     *_rows(
         "tc/error.h", FLOWS,

@@ -150,7 +150,7 @@ static __always_inline bool may_use_conntrack(const struct node *n, const struct
 					      const struct scratch *s)
 {
 	return (n->flags & NODE_NETFILTER) && device->role == ROLE_HOST && !device->bridge &&
-	       s->packet.protocol != IPPROTO_SCTP && !(s->begin & BEGIN_UNTRACKED);
+	       s->packet.protocol != IPPROTO_SCTP;
 }
 
 /* The backend of a new flow is chosen, and so is its path: writes its state. */
@@ -337,14 +337,17 @@ int tc_choose(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC; /* the stack drops it */
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
 		return go(skb, TAIL_COEXIST);
-	if (!is_frontend(&s->packet.tuple.to))
+	/* Each datagram comes here that is not for a Service, but goes to the port of one. */
+	if (s->packet.protocol == IPPROTO_UDP && !is_frontend(&s->packet.tuple.to))
 		return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW)
 						: finish(TC_ACT_UNSPEC, NOT_A_SERVICE);
-	if (!arrives_by(skb, &s->packet, ifindex, &s->hop))
-		return TC_ACT_UNSPEC;
-	s->client_device = s->hop.ifindex;
-	if (may_use_conntrack(n, device, s))
-		tails.call(skb, TAIL_CONNTRACK); /* returns if an agent without it loaded these */
+	if (!(s->begin & BEGIN_UNTRACKED)) { /* not back from tc_conntrack */
+		if (!arrives_by(skb, &s->packet, ifindex, &s->hop))
+			return TC_ACT_UNSPEC;
+		s->client_device = s->hop.ifindex;
+		if (may_use_conntrack(n, device, s))
+			tails.call(skb, TAIL_CONNTRACK); /* or an agent without it loaded these */
+	}
 	s->owner = owner_of_packet(device, ifindex);
 	client.outside = !(device->flags & DEVICE_LOCAL);
 	if (!describe_flow(skb, s, &client, &c, &action)) {

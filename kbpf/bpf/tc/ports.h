@@ -13,19 +13,37 @@
 #define REPLY_PORT_TRIES 8 /* tries to find a free port of client' */
 #define FRESH_TRIES 8      /* of SNAT_TRIES, before ports in TIME_WAIT at a backend are used */
 
-/* Inserts the entry that matches replies to client'. Returns 0, or the error of the last try:
- * -EEXIST if all ports that were tried belong to other flows. If another flow of this client to the
- * same backend (through another frontend) has the key, client' gets another port. While coexisting
- * with another data plane the port always changes: its conntrack may hold the client's own port and
- * would translate the replies. The kernel refuses a write (-EBUSY, Linux 5.11 and later) if this
- * CPU was interrupted during another one to the same group of buckets; the next port is most likely
- * in another group. */
-static __always_inline long claim_reply(struct flow *flow, const struct node *n, u64 now)
+/* Writes the port of client' into the entry for replies to the node, if there is SNAT. In place: no
+ * packet uses it before the original entry exists. False: it belongs to another flow by now. */
+static __always_inline bool write_client_port(const struct flow *flow)
+{
+	struct flow_key key = snat_reply_key(flow);
+	struct flow *entry;
+
+	if (!has_snat(flow))
+		return true;
+	entry = flows.lookup(&key);
+	if (!entry || !same_target(&entry->client, &flow->client) ||
+	    !same_target(&entry->frontend, &flow->frontend))
+		return false;
+	entry->client_port = flow->client_port;
+	return true;
+}
+
+/* Inserts the entry that matches replies to client'. Any result other than NEW_FLOW: it has none,
+ * and NO_SNAT_PORT that all ports that were tried belong to other flows. If another flow of this
+ * client to the same backend (through another frontend) has the key, client' gets another port.
+ * While coexisting with another data plane the port always changes: its conntrack may hold the
+ * client's own port and would translate the replies. The kernel refuses a write (-EBUSY, Linux 5.11
+ * and later) if this CPU was interrupted during another one to the same group of buckets; the next
+ * port is most likely in another group. */
+static __always_inline enum reason claim_reply(struct flow *flow, const struct node *n, u64 now)
 {
 	u32 size = n->port_high - n->port_low + 1;
 	long error = -EEXIST;
 
-	for (int i = 0; i < REPLY_PORT_TRIES; i++) {
+	flow->direction = DIRECTION_REPLY;
+	for (int i = 0; error && i < REPLY_PORT_TRIES; i++) {
 		struct port_slot *slot;
 		struct flow *other;
 		struct flow_key key;
@@ -35,9 +53,7 @@ static __always_inline long claim_reply(struct flow *flow, const struct node *n,
 				__builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 		key = reply_key(flow);
 		error = flows.insert(&key, flow);
-		if (!error)
-			return 0;
-		slot = try_lock_key(&key);
+		slot = error ? try_lock_key(&key) : NULL;
 		if (!slot)
 			continue;
 		other = flows.lookup(&key);
@@ -47,10 +63,13 @@ static __always_inline long claim_reply(struct flow *flow, const struct node *n,
 		     (other->state == STATE_NEW || other->client.protocol == IPPROTO_UDP)))
 			error = flows.update(&key, flow);
 		unlock_key(slot);
-		if (!error)
-			return 0;
 	}
-	return error;
+	if (!error)
+		return flow->client_port == flow->client.port || write_client_port(flow)
+			       ? NEW_FLOW
+			       : NOT_TRACKED;
+	flow->client_port = flow->client.port; /* as in the entry for replies to the node */
+	return error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED;
 }
 
 /* The ports of the node that a client may use for one backend: one of every SHARES consecutive
@@ -177,32 +196,6 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	return written;
 }
 
-/* Writes the SNAT port into the entry of client' in place: no packet uses that before the original
- * entry exists. False: the entry belongs to another flow by now. */
-static __always_inline bool write_port_to_reply(const struct flow *flow)
-{
-	struct flow_key key = reply_key(flow);
-	struct flow *reply_entry = flows.lookup(&key);
-
-	if (!reply_entry || !same_target(&reply_entry->client, &flow->client) ||
-	    !same_target(&reply_entry->frontend, &flow->frontend))
-		return false;
-	reply_entry->snat_port = flow->snat_port;
-	return true;
-}
-
-/* Deletes the entries of a new flow that could not be completed. */
-static __always_inline int abort_flow(const struct flow *flow, enum reason reason)
-{
-	struct flow_key key = reply_key(flow);
-
-	release_replies(flow, false, 0);
-	/* A reply entry without an SNAT port yet is not recognized by release_replies(). */
-	if (write_port_to_reply(flow))
-		flows.delete(&key);
-	return finish(TC_ACT_SHOT, reason);
-}
-
 /* Why the last port of a search failed: another flow has it, or the map took no entry. */
 static __always_inline enum reason no_port_reason(const struct flow *flow)
 {
@@ -222,7 +215,7 @@ static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scra
 	if (is_loopback(&flow->snat)) /* still ADDRESS_NOT_CHOSEN */
 		return NO_SNAT_PORT;
 	if (claim_node_port(flow, n, s->search))
-		return write_port_to_reply(flow) ? NEW_FLOW : NOT_TRACKED;
+		return NEW_FLOW;
 	if (s->search == SEARCH_LAST)
 		return no_port_reason(flow);
 	s->search++;
@@ -242,30 +235,25 @@ static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
 }
 
-/* Writes the entries of a new flow: that for its packets in the stack and its replies, that for
- * replies to the node, and the original one. The port of client' is claimed before that of the
- * node, whose entry contains it. A search for a port of the node continues here (`search`). */
+/* Writes the entries of a new flow: that for replies to the node, that for its packets in the stack
+ * and its replies, and the original one. A search for a port of the node continues here (`search`).
+ */
 int tc_claim(struct __sk_buff *skb)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 	struct scratch *s = get_scratch();
 	enum reason reason = NEW_FLOW;
-	long error;
 
 	if (!n || !s)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	if (s->search == SEARCH_NONE) {
-		s->flow.direction = DIRECTION_REPLY;
 		/* Not a next hop: leaves_elsewhere(). */
 		s->flow.out.ifindex =
 			s->flow.path == PATH_STACK
 				? routing_ifindex(device_at(skb->ifindex), skb->ifindex)
 				: 0;
 		mark_ends(&s->flow);
-		error = claim_reply(&s->flow, n, now_ns());
-		if (error)
-			return drop_flow(&s->flow, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
 		s->search = SEARCH_RANDOM;
 		if (has_snat(&s->flow))
 			s->flow.snat_port = s->flow.client_port;
@@ -273,7 +261,12 @@ int tc_claim(struct __sk_buff *skb)
 	if (has_snat(&s->flow))
 		reason = claim_port(skb, s, n);
 	if (reason == NEW_FLOW)
+		reason = claim_reply(&s->flow, n, now_ns());
+	if (reason == NEW_FLOW)
 		reason = publish(s, skb->ifindex);
 	report_flow(&s->flow, reason);
-	return reason == NEW_FLOW ? resume_new(skb, s) : abort_flow(&s->flow, reason);
+	if (reason == NEW_FLOW)
+		return resume_new(skb, s);
+	release_replies(&s->flow, false, 0);
+	return finish(TC_ACT_SHOT, reason);
 }
