@@ -226,6 +226,7 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 }
 
 #define TCP_HEADER 20
+#define TCP_WORDS 12   /* offset of the header's length, in words (upper 4 bits) */
 #define TCP_OPTIONS 12 /* at most this many are read */
 #define TCP_OPTION_SCALE 3
 #define MAX_SCALE 14
@@ -235,8 +236,10 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 static __always_inline u8 window_scale(struct __sk_buff *skb, const struct packet *p)
 {
 	u32 at = p->l4 + TCP_HEADER;
+	u8 words = 0; /* the header's length, in the upper half */
 
-	for (int i = 0; i < TCP_OPTIONS; i++) {
+	bpf_skb_load_bytes(skb, p->l4 + TCP_WORDS, &words, 1);
+	for (int i = 0; i < TCP_OPTIONS && at < p->l4 + (words >> 4) * 4; i++) {
 		u8 option[3]; /* kind, length, and the first byte of the value */
 
 		if (bpf_skb_load_bytes(skb, at, option, sizeof(option)) || !option[0])

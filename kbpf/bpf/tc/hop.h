@@ -25,7 +25,6 @@
 #define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
 	7 /* there is a route, but the MAC address is unknown: the kernel resolves it */
 #define BPF_FIB_LKUP_RET_FRAG_NEEDED 8
-#define TCP_WORDS 12      /* offset of the header's length, in words (upper 4 bits) */
 #define FOUND_AT_SHIFT 20 /* unit of next_hop.found_at: about a millisecond */
 
 /* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels name more fields of its unions. */

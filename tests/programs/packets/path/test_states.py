@@ -11,6 +11,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, STATE, is_original
 from kbpf.dataplane.bpf.maps.layout import (
     FLOW,
     NEXT_HOP,
+    TCP_SIDE,
     FinFlag,
     FlowDirection,
     NodeFlag,
@@ -70,6 +71,31 @@ ALIVE = {
     "forged RST of the backend": f"{LIVE} <R!|",
     "RST out of window": f"{LIVE} R",
 }
+
+
+SCALES = {
+    "none": (b"", b"", 0),
+    "the only option": (b"\3\3\7", b"", 7),
+    "as Linux sends them": (b"\2\4\5\xb4\4\2\x08\n01234567\1\3\3\7", b"", 7),
+    "more than the largest": (b"\3\3\xff", b"", 14),
+    "behind the end": (b"\0\3\3\7", b"", 0),
+    "behind an option without length": (b"\2\0\3\3\7", b"", 0),
+    "in the data of a SYN": (b"\2\4\5\xb4", b"\3\3\7", 0),
+    "in the data, without options": (b"", b"\3\3\7", 0),
+}
+"""TCP options and data of a SYN, and the shift of the client's windows."""
+
+
+@both
+@pytest.mark.parametrize("where", SCALES)
+def test_window_scale_of_a_syn(path: Path_, v: int, where: str) -> None:
+    options, data, shift = SCALES[where]
+    own = client(v)
+    path.run("tc_ingress", tcp(own, vip(v, LOCAL), data, flags="S", tcp_options=options))
+    (original,) = [raw for raw in entries_of(path, own) if is_original(raw)]
+    scale = TCP_SIDE.unpack(FLOW.unpack(original)[14])[6]
+    assert scale & 15 == shift
+    assert bool(scale) == bool(shift), "whether there was one"
 
 
 @both
