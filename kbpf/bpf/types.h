@@ -397,7 +397,8 @@ enum refusal_bucket {
 	LIMIT_RESET = 1, /* RSTs of the whole node */
 	LIMIT_PEER4 = 2, /* ICMP errors to one sender; its bucket is in refused_peers */
 	LIMIT_PEER6 = 3,
-	REFUSAL_LIMITS = 4,
+	LIMIT_PEER_RESET = 4, /* RSTs to one sender */
+	REFUSAL_LIMITS = 5,
 };
 
 /* refusal_limits: a token bucket. Each refusal moves `spent` forward by `interval`; it may be ahead

@@ -31,8 +31,9 @@
 /* Index: enum refusal_bucket. Written by the agent when it starts. */
 BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
 
-/* key_of_owner() -> `spent` of the token bucket for ICMP errors to that sender. Full: the oldest is
- * evicted, so that sender may get a whole burst again; the bucket of the node still applies. */
+/* key_of_owner(), XOR the index of its limit in word 2 -> `spent` of a token bucket of that sender.
+ * Full: the oldest is evicted, so that sender may get a whole burst again; the bucket of the node
+ * still applies. */
 BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
 #define REPLY_TTL 64 /* of packets that originate here */
@@ -280,7 +281,7 @@ static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct 
 	return p->v6 ? refuse_v6(skb, p, mtu) : refuse_v4(skb, p, mtu);
 }
 
-/* Takes a token of a sender that gets an ICMP error. One without a bucket has a whole burst. */
+/* Takes a token of a sender. One without a bucket has a whole burst. */
 static __always_inline bool take_peer_token(const struct address *peer,
 					    const struct refusal_limit *limit, u64 now)
 {
@@ -293,21 +294,19 @@ static __always_inline bool take_peer_token(const struct address *peer,
 }
 
 /* Whether the limits allow one more refusal. A sender above its own limit takes no token of the
- * node. The families have limits of their own. */
+ * node. */
 static __always_inline bool may_refuse(const struct packet *p, u32 owner, u64 now)
 {
 	struct address sender = key_of_owner(owner, &p->tuple.from.address);
-	u32 which = p->protocol == IPPROTO_TCP ? LIMIT_RESET : LIMIT_ICMP;
-	struct refusal_limit *all = refusal_limits.lookup(&which), *each;
+	bool tcp = p->protocol == IPPROTO_TCP;
+	u32 which = tcp ? LIMIT_RESET : LIMIT_ICMP;
+	u32 peer = tcp ? LIMIT_PEER_RESET : p->v6 ? LIMIT_PEER6 : LIMIT_PEER4;
+	struct refusal_limit *all = refusal_limits.lookup(&which);
+	struct refusal_limit *each = refusal_limits.lookup(&peer);
 
-	if (is_device(owner))
-		sender.word[1] = p->v6;
-	if (which == LIMIT_ICMP) {
-		which = p->v6 ? LIMIT_PEER6 : LIMIT_PEER4;
-		each = refusal_limits.lookup(&which);
-		if (each && each->interval && !take_peer_token(&sender, each, now))
-			return false;
-	}
+	sender.word[2] ^= peer;
+	if (each && each->interval && !take_peer_token(&sender, each, now))
+		return false;
 	return !all || !all->interval || take_token(&all->spent, all->interval, all->burst, now);
 }
 

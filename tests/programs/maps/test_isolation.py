@@ -513,7 +513,7 @@ def test_forged_addresses_of_a_pod_have_one_limit_of_icmp_errors(ingress: Ingres
     burst, hour = 6, 3600 * 10**9
     with ingress.site.pinned("refusal_limits") as limits:
         for which in RefusalLimit:
-            most = burst if which in (RefusalLimit.PEER4, RefusalLimit.PEER6) else 50
+            most = 50 if which in (RefusalLimit.ICMP, RefusalLimit.RESET) else burst
             limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, hour, most))
 
     def errors(hosts: Iterable[str], v: int = row.v) -> int:

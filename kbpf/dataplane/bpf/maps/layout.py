@@ -194,6 +194,7 @@ class RefusalLimit(IntEnum):
     RESET = 1
     PEER4 = 2
     PEER6 = 3
+    PEER_RESET = 4
 
 
 class Target(NamedTuple):
@@ -643,7 +644,7 @@ MAPS: Final = {
             packet_path_only=True),
         MapSpec("refusal_limits", "packet path: rate limits of ICMP errors and RSTs",
             uapi.BPF_MAP_TYPE_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
-        MapSpec("refused_peers", "packet path: address → its rate limit of ICMP errors",
+        MapSpec("refused_peers", "packet path: sender → one of its rate limits of refusals",
             uapi.BPF_MAP_TYPE_LRU_HASH, 16, U64.size, 4096, packet_path_only=True),
         MapSpec("foreign_flows", "packet path: connections that another data plane serves",
             uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, U32.size, 16_384, packet_path_only=True),

@@ -135,13 +135,16 @@ def pack_node(config: Config, desired: DesiredState, mode: NodeFlag = NO_COEXIST
 
 def write_refusal_limits(limits: WritableMap) -> None:
     """Writes the map `refusal_limits`: full token buckets with the limits that the kernel has for
-    its own ICMP errors in this network namespace. RSTs have a bucket of the same size.
+    its own ICMP errors in this network namespace. RSTs have a bucket of the same size, and one
+    sender can take half of it.
     """
     rate, burst = (_read_setting(*name_and_default) for name_and_default in ICMP_RATE_SYSCTLS)
     # Last spent at 0, which is when the node booted: the bucket is full.
-    bucket = REFUSAL_LIMIT.pack(0, NS_PER_SECOND // max(rate, 1), burst if rate else 0)
+    interval, burst = NS_PER_SECOND // max(rate, 1), burst if rate else 0
     for limit in (RefusalLimit.ICMP, RefusalLimit.RESET):
-        limits.update(U32.pack(limit), bucket)
+        limits.update(U32.pack(limit), REFUSAL_LIMIT.pack(0, interval, burst))
+    half = REFUSAL_LIMIT.pack(0, 2 * interval, (burst + 1) // 2)
+    limits.update(U32.pack(RefusalLimit.PEER_RESET), half)
     for limit, setting in ICMP_PEER_SYSCTLS.items():
         interval = _read_setting(*setting) * NS_PER_SECOND // 1000
         limits.update(U32.pack(limit), REFUSAL_LIMIT.pack(0, interval, XRLIM_BURST_FACTOR))

@@ -176,6 +176,15 @@ BUILD = {
 OTHERS = {4: "198.51.100.{}", 6: "2001:db8:7:{}::"}
 """Clients. An IPv6 network is one client; its key in `refused_peers` is its first address."""
 EACH = {4: RefusalLimit.PEER4, 6: RefusalLimit.PEER6}
+
+
+def peer_key(host: str, limit: RefusalLimit) -> bytes:
+    """The key in `refused_peers`."""
+    key = bytearray(parse_addr(host))
+    key[8] ^= limit
+    return bytes(key)
+
+
 BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLimit.RESET}
 
 
@@ -183,6 +192,7 @@ BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLim
 def refusals(path: Path_) -> Iterator[Refusals]:
     with path.site.pinned("refusal_limits") as limits:
         before = dict(limits.items())
+        limits.update(U32.pack(RefusalLimit.PEER_RESET), bytes(REFUSAL_LIMIT.size))  # no limit
         yield Refusals(path)
         for key, value in before.items():
             limits.update(key, value)
@@ -225,9 +235,20 @@ def test_each_client_has_its_own_limit_of_icmp_errors(
     assert refusals.answers(v, kind, [hosts[0]] * 200) == 6
     assert refusals.answers(v, kind, [hosts[1]] * 20) == 6
     with refusals.path.site.pinned("refused_peers") as peers:
-        peers.update(parse_addr(hosts[0]), U64.pack(time.monotonic_ns() + 4 * HOUR - HOUR // 2))
+        peers.update(peer_key(hosts[0], EACH[v]), U64.pack(time.monotonic_ns() + 4 * HOUR - HOUR // 2))
     assert refusals.answers(v, kind, [hosts[0]] * 20) == 2
-    assert refusals.answers(v, "tcp", [hosts[1]] * 20) == 20, "resets have no such limit"
+    assert refusals.answers(v, "tcp", [hosts[1]] * 20) == 20, "resets have their own"
+
+
+@both
+def test_one_client_takes_half_of_the_resets(refusals: Refusals, v: int) -> None:
+    """A container that dials a refused port all the time leaves the other half to others."""
+    refusals.set(RefusalLimit.RESET, 50)
+    refusals.set(RefusalLimit.PEER_RESET, 25)
+    hosts = [OTHERS[v].format(200 + n) for n in range(3)]
+    assert [refusals.answers(v, "tcp", [host] * 40) for host in hosts] == [25, 25, 0]
+    with refusals.path.site.pinned("refused_peers") as peers:
+        assert all(peers.delete(peer_key(host, RefusalLimit.PEER_RESET)) for host in hosts)
 
 
 @both
@@ -241,23 +262,24 @@ def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: in
     with refusals.path.site.pinned("refused_peers") as peers:
         for number in range(4 * MAPS["refused_peers"].entries):
             peers.update(number.to_bytes(16, "little"), spent)
-        peers.delete(parse_addr(host))  # as if the kernel had evicted it as the oldest
+        peers.delete(peer_key(host, EACH[v]))  # as if the kernel had evicted it as the oldest
     assert refusals.answers(v, "udp", [host] * 20) == 2
 
 
+HALF = 2 * 10**6, 25
 SETTINGS = {
-    "the kernel's defaults": ({}, (10**6, 50), (10**6, 50), (10**9, 6), (10**8, 6)),
+    "the kernel's defaults": ({}, (10**6, 50), (10**6, 50), (10**9, 6), (10**8, 6), HALF),
     "other limits": (
         {"net.ipv4.icmp_ratelimit": "500", "net.ipv6.icmp.ratelimit": "40"},
-        (10**6, 50), (10**6, 50), (500 * 10**6, 6), (40 * 10**6, 6),
+        (10**6, 50), (10**6, 50), (500 * 10**6, 6), (40 * 10**6, 6), HALF,
     ),
     "no limits": (
         {"net.ipv4.icmp_ratelimit": "0", "net.ipv6.icmp.ratelimit": "0"},
-        (10**6, 50), (10**6, 50), (0, 6), (0, 6),
+        (10**6, 50), (10**6, 50), (0, 6), (0, 6), HALF,
     ),
 }  # fmt: skip
 """The kernel's settings, then (interval in ns, burst) of ICMP errors, RSTs, each IPv4,
-IPv6 peer.
+IPv6 peer, and RSTs to a peer.
 """
 
 
