@@ -19,6 +19,7 @@ from kbpf.errors import ConfigError
 from kbpf.model.inspection import EventFilter, Inspection
 from kbpf.views import top as view
 from kbpf.views.monitor import VERDICTS
+from kbpf.views.packet_path.availability import uses_conntrack
 from kbpf.views.page import Page
 from kbpf.views.top import By, TopRow, TopSummary
 
@@ -49,11 +50,12 @@ Limit = Annotated[
 
 
 class Sample(NamedTuple):
-    """One interval. `counted`: see Inspection."""
+    """One interval. `counted`: see Inspection. `in_conntrack`: whether new connections are."""
 
     rows: tuple[TopRow, ...]
     summary: TopSummary
     counted: frozenset[str]
+    in_conntrack: bool = False
 
 
 def top(
@@ -113,7 +115,8 @@ class _CounterSampler:
         after = self._before = self._read()
         rows = view.build_rows(before, after, self._by, self._service, self._namespace)
         elapsed = round(after.monotonic - before.monotonic, 3)
-        return Sample(rows, TopSummary(self._by, elapsed, None), after.counted)
+        summary = TopSummary(self._by, elapsed, None)
+        return Sample(rows, summary, after.counted, uses_conntrack(after))
 
 
 class _EventSampler:
@@ -147,7 +150,7 @@ def _run(
 ) -> None:
     if once:
         taken = sample(seconds)
-        page = view.build_page(taken.rows, taken.summary, taken.counted, limit)
+        page = view.build_page(*taken, limit=limit)
         render.show(page, output)
         return
     histories = _Histories()
@@ -161,7 +164,7 @@ def _next_page(taken: Sample, histories: "_Histories", limit: int) -> Page:
     if not limit and sys.stdout.isatty():
         limit = max(1, shutil.get_terminal_size().lines - OTHER_LINES)
     shown = histories.values if _has_bars() else None
-    return view.build_page(taken.rows, taken.summary, taken.counted, limit, shown)
+    return view.build_page(*taken, limit=limit, histories=shown)
 
 
 def _has_bars() -> bool:

@@ -48,7 +48,8 @@ OF_BACKENDS: Final = (By.BACKENDS, By.ZONES, By.NODES)
 
 def needs(by: By) -> Part:
     """The parts of an inspection that rows are built from; not those of clients."""
-    return Part.TRAFFIC | Part.ENDPOINTS if by in OF_BACKENDS else Part.TRAFFIC
+    parts = Part.TRAFFIC | Part.PACKETS
+    return parts | Part.ENDPOINTS if by in OF_BACKENDS else parts
 
 
 class TopRow(msgspec.Struct, frozen=True):
@@ -326,24 +327,29 @@ def build_page(
     rows: Sequence[TopRow],
     summary: TopSummary,
     counted: frozenset[str],
+    in_conntrack: bool = False,
     limit: int = 0,
     histories: Histories | None = None,
 ) -> Page:
-    """`counted`: see Inspection. `histories`: adds a column with a sparkline for each row."""
+    """`counted`: see Inspection. `in_conntrack`: whether new connections are. `histories`: adds a
+    column with a sparkline for each row.
+    """
     columns = [*COLUMNS[summary.by]]
     if histories is not None:
         columns.append(
             Column("TREND", lambda r: format_sparkline(histories.get((r.service, r.name), ())))
         )
     more = f"and {len(rows) - limit} more {summary.by}" if 0 < limit < len(rows) else ""
-    notes = (more, *_notes(rows, summary, counted))
+    notes = (more, *_notes(rows, summary, counted, in_conntrack))
     return Page(
         KIND, rows[:limit] if limit else rows, columns, summary=summary, notes=notes,
         empty="" if rows else "Nothing has happened.",
     )  # fmt: skip
 
 
-def _notes(rows: Iterable[TopRow], summary: TopSummary, counted: frozenset[str]) -> Iterator[str]:
+def _notes(
+    rows: Iterable[TopRow], summary: TopSummary, counted: frozenset[str], in_conntrack: bool
+) -> Iterator[str]:
     if summary.by is By.CLIENTS:
         if summary.left_out:
             yield f"sampled: {summary.left_out:,} more events were not seen"
@@ -360,3 +366,7 @@ def _notes(rows: Iterable[TopRow], summary: TopSummary, counted: frozenset[str])
         yield f"{what} are not measured: --accounting full"
     if any(row.open is None for row in rows):
         yield "OPEN is not known: this kernel does not list sockets"
+    if in_conntrack:
+        yield (
+            "--forwarding netfilter: OPEN, IN/S and OUT/S are without new connections from outside"
+        )

@@ -396,7 +396,7 @@ PATCHES: Final = (
         ("a reset acknowledges too little",
          "__builtin_bswap32(sequence) + 1 +",
          "__builtin_bswap32(sequence) +"),
-        ("the families of a pod have one limit", "sender.word[1] = p->v6;", ""),
+        ("the limits of a sender share a bucket", "sender.word[2] ^= peer;", ""),
         ("ICMP errors have no limit for each peer",
          "each && each->interval && !take_peer_token",
          "false && !take_peer_token"),

@@ -165,13 +165,17 @@ COUNTED = {
 }
 
 
-def page(by: By, counted: str, service: str = "", limit: int = 0, namespace: str = "") -> str:
+def page(
+    by: By, counted: str, service: str = "", limit: int = 0, namespace: str = "",
+    in_conntrack: bool = False,
+) -> str:  # fmt: skip
     before, after = (read(totals, when, COUNTED[counted])
                      for totals, when in ((BEFORE, 10.0), (AFTER, 12.0)))  # fmt: skip
     rows = top.build_rows(before, after, by, service, namespace)
     histories = {(row.service, row.name): [0.0, None, 1.0, 4.0, row.new] for row in rows}
     shown = histories if not limit else None
-    made = top.build_page(rows, TopSummary(by, 2.0, None), after.counted, limit, shown)
+    summary = TopSummary(by, 2.0, None)
+    made = top.build_page(rows, summary, after.counted, in_conntrack, limit, shown)
     text = "".join(render.render_page(made, Output.TABLE))
     return text + "".join(f"{note}\n" for note in made.notes if note)
 
@@ -186,6 +190,7 @@ def test_pages_of_top(golden: Golden) -> None:
     texts.append(f"# one Service\n{page(By.BACKENDS, 'full', 'default/web')}")
     texts.append(f"# one namespace\n{page(By.SERVICES, 'full', namespace='kube-system')}")
     texts.append(f"# two rows\n{page(By.SERVICES, 'full', limit=2)}")
+    texts.append(f"# with conntrack\n{page(By.SERVICES, 'full', limit=1, in_conntrack=True)}")
     before, after = read(BEFORE, 10.0, ALL_COUNTERS), read(AFTER, 12.0, ALL_COUNTERS)
     rows = top.build_rows(before, after, By.SERVICES)
     made = top.build_page(rows, TopSummary(By.SERVICES, 2.0, None), after.counted)

@@ -636,7 +636,7 @@ MAPS: Final = {
         MapSpec("flow_generations", "packet path: which marks of flow_marks still count",
             uapi.BPF_MAP_TYPE_ARRAY, 4, FLOW_GENERATIONS.size, 1),
         MapSpec("port_slots",
-            "packet path: locks for choosing SNAT ports, and the last search without result",
+            "packet path: locks for choosing SNAT ports",
             uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
         MapSpec("fragments",
             "packet path: ports of fragmented datagrams, for their later fragments",

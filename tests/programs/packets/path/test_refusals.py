@@ -234,8 +234,9 @@ def test_each_client_has_its_own_limit_of_icmp_errors(
     hosts = [OTHERS[v].format(100 + n + (50 if kind == "udp" else 0)) for n in range(2)]
     assert refusals.answers(v, kind, [hosts[0]] * 200) == 6
     assert refusals.answers(v, kind, [hosts[1]] * 20) == 6
+    spent = U64.pack(time.monotonic_ns() + 4 * HOUR - HOUR // 2)
     with refusals.path.site.pinned("refused_peers") as peers:
-        peers.update(peer_key(hosts[0], EACH[v]), U64.pack(time.monotonic_ns() + 4 * HOUR - HOUR // 2))
+        peers.update(peer_key(hosts[0], EACH[v]), spent)
     assert refusals.answers(v, kind, [hosts[0]] * 20) == 2
     assert refusals.answers(v, "tcp", [hosts[1]] * 20) == 20, "resets have their own"
 
