@@ -245,6 +245,8 @@ enum fins {
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 	FIN_UNANSWERED = 1 << 4,    /* so is that its SYN had to be repeated */
 	FIN_DIRECT = 1 << 5, /* UDP: the client's last datagram went to the backend's own address */
+	FIN_REPLACED = 1 << 7, /* its SYN-ACK has replaced another connection, which it may have
+				  all the same if that was forged: the port stays as well */
 	FIN_RESERVED = 1 << 6, /* the backend may still have a connection from this port, so no
 				  other flow gets it before the entry expires: release_replies() */
 };
@@ -290,8 +292,9 @@ struct tcp_side {
 	u32 room;   /* the largest window of the other side */
 	u8 scale;   /* window_scale(): the shift of its windows (td_scale) */
 	u8 fin;     /* its own bits of `fins`; only packets of this side write them here */
-	u8 syn_scale; /* original entry: that of the client's last SYN */
-	u8 pad[5];
+	u8 syn_scale; /* original entry: that of the client's last SYN, */
+	u8 pad;
+	u32 syn_at; /* and when it came, as milliseconds_of() */
 };
 
 /* The verification tag that packets of one side of an SCTP association need, as in the packet.

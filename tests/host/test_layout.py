@@ -85,7 +85,7 @@ LAYOUTS = [
     Layout("flow", layout.FLOW,
            "last_used client frontend backend snat snat_port client_port service backend_id "
            "state fins path direction host_device seen arrival syn out"),
-    Layout("tcp_side", layout.TCP_SIDE, "next ack edge window limit room scale fin syn_scale"),
+    Layout("tcp_side", layout.TCP_SIDE, "next ack edge window limit room scale fin syn_scale syn_at"),
     Layout("sctp_tags", layout.U32_PAIR, "tag next"),
     Layout("next_hop", layout.NEXT_HOP,
            "found_at check address ifindex own_mac next_mac max_length resolved family uncounted"),
@@ -403,7 +403,7 @@ def test_a_flow_without_windows_keeps_its_fields(protocol: Protocol):
     converted = layout.FLOW.unpack(former.convert(before.pack(*fields, numbers, b"w" * 48)))
     assert former.value_size == before.size
     assert [*converted[:14], *converted[15:]] == [*fields, 0, 0, b"w" * 48]
-    tcp = layout.TCP_SIDE.pack(100, 2**32 - 5, 2**30 - 5, 2**30, 100 + 2**30, 2**30, 14, 0, 0)
+    tcp = layout.TCP_SIDE.pack(100, 2**32 - 5, 2**30 - 5, 2**30, 100 + 2**30, 2**30, 14, 0, 0, 0)
     side = tcp if protocol is Protocol.TCP else numbers
     assert converted[14] == side.ljust(32, b"\0")
 

@@ -342,7 +342,8 @@ PATCHES: Final = (
         ("recent handshakes are evicted",
          "if (is_half_open(flow) && elapsed(flow->last_used, now) < SECOND)",
          "if (false)"),
-        ("needed flows are evicted", "else if (!is_needed(flow, now))", "else"),
+        ("needed flows are evicted", "!is_needed(flow, now) && !must_stay(flow, now))\n\t\t\tbreak;",
+         "!must_stay(flow, now))\n\t\t\tbreak;"),
         ("needed flows lose their place in the queue",
          "if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */\n"
          "\t\t\tin_use = true;\n\t\t\tbreak;\n\t\t}",
@@ -396,7 +397,7 @@ PATCHES: Final = (
         ("a reset acknowledges too little",
          "__builtin_bswap32(sequence) + 1 +",
          "__builtin_bswap32(sequence) +"),
-        ("the limits of a sender share a bucket", "sender.word[2] ^= peer;", ""),
+        ("the limits of a sender share a bucket", "sender.word[0] ^= peer << 4;", ""),
         ("ICMP errors have no limit for each peer",
          "each && each->interval && !take_peer_token",
          "false && !take_peer_token"),

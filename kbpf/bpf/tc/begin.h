@@ -244,22 +244,24 @@ int tc_recheck(struct __sk_buff *skb)
 	u64 now = now_ns();
 	struct packet *p;
 	struct flow *flow;
-	bool came_in, original;
+	bool came_in, original, genuine;
+	u32 arrival;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	came_in = s->resume_tail == TAIL_CHOOSE;
+	arrival = came_in ? skb->ifindex : 0;
 	flow = flow_between(&p->tuple);
 	original = flow && is_original(&p->tuple, flow);
-	if (original && starts_flow(p))
-		account_repetition(
-			flow, now,
-			owner_of_packet(device_at(skb->ifindex), came_in ? skb->ifindex : 0));
+	genuine = flow && (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop));
+	if (original && genuine && starts_flow(p))
+		account_repetition(flow, now, owner_of_packet(device_at(skb->ifindex), arrival));
 	if (flow && !is_over(flow, now) &&
 	    (!starts_flow(p) || !original ||
 	     (backend_exists(flow->backend_id) && !lacks_entry(flow)))) {
-		if (p->protocol == IPPROTO_UDP && (original || !is_reply(&p->tuple, flow)))
+		if (genuine && p->protocol == IPPROTO_UDP &&
+		    (original || !is_reply(&p->tuple, flow)))
 			note_destination(flow, !original);
 		return came_in ? resume(skb, s, TAIL_INGRESS, 0) : resume(skb, s, TAIL_HOST, 0);
 	}
@@ -278,8 +280,11 @@ int tc_delete_flow(struct __sk_buff *skb)
 	if (!s)
 		return TC_ACT_UNSPEC;
 	old = flow_between(&s->packet.tuple);
-	if (old && old->direction == DIRECTION_ORIGINAL && is_original(&s->packet.tuple, old))
-		delete_flow(old, now_ns());
+	if (!old || old->direction != DIRECTION_ORIGINAL || !is_original(&s->packet.tuple, old))
+		return TC_ACT_UNSPEC;
+	if (must_stay(old, now_ns()))
+		return finish(TC_ACT_SHOT, TABLE_FULL);
+	delete_flow(old, now_ns());
 	return TC_ACT_UNSPEC;
 }
 

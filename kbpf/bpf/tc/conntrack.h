@@ -137,8 +137,8 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 	return v6 ? *a : v4;
 }
 
-#define FEWEST_PORTS 1024
 #define CLIENT_PORT_TRIES 16
+#define QUEUE_TRIES 3 /* another CPU may fill the queue */
 
 /* Whether a masqueraded client may have this port of the node, in host byte order. It may not if
  *
@@ -165,21 +165,20 @@ static __always_inline bool may_have_port(struct __sk_buff *skb, const struct pa
 }
 
 /* The port of a masqueraded client, in host byte order: its own, or else a random one above the
- * packet path's range. 0: no port was found, and the kernel chooses one. If another CPU takes the
- * port at the same time, the client's next packet gets another one. */
+ * packet path's range. 0: none was found. The kernel must not choose one then, since it could be in
+ * that range. If another CPU takes the port at the same time, the client's next packet gets another
+ * one. */
 static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struct packet *p,
 					      const struct flow *flow)
 {
 	u32 zero = 0, port = __builtin_bswap16(flow->client.port), room;
 	struct node *n = node.lookup(&zero);
 
-	if (!n || !has_snat(flow))
+	if (!n)
 		return 0;
-	room = 65535 - n->port_high;
-	if (room < FEWEST_PORTS)
-		return 0;
+	room = 65535 - n->port_high; /* at least FEWEST_PORTS (host.py) */
 	for (int i = 0; i < CLIENT_PORT_TRIES; i++) {
-		if (may_have_port(skb, p, flow, n, port))
+		if (port && may_have_port(skb, p, flow, n, port))
 			return port;
 		port = n->port_high + 1 + (((u64)bpf_get_prandom_u32() * room) >> 32);
 	}
@@ -254,19 +253,19 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 }
 
 /* Remembers a flow until a packet of it leaves: of a socket of this node, the reply. `port`: the
- * client's, as the backend sees it, in host byte order; 0: the kernel chooses it, if the flow has
- * SNAT. What is not known, or may never leave, counts at once. */
+ * client's, as the backend sees it, in host byte order, if the flow has SNAT. What may never leave
+ * counts at once. */
 static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
 {
 	struct target from = flow->client, to = flow->backend;
-	struct unconfirmed_key queued = {.time = flow->last_used};
+	struct unconfirmed_key queued;
 	struct event event = {};
 	bool one_way = false;
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 
 	describe_event(&event, flow, NEW_FLOW);
-	event.time = queued.time;
+	event.time = queued.time = flow->last_used;
 	if (has_snat(flow)) {
 		from.address = flow->snat;
 		from.port = __builtin_bswap16(port);
@@ -277,16 +276,19 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 		one_way = from.protocol == IPPROTO_UDP;
 	}
 	queued.key = flow_key_of(&from, &to);
-	if (one_way || !from.port || unconfirmed.update(&queued.key, &event)) {
+	if (one_way || unconfirmed.update(&queued.key, &event)) {
 		confirm_flow(&event);
 		return;
 	}
-	if (unconfirmed_queue.push(&queued, 0)) {
-		settle_oldest(skb, &queued);
+	for (int i = 0; i < QUEUE_TRIES; i++) {
+		if (!unconfirmed_queue.push(&queued, 0))
+			return;
+		settle_oldest(skb, &queued); /* the stack is full */
 		queued.key = flow_key_of(&from, &to);
 		queued.time = flow->last_used;
-		unconfirmed_queue.push(&queued, 0);
 	}
+	unconfirmed.delete(&queued.key); /* without its key in the queue it would stay for ever */
+	confirm_flow(&event);
 }
 
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
@@ -315,7 +317,9 @@ int tc_conntrack(struct __sk_buff *skb)
 		return drop_flow(&s->flow, NO_SNAT_PORT);
 	if ((s->begin & BEGIN_STALE) && find_tracked(skb, &p, true) == TRACKED_STALE)
 		find_tracked(skb, &p, false);
-	port = choose_client_port(skb, &p, &s->flow);
+	port = has_snat(&s->flow) ? choose_client_port(skb, &p, &s->flow) : 0;
+	if (has_snat(&s->flow) && !port)
+		return drop_flow(&s->flow, NO_SNAT_PORT);
 	opts.protocol = p.protocol;
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p.tuple, p.v6, &opts);
 	if (!ct)

@@ -47,8 +47,8 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 			return; /* it is gone already */
 		}
 		if (is_half_open(flow) && elapsed(flow->last_used, now) < SECOND)
-			young = flow;
-		else if (!is_needed(flow, now))
+			young = must_stay(flow, now) ? young : flow;
+		else if (!is_needed(flow, now) && !must_stay(flow, now))
 			break;
 		if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */
 			in_use = true;
@@ -79,7 +79,7 @@ static __always_inline bool evict_one(bool for_udp, u64 now)
 		flow = flows.lookup(&oldest);
 		if (!flow || flow->direction != DIRECTION_ORIGINAL)
 			return true;
-		if (!is_needed(flow, now)) {
+		if (!is_needed(flow, now) && !must_stay(flow, now)) {
 			delete_flow(flow, now);
 			return true;
 		}
@@ -113,14 +113,16 @@ static __always_inline bool enqueue(struct flow_key *key, const struct node *n, 
 }
 
 /* Makes room for the original entry at `key`: takes the place in the queue of an older flow of the
- * same client and frontend, whose reply entries it deletes, or finds a new place. Any result other
+ * same client and frontend, whose reply entries it releases, or finds a new place. Any result other
  * than NEW_FLOW: the new flow cannot begin. NOT_TRACKED: a live flow has this key for its
  * replies. */
 static __always_inline enum reason claim_original(struct flow_key *key, const struct flow *old,
 						  const struct flow *flow, const struct node *n)
 {
 	if (old && old->direction == DIRECTION_ORIGINAL) {
-		release_replies(old, may_be_answered(old, flow->last_used), flow->last_used);
+		if (must_stay(old, flow->last_used))
+			return TABLE_FULL;
+		release_replies(old, needs_reservation(old, flow->last_used), flow->last_used);
 		return NEW_FLOW;
 	}
 	if (old) {

@@ -59,7 +59,8 @@
  * flows whose backend has stopped serving (udp.py), orphans and flows that are long over
  * (flow_gc.py) and, while another data plane replaces this one, ended flows (drain.py); and it adds
  * entries for ports that conntrack uses (snat_ports.py). There is room for three entries of each
- * key in the queue. Full nevertheless: the new flow does not begin, and its packet is dropped. */
+ * key in the queue, and for reserved ports (may_reserve()). Full nevertheless: the new flow does
+ * not begin, and its packet is dropped. */
 BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 
 /* The keys of the original entries, the oldest first. The programs push and pop; the agent pushes
@@ -68,7 +69,7 @@ BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 BPF_QUEUE(flow_queue, struct flow_key, 64);
 
 /* 0 -> number of keys in the queue. Counted by the programs, and set by the agent when it fills a
- * new map. 1 -> `spent` of the token bucket of take_reservation(). */
+ * new map. 1 -> `spent` of the token bucket of may_reserve(). */
 BPF_TABLE("array", u32, u64, flow_count, 2);
 
 /* A filter in front of `flows`: hash of an end -> the generation of its mark (struct
@@ -226,6 +227,12 @@ static __always_inline bool expired(const struct flow *flow, u64 now)
 	return elapsed(flow->last_used, now) > timeout_of(flow);
 }
 
+/* A time (ns) in units of about a millisecond, which wrap around. */
+static __always_inline u32 milliseconds_of(u64 time)
+{
+	return time >> 20;
+}
+
 static __always_inline bool both_closed(const struct flow *flow)
 {
 	return (flow->fins & FIN_CLIENT) && (flow->fins & FIN_BACKEND);
@@ -259,7 +266,8 @@ static __always_inline bool may_be_answered(const struct flow *flow, u64 now)
 {
 	if (expired(flow, now))
 		return false;
-	return flow->client.protocol == IPPROTO_UDP || (flow->fins & FIN_RESERVED) ||
+	return flow->client.protocol == IPPROTO_UDP ||
+	       (flow->fins & (FIN_RESERVED | FIN_REPLACED)) ||
 	       !(is_half_open(flow) || both_closed(flow));
 }
 

@@ -21,6 +21,7 @@
 
 #define BPF_FIB_LKUP_RET_SUCCESS 0
 #define BPF_FIB_LKUP_RET_FWD_DISABLED 5
+#define BPF_FIB_LKUP_RET_UNSUPP_LWT 6
 #define BPF_FIB_LOOKUP_OUTPUT 2 /* by this device only */
 #define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
 	7 /* there is a route, but the MAC address is unknown: the kernel resolves it */
@@ -158,6 +159,9 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 		return true;
 	if (result && result < BPF_FIB_LKUP_RET_FWD_DISABLED) /* there is no route to it */
 		return false;
+	if (result ==
+	    BPF_FIB_LKUP_RET_UNSUPP_LWT) /* the route encapsulates: its device is unknown */
+		return is_exchangeable(in);
 	if (hop->ifindex == here)
 		return true;
 	route = device_at(hop->ifindex);

@@ -70,17 +70,19 @@ static __always_inline bool answers_syn(const struct flow *original, const struc
 
 /* A SYN of the client. In a live connection only the two ends know whether it is genuine. */
 static __always_inline enum judgment judge_syn(struct __sk_buff *skb, const struct packet *p,
-					       struct flow *original, struct tcp_side *backend)
+					       struct flow *original, struct tcp_side *backend,
+					       u64 now)
 {
 	struct tcp_side *client = &original->seen.tcp;
 
 	original->syn = p->tcp.next;
 	client->syn_scale = window_scale(skb, p);
+	client->syn_at = milliseconds_of(now);
 	if (original->state != STATE_CLOSED)
 		return original->state == STATE_NEW && client->next == p->tcp.next ? COUNTED
 										   : IGNORED;
 	original->state = STATE_NEW; /* after a reset: see check_restart() */
-	original->fins = 0;
+	original->fins &= FIN_REPLACED;
 	__builtin_memset(backend, 0, sizeof(*backend));
 	open_side(client, p, client->syn_scale);
 	return COUNTED;
@@ -96,14 +98,18 @@ static __always_inline void end_backend(struct flow *original, struct tcp_side *
 }
 
 /* Whether this segment of the backend, which is outside of the window, answers a SYN in a
- * connection that is not new: the backend has forgotten it, or it would have sent an ACK. A
- * refusal, which is easier to forge, passes but ends no connection that is established. */
-static __always_inline bool answers_later_syn(const struct flow *original, const struct segment *n,
-					      u32 flags)
+ * connection that is not new: the backend has forgotten it, or it would have sent an ACK. As in
+ * nf_conntrack, neither side may have sent anything in the window since the SYN. A refusal, which
+ * is easier to forge, passes but ends no connection that is established. */
+static __always_inline bool answers_later_syn(const struct flow *original, const struct flow *reply,
+					      const struct segment *n, u32 flags)
 {
 	u32 kinds = original->state == STATE_CLOSING ? TCP_SYN | TCP_RST : TCP_SYN;
+	u32 syn_at = original->seen.tcp.syn_at;
 
-	return (flags & kinds) && (flags & TCP_ACK) && n->ack == original->syn;
+	return (flags & kinds) && (flags & TCP_ACK) && n->ack == original->syn &&
+	       in_order(milliseconds_of(original->last_used), syn_at) &&
+	       in_order(milliseconds_of(reply->last_used), syn_at);
 }
 
 /* The backend's answer to a SYN. */
@@ -125,8 +131,8 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 		end_backend(original, backend, client);
 		return COUNTED;
 	}
+	original->fins = is_half_open(original) ? original->fins & FIN_REPLACED : FIN_REPLACED;
 	original->state = STATE_ANSWERED;
-	original->fins = 0;
 	client->fin = backend->fin = 0;
 	if (n->ack == original->syn) {
 		client->next = n->ack;
@@ -199,7 +205,7 @@ static __always_inline void advance_state(struct flow *original, struct tcp_side
 
 static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const struct packet *p,
 					       u32 flags, bool reply, struct flow *flow,
-					       struct flow *other)
+					       struct flow *other, u64 now)
 {
 	struct flow *original = reply ? other : flow;
 	struct tcp_side *own = &flow->seen.tcp, *peer = &other->seen.tcp;
@@ -208,10 +214,10 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 	bool fits;
 
 	if (!reply && (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_SYN)
-		return judge_syn(skb, p, original, peer);
+		return judge_syn(skb, p, original, peer, now);
 	fits = matches_both(own, peer, n, is_half_open(original));
 	if (reply && (state == STATE_NEW || (state == STATE_ANSWERED && (flags & TCP_SYN)) ||
-		      (!fits && answers_later_syn(original, n, flags))))
+		      (!fits && answers_later_syn(original, flow, n, flags))))
 		return judge_answer(skb, p, flags, original, own);
 	if (state == STATE_NEW)
 		return IGNORED;
@@ -286,7 +292,7 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 	if (!other) /* its other entries are gone; it only keeps its port */
 		return !tcp || is_in_own_window(&flow->seen.tcp, &p->tcp) ? COUNTED : OUTSIDE;
 	if (tcp)
-		return judge_tcp(skb, p, flags, reply, flow, other);
+		return judge_tcp(skb, p, flags, reply, flow, other, now);
 	if (flow->client.protocol == IPPROTO_SCTP)
 		return judge_sctp(p, flags, reply, flow, other);
 	return judge_udp(flow, reply ? other : flow, reply, now);

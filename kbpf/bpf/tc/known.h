@@ -129,7 +129,7 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 static __always_inline bool update_flow(struct flow *flow, const struct packet *p, u32 flags,
 					bool reply, u64 now, u32 arrival)
 {
-	if (flags & (FROM_ICMP_ERROR | JUDGED))
+	if ((flags & (FROM_ICMP_ERROR | JUDGED)) || p->fragment == LATER) /* it has no numbers */
 		return true;
 	if (!is_ordinary(flow, p, flags, reply, now, arrival))
 		return false;
@@ -236,30 +236,49 @@ static __always_inline void release_entry(struct flow_key *key, const struct flo
 	}
 }
 
-/* Whether one more port may be reserved. At most a quarter of all connections have one at a time
- * (each is reserved for two minutes at most), so reservations never fill the map. */
-static __always_inline bool take_reservation(u64 now)
+/* Whether one more port may be reserved, and reserves it (`take`). Each is reserved for two minutes
+ * at most, so at one time there are at most an eighth as many reservations as connections. The map
+ * has room for these. */
+static __always_inline bool may_reserve(u64 now, bool take)
 {
 	u32 zero = 0, one = 1;
 	struct node *n = node.lookup(&zero);
-	u64 *spent = flow_count.lookup(&one);
-	u32 burst = n ? n->connections / 8 : 0;
+	u64 *spent = flow_count.lookup(&one), copy;
+	u32 burst = n ? n->connections / 16 : 0;
 
-	return spent && burst && take_token(spent, 120 * SECOND / burst, burst, now);
+	if (!spent || !burst)
+		return false;
+	copy = *spent;
+	if (!take_token(&copy, 120 * SECOND / burst, burst, now))
+		return false;
+	if (take)
+		*spent = copy;
+	return true;
 }
 
-/* Releases the entries that match the replies of a flow. If the backend may still answer
- * (`reserve`: may_be_answered()), the entry that it would answer to stays. So its port has no other
- * owner, and what the backend sends goes to the former client. Without SNAT nobody but the client
- * could get the port, and it needs another one only if the backend insists on an old connection. */
+/* Whether the port of a flow that is given up has to be reserved: the backend may still answer.
+ * Without SNAT nobody but the client could get the port, and it needs another one only if the
+ * backend insists on an old connection. */
+static __always_inline bool needs_reservation(const struct flow *flow, u64 now)
+{
+	return (has_snat(flow) || (flow->fins & FIN_RESERVED)) && may_be_answered(flow, now);
+}
+
+/* Whether a flow has to stay, since its port would be in doubt. */
+static __always_inline bool must_stay(const struct flow *flow, u64 now)
+{
+	return needs_reservation(flow, now) && !may_reserve(now, false);
+}
+
+/* Releases the entries that match the replies of a flow. To reserve its port, the entry that the
+ * backend would answer to stays: so the port has no other owner, and what the backend sends goes to
+ * the former client. */
 static __always_inline void release_replies(const struct flow *flow, bool reserve, u64 now)
 {
 	struct port_slot *slot;
 	struct flow_key key;
 
-	if (!has_snat(flow) && !(flow->fins & FIN_RESERVED))
-		reserve = false;
-	reserve = reserve && take_reservation(now);
+	reserve = reserve && may_reserve(now, true);
 	if (has_snat(flow)) {
 		key = snat_reply_key(flow);
 		slot = try_lock_key(&key);
@@ -299,7 +318,7 @@ static __always_inline void delete_flow(const struct flow *flow, u64 now)
 {
 	struct flow_key key = original_key(flow);
 
-	release_replies(flow, may_be_answered(flow, now), now);
+	release_replies(flow, needs_reservation(flow, now), now);
 	delete_entry(&key, flow);
 }
 
@@ -454,6 +473,21 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	return !s->unjudged;
 }
 
+/* Whether a packet to the backend that leaves the stack came in where the client's packets do, as
+ * far as is known. Others may forge its address. */
+static __always_inline bool is_from_client(const struct flow *reply_entry, u32 arrival)
+{
+	u32 in = routing_ifindex(device_at(arrival), arrival);
+	struct flow_key key = original_key(reply_entry);
+	struct flow *original;
+
+	/* sent by this node, or see leaves_elsewhere() */
+	if (!arrival || in == reply_entry->out.ifindex)
+		return true;
+	original = entry_of(reply_entry, &key);
+	return !original || in == routing_ifindex(device_at(original->arrival), original->arrival);
+}
+
 /* Whether this SYN begins a connection that is not part of the flow: the client connects to the
  * backend directly, from a port that it used through a Service before. A SYN to the Service goes to
  * the connection's backend (check_restart()), and the client's own entry remembers its number. */
@@ -512,6 +546,8 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 		return flow->host_device && is_original(t, flow) ? EGRESS_HOST_FLOW
 								 : EGRESS_UNKNOWN;
 	if (is_over(flow, now) || (flow->fins & FIN_DIRECT)) /* begins_direct() */
+		return EGRESS_UNKNOWN;
+	if (!reply && !is_from_client(flow, arrival))
 		return EGRESS_UNKNOWN;
 	if (!reply && is_direct_connection(flow, p, flags)) {
 		struct flow_key key = flow_key_of(&t->from, &t->to);

@@ -119,7 +119,7 @@ static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, 
 
 	if (expired(entry, now))
 		return true;
-	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_RESERVED))
+	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & (FIN_RESERVED | FIN_REPLACED)))
 		return false;
 	if (both_closed(entry))
 		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
@@ -260,8 +260,9 @@ int tc_claim(struct __sk_buff *skb)
 	}
 	if (has_snat(&s->flow))
 		reason = claim_port(skb, s, n);
-	if (reason == NEW_FLOW)
-		reason = claim_reply(&s->flow, n, now_ns());
+	if (reason != NEW_FLOW) /* there is nothing to release */
+		return drop_flow(&s->flow, reason);
+	reason = claim_reply(&s->flow, n, now_ns());
 	if (reason == NEW_FLOW)
 		reason = publish(s, skb->ifindex);
 	report_flow(&s->flow, reason);

@@ -31,9 +31,9 @@
 /* Index: enum refusal_bucket. Written by the agent when it starts. */
 BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
 
-/* key_of_owner(), XOR the index of its limit in word 2 -> `spent` of a token bucket of that sender.
- * Full: the oldest is evicted, so that sender may get a whole burst again; the bucket of the node
- * still applies. */
+/* key_of_owner(), its first byte XOR 16 times the index of the limit -> `spent` of a token bucket
+ * of that sender. Full: the oldest is evicted, so that sender may get a whole burst again; the
+ * bucket of the node still applies. */
 BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
 #define REPLY_TTL 64 /* of packets that originate here */
@@ -304,7 +304,7 @@ static __always_inline bool may_refuse(const struct packet *p, u32 owner, u64 no
 	struct refusal_limit *all = refusal_limits.lookup(&which);
 	struct refusal_limit *each = refusal_limits.lookup(&peer);
 
-	sender.word[2] ^= peer;
+	sender.word[0] ^= peer << 4; /* no sender has the address that this makes */
 	if (each && each->interval && !take_peer_token(&sender, each, now))
 		return false;
 	return !all || !all->interval || take_token(&all->spent, all->interval, all->burst, now);

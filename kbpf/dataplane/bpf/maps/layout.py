@@ -129,6 +129,7 @@ class FinFlag(IntFlag):
     UNANSWERED = 1 << 4
     DIRECT = 1 << 5
     RESERVED = 1 << 6
+    REPLACED = 1 << 7
 
 
 class FlowPath(IntEnum):
@@ -281,7 +282,7 @@ NETWORK_KEY: Final = Struct("=I16s")
 FLOW_HEAD: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI")
 """The fields before the numbers of a struct flow: all that describes a connection."""
 FLOW: Final = Struct(f"{FLOW_HEAD.format}32sII48s")
-TCP_SIDE: Final = Struct("=IIIIIIBBB5x")
+TCP_SIDE: Final = Struct("=IIIIIIBBBxI")
 SCRATCH_SIZE: Final = 488
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
@@ -326,6 +327,8 @@ FLOW_HEADROOM: Final = 1.125
 """`flows` and `flow_queue` have room for this many times the configured connections: see enqueue()
 in evict.h.
 """
+RESERVATIONS: Final = 0.125
+"""And `flows` for this many reserved ports for each of them: see may_reserve() in known.h."""
 MONITORS: Final = 4
 """How many commands may watch events at the same time."""
 MONITOR: Final = Struct("=QQQQQI4x")
@@ -473,7 +476,7 @@ def _add_windows(raw: bytes) -> bytes:
     if raw[26] == Protocol.TCP:
         next_, ack = Struct("=II").unpack(raw[104:112])
         ends = ((ack + _ANY_WINDOW) & 0xFFFFFFFF, (next_ + _ANY_WINDOW) & 0xFFFFFFFF)
-        side = TCP_SIDE.pack(next_, ack, ends[0], _ANY_WINDOW, ends[1], _ANY_WINDOW, 14, 0, 0)
+        side = TCP_SIDE.pack(next_, ack, ends[0], _ANY_WINDOW, ends[1], _ANY_WINDOW, 14, 0, 0, 0)
     return raw[:104] + side + bytes(8) + raw[112:]
 
 
@@ -613,7 +616,7 @@ MAPS: Final = {
         MapSpec("flows",
             "packet path: both ends of a packet → its translation; full: see flow_queue",
             uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, FLOW.size, 0, 0, sized_by="connections",
-            packet_path_only=True, entries_per_object=3 * FLOW_HEADROOM,
+            packet_path_only=True, entries_per_object=3 * FLOW_HEADROOM + RESERVATIONS,
             former_layouts=(FormerLayout(1, 160, _add_windows),)),
         MapSpec("flow_queue",
             "packet path: connections, oldest first; full: evicts one, or drops the new one",

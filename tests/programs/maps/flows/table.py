@@ -100,11 +100,12 @@ class Flows:
         return found
 
     def empty(self) -> None:
-        """Restores the initial state: no flows, an empty queue, a count of 0."""
+        """Restores the initial state: no flows, an empty queue, a count of 0, all reservations."""
         self.delete_flows()
         self.drain()
         with self.site.pinned("flow_count") as tracked:
-            tracked.update(U32.pack(0), U64.pack(0))
+            for key in (0, 1):
+                tracked.update(U32.pack(key), U64.pack(0))
 
     def talk(self, port: int, script: str) -> None:
         """Sends packets of the client's flow with this port. "?" and "<!" are datagrams, "<" marks

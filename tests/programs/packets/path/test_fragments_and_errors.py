@@ -25,6 +25,7 @@ from tests.programs.packets.path.single_packets import (
     ROUTER,
     SAME,
     SENT,
+    TALKS,
     Path_,
     _id,
     both,
@@ -33,6 +34,7 @@ from tests.programs.packets.path.single_packets import (
     established,
     masked,
     pod,
+    send_segments,
     vip,
 )
 from tests.support.packets import packets
@@ -69,6 +71,24 @@ def test_fragments_are_translated(path: Path_, v: int) -> None:
     found = parse(out, l2=False)
     assert (found.source.rpartition(":")[0].strip("[]"), found.destination) == (NODE[v], back)
     assert found.payload == payload
+
+
+@both
+def test_fragments_of_segments_are_translated(path: Path_, v: int) -> None:
+    """Only the first one has the numbers that tell whether it belongs to the connection."""
+    own, _ = send_segments(path, v, "S <SA A A+ <A", which=LOCAL)
+    front, back = vip(v, LOCAL), pod(v)
+    for word, ends, came in (("A+3000", (own, front), (own, back)),
+                             ("<A+3000", (back, own), (front, own))):  # fmt: skip
+        number, out = next(PORTS), []
+        sent = TALKS[own].segment(word, *ends, **_id(v, number))
+        for piece in fragments(sent, 1280, id=number):
+            for program in ("tc_ingress", "tc_egress"):
+                verdict, piece = path.run(program, piece)  # noqa: PLW2901
+                assert verdict == TC_ACT_UNSPEC
+            out.append(piece)
+        whole = parse(reassembled(*out), l2=False)
+        assert (whole.source, whole.destination) == came
 
 
 def test_fragments_with_options_after_the_fragment_header(path: Path_) -> None:

@@ -32,6 +32,7 @@ from tests.programs.packets.path.single_packets import (
     PORTS,
     ROUTER,
     SPARE_PORTS,
+    TALKS,
     Path_,
     _id,
     age,
@@ -48,7 +49,7 @@ from tests.programs.packets.path.single_packets import (
     states,
     vip,
 )
-from tests.support.packets.packets import fragments, tcp, udp
+from tests.support.packets.packets import Talk, fragments, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.shares import ports_of
 from tests.support.packets.test_run import TC_ACT_SHOT
@@ -304,6 +305,33 @@ def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None
     path.node(NodeFlag(0), other, other)
     assert open_again(path, v, own) == end(NODE[v], other)
     assert len(entries_of(path, own)) == 3, "all old entries are deleted"
+
+
+@both
+def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int) -> None:
+    """A SYN, its answer and a reset, all forged: the backend may still have the connection."""
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, source = established(path, v, "tcp")
+    TALKS[own] = Talk(1 << 30, 3 << 30)
+    send_segments(path, v, "S <SA A <RA", own, source)
+    assert states(path, own) == {TcpState.CLOSED}
+    assert new_flow_port(path, v, client(v)) == 0
+    age(path, own, 121)
+    assert new_flow_port(path, v, client(v)) == only_port
+
+
+@both
+def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int) -> None:
+    """The backend has an old connection from the first one, and says so by its ACK."""
+    own, first = send_segments(path, v, "S <A|")
+    TALKS[own] = Talk()
+    _, second = send_segments(path, v, "S <SA A A+ <A", own)
+    assert second != first
+    ports = {port_of(first): TcpState.CLOSED, port_of(second): TcpState.ESTABLISHED}
+    held = {FLOW.unpack(raw)[5]: raw[STATE] for raw in entries_of(path, own)
+            if raw[DIRECTION] == FlowDirection.SNAT_REPLY}  # fmt: skip
+    assert {int.from_bytes(port, "big"): state for port, state in held.items()} == ports
 
 
 def close(path: Path_, v: int, own: str, source: str, which: int = CLUSTER) -> None:

@@ -181,7 +181,7 @@ EACH = {4: RefusalLimit.PEER4, 6: RefusalLimit.PEER6}
 def peer_key(host: str, limit: RefusalLimit) -> bytes:
     """The key in `refused_peers`."""
     key = bytearray(parse_addr(host))
-    key[8] ^= limit
+    key[0] ^= limit << 4
     return bytes(key)
 
 

@@ -19,6 +19,7 @@ from tests.programs.packets.path.single_packets import (
     SCTP_INIT_ACK,
     SCTP_TAG,
     Path_,
+    age,
     both,
     client,
     end,
@@ -29,7 +30,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
-from tests.support.packets.packets import Talk, sctp, udp
+from tests.support.packets.packets import Talk, sctp, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
 
@@ -186,6 +187,56 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
     assert (got == packet) == (not begins)
     assert bool(entries_of(node.path, own)) == begins
     assert verdict != TC_ACT_SHOT
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize("device", [OTHER, UPLINK2])
+def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
+    node: Node, v: int, which: int, device: str
+) -> None:
+    """It has the client's address and port, forged. A SYN would end the flow if it were the
+    client's, who has closed its side and waits for the answer.
+    """
+    own, talk, source = client(v), Talk(), ""
+    for word in ("S", "<SA", "A", "A+", "<A", "FA"):
+        ends = (pod(v), source) if word.startswith("<") else (own, vip(v, which))
+        _, got = node.come(talk.segment(word, *ends), BACKEND if "<" in word else UPLINK)
+        source = source or str(parse(got, l2=False).source)
+    for forged in (tcp(own, pod(v), flags="S", seq=99), tcp(own, pod(v), b"!", flags="A")):
+        assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
+    _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
+    assert parse(got, l2=False).source == vip(v, which)
+
+    asked = client(v)
+    _, got = node.come(udp(asked, vip(v, which), b"?"), UPLINK)
+    forged = udp(asked, pod(v), b"!")
+    assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
+
+
+@both
+def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int) -> None:
+    own = client(v)
+    syn = Talk().segment("S", own, vip(v, CLUSTER))
+    node.come(syn, UPLINK)
+    age(node.path, own, 2)
+    for device, counted in ((OTHER, 0), (UPLINK, 1)):
+        before = node.path.site.reasons()
+        node.come(syn, device)
+        assert (node.path.site.reasons() - before)[Reason.BACKEND_UNANSWERED] == counted
+
+
+@both
+def test_a_forged_datagram_does_not_end_a_pods_direct_exchange(node: Node, v: int) -> None:
+    """A pod has asked the Service, and then the backend itself: answers pass unchanged."""
+    own = end(NEAR[v], 0).removesuffix("0") + client(v).rpartition(":")[2]
+    ask, direct = udp(own, vip(v, LOCAL), b"?"), udp(own, pod(v), b"?")
+    answer = udp(pod(v), own, b"!")
+    node.path.set_device(node.devices[OTHER], Role.POD, DeviceFlag.LOCAL | DeviceFlag.PEER)
+    node.come(ask, OTHER)
+    node.come(direct, OTHER)
+    node.come(ask, BACKEND)  # forged by another pod
+    assert node.come(answer, BACKEND)[1] == answer
 
 
 @both

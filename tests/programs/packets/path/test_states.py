@@ -3,6 +3,7 @@
 
 import contextlib
 import struct
+import time
 
 import pytest
 
@@ -493,6 +494,21 @@ def test_a_client_may_use_the_port_of_a_connection_that_never_ended(
     send_segments(path, v, f"S {answer}", own, source)
     ended = "F" in last and "R" in answer
     assert states(path, own) == {TcpState.CLOSED if ended else TcpState.ESTABLISHED}
+
+
+@both
+@pytest.mark.parametrize("word", ["A+", "<A+"])
+def test_a_syn_counts_until_either_side_has_sent(path: Path_, v: int, word: str) -> None:
+    """Whoever forges a SYN and its answer needs no number. But what is in the window between the
+    two proves that the connection lives.
+    """
+    own, source = send_segments(path, v, LIVE)
+    real, forged = TALKS[own], Talk(1 << 30, 3 << 30)
+    for talk, script in ((forged, "S"), (real, word), (forged, "<SA|"), (real, "A+ <A <A+ A")):
+        time.sleep(0.003)  # times are compared in milliseconds
+        TALKS[own] = talk
+        send_segments(path, v, script, own, source)
+        assert states(path, own) == {TcpState.ESTABLISHED}
 
 
 @both
