@@ -53,7 +53,7 @@ def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield from _forwarding_rows(proc)
     yield _forwarding_mode_row(settings.flags)
     yield _forward_rows(settings.mark)[0]
-    yield _early_rules_row(host.read_external_ports(Pins(pin_dir)), settings.flags)
+    yield _early_rules_row(pin_dir, settings.flags)
     yield _rp_filter_row(proc)
     yield _conntrack_row(proc, settings.flags)
 
@@ -70,11 +70,7 @@ class RulesOfOthers(NamedTuple):
 
 def check_rules_of_others(pin_dir: Path) -> RulesOfOthers:
     settings = read_settings(pin_dir)
-    external_ports = host.read_external_ports(Pins(pin_dir))
-    return RulesOfOthers(
-        *_forward_rows(settings.mark),
-        _early_rules_row(external_ports, settings.flags),
-    )
+    return RulesOfOthers(*_forward_rows(settings.mark), _early_rules_row(pin_dir, settings.flags))
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -210,10 +206,12 @@ def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
     return make_row(Check.FORWARDING_MODE, Probe(True), "", needed=False, detail=detail)
 
 
-def _early_rules_row(external_ports: frozenset[int], flags: NodeFlag) -> CheckRow:
+def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
     """Whether the host protects NodePorts with rules that the packet path bypasses."""
     check = Check.PRE_DNAT_RULES
-    if NodeFlag.NETFILTER in flags:
+    in_conntrack = NodeFlag.NETFILTER in flags
+    external_ports = host.read_external_ports(Pins(pin_dir), in_conntrack)
+    if in_conntrack and not external_ports:
         detail = "in force: they see packets for NodePorts and VIPs before conntrack translates"
         return make_row(check, Probe(True), "", needed=False, detail=detail)
     nft_probe = forward_rules.probe_nf_tables()

@@ -21,7 +21,15 @@ from typing import Final
 
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS, TARGET, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import (
+    DEVICE,
+    MAPS,
+    TARGET,
+    DeviceFlag,
+    Role,
+    ServiceFlag,
+    ServiceValue,
+)
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import nat_table, snat_ports
 from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
@@ -32,6 +40,7 @@ from kbpf.kernel.netfilter import forward_rules, iptables_legacy
 from kbpf.kernel.netfilter.pre_dnat_rules import EarlyChains
 from kbpf.kernel.system import sysctl
 from kbpf.model.config import Config
+from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.dataplane")
@@ -42,8 +51,6 @@ BYPASSED_POLL_INTERVAL_S: Final = 20.0
 """Interval between two looks for changed rules before DNAT."""
 MAX_BYPASSED_SHARE: Final = 0.02
 """Of the agent's time: as many rules as it reads (pre_dnat_rules.py) take half a second."""
-SERVICES_POLL_INTERVAL_S: Final = 600.0
-"""The rules are also read after this time, as other ports may be those of VIPs by then."""
 MAX_RULES_SHARE: Final = 0.1
 """Of the agent's time, for reading FORWARD chains while rules change all the time: one of 10,000
 rules takes a second."""
@@ -51,6 +58,10 @@ CONNTRACK_HINT: Final = (
     "use --mode ipvs, or --forwarding stack with the replacements in docs/migration.md (Firewalls "
     "in front of NodePorts)"
 )
+MAX_MASQUERADE_PORT: Final = 65_535 - 1024
+"""With conntrack, which gives masqueraded clients the ports above (choose_client_port() in
+conntrack.h).
+"""
 PORT_RESERVATION_POLLS: Final = 3
 """Number of polls after the start that also reserve the ports of conntrack's masqueraded
 connections, since some of these begin before our programs are attached everywhere.
@@ -79,8 +90,8 @@ class HostIntegration:
         self._masquerade_ports = config.masquerade_ports
         self._logged_lines: set[str] = set()
         self.bypassed = EarlyChains((), ())
-        self._bypassed_due = self._bypassed_again = float("-inf")
-        self._bypassed_generation = -1
+        self._bypassed_due = float("-inf")
+        self._bypassed_state: tuple[int, frozenset[int]] = -1, frozenset()
 
     def choose_forwarding(self, config: Config) -> tuple[Config, str]:
         """Lets conntrack translate if it has to or, with `auto`, if it can. Returns the settings
@@ -92,6 +103,11 @@ class HostIntegration:
         self._port_reservation.mark()
         nat_table = NatTable(self._mark)
         try:
+            if config.masquerade_ports[1] > MAX_MASQUERADE_PORT:
+                raise KernelError(
+                    "--masquerade-ports leaves fewer than 1,024 ports above it to conntrack",
+                    hint=f"its last port can be {MAX_MASQUERADE_PORT}",
+                )
             nat_table.require()
         except KernelError as error:
             reason = f"{error.what} ({error.hint})" if error.hint else error.what
@@ -190,27 +206,27 @@ class HostIntegration:
     def _find_bypassed_rules(self, now: float) -> None:
         """Looks for rules of the host that would guard NodePorts, but see no packet before the
         packet path has translated it. Again when the ruleset changes, which iptables-legacy does
-        not tell.
+        not tell, or the ports.
         """
-        if self._nat_table is not None:  # conntrack translates after these rules
-            self.bypassed = EarlyChains((), ())
-            return
         if now < self._bypassed_due:
             return
         self._bypassed_due = now + BYPASSED_POLL_INTERVAL_S
+        start = time.thread_time()
+        ports = read_external_ports(self._pins, self._nat_table is not None)
+        if self._nat_table is not None and not ports:  # conntrack translates after these rules
+            self.bypassed = EarlyChains((), ())
+            return
         try:
             generation = forward_rules.read_generation()
         except KernelError:  # without nf_tables
             generation = 0
         tables = {name for f in iptables_legacy.FAMILIES for name in iptables_legacy.list_tables(f)}
-        is_known = generation == self._bypassed_generation and tables.isdisjoint(("raw", "mangle"))
-        if is_known and now < self._bypassed_again:
+        state = generation, ports
+        if state == self._bypassed_state and tables.isdisjoint(("raw", "mangle")):
             return
-        start = time.thread_time()
-        self._bypassed_generation = generation
-        self._bypassed_again = now + SERVICES_POLL_INTERVAL_S
+        self._bypassed_state = state
         try:
-            self.bypassed = firewalls.find_early_chains(read_external_ports(self._pins))
+            self.bypassed = firewalls.find_early_chains(ports)
         except Exception:  # a ruleset that we cannot parse must not end the agent
             if UNREADABLE not in self._logged_lines:
                 log.exception(UNREADABLE)
@@ -239,20 +255,33 @@ class HostIntegration:
             log.warning("%s", line)
 
 
-def read_external_ports(pins: Pins) -> frozenset[int]:
+def read_external_ports(pins: Pins, in_conntrack: bool = False) -> frozenset[int]:
     """The ports of NodePorts, ExternalIPs and VIPs that are programmed, by an agent that may have
-    ended; none if nothing is pinned.
+    ended; none if nothing is pinned. `in_conntrack`: only those that kbpf's own table translates
+    although conntrack is used (may_use_conntrack() in begin.h).
     """
     external = ServiceFlag.NODE_PORT | ServiceFlag.EXTERNAL_IP | ServiceFlag.LOAD_BALANCER
     try:
+        in_own_table = set(Protocol) if not in_conntrack or _has_bridges(pins) else {Protocol.SCTP}
         with pinning.open_map(pins.maps / "services", MAPS["services"]) as services:
             return frozenset(
-                int.from_bytes(TARGET.unpack(key)[1], "big")
+                int.from_bytes(port, "big")
                 for key, raw in services.items()
-                if ServiceValue.unpack(raw).flags & external
+                for _, port, protocol in [TARGET.unpack(key)]
+                if protocol in in_own_table and ServiceValue.unpack(raw).flags & external
             )
     except (KernelError, OSError):
         return frozenset()
+
+
+def _has_bridges(pins: Pins) -> bool:
+    """Whether packets of other machines may arrive at a bridge where conntrack cannot translate."""
+    with pinning.open_map(pins.maps / "devices", MAPS["devices"]) as devices:
+        return any(
+            (bridge and role == Role.HOST) or DeviceFlag.SPANS in DeviceFlag(flags)
+            for _, raw in devices.items()
+            for role, _, flags, *_, bridge in [DEVICE.unpack(raw)]
+        )
 
 
 class PortReservation:

@@ -42,6 +42,13 @@ def test_agent_refuses_to_start(agent: Agent, mode: str) -> None:
     assert tables(agent) == ""
 
 
+def test_auto_uses_the_own_table_if_it_has_all_ports(agent: Agent) -> None:
+    ports = ("--masquerade-ports", "30000-65535")
+    agent.start(extra=("--forwarding", "auto", *ports))
+    (line,) = [line for line in agent.lines() if "forwarding=stack: " in line]
+    assert "--masquerade-ports leaves fewer than 1,024 ports above it to conntrack" in line
+
+
 def tables(agent: Agent) -> str:
     return run(*inside(agent.node.netns, None, "nft", "list", "tables"))
 

@@ -17,15 +17,18 @@ import pytest
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.host import HOST_POLL_INTERVAL_S, HostIntegration
 from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import DEVICE, U32, DeviceFlag, Role
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.config import Config
+from kbpf.model.objects import Protocol
 from tests.support.features import needs
 from tests.support.lab.lab import inside
 from tests.support.lab.lab import run as command
+from tests.support.plane import Site, desired, service
 
 T = TypeVar("T")
 USUAL = (32768, 60999)
@@ -122,7 +125,7 @@ def test_packets_are_marked_only_where_forward_may_refuse_them(
     bench: Bench, close: str, reopen: str
 ) -> None:
     """With conntrack: two chains, which each forwarded packet would pass."""
-    config = replace(CONFIG, forwarding="netfilter")
+    config = replace(CONFIG, forwarding="netfilter", masquerade_ports=(61_000, 62_000))
     bench.do(lambda: bench.host_integration.choose_forwarding(config))
     shut = "table inet shut { chain c { type filter hook forward priority 0; policy drop; }; }"
     for command_line, marks in (("true", False), (close, True), (reopen, False)):
@@ -156,6 +159,46 @@ def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str) -> None:
             bench.poll()
         assert len(bench.host_integration.bypassed.chains) == count
         assert len(bench.host_integration.problems()) == count
+
+
+def test_rules_are_read_again_when_a_port_is_served(bench: Bench, site: Site) -> None:
+    """A rule of long ago, for the port of a Service of today."""
+    plane = site.open()
+    bench.host_integration = HostIntegration(Pins(site.pins), CONFIG)
+    for command_line in BYPASSED["nft"][0]:
+        bench.run(*command_line.replace("30080", "443").split())
+    for port, count in ((80, 0), (443, 1)):
+        plane.apply(desired(service("web", f"LoadBalancer=192.0.2.1:{port}", "10.1.0.1:80")), None)
+        for _ in range(int(30 / HOST_POLL_INTERVAL_S)):
+            bench.poll()
+        assert len(bench.host_integration.bypassed.chains) == count
+
+
+OWN_TABLE = {
+    "an uplink of its own": (Role.HOST, DeviceFlag(0), 0, False),
+    "an uplink that is a port of a bridge": (Role.HOST, DeviceFlag(0), 7, True),
+    "pods at a bridge": (Role.POD, DeviceFlag(0), 7, False),
+    "a bridge that spans all nodes": (Role.POD, DeviceFlag.SPANS, 0, True),
+}
+"""A device, and whether kbpf's own table serves NodePorts there though conntrack could."""
+
+
+@pytest.mark.parametrize("kind", OWN_TABLE)
+def test_ports_that_the_own_table_serves_beside_conntrack(site: Site, kind: str) -> None:
+    role, flags, bridge, every = OWN_TABLE[kind]
+    made = (
+        service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", "10.1.0.1:80"),
+        service("sctp", "NodePort=0.0.0.0:30082", "10.1.0.1:80", Protocol.SCTP),
+    )
+    site.open().apply(desired(*made), None)
+    with site.pinned("devices") as devices:
+        for key, _ in list(devices.items()):
+            devices.delete(key)
+        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), bridge)
+        devices.update(U32.pack(1), value)
+    assert host.read_external_ports(Pins(site.pins)) == {30080, 30082}
+    in_own_table = host.read_external_ports(Pins(site.pins), in_conntrack=True)
+    assert in_own_table == ({30080, 30082} if every else {30082})
 
 
 def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:

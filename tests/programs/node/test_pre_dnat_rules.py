@@ -214,7 +214,7 @@ def test_a_table_that_libnftables_refuses_is_reported(
     place = Path("/run/netns") / where
     lines = netns.run_in(place, warnings)
     assert ["inet t c" in lines[0], "inet u c" in lines[1]] == [True, True]
-    row = netns.run_in(place, lambda: packet_path._early_rules_row(frozenset(), NodeFlag(0)))
+    row = netns.run_in(place, lambda: packet_path._early_rules_row(Path("/nowhere"), NodeFlag(0)))
     assert row.result == "no"
     assert row.detail.partition(": ")[2] == (
         "inet t c; inet u c (nftables refused the transaction: odd) cannot be read"

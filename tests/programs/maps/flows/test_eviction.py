@@ -13,7 +13,17 @@ import pytest
 from kbpf.dataplane.bpf.inspect import connections as tracked_connections
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps.flow_entries import flow_key, is_original
-from kbpf.dataplane.bpf.maps.layout import FLOW, MAPS, FlowDirection, Reason, Target, pack_target
+from kbpf.dataplane.bpf.maps.layout import (
+    FLOW,
+    MAPS,
+    U32,
+    U64,
+    FlowDirection,
+    Reason,
+    Target,
+    TcpState,
+    pack_target,
+)
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.packet_path import flow_gc
@@ -24,6 +34,7 @@ from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
+from kbpf.model.objects import Protocol
 from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, client
 from tests.support.lab.events import read, watched
 from tests.support.packets.packets import frame, tcp, udp
@@ -72,6 +83,39 @@ def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, kind: str) -> N
     flows.talk(5000, LIVES)
     assert flows.ports() == flows.complete([*range(2000 + makes_room, 2000 + ROOM), 5000])
     assert flows.evicted() == 0
+
+
+RESERVES = ("the client has closed, then silence", "handshake not proven by the backend",
+            "datagrams one way")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RESERVES)
+def test_port_of_an_evicted_flow_is_reserved(flows: Flows, kind: str) -> None:
+    """The backend may still answer: nobody else may get its answer. Without a free reservation, the
+    flow stays.
+    """
+    script, _ = OLDEST[kind]
+    masqueraded = flows.kind == "translated"
+    for spare in (True, False):
+        flows.empty()
+        for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
+            flows.talk(port, each)
+        if not spare:
+            with flows.site.pinned("flow_count") as counts:
+                counts.update(U32.pack(1), U64.pack(time.monotonic_ns() + HOUR))
+        flows.talk(5000, LIVES)
+        left = [raw for raw in flows.site.entries("flows").values()
+                if Target.unpack(FLOW.unpack(raw)[1]).port == 2000]  # fmt: skip
+        if spare or not masqueraded:
+            assert [raw[fields.DIRECTION] for raw in left] == [
+                FlowDirection.SNAT_REPLY
+            ] * masqueraded
+            assert all(
+                raw[fields.PROTOCOL] == Protocol.UDP or raw[fields.STATE] == TcpState.CLOSED
+                for raw in left
+            )
+        else:
+            assert len(left) == PARTS[flows.kind]
 
 
 STREAM = "? <! 3s ?"
