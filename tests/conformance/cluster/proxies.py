@@ -24,8 +24,10 @@ from tests.conformance.cluster.machines import inside, start_service, stop_servi
 
 KBPF = "kbpf"
 KBPF_PROCESS = "kbpf-process"
+FORWARDING = {"kbpf-stack": "stack", "kbpf-direct": "direct"}
+"""As kbpf-process, with this --forwarding."""
 KUBE_PROXY = "kube-proxy-"
-NAMES = (KBPF, KBPF_PROCESS, f"{KUBE_PROXY}nftables", f"{KUBE_PROXY}iptables")
+NAMES = (KBPF, KBPF_PROCESS, *FORWARDING, f"{KUBE_PROXY}nftables", f"{KUBE_PROXY}iptables")
 SERVICE = "proxy"
 GROUP = "rbac.authorization.k8s.io"
 
@@ -61,7 +63,7 @@ def stop(cluster: Cluster) -> None:
         stop_service(cluster, node, SERVICE)
         if proxy in NAMES:
             command = [*_command(cluster, node, proxy), "--cleanup"]
-            if proxy in (KBPF, KBPF_PROCESS):
+            if not proxy.startswith(KUBE_PROXY):
                 command = [_own_kbpf(), "cleanup", "--pin-dir", kbpf.PIN_DIR]
             _run(cluster, node, command)
     cluster.state.proxy = ""
@@ -84,8 +86,9 @@ def _command(cluster: Cluster, node: Machine, proxy: str) -> list[str]:
     flags = [f"--config={config}", f"--hostname-override={node.name}"]
     if is_kube_proxy:
         return [str(cluster.programs / "kube-proxy"), *flags]
+    forwarding = ("--forwarding", FORWARDING[proxy]) if proxy in FORWARDING else ()
     return [
-        *(_own_kbpf(), "run", *flags),
+        *(_own_kbpf(), "run", *flags, *forwarding),
         *("--cgroup", kbpf.NODE_CGROUP, "--pin-dir", kbpf.PIN_DIR),
     ]
 
