@@ -115,7 +115,7 @@ static __always_inline bool answers_later_syn(const struct flow *original, const
 /* The backend's answer to a SYN. */
 static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const struct packet *p,
 						  u32 flags, struct flow *original,
-						  struct tcp_side *backend)
+						  struct tcp_side *backend, u64 now)
 {
 	struct tcp_side *client = &original->seen.tcp;
 	const struct segment *n = &p->tcp;
@@ -133,6 +133,7 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	}
 	original->fins = is_half_open(original) ? original->fins & FIN_REPLACED : FIN_REPLACED;
 	original->state = STATE_ANSWERED;
+	original->last_used = now; /* check_restart() */
 	client->fin = backend->fin = 0;
 	if (n->ack == original->syn) {
 		client->next = n->ack;
@@ -145,7 +146,7 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	backend->ack = n->ack;
 	backend->window = n->window | 1;
 	backend->edge = n->ack + n->window;
-	client->edge = n->next + client->window;
+	client->edge = n->next; /* until the client's ACK, as in nf_conntrack */
 	copy_limits(client, backend);
 	copy_limits(backend, client);
 	return COUNTED;
@@ -179,16 +180,16 @@ static __always_inline void advance_state(struct flow *original, struct tcp_side
 {
 	u8 before = original->state;
 
+	if ((flags & TCP_FIN) && !own->fin)
+		own->fin = !reply      ? FIN_CLIENT
+			   : peer->fin ? FIN_BACKEND
+				       : FIN_BACKEND | FIN_BACKEND_FIRST;
 	if (before == STATE_ANSWERED) {
 		if (reply || (flags & TCP_SYN) || !in_order(own->ack, n->ack))
 			return; /* it does not acknowledge the SYN-ACK */
 		original->state = STATE_UNPROVEN;
 		original->fins &= ~FIN_RESERVED;
 	}
-	if ((flags & TCP_FIN) && !own->fin)
-		own->fin = !reply      ? FIN_CLIENT
-			   : peer->fin ? FIN_BACKEND
-				       : FIN_BACKEND | FIN_BACKEND_FIRST;
 	original->fins |= own->fin | peer->fin;
 	if (both_closed(original))
 		original->state = STATE_CLOSED;
@@ -218,7 +219,7 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 	fits = matches_both(own, peer, n, is_half_open(original));
 	if (reply && (state == STATE_NEW || (state == STATE_ANSWERED && (flags & TCP_SYN)) ||
 		      (!fits && answers_later_syn(original, flow, n, flags))))
-		return judge_answer(skb, p, flags, original, own);
+		return judge_answer(skb, p, flags, original, own, now);
 	if (state == STATE_NEW)
 		return IGNORED;
 	if (flags & TCP_RST)

@@ -65,18 +65,18 @@ def random_attacks(rng: random.Random, count: int) -> list[Played]:
         protocol = rng.choice(("tcp", "tcp", "tcp", *PROTOCOLS))
         variant = "kept" if protocol == "sctp" else rng.choice(VARIANTS)
         device = rng.choice(DEVICES)
-        knows = not any(arrives_on(device, back, variant) for back in (False, True))
+        knows = not any(arrives_on(device, back, variant, False) for back in (False, True))
         script = random_attack(rng, protocol, device, knows)
         made.append(Played(script, protocol, rng.choice((4, 6)), variant))
     return made
 
 
-def arrives_on(device: str, back: bool, variant: str) -> bool:
+def arrives_on(device: str, back: bool, variant: str, strict: bool) -> bool:
     """Whether packets of the backend, or of the client, may arrive on this device. Devices that
-    lead to other machines are interchangeable.
+    lead to other machines are interchangeable, unless the reverse path filter is strict.
     """
     own = BACKEND[variant] if back else "c0"
-    return device == own or {device, own} <= {"c0", "r0"}
+    return device == own or (not strict and {device, own} <= {"c0", "r0"})
 
 
 def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Finding], Counter[str]]:
@@ -91,9 +91,12 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
     for n, each in enumerate(attacks):
         (kbpf, linux), (kbpf_before, linux_before) = outcomes[2 * n : 2 * n + 2]
         forged = [parse_token(token) for token in each.script.split() if ":" in token]
-        elsewhere = not any(arrives_on(one.device, one.back, each.variant) for one in forged)
+        strict = twins.strict and each.family == 4  # Linux has no filter for IPv6
+        elsewhere = not any(
+            arrives_on(one.device, one.back, each.variant, strict) for one in forged
+        )
         step = kbpf_before.state, kbpf.state
-        begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW"))
+        begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW")) and not elsewhere
         revives = step == ("CLOSED", "CLOSING") and not elsewhere  # "segment after a reset"
         restarts = step == ("ANSWERED", "NEW") and kbpf_before.quiet and not elsewhere
         allowed_here = begins or revives or restarts

@@ -80,6 +80,7 @@ ROWS: Final = (
         ("CLOSE",), having(r"[~^].*R|R\S*[~^]")),
     Row("reset that kbpf ignores", "tcp", ("NEW",), ("CLOSE",), _RESET),
     Row("two FINs of one side", "tcp", ("CLOSING",), ("TIME_WAIT",), having(r"F.*[F=]")),
+    Row("FIN before the handshake ends", "tcp", ("ANSWERED",), ("FIN_WAIT",), having(r"<\S*F")),
     Row("repeated SYN or SYN-ACK", "tcp", (), (), _AGAIN),
     Row("packet not checked", "tcp", (), (), _FLAWED),
     Row("packet not checked", "udp", (), (), _FLAWED),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.layout import FLOW, Target, TcpState
+from kbpf.dataplane.bpf.maps.layout import DEVICE, FLOW, DeviceFlag, Target, TcpState
 from kbpf.kernel.net.netlink import Netlink, parse_attributes
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
@@ -41,7 +41,7 @@ from tests.fuzz.packets.node import (
     three_services,
 )
 from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker, parse_token
-from tests.support.lab.lab import inside, run
+from tests.support.lab.lab import inside, ip, run, until
 from tests.support.packets.packets import frame, udp
 
 UNUSED_PORT: Final = 9
@@ -164,6 +164,7 @@ class Twins:
         self._wire = f"{self.prefix}w"
         self._stack = contextlib.ExitStack()
         self._cache = cache
+        self.strict = False  # rp_filter
 
     def __enter__(self) -> "Twins":
         with contextlib.ExitStack() as stack:
@@ -249,10 +250,21 @@ class Twins:
         return outcomes
 
     def check_reverse_path(self, strict: bool) -> None:
-        """Sets rp_filter on both nodes."""
+        """Sets rp_filter on both nodes. kbpf reads it when something else about a device changes,
+        and now and then.
+        """
         for side in (self.kbpf, self.linux):
             script = f"for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {strict:d} > $f; done"
             run(*inside(side.name, None, "sh", "-c", script))
+        self.strict = strict
+        ip(f"link set c0 alias strict-{strict:d}", netns=self.kbpf.name)
+
+        def is_known() -> bool:
+            flags = [DeviceFlag(DEVICE.unpack(raw)[2])
+                     for raw in self.node.site.entries("devices").values()]  # fmt: skip
+            return all((DeviceFlag.STRICT in each) == strict for each in flags)
+
+        until("kbpf knows rp_filter", is_known)
 
     # ---- outcomes ------------------------------------------------------------------------------
 
