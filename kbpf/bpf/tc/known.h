@@ -264,10 +264,12 @@ static __always_inline bool needs_reservation(const struct flow *flow, u64 now)
 	return (has_snat(flow) || (flow->fins & FIN_RESERVED)) && may_be_answered(flow, now);
 }
 
-/* Whether a flow has to stay, since its port would be in doubt. */
+/* Whether a flow has to stay, since its port would be in doubt. Datagrams of honest clients could
+ * fill the table then, since each may be answered: they are evicted all the same. */
 static __always_inline bool must_stay(const struct flow *flow, u64 now)
 {
-	return needs_reservation(flow, now) && !may_reserve(now, false);
+	return flow->client.protocol != IPPROTO_UDP && needs_reservation(flow, now) &&
+	       !may_reserve(now, false);
 }
 
 /* Releases the entries that match the replies of a flow. To reserve its port, the entry that the
