@@ -336,10 +336,15 @@ def _read_link(pin: Path) -> Attachment | None:
     link.
     """
     number, _, label = pin.name.partition("-")
-    if label not in tuple(Direction) or not pin.exists():
+    if label not in tuple(Direction):
         return None
-    with Link.open(pin) as link:
-        info = link.read_info()
+    try:
+        with Link.open(pin) as link:
+            info = link.read_info()
+    except KernelError as error:
+        if error.errno == errno.ENOENT:  # maybe since it was listed: the agent may detach it
+            return None
+        raise
     # In struct bpf_link_info the union begins with ifindex (0: the device is gone) and attach
     # type.
     target = _PAIR.unpack((info.cgroup_id or 0).to_bytes(_PAIR.size, sys.byteorder))

@@ -28,13 +28,19 @@ OLD, OLD6, NEW, NEW6 = "198.18.0.1", "fd00:198:18::1", "198.18.0.77", "fd00:198:
 RENAMED = "node-renamed"
 
 
-@pytest.fixture(scope="module")
-def home(programs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
+WAYS = ("auto", "stack", "direct") if MODE == "bpf" else ("auto",)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def home(
+    request: pytest.FixtureRequest, programs: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FolderNode]:
     """A node with two pods that serve, and a client outside; its agent is not started. There is
     another node, without an agent.
     """
     folder = tmp_path_factory.mktemp("life") / "objects"
-    with Lab(2, "nl", apart=True) as lab, FolderNode(lab, folder, pods=2) as made:
+    way = ("--forwarding", request.param)
+    with Lab(2, "nl", apart=True) as lab, FolderNode(lab, folder, 2, *way) as made:
         made.places["outside"] = outside = Place("outside", lab.outside, None)
         backends = [made[name] for name in ("a1", "a2")]
         made.write([

@@ -35,6 +35,7 @@ KINDS = (
     ("bridge",),
     ("kindnet",),
     ("flannel-vxlan",),
+    ("flannel-vxlan", "--forwarding", "stack"),
     ("flannel-vxlan", "--forwarding", "direct"),
     ("flannel-host-gw",),
     ("calico-vxlan-nftables",),

@@ -73,10 +73,11 @@ def _line(at: str, behind: dict[str, Any]) -> str:
 class FolderNode(cluster.Places):
     """The first node of a lab with its folder. A context manager; it does not start the agent."""
 
-    def __init__(self, lab: Lab, folder: Path, pods: int = 0) -> None:
+    def __init__(self, lab: Lab, folder: Path, pods: int = 0, *arguments: str) -> None:
+        """`arguments`: more of the agent's."""
         super().__init__()
         self.folder = folder
-        source = ("--source", str(folder), "--source-empty-grace", "0s")
+        source = ("--source", str(folder), "--source-empty-grace", "0s", *arguments)
         if pods:
             self.settle_in("a", lab.nodes[0], pods, *source)
         else:

@@ -157,6 +157,22 @@ def test_attachments_of_an_earlier_agent_are_read_and_replaced(
     assert sorted(everything, key=str) == sorted(net.attached(), key=str)
 
 
+def test_a_pin_that_is_deleted_while_the_list_is_read_is_not_in_it(
+    net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
+):
+    """The agent may detach a program while a command lists all."""
+    net.attach(AttachMethod.TCX, programs[0], Direction.INGRESS)
+    (pin,) = net.folder.iterdir()
+    listed = TcAttacher._list_entries
+
+    def late(tc: TcAttacher) -> list[Path]:
+        return [*listed(tc), pin.with_name(pin.name.replace("ingress", "egress"))]
+
+    monkeypatch.setattr(TcAttacher, "_list_entries", late)
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    assert net.ours(None, TcAttacher.list_all) == net.attached()
+
+
 @both_ways
 def test_programs_outlive_the_process_that_attached_them(net: Net, seen: Map, how: AttachMethod):
     with counting(seen, 0) as program:
