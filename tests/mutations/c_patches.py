@@ -198,7 +198,7 @@ PATCHES: Final = (
          "if (n->sequence != peer->ack && n->sequence != own->next)", "if (false)"),
         ("the port of a refused connection is reserved",
          "end_backend(original, backend, client);", ""),
-        ("the backend proves a handshake that its client has not ended", "if (reply || (", "if (("),
+        ("the backend proves a handshake that its client has not ended", "if (reply || !in_order(own->ack, n->ack))", "if (!in_order(own->ack, n->ack))"),
         ("the backend's segments outside of the window reach the client",
          "(result == OUTSIDE && reply)", "false"),
         ("any device may speak for the backend",

@@ -185,7 +185,7 @@ static __always_inline void advance_state(struct flow *original, struct tcp_side
 			   : peer->fin ? FIN_BACKEND
 				       : FIN_BACKEND | FIN_BACKEND_FIRST;
 	if (before == STATE_ANSWERED) {
-		if (reply || (flags & TCP_SYN) || !in_order(own->ack, n->ack))
+		if (reply || !in_order(own->ack, n->ack))
 			return; /* it does not acknowledge the SYN-ACK */
 		original->state = STATE_UNPROVEN;
 		original->fins &= ~FIN_RESERVED;
@@ -199,8 +199,7 @@ static __always_inline void advance_state(struct flow *original, struct tcp_side
 		original->state = STATE_CLOSING;
 	/* A backend that has only answered the SYN repeats its SYN-ACK or ACK whatever it receives.
 	 * Only sending data, or acknowledging data, proves that it has the connection. */
-	else if (before == STATE_UNPROVEN && reply && !(flags & TCP_SYN) &&
-		 (n->next != own->next || n->ack != own->ack))
+	else if (before == STATE_UNPROVEN && reply && (n->next != own->next || n->ack != own->ack))
 		original->state = STATE_ESTABLISHED;
 }
 
@@ -222,6 +221,8 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 		return judge_answer(skb, p, flags, original, own, now);
 	if (state == STATE_NEW)
 		return IGNORED;
+	if (flags & TCP_SYN) /* a repetition, which proves nothing */
+		return fits ? IGNORED : OUTSIDE;
 	if (flags & TCP_RST)
 		return judge_reset(original, own, peer, n, reply);
 	if (!(flags & TCP_ACK) || !fits) {
@@ -230,7 +231,7 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 		return OUTSIDE;
 	}
 	advance_state(original, own, peer, n, flags, reply);
-	note_segment(own, n, flags & TCP_SYN ? 0 : own->scale);
+	note_segment(own, n, own->scale);
 	copy_limits(peer, own);
 	return COUNTED;
 }

@@ -475,26 +475,33 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	return !s->unjudged;
 }
 
-/* Whether a packet to the backend that leaves the stack came in where the client's packets do, as
- * far as is known. Others may forge its address. */
+static __always_inline bool is_same_way(u32 one, u32 other)
+{
+	return routing_ifindex(device_at(one), one) == routing_ifindex(device_at(other), other);
+}
+
+/* Whether a packet to the backend that leaves the stack came in where the client's packets may.
+ * Others may forge its address. */
 static __always_inline bool is_from_client(const struct flow *reply_entry, u32 arrival)
 {
-	u32 in = routing_ifindex(device_at(arrival), arrival);
+	struct device *in = device_at(arrival);
 	struct flow_key key = original_key(reply_entry);
 	struct flow *original;
 
 	/* sent by this node, or see leaves_elsewhere() */
-	if (!arrival || in == reply_entry->out.ifindex)
+	if (!arrival || routing_ifindex(in, arrival) == reply_entry->out.ifindex)
 		return true;
 	original = entry_of(reply_entry, &key);
-	return !original || in == routing_ifindex(device_at(original->arrival), original->arrival);
+	return !original || is_same_way(arrival, original->arrival) ||
+	       (original->arrival && is_exchangeable(in) &&
+		is_exchangeable(device_at(original->arrival)));
 }
 
 /* Whether this SYN begins a connection that is not part of the flow: the client connects to the
  * backend directly, from a port that it used through a Service before. A SYN to the Service goes to
  * the connection's backend (check_restart()), and the client's own entry remembers its number. */
 static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
-						 u32 flags)
+						 u32 flags, u32 arrival)
 {
 	struct flow_key key;
 	struct flow *original;
@@ -503,7 +510,8 @@ static __always_inline bool is_direct_connection(const struct flow *flow, const 
 		return false;
 	key = original_key(flow);
 	original = entry_of(flow, &key);
-	return !original || (is_ending(original) && original->syn != p->tcp.next);
+	return !original || (is_ending(original) && original->syn != p->tcp.next &&
+			     (!arrival || is_same_way(arrival, original->arrival)));
 }
 
 /* Whether a reply is leaving by another device than the client's packets came in by. The reply
@@ -551,7 +559,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 		return EGRESS_UNKNOWN;
 	if (!reply && !is_from_client(flow, arrival))
 		return EGRESS_UNKNOWN;
-	if (!reply && is_direct_connection(flow, p, flags)) {
+	if (!reply && is_direct_connection(flow, p, flags, arrival)) {
 		struct flow_key key = flow_key_of(&t->from, &t->to);
 
 		flows.delete(&key);

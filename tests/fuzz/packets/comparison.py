@@ -73,10 +73,11 @@ def random_attacks(rng: random.Random, count: int) -> list[Played]:
 
 def arrives_on(device: str, back: bool, variant: str, strict: bool) -> bool:
     """Whether packets of the backend, or of the client, may arrive on this device. Devices that
-    lead to other machines are interchangeable, unless the reverse path filter is strict.
+    lead to other machines are interchangeable, unless the reverse path filter is strict and no
+    route to the sender leads there: c0 has the default route.
     """
     own = BACKEND[variant] if back else "c0"
-    return device == own or (not strict and {device, own} <= {"c0", "r0"})
+    return device == own or ({device, own} <= {"c0", "r0"} and (not strict or device == "c0"))
 
 
 def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Finding], Counter[str]]:
@@ -101,7 +102,9 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         restarts = step == ("ANSWERED", "NEW") and kbpf_before.quiet and not elsewhere
         allowed_here = begins or revives or restarts
         changed = _judged(each, kbpf) != _judged(each, kbpf_before) and not allowed_here
-        allowed = not elsewhere and _judged(each, linux) != _judged(each, linux_before)
+        as_linux = equal(each.protocol, kbpf, linux) and kbpf.needed <= linux.needed
+        follows = _judged(each, linux) != _judged(each, linux_before) or as_linux
+        allowed = not elsewhere and follows
         tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1
         if changed and not allowed:
             wrong = f"forged packets make {tuple(kbpf)} of {tuple(kbpf_before)}"

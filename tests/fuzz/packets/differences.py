@@ -74,6 +74,11 @@ class Row(NamedTuple):
 ROWS: Final = (
     Row("segment after a reset", "tcp", ("CLOSING",), ("CLOSE",), _RESET),
     Row("reset before the handshake", "tcp", (), ("none",), _RESET),
+    Row("segment before the answer", "tcp", ("NEW", "UNPROVEN"), (),
+        having(r"^S\b.* \S*[FR].* <SA")),
+    Row("segment without ACK", "tcp", (), (), having(r"(^| )<?F(\+\S*)? ")),
+    Row("numbers ahead", "tcp", ("CLOSING",), ("ESTABLISHED",), having(r"F\S*[~^].*F")),
+    Row("numbers ahead", "tcp", ("ANSWERED",), (), having(r"^S <SA <\S*[~^]")),
     Row("reset that Linux ignores", "tcp", ("CLOSING", "CLOSED"),
         (*_OPENING, "ESTABLISHED", *_CLOSING), having(r"RA\S*\^")),
     Row("reset that kbpf ignores", "tcp", ("NEW", "ANSWERED", "UNPROVEN", "ESTABLISHED"),

@@ -191,7 +191,7 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-@pytest.mark.parametrize("device", [OTHER, UPLINK2])
+@pytest.mark.parametrize("device", [OTHER, BACKEND])
 def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
     node: Node, v: int, which: int, device: str
 ) -> None:
