@@ -85,7 +85,8 @@ LAYOUTS = [
     Layout("flow", layout.FLOW,
            "last_used client frontend backend snat snat_port client_port service backend_id "
            "state fins path direction host_device seen arrival syn out"),
-    Layout("tcp_side", layout.TCP_SIDE, "next ack edge window limit room scale fin syn_scale syn_at"),
+    Layout("tcp_side", layout.TCP_SIDE,
+           "next ack edge window limit room scale fin syn_scale syn_at"),
     Layout("sctp_tags", layout.U32_PAIR, "tag next"),
     Layout("next_hop", layout.NEXT_HOP,
            "found_at check address ifindex own_mac next_mac max_length resolved family uncounted"),
