@@ -475,9 +475,14 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	return !s->unjudged;
 }
 
-static __always_inline bool is_same_way(u32 one, u32 other)
+/* Whether a packet came in by another device than earlier ones. That may be gone by now: a pod's,
+ * or a port of a bridge that needs no program any more. */
+static __always_inline bool is_elsewhere(u32 arrival, u32 earlier)
 {
-	return routing_ifindex(device_at(one), one) == routing_ifindex(device_at(other), other);
+	struct device *before = device_at(earlier);
+
+	return before &&
+	       routing_ifindex(device_at(arrival), arrival) != routing_ifindex(before, earlier);
 }
 
 /* Whether a packet to the backend that leaves the stack came in where the client's packets may.
@@ -492,9 +497,12 @@ static __always_inline bool is_from_client(const struct flow *reply_entry, u32 a
 	if (!arrival || routing_ifindex(in, arrival) == reply_entry->out.ifindex)
 		return true;
 	original = entry_of(reply_entry, &key);
-	return !original || is_same_way(arrival, original->arrival) ||
-	       (original->arrival && is_exchangeable(in) &&
-		is_exchangeable(device_at(original->arrival)));
+	if (!original)
+		return true;
+	if (!original->arrival) /* the client is this node */
+		return false;
+	return !is_elsewhere(arrival, original->arrival) ||
+	       (is_exchangeable(in) && is_exchangeable(device_at(original->arrival)));
 }
 
 /* Whether this SYN begins a connection that is not part of the flow: the client connects to the
@@ -511,7 +519,7 @@ static __always_inline bool is_direct_connection(const struct flow *flow, const 
 	key = original_key(flow);
 	original = entry_of(flow, &key);
 	return !original || (is_ending(original) && original->syn != p->tcp.next &&
-			     (!arrival || is_same_way(arrival, original->arrival)));
+			     (!arrival || !is_elsewhere(arrival, original->arrival)));
 }
 
 /* Whether a reply is leaving by another device than the client's packets came in by. The reply

@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import U32, DeviceFlag, Reason, Role, TcpState
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    CACHED_DEVICES,
+    U32,
+    DeviceFlag,
+    Reason,
+    Role,
+    TcpState,
+)
 from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLUSTER,
@@ -212,6 +220,32 @@ def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
     _, got = node.come(udp(asked, vip(v, which), b"?"), UPLINK)
     forged = udp(asked, pod(v), b"!")
     assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
+
+
+@both
+def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: int) -> None:
+    """Its port was used through a Service before, when its packets came by a device that is gone:
+    another pod had its address, or a bridge's ports had programs.
+    """
+    own, talk = client(v), Talk()
+    gone = node.devices[UPLINK2]
+    for word in ("S", "<SA", "A", "A+", "<A", "FA", "<FA", "A"):
+        ends = (pod(v), own) if word.startswith("<") else (own, vip(v, LOCAL))
+        node.come(talk.segment(word, *ends), BACKEND if word.startswith("<") else UPLINK2)
+    with node.path.site.pinned("devices") as known, node.path.site.pinned("device_cache") as cache:
+        before = known.lookup(U32.pack(gone))
+        slot = U32.pack(gone % CACHED_DEVICES)
+        cached = cache.lookup(slot)
+        known.delete(U32.pack(gone))
+        cache.update(slot, bytes(CACHED_DEVICE.size))
+        syn = tcp(own, pod(v), flags="S", seq=99)
+        answer = tcp(pod(v), own, flags="SA", seq=7, ack=100)
+        try:
+            assert node.come(syn, OTHER) == (TC_ACT_UNSPEC, syn)
+            assert node.come(answer, BACKEND) == (TC_ACT_UNSPEC, answer)
+        finally:
+            known.update(U32.pack(gone), before)
+            cache.update(slot, cached)
 
 
 @both
