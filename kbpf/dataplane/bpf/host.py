@@ -212,10 +212,8 @@ class HostIntegration:
             return
         self._bypassed_due = now + BYPASSED_POLL_INTERVAL_S
         start = time.thread_time()
-        ports = read_external_ports(self._pins, self._nat_table is not None)
-        if self._nat_table is not None and not ports:  # conntrack translates after these rules
-            self.bypassed = EarlyChains((), ())
-            return
+        in_conntrack = self._nat_table is not None
+        ports = read_external_ports(self._pins, in_conntrack)
         try:
             generation = forward_rules.read_generation()
         except KernelError:  # without nf_tables
@@ -225,8 +223,11 @@ class HostIntegration:
         if state == self._bypassed_state and tables.isdisjoint(("raw", "mangle")):
             return
         self._bypassed_state = state
+        is_all_in_conntrack = in_conntrack and not ports  # which translates after these rules
         try:
-            self.bypassed = firewalls.find_early_chains(ports)
+            self.bypassed = (
+                EarlyChains((), ()) if is_all_in_conntrack else firewalls.find_early_chains(ports)
+            )
         except Exception:  # a ruleset that we cannot parse must not end the agent
             if UNREADABLE not in self._logged_lines:
                 log.exception(UNREADABLE)

@@ -161,14 +161,21 @@ def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str) -> None:
         assert len(bench.host_integration.problems()) == count
 
 
-def test_rules_are_read_again_when_a_port_is_served(bench: Bench, site: Site) -> None:
-    """A rule of long ago, for the port of a Service of today."""
+@pytest.mark.parametrize("forwarding", ["stack", "netfilter"])
+def test_rules_are_read_again_when_a_port_is_served(
+    bench: Bench, site: Site, forwarding: str
+) -> None:
+    """A rule of long ago, for the port of a Service of today: of SCTP, which is in kbpf's own table
+    in any case.
+    """
     plane = site.open()
-    bench.host_integration = HostIntegration(Pins(site.pins), CONFIG)
+    config = replace(CONFIG, forwarding=forwarding, masquerade_ports=(61_000, 62_000))
+    bench.host_integration = HostIntegration(Pins(site.pins), config)
+    bench.do(lambda: bench.host_integration.choose_forwarding(config))
     for command_line in BYPASSED["nft"][0]:
         bench.run(*command_line.replace("30080", "443").split())
-    for port, count in ((80, 0), (443, 1)):
-        plane.apply(desired(service("web", f"LoadBalancer=192.0.2.1:{port}", "10.1.0.1:80")), None)
+    for frontend, count in (("10.96.0.1:80", 0), ("LoadBalancer=192.0.2.1:443", 1)) * 2:
+        plane.apply(desired(service("web", frontend, "10.1.0.1:80", Protocol.SCTP)), None)
         for _ in range(int(30 / HOST_POLL_INTERVAL_S)):
             bench.poll()
         assert len(bench.host_integration.bypassed.chains) == count
@@ -184,7 +191,7 @@ OWN_TABLE = {
 
 
 @pytest.mark.parametrize("kind", OWN_TABLE)
-def test_ports_that_the_own_table_serves_beside_conntrack(site: Site, kind: str) -> None:
+def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, kind: str) -> None:
     role, flags, bridge, every = OWN_TABLE[kind]
     made = (
         service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", "10.1.0.1:80"),
