@@ -245,10 +245,10 @@ enum fins {
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 	FIN_UNANSWERED = 1 << 4,    /* so is that its SYN had to be repeated */
 	FIN_DIRECT = 1 << 5, /* UDP: the client's last datagram went to the backend's own address */
-	FIN_REPLACED = 1 << 7, /* its SYN-ACK has replaced another connection, which it may have
-				  all the same if that was forged: the port stays as well */
 	FIN_RESERVED = 1 << 6, /* the backend may still have a connection from this port, so no
 				  other flow gets it before the entry expires: release_replies() */
+	FIN_REPLACED = 1 << 7, /* a SYN-ACK has replaced another connection. It may have been
+				  forged, so no other flow gets the port before the entry expires */
 };
 
 /* How the packets of a flow leave this node; decided by its first packet. */

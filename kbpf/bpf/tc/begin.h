@@ -276,15 +276,17 @@ int tc_delete_flow(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();
 	struct flow *old;
+	u64 now;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
 	old = flow_between(&s->packet.tuple);
 	if (!old || old->direction != DIRECTION_ORIGINAL || !is_original(&s->packet.tuple, old))
 		return TC_ACT_UNSPEC;
-	if (must_stay(old, now_ns()))
+	now = now_ns();
+	if (must_stay(old, now))
 		return finish(TC_ACT_SHOT, TABLE_FULL);
-	delete_flow(old, now_ns());
+	delete_flow(old, now);
 	return TC_ACT_UNSPEC;
 }
 
@@ -350,8 +352,9 @@ int tc_choose(struct __sk_buff *skb)
 		if (!arrives_by(skb, &s->packet, ifindex, &s->hop))
 			return TC_ACT_UNSPEC;
 		s->client_device = s->hop.ifindex;
+		/* The call returns if an agent that does not use conntrack has loaded these. */
 		if (may_use_conntrack(n, device, s))
-			tails.call(skb, TAIL_CONNTRACK); /* or an agent without it loaded these */
+			tails.call(skb, TAIL_CONNTRACK);
 	}
 	s->owner = owner_of_packet(device, ifindex);
 	client.outside = !(device->flags & DEVICE_LOCAL);

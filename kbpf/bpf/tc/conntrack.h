@@ -176,7 +176,7 @@ static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struc
 
 	if (!n)
 		return 0;
-	room = 65535 - n->port_high; /* at least FEWEST_PORTS (host.py) */
+	room = 65535 - n->port_high; /* not 0: MAX_MASQUERADE_PORT in host.py */
 	for (int i = 0; i < CLIENT_PORT_TRIES; i++) {
 		if (port && may_have_port(skb, p, flow, n, port))
 			return port;
@@ -300,8 +300,8 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct address backend, source;
 	enum tracked tracked;
 	struct packet p;
+	u16 port = 0;
 	void *ct;
-	u16 port;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
@@ -317,9 +317,11 @@ int tc_conntrack(struct __sk_buff *skb)
 		return drop_flow(&s->flow, NO_SNAT_PORT);
 	if ((s->begin & BEGIN_STALE) && find_tracked(skb, &p, true) == TRACKED_STALE)
 		find_tracked(skb, &p, false);
-	port = has_snat(&s->flow) ? choose_client_port(skb, &p, &s->flow) : 0;
-	if (has_snat(&s->flow) && !port)
-		return drop_flow(&s->flow, NO_SNAT_PORT);
+	if (has_snat(&s->flow)) {
+		port = choose_client_port(skb, &p, &s->flow);
+		if (!port)
+			return drop_flow(&s->flow, NO_SNAT_PORT);
+	}
 	opts.protocol = p.protocol;
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p.tuple, p.v6, &opts);
 	if (!ct)

@@ -159,8 +159,8 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 		return true;
 	if (result && result < BPF_FIB_LKUP_RET_FWD_DISABLED) /* there is no route to it */
 		return false;
-	if (result ==
-	    BPF_FIB_LKUP_RET_UNSUPP_LWT) /* the route encapsulates: its device is unknown */
+	/* The route encapsulates, and the kernel does not tell its device. */
+	if (result == BPF_FIB_LKUP_RET_UNSUPP_LWT)
 		return is_exchangeable(in);
 	if (hop->ifindex == here)
 		return true;

@@ -257,7 +257,7 @@ static __always_inline bool may_reserve(u64 now, bool take)
 }
 
 /* Whether the port of a flow that is given up has to be reserved: the backend may still answer.
- * Without SNAT nobody but the client could get the port, and it needs another one only if the
+ * Without SNAT, only the client itself could get the port, and it needs another one only if the
  * backend insists on an old connection. */
 static __always_inline bool needs_reservation(const struct flow *flow, u64 now)
 {
@@ -490,12 +490,13 @@ static __always_inline bool is_elsewhere(u32 arrival, u32 earlier)
 static __always_inline bool is_from_client(const struct flow *reply_entry, u32 arrival)
 {
 	struct device *in = device_at(arrival);
-	struct flow_key key = original_key(reply_entry);
 	struct flow *original;
+	struct flow_key key;
 
-	/* sent by this node, or see leaves_elsewhere() */
+	/* Sent by this node, or (most packets) by the device that leaves_elsewhere() compares. */
 	if (!arrival || routing_ifindex(in, arrival) == reply_entry->out.ifindex)
 		return true;
+	key = original_key(reply_entry);
 	original = entry_of(reply_entry, &key);
 	if (!original)
 		return true;

@@ -31,9 +31,9 @@
 /* Index: enum refusal_bucket. Written by the agent when it starts. */
 BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
 
-/* key_of_owner(), its first byte XOR 16 times the index of the limit -> `spent` of a token bucket
- * of that sender. Full: the oldest is evicted, so that sender may get a whole burst again; the
- * bucket of the node still applies. */
+/* key_of_owner(), with the index of a limit XORed into its first byte (may_refuse()) -> `spent` of
+ * that sender's token bucket. Full: the oldest is evicted, so that sender may get a whole burst
+ * again; the bucket of the node still applies. */
 BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
 #define REPLY_TTL 64 /* of packets that originate here */

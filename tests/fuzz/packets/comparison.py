@@ -97,10 +97,10 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
             arrives_on(one.device, one.back, each.variant, strict) for one in forged
         )
         step = kbpf_before.state, kbpf.state
-        begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW")) and not elsewhere
-        revives = step == ("CLOSED", "CLOSING") and not elsewhere  # "segment after a reset"
-        restarts = step == ("ANSWERED", "NEW") and kbpf_before.quiet and not elsewhere
-        allowed_here = begins or revives or restarts
+        begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW"))
+        revives = step == ("CLOSED", "CLOSING")  # "segment after a reset"
+        restarts = step == ("ANSWERED", "NEW") and kbpf_before.quiet
+        allowed_here = not elsewhere and (begins or revives or restarts)
         changed = _judged(each, kbpf) != _judged(each, kbpf_before) and not allowed_here
         as_linux = equal(each.protocol, kbpf, linux) and kbpf.needed <= linux.needed
         follows = _judged(each, linux) != _judged(each, linux_before) or as_linux

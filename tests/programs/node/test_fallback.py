@@ -27,7 +27,7 @@ from kbpf.kernel.bpf.objects import Program
 from tests.support import prometheus
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, service, slice_port
 from tests.support.features import lacking
-from tests.support.lab.lab import V1_ONLY, Agent, Lab, Place, ip, run, until
+from tests.support.lab.lab import V1_ONLY, Agent, Lab, Place, inside, ip, run, until
 from tests.support.lab.web import get
 
 DENY = Path(__file__).parents[2] / "support" / "faults" / "deny.py"
@@ -209,9 +209,8 @@ def test_agent_falls_back_to_ipvs_and_reports_the_reason(bench: Bench, cause: Ca
         # The page may be a second old, from before the fallback.
         until("/metrics has the mode", lambda: modes(bench) & labels == labels)
         until("nothing of BPF is pinned", lambda: not any(agent.pin_dir.glob("*")))
-        assert nat_table.TABLE not in run(
-            "ip", "netns", "exec", bench.home.netns, "nft", "list", "tables"
-        )
+        tables = run(*inside(bench.home.netns, None, "nft", "list", "tables"))
+        assert nat_table.TABLE not in tables
 
 
 def modes(bench: Bench) -> prometheus.Labels:

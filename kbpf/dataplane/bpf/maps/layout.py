@@ -328,7 +328,9 @@ FLOW_HEADROOM: Final = 1.125
 in evict.h.
 """
 RESERVATIONS: Final = 0.125
-"""And `flows` for this many reserved ports for each of them: see may_reserve() in known.h."""
+"""`flows` also has room for this many reserved ports per configured connection: see may_reserve()
+in known.h.
+"""
 MONITORS: Final = 4
 """How many commands may watch events at the same time."""
 MONITOR: Final = Struct("=QQQQQI4x")

@@ -146,8 +146,8 @@ def write_refusal_limits(limits: WritableMap) -> None:
     half = REFUSAL_LIMIT.pack(0, 2 * interval, (burst + 1) // 2)
     limits.update(U32.pack(RefusalLimit.PEER_RESET), half)
     for limit, setting in ICMP_PEER_SYSCTLS.items():
-        interval = _read_setting(*setting) * NS_PER_SECOND // 1000
-        limits.update(U32.pack(limit), REFUSAL_LIMIT.pack(0, interval, XRLIM_BURST_FACTOR))
+        each = _read_setting(*setting) * NS_PER_SECOND // 1000
+        limits.update(U32.pack(limit), REFUSAL_LIMIT.pack(0, each, XRLIM_BURST_FACTOR))
 
 
 def _read_setting(name: str, default: int) -> int:

@@ -91,8 +91,8 @@ RESERVES = ("the client has closed, then silence", "handshake not proven by the 
 
 @pytest.mark.parametrize("kind", RESERVES)
 def test_port_of_an_evicted_flow_is_reserved(flows: Flows, kind: str) -> None:
-    """The backend may still answer: nobody else may get its answer. Without a free reservation, a
-    connection stays.
+    """The backend may still answer, and its answer must not reach another client. If no reservation
+    is free, a connection stays.
     """
     script, _ = OLDEST[kind]
     masqueraded = flows.kind == "translated"

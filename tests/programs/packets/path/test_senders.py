@@ -62,6 +62,18 @@ class Node:
             verdict, got = self.path.run("tc_egress", got, context=context)
         return verdict, got
 
+    def converse(self, script: str, talk: Talk, own: str, which: int, device: str = UPLINK) -> str:
+        """Sends these segments of a client and its backend, each by its own device; returns the
+        source that the backend sees.
+        """
+        v, source = 6 if own.startswith("[") else 4, ""
+        for word in script.split():
+            back = word.startswith("<")
+            ends = (pod(v), source) if back else (own, vip(v, which))
+            _, got = self.come(talk.segment(word, *ends), BACKEND if back else device)
+            source = source or str(parse(got, l2=False).source)
+        return source
+
     def strict(self, device: str, on: bool) -> None:
         """Whether the kernel has a strict reverse path filter there."""
         flag = DeviceFlag.STRICT if on else DeviceFlag(0)
@@ -130,19 +142,11 @@ def test_segment_counts_only_where_the_route_to_its_sender_leads(
     node: Node, v: int, which: int, row: Row
 ) -> None:
     """All its numbers are right: the attacker has seen them, or guessed well."""
-    own, talk, source = client(v), Talk(), ""
-
-    def send(word: str, device: str) -> int:
-        nonlocal source
-        ends = (pod(v), source) if word.startswith("<") else (own, vip(v, which))
-        verdict, got = node.come(talk.segment(word, *ends), device)
-        source = source or str(parse(got, l2=False).source)
-        return verdict
-
-    for word in row.before.split():
-        send(word, BACKEND if word.startswith("<") else UPLINK)
+    own, talk = client(v), Talk()
+    source = node.converse(row.before, talk, own, which)
+    ends = (pod(v), source) if row.word.startswith("<") else (own, vip(v, which))
     before = [raw[:8] for raw in entries_of(node.path, own)], states(node.path, own)
-    verdict = send(row.word, row.device)
+    verdict, _ = node.come(talk.segment(row.word, *ends), row.device)
     after = [raw[:8] for raw in entries_of(node.path, own)], states(node.path, own)
     assert (verdict == TC_ACT_SHOT) == (not row.counts)
     if row.counts:
@@ -203,14 +207,11 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
 def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
     node: Node, v: int, which: int, device: str
 ) -> None:
-    """It has the client's address and port, forged. A SYN would end the flow if it were the
-    client's, who has closed its side and waits for the answer.
+    """It carries the address and port of a client that has closed its side and waits for the
+    answer. A SYN of that client itself would end the flow.
     """
-    own, talk, source = client(v), Talk(), ""
-    for word in ("S", "<SA", "A", "A+", "<A", "FA"):
-        ends = (pod(v), source) if word.startswith("<") else (own, vip(v, which))
-        _, got = node.come(talk.segment(word, *ends), BACKEND if "<" in word else UPLINK)
-        source = source or str(parse(got, l2=False).source)
+    own, talk = client(v), Talk()
+    source = node.converse("S <SA A A+ <A FA", talk, own, which)
     for forged in (tcp(own, pod(v), flags="S", seq=99), tcp(own, pod(v), b"!", flags="A")):
         assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
     _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
@@ -229,9 +230,7 @@ def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: in
     """
     own, talk = client(v), Talk()
     gone = node.devices[UPLINK2]
-    for word in ("S", "<SA", "A", "A+", "<A", "FA", "<FA", "A"):
-        ends = (pod(v), own) if word.startswith("<") else (own, vip(v, LOCAL))
-        node.come(talk.segment(word, *ends), BACKEND if word.startswith("<") else UPLINK2)
+    node.converse("S <SA A A+ <A FA <FA A", talk, own, LOCAL, UPLINK2)
     with node.path.site.pinned("devices") as known, node.path.site.pinned("device_cache") as cache:
         before = known.lookup(U32.pack(gone))
         slot = U32.pack(gone % CACHED_DEVICES)
