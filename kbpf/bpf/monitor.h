@@ -23,10 +23,6 @@ BPF_TABLE("array", u32, u64, monitored_until, MONITORS + 1);
  * and leave out. */
 BPF_TABLE("array", u32, struct monitor, monitors, MONITORS);
 
-/* (index, filter, value) -> 1. The commands write and delete the values of their filters. Full: the
- * command lets all values pass, and filters by itself. */
-BPF_F_TABLE("hash", struct monitor_value, u32, monitor_values, 64, BPF_F_NO_PREALLOC);
-
 /* index -> the ring buffer of struct event that this command has made and reads. Full: the event is
  * counted as left out. `monitor_ring` only says what type of map these are. */
 BPF_RINGBUF_OUTPUT(monitor_ring, 1);
@@ -41,48 +37,14 @@ static __always_inline bool is_monitored(void)
 	return until && *until && *until > bpf_ktime_get_ns();
 }
 
-static __always_inline bool admits(u32 monitor, u32 filter, const struct address *value)
-{
-	struct monitor_value key = {.monitor = monitor, .filter = filter, .value = *value};
-
-	return monitor_values.lookup(&key) != NULL;
-}
-
-static __always_inline bool admits_id(u32 monitor, u32 filter, u64 id)
-{
-	struct address value = {.word = {(u32)id, id >> 32}};
-
-	return admits(monitor, filter, &value);
-}
-
-/* Whether this command wants to see the event. One without a Service, such as a port that a
- * ClusterIP does not have, passes if the frontend's address is of the Service. */
-static __always_inline bool wants(u32 index, const struct monitor *monitor,
-				  const struct event *event)
-{
-	u32 filters = monitor->filters;
-
-	if (!(monitor->reasons >> (event->reason & 63) & 1))
-		return false;
-	if ((filters & MONITOR_SERVICE) &&
-	    !(event->service ? admits_id(index, MONITOR_SERVICE, event->service)
-			     : admits(index, MONITOR_FRONTEND, &event->frontend.address)))
-		return false;
-	if ((filters & MONITOR_CGROUP) && !admits_id(index, MONITOR_CGROUP, event->cgroup))
-		return false;
-	return !(filters & MONITOR_ADDRESS) ||
-	       admits(index, MONITOR_ADDRESS, &event->client.address) ||
-	       admits(index, MONITOR_ADDRESS, &event->frontend.address) ||
-	       admits(index, MONITOR_ADDRESS, &event->backend.address);
-}
-
 static __always_inline void report_to(u32 index, const struct event *event)
 {
 	u64 *until = monitored_until.lookup(&index);
 	struct monitor *monitor = monitors.lookup(&index);
 	void *ring = monitor_rings.lookup((int *)&index);
 
-	if (!until || !monitor || !ring || *until <= event->time || !wants(index, monitor, event))
+	if (!until || !monitor || !ring || *until <= event->time ||
+	    !(monitor->reasons >> (event->reason & 63) & 1))
 		return;
 	if (!take_token(&monitor->spent, monitor->interval, monitor->burst, event->time) ||
 	    ringbuf_output(ring, (void *)event, sizeof(*event)))

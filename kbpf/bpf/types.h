@@ -557,14 +557,6 @@ struct failure {
 
 #define MONITORS 4 /* commands that may watch at the same time */
 
-enum monitor_filter {
-	MONITOR_SERVICE = 1 << 0, /* an id in word[0] */
-	MONITOR_FRONTEND =
-		1 << 1, /* an address: passes events without a Service, with MONITOR_SERVICE */
-	MONITOR_ADDRESS = 1 << 2, /* of the client, the frontend or the backend */
-	MONITOR_CGROUP = 1 << 3,  /* an id in word[0] and word[1] */
-};
-
 /* monitors: what a command wants to see, and how many events a second. `spent` and the two below:
  * as in struct refusal_limit. */
 struct monitor {
@@ -573,13 +565,4 @@ struct monitor {
 	u64 burst;
 	u64 left_out; /* events above this rate, and those that found the ring buffer full */
 	u64 reasons;  /* bit n: those with reason n */
-	u32 filters;  /* enum monitor_filter: all of these have to match */
-	u32 pad;
-};
-
-/* monitor_values: a value that a filter of a command admits. */
-struct monitor_value {
-	u32 monitor; /* index into `monitors` */
-	u32 filter;  /* enum monitor_filter */
-	struct address value;
 };

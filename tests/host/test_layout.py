@@ -106,8 +106,7 @@ LAYOUTS = [
     Layout("event", layout.EVENT,
            "time cgroup client frontend backend service backend_id reason"),
     Layout("failure", layout.FAILURE, "first count last"),
-    Layout("monitor", layout.MONITOR, "spent interval burst left_out reasons filters"),
-    Layout("monitor_value", layout.MONITOR_VALUE, "monitor filter value"),
+    Layout("monitor", layout.MONITOR, "spent interval burst left_out reasons"),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip
 
@@ -138,7 +137,6 @@ NAMES: list[tuple[str, int]] = [
     *((f"ENDPOINT_{flag.name}", int(flag)) for flag in layout.EndpointCondition),
     *((f"CONFIG_{flag.name}", int(flag)) for flag in layout.ConfigFlag),
     *((f"CLIENT_{kind.name}", int(kind)) for kind in layout.ClientKind),
-    *((f"MONITOR_{flag.name}", int(flag)) for flag in layout.MonitorFilter),
     *((str(reason.name), int(reason)) for reason in layout.Reason),
     *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
     *((f"FIN_{fin.name}", int(fin)) for fin in layout.FinFlag),
@@ -240,7 +238,7 @@ def test_every_struct_and_enum_is_compared():
     assert [name for name, _ in enums] == [
         "service_flags", "client_kind", "peer_flags", "endpoint_conditions", "config_flags",
         "tcp_state", "fins", "flow_path", "flow_direction", "role", "device_flags", "node_flags",
-        "refusal_bucket", "verdict", "reason", "monitor_filter",
+        "refusal_bucket", "verdict", "reason",
     ]  # fmt: skip
     words = {
         word

@@ -39,10 +39,9 @@ def read(monitor: Monitor) -> list[EventRow]:
 def left_behind(site: Site) -> list[str]:
     """What a command that watched has left in the kernel."""
     found = []
-    until, _, values, rings = MAP_NAMES
+    until, _, rings = MAP_NAMES
     with site.pinned(until) as map_:
         times = [map_.lookup(U32.pack(index)) for index in range(MONITORS + 1)]
         found += [f"{until} {index}" for index, time in enumerate(times) if time != U64.pack(0)]
     with site.pinned(rings) as map_:
-        found += [f"{rings} {i}" for i in range(MONITORS) if map_.lookup(U32.pack(i))]
-    return found + [f"{values} {key.hex()}" for key in site.entries(values)]
+        return found + [f"{rings} {i}" for i in range(MONITORS) if map_.lookup(U32.pack(i))]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches events as they happen: new connections, refusals, drops, evictions and failures.
 
-The programs write them to a ring buffer of this process (bpf/monitor.h), filtered and limited to a
-rate. This needs no agent. If this process is killed, the programs ignore it LIFETIME_S later; its
-ring buffer stays until another one begins.
+The programs write those with the wanted reasons to a ring buffer of this process (bpf/monitor.h),
+up to a rate; the other filters are applied here. This needs no agent. If this process is killed,
+the programs ignore it LIFETIME_S later; its ring buffer stays until another one begins.
 """
 
 import fcntl
@@ -24,16 +24,14 @@ from kbpf.dataplane.bpf.maps.layout import (
     EVENT,
     MONITOR,
     MONITOR_RINGS,
-    MONITOR_VALUE,
     MONITORS,
     U32,
     U64,
-    MonitorFilter,
     unpack_endpoint_name,
     unpack_service_name,
 )
 from kbpf.dataplane.bpf.udp import unpack_backend
-from kbpf.errors import CapacityError, KernelError, NotFoundError
+from kbpf.errors import CapacityError, NotFoundError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.ring_buffer import RingBuffer
 from kbpf.kernel.system.pods import ClientNames
@@ -46,8 +44,9 @@ RING_BYTES: Final = 256 << 10
 """Room for 2,700 events."""
 EVERY_MONITOR: Final = U32.pack(MONITORS)
 """The key of `monitored_until` that says until when any process watches."""
-MAP_NAMES: Final = ("monitored_until", "monitors", "monitor_values", MONITOR_RINGS.name)
-ONE: Final = U32.pack(1)
+MAP_NAMES: Final = ("monitored_until", "monitors", MONITOR_RINGS.name)
+UNFILTERED_RATE: Final = 10_000
+"""Events a second that the programs write if a filter is applied here, whatever the rate."""
 MAX_NAMES: Final = 10_000
 """From this number on, the names of Services are read again."""
 
@@ -62,6 +61,7 @@ class Monitor:
         self._clients, self._services = ClientNames(), dict[int, ServicePort]()
         self._pods = dict[bytes, str]()
         self._index, self._left_out = -1, 0
+        self._tokens, self._limited_at = float(rate), time.monotonic()
         with ExitStack() as stack:
             self._folder = os.open(self._pins.maps, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._folder)
@@ -106,7 +106,7 @@ class Monitor:
         with self._locked():
             before, self._filter = self._filter, event_filter
             if self._is_ours() and event_filter != before:
-                self._write_filter()
+                self._write_settings()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Monitor:
             self._clear(index)
         self._index = free[0]
         self._maps[MONITOR_RINGS.name].update(U32.pack(self._index), U32.pack(self.ring.map.fd))
-        self._write_filter()
+        self._write_settings()
 
     def _release(self) -> None:
         with self._locked():
@@ -158,41 +158,16 @@ class Monitor:
         self._maps["monitored_until"].update(U32.pack(index), U64.pack(0))
         self._maps[MONITOR_RINGS.name].delete(U32.pack(index))
         self._maps["monitors"].update(U32.pack(index), bytes(MONITOR.size))
-        self._delete_values(index)
 
-    def _delete_values(self, index: int) -> None:
-        values = self._maps["monitor_values"]
-        for key in [key for key, _ in values.items() if MONITOR_VALUE.unpack(key)[0] == index]:
-            values.delete(key)
-
-    def _write_filter(self) -> None:
-        """Writes the settings. While the values change, the programs filter by reason only, and
-        admits() does the rest.
-        """
-        self._write_settings(MonitorFilter(0))
-        self._delete_values(self._index)
-        filters = MonitorFilter(0)
-        values = self._maps["monitor_values"]
-        keys = list(_filter_values(self._filter))
-        try:
-            for kind, value in keys:
-                values.update(MONITOR_VALUE.pack(self._index, kind, value), ONE)
-        except KernelError:  # full: the programs let all pass
-            self._delete_values(self._index)
-        else:
-            for wanted, kind in (
-                (self._filter.services is not None, MonitorFilter.SERVICE),
-                (self._filter.address is not None, MonitorFilter.ADDRESS),
-                (self._filter.cgroups is not None, MonitorFilter.CGROUP),
-            ):
-                filters |= kind if wanted else MonitorFilter(0)
-        self._write_settings(filters)
-
-    def _write_settings(self, filters: MonitorFilter) -> None:
+    def _write_settings(self) -> None:
         self._left_out += self._read_left_out()
+        rate = max(self._rate, UNFILTERED_RATE) if self._filters_here() else self._rate
         reasons = sum(1 << reason for reason in self._filter.reasons)
-        settings = (0, 10**9 // self._rate, self._rate, 0, reasons, filters)
+        settings = (0, 10**9 // rate, rate, 0, reasons)
         self._maps["monitors"].update(U32.pack(self._index), MONITOR.pack(*settings))
+
+    def _filters_here(self) -> bool:
+        return self._filter != EventFilter(self._filter.reasons)
 
     # ---- what this process reads -----------------------------------------------------------------
 
@@ -212,7 +187,18 @@ class Monitor:
         self._clients.learn(value[1] for value in values)
         offset = time.time() - time.monotonic()
         events = (self._build_event(value, offset) for value in values)
-        return [event for event in events if self._filter.admits(event)]
+        admitted = [event for event in events if self._filter.admits(event)]
+        return self._limit(admitted) if self._filters_here() else admitted
+
+    def _limit(self, events: list[ConnectionEvent]) -> list[ConnectionEvent]:
+        """As many of them as the rate allows; the others count as left out."""
+        now = time.monotonic()
+        self._tokens = min(self._rate, self._tokens + self._rate * (now - self._limited_at))
+        self._limited_at = now
+        shown = events[: int(self._tokens)]
+        self._tokens -= len(shown)
+        self._left_out += len(events) - len(shown)
+        return shown
 
     def _build_event(
         self, value: tuple[int, int, bytes, bytes, bytes, int, int, int], offset: float
@@ -259,20 +245,3 @@ class Monitor:
 
 def _open(pins: pinning.Pins, name: str) -> Map:
     return pinning.open_map(pins.maps / name, ALL_MAPS[name])
-
-
-def _filter_values(wanted: EventFilter) -> Iterator[tuple[MonitorFilter, bytes]]:
-    """The values that each filter admits, as struct monitor_value has them."""
-    for number in wanted.services or ():
-        yield MonitorFilter.SERVICE, _pack_id(number)
-    if wanted.services is not None:
-        for address in wanted.frontends:
-            yield MonitorFilter.FRONTEND, address
-    if wanted.address is not None:
-        yield MonitorFilter.ADDRESS, wanted.address
-    for number in wanted.cgroups or ():
-        yield MonitorFilter.CGROUP, _pack_id(number)
-
-
-def _pack_id(number: int) -> bytes:
-    return U64.pack(number) + bytes(8)

@@ -172,15 +172,6 @@ class ConfigFlag(IntFlag):
     TRACING = 1 << 10
 
 
-class MonitorFilter(IntFlag):
-    """enum monitor_filter."""
-
-    SERVICE = 1 << 0
-    FRONTEND = 1 << 1
-    ADDRESS = 1 << 2
-    CGROUP = 1 << 3
-
-
 class ClientKind(IntEnum):
     """enum client_kind."""
 
@@ -333,9 +324,7 @@ in known.h.
 """
 MONITORS: Final = 4
 """How many commands may watch events at the same time."""
-MONITOR: Final = Struct("=QQQQQI4x")
-MONITOR_VALUE: Final = Struct("=II16s")
-MONITOR_VALUES: Final = 4096
+MONITOR: Final = Struct("=QQQQQ")
 RING_ENTRIES: Final = 4096
 """The smallest size of a ring buffer, in bytes. This one only says what kind of map is added."""
 AGENT_SOCKETS: Final = 256
@@ -700,8 +689,6 @@ MAPS: Final = {
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, MONITORS + 1),
         MapSpec("monitors", "which events a command wants to see, and how many it was not shown",
             uapi.BPF_MAP_TYPE_ARRAY, 4, MONITOR.size, MONITORS),
-        MapSpec("monitor_values", "values that the filters of these commands admit",
-            uapi.BPF_MAP_TYPE_HASH, MONITOR_VALUE.size, 4, MONITOR_VALUES, uapi.BPF_F_NO_PREALLOC),
         MapSpec("monitor_ring", "the kind of ring buffer that a command reads events from; empty",
             uapi.BPF_MAP_TYPE_RINGBUF, 0, 0, RING_ENTRIES),
         # Reasons are only appended, so their number is the version.
