@@ -23,6 +23,7 @@ from tests.fuzz.packets.comparison import (
     BATCH,
     SEEDS,
     SHOWN,
+    Finding,
     compare,
     compare_attacks,
     random_attacks,
@@ -137,6 +138,12 @@ def mutants(seed: int, minutes: float | None) -> None:
     assert not missed, missed
 
 
+def _show(findings: list[Finding]) -> list[Finding]:
+    for each in findings:
+        print(each, flush=True)
+    return findings
+
+
 def conntrack(seed: int, minutes: float | None) -> None:
     """Compares SEQUENCES random sequences with nf_conntrack, in which nobody forges packets, and
     as many in which a third party does; half of these with strict rp_filter.
@@ -148,14 +155,14 @@ def conntrack(seed: int, minutes: float | None) -> None:
         while played < SEQUENCES and not (until is not None and time.monotonic() > until):
             differing, rows = compare(twins, random_sequences(rng, BATCH))
             wrong += len(differing)
-            findings += shrunk(twins, differing)
+            findings += _show(shrunk(twins, differing))
             tally += rows
             played += BATCH
             for part in range(BATCH // ATTACKS):
                 twins.check_reverse_path(part % 2 == 1)
                 differing, rows = compare_attacks(twins, random_attacks(rng, ATTACKS))
                 wrong += len(differing)
-                findings += shrunk(twins, differing, compare_attacks)
+                findings += _show(shrunk(twins, differing, compare_attacks))
                 tally += rows
                 attacks += ATTACKS
             twins.check_reverse_path(False)

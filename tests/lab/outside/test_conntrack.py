@@ -17,7 +17,7 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
-from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
+from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key
@@ -222,6 +222,35 @@ def answered_port(field: Field, to: str, port: int, pod: str, kind: socket.Socke
         assert json.loads(client.recv(1000))["name"] == pod
         (entry,) = entries(field, to)
     return entry.seen_port
+
+
+def _take_ports(backend: str, own: str) -> None:
+    """Fills conntrack with flows from all ports above HIGH of this node to a backend."""
+    with NFCTSocket() as conntrack:
+        for port in range(HIGH + 1, 65_536):
+            ends = {"proto": socket.IPPROTO_UDP, "family": socket.AF_INET}
+            there, back = (
+                NFCTAttrTuple(saddr=own, daddr=backend, sport=port, dport=8080, **ends),
+                NFCTAttrTuple(saddr=backend, daddr=own, sport=8080, dport=port, **ends),
+            )
+            conntrack.entry("add", tuple_orig=there, tuple_reply=back, timeout=600)
+
+
+def test_a_client_without_a_free_port_is_dropped_and_counted(field: Field) -> None:
+    """The kernel would choose any port, maybe one of a flow of the node's sockets."""
+    node, to = field.lab.nodes[0], at("NodePort", 22)
+    there(node, partial(_take_ports, field["b1"].ip, NODES4[0]))
+    before = field.agent.reasons()[Reason.NO_SNAT_PORT]
+    with there(
+        field["outside"], lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    ) as client:
+        client.bind(("", LOW))
+        dial(client, to)
+        client.send(b"hello\n")
+        until("it is dropped", lambda: field.agent.reasons()[Reason.NO_SNAT_PORT] == before + 1)
+        assert entries(field, to) == []
+        there(node, flush_conntrack)
+        assert b'"b1"' in exchange(client)
 
 
 @both_families
