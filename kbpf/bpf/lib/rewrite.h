@@ -30,6 +30,20 @@ static __always_inline u32 check_offset(u8 protocol)
 	return 0;
 }
 
+/* Folds the carry of a ones' complement sum back into 32 bits (RFC 1624). */
+static __always_inline __wsum wrap(u64 sum)
+{
+	sum = (sum & 0xffffffff) + (sum >> 32);
+	return (sum & 0xffffffff) + (sum >> 32);
+}
+
+static __always_inline __sum16 fold(__wsum sum)
+{
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return ~sum;
+}
+
 /* Updates the L4 checksum when an address of the pseudo header changes.
  *
  * With CHECKSUM_COMPLETE, skb->csum is the sum of all bytes. In IPv4 the header checksum balances
@@ -46,8 +60,8 @@ static __always_inline int change_pseudo(struct __sk_buff *skb, const struct pac
 	if (check && p->fragment != LATER &&
 	    bpf_l4_csum_replace(skb, p->l4 + check, 0, diff, flags))
 		return -1;
-	if (p->v6)
-		bpf_csum_update(skb, diff);
+	if (p->v6) /* folded: BCC declares 16 bits, and up to v6.12 bpf_csum_diff() returns 32 */
+		bpf_csum_update(skb, (__sum16)~fold(diff));
 	return 0;
 }
 
@@ -59,20 +73,6 @@ struct ip4_middle {
 	__be32 source;
 	__be32 destination;
 };
-
-/* Folds the carry of a ones' complement sum back into 32 bits (RFC 1624). */
-static __always_inline __wsum wrap(u64 sum)
-{
-	sum = (sum & 0xffffffff) + (sum >> 32);
-	return (sum & 0xffffffff) + (sum >> 32);
-}
-
-static __always_inline __sum16 fold(__wsum sum)
-{
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	return ~sum;
-}
 
 /* One store instead of one helper call for each field: the header checksum is among them. Stores
  * both addresses at once, even if only one has changed: one store is cheaper than a branch and
