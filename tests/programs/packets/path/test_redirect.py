@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets that are redirected past the stack, and ports of conntrack."""
 
+import contextlib
 import os
 import socket
 import struct
@@ -129,7 +130,8 @@ def tagged(uplink: Path_) -> Iterator[Path_]:
     index = uplink.inside(lambda: socket.if_nametoindex("in"))
     inside = ("nsenter", f"--net=/run/netns/{uplink.where}")  # `ip netns exec` hides the pins
     pin = str(uplink.folder / "tc_ingress")
-    command(*inside, "tc", "qdisc", "add", "dev", "in", "clsact")
+    with contextlib.suppress(RuntimeError):  # without TCX the plane may have added it already
+        command(*inside, "tc", "qdisc", "add", "dev", "in", "clsact")
     command(*inside, *["tc", "filter", "add", "dev", "in", "ingress", "bpf", "da", "pinned"], pin)
     uplink.set_device(index, Role.HOST, DeviceFlag(0))
     yield uplink
