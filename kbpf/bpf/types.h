@@ -485,8 +485,9 @@ enum reason {
 	BACKEND_REFUSED = 25, /* a backend reset the SYN, or answered a datagram by an ICMP error */
 	BACKEND_UNANSWERED = 26, /* a backend did not answer the first SYN */
 	BACKEND_RESET =
-		27, /* a connection that the backend had accepted ended otherwise than by FINs */
-	REASONS = 28,
+		27,   /* a connection that the backend had accepted ended otherwise than by FINs */
+	INVALID = 28, /* not of the connection that has its ports (judge.h): dropped */
+	REASONS = 29,
 };
 
 /* ---- accounting (account.h) ---- */

@@ -95,4 +95,7 @@ class Reason(IntEnum):
         "NetworkPolicy admit the client?")
     BACKEND_RESET = (27, Verdict.NOTE,
         "accepted by a backend, and ended by a reset or a time-out")
+    INVALID = (28, Verdict.DROP,
+        "dropped: not part of the connection that uses its ports, which it may have been earlier; "
+        "or forged. conntrack calls such packets invalid, too")
     # fmt: on

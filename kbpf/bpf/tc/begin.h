@@ -222,6 +222,14 @@ static __always_inline bool lacks_entry(const struct flow *flow)
 	return !entry_of(flow, &key);
 }
 
+/* Whether a TCP connection is over at both ends: both have acknowledged the other's FIN. */
+static __always_inline bool has_ended(const struct flow *original)
+{
+	struct flow *reply = both_closed(original) ? twin_of(original, false) : NULL;
+
+	return reply && is_acknowledged(original, reply);
+}
+
 /* Notes whether the client has sent its last datagram to the backend's own address. */
 static __always_inline void note_destination(const struct flow *flow, bool direct)
 {
@@ -259,7 +267,7 @@ int tc_recheck(struct __sk_buff *skb)
 		account_repetition(flow, now, owner_of_packet(device_at(skb->ifindex), arrival));
 	if (flow && !is_over(flow, now) &&
 	    (!starts_flow(p) || !original ||
-	     (backend_exists(flow->backend_id) && !lacks_entry(flow)))) {
+	     (backend_exists(flow->backend_id) && !lacks_entry(flow) && !has_ended(flow)))) {
 		if (genuine && p->protocol == IPPROTO_UDP &&
 		    (original || !is_reply(&p->tuple, flow)))
 			note_destination(flow, !original);

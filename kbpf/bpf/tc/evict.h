@@ -149,11 +149,15 @@ int tc_enqueue(struct __sk_buff *skb)
 	u64 *total = flow_count.lookup(&zero);
 	enum reason reason;
 	struct flow_key key;
+	struct flow *old;
 
 	if (!s || !n || !total)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	key = original_key(&s->flow);
-	reason = claim_original(&key, flows.lookup(&key), &s->flow, n);
+	old = flows.lookup(&key);
+	if (old && (old->fins & FIN_RESERVED))
+		s->begin |= BEGIN_OTHER_PORT;
+	reason = claim_original(&key, old, &s->flow, n);
 	if (reason != NEW_FLOW)
 		return drop_flow(&s->flow, reason);
 	s->search = SEARCH_NONE;

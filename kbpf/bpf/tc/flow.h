@@ -260,14 +260,13 @@ static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 	return flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
 }
 
-/* Whether the backend may still send to a flow that is given up. It has no connection before the
- * client has completed the handshake. A datagram may be answered at any time. */
+/* Whether the backend may still send to a flow that is given up. It has no connection of this flow
+ * before the client has completed the handshake. A datagram may be answered at any time. */
 static __always_inline bool may_be_answered(const struct flow *flow, u64 now)
 {
 	if (expired(flow, now))
 		return false;
-	return flow->client.protocol == IPPROTO_UDP ||
-	       (flow->fins & (FIN_RESERVED | FIN_REPLACED)) ||
+	return flow->client.protocol == IPPROTO_UDP || (flow->fins & FIN_REPLACED) ||
 	       !(is_half_open(flow) || both_closed(flow));
 }
 
@@ -379,7 +378,8 @@ static __always_inline bool is_ordinary(const struct flow *flow, const struct pa
 		       !may_change_tcp(flow, flags, reply) &&
 		       is_in_own_window(&flow->seen.tcp, &p->tcp);
 	return !may_change_other(flow, flags, reply, now) &&
-	       (flow->client.protocol == IPPROTO_UDP || p->sctp.tag == flow->seen.sctp.tag);
+	       (flow->client.protocol == IPPROTO_UDP ? !(flow->fins & FIN_RESERVED)
+						     : p->sctp.tag == flow->seen.sctp.tag);
 }
 
 static __always_inline bool starts_flow(const struct packet *p)

@@ -148,8 +148,9 @@ static __always_inline bool is_exchangeable(const struct device *device)
 static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packet *p, u32 ifindex,
 				       struct next_hop *hop)
 {
-	struct device *in = device_at(ifindex), *route;
+	struct device *in = device_at(ifindex), *route = NULL;
 	u32 here = routing_ifindex(in, ifindex);
+	bool found;
 	long result;
 
 	if (ifindex <= LOOPBACK_IFINDEX) /* sent by this node */
@@ -157,24 +158,28 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here, 0);
 	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED) /* this node is no router */
 		return true;
-	if (result && result < BPF_FIB_LKUP_RET_FWD_DISABLED) /* there is no route to it */
-		return false;
 	/* The route encapsulates, and the kernel does not tell its device. */
 	if (result == BPF_FIB_LKUP_RET_UNSUPP_LWT)
 		return is_exchangeable(in);
-	if (hop->ifindex == here)
+	found = !result || result > BPF_FIB_LKUP_RET_FWD_DISABLED;
+	if (found && hop->ifindex == here)
 		return true;
-	route = device_at(hop->ifindex);
-	if (!is_exchangeable(in))
-		return route && (route->flags & DEVICE_PODS);
-	if (!is_exchangeable(route))
-		return false;
-	/* There may be other routes to it, by this device: those of several links, or a default. */
-	if (!in || p->v6 || !(in->flags & DEVICE_STRICT))
+	if (found)
+		route = device_at(hop->ifindex);
+	if (is_exchangeable(in)) {
+		if (!found || !is_exchangeable(route))
+			return false;
+		if (!in || p->v6 || !(in->flags & DEVICE_STRICT))
+			return true;
+	} else if (route && (route->flags & DEVICE_PODS)) {
 		return true;
+	}
+	/* There may be other routes to it, by this device: those of several links, a default, or
+	 * one in another table than that of packets from this device (`ip rule iif`). */
 	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here,
 			   BPF_FIB_LOOKUP_OUTPUT);
-	return result == BPF_FIB_LKUP_RET_SUCCESS || result == BPF_FIB_LKUP_RET_NO_NEIGH;
+	return hop->ifindex == here && /* IPv6 finds others, too */
+	       (result == BPF_FIB_LKUP_RET_SUCCESS || result == BPF_FIB_LKUP_RET_NO_NEIGH);
 }
 
 /* Looks up the next hop for a packet from `from` to `to`. Returns the egress device, or NULL: then

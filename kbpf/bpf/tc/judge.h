@@ -78,7 +78,7 @@ static __always_inline enum judgment judge_syn(struct __sk_buff *skb, const stru
 	original->syn = p->tcp.next;
 	client->syn_scale = window_scale(skb, p);
 	client->syn_at = milliseconds_of(now);
-	if (original->state != STATE_CLOSED)
+	if (original->state != STATE_CLOSED || both_closed(original))
 		return original->state == STATE_NEW && client->next == p->tcp.next ? COUNTED
 										   : IGNORED;
 	original->state = STATE_NEW; /* after a reset: see check_restart() */
@@ -291,13 +291,26 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 {
 	bool tcp = flow->client.protocol == IPPROTO_TCP;
 
-	if (!other) /* its other entries are gone; it only keeps its port */
-		return !tcp || is_in_own_window(&flow->seen.tcp, &p->tcp) ? COUNTED : OUTSIDE;
+	if (p->fragment == LATER)
+		return tcp && reply && flow->state == STATE_NEW ? DENIED : IGNORED;
+	if (!other) /* its other entries are gone; it keeps its port, but for no longer */
+		return !tcp || is_in_own_window(&flow->seen.tcp, &p->tcp) ? IGNORED : OUTSIDE;
 	if (tcp)
 		return judge_tcp(skb, p, flags, reply, flow, other, now);
 	if (flow->client.protocol == IPPROTO_SCTP)
 		return judge_sctp(p, flags, reply, flow, other);
 	return judge_udp(flow, reply ? other : flow, reply, now);
+}
+
+/* Whether a packet that is not of this flow, which has ended or ends, is the backend's SYN-ACK to a
+ * SYN that the client has sent past the Service: is_direct_connection(). Then the backend has no
+ * other connection from this port. */
+static __always_inline bool accepts_direct(const struct flow *flow, const struct flow *original,
+					   u32 flags)
+{
+	return flow->direction == DIRECTION_REPLY && flow->client.protocol == IPPROTO_TCP &&
+	       (flags & (TCP_SYN | TCP_ACK)) == (TCP_SYN | TCP_ACK) &&
+	       (!original || is_ending(original));
 }
 
 /* A reply to the node matches another entry when it leaves the stack, where it is judged again:
@@ -322,6 +335,7 @@ int tc_judge(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	enum judgment result = DENIED;
 	u64 now = now_ns();
+	struct flow_key key;
 	struct packet *p;
 	u32 arrival;
 	bool reply;
@@ -360,7 +374,11 @@ int tc_judge(struct __sk_buff *skb)
 	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY &&
 	    flow->client.protocol == IPPROTO_TCP)
 		copy_to_reply_entry(flow);
-	if (result == DENIED || (result == OUTSIDE && reply))
-		return drop_flow(flow, NOT_TRACKED);
+	if (result == OUTSIDE && reply && accepts_direct(flow, original, p->tcp_flags)) {
+		key = reply_key(flow);
+		flows.delete(&key);
+	} else if (result == DENIED || (result == OUTSIDE && reply)) {
+		return drop_flow(flow, INVALID);
+	}
 	return resume(skb, s, s->resume_tail, JUDGED);
 }

@@ -73,11 +73,11 @@ enum restart {
 };
 
 /* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
- * closed, or UDP whose backend is gone. Any other SYN may be a retransmission (the reply was lost)
- * or forged. It goes to the backend of the connection, if there is one, and the backend decides. A
- * SYN of which the backend knows nothing, because it still has an older connection from this port,
- * begins with another port. A UDP flow is rechecked after a pause of a second without a reply, and
- * when its client has sent to the backend's own address meanwhile. */
+ * closed (tc_recheck), or UDP whose backend is gone. Any other SYN may be a retransmission (the
+ * reply was lost) or forged. It goes to the backend of the connection, if there is one, and the
+ * backend decides. A SYN of which the backend knows nothing, because it still has an older
+ * connection from this port, begins with another port. A UDP flow is rechecked after a pause of a
+ * second without a reply, and when its client has sent to the backend's own address meanwhile. */
 static __always_inline enum restart check_restart(const struct flow *flow, u32 flags, u64 now)
 {
 	if (flags & (JUST_WRITTEN | FROM_ICMP_ERROR))
@@ -96,7 +96,7 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 	    (flow->state == STATE_NEW ||
 	     (flow->state == STATE_ANSWERED && elapsed(flow->last_used, now) > SECOND)))
 		return RESTART_YES;
-	return both_closed(flow) ? RESTART_YES : RESTART_CHECK;
+	return RESTART_CHECK;
 }
 
 /* The twin entry, which matches the other side's packets: for a packet of the backend the client's
@@ -122,6 +122,15 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 	return entry_of(flow, &key);
 }
 
+/* Whether both sides have acknowledged the other's FIN. A side that has not repeats its own, and
+ * maybe the data before it, so it needs the connection. */
+static __always_inline bool is_acknowledged(const struct flow *original, const struct flow *reply)
+{
+	return original->client.protocol != IPPROTO_TCP ||
+	       (original->seen.tcp.ack == reply->seen.tcp.next &&
+		reply->seen.tcp.ack == original->seen.tcp.next);
+}
+
 /* Updates the entry that matched a packet of a known flow, if it is an ordinary one. False:
  * tc_judge has to see the packet first. Each entry matches packets of one side only. The exception
  * is that of client' and backend: it also matches the client's packets when they leave the stack
@@ -129,8 +138,10 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 static __always_inline bool update_flow(struct flow *flow, const struct packet *p, u32 flags,
 					bool reply, u64 now, u32 arrival)
 {
-	if ((flags & (FROM_ICMP_ERROR | JUDGED)) || p->fragment == LATER) /* it has no numbers */
+	if (flags & (FROM_ICMP_ERROR | JUDGED))
 		return true;
+	if (p->fragment == LATER) /* it has no numbers, and changes nothing */
+		return arrival == flow->arrival && flow->state != STATE_NEW;
 	if (!is_ordinary(flow, p, flags, reply, now, arrival))
 		return false;
 	flow->last_used = now;
@@ -227,6 +238,7 @@ static __always_inline void release_entry(struct flow_key *key, const struct flo
 	if (!reserve) {
 		flows.delete(key);
 	} else if (entry->client.protocol == IPPROTO_UDP) {
+		entry->fins = FIN_RESERVED;
 		if (flow->last_used > entry->last_used) /* the client's last datagram */
 			entry->last_used = flow->last_used;
 	} else {
@@ -257,11 +269,10 @@ static __always_inline bool may_reserve(u64 now, bool take)
 }
 
 /* Whether the port of a flow that is given up has to be reserved: the backend may still answer.
- * Without SNAT, only the client itself could get the port, and it needs another one only if the
- * backend insists on an old connection. */
+ * Without SNAT, only the client itself could get the port. */
 static __always_inline bool needs_reservation(const struct flow *flow, u64 now)
 {
-	return (has_snat(flow) || (flow->fins & FIN_RESERVED)) && may_be_answered(flow, now);
+	return has_snat(flow) && may_be_answered(flow, now);
 }
 
 /* Whether a flow has to stay, since its port would be in doubt. Datagrams of honest clients could
@@ -508,9 +519,10 @@ static __always_inline bool is_from_client(const struct flow *reply_entry, u32 a
 
 /* Whether this SYN begins a connection that is not part of the flow: the client connects to the
  * backend directly, from a port that it used through a Service before. A SYN to the Service goes to
- * the connection's backend (check_restart()), and the client's own entry remembers its number. */
+ * the connection's backend (check_restart()), and the client's own entry remembers its number. The
+ * SYN may be forged: only the backend's answer ends the flow (accepts_direct()). */
 static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
-						 u32 flags, u32 arrival)
+						 u32 flags)
 {
 	struct flow_key key;
 	struct flow *original;
@@ -519,8 +531,7 @@ static __always_inline bool is_direct_connection(const struct flow *flow, const 
 		return false;
 	key = original_key(flow);
 	original = entry_of(flow, &key);
-	return !original || (is_ending(original) && original->syn != p->tcp.next &&
-			     (!arrival || !is_elsewhere(arrival, original->arrival)));
+	return !original || (is_ending(original) && original->syn != p->tcp.next);
 }
 
 /* Whether a reply is leaving by another device than the client's packets came in by. The reply
@@ -568,12 +579,8 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 		return EGRESS_UNKNOWN;
 	if (!reply && !is_from_client(flow, arrival))
 		return EGRESS_UNKNOWN;
-	if (!reply && is_direct_connection(flow, p, flags, arrival)) {
-		struct flow_key key = flow_key_of(&t->from, &t->to);
-
-		flows.delete(&key);
+	if (!reply && is_direct_connection(flow, p, flags))
 		return EGRESS_UNKNOWN;
-	}
 	if (reply) {
 		*masqueraded = has_snat(flow);
 		if (!update_flow(flow, p, flags, true, now, arrival))

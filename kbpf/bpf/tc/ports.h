@@ -32,12 +32,14 @@ static __always_inline bool write_client_port(const struct flow *flow)
 
 /* Inserts the entry that matches replies to client'. Any result other than NEW_FLOW: it has none,
  * and NO_SNAT_PORT that all ports that were tried belong to other flows. If another flow of this
- * client to the same backend (through another frontend) has the key, client' gets another port.
+ * client to the same backend (through another frontend) has the key, client' gets another port, and
+ * so it does without SNAT if the backend has an older connection with this one (`other_port`).
  * While coexisting with another data plane the port always changes: its conntrack may hold the
  * client's own port and would translate the replies. The kernel refuses a write (-EBUSY, Linux 5.11
  * and later) if this CPU was interrupted during another one to the same group of buckets; the next
  * port is most likely in another group. */
-static __always_inline enum reason claim_reply(struct flow *flow, const struct node *n, u64 now)
+static __always_inline enum reason claim_reply(struct flow *flow, const struct node *n, u64 now,
+					       bool other_port)
 {
 	u32 size = n->port_high - n->port_low + 1;
 	long error = -EEXIST;
@@ -48,7 +50,7 @@ static __always_inline enum reason claim_reply(struct flow *flow, const struct n
 		struct flow *other;
 		struct flow_key key;
 
-		if (i || (n->flags & NODE_COEXISTING))
+		if (i || (n->flags & NODE_COEXISTING) || (other_port && !has_snat(flow)))
 			flow->client_port =
 				__builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 		key = reply_key(flow);
@@ -110,35 +112,32 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 /* Whether a flow gives up its port to another, judged by one of its entries. The port of a
  * connection that the backend may still have stays reserved, and so does that of a datagram that it
  * may still answer: the answer would reach the wrong client. When ports are short, a handshake
- * gives up its port, since it is no connection yet, and the backend's answer to the old SYN will
- * not reach the new client (judge_answer()). */
+ * gives up its port, since it is no connection yet, and what the backend sends for an older one
+ * will not reach the new client (judge_answer()). If it has sent such a thing already
+ * (FIN_RESERVED), the port is taken a second later, and only if there is no other: whoever forges
+ * SYNs can cause that mark. */
 static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
 					     bool fresh)
 {
 	u64 quiet = elapsed(entry->last_used, now);
+	bool doubtful = entry->fins & FIN_RESERVED;
 
 	if (expired(entry, now))
 		return true;
-	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & (FIN_RESERVED | FIN_REPLACED)))
+	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED))
+		return false;
+	if (is_half_open(entry))
+		return (search == SEARCH_LAST && !doubtful) ||
+		       (quiet > SECOND && search > (doubtful ? SEARCH_LAST - 1 : SEARCH_RANDOM));
+	if (doubtful) /* a reservation */
 		return false;
 	if (both_closed(entry))
 		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
-	if (entry->state == STATE_CLOSED) /* by the client's RST */
-		return quiet > RESET_SECONDS * SECOND;
-	return search > SEARCH_RANDOM && is_half_open(entry) &&
-	       (search == SEARCH_LAST || quiet > SECOND);
+	return entry->state == STATE_CLOSED && /* by the client's RST */
+	       quiet > RESET_SECONDS * SECOND;
 }
 
-/* Whether both sides have acknowledged the other's FIN. A side that has not repeats its own, and
- * maybe the data before it, so it needs the connection. */
-static __always_inline bool is_acknowledged(const struct flow *original, const struct flow *reply)
-{
-	return original->client.protocol != IPPROTO_TCP ||
-	       (original->seen.tcp.ack == reply->seen.tcp.next &&
-		reply->seen.tcp.ack == original->seen.tcp.next);
-}
-
-/* The same for the whole flow: its client may have sent after its backend. */
+/* The same as entry_frees_port() for the whole flow: its client may have sent after its backend. */
 static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
 					    bool fresh)
 {
@@ -255,14 +254,14 @@ int tc_claim(struct __sk_buff *skb)
 				: 0;
 		mark_ends(&s->flow);
 		s->search = SEARCH_RANDOM;
-		if (has_snat(&s->flow))
+		if (has_snat(&s->flow) && !(s->begin & BEGIN_OTHER_PORT)) /* or a random one */
 			s->flow.snat_port = s->flow.client_port;
 	}
 	if (has_snat(&s->flow))
 		reason = claim_port(skb, s, n);
 	if (reason != NEW_FLOW) /* there is nothing to release */
 		return drop_flow(&s->flow, reason);
-	reason = claim_reply(&s->flow, n, now_ns());
+	reason = claim_reply(&s->flow, n, now_ns(), s->begin & BEGIN_OTHER_PORT);
 	if (reason == NEW_FLOW)
 		reason = publish(s, skb->ifindex);
 	report_flow(&s->flow, reason);

@@ -22,6 +22,7 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.flow_entries import (
     DECISION,
     DIRECTION,
+    FINS,
     NS_PER_SECOND,
     is_original,
     last_used,
@@ -33,6 +34,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     PEER,
     U64,
     UDP_FLOW,
+    FinFlag,
     FlowDirection,
     Target,
     node_port_target,
@@ -285,14 +287,15 @@ def _has_asked(flows: Map, raw: bytes, since: int) -> bool:
 
 
 def _reserve(flows: Map, key: bytes, raw: bytes) -> None:
-    """Lets this reply entry expire as late as its client's last datagram may be answered."""
+    """Lets this reply entry expire as late as its client's last datagram may be answered. What the
+    backend sends until then does not prolong that.
+    """
     original = flows.lookup(original_key(raw))
-    if (
-        original is not None
-        and original[DECISION] == raw[DECISION]
-        and last_used(original) > last_used(raw)
-    ):
-        flows.update(key, original[:8] + raw[8:])
+    if original is None or original[DECISION] != raw[DECISION]:
+        return
+    reserved = bytearray(raw if last_used(original) < last_used(raw) else original[:8] + raw[8:])
+    reserved[FINS] |= FinFlag.RESERVED
+    flows.update(key, bytes(reserved))
 
 
 def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:

@@ -98,14 +98,17 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
             arrives_on(one.device, one.back, each.variant, strict) for one in forged
         )
         step = kbpf_before.state, kbpf.state
-        begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW"))
+        begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW")) or (
+            step == ("CLOSING", "NEW") and linux_before.state == "CLOSE"
+        )
+        answers = step == ("NEW", "ANSWERED") and re.search(r":S\b.*:<SA\b", each.script)
         revives = step == ("CLOSED", "CLOSING")  # "segment after a reset"
         restarts = step == ("ANSWERED", "NEW") and kbpf_before.quiet
         # a genuine reset whose number is no longer the exact one, see docs/design/datapath.md
         survives = step in (("CLOSED", "UNPROVEN"), ("CLOSED", "ESTABLISHED")) and (
             re.search(r":\S*\+\S*.* <?R", each.script) is not None
         )
-        allowed_here = not elsewhere and (begins or revives or restarts or survives)
+        allowed_here = not elsewhere and (begins or answers or revives or restarts or survives)
         changed = _judged(each, kbpf) != _judged(each, kbpf_before) and not allowed_here
         follows = _judged(each, linux) != _judged(each, linux_before)
         tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1

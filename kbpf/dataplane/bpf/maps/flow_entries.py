@@ -22,6 +22,8 @@ SNAT_PORT: Final = slice(84, 86)
 CLIENT_PORT: Final = slice(86, 88)
 SERVICE: Final = slice(88, 92)
 STATE: Final = 96
+FINS: Final = 97
+"""The byte of enum fins."""
 DIRECTION: Final = 99
 BEGAN_AT: Final = slice(104, 112)
 """UDP only: when the flow began."""

@@ -119,7 +119,7 @@ def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
         segment(path, v, own, word, own, LOCAL)
     path.node(NodeFlag.PASSIVE)
     path.go("tc_ingress", tcp(own, front, b"data"), tcp(own, back, b"data"))
-    for word in ("A", "FA", "<FA"):
+    for word in ("A", "FA", "<FA", "A"):
         segment(path, v, own, word, own, LOCAL)
     for packet in (tcp(own, front, flags="S", seq=9), tcp(own, front, b"data", seq=10)):
         path.go("tc_ingress", packet, packet)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, STATE, flow_key
+from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, FINS, STATE, flow_key
 from kbpf.dataplane.bpf.maps.layout import (
     FLOW,
     PORT_SLOT,
@@ -196,6 +196,22 @@ def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
 
 
 @both
+@pytest.mark.parametrize(("age_", "given"), [(2, True), (-60, False)])
+def test_ports_of_denied_handshakes_are_the_last_choice(
+    path: Path_, v: int, age_: int, given: bool
+) -> None:
+    """The backend seems to have older connections from all ports. Forged SYNs can make it look so:
+    a SYN-ACK to one looks like that if another one came first.
+    """
+    low, high = 40_000, 40_111
+    path.node(NodeFlag(0), low, high)
+    with no_flows(path):
+        fill_ports(path, v, range(low, high + 1), state=TcpState.NEW, fins=FinFlag.RESERVED,
+                   used=time.monotonic_ns() - age_ * 10**9)  # fmt: skip
+        assert (new_flow_port(path, v, client(v)) != 0) == given
+
+
+@both
 def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int) -> None:
     """The kernel would wait for the other fragments before it stored anything. Here they hold their
     port as any unanswered datagram does: for 30 s, in which it may still be answered.
@@ -322,13 +338,35 @@ def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int) -> None:
 
 
 @both
+def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int) -> None:
+    """Otherwise a backend could hold ports for ever: no other entry of the flow is left."""
+    own = client(v)
+    _, got = path.run("tc_egress", path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1])
+    source = parse(got, l2=False).source
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
+                fins = bytes([raw[FINS] | FinFlag.RESERVED])
+                flows.update(key, raw[:FINS] + fins + raw[FINS + 1 :])
+            elif owner(raw) == own:
+                flows.delete(key)
+    for _ in range(2):
+        age(path, own, 14)
+        _, got = path.run("tc_ingress", udp(pod(v), source, b"!"))
+        assert parse(got, l2=False).destination == own
+    age(path, own, 14)
+    late = udp(pod(v), source, b"!")
+    assert path.run("tc_ingress", late)[1] == late
+
+
+@both
 def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int) -> None:
     """The backend has an old connection from the first one, and says so by its ACK."""
     own, first = send_segments(path, v, "S <A|")
     TALKS[own] = Talk()
     _, second = send_segments(path, v, "S <SA A A+ <A", own)
     assert second != first
-    ports = {port_of(first): TcpState.CLOSED, port_of(second): TcpState.ESTABLISHED}
+    ports = {port_of(second): TcpState.ESTABLISHED}
     held = {FLOW.unpack(raw)[5]: raw[STATE] for raw in entries_of(path, own)
             if raw[DIRECTION] == FlowDirection.SNAT_REPLY}  # fmt: skip
     assert {int.from_bytes(port, "big"): state for port, state in held.items()} == ports

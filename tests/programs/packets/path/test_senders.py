@@ -18,15 +18,18 @@ from kbpf.dataplane.bpf.maps.layout import (
     Role,
     TcpState,
 )
+from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLUSTER,
     LOCAL,
     NEAR,
+    NET,
     POD,
     SCTP_INIT_ACK,
     SCTP_TAG,
     Path_,
+    _id,
     age,
     both,
     client,
@@ -38,7 +41,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
-from tests.support.packets.packets import Talk, sctp, tcp, udp
+from tests.support.packets.packets import Talk, fragments, sctp, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
 
@@ -202,6 +205,28 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("route", ["default dev out", "unreachable default"])
+@pytest.mark.parametrize("sender", ["a pod", "a pod, forged by another one"])
+def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(
+    node: Node, v: int, sender: str, route: str
+) -> None:
+    """`ip rule iif`, as of egress gateways: the packets of this device take another table."""
+    _, device, begins = BEGINS[sender]
+    name = {OTHER: "pod9", BACKEND: "pod8"}[device]
+    family = "-6 " if v == 6 else ""
+    own = end(NEAR[v], 0).removesuffix("0") + client(v).rpartition(":")[2]
+    words = ("ip", "-n", node.path.where, *family.split())
+    command(*words, "rule", "add", "iif", name, "lookup", "77", "pref", "9")
+    command(*words, "route", "add", *route.split(), "table", "77")
+    try:
+        node.come(udp(own, vip(v, CLUSTER)), device)
+    finally:
+        command(*words, "route", "flush", "table", "77")
+        command(*words, "rule", "del", "pref", "9")
+    assert bool(entries_of(node.path, own)) == begins
+
+
+@both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 @pytest.mark.parametrize("device", [OTHER, BACKEND])
 def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
@@ -221,6 +246,60 @@ def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
     _, got = node.come(udp(asked, vip(v, which), b"?"), UPLINK)
     forged = udp(asked, pod(v), b"!")
     assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_a_forged_syn_to_the_backend_itself_ends_no_connection(
+    node: Node, v: int, which: int
+) -> None:
+    """It arrives where the client's packets do. The client has closed its side, and waits."""
+    own, talk = client(v), Talk()
+    source = node.converse("S <SA A A+ <A FA", talk, own, which)
+    syn = tcp(own, pod(v), flags="S", seq=99)
+    assert node.come(syn, UPLINK) == (TC_ACT_UNSPEC, syn)
+    _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
+    assert parse(got, l2=False).source == vip(v, which)
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -> None:
+    """From the port of an earlier connection through the Service."""
+    own, talk = client(v), Talk()
+    node.converse("S <SA A A+ <A FA <FA A", talk, own, which)
+    answer = tcp(pod(v), own, flags="SA", seq=7, ack=100)
+    assert node.come(answer, OTHER)[0] == TC_ACT_SHOT, "forged by another pod"
+    for packet, device in (
+        (tcp(own, pod(v), flags="S", seq=99), UPLINK),
+        (answer, BACKEND),
+        (tcp(own, pod(v), b"?", flags="A", seq=100, ack=8), UPLINK),
+        (tcp(pod(v), own, b"!", flags="A", seq=8, ack=101), BACKEND),
+    ):
+        assert node.come(packet, device) == (TC_ACT_UNSPEC, packet)
+
+
+@both
+@pytest.mark.parametrize("kind", ["tcp", "udp"])
+@pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
+def test_later_fragments_count_only_from_the_backends_device(
+    node: Node, v: int, kind: str, device: str
+) -> None:
+    """Whoever may send the first one has its ports remembered for its own later ones only."""
+    own, talk = client(v), Talk()
+    if kind == "tcp":
+        source = node.converse("S <SA A A+ <A", talk, own, CLUSTER)
+        whole = talk.segment("<A+2000", pod(v), source, **_id(v, 7))
+    else:
+        _, got = node.come(udp(own, vip(v, CLUSTER), b"?"), UPLINK)
+        source = str(parse(got, l2=False).source)
+        whole = udp(pod(v), source, bytes(2000), **_id(v, 7))
+    for part in fragments(whole, 1280, id=7):
+        verdict, got = node.come(part, device)
+        assert (verdict == TC_ACT_SHOT) == (device != BACKEND)
+        if device == BACKEND:
+            front = parse_addr(f"{NET[v]}{CLUSTER}")
+            assert got[8:24] == front if v == 6 else got[12:16] == front[12:]
 
 
 @both

@@ -179,7 +179,7 @@ def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str) 
 def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int) -> None:
     """The client uses its port again. Late packets of the old connection do not end the new one."""
     own, source = established(path, v, "tcp")
-    send_segments(path, v, "FA <FA", own, source)
+    send_segments(path, v, "FA <FA A", own, source)
     before = path.site.reasons()[Reason.NEW_FLOW]
     again = segment(path, v, own, "S")
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1, "a new backend is chosen"
@@ -195,12 +195,33 @@ def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int) -> None:
 
 
 @both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int) -> None:
+    """It may be forged: the client still waits for the end of an answer, of which a segment was
+    lost. nf_conntrack ignores it, too.
+    """
+    own, source = send_segments(path, v, "S <SA A A+ <A FA", which=which)
+    last = TALKS[own].segment("<FA", pod(v), source)
+    path.run("tc_egress", path.run("tc_ingress", last)[1])
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    _, inside = path.run("tc_ingress", tcp(own, vip(v, which), flags="S", seq=99))
+    path.run("tc_egress", inside)
+    assert path.site.reasons()[Reason.NEW_FLOW] == before
+    assert states(path, own) == {TcpState.CLOSED}
+    _, got = path.run("tc_egress", path.run("tc_ingress", last)[1])
+    assert parse(got, l2=False).source == vip(v, which)
+    send_segments(path, v, "A", own, source, which)
+    path.run("tc_ingress", tcp(own, vip(v, which), flags="S", seq=99))
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+
+
+@both
 @pytest.mark.parametrize("closed", [True, False])
 def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool) -> None:
     """The node itself now answers at the address, and the client uses the same port."""
     own, source = established(path, v, "tcp")
     if closed:
-        send_segments(path, v, "FA <FA", own, source)
+        send_segments(path, v, "FA <FA A", own, source)
     key = pack_target(parse_addr(f"{NET[v]}{CLUSTER}"), 80, 6)
     with path.site.pinned("services") as frontends:
         value = frontends.lookup(key)
