@@ -248,10 +248,19 @@ static __always_inline void release_entry(struct flow_key *key, const struct flo
 	}
 }
 
-/* Whether one more port may be reserved, and reserves it (`take`). Each is reserved for two minutes
- * at most, so at one time there are at most an eighth as many reservations as connections. The map
+/* How long the port of a flow that is given up is reserved: that of a datagram as long as it may be
+ * answered, and that of a connection for the time after which conntrack forgets its end. */
+static __always_inline u64 reservation_of(const struct flow *flow, u64 now)
+{
+	if (flow->client.protocol != IPPROTO_UDP)
+		return 120 * SECOND;
+	return timeout_of(flow) - elapsed(flow->last_used, now);
+}
+
+/* Whether one more port may be reserved for so long, and reserves it (`take`). The longer it lasts,
+ * the fewer: at one time there are at most an eighth as many reservations as connections. The map
  * has room for these. */
-static __always_inline bool may_reserve(u64 now, bool take)
+static __always_inline bool may_reserve(u64 lasts, u64 now, bool take)
 {
 	u32 zero = 0, one = 1;
 	struct node *n = node.lookup(&zero);
@@ -261,7 +270,7 @@ static __always_inline bool may_reserve(u64 now, bool take)
 	if (!spent || !burst)
 		return false;
 	copy = *spent;
-	if (!take_token(&copy, 120 * SECOND / burst, burst, now))
+	if (!take_token(&copy, lasts / burst, burst, now))
 		return false;
 	if (take)
 		*spent = copy;
@@ -280,7 +289,7 @@ static __always_inline bool needs_reservation(const struct flow *flow, u64 now)
 static __always_inline bool must_stay(const struct flow *flow, u64 now)
 {
 	return flow->client.protocol != IPPROTO_UDP && needs_reservation(flow, now) &&
-	       !may_reserve(now, false);
+	       !may_reserve(reservation_of(flow, now), now, false);
 }
 
 /* Releases the entries that match the replies of a flow. To reserve its port, the entry that the
@@ -291,7 +300,7 @@ static __always_inline void release_replies(const struct flow *flow, bool reserv
 	struct port_slot *slot;
 	struct flow_key key;
 
-	reserve = reserve && may_reserve(now, true);
+	reserve = reserve && may_reserve(reservation_of(flow, now), now, true);
 	if (has_snat(flow)) {
 		key = snat_reply_key(flow);
 		slot = try_lock_key(&key);

@@ -121,6 +121,20 @@ def test_port_of_an_evicted_flow_is_reserved(flows: Flows, kind: str) -> None:
             assert len(left) == PARTS[flows.kind]
 
 
+@pytest.mark.parametrize("idle", [0, 20])
+def test_a_short_reservation_costs_little(flows: Flows, idle: int) -> None:
+    """A datagram may be answered for 30 s. Honest clients of a full table evict old ones."""
+    for port, each in enumerate([f"? {idle}s"] + [LIVES] * (ROOM - 1), 2000):
+        flows.talk(port, each)
+    flows.talk(5000, LIVES)
+    (spent,) = U64.unpack(flows.site.entries("flow_count")[U32.pack(1)])
+    left = (spent - time.monotonic_ns()) / 10**9
+    if flows.kind == "translated":
+        assert left < (30 - idle) / (ROOM // 16), "this much later there is room for another one"
+    else:
+        assert spent == 0
+
+
 STREAM = "? <! 3s ?"
 FULL = {
     "a SYN meets established connections": (LIVES, "S", 0),
