@@ -11,7 +11,10 @@
  * until one comes; 0: any number. KIND:
  *
  *   syn, syn6    from any address; syn6 from one /64
- *   ack          the same, and 1,000 frames later an ACK of the same client with a wrong checksum
+ *   syns         three SYNs of each client with different numbers, of which the backend sees the
+ *                second one: the checksums of the others are wrong
+ *   ack          SYNs from any address, and 1,000 frames later an ACK of the same client with a
+ *                wrong checksum
  *   udp          a datagram of a new client each time
  *   stream       the same, and a second one of each client 2.5 s later
  *   rst, icmp    resets, and ICMP errors, for connections of 198.51.100.7 with PORTS ports from
@@ -235,6 +238,18 @@ static int next(unsigned char *ip, uint64_t number)
 		begun[slot].port = port;
 		begun[slot].number = chance();
 		return tcp4(ip, from, port, begun[slot].number, 2, 0);
+	}
+	if (!strcmp(how.kind, "syns")) {
+		static struct {
+			uint32_t from;
+			uint16_t port;
+		} same;
+
+		if (number % 3 == 0) {
+			same.from = from;
+			same.port = port;
+		}
+		return tcp4(ip, same.from, same.port, chance(), 2, number % 3 != 1);
 	}
 	if (!strcmp(how.kind, "udp"))
 		return udp4(ip, from, port, 0);

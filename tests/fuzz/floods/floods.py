@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.layout import FlowDirection, Reason
+from kbpf.dataplane.bpf.maps.layout import FinFlag, FlowDirection, Reason, TcpState
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
@@ -77,6 +77,7 @@ WAYS: Final = ("kbpf", "kube-proxy")
 KINDS: Final = {
     "syn": ("syn", FRONT[4], FRONT_PORT),
     "syn + bad ack": ("ack", FRONT[4], FRONT_PORT),
+    "syns with three numbers": ("syns", FRONT[4], FRONT_PORT),
     "udp answered": ("udp", FRONT[4], FRONT_PORT),
     "udp stream": ("stream", FRONT[4], FRONT_PORT),
     "udp unanswered": ("udp", FRONT[4], SILENT),
@@ -414,11 +415,12 @@ class Arena:
 
 def keeps_port(raw: bytes, later: int) -> bool:
     """Whether this entry holds a port for a forged client, and still does so then."""
-    client = format_addr(raw[flow_entries.CLIENT][:16])
+    client, state = format_addr(raw[flow_entries.CLIENT][:16]), raw[flow_entries.STATE]
+    reserved = raw[flow_entries.FINS] & FinFlag.RESERVED and state == TcpState.CLOSED
     return (
         _is_forged(client)
         and flow_entries.expires_at(raw) > later
-        and flow_entries.is_needed(raw[flow_entries.STATE], flow_entries.last_used(raw), later)
+        and bool(reserved or flow_entries.is_needed(state, flow_entries.last_used(raw), later))
     )
 
 
