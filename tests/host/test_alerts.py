@@ -65,6 +65,7 @@ PLANE = Counts(
         reason_counts=(
             ReasonCount("no_route", "drop", 0),
             ReasonCount("not_tracked", "drop", 0),
+            ReasonCount("invalid", "drop", 0),
             ReasonCount("evicted", "note", 0),
         ),
         hooks=(("connect4", True), ("connect6", True)),
@@ -191,6 +192,7 @@ ROWS = [
         {"reason": "evicted", "verdict": "note"}),
     Row("packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+120x60"},
         "KbpfDropsPackets", "2 packets per second are dropped: no_route", {"reason": "no_route"}),
+    Row("packets are of no connection", {'kbpf_decisions_total{reason="invalid"}': "0+120x60"}),
     Row("connections cannot be tracked", {'kbpf_decisions_total{reason="not_tracked"}': "0+120x60"},
         "KbpfDropsPackets", "2 packets per second are dropped: not_tracked",
         {"reason": "not_tracked"}),

@@ -21,7 +21,7 @@ from tests.support.packets.wire import Wire
 BULK = 7000
 HUNDRED_MEGABYTES = 100 << 20
 BACKENDS = {"local": (41, "a1"), "remote": (42, "b1"), "local, Local": (43, "a1")}
-LOSSES = (Reason.NOT_REWRITTEN, Reason.NOT_TRACKED, Reason.NO_SNAT_PORT)
+LOSSES = (Reason.NOT_REWRITTEN, Reason.NOT_TRACKED, Reason.NO_SNAT_PORT, Reason.INVALID)
 
 
 def objects(field: Field) -> Iterator[Object]:
