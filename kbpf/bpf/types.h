@@ -245,8 +245,8 @@ enum fins {
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 	FIN_UNANSWERED = 1 << 4,    /* so is that its SYN had to be repeated */
 	FIN_DIRECT = 1 << 5, /* UDP: the client's last datagram went to the backend's own address */
-	FIN_RESERVED = 1 << 6, /* the backend may still have a connection from this port, so no
-				  other flow gets it before the entry expires: release_replies() */
+	FIN_RESERVED = 1 << 6, /* TCP, SCTP: the backend seems to have an older connection from this
+				  port. UDP: the agent has ended the flow, but keeps its port */
 	FIN_REPLACED = 1 << 7, /* a SYN-ACK has replaced another connection. It may have been
 				  forged, so no other flow gets the port before the entry expires */
 };
@@ -445,6 +445,15 @@ struct first_fragment {
 	u32 hash; /* of the addresses and of IPv4's protocol */
 	struct ports ports;
 	u32 protocol;
+};
+
+#define DOUBTFUL_PORTS 32768 /* entries */
+#define DOUBTS 32            /* places in each */
+
+/* doubtful_ports: seconds (CLOCK_MONOTONIC, modulo 2^16) until when the backend may send to a flow
+ * that is gone. */
+struct doubts {
+	u16 until[DOUBTS];
 };
 
 /* What a program decided. */

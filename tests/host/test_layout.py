@@ -98,6 +98,7 @@ LAYOUTS = [
     Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
     Layout("client_slot", layout.CLIENT_SLOT, "owner number"),
+    Layout("doubts", layout.DOUBTS, "until"),
     Layout("first_fragment", layout.FRAGMENT, "id hash ports protocol"),
     Layout("count_key", layout.U32_PAIR, "service backend"),
     Layout("counts", layout.COUNTS, " ".join(ConnectionStats._fields)),
@@ -127,6 +128,7 @@ DEFINED = {
     "LATENCY_EXPONENT": LATENCY_EXPONENT,
     "FLOW_MARKS": layout.FLOW_MARKS,
     "PORT_SLOTS": layout.PORT_SLOTS,
+    "DOUBTFUL_PORTS": layout.DOUBTFUL_PORTS,
     "IPPROTO_TCP": int(Protocol.TCP),
     "IPPROTO_UDP": int(Protocol.UDP),
 }

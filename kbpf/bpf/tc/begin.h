@@ -284,17 +284,13 @@ int tc_delete_flow(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();
 	struct flow *old;
-	u64 now;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
 	old = flow_between(&s->packet.tuple);
 	if (!old || old->direction != DIRECTION_ORIGINAL || !is_original(&s->packet.tuple, old))
 		return TC_ACT_UNSPEC;
-	now = now_ns();
-	if (must_stay(old, now))
-		return finish(TC_ACT_SHOT, TABLE_FULL);
-	delete_flow(old, now);
+	delete_flow(old, now_ns());
 	return TC_ACT_UNSPEC;
 }
 

@@ -47,8 +47,8 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 			return; /* it is gone already */
 		}
 		if (is_half_open(flow) && elapsed(flow->last_used, now) < SECOND)
-			young = must_stay(flow, now) ? young : flow;
-		else if (!is_needed(flow, now) && !must_stay(flow, now))
+			young = flow;
+		else if (!is_needed(flow, now))
 			break;
 		if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */
 			in_use = true;
@@ -79,7 +79,7 @@ static __always_inline bool evict_one(bool for_udp, u64 now)
 		flow = flows.lookup(&oldest);
 		if (!flow || flow->direction != DIRECTION_ORIGINAL)
 			return true;
-		if (!is_needed(flow, now) && !must_stay(flow, now)) {
+		if (!is_needed(flow, now)) {
 			delete_flow(flow, now);
 			return true;
 		}
@@ -120,9 +120,8 @@ static __always_inline enum reason claim_original(struct flow_key *key, const st
 						  const struct flow *flow, const struct node *n)
 {
 	if (old && old->direction == DIRECTION_ORIGINAL) {
-		if (must_stay(old, flow->last_used))
-			return TABLE_FULL;
-		release_replies(old, needs_reservation(old, flow->last_used), flow->last_used);
+		leave_in_doubt(old, flow->last_used);
+		release_replies(old);
 		return NEW_FLOW;
 	}
 	if (old) {

@@ -51,6 +51,7 @@
 #define UNPROVEN_SECONDS                                                                           \
 	5 /* idle flows that the backend has not confirmed can be replaced after this time */
 #define CLOSING_SECONDS 10   /* the same for flows that one side has closed */
+#define DOUBT_SECONDS 120    /* how long a port of a connection that is given up is in doubt */
 #define STREAM_SECONDS 2     /* UDP in use for longer than this, with replies, is a stream */
 #define RESET_SECONDS 10     /* a port after its client's RST, which may be lost (nf_conntrack) */
 #define MAX_ACK_WINDOW 66000 /* how far an ACK may lag behind (nf_conntrack, MAXACKWINCONST) */
@@ -59,8 +60,7 @@
  * flows whose backend has stopped serving (udp.py), orphans and flows that are long over
  * (flow_gc.py) and, while another data plane replaces this one, ended flows (drain.py); and it adds
  * entries for ports that conntrack uses (snat_ports.py). There is room for three entries of each
- * key in the queue, and for reserved ports (may_reserve()). Full nevertheless: the new flow does
- * not begin, and its packet is dropped. */
+ * key in the queue. Full nevertheless: the new flow does not begin, and its packet is dropped. */
 BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 
 /* The keys of the original entries, the oldest first. The programs push and pop; the agent pushes
@@ -69,8 +69,8 @@ BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 BPF_QUEUE(flow_queue, struct flow_key, 64);
 
 /* 0 -> number of keys in the queue. Counted by the programs, and set by the agent when it fills a
- * new map. 1 -> `spent` of the token bucket of may_reserve(). */
-BPF_TABLE("array", u32, u64, flow_count, 2);
+ * new map. */
+BPF_TABLE("array", u32, u64, flow_count, 1);
 
 /* A filter in front of `flows`: hash of an end -> the generation of its mark (struct
  * flow_generations). Most packets between pods are of no flow, and these array lookups, which the

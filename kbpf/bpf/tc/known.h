@@ -6,9 +6,9 @@
 
 #include "types.h"
 #include "maps.h"
+#include "lib/hash.h"
 #include "lib/packet.h"
 #include "lib/rewrite.h"
-#include "lib/token.h"
 #include "tc/account_flows.h"
 #include "tc/devices.h"
 #include "tc/flow.h"
@@ -226,92 +226,75 @@ static __always_inline void unlock_key(struct port_slot *slot)
 	__sync_fetch_and_add(&slot->lockers, -1);
 }
 
-/* Deletes an entry of a flow that is given up; or, to reserve its port, keeps it until it expires.
+/* hash of a backend and a port of the node -> until when the port is in doubt. Two that have the
+ * same hash share a place, so a port may seem to be in doubt that is not: there are others to try.
  */
-static __always_inline void release_entry(struct flow_key *key, const struct flow *flow,
-					  bool reserve, u64 now)
-{
-	struct flow *entry = entry_of(flow, key);
+BPF_TABLE("array", u32, struct doubts, doubtful_ports, 64);
 
-	if (!entry)
+static __always_inline u16 *doubt_of(const struct flow *flow)
+{
+	const struct address *a = &flow->backend.address;
+	u32 hash = hash_word(HASH_SEED, a->word[0] ^ a->word[1]), index;
+	struct doubts *doubts;
+
+	hash = hash_word(hash, a->word[2] ^ flow->snat.word[2]);
+	hash = hash_word(hash, a->word[3] ^ flow->client.protocol);
+	hash = hash_word(hash, flow->snat.word[3]);
+	hash = hash_word(hash, flow->backend.port | (u32)flow->snat_port << 16);
+	hash = hash_end(hash, 20);
+	index = hash / DOUBTS % DOUBTFUL_PORTS;
+	doubts = doubtful_ports.lookup(&index);
+	return doubts ? &doubts->until[hash % DOUBTS] : NULL;
+}
+
+static __always_inline u16 seconds_of(u64 time)
+{
+	return time / SECOND;
+}
+
+/* Whether the backend may still send to an earlier flow with this port of the node. One comparison,
+ * since the verifier explores both sides of a branch: the mark is from 1 to DOUBT_SECONDS + 1
+ * seconds ahead. (Every 18 hours, one of the past looks like that.) */
+static __always_inline bool is_in_doubt(const struct flow *flow, u64 now)
+{
+	u16 *until = doubt_of(flow);
+
+	return until && (u16)(*until - seconds_of(now) - 1) <= DOUBT_SECONDS;
+}
+
+/* Marks the port of the node of a flow that is given up, if the backend may still send to it: until
+ * a datagram is too old to be answered, or for the time after which conntrack forgets the end of a
+ * connection. What the backend sends meanwhile goes to no client. */
+static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
+{
+	u64 end = now + DOUBT_SECONDS * SECOND;
+	u16 *until;
+
+	if (!has_snat(flow) || !may_be_answered(flow, now))
 		return;
-	if (!reserve) {
-		flows.delete(key);
-	} else if (entry->client.protocol == IPPROTO_UDP) {
-		entry->fins = FIN_RESERVED;
-		if (flow->last_used > entry->last_used) /* the client's last datagram */
-			entry->last_used = flow->last_used;
-	} else {
-		entry->state = STATE_CLOSED;
-		entry->fins = FIN_RESERVED;
-		entry->last_used = now;
-	}
+	if (flow->client.protocol == IPPROTO_UDP)
+		end = flow->last_used + timeout_of(flow);
+	until = doubt_of(flow);
+	if (until && !is_in_doubt(flow, end)) /* it ends later than a mark that is there */
+		*until = seconds_of(end) + 1;
 }
 
-/* How long the port of a flow that is given up is reserved: that of a datagram as long as it may be
- * answered, and that of a connection for the time after which conntrack forgets its end. */
-static __always_inline u64 reservation_of(const struct flow *flow, u64 now)
-{
-	if (flow->client.protocol != IPPROTO_UDP)
-		return 120 * SECOND;
-	return timeout_of(flow) - elapsed(flow->last_used, now);
-}
-
-/* Whether one more port may be reserved for so long, and reserves it (`take`). The longer it lasts,
- * the fewer: at one time there are at most an eighth as many reservations as connections. The map
- * has room for these. */
-static __always_inline bool may_reserve(u64 lasts, u64 now, bool take)
-{
-	u32 zero = 0, one = 1;
-	struct node *n = node.lookup(&zero);
-	u64 *spent = flow_count.lookup(&one), copy;
-	u32 burst = n ? n->connections / 16 : 0;
-
-	if (!spent || !burst)
-		return false;
-	copy = *spent;
-	if (!take_token(&copy, lasts / burst, burst, now))
-		return false;
-	if (take)
-		*spent = copy;
-	return true;
-}
-
-/* Whether the port of a flow that is given up has to be reserved: the backend may still answer.
- * Without SNAT, only the client itself could get the port. */
-static __always_inline bool needs_reservation(const struct flow *flow, u64 now)
-{
-	return has_snat(flow) && may_be_answered(flow, now);
-}
-
-/* Whether a flow has to stay, since its port would be in doubt. Datagrams of honest clients could
- * fill the table then, since each may be answered: they are evicted all the same. */
-static __always_inline bool must_stay(const struct flow *flow, u64 now)
-{
-	return flow->client.protocol != IPPROTO_UDP && needs_reservation(flow, now) &&
-	       !may_reserve(reservation_of(flow, now), now, false);
-}
-
-/* Releases the entries that match the replies of a flow. To reserve its port, the entry that the
- * backend would answer to stays: so the port has no other owner, and what the backend sends goes to
- * the former client. */
-static __always_inline void release_replies(const struct flow *flow, bool reserve, u64 now)
+/* Deletes the entries that match the replies of a flow. */
+static __always_inline void release_replies(const struct flow *flow)
 {
 	struct port_slot *slot;
 	struct flow_key key;
 
-	reserve = reserve && may_reserve(reservation_of(flow, now), now, true);
 	if (has_snat(flow)) {
 		key = snat_reply_key(flow);
 		slot = try_lock_key(&key);
 		if (slot) {
-			release_entry(&key, flow, reserve, now);
+			delete_entry(&key, flow);
 			unlock_key(slot);
 		}
-		reserve = false;
 	}
 	key = reply_key(flow);
-	release_entry(&key, flow, reserve, now);
+	delete_entry(&key, flow);
 }
 
 /* Deletes the entries of a flow except this one, which is still read: a deleted element may be
@@ -340,7 +323,8 @@ static __always_inline void delete_flow(const struct flow *flow, u64 now)
 {
 	struct flow_key key = original_key(flow);
 
-	release_replies(flow, needs_reservation(flow, now), now);
+	leave_in_doubt(flow, now);
+	release_replies(flow);
 	delete_entry(&key, flow);
 }
 

@@ -129,8 +129,6 @@ static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, 
 	if (is_half_open(entry))
 		return (search == SEARCH_LAST && !doubtful) ||
 		       (quiet > SECOND && search > (doubtful ? SEARCH_LAST - 1 : SEARCH_RANDOM));
-	if (doubtful) /* a reservation */
-		return false;
 	if (both_closed(entry))
 		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
 	return entry->state == STATE_CLOSED && /* by the client's RST */
@@ -164,16 +162,17 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	u64 now = flow->last_used;
 	struct flow_key key;
 	u32 index = index_of_port(&s, flow->snat_port);
-	bool written;
+	bool doubtful, written;
 
 	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
 		index = bpf_get_prandom_u32() % s.count;
 	for (int i = 0; i < SNAT_TRIES; i++) {
 		flow->snat_port = port_at(&s, index);
 		key = snat_reply_key(flow);
-		if (!flows.insert(&key, flow))
+		doubtful = is_in_doubt(flow, now);
+		if (!doubtful && !flows.insert(&key, flow))
 			return true;
-		slot = try_lock_key(&key);
+		slot = doubtful ? NULL : try_lock_key(&key);
 		if (slot) {
 			other = flows.lookup(&key);
 			if (!other || flow_frees_port(other, now, search,
@@ -195,12 +194,13 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	return written;
 }
 
-/* Why the last port of a search failed: another flow has it, or the map took no entry. */
+/* Why the last port of a search failed: it is taken or in doubt, or the map took no entry. */
 static __always_inline enum reason no_port_reason(const struct flow *flow)
 {
 	struct flow_key key = snat_reply_key(flow);
+	bool taken = flows.lookup(&key) || is_in_doubt(flow, flow->last_used);
 
-	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_TRACKED;
+	return taken ? NO_SNAT_PORT : NOT_TRACKED;
 }
 
 /* Claims a port of the node for a new flow, and writes the entry for replies to it: a random port,
@@ -267,6 +267,6 @@ int tc_claim(struct __sk_buff *skb)
 	report_flow(&s->flow, reason);
 	if (reason == NEW_FLOW)
 		return resume_new(skb, s);
-	release_replies(&s->flow, false, 0);
+	release_replies(&s->flow);
 	return finish(TC_ACT_SHOT, reason);
 }

@@ -289,6 +289,8 @@ FLOW_MARKS: Final = 4096
 MAX_DEVICES: Final = 4096
 PORT_SLOT: Final = Struct("=I")
 PORT_SLOTS: Final = 1024
+DOUBTFUL_PORTS: Final = 32_768
+DOUBTS: Final = Struct("=64s")
 CLIENT_SLOT: Final = Struct("=16sI")
 FRAGMENTS_PER_CLIENT: Final = 128
 FOREIGN_FLOWS_PER_CLIENT: Final = 2048
@@ -317,10 +319,6 @@ how many groups these clients are divided, each of which has that many.
 FLOW_HEADROOM: Final = 1.125
 """`flows` and `flow_queue` have room for this many times the configured connections: see enqueue()
 in evict.h.
-"""
-RESERVATIONS: Final = 0.125
-"""`flows` also has room for this many reserved ports per configured connection: see may_reserve()
-in known.h.
 """
 MONITORS: Final = 4
 """How many commands may watch events at the same time."""
@@ -607,15 +605,15 @@ MAPS: Final = {
         MapSpec("flows",
             "packet path: both ends of a packet → its translation; full: see flow_queue",
             uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, FLOW.size, 0, 0, sized_by="connections",
-            packet_path_only=True, entries_per_object=3 * FLOW_HEADROOM + RESERVATIONS,
+            packet_path_only=True, entries_per_object=3 * FLOW_HEADROOM,
             former_layouts=(FormerLayout(1, 160, _add_windows),)),
         MapSpec("flow_queue",
             "packet path: connections, oldest first; full: evicts one, or drops the new one",
             uapi.BPF_MAP_TYPE_QUEUE, 0, FLOW_KEY.size, 0, sized_by="connections",
             packet_path_only=True, entries_per_object=FLOW_HEADROOM),
         MapSpec("flow_count",
-            "packet path: number of connections in flow_queue, and a limit for reserved ports",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 2),
+            "packet path: number of connections in flow_queue",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
         MapSpec("unconfirmed",
             "packet path: ends of a packet of conntrack's → its flow, until the packet leaves",
             uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, EVENT.size, 2 * UNCONFIRMED_FLOWS,
@@ -629,6 +627,9 @@ MAPS: Final = {
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FLOW_MARKS),
         MapSpec("flow_generations", "packet path: which marks of flow_marks still count",
             uapi.BPF_MAP_TYPE_ARRAY, 4, FLOW_GENERATIONS.size, 1),
+        MapSpec("doubtful_ports",
+            "packet path: hash of a backend and an SNAT port → until when the port is in doubt",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, DOUBTS.size, DOUBTFUL_PORTS),
         MapSpec("port_slots",
             "packet path: locks for choosing SNAT ports",
             uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),

@@ -2,6 +2,8 @@
 """A table of flows with little room."""
 
 import ctypes
+import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,12 +102,25 @@ class Flows:
         return found
 
     def empty(self) -> None:
-        """Restores the initial state: no flows, an empty queue, a count of 0, all reservations."""
+        """Restores the initial state: no flows, an empty queue, a count of 0, no port in doubt."""
         self.delete_flows()
         self.drain()
         with self.site.pinned("flow_count") as tracked:
-            for key in (0, 1):
-                tracked.update(U32.pack(key), U64.pack(0))
+            tracked.update(U32.pack(0), U64.pack(0))
+        self.settle()
+
+    def settle(self) -> None:
+        """Lets the time pass until no port is in doubt."""
+        with self.site.pinned("doubtful_ports") as doubts:
+            for key, raw in list(doubts.items()):
+                if any(raw):
+                    doubts.update(key, bytes(len(raw)))
+
+    def doubts(self) -> list[int]:
+        """For how many seconds each port that is in doubt stays so."""
+        now = time.monotonic_ns() // 10**9
+        raw = b"".join(self.site.entries("doubtful_ports").values())
+        return [(until - now) % (1 << 16) for (until,) in struct.iter_unpack("=H", raw) if until]
 
     def talk(self, port: int, script: str) -> None:
         """Sends packets of the client's flow with this port. "?" and "<!" are datagrams, "<" marks
