@@ -263,7 +263,7 @@ def test_evicted_entry_of_a_connection_is_named(
 
 def test_reused_client_port_shows_the_new_connection_only(wire: Wire, show) -> None:
     """The client uses its port again, and the Service has another backend by then."""
-    wire.talk(4, MASKED, 2000, "S <SA A FA <FA")
+    wire.talk(4, MASKED, 2000, "S <SA A FA <FA A")
     try:
         wire.plane.apply(world(backend=8081), None)
         wire.pass_(tcp(end(CLIENT[4], 2000), end(f"{VIP[4]}{MASKED}", 80), flags="S"))
