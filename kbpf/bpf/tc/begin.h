@@ -222,7 +222,7 @@ static __always_inline bool lacks_entry(const struct flow *flow)
 	return !entry_of(flow, &key);
 }
 
-/* Whether a TCP connection is over at both ends: both have acknowledged the other's FIN. */
+/* Whether both ends of a TCP connection have acknowledged the other's FIN. */
 static __always_inline bool has_ended(const struct flow *original)
 {
 	struct flow *reply = both_closed(original) ? twin_of(original, false) : NULL;

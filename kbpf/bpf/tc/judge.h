@@ -293,7 +293,7 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 
 	if (p->fragment == LATER)
 		return tcp && reply && flow->state == STATE_NEW ? DENIED : IGNORED;
-	if (!other) /* its other entries are gone; it keeps its port, but for no longer */
+	if (!other) /* its other entries are gone: it only keeps its port, and expires in time */
 		return !tcp || is_in_own_window(&flow->seen.tcp, &p->tcp) ? IGNORED : OUTSIDE;
 	if (tcp)
 		return judge_tcp(skb, p, flags, reply, flow, other, now);

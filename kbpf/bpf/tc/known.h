@@ -275,7 +275,7 @@ static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
 	if (flow->client.protocol == IPPROTO_UDP)
 		end = flow->last_used + timeout_of(flow);
 	until = doubt_of(flow);
-	if (until && !is_in_doubt(flow, end)) /* it ends later than a mark that is there */
+	if (until && !is_in_doubt(flow, end)) /* no later mark is set */
 		*until = seconds_of(end) + 1;
 }
 

@@ -293,7 +293,7 @@ def _reserve(flows: Map, key: bytes, raw: bytes) -> None:
     original = flows.lookup(original_key(raw))
     if original is None or original[DECISION] != raw[DECISION]:
         return
-    reserved = bytearray(raw if last_used(original) < last_used(raw) else original[:8] + raw[8:])
+    reserved = bytearray(max(original, raw, key=last_used)[:8] + raw[8:])
     reserved[FINS] |= FinFlag.RESERVED
     flows.update(key, bytes(reserved))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.layout import FinFlag, FlowDirection, Reason, TcpState
+from kbpf.dataplane.bpf.maps.layout import FlowDirection, Reason
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
@@ -415,12 +415,11 @@ class Arena:
 
 def keeps_port(raw: bytes, later: int) -> bool:
     """Whether this entry holds a port for a forged client, and still does so then."""
-    client, state = format_addr(raw[flow_entries.CLIENT][:16]), raw[flow_entries.STATE]
-    reserved = raw[flow_entries.FINS] & FinFlag.RESERVED and state == TcpState.CLOSED
+    client = format_addr(raw[flow_entries.CLIENT][:16])
     return (
         _is_forged(client)
         and flow_entries.expires_at(raw) > later
-        and bool(reserved or flow_entries.is_needed(state, flow_entries.last_used(raw), later))
+        and flow_entries.is_needed(raw[flow_entries.STATE], flow_entries.last_used(raw), later)
     )
 
 

@@ -110,14 +110,14 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         )
         allowed_here = not elsewhere and (begins or answers or revives or restarts or survives)
         changed = _judged(each, kbpf) != _judged(each, kbpf_before) and not allowed_here
-        follows = _judged(each, linux) != _judged(each, linux_before)
+        explained = not elsewhere and (
+            _judged(each, linux) != _judged(each, linux_before) or _is_as_linux(each, kbpf, linux)
+        )
         tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1
-        if changed and (elsewhere or not (follows or _is_as_linux(each, kbpf, linux))):
-            if not elsewhere:
-                followed, more = _is_as_linux_without_one(twins, each, kbpf)
-                stalls += more
-                if followed:
-                    continue
+        if changed and not elsewhere and not explained:
+            explained, more = _is_as_linux_without_one(twins, each, kbpf)
+            stalls += more
+        if changed and not explained:
             wrong = f"forged packets make {tuple(kbpf)} of {tuple(kbpf_before)}"
             findings.append(Finding(each, kbpf, linux, wrong))
     tally[STALLED] = stalls

@@ -266,7 +266,7 @@ def flood(host: str, number: int) -> None:
 
 
 def test_filter_applies_before_the_rate(bench: Bench) -> None:
-    """A flood of others takes nothing of the rate."""
+    """Events that the filter leaves out do not count against the rate."""
     wanted = {"services": frozenset({service_id(bench, "fair")})}
     with watched(bench.site, rate=1, **wanted) as monitor:
         within(bench.client, lambda: flood("10.96.0.4", 53))

@@ -26,6 +26,7 @@ from tests.programs.packets.path.single_packets import (
     NEAR,
     NET,
     POD,
+    PORTS,
     SCTP_INIT_ACK,
     SCTP_TAG,
     Path_,
@@ -194,7 +195,7 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
     really belongs to gets the answer.
     """
     hosts, device, begins = BEGINS[sender]
-    own = end(hosts[v], 0).removesuffix("0") + client(v).rpartition(":")[2]
+    own = end(hosts[v], next(PORTS))
     build = {"tcp": lambda a, b: Talk().segment("S", a, b), "udp": udp, "sctp": sctp}[kind]
     packet, before = build(own, vip(v, CLUSTER)), node.path.site.reasons()
     verdict, got = node.come(packet, device)
@@ -213,9 +214,8 @@ def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(
     """`ip rule iif`, as of egress gateways: the packets of this device take another table."""
     _, device, begins = BEGINS[sender]
     name = {OTHER: "pod9", BACKEND: "pod8"}[device]
-    family = "-6 " if v == 6 else ""
-    own = end(NEAR[v], 0).removesuffix("0") + client(v).rpartition(":")[2]
-    words = ("ip", "-n", node.path.where, *family.split())
+    own = end(NEAR[v], next(PORTS))
+    words = ("ip", "-n", node.path.where, f"-{v}")
     command(*words, "rule", "add", "iif", name, "lookup", "77", "pref", "9")
     command(*words, "route", "add", *route.split(), "table", "77")
     try:
@@ -341,7 +341,7 @@ def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int) ->
 @both
 def test_a_forged_datagram_does_not_end_a_pods_direct_exchange(node: Node, v: int) -> None:
     """A pod has asked the Service, and then the backend itself: answers pass unchanged."""
-    own = end(NEAR[v], 0).removesuffix("0") + client(v).rpartition(":")[2]
+    own = end(NEAR[v], next(PORTS))
     ask, direct = udp(own, vip(v, LOCAL), b"?"), udp(own, pod(v), b"?")
     answer = udp(pod(v), own, b"!")
     node.path.set_device(node.devices[OTHER], Role.POD, DeviceFlag.LOCAL | DeviceFlag.PEER)
