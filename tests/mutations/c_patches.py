@@ -314,7 +314,7 @@ PATCHES: Final = (
         ("ports of datagrams are given away",
          "entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED)",
          "false"),
-        ("ports in doubt are taken", "doubtful = is_in_doubt(flow, now);", "doubtful = false;"),
+        ("ports in doubt are taken", "doubtful = is_in_doubt(backend, flow->snat_port, now);", "doubtful = false;"),
         ("a port in the backend's TIME_WAIT is taken first",
          "return !fresh || !(entry->fins & FIN_BACKEND_FIRST);", "return true;"),
         ("FINs need no acknowledgement", "is_acknowledged(original, reply_entry)", "true"),

@@ -211,15 +211,8 @@ int tc_route(struct __sk_buff *skb)
  * flow has taken it, or another CPU deleted it just after it had expired. */
 static __always_inline bool lacks_entry(const struct flow *flow)
 {
-	struct flow_key key;
-
-	if (has_snat(flow)) {
-		key = snat_reply_key(flow);
-		if (!entry_of(flow, &key))
-			return true;
-	}
-	key = reply_key(flow);
-	return !entry_of(flow, &key);
+	return !entry_at(flow, DIRECTION_REPLY) ||
+	       (has_snat(flow) && !entry_at(flow, DIRECTION_SNAT_REPLY));
 }
 
 /* Whether both ends of a TCP connection have acknowledged the other's FIN. */
@@ -233,10 +226,8 @@ static __always_inline bool has_ended(const struct flow *original)
 /* Notes whether the client has sent its last datagram to the backend's own address. */
 static __always_inline void note_destination(const struct flow *flow, bool direct)
 {
-	struct flow_key keys[] = {original_key(flow), reply_key(flow)};
-
-	for (int i = 0; i < 2; i++) {
-		struct flow *entry = entry_of(flow, &keys[i]);
+	for (u32 direction = DIRECTION_ORIGINAL; direction <= DIRECTION_REPLY; direction++) {
+		struct flow *entry = entry_at(flow, direction);
 
 		if (entry)
 			entry->fins = direct ? entry->fins | FIN_DIRECT : entry->fins & ~FIN_DIRECT;

@@ -366,6 +366,13 @@ static __always_inline struct flow_key snat_reply_key(const struct flow *flow)
 	return flow_key_of(&source, &flow->backend);
 }
 
+static __always_inline struct flow_key entry_key(const struct flow *flow, u32 direction)
+{
+	if (direction == DIRECTION_ORIGINAL)
+		return original_key(flow);
+	return direction == DIRECTION_REPLY ? reply_key(flow) : snat_reply_key(flow);
+}
+
 /* Whether this packet of a known flow neither changes its state nor needs a closer look, as most:
  * it arrives where its sender's packets do, and TCP's is in the window, SCTP's has the tag. */
 static __always_inline bool is_ordinary(const struct flow *flow, const struct packet *p, u32 flags,

@@ -317,8 +317,7 @@ static __always_inline bool accepts_direct(const struct flow *flow, const struct
  * that one has to know the same numbers. */
 static __always_inline void copy_to_reply_entry(const struct flow *flow)
 {
-	struct flow_key key = reply_key(flow);
-	struct flow *entry = entry_of(flow, &key);
+	struct flow *entry = entry_at(flow, DIRECTION_REPLY);
 
 	if (!entry)
 		return;

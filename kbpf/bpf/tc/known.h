@@ -41,6 +41,17 @@ static __always_inline struct flow *entry_of(const struct flow *flow, struct flo
 	return entry && same_flow(entry, flow) ? entry : NULL;
 }
 
+/* Another entry of this flow; NULL if it has none, or no longer. */
+static __always_inline struct flow *entry_at(const struct flow *flow, u32 direction)
+{
+	struct flow_key key;
+
+	if (direction == DIRECTION_SNAT_REPLY && !has_snat(flow))
+		return NULL;
+	key = entry_key(flow, direction);
+	return entry_of(flow, &key);
+}
+
 static __always_inline bool is_live(const struct flow *entry, u64 now)
 {
 	return entry && !expired(entry, now);
@@ -50,20 +61,9 @@ static __always_inline bool is_live(const struct flow *entry, u64 now)
  * that matches the other side's packets expires first. */
 static __always_inline bool is_over(const struct flow *flow, u64 now)
 {
-	struct flow_key key;
-
-	if (!expired(flow, now))
-		return false;
-	key = reply_key(flow);
-	if (is_live(entry_of(flow, &key), now))
-		return false;
-	if (has_snat(flow)) {
-		key = snat_reply_key(flow);
-		if (is_live(entry_of(flow, &key), now))
-			return false;
-	}
-	key = original_key(flow);
-	return !is_live(entry_of(flow, &key), now);
+	return expired(flow, now) && !is_live(entry_at(flow, DIRECTION_REPLY), now) &&
+	       !is_live(entry_at(flow, DIRECTION_SNAT_REPLY), now) &&
+	       !is_live(entry_at(flow, DIRECTION_ORIGINAL), now);
 }
 
 enum restart {
@@ -105,21 +105,17 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
  * to client', and that entry is the twin. */
 static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 {
-	struct flow *other;
-	struct flow_key key;
+	u32 direction = reply            ? DIRECTION_ORIGINAL
+			: has_snat(flow) ? DIRECTION_SNAT_REPLY
+					 : DIRECTION_REPLY;
+	struct flow_key key = entry_key(flow, direction);
+	struct flow *other = entry_of(flow, &key);
 
-	if (reply)
-		key = original_key(flow);
-	else if (has_snat(flow))
-		key = snat_reply_key(flow);
-	else
-		key = reply_key(flow);
-	other = entry_of(flow, &key);
 	/* seen.started are the same bytes as seen.tcp: 0 if this entry has matched no segment. */
-	if (reply || !has_snat(flow) || flow->state == STATE_NEW || !other || other->seen.started)
+	if (direction != DIRECTION_SNAT_REPLY || flow->state == STATE_NEW || !other ||
+	    other->seen.started)
 		return other;
-	key = reply_key(flow);
-	return entry_of(flow, &key);
+	return entry_at(flow, DIRECTION_REPLY);
 }
 
 /* Whether both sides have acknowledged the other's FIN. A side that has not repeats its own, and
@@ -174,7 +170,6 @@ static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now
 {
 	bool tcp = flow->client.protocol == IPPROTO_TCP;
 	struct flow *original;
-	struct flow_key key;
 
 	if (flags & FROM_ICMP_ERROR)
 		return;
@@ -183,19 +178,20 @@ static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now
 	if (!has_snat(flow) ||
 	    !(tcp ? may_change_tcp(flow, flags, false) : may_change_other(flow, flags, false, now)))
 		return;
-	key = original_key(flow);
-	original = entry_of(flow, &key);
+	original = entry_at(flow, DIRECTION_ORIGINAL);
 	if (!original)
 		return;
 	flow->state = original->state;
 	flow->fins = original->fins;
 }
 
-/* Deletes an entry if it still belongs to this flow. */
-static __always_inline void delete_entry(struct flow_key *key, const struct flow *flow)
+/* Deletes an entry of this flow, if it still belongs to it. */
+static __always_inline void delete_entry(const struct flow *flow, u32 direction)
 {
-	if (entry_of(flow, key))
-		flows.delete(key);
+	struct flow_key key = entry_key(flow, direction);
+
+	if (entry_of(flow, &key))
+		flows.delete(&key);
 }
 
 /* Makes this CPU the only one that decides about the entry at this key; NULL: another CPU does. A
@@ -231,19 +227,17 @@ static __always_inline void unlock_key(struct port_slot *slot)
  */
 BPF_TABLE("array", u32, struct doubts, doubtful_ports, 64);
 
-static __always_inline u16 *doubt_of(const struct flow *flow)
+static __always_inline u32 hash_of_backend(const struct flow *flow)
 {
-	const struct address *a = &flow->backend.address;
-	u32 hash = hash_word(HASH_SEED, a->word[0] ^ a->word[1]), index;
-	struct doubts *doubts;
+	return hash_words((const u32 *)&flow->backend, sizeof(struct target) / sizeof(u32));
+}
 
-	hash = hash_word(hash, a->word[2] ^ flow->snat.word[2]);
-	hash = hash_word(hash, a->word[3] ^ flow->client.protocol);
-	hash = hash_word(hash, flow->snat.word[3]);
-	hash = hash_word(hash, flow->backend.port | (u32)flow->snat_port << 16);
-	hash = hash_end(hash, 20);
-	index = hash / DOUBTS % DOUBTFUL_PORTS;
-	doubts = doubtful_ports.lookup(&index);
+static __always_inline u16 *doubt_of(u32 backend, __be16 port)
+{
+	u32 hash = hash_end(hash_word(backend, port), sizeof(struct target) + sizeof(u32));
+	u32 index = hash / DOUBTS % DOUBTFUL_PORTS;
+	struct doubts *doubts = doubtful_ports.lookup(&index);
+
 	return doubts ? &doubts->until[hash % DOUBTS] : NULL;
 }
 
@@ -252,12 +246,12 @@ static __always_inline u16 seconds_of(u64 time)
 	return time / SECOND;
 }
 
-/* Whether the backend may still send to an earlier flow with this port of the node. One comparison,
- * since the verifier explores both sides of a branch: the mark is from 1 to DOUBT_SECONDS + 1
- * seconds ahead. (Every 18 hours, one of the past looks like that.) */
-static __always_inline bool is_in_doubt(const struct flow *flow, u64 now)
+/* Whether a backend (hash_of_backend()) may still send to an earlier flow with this port of the
+ * node. One comparison, since the verifier explores both sides of a branch: the mark is from 1 to
+ * DOUBT_SECONDS + 1 seconds ahead. (Every 18 hours, one of the past looks like that.) */
+static __always_inline bool is_in_doubt(u32 backend, __be16 port, u64 now)
 {
-	u16 *until = doubt_of(flow);
+	u16 *until = doubt_of(backend, port);
 
 	return until && (u16)(*until - seconds_of(now) - 1) <= DOUBT_SECONDS;
 }
@@ -268,14 +262,16 @@ static __always_inline bool is_in_doubt(const struct flow *flow, u64 now)
 static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
 {
 	u64 end = now + DOUBT_SECONDS * SECOND;
+	u32 backend;
 	u16 *until;
 
 	if (!has_snat(flow) || !may_be_answered(flow, now))
 		return;
 	if (flow->client.protocol == IPPROTO_UDP)
 		end = flow->last_used + timeout_of(flow);
-	until = doubt_of(flow);
-	if (until && !is_in_doubt(flow, end)) /* no later mark is set */
+	backend = hash_of_backend(flow);
+	until = doubt_of(backend, flow->snat_port);
+	if (until && !is_in_doubt(backend, flow->snat_port, end)) /* no later mark is set */
 		*until = seconds_of(end) + 1;
 }
 
@@ -289,43 +285,32 @@ static __always_inline void release_replies(const struct flow *flow)
 		key = snat_reply_key(flow);
 		slot = try_lock_key(&key);
 		if (slot) {
-			delete_entry(&key, flow);
+			delete_entry(flow, DIRECTION_SNAT_REPLY);
 			unlock_key(slot);
 		}
 	}
-	key = reply_key(flow);
-	delete_entry(&key, flow);
+	delete_entry(flow, DIRECTION_REPLY);
 }
 
 /* Deletes the entries of a flow except this one, which is still read: a deleted element may be
  * reused for another flow at once. */
 static __always_inline void delete_other_entries(const struct flow *flow)
 {
-	struct flow_key key;
-
-	if (flow->direction != DIRECTION_SNAT_REPLY && has_snat(flow)) {
-		key = snat_reply_key(flow);
-		delete_entry(&key, flow);
-	}
-	if (flow->direction != DIRECTION_REPLY) {
-		key = reply_key(flow);
-		delete_entry(&key, flow);
-	}
-	if (flow->direction != DIRECTION_ORIGINAL) {
-		key = original_key(flow);
-		delete_entry(&key, flow);
-	}
+	if (flow->direction != DIRECTION_SNAT_REPLY && has_snat(flow))
+		delete_entry(flow, DIRECTION_SNAT_REPLY);
+	if (flow->direction != DIRECTION_REPLY)
+		delete_entry(flow, DIRECTION_REPLY);
+	if (flow->direction != DIRECTION_ORIGINAL)
+		delete_entry(flow, DIRECTION_ORIGINAL);
 }
 
 /* Deletes a flow, given its original entry. That entry is deleted last, since it leads to the
  * others. */
 static __always_inline void delete_flow(const struct flow *flow, u64 now)
 {
-	struct flow_key key = original_key(flow);
-
 	leave_in_doubt(flow, now);
 	release_replies(flow);
-	delete_entry(&key, flow);
+	delete_entry(flow, DIRECTION_ORIGINAL);
 }
 
 /* Returns to the program for known flows. `flags`: JUDGED if the packet has updated its flow
@@ -495,13 +480,11 @@ static __always_inline bool is_from_client(const struct flow *reply_entry, u32 a
 {
 	struct device *in = device_at(arrival);
 	struct flow *original;
-	struct flow_key key;
 
 	/* Sent by this node, or (most packets) by the device that leaves_elsewhere() compares. */
 	if (!arrival || routing_ifindex(in, arrival) == reply_entry->out.ifindex)
 		return true;
-	key = original_key(reply_entry);
-	original = entry_of(reply_entry, &key);
+	original = entry_at(reply_entry, DIRECTION_ORIGINAL);
 	if (!original)
 		return true;
 	if (!original->arrival) /* the client is this node */
@@ -517,13 +500,11 @@ static __always_inline bool is_from_client(const struct flow *reply_entry, u32 a
 static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
 						 u32 flags)
 {
-	struct flow_key key;
 	struct flow *original;
 
 	if (flow->client.protocol != IPPROTO_TCP || (flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
 		return false;
-	key = original_key(flow);
-	original = entry_of(flow, &key);
+	original = entry_at(flow, DIRECTION_ORIGINAL);
 	return !original || (is_ending(original) && original->syn != p->tcp.next);
 }
 

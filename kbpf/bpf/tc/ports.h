@@ -120,15 +120,15 @@ static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, 
 					     bool fresh)
 {
 	u64 quiet = elapsed(entry->last_used, now);
-	bool doubtful = entry->fins & FIN_RESERVED;
 
 	if (expired(entry, now))
 		return true;
 	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED))
 		return false;
+	if (is_half_open(entry) && (entry->fins & FIN_RESERVED))
+		return quiet > SECOND && search == SEARCH_LAST;
 	if (is_half_open(entry))
-		return (search == SEARCH_LAST && !doubtful) ||
-		       (quiet > SECOND && search > (doubtful ? SEARCH_LAST - 1 : SEARCH_RANDOM));
+		return (quiet > SECOND && search > SEARCH_RANDOM) || search == SEARCH_LAST;
 	if (both_closed(entry))
 		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
 	return entry->state == STATE_CLOSED && /* by the client's RST */
@@ -139,12 +139,11 @@ static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, 
 static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
 					    bool fresh)
 {
-	struct flow_key key = original_key(reply_entry);
 	struct flow *original;
 
 	if (!entry_frees_port(reply_entry, now, search, fresh))
 		return false;
-	original = entry_of(reply_entry, &key);
+	original = entry_at(reply_entry, DIRECTION_ORIGINAL);
 	return !original || (entry_frees_port(original, now, search, fresh) &&
 			     (!both_closed(original) || expired(original, now) ||
 			      is_acknowledged(original, reply_entry)));
@@ -161,7 +160,7 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	struct flow *other = NULL;
 	u64 now = flow->last_used;
 	struct flow_key key;
-	u32 index = index_of_port(&s, flow->snat_port);
+	u32 index = index_of_port(&s, flow->snat_port), backend = hash_of_backend(flow);
 	bool doubtful, written;
 
 	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
@@ -169,7 +168,7 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	for (int i = 0; i < SNAT_TRIES; i++) {
 		flow->snat_port = port_at(&s, index);
 		key = snat_reply_key(flow);
-		doubtful = is_in_doubt(flow, now);
+		doubtful = is_in_doubt(backend, flow->snat_port, now);
 		if (!doubtful && !flows.insert(&key, flow))
 			return true;
 		slot = doubtful ? NULL : try_lock_key(&key);
@@ -198,9 +197,11 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 static __always_inline enum reason no_port_reason(const struct flow *flow)
 {
 	struct flow_key key = snat_reply_key(flow);
-	bool taken = flows.lookup(&key) || is_in_doubt(flow, flow->last_used);
 
-	return taken ? NO_SNAT_PORT : NOT_TRACKED;
+	if (flows.lookup(&key) ||
+	    is_in_doubt(hash_of_backend(flow), flow->snat_port, flow->last_used))
+		return NO_SNAT_PORT;
+	return NOT_TRACKED;
 }
 
 /* Claims a port of the node for a new flow, and writes the entry for replies to it: a random port,
