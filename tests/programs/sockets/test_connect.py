@@ -203,10 +203,10 @@ def test_dial(bench: Bench, row: Dial):
     if row.protocol == "udp":  # replies and packets of v4-mapped sockets pass hooks, too
         assert counted.pop(NONE, 0) >= (row.why is NONE)
     if row.gets in errno.errorcode.values():
-        assert answer.get("error") == row.gets, answer
+        assert answer.get("error") == row.gets, str(answer)
         assert answer["at_once"] == (row.why is not NONE), "the programs answer, not the network"
     else:
-        assert answer.get("name") == row.gets, answer
+        assert answer.get("name") == row.gets, str(answer)
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host) if row.why is NONE else host
         assert answer["peer"] == [shown, int(port)], "getpeername() shows what was dialled"
         assert answer.get("getpeername", answer["peer"]) == [shown, int(port)]

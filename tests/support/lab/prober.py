@@ -25,6 +25,10 @@ PATIENCE = 30.0
 """Seconds to wait for an answer. It usually takes moments, but the other process may not be
 scheduled for a while.
 """
+CONNECTED_PATIENCE = 240.0
+"""The same once a TCP connection is established: a lost segment is sent again, so what is still
+missing is the other process. On an emulated machine it has once taken longer than PATIENCE.
+"""
 SIZE = struct.Struct("!Q")
 CHUNK = 1 << 16
 STATES = (  # by their number in the kernel, include/net/tcp_states.h
@@ -224,15 +228,17 @@ class Client:
             else:
                 return
 
-    def tcp(self, host, port, family="4", timeout=PATIENCE, keep=None, bind=None):
+    def tcp(self, host, port, family="4", timeout=None, keep=None, bind=None):
         """Connects and reads the server's answer. An error is `at_once` if connect() itself
-        returned it, without a packet on the network.
+        returned it, without a packet on the network. `timeout`: of each step, instead of PATIENCE
+        and CONNECTED_PATIENCE.
         """
         s = self._socket(family, socket.SOCK_STREAM, bind)
         asked = False
         try:
             asked = begin(s, (host, port))
-            finish(s, timeout)
+            finish(s, timeout or PATIENCE)
+            s.settimeout(timeout or CONNECTED_PATIENCE)
             s.sendall(b"hello\n" if keep else b"bye\n")
             answer = json.loads(s.recv(4096))
             answer["peer"] = list(s.getpeername()[:2])
@@ -287,13 +293,13 @@ class Client:
             raise OSError(ctypes.get_errno(), "connect to AF_UNSPEC")
         return {}
 
-    def udp(self, host, port, family="4", timeout=PATIENCE, keep=None, connected=False):
+    def udp(self, host, port, family="4", timeout=None, keep=None, connected=False):
         """Sends a datagram; returns its answer or an error like tcp(). `keep`: the name of a socket
         that stays open; it is created on first use.
         """
         asked = False
         s = self.kept.get(keep) or self._socket(family, socket.SOCK_DGRAM)
-        s.settimeout(timeout)
+        s.settimeout(timeout or PATIENCE)
         try:
             if connected:
                 s.connect((host, port))
@@ -390,7 +396,7 @@ class Client:
         return {}
 
     def many(
-        self, count, host, port, family="4", timeout=PATIENCE, protocol="tcp", connected=False
+        self, count, host, port, family="4", timeout=None, protocol="tcp", connected=False
     ):
         """Dials `count` times, one after the other: how often each server answered, the errors, and
         how many of these came `at_once`.
@@ -415,7 +421,7 @@ class Client:
         return {"names": names, "errors": errors, "seen": sorted(seen), "at_once": at_once}
 
     def start_load(
-        self, host, port, family="4", timeout=PATIENCE, pause=0.0, threads=1, protocol="tcp"
+        self, host, port, family="4", timeout=None, pause=0.0, threads=1, protocol="tcp"
     ):
         one = self.tcp if protocol == "tcp" else self.udp
         self.load = Load(one, threads, pause, (host, port, family, timeout))
