@@ -188,7 +188,7 @@ PATCHES: Final = (
          "if (original->state != STATE_CLOSED || both_closed(original))", "if (true)"),
         ("the backend's old segments reach a new client",
          "\t\t\toriginal->fins |= FIN_RESERVED;\n\t\treturn DENIED;", "\t\treturn IGNORED;"),
-        ("any SYN-ACK is an answer", "|| !answers_syn(original, n)", ""),
+        ("any SYN-ACK is an answer", "|| !answers_syn(original, n, flags)", ""),
         ("segments are not compared with the other side",
          "if (!(flags & TCP_ACK) || !fits)",
          "if (false)"),

@@ -56,16 +56,19 @@ static __always_inline bool matches_both(struct tcp_side *own, const struct tcp_
 }
 
 /* Whether this segment acknowledges the client's first SYN, and maybe data in it, or its last one:
- * either of the two may be forged. */
-static __always_inline bool answers_syn(const struct flow *original, const struct segment *n)
+ * either of the two may be forged. As for nf_conntrack, a refusal does not answer a SYN from before
+ * the first one: whoever forges both needs no number of the client. */
+static __always_inline bool answers_syn(const struct flow *original, const struct segment *n,
+					u32 flags)
 {
 	const struct tcp_side *client = &original->seen.tcp;
+	bool before = !in_order(client->edge, n->ack);
 
-	if (n->ack == original->syn)
-		return true;
 	if (original->state != STATE_NEW) /* the SYN-ACK is repeated, and `edge` has changed */
-		return client->next - n->ack < MAX_ACK_WINDOW;
-	return in_order(client->edge, n->ack) && in_order(n->ack, client->next);
+		return n->ack == original->syn || client->next - n->ack < MAX_ACK_WINDOW;
+	if (n->ack == original->syn)
+		return !before || !(flags & TCP_RST);
+	return !before && in_order(n->ack, client->next);
 }
 
 /* A SYN of the client. In a live connection only the two ends know whether it is genuine. */
@@ -120,7 +123,8 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	struct tcp_side *client = &original->seen.tcp;
 	const struct segment *n = &p->tcp;
 
-	if (!(flags & TCP_ACK) || !(flags & (TCP_SYN | TCP_RST)) || !answers_syn(original, n)) {
+	if (!(flags & TCP_ACK) || !(flags & (TCP_SYN | TCP_RST)) ||
+	    !answers_syn(original, n, flags)) {
 		if (flags & TCP_ACK)
 			original->fins |= FIN_RESERVED;
 		return DENIED;

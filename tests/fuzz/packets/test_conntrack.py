@@ -33,6 +33,7 @@ DATAPATH = Path(__file__).parents[3] / "docs" / "design" / "datapath.md"
 SCRIPTS = [
     # script, kbpf's state, whether it is needed, Linux's state
     ("tcp", "S", "NEW", False, "SYN_SENT"),
+    ("tcp", "S c0:S~old c0:<RA~old^old", "NEW", False, "SYN_SENT"),
     ("tcp", "S <SA", "ANSWERED", False, "SYN_RECV"),
     ("tcp", "S <SA A", "UNPROVEN", False, "ESTABLISHED"),
     ("tcp", "S <SA A!sum", "UNPROVEN", False, "SYN_RECV"),
