@@ -33,7 +33,7 @@ class KubeProxyDrain(PreviousDataPlane):
     def claim(self) -> bool:
         """Whether to wait for a kube-proxy's connections: for those of its IPVS always; for those
         of its rules only if programs are not attached by TCX links, since attaching by other means
-        may lose packets. (Their source ports need no care: conntrack keeps them apart from ours.)
+        may lose packets. (Their source ports are reserved: packet_path/snat_ports.py.)
         """
         if not self._packet_path:
             return False

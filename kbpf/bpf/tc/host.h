@@ -46,14 +46,19 @@ static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet
 /* Gives a new flow the address of the device that it leaves by, if that is another one than the
  * socket has chosen its address for (as MASQUERADE does, and kube-proxy with it): otherwise an
  * overlay drops its packets (WireGuard's allowed networks, a reverse path filter), or the replies
- * take the underlay. */
+ * take the underlay. Beside conntrack it gets a port of our range in any case: conntrack may give
+ * the socket's own port to a client. */
 static __always_inline void choose_source(struct __sk_buff *skb, struct scratch *s)
 {
 	struct flow *flow = &s->flow;
 	struct device *to = find_next_hop(skb, &s->packet, &flow->client, &flow->backend, &s->hop,
 					  true, came_in_by(skb));
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
 	struct address own;
 
+	if (n && (n->flags & NODE_NETFILTER))
+		flow->snat = flow->client.address;
 	if (to && s->hop.ifindex != skb->ifindex) {
 		own = s->packet.v6 ? to->snat6 : to->snat4;
 		if (!is_any(&own) && !same_address(&own, &flow->client.address))

@@ -371,7 +371,8 @@ static __always_inline void translate_original(const struct flow *flow, struct t
 }
 
 /* Translates a packet of the backend. False: it is for the client already, and changes at egress or
- * (begins_direct()) not at all. */
+ * (begins_direct()) not at all, or it is for a client of conntrack, which has the port that the
+ * node's socket has given up. */
 static __always_inline bool translate_reply(const struct tuple *t, const struct flow *flow,
 					    struct translation *s)
 {
@@ -379,7 +380,8 @@ static __always_inline bool translate_reply(const struct tuple *t, const struct 
 	    t->to.port == flow->snat_port) {
 		s->to_stack.to = flow->client;
 		s->to_stack.to.port = flow->client_port;
-	} else if ((flow->fins & FIN_DIRECT) || (flow->path == PATH_STACK && !flow->host_device)) {
+	} else if ((flow->fins & FIN_DIRECT) ||
+		   (flow->host_device ? has_snat(flow) : flow->path == PATH_STACK)) {
 		return false;
 	}
 	s->to_device.from = flow->frontend;

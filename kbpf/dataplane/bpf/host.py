@@ -136,8 +136,7 @@ class HostIntegration:
         self._due = now + HOST_POLL_INTERVAL_S
         self._polls += 1
         self._find_bypassed_rules(now)
-        # With the nat table, conntrack allocates all ports.
-        if self._polls <= PORT_RESERVATION_POLLS and self._nat_table is None:
+        if self._polls <= PORT_RESERVATION_POLLS:
             with self._warning_on_error():
                 self._reserve_conntrack_ports()
         with self._warning_on_error():
