@@ -68,7 +68,9 @@ int tc_ingress(struct __sk_buff *skb)
 	if (!device || (!flags && device->bridge && passes_bridge(skb, device)) ||
 	    (!flags && !parse_for(skb, device, p, true)))
 		return TC_ACT_UNSPEC;
-	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
+	if (!flags && skb->pkt_type != PACKET_HOST)
+		return answers_refused(p) ? judge_answer_to_refused(skb, s) : TC_ACT_UNSPEC;
+	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */
 		return go(skb, TAIL_ICMP_IN);
 	if (!flags)
 		s->end = 0;
@@ -80,6 +82,8 @@ int tc_ingress(struct __sk_buff *skb)
 		return forward_known(skb, s, device, &result);
 	if (result.unjudged)
 		return ask_judge(skb, s, TAIL_INGRESS);
+	if (!flags && answers_refused(p))
+		return judge_answer_to_refused(skb, s);
 	if (result.for_bridge)
 		return leave_to_bridge(skb);
 	if (result.masqueraded)

@@ -30,6 +30,7 @@ SOCKETS: Final = _programs(
 )
 PACKETS: Final = _programs("packets/path/ packets/packet_devices packets/views/")
 FLOWS: Final = _programs("packets/path/ packets/views/ maps/flows/")
+CONNTRACK: Final = ("tests/lab/outside/test_conntrack.py",)
 ROOM: Final = _programs("maps/flows/ packets/path/")
 MONITOR: Final = _programs("sockets/monitor")
 
@@ -188,7 +189,7 @@ PATCHES: Final = (
          "if (original->state != STATE_CLOSED || both_closed(original))", "if (true)"),
         ("the backend's old segments reach a new client",
          "\t\t\toriginal->fins |= FIN_RESERVED;\n\t\treturn DENIED;", "\t\treturn IGNORED;"),
-        ("any SYN-ACK is an answer", "|| !answers_syn(original, n, flags)", ""),
+        ("any SYN-ACK is an answer", " ||\n\t    !answers_syn(original, n, flags)", ""),
         ("segments are not compared with the other side",
          "if (!(flags & TCP_ACK) || !fits)",
          "if (false)"),
@@ -215,7 +216,7 @@ PATCHES: Final = (
          "!stored || stored->id != fragment.id || stored->hash != fragment.hash",
          "!stored"),
         ("frames that are not to this machine are translated",
-         "skb->pkt_type != PACKET_HOST :", "false :"),
+         "(in && skb->pkt_type != PACKET_HOST && !uses_conntrack())", "false"),
         ("frames for other machines are translated at a bridge's port",
          "if (!has_own_mac(skb, device))", "if (0)"),
         ("a packet is handled at the port and at the bridge",
@@ -300,6 +301,13 @@ PATCHES: Final = (
          "client.outside = false;"),
     ),
     *_rows(
+        "tc/conntrack.h", CONNTRACK,
+        ("forged answers pass", "return event ? !same_target(&p->tuple.from, &event->client)",
+         "return 0 ? 0"),
+        ("forged answers of the node pass", ": is_nodes_own(&from, n);", ": false;"),
+        ("a port of another flow is taken", "if (has_flow(&reply))", "if (false)"),
+    ),
+    *_rows(
         "tc/ports.h", FLOWS,
         ("the client port is never changed",
          "if (i || (n->flags & NODE_COEXISTING) ||",
@@ -314,7 +322,8 @@ PATCHES: Final = (
         ("ports of datagrams are given away",
          "entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED)",
          "false"),
-        ("ports in doubt are taken", "doubtful = is_in_doubt(backend, flow->snat_port, now);", "doubtful = false;"),
+        ("ports in doubt are taken",
+         "doubtful = is_in_doubt(backend, flow->snat_port, now);", "doubtful = false;"),
         ("a port in the backend's TIME_WAIT is taken first",
          "return !fresh || !(entry->fins & FIN_BACKEND_FIRST);", "return true;"),
         ("FINs need no acknowledgement", "is_acknowledged(original, reply_entry)", "true"),
@@ -392,9 +401,7 @@ PATCHES: Final = (
     *_rows(
         "lib/icmp.h", PACKETS,
         ("parameter problems do not count as errors",
-         "p->icmp_type == ICMP_DEST_UNREACH || p->icmp_type == ICMP_TIME_EXCEEDED ||\n\t\t       "
-         "p->icmp_type == ICMP_PARAMETERPROB;",
-         "p->icmp_type == ICMP_DEST_UNREACH || p->icmp_type == ICMP_TIME_EXCEEDED;"),
+         " ||\n\t\t       p->icmp_type == ICMP_PARAMETERPROB;", ";"),
         ("packet too big does not count as an error",
          "p->icmp_type >= ICMPV6_DEST_UNREACH",
          "p->icmp_type > ICMPV6_PKT_TOOBIG"),
@@ -433,8 +440,7 @@ PATCHES: Final = (
          "p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;",
          "p->l4 = p->l3 + 20;"),
         ("extension headers are read too long",
-         "p->l4 += (extension.words + 1) * 8;",
-         "p->l4 += extension.words * 8 + 16;"),
+         ": (extension.words + 1) * 8;", ": (extension.words + 2) * 8;"),
         ("the first fragment counts as unfragmented",
          "else if (fragment & IP_MF)\n\t\tp->fragment = FIRST;",
          ""),

@@ -17,6 +17,8 @@
 #define ICMP_DEST_UNREACH 3
 #define ICMP_PORT_UNREACH 3 /* codes of ICMP_DEST_UNREACH */
 #define ICMP_FRAG_NEEDED 4
+#define ICMP_SOURCE_QUENCH 4
+#define ICMP_REDIRECT 5
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETERPROB 12
 #define ICMPV6_DEST_UNREACH 1
@@ -32,7 +34,8 @@ static __always_inline bool is_icmp_error(const struct packet *p)
 	if (p->fragment == LATER)
 		return false;
 	if (p->protocol == IPPROTO_ICMP && !p->v6)
-		return p->icmp_type == ICMP_DEST_UNREACH || p->icmp_type == ICMP_TIME_EXCEEDED ||
+		return p->icmp_type == ICMP_DEST_UNREACH || p->icmp_type == ICMP_SOURCE_QUENCH ||
+		       p->icmp_type == ICMP_REDIRECT || p->icmp_type == ICMP_TIME_EXCEEDED ||
 		       p->icmp_type == ICMP_PARAMETERPROB;
 	return p->protocol == IPPROTO_ICMPV6 && p->v6 && p->icmp_type >= ICMPV6_DEST_UNREACH &&
 	       p->icmp_type <= ICMPV6_PARAMPROB;

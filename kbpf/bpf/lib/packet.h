@@ -18,6 +18,7 @@
 #define IPPROTO_HOPOPTS 0
 #define IPPROTO_ROUTING 43
 #define IPPROTO_FRAGMENT 44
+#define IPPROTO_AH 51
 #define IPPROTO_ICMPV6 58
 #define IPPROTO_DSTOPTS 60
 #define IPPROTO_SCTP 132
@@ -316,6 +317,18 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	return parse_ports(skb, p, length_of(skb, p->l3, ip.total) - (p->l4 - p->l3));
 }
 
+static __always_inline bool is_extension(u8 kind)
+{
+	return kind == IPPROTO_HOPOPTS || kind == IPPROTO_ROUTING || kind == IPPROTO_FRAGMENT ||
+	       kind == IPPROTO_AH || kind == IPPROTO_DSTOPTS;
+}
+
+/* Whether the ports are behind more extension headers than are parsed. */
+static __always_inline bool has_hidden_ports(const struct packet *p)
+{
+	return p->v6 && p->fragment != LATER && is_extension(p->protocol);
+}
+
 static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 {
 	struct ip6_extension extension;
@@ -336,9 +349,8 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	for (int i = 0; i < MAX_EXTENSION_HEADERS; i++) {
 		u8 kind = p->protocol;
 
-		if (p->fragment == LATER || /* the data that follows is not a header */
-		    (kind != IPPROTO_HOPOPTS && kind != IPPROTO_ROUTING &&
-		     kind != IPPROTO_FRAGMENT && kind != IPPROTO_DSTOPTS))
+		/* after a later fragment's header there is data */
+		if (p->fragment == LATER || !is_extension(kind))
 			break;
 		if (bpf_skb_load_bytes(skb, p->l4, &extension, sizeof(extension)))
 			return false;
@@ -350,7 +362,8 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 			p->id = extension.id;
 			p->l4 += sizeof(extension);
 		} else {
-			p->l4 += (extension.words + 1) * 8;
+			p->l4 += kind == IPPROTO_AH ? (extension.words + 2) * 4
+						    : (extension.words + 1) * 8;
 		}
 	}
 	return parse_ports(skb, p,

@@ -140,34 +140,38 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 #define CLIENT_PORT_TRIES 16
 #define QUEUE_TRIES 3 /* another CPU may fill the queue */
 
-/* Whether a masqueraded client may have this port of the node, in host byte order. It may not if
+/* Whether a client may have this port, in host byte order. It may not if another flow to the
+ * backend has it: the kernel would choose any port instead. Nor may a masqueraded client if
  *
  *  - it is in the packet path's range, of which the flows of the node's sockets have ports. The
  *    kernel does not know these flows: the client could receive or forge their packets;
- *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort;
- *  - another flow to the backend has it: the kernel would choose any port instead. */
+ *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort. */
 static __always_inline bool may_have_port(struct __sk_buff *skb, const struct packet *p,
 					  const struct flow *flow, const struct node *n, u32 port)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
-	struct tuple reply = {.from = flow->backend};
-	__be16 there = __builtin_bswap16(port);
+	struct tuple reply = {.from = flow->backend, .to = flow->client};
+	bool masqueraded = has_snat(flow);
 	void *ct;
 
-	if ((port >= n->port_low && port <= n->port_high) || is_frontend_port(there))
+	reply.to.port = __builtin_bswap16(port);
+	if (masqueraded &&
+	    ((port >= n->port_low && port <= n->port_high) || is_frontend_port(reply.to.port)))
 		return false;
-	reply.to.address = flow->snat;
-	reply.to.port = there;
+	if (masqueraded)
+		reply.to.address = flow->snat;
+	if (has_flow(&reply))
+		return false;
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &reply, p->v6, &opts);
 	if (ct)
 		bpf_ct_release(ct);
 	return !ct;
 }
 
-/* The port of a masqueraded client, in host byte order: its own, or else a random one above the
+/* The port of a client for its backend, in host byte order: its own, or else a random one above the
  * packet path's range. 0: none was found. The kernel must not choose one then, since it could be in
- * that range. If another CPU takes the port at the same time, the client's next packet gets another
- * one. */
+ * that range, and nobody would know the flow in `unconfirmed`. If another CPU takes the port at the
+ * same time, the client's next packet gets another one. */
 static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struct packet *p,
 					      const struct flow *flow)
 {
@@ -185,6 +189,23 @@ static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struc
 	return 0;
 }
 
+/* struct bpf_xfrm_state. */
+struct xfrm_state {
+	u32 request;
+	__be32 spi;
+	u16 family;
+	u16 pad;
+	u32 remote[4];
+};
+
+/* Linux v4.18: 12bed760a78d. */
+static __always_inline bool is_decrypted(struct __sk_buff *skb)
+{
+	struct xfrm_state state;
+
+	return !((long (*)(void *, u32, void *, u32, u64))66)(skb, 0, &state, sizeof(state), 0);
+}
+
 static __always_inline void confirm_flow(struct event *event)
 {
 	struct choice c = {.service = event->service, .backend_id = event->backend_id};
@@ -195,14 +216,44 @@ static __always_inline void confirm_flow(struct event *event)
 		report(event);
 }
 
-/* Whether this packet may be the first of a flow that leaves. */
+/* Whether this packet may be the first of a flow that leaves, or its answer. */
 static __always_inline bool may_confirm(const struct packet *p)
+{
+	return (p->protocol == IPPROTO_UDP || (p->tcp_flags & TCP_SYN) || p->fragment != WHOLE) &&
+	       uses_conntrack();
+}
+
+/* The flow of a packet in either direction, or of one that an ICMP error quotes, if no packet of it
+ * has left yet. */
+static __always_inline struct event *find_unconfirmed(const struct tuple *t)
+{
+	struct flow_key key = flow_key_of(&t->from, &t->to);
+
+	return uses_conntrack() ? unconfirmed.lookup(&key) : NULL;
+}
+
+/* Whether a packet answers one that has not left: whoever sends it has not received that one. For
+ * conntrack the connection would be established then, and rules that accept such packets would
+ * accept those that they have refused. The answers of this node's own sockets never arrive. */
+static __always_inline bool answers_refused(const struct packet *p)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
+	struct address from = p->tuple.from.address;
+	struct event *event;
 
-	return (p->protocol == IPPROTO_UDP || (p->tcp_flags & TCP_SYN)) && n &&
-	       (n->flags & NODE_NETFILTER);
+	if (!n || !may_confirm(p))
+		return false;
+	event = find_unconfirmed(&p->tuple);
+	return event ? !same_target(&p->tuple.from, &event->client) : is_nodes_own(&from, n);
+}
+
+/* Drops such an answer, unless IPsec has decrypted it: then its flow may have left encrypted. Only
+ * tc_conntrack can ask. */
+static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct scratch *s)
+{
+	s->begin = BEGIN_ANSWER;
+	return go(skb, TAIL_CONNTRACK);
 }
 
 /* A packet of no flow of ours leaves by a device: the rules of the host have let it pass. */
@@ -253,8 +304,7 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 }
 
 /* Remembers a flow until a packet of it leaves: of a socket of this node, the reply. `port`: the
- * client's, as the backend sees it, in host byte order, if the flow has SNAT. What may never leave
- * counts at once. */
+ * client's, as the backend sees it, in host byte order. What may never leave counts at once. */
 static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
 {
 	struct target from = flow->client, to = flow->backend;
@@ -266,10 +316,9 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 
 	describe_event(&event, flow, NEW_FLOW);
 	event.time = queued.time = flow->last_used;
-	if (has_snat(flow)) {
+	from.port = __builtin_bswap16(port);
+	if (has_snat(flow))
 		from.address = flow->snat;
-		from.port = __builtin_bswap16(port);
-	}
 	if (n && is_nodes_own(&to.address, n)) {
 		from = flow->client;
 		to = flow->frontend;
@@ -305,6 +354,8 @@ int tc_conntrack(struct __sk_buff *skb)
 
 	if (!s)
 		return TC_ACT_UNSPEC;
+	if (s->begin & BEGIN_ANSWER)
+		return is_decrypted(skb) ? TC_ACT_UNSPEC : finish(TC_ACT_SHOT, INVALID);
 	p = s->packet;
 	if (!(s->begin & BEGIN_UNTRACKED)) {
 		tracked = find_tracked(skb, &p, false);
@@ -317,11 +368,9 @@ int tc_conntrack(struct __sk_buff *skb)
 		return drop_flow(&s->flow, NO_SNAT_PORT);
 	if ((s->begin & BEGIN_STALE) && find_tracked(skb, &p, true) == TRACKED_STALE)
 		find_tracked(skb, &p, false);
-	if (has_snat(&s->flow)) {
-		port = choose_client_port(skb, &p, &s->flow);
-		if (!port)
-			return drop_flow(&s->flow, NO_SNAT_PORT);
-	}
+	port = choose_client_port(skb, &p, &s->flow);
+	if (!port)
+		return drop_flow(&s->flow, NO_SNAT_PORT);
 	opts.protocol = p.protocol;
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p.tuple, p.v6, &opts);
 	if (!ct)

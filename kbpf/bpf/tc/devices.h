@@ -54,6 +54,14 @@ static __always_inline bool is_nodes_own(struct address *a, const struct node *n
 	return find_node_address(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
 }
 
+static __always_inline bool uses_conntrack(void)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+
+	return n && (n->flags & NODE_NETFILTER);
+}
+
 /* Sets (`in`) or clears the mark of masqueraded flows on a packet in the node's stack, in both
  * directions. By default it is kube-proxy's mark, so rules that accept that under a FORWARD policy
  * of DROP accept our packets too. Other bits of the mark are left alone. */

@@ -4,6 +4,7 @@
 
 #include "lib/icmp.h"
 #include "lib/rewrite.h"
+#include "tc/conntrack.h"
 #include "tc/devices.h"
 #include "tc/hop.h"
 #include "tc/known.h"
@@ -42,7 +43,8 @@ static __always_inline int rewrite_error(struct __sk_buff *skb, struct scratch *
 /* The tuple of a packet that would travel like the error. False: the error passes. */
 static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s, struct tuple *t)
 {
-	if (!parse_inner(skb, &s->packet, &s->inner) || !s->inner.tuple.to.protocol)
+	if (!is_icmp_error(&s->packet) || !parse_inner(skb, &s->packet, &s->inner) ||
+	    !s->inner.tuple.to.protocol)
 		return false;
 	*t = reversed(&s->inner.tuple);
 	return true;
@@ -59,9 +61,14 @@ int tc_icmp_in(struct __sk_buff *skb)
 	struct packet *p;
 	bool hidden;
 
-	if (!s || !device || !parse_error(skb, s, &tuple))
+	if (!s || !device)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
+	if (!parse_error(skb, s, &tuple))
+		return has_hidden_ports(p) && uses_conntrack() ? finish(TC_ACT_SHOT, INVALID)
+							       : TC_ACT_UNSPEC;
+	if (find_unconfirmed(&tuple))
+		return judge_answer_to_refused(skb, s);
 	result.port_of = bridge_of_port(device, skb->ifindex);
 	if (!translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &result)) {
 		if (result.for_bridge)

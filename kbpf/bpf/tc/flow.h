@@ -184,6 +184,13 @@ static __always_inline struct flow *flow_between(const struct tuple *t)
 	return flows.lookup(&key);
 }
 
+static __always_inline bool has_flow(const struct tuple *t)
+{
+	struct flow_key key = flow_key_of(&t->from, &t->to);
+
+	return flows.lookup(&key);
+}
+
 /* Whether the packet is in the original direction, before translation. This function and the next
  * two tell how a packet relates to the flow that was found for it. */
 static __always_inline bool is_original(const struct tuple *t, const struct flow *flow)

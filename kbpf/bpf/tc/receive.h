@@ -102,11 +102,13 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 /* VLAN frames are seen again on the VLAN's own device. Of the others, only frames to this machine
  * are handled at ingress (`in`): the stack forwards and answers no others. A promiscuous device
  * receives frames to other machines, and each machine of a segment would answer a broadcast (RFC
- * 1122, 3.2.2). */
+ * 1122, 3.2.2). But conntrack sees that: answers_refused(). */
 static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 {
-	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
-	       (in ? skb->pkt_type != PACKET_HOST : skb->pkt_type == PACKET_OTHERHOST);
+	if (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK))
+		return true;
+	return skb->pkt_type == PACKET_OTHERHOST ||
+	       (in && skb->pkt_type != PACKET_HOST && !uses_conntrack());
 }
 
 /* Leaves a packet at a port to the bridge's program. */
@@ -130,7 +132,8 @@ static __always_inline u32 offset_in_tunnel(struct __sk_buff *skb)
 }
 
 /* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. Of packets without
- * ports (the protocol in their tuple is 0), it returns true only for ICMP errors. */
+ * ports (the protocol in their tuple is 0), it returns true only for ICMP errors and those that
+ * hide their ports. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
 				      struct packet *p, bool in)
 {
@@ -152,7 +155,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 		l2 = offset_in_tunnel(skb);
 	if (!parse(skb, l2, p))
 		return false;
-	if (is_icmp_error(p))
+	if (is_icmp_error(p) || has_hidden_ports(p))
 		return true;
 	if (!p->tuple.to.protocol && p->fragment != LATER)
 		return false;

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
-from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key
+from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key, is_port_reservation
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
     UNCONFIRMED_FLOWS,
@@ -42,6 +42,8 @@ from tests.support.lab.field import (
     DROPPED,
     NODES4,
     NODES6,
+    OUT4,
+    OUT6,
     Field,
     at,
     both_families,
@@ -49,8 +51,10 @@ from tests.support.lab.field import (
     split,
     there,
 )
-from tests.support.lab.lab import PATIENCE, Agent, Place, inside, until
+from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run, until
 from tests.support.lab.prober import retransmitted
+from tests.support.packets import packets
+from tests.support.packets.datagrams import BROADCAST, Extension
 
 pytestmark = needs("conntrack_nat")
 
@@ -64,7 +68,7 @@ def field() -> Iterator[Field]:
     with Field("--forwarding", "netfilter", "--verify-period", "0s", name="ct") as made:
         # by default an entry lives for ten seconds after a reset
         on(made.lab.nodes[0], "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
-        made.create(*objects(made))
+        made.create(*objects(made), *made.all_ways(26, "a-net", "UDP"))
         made.settle()
         yield made
 
@@ -180,6 +184,152 @@ def test_refused_packets_fill_no_table_and_are_no_connections(
     assert field.agent.reasons()[Reason.NEW_FLOW] - before == 3
 
 
+class Ends(NamedTuple):
+    """Of a connection from outside to a pod, as ``address:port``: the client, the frontend, the
+    node's masqueraded client, the backend and, for errors, the backend's address.
+    """
+
+    client: str
+    frontend: str
+    masqueraded: str
+    backend: str
+    pod: str
+
+
+class Forgery(NamedTuple):
+    """A packet that seems to belong to a refused connection: `packets` sends them `by` a place."""
+
+    packets: Callable[[Ends], list[bytes]]
+    by: str = "outside"
+    number: int = 21
+    v6: tuple[bool, ...] = (False, True)
+    to_mac: str = ""
+
+
+def _answer(e: Ends, **ip: Any) -> list[bytes]:
+    return [packets.udp(e.backend, e.masqueraded, b"x", **ip)]
+
+
+def _syn_ack(e: Ends) -> bytes:
+    return packets.tcp(e.backend, e.masqueraded, flags="SA", seq=5000, ack=1001, df=False)
+
+
+def _error(kind: str, e: Ends) -> list[bytes]:
+    quoted = packets.udp(e.masqueraded, e.backend, b"x")
+    return [packets.icmp_error(kind, e.pod, quoted)]
+
+
+OPTIONS = packets.destination()
+FORGERIES = {
+    "an answer": Forgery(_answer),
+    "an answer in a broadcast frame": Forgery(_answer, to_mac=BROADCAST),
+    "an answer in fragments": Forgery(
+        lambda e: packets.fragments(*_answer(e, df=False), 28), v6=(False,)
+    ),
+    "an answer behind five extension headers": Forgery(
+        partial(_answer, extensions=[OPTIONS] * 5), v6=(True,)
+    ),
+    "an answer behind an authentication header": Forgery(
+        partial(_answer, extensions=[Extension(51, bytes([4]) + bytes(22))]), v6=(True,)
+    ),
+    "a SYN-ACK": Forgery(lambda e: [_syn_ack(e)], number=11),
+    "a SYN-ACK in fragments": Forgery(
+        lambda e: packets.fragments(_syn_ack(e), 28), number=11, v6=(False,)
+    ),
+    "an ICMP error": Forgery(partial(_error, "port unreachable")),
+    "an ICMP redirect": Forgery(
+        lambda e: [packets.icmp(e.pod, split(e.masqueraded)[0], 5, 1, 0,
+                                packets.udp(e.masqueraded, e.backend, b"x"))],
+        v6=(False,),
+    ),
+    "an answer of the pod itself": Forgery(
+        lambda e: [packets.udp(e.backend, e.client, b"x")], by="a1", number=24
+    ),
+    "an ICMP error of the pod itself": Forgery(
+        lambda e: [packets.icmp_error("prohibited", e.pod, packets.udp(e.client, e.backend, b"x"))],
+        by="a1", number=24,
+    ),
+    "an answer of the node": Forgery(
+        lambda e: [packets.udp(e.backend, e.client, b"x")], number=26
+    ),
+}  # fmt: skip
+FORGED = [
+    pytest.param(forgery, v6, id=f"{name}-{'v6' if v6 else 'v4'}")
+    for name, forgery in FORGERIES.items()
+    for v6 in forgery.v6
+]
+FORGED_PORT = 43_000
+GUARD = """table inet guard {
+chain c { type filter hook forward priority 0; ct state established,related counter accept
+meta mark 0x77 accept
+ct status dnat counter drop
+ip saddr 10.244.0.0/16 counter drop
+ip6 saddr fd00:10:244::/48 counter drop; }
+chain i { type filter hook input priority 0; ct state established,related counter accept
+meta mark 0x77 accept
+udp dport 9080 counter drop; }
+}
+"""
+
+
+def _send(frames: list[bytes], node: str, mac: str) -> None:
+    """Sends packets to this MAC address by the device that leads to the node."""
+    route = json.loads(run("ip", "-j", "route", "get", node))[0]
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as device:
+        device.bind((route["dev"], 0))
+        for one in frames:
+            device.send(packets.frame(one, to=mac))
+
+
+def _mac(towards: str) -> str:
+    """The MAC address of this node's device that leads to an address."""
+    device = json.loads(run("ip", "-j", "route", "get", towards))[0]["dev"]
+    return json.loads(run("ip", "-j", "link", "show", "dev", device))[0]["address"]
+
+
+@pytest.mark.parametrize(("forgery", "v6"), FORGED)
+def test_nobody_can_make_a_refused_connection_look_established(
+    field: Field, forgery: Forgery, v6: bool
+) -> None:
+    """A usual firewall accepts packets of established connections and errors about them."""
+    node, sender = field.lab.nodes[0], field[forgery.by]
+    own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
+    pod = own if forgery.number == 26 else field["a1"].ip6 if v6 else field["a1"].ip
+    to = at("NodePort", forgery.number, v6)
+
+    def end(host: str, port: int) -> str:
+        return f"[{host}]:{port}" if v6 else f"{host}:{port}"
+
+    ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT),
+                end(pod, 9080 if forgery.number == 26 else 8080), pod)  # fmt: skip
+    tcp = forgery.number == 11
+    request = (
+        packets.tcp(ends.client, to, flags="S", seq=1000)
+        if tcp
+        else packets.udp(ends.client, to, b"hello\n")
+    )
+    towards = pod if forgery.by == "a1" else out
+    mac = there(node, partial(_mac, towards))
+    on(node, "nft", "-f", "-", stdin=GUARD)
+    try:
+        there(field["outside"], partial(_send, [request], own, there(node, partial(_mac, out))))
+        until("the entry is written", lambda: len(entries(field, to)) == 1)
+        before = field.agent.reasons()[Reason.INVALID]
+        there(sender, partial(_send, forgery.packets(ends), own, forgery.to_mac or mac))
+        until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
+        (entry,) = entries(field, to)
+        assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
+        assert set(accepted(node)) == {0}
+    finally:
+        on(node, "nft", "delete", "table", "inet", "guard")
+
+
+def accepted(node: Node) -> list[int]:
+    """How many packets each rule of GUARD has accepted as established or related."""
+    rules = on(node, "nft", "list", "table", "inet", "guard")
+    return [int(n) for n in re.findall(r"packets (\d+) bytes \d+ accept", rules)]
+
+
 def opened(field: Field) -> int:
     """The connections that are counted for all backends of node-1."""
     return sum(COUNTS.unpack(raw)[0] for raw in field.agent.entries("counts").values())
@@ -222,6 +372,83 @@ def answered_port(field: Field, to: str, port: int, pod: str, kind: socket.Socke
         assert json.loads(client.recv(1000))["name"] == pod
         (entry,) = entries(field, to)
     return entry.seen_port
+
+
+def connected(place: Place | Node, port: int, to: str, kind: socket.SocketKind) -> socket.socket:
+    """A socket of this place with this port; no hook serves it."""
+    client = there(place, lambda: socket.socket(socket.AF_INET, kind))
+    client.bind(("", port))
+    dial(client, to)
+    return client
+
+
+@pytest.mark.parametrize("first", ["the node", "the client"])
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+def test_a_client_and_a_socket_of_the_node_have_different_ports(
+    field: Field, kind: socket.SocketKind, first: str
+) -> None:
+    """Both dial one backend of the other node from one port. The node has a route to it by the
+    device that its socket sends by, so the socket's address need not change.
+    """
+    node, number = field.lab.nodes[0], 12 if kind is socket.SOCK_STREAM else 22
+    ways = [(node, at("ClusterIP", number)), (field["outside"], at("NodePort", number))]
+    port = 45_000 + number + (first == "the node")
+    ip("route replace 10.96.0.0/16 via 198.18.0.254", netns=node.netns)
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = []
+            for place, to in ways if first == "the node" else reversed(ways):
+                clients.append(stack.enter_context(connected(place, port, to, kind)))
+                assert b'"b1"' in exchange(clients[-1])
+            for client in clients * 2:
+                assert b'"b1"' in exchange(client)
+            for client in clients:
+                client.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    client.recv(1000)
+    finally:
+        ip("route del 10.96.0.0/16 via 198.18.0.254", "route add unreachable 10.96.0.0/16",
+           netns=node.netns)  # fmt: skip
+
+
+def test_ports_of_kube_proxys_clients_are_given_to_no_pod(field: Field) -> None:
+    """kube-proxy's connections have ports of our range, from which pods get theirs that no hook
+    serves.
+    """
+    node, pod = field.lab.nodes[0], field["a1"].ip
+    rules = f"""table ip old {{
+    chain p {{ type nat hook prerouting priority dstnat; udp dport 7777 dnat to {pod}:8080; }}
+    chain q {{ type nat hook postrouting priority srcnat
+    udp dport 8080 ct status dnat snat to {NODES4[0]}:20000; }}
+    }}"""
+    on(node, "nft", "-f", "-", stdin=rules)
+    dials = partial(connected, kind=socket.SOCK_DGRAM)
+    with contextlib.ExitStack() as stack:
+        old = stack.enter_context(dials(field["outside"], 46_000, f"{NODES4[0]}:7777"))
+        assert b'"a1"' in exchange(old)
+        assert field.agent.stop() == 0
+        field.agent.start(extra=("--masquerade-ports", "20000-20001"))
+        try:
+            until("its port is reserved", lambda: any(map(is_port_reservation,
+                  field.agent.entries("flows").values())))  # fmt: skip
+            before = field.agent.reasons()[Reason.NO_SNAT_PORT]
+            one, other = (
+                stack.enter_context(dials(field["a2"], port, at("NodePort", 21)))
+                for port in (46_001, 46_002)
+            )
+            assert b'"a1"' in exchange(one)
+            other.send(b"hello\n")
+            until("it gets no port",
+                  lambda: field.agent.reasons()[Reason.NO_SNAT_PORT] > before)  # fmt: skip
+            for client in (old, one):
+                assert b'"a1"' in exchange(client)
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.recv(1000)
+        finally:
+            on(node, "nft", "delete", "table", "ip", "old")
+            assert field.agent.stop() == 0
+            field.agent.start()
 
 
 def _take_ports(backend: str, own: str) -> None:
