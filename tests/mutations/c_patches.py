@@ -302,8 +302,8 @@ PATCHES: Final = (
     ),
     *_rows(
         "tc/conntrack.h", CONNTRACK,
-        ("forged answers pass", "return event ? !same_target(&p->tuple.from, &event->client)",
-         "return 0 ? 0"),
+        ("forged answers pass", "event ? !same_target(&p->tuple.from, &event->client)",
+         "event ? false"),
         ("forged answers of the node pass", ": is_nodes_own(&from, n);", ": false;"),
         ("a port of another flow is taken", "if (has_flow(&reply))", "if (false)"),
     ),

@@ -169,9 +169,9 @@ static __always_inline bool may_have_port(struct __sk_buff *skb, const struct pa
 }
 
 /* The port of a client for its backend, in host byte order: its own, or else a random one above the
- * packet path's range. 0: none was found. The kernel must not choose one then, since it could be in
- * that range, and nobody would know the flow in `unconfirmed`. If another CPU takes the port at the
- * same time, the client's next packet gets another one. */
+ * packet path's range. 0: none was found. Then the kernel must not choose one: it could be in that
+ * range, and the key in `unconfirmed` would be wrong. If another CPU takes the port at the same
+ * time, the client's next packet gets another one. */
 static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struct packet *p,
 					      const struct flow *flow)
 {
@@ -229,12 +229,13 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 {
 	struct flow_key key = flow_key_of(&t->from, &t->to);
 
-	return uses_conntrack() ? unconfirmed.lookup(&key) : NULL;
+	return unconfirmed.lookup(&key);
 }
 
-/* Whether a packet answers one that has not left: whoever sends it has not received that one. For
- * conntrack the connection would be established then, and rules that accept such packets would
- * accept those that they have refused. The answers of this node's own sockets never arrive. */
+/* Whether a packet answers one that has not left this node. Its sender cannot have received that
+ * packet, so the answer is forged. conntrack would call the connection established, and rules that
+ * accept established connections would then let pass what they have refused. An answer from an
+ * address of this node is forged as well: its own sockets' packets do not arrive by a device. */
 static __always_inline bool answers_refused(const struct packet *p)
 {
 	u32 zero = 0;

@@ -67,7 +67,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (!parse_error(skb, s, &tuple))
 		return has_hidden_ports(p) && uses_conntrack() ? finish(TC_ACT_SHOT, INVALID)
 							       : TC_ACT_UNSPEC;
-	if (find_unconfirmed(&tuple))
+	if (uses_conntrack() && find_unconfirmed(&tuple))
 		return judge_answer_to_refused(skb, s);
 	result.port_of = bridge_of_port(device, skb->ifindex);
 	if (!translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &result)) {

@@ -53,11 +53,9 @@ static __always_inline void choose_source(struct __sk_buff *skb, struct scratch 
 	struct flow *flow = &s->flow;
 	struct device *to = find_next_hop(skb, &s->packet, &flow->client, &flow->backend, &s->hop,
 					  true, came_in_by(skb));
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
 	struct address own;
 
-	if (n && (n->flags & NODE_NETFILTER))
+	if (uses_conntrack())
 		flow->snat = flow->client.address;
 	if (to && s->hop.ifindex != skb->ifindex) {
 		own = s->packet.v6 ? to->snat6 : to->snat4;

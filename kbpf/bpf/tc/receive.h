@@ -102,7 +102,8 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 /* VLAN frames are seen again on the VLAN's own device. Of the others, only frames to this machine
  * are handled at ingress (`in`): the stack forwards and answers no others. A promiscuous device
  * receives frames to other machines, and each machine of a segment would answer a broadcast (RFC
- * 1122, 3.2.2). But conntrack sees that: answers_refused(). */
+ * 1122, 3.2.2). conntrack sees broadcasts nevertheless, so beside it they are parsed, too:
+ * answers_refused(). */
 static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 {
 	if (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK))
