@@ -185,8 +185,8 @@ def test_refused_packets_fill_no_table_and_are_no_connections(
 
 
 class Ends(NamedTuple):
-    """Of a connection from outside to a pod, as ``address:port``: the client, the frontend, the
-    node's masqueraded client, the backend and, for errors, the backend's address.
+    """The ends of a connection from outside, as ``address:port``. `masqueraded`: the client as its
+    backend sees it. `pod`: the backend's address alone, from which errors come.
     """
 
     client: str
@@ -197,7 +197,9 @@ class Ends(NamedTuple):
 
 
 class Forgery(NamedTuple):
-    """A packet that seems to belong to a refused connection: `packets` sends them `by` a place."""
+    """Packets that seem to belong to a refused connection to Service `number`, and the place that
+    sends them. `to_mac`: instead of the node's.
+    """
 
     packets: Callable[[Ends], list[bytes]]
     by: str = "outside"
@@ -261,12 +263,10 @@ FORGED = [
 FORGED_PORT = 43_000
 GUARD = """table inet guard {
 chain c { type filter hook forward priority 0; ct state established,related counter accept
-meta mark 0x77 accept
 ct status dnat counter drop
 ip saddr 10.244.0.0/16 counter drop
 ip6 saddr fd00:10:244::/48 counter drop; }
 chain i { type filter hook input priority 0; ct state established,related counter accept
-meta mark 0x77 accept
 udp dport 9080 counter drop; }
 }
 """
@@ -288,11 +288,11 @@ def _mac(towards: str) -> str:
 
 
 @pytest.mark.parametrize(("forgery", "v6"), FORGED)
-def test_nobody_can_make_a_refused_connection_look_established(
+def test_a_forged_answer_does_not_establish_a_refused_connection(
     field: Field, forgery: Forgery, v6: bool
 ) -> None:
     """A usual firewall accepts packets of established connections and errors about them."""
-    node, sender = field.lab.nodes[0], field[forgery.by]
+    node = field.lab.nodes[0]
     own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
     pod = own if forgery.number == 26 else field["a1"].ip6 if v6 else field["a1"].ip
     to = at("NodePort", forgery.number, v6)
@@ -302,20 +302,20 @@ def test_nobody_can_make_a_refused_connection_look_established(
 
     ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT),
                 end(pod, 9080 if forgery.number == 26 else 8080), pod)  # fmt: skip
-    tcp = forgery.number == 11
     request = (
         packets.tcp(ends.client, to, flags="S", seq=1000)
-        if tcp
+        if forgery.number == 11
         else packets.udp(ends.client, to, b"hello\n")
     )
-    towards = pod if forgery.by == "a1" else out
-    mac = there(node, partial(_mac, towards))
+    macs = {name: there(node, partial(_mac, towards))
+            for name, towards in (("outside", out), ("a1", field["a1"].ip))}  # fmt: skip
     on(node, "nft", "-f", "-", stdin=GUARD)
     try:
-        there(field["outside"], partial(_send, [request], own, there(node, partial(_mac, out))))
+        there(field["outside"], partial(_send, [request], own, macs["outside"]))
         until("the entry is written", lambda: len(entries(field, to)) == 1)
         before = field.agent.reasons()[Reason.INVALID]
-        there(sender, partial(_send, forgery.packets(ends), own, forgery.to_mac or mac))
+        to_mac = forgery.to_mac or macs[forgery.by]
+        there(field[forgery.by], partial(_send, forgery.packets(ends), own, to_mac))
         until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
         (entry,) = entries(field, to)
         assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
@@ -363,20 +363,17 @@ def test_a_client_gets_a_port_of_no_other_flow_and_of_no_frontend(
 
 def answered_port(field: Field, to: str, port: int, pod: str, kind: socket.SocketKind) -> int:
     """The port that the backend sees of a client that has this port and is answered."""
-    family = socket.AF_INET6 if ":" in split(to)[0] else socket.AF_INET
-    with there(field["outside"], lambda: socket.socket(family, kind)) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        client.bind(("", port))
-        dial(client, to)
-        client.send(b"hello\n")
-        assert json.loads(client.recv(1000))["name"] == pod
+    with connected(field["outside"], port, to, kind) as client:
+        assert json.loads(exchange(client))["name"] == pod
         (entry,) = entries(field, to)
     return entry.seen_port
 
 
 def connected(place: Place | Node, port: int, to: str, kind: socket.SocketKind) -> socket.socket:
     """A socket of this place with this port; no hook serves it."""
-    client = there(place, lambda: socket.socket(socket.AF_INET, kind))
+    family = socket.AF_INET6 if ":" in split(to)[0] else socket.AF_INET
+    client = there(place, lambda: socket.socket(family, kind))
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     client.bind(("", port))
     dial(client, to)
     return client
@@ -468,11 +465,7 @@ def test_a_client_without_a_free_port_is_dropped_and_counted(field: Field) -> No
     node, to = field.lab.nodes[0], at("NodePort", 22)
     there(node, partial(_take_ports, field["b1"].ip, NODES4[0]))
     before = field.agent.reasons()[Reason.NO_SNAT_PORT]
-    with there(
-        field["outside"], lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    ) as client:
-        client.bind(("", LOW))
-        dial(client, to)
+    with connected(field["outside"], LOW, to, socket.SOCK_DGRAM) as client:
         client.send(b"hello\n")
         until("it is dropped", lambda: field.agent.reasons()[Reason.NO_SNAT_PORT] == before + 1)
         assert entries(field, to) == []

@@ -26,8 +26,8 @@ PATIENCE = 30.0
 scheduled for a while.
 """
 CONNECTED_PATIENCE = 240.0
-"""The same once a TCP connection is established: a lost segment is sent again, so what is still
-missing is the other process. On an emulated machine it has once taken longer than PATIENCE.
+"""The same once a TCP connection is established. Lost segments are sent again, so only the other
+process can be late; on an emulated machine it once took longer than PATIENCE.
 """
 SIZE = struct.Struct("!Q")
 CHUNK = 1 << 16
