@@ -253,10 +253,12 @@ static __always_inline void copy_next_hop(struct next_hop *to, const struct next
  * within a second. */
 static __always_inline bool is_current(const struct next_hop *hop, u64 now)
 {
-	s32 age = (u32)(now >> FOUND_AT_SHIFT) - hop->found_at;
+	u32 second = SECOND >> FOUND_AT_SHIFT, minute = 60 * second;
+	u32 age = (u32)(now >> FOUND_AT_SHIFT) - hop->found_at;
 
+	/* Another CPU may have stored it after `now`. */
 	return hop->ifindex && check_of_next_hop(hop) == hop->check &&
-	       age < (s32)(SECOND >> FOUND_AT_SHIFT);
+	       age + minute < minute + second;
 }
 
 /* Completes a next hop that was just looked up, so that it can be cached. */
