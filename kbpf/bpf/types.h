@@ -447,13 +447,13 @@ struct first_fragment {
 	u32 protocol;
 };
 
-#define DOUBTFUL_PORTS 32768 /* entries */
-#define DOUBTS 32            /* places in each */
+#define DOUBTFUL_PORTS 65536 /* entries */
+#define DOUBTS 16            /* places in each */
 
-/* doubtful_ports: seconds (CLOCK_MONOTONIC, modulo 2^16) until when the backend may send to a flow
- * that is gone. */
+/* doubtful_ports: until when the backend may send to a flow that is gone (seconds,
+ * CLOCK_MONOTONIC). 32 bits: fewer would wrap around while the node is up. */
 struct doubts {
-	u16 until[DOUBTS];
+	u32 until[DOUBTS];
 };
 
 /* What a program decided. */

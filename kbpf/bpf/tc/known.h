@@ -232,7 +232,7 @@ static __always_inline u32 hash_of_backend(const struct flow *flow)
 	return hash_words((const u32 *)&flow->backend, sizeof(struct target) / sizeof(u32));
 }
 
-static __always_inline u16 *doubt_of(u32 backend, __be16 port)
+static __always_inline u32 *doubt_of(u32 backend, __be16 port)
 {
 	u32 hash = hash_end(hash_word(backend, port), sizeof(struct target) + sizeof(u32));
 	u32 index = hash / DOUBTS % DOUBTFUL_PORTS;
@@ -241,19 +241,18 @@ static __always_inline u16 *doubt_of(u32 backend, __be16 port)
 	return doubts ? &doubts->until[hash % DOUBTS] : NULL;
 }
 
-static __always_inline u16 seconds_of(u64 time)
+static __always_inline u32 seconds_of(u64 time)
 {
 	return time / SECOND;
 }
 
 /* Whether a backend (hash_of_backend()) may still send to an earlier flow with this port of the
- * node. One comparison, since the verifier explores both sides of a branch: the mark is from 1 to
- * DOUBT_SECONDS + 1 seconds ahead. (Every 18 hours, one of the past looks like that.) */
+ * node. */
 static __always_inline bool is_in_doubt(u32 backend, __be16 port, u64 now)
 {
-	u16 *until = doubt_of(backend, port);
+	u32 *until = doubt_of(backend, port);
 
-	return until && (u16)(*until - seconds_of(now) - 1) <= DOUBT_SECONDS;
+	return until && *until > seconds_of(now);
 }
 
 /* Marks the port of the node of a flow that is given up, if the backend may still send to it: until
@@ -263,7 +262,7 @@ static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
 {
 	u64 end = now + DOUBT_SECONDS * SECOND;
 	u32 backend;
-	u16 *until;
+	u32 *until;
 
 	if (!has_snat(flow) || !may_be_answered(flow, now))
 		return;

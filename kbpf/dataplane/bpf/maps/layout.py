@@ -289,7 +289,7 @@ FLOW_MARKS: Final = 4096
 MAX_DEVICES: Final = 4096
 PORT_SLOT: Final = Struct("=I")
 PORT_SLOTS: Final = 1024
-DOUBTFUL_PORTS: Final = 32_768
+DOUBTFUL_PORTS: Final = 65_536
 DOUBTS: Final = Struct("=64s")
 CLIENT_SLOT: Final = Struct("=16sI")
 FRAGMENTS_PER_CLIENT: Final = 128

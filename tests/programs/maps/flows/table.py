@@ -13,6 +13,8 @@ from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps.flow_entries import is_original
 from kbpf.dataplane.bpf.maps.layout import (
     DEVICE,
+    DOUBTFUL_PORTS,
+    DOUBTS,
     FLOW,
     U32,
     U64,
@@ -111,16 +113,19 @@ class Flows:
 
     def settle(self) -> None:
         """Lets the time pass until no port is in doubt."""
+        self.mark_ports(0)
+
+    def mark_ports(self, until: int) -> None:
+        """All ports of all backends are in doubt until then (seconds, CLOCK_MONOTONIC)."""
+        keys = b"".join(map(U32.pack, range(DOUBTFUL_PORTS)))
         with self.site.pinned("doubtful_ports") as doubts:
-            for key, raw in list(doubts.items()):
-                if any(raw):
-                    doubts.update(key, bytes(len(raw)))
+            doubts.update_batch(keys, U32.pack(until) * (DOUBTFUL_PORTS * DOUBTS.size // U32.size))
 
     def doubts(self) -> list[int]:
         """For how many seconds each port that is in doubt stays so."""
         now = time.monotonic_ns() // 10**9
         raw = b"".join(self.site.entries("doubtful_ports").values())
-        return [(until - now) % (1 << 16) for (until,) in struct.iter_unpack("=H", raw) if until]
+        return [until - now for (until,) in struct.iter_unpack("=I", raw) if until]
 
     def talk(self, port: int, script: str) -> None:
         """Sends packets of the client's flow with this port. "?" and "<!" are datagrams, "<" marks
