@@ -42,6 +42,8 @@ OTHERS = {
     "--set": "helm",
     "--network-plugin": "az",
     "--kube-proxy-config": "az",
+    "--only": "tools/same.py",
+    "--scale": "tools/same.py",
 }
 """Options of other programs."""
 BLOCKS = {

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/same.py: equal trees are equal, and a planted change is found and named."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+class Planted(NamedTuple):
+    """The only comparison that notices a change of one line, and a word of its difference."""
+
+    comparison: str
+    file: str
+    old: str
+    new: str
+    word: str
+
+
+PLANTED = (
+    Planted("bytecode", "kbpf/bpf/sock.c", "#define CGROUP_LEVELS 10", "#define CGROUP_LEVELS 11",
+            "sock: program connect4"),
+    Planted("states", "kbpf/policy/compute.py", "=service.affinity_timeout,",
+            "=service.affinity_timeout + 1,", "affinity_timeout=1,"),
+    Planted("writes", "kbpf/dataplane/bpf/changes/commit.py", "ONE = U32.pack(1)",
+            "ONE = U32.pack(2)", "02000000"),
+    Planted("messages", "kbpf/kernel/net/ipvs.py", "_L_THRESH, _U32.pack(0)",
+            "_L_THRESH, _U32.pack(7)", "0800060007000000"),
+    Planted("shown", "kbpf/serve/kbpf_metrics.py", '"gauge", text, read, labels)',
+            '"gauge", text.upper(), read, labels)', "# HELP kbpf_"),
+    Planted("configs", "kbpf/model/config.py", 'mode: str = "auto"', 'mode: str = "ipvs"',
+            "mode='ipvs'"),
+)  # fmt: skip
+
+
+def same(*words: object) -> tuple[int, str]:
+    """The exit code and the output, of a few cases."""
+    command = [sys.executable, str(ROOT / "tools/same.py"), *map(str, words), "--scale", "0.002"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("same")
+    for name in ("kbpf", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+@pytest.mark.parametrize("row", PLANTED, ids=lambda row: row.comparison)
+def test_planted_change_is_found_and_an_unchanged_tree_is_equal(row: Planted, copy: Path):
+    code, text = same(ROOT, copy, "--only", row.comparison)
+    assert (code, "different" in text) == (0, False), text
+    assert f"{row.comparison}: equal: " in text
+    file = copy / row.file
+    before = file.read_text()
+    assert before.count(row.old) == 1
+    file.write_text(before.replace(row.old, row.new))
+    try:
+        code, text = same(ROOT, copy, "--only", row.comparison)
+    finally:
+        file.write_text(before)
+    assert code == 1, text
+    assert f"{row.comparison}: different: " in text
+    assert row.word in text
+
+
+def test_other_inputs_are_no_difference(copy: Path):
+    generator = copy / "tests/same.py"
+    generator.write_text(generator.read_text().replace("10.244.0.", "10.245.0."))
+    code, text = same(ROOT, copy, "--only", "messages")
+    assert code == 1
+    assert "messages: other inputs: " in text
+    assert "messages: different: " not in text
+
+
+@pytest.mark.parametrize(
+    ("new", "line"),
+    [
+        ("no-such-revision", "same: no-such-revision is neither a folder nor a revision\n"),
+        ("/", "same: /: configs: {python}: Error while finding module specification for "
+         "'tests.same' (ModuleNotFoundError: No module named 'tests')\n"),
+    ],
+)  # fmt: skip
+def test_error_is_one_line(new: str, line: str):
+    assert same(ROOT, new, "--only", "configs") == (2, line.format(python=sys.executable))
