@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -18,7 +19,7 @@ from kbpf.errors import SourceError
 from kbpf.model.config import Config
 from kbpf.model.events import Delete, Event, Kind, Rejected, Synced, Upsert
 from kbpf.model.fairness import take_turns
-from kbpf.source.base import EventHandler, Source, wait_until_listed
+from kbpf.source.base import EventHandler, Source
 from kbpf.source.decode.decode import DecodedObject, decode_object
 
 RunConfigFile = Annotated[
@@ -94,17 +95,47 @@ def watch(
             source.stop()
 
 
+def read_cluster(config: Config, handle: Callable[[Kind, msgspec.Raw], None]) -> None:
+    """Calls `handle` with each Node, Service and EndpointSlice of the API server. Raises KbpfError
+    at the first failure: a command does not wait for a server that is down.
+    """
+    from kbpf.source.api.credentials import Cluster
+    from kbpf.source.api.kubeconfig import find_access
+    from kbpf.source.api.pages import PAGE_TIMEOUT_S, list_once
+    from kbpf.source.api.resource import SERVICES, SLICES, node_resource
+    from kbpf.source.api.transport import ApiConnection
+
+    allow_insecure = config.allow_insecure_api
+    access = find_access(config.kubeconfig, config.master, allow_insecure=allow_insecure)
+    cluster = Cluster(access, allow_insecure=allow_insecure)
+    with contextlib.closing(ApiConnection(cluster, response_timeout=PAGE_TIMEOUT_S)) as connection:
+        for resource in (node_resource("", "all"), SERVICES, SLICES):
+            list_once(connection, cluster, resource, partial(handle, resource.kind))
+
+
 def read_world(text: str, config: Config, problems: list[str]) -> list[Event]:
     """All events of a folder, of a recording, or of `cluster`. Appends a line to
     `problems` for each object that is left out. Raises KbpfError.
     """
     path = config.source if text == CLUSTER else Path(text)
-    if path is not None and not path.is_file():
-        return _read_folder(path, problems)
-    events = _read_cluster(config) if path is None else _read_recording(path, problems)
-    latest = {event.key: event for event in events if not isinstance(event, Synced)}
-    rejected = [event for event in latest.values() if isinstance(event, Rejected)]
-    lines = [f"{e.key}: {e.error}" for e in take_turns(rejected, lambda e: e.key.namespace)]
+    if path is None:
+        return _read_server(config, problems)
+    return _read_recording(path, problems) if path.is_file() else _read_folder(path, problems)
+
+
+def _read_server(config: Config, problems: list[str]) -> list[Event]:
+    events: list[Event] = []
+    errors: list[tuple[str, str]] = []
+
+    def handle(kind: Kind, raw: msgspec.Raw) -> None:
+        item = decode_object(kind, raw)
+        if item.error:
+            errors.append((item.key.namespace, f"{item.key}: {item.error}"))
+        elif item.object is not None:
+            events.append(Upsert(item.key, item.object))
+
+    read_cluster(config, handle)
+    lines = [line for _, line in take_turns(errors, lambda error: error[0])]
     problems += lines[:MAX_REJECTED]
     if len(lines) > MAX_REJECTED:
         problems.append(f"{len(lines) - MAX_REJECTED} more objects cannot be used")
@@ -128,13 +159,6 @@ def _read_recording(path: Path, problems: list[str]) -> list[Event]:
             events[type(event), subject] = event
     problems += reader.problems
     return list(events.values())
-
-
-def _read_cluster(config: Config) -> list[Event]:
-    events: list[Event] = []
-    with watch(config, lambda: (events.append, decode_object), with_pods=False) as sources:
-        wait_until_listed(sources)
-    return events
 
 
 def _read_folder(path: Path, problems: list[str]) -> list[Event]:

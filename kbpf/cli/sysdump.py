@@ -17,7 +17,7 @@ import typer
 
 from kbpf import __version__
 from kbpf.cli import render
-from kbpf.cli.dump.collect import whole_lines
+from kbpf.cli.dump.collect import whole_documents, whole_lines
 from kbpf.cli.endpoints import Kubeconfig, own_node_name
 from kbpf.cli.options import (
     DEFAULT,
@@ -45,7 +45,8 @@ USUAL_KUBECONFIG: Final = Path("/var/lib/kube-proxy/kubeconfig.conf")
 """Where kubeadm's DaemonSet has it: also if the configuration cannot be read."""
 MIN_PART_BYTES: Final = 1024
 """With less room no further part is collected."""
-MAX_RECORDING_BYTES: Final = 64 << 20
+MAX_OBJECT_BYTES: Final = 64 << 20
+"""A folder's file may be as large (bounded_yaml.MANIFESTS)."""
 WORKERS: Final = 3
 
 File = Annotated[
@@ -113,7 +114,7 @@ def sysdump(
     state_dir: StateDir = DEFAULT.state_dir, ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:  # fmt: skip
     """Collect what a report about this node needs in one archive: check, verify, all views, health
-    and metrics, logs, the recording of the cluster, devices, routes, rules, sysctls and settings.
+    and metrics, logs, the objects of the cluster, devices, routes, rules, sysctls and settings.
     Passwords, tokens and keys are removed; names and addresses are not. A part that fails is a line
     in its index. Works while the agent is down, and with fewer rights.
     """
@@ -145,7 +146,7 @@ def sysdump(
     subject = Subject(
         settings, config,
         ("--pin-dir", str(pin_dir), "--state-dir", str(state_dir), "--ipvs-device", ipvs_device),
-        tuple(origin), min(MAX_RECORDING_BYTES, max_bytes // 2),
+        tuple(origin), min(MAX_OBJECT_BYTES, max_bytes // 2),
         status.pid if status and is_alive(status.pid, status.started) else None, tuple(logs or ()),
     )  # fmt: skip
     started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -216,6 +217,7 @@ class Archive:
         redacted, error = self._redact(data), ""
         if len(redacted) > self.remaining:  # other parts have grown meanwhile
             redacted, error = whole_lines(redacted, self.remaining), "cut off: --max-bytes"
+            redacted = whole_documents(redacted) if path.endswith(".yaml") else redacted
         if redacted:
             self._write(path, redacted)
         self.remaining -= len(redacted)

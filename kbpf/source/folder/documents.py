@@ -81,9 +81,7 @@ def parse_documents(
     ignored_kinds: dict[str, None] = {}
     problems: list[str] = []
     lines = _LineIndex(data)
-    is_json = name.endswith(".json")
-    documents = _load_json(name, data) if is_json else _load_yaml(name, data, problems)
-    for document, path, kind, value in documents:
+    for document, path, kind, value in load_objects(name, data, problems):
         try:
             if not kind:
                 raise ObjectError(f"{path}kind: missing")
@@ -149,6 +147,12 @@ def _decode_item(
         ]
     item = convert_object(Kind(kind), value)
     return item._replace(error=path + item.error) if item.error else item
+
+
+def load_objects(name: str, data: bytes, problems: list[str]) -> Iterator[LocatedValue]:
+    """Yields the objects of a file as they are written. Raises ObjectError."""
+    is_json = name.endswith(".json")
+    return _load_json(name, data) if is_json else _load_yaml(name, data, problems)
 
 
 def _load_json(name: str, data: bytes) -> Iterator[LocatedValue]:

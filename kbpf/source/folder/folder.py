@@ -113,7 +113,7 @@ class FolderSource(FileSource):
     def poll(self) -> None:
         """Polls the folder once and emits changes. The first poll reads every file at once."""
         try:
-            stamps = dict(_scan_folder(self._path))
+            stamps = dict(scan_folder(self._path))
         except OSError as error:
             self._record_failure(error)
             return
@@ -184,7 +184,7 @@ class FolderSource(FileSource):
         service, key = located.item.object, located.item.key
         if not isinstance(service, Service) or service.creation_timestamp:
             return located
-        creation_timestamp = self._creation_times.setdefault(key, _format_time(stamp.mtime_ns))
+        creation_timestamp = self._creation_times.setdefault(key, format_time(stamp.mtime_ns))
         service = msgspec.structs.replace(service, creation_timestamp=creation_timestamp)
         return located._replace(item=located.item._replace(object=service))
 
@@ -294,13 +294,13 @@ def check_folder(path: Path) -> None:
         raise ConfigError("no such folder of objects", str(path), hint)
 
 
-def _format_time(nanoseconds: int) -> str:
+def format_time(nanoseconds: int) -> str:
     """Formats a time in RFC 3339 with all digits, so that texts sort like times."""
     seconds, rest = divmod(min(max(nanoseconds, 0), MAX_FILE_TIME_NS), 1_000_000_000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09}Z"
 
 
-def _scan_folder(path: Path) -> Iterator[tuple[str, FileStamp]]:
+def scan_folder(path: Path) -> Iterator[tuple[str, FileStamp]]:
     """Yields (name, stamp) of the files with objects. Hidden files are skipped: editors create
     them.
     """

@@ -238,7 +238,7 @@ def test_a_sysdump_from_a_pod_is_complete_where_a_pod_can_be(
         and not path.startswith(("network/sockets", "network/proc/"))
     ]  # fmt: skip
     assert len(needed) > 25
-    failed = {path: errors[path] for path in (*needed, "recording.jsonl", "simulate.json")}
+    failed = {path: errors[path] for path in (*needed, "objects/cluster.yaml", "simulate.json")}
     assert {path: error for path, error in failed.items() if error} == {}
 
 
