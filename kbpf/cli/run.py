@@ -87,7 +87,7 @@ def source_factory(
             if config.source.is_file():
                 from kbpf.source.recording.replay import RecordingSource
 
-                return [RecordingSource(config.source, put, speed=config.source_speed)]
+                return [RecordingSource(config.source, put)]
             grace = config.source_empty_grace
             return [FolderSource(config.source, put, node_name=config.node_name, empty_grace=grace)]
         from kbpf.source.api.reflector import Reflector

@@ -97,7 +97,6 @@ COUNT: Final = _integer(parsers.count)
 ENTRIES: Final = _integer(parsers.entries)
 CONNECTIONS: Final = _integer(parsers.connections)
 OOM_SCORE: Final = _integer(parsers.oom_score)
-FACTOR: Final = Kind(parsers.factor, "FACTOR", float, float)
 BIT: Final = _integer(parsers.bit)
 VERBOSITY: Final = Kind(parsers.verbosity, "NUMBER", int, lambda level: 4 * (level == "debug"))
 

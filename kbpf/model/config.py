@@ -169,9 +169,6 @@ class Config:
     source: Path | None = None
     """A folder of manifests, or a recording, to read instead of an API server."""
 
-    source_speed: float = 1.0
-    """A recording is replayed this many times as fast as it was recorded; 0: without pauses."""
-
     mode: str = "auto"
     """Which data plane: "bpf", "ipvs" or "auto"."""
 
