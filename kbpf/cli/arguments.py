@@ -195,16 +195,9 @@ def _report(log_format: str, level: int, text: str) -> None:
 
 
 def with_node_name(config: Config) -> Config:
-    """Fills in the node name if it is not configured: the one in the recording that is replayed,
-    or the host's name. Raises SourceError if --source is a file and no recording.
-    """
+    """Fills in the host's name as the node name if none is configured."""
     if config.node_name:
         return config
-    if config.source is not None and config.source.is_file():
-        from kbpf.source.recording.replay import read_node_name
-
-        if name := read_node_name(config.source):
-            return replace(config, node_name=name)
     from kbpf.source.api.credentials import default_node_name
 
     return replace(config, node_name=default_node_name())

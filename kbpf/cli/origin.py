@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where commands get the objects of a cluster: the API server or folder of the agent's
-configuration, another folder, or a recording. The running agent is not involved.
+configuration, or another folder. The running agent is not involved.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,9 @@ import typer
 from kbpf.cli.endpoints import own_node_name
 from kbpf.errors import SourceError
 from kbpf.model.config import Config
-from kbpf.model.events import Delete, Event, Kind, Rejected, Synced, Upsert
+from kbpf.model.events import Event, Kind, Upsert
 from kbpf.model.fairness import take_turns
-from kbpf.source.base import EventHandler, Source
-from kbpf.source.decode.decode import DecodedObject, decode_object
+from kbpf.source.decode.decode import decode_object
 
 RunConfigFile = Annotated[
     Path | None,
@@ -42,9 +41,6 @@ MAX_REJECTED: Final = 20
 CLUSTER: Final = "cluster"
 """The name of the API server or folder of the configuration, where a path is expected."""
 
-Ends = tuple[EventHandler, Callable[[Kind, msgspec.Raw], DecodedObject]]
-"""What a watch does with its events, and how it decodes objects."""
-
 
 def read_config(file: Path | None, kubeconfig: Path | None) -> Config:
     """The settings of `run` in this file, the environment and these options. Raises ConfigError."""
@@ -60,39 +56,6 @@ def read_config(file: Path | None, kubeconfig: Path | None) -> Config:
 def with_own_node(config: Config, node: str, pin_dir: Path) -> Config:
     """With this name, the configured one, or the one under which the agent knows this node."""
     return replace(config, node_name=node or config.node_name or own_node_name(pin_dir))
-
-
-@contextlib.contextmanager
-def watch(
-    config: Config, make_ends: Callable[[], Ends], with_pods: bool = True
-) -> Iterator[Sequence[Source]]:
-    """Watches what the agent watches, and all Nodes, while the block runs. `with_pods`: also the
-    exempt Pods of the configured node. Raises ConfigError without an API server; for other errors
-    see wait_until_listed().
-    """
-    from kbpf.source.api.credentials import Cluster
-    from kbpf.source.api.kubeconfig import find_access
-    from kbpf.source.api.reflector import Reflector
-    from kbpf.source.api.resource import SERVICES, SLICES, exempt_pod_resource, node_resource
-
-    allow_insecure = config.allow_insecure_api
-    access = find_access(config.kubeconfig, config.master, allow_insecure=allow_insecure)
-    cluster = Cluster(access, allow_insecure=allow_insecure)
-    cluster.check_credentials()
-    resources = [SERVICES, SLICES, node_resource(config.node_name, "all")]
-    if with_pods:
-        resources.append(exempt_pod_resource(config.node_name, with_meshes=True, is_optional=True))
-    sources: list[Source] = []
-    for resource in resources:
-        emit, decode = make_ends()
-        sources.append(Reflector(cluster, resource, emit, decode_object=decode))
-    try:
-        for source in sources:
-            source.start()
-        yield sources
-    finally:
-        for source in sources:
-            source.stop()
 
 
 def read_cluster(config: Config, handle: Callable[[Kind, msgspec.Raw], None]) -> None:
@@ -114,13 +77,11 @@ def read_cluster(config: Config, handle: Callable[[Kind, msgspec.Raw], None]) ->
 
 
 def read_world(text: str, config: Config, problems: list[str]) -> list[Event]:
-    """All events of a folder, of a recording, or of `cluster`. Appends a line to
-    `problems` for each object that is left out. Raises KbpfError.
+    """All events of a folder, or of `cluster`. Appends a line to `problems` for each object that is
+    left out. Raises KbpfError.
     """
     path = config.source if text == CLUSTER else Path(text)
-    if path is None:
-        return _read_server(config, problems)
-    return _read_recording(path, problems) if path.is_file() else _read_folder(path, problems)
+    return _read_server(config, problems) if path is None else _read_folder(path, problems)
 
 
 def _read_server(config: Config, problems: list[str]) -> list[Event]:
@@ -140,25 +101,6 @@ def _read_server(config: Config, problems: list[str]) -> list[Event]:
     if len(lines) > MAX_REJECTED:
         problems.append(f"{len(lines) - MAX_REJECTED} more objects cannot be used")
     return events
-
-
-def _read_recording(path: Path, problems: list[str]) -> list[Event]:
-    from kbpf.source.recording.format import RecordingReader
-    from kbpf.source.recording.replay import read_events
-
-    reader = RecordingReader(path)
-    # The last of each kind for each object: a recording may have any number of changes.
-    events: dict[tuple[object, ...], Event] = {}
-    for _, event in read_events(reader):
-        subject = event.kind if isinstance(event, Synced) else event.key
-        if isinstance(event, Delete):
-            events.pop((Rejected, subject), None)
-            events.pop((Upsert, subject), None)
-        else:
-            events.pop((type(event), subject), None)
-            events[type(event), subject] = event
-    problems += reader.problems
-    return list(events.values())
 
 
 def _read_folder(path: Path, problems: list[str]) -> list[Event]:

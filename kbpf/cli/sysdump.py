@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kbpf sysdump`: one archive with everything that a report about this node needs."""
 
+import contextlib
 import io
 import os
 import re
+import stat
 import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import msgspec
 import typer
@@ -28,9 +30,8 @@ from kbpf.cli.options import (
     StateDir,
 )
 from kbpf.cli.origin import NodeName, RunConfigFile, read_config, with_own_node
-from kbpf.cli.record import STDOUT, open_output, output_errors
 from kbpf.config import durations
-from kbpf.errors import ConfigError, KbpfError
+from kbpf.errors import ConfigError, KbpfError, OutputError
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.config import Config
 from kbpf.views.columns import Column, format_size
@@ -48,6 +49,7 @@ MIN_PART_BYTES: Final = 1024
 MAX_OBJECT_BYTES: Final = 64 << 20
 """A folder's file may be as large (bounded_yaml.MANIFESTS)."""
 WORKERS: Final = 3
+STDOUT: Final = Path("-")
 
 File = Annotated[
     Path | None,
@@ -157,8 +159,7 @@ def sysdump(
     redactor = Redactor(find_secrets(kubeconfigs, [settings.master], os.environ))
     start = time.monotonic()
     with (
-        output_errors(path),
-        open_output(path, compress=False, only_new=file is None) as stream,
+        _open_output(path, only_new=file is None) as stream,
         tarfile.open(fileobj=stream, mode="w|gz") as tar,
     ):
         archive = Archive(tar, folder, max_bytes, redactor.redact)
@@ -175,6 +176,30 @@ def sysdump(
         return
     notes = (f"{note}: {path}", "look through it before you send it: it has names and addresses")
     render.show(Page(KIND, entries, COLUMNS, summary=summary, notes=notes), output)
+
+
+@contextlib.contextmanager
+def _open_output(path: Path, only_new: bool) -> Iterator[BinaryIO]:
+    """A new file that only its owner can read, a device or pipe that exists, or standard output.
+    `only_new`: for a name that the user has not chosen; in a folder such as /tmp, another user may
+    have made a pipe of it. Raises OutputError.
+    """
+    try:
+        if path == STDOUT:
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+            return
+        is_new = only_new or not path.exists() or stat.S_ISREG(path.stat().st_mode)
+        flags = os.O_CREAT | os.O_EXCL if is_new else os.O_APPEND
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | flags, 0o600)
+        with open(fd, "wb") as file:
+            yield file
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        hint = "choose another name" if isinstance(error, FileExistsError) else ""
+        raise OutputError(f"cannot write the file: {reason}", str(path), hint) from error
 
 
 def _read_settings(

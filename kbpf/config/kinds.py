@@ -89,7 +89,6 @@ TEXT: Final = Kind(parsers.text, "VALUE")
 URL: Final = Kind(parsers.text, "URL")
 FILE: Final = Kind(parsers.path, "FILE")
 DIR: Final = Kind(parsers.path, "DIR")
-SOURCE: Final = Kind(parsers.path, "DIR|FILE")
 ABSOLUTE_DIR: Final = Kind(parsers.absolute_path, "DIR")
 BOOLEAN: Final = Kind(parsers.boolean, "true|false", bool, bool)
 

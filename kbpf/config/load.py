@@ -234,7 +234,7 @@ def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[Confi
     origin_of = _origin_lookup(values)
     if config.source is not None and (config.kubeconfig is not None or config.master):
         yield ConfigError(
-            "a folder or recording and an API server cannot both be the source",
+            "a folder and an API server cannot both be the source",
             origin_of("source"),
             "leave out --source, or --kubeconfig and --master",
         )

@@ -140,9 +140,9 @@ SETTINGS: Final = (
     Setting("--master", "master", kinds.URL, CLUSTER,
         "the API server's URL, overriding the kubeconfig's; several servers of one cluster, "
         "separated by commas, are tried in turn when one cannot be reached", kbpf="master"),
-    Setting("--source", "source", kinds.SOURCE, CLUSTER,
-        "a folder of Kubernetes YAML instead of an API server, watched for changes; or a file of "
-        "`kbpf record`, whose events are replayed", kbpf="source"),
+    Setting("--source", "source", kinds.DIR, CLUSTER,
+        "a folder of Kubernetes YAML instead of an API server, watched for changes",
+        kbpf="source"),
     Setting("--source-empty-grace", "source_empty_grace", kinds.SECONDS, CLUSTER,
         "how long the objects of --source stay in force after its last file is gone, in case a "
         "mount is missing (default 1m)", kbpf="sourceEmptyGrace"),

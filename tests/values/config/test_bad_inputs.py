@@ -201,7 +201,7 @@ SETTINGS = [
           "warning: KBPF_SOURCE_SPEED has no effect: `--source` is a folder of YAML"),
     ours("its field", "sourceSpeed: [x]", 0,
          "warning: KbpfConfiguration.sourceSpeed has no effect: `--source` is a folder of YAML"),
-    flags("a folder and a server", "--source / --kubeconfig x", 2, "a folder or recording and an "
+    flags("a folder and a server", "--source / --kubeconfig x", 2, "a folder and an "
           "API server cannot both be the source (--source); leave out --source, or --kubeconfig "
           "and --master"),
 ]  # fmt: skip

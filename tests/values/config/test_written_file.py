@@ -89,7 +89,6 @@ SAMPLES: dict[Kind, tuple[str, ...]] = {
     kinds.CGROUPS: ("a/b,c*",),
     kinds.FILE: ("/a/b",),
     kinds.DIR: ("/a/b",),
-    kinds.SOURCE: ("/a/b",),
     kinds.ABSOLUTE_DIR: ("/a/b",),
     kinds.URL: ("https://192.0.2.1:6443",),
     kinds.NODE_NAME: ("n-1",),
