@@ -105,10 +105,10 @@ def dump(value: Any, **style: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style))
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Quotes text that would otherwise be read as another type: PyYAML itself follows YAML 1.1."""
 
-    def represent_str(self, data: str) -> yaml.ScalarNode:
+    def represent_str(self, data: str) -> Any:
         quotes = "'" if _needs_quotes(data) else None
         return self.represent_scalar(f"{_TAG}str", data, quotes)
 

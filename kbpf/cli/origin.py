@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where commands get the objects of a cluster: the API server or folder of the agent's
-configuration, another folder, or a recording. The running agent is not involved.
+configuration, or another folder. The running agent is not involved.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,10 +17,9 @@ import typer
 from kbpf.cli.endpoints import own_node_name
 from kbpf.errors import SourceError
 from kbpf.model.config import Config
-from kbpf.model.events import Delete, Event, Kind, Rejected, Synced, Upsert
+from kbpf.model.events import Event, Kind, Upsert
 from kbpf.model.fairness import take_turns
-from kbpf.source.base import EventHandler, Source, wait_until_listed
-from kbpf.source.decode.decode import DecodedObject, decode_object
+from kbpf.source.decode.decode import decode_object
 
 RunConfigFile = Annotated[
     Path | None,
@@ -41,9 +41,6 @@ MAX_REJECTED: Final = 20
 CLUSTER: Final = "cluster"
 """The name of the API server or folder of the configuration, where a path is expected."""
 
-Ends = tuple[EventHandler, Callable[[Kind, msgspec.Raw], DecodedObject]]
-"""What a watch does with its events, and how it decodes objects."""
-
 
 def read_config(file: Path | None, kubeconfig: Path | None) -> Config:
     """The settings of `run` in this file, the environment and these options. Raises ConfigError."""
@@ -61,79 +58,48 @@ def with_own_node(config: Config, node: str, pin_dir: Path) -> Config:
     return replace(config, node_name=node or config.node_name or own_node_name(pin_dir))
 
 
-@contextlib.contextmanager
-def watch(
-    config: Config, make_ends: Callable[[], Ends], with_pods: bool = True
-) -> Iterator[Sequence[Source]]:
-    """Watches what the agent watches, and all Nodes, while the block runs. `with_pods`: also the
-    exempt Pods of the configured node. Raises ConfigError without an API server; for other errors
-    see wait_until_listed().
+def read_cluster(config: Config, handle: Callable[[Kind, msgspec.Raw], None]) -> None:
+    """Calls `handle` with each Node, Service and EndpointSlice of the API server. Raises KbpfError
+    at the first failure: a command does not wait for a server that is down.
     """
     from kbpf.source.api.credentials import Cluster
     from kbpf.source.api.kubeconfig import find_access
-    from kbpf.source.api.reflector import Reflector
-    from kbpf.source.api.resource import SERVICES, SLICES, exempt_pod_resource, node_resource
+    from kbpf.source.api.pages import PAGE_TIMEOUT_S, list_once
+    from kbpf.source.api.resource import SERVICES, SLICES, node_resource
+    from kbpf.source.api.transport import ApiConnection
 
     allow_insecure = config.allow_insecure_api
     access = find_access(config.kubeconfig, config.master, allow_insecure=allow_insecure)
     cluster = Cluster(access, allow_insecure=allow_insecure)
-    cluster.check_credentials()
-    resources = [SERVICES, SLICES, node_resource(config.node_name, "all")]
-    if with_pods:
-        resources.append(exempt_pod_resource(config.node_name, with_meshes=True, is_optional=True))
-    sources: list[Source] = []
-    for resource in resources:
-        emit, decode = make_ends()
-        sources.append(Reflector(cluster, resource, emit, decode_object=decode))
-    try:
-        for source in sources:
-            source.start()
-        yield sources
-    finally:
-        for source in sources:
-            source.stop()
+    with contextlib.closing(ApiConnection(cluster, response_timeout=PAGE_TIMEOUT_S)) as connection:
+        for resource in (node_resource("", "all"), SERVICES, SLICES):
+            list_once(connection, cluster, resource, partial(handle, resource.kind))
 
 
 def read_world(text: str, config: Config, problems: list[str]) -> list[Event]:
-    """All events of a folder, of a recording, or of `cluster`. Appends a line to
-    `problems` for each object that is left out. Raises KbpfError.
+    """All events of a folder, or of `cluster`. Appends a line to `problems` for each object that is
+    left out. Raises KbpfError.
     """
     path = config.source if text == CLUSTER else Path(text)
-    if path is not None and not path.is_file():
-        return _read_folder(path, problems)
-    events = _read_cluster(config) if path is None else _read_recording(path, problems)
-    latest = {event.key: event for event in events if not isinstance(event, Synced)}
-    rejected = [event for event in latest.values() if isinstance(event, Rejected)]
-    lines = [f"{e.key}: {e.error}" for e in take_turns(rejected, lambda e: e.key.namespace)]
+    return _read_server(config, problems) if path is None else _read_folder(path, problems)
+
+
+def _read_server(config: Config, problems: list[str]) -> list[Event]:
+    events: list[Event] = []
+    errors: list[tuple[str, str]] = []
+
+    def handle(kind: Kind, raw: msgspec.Raw) -> None:
+        item = decode_object(kind, raw)
+        if item.error:
+            errors.append((item.key.namespace, f"{item.key}: {item.error}"))
+        elif item.object is not None:
+            events.append(Upsert(item.key, item.object))
+
+    read_cluster(config, handle)
+    lines = [line for _, line in take_turns(errors, lambda error: error[0])]
     problems += lines[:MAX_REJECTED]
     if len(lines) > MAX_REJECTED:
         problems.append(f"{len(lines) - MAX_REJECTED} more objects cannot be used")
-    return events
-
-
-def _read_recording(path: Path, problems: list[str]) -> list[Event]:
-    from kbpf.source.recording.format import RecordingReader
-    from kbpf.source.recording.replay import read_events
-
-    reader = RecordingReader(path)
-    # The last of each kind for each object: a recording may have any number of changes.
-    events: dict[tuple[object, ...], Event] = {}
-    for _, event in read_events(reader):
-        subject = event.kind if isinstance(event, Synced) else event.key
-        if isinstance(event, Delete):
-            events.pop((Rejected, subject), None)
-            events.pop((Upsert, subject), None)
-        else:
-            events.pop((type(event), subject), None)
-            events[type(event), subject] = event
-    problems += reader.problems
-    return list(events.values())
-
-
-def _read_cluster(config: Config) -> list[Event]:
-    events: list[Event] = []
-    with watch(config, lambda: (events.append, decode_object), with_pods=False) as sources:
-        wait_until_listed(sources)
     return events
 
 

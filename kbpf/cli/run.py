@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -84,10 +83,6 @@ def source_factory(
             from kbpf.source.folder.folder import FolderSource
 
             assert config.source is not None
-            if config.source.is_file():
-                from kbpf.source.recording.replay import RecordingSource
-
-                return [RecordingSource(config.source, put, speed=config.source_speed)]
             grace = config.source_empty_grace
             return [FolderSource(config.source, put, node_name=config.node_name, empty_grace=grace)]
         from kbpf.source.api.reflector import Reflector
@@ -103,18 +98,6 @@ def source_factory(
         return [Reflector(cluster, resource, put, relist_interval=relist) for resource in resources]
 
     return make
-
-
-def check_source(path: Path) -> None:
-    """Raises ConfigError if there is no such folder, and SourceError if a file is no recording."""
-    if path.is_file():
-        from kbpf.source.recording.replay import check_recording
-
-        check_recording(path)
-    else:
-        from kbpf.source.folder.folder import check_folder
-
-        check_folder(path)
 
 
 def _event_poster(cluster: "Cluster | None") -> Post | None:
@@ -152,7 +135,9 @@ def _run_agent(
     for note in loaded.notes:
         log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
     if config.source is not None:  # before anything is created in the kernel
-        check_source(config.source)
+        from kbpf.source.folder.folder import check_folder
+
+        check_folder(config.source)
     if options.init_only:
         conntrack_sysctls.ConntrackSysctls(config.conntrack).apply(time.monotonic())
         return

@@ -30,8 +30,7 @@ WorldArgument = Annotated[
     str,
     typer.Argument(
         metavar="WORLD",
-        help="A folder of YAML, a recording, or `cluster`: the API server of --kubeconfig or "
-        "--config.",
+        help="A folder of YAML, or `cluster`: the API server of --kubeconfig or --config.",
     ),
 ]
 Nodes = Annotated[

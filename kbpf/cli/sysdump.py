@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kbpf sysdump`: one archive with everything that a report about this node needs."""
 
+import contextlib
 import io
 import os
 import re
+import stat
 import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import msgspec
 import typer
 
 from kbpf import __version__
 from kbpf.cli import render
-from kbpf.cli.dump.collect import whole_lines
+from kbpf.cli.dump.collect import whole_documents, whole_lines
 from kbpf.cli.endpoints import Kubeconfig, own_node_name
 from kbpf.cli.options import (
     DEFAULT,
@@ -28,9 +30,8 @@ from kbpf.cli.options import (
     StateDir,
 )
 from kbpf.cli.origin import NodeName, RunConfigFile, read_config, with_own_node
-from kbpf.cli.record import STDOUT, open_output, output_errors
 from kbpf.config import durations
-from kbpf.errors import ConfigError, KbpfError
+from kbpf.errors import ConfigError, KbpfError, OutputError
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.config import Config
 from kbpf.views.columns import Column, format_size
@@ -45,8 +46,10 @@ USUAL_KUBECONFIG: Final = Path("/var/lib/kube-proxy/kubeconfig.conf")
 """Where kubeadm's DaemonSet has it: also if the configuration cannot be read."""
 MIN_PART_BYTES: Final = 1024
 """With less room no further part is collected."""
-MAX_RECORDING_BYTES: Final = 64 << 20
+MAX_OBJECT_BYTES: Final = 64 << 20
+"""A folder's file may be as large (bounded_yaml.MANIFESTS)."""
 WORKERS: Final = 3
+STDOUT: Final = Path("-")
 
 File = Annotated[
     Path | None,
@@ -113,7 +116,7 @@ def sysdump(
     state_dir: StateDir = DEFAULT.state_dir, ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:  # fmt: skip
     """Collect what a report about this node needs in one archive: check, verify, all views, health
-    and metrics, logs, the recording of the cluster, devices, routes, rules, sysctls and settings.
+    and metrics, logs, the objects of the cluster, devices, routes, rules, sysctls and settings.
     Passwords, tokens and keys are removed; names and addresses are not. A part that fails is a line
     in its index. Works while the agent is down, and with fewer rights.
     """
@@ -145,7 +148,7 @@ def sysdump(
     subject = Subject(
         settings, config,
         ("--pin-dir", str(pin_dir), "--state-dir", str(state_dir), "--ipvs-device", ipvs_device),
-        tuple(origin), min(MAX_RECORDING_BYTES, max_bytes // 2),
+        tuple(origin), min(MAX_OBJECT_BYTES, max_bytes // 2),
         status.pid if status and is_alive(status.pid, status.started) else None, tuple(logs or ()),
     )  # fmt: skip
     started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -156,8 +159,7 @@ def sysdump(
     redactor = Redactor(find_secrets(kubeconfigs, [settings.master], os.environ))
     start = time.monotonic()
     with (
-        output_errors(path),
-        open_output(path, compress=False, only_new=file is None) as stream,
+        _open_output(path, only_new=file is None) as stream,
         tarfile.open(fileobj=stream, mode="w|gz") as tar,
     ):
         archive = Archive(tar, folder, max_bytes, redactor.redact)
@@ -174,6 +176,30 @@ def sysdump(
         return
     notes = (f"{note}: {path}", "look through it before you send it: it has names and addresses")
     render.show(Page(KIND, entries, COLUMNS, summary=summary, notes=notes), output)
+
+
+@contextlib.contextmanager
+def _open_output(path: Path, only_new: bool) -> Iterator[BinaryIO]:
+    """A new file that only its owner can read, a device or pipe that exists, or standard output.
+    `only_new`: for a name that the user has not chosen; in a folder such as /tmp, another user may
+    have made a pipe of it. Raises OutputError.
+    """
+    try:
+        if path == STDOUT:
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+            return
+        is_new = only_new or not path.exists() or stat.S_ISREG(path.stat().st_mode)
+        flags = os.O_CREAT | os.O_EXCL if is_new else os.O_APPEND
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | flags, 0o600)
+        with open(fd, "wb") as file:
+            yield file
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        hint = "choose another name" if isinstance(error, FileExistsError) else ""
+        raise OutputError(f"cannot write the file: {reason}", str(path), hint) from error
 
 
 def _read_settings(
@@ -216,6 +242,7 @@ class Archive:
         redacted, error = self._redact(data), ""
         if len(redacted) > self.remaining:  # other parts have grown meanwhile
             redacted, error = whole_lines(redacted, self.remaining), "cut off: --max-bytes"
+            redacted = whole_documents(redacted) if path.endswith(".yaml") else redacted
         if redacted:
             self._write(path, redacted)
         self.remaining -= len(redacted)

@@ -5,7 +5,6 @@ Flags, environment variables and both documents of a configuration file use the 
 that a setting has one rule everywhere.
 """
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -106,15 +105,6 @@ def count(text: str, where: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"not a number: {text!r}", where, "give a whole number, 0 or more")
     return int(text)
-
-
-FACTOR_PATTERN: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-
-
-def factor(text: str, where: str) -> float:
-    if not FACTOR_PATTERN.fullmatch(text):
-        raise ConfigError(f"not a factor: {text[:40]!r}", where, "write it as 0, 0.5 or 10")
-    return float(text)
 
 
 def oom_score(text: str, where: str) -> int:

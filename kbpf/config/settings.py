@@ -140,12 +140,9 @@ SETTINGS: Final = (
     Setting("--master", "master", kinds.URL, CLUSTER,
         "the API server's URL, overriding the kubeconfig's; several servers of one cluster, "
         "separated by commas, are tried in turn when one cannot be reached", kbpf="master"),
-    Setting("--source", "source", kinds.SOURCE, CLUSTER,
-        "a folder of Kubernetes YAML instead of an API server, watched for changes; or a file of "
-        "`kbpf record`, whose events are replayed", kbpf="source"),
-    Setting("--source-speed", "source_speed", kinds.FACTOR, CLUSTER,
-        "how many times as fast as it was recorded a recording is replayed; 0: without pauses "
-        "(default 1)", kbpf="sourceSpeed"),
+    Setting("--source", "source", kinds.DIR, CLUSTER,
+        "a folder of Kubernetes YAML instead of an API server, watched for changes",
+        kbpf="source"),
     Setting("--source-empty-grace", "source_empty_grace", kinds.SECONDS, CLUSTER,
         "how long the objects of --source stay in force after its last file is gone, in case a "
         "mount is missing (default 1m)", kbpf="sourceEmptyGrace"),
@@ -376,8 +373,18 @@ SETTINGS: Final = (
       for unused in UNUSED_SETTINGS if unused.flag),
 )
 
+REMOVED_SETTINGS: Final = (
+    Setting("--source-speed", "", kinds.TEXT, "", "`--source` is a folder of YAML",
+        kbpf="sourceSpeed"),
+)
+"""Settings that this version still accepts, with a warning that they have no effect (`text`: why).
+The next version refuses them.
+"""
+
 SETTINGS_BY_FLAG: Final = {
-    name: setting for setting in SETTINGS for name in (setting.name, *setting.aliases)
+    name: setting
+    for setting in (*SETTINGS, *REMOVED_SETTINGS)
+    for name in (setting.name, *setting.aliases)
 }
 
 

@@ -167,10 +167,7 @@ class Config:
     """URL of the API server, or several with commas; replaces the one in the kubeconfig."""
 
     source: Path | None = None
-    """A folder of manifests, or a recording, to read instead of an API server."""
-
-    source_speed: float = 1.0
-    """A recording is replayed this many times as fast as it was recorded; 0: without pauses."""
+    """A folder of manifests to read instead of an API server."""
 
     mode: str = "auto"
     """Which data plane: "bpf", "ipvs" or "auto"."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of every source of objects: the API server, the folder of YAML, the recording.
+"""The interface of every source of objects: the API server, the folder of YAML.
 
 A source emits only Upsert, Delete, Rejected and Synced. It never emits Delete because it failed to
 read something: what it emitted last stays in force.
@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from kbpf.errors import SourceError
-from kbpf.kernel.system import threads
 from kbpf.model.events import REQUIRED_KINDS, Event, Kind
 
 LIST_TIMEOUT_S: Final = 120.0
@@ -61,31 +60,6 @@ class SourceStatus:
     drift: int = 0
 
 
-class FileSource:
-    """What the sources that read files have in common: all kinds, one thread, and a status, which
-    only the thread replaces.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._stop = threading.Event()
-        self._thread: threads.SupervisedThread | None = None
-        self._status = SourceStatus(name, self.kinds)
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """All kinds: a kind without objects is synced and empty."""
-        return tuple(Kind)
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.stop()
-
-    def status(self) -> SourceStatus:
-        """The current status. Thread-safe."""
-        return self._status
-
-
 class Source(Protocol):
     """A thread that turns the objects of an API server or a folder into events."""
 
@@ -106,14 +80,12 @@ class Source(Protocol):
         """The body of the thread. Setting `stop` ends it eventually; stop() ends it at once."""
 
 
-def wait_until_listed(
-    sources: Sequence[Source], is_over: Callable[[], bool] = lambda: False
-) -> None:
-    """Returns when `is_over`, or once all kinds are listed, except Pods if they may not be listed.
-    Raises SourceError at the first failure: a command does not wait for a server that is down.
+def wait_until_listed(sources: Sequence[Source]) -> None:
+    """Returns once all kinds are listed, except Pods if they may not be listed. Raises SourceError
+    at the first failure: a command does not wait for a server that is down.
     """
     deadline = time.monotonic() + LIST_TIMEOUT_S
-    while not is_over():
+    while True:
         statuses = [source.status() for source in sources]
         required = [s for s in statuses if not {*s.kinds}.isdisjoint(REQUIRED_KINDS)]
         if all(s.synced or s.state is SourceState.FORBIDDEN for s in statuses):

@@ -140,6 +140,11 @@ def whole_lines(data: bytes | bytearray, size: int) -> bytes:
     return bytes(data[: data.rfind(b"\n", 0, max(0, size)) + 1])
 
 
+def whole_documents(data: bytes) -> bytes:
+    """YAML without the document in which it ends: half of an object would be another one."""
+    return data[: data.rfind(b"\n---\n") + 1]
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 

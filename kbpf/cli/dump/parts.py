@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kbpf.cli import inspect
 from kbpf.cli.dump import collect
-from kbpf.cli.dump.collect import Collector
+from kbpf.cli.dump.collect import Collected, Collector, Limit
 from kbpf.kernel.system import pods, sysctl
 from kbpf.model.config import Config
 from kbpf.source.api.kubeconfig import SERVICE_ACCOUNT
@@ -25,10 +25,10 @@ MAX_ROWS: Final = 20_000
 SECRET_SYSCTLS: Final = ("stable_secret", "tcp_fastopen_key")
 NETWORK_MODULE: Final = "kbpf.kernel.net.dump"
 RULES_MODULE: Final = "kbpf.kernel.netfilter.dump"
-
+OBJECTS_MODULE: Final = "kbpf.cli.dump.objects"
 
 PART_SHARE: Final = 0.25
-RECORDING_SHARE: Final = 0.75
+OBJECTS_SHARE: Final = 0.75
 """How much of --time-limit a part may take."""
 MAX_PART_BYTES: Final = 16 << 20
 
@@ -48,15 +48,16 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What is collected. `config`: the agent's settings, as far as they can be read. `options` and
-    `origin`: options of commands that read pinned state, and of those that read the cluster. `pid`:
-    of the agent, None if it is not known. `logs`: further log files.
+    `origin`: options of commands that read pinned state, and of those that read the cluster.
+    `max_object_bytes`: of all objects of the cluster. `pid`: of the agent, None if it is not known.
+    `logs`: further log files.
     """
 
     config: Config
     config_file: Path | None
     options: tuple[str, ...]
     origin: tuple[str, ...]
-    max_recording_bytes: int
+    max_object_bytes: int
     pid: int | None = None
     logs: tuple[Path, ...] = ()
 
@@ -102,7 +103,7 @@ def _kbpf_parts(subject: Subject) -> Iterator[Part]:
     variables = "".join(f"{k}={v}\n" for k, v in sorted(os.environ.items()) if k[:5] == "KBPF_")
     yield Part(
         "config/environment.txt", "variables KBPF_*",
-        lambda limit: collect.Collected(os.fsencode(variables)[: limit.max_bytes]),
+        lambda limit: Collected(os.fsencode(variables)[: limit.max_bytes]),
     )  # fmt: skip
 
 
@@ -125,10 +126,10 @@ def _log_parts(subject: Subject) -> Iterator[Part]:
     if len(logs) > MAX_LOGS:
         yield Part(
             "logs/omitted.txt", str(pods.LOG_FOLDER),
-            lambda limit: collect.Collected(b"", f"{len(logs) - MAX_LOGS} more files"),
+            lambda limit: Collected(b"", f"{len(logs) - MAX_LOGS} more files"),
         )  # fmt: skip
     if not logs:
-        yield Part("logs/pods.txt", str(pods.LOG_FOLDER), lambda limit: collect.Collected(
+        yield Part("logs/pods.txt", str(pods.LOG_FOLDER), lambda limit: Collected(
             b"", "no log of a Pod of kbpf is visible here; if it logs elsewhere, give --log FILE"
         ))  # fmt: skip
     journal = ("journalctl", "--unit=kbpf*", "--no-pager", "--lines=10000", "--output=short-iso")
@@ -170,15 +171,11 @@ def _find_own_pod(pid: int | None) -> tuple[str, set[str]]:
 
 
 def _cluster_parts(subject: Subject) -> Iterator[Part]:
-    limit = str(subject.max_recording_bytes)
     name = subject.config.node_name
-    recording = _kbpf(
-        "recording.jsonl",
-        "record", "-", "--max-bytes", limit, "--hostname-override", name, *subject.origin,
+    yield Part(
+        "objects/cluster.yaml", "the objects that the agent reads", _read_objects(*subject.origin),
+        OBJECTS_SHARE, subject.max_object_bytes,
     )  # fmt: skip
-    # Some more: the header, the last line, and secrets that were replaced by longer words.
-    max_bytes = subject.max_recording_bytes + MAX_PART_BYTES
-    yield recording._replace(share=RECORDING_SHARE, max_bytes=max_bytes)
     yield _kbpf(
         "simulate.json", "simulate", "cluster", "-o", "json", "--node", name, *subject.origin
     )
@@ -187,6 +184,16 @@ def _cluster_parts(subject: Subject) -> Iterator[Part]:
         "verify", "-o", "json", "--limit", str(MAX_ROWS), "--hostname-override", name,
         *subject.options, *subject.origin,
     )  # fmt: skip
+
+
+def _read_objects(*origin: str) -> Collector:
+    run = collect.run_module(OBJECTS_MODULE, *origin)
+
+    def read(limit: Limit) -> Collected:
+        data, error = run(limit)
+        return Collected(collect.whole_documents(data), error)
+
+    return read
 
 
 def _command(path: str, *command: str) -> Part:
@@ -244,7 +251,7 @@ def _file(path: str, *files: Path) -> Part:
 
 def _node_parts(subject: Subject) -> Iterator[Part]:
     uname = " ".join(os.uname()) + "\n"
-    yield Part("node/uname.txt", "uname -a", lambda limit: collect.Collected(uname.encode()))
+    yield Part("node/uname.txt", "uname -a", lambda limit: Collected(uname.encode()))
     yield _file("node/os-release.txt", Path("/etc/os-release"))
     for name in ("cmdline", "meminfo", "loadavg", "uptime", "modules", "self/mountinfo"):
         yield _file(f"node/{name.replace('/', '-')}.txt", PROC / name)

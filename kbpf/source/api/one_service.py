@@ -4,8 +4,6 @@ this node's Node.
 """
 
 import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 from urllib.parse import quote
@@ -15,19 +13,10 @@ import msgspec
 from kbpf.errors import NotFoundError, SourceError
 from kbpf.model.objects import EndpointSlice, Node, Service
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
-from kbpf.source.api.pages import decode_page, process_pages
-from kbpf.source.api.resource import (
-    SERVICES,
-    SLICES,
-    Resource,
-    make_status_error,
-    own_node_resource,
-)
+from kbpf.source.api.pages import PAGE_TIMEOUT_S, list_once
+from kbpf.source.api.resource import SERVICES, SLICES, Resource, own_node_resource
 from kbpf.source.api.transport import ApiConnection
-from kbpf.source.decode import decode, wire
-
-MAX_LIST_S: Final = 60.0
-TIMEOUT_S: Final = 20.0
+from kbpf.source.decode import decode
 
 
 class _PodSpec(msgspec.Struct, rename={"node": "nodeName"}):
@@ -57,14 +46,20 @@ def read(cluster: Cluster, namespace: str, name: str, node_name: str) -> Service
     Service, or kbpf does not serve it (headless, ExternalName, or for another proxy).
     """
     errors: list[str] = []
-    with contextlib.closing(ApiConnection(cluster, response_timeout=TIMEOUT_S)) as connection:
+    with contextlib.closing(ApiConnection(cluster, response_timeout=PAGE_TIMEOUT_S)) as connection:
 
-        def objects(resource: Resource) -> Iterator[object]:
-            for item in _list(connection, cluster, resource):
+        def objects(resource: Resource) -> list[object]:
+            found: list[object] = []
+
+            def handle(raw: msgspec.Raw) -> None:
+                item = decode.decode_object(resource.kind, raw)
                 if item.error:
                     errors.append(f"{item.key}: {item.error}")
                 elif item.object is not None:
-                    yield item.object
+                    found.append(item.object)
+
+            list_once(connection, cluster, resource, handle)
+            return found
 
         folder = f"/namespaces/{quote(namespace, safe='')}/"
         one = replace(SERVICES, path=SERVICES.path.replace("/services", f"{folder}services"))
@@ -92,36 +87,12 @@ def read(cluster: Cluster, namespace: str, name: str, node_name: str) -> Service
 def find_node_of_pod(cluster: Cluster, namespace: str, name: str) -> str:
     """The node of a Pod; "" if there is no such Pod, or it is on none. Raises SourceError."""
     path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}"
-    with contextlib.closing(ApiConnection(cluster, response_timeout=TIMEOUT_S)) as connection:
+    with contextlib.closing(ApiConnection(cluster, response_timeout=PAGE_TIMEOUT_S)) as connection:
         response = connection.request(path)
-        body = response.read(MAX_PAGES_BYTES, TIMEOUT_S, "a Pod")
+        body = response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT_S, "a Pod")
     if response.status != 200:
         return ""
     try:
         return _POD_DECODER.decode(body).spec.node
     except msgspec.MsgspecError as error:
         raise SourceError("the response is not a Pod", cluster.url) from error
-
-
-def _list(
-    connection: ApiConnection, cluster: Cluster, resource: Resource
-) -> list[decode.DecodedObject]:
-    objects: list[decode.DecodedObject] = []
-    deadline = time.monotonic() + MAX_LIST_S
-
-    def list_page(token: str) -> wire.ListMeta:
-        if time.monotonic() > deadline:
-            raise SourceError(f"the {resource.name} are not complete after {MAX_LIST_S:.0f} s",
-                              cluster.url)  # fmt: skip
-        response = connection.request(resource.page_query(token), accept=resource.accept(False))
-        if response.status != 200:
-            raise make_status_error(
-                resource, response.status, response.reason, response.read_error_body(),
-                cluster.access.where,
-            )  # fmt: skip
-        page = decode_page(response.read(MAX_PAGES_BYTES, TIMEOUT_S, f"a page of {resource.name}"))
-        objects.extend(decode.decode_object(resource.kind, raw) for raw in page.items or ())
-        return page.metadata
-
-    process_pages(list_page)
-    return objects

@@ -35,8 +35,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, assert_never
 
-import msgspec
-
 from kbpf.errors import ObjectError, SourceError
 from kbpf.kernel.system import threads
 from kbpf.model.events import Kind, ObjectKey, Synced
@@ -108,10 +106,8 @@ class Reflector:
         silence_timeout: float = SILENCE_TIMEOUT,
         relist_interval: float = RELIST_INTERVAL,
         response_timeout: float = RESPONSE_TIMEOUT,
-        decode_object: Callable[[Kind, msgspec.Raw], decode.DecodedObject] = decode.decode_object,
     ) -> None:
         self._cluster, self._resource, self._emit = cluster, resource, emit
-        self._decode_object = decode_object
         self._full_resource, self._is_narrowed = resource, False
         self._clock, self._rng, self._wait, self._silence_timeout = (
             clock,
@@ -289,7 +285,7 @@ class Reflector:
         page = decode_page(body)
         for raw in page.items or ():
             try:
-                self._update_object(self._decode_object(self._resource.kind, raw))
+                self._update_object(decode.decode_object(self._resource.kind, raw))
             except ObjectError as error:
                 self._known_versions.mark_unreadable()
                 log.warning(
@@ -304,10 +300,7 @@ class Reflector:
             "list", self._resource.stream_query(self._watch_timeout()), self._silence_timeout
         )
         self._stream_broke_off = True  # until the end mark has arrived
-        self._process_stream(
-            response,
-            WatchStream(self._resource.kind, initial=True, decode_object=self._decode_object),
-        )
+        self._process_stream(response, WatchStream(self._resource.kind, initial=True))
 
     def _begin_list(self) -> float:
         """Starts a list; returns its start time."""
@@ -399,8 +392,7 @@ class Reflector:
             self._silence_timeout,
         )
         self._record_success()
-        stream = WatchStream(self._resource.kind, self._version, decode_object=self._decode_object)
-        self._process_stream(response, stream)
+        self._process_stream(response, WatchStream(self._resource.kind, self._version))
 
     def _watch_timeout(self) -> int:
         # At random between one and two times the minimum, as in client-go's reflector.go.

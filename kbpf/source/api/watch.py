@@ -11,7 +11,6 @@ values.
 - No input raises. A line that is not an event yields a MalformedLine, and the stream continues.
 """
 
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -76,16 +75,8 @@ _STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 class WatchStream:
     """The response body of one WATCH, for one kind of object."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        resource_version: str = "",
-        *,
-        initial: bool = False,
-        decode_object: Callable[[Kind, msgspec.Raw], decode.DecodedObject] = decode.decode_object,
-    ) -> None:
-        self._kind, self._decode_object = kind, decode_object
-        self._initial = initial
+    def __init__(self, kind: Kind, resource_version: str = "", *, initial: bool = False) -> None:
+        self._kind, self._initial = kind, initial
         self._parts: list[bytes] = []
         self._size = 0
         self.resource_version = "" if initial else resource_version
@@ -123,7 +114,7 @@ class WatchStream:
             event = _LINE_DECODER.decode(line)
             match event.type:
                 case "ADDED" | "MODIFIED" | "DELETED":
-                    item = self._decode_object(self._kind, event.object)
+                    item = decode.decode_object(self._kind, event.object)
                     return [
                         ObjectChanged(item, event.type == "DELETED"),
                         *self._advance(item.version),

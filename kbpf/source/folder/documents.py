@@ -12,7 +12,7 @@
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
@@ -68,12 +68,7 @@ LocatedValue = tuple[int, str, str, Any]
 values."""
 
 
-Convert = Callable[[Kind, object], decode.DecodedObject]
-
-
-def parse_documents(
-    name: str, data: bytes, convert_object: Convert = decode.convert_object
-) -> FileContents:
+def parse_documents(name: str, data: bytes) -> FileContents:
     """Parses the objects of a file. Raises ObjectError if it is not YAML (or JSON, by its name)."""
     if len(data) > MANIFESTS.size:
         raise ObjectError(f"larger than {MANIFESTS.size >> 20} MiB", name, "split it")
@@ -81,9 +76,7 @@ def parse_documents(
     ignored_kinds: dict[str, None] = {}
     problems: list[str] = []
     lines = _LineIndex(data)
-    is_json = name.endswith(".json")
-    documents = _load_json(name, data) if is_json else _load_yaml(name, data, problems)
-    for document, path, kind, value in documents:
+    for document, path, kind, value in load_objects(name, data, problems):
         try:
             if not kind:
                 raise ObjectError(f"{path}kind: missing")
@@ -94,7 +87,7 @@ def parse_documents(
                     )
                 ignored_kinds[kind] = None
                 continue
-            item, where = _decode_item(kind, value, path, convert_object), name
+            item, where = _decode_item(kind, value, path), name
             if item.error:
                 where = f"{name}:{lines.find_line(document, item.error)}"
                 item = item._replace(error=str(ObjectError(item.error, where)))
@@ -131,9 +124,7 @@ def _suggest_kind(kind: str, value: object) -> str:
     return f"is {known_kind} meant?" if known_kind else ""
 
 
-def _decode_item(
-    kind: str, value: dict[str, Any], path: str, convert_object: Convert
-) -> decode.DecodedObject:
+def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedObject:
     """Decodes one object after filling in an API server's defaults. `path` is its path in the
     document.
     """
@@ -147,8 +138,14 @@ def _decode_item(
         value["ports"] = [
             {"name": "", **port} if isinstance(port, dict) else port for port in ports
         ]
-    item = convert_object(Kind(kind), value)
+    item = decode.convert_object(Kind(kind), value)
     return item._replace(error=path + item.error) if item.error else item
+
+
+def load_objects(name: str, data: bytes, problems: list[str]) -> Iterator[LocatedValue]:
+    """Yields the objects of a file as they are written. Raises ObjectError."""
+    is_json = name.endswith(".json")
+    return _load_json(name, data) if is_json else _load_yaml(name, data, problems)
 
 
 def _load_json(name: str, data: bytes) -> Iterator[LocatedValue]:

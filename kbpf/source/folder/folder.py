@@ -33,9 +33,9 @@ from kbpf.kernel.system import threads
 from kbpf.kernel.system.file_stamp import UNREAD_STAMP, FileStamp
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Service
-from kbpf.source.base import EventHandler, FileSource, SourceState
-from kbpf.source.decode.decode import ModelObject, convert_object
-from kbpf.source.folder.documents import Convert, FileContents, LocatedObject, parse_documents
+from kbpf.source.base import EventHandler, SourceState, SourceStatus
+from kbpf.source.decode.decode import ModelObject
+from kbpf.source.folder.documents import FileContents, LocatedObject, parse_documents
 
 log = logging.getLogger("kbpf.source")
 
@@ -65,7 +65,7 @@ class _ParsedFile:
     problem: str = ""
 
 
-class FolderSource(FileSource):
+class FolderSource:
     """Reads Services, EndpointSlices, exempt Pods and this node's Node from the files of one
     folder.
     """
@@ -79,11 +79,11 @@ class FolderSource(FileSource):
         empty_grace: float = EMPTY_GRACE,
         poll_interval: float = POLL_INTERVAL,
         clock: Callable[[], float] = time.monotonic,
-        convert_object: Convert = convert_object,
     ) -> None:
-        super().__init__("folder")
+        self._stop = threading.Event()
+        self._thread: threads.SupervisedThread | None = None
+        self._status = SourceStatus("folder", self.kinds)
         self._path, self._emit, self._node_name = path, emit, node_name
-        self._convert_object = convert_object
         self._empty_grace, self._poll_interval, self._clock = empty_grace, poll_interval, clock
         self._empty_since: float | None = None
         self._last_stamps: dict[str, FileStamp] = {}
@@ -92,6 +92,20 @@ class FolderSource(FileSource):
         self._creation_times: dict[ObjectKey, str] = {}  # of Services without a creationTimestamp
         self._rejected: dict[ObjectKey, str] = {}
         self._logged_kinds: set[str] = set()
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """All kinds: a kind without objects is synced and empty."""
+        return tuple(Kind)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.stop()
+
+    def status(self) -> SourceStatus:
+        """The current status. Thread-safe: only the thread replaces it."""
+        return self._status
 
     def start(self) -> None:
         """Starts the thread. Raises ConfigError if the folder does not exist."""
@@ -113,7 +127,7 @@ class FolderSource(FileSource):
     def poll(self) -> None:
         """Polls the folder once and emits changes. The first poll reads every file at once."""
         try:
-            stamps = dict(_scan_folder(self._path))
+            stamps = dict(scan_folder(self._path))
         except OSError as error:
             self._record_failure(error)
             return
@@ -161,7 +175,7 @@ class FolderSource(FileSource):
                     return  # it is still being written
             self._files[name] = _ParsedFile(
                 stamp,
-                self._with_creation_times(parse_documents(name, data, self._convert_object), stamp),
+                self._with_creation_times(parse_documents(name, data), stamp),
             )
         except ObjectError as error:
             self._files[name] = replace(before, stamp=stamp, problem=str(error))
@@ -184,7 +198,7 @@ class FolderSource(FileSource):
         service, key = located.item.object, located.item.key
         if not isinstance(service, Service) or service.creation_timestamp:
             return located
-        creation_timestamp = self._creation_times.setdefault(key, _format_time(stamp.mtime_ns))
+        creation_timestamp = self._creation_times.setdefault(key, format_time(stamp.mtime_ns))
         service = msgspec.structs.replace(service, creation_timestamp=creation_timestamp)
         return located._replace(item=located.item._replace(object=service))
 
@@ -288,19 +302,20 @@ class FolderSource(FileSource):
 
 
 def check_folder(path: Path) -> None:
-    """Raises ConfigError if the folder does not exist."""
+    """Raises ConfigError if it is not a folder."""
     if not path.is_dir():
-        hint = "give an existing folder, or a recording, with --source"
-        raise ConfigError("no such folder of objects", str(path), hint)
+        what = "a file, not a folder of objects" if path.exists() else "no such folder of objects"
+        hint = "give a folder of YAML, such as objects/ in an unpacked `kbpf sysdump`"
+        raise ConfigError(what, str(path), hint)
 
 
-def _format_time(nanoseconds: int) -> str:
+def format_time(nanoseconds: int) -> str:
     """Formats a time in RFC 3339 with all digits, so that texts sort like times."""
     seconds, rest = divmod(min(max(nanoseconds, 0), MAX_FILE_TIME_NS), 1_000_000_000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09}Z"
 
 
-def _scan_folder(path: Path) -> Iterator[tuple[str, FileStamp]]:
+def scan_folder(path: Path) -> Iterator[tuple[str, FileStamp]]:
     """Yields (name, stamp) of the files with objects. Hidden files are skipped: editors create
     them.
     """

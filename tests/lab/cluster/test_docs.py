@@ -238,7 +238,7 @@ def test_a_sysdump_from_a_pod_is_complete_where_a_pod_can_be(
         and not path.startswith(("network/sockets", "network/proc/"))
     ]  # fmt: skip
     assert len(needed) > 25
-    failed = {path: errors[path] for path in (*needed, "recording.jsonl", "simulate.json")}
+    failed = {path: errors[path] for path in (*needed, "objects/cluster.yaml", "simulate.json")}
     assert {path: error for path, error in failed.items() if error} == {}
 
 
@@ -254,9 +254,8 @@ NOT_HERE = {
     "kbpf cleanup": "ends what others look at: test_readme_without_a_cluster",
     "kbpf cleanup --keep-connections": "tests/lab/cluster/test_takeover.py",
     "kbpf inspect": "a group: its commands are here",
-    "kbpf diff": "of two states: tests/lab/agent/test_recording.py",
-    "kbpf diff cluster objects/": "tests/lab/agent/test_recording.py",
-    "kbpf record FILE": "tests/lab/agent/test_recording.py",
+    "kbpf diff": "of two states: tests/lab/agent/test_cluster_objects.py",
+    "kbpf diff cluster objects/": "tests/lab/agent/test_cluster_objects.py",
     "kbpf sysdump": "writes a file; the block in troubleshoot.md is run",
     "kbpf monitor": "does not end: tests/programs/sockets/test_monitor.py",
     "kbpf top": "does not end", "kbpf top --by clients": "does not end",

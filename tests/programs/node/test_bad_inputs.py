@@ -75,6 +75,7 @@ RUN = "run --source {empty} --healthz-bind-address= --metrics-bind-address="
 BPF = f"{RUN} --mode bpf"
 EXIST = "name an existing folder, or leave it out for the root cgroup"
 ROOT = "run as root"
+FOLDER = "give a folder of YAML, such as objects/ in an unpacked `kbpf sysdump`"
 OTHER = "choose another folder with --pin-dir"
 BAD_INPUTS = [
     Input("a cgroup that is misspelt", f"{RUN} --cgroup {{cgroups}}/typo", 2,
@@ -93,8 +94,9 @@ BAD_INPUTS = [
     Input("pins in /proc", f"{BPF} --pin-dir /proc/no", 1,
           f"cannot create the mount point for a bpffs (/proc/no): ENOENT; {OTHER}"),
     Input("no folder of objects", "run --source /nowhere", 1,
-          "no such folder of objects (/nowhere); give an existing folder, or a "
-          "recording, with --source"),
+          f"no such folder of objects (/nowhere); {FOLDER}"),
+    Input("a file of objects", "run --source {file}", 1,
+          f"a file, not a folder of objects ({{file}}); {FOLDER}"),
     Input("neither a folder nor a server", "run --kubeconfig /nowhere", 1,
           "cannot read the kubeconfig: No such file or directory (/nowhere); give the "
           "kubeconfig's path"),

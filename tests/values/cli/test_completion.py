@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a shell completes, as bash asks for it; test_inspect.py has the names from a node."""
 
+import argparse
+
 import pytest
 
 from kbpf.cli import app, completion
@@ -44,7 +46,12 @@ def test_completions(line: str, words: list[str], monkeypatch: pytest.MonkeyPatc
 
 def test_all_flags_of_run_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     parser = build_parser()
-    flags = {name for action in parser._actions for name in action.option_strings}
+    flags = {
+        name
+        for action in parser._actions
+        for name in action.option_strings
+        if action.help != argparse.SUPPRESS
+    }
     long_flags = {name for name in flags if name.startswith("--")}
     completed = set(complete("kbpf run --", monkeypatch, capsys))
     assert completed == long_flags - {"--cleanup", "--help"}

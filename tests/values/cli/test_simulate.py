@@ -5,14 +5,17 @@ example of the documents, and notes.
 
 import json
 import re
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from kbpf.cli import app, simulate
+from kbpf.cli import app, origin, simulate
 from tests.support.cluster import scenario
+from tests.support.faults.scripted import ScriptedServer
 from tests.support.runtime import docs
+from tests.values.source.reflector.scripted import listed, service
 
 Sets = dict[tuple[str, str, str], set[str]]
 """(Service, address family, cluster or local) → backends as ADDRESS:PORT/PROTOCOL."""
@@ -122,18 +125,32 @@ def test_what_cannot_be_read_is_a_note(folder: Path, capsys: pytest.CaptureFixtu
     assert "Bad_Name" in err
 
 
+def test_what_an_api_server_has_that_cannot_be_used_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    services = (service(f"web-{n}", n, clusterIP="x") for n in range(origin.MAX_REJECTED + 2))
+    with ScriptedServer(listed(), listed(*services), listed()) as server:
+        kubeconfig.write_text(
+            "{current-context: c, contexts: [{name: c, context: {cluster: c}}], "
+            f"clusters: [{{name: c, cluster: {{server: '{server.url}'}}}}]}}"
+        )
+        assert app.call(["simulate", "cluster", "--kubeconfig", str(kubeconfig)]) == 0
+    err = capsys.readouterr().err
+    assert "Service ns/web-0: spec.clusterIP" in err
+    assert "2 more objects cannot be used" in err
+
+
 def test_diff_is_silent_without_differences_and_lists_them_otherwise(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert app.call(["diff", "objects", "objects"]) == 0
     assert capsys.readouterr() == ("", "")
-    file = tmp_path / "r"
-    assert app.call(["record", str(file), "--source", "objects", "--hostname-override", "x"]) == 0
+    before = shutil.copytree(folder, tmp_path / "before")
     (folder / "shop.yaml").write_text(
         (folder / "shop.yaml").read_text().replace("10.96.0.10", "10.96.0.11")
     )
-    capsys.readouterr()
-    assert app.call(["diff", str(file), "objects", "-o", "json"]) == 1
+    assert app.call(["diff", str(before), "objects", "-o", "json"]) == 1
     rows = json.loads(capsys.readouterr().out)["items"]
     assert [(r["what"], r["name"], r["before"], r["after"], r["all_nodes"]) for r in rows] == [
         ("frontend", "10.96.0.10:80/TCP", "ClusterIP", "", True),

@@ -5,23 +5,30 @@ tests/programs/node/commands/test_sysdump.py.
 
 import base64
 import contextlib
+import io
 import json
 import os
 import socket
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from kbpf.cli.dump import collect, parts
+from kbpf import bounded_yaml
+from kbpf.cli import app
+from kbpf.cli.dump import collect, objects, parts
 from kbpf.cli.dump.collect import Collected, Limit
 from kbpf.cli.dump.redact import Redactor, find_secrets
-from kbpf.cli.sysdump import sysdump
+from kbpf.cli.sysdump import Archive, sysdump
 from kbpf.errors import OutputError
 from kbpf.kernel.system import pods
+from tests.support.cluster import scenario
+from tests.support.faults.scripted import ScriptedServer
 from tests.support.lab.lab import until
+from tests.values.source.reflector.scripted import listed, status
 
 # ---- secrets -------------------------------------------------------------------------------------
 
@@ -219,6 +226,124 @@ def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path) -> 
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     assert Redactor(find_secrets([path], [], {})).redact(b"plain") == b"plain"
+
+
+# ---- objects -------------------------------------------------------------------------------------
+
+WEB = {
+    "apiVersion": "v1", "kind": "Service", "metadata": {"name": "web", "creationTimestamp": "2026"},
+    "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]},
+}  # fmt: skip
+SLICE = {
+    "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+    "metadata": {"name": "web-1", "labels": {"kubernetes.io/service-name": "web"}},
+    "addressType": "IPv4", "endpoints": [{"addresses": ["10.1.0.1"], "nodeName": "n1"}],
+}  # fmt: skip
+NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}}
+NOTES = {"last-applied": "hidden", "kbpf.io/weights": "*=1"}
+READ = {
+    "all kinds": ([NODE, WEB, SLICE], [NODE, WEB, SLICE]),
+    "fields that kbpf does not read": (
+        [WEB | {"metadata": WEB["metadata"] | {"annotations": NOTES, "labels": None}, "x": [1]}],
+        [WEB | {"metadata": WEB["metadata"] | {"annotations": {"kbpf.io/weights": "*=1"}}}],
+    ),
+    "other kinds": (
+        [{"kind": "Secret", "data": {}}, {"kind": "Pod", "metadata": {}}, NODE],
+        [NODE],
+    ),
+    "a list": ([{"kind": "NodeList", "items": [NODE | {"status": None}]}], [NODE]),
+    "a field of another type": ([NODE | {"metadata": "hidden"}, NODE | {"spec": "x"}, WEB], [WEB]),
+    "a value that kbpf rejects": ([WEB | {"spec": {"clusterIP": "x"}}],) * 2,
+    "text that looks like a number": ([NODE | {"metadata": {"name": "08"}}],) * 2,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_objects_have_what_kbpf_reads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, read = READ[name]
+    (tmp_path / "all.yaml").write_text("---\n".join(map(bounded_yaml.dump, written)))
+    monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
+    assert objects.main() == 0
+    out, err = capsys.readouterr()
+    assert [*filter(None, bounded_yaml.load_all(out.encode(), bounded_yaml.MANIFESTS))] == read
+    assert err == ""
+
+
+def test_a_broken_file_loses_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (
+        ("a.yaml", "{"),
+        ("b.json", json.dumps(NODE)),
+        ("c.txt", "{"),
+        ("d.json", "{"),
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
+    assert objects.main() == 1
+    out, err = capsys.readouterr()
+    assert "name: n1" in out
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["not YAML", "not JSON"]
+
+
+@pytest.mark.parametrize("name", scenario.names())
+def test_objects_of_a_folder_are_equivalent(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(scenario.HERE / name)
+    monkeypatch.setenv("KBPF_SOURCE", folder)
+    assert objects.main() == 0
+    (tmp_path / "cluster.yaml").write_text(capsys.readouterr().out)
+    assert app.call(["diff", folder, str(tmp_path)]) == 0
+
+
+def test_objects_of_an_api_server_come_page_by_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from one that cannot select Services by their ClusterIP."""
+    unsupported = status(400, "field label not supported: spec.clusterIP")
+    script = (listed(NODE), unsupported, listed(WEB, token="t"), listed(WEB), listed(SLICE))
+    path = tmp_path / "kubeconfig"
+    with ScriptedServer(*script) as server:
+        path.write_text(KUBECONFIG_OF_URL % server.url)
+        assert objects.main("--kubeconfig", str(path)) == 0
+    out = capsys.readouterr().out.encode()
+    kinds = [obj["kind"] for obj in bounded_yaml.load_all(out, bounded_yaml.MANIFESTS) if obj]
+    assert kinds == ["Node", "Service", "Service", "EndpointSlice"]
+    assert "fieldSelector" in server.requests[1].query
+    assert "fieldSelector" not in server.requests[2].query
+
+
+KUBECONFIG_OF_URL = """\
+current-context: c
+contexts: [{name: c, context: {cluster: c}}]
+clusters: [{name: c, cluster: {server: "%s"}}]
+"""
+
+
+def test_an_api_server_that_is_down_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(KUBECONFIG_OF_URL % "http://127.0.0.1:1")
+    assert objects.main("--kubeconfig", str(path)) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "127.0.0.1:1" in err
+
+
+def test_objects_that_are_cut_off_are_whole() -> None:
+    texts = [f"name: n{i}\nlist:\n- 1\n- 2\n" for i in range(3)]
+    data = "---\n".join([*texts, ""]).encode()
+    for size in range(len(data) + 1):
+        with tarfile.open(fileobj=(file := io.BytesIO()), mode="w") as tar:
+            Archive(tar, "dump", size, lambda text: text).add("objects/cluster.yaml", data)
+        with tarfile.open(fileobj=io.BytesIO(file.getvalue())) as tar:
+            kept = [tar.extractfile(member).read().decode() for member in tar]  # type: ignore[union-attr]
+        assert "".join(kept).split("---\n") in ([""], texts[:1], texts[:2], [*texts, ""])
 
 
 # ---- the file ------------------------------------------------------------------------------------

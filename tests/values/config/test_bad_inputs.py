@@ -195,7 +195,13 @@ SETTINGS = [
           "positional", 2, USAGE, "error: unrecognized arguments: positional"),
     flags("a flag without its value", "-v", 2, USAGE, "error: argument -v/--v: expected one "
           "argument"),
-    flags("a folder and a server", "--source / --kubeconfig x", 2, "a folder or recording and an "
+    flags("a setting that is gone", "--source-speed 2", 0,
+          "warning: --source-speed has no effect: `--source` is a folder of YAML"),
+    flags("its variable", "KBPF_SOURCE_SPEED=x", 0,
+          "warning: KBPF_SOURCE_SPEED has no effect: `--source` is a folder of YAML"),
+    ours("its field", "sourceSpeed: [x]", 0,
+         "warning: KbpfConfiguration.sourceSpeed has no effect: `--source` is a folder of YAML"),
+    flags("a folder and a server", "--source / --kubeconfig x", 2, "a folder and an "
           "API server cannot both be the source (--source); leave out --source, or --kubeconfig "
           "and --master"),
 ]  # fmt: skip

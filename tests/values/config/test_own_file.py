@@ -30,7 +30,6 @@ OURS = [
     FieldRow("mode: ipvs", "mode", "ipvs"),
     FieldRow("master: https://192.0.2.1:6443", "master", "https://192.0.2.1:6443"),
     FieldRow("source: /objects", "source", Path("/objects")),
-    FieldRow("sourceSpeed: 2", "source_speed", 2.0),
     FieldRow("sourceEmptyGrace: 90s", "source_empty_grace", 90.0),
     FieldRow("allowInsecureApi: true", "allow_insecure_api", True),
     FieldRow("pinDir: /sys/fs/bpf/x", "pin_dir", Path("/sys/fs/bpf/x")),

@@ -22,6 +22,7 @@ from kbpf.cli.dump import collect
 from kbpf.cli.dump.collect import Limit
 from kbpf.cli.dump.parts import NETWORK_MODULE, RULES_MODULE
 from kbpf.dataplane.bpf.plane import BpfPlane
+from tests.support import plane
 from tests.support.features import needs
 from tests.support.lab.lab import Agent, Lab, inside
 from tests.support.plane import Site
@@ -128,7 +129,7 @@ def test_everything_that_is_pinned_is_dumped_without_an_agent(
     assert dump.error("rules/nft.txt") == ""
     assert b"KBPF_TEST_TOKEN=REDACTED\n" in dump.files["config/environment.txt"]
     # The API server and the agent cannot be reached: these parts say so, and no other is lost.
-    assert "127.0.0.1:1" in dump.error("recording.jsonl")
+    assert "127.0.0.1:1" in dump.error("objects/cluster.yaml")
     assert "127.0.0.1:1" in dump.error("simulate.json")
     assert "127.0.0.1:1" in dump.error("verify.json")
     assert dump.error("http/metrics.txt")
@@ -230,7 +231,7 @@ def test_without_rights_parts_fail_and_the_archive_is_made(
 OBJECTS = """\
 apiVersion: v1
 kind: Service
-metadata: {name: web, namespace: shop}
+metadata: {name: web, namespace: shop, annotations: {applied: PASSWORD}}
 spec: {clusterIP: 10.96.0.20, ports: [{port: 80}]}
 ---
 apiVersion: discovery.k8s.io/v1
@@ -239,7 +240,12 @@ metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: we
 addressType: IPv4
 ports: [{port: 8080}]
 endpoints: [{addresses: [10.244.1.2], nodeName: sd1}]
-"""
+---
+apiVersion: v1
+kind: Secret
+metadata: {name: web, namespace: shop}
+stringData: {any: PASSWORD}
+""".replace("PASSWORD", PASSWORD)
 
 
 @pytest.fixture(params=["bpf", pytest.param("ipvs", marks=needs("ipvs"))])
@@ -280,10 +286,7 @@ def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path) -> None:
     assert dump.files["http/proxyMode.txt"] == agent.mode.encode()
     assert b"--source" in dump.files["http/flagz.txt"] or b"source" in dump.files["http/flagz.txt"]
     assert f"Pid:\t{agent.pid}".encode() in dump.files["node/agent.txt"]
-    header, *events = dump.files["recording.jsonl"].splitlines()
-    assert json.loads(header)["node"] == agent.node.name
-    assert json.loads(events[-1])["complete"]
-    assert b'"web"' in dump.files["recording.jsonl"]
+    assert dump.error("objects/cluster.yaml") == ""
     (share,) = json.loads(dump.files["simulate.json"])["items"]
     assert (share["name"], share["share_after"]) == ("10.244.1.2:8080", 1.0)
     if agent.mode == "ipvs":
@@ -292,6 +295,20 @@ def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path) -> None:
         assert "mode ipvs" in dump.error("inspect/maps.json")
     else:
         assert json.loads(dump.files["inspect/maps.json"])["items"]
+
+    with tarfile.open(path) as tar:
+        tar.extractall(tmp_path)
+    (objects,) = map(str, tmp_path.glob("kbpf-sysdump-*/objects"))
+    assert app.call(["diff", f"{tmp_path}/objects", objects]) == 0
+    programmed = frontends(agent)
+    assert programmed
+    agent.stop()
+    agent.start(extra=("--source", objects))
+    assert frontends(agent) == programmed
+
+
+def frontends(agent: Agent) -> object:
+    return agent.behind() if agent.mode == "ipvs" else plane.dump(agent.entries)["frontends"]
 
 
 # ---- without iproute2 and nft --------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_object_twice_in_one_file_is_reported(run):
 
 def test_missing_folder_is_an_error_at_start(tmp_path):
     folder = FolderSource(tmp_path / "none", lambda event: None)
-    with pytest.raises(ConfigError, match=r"no such folder of objects .*with --source"):
+    with pytest.raises(ConfigError, match="no such folder of objects "):
         folder.start()
 
 
