@@ -395,9 +395,7 @@ class Client:
         self.kept.pop(keep).close()
         return {}
 
-    def many(
-        self, count, host, port, family="4", timeout=None, protocol="tcp", connected=False
-    ):
+    def many(self, count, host, port, family="4", timeout=None, protocol="tcp", connected=False):
         """Dials `count` times, one after the other: how often each server answered, the errors, and
         how many of these came `at_once`.
 
