@@ -22,7 +22,7 @@ from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.health_check import HealthCheck
-from kbpf.serve import exposition, health, kbpf_metrics, protobuf, status_page, zpages
+from kbpf.serve import exposition, health, kbpf_metrics, status_page, zpages
 from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.connections import Handler
 from kbpf.serve.events import EventObject, EventRecorder, Post
@@ -82,7 +82,6 @@ class AgentServer:
                 lambda pause: find_reader().count_traffic(pause),
                 self._format_traffic,
                 lambda: find_reader().refresh_neighbours(),
-                lambda lines: protobuf.encode_page(lines.decode()),
             )
             if find_reader is not None
             else None
@@ -99,7 +98,7 @@ class AgentServer:
         self._config_error = LastError()
         self._listen_errors: dict[str, str] = {}
         self._checks = ServiceCheckPorts(self._http, self.health, self.events, config.node_name)
-        self._metrics_cache: dict[bool, tuple[float, HttpResponse]] = {}
+        self._metrics_cache: tuple[float, HttpResponse] | None = None
 
     def start(self) -> None:
         """Starts answering. Raises ConfigError if an address is in use and
@@ -226,7 +225,7 @@ class AgentServer:
 
     def _handle_metrics(self, request: HttpRequest) -> HttpResponse:
         handlers: dict[str, Callable[[], HttpResponse]] = {
-            "/metrics": lambda: self._metrics_page(protobuf.is_preferred(request.accept)),
+            "/metrics": self._metrics_page,
             "/metrics/slis": lambda: HttpResponse(200, SLIS_BODY, exposition.CONTENT_TYPE),
             "/healthz": lambda: HttpResponse(
                 200, VERBOSE_HEALTHZ_BODY if "verbose" in request.query else b"ok"
@@ -235,26 +234,21 @@ class AgentServer:
             "/healthz/ping": lambda: HttpResponse(200, b"ok"),
             "/proxyMode": lambda: HttpResponse(200, self._mode.encode()),
             "/configz": lambda: HttpResponse(200, self._configz, JSON),
-            "/statusz": lambda: zpages.statusz(
-                request, __version__, kbpf_metrics.process_start_time()
-            ),
-            "/flagz": lambda: zpages.flagz(request, self._flags),
+            "/statusz": lambda: zpages.statusz(__version__, kbpf_metrics.process_start_time()),
+            "/flagz": lambda: zpages.flagz(self._flags),
         }
         return handlers.get(request.path, lambda: NOT_FOUND)()
 
-    def _metrics_page(self, as_protobuf: bool) -> HttpResponse:
-        created, response = self._metrics_cache.get(as_protobuf, (0.0, None))
-        if response is None or time.monotonic() - created >= METRICS_CACHE_S:
-            body, tail = self._format_agent_metrics(), self._collected_lines(as_protobuf)
-            if as_protobuf:
-                body = protobuf.encode_page(body.decode())
-            content_type = protobuf.CONTENT_TYPE if as_protobuf else exposition.CONTENT_TYPE
-            response = HttpResponse(200, body, content_type, body_tail=tail)
-            self._metrics_cache[as_protobuf] = (time.monotonic(), response)
-        return response
+    def _metrics_page(self) -> HttpResponse:
+        now = time.monotonic()
+        if self._metrics_cache is None or now - self._metrics_cache[0] >= METRICS_CACHE_S:
+            body, tail = self._format_agent_metrics(), self._collected_lines()
+            response = HttpResponse(200, body, exposition.CONTENT_TYPE, body_tail=tail)
+            self._metrics_cache = (now, response)
+        return self._metrics_cache[1]
 
-    def _collected_lines(self, as_protobuf: bool = False) -> bytes:
-        return self._collector.scrape(as_protobuf) if self._collector is not None else b""
+    def _collected_lines(self) -> bytes:
+        return self._collector.scrape() if self._collector is not None else b""
 
     def collect(self) -> None:
         """Collects now, in the calling thread, what is otherwise collected in the background."""
