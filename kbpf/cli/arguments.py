@@ -17,7 +17,7 @@ from typing import Any, Final
 from kbpf import __version__
 from kbpf.config import load, preflight
 from kbpf.config.load import LoadedConfig
-from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
+from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError, ConfigErrors, escape_unprintable
 from kbpf.model.config import Config
 
@@ -110,6 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
             **(_OPTIONAL_VALUE if setting.is_boolean else {"metavar": setting.kind.metavar}),
             action="append" if setting.kind.repeatable else "store",
         )
+    for setting in REMOVED_SETTINGS:
+        parser.add_argument(setting.name, dest=setting.name, help=argparse.SUPPRESS)
     help_group = parser.add_argument_group("Help")
     help_group.add_argument("-h", "--help", action="help", help="show this help and exit")
     help_group.add_argument(
@@ -134,7 +136,7 @@ def parse_options(arguments: Sequence[str], environ: Mapping[str, str]) -> RunOp
         arg_parser.error("--cleanup is not a flag of kbpf run; use the command kbpf cleanup")
     explicit_flags = {
         setting.name: ",".join(text) if setting.kind.repeatable else text
-        for setting in SETTINGS
+        for setting in (*SETTINGS, *REMOVED_SETTINGS)
         if (text := values[setting.name]) is not None
     }
     file = values["config"] or environ.get(load.CONFIG_FILE_VARIABLE)

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 import msgspec
 
 from kbpf.config.diagnostic import Diagnostic
+from kbpf.config.settings import REMOVED_SETTINGS
 from kbpf.errors import ConfigError, closest_name, describe_decode_error
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -66,6 +67,8 @@ def parse(data: bytes, where: str, errors: list[ConfigError] | None = None) -> C
                 continue
             try:
                 kind, values = _split_document(document, where)
+                if kind == KBPF:
+                    values = _without_removed(values, notes)
                 if kind in by_kind:
                     raise ConfigError(f"{kind} occurs twice", where, "remove one of them")
                 by_kind[kind] = values
@@ -111,6 +114,16 @@ def _split_document(document: object, where: str) -> tuple[str, Mapping[str, Any
             f"{kind}.apiVersion: {version!r} is not supported", where, f"write {API_VERSIONS[kind]}"
         )
     return kind, {k: v for k, v in document.items() if k not in ("kind", "apiVersion")}
+
+
+def _without_removed(values: Mapping[str, Any], notes: list[Diagnostic]) -> Mapping[str, Any]:
+    """The fields without those of removed settings, which become notes."""
+    fields = dict(values)
+    for setting in REMOVED_SETTINGS:
+        if fields.pop(setting.kbpf, None) is not None:
+            text = f"{KBPF}.{setting.kbpf} has no effect: {setting.text}"
+            notes.append(Diagnostic(text, is_warning=True))
+    return fields
 
 
 def decode(

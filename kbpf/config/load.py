@@ -25,7 +25,7 @@ from kbpf.config.diagnostic import Diagnostic
 from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments, Diagnostics
 from kbpf.config.kbpf_configuration import KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
-from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
+from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
 from kbpf.config.values import ConfigValues
 from kbpf.errors import ConfigError, ConfigErrors, closest_name
 from kbpf.model.address import family_of
@@ -126,6 +126,7 @@ def _read_flags(
     values = ConfigValues()
     ignored: list[str] = []
     notes += _find_unknown_variables(environ)
+    notes += _find_removed_settings(flag_values, environ)
     for setting in SETTINGS:
         flag, variable = setting.name, setting.environment_variable
         if flag_values.get(flag) or (flag in flag_values and setting.kind.accepts_empty):
@@ -164,6 +165,7 @@ TEST_VARIABLE_PREFIXES: Final = ("KBPF_TEST_", "KBPF_BENCH_")
 def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
     variables = {setting.environment_variable for setting in SETTINGS if setting.field}
     variables.add(CONFIG_FILE_VARIABLE)
+    variables |= {setting.environment_variable for setting in REMOVED_SETTINGS}
     for name in sorted(environ):
         if (
             not name.startswith("KBPF_")
@@ -175,6 +177,15 @@ def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             known_name = closest_name(name, sorted(variables))
             hint = f"is {known_name} meant?" if known_name else "it is ignored"
             yield Diagnostic(f"{name} is an unknown variable; {hint}", is_warning=True)
+
+
+def _find_removed_settings(
+    flag_values: Mapping[str, str], environ: Mapping[str, str]
+) -> Iterator[Diagnostic]:
+    for setting in REMOVED_SETTINGS:
+        for origin, given in ((setting.name, flag_values), (setting.environment_variable, environ)):
+            if given.get(origin):
+                yield Diagnostic(f"{origin} has no effect: {setting.text}", is_warning=True)
 
 
 def _find_unused_gates(origin: str, text: str) -> Iterator[Diagnostic]:

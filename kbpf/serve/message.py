@@ -27,15 +27,11 @@ TEXT: Final = "text/plain; charset=utf-8"
 
 
 class HttpRequest(NamedTuple):
-    """A request. `query` is what follows the question mark, not decoded; `host` is the header of
-    this name. `client`: the address that sent it.
-    """
+    """A request. `query` is what follows the question mark, not decoded."""
 
     method: str
     path: str
     query: str
-    host: str = ""
-    client: str = ""
 
 
 class HttpResponse(NamedTuple):
@@ -86,8 +82,7 @@ def parse_head(raw: bytes) -> RequestHead | None:
     length = _parse_length(fields.get("content-length", "0"))
     if length is None or "transfer-encoding" in fields:
         length, close_after = 0, True
-    host = fields.get("host", "")
-    return RequestHead(HttpRequest(request_line[1], *target, host), length, close_after)
+    return RequestHead(HttpRequest(request_line[1], *target), length, close_after)
 
 
 def _parse_length(text: str) -> int | None:

@@ -9,7 +9,7 @@ Event and in the log, and retried every 5 s, as in kube-proxy.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -22,7 +22,7 @@ from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.health_check import HealthCheck
-from kbpf.serve import exposition, health, kbpf_metrics, status_page, zpages
+from kbpf.serve import exposition, health, kbpf_metrics, zpages
 from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.connections import Handler
 from kbpf.serve.events import EventObject, EventRecorder, Post
@@ -32,7 +32,6 @@ from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, HttpServer
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import JSON, HttpRequest, HttpResponse
 from kbpf.serve.service_checks import ServiceCheckPorts
-from kbpf.serve.status_page import StatusPage
 
 log = logging.getLogger("kbpf.serve")
 
@@ -59,7 +58,7 @@ class MetricsReader(Protocol):
 class AgentServer:
     """Serves health, metrics and Events; see the module. Call start() before anything else and
     stop() at the end. `warnings` are Events about the Node, {reason: note}, which are sent when
-    the agent has started. `page_command` prints the page of `--status-page`.
+    the agent has started.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class AgentServer:
         proxy_metrics: KubeProxyMetrics | None = None,
         flags: Mapping[str, str] = MappingProxyType({}),
         warnings: Mapping[str, str] = MappingProxyType({}),
-        page_command: Sequence[str] = (),
     ) -> None:
         self._config, self._mode, self._configz = config, mode, configz
         self._find_reader = find_reader
@@ -91,7 +89,6 @@ class AgentServer:
         self.events = EventRecorder(post_event, config.node_name)
         self._node_reference = EventObject("Node", config.node_name)
         self._http = HttpServer()
-        self._page = StatusPage(config.serving.status_page, page_command)
         self._eligible, self._verification_failed = True, False
         self._status: AgentStatus | None = None
         self._choice: ModeChoice | None = None
@@ -107,7 +104,6 @@ class AgentServer:
         self._http.start()
         if self._collector is not None:
             self._collector.start()
-        self._page.start()
         for text, handler, reason in (
             (self._serving.healthz, self._handle_healthz, "FailedToStartProxierHealthcheck"),
             (self._serving.metrics, self._handle_metrics, "FailedToStartMetricServer"),
@@ -119,7 +115,6 @@ class AgentServer:
         """Closes all ports and stops sending Events."""
         if self._collector is not None:
             self._collector.stop()
-        self._page.stop()
         self.events.stop()
         self._http.stop()
 
@@ -216,8 +211,6 @@ class AgentServer:
                 response = health.livez(self.health.verdict(), threads.list_problems())
             case "/readyz":
                 return health.readyz(self.health.verdict(), self._status)
-            case status_page.PATH:
-                return self._page.respond(request) or NOT_FOUND
             case _:
                 return NOT_FOUND
         self.proxy_metrics.record_probe(request.path[1:], response.status)
