@@ -34,7 +34,7 @@ static __always_inline struct latencies *latencies_of(u32 service)
 }
 
 /* The index of the first bucket whose upper bound is not exceeded. The bound of bucket i is
- * 2^(i - LATENCY_EXPONENT) seconds: those of Prometheus' native histograms with schema 0. */
+ * 2^(i - LATENCY_EXPONENT) seconds. */
 static __always_inline u64 latency_bucket(u64 ns)
 {
 	u64 scaled = ns << LATENCY_EXPONENT;

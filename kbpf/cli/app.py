@@ -93,7 +93,6 @@ def typer_app() -> "Typer":
         check,
         cleanup,
         compile,
-        completion,
         config,
         demo,
         inspect,
@@ -133,7 +132,7 @@ def typer_app() -> "Typer":
     app.command(
         "run", add_help_option=False, help=agent.SUMMARY,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(completion.run_command() if completion.is_completing() else run)  # fmt: skip
+    )(run)  # fmt: skip
 
     app.add_typer(inspect.app, name="inspect")
     app.add_typer(config.app, name="config")

@@ -56,7 +56,7 @@ def demo(
     bpffs that it mounted on /sys/fs/bpf.
     """
     if not once and not output.is_text:
-        raise typer.BadParameter(f"{output.name} requires --once", param_hint="-o")
+        raise typer.BadParameter(f"{output} requires --once", param_hint="-o")
     from kbpf.demo.scene import DemoScene
 
     backends = 3 if once else 4

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kbpf.cli import completion, listing, render
+from kbpf.cli import listing, render
 from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, Watch
 from kbpf.errors import KbpfError
 from kbpf.model.inspection import Part
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str,
-    typer.Argument(
-        metavar="NAMESPACE/NAME", help="The Service; without a namespace, default.",
-        autocompletion=completion.complete_services,
-    ),
-]  # fmt: skip
+    typer.Argument(metavar="NAMESPACE/NAME", help="The Service; without a namespace, default."),
+]
 Kubeconfig = Annotated[
     Path | None,
     typer.Option(
@@ -43,11 +40,11 @@ NodeName = Annotated[
 
 
 def endpoints(
-    name: Name, namespace: listing.Namespace = "", field_selector: listing.FieldSelector = "",
-    labels: listing.Labels = "", no_headers: listing.NoHeaders = False,
-    sort_by: listing.SortBy = "", limit: listing.Limit = 0, output: OutputOption = Output.TABLE,
-    repeat: Watch = False, no_pager: listing.NoPager = False, kubeconfig: Kubeconfig = None,
-    node: NodeName = "", pin_dir: PinDir = DEFAULT.pin_dir,
+    name: Name, namespace: listing.Namespace = "", labels: listing.Labels = "",
+    no_headers: listing.NoHeaders = False, sort_by: listing.SortBy = "", limit: listing.Limit = 0,
+    output: OutputOption = Output.TABLE, repeat: Watch = False,
+    no_pager: listing.NoPager = False, kubeconfig: Kubeconfig = None, node: NodeName = "",
+    pin_dir: PinDir = DEFAULT.pin_dir,
 ) -> None:  # fmt: skip
     """List the endpoints of a Service: Pod, node, zone, state, and whether and why clients of this
     node reach it. Asks the API server; everything else that `inspect` shows is read from this node.
@@ -59,7 +56,7 @@ def endpoints(
     service = listing.split_name(name, namespace)
     cluster = Cluster(find_access(kubeconfig))
     node = node or own_node_name(pin_dir)
-    selection = listing.Selection("", field_selector, sort_by, limit)
+    selection = listing.Selection("", sort_by, limit)
 
     def read() -> Page:
         objects = one_service.read(cluster, service[0] or "default", service[1], node)

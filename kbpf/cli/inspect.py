@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from kbpf.cli import completion, listing, render
+from kbpf.cli import listing, render
 from kbpf.cli.endpoints import endpoints
 from kbpf.cli.listing import AllNamespaces, Namespace, Selection
 from kbpf.cli.options import (
@@ -69,7 +69,6 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        autocompletion=completion.complete_services,
         help="The Service: NAME, NAMESPACE/NAME, or IP or IP:PORT of one of its frontends or "
         "endpoints, or :PORT, a NodePort, or the name of a Pod behind it.",
     ),
@@ -83,23 +82,16 @@ BackendName = Annotated[
     ),
 ]
 Service = Annotated[
-    str,
-    typer.Option(
-        "--service", metavar="NAMESPACE/NAME", help="Only to this Service.",
-        autocompletion=completion.complete_services,
-    ),
-]  # fmt: skip
+    str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only to this Service.")
+]
 Client = Annotated[str, typer.Option("--client", metavar="ADDRESS", help="Only from this client.")]
 Backend = Annotated[str, typer.Option("--backend", metavar="ADDRESS", help="Only to this backend.")]
 State = Annotated[ConnectionState | None, typer.Option("--state", help="Only in this state.")]
 Expired = Annotated[bool, typer.Option("--expired", help="Include expired connections.")]
 Pod = Annotated[
     str,
-    typer.Option(
-        "--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client.",
-        autocompletion=completion.complete_pods,
-    ),
-]  # fmt: skip
+    typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client."),
+]
 Since = Annotated[
     str, typer.Option("--since", metavar="DURATION", help="Only of the last DURATION: 30s, 5m, 2h.")
 ]
@@ -141,7 +133,6 @@ NAMESPACE: Final = {"namespace": (Namespace, ""), "all_namespaces": (AllNamespac
 """The options of views whose rows are of Services."""
 
 LIST: Final = {
-    "field_selector": (listing.FieldSelector, ""),
     "labels": (listing.Labels, ""),
     "no_headers": (listing.NoHeaders, False),
     "sort_by": (listing.SortBy, ""),
@@ -297,10 +288,8 @@ def _selection(view: View, values: dict[str, Any]) -> Selection:
     if not view.is_list:
         return Selection()
     is_chosen = view.namespaced and not values["all_namespaces"]
-    return Selection(
-        values["namespace"] if is_chosen else "", values["field_selector"], values["sort_by"],
-        values["limit"],
-    )  # fmt: skip
+    namespace = values["namespace"] if is_chosen else ""
+    return Selection(namespace, values["sort_by"], values["limit"])
 
 
 class Format(NamedTuple):

@@ -1,23 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all lists can do: choose rows by namespace and by field, order them, and limit them."""
+"""What all lists can do: choose rows by namespace, order them, and limit them."""
 
-from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import msgspec
 import typer
 
-from kbpf.cli import completion, jsonpath
-from kbpf.cli.options import split_at_commas
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Page
 
-Namespace = Annotated[
-    str,
-    typer.Option(
-        "-n", "--namespace", help="Only this namespace.",
-        autocompletion=completion.complete_namespaces,
-    ),
-]  # fmt: skip
+Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Only this namespace.")]
 AllNamespaces = Annotated[
     bool, typer.Option("-A", "--all-namespaces", help="All namespaces, as without -n.")
 ]
@@ -34,13 +24,6 @@ NoPager = Annotated[
     bool,
     typer.Option("--no-pager", help="Print long output at once; on a terminal less shows it."),
 ]
-FieldSelector = Annotated[
-    str,
-    typer.Option(
-        "--field-selector", metavar="FIELD=VALUE,...",
-        help="Only rows with these fields of -o json; also !=.",
-    ),
-]  # fmt: skip
 
 
 def _refuse_labels(labels: str) -> str:
@@ -78,19 +61,15 @@ class Selection(NamedTuple):
     """The rows to show, and their order: the values of the options above."""
 
     namespace: str = ""
-    field_selector: str = ""
     sort_by: str = ""
     limit: int = 0
 
     def apply(self, page: Page) -> Page:
         """The page with these rows. Raises typer.BadParameter."""
-        tests = self._tests(page.kind)
-
-        def keep(row: Any) -> bool:
-            return all(test(row) for test in tests)
-
+        namespaces = page.kind.namespaces if self.namespace else None
+        keep = (lambda row: self.namespace in namespaces(row)) if namespaces else None
         try:
-            page = page.refined(keep if tests else None, self.sort_by, self.limit)
+            page = page.refined(keep, self.sort_by, self.limit)
         except KeyError:
             titles = ", ".join(column.title for column in page.columns)
             raise typer.BadParameter(
@@ -99,44 +78,3 @@ class Selection(NamedTuple):
         if page.empty and self.namespace:
             return page.with_empty(f"No resources found in {self.namespace} namespace.")
         return page
-
-    def _tests(self, kind: Kind) -> list[Callable[[Any], bool]]:
-        tests = [_field_test(kind, part) for part in split_at_commas(self.field_selector) if part]
-        if self.namespace and (namespaces := kind.namespaces):
-            tests.append(lambda row: self.namespace in namespaces(row))
-        return tests
-
-
-def _field_test(kind: Kind, text: str) -> Callable[[Any], bool]:
-    """The test of ``FIELD=VALUE``, ``FIELD==VALUE`` or ``FIELD!=VALUE``: a field of an item, or one
-    below it; of a list any element.
-    """
-    field, equals, value = text.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{text} is not FIELD=VALUE", param_hint="--field-selector")
-    negated, value = field.endswith("!"), value.removeprefix("=")
-    try:
-        path = parse_item_path(kind, field.removesuffix("!"))
-    except jsonpath.JsonPathError as error:
-        raise typer.BadParameter(str(error), param_hint="--field-selector") from None
-
-    def test(row: Any) -> bool:
-        values = jsonpath.evaluate(path, msgspec.to_builtins(row))
-        texts = [
-            jsonpath.format_value(each)
-            for value in values
-            for each in (value if isinstance(value, jsonpath.LISTS) else (value,))
-        ]
-        return (value in texts) != negated
-
-    return test
-
-
-def parse_item_path(kind: Kind, text: str) -> jsonpath.Path:
-    """The path of a field of an item. Raises JsonPathError if items have no such field."""
-    assert kind.item is not None
-    names = [field.name for field in msgspec.structs.fields(kind.item)]
-    name = jsonpath.first_field(text)
-    if name and name not in names:
-        raise jsonpath.JsonPathError(f"no field {name}; there are {', '.join(names)}")
-    return jsonpath.parse_path(text)

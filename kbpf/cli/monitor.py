@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kbpf.cli import completion, listing, render
+from kbpf.cli import listing, render
 from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir
 from kbpf.config import durations
 from kbpf.errors import ConfigError, NotFoundError
@@ -44,7 +44,6 @@ Service = Annotated[
     typer.Option(
         "--service", metavar="NAMESPACE/NAME",
         help="Only to this Service: also IP, IP:PORT or :PORT, as in `inspect service`.",
-        autocompletion=completion.complete_services,
     ),
 ]  # fmt: skip
 Pod = Annotated[
@@ -52,7 +51,6 @@ Pod = Annotated[
     typer.Option(
         "--pod", metavar="NAMESPACE/NAME",
         help="Only from sockets of this Pod of this node.",
-        autocompletion=completion.complete_pods,
     ),
 ]  # fmt: skip
 Address = Annotated[

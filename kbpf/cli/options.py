@@ -9,16 +9,14 @@ and a variable over the file.
 the command reports the problem itself, with its own exit code.
 """
 
-import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kbpf.cli import jsonpath
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
 
@@ -28,85 +26,25 @@ if TYPE_CHECKING:
 DEFAULT: Final = Config()
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An output format. `argument`: what follows ``jsonpath=`` or ``custom-columns=``."""
+class Output(StrEnum):
+    """An output format."""
 
-    name: str
-    argument: str = ""
-    TABLE: ClassVar["Output"]
-    WIDE: ClassVar["Output"]
-    JSON: ClassVar["Output"]
-    YAML: ClassVar["Output"]
-    NAME: ClassVar["Output"]
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.argument}" if self.argument else self.name
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+    NAME = "name"
 
     @property
     def is_text(self) -> bool:
         """Whether people read it: notes are printed as well."""
-        return self.name in ("table", "wide")
-
-
-Output.TABLE, Output.WIDE, Output.JSON, Output.YAML, Output.NAME = map(
-    Output, ("table", "wide", "json", "yaml", "name")
-)
-FORMATS: Final = (Output.TABLE, Output.WIDE, Output.JSON, Output.YAML, Output.NAME)
-JSONPATH: Final = "jsonpath"
-CUSTOM_COLUMNS: Final = "custom-columns"
-
-
-def parse_output(text: "str | Output") -> Output:
-    """Parses the value of -o. Raises typer.BadParameter."""
-    if isinstance(text, Output):  # the default
-        return text
-    name, equals, argument = text.partition("=")
-    if equals and name in (JSONPATH, CUSTOM_COLUMNS):
-        try:
-            jsonpath.parse_template(argument) if name == JSONPATH else parse_columns(argument)
-        except jsonpath.JsonPathError as error:
-            raise typer.BadParameter(str(error)) from None
-        return Output(name, argument)
-    for output in FORMATS:
-        if text == output.name:
-            return output
-    names = ", ".join(output.name for output in FORMATS)
-    raise typer.BadParameter(
-        f"{text!r} is not one of {names}, {JSONPATH}=TEMPLATE, {CUSTOM_COLUMNS}=TITLE:PATH,..."
-    )
-
-
-def parse_columns(text: str) -> list[tuple[str, str]]:
-    """Parses ``TITLE:PATH,TITLE:PATH``. Raises jsonpath.JsonPathError."""
-    columns = []
-    for part in split_at_commas(text):
-        title, colon, path = part.partition(":")
-        if not title or not colon:
-            raise jsonpath.JsonPathError(f"a column is TITLE:PATH, not {part!r}")
-        jsonpath.parse_path(path)
-        columns.append((title, path))
-    return columns
-
-
-def split_at_commas(text: str) -> list[str]:
-    """The parts between commas that are not inside brackets."""
-    return re.split(r",(?![^\[]*\])", text)
-
-
-def complete_output(incomplete: str) -> list[str]:
-    names = [*(output.name for output in FORMATS), f"{JSONPATH}=", f"{CUSTOM_COLUMNS}="]
-    return [name for name in names if name.startswith(incomplete)]
+        return self in (Output.TABLE, Output.WIDE)
 
 
 OutputOption = Annotated[
     Output,
-    typer.Option(
-        "-o", "--output", parser=parse_output, autocompletion=complete_output,
-        metavar="table|wide|json|yaml|name|jsonpath=...|custom-columns=...",
-        help="Output format.",
-    ),
-]  # fmt: skip
+    typer.Option("-o", "--output", metavar="table|wide|json|yaml|name", help="Output format."),
+]
 PinDir = Annotated[
     Path,
     typer.Option(

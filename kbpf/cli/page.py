@@ -12,7 +12,7 @@ def page(
     state_dir: StateDir = DEFAULT.state_dir, ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:  # fmt: skip
     """Print the state of this node as an HTML page: Services, backends, failed connections, maps.
-    The page needs no other file. The agent serves it with --status-page.
+    The page needs no other file.
     """
     from kbpf.dataplane import inspect as dataplane
     from kbpf.views import html_page

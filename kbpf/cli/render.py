@@ -17,10 +17,9 @@ from typing import Any, Final
 import msgspec
 import typer
 
-from kbpf.cli import jsonpath, terminal
-from kbpf.cli.listing import parse_item_path
-from kbpf.cli.options import CUSTOM_COLUMNS, JSONPATH, Output, parse_columns
-from kbpf.errors import NotFoundError, escape_unprintable
+from kbpf.cli import terminal
+from kbpf.cli.options import Output
+from kbpf.errors import escape_unprintable
 from kbpf.views.columns import Column
 from kbpf.views.page import API_VERSION, Page
 from kbpf.views.text import GAP
@@ -70,11 +69,6 @@ def render_page(page: Page, output: Output, titles: bool = True, limit: int = 0)
         yield from _render_document(page, output)
     elif output == Output.NAME:
         yield from _render_names(page)
-    elif output.name == JSONPATH:
-        yield from _render_template(page, output.argument)
-    elif output.name == CUSTOM_COLUMNS:
-        columns = _custom_columns(page, output.argument)
-        yield from _stream_table(page.rows, columns, True, titles, limit)
     else:
         if page.text is not None:
             yield page.text(output == Output.WIDE) + ("\n\n" if page.columns else "\n")
@@ -194,36 +188,6 @@ def _render_names(page: Page) -> Iterator[str]:
     for name, _ in groupby(map(page.kind.item_name, page.rows)):
         if name:
             yield escape_unprintable(name) + "\n"
-
-
-def _render_template(page: Page, text: str) -> Iterator[str]:
-    document = _document_fields(page)
-    if page.kind.item is not None:
-        document["items"] = [msgspec.to_builtins(row) for row in page.rows]
-    try:
-        yield from jsonpath.render(jsonpath.parse_template(text), document)
-    except jsonpath.JsonPathError as error:
-        raise NotFoundError(str(error)) from None
-
-
-def _custom_columns(page: Page, text: str) -> list[Column]:
-    """The columns of -o custom-columns. Raises typer.BadParameter."""
-    if page.kind.item is None:
-        raise typer.BadParameter(f"{page.kind.name} is no list", param_hint="-o")
-
-    def column(title: str, path: jsonpath.Path) -> Column:
-        def text(row: Any) -> str:
-            values = jsonpath.evaluate(path, msgspec.to_builtins(row))
-            return ",".join("-" if v is None else jsonpath.format_value(v) for v in values) or "-"
-
-        return Column(title, text)
-
-    try:
-        return [
-            column(title, parse_item_path(page.kind, path)) for title, path in parse_columns(text)
-        ]
-    except jsonpath.JsonPathError as error:
-        raise typer.BadParameter(str(error), param_hint="-o") from None
 
 
 WATCH_SECONDS: Final = 2.0

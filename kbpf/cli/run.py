@@ -149,18 +149,8 @@ def _run_agent(
     configz_document = format_configz(config)
     warnings = {note.event: note.text for note in loaded.notes if note.event}
     server = AgentServer(
-        config,
-        plane.choice.mode,
-        lambda: plane.shared,
-        _event_poster(cluster),
-        configz_document,
-        proxy_metrics,
-        options.flags,
-        warnings,
-        children.python_command(
-            "kbpf", "page", "--pin-dir", str(config.pin_dir.absolute()),
-            "--state-dir", str(config.state_dir.absolute()), "--ipvs-device", config.ipvs_device,
-        ),
+        config, plane.choice.mode, lambda: plane.shared, _event_poster(cluster), configz_document,
+        proxy_metrics, options.flags, warnings,
     )  # fmt: skip
     agent = Agent(config, plane, source_factory(config, cluster), server)
     if cluster is not None:

@@ -89,18 +89,10 @@ def _describe_fields(definition: dict[str, Any]) -> None:
     definition["required"] = list(definition["properties"])
 
 
-def complete_kind(incomplete: str) -> list[str]:
-    return [kind.name for kind in list_kinds() if kind.name.startswith(incomplete)]
-
-
 def schema(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="[KIND]",
-            help="Only of this kind: ServiceList, Status, ...",
-            autocompletion=complete_kind,
-        ),
+        typer.Argument(metavar="[KIND]", help="Only of this kind: ServiceList, Status, ..."),
     ] = "",
 ) -> None:
     """Print the JSON Schema of what commands print with -o json and -o yaml."""

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from kbpf.cli import completion, render
+from kbpf.cli import render
 from kbpf.cli.endpoints import Kubeconfig
 from kbpf.cli.options import DEFAULT, CacheDir, ConfigFile, Output, OutputOption, PinDir, StateDir
 from kbpf.errors import KbpfError, KernelError, ObjectError
@@ -37,7 +37,6 @@ From = Annotated[
     str,
     typer.Argument(
         metavar="FROM",
-        autocompletion=completion.complete_clients,
         help="host, outside, an IP of a client outside, or NAMESPACE/NAME of a Pod of this node.",
     ),
 ]
@@ -45,7 +44,6 @@ To = Annotated[
     str,
     typer.Argument(
         metavar="TO",
-        autocompletion=completion.complete_services,
         help="IP:PORT[/udp], NAMESPACE/NAME[:PORT] of a Service, or a URL.",
     ),
 ]

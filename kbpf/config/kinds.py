@@ -15,7 +15,6 @@ from kbpf.model.config import (
     LocalMode,
     ServiceAnnotations,
     SocketLb,
-    StatusPageAccess,
 )
 from kbpf.model.objects import Algorithm
 
@@ -131,7 +130,6 @@ FORWARDING: Final = _one_of(("auto", "stack", "direct", "netfilter"))
 ALGORITHM: Final = _one_of(Algorithm)
 SERVICE_ANNOTATIONS: Final = _one_of(ServiceAnnotations)
 ACCOUNTING: Final = _one_of(Accounting)
-STATUS_PAGE: Final = _one_of(StatusPageAccess)
 WATCH_NODES: Final = Kind(parsers.watch_nodes, "auto|own|all")
 LOCAL_MODE: Final = Kind(
     parsers.local_mode, "MODE", write=lambda mode: str(mode or LocalMode.CLUSTER_CIDR)

@@ -317,10 +317,6 @@ SETTINGS: Final = (
     Setting("--metrics-bind-address", "serving.metrics", kinds.METRICS, SERVING,
         "the address of /metrics, /configz and others; empty: none (default 127.0.0.1:10249)",
         kube_proxy="metricsBindAddress"),
-    Setting("--status-page", "serving.status_page", kinds.STATUS_PAGE, SERVING,
-        "who may read a page about this node, with Services and failed connections, at / of the "
-        "port of /healthz: no client, those on this node, or all (default off)",
-        kbpf="statusPage"),
     Setting("--bind-address-hard-fail", "serving.hard_fail", kinds.BOOLEAN, SERVING,
         "whether the agent exits if one of these addresses is in use; otherwise it retries "
         "(default false)", kube_proxy="bindAddressHardFail"),
@@ -376,6 +372,8 @@ SETTINGS: Final = (
 REMOVED_SETTINGS: Final = (
     Setting("--source-speed", "", kinds.TEXT, "", "`--source` is a folder of YAML",
         kbpf="sourceSpeed"),
+    Setting("--status-page", "", kinds.TEXT, "", "`kbpf page` prints the page about a node",
+        kbpf="statusPage"),
 )
 """Settings that this version still accepts, with a warning that they have no effect (`text`: why).
 The next version refuses them.

@@ -26,16 +26,6 @@ class Accounting(StrEnum):
     FULL = "full"
 
 
-class StatusPageAccess(StrEnum):
-    """Who may read the page about this node on the health port: no client, those on this node, or
-    all.
-    """
-
-    OFF = "off"
-    LOCAL = "local"
-    ALL = "all"
-
-
 class ServiceAnnotations(StrEnum):
     """Which Service annotations apply: none, kbpf.io/algorithm, or kbpf.io/weights as well."""
 
@@ -95,9 +85,6 @@ class Serving:
 
     latency_series: int = 0
     """Maximum number of Service ports with histograms of their latencies."""
-
-    status_page: StatusPageAccess = StatusPageAccess.OFF
-    """Who may read the page about this node, on the port of /healthz."""
 
 
 MAX_CONNTRACK_ENTRIES: Final = 1_048_576

@@ -83,9 +83,7 @@ class ConnectionStats(NamedTuple):
 
 LATENCY_EXPONENT: Final = 16
 LATENCY_BOUNDS: Final = tuple(2.0 ** (index - LATENCY_EXPONENT) for index in range(23))
-"""The upper bounds of the buckets of a latency, in seconds: powers of two, as in Prometheus' native
-histograms with schema 0.
-"""
+"""The upper bounds of the buckets of a latency, in seconds."""
 
 
 class Latency(NamedTuple):

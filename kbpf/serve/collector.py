@@ -2,8 +2,7 @@
 """Collects expensive metrics in the background, so that a scrape never waits for them.
 
 The thread `counting` walks the connections, formats the result and stores the lines; a scrape only
-copies them, however many connections there are. If a Prometheus wants them in protobuf, the thread
-converts them as well: of 1,000 Services that takes 0.2 s, of 1,000 histograms 0.7 s.
+copies them, however many connections there are.
 
 While /metrics is being scraped it repeats the walk, using at most MAX_CPU_SHARE of one CPU. When
 nothing scrapes, it still runs every IDLE_COLLECT_INTERVAL_S, because walking the maps also cleans
@@ -14,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from kbpf.errors import KbpfError, LastError
 from kbpf.kernel.system import threads
@@ -36,17 +35,10 @@ PAUSE_RATIO: Final = 3.0
 MAX_PAUSE_S: Final = 0.1
 
 
-class _CollectedPage(NamedTuple):
-    """The lines of one collection, and the same converted; None: not yet."""
-
-    lines: bytes
-    encoded: bytes | None
-
-
 class BackgroundCollector:
     """Collects in a separate thread; see the module. Call start() and stop() once each; the other
     methods are thread-safe. `refresh` is called before each collection, and limits its own CPU
-    time. `encode` converts the lines.
+    time.
     """
 
     def __init__(
@@ -54,13 +46,12 @@ class BackgroundCollector:
         count_traffic: Callable[[Pause], TrafficStats],
         format_traffic: Callable[[TrafficStats], list[str]],
         refresh: Callable[[], None] = lambda: None,
-        encode: Callable[[bytes], bytes] = bytes,
     ) -> None:
         self._count_traffic, self._format_traffic = count_traffic, format_traffic
-        self._refresh, self._encode = refresh, encode
-        self._page = _CollectedPage(b"", b"")
+        self._refresh = refresh
+        self._lines = b""
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._last_scrape = self._last_encoded_scrape = float("-inf")
+        self._last_scrape = float("-inf")
         self._error = LastError()
         self._thread: threads.SupervisedThread | None = None
 
@@ -74,22 +65,13 @@ class BackgroundCollector:
         if self._thread is not None:
             self._thread.stop()
 
-    def scrape(self, as_encoded: bool = False) -> bytes:
+    def scrape(self) -> bytes:
         """Returns the lines of the last collection (empty before the first) and keeps collection
-        active. `as_encoded`: converted; only the first such scrape has to wait for that.
+        active.
         """
         self._last_scrape = time.monotonic()
-        page = self._page
         self._wake.set()
-        if not as_encoded:
-            return page.lines
-        self._last_encoded_scrape = self._last_scrape
-        if page.encoded is not None:
-            return page.encoded
-        encoded = self._encode(page.lines)
-        if self._page is page:
-            self._page = page._replace(encoded=encoded)
-        return encoded
+        return self._lines
 
     def collect(self, pause: Pause = lambda: None) -> None:
         """Collects now, in the calling thread."""
@@ -98,14 +80,11 @@ class BackgroundCollector:
         except KbpfError as error:
             if self._error.replace(error):
                 log.warning("cannot count connections; retrying: %s", error)
-            self._page = _CollectedPage(b"", b"")
+            self._lines = b""
             return
         self._error.replace(None)
         pause()
-        lines = "".join(f"{line}\n" for line in self._format_traffic(traffic)).encode()
-        pause()
-        is_wanted = time.monotonic() - self._last_encoded_scrape <= ACTIVE_AFTER_SCRAPE_S
-        self._page = _CollectedPage(lines, self._encode(lines) if is_wanted else None)
+        self._lines = "".join(f"{line}\n" for line in self._format_traffic(traffic)).encode()
 
     # ---- in the thread ---------------------------------------------------------------------
 

@@ -75,7 +75,6 @@ class Connection:
     __slots__ = (
         "body_remaining",
         "buffer",
-        "client",
         "close_after",
         "deadline",
         "handler",
@@ -85,8 +84,8 @@ class Connection:
         "sock",
     )
 
-    def __init__(self, sock: socket.socket, client: str, handler: Handler, now: float) -> None:
-        self.sock, self.client = sock, client
+    def __init__(self, sock: socket.socket, handler: Handler, now: float) -> None:
+        self.sock = sock
         self.handler = handler
         self.buffer = bytearray()
         self.pending: list[memoryview] = []
@@ -117,12 +116,12 @@ class Connections:
     def deadlines(self) -> Iterator[float]:
         return (connection.deadline for connection in self._open)
 
-    def add(self, sock: socket.socket, client: str, handler: Handler) -> None:
-        """Takes over an accepted socket. `client`: the address of its peer."""
+    def add(self, sock: socket.socket, handler: Handler) -> None:
+        """Takes over an accepted socket."""
         if len(self._open) >= MAX_CONNECTIONS:
             self._close(next(iter(self._open)))
         sock.setblocking(False)
-        connection = Connection(sock, client, handler, self._clock())
+        connection = Connection(sock, handler, self._clock())
         self._open[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
         # Most requests have arrived by now. Answered at once, a client cannot lose its
@@ -187,7 +186,7 @@ class Connections:
             return
         connection.body_remaining, connection.close_after = head.body_length, head.close_after
         try:
-            response = connection.handler(head.request._replace(client=connection.client))
+            response = connection.handler(head.request)
         except Exception:
             self._faults.log(f"request failed path={head.request.path!r}")
             response = HttpResponse(500, b"internal error\n")

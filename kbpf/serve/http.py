@@ -210,12 +210,12 @@ class HttpServer:
             if listener.closed:
                 return
             try:
-                sock, address = listener.sock.accept()
+                sock, _ = listener.sock.accept()
             except OSError as error:  # usually the client has already gone
                 if error.errno in RESOURCE_ERRNOS:
                     self._free_descriptors(listener)
                 return
-            self._connections.add(sock, address[0], listener.handler)
+            self._connections.add(sock, listener.handler)
 
     def _free_descriptors(self, listener: HttpListener) -> None:
         """Out of file descriptors: closes the least active connections and pauses this port for a

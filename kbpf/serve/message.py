@@ -27,17 +27,11 @@ TEXT: Final = "text/plain; charset=utf-8"
 
 
 class HttpRequest(NamedTuple):
-    """A request. `query` is what follows the question mark, not decoded; `accept`, `user_agent`
-    and `host` are the headers of these names. `client`: the address that sent it.
-    """
+    """A request. `query` is what follows the question mark, not decoded."""
 
     method: str
     path: str
     query: str
-    accept: str = ""
-    user_agent: str = ""
-    host: str = ""
-    client: str = ""
 
 
 class HttpResponse(NamedTuple):
@@ -88,8 +82,7 @@ def parse_head(raw: bytes) -> RequestHead | None:
     length = _parse_length(fields.get("content-length", "0"))
     if length is None or "transfer-encoding" in fields:
         length, close_after = 0, True
-    texts = (fields.get(name, "") for name in ("accept", "user-agent", "host"))
-    return RequestHead(HttpRequest(request_line[1], *target, *texts), length, close_after)
+    return RequestHead(HttpRequest(request_line[1], *target), length, close_after)
 
 
 def _parse_length(text: str) -> int | None:

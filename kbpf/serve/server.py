@@ -9,7 +9,7 @@ Event and in the log, and retried every 5 s, as in kube-proxy.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -22,7 +22,7 @@ from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.health_check import HealthCheck
-from kbpf.serve import exposition, health, kbpf_metrics, protobuf, status_page, zpages
+from kbpf.serve import exposition, health, kbpf_metrics, zpages
 from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.connections import Handler
 from kbpf.serve.events import EventObject, EventRecorder, Post
@@ -32,7 +32,6 @@ from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, HttpServer
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import JSON, HttpRequest, HttpResponse
 from kbpf.serve.service_checks import ServiceCheckPorts
-from kbpf.serve.status_page import StatusPage
 
 log = logging.getLogger("kbpf.serve")
 
@@ -59,7 +58,7 @@ class MetricsReader(Protocol):
 class AgentServer:
     """Serves health, metrics and Events; see the module. Call start() before anything else and
     stop() at the end. `warnings` are Events about the Node, {reason: note}, which are sent when
-    the agent has started. `page_command` prints the page of `--status-page`.
+    the agent has started.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class AgentServer:
         proxy_metrics: KubeProxyMetrics | None = None,
         flags: Mapping[str, str] = MappingProxyType({}),
         warnings: Mapping[str, str] = MappingProxyType({}),
-        page_command: Sequence[str] = (),
     ) -> None:
         self._config, self._mode, self._configz = config, mode, configz
         self._find_reader = find_reader
@@ -82,7 +80,6 @@ class AgentServer:
                 lambda pause: find_reader().count_traffic(pause),
                 self._format_traffic,
                 lambda: find_reader().refresh_neighbours(),
-                lambda lines: protobuf.encode_page(lines.decode()),
             )
             if find_reader is not None
             else None
@@ -92,14 +89,13 @@ class AgentServer:
         self.events = EventRecorder(post_event, config.node_name)
         self._node_reference = EventObject("Node", config.node_name)
         self._http = HttpServer()
-        self._page = StatusPage(config.serving.status_page, page_command)
         self._eligible, self._verification_failed = True, False
         self._status: AgentStatus | None = None
         self._choice: ModeChoice | None = None
         self._config_error = LastError()
         self._listen_errors: dict[str, str] = {}
         self._checks = ServiceCheckPorts(self._http, self.health, self.events, config.node_name)
-        self._metrics_cache: dict[bool, tuple[float, HttpResponse]] = {}
+        self._metrics_cache: tuple[float, HttpResponse] | None = None
 
     def start(self) -> None:
         """Starts answering. Raises ConfigError if an address is in use and
@@ -108,7 +104,6 @@ class AgentServer:
         self._http.start()
         if self._collector is not None:
             self._collector.start()
-        self._page.start()
         for text, handler, reason in (
             (self._serving.healthz, self._handle_healthz, "FailedToStartProxierHealthcheck"),
             (self._serving.metrics, self._handle_metrics, "FailedToStartMetricServer"),
@@ -120,7 +115,6 @@ class AgentServer:
         """Closes all ports and stops sending Events."""
         if self._collector is not None:
             self._collector.stop()
-        self._page.stop()
         self.events.stop()
         self._http.stop()
 
@@ -217,8 +211,6 @@ class AgentServer:
                 response = health.livez(self.health.verdict(), threads.list_problems())
             case "/readyz":
                 return health.readyz(self.health.verdict(), self._status)
-            case status_page.PATH:
-                return self._page.respond(request) or NOT_FOUND
             case _:
                 return NOT_FOUND
         self.proxy_metrics.record_probe(request.path[1:], response.status)
@@ -226,7 +218,7 @@ class AgentServer:
 
     def _handle_metrics(self, request: HttpRequest) -> HttpResponse:
         handlers: dict[str, Callable[[], HttpResponse]] = {
-            "/metrics": lambda: self._metrics_page(protobuf.is_preferred(request.accept)),
+            "/metrics": self._metrics_page,
             "/metrics/slis": lambda: HttpResponse(200, SLIS_BODY, exposition.CONTENT_TYPE),
             "/healthz": lambda: HttpResponse(
                 200, VERBOSE_HEALTHZ_BODY if "verbose" in request.query else b"ok"
@@ -235,26 +227,21 @@ class AgentServer:
             "/healthz/ping": lambda: HttpResponse(200, b"ok"),
             "/proxyMode": lambda: HttpResponse(200, self._mode.encode()),
             "/configz": lambda: HttpResponse(200, self._configz, JSON),
-            "/statusz": lambda: zpages.statusz(
-                request, __version__, kbpf_metrics.process_start_time()
-            ),
-            "/flagz": lambda: zpages.flagz(request, self._flags),
+            "/statusz": lambda: zpages.statusz(__version__, kbpf_metrics.process_start_time()),
+            "/flagz": lambda: zpages.flagz(self._flags),
         }
         return handlers.get(request.path, lambda: NOT_FOUND)()
 
-    def _metrics_page(self, as_protobuf: bool) -> HttpResponse:
-        created, response = self._metrics_cache.get(as_protobuf, (0.0, None))
-        if response is None or time.monotonic() - created >= METRICS_CACHE_S:
-            body, tail = self._format_agent_metrics(), self._collected_lines(as_protobuf)
-            if as_protobuf:
-                body = protobuf.encode_page(body.decode())
-            content_type = protobuf.CONTENT_TYPE if as_protobuf else exposition.CONTENT_TYPE
-            response = HttpResponse(200, body, content_type, body_tail=tail)
-            self._metrics_cache[as_protobuf] = (time.monotonic(), response)
-        return response
+    def _metrics_page(self) -> HttpResponse:
+        now = time.monotonic()
+        if self._metrics_cache is None or now - self._metrics_cache[0] >= METRICS_CACHE_S:
+            body, tail = self._format_agent_metrics(), self._collected_lines()
+            response = HttpResponse(200, body, exposition.CONTENT_TYPE, body_tail=tail)
+            self._metrics_cache = (now, response)
+        return self._metrics_cache[1]
 
-    def _collected_lines(self, as_protobuf: bool = False) -> bytes:
-        return self._collector.scrape(as_protobuf) if self._collector is not None else b""
+    def _collected_lines(self) -> bytes:
+        return self._collector.scrape() if self._collector is not None else b""
 
     def collect(self) -> None:
         """Collects now, in the calling thread, what is otherwise collected in the background."""

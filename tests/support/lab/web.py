@@ -16,14 +16,12 @@ class Got(NamedTuple):
     body: bytes
 
 
-def get(
-    netns: str | None, host: str, port: int, path: str = "/", method: str = "GET", **headers: str
-) -> Got:
+def get(netns: str | None, host: str, port: int, path: str = "/", method: str = "GET") -> Got:
     """The response to one request on a new connection; OSError if it cannot connect."""
     connection = http.client.HTTPConnection(host, port, timeout=PATIENCE)
     connection.sock = sockets.connect(netns, host, port, PATIENCE)
     try:
-        connection.request(method, path, headers=headers)
+        connection.request(method, path)
         response = connection.getresponse()
         return Got(response.status, dict(response.getheaders()), response.read())
     finally:

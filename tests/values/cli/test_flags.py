@@ -223,6 +223,7 @@ COMMAND_LINES = [
     ("--masquerade-all false --pin-dir /p",
                 {"--masquerade-all": "false", "--pin-dir": "/p"}),
     ("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
+    ("--status-page=local", {"--status-page": "local"}),
     ("-v=4", {"-v": "4"}),
     ("-v4", {"-v": "4"}),
     ("--v=4", {"-v": "4"}),

@@ -49,7 +49,7 @@ def test_unencodable_characters_are_question_marks(encoding: str) -> None:
 
 ASCII_COMMANDS = [
     ("--help",), ("run", "--help"), ("inspect", "connections", "-h"), ("schema",), ("check",),
-    ("check", "-o", "yaml"), ("run", "--mode", "ä"), ("inspect", "services", "-o", "jsonpath=ä{"),
+    ("check", "-o", "yaml"), ("run", "--mode", "ä"), ("inspect", "services", "-o", "ä"),
     ("inspect", "service", "ä→", "--pin-dir", "/nowhere/ä"), ("config", "validate", "/nowhere/ä"),
     ("trace", "ä", "ä"), ("nonsense-ä",), ("inspect", "services", "--pin-dir", "/nowhere/ä"),
 ]  # fmt: skip

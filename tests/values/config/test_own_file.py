@@ -10,7 +10,7 @@ from kbpf.config import documents
 from kbpf.config.kbpf_configuration import KBPF_SETTINGS, KbpfConfiguration
 from kbpf.errors import ConfigErrors
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Accounting, ServiceAnnotations, SocketLb, StatusPageAccess
+from kbpf.model.config import Accounting, ServiceAnnotations, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 from tests.values.config.documents import (
     OWN,
@@ -69,7 +69,6 @@ OURS = [
     FieldRow("mapSizes: {connections: 7000}", "sizes.connections", 7000),
     FieldRow("mapSizes: {affinity: 7}", "sizes.affinity", 7),
     FieldRow("mapSizes: {counts: 7}", "sizes.counts", 7),
-    FieldRow("statusPage: local", "serving.status_page", StatusPageAccess.LOCAL),
     FieldRow("metrics: {services: 0}", "serving.service_series", 0),
     FieldRow("metrics: {backends: 7}", "serving.backend_series", 7),
     FieldRow("metrics: {latencies: 7}", "serving.latency_series", 7),

@@ -140,6 +140,7 @@ QUESTIONABLE = [
     ({"--feature-gates": "A=true,AllowServiceExternalIPs=false"},
      "--feature-gates: A is accepted but not used"),
     ({"--profiling": "true"}, "--profiling is accepted but not used"),
+    ({"--status-page": "local"}, "--status-page has no effect: `kbpf page` prints"),
 ]  # fmt: skip
 
 
@@ -147,6 +148,13 @@ QUESTIONABLE = [
 def test_questionable_setting_is_one_diagnostic(given: dict[str, str], words: str):
     (note,) = load.load(given, {}).notes
     assert words in note.text
+
+
+def test_removed_setting_of_a_variable_or_the_file_is_one_note():
+    (note,) = load.load({}, {"KBPF_STATUS_PAGE": "all"}).notes
+    assert note.text.startswith("KBPF_STATUS_PAGE has no effect: ")
+    (note,) = ours("statusPage: local").notes
+    assert note.text.startswith("KbpfConfiguration.statusPage has no effect: ")
 
 
 @pytest.mark.parametrize("given", [{}, {"--masquerade-ports": "32768-40000"},

@@ -106,7 +106,6 @@ SAMPLES: dict[Kind, tuple[str, ...]] = {
     kinds.ALGORITHM: tuple(Algorithm),
     kinds.SERVICE_ANNOTATIONS: tuple(ServiceAnnotations),
     kinds.ACCOUNTING: tuple(Accounting),
-    kinds.STATUS_PAGE: ("off", "local", "all"),
     kinds.SOCKET_LB: tuple(SocketLb),
     kinds.LOCAL_MODE: ("ClusterCIDR", "NodeCIDR"),
     kinds.EXTERNAL_IPS_GATE: ("AllowServiceExternalIPs=false",),

@@ -53,28 +53,6 @@ def number(made: BackgroundCollector) -> int:
     return int(lines.split()[1]) if lines else 0
 
 
-def test_lines_are_converted_in_the_thread_that_collects(source: Source):
-    """Only the first scrape that wants them converted does it in its own thread."""
-    threads: list[str] = []
-
-    def encode(lines: bytes) -> bytes:
-        threads.append(threading.current_thread().name)
-        return b"<" + lines + b">"
-
-    one = BackgroundCollector(source.count, source.show, encode=encode)
-    one.collect()
-    assert (one.scrape(), threads) == (b"count 1\n", []), "as text, nothing is converted"
-    assert one.scrape(as_encoded=True) == b"<count 1\n>"
-    own = threading.current_thread().name
-    assert (one.scrape(as_encoded=True), threads) == (b"<count 1\n>", [own])
-    one.start()
-    try:
-        until("three more", lambda: int(one.scrape(as_encoded=True).split()[1].rstrip(b">")) >= 4)
-    finally:
-        one.stop()
-    assert threads.count(own) == 1
-
-
 def test_nothing_is_collected_before_the_first_scrape(made: BackgroundCollector):
     made.start()
     assert made.scrape() == b"", "and who asks first waits for nothing"

@@ -44,7 +44,6 @@ from kbpf.model.status import (
     ThreadView,
     VerifiedPart,
 )
-from kbpf.serve import protobuf
 from kbpf.serve.exposition import Histogram, format_labels, format_number
 from kbpf.serve.kbpf_metrics import FAILURES
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
@@ -585,25 +584,3 @@ def test_quantile_of_a_latency(values: dict[int, int], share: float, quantile: f
     counts = tuple(values.get(index, 0) for index in range(24))
     assert Latency(counts, 1.0).quantile(share) == quantile
     assert Latency(counts, 1.0).plus(Latency(counts, 2.0)).quantile(share) == quantile
-
-
-PROTOBUF = (
-    "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
-)
-ACCEPT_ROWS = [
-    # the header Accept, and whether the page is protobuf
-    ("", False),
-    ("*/*", False),
-    # Prometheus 2.42, without and with native histograms; Prometheus 3
-    ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", False),
-    (f"{PROTOBUF},application/openmetrics-text;version=1.0.0;q=0.8,text/plain;q=0.5", True),
-    (f"{PROTOBUF};q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2", True),
-    (f"text/plain;version=0.0.4;q=0.6,{PROTOBUF};q=0.3", False),
-    (PROTOBUF.replace("delimited", "text"), False),
-    (PROTOBUF.replace("MetricFamily", "Other"), False),
-]
-
-
-@pytest.mark.parametrize(("accept", "is_protobuf"), ACCEPT_ROWS)
-def test_protobuf_only_if_it_is_preferred(accept: str, is_protobuf: bool):
-    assert protobuf.is_preferred(accept) is is_protobuf
