@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md, CHANGELOG.md and docs/: everything they name exists, and a test runs each command
+"""README.md, CHANGELOG.md, news/ and docs/: everything they name exists, and a test runs each command
 (tests/lab/cluster/test_docs.py runs those that no other test does).
 """
 
@@ -23,7 +23,8 @@ from tests.support.features import FEATURES
 from tests.support.runtime import docs
 
 ROOT = docs.ROOT
-PAGES = (*docs.PAGES, "CHANGELOG.md")
+NEWS = tuple(sorted(f"news/{path.name}" for path in (docs.ROOT / "news").glob("*.md")))
+PAGES = (*docs.PAGES, "CHANGELOG.md", *NEWS)
 OTHERS = {
     "--ip-masq-fully-random-disable": "flanneld",
     "--take-ownership": "helm",
@@ -97,7 +98,7 @@ case "$*" in
 esac
 """
 """A fake kubectl with two nodes; kbpf is not healthy on one of them."""
-TAKE_OVER = [(page, block) for page in PAGES[:-1] for block in docs.blocks(page)
+TAKE_OVER = [(page, block) for page in docs.PAGES for block in docs.blocks(page)
              if "cleanup --kube-proxy" in block]  # fmt: skip
 
 
