@@ -82,7 +82,7 @@ ROWS: Final = (
     Row("numbers ahead", "tcp", ("CLOSED",), _CLOSING, having(r"F\S* .*[~^].* F.*<F")),
     Row("numbers ahead", "tcp", ("ANSWERED",), (), having(r"^S <SA <\S*[~^]")),
     Row("reset that Linux ignores", "tcp", ("CLOSING", "CLOSED"),
-        (*_OPENING, "ESTABLISHED", *_CLOSING), having(r"RA\S*\^|[~^].* <?RA?( |$)")),
+        (*_OPENING, "ESTABLISHED", *_CLOSING), having(r"RA\S*\^|[~^].* <?R(A|\^\w+)?( |$)")),
     Row("reset that Linux ignores", "tcp", ("CLOSED",), ("SYN_RECV",), having(r"<SA <\S*\+.*<R")),
     Row("reset that kbpf ignores", "tcp", _UP_TO_OPEN,
         ("CLOSE",), having(r"[~^].*R|R\S*[~^]")),
