@@ -80,7 +80,7 @@ ROWS: Final = (
     Row("segment without ACK", "tcp", (), (), having(r"(^| )<?F(\+\d+)?(\^\w+)? ")),
     Row("numbers ahead", "tcp", ("CLOSING", "CLOSED"), ("ESTABLISHED",), having(r"[~^].*F")),
     Row("numbers ahead", "tcp", ("CLOSED",), _CLOSING, having(r"F\S* .*[~^].* F.*<F")),
-    Row("numbers ahead", "tcp", ("ANSWERED",), (), having(r"^S <SA <\S*[~^]")),
+    Row("numbers ahead", "tcp", ("ANSWERED",), (), having(r"(^| )S <SA( <\S+)* <\S*[~^]")),
     Row("reset that Linux ignores", "tcp", ("CLOSING", "CLOSED"),
         (*_OPENING, "ESTABLISHED", *_CLOSING), having(r"RA\S*\^|[~^].* <?R(A|\^\w+)?( |$)")),
     Row("reset that Linux ignores", "tcp", ("CLOSED",), ("SYN_RECV",), having(r"<SA <\S*\+.*<R")),
