@@ -150,7 +150,7 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	backend->ack = n->ack;
 	backend->window = n->window | 1;
 	backend->edge = n->ack + n->window;
-	client->edge = n->next; /* until the client's ACK, as in nf_conntrack */
+	client->edge = n->next + client->window; /* data before its ACK: TCP Fast Open */
 	copy_limits(client, backend);
 	copy_limits(backend, client);
 	return COUNTED;
