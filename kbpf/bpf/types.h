@@ -286,7 +286,7 @@ struct tcp_side {
 	u32 next; /* the sequence number after its last segment (td_end) */
 	u32 ack;  /* the sequence number that it expects from the other side (td_maxack) */
 	u32 edge; /* where its offered window ends, so the other side may send up to here. A client
-		     that has only sent a SYN: the number after the SYN. */
+		     whose SYN has no answer: the number after the SYN. */
 	u32 window; /* the largest window that it has offered; 0: it has not sent yet (td_maxwin) */
 	u32 limit;  /* it may send up to here (td_maxend) */
 	u32 room;   /* the largest window of the other side */
@@ -330,8 +330,8 @@ struct flow {
 	u32 host_device; /* if the client is this node: the device that it sends by; otherwise 0 */
 	union side seen; /* of the packets that this entry matches */
 	u32 arrival; /* the device that they arrive on; 0: not known yet, or sent by this node */
-	u32 syn;     /* original entry: the number after the client's last SYN, see
-			is_direct_connection() */
+	u32 syn; /* the number after the client's last SYN: to the Service in the original entry,
+		    to the backend itself in the entry of its replies */
 	struct next_hop out; /* of the packets that this entry matches */
 };
 

@@ -185,6 +185,8 @@ PATCHES: Final = (
          "FIN_BACKEND | FIN_BACKEND_FIRST;", "FIN_BACKEND;"),
         ("the FINs that two CPUs have seen are not merged",
          "original->fins |= own->fin | peer->fin;", "original->fins |= own->fin;"),
+        ("any SYN-ACK of the backend answers a SYN past the Service",
+         "p->tcp.ack == flow->syn && (!original", "(!original"),
         ("a SYN does not restart a closed flow",
          "if (original->state != STATE_CLOSED || both_closed(original))", "if (true)"),
         ("the backend's old segments reach a new client",

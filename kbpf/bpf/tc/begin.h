@@ -121,7 +121,6 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 		flow->seen.sctp.tag = p->sctp.next;
 	else
 		open_side(&s->opening.tcp, p, window_scale(skb, p));
-	flow->syn = p->tcp.next;
 	flow->service = c->service;
 	flow->backend_id = c->backend_id;
 	if (is_paused(flow->last_used)) {

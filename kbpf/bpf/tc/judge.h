@@ -150,7 +150,7 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	backend->ack = n->ack;
 	backend->window = n->window | 1;
 	backend->edge = n->ack + n->window;
-	client->edge = n->next; /* until the client's ACK, as in nf_conntrack */
+	client->edge = n->next + client->window; /* data before its ACK: TCP Fast Open */
 	copy_limits(client, backend);
 	copy_limits(backend, client);
 	return COUNTED;
@@ -310,11 +310,11 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
  * SYN that the client has sent past the Service: is_direct_connection(). Then the backend has no
  * other connection from this port. */
 static __always_inline bool accepts_direct(const struct flow *flow, const struct flow *original,
-					   u32 flags)
+					   const struct packet *p)
 {
 	return flow->direction == DIRECTION_REPLY && flow->client.protocol == IPPROTO_TCP &&
-	       (flags & (TCP_SYN | TCP_ACK)) == (TCP_SYN | TCP_ACK) &&
-	       (!original || is_ending(original));
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) == (TCP_SYN | TCP_ACK) && flow->syn &&
+	       p->tcp.ack == flow->syn && (!original || is_ending(original));
 }
 
 /* A reply to the node matches another entry when it leaves the stack, where it is judged again:
@@ -377,7 +377,7 @@ int tc_judge(struct __sk_buff *skb)
 	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY &&
 	    flow->client.protocol == IPPROTO_TCP)
 		copy_to_reply_entry(flow);
-	if (result == OUTSIDE && reply && accepts_direct(flow, original, p->tcp_flags)) {
+	if (result == OUTSIDE && reply && accepts_direct(flow, original, p)) {
 		key = reply_key(flow);
 		flows.delete(&key);
 	} else if (result == DENIED || (result == OUTSIDE && reply)) {

@@ -554,8 +554,10 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 		return EGRESS_UNKNOWN;
 	if (!reply && !is_from_client(flow, arrival))
 		return EGRESS_UNKNOWN;
-	if (!reply && is_direct_connection(flow, p, flags))
+	if (!reply && is_direct_connection(flow, p, flags)) {
+		flow->syn = p->tcp.next;
 		return EGRESS_UNKNOWN;
+	}
 	if (reply) {
 		*masqueraded = has_snat(flow);
 		if (!update_flow(flow, p, flags, true, now, arrival))

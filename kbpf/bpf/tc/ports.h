@@ -229,6 +229,7 @@ static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 	struct flow_key key = original_key(&s->flow);
 
 	s->flow.direction = DIRECTION_ORIGINAL;
+	s->flow.syn = s->packet.tcp.next;
 	s->flow.seen = s->opening;
 	s->flow.arrival = s->flow.host_device ? 0 : ifindex;
 	copy_next_hop(&s->flow.out, &s->hop);

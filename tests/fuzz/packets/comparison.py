@@ -115,7 +115,9 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         )
         tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1
         if changed and not elsewhere and not explained:
-            explained, more = _is_as_linux_without_one(twins, each, kbpf)
+            explained, more = _is_as_linux_without_one(
+                twins, each, kbpf, (kbpf_before, linux_before)
+            )
             stalls += more
         if changed and not explained:
             wrong = f"forged packets make {tuple(kbpf)} of {tuple(kbpf_before)}"
@@ -128,9 +130,12 @@ def _is_as_linux(each: Played, kbpf: Outcome, linux: Outcome) -> bool:
     return equal(each.protocol, kbpf, linux) and kbpf.needed <= linux.needed
 
 
-def _is_as_linux_without_one(twins: Twins, each: Played, kbpf: Outcome) -> tuple[bool, int]:
-    """Whether one of the forged packets less brings Linux to kbpf's outcome: it keeps notes about
-    packets that it ignores, and later they decide about others. Then how many batches stalled.
+def _is_as_linux_without_one(
+    twins: Twins, each: Played, kbpf: Outcome, before: tuple[Outcome, Outcome]
+) -> tuple[bool, int]:
+    """Whether, with one of the forged packets less, Linux has kbpf's outcome, or counts a packet if
+    that is all that kbpf does: it keeps notes about packets that it ignores, and later they decide
+    about others. `before`: both without forged packets. Then how many batches stalled.
     """
     tokens = each.script.split()
     less = [
@@ -139,7 +144,11 @@ def _is_as_linux_without_one(twins: Twins, each: Played, kbpf: Outcome) -> tuple
         if ":" in token
     ]
     outcomes, stalls = play(twins, less)
-    return any(_is_as_linux(each, kbpf, linux) for _, linux in outcomes), stalls
+    counts = tuple(one._replace(quiet=False) for one in before)
+    return any(
+        _is_as_linux(each, kbpf, linux) or (kbpf, linux) == counts != before
+        for _, linux in outcomes
+    ), stalls
 
 
 def _judged(each: Played, outcome: Outcome) -> Outcome:

@@ -264,6 +264,23 @@ def test_a_forged_syn_to_the_backend_itself_ends_no_connection(
 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize("syn", [True, False], ids=["after a SYN", "without a SYN"])
+@pytest.mark.parametrize("ack", [0, 101, 1001])
+def test_answer_to_no_syn_of_the_client_ends_no_connection(
+    node: Node, v: int, which: int, syn: bool, ack: int
+) -> None:
+    """Whoever can send as the backend does not know the number of the client's SYN."""
+    own, talk = client(v), Talk()
+    source = node.converse("S <SA A A+ <A FA", talk, own, which)
+    if syn:
+        node.come(tcp(own, pod(v), flags="S", seq=99), UPLINK)
+    assert node.come(tcp(pod(v), own, flags="SA", seq=7, ack=ack), BACKEND)[0] == TC_ACT_SHOT
+    _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
+    assert parse(got, l2=False).source == vip(v, which)
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -> None:
     """From the port of an earlier connection through the Service."""
     own, talk = client(v), Talk()
