@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md, CHANGELOG.md, news/ and docs/: everything they name exists, and a test runs each command
-(tests/lab/cluster/test_docs.py runs those that no other test does).
+"""README.md, CHANGELOG.md, news/ and docs/: everything they name exists, and a test runs each
+command (tests/lab/cluster/test_docs.py runs those that no other test does).
 """
 
 import json
