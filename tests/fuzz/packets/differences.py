@@ -52,11 +52,6 @@ always: Final = having("")
 _RESET: Final = having(r"R")
 _AGAIN: Final = having(r"( |^)SA?\b.* (SA?\b|=)|<SA\b.*<(SA\b|=)|<S\b")
 _FLAWED: Final = having(r"!")
-_EARLY: Final = having(r"(^| )S <SA( <\S+)* <\S*[~^]")
-"""Before the client's ACK, the backend sends what is outside of the window. kbpf drops it, so a
-real client acknowledges none of it; the script's client does, and for kbpf it has not seen the
-SYN-ACK.
-"""
 _PROVEN: Final = {
     "tcp": having(r"<(?!SA)\S*(\+|F|~near)|(\+|F)\S* .*<(?!SA)\S*(A|=)"),
     "udp": having(r"<"),
@@ -85,7 +80,7 @@ ROWS: Final = (
     Row("segment without ACK", "tcp", (), (), having(r"(^| )<?F(\+\d+)?(\^\w+)? ")),
     Row("numbers ahead", "tcp", ("CLOSING", "CLOSED"), ("ESTABLISHED",), having(r"[~^].*F")),
     Row("numbers ahead", "tcp", ("CLOSED",), _CLOSING, having(r"F\S* .*[~^].* F.*<F")),
-    Row("numbers ahead", "tcp", ("ANSWERED",), (), _EARLY),
+    Row("numbers ahead", "tcp", ("ANSWERED",), (), having(r"(^| )S <SA( <\S+)* <\S*[~^]")),
     Row("reset that Linux ignores", "tcp", ("CLOSING", "CLOSED"),
         (*_OPENING, "ESTABLISHED", *_CLOSING), having(r"RA\S*\^|[~^].* <?R(A|\^\w+)?( |$)")),
     Row("reset that Linux ignores", "tcp", ("CLOSED",), ("SYN_RECV", "ESTABLISHED", *_CLOSING),
@@ -132,9 +127,7 @@ def broken_promise(protocol: str, script: str, kbpf: Outcome, linux: Outcome) ->
     if kbpf.state == "ESTABLISHED" and not _PROVEN[protocol](script):
         return "established without proof by the backend"
     is_open = linux.needed and linux.state == "ESTABLISHED" and protocol == "tcp"
-    is_plain = not (
-        re.search(r"[RF]", script) or _AGAIN(script) or _FLAWED(script) or _EARLY(script)
-    )
+    is_plain = not (re.search(r"[RF]", script) or _AGAIN(script) or _FLAWED(script))
     if is_open and is_plain and kbpf.state not in ("UNPROVEN", "ESTABLISHED"):
         return "open for Linux, not ended by anybody, and not kept as long"
     return ""
