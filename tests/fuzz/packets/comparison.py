@@ -115,7 +115,7 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         )
         tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1
         if changed and not elsewhere and not explained:
-            explained, more = _is_as_linux_without_one(
+            explained, more = _is_as_linux_with_fewer(
                 twins, each, kbpf, (kbpf_before, linux_before)
             )
             stalls += more
@@ -130,20 +130,22 @@ def _is_as_linux(each: Played, kbpf: Outcome, linux: Outcome) -> bool:
     return equal(each.protocol, kbpf, linux) and kbpf.needed <= linux.needed
 
 
-def _is_as_linux_without_one(
+def _is_as_linux_with_fewer(
     twins: Twins, each: Played, kbpf: Outcome, before: tuple[Outcome, Outcome]
 ) -> tuple[bool, int]:
-    """Whether, with one of the forged packets less, Linux has kbpf's outcome, or counts a packet if
-    that is all that kbpf does: it keeps notes about packets that it ignores, and later they decide
-    about others. `before`: both without forged packets. Then how many batches stalled.
+    """Whether, with only one of the forged packets or all but one, Linux has kbpf's outcome, or
+    counts a packet if that is all that kbpf does: it keeps notes about packets that it ignores, and
+    later they decide about others. `before`: both without forged packets. Then how many batches
+    stalled.
     """
     tokens = each.script.split()
-    less = [
-        each._replace(script=" ".join(tokens[:i] + tokens[i + 1 :]))
-        for i, token in enumerate(tokens)
-        if ":" in token
+    forged = [i for i, token in enumerate(tokens) if ":" in token]
+    fewer = [
+        " ".join(token for i, token in enumerate(tokens) if i not in forged or (i == one) is alone)
+        for one in forged
+        for alone in (True, False)
     ]
-    outcomes, stalls = play(twins, less)
+    outcomes, stalls = play(twins, [each._replace(script=script) for script in fewer])
     counts = tuple(one._replace(quiet=False) for one in before)
     return any(
         _is_as_linux(each, kbpf, linux) or (kbpf, linux) == counts != before
