@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Planted(NamedTuple):
-    """The only comparison that notices a change of one line, and a word of its difference."""
+    """A change of one line, the only comparison that notices it, and a word of what it prints."""
 
     comparison: str
     file: str
