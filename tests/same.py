@@ -256,7 +256,7 @@ def no_programs(config: Config, *_: object) -> Mock:
 
 
 def writes(number: int) -> Case:
-    """A history of the BPF data plane, which starts with small pinned maps that nobody else uses."""
+    """A history of the BPF data plane. It has pinned maps to itself, which start small."""
     rng, now = random.Random(number), [1000.0]
     events = history(rng)
     with plane_support.sites(Path()) as make, pytest.MonkeyPatch.context() as patch:
