@@ -184,7 +184,10 @@ static __always_inline void advance_state(struct flow *original, struct tcp_side
 {
 	u8 before = original->state;
 
-	if ((flags & TCP_FIN) && !own->fin)
+	/* Before the client's ACK, the backend's FIN has to follow its SYN-ACK: the window of the
+	 * client's SYN is wide enough to guess another number. */
+	if ((flags & TCP_FIN) && !own->fin &&
+	    (!reply || before != STATE_ANSWERED || n->sequence == peer->ack))
 		own->fin = !reply      ? FIN_CLIENT
 			   : peer->fin ? FIN_BACKEND
 				       : FIN_BACKEND | FIN_BACKEND_FIRST;

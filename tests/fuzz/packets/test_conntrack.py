@@ -39,6 +39,9 @@ SCRIPTS = [
     ("tcp", "S <SA A!sum", "UNPROVEN", False, "SYN_RECV"),
     ("tcp", "S <SA A^far", "ANSWERED", False, "SYN_RECV"),
     ("tcp", "S+10 <SA <A+10 <A+10 A", "UNPROVEN", False, "ESTABLISHED"),  # TCP Fast Open
+    ("tcp", "S <SA <FA~near A", "UNPROVEN", False, "ESTABLISHED"),
+    ("tcp", "S <SA <A~near <FA~near A", "UNPROVEN", False, "ESTABLISHED"),
+    ("tcp", "S <SA <FA A", "CLOSING", False, "CLOSE_WAIT"),
     ("tcp", "S <SA A A+100 <A", "ESTABLISHED", True, "ESTABLISHED"),
     ("tcp", "S <SA A <A+100 A", "ESTABLISHED", True, "ESTABLISHED"),
     ("tcp", "S <SA A A+100 <A R~far", "ESTABLISHED", True, "ESTABLISHED"),

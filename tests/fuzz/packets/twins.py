@@ -84,6 +84,10 @@ class Outcome(NamedTuple):
 
 
 NOTHING: Final = Outcome("none", False, 0)
+REUSED: Final = Outcome("CLOSED", False, 120)
+"""Of a connection whose entry is gone because another one has its port: a port is free once its
+connection is closed.
+"""
 
 
 class Stalled(Exception):
@@ -280,7 +284,9 @@ class Twins:
         """Both nodes' outcomes of these sequences, in order. `paused`: when the last pause of each
         was over (monotonic clock).
         """
-        ours = _read_flows(self.node.site.entries("flows").values())
+        entries = list(self.node.site.entries("flows").values())
+        ours = _read_flows(entries)
+        taken = {_port_of(raw) for raw in entries if flow_entries.is_original(raw)}
         theirs = inside_of(self.linux.name, _read_conntrack)
         found = []
         for number, (each, since) in enumerate(zip(sequences, paused, strict=True)):
@@ -289,7 +295,11 @@ class Twins:
                 end(CLIENT[each.family], FIRST_PORT + number),
                 end(VIP[each.variant][each.family], FRONT_PORT),
             )
-            found.append((_quiet(ours.get(key), since), _quiet(theirs.get(key), since)))
+            known = _quiet(ours.get(key), since)
+            port = self.kbpf.seen_as.get((key[0], each.family, FIRST_PORT + number))
+            if known == NOTHING and port and (key[0], end(*port)) in taken:
+                known = REUSED
+            found.append((known, _quiet(theirs.get(key), since)))
         return found
 
 
@@ -467,6 +477,12 @@ def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
     (raw,) = info.values()
     number = parse_attributes(raw)[1][0]
     return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
+
+
+def _port_of(raw: bytes) -> tuple[int, str]:
+    """The protocol, and the address and port (0: its own) that a flow's client was given."""
+    port = int.from_bytes(raw[flow_entries.SNAT_PORT], "big")
+    return raw[flow_entries.PROTOCOL], end(format_addr(raw[flow_entries.SNAT]), port)
 
 
 def _read_flows(entries: Iterable[bytes]) -> dict[Key, tuple[Outcome, float]]:
