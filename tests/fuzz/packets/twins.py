@@ -295,11 +295,11 @@ class Twins:
                 end(CLIENT[each.family], FIRST_PORT + number),
                 end(VIP[each.variant][each.family], FRONT_PORT),
             )
-            known = _quiet(ours.get(key), since)
+            known, linux = _quiet(ours.get(key), since), _quiet(theirs.get(key), since)
             port = self.kbpf.seen_as.get((key[0], each.family, FIRST_PORT + number))
             if known == NOTHING and port and (key[0], end(*port)) in taken:
-                known = REUSED
-            found.append((known, _quiet(theirs.get(key), since)))
+                known = REUSED._replace(quiet=linux.quiet)
+            found.append((known, linux))
         return found
 
 
