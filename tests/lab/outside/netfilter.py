@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
+from kbpf.dataplane.bpf.maps.layout import DEVICE, DeviceFlag
 from tests.support.cluster.cluster import Object
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import DROPPED, NODES4, NODES6, OUT4, OUT6, Field, at
-from tests.support.lab.lab import Node, inside, until
+from tests.support.lab.lab import Node, inside, ip, until
 from tests.support.lab.lab import run as command
 
 POLICY = ("iptables", "ip6tables")
@@ -101,8 +102,18 @@ def refused_by_policy(v6: bool) -> Iterator[Dial]:
 
 
 def strict(field: Field, node: Node) -> None:
-    """rp_filter=1: a device accepts only packets whose replies would leave by it."""
+    """rp_filter=1: a device accepts only packets whose replies would leave by it. The agent reads
+    these settings at any change of a device, and now and then.
+    """
     on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done")
+    agent = field.agents[field.lab.nodes.index(node)]
+    ip("link set lo alias strict", netns=node.netns)
+
+    def is_known() -> bool:
+        found = [DEVICE.unpack(raw) for raw in agent.entries("devices").values()]
+        return all(DeviceFlag.STRICT in DeviceFlag(values[2]) for values in found)
+
+    until(f"the agent knows rp_filter of {node.name}", is_known)
 
 
 def invalid(field: Field, node: Node) -> None:
