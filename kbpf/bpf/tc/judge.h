@@ -163,7 +163,10 @@ static __always_inline enum judgment judge_reset(struct flow *original, struct t
 						 struct tcp_side *peer, const struct segment *n,
 						 bool reply)
 {
-	if (n->sequence != peer->ack && n->sequence != own->next) {
+	/* What the backend has sent before the client's ACK may be forged. */
+	bool sent = n->sequence == own->next && !(reply && is_half_open(original));
+
+	if (n->sequence != peer->ack && !sent) {
 		if (reply && n->ack == original->syn) /* a refusal, see answers_later_syn() */
 			return IGNORED;
 		return in_order(own->next - own->room, n->sequence) &&

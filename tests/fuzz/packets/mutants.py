@@ -42,7 +42,7 @@ class Mutant(NamedTuple):
 
 MUTANTS: Final = (
     Mutant("any reset closes", "tc/judge.h",
-           "if (n->sequence != peer->ack && n->sequence != own->next)", "if (false)"),
+           "if (n->sequence != peer->ack && !sent)", "if (false)"),
     Mutant("the window is not checked", "tc/judge.h",
            "if (!(flags & TCP_ACK) || !fits) {",
            "if (!(flags & TCP_ACK)) {"),

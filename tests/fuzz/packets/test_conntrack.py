@@ -42,6 +42,7 @@ SCRIPTS = [
     ("tcp", "S <SA <FA~near A", "UNPROVEN", False, "ESTABLISHED"),
     ("tcp", "S <SA <A~near <FA~near A", "UNPROVEN", False, "ESTABLISHED"),
     ("tcp", "S <SA <FA A", "CLOSING", False, "CLOSE_WAIT"),
+    ("tcp", "S <SA <A~near <RA~near^far", "ANSWERED", False, "SYN_RECV"),
     ("tcp", "S <SA A A+100 <A", "ESTABLISHED", True, "ESTABLISHED"),
     ("tcp", "S <SA A <A+100 A", "ESTABLISHED", True, "ESTABLISHED"),
     ("tcp", "S <SA A A+100 <A R~far", "ESTABLISHED", True, "ESTABLISHED"),
