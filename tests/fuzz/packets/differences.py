@@ -77,6 +77,7 @@ ROWS: Final = (
     Row("reset before the handshake", "tcp", (), ("none",), _RESET),
     Row("segment before the answer", "tcp", _UP_TO_OPEN, (),
         having(r"(^| )S .*[FR]\S* (.* )?<SA")),
+    Row("answer with another number", "tcp", ("NEW",), ("SYN_RECV",), having(r"<SA\S*\^")),
     Row("segment without ACK", "tcp", (), (), having(r"(^| )<?F(\+\d+)?(\^\w+)? ")),
     Row("numbers ahead", "tcp", ("CLOSING", "CLOSED"), ("ESTABLISHED",), having(r"[~^].*F")),
     Row("numbers ahead", "tcp", ("CLOSED",), _CLOSING,

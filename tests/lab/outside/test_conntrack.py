@@ -626,7 +626,14 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_table_is_restored(field: Field, change: tuple[str, ...]) -> None:
     node = field.lab.nodes[0]
-    before = on(node, "nft", "list", "table", "inet", TABLE)
+
+    def listed() -> str:
+        return on(node, "nft", "list", "table", "inet", TABLE)
+
+    until("the agent knows that FORWARD refuses nothing any more", lambda: (
+        "before_forward" not in listed()
+    ))  # fmt: skip
+    before = listed()
     on(node, "nft", *change)
     until("it is written again",
           lambda: on(node, "nft", "list", "ruleset").count(before) == 1)  # fmt: skip
