@@ -207,8 +207,8 @@ class Twins:
             own = Target.unpack(raw[flow_entries.CLIENT])
             is_this = raw[flow_entries.PROTOCOL] == protocol and flow_entries.is_original(raw)
             if is_this and end(format_addr(own.address), own.port) == client:
-                port = int.from_bytes(raw[flow_entries.SNAT_PORT], "big")
-                return (format_addr(raw[flow_entries.SNAT]), port) if port else None
+                host, port = _snat_of(raw)
+                return (host, port) if port else None
         return None
 
     # ---- setting up ----------------------------------------------------------------------------
@@ -286,7 +286,11 @@ class Twins:
         """
         entries = list(self.node.site.entries("flows").values())
         ours = _read_flows(entries)
-        taken = {_port_of(raw) for raw in entries if flow_entries.is_original(raw)}
+        taken = {
+            (raw[flow_entries.PROTOCOL], *_snat_of(raw))
+            for raw in entries
+            if flow_entries.is_original(raw)
+        }
         theirs = inside_of(self.linux.name, _read_conntrack)
         found = []
         for number, (each, since) in enumerate(zip(sequences, paused, strict=True)):
@@ -297,7 +301,7 @@ class Twins:
             )
             known, linux = _quiet(ours.get(key), since), _quiet(theirs.get(key), since)
             port = self.kbpf.seen_as.get((key[0], each.family, FIRST_PORT + number))
-            if known == NOTHING and port and (key[0], end(*port)) in taken:
+            if known == NOTHING and port and (key[0], *port) in taken:
                 known = REUSED._replace(quiet=linux.quiet)
             found.append((known, linux))
         return found
@@ -479,10 +483,10 @@ def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
     return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
 
 
-def _port_of(raw: bytes) -> tuple[int, str]:
-    """The protocol, and the address and port (0: its own) that a flow's client was given."""
+def _snat_of(raw: bytes) -> tuple[str, int]:
+    """The node's address and port that a flow's client was given; port 0: none."""
     port = int.from_bytes(raw[flow_entries.SNAT_PORT], "big")
-    return raw[flow_entries.PROTOCOL], end(format_addr(raw[flow_entries.SNAT]), port)
+    return format_addr(raw[flow_entries.SNAT]), port
 
 
 def _read_flows(entries: Iterable[bytes]) -> dict[Key, tuple[Outcome, float]]:
