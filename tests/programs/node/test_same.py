@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Planted(NamedTuple):
-    """A change of one line, the only comparison that notices it, and a word of what it prints."""
+    """A one-line change, the only comparison that finds it, and a word of what that one prints."""
 
     comparison: str
     file: str
