@@ -35,6 +35,7 @@ enum judgment {
 	COUNTED = 1,
 	OUTSIDE = 2, /* of the window: IGNORED if it is the client's, DENIED if the backend's */
 	DENIED = 3,  /* must not reach its receiver */
+	TAKEN = 4,   /* DENIED: the backend has an older connection with the client's port */
 };
 
 static __always_inline void copy_limits(struct tcp_side *to, const struct tcp_side *peer)
@@ -125,9 +126,10 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 
 	if (!(flags & TCP_ACK) || !(flags & (TCP_SYN | TCP_RST)) ||
 	    !answers_syn(original, n, flags)) {
-		if (flags & TCP_ACK)
-			original->fins |= FIN_RESERVED;
-		return DENIED;
+		if (!(flags & TCP_ACK))
+			return DENIED;
+		original->fins |= FIN_RESERVED;
+		return TAKEN;
 	}
 	if (flags & TCP_RST) {
 		original->state = STATE_CLOSED;
@@ -347,6 +349,7 @@ int tc_judge(struct __sk_buff *skb)
 	struct flow_key key;
 	struct packet *p;
 	u32 arrival;
+	int action;
 	bool reply;
 	u8 before;
 
@@ -386,8 +389,14 @@ int tc_judge(struct __sk_buff *skb)
 	if (result == OUTSIDE && reply && accepts_direct(flow, original, p)) {
 		key = reply_key(flow);
 		flows.delete(&key);
-	} else if (result == DENIED || (result == OUTSIDE && reply)) {
-		return drop_flow(flow, INVALID);
+	} else if (result >= DENIED || (result == OUTSIDE && reply)) {
+		action = drop_flow(flow, INVALID);
+		/* The backend must not expect number 0, nor must segmentation count on from it. */
+		if (result == TAKEN && before == STATE_NEW && p->tcp.ack && !skb->gso_size) {
+			s->reason = INVALID;
+			tails.call(skb, TAIL_REFUSE);
+		}
+		return action;
 	}
 	return resume(skb, s, s->resume_tail, JUDGED);
 }

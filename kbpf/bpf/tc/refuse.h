@@ -25,6 +25,7 @@
 #include "lib/token.h"
 #include "tc/devices.h"
 #include "tc/hop.h"
+#include "tc/known.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
 
@@ -60,34 +61,64 @@ static __always_inline int replace_word(struct __sk_buff *skb, const struct pack
 	return bpf_skb_store_bytes(skb, p->l4 + offset, &new, sizeof(new), 0);
 }
 
-/* Length of the data behind the TCP header: a SYN with TCP Fast Open carries some. */
-static __always_inline u32 tcp_data(struct __sk_buff *skb, const struct packet *p, u8 offset)
+/* Turns a segment into a reset between these ends, with number 0. `flags`: with TCP_ACK it
+ * acknowledges the segment. */
+static __always_inline int make_reset(struct __sk_buff *skb, struct packet *p, struct tuple *ends,
+				      u8 flags)
 {
-	u32 length = ip_length(skb, p) - (p->l4 - p->l3) - (offset >> 4) * 4;
+	__be32 acknowledgement, next = flags & TCP_ACK ? __builtin_bswap32(p->tcp.next) : 0;
+	u8 before[2], after[2];
 
-	return length > 0xffff ? 0 : length;
+	if (bpf_skb_load_bytes(skb, p->l4 + TCP_ACKNOWLEDGEMENT, &acknowledgement, 4) ||
+	    bpf_skb_load_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, before, 2))
+		return -1;
+	after[0] = before[0];
+	after[1] = TCP_RST | flags;
+	if (replace_word(skb, p, TCP_ACKNOWLEDGEMENT, acknowledgement, next) ||
+	    replace_word(skb, p, TCP_SEQUENCE, __builtin_bswap32(p->tcp.sequence), 0) ||
+	    bpf_l4_csum_replace(skb, p->l4 + TCP_CHECK, *(__be16 *)before, *(__be16 *)after, 2) ||
+	    bpf_skb_store_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, after, 2, 0))
+		return -1;
+	return rewrite(skb, p, ends, REPLY_TTL);
 }
 
 static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 {
-	struct tuple reply = {.from = p->tuple.to, .to = p->tuple.from};
-	__be32 sequence, acknowledgement;
-	u8 flags[2], reset[2];
+	struct tuple reply = reversed(&p->tuple);
 
-	if (bpf_skb_load_bytes(skb, p->l4 + TCP_SEQUENCE, &sequence, 4) ||
-	    bpf_skb_load_bytes(skb, p->l4 + TCP_ACKNOWLEDGEMENT, &acknowledgement, 4) ||
-	    bpf_skb_load_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, flags, 2))
-		return -1;
-	reset[0] = flags[0];
-	reset[1] = TCP_RST | TCP_ACK;
-	if (replace_word(skb, p, TCP_ACKNOWLEDGEMENT, acknowledgement,
-			 __builtin_bswap32(__builtin_bswap32(sequence) + 1 +
-					   tcp_data(skb, p, flags[0]))) ||
-	    replace_word(skb, p, TCP_SEQUENCE, sequence, 0) ||
-	    bpf_l4_csum_replace(skb, p->l4 + TCP_CHECK, *(__be16 *)flags, *(__be16 *)reset, 2) ||
-	    bpf_skb_store_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, reset, 2, 0))
-		return -1;
-	return rewrite(skb, p, &reply, REPLY_TTL);
+	return make_reset(skb, p, &reply, TCP_ACK);
+}
+
+/* A backend has answered a new client's SYN for an older connection (judge_answer()). The client
+ * does not hear of it, since that may be another's connection. But conntrack, on this node and on
+ * the backend's, waits for the answer to the SYN. If the client now reaches the backend directly
+ * from the same port, conntrack calls that connection invalid. So the answer becomes the client's
+ * reset. Conntrack takes number 0 for right if nothing has answered the SYN (tcp_in_window()). The
+ * backend expects another number, and ignores it. */
+static __always_inline int reset_handshake(struct __sk_buff *skb, struct scratch *s,
+					   const struct device *device)
+{
+	struct packet *p = &s->packet;
+	struct tuple ends = reversed(&p->tuple);
+	struct flow *flow = flow_between(&p->tuple), *original = NULL;
+	bool leaves = s->resume_tail == TAIL_EGRESS; /* conntrack has seen it, not translated */
+	struct device *port;
+	u32 l3 = p->l3;
+
+	if (flow && flow->path == PATH_STACK && !leaves) {
+		original = entry_at(flow, DIRECTION_ORIGINAL);
+		ends.from = flow->client;
+		ends.from.port = flow->client_port;
+	}
+	if (drop_priority_tag(skb) || make_reset(skb, p, &ends, 0))
+		return TC_ACT_SHOT;
+	if (original) { /* not by a port of a bridge, which would learn the backend's MAC address */
+		port = device_at(original->arrival);
+		return deliver_to_host(skb, device, routing_ifindex(port, original->arrival), &l3);
+	}
+	if (swap_link(skb, device->l2))
+		return TC_ACT_SHOT;
+	return bpf_redirect(skb->ifindex, leaves ? BPF_F_INGRESS : 0);
 }
 
 /* The longest quote in an ICMP error: an IP header with options (60 bytes in IPv4) or extension
@@ -339,6 +370,8 @@ int tc_refuse(struct __sk_buff *skb)
 	if (!device || !s)
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	p = &s->packet;
+	if (s->reason == INVALID)
+		return reset_handshake(skb, s, device);
 	if (!is_valid_header(skb, p))
 		return TC_ACT_UNSPEC; /* the stack discards it */
 	if (!can_refuse(skb, p, s->mtu && !skb->ingress_ifindex)) {

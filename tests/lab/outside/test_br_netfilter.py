@@ -4,6 +4,8 @@ conntrack calls invalid: a packet is translated at the port where it enters the 
 conntrack sees it.
 """
 
+import json
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -16,8 +18,11 @@ from tests.lab.outside.netfilter import invalid, masqueraded, objects, plain
 from tests.support.cluster.cluster import UNROUTED
 from tests.support.features import needs
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import Field, at, both_families, check, there
-from tests.support.lab.lab import Agent, Lab, Node, ip, settled, until
+from tests.support.lab.field import Field, at, both_families, check, split, there
+from tests.support.lab.lab import Agent, Lab, Node, inside, ip, settled, until
+from tests.support.lab.lab import run as command
+from tests.support.packets.packets import tcp
+from tests.support.packets.wire import Wire
 
 pytestmark = needs("br_netfilter")
 
@@ -107,3 +112,41 @@ def has_programs(node: Node, agent: Agent) -> bool:
 def test_no_packet_is_invalid(field: BridgeField, v6: bool) -> None:
     for row in field.rows(v6):
         check(field, row)
+
+
+def learned(node: Node) -> dict[str, str]:
+    """MAC address → the port of a bridge behind which the node has seen it."""
+    told = json.loads(command(*inside(node.netns, None, "bridge", "-j", "fdb", "show")))
+    return {each["mac"]: each["ifname"] for each in told if "permanent" not in each["state"]}
+
+
+@both_families
+def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: bool) -> None:
+    """a1 answers a2's SYN for an older connection, and hears a2's reset. No bridge takes the one
+    pod for the other.
+    """
+    node, (pod, client) = field.lab.nodes[0], (field["a1"], field["a2!"])
+    quiet = """table inet quiet {
+        chain input {
+            type filter hook input priority 0
+            tcp dport 8080 tcp flags & (syn|ack) == syn drop
+        }
+    }"""
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    command(*inside(pod.netns, None, "nft", "-f", "-"), stdin=quiet)
+    try:
+        with (
+            Wire(pod.netns, "eth0", tap=True) as wire,
+            there(client, lambda: socket.socket(family, socket.SOCK_STREAM)) as one,
+        ):
+            one.setblocking(False)
+            one.connect_ex(split(at("ClusterIP", 11, v6)))
+            syn = wire.expect(lambda p: p.flags == "S")
+            before = learned(node)
+            answer = tcp(syn.destination, syn.source, flags="A", seq=7, ack=8)
+            wire.send(answer, to=syn.raw[6:12].hex(":"))
+            reset = wire.expect(lambda p: p.flags == "R")
+            assert (reset.source, reset.destination) == (syn.source, syn.destination)
+            assert learned(node) == before
+    finally:
+        command(*inside(pod.netns, None, "nft", "delete", "table", "inet", "quiet"))

@@ -21,6 +21,7 @@ from itertools import product
 import pytest
 
 from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
+from tests.fuzz.packets.twins import dump_conntrack
 from tests.lab.outside.netfilter import (
     OURS,
     POLICY,
@@ -53,7 +54,7 @@ from tests.support.lab.field import (
     split,
     there,
 )
-from tests.support.lab.lab import PATIENCE, Node, inside, ip, until
+from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets import packets
 from tests.support.packets.wire import Wire
@@ -417,6 +418,81 @@ def seen(node: Node) -> int:
     """How many packets this node's FORWARD hook has counted."""
     listed = on(node, "nft", "list", "chain", "inet", "strict", "forward")
     return sum(map(int, re.findall(r"counter packets (\d+)", listed)))
+
+
+TCP_REPAIR = 19
+
+
+def vanish(end: socket.socket) -> None:
+    """Closes a connection without data in flight; the other end does not hear of it."""
+    end.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    end.close()
+
+
+def dialled(
+    client: Place, to: tuple[str, int], port: int, listener: socket.socket
+) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection from this port; 0: from any."""
+    family = socket.AF_INET6 if ":" in to[0] else socket.AF_INET
+    made = there(client, lambda: socket.socket(family, socket.SOCK_STREAM))
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.settimeout(PATIENCE)
+    made.bind(("", port))
+    made.connect(to)
+    server, _ = listener.accept()
+    server.settimeout(PATIENCE)
+    return made, server
+
+
+@both_families
+@pytest.mark.parametrize(
+    ("who", "kind", "number", "backend"),
+    [
+        ("a2!", "ClusterIP", 41, "a1"),
+        ("a2!", "ClusterIP", 42, "b1"),
+        ("outside", "NodePort", 43, "a1"),
+    ],
+)
+@pytest.mark.usefixtures("judged")
+def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
+    ends: Field, who: str, kind: str, number: int, backend: str, v6: bool
+) -> None:
+    """The backend still has an older connection from the client's port, so the client gets another
+    one. Conntrack has seen the SYN, but must not take a later connection from the first port for
+    the one that was never answered.
+    """
+    pod, client = ends[backend], ends[who]
+    own = (pod.ip6 if v6 else pod.ip, PORT)
+    home = ends.home[backend]
+    route = f"{own[0]} via {home.ip6 if v6 else home.ip}"
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        if who == "outside":
+            ip(f"route add {route}", netns=ends.lab.outside)
+            stack.callback(ip, f"route del {route}", netns=ends.lab.outside)
+        listener = stack.enter_context(
+            there(pod, lambda: socket.create_server(("", PORT), family=family))
+        )
+        listener.settimeout(PATIENCE)
+        older, held = dialled(client, own, 0, listener)
+        port = older.getsockname()[1]
+        vanish(older)
+        for node in ends.lab.nodes:
+            there(node, flush_conntrack)
+        through = dialled(client, split(at(kind, number, v6)), port, listener)
+        waiting = [
+            (node.name, row)
+            for node in ends.lab.nodes
+            for row in there(node, dump_conntrack)
+            if (row.source_port, row.to_port, row.state) == (port, PORT, "SYN_SENT")
+        ]
+        assert waiting == []
+        vanish(held)
+        direct = dialled(client, own, port, listener)
+        for one, other in (through, direct):
+            moved(one, other)
+            client_closes(one, other)
+            other.close()
 
 
 def test_an_invalid_packet_is_counted_by_the_rules(field: Field) -> None:

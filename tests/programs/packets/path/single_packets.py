@@ -313,19 +313,21 @@ def segment(
     path: Path_, v: int, own: str, word: str, source: str = "", which: int = CLUSTER
 ) -> str:
     """Sends one segment of the client, or of the backend to `source`; returns its translated
-    source. "|" behind the word: it is dropped, and "" is returned.
+    source. "|" behind the word: it does not reach the other end, and "" is returned. It is dropped,
+    or has become a reset of the client, for conntrack.
     """
     back = word.startswith("<")
     ends = (pod(v), source) if back else (own, vip(v, which))
     packet = TALKS.setdefault(own, Talk()).segment(word, *ends)
     verdict, inside = path.run("tc_ingress", packet)
     out = inside
-    if verdict != TC_ACT_SHOT:
+    if verdict == TC_ACT_UNSPEC:
         verdict, out = path.run("tc_egress", inside)
-    assert (verdict == TC_ACT_SHOT) == word.endswith("|"), word
-    if verdict == TC_ACT_SHOT:
-        return ""
     found = parse(out, l2=False)
+    reset = back and (found.flags, found.destination) == ("R", pod(v))
+    assert (reset or verdict == TC_ACT_SHOT) == word.endswith("|"), word
+    if word.endswith("|"):
+        return ""
     assert found.destination == (own if back else pod(v))
     return found.source
 

@@ -61,7 +61,8 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.lab.lab import PATIENCE, ip
 from tests.support.lab.lab import run as command
-from tests.support.packets.packets import frame, sctp, udp
+from tests.support.packets.judge import difference
+from tests.support.packets.packets import frame, sctp, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import (
     TC_ACT_REDIRECT,
@@ -112,6 +113,20 @@ def test_pod_cannot_stop_answers_to_others(uplink: Path_, v: int, flow: str) -> 
     if flow == "in the stack":
         _, got = uplink.run("tc_egress", got)
     assert parse(got, l2=False).source == front
+
+
+@both
+@pytest.mark.parametrize("flow", ["of the node", "masqueraded"])
+def test_denied_answer_returns_as_a_reset(uplink: Path_, v: int, flow: str) -> None:
+    """No packet of a flow past the stack passes conntrack here, but that of the backend's node."""
+    own = end(NODE[v], next(PORTS)) if flow == "of the node" else client(v)
+    way = "tc_egress" if flow == "of the node" else "tc_ingress"
+    _, got = uplink.run(way, tcp(own, vip(v, CLUSTER), flags="S"))
+    source = parse(got, l2=False).source
+    assert source.startswith(end(NODE[v], 0)[:-1])
+    verdict, got = uplink.run("tc_ingress", tcp(pod(v), source, flags="A", ack=7))
+    assert verdict == TC_ACT_REDIRECT
+    assert difference(got, tcp(source, pod(v), flags="R", seq=0), l2=False) == ""
 
 
 VLAN_VALID = 1 << 4

@@ -53,9 +53,10 @@ from tests.programs.packets.path.single_packets import (
     vip,
 )
 from tests.support.packets import packets
+from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import Talk, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- TCP's states --------------------------------------------------------------------------------
 
@@ -173,6 +174,29 @@ STATES = {
 def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str) -> None:
     own, _ = send_segments(path, v, script, which=which)
     assert states(path, own) == {STATES[script]}
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize("word", ["<A", "<A+", "<FA", "<SA!", "<RA!", "<R"])
+def test_denied_answer_becomes_a_reset_of_the_client(
+    path: Path_, v: int, which: int, word: str
+) -> None:
+    """With number 0, it ends the handshake for conntrack, and nothing for the backend. Conntrack
+    has not seen the answer to a masqueraded client, and sees its reset on its way to egress. An
+    answer without ACK says nothing about a connection.
+    """
+    _, source = send_segments(path, v, "S", which=which)
+    verdict, out = path.run("tc_ingress", Talk().segment(word, pod(v), source))
+    if verdict == TC_ACT_UNSPEC:
+        verdict, out = path.run("tc_egress", out)
+    if word == "<R":
+        assert verdict == TC_ACT_SHOT
+        return
+    assert verdict == (TC_ACT_REDIRECT if which == LOCAL else TC_ACT_UNSPEC)
+    want = tcp(source, pod(v), bytes(10 * ("+" in word)), flags="R", seq=0)
+    assert difference(out, want, l2=False) == ""
+    assert checksums(out, l2=False) == []
 
 
 @both
