@@ -2,6 +2,7 @@
 """Results of runs: as the table that a run prints and stores, and side by side in a document."""
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ DOCUMENT = ROOT / "docs" / "conformance.md"
 BEGIN: Final = "<!-- begin: python -m tests.conformance report -->\n"
 END: Final = "<!-- end -->\n"
 PROXIES = ("kbpf", "kube-proxy-nftables", "kube-proxy-iptables")
-SYMBOLS = {PASS: "✓", FAIL: "**fails**", SKIP: "skipped"}
+MAX_MESSAGE = 80
+"""Characters of a message in the document; the recorded result has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Run:
 
 
 def recorded() -> list[Run]:
-    """The stored results, in the order of the document's columns."""
+    """The stored results, in the order of the document's rows."""
     runs = [Run.parse(path.read_text()) for path in RESULTS.glob("*.txt")]
     order = [(version, proxy) for version in VERSIONS for proxy in PROXIES]
     return sorted(runs, key=lambda run: order.index((run.version, run.proxy)))
@@ -112,25 +114,21 @@ def _generated(runs: Sequence[Run]) -> Iterable[str]:
     yield "|---|---|---|---|---|---|\n"
     for run in runs:
         counts = " | ".join(str(run.count(each)) for each in (PASS, FAIL, SKIP))
-        yield f"| {run.version} | {run.proxy} | {run.nodes} | {counts} |\n"
+        result = f"[{run.proxy}](../tests/conformance/results/{run.version}-{run.proxy}.txt)"
+        yield f"| {run.version} | {result} | {run.nodes} | {counts} |\n"
     for result, title in ((FAIL, "Failures"), (SKIP, "Tests that skip themselves")):
-        messages: dict[tuple[str, str], list[str]] = {}
+        outcomes: dict[str, dict[str, list[str]]] = {}
         for run in runs:
             for row in run.rows:
                 if row.result == result:
-                    key = _title(row.name), row.message
-                    messages.setdefault(key, []).append(f"{run.proxy} {run.version}")
-        if messages:
-            yield f"\n### {title}\n\n| test | with | message |\n|---|---|---|\n"
-            for (name, message), where in sorted(messages.items()):
-                yield f"| {_cell(name)} | {', '.join(where)} | {_cell(message)} |\n"
-    yield "\n### All tests\n\n"
-    yield f"| test | {' | '.join(f'{run.proxy} {run.version}' for run in runs)} |\n"
-    yield f"|---|{'---|' * len(runs)}\n"
-    by_run = [{_title(row.name): SYMBOLS[row.result] for row in run.rows} for run in runs]
-    for title in sorted({title for each in by_run for title in each}):
-        cells = " | ".join(each.get(title, "–") for each in by_run)
-        yield f"| {_cell(title)} | {cells} |\n"
+                    message = textwrap.shorten(row.message, MAX_MESSAGE, placeholder=" ...")
+                    where = outcomes.setdefault(_title(row.name), {}).setdefault(message, [])
+                    where.append(f"{run.proxy} {run.version}")
+        if outcomes:
+            yield f"\n### {title}\n\n"
+            for name, messages in sorted(outcomes.items()):
+                texts = (f"{', '.join(where)}: {_escape(text)}" for text, where in messages.items())
+                yield f"- **{_escape(name)}**: {'; '.join(texts)}\n"
 
 
 def _title(name: str) -> str:
@@ -141,5 +139,5 @@ def _title(name: str) -> str:
     return re.sub(r" +", " ", name).strip()
 
 
-def _cell(text: str) -> str:
+def _escape(text: str) -> str:
     return re.sub(r"([|\[\]<>*_`])", r"\\\1", text)

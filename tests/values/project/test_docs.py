@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -227,6 +228,19 @@ def test_named_files_exist(page: str):
         assert any(list(folder.glob(pattern)) for folder in where), span
 
 
+@cache
+def all_tests() -> set[str]:
+    """The names of all tests."""
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    return {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_tests_exist(page: str):
+    named = [span for span in docs.spans(page) if re.fullmatch(r"test_\w+", span)]
+    assert [name for name in named if name not in all_tests()] == []
+
+
 def options() -> set[str]:
     """All options of kbpf: of `run` from its table, of other commands and of the plugin of kubectl
     from their declarations, and those that typer adds.
@@ -299,10 +313,7 @@ def test_each_map_has_one_row_about_its_limit():
 @pytest.mark.parametrize("row", map_rows(), ids=lambda row: row.maps[0])
 def test_each_map_that_clients_can_fill_names_a_test(row: MapRow):
     """Maps that no client can fill need no test."""
-    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
-    tests = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
     named = re.findall(r"`(test_\w+)`", row.then)
-    assert [name for name in named if name not in tests] == []
     assert named or row.filled_by.startswith("no client")
 
 
