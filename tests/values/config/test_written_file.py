@@ -210,27 +210,32 @@ def test_page_has_every_field_of_kbpfs_document_with_its_flag():
         assert cells[0].strip("`") == KBPF_SETTINGS[path].name
 
 
-def test_page_has_every_flag_with_its_field():
+def test_page_has_every_flag_of_kube_proxy_with_its_field_and_aliases():
+    """The table of kbpf's document has the others."""
     rows = table("Flags")
-    assert list(rows) == [setting.name for setting in SETTINGS]
+    assert list(rows) == [s.name for s in SETTINGS if s.field and not s.kbpf]
+    for name, (path, others) in rows.items():
+        setting = SETTINGS_BY_FLAG[name]
+        assert path.strip("`") in setting.kube_proxy.split(), name
+        assert tuple(re.findall("`(.*?)`", others)) == setting.aliases, name
+
+
+def test_page_names_the_flags_that_have_no_effect():
+    """Never, or, with a few exceptions, if the file has kube-proxy's document."""
+    page = (ROOT / "docs/configuration.md").read_text()
+    unused = [setting.name for setting in SETTINGS if not setting.field]
+    assert re.findall("`(--.*?)`", page.partition("Accepted without any effect:")[2]) == unused
+    kube_proxys = [setting for setting in SETTINGS if setting.field and not setting.kbpf]
+    kept = [s.name for s in kube_proxys if not s.is_ignored_with_kube_proxy_document]
+    assert kept == ["--hostname-override", "-v", "--log-format"]
     for setting in SETTINGS:
-        field = rows[setting.name][0].strip("`")
-        if setting.kbpf:
-            assert field == f"KbpfConfiguration.{setting.kbpf}"
-        elif setting.kube_proxy:
-            assert field in setting.kube_proxy.split()
+        if setting.kbpf and (setting.aliases or setting.is_ignored_with_kube_proxy_document):
+            assert setting.name == "--localhost-nodeports"
 
 
 def test_every_path_of_a_setting_is_a_field_of_kube_proxys_document():
     paths = {path for setting in SETTINGS for path in setting.kube_proxy.split()}
     assert paths <= set(table("KubeProxyConfiguration"))
-
-
-def test_page_has_the_aliases_of_flags_and_which_are_ignored():
-    for name, (_, others, ignored) in table("Flags").items():
-        setting = SETTINGS_BY_FLAG[name]
-        assert tuple(re.findall("`(.*?)`", others)) == setting.aliases, name
-        assert (ignored == "yes") is setting.is_ignored_with_kube_proxy_document, name
 
 
 def test_default_in_the_help_is_the_actual_one():
