@@ -186,6 +186,13 @@ def table(heading: str) -> dict[str, list[str]]:
     return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
 
 
+def kube_proxys_fields() -> list[str]:
+    """Of the table, and of the sentence below it about those that are not used."""
+    text = (ROOT / "docs/configuration.md").read_text()
+    unused = text.partition("\nNot used: ")[2].partition("\n\n")[0]
+    return [*table("KubeProxyConfiguration"), *re.findall("`(.*?)`", unused)]
+
+
 def test_example_of_the_page_loads_and_its_error_is_the_actual_one():
     page = (ROOT / "docs/configuration.md").read_text()
     example = re.search(r"```yaml\n(.*?)```", page, re.S)
@@ -200,7 +207,10 @@ def test_example_of_the_page_loads_and_its_error_is_the_actual_one():
 
 def test_page_has_every_field_of_kube_proxys_document():
     leaves = [path.partition(".")[2] for path in documents.leaf_paths(KubeProxyConfiguration, "K")]
-    assert list(table("KubeProxyConfiguration")) == leaves
+    named = kube_proxys_fields()
+    assert sorted(named) == sorted(leaves)
+    used = {path for setting in SETTINGS if setting.field for path in setting.kube_proxy.split()}
+    assert used <= set(table("KubeProxyConfiguration"))
 
 
 def test_page_has_every_field_of_kbpfs_document_with_its_flag():
@@ -235,7 +245,7 @@ def test_page_names_the_flags_that_have_no_effect():
 
 def test_every_path_of_a_setting_is_a_field_of_kube_proxys_document():
     paths = {path for setting in SETTINGS for path in setting.kube_proxy.split()}
-    assert paths <= set(table("KubeProxyConfiguration"))
+    assert paths <= set(kube_proxys_fields())
 
 
 def test_default_in_the_help_is_the_actual_one():
