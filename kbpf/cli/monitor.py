@@ -20,8 +20,8 @@ from kbpf.config import durations
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.system import pods
 from kbpf.model.inspection import EventFilter, Part, parse_place, select_ports
+from kbpf.model.reasons import EventVerdict
 from kbpf.views import monitor as view
-from kbpf.views.monitor import EventVerdict
 
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.inspect.monitor import Monitor

@@ -16,19 +16,12 @@ from kbpf.model.inspection import (
     ServicePort,
     find_ports,
 )
-from kbpf.model.reasons import Reason, Verdict
 from kbpf.views.columns import Column, format_duration
 from kbpf.views.packet_path.availability import uses_conntrack
 from kbpf.views.page import Kind, Page, list_page, namespace_of
 
 NEEDS: Final = Part.SERVICES | Part.ENDPOINTS | Part.FAILURES | Part.PACKETS
 
-SEEN_BY_CLIENT: Final[Mapping[Reason, str]] = {
-    Reason.BACKEND_REFUSED: "ECONNREFUSED",
-    Reason.BACKEND_UNANSWERED: "ETIMEDOUT, unless a later SYN was answered",
-    Reason.BACKEND_RESET: "ECONNRESET or ETIMEDOUT",
-}
-"""What the client's system call returned, for failures of backends."""
 CONNTRACK_NOTE: Final = (
     "--forwarding netfilter: how a backend ends connections from outside is not seen"
 )
@@ -123,7 +116,7 @@ def _build_row(
         backend_node=endpoint.node if endpoint else "",
         reason=entry.reason.name.lower(),
         words=entry.reason.words,
-        client_saw=seen_by_client(entry.reason),
+        client_saw=entry.reason.seen.client_saw,
     )
 
 
@@ -134,12 +127,6 @@ def describe_client(entry: FailureEntry | ConnectionEvent, address: str) -> tupl
     if entry.cgroup:
         return "cgroup", entry.cgroup_path or f"{entry.cgroup}, gone"
     return "address", address
-
-
-def seen_by_client(reason: Reason) -> str:
-    """The errno of a connection that failed for this reason."""
-    refused = reason.verdict is Verdict.REFUSE
-    return SEEN_BY_CLIENT.get(reason, "ECONNREFUSED" if refused else "ETIMEDOUT")
 
 
 COLUMNS: Final = (

@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
@@ -11,40 +10,13 @@ import msgspec
 from kbpf.errors import escape_unprintable
 from kbpf.model.address import format_endpoint
 from kbpf.model.inspection import ConnectionEvent
-from kbpf.model.reasons import Reason, Verdict
+from kbpf.model.reasons import EventVerdict, Reason
 from kbpf.views.columns import Column
 from kbpf.views.failures import describe_client
 from kbpf.views.page import API_VERSION, Kind
 from kbpf.views.text import GAP
 
-
-class EventVerdict(StrEnum):
-    """What has become of a connection or datagram flow."""
-
-    NEW = "new"
-    REFUSED = "refused"
-    DROPPED = "dropped"
-    EVICTED = "evicted"
-    FAILED = "failed"
-
-
-_BY_REASON: Final = {
-    Reason.TRANSLATED: EventVerdict.NEW,
-    Reason.TRANSLATED_BY_AFFINITY: EventVerdict.NEW,
-    Reason.NEW_FLOW: EventVerdict.NEW,
-    Reason.EVICTED: EventVerdict.EVICTED,
-    Reason.BACKEND_REFUSED: EventVerdict.FAILED,
-    Reason.BACKEND_UNANSWERED: EventVerdict.FAILED,
-    Reason.BACKEND_RESET: EventVerdict.FAILED,
-}
-VERDICTS: Final = {
-    reason: _BY_REASON.get(
-        reason,
-        EventVerdict.REFUSED if reason.verdict is Verdict.REFUSE else EventVerdict.DROPPED,
-    )
-    for reason in Reason
-    if reason in _BY_REASON or reason.verdict in (Verdict.REFUSE, Verdict.DROP)
-}
+VERDICTS: Final = {reason: verdict for reason in Reason if (verdict := reason.seen.event)}
 """The reasons that are events."""
 
 

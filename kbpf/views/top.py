@@ -25,10 +25,11 @@ from kbpf.model.metrics import (
     ConnectionStats,
     ServiceLatencies,
 )
+from kbpf.model.reasons import EventVerdict
 from kbpf.views.columns import Column, format_number, format_size
 from kbpf.views.failures import describe_client
 from kbpf.views.latency import LatencyRow, build_latency_row, format_milliseconds
-from kbpf.views.monitor import VERDICTS, EventVerdict
+from kbpf.views.monitor import VERDICTS
 from kbpf.views.page import Kind, Page
 
 

@@ -15,7 +15,7 @@ from kbpf.views import failures, trace_endpoints
 from kbpf.views.failures import FailureRow
 from kbpf.views.trace_ipvs import IpvsTracer
 from kbpf.views.trace_row import Candidate, Client, NodeFacts, Origin, Trace
-from kbpf.views.trace_steps import Tracer, is_failure
+from kbpf.views.trace_steps import Tracer
 
 NEEDS: Final = (
     Part.SERVICES | Part.HOOKS | Part.STATUS | Part.PACKETS | Part.RANGES
@@ -38,7 +38,7 @@ def build_trace(
         seen_by=tracer.seen_by,
         verdict=str(verdict),
         reason=reason.name.lower(),
-        client_sees=failures.seen_by_client(reason) if is_failure(reason) else "",
+        client_sees=reason.seen.client_saw,
         steps=tuple(tracer.steps),
         candidates=tuple(_name(tracer.candidates, port)),
         endpoints=trace_endpoints.build_rows(port) if port is not None else (),

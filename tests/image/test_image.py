@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image: built from the Containerfile as README.md and docs/install.md describe, started as the
-DaemonSet starts it, and its size.
+"""The image: built from the Containerfile as docs/install.md describes, started as the DaemonSet
+starts it, and its size.
 """
 
 import shutil

@@ -50,9 +50,7 @@ MIN_CLIENTS: Final = 2
 MIN_CLIENT_FAILURES: Final = 3
 """Independent clients, and how often each of them has failed in the last two intervals. Otherwise
 one tenant's many failures would do, together with a failure that any busy client has at times."""
-REASONS: Final = frozenset((Reason.BACKEND_REFUSED, Reason.BACKEND_UNANSWERED))
-"""A reset is none of them: the backend has accepted the connection, and some servers end each
-like that."""
+REASONS: Final = frozenset(reason for reason in Reason if reason.seen.blames_backend)
 IdPair = tuple[int, int]
 
 

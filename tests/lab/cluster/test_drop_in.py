@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md, "Replace kube-proxy", and docs/migration.md, verbatim and in both directions, on a
+"""docs/install.md, "The image", and docs/migration.md, verbatim and in both directions, on a
 cluster in use: kubeadm's own objects and a real kube-proxy on each node are replaced by kbpf, and
 kbpf by kubeadm's again.
 
@@ -148,14 +148,10 @@ def all_well(cluster: KubeadmCluster) -> None:
         until("the agent is healthy", lambda one=agent: one.exec(*status).returncode == 0)
 
 
-def replace_kube_proxy() -> list[str]:
-    """README.md's blocks: build the image, set its name, pull it, apply, clean up afterwards."""
-    return docs.section("README.md", "## Replace kube-proxy")
-
-
 def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
-    """Follows README.md, then the steps of migration.md, which find little left to do."""
-    image, where, pull, apply, take_over = replace_kube_proxy()
+    """install.md: set the name of the image. migration.md: pull it, apply, clean up afterwards."""
+    image, where = docs.section("docs/install.md", "## The image")
+    pull, apply, take_over = docs.section("docs/migration.md", "## To kbpf")
     assert all(line.startswith("buildah ") for line in docs.commands(image)), "by tests/image"
     cluster.kubelets.images.remove("kbpf:0.1.0")
     cluster.kubelets.images.add("REGISTRY/kbpf:0.1.0")
@@ -173,11 +169,7 @@ def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     assert len(re.findall(r"^kube-proxy ", said, re.MULTILINE)) >= 2, said
     assert "kube-proxy" not in (rules := cluster.rules())
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
-    pull, apply, take_over = docs.section("docs/migration.md", "## To kbpf")
-    type_in(shell, use, pull)
-    type_in(shell, use, apply)
-    all_well(cluster)
-    type_in(shell, use, take_over)
+    type_in(shell, use, take_over)  # again, as after a node was not healthy
 
 
 def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
@@ -191,7 +183,7 @@ def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     *_, apply = docs.section("docs/install.md", "### In the place of kubeadm's kube-proxy")
     assert "successfully rolled out" in type_in(shell, use, apply)
     all_well(cluster)
-    type_in(shell, use, replace_kube_proxy()[-1])
+    type_in(shell, use, docs.section("docs/migration.md", "## To kbpf")[-1])
     assert "KUBE-SERVICES" not in cluster.rules()
 
 

@@ -35,8 +35,8 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting
 from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
-from kbpf.model.reasons import Reason
-from kbpf.views.monitor import EventRow, EventVerdict
+from kbpf.model.reasons import EventVerdict, Reason
+from kbpf.views.monitor import EventRow
 from tests.programs.sockets.account import (
     FAIR,
     NOBODY,

@@ -33,11 +33,6 @@ def test_kind_keeps_the_names_that_all_documents_share(kind: Kind):
     assert ("items" in names) == (kind.item is not None) == kind.name.endswith("List")
 
 
-def test_documents_name_every_kind():
-    text = (ROOT / "docs/cli.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == [kind.name for kind in list_kinds()]
-
-
 class Part(msgspec.Struct):
     """A part. `size` is in bytes; `gone`: it was removed.
 

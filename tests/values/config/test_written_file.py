@@ -186,6 +186,13 @@ def table(heading: str) -> dict[str, list[str]]:
     return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
 
 
+def kube_proxys_fields() -> list[str]:
+    """Of the table, and of the sentence below it about those that are not used."""
+    text = (ROOT / "docs/configuration.md").read_text()
+    unused = text.partition("\nNot used: ")[2].partition("\n\n")[0]
+    return [*table("KubeProxyConfiguration"), *re.findall("`(.*?)`", unused)]
+
+
 def test_example_of_the_page_loads_and_its_error_is_the_actual_one():
     page = (ROOT / "docs/configuration.md").read_text()
     example = re.search(r"```yaml\n(.*?)```", page, re.S)
@@ -200,7 +207,10 @@ def test_example_of_the_page_loads_and_its_error_is_the_actual_one():
 
 def test_page_has_every_field_of_kube_proxys_document():
     leaves = [path.partition(".")[2] for path in documents.leaf_paths(KubeProxyConfiguration, "K")]
-    assert list(table("KubeProxyConfiguration")) == leaves
+    named = kube_proxys_fields()
+    assert sorted(named) == sorted(leaves)
+    used = {path for setting in SETTINGS if setting.field for path in setting.kube_proxy.split()}
+    assert used <= set(table("KubeProxyConfiguration"))
 
 
 def test_page_has_every_field_of_kbpfs_document_with_its_flag():
@@ -210,27 +220,32 @@ def test_page_has_every_field_of_kbpfs_document_with_its_flag():
         assert cells[0].strip("`") == KBPF_SETTINGS[path].name
 
 
-def test_page_has_every_flag_with_its_field():
+def test_page_has_every_flag_of_kube_proxy_with_its_field_and_aliases():
+    """The table of kbpf's document has the others."""
     rows = table("Flags")
-    assert list(rows) == [setting.name for setting in SETTINGS]
+    assert list(rows) == [s.name for s in SETTINGS if s.field and not s.kbpf]
+    for name, (path, others) in rows.items():
+        setting = SETTINGS_BY_FLAG[name]
+        assert path.strip("`") in setting.kube_proxy.split(), name
+        assert tuple(re.findall("`(.*?)`", others)) == setting.aliases, name
+
+
+def test_page_names_the_flags_that_have_no_effect():
+    """Never, or, with a few exceptions, if the file has kube-proxy's document."""
+    page = (ROOT / "docs/configuration.md").read_text()
+    unused = [setting.name for setting in SETTINGS if not setting.field]
+    assert re.findall("`(--.*?)`", page.partition("Accepted without any effect:")[2]) == unused
+    kube_proxys = [setting for setting in SETTINGS if setting.field and not setting.kbpf]
+    kept = [s.name for s in kube_proxys if not s.is_ignored_with_kube_proxy_document]
+    assert kept == ["--hostname-override", "-v", "--log-format"]
     for setting in SETTINGS:
-        field = rows[setting.name][0].strip("`")
-        if setting.kbpf:
-            assert field == f"KbpfConfiguration.{setting.kbpf}"
-        elif setting.kube_proxy:
-            assert field in setting.kube_proxy.split()
+        if setting.kbpf and (setting.aliases or setting.is_ignored_with_kube_proxy_document):
+            assert setting.name == "--localhost-nodeports"
 
 
 def test_every_path_of_a_setting_is_a_field_of_kube_proxys_document():
     paths = {path for setting in SETTINGS for path in setting.kube_proxy.split()}
-    assert paths <= set(table("KubeProxyConfiguration"))
-
-
-def test_page_has_the_aliases_of_flags_and_which_are_ignored():
-    for name, (_, others, ignored) in table("Flags").items():
-        setting = SETTINGS_BY_FLAG[name]
-        assert tuple(re.findall("`(.*?)`", others)) == setting.aliases, name
-        assert (ignored == "yes") is setting.is_ignored_with_kube_proxy_document, name
+    assert paths <= set(kube_proxys_fields())
 
 
 def test_default_in_the_help_is_the_actual_one():

@@ -107,7 +107,7 @@ def test_the_sbom_lists_all_components_once() -> None:
 
 
 NAMES_THE_VERSION = {
-    "README.md": r"REGISTRY/kbpf:(\S+)",
+    "docs/install.md": r"REGISTRY/kbpf:(\S+)",
     "manifests/base/kustomization.yaml": r"newTag: (\S+)",
     "manifests/chart/Chart.yaml": r"(?:appVersion|version): (\S+)",
     "vagrant/kubeadm/provision/node.sh": r"library/kbpf:(\S+)",

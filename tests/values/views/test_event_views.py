@@ -32,7 +32,7 @@ from kbpf.model.metrics import (
     ServiceLatencies,
 )
 from kbpf.model.objects import Protocol
-from kbpf.model.reasons import Reason, Verdict
+from kbpf.model.reasons import EventVerdict, Reason, Verdict
 from kbpf.views import failures, monitor, top
 from kbpf.views.latency import LatencyRow, format_milliseconds
 from kbpf.views.top import By, TopRow, TopSummary
@@ -94,10 +94,17 @@ def test_documents_have_a_schema() -> None:
 
 
 def test_every_refusal_and_drop_is_an_event() -> None:
-    decisions = {Verdict.REFUSE: monitor.EventVerdict.REFUSED, Verdict.DROP: "dropped"}
+    decisions = {Verdict.REFUSE: EventVerdict.REFUSED, Verdict.DROP: "dropped"}
     wanted = {r: decisions[r.verdict] for r in Reason if r.verdict in decisions}
     assert wanted.items() <= monitor.VERDICTS.items()
     assert Reason.NOT_A_SERVICE not in monitor.VERDICTS
+
+
+@pytest.mark.parametrize("verdict", [Verdict.NOTE, Verdict.TRANSLATE])
+def test_a_note_has_to_say_who_sees_it(verdict: Verdict) -> None:
+    """Without it `kbpf monitor` would never show it, or name a wrong error."""
+    with pytest.raises(KeyError):
+        Reason._new_member_(Reason, 99, verdict, "words")
 
 
 # ---- top -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the packet path's tracked connections from the map `flows` (bpf/flow.h).
+"""Reads the packet path's tracked connections from the map `flows` (bpf/tc/flow.h).
 
 A connection has two or three entries: one with the key (client, frontend), and one or both of
 (client', backend) and, with SNAT, (snat, backend). Each holds a whole `struct flow`. The addresses
