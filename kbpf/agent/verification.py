@@ -48,7 +48,7 @@ from kbpf.source.base import Source, wait_until_listed
 READ_INTERVAL_S: Final = 1.0
 SETTLE_S: Final = 2.5
 """While an agent runs, a difference counts after this time without a change; longer than the grace
-period of sets (changes/grace.py)."""
+period of sets (state/grace.py)."""
 UNOWNED_SETTLE_S: Final = 5.0
 """The same for what belongs to no single Service port: entries that are deleted in slices, tables
 that are written before their sets, programs on new devices."""

@@ -17,10 +17,10 @@ import socket
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.changes.adopt import address_of, is_valid_entry
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.state.adopt import address_of, is_valid_entry
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map

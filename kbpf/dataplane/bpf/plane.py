@@ -14,23 +14,23 @@ from typing import Final
 from kbpf.dataplane.base import PlaneStatus, Report, TickResult
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.attachments import Attachments
-from kbpf.dataplane.bpf.changes.apply_planner import ApplyPlanner
-from kbpf.dataplane.bpf.changes.endpoint_names import EndpointNames
-from kbpf.dataplane.bpf.changes.grace import GRACE_PERIOD_S
-from kbpf.dataplane.bpf.changes.growth import MapGrowth
-from kbpf.dataplane.bpf.changes.map_state import MapState
-from kbpf.dataplane.bpf.changes.plan import Retired
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
 from kbpf.dataplane.bpf.failing_backends import FailingBackends
 from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
+from kbpf.dataplane.bpf.maps.growth import MapGrowth
 from kbpf.dataplane.bpf.maps.pin_watch import PinWatch
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.programs import foreign, unpinned
 from kbpf.dataplane.bpf.shared import BpfAccess
+from kbpf.dataplane.bpf.state.endpoint_names import EndpointNames
+from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S
+from kbpf.dataplane.bpf.state.map_state import MapState
+from kbpf.dataplane.bpf.state.plan import Retired
+from kbpf.dataplane.bpf.state.planner import ApplyPlanner
 from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
@@ -131,7 +131,7 @@ class BpfPlane:
         """`touched` must be None in the first call.
 
         After a KernelError the maps may hold a part of the change. Every frontend still has a
-        complete set (see changes/plan.py), and the next call first reads the maps again.
+        complete set (see state/plan.py), and the next call first reads the maps again.
         """
         compare_all = (
             touched is None

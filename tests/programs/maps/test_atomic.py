@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.changes.adopt import address_of
-from kbpf.dataplane.bpf.changes.shared_values import unpack_ports
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import MAPS, Reason, ServiceValue, pack_target
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.state.adopt import address_of
+from kbpf.dataplane.bpf.state.map_state import unpack_ports
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr
 from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey, ServiceState

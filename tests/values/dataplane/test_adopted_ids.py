@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.changes import adopt
 from kbpf.dataplane.bpf.maps.layout import (
     U32,
     ServiceFlag,
@@ -14,6 +13,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_service_name,
     pack_target,
 )
+from kbpf.dataplane.bpf.state import adopt
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol

@@ -15,10 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kbpf.dataplane.bpf.changes import plan
-from kbpf.dataplane.bpf.changes.commit import write
-from kbpf.dataplane.bpf.changes.grace import GRACE_PERIOD_S, GraceQueue
-from kbpf.dataplane.bpf.changes.plan import (
+from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY_KEY,
+    KIND_FLAGS,
+    U32_PAIR,
+    Meta,
+    ServiceFlag,
+    ServiceValue,
+)
+from kbpf.dataplane.bpf.state import plan
+from kbpf.dataplane.bpf.state.commit import write
+from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S, GraceQueue
+from kbpf.dataplane.bpf.state.plan import (
     EMPTY,
     Planner,
     ProgrammedPort,
@@ -30,15 +39,6 @@ from kbpf.dataplane.bpf.changes.plan import (
     fingerprint,
     policy_flags,
     table_key,
-)
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
-from kbpf.dataplane.bpf.maps.layout import (
-    AFFINITY_KEY,
-    KIND_FLAGS,
-    U32_PAIR,
-    Meta,
-    ServiceFlag,
-    ServiceValue,
 )
 from kbpf.errors import KernelError
 from kbpf.model.address import format_addr

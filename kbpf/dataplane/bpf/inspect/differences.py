@@ -11,17 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.changes.adopt import address_of, is_valid_entry
-from kbpf.dataplane.bpf.changes.commit import pack_endpoint
-from kbpf.dataplane.bpf.changes.map_state import NODE_PORTS_ID
-from kbpf.dataplane.bpf.changes.plan import (
-    fingerprint,
-    needs_table,
-    policy_flags,
-    table_content,
-)
-from kbpf.dataplane.bpf.changes.quotas import TableLimits
-from kbpf.dataplane.bpf.changes.shared_values import unpack_ports
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import (
     KIND_FLAGS,
@@ -34,6 +23,16 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_service_name,
     unpack_source_range,
 )
+from kbpf.dataplane.bpf.state.adopt import address_of, is_valid_entry
+from kbpf.dataplane.bpf.state.commit import pack_endpoint
+from kbpf.dataplane.bpf.state.map_state import NODE_PORTS_ID, unpack_ports
+from kbpf.dataplane.bpf.state.plan import (
+    fingerprint,
+    needs_table,
+    policy_flags,
+    table_content,
+)
+from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, format_addr

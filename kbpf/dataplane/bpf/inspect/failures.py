@@ -4,8 +4,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kbpf.dataplane.bpf.changes.adopt import address_of
 from kbpf.dataplane.bpf.maps.layout import EVENT, FAILURE, Target
+from kbpf.dataplane.bpf.state.adopt import address_of
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts, pods

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Self
 
-from kbpf.dataplane.bpf.changes.adopt import address_of
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.inspect.failures import REASONS
 from kbpf.dataplane.bpf.maps import pinning
@@ -30,6 +29,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_endpoint_name,
     unpack_service_name,
 )
+from kbpf.dataplane.bpf.state.adopt import address_of
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.errors import CapacityError, NotFoundError
 from kbpf.kernel.bpf.objects import Map

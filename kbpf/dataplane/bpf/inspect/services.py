@@ -6,7 +6,6 @@ and traffic.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from kbpf.dataplane.bpf.changes.adopt import address_of, frontend_of, is_valid_entry
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY,
     AFFINITY_KEY,
@@ -31,6 +30,7 @@ from kbpf.dataplane.bpf.metrics import (
     IdPair,
     read_totals,
 )
+from kbpf.dataplane.bpf.state.adopt import address_of, frontend_of, is_valid_entry
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map

@@ -17,7 +17,6 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from kbpf.dataplane.bpf.changes.plan import EMPTY, ProgrammedPort, ProgrammedSet, fingerprint
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import (
     KIND_FLAGS,
@@ -31,6 +30,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_service_name,
     unpack_source_range,
 )
+from kbpf.dataplane.bpf.state.plan import EMPTY, ProgrammedPort, ProgrammedSet, fingerprint
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, Frontend, FrontendAddress, ServicePortKey

@@ -6,7 +6,7 @@ The order, and why (BpfPlane._apply(), MapState.write() and commit.py execute it
  2. bits of new ports in `frontend_ports`: without its bit, no frontend of a port is found;
  3. `meta`, so that no id is allocated twice, whatever happens next;
  4. source ranges, names, backends, then slots and members of *new* sets: no program reads them yet.
-    Large tables are written by earlier calls (large_tables.py), each after `meta`;
+    Large tables are written by earlier calls (commit.TableBuilder), each after `meta`;
  5. new node addresses, then frontends: the flip. It replaces one value, so a reader sees the
     complete old or new set. New ClusterIPs follow, since they refuse all ports without a frontend;
  6. removed frontends, ClusterIPs, source ranges and node addresses, then bits of ports that no
@@ -413,8 +413,8 @@ class Planner:
             return 0, 0
         table_id, is_new = self._shared_tables.acquire(table_key(backends, spread))
         if is_new:
-            # Large tables are usually written by now (large_tables.py), but not when all Service
-            # ports are compared in one call.
+            # A large table is usually written by now (commit.TableBuilder), but not when all
+            # Service ports are compared in one call.
             table = array("I", compute_slots(backends, spread))
             remember_fingerprint(table_key(backends, spread), table)
             self.writes.slots.append((table_id, table))
