@@ -26,6 +26,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.programs import foreign, unpinned
 from kbpf.dataplane.bpf.shared import BpfAccess
+from kbpf.dataplane.bpf.state import adopt, contents
 from kbpf.dataplane.bpf.state.endpoint_names import EndpointNames
 from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S
 from kbpf.dataplane.bpf.state.map_state import MapState
@@ -115,9 +116,12 @@ class BpfPlane:
         foreign.refuse_balancers(self._pins, cgroup)
 
     def _adopt(self) -> None:
+        found = contents.read(self._agent_maps.maps)
+        adopt.log_corrupt(found)
         self._state = MapState(
-            self._agent_maps, lambda retired: self._udp_cutter.cut(retired, SLICE_BUDGET_S)
+            self._agent_maps, found, lambda retired: self._udp_cutter.cut(retired, SLICE_BUDGET_S)
         )
+        self._state.write_adopted_ports()
         self._udp_cutter.read_cuts()
 
     # ---- applying --------------------------------------------------------------------------
@@ -218,7 +222,7 @@ class BpfPlane:
             self._attachments.packets.catch_up()
             log.info("socket hooks attached changed=%d", hooks_changed)
         if authoritative and state.unclaimed is not None:
-            state.retire_unclaimed(retired, delete_frontends=not is_first)
+            state.delete_unclaimed(retired, delete_frontends=not is_first)
             self._udp_cutter.cut_unserved(state.programmed.values())
         elif is_first:
             log.warning(

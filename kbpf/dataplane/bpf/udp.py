@@ -78,12 +78,6 @@ skips one entry for each socket that is closed meanwhile.
 """
 
 
-def unpack_backend(raw: bytes) -> Backend:
-    """A struct target that is a backend."""
-    target = Target.unpack(raw)
-    return Backend(target.address, target.port, Protocol(target.protocol))
-
-
 IsGone = Callable[[int, bytes, bytes], bool]
 """(service id, frontend, backend), the latter two as struct target: whether that choice is stale.
 For example, (7, 10.96.0.10:53, 10.1.2.3:53) if Service 7 has lost this backend or this frontend.

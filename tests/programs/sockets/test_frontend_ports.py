@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import U32, U64, Reason
+from kbpf.dataplane.bpf.maps.layout import U32, U64, Reason, pack_ports, unpack_ports
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.state.map_state import pack_ports, unpack_ports
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.objects import Protocol

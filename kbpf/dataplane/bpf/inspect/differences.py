@@ -20,12 +20,17 @@ from kbpf.dataplane.bpf.maps.layout import (
     Meta,
     ServiceFlag,
     ServiceValue,
+    unpack_ports,
     unpack_service_name,
     unpack_source_range,
 )
-from kbpf.dataplane.bpf.state.adopt import address_of, is_valid_entry
 from kbpf.dataplane.bpf.state.commit import pack_endpoint
-from kbpf.dataplane.bpf.state.map_state import NODE_PORTS_ID, unpack_ports
+from kbpf.dataplane.bpf.state.contents import (
+    NODE_PORTS_ID,
+    is_valid_entry,
+    unpack_address,
+    unpack_backend,
+)
 from kbpf.dataplane.bpf.state.plan import (
     fingerprint,
     needs_table,
@@ -33,7 +38,6 @@ from kbpf.dataplane.bpf.state.plan import (
     table_content,
 )
 from kbpf.dataplane.bpf.state.quotas import TableLimits
-from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, format_addr
 from kbpf.model.config import Config
@@ -198,7 +202,7 @@ class _Comparison:
                 if raw_key not in desired_keys and raw_key not in self._examined:
                     self._examined.add(raw_key)
                     yield Difference(
-                        STALE, "services", str(key), "", str(address_of(raw_key)), AGENT_REPAIRS
+                        STALE, "services", str(key), "", str(unpack_address(raw_key)), AGENT_REPAIRS
                     )
 
     def _find_unnamed(self, state: ServiceState) -> int:
@@ -331,7 +335,7 @@ class _Comparison:
         by_owner: defaultdict[int, list[FrontendAddress]] = defaultdict(list)
         for raw_key, value in self._values.items():
             if raw_key not in self._examined:
-                by_owner[value.id].append(address_of(raw_key))
+                by_owner[value.id].append(unpack_address(raw_key))
         for number, addresses in by_owner.items():
             owner, text = names.get(number), _name_some(map(str, sorted(addresses)))
             if owner is None:
@@ -343,7 +347,7 @@ class _Comparison:
                     STALE, "services", str(owner), "", text, AGENT_REPAIRS
                 ))  # fmt: skip
         for raw_key in self._wrong_checks - self._examined:
-            text = f"{address_of(raw_key)} with a wrong check word: programs ignore it"
+            text = f"{unpack_address(raw_key)} with a wrong check word: programs ignore it"
             yield Finding(None, Difference(DAMAGED, "services", "", "", text, AGENT_REPAIRS))
         for name, raw_key in self._contents.damaged:
             text = f"an entry that no agent writes: {raw_key.hex()}"

@@ -4,14 +4,15 @@ cost of a change depends on the change and not on the size of the cluster.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Set
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
-from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, U64
+from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, IsIdUsed, SharedTables
+from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, pack_ports
 from kbpf.dataplane.bpf.state import adopt, commit, endpoint_names
 from kbpf.dataplane.bpf.state.commit import AddressChange, TableBuilder, pack_endpoint
+from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
 from kbpf.dataplane.bpf.state.grace import GraceQueue
 from kbpf.dataplane.bpf.state.plan import ProgrammedPort, Retired, Writes
 from kbpf.dataplane.bpf.state.quotas import NamespaceBudgets
@@ -22,11 +23,6 @@ from kbpf.model.objects import Cidr
 T = TypeVar("T", bound=Hashable)
 Changes = Mapping[ServicePortKey, ProgrammedPort | None]
 """Service ports as they will be programmed; None if they are removed."""
-
-NODE_PORTS_ID: Final = 0
-"""The id in `source_ranges` of the ranges that may connect to NodePorts. No Service has it."""
-
-WORD_BITS: Final = 8 * U64.size
 
 
 def cluster_ips_of(programmed: ProgrammedPort) -> Iterator[Addr]:
@@ -43,29 +39,6 @@ def cluster_ips_of(programmed: ProgrammedPort) -> Iterator[Addr]:
 def ports_of(programmed: ProgrammedPort) -> Iterator[int]:
     """The port of each frontend."""
     return (f.at.port for f in programmed.frontends)
-
-
-def pack_ports(ports: Set[int], changed: Iterable[int]) -> list[tuple[bytes, bytes]]:
-    """The entries of `frontend_ports` that contain the `changed` ports. `ports`: all ports to be
-    set.
-    """
-    return [
-        (
-            U32.pack(word_index),
-            U64.pack(
-                sum(1 << bit for bit in range(WORD_BITS) if word_index * WORD_BITS + bit in ports)
-            ),
-        )
-        for word_index in sorted({port // WORD_BITS for port in changed})
-    ]
-
-
-def unpack_ports(entries: Iterable[tuple[bytes, bytes]]) -> Iterator[int]:
-    """The ports whose bits are set in `frontend_ports`."""
-    for key, value in entries:
-        word = U64.unpack(value)[0]
-        first = U32.unpack(key)[0] * WORD_BITS
-        yield from (first + bit for bit in range(WORD_BITS) if word >> bit & 1)
 
 
 class SharedValues(Generic[T]):
@@ -131,21 +104,19 @@ class SharedChange(NamedTuple):
         return {"node_addresses": len(self.nodes[0]), "cluster_ips": len(self.cluster_ips[0])}
 
 
-class MapState:
-    """The state of the agent's maps. `is_first_apply`: no apply() has written since they were
-    adopted. `unclaimed`: what was adopted, until an authoritative apply() retires the part of it
-    that no Service port has claimed.
+class KernelState:
+    """What of the maps' contents the agent has programmed, and what it changes next; it writes
+    nothing. `is_first_apply`: no apply() has written since the contents were adopted. `unclaimed`:
+    what was adopted, until an authoritative apply() retires the part of it that no Service port has
+    claimed.
     """
 
-    def __init__(self, agent_maps: AgentMaps, cut_udp: Callable[[Retired], None]) -> None:
-        """Adopts the maps. `cut_udp`: see GraceQueue."""
-        maps = agent_maps.maps
-        self._agent_maps = agent_maps
-        self.ids = IdAllocator(adopt.read_next_ids(maps["meta"]), self._is_id_used)
+    def __init__(self, contents: Contents, is_id_used: IsIdUsed = lambda _, __: False) -> None:
+        adopted = adopt.adopt(contents)
+        self.ids = IdAllocator(adopt.usable_ids(contents.next_ids), is_id_used)
+        self.ids.skip_past(adopted.highest_service, adopted.highest_backend, adopted.highest_set)
         self.backend_table = BackendTable(self.ids)
         self.shared_tables, self.budgets = SharedTables(self.ids), NamespaceBudgets()
-        adopted = adopt.read_maps(maps)
-        self.ids.skip_past(adopted.highest_service, adopted.highest_backend, adopted.highest_set)
         for backend, backend_id in adopted.backends.items():
             self.backend_table.adopt(backend, backend_id)
         for key, programmed in adopted.programmed.items():
@@ -155,41 +126,12 @@ class MapState:
                     self.shared_tables.adopt(set_.table)
             self.budgets.replace(key.namespace, None, programmed)
         self.programmed = adopted.programmed
-        # Names of endpoints have a writer of their own, which remembers what the map holds.
-        named = agent_maps.fill[endpoint_names.MAP_NAME]
-        agent_maps.fill = Counter({**adopted.fill, endpoint_names.MAP_NAME: named})
-        self._node_addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
-        agent_maps.fill["node_addresses"] = len(self._node_addresses)
-        adopted_cluster_ips = (Addr(key) for key, _ in maps["cluster_ips"].items())
-        self._cluster_ips = SharedValues(
-            cluster_ips_of, adopted.programmed.values(), adopted_cluster_ips
-        )
-        agent_maps.fill["cluster_ips"] = len(self._cluster_ips.written_values)
-        self._adopt_ports(adopted)
-        self.builder = TableBuilder(agent_maps, self.ids, self.shared_tables)
-        # What was about to be retired needs no queue: adopt.py finds it as unclaimed.
-        self.grace_queue = GraceQueue(agent_maps, self.backend_table, self.shared_tables, cut_udp)
+        self._node_addresses = set(contents.node_addresses)
+        ports = adopted.programmed.values()
+        self._cluster_ips = SharedValues(cluster_ips_of, ports, contents.cluster_ips)
+        self._frontend_ports = SharedValues(ports_of, ports, contents.ports)
         self.unclaimed: adopt.Adopted | None = adopted
         self.is_first_apply = True
-
-    def _adopt_ports(self, adopted: adopt.Adopted) -> None:
-        """Sets the bits of all ports found in `services`. An agent of an earlier version kept no
-        such bits, and programs attached from now on find a frontend only if the bit of its port is
-        set.
-        """
-        written = set(unpack_ports(self._agent_maps.maps["frontend_ports"].items()))
-        used = {address.port for address in adopted.unclaimed_frontends}
-        used |= {
-            port for programmed in adopted.programmed.values() for port in ports_of(programmed)
-        }
-        self._frontend_ports = SharedValues(ports_of, adopted.programmed.values(), written)
-        self._write_ports(new=used - written)
-
-    def _is_id_used(self, kind: int, id_: int) -> bool:
-        """Whether a map holds this id. Implements ids.IsIdUsed."""
-        name = ("service_names", "backends", "backend_slots")[kind]
-        key = U32_PAIR.pack(id_, 0) if name == "backend_slots" else U32.pack(id_)
-        return self._agent_maps.maps[name].lookup(key) is not None
 
     @property
     def unused_names(self) -> dict[ServicePortKey, int] | None:
@@ -231,6 +173,61 @@ class MapState:
         )
         return new, removed if authoritative else set()
 
+    def record(self, changes: Changes) -> None:
+        """Records that these Service ports were written."""
+        for key, port in changes.items():
+            if port is None:
+                self.programmed.pop(key, None)
+            else:
+                self.programmed[key] = port
+
+    def retire_unclaimed(self, retired: Retired) -> adopt.Adopted:
+        """Retires what no Service port has claimed, except frontends; returns all of it."""
+        unclaimed, self.unclaimed = self.unclaimed, None
+        assert unclaimed is not None
+        retired.names += sorted({*unclaimed.unclaimed_names, *unclaimed.unused_names.values()})
+        retired.slot_keys += unclaimed.unclaimed_slots
+        retired.member_keys += unclaimed.unclaimed_members
+        retired.backend_ids += (
+            self.backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
+        )
+        return unclaimed
+
+
+class MapState(KernelState):
+    """The state of the agent's maps, and what writes it."""
+
+    def __init__(
+        self, agent_maps: AgentMaps, contents: Contents, cut_udp: Callable[[Retired], None]
+    ) -> None:
+        """`cut_udp`: see GraceQueue."""
+        self._agent_maps = agent_maps
+        super().__init__(contents, self._is_id_used)
+        # Names of endpoints have a writer of their own, which remembers what the map holds.
+        named = agent_maps.fill[endpoint_names.MAP_NAME]
+        agent_maps.fill = Counter({**contents.counts, endpoint_names.MAP_NAME: named})
+        self.builder = TableBuilder(agent_maps, self.ids, self.shared_tables)
+        # What was about to be retired needs no queue: it is unclaimed now.
+        self.grace_queue = GraceQueue(agent_maps, self.backend_table, self.shared_tables, cut_udp)
+
+    def _is_id_used(self, kind: int, id_: int) -> bool:
+        """Whether a map holds this id. Implements ids.IsIdUsed."""
+        name = ("service_names", "backends", "backend_slots")[kind]
+        key = U32_PAIR.pack(id_, 0) if name == "backend_slots" else U32.pack(id_)
+        return self._agent_maps.maps[name].lookup(key) is not None
+
+    def write_adopted_ports(self) -> None:
+        """Sets the bits of all ports found in `services`. An agent of an earlier version kept no
+        such bits, and programs attached from now on find a frontend only if the bit of its port is
+        set.
+        """
+        assert self.unclaimed is not None
+        used = {address.port for address in self.unclaimed.unclaimed_frontends}
+        used.update(
+            port for programmed in self.programmed.values() for port in ports_of(programmed)
+        )
+        self._write_ports(new=used - self._frontend_ports.written_values)
+
     def write(self, writes: Writes, shared: SharedChange) -> None:
         """Programs look up a frontend only if its port is in `frontend_ports`, so the ports in it
         must be a superset of those in `services` at any time.
@@ -247,30 +244,15 @@ class MapState:
         entries = pack_ports(self._frontend_ports.written_values, (*new, *removed))
         self._agent_maps.put("frontend_ports", entries, new=0)
 
-    def record(self, changes: Changes) -> None:
-        """Records that these Service ports were written."""
-        for key, port in changes.items():
-            if port is None:
-                self.programmed.pop(key, None)
-            else:
-                self.programmed[key] = port
-
-    def retire_unclaimed(self, retired: Retired, delete_frontends: bool) -> None:
+    def delete_unclaimed(self, retired: Retired, delete_frontends: bool) -> None:
         """Retires what no Service port has claimed, and deletes corrupt frontends.
         `delete_frontends`: unclaimed frontends as well, which claim() has not removed.
         """
-        unclaimed, self.unclaimed = self.unclaimed, None
-        assert unclaimed is not None
+        unclaimed = self.retire_unclaimed(retired)
         if delete_frontends:
             # They may be ours by now.
             ours = {f.at for programmed in self.programmed.values() for f in programmed.frontends}
             self._agent_maps.delete(
                 "services", map(pack_endpoint, unclaimed.unclaimed_frontends - ours)
             )
-        retired.names += sorted({*unclaimed.unclaimed_names, *unclaimed.unused_names.values()})
-        retired.slot_keys += unclaimed.unclaimed_slots
-        retired.member_keys += unclaimed.unclaimed_members
-        retired.backend_ids += (
-            self.backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
-        )
         self._agent_maps.delete("services", unclaimed.corrupt_frontends)
