@@ -24,6 +24,7 @@ from kbpf.checks.row import Check, CheckRow
 from kbpf.dataplane import host
 from kbpf.dataplane.bpf.inspect import differences, node_differences, snapshot
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.state import contents
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.system import netns, pods
@@ -174,10 +175,10 @@ class Verifier:
         with contextlib.ExitStack() as stack:
             maps, damaged = node_differences.open_maps(self._pins, stack)
             reading.findings = [Finding(None, difference) for difference in damaged]
-            if maps.keys() >= {*differences.MAPS_COMPARED}:
-                contents = differences.read_contents(maps)
-                reading.findings += differences.compare(contents, desired, self._config)
-                reading.entries = differences.count_entries(contents)
+            if maps.keys() >= {*contents.MAPS_READ}:
+                found = contents.read(maps)
+                reading.findings += differences.compare(found, desired, self._config)
+                reading.entries = sum(found.counts.values())
             if maps.keys() >= {*node_differences.MAPS_COMPARED}:
                 node = node_differences.read_contents(self._pins, maps)
                 reading.complete = not damaged
