@@ -33,8 +33,8 @@ def verify(
     Uses the settings of the agent that runs here. All flags of `kbpf run` are accepted, and take
     precedence; give them if no agent runs.
     """
-    from kbpf.agent.verification import Verifier
     from kbpf.cli import run
+    from kbpf.cli.verifier import Verifier
     from kbpf.views import verification as view
 
     config = _find_config(context.args)
