@@ -205,7 +205,6 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_end", tail=18),
 )
 TAIL_CALL_SLOTS: Final = 20
-TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")
 

@@ -328,6 +328,8 @@ RING_ENTRIES: Final = 4096
 """The smallest size of a ring buffer, in bytes. This one only says what kind of map is added."""
 AGENT_SOCKETS: Final = 256
 """The number of the agent's newest connections to the API server in `agent_sockets`."""
+TAIL_CALL_MAP: Final = "tails"
+"""Private to one version of the packet programs, and pinned with them."""
 UNUSED_MAP_ENTRIES: Final = 64
 """Size of an unused map: the kernel does not allow 0."""
 STATUS_SIZE: Final = MAX_STATUS_BYTES + 64

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP
 from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, MAPS, OUTER_MAPS, U32, MapSpec
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, MAPS, OUTER_MAPS, TAIL_CALL_MAP, U32, MapSpec
 from kbpf.dataplane.bpf.maps.migrate import ReplacedMap
 from kbpf.errors import ConfigError, KernelError
 from kbpf.kernel.bpf import objects

@@ -18,11 +18,10 @@ from typing import Final
 
 from kbpf.dataplane.bpf.hooks import (
     CONNTRACK_PROGRAM,
-    TAIL_CALL_MAP,
     TAIL_CALL_SLOTS,
     loaded_packet_programs,
 )
-from kbpf.dataplane.bpf.maps.layout import U32, NodeFlag
+from kbpf.dataplane.bpf.maps.layout import TAIL_CALL_MAP, U32, NodeFlag
 from kbpf.dataplane.bpf.maps.pinning import (
     NEW_PREFIX,
     OLD_PREFIX,
@@ -40,7 +39,6 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     find_unmatched,
 )
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
-from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
 from kbpf.dataplane.bpf.packet_path.node_maps import (
     NO_COEXISTENCE,
     DeviceMap,
@@ -48,6 +46,7 @@ from kbpf.dataplane.bpf.packet_path.node_maps import (
     write_refusal_limits,
 )
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
+from kbpf.dataplane.bpf.programs.hook_probe import HookProber
 from kbpf.dataplane.bpf.programs.loader import (
     LoadedPrograms,
     Programs,

@@ -19,13 +19,12 @@ from kbpf.dataplane.bpf.hooks import (
     HOOKS,
     OPTIONAL_HELPERS,
     OPTIONAL_PACKET_HELPERS,
-    TAIL_CALL_MAP,
     Hook,
     program_names,
     program_type,
     tracepoint_of,
 )
-from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP
 from kbpf.dataplane.bpf.maps.pinning import (
     NEW_LINK_PREFIX,
     NEW_PREFIX,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP
+from kbpf.dataplane.bpf.maps.layout import TAIL_CALL_MAP
 from kbpf.errors import KernelError, escape_unprintable
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import mounts

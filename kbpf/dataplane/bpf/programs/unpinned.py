@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_MAP, TAIL_CALL_SLOTS
-from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, U32
+from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_SLOTS
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP, U32
 from kbpf.dataplane.bpf.maps.pinning import NEW_LINK_PREFIX, Pins
 from kbpf.dataplane.bpf.programs import owner
 from kbpf.errors import KernelError
