@@ -179,12 +179,12 @@ def select_data_plane(
         return PreviousBpfPlane(config)
 
     def previous_ipvs() -> PreviousDataPlane:
-        from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
+        from kbpf.dataplane.ipvs.ipvs_drain import PreviousIpvsPlane
 
         return PreviousIpvsPlane(config)
 
     def previous_kube_proxy() -> PreviousDataPlane:
-        from kbpf.takeover.drain import KubeProxyDrain
+        from kbpf.takeover.kube_proxy_drain import KubeProxyDrain
 
         return KubeProxyDrain(config)
 

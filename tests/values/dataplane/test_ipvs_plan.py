@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kbpf.dataplane.ipvs import ruleset
-from kbpf.dataplane.ipvs.cleanup import ruleset_options
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
 from kbpf.dataplane.ipvs.fwmarks import FwmarkAllocator
+from kbpf.dataplane.ipvs.ipvs_cleanup import ruleset_options
 from kbpf.dataplane.ipvs.nodeport_conflicts import NodePortConflicts
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
