@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.packet_path.hook_probe import CLIENT4, CLIENT6
 from kbpf.dataplane.bpf.packet_path.rehearsal import Arrival, Outcome, Rehearsal
+from kbpf.dataplane.bpf.programs.hook_probe import CLIENT4, CLIENT6
 from kbpf.errors import KbpfError
 from kbpf.kernel.net import dial
 from kbpf.kernel.net.devices import Device, list_devices

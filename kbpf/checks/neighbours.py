@@ -11,10 +11,9 @@ from pathlib import Path
 from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.dataplane.bpf.packet_path import hook_probe
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
-from kbpf.dataplane.bpf.packet_path.hook_probe import ORDER_HINT, Point, ProbeOutcome
-from kbpf.dataplane.bpf.programs import foreign, unpinned
+from kbpf.dataplane.bpf.programs import foreign, hook_probe, unpinned
+from kbpf.dataplane.bpf.programs.hook_probe import ORDER_HINT, Point, ProbeOutcome
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.tc import Runner

@@ -173,10 +173,10 @@ def remove_kube_proxy(
     Raises KernelError, unless `force`, if a kube-proxy runs or this cannot be determined: it may
     not notice that its rules are gone, and Services would stop working.
     """
-    from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
+    from kbpf.dataplane.ipvs import ipvs_cleanup
     from kbpf.kernel.netfilter import forward_rules
-    from kbpf.takeover import cleanup as takeover_cleanup
     from kbpf.takeover import conntrack_keepalive, detect
+    from kbpf.takeover import kube_proxy_cleanup as takeover_cleanup
 
     if not force:
         with _refusals(dry_run):
@@ -301,7 +301,7 @@ def require_no_ipvs_agent(config: Config) -> None:
 
 
 def _lock(folder: Path) -> int:
-    from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
+    from kbpf.dataplane.ipvs import ipvs_cleanup
 
     try:
         return ipvs_cleanup.lock_state_folder(folder, timeout=0.0)
@@ -319,7 +319,7 @@ def remove_ipvs(config: Config, dry_run: bool = False) -> Iterator[RemovedItem]:
     """Removes what mode ipvs keeps, if its state folder, device or nftables table exists. Raises
     KernelError if an agent uses it.
     """
-    from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
+    from kbpf.dataplane.ipvs import ipvs_cleanup
     from kbpf.kernel.net import dummy
     from kbpf.takeover import conntrack_keepalive, detect
 

@@ -9,17 +9,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kbpf.agent import conntrack_sysctls, selector
+from kbpf.agent import conntrack_sysctls
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Item
+from kbpf.checks import fallback
 from kbpf.cli.arguments import RunOptions, with_node_name
 from kbpf.cli.log_format import JsonFormatter, TextFormatter
 from kbpf.config.load import LoadedConfig
 from kbpf.config.watcher import ConfigWatcher
 from kbpf.config.write import format_configz
+from kbpf.dataplane.select import select_data_plane
 from kbpf.errors import KbpfError, KernelError, describe_unexpected_error
 from kbpf.kernel.system import children, process
 from kbpf.model.config import Config
@@ -145,7 +148,7 @@ def _run_agent(
     protect_process(config)
     proxy_metrics = KubeProxyMetrics()
     cluster = connect(config, proxy_metrics.record_api_request)
-    plane = selector.select_data_plane(config)
+    plane = select_data_plane(config, partial(fallback.find_reason, config))
     configz_document = format_configz(config)
     warnings = {note.event: note.text for note in loaded.notes if note.event}
     server = AgentServer(

@@ -33,8 +33,8 @@ def verify(
     Uses the settings of the agent that runs here. All flags of `kbpf run` are accepted, and take
     precedence; give them if no agent runs.
     """
-    from kbpf.agent.verification import Verifier
     from kbpf.cli import run
+    from kbpf.cli.verifier import Verifier
     from kbpf.views import verification as view
 
     config = _find_config(context.args)
@@ -50,7 +50,7 @@ def _find_config(flags: list[str]) -> "Config":
     NotFoundError if no agent has run here, or only one in mode ipvs.
     """
     from kbpf.cli import arguments
-    from kbpf.dataplane import inspect as dataplane
+    from kbpf.dataplane import reader as dataplane
     from kbpf.model.inspection import Part
 
     options = arguments.parse_options(flags, os.environ)

@@ -79,7 +79,7 @@ class VerifiedPart(msgspec.Struct, frozen=True):
 class ModeChoice(msgspec.Struct, frozen=True):
     """The selected data plane. `requested` is the value of --mode, `mode` is "bpf" or "ipvs".
 
-    If `auto` could not use BPF, `reason` is a short reason from a fixed list (agent/selector.py)
+    If `auto` could not use BPF, `reason` is a short reason from a fixed list (checks/fallback.py)
     and `detail` is the full explanation; otherwise both are "".
     """
 

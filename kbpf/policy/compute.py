@@ -320,13 +320,11 @@ def compute_desired_state(
             states.append(state)
     # After the loop: any later Service may win an address of an earlier one.
     resolved = {state.key: claims.resolve(state) for state in states}
-    return DesiredState(resolved, *node_state)
+    return DesiredState(resolved, **node_state._asdict())
 
 
 class NodeState(NamedTuple):
-    """The fields of DesiredState that do not depend on Services: all but the first, in their
-    order.
-    """
+    """The fields of DesiredState that do not depend on Services, with the same names."""
 
     node_addresses: tuple[Addr, ...] = ()
     masquerade_addresses: tuple[Addr, ...] = ()
@@ -374,7 +372,7 @@ class DesiredStateBuilder:
     @property
     def state(self) -> DesiredState:
         """The complete state. It shares the live dict, which the next update() changes."""
-        return DesiredState(self._services, *self.node_state)
+        return DesiredState(self._services, **self.node_state._asdict())
 
     @property
     def reserved(self) -> ReservedAddresses:

@@ -163,7 +163,7 @@ class EventRecorder:
         self._refill_time = now
         if namespace := regarding.namespace:
             until = max(now, self._spent_until.get(namespace, now)) + NAMESPACE_INTERVAL_S
-            # At most as many as remain for others, as changes/quotas.py shares maps.
+            # At most as many as remain for others, as state/quotas.py shares maps.
             share = min(NAMESPACE_BURST, self._tokens - NODE_EVENTS)
             if until > now + share * NAMESPACE_INTERVAL_S:
                 return False

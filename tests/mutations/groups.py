@@ -62,7 +62,7 @@ GROUPS: Final = (
         ), 90,
     ),
     Group(
-        "bpf-plan", ("kbpf/dataplane/bpf/changes/plan.py",),
+        "bpf-plan", ("kbpf/dataplane/bpf/state/plan.py",),
         _values("dataplane/plan dataplane/ids"), 90,
     ),
     Group(
@@ -103,11 +103,11 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
     Equivalent("kbpf/policy/compute.py", "STEP_BUDGET: Final = 512", "512", "513", AT_A_TIME),
     Equivalent("kbpf/policy/compute.py", "PORT_COST: Final = 8", "8", "9", AT_A_TIME),
     Equivalent(
-        "kbpf/dataplane/bpf/changes/plan.py", "in_set_members: bool = False", "False", "True",
+        "kbpf/dataplane/bpf/state/plan.py", "in_set_members: bool = False", "False", "True",
         "it is read only for sets with an id, which always pass it",
     ),
     Equivalent(
-        "kbpf/dataplane/bpf/changes/plan.py", "MAX_FINGERPRINTS: Final = 16_384", "16_384", "16385",
+        "kbpf/dataplane/bpf/state/plan.py", "MAX_FINGERPRINTS: Final = 16_384", "16_384", "16385",
         "the size of a cache; the rest is computed again",
     ),
     Equivalent(

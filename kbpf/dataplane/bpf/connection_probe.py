@@ -17,11 +17,10 @@ import socket
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.changes.adopt import address_of, is_valid_entry
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.dataplane.bpf.state.contents import is_valid_entry, unpack_address, unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.net import dial
@@ -88,7 +87,7 @@ class ConnectionProber:
             value = ServiceValue.unpack(raw)
             if not is_valid_entry("services", key, raw) or not _is_suitable(value):
                 continue
-            frontend = address_of(key)
+            frontend = unpack_address(key)
             kind = family_of(frontend.address), frontend.protocol
             if kind in chosen or frontend.protocol not in SOCKET_TYPES:
                 continue

@@ -32,7 +32,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     U32_PAIR,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.dataplane.bpf.state.contents import unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts, pods

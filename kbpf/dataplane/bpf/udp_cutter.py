@@ -5,9 +5,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 from kbpf.dataplane.bpf import udp
-from kbpf.dataplane.bpf.changes.commit import pack_endpoint
-from kbpf.dataplane.bpf.changes.plan import ProgrammedPort, Retired
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.state.commit import pack_endpoint
+from kbpf.dataplane.bpf.state.plan import ProgrammedPort, Retired
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Protocol

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kbpf.dataplane.ipvs import ruleset
-from kbpf.dataplane.ipvs.cleanup import ROOT_HINT, refuse_foreign_table
 from kbpf.dataplane.ipvs.diff import Changes
+from kbpf.dataplane.ipvs.ipvs_cleanup import ROOT_HINT, refuse_foreign_table
 from kbpf.dataplane.ipvs.plan import (
     Element,
     ServerPool,

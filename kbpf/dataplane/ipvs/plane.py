@@ -17,12 +17,10 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from typing import Final
 
-from kbpf.dataplane import host
-from kbpf.dataplane.base import PlaneStatus, Report, TickResult
-from kbpf.dataplane.ipvs import cleanup
+from kbpf.dataplane.base import PlaneStatus, Report, SharedAccess, TickResult
+from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
 from kbpf.dataplane.ipvs.executor import KernelState
-from kbpf.dataplane.ipvs.metrics import IpvsAccess
 from kbpf.dataplane.ipvs.node_settings import NodeSettings
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
@@ -36,10 +34,14 @@ from kbpf.dataplane.ipvs.plan import (
 )
 from kbpf.dataplane.ipvs.port_planner import NO_IPV6_WARNING, PortPlanner
 from kbpf.dataplane.ipvs.statefile import StateFile
+from kbpf.dataplane.node import KeepalivePoll, reconcile_forward_rules
 from kbpf.errors import KernelError
+from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats, Pause, PortName, TrafficStats
+from kbpf.model.objects import Protocol
 from kbpf.model.status import ModeChoice
 
 log = logging.getLogger("kbpf.dataplane")
@@ -77,7 +79,7 @@ class IpvsPlane:
         self._state_file = StateFile(self._state_dir)
         self._planner = PortPlanner(self._config, self._elements, self._options.masquerade_mark)
         self._poll_due = 0.0
-        self._keepalive = host.KeepalivePoll()
+        self._keepalive = KeepalivePoll()
         # The generation of nf_tables without our own transactions.
         self._foreign_generation = -1
         self._desired = DesiredState({})  # as passed to the last apply()
@@ -239,7 +241,7 @@ class IpvsPlane:
             if has_foreign_changes:
                 listing = forward_rules.list_chains()
                 self._settings.check_firewalls(listing)
-                host.reconcile_forward_rules(self._options.masquerade_mark, listing)
+                reconcile_forward_rules(self._options.masquerade_mark, listing)
         finally:
             if self._sync is not Sync.NEVER:
                 self._repair(has_foreign_changes)
@@ -304,3 +306,44 @@ class IpvsPlane:
         if self._lock >= 0:
             self._kernel.close()
             self._release()
+
+
+# ---- metrics, for other threads ------------------------------------------------------------------
+
+
+class IpvsAccess(SharedAccess):
+    """What other threads use of the IPVS data plane; `read_plans` may be called by any. There is
+    nothing to do for the agent's sockets: IPVS cannot distinguish them (docs/limits.md).
+    """
+
+    def __init__(self, read_plans: Callable[[], Mapping[ServicePortKey, ServicePortPlan]]) -> None:
+        self._read_plans = read_plans
+
+    def count_traffic(self, pause: Pause) -> TrafficStats:
+        return count_traffic(self._read_plans(), pause)
+
+
+def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause) -> TrafficStats:
+    """Connections opened and bytes, by Service port: sums the counters of its virtual services. The
+    kernel counts from the creation of a virtual service, so the counters survive a restart of the
+    agent. Opens a netlink socket, in the network namespace of the thread. Raises KernelError if
+    IPVS does not answer.
+    """
+    owners = {
+        tuple(virtual): (key.namespace, key.name, key.port, key.protocol.name)
+        for key, plan in plans.items()
+        if key != NODE_KEY
+        for virtual in plan.pools
+    }
+    pause()
+    totals: dict[PortName, ConnectionStats] = {}
+    with contextlib.closing(IpvsClient()) as client:
+        service_stats = client.read_stats()
+    pause()
+    for service, stats in service_stats:
+        if service.protocol not in Protocol.__members__.values():  # another program's
+            continue
+        name = owners.get(tuple(VirtualService(Protocol(service.protocol), *service[1:])))
+        if name is not None and stats.opened:
+            totals[name] = totals.get(name, ConnectionStats()).plus(stats)
+    return TrafficStats(totals=tuple(totals.items()), counted_fields=IPVS_COUNTERS)

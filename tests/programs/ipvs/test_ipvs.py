@@ -20,7 +20,7 @@ import pytest
 
 from kbpf.config.parsers import IPVS_SCHEDULERS
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.ipvs import cleanup
+from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
 from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.plane import IpvsPlane
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices

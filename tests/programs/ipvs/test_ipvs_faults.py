@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.ipvs import cleanup, ruleset
+from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
+from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.plan import SetName
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices

@@ -25,11 +25,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.changes.adopt import address_of
-from kbpf.dataplane.bpf.changes.shared_values import unpack_ports
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import MAPS, Reason, ServiceValue, pack_target
+from kbpf.dataplane.bpf.maps.layout import MAPS, Reason, ServiceValue, pack_target, unpack_ports
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.state.contents import unpack_address
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr
 from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey, ServiceState
@@ -439,7 +438,7 @@ def test_frontends_are_found_after_each_write(site: Site, monkeypatch: pytest.Mo
         nonlocal count
         write(maps, name, action)
         count += name in ("services", "cluster_ips", "frontend_ports")
-        held = {address_of(key) for key, _ in maps.maps["services"].items()}
+        held = {unpack_address(key) for key, _ in maps.maps["services"].items()}
         added = {Addr(key) for key, _ in maps.maps["cluster_ips"].items()}
         added -= {frontend.address for frontend in frontends_of(old)}
         assert {each for each in frontends_of(new) if each.address in added} <= held, name

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf.changes.apply_planner import LARGE_ENTRIES
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.state.planner import LARGE_ENTRIES
 from kbpf.kernel.bpf import syscalls
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol

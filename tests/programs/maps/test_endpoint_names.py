@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kbpf.dataplane.bpf.changes import endpoint_names
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.state import endpoint_names
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState

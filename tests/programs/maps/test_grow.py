@@ -12,13 +12,13 @@ from typing import Any, Self
 import pytest
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf.changes import growth
-from kbpf.dataplane.bpf.changes.apply_planner import LARGE_ENTRIES
+from kbpf.dataplane.bpf.maps import agent_maps as growth
 from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.layout import MapSpec
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs.loader import SocketPrograms
+from kbpf.dataplane.bpf.socket_hooks import SocketPrograms
+from kbpf.dataplane.bpf.state.planner import LARGE_ENTRIES
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map

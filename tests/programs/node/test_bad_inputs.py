@@ -17,7 +17,8 @@ import pytest
 
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.dataplane.ipvs import cleanup, plane
+from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
+from kbpf.dataplane.ipvs import plane
 from kbpf.errors import KernelError
 from kbpf.model.config import Config
 from tests.support.lab.lab import cgroup2

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import yaml
 
-from kbpf.agent.selector import FallbackReason
+from kbpf.checks.fallback import FallbackReason
 from kbpf.dataplane.bpf.hooks import HOOKS, UNITS
 from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.dataplane.bpf.programs import artifact, compile

@@ -27,7 +27,7 @@ PLANTED = (
             "sock: program connect4"),
     Planted("states", "kbpf/policy/compute.py", "=service.affinity_timeout,",
             "=service.affinity_timeout + 1,", "affinity_timeout=1,"),
-    Planted("writes", "kbpf/dataplane/bpf/changes/commit.py", "ONE = U32.pack(1)",
+    Planted("writes", "kbpf/dataplane/bpf/state/commit.py", "ONE = U32.pack(1)",
             "ONE = U32.pack(2)", "02000000"),
     Planted("messages", "kbpf/kernel/net/ipvs.py", "_L_THRESH, _U32.pack(0)",
             "_L_THRESH, _U32.pack(7)", "0800060007000000"),

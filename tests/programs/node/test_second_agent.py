@@ -25,9 +25,9 @@ from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach, device_thread
-from kbpf.dataplane.bpf.packet_path.hook_probe import Point, ProbeOutcome
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import unpinned
+from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import Direction

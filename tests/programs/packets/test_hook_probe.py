@@ -19,8 +19,9 @@ from kbpf.checks import neighbours
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.dataplane.bpf.packet_path import device_thread, hook_probe
-from kbpf.dataplane.bpf.packet_path.hook_probe import ProbeOutcome
+from kbpf.dataplane.bpf.packet_path import device_thread
+from kbpf.dataplane.bpf.programs import hook_probe
+from kbpf.dataplane.bpf.programs.hook_probe import ProbeOutcome
 from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
@@ -190,7 +191,7 @@ def iter_frames(wire: socket.socket) -> Iterator[bytes]:
 
 
 def test_only_one_of_many_alike_pod_devices_is_probed() -> None:
-    from kbpf.dataplane.bpf.packet_path.hook_probe import Point, select_representative
+    from kbpf.dataplane.bpf.programs.hook_probe import Point, select_representative
     from kbpf.kernel.bpf.tc import Runner
     from kbpf.kernel.net.devices import Device
 

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from kbpf.dataplane.bpf.packet_path import device_thread, hook_probe
+from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import hook_probe
 from kbpf.kernel.bpf import tc
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import sysctl

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.changes.shared_values import pack_ports, unpack_ports
-from kbpf.dataplane.bpf.maps.layout import U32, U64, Reason
+from kbpf.dataplane.bpf.maps.layout import U32, U64, Reason, pack_ports, unpack_ports
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map

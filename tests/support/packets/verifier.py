@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 from kbpf.dataplane.bpf.hooks import (
     CONNTRACK_PROGRAM,
-    TAIL_CALL_MAP,
     TAIL_CALL_SLOTS,
     program_type,
     tracepoint_of,
 )
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP
 from kbpf.dataplane.bpf.programs import loader
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.kernel.bpf import kernel_members, kfuncs, objects, syscalls, uapi

@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.problems import Problems
-from kbpf.dataplane.bpf.changes.plan import Planner, compute_change
-from kbpf.dataplane.bpf.changes.quotas import TableLimits
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import Meta
+from kbpf.dataplane.bpf.state.plan import Planner, compute_change
+from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.events import Kind, ObjectKey, Upsert

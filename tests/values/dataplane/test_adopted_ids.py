@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.changes import adopt
 from kbpf.dataplane.bpf.maps.layout import (
     U32,
     ServiceFlag,
@@ -14,6 +13,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_service_name,
     pack_target,
 )
+from kbpf.dataplane.bpf.state import adopt, contents
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
@@ -58,7 +58,7 @@ def frontend(number: int) -> FrontendAddress:
 
 @pytest.mark.parametrize("row", FOUND, ids=str)
 def test_the_newest_id_with_a_frontend_is_adopted(row: Found) -> None:
-    maps = {name: Held() for name in (*adopt.MAPS_READ, "backend_slots")}
+    maps = {name: Held() for name in contents.MAPS_READ}
     for number in row.named:
         maps["service_names"][U32.pack(number)] = pack_service_name(KEY)
     for number in row.dialled:
@@ -66,7 +66,7 @@ def test_the_newest_id_with_a_frontend_is_adopted(row: Found) -> None:
         key = pack_target(at.address, at.port, at.protocol)
         value = ServiceValue(number, int(ServiceFlag.CLUSTER_IP), 0, 0, 0, 0, 0)
         maps["services"][key] = value.pack(key)
-    found = adopt.read_maps(maps)
+    found = adopt.adopt(contents.read(maps))
     assert found.programmed.keys() == ({KEY} if row.programmed else set())
     if row.programmed:
         assert found.programmed[KEY].id == row.programmed

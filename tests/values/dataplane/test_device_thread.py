@@ -3,9 +3,9 @@
 
 import pytest
 
-from kbpf.dataplane.bpf.packet_path import hook_probe
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceRetries
-from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber, Point, ProbeOutcome
+from kbpf.dataplane.bpf.programs import hook_probe
+from kbpf.dataplane.bpf.programs.hook_probe import HookProber, Point, ProbeOutcome
 from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import Device

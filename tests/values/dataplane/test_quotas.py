@@ -3,8 +3,8 @@
 
 import pytest
 
-from kbpf.dataplane.bpf.changes.plan import ProgrammedPort, ProgrammedSet, ServiceFlag
-from kbpf.dataplane.bpf.changes.quotas import (
+from kbpf.dataplane.bpf.state.plan import ProgrammedPort, ProgrammedSet, ServiceFlag
+from kbpf.dataplane.bpf.state.quotas import (
     CONTESTED_FILL,
     MAX_NAMESPACE_SLOTS,
     NAMESPACE_SHARE,

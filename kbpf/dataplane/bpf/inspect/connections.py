@@ -25,7 +25,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
     last_used,
 )
 from kbpf.dataplane.bpf.maps.layout import FLOW_HEAD, MAPS, FlowPath, TcpState
-from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.dataplane.bpf.state.contents import unpack_backend
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, format_addr, format_endpoint
 from kbpf.model.inspection import (

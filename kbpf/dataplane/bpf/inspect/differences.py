@@ -1,42 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the maps that the agent writes with a desired state, entry by entry.
+"""Compares the maps that the agent writes with a desired state: a difference is what an agent that
+starts now would write or delete.
 
-Nothing that an agent remembers is used, and nothing of how it adopts maps: what counts is what the
-programs would do with each entry. Ids are the kernel's own; a set is compared by the backends that
-its ids lead to.
+So this adopts the contents of the maps and plans all Service ports as that agent does (adopt.py,
+plan.py), and writes nothing. Each difference is told as what programs do with the entry now. What
+follows from it, such as a new set instead of a damaged one, is no difference of its own.
 """
 
-from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Final, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Final
 
-from kbpf.dataplane.bpf.changes.adopt import address_of, is_valid_entry
-from kbpf.dataplane.bpf.changes.commit import pack_endpoint
-from kbpf.dataplane.bpf.changes.map_state import NODE_PORTS_ID
-from kbpf.dataplane.bpf.changes.plan import (
-    fingerprint,
-    needs_table,
-    policy_flags,
-    table_content,
-)
-from kbpf.dataplane.bpf.changes.quotas import TableLimits
-from kbpf.dataplane.bpf.changes.shared_values import unpack_ports
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
-from kbpf.dataplane.bpf.maps.layout import (
-    KIND_FLAGS,
-    META,
-    U32,
-    U32_PAIR,
-    Meta,
-    ServiceFlag,
-    ServiceValue,
-    unpack_service_name,
-    unpack_source_range,
-)
-from kbpf.dataplane.bpf.udp import unpack_backend
-from kbpf.kernel.bpf.objects import Map
-from kbpf.model.address import Addr, format_addr
+from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.state.adopt import find_corrupt
+from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
+from kbpf.dataplane.bpf.state.map_state import ProgrammedState
+from kbpf.dataplane.bpf.state.plan import Planner, compute_change, needs_table, table_content
+from kbpf.dataplane.bpf.state.quotas import TableLimits
+from kbpf.model.address import format_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import (
     Backend,
@@ -44,19 +27,11 @@ from kbpf.model.desired import (
     DesiredState,
     Frontend,
     FrontendAddress,
-    FrontendKind,
     ServicePortKey,
     ServiceState,
     Spread,
 )
 from kbpf.model.inspection import Difference, DifferenceKind, Finding
-from kbpf.model.objects import Cidr, Protocol
-
-MAPS_COMPARED: Final = (
-    "services", "service_names", "backend_slots", "backends", "set_members", "source_ranges",
-    "node_addresses", "cluster_ips", "frontend_ports", "meta",
-)  # fmt: skip
-"""In the order in which they are read: frontends before what they refer to (snapshot.py)."""
 
 AGENT_REPAIRS: Final = "the agent repairs it with its next comparison (--config-sync-period)"
 START_AGENT: Final = "start the agent, or restart it to repair this at once"
@@ -67,370 +42,209 @@ MISSING, CHANGED, STALE, FOREIGN, DAMAGED = (
     DifferenceKind.MISSING, DifferenceKind.CHANGED, DifferenceKind.STALE, DifferenceKind.FOREIGN,
     DifferenceKind.DAMAGED,
 )  # fmt: skip
-
-
-class Contents(NamedTuple):
-    """The entries of MAPS_COMPARED, read once. `damaged`: map and key of entries that no agent
-    writes; they are in no other field.
-    """
-
-    services: Mapping[bytes, bytes]
-    names: Mapping[int, ServicePortKey]
-    slots: Mapping[int, Mapping[int, int]]
-    backends: Mapping[int, Backend]
-    members: frozenset[tuple[int, int]]
-    ranges: frozenset[tuple[int, Cidr]]
-    node_addresses: frozenset[Addr]
-    cluster_ips: frozenset[Addr]
-    ports: frozenset[int]
-    next_ids: Meta
-    damaged: tuple[tuple[str, bytes], ...]
-
-
-def read_contents(maps: Mapping[str, Map]) -> Contents:
-    """Reads all of MAPS_COMPARED."""
-    raw = {name: dict(maps[name].items()) for name in MAPS_COMPARED if name != "backend_slots"}
-    slots: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    for keys, values in maps["backend_slots"].batches():
-        pairs = array("I", keys)
-        for set_id, index, value in zip(pairs[0::2], pairs[1::2], array("I", values), strict=True):
-            slots[set_id][index] = value
-    damaged = tuple(
-        (name, key)
-        for name in ("services", "service_names", "backends")
-        for key, value in raw[name].items()
-        if not is_valid_entry(name, key, value)
-    )
-    for name, key in damaged:
-        del raw[name][key]
-    return Contents(
-        raw["services"],
-        {U32.unpack(key)[0]: unpack_service_name(v) for key, v in raw["service_names"].items()},
-        slots,
-        {U32.unpack(key)[0]: unpack_backend(value) for key, value in raw["backends"].items()},
-        frozenset(U32_PAIR.unpack(key) for key in raw["set_members"]),
-        frozenset(unpack_source_range(key) for key in raw["source_ranges"]),
-        frozenset(map(Addr, raw["node_addresses"])),
-        frozenset(map(Addr, raw["cluster_ips"])),
-        frozenset(unpack_ports(raw["frontend_ports"].items())),
-        Meta(*META.unpack(raw["meta"].get(U32.pack(0)) or bytes(META.size))),
-        damaged,
-    )
+SetNumbers = tuple[int, int, int]
+"""Id, size and table of a set, as a frontend has them."""
 
 
 def compare(contents: Contents, desired: DesiredState, config: Config) -> list[Finding]:
     """All differences, those of Service ports first."""
-    return list(_Comparison(contents, desired, config).findings())
+    return list(_DryRun(contents, desired, config).findings())
 
 
-class _Set(NamedTuple):
-    """A set that the kernel has. `problem`: why it cannot be used, and the map where that is;
-    otherwise "". `table`: the fingerprint of its table, b"" without one.
-    """
-
-    backends: BackendSet
-    table: bytes = b""
-    where: str = ""
-    problem: str = ""
-
-
-class _Comparison:
+class _DryRun:
     def __init__(self, contents: Contents, desired: DesiredState, config: Config) -> None:
-        self._contents, self._desired = contents, desired
-        self._limits = TableLimits()
-        self._limits.update(desired.services, desired.services.keys())
-        self._values: dict[bytes, ServiceValue] = {}  # without those with a wrong check word
-        self._wrong_checks: set[bytes] = set()
-        self._frontends: defaultdict[int, list[bytes]] = defaultdict(list)
-        for key, raw in contents.services.items():
-            value = ServiceValue.unpack(raw)
-            if value.pack(key) == raw:
-                self._values[key] = value
-                self._frontends[value.id].append(key)
-            else:
-                self._wrong_checks.add(key)
-        self._ids: defaultdict[ServicePortKey, list[int]] = defaultdict(list)
-        for number, name in contents.names.items():
-            self._ids[name].append(number)
-        self._sets: dict[tuple[int, int, int], _Set] = {}
-        self._examined: set[bytes] = set()  # frontends of `services` that were compared
-        self._expected_ranges: set[tuple[int, Cidr]] = {
-            (NODE_PORTS_ID, cidr) for cidr in config.node_port_source_ranges
+        self._contents, limits, state = contents, TableLimits(), ProgrammedState(contents)
+        limits.update(desired.services, desired.services.keys())
+        self._states = {
+            key: limits.effective_state(state) for key, state in desired.services.items()
         }
-        self._members: set[tuple[int, int]] = set()  # that sets with affinity need
+        self._corrupt = find_corrupt(contents)
+        self._values = {
+            at: value for at, value in contents.frontends.items() if at not in self._corrupt
+        }
+        self._adopted = state.programmed.keys()
+        planner = Planner(state.ids, state.backend_table, state.unused_names, state.shared_tables)
+        changes = {
+            key: planner.add(compute_change(key, state.programmed.get(key), self._states.get(key)))
+            for key in {**self._states, **state.programmed}
+        }
+        self._writes = planner.finish_writes()
+        state.claim(self._writes, config.node_port_source_ranges, authoritative=True)
+        self._shared = state.compute_shared(changes, {*desired.node_addresses}, authoritative=True)
+        state.retire_unclaimed(self._writes.retired)
+        self._new_names = {key for _, key in self._writes.names}
+        self._members: set[tuple[int, int]] = set()  # of sets that are written again
 
     def findings(self) -> Iterator[Finding]:
-        for key, state in self._desired.services.items():
-            programmable = self._limits.effective_state(state)
-            for difference in self._compare_port(key, programmable):
+        for key, state in self._states.items():
+            for difference in self._compare_port(key, state):
                 yield Finding(key, difference)
         yield from self._find_other_frontends()
-        yield from self._find_leftovers()
-        yield from (Finding(None, difference) for difference in self._compare_shared())
+        yield from self._compare_ranges()
+        differences = chain(self._find_leftovers(), self._compare_shared(), self._compare_ids())
+        yield from (Finding(None, difference) for difference in differences)
 
     # ---- Service ports ---------------------------------------------------------------------
 
     def _compare_port(self, key: ServicePortKey, state: ServiceState) -> Iterator[Difference]:
-        ids = self._ids.get(key, [])
-        if not ids and not (unnamed := self._find_unnamed(state)):
-            text = _count(len(state.frontends), "frontend")
-            yield Difference(MISSING, "services", str(key), text, "", AGENT_REPAIRS)
-            self._examined.update(pack_endpoint(frontend.at) for frontend in state.frontends)
-            return
-        if not ids:
-            text = f"a name for id {unnamed}"
-            yield Difference(MISSING, "service_names", str(key), text, "", AGENT_REPAIRS)
-            ids = [unnamed]
-        seen: dict[tuple[int, ...], None] = {}
-        for frontend in state.frontends:
-            raw_key = pack_endpoint(frontend.at)
-            self._examined.add(raw_key)
-            yield from self._compare_frontend(key, state, frontend, raw_key, ids)
-            if (value := self._values.get(raw_key)) is not None and value.id in ids:
-                seen[value.cluster_set, value.cluster_size, value.cluster_table, 0] = None
-                seen[value.local_set, value.local_size, value.local_table, 1] = None
-        for *triple, is_local in seen:
-            yield from self._compare_set(key, state, (triple[0], triple[1], triple[2]), is_local)
-        used = [number for number in ids if number in self._frontends] or ids
-        yield from self._compare_ranges(key, state, used[0])
-        desired_keys = {pack_endpoint(frontend.at) for frontend in state.frontends}
-        for number in ids:
-            for raw_key in self._frontends.get(number, ()):
-                if raw_key not in desired_keys and raw_key not in self._examined:
-                    self._examined.add(raw_key)
-                    yield Difference(
-                        STALE, "services", str(key), "", str(address_of(raw_key)), AGENT_REPAIRS
-                    )
-
-    def _find_unnamed(self, state: ServiceState) -> int:
-        """The id of the state's frontends if it has no name; 0 if there is none."""
-        ids = {
-            value.id
-            for frontend in state.frontends
-            if (value := self._values.get(pack_endpoint(frontend.at))) is not None
-        }
-        unnamed = ids - self._contents.names.keys()
-        return unnamed.pop() if len(unnamed) == 1 else 0
+        found: dict[Difference, None] = {}  # several frontends may have the same one
+        sets: dict[tuple[SetNumbers, bool], None] = {}
+        flips = {f: self._writes.flips[f.at] for f in state.frontends if f.at in self._writes.flips}
+        flips = {f: new for f, new in flips.items() if new != self._values.get(f.at)}
+        if missing := [f for f in flips if f.at not in self._contents.frontends]:
+            text = _name_some(f"{frontend.kind} {frontend.at}" for frontend in missing)
+            found[_differ(MISSING, "services", key, text)] = None
+        for frontend, new in flips.items():
+            found |= dict.fromkeys(self._compare_frontend(key, frontend, new))
+            old = self._values.get(frontend.at)
+            if old is not None and (old.id == new.id or old.id not in self._contents.names):
+                pairs = zip(_sets_of(old), _sets_of(new), (False, True), strict=True)
+                sets |= {(one, is_local): None for one, other, is_local in pairs if one != other}
+        for numbers, is_local in sets:
+            found |= dict.fromkeys(self._compare_set(key, state, numbers, is_local))
+        if not found and (flips or key in self._new_names):
+            text = "as an agent writes it"
+            found[_differ(CHANGED, "services", key, text, "other numbers of its sets")] = None
+        yield from found
 
     def _compare_frontend(
-        self,
-        key: ServicePortKey,
-        state: ServiceState,
-        frontend: Frontend,
-        raw_key: bytes,
-        ids: list[int],
+        self, key: ServicePortKey, frontend: Frontend, new: ServiceValue
     ) -> Iterator[Difference]:
-        text = f"{frontend.kind} {frontend.at}"
-
-        def differ(kind: DifferenceKind, desired: str, actual: str) -> Difference:
-            return Difference(kind, "services", str(key), desired, actual, AGENT_REPAIRS)
-
-        value = self._values.get(raw_key)
-        if value is None:
-            if raw_key in self._wrong_checks:
-                actual = f"{frontend.at} with a wrong check word: programs ignore it"
-                yield differ(DAMAGED, text, actual)
-            else:
-                yield differ(MISSING, text, "")
+        """Compares a frontend that exists, without its sets."""
+        at, old, names = frontend.at, self._values.get(frontend.at), self._contents.names
+        text = f"{frontend.kind} {at}"
+        if at in self._corrupt:
+            actual = f"{at} with a wrong check word: programs ignore it"
+            yield _differ(DAMAGED, "services", key, text, actual)
+        if old is None:
             return
-        if value.id not in ids:
-            owner = self._contents.names.get(value.id)
-            yield differ(CHANGED, text, f"{frontend.at} leads to {owner or f'id {value.id}'}")
+        if old.id != new.id and (key in self._adopted or old.id in names):
+            actual = f"{at} leads to {names.get(old.id) or f'id {old.id}'}"
+            yield _differ(CHANGED, "services", key, text, actual)
             return
-        restricted = ServiceFlag.RESTRICTED if frontend.restricted else ServiceFlag(0)
-        flags = policy_flags(state) | KIND_FLAGS[frontend.kind] | restricted
-        if flags != value.flags:
-            actual = f"{frontend.at} has {_format_flags(value.flags)}"
-            yield differ(CHANGED, f"{text} with {_format_flags(flags)}", actual)
-        if value.affinity_timeout != state.affinity_timeout:
-            actual = f"{frontend.at} has {value.affinity_timeout} s"
-            yield differ(CHANGED, f"affinity of {state.affinity_timeout} s", actual)
+        if old.id != new.id:
+            yield _differ(MISSING, "service_names", key, f"a name for id {old.id}")
+        if old.flags != new.flags:
+            actual = f"{at} has {_format_flags(old.flags)}"
+            wanted = f"{text} with {_format_flags(new.flags)}"
+            yield _differ(CHANGED, "services", key, wanted, actual)
+        if old.affinity_timeout != new.affinity_timeout:
+            wanted = f"affinity of {new.affinity_timeout} s"
+            actual = f"{at} has {old.affinity_timeout} s"
+            yield _differ(CHANGED, "services", key, wanted, actual)
 
     def _compare_set(
-        self, key: ServicePortKey, state: ServiceState, triple: tuple[int, int, int], is_local: int
+        self, key: ServicePortKey, state: ServiceState, numbers: SetNumbers, is_local: bool
     ) -> Iterator[Difference]:
-        backends = state.local if is_local else state.cluster
-        spread = state.local_spread if is_local else state.cluster_spread
+        backends, spread = state.sets[is_local]
         name = f"{'local' if is_local else 'cluster'} set"
-        actual = self._resolve(triple)
-        if actual.problem:
-            yield Difference(
-                DAMAGED, actual.where, str(key), f"{name}: {_name_backends(backends)}",
-                f"set {triple[0]}: {actual.problem}", AGENT_REPAIRS,
-            )  # fmt: skip
-            return
-        yield from self._compare_members(key, state, triple[0], name)
+        actual = self._contents.read_set(*numbers)
         missing = [backend for backend in backends if backend not in actual.backends]
         extra = [backend for backend in actual.backends if backend not in backends]
-        if missing or extra:
-            kind = CHANGED if missing and extra else MISSING if missing else STALE
-            yield Difference(
-                kind, "backend_slots", str(key), f"{name}: {_name_backends(missing)}"
-                if missing else "", f"{name}: {_name_backends(extra)}" if extra else "",
-                AGENT_REPAIRS,
+
+        if (missing or extra) and (actual.backends or not actual.problem):
+            yield _differ(
+                CHANGED if missing and extra else MISSING if missing else STALE,
+                "backend_slots", key, f"{name}: {_name_backends(missing)}" if missing else "",
+                f"{name}: {_name_backends(extra)}" if extra else "",
+            )  # fmt: skip
+        elif actual.problem:
+            yield _differ(
+                DAMAGED, actual.where, key, f"{name}: {_name_backends(backends)}",
+                f"set {numbers[0]}: {actual.problem}",
             )  # fmt: skip
         elif actual.table != table_content(backends, spread):
-            yield Difference(
-                CHANGED, "backend_slots", str(key), f"{name}: {_format_spread(backends, spread)}",
-                f"{name}: {triple[1]} slots of other shares", AGENT_REPAIRS,
+            yield _differ(
+                CHANGED, "backend_slots", key, f"{name}: {_format_spread(backends, spread)}",
+                f"{name}: {numbers[1]} slots of other shares",
             )  # fmt: skip
+        ids = {self._contents.ids[backend]: backend for backend in actual.backends}
+        wanted = ids.keys() if state.affinity_timeout else set[int]()
+        members = self._contents.members.get(numbers[0], set())
+        self._members.update((numbers[0], number) for number in wanted | members)
+        if lost := _name_some(str(ids[number]) for number in sorted(wanted - members)):
+            yield _differ(MISSING, "set_members", key, f"{name}: {lost}")
+        if more := _name_some(f"backend {number}" for number in sorted(members - wanted)):
+            yield _differ(STALE, "set_members", key, "", f"{name}: {more}")
 
-    def _compare_members(
-        self, key: ServicePortKey, state: ServiceState, set_id: int, name: str
-    ) -> Iterator[Difference]:
-        if not state.affinity_timeout or not set_id:
-            return
-        ids = self._contents.slots.get(set_id, {}).values()
-        self._members.update((set_id, number) for number in ids)
-        missing = [n for n in ids if (set_id, n) not in self._contents.members]
-        if missing:
-            backends = _name_backends([self._contents.backends[number] for number in missing])
-            text = f"{name}: {backends}"
-            yield Difference(MISSING, "set_members", str(key), text, "", AGENT_REPAIRS)
-
-    def _resolve(self, triple: tuple[int, int, int]) -> _Set:
-        if triple not in self._sets:
-            self._sets[triple] = self._read_set(*triple)
-        return self._sets[triple]
-
-    def _read_set(self, set_id: int, size: int, table: int) -> _Set:
-        slots = self._contents.slots.get(set_id, {})
-        if not set_id:
-            return _Set((), where="services", problem="slots of no set" if size else "")
-        count = size if not table else len(slots)
-        if problem := _find_gap(slots, count):
-            return _Set((), where="backend_slots", problem=problem)
-        ids = [slots[index] for index in range(count)]
-        if unknown := [number for number in ids if number not in self._contents.backends]:
-            return _Set((), where="backends", problem=f"there is no backend {unknown[0]}")
-        backends = tuple(self._contents.backends[number] for number in ids)
-        return self._read_table(backends, table, size) if table else _Set(backends)
-
-    def _read_table(self, backends: BackendSet, table: int, size: int) -> _Set:
-        choices = self._contents.slots.get(table, {})
-        problem = _find_gap(choices, size)
-        indexes = [] if problem else [choices[index] for index in range(size)]
-        if any(index >= len(backends) for index in indexes):
-            problem = "it chooses slots that the set does not have"
-        if problem:
-            return _Set((), where="backend_slots", problem=f"table {table}: {problem}")
-        return _Set(backends, fingerprint(indexes))
-
-    def _compare_ranges(
-        self, key: ServicePortKey, state: ServiceState, service_id: int
-    ) -> Iterator[Difference]:
-        expected = {(service_id, cidr) for cidr in state.source_ranges}
-        self._expected_ranges |= expected
-        if missing := sorted(expected - self._contents.ranges):
-            text = _name_some(str(cidr) for _, cidr in missing)
-            yield Difference(MISSING, "source_ranges", str(key), text, "", AGENT_REPAIRS)
+    def _compare_ranges(self) -> Iterator[Finding]:
+        names = self._contents.names
+        new: defaultdict[int, list[str]] = defaultdict(list)
+        for number, cidr in self._writes.new_ranges:
+            if number == NODE_PORTS_ID or number in names:  # otherwise its Service port is missing
+                new[number].append(str(cidr))
+        differences = [(MISSING, number, _name_some(cidrs), "") for number, cidrs in new.items()]
+        differences += [(STALE, number, "", str(cidr)) for number, cidr in self._writes.old_ranges]
+        for kind, number, one, other in differences:
+            owner = names.get(number)
+            subject = "NodePorts" if number == NODE_PORTS_ID else str(owner or f"id {number}")
+            yield Finding(
+                owner, Difference(kind, "source_ranges", subject, one, other, AGENT_REPAIRS)
+            )
 
     # ---- what no desired Service port needs ------------------------------------------------
 
     def _find_other_frontends(self) -> Iterator[Finding]:
-        names = self._contents.names
         by_owner: defaultdict[int, list[FrontendAddress]] = defaultdict(list)
-        for raw_key, value in self._values.items():
-            if raw_key not in self._examined:
-                by_owner[value.id].append(address_of(raw_key))
+        for at in self._writes.removed - self._corrupt:
+            by_owner[self._values[at].id].append(at)
         for number, addresses in by_owner.items():
-            owner, text = names.get(number), _name_some(map(str, sorted(addresses)))
-            if owner is None:
-                yield Finding(None, Difference(
-                    FOREIGN, "services", f"id {number}, not named", "", text, AGENT_REPAIRS
-                ))  # fmt: skip
-            else:
-                yield Finding(owner, Difference(
-                    STALE, "services", str(owner), "", text, AGENT_REPAIRS
-                ))  # fmt: skip
-        for raw_key in self._wrong_checks - self._examined:
-            text = f"{address_of(raw_key)} with a wrong check word: programs ignore it"
+            owner = self._contents.names.get(number)
+            kind, subject = (STALE, str(owner)) if owner else (FOREIGN, f"id {number}, not named")
+            text = _name_some(map(str, sorted(addresses)))
+            yield Finding(owner, Difference(kind, "services", subject, "", text, AGENT_REPAIRS))
+        for at in self._writes.removed & self._corrupt:
+            text = f"{at} with a wrong check word: programs ignore it"
             yield Finding(None, Difference(DAMAGED, "services", "", "", text, AGENT_REPAIRS))
-        for name, raw_key in self._contents.damaged:
-            text = f"an entry that no agent writes: {raw_key.hex()}"
-            yield Finding(None, Difference(DAMAGED, name, "", "", text, START_AGENT))
+        for name, keys in self._contents.damaged.items():
+            for raw_key in keys:
+                text = f"an entry that no agent writes: {raw_key.hex()}"
+                yield Finding(None, Difference(DAMAGED, name, "", "", text, START_AGENT))
 
-    def _find_leftovers(self) -> Iterator[Finding]:
-        """Entries that no frontend leads to."""
-        contents = self._contents
-        sets = {
-            number
-            for value in self._values.values()
-            for number in (
-                value.cluster_set, value.local_set, value.cluster_table, value.local_table
-            )
-        }  # fmt: skip
-        for set_id, size in self._read_used_sizes().items():
-            if more := sorted(index for index in contents.slots.get(set_id, ()) if index >= size):
-                text = f"slot {more[0]} of a set that has {size}"
-                yield _left(FOREIGN, "backend_slots", f"set {set_id}", text)
-        for set_id in sorted(contents.slots.keys() - sets):
-            text = _count(len(contents.slots[set_id]), "slot")
-            yield _left(STALE, "backend_slots", f"set {set_id}", text)
-        for set_id, number in sorted(contents.members - self._members):
-            yield _left(STALE, "set_members", f"set {set_id}", f"backend {number}")
-        in_sets = {n for set_id in sets for n in contents.slots.get(set_id, {}).values()}
-        serving = {backend for state in self._desired.services.values()
-                   if state.key.protocol is Protocol.UDP for backend in state.serving}  # fmt: skip
-        for number, backend in sorted(contents.backends.items()):
-            if number not in in_sets and backend not in serving:
-                yield _left(STALE, "backends", f"backend {number}", str(backend))
+    def _find_leftovers(self) -> Iterator[Difference]:
+        """Entries to delete that no frontend leads to."""
+        contents, retired = self._contents, self._writes.retired
+        sets = {number for value in self._values.values() for number in (
+            value.cluster_set, value.local_set, value.cluster_table, value.local_table
+        )}  # fmt: skip
+        slots = Counter(
+            set_id for raw in retired.slot_keys for set_id, _ in U32_PAIR.iter_unpack(raw)
+        )
+        for set_id in sorted(slots.keys() - sets):
+            yield _left("backend_slots", f"set {set_id}", _count(slots[set_id], "slot"))
+        for set_id, number in sorted({*map(U32_PAIR.unpack, retired.member_keys)} - self._members):
+            yield _left("set_members", f"set {set_id}", f"backend {number}")
+        in_sets = {number for set_id in sets for number in contents.slots_of(set_id).values()}
+        for number in sorted({*retired.backend_ids} & contents.backends.keys() - in_sets):
+            yield _left("backends", f"backend {number}", str(contents.backends[number]))
         used = {value.id for value in self._values.values()}
-        for number, owner in sorted(contents.names.items()):
-            is_desired = owner in self._desired.services
-            if number not in used and (not is_desired or len(self._ids[owner]) > 1):
-                yield _left(STALE, "service_names", f"id {number}", str(owner))
-        for number, cidr in sorted(contents.ranges - self._expected_ranges):
-            named = contents.names.get(number)
-            subject = "NodePorts" if number == NODE_PORTS_ID else str(named or f"id {number}")
-            difference = Difference(STALE, "source_ranges", subject, "", str(cidr), AGENT_REPAIRS)
-            yield Finding(named, difference)
-
-    def _read_used_sizes(self) -> dict[int, int]:
-        """The number of slots of each set in use that has no table, and of each table."""
-        sizes: defaultdict[int, int] = defaultdict(int)
-        for value in self._values.values():
-            for set_id, size, table in (
-                (value.cluster_set, value.cluster_size, value.cluster_table),
-                (value.local_set, value.local_size, value.local_table),
-            ):
-                sizes[table or set_id] = max(size, sizes[table or set_id])
-        sizes.pop(0, None)
-        return sizes
+        for number in sorted({*retired.names} & contents.names.keys() - used):
+            yield _left("service_names", f"id {number}", str(contents.names[number]))
 
     # ---- values that Service ports share ---------------------------------------------------
 
     def _compare_shared(self) -> Iterator[Difference]:
-        contents, states = self._contents, self._desired.services.values()
-        frontends = [frontend for state in states for frontend in state.frontends]
-        cluster_ips = {
-            frontend.at.address
-            for frontend in frontends
-            if frontend.kind is FrontendKind.CLUSTER_IP and not frontend.on_device
-        }
-        ports = {frontend.at.port for frontend in frontends}
-        for name, desired, actual in (
-            ("node_addresses", set(self._desired.node_addresses), contents.node_addresses),
-            ("cluster_ips", cluster_ips, contents.cluster_ips),
-        ):
-            for address in sorted(desired - actual):
+        for name, (new, removed) in (
+            ("node_addresses", self._shared.nodes), ("cluster_ips", self._shared.cluster_ips)
+        ):  # fmt: skip
+            for address in sorted(new):
                 yield Difference(MISSING, name, "", format_addr(address), "", AGENT_REPAIRS)
-            for address in sorted(actual - desired):
+            for address in sorted(removed):
                 yield Difference(STALE, name, "", "", format_addr(address), AGENT_REPAIRS)
-        for port in sorted(ports - contents.ports):
+        new_ports, removed_ports = self._shared.ports
+        for port in sorted(new_ports):
             text = f"port {port}: without it no frontend of this port is served"
             yield Difference(MISSING, "frontend_ports", "", text, "", AGENT_REPAIRS)
-        if more := sorted(contents.ports - ports):
-            text = f"{_count(len(more), 'port')}: {_name_some(map(str, more))}"
+        if removed_ports:
+            numbers = _name_some(map(str, sorted(removed_ports)))
+            text = f"{_count(len(removed_ports), 'port')}: {numbers}"
             yield Difference(STALE, "frontend_ports", "", "", text, AGENT_REPAIRS)
-        missing = {cidr for number, cidr in self._expected_ranges if number == NODE_PORTS_ID}
-        missing -= {cidr for number, cidr in contents.ranges if number == NODE_PORTS_ID}
-        for cidr in sorted(missing):
-            text = str(cidr)
-            yield Difference(MISSING, "source_ranges", "NodePorts", text, "", AGENT_REPAIRS)
-        yield from self._compare_next_ids()
+        in_sets = {b for state in self._states.values() for b in (*state.cluster, *state.local)}
+        for _, backend in self._writes.backends:
+            if backend not in in_sets:  # one that only UDP flows may stay with
+                yield Difference(MISSING, "backends", "", str(backend), "", AGENT_REPAIRS)
 
-    def _compare_next_ids(self) -> Iterator[Difference]:
+    def _compare_ids(self) -> Iterator[Difference]:
         contents = self._contents
         for name, following, used in (
             ("Service port", contents.next_ids.next_service, contents.names),
@@ -447,15 +261,22 @@ class _Comparison:
                 )
 
 
-def _left(kind: DifferenceKind, where: str, subject: str, actual: str) -> Finding:
-    return Finding(None, Difference(kind, where, subject, "", actual, START_AGENT))
+def _differ(
+    kind: DifferenceKind, where: str, key: ServicePortKey, desired: str = "", actual: str = ""
+) -> Difference:
+    return Difference(kind, where, str(key), desired, actual, AGENT_REPAIRS)
 
 
-def _find_gap(slots: Mapping[int, int], size: int) -> str:
-    missing = next((index for index in range(size) if index not in slots), None)
-    if missing is not None:
-        return f"slot {missing} of {size} is missing"
-    return "" if slots else "it has no slots"
+def _sets_of(value: ServiceValue) -> tuple[SetNumbers, SetNumbers]:
+    """The cluster and the local set."""
+    return (
+        (value.cluster_set, value.cluster_size, value.cluster_table),
+        (value.local_set, value.local_size, value.local_table),
+    )
+
+
+def _left(where: str, subject: str, actual: str) -> Difference:
+    return Difference(STALE, where, subject, "", actual, START_AGENT)
 
 
 def _format_flags(flags: int) -> str:
@@ -481,12 +302,3 @@ def _name_some(texts: Iterable[str]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def count_entries(contents: Contents) -> int:
-    """How many entries were compared."""
-    tables: tuple[Sized, ...] = (
-        contents.services, contents.names, contents.backends, contents.members, contents.ranges,
-        contents.node_addresses, contents.cluster_ips, *contents.slots.values(),
-    )  # fmt: skip
-    return sum(map(len, tables))

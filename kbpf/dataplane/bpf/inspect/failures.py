@@ -4,9 +4,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kbpf.dataplane.bpf.changes.adopt import address_of
 from kbpf.dataplane.bpf.maps.layout import EVENT, FAILURE, Target
-from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.dataplane.bpf.state.contents import unpack_address, unpack_backend
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts, pods
 from kbpf.model.inspection import FailureEntry, ServicePort
@@ -52,7 +51,7 @@ def _build_entry(
         count,
         REASONS[reason],
         ports.get(service) or ServicePort(service, None),
-        address_of(frontend),
+        unpack_address(frontend),
         unpack_backend(backend) if any(backend) else None,
         Target.unpack(client).address if any(client) else None,
         cgroup,

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Self
 
-from kbpf.dataplane.bpf.changes.adopt import address_of
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.inspect.failures import REASONS
 from kbpf.dataplane.bpf.maps import pinning
@@ -30,7 +29,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_endpoint_name,
     unpack_service_name,
 )
-from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.dataplane.bpf.state.contents import unpack_address, unpack_backend
 from kbpf.errors import CapacityError, NotFoundError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.ring_buffer import RingBuffer
@@ -209,9 +208,9 @@ class Monitor:
             when / 1e9 + offset,
             REASONS[reason],
             self._find_service(service),
-            address_of(frontend),
+            unpack_address(frontend),
             unpack_backend(backend) if any(backend) else None,
-            address_of(client) if any(client) else None,
+            unpack_address(client) if any(client) else None,
             cgroup,
             path,
             pod,

@@ -6,22 +6,7 @@ and traffic.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from kbpf.dataplane.bpf.changes.adopt import address_of, frontend_of, is_valid_entry
-from kbpf.dataplane.bpf.maps.layout import (
-    AFFINITY,
-    AFFINITY_KEY,
-    U32_PAIR,
-    ClientKind,
-    EndpointCondition,
-    ServiceFlag,
-    ServiceValue,
-    unpack_endpoint_key,
-    unpack_endpoint_name,
-    unpack_latencies,
-    unpack_service_name,
-    unpack_source_range,
-)
-from kbpf.dataplane.bpf.metrics import (
+from kbpf.dataplane.bpf.map_metrics import (
     ALL_BACKENDS,
     COUNTED_MAPS,
     NO_BACKEND,
@@ -31,7 +16,19 @@ from kbpf.dataplane.bpf.metrics import (
     IdPair,
     read_totals,
 )
-from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY,
+    AFFINITY_KEY,
+    ClientKind,
+    EndpointCondition,
+    ServiceFlag,
+    ServiceValue,
+    unpack_endpoint_key,
+    unpack_endpoint_name,
+    unpack_latencies,
+)
+from kbpf.dataplane.bpf.state import contents as state
+from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents, frontend_of, is_valid_entry
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr
@@ -47,7 +44,7 @@ from kbpf.model.inspection import (
     ServicePort,
 )
 from kbpf.model.metrics import ConnectionStats, ServiceLatencies
-from kbpf.model.objects import Algorithm, Cidr, Protocol
+from kbpf.model.objects import Algorithm, Protocol
 
 FRONTEND_PARTS: Final = Part.SERVICES | Part.AFFINITY | Part.TRAFFIC
 NAME_PARTS: Final = (
@@ -59,8 +56,6 @@ Part.MAPS alone all maps are open, but no entry is decoded.
 NAME_MAPS: Final = ("service_names", "config")
 SERVICE_MAPS: Final = (*NAME_MAPS, "services", "backend_slots", "backends", "node_addresses")
 TRAFFIC_MAPS: Final = (*COUNTED_MAPS, "counts", "latencies")
-NODE_PORT_RANGES: Final = 0
-"""The Service id under which the source ranges of all NodePorts are stored."""
 SCOPES: Final = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
 
 Maps = Mapping[str, Map]
@@ -93,20 +88,23 @@ class TableSlots(Mapping[int, BackendEntry]):
 
 
 class _Sets:
-    """The backend sets by id. `ids`: set or table id → {index: backend id or index into the set};
-    both share one map and one range of ids.
-    """
+    """The backend sets as frontends lead to them. Sets may share a table."""
 
-    def __init__(self, ids: Mapping[int, Mapping[int, int]], backends: Backends) -> None:
-        self._ids, self._backends = ids, backends
+    def __init__(self, contents: Contents, backends: Backends) -> None:
+        self._contents, self._backends = contents, backends
+        self._tables: dict[int, dict[int, int]] = {}
         self._sets: dict[tuple[int, int, int], BackendSet] = {}
 
     def get(self, set_id: int, size: int, table: int) -> BackendSet:
         key = (set_id, size, table)
         if key not in self._sets:
-            members = {index: self._backends[i] for index, i in self._ids.get(set_id, {}).items()}
-            slots = TableSlots(self._ids.get(table, {}), members) if table else members
-            self._sets[key] = BackendSet(set_id, size, slots)
+            ids = self._contents.slots_of(set_id)
+            members: Mapping[int, BackendEntry] = {i: self._backends[id_] for i, id_ in ids.items()}
+            if table:
+                if table not in self._tables:
+                    self._tables[table] = self._contents.slots_of(table)
+                members = TableSlots(self._tables[table], members)
+            self._sets[key] = BackendSet(set_id, size, members)
         return self._sets[key]
 
 
@@ -114,40 +112,33 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
     """The Service ports and what belongs to them, as fields of Inspection."""
     if not parts & NAME_PARTS:
         return {}
-    frontends: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
-    ids: dict[int, dict[int, int]] = {}
-    backends = Backends()
+    wanted = {"service_names"}
     if parts & FRONTEND_PARTS:
-        # Frontends, then slots, then backends: see snapshot.py on this order.
-        for key, raw in _valid_entries(maps, "services"):
-            value = ServiceValue.unpack(raw)
-            frontends.setdefault(value.id, []).append((address_of(key), value))
-        for key, raw in maps["backend_slots"].items():
-            set_id, index = U32_PAIR.unpack(key)
-            ids.setdefault(set_id, {})[index] = _u32(raw)
-        for key, raw in _valid_entries(maps, "backends"):
-            backend_id = _u32(key)
-            backends[backend_id] = BackendEntry(backend_id, unpack_backend(raw))
+        wanted |= {"services", "backend_slots", "backends"}
+    if Part.RANGES in parts:
+        wanted.add("source_ranges")
+    contents = state.read({name: map_ for name, map_ in maps.items() if name in wanted})
+    names, ranges = contents.names, contents.ranges
+    frontends: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
+    for at, value in contents.frontends.items():
+        frontends.setdefault(value.id, []).append((at, value))
+    backends = Backends({id_: BackendEntry(id_, each) for id_, each in contents.backends.items()})
     existing_backends = tuple(backends.values())
-    ranges = _read_ranges(maps) if Part.RANGES in parts else {}
     traffic: dict[int, list[BackendTraffic]] = {}
     latencies: dict[int, ServiceLatencies] = {}
     lists_sockets = True
     if Part.TRAFFIC in parts:
         traffic, lists_sockets = _read_traffic(maps, backends)
         latencies = {_u32(key): unpack_latencies(raw) for key, raw in maps["latencies"].items()}
-    names = {
-        _u32(key): unpack_service_name(raw) for key, raw in _valid_entries(maps, "service_names")
-    }
     endpoints = _read_endpoints(maps, names) if Part.ENDPOINTS in parts else {}
-    sets = _Sets(ids, backends)
+    sets = _Sets(contents, backends)
     ports = {
         port_id: _build_port(
             frontends.get(port_id, ()),
             sets,
             id=port_id,
             key=names.get(port_id),
-            source_ranges=tuple(ranges.get(port_id, ())),
+            source_ranges=ranges.get(port_id, ()),
             traffic=tuple(traffic.get(port_id, ())),
             latencies=latencies.get(port_id),
             endpoints=endpoints.get(port_id, {}),
@@ -160,7 +151,7 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
         "backends": existing_backends,
         "affinity": tuple(affinity),
         "lists_sockets": lists_sockets,
-        "node_port_ranges": tuple(ranges.get(NODE_PORT_RANGES, ())),
+        "node_port_ranges": ranges.get(NODE_PORTS_ID, ()),
     }
 
 
@@ -195,24 +186,14 @@ def _u32(raw: bytes) -> int:
     return int.from_bytes(raw, "little")
 
 
-def _valid_entries(maps: Maps, name: str) -> Iterator[tuple[bytes, bytes]]:
-    """Entries that are not corrupt. The agent reports and removes corrupt ones when it starts."""
-    return ((key, raw) for key, raw in maps[name].items() if is_valid_entry(name, key, raw))
-
-
-def _read_ranges(maps: Maps) -> Mapping[int, list[Cidr]]:
-    ranges: dict[int, list[Cidr]] = {}
-    for port_id, cidr in sorted(unpack_source_range(k) for k, _ in maps["source_ranges"].items()):
-        ranges.setdefault(port_id, []).append(cidr)
-    return ranges
-
-
 def _read_endpoints(
     maps: Maps, names: Mapping[int, ServicePortKey]
 ) -> Mapping[int, dict[Backend, EndpointEntry]]:
     """The endpoints by Service port. A Pod is in the namespace of its Service."""
     endpoints: dict[int, dict[Backend, EndpointEntry]] = {}
-    for key, raw in _valid_entries(maps, "endpoint_names"):
+    for key, raw in maps["endpoint_names"].items():
+        if not is_valid_entry("endpoint_names", key, raw):
+            continue
         port_id, target = unpack_endpoint_key(key)
         if port_id not in names:
             continue

@@ -2,7 +2,7 @@
 """Reads the pins of an agent once, into the values of model/inspection.py.
 
 Only pinned maps, links and programs are read, so this works while the agent is down. Reading goes
-in the reverse order of writing (changes/plan.py): first the frontends, then their sets and
+in the reverse order of writing (state/plan.py): first the frontends, then their sets and
 backends, which stay for a grace period after a flip. So each frontend is seen with a complete set.
 """
 

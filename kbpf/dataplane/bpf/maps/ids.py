@@ -17,7 +17,7 @@ from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, BackendSet, Spread
 
 ID_LIMIT = 1 << 31
-"""Ids are below this limit. An entry with a higher id is corrupt (changes/adopt.py)."""
+"""Ids are below this limit. An entry with a higher id is corrupt (state/adopt.py)."""
 
 IsIdUsed = Callable[[int, int], bool]
 """Whether a map holds this id of a Service port (0), a backend (1) or a set (2)."""

@@ -8,7 +8,7 @@ byte order except ports, which are in network order as the socket hooks provide 
 import hashlib
 from array import array
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from operator import mul
@@ -247,6 +247,7 @@ CHECK_FACTORS: Final = tuple(pow(0x9E3779B1, power, 1 << 32) for power in range(
 """The factor of each word of a key and value of `services` in the check word (lib/check.h)."""
 U32: Final = Struct("=I")
 U64: Final = Struct("=Q")
+WORD_BITS: Final = 8 * U64.size
 U32_PAIR: Final = Struct("=II")  # struct slot, struct member
 AFFINITY_KEY: Final = Struct("=16sII")
 AFFINITY: Final = Struct("=QII")
@@ -327,6 +328,8 @@ RING_ENTRIES: Final = 4096
 """The smallest size of a ring buffer, in bytes. This one only says what kind of map is added."""
 AGENT_SOCKETS: Final = 256
 """The number of the agent's newest connections to the API server in `agent_sockets`."""
+TAIL_CALL_MAP: Final = "tails"
+"""Private to one version of the packet programs, and pinned with them."""
 UNUSED_MAP_ENTRIES: Final = 64
 """Size of an unused map: the kernel does not allow 0."""
 STATUS_SIZE: Final = MAX_STATUS_BYTES + 64
@@ -373,6 +376,29 @@ def unpack_source_range(raw: bytes) -> tuple[int, Cidr]:
     """From struct source_key: service id and network."""
     bits, service_id, address = SOURCE_KEY.unpack(raw)
     return service_id, Cidr(Addr(address), bits - 32)
+
+
+def pack_ports(ports: Set[int], changed: Iterable[int]) -> list[tuple[bytes, bytes]]:
+    """The entries of `frontend_ports` that contain the `changed` ports. `ports`: all ports to be
+    set.
+    """
+    return [
+        (
+            U32.pack(word_index),
+            U64.pack(
+                sum(1 << bit for bit in range(WORD_BITS) if word_index * WORD_BITS + bit in ports)
+            ),
+        )
+        for word_index in sorted({port // WORD_BITS for port in changed})
+    ]
+
+
+def unpack_ports(entries: Iterable[tuple[bytes, bytes]]) -> Iterator[int]:
+    """The ports whose bits are set in `frontend_ports`."""
+    for key, value in entries:
+        word = U64.unpack(value)[0]
+        first = U32.unpack(key)[0] * WORD_BITS
+        yield from (first + bit for bit in range(WORD_BITS) if word >> bit & 1)
 
 
 def pack_service_name(key: ServicePortKey) -> bytes:

@@ -32,9 +32,9 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     decide_roles,
     directions_of,
 )
-from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
 from kbpf.dataplane.bpf.packet_path.newcomers import Newcomers, describe_limited
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
+from kbpf.dataplane.bpf.programs.hook_probe import HookProber
 from kbpf.dataplane.bpf.programs.unpinned import open_attacher
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity

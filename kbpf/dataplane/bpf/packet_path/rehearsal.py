@@ -15,9 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import AFFINITY_KEY, ALL_MAPS, MAPS, U32, ClientKind, MapSpec
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY_KEY,
+    ALL_MAPS,
+    MAPS,
+    TAIL_CALL_MAP,
+    U32,
+    ClientKind,
+    MapSpec,
+)
 from kbpf.dataplane.bpf.maps.pinning import Pins, make_map, open_map
 from kbpf.dataplane.bpf.packet_path.node_maps import write_refusal_limits
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.packet_path.hook_probe import (
+from kbpf.dataplane.bpf.programs.hook_probe import (
     ORDER_HINT,
     HookProber,
     Point,

@@ -4,8 +4,8 @@
 from collections.abc import Collection
 from typing import Final
 
-from kbpf.dataplane.bpf.changes.commit import ZERO
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag
+from kbpf.dataplane.bpf.state.commit import ZERO
 from kbpf.kernel.bpf import kernel_sockets
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import (

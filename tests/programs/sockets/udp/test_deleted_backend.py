@@ -11,10 +11,10 @@ import pytest
 
 from kbpf.dataplane.bpf import plane as plane_module
 from kbpf.dataplane.bpf import udp
-from kbpf.dataplane.bpf.changes import commit
-from kbpf.dataplane.bpf.changes.grace import GraceQueue
-from kbpf.dataplane.bpf.changes.growth import MapGrowth
+from kbpf.dataplane.bpf.maps.agent_maps import MapGrowth
 from kbpf.dataplane.bpf.maps.layout import PEER
+from kbpf.dataplane.bpf.state import commit
+from kbpf.dataplane.bpf.state.grace import GraceQueue
 from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX

@@ -13,6 +13,7 @@ for them. Therefore:
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +22,20 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.changes.plan import ProgrammedPort, needs_table, table_key
-from kbpf.dataplane.bpf.maps.ids import TableKey
-from kbpf.model.desired import ServicePortKey, ServiceState
+from kbpf.dataplane.bpf.maps.agent_maps import OVERLAP_FACTOR, AgentMaps
+from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables, TableKey
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.state.grace import GraceQueue
+from kbpf.dataplane.bpf.state.plan import (
+    Planner,
+    PortChange,
+    ProgrammedPort,
+    count_leaving_entries,
+    needs_table,
+    table_key,
+)
+from kbpf.errors import CapacityError
+from kbpf.model.desired import EVEN_SPREAD, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm
 from kbpf.policy.slots import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
 
@@ -62,8 +74,7 @@ def priority_of(key: ServicePortKey, new: ServiceState | None, system: bool) -> 
 def estimate_entries(state: ServiceState) -> int:
     """The approximate number of entries of a Service port in the maps."""
     size = len(state.frontends) + len(state.source_ranges)
-    for backends, spread in ((state.cluster, state.cluster_spread),
-                             (state.local, state.local_spread)):  # fmt: skip
+    for backends, spread in state.sets:
         size += len(backends)
         if needs_table(backends, spread):
             size += count_slots(len(backends), spread)
@@ -87,10 +98,7 @@ class _NamespaceTables:
         self.remove(state.key)
         sizes = {
             table_key(backends, spread): count_slots(len(backends), spread)
-            for backends, spread in (
-                (state.cluster, state.cluster_spread),
-                (state.local, state.local_spread),
-            )
+            for backends, spread in state.sets
             if needs_table(backends, spread) and fits_table(len(backends), spread)
         }
         if not sizes:
@@ -170,7 +178,8 @@ class TableLimits:
             ):
                 continue  # unchanged: planned again, since its slice was not complete
             self._too_large.discard(key)
-            if key.namespace not in self._namespaces and (state is None or _is_plain(state)):
+            is_plain = state is None or all(spread == EVEN_SPREAD for _, spread in state.sets)
+            if is_plain and key.namespace not in self._namespaces:
                 continue
             tables = self._namespaces.setdefault(key.namespace, _NamespaceTables())
             tables.remove(key)
@@ -178,7 +187,7 @@ class TableLimits:
             if state is None:
                 continue
             tables.put(state)
-            if not _tables_fit(state):
+            if not all(fits_table(len(backends), spread) for backends, spread in state.sets):
                 self._too_large.add(key)
         return {key for name in namespaces for key in self._resolve(name)} - keys
 
@@ -202,20 +211,6 @@ class TableLimits:
         return msgspec.structs.replace(
             state, algorithm=Algorithm.RANDOM, cluster_weights=(), local_weights=()
         )
-
-
-def _is_plain(state: ServiceState) -> bool:
-    return (
-        state.algorithm is Algorithm.RANDOM
-        and not state.cluster_weights
-        and not state.local_weights
-    )
-
-
-def _tables_fit(state: ServiceState) -> bool:
-    return fits_table(len(state.cluster), state.cluster_spread) and fits_table(
-        len(state.local), state.local_spread
-    )
 
 
 # ---- budgets ---------------------------------------------------------------------------------
@@ -259,8 +254,113 @@ def fair_max_fill(used: int, limit: int) -> int:
 
 
 def _count_charges(programmed: ProgrammedPort) -> tuple[int, ...]:
-    sets = (programmed.cluster, programmed.local)
+    sets = programmed.sets
     slots = sum(len(set_.backends) + (set_.size if set_.table else 0) for set_ in sets)
     members = sum(len(set_.backends) for set_ in sets if set_.in_set_members)
     backends = sum(len(set_.backends) for set_ in sets)
     return len(programmed.frontends), slots, backends, members, len(programmed.source_ranges)
+
+
+# ---- capacity ------------------------------------------------------------------------------------
+
+
+EARLY_DELETE_BUDGET_S: Final = 0.005
+"""How long one apply() may delete old sets ahead of time when room is short."""
+
+
+class CapacityAccount:
+    """Checks whether the changes of one apply() fit into the maps: adds up the entries that they
+    need. Checks quotas only if a map is nearly full.
+    """
+
+    def __init__(
+        self,
+        agent_maps: AgentMaps,
+        backend_table: BackendTable,
+        shared_tables: SharedTables,
+        budgets: NamespaceBudgets,
+        grace_queue: GraceQueue,
+    ) -> None:
+        self._agent_maps, self._backend_table, self._shared_tables = (
+            agent_maps,
+            backend_table,
+            shared_tables,
+        )
+        self._budgets, self._grace_queue = budgets, grace_queue
+        self._reserved: Counter[str] = Counter()
+        self._leaving_entries: Counter[str] | None = None  # computed when first needed
+        self._budget_s = EARLY_DELETE_BUDGET_S
+
+    @property
+    def reserved(self) -> Mapping[str, int]:
+        """New entries reserved so far, by map."""
+        return self._reserved
+
+    def reserve(
+        self,
+        change: PortChange,
+        planner: Planner,
+        is_system: bool,
+        deletable_before: float,
+    ) -> None:
+        """Reserves room for this change; raises CapacityError if there is not enough. What was
+        retired before `deletable_before` may be deleted at once.
+        """
+        needed = change.count_new_entries(self._backend_table, self._shared_tables)
+        if self._is_contested(needed):
+            start = time.perf_counter()
+            self._grace_queue.delete_until(deletable_before, self._budget_s)
+            self._budget_s -= time.perf_counter() - start
+            # Ids may have been retired.
+            needed = change.count_new_entries(self._backend_table, self._shared_tables)
+            if self._leaving_entries is None:
+                pending = [*self._grace_queue.pending, planner.writes.retired]
+                self._leaving_entries = Counter(
+                    count_leaving_entries(pending, self._backend_table, self._shared_tables)
+                )
+            self._check(change.key, needed, self._count_leaving(change), is_system)
+        self._reserved.update(needed)
+        if self._leaving_entries is not None:
+            self._leaving_entries.update(self._count_leaving(change))
+
+    def _is_contested(self, needed: Mapping[str, int]) -> bool:
+        fill, limit = self._agent_maps.fill, self._agent_maps.max_entries
+        return any(
+            count and fill[name] + self._reserved[name] + count > CONTESTED_FILL * limit(name)
+            for name, count in needed.items()
+        )
+
+    def _count_leaving(self, change: PortChange) -> Counter[str]:
+        return Counter(change.count_leaving_entries(self._backend_table, self._shared_tables))
+
+    def _check(
+        self,
+        key: ServicePortKey,
+        needed: Mapping[str, int],
+        own_leaving: Counter[str],
+        is_system: bool,
+    ) -> None:
+        assert self._leaving_entries is not None
+        for name, count in needed.items():
+            limit, net_added = self._agent_maps.max_entries(name), count - own_leaving[name]
+            max_fill = limit
+            if net_added > 0 and not is_system:
+                max_fill = self._budgets.max_fill(key.namespace, name, net_added, limit)
+            # `total`: while old and new entries coexist. `net`: after the grace period.
+            total = self._agent_maps.fill[name] + self._reserved[name] + count
+            net = total - self._leaving_entries[name] - own_leaving[name]
+            if count and (net > max_fill or total > OVERLAP_FACTOR * limit):
+                flag = MAPS[name].sized_by
+                text = self._format_error(key, name, total, max_fill)
+                raise CapacityError(text, "", f"raise --max-{flag}" if flag else "")
+
+    def _format_error(self, key: ServicePortKey, name: str, total: int, max_fill: int) -> str:
+        limit = self._agent_maps.max_entries(name)
+        text = f"the map {name} would need {total} entries and has room for {limit}"
+        if max_fill == limit:
+            return text
+        used = self._budgets.count_used(key.namespace, name)
+        return (
+            f"{text}, of which {limit - max_fill} are reserved for other namespaces; namespace "
+            f"{key.namespace} uses {used}"
+        )

@@ -3,22 +3,28 @@
 writes to the plan. Small Service ports come first, large ones are deferred and planned in slices.
 """
 
+import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, KeysView, Mapping
 from itertools import islice
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.changes.capacity import CapacityAccount
-from kbpf.dataplane.bpf.changes.deferred import DeferredQueue
-from kbpf.dataplane.bpf.changes.grace import SHORT_GRACE_PERIOD_S
-from kbpf.dataplane.bpf.changes.growth import GROWTH_POLL_INTERVAL_S, MapGrowth
-from kbpf.dataplane.bpf.changes.map_state import MapState
-from kbpf.dataplane.bpf.changes.plan import Planner, ProgrammedPort, Writes, compute_change
-from kbpf.dataplane.bpf.changes.quotas import TableLimits, estimate_entries, priority_of
-from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.maps.agent_maps import GROWTH_POLL_INTERVAL_S, AgentMaps, MapGrowth
+from kbpf.dataplane.bpf.state.grace import SHORT_GRACE_PERIOD_S
+from kbpf.dataplane.bpf.state.map_state import MapState
+from kbpf.dataplane.bpf.state.plan import Planner, ProgrammedPort, Writes, compute_change
+from kbpf.dataplane.bpf.state.quotas import (
+    CapacityAccount,
+    Priority,
+    TableLimits,
+    estimate_entries,
+    priority_of,
+)
 from kbpf.errors import CapacityError
 from kbpf.model.config import Config, is_system_service
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.objects import ServiceName
 
 LARGE_ENTRIES: Final = 256
 """A Service port with at least this many map entries (quotas.estimate_entries()) is large, and may
@@ -205,3 +211,54 @@ def _remove_lost_frontends(plan: ApplyPlan, key: ServicePortKey, new: ServiceSta
     """
     if (old := plan.current(key)) is not None:
         plan.replace(key, plan.planner.remove_lost_frontends(old, new))
+
+
+class DeferredQueue:
+    """Large Service ports that wait until small ones are programmed, by quotas.priority_of(). Each
+    is in it at most once.
+    """
+
+    def __init__(self) -> None:
+        self._priorities: dict[ServicePortKey, Priority] = {}
+        self._heap: list[tuple[Priority, ServicePortKey]] = []  # may contain discarded keys
+        self._services: Counter[ServiceName] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._priorities)
+
+    @property
+    def services(self) -> KeysView[ServiceName]:
+        """Live view of the Services that have deferred ports."""
+        return self._services.keys()
+
+    def add(self, key: ServicePortKey, priority: Priority) -> None:
+        """Adds a Service port, or changes its priority."""
+        old = self._priorities.get(key)
+        if old == priority:
+            return
+        if old is None:
+            self._services[key.service] += 1
+        self._priorities[key] = priority
+        heapq.heappush(self._heap, (priority, key))
+
+    def discard(self, key: ServicePortKey) -> None:
+        """Removes a Service port, if it is queued."""
+        if self._priorities.pop(key, None) is None:
+            return
+        self._services[key.service] -= 1
+        if not self._services[key.service]:
+            del self._services[key.service]
+
+    def peek(self) -> ServicePortKey | None:
+        """The next Service port, without removing it."""
+        while self._heap:
+            priority, key = self._heap[0]
+            if self._priorities.get(key) == priority:
+                return key
+            heapq.heappop(self._heap)
+        return None
+
+    def clear(self) -> None:
+        self._priorities.clear()
+        self._heap.clear()
+        self._services.clear()

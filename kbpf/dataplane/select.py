@@ -14,19 +14,10 @@ meanwhile.
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from kbpf.checks.row import Check, CheckRow
 from kbpf.dataplane.base import DataPlane, PlaneStatus, Report, SharedAccess, TickResult
-from kbpf.errors import (
-    AttachError,
-    CompileError,
-    KbpfError,
-    KernelError,
-    PinsRemovedError,
-    ProgramLoadError,
-)
+from kbpf.errors import KbpfError, KernelError
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
@@ -35,64 +26,15 @@ from kbpf.takeover.previous import PreviousDataPlane, Takeover
 log = logging.getLogger("kbpf.agent")
 
 
-class FallbackReason(StrEnum):
-    """Why BPF is unavailable: a label for logs, status, metrics and Events."""
-
-    NO_LIBRARY = "libbpf missing"
-    NO_BPF = "no bpf(2)"
-    NO_PRIVILEGES = "no privileges"
-    NO_FEATURE = "kernel feature missing"
-    NO_CGROUP = "no cgroup v2"
-    NO_COMPILER = "BCC missing"
-    COMPILE_FAILED = "compile failure"
-    PROGRAM_REFUSED = "verifier refusal"
-    ATTACH_FAILED = "attach failure"
-
-
-REASON_BY_CHECK: Final = {
-    Check.PRIVILEGES: FallbackReason.NO_PRIVILEGES,
-    Check.LIBBPF: FallbackReason.NO_LIBRARY,
-    Check.BPF_SYSCALL: FallbackReason.NO_BPF,
-    Check.BPFFS: FallbackReason.NO_BPF,
-    Check.BCC: FallbackReason.NO_COMPILER,
-    Check.LLVM: FallbackReason.NO_COMPILER,
-    Check.SOURCES: FallbackReason.COMPILE_FAILED,
-    Check.CGROUP: FallbackReason.NO_CGROUP,
-}
-"""The reason for a failed row of `kbpf check`; any other needed row means NO_FEATURE."""
-REASON_BY_ERROR: Final[Sequence[tuple[type[KbpfError], FallbackReason]]] = (
-    (CompileError, FallbackReason.COMPILE_FAILED),
-    (ProgramLoadError, FallbackReason.PROGRAM_REFUSED),
-    (AttachError, FallbackReason.ATTACH_FAILED),
-)
-"""The reason for an error when no check fails. Any other error is no reason to fall back to
-IPVS."""
-
-
-def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReason | None:
-    """Returns why BPF is unavailable, from this error and the rows of `kbpf check`; None if BPF is
-    available and the error has another cause.
-    """
-    # Another process removed the pins of a working BPF data plane: a restart repairs that.
-    if isinstance(error, PinsRemovedError):
-        return None
-    # First: a failed check names the cause, an error often only a symptom.
-    for row in rows:
-        if row.needed and row.result != "yes":
-            return REASON_BY_CHECK.get(row.check, FallbackReason.NO_FEATURE)
-    return next(
-        (reason for error_type, reason in REASON_BY_ERROR if isinstance(error, error_type)), None
-    )
-
-
 class Factories(NamedTuple):
     """Constructors, by mode, of the data planes and of what others may have left in the kernel for
-    this mode to take over; and of the rows of `kbpf check` for BPF.
+    this mode to take over. `find_reason`: why BPF is unavailable, from its error; None if it is
+    available and the error has another cause.
     """
 
     planes: Mapping[str, Callable[[], DataPlane]]
     previous: Mapping[str, Sequence[Callable[[], PreviousDataPlane]]]
-    check_rows: Callable[[], Sequence[CheckRow]]
+    find_reason: Callable[[KbpfError], str | None]
 
 
 class SelectedDataPlane:
@@ -141,14 +83,14 @@ class SelectedDataPlane:
         if self._failed_fallbacks:
             error.hint = self._failed_fallbacks.get(str(error), error.hint)
             return False
-        reason = fallback_reason(error, self._factories.check_rows())
+        reason = self._factories.find_reason(error)
         if reason is None:
             return False
         # Releases the lock of the pins: mode ipvs claims what BPF has left there.
         self._plane.close()
         self._takeover.release()
         self._plane = self._factories.planes["ipvs"]()
-        self.choice = ModeChoice("auto", "ipvs", str(reason), str(error))
+        self.choice = ModeChoice("auto", "ipvs", reason, str(error))
         try:
             self._open()
         except KbpfError as ipvs_error:
@@ -213,14 +155,14 @@ class SelectedDataPlane:
         self._plane.close()
 
 
-def select_data_plane(config: Config) -> SelectedDataPlane:
+def select_data_plane(
+    config: Config, find_reason: Callable[[KbpfError], str | None]
+) -> SelectedDataPlane:
     """Returns the data plane for these settings, not opened. Modules are imported only when
     needed: mode ipvs imports only those BPF modules that detect and drain remains of mode bpf.
+    `find_reason`: see Factories.
     """
-    return SelectedDataPlane(config.mode, _build_factories(config))
 
-
-def _build_factories(config: Config) -> Factories:
     def bpf() -> DataPlane:
         from kbpf.dataplane.bpf.plane import BpfPlane
 
@@ -237,22 +179,16 @@ def _build_factories(config: Config) -> Factories:
         return PreviousBpfPlane(config)
 
     def previous_ipvs() -> PreviousDataPlane:
-        from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
+        from kbpf.dataplane.ipvs.ipvs_drain import PreviousIpvsPlane
 
         return PreviousIpvsPlane(config)
 
-    def check_rows() -> tuple[CheckRow, ...]:
-        from kbpf.checks import bpf as bpf_checks
-
-        return tuple(bpf_checks.rows(config.cgroup, config.pin_dir, config.cache_dir))
-
     def previous_kube_proxy() -> PreviousDataPlane:
-        from kbpf.takeover.drain import KubeProxyDrain
+        from kbpf.takeover.kube_proxy_drain import KubeProxyDrain
 
         return KubeProxyDrain(config)
 
-    return Factories(
-        {"bpf": bpf, "ipvs": ipvs},
-        {"bpf": (previous_ipvs, previous_kube_proxy), "ipvs": (previous_bpf,)},
-        check_rows,
+    previous = {"bpf": (previous_ipvs, previous_kube_proxy), "ipvs": (previous_bpf,)}
+    return SelectedDataPlane(
+        config.mode, Factories({"bpf": bpf, "ipvs": ipvs}, previous, find_reason)
     )

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kbpf.dataplane.bpf.changes import commit
-from kbpf.dataplane.bpf.changes.plan import Retired
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables
+from kbpf.dataplane.bpf.state import commit
+from kbpf.dataplane.bpf.state.plan import Retired
 from kbpf.errors import KernelError
 
 GRACE_PERIOD_S: Final = 1.0
@@ -18,7 +18,7 @@ lookup.h says what happens to one that was delayed for longer.
 """
 
 SHORT_GRACE_PERIOD_S: Final = 0.1
-"""The same when a map is three quarters full: apply() then deletes sets itself (capacity.py)."""
+"""The same when a map is three quarters full: apply() then deletes sets itself (quotas.py)."""
 
 
 class GraceQueue:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes the writes of a plan in the order given in plan.py."""
+"""Executes the writes of a plan in the order given in plan.py: write() until the flip and the
+removals, delete_retired() after the grace period, TableBuilder large tables ahead of their use.
+"""
 
+import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from kbpf.dataplane.bpf.changes.plan import Retired, Writes
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
+from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables, TableKey
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY_KEY,
     META,
@@ -19,9 +21,18 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_source_range,
     pack_target,
 )
+from kbpf.dataplane.bpf.state.plan import (
+    Retired,
+    Writes,
+    needs_table,
+    remember_fingerprint,
+    table_key,
+)
 from kbpf.errors import KernelError
 from kbpf.model.address import Addr
-from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.desired import Backend, BackendSet, FrontendAddress, ServiceState, Spread
+from kbpf.model.objects import Algorithm
+from kbpf.policy.slots import compute_maglev_table_in_steps, compute_slots, count_slots
 
 ZERO = U32.pack(0)
 ONE = U32.pack(1)
@@ -48,8 +59,15 @@ def write(
     put("source_ranges", ((pack_source_range(id_, cidr), ONE) for id_, cidr in writes.new_ranges))
     put("service_names", ((U32.pack(id_), pack_service_name(key)) for id_, key in writes.names))
     put("backends", ((U32.pack(id_), pack_endpoint(backend)) for id_, backend in writes.backends))
-    put("backend_slots", _pack_slots(writes))
-    put("set_members", _pack_members(writes))
+    # All slots of a set are one item: keys and values back to back.
+    put(
+        "backend_slots",
+        ((pack_slots(set_id, len(ids)), array("I", ids).tobytes()) for set_id, ids in writes.slots),
+    )
+    put(
+        "set_members",
+        ((U32_PAIR.pack(set_id, id_), ONE) for set_id, ids in writes.members for id_ in ids),
+    )
     put("node_addresses", ((address, ONE) for address in nodes[0]))
     # The flip. Each value replaces an old one at once; what it points to is written above.
     put(
@@ -135,7 +153,8 @@ def _slot_keys(
     shared_tables: SharedTables, retired: Retired
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
     for keys in retired.slot_keys:
-        for batch in _split_keys(keys, U32_PAIR.size):
+        for start in range(0, len(keys), BATCH_ENTRIES * U32_PAIR.size):
+            batch = keys[start : start + BATCH_ENTRIES * U32_PAIR.size]
             yield len(batch) // U32_PAIR.size, (batch,)
     for old_set in retired.sets:
         table_unused = old_set.table and shared_tables.release(old_set.table)
@@ -170,12 +189,6 @@ def _pack_ids(
         yield 1, (U32.pack(id_),)
 
 
-def _split_keys(keys: bytes, size: int) -> Iterator[bytes]:
-    """Splits packed keys of this size into batches of BATCH_ENTRIES."""
-    for start in range(0, len(keys), BATCH_ENTRIES * size):
-        yield keys[start : start + BATCH_ENTRIES * size]
-
-
 def _delete_affinity(agent_maps: AgentMaps, service_ids: Collection[int]) -> Iterator[None]:
     """Deletes the affinity entries of these Services."""
     entries = agent_maps.maps["affinity"].items()
@@ -190,13 +203,90 @@ def pack_endpoint(endpoint: Backend | FrontendAddress) -> bytes:
     return pack_target(endpoint.address, endpoint.port, endpoint.protocol)
 
 
-def _pack_slots(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
-    """All slots of a set in one item: keys and values back to back."""
-    for set_id, ids in writes.slots:
-        yield pack_slots(set_id, len(ids)), array("I", ids).tobytes()
+# ---- large tables --------------------------------------------------------------------------------
 
 
-def _pack_members(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
-    for set_id, ids in writes.members:
-        for backend_id in ids:
-            yield U32_PAIR.pack(set_id, backend_id), ONE
+BATCH_SLOTS: Final = 1_024
+"""Slots written in one piece: about one millisecond. The planner builds smaller tables itself."""
+
+
+class TableBuilder:
+    """Computes and writes large tables one piece at a time, before a Service port is flipped to
+    them. No program reads them until then, and other Service ports are programmed meanwhile. Builds
+    one table after the other, and holds a reference to each until release().
+    """
+
+    def __init__(
+        self, agent_maps: AgentMaps, ids: IdAllocator, shared_tables: SharedTables
+    ) -> None:
+        self._agent_maps, self._ids, self._shared_tables = agent_maps, ids, shared_tables
+        self._steps: Generator[None] | None = None
+        # Table ids, and how many slots of each are written.
+        self._written_slots: list[tuple[int, int]] = []
+        self._built: list[int] = []
+
+    def _find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
+        """A set of this Service port that needs a large table which is not built yet."""
+        for backends, spread in state.sets:
+            if (
+                needs_table(backends, spread)
+                and count_slots(len(backends), spread) > BATCH_SLOTS
+                and not self._shared_tables.find(table_key(backends, spread))
+            ):
+                return backends, spread
+        return None
+
+    def is_incomplete(self, state: ServiceState, deadline: float) -> bool:
+        """Builds the tables that this Service port needs, at least one piece, until `deadline`
+        (time.perf_counter). Returns whether a table is still incomplete.
+        """
+        while (missing_table := self._find_missing(state)) is not None:
+            self._step(*missing_table)
+            if time.perf_counter() >= deadline:
+                return self._find_missing(state) is not None
+        return False
+
+    def _step(self, backends: BackendSet, spread: Spread) -> None:
+        """Builds one piece of the current table, or begins this one: computes a part of it, or
+        writes BATCH_SLOTS slots.
+        """
+        if self._steps is None:
+            self._steps = self._build(table_key(backends, spread), backends, spread)
+        if next(self._steps, self) is self:
+            self._steps = None
+
+    def release(self) -> list[bytes]:
+        """Drops all references, and abandons an unfinished table. Returns the keys of slots that no
+        set uses.
+        """
+        released = [table_id for table_id in self._built if self._shared_tables.release(table_id)]
+        unfinished = {table_id for table_id, _ in self._written_slots} - set(self._built)
+        keys = [
+            pack_slots(table_id, size)
+            for table_id, size in self._written_slots
+            if table_id in unfinished or table_id in released
+        ]
+        self._steps, self._written_slots, self._built = None, [], []
+        return [key for key in keys if key]
+
+    def _build(self, key: TableKey, backends: BackendSet, spread: Spread) -> Generator[None]:
+        size = count_slots(len(backends), spread)
+        if spread.algorithm is Algorithm.MAGLEV:
+            table = array(
+                "I", (yield from compute_maglev_table_in_steps(backends, spread.weights, size))
+            )
+        else:
+            table = array("I", compute_slots(backends, spread))
+        table_id = self._ids.allocate_set()
+        save_ids(self._agent_maps, self._ids)  # before a slot with this id is written
+        for start in range(0, size, BATCH_SLOTS):
+            batch = table[start : start + BATCH_SLOTS]
+            keys = pack_slots(table_id, start + len(batch), start)
+            self._agent_maps.put("backend_slots", [(keys, batch.tobytes())])
+            if start:
+                self._written_slots.pop()
+            self._written_slots.append((table_id, start + len(batch)))
+            yield
+        remember_fingerprint(key, table)
+        self._shared_tables.add_built(table_id, key)
+        self._built.append(table_id)

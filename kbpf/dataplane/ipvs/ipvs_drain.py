@@ -10,7 +10,8 @@ import contextlib
 import errno
 from collections.abc import Container, Iterable
 
-from kbpf.dataplane.ipvs import cleanup, ruleset
+from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
+from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey

@@ -17,15 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Mapping
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.changes.growth import GROWTH_POLL_INTERVAL_S, MapGrowth
-from kbpf.dataplane.bpf.changes.plan import ProgrammedPort
-from kbpf.dataplane.bpf.changes.quotas import CONTESTED_FILL, fair_max_fill
-from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.maps.agent_maps import GROWTH_POLL_INTERVAL_S, AgentMaps, MapGrowth
 from kbpf.dataplane.bpf.maps.layout import (
     EndpointCondition,
     pack_endpoint_key,
     pack_endpoint_name,
 )
+from kbpf.dataplane.bpf.state.plan import ProgrammedPort
+from kbpf.dataplane.bpf.state.quotas import CONTESTED_FILL, fair_max_fill
 from kbpf.errors import KernelError, LastError
 from kbpf.model.address import Addr
 from kbpf.model.desired import DesiredState, ServicePortKey

@@ -11,15 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.agent.selector import (
-    REASON_BY_CHECK,
-    Factories,
-    FallbackReason,
-    SelectedDataPlane,
-    fallback_reason,
-)
+from kbpf.checks.fallback import REASON_BY_CHECK, FallbackReason, fallback_reason
 from kbpf.checks.row import Check, CheckRow
 from kbpf.dataplane.base import PlaneStatus, Report, TickResult
+from kbpf.dataplane.select import Factories, SelectedDataPlane
 from kbpf.errors import (
     AttachError,
     CompileError,
@@ -211,7 +206,7 @@ class Harness:
                 "bpf": (lambda: self.rest["ipvs"], lambda: self.rest["kube-proxy"]),
                 "ipvs": (lambda: self.rest["bpf"],),
             },
-            lambda: rows,
+            lambda error: fallback_reason(error, rows),
         )
         self.chosen = SelectedDataPlane(asked, factories)
 

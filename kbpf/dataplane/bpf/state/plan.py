@@ -6,7 +6,7 @@ The order, and why (BpfPlane._apply(), MapState.write() and commit.py execute it
  2. bits of new ports in `frontend_ports`: without its bit, no frontend of a port is found;
  3. `meta`, so that no id is allocated twice, whatever happens next;
  4. source ranges, names, backends, then slots and members of *new* sets: no program reads them yet.
-    Large tables are written by earlier calls (large_tables.py), each after `meta`;
+    Large tables are written by earlier calls (commit.TableBuilder), each after `meta`;
  5. new node addresses, then frontends: the flip. It replaces one value, so a reader sees the
     complete old or new set. New ClusterIPs follow, since they refuse all ports without a frontend;
  6. removed frontends, ClusterIPs, source ranges and node addresses, then bits of ports that no
@@ -76,6 +76,7 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
 
 
 EMPTY: Final = ProgrammedSet()
+NO_SET: Final = ((), EVEN_SPREAD)
 
 
 def fingerprint(table: Sequence[int]) -> bytes:
@@ -128,6 +129,10 @@ class ProgrammedPort(msgspec.Struct, frozen=True):
     local: ProgrammedSet = EMPTY
     serving: BackendSet = ()
     source_ranges: tuple[Cidr, ...] = ()
+
+    @property
+    def sets(self) -> tuple[ProgrammedSet, ProgrammedSet]:
+        return self.cluster, self.local
 
     def service_value(self, frontend: Frontend) -> ServiceValue:
         """The value of this frontend in `services`."""
@@ -213,7 +218,7 @@ class PortChange:
     key: ServicePortKey
     old: ProgrammedPort | None
     new: ServiceState | None
-    sets: tuple[SetChange, SetChange]
+    sets: tuple[SetChange, ...]
     serving: BackendSet
 
     def count_new_entries(
@@ -272,20 +277,16 @@ def compute_change(
     key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None
 ) -> PortChange:
     """The change of a Service port from old to new; None if it is not programmed or not desired."""
-    old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
     has_affinity = new is not None and new.affinity_timeout > 0
 
-    def compare(old_set: ProgrammedSet, backends: BackendSet, spread: Spread) -> SetChange:
-        stays = old_set.matches(backends, spread, has_affinity)
-        return SetChange(old_set, backends, spread, has_affinity, stays)
-
-    if new is None:
-        sets = compare(old_cluster, (), EVEN_SPREAD), compare(old_local, (), EVEN_SPREAD)
-    else:
-        sets = (
-            compare(old_cluster, new.cluster, new.cluster_spread),
-            compare(old_local, new.local, new.local_spread),
+    sets = tuple(
+        SetChange(
+            old_set, backends, spread, has_affinity, old_set.matches(backends, spread, has_affinity)
         )
+        for old_set, (backends, spread) in zip(
+            old.sets if old else (EMPTY, EMPTY), new.sets if new else (NO_SET, NO_SET), strict=True
+        )
+    )
     serving = new.serving if new is not None and key.protocol == Protocol.UDP else ()
     return PortChange(key, old, new, sets, serving)
 
@@ -413,8 +414,8 @@ class Planner:
             return 0, 0
         table_id, is_new = self._shared_tables.acquire(table_key(backends, spread))
         if is_new:
-            # Large tables are usually written by now (large_tables.py), but not when all Service
-            # ports are compared in one call.
+            # A large table is usually written by now (commit.TableBuilder), but not when all
+            # Service ports are compared in one call.
             table = array("I", compute_slots(backends, spread))
             remember_fingerprint(table_key(backends, spread), table)
             self.writes.slots.append((table_id, table))

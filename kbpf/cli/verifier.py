@@ -21,9 +21,10 @@ from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.listeners import select_listening
 from kbpf.checks import connect, neighbours
 from kbpf.checks.row import Check, CheckRow
-from kbpf.dataplane import host
 from kbpf.dataplane.bpf.inspect import differences, node_differences, snapshot
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.state import contents
+from kbpf.dataplane.node import read_node_addresses
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.system import netns, pods
@@ -48,7 +49,7 @@ from kbpf.source.base import Source, wait_until_listed
 READ_INTERVAL_S: Final = 1.0
 SETTLE_S: Final = 2.5
 """While an agent runs, a difference counts after this time without a change; longer than the grace
-period of sets (changes/grace.py)."""
+period of sets (state/grace.py)."""
 UNOWNED_SETTLE_S: Final = 5.0
 """The same for what belongs to no single Service port: entries that are deleted in slices, tables
 that are written before their sets, programs on new devices."""
@@ -133,7 +134,7 @@ class Verifier:
             elif hasattr(event, "key"):
                 self._rejected.pop(event.key, None)
         listeners = sock_diag.list_listeners()
-        inputs = (host.read_node_addresses(self._config), self._api_servers, listeners)
+        inputs = (read_node_addresses(self._config), self._api_servers, listeners)
         touched.all_services = touched.all_services or inputs[0] != (self._inputs or inputs)[0]
         for _ in range(2):  # the frontends that devices have are known only after the first
             ports = self._select_device_ports(listeners)
@@ -174,10 +175,10 @@ class Verifier:
         with contextlib.ExitStack() as stack:
             maps, damaged = node_differences.open_maps(self._pins, stack)
             reading.findings = [Finding(None, difference) for difference in damaged]
-            if maps.keys() >= {*differences.MAPS_COMPARED}:
-                contents = differences.read_contents(maps)
-                reading.findings += differences.compare(contents, desired, self._config)
-                reading.entries = differences.count_entries(contents)
+            if maps.keys() >= {*contents.MAPS_READ}:
+                found = contents.read(maps)
+                reading.findings += differences.compare(found, desired, self._config)
+                reading.entries = sum(found.counts.values())
             if maps.keys() >= {*node_differences.MAPS_COMPARED}:
                 node = node_differences.read_contents(self._pins, maps)
                 reading.complete = not damaged

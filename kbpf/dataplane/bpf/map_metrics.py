@@ -18,8 +18,6 @@ from itertools import chain
 from operator import itemgetter
 from typing import Final
 
-from kbpf.dataplane.bpf.changes.commit import ZERO
-from kbpf.dataplane.bpf.changes.quotas import CONTESTED_FILL, NAMESPACE_SHARE, SYSTEM_RESERVE
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import IDLE_TIMEOUT_NS, is_needed, is_open, unpack_columns
 from kbpf.dataplane.bpf.maps.layout import (
@@ -40,6 +38,8 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs.hook_config import counted_fields
+from kbpf.dataplane.bpf.state.commit import ZERO
+from kbpf.dataplane.bpf.state.quotas import CONTESTED_FILL, NAMESPACE_SHARE, SYSTEM_RESERVE
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
@@ -446,7 +446,7 @@ class _TrafficSums:
 
 def select_over_share(ports: Mapping[int, tuple[str, int]], entries: int, limit: int) -> list[int]:
     """The Service ports whose entries in `counts` are merged into one, so that no namespace has
-    more than NAMESPACE_SHARE times the free room (changes/quotas.py): the largest ones of the
+    more than NAMESPACE_SHARE times the free room (state/quotas.py): the largest ones of the
     largest namespace first. `ports`: namespace and number of entries by id.
     """
     if entries <= CONTESTED_FILL * limit:
