@@ -75,7 +75,9 @@ nf_tables is missing, and there is nothing to do.
 
 
 class HostIntegration:
-    """Maintains the settings for one agent. Called by one thread."""
+    """Maintains the settings for one agent. Once the data plane is open, all methods except
+    problems() are for the thread that calls poll().
+    """
 
     def __init__(self, pins: Pins, config: Config) -> None:
         self._ports = frozenset(range(config.masquerade_ports[0], config.masquerade_ports[1] + 1))

@@ -17,6 +17,7 @@ namespace of the calling thread.
 import errno
 import socket
 import struct
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ HINT: Final = "run as root, or accept packets with the mark in FORWARD by other 
 
 _GET_GENERATION: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETGEN
 _TIMEOUT_S: Final = 2.0
+_library_lock: Final = threading.Lock()
 
 Json = dict[str, Any]
 
@@ -369,6 +371,9 @@ def run_transaction(
 
     libnftables exits the process with status 3 if it cannot open its netlink socket. So we open
     one first: if no descriptor is left, for example, the caller gets an error.
+
+    Any thread may call, but they wait for each other: libnftables caches names of devices and
+    extensions in global variables.
     """
     with Netlink(NETLINK_NETFILTER, "nf_tables"):
         pass
@@ -383,7 +388,8 @@ def run_transaction(
     library.set_handle_output(True)  # rules are deleted by their handles
     library.set_dry_run(dry_run)
     library.set_terse_output(terse)
-    code, reply, error_text = library.json_cmd({"nftables": list(commands)})
+    with _library_lock:
+        code, reply, error_text = library.json_cmd({"nftables": list(commands)})
     if code:
         lines = str(error_text).strip().splitlines()
         first = lines[0].removeprefix("internal:0:0-0: Error: ") if lines else "no reason given"
