@@ -80,14 +80,17 @@ def pack_attribute(attr_type: int, value: bytes) -> bytes:
 
 def parse_attributes(raw: bytes) -> dict[int, bytes]:
     """Maps attribute types, without the flags for nesting and byte order, to values."""
-    attrs = {}
+    return dict(iterate_attributes(raw))
+
+
+def iterate_attributes(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """The same in order, for lists of attributes of one type."""
     while len(raw) >= _NLATTR.size:
         length, attr_type = _NLATTR.unpack_from(raw)
         if length < _NLATTR.size:
             break
-        attrs[attr_type & NLA_TYPE_MASK] = raw[_NLATTR.size : length]
+        yield attr_type & NLA_TYPE_MASK, raw[_NLATTR.size : length]
         raw = raw[(length + 3) & ~3 :]  # `length` does not include the padding
-    return attrs
 
 
 def parse_string(raw: bytes) -> str:

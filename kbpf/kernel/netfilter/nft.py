@@ -3,21 +3,32 @@
 
 libnftables reads every element of every set before it answers even `list tables`, which takes
 seconds on a node with 10,000 Services. Here the kernel is asked for one object and answers in less
-than a millisecond. All functions act on the network namespace of the calling thread.
+than a millisecond. Rules are not shown as nft shows them, but say what they refuse and where they
+jump. All functions act on the network namespace of the calling thread.
 """
 
 import errno
 import struct
+import time
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, parse_attributes, parse_string
+from kbpf.kernel.net.netlink import (
+    Message,
+    Netlink,
+    iterate_attributes,
+    pack_attribute,
+    parse_attributes,
+    parse_string,
+)
 from kbpf.kernel.net.uapi import (
     NETLINK_NETFILTER,
 )
 from kbpf.kernel.netfilter.uapi import (
     NF_ACCEPT,
+    NF_DROP,
     NFNL_SUBSYS_NFTABLES,
     NFPROTO_ARP,
     NFPROTO_BRIDGE,
@@ -29,20 +40,34 @@ from kbpf.kernel.netfilter.uapi import (
     NFT_MSG_GETRULE,
     NFT_MSG_GETSET,
     NFT_MSG_GETTABLE,
+    NFT_REG_VERDICT,
     NFTA_CHAIN_HOOK,
     NFTA_CHAIN_NAME,
     NFTA_CHAIN_POLICY,
     NFTA_CHAIN_TABLE,
     NFTA_CHAIN_TYPE,
+    NFTA_DATA_VERDICT,
+    NFTA_EXPR_DATA,
+    NFTA_EXPR_NAME,
     NFTA_HOOK_HOOKNUM,
     NFTA_HOOK_PRIORITY,
+    NFTA_IMMEDIATE_DATA,
+    NFTA_LOOKUP_DREG,
+    NFTA_MATCH_NAME,
+    NFTA_RULE_CHAIN,
+    NFTA_RULE_EXPRESSIONS,
     NFTA_RULE_HANDLE,
     NFTA_RULE_TABLE,
+    NFTA_RULE_USERDATA,
     NFTA_SET_NAME,
     NFTA_SET_TABLE,
     NFTA_TABLE_HANDLE,
     NFTA_TABLE_NAME,
     NFTA_TABLE_USE,
+    NFTA_TARGET_NAME,
+    NFTA_VERDICT_CHAIN,
+    NFTA_VERDICT_CODE,
+    NFTNL_UDATA_RULE_COMMENT,
 )
 
 NFPROTO: Final = {
@@ -61,6 +86,10 @@ _GET_CHAIN: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETCHAIN
 _GET_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
 _GET_SET: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETSET
 _NFGENMSG: Final = struct.Struct("=BBH")
+_RULES_PER_PAUSE: Final = 32
+_PAUSE_S: Final = 0.0005
+"""Rules are parsed in Python, so other threads wait meanwhile: every half millisecond they may
+run."""
 
 
 class TableSummary(NamedTuple):
@@ -104,6 +133,90 @@ def count_rules(family: str, table: str, limit: int) -> int:
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         rules = netlink.dump_lazily(_GET_RULE, _pack_table_filter(family, table))
         return sum(1 for _ in islice(rules, limit))
+
+
+class Expression(NamedTuple):
+    """A part of a rule. `name`: of the instruction ("counter", "cmp"), or of iptables' match or
+    target with "match " or "target " before it. `refuses`: it drops or rejects. `jumps_to`: a
+    chain, or "".
+    """
+
+    name: str
+    refuses: bool = False
+    jumps_to: str = ""
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether it neither selects packets nor decides about them."""
+        return self.name in ("counter", "log", "match comment")
+
+
+class Rule(NamedTuple):
+    """A rule of a chain."""
+
+    chain: str
+    handle: int
+    comment: str
+    expressions: tuple[Expression, ...]
+
+
+def list_rules(family: str, table: str, chain: str = "") -> Iterator[Rule]:
+    """Lists the rules of a table, or of one of its chains, in order; none if it does not exist."""
+    request = _pack_table_filter(family, table)
+    if chain:
+        request += pack_attribute(NFTA_RULE_CHAIN, _encode_name(chain))
+    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        messages = netlink.dump(_GET_RULE, request)
+    for number, message in enumerate(messages, 1):
+        if number % _RULES_PER_PAUSE == 0:
+            time.sleep(_PAUSE_S)
+        attrs = parse_attributes(message.body[_NFGENMSG.size :])
+        rule = _parse_rule(attrs)
+        # An old kernel may not know the filter.
+        if parse_string(attrs[NFTA_RULE_TABLE]) == table and chain in ("", rule.chain):
+            yield rule
+
+
+def _parse_rule(attrs: dict[int, bytes]) -> Rule:
+    expressions = iterate_attributes(attrs.get(NFTA_RULE_EXPRESSIONS, b""))
+    return Rule(
+        parse_string(attrs[NFTA_RULE_CHAIN]),
+        _parse_be(attrs[NFTA_RULE_HANDLE]),
+        _parse_comment(attrs.get(NFTA_RULE_USERDATA, b"")),
+        tuple(_parse_expression(parse_attributes(expression)) for _, expression in expressions),
+    )
+
+
+def _parse_comment(user_data: bytes) -> str:
+    """User data is a sequence of a type, a length and a value, the first two of a byte each."""
+    while len(user_data) > 2:
+        kind, length = user_data[:2]
+        if kind == NFTNL_UDATA_RULE_COMMENT:
+            return parse_string(user_data[2 : 2 + length])
+        user_data = user_data[2 + length :]
+    return ""
+
+
+def _parse_expression(attrs: dict[int, bytes]) -> Expression:
+    name, data = parse_string(attrs[NFTA_EXPR_NAME]), attrs.get(NFTA_EXPR_DATA, b"")
+    match name:
+        case "reject":
+            return Expression(name, refuses=True)
+        case "immediate":
+            value = parse_attributes(parse_attributes(data).get(NFTA_IMMEDIATE_DATA, b""))
+            verdict = parse_attributes(value.get(NFTA_DATA_VERDICT, b""))
+            code = verdict.get(NFTA_VERDICT_CODE)  # None if it loads a value
+            refuses = code is not None and _parse_be(code) == NF_DROP
+            return Expression(name, refuses, parse_string(verdict.get(NFTA_VERDICT_CHAIN, b"")))
+        case "match":
+            return Expression(f"match {parse_string(parse_attributes(data)[NFTA_MATCH_NAME])}")
+        case "target":
+            target = parse_string(parse_attributes(data)[NFTA_TARGET_NAME])
+            return Expression(f"target {target}", target == "REJECT")
+        case "lookup" if NFTA_LOOKUP_DREG in (lookup := parse_attributes(data)):
+            is_verdict = _parse_be(lookup[NFTA_LOOKUP_DREG]) == NFT_REG_VERDICT
+            return Expression("lookup verdict" if is_verdict else name)
+    return Expression(name)
 
 
 def list_chains() -> list[dict[str, Any]]:

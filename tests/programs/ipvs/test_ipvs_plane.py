@@ -36,7 +36,7 @@ from kbpf.kernel.net.ipvs import (
     VirtualServiceKey,
     VirtualServiceSettings,
 )
-from kbpf.kernel.netfilter import forward_rules, nft
+from kbpf.kernel.netfilter import forward_rules, iptables_legacy, nft
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.address import parse_addr
@@ -612,7 +612,7 @@ def test_iptables_legacy_filter_table_is_reported(
     fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "names").write_text("filter\n")
-    monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", tmp_path / "names")
+    monkeypatch.setitem(iptables_legacy.FAMILIES, "ip", (tmp_path / "names", ""))
     fake_node.start()
     forward, inputs = firewall_lines(fake_node.plane.status().problems)
     assert "for ip, which is not looked at; if its FORWARD drops" in forward
