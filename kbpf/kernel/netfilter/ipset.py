@@ -15,21 +15,12 @@ from kbpf.kernel.net.netlink import Netlink, pack_attribute, parse_attributes, p
 from kbpf.kernel.net.uapi import (
     NETLINK_NETFILTER,
 )
-from kbpf.kernel.netfilter.uapi import (
-    IPSET_ATTR_ADT,
-    IPSET_ATTR_PORT,
-    IPSET_ATTR_PROTOCOL,
-    IPSET_ATTR_SETNAME,
-    IPSET_CMD_DESTROY,
-    IPSET_CMD_LIST,
-    IPSET_PROTOCOL,
-    NFNL_SUBSYS_IPSET,
-)
+from kbpf.kernel.netfilter import uapi
 
-_DESTROY: Final = NFNL_SUBSYS_IPSET << 8 | IPSET_CMD_DESTROY
-_LIST: Final = NFNL_SUBSYS_IPSET << 8 | IPSET_CMD_LIST
+_DESTROY: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_DESTROY
+_LIST: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_LIST
 _NFGENMSG: Final = struct.pack("=BBH", socket.AF_INET, 0, 0)
-_PROTOCOL_ATTR: Final = pack_attribute(IPSET_ATTR_PROTOCOL, bytes((IPSET_PROTOCOL,)))
+_PROTOCOL_ATTR: Final = pack_attribute(uapi.IPSET_ATTR_PROTOCOL, bytes((uapi.IPSET_PROTOCOL,)))
 _ABSENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
 )
@@ -41,9 +32,9 @@ def list_names() -> tuple[str, ...]:
     return tuple(
         sorted(
             {
-                parse_string(attrs[IPSET_ATTR_SETNAME])
+                parse_string(attrs[uapi.IPSET_ATTR_SETNAME])
                 for attrs in _list_sets(b"")
-                if IPSET_ATTR_SETNAME in attrs
+                if uapi.IPSET_ATTR_SETNAME in attrs
             }
         )
     )
@@ -52,9 +43,9 @@ def list_names() -> tuple[str, ...]:
 def list_ports(name: str) -> frozenset[int]:
     """The ports in a set of ports; empty if the set does not exist."""
     ports: set[int] = set()
-    for attrs in _list_sets(pack_attribute(IPSET_ATTR_SETNAME, name.encode() + b"\0")):
-        for entry in _split_nested(attrs.get(IPSET_ATTR_ADT, b"")):
-            ports.add(int.from_bytes(parse_attributes(entry).get(IPSET_ATTR_PORT, b""), "big"))
+    for attrs in _list_sets(pack_attribute(uapi.IPSET_ATTR_SETNAME, name.encode() + b"\0")):
+        for entry in _split_nested(attrs.get(uapi.IPSET_ATTR_ADT, b"")):
+            ports.add(int.from_bytes(parse_attributes(entry).get(uapi.IPSET_ATTR_PORT, b""), "big"))
     return frozenset(ports - {0})
 
 
@@ -68,7 +59,7 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
             body = (
                 _NFGENMSG
                 + _PROTOCOL_ATTR
-                + pack_attribute(IPSET_ATTR_SETNAME, name.encode() + b"\0")
+                + pack_attribute(uapi.IPSET_ATTR_SETNAME, name.encode() + b"\0")
             )
             try:
                 netlink.request(_DESTROY, body)

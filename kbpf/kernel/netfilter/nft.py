@@ -26,65 +26,26 @@ from kbpf.kernel.net.netlink import (
 from kbpf.kernel.net.uapi import (
     NETLINK_NETFILTER,
 )
-from kbpf.kernel.netfilter.uapi import (
-    NF_ACCEPT,
-    NF_DROP,
-    NFNL_SUBSYS_NFTABLES,
-    NFPROTO_ARP,
-    NFPROTO_BRIDGE,
-    NFPROTO_INET,
-    NFPROTO_IPV4,
-    NFPROTO_IPV6,
-    NFPROTO_NETDEV,
-    NFT_MSG_GETCHAIN,
-    NFT_MSG_GETRULE,
-    NFT_MSG_GETSET,
-    NFT_MSG_GETTABLE,
-    NFT_REG_VERDICT,
-    NFTA_CHAIN_HOOK,
-    NFTA_CHAIN_NAME,
-    NFTA_CHAIN_POLICY,
-    NFTA_CHAIN_TABLE,
-    NFTA_CHAIN_TYPE,
-    NFTA_DATA_VERDICT,
-    NFTA_EXPR_DATA,
-    NFTA_EXPR_NAME,
-    NFTA_HOOK_HOOKNUM,
-    NFTA_HOOK_PRIORITY,
-    NFTA_IMMEDIATE_DATA,
-    NFTA_LOOKUP_DREG,
-    NFTA_MATCH_NAME,
-    NFTA_RULE_CHAIN,
-    NFTA_RULE_EXPRESSIONS,
-    NFTA_RULE_HANDLE,
-    NFTA_RULE_TABLE,
-    NFTA_RULE_USERDATA,
-    NFTA_SET_NAME,
-    NFTA_SET_TABLE,
-    NFTA_TABLE_HANDLE,
-    NFTA_TABLE_NAME,
-    NFTA_TABLE_USE,
-    NFTA_TARGET_NAME,
-    NFTA_VERDICT_CHAIN,
-    NFTA_VERDICT_CODE,
-    NFTNL_UDATA_RULE_COMMENT,
-)
+from kbpf.kernel.netfilter import uapi
 
 NFPROTO: Final = {
-    "inet": NFPROTO_INET, "ip": NFPROTO_IPV4, "ip6": NFPROTO_IPV6, "netdev": NFPROTO_NETDEV
-}  # fmt: skip
+    "inet": uapi.NFPROTO_INET,
+    "ip": uapi.NFPROTO_IPV4,
+    "ip6": uapi.NFPROTO_IPV6,
+    "netdev": uapi.NFPROTO_NETDEV,
+}
 
 _FAMILIES: Final = {number: name for name, number in NFPROTO.items()} | {
-    NFPROTO_ARP: "arp", NFPROTO_BRIDGE: "bridge"
+    uapi.NFPROTO_ARP: "arp", uapi.NFPROTO_BRIDGE: "bridge"
 }  # fmt: skip
 _HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting", "ingress")
 """Of the families inet, ip, ip6 and bridge, by NF_INET_* and NF_BR_*."""
 _FAMILY_HOOKS: Final = {"netdev": ("ingress", "egress"), "arp": ("input", "output", "forward")}
 
-_GET_TABLE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETTABLE
-_GET_CHAIN: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETCHAIN
-_GET_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
-_GET_SET: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETSET
+_GET_TABLE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETTABLE
+_GET_CHAIN: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETCHAIN
+_GET_RULE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETRULE
+_GET_SET: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETSET
 _NFGENMSG: Final = struct.Struct("=BBH")
 _RULES_PER_PAUSE: Final = 32
 _PAUSE_S: Final = 0.0005
@@ -109,7 +70,7 @@ def read_table(family: str, table: str) -> TableSummary | None:
             netlink,
             _GET_TABLE,
             family,
-            pack_attribute(NFTA_TABLE_NAME, _encode_name(table)),
+            pack_attribute(uapi.NFTA_TABLE_NAME, _encode_name(table)),
         )
         if reply is None:
             return None
@@ -119,12 +80,14 @@ def read_table(family: str, table: str) -> TableSummary | None:
             for message in netlink.dump(_GET_RULE, _pack_table_filter(family, table))
         )
         handles = (
-            _parse_be(rule[NFTA_RULE_HANDLE])
+            _parse_be(rule[uapi.NFTA_RULE_HANDLE])
             for rule in rules
-            if parse_string(rule[NFTA_RULE_TABLE]) == table
+            if parse_string(rule[uapi.NFTA_RULE_TABLE]) == table
         )
         return TableSummary(
-            _parse_be(attrs[NFTA_TABLE_HANDLE]), _parse_be(attrs[NFTA_TABLE_USE]), tuple(handles)
+            _parse_be(attrs[uapi.NFTA_TABLE_HANDLE]),
+            _parse_be(attrs[uapi.NFTA_TABLE_USE]),
+            tuple(handles),
         )
 
 
@@ -164,7 +127,7 @@ def list_rules(family: str, table: str, chain: str = "") -> Iterator[Rule]:
     """Lists the rules of a table, or of one of its chains, in order; none if it does not exist."""
     request = _pack_table_filter(family, table)
     if chain:
-        request += pack_attribute(NFTA_RULE_CHAIN, _encode_name(chain))
+        request += pack_attribute(uapi.NFTA_RULE_CHAIN, _encode_name(chain))
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         messages = netlink.dump(_GET_RULE, request)
     for number, message in enumerate(messages, 1):
@@ -173,16 +136,16 @@ def list_rules(family: str, table: str, chain: str = "") -> Iterator[Rule]:
         attrs = parse_attributes(message.body[_NFGENMSG.size :])
         rule = _parse_rule(attrs)
         # An old kernel may not know the filter.
-        if parse_string(attrs[NFTA_RULE_TABLE]) == table and chain in ("", rule.chain):
+        if parse_string(attrs[uapi.NFTA_RULE_TABLE]) == table and chain in ("", rule.chain):
             yield rule
 
 
 def _parse_rule(attrs: dict[int, bytes]) -> Rule:
-    expressions = iterate_attributes(attrs.get(NFTA_RULE_EXPRESSIONS, b""))
+    expressions = iterate_attributes(attrs.get(uapi.NFTA_RULE_EXPRESSIONS, b""))
     return Rule(
-        parse_string(attrs[NFTA_RULE_CHAIN]),
-        _parse_be(attrs[NFTA_RULE_HANDLE]),
-        _parse_comment(attrs.get(NFTA_RULE_USERDATA, b"")),
+        parse_string(attrs[uapi.NFTA_RULE_CHAIN]),
+        _parse_be(attrs[uapi.NFTA_RULE_HANDLE]),
+        _parse_comment(attrs.get(uapi.NFTA_RULE_USERDATA, b"")),
         tuple(_parse_expression(parse_attributes(expression)) for _, expression in expressions),
     )
 
@@ -191,30 +154,33 @@ def _parse_comment(user_data: bytes) -> str:
     """User data is a sequence of a type, a length and a value, the first two of a byte each."""
     while len(user_data) > 2:
         kind, length = user_data[:2]
-        if kind == NFTNL_UDATA_RULE_COMMENT:
+        if kind == uapi.NFTNL_UDATA_RULE_COMMENT:
             return parse_string(user_data[2 : 2 + length])
         user_data = user_data[2 + length :]
     return ""
 
 
 def _parse_expression(attrs: dict[int, bytes]) -> Expression:
-    name, data = parse_string(attrs[NFTA_EXPR_NAME]), attrs.get(NFTA_EXPR_DATA, b"")
+    name, data = parse_string(attrs[uapi.NFTA_EXPR_NAME]), attrs.get(uapi.NFTA_EXPR_DATA, b"")
     match name:
         case "reject":
             return Expression(name, refuses=True)
         case "immediate":
-            value = parse_attributes(parse_attributes(data).get(NFTA_IMMEDIATE_DATA, b""))
-            verdict = parse_attributes(value.get(NFTA_DATA_VERDICT, b""))
-            code = verdict.get(NFTA_VERDICT_CODE)  # None if it loads a value
-            refuses = code is not None and _parse_be(code) == NF_DROP
-            return Expression(name, refuses, parse_string(verdict.get(NFTA_VERDICT_CHAIN, b"")))
+            value = parse_attributes(parse_attributes(data).get(uapi.NFTA_IMMEDIATE_DATA, b""))
+            verdict = parse_attributes(value.get(uapi.NFTA_DATA_VERDICT, b""))
+            code = verdict.get(uapi.NFTA_VERDICT_CODE)  # None if it loads a value
+            refuses = code is not None and _parse_be(code) == uapi.NF_DROP
+            return Expression(
+                name, refuses, parse_string(verdict.get(uapi.NFTA_VERDICT_CHAIN, b""))
+            )
         case "match":
-            return Expression(f"match {parse_string(parse_attributes(data)[NFTA_MATCH_NAME])}")
+            match = parse_string(parse_attributes(data)[uapi.NFTA_MATCH_NAME])
+            return Expression(f"match {match}")
         case "target":
-            target = parse_string(parse_attributes(data)[NFTA_TARGET_NAME])
+            target = parse_string(parse_attributes(data)[uapi.NFTA_TARGET_NAME])
             return Expression(f"target {target}", target == "REJECT")
-        case "lookup" if NFTA_LOOKUP_DREG in (lookup := parse_attributes(data)):
-            is_verdict = _parse_be(lookup[NFTA_LOOKUP_DREG]) == NFT_REG_VERDICT
+        case "lookup" if uapi.NFTA_LOOKUP_DREG in (lookup := parse_attributes(data)):
+            is_verdict = _parse_be(lookup[uapi.NFTA_LOOKUP_DREG]) == uapi.NFT_REG_VERDICT
             return Expression("lookup verdict" if is_verdict else name)
     return Expression(name)
 
@@ -235,18 +201,20 @@ def _parse_chain(body: bytes) -> dict[str, Any]:
     family = _FAMILIES.get(number, str(number))
     chain: dict[str, Any] = {
         "family": family,
-        "table": parse_string(attrs[NFTA_CHAIN_TABLE]),
-        "name": parse_string(attrs[NFTA_CHAIN_NAME]),
+        "table": parse_string(attrs[uapi.NFTA_CHAIN_TABLE]),
+        "name": parse_string(attrs[uapi.NFTA_CHAIN_NAME]),
     }
-    if NFTA_CHAIN_HOOK in attrs:
-        hook = parse_attributes(attrs[NFTA_CHAIN_HOOK])
+    if uapi.NFTA_CHAIN_HOOK in attrs:
+        hook = parse_attributes(attrs[uapi.NFTA_CHAIN_HOOK])
         hooks = _FAMILY_HOOKS.get(family, _HOOKS)
-        hook_number = _parse_be(hook[NFTA_HOOK_HOOKNUM])
+        hook_number = _parse_be(hook[uapi.NFTA_HOOK_HOOKNUM])
         chain |= {
-            "type": parse_string(attrs.get(NFTA_CHAIN_TYPE, b"")),
+            "type": parse_string(attrs.get(uapi.NFTA_CHAIN_TYPE, b"")),
             "hook": hooks[hook_number] if hook_number < len(hooks) else str(hook_number),
-            "prio": int.from_bytes(hook[NFTA_HOOK_PRIORITY], "big", signed=True),
-            "policy": "accept" if _parse_be(attrs[NFTA_CHAIN_POLICY]) == NF_ACCEPT else "drop",
+            "prio": int.from_bytes(hook[uapi.NFTA_HOOK_PRIORITY], "big", signed=True),
+            "policy": "accept"
+            if _parse_be(attrs[uapi.NFTA_CHAIN_POLICY]) == uapi.NF_ACCEPT
+            else "drop",
         }
     return chain
 
@@ -254,7 +222,7 @@ def _parse_chain(body: bytes) -> dict[str, Any]:
 def has_table(family: str, table: str) -> bool:
     """Whether the table exists."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(NFTA_TABLE_NAME, _encode_name(table))
+        attrs = pack_attribute(uapi.NFTA_TABLE_NAME, _encode_name(table))
         return _request_or_none(netlink, _GET_TABLE, family, attrs) is not None
 
 
@@ -263,14 +231,14 @@ def list_tables(family: str) -> tuple[str, ...]:
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         messages = netlink.dump(_GET_TABLE, _pack_header(family))
     tables = (parse_attributes(message.body[_NFGENMSG.size :]) for message in messages)
-    return tuple(parse_string(attrs[NFTA_TABLE_NAME]) for attrs in tables)
+    return tuple(parse_string(attrs[uapi.NFTA_TABLE_NAME]) for attrs in tables)
 
 
 def has_set(family: str, table: str, name: str) -> bool:
     """Whether the table exists and has a set or map of this name."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
-            NFTA_SET_NAME, _encode_name(name)
+        attrs = pack_attribute(uapi.NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
+            uapi.NFTA_SET_NAME, _encode_name(name)
         )
         return _request_or_none(netlink, _GET_SET, family, attrs) is not None
 
@@ -286,7 +254,7 @@ def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes)
 
 def _pack_table_filter(family: str, table: str) -> bytes:
     """Restricts a dump of rules to those of one table."""
-    return _pack_header(family) + pack_attribute(NFTA_RULE_TABLE, _encode_name(table))
+    return _pack_header(family) + pack_attribute(uapi.NFTA_RULE_TABLE, _encode_name(table))
 
 
 def _pack_header(family: str) -> bytes:
