@@ -242,7 +242,7 @@ def _build_factories(config: Config) -> Factories:
         return PreviousBpfPlane(config)
 
     def previous_ipvs() -> PreviousDataPlane:
-        from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
+        from kbpf.dataplane.ipvs.cleanup import PreviousIpvsPlane
 
         return PreviousIpvsPlane(config)
 

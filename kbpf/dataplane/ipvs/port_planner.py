@@ -4,29 +4,41 @@ which Service port has which frontend.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from kbpf.dataplane.ipvs.diff import DesiredElements
 from kbpf.dataplane.ipvs.executor import KernelState
-from kbpf.dataplane.ipvs.fwmarks import FwmarkAllocator
-from kbpf.dataplane.ipvs.nodeport_conflicts import NodePortConflicts
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
     NODE_KEY,
+    Element,
+    ElementField,
     NodeContext,
     ServicePortPlan,
     SetName,
+    external_frontend_keys,
+    needs_fwmark,
     plan_node,
     plan_service_port,
 )
-from kbpf.model.address import Addr, family_of
+from kbpf.model.address import ANY4, ANY6, Addr, family_of
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.desired import DesiredState, Frontend, FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.desired import (
+    DesiredState,
+    Frontend,
+    FrontendAddress,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+)
 
 log = logging.getLogger("kbpf.dataplane")
 
 NO_IPV6_WARNING: Final = "IPv6 is disabled on this node: IPv6 Services are not served"
+FIRST_FWMARK: Final = 0x6B620000
+"""Fwmarks count up from here (ASCII "kb"); numbers that contain the masquerade bit are skipped."""
 
 
 class PortPlanner:
@@ -162,3 +174,133 @@ def _frontends_of(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iter
         state = desired.services.get(key)
         if state is not None:
             yield from state.frontends
+
+
+# ---- fwmarks of short circuits -------------------------------------------------------------------
+
+
+class FwmarkAllocator:
+    """Which Service port has which fwmark. A fwmark is never given to another Service port, since
+    packets may still carry it.
+
+    `unneeded`: fwmarks of short circuits that are kept only until they have no connections.
+    """
+
+    def __init__(self, reserved_bits: int) -> None:
+        """`reserved_bits`: bits of a mark that have another meaning."""
+        self._reserved_bits = reserved_bits
+        self._by_key: dict[ServicePortKey, int] = {}
+        self._used: set[int] = set()
+        self.unneeded: dict[ServicePortKey, int] = {}
+        # Fwmarks of an earlier agent, by frontend.
+        self._adopted: dict[tuple[ElementField, ...], int] = {}
+        self._last_fwmark = FIRST_FWMARK
+
+    def adopt(self, elements: Iterable[Element]) -> None:
+        """Adopts the fwmarks in these sets, so that they keep their meaning."""
+        self._adopted.clear()
+        for name, parts in elements:
+            fwmark = parts[-1]
+            if name in (SetName.FWMARKS, SetName.OWN_FWMARKS) and isinstance(fwmark, int):
+                self._last_fwmark = max(self._last_fwmark, fwmark)
+                is_free = fwmark not in self._used and not fwmark & self._reserved_bits
+                if name is SetName.FWMARKS and is_free:
+                    self._adopted[parts[:-1]] = fwmark
+
+    def allocate(self, state: ServiceState) -> int:
+        """Returns the fwmark of a Service port's short circuit; 0 if it has none.
+
+        A fwmark that the Service port no longer needs becomes `unneeded`. It is kept until
+        release(), or until the Service port has no external frontends any more.
+        """
+        key, is_needed = state.key, needs_fwmark(state)
+        if not external_frontend_keys(state):
+            self.release(key)
+            return 0
+        fwmark = (
+            self._by_key.get(key)
+            or self._take_adopted(state)
+            or (self._next_fwmark() if is_needed else 0)
+        )
+        if fwmark:
+            self._by_key[key] = fwmark
+            self._used.add(fwmark)
+        if fwmark and not is_needed:
+            self.unneeded[key] = fwmark
+        else:
+            self.unneeded.pop(key, None)
+        return fwmark
+
+    def find(self, key: ServicePortKey) -> int:
+        """The fwmark that the Service port has; 0 if it has none."""
+        return self._by_key.get(key, 0)
+
+    def release(self, key: ServicePortKey) -> None:
+        """Frees the fwmark: the Service port or its short circuit was removed."""
+        self._used.discard(self._by_key.pop(key, 0))
+        self.unneeded.pop(key, None)
+
+    def _take_adopted(self, state: ServiceState) -> int:
+        """The adopted fwmark that most of its frontends had; 0 if there is none, or if another
+        Service port has it by now.
+        """
+        counts = Counter(
+            self._adopted.pop(frontend_key, 0) for frontend_key in external_frontend_keys(state)
+        )
+        free = counts.keys() - self._used - {0}
+        return min(free, key=lambda fwmark: (-counts[fwmark], fwmark), default=0)
+
+    def _next_fwmark(self) -> int:
+        self._last_fwmark += 1
+        # Rounds up past the block of numbers that have the reserved bit set.
+        while reserved := self._last_fwmark & self._reserved_bits:
+            shift = reserved.bit_length()
+            self._last_fwmark = (self._last_fwmark >> shift) + 1 << shift
+        return self._last_fwmark
+
+
+# ---- NodePorts and exact frontends ---------------------------------------------------------------
+
+
+class NodePortConflicts:
+    """Finds NodePorts that conflict with an exact frontend, for example with an ExternalIP that is
+    an address of the node. It has all frontends by address; an update costs as much as the change.
+
+    In the desired state a NodePort is one frontend with the ANY address. In IPVS it is one virtual
+    service per node address, and where an exact frontend has the same address and port, the
+    NodePort is not served: the exact frontend is the stronger claim (policy/frontends.py). Mode bpf
+    has the same rule, since it looks up the exact frontend first.
+    """
+
+    def __init__(self) -> None:
+        self.exact: dict[FrontendAddress, ServicePortKey] = {}
+        self._node_ports: dict[FrontendAddress, ServicePortKey] = {}
+        self._by_key: dict[ServicePortKey, frozenset[Frontend]] = {}
+
+    def update(self, key: ServicePortKey, state: ServiceState | None) -> set[ServicePortKey]:
+        """Replaces the frontends of a Service port. Returns the Service ports whose NodePorts are
+        affected and must be planned again.
+        """
+        old = self._by_key.pop(key, frozenset())
+        new = frozenset() if state is None else frozenset(state.frontends)
+        if new:
+            self._by_key[key] = new
+        for frontend in old - new:
+            table = self._table(frontend)
+            if table.get(frontend.at) == key:
+                del table[frontend.at]
+        for frontend in new - old:
+            self._table(frontend)[frontend.at] = key
+        return {
+            self._node_ports[wildcard]
+            for frontend in old ^ new
+            if frontend.kind is not FrontendKind.NODE_PORT
+            and (wildcard := _wildcard_of(frontend.at)) in self._node_ports
+        }
+
+    def _table(self, frontend: Frontend) -> dict[FrontendAddress, ServicePortKey]:
+        return self._node_ports if frontend.kind is FrontendKind.NODE_PORT else self.exact
+
+
+def _wildcard_of(at: FrontendAddress) -> FrontendAddress:
+    return at._replace(address=ANY4 if family_of(at.address) == 4 else ANY6)

@@ -25,7 +25,7 @@ from kbpf.cli import app, cleanup
 from kbpf.dataplane import host
 from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
 from kbpf.dataplane.ipvs import ruleset
-from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
+from kbpf.dataplane.ipvs.cleanup import PreviousIpvsPlane
 from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.errors import KernelError
 from kbpf.kernel.net import addresses, dummy

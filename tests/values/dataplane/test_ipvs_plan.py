@@ -14,8 +14,6 @@ from msgspec.structs import replace
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.cleanup import ruleset_options
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
-from kbpf.dataplane.ipvs.fwmarks import FwmarkAllocator
-from kbpf.dataplane.ipvs.nodeport_conflicts import NodePortConflicts
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
     NODE_KEY,
@@ -34,6 +32,7 @@ from kbpf.dataplane.ipvs.plan import (
     plan_service_port,
     without_service,
 )
+from kbpf.dataplane.ipvs.port_planner import FwmarkAllocator, NodePortConflicts
 from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
