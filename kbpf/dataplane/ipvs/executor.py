@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.cleanup import ROOT_HINT, refuse_foreign_table
 from kbpf.dataplane.ipvs.diff import Changes
-from kbpf.dataplane.ipvs.plan import (
-    Element,
-    ServerPool,
-    SetName,
-    VirtualService,
-)
+from kbpf.dataplane.ipvs.plan import Element, ServerPool, SetName, VirtualService
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs

@@ -37,6 +37,7 @@ from kbpf.kernel.net.netlink import (
     Message,
     Rtnetlink,
     pack_attribute,
+    pack_string,
     parse_attributes,
     parse_string,
 )
@@ -241,7 +242,7 @@ class ClsactFilters:
     ) -> None:
         options = (
             pack_attribute(TCA_BPF_FD, _U32.pack(program.fd))
-            + pack_attribute(TCA_BPF_NAME, self._identity.name.encode() + b"\0")
+            + pack_string(TCA_BPF_NAME, self._identity.name)
             + pack_attribute(TCA_BPF_FLAGS, _U32.pack(TCA_BPF_FLAG_ACT_DIRECT))
         )
         body = _pack_header(ifindex, direction, place) + pack_attribute(uapi.TCA_OPTIONS, options)
@@ -311,7 +312,7 @@ def _pack_header(ifindex: int, direction: Direction, filter_: Filter) -> bytes:
     # tcm_info: priority in host order above the EtherType in network order
     info = filter_.priority << 16 | filter_.protocol
     body = _TCMSG.pack(0, ifindex, filter_.handle, FILTER_PARENT[direction], info)
-    return body + pack_attribute(uapi.TCA_KIND, filter_.kind.encode() + b"\0")
+    return body + pack_string(uapi.TCA_KIND, filter_.kind)
 
 
 def _parse_filters(messages: list[Message]) -> Iterator[Filter]:

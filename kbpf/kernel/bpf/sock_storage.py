@@ -16,11 +16,7 @@ from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
-from kbpf.kernel.bpf.uapi import (
-    BPF_PROG_TYPE_TRACING,
-    BPF_TRACE_ITER,
-    BPF_FUNC_seq_write,
-)
+from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_TRACING, BPF_TRACE_ITER, BPF_FUNC_seq_write
 
 ITERATOR_TARGET: Final = b"bpf_sk_storage_map"
 READ_SIZE: Final = 1 << 16

@@ -13,11 +13,7 @@ from typing import Final
 from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.bpf.uapi import (
-    BPF_F_INGRESS,
-    BPF_PROG_TYPE_SCHED_CLS,
-    BPF_FUNC_clone_redirect,
-)
+from kbpf.kernel.bpf.uapi import BPF_F_INGRESS, BPF_PROG_TYPE_SCHED_CLS, BPF_FUNC_clone_redirect
 
 _INSN: Final = struct.Struct("=BBhi")
 _CONTEXT: Final = struct.Struct("=40xI")  # struct __sk_buff up to ifindex

@@ -21,6 +21,7 @@ from kbpf.kernel.net.netlink import (
     NetlinkRequest,
     Rtnetlink,
     pack_attribute,
+    pack_string,
     parse_attributes,
     parse_string,
 )
@@ -53,7 +54,7 @@ def find_device(name: str) -> DeviceIdentity | None:
         try:
             body = netlink.request(
                 uapi.RTM_GETLINK,
-                _EMPTY_IFINFOMSG + pack_attribute(uapi.IFLA_IFNAME, name.encode() + b"\0"),
+                _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name),
             )[0].body
         except KernelError as error:
             if error.errno != errno.ENODEV:
@@ -101,10 +102,8 @@ def ensure(name: str) -> int:
             "a device of this name exists that kbpf did not create", name,
             "remove it, or give kbpf another name with --ipvs-device", errno.EEXIST,
         )  # fmt: skip
-    name_attr = pack_attribute(uapi.IFLA_IFNAME, name.encode() + b"\0")
-    linkinfo_attr = pack_attribute(
-        uapi.IFLA_LINKINFO, pack_attribute(uapi.IFLA_INFO_KIND, KIND.encode() + b"\0")
-    )
+    name_attr = pack_string(uapi.IFLA_IFNAME, name)
+    linkinfo_attr = pack_attribute(uapi.IFLA_LINKINFO, pack_string(uapi.IFLA_INFO_KIND, KIND))
     gen_mode = pack_attribute(uapi.IFLA_INET6_ADDR_GEN_MODE, bytes((uapi.IN6_ADDR_GEN_MODE_NONE,)))
     no_link_local = pack_attribute(uapi.IFLA_AF_SPEC, pack_attribute(socket.AF_INET6, gen_mode))
     with Rtnetlink() as netlink:
@@ -150,7 +149,7 @@ def accepts_ipv6(name: str) -> bool:
 
 def remove(name: str) -> bool:
     """Removes the device with its addresses; returns whether it existed."""
-    body = _EMPTY_IFINFOMSG + pack_attribute(uapi.IFLA_IFNAME, name.encode() + b"\0")
+    body = _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name)
     with Rtnetlink() as netlink:
         try:
             netlink.request(uapi.RTM_DELLINK, body)

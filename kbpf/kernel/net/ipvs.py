@@ -22,6 +22,8 @@ from kbpf.kernel.net.netlink import (
     Netlink,
     NetlinkRequest,
     pack_attribute,
+    pack_nested,
+    pack_string,
     parse_attributes,
     parse_int32,
     parse_string,
@@ -223,10 +225,12 @@ def encode_request(request: IpvsRequest) -> bytes:
     """Encodes the message body: genetlink header and attributes."""
     parts = [
         _GENLMSGHDR.pack(request.command, uapi.IPVS_GENL_VERSION, 0),
-        _nest(uapi.IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
+        pack_nested(uapi.IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
     ]
     if request.server is not None:
-        parts.append(_nest(uapi.IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight)))
+        parts.append(
+            pack_nested(uapi.IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight))
+        )
     return b"".join(parts)
 
 
@@ -248,10 +252,6 @@ def decode_timeouts(body: bytes) -> ConnectionTimeouts:
     return ConnectionTimeouts(*(parse_int32(attrs.get(attr_type)) for attr_type in _TIMEOUT_ATTRS))
 
 
-def _nest(attr_type: int, value: bytes) -> bytes:
-    return pack_attribute(attr_type | uapi.NLA_F_NESTED, value)
-
-
 def _encode_service(request: IpvsRequest) -> bytes:
     service, settings = request.service, request.settings
     v4 = family_of(service.address) == 4
@@ -269,9 +269,7 @@ def _encode_service(request: IpvsRequest) -> bytes:
         flags = settings.flags | (
             IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0
         )
-        parts.append(
-            pack_attribute(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler.encode() + b"\0")
-        )
+        parts.append(pack_string(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler))
         parts.append(
             pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag)))
         )
@@ -388,8 +386,8 @@ class IpvsClient:
             raise
 
     def _resolve_family(self) -> int:
-        body = _GENLMSGHDR.pack(uapi.CTRL_CMD_GETFAMILY, 1, 0) + pack_attribute(
-            uapi.CTRL_ATTR_FAMILY_NAME, uapi.IPVS_GENL_NAME.encode() + b"\0"
+        body = _GENLMSGHDR.pack(uapi.CTRL_CMD_GETFAMILY, 1, 0) + pack_string(
+            uapi.CTRL_ATTR_FAMILY_NAME, uapi.IPVS_GENL_NAME
         )
         try:
             reply = self._netlink.request(uapi.GENL_ID_CTRL, body)

@@ -65,6 +65,16 @@ def pack_attribute(attr_type: int, value: bytes) -> bytes:
     return _NLATTR.pack(4 + len(value), attr_type) + value + bytes(-len(value) % 4)
 
 
+def pack_nested(attr_type: int, *inner: bytes) -> bytes:
+    """Encodes an attribute that contains these attributes."""
+    return pack_attribute(attr_type | uapi.NLA_F_NESTED, b"".join(inner))
+
+
+def pack_string(attr_type: int, text: str) -> bytes:
+    """Encodes an attribute with a zero-terminated string."""
+    return pack_attribute(attr_type, text.encode() + b"\0")
+
+
 def parse_attributes(raw: bytes) -> dict[int, bytes]:
     """Maps attribute types, without the flags for nesting and byte order, to values."""
     return dict(iterate_attributes(raw))

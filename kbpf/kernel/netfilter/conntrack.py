@@ -14,13 +14,14 @@ from enum import IntFlag
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute, parse_attributes
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-    NLA_F_NESTED,
-    NLM_F_CREATE,
-    NLM_F_EXCL,
+from kbpf.kernel.net.netlink import (
+    Netlink,
+    NetlinkRequest,
+    pack_attribute,
+    pack_nested,
+    parse_attributes,
 )
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLM_F_CREATE, NLM_F_EXCL
 from kbpf.kernel.netfilter import uapi
 from kbpf.model.address import V4_PREFIX, Addr, family_of
 
@@ -115,13 +116,13 @@ def iterate_translated_udp(family: str) -> Iterator[TranslatedFlow]:
         uapi.CTA_FILTER_ORIG_FLAGS, struct.pack("=I", uapi.CTA_FILTER_F_CTA_PROTO_NUM)
     )
     status = struct.pack(">I", ConntrackStatus.IPS_DST_NAT)
-    body = header + _nest(uapi.CTA_TUPLE_ORIG, _nest(uapi.CTA_TUPLE_PROTO, protocol))
-    body += _nest(uapi.CTA_FILTER, flags)
+    body = header + pack_nested(uapi.CTA_TUPLE_ORIG, pack_nested(uapi.CTA_TUPLE_PROTO, protocol))
+    body += pack_nested(uapi.CTA_FILTER, flags)
     body += pack_attribute(uapi.CTA_STATUS, status) + pack_attribute(uapi.CTA_STATUS_MASK, status)
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         for message in netlink.dump_lazily(_CT_GET, body):
             attrs = parse_attributes(message.body[4:])
-            key = _nest(uapi.CTA_TUPLE_ORIG, attrs[uapi.CTA_TUPLE_ORIG])
+            key = pack_nested(uapi.CTA_TUPLE_ORIG, attrs[uapi.CTA_TUPLE_ORIG])
             key += pack_attribute(uapi.CTA_ID, attrs[uapi.CTA_ID])
             yield TranslatedFlow(
                 _unpack_udp_endpoint(_original_destination(attrs)),
@@ -221,7 +222,7 @@ def _encode_request(
         (uapi.CTA_TUPLE_ORIG, endpoints),
         (uapi.CTA_TUPLE_REPLY, endpoints[::-1]),
     ):
-        body += _nest(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
+        body += pack_nested(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
     if msg_type == _CT_NEW:
         # ASSURED entries are not evicted when the table is full. CONFIRMED must be repeated: the
         # kernel sets it itself and refuses a request that would clear it (EBUSY).
@@ -236,7 +237,7 @@ def _encode_request(
             state = pack_attribute(
                 uapi.CTA_PROTOINFO_TCP_STATE, bytes((uapi.TCP_CONNTRACK_ESTABLISHED,))
             )
-            body += _nest(uapi.CTA_PROTOINFO, _nest(uapi.CTA_PROTOINFO_TCP, state))
+            body += pack_nested(uapi.CTA_PROTOINFO, pack_nested(uapi.CTA_PROTOINFO_TCP, state))
     return NetlinkRequest(msg_type, body, flags)
 
 
@@ -247,18 +248,14 @@ def _encode_tuple(
         (uapi.CTA_IP_V4_SRC, uapi.CTA_IP_V4_DST) if v4 else (uapi.CTA_IP_V6_SRC, uapi.CTA_IP_V6_DST)
     )
     start = 12 if v4 else 0
-    yield _nest(
+    yield pack_nested(
         uapi.CTA_TUPLE_IP,
         pack_attribute(src_type, source[0][start:]),
         pack_attribute(dst_type, destination[0][start:]),
     )
-    yield _nest(
+    yield pack_nested(
         uapi.CTA_TUPLE_PROTO,
         pack_attribute(uapi.CTA_PROTO_NUM, bytes((protocol,))),
         pack_attribute(uapi.CTA_PROTO_SRC_PORT, struct.pack(">H", source[1])),
         pack_attribute(uapi.CTA_PROTO_DST_PORT, struct.pack(">H", destination[1])),
     )
-
-
-def _nest(attr_type: int, *inner: bytes) -> bytes:
-    return pack_attribute(attr_type | NLA_F_NESTED, b"".join(inner))

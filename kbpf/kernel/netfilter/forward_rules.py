@@ -24,15 +24,9 @@ from typing import Any, Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Netlink, parse_attributes
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-)
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER
 from kbpf.kernel.netfilter import iptables_legacy, nft
-from kbpf.kernel.netfilter.uapi import (
-    NFNL_SUBSYS_NFTABLES,
-    NFT_MSG_GETGEN,
-    NFTA_GEN_ID,
-)
+from kbpf.kernel.netfilter.uapi import NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN, NFTA_GEN_ID
 from kbpf.kernel.probe_result import Probe
 
 MASQUERADE_COMMENT: Final = "kbpf: masqueraded"

@@ -19,13 +19,11 @@ from kbpf.kernel.net.netlink import (
     Message,
     Netlink,
     iterate_attributes,
-    pack_attribute,
+    pack_string,
     parse_attributes,
     parse_string,
 )
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-)
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER
 from kbpf.kernel.netfilter import uapi
 
 NFPROTO: Final = {
@@ -70,7 +68,7 @@ def read_table(family: str, table: str) -> TableSummary | None:
             netlink,
             _GET_TABLE,
             family,
-            pack_attribute(uapi.NFTA_TABLE_NAME, _encode_name(table)),
+            pack_string(uapi.NFTA_TABLE_NAME, table),
         )
         if reply is None:
             return None
@@ -127,7 +125,7 @@ def list_rules(family: str, table: str, chain: str = "") -> Iterator[Rule]:
     """Lists the rules of a table, or of one of its chains, in order; none if it does not exist."""
     request = _pack_table_filter(family, table)
     if chain:
-        request += pack_attribute(uapi.NFTA_RULE_CHAIN, _encode_name(chain))
+        request += pack_string(uapi.NFTA_RULE_CHAIN, chain)
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         messages = netlink.dump(_GET_RULE, request)
     for number, message in enumerate(messages, 1):
@@ -222,7 +220,7 @@ def _parse_chain(body: bytes) -> dict[str, Any]:
 def has_table(family: str, table: str) -> bool:
     """Whether the table exists."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(uapi.NFTA_TABLE_NAME, _encode_name(table))
+        attrs = pack_string(uapi.NFTA_TABLE_NAME, table)
         return _request_or_none(netlink, _GET_TABLE, family, attrs) is not None
 
 
@@ -237,9 +235,7 @@ def list_tables(family: str) -> tuple[str, ...]:
 def has_set(family: str, table: str, name: str) -> bool:
     """Whether the table exists and has a set or map of this name."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(uapi.NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
-            uapi.NFTA_SET_NAME, _encode_name(name)
-        )
+        attrs = pack_string(uapi.NFTA_SET_TABLE, table) + pack_string(uapi.NFTA_SET_NAME, name)
         return _request_or_none(netlink, _GET_SET, family, attrs) is not None
 
 
@@ -254,15 +250,11 @@ def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes)
 
 def _pack_table_filter(family: str, table: str) -> bytes:
     """Restricts a dump of rules to those of one table."""
-    return _pack_header(family) + pack_attribute(uapi.NFTA_RULE_TABLE, _encode_name(table))
+    return _pack_header(family) + pack_string(uapi.NFTA_RULE_TABLE, table)
 
 
 def _pack_header(family: str) -> bytes:
     return _NFGENMSG.pack(NFPROTO[family], 0, 0)
-
-
-def _encode_name(name: str) -> bytes:
-    return name.encode() + b"\0"
 
 
 def _parse_be(raw: bytes) -> int:

@@ -14,13 +14,14 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-    NLA_F_NESTED,
-    NLM_F_APPEND,
-    NLM_F_CREATE,
+from kbpf.kernel.net.netlink import (
+    Netlink,
+    NetlinkRequest,
+    pack_attribute,
+    pack_nested,
+    pack_string,
 )
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLM_F_APPEND, NLM_F_CREATE
 from kbpf.kernel.netfilter import uapi
 from kbpf.kernel.netfilter.nft import NFPROTO
 
@@ -47,11 +48,11 @@ def accept_established(
     """
     family, table, chain = chain_key
     chain_header = _NFGENMSG.pack(NFPROTO[family], 0, 0)
-    chain_header += pack_attribute(uapi.NFTA_RULE_TABLE, _encode_name(table)) + pack_attribute(
-        uapi.NFTA_RULE_CHAIN, _encode_name(chain)
+    chain_header += pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(
+        uapi.NFTA_RULE_CHAIN, chain
     )
     comment_bytes = comment.encode() + b"\0"
-    rule = chain_header + _nest(uapi.NFTA_RULE_EXPRESSIONS, *_encode_expressions())
+    rule = chain_header + pack_nested(uapi.NFTA_RULE_EXPRESSIONS, *_encode_expressions())
     rule += pack_attribute(
         uapi.NFTA_RULE_USERDATA,
         bytes((uapi.NFTNL_UDATA_RULE_COMMENT, len(comment_bytes))) + comment_bytes,
@@ -90,7 +91,7 @@ def _encode_expressions() -> Iterable[bytes]:
     )
     yield _encode_expression(
         "match",
-        pack_attribute(uapi.NFTA_MATCH_NAME, _encode_name("conntrack")),
+        pack_string(uapi.NFTA_MATCH_NAME, "conntrack"),
         pack_attribute(uapi.NFTA_MATCH_REV, struct.pack(">I", _REVISION)),
         pack_attribute(uapi.NFTA_MATCH_INFO, info),
     )
@@ -103,24 +104,16 @@ def _encode_expressions() -> Iterable[bytes]:
     yield _encode_expression(
         "immediate",
         pack_attribute(uapi.NFTA_IMMEDIATE_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT)),
-        _nest(uapi.NFTA_IMMEDIATE_DATA, _nest(uapi.NFTA_DATA_VERDICT, code)),
+        pack_nested(uapi.NFTA_IMMEDIATE_DATA, pack_nested(uapi.NFTA_DATA_VERDICT, code)),
     )
 
 
 def _encode_expression(name: str, *data: bytes) -> bytes:
-    return _nest(
+    return pack_nested(
         uapi.NFTA_LIST_ELEM,
-        pack_attribute(uapi.NFTA_EXPR_NAME, _encode_name(name)),
-        _nest(uapi.NFTA_EXPR_DATA, *data),
+        pack_string(uapi.NFTA_EXPR_NAME, name),
+        pack_nested(uapi.NFTA_EXPR_DATA, *data),
     )
-
-
-def _nest(attr_type: int, *inner: bytes) -> bytes:
-    return pack_attribute(attr_type | NLA_F_NESTED, b"".join(inner))
-
-
-def _encode_name(name: str) -> bytes:
-    return name.encode() + b"\0"
 
 
 def _pack_be64(handle: int) -> bytes:

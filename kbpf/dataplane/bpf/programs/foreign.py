@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.packet_path.hook_probe import (
-    ORDER_HINT,
-    HookProber,
-    Point,
-    format_action,
-)
+from kbpf.dataplane.bpf.packet_path.hook_probe import ORDER_HINT, HookProber, Point, format_action
 from kbpf.dataplane.bpf.programs.unpinned import (
     OwnPrograms,
     is_kbpf_program,
