@@ -33,9 +33,8 @@ NFPROTO: Final = {
     "netdev": uapi.NFPROTO_NETDEV,
 }
 
-_FAMILIES: Final = {number: name for name, number in NFPROTO.items()} | {
-    uapi.NFPROTO_ARP: "arp", uapi.NFPROTO_BRIDGE: "bridge"
-}  # fmt: skip
+_FAMILY_NUMBERS: Final = {**NFPROTO, "arp": uapi.NFPROTO_ARP, "bridge": uapi.NFPROTO_BRIDGE}
+_FAMILIES: Final = {number: name for name, number in _FAMILY_NUMBERS.items()}
 _HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting", "ingress")
 """Of the families inet, ip, ip6 and bridge, by NF_INET_* and NF_BR_*."""
 _FAMILY_HOOKS: Final = {"netdev": ("ingress", "egress"), "arp": ("input", "output", "forward")}
@@ -159,28 +158,29 @@ def _parse_comment(user_data: bytes) -> str:
 
 
 def _parse_expression(attrs: dict[int, bytes]) -> Expression:
-    name, data = parse_string(attrs[uapi.NFTA_EXPR_NAME]), attrs.get(uapi.NFTA_EXPR_DATA, b"")
+    name = parse_string(attrs[uapi.NFTA_EXPR_NAME])
+    data = parse_attributes(attrs.get(uapi.NFTA_EXPR_DATA, b""))
+    refuses, jumps_to = name == "reject", ""
     match name:
-        case "reject":
-            return Expression(name, refuses=True)
         case "immediate":
-            value = parse_attributes(parse_attributes(data).get(uapi.NFTA_IMMEDIATE_DATA, b""))
+            value = parse_attributes(data.get(uapi.NFTA_IMMEDIATE_DATA, b""))
             verdict = parse_attributes(value.get(uapi.NFTA_DATA_VERDICT, b""))
             code = verdict.get(uapi.NFTA_VERDICT_CODE)  # None if it loads a value
             refuses = code is not None and _parse_be(code) == uapi.NF_DROP
-            return Expression(
-                name, refuses, parse_string(verdict.get(uapi.NFTA_VERDICT_CHAIN, b""))
-            )
+            jumps_to = parse_string(verdict.get(uapi.NFTA_VERDICT_CHAIN, b""))
         case "match":
-            match = parse_string(parse_attributes(data)[uapi.NFTA_MATCH_NAME])
-            return Expression(f"match {match}")
+            name = f"match {parse_string(data[uapi.NFTA_MATCH_NAME])}"
         case "target":
-            target = parse_string(parse_attributes(data)[uapi.NFTA_TARGET_NAME])
-            return Expression(f"target {target}", target == "REJECT")
-        case "lookup" if uapi.NFTA_LOOKUP_DREG in (lookup := parse_attributes(data)):
-            is_verdict = _parse_be(lookup[uapi.NFTA_LOOKUP_DREG]) == uapi.NFT_REG_VERDICT
-            return Expression("lookup verdict" if is_verdict else name)
-    return Expression(name)
+            name = f"target {parse_string(data[uapi.NFTA_TARGET_NAME])}"
+            refuses = name == "target REJECT"
+        case "lookup":
+            register = data.get(uapi.NFTA_LOOKUP_DREG)  # None if it is only a match
+            if register is not None and _parse_be(register) == uapi.NFT_REG_VERDICT:
+                name = "lookup verdict"
+        case "objref":
+            if _parse_be(data.get(uapi.NFTA_OBJREF_IMM_TYPE, b"")) == uapi.NFT_OBJECT_COUNTER:
+                name = "counter"
+    return Expression(name, refuses, jumps_to)
 
 
 def list_chains() -> list[dict[str, Any]]:
@@ -254,7 +254,7 @@ def _pack_table_filter(family: str, table: str) -> bytes:
 
 
 def _pack_header(family: str) -> bytes:
-    return _NFGENMSG.pack(NFPROTO[family], 0, 0)
+    return _NFGENMSG.pack(_FAMILY_NUMBERS[family], 0, 0)
 
 
 def _parse_be(raw: bytes) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.kernel.net.netlink import pack_attribute
+from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_string
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import (
     KEEPALIVE_COMMENT,
@@ -56,6 +56,11 @@ def lookup(register: int) -> bytes:
     return expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", register)))
 
 
+def named(kind: int) -> bytes:
+    """A use of an object that is defined elsewhere in the table."""
+    return expression("objref", attribute(uapi.NFTA_OBJREF_IMM_TYPE, struct.pack(">I", kind)))
+
+
 COUNTER, LOG = expression("counter", bytes(24)), expression("log")
 COMMENT, REJECT = xt("match", "comment"), xt("target", "REJECT")
 DROP, ACCEPT, JUMP = verdict(uapi.NF_DROP), verdict(uapi.NF_ACCEPT), verdict(-3, "cali-FORWARD")
@@ -68,6 +73,8 @@ EXPRESSIONS = {
     "drop": (DROP, True),
     "counter drop": (COUNTER + DROP, True),
     "log, then drop": (LOG + DROP, True),
+    "a named counter, then drop": (named(uapi.NFT_OBJECT_COUNTER) + DROP, True),
+    "above a named quota, drop": (named(2) + DROP, False),
     "reject with a reason": (expression("reject", bytes(8)), True),
     "reject to one pod": (TO_A_POD + COUNTER + REJECT, False),
     "drop to one pod": (TO_A_POD + DROP, False),
@@ -101,6 +108,27 @@ def test_which_rules_refuse_all_packets(name: str):
     parsed = rule(expressions, comment=KEEPALIVE_COMMENT)
     assert (parsed.chain, parsed.handle, parsed.comment) == ("c", 7, KEEPALIVE_COMMENT)
     assert refuses_all(parsed.expressions) == refuses
+
+
+@pytest.mark.parametrize("family", ["ip", "ip6", "inet", "netdev", "bridge", "arp"])
+def test_rules_of_each_family_are_read(family: str, monkeypatch: pytest.MonkeyPatch):
+    """A firewall may be a bridge's. A kernel that ignores the filter lists other rules, too."""
+    asked = []
+
+    def rule_in(table: str, chain: str) -> Message:
+        body = pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(uapi.NFTA_RULE_CHAIN, chain)
+        handle = attribute(uapi.NFTA_RULE_HANDLE, struct.pack(">Q", 7))
+        return Message(0, 0, bytes(4) + body + handle + attribute(uapi.NFTA_RULE_EXPRESSIONS, DROP))
+
+    def dump(_: Netlink, __: int, body: bytes) -> list[Message]:
+        asked.append(body)
+        return [rule_in("t", "c"), rule_in("t", "d"), rule_in("u", "c")] * 40
+
+    monkeypatch.setattr(Netlink, "dump", dump)
+    (found,) = set(nft.list_rules(family, "t", "c"))
+    assert (found.chain, found.handle, found.expressions[0].refuses) == ("c", 7, True)
+    assert len(list(nft.list_rules(family, "t"))) == 80
+    assert len({body[0] for body in asked}) == 1
 
 
 RPF = xt("match", "rpfilter") + DROP, expression("fib") + expression("cmp") + DROP
