@@ -79,7 +79,6 @@ def _open_iterator(map_fd: int, size: int) -> int:
     try:
         info = (ctypes.c_uint32 * 4)(map_fd)  # union bpf_iter_link_info
         opts = syscalls.LinkCreateOpts(
-            sz=ctypes.sizeof(syscalls.LinkCreateOpts),
             iter_info=ctypes.addressof(info),
             iter_info_len=4,
         )
@@ -123,7 +122,6 @@ def _load_iterator(size: int) -> int:
         )
     )
     opts = syscalls.ProgLoadOpts(
-        sz=ctypes.sizeof(syscalls.ProgLoadOpts),
         attempts=5,
         expected_attach_type=BPF_TRACE_ITER,
         attach_btf_id=_iterator_btf_id(),

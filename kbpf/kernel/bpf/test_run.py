@@ -35,7 +35,6 @@ def run_on_packet(program: Program, frame: bytes, ifindex: int) -> tuple[int, by
     context = _CONTEXT.pack(ifindex)
     buffer = ctypes.create_string_buffer(_MAX_FRAME)
     opts = syscalls.TestRunOpts(
-        sz=ctypes.sizeof(syscalls.TestRunOpts),
         data_in=frame,
         data_out=ctypes.addressof(buffer),
         data_size_in=len(frame),
