@@ -28,8 +28,10 @@ log = logging.getLogger("kbpf.agent")
 
 HOST_INTERVAL_S: Final = 1.0
 """Between two rounds. Each task knows when it is due."""
-STALL_TIMEOUT_S: Final = 120.0
-"""The thread counts as stuck after this time without progress."""
+STALL_TIMEOUT_S: Final = 600.0
+"""The thread counts as stuck after this time without progress. iptables-legacy-save alone may wait
+for half of it.
+"""
 
 
 class HostThread:
