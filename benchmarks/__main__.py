@@ -20,6 +20,7 @@ ALL = (
     "clusterip",
     "scrape",
     "tenants",
+    "firewall",
 )
 
 

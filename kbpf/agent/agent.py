@@ -14,9 +14,9 @@ from functools import partial
 from typing import Final
 
 from kbpf import __version__
-from kbpf.agent import conntrack_sysctls
 from kbpf.agent.applier import RETRY_INTERVAL_S
 from kbpf.agent.backend_events import FailingBackendReporter
+from kbpf.agent.host_thread import HostThread
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.problems import Problems
 from kbpf.agent.reconciler import Reconciler
@@ -75,11 +75,13 @@ class Agent:
         self._self_check = SelfCheck(
             config, lambda: plane.shared, FailingBackendReporter(events), self._compare_soon
         )
+        self._host_thread = HostThread(
+            config, plane, self.reconciler.listeners, lambda: self._inbox.put(Wake("listeners"))
+        )
         self.reporter = Reporter(
             config, plane, self._server, self._sources, self.reconciler, self._recorder,
-            limits, problems, self._self_check,
+            limits, problems, self._self_check, self._host_thread,
         )  # fmt: skip
-        self._conntrack_sysctls = conntrack_sysctls.ConntrackSysctls(config.conntrack)
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards reconciler.api_servers
         self._status_due = 0.0
@@ -141,6 +143,7 @@ class Agent:
             self.reconciler.node_addresses = read_node_addresses(self._config)
             address_watcher.start()
             self._self_check.start()
+            self._host_thread.start()
             for source in self._sources:
                 source.start()
             choice = self._plane.status().choice
@@ -154,6 +157,7 @@ class Agent:
                 source.stop()
             address_watcher.stop()
             self._self_check.stop()
+            self._host_thread.stop()
             self._plane.close()
         log.info("stopped; the data plane continues to serve what is programmed")
 
@@ -169,7 +173,6 @@ class Agent:
     def _run_event_loop(self) -> None:
         wait = 0.0
         while not self._stop.is_set():
-            self._conntrack_sysctls.apply(time.monotonic())
             self.step(self._inbox.get_batch(wait))
             wait = self._seconds_until_due()
 
@@ -189,6 +192,7 @@ class Agent:
         state = reconciler.state
         if state.last_apply_succeeded and not before.last_apply_succeeded:
             self._status_due = 0.0  # the first apply, or recovery
+            self._host_thread.wake()  # before the first apply it leaves the node alone
         if state.has_applied and not self.reporter.is_plane_ready and self._plane.status().ready:
             self.reporter.is_plane_ready, self._status_due = True, 0.0
         self._report_if_due(bool(items))

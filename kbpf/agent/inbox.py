@@ -14,7 +14,8 @@ from kbpf.model.events import Event
 @dataclass(frozen=True, slots=True)
 class Wake:
     """Wakes the agent's thread without an event. `reason`: "addresses" (those of the node changed),
-    "server" (a connection to another API server), "self-check" (its connections failed) or "stop".
+    "listeners" (processes of the node listen on other ports), "server" (a connection to another API
+    server), "self-check" (its connections failed) or "stop".
     """
 
     reason: str = ""

@@ -28,8 +28,9 @@ not hand its port to a Service."""
 
 
 class Listeners:
-    """Used by the agent's thread only. `read`: see sock_diag.list_listeners(). `device_ports`:
-    ClusterIPs with ports that a device of the node has, and where a process listens now.
+    """The agent's thread reads the listeners first; then refresh() is for the thread `host`, and
+    all else for the agent's. `read`: see sock_diag.list_listeners(). `device_ports`: ClusterIPs
+    with ports that a device of the node has, and where a process listens now.
     """
 
     def __init__(
@@ -43,21 +44,31 @@ class Listeners:
         self.device_due = float("-inf")
         self.device_ports: frozenset[FrontendAddress] = frozenset()
 
-    def refresh(self, now: float) -> None:
-        """Reads the listeners again if that is due. `now` is time.monotonic()."""
-        if now < self._due:
-            return
+    def read_first(self, now: float) -> None:
+        """Reads the listeners unless this was done. Raises KernelError."""
+        if not self._was_read:
+            self._refresh(now)
+
+    def refresh(self, now: float) -> bool:
+        """Reads the listeners again if that is due; returns whether `ports` has changed. Does
+        nothing before read_first(). `now` is time.monotonic().
+        """
+        return self._was_read and now >= self._due and self._refresh(now)
+
+    def _refresh(self, now: float) -> bool:
         self._due = now + LISTENER_POLL_INTERVAL_S
         if (listeners := self._try_read()) is None:
-            return
+            return False
         self._last_seen |= dict.fromkeys(listeners, now)
         self._last_seen = {
             address: last_seen
             for address, last_seen in self._last_seen.items()
             if now - last_seen < RELEASE_GRACE_S
         }
-        if self.ports != self._last_seen.keys():
+        has_changed = self.ports != self._last_seen.keys()
+        if has_changed:
             self.ports = frozenset(self._last_seen)
+        return has_changed
 
     def refresh_device_ports(
         self, now: float, device_frontends: Collection[frozenset[FrontendAddress]]

@@ -109,7 +109,7 @@ class Reconciler:
             if not self.store.synced >= REQUIRED_KINDS:
                 return
             self.applier.advance(Outcome.LISTED)
-        self.listeners.refresh(time.monotonic())
+        self.listeners.read_first(time.monotonic())
         if not self.state.has_applied:
             self._apply_first()
             return

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kbpf import __version__
+from kbpf.agent.host_thread import HostThread
 from kbpf.agent.problems import Problems, log_lines
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
@@ -56,6 +57,7 @@ class Reporter:
         limits: LimitReporter,
         problems: Problems,
         self_check: SelfCheck,
+        host_thread: HostThread,
     ) -> None:
         self.config_error: Callable[[], str] | None = None
         """Returns what is wrong with the configuration file, "" if nothing; None if there is no
@@ -63,6 +65,7 @@ class Reporter:
         self._config, self._plane, self._server, self._sources = config, plane, server, sources
         self._reconciler, self._recorder = reconciler, recorder
         self._limits, self._problems, self._self_check = limits, problems, self_check
+        self._host_thread = host_thread
         self.is_plane_ready = False
         """Whether the data plane has completed the first apply."""
         self.tick_error = LastError()
@@ -161,6 +164,8 @@ class Reporter:
         yield from self._server.problems()
         for line in self._self_check.failures:
             yield f"{NOT_TRANSLATED}{line}; `kbpf verify` compares everything"
+        if self._host_thread.error.text:
+            yield self._host_thread.error.text
         if self._node_port_problem.text:
             yield self._node_port_problem.text
         if self.config_error is not None and (error := self.config_error()):

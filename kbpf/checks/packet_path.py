@@ -36,9 +36,6 @@ PROC: Final = Path("/proc")
 RP_FILTER_STRICT: Final = 1
 """rp_filter 1: a packet is dropped unless the route to its source uses the device it arrived on."""
 
-CHECK_MAX_RULES: Final = 50_000
-"""The command reads larger tables than the agent does: nothing waits for it."""
-
 PortRange = tuple[int, int]
 
 
@@ -207,23 +204,18 @@ def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
 
 
 def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
-    """Whether the host protects NodePorts with rules that the packet path bypasses."""
+    """Whether the host may protect NodePorts with rules that the packet path bypasses."""
     check = Check.PRE_DNAT_RULES
     in_conntrack = NodeFlag.NETFILTER in flags
     external_ports = host.read_external_ports(Pins(pin_dir), in_conntrack)
     if in_conntrack and not external_ports:
         detail = "in force: they see packets for NodePorts and VIPs before conntrack translates"
         return make_row(check, Probe(True), "", needed=False, detail=detail)
-    nft_probe = forward_rules.probe_nf_tables()
-    ports = pre_dnat_rules.ServedPorts(external_ports)
-    legacy = pre_dnat_rules.find_legacy_chains(CHECK_MAX_RULES, ports)
-    chains, unreadable, reasons = legacy.chains, legacy.unreadable, []
+    chains, unreadable = pre_dnat_rules.find_legacy_chains()
+    reasons = []
     try:
-        if nft_probe.works:
-            early = pre_dnat_rules.find_chains(CHECK_MAX_RULES, ports)
-            chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
-        else:
-            reasons.append(nft_probe.reason)
+        early = pre_dnat_rules.find_chains()
+        chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
     except KernelError as error:
         reasons.append(str(error))
     if unreadable:
@@ -236,7 +228,7 @@ def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
         return CheckRow(check, "unknown", False, "; ".join(reasons), advice if unreadable else "")
     if not chains:
         return make_row(
-            check, Probe(True), "", needed=False, detail="none protects NodePorts or VIPs"
+            check, Probe(True), "", needed=False, detail="none may protect NodePorts or VIPs"
         )
     names = firewalls.join_names(chains)
     detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {names}"

@@ -73,7 +73,8 @@ def trace_connection(
 ) -> None:  # fmt: skip
     """Explain a connection: which program sees it, which Service it is for, which backends it may
     reach, and why. Reads what is programmed on this node and, if the API server can be asked, why
-    each endpoint is used or not. Sends nothing to a Service unless told to.
+    each endpoint is used or not. A packet is tried on a copy of the programs. Sends nothing to a
+    Service unless told to.
     """
     from kbpf.dataplane import reader as dataplane
 
@@ -89,6 +90,8 @@ def trace_connection(
         tried = []
         if confirm:
             tried.append(confirm_trace(inspection, caller, target, trace, pin_dir, cache_dir))
+        elif not connect and _is_determined(trace):
+            tried += _try_unasked(inspection, caller, target, trace, pin_dir, cache_dir)
         if connect:
             tried.append(try_socket(inspection, caller, target, trace, sends=True))
         endpoints, note = _read_endpoints(cluster, inspection, trace)
@@ -249,6 +252,24 @@ def confirm_trace(
         uplinks=_list_uplinks(inspection) if client.origin is Origin.OUTSIDE else (),
     )  # fmt: skip
     return Confirmation("a packet, on a copy of the programs", result.matches, result.outcome)
+
+
+def _is_determined(trace: Trace) -> bool:
+    """Whether it is explained without what is not known of the client."""
+    return not any("depends on" in step.result for step in trace.steps)
+
+
+def _try_unasked(
+    inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, pin_dir: Path,
+    cache_dir: Path,
+) -> list[Confirmation]:  # fmt: skip
+    """Tries a packet, since that has no effect, unlike a connect(). Nothing if it cannot be tried:
+    then the explanation stands alone.
+    """
+    if trace.seen_by != "packet":
+        return []
+    tried = confirm_trace(inspection, caller, to, trace, pin_dir, cache_dir)
+    return [tried] if tried.matches is not None else []
 
 
 def _list_uplinks(inspection: Inspection) -> list[int]:

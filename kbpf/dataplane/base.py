@@ -115,7 +115,7 @@ class SharedAccess:
 
 class DataPlane(Protocol):
     """Programs a desired state into the kernel, in O(change). Called by one thread, except for
-    what `shared` has.
+    maintain_host() and what `shared` has.
     """
 
     def open(self, coexisting: bool = False) -> None:
@@ -145,6 +145,13 @@ class DataPlane(Protocol):
     def tick(self, now: float, coexisting: bool = False) -> TickResult:
         """Does the deferred work that is due at `now` (time.monotonic). `coexisting`: as for
         open(); never True again once it was False.
+        """
+
+    def maintain_host(self, now: float) -> None:
+        """Repairs settings of the node that other programs change as well, and asks what may take
+        seconds, such as firewall rules; does only what is due at `now` (time.monotonic). Called
+        every second or so by another thread than the other methods, between open() and close(),
+        also while they run.
         """
 
     def status(self) -> PlaneStatus:

@@ -44,15 +44,13 @@ def join_names(names: Collection[str]) -> str:
     return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
 
 
-def find_early_chains(ports: Iterable[int] = ()) -> pre_dnat_rules.EarlyChains:
-    """The chains of all firewalls of the node that drop packets before DNAT, as far as the agent
-    reads them. `ports`: of NodePorts and VIPs.
+def find_early_chains() -> pre_dnat_rules.EarlyChains:
+    """The chains of all firewalls of the node that may drop packets before DNAT, as far as they can
+    be read.
     """
-    served = pre_dnat_rules.ServedPorts(ports)
-    early = pre_dnat_rules.find_legacy_chains(pre_dnat_rules.AGENT_MAX_RULES, served)
-    chains, unreadable = early
+    chains, unreadable = pre_dnat_rules.find_legacy_chains()
     with contextlib.suppress(KernelError):
-        early = pre_dnat_rules.find_chains(pre_dnat_rules.AGENT_MAX_RULES, served)
+        early = pre_dnat_rules.find_chains()
         chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
     return pre_dnat_rules.EarlyChains(chains, unreadable)
 

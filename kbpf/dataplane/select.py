@@ -49,6 +49,7 @@ class SelectedDataPlane:
         self._takeover = Takeover()
         self._has_applied = False  # whether any apply has succeeded
         self._fully_applied = False  # whether an authoritative apply has succeeded
+        self._may_drain = False  # whether this mode serves, so that the other one may be drained
         # error of BPF → its hint, with the error of IPVS added
         self._failed_fallbacks: dict[str, str] = {}
 
@@ -128,13 +129,17 @@ class SelectedDataPlane:
         self._plane.invalidate()
 
     def tick(self, now: float, coexisting: bool = False) -> TickResult:
-        """Drains the other mode as soon as this one is ready."""
-        takeover, drain_due = self._takeover, None
-        if self._fully_applied and not takeover.is_complete and self._plane.status().ready:
-            drain_due = takeover.drain(now)
-        result = self._plane.tick(now, coexisting=not takeover.is_complete)
-        due_times = [time for time in (result.due, drain_due) if time is not None]
-        return result._replace(due=min(due_times, default=None))
+        is_draining = not self._takeover.is_complete
+        self._may_drain = is_draining and self._fully_applied and self._plane.status().ready
+        return self._plane.tick(now, coexisting=is_draining)
+
+    def maintain_host(self, now: float) -> None:
+        """Also drains the other mode, as soon as this one is ready."""
+        if not self._has_applied:
+            return  # a failure may still replace this data plane
+        if self._may_drain:
+            self._takeover.drain(now)
+        self._plane.maintain_host(now)
 
     def status(self) -> PlaneStatus:
         status = self._plane.status()
@@ -179,7 +184,7 @@ def select_data_plane(
         return PreviousBpfPlane(config)
 
     def previous_ipvs() -> PreviousDataPlane:
-        from kbpf.dataplane.ipvs.ipvs_drain import PreviousIpvsPlane
+        from kbpf.dataplane.ipvs.ipvs_cleanup import PreviousIpvsPlane
 
         return PreviousIpvsPlane(config)
 

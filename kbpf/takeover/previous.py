@@ -79,13 +79,14 @@ class PreviousDataPlane(ABC):
 
 
 class Takeover:
-    """Drains all that still serves on this node besides the data plane of this agent. Called by
-    one thread.
+    """Drains all that still serves on this node besides the data plane of this agent. One thread
+    drains; claim() is called before and release() after it.
     """
 
     def __init__(self) -> None:
         self._previous: list[PreviousDataPlane] = []
         self._error = LastError()
+        self._retry_due = float("-inf")
 
     @property
     def is_complete(self) -> bool:
@@ -110,11 +111,10 @@ class Takeover:
         while self._previous:
             self._previous.pop().close()
 
-    def drain(self, now: float) -> float | None:
-        """Drains all of it; returns when to call next (time.monotonic). Errors are logged, and
-        retried.
-        """
-        due_times = []
+    def drain(self, now: float) -> None:
+        """Drains what is due at `now` (time.monotonic). Errors are logged, and retried."""
+        if now < self._retry_due:
+            return
         for previous in tuple(self._previous):
             try:
                 next_due = previous.drain(now)
@@ -122,16 +122,15 @@ class Takeover:
                 if self._error.replace(error):
                     log.warning("cannot remove what %s left; retrying: %s",
                                 previous.name, error)  # fmt: skip
-                return now + DRAIN_RETRY_INTERVAL_S
+                self._retry_due = now + DRAIN_RETRY_INTERVAL_S
+                return
             if next_due is not None:
-                due_times.append(next_due)
                 continue
             log.info("%s is drained and removed", previous.name)
             # Only from here on can an agent of that mode start again: this releases its lock.
             previous.close()
             self._previous.remove(previous)
         self._error.replace(None)
-        return min(due_times, default=None)
 
     def problems(self) -> tuple[str, ...]:
         """A line for each data plane that still has connections, and the error of the drain."""

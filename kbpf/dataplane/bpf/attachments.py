@@ -130,14 +130,11 @@ class Attachments:
     # ---- while it runs ---------------------------------------------------------------------
 
     def tick(self, now: float, first_apply_done: bool) -> float | None:
-        """Maintains the packet path, the host integration and the exemptions; returns when to call
-        next. `first_apply_done`: whether the first apply() has ended.
+        """Maintains the packet path and the exemptions; returns when to call next.
+        `first_apply_done`: whether the first apply() has ended.
         """
         due = [self.packets.loader_due(now)]
         if self.packets.current is not None and first_apply_done:
-            if not self.packets.config.uses_conntrack:
-                self._host.leave_conntrack()
-            self._host.poll(now)
             self._flow_gc.collect(self._agent_maps.maps, now, self.packets.is_switched)
             due.append(self.packets.current.activate(now))
             due.append(self.packets.finish_switch(now))
@@ -148,6 +145,16 @@ class Attachments:
             self.hooks.verify(now)
             due.append(self.exemptions.tick(now))
         return min((due_time for due_time in due if due_time is not None), default=None)
+
+    def maintain_host(self, now: float) -> None:
+        """Maintains the host integration. Called by another thread than the rest, after the first
+        apply().
+        """
+        if self.packets.current is None:
+            return
+        if not self.packets.config.uses_conntrack:
+            self._host.leave_conntrack()
+        self._host.poll(now)
 
     def foreign_programs(self) -> tuple[ForeignProgram, ...]:
         """Programs of other load balancers at our hooks and devices, as of the last check."""

@@ -50,10 +50,10 @@ UNREADABLE: Final = "cannot read the firewall rules of the node"
 BYPASSED_POLL_INTERVAL_S: Final = 20.0
 """Interval between two looks for changed rules before DNAT."""
 MAX_BYPASSED_SHARE: Final = 0.02
-"""Of the agent's time: as many rules as it reads (pre_dnat_rules.py) take half a second."""
+"""Of the agent's time: a table may have 50,000 rules, which takes a second."""
 MAX_RULES_SHARE: Final = 0.1
 """Of the agent's time, for reading FORWARD chains while rules change all the time: one of 10,000
-rules takes a second."""
+rules takes 0.2 s."""
 CONNTRACK_HINT: Final = (
     "use --mode ipvs, or --forwarding stack with the replacements in docs/migration.md (Firewalls "
     "in front of NodePorts)"
@@ -75,7 +75,9 @@ nf_tables is missing, and there is nothing to do.
 
 
 class HostIntegration:
-    """Maintains the settings for one agent. Called by one thread."""
+    """Maintains the settings for one agent. Once the data plane is open, all methods except
+    problems() are for the thread that calls poll().
+    """
 
     def __init__(self, pins: Pins, config: Config) -> None:
         self._ports = frozenset(range(config.masquerade_ports[0], config.masquerade_ports[1] + 1))
@@ -91,7 +93,7 @@ class HostIntegration:
         self._logged_lines: set[str] = set()
         self.bypassed = EarlyChains((), ())
         self._bypassed_due = float("-inf")
-        self._bypassed_state: tuple[int, frozenset[int]] = -1, frozenset()
+        self._bypassed_state: tuple[int, bool] = -1, False
 
     def choose_forwarding(self, config: Config) -> tuple[Config, str]:
         """Lets conntrack translate if it has to or, with `auto`, if it can. Returns the settings
@@ -205,27 +207,27 @@ class HostIntegration:
     def _find_bypassed_rules(self, now: float) -> None:
         """Looks for rules of the host that would guard NodePorts, but see no packet before the
         packet path has translated it. Again when the ruleset changes, which iptables-legacy does
-        not tell, or the ports.
+        not tell, or when conntrack begins or ceases to translate all that rules would guard.
         """
         if now < self._bypassed_due:
             return
         self._bypassed_due = now + BYPASSED_POLL_INTERVAL_S
         start = time.thread_time()
         in_conntrack = self._nat_table is not None
-        ports = read_external_ports(self._pins, in_conntrack)
+        # conntrack translates after these rules
+        is_all_in_conntrack = in_conntrack and not read_external_ports(self._pins, in_conntrack)
         try:
             generation = forward_rules.read_generation()
         except KernelError:  # without nf_tables
             generation = 0
         tables = {name for f in iptables_legacy.FAMILIES for name in iptables_legacy.list_tables(f)}
-        state = generation, ports
+        state = generation, is_all_in_conntrack
         if state == self._bypassed_state and tables.isdisjoint(("raw", "mangle")):
             return
         self._bypassed_state = state
-        is_all_in_conntrack = in_conntrack and not ports  # which translates after these rules
         try:
             self.bypassed = (
-                EarlyChains((), ()) if is_all_in_conntrack else firewalls.find_early_chains(ports)
+                EarlyChains((), ()) if is_all_in_conntrack else firewalls.find_early_chains()
             )
         except Exception:  # a ruleset that we cannot parse must not end the agent
             if UNREADABLE not in self._logged_lines:

@@ -287,6 +287,11 @@ class BpfPlane:
 
     # ---- the rest --------------------------------------------------------------------------
 
+    def maintain_host(self, now: float) -> None:
+        """Nothing of the node is changed before the programs are attached."""
+        if not self._state.is_first_apply:
+            self._attachments.maintain_host(now)
+
     def write_status(self, text: bytes) -> None:
         """Stores the agent's status in a map, for `kbpf inspect status`."""
         self._pin_watch.check(not self._state.is_first_apply, self._agent_maps.pinned)

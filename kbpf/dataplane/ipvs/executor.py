@@ -5,18 +5,14 @@ Virtual services and real servers are in IPVS (virtual_services.py), addresses o
 everything else in the nftables table.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.diff import Changes
 from kbpf.dataplane.ipvs.ipvs_cleanup import ROOT_HINT, refuse_foreign_table
-from kbpf.dataplane.ipvs.plan import (
-    Element,
-    ServerPool,
-    SetName,
-    VirtualService,
-)
+from kbpf.dataplane.ipvs.plan import Element, ServerPool, SetName, VirtualService
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
@@ -50,6 +46,7 @@ class KernelState:
         self._options = options
         self._table_summary: nft.TableSummary | None = None  # of the table as it was written
         self.nft_transactions = 0  # our nf_tables transactions
+        self._nft_lock = threading.Lock()  # held while the number and the ruleset change
         self._device_name = device
         if device in conntrack_keepalive.SERVICE_DEVICES:
             raise KernelError("the device belongs to another data plane", device,
@@ -168,8 +165,16 @@ class KernelState:
 
     def _run_nft(self, commands: list[forward_rules.Json]) -> None:
         if commands:
-            forward_rules.run_transaction(*commands, hint=ROOT_HINT)
-            self.nft_transactions += 1
+            with self._nft_lock:
+                forward_rules.run_transaction(*commands, hint=ROOT_HINT)
+                self.nft_transactions += 1
+
+    def read_foreign_generation(self) -> int:
+        """The generation of nf_tables without our own transactions, each of which raises it by one.
+        Any thread may call.
+        """
+        with self._nft_lock:
+            return forward_rules.read_generation() - self.nft_transactions
 
 
 def _refuse_without_conntrack() -> None:

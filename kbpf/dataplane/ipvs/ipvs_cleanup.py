@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of mode ipvs on a node: names, ownership and removal."""
+"""The state of mode ipvs on a node: names, ownership, drain and removal."""
 
 import contextlib
 import errno
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Iterable
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset, statefile
-from kbpf.dataplane.ipvs.plan import Element, SetName, owned_service
+from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
@@ -16,6 +16,7 @@ from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.kernel.system.private_folders import LOCK_TIMEOUT_S, PRIVATE_MODE, lock_folder
 from kbpf.model.config import Config, LocalMode
 from kbpf.takeover import conntrack_keepalive
+from kbpf.takeover.previous import PreviousDataPlane
 
 ROOT_HINT: Final = "run as root"
 
@@ -112,30 +113,29 @@ def read_elements(table: str) -> frozenset[Element] | None:
     )
 
 
+def _owned_services(elements: Iterable[Element]) -> set[VirtualService]:
+    """The virtual services that these elements of our table record as ours."""
+    return {virtual for element in elements if (virtual := owned_service(element)) is not None}
+
+
 def read_owned_services(table: str) -> set[VirtualServiceKey] | None:
     """The virtual services that our table records as ours; None if it does not exist."""
-    if (owned_elements := read_elements(table)) is None:
+    if (elements := read_elements(table)) is None:
         return None
-    return {
-        VirtualServiceKey(*virtual)
-        for element in owned_elements
-        if (virtual := owned_service(element)) is not None
-    }
+    return {VirtualServiceKey(*virtual) for virtual in _owned_services(elements)}
 
 
-def delete_services(services: Collection[VirtualServiceKey]) -> None:
+def _delete_services(client: IpvsClient, services: Collection[VirtualServiceKey]) -> None:
     """Deletes virtual services; missing ones are ignored. Raises KernelError if the kernel
     refuses.
     """
-    if services:
-        with contextlib.closing(IpvsClient()) as client:
-            client.apply(
-                [
-                    ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service)
-                    for service in sorted(services)
-                ],
-                (errno.ESRCH,),
-            )
+    client.apply(
+        [
+            ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service)
+            for service in sorted(services)
+        ],
+        (errno.ESRCH,),
+    )
 
 
 def _services_at_device(name: str) -> set[VirtualServiceKey]:
@@ -195,8 +195,9 @@ def remove(
     services = _services_at_device(config.ipvs_device) if owned is None else owned
     is_kube_proxy_service = _kube_proxy_test(config.ipvs_device, kube_proxy_runs)
     services = {service for service in services if not is_kube_proxy_service(service)}
-    if not dry_run:
-        delete_services(services)
+    if services and not dry_run:
+        with contextlib.closing(IpvsClient()) as client:
+            _delete_services(client, services)
     if services:
         removed.append(f"{len(services)} virtual services")
     if dummy.is_ours(config.ipvs_device) and (dry_run or dummy.remove(config.ipvs_device)):
@@ -214,3 +215,62 @@ def remove(
         with contextlib.suppress(OSError):
             path.rmdir()
     return tuple(removed)
+
+
+# ---- draining ------------------------------------------------------------------------------------
+
+
+class PreviousIpvsPlane(PreviousDataPlane):
+    """What an agent with this device, table and state folder left, once another data plane serves.
+
+    New connections no longer reach IPVS; established ones continue. A virtual address and all its
+    virtual services are removed as soon as none of them has connections, and the rest of the table
+    with the last of them.
+    """
+
+    name = "mode ipvs"
+    connections = "connections still use mode ipvs"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._config = config
+        self._options = ruleset_options(config)
+
+    def claim(self) -> bool:
+        if not has_state(self._config):
+            return False
+        self._lock = lock_state_folder(self._config.state_dir / self._config.ipvs_device)
+        return True
+
+    def _remove_idle(self) -> int:
+        elements = read_elements(self._options.table) or frozenset()
+        if not (owned := _owned_services(elements)):
+            return 0
+        with contextlib.closing(IpvsClient()) as client:
+            connection_counts = {
+                virtual: client.count_connections(VirtualServiceKey(*virtual)) for virtual in owned
+            }
+            busy_addresses = {virtual.address for virtual, n in connection_counts.items() if n}
+            idle_services = [
+                v for v in connection_counts if v.address not in busy_addresses and not v.fwmark
+            ]
+            _delete_services(client, [VirtualServiceKey(*virtual) for virtual in idle_services])
+        idle_addresses = {virtual.address for virtual in idle_services}
+        with contextlib.suppress(OSError):  # the device was removed
+            dummy.delete_addresses(dummy.get_ifindex(self._config.ipvs_device), idle_addresses)
+        if idle_elements := [
+            element for element in elements if _is_at_address(element, idle_addresses)
+        ]:
+            forward_rules.run_transaction(*ruleset.delete_elements(self._options, idle_elements))
+        return sum(connection_counts.values())
+
+    def _remove(self) -> None:
+        remove(self._config, with_forward_rules=False)
+
+
+def _is_at_address(element: Element, addresses: Container[object]) -> bool:
+    """Whether this element concerns a frontend on one of these addresses."""
+    name, parts = element
+    if name in (SetName.HAIRPINS, SetName.LOCAL_NETWORKS, SetName.NODE_IPS, SetName.OWN_FWMARKS):
+        return False
+    return (parts[1] if name is SetName.SOURCES else parts[0]) in addresses

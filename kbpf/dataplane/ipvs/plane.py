@@ -79,9 +79,11 @@ class IpvsPlane:
         self._state_file = StateFile(self._state_dir)
         self._planner = PortPlanner(self._config, self._elements, self._options.masquerade_mark)
         self._poll_due = 0.0
+        # Generations of nf_tables without our own transactions: when this thread has checked the
+        # table, and when maintain_host() has checked all other rules.
+        self._table_generation = self._rules_generation = -1
         self._keepalive = KeepalivePoll()
-        # The generation of nf_tables without our own transactions.
-        self._foreign_generation = -1
+        self._rules_due = 0.0
         self._desired = DesiredState({})  # as passed to the last apply()
         # Service ports of an apply() that failed: the next one programs them again.
         self._unfinished: set[ServicePortKey] = set()
@@ -118,7 +120,7 @@ class IpvsPlane:
         )
         if names := self._config.ignored_in_ipvs:
             log.info("settings without effect in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
-        with contextlib.suppress(KernelError):  # the first tick() retries
+        with contextlib.suppress(KernelError):  # maintain_host() retries
             self._settings.check_firewalls(forward_rules.list_chains())
 
     def _release(self) -> None:
@@ -226,26 +228,31 @@ class IpvsPlane:
             try:
                 self._kernel.services.remove_drained()
             finally:
-                self._check_ruleset()
-        self._keepalive.poll(now)
+                self._check_table()
         return TickResult(self._poll_due, self._kernel.services.take_udp_cuts())
 
-    def _check_ruleset(self) -> None:
-        """Checks whether another program has flushed the ruleset or closed FORWARD. If nothing has
-        changed this costs one netlink message: each of our own transactions raises the generation
-        by one, so any further increase is another program's.
+    def _check_table(self) -> None:
+        """Checks whether another program has flushed the ruleset. If nothing has changed this costs
+        one netlink message.
         """
-        generation = forward_rules.read_generation() - self._kernel.nft_transactions
-        has_foreign_changes = generation != self._foreign_generation
-        try:
-            if has_foreign_changes:
+        generation = self._kernel.read_foreign_generation()
+        if self._sync is not Sync.NEVER:
+            self._repair(generation != self._table_generation)
+        self._table_generation = generation
+
+    def maintain_host(self, now: float) -> None:
+        """Checks whether another program has closed FORWARD or INPUT. If nothing has changed this
+        costs one netlink message.
+        """
+        if now >= self._rules_due:
+            self._rules_due = now + DRAIN_POLL_INTERVAL_S
+            generation = self._kernel.read_foreign_generation()
+            if generation != self._rules_generation:
                 listing = forward_rules.list_chains()
                 self._settings.check_firewalls(listing)
                 reconcile_forward_rules(self._options.masquerade_mark, listing)
-        finally:
-            if self._sync is not Sync.NEVER:
-                self._repair(has_foreign_changes)
-        self._foreign_generation = generation
+                self._rules_generation = generation
+        self._keepalive.poll(now)
 
     def _repair(self, has_foreign_changes: bool) -> None:
         """Repairs what other programs have destroyed, and completes an earlier repair that failed.

@@ -37,6 +37,8 @@ from kbpf.model.desired import (
 log = logging.getLogger("kbpf.dataplane")
 
 NO_IPV6_WARNING: Final = "IPv6 is disabled on this node: IPv6 Services are not served"
+FIRST_FWMARK: Final = 0x6B620000
+"""Fwmarks count up from here (ASCII "kb"); numbers that contain the masquerade bit are skipped."""
 
 
 class PortPlanner:
@@ -174,16 +176,12 @@ def _frontends_of(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iter
             yield from state.frontends
 
 
-# ---- fwmarks -------------------------------------------------------------------------------------
-
-
-FIRST_FWMARK: Final = 0x6B620000
-"""Fwmarks count up from here (ASCII "kb"); numbers that contain the masquerade bit are skipped."""
+# ---- fwmarks of short circuits -------------------------------------------------------------------
 
 
 class FwmarkAllocator:
-    """Which Service port has which fwmark, for its short circuits. A fwmark is never given to
-    another Service port, since packets may still carry it.
+    """Which Service port has which fwmark. A fwmark is never given to another Service port, since
+    packets may still carry it.
 
     `unneeded`: fwmarks of short circuits that are kept only until they have no connections.
     """
@@ -261,18 +259,17 @@ class FwmarkAllocator:
         return self._last_fwmark
 
 
-# ---- NodePorts in conflict -----------------------------------------------------------------------
+# ---- NodePorts and exact frontends ---------------------------------------------------------------
 
 
 class NodePortConflicts:
     """Finds NodePorts that conflict with an exact frontend, for example with an ExternalIP that is
-    an address of the node.
+    an address of the node. It has all frontends by address; an update costs as much as the change.
 
     In the desired state a NodePort is one frontend with the ANY address. In IPVS it is one virtual
     service per node address, and where an exact frontend has the same address and port, the
     NodePort is not served: the exact frontend is the stronger claim (policy/frontends.py). Mode bpf
-    has the same rule, since it looks up the exact frontend first. The cost of an update is
-    proportional to the change.
+    has the same rule, since it looks up the exact frontend first.
     """
 
     def __init__(self) -> None:
@@ -294,19 +291,16 @@ class NodePortConflicts:
                 del table[frontend.at]
         for frontend in new - old:
             self._table(frontend)[frontend.at] = key
-        return self._affected_node_ports(old ^ new)
+        return {
+            self._node_ports[wildcard]
+            for frontend in old ^ new
+            if frontend.kind is not FrontendKind.NODE_PORT
+            and (wildcard := _wildcard_of(frontend.at)) in self._node_ports
+        }
 
     def _table(self, frontend: Frontend) -> dict[FrontendAddress, ServicePortKey]:
         return self._node_ports if frontend.kind is FrontendKind.NODE_PORT else self.exact
 
-    def _affected_node_ports(self, changed: frozenset[Frontend]) -> set[ServicePortKey]:
-        affected = set()
-        for frontend_address in (
-            frontend.at for frontend in changed if frontend.kind is not FrontendKind.NODE_PORT
-        ):
-            wildcard = frontend_address._replace(
-                address=ANY4 if family_of(frontend_address.address) == 4 else ANY6
-            )
-            if wildcard in self._node_ports:
-                affected.add(self._node_ports[wildcard])
-        return affected
+
+def _wildcard_of(at: FrontendAddress) -> FrontendAddress:
+    return at._replace(address=ANY4 if family_of(at.address) == 4 else ANY6)

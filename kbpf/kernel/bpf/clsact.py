@@ -32,26 +32,14 @@ from kbpf.kernel.bpf.uapi import (
     TCA_BPF_ID,
     TCA_BPF_NAME,
 )
+from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import (
     Message,
     Rtnetlink,
     pack_attribute,
+    pack_string,
     parse_attributes,
     parse_string,
-)
-from kbpf.kernel.net.uapi import (
-    NLM_F_CREATE,
-    NLM_F_EXCL,
-    NLM_F_REPLACE,
-    RTM_DELQDISC,
-    RTM_DELTFILTER,
-    RTM_GETQDISC,
-    RTM_GETTFILTER,
-    RTM_NEWQDISC,
-    RTM_NEWTFILTER,
-    TCA_CHAIN,
-    TCA_KIND,
-    TCA_OPTIONS,
 )
 
 CLSACT_HANDLE_PARENT: Final = (0xFFFF0000, 0xFFFFFFF1)
@@ -151,11 +139,11 @@ class ClsactFilters:
         clsact or ingress.
         """
         kinds = {}
-        for message in self._netlink.dump(RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
+        for message in self._netlink.dump(uapi.RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
             _, ifindex, handle, parent, _ = _TCMSG.unpack_from(message.body)
             if (handle, parent) == CLSACT_HANDLE_PARENT:
                 attrs = parse_attributes(message.body[_TCMSG.size :])
-                kinds[ifindex] = parse_string(attrs[TCA_KIND])
+                kinds[ifindex] = parse_string(attrs[uapi.TCA_KIND])
         self._qdisc_kinds = kinds
         return kinds
 
@@ -167,7 +155,7 @@ class ClsactFilters:
 
     def _dump(self, ifindex: int, direction: Direction) -> list[Message]:
         body = _TCMSG.pack(0, ifindex, 0, FILTER_PARENT[direction], 0)
-        return self._netlink.dump(RTM_GETTFILTER, body)
+        return self._netlink.dump(uapi.RTM_GETTFILTER, body)
 
     def list_filters(self, ifindex: int, direction: Direction) -> tuple[Filter, ...]:
         """All filters of this device, in the order in which they run."""
@@ -214,7 +202,7 @@ class ClsactFilters:
         try:
             if ours:
                 if ours[0].program_id != program_id:
-                    self._write(ifindex, direction, program, ours[0], NLM_F_REPLACE)
+                    self._write(ifindex, direction, program, ours[0], uapi.NLM_F_REPLACE)
             else:
                 self._add(ifindex, direction, program, filters)
         except KernelError:
@@ -247,22 +235,22 @@ class ClsactFilters:
         # EXCL fails if other tools' filters have both of our handles, rather than replacing one.
         handle = next((h for h in self._identity.handles if h not in taken), self._identity.handle)
         place = Filter("bpf", priority, _ETH_P_ALL, handle, self._identity.name, 0)
-        self._write(ifindex, direction, program, place, NLM_F_EXCL)
+        self._write(ifindex, direction, program, place, uapi.NLM_F_EXCL)
 
     def _write(
         self, ifindex: int, direction: Direction, program: Program, place: Filter, flags: int
     ) -> None:
         options = (
             pack_attribute(TCA_BPF_FD, _U32.pack(program.fd))
-            + pack_attribute(TCA_BPF_NAME, self._identity.name.encode() + b"\0")
+            + pack_string(TCA_BPF_NAME, self._identity.name)
             + pack_attribute(TCA_BPF_FLAGS, _U32.pack(TCA_BPF_FLAG_ACT_DIRECT))
         )
-        body = _pack_header(ifindex, direction, place) + pack_attribute(TCA_OPTIONS, options)
-        self._netlink.request(RTM_NEWTFILTER, body, NLM_F_CREATE | flags)
+        body = _pack_header(ifindex, direction, place) + pack_attribute(uapi.TCA_OPTIONS, options)
+        self._netlink.request(uapi.RTM_NEWTFILTER, body, uapi.NLM_F_CREATE | flags)
 
     def _delete(self, ifindex: int, direction: Direction, filter_: Filter) -> None:
         try:
-            self._netlink.request(RTM_DELTFILTER, _pack_header(ifindex, direction, filter_))
+            self._netlink.request(uapi.RTM_DELTFILTER, _pack_header(ifindex, direction, filter_))
         except KernelError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -278,10 +266,10 @@ class ClsactFilters:
         if ifindex in self._qdiscs():
             return False
         body = _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0) + pack_attribute(
-            TCA_KIND, b"clsact\0"
+            uapi.TCA_KIND, b"clsact\0"
         )
         try:
-            self._netlink.request(RTM_NEWQDISC, body, NLM_F_CREATE | NLM_F_EXCL)
+            self._netlink.request(uapi.RTM_NEWQDISC, body, uapi.NLM_F_CREATE | uapi.NLM_F_EXCL)
         except KernelError as error:
             if error.errno != errno.EEXIST:
                 raise
@@ -302,7 +290,9 @@ class ClsactFilters:
         """Removes the clsact qdisc if we created it and it is empty."""
         is_ours = self.qdisc_mark(ifindex).is_dir()
         if is_ours and not any(self._dump(ifindex, each) for each in Direction):
-            self._netlink.request(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0))
+            self._netlink.request(
+                uapi.RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0)
+            )
             self._qdiscs().pop(ifindex, None)
             self._remove_qdisc_mark(ifindex)
 
@@ -322,7 +312,7 @@ def _pack_header(ifindex: int, direction: Direction, filter_: Filter) -> bytes:
     # tcm_info: priority in host order above the EtherType in network order
     info = filter_.priority << 16 | filter_.protocol
     body = _TCMSG.pack(0, ifindex, filter_.handle, FILTER_PARENT[direction], info)
-    return body + pack_attribute(TCA_KIND, filter_.kind.encode() + b"\0")
+    return body + pack_string(uapi.TCA_KIND, filter_.kind)
 
 
 def _parse_filters(messages: list[Message]) -> Iterator[Filter]:
@@ -332,10 +322,10 @@ def _parse_filters(messages: list[Message]) -> Iterator[Filter]:
     for message in messages:
         _, _, handle, _, info = _TCMSG.unpack_from(message.body)
         attrs = parse_attributes(message.body[_TCMSG.size :])
-        kind = parse_string(attrs.get(TCA_KIND, b""))
-        if any(attrs.get(TCA_CHAIN, b"")) or (not handle and TCA_OPTIONS not in attrs):
+        kind = parse_string(attrs.get(uapi.TCA_KIND, b""))
+        if any(attrs.get(uapi.TCA_CHAIN, b"")) or (not handle and uapi.TCA_OPTIONS not in attrs):
             continue
-        options = parse_attributes(attrs.get(TCA_OPTIONS, b"")) if kind == "bpf" else {}
+        options = parse_attributes(attrs.get(uapi.TCA_OPTIONS, b"")) if kind == "bpf" else {}
         yield Filter(
             kind,
             info >> 16,

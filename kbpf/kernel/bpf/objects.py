@@ -72,7 +72,7 @@ class Map(syscalls.Fd):
         """Creates a map. The name is truncated to 15 characters. `max_entries` is ignored for
         socket storage. `inner`: a map of the type and sizes that a map of maps holds.
         """
-        opts = syscalls.MapCreateOpts(sz=ctypes.sizeof(syscalls.MapCreateOpts), map_flags=flags)
+        opts = syscalls.MapCreateOpts(map_flags=flags)
         if inner is not None:
             opts.inner_map_fd = inner.fd
         if map_type == BPF_MAP_TYPE_SK_STORAGE:
@@ -92,10 +92,6 @@ class Map(syscalls.Fd):
         return cls(
             syscalls.check(fd, "cannot create the map", f"{name}, {max_entries} entries"), name
         )
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        return cls(syscalls.open_pinned(path), path.name)
 
     def read_memory(self) -> int | None:
         """The bytes of memory that the kernel reports for it; None if unknown.
@@ -192,7 +188,7 @@ class Map(syscalls.Fd):
     def update_batch(self, keys: bytes, values: bytes) -> int:
         """Writes all entries, concatenated in `keys` and `values`; returns the number of calls."""
         total, calls = len(keys) // self.key_size, 0
-        opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
+        opts = syscalls.BatchOpts()
         for start in range(0, total, BATCH_SIZE):
             n = min(BATCH_SIZE, total - start)
             count = ctypes.c_uint32(n)
@@ -213,7 +209,7 @@ class Map(syscalls.Fd):
     def delete_batch(self, keys: bytes) -> int:
         """Deletes all keys; absent keys are ignored. Returns the number of calls."""
         total, start, calls = len(keys) // self.key_size, 0, 0
-        opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
+        opts = syscalls.BatchOpts()
         while start < total:
             count = ctypes.c_uint32(min(BATCH_SIZE, total - start))
             k = keys[start * self.key_size : (start + count.value) * self.key_size]
@@ -273,7 +269,7 @@ class Map(syscalls.Fd):
         """
         # Opaque: hash maps write the number of a bucket into it, other maps a key.
         next_cursor = ctypes.create_string_buffer(max(8, self.key_size))
-        opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
+        opts = syscalls.BatchOpts()
         capacity, result = entries or BATCH_SIZE, -errno.ENOSPC
         while result == -errno.ENOSPC:  # one bucket has more entries than fit into the buffers
             keys = ctypes.create_string_buffer(capacity * self.key_size)
@@ -330,9 +326,8 @@ class Program(syscalls.Fd):
         """
         # A signal during verification ends it with EAGAIN: libbpf tries up to `attempts` times.
         opts = syscalls.ProgLoadOpts(
-            sz=ctypes.sizeof(syscalls.ProgLoadOpts), attempts=5, expected_attach_type=attach_type,
-            attach_btf_id=attach_btf_id,
-        )  # fmt: skip
+            attempts=5, expected_attach_type=attach_type, attach_btf_id=attach_btf_id
+        )
         if btf_fds:
             fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
             opts.fd_array = ctypes.addressof(fd_array)
@@ -363,10 +358,6 @@ class Program(syscalls.Fd):
         hint = VERIFIER_HINT if lines and syscalls.is_privileged() else ""
         syscalls.check(fd, f"the kernel refuses the program {name}", reason[-300:], hint)
         raise AssertionError("unreachable")
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        return cls(syscalls.open_pinned(path), path.name)
 
     def read_info(self) -> "ProgramInfo":
         ids = (ctypes.c_uint32 * 64)()
@@ -400,7 +391,7 @@ class Link(syscalls.Fd):
         """Attaches the program to a cgroup (descriptor; Linux v5.7) or device (ifindex), after the
         programs that are attached there; with BPF_F_BEFORE, which only devices know, before them.
         """
-        opts = syscalls.LinkCreateOpts(sz=ctypes.sizeof(syscalls.LinkCreateOpts), flags=flags)
+        opts = syscalls.LinkCreateOpts(flags=flags)
         fd = syscalls.lib().bpf_link_create(program.fd, target, attach_type, ctypes.byref(opts))
         return cls(syscalls.check(fd, f"cannot attach {program.name}", "link"), program.name)
 
@@ -409,10 +400,6 @@ class Link(syscalls.Fd):
         """Attaches the program to the tracepoint that it was loaded for."""
         fd = syscalls.lib().bpf_raw_tracepoint_open(None, program.fd)
         return cls(syscalls.check(fd, f"cannot attach {program.name}", "tracepoint"), program.name)
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        return cls(syscalls.open_pinned(path), path.name)
 
     def update(self, program: Program) -> None:
         """Replaces the program atomically: each call runs either the old or the new one."""

@@ -19,9 +19,7 @@ from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.bpf import syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.net import sock_diag
-from kbpf.kernel.net.uapi import (
-    SO_COOKIE,
-)
+from kbpf.kernel.net.uapi import SO_COOKIE
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import cgroups, netns
 

@@ -16,11 +16,7 @@ from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
-from kbpf.kernel.bpf.uapi import (
-    BPF_PROG_TYPE_TRACING,
-    BPF_TRACE_ITER,
-    BPF_FUNC_seq_write,
-)
+from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_TRACING, BPF_TRACE_ITER, BPF_FUNC_seq_write
 
 ITERATOR_TARGET: Final = b"bpf_sk_storage_map"
 READ_SIZE: Final = 1 << 16
@@ -83,7 +79,6 @@ def _open_iterator(map_fd: int, size: int) -> int:
     try:
         info = (ctypes.c_uint32 * 4)(map_fd)  # union bpf_iter_link_info
         opts = syscalls.LinkCreateOpts(
-            sz=ctypes.sizeof(syscalls.LinkCreateOpts),
             iter_info=ctypes.addressof(info),
             iter_info_len=4,
         )
@@ -127,7 +122,6 @@ def _load_iterator(size: int) -> int:
         )
     )
     opts = syscalls.ProgLoadOpts(
-        sz=ctypes.sizeof(syscalls.ProgLoadOpts),
         attempts=5,
         expected_attach_type=BPF_TRACE_ITER,
         attach_btf_id=_iterator_btf_id(),

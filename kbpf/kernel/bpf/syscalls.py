@@ -25,7 +25,14 @@ _CAP_PERFMON_BPF: Final = 1 << 38 | 1 << 39
 # size passed to the kernel, says how long they are; missing members count as 0.
 
 
-class MapCreateOpts(ctypes.Structure):
+class _Opts(ctypes.Structure):
+    """Options of a function of libbpf, which begin with their size."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**{"sz": ctypes.sizeof(self), **fields})
+
+
+class MapCreateOpts(_Opts):
     _fields_ = (
         ("sz", ctypes.c_size_t),
         ("btf_fd", ctypes.c_uint32),
@@ -40,7 +47,7 @@ class MapCreateOpts(ctypes.Structure):
     )
 
 
-class ProgLoadOpts(ctypes.Structure):
+class ProgLoadOpts(_Opts):
     _fields_ = (
         ("sz", ctypes.c_size_t),
         ("attempts", ctypes.c_int),
@@ -65,7 +72,7 @@ class ProgLoadOpts(ctypes.Structure):
     )
 
 
-class LinkCreateOpts(ctypes.Structure):
+class LinkCreateOpts(_Opts):
     _fields_ = (
         ("sz", ctypes.c_size_t),
         ("flags", ctypes.c_uint32),
@@ -75,7 +82,7 @@ class LinkCreateOpts(ctypes.Structure):
     )
 
 
-class TestRunOpts(ctypes.Structure):
+class TestRunOpts(_Opts):
     _fields_ = (
         ("sz", ctypes.c_size_t),
         ("data_in", ctypes.c_char_p),
@@ -95,7 +102,7 @@ class TestRunOpts(ctypes.Structure):
     )
 
 
-class BatchOpts(ctypes.Structure):
+class BatchOpts(_Opts):
     _fields_ = (
         ("sz", ctypes.c_size_t),
         ("elem_flags", ctypes.c_uint64),
@@ -228,6 +235,12 @@ class Fd:
         self.fd = fd
         self.name = name
 
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Opens the object that is pinned there."""
+        fd = check(lib().bpf_obj_get(os.fsencode(path)), "cannot open the pin", str(path))
+        return cls(fd, path.name)
+
     def close(self) -> None:
         """Closes the descriptor; a second call does nothing."""
         if self.fd >= 0:
@@ -243,10 +256,6 @@ class Fd:
     def pin(self, path: Path) -> None:
         """Pins the object to a path on a bpffs, which keeps it alive."""
         check(lib().bpf_obj_pin(self.fd, os.fsencode(path)), "cannot pin", str(path))
-
-
-def open_pinned(path: Path) -> int:
-    return check(lib().bpf_obj_get(os.fsencode(path)), "cannot open the pin", str(path))
 
 
 def read_info(fd: int, info: ctypes.Structure, where: str) -> None:

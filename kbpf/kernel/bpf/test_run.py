@@ -13,11 +13,7 @@ from typing import Final
 from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.bpf.uapi import (
-    BPF_F_INGRESS,
-    BPF_PROG_TYPE_SCHED_CLS,
-    BPF_FUNC_clone_redirect,
-)
+from kbpf.kernel.bpf.uapi import BPF_F_INGRESS, BPF_PROG_TYPE_SCHED_CLS, BPF_FUNC_clone_redirect
 
 _INSN: Final = struct.Struct("=BBhi")
 _CONTEXT: Final = struct.Struct("=40xI")  # struct __sk_buff up to ifindex
@@ -39,7 +35,6 @@ def run_on_packet(program: Program, frame: bytes, ifindex: int) -> tuple[int, by
     context = _CONTEXT.pack(ifindex)
     buffer = ctypes.create_string_buffer(_MAX_FRAME)
     opts = syscalls.TestRunOpts(
-        sz=ctypes.sizeof(syscalls.TestRunOpts),
         data_in=frame,
         data_out=ctypes.addressof(buffer),
         data_size_in=len(frame),

@@ -7,21 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from kbpf.kernel.net import netlink
+from kbpf.kernel.net import netlink, uapi
 from kbpf.kernel.net.netlink import Rtnetlink, parse_attributes
-from kbpf.kernel.net.uapi import (
-    IFA_ADDRESS,
-    IFA_F_DEPRECATED,
-    IFA_F_SECONDARY,
-    IFA_F_TENTATIVE,
-    IFA_LOCAL,
-    RT_SCOPE_HOST,
-    RT_SCOPE_LINK,
-    RTM_GETADDR,
-    RTM_NEWADDR,
-    RTMGRP_IPV4_IFADDR,
-    RTMGRP_IPV6_IFADDR,
-)
 from kbpf.model.address import V4_PREFIX, Addr, NodeAddresses
 
 IFADDRMSG: Final = struct.Struct("=BBBBI")
@@ -35,11 +22,11 @@ def local_addresses(*excluded_devices: str) -> NodeAddresses:
     no link-local ones, and none of `excluded_devices`.
     """
     with Rtnetlink() as netlink:
-        messages = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
+        messages = netlink.dump(uapi.RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
     excluded_indexes = {_ifindex_or_zero(name) for name in excluded_devices}
     addresses, subnet_ends = set[Addr](), set[Addr]()
     for message in messages:
-        if message.msg_type != RTM_NEWADDR:
+        if message.msg_type != uapi.RTM_NEWADDR:
             continue
         family, bits, _, _, ifindex = IFADDRMSG.unpack_from(message.body)
         address = address_of(message.body)
@@ -66,18 +53,18 @@ def source_address_of(body: bytes) -> Addr | None:
     secondary, temporary, deprecated or tentative.
     """
     flags = IFADDRMSG.unpack_from(body)[2]
-    unfit = flags & (IFA_F_SECONDARY | IFA_F_DEPRECATED | IFA_F_TENTATIVE)
+    unfit = flags & (uapi.IFA_F_SECONDARY | uapi.IFA_F_DEPRECATED | uapi.IFA_F_TENTATIVE)
     return None if unfit else address_of(body)
 
 
 def address_of(body: bytes) -> Addr | None:
     """The address in an RTM_NEWADDR message; None for loopback and link-local ones."""
     _, _, _, scope, _ = IFADDRMSG.unpack_from(body)
-    if scope in (RT_SCOPE_HOST, RT_SCOPE_LINK):
+    if scope in (uapi.RT_SCOPE_HOST, uapi.RT_SCOPE_LINK):
         return None
     attrs = parse_attributes(body[IFADDRMSG.size :])
     # On a point-to-point device IFA_ADDRESS is the peer's. IPv6 has IFA_LOCAL only there.
-    raw = attrs.get(IFA_LOCAL, attrs.get(IFA_ADDRESS, b""))
+    raw = attrs.get(uapi.IFA_LOCAL, attrs.get(uapi.IFA_ADDRESS, b""))
     if len(raw) == 4:
         return Addr(V4_PREFIX + raw)
     return Addr(raw) if len(raw) == 16 else None
@@ -87,4 +74,4 @@ def watch_addresses(on_change: Callable[[], None], stop: threading.Event) -> Non
     """Calls `on_change` at once and after each change of an address, until `stop` is set. Run it
     in a separate thread.
     """
-    netlink.watch(RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR, on_change, stop)
+    netlink.watch(uapi.RTMGRP_IPV4_IFADDR | uapi.RTMGRP_IPV6_IFADDR, on_change, stop)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net import uapi
 from kbpf.kernel.net.addresses import IFADDRMSG, source_address_of
 from kbpf.kernel.net.netlink import (
     Message,
@@ -17,68 +18,31 @@ from kbpf.kernel.net.netlink import (
     parse_int32,
     parse_string,
 )
-from kbpf.kernel.net.uapi import (
-    ARPHRD_ETHER,
-    ARPHRD_IP6GRE,
-    ARPHRD_IPGRE,
-    ARPHRD_NONE,
-    ARPHRD_PPP,
-    ARPHRD_RAWIP,
-    ARPHRD_SIT,
-    ARPHRD_TUNNEL,
-    ARPHRD_TUNNEL6,
-    IFF_LOOPBACK,
-    IFF_POINTOPOINT,
-    IFF_UP,
-    IFLA_ADDRESS,
-    IFLA_AF_SPEC,
-    IFLA_BR_NF_CALL_IP6TABLES,
-    IFLA_BR_NF_CALL_IPTABLES,
-    IFLA_EXT_MASK,
-    IFLA_IFNAME,
-    IFLA_INET_CONF,
-    IFLA_INFO_DATA,
-    IFLA_INFO_KIND,
-    IFLA_LINK,
-    IFLA_LINK_NETNSID,
-    IFLA_LINKINFO,
-    IFLA_MASTER,
-    IFLA_MTU,
-    IPV4_DEVCONF_RP_FILTER,
-    RT_SCOPE_LINK,
-    RTEXT_FILTER_SKIP_STATS,
-    RTM_DELADDR,
-    RTM_DELLINK,
-    RTM_GETADDR,
-    RTM_GETLINK,
-    RTM_NEWADDR,
-    RTM_NEWLINK,
-    RTM_NEWTFILTER,
-    RTMGRP_IPV4_IFADDR,
-    RTMGRP_IPV6_IFADDR,
-    RTMGRP_LINK,
-    RTMGRP_TC,
-    TCA_KIND,
-)
 from kbpf.kernel.system import sysctl
 from kbpf.kernel.system.polling import wait_readable
 from kbpf.model.address import Addr
 
 HEADERLESS_LINK_TYPES: Final = frozenset(
     (
-        ARPHRD_PPP,
-        ARPHRD_RAWIP,
-        ARPHRD_TUNNEL,  # ipip
-        ARPHRD_TUNNEL6,
-        ARPHRD_SIT,
-        ARPHRD_IPGRE,
-        ARPHRD_IP6GRE,
-        ARPHRD_NONE,  # WireGuard and tun
+        uapi.ARPHRD_PPP,
+        uapi.ARPHRD_RAWIP,
+        uapi.ARPHRD_TUNNEL,  # ipip
+        uapi.ARPHRD_TUNNEL6,
+        uapi.ARPHRD_SIT,
+        uapi.ARPHRD_IPGRE,
+        uapi.ARPHRD_IP6GRE,
+        uapi.ARPHRD_NONE,  # WireGuard and tun
     )
 )
 """Link types whose packets have no link-layer header."""
 IP_TUNNEL_LINK_TYPES: Final = frozenset(
-    (ARPHRD_TUNNEL, ARPHRD_TUNNEL6, ARPHRD_SIT, ARPHRD_IPGRE, ARPHRD_IP6GRE)
+    (
+        uapi.ARPHRD_TUNNEL,
+        uapi.ARPHRD_TUNNEL6,
+        uapi.ARPHRD_SIT,
+        uapi.ARPHRD_IPGRE,
+        uapi.ARPHRD_IP6GRE,
+    )
 )
 """Link types of tunnels that encapsulate IP packets in IP: ipip, ip6tnl, sit, gre, ip6gre, vti."""
 
@@ -93,7 +57,9 @@ BRIDGE_NETFILTER: Final = (
 
 _TCMSG: Final = struct.Struct("=BxxxiIII")
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
-_EXT_MASK_ATTR: Final = pack_attribute(IFLA_EXT_MASK, struct.pack("=I", RTEXT_FILTER_SKIP_STATS))
+_EXT_MASK_ATTR: Final = pack_attribute(
+    uapi.IFLA_EXT_MASK, struct.pack("=I", uapi.RTEXT_FILTER_SKIP_STATS)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +85,7 @@ class Device:
     loopback: bool = False
     point_to_point: bool = False
     mtu: int = 1500
-    link_type: int = ARPHRD_ETHER
+    link_type: int = uapi.ARPHRD_ETHER
     master: int = 0
     link: int = 0
     peer_netns: int | None = None
@@ -132,7 +98,7 @@ class Device:
     @property
     def has_header(self) -> bool:
         """Whether its packets begin with an Ethernet header."""
-        return self.link_type == ARPHRD_ETHER
+        return self.link_type == uapi.ARPHRD_ETHER
 
     @property
     def is_ip_tunnel(self) -> bool:
@@ -148,11 +114,11 @@ class Device:
 def list_devices() -> tuple[Device, ...]:
     """Lists all devices, by ifindex."""
     with Rtnetlink() as netlink:
-        links = netlink.dump(RTM_GETLINK, _IFINFOMSG.pack(0, 0, 0, 0, 0) + _EXT_MASK_ATTR)
-        addresses = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(0, 0, 0, 0, 0))
+        links = netlink.dump(uapi.RTM_GETLINK, _IFINFOMSG.pack(0, 0, 0, 0, 0) + _EXT_MASK_ATTR)
+        addresses = netlink.dump(uapi.RTM_GETADDR, IFADDRMSG.pack(0, 0, 0, 0, 0))
     subnets = {ifindex for message in addresses for ifindex in _subnet_ifindex(message)}
     sources = _sources_by_ifindex(addresses)
-    links = [message for message in links if message.msg_type == RTM_NEWLINK]
+    links = [message for message in links if message.msg_type == uapi.RTM_NEWLINK]
     settings, rp_filter = _read_bridge_netfilter(), int(sysctl.read(RP_FILTER))
     devices = {
         device.ifindex: device
@@ -166,7 +132,9 @@ def _subnet_ifindex(message: Message) -> tuple[int, ...]:
     """The ifindex, if this address has neighbours."""
     family, prefix, _, scope, ifindex = IFADDRMSG.unpack_from(message.body)
     host_prefix = 32 if family == socket.AF_INET else 128
-    has_subnet = message.msg_type == RTM_NEWADDR and prefix < host_prefix and scope < RT_SCOPE_LINK
+    has_subnet = (
+        message.msg_type == uapi.RTM_NEWADDR and prefix < host_prefix and scope < uapi.RT_SCOPE_LINK
+    )
     return (ifindex,) if has_subnet else ()
 
 
@@ -174,7 +142,7 @@ def _sources_by_ifindex(messages: Iterable[Message]) -> Mapping[int, tuple[Addr,
     """Maps each ifindex to its source addresses, in the kernel's order."""
     sources: dict[int, tuple[Addr, ...]] = {}
     for message in messages:
-        address = source_address_of(message.body) if message.msg_type == RTM_NEWADDR else None
+        address = source_address_of(message.body) if message.msg_type == uapi.RTM_NEWADDR else None
         if address is not None:
             ifindex = IFADDRMSG.unpack_from(message.body)[4]
             sources[ifindex] = (*sources.get(ifindex, ()), address)
@@ -198,43 +166,48 @@ def _parse_device(
 ) -> Device:
     _, link_type, ifindex, flags, _ = _IFINFOMSG.unpack_from(message.body)
     attrs = parse_attributes(message.body[_IFINFOMSG.size :])
-    info = parse_attributes(attrs.get(IFLA_LINKINFO, b""))
-    peer_netns = attrs.get(IFLA_LINK_NETNSID)
-    kind = parse_string(info.get(IFLA_INFO_KIND, b""))
+    info = parse_attributes(attrs.get(uapi.IFLA_LINKINFO, b""))
+    peer_netns = attrs.get(uapi.IFLA_LINK_NETNSID)
+    kind = parse_string(info.get(uapi.IFLA_INFO_KIND, b""))
     return Device(
         ifindex=ifindex,
-        name=parse_string(attrs.get(IFLA_IFNAME, b"")),
+        name=parse_string(attrs.get(uapi.IFLA_IFNAME, b"")),
         kind=kind,
-        up=bool(flags & IFF_UP),
-        loopback=bool(flags & IFF_LOOPBACK),
-        point_to_point=bool(flags & IFF_POINTOPOINT),
-        mtu=parse_int32(attrs.get(IFLA_MTU)),
+        up=bool(flags & uapi.IFF_UP),
+        loopback=bool(flags & uapi.IFF_LOOPBACK),
+        point_to_point=bool(flags & uapi.IFF_POINTOPOINT),
+        mtu=parse_int32(attrs.get(uapi.IFLA_MTU)),
         link_type=link_type,
-        master=parse_int32(attrs.get(IFLA_MASTER)),
-        link=parse_int32(attrs.get(IFLA_LINK)),
+        master=parse_int32(attrs.get(uapi.IFLA_MASTER)),
+        link=parse_int32(attrs.get(uapi.IFLA_LINK)),
         peer_netns=None if peer_netns is None else parse_int32(peer_netns),
         has_subnet=ifindex in subnets,
-        mac=_parse_mac(attrs.get(IFLA_ADDRESS, b"")),
+        mac=_parse_mac(attrs.get(uapi.IFLA_ADDRESS, b"")),
         sources=sources.get(ifindex, ()),
         bridge_netfilter=kind == "bridge"
         and bool(bridge_netfilter)
-        and (any(bridge_netfilter) or _calls_netfilter(info.get(IFLA_INFO_DATA, b""))),
-        strict_filter=max(rp_filter, _own_rp_filter(attrs.get(IFLA_AF_SPEC, b""))) == 1,
+        and (any(bridge_netfilter) or _calls_netfilter(info.get(uapi.IFLA_INFO_DATA, b""))),
+        strict_filter=max(rp_filter, _own_rp_filter(attrs.get(uapi.IFLA_AF_SPEC, b""))) == 1,
     )
 
 
 def _own_rp_filter(raw: bytes) -> int:
     """A device's own setting. The kernel applies it or `all`, whichever is larger."""
     settings = parse_attributes(parse_attributes(raw).get(socket.AF_INET, b""))
-    numbers = memoryview(settings.get(IFLA_INET_CONF, b"")).cast("I")
-    return numbers[IPV4_DEVCONF_RP_FILTER - 1] if len(numbers) >= IPV4_DEVCONF_RP_FILTER else 0
+    numbers = memoryview(settings.get(uapi.IFLA_INET_CONF, b"")).cast("I")
+    return (
+        numbers[uapi.IPV4_DEVCONF_RP_FILTER - 1]
+        if len(numbers) >= uapi.IPV4_DEVCONF_RP_FILTER
+        else 0
+    )
 
 
 def _calls_netfilter(raw: bytes) -> bool:
     """Whether a bridge's own settings make its packets pass netfilter."""
     data = parse_attributes(raw)
     return any(
-        any(data.get(key, b"")) for key in (IFLA_BR_NF_CALL_IPTABLES, IFLA_BR_NF_CALL_IP6TABLES)
+        any(data.get(key, b""))
+        for key in (uapi.IFLA_BR_NF_CALL_IPTABLES, uapi.IFLA_BR_NF_CALL_IP6TABLES)
     )
 
 
@@ -262,8 +235,8 @@ class DeviceMonitor(Rtnetlink):
     """
 
     def __init__(self, own_filters: Collection[int] | None = None) -> None:
-        groups = RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
-        super().__init__(groups if own_filters is None else groups | RTMGRP_TC)
+        groups = uapi.RTMGRP_LINK | uapi.RTMGRP_IPV4_IFADDR | uapi.RTMGRP_IPV6_IFADDR
+        super().__init__(groups if own_filters is None else groups | uapi.RTMGRP_TC)
         self._own_filters = own_filters or ()
 
     def wait(self, timeout: float, wake_fd: int) -> DeviceEvents:
@@ -281,19 +254,21 @@ class DeviceMonitor(Rtnetlink):
         )
 
     def _is_foreign_filter(self, message: Message) -> bool:
-        if message.msg_type != RTM_NEWTFILTER:
+        if message.msg_type != uapi.RTM_NEWTFILTER:
             return False
         handle: int = _TCMSG.unpack_from(message.body)[2]
-        kind = parse_attributes(message.body[_TCMSG.size :]).get(TCA_KIND, b"")
+        kind = parse_attributes(message.body[_TCMSG.size :]).get(uapi.TCA_KIND, b"")
         return parse_string(kind) == "bpf" and handle not in self._own_filters
 
 
-_DEVICE_MESSAGES: Final = frozenset((RTM_NEWLINK, RTM_DELLINK, RTM_NEWADDR, RTM_DELADDR))
+_DEVICE_MESSAGES: Final = frozenset(
+    (uapi.RTM_NEWLINK, uapi.RTM_DELLINK, uapi.RTM_NEWADDR, uapi.RTM_DELADDR)
+)
 
 
 def _is_deletion(message: Message) -> bool:
     # A bridge reports a port that left it with the same message type, in family AF_BRIDGE.
-    if message.msg_type != RTM_DELLINK:
+    if message.msg_type != uapi.RTM_DELLINK:
         return False
     family: int = _IFINFOMSG.unpack_from(message.body)[0]
     return family == socket.AF_UNSPEC

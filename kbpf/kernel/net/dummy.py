@@ -15,47 +15,20 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net import uapi
 from kbpf.kernel.net.addresses import IFADDRMSG
 from kbpf.kernel.net.netlink import (
     NetlinkRequest,
     Rtnetlink,
     pack_attribute,
+    pack_string,
     parse_attributes,
     parse_string,
-)
-from kbpf.kernel.net.uapi import (
-    IFA_ADDRESS,
-    IFA_CACHEINFO,
-    IFA_F_NODAD,
-    IFA_F_NOPREFIXROUTE,
-    IFA_F_PERMANENT,
-    IFA_FLAGS,
-    IFA_LOCAL,
-    IFF_UP,
-    IFLA_AF_SPEC,
-    IFLA_IFALIAS,
-    IFLA_IFNAME,
-    IFLA_INET6_ADDR_GEN_MODE,
-    IFLA_INFO_KIND,
-    IFLA_LINKINFO,
-    IN6_ADDR_GEN_MODE_NONE,
-    INFINITY_LIFE_TIME,
-    NLM_F_CREATE,
-    NLM_F_EXCL,
-    RT_SCOPE_HOST,
-    RT_SCOPE_LINK,
-    RT_SCOPE_UNIVERSE,
-    RTM_DELADDR,
-    RTM_DELLINK,
-    RTM_GETADDR,
-    RTM_GETLINK,
-    RTM_NEWADDR,
-    RTM_NEWLINK,
 )
 from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
 
 # Without duplicate address detection, which would delay the use of an address by a second.
-ADDRESS_FLAGS: Final = IFA_F_NODAD | IFA_F_PERMANENT | IFA_F_NOPREFIXROUTE
+ADDRESS_FLAGS: Final = uapi.IFA_F_NODAD | uapi.IFA_F_PERMANENT | uapi.IFA_F_NOPREFIXROUTE
 IPV6_SYSCTLS: Final = Path("/proc/sys/net/ipv6/conf")
 FATAL_ERRNOS: Final = frozenset((errno.ENODEV, errno.EPERM))
 """Errors that apply to every address on the device."""
@@ -80,7 +53,8 @@ def find_device(name: str) -> DeviceIdentity | None:
     with Rtnetlink() as netlink:
         try:
             body = netlink.request(
-                RTM_GETLINK, _EMPTY_IFINFOMSG + pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
+                uapi.RTM_GETLINK,
+                _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name),
             )[0].body
         except KernelError as error:
             if error.errno != errno.ENODEV:
@@ -90,19 +64,20 @@ def find_device(name: str) -> DeviceIdentity | None:
 
 
 def _parse_identity(attrs: Mapping[int, bytes]) -> DeviceIdentity:
-    info = parse_attributes(attrs.get(IFLA_LINKINFO, b""))
+    info = parse_attributes(attrs.get(uapi.IFLA_LINKINFO, b""))
     return DeviceIdentity(
-        parse_string(info.get(IFLA_INFO_KIND, b"")), parse_string(attrs.get(IFLA_IFALIAS, b""))
+        parse_string(info.get(uapi.IFLA_INFO_KIND, b"")),
+        parse_string(attrs.get(uapi.IFLA_IFALIAS, b"")),
     )
 
 
 def list_ours() -> tuple[str, ...]:
     """Lists the names of all dummy devices with our alias."""
     with Rtnetlink() as netlink:
-        messages = netlink.dump(RTM_GETLINK, _EMPTY_IFINFOMSG)
+        messages = netlink.dump(uapi.RTM_GETLINK, _EMPTY_IFINFOMSG)
     links = (parse_attributes(message.body[_IFINFOMSG.size :]) for message in messages)
     return tuple(
-        parse_string(attrs[IFLA_IFNAME])
+        parse_string(attrs[uapi.IFLA_IFNAME])
         for attrs in links
         if _parse_identity(attrs) == (KIND, ALIAS)
     )
@@ -127,16 +102,16 @@ def ensure(name: str) -> int:
             "a device of this name exists that kbpf did not create", name,
             "remove it, or give kbpf another name with --ipvs-device", errno.EEXIST,
         )  # fmt: skip
-    name_attr = pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
-    linkinfo_attr = pack_attribute(
-        IFLA_LINKINFO, pack_attribute(IFLA_INFO_KIND, KIND.encode() + b"\0")
-    )
-    gen_mode = pack_attribute(IFLA_INET6_ADDR_GEN_MODE, bytes((IN6_ADDR_GEN_MODE_NONE,)))
-    no_link_local = pack_attribute(IFLA_AF_SPEC, pack_attribute(socket.AF_INET6, gen_mode))
+    name_attr = pack_string(uapi.IFLA_IFNAME, name)
+    linkinfo_attr = pack_attribute(uapi.IFLA_LINKINFO, pack_string(uapi.IFLA_INFO_KIND, KIND))
+    gen_mode = pack_attribute(uapi.IFLA_INET6_ADDR_GEN_MODE, bytes((uapi.IN6_ADDR_GEN_MODE_NONE,)))
+    no_link_local = pack_attribute(uapi.IFLA_AF_SPEC, pack_attribute(socket.AF_INET6, gen_mode))
     with Rtnetlink() as netlink:
         try:
             netlink.request(
-                RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + linkinfo_attr, NLM_F_CREATE | NLM_F_EXCL
+                uapi.RTM_NEWLINK,
+                _EMPTY_IFINFOMSG + name_attr + linkinfo_attr,
+                uapi.NLM_F_CREATE | uapi.NLM_F_EXCL,
             )
         except KernelError as error:
             if error.errno != errno.EEXIST:
@@ -145,10 +120,11 @@ def ensure(name: str) -> int:
                     "load the kernel module dummy (modprobe dummy)", error.errno,
                 ) from error  # fmt: skip
         with contextlib.suppress(KernelError):  # the kernel has no IPv6
-            netlink.request(RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + no_link_local)
-        alias_attr = pack_attribute(IFLA_IFALIAS, ALIAS.encode())
+            netlink.request(uapi.RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + no_link_local)
+        alias_attr = pack_attribute(uapi.IFLA_IFALIAS, ALIAS.encode())
         netlink.request(
-            RTM_NEWLINK, _IFINFOMSG.pack(0, 0, 0, IFF_UP, IFF_UP) + name_attr + alias_attr
+            uapi.RTM_NEWLINK,
+            _IFINFOMSG.pack(0, 0, 0, uapi.IFF_UP, uapi.IFF_UP) + name_attr + alias_attr,
         )
     try:
         return get_ifindex(name)
@@ -173,10 +149,10 @@ def accepts_ipv6(name: str) -> bool:
 
 def remove(name: str) -> bool:
     """Removes the device with its addresses; returns whether it existed."""
-    body = _EMPTY_IFINFOMSG + pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
+    body = _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name)
     with Rtnetlink() as netlink:
         try:
-            netlink.request(RTM_DELLINK, body)
+            netlink.request(uapi.RTM_DELLINK, body)
         except KernelError as error:
             if error.errno != errno.ENODEV:
                 raise
@@ -189,20 +165,20 @@ def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr
     Loopback addresses are included, link-local ones are not.
     """
     with Rtnetlink() as netlink:
-        messages = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
+        messages = netlink.dump(uapi.RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
     excluded_indexes = {get_ifindex_or_zero(name) for name in excluded_devices}
     own: set[Addr] = set()
     foreign: set[Addr] = set()
     for message in messages:
         _, _, _, scope, message_ifindex = IFADDRMSG.unpack_from(message.body)
         if (
-            message.msg_type != RTM_NEWADDR
-            or scope == RT_SCOPE_LINK
+            message.msg_type != uapi.RTM_NEWADDR
+            or scope == uapi.RT_SCOPE_LINK
             or message_ifindex in excluded_indexes
         ):
             continue
         attrs = parse_attributes(message.body[IFADDRMSG.size :])
-        raw = attrs.get(IFA_LOCAL, attrs.get(IFA_ADDRESS, b""))
+        raw = attrs.get(uapi.IFA_LOCAL, attrs.get(uapi.IFA_ADDRESS, b""))
         address = Addr(V4_PREFIX + raw) if len(raw) == 4 else Addr(raw)
         (own if message_ifindex == ifindex else foreign).add(address)
     return frozenset(own), frozenset(foreign)
@@ -228,8 +204,10 @@ def add_addresses(ifindex: int, addresses: Iterable[Addr]) -> dict[Addr, KernelE
     """Adds these addresses; existing ones are kept. Returns the addresses that the kernel refused,
     with the error. Raises KernelError if it accepts none on this device.
     """
-    flags = NLM_F_CREATE | NLM_F_EXCL
-    errors = dict(_send_requests(RTM_NEWADDR, ifindex, list(addresses), flags, (errno.EEXIST,)))
+    flags = uapi.NLM_F_CREATE | uapi.NLM_F_EXCL
+    errors = dict(
+        _send_requests(uapi.RTM_NEWADDR, ifindex, list(addresses), flags, (errno.EEXIST,))
+    )
     if fatal := next((e for e in errors.values() if e.errno in FATAL_ERRNOS), None):
         raise fatal
     return errors
@@ -238,7 +216,7 @@ def add_addresses(ifindex: int, addresses: Iterable[Addr]) -> dict[Addr, KernelE
 def delete_addresses(ifindex: int, addresses: Iterable[Addr]) -> None:
     """Removes these addresses; missing ones are ignored."""
     for _, error in _send_requests(
-        RTM_DELADDR, ifindex, list(addresses), 0, (errno.EADDRNOTAVAIL,)
+        uapi.RTM_DELADDR, ifindex, list(addresses), 0, (errno.EADDRNOTAVAIL,)
     ):
         raise error
 
@@ -255,7 +233,7 @@ def _send_requests(
         )
     for address, code in zip(addresses, codes, strict=True):
         if code and code not in ignored_errnos:
-            action = "add" if msg_type == RTM_NEWADDR else "remove"
+            action = "add" if msg_type == uapi.RTM_NEWADDR else "remove"
             where = f"{format_addr(address)} at device {ifindex}"
             error = KernelError(f"cannot {action} the address", where, os.strerror(code), code)
             yield address, error
@@ -265,14 +243,18 @@ def _encode_address(ifindex: int, address: Addr) -> bytes:
     if family_of(address) == 4:
         raw = address[12:]
         # ifa_flags has 8 bits. IFA_F_NOPREFIXROUTE is a higher one, but a /32 has no prefix route.
-        header = IFADDRMSG.pack(socket.AF_INET, 32, ADDRESS_FLAGS & 0xFF, RT_SCOPE_HOST, ifindex)
-        return header + pack_attribute(IFA_LOCAL, raw) + pack_attribute(IFA_ADDRESS, raw)
-    header = IFADDRMSG.pack(socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, RT_SCOPE_UNIVERSE, ifindex)
+        header = IFADDRMSG.pack(
+            socket.AF_INET, 32, ADDRESS_FLAGS & 0xFF, uapi.RT_SCOPE_HOST, ifindex
+        )
+        return header + pack_attribute(uapi.IFA_LOCAL, raw) + pack_attribute(uapi.IFA_ADDRESS, raw)
+    header = IFADDRMSG.pack(
+        socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, uapi.RT_SCOPE_UNIVERSE, ifindex
+    )
     return (
         header
-        + pack_attribute(IFA_LOCAL, address)
-        + pack_attribute(IFA_ADDRESS, address)
+        + pack_attribute(uapi.IFA_LOCAL, address)
+        + pack_attribute(uapi.IFA_ADDRESS, address)
         # A preferred lifetime of 0 s makes the address deprecated.
-        + pack_attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, INFINITY_LIFE_TIME, 0, 0))
-        + pack_attribute(IFA_FLAGS, struct.pack("=I", ADDRESS_FLAGS))
+        + pack_attribute(uapi.IFA_CACHEINFO, _CACHEINFO.pack(0, uapi.INFINITY_LIFE_TIME, 0, 0))
+        + pack_attribute(uapi.IFA_FLAGS, struct.pack("=I", ADDRESS_FLAGS))
     )

@@ -17,54 +17,16 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import (
     Netlink,
     NetlinkRequest,
     pack_attribute,
+    pack_nested,
+    pack_string,
     parse_attributes,
     parse_int32,
     parse_string,
-)
-from kbpf.kernel.net.uapi import (
-    CTRL_ATTR_FAMILY_ID,
-    CTRL_ATTR_FAMILY_NAME,
-    CTRL_CMD_GETFAMILY,
-    GENL_ID_CTRL,
-    IP_VS_CONN_F_MASQ,
-    IPVS_CMD_ATTR_DEST,
-    IPVS_CMD_ATTR_SERVICE,
-    IPVS_CMD_ATTR_TIMEOUT_TCP,
-    IPVS_CMD_ATTR_TIMEOUT_TCP_FIN,
-    IPVS_CMD_ATTR_TIMEOUT_UDP,
-    IPVS_DEST_ATTR_ACTIVE_CONNS,
-    IPVS_DEST_ATTR_ADDR,
-    IPVS_DEST_ATTR_ADDR_FAMILY,
-    IPVS_DEST_ATTR_FWD_METHOD,
-    IPVS_DEST_ATTR_INACT_CONNS,
-    IPVS_DEST_ATTR_L_THRESH,
-    IPVS_DEST_ATTR_PORT,
-    IPVS_DEST_ATTR_STATS64,
-    IPVS_DEST_ATTR_U_THRESH,
-    IPVS_DEST_ATTR_WEIGHT,
-    IPVS_GENL_NAME,
-    IPVS_GENL_VERSION,
-    IPVS_STATS_ATTR_CONNS,
-    IPVS_STATS_ATTR_INBYTES,
-    IPVS_STATS_ATTR_OUTBYTES,
-    IPVS_SVC_ATTR_ADDR,
-    IPVS_SVC_ATTR_AF,
-    IPVS_SVC_ATTR_FLAGS,
-    IPVS_SVC_ATTR_FWMARK,
-    IPVS_SVC_ATTR_NETMASK,
-    IPVS_SVC_ATTR_PORT,
-    IPVS_SVC_ATTR_PROTOCOL,
-    IPVS_SVC_ATTR_SCHED_NAME,
-    IPVS_SVC_ATTR_STATS64,
-    IPVS_SVC_ATTR_TIMEOUT,
-    NETLINK_GENERIC,
-    NLA_F_NESTED,
-    NLM_F_CREATE,
-    NLM_F_EXCL,
 )
 from kbpf.kernel.system import sysctl
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
@@ -80,16 +42,20 @@ HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
 
 _VERBS: Final = {"NEW": "create", "SET": "change", "DEL": "delete", "GET": "read"}
 _NOUNS: Final = {"SERVICE": "virtual service", "DEST": "real server"}
-_STATS_ATTRS: Final = (IPVS_STATS_ATTR_CONNS, IPVS_STATS_ATTR_INBYTES, IPVS_STATS_ATTR_OUTBYTES)
+_STATS_ATTRS: Final = (
+    uapi.IPVS_STATS_ATTR_CONNS,
+    uapi.IPVS_STATS_ATTR_INBYTES,
+    uapi.IPVS_STATS_ATTR_OUTBYTES,
+)
 _GENLMSGHDR: Final = struct.Struct("=BBH")  # command, version, reserved
 _IP_VS_FLAGS: Final = struct.Struct("=II")  # the flags, and the mask of those that are set
 _U16: Final = struct.Struct("=H")
 _U32: Final = struct.Struct("=I")
 _BE16: Final = struct.Struct(">H")
 _TIMEOUT_ATTRS: Final = (
-    IPVS_CMD_ATTR_TIMEOUT_TCP,
-    IPVS_CMD_ATTR_TIMEOUT_TCP_FIN,
-    IPVS_CMD_ATTR_TIMEOUT_UDP,
+    uapi.IPVS_CMD_ATTR_TIMEOUT_TCP,
+    uapi.IPVS_CMD_ATTR_TIMEOUT_TCP_FIN,
+    uapi.IPVS_CMD_ATTR_TIMEOUT_UDP,
 )
 
 
@@ -258,11 +224,13 @@ def _parse_proc_address(field: str) -> Addr:
 def encode_request(request: IpvsRequest) -> bytes:
     """Encodes the message body: genetlink header and attributes."""
     parts = [
-        _GENLMSGHDR.pack(request.command, IPVS_GENL_VERSION, 0),
-        _nest(IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
+        _GENLMSGHDR.pack(request.command, uapi.IPVS_GENL_VERSION, 0),
+        pack_nested(uapi.IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
     ]
     if request.server is not None:
-        parts.append(_nest(IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight)))
+        parts.append(
+            pack_nested(uapi.IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight))
+        )
     return b"".join(parts)
 
 
@@ -273,7 +241,9 @@ def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
         for attr_type, seconds in zip(_TIMEOUT_ATTRS, timeouts, strict=True)
         if seconds
     )
-    return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, IPVS_GENL_VERSION, 0) + b"".join(attrs)
+    return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, uapi.IPVS_GENL_VERSION, 0) + b"".join(
+        attrs
+    )
 
 
 def decode_timeouts(body: bytes) -> ConnectionTimeouts:
@@ -282,33 +252,31 @@ def decode_timeouts(body: bytes) -> ConnectionTimeouts:
     return ConnectionTimeouts(*(parse_int32(attrs.get(attr_type)) for attr_type in _TIMEOUT_ATTRS))
 
 
-def _nest(attr_type: int, value: bytes) -> bytes:
-    return pack_attribute(attr_type | NLA_F_NESTED, value)
-
-
 def _encode_service(request: IpvsRequest) -> bytes:
     service, settings = request.service, request.settings
     v4 = family_of(service.address) == 4
     # Family, protocol and mark are in host order, port and address in network order.
-    parts = [pack_attribute(IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
+    parts = [
+        pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))
+    ]
     if service.fwmark:
-        parts.append(pack_attribute(IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
     else:
-        parts.append(pack_attribute(IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)))
-        parts.append(pack_attribute(IPVS_SVC_ATTR_ADDR, _encode_address(service.address)))
-        parts.append(pack_attribute(IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)))
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)))
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, _encode_address(service.address)))
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)))
     if settings is not None:
         flags = settings.flags | (
             IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0
         )
-        parts.append(pack_attribute(IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler.encode() + b"\0"))
+        parts.append(pack_string(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler))
         parts.append(
-            pack_attribute(IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag)))
+            pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag)))
         )
-        parts.append(pack_attribute(IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)))
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)))
         # Persistence is per client address: a mask in network order, or an IPv6 prefix length.
         netmask = b"\xff\xff\xff\xff" if v4 else _U32.pack(128)
-        parts.append(pack_attribute(IPVS_SVC_ATTR_NETMASK, netmask))
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_NETMASK, netmask))
     return b"".join(parts)
 
 
@@ -317,15 +285,16 @@ def _encode_server(server: RealServerKey, weight: int) -> bytes:
     return b"".join(
         (
             pack_attribute(
-                IPVS_DEST_ATTR_ADDR_FAMILY, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6)
+                uapi.IPVS_DEST_ATTR_ADDR_FAMILY,
+                _U16.pack(socket.AF_INET if v4 else socket.AF_INET6),
             ),
-            pack_attribute(IPVS_DEST_ATTR_ADDR, _encode_address(server.address)),
-            pack_attribute(IPVS_DEST_ATTR_PORT, _BE16.pack(server.port)),
-            pack_attribute(IPVS_DEST_ATTR_FWD_METHOD, _U32.pack(IP_VS_CONN_F_MASQ)),
-            pack_attribute(IPVS_DEST_ATTR_WEIGHT, _U32.pack(weight)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_ADDR, _encode_address(server.address)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_PORT, _BE16.pack(server.port)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_FWD_METHOD, _U32.pack(uapi.IP_VS_CONN_F_MASQ)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_WEIGHT, _U32.pack(weight)),
             # 0 is no limit. The kernel rejects a new server without thresholds (EINVAL).
-            pack_attribute(IPVS_DEST_ATTR_U_THRESH, _U32.pack(0)),
-            pack_attribute(IPVS_DEST_ATTR_L_THRESH, _U32.pack(0)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_U_THRESH, _U32.pack(0)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_L_THRESH, _U32.pack(0)),
         )
     )
 
@@ -341,14 +310,14 @@ def _decode_address(raw: bytes, family: int) -> Addr:
 
 def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettings]:
     """Decodes a reply to IPVS_CMD_GET_SERVICE."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
-    family = _U16.unpack(attrs[IPVS_SVC_ATTR_AF])[0]
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
+    family = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_AF])[0]
     wildcard = ANY4 if family == socket.AF_INET else ANY6
-    fwmark = parse_int32(attrs.get(IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF  # it is unsigned
-    flags = _IP_VS_FLAGS.unpack(attrs[IPVS_SVC_ATTR_FLAGS])[0]
+    fwmark = parse_int32(attrs.get(uapi.IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF  # it is unsigned
+    flags = _IP_VS_FLAGS.unpack(attrs[uapi.IPVS_SVC_ATTR_FLAGS])[0]
     settings = VirtualServiceSettings(
-        parse_string(attrs[IPVS_SVC_ATTR_SCHED_NAME]),
-        parse_int32(attrs.get(IPVS_SVC_ATTR_TIMEOUT))
+        parse_string(attrs[uapi.IPVS_SVC_ATTR_SCHED_NAME]),
+        parse_int32(attrs.get(uapi.IPVS_SVC_ATTR_TIMEOUT))
         if flags & IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT
         else 0,
         IpvsServiceFlag(
@@ -361,16 +330,16 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
     )
     if fwmark:
         return VirtualServiceKey(socket.IPPROTO_TCP, wildcard, 0, fwmark), settings
-    address = _decode_address(attrs[IPVS_SVC_ATTR_ADDR], family)
-    port = _BE16.unpack(attrs[IPVS_SVC_ATTR_PORT])[0]
-    protocol = _U16.unpack(attrs[IPVS_SVC_ATTR_PROTOCOL])[0]
+    address = _decode_address(attrs[uapi.IPVS_SVC_ATTR_ADDR], family)
+    port = _BE16.unpack(attrs[uapi.IPVS_SVC_ATTR_PORT])[0]
+    protocol = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_PROTOCOL])[0]
     return VirtualServiceKey(protocol, address, port), settings
 
 
 def decode_stats(body: bytes) -> tuple[VirtualServiceKey, ConnectionStats]:
     """Decodes the counters in the same reply: IPVS_COUNTERS since the service was created."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
-    return decode_service(body)[0], _decode_counters(attrs.get(IPVS_SVC_ATTR_STATS64, b""))
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
+    return decode_service(body)[0], _decode_counters(attrs.get(uapi.IPVS_SVC_ATTR_STATS64, b""))
 
 
 def _decode_counters(raw: bytes) -> ConnectionStats:
@@ -384,21 +353,21 @@ def _decode_counters(raw: bytes) -> ConnectionStats:
 
 def decode_server(body: bytes, family: int) -> RealServerStatus:
     """Decodes a reply to IPVS_CMD_GET_DEST. `family` is that of the service, 4 or 6."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_DEST])
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_DEST])
     service_family = socket.AF_INET if family == 4 else socket.AF_INET6
     # Servers may have another family than their service (tunnels); old kernels do not report it.
     server_family = (
-        _U16.unpack(attrs[IPVS_DEST_ATTR_ADDR_FAMILY])[0]
-        if IPVS_DEST_ATTR_ADDR_FAMILY in attrs
+        _U16.unpack(attrs[uapi.IPVS_DEST_ATTR_ADDR_FAMILY])[0]
+        if uapi.IPVS_DEST_ATTR_ADDR_FAMILY in attrs
         else service_family
     )
-    address = _decode_address(attrs[IPVS_DEST_ATTR_ADDR], server_family)
+    address = _decode_address(attrs[uapi.IPVS_DEST_ATTR_ADDR], server_family)
     return RealServerStatus(
-        RealServerKey(address, _BE16.unpack(attrs[IPVS_DEST_ATTR_PORT])[0]),
-        parse_int32(attrs[IPVS_DEST_ATTR_WEIGHT]),
-        parse_int32(attrs.get(IPVS_DEST_ATTR_ACTIVE_CONNS)),
-        parse_int32(attrs.get(IPVS_DEST_ATTR_INACT_CONNS)),
-        _decode_counters(attrs.get(IPVS_DEST_ATTR_STATS64, b"")),
+        RealServerKey(address, _BE16.unpack(attrs[uapi.IPVS_DEST_ATTR_PORT])[0]),
+        parse_int32(attrs[uapi.IPVS_DEST_ATTR_WEIGHT]),
+        parse_int32(attrs.get(uapi.IPVS_DEST_ATTR_ACTIVE_CONNS)),
+        parse_int32(attrs.get(uapi.IPVS_DEST_ATTR_INACT_CONNS)),
+        _decode_counters(attrs.get(uapi.IPVS_DEST_ATTR_STATS64, b"")),
     )
 
 
@@ -409,7 +378,7 @@ class IpvsClient:
     """A netlink connection to IPVS. Raises KernelError with ENOENT if the kernel has no IPVS."""
 
     def __init__(self) -> None:
-        self._netlink = Netlink(NETLINK_GENERIC, "IPVS")
+        self._netlink = Netlink(uapi.NETLINK_GENERIC, "IPVS")
         try:
             self._family_id = self._resolve_family()
         except KernelError:
@@ -417,22 +386,22 @@ class IpvsClient:
             raise
 
     def _resolve_family(self) -> int:
-        body = _GENLMSGHDR.pack(CTRL_CMD_GETFAMILY, 1, 0) + pack_attribute(
-            CTRL_ATTR_FAMILY_NAME, IPVS_GENL_NAME.encode() + b"\0"
+        body = _GENLMSGHDR.pack(uapi.CTRL_CMD_GETFAMILY, 1, 0) + pack_string(
+            uapi.CTRL_ATTR_FAMILY_NAME, uapi.IPVS_GENL_NAME
         )
         try:
-            reply = self._netlink.request(GENL_ID_CTRL, body)
+            reply = self._netlink.request(uapi.GENL_ID_CTRL, body)
         except KernelError as error:
             raise KernelError("this kernel has no IPVS", "", HINT, error.errno) from error
         attrs = parse_attributes(reply[0].body[_GENLMSGHDR.size :])
-        return int(_U16.unpack(attrs[CTRL_ATTR_FAMILY_ID])[0])
+        return int(_U16.unpack(attrs[uapi.CTRL_ATTR_FAMILY_ID])[0])
 
     def close(self) -> None:
         self._netlink.close()
 
     def read_timeouts(self) -> ConnectionTimeouts:
         """Reads the timeouts of this network namespace."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, IPVS_GENL_VERSION, 0)
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, uapi.IPVS_GENL_VERSION, 0)
         return decode_timeouts(self._netlink.request(self._family_id, body)[0].body)
 
     def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
@@ -441,7 +410,7 @@ class IpvsClient:
 
     def list_services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
         """Lists all virtual services, including those of other programs."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, IPVS_GENL_VERSION, 0)
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
         messages = self._netlink.dump(self._family_id, body)
         return [decode_service(message.body) for message in messages]
 
@@ -458,7 +427,7 @@ class IpvsClient:
 
     def read_stats(self) -> list[tuple[VirtualServiceKey, ConnectionStats]]:
         """Reads the counters of all virtual services, including those of other programs."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, IPVS_GENL_VERSION, 0)
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
         messages = self._netlink.dump(self._family_id, body)
         return [decode_stats(message.body) for message in messages]
 
@@ -490,7 +459,7 @@ class IpvsClient:
                 NetlinkRequest(
                     self._family_id,
                     encode_request(request),
-                    NLM_F_CREATE | NLM_F_EXCL if request.command in creates else 0,
+                    uapi.NLM_F_CREATE | uapi.NLM_F_EXCL if request.command in creates else 0,
                 )
                 for request in requests
             ]

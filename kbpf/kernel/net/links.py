@@ -17,10 +17,7 @@ from typing import Any, Final, Self
 from pyroute2 import IPRoute, NetlinkError, netns
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.uapi import (
-    IFA_F_NODAD,
-    RTN_LOCAL,
-)
+from kbpf.kernel.net.uapi import IFA_F_NODAD, RTN_LOCAL
 
 LOCAL_ROUTE_TIMEOUT_S: Final = 10.0
 NETNS_DIR: Final = Path("/run/netns")

@@ -14,20 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from kbpf.errors import KernelError, kernel_errors
-from kbpf.kernel.net.uapi import (
-    NETLINK_CAP_ACK,
-    NETLINK_EXT_ACK,
-    NLA_TYPE_MASK,
-    NLM_F_ACK,
-    NLM_F_DUMP,
-    NLM_F_DUMP_INTR,
-    NLM_F_REQUEST,
-    NLMSG_DONE,
-    NLMSG_ERROR,
-    NLMSGERR_ATTR_MSG,
-    SO_RCVBUFFORCE,
-    SOL_NETLINK,
-)
+from kbpf.kernel.net import uapi
 from kbpf.kernel.system import threads
 from kbpf.kernel.system.polling import wait_readable
 
@@ -78,16 +65,29 @@ def pack_attribute(attr_type: int, value: bytes) -> bytes:
     return _NLATTR.pack(4 + len(value), attr_type) + value + bytes(-len(value) % 4)
 
 
+def pack_nested(attr_type: int, *inner: bytes) -> bytes:
+    """Encodes an attribute that contains these attributes."""
+    return pack_attribute(attr_type | uapi.NLA_F_NESTED, b"".join(inner))
+
+
+def pack_string(attr_type: int, text: str) -> bytes:
+    """Encodes an attribute with a zero-terminated string."""
+    return pack_attribute(attr_type, text.encode() + b"\0")
+
+
 def parse_attributes(raw: bytes) -> dict[int, bytes]:
     """Maps attribute types, without the flags for nesting and byte order, to values."""
-    attrs = {}
+    return dict(iterate_attributes(raw))
+
+
+def iterate_attributes(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """The same in order, for lists of attributes of one type."""
     while len(raw) >= _NLATTR.size:
         length, attr_type = _NLATTR.unpack_from(raw)
         if length < _NLATTR.size:
             break
-        attrs[attr_type & NLA_TYPE_MASK] = raw[_NLATTR.size : length]
+        yield attr_type & uapi.NLA_TYPE_MASK, raw[_NLATTR.size : length]
         raw = raw[(length + 3) & ~3 :]  # `length` does not include the padding
-    return attrs
 
 
 def parse_string(raw: bytes) -> str:
@@ -126,8 +126,8 @@ class Netlink:
             try:
                 sock.bind((0, self._groups))
                 # Acknowledgements carry the kernel's error text instead of a copy of our request.
-                sock.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
-                sock.setsockopt(SOL_NETLINK, NETLINK_EXT_ACK, 1)
+                sock.setsockopt(uapi.SOL_NETLINK, uapi.NETLINK_CAP_ACK, 1)
+                sock.setsockopt(uapi.SOL_NETLINK, uapi.NETLINK_EXT_ACK, 1)
             except OSError:
                 sock.close()
                 raise
@@ -146,7 +146,7 @@ class Netlink:
         """Sends a request; returns the messages before its acknowledgement. The kernel's error
         text, if any, is the hint of the KernelError.
         """
-        return self._exchange(msg_type, flags | NLM_F_REQUEST | NLM_F_ACK, body)
+        return self._exchange(msg_type, flags | uapi.NLM_F_REQUEST | uapi.NLM_F_ACK, body)
 
     def dump(self, msg_type: int, body: bytes) -> list[Message]:
         """Dumps all objects of one kind. If the replies overflow the receive buffer, the dump is
@@ -160,7 +160,7 @@ class Netlink:
                 raise
         self.close()
         self.socket = self._open()
-        for option in (socket.SO_RCVBUF, SO_RCVBUFFORCE):
+        for option in (socket.SO_RCVBUF, uapi.SO_RCVBUFFORCE):
             with contextlib.suppress(OSError):  # SO_RCVBUFFORCE needs CAP_NET_ADMIN
                 self.socket.setsockopt(socket.SOL_SOCKET, option, LARGE_RCVBUF)
         return self._dump(msg_type, body)
@@ -168,8 +168,8 @@ class Netlink:
     def _dump(self, msg_type: int, body: bytes) -> list[Message]:
         messages: list[Message] = []
         for _ in range(MAX_DUMP_TRIES):
-            messages = self._exchange(msg_type, NLM_F_REQUEST | NLM_F_DUMP, body)
-            if not any(message.flags & NLM_F_DUMP_INTR for message in messages):
+            messages = self._exchange(msg_type, uapi.NLM_F_REQUEST | uapi.NLM_F_DUMP, body)
+            if not any(message.flags & uapi.NLM_F_DUMP_INTR for message in messages):
                 break
         return messages
 
@@ -177,7 +177,7 @@ class Netlink:
         """Dumps objects of one kind as the caller asks for them. A caller that stops earlier has to
         close the socket.
         """
-        yield from self._stream(msg_type, NLM_F_REQUEST | NLM_F_DUMP, body)
+        yield from self._stream(msg_type, uapi.NLM_F_REQUEST | uapi.NLM_F_DUMP, body)
 
     def request_many(self, requests: Sequence[NetlinkRequest]) -> list[int]:
         """Sends all requests in order, regardless of errors; returns an errno for each, 0 for
@@ -191,7 +191,9 @@ class Netlink:
     def _request_together(self, requests: Sequence[NetlinkRequest]) -> list[int]:
         datagram = bytearray()
         for sequence, (msg_type, body, flags) in enumerate(requests):
-            datagram += _pack_message(msg_type, flags | NLM_F_REQUEST | NLM_F_ACK, sequence, body)
+            datagram += _pack_message(
+                msg_type, flags | uapi.NLM_F_REQUEST | uapi.NLM_F_ACK, sequence, body
+            )
         self._send(datagram)
         # Each request is acknowledged, several per datagram; the sequence number says which one.
         codes: dict[int, int] = {}
@@ -199,7 +201,7 @@ class Netlink:
             data = self._receive()
             while len(data) >= _NLMSGHDR.size:
                 length, msg_type, _, reply_sequence, _ = _NLMSGHDR.unpack_from(data)
-                if msg_type == NLMSG_ERROR:
+                if msg_type == uapi.NLMSG_ERROR:
                     codes[reply_sequence] = -parse_int32(data[_NLMSGHDR.size : _NLMSGHDR.size + 4])
                 # At least a header, or a corrupt length of 0 would loop forever.
                 data = data[max(_NLMSGHDR.size, (length + 3) & ~3) :]
@@ -214,17 +216,19 @@ class Netlink:
         # Only the requests between begin and end ask for an acknowledgement.
         framed_requests = (
             (begin, 0),
-            *((request, NLM_F_REQUEST | NLM_F_ACK) for request in requests),
+            *((request, uapi.NLM_F_REQUEST | uapi.NLM_F_ACK) for request in requests),
             (end, 0),
         )
         datagram = bytearray()
         for sequence, ((msg_type, body, flags), extra_flags) in enumerate(framed_requests):
-            datagram += _pack_message(msg_type, flags | extra_flags | NLM_F_REQUEST, sequence, body)
+            datagram += _pack_message(
+                msg_type, flags | extra_flags | uapi.NLM_F_REQUEST, sequence, body
+            )
         self._send(datagram)
         acknowledged = 0
         while acknowledged < len(requests):
             for message in _parse_messages(self._receive()):
-                if message.msg_type == NLMSG_ERROR:
+                if message.msg_type == uapi.NLMSG_ERROR:
                     _raise_for_error(message, self._name)
                     acknowledged += 1
 
@@ -255,7 +259,7 @@ class Netlink:
             for message in _parse_messages(self._receive()):
                 # A dump ends with NLMSG_DONE, any other request with an acknowledgement, which is
                 # an NLMSG_ERROR with errno 0.
-                if message.msg_type in (NLMSG_ERROR, NLMSG_DONE):
+                if message.msg_type in (uapi.NLMSG_ERROR, uapi.NLMSG_DONE):
                     _raise_for_error(message, self._name)
                     return
                 yield message
@@ -315,10 +319,10 @@ def _raise_for_error(message: Message, name: str) -> None:
         return
     attrs = (
         parse_attributes(message.body[4 + _NLMSGHDR.size :])
-        if message.msg_type == NLMSG_ERROR
+        if message.msg_type == uapi.NLMSG_ERROR
         else {}
     )
-    hint = parse_string(attrs.get(NLMSGERR_ATTR_MSG, b"")) or (
+    hint = parse_string(attrs.get(uapi.NLMSGERR_ATTR_MSG, b"")) or (
         "it needs CAP_NET_ADMIN" if code == errno.EPERM else ""
     )
     raise KernelError(f"the kernel refused the {name} request", hint=hint, errno=code)

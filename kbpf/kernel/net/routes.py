@@ -8,20 +8,8 @@ import struct
 from typing import Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute, parse_attributes, parse_int32
-from kbpf.kernel.net.uapi import (
-    RTA_DST,
-    RTA_GATEWAY,
-    RTA_IIF,
-    RTA_OIF,
-    RTA_PREFSRC,
-    RTA_SRC,
-    RTA_VIA,
-    RTM_GETROUTE,
-    RTM_NEWROUTE,
-    RTN_LOCAL,
-    RTN_UNICAST,
-)
 from kbpf.model.address import V4_PREFIX, Addr, family_of
 from kbpf.model.inspection import Route
 
@@ -49,18 +37,18 @@ def find_route(to: Addr, source: Addr | None = None, came_in_by: int = 0) -> Rou
     body = _RTMSG.pack(
         socket.AF_INET if is_v4 else socket.AF_INET6, width, width if source else 0,
         0, 0, 0, 0, 0, 0,
-    ) + pack_attribute(RTA_DST, _wire(to))  # fmt: skip
+    ) + pack_attribute(uapi.RTA_DST, _wire(to))  # fmt: skip
     if source is not None:
-        body += pack_attribute(RTA_SRC, _wire(source))
+        body += pack_attribute(uapi.RTA_SRC, _wire(source))
     if came_in_by:
-        body += pack_attribute(RTA_IIF, _U32.pack(came_in_by))
+        body += pack_attribute(uapi.RTA_IIF, _U32.pack(came_in_by))
     try:
         with Rtnetlink() as netlink:
-            messages = netlink.request(RTM_GETROUTE, body)
+            messages = netlink.request(uapi.RTM_GETROUTE, body)
     except KernelError as error:
         return Route(error=ERROR_WORDS.get(error.errno, os.strerror(error.errno)))
     for message in messages:
-        if message.msg_type == RTM_NEWROUTE:
+        if message.msg_type == uapi.RTM_NEWROUTE:
             return _parse(message.body)
     return Route(error="the kernel sent no answer")
 
@@ -68,15 +56,15 @@ def find_route(to: Addr, source: Addr | None = None, came_in_by: int = 0) -> Rou
 def _parse(body: bytes) -> Route:
     kind = _RTMSG.unpack_from(body)[7]
     attributes = parse_attributes(body[_RTMSG.size :])
-    ifindex = parse_int32(attributes.get(RTA_OIF))
-    if kind not in (RTN_UNICAST, RTN_LOCAL):
+    ifindex = parse_int32(attributes.get(uapi.RTA_OIF))
+    if kind not in (uapi.RTN_UNICAST, uapi.RTN_LOCAL):
         return Route(error=f"its route is of type {kind}, which is no way to a host")
     return Route(
         ifindex=ifindex,
         device=_name_of(ifindex),
-        gateway=_address(attributes.get(RTA_GATEWAY) or attributes.get(RTA_VIA, b"")[2:]),
-        source=_address(attributes.get(RTA_PREFSRC, b"")),
-        is_local=kind == RTN_LOCAL,
+        gateway=_address(attributes.get(uapi.RTA_GATEWAY) or attributes.get(uapi.RTA_VIA, b"")[2:]),
+        source=_address(attributes.get(uapi.RTA_PREFSRC, b"")),
+        is_local=kind == uapi.RTN_LOCAL,
     )
 
 

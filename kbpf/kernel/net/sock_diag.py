@@ -13,16 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import Netlink, parse_attributes
-from kbpf.kernel.net.uapi import (
-    INET_DIAG_SKV6ONLY,
-    NETLINK_SOCK_DIAG,
-    SOCK_DESTROY,
-    SOCK_DIAG_BY_FAMILY,
-    TCPF_CLOSE,
-    TCPF_ESTABLISHED,
-    TCPF_LISTEN,
-)
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
@@ -58,11 +50,11 @@ def _parse(message: bytes) -> DiagSocket:
 
 def list_connected_udp(netlink: Netlink, family: int) -> list[DiagSocket]:
     """Lists all connected UDP sockets of one family."""
-    messages = _dump(netlink, family, socket.IPPROTO_UDP, TCPF_ESTABLISHED)
+    messages = _dump(netlink, family, socket.IPPROTO_UDP, uapi.TCPF_ESTABLISHED)
     return [_parse(message) for message in messages]
 
 
-_LISTENING_STATES: Final = {Protocol.TCP: TCPF_LISTEN, Protocol.UDP: TCPF_CLOSE}
+_LISTENING_STATES: Final = {Protocol.TCP: uapi.TCPF_LISTEN, Protocol.UDP: uapi.TCPF_CLOSE}
 """The kernel keeps a UDP socket in TCP_CLOSE until it is connected."""
 ALL_PORTS: Final = tuple((protocol, 0) for protocol in _LISTENING_STATES)
 
@@ -95,13 +87,13 @@ def _parse_listener(message: bytes, protocol: Protocol) -> Iterator[FrontendAddr
         address = V4_PREFIX + address[:4]
     yield FrontendAddress(Addr(address), number, protocol)
     if address == ANY6:
-        only_v6 = parse_attributes(message[_ATTRIBUTES_OFFSET:]).get(INET_DIAG_SKV6ONLY)
+        only_v6 = parse_attributes(message[_ATTRIBUTES_OFFSET:]).get(uapi.INET_DIAG_SKV6ONLY)
         if only_v6 != b"\1":
             yield FrontendAddress(ANY4, number, protocol)
 
 
 def _open() -> Netlink:
-    return Netlink(NETLINK_SOCK_DIAG, "sock_diag")
+    return Netlink(uapi.NETLINK_SOCK_DIAG, "sock_diag")
 
 
 def _dump(netlink: Netlink, family: int, protocol: int, states: int, port: int = 0) -> list[bytes]:
@@ -109,7 +101,7 @@ def _dump(netlink: Netlink, family: int, protocol: int, states: int, port: int =
     socket_id = port.to_bytes(2, "big").ljust(_INET_DIAG_SOCKID_SIZE, b"\0")
     body = _INET_DIAG_REQ_V2.pack(family, protocol, 0, states) + socket_id
     try:
-        return [message.body for message in netlink.dump(SOCK_DIAG_BY_FAMILY, body)]
+        return [message.body for message in netlink.dump(uapi.SOCK_DIAG_BY_FAMILY, body)]
     except KernelError as error:
         hint = "the kernel needs tcp_diag and udp_diag"
         raise KernelError("cannot list sockets", "sock_diag", hint, error.errno) from error
@@ -121,7 +113,7 @@ def destroy(netlink: Netlink, target: DiagSocket) -> bool:
     # destroyed.
     body = _INET_DIAG_REQ_V2.pack(target.family, socket.IPPROTO_UDP, 0, 0xFFFFFFFF) + target.raw_id
     try:
-        netlink.request(SOCK_DESTROY, body)
+        netlink.request(uapi.SOCK_DESTROY, body)
     except KernelError as error:
         if error.errno == errno.ENOENT:
             return False

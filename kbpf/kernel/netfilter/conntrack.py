@@ -14,50 +14,24 @@ from enum import IntFlag
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute, parse_attributes
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-    NLA_F_NESTED,
-    NLM_F_CREATE,
-    NLM_F_EXCL,
+from kbpf.kernel.net.netlink import (
+    Netlink,
+    NetlinkRequest,
+    pack_attribute,
+    pack_nested,
+    parse_attributes,
 )
-from kbpf.kernel.netfilter.uapi import (
-    CTA_FILTER,
-    CTA_FILTER_F_CTA_PROTO_NUM,
-    CTA_FILTER_ORIG_FLAGS,
-    CTA_ID,
-    CTA_IP_V4_DST,
-    CTA_IP_V4_SRC,
-    CTA_IP_V6_DST,
-    CTA_IP_V6_SRC,
-    CTA_PROTO_DST_PORT,
-    CTA_PROTO_NUM,
-    CTA_PROTO_SRC_PORT,
-    CTA_PROTOINFO,
-    CTA_PROTOINFO_TCP,
-    CTA_PROTOINFO_TCP_STATE,
-    CTA_STATUS,
-    CTA_STATUS_MASK,
-    CTA_TIMEOUT,
-    CTA_TUPLE_IP,
-    CTA_TUPLE_ORIG,
-    CTA_TUPLE_PROTO,
-    CTA_TUPLE_REPLY,
-    IPCTNL_MSG_CT_DELETE,
-    IPCTNL_MSG_CT_GET,
-    IPCTNL_MSG_CT_NEW,
-    NFNL_SUBSYS_CTNETLINK,
-    TCP_CONNTRACK_ESTABLISHED,
-)
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLM_F_CREATE, NLM_F_EXCL
+from kbpf.kernel.netfilter import uapi
 from kbpf.model.address import V4_PREFIX, Addr, family_of
 
 FAMILIES: Final = {"ip": socket.AF_INET, "ip6": socket.AF_INET6}
 
-_CT_NEW: Final = NFNL_SUBSYS_CTNETLINK << 8 | IPCTNL_MSG_CT_NEW
-_CT_GET: Final = NFNL_SUBSYS_CTNETLINK << 8 | IPCTNL_MSG_CT_GET
-_CT_DELETE: Final = NFNL_SUBSYS_CTNETLINK << 8 | IPCTNL_MSG_CT_DELETE
-_SRC_TYPES: Final = (CTA_IP_V4_SRC, CTA_IP_V6_SRC)
-_DST_TYPES: Final = (CTA_IP_V4_DST, CTA_IP_V6_DST)
+_CT_NEW: Final = uapi.NFNL_SUBSYS_CTNETLINK << 8 | uapi.IPCTNL_MSG_CT_NEW
+_CT_GET: Final = uapi.NFNL_SUBSYS_CTNETLINK << 8 | uapi.IPCTNL_MSG_CT_GET
+_CT_DELETE: Final = uapi.NFNL_SUBSYS_CTNETLINK << 8 | uapi.IPCTNL_MSG_CT_DELETE
+_SRC_TYPES: Final = (uapi.CTA_IP_V4_SRC, uapi.CTA_IP_V6_SRC)
+_DST_TYPES: Final = (uapi.CTA_IP_V4_DST, uapi.CTA_IP_V6_DST)
 _UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
 
 
@@ -137,17 +111,19 @@ def iterate_translated_udp(family: str) -> Iterator[TranslatedFlow]:
     kernel selects them: before Linux 5.17 it would return all flows.
     """
     header = struct.pack("=BBH", FAMILIES[family], 0, 0)
-    protocol = pack_attribute(CTA_PROTO_NUM, bytes((socket.IPPROTO_UDP,)))
-    flags = pack_attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", CTA_FILTER_F_CTA_PROTO_NUM))
+    protocol = pack_attribute(uapi.CTA_PROTO_NUM, bytes((socket.IPPROTO_UDP,)))
+    flags = pack_attribute(
+        uapi.CTA_FILTER_ORIG_FLAGS, struct.pack("=I", uapi.CTA_FILTER_F_CTA_PROTO_NUM)
+    )
     status = struct.pack(">I", ConntrackStatus.IPS_DST_NAT)
-    body = header + _nest(CTA_TUPLE_ORIG, _nest(CTA_TUPLE_PROTO, protocol))
-    body += _nest(CTA_FILTER, flags)
-    body += pack_attribute(CTA_STATUS, status) + pack_attribute(CTA_STATUS_MASK, status)
+    body = header + pack_nested(uapi.CTA_TUPLE_ORIG, pack_nested(uapi.CTA_TUPLE_PROTO, protocol))
+    body += pack_nested(uapi.CTA_FILTER, flags)
+    body += pack_attribute(uapi.CTA_STATUS, status) + pack_attribute(uapi.CTA_STATUS_MASK, status)
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         for message in netlink.dump_lazily(_CT_GET, body):
             attrs = parse_attributes(message.body[4:])
-            key = _nest(CTA_TUPLE_ORIG, attrs[CTA_TUPLE_ORIG])
-            key += pack_attribute(CTA_ID, attrs[CTA_ID])
+            key = pack_nested(uapi.CTA_TUPLE_ORIG, attrs[uapi.CTA_TUPLE_ORIG])
+            key += pack_attribute(uapi.CTA_ID, attrs[uapi.CTA_ID])
             yield TranslatedFlow(
                 _unpack_udp_endpoint(_original_destination(attrs)),
                 _unpack_udp_endpoint(_reply_source(attrs)),
@@ -169,7 +145,9 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     """Returns the attributes of entries that have all of these status bits."""
     status_bytes = struct.pack(">I", status)  # ctnetlink's numbers are in network order
     body = struct.pack("=BBH", family, 0, 0)  # struct nfgenmsg: family, version, resource id
-    body += pack_attribute(CTA_STATUS, status_bytes) + pack_attribute(CTA_STATUS_MASK, status_bytes)
+    body += pack_attribute(uapi.CTA_STATUS, status_bytes) + pack_attribute(
+        uapi.CTA_STATUS_MASK, status_bytes
+    )
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         try:
             messages = netlink.dump(_CT_GET, body)
@@ -182,40 +160,42 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     return [
         entry
         for entry in entries
-        if int.from_bytes(entry.get(CTA_STATUS, b""), "big") & status == status
+        if int.from_bytes(entry.get(uapi.CTA_STATUS, b""), "big") & status == status
     ]
 
 
 def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
     """Returns the connection after translation, which is the reverse of its reply tuple."""
-    reply = parse_attributes(attrs.get(CTA_TUPLE_REPLY, b""))
-    ip = parse_attributes(reply.get(CTA_TUPLE_IP, b""))
-    proto = parse_attributes(reply.get(CTA_TUPLE_PROTO, b""))
-    source = ip.get(CTA_IP_V4_SRC, ip.get(CTA_IP_V6_SRC, b""))
-    destination = ip.get(CTA_IP_V4_DST, ip.get(CTA_IP_V6_DST, b""))
+    reply = parse_attributes(attrs.get(uapi.CTA_TUPLE_REPLY, b""))
+    ip = parse_attributes(reply.get(uapi.CTA_TUPLE_IP, b""))
+    proto = parse_attributes(reply.get(uapi.CTA_TUPLE_PROTO, b""))
+    source = ip.get(uapi.CTA_IP_V4_SRC, ip.get(uapi.CTA_IP_V6_SRC, b""))
+    destination = ip.get(uapi.CTA_IP_V4_DST, ip.get(uapi.CTA_IP_V6_DST, b""))
     if (
         not source
         or not destination
-        or not {CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT} <= proto.keys()
+        or not {uapi.CTA_PROTO_SRC_PORT, uapi.CTA_PROTO_DST_PORT} <= proto.keys()
     ):
         return None
     return ConntrackFlow(
-        protocol=proto[CTA_PROTO_NUM][0],
+        protocol=proto[uapi.CTA_PROTO_NUM][0],
         source=_parse_address(destination),
-        source_port=int.from_bytes(proto[CTA_PROTO_DST_PORT], "big"),
+        source_port=int.from_bytes(proto[uapi.CTA_PROTO_DST_PORT], "big"),
         destination=_parse_address(source),
-        destination_port=int.from_bytes(proto[CTA_PROTO_SRC_PORT], "big"),
+        destination_port=int.from_bytes(proto[uapi.CTA_PROTO_SRC_PORT], "big"),
     )
 
 
 def _original_destination(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
     """The address and port that the client connected to."""
-    return _parse_endpoint(attrs.get(CTA_TUPLE_ORIG, b""), _DST_TYPES, CTA_PROTO_DST_PORT)
+    return _parse_endpoint(attrs.get(uapi.CTA_TUPLE_ORIG, b""), _DST_TYPES, uapi.CTA_PROTO_DST_PORT)
 
 
 def _reply_source(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
     """The address and port that reply."""
-    return _parse_endpoint(attrs.get(CTA_TUPLE_REPLY, b""), _SRC_TYPES, CTA_PROTO_SRC_PORT)
+    return _parse_endpoint(
+        attrs.get(uapi.CTA_TUPLE_REPLY, b""), _SRC_TYPES, uapi.CTA_PROTO_SRC_PORT
+    )
 
 
 def _parse_endpoint(
@@ -223,8 +203,8 @@ def _parse_endpoint(
 ) -> tuple[bytes, bytes]:
     """One end of a conntrack tuple: the raw address, of either family, and the raw port."""
     attrs = parse_attributes(tuple_)
-    ip = parse_attributes(attrs.get(CTA_TUPLE_IP, b""))
-    proto = parse_attributes(attrs.get(CTA_TUPLE_PROTO, b""))
+    ip = parse_attributes(attrs.get(uapi.CTA_TUPLE_IP, b""))
+    proto = parse_attributes(attrs.get(uapi.CTA_TUPLE_PROTO, b""))
     return ip.get(address_types[0], ip.get(address_types[1], b"")), proto.get(port_type, b"")
 
 
@@ -239,10 +219,10 @@ def _encode_request(
     body = struct.pack("=BBH", socket.AF_INET if v4 else socket.AF_INET6, 0, 0)
     endpoints = (flow.source, flow.source_port), (flow.destination, flow.destination_port)
     for tuple_type, (source, destination) in (
-        (CTA_TUPLE_ORIG, endpoints),
-        (CTA_TUPLE_REPLY, endpoints[::-1]),
+        (uapi.CTA_TUPLE_ORIG, endpoints),
+        (uapi.CTA_TUPLE_REPLY, endpoints[::-1]),
     ):
-        body += _nest(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
+        body += pack_nested(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
     if msg_type == _CT_NEW:
         # ASSURED entries are not evicted when the table is full. CONFIRMED must be repeated: the
         # kernel sets it itself and refuses a request that would clear it (EBUSY).
@@ -251,31 +231,31 @@ def _encode_request(
             | ConntrackStatus.IPS_ASSURED
             | ConntrackStatus.IPS_SEEN_REPLY
         )
-        body += pack_attribute(CTA_STATUS, struct.pack(">I", status))
-        body += pack_attribute(CTA_TIMEOUT, struct.pack(">I", timeout))
+        body += pack_attribute(uapi.CTA_STATUS, struct.pack(">I", status))
+        body += pack_attribute(uapi.CTA_TIMEOUT, struct.pack(">I", timeout))
         if flow.protocol == socket.IPPROTO_TCP:
-            state = pack_attribute(CTA_PROTOINFO_TCP_STATE, bytes((TCP_CONNTRACK_ESTABLISHED,)))
-            body += _nest(CTA_PROTOINFO, _nest(CTA_PROTOINFO_TCP, state))
+            state = pack_attribute(
+                uapi.CTA_PROTOINFO_TCP_STATE, bytes((uapi.TCP_CONNTRACK_ESTABLISHED,))
+            )
+            body += pack_nested(uapi.CTA_PROTOINFO, pack_nested(uapi.CTA_PROTOINFO_TCP, state))
     return NetlinkRequest(msg_type, body, flags)
 
 
 def _encode_tuple(
     protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], v4: bool
 ) -> Iterator[bytes]:
-    src_type, dst_type = (CTA_IP_V4_SRC, CTA_IP_V4_DST) if v4 else (CTA_IP_V6_SRC, CTA_IP_V6_DST)
+    src_type, dst_type = (
+        (uapi.CTA_IP_V4_SRC, uapi.CTA_IP_V4_DST) if v4 else (uapi.CTA_IP_V6_SRC, uapi.CTA_IP_V6_DST)
+    )
     start = 12 if v4 else 0
-    yield _nest(
-        CTA_TUPLE_IP,
+    yield pack_nested(
+        uapi.CTA_TUPLE_IP,
         pack_attribute(src_type, source[0][start:]),
         pack_attribute(dst_type, destination[0][start:]),
     )
-    yield _nest(
-        CTA_TUPLE_PROTO,
-        pack_attribute(CTA_PROTO_NUM, bytes((protocol,))),
-        pack_attribute(CTA_PROTO_SRC_PORT, struct.pack(">H", source[1])),
-        pack_attribute(CTA_PROTO_DST_PORT, struct.pack(">H", destination[1])),
+    yield pack_nested(
+        uapi.CTA_TUPLE_PROTO,
+        pack_attribute(uapi.CTA_PROTO_NUM, bytes((protocol,))),
+        pack_attribute(uapi.CTA_PROTO_SRC_PORT, struct.pack(">H", source[1])),
+        pack_attribute(uapi.CTA_PROTO_DST_PORT, struct.pack(">H", destination[1])),
     )
-
-
-def _nest(attr_type: int, *inner: bytes) -> bytes:
-    return pack_attribute(attr_type | NLA_F_NESTED, b"".join(inner))

@@ -17,22 +17,16 @@ namespace of the calling thread.
 import errno
 import socket
 import struct
-from collections.abc import Collection, Iterable, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Netlink, parse_attributes
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-)
-from kbpf.kernel.netfilter import nft
-from kbpf.kernel.netfilter.uapi import (
-    NFNL_SUBSYS_NFTABLES,
-    NFT_MSG_GETGEN,
-    NFTA_GEN_ID,
-)
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER
+from kbpf.kernel.netfilter import iptables_legacy, nft
+from kbpf.kernel.netfilter.uapi import NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN, NFTA_GEN_ID
 from kbpf.kernel.probe_result import Probe
 
 MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
@@ -42,17 +36,13 @@ KEEPALIVE_COMMENT: Final = "kbpf-keepalive: connections of kube-proxy"
 FILTER_TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
 SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-keepalive", "kbpf-nat"))
 """Tables of Service proxies: their own rules are not a firewall of the host."""
-# Tables of iptables-legacy only: those of iptables-nft are tables of nf_tables.
-LEGACY_TABLE_NAMES: Final = {
-    "ip": Path("/proc/thread-self/net/ip_tables_names"),
-    "ip6": Path("/proc/thread-self/net/ip6_tables_names"),
-}
 UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
 """How a kernel without nf_tables replies."""
 HINT: Final = "run as root, or accept packets with the mark in FORWARD by other means"
 
 _GET_GENERATION: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETGEN
 _TIMEOUT_S: Final = 2.0
+_library_lock: Final = threading.Lock()
 
 Json = dict[str, Any]
 
@@ -177,15 +167,8 @@ def probe_nf_tables() -> Probe:
 
 def list_legacy_families() -> tuple[str, ...]:
     """The families that have a filter table of iptables-legacy, which cannot be read from here."""
-    families = []
-    for family, path in LEGACY_TABLE_NAMES.items():
-        try:
-            names = path.read_text().split()
-        except OSError:
-            continue  # not loaded
-        if "filter" in names:
-            families.append(family)
-    return tuple(families)
+    families = iptables_legacy.FAMILIES
+    return tuple(family for family in families if "filter" in iptables_legacy.list_tables(family))
 
 
 def read_generation() -> int:
@@ -267,33 +250,16 @@ def list_closed_input_chains(
 
 
 def _read_rules(family: str, table: str, name: str) -> tuple[ChainRule, ...]:
-    command = {"list": {"chain": {"family": family, "table": table, "name": name}}}
-    items = run_transaction(command, terse=True)
     return tuple(
-        ChainRule(
-            int(rule["handle"]), str(rule.get("comment", "")), refuses_all(rule.get("expr", ()))
-        )
-        for rule in (item["rule"] for item in items if "rule" in item)
+        ChainRule(rule.handle, rule.comment, refuses_all(rule.expressions))
+        for rule in nft.list_rules(family, table, name)
     )
 
 
-def refuses_all(expressions: Collection[Json]) -> bool:
+def refuses_all(expressions: Iterable[nft.Expression]) -> bool:
     """Whether a rule with these expressions refuses all packets."""
-    effective = [expression for expression in expressions if not _is_neutral(expression)]
-    return len(effective) == 1 and _refuses(effective[0])
-
-
-def _is_neutral(expression: Json) -> bool:
-    """Counters, logs and comments do not select packets."""
-    is_comment = expression.get("xt") == {"type": "match", "name": "comment"}
-    return is_comment or bool(expression.keys() & {"counter", "log"})
-
-
-def _refuses(expression: Json) -> bool:
-    # iptables' REJECT is an xtables target; its DROP and nft's own verdicts are native.
-    target = expression.get("xt") or {}  # null before nftables 1.0.6
-    rejects = (target.get("type"), target.get("name")) == ("target", "REJECT")
-    return rejects or bool(expression.keys() & {"drop", "reject"})
+    effective = [expression for expression in expressions if not expression.is_neutral]
+    return len(effective) == 1 and effective[0].refuses
 
 
 # ---- changing ------------------------------------------------------------------------------------
@@ -360,15 +326,16 @@ def delete_commands(chain: BaseChain, rules: Iterable[ChainRule]) -> list[Json]:
     return [{"delete": {"rule": {**chain_ref, "handle": rule.handle}}} for rule in rules]
 
 
-def run_transaction(
-    *commands: Json, hint: str = HINT, dry_run: bool = False, terse: bool = False
-) -> list[Json]:
+def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) -> list[Json]:
     """Runs commands as one transaction; returns the output of libnftables. With `dry_run` the
-    kernel only checks them, with `terse` the elements of named sets are left out. Raises
-    KernelError, with ENOENT if an object named in them does not exist.
+    kernel only checks them. Raises KernelError, with ENOENT if an object named in them does not
+    exist.
 
     libnftables exits the process with status 3 if it cannot open its netlink socket. So we open
     one first: if no descriptor is left, for example, the caller gets an error.
+
+    Any thread may call, but they wait for each other: libnftables caches names of devices and
+    extensions in global variables.
     """
     with Netlink(NETLINK_NETFILTER, "nf_tables"):
         pass
@@ -382,8 +349,8 @@ def run_transaction(
         ) from error
     library.set_handle_output(True)  # rules are deleted by their handles
     library.set_dry_run(dry_run)
-    library.set_terse_output(terse)
-    code, reply, error_text = library.json_cmd({"nftables": list(commands)})
+    with _library_lock:
+        code, reply, error_text = library.json_cmd({"nftables": list(commands)})
     if code:
         lines = str(error_text).strip().splitlines()
         first = lines[0].removeprefix("internal:0:0-0: Error: ") if lines else "no reason given"

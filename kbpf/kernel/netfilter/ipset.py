@@ -11,25 +11,21 @@ from collections.abc import Iterable
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, pack_attribute, parse_attributes, parse_string
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
+from kbpf.kernel.net.netlink import (
+    Netlink,
+    iterate_attributes,
+    pack_attribute,
+    pack_string,
+    parse_attributes,
+    parse_string,
 )
-from kbpf.kernel.netfilter.uapi import (
-    IPSET_ATTR_ADT,
-    IPSET_ATTR_PORT,
-    IPSET_ATTR_PROTOCOL,
-    IPSET_ATTR_SETNAME,
-    IPSET_CMD_DESTROY,
-    IPSET_CMD_LIST,
-    IPSET_PROTOCOL,
-    NFNL_SUBSYS_IPSET,
-)
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER
+from kbpf.kernel.netfilter import uapi
 
-_DESTROY: Final = NFNL_SUBSYS_IPSET << 8 | IPSET_CMD_DESTROY
-_LIST: Final = NFNL_SUBSYS_IPSET << 8 | IPSET_CMD_LIST
+_DESTROY: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_DESTROY
+_LIST: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_LIST
 _NFGENMSG: Final = struct.pack("=BBH", socket.AF_INET, 0, 0)
-_PROTOCOL_ATTR: Final = pack_attribute(IPSET_ATTR_PROTOCOL, bytes((IPSET_PROTOCOL,)))
+_PROTOCOL_ATTR: Final = pack_attribute(uapi.IPSET_ATTR_PROTOCOL, bytes((uapi.IPSET_PROTOCOL,)))
 _ABSENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
 )
@@ -41,9 +37,9 @@ def list_names() -> tuple[str, ...]:
     return tuple(
         sorted(
             {
-                parse_string(attrs[IPSET_ATTR_SETNAME])
+                parse_string(attrs[uapi.IPSET_ATTR_SETNAME])
                 for attrs in _list_sets(b"")
-                if IPSET_ATTR_SETNAME in attrs
+                if uapi.IPSET_ATTR_SETNAME in attrs
             }
         )
     )
@@ -52,9 +48,9 @@ def list_names() -> tuple[str, ...]:
 def list_ports(name: str) -> frozenset[int]:
     """The ports in a set of ports; empty if the set does not exist."""
     ports: set[int] = set()
-    for attrs in _list_sets(pack_attribute(IPSET_ATTR_SETNAME, name.encode() + b"\0")):
-        for entry in _split_nested(attrs.get(IPSET_ATTR_ADT, b"")):
-            ports.add(int.from_bytes(parse_attributes(entry).get(IPSET_ATTR_PORT, b""), "big"))
+    for attrs in _list_sets(pack_string(uapi.IPSET_ATTR_SETNAME, name)):
+        for _, entry in iterate_attributes(attrs.get(uapi.IPSET_ATTR_ADT, b"")):
+            ports.add(int.from_bytes(parse_attributes(entry).get(uapi.IPSET_ATTR_PORT, b""), "big"))
     return frozenset(ports - {0})
 
 
@@ -65,11 +61,7 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
     destroyed = []
     with Netlink(NETLINK_NETFILTER, "ipset") as netlink:
         for name in names:
-            body = (
-                _NFGENMSG
-                + _PROTOCOL_ATTR
-                + pack_attribute(IPSET_ATTR_SETNAME, name.encode() + b"\0")
-            )
+            body = _NFGENMSG + _PROTOCOL_ATTR + pack_string(uapi.IPSET_ATTR_SETNAME, name)
             try:
                 netlink.request(_DESTROY, body)
             except KernelError as error:
@@ -94,15 +86,3 @@ def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
                 return []
             raise
     return [parse_attributes(message.body[len(_NFGENMSG) :]) for message in messages]
-
-
-def _split_nested(raw: bytes) -> list[bytes]:
-    """The values of consecutive attributes. The elements of a set all have the same type, of which
-    parse_attributes() would keep only the last one.
-    """
-    values = []
-    while len(raw) >= 4:
-        (length,) = struct.unpack_from("=H", raw)
-        values.append(raw[4:length])
-        raw = raw[max(4, (length + 3) & ~3) :]
-    return values

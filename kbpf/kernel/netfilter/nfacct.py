@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, pack_attribute
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-)
+from kbpf.kernel.net.netlink import Netlink, pack_string
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER
 from kbpf.kernel.netfilter.uapi import (
     NFACCT_NAME,
     NFNL_MSG_ACCT_DEL,
@@ -43,7 +41,7 @@ def _request(message: int, names: Iterable[str]) -> tuple[str, ...]:
     succeeded = []
     with Netlink(NETLINK_NETFILTER, "nfacct") as netlink:
         for name in names:
-            body = struct.pack("=BBH", 0, 0, 0) + pack_attribute(NFACCT_NAME, name.encode() + b"\0")
+            body = struct.pack("=BBH", 0, 0, 0) + pack_string(NFACCT_NAME, name)
             try:
                 netlink.request(message, body)
             except KernelError as error:

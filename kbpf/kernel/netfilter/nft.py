@@ -3,64 +3,51 @@
 
 libnftables reads every element of every set before it answers even `list tables`, which takes
 seconds on a node with 10,000 Services. Here the kernel is asked for one object and answers in less
-than a millisecond. All functions act on the network namespace of the calling thread.
+than a millisecond. Rules are not shown as nft shows them, but say what they refuse and where they
+jump. All functions act on the network namespace of the calling thread.
 """
 
 import errno
 import struct
+import time
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, parse_attributes, parse_string
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
+from kbpf.kernel.net.netlink import (
+    Message,
+    Netlink,
+    iterate_attributes,
+    pack_string,
+    parse_attributes,
+    parse_string,
 )
-from kbpf.kernel.netfilter.uapi import (
-    NF_ACCEPT,
-    NFNL_SUBSYS_NFTABLES,
-    NFPROTO_ARP,
-    NFPROTO_BRIDGE,
-    NFPROTO_INET,
-    NFPROTO_IPV4,
-    NFPROTO_IPV6,
-    NFPROTO_NETDEV,
-    NFT_MSG_GETCHAIN,
-    NFT_MSG_GETRULE,
-    NFT_MSG_GETSET,
-    NFT_MSG_GETTABLE,
-    NFTA_CHAIN_HOOK,
-    NFTA_CHAIN_NAME,
-    NFTA_CHAIN_POLICY,
-    NFTA_CHAIN_TABLE,
-    NFTA_CHAIN_TYPE,
-    NFTA_HOOK_HOOKNUM,
-    NFTA_HOOK_PRIORITY,
-    NFTA_RULE_HANDLE,
-    NFTA_RULE_TABLE,
-    NFTA_SET_NAME,
-    NFTA_SET_TABLE,
-    NFTA_TABLE_HANDLE,
-    NFTA_TABLE_NAME,
-    NFTA_TABLE_USE,
-)
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER
+from kbpf.kernel.netfilter import uapi
 
 NFPROTO: Final = {
-    "inet": NFPROTO_INET, "ip": NFPROTO_IPV4, "ip6": NFPROTO_IPV6, "netdev": NFPROTO_NETDEV
-}  # fmt: skip
+    "inet": uapi.NFPROTO_INET,
+    "ip": uapi.NFPROTO_IPV4,
+    "ip6": uapi.NFPROTO_IPV6,
+    "netdev": uapi.NFPROTO_NETDEV,
+}
 
-_FAMILIES: Final = {number: name for name, number in NFPROTO.items()} | {
-    NFPROTO_ARP: "arp", NFPROTO_BRIDGE: "bridge"
-}  # fmt: skip
+_FAMILY_NUMBERS: Final = {**NFPROTO, "arp": uapi.NFPROTO_ARP, "bridge": uapi.NFPROTO_BRIDGE}
+_FAMILIES: Final = {number: name for name, number in _FAMILY_NUMBERS.items()}
 _HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting", "ingress")
 """Of the families inet, ip, ip6 and bridge, by NF_INET_* and NF_BR_*."""
 _FAMILY_HOOKS: Final = {"netdev": ("ingress", "egress"), "arp": ("input", "output", "forward")}
 
-_GET_TABLE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETTABLE
-_GET_CHAIN: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETCHAIN
-_GET_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
-_GET_SET: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETSET
+_GET_TABLE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETTABLE
+_GET_CHAIN: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETCHAIN
+_GET_RULE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETRULE
+_GET_SET: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_GETSET
 _NFGENMSG: Final = struct.Struct("=BBH")
+_RULES_PER_PAUSE: Final = 32
+_PAUSE_S: Final = 0.0005
+"""Rules are parsed in Python, so other threads wait meanwhile: every half millisecond they may
+run."""
 
 
 class TableSummary(NamedTuple):
@@ -80,7 +67,7 @@ def read_table(family: str, table: str) -> TableSummary | None:
             netlink,
             _GET_TABLE,
             family,
-            pack_attribute(NFTA_TABLE_NAME, _encode_name(table)),
+            pack_string(uapi.NFTA_TABLE_NAME, table),
         )
         if reply is None:
             return None
@@ -90,12 +77,14 @@ def read_table(family: str, table: str) -> TableSummary | None:
             for message in netlink.dump(_GET_RULE, _pack_table_filter(family, table))
         )
         handles = (
-            _parse_be(rule[NFTA_RULE_HANDLE])
+            _parse_be(rule[uapi.NFTA_RULE_HANDLE])
             for rule in rules
-            if parse_string(rule[NFTA_RULE_TABLE]) == table
+            if parse_string(rule[uapi.NFTA_RULE_TABLE]) == table
         )
         return TableSummary(
-            _parse_be(attrs[NFTA_TABLE_HANDLE]), _parse_be(attrs[NFTA_TABLE_USE]), tuple(handles)
+            _parse_be(attrs[uapi.NFTA_TABLE_HANDLE]),
+            _parse_be(attrs[uapi.NFTA_TABLE_USE]),
+            tuple(handles),
         )
 
 
@@ -104,6 +93,94 @@ def count_rules(family: str, table: str, limit: int) -> int:
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         rules = netlink.dump_lazily(_GET_RULE, _pack_table_filter(family, table))
         return sum(1 for _ in islice(rules, limit))
+
+
+class Expression(NamedTuple):
+    """A part of a rule. `name`: of the instruction ("counter", "cmp"), or of iptables' match or
+    target with "match " or "target " before it. `refuses`: it drops or rejects. `jumps_to`: a
+    chain, or "".
+    """
+
+    name: str
+    refuses: bool = False
+    jumps_to: str = ""
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether it neither selects packets nor decides about them."""
+        return self.name in ("counter", "log", "match comment")
+
+
+class Rule(NamedTuple):
+    """A rule of a chain."""
+
+    chain: str
+    handle: int
+    comment: str
+    expressions: tuple[Expression, ...]
+
+
+def list_rules(family: str, table: str, chain: str = "") -> Iterator[Rule]:
+    """Lists the rules of a table, or of one of its chains, in order; none if it does not exist."""
+    request = _pack_table_filter(family, table)
+    if chain:
+        request += pack_string(uapi.NFTA_RULE_CHAIN, chain)
+    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        messages = netlink.dump(_GET_RULE, request)
+    for number, message in enumerate(messages, 1):
+        if number % _RULES_PER_PAUSE == 0:
+            time.sleep(_PAUSE_S)
+        attrs = parse_attributes(message.body[_NFGENMSG.size :])
+        rule = _parse_rule(attrs)
+        # An old kernel may not know the filter.
+        if parse_string(attrs[uapi.NFTA_RULE_TABLE]) == table and chain in ("", rule.chain):
+            yield rule
+
+
+def _parse_rule(attrs: dict[int, bytes]) -> Rule:
+    expressions = iterate_attributes(attrs.get(uapi.NFTA_RULE_EXPRESSIONS, b""))
+    return Rule(
+        parse_string(attrs[uapi.NFTA_RULE_CHAIN]),
+        _parse_be(attrs[uapi.NFTA_RULE_HANDLE]),
+        _parse_comment(attrs.get(uapi.NFTA_RULE_USERDATA, b"")),
+        tuple(_parse_expression(parse_attributes(expression)) for _, expression in expressions),
+    )
+
+
+def _parse_comment(user_data: bytes) -> str:
+    """User data is a sequence of a type, a length and a value, the first two of a byte each."""
+    while len(user_data) > 2:
+        kind, length = user_data[:2]
+        if kind == uapi.NFTNL_UDATA_RULE_COMMENT:
+            return parse_string(user_data[2 : 2 + length])
+        user_data = user_data[2 + length :]
+    return ""
+
+
+def _parse_expression(attrs: dict[int, bytes]) -> Expression:
+    name = parse_string(attrs[uapi.NFTA_EXPR_NAME])
+    data = parse_attributes(attrs.get(uapi.NFTA_EXPR_DATA, b""))
+    refuses, jumps_to = name == "reject", ""
+    match name:
+        case "immediate":
+            value = parse_attributes(data.get(uapi.NFTA_IMMEDIATE_DATA, b""))
+            verdict = parse_attributes(value.get(uapi.NFTA_DATA_VERDICT, b""))
+            code = verdict.get(uapi.NFTA_VERDICT_CODE)  # None if it loads a value
+            refuses = code is not None and _parse_be(code) == uapi.NF_DROP
+            jumps_to = parse_string(verdict.get(uapi.NFTA_VERDICT_CHAIN, b""))
+        case "match":
+            name = f"match {parse_string(data[uapi.NFTA_MATCH_NAME])}"
+        case "target":
+            name = f"target {parse_string(data[uapi.NFTA_TARGET_NAME])}"
+            refuses = name == "target REJECT"
+        case "lookup":
+            register = data.get(uapi.NFTA_LOOKUP_DREG)  # None if it is only a match
+            if register is not None and _parse_be(register) == uapi.NFT_REG_VERDICT:
+                name = "lookup verdict"
+        case "objref":
+            if _parse_be(data.get(uapi.NFTA_OBJREF_IMM_TYPE, b"")) == uapi.NFT_OBJECT_COUNTER:
+                name = "counter"
+    return Expression(name, refuses, jumps_to)
 
 
 def list_chains() -> list[dict[str, Any]]:
@@ -122,18 +199,20 @@ def _parse_chain(body: bytes) -> dict[str, Any]:
     family = _FAMILIES.get(number, str(number))
     chain: dict[str, Any] = {
         "family": family,
-        "table": parse_string(attrs[NFTA_CHAIN_TABLE]),
-        "name": parse_string(attrs[NFTA_CHAIN_NAME]),
+        "table": parse_string(attrs[uapi.NFTA_CHAIN_TABLE]),
+        "name": parse_string(attrs[uapi.NFTA_CHAIN_NAME]),
     }
-    if NFTA_CHAIN_HOOK in attrs:
-        hook = parse_attributes(attrs[NFTA_CHAIN_HOOK])
+    if uapi.NFTA_CHAIN_HOOK in attrs:
+        hook = parse_attributes(attrs[uapi.NFTA_CHAIN_HOOK])
         hooks = _FAMILY_HOOKS.get(family, _HOOKS)
-        hook_number = _parse_be(hook[NFTA_HOOK_HOOKNUM])
+        hook_number = _parse_be(hook[uapi.NFTA_HOOK_HOOKNUM])
         chain |= {
-            "type": parse_string(attrs.get(NFTA_CHAIN_TYPE, b"")),
+            "type": parse_string(attrs.get(uapi.NFTA_CHAIN_TYPE, b"")),
             "hook": hooks[hook_number] if hook_number < len(hooks) else str(hook_number),
-            "prio": int.from_bytes(hook[NFTA_HOOK_PRIORITY], "big", signed=True),
-            "policy": "accept" if _parse_be(attrs[NFTA_CHAIN_POLICY]) == NF_ACCEPT else "drop",
+            "prio": int.from_bytes(hook[uapi.NFTA_HOOK_PRIORITY], "big", signed=True),
+            "policy": "accept"
+            if _parse_be(attrs[uapi.NFTA_CHAIN_POLICY]) == uapi.NF_ACCEPT
+            else "drop",
         }
     return chain
 
@@ -141,7 +220,7 @@ def _parse_chain(body: bytes) -> dict[str, Any]:
 def has_table(family: str, table: str) -> bool:
     """Whether the table exists."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(NFTA_TABLE_NAME, _encode_name(table))
+        attrs = pack_string(uapi.NFTA_TABLE_NAME, table)
         return _request_or_none(netlink, _GET_TABLE, family, attrs) is not None
 
 
@@ -150,15 +229,13 @@ def list_tables(family: str) -> tuple[str, ...]:
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         messages = netlink.dump(_GET_TABLE, _pack_header(family))
     tables = (parse_attributes(message.body[_NFGENMSG.size :]) for message in messages)
-    return tuple(parse_string(attrs[NFTA_TABLE_NAME]) for attrs in tables)
+    return tuple(parse_string(attrs[uapi.NFTA_TABLE_NAME]) for attrs in tables)
 
 
 def has_set(family: str, table: str, name: str) -> bool:
     """Whether the table exists and has a set or map of this name."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
-            NFTA_SET_NAME, _encode_name(name)
-        )
+        attrs = pack_string(uapi.NFTA_SET_TABLE, table) + pack_string(uapi.NFTA_SET_NAME, name)
         return _request_or_none(netlink, _GET_SET, family, attrs) is not None
 
 
@@ -173,15 +250,11 @@ def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes)
 
 def _pack_table_filter(family: str, table: str) -> bytes:
     """Restricts a dump of rules to those of one table."""
-    return _pack_header(family) + pack_attribute(NFTA_RULE_TABLE, _encode_name(table))
+    return _pack_header(family) + pack_string(uapi.NFTA_RULE_TABLE, table)
 
 
 def _pack_header(family: str) -> bytes:
-    return _NFGENMSG.pack(NFPROTO[family], 0, 0)
-
-
-def _encode_name(name: str) -> bytes:
-    return name.encode() + b"\0"
+    return _NFGENMSG.pack(_FAMILY_NUMBERS[family], 0, 0)
 
 
 def _parse_be(raw: bytes) -> int:

@@ -7,6 +7,7 @@ Each block names the header in include/uapi/linux of the kernel's source.
 from typing import Final
 
 # netfilter.h
+NF_DROP: Final = 0
 NF_ACCEPT: Final = 1
 NFPROTO_INET: Final = 1
 NFPROTO_IPV4: Final = 2
@@ -98,12 +99,17 @@ NFTA_EXPR_DATA: Final = 2
 NFTA_MATCH_NAME: Final = 1
 NFTA_MATCH_REV: Final = 2
 NFTA_MATCH_INFO: Final = 3
+NFTA_TARGET_NAME: Final = 1
+NFTA_LOOKUP_DREG: Final = 3
+NFTA_OBJREF_IMM_TYPE: Final = 1  # __be32
+NFT_OBJECT_COUNTER: Final = 1
 NFTA_COUNTER_BYTES: Final = 1
 NFTA_COUNTER_PACKETS: Final = 2
 NFTA_IMMEDIATE_DREG: Final = 1
 NFTA_IMMEDIATE_DATA: Final = 2
 NFTA_DATA_VERDICT: Final = 2
-NFTA_VERDICT_CODE: Final = 1
+NFTA_VERDICT_CODE: Final = 1  # __be32, NF_DROP, NF_ACCEPT or a negative NFT_*
+NFTA_VERDICT_CHAIN: Final = 2  # of NFT_JUMP and NFT_GOTO
 NFT_REG_VERDICT: Final = 0
 
 # netfilter/xt_conntrack.h

@@ -14,49 +14,19 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute
-from kbpf.kernel.net.uapi import (
-    NETLINK_NETFILTER,
-    NLA_F_NESTED,
-    NLM_F_APPEND,
-    NLM_F_CREATE,
+from kbpf.kernel.net.netlink import (
+    Netlink,
+    NetlinkRequest,
+    pack_attribute,
+    pack_nested,
+    pack_string,
 )
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLM_F_APPEND, NLM_F_CREATE
+from kbpf.kernel.netfilter import uapi
 from kbpf.kernel.netfilter.nft import NFPROTO
-from kbpf.kernel.netfilter.uapi import (
-    NF_ACCEPT,
-    NFNL_BATCH_GENID,
-    NFNL_MSG_BATCH_BEGIN,
-    NFNL_MSG_BATCH_END,
-    NFNL_SUBSYS_NFTABLES,
-    NFT_MSG_DELRULE,
-    NFT_MSG_NEWRULE,
-    NFT_REG_VERDICT,
-    NFTA_COUNTER_BYTES,
-    NFTA_COUNTER_PACKETS,
-    NFTA_DATA_VERDICT,
-    NFTA_EXPR_DATA,
-    NFTA_EXPR_NAME,
-    NFTA_IMMEDIATE_DATA,
-    NFTA_IMMEDIATE_DREG,
-    NFTA_LIST_ELEM,
-    NFTA_MATCH_INFO,
-    NFTA_MATCH_NAME,
-    NFTA_MATCH_REV,
-    NFTA_RULE_CHAIN,
-    NFTA_RULE_EXPRESSIONS,
-    NFTA_RULE_HANDLE,
-    NFTA_RULE_POSITION,
-    NFTA_RULE_TABLE,
-    NFTA_RULE_USERDATA,
-    NFTA_VERDICT_CODE,
-    NFTNL_UDATA_RULE_COMMENT,
-    XT_CONNTRACK_STATE,
-    XT_CONNTRACK_STATE_BIT_ESTABLISHED,
-    XT_CONNTRACK_STATE_BIT_RELATED,
-)
 
-_NEW_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_NEWRULE
-_DEL_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_DELRULE
+_NEW_RULE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_NEWRULE
+_DEL_RULE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_DELRULE
 _NFGENMSG: Final = struct.Struct(">BBH")  # the last field, the subsystem, is in network order
 
 _REVISION: Final = 3
@@ -78,34 +48,35 @@ def accept_established(
     """
     family, table, chain = chain_key
     chain_header = _NFGENMSG.pack(NFPROTO[family], 0, 0)
-    chain_header += pack_attribute(NFTA_RULE_TABLE, _encode_name(table)) + pack_attribute(
-        NFTA_RULE_CHAIN, _encode_name(chain)
+    chain_header += pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(
+        uapi.NFTA_RULE_CHAIN, chain
     )
     comment_bytes = comment.encode() + b"\0"
-    rule = chain_header + _nest(NFTA_RULE_EXPRESSIONS, *_encode_expressions())
+    rule = chain_header + pack_nested(uapi.NFTA_RULE_EXPRESSIONS, *_encode_expressions())
     rule += pack_attribute(
-        NFTA_RULE_USERDATA, bytes((NFTNL_UDATA_RULE_COMMENT, len(comment_bytes))) + comment_bytes
+        uapi.NFTA_RULE_USERDATA,
+        bytes((uapi.NFTNL_UDATA_RULE_COMMENT, len(comment_bytes))) + comment_bytes,
     )
     if next_handle is not None:
-        rule += pack_attribute(NFTA_RULE_POSITION, _pack_be64(next_handle))
+        rule += pack_attribute(uapi.NFTA_RULE_POSITION, _pack_be64(next_handle))
     # NLM_F_CREATE alone inserts before POSITION, or at the head of the chain.
     flags = NLM_F_CREATE | (NLM_F_APPEND if next_handle is None else 0)
     delete_bodies = (
-        chain_header + pack_attribute(NFTA_RULE_HANDLE, _pack_be64(handle))
+        chain_header + pack_attribute(uapi.NFTA_RULE_HANDLE, _pack_be64(handle))
         for handle in replaced_handles
     )
-    batch_header = _NFGENMSG.pack(0, 0, NFNL_SUBSYS_NFTABLES)
+    batch_header = _NFGENMSG.pack(0, 0, uapi.NFNL_SUBSYS_NFTABLES)
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         netlink.send_batch(
             NetlinkRequest(
-                NFNL_MSG_BATCH_BEGIN,
-                batch_header + pack_attribute(NFNL_BATCH_GENID, struct.pack(">I", generation)),
+                uapi.NFNL_MSG_BATCH_BEGIN,
+                batch_header + pack_attribute(uapi.NFNL_BATCH_GENID, struct.pack(">I", generation)),
             ),
             [
                 NetlinkRequest(_NEW_RULE, rule, flags),
                 *(NetlinkRequest(_DEL_RULE, deletion) for deletion in delete_bodies),
             ],
-            NetlinkRequest(NFNL_MSG_BATCH_END, batch_header),
+            NetlinkRequest(uapi.NFNL_MSG_BATCH_END, batch_header),
         )
 
 
@@ -113,44 +84,36 @@ def _encode_expressions() -> Iterable[bytes]:
     """Encodes ``-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT`` as iptables does."""
     # Structs of xtables are in host order, attributes of nf_tables in network order.
     info = _XT_CONNTRACK_MTINFO3.pack(
-        XT_CONNTRACK_STATE,
+        uapi.XT_CONNTRACK_STATE,
         0,
-        XT_CONNTRACK_STATE_BIT_ESTABLISHED | XT_CONNTRACK_STATE_BIT_RELATED,
+        uapi.XT_CONNTRACK_STATE_BIT_ESTABLISHED | uapi.XT_CONNTRACK_STATE_BIT_RELATED,
         0,
     )
     yield _encode_expression(
         "match",
-        pack_attribute(NFTA_MATCH_NAME, _encode_name("conntrack")),
-        pack_attribute(NFTA_MATCH_REV, struct.pack(">I", _REVISION)),
-        pack_attribute(NFTA_MATCH_INFO, info),
+        pack_string(uapi.NFTA_MATCH_NAME, "conntrack"),
+        pack_attribute(uapi.NFTA_MATCH_REV, struct.pack(">I", _REVISION)),
+        pack_attribute(uapi.NFTA_MATCH_INFO, info),
     )
     yield _encode_expression(
         "counter",
-        pack_attribute(NFTA_COUNTER_BYTES, bytes(8)),
-        pack_attribute(NFTA_COUNTER_PACKETS, bytes(8)),
+        pack_attribute(uapi.NFTA_COUNTER_BYTES, bytes(8)),
+        pack_attribute(uapi.NFTA_COUNTER_PACKETS, bytes(8)),
     )
-    code = pack_attribute(NFTA_VERDICT_CODE, struct.pack(">I", NF_ACCEPT))
+    code = pack_attribute(uapi.NFTA_VERDICT_CODE, struct.pack(">I", uapi.NF_ACCEPT))
     yield _encode_expression(
         "immediate",
-        pack_attribute(NFTA_IMMEDIATE_DREG, struct.pack(">I", NFT_REG_VERDICT)),
-        _nest(NFTA_IMMEDIATE_DATA, _nest(NFTA_DATA_VERDICT, code)),
+        pack_attribute(uapi.NFTA_IMMEDIATE_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT)),
+        pack_nested(uapi.NFTA_IMMEDIATE_DATA, pack_nested(uapi.NFTA_DATA_VERDICT, code)),
     )
 
 
 def _encode_expression(name: str, *data: bytes) -> bytes:
-    return _nest(
-        NFTA_LIST_ELEM,
-        pack_attribute(NFTA_EXPR_NAME, _encode_name(name)),
-        _nest(NFTA_EXPR_DATA, *data),
+    return pack_nested(
+        uapi.NFTA_LIST_ELEM,
+        pack_string(uapi.NFTA_EXPR_NAME, name),
+        pack_nested(uapi.NFTA_EXPR_DATA, *data),
     )
-
-
-def _nest(attr_type: int, *inner: bytes) -> bytes:
-    return pack_attribute(attr_type | NLA_F_NESTED, b"".join(inner))
-
-
-def _encode_name(name: str) -> bytes:
-    return name.encode() + b"\0"
 
 
 def _pack_be64(handle: int) -> bytes:

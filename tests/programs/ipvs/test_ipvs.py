@@ -868,7 +868,7 @@ def test_replies_pass_a_closed_forward_chain(applied: Bench):
     bench.do(lambda: run("nft", "-f", "-", stdin=closed))
     try:
         assert bench.outside.tcp(VIP4, 80, timeout=1.0)["error"] == DROPPED
-        bench.do(lambda: bench.plane.tick(1e9))
+        bench.do(lambda: bench.plane.maintain_host(1e9))
         for host, port in ((VIP4, 80), (NODE, 30080), (LB4, 84)):
             assert bench.outside.tcp(host, port)["name"] in ("a", "b")
         assert bench.a.tcp(bench.b.ip, 8080, timeout=1.0)["error"] == DROPPED

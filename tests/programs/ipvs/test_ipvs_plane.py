@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from kbpf.dataplane.ipvs.cleanup import PreviousIpvsPlane
 from pyroute2 import IPSet
 
 from kbpf.checks import ipvs
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app, cleanup
-from kbpf.dataplane.ipvs import ipvs_cleanup, ruleset
-from kbpf.dataplane.ipvs.ipvs_drain import PreviousIpvsPlane
+from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
+from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.dataplane.node import read_node_addresses
 from kbpf.errors import KernelError
@@ -35,7 +36,7 @@ from kbpf.kernel.net.ipvs import (
     VirtualServiceKey,
     VirtualServiceSettings,
 )
-from kbpf.kernel.netfilter import forward_rules, nft
+from kbpf.kernel.netfilter import forward_rules, iptables_legacy, nft
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.address import parse_addr
@@ -611,7 +612,7 @@ def test_iptables_legacy_filter_table_is_reported(
     fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "names").write_text("filter\n")
-    monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", tmp_path / "names")
+    monkeypatch.setitem(iptables_legacy.FAMILIES, "ip", (tmp_path / "names", ""))
     fake_node.start()
     forward, inputs = firewall_lines(fake_node.plane.status().problems)
     assert "for ip, which is not looked at; if its FORWARD drops" in forward

@@ -240,5 +240,5 @@ def test_auto_loads_the_other_programs_if_one_is_refused(
         "stack",
         "refused by hand",
     )
-    start.tick()
+    start.do(lambda: start.plane.maintain_host(time.monotonic()))
     assert not start.do(nat_table.exists)

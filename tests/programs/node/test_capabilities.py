@@ -34,6 +34,7 @@ numbers = range(1, int(services) + 1)
 states = [service(f"s{i}", f"10.96.0.{i}:80", f"10.0.0.{i}:80") for i in numbers]
 report = plane.apply(desired(*states), None)
 plane.tick(1e12)
+plane.maintain_host(1e12)
 print(len(report.refused), report.writes.get("services", 0))
 plane.close()
 """

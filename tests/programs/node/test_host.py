@@ -21,7 +21,7 @@ from kbpf.dataplane.bpf.maps.layout import DEVICE, U32, DeviceFlag, Role
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.errors import KernelError
-from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.netfilter import forward_rules, iptables_legacy
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
@@ -103,7 +103,7 @@ def test_rules_that_take_long_to_read_are_read_less_often(
 def test_rules_that_cannot_be_parsed_do_not_end_the_agent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def parse(_: object) -> tuple[str, ...]:
+    def parse() -> tuple[str, ...]:
         raise ValueError("odd")
 
     monkeypatch.setattr(host.firewalls, "find_early_chains", parse)
@@ -161,15 +161,12 @@ def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str) -> None:
         assert len(bench.host_integration.problems()) == count
 
 
-@pytest.mark.parametrize("forwarding", ["stack", "netfilter"])
-def test_rules_are_read_again_when_a_port_is_served(
-    bench: Bench, site: Site, forwarding: str
-) -> None:
+def test_rules_are_read_again_when_the_own_table_serves_a_port(bench: Bench, site: Site) -> None:
     """A rule of long ago, for the port of a Service of today: of SCTP, which is in kbpf's own table
-    in any case.
+    although conntrack is used.
     """
     plane = site.open()
-    config = replace(CONFIG, forwarding=forwarding, masquerade_ports=(61_000, 62_000))
+    config = replace(CONFIG, forwarding="netfilter", masquerade_ports=(61_000, 62_000))
     bench.host_integration = HostIntegration(Pins(site.pins), config)
     bench.do(lambda: bench.host_integration.choose_forwarding(config))
     for command_line in BYPASSED["nft"][0]:
@@ -471,7 +468,7 @@ def test_iptables_legacy_filter_table_is_logged_once(
 ):
     names = tmp_path / "names"
     names.write_text("nat\n")
-    monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", names)
+    monkeypatch.setitem(iptables_legacy.FAMILIES, "ip", (names, ""))
     bench.poll(masquerade_bit=14)
     assert not [line for line in log_messages(caplog) if "legacy" in line]
     names.write_text("nat\nfilter\n")

@@ -4,11 +4,10 @@ which our traffic does not pass. Real rulesets of nft, iptables-nft and iptables
 """
 
 import functools
-import json
 import os
 import struct
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ import pytest
 from kbpf.checks import packet_path
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
-from kbpf.errors import KernelError, escape_unprintable
+from kbpf.errors import escape_unprintable
 from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute
 from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLA_F_NESTED, NLM_F_CREATE
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules, uapi
-from kbpf.kernel.netfilter.pre_dnat_rules import ServedPorts
 from kbpf.kernel.system import netns
 from kbpf.takeover import kube_proxy_cleanup as cleanup
 from tests.programs.node.rows_pre_dnat_rules import (
@@ -48,22 +46,15 @@ def where() -> Iterator[str]:
     run("ip", "netns", "del", name)
 
 
-MAX_RULES = pre_dnat_rules.AGENT_MAX_RULES
 NFT_NEWTABLE, NFT_NEWCHAIN = uapi.NFNL_SUBSYS_NFTABLES << 8 | 0, uapi.NFNL_SUBSYS_NFTABLES << 8 | 3
 
 
-def find(
-    where: str, max_rules: int = MAX_RULES, ports: Iterable[int] = ()
-) -> pre_dnat_rules.EarlyChains:
-    call = functools.partial(pre_dnat_rules.find_chains, max_rules, ServedPorts(ports))
-    return netns.run_in(Path("/run/netns") / where, call)
+def find(where: str) -> pre_dnat_rules.EarlyChains:
+    return netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_chains)
 
 
-def find_legacy(
-    where: str, max_rules: int = MAX_RULES, ports: Iterable[int] = ()
-) -> pre_dnat_rules.EarlyChains:
-    call = functools.partial(pre_dnat_rules.find_legacy_chains, max_rules, ServedPorts(ports))
-    return netns.run_in(Path("/run/netns") / where, call)
+def find_legacy(where: str) -> pre_dnat_rules.EarlyChains:
+    return netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_legacy_chains)
 
 
 def warnings() -> tuple[str, ...]:
@@ -101,53 +92,22 @@ def test_chains_of_calico_are_named_if_it_has_policies_before_dnat(
     assert (find_legacy if suffix else find)(where) == (chains, ())
 
 
-PORTS = [
-    ("80", "80", True), ("81", "81", False), ("a set", "{ 22, 20080 }", True),
-    ("a range around one", "1024-20080", True), ("a range below it", "1024-20079", False),
-    ("a range above it", "20081-29999", False), ("the default NodePorts", "30000-32767", True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("what", "ports", "named"), PORTS, ids=[what for what, *_ in PORTS])
-def test_ports_of_services_count(where: str, what: str, ports: str, named: bool) -> None:
-    """Of a VIP at port 80 and of a NodePort outside of the default range."""
-    load(where, in_table(f"---tcp dport {ports} drop"))
-    assert find(where, ports=(20080, 80)) == (("inet t c",) * named, ())
-    saved = ports.strip("{ }").replace(", ", ",").replace("-", ":")
-    args = f"-t raw -A PREROUTING -p tcp -m multiport --dports {saved} -j DROP"
-    run("ip", "netns", "exec", where, *LEGACY_TOOL, *args.split())
-    assert find_legacy(where, ports=(20080, 80)) == ((f"{RAW} PREROUTING",) * named, ())
-
-
-def test_large_tables_are_not_read(where: str) -> None:
+def test_large_tables_are_not_read(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table one rule above the limit is reported and not read, whatever follows it."""
     rules = "\n".join(["tcp dport 22 accept"] * 9)
     load(where, in_table(f"---{rules}\ntcp dport 30080 drop"))
-    assert find(where, 10) == (("inet t c",), ())
-    limit = "more rules than the 9 that are read in all"
-    assert find(where, 9) == ((), (f"inet t c ({limit})",))
-    args = "-t raw -A PREROUTING -p tcp --dport 30080 -j DROP"
-    run("ip", "netns", "exec", where, *LEGACY_TOOL, *args.split())
-    chain = f"{RAW} PREROUTING"
-    assert find_legacy(where, 20) == ((chain,), ())
-    assert find_legacy(where, 2) == ((), (f"{RAW} (more than 2 lines)",))
-
-
-def test_an_extension_that_is_not_shown_counts() -> None:
-    """nftables before 1.0.6 shows xtables' matches and targets as null."""
-    rule = pre_dnat_rules._parse_nft_rule([{"xt": None}, {"drop": None}], {}, ServedPorts())
-    assert (rule.refuses, rule.is_selective) == (True, True)
-
-
-def test_tables_are_read_up_to_the_limit_together(where: str) -> None:
-    """The small ones first; those that follow are reported."""
-    rules = "tcp dport 30080 drop\n" * 9
-    for table in ("u", "v"):
-        load(where, in_table(f"---{rules}").replace("inet t ", f"inet {table} "))
-    load(where, in_table("---tcp dport 30080 drop"))
-    assert find(where, 19) == (("inet t c", "inet u c", "inet v c"), ())
-    limit = "more rules than the 18 that are read in all"
-    assert find(where, 18) == (("inet t c", "inet u c"), (f"inet v c ({limit})",))
+    load(where, in_table("---drop").replace("inet t ", "inet u "))
+    monkeypatch.setattr(pre_dnat_rules, "MAX_RULES", 10)
+    assert find(where) == (("inet t c", "inet u c"), ())
+    monkeypatch.setattr(pre_dnat_rules, "MAX_RULES", 9)
+    assert find(where) == (("inet u c",), ("inet t c (more than 9 rules)",))
+    place = Path("/run/netns") / where
+    lines = netns.run_in(place, warnings)
+    assert ["inet u c" in lines[0], "inet t c" in lines[1]] == [True, True]
+    row = netns.run_in(place, lambda: packet_path._early_rules_row(Path("/nowhere"), NodeFlag(0)))
+    assert row.result == "no"
+    detail = "inet u c; inet t c (more than 9 rules) cannot be read"
+    assert row.detail.partition(": ")[2] == detail
 
 
 def test_a_line_names_a_few_chains(where: str) -> None:
@@ -196,50 +156,6 @@ def test_tables_that_cannot_be_read_hide_no_others(where: str) -> None:
     assert escape_unprintable(line).count("inet a\\x1b[31m b c\\nd, inet b\\xfcro c, inet t c")
 
 
-def test_a_table_that_libnftables_refuses_is_reported(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*commands: forward_rules.Json, **options: bool) -> list[forward_rules.Json]:
-        if commands[0]["list"]["table"]["name"] == "u":
-            raise KernelError("nftables refused the transaction: odd")
-        return run_transaction(*commands, **options)
-
-    run_transaction = forward_rules.run_transaction
-    monkeypatch.setattr(forward_rules, "run_transaction", refuse)
-    for table in ("u", "t"):
-        load(where, in_table("---tcp dport 30080 drop").replace("inet t ", f"inet {table} "))
-    assert find(where) == (
-        ("inet t c",), ("inet u c (nftables refused the transaction: odd)",)
-    )  # fmt: skip
-    place = Path("/run/netns") / where
-    lines = netns.run_in(place, warnings)
-    assert ["inet t c" in lines[0], "inet u c" in lines[1]] == [True, True]
-    row = netns.run_in(place, lambda: packet_path._early_rules_row(Path("/nowhere"), NodeFlag(0)))
-    assert row.result == "no"
-    assert row.detail.partition(": ")[2] == (
-        "inet t c; inet u c (nftables refused the transaction: odd) cannot be read"
-    )
-
-
-def test_elements_of_named_sets_are_not_read(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block lists have up to millions of them, and any content counts."""
-    addresses = ",".join(f"198.51.{i // 256}.{i % 256}" for i in range(1000))
-    load(where, in_table(
-        f"set s {{ type ipv4_addr; elements = {{ {addresses} }} }}---ip saddr @s drop"
-    ))  # fmt: skip
-    sizes = []
-
-    def list_and_count(*commands: forward_rules.Json, **options: bool) -> list[forward_rules.Json]:
-        items = run_transaction(*commands, **options)
-        sizes.append(len(json.dumps(items)))
-        return items
-
-    run_transaction = forward_rules.run_transaction
-    monkeypatch.setattr(forward_rules, "run_transaction", list_and_count)
-    assert find(where) == (("inet t c",), ())
-    assert max(sizes) < 2000
-
-
 @pytest.mark.parametrize(("rule", "named"), LEGACY, ids=[rule for rule, _ in LEGACY])
 def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[str, ...]) -> None:
     run("ip", "netns", "exec", where, *LEGACY_TOOL, *rule.split())
@@ -247,18 +163,6 @@ def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[st
     lines = netns.run_in(Path("/run/netns") / where, warnings)
     assert len(lines) == bool(named)
     assert all(name in line for name in named for line in lines)
-
-
-JUMPS = [("--dport 30080", (f"{RAW} PREROUTING",)), ("--dport 22", ())]
-
-
-@pytest.mark.parametrize(("ports", "named"), JUMPS)
-def test_iptables_legacy_rules_in_a_user_chain_are_found(
-    where: str, ports: str, named: tuple[str, ...]
-) -> None:
-    for words in ("-N d", "-A d -j DROP", f"-A PREROUTING -p tcp {ports} -j d"):
-        run("ip", "netns", "exec", where, *LEGACY_TOOL, "-t", "raw", *words.split())
-    assert find_legacy(where) == (named, ())
 
 
 @pytest.mark.parametrize("comment", [b"B\xfcro", b'a\n-A x "', b"it's", b"\xe2\x80\xa8", b"\\"])

@@ -128,7 +128,7 @@ def test_second_agent_on_the_same_devices_is_refused(
             assert str(other.pins) in text
             for direction, (program_id,) in before.items():
                 assert f"{direction} of up0 (id {program_id})" in text
-            assert f"they belong to --pin-dir {site.pins}, process {os.getpid()} (" in text
+            assert f"they belong to --pin-dir {site.pins}: stop it" in text
             assert "\n" not in text
             assert attached() == before
             row = neighbours.other_kbpf_row(other.pins, other.cgroup)

@@ -17,8 +17,6 @@ from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod
 from kbpf.kernel.net.devices import (
-    ARPHRD_ETHER,
-    ARPHRD_NONE,
     BRIDGE_NETFILTER,
     ZERO_MAC,
     Device,
@@ -26,6 +24,7 @@ from kbpf.kernel.net.devices import (
     DeviceMonitor,
     list_devices,
 )
+from kbpf.kernel.net.uapi import ARPHRD_ETHER, ARPHRD_NONE
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr
 from tests.programs.packets.tc.net import Net, both_ways, idle, insn, program_id

@@ -99,7 +99,7 @@ def load(target: Target) -> tuple[int, str]:
     log = ctypes.create_string_buffer(1 << 16)
     where = function_ids(f"bpf_iter_{target.name}")[f"bpf_iter_{target.name}"]
     options = syscalls.ProgLoadOpts(
-        sz=ctypes.sizeof(syscalls.ProgLoadOpts), expected_attach_type=TRACE_ITER,
+        expected_attach_type=TRACE_ITER,
         attach_btf_id=where, log_level=1, log_size=len(log), log_buf=ctypes.addressof(log),
     )  # fmt: skip
     code = program(target)

@@ -189,9 +189,11 @@ class Node:
         return self.do(lambda: self.plane.apply(wanted, touched, sound))
 
     def tick(self) -> TickResult:
-        """Runs everything that is due in the next 100 s."""
+        """Runs everything that is due in the next 100 s, in all threads of an agent."""
         self.now += 100.0
-        return self.do(lambda: self.plane.tick(self.now))
+        result = self.do(lambda: self.plane.tick(self.now))
+        self.do(lambda: self.plane.maintain_host(self.now))
+        return result
 
     def addresses(self, device: str = DEVICE) -> set[str]:
         """The addresses of a device; empty if it does not exist."""

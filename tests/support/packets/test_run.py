@@ -147,7 +147,6 @@ def run(
     packet_out = ctypes.create_string_buffer(_PACKET_OUT_SIZE)
     context_out = ctypes.create_string_buffer(256)
     opts = syscalls.TestRunOpts(
-        sz=ctypes.sizeof(syscalls.TestRunOpts),
         data_in=packet,
         data_out=ctypes.addressof(packet_out),
         data_size_in=len(packet),

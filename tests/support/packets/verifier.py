@@ -96,7 +96,6 @@ def _load(name: str, insns: bytes, level: int, btf_fds: Sequence[int]) -> tuple[
     kind, attach_type, _ = program_type(name)
     log = ctypes.create_string_buffer(LOG_SIZE)
     opts = syscalls.ProgLoadOpts(
-        sz=ctypes.sizeof(syscalls.ProgLoadOpts),
         attempts=5,
         expected_attach_type=attach_type,
         log_level=level,

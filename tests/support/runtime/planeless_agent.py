@@ -30,6 +30,9 @@ class FakePlane(plane.IpvsPlane):
     def tick(self, now: float, coexisting: bool = False) -> TickResult:
         return TickResult()
 
+    def maintain_host(self, now: float) -> None:
+        """Does nothing."""
+
     def close(self) -> None:
         """Does nothing."""
 

@@ -12,12 +12,14 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 from msgspec.structs import replace
 
+from kbpf.checks import connection
+from kbpf.checks.connection import Result
 from kbpf.cli import app, trace
 from kbpf.cli.schema import build_schema, list_kinds
 from kbpf.dataplane.bpf import map_metrics as metrics
@@ -557,6 +559,41 @@ CORRUPT_ENTRIES: dict[str, Entries] = {
         bytes(19) + b"x": layout.FAILURE.pack(0, 1, layout.EVENT.pack(0, 0, *3 * [BAD], 1, 0, 1)),
     },
 }
+
+
+class Tried(NamedTuple):
+    """A trace, whether what its packet does is what is predicted (None: it cannot be tried), and
+    the last line; "" if nothing is shown.
+    """
+
+    words: str
+    matches: bool | None
+    line: str
+
+
+UNASKED = [
+    Tried("outside 198.18.0.1:30080", True, "  confirmed: a packet, on a copy"),
+    Tried("outside 198.18.0.1:30080", False, "  DIFFERS: a packet, on a copy"),
+    Tried("outside 198.18.0.1:30080", None, ""),
+    Tried("host [fd00:96::1]:53/udp", True, "  confirmed: a packet, on a copy"),
+    Tried("198.51.100.7 192.0.2.5:443", True, "  confirmed: a packet, on a copy"),
+    Tried("outside 192.0.2.5:443", True, ""),  # its source ranges depend on the client's address
+    Tried("host default/web", True, ""),  # a socket hook decides
+    Tried("outside 198.18.0.1:30080 --connect", True, ""),
+]
+
+
+@pytest.mark.parametrize("row", UNASKED, ids=lambda row: f"{row.words} {row.matches}")
+def test_a_packet_is_tried_without_being_asked(
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: Tried
+) -> None:
+    """A connect() is not: it may give the client a backend by session affinity."""
+    monkeypatch.setattr(connection, "try_packet", lambda *_, **__: Result(row.matches, "it"))
+    monkeypatch.setattr(connection, "try_socket", lambda *_: pytest.fail("it connects"))
+    code, out, _ = run(capsys, row.words, "trace")
+    shown = [text for text in out.splitlines() if "a packet, on a copy" in text]
+    assert [text.partition(" of the programs")[0] for text in shown] == [row.line] * bool(row.line)
+    assert code == ("--connect" in row.words or row.matches is False)
 
 
 IPVS_TRACES = (

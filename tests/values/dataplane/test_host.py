@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position of our rule among foreign rules of a chain, and the kernel's notation of ports."""
+"""What rules of other programs refuse, the position of our rule among them, and the kernel's
+notation of ports.
+"""
 
+import struct
 from typing import NamedTuple
 
 import pytest
 
+from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_string
+from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import (
     KEEPALIVE_COMMENT,
     BaseChain,
@@ -15,43 +20,185 @@ from kbpf.kernel.netfilter.forward_rules import (
 from kbpf.kernel.system import sysctl
 
 MARK = 0x4000
-COUNTER = {"counter": {"packets": 7, "bytes": 9}}
-COMMENT = {"xt": {"type": "match", "name": "comment"}}
-REJECT = {"xt": {"type": "target", "name": "REJECT"}}
-TO_A_POD = {
-    "match": {
-        "op": "==",
-        "left": {"payload": {"protocol": "ip", "field": "daddr"}},
-        "right": "10.244.1.2",
-    }
-}
 
 
+def attribute(kind: int, *inner: bytes) -> bytes:
+    return pack_attribute(kind, b"".join(inner))
+
+
+def expression(name: str, *data: bytes) -> bytes:
+    """An expression of a rule, as the kernel sends it."""
+    return attribute(
+        uapi.NFTA_LIST_ELEM,
+        attribute(uapi.NFTA_EXPR_NAME, name.encode() + b"\0"),
+        attribute(uapi.NFTA_EXPR_DATA, *data),
+    )
+
+
+def verdict(code: int, chain: str = "") -> bytes:
+    """`code`: NF_DROP, NF_ACCEPT, or NFT_JUMP (-3) with its chain."""
+    target = [attribute(uapi.NFTA_VERDICT_CHAIN, chain.encode() + b"\0")] if chain else []
+    number = attribute(uapi.NFTA_VERDICT_CODE, struct.pack(">i", code))
+    return expression(
+        "immediate",
+        attribute(uapi.NFTA_IMMEDIATE_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT)),
+        attribute(uapi.NFTA_IMMEDIATE_DATA, attribute(uapi.NFTA_DATA_VERDICT, number, *target)),
+    )
+
+
+def xt(kind: str, name: str) -> bytes:
+    """A match or target of iptables."""
+    return expression(kind, attribute(uapi.NFTA_MATCH_NAME, name.encode() + b"\0"))
+
+
+def lookup(register: int) -> bytes:
+    """A lookup in a set; in a verdict map if the register is that of the verdict."""
+    return expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", register)))
+
+
+def named(kind: int) -> bytes:
+    """A use of an object that is defined elsewhere in the table."""
+    return expression("objref", attribute(uapi.NFTA_OBJREF_IMM_TYPE, struct.pack(">I", kind)))
+
+
+COUNTER, LOG = expression("counter", bytes(24)), expression("log")
+COMMENT, REJECT = xt("match", "comment"), xt("target", "REJECT")
+DROP, ACCEPT, JUMP = verdict(uapi.NF_DROP), verdict(uapi.NF_ACCEPT), verdict(-3, "cali-FORWARD")
+TO_A_POD = expression("payload") + expression("cmp")
+LOAD = expression("immediate", attribute(uapi.NFTA_IMMEDIATE_DATA, attribute(1, bytes(4))))
+VERDICT_MAP, SET = lookup(uapi.NFT_REG_VERDICT), lookup(1)
 EXPRESSIONS = {
-    "iptables -j REJECT": ([COUNTER, REJECT], True),
-    "iptables -m comment -j REJECT": ([COMMENT, COUNTER, REJECT], True),
-    "drop": ([{"drop": None}], True),
-    "counter drop": ([COUNTER, {"drop": None}], True),
-    "log, then drop": ([{"log": {"prefix": "no: "}}, {"drop": None}], True),
-    "reject with a reason": ([{"reject": {"type": "icmp", "expr": "host-prohibited"}}], True),
-    "reject to one pod": ([TO_A_POD, COUNTER, REJECT], False),
-    "drop to one pod": ([TO_A_POD, {"drop": None}], False),
-    "a match by an iptables module": (
-        [{"xt": {"type": "match", "name": "conntrack"}}, COUNTER, {"drop": None}], False),
-    "accept": ([COUNTER, {"accept": None}], False),
-    "a jump": ([COUNTER, {"jump": {"target": "cali-FORWARD"}}], False),
-    "another target": ([{"xt": {"type": "target", "name": "MARK"}}], False),
-    "only a counter": ([COUNTER], False),
-    "nothing": ([], False),
-    "an extension that is not shown": ([{"xt": None}, {"drop": None}], False),
-}  # fmt: skip
-"""A rule as libnftables lists it, and whether it refuses all packets."""
+    "iptables -j REJECT": (COUNTER + REJECT, True),
+    "iptables -m comment -j REJECT": (COMMENT + COUNTER + REJECT, True),
+    "drop": (DROP, True),
+    "counter drop": (COUNTER + DROP, True),
+    "log, then drop": (LOG + DROP, True),
+    "a named counter, then drop": (named(uapi.NFT_OBJECT_COUNTER) + DROP, True),
+    "above a named quota, drop": (named(2) + DROP, False),
+    "reject with a reason": (expression("reject", bytes(8)), True),
+    "reject to one pod": (TO_A_POD + COUNTER + REJECT, False),
+    "drop to one pod": (TO_A_POD + DROP, False),
+    "a match by an iptables module": (xt("match", "conntrack") + COUNTER + DROP, False),
+    "accept": (COUNTER + ACCEPT, False),
+    "a jump": (COUNTER + JUMP, False),
+    "another target": (xt("target", "MARK"), False),
+    "only a counter": (COUNTER, False),
+    "nothing": (b"", False),
+    "by a verdict map": (VERDICT_MAP, False),
+    "a value for the mark": (LOAD, False),
+}
+"""The expressions of a rule, and whether they refuse all packets."""
+
+
+def rule(expressions: bytes, chain: str = "c", comment: str = "") -> nft.Rule:
+    text = comment.encode() + b"\0"
+    return nft._parse_rule(
+        {
+            uapi.NFTA_RULE_CHAIN: chain.encode() + b"\0",
+            uapi.NFTA_RULE_HANDLE: struct.pack(">Q", 7),
+            uapi.NFTA_RULE_EXPRESSIONS: expressions,
+            uapi.NFTA_RULE_USERDATA: b"\5\1x" + bytes((0, len(text))) + text,
+        }
+    )
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_which_rules_refuse_all_packets(name: str):
     expressions, refuses = EXPRESSIONS[name]
-    assert refuses_all(expressions) == refuses
+    parsed = rule(expressions, comment=KEEPALIVE_COMMENT)
+    assert (parsed.chain, parsed.handle, parsed.comment) == ("c", 7, KEEPALIVE_COMMENT)
+    assert refuses_all(parsed.expressions) == refuses
+
+
+@pytest.mark.parametrize("family", ["ip", "ip6", "inet", "netdev", "bridge", "arp"])
+def test_rules_of_each_family_are_read(family: str, monkeypatch: pytest.MonkeyPatch):
+    """A firewall may be a bridge's. A kernel that ignores the filter lists other rules, too."""
+    asked = []
+
+    def rule_in(table: str, chain: str) -> Message:
+        body = pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(uapi.NFTA_RULE_CHAIN, chain)
+        handle = attribute(uapi.NFTA_RULE_HANDLE, struct.pack(">Q", 7))
+        return Message(0, 0, bytes(4) + body + handle + attribute(uapi.NFTA_RULE_EXPRESSIONS, DROP))
+
+    def dump(_: Netlink, __: int, body: bytes) -> list[Message]:
+        asked.append(body)
+        return [rule_in("t", "c"), rule_in("t", "d"), rule_in("u", "c")] * 40
+
+    monkeypatch.setattr(Netlink, "dump", dump)
+    (found,) = set(nft.list_rules(family, "t", "c"))
+    assert (found.chain, found.handle, found.expressions[0].refuses) == ("c", 7, True)
+    assert len(list(nft.list_rules(family, "t"))) == 80
+    assert len({body[0] for body in asked}) == 1
+
+
+RPF = xt("match", "rpfilter") + DROP, expression("fib") + expression("cmp") + DROP
+MAY_REFUSE = {
+    "no rule": ((), False),
+    "policy drop": ((), True),
+    "drop": ((rule(DROP),), True),
+    "drop to one pod": ((rule(TO_A_POD + DROP),), True),
+    "iptables -j REJECT": ((rule(TO_A_POD + REJECT),), True),
+    "accept": ((rule(TO_A_POD + ACCEPT),), False),
+    "by a verdict map": ((rule(VERDICT_MAP),), True),
+    "accept a set": ((rule(SET + ACCEPT),), False),
+    "reverse path filters": (tuple(map(rule, RPF)), False),
+    "in a chain that it jumps to": ((rule(verdict(-3, "d")), rule(DROP, "d")), True),
+    "in a chain behind that": (
+        (rule(verdict(-3, "d")), rule(verdict(-4, "e"), "d"), rule(DROP, "e")), True),
+    "jumps in a circle": ((rule(verdict(-3, "d")), rule(verdict(-3, "c"), "d")), False),
+    "in a chain that nothing leads to": ((rule(ACCEPT), rule(DROP, "d")), False),
+}  # fmt: skip
+"""The rules of a table, and whether its base chain `c` may refuse a packet."""
+
+
+@pytest.mark.parametrize("name", MAY_REFUSE)
+def test_which_chains_may_refuse_before_dnat(name: str, monkeypatch: pytest.MonkeyPatch):
+    rules, refuses = MAY_REFUSE[name]
+    policy = "drop" if name == "policy drop" else "accept"
+    chain = {"family": "inet", "table": "t", "name": "c", "type": "filter", "policy": policy}
+    places = {
+        "early": {"hook": "prerouting", "prio": -300},
+        "behind DNAT": {"hook": "prerouting", "prio": -100},
+        "later": {"hook": "input", "prio": -300},
+        "at a device": {"hook": "ingress", "prio": 0},
+        "of kube-proxy": {"hook": "prerouting", "prio": -300, "table": "kube-proxy"},
+        "no base chain": {},
+    }
+    monkeypatch.setattr(
+        nft, "list_chains", lambda: [{**chain, "name": "c", **place} for place in places.values()]
+    )
+    monkeypatch.setattr(nft, "count_rules", lambda *_: len(rules))
+    monkeypatch.setattr(nft, "list_rules", lambda *_: iter(rules))
+    assert pre_dnat_rules.find_chains() == (2 * refuses * ("inet t c",), ())
+    if policy == "accept" and rules:
+        monkeypatch.setattr(pre_dnat_rules, "MAX_RULES", len(rules) - 1)
+        line = f"inet t c (more than {len(rules) - 1} rules)"
+        assert pre_dnat_rules.find_chains() == ((), (line, line))
+
+
+SAVED = {
+    ":PREROUTING ACCEPT [7:9]": False,
+    ":PREROUTING DROP [0:0]": True,
+    ":OUTPUT DROP [0:0]": False,
+    "-A PREROUTING -p tcp -m tcp --dport 30080 -j DROP": True,
+    "-A PREROUTING -s 192.0.2.1/32 -j REJECT --reject-with icmp-port-unreachable": True,
+    "-A PREROUTING -p tcp -m tcp --dport 22 -j ACCEPT": False,
+    "-A PREROUTING -m rpfilter --validmark --invert -j DROP": False,
+    "-A mine -j DROP": True,
+    "-A OUTPUT -p tcp -m tcp --dport 30080 -j DROP": False,
+    "-A PREROUTING -j DROP-LISTED": False,
+    "COMMIT": False,
+}
+"""Lines of iptables-legacy-save, and whether they may refuse packets in PREROUTING."""
+
+
+@pytest.mark.parametrize("line", SAVED)
+def test_which_lines_of_iptables_legacy_may_refuse(line: str, monkeypatch: pytest.MonkeyPatch):
+    legacy = pre_dnat_rules.iptables_legacy
+    monkeypatch.setattr(legacy, "list_tables", lambda family: ("raw",) * (family == "ip"))
+    monkeypatch.setattr(legacy, "save", lambda *_: f"*raw\n{line}\n")
+    named = ("ip raw (iptables-legacy) PREROUTING",)
+    assert pre_dnat_rules.find_legacy_chains() == (named * SAVED[line], ())
 
 
 class Place(NamedTuple):

@@ -25,6 +25,7 @@ from kbpf.errors import (
 )
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
+from kbpf.takeover.previous import DRAIN_RETRY_INTERVAL_S
 
 NOTHING = DesiredState({})
 
@@ -155,6 +156,9 @@ class Fake:
         self._coexist(coexisting)
         return TickResult()
 
+    def maintain_host(self, now: float) -> None:
+        pass
+
     def status(self) -> PlaneStatus:
         return PlaneStatus(ModeChoice("", self.name), ready=self.ready_result)
 
@@ -213,7 +217,13 @@ class Harness:
     def start(self, sound: bool = True) -> None:
         self.chosen.open()
         self.chosen.apply(NOTHING, None, sound)
-        self.chosen.tick(0.0)
+        self.look(0.0)
+
+    def look(self, now: float) -> None:
+        """The agent's thread, then the thread `host`, then the first one again."""
+        self.chosen.tick(now)
+        self.chosen.maintain_host(now)
+        self.chosen.tick(now)
 
 
 @pytest.mark.parametrize(("asked", "mode"), [("auto", "bpf"), ("bpf", "bpf"), ("ipvs", "ipvs")])
@@ -327,12 +337,12 @@ def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str):
     house = Harness(mode, there=OTHER[mode])
     house.chosen.open()
     assert house.does == [f"{old} take", f"{mode} follows", f"{mode} open"]
-    assert house.chosen.tick(0.0).due is None
+    house.look(0.0)
     house.chosen.apply(NOTHING, None)
-    assert house.chosen.tick(5.0).due == 12.0
+    house.look(5.0)
     assert house.chosen.status().problems == ("some go on",)
-    assert house.chosen.tick(12.0).due is None
-    house.chosen.tick(20.0)
+    house.look(12.0)
+    house.look(20.0)
     assert house.does[3:] == [
         f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone",
     ]  # fmt: skip
@@ -345,9 +355,9 @@ def test_bpf_coexists_with_a_kube_proxy_until_it_is_drained():
     house.chosen.open()
     assert house.does == [f"{old} take", "bpf follows", "bpf open"]
     house.chosen.apply(NOTHING, None)
-    assert house.chosen.tick(5.0).due == 12.0
+    house.look(5.0)
     assert house.chosen.status().problems == ("some go on",)
-    assert house.chosen.tick(12.0).due is None
+    house.look(12.0)
     assert house.does[3:] == ["bpf apply", f"{old} retire", f"{old} retire", f"{old} close",
                               "bpf is alone"]  # fmt: skip
 
@@ -357,10 +367,10 @@ def test_bpf_coexists_until_both_previous_data_planes_are_drained():
     house.rest["kube-proxy"].looks = 3
     house.start()
     assert house.chosen.status().problems == ("some go on", "some go on")
-    house.chosen.tick(7.0)
+    house.look(7.0)
     assert house.does[-2:] == ["old ipvs close", "old kube-proxy retire"]
     assert house.chosen.status().problems == ("some go on",)
-    assert house.chosen.tick(14.0).due is None
+    house.look(14.0)
     assert house.does[-2:] == ["old kube-proxy close", "bpf is alone"]
 
 
@@ -385,10 +395,10 @@ def test_nothing_is_drained_before_the_state_is_authoritative_and_the_plane_read
     plane = house.bpf if mode == "bpf" else house.ipvs
     plane.ready_result = False
     house.chosen.apply(NOTHING, set())
-    house.chosen.tick(0.0)
+    house.look(0.0)
     assert not [line for line in house.does if "retire" in line]
     plane.ready_result = True
-    house.chosen.tick(1.0)
+    house.look(1.0)
     assert house.does[-1] == f"old {OTHER[mode]} retire"
 
 
@@ -404,7 +414,9 @@ def test_failed_drain_is_a_problem_and_retried():
     house.rest["bpf"].fails["retire"] = [KernelError("busy")]
     house.start()
     assert house.chosen.status().problems == ("some go on", "busy")
-    assert house.chosen.tick(0.0).due == 7.0
+    house.look(DRAIN_RETRY_INTERVAL_S - 1)
+    assert house.does.count("old bpf retire") == 1, "not due yet"
+    house.look(DRAIN_RETRY_INTERVAL_S)
     assert house.chosen.status().problems == ("some go on",)
 
 

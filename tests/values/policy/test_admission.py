@@ -342,7 +342,7 @@ def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> No
     at = FrontendAddress(ANY4, 22, TCP)
     there = {at}
     listeners = Listeners(lambda: frozenset(there))
-    listeners.refresh(0.0)
+    listeners.read_first(0.0)
     assert listeners.ports == {at}
     there.clear()
     listeners.refresh(LISTENER_POLL_INTERVAL_S - 1)

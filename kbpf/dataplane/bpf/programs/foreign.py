@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds programs of other tools at our hooks: those of other load balancers (Cilium, Calico in eBPF
-mode), which decide about the same connections, and those that run before ours on a device.
+mode), which decide about the same connections, and those that keep packets from ours.
 
 At the socket hooks only load balancers and policies have programs, so all of them are listed. On
-devices a CNI may have unrelated programs: of those behind ours only known balancers and programs of
-another kbpf are listed. A second kbpf refuses to start (unpinned.py), unless both started at the
-same moment.
+devices a CNI may have unrelated programs, so a packet decides (hook_probe.py): of those that do not
+keep it from ours, only known balancers and programs of another kbpf are listed. A second kbpf
+refuses to start (unpinned.py), unless both started at the same moment.
 """
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs.hook_probe import (
     ORDER_HINT,
@@ -24,8 +22,8 @@ from kbpf.dataplane.bpf.programs.hook_probe import (
 )
 from kbpf.dataplane.bpf.programs.unpinned import (
     OwnPrograms,
-    attached_program_ids,
     is_kbpf_program,
+    list_at_cgroup,
     open_attacher,
     serves_already,
 )
@@ -36,20 +34,13 @@ from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.kernel.net.devices import Device, list_devices
 
 SOCKET_HOOKS: Final = frozenset(("connect4", "connect6", "sendmsg4", "sendmsg6"))
-BALANCER_PREFIX: Final = "cali"
-"""Calico has programs on devices only in its eBPF mode. Cilium's (`cil_`) say nothing: it has them
-also as a CNI beside a kube-proxy. If it replaces kube-proxy, it has programs at the socket hooks.
-"""
-
-REFUSED_PREFIXES: Final = {
+BALANCERS: Final = {
     "cil_sock": "Cilium's socket load balancing",  # cilium/cilium, bpf/bpf_sock.c
-    # projectcalico/calico, felix/bpf-gpl: connect_balancer*.c and tc_preamble.c
-    "calico_connect": "Calico's eBPF mode",
-    "calico_sendmsg": "Calico's eBPF mode",
-    "cali_tc_preamb": "Calico's eBPF mode",
+    "cali": "Calico's eBPF mode",  # projectcalico/calico, felix/bpf-gpl
 }
-"""Name prefixes of programs that translate Services, and whose they are. The kernel has the first
-15 characters of a name."""
+"""Name prefixes of programs that translate Services, and whose they are. Calico has programs only
+in its eBPF mode. Those of Cilium on devices (`cil_from_netdev`) say nothing: it has them also as a
+CNI beside a kube-proxy."""
 SWITCH_OFF_HINT: Final = (
     "switch it off (Cilium: kubeProxyReplacement false and socketLB.enabled false; Calico: "
     "linuxDataplane Iptables or Nftables) and restart its agent, or do not run kbpf on this node; "
@@ -76,27 +67,19 @@ class ForeignProgram(NamedTuple):
 def find_at_sockets(pins: Pins, cgroup: Path) -> tuple[ForeignProgram, ...]:
     """Foreign programs at the socket hooks of this cgroup."""
     own = OwnPrograms(pins)
-    try:
-        descriptor = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return ()  # missing hooks are reported elsewhere
-    try:
-        return tuple(
-            foreign._replace(is_kbpf=is_kbpf_program(program, hook.name))
-            for hook in HOOKS
-            if hook.name in SOCKET_HOOKS
-            for program in attached_program_ids(descriptor, hook.attach_type)
-            if not own.contains(program) and (foreign := _describe(program, hook.name))
-        )
-    finally:
-        os.close(descriptor)
+    return tuple(
+        foreign._replace(is_kbpf=is_kbpf_program(program, hook))
+        for hook, program in list_at_cgroup(cgroup)
+        if hook in SOCKET_HOOKS
+        if not own.contains(program) and (foreign := _describe(program, hook))
+    )
 
 
 def find_at_devices(
     kernel: TcAttacher, devices: Iterable[Device], prober: HookProber | None = None
 ) -> tuple[ForeignProgram, ...]:
-    """Programs of known balancers on these devices, and all programs and filters before ours; the
-    prober tells which of these keep packets from ours.
+    """Programs of known balancers on these devices, and programs and filters before ours, except
+    for those that let the prober's packet pass.
     """
     return tuple(
         foreign
@@ -110,26 +93,24 @@ def find_at_devices(
 
 def _find_at_hook(point: Point, prober: HookProber | None) -> Iterator[ForeignProgram]:
     outcome = prober.read(point) if prober is not None else None
-    ahead = len(point.before_ours) if any(runner.is_ours for runner in point.programs) else 0
-    for position, runner in enumerate(point.programs):
-        is_taker = outcome is not None and outcome.taker == runner
-        is_ahead = position < ahead
+    has_ours = any(runner.is_ours for runner in point.programs)
+    suspects = point.before_ours if has_ours and not (outcome and outcome.reached) else ()
+    for runner in point.programs:
         if runner.is_ours:
             continue
         program = _describe(runner.program_id, point.direction, point.device.name)
-        if not runner.program_id and is_ahead:
+        if not runner.program_id and runner in suspects:
             program = ForeignProgram(0, runner.place, point.direction, point.device.name)
         if program is None:
             continue
         name = f"tc_{point.direction}"
         if program.name == name and is_kbpf_program(runner.program_id, name):
             yield program._replace(is_kbpf=True)
-            continue
-        if is_taker and outcome is not None:
-            program = program._replace(result=outcome.result)
-        if not is_taker and program.name.startswith(BALANCER_PREFIX):
+        elif outcome is not None and outcome.taker == runner:
+            yield program._replace(is_ahead=runner in suspects, result=outcome.result)
+        elif _find_owner(program):
             yield program
-        elif is_ahead:
+        elif runner in suspects:
             yield program._replace(is_ahead=True)
 
 
@@ -149,22 +130,21 @@ def find_balancer(pins: Pins, cgroup: Path) -> KernelError | None:
     location = f"{program.hook} of {program.device or cgroup}"
     return KernelError(
         "another load balancer serves Services on this node",
-        f"{_owner(program)}: program {program.name} (id {program.program}) at {location}",
+        f"{_find_owner(program)}: program {program.name} (id {program.program}) at {location}",
         SWITCH_OFF_HINT,
     )
 
 
 def _find_refused(pins: Pins, cgroup: Path) -> Iterator[ForeignProgram]:
-    yield from filter(_owner, find_at_sockets(pins, cgroup))
+    yield from filter(_find_owner, find_at_sockets(pins, cgroup))
     with open_attacher(pins) as kernel:
-        yield from filter(_owner, find_at_devices(kernel, list_devices()))
+        yield from filter(_find_owner, find_at_devices(kernel, list_devices()))
 
 
-def _owner(program: ForeignProgram) -> str:
-    """Whose load balancer this program certainly is part of; "" if it is not known to be one."""
-    return next(
-        (owner for prefix, owner in REFUSED_PREFIXES.items() if program.name.startswith(prefix)), ""
-    )
+def _find_owner(program: ForeignProgram) -> str:
+    """Whose load balancer this program is part of; "" if it is not known to be one."""
+    owners = (whose for prefix, whose in BALANCERS.items() if program.name.startswith(prefix))
+    return next(owners, "")
 
 
 def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
@@ -213,7 +193,7 @@ def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
             yield (
                 f"another kbpf is attached: {name} (id {program.program}) at {location}{suffix}; "
                 "both translate the same connections, so stop one of them; `kbpf check` shows its "
-                "pin folder and process"
+                "pin folder"
             )
             continue
         if program.result is not None:

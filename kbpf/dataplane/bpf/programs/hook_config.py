@@ -8,9 +8,7 @@ from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag
 from kbpf.dataplane.bpf.state.commit import ZERO
 from kbpf.kernel.bpf import kernel_sockets
 from kbpf.kernel.bpf.objects import Map
-from kbpf.kernel.bpf.uapi import (
-    BPF_FUNC_set_retval,
-)
+from kbpf.kernel.bpf.uapi import BPF_FUNC_set_retval
 from kbpf.kernel.system import netns
 from kbpf.model.config import Accounting, Config, SocketLb
 from kbpf.model.metrics import ALL_COUNTERS, CHOICE_COUNTERS, FAILURE_COUNTERS

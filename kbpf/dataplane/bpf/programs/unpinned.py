@@ -19,13 +19,14 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_SLOTS
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP, U32
 from kbpf.dataplane.bpf.maps.pinning import NEW_LINK_PREFIX, Pins
-from kbpf.errors import KernelError, escape_unprintable
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import MAX_NAME_LENGTH, Link, Program
@@ -41,6 +42,9 @@ DETACH_WAIT_S: Final = 3.0
 
 MAX_NAMED: Final = 4
 """An error message names at most this many hooks."""
+
+MAX_FOLDERS: Final = 2000
+"""Folders that are searched in each bpffs. A CNI may have thousands."""
 
 CHARACTERISTIC_MAPS: Final = frozenset((TAIL_CALL_MAP, "sock_peers", "frontend_ports"))
 """The programs of kbpf that choose backends, of any version, have one of these and at least one
@@ -86,22 +90,17 @@ def find_lasting(pins: Pins, cgroup: Path, packet_path: bool = True) -> Collecti
 
 
 def describe_unpinned(programs: Collection[UnpinnedProgram], operator_path: Path) -> KernelError:
-    """The error that names these programs, and the agent that they belong to if it can be found."""
+    """The error that names these programs, and their pin folder if it is found."""
     places = [f"{program.place} (id {program.program_id})" for program in programs]
     suffix = f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else ""
-    agent = find_owner({program.program_id for program in programs})
+    folder = find_pin_folder({program.program_id for program in programs})
     remedy = "stop it and run kbpf cleanup with its --pin-dir, or use that --pin-dir"
-    hints = [
-        f"they belong to {agent}: {remedy}"
-        if agent.folder
-        else f"if they belong to another kbpf, {remedy}"
-    ]
-    if not agent.folder:
+    hints = [f"they belong to --pin-dir {folder}: {remedy}"]
+    if folder is None:
         first = next(iter(programs)).program_id
         hints = [
             f"if a file system is mounted over the folder (findmnt -T {operator_path}), unmount it",
-            *([f"they are in use by {agent}"] if agent.processes else ()),
-            *hints,
+            f"if they belong to another kbpf, {remedy}",
             f"`bpftool -f prog show id {first}` shows pins and processes",
         ]
     return KernelError(
@@ -109,6 +108,30 @@ def describe_unpinned(programs: Collection[UnpinnedProgram], operator_path: Path
         f"{operator_path}; {', '.join(places[:MAX_NAMED])}{suffix}",
         "; ".join(hints),
     )
+
+
+def find_pin_folder(program_ids: Collection[int]) -> Path | None:
+    """The pin folder of these programs; None if it is in another mount namespace, or hidden."""
+    return next((each for each in _list_pin_folders() if _pins_any(each, program_ids)), None)
+
+
+def _list_pin_folders() -> Iterator[Path]:
+    """The pin folders of kbpf in each bpffs that is mounted here."""
+    for path in {mount.path for mount in mounts.list_mounts() if mount.fs_type == "bpf"}:
+        for folder, subfolders, _ in islice(os.walk(path), MAX_FOLDERS):
+            if any(name.startswith("programs-") for name in subfolders):
+                subfolders.clear()
+                yield Path(folder)
+
+
+def _pins_any(folder: Path, program_ids: Collection[int]) -> bool:
+    for pin in folder.glob("*programs-*/*"):
+        if pin.name == TAIL_CALL_MAP:
+            continue
+        with contextlib.suppress(KernelError), Program.open(pin) as program:
+            if program.read_info().id in program_ids:
+                return True
+    return False
 
 
 def find_unpinned(pins: Pins, cgroup: Path, packet_path: bool = True) -> list[UnpinnedProgram]:
@@ -123,23 +146,27 @@ def find_unpinned(pins: Pins, cgroup: Path, packet_path: bool = True) -> list[Un
 
 
 def _find_at_cgroup(pins: Pins, cgroup: Path) -> Iterator[UnpinnedProgram]:
+    own = OwnPrograms(pins)
+    for hook, program_id in list_at_cgroup(cgroup):
+        if own.is_unpinned(program_id, hook):
+            yield UnpinnedProgram(program_id, f"{hook} of {cgroup}")
+
+
+def list_at_cgroup(cgroup: Path) -> Iterator[tuple[str, int]]:
+    """The programs at the hooks of this cgroup, as hook and id. None if it cannot be opened: that
+    is reported elsewhere.
+    """
     try:
         descriptor = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return  # attaching will report the error
+        return
     try:
-        attached = {
-            hook.name: attached_program_ids(descriptor, hook.attach_type)
-            for hook in HOOKS
-            if not hook.tracepoint
-        }
+        for hook in HOOKS:
+            if not hook.tracepoint:
+                for program_id in attached_program_ids(descriptor, hook.attach_type):
+                    yield hook.name, program_id
     finally:
         os.close(descriptor)
-    own = OwnPrograms(pins)
-    for hook, program_ids in attached.items():
-        for program_id in program_ids:
-            if own.is_unpinned(program_id, hook):
-                yield UnpinnedProgram(program_id, f"{hook} of {cgroup}")
 
 
 def _find_at_devices(pins: Pins) -> Iterator[UnpinnedProgram]:
@@ -263,81 +290,3 @@ def has_tail_calls(program_id: int) -> bool:
     except KernelError:
         pass
     return False
-
-
-# ---- whose programs they are ---------------------------------------------------------------------
-
-
-MAX_FOLDERS: Final = 2000
-"""Folders that are searched in each bpffs. A CNI may have thousands."""
-MAX_PROCESSES: Final = 2
-MAX_SEARCH_S: Final = 2.0
-"""Time for the search in /proc."""
-MAX_DESCRIPTORS: Final = 10_000
-"""Descriptors that are read of each process: those of an agent are far fewer."""
-MAX_COMMAND_LENGTH: Final = 100
-
-
-class Owner(NamedTuple):
-    """The agent that attached programs belong to: its pin folder, None if it was not found, and
-    processes that have the programs open. Both may be out of sight: in another mount or PID
-    namespace.
-    """
-
-    folder: Path | None
-    processes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        folder = (f"--pin-dir {self.folder}",) if self.folder else ()
-        return ", ".join((*folder, *self.processes))
-
-
-def find_owner(program_ids: Collection[int]) -> Owner:
-    folder = next((each for each in _list_pin_folders() if _pins_any(each, program_ids)), None)
-    return Owner(folder, tuple(_find_processes(program_ids)))
-
-
-def _list_pin_folders() -> Iterator[Path]:
-    """The pin folders of kbpf in each bpffs that is mounted here."""
-    for path in {mount.path for mount in mounts.list_mounts() if mount.fs_type == "bpf"}:
-        for number, (folder, subfolders, _) in enumerate(os.walk(path)):
-            if number >= MAX_FOLDERS:
-                break
-            if any(name.startswith("programs-") for name in subfolders):
-                subfolders.clear()
-                yield Path(folder)
-
-
-def _pins_any(folder: Path, program_ids: Collection[int]) -> bool:
-    for pin in folder.glob("*programs-*/*"):
-        if pin.name == TAIL_CALL_MAP:
-            continue
-        with contextlib.suppress(KernelError), Program.open(pin) as program:
-            if program.read_info().id in program_ids:
-                return True
-    return False
-
-
-def _find_processes(program_ids: Collection[int]) -> Iterator[str]:
-    """The first processes that have one of these programs open, with their command lines."""
-    lines = {f"prog_id:\t{program_id}" for program_id in program_ids}
-    count, deadline = 0, time.monotonic() + MAX_SEARCH_S
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or we lack the rights
-            if lines & _read_program_lines(process):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").strip()
-                text = escape_unprintable(command.decode(errors="replace"))
-                yield f"process {process.name} ({text[:MAX_COMMAND_LENGTH]})"
-                count += 1
-        if count == MAX_PROCESSES or time.monotonic() > deadline:
-            return
-
-
-def _read_program_lines(process: Path) -> set[str]:
-    """The lines in fdinfo of all BPF programs that this process has open."""
-    lines: set[str] = set()
-    for descriptor in os.listdir(process / "fd")[:MAX_DESCRIPTORS]:
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(process / "fd" / descriptor) == "anon_inode:bpf-prog":
-                lines |= set((process / "fdinfo" / descriptor).read_text().splitlines())
-    return lines
