@@ -18,10 +18,9 @@ from kbpf.agent import conntrack_sysctls
 from kbpf.agent.applier import RETRY_INTERVAL_S
 from kbpf.agent.failing_backends import FailingBackendReporter
 from kbpf.agent.inbox import Inbox, Item, Wake
-from kbpf.agent.problems import Problems
+from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.reporter import Reporter
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane import host
@@ -69,15 +68,17 @@ class Agent:
         )
         self._recorder = Recorder(config, self._server)
         self._sources = make_sources(self._enqueue)
-        problems, events = Problems(), self._server.events
-        limits, refusals = LimitReporter(events, problems), RefusalReporter(events, problems)
-        self.reconciler = Reconciler(config, plane, self._sources, self._recorder, refusals, limits)
+        book = ProblemBook(self._server.events)
+        self.reconciler = Reconciler(config, plane, self._sources, self._recorder, book)
         self._self_check = SelfCheck(
-            config, lambda: plane.shared, FailingBackendReporter(events), self._compare_soon
+            config,
+            lambda: plane.shared,
+            FailingBackendReporter(self._server.events),
+            self._compare_soon,
         )
         self.reporter = Reporter(
-            config, plane, self._server, self._sources, self.reconciler, self._recorder,
-            limits, problems, self._self_check,
+            config, plane, self._server, self._sources, self.reconciler, self._recorder, book,
+            self._self_check,
         )  # fmt: skip
         self._conntrack_sysctls = conntrack_sysctls.ConntrackSysctls(config.conntrack)
         self._stop = threading.Event()

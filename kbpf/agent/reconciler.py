@@ -15,8 +15,8 @@ from typing import Final
 from kbpf.agent.applier import Applier
 from kbpf.agent.computer import ServiceComputer
 from kbpf.agent.listeners import Listeners
+from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.states import Outcome, State
 from kbpf.dataplane.base import DataPlane
 from kbpf.model.address import Addr
@@ -61,14 +61,13 @@ class Reconciler:
         plane: DataPlane,
         sources: Sequence[Source],
         recorder: Recorder,
-        refusals: RefusalReporter,
-        limits: LimitReporter,
+        book: ProblemBook,
     ) -> None:
         self._config, self._plane, self._sources = config, plane, sources
-        self._recorder, self.refusals = recorder, refusals
+        self._recorder, self.book = recorder, book
         self.store = ObjectStore(config.node_name, config.bind_address)
         self.computer = ServiceComputer(config, self.store, self._mark_changed)
-        self.applier = Applier(config, plane, self._is_authoritative, recorder, limits)
+        self.applier = Applier(config, plane, self._is_authoritative, recorder, book)
         self.listeners = Listeners()
         self.node_addresses: tuple[Addr, ...] = ()
         self.api_servers: tuple[ApiServerAddress, ...] = ()
@@ -187,7 +186,7 @@ class Reconciler:
         builder = self.computer.builder
         self._dirty.keys |= keys
         self._recorder.computed(keys, builder.state)
-        self.refusals.report_changes(keys, builder.state.services, builder.reserved)
+        self.book.report_addresses(keys, builder.state.services, builder.reserved)
 
     def _resync(self) -> None:
         """Compares everything programmed with the desired state."""

@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kbpf import __version__
-from kbpf.agent.problems import Problems, log_lines
+from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.refusals import LimitReporter
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, LastError, PinsRemovedError, escape_unprintable
 from kbpf.kernel.system import threads
 from kbpf.model.config import Config, is_system_service
 from kbpf.model.events import Event, Kind, Synced
-from kbpf.model.objects import READ_AS_TEXT, ServiceName
+from kbpf.model.objects import ServiceName
 from kbpf.model.status import (
     MAX_NAMESPACES,
     MAX_PROBLEMS,
@@ -53,8 +52,7 @@ class Reporter:
         sources: Sequence[Source],
         reconciler: Reconciler,
         recorder: Recorder,
-        limits: LimitReporter,
-        problems: Problems,
+        book: ProblemBook,
         self_check: SelfCheck,
     ) -> None:
         self.config_error: Callable[[], str] | None = None
@@ -62,7 +60,7 @@ class Reporter:
         file."""
         self._config, self._plane, self._server, self._sources = config, plane, server, sources
         self._reconciler, self._recorder = reconciler, recorder
-        self._limits, self._problems, self._self_check = limits, problems, self_check
+        self._book, self._self_check = book, self_check
         self.is_plane_ready = False
         """Whether the data plane has completed the first apply."""
         self.tick_error = LastError()
@@ -117,7 +115,7 @@ class Reporter:
             sources=tuple(_source_view(source.status(), now) for source in self._sources),
             problems=tuple(problems[:MAX_PROBLEMS]),
             problem_count=problem_count,
-            refused=len(self._limits.refused),
+            refused=len(self._book.not_programmed),
             refused_namespaces=self._refused_namespaces(),
             refused_system=self._refused_system(),
             error=applier.error.text or self.tick_error.text,
@@ -136,8 +134,8 @@ class Reporter:
                 for thread in threads.list_threads()
             ),
             disabled_features=self._disabled_features(),
-            left_to_node=reconciler.refusals.left_to_node,
-            address_refusals=len(reconciler.refusals.refused),
+            left_to_node=tuple(self._book.left_to_node.first(MAX_PROBLEMS)),
+            address_refusals=len(self._book.not_served),
             config_error=self.config_error() if self.config_error is not None else None,
             verified=tuple(filter(None, (applier.compared, self._self_check.connections))),
             failing_backends=self._self_check.failing_backends,
@@ -153,8 +151,8 @@ class Reporter:
         """
         general_lines = sorted([*plane_problems, *threads.list_problems(), *self._own_problems()])
         general_lines += [line for source in self._sources for line in source.status().problems]
-        lines = [*general_lines, *self._problems.first(MAX_PROBLEMS)]
-        total = len(self._problems) + len(general_lines)
+        lines = [*general_lines, *self._book.problems.first(MAX_PROBLEMS)]
+        total = len(self._book.problems) + len(general_lines)
         return list(dict.fromkeys(map(escape_unprintable, lines))), total
 
     def _own_problems(self) -> Iterator[str]:
@@ -188,28 +186,23 @@ class Reporter:
         """The number of Service ports that could not be programmed, for the namespaces with the
         most.
         """
-        counts = Counter(key.namespace for key in self._limits.refused)
+        counts = Counter(key.namespace for key in self._book.not_programmed)
         return dict(counts.most_common(MAX_NAMESPACES))
 
     def _refused_system(self) -> tuple[str, ...]:
-        names = {key.service for key in self._limits.refused}
+        names = {key.service for key in self._book.not_programmed}
         system_names = sorted(str(name) for name in names if is_system_service(name, self._config))
         return tuple(system_names[:MAX_PROBLEMS])
 
     def report_objects(self, events: Iterable[Event]) -> None:
-        """Logs a warning for each object or endpoint that is newly left out, or that other
-        programs would read differently.
+        """Reports each object or endpoint that is newly left out, or that other programs would read
+        differently.
         """
-        new_lines: list[tuple[str, str]] = []
-        for key in {event.key for event in events if not isinstance(event, Synced)}:
-            lines = [f"{key}: {line}" for line in self._reconciler.store.problems_of(key)]
-            lines = self._problems.replace(key.namespace, key, lines)
-            new_lines += ((key.namespace, line) for line in lines)
+        keys = {event.key for event in events if not isinstance(event, Synced)}
+        self._book.report_objects(keys, self._reconciler.store)
+        for key in keys:
             if key.kind is Kind.SERVICE:
                 self._update_mesh(ServiceName(key.namespace, key.name))
-        for title, is_used in (("left out", False), ("unusual", True)):
-            lines_of_title = (pair for pair in new_lines if (READ_AS_TEXT in pair[1]) is is_used)
-            log_lines(logging.WARNING, title, lines_of_title)
 
     def _update_mesh(self, name: ServiceName) -> None:
         service = self._reconciler.store.service(name)
