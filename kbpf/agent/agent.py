@@ -16,9 +16,8 @@ from typing import Final
 from kbpf import __version__
 from kbpf.agent import conntrack_sysctls
 from kbpf.agent.applier import RETRY_INTERVAL_S
-from kbpf.agent.failing_backends import FailingBackendReporter
 from kbpf.agent.inbox import Inbox, Item, Wake
-from kbpf.agent.problem_book import ProblemBook
+from kbpf.agent.problem_book import FailingBackendReporter, ProblemBook
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
 from kbpf.agent.reporter import Reporter

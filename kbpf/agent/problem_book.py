@@ -10,14 +10,18 @@ only on the lines of its subject. Lists and logs are short, and each namespace h
 """
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
+from typing import Final
 
 from kbpf.dataplane.base import Report
+from kbpf.errors import escape_unprintable
 from kbpf.model.desired import FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.events import ObjectKey
 from kbpf.model.fairness import take_turns
+from kbpf.model.metrics import FailingBackend
 from kbpf.model.objects import READ_AS_TEXT, ServiceName
 from kbpf.model.status import MAX_PROBLEMS
 from kbpf.policy.admission import ReservedAddresses
@@ -29,6 +33,13 @@ log = logging.getLogger("kbpf.agent")
 DOCS_HINT = "see docs/operate.md, Addresses that Services may take"
 AT_THIS_NODE = f"connections to this node now reach a Service ({DOCS_HINT})"
 LEFT_TO_NODE = "left to this node, on which a device has the address and a process listens"
+
+# Of FailingBackendReporter:
+INTERVAL_S: Final = 900.0
+NAMESPACE_EVENTS: Final = 3
+TOTAL_EVENTS: Final = 10
+MAX_NAMED: Final = 3
+"""Backends that a note names."""
 
 
 class Lines:
@@ -172,6 +183,50 @@ class ProblemBook:
         self._events.emit(regarding, reason, "Program", note)
 
 
+class FailingBackendReporter:
+    """Reports backends that keep failing: a line in the log, and an Event on their Service. Used by
+    one thread. Times are those of time.monotonic().
+
+    Tenants control how many backends fail. So a Service has one Event in INTERVAL_S, a namespace
+    NAMESPACE_EVENTS, and all together TOTAL_EVENTS: the recorder sends one in ten seconds
+    (serve/events.py), so most of its Events stay free for what concerns the node and other
+    Services. Namespaces take turns, and after TOTAL_EVENTS one follows every INTERVAL_S /
+    TOTAL_EVENTS, so that nobody waits until the interval is over.
+    """
+
+    def __init__(self, events: EventRecorder) -> None:
+        self._events = events
+        self._reported: dict[ServiceName, float] = {}  # at most 2 * TOTAL_EVENTS
+        # Until when Events are paid for, INTERVAL_S / TOTAL_EVENTS for each.
+        self._spent_until = 0.0
+
+    def report(self, failing: Iterable[FailingBackend], now: float) -> None:
+        """Reports those of Services for which that is due."""
+        self._reported = {
+            name: time for name, time in self._reported.items() if now - time < INTERVAL_S
+        }
+        by_service: dict[ServiceName, list[FailingBackend]] = {}
+        for backend in failing:
+            by_service.setdefault(ServiceName(*backend.name[:2]), []).append(backend)
+        namespaces = Counter(name.namespace for name in self._reported)
+        due = by_service.keys() - self._reported.keys()
+        # Those of the namespaces with the fewest Events first.
+        ordered = sorted(due, key=lambda name: (namespaces[name.namespace], name))
+        for name in take_turns(ordered, lambda name: name.namespace):
+            if namespaces[name.namespace] >= NAMESPACE_EVENTS:
+                continue
+            spent_until = max(now, self._spent_until) + INTERVAL_S / TOTAL_EVENTS
+            if spent_until > now + INTERVAL_S:
+                break
+            self._spent_until = spent_until
+            self._reported[name] = now
+            namespaces[name.namespace] += 1
+            note = format_note(name, by_service[name])
+            log.warning("Service %s: %s", name, note)
+            regarding = EventObject("Service", name.name, name.namespace)
+            self._events.emit(regarding, "BackendFailing", "Connect", note)
+
+
 def _log_lines(level: int, title: str, namespaced_lines: Iterable[tuple[str, str]]) -> None:
     """Logs a line for each (namespace, line), but at most MAX_PROBLEMS: all Services may hit a
     limit together.
@@ -204,3 +259,18 @@ def _describe_refusals(state: ServiceState) -> Iterator[str]:
         yield f"{frontend_address} is not served: it is taken by Service {winner}"
     for frontend_address, reason in state.refused:
         yield f"{frontend_address} is not served: {reason}"
+
+
+def format_note(name: ServiceName, failing: Iterable[FailingBackend]) -> str:
+    """One line; its length is limited, since it names MAX_NAMED backends."""
+    backends = sorted(failing, key=lambda backend: -backend.failed)
+    texts = [
+        f"{backend.backend} ({backend.name[2] or backend.name[3]}) did not accept "
+        f"{min(backend.failed, backend.opened)} of {backend.opened} connections from this node in "
+        f"{backend.seconds:.0f} s"
+        for backend in backends[:MAX_NAMED]
+    ]
+    if len(backends) > MAX_NAMED:
+        texts.append(f"and {len(backends) - MAX_NAMED} more backends")
+    hint = f"`kbpf inspect failures --service {name}` on the node shows the clients and the reasons"
+    return escape_unprintable(f"{'; '.join(texts)}; {hint}")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from kbpf.agent.failing_backends import FailingBackendReporter
+from kbpf.agent.problem_book import FailingBackendReporter
 from kbpf.dataplane.base import SharedAccess
 from kbpf.errors import LastError
 from kbpf.kernel.system import threads
