@@ -26,11 +26,10 @@ from kbpf.serve import exposition, health, kbpf_metrics, zpages
 from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.events import EventObject, EventRecorder, Post
 from kbpf.serve.exposition import format_metrics
-from kbpf.serve.health import HealthTracker
+from kbpf.serve.health import HealthTracker, ServiceCheckPorts
 from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, Handler, HttpServer
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import JSON, HttpRequest, HttpResponse
-from kbpf.serve.service_checks import ServiceCheckPorts
 
 log = logging.getLogger("kbpf.serve")
 
