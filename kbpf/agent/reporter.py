@@ -70,7 +70,9 @@ class Reporter:
         self._start_time = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def write_status(self) -> None:
-        self._check_node_ports()
+        node_port_line = node_port_problem(self._reconciler.node_addresses, self._config)
+        if self._node_port_problem.replace(node_port_line):
+            log.warning("%s", node_port_line)  # this node stops answering on NodePorts
         status = self.status()
         try:
             self._plane.write_status(encode(status))
@@ -86,18 +88,18 @@ class Reporter:
         # last, so that a client that sees /readyz succeed can read everything else
         self._server.set_status(status)
 
-    def _check_node_ports(self) -> None:
-        """Warns when this node stops answering on NodePorts."""
-        problem = node_port_problem(self._reconciler.node_addresses, self._config)
-        if self._node_port_problem.replace(problem):
-            log.warning("%s", problem)
-
     def status(self) -> AgentStatus:
         plane = self._plane.status()
         problems, problem_count = self._list_problems(plane.problems)
         reconciler, now = self._reconciler, time.monotonic()
         computer, applier = reconciler.computer, reconciler.applier
         p50_ms, p99_ms = computer.latencies(0.5, 0.99)
+        refused = self._book.not_programmed
+        refused_namespaces = Counter(key.namespace for key in refused)
+        names = {key.service for key in refused}
+        refused_system = sorted(
+            str(name) for name in names if is_system_service(name, self._config)
+        )
         return AgentStatus(
             version=__version__,
             pid=os.getpid(),
@@ -115,9 +117,9 @@ class Reporter:
             sources=tuple(_source_view(source.status(), now) for source in self._sources),
             problems=tuple(problems[:MAX_PROBLEMS]),
             problem_count=problem_count,
-            refused=len(self._book.not_programmed),
-            refused_namespaces=self._refused_namespaces(),
-            refused_system=self._refused_system(),
+            refused=len(refused),
+            refused_namespaces=dict(refused_namespaces.most_common(MAX_NAMESPACES)),
+            refused_system=tuple(refused_system[:MAX_PROBLEMS]),
             error=applier.error.text or self.tick_error.text,
             packets=plane.packets,
             without_endpoints=self._recorder.without_endpoints,
@@ -181,18 +183,6 @@ class Reporter:
                 f"the Service {first} has the labels of the mesh {mesh}: its Pods are translated "
                 "like all others"
             )
-
-    def _refused_namespaces(self) -> dict[str, int]:
-        """The number of Service ports that could not be programmed, for the namespaces with the
-        most.
-        """
-        counts = Counter(key.namespace for key in self._book.not_programmed)
-        return dict(counts.most_common(MAX_NAMESPACES))
-
-    def _refused_system(self) -> tuple[str, ...]:
-        names = {key.service for key in self._book.not_programmed}
-        system_names = sorted(str(name) for name in names if is_system_service(name, self._config))
-        return tuple(system_names[:MAX_PROBLEMS])
 
     def report_objects(self, events: Iterable[Event]) -> None:
         """Reports each object or endpoint that is newly left out, or that other programs would read
