@@ -15,13 +15,11 @@ from typing import Final
 
 from kbpf import __version__
 from kbpf.agent.applier import RETRY_INTERVAL_S
-from kbpf.agent.backend_events import FailingBackendReporter
 from kbpf.agent.host_thread import HostThread
 from kbpf.agent.inbox import Inbox, Item, Wake
-from kbpf.agent.problems import Problems
+from kbpf.agent.problem_book import FailingBackendReporter, ProblemBook
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.reporter import Reporter
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import DataPlane
@@ -69,18 +67,20 @@ class Agent:
         )
         self._recorder = Recorder(config, self._server)
         self._sources = make_sources(self._enqueue)
-        problems, events = Problems(), self._server.events
-        limits, refusals = LimitReporter(events, problems), RefusalReporter(events, problems)
-        self.reconciler = Reconciler(config, plane, self._sources, self._recorder, refusals, limits)
+        book = ProblemBook(self._server.events)
+        self.reconciler = Reconciler(config, plane, self._sources, self._recorder, book)
         self._self_check = SelfCheck(
-            config, lambda: plane.shared, FailingBackendReporter(events), self._compare_soon
+            config,
+            lambda: plane.shared,
+            FailingBackendReporter(self._server.events),
+            self._compare_soon,
         )
         self._host_thread = HostThread(
             config, plane, self.reconciler.listeners, lambda: self._inbox.put(Wake("listeners"))
         )
         self.reporter = Reporter(
-            config, plane, self._server, self._sources, self.reconciler, self._recorder,
-            limits, problems, self._self_check, self._host_thread,
+            config, plane, self._server, self._sources, self.reconciler, self._recorder, book,
+            self._self_check, self._host_thread,
         )  # fmt: skip
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards reconciler.api_servers

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.refusals import LimitReporter
 from kbpf.agent.states import TRANSITIONS, Outcome, State
 from kbpf.dataplane.base import DataPlane, Report
 from kbpf.errors import KbpfError, LastError
@@ -33,9 +33,9 @@ class Applier:
         plane: DataPlane,
         is_authoritative: Callable[[], bool],
         recorder: Recorder,
-        limits: LimitReporter,
+        book: ProblemBook,
     ) -> None:
-        self._config, self._plane, self._recorder, self._limits = config, plane, recorder, limits
+        self._config, self._plane, self._recorder, self._book = config, plane, recorder, book
         self.is_authoritative = is_authoritative
         self.state = State.WAITING
         self.error = LastError()
@@ -60,7 +60,7 @@ class Applier:
     @property
     def needs_retry(self) -> bool:
         """Whether something is retried without a change: a failed apply, or refused ports."""
-        return self.state.is_retrying or bool(self._limits.refused)
+        return self.state.is_retrying or bool(self._book.not_programmed)
 
     def apply(
         self, desired: DesiredState, keys: set[ServicePortKey] | None, is_resync: bool
@@ -110,9 +110,9 @@ class Applier:
             log.warning("another process had changed the programmed state; repaired: %s", counts)
         self.is_deferred, self.deferred_due = bool(report.deferred), report.next_apply_at
         # Fewer are refused than before, so there is room again: the others are retried at once.
-        more_room = len(report.refused) < len(self._limits.refused)
+        more_room = len(report.refused) < len(self._book.not_programmed)
         self.retry_due = self._last + (0.0 if more_room else RETRY_INTERVAL_S)
-        self._limits.report(report)
+        self._book.report_limits(report)
 
     def compare_soon(self) -> None:
         """Makes the comparison of everything due. Any thread may call."""

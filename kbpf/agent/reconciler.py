@@ -15,8 +15,8 @@ from typing import Final
 from kbpf.agent.applier import Applier
 from kbpf.agent.computer import ServiceComputer
 from kbpf.agent.listeners import Listeners
+from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.states import Outcome, State
 from kbpf.dataplane.base import DataPlane
 from kbpf.model.address import Addr
@@ -61,14 +61,13 @@ class Reconciler:
         plane: DataPlane,
         sources: Sequence[Source],
         recorder: Recorder,
-        refusals: RefusalReporter,
-        limits: LimitReporter,
+        book: ProblemBook,
     ) -> None:
         self._config, self._plane, self._sources = config, plane, sources
-        self._recorder, self.refusals = recorder, refusals
+        self._recorder, self.book = recorder, book
         self.store = ObjectStore(config.node_name, config.bind_address)
         self.computer = ServiceComputer(config, self.store, self._mark_changed)
-        self.applier = Applier(config, plane, self._is_authoritative, recorder, limits)
+        self.applier = Applier(config, plane, self._is_authoritative, recorder, book)
         self.listeners = Listeners()
         self.node_addresses: tuple[Addr, ...] = ()
         self.api_servers: tuple[ApiServerAddress, ...] = ()
@@ -116,11 +115,13 @@ class Reconciler:
         self._refresh_device_ports()
         if (
             self._pending or self._policy_inputs != self._read_policy_inputs()
-        ) and self._may_apply():
+        ) and self.applier.seconds_until_due() <= 0:
             self._begin_update()
         computed_small = self.computer.compute_small(COMPUTE_BUDGET_S)
         if (self._dirty.all or not self._dirty) and self.applier.resync_due:
-            self._resync()
+            # Compares everything programmed with the desired state.
+            self._plane.invalidate()
+            self._apply(None, is_resync=True)
         newly_authoritative = not self.state.is_complete and self._is_authoritative()
         retry_due = self.applier.needs_retry and time.monotonic() >= self.applier.retry_due
         if self._dirty or retry_due or newly_authoritative:
@@ -129,9 +130,6 @@ class Reconciler:
         self._skipped_large = computed_small and not self._skipped_large
         if not self._skipped_large and not self.state.is_retrying:
             self._advance_large()
-
-    def _may_apply(self) -> bool:
-        return self.applier.seconds_until_due() <= 0
 
     def _apply_first(self) -> None:
         """At once: the first apply removes what an earlier agent left, so it needs everything."""
@@ -187,12 +185,7 @@ class Reconciler:
         builder = self.computer.builder
         self._dirty.keys |= keys
         self._recorder.computed(keys, builder.state)
-        self.refusals.report_changes(keys, builder.state.services, builder.reserved)
-
-    def _resync(self) -> None:
-        """Compares everything programmed with the desired state."""
-        self._plane.invalidate()
-        self._apply(None, is_resync=True)
+        self.book.report_addresses(keys, builder.state.services, builder.reserved)
 
     def _apply_dirty(self) -> None:
         self._apply(None if self._dirty.all else self._dirty.keys)

@@ -10,17 +10,16 @@ from typing import Final
 
 from kbpf import __version__
 from kbpf.agent.host_thread import HostThread
-from kbpf.agent.problems import Problems, log_lines
+from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.refusals import LimitReporter
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, LastError, PinsRemovedError, escape_unprintable
 from kbpf.kernel.system import threads
 from kbpf.model.config import Config, is_system_service
 from kbpf.model.events import Event, Kind, Synced
-from kbpf.model.objects import READ_AS_TEXT, ServiceName
+from kbpf.model.objects import ServiceName
 from kbpf.model.status import (
     MAX_NAMESPACES,
     MAX_PROBLEMS,
@@ -54,8 +53,7 @@ class Reporter:
         sources: Sequence[Source],
         reconciler: Reconciler,
         recorder: Recorder,
-        limits: LimitReporter,
-        problems: Problems,
+        book: ProblemBook,
         self_check: SelfCheck,
         host_thread: HostThread,
     ) -> None:
@@ -64,8 +62,7 @@ class Reporter:
         file."""
         self._config, self._plane, self._server, self._sources = config, plane, server, sources
         self._reconciler, self._recorder = reconciler, recorder
-        self._limits, self._problems, self._self_check = limits, problems, self_check
-        self._host_thread = host_thread
+        self._book, self._self_check, self._host_thread = book, self_check, host_thread
         self.is_plane_ready = False
         """Whether the data plane has completed the first apply."""
         self.tick_error = LastError()
@@ -75,7 +72,9 @@ class Reporter:
         self._start_time = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def write_status(self) -> None:
-        self._check_node_ports()
+        node_port_line = node_port_problem(self._reconciler.node_addresses, self._config)
+        if self._node_port_problem.replace(node_port_line):
+            log.warning("%s", node_port_line)  # this node stops answering on NodePorts
         status = self.status()
         try:
             self._plane.write_status(encode(status))
@@ -91,18 +90,18 @@ class Reporter:
         # last, so that a client that sees /readyz succeed can read everything else
         self._server.set_status(status)
 
-    def _check_node_ports(self) -> None:
-        """Warns when this node stops answering on NodePorts."""
-        problem = node_port_problem(self._reconciler.node_addresses, self._config)
-        if self._node_port_problem.replace(problem):
-            log.warning("%s", problem)
-
     def status(self) -> AgentStatus:
         plane = self._plane.status()
         problems, problem_count = self._list_problems(plane.problems)
         reconciler, now = self._reconciler, time.monotonic()
         computer, applier = reconciler.computer, reconciler.applier
         p50_ms, p99_ms = computer.latencies(0.5, 0.99)
+        refused = self._book.not_programmed
+        refused_namespaces = Counter(key.namespace for key in refused)
+        names = {key.service for key in refused}
+        refused_system = sorted(
+            str(name) for name in names if is_system_service(name, self._config)
+        )
         return AgentStatus(
             version=__version__,
             pid=os.getpid(),
@@ -120,9 +119,9 @@ class Reporter:
             sources=tuple(_source_view(source.status(), now) for source in self._sources),
             problems=tuple(problems[:MAX_PROBLEMS]),
             problem_count=problem_count,
-            refused=len(self._limits.refused),
-            refused_namespaces=self._refused_namespaces(),
-            refused_system=self._refused_system(),
+            refused=len(refused),
+            refused_namespaces=dict(refused_namespaces.most_common(MAX_NAMESPACES)),
+            refused_system=tuple(refused_system[:MAX_PROBLEMS]),
             error=applier.error.text or self.tick_error.text,
             packets=plane.packets,
             without_endpoints=self._recorder.without_endpoints,
@@ -139,8 +138,8 @@ class Reporter:
                 for thread in threads.list_threads()
             ),
             disabled_features=self._disabled_features(),
-            left_to_node=reconciler.refusals.left_to_node,
-            address_refusals=len(reconciler.refusals.refused),
+            left_to_node=tuple(self._book.left_to_node.first(MAX_PROBLEMS)),
+            address_refusals=len(self._book.not_served),
             config_error=self.config_error() if self.config_error is not None else None,
             verified=tuple(filter(None, (applier.compared, self._self_check.connections))),
             failing_backends=self._self_check.failing_backends,
@@ -156,8 +155,8 @@ class Reporter:
         """
         general_lines = sorted([*plane_problems, *threads.list_problems(), *self._own_problems()])
         general_lines += [line for source in self._sources for line in source.status().problems]
-        lines = [*general_lines, *self._problems.first(MAX_PROBLEMS)]
-        total = len(self._problems) + len(general_lines)
+        lines = [*general_lines, *self._book.problems.first(MAX_PROBLEMS)]
+        total = len(self._book.problems) + len(general_lines)
         return list(dict.fromkeys(map(escape_unprintable, lines))), total
 
     def _own_problems(self) -> Iterator[str]:
@@ -189,32 +188,15 @@ class Reporter:
                 "like all others"
             )
 
-    def _refused_namespaces(self) -> dict[str, int]:
-        """The number of Service ports that could not be programmed, for the namespaces with the
-        most.
-        """
-        counts = Counter(key.namespace for key in self._limits.refused)
-        return dict(counts.most_common(MAX_NAMESPACES))
-
-    def _refused_system(self) -> tuple[str, ...]:
-        names = {key.service for key in self._limits.refused}
-        system_names = sorted(str(name) for name in names if is_system_service(name, self._config))
-        return tuple(system_names[:MAX_PROBLEMS])
-
     def report_objects(self, events: Iterable[Event]) -> None:
-        """Logs a warning for each object or endpoint that is newly left out, or that other
-        programs would read differently.
+        """Reports each object or endpoint that is newly left out, or that other programs would read
+        differently.
         """
-        new_lines: list[tuple[str, str]] = []
-        for key in {event.key for event in events if not isinstance(event, Synced)}:
-            lines = [f"{key}: {line}" for line in self._reconciler.store.problems_of(key)]
-            lines = self._problems.replace(key.namespace, key, lines)
-            new_lines += ((key.namespace, line) for line in lines)
+        keys = {event.key for event in events if not isinstance(event, Synced)}
+        self._book.report_objects(keys, self._reconciler.store)
+        for key in keys:
             if key.kind is Kind.SERVICE:
                 self._update_mesh(ServiceName(key.namespace, key.name))
-        for title, is_used in (("left out", False), ("unusual", True)):
-            lines_of_title = (pair for pair in new_lines if (READ_AS_TEXT in pair[1]) is is_used)
-            log_lines(logging.WARNING, title, lines_of_title)
 
     def _update_mesh(self, name: ServiceName) -> None:
         service = self._reconciler.store.service(name)

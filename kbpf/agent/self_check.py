@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from kbpf.agent.backend_events import FailingBackendReporter
+from kbpf.agent.problem_book import FailingBackendReporter
 from kbpf.dataplane.base import SharedAccess
 from kbpf.errors import LastError
 from kbpf.kernel.system import threads
@@ -45,12 +45,8 @@ class SelfCheck:
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_failure` is called when connections have just turned out not to be translated."""
-        self._period, self._find_shared, self._reporter = (
-            config.verify_period,
-            find_shared,
-            reporter,
-        )
-        self._on_failure = on_failure
+        self._period, self._find_shared = config.verify_period, find_shared
+        self._reporter, self._on_failure = reporter, on_failure
         self._stop = threading.Event()
         self._thread: SupervisedThread | None = None
         self._error = LastError()
@@ -75,7 +71,10 @@ class SelfCheck:
     def _run(self) -> None:
         probe_due = time.monotonic() + RETRY_INTERVAL_S  # the first apply is under way
         failures_due = time.monotonic() + FAILURES_INTERVAL_S
-        while not self._stop.wait(self._seconds_until(probe_due, failures_due)):
+        while True:
+            due = min(probe_due, failures_due) if self._period else failures_due
+            if self._stop.wait(max(0.0, due - time.monotonic())):
+                return
             threads.heartbeat()
             now = time.monotonic()
             if now >= failures_due:
@@ -83,10 +82,6 @@ class SelfCheck:
                 self.find_failing()
             if self._period and now >= probe_due:
                 probe_due = now + (RETRY_INTERVAL_S if self.probe() else self._period)
-
-    def _seconds_until(self, probe_due: float, failures_due: float) -> float:
-        due = min(probe_due, failures_due) if self._period else failures_due
-        return max(0.0, due - time.monotonic())
 
     def find_failing(self) -> None:
         """Reports the backends that keep failing."""

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from kbpf.model.address import Addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import API_SERVER, EndpointSlice, Node, Pod, Service, ServiceName
+from kbpf.model.ref_counts import RefCounts
 
 
 @dataclass(slots=True)
@@ -56,14 +57,14 @@ class ObjectStore:
         self._node = Node(node_name, self._bind_addresses)
         self._node_known = False
         self._services: dict[ServiceName, Service] = {}
-        self._cluster_ips: dict[Addr, int] = {}  # address → number of Services
+        self._cluster_ips = RefCounts[Addr]()  # of Services
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._by_service: dict[ServiceName, dict[str, EndpointSlice]] = {}
         self._api_server_slices: dict[ObjectKey, EndpointSlice] = {}  # their latest versions
         self._pods: dict[ObjectKey, Pod] = {}
-        self._pod_addresses: dict[Addr, int] = {}  # address → number of slices
+        self._pod_addresses = RefCounts[Addr]()  # of EndpointSlices
         self._other_nodes: dict[str, tuple[Addr, ...]] = {}
-        self._node_addresses: dict[Addr, int] = {}  # address → number of other Nodes
+        self._node_addresses = RefCounts[Addr]()  # of other Nodes
         self._rejected: dict[ObjectKey, str] = {}
         self._unusable_keys: set[ObjectKey] = set()  # the keys of _rejected, without Pods
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
@@ -198,10 +199,8 @@ class ObjectStore:
         old = self._services.get(name)
         if new == old:
             return
-        touched.addresses |= _update_counts(
-            self._cluster_ips,
-            set(old.cluster_ips if old else ()),
-            set(new.cluster_ips if new else ()),
+        touched.addresses |= self._cluster_ips.replace(
+            set(old.cluster_ips if old else ()), set(new.cluster_ips if new else ())
         )
         if new is None:
             del self._services[name]
@@ -253,7 +252,7 @@ class ObjectStore:
     ) -> None:
         before = pod_addresses(old) if old is not None else set()
         after = pod_addresses(new) if new is not None else set()
-        touched.addresses |= _update_counts(self._pod_addresses, before, after)
+        touched.addresses |= self._pod_addresses.replace(before, after)
 
     def _index_slice(
         self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
@@ -280,7 +279,7 @@ class ObjectStore:
         old = self._other_nodes.pop(name, ())
         if new:
             self._other_nodes[name] = new
-        touched.addresses |= _update_counts(self._node_addresses, set(old), set(new))
+        touched.addresses |= self._node_addresses.replace(set(old), set(new))
 
     def _put_pod(self, key: ObjectKey, new: Pod | None, touched: ChangeSet) -> None:
         if new is not None and new.node not in ("", self._node.name):
@@ -300,23 +299,6 @@ def pod_addresses(slice_: EndpointSlice) -> set[Addr]:
         return set()
     pairs = zip(slice_.endpoints, slice_.pods, strict=True)
     return {endpoint.address for endpoint, pod in pairs if pod}
-
-
-def _update_counts(counts: dict[Addr, int], before: set[Addr], after: set[Addr]) -> set[Addr]:
-    """Updates the reference counts for one object; returns the addresses that appeared or
-    vanished.
-    """
-    changed = set()
-    for address in after - before:
-        counts[address] = counts.get(address, 0) + 1
-        if counts[address] == 1:
-            changed.add(address)
-    for address in before - after:
-        counts[address] -= 1
-        if not counts[address]:
-            del counts[address]
-            changed.add(address)
-    return changed
 
 
 def _policy_fields(node: Node) -> tuple[object, ...]:

@@ -108,12 +108,8 @@ class EventRecorder:
         clock: Callable[[], float] = time.monotonic,
         retry_interval: float = RETRY_INTERVAL_S,
     ) -> None:
-        self._post, self._node, self._clock, self._retry_interval = (
-            post,
-            node,
-            clock,
-            retry_interval,
-        )
+        self._post, self._node, self._clock = post, node, clock
+        self._retry_interval = retry_interval
         self._queue: queue.Queue[KubeEvent | None] = queue.Queue(MAX_QUEUED)
         self._lock = threading.Lock()
         self._last_emitted: dict[tuple[EventObject, str], float] = {}
@@ -135,7 +131,8 @@ class EventRecorder:
         if self._post is None or self._stop.is_set():
             return
         with self._lock:
-            if self._is_repeated(regarding, reason):
+            last_emitted = self._last_emitted.get((regarding, reason), float("-inf"))
+            if self._clock() - last_emitted < REPEAT_INTERVAL_S:
                 return
             if not self._consume_token(regarding, reason):
                 self.dropped += 1
@@ -152,10 +149,6 @@ class EventRecorder:
     def _count_dropped(self) -> None:
         with self._lock:
             self.dropped += 1
-
-    def _is_repeated(self, regarding: EventObject, reason: str) -> bool:
-        last_emitted = self._last_emitted.get((regarding, reason))
-        return last_emitted is not None and self._clock() - last_emitted < REPEAT_INTERVAL_S
 
     def _consume_token(self, regarding: EventObject, reason: str) -> bool:
         now = self._clock()

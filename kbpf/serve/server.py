@@ -24,14 +24,10 @@ from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.health_check import HealthCheck
 from kbpf.serve import exposition, health, kbpf_metrics, zpages
 from kbpf.serve.collector import BackgroundCollector
-from kbpf.serve.connections import Handler
 from kbpf.serve.events import EventObject, EventRecorder, Post
-from kbpf.serve.exposition import format_metrics
-from kbpf.serve.health import HealthTracker
-from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, HttpServer
+from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, Handler, HttpServer
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import JSON, HttpRequest, HttpResponse
-from kbpf.serve.service_checks import ServiceCheckPorts
 
 log = logging.getLogger("kbpf.serve")
 
@@ -78,14 +74,16 @@ class AgentServer:
         self._collector = (
             BackgroundCollector(
                 lambda pause: find_reader().count_traffic(pause),
-                self._format_traffic,
+                lambda traffic: list(
+                    kbpf_metrics.format_traffic(traffic, self._serving.service_series)
+                ),
                 lambda: find_reader().refresh_neighbours(),
             )
             if find_reader is not None
             else None
         )
         self.proxy_metrics = proxy_metrics or KubeProxyMetrics()
-        self.health = HealthTracker(config.serving.late_seconds)
+        self.health = health.HealthTracker(config.serving.late_seconds)
         self.events = EventRecorder(post_event, config.node_name)
         self._node_reference = EventObject("Node", config.node_name)
         self._http = HttpServer()
@@ -94,7 +92,9 @@ class AgentServer:
         self._choice: ModeChoice | None = None
         self._config_error = LastError()
         self._listen_errors: dict[str, str] = {}
-        self._checks = ServiceCheckPorts(self._http, self.health, self.events, config.node_name)
+        self._checks = health.ServiceCheckPorts(
+            self._http, self.health, self.events, config.node_name
+        )
         self._metrics_cache: tuple[float, HttpResponse] | None = None
 
     def start(self) -> None:
@@ -248,9 +248,6 @@ class AgentServer:
         if self._collector is not None:
             self._collector.collect()
 
-    def _format_traffic(self, traffic: TrafficStats) -> list[str]:
-        return list(kbpf_metrics.format_traffic(traffic, self._serving.service_series))
-
     def format_metrics(self) -> bytes:
         """Formats the page of metrics, with the results of the last background collection."""
         return self._format_agent_metrics() + self._collected_lines()
@@ -261,7 +258,7 @@ class AgentServer:
         lines = self.proxy_metrics.format_lines()
         if self._status is not None:
             agent = kbpf_metrics.AgentValues(self._status, self._config)
-            lines += format_metrics(kbpf_metrics.AGENT_METRICS, agent)
+            lines += exposition.format_metrics(kbpf_metrics.AGENT_METRICS, agent)
         values = kbpf_metrics.ServerValues(
             healthy=self.health.verdict().healthy,
             eligible=self._eligible,
@@ -270,15 +267,17 @@ class AgentServer:
             checks=self._checks.count,
             checks_failed=self._checks.failed_count,
         )
-        lines += format_metrics(kbpf_metrics.SERVER_METRICS, values)
+        lines += exposition.format_metrics(kbpf_metrics.SERVER_METRICS, values)
         if self._find_reader is not None:
             try:
                 measures = self._find_reader().read_metrics()
-                lines += format_metrics(kbpf_metrics.DATA_PLANE_METRICS, measures)
+                lines += exposition.format_metrics(kbpf_metrics.DATA_PLANE_METRICS, measures)
             except KbpfError as error:
                 log.warning("cannot read the data plane's metrics; /metrics omits them: %s", error)
-        lines += format_metrics(kbpf_metrics.PROCESS_METRICS, kbpf_metrics.read_process())
-        lines += format_metrics(kbpf_metrics.SCRAPE_METRICS, time.perf_counter() - start)
+        lines += exposition.format_metrics(
+            kbpf_metrics.PROCESS_METRICS, kbpf_metrics.read_process()
+        )
+        lines += exposition.format_metrics(kbpf_metrics.SCRAPE_METRICS, time.perf_counter() - start)
         return "\n".join(lines).encode() + b"\n"
 
 

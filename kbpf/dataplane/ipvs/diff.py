@@ -4,8 +4,7 @@
 Changes defines the order of the steps; executor.py executes them.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from kbpf.dataplane.ipvs.plan import (
 )
 from kbpf.model.address import Addr
 from kbpf.model.desired import ServicePortKey
+from kbpf.model.ref_counts import RefCounts
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class DesiredElements:
     """
 
     def __init__(self) -> None:
-        self._elements: Counter[Element] = Counter()
+        self._elements = RefCounts[Element]()
         self._pools: dict[VirtualService, ServerPool] = {}
         self._owners: dict[VirtualService, ServicePortKey] = {}
         self.plans: dict[ServicePortKey, ServicePortPlan] = {}
@@ -144,9 +144,9 @@ class DesiredElements:
         for key, new in after.items():
             old_pools |= before[key].pools
             new_pools |= new.pools
-            self._add_references(new.elements - before[key].elements, 1, changes)
+            changes.new_elements |= self._elements.add(new.elements - before[key].elements)
         for key, new in after.items():
-            self._add_references(before[key].elements - new.elements, -1, changes)
+            changes.old_elements |= self._elements.remove(before[key].elements - new.elements)
             if new is EMPTY_PLAN:
                 self.plans.pop(key, None)
             else:
@@ -182,14 +182,11 @@ class DesiredElements:
                 del pools[virtual], self._pools[virtual], self._owners[virtual]
             else:
                 pools[virtual] = self._pools[virtual] = pool
-            removals = Changes()
-            self._add_references(dangling, -1, removals)
+            removed = self._elements.remove(dangling)
             # Late elements that are only about to be added are just left out. Those that the kernel
             # has already, immediate ones among them, must be deleted.
-            changes.old_elements |= removals.old_elements - (
-                changes.new_elements - changes.immediate
-            )
-            changes.new_elements -= removals.old_elements
+            changes.old_elements |= removed - (changes.new_elements - changes.immediate)
+            changes.new_elements -= removed
             self.plans[key] = ServicePortPlan(pools, plan.elements - dangling, plan.serving)
         return owners
 
@@ -249,16 +246,6 @@ class DesiredElements:
         # For a desired frontend all elements are known. Another one may belong to an object that
         # could not be read.
         return (SetName.OWN, frontend_key) in self._elements
-
-    def _add_references(self, elements: Iterable[Element], delta: int, changes: Changes) -> None:
-        for element in elements:
-            count = self._elements[element]
-            self._elements[element] = count + delta
-            if count == 0:
-                changes.new_elements.add(element)
-            elif count + delta == 0:
-                del self._elements[element]
-                changes.old_elements.add(element)
 
 
 def _compare_pools(

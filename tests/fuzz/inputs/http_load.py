@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.serve.connections import MAX_CONNECTIONS
-from kbpf.serve.http import HttpServer
+from kbpf.serve.http import MAX_CONNECTIONS, HttpServer
 from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.fuzz.inputs.http_requests import probe, request
 from tests.support.lab.lab import PATIENCE

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kbpf.agent.problems import Problems
+from kbpf.agent.problem_book import Lines
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import Meta
 from kbpf.dataplane.bpf.state.plan import Planner, compute_change
@@ -203,7 +203,7 @@ def test_annotation_of_twice_the_length_costs_twice_as_much(text: str):
 
 def test_cost_of_a_problem_line_does_not_depend_on_other_lines():
     def cost(size: int) -> int:
-        problems = Problems()
+        problems = Lines()
         for number in range(size):
             problems.replace(f"ns{number % 4}", number, [f"{number}: bad"])
 

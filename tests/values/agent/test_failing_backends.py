@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.agent.backend_events import (
+from kbpf.agent.problem_book import (
     INTERVAL_S,
     NAMESPACE_EVENTS,
     TOTAL_EVENTS,

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.agent import Agent
-from kbpf.agent.refusals import AT_THIS_NODE, LEFT_TO_NODE
+from kbpf.agent.problem_book import AT_THIS_NODE, LEFT_TO_NODE
 from kbpf.dataplane.base import TickResult
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.model.address import parse_addr
@@ -217,7 +217,7 @@ def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog: pytest.LogCap
     }
     reserved = ReservedAddresses(local_addresses=frozenset({at.address}))
     with caplog.at_level("INFO"):
-        agent.reconciler.refusals.report_changes(states, states, reserved)
+        agent.reconciler.book.report_addresses(states, states, reserved)
     for line in (
         "left out: Service shop/web: bad",
         "not programmed: shop/web TCP",

@@ -21,8 +21,7 @@ from kbpf.agent.listeners import (
     RELEASE_GRACE_S,
     Listeners,
 )
-from kbpf.agent.problems import Problems
-from kbpf.agent.refusals import AT_THIS_NODE, DOCS_HINT, RefusalReporter
+from kbpf.agent.problem_book import AT_THIS_NODE, DOCS_HINT, ProblemBook
 from kbpf.config import load
 from kbpf.model.address import ANY4, ANY6, NodeAddresses, parse_addr
 from kbpf.model.config import Config
@@ -239,7 +238,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(
         lb_vips=addrs("203.0.113.5"),
     )  # fmt: skip
     store, builder = ObjectStore("me"), DesiredStateBuilder()
-    reporter = RefusalReporter(EventRecorder(None, "me"), Problems())
+    book = ProblemBook(EventRecorder(None, "me"))
     touched = store.apply([up(NODE), up(dns), *(Synced(kind) for kind in Kind)])
     served: list[list[str]] = []
     dns_at = FrontendAddress(parse_addr("10.96.0.10"), 53, Protocol.UDP)
@@ -252,7 +251,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(
             listeners = {dns_at} if is_listening else set()
             keys = builder.update(store, touched, local, Config(), device_listeners=listeners)
             touched = ChangeSet()
-            reporter.report_changes(keys, builder.state.services, builder.reserved)
+            book.report_addresses(keys, builder.state.services, builder.reserved)
             states = builder.state.services.values()
             served.append(sorted(str(f.at) for state in states for f in state.frontends))
             on_device = {f.at for state in states for f in state.frontends if f.on_device}
@@ -410,16 +409,15 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
 ) -> None:
     server = EventServer()
     events_ = EventRecorder(server, "me")
-    problems = Problems()
-    reporter = RefusalReporter(events_, problems)
+    book = ProblemBook(events_)
     service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
     states = state_of(service, Config()).services
     line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            reporter.report_changes(states, states, ReservedAddresses())
+            book.report_addresses(states, states, ReservedAddresses())
     (key,) = (key for key in states if key.name == "web")
-    assert problems.first(9) == [f"{key}: {line}"]
+    assert book.problems.first(9) == [f"{key}: {line}"]
     assert [each.getMessage() for each in caplog.records] == [
         f"Service ns/web: {line}; {DOCS_HINT}"
     ]
@@ -429,8 +427,8 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     assert (event["reason"], event["note"], event["type"]) == ("AddressRefused", line, "Warning")
     regarding = {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "ns"}
     assert event["regarding"] == regarding
-    reporter.report_changes([key], {}, ReservedAddresses())
-    assert problems.first(9) == []
+    book.report_addresses([key], {}, ReservedAddresses())
+    assert book.problems.first(9) == []
 
 
 AT_NODE = {
@@ -453,17 +451,17 @@ def test_served_address_of_this_node_is_logged_once(
     served, so `problems` does not list it.
     """
     kind, address, port, named = AT_NODE[name]
-    config, problems = setting("listed", address), Problems()
+    config = setting("listed", address)
     states = state_of(web(kind, address, port), config).services
     kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (), (API_SLICE,), config)
-    reporter = RefusalReporter(EventRecorder(None, "me"), problems)
+    book = ProblemBook(EventRecorder(None, "me"))
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            reporter.report_changes(states, states, kept)
+            book.report_addresses(states, states, kept)
     at = FrontendAddress(parse_addr(address), port, TCP)
     line = f"{AT_THIS_NODE}: {at} of Service ns/web"
     assert [each.getMessage() for each in caplog.records] == [line] * named
-    assert not len(problems)
+    assert not len(book.problems)
 
 
 def test_node_port_source_ranges_apply_per_family() -> None:

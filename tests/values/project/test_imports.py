@@ -42,6 +42,7 @@ HOMES = {
     "pyroute2": ("kernel/",),
     "nftables": ("kernel/",),
     "kubernetes": ("source/api/credentials.py",),
+    "h11": ("serve/message.py", "serve/http.py"),
     "prometheus_client": ("serve/",),
     "typer": ("cli/",),
     "click": ("cli/",),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.serve import connections, http
+from kbpf.serve import http
 from kbpf.serve.http import HttpServer
 from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.support.lab.lab import PATIENCE, until
@@ -113,11 +113,13 @@ ROWS = {
     "a path without a slash": (b"GET x HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
     "a broken address": (b"GET http://[x/ HTTP/1.1\r\n\r\n", b"400 Bad Request",
         b"400 Bad Request"),
-    "a negative length": (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"200 OK", b"GET /"),
+    "a negative length": (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400 Bad Request",
+        b"400 Bad Request"),
     "a length of more digits than int() takes": (
-        b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"200 OK", b"GET /x"),
-    "two lengths": (b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", b"200 OK",
-        b"GET /x"),
+        b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"400 Bad Request",
+        b"400 Bad Request"),
+    "two lengths": (b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
     "a control character in the path": (b"GET /\x1b[2J HTTP/1.1\r\n\r\n", b"400 Bad Request",
         b"400 Bad Request"),
     "a control character in a header": (b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n", b"400 Bad Request",
@@ -199,7 +201,7 @@ MISBEHAVING = [sends_nothing, sends_half, reads_nothing]
 def test_misbehaving_connections_over_the_limit_do_not_block_others(
     site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 8)
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(nuisance(site)) for _ in range(20)]
         for _ in range(3):
@@ -212,7 +214,7 @@ def catch_up(site: Site) -> None:
     """Waits until the server has read what has arrived so far. Its callbacks run at the end of a
     round; the round that has begun may not have seen everything, the next one has.
     """
-    for _ in range(2):
+    for _ in range(4):
         done = threading.Event()
         site.server.call_soon(done.set)
         assert done.wait(PATIENCE)
@@ -242,9 +244,9 @@ def ended(sock: socket.socket) -> bool:
 @pytest.mark.parametrize(
     ("nuisance", "seconds"),
     [
-        (sends_nothing, connections.HEAD_TIMEOUT_S),
-        (sends_half, connections.HEAD_TIMEOUT_S),
-        (reads_nothing, connections.SEND_TIMEOUT_S),
+        (sends_nothing, http.HEAD_TIMEOUT_S),
+        (sends_half, http.HEAD_TIMEOUT_S),
+        (reads_nothing, http.SEND_TIMEOUT_S),
     ],
 )
 def test_misbehaving_connections_time_out(
@@ -266,7 +268,7 @@ def test_slow_second_request_on_a_connection_times_out(site: Site, clock: list[f
         for byte in b"GE":  # the second byte does not extend the timeout
             sock.sendall(bytes([byte]))
             catch_up(site)
-            clock[0] += connections.HEAD_TIMEOUT_S / 2
+            clock[0] += http.HEAD_TIMEOUT_S / 2
         site.server.call_soon(lambda: None)
         until("its connection is ended", lambda: not more(sock))
 
@@ -330,18 +332,18 @@ def test_internal_error_closes_one_connection_and_is_logged_once_a_second(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    def fails(raw: bytes) -> None:
+    def fails(_: object, raw: bytes) -> None:
         raise ZeroDivisionError(raw)
 
     with site.connect() as other:
         other.sendall(b"GET /kept HTTP/1.1\r\n")
         assert site.get("/me").endswith(b"GET /me"), "the other one was let in before"
         with monkeypatch.context() as broken:
-            broken.setattr(connections, "parse_head", fails)
+            broken.setattr(http, "parse_head", fails)
             assert [site.get() for _ in range(20)] == [b""] * 20
             assert site.server.faults.count == 20
             assert len(caplog.records) == 1, "the others are counted"
-            clock[0] += connections.FAULT_LOG_INTERVAL_S
+            clock[0] += http.FAULT_LOG_INTERVAL_S
             assert site.get() == b""
         assert "since the last one: 19" in caplog.records[1].message
         other.sendall(b"Connection: close\r\n\r\n")
@@ -367,14 +369,14 @@ def test_slow_readers_hold_a_limited_number_of_large_pages(site: Site, clock: li
     other = Site(site.server, pages.sock.getsockname()[1])
     with contextlib.ExitStack() as stack:
         readers = []
-        for _ in range(connections.MAX_LARGE_RESPONSES + 2):
+        for _ in range(http.MAX_LARGE_RESPONSES + 2):
             readers.append(stack.enter_context(reads_nothing(other)))
             until("the response begins", lambda: readers[-1].recv(1, socket.MSG_PEEK))
             clock[0] += 0.001
         for reader in readers[:2]:
             until("the reader of the oldest page is disconnected", partial(ended, reader))
         kept = readers[2:]
-        assert len(kept) == connections.MAX_LARGE_RESPONSES
+        assert len(kept) == http.MAX_LARGE_RESPONSES
         for reader in kept:
             assert more(reader)
 
@@ -382,8 +384,7 @@ def test_slow_readers_hold_a_limited_number_of_large_pages(site: Site, clock: li
 def test_many_readers_may_share_one_page(site: Site):
     with contextlib.ExitStack() as stack:
         readers = [
-            stack.enter_context(reads_nothing(site))
-            for _ in range(3 * connections.MAX_LARGE_RESPONSES)
+            stack.enter_context(reads_nothing(site)) for _ in range(3 * http.MAX_LARGE_RESPONSES)
         ]
         for reader in readers:
             until("the response begins", partial(reader.recv, 1, socket.MSG_PEEK))

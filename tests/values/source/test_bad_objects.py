@@ -14,7 +14,7 @@ import pytest
 
 from kbpf.agent.agent import Agent
 from kbpf.agent.listeners import Listeners
-from kbpf.agent.refusals import AT_THIS_NODE, DOCS_HINT
+from kbpf.agent.problem_book import AT_THIS_NODE, DOCS_HINT
 from kbpf.dataplane.base import Report
 from kbpf.errors import escape_unprintable
 from kbpf.model.address import ANY4, parse_addr
