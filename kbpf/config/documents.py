@@ -118,9 +118,11 @@ def _split_document(document: object, where: str) -> tuple[str, Mapping[str, Any
 
 def _without_removed(values: Mapping[str, Any], notes: list[Diagnostic]) -> Mapping[str, Any]:
     """The fields without those of removed settings, which become notes."""
-    fields = dict(values)
+    fields = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
     for setting in REMOVED_SETTINGS:
-        if fields.pop(setting.kbpf, None) is not None:
+        section, dot, name = setting.kbpf.rpartition(".")
+        holder = fields.get(section) if dot else fields
+        if isinstance(holder, dict) and holder.pop(name, None) is not None:
             text = f"{KBPF}.{setting.kbpf} has no effect: {setting.text}"
             notes.append(Diagnostic(text, is_warning=True))
     return fields

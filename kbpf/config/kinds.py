@@ -10,12 +10,7 @@ from kbpf.config import parsers
 from kbpf.config.durations import format_duration
 from kbpf.config.parsers import Parser
 from kbpf.model.address import format_addr
-from kbpf.model.config import (
-    Accounting,
-    LocalMode,
-    ServiceAnnotations,
-    SocketLb,
-)
+from kbpf.model.config import Accounting, LocalMode, SocketLb
 from kbpf.model.objects import Algorithm
 
 LIST: Final = tuple[str, ...]
@@ -108,7 +103,6 @@ CGROUPS: Final = _name_list(parsers.cgroups, "PATTERNS")
 NODE_NAME: Final = Kind(parsers.node_name, "NAME")
 DEVICE: Final = Kind(parsers.device, "NAME")
 DEVICE_PREFIX: Final = Kind(parsers.device, "PREFIX")
-TABLE: Final = Kind(parsers.table, "NAME")
 
 NETWORKS: Final = Kind(parsers.networks, "CIDRS", LIST, lambda cidrs: [str(cidr) for cidr in cidrs])
 CLUSTER_CIDRS: Final = Kind(parsers.networks, "CIDRS", write=_join_cidrs)
@@ -128,11 +122,8 @@ SCHEDULER: Final = _one_of(parsers.IPVS_SCHEDULERS, "NAME")
 SOCKET_LB: Final = _one_of(SocketLb)
 FORWARDING: Final = _one_of(("auto", "stack", "direct", "netfilter"))
 ALGORITHM: Final = _one_of(Algorithm)
-SERVICE_ANNOTATIONS: Final = _one_of(ServiceAnnotations)
 ACCOUNTING: Final = _one_of(Accounting)
-WATCH_NODES: Final = Kind(parsers.watch_nodes, "auto|own|all")
 LOCAL_MODE: Final = Kind(
     parsers.local_mode, "MODE", write=lambda mode: str(mode or LocalMode.CLUSTER_CIDR)
 )
-LOG_LEVEL: Final = _one_of(("debug", "info", "warning", "error"), "LEVEL")
 LOG_FORMAT: Final = _one_of(("text", "json"))

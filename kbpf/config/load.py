@@ -8,8 +8,7 @@ Precedence:
 - However, kube-proxy's own flags, and their variables, are ignored if the file has a document of
   kube-proxy. kube-proxy's --config works like that, and its DaemonSets rely on it. The ignored
   ones are named in one line.
-- If both documents of the file set the same thing (localhostNodePorts, logLevel), kbpf's document
-  wins.
+- If both documents of the file set the same thing (localhostNodePorts), kbpf's document wins.
 """
 
 import contextlib
@@ -31,6 +30,7 @@ from kbpf.errors import ConfigError, ConfigErrors, closest_name
 from kbpf.model.address import family_of
 from kbpf.model.config import (
     MAX_CONNTRACK_ENTRIES,
+    SLOTS_PER_BACKEND,
     Config,
     Conntrack,
     IpvsTimeoutSettings,
@@ -206,6 +206,9 @@ def _build_config(values: ConfigValues) -> Config:
         part, dot, attribute = name.partition(".")
         if dot:
             parts[part] = replace(parts[part], **{attribute: value})
+    sizes = parts["sizes"]
+    slots = min(SLOTS_PER_BACKEND * sizes.backends, parsers.MAX_ENTRIES)
+    parts["sizes"] = replace(sizes, slots=max(sizes.slots, slots))
     plain = {k: v for k, v in values.fields.items() if "." not in k and k != "node_ports"}
     result = Config(**plain, **parts)
     default = "all" if result.proxy_mode in ("iptables", "ipvs") else "primary"

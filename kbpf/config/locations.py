@@ -22,8 +22,6 @@ LOCATION_PATHS: Final = (
     "pinDir",
     "cgroup",
     "cacheDir",
-    "ipvs.device",
-    "ipvs.nftTable",
     "ipvs.stateDir",
 )
 """Paths in KbpfConfiguration; they are not set anywhere else."""

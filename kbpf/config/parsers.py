@@ -208,12 +208,6 @@ def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
     return cidrs
 
 
-def watch_nodes(text: str, where: str) -> str:
-    if text not in ("auto", "own", "all"):
-        raise ConfigError(f"not auto, own or all: {text!r}", where)
-    return text
-
-
 EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
 """A feature gate of kube-proxy since Kubernetes 1.36. false: no rules for ExternalIPs."""
 LOCALHOST_GATE: Final = "KubeProxyNFTablesLocalhostNodePorts"
@@ -333,12 +327,6 @@ def device(text: str, where: str) -> str:
             where,
             f"at most {MAX_DEVICE_NAME_LENGTH} characters, no / and no blanks",
         )
-    return text
-
-
-def table(text: str, where: str) -> str:
-    if not text.isidentifier() or not text.isascii():
-        raise ConfigError(f"not a table's name: {text!r}", where, "use letters, digits and _")
     return text
 
 

@@ -14,7 +14,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf import tc
 from kbpf.kernel.net import dummy
 from kbpf.kernel.netfilter import forward_rules
-from kbpf.model.config import Config
+from kbpf.model.config import IPVS_DEVICE, Config
 from kbpf.takeover import cleanup, conntrack_keepalive
 from kbpf.takeover.previous import PreviousDataPlane
 
@@ -28,7 +28,6 @@ class KubeProxyDrain(PreviousDataPlane):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._packet_path = config.packet_path
-        self._own_device = config.ipvs_device
 
     def claim(self) -> bool:
         """Whether to wait for a kube-proxy's connections: for those of its IPVS always; for those
@@ -45,7 +44,7 @@ class KubeProxyDrain(PreviousDataPlane):
         # The table that keeps connections, and its rule in FORWARD, are in nf_tables.
         if forward_rules.probe_nf_tables().works:
             conntrack_keepalive.remove_unneeded()
-        return cleanup.count_connections(self._own_device)
+        return cleanup.count_connections(IPVS_DEVICE)
 
     def _remove(self) -> None:
         pass

@@ -16,12 +16,12 @@ from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.address import Addr
-from kbpf.model.config import Config
+from kbpf.model.config import IPVS_DEVICE, Config
 from kbpf.takeover.previous import PreviousDataPlane
 
 
 class PreviousIpvsPlane(PreviousDataPlane):
-    """What an agent with this device, table and state folder left."""
+    """What an agent with this state folder left."""
 
     name = "mode ipvs"
     connections = "connections still use mode ipvs"
@@ -29,7 +29,7 @@ class PreviousIpvsPlane(PreviousDataPlane):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config
-        self._folder = config.state_dir / config.ipvs_device
+        self._folder = config.ipvs_folder
         self._options = cleanup.ruleset_options(config)
 
     def claim(self) -> bool:
@@ -39,7 +39,7 @@ class PreviousIpvsPlane(PreviousDataPlane):
         return True
 
     def _remove_idle(self) -> int:
-        elements = cleanup.read_elements(self._options.table) or frozenset()
+        elements = cleanup.read_elements() or frozenset()
         owned = [virtual for element in elements if (virtual := owned_service(element)) is not None]
         if not owned:
             return 0
@@ -79,7 +79,7 @@ class PreviousIpvsPlane(PreviousDataPlane):
 
     def _delete_addresses(self, addresses: Iterable[Addr]) -> None:
         with contextlib.suppress(OSError):  # the device was removed
-            dummy.delete_addresses(dummy.get_ifindex(self._config.ipvs_device), addresses)
+            dummy.delete_addresses(dummy.get_ifindex(IPVS_DEVICE), addresses)
 
 
 def _is_at_address(element: Element, addresses: Container[object]) -> bool:

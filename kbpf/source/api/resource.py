@@ -109,18 +109,16 @@ SLICES: Final = Resource(
 )
 
 
+NODES: Final = Resource(Kind.NODE, "nodes", "/api/v1/nodes")
+
+
 def own_node_resource(name: str) -> Resource:
-    return Resource(Kind.NODE, "nodes", "/api/v1/nodes", field_selector=f"metadata.name={name}")
+    return replace(NODES, field_selector=f"metadata.name={name}")
 
 
-def node_resource(name: str, scope: str) -> Resource:
-    """This node's Node object, or all of them for their addresses, as --watch-nodes says."""
-    own_resource = own_node_resource(name)
-    if scope == "own":
-        return own_resource
-    return replace(
-        own_resource, field_selector="", narrower=own_resource if scope == "auto" else None
-    )
+def node_resource(name: str) -> Resource:
+    """All Node objects, for their addresses; only this node's in a large cluster."""
+    return replace(NODES, narrower=own_node_resource(name))
 
 
 def exempt_pod_resource(node: str, with_meshes: bool, is_optional: bool = False) -> Resource:

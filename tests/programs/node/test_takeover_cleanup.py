@@ -497,7 +497,7 @@ def test_cleanup_reports_the_forward_rule(
     bench: Bench, left: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
-    bench.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
+    bench.do(lambda: list(cleanup.remove_kube_proxy(force=True)))
     assert capsys.readouterr().err == (
         f"kbpf: table {left} kbpf-keepalive stays, and with it a rule in {left} filter FORWARD, "
         "for connections that kube-proxy translated; the agent removes it when they have ended\n"

@@ -118,5 +118,5 @@ class CapacityAccount:
 
 
 def _hint(name: str) -> str:
-    flag = MAPS[name].sized_by
-    return f"raise --max-{flag}" if flag else ""
+    flag = MAPS[name].size_flag
+    return f"raise {flag}" if flag else ""
