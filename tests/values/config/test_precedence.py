@@ -39,9 +39,9 @@ PRECEDENCE = [
     PrecedenceRow("--master is used with kube-proxy's document",
                   PROXY, {"master": "https://x"}, "master",
                   "https://x"),
-    PrecedenceRow("verbosity on the command line beats the file's",
-                  f"{PROXY}logging: {{verbosity: 0}}",
-                  {"v": "4"}, "log_level", "debug"),
+    PrecedenceRow("a logging flag on the command line beats the file's",
+                  f"{PROXY}logging: {{format: text}}",
+                  {"log_format": "json"}, "log_format", "json"),
     PrecedenceRow("unused logging flags cause no warning that they are ignored", PROXY,
                   {"vmodule": "proxier=4", "log_flush_frequency": "1s"}, "log_level", "info"),
     PrecedenceRow("kube-proxy's flags are ignored with its document",
@@ -86,8 +86,9 @@ PRECEDENCE = [
                   f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
                   {"external_ips": "all"}, "external_ips", "all"),
     PrecedenceRow("a flag of kbpf beats both documents",
-                  f"{PROXY}---\n{OWN}localhostNodePorts: false", {"localhost_nodeports": "true"},
-                  "localhost_node_ports", True),
+                  f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n"
+                  f"{OWN}externalIPs: 192.0.2.0/24", {"external_ips": "all"},
+                  "external_ips", "all"),
 ]  # fmt: skip
 
 
