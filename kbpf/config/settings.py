@@ -13,8 +13,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from kbpf.config import kinds
-from kbpf.config.kinds import Kind
-from kbpf.config.parsers import USED_GATES, Parser
+from kbpf.config.kinds import USED_GATES, Kind, Parser
 from kbpf.model.config import Config
 
 CLUSTER: Final = "Where Services come from"
@@ -196,7 +195,7 @@ SETTINGS: Final = (
         "the client networks that may connect to this node's NodePorts, separated by commas; a "
         "family without a network is not restricted (default: not restricted)",
         kbpf="nodePortSourceRanges"),
-    Setting("--feature-gates", "external_ips", kinds.EXTERNAL_IPS_GATE, NODE,
+    Setting("--feature-gates", "external_ips", kinds.FEATURE_GATES, NODE,
         "kube-proxy's feature gates: AllowServiceExternalIPs=false means --external-ips off; "
         "others are ignored", kube_proxy="featureGates"),
     Setting("--external-ips", "external_ips", kinds.EXTERNAL_IPS, NODE,

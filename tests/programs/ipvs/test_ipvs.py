@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from kbpf.config.parsers import IPVS_SCHEDULERS
+from kbpf.config.kinds import IPVS_SCHEDULERS
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import cleanup
 from kbpf.dataplane.ipvs.executor import KernelState

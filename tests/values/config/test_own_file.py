@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.config import documents
-from kbpf.config.kbpf_configuration import KBPF_SETTINGS, KbpfConfiguration
+from kbpf.config.documents import KBPF_SETTINGS, KbpfConfiguration
 from kbpf.errors import ConfigErrors
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting, SocketLb

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.config import documents, durations, kinds, load, write
-from kbpf.config.kbpf_configuration import KBPF_SETTINGS
+from kbpf.config.documents import KBPF_SETTINGS
 from kbpf.config.kinds import Kind
 from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
@@ -103,7 +103,7 @@ SAMPLES: dict[Kind, tuple[str, ...]] = {
     kinds.ACCOUNTING: tuple(Accounting),
     kinds.SOCKET_LB: tuple(SocketLb),
     kinds.LOCAL_MODE: ("ClusterCIDR", "NodeCIDR"),
-    kinds.EXTERNAL_IPS_GATE: ("AllowServiceExternalIPs=false",),
+    kinds.FEATURE_GATES: ("AllowServiceExternalIPs=false",),
 }
 """Kind → texts that flags of this kind accept. A new kind needs a line here."""
 
