@@ -103,7 +103,7 @@ def _event_poster(cluster: "Cluster | None") -> Post | None:
     """The function that sends Kubernetes Events; None without an API server."""
     if cluster is None:
         return None
-    from kbpf.source.api.event_sink import EventSink
+    from kbpf.source.api.transport import EventSink
 
     return EventSink(cluster).post
 

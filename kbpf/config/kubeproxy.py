@@ -36,7 +36,11 @@ def json_name(name: str) -> str:
     return first + "".join(acronyms.get(part, part.capitalize()) for part in rest)
 
 
-class ClientConnectionConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class _Section(msgspec.Struct, frozen=True, rename=json_name):
+    """A part of the document; a subclass has to repeat `frozen`."""
+
+
+class ClientConnectionConfiguration(_Section, frozen=True):
     """How to connect to the API server."""
 
     kubeconfig: str = ""
@@ -46,7 +50,7 @@ class ClientConnectionConfiguration(msgspec.Struct, frozen=True, rename=json_nam
     burst: int = 0
 
 
-class KubeProxyIPTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyIPTablesConfiguration(_Section, frozen=True):
     """Settings of mode iptables, some also used in mode ipvs."""
 
     masquerade_bit: int | None = None
@@ -57,7 +61,7 @@ class KubeProxyIPTablesConfiguration(msgspec.Struct, frozen=True, rename=json_na
     min_sync_period: str = ""
 
 
-class KubeProxyIPVSConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyIPVSConfiguration(_Section, frozen=True):
     sync_period: str = ""
     min_sync_period: str = ""
     scheduler: str = ""
@@ -68,14 +72,14 @@ class KubeProxyIPVSConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     udp_timeout: str = ""
 
 
-class KubeProxyNFTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyNFTablesConfiguration(_Section, frozen=True):
     masquerade_bit: int | None = None
     masquerade_all: bool = False
     sync_period: str = ""
     min_sync_period: str = ""
 
 
-class KubeProxyWinkernelConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyWinkernelConfiguration(_Section, frozen=True):
     network_name: str = ""
     source_vip: str = ""
     enable_dsr: bool = False
@@ -83,14 +87,14 @@ class KubeProxyWinkernelConfiguration(msgspec.Struct, frozen=True, rename=json_n
     forward_health_check_vip: bool = False
 
 
-class DetectLocalConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class DetectLocalConfiguration(_Section, frozen=True):
     """Settings of two of the modes of detectLocalMode."""
 
     bridge_interface: str = ""
     interface_name_prefix: str = ""
 
 
-class KubeProxyConntrackConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyConntrackConfiguration(_Section, frozen=True):
     """Values for the kernel's conntrack. For a timeout, None is the default and "0s" leaves it
     unchanged.
     """
@@ -104,7 +108,7 @@ class KubeProxyConntrackConfiguration(msgspec.Struct, frozen=True, rename=json_n
     udp_stream_timeout: str = ""
 
 
-class LoggingConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class LoggingConfiguration(_Section, frozen=True):
     """The logging settings of all Kubernetes components."""
 
     format: str = ""
@@ -114,7 +118,7 @@ class LoggingConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     options: dict[str, Any] = {}
 
 
-class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyConfiguration(_Section, frozen=True):
     """The document, without kind and apiVersion."""
 
     feature_gates: dict[str, bool] = {}

@@ -146,13 +146,6 @@ class HttpStatusError(SourceError):
     server_message = ""
 
 
-def _required_role(resource: Resource) -> str:
-    """Returns which role grants access: kube-proxy's own role does not include Pods."""
-    if resource.kind is Kind.POD:
-        return f"manifests/components/{'mesh-pods' if resource.is_optional else 'socket-lb-label'}"
-    return "ClusterRole system:node-proxier"
-
-
 def is_html(body: bytes | bytearray) -> bool:
     """Whether a response is a web page. JSON never begins like that."""
     return bytes(body[:HTML_PROBE_BYTES]).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
@@ -173,10 +166,12 @@ def make_status_error(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         message = ""
     user = match[1] if (match := re.search(r'User "([^"]+)"', message)) else "this user"
-    name = resource.name
+    name, role = resource.name, "ClusterRole system:node-proxier"
+    if resource.kind is Kind.POD:  # which kube-proxy's role does not include
+        role = f"manifests/components/{'mesh-pods' if resource.is_optional else 'socket-lb-label'}"
     hints = {
         401: f"the credentials from {where} are invalid or have expired",
-        403: f"grant list and watch on {name} to {user} ({_required_role(resource)})",
+        403: f"grant list and watch on {name} to {user} ({role})",
         404: f"the server does not have {resource.path}; Kubernetes 1.21 or later is required",
     }
     what, hint = f"{status} {reason}".rstrip(), hints.get(status, message[:200])
