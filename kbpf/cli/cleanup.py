@@ -26,7 +26,7 @@ from kbpf.cli.options import (
     warn,
 )
 from kbpf.errors import ConfigError, KernelError
-from kbpf.model.config import IPVS_DEVICE, Config
+from kbpf.model.config import Config
 from kbpf.views.columns import Column
 from kbpf.views.page import Kind, Page
 
@@ -173,7 +173,7 @@ def remove_kube_proxy(force: bool = False, dry_run: bool = False) -> Iterator[Re
             detect.require_no_kube_proxy()
     nft_works = forward_rules.probe_nf_tables().works
     own_services = (ipvs_cleanup.read_owned_services() if nft_works else None) or ()
-    descriptions = takeover_cleanup.remove(IPVS_DEVICE, own_services, dry_run)
+    descriptions = takeover_cleanup.remove(own_services, dry_run)
     yield from (RemovedItem("kube-proxy", description) for description in descriptions)
     if not nft_works or dry_run:
         return

@@ -14,7 +14,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf import tc
 from kbpf.kernel.net import dummy
 from kbpf.kernel.netfilter import forward_rules
-from kbpf.model.config import IPVS_DEVICE, Config
+from kbpf.model.config import Config
 from kbpf.takeover import cleanup, conntrack_keepalive
 from kbpf.takeover.previous import PreviousDataPlane
 
@@ -44,7 +44,7 @@ class KubeProxyDrain(PreviousDataPlane):
         # The table that keeps connections, and its rule in FORWARD, are in nf_tables.
         if forward_rules.probe_nf_tables().works:
             conntrack_keepalive.remove_unneeded()
-        return cleanup.count_connections(IPVS_DEVICE)
+        return cleanup.count_connections()
 
     def _remove(self) -> None:
         pass
@@ -52,7 +52,7 @@ class KubeProxyDrain(PreviousDataPlane):
 
 def _has_ipvs_state() -> bool:
     """Whether kube-proxy has IPVS state here, in use or kept for its last connections."""
-    if dummy.get_ifindex_or_zero(cleanup.IPVS_DEVICE):
+    if dummy.get_ifindex_or_zero(cleanup.KUBE_PROXY_DEVICE):
         return True
     return bool(
         forward_rules.probe_nf_tables().works
