@@ -18,16 +18,10 @@ from kbpf.config.load import read_file
 from kbpf.config.values import Diagnostics
 from kbpf.errors import ConfigError
 
-LOCATION_PATHS: Final = (
-    "pinDir",
-    "cgroup",
-    "cacheDir",
-    "ipvs.stateDir",
-)
-"""Paths in KbpfConfiguration; they are not set anywhere else."""
 FIELD_BY_PATH: Final[Mapping[str, str]] = {
-    path: KBPF_SETTINGS[path].field for path in LOCATION_PATHS
+    path: KBPF_SETTINGS[path].field for path in ("pinDir", "cgroup", "cacheDir", "ipvs.stateDir")
 }
+"""Path in KbpfConfiguration → field of Config; they are not set anywhere else."""
 
 
 @dataclass(frozen=True, slots=True)

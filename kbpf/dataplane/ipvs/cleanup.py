@@ -28,10 +28,9 @@ def ruleset_options(config: Config) -> ruleset.RulesetOptions:
     elif config.detect_local_mode is LocalMode.INTERFACE_NAME_PREFIX:
         local_interfaces = f"{config.pod_interface_name_prefix}*"
     return ruleset.RulesetOptions(
-        ruleset.TABLE,
-        config.masquerade_bit,
-        local_interfaces,
-        largest_range_outside(config.masquerade_ports),
+        masquerade_bit=config.masquerade_bit,
+        local_interfaces=local_interfaces,
+        masquerade_ports=largest_range_outside(config.masquerade_ports),
     )
 
 
