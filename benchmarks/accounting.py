@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of `--accounting`, `--metrics-latencies` and a running `kbpf monitor` for a short TCP
-connection.
+"""The cost of `--accounting` and a running `kbpf monitor` for a short TCP connection.
 
 Identical nodes, one for each setting. Client and backend are pods of the same node, both in
 the hooked cgroup, so with `full` the kernel calls `sock_ops` at both ends. Each round measures, on
@@ -25,7 +24,6 @@ from tests.support.lab.lab import Agent, Lab, Node, cgroup2, inside, until
 SECONDS = 0.3
 LEVELS = {
     "full": ("off", "--accounting", "full"),
-    "latencies": ("full", "--accounting", "full", "--metrics-latencies", "100"),
     "monitor": ("connections", "--accounting", "connections"),
     "connections": ("off", "--accounting", "connections"),
     "off": ("", "--accounting", "off"),

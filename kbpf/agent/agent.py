@@ -140,7 +140,7 @@ class Agent:
             ADDRESS_WATCH_TIMEOUT_S,
         )
         try:
-            self.reconciler.node_addresses = read_node_addresses(self._config)
+            self.reconciler.node_addresses = read_node_addresses()
             address_watcher.start()
             self._self_check.start()
             self._host_thread.start()
@@ -202,7 +202,7 @@ class Agent:
         round.
         """
         try:
-            self.reconciler.set_node_addresses(read_node_addresses(self._config))
+            self.reconciler.set_node_addresses(read_node_addresses())
         except KernelError as error:
             if self._address_error.replace(error):
                 log.warning("cannot read the addresses of the node, retrying: %s", error)

@@ -107,14 +107,7 @@ def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterat
             hint = "see `kbpf inspect service` and the agent's log"
             yield CheckRow(Check.DIAL, "no", True, str(error), hint, subject=str(frontend))
             continue
-        yield _dial_row(Check.DIAL, frontend, destination, peer_name, has_peer_name_hooks)
-
-
-def left_to_node_rows(inspection: Inspection) -> Iterator[CheckRow]:
-    """Yields a row with the ClusterIPs that a process of this node serves, if there are any."""
-    if inspection.status is not None and (lines := inspection.status.left_to_node):
-        detail = f"a process of this node serves {'; '.join(lines)}"
-        yield CheckRow(Check.LEFT_TO_NODE, "yes", False, detail, "")
+        yield _dial_row(str(frontend), frontend, destination, peer_name, has_peer_name_hooks)
 
 
 def _not_attached_row(inspection: Inspection) -> CheckRow:
@@ -140,7 +133,7 @@ def _host_only_rows(
     for frontend, backends in dial_targets:
         kind = socket.SOCK_STREAM if frontend.protocol is Protocol.TCP else socket.SOCK_DGRAM
         service_address = (format_addr(frontend.address), frontend.port)
-        check, subject = Check.DIAL_FROM_HOST, str(frontend)
+        check, subject = Check.DIAL, f"{frontend} from the host"
         try:
             destination, peer_name = _run_in_cgroup(
                 partial(dial.connect_without_packets, service_address, kind), cgroup, isolated=False
@@ -152,7 +145,7 @@ def _host_only_rows(
             detail = f"arrived at {destination[0]} port {destination[1]}, which is not a backend"
             yield CheckRow(check, "no", True, detail, "see the agent's log", subject=subject)
             continue
-        yield _dial_row(check, frontend, destination, peer_name, has_peer_name_hooks=True)
+        yield _dial_row(subject, frontend, destination, peer_name, has_peer_name_hooks=True)
     for frontend, backends in dial_targets[:1]:
         check, subject = Check.NO_DIAL_FROM_POD, str(frontend)
         try:
@@ -186,11 +179,11 @@ def _run_in_cgroup(
 
 
 def _unknown_row(reason: str, advice: str) -> CheckRow:
-    return CheckRow(Check.DIAL_ANY, "unknown", True, reason, advice)
+    return CheckRow(Check.DIAL, "unknown", True, reason, advice)
 
 
 def _dial_row(
-    check: Check,
+    subject: str,
     frontend: FrontendAddress,
     destination: SocketAddress,
     peer_name: SocketAddress,
@@ -200,8 +193,8 @@ def _dial_row(
     detail = f"arrived at {destination[0]} port {destination[1]}"
     if peer_name != service_address and (has_peer_name_hooks or frontend.protocol is Protocol.UDP):
         detail += f", but getpeername() shows {peer_name[0]} port {peer_name[1]}"
-        return CheckRow(check, "no", True, detail, "see the agent's log", subject=str(frontend))
-    return CheckRow(check, "yes", True, detail, "", subject=str(frontend))
+        return CheckRow(Check.DIAL, "no", True, detail, "see the agent's log", subject=subject)
+    return CheckRow(Check.DIAL, "yes", True, detail, "", subject=subject)
 
 
 def _dial(

@@ -29,8 +29,7 @@ REASON_BY_CHECK: Final = {
     Check.LIBBPF: FallbackReason.NO_LIBRARY,
     Check.BPF_SYSCALL: FallbackReason.NO_BPF,
     Check.BPFFS: FallbackReason.NO_BPF,
-    Check.BCC: FallbackReason.NO_COMPILER,
-    Check.LLVM: FallbackReason.NO_COMPILER,
+    Check.COMPILER: FallbackReason.NO_COMPILER,
     Check.SOURCES: FallbackReason.COMPILE_FAILED,
     Check.CGROUP: FallbackReason.NO_CGROUP,
 }

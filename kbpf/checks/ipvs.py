@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kbpf.checks.row import Check, CheckRow, make_row
+from kbpf.checks.row import Check, CheckRow, make_row, sum_up
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe
@@ -33,7 +33,8 @@ from kbpf.model.address import parse_addr
 
 SYS_CLASS_NET: Final = Path("/sys/class/net")
 BRIDGE_NF_CALL_IPTABLES: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
-OPTIONAL_SCHEDULERS: Final = {
+SCHEDULERS: Final = {
+    "rr": "without it mode ipvs cannot be used",
     "wrr": "without it weights are ignored",
     "mh": "without it, Maglev Services are balanced by weight",
     "sh": "without it connections from pods to a LoadBalancer address have no affinity",
@@ -42,40 +43,35 @@ OPTIONAL_SCHEDULERS: Final = {
 
 def rows() -> Iterator[CheckRow]:
     """Yields all rows, in the order in which the agent would meet what they check."""
-    is_missing = "CAP_NET_ADMIN" in probe.missing_capabilities()
-    yield _required_row(
-        Check.NET_ADMIN, Probe(not is_missing, "missing" if is_missing else ""), "run as root"
-    )
-    ipvs_probe, advice = _probe_ipvs()
+    if "CAP_NET_ADMIN" in probe.missing_capabilities():
+        ipvs_probe, advice = Probe(False, "CAP_NET_ADMIN is missing"), "run as root"
+    else:
+        ipvs_probe, advice = _probe_ipvs()
     yield _required_row(Check.IPVS, ipvs_probe, advice)
     yield _required_row(
         Check.IPVS_CONNTRACK, _probe_conntrack(),
         "the kernel needs CONFIG_IP_VS_NFCT; without it sources cannot be masqueraded",
     )  # fmt: skip
     probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
-    yield _required_row(
-        Check.IPVS_SCHEDULER, probe_scheduler("rr"), "the kernel needs CONFIG_IP_VS_RR", "rr"
-    )
-    for name, consequence in OPTIONAL_SCHEDULERS.items():
-        yield make_row(
+    yield from sum_up(
+        make_row(
             Check.IPVS_SCHEDULER, probe_scheduler(name),
             f"the kernel needs CONFIG_IP_VS_{name.upper()}; {consequence}", needed=False,
-            subject=name,
-        )  # fmt: skip
+            ipvs=name == "rr", subject=name,
+        )
+        for name, consequence in SCHEDULERS.items()
+    )  # fmt: skip
     yield _required_row(
         Check.DUMMY, _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY"
     )
     nft_probe = forward_rules.probe_nf_tables()
     yield _required_row(
-        Check.NF_TABLES, Probe(nft_probe.works is True, nft_probe.reason),
-        "install python3-nftables; the kernel needs CONFIG_NF_TABLES",
-    )  # fmt: skip
+        Check.NF_TABLES,
+        _probe_rules() if nft_probe.works else Probe(False, nft_probe.reason),
+        "install python3-nftables; the kernel needs CONFIG_NF_TABLES with sets, reject and "
+        "masquerade",
+    )
     if nft_probe.works:
-        yield _required_row(
-            Check.NFT_RULES,
-            _probe_rules(),
-            "mode ipvs needs sets, reject and masquerade of nf_tables",
-        )
         yield make_row(
             Check.INPUT_CHAINS, _probe_input(),
             "accept packets to Service addresses and NodePorts: IPVS takes them from INPUT",
@@ -88,9 +84,9 @@ def rows() -> Iterator[CheckRow]:
     )  # fmt: skip
 
 
-def _required_row(check: Check, result: Probe, advice: str, subject: str = "") -> CheckRow:
+def _required_row(check: Check, result: Probe, advice: str) -> CheckRow:
     """A row without which mode ipvs does not work."""
-    return make_row(check, result, advice, needed=False, ipvs=True, subject=subject)
+    return make_row(check, result, advice, needed=False, ipvs=True)
 
 
 def _probe_ipvs() -> tuple[Probe, str]:

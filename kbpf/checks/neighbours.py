@@ -113,7 +113,7 @@ def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
     for outcome in missed:
         where = f"{outcome.point.direction} of {outcome.point.device.name}"
         yield CheckRow(
-            Check.PACKETS_AT, "no", True, describe_outcome(outcome), advise(outcome), subject=where
+            Check.PACKETS, "no", True, describe_outcome(outcome), advise(outcome), subject=where
         )
 
 

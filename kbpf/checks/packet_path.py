@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.checks.bpf import ROOT_HINT
-from kbpf.checks.row import Check, CheckRow, make_row
+from kbpf.checks.row import Check, CheckRow, make_row, sum_up
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.inspect import snapshot
@@ -22,9 +22,7 @@ from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import kfuncs, probe, syscalls, tc
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_SCHED_CLS,
-    BPF_FUNC_ktime_get_coarse_ns,
     BPF_FUNC_redirect_neigh,
-    BPF_FUNC_redirect_peer,
 )
 from kbpf.kernel.net.devices import list_devices
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
@@ -47,12 +45,11 @@ def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield _sctp_row(proc)
     settings = read_settings(pin_dir)
     yield _ports_row((settings.low, settings.high), proc)
-    yield from _forwarding_rows(proc)
+    yield from sum_up(_forwarding_rows(proc))
     yield _forwarding_mode_row(settings.flags)
     yield _forward_rows(settings.mark)[0]
     yield _early_rules_row(pin_dir, settings.flags)
     yield _rp_filter_row(proc)
-    yield _conntrack_row(proc, settings.flags)
 
 
 class RulesOfOthers(NamedTuple):
@@ -78,35 +75,19 @@ def _kernel_rows() -> Iterator[CheckRow]:
         syscalls.version()
     except KernelError:
         return  # bpf.rows() reports it, and without libbpf nothing can be tried
+    programs = probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0)
+    if programs.works:
+        redirect = probe.probe_helper(
+            BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_neigh, 1, 0, 0, 0
+        )
+        reason = "" if redirect.works else f"bpf_redirect_neigh: {redirect.reason}"
+        programs = Probe(redirect.works, reason)
     yield make_row(
-        Check.TC_PROGRAMS, probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0),
-        "the kernel needs CONFIG_NET_CLS_BPF", needed=False, packets=True,
-        detail="programs at ingress and egress of devices",
+        Check.TC_PROGRAMS, programs,
+        "the kernel needs CONFIG_NET_CLS_BPF and, to forward packets to other nodes, Linux 5.10",
+        needed=False, packets=True, detail="programs at ingress and egress of devices",
     )  # fmt: skip
     yield from _attach_rows()
-    yield make_row(
-        Check.HELPER,
-        probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_neigh, 1, 0, 0, 0),
-        "since Linux 5.10; needed to forward packets to backends on other nodes",
-        needed=False, packets=True, subject="bpf_redirect_neigh",
-        detail="redirects to the next hop; the kernel resolves the neighbour",
-    )  # fmt: skip
-    yield make_row(
-        Check.HELPER,
-        probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_peer, 1, 0),
-        "since Linux 5.10; without it packets reach pods only through the host's stack",
-        needed=False,
-        detail="with --forwarding direct, redirects into a pod without the host's stack",
-        subject="bpf_redirect_peer",
-    )
-    yield make_row(
-        Check.HELPER,
-        probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_ktime_get_coarse_ns),
-        "since Linux 5.11; without it each packet reads the hardware clock",
-        needed=False,
-        detail="the time of the last tick, without reading the hardware clock",
-        subject="bpf_ktime_get_coarse_ns",
-    )
     yield make_row(
         Check.CONNTRACK_NAT,
         kfuncs.probe_conntrack(),
@@ -313,19 +294,14 @@ def _forwarding_rows(proc: Path) -> Iterator[CheckRow]:
             yield make_row(Check.IP_FORWARDING, outcome, "", needed=False, subject=name)
             continue
         setting = f"net.{key.replace('/', '.')}"
-        if enabled:
-            detail = "packets are forwarded to pods and to other nodes"
-            yield make_row(
-                Check.IP_FORWARDING, Probe(True), "", needed=False, detail=detail, subject=name
-            )
-        else:
-            yield make_row(
-                Check.IP_FORWARDING,
-                Probe(False, f"{setting} = 0: the stack does not forward packets"),
-                f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it",
-                needed=False,
-                subject=name,
-            )
+        reason = "" if enabled else f"{setting} = 0: the stack does not forward packets"
+        yield make_row(
+            Check.IP_FORWARDING,
+            Probe(enabled, reason),
+            f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it",
+            needed=False,
+            subject=name,
+        )
 
 
 def _rp_filter_row(proc: Path) -> CheckRow:
@@ -361,16 +337,6 @@ def _strict_devices(proc: Path) -> Iterable[str]:
             continue  # the device was removed
         if max(device_value, overall) == RP_FILTER_STRICT:
             yield device.name
-
-
-def _conntrack_row(proc: Path, flags: NodeFlag) -> CheckRow:
-    is_loaded = (proc / "sys/net/netfilter/nf_conntrack_max").exists()
-    detail = "by the packet path itself; the kernel's conntrack is not needed"
-    if is_loaded:
-        detail += "; other programs use it here, and see client and backend"
-    if NodeFlag.NETFILTER in flags:
-        detail = "by the kernel's conntrack (--forwarding netfilter)"
-    return make_row(Check.CONNTRACK, Probe(True), "", needed=False, detail=detail)
 
 
 def _read_text(path: Path) -> str:

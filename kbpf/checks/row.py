@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `kbpf check`, and a row: the result of one probe of the kernel or the node."""
 
+from collections.abc import Iterable, Iterator
 from enum import StrEnum, unique
+from typing import Final
 
 import msgspec
 
@@ -10,9 +12,7 @@ from kbpf.kernel.probe_result import Probe
 
 @unique
 class Check(StrEnum):
-    """The checks. Code refers to the member; its text is only what users see. ``{}`` is the subject
-    of the row.
-    """
+    """The checks. Code refers to the member; its text is only what users see."""
 
     # mode bpf (bpf.py)
     PRIVILEGES = "privileges"
@@ -20,58 +20,52 @@ class Check(StrEnum):
     BPF_SYSCALL = "bpf(2)"
     BPFFS = "bpffs"
     SOURCES = "BPF sources"
-    BCC = "BCC"
-    LLVM = "LLVM"
-    ARTIFACTS = "compiled programs"
-    NO_PREALLOC = "hash maps without preallocation"
-    LRU_HASH = "LRU hash maps"
-    SOCKET_STORAGE = "socket storage"
-    SOCKET_STORAGE_LIST = "reading socket storage"
-    BATCH = "batch operations"
-    HOOK = "hook {}"
-    HELPER = "{}"
+    COMPILER = "compiler or compiled programs"
     CGROUP = "cgroup v2"
-    CGROUP_LINK = "cgroup links"
-    NETNS_COOKIE = "SO_NETNS_COOKIE"
-    KERNEL_SOCKETS = "mounts of Services"
-    UDP_DESTROY = "SOCK_DESTROY for UDP"
-    SOFTIRQ_LOCK = "softirq lock"
+    FEATURES = "features of Linux 5.10"
+    HOOK = "hooks"
+    OPTIONAL = "optional features"
     # the packet path (packet_path.py)
     TC_PROGRAMS = "TC programs"
     TCX = "TCX"
+    CONNTRACK_NAT = "NAT by conntrack"
     SCTP = "SCTP sockets"
     SNAT_PORTS = "masquerade ports"
-    IP_FORWARDING = "{} forwarding"
+    IP_FORWARDING = "forwarding"
     FORWARDING_MODE = "--forwarding"
     FORWARD_CHAINS = "FORWARD"
     PRE_DNAT_RULES = "no bypassed rules before DNAT"
     RP_FILTER = "rp_filter"
-    CONNTRACK = "connection tracking"
-    CONNTRACK_NAT = "NAT by conntrack"
     # mode ipvs (ipvs.py)
-    NET_ADMIN = "CAP_NET_ADMIN"
     IPVS = "IPVS"
     IPVS_CONNTRACK = "IPVS with conntrack"
-    IPVS_SCHEDULER = "IPVS scheduler {}"
+    IPVS_SCHEDULER = "IPVS schedulers"
     DUMMY = "dummy devices"
     NF_TABLES = "nf_tables"
-    NFT_RULES = "nftables rules"
     INPUT_CHAINS = "INPUT"
     BRIDGE_NETFILTER = "bridged replies"
     # attached hooks (connect.py)
     ATTACHED = "attached"
-    DIAL_ANY = "dial"
-    DIAL = "dial {}"
-    DIAL_FROM_HOST = "dial {} from the host"
-    NO_DIAL_FROM_POD = "leave {} from a pod"
+    DIAL = "dial"
+    NO_DIAL_FROM_POD = "leave to the packet path"
     PACKETS = "packets"
-    PACKETS_AT = "packets at {}"
     # others on the same node (neighbours.py)
     FOREIGN_PROGRAMS = "alone at its hooks"
-    LEFT_TO_NODE = "left to the node"
     BALANCERS = "no other load balancer"
     OTHER_KBPF = "no other kbpf"
     KUBE_PROXY = "no kube-proxy"
+
+
+NAMES_WITH_SUBJECT: Final = {
+    Check.HOOK: "hook {}",
+    Check.OPTIONAL: "{}",
+    Check.IP_FORWARDING: "{} forwarding",
+    Check.IPVS_SCHEDULER: "IPVS scheduler {}",
+    Check.DIAL: "dial {}",
+    Check.NO_DIAL_FROM_POD: "leave {} from a pod",
+    Check.PACKETS: "packets at {}",
+}
+"""What users see in a row about one hook, address etc."""
 
 
 class CheckRow(msgspec.Struct, frozen=True):
@@ -95,7 +89,9 @@ class CheckRow(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """What users see."""
-        return self.check.format(self.subject)
+        if not self.subject:
+            return str(self.check)
+        return NAMES_WITH_SUBJECT[self.check].format(self.subject)
 
 
 def make_row(
@@ -115,3 +111,19 @@ def make_row(
     return CheckRow(
         check, result, needed, probe.reason or detail, shown_advice, packets, ipvs, subject
     )
+
+
+def sum_up(rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
+    """One row for all subjects of a check that work, and one for each that does not."""
+    rows = tuple(rows)
+    working = [row for row in rows if row.result == "yes"]
+    if working:
+        yield CheckRow(
+            working[0].check,
+            "yes",
+            any(row.needed for row in working),
+            ", ".join(row.subject for row in working),
+            "",
+            ipvs=any(row.ipvs for row in working),
+        )
+    yield from (row for row in rows if row.result != "yes")

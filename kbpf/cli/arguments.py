@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf import __version__
-from kbpf.config import load, preflight
+from kbpf.config import load
 from kbpf.config.load import LoadedConfig
 from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError, ConfigErrors, escape_unprintable
@@ -73,7 +73,7 @@ class RunOptions:
         checked if the settings are only written to a file.
         """
         settings = load.load(self.explicit_flags, self.environ, data, str(self.file))
-        return settings if self.write_to is not None else preflight.check_settings(settings)
+        return settings if self.write_to is not None else load.check_settings(settings)
 
 
 def build_parser() -> argparse.ArgumentParser:

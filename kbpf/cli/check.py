@@ -57,7 +57,6 @@ def check(
         rows = (
             *rows,
             *neighbours.foreign_rows(node_snapshot),
-            *attached_checks.left_to_node_rows(node_snapshot),
         )
     verdict = compute_verdict(rows, proof)
     render.show(build_page(verdict, (*rows, *(proof or ()))), output)

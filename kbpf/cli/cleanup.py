@@ -19,8 +19,6 @@ from kbpf.cli.options import (
     NAMES_KEY,
     CacheDir,
     ConfigNames,
-    IpvsDevice,
-    NftTable,
     Output,
     OutputOption,
     PinDir,
@@ -101,8 +99,6 @@ def cleanup(
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,
-    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
-    nft_table: NftTable = DEFAULT.nft_table,
     state_dir: StateDir = DEFAULT.state_dir,
 ) -> None:
     """Detach and remove everything that kbpf keeps in the kernel. Services stop working on this
@@ -116,19 +112,15 @@ def cleanup(
             "--kube-proxy, --keep-connections and --cache cannot be combined", "",
             "run `kbpf cleanup` once for each",
         )  # fmt: skip
-    config = Config(
-        pin_dir=pin_dir, cache_dir=cache_dir, ipvs_device=ipvs_device, nft_table=nft_table,
-        state_dir=state_dir,
-    )  # fmt: skip
+    config = Config(pin_dir=pin_dir, cache_dir=cache_dir, state_dir=state_dir)
     location = f"in {pin_dir}"
     if kube_proxy:
-        _require_names(context, file, {"ipvs_device", "nft_table"})
-        items, location = [*remove_kube_proxy(config, force, dry_run)], "of kube-proxy"
+        items, location = [*remove_kube_proxy(force, dry_run)], "of kube-proxy"
     elif keep_connections:
         _require_names(context, file, {"pin_dir"})
         items = [*remove_frontends(pin_dir, force, dry_run)]
     else:
-        names = {"pin_dir", "ipvs_device", "nft_table", "state_dir"}
+        names = {"pin_dir", "state_dir"}
         _require_names(context, file, names | ({"cache_dir"} if cache else set()))
         with _refusals(dry_run):
             require_no_ipvs_agent(config)
@@ -165,9 +157,7 @@ def _require_names(context: typer.Context, file: Path | None, option_names: set[
     warn(file, names.errors)
 
 
-def remove_kube_proxy(
-    config: Config, force: bool = False, dry_run: bool = False
-) -> Iterator[RemovedItem]:
+def remove_kube_proxy(force: bool = False, dry_run: bool = False) -> Iterator[RemovedItem]:
     """Removes what a kube-proxy left, except what kbpf has taken over.
 
     Raises KernelError, unless `force`, if a kube-proxy runs or this cannot be determined: it may
@@ -182,8 +172,8 @@ def remove_kube_proxy(
         with _refusals(dry_run):
             detect.require_no_kube_proxy()
     nft_works = forward_rules.probe_nf_tables().works
-    own_services = (ipvs_cleanup.read_owned_services(config.nft_table) if nft_works else None) or ()
-    descriptions = takeover_cleanup.remove(config.ipvs_device, own_services, dry_run)
+    own_services = (ipvs_cleanup.read_owned_services() if nft_works else None) or ()
+    descriptions = takeover_cleanup.remove(own_services, dry_run)
     yield from (RemovedItem("kube-proxy", description) for description in descriptions)
     if not nft_works or dry_run:
         return
@@ -295,7 +285,7 @@ def _attachment_items(
 
 def require_no_ipvs_agent(config: Config) -> None:
     """Raises KernelError if an agent in mode ipvs runs: it would restore whatever is removed."""
-    folder = config.state_dir / config.ipvs_device
+    folder = config.ipvs_folder
     if folder.is_dir():
         os.close(_lock(folder))
 
@@ -323,7 +313,7 @@ def remove_ipvs(config: Config, dry_run: bool = False) -> Iterator[RemovedItem]:
     from kbpf.kernel.net import dummy
     from kbpf.takeover import conntrack_keepalive, detect
 
-    folder = config.state_dir / config.ipvs_device
+    folder = config.ipvs_folder
     if not ipvs_cleanup.has_state(config):
         return
     had_folder = folder.is_dir()

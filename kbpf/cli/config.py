@@ -36,14 +36,14 @@ def validate(
     warning, and exits with 0 if `kbpf run --config FILE` would start with it, otherwise with 1.
     Without --node any machine will do: only the file is read. Environment variables do not count.
     """
-    from kbpf.config import load, preflight
+    from kbpf.config import load
 
     errors: tuple[ConfigError, ...] = ()
     warnings: tuple[str, ...] = ()
     try:
         loaded = load.load({}, {}, load.read_file(file), str(file))
         if node:
-            loaded = preflight.check_settings(loaded)
+            loaded = load.check_settings(loaded)
         warnings = tuple(note.text for note in loaded.notes if note.is_warning)
     except ConfigErrors as error:
         errors, warnings = error.errors, error.warnings

@@ -20,7 +20,6 @@ from kbpf.cli.listing import AllNamespaces, Namespace, Selection
 from kbpf.cli.options import (
     DEFAULT,
     ConfigFile,
-    IpvsDevice,
     Output,
     OutputOption,
     PinDir,
@@ -30,6 +29,7 @@ from kbpf.cli.options import (
 from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.model.address import Addr, parse_addr
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.inspection import ConnectionQuery, Part
 from kbpf.views import (
     affinity,
@@ -250,7 +250,6 @@ SHARED: Final = {
     "config": (ConfigFile, None),
     "pin_dir": (PinDir, DEFAULT.pin_dir),
     "state_dir": (StateDir, DEFAULT.state_dir),
-    "ipvs_device": (IpvsDevice, DEFAULT.ipvs_device),
 }
 """The options of all views."""
 
@@ -265,11 +264,11 @@ def _make_command(view: View) -> Callable[..., None]:
     }
 
     def command(
-        output: Output, config: object, pin_dir: Path, state_dir: Path, ipvs_device: str,
+        output: Output, config: object, pin_dir: Path, state_dir: Path,
         repeat: bool, no_pager: bool, **values: Any,
     ) -> None:  # fmt: skip
         filters = {name: values[name] for name in view.filters}
-        folders = pin_dir, state_dir / ipvs_device
+        folders = pin_dir, state_dir / IPVS_DEVICE
         chosen = Format(output, repeat, not values.get("no_headers", False), not no_pager)
         _show(view, filters, folders, _selection(view, values), chosen)
 

@@ -63,22 +63,6 @@ CacheDir = Annotated[
         readable=False,
     ),
 ]
-IpvsDevice = Annotated[
-    str,
-    typer.Option(
-        "--ipvs-device",
-        envvar="KBPF_IPVS_DEVICE",
-        help="Mode ipvs: the dummy device, as given to `run`.",
-    ),
-]
-NftTable = Annotated[
-    str,
-    typer.Option(
-        "--nft-table",
-        envvar="KBPF_NFT_TABLE",
-        help="Mode ipvs: the nftables table, as given to `run`.",
-    ),
-]
 StateDir = Annotated[
     Path,
     typer.Option(

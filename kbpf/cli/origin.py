@@ -65,14 +65,14 @@ def read_cluster(config: Config, handle: Callable[[Kind, msgspec.Raw], None]) ->
     from kbpf.source.api.credentials import Cluster
     from kbpf.source.api.kubeconfig import find_access
     from kbpf.source.api.pages import PAGE_TIMEOUT_S, list_once
-    from kbpf.source.api.resource import SERVICES, SLICES, node_resource
+    from kbpf.source.api.resource import NODES, SERVICES, SLICES
     from kbpf.source.api.transport import ApiConnection
 
     allow_insecure = config.allow_insecure_api
     access = find_access(config.kubeconfig, config.master, allow_insecure=allow_insecure)
     cluster = Cluster(access, allow_insecure=allow_insecure)
     with contextlib.closing(ApiConnection(cluster, response_timeout=PAGE_TIMEOUT_S)) as connection:
-        for resource in (node_resource("", "all"), SERVICES, SLICES):
+        for resource in (NODES, SERVICES, SLICES):
             list_once(connection, cluster, resource, partial(handle, resource.kind))
 
 

@@ -4,12 +4,13 @@
 import sys
 import time
 
-from kbpf.cli.options import DEFAULT, ConfigFile, IpvsDevice, PinDir, StateDir
+from kbpf.cli.options import DEFAULT, ConfigFile, PinDir, StateDir
+from kbpf.model.config import IPVS_DEVICE
 
 
 def page(
     config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir,
-    state_dir: StateDir = DEFAULT.state_dir, ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+    state_dir: StateDir = DEFAULT.state_dir,
 ) -> None:  # fmt: skip
     """Print the state of this node as an HTML page: Services, backends, failed connections, maps.
     The page needs no other file.
@@ -17,7 +18,7 @@ def page(
     from kbpf.dataplane import reader as dataplane
     from kbpf.views import html_page
 
-    locations = dataplane.Locations(pin_dir, state_dir / ipvs_device)
+    locations = dataplane.Locations(pin_dir, state_dir / IPVS_DEVICE)
     inspection = dataplane.read(locations, html_page.NEEDS)
     text = html_page.format_html(inspection, time.strftime("%Y-%m-%d %H:%M:%S %Z"))
     sys.stdout.write(text.encode("ascii", "xmlcharrefreplace").decode())

@@ -86,13 +86,12 @@ def source_factory(
             from kbpf.source.folder.folder import FolderSource
 
             assert config.source is not None
-            grace = config.source_empty_grace
-            return [FolderSource(config.source, put, node_name=config.node_name, empty_grace=grace)]
+            return [FolderSource(config.source, put, node_name=config.node_name)]
         from kbpf.source.api.reflector import Reflector
         from kbpf.source.api.resource import SERVICES, SLICES, exempt_pod_resource, node_resource
 
         relist = RELIST_PERIODS * config.config_sync_period
-        resources = [SERVICES, SLICES, node_resource(config.node_name, config.watch_nodes)]
+        resources = [SERVICES, SLICES, node_resource(config.node_name)]
         if config.socket_lb_label or config.mesh_pods:
             is_optional = not config.socket_lb_label
             resources.append(exempt_pod_resource(config.node_name, config.mesh_pods, is_optional))
@@ -107,7 +106,7 @@ def _event_poster(cluster: "Cluster | None") -> Post | None:
     """The function that sends Kubernetes Events; None without an API server."""
     if cluster is None:
         return None
-    from kbpf.source.api.event_sink import EventSink
+    from kbpf.source.api.transport import EventSink
 
     return EventSink(cluster).post
 

@@ -14,7 +14,7 @@ from kbpf.cli.endpoints import Kubeconfig
 from kbpf.cli.options import Output, OutputOption
 from kbpf.cli.origin import CLUSTER, RunConfigFile, read_config, read_world
 from kbpf.errors import KbpfError, NotFoundError, describe_unexpected_error
-from kbpf.model.config import Config, ServiceAnnotations
+from kbpf.model.config import Config
 from kbpf.model.objects import ServiceName, Weights
 from kbpf.policy.what_if import Distribution, Scenario, apply_scenario
 from kbpf.policy.worlds import Difference, World, WorldChange, collect_world, list_nodes
@@ -117,7 +117,7 @@ def simulate(
     """
     settings = read_config(config, kubeconfig)
     selected = _parse_service(service)
-    rules, default_weight = _parse_weights(weights or [], settings)
+    rules, default_weight = _parse_weights(weights or [])
     scenario = Scenario(
         tuple(zones_down or ()), tuple(nodes_down or ()), tuple(drained or ()), rules,
         default_weight, distribution, selected,
@@ -137,17 +137,12 @@ def _parse_service(text: str) -> ServiceName | None:
     return ServiceName(namespace or "default", name) if text else None
 
 
-def _parse_weights(texts: Sequence[str], config: Config) -> tuple[Weights | None, int | None]:
+def _parse_weights(texts: Sequence[str]) -> tuple[Weights | None, int | None]:
     """The rules, and the weight of all others; None without."""
     from kbpf.source.decode.annotations import parse_weights
 
     if not texts:
         return None, None
-    if config.service_annotations is not ServiceAnnotations.ALL:
-        what = (
-            f"the configuration ignores weights: --service-annotations {config.service_annotations}"
-        )
-        raise typer.BadParameter(what, param_hint="--weight")
     problems: list[str] = []
     rules = parse_weights(", ".join(texts), problems)
     if problems or rules is None:

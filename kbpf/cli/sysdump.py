@@ -23,7 +23,6 @@ from kbpf.cli.dump.collect import whole_documents, whole_lines
 from kbpf.cli.endpoints import Kubeconfig, own_node_name
 from kbpf.cli.options import (
     DEFAULT,
-    IpvsDevice,
     Output,
     OutputOption,
     PinDir,
@@ -33,7 +32,7 @@ from kbpf.cli.origin import NodeName, RunConfigFile, read_config, with_own_node
 from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, OutputError
 from kbpf.kernel.system.process import is_alive
-from kbpf.model.config import Config
+from kbpf.model.config import IPVS_DEVICE, Config
 from kbpf.views.columns import Column, format_size
 from kbpf.views.page import Kind, Page
 
@@ -113,7 +112,7 @@ def sysdump(
     file: File = None, time_limit: TimeLimit = "2m", max_bytes: MaxBytes = 256 << 20,
     logs: Logs = None, output: OutputOption = Output.TABLE, kubeconfig: Kubeconfig = None,
     node: NodeName = "", config: RunConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir,
-    state_dir: StateDir = DEFAULT.state_dir, ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+    state_dir: StateDir = DEFAULT.state_dir,
 ) -> None:  # fmt: skip
     """Collect what a report about this node needs in one archive: check, verify, all views, health
     and metrics, logs, the objects of the cluster, devices, routes, rules, sysctls and settings.
@@ -136,18 +135,17 @@ def sysdump(
         values = read_locations(config).values
         pin_dir = values.get("pin_dir", pin_dir)
         state_dir = values.get("state_dir", state_dir)
-        ipvs_device = values.get("ipvs_device", ipvs_device)
     # Parts are processes with another working directory.
     pin_dir, state_dir = pin_dir.absolute(), state_dir.absolute()
     kubeconfig, config = (path and path.absolute() for path in (kubeconfig, config))
-    status = _read_status(Locations(pin_dir, state_dir / ipvs_device))
+    status = _read_status(Locations(pin_dir, state_dir / IPVS_DEVICE))
     node = node or (status.node if status else "")
     settings, problem = _read_settings(config, kubeconfig, node, pin_dir)
     names = (("--kubeconfig", kubeconfig), ("--config", config))
     origin = [text for name, path in names if path for text in (name, str(path))]
     subject = Subject(
         settings, config,
-        ("--pin-dir", str(pin_dir), "--state-dir", str(state_dir), "--ipvs-device", ipvs_device),
+        ("--pin-dir", str(pin_dir), "--state-dir", str(state_dir)),
         tuple(origin), min(MAX_OBJECT_BYTES, max_bytes // 2),
         status.pid if status and is_alive(status.pid, status.started) else None, tuple(logs or ()),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from kbpf.cli.options import DEFAULT, CacheDir, ConfigFile, Output, OutputOption
 from kbpf.errors import KbpfError, KernelError, ObjectError
 from kbpf.kernel.system import pods
 from kbpf.model.address import Addr, family_of, parse_addr
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.inspection import Inspection, Route, parse_place
 from kbpf.model.objects import Protocol
@@ -79,7 +80,7 @@ def trace_connection(
     from kbpf.dataplane import reader as dataplane
 
     cluster = _find_cluster(kubeconfig)
-    locations = dataplane.Locations(pin_dir, state_dir / DEFAULT.ipvs_device)
+    locations = dataplane.Locations(pin_dir, state_dir / IPVS_DEVICE)
     inspection = dataplane.read(locations, view.NEEDS)
     caller = find_caller(source, inspection, cluster)
     targets = find_targets(inspection, to, caller.client.origin)

@@ -134,7 +134,7 @@ class Verifier:
             elif hasattr(event, "key"):
                 self._rejected.pop(event.key, None)
         listeners = sock_diag.list_listeners()
-        inputs = (read_node_addresses(self._config), self._api_servers, listeners)
+        inputs = (read_node_addresses(), self._api_servers, listeners)
         touched.all_services = touched.all_services or inputs[0] != (self._inputs or inputs)[0]
         for _ in range(2):  # the frontends that devices have are known only after the first
             ports = self._select_device_ports(listeners)

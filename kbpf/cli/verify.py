@@ -55,7 +55,7 @@ def _find_config(flags: list[str]) -> "Config":
 
     options = arguments.parse_options(flags, os.environ)
     config = _load(options)
-    locations = dataplane.Locations(config.pin_dir, config.state_dir / config.ipvs_device)
+    locations = dataplane.Locations(config.pin_dir, config.ipvs_folder)
     if dataplane.is_ipvs(locations):
         raise NotFoundError(
             "the agent of this node is in mode ipvs, which `kbpf verify` does not know",

@@ -11,13 +11,14 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgspec
 
-from kbpf.config.diagnostic import Diagnostic
-from kbpf.config.settings import REMOVED_SETTINGS
+from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS
+from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
 from kbpf.errors import ConfigError, closest_name, describe_decode_error
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,14 +37,6 @@ class ConfigDocuments:
     kube_proxy: Mapping[str, Any] | None = None
     kbpf: Mapping[str, Any] | None = None
     notes: tuple[Diagnostic, ...] = ()
-
-
-@dataclass(slots=True)
-class Diagnostics:
-    """Errors and other diagnostics collected while documents are read."""
-
-    errors: list[ConfigError] = field(default_factory=list)
-    notes: list[Diagnostic] = field(default_factory=list)
 
 
 def parse(data: bytes, where: str, errors: list[ConfigError] | None = None) -> ConfigDocuments:
@@ -118,9 +111,11 @@ def _split_document(document: object, where: str) -> tuple[str, Mapping[str, Any
 
 def _without_removed(values: Mapping[str, Any], notes: list[Diagnostic]) -> Mapping[str, Any]:
     """The fields without those of removed settings, which become notes."""
-    fields = dict(values)
+    fields = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
     for setting in REMOVED_SETTINGS:
-        if fields.pop(setting.kbpf, None) is not None:
+        section, dot, name = setting.kbpf.rpartition(".")
+        holder = fields.get(section) if dot else fields
+        if isinstance(holder, dict) and holder.pop(name, None) is not None:
             text = f"{KBPF}.{setting.kbpf} has no effect: {setting.text}"
             notes.append(Diagnostic(text, is_warning=True))
     return fields
@@ -216,3 +211,39 @@ def leaf_paths(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
             yield from leaf_paths(struct_field.type, where)
         else:
             yield where
+
+
+# ---- kbpf's own document -------------------------------------------------------------------------
+
+KBPF_SETTINGS: Final = {setting.kbpf: setting for setting in SETTINGS if setting.kbpf}
+"""Path in the document → setting."""
+
+
+def _document_type() -> type[msgspec.Struct]:
+    """Builds the document, without kind and apiVersion, and its sections. None means unset."""
+    fields: dict[str, Any] = {}
+    sections: dict[str, list[Any]] = {}
+    for path, setting in KBPF_SETTINGS.items():
+        section, dot, name = path.rpartition(".")
+        if dot:
+            fields[section] = sections.setdefault(section, [])
+            sections[section].append((name, setting.kind.json_type | None, None))
+        else:
+            fields[name] = (name, setting.kind.json_type | None, None)
+    for section, members in sections.items():
+        kind = msgspec.defstruct(section, members, frozen=True)
+        fields[section] = (section, kind, kind())
+    return msgspec.defstruct(KBPF, fields.values(), frozen=True)
+
+
+KbpfConfiguration: Final = _document_type()
+
+
+def read_settings(document: msgspec.Struct) -> ConfigValues:
+    """Returns the fields of Config that the document sets. Empty values count as unset."""
+    values = ConfigValues(f"{KBPF}.")
+    for path, setting in KBPF_SETTINGS.items():
+        text = setting.kind.flag_text(attrgetter(path)(document))
+        if text:
+            values.parse(setting.field, path, text, setting.parse)
+    return values

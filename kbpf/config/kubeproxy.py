@@ -15,11 +15,10 @@ from typing import Any, Final
 
 import msgspec
 
-from kbpf.config import durations, kinds, parsers
-from kbpf.config.diagnostic import Diagnostic
+from kbpf.config import durations, kinds
 from kbpf.config.documents import KUBE_PROXY
 from kbpf.config.settings import SETTINGS, UNUSED_SETTINGS, UnusedSetting
-from kbpf.config.values import ConfigValues
+from kbpf.config.values import ConfigValues, Diagnostic
 from kbpf.errors import ConfigError
 from kbpf.model.address import family_of
 from kbpf.model.objects import Cidr
@@ -27,7 +26,7 @@ from kbpf.model.objects import Cidr
 PROXY_MODES: Final = ("iptables", "nftables", "ipvs")
 DEFAULT_SYNC_PERIOD: Final = 30.0
 DEFAULT_MASQUERADE_BIT: Final = 14
-LOOPBACK4, LOOPBACK6 = (parsers.cidr(text, "") for text in parsers.LOOPBACK)
+LOOPBACK4, LOOPBACK6 = (kinds.cidr(text, "") for text in kinds.LOOPBACK)
 
 
 def json_name(name: str) -> str:
@@ -37,7 +36,11 @@ def json_name(name: str) -> str:
     return first + "".join(acronyms.get(part, part.capitalize()) for part in rest)
 
 
-class ClientConnectionConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class _Section(msgspec.Struct, frozen=True, rename=json_name):
+    """A part of the document; a subclass has to repeat `frozen`."""
+
+
+class ClientConnectionConfiguration(_Section, frozen=True):
     """How to connect to the API server."""
 
     kubeconfig: str = ""
@@ -47,7 +50,7 @@ class ClientConnectionConfiguration(msgspec.Struct, frozen=True, rename=json_nam
     burst: int = 0
 
 
-class KubeProxyIPTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyIPTablesConfiguration(_Section, frozen=True):
     """Settings of mode iptables, some also used in mode ipvs."""
 
     masquerade_bit: int | None = None
@@ -58,7 +61,7 @@ class KubeProxyIPTablesConfiguration(msgspec.Struct, frozen=True, rename=json_na
     min_sync_period: str = ""
 
 
-class KubeProxyIPVSConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyIPVSConfiguration(_Section, frozen=True):
     sync_period: str = ""
     min_sync_period: str = ""
     scheduler: str = ""
@@ -69,14 +72,14 @@ class KubeProxyIPVSConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     udp_timeout: str = ""
 
 
-class KubeProxyNFTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyNFTablesConfiguration(_Section, frozen=True):
     masquerade_bit: int | None = None
     masquerade_all: bool = False
     sync_period: str = ""
     min_sync_period: str = ""
 
 
-class KubeProxyWinkernelConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyWinkernelConfiguration(_Section, frozen=True):
     network_name: str = ""
     source_vip: str = ""
     enable_dsr: bool = False
@@ -84,14 +87,14 @@ class KubeProxyWinkernelConfiguration(msgspec.Struct, frozen=True, rename=json_n
     forward_health_check_vip: bool = False
 
 
-class DetectLocalConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class DetectLocalConfiguration(_Section, frozen=True):
     """Settings of two of the modes of detectLocalMode."""
 
     bridge_interface: str = ""
     interface_name_prefix: str = ""
 
 
-class KubeProxyConntrackConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyConntrackConfiguration(_Section, frozen=True):
     """Values for the kernel's conntrack. For a timeout, None is the default and "0s" leaves it
     unchanged.
     """
@@ -105,7 +108,7 @@ class KubeProxyConntrackConfiguration(msgspec.Struct, frozen=True, rename=json_n
     udp_stream_timeout: str = ""
 
 
-class LoggingConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class LoggingConfiguration(_Section, frozen=True):
     """The logging settings of all Kubernetes components."""
 
     format: str = ""
@@ -115,7 +118,7 @@ class LoggingConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     options: dict[str, Any] = {}
 
 
-class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=json_name):
+class KubeProxyConfiguration(_Section, frozen=True):
     """The document, without kind and apiVersion."""
 
     feature_gates: dict[str, bool] = {}
@@ -174,14 +177,14 @@ def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
         values.add_error(
             "clientConnection.burst", f"less than 0: {document.client_connection.burst}"
         )
-    period = _parse_period(values, "configSyncPeriod", document.config_sync_period, parsers.period)
+    period = _parse_period(values, "configSyncPeriod", document.config_sync_period, kinds.period)
     if period:
         values.set("config_sync_period", "configSyncPeriod", period)
     _read_servers(document, values)
     _read_mode(document, values)
     _read_node_ports(document, values)
-    if not document.feature_gates.get(parsers.EXTERNAL_IPS_GATE, True):
-        values.set("external_ips", f"featureGates.{parsers.EXTERNAL_IPS_GATE}", ())
+    if not document.feature_gates.get(kinds.EXTERNAL_IPS_GATE, True):
+        values.set("external_ips", f"featureGates.{kinds.EXTERNAL_IPS_GATE}", ())
     _read_detect_local(document, values)
     return values
 
@@ -212,9 +215,9 @@ def _read_servers(document: KubeProxyConfiguration, values: ConfigValues) -> Non
         ("[::]", "[::1]") if ":" in document.bind_address else ("0.0.0.0", "127.0.0.1")
     )
     healthz = document.healthz_bind_address or any_host
-    values.parse("serving.healthz", "healthzBindAddress", healthz, parsers.healthz)
+    values.parse("serving.healthz", "healthzBindAddress", healthz, kinds.healthz)
     metrics = document.metrics_bind_address or loopback
-    values.parse("serving.metrics", "metricsBindAddress", metrics, parsers.metrics)
+    values.parse("serving.metrics", "metricsBindAddress", metrics, kinds.metrics)
 
 
 def _read_mode(document: KubeProxyConfiguration, values: ConfigValues) -> None:
@@ -229,7 +232,7 @@ def _read_mode(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     _read_ipvs_timeouts(document, values)
     if document.mode == "ipvs":
         _read_ipvs(document.ipvs, values)
-    elif document.ipvs.scheduler in parsers.IPVS_SCHEDULERS:
+    elif document.ipvs.scheduler in kinds.IPVS_SCHEDULERS:
         values.set("ipvs_scheduler", "ipvs.scheduler", document.ipvs.scheduler)
 
 
@@ -245,12 +248,12 @@ def _read_periods(document: KubeProxyConfiguration, values: ConfigValues) -> Non
     name = document.mode if document.mode in sections else "iptables"
     section = sections.get(name, document.iptables)
     sync_period = (
-        _parse_period(values, f"{name}.syncPeriod", section.sync_period, parsers.period)
+        _parse_period(values, f"{name}.syncPeriod", section.sync_period, kinds.period)
         or DEFAULT_SYNC_PERIOD
     )
     values.set("serving.late_seconds", f"{name}.syncPeriod", 2 * sync_period)
     min_sync_period = _parse_period(
-        values, f"{name}.minSyncPeriod", section.min_sync_period, parsers.seconds
+        values, f"{name}.minSyncPeriod", section.min_sync_period, kinds.seconds
     )
     if min_sync_period:
         values.set("min_sync_period", f"{name}.minSyncPeriod", min_sync_period)
@@ -267,13 +270,13 @@ def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> 
     """
     bit, masquerade_all = document.iptables.masquerade_bit, document.iptables.masquerade_all
     if bit is not None:
-        values.parse("masquerade_bit", "iptables.masqueradeBit", str(bit), parsers.bit)
+        values.parse("masquerade_bit", "iptables.masqueradeBit", str(bit), kinds.bit)
     values.set("masquerade_all", "iptables.masqueradeAll", masquerade_all)
     if document.mode == "nftables":
         values.set("masquerade_all", "nftables.masqueradeAll", document.nftables.masquerade_all)
         bit = document.nftables.masquerade_bit
         text = str(DEFAULT_MASQUERADE_BIT if bit is None else bit)
-        values.parse("masquerade_bit", "nftables.masqueradeBit", text, parsers.bit)
+        values.parse("masquerade_bit", "nftables.masqueradeBit", text, kinds.bit)
 
 
 def _read_ipvs(section: KubeProxyIPVSConfiguration, values: ConfigValues) -> None:
@@ -281,7 +284,7 @@ def _read_ipvs(section: KubeProxyIPVSConfiguration, values: ConfigValues) -> Non
     if section.scheduler:
         values.parse("ipvs_scheduler", "ipvs.scheduler", section.scheduler, kinds.SCHEDULER.parse)
     for i, text in enumerate(section.exclude_cidrs):
-        values.try_parse(f"ipvs.excludeCIDRs[{i}]", text, parsers.cidr)
+        values.try_parse(f"ipvs.excludeCIDRs[{i}]", text, kinds.cidr)
 
 
 def _read_ipvs_timeouts(document: KubeProxyConfiguration, values: ConfigValues) -> None:
@@ -294,10 +297,10 @@ def _read_ipvs_timeouts(document: KubeProxyConfiguration, values: ConfigValues) 
         if not text:
             continue
         if document.mode == "ipvs":
-            values.parse(f"ipvs_times.{field}", path, text, parsers.whole_seconds)
+            values.parse(f"ipvs_times.{field}", path, text, kinds.whole_seconds)
         else:
             with contextlib.suppress(ConfigError):
-                values.set(f"ipvs_times.{field}", path, parsers.whole_seconds(text, path))
+                values.set(f"ipvs_times.{field}", path, kinds.whole_seconds(text, path))
 
 
 def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> None:
@@ -310,9 +313,7 @@ def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> 
     if not entries:
         values.set("node_ports", "nodePortAddresses", "all")
     else:
-        node_ports = values.parse(
-            "node_ports", "nodePortAddresses", entries, parsers.node_port_list
-        )
+        node_ports = values.parse("node_ports", "nodePortAddresses", entries, kinds.node_port_list)
         loopback = node_ports == "all"
         if isinstance(node_ports, tuple):
             networks = [cidr for cidr in node_ports if isinstance(cidr, Cidr)]
@@ -320,8 +321,8 @@ def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> 
             has_ipv4 = ipv4_networks or "primary" in node_ports
             loopback = not has_ipv4 or any(map(_holds_loopback, ipv4_networks))
     if document.mode == "nftables":
-        gate = document.feature_gates.get(parsers.LOCALHOST_GATE, False)
-        path = f"featureGates.{parsers.LOCALHOST_GATE}"
+        gate = document.feature_gates.get(kinds.LOCALHOST_GATE, False)
+        path = f"featureGates.{kinds.LOCALHOST_GATE}"
         values.set("localhost_node_ports", path, gate and any(map(_is_loopback, entries)))
         return
     is_enabled = document.iptables.localhost_node_ports is not False and document.mode in (
@@ -339,24 +340,24 @@ def _holds_loopback(cidr: Cidr) -> bool:
 def _is_loopback(entry: str) -> bool:
     """Whether the entry is `localhost` or a network of loopback addresses only."""
     with contextlib.suppress(ConfigError):  # already reported
-        if entry not in parsers.NODE_PORT_KEYWORDS:
-            network = parsers.cidr(entry, "")
+        if entry not in kinds.NODE_PORT_KEYWORDS:
+            network = kinds.cidr(entry, "")
             return LOOPBACK4.contains(network.address) or network == LOOPBACK6
     return entry == "localhost"
 
 
 def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     mode = document.detect_local_mode
-    values.parse("detect_local_mode", "detectLocalMode", mode, parsers.local_mode)
+    values.parse("detect_local_mode", "detectLocalMode", mode, kinds.local_mode)
     for field, name, text, required_mode in _pod_device_names(document.detect_local):
         if mode != required_mode:
             continue
         if text:
-            values.parse(field, f"detectLocal.{name}", text, parsers.device)
+            values.parse(field, f"detectLocal.{name}", text, kinds.device)
         else:
             values.add_error(f"detectLocal.{name}", f"{required_mode} needs a name", "set it")
     if mode in ("", "ClusterCIDR"):
-        values.parse("cluster_cidrs", "clusterCIDR", document.cluster_cidr, parsers.cluster_cidrs)
+        values.parse("cluster_cidrs", "clusterCIDR", document.cluster_cidr, kinds.cluster_cidrs)
 
 
 def _pod_device_names(section: DetectLocalConfiguration) -> tuple[tuple[str, str, str, str], ...]:
@@ -368,7 +369,7 @@ def _pod_device_names(section: DetectLocalConfiguration) -> tuple[tuple[str, str
     )  # fmt: skip
 
 
-def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Parser) -> float:
+def _parse_period(values: ConfigValues, path: str, text: str, parser: kinds.Parser) -> float:
     """Returns a period in seconds; 0.0 if unset or zero, which mean the default."""
 
     def parse_nonzero(text: str, where: str) -> float:
@@ -399,7 +400,7 @@ def _has_log_options(options: dict[str, Any]) -> bool:
 
 
 IS_SET: Final[Mapping[str, Callable[[Any], object]]] = {
-    "featureGates": lambda gates: gates.keys() - parsers.USED_GATES,
+    "featureGates": lambda gates: gates.keys() - kinds.USED_GATES,
     "logging.options": _has_log_options,
     "udpIdleTimeout": _is_time,
 }
@@ -463,13 +464,13 @@ def _find_node_port_diagnostics(document: KubeProxyConfiguration) -> Iterator[Di
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
             'node; consider ["primary"]'
         )
-    gate = document.mode == "nftables" and document.feature_gates.get(parsers.LOCALHOST_GATE)
+    gate = document.mode == "nftables" and document.feature_gates.get(kinds.LOCALHOST_GATE)
     if (
         "localhost" in document.node_port_addresses
         and document.mode in ("nftables", "ipvs")
         and not gate
     ):
-        gate_condition = f" without the feature gate {parsers.LOCALHOST_GATE}"
+        gate_condition = f" without the feature gate {kinds.LOCALHOST_GATE}"
         yield Diagnostic(
             f"{KUBE_PROXY}.nodePortAddresses: localhost has no effect in mode {document.mode}"
             f"{gate_condition if document.mode == 'nftables' else ''}, as with kube-proxy; "

@@ -8,8 +8,7 @@ Precedence:
 - However, kube-proxy's own flags, and their variables, are ignored if the file has a document of
   kube-proxy. kube-proxy's --config works like that, and its DaemonSets rely on it. The ignored
   ones are named in one line.
-- If both documents of the file set the same thing (localhostNodePorts, logLevel), kbpf's document
-  wins.
+- If both documents of the file set the same thing (localhostNodePorts), kbpf's document wins.
 """
 
 import contextlib
@@ -20,17 +19,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import documents, durations, kbpf_configuration, kinds, kubeproxy, parsers
-from kbpf.config.diagnostic import Diagnostic
-from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments, Diagnostics
-from kbpf.config.kbpf_configuration import KbpfConfiguration
+from kbpf.config import documents, durations, kinds, kubeproxy
+from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments, KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
-from kbpf.config.values import ConfigValues
+from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
 from kbpf.errors import ConfigError, ConfigErrors, closest_name
+from kbpf.kernel.system import mounts
 from kbpf.model.address import family_of
 from kbpf.model.config import (
     MAX_CONNTRACK_ENTRIES,
+    SLOTS_PER_BACKEND,
     Config,
     Conntrack,
     IpvsTimeoutSettings,
@@ -100,7 +99,7 @@ def load(
         kbpf_config = documents.decode(
             KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, strict=True
         )
-        values.merge(kbpf_configuration.read_settings(kbpf_config))
+        values.merge(documents.read_settings(kbpf_config))
     values.merge(
         _read_flags(flag_values, environ, file_documents.kube_proxy is not None, diagnostics.notes)
     )
@@ -141,7 +140,7 @@ def _read_flags(
             notes.append(Diagnostic(f"{origin} is accepted but not used: {setting.help}"))
         else:
             values.parse(setting.field, origin, text, setting.parse)
-            if setting.kind is kinds.EXTERNAL_IPS_GATE:
+            if setting.kind is kinds.FEATURE_GATES:
                 notes += _find_unused_gates(origin, text)
     if ignored:
         notes.append(
@@ -191,7 +190,7 @@ def _find_removed_settings(
 def _find_unused_gates(origin: str, text: str) -> Iterator[Diagnostic]:
     with contextlib.suppress(ConfigError):  # already reported
         if unused := sorted(
-            parsers.feature_gate_values(text, origin).keys() - {parsers.EXTERNAL_IPS_GATE}
+            kinds.feature_gate_values(text, origin).keys() - {kinds.EXTERNAL_IPS_GATE}
         ):
             yield Diagnostic(f"{origin}: {', '.join(unused)} is accepted but not used")
 
@@ -206,6 +205,9 @@ def _build_config(values: ConfigValues) -> Config:
         part, dot, attribute = name.partition(".")
         if dot:
             parts[part] = replace(parts[part], **{attribute: value})
+    sizes = parts["sizes"]
+    slots = min(SLOTS_PER_BACKEND * sizes.backends, kinds.MAX_ENTRIES)
+    parts["sizes"] = replace(sizes, slots=max(sizes.slots, slots))
     plain = {k: v for k, v in values.fields.items() if "." not in k and k != "node_ports"}
     result = Config(**plain, **parts)
     default = "all" if result.proxy_mode in ("iptables", "ipvs") else "primary"
@@ -354,3 +356,45 @@ def _origin_lookup(values: ConfigValues) -> Callable[[str], str]:
     """Returns a function from a field to where it was set, or to the flag that would set it."""
     names = {setting.field: setting.name for setting in SETTINGS}
     return lambda field: values.origins.get(field) or names[field]
+
+
+# ---- what the settings name on this machine ------------------------------------------------------
+
+SYS_CLASS_NET: Final = Path("/sys/class/net")
+
+
+def check_settings(loaded: LoadedConfig) -> LoadedConfig:
+    """Returns the settings with further diagnostics. Raises ConfigErrors."""
+    if errors := tuple(_errors(loaded)):
+        warnings = tuple(note.text for note in loaded.notes if note.is_warning)
+        raise ConfigErrors(errors, warnings, loaded.config.log_format)
+    return replace(loaded, notes=(*loaded.notes, *_notes(loaded)))
+
+
+def _errors(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """A misspelt cgroup would otherwise look like a missing feature of the kernel, and mode auto
+    would fall back to IPVS.
+    """
+    cgroup = loaded.config.cgroup
+    if cgroup is not None and loaded.config.mode != "ipvs":
+        location = loaded.origins["cgroup"]
+        if not cgroup.is_dir():
+            yield ConfigError(
+                f"no such cgroup v2 folder: {cgroup}", location,
+                "name an existing folder, or leave it out for the root cgroup",
+            )  # fmt: skip
+        elif not mounts.is_cgroup2(cgroup):
+            yield ConfigError(
+                f"not a cgroup v2 folder: {cgroup}", location,
+                "name a folder of cgroup v2, or leave it out for the root cgroup",
+            )  # fmt: skip
+
+
+def _notes(loaded: LoadedConfig) -> Iterator[Diagnostic]:
+    bridge = loaded.config.pod_bridge_interface
+    if bridge and not (SYS_CLASS_NET / bridge).exists():
+        yield Diagnostic(
+            f"{loaded.origins['pod_bridge_interface']}: device {bridge} does not exist yet; until "
+            "it does, no traffic counts as traffic of this node's pods",
+            is_warning=True,
+        )

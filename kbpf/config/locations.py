@@ -11,25 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import documents, kbpf_configuration, kubeproxy
-from kbpf.config.documents import KBPF, KUBE_PROXY, Diagnostics
-from kbpf.config.kbpf_configuration import KBPF_SETTINGS, KbpfConfiguration
+from kbpf.config import documents, kubeproxy
+from kbpf.config.documents import KBPF, KBPF_SETTINGS, KUBE_PROXY, KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.load import read_file
+from kbpf.config.values import Diagnostics
 from kbpf.errors import ConfigError
 
-LOCATION_PATHS: Final = (
-    "pinDir",
-    "cgroup",
-    "cacheDir",
-    "ipvs.device",
-    "ipvs.nftTable",
-    "ipvs.stateDir",
-)
-"""Paths in KbpfConfiguration; they are not set anywhere else."""
 FIELD_BY_PATH: Final[Mapping[str, str]] = {
-    path: KBPF_SETTINGS[path].field for path in LOCATION_PATHS
+    path: KBPF_SETTINGS[path].field for path in ("pinDir", "cgroup", "cacheDir", "ipvs.stateDir")
 }
+"""Path in KbpfConfiguration → field of Config; they are not set anywhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,7 @@ def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
     packet_path = True
     if file_documents.kbpf is not None:
         diagnostics = Diagnostics()
-        kbpf_values = kbpf_configuration.read_settings(
+        kbpf_values = documents.read_settings(
             documents.decode(KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, True)
         )
         errors += (*diagnostics.errors, *kbpf_values.errors)

@@ -13,8 +13,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from kbpf.config import kinds
-from kbpf.config.kinds import Kind
-from kbpf.config.parsers import USED_GATES, Parser
+from kbpf.config.kinds import USED_GATES, Kind, Parser
 from kbpf.model.config import Config
 
 CLUSTER: Final = "Where Services come from"
@@ -143,9 +142,6 @@ SETTINGS: Final = (
     Setting("--source", "source", kinds.DIR, CLUSTER,
         "a folder of Kubernetes YAML instead of an API server, watched for changes",
         kbpf="source"),
-    Setting("--source-empty-grace", "source_empty_grace", kinds.SECONDS, CLUSTER,
-        "how long the objects of --source stay in force after its last file is gone, in case a "
-        "mount is missing (default 1m)", kbpf="sourceEmptyGrace"),
     Setting("--allow-insecure-api", "allow_insecure_api", kinds.BOOLEAN, CLUSTER,
         "whether a token or password may be sent over http://, and insecure-skip-tls-verify is not "
         "reported as a problem (default false)", kbpf="allowInsecureApi"),
@@ -176,12 +172,6 @@ SETTINGS: Final = (
     Setting("--ipvs-udp-timeout", "ipvs_times.udp", kinds.WHOLE_SECONDS, NODE,
         "timeout of a UDP flow; 0 leaves it unchanged (default 0s)",
         kube_proxy="ipvs.udpTimeout", only=IPVS),
-    Setting("--ipvs-device", "ipvs_device", kinds.DEVICE, NODE,
-        f"the dummy device for Service addresses (default {DEFAULT.ipvs_device})",
-        kbpf="ipvs.device", only=IPVS),
-    Setting("--nft-table", "nft_table", kinds.TABLE, NODE,
-        f"the nftables table, of family inet (default {DEFAULT.nft_table})",
-        kbpf="ipvs.nftTable", only=IPVS),
     Setting("--state-dir", "state_dir", kinds.ABSOLUTE_DIR, NODE,
         f"the folder of the agent's lock and status (default {DEFAULT.state_dir})",
         kbpf="ipvs.stateDir", only=IPVS),
@@ -205,22 +195,16 @@ SETTINGS: Final = (
         "the client networks that may connect to this node's NodePorts, separated by commas; a "
         "family without a network is not restricted (default: not restricted)",
         kbpf="nodePortSourceRanges"),
-    Setting("--feature-gates", "external_ips", kinds.EXTERNAL_IPS_GATE, NODE,
+    Setting("--feature-gates", "external_ips", kinds.FEATURE_GATES, NODE,
         "kube-proxy's feature gates: AllowServiceExternalIPs=false means --external-ips off; "
         "others are ignored", kube_proxy="featureGates"),
     Setting("--external-ips", "external_ips", kinds.EXTERNAL_IPS, NODE,
         "the ExternalIPs that Services may have. all: any except addresses of nodes and Pods. off: "
         "none. CIDRS: any in these networks, even addresses of nodes and Pods (default all)",
         kbpf="externalIPs"),
-    Setting("--watch-nodes", "watch_nodes", kinds.WATCH_NODES, NODE,
-        "the Nodes that are watched, so that no ExternalIP takes a node's address: own, all, or "
-        "auto: all in a cluster of up to 500 Nodes, else own (default auto)", kbpf="watchNodes"),
     Setting("--algorithm", "algorithm", kinds.ALGORITHM, NODE,
         "how a backend is chosen for Services without the annotation kbpf.io/algorithm (default "
         "random)", kbpf="algorithm"),
-    Setting("--service-annotations", "service_annotations", kinds.SERVICE_ANNOTATIONS, NODE,
-        "the Service annotations that are used: none, kbpf.io/algorithm, or kbpf.io/weights as "
-        "well (default all)", kbpf="serviceAnnotations"),
     Setting("--system-namespaces", "system_namespaces", kinds.NAMES, NODE,
         "namespaces whose Services are programmed first, like default/kubernetes, and for which a "
         "part of the maps is reserved (default kube-system)", kbpf="systemNamespaces"),
@@ -330,10 +314,6 @@ SETTINGS: Final = (
     Setting("--metrics-backends", "serving.backend_series", kinds.COUNT, SERVING,
         "maximum number of backends with their own series, counted once per Service port and "
         "chosen likewise (default 0)", kbpf="metrics.backends", only=BPF),
-    Setting("--metrics-latencies", "serving.latency_series", kinds.COUNT, SERVING,
-        "maximum number of Service ports with histograms of connect and round-trip times, chosen "
-        "likewise; needs --accounting full (default 0)",
-        kbpf="metrics.latencies", only=BPF),
     Setting("--accounting", "accounting", kinds.ACCOUNTING, SERVING,
         "what is counted per Service and backend: new connections, or also their failures, bytes, "
         "retransmits and round-trip times (default connections)",
@@ -348,8 +328,6 @@ SETTINGS: Final = (
         "klog verbosity: 4 or more is debug, which logs each object that changes, each write to "
         "the maps and each request to the API server; less is info",
         ("--v",), kube_proxy="logging.verbosity"),
-    Setting("--log-level", "log_level", kinds.LOG_LEVEL, LOGGING,
-        "debug, info, warning or error (default info)", kbpf="logLevel"),
     Setting("--log-format", "log_format", kinds.LOG_FORMAT, LOGGING,
         "plain text, or one JSON object per line (default text)",
         ("--logging-format",), kube_proxy="logging.format"),
@@ -357,24 +335,33 @@ SETTINGS: Final = (
         f"{text} (default {getattr(DEFAULT.sizes, name)})", kbpf=f"mapSizes.{name}", only=BPF)
       for name, kind, text in (
         ("frontends", kinds.ENTRIES, "addresses and ports of Services"),
-        ("slots", kinds.ENTRIES, "slots of all backend sets together"),
-        ("backends", kinds.ENTRIES, "backends"),
+        ("backends", kinds.ENTRIES, "backends, and a quarter of the slots of backend sets"),
         ("connections", kinds.CONNECTIONS,
          "connections of the packet path; while all are in use, new ones are dropped"),
         ("affinity", kinds.ENTRIES, "clients with session affinity; the oldest are evicted"),
-        ("counts", kinds.ENTRIES, "pairs of a Service and a backend whose connections are counted; "
-         "further pairs are not counted"),
       )),
     *(Setting(unused.flag, "", unused.kind, UNUSED_FLAGS, unused.why)
       for unused in UNUSED_SETTINGS if unused.flag),
 )
 
-REMOVED_SETTINGS: Final = (
-    Setting("--source-speed", "", kinds.TEXT, "", "`--source` is a folder of YAML",
-        kbpf="sourceSpeed"),
-    Setting("--status-page", "", kinds.TEXT, "", "`kbpf page` prints the page about a node",
-        kbpf="statusPage"),
-)
+REMOVED_SETTINGS: Final = tuple(
+    Setting(flag, "", kinds.TEXT, "", why, kbpf=path)
+    for flag, path, why in (
+        ("--ipvs-device", "ipvs.device", "the device is kbpf-ipvs0"),
+        ("--log-level", "logLevel", "`-v 4` is debug, and less is info"),
+        ("--max-counts", "mapSizes.counts", "131072 pairs are counted"),
+        ("--max-slots", "mapSizes.slots", "there are four for each backend of `--max-backends`"),
+        ("--metrics-latencies", "metrics.latencies", "they belong to `--accounting full`"),
+        ("--nft-table", "ipvs.nftTable", "the table is kbpf"),
+        ("--service-annotations", "serviceAnnotations", "both annotations are used"),
+        ("--source-empty-grace", "sourceEmptyGrace", "it is one minute"),
+        ("--source-speed", "sourceSpeed", "`--source` is a folder of YAML"),
+        ("--status-page", "statusPage", "`kbpf page` prints the page about a node"),
+        ("--watch-nodes", "watchNodes",
+         "all Nodes are watched in a cluster of up to 500, else this one; `--external-ips` "
+         "restricts ExternalIPs"),
+    )
+)  # fmt: skip
 """Settings that this version still accepts, with a warning that they have no effect (`text`: why).
 The next version refuses them.
 """

@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings on their way to a Config: the value of each field and its origin."""
+"""What reading settings yields: the value of each field of Config with its origin, errors, and
+remarks that are no errors.
+"""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from kbpf.errors import ConfigError
 
 S = TypeVar("S")
+
+
+class Diagnostic(NamedTuple):
+    """A line for the log. `is_warning`: the setting is probably not what the operator wanted.
+    `event`: the reason of the Event with this text that the agent sends when it starts; "" for
+    none.
+    """
+
+    text: str
+    is_warning: bool = False
+    event: str = ""
+
+
+@dataclass(slots=True)
+class Diagnostics:
+    """Errors and other diagnostics collected while documents are read."""
+
+    errors: list[ConfigError] = field(default_factory=list)
+    notes: list[Diagnostic] = field(default_factory=list)
 
 
 class ConfigValues:

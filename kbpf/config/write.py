@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.config import kinds, output
-from kbpf.config.documents import API_VERSIONS, KBPF, KUBE_PROXY
-from kbpf.config.kbpf_configuration import KBPF_SETTINGS
+from kbpf.config.documents import API_VERSIONS, KBPF, KBPF_SETTINGS, KUBE_PROXY
 from kbpf.config.settings import SETTINGS, Setting
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
@@ -59,7 +58,7 @@ def kube_proxy_fields(config: Config) -> Fields:
     """The fields of KubeProxyConfiguration that kbpf uses, sorted as kubeadm does."""
     fields: Fields = {}
     for setting in SETTINGS:
-        if setting.kind is kinds.EXTERNAL_IPS_GATE:
+        if setting.kind is kinds.FEATURE_GATES:
             continue
         for path in setting.kube_proxy.split():
             value = (

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net import addresses, dummy
+from kbpf.kernel.net import addresses
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import sysctl
 from kbpf.model.address import NodeAddresses
-from kbpf.model.config import Config
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.dataplane")
@@ -30,13 +30,11 @@ def forwarding_warnings() -> Iterator[str]:
                 yield f"{name} is 0, so this node forwards nothing to pods; set it to 1"
 
 
-def read_node_addresses(config: Config) -> NodeAddresses:
+def read_node_addresses() -> NodeAddresses:
     """The node's own addresses. Dummy devices of IPVS data planes are excluded: they hold Service
-    addresses, and the name of ours may have been changed since.
+    addresses.
     """
-    return addresses.local_addresses(
-        config.ipvs_device, *conntrack_keepalive.SERVICE_DEVICES, *dummy.list_ours()
-    )
+    return addresses.local_addresses(IPVS_DEVICE, *conntrack_keepalive.SERVICE_DEVICES)
 
 
 def reconcile_forward_rules(mark: int, listing: Iterable[forward_rules.Json] | None = None) -> None:

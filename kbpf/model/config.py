@@ -26,12 +26,8 @@ class Accounting(StrEnum):
     FULL = "full"
 
 
-class ServiceAnnotations(StrEnum):
-    """Which Service annotations apply: none, kbpf.io/algorithm, or kbpf.io/weights as well."""
-
-    OFF = "off"
-    ALGORITHM = "algorithm"
-    ALL = "all"
+SLOTS_PER_BACKEND: Final = 4
+"""A backend has a slot in each set that contains it, or several with weights or Maglev."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +36,10 @@ class MapSizes:
 
     frontends: int = 262_144
 
-    slots: int = 4_194_304
-
     backends: int = 1_048_576
+
+    slots: int = 4_194_304
+    """No setting of its own: at least SLOTS_PER_BACKEND for each of `backends`."""
 
     connections: int = 131_072
     """Connections of the packet path. At the limit, entries that are no longer needed are evicted.
@@ -52,7 +49,7 @@ class MapSizes:
     """An LRU map: when it is full, the least recently used entry is evicted."""
 
     counts: int = 131_072
-    """Pairs of Service port and backend whose connections are counted."""
+    """Pairs of Service port and backend whose connections are counted. Not a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +80,9 @@ class Serving:
     backend_series: int = 0
     """Maximum number of pairs of Service port and backend with their own metric series."""
 
-    latency_series: int = 0
-    """Maximum number of Service ports with histograms of their latencies."""
 
+IPVS_DEVICE: Final = "kbpf-ipvs0"
+"""Mode ipvs: the dummy device that holds Service addresses."""
 
 MAX_CONNTRACK_ENTRIES: Final = 1_048_576
 """Upper limit for nf_conntrack_max, which is otherwise computed from the number of CPUs."""
@@ -190,15 +187,8 @@ class Config:
     these networks; an empty tuple means none.
     """
 
-    watch_nodes: str = "auto"
-    """Which Nodes are watched, because a Service may not use their addresses as ExternalIPs:
-    "own", "all" or "auto" (all, unless the cluster is large).
-    """
-
     algorithm: Algorithm = Algorithm.RANDOM
     """For Services without the annotation kbpf.io/algorithm."""
-
-    service_annotations: ServiceAnnotations = ServiceAnnotations.ALL
 
     system_namespaces: tuple[str, ...] = ("kube-system",)
     """Services in these namespaces, and default/kubernetes, are programmed first and may use map
@@ -260,12 +250,6 @@ class Config:
     ipvs_scheduler: str = "rr"
     """The IPVS scheduler for Services without an algorithm or weights of their own."""
 
-    ipvs_device: str = "kbpf-ipvs0"
-    """Mode ipvs: the dummy device that holds Service addresses."""
-
-    nft_table: str = "kbpf"
-    """Mode ipvs: the name of the nftables table, of family inet."""
-
     state_dir: Path = Path("/run/kbpf")
     """State that cannot be stored on a bpffs."""
 
@@ -296,9 +280,6 @@ class Config:
     verify_readiness: bool = False
     """Whether /readyz and /healthz fail while they are not."""
 
-    source_empty_grace: float = 60.0
-    """Seconds for which a folder's objects stay in force after its last file was removed."""
-
     allow_insecure_api: bool = False
     """Credentials may be sent over http:// or to a server whose certificate is not verified."""
 
@@ -313,6 +294,11 @@ class Config:
 
     ignored_in_ipvs: tuple[str, ...] = field(default=(), compare=False)
     """The flags of settings that are not the default and have no effect in mode ipvs."""
+
+    @property
+    def ipvs_folder(self) -> Path:
+        """The state folder of mode ipvs."""
+        return self.state_dir / IPVS_DEVICE
 
     @property
     def uses_conntrack(self) -> bool:

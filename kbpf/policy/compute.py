@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, family_of
-from kbpf.model.config import Config, MapSizes, ServiceAnnotations
+from kbpf.model.config import Config, MapSizes
 from kbpf.model.desired import (
     DesiredState,
     Frontend,
@@ -84,24 +84,12 @@ class AdmissionContext(NamedTuple):
 
 
 DEFAULT_CONFIG: Final = Config()
-NO_SPREAD_SETTINGS: Final = (None, None)
 
 STEP_BUDGET: Final = 512
 """Endpoints and addresses that are computed in one step: about one millisecond of work."""
 
 PORT_COST: Final = 8
 """Fixed cost of a Service port, in the unit of STEP_BUDGET."""
-
-
-def _apply_annotation_setting(service: Service, annotations: ServiceAnnotations) -> Service:
-    """Returns the Service without the annotations that the operator disabled."""
-    if (
-        annotations is ServiceAnnotations.ALL
-        or (service.algorithm, service.weights) == NO_SPREAD_SETTINGS
-    ):
-        return service
-    algorithm = service.algorithm if annotations is ServiceAnnotations.ALGORITHM else None
-    return replace(service, algorithm=algorithm, weights=None)
 
 
 def compute_service_states(
@@ -118,7 +106,6 @@ def compute_service_states(
     neither ports times endpoints nor ports times addresses: once a Service exceeds the largest
     maps, its remaining ports get an empty state.
     """
-    service = _apply_annotation_setting(service, config.service_annotations)
     ports = {(port.name, port.protocol): port for port in service.ports}.values()
     limits, backend_count, frontend_count = _service_limits(config.sizes), 0, 0
     for family in service_families(service):
@@ -177,7 +164,6 @@ def explain_port(
     key: ServicePortKey,
 ) -> tuple[EndpointExplanation, ...]:
     """Why each endpoint is in the sets of this port's state or not; () if it has no such port."""
-    service = _apply_annotation_setting(service, config.service_annotations)
     ports = {_port_key(service, port, key.family): port for port in service.ports}
     if key not in ports:
         return ()

@@ -24,10 +24,11 @@ from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.netfilter import conntrack, forward_rules, ipset, iptables_legacy, nfacct, nft
 from kbpf.kernel.netfilter.forward_rules import Json
 from kbpf.model.address import Addr
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.takeover import conntrack_keepalive
 
 NFT_TABLE: Final = "kube-proxy"
-IPVS_DEVICE: Final = conntrack_keepalive.KUBE_PROXY_DEVICE
+KUBE_PROXY_DEVICE: Final = conntrack_keepalive.KUBE_PROXY_DEVICE
 FIXED_CHAINS: Final = {
     "nat": frozenset(
         ("KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ",
@@ -266,52 +267,41 @@ def is_kube_proxy_service(
     )
 
 
-def kube_proxy_services(
-    client: ipvs.IpvsClient, own_device: str, own_services: Collection[ipvs.VirtualServiceKey] = ()
-) -> list[ipvs.VirtualServiceKey]:
-    """Lists kube-proxy's virtual services, identified by the addresses on its device.
-
-    Addresses that kbpf holds on `own_device` are excluded: kbpf has taken over the virtual
-    services at them. So are NodePorts if `own_device` exists, and in any case `own_services`,
-    which are in kbpf's own table.
-    """
-    addresses = dummy.addresses_of(IPVS_DEVICE) - dummy.addresses_of(own_device)
-    ports = (
-        frozenset()
-        if dummy.get_ifindex_or_zero(own_device)
-        else conntrack_keepalive.list_node_ports()
-    )
-    all_services = (service for service, _ in client.list_services())
-    return [
-        service
-        for service in all_services
-        if service not in own_services and is_kube_proxy_service(service, addresses, ports)
-    ]
-
-
 @contextlib.contextmanager
 def _ipvs_session(
-    own_device: str, own_services: Collection[ipvs.VirtualServiceKey] = ()
+    own_services: Collection[ipvs.VirtualServiceKey] = (),
 ) -> Iterator[tuple[ipvs.IpvsClient, list[ipvs.VirtualServiceKey]] | None]:
-    """An IPVS client and kube-proxy's virtual services; None without kube-proxy's device or
-    without IPVS.
+    """An IPVS client and kube-proxy's virtual services, identified by the addresses on its device;
+    None without that device or without IPVS.
+
+    Addresses on the device of our mode ipvs are excluded: kbpf has taken over the virtual services
+    at them. So are NodePorts if our device exists, and in any case `own_services`, which are in
+    kbpf's own table.
     """
     try:
-        client = ipvs.IpvsClient() if dummy.get_ifindex_or_zero(IPVS_DEVICE) else None
+        client = ipvs.IpvsClient() if dummy.get_ifindex_or_zero(KUBE_PROXY_DEVICE) else None
     except KernelError:
         client = None
     if client is None:
         yield None
         return
     with contextlib.closing(client):
-        yield client, kube_proxy_services(client, own_device, own_services)
+        addresses = dummy.addresses_of(KUBE_PROXY_DEVICE) - dummy.addresses_of(IPVS_DEVICE)
+        is_ours_there = bool(dummy.get_ifindex_or_zero(IPVS_DEVICE))
+        ports = frozenset() if is_ours_there else conntrack_keepalive.list_node_ports()
+        services = [
+            service
+            for service, _ in client.list_services()
+            if service not in own_services and is_kube_proxy_service(service, addresses, ports)
+        ]
+        yield client, services
 
 
-def count_connections(own_device: str = "") -> int:
+def count_connections() -> int:
     """How many connections kube-proxy's IPVS still has, including virtual services that were kept
-    after its other state was removed. `own_device`: the device of kbpf's mode ipvs.
+    after its other state was removed.
     """
-    with _ipvs_session(own_device) as session:
+    with _ipvs_session() as session:
         count = sum(map(session[0].count_connections, session[1])) if session is not None else 0
     return count + (
         conntrack_keepalive.count_connections() if forward_rules.probe_nf_tables().works else 0
@@ -319,13 +309,13 @@ def count_connections(own_device: str = "") -> int:
 
 
 def _retain_busy_services(
-    own_device: str, own_services: Collection[ipvs.VirtualServiceKey], dry_run: bool = False
+    own_services: Collection[ipvs.VirtualServiceKey], dry_run: bool = False
 ) -> list[ipvs.VirtualServiceKey]:
     """Quiesces (unless `dry_run`) kube-proxy's virtual services that still have connections, and
     returns them; they stay until these connections end. Returns none without nf_tables, because the
     record of which ones were kept is a set in nf_tables.
     """
-    with _ipvs_session(own_device, own_services) as session:
+    with _ipvs_session(own_services) as session:
         if session is None or not forward_rules.probe_nf_tables().works:
             return []
         client, services = session
@@ -334,13 +324,12 @@ def _retain_busy_services(
             # First, because an agent recognizes kept virtual services by weight 0.
             conntrack_keepalive.quiesce(client, busy)
             conntrack_keepalive.keep_services(
-                busy, dummy.addresses_of(IPVS_DEVICE) & {service.address for service in busy}
+                busy, dummy.addresses_of(KUBE_PROXY_DEVICE) & {service.address for service in busy}
             )
         return busy
 
 
 def _remove_ipvs(
-    own_device: str,
     retained: Collection[ipvs.VirtualServiceKey],
     own_services: Collection[ipvs.VirtualServiceKey] = (),
     dry_run: bool = False,
@@ -348,7 +337,7 @@ def _remove_ipvs(
     """Deletes kube-proxy's virtual services except those in `retained`, then its device. The
     device goes last because it is how we recognize that kube-proxy ran in mode ipvs.
     """
-    with _ipvs_session(own_device, own_services) as session:
+    with _ipvs_session(own_services) as session:
         if session is not None:
             client, services = session
             deleted = [service for service in services if service not in retained]
@@ -357,8 +346,10 @@ def _remove_ipvs(
                 client.apply([ipvs.IpvsRequest(command, service) for service in deleted])
             if deleted:
                 yield f"{len(deleted)} virtual services of IPVS"
-    if dummy.get_ifindex_or_zero(IPVS_DEVICE) and (dry_run or dummy.remove(IPVS_DEVICE)):
-        yield f"device {IPVS_DEVICE}"
+    if dummy.get_ifindex_or_zero(KUBE_PROXY_DEVICE) and (
+        dry_run or dummy.remove(KUBE_PROXY_DEVICE)
+    ):
+        yield f"device {KUBE_PROXY_DEVICE}"
 
 
 def _remove_sets(dry_run: bool = False) -> Iterator[str]:
@@ -373,21 +364,18 @@ def _remove_sets(dry_run: bool = False) -> Iterator[str]:
 
 
 def remove(
-    own_device: str = "",
-    own_services: Collection[ipvs.VirtualServiceKey] = (),
-    dry_run: bool = False,
+    own_services: Collection[ipvs.VirtualServiceKey] = (), dry_run: bool = False
 ) -> Iterator[str]:
     """Removes everything that kube-proxy left, and yields a line for each thing that was removed;
     with `dry_run` for each thing that would be. That leaves out the table of
     conntrack_keepalive.py, which is ours.
 
-    `own_device`: the device of kbpf's mode ipvs. `own_services`: virtual services that kbpf's own
-    table lists as its own.
+    `own_services`: virtual services that kbpf's own table lists as its own.
     """
-    retained = _retain_busy_services(own_device, own_services, dry_run)
+    retained = _retain_busy_services(own_services, dry_run)
     yield from _remove_nft(dry_run)
     yield from _remove_legacy(dry_run)
-    yield from _remove_ipvs(own_device, retained, own_services, dry_run)
+    yield from _remove_ipvs(retained, own_services, dry_run)
     yield from _remove_sets(dry_run)
     remove_counters = nfacct.find if dry_run else nfacct.delete
     yield from (f"counter {name}" for name in remove_counters(NFACCT_COUNTERS))

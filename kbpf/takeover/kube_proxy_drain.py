@@ -29,7 +29,6 @@ class KubeProxyDrain(PreviousDataPlane):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._packet_path = config.packet_path
-        self._own_device = config.ipvs_device
 
     def claim(self) -> bool:
         """Whether to wait for a kube-proxy's connections: for those of its IPVS always; for those
@@ -46,7 +45,7 @@ class KubeProxyDrain(PreviousDataPlane):
         # The table that keeps connections, and its rule in FORWARD, are in nf_tables.
         if forward_rules.probe_nf_tables().works:
             conntrack_keepalive.remove_unneeded()
-        return cleanup.count_connections(self._own_device)
+        return cleanup.count_connections()
 
     def _remove(self) -> None:
         pass
@@ -54,7 +53,7 @@ class KubeProxyDrain(PreviousDataPlane):
 
 def _has_ipvs_state() -> bool:
     """Whether kube-proxy has IPVS state here, in use or kept for its last connections."""
-    if dummy.get_ifindex_or_zero(cleanup.IPVS_DEVICE):
+    if dummy.get_ifindex_or_zero(cleanup.KUBE_PROXY_DEVICE):
         return True
     return bool(
         forward_rules.probe_nf_tables().works

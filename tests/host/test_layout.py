@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.config import parsers
+from kbpf.config import kinds
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.maps import layout
@@ -351,8 +351,8 @@ def test_each_kind_of_frontend_has_a_distinct_flag():
 
 
 def test_the_largest_accepted_sizes_fit_a_map():
-    most = MapSizes(*[parsers.MAX_ENTRIES] * 3, connections=parsers.MOST_CONNECTIONS)
-    assert max(spec.max_entries(most) for spec in layout.MAPS.values()) <= parsers.MAX_ENTRIES
+    most = MapSizes(*[kinds.MAX_ENTRIES] * 3, connections=kinds.MOST_CONNECTIONS)
+    assert max(spec.max_entries(most) for spec in layout.MAPS.values()) <= kinds.MAX_ENTRIES
 
 
 def test_maps_start_no_larger_than_their_maximum():

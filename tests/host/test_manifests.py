@@ -277,7 +277,7 @@ def test_the_prepull_daemonset_has_no_rights(kubectl: Path):
 
 GIVEN = {
     "imagePullSecrets": [{"name": "registry"}],
-    "extraArgs": ["--log-level=debug", "--mode=bpf"],
+    "extraArgs": ["-v=4", "--mode=bpf"],
     "env": [{"name": "KUBERNETES_SERVICE_HOST", "value": "192.0.2.10"}],
 }
 

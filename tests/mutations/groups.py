@@ -116,7 +116,7 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
         "they are computed more often, and used only where `is_restricted`",
     ),
     Equivalent(
-        "kbpf/config/parsers.py",
+        "kbpf/config/kinds.py",
         'return "all" if "all" in keywords else (*keywords[:1], *cidrs)',
         "1", "2", "it contains `primary` once, or nothing",
     ),

@@ -44,7 +44,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import format_endpoint
-from kbpf.model.config import Config, is_system_service
+from kbpf.model.config import Accounting, Config, is_system_service
 from kbpf.model.fairness import take_turns
 from kbpf.model.metrics import (
     BackendStats,
@@ -66,6 +66,9 @@ SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
 
 COUNTED_MAPS: Final = ("flows", *SOCKET_STORAGE_MAPS, "affinity")
 """Maps written by the programs whose entries count() counts, in addition to those of `counts`."""
+
+LATENCY_SERIES: Final = 100
+"""Service ports with histograms of their latencies: 50 lines of /metrics each."""
 
 SWEEP_INTERVAL_S: Final = 300.0
 """Interval at which the traffic of removed backends is moved to REMOVED_BACKENDS."""
@@ -250,12 +253,11 @@ class MapCollector:
         self, totals: Mapping[int, ConnectionStats]
     ) -> tuple[tuple[PortName, ServiceLatencies], ...]:
         """The latencies of the Service ports that get series, both families together."""
-        max_series = self._config.serving.latency_series
-        if not max_series:
+        if self._config.accounting is not Accounting.FULL:
             return ()
         stats = dict(self._totals_by_name(totals))
         ranked = sorted(stats, key=lambda name: stats[name].rank())
-        names = set(take_turns(ranked, itemgetter(0))[:max_series])
+        names = set(take_turns(ranked, itemgetter(0))[:LATENCY_SERIES])
         found: dict[PortName, ServiceLatencies] = {}
         try:
             with pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies:

@@ -18,6 +18,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.model.address import Addr
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.takeover import conntrack_keepalive
 
 
@@ -33,28 +34,21 @@ class KernelRefusals:
 
 
 class KernelState:
-    """The kernel state of one agent, by its device and table. `warn` is called with warnings for
-    the operator, once each.
+    """The kernel state of the agent. `warn` is called with warnings for the operator, once each.
 
     The constructor opens IPVS and creates the device and the table; it raises KernelError with what
     is missing.
     """
 
-    def __init__(
-        self, device: str, options: ruleset.RulesetOptions, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, options: ruleset.RulesetOptions, warn: Callable[[str], None]) -> None:
         self._options = options
         self._table_summary: nft.TableSummary | None = None  # of the table as it was written
         self.nft_transactions = 0  # our nf_tables transactions
         self._nft_lock = threading.Lock()  # held while the number and the ruleset change
-        self._device_name = device
-        if device in conntrack_keepalive.SERVICE_DEVICES:
-            raise KernelError("the device belongs to another data plane", device,
-                              "choose another name with --ipvs-device")  # fmt: skip
         self.services = VirtualServices(warn)
         try:
             _refuse_without_conntrack()
-            self._ifindex = dummy.ensure(device)
+            self._ifindex = dummy.ensure(IPVS_DEVICE)
             self.write_table()
         except KernelError:
             self.services.close()
@@ -73,7 +67,7 @@ class KernelState:
 
     def address_families(self) -> frozenset[int]:
         """The families whose addresses the node accepts: 4, and 6 unless it is disabled."""
-        return frozenset((4, 6) if dummy.accepts_ipv6(self._device_name) else (4,))
+        return frozenset((4, 6) if dummy.accepts_ipv6(IPVS_DEVICE) else (4,))
 
     # ---- reading ---------------------------------------------------------------------------
 
@@ -81,7 +75,7 @@ class KernelState:
         """The elements of the table's sets. A damaged table or a missing device is created again
         first.
         """
-        self._ifindex = dummy.ensure(self._device_name)
+        self._ifindex = dummy.ensure(IPVS_DEVICE)
         if not self.is_table_intact():
             self.write_table()
         return ruleset.parse_elements(
@@ -98,7 +92,7 @@ class KernelState:
 
     def has_device(self) -> bool:
         """Whether the device exists and is the one that we created, not another one of its name."""
-        return dummy.get_ifindex_or_zero(self._device_name) == self._ifindex
+        return dummy.get_ifindex_or_zero(IPVS_DEVICE) == self._ifindex
 
     def read_addresses(self) -> frozenset[Addr]:
         """The addresses on the device."""
@@ -117,7 +111,7 @@ class KernelState:
         """Creates what is missing of the table, and all its rules; elements are kept. Raises
         KernelError if another program owns a table of this name.
         """
-        refuse_foreign_table(self._options.table)
+        refuse_foreign_table()
         commands = ruleset.create_table(self._options)
         self._run_nft(commands)
         summary = nft.read_table("inet", self._options.table)

@@ -14,7 +14,7 @@ from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.kernel.system.private_folders import LOCK_TIMEOUT_S, PRIVATE_MODE, lock_folder
-from kbpf.model.config import Config, LocalMode
+from kbpf.model.config import IPVS_DEVICE, Config, LocalMode
 from kbpf.takeover import conntrack_keepalive
 from kbpf.takeover.previous import PreviousDataPlane
 
@@ -29,10 +29,9 @@ def ruleset_options(config: Config) -> ruleset.RulesetOptions:
     elif config.detect_local_mode is LocalMode.INTERFACE_NAME_PREFIX:
         local_interfaces = f"{config.pod_interface_name_prefix}*"
     return ruleset.RulesetOptions(
-        config.nft_table,
-        config.masquerade_bit,
-        local_interfaces,
-        largest_range_outside(config.masquerade_ports),
+        masquerade_bit=config.masquerade_bit,
+        local_interfaces=local_interfaces,
+        masquerade_ports=largest_range_outside(config.masquerade_ports),
     )
 
 
@@ -46,7 +45,7 @@ def largest_range_outside(ports: tuple[int, int]) -> tuple[int, int]:
 
 
 def lock_state_folder(folder: Path, timeout: float = LOCK_TIMEOUT_S) -> int:
-    """Creates the state folder and locks it, so that no other agent uses this device and table.
+    """Creates the state folder and locks it, so that no other agent uses the device and table.
     Returns the descriptor that holds the lock.
     """
     try:
@@ -57,38 +56,20 @@ def lock_state_folder(folder: Path, timeout: float = LOCK_TIMEOUT_S) -> int:
                           error.errno or 0) from error  # fmt: skip
 
 
-def has_table(table: str) -> bool:
+def has_table() -> bool:
     """Whether the table exists and is ours. It is if it has the set that records ownership."""
-    return nft.has_set("inet", table, f"{SetName.OWN}4")
+    return nft.has_set("inet", ruleset.TABLE, f"{SetName.OWN}4")
 
 
-def refuse_foreign_table(table: str) -> None:
-    """Raises KernelError if another program owns a table of this name. An empty one is accepted:
+def refuse_foreign_table() -> None:
+    """Raises KernelError if another program owns a table of our name. An empty one is accepted:
     kbpf may have been killed before it wrote its sets.
     """
-    summary = nft.read_table("inet", table)
-    if summary is not None and summary.use_count and not has_table(table):
+    summary = nft.read_table("inet", ruleset.TABLE)
+    if summary is not None and summary.use_count and not has_table():
         raise KernelError(
-            "a table of this name exists that kbpf did not create", f"nftables inet {table}",
-            "remove it, or give kbpf another name with --nft-table", errno.EEXIST,
-        )  # fmt: skip
-
-
-def refuse_other_names(config: Config) -> None:
-    """Raises KernelError if an agent with another --ipvs-device or --nft-table left state here. Its
-    rules would keep refusing, dropping and marking connections as they were last written.
-    """
-    devices = [name for name in dummy.list_ours() if name != config.ipvs_device]
-    tables = [
-        name for name in nft.list_tables("inet") if name != config.nft_table and has_table(name)
-    ]
-    if devices or tables:
-        options = [f"--ipvs-device {name}" for name in devices]
-        options += [f"--nft-table {name}" for name in tables]
-        raise KernelError(
-            "an agent of mode ipvs with other names left state here", ", ".join(devices + tables),
-            f"run `kbpf cleanup {' '.join(options)}` first, or give this agent the same names",
-            errno.EEXIST,
+            "a table of this name exists that kbpf did not create",
+            f"nftables inet {ruleset.TABLE}", "remove it", errno.EEXIST,
         )  # fmt: skip
 
 
@@ -96,20 +77,20 @@ def has_state(config: Config) -> bool:
     """Whether an agent with these settings left state here. The folder alone does not decide: it
     may have been in a container, while table and device belong to the node.
     """
-    if (config.state_dir / config.ipvs_device).is_dir() or dummy.is_ours(config.ipvs_device):
+    if config.ipvs_folder.is_dir() or dummy.is_ours(IPVS_DEVICE):
         return True
     try:
-        return has_table(config.nft_table)
+        return has_table()
     except KernelError:  # the kernel has no nf_tables
         return False
 
 
-def read_elements(table: str) -> frozenset[Element] | None:
+def read_elements() -> frozenset[Element] | None:
     """The elements of the sets of our table; None if it does not exist."""
-    if not has_table(table):
+    if not has_table():
         return None
     return ruleset.parse_elements(
-        forward_rules.run_transaction(ruleset.list_table(ruleset.RulesetOptions(table)))
+        forward_rules.run_transaction(ruleset.list_table(ruleset.RulesetOptions()))
     )
 
 
@@ -118,9 +99,9 @@ def _owned_services(elements: Iterable[Element]) -> set[VirtualService]:
     return {virtual for element in elements if (virtual := owned_service(element)) is not None}
 
 
-def read_owned_services(table: str) -> set[VirtualServiceKey] | None:
+def read_owned_services() -> set[VirtualServiceKey] | None:
     """The virtual services that our table records as ours; None if it does not exist."""
-    if (elements := read_elements(table)) is None:
+    if (elements := read_elements()) is None:
         return None
     return {VirtualServiceKey(*virtual) for virtual in _owned_services(elements)}
 
@@ -138,11 +119,11 @@ def _delete_services(client: IpvsClient, services: Collection[VirtualServiceKey]
     )
 
 
-def _services_at_device(name: str) -> set[VirtualServiceKey]:
+def _services_at_device() -> set[VirtualServiceKey]:
     """The virtual services on the addresses of our device. Without the table this is all that
     shows which ones are ours.
     """
-    addresses = dummy.addresses_of(name) if dummy.is_ours(name) else frozenset()
+    addresses = dummy.addresses_of(IPVS_DEVICE) if dummy.is_ours(IPVS_DEVICE) else frozenset()
     if not addresses:
         return set()
     try:
@@ -154,16 +135,16 @@ def _services_at_device(name: str) -> set[VirtualServiceKey]:
         return {key for key in services if not key.fwmark and key.address in addresses}
 
 
-def _kube_proxy_test(device: str, is_running: bool) -> Callable[[VirtualServiceKey], bool]:
+def _kube_proxy_test(is_running: bool) -> Callable[[VirtualServiceKey], bool]:
     """Returns a function that decides whether a virtual service was taken over by a kube-proxy of
     mode ipvs: its address is on kube-proxy's device, or it is a NodePort in one of kube-proxy's IP
     sets. A running kube-proxy may not have filled its sets yet, so with `is_running` every virtual
-    service whose address is not on our `device` counts as its own.
+    service whose address is not on our device counts as its own.
     """
     if not dummy.get_ifindex_or_zero(conntrack_keepalive.KUBE_PROXY_DEVICE):
         return lambda _: False
     kube_proxy_addresses = dummy.addresses_of(conntrack_keepalive.KUBE_PROXY_DEVICE)
-    own_addresses = dummy.addresses_of(device)
+    own_addresses = dummy.addresses_of(IPVS_DEVICE)
     ports = conntrack_keepalive.list_node_ports()
 
     def is_kube_proxy_service(service: VirtualServiceKey) -> bool:
@@ -190,18 +171,18 @@ def remove(
     KernelError if the kernel refuses.
     """
     options, removed = ruleset_options(config), []
-    owned = read_owned_services(options.table)
+    owned = read_owned_services()
     # The table is removed last: if this is interrupted, the next call finds everything again.
-    services = _services_at_device(config.ipvs_device) if owned is None else owned
-    is_kube_proxy_service = _kube_proxy_test(config.ipvs_device, kube_proxy_runs)
+    services = _services_at_device() if owned is None else owned
+    is_kube_proxy_service = _kube_proxy_test(kube_proxy_runs)
     services = {service for service in services if not is_kube_proxy_service(service)}
     if services and not dry_run:
         with contextlib.closing(IpvsClient()) as client:
             _delete_services(client, services)
     if services:
         removed.append(f"{len(services)} virtual services")
-    if dummy.is_ours(config.ipvs_device) and (dry_run or dummy.remove(config.ipvs_device)):
-        removed.append(f"device {config.ipvs_device}")
+    if dummy.is_ours(IPVS_DEVICE) and (dry_run or dummy.remove(IPVS_DEVICE)):
+        removed.append(f"device {IPVS_DEVICE}")
     if dry_run:
         return (*removed, *([f"nftables inet {options.table}"] if owned is not None else []))
     if owned is not None:
@@ -209,9 +190,8 @@ def remove(
             forward_rules.remove_masquerade_rules(chain)
         forward_rules.run_transaction(*ruleset.delete_table(options), hint=ROOT_HINT)
         removed.append(f"nftables inet {options.table}")
-    folder = config.state_dir / config.ipvs_device
-    statefile.remove_files(folder)
-    for path in (folder, config.state_dir):
+    statefile.remove_files(config.ipvs_folder)
+    for path in (config.ipvs_folder, config.state_dir):
         with contextlib.suppress(OSError):
             path.rmdir()
     return tuple(removed)
@@ -239,11 +219,11 @@ class PreviousIpvsPlane(PreviousDataPlane):
     def claim(self) -> bool:
         if not has_state(self._config):
             return False
-        self._lock = lock_state_folder(self._config.state_dir / self._config.ipvs_device)
+        self._lock = lock_state_folder(self._config.ipvs_folder)
         return True
 
     def _remove_idle(self) -> int:
-        elements = read_elements(self._options.table) or frozenset()
+        elements = read_elements() or frozenset()
         if not (owned := _owned_services(elements)):
             return 0
         with contextlib.closing(IpvsClient()) as client:
@@ -257,7 +237,7 @@ class PreviousIpvsPlane(PreviousDataPlane):
             _delete_services(client, [VirtualServiceKey(*virtual) for virtual in idle_services])
         idle_addresses = {virtual.address for virtual in idle_services}
         with contextlib.suppress(OSError):  # the device was removed
-            dummy.delete_addresses(dummy.get_ifindex(self._config.ipvs_device), idle_addresses)
+            dummy.delete_addresses(dummy.get_ifindex(IPVS_DEVICE), idle_addresses)
         if idle_elements := [
             element for element in elements if _is_at_address(element, idle_addresses)
         ]:

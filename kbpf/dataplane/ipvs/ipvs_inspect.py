@@ -69,7 +69,7 @@ def read(folder: Path) -> Inspection:
     if status is None:
         raise NotFoundError(
             "no agent in mode ipvs has written a status", str(folder),
-            "is `kbpf run` running on this node, with this --state-dir and --ipvs-device?",
+            "is `kbpf run` running on this node, with this --state-dir?",
         )  # fmt: skip
     ports = statefile.read_services(folder)
     inspection = build_inspection(folder, ports, _read_servers(), statefile.read_endpoints(folder))

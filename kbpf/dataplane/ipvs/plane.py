@@ -19,6 +19,7 @@ from typing import Final
 
 from kbpf.dataplane.base import PlaneStatus, Report, SharedAccess, TickResult
 from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
+from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
 from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.node_settings import NodeSettings
@@ -38,7 +39,7 @@ from kbpf.dataplane.node import KeepalivePoll, reconcile_forward_rules
 from kbpf.errors import KernelError
 from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.kernel.netfilter import forward_rules
-from kbpf.model.config import Config
+from kbpf.model.config import IPVS_DEVICE, Config
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats, Pause, PortName, TrafficStats
 from kbpf.model.objects import Protocol
@@ -67,7 +68,7 @@ class IpvsPlane:
         self._config = config
         self._clock = clock
         self._options = cleanup.ruleset_options(config)
-        self._state_dir = config.state_dir / config.ipvs_device
+        self._state_dir = config.ipvs_folder
         self._lock = -1
         self._settings = NodeSettings(config, self._options)
         # A copy, since another thread counts than the one that calls apply().
@@ -102,10 +103,7 @@ class IpvsPlane:
         is_new = not self._state_dir.exists()
         self._lock = cleanup.lock_state_folder(self._state_dir)
         try:
-            cleanup.refuse_other_names(self._config)
-            self._kernel = KernelState(
-                self._config.ipvs_device, self._options, self._settings.warn_once
-            )
+            self._kernel = KernelState(self._options, self._settings.warn_once)
         except KernelError:
             if is_new:  # an empty folder would look like the state of an earlier agent
                 shutil.rmtree(self._state_dir, ignore_errors=True)
@@ -113,11 +111,7 @@ class IpvsPlane:
             raise
         self._settings.write(self._kernel.services)
         self._reset()
-        log.info(
-            "data plane opened mode=ipvs device=%s table=%s",
-            self._config.ipvs_device,
-            self._options.table,
-        )
+        log.info("data plane opened mode=ipvs device=%s table=%s", IPVS_DEVICE, ruleset.TABLE)
         if names := self._config.ignored_in_ipvs:
             log.info("settings without effect in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
         with contextlib.suppress(KernelError):  # maintain_host() retries
@@ -263,12 +257,11 @@ class IpvsPlane:
         has_device = self._kernel.has_device()
         has_services = self._kernel.services.check_service(next(iter(self._elements.pools), None))
         if not is_table_intact:
-            log.warning("the nftables table was changed and is created again table=%s",
-                        self._options.table)  # fmt: skip
-        if not has_device:
             log.warning(
-                "the device is gone and is created again device=%s", self._config.ipvs_device
+                "the nftables table was changed and is created again table=%s", ruleset.TABLE
             )
+        if not has_device:
+            log.warning("the device is gone and is created again device=%s", IPVS_DEVICE)
         if not has_services:
             log.warning("the virtual services are gone and are created again")
             self._settings.write(self._kernel.services)

@@ -46,6 +46,9 @@ mark."""
 INTERVAL_SETS: Final = frozenset((SetName.SOURCES, SetName.LOCAL_NETWORKS))
 
 
+TABLE: Final = "kbpf"
+
+
 class RulesetOptions(NamedTuple):
     """The settings that the chains depend on.
 
@@ -56,7 +59,7 @@ class RulesetOptions(NamedTuple):
     - `masquerade_ports`: source ports of masqueraded connections, both ends included.
     """
 
-    table: str = "kbpf"
+    table: str = TABLE
     masquerade_bit: int = 14
     local_interfaces: str = ""
     masquerade_ports: tuple[int, int] = (30000, 65535)

@@ -71,18 +71,6 @@ def _parse_identity(attrs: Mapping[int, bytes]) -> DeviceIdentity:
     )
 
 
-def list_ours() -> tuple[str, ...]:
-    """Lists the names of all dummy devices with our alias."""
-    with Rtnetlink() as netlink:
-        messages = netlink.dump(uapi.RTM_GETLINK, _EMPTY_IFINFOMSG)
-    links = (parse_attributes(message.body[_IFINFOMSG.size :]) for message in messages)
-    return tuple(
-        parse_string(attrs[uapi.IFLA_IFNAME])
-        for attrs in links
-        if _parse_identity(attrs) == (KIND, ALIAS)
-    )
-
-
 def is_ours(name: str) -> bool:
     """Whether this is a dummy device with our alias, or one without alias and addresses: kbpf may
     have been killed before it set the alias.
@@ -100,7 +88,7 @@ def ensure(name: str) -> int:
     if get_ifindex_or_zero(name) and not is_ours(name):
         raise KernelError(
             "a device of this name exists that kbpf did not create", name,
-            "remove it, or give kbpf another name with --ipvs-device", errno.EEXIST,
+            "remove it", errno.EEXIST,
         )  # fmt: skip
     name_attr = pack_string(uapi.IFLA_IFNAME, name)
     linkinfo_attr = pack_attribute(uapi.IFLA_LINKINFO, pack_string(uapi.IFLA_INFO_KIND, KIND))

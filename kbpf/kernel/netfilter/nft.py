@@ -224,14 +224,6 @@ def has_table(family: str, table: str) -> bool:
         return _request_or_none(netlink, _GET_TABLE, family, attrs) is not None
 
 
-def list_tables(family: str) -> tuple[str, ...]:
-    """Lists the names of all tables of a family."""
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        messages = netlink.dump(_GET_TABLE, _pack_header(family))
-    tables = (parse_attributes(message.body[_NFGENMSG.size :]) for message in messages)
-    return tuple(parse_string(attrs[uapi.NFTA_TABLE_NAME]) for attrs in tables)
-
-
 def has_set(family: str, table: str, name: str) -> bool:
     """Whether the table exists and has a set or map of this name."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:

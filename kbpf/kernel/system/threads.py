@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel.system.backoff import Backoff
 
 log = logging.getLogger("kbpf.threads")
 
@@ -103,7 +104,7 @@ class SupervisedThread:
 
     def _run(self) -> None:
         _current.thread = self
-        backoff = MIN_RESTART_BACKOFF_S
+        backoff = Backoff(MIN_RESTART_BACKOFF_S, MAX_RESTART_BACKOFF_S)
         while not self._stopping.is_set():
             self.record_progress()
             try:
@@ -112,11 +113,11 @@ class SupervisedThread:
             except Exception as error:
                 self._error, self._last_failure = f"{type(error).__name__}: {error}", self._clock()
                 if self._failing_since is None:  # the first failure after a good time
-                    self._failing_since, backoff = self._last_failure, MIN_RESTART_BACKOFF_S
-                log.exception("thread failed, restarting it name=%s in=%.1fs", self.name, backoff)
-            self._stopping.wait(backoff)
+                    self._failing_since, backoff.tries = self._last_failure, 0
+                delay = backoff.next_delay()
+                log.exception("thread failed, restarting it name=%s in=%.1fs", self.name, delay)
+            self._stopping.wait(delay)
             self._restarts += 1
-            backoff = min(2 * backoff, MAX_RESTART_BACKOFF_S)
         self._unregister()
 
     def _unregister(self) -> None:

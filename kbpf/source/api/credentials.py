@@ -29,10 +29,11 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import ConfigError, SourceError
 from kbpf.kernel.system import children
+from kbpf.kernel.system.backoff import Backoff
 from kbpf.kernel.system.file_stamp import read_stamp
 from kbpf.model.address import Addr
-from kbpf.source.api.backoff import Backoff, OutageLog
 from kbpf.source.api.kubeconfig import Access
+from kbpf.source.api.outages import OutageLog
 
 log = logging.getLogger("kbpf.source")
 
@@ -210,7 +211,7 @@ class PluginCredentials:
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._backoff = Backoff(rng, initial=1.0, maximum=60.0)
+        self._backoff = Backoff(1.0, 60.0, rng, steady_after=5.0)
         self._credentials: Credentials | None = None
         self._issued_at: float | None = None  # time of the last success, None after a failure
         self._retry_at = 0.0

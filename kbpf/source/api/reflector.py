@@ -22,7 +22,7 @@
   one was lost or may have been, everything is listed again.
 - Every `relist_interval` seconds (times 3/4 to 5/4) everything is listed again, in case an event
   was missed. Differences are counted and logged as drift.
-- A failure is logged once for all watches, and repeated while it lasts (backoff.OutageLog).
+- A failure is logged once for all watches, and repeated while it lasts (outages.OutageLog).
 """
 
 import contextlib
@@ -37,8 +37,9 @@ from typing import Final, assert_never
 
 from kbpf.errors import ObjectError, SourceError
 from kbpf.kernel.system import threads
+from kbpf.kernel.system.backoff import Backoff
 from kbpf.model.events import Kind, ObjectKey, Synced
-from kbpf.source.api.backoff import Backoff
+from kbpf.source.api import watch
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
 from kbpf.source.api.pages import decode_page, process_pages
 from kbpf.source.api.resource import (
@@ -51,16 +52,7 @@ from kbpf.source.api.resource import (
 )
 from kbpf.source.api.transport import RESPONSE_TIMEOUT, ApiConnection, ReadTimeout, Response
 from kbpf.source.api.versions import History, KnownVersions, is_rewind
-from kbpf.source.api.watch import (
-    InitialListEnd,
-    MalformedLine,
-    ObjectChanged,
-    VersionExpired,
-    VersionRewind,
-    WatchFailed,
-    WatchMessage,
-    WatchStream,
-)
+from kbpf.source.api.watch import WatchStream
 from kbpf.source.base import EventHandler, SourceState, SourceStatus
 from kbpf.source.decode import decode, wire
 
@@ -80,6 +72,9 @@ server closed makes one fail."""
 MAX_SHORT_WATCHES: Final = 4
 """After this many consecutive watches that end at once without an error (endless 410, for
 example), that counts as a failure."""
+FIRST_RETRY: Final = 0.2
+MAX_RETRY: Final = 30.0
+STEADY_AFTER: Final = 5.0
 FIRST_FORBIDDEN_RETRY: Final = 1.0
 MAX_FORBIDDEN_RETRY: Final = 300.0
 """The longest interval between two attempts to watch an optional resource without permission. The
@@ -116,8 +111,8 @@ class Reflector:
             silence_timeout,
         )
         self._connection = ApiConnection(cluster, response_timeout=response_timeout)
-        self._backoff = Backoff(rng)
-        self._forbidden_backoff = Backoff(rng, FIRST_FORBIDDEN_RETRY, MAX_FORBIDDEN_RETRY)
+        self._backoff = Backoff(FIRST_RETRY, MAX_RETRY, rng, STEADY_AFTER)
+        self._forbidden_backoff = Backoff(FIRST_FORBIDDEN_RETRY, MAX_FORBIDDEN_RETRY, rng)
         self._known_versions = KnownVersions()
         self._stop = threading.Event()
         self._thread: threads.SupervisedThread | None = None
@@ -205,7 +200,8 @@ class Reflector:
         except _WatchEnded:
             pass
         except SourceError as error:
-            if self._is_forbidden(error):
+            is_forbidden = isinstance(error, HttpStatusError) and error.status == 403
+            if is_forbidden and self._resource.is_optional:
                 return self._record_forbidden(error)
             # A silent watch is restarted without an error; if the server hangs, the next attempt
             # fails.
@@ -225,13 +221,9 @@ class Reflector:
             self._record_failure(failure)
         since = self._healthy_since
         healthy_for = 0.0 if since is None else self._clock() - since
-        is_restless = (
-            self._backoff.tries >= MAX_SHORT_WATCHES and healthy_for < self._backoff.steady_after
-        )
+        is_restless = self._backoff.tries >= MAX_SHORT_WATCHES and healthy_for < STEADY_AFTER
         if failure is None and is_restless and not self._stop.is_set():
-            self._record_failure(
-                SourceError(f"each watch ends within {self._backoff.steady_after:.0f} s")
-            )
+            self._record_failure(SourceError(f"each watch ends within {STEADY_AFTER:.0f} s"))
         return self._backoff.next_delay(
             failed=failure is not None,
             healthy_for=healthy_for,
@@ -444,28 +436,28 @@ class Reflector:
         if now - start > 2 * MIN_WATCH_TIMEOUT + LINE_TIMEOUT:
             raise _WatchEnded  # the server should have ended it
 
-    def _handle_message(self, message: WatchMessage, stream: WatchStream) -> None:
+    def _handle_message(self, message: watch.WatchMessage, stream: WatchStream) -> None:
         match message:
-            case ObjectChanged():
+            case watch.ObjectChanged():
                 self._update_object(message.item, message.deleted)
-            case InitialListEnd():
+            case watch.InitialListEnd():
                 # a missing object may be the malformed line: list by pages
                 if self._unreadable_line:
                     raise SourceError(self._unreadable_line)
                 self._finish_list(stream.resource_version)
                 self._record_success()
-            case VersionRewind():
+            case watch.VersionRewind():
                 self._last_version = message.old_version
                 self._handle_rewind(message.new_version)
-            case VersionExpired():
+            case watch.VersionExpired():
                 self._version = ""
                 raise _WatchEnded
-            case WatchFailed():
+            case watch.WatchFailed():
                 code = f"{message.code} " if message.code else ""
                 # The same event may fail again; a list gets past it.
                 self._version = ""
                 raise SourceError(f"{code}{message.message}")
-            case MalformedLine():
+            case watch.MalformedLine():
                 # It may have been an event; a list is needed to know.
                 log.warning(
                     "cannot read an event watch=%s error=%r",
@@ -532,10 +524,6 @@ class Reflector:
             log.info("watch recovered name=%s after=%.0fs", names, outage.seconds)
         self._status = replace(self._status, state=SourceState.WATCHING, failures=0, error="")
 
-    def _is_forbidden(self, error: SourceError) -> bool:
-        is_status = isinstance(error, HttpStatusError) and error.status == 403
-        return is_status and self._resource.is_optional
-
     def _record_forbidden(self, error: SourceError) -> float:
         """Returns the seconds until the next attempt: permission may be granted at any time."""
         if not self._is_forbidden_logged:
@@ -545,7 +533,7 @@ class Reflector:
             )
         self._version, self._listing_since = "", None
         self._status = replace(self._status, state=SourceState.FORBIDDEN, failures=0, error="")
-        return self._forbidden_backoff.next_delay(failed=True, healthy_for=0.0)
+        return self._forbidden_backoff.next_delay()
 
     def _record_failure(self, error: SourceError) -> None:
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"

@@ -109,18 +109,16 @@ SLICES: Final = Resource(
 )
 
 
+NODES: Final = Resource(Kind.NODE, "nodes", "/api/v1/nodes")
+
+
 def own_node_resource(name: str) -> Resource:
-    return Resource(Kind.NODE, "nodes", "/api/v1/nodes", field_selector=f"metadata.name={name}")
+    return replace(NODES, field_selector=f"metadata.name={name}")
 
 
-def node_resource(name: str, scope: str) -> Resource:
-    """This node's Node object, or all of them for their addresses, as --watch-nodes says."""
-    own_resource = own_node_resource(name)
-    if scope == "own":
-        return own_resource
-    return replace(
-        own_resource, field_selector="", narrower=own_resource if scope == "auto" else None
-    )
+def node_resource(name: str) -> Resource:
+    """All Node objects, for their addresses; only this node's in a large cluster."""
+    return replace(NODES, narrower=own_node_resource(name))
 
 
 def exempt_pod_resource(node: str, with_meshes: bool, is_optional: bool = False) -> Resource:
@@ -148,13 +146,6 @@ class HttpStatusError(SourceError):
     server_message = ""
 
 
-def _required_role(resource: Resource) -> str:
-    """Returns which role grants access: kube-proxy's own role does not include Pods."""
-    if resource.kind is Kind.POD:
-        return f"manifests/components/{'mesh-pods' if resource.is_optional else 'socket-lb-label'}"
-    return "ClusterRole system:node-proxier"
-
-
 def is_html(body: bytes | bytearray) -> bool:
     """Whether a response is a web page. JSON never begins like that."""
     return bytes(body[:HTML_PROBE_BYTES]).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
@@ -175,10 +166,12 @@ def make_status_error(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         message = ""
     user = match[1] if (match := re.search(r'User "([^"]+)"', message)) else "this user"
-    name = resource.name
+    name, role = resource.name, "ClusterRole system:node-proxier"
+    if resource.kind is Kind.POD:  # which kube-proxy's role does not include
+        role = f"manifests/components/{'mesh-pods' if resource.is_optional else 'socket-lb-label'}"
     hints = {
         401: f"the credentials from {where} are invalid or have expired",
-        403: f"grant list and watch on {name} to {user} ({_required_role(resource)})",
+        403: f"grant list and watch on {name} to {user} ({role})",
         404: f"the server does not have {resource.path}; Kubernetes 1.21 or later is required",
     }
     what, hint = f"{status} {reason}".rstrip(), hints.get(status, message[:200])

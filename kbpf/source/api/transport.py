@@ -69,10 +69,6 @@ ReserveMemory = Callable[[int], None]
 """Reserves this many bytes of memory; raises SourceError if there are too few left."""
 
 
-def _reserve_nothing(size: int) -> None:
-    """For bodies that are short anyway."""
-
-
 class ReadTimeout(SourceError):
     """Nothing was received for too long."""
 
@@ -207,7 +203,7 @@ class Response:
         limit: int = MAX_ERROR_BYTES,
         seconds: float = ERROR_TIMEOUT,
         what: str = "the response",
-        reserve: ReserveMemory = _reserve_nothing,
+        reserve: ReserveMemory = lambda _: None,  # bodies that are short anyway
     ) -> bytearray:
         """Returns the whole body. Raises SourceError if it is truncated, is longer than `limit`
         bytes, takes more than `seconds`, or if `reserve` has no memory for it. `what` names the
@@ -434,6 +430,25 @@ class ApiConnection:
         if self._closed:
             return SourceError("stopped", self._url)
         return explain_error(error, self._url, self._cluster.access.where)
+
+
+class EventSink:
+    """Posts the agent's Events, on a connection that is opened on first use. One thread posts; any
+    thread may call close().
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._connection = ApiConnection(cluster)
+
+    def post(self, path: str, body: bytes) -> int:
+        """Posts this JSON and returns the HTTP status. Raises SourceError."""
+        response = self._connection.request(path, method="POST", body=body)
+        response.read_error_body()
+        return response.status
+
+    def close(self) -> None:
+        """Aborts the current request; post() fails from now on."""
+        self._connection.close()
 
 
 def explain_error(error: Exception, url: str, where: str) -> SourceError:

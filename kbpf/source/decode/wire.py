@@ -23,6 +23,10 @@ def json_name(name: str) -> str:
     return first + "".join(_ACRONYMS.get(part, part.capitalize()) for part in rest)
 
 
+class WireStruct(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+    """The base of all; a subclass has to repeat `frozen`."""
+
+
 _LABEL_NAMES: Final = {
     "service_name": "kubernetes.io/service-name",
     "headless": "service.kubernetes.io/headless",
@@ -31,7 +35,7 @@ _LABEL_NAMES: Final = {
 }
 
 
-class Labels(msgspec.Struct, frozen=True, gc=False, rename=_LABEL_NAMES):
+class Labels(WireStruct, frozen=True, rename=_LABEL_NAMES):
     """The four labels that kbpf reads. A label with an empty value is "", a missing one None."""
 
     service_name: str | None = None
@@ -43,7 +47,6 @@ class Labels(msgspec.Struct, frozen=True, gc=False, rename=_LABEL_NAMES):
 class ServiceLabels(
     Labels,
     frozen=True,
-    gc=False,
     rename=_LABEL_NAMES
     | {
         "app_name": "app.kubernetes.io/name",
@@ -58,7 +61,7 @@ class ServiceLabels(
     linkerd_component: str | None = None
 
 
-class ObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class ObjectMeta(WireStruct, frozen=True):
     """metadata."""
 
     name: str = ""
@@ -70,9 +73,8 @@ class ObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
 
 
 class Annotations(
-    msgspec.Struct,
+    WireStruct,
     frozen=True,
-    gc=False,
     rename={"algorithm": "kbpf.io/algorithm", "weights": "kbpf.io/weights"},
 ):
     """The annotations of a Service that kbpf reads."""
@@ -81,7 +83,7 @@ class Annotations(
     weights: str | None = None
 
 
-class ServiceMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
+class ServiceMeta(ObjectMeta, frozen=True):
     """metadata of a Service."""
 
     labels: ServiceLabels | None = None
@@ -89,9 +91,8 @@ class ServiceMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
 
 
 class SliceAnnotations(
-    msgspec.Struct,
+    WireStruct,
     frozen=True,
-    gc=False,
     rename={"triggered": "endpoints.kubernetes.io/last-change-trigger-time"},
 ):
     """The annotation of an EndpointSlice that kbpf reads."""
@@ -99,13 +100,13 @@ class SliceAnnotations(
     triggered: str | None = None
 
 
-class SliceMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
+class SliceMeta(ObjectMeta, frozen=True):
     """metadata of an EndpointSlice."""
 
     annotations: SliceAnnotations | None = None
 
 
-class PartialObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class PartialObjectMeta(WireStruct, frozen=True):
     """metadata of an object of which nothing else can be decoded."""
 
     name: str = ""
@@ -113,13 +114,13 @@ class PartialObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name)
     resource_version: str | None = None
 
 
-class PartialObject(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class PartialObject(WireStruct, frozen=True):
     """Any object: enough to identify it."""
 
     metadata: PartialObjectMeta
 
 
-class ServicePort(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class ServicePort(WireStruct, frozen=True):
     """spec.ports[] of a Service."""
 
     name: str | None = None
@@ -128,19 +129,19 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     node_port: int | None = None
 
 
-class ClientIPConfig(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class ClientIPConfig(WireStruct, frozen=True):
     """spec.sessionAffinityConfig.clientIP."""
 
     timeout_seconds: int | None = None
 
 
-class SessionAffinityConfig(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class SessionAffinityConfig(WireStruct, frozen=True):
     """spec.sessionAffinityConfig."""
 
     client_ip: ClientIPConfig | None = None
 
 
-class ServiceSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class ServiceSpec(WireStruct, frozen=True):
     """spec of a Service."""
 
     type: str | None = None
@@ -156,32 +157,32 @@ class ServiceSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     health_check_node_port: int | None = None
 
 
-class LoadBalancerIngress(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class LoadBalancerIngress(WireStruct, frozen=True):
     """status.loadBalancer.ingress[]."""
 
     ip: str | None = None
     ip_mode: str | None = None
 
 
-class LoadBalancerStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class LoadBalancerStatus(WireStruct, frozen=True):
     """status.loadBalancer."""
 
     ingress: tuple[LoadBalancerIngress, ...] | None = None
 
 
-class ServiceStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class ServiceStatus(WireStruct, frozen=True):
     """status of a Service."""
 
     load_balancer: LoadBalancerStatus | None = None
 
 
-class Service(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class Service(WireStruct, frozen=True):
     metadata: ServiceMeta
     spec: ServiceSpec | None = None
     status: ServiceStatus | None = None
 
 
-class EndpointConditions(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class EndpointConditions(WireStruct, frozen=True):
     """endpoints[].conditions."""
 
     ready: bool | None = None
@@ -189,27 +190,27 @@ class EndpointConditions(msgspec.Struct, frozen=True, gc=False, rename=json_name
     terminating: bool | None = None
 
 
-class EndpointHint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class EndpointHint(WireStruct, frozen=True):
     """endpoints[].hints.forZones[] and forNodes[]."""
 
     name: str
 
 
-class EndpointHints(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class EndpointHints(WireStruct, frozen=True):
     """endpoints[].hints."""
 
     for_zones: tuple[EndpointHint, ...] | None = None
     for_nodes: tuple[EndpointHint, ...] | None = None
 
 
-class TargetRef(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class TargetRef(WireStruct, frozen=True):
     """endpoints[].targetRef."""
 
     kind: str | None = None
     name: str | None = None
 
 
-class Endpoint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class Endpoint(WireStruct, frozen=True):
     """endpoints[] of an EndpointSlice."""
 
     addresses: tuple[str, ...] | None = None
@@ -220,7 +221,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     target_ref: TargetRef | None = None
 
 
-class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class SlicePort(WireStruct, frozen=True):
     """ports[] of an EndpointSlice."""
 
     name: str | None = None
@@ -228,7 +229,7 @@ class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     port: int | None = None
 
 
-class EndpointSlice(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class EndpointSlice(WireStruct, frozen=True):
     """An EndpointSlice, discovery.k8s.io/v1."""
 
     metadata: SliceMeta
@@ -237,20 +238,20 @@ class EndpointSlice(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     ports: tuple[SlicePort, ...] | None = None
 
 
-class NodeAddress(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class NodeAddress(WireStruct, frozen=True):
     """status.addresses[]."""
 
     type: str = ""
     address: str = ""
 
 
-class Taint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class Taint(WireStruct, frozen=True):
     """spec.taints[] of a Node."""
 
     key: str | None = None
 
 
-class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class NodeSpec(WireStruct, frozen=True):
     """spec of a Node: its pod networks and taints."""
 
     pod_cidr: str | None = None
@@ -258,34 +259,33 @@ class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     taints: tuple[Taint, ...] | None = None
 
 
-class NodeMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
+class NodeMeta(ObjectMeta, frozen=True):
     """metadata of a Node."""
 
     deletion_timestamp: str | None = None
 
 
-class NodeStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class NodeStatus(WireStruct, frozen=True):
     """status of a Node."""
 
     addresses: tuple[NodeAddress, ...] | None = None
 
 
-class Node(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class Node(WireStruct, frozen=True):
     metadata: NodeMeta
     spec: NodeSpec | None = None
     status: NodeStatus | None = None
 
 
-class PodLabels(msgspec.Struct, frozen=True, gc=False, rename={"socket_lb": "kbpf.io/socket-lb"}):
+class PodLabels(WireStruct, frozen=True, rename={"socket_lb": "kbpf.io/socket-lb"}):
     """The label of a Pod that kbpf reads."""
 
     socket_lb: str | None = None
 
 
 class PodAnnotations(
-    msgspec.Struct,
+    WireStruct,
     frozen=True,
-    gc=False,
     rename={
         "istio_sidecar": "sidecar.istio.io/status",
         "istio_ambient": "ambient.istio.io/redirection",
@@ -301,7 +301,7 @@ class PodAnnotations(
     consul: str | None = None
 
 
-class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class PodMeta(WireStruct, frozen=True):
     """metadata of a Pod."""
 
     name: str = ""
@@ -312,13 +312,13 @@ class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     annotations: PodAnnotations | None = None
 
 
-class PodSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class PodSpec(WireStruct, frozen=True):
     """spec of a Pod: its node."""
 
     node_name: str | None = None
 
 
-class Pod(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class Pod(WireStruct, frozen=True):
     metadata: PodMeta
     spec: PodSpec | None = None
 
@@ -341,7 +341,7 @@ class ListMeta(
     remaining: int | None = None
 
 
-class ListPage(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class ListPage(WireStruct, frozen=True):
     """A page of a LIST. Items stay undecoded, so that one malformed object harms only itself."""
 
     metadata: ListMeta
@@ -352,7 +352,7 @@ class ListPage(msgspec.Struct, frozen=True, gc=False, rename=json_name):
 _item_budget = threading.local()
 
 
-class CountedItem(msgspec.Struct, frozen=True, gc=False):
+class CountedItem(WireStruct, frozen=True):
     """An item of a list, counted and discarded. Raises ValueError if a page has too many, which
     msgspec reports as ValidationError.
     """
@@ -363,7 +363,7 @@ class CountedItem(msgspec.Struct, frozen=True, gc=False):
             raise ValueError(f"more than {MAX_PAGE_ITEMS} items in a page")
 
 
-class CountedPage(msgspec.Struct, frozen=True, gc=False):
+class CountedPage(WireStruct, frozen=True):
     """A page of a LIST, decoded only to count its items."""
 
     items: list[CountedItem] | None = None
@@ -381,33 +381,33 @@ def check_items(body: bytes | bytearray) -> None:
 _COUNTING_DECODER: Final = msgspec.json.Decoder(CountedPage)
 
 
-class WatchEvent(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class WatchEvent(WireStruct, frozen=True):
     """One line of a WATCH. `type` decides what `object` is."""
 
     type: str
     object: msgspec.Raw
 
 
-class BookmarkAnnotations(msgspec.Struct, frozen=True, rename={"end": "k8s.io/initial-events-end"}):
+class BookmarkAnnotations(WireStruct, frozen=True, rename={"end": "k8s.io/initial-events-end"}):
     """annotations of a BOOKMARK."""
 
     end: str | None = None
 
 
-class BookmarkMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class BookmarkMeta(WireStruct, frozen=True):
     """metadata of a BOOKMARK's object."""
 
     resource_version: str
     annotations: BookmarkAnnotations | None = None
 
 
-class Bookmark(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class Bookmark(WireStruct, frozen=True):
     """The object of a BOOKMARK line."""
 
     metadata: BookmarkMeta
 
 
-class ApiStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
+class ApiStatus(WireStruct, frozen=True):
     """The Status of an error: the object of an ERROR line, or the body of a response."""
 
     code: int | None = None

@@ -41,6 +41,7 @@ log = logging.getLogger("kbpf.source")
 
 POLL_INTERVAL: Final = 0.15
 EMPTY_GRACE: Final = 60.0
+"""In seconds: how long a mount may be missing."""
 STUCK_TIMEOUT: Final = 60.0
 """Without a poll for this long the thread counts as stuck: the file system hangs."""
 MAX_FILE_TIME_NS: Final = 253_402_300_799_999_999_999
@@ -51,9 +52,7 @@ SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
 NO_CONTENTS: Final = FileContents()
-EMPTY_FOLDER_PROBLEM: Final = (
-    "the folder has become empty; its objects stay in force for now (--source-empty-grace)"
-)
+EMPTY_FOLDER_PROBLEM: Final = "the folder has become empty; its objects stay in force for a minute"
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,7 +384,7 @@ def test_wrong_settings_are_errors(web: Cluster, tmp_path: Path) -> None:
         ("--cgroup", str(tmp_path), 2, "not a cgroup v2 folder"),
         ("--cgroup", str(web.lab.nodes[0].cgroup / "typo"), 2, "no such cgroup v2 folder"),
         ("--mode", "iptables", 2, "auto"),
-        ("--max-slots", "many", 2, "many"),
+        ("--max-backends", "many", 2, "many"),
         ("--no-such-flag", "1", 2, "--no-such-flag"),
     ):
         config = str(web.kubeconfig())

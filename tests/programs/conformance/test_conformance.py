@@ -183,7 +183,7 @@ class IpvsBench:
     def show(self) -> list[str]:
         self._node.tick()  # removes what was drained
         self._node.plane.write_status(b"")
-        folder: Path = self._node.folder / self._node.config.ipvs_device
+        folder: Path = self._node.config.ipvs_folder
         read = inspect._read_servers
         servers = self._node.do(read)
         ports = statefile.read_services(folder)

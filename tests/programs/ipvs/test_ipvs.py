@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from kbpf.config.parsers import IPVS_SCHEDULERS
+from kbpf.config.kinds import IPVS_SCHEDULERS
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
 from kbpf.dataplane.ipvs.executor import KernelState
@@ -36,7 +36,7 @@ from kbpf.kernel.net.ipvs import (
 )
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, IpvsTimeoutSettings, LocalMode
+from kbpf.model.config import IPVS_DEVICE, Config, IpvsTimeoutSettings, LocalMode
 from kbpf.model.desired import DesiredState, ServiceState
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Algorithm, Cidr, Protocol
@@ -46,7 +46,6 @@ from tests.support.plane import desired, service
 
 T = TypeVar("T")
 UDP = Protocol.UDP
-DEVICE = "kbpf-test0"
 
 
 pytestmark = needs("ipvs")
@@ -71,7 +70,7 @@ class Bench:
             netns=lab.outside,
         )
         self.places = {"a": self.a, "b": self.b, "host": self.node.host, "outside": self.outside}
-        self.config = Config(ipvs_device=DEVICE, state_dir=folder)
+        self.config = Config(state_dir=folder)
         self.plane = IpvsPlane(self.config)
         self.start()
 
@@ -818,7 +817,7 @@ def test_next_agent_completes_a_killed_change(applied: Bench, monkeypatch: pytes
 
     def node_state() -> tuple[Any, ...]:
         bench.do(lambda: bench.plane.tick(1e9))  # removes drained servers
-        addresses = run("ip", "-n", bench.node.netns, "-br", "addr", "show", "dev", DEVICE)
+        addresses = run("ip", "-n", bench.node.netns, "-br", "addr", "show", "dev", IPVS_DEVICE)
         return bench.kernel(), bench.do(bench.plane._read_elements), sorted(addresses.split())
 
     bench.apply(*new)
@@ -921,7 +920,7 @@ def test_change_writes_only_what_changed(applied: Bench):
 def test_remove_leaves_nothing(applied: Bench):
     bench = applied
     bench.apply(*services(bench))
-    assert DEVICE in bench.kernel_state()
+    assert IPVS_DEVICE in bench.kernel_state()
     assert "kbpf" in bench.kernel_state()
     bench.remove()
     assert bench.kernel_state() == ""
@@ -960,8 +959,7 @@ def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tm
     bench.remove()
     folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
     folder.mkdir()
-    where = ("--ipvs-device", DEVICE, "--state-dir", str(bench.folder),
-             "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")  # fmt: skip
+    where = ("--state-dir", str(bench.folder), "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")  # fmt: skip
     enter = ("nsenter", f"--net=/run/netns/{bench.node.netns}")
     kbpf = (*enter, sys.executable, "-m", "kbpf")
 

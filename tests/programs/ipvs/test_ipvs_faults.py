@@ -23,9 +23,10 @@ from kbpf.kernel.net import dummy
 from kbpf.kernel.net.ipvs import IpvsCommand, IpvsRequest
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.address import Addr, format_addr, parse_addr
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Algorithm, Protocol
-from tests.support.faults.fake_ipvs import DEVICE, Node, fake_node, tcp
+from tests.support.faults.fake_ipvs import Node, fake_node, tcp
 from tests.support.plane import desired, service
 
 __all__ = ["fake_node"]
@@ -388,10 +389,10 @@ def test_deleted_device_is_recreated(fake_node: Node):
     node = fake_node
     node.start()
     node.apply(WEB)
-    node.run("ip", "link", "del", DEVICE)
+    node.run("ip", "link", "del", IPVS_DEVICE)
     node.tick()
     assert node.addresses() == {"10.96.0.1"}
-    node.run("ip", "link", "del", DEVICE)
+    node.run("ip", "link", "del", IPVS_DEVICE)
     with pytest.raises(KernelError, match="ENODEV"):
         node.apply(WEB, OTHER, touched=[OTHER.key])
     assert refused(node, WEB, OTHER, touched=[OTHER.key]) == {}
@@ -530,7 +531,7 @@ def held(node: Node) -> Any:
         (service._replace(fwmark=bool(service.fwmark)), settings, sorted(servers.items()))
         for service, (settings, servers) in node.ipvs.held.items()
     )
-    return sets, dummy.addresses_of(DEVICE), services
+    return sets, dummy.addresses_of(IPVS_DEVICE), services
 
 
 # ---- an apply that fails -------------------------------------------------------------------------

@@ -486,7 +486,7 @@ def test_service_that_grows_too_large_keeps_its_endpoints(site: Site):
     report = plane.apply(desired(big), {big.key})
     assert names(report.refused) == ["web"]
     assert "backend_slots" in report.refused[big.key]
-    assert "--max-slots" in report.refused[big.key]
+    assert "--max-backends" in report.refused[big.key]
     assert site.dump()["frontends"]["10.96.0.1:80/TCP"]["cluster"] == [
         f"{b}/TCP" for b in two.split()
     ]

@@ -182,8 +182,7 @@ def test_failed_start_without_ipvs_leaves_no_state(
         raise KernelError("this kernel has no IPVS")
 
     monkeypatch.setattr(plane, "KernelState", refuse)
-    name = f"kbpf-bad{os.getpid()}"[:15]
-    config = Config(state_dir=place.root / "state", ipvs_device=name, nft_table=f"t{os.getpid()}")
+    config = Config(state_dir=place.root / "state")
     with pytest.raises(KernelError, match="no IPVS"):
         plane.IpvsPlane(config).open()
     assert not cleanup.has_state(config)

@@ -163,7 +163,7 @@ def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(bench: Bench
         "addr add 10.96.0.1/32 dev kbpf-ipvs0",
         netns=bench.where,
     )
-    bench.do(lambda: list(takeover_cleanup._remove_ipvs("kbpf-ipvs0", ())))
+    bench.do(lambda: list(takeover_cleanup._remove_ipvs(())))
     assert bench.do(left) == {*theirs, *others}, "the addresses are on kbpf's device by now"
     ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=bench.where)
     assert remove(bench) == [
@@ -497,7 +497,7 @@ def test_cleanup_reports_the_forward_rule(
     bench: Bench, left: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
-    bench.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
+    bench.do(lambda: list(cleanup.remove_kube_proxy(force=True)))
     assert capsys.readouterr().err == (
         f"kbpf: table {left} kbpf-keepalive stays, and with it a rule in {left} filter FORWARD, "
         "for connections that kube-proxy translated; the agent removes it when they have ended\n"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf import metrics
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.map_metrics import (
     ALL_BACKENDS,
@@ -323,9 +324,13 @@ def test_agent_without_the_sock_ops_hook_serves(
 
 
 def make_collector(
-    site: Site, clock: Callable[[], float] = lambda: 0.0, **serving: int
+    site: Site,
+    clock: Callable[[], float] = lambda: 0.0,
+    accounting: Accounting = Accounting.CONNECTIONS,
+    **serving: int,
 ) -> MapCollector:
-    return MapCollector(Pins(site.pins), Config(serving=Serving(**serving)), clock)
+    config = Config(serving=Serving(**serving), accounting=accounting)
+    return MapCollector(Pins(site.pins), config, clock)
 
 
 def put_stats(site: Site, service_id: int, backend: int, total: ConnectionStats) -> None:
@@ -627,13 +632,15 @@ def test_full_map_measures_no_new_services(served: Bench):
     )
     assert len(site.entries("latencies")) == size
     now = [0.0]
-    reader = make_collector(site, lambda: now[0], latency_series=5)
+    reader = make_collector(site, lambda: now[0], Accounting.FULL)
     now[0] = SWEEP_INTERVAL_S
     assert reader.count(lambda: None).latencies == ()
     assert site.entries("latencies") == {}, "those of removed Services are deleted"
 
 
-def test_latencies_of_the_busiest_services_are_collected(site: Site):
+def test_latencies_of_the_busiest_services_are_collected(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
     site.open().apply(desired(WEB, other, tenant), None)
@@ -650,5 +657,7 @@ def test_latencies_of_the_busiest_services_are_collected(site: Site):
     third = ("tenant", "third", "", "TCP")
     expected = ServiceLatencies(Latency(counts, 70.5))
     for series, names in enumerate([set(), {name_of("web")}, {name_of("web"), third}]):
-        found = make_collector(site, latency_series=series).count(lambda: None)
+        monkeypatch.setattr(metrics, "LATENCY_SERIES", series)
+        found = make_collector(site, accounting=Accounting.FULL).count(lambda: None)
         assert dict(found.latencies) == dict.fromkeys(names, expected)
+    assert make_collector(site).count(lambda: None).latencies == ()

@@ -77,7 +77,7 @@ class FolderNode(cluster.Places):
         """`arguments`: more of the agent's."""
         super().__init__()
         self.folder = folder
-        source = ("--source", str(folder), "--source-empty-grace", "0s", *arguments)
+        source = ("--source", str(folder), *arguments)
         if pods:
             self.settle_in("a", lab.nodes[0], pods, *source)
         else:
@@ -85,6 +85,7 @@ class FolderNode(cluster.Places):
 
     def __enter__(self) -> Self:
         self.folder.mkdir()
+        (self.folder / "none.yaml").touch()  # an empty folder keeps its objects for a minute
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -34,14 +34,13 @@ from kbpf.kernel.net.ipvs import (
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config
+from kbpf.model.config import IPVS_DEVICE, Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.metrics import ConnectionStats
 from tests.support.lab.lab import inside, run
 from tests.support.plane import desired
 
 T = TypeVar("T")
-DEVICE = "kbpf-test0"
 
 
 class FakeIpvs:
@@ -160,7 +159,7 @@ class Node:
         if patch is not None:
             self.ipvs.install(patch)
             patch.setattr(dummy, "KIND", "bridge")
-        self.config = Config(ipvs_device=DEVICE, state_dir=folder)
+        self.config = Config(state_dir=folder)
         self.plane = IpvsPlane(self.config)
         self.now = 0.0
 
@@ -195,7 +194,7 @@ class Node:
         self.do(lambda: self.plane.maintain_host(self.now))
         return result
 
-    def addresses(self, device: str = DEVICE) -> set[str]:
+    def addresses(self, device: str = IPVS_DEVICE) -> set[str]:
         """The addresses of a device; empty if it does not exist."""
         shown = json.loads(self.run("ip", "-j", "addr"))
         return {

@@ -230,5 +230,5 @@ def quiet() -> Iterator[None]:
 
 def test_init_only_sets_the_sysctls_and_exits(machine: Machine, quiet: None):
     machine.load()
-    assert app.call(["run", "--init-only", "--conntrack-min", "200000", "--log-level=error"]) == 0
+    assert app.call(["run", "--init-only", "--conntrack-min", "200000", "-v=0"]) == 0
     assert machine.values()["max"] == 200_000

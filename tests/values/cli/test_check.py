@@ -7,16 +7,14 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from kbpf.checks import connect, neighbours, packet_path
-from kbpf.checks.row import Check, CheckRow
+from kbpf.checks import neighbours, packet_path
+from kbpf.checks.row import Check, CheckRow, sum_up
 from kbpf.checks.verdict import CheckItem, build_item, compute_verdict
 from kbpf.cli import check
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
-from kbpf.model.inspection import Inspection
-from tests.values.views.snapshots import AGENT
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -63,10 +61,10 @@ NODES = [
          {RANGE: "62000 65535", RESERVED: "62000-65535"}, PORTS,
          "yes", "reserved"),
     Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
-    Node("enabled", {V4: "1\n"}, "IPv4 forwarding", "yes", ""),
+    Node("enabled", {V4: "1\n", V6: "0"}, "forwarding", "yes", "IPv4"),
     Node("disabled", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
          "sysctl -w net.ipv4.ip_forward=1"),
-    Node("enabled", {V6: "2"}, "IPv6 forwarding", "yes", ""),
+    Node("enabled for both", {V4: "1", V6: "2"}, "forwarding", "yes", "IPv4, IPv6"),
     Node("disabled", {V6: "0"}, "IPv6 forwarding", "no", "",
          "sysctl -w net.ipv6.conf.all.forwarding=1"),
     Node("no IPv6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
@@ -83,9 +81,6 @@ NODES = [
     Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
     Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
          "not loaded"),
-    Node("conntrack", {"sys/net/netfilter/nf_conntrack_max": "1"}, "connection tracking", "yes",
-         "other programs use it"),
-    Node("no conntrack", {}, "connection tracking", "yes", "not needed"),
 ]  # fmt: skip
 
 
@@ -248,13 +243,23 @@ def test_check_document_has_names_instead_of_ids():
     )  # fmt: skip
 
 
-def test_row_about_cluster_ips_that_are_left_to_the_node() -> None:
-    """It changes no verdict: kbpf and the process, such as a DNS cache, work side by side."""
-    lines = ("10.96.0.10:53/UDP of Service kube-system/kube-dns",)
-    status = replace(AGENT, left_to_node=lines)
-    (row,) = connect.left_to_node_rows(Inspection("/pins", status=status))
-    assert (row.name, row.result, row.advice) == ("left to the node", "yes", "")
-    assert row.detail == f"a process of this node serves {lines[0]}"
-    assert compute_verdict([row]) == compute_verdict([])
-    for other in (AGENT, None):
-        assert list(connect.left_to_node_rows(Inspection("/pins", status=other))) == []
+def test_all_that_works_is_one_row_and_the_rest_a_row_each():
+    """So that a good node has few rows, and a lacking feature has a name and advice."""
+    given = [
+        CheckRow(Check.HOOK, result, needed, "", "", subject=name)
+        for name, result, needed in (
+            ("connect4", "yes", True), ("sendmsg4", "no", True), ("trace", "yes", False),
+            ("release", "unknown", False),
+        )
+    ]  # fmt: skip
+    working, refused, unknown = sum_up(given)
+    assert (working.name, working.result, working.needed) == ("hooks", "yes", True)
+    assert working.detail == "connect4, trace"
+    assert [refused, unknown] == [given[1], given[3]]
+    assert (refused.name, unknown.name) == ("hook sendmsg4", "hook release")
+    assert list(sum_up(given[1:2])) == given[1:2]
+
+
+def test_number_of_checks():
+    """More than a page of rows is not read."""
+    assert len(Check) <= 35

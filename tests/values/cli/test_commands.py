@@ -139,16 +139,16 @@ FILE = """\
 apiVersion: kbpf.io/v1alpha1
 kind: KbpfConfiguration
 pinDir: /sys/fs/bpf/file
-ipvs: {device: file0, nftTable: file, stateDir: /run/file}
+ipvs: {stateDir: /run/file}
 """
 CLEANUP_ROWS = [
-    ("the file's locations", (), {}, ("/sys/fs/bpf/file", "file0", "file", "/run/file")),
-    ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag", "--nft-table", "flag"), {},
-     ("/sys/fs/bpf/flag", "file0", "flag", "/run/file")),
-    ("a variable beats the file", (), {"KBPF_IPVS_DEVICE": "var0"},
-     ("/sys/fs/bpf/file", "var0", "file", "/run/file")),
+    ("the file's locations", (), {}, ("/sys/fs/bpf/file", "/run/file")),
+    ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag"), {},
+     ("/sys/fs/bpf/flag", "/run/file")),
+    ("a variable beats the file", (), {"KBPF_STATE_DIR": "/run/variable"},
+     ("/sys/fs/bpf/file", "/run/variable")),
     ("a flag with the default value beats the file", ("--state-dir", "/run/kbpf"), {},
-     ("/sys/fs/bpf/file", "file0", "file", "/run/kbpf")),
+     ("/sys/fs/bpf/file", "/run/kbpf")),
 ]  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def cleaned(
     monkeypatch.setattr(cleanup, "remove_pins", lambda pins, *_: looked.append(pins) or ())
 
     def remove_ipvs(config: Config, _: bool) -> tuple[()]:
-        looked.extend((config.ipvs_device, config.nft_table, config.state_dir))
+        looked.append(config.state_dir)
         return ()
 
     monkeypatch.setattr(cleanup, "remove_ipvs", remove_ipvs)
@@ -183,8 +183,8 @@ def cleaned(
 
 
 PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
-LOCATIONS = ("/sys/fs/bpf/file", "file0", "file", "/run/file")
-ALL = ("pin_dir", "cgroup", "cache_dir", "ipvs_device", "nft_table", "state_dir")
+LOCATIONS = ("/sys/fs/bpf/file", "/run/file")
+ALL = ("pin_dir", "cgroup", "cache_dir", "state_dir")
 
 
 class Mistake(NamedTuple):
@@ -216,13 +216,13 @@ MISTAKES = [
             FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
     Mistake("a location twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
     Mistake("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant",
-            ("ipvs_device", "nft_table", "state_dir")),
+            ("state_dir",)),
     Mistake("the spelling of a location in the section ipvs",
-            FILE.replace("nftTable", "nftTables"), "is nftTable meant",
-            ("nft_table",)),
+            FILE.replace("stateDir", "stateDirs"), "is stateDir meant",
+            ("state_dir",)),
     Mistake("the type of the section ipvs",
             FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
-            ("ipvs_device", "nft_table", "state_dir")),
+            ("state_dir",)),
     Mistake("the version of kbpf's document",
             f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
     Mistake("kbpf's document twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
@@ -241,9 +241,7 @@ def test_locations_are_read_despite_other_mistakes(row: Mistake):
     assert bool(parsed.errors) == bool(row.told)
     assert parsed.unreadable.keys() == set(row.names)
     if set(row.names) != set(ALL):
-        expected = dict(
-            zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), LOCATIONS, strict=True)
-        )
+        expected = dict(zip(("pin_dir", "state_dir"), LOCATIONS, strict=True))
         assert {name: str(value) for name, value in parsed.values.items()} == {
             name: value for name, value in expected.items() if name not in row.names
         }
@@ -260,7 +258,7 @@ def test_cleanup_needs_only_the_locations(
     err = capsys.readouterr().err
     assert row.told in err
     assert err.count("\n") == bool(row.told)
-    needed = {"pin_dir", "ipvs_device", "nft_table", "state_dir"} & {*row.names}
+    needed = {"pin_dir", "state_dir"} & {*row.names}
     assert (code, looked) == ((1, ()) if needed else (0, LOCATIONS))
 
 
@@ -303,13 +301,12 @@ def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
 
 
 INSPECT_ROWS = [
-    (("inspect", "services"), "/sys/fs/bpf/file", "/run/file/file0"),
-    (("inspect", "status"), "/sys/fs/bpf/file", "/run/file/file0"),
-    (("inspect", "maps"), "/sys/fs/bpf/file", "/run/file/file0"),
-    (("inspect", "connections", "--state-dir", "/flag"), "/sys/fs/bpf/file", "/flag/file0"),
-    (("inspect", "nat", "--pin-dir", "/flag"), "/flag", "/run/file/file0"),
-    (("inspect", "devices", "--ipvs-device=kbpf-ipvs0"), "/sys/fs/bpf/file",
-     "/run/file/kbpf-ipvs0"),
+    (("inspect", "services"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
+    (("inspect", "status"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
+    (("inspect", "maps"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
+    (("inspect", "connections", "--state-dir", "/flag"), "/sys/fs/bpf/file", "/flag/kbpf-ipvs0"),
+    (("inspect", "nat", "--pin-dir", "/flag"), "/flag", "/run/file/kbpf-ipvs0"),
+    (("inspect", "devices", "--no-headers"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
 ]  # fmt: skip
 
 
@@ -378,8 +375,8 @@ def test_config_validate(
 
 
 BAD_FILES = [
-    (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/file0"),
-    (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/file0"),
+    (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
+    (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/kbpf-ipvs0"),
     ("a: b: c", "not YAML", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
     (None, "cannot read", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
 ]  # fmt: skip

@@ -34,7 +34,7 @@ FLAG_ROWS = {
     "a node's name": ({"--hostname-override": "n1"}, {}, "node_name", "n1"),
     "a folder as source": ({"--source": "objects"}, {}, "source", Path("objects")),
     "a mode": ({"--mode": "bpf"}, {}, "mode", "bpf"),
-    "a log level by variable": ({}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
+    "a log level by variable": ({}, {"KBPF_V": "4"}, "log_level", "debug"),
     "a log format": ({"--log-format": "json"}, {}, "log_format", "json"),
     "Maglev by default for all Services": ({"--algorithm": "maglev"}, {}, "algorithm",
         Algorithm.MAGLEV),
@@ -109,6 +109,9 @@ FLAG_ROWS = {
     "failure to listen is fatal": ({"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
     "no series of Services": ({"--metrics-services": "0"}, {}, "service_series", 0),
     "other sizes are unchanged": ({"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
+    "four slots for each backend": ({"--max-backends": "2000000"}, {}, "slots", 8_000_000),
+    "the largest map has this many slots": ({"--max-backends": "134217728"}, {}, "slots",
+        134_217_728),
 }  # fmt: skip
 """Flags and variables, and the resulting field of Config, its `sizes` or its `serving`."""
 
@@ -127,9 +130,9 @@ WRONG = [
     ({"--mode": "iptables"}, {}, ("iptables", "--mode", "auto or bpf")),
     ({}, {"KBPF_MODE": "x"}, ("KBPF_MODE",)),
     ({"--pin-dir": "kbpf"}, {}, ("'kbpf'", "--pin-dir", "/")),
-    ({"--max-slots": "0"}, {}, ("'0'", "--max-slots")),
-    ({"--max-slots": "many"}, {}, ("'many'", "--max-slots")),
-    ({"--max-slots": "-1"}, {}, ("'-1'",)),
+    ({"--max-backends": "0"}, {}, ("'0'", "--max-backends")),
+    ({"--max-backends": "many"}, {}, ("'many'", "--max-backends")),
+    ({"--max-backends": "-1"}, {}, ("'-1'",)),
     ({"--nodeport-addresses": "192.0.2.0/33"}, {}, ("192.0.2.0/33", "192.0.2.0/24")),
     ({"--nodeport-addresses": "192.0.2.0"}, {}, ("192.0.2.0",)),
     ({"--nodeport-addresses": "here"}, {}, ("'here'", "--nodeport-addresses")),

@@ -94,9 +94,9 @@ SETTINGS = [
          "to 33554432"),
     flags("more connections than a map holds", "--max-connections 1000000000", 2, "not a number of "
           "entries: '1000000000' (--max-connections); give a whole number, 1 to 33554432"),
-    flags("more slots than a map holds", "--max-slots 134217729", 2, "not a number of entries: "
-          "'134217729' (--max-slots); give a whole number, 1 to 134217728"),
-    flags("the largest map sizes", "--max-slots 134217728 --max-connections 33554432", 0),
+    flags("more backends than a map holds", "--max-backends 134217729", 2, "not a number of "
+          "entries: '134217729' (--max-backends); give a whole number, 1 to 134217728"),
+    flags("the largest map sizes", "--max-backends 134217728 --max-connections 33554432", 0),
     ours("a word for a number", "mapSizes: {connections: many}", 2,
          "expected an integer, got a string (.mapSizes.connections)"),
     ours("six mistakes at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: z\n"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kbpf.config import documents
-from kbpf.config.kbpf_configuration import KBPF_SETTINGS, KbpfConfiguration
+from kbpf.config.documents import KBPF_SETTINGS, KbpfConfiguration
 from kbpf.errors import ConfigErrors
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Accounting, ServiceAnnotations, SocketLb
+from kbpf.model.config import Accounting, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 from tests.values.config.documents import (
     OWN,
@@ -30,14 +30,11 @@ OURS = [
     FieldRow("mode: ipvs", "mode", "ipvs"),
     FieldRow("master: https://192.0.2.1:6443", "master", "https://192.0.2.1:6443"),
     FieldRow("source: /objects", "source", Path("/objects")),
-    FieldRow("sourceEmptyGrace: 90s", "source_empty_grace", 90.0),
     FieldRow("allowInsecureApi: true", "allow_insecure_api", True),
     FieldRow("pinDir: /sys/fs/bpf/x", "pin_dir", Path("/sys/fs/bpf/x")),
     FieldRow("cgroup: /sys/fs/cgroup/x", "cgroup", Path("/sys/fs/cgroup/x")),
     FieldRow("cacheDir: /c", "cache_dir", Path("/c")),
     FieldRow("algorithm: maglev", "algorithm", Algorithm.MAGLEV),
-    FieldRow("serviceAnnotations: algorithm", "service_annotations", ServiceAnnotations.ALGORITHM),
-    FieldRow("serviceAnnotations: off", "service_annotations", ServiceAnnotations.OFF),
     FieldRow("systemNamespaces: [kube-system, dns]", "system_namespaces", ("kube-system", "dns")),
     FieldRow("localhostNodePorts: false", "localhost_node_ports", False),
     FieldRow("nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']", "node_port_source_ranges",
@@ -47,7 +44,6 @@ OURS = [
     FieldRow("externalIPs: 'off'", "external_ips", ()),
     FieldRow("externalIPs: '192.0.2.0/24,2001:db8::/64'", "external_ips",
         (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64))),
-    FieldRow("watchNodes: all", "watch_nodes", "all"),
     FieldRow("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
     FieldRow("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
     FieldRow("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
@@ -60,23 +56,17 @@ OURS = [
     FieldRow("packetPath: {excludeDevices: [eth1]}", "excluded_devices", ("eth1",)),
     FieldRow("packetPath: {masqueradePorts: 50000-50099}", "masquerade_ports", (50_000, 50_099)),
     FieldRow("packetPath: {forwarding: direct}", "forwarding", "direct"),
-    FieldRow("ipvs: {device: svc0}", "ipvs_device", "svc0"),
-    FieldRow("ipvs: {nftTable: services}", "nft_table", "services"),
     FieldRow("ipvs: {stateDir: /run/x}", "state_dir", Path("/run/x")),
     FieldRow("mapSizes: {frontends: 7}", "sizes.frontends", 7),
-    FieldRow("mapSizes: {slots: 7}", "sizes.slots", 7),
     FieldRow("mapSizes: {backends: 7}", "sizes.backends", 7),
     FieldRow("mapSizes: {connections: 7000}", "sizes.connections", 7000),
     FieldRow("mapSizes: {affinity: 7}", "sizes.affinity", 7),
-    FieldRow("mapSizes: {counts: 7}", "sizes.counts", 7),
     FieldRow("metrics: {services: 0}", "serving.service_series", 0),
     FieldRow("metrics: {backends: 7}", "serving.backend_series", 7),
-    FieldRow("metrics: {latencies: 7}", "serving.latency_series", 7),
     FieldRow("metrics: {accounting: full}", "accounting", Accounting.FULL),
     FieldRow("metrics: {accounting: off}", "accounting", Accounting.OFF),
     FieldRow("verify: {period: 1m}", "verify_period", 60.0),
     FieldRow("verify: {readiness: true}", "verify_readiness", True),
-    FieldRow("logLevel: warning", "log_level", "warning"),
     FieldRow("mode: ''\ncgroup: null\npacketPath: {devices: []}", "mode", "auto"),
 ]  # fmt: skip
 
@@ -109,7 +99,7 @@ OURS_WRONG = [
     Wrong("packetPath: {masqueradePorts: 9-8}", (f"'9-8' ({O}packetPath.masqueradePorts)",)),
     Wrong("packetPath: {enabled: maybe}", (f"got a string ({O}packetPath.enabled)",)),
     Wrong("packetPath: true", (f"expected an object ({O}packetPath)",)),
-    Wrong("mapSizes: {slots: 0}", (f"'0' ({O}mapSizes.slots)",)),
+    Wrong("mapSizes: {frontends: 0}", (f"'0' ({O}mapSizes.frontends)",)),
     Wrong("mapSizes: {connections: 5}", (f"5 ({O}mapSizes.connections)",)),
     Wrong("socketLB: {mode: pods}", (f"'pods' ({O}socketLB.mode)",)),
     Wrong("socketLB: {exempt: [/]}", (f"({O}socketLB.exempt)",)),
@@ -120,8 +110,8 @@ OURS_WRONG = [
           (f"({O}mapSizes.conections); is connections meant?",
            f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
     Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
-    Wrong("mode: x\nlogLevel: z\nmapSizes: {affinity: -1}",
-          (f"({O}mode)", f"({O}logLevel)", f"({O}mapSizes.affinity)")),
+    Wrong("mode: x\nalgorithm: z\nmapSizes: {affinity: -1}",
+          (f"({O}mode)", f"({O}algorithm)", f"({O}mapSizes.affinity)")),
 ]  # fmt: skip
 
 

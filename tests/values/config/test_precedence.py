@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.config import load
-from kbpf.config.settings import SETTINGS
+from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, Setting
 from kbpf.model.config import MapSizes
 from tests.values.config.documents import OWN, PROXY, cidr, complaints, field, loaded, ours, told
 
@@ -39,9 +39,9 @@ PRECEDENCE = [
     PrecedenceRow("--master is used with kube-proxy's document",
                   PROXY, {"master": "https://x"}, "master",
                   "https://x"),
-    PrecedenceRow("verbosity on the command line beats the file's",
-                  f"{PROXY}logging: {{verbosity: 0}}",
-                  {"log_level": "debug"}, "log_level", "debug"),
+    PrecedenceRow("a logging flag on the command line beats the file's",
+                  f"{PROXY}logging: {{format: text}}",
+                  {"log_format": "json"}, "log_format", "json"),
     PrecedenceRow("unused logging flags cause no warning that they are ignored", PROXY,
                   {"vmodule": "proxier=4", "log_flush_frequency": "1s"}, "log_level", "info"),
     PrecedenceRow("kube-proxy's flags are ignored with its document",
@@ -86,8 +86,9 @@ PRECEDENCE = [
                   f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
                   {"external_ips": "all"}, "external_ips", "all"),
     PrecedenceRow("a flag of kbpf beats both documents",
-                  f"{PROXY}---\n{OWN}logLevel: error", {"log_level": "info"},
-                  "log_level", "info"),
+                  f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n"
+                  f"{OWN}externalIPs: 192.0.2.0/24", {"external_ips": "all"},
+                  "external_ips", "all"),
 ]  # fmt: skip
 
 
@@ -140,7 +141,6 @@ QUESTIONABLE = [
     ({"--feature-gates": "A=true,AllowServiceExternalIPs=false"},
      "--feature-gates: A is accepted but not used"),
     ({"--profiling": "true"}, "--profiling is accepted but not used"),
-    ({"--status-page": "local"}, "--status-page has no effect: `kbpf page` prints"),
 ]  # fmt: skip
 
 
@@ -150,11 +150,19 @@ def test_questionable_setting_is_one_diagnostic(given: dict[str, str], words: st
     assert words in note.text
 
 
-def test_removed_setting_of_a_variable_or_the_file_is_one_note():
-    (note,) = load.load({}, {"KBPF_STATUS_PAGE": "all"}).notes
-    assert note.text.startswith("KBPF_STATUS_PAGE has no effect: ")
-    (note,) = ours("statusPage: local").notes
-    assert note.text.startswith("KbpfConfiguration.statusPage has no effect: ")
+@pytest.mark.parametrize("setting", REMOVED_SETTINGS, ids=lambda setting: setting.name)
+def test_removed_setting_is_one_note(setting: Setting):
+    section, _, name = setting.kbpf.rpartition(".")
+    text = f"{section}: {{{name}: x}}" if section else f"{name}: x"
+    for made, origin in (
+        (load.load({setting.name: "x"}, {}), setting.name),
+        (load.load({}, {setting.environment_variable: "x"}), setting.environment_variable),
+        (ours(text), f"KbpfConfiguration.{setting.kbpf}"),
+    ):
+        (note,) = made.notes
+        assert note.text == f"{origin} has no effect: {setting.text}"
+        assert note.is_warning
+        assert made.config == load.load_config({}, {})
 
 
 @pytest.mark.parametrize("given", [{}, {"--masquerade-ports": "32768-40000"},
@@ -173,9 +181,8 @@ IGNORED_IN_IPVS: list[tuple[dict[str, str], str]] = [
     ({}, ""),
     ({"socket_lb": "off"}, "--socket-lb"),
     ({"forwarding": "direct", "accounting": "full"}, "--forwarding --accounting"),
-    ({"max_frontends": "1000", "max_counts": "1"}, "--max-frontends --max-counts"),
+    ({"max_frontends": "1000", "max_affinity": "1"}, "--max-frontends --max-affinity"),
     ({"metrics_backends": "5"}, "--metrics-backends"),
-    ({"metrics_latencies": "5"}, "--metrics-latencies"),
     ({"packet_path": "false", "device": "eth0"}, "--packet-path --device"),
     ({"masquerade_all": "true", "ipvs_scheduler": "lc", "ipvs_strict_arp": "true"}, ""),
 ]
@@ -188,5 +195,8 @@ def test_settings_without_effect_in_mode_ipvs(given: dict[str, str], names: str)
 
 def test_all_map_sizes_have_no_effect_in_mode_ipvs():
     sizes = [setting for setting in SETTINGS if setting.field.startswith("sizes.")]
-    assert len(sizes) == len(MapSizes.__slots__)
+    derived = {"slots", "counts"}
+    assert {setting.field for setting in sizes} == {
+        f"sizes.{name}" for name in {*MapSizes.__slots__} - derived
+    }
     assert {setting.only for setting in sizes} == {"bpf"}

@@ -61,14 +61,14 @@ FAILURES = [
     Failure(
         "BCC missing, nothing cached",
         CompileError("no BCC"),
-        [*GOOD, check(Check.BCC), check(Check.LLVM)],
+        [*GOOD, check(Check.COMPILER)],
         FallbackReason.NO_COMPILER,
     ),
     Failure(
-        "LLVM missing",
-        CompileError("BCC failed"),
-        [*GOOD, check(Check.LLVM)],
-        FallbackReason.NO_COMPILER,
+        "damaged sources",
+        CompileError("no sock.c"),
+        [*GOOD, check(Check.SOURCES)],
+        FallbackReason.COMPILE_FAILED,
     ),
     Failure("compile failure", CompileError("syntax"), GOOD, FallbackReason.COMPILE_FAILED),
     Failure("verifier refusal", ProgramLoadError("connect4"), GOOD, FallbackReason.PROGRAM_REFUSED),
@@ -82,9 +82,7 @@ FAILURES = [
         )
         for row in (
             check(Check.HOOK, subject="connect4"),
-            check(Check.BATCH),
-            check(Check.CGROUP_LINK),
-            check(Check.LRU_HASH),
+            check(Check.FEATURES),
         )
     ),
     Failure(
@@ -288,7 +286,7 @@ def test_unrelated_error_does_not_fall_back(verb: str):
 
 
 def test_later_error_does_not_fall_back():
-    house = Harness("auto", [check(Check.CGROUP_LINK)])
+    house = Harness("auto", [check(Check.FEATURES)])
     house.start()
     house.bpf.fails["change"] = [AttachError("connect4")]
     with pytest.raises(AttachError):

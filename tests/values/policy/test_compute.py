@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.config import Config, LocalMode, ServiceAnnotations
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, ServiceState
 from kbpf.model.events import Event
 from kbpf.model.objects import (
@@ -167,26 +167,15 @@ def test_state_carries_the_policies_and_affinity_of_its_service():
     assert state.any_endpoints
 
 
-@pytest.mark.parametrize(
-    ("allowed", "algorithm", "weights"),
-    [
-        (ServiceAnnotations.ALL, Algorithm.MAGLEV, (3, 1)),
-        (ServiceAnnotations.ALGORITHM, Algorithm.MAGLEV, ()),
-        (ServiceAnnotations.OFF, Algorithm.RANDOM, ()),
-    ],
-)
-def test_annotations_are_used_if_the_operator_allows_them(
-    allowed: ServiceAnnotations, algorithm: Algorithm, weights: tuple[int, ...]
-):
-    """In a full computation and in an incremental update."""
+def test_annotations_are_used_in_a_full_computation_and_in_an_update():
     first, second = end(1), end(2)
     service = replace(WEB, algorithm=Algorithm.MAGLEV, weights=Weights(((first.address, 3),)))
-    config = Config("me", service_annotations=allowed)
+    config = Config("me")
     whole = compute_desired_state([service], [piece(first, second)], ME, (), config)
     world, kept = ObjectStore("me"), DesiredStateBuilder()
     kept.update(world, world.apply([up(ME), up(service), up(piece(first, second))]), (), config)
     for state in (*whole.services.values(), *kept.state.services.values()):
-        assert (state.algorithm, state.cluster_weights) == (algorithm, weights)
+        assert (state.algorithm, state.cluster_weights) == (Algorithm.MAGLEV, (3, 1))
         assert len(state.cluster) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.errors import NotFoundError
-from kbpf.model.config import Config, ServiceAnnotations
+from kbpf.model.config import Config
 from kbpf.model.events import ObjectKey
 from kbpf.model.objects import (
     Endpoint,
@@ -173,11 +173,6 @@ def test_a_set_that_becomes_empty_says_what_clients_see() -> None:
     assert sets == []  # the one of this node serves while it terminates
     sets = [d for d in run(local, Scenario(nodes_down=("a1",)), "a1") if d.subject is Subject.SET]
     assert [(d.set, d.before, d.after) for d in sets] == [("local", "1 backend", "empty: dropped")]
-
-
-def test_weights_that_the_configuration_ignores_change_nothing() -> None:
-    config = Config(service_annotations=ServiceAnnotations.OFF)
-    assert run(PLAIN, Scenario(weights=Weights(pods=(("p-1", 0),))), "a1", config) == []
 
 
 MISSING = {

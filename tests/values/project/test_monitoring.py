@@ -192,7 +192,7 @@ def needs(text: str, page: dict[str, Family]) -> set[str]:
         if match[1].endswith(
             ("_connect_duration_seconds_bucket", "_round_trip_duration_seconds_bucket")
         ):
-            needed.add("--metrics-latencies")
+            needed.add("--accounting full")
     return needed
 
 

@@ -543,6 +543,12 @@ class MapSpec:
         return self.name, self.map_type, self.key_size, self.value_size, self.version
 
     @property
+    def size_flag(self) -> str:
+        """The flag that sets the limit; "" if there is none."""
+        field = "backends" if self.sized_by == "slots" else self.sized_by
+        return f"--max-{field}" if field not in ("", "counts") else ""
+
+    @property
     def is_fixed_size(self) -> bool:
         """Whether programs write it, so that its size is always the configured one."""
         return bool(self.sized_by) and not self.grows

@@ -402,8 +402,8 @@ def make_map(spec: MapSpec, entries: int, inner: Map | None = None) -> Map:
         )
     except KernelError as error:
         # Which of these it is depends on the type of the map and on the kernel.
-        if spec.sized_by and error.errno in (errno.E2BIG, errno.EINVAL, errno.ENOMEM):
-            error.hint = f"lower --max-{spec.sized_by}"
+        if spec.size_flag and error.errno in (errno.E2BIG, errno.EINVAL, errno.ENOMEM):
+            error.hint = f"lower {spec.size_flag}"
         raise
 
 

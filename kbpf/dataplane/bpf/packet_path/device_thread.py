@@ -38,6 +38,7 @@ from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY
 from kbpf.kernel.net.devices import Device, DeviceMonitor, list_devices
 from kbpf.kernel.system import threads
+from kbpf.kernel.system.backoff import Backoff
 from kbpf.kernel.system.polling import wait_readable
 from kbpf.model.status import MAX_FAILED_DEVICES
 
@@ -107,7 +108,7 @@ class DeviceRetries:
     """
 
     def __init__(self) -> None:
-        self._by_name: dict[str, tuple[float, float]] = {}  # device name → delay, due time
+        self._by_name: dict[str, tuple[Backoff, float]] = {}  # device name → delays, due time
 
     @property
     def due(self) -> float:
@@ -118,11 +119,10 @@ class DeviceRetries:
         """`failed`: those that failed in the pass that has just ended."""
         previous, self._by_name = self._by_name, {}
         for name in failed:
-            delay, due = previous.get(name, (0.0, 0.0))
+            backoff, due = previous.get(name, (Backoff(RETRY_DELAY_S, MAX_RETRY_DELAY_S), 0.0))
             if now >= due:
-                delay = min(2 * delay, MAX_RETRY_DELAY_S) or RETRY_DELAY_S
-                due = now + delay
-            self._by_name[name] = delay, due
+                due = now + backoff.next_delay()
+            self._by_name[name] = backoff, due
 
 
 class DeviceReconciler:

@@ -350,9 +350,9 @@ class CapacityAccount:
             total = self._agent_maps.fill[name] + self._reserved[name] + count
             net = total - self._leaving_entries[name] - own_leaving[name]
             if count and (net > max_fill or total > OVERLAP_FACTOR * limit):
-                flag = MAPS[name].sized_by
+                flag = MAPS[name].size_flag
                 text = self._format_error(key, name, total, max_fill)
-                raise CapacityError(text, "", f"raise --max-{flag}" if flag else "")
+                raise CapacityError(text, "", f"raise {flag}" if flag else "")
 
     def _format_error(self, key: ServicePortKey, name: str, total: int, max_fill: int) -> str:
         limit = self._agent_maps.max_entries(name)

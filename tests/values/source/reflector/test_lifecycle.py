@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backoff, stopping, logging, and what is remembered of objects."""
 
-import itertools
 import logging
 import socket
 import time
@@ -14,9 +13,9 @@ from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Upsert
 from kbpf.model.objects import Service
 from kbpf.source.api import transport
-from kbpf.source.api.backoff import MAX_REASONS, Backoff, OutageLog
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
+from kbpf.source.api.outages import MAX_REASONS, OutageLog
 from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, SLICES
 from kbpf.source.api.versions import KnownVersions
@@ -225,7 +224,7 @@ def test_internal_error_does_not_end_the_thread(start, caplog):
     assert run.waits[0] == 0.2
 
 
-# --- OutageLog, Backoff and KnownVersions ---
+# --- OutageLog and KnownVersions ---
 
 
 MINUTE = 60.0
@@ -291,29 +290,6 @@ def test_the_same_failure_of_two_watches_is_one_line(caplog):
             run.stop()
     lines = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
     assert len(lines) == 1
-
-
-def test_backoff_has_jitter():
-    chances = itertools.cycle([0.0, 0.5, 1.0])
-    pace = Backoff(lambda: next(chances))
-    waits = [pace.next_delay(failed=True, healthy_for=0) for _ in range(3)]
-    assert waits == [pytest.approx(it) for it in (0.1, 0.3, 0.8)]
-
-
-def test_backoff_is_zero_only_after_the_first_clean_end():
-    pace = Backoff(lambda: 1.0)
-    assert [pace.next_delay(failed=False, healthy_for=1) for _ in range(4)] == [0, 0.4, 0.8, 1.6]
-
-
-def test_backoff_waits_at_a_clean_end_after_a_failure():
-    pace = Backoff(lambda: 1.0)
-    assert pace.next_delay(failed=True, healthy_for=0) == 0.2
-    assert pace.next_delay(failed=False, healthy_for=1) == 0.4
-
-
-def test_backoff_is_capped_after_many_tries():
-    pace = Backoff(lambda: 1.0, tries=100_000)
-    assert pace.next_delay(failed=True, healthy_for=0) == 30
 
 
 KEY = ObjectKey(Kind.SERVICE, "ns", "a")

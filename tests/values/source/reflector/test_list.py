@@ -330,21 +330,13 @@ NODES = {
 @pytest.mark.parametrize("name", NODES)
 def test_all_nodes_are_watched_up_to_one_page(start, name: str):
     first_page, selector = NODES[name]
-    run = start(first_page, streamed(bookmark(100, end=True)), resource=node_resource("n1", "auto"))
+    run = start(first_page, streamed(bookmark(100, end=True)), resource=node_resource("n1"))
     run.until_watching(2)
     first, stream = run.server.requests
     assert first.query == {"limit": "1"}
     assert "sendInitialEvents" in stream.query
     assert stream.query.get("fieldSelector", "") == selector
     assert run.said == ["synced"]
-
-
-@pytest.mark.parametrize(("setting", "selector"), [("all", ""), ("own", OWN)])
-def test_explicit_watch_nodes_setting_needs_no_count(start, setting: str, selector: str):
-    run = start(streamed(bookmark(100, end=True)), resource=node_resource("n1", setting))
-    run.until_watching(1)
-    (stream,) = run.server.requests
-    assert stream.query.get("fieldSelector", "") == selector
 
 
 def test_cluster_that_outgrows_a_page_is_watched_by_own_node_only(start):
@@ -364,7 +356,7 @@ def test_cluster_that_outgrows_a_page_is_watched_by_own_node_only(start):
         status(410),
         counted(PAGE_SIZE),
         streamed(event, bookmark(20, end=True)),
-        resource=node_resource("n1", "auto"),
+        resource=node_resource("n1"),
     )  # fmt: skip
     run.until_watching(5)
     assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]

@@ -17,9 +17,8 @@ import pytest
 
 from kbpf.errors import SourceError
 from kbpf.source.api.credentials import Cluster
-from kbpf.source.api.event_sink import EventSink
 from kbpf.source.api.kubeconfig import Access
-from kbpf.source.api.transport import ApiConnection, ReadTimeout, explain_error
+from kbpf.source.api.transport import ApiConnection, EventSink, ReadTimeout, explain_error
 from tests.support.cluster.certs import Authority
 from tests.support.faults.scripted import ScriptedServer
 from tests.values.source.transport.kubeconfigs import URL, b64, headers, ok, unauthorized

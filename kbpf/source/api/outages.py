@@ -1,52 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long to wait before the next attempt, and when to log a failure. Pure rules: no source can
-become a tight loop, and an outage neither floods the log nor is missing from its last hour.
-
-- After a failure: 0.2 s, doubled each time up to 30 s, with a random factor between 1/2 and 1, so
-  that the nodes of a cluster do not reconnect in step.
-- After a clean end: at once, but a second one without a steady watch in between counts as a
-  failure.
-- Only a watch that was healthy for `steady_after` seconds resets the backoff. Headers, a list or a
-  few events do not: a server may send those and still fail each time.
-- Watches that fail for the same reason share one log line, which is repeated after 1 and 5 minutes
-  and then every 10 minutes.
+"""When to log the failures of watches: an outage neither floods the log nor is missing from its
+last hour. Watches that fail for the same reason share one log line, which is repeated after 1 and 5
+minutes and then every 10 minutes.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-MAX_EXPONENT = 20
 FIRST_REPEATS: Final = (60.0, 300.0)
 REPEAT_INTERVAL: Final = 600.0
 """After FIRST_REPEATS."""
 MAX_REASONS: Final = 32
-
-
-@dataclass(slots=True)
-class Backoff:
-    """The backoff of one watch. `rng` returns 0 to 1."""
-
-    rng: Callable[[], float]
-    initial: float = 0.2
-    maximum: float = 30.0
-    steady_after: float = 5.0
-    tries: int = 0
-
-    def next_delay(self, *, failed: bool, healthy_for: float, retry_after: float = 0.0) -> float:
-        """Returns the seconds to wait now. `healthy_for`: how long the watch was healthy, 0 if
-        never. `retry_after`: the minimum that the server has asked for.
-        """
-        if healthy_for >= self.steady_after:
-            self.tries = 0
-        is_immediate = not failed and self.tries == 0
-        jitter = 0.5 + self.rng() / 2
-        delay = min(self.maximum, self.initial * 2.0 ** min(self.tries, MAX_EXPONENT)) * jitter
-        self.tries += 1
-        # Retry-After is a minimum: we wait 1 to 1.5 times as long, so that clients do not return
-        # together.
-        return max(0.0 if is_immediate else delay, retry_after * (0.5 + jitter))
 
 
 class Outage(NamedTuple):
