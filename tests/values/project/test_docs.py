@@ -334,6 +334,17 @@ def test_functions_that_a_design_page_names_exist(page: str):
     assert {name for match in named if match for name in match[1].split(".")} <= words
 
 
+def test_the_table_of_threads_is_complete():
+    """The threads of the watches are named after their resource, those of namespaces by number."""
+    text = (ROOT / "docs/design/architecture.md").read_text().partition("\n## Threads\n")[2]
+    rows = [cells(line) for line in text.partition("\n## ")[0].splitlines() if line[:3] == "| `"]
+    listed = {name for row in rows for name in re.findall(r"`([\w*-]+)`", row[0])}
+    code = " ".join(path.read_text() for path in (ROOT / "kbpf").rglob("*.py"))
+    started = set(re.findall(r'(?:threads\.start|SupervisedThread)\(\s*"([\w-]+)"', code))
+    assert listed - started == {"services", "endpointslices", "nodes", "pods", "netns-*"}
+    assert started <= listed
+
+
 # ---- figures -------------------------------------------------------------------------------------
 
 
