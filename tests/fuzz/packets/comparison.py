@@ -104,7 +104,7 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         answers = step == ("NEW", "ANSWERED") and re.search(r":S\b.*:<SA\b", each.script)
         revives = step == ("CLOSED", "CLOSING")  # "segment after a reset"
         restarts = step == ("ANSWERED", "NEW") and kbpf_before.quiet
-        # a genuine reset whose number is no longer the exact one, see docs/design/datapath.md
+        # a genuine reset whose number is no longer the exact one, see README.md
         survives = step in (("CLOSED", "UNPROVEN"), ("CLOSED", "ESTABLISHED")) and (
             re.search(r":\S*\+\S*.* <?R", each.script) is not None
         )

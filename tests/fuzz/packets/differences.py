@@ -2,7 +2,7 @@
 """Intended differences between kbpf's state of a connection and nf_conntrack's: rows with reasons.
 
 Each of kbpf's states corresponds to some of Linux's (SAME). Any other pair needs a row: the states
-of both, and a condition on the script. docs/design/datapath.md has the reason under the row's name.
+of both, and a condition on the script. README.md has the reason under the row's name.
 Whatever the rows allow, broken_promise() says what must never happen.
 """
 
@@ -61,7 +61,7 @@ _PROVEN: Final = {
 
 
 class Row(NamedTuple):
-    """An intended difference: `name` is the line of docs/design/datapath.md that has the reason. No
+    """An intended difference: `name` is the line of README.md that has the reason. No
     states: any.
     """
 

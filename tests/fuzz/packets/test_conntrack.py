@@ -28,7 +28,7 @@ from tests.fuzz.packets.mutants import MUTANTS, PACKAGE
 from tests.fuzz.packets.node import VARIANTS
 from tests.fuzz.packets.twins import LONGEST_PHASE, NOTHING, Outcome, Played, Stalled, Twins
 
-DATAPATH = Path(__file__).parents[3] / "docs" / "design" / "datapath.md"
+STATES = Path(__file__).with_name("README.md")
 
 SCRIPTS = [
     # script, kbpf's state, whether it is needed, Linux's state
@@ -173,7 +173,7 @@ def test_slow_batch_raises_stalled(twins: Twins, monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_intended_difference_is_documented():
-    _, _, section = DATAPATH.read_text().partition("## States compared with nf_conntrack")
+    _, _, section = STATES.read_text().partition("## Intended differences")
     told = Counter(re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE))
     assert {row.name for row in ROWS} <= told.keys()
 

@@ -232,7 +232,7 @@ def answer(table: Table, row: Dial) -> Answer:
 
 
 def decide(state: DesiredState, to: FrontendAddress, hop: Hop) -> Answer:
-    """What a data plane with this state must do (docs/design/datapath.md)."""
+    """What a data plane with this state must do (docs/design/sets.md)."""
     match = _find(state, to, hop)
     if match is None:
         if to.address in _cluster_ips(state):

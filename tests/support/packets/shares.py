@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node ports that a masqueraded client may get, as docs/design/datapath.md describes them.
+"""The node ports that a masqueraded client may get, as docs/design/packets.md describes them.
 
 Imports nothing of kbpf.
 """

@@ -329,7 +329,7 @@ def test_each_map_that_clients_can_fill_names_a_test(row: MapRow):
 
 def test_the_table_of_verdicts_has_all_reasons():
     """A note is described below the table, or next to the verdict that it accompanies."""
-    section = (ROOT / "docs/design/datapath.md").read_text().partition("\n## Verdicts\n")[2]
+    section = (ROOT / "docs/design/sets.md").read_text().partition("\n## Verdicts\n")[2]
     section = section.partition("\n## ")[0]
     rows = [cells(line) for line in section.splitlines() if line.startswith("| ")][1:]
     verdicts = {
@@ -342,6 +342,28 @@ def test_the_table_of_verdicts_has_all_reasons():
         reason.name: reason.verdict for reason in Reason if reason.name not in notes
     }
     assert notes <= set(re.findall(r"`([A-Z_]+)`", section))
+
+
+DESIGN = [page for page in PAGES if page.startswith("docs/design/")]
+
+
+@pytest.mark.parametrize("page", DESIGN)
+def test_functions_that_a_design_page_names_exist(page: str):
+    code = [path for path in (ROOT / "kbpf").rglob("*") if path.suffix in (".py", ".c", ".h")]
+    words = set(re.findall(r"\w+", " ".join(path.read_text() for path in code)))
+    named = [re.fullmatch(r"([\w.]+)\(\)", span) for span in docs.spans(page)]
+    assert {name for match in named if match for name in match[1].split(".")} <= words
+
+
+def test_the_table_of_threads_is_complete():
+    """The threads of the watches are named after their resource, those of namespaces by number."""
+    text = (ROOT / "docs/design/architecture.md").read_text().partition("\n## Threads\n")[2]
+    rows = [cells(line) for line in text.partition("\n## ")[0].splitlines() if line[:3] == "| `"]
+    listed = {name for row in rows for name in re.findall(r"`([\w*-]+)`", row[0])}
+    code = " ".join(path.read_text() for path in (ROOT / "kbpf").rglob("*.py"))
+    started = set(re.findall(r'(?:threads\.start|SupervisedThread)\(\s*"([\w-]+)"', code))
+    assert listed - started == {"services", "endpointslices", "nodes", "pods", "netns-*"}
+    assert started <= listed
 
 
 # ---- figures -------------------------------------------------------------------------------------
