@@ -46,6 +46,7 @@ HOMES = {
     "typer": ("cli/",),
     "click": ("cli/",),
     "rich": ("cli/",),
+    "jinja2": ("views/html_page.py",),
     "yaml": ("bounded_yaml.py",),
     "msgspec": ("",),
 }
