@@ -69,7 +69,7 @@ SCREENS = (
 )
 OTHER_SCENES = {
     "kubectl kbpf status": "tests/lab/cluster/test_kubectl_plugin.py",
-    "kbpf simulate objects --zone-down b": "tests/values/cli/test_simulate.py",
+    "kbpf simulate objects": "tests/values/cli/test_simulate.py",
 }
 """Commands in the pages whose output shows a scene of these tests."""
 BROWSER_PICTURES = {"page.png": "tests/lab/agent/test_page.py"}
