@@ -70,12 +70,12 @@ _NAMES: Final = (
     Column("SERVICE", _format_service),
     Column("NODES", _format_nodes),
     Column("WHAT", lambda d: f"{d.set} {d.what}".lstrip()),
-    Column("NAME", lambda d: d.name or "-"),
-    Column("POD", lambda d: d.pod or "-"),
-    Column("NODE", lambda d: d.node or "-", wide=True),
-    Column("ZONE", lambda d: d.zone or "-"),
+    Column("NAME", "name"),
+    Column("POD", "pod"),
+    Column("NODE", "node", wide=True),
+    Column("ZONE", "zone"),
 )
-_WHY: Final = Column("WHY", lambda d: d.reason or "-")
+_WHY: Final = Column("WHY", "reason")
 COLUMNS: Final = (
     *_NAMES,
     Column("BEFORE", lambda d: _format_value(d.before, d.share_before), right=True),

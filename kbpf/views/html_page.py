@@ -19,7 +19,7 @@ from kbpf.model.fairness import take_turns
 from kbpf.model.inspection import EMPTY_SET, Inspection, Part, ServicePort
 from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures, maps, status
-from kbpf.views.columns import format_duration, format_number
+from kbpf.views.columns import format_duration, format_value
 from kbpf.views.services import NEEDS as SERVICES
 
 NEEDS: Final = SERVICES | Part.TRAFFIC | failures.NEEDS | maps.NEEDS | status.NEEDS
@@ -94,7 +94,7 @@ def format_html(inspection: Inspection, generated_at: str) -> str:
 
     def count(stats: ConnectionStats, field: str) -> str:
         """``-`` if it is not counted."""
-        return format_number(getattr(stats, field) if field in inspection.counted else None)
+        return format_value(getattr(stats, field) if field in inspection.counted else None)
 
     view = status.build_view(inspection)
     unknown = "the agent runs" if view.running else "no agent has written its status"
