@@ -25,9 +25,9 @@ def format_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. `value`: the name of a row's field, whose value `format` makes a text (``-`` for
-    None), or a function that makes the text of a row. `wide`: shown with `-o wide` only. `right`:
-    aligned to the right, for numbers.
+    """One column. `value`: a row's field, or ``field.field``, whose value `format` makes a text
+    (``-`` for None); or a function that makes the text of a row. `wide`: shown with `-o wide` only.
+    `right`: aligned to the right, for numbers.
     """
 
     title: str
@@ -40,7 +40,9 @@ class Column:
         """The text of the cell."""
         if not isinstance(self.value, str):
             return self.value(row)
-        value = getattr(row, self.value)
+        value = row
+        for name in self.value.split("."):
+            value = None if value is None else getattr(value, name)
         return "-" if value is None else self.format(value)
 
 

@@ -5,7 +5,7 @@ with Pod, node, zone, state, share and traffic.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
@@ -230,15 +230,7 @@ def _traffic_row(row: ServiceRow, traffic: BackendTraffic, counted: frozenset[st
         id=traffic.id,
         backend=str(traffic.backend or traffic.scope or f"id {traffic.id}, gone"),
         open=open_count,
-        opened=count("opened"),
-        no_endpoint=count("no_endpoint"),
-        not_allowed=count("not_allowed"),
-        refused=count("refused"),
-        unanswered=count("unanswered"),
-        reset=count("reset"),
-        bytes_in=count("bytes_in"),
-        bytes_out=count("bytes_out"),
-        retransmits=count("retransmits"),
+        **{name: count(name) for name in TRAFFIC_COUNTERS if name != "rtts"},
         round_trip_ms=round(totals.rtt_us / totals.rtts / 1000, 3) if count("rtts") else None,
         round_trips=count("rtts"),
     )
@@ -287,21 +279,21 @@ def _frontend_notes(row: FrontendRow) -> Iterator[str]:
 
 
 TRAFFIC_COUNTERS: Final = {
-    "opened": Column("OPENED", "opened", right=True),
-    "no_endpoint": Column("NO-ENDPOINT", "no_endpoint", right=True),
-    "not_allowed": Column("NOT-ALLOWED", "not_allowed", right=True),
-    "refused": Column("REFUSED", "refused", right=True),
-    "unanswered": Column("UNANSWERED", "unanswered", right=True),
-    "reset": Column("RESET", "reset", right=True),
-    "bytes_in": Column("IN", "bytes_in", size_text, right=True),
-    "bytes_out": Column("OUT", "bytes_out", size_text, right=True),
-    "retransmits": Column("RETRANSMITS", "retransmits", right=True),
-    "rtts": Column("ROUND-TRIP", "round_trip_ms", format_milliseconds, right=True),
+    "opened": Column("OPENED", "traffic.opened", right=True),
+    "no_endpoint": Column("NO-ENDPOINT", "traffic.no_endpoint", right=True),
+    "not_allowed": Column("NOT-ALLOWED", "traffic.not_allowed", right=True),
+    "refused": Column("REFUSED", "traffic.refused", right=True),
+    "unanswered": Column("UNANSWERED", "traffic.unanswered", right=True),
+    "reset": Column("RESET", "traffic.reset", right=True),
+    "bytes_in": Column("IN", "traffic.bytes_in", size_text, right=True),
+    "bytes_out": Column("OUT", "traffic.bytes_out", size_text, right=True),
+    "retransmits": Column("RETRANSMITS", "traffic.retransmits", right=True),
+    "rtts": Column("ROUND-TRIP", "traffic.round_trip_ms", format_milliseconds, right=True),
 }
 """Fields of ConnectionStats → their columns. `--accounting` decides which are counted."""
 
 TRAFFIC_COLUMNS: Final = (
-    Column("OPEN", "open", right=True),
+    Column("OPEN", "traffic.open", right=True),
     *TRAFFIC_COUNTERS.values(),
 )
 
@@ -312,9 +304,9 @@ ALWAYS_SHOWN: Final = frozenset(("opened", "refused", "unanswered", "reset"))
 _NAME_COLUMNS: Final = (
     Column("PORT", "port"),
     Column("ENDPOINT", "text"),
-    Column("POD", lambda line: (line.endpoint and line.endpoint.pod) or "-"),
-    Column("NODE", lambda line: (line.endpoint and line.endpoint.node) or "-"),
-    Column("ZONE", lambda line: (line.endpoint and line.endpoint.zone) or "-"),
+    Column("POD", "endpoint.pod"),
+    Column("NODE", "endpoint.node"),
+    Column("ZONE", "endpoint.zone"),
     Column("STATE", "state"),
     Column("SHARE", "cluster", right=True),
 )
@@ -338,14 +330,10 @@ def _endpoint_columns(details: Sequence[ServiceDetail], wide: bool) -> list[Colu
     return [
         *_NAME_COLUMNS[0 if has_ports else 1 :],
         *([_LOCAL_COLUMN] if has_local else []),
-        *map(_of_traffic, (TRAFFIC_COLUMNS[0], *counters)),
+        TRAFFIC_COLUMNS[0],
+        *counters,
         *_ID_COLUMNS,
     ]
-
-
-def _of_traffic(column: Column) -> Column:
-    """A column of TrafficRow, for lines that may have none."""
-    return replace(column, value=lambda line: column.text(line.traffic) if line.traffic else "-")
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -450,7 +438,7 @@ def _in_first_line(text: Callable[[FrontendLine, ServiceDetail], str]) -> Callab
 FRONTEND_COLUMNS: Final = (
     Column("PORT", _in_first_line(lambda _, d: d.service.port or "-")),
     Column("FRONTEND", "text"),
-    Column("KIND", lambda line: line.frontend.kind if line.frontend else "-"),
+    Column("KIND", "frontend.kind"),
     Column("READY", _in_first_line(lambda line, _: line.ready), right=True),
     Column("OPEN", _in_first_line(lambda line, _: format_value(line.open)), right=True),
     Column("NO-ENDPOINT", _in_first_line(lambda line, _: format_value(line.count("no_endpoint"))),

@@ -274,10 +274,6 @@ def _format_bytes(value: float) -> str:
     return format_size(round(value))
 
 
-def _format_quantile(row: TopRow, name: str) -> str:
-    return "-" if row.latency is None else format_milliseconds(getattr(row.latency, name))
-
-
 _RATES: Final = (
     Column("NEW/S", "new", _format_rate, right=True),
     Column("NO-BACKEND/S", "no_backend", _format_rate, right=True),
@@ -290,10 +286,10 @@ _TRAFFIC: Final = (
     Column("OUT/S", "bytes_out", _format_bytes, right=True),
 )
 _LATENCY: Final = (
-    Column("CONNECT-P50", lambda r: _format_quantile(r, "connect_p50_ms"), right=True, wide=True),
-    Column("CONNECT-P99", lambda r: _format_quantile(r, "connect_p99_ms"), right=True),
-    Column("RTT-P50", lambda r: _format_quantile(r, "round_trip_p50_ms"), right=True, wide=True),
-    Column("RTT-P99", lambda r: _format_quantile(r, "round_trip_p99_ms"), right=True, wide=True),
+    Column("CONNECT-P50", "latency.connect_p50_ms", format_milliseconds, right=True, wide=True),
+    Column("CONNECT-P99", "latency.connect_p99_ms", format_milliseconds, right=True),
+    Column("RTT-P50", "latency.round_trip_p50_ms", format_milliseconds, right=True, wide=True),
+    Column("RTT-P99", "latency.round_trip_p99_ms", format_milliseconds, right=True, wide=True),
 )
 _TRAFFIC_OF_BACKENDS: Final = tuple(c for c in _TRAFFIC if c.title != "NO-BACKEND/S")
 COLUMNS: Final[Mapping[By, Sequence[Column]]] = {
