@@ -52,7 +52,7 @@ check: $(CHECK_STAMP) ## style, types and the tests that need no root: about a m
 	$(CHECK)/bin/python -m pytest -q -n auto --dist loadfile -p no:cacheprovider tests/values $(PYTEST)
 
 demo: venv ## a Service, three backends and a client on this machine, no cluster
-	@if [ -t 1 ]; then $(BIN)/kbpf demo; else $(BIN)/kbpf demo --once; fi
+	@$(BIN)/kbpf demo
 
 screens: venv ## the pictures and the output of commands in the documents, from a real run; only="trace failures"
 	$(BIN)/python -m tests.screens $(only)

@@ -53,7 +53,7 @@ class Screen(NamedTuple):
 
 OBSERVE, TROUBLESHOOT = "docs/observe.md", "docs/troubleshoot.md"
 SCREENS = (
-    Screen("demo", "kbpf demo --once", ("README.md",), columns=150),
+    Screen("demo", "kbpf demo", ("README.md",), columns=150),
     Screen("service", "kbpf inspect service 10.96.0.10:80", (TROUBLESHOOT,), (OBSERVE,), 165),
     Screen(
         "trace",
@@ -69,7 +69,7 @@ SCREENS = (
 )
 OTHER_SCENES = {
     "kubectl kbpf status": "tests/lab/cluster/test_kubectl_plugin.py",
-    "kbpf simulate objects --zone-down b": "tests/values/cli/test_simulate.py",
+    "kbpf simulate objects": "tests/values/cli/test_simulate.py",
 }
 """Commands in the pages whose output shows a scene of these tests."""
 BROWSER_PICTURES = {"page.png": "tests/lab/agent/test_page.py"}
@@ -152,18 +152,18 @@ def main() -> None:
     if unknown := set(names) - set(known):
         parser.error(f"no such screens: {', '.join(sorted(unknown))}")
     from kbpf.cli.options import DEFAULT
-    from kbpf.demo.once import BACKENDS, CLIENTS, ReportReader, run_once
+    from kbpf.demo.phases import CLIENTS, Client, run_phases
     from kbpf.demo.scene import DemoScene
 
     def kbpf(screen: Screen) -> list[str]:
         return [sys.executable, "-m", *shlex.split(screen.command)]
 
     wanted = [screen for screen in SCREENS if screen.name in names]
-    with DemoScene(BACKENDS, DEFAULT.cache_dir, options=("--accounting", "full")) as scene:
+    with DemoScene(DEFAULT.cache_dir, options=("--accounting", "full")) as scene:
         scene.wait_until_ready()
-        run_once(scene, REQUESTS)
+        run_phases(scene, REQUESTS)
         for client in CLIENTS:  # for what shows connections as they happen
-            ReportReader(scene.start_client(client, 0, RATE, waits=False), scene)
+            Client(scene, client, 0, RATE)
         environment = {**os.environ, "KBPF_PIN_DIR": str(scene.pin_dir)}
         for screen in wanted:
             if not screen.command.startswith("kbpf demo"):

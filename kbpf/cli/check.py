@@ -71,10 +71,10 @@ def _format_needed(row: CheckRow) -> str:
 
 
 COLUMNS: Final = (
-    Column("CHECK", lambda r: r.name),
-    Column("RESULT", lambda r: r.result),
+    Column("CHECK", "name"),
+    Column("RESULT", "result"),
     Column("NEEDED", _format_needed),
-    Column("DETAIL", lambda r: r.detail),
+    Column("DETAIL", "detail"),
 )
 
 

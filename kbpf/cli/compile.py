@@ -10,7 +10,7 @@ import typer
 from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption
 from kbpf.errors import CompileError
-from kbpf.views.columns import Column, format_bool, format_number
+from kbpf.views.columns import Column
 from kbpf.views.page import Kind, Page
 
 
@@ -27,12 +27,12 @@ class CompiledUnit(msgspec.Struct, frozen=True):
 
 
 COLUMNS: Final = (
-    Column("UNIT", lambda c: c.unit),
-    Column("COMPILED", lambda c: format_bool(c.compiled)),
-    Column("PROGRAMS", lambda c: format_number(c.programs), right=True),
-    Column("INSTRUCTIONS", lambda c: format_number(c.instructions), right=True),
-    Column("ARTIFACT", lambda c: c.path),
-    Column("COMPILER", lambda c: c.compiler, wide=True),
+    Column("UNIT", "unit"),
+    Column("COMPILED", "compiled"),
+    Column("PROGRAMS", "programs", right=True),
+    Column("INSTRUCTIONS", "instructions", right=True),
+    Column("ARTIFACT", "path"),
+    Column("COMPILER", "compiler", wide=True),
 )
 
 KIND: Final = Kind("CompiledUnitList", CompiledUnit, item_name=lambda c: c.unit)

@@ -4,21 +4,22 @@ neither a kernel with BPF nor root.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Final
 
+import msgspec
 import typer
 
 from kbpf.cli import render
+from kbpf.cli.differences import EMPTY, Found, World, WorldChange, collect_world, list_nodes
 from kbpf.cli.endpoints import Kubeconfig
 from kbpf.cli.options import Output, OutputOption
 from kbpf.cli.origin import CLUSTER, RunConfigFile, read_config, read_world
-from kbpf.errors import KbpfError, NotFoundError, describe_unexpected_error
+from kbpf.errors import KbpfError, NotFoundError, closest_name, describe_unexpected_error
 from kbpf.model.config import Config
-from kbpf.model.objects import ServiceName, Weights
-from kbpf.policy.what_if import Distribution, Scenario, apply_scenario
-from kbpf.policy.worlds import Difference, World, WorldChange, collect_world, list_nodes
+from kbpf.model.objects import Service, ServiceName
 from kbpf.views import differences as view
+from kbpf.views.page import NO_RESOURCES
 
 MAX_NODES: Final = 100
 """Without --node, this many Nodes are computed, in the order of their names."""
@@ -47,36 +48,17 @@ ServiceFilter = Annotated[
         help="Only this Service; without a namespace, default.",
     ),
 ]  # fmt: skip
-ZonesDown = Annotated[
-    list[str] | None,
-    typer.Option("--zone-down", metavar="ZONE", help="The Nodes and endpoints of a zone are gone."),
-]
-NodesDown = Annotated[
-    list[str] | None,
-    typer.Option("--node-down", metavar="NODE", help="A Node and its endpoints are gone."),
-]
-Drained = Annotated[
-    list[str] | None,
-    typer.Option("--drain", metavar="NODE", help="The endpoints of a node terminate, and serve."),
-]
-WeightRules = Annotated[
+Removed = Annotated[
     list[str] | None,
     typer.Option(
-        "--weight", metavar="NAME=N",
-        help="A weight, as in the annotation kbpf.io/weights: of a Pod, an address, node:NODE, "
-        "zone:ZONE or *.",
-    ),
-]  # fmt: skip
-DistributionOption = Annotated[
-    Distribution | None,
-    typer.Option(
-        "--traffic-distribution",
-        help="Hints as the EndpointSlice controller sets them for spec.trafficDistribution.",
+        "--zone-down", "--node-down", "--drain", "--weight", "--traffic-distribution", hidden=True
     ),
 ]
-Everything = Annotated[
-    bool, typer.Option("--all", help="Also show backends whose share does not change.")
-]
+RemovedFlag = Annotated[bool, typer.Option("--all", hidden=True)]
+REMOVED: Final = (
+    "--all, --zone-down, --node-down, --drain, --weight and --traffic-distribution have no effect: "
+    "change a copy of the folder, and compare both with `kbpf diff`"
+)
 
 
 def diff(
@@ -93,63 +75,66 @@ def diff(
         notes: list[str] = []
         old = collect_world(read_world(before, settings, notes))
         new = collect_world(read_world(after, settings, notes))
-        change = WorldChange(old, new, settings)
-        names = _choose_nodes(nodes, new, old, settings, notes)
-        rows = _compute_rows(change, names, _parse_service(service), False)
+        rows = _compare(old, new, settings, nodes, service, notes)
     except (KbpfError, OSError) as error:
         text = describe_unexpected_error(error) if isinstance(error, OSError) else str(error)
         print(f"kbpf: {text}", file=sys.stderr)
         raise typer.Exit(TROUBLE) from None
-    render.show(view.build_page(rows, notes, ""), output)
+    render.show(view.build_page(rows, notes), output)
     raise typer.Exit(DIFFERENT if rows else 0)
 
 
 def simulate(
-    world: WorldArgument = CLUSTER, zones_down: ZonesDown = None, nodes_down: NodesDown = None,
-    drained: Drained = None, weights: WeightRules = None, distribution: DistributionOption = None,
-    everything: Everything = False, nodes: Nodes = None, service: ServiceFilter = "",
+    world: WorldArgument = CLUSTER, nodes: Nodes = None, service: ServiceFilter = "",
     output: OutputOption = Output.TABLE, kubeconfig: Kubeconfig = None,
-    config: RunConfigFile = None,
+    config: RunConfigFile = None, removed: Removed = None, removed_flag: RemovedFlag = False,
 ) -> None:  # fmt: skip
-    """Show which share of connections each backend would get on each node, if a zone were gone, a
-    node drained, or weights or traffic distribution were different. Without such an option: which
-    share it gets. Other Pods stay where they are.
+    """Show which share of connections each backend would get on each node, and which sets of
+    backends are empty.
     """
     settings = read_config(config, kubeconfig)
-    selected = _parse_service(service)
-    rules, default_weight = _parse_weights(weights or [])
-    scenario = Scenario(
-        tuple(zones_down or ()), tuple(nodes_down or ()), tuple(drained or ()), rules,
-        default_weight, distribution, selected,
-    )  # fmt: skip
-    notes: list[str] = []
-    before = collect_world(read_world(world, settings, notes))
-    outcome = apply_scenario(before, scenario)
-    with_unchanged = everything or scenario[:-1] == Scenario()[:-1]
-    change = WorldChange(before, outcome.world, settings, outcome.causes)
-    names = _choose_nodes(nodes, outcome.world, before, settings, notes)
-    rows = _compute_rows(change, names, selected, with_unchanged)
-    render.show(view.build_page(rows, notes, "No differences found."), output)
+    notes = [REMOVED] if removed or removed_flag else []
+    objects = collect_world(read_world(world, settings, notes))
+    rows = _compare({}, objects, settings, nodes, service, notes)
+    chosen = [row for row in rows if row.what == "backend" or (row.after or "").startswith(EMPTY)]
+    page = view.build_page(chosen, notes, view.SHARE_COLUMNS)
+    render.show(page.with_empty("" if chosen else NO_RESOURCES), output)
 
 
-def _parse_service(text: str) -> ServiceName | None:
+def _compare(
+    before: World, after: World, config: Config, nodes: Sequence[str] | None, service: str,
+    notes: list[str],
+) -> list[view.DifferenceRow]:  # fmt: skip
+    """A row for each difference, with all nodes that have it. Raises NotFoundError."""
+    selected = _find_service(service, {**before, **after})
+    names = _choose_nodes(nodes, after, before, config, notes)
+    change = WorldChange(before, after, config)
+    nodes_by_difference: dict[Found, list[str]] = {}
+    for node in names:
+        for found in change.compute(node):
+            port, _ = found
+            if selected is None or (port and port.service == selected):
+                nodes_by_difference.setdefault(found, []).append(node)
+    # The sort is stable: differences of one port stay in the order in which they were found.
+    ordered = sorted(nodes_by_difference.items(), key=lambda item: item[0][0] or ())
+    return [
+        msgspec.structs.replace(row, nodes=tuple(where), all_nodes=len(where) == len(names))
+        for (_, row), where in ordered
+    ]
+
+
+def _find_service(text: str, world: World) -> ServiceName | None:
+    """Raises NotFoundError."""
+    if not text:
+        return None
     namespace, _, name = text.rpartition("/")
-    return ServiceName(namespace or "default", name) if text else None
-
-
-def _parse_weights(texts: Sequence[str]) -> tuple[Weights | None, int | None]:
-    """The rules, and the weight of all others; None without."""
-    from kbpf.source.decode.annotations import parse_weights
-
-    if not texts:
-        return None, None
-    problems: list[str] = []
-    rules = parse_weights(", ".join(texts), problems)
-    if problems or rules is None:
-        what = problems[0].partition(": ")[2] if problems else "no weight"
-        raise typer.BadParameter(what, param_hint="--weight")
-    has_default = any(part.strip().startswith("*") for text in texts for part in text.split(","))
-    return rules, rules.default if has_default else None
+    service = ServiceName(namespace or "default", name)
+    known = [obj.key for obj in world.values() if isinstance(obj, Service)]
+    if service not in known:
+        nearest = closest_name(str(service), map(str, known))
+        hint = f"is {nearest} meant?" if nearest else ""
+        raise NotFoundError(f"no Service {service}", "", hint)
+    return service
 
 
 def _choose_nodes(
@@ -184,32 +169,3 @@ def _join(names: Sequence[str]) -> str:
     shown = ", ".join(names[: view.MAX_NODES_SHOWN])
     more = len(names) - view.MAX_NODES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _compute_rows(
-    change: WorldChange, nodes: Sequence[str], service: ServiceName | None, with_unchanged: bool
-) -> list[view.DifferenceRow]:
-    """A row for each difference, with all nodes that have it."""
-    nodes_by_difference: dict[Difference, list[str]] = {}
-    for node in nodes:
-        for difference in change.compute(node, with_unchanged):
-            if service is None or (difference.port and difference.port.service == service):
-                nodes_by_difference.setdefault(difference, []).append(node)
-    return list(_make_rows(nodes_by_difference, len(nodes)))
-
-
-def _make_rows(
-    nodes_by_difference: Mapping[Difference, Sequence[str]], node_count: int
-) -> Iterable[view.DifferenceRow]:
-    # The sort is stable: differences of one port stay in the order in which they were found.
-    ordered = sorted(nodes_by_difference.items(), key=lambda item: item[0].port or ())
-    for difference, nodes in ordered:
-        yield view.make_row(
-            difference.port,
-            (str(difference.subject), difference.name, difference.set),
-            (difference.before, difference.after),
-            (difference.share_before, difference.share_after),
-            (difference.pod, difference.node, difference.zone),
-            difference.reason,
-            (tuple(nodes), len(nodes) == node_count),
-        )

@@ -100,11 +100,11 @@ class IndexSummary(msgspec.Struct, frozen=True):
 
 KIND: Final = Kind("SysdumpPartList", IndexEntry, IndexSummary)
 COLUMNS: Final = (
-    Column("PART", lambda e: e.path),
-    Column("SIZE", lambda e: format_size(e.bytes) if e.bytes else "-", right=True),
+    Column("PART", "path"),
+    Column("SIZE", lambda e: format_size(e.bytes or None), right=True),
     Column("SECONDS", lambda e: f"{e.seconds:.1f}", right=True),
-    Column("PROBLEM", lambda e: e.error or "-"),
-    Column("SOURCE", lambda e: e.source, wide=True),
+    Column("PROBLEM", "error"),
+    Column("SOURCE", "source", wide=True),
 )
 
 

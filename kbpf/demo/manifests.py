@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's Kubernetes objects, as a folder of YAML would have them. No I/O."""
+"""The demo's Kubernetes objects, as YAML for the agent's folder. No I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 NODE: Final = "demo-node"
 NODE_ADDRESS: Final = "192.0.2.1"
@@ -18,6 +18,54 @@ CLIENT_ADDRESS: Final = "10.244.0.100"
 NODE_PORT: Final = 30080
 OUTSIDE_ADDRESS: Final = "192.0.2.100"
 
+SERVICE: Final = f"""\
+apiVersion: v1
+kind: Node
+metadata: {{name: {NODE}}}
+status:
+  addresses:
+  - {{type: InternalIP, address: {NODE_ADDRESS}}}
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: demo, namespace: default}}
+spec:
+  type: NodePort
+  clusterIP: {SERVICE_ADDRESS}
+  clusterIPs: [{SERVICE_ADDRESS}]
+  ipFamilies: [IPv4]
+  ports:
+  - name: http
+    protocol: TCP
+    port: {HTTP_PORT}
+    targetPort: {POD_HTTP_PORT}
+    nodePort: {NODE_PORT}
+  - {{name: dns, protocol: UDP, port: {DNS_PORT}, targetPort: {POD_DNS_PORT}}}
+"""
+
+SLICE: Final = f"""\
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata:
+  name: demo-%d
+  namespace: default
+  labels: {{kubernetes.io/service-name: demo}}
+addressType: IPv4
+ports:
+- {{name: http, protocol: TCP, port: {POD_HTTP_PORT}}}
+%s
+endpoints:
+"""
+DNS: Final = f"- {{name: dns, protocol: UDP, port: {POD_DNS_PORT}}}"
+
+ENDPOINT: Final = f"""\
+- addresses: [%s]
+  nodeName: {NODE}
+  targetRef: {{kind: Pod, namespace: default, name: %s}}
+  conditions: {{ready: true, serving: true, terminating: false}}
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class BackendPod:
@@ -26,94 +74,22 @@ class BackendPod:
     """
 
     number: int
-    terminating: bool = False
     refuses: bool = False
 
     @property
     def name(self) -> str:
-        """``backend-1``."""
         return f"backend-{self.number}"
 
     @property
     def address(self) -> str:
-        """The pod's own address."""
         return f"10.244.0.{10 + self.number}"
 
 
-def node() -> dict[str, Any]:
-    """The Node that the agent runs on."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": NODE},
-        "status": {"addresses": [{"type": "InternalIP", "address": NODE_ADDRESS}]},
-    }
-
-
-def service() -> dict[str, Any]:
-    """One Service with a TCP and a UDP port."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "demo", "namespace": "default"},
-        "spec": {
-            "type": "NodePort",
-            "clusterIP": SERVICE_ADDRESS,
-            "clusterIPs": [SERVICE_ADDRESS],
-            "ipFamilies": ["IPv4"],
-            "ports": [
-                {
-                    "name": "http", "protocol": "TCP", "port": HTTP_PORT,
-                    "targetPort": POD_HTTP_PORT, "nodePort": NODE_PORT,
-                },
-                {"name": "dns", "protocol": "UDP", "port": DNS_PORT, "targetPort": POD_DNS_PORT},
-            ],
-        },
-    }  # fmt: skip
-
-
-def endpoint_slices(pods: Iterable[BackendPod]) -> dict[str, dict[str, Any]]:
-    """The endpoints of the Service, by the name of their slice. Pods that refuse have only the TCP
-    port, so they have a slice of their own.
+def endpoint_slices(pods: Iterable[BackendPod]) -> str:
+    """The endpoints of the Service. Pods that refuse have only the TCP port, so they have a slice
+    of their own.
     """
-    pods = tuple(pods)
-    return {
-        "demo-1": _endpoint_slice("demo-1", [pod for pod in pods if not pod.refuses], _PORTS),
-        "demo-2": _endpoint_slice("demo-2", [pod for pod in pods if pod.refuses], _PORTS[:1]),
-    }
-
-
-_PORTS: Final = (
-    {"name": "http", "protocol": "TCP", "port": POD_HTTP_PORT},
-    {"name": "dns", "protocol": "UDP", "port": POD_DNS_PORT},
-)
-
-
-def _endpoint_slice(
-    name: str, pods: Iterable[BackendPod], ports: Iterable[dict[str, Any]]
-) -> dict[str, Any]:
-    """Terminating pods are still serving, so they get connections as long as no pod is ready."""
-    return {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {
-            "name": name,
-            "namespace": "default",
-            "labels": {"kubernetes.io/service-name": "demo"},
-        },
-        "addressType": "IPv4",
-        "ports": list(ports),
-        "endpoints": [
-            {
-                "addresses": [pod.address],
-                "nodeName": NODE,
-                "targetRef": {"kind": "Pod", "namespace": "default", "name": pod.name},
-                "conditions": {
-                    "ready": not pod.terminating,
-                    "serving": True,
-                    "terminating": pod.terminating,
-                },
-            }
-            for pod in pods
-        ],
-    }
+    slices = {False: SLICE % (1, DNS), True: SLICE % (2, "")}
+    for pod in pods:
+        slices[pod.refuses] += ENDPOINT % (pod.address, pod.name)
+    return "".join(slices.values())

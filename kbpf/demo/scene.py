@@ -10,7 +10,6 @@ block ends. A demo that was killed leaves everything behind, and the next one re
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import pinning
@@ -33,6 +32,7 @@ from kbpf.kernel.system import cgroups, children, mounts, netns, pods, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.inspection import Part
 
+BACKENDS: Final = 3
 PREFIX: Final = "kbpf-demo-"
 BRIDGE: Final = "pods"
 UPLINK: Final = "uplink"
@@ -46,23 +46,22 @@ class DemoError(KbpfError):
 
 
 class DemoScene:
-    """A context manager that creates the environment with `backends` backends, and one Pod more, in
+    """A context manager that creates the environment with BACKENDS backends, and one Pod more, in
     which no process listens. set_endpoints() decides which are endpoints of the Service. `options`
     are those of the agent.
     """
 
     def __init__(
-        self, backends: int, cache_dir: Path, parent: Path | None = None,
-        options: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        self, cache_dir: Path, parent: Path | None = None, options: tuple[str, ...] = ()
+    ) -> None:
         self._options = options
-        self._backends = backends
-        self._pods = range(1, backends + 2)
+        self._pods = range(1, BACKENDS + 2)
         self._cache_dir = cache_dir.absolute()  # the agent has another working directory
         self._parent = parent and parent.absolute()
         self._name = f"{PREFIX}{os.getpid()}"
         self._stack = contextlib.ExitStack()
         self._children: list[subprocess.Popen[str]] = []
+        self._servers: list[subprocess.Popen[str]] = []
         self._agent: subprocess.Popen[str] | None = None
         self._client_uid = f"{os.getpid():032x}"
 
@@ -101,18 +100,20 @@ class DemoScene:
             self._stack.callback(cgroups.remove, path)
         for path in (self._cgroup, kubepods, *self._cgroups.values()):
             cgroups.create(path)
-        self._create_log_folder()
+        log_folder = pods.LOG_FOLDER / f"{_LOG_NAME}{self._client_uid}"
+        self._stack.callback(_remove_log_folder, log_folder)
+        log_folder.mkdir(parents=True)
         self._stack.callback(pinning.remove, self._pins)
         self._stack.callback(self._kill_children)
         self._connect_namespaces()
-        self._servers = [self._start_server(number) for number in range(1, self._backends + 1)]
-        self._write_objects()
+        ports = str(manifests.POD_HTTP_PORT), str(manifests.POD_DNS_PORT)
+        for i in range(1, BACKENDS + 1):
+            server = children.python_command("kbpf.demo.server", BackendPod(i).name, *ports)
+            self._servers.append(self._start_child(f"b{i}", *server))
+        (self._folder / "objects").mkdir()
+        self._write_objects("service", manifests.SERVICE)
+        self.set_endpoints([])
         self.start_agent()
-
-    def _create_log_folder(self) -> None:
-        folder = pods.LOG_FOLDER / f"{_LOG_NAME}{self._client_uid}"
-        self._stack.callback(_remove_log_folder, folder)
-        folder.mkdir(parents=True)
 
     def _namespace(self, name: str) -> Path:
         return links.namespace_path(f"{self._name}-{name}")
@@ -121,7 +122,6 @@ class DemoScene:
         """Connects all Pods to a bridge, and the machine outside to the uplink."""
         addresses = {"client": manifests.CLIENT_ADDRESS}
         addresses |= {f"b{i}": BackendPod(i).address for i in self._pods}
-
         pod_names = tuple(addresses)
 
         def configure_node() -> None:
@@ -156,11 +156,10 @@ class DemoScene:
         """Starts a process in the network namespace and the cgroup of this name. It has its own
         session, so Ctrl-C in the terminal does not reach it.
         """
-        environment = _environment()
         with self._log_path().open("ab") as log:
             child = subprocess.Popen(
                 self.enter_command(place, *command),
-                cwd=children.WORKING_DIRECTORY, env=environment, stdin=subprocess.DEVNULL,
+                cwd=children.WORKING_DIRECTORY, env=_environment(), stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
         self._children.append(child)
@@ -178,13 +177,6 @@ class DemoScene:
     def _log_path(self) -> Path:
         return self._folder / "log"
 
-    def _start_server(self, number: int) -> subprocess.Popen[str]:
-        ports = str(manifests.POD_HTTP_PORT), str(manifests.POD_DNS_PORT)
-        return self._start_child(
-            f"b{number}",
-            *children.python_command("kbpf.demo.server", BackendPod(number).name, *ports),
-        )  # fmt: skip
-
     def wait_until_ready(self) -> None:
         """Returns when all backends listen. The agent may still be starting."""
         for server in self._servers:
@@ -192,12 +184,6 @@ class DemoScene:
             if server.stdout.readline().strip() != "ready":
                 hint = "is kbpf installed completely?"
                 raise DemoError("a backend did not start", self._last_log_line(), hint)
-
-    def _write_objects(self) -> None:
-        (self._folder / "objects").mkdir()
-        self._write_object("node", manifests.node())
-        self._write_object("service", manifests.service())
-        self.set_endpoints([])
 
     def start_agent(self) -> None:
         """Starts `kbpf run` on the node. is_synced() tells when it has programmed everything."""
@@ -219,11 +205,6 @@ class DemoScene:
         self._agent.kill()
         self._agent.wait()
         self._agent = None
-
-    @property
-    def agent_runs(self) -> bool:
-        """False after kill_agent()."""
-        return self._agent is not None
 
     def is_synced(self) -> bool:
         """Whether the agent that runs now has programmed everything."""
@@ -251,22 +232,21 @@ class DemoScene:
 
     # ---- use -------------------------------------------------------------------------------
 
-    def _write_object(self, name: str, manifest: dict[str, Any]) -> None:
+    def _write_objects(self, name: str, text: str) -> None:
         """Writes a file atomically, so that the agent never reads an incomplete one."""
         temporary = self._folder / f"{name}.new"
-        temporary.write_text(json.dumps(manifest, indent=2))
-        temporary.rename(self._folder / "objects" / f"{name}.json")
+        temporary.write_text(text)
+        temporary.rename(self._folder / "objects" / f"{name}.yaml")
 
     def set_endpoints(self, backends: Iterable[BackendPod]) -> None:
         """Sets the endpoints of the Service."""
-        for name, manifest in manifests.endpoint_slices(backends).items():
-            self._write_object(name, manifest)
+        self._write_objects("endpoints", manifests.endpoint_slices(backends))
 
     def start_client(
         self, place: str, requests: int, rate: float, waits: bool = True
     ) -> subprocess.Popen[str]:
         """Starts a client (client.py): `client` is a Pod and dials the ClusterIP, `outside` is
-        another machine and dials the NodePort. Its standard output has reports.
+        another machine and dials the NodePort.
         """
         ports = manifests.HTTP_PORT, manifests.DNS_PORT
         address = manifests.SERVICE_ADDRESS
@@ -282,10 +262,9 @@ class DemoScene:
     def run_command(self, *arguments: str) -> str:
         """The output of a command of kbpf on the node."""
         command = children.python_command("kbpf", *arguments, "--pin-dir", str(self.pin_dir))
-        environment = _environment()
         done = subprocess.run(
             self.enter_command("node", *command), cwd=children.WORKING_DIRECTORY,
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
             check=False,
         )  # fmt: skip
         if done.returncode:
@@ -296,11 +275,8 @@ class DemoScene:
         """Raises DemoError if the agent has exited by itself."""
         code = self._agent and self._agent.poll()
         if code is not None:
-            raise DemoError(
-                f"the agent exited with {code}: {self._last_log_line()}",
-                "",
-                "`kbpf check` may show why",
-            )
+            problem = f"the agent exited with {code}: {self._last_log_line()}"
+            raise DemoError(problem, "", "`kbpf check` may show why")
 
     def _last_log_line(self) -> str:
         lines = self._log_path().read_text(errors="replace").strip().splitlines()

@@ -74,9 +74,9 @@ def _format_client(row: AffinityRow) -> str:
 
 COLUMNS: Final = (
     Column("CLIENT", lambda r: r.pod or _format_client(r)),
-    Column("SERVICE", lambda r: r.service),
-    Column("BACKEND", lambda r: r.backend),
-    Column("AGE", lambda r: format_duration(r.age_seconds), right=True),
+    Column("SERVICE", "service"),
+    Column("BACKEND", "backend"),
+    Column("AGE", "age_seconds", format_duration, right=True),
     Column("EXPIRES-IN", _expires, right=True),
     Column("ADDRESS", _format_client, wide=True),
 )

@@ -16,7 +16,7 @@ from kbpf.model.inspection import (
     find_ports,
     parse_place,
 )
-from kbpf.views.columns import Column, format_host_port, format_number
+from kbpf.views.columns import Column, format_host_port
 from kbpf.views.page import Kind, Page, list_page, namespace_of
 
 NEEDS: Final = Part.SERVICES | Part.ENDPOINTS
@@ -116,14 +116,14 @@ def _build_row(
 
 
 COLUMNS: Final = (
-    Column("ID", lambda b: format_number(b.id), right=True, wide=True),
-    Column("BACKEND", lambda b: b.text),
-    Column("PROTOCOL", lambda b: b.protocol),
-    Column("POD", lambda b: b.pod or "-"),
-    Column("NODE", lambda b: b.node or "-"),
-    Column("ZONE", lambda b: b.zone or "-"),
-    Column("STATE", lambda b: b.state or "-"),
-    Column("SERVICES", lambda b: ", ".join(b.services) or "-"),
+    Column("ID", "id", right=True, wide=True),
+    Column("BACKEND", "text"),
+    Column("PROTOCOL", "protocol"),
+    Column("POD", "pod"),
+    Column("NODE", "node"),
+    Column("ZONE", "zone"),
+    Column("STATE", "state"),
+    Column("SERVICES", "services"),
 )
 
 

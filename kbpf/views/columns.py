@@ -11,26 +11,39 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 
+def format_value(value: Any) -> str:
+    """``yes`` or ``no``; the items of a list; ``-`` if there are none, for None and for ""."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return ", ".join(value) or "-"
+    return str(value) or "-"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. `text` returns a row's cell. `wide`: shown with `-o wide` only. `right`: aligned
-    to the right, for numbers.
+    """One column. `value`: a row's field, or ``field.field``, whose value `format` makes a text
+    (``-`` for None); or a function that makes the text of a row. `wide`: shown with `-o wide` only.
+    `right`: aligned to the right, for numbers.
     """
 
     title: str
-    text: Callable[[Any], str]
+    value: str | Callable[[Any], str]
+    format: Callable[[Any], str] = format_value
     wide: bool = False
     right: bool = False
 
-
-def format_number(value: int | None) -> str:
-    """The number, or ``-`` for None."""
-    return "-" if value is None else str(value)
-
-
-def format_bool(value: bool) -> str:
-    """``yes`` or ``no``."""
-    return "yes" if value else "no"
+    def text(self, row: Any) -> str:
+        """The text of the cell."""
+        if not isinstance(self.value, str):
+            return self.value(row)
+        value = row
+        for name in self.value.split("."):
+            value = None if value is None else getattr(value, name)
+        return "-" if value is None else self.format(value)
 
 
 def format_host_port(address: str, port: int) -> str:

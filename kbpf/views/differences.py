@@ -3,8 +3,8 @@
 backends, and the nodes on which that is so.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -31,16 +31,16 @@ class DifferenceRow(msgspec.Struct, frozen=True):
     what: str
     name: str
     set: str
-    before: str | None
-    after: str | None
-    share_before: float | None
-    share_after: float | None
-    pod: str
-    node: str
-    zone: str
-    reason: str
-    nodes: tuple[str, ...]
-    all_nodes: bool
+    before: str | None = None
+    after: str | None = None
+    share_before: float | None = None
+    share_after: float | None = None
+    pod: str = ""
+    node: str = ""
+    zone: str = ""
+    reason: str = ""
+    nodes: tuple[str, ...] = ()
+    all_nodes: bool = False
 
 
 KIND: Final = Kind("DifferenceList", DifferenceRow)
@@ -66,43 +66,42 @@ def _format_nodes(row: DifferenceRow) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-COLUMNS: Final = (
+_NAMES: Final = (
     Column("SERVICE", _format_service),
     Column("NODES", _format_nodes),
     Column("WHAT", lambda d: f"{d.set} {d.what}".lstrip()),
-    Column("NAME", lambda d: d.name or "-"),
-    Column("POD", lambda d: d.pod or "-"),
-    Column("NODE", lambda d: d.node or "-", wide=True),
-    Column("ZONE", lambda d: d.zone or "-"),
+    Column("NAME", "name"),
+    Column("POD", "pod"),
+    Column("NODE", "node", wide=True),
+    Column("ZONE", "zone"),
+)
+_WHY: Final = Column("WHY", "reason")
+COLUMNS: Final = (
+    *_NAMES,
     Column("BEFORE", lambda d: _format_value(d.before, d.share_before), right=True),
     Column("AFTER", lambda d: _format_value(d.after, d.share_after), right=True),
-    Column("WHY", lambda d: d.reason or "-"),
+    _WHY,
 )
+SHARE_COLUMNS: Final = (
+    *_NAMES,
+    Column("SHARE", lambda d: _format_value(d.after, d.share_after), right=True),
+    _WHY,
+)
+"""Of one state, which is compared with nothing."""
 
 
 def make_row(
-    port: ServicePortKey | None,
-    what: tuple[str, str, str],
-    values: tuple[str | None, str | None],
-    shares: tuple[float | None, float | None],
-    place: tuple[str, str, str],
-    reason: str,
-    nodes: tuple[tuple[str, ...], bool],
+    port: ServicePortKey | None, what: str, name: str, set_name: str = "", **fields: Any
 ) -> DifferenceRow:
-    """`what`: what, name and set; `place`: Pod, node and zone; `nodes`: which, and whether all."""
-    rounded = [None if share is None else round(share, 4) for share in shares]
-    names: Mapping[str, str] = (
-        {"service": str(port.service), "port": port.port, "protocol": port.protocol.name}
-        if port
-        else {"service": "", "port": "", "protocol": ""}
-    )
-    return DifferenceRow(
-        names["service"], names["port"], names["protocol"], port.family if port else None,
-        *what, *values, rounded[0], rounded[1], *place, reason, *nodes,
-    )  # fmt: skip
+    """`fields`: further ones of the row. None for `port`: it is about the node itself."""
+    if port is None:
+        return DifferenceRow("", "", "", None, what, name, set_name, **fields)
+    names = str(port.service), port.port, port.protocol.name, port.family
+    return DifferenceRow(*names, what, name, set_name, **fields)
 
 
-def build_page(rows: Sequence[DifferenceRow], notes: Sequence[str], empty: str) -> Page:
+def build_page(
+    rows: Sequence[DifferenceRow], notes: Sequence[str], columns: Sequence[Column] = COLUMNS
+) -> Page:
     """Without rows the table has no titles either: a diff that finds nothing is silent."""
-    columns = COLUMNS if rows else ()
-    return Page(KIND, rows, columns, empty="" if rows else empty).with_notes(tuple(notes))
+    return Page(KIND, rows, columns if rows else (), notes=tuple(notes))

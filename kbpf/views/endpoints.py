@@ -10,7 +10,7 @@ import msgspec
 
 from kbpf.model.address import format_addr
 from kbpf.model.objects import Endpoint
-from kbpf.views.columns import Column, format_bool, format_host_port
+from kbpf.views.columns import Column, format_host_port
 from kbpf.views.page import Kind, Page, list_page
 
 
@@ -47,16 +47,16 @@ def state_of(endpoint: Endpoint) -> str:
 
 
 COLUMNS: Final = (
-    Column("PORT", lambda e: e.port or "-"),
-    Column("ENDPOINT", lambda e: e.place),
-    Column("POD", lambda e: e.pod or "-"),
-    Column("NODE", lambda e: e.node or "-"),
-    Column("ZONE", lambda e: e.zone or "-"),
-    Column("STATE", lambda e: e.state),
-    Column("CLUSTER", lambda e: format_bool(e.cluster)),
-    Column("LOCAL", lambda e: format_bool(e.local)),
-    Column("WHY", lambda e: e.why),
-    Column("SLICE", lambda e: e.slice, wide=True),
+    Column("PORT", "port"),
+    Column("ENDPOINT", "place"),
+    Column("POD", "pod"),
+    Column("NODE", "node"),
+    Column("ZONE", "zone"),
+    Column("STATE", "state"),
+    Column("CLUSTER", "cluster"),
+    Column("LOCAL", "local"),
+    Column("WHY", "why"),
+    Column("SLICE", "slice", wide=True),
 )
 
 

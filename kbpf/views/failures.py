@@ -131,18 +131,18 @@ def describe_client(entry: FailureEntry | ConnectionEvent, address: str) -> tupl
 
 COLUMNS: Final = (
     Column("LAST", lambda r: f"{format_duration(r.last_seconds)} ago", right=True),
-    Column("COUNT", lambda r: str(r.count), right=True),
-    Column("CLIENT", lambda r: r.client),
-    Column("SERVICE", lambda r: r.service or "-"),
-    Column("FRONTEND", lambda r: r.frontend),
-    Column("BACKEND", lambda r: r.backend or "-"),
-    Column("BACKEND-POD", lambda r: r.backend_pod or "-"),
-    Column("NODE", lambda r: r.backend_node or "-"),
+    Column("COUNT", "count", right=True),
+    Column("CLIENT", "client"),
+    Column("SERVICE", "service"),
+    Column("FRONTEND", "frontend"),
+    Column("BACKEND", "backend"),
+    Column("BACKEND-POD", "backend_pod"),
+    Column("NODE", "backend_node"),
     Column("REASON", lambda r: r.reason.replace("_", " ")),
     Column("CLIENT-SAW", lambda r: r.client_saw.partition(",")[0]),
     Column("FIRST", lambda r: f"{format_duration(r.first_seconds)} ago", right=True, wide=True),
-    Column("ADDRESS", lambda r: r.address or "-", wide=True),
-    Column("WHY", lambda r: r.words, wide=True),
+    Column("ADDRESS", "address", wide=True),
+    Column("WHY", "words", wide=True),
 )
 
 

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from kbpf.model.inspection import Inspection, MapEntry, Part
-from kbpf.views.columns import Column, format_number, format_size
+from kbpf.views.columns import Column, format_size
 from kbpf.views.page import Kind, Page
 
 NEEDS: Final = Part.MAPS
@@ -64,13 +64,13 @@ def _format_fill(row: MapRow) -> str:
 
 
 COLUMNS: Final = (
-    Column("NAME", lambda m: m.name),
-    Column("TYPE", lambda m: m.type),
-    Column("ENTRIES", lambda m: format_number(m.entries), right=True),
-    Column("MAX-ENTRIES", lambda m: format_number(m.max_entries), right=True),
+    Column("NAME", "name"),
+    Column("TYPE", "type"),
+    Column("ENTRIES", "entries", right=True),
+    Column("MAX-ENTRIES", "max_entries", right=True),
     Column("FILL", _format_fill, right=True),
-    Column("BYTES", lambda m: format_size(m.bytes), right=True),
-    Column("PURPOSE", lambda m: m.purpose),
+    Column("BYTES", "bytes", format_size, right=True),
+    Column("PURPOSE", "purpose"),
 )
 
 

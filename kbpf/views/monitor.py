@@ -92,17 +92,17 @@ def _format_local(time: str) -> str:
 
 
 COLUMNS: Final = (
-    Column("TIME", lambda r: _format_local(r.time)),
-    Column("VERDICT", lambda r: r.verdict),
-    Column("CLIENT", lambda r: r.client or "-"),
-    Column("SERVICE", lambda r: r.service or "-"),
-    Column("FRONTEND", lambda r: r.frontend),
-    Column("BACKEND", lambda r: r.backend or "-"),
+    Column("TIME", "time", _format_local),
+    Column("VERDICT", "verdict"),
+    Column("CLIENT", "client"),
+    Column("SERVICE", "service"),
+    Column("FRONTEND", "frontend"),
+    Column("BACKEND", "backend"),
     Column("REASON", lambda r: r.reason.replace("_", " ")),
-    Column("BACKEND-POD", lambda r: r.backend_pod or "-", wide=True),
-    Column("ADDRESS", lambda r: r.address or "-", wide=True),
-    Column("SEEN-BY", lambda r: r.seen_by, wide=True),
-    Column("WHY", lambda r: r.words, wide=True),
+    Column("BACKEND-POD", "backend_pod", wide=True),
+    Column("ADDRESS", "address", wide=True),
+    Column("SEEN-BY", "seen_by", wide=True),
+    Column("WHY", "words", wide=True),
 )
 
 

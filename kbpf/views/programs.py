@@ -7,7 +7,7 @@ import msgspec
 
 from kbpf.model.config import SocketLb
 from kbpf.model.inspection import HookEntry, Inspection, Part
-from kbpf.views.columns import Column, format_bool, format_number
+from kbpf.views.columns import Column
 from kbpf.views.page import Kind, Page
 
 NEEDS: Final = Part.HOOKS
@@ -76,15 +76,15 @@ def _format_place(row: ProgramRow) -> str:
 
 
 COLUMNS: Final = (
-    Column("HOOK", lambda p: p.hook),
-    Column("STATE", lambda p: p.state),
-    Column("PROGRAM", lambda p: format_number(p.program), right=True),
-    Column("TAG", lambda p: p.tag or "-"),
-    Column("INSTRUCTIONS", lambda p: format_number(p.instructions), right=True),
-    Column("LINK", lambda p: format_number(p.link), right=True),
-    Column("PINNED", lambda p: format_bool(p.pinned)),
+    Column("HOOK", "hook"),
+    Column("STATE", "state"),
+    Column("PROGRAM", "program", right=True),
+    Column("TAG", "tag"),
+    Column("INSTRUCTIONS", "instructions", right=True),
+    Column("LINK", "link", right=True),
+    Column("PINNED", "pinned"),
     Column("CGROUP", _format_place),
-    Column("SERVES", lambda p: p.serves, wide=True),
+    Column("SERVES", "serves", wide=True),
 )
 
 

@@ -5,7 +5,7 @@ with Pod, node, zone, state, share and traffic.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from kbpf.model.inspection import (
     find_ports,
 )
 from kbpf.model.metrics import ConnectionStats
-from kbpf.views.columns import Column, format_host_port, format_number
+from kbpf.views.columns import Column, format_host_port, format_value
 from kbpf.views.columns import format_size as size_text
 from kbpf.views.latency import (
     LatencyRow,
@@ -230,15 +230,7 @@ def _traffic_row(row: ServiceRow, traffic: BackendTraffic, counted: frozenset[st
         id=traffic.id,
         backend=str(traffic.backend or traffic.scope or f"id {traffic.id}, gone"),
         open=open_count,
-        opened=count("opened"),
-        no_endpoint=count("no_endpoint"),
-        not_allowed=count("not_allowed"),
-        refused=count("refused"),
-        unanswered=count("unanswered"),
-        reset=count("reset"),
-        bytes_in=count("bytes_in"),
-        bytes_out=count("bytes_out"),
-        retransmits=count("retransmits"),
+        **{name: count(name) for name in TRAFFIC_COUNTERS if name != "rtts"},
         round_trip_ms=round(totals.rtt_us / totals.rtts / 1000, 3) if count("rtts") else None,
         round_trips=count("rtts"),
     )
@@ -287,21 +279,21 @@ def _frontend_notes(row: FrontendRow) -> Iterator[str]:
 
 
 TRAFFIC_COUNTERS: Final = {
-    "opened": Column("OPENED", lambda t: format_number(t.opened), right=True),
-    "no_endpoint": Column("NO-ENDPOINT", lambda t: format_number(t.no_endpoint), right=True),
-    "not_allowed": Column("NOT-ALLOWED", lambda t: format_number(t.not_allowed), right=True),
-    "refused": Column("REFUSED", lambda t: format_number(t.refused), right=True),
-    "unanswered": Column("UNANSWERED", lambda t: format_number(t.unanswered), right=True),
-    "reset": Column("RESET", lambda t: format_number(t.reset), right=True),
-    "bytes_in": Column("IN", lambda t: size_text(t.bytes_in), right=True),
-    "bytes_out": Column("OUT", lambda t: size_text(t.bytes_out), right=True),
-    "retransmits": Column("RETRANSMITS", lambda t: format_number(t.retransmits), right=True),
-    "rtts": Column("ROUND-TRIP", lambda t: format_milliseconds(t.round_trip_ms), right=True),
+    "opened": Column("OPENED", "traffic.opened", right=True),
+    "no_endpoint": Column("NO-ENDPOINT", "traffic.no_endpoint", right=True),
+    "not_allowed": Column("NOT-ALLOWED", "traffic.not_allowed", right=True),
+    "refused": Column("REFUSED", "traffic.refused", right=True),
+    "unanswered": Column("UNANSWERED", "traffic.unanswered", right=True),
+    "reset": Column("RESET", "traffic.reset", right=True),
+    "bytes_in": Column("IN", "traffic.bytes_in", size_text, right=True),
+    "bytes_out": Column("OUT", "traffic.bytes_out", size_text, right=True),
+    "retransmits": Column("RETRANSMITS", "traffic.retransmits", right=True),
+    "rtts": Column("ROUND-TRIP", "traffic.round_trip_ms", format_milliseconds, right=True),
 }
 """Fields of ConnectionStats → their columns. `--accounting` decides which are counted."""
 
 TRAFFIC_COLUMNS: Final = (
-    Column("OPEN", lambda t: format_number(t.open), right=True),
+    Column("OPEN", "traffic.open", right=True),
     *TRAFFIC_COUNTERS.values(),
 )
 
@@ -310,18 +302,18 @@ ALWAYS_SHOWN: Final = frozenset(("opened", "refused", "unanswered", "reset"))
 """Counters of endpoints whose columns stay if --accounting does not count them."""
 
 _NAME_COLUMNS: Final = (
-    Column("PORT", lambda line: line.port),
-    Column("ENDPOINT", lambda line: line.text),
-    Column("POD", lambda line: (line.endpoint and line.endpoint.pod) or "-"),
-    Column("NODE", lambda line: (line.endpoint and line.endpoint.node) or "-"),
-    Column("ZONE", lambda line: (line.endpoint and line.endpoint.zone) or "-"),
-    Column("STATE", lambda line: line.state),
-    Column("SHARE", lambda line: line.cluster, right=True),
+    Column("PORT", "port"),
+    Column("ENDPOINT", "text"),
+    Column("POD", "endpoint.pod"),
+    Column("NODE", "endpoint.node"),
+    Column("ZONE", "endpoint.zone"),
+    Column("STATE", "state"),
+    Column("SHARE", "cluster", right=True),
 )
-_LOCAL_COLUMN: Final = Column("LOCAL", lambda line: line.local, right=True)
+_LOCAL_COLUMN: Final = Column("LOCAL", "local", right=True)
 _ID_COLUMNS: Final = (
-    Column("ID", lambda line: format_number(line.id), right=True, wide=True),
-    Column("SLOTS", lambda line: line.slots, right=True, wide=True),
+    Column("ID", "id", right=True, wide=True),
+    Column("SLOTS", "slots", right=True, wide=True),
 )
 
 
@@ -338,14 +330,10 @@ def _endpoint_columns(details: Sequence[ServiceDetail], wide: bool) -> list[Colu
     return [
         *_NAME_COLUMNS[0 if has_ports else 1 :],
         *([_LOCAL_COLUMN] if has_local else []),
-        *map(_of_traffic, (TRAFFIC_COLUMNS[0], *counters)),
+        TRAFFIC_COLUMNS[0],
+        *counters,
         *_ID_COLUMNS,
     ]
-
-
-def _of_traffic(column: Column) -> Column:
-    """A column of TrafficRow, for lines that may have none."""
-    return replace(column, text=lambda line: column.text(line.traffic) if line.traffic else "-")
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -449,20 +437,20 @@ def _in_first_line(text: Callable[[FrontendLine, ServiceDetail], str]) -> Callab
 
 FRONTEND_COLUMNS: Final = (
     Column("PORT", _in_first_line(lambda _, d: d.service.port or "-")),
-    Column("FRONTEND", lambda line: line.text),
-    Column("KIND", lambda line: line.frontend.kind if line.frontend else "-"),
+    Column("FRONTEND", "text"),
+    Column("KIND", "frontend.kind"),
     Column("READY", _in_first_line(lambda line, _: line.ready), right=True),
-    Column("OPEN", _in_first_line(lambda line, _: format_number(line.open)), right=True),
-    Column("NO-ENDPOINT", _in_first_line(lambda line, _: format_number(line.count("no_endpoint"))),
+    Column("OPEN", _in_first_line(lambda line, _: format_value(line.open)), right=True),
+    Column("NO-ENDPOINT", _in_first_line(lambda line, _: format_value(line.count("no_endpoint"))),
            right=True),
-    Column("NOT-ALLOWED", _in_first_line(lambda line, _: format_number(line.count("not_allowed"))),
+    Column("NOT-ALLOWED", _in_first_line(lambda line, _: format_value(line.count("not_allowed"))),
            right=True),
-    Column("ID", _in_first_line(lambda _, d: format_number(d.service.id)), right=True, wide=True),
+    Column("ID", _in_first_line(lambda _, d: format_value(d.service.id)), right=True, wide=True),
     Column("CLUSTER-SET",
-           lambda line: format_number((line.frontend and line.frontend.cluster_set) or None),
+           lambda line: format_value((line.frontend and line.frontend.cluster_set) or None),
            right=True, wide=True),
     Column("LOCAL-SET",
-           lambda line: format_number((line.frontend and line.frontend.local_set) or None),
+           lambda line: format_value((line.frontend and line.frontend.local_set) or None),
            right=True, wide=True),
     Column("NOTE",
            lambda line: ", ".join(_frontend_notes(line.frontend)) if line.frontend else ""),

@@ -8,7 +8,7 @@ import msgspec
 
 from kbpf.model.address import ANY4, ANY6, family_of, format_addr
 from kbpf.model.inspection import BackendSet, FrontendEntry, Inspection, Part, ServicePort
-from kbpf.views.columns import Column, format_host_port, format_number
+from kbpf.views.columns import Column, format_host_port
 from kbpf.views.page import Kind, Page, list_page
 
 NEEDS: Final = Part.SERVICES
@@ -172,17 +172,17 @@ def _format_set_ids(row: ServiceRow, field: str) -> str:
 
 
 COLUMNS: Final = (
-    Column("NAMESPACE", lambda r: r.namespace or "-"),
-    Column("NAME", lambda r: r.name or "-"),
-    Column("PORT", lambda r: r.port or "-"),
-    Column("PROTOCOL", lambda r: r.protocol),
+    Column("NAMESPACE", "namespace"),
+    Column("NAME", "name"),
+    Column("PORT", "port"),
+    Column("PROTOCOL", "protocol"),
     Column("FRONTENDS", _format_frontends),
     Column("BACKENDS", _format_backends),
     Column("POLICY", _format_policy),
-    Column("ALGORITHM", lambda r: r.algorithm, wide=True),
+    Column("ALGORITHM", "algorithm", wide=True),
     Column("AFFINITY", lambda r: f"{r.affinity_seconds}s" if r.affinity_seconds else "-"),
     Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
-    Column("ID", lambda r: format_number(r.id), wide=True, right=True),
+    Column("ID", "id", wide=True, right=True),
     Column("CLUSTER-SET", lambda r: _format_set_ids(r, "cluster_set"), wide=True, right=True),
     Column("LOCAL-SET", lambda r: _format_set_ids(r, "local_set"), wide=True, right=True),
 )

@@ -77,8 +77,8 @@ def _build_rows(inspection: Inspection) -> Iterator[SourcesRow]:
 
 
 COLUMNS: Final = (
-    Column("SERVICE", lambda r: r.service),
-    Column("VIPS", lambda r: ", ".join(r.addresses) or "-"),
+    Column("SERVICE", "service"),
+    Column("VIPS", "addresses"),
     Column("ALLOWED", lambda r: ", ".join(r.ranges) or "none"),
     Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
 )

@@ -9,7 +9,7 @@ import msgspec
 from kbpf.model.inspection import Inspection, Part
 from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, ModeChoice, SourceView, ThreadView
-from kbpf.views.columns import Column, format_bool, format_duration, format_number
+from kbpf.views.columns import Column, format_duration, format_value
 from kbpf.views.packet_path import availability
 from kbpf.views.packet_path.availability import PacketView
 from kbpf.views.page import Kind, Page
@@ -161,25 +161,25 @@ def _thread(thread: ThreadView, running: bool) -> ThreadView:
 
 
 SOURCE_COLUMNS: Final = (
-    Column("SOURCE", lambda s: s.name),
-    Column("STATE", lambda s: s.state),
+    Column("SOURCE", "name"),
+    Column("STATE", "state"),
     Column(
-        "SYNCED", lambda s: "-" if s.state.startswith(DOWN_STATE_PREFIX) else format_bool(s.synced)
+        "SYNCED", lambda s: "-" if s.state.startswith(DOWN_STATE_PREFIX) else format_value(s.synced)
     ),
-    Column("RESOURCE-VERSION", lambda s: s.resource_version or "-"),
-    Column("ERROR", lambda s: s.error or "-"),
+    Column("RESOURCE-VERSION", "resource_version"),
+    Column("ERROR", "error"),
 )
 
 THREAD_COLUMNS: Final = (
-    Column("THREAD", lambda t: t.name),
+    Column("THREAD", "name"),
     Column("STATE", lambda t: t.problem or ("running" if t.alive else "ended")),
     Column("LAST-PROGRESS", lambda t: f"{format_duration(t.idle_seconds)} ago", right=True),
-    Column("RESTARTS", lambda t: format_number(t.restarts), right=True),
+    Column("RESTARTS", "restarts", right=True),
 )
 
 COUNTER_COLUMNS: Final = (
     Column("REASON", lambda c: c[0]),
-    Column("COUNT", lambda c: format_number(c[1]), right=True),
+    Column("COUNT", lambda c: format_value(c[1]), right=True),
     Column("MEANING", lambda c: Reason[c[0].upper()].words),
 )
 

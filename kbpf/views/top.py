@@ -26,7 +26,7 @@ from kbpf.model.metrics import (
     ServiceLatencies,
 )
 from kbpf.model.reasons import EventVerdict
-from kbpf.views.columns import Column, format_number, format_size
+from kbpf.views.columns import Column, format_size
 from kbpf.views.failures import describe_client
 from kbpf.views.latency import LatencyRow, build_latency_row, format_milliseconds
 from kbpf.views.monitor import VERDICTS
@@ -267,57 +267,51 @@ def format_sparkline(values: Sequence[float | None]) -> str:
     )
 
 
-def _format_rate(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _format_rate(value: float) -> str:
     return f"{value:.1f}" if 0 < value < 100 else f"{value:.0f}"
 
 
-def _format_bytes(value: float | None) -> str:
-    return format_size(None if value is None else round(value))
-
-
-def _format_quantile(row: TopRow, name: str) -> str:
-    return "-" if row.latency is None else format_milliseconds(getattr(row.latency, name))
+def _format_bytes(value: float) -> str:
+    return format_size(round(value))
 
 
 _RATES: Final = (
-    Column("NEW/S", lambda r: _format_rate(r.new), right=True),
-    Column("NO-BACKEND/S", lambda r: _format_rate(r.no_backend), right=True),
-    Column("FAILED/S", lambda r: _format_rate(r.failed), right=True),
+    Column("NEW/S", "new", _format_rate, right=True),
+    Column("NO-BACKEND/S", "no_backend", _format_rate, right=True),
+    Column("FAILED/S", "failed", _format_rate, right=True),
 )
 _TRAFFIC: Final = (
     *_RATES,
-    Column("OPEN", lambda r: format_number(r.open), right=True),
-    Column("IN/S", lambda r: _format_bytes(r.bytes_in), right=True),
-    Column("OUT/S", lambda r: _format_bytes(r.bytes_out), right=True),
+    Column("OPEN", "open", right=True),
+    Column("IN/S", "bytes_in", _format_bytes, right=True),
+    Column("OUT/S", "bytes_out", _format_bytes, right=True),
 )
 _LATENCY: Final = (
-    Column("CONNECT-P50", lambda r: _format_quantile(r, "connect_p50_ms"), right=True, wide=True),
-    Column("CONNECT-P99", lambda r: _format_quantile(r, "connect_p99_ms"), right=True),
-    Column("RTT-P50", lambda r: _format_quantile(r, "round_trip_p50_ms"), right=True, wide=True),
-    Column("RTT-P99", lambda r: _format_quantile(r, "round_trip_p99_ms"), right=True, wide=True),
+    Column("CONNECT-P50", "latency.connect_p50_ms", format_milliseconds, right=True, wide=True),
+    Column("CONNECT-P99", "latency.connect_p99_ms", format_milliseconds, right=True),
+    Column("RTT-P50", "latency.round_trip_p50_ms", format_milliseconds, right=True, wide=True),
+    Column("RTT-P99", "latency.round_trip_p99_ms", format_milliseconds, right=True, wide=True),
 )
 _TRAFFIC_OF_BACKENDS: Final = tuple(c for c in _TRAFFIC if c.title != "NO-BACKEND/S")
 COLUMNS: Final[Mapping[By, Sequence[Column]]] = {
-    By.SERVICES: (Column("SERVICE", lambda r: r.name), *_TRAFFIC, *_LATENCY),
+    By.SERVICES: (Column("SERVICE", "name"), *_TRAFFIC, *_LATENCY),
     By.BACKENDS: (
-        Column("SERVICE", lambda r: r.service),
-        Column("BACKEND", lambda r: r.name),
-        Column("POD", lambda r: r.pod or "-"),
+        Column("SERVICE", "service"),
+        Column("BACKEND", "name"),
+        Column("POD", "pod"),
         *_TRAFFIC_OF_BACKENDS,
     ),
     By.ZONES: (
-        Column("SERVICE", lambda r: r.service),
-        Column("ZONE", lambda r: r.name or "-"),
+        Column("SERVICE", "service"),
+        Column("ZONE", "name"),
         *_TRAFFIC_OF_BACKENDS,
     ),
     By.NODES: (
-        Column("SERVICE", lambda r: r.service),
-        Column("NODE", lambda r: r.name or "-"),
+        Column("SERVICE", "service"),
+        Column("NODE", "name"),
         *_TRAFFIC_OF_BACKENDS,
     ),
-    By.CLIENTS: (Column("CLIENT", lambda r: r.name), *_RATES),
+    By.CLIENTS: (Column("CLIENT", "name"), *_RATES),
 }
 
 Histories = Mapping[tuple[str, str], Sequence[float | None]]

@@ -12,24 +12,24 @@ from kbpf.views.text import format_table, indent
 from kbpf.views.trace_row import Candidate, Trace
 
 STEP_COLUMNS: Final = (
-    Column("STEP", lambda s: s.step),
-    Column("RESULT", lambda s: s.result),
-    Column("WHY", lambda s: s.why or "-"),
+    Column("STEP", "step"),
+    Column("RESULT", "result"),
+    Column("WHY", "why"),
 )
-BACKEND_COLUMN: Final = Column("BACKEND", lambda c: c.backend)
+BACKEND_COLUMN: Final = Column("BACKEND", "backend")
 SHARE_COLUMN: Final = Column("SHARE", lambda c: f"{c.share:.1%}", right=True)
 SOURCE_COLUMN: Final = Column("SEES", lambda c: f"the {c.source}")
 NAME_COLUMNS: Final = (
-    Column("POD", lambda c: c.pod or "-"),
-    Column("NODE", lambda c: c.node or "-"),
-    Column("ZONE", lambda c: c.zone or "-"),
+    Column("POD", "pod"),
+    Column("NODE", "node"),
+    Column("ZONE", "zone"),
 )
 NEXT_HOP_COLUMN: Final = Column("NEXT-HOP", lambda c: c.next_hop or c.unreachable or "-")
 FAILURE_COLUMNS: Final = (
     Column("LAST", lambda r: f"{format_duration(r.last_seconds)} ago", right=True),
-    Column("COUNT", lambda r: str(r.count), right=True),
-    Column("CLIENT", lambda r: r.client),
-    Column("BACKEND", lambda r: r.backend or "-"),
+    Column("COUNT", "count", right=True),
+    Column("CLIENT", "client"),
+    Column("BACKEND", "backend"),
     Column("REASON", lambda r: r.reason.replace("_", " ")),
 )
 ENDPOINT_COLUMNS: Final = tuple(

@@ -37,11 +37,11 @@ class VerificationSummary(msgspec.Struct, frozen=True):
 KIND: Final = Kind("VerificationList", Difference, VerificationSummary)
 
 COLUMNS: Final = (
-    Column("DIFFERENCE", lambda d: d.kind),
-    Column("WHERE", lambda d: d.where),
-    Column("OF", lambda d: d.subject or "-"),
-    Column("DESIRED", lambda d: d.desired or "-"),
-    Column("FOUND", lambda d: d.actual or "-"),
+    Column("DIFFERENCE", "kind"),
+    Column("WHERE", "where"),
+    Column("OF", "subject"),
+    Column("DESIRED", "desired"),
+    Column("FOUND", "actual"),
 )
 
 

@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one part is collected: by a command in a separate process, from files, or by HTTP. Each is
-limited in bytes and time, and a failure becomes a line of text.
+"""How one part is collected: by a command in a separate process or from files, limited in bytes and
+time. A failure becomes a line of text.
 """
 
 import contextlib
-import http.client
 import os
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import describe_unexpected_error
-from kbpf.kernel.system import children
+from kbpf.kernel.system import children, sysctl
 
 CHUNK: Final = 1 << 16
 MAX_ERROR_BYTES: Final = 4096
 SYSTEM_FOLDERS: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 """Also searched for programs: the PATH of an unprivileged user may not have them."""
+SYSCTL_FOLDERS: Final = ("net", "kernel", "vm", "user")
+SECRET_SYSCTLS: Final = ("stable_secret", "tcp_fastopen_key")
 
 
 class Limit(NamedTuple):
@@ -50,44 +50,24 @@ Collector = Callable[[Limit], Collected]
 # ---- commands ------------------------------------------------------------------------------------
 
 
-def run_command(*command: str) -> Collector:
-    """The output of a command. A part that ends with an error keeps what it has printed."""
+def run_command(command: Sequence[str], otherwise: Sequence[str] = ()) -> Collector:
+    """The output of a command, or of `otherwise` if its program is not installed. One that ends
+    with an error keeps what it has printed.
+    """
 
     def collect(limit: Limit) -> Collected:
         environment = children.child_environment()
         path = f"{children.search_path(environment.get('PATH'))}:{SYSTEM_FOLDERS}"
-        if shutil.which(command[0], path=path) is None:
+        is_installed = shutil.which(command[0], path=path) is not None
+        if not is_installed and not otherwise:
             return Collected(b"", f"{command[0]} is not installed")
-        return _run(command, environment | {"PATH": path, "COLUMNS": "250"}, limit)
+        chosen = command if is_installed else otherwise
+        return _run(chosen, environment | {"PATH": path, "COLUMNS": "250"}, limit)
 
     return collect
 
 
-def run_kbpf(*arguments: str) -> Collector:
-    """The output of a command of kbpf, in a separate process: whatever happens to it, the other
-    parts are collected.
-    """
-    return run_command(*children.python_command("kbpf", *arguments))
-
-
-def run_module(module: str, *arguments: str) -> Collector:
-    return run_command(*children.python_command(module, *arguments))
-
-
-def first_installed(*choices: tuple[str, ...], otherwise: Collector) -> Collector:
-    """The output of the first of these programs that is installed; `otherwise` without any."""
-
-    def collect(limit: Limit) -> Collected:
-        path = f"{children.search_path()}:{SYSTEM_FOLDERS}"
-        for command in choices:
-            if shutil.which(command[0], path=path):
-                return run_command(*command)(limit)
-        return otherwise(limit)
-
-    return collect
-
-
-def _run(command: tuple[str, ...], environment: dict[str, str], limit: Limit) -> Collected:
+def _run(command: Sequence[str], environment: dict[str, str], limit: Limit) -> Collected:
     try:
         process = subprocess.Popen(
             command, cwd=children.WORKING_DIRECTORY, env=environment, stdin=subprocess.DEVNULL,
@@ -120,7 +100,8 @@ def _read_streams(process: "subprocess.Popen[bytes]", limit: Limit) -> tuple[byt
         selector.register(process.stderr, selectors.EVENT_READ, errors)
         while selector.get_map():
             if limit.seconds <= 0:
-                return bytes(output), bytes(errors), "took too long, and was ended"
+                problem = "took too long, and was ended"
+                return whole_lines(output, len(output)), bytes(errors), problem
             for key, _ in selector.select(min(limit.seconds, 1.0)):
                 data = os.read(key.fd, CHUNK)
                 if not data:
@@ -148,32 +129,6 @@ def whole_documents(data: bytes) -> bytes:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def read_files(*paths: Path) -> Collector:
-    """The contents of files, each after its name if there are several. Those of /proc have no size,
-    so all are read from the beginning.
-    """
-
-    def collect(limit: Limit) -> Collected:
-        parts, missing, remaining = [], [], limit.max_bytes
-        for path in paths:
-            try:
-                with path.open("rb") as file:
-                    data = file.read(remaining + 1)
-            except OSError as error:
-                missing.append(f"{path}: {error.strerror}")
-                continue
-            if len(paths) > 1:
-                data = f"==> {path} <==\n".encode() + data + b"\n"
-            if len(data) > remaining:
-                missing.append(f"{path}: cut off")
-                data = whole_lines(data, remaining)
-            remaining -= len(data)
-            parts.append(data)
-        return Collected(b"".join(parts), "; ".join(missing))
-
-    return collect
-
-
 def read_tail(path: Path) -> Collector:
     """The end of a log file, from the beginning of a line."""
 
@@ -192,83 +147,25 @@ def read_tail(path: Path) -> Collector:
     return collect
 
 
-def read_tree(root: Path, excluded: Callable[[str], bool], folders: Iterable[str]) -> Collector:
-    """The files below these folders of `root`, a line each, as `sysctl -a` prints them."""
+def read_sysctls(root: Path = sysctl.ROOT) -> Collector:
+    """The settings below SYSCTL_FOLDERS, a line each, as `sysctl -a` prints them."""
 
     def collect(limit: Limit) -> Collected:
         lines: list[bytes] = []
         size = 0
-        for folder in folders:
-            for parent, subfolders, names in os.walk(root / folder):
-                subfolders.sort()
-                for name in sorted(names):
-                    path = Path(parent, name)
-                    key = str(path.relative_to(root)).replace("/", ".")
-                    if excluded(key):
-                        continue
-                    with contextlib.suppress(OSError):  # some can only be written
-                        value = path.read_bytes()[:CHUNK].strip().replace(b"\n", b" ")
-                        lines.append(key.encode() + b" = " + value + b"\n")
-                        size += len(lines[-1])
-                    if size > limit.max_bytes or limit.seconds <= 0:
-                        return Collected(b"".join(lines[:-1]), "cut off")
+        for path in sorted(chain.from_iterable((root / f).rglob("*") for f in SYSCTL_FOLDERS)):
+            if path.name.endswith(SECRET_SYSCTLS):
+                continue
+            with contextlib.suppress(OSError):  # a folder, or a file that can only be written
+                value = path.read_bytes()[:CHUNK].strip().replace(b"\n", b" ")
+                key = str(path.relative_to(root)).replace("/", ".")
+                lines.append(key.encode() + b" = " + value + b"\n")
+                size += len(lines[-1])
+            if size > limit.max_bytes or limit.seconds <= 0:
+                return Collected(b"".join(lines[:-1]), "cut off")
         return Collected(b"".join(lines), "" if lines else f"{root}: nothing can be read")
 
     return collect
-
-
-# ---- HTTP ----------------------------------------------------------------------------------------
-
-
-def get(address: str, path: str) -> Collector:
-    """The body of an answer of the agent. `address`: HOST:PORT; "": it does not listen."""
-
-    def collect(limit: Limit) -> Collected:
-        host, _, port = address.rpartition(":")
-        if not port:
-            return Collected(b"", "the agent does not listen there, by its configuration")
-        host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
-        connection = http.client.HTTPConnection(host, int(port), timeout=max(0.1, limit.seconds))
-        data = bytearray()
-        try:
-            connection.connect()
-            with _closed_at(connection.sock, limit):
-                connection.request("GET", path)
-                response = connection.getresponse()
-                while chunk := response.read1(CHUNK):
-                    data += chunk
-                    if len(data) > limit.max_bytes:
-                        return Collected(whole_lines(data, limit.max_bytes), "cut off")
-        except (OSError, http.client.HTTPException) as error:
-            if limit.seconds > 0:
-                reason = getattr(error, "strerror", None) or repr(error)
-                return Collected(b"", f"{address}: {reason}")
-        finally:
-            connection.close()
-        if limit.seconds <= 0:
-            return Collected(whole_lines(data, len(data)), "took too long")
-        status = response.status
-        return Collected(bytes(data), "" if status == 200 else f"{status} {response.reason}")
-
-    return collect
-
-
-@contextlib.contextmanager
-def _closed_at(sock: socket.socket, limit: Limit) -> Iterator[None]:
-    """Closes the connection at the deadline. A socket's own timeout starts again with each byte,
-    and while the agent is down any process may listen at its address.
-    """
-
-    def end() -> None:
-        with contextlib.suppress(OSError):  # the server has closed it
-            sock.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(limit.seconds, end)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def safely(collector: Collector, limit: Limit) -> Collected:

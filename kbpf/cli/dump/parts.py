@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kbpf sysdump` collects: a row for each file of the archive."""
+"""What `kbpf sysdump` collects: a row for each file of the archive. Nearly all are commands."""
 
 import contextlib
 import os
@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 from kbpf.cli import inspect
 from kbpf.cli.dump import collect
 from kbpf.cli.dump.collect import Collected, Collector, Limit
-from kbpf.kernel.system import pods, sysctl
+from kbpf.kernel.system import pods
+from kbpf.kernel.system.children import python_command
 from kbpf.model.config import Config
 from kbpf.source.api.kubeconfig import SERVICE_ACCOUNT
 
@@ -22,15 +23,62 @@ LOG_NAMES: Final = ("kbpf", "kube-proxy")
 SYSTEM_NAMESPACE: Final = "kube-system"
 MAX_LOGS: Final = 8
 MAX_ROWS: Final = 20_000
-SECRET_SYSCTLS: Final = ("stable_secret", "tcp_fastopen_key")
 NETWORK_MODULE: Final = "kbpf.kernel.net.dump"
 RULES_MODULE: Final = "kbpf.kernel.netfilter.dump"
 OBJECTS_MODULE: Final = "kbpf.cli.dump.objects"
+FETCH_MODULE: Final = "kbpf.cli.dump.fetch"
 
 PART_SHARE: Final = 0.25
 OBJECTS_SHARE: Final = 0.75
 """How much of --time-limit a part may take."""
 MAX_PART_BYTES: Final = 16 << 20
+
+COMMANDS: Final = {
+    "network/sockets.txt": "ss -s",
+    "bpftool/prog.txt": "bpftool prog show",
+    "bpftool/map.txt": "bpftool map show",
+    "bpftool/link.txt": "bpftool link show",
+    "bpftool/net.txt": "bpftool net show",
+    "bpftool/cgroup.txt": "bpftool cgroup tree",
+    "network/proc/snmp.txt": "cat /proc/net/snmp",
+    "network/proc/snmp6.txt": "cat /proc/net/snmp6",
+    "network/proc/netstat.txt": "cat /proc/net/netstat",
+    "network/proc/sockstat.txt": "cat /proc/net/sockstat",
+    "network/proc/softnet_stat.txt": "cat /proc/net/softnet_stat",
+    "network/proc/stat-nf_conntrack.txt": "cat /proc/net/stat/nf_conntrack",
+    "network/proc/ip_vs.txt": "cat /proc/net/ip_vs",
+    "network/proc/ip_vs_stats.txt": "cat /proc/net/ip_vs_stats",
+    "network/proc/fib_trie.txt": "cat /proc/net/fib_trie",
+    "rules/iptables-save.txt": "iptables-save -c",
+    "rules/ip6tables-save.txt": "ip6tables-save -c",
+    "rules/iptables-legacy-save.txt": "iptables-legacy-save -c",
+    "rules/ip6tables-legacy-save.txt": "ip6tables-legacy-save -c",
+    "rules/ipset.txt": "ipset list",
+    "rules/ipvs.txt": "ipvsadm -Ln --stats",
+    "node/uname.txt": "uname -a",
+    "node/os-release.txt": "cat /etc/os-release",
+    "node/cmdline.txt": "cat /proc/cmdline",
+    "node/meminfo.txt": "cat /proc/meminfo",
+    "node/loadavg.txt": "cat /proc/loadavg",
+    "node/uptime.txt": "cat /proc/uptime",
+    "node/modules.txt": "cat /proc/modules",
+    "node/self-mountinfo.txt": "cat /proc/self/mountinfo",
+    "logs/kernel.txt": "dmesg --time-format iso",
+}
+"""Commands that need no option, by the file that gets their output."""
+
+LISTINGS: Final = {
+    "network/links.txt": ("ip -d -s link show", f"{NETWORK_MODULE} links"),
+    "network/addresses.txt": ("ip address show", f"{NETWORK_MODULE} addresses"),
+    "network/rules-4.txt": ("ip -4 rule show", f"{NETWORK_MODULE} rules 4"),
+    "network/rules-6.txt": ("ip -6 rule show", f"{NETWORK_MODULE} rules 6"),
+    "network/routes-4.txt": ("ip -4 route show table all", f"{NETWORK_MODULE} routes 4"),
+    "network/routes-6.txt": ("ip -6 route show table all", f"{NETWORK_MODULE} routes 6"),
+    "network/neighbours.txt": ("ip neighbour show", f"{NETWORK_MODULE} neighbours"),
+    "network/qdiscs.txt": ("tc -s qdisc show", f"{NETWORK_MODULE} qdiscs"),
+    "rules/nft.txt": ("nft list ruleset", RULES_MODULE),
+}
+"""Commands that the image does not have, and the modules that list the same without them."""
 
 
 class Part(NamedTuple):
@@ -68,38 +116,35 @@ def list_parts(subject: Subject) -> Iterator[Part]:
     yield from _http_parts(subject)
     yield from _log_parts(subject)
     yield from _cluster_parts(subject)
-    yield from _network_parts()
-    yield from _rule_parts()
-    yield from _node_parts(subject)
+    yield from _host_parts(subject.pid)
+
+
+def _command(path: str, *command: str) -> Part:
+    return Part(path, " ".join(command), collect.run_command(command))
 
 
 def _kbpf(path: str, *arguments: str) -> Part:
     words = arguments[: next((i for i, a in enumerate(arguments) if a.startswith("-")), None)]
-    return Part(path, f"kbpf {' '.join(words or arguments)}", collect.run_kbpf(*arguments))
+    source = f"kbpf {' '.join(words or arguments)}"
+    return Part(path, source, collect.run_command(python_command("kbpf", *arguments)))
 
 
 def _kbpf_parts(subject: Subject) -> Iterator[Part]:
+    file, options = subject.config_file, subject.options
+    config = ("--config", str(file)) if file else ()
     yield _kbpf("version.txt", "--version")
-    config = ("--config", str(subject.config_file)) if subject.config_file else ()
-    yield _kbpf("check.json", "check", "-o", "json", *config, *subject.options[:2])
-    yield _kbpf("inspect/status.txt", "inspect", "status", *subject.options)
-    yield _kbpf("page.html", "page", *subject.options)
+    yield _kbpf("check.json", "check", "-o", "json", *config, *options[:2])
+    yield _kbpf("inspect/status.txt", "inspect", "status", *options)
+    yield _kbpf("page.html", "page", *options)
     for view in inspect.VIEWS:
         if any(default is Parameter.empty for _, default in view.filters.values()):
             continue  # for one Service only
         limit = ("--limit", str(MAX_ROWS)) if view.is_list else ()
-        yield _kbpf(
-            f"inspect/{view.name}.json",
-            "inspect", view.name, "-o", "json", *limit, *subject.options,
-        )  # fmt: skip
-    if subject.config_file is not None:
-        yield Part(
-            "config/file.yaml", str(subject.config_file), collect.read_files(subject.config_file)
-        )
-        yield _kbpf(
-            "config/settings.yaml",
-            "run", "--config", str(subject.config_file), "--write-config-to", "/dev/stdout",
-        )  # fmt: skip
+        path = f"inspect/{view.name}.json"
+        yield _kbpf(path, "inspect", view.name, "-o", "json", *limit, *options)
+    if file is not None:
+        yield _command("config/file.yaml", "cat", str(file))
+        yield _kbpf("config/settings.yaml", "run", *config, "--write-config-to", "/dev/stdout")
     variables = "".join(f"{k}={v}\n" for k, v in sorted(os.environ.items()) if k[:5] == "KBPF_")
     yield Part(
         "config/environment.txt", "variables KBPF_*",
@@ -113,9 +158,16 @@ def _http_parts(subject: Subject) -> Iterator[Part]:
         (serving.healthz, ("/healthz", "/livez", "/readyz")),
         (serving.metrics, ("/metrics", "/configz", "/flagz", "/statusz", "/proxyMode")),
     ):
-        address = addresses.partition(",")[0]
+        host, _, port = addresses.partition(",")[0].rpartition(":")
+        host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
         for path in paths:
-            yield Part(f"http{path}.txt", f"http://{address}{path}", collect.get(address, path))
+            url = f"http://{host}:{port}{path}" if port else path
+            fetch = collect.run_command(python_command(FETCH_MODULE, url))
+            yield Part(f"http{path}.txt", url, fetch if port else _not_served)
+
+
+def _not_served(_: Limit) -> Collected:
+    return Collected(b"", "the agent does not listen there, by its configuration")
 
 
 def _log_parts(subject: Subject) -> Iterator[Part]:
@@ -134,7 +186,6 @@ def _log_parts(subject: Subject) -> Iterator[Part]:
         ))  # fmt: skip
     journal = ("journalctl", "--unit=kbpf*", "--no-pager", "--lines=10000", "--output=short-iso")
     yield _command("logs/journal.txt", *journal)
-    yield _command("logs/kernel.txt", "dmesg", "--time-format", "iso")
 
 
 def find_pod_logs(pid: int | None) -> list[Path]:
@@ -171,94 +222,35 @@ def _find_own_pod(pid: int | None) -> tuple[str, set[str]]:
 
 
 def _cluster_parts(subject: Subject) -> Iterator[Part]:
-    name = subject.config.node_name
-    yield Part(
-        "objects/cluster.yaml", "the objects that the agent reads", _read_objects(*subject.origin),
-        OBJECTS_SHARE, subject.max_object_bytes,
-    )  # fmt: skip
-    yield _kbpf(
-        "simulate.json", "simulate", "cluster", "-o", "json", "--node", name, *subject.origin
-    )
-    yield _kbpf(
-        "verify.json",
-        "verify", "-o", "json", "--limit", str(MAX_ROWS), "--hostname-override", name,
-        *subject.options, *subject.origin,
-    )  # fmt: skip
+    name, origin = subject.config.node_name, subject.origin
+    run = collect.run_command(python_command(OBJECTS_MODULE, *origin))
 
-
-def _read_objects(*origin: str) -> Collector:
-    run = collect.run_module(OBJECTS_MODULE, *origin)
-
-    def read(limit: Limit) -> Collected:
+    def read_objects(limit: Limit) -> Collected:
         data, error = run(limit)
         return Collected(collect.whole_documents(data), error)
 
-    return read
-
-
-def _command(path: str, *command: str) -> Part:
-    return Part(path, " ".join(command), collect.run_command(*command))
-
-
-def _network_parts() -> Iterator[Part]:
-    """From iproute2 if it is installed, else the same from the kernel as JSON."""
-    for name, kind, command in (
-        ("links", "links", ("ip", "-d", "-s", "link", "show")),
-        ("addresses", "addresses", ("ip", "address", "show")),
-        ("rules-4", "rules", ("ip", "-4", "rule", "show")),
-        ("rules-6", "rules", ("ip", "-6", "rule", "show")),
-        ("routes-4", "routes", ("ip", "-4", "route", "show", "table", "all")),
-        ("routes-6", "routes", ("ip", "-6", "route", "show", "table", "all")),
-        ("neighbours", "neighbours", ("ip", "neighbour", "show")),
-        ("qdiscs", "qdiscs", ("tc", "-s", "qdisc", "show")),
-    ):
-        family = (name[-1],) if name[-1] in "46" else ()
-        otherwise = collect.run_module(NETWORK_MODULE, kind, *family)
-        yield Part(
-            f"network/{name}.txt", " ".join(command),
-            collect.first_installed(command, otherwise=otherwise),
-        )  # fmt: skip
+    # A folder for `run --source`, `diff` and `simulate`.
     yield Part(
-        "network/filters.txt", "filters of all devices",
-        collect.run_module(NETWORK_MODULE, "filters"),
+        "objects/cluster.yaml", "the objects that the agent reads", read_objects,
+        OBJECTS_SHARE, subject.max_object_bytes,
     )  # fmt: skip
-    yield _command("network/sockets.txt", "ss", "-s")
-    for name in ("prog", "map", "link", "net", "cgroup"):
-        verb = ("tree",) if name == "cgroup" else ("show",)
-        yield _command(f"bpftool/{name}.txt", "bpftool", name, *verb)
-    statistics = ("snmp", "snmp6", "netstat", "sockstat", "softnet_stat", "stat/nf_conntrack",
-                  "ip_vs", "ip_vs_stats", "fib_trie")  # fmt: skip
-    for name in statistics:
-        yield _file(f"network/proc/{name.replace('/', '-')}.txt", PROC / "net" / name)
-
-
-def _rule_parts() -> Iterator[Part]:
-    ruleset = ("nft", "list", "ruleset")
-    yield Part(
-        "rules/nft.txt", " ".join(ruleset),
-        collect.first_installed(ruleset, otherwise=collect.run_module(RULES_MODULE)),
+    yield _kbpf("simulate.json", "simulate", "cluster", "-o", "json", "--node", name, *origin)
+    yield _kbpf(
+        "verify.json", "verify", "-o", "json", "--limit", str(MAX_ROWS),
+        "--hostname-override", name, *subject.options, *origin,
     )  # fmt: skip
-    for name in ("iptables-save", "ip6tables-save", "iptables-legacy-save",
-                 "ip6tables-legacy-save"):  # fmt: skip
-        yield _command(f"rules/{name}.txt", name, "-c")
-    yield _command("rules/ipset.txt", "ipset", "list")
-    yield _command("rules/ipvs.txt", "ipvsadm", "-Ln", "--stats")
 
 
-def _file(path: str, *files: Path) -> Part:
-    return Part(path, " ".join(map(str, files)), collect.read_files(*files))
-
-
-def _node_parts(subject: Subject) -> Iterator[Part]:
-    uname = " ".join(os.uname()) + "\n"
-    yield Part("node/uname.txt", "uname -a", lambda limit: Collected(uname.encode()))
-    yield _file("node/os-release.txt", Path("/etc/os-release"))
-    for name in ("cmdline", "meminfo", "loadavg", "uptime", "modules", "self/mountinfo"):
-        yield _file(f"node/{name.replace('/', '-')}.txt", PROC / name)
-    yield Part("node/sysctls.txt", "/proc/sys", collect.read_tree(
-        sysctl.ROOT, lambda name: name.endswith(SECRET_SYSCTLS), ("net", "kernel", "vm", "user")
-    ))  # fmt: skip
-    if subject.pid is not None:
+def _host_parts(pid: int | None) -> Iterator[Part]:
+    for path, (line, module) in LISTINGS.items():
+        otherwise = python_command(*module.split())
+        yield Part(path, line, collect.run_command(line.split(), otherwise))
+    filters = collect.run_command(python_command(NETWORK_MODULE, "filters"))
+    yield Part("network/filters.txt", "filters of all devices", filters)
+    for path, line in COMMANDS.items():
+        yield _command(path, *line.split())
+    yield Part("node/sysctls.txt", "/proc/sys", collect.read_sysctls())
+    if pid is not None:
         names = ("status", "limits", "cgroup", "oom_score_adj")
-        agent = PROC / str(subject.pid)
-        yield _file("node/agent.txt", *(agent / name for name in names))
+        files = [f"{PROC}/{pid}/{name}" for name in names]
+        yield _command("node/agent.txt", "tail", "-n", "+1", *files)

@@ -114,8 +114,8 @@ def unavailable_notice(inspection: Inspection) -> str:
 
 
 FAILURE_COLUMNS: Final = (
-    Column("DEVICE-NOT-ATTACHED", lambda f: f.device),
-    Column("REASON", lambda f: f.detail),
+    Column("DEVICE-NOT-ATTACHED", "device"),
+    Column("REASON", "detail"),
 )
 
 

@@ -37,23 +37,19 @@ def _format_note(row: Connection) -> str:
 
 
 COLUMNS: Final = (
-    Column("SERVICE", lambda r: r.service),
-    Column("PROTOCOL", lambda r: r.protocol),
-    Column("CLIENT", lambda r: r.client),
-    Column("CLIENT-POD", lambda r: r.client_pod or "-", wide=True),
-    Column("FRONTEND", lambda r: r.frontend),
-    Column("BACKEND", lambda r: r.backend),
-    Column("BACKEND-POD", lambda r: r.backend_pod or "-", wide=True),
-    Column("BACKEND-NODE", lambda r: r.backend_node or "-", wide=True),
+    Column("SERVICE", "service"),
+    Column("PROTOCOL", "protocol"),
+    Column("CLIENT", "client"),
+    Column("CLIENT-POD", "client_pod", wide=True),
+    Column("FRONTEND", "frontend"),
+    Column("BACKEND", "backend"),
+    Column("BACKEND-POD", "backend_pod", wide=True),
+    Column("BACKEND-NODE", "backend_node", wide=True),
     Column("BACKEND-SEES", _format_seen_as),
-    Column("STATE", lambda r: r.state),
-    Column(
-        "IDLE",
-        lambda r: "-" if r.idle_seconds is None else format_duration(r.idle_seconds),
-        right=True,
-    ),
+    Column("STATE", "state"),
+    Column("IDLE", "idle_seconds", format_duration, right=True),
     Column("EXPIRES-IN", _format_expires, right=True),
-    Column("PATH", lambda r: r.path, wide=True),
+    Column("PATH", "path", wide=True),
     Column("NOTE", _format_note),
 )
 

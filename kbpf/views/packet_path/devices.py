@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from kbpf.model.inspection import HostDevice, Inspection, Part
-from kbpf.views.columns import Column, format_number
+from kbpf.views.columns import Column
 from kbpf.views.packet_path.availability import unavailable_notice
 from kbpf.views.page import Kind, Page
 
@@ -73,16 +73,16 @@ def _problem(device: HostDevice) -> str:
 
 
 COLUMNS: Final = (
-    Column("DEVICE", lambda d: d.device),
-    Column("ROLE", lambda d: d.role),
-    Column("INGRESS", lambda d: d.ingress or "-"),
-    Column("EGRESS", lambda d: d.egress or "-"),
+    Column("DEVICE", "device"),
+    Column("ROLE", "role"),
+    Column("INGRESS", "ingress"),
+    Column("EGRESS", "egress"),
     Column("FLAGS", lambda d: ",".join(d.flags) or "-"),
-    Column("L2-HEADER", lambda d: format_number(d.l2_header), right=True),
-    Column("IFINDEX", lambda d: format_number(d.ifindex), wide=True, right=True),
-    Column("KIND", lambda d: d.kind, wide=True),
-    Column("REASON", lambda d: d.reason),
-    Column("PROBLEM", lambda d: d.problem or "-"),
+    Column("L2-HEADER", "l2_header", right=True),
+    Column("IFINDEX", "ifindex", wide=True, right=True),
+    Column("KIND", "kind", wide=True),
+    Column("REASON", "reason"),
+    Column("PROBLEM", "problem"),
 )
 
 

@@ -9,7 +9,7 @@ import msgspec
 from kbpf.model.address import format_addr
 from kbpf.model.inspection import Inspection, Part, SnatUsage, TranslatedSource
 from kbpf.model.reasons import Reason
-from kbpf.views.columns import Column, format_duration, format_number
+from kbpf.views.columns import Column, format_duration
 from kbpf.views.packet_path.availability import unavailable_notice
 from kbpf.views.page import Kind, Page, namespace_of
 from kbpf.views.text import format_facts, format_table
@@ -72,24 +72,24 @@ def _usage_row(usage: SnatUsage, ports: int) -> UsageRow:
 
 
 USAGE_COLUMNS: Final = (
-    Column("BACKEND", lambda r: r.backend),
-    Column("PROTOCOL", lambda r: r.protocol),
-    Column("NODE-ADDRESS", lambda r: r.node_address),
-    Column("USED", lambda r: format_number(r.used), right=True),
-    Column("CLOSED", lambda r: format_number(r.closed), right=True),
-    Column("PORTS", lambda r: format_number(r.ports), right=True),
+    Column("BACKEND", "backend"),
+    Column("PROTOCOL", "protocol"),
+    Column("NODE-ADDRESS", "node_address"),
+    Column("USED", "used", right=True),
+    Column("CLOSED", "closed", right=True),
+    Column("PORTS", "ports", right=True),
     Column("FILL", lambda r: f"{r.percent:.1f}%" + (" !" if r.alarm else "  "), right=True),
 )
 
 COLUMNS: Final = (
-    Column("SOURCE", lambda r: r.source),
-    Column("BACKEND", lambda r: r.backend),
-    Column("PROTOCOL", lambda r: r.protocol),
-    Column("CLIENT", lambda r: r.client),
-    Column("CLIENT-POD", lambda r: r.client_pod or "-", wide=True),
-    Column("SERVICE", lambda r: r.service),
-    Column("STATE", lambda r: r.state),
-    Column("IDLE", lambda r: format_duration(r.idle_seconds), right=True),
+    Column("SOURCE", "source"),
+    Column("BACKEND", "backend"),
+    Column("PROTOCOL", "protocol"),
+    Column("CLIENT", "client"),
+    Column("CLIENT-POD", "client_pod", wide=True),
+    Column("SERVICE", "service"),
+    Column("STATE", "state"),
+    Column("IDLE", "idle_seconds", format_duration, right=True),
 )
 
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -55,10 +54,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
-    """A live demo, which runs until it is ended; ended after the test at the latest."""
-    child = demo(cache=cache)
+def endless(cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo whose first phase does not end, with an agent; ended after the test at the latest."""
+    child = demo("--requests", "100000000", cache=cache)
     try:
+        until("its agent runs", lambda: agents(child.pid), START_SECONDS, state=child.poll)
         yield child
     finally:
         if child.poll() is None:
@@ -66,15 +66,20 @@ def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
         child.communicate(timeout=START_SECONDS)
 
 
-def line_with(stream: IO[str], word: str) -> str:
-    for line in stream:
-        if word in line:
-            return line
-    raise AssertionError(f"it ended without {word!r}")
+def agents(pid: int) -> list[int]:
+    """The process ids of the agents of this demo."""
+    found = []
+    for trace in traces(pid):
+        try:
+            if trace.startswith("/proc") and b"\0run\0" in Path(trace, "cmdline").read_bytes():
+                found.append(int(Path(trace).name))
+        except OSError:
+            continue  # it has ended
+    return found
 
 
-def test_once_reaches_every_backend_and_leaves_no_traces(cache: Path):
-    child = demo("--once", "-o", "json", cache=cache)
+def test_it_reaches_every_backend_and_leaves_no_traces(cache: Path):
+    child = demo("-o", "json", cache=cache)
     out, err = child.communicate(timeout=START_SECONDS)
     assert (child.returncode, err) == (0, "")
     seen = json.loads(out)
@@ -101,8 +106,8 @@ def test_once_reaches_every_backend_and_leaves_no_traces(cache: Path):
     assert re.search(rf" {refuses['expected']} +default/client +10.244.0.14:8080", trace)
 
 
-def test_once_prints_the_counts_as_text(cache: Path):
-    child = demo("--once", "--requests", "60", cache=cache)
+def test_it_prints_the_counts_as_text(cache: Path):
+    child = demo("--requests", "60", cache=cache)
     out, err = child.communicate(timeout=START_SECONDS)
     assert (child.returncode, err) == (0, "")
     assert "backend-4 refuses" in out
@@ -111,93 +116,47 @@ def test_once_prints_the_counts_as_text(cache: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_live_demo_with_status_0(
-    live: subprocess.Popen[str], number: signal.Signals
+def test_a_signal_ends_it_with_status_130(endless: subprocess.Popen[str], number: signal.Signals):
+    endless.send_signal(number)
+    out, _ = endless.communicate(timeout=START_SECONDS)
+    assert (endless.returncode, out) == (130, "")
+    assert traces(endless.pid) == []
+
+
+def test_the_next_demo_removes_the_traces_of_a_killed_one(
+    endless: subprocess.Popen[str], cache: Path
 ):
-    line_with(live.stdout, "three backends serve")
-    assert traces(live.pid)
-    live.send_signal(number)
-    out, err = live.communicate(timeout=START_SECONDS)
-    assert (live.returncode, err) == (0, "")
-    assert " 0 unexpected failures" in out
-    assert traces(live.pid) == []
-
-
-def test_the_live_demo_prints_changes_of_backends(live: subprocess.Popen[str]):
-    line_with(live.stdout, "backend-4 added")
-    line = line_with(live.stdout, "backend-4 2")  # about a quarter
-    assert " 0 failed" in line
-    line_with(live.stdout, "agent killed with -9")
-    assert " 0 failed" in line_with(live.stdout, "answered")
-    line_with(live.stdout, "backend-2 terminating")
-    line = line_with(live.stdout, "answered")
-    assert " 0 failed" in line
-    while "backend-2 " in line:  # the agent was late; the steps are repeated
-        line_with(live.stdout, "backend-2 terminating")
-        line = line_with(live.stdout, "answered")
-
-
-def test_interrupting_once_exits_with_130(cache: Path):
-    child = demo("--once", "--requests", "100000000", cache=cache)
-    until("the demo runs", lambda: traces(child.pid), START_SECONDS)
-    child.send_signal(signal.SIGINT)
-    out, _ = child.communicate(timeout=START_SECONDS)
-    assert (child.returncode, out) == (130, "")
-    assert traces(child.pid) == []
-
-
-def test_the_next_demo_removes_the_traces_of_a_killed_one(live: subprocess.Popen[str], cache: Path):
-    line_with(live.stdout, "three backends serve")
-    live.kill()
-    os.waitid(
-        os.P_PID, live.pid, os.WEXITED | os.WNOWAIT
-    )  # a zombie keeps its id: nothing is removed yet
-    processes = [trace for trace in traces(live.pid) if trace.startswith("/proc")]
-    until("its children died with it", lambda: not any(map(os.path.exists, processes)))
-    assert traces(live.pid)
-    live.wait()
-    child = demo("--once", cache=cache)
+    endless.kill()
+    # A zombie keeps its id: nothing is removed yet.
+    os.waitid(os.P_PID, endless.pid, os.WEXITED | os.WNOWAIT)
+    until("its agent has died with it", lambda: not agents(endless.pid))
+    assert traces(endless.pid)
+    endless.wait()
+    child = demo(cache=cache)
     assert child.communicate(timeout=START_SECONDS)[1] == ""
     assert child.returncode == 0
-    assert traces(live.pid) == []
+    assert traces(endless.pid) == []
 
 
-def test_two_demos_run_concurrently(live: subprocess.Popen[str], cache: Path):
-    line_with(live.stdout, "three backends serve")
-    child = demo("--once", "-o", "json", cache=cache)
+def test_two_demos_run_concurrently(endless: subprocess.Popen[str], cache: Path):
+    child = demo("-o", "json", cache=cache)
     out, _ = child.communicate(timeout=START_SECONDS)
     assert child.returncode == 0
     assert json.loads(out)["problems"] == []
-    assert "0 failed" in line_with(live.stdout, "answered")
-    assert traces(live.pid)
+    assert agents(endless.pid)
 
 
-def test_an_agent_that_ends_fails_the_demo(cache: Path):
-    child = demo("--once", "--requests", "100000000", cache=cache)
-
-    def is_agent(process: Path) -> bool:
-        try:
-            return b"\0run\0" in (process / "cmdline").read_bytes()
-        except OSError:
-            return False  # it has ended
-
-    def agent() -> list[str]:
-        return [
-            trace
-            for trace in traces(child.pid)
-            if trace.startswith("/proc") and is_agent(Path(trace))
-        ]
-
-    (found,) = until("the agent runs", agent, START_SECONDS, state=child.poll)
-    os.kill(int(Path(found).name), signal.SIGKILL)
-    out, err = child.communicate(timeout=START_SECONDS)
-    assert (child.returncode, out) == (1, "")
+def test_an_agent_that_ends_fails_the_demo(endless: subprocess.Popen[str]):
+    (agent,) = agents(endless.pid)
+    os.kill(agent, signal.SIGKILL)
+    out, err = endless.communicate(timeout=START_SECONDS)
+    assert (endless.returncode, out) == (1, "")
     assert "the agent exited with -9" in err
-    assert traces(child.pid) == []
+    assert traces(endless.pid) == []
 
 
 def test_a_folder_that_is_not_a_cgroup_exits_with_1(tmp_path: Path, cache: Path):
-    child = demo("--once", "--cgroup", str(tmp_path), cache=cache)
+    child = demo("--cgroup", str(tmp_path), cache=cache)
     _, err = child.communicate(timeout=START_SECONDS)
     assert child.returncode == 1
     assert "cgroup v2" in err

@@ -262,7 +262,7 @@ NOT_HERE = {
     "kbpf simulate": "without what to simulate: tests/values/cli/test_simulate.py",
     "kbpf trace": "without from and to", "kbpf inspect endpoints": "without a Service",
     "kbpf inspect service": "without a Service",
-    "kbpf demo --once": "not in a pod: tests/lab/cluster/test_demo.py",
+    "kbpf demo": "not in a pod: tests/lab/cluster/test_demo.py",
     "kbpf --install-completion": "changes the user's shell",
     "kbpf --show-completion": "asks which shell calls it: tests/values/cli/test_completion.py",
     "kubectl exec": "a name", "kubectl -n kube-system rollout undo ds kube-proxy": "ends kbpf",

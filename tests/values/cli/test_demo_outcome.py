@@ -1,29 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the demo evaluates the results of its client."""
+"""How the demo evaluates what its clients sent, and the objects of its folder."""
 
-import msgspec
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 
-from kbpf.demo.client import Answer, RequestCounter
-from kbpf.demo.live import STEPS, DemoProgress, DemoStep
-from kbpf.demo.once import CLIENTS, PHASES, PhaseReports, evaluate
-from kbpf.demo.report import ClientReport, RequestCounts, decode, encode
+from kbpf.cli import origin
+from kbpf.demo import client, manifests
+from kbpf.demo.client import Request
+from kbpf.demo.phases import PHASES, PODS, PhaseRequests, evaluate
+from kbpf.model.config import Config
+from kbpf.model.events import Upsert
 
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 SOME = {"backend-1": 70, "backend-2": 70, "backend-3": 70}
-TIMES = {90: 200, 250: 97, 4000: 3}
+TIMES_US = [90] * 200 + [250] * 97 + [4000] * 3
+START = 1000.0
 
 
-def good() -> list[PhaseReports]:
-    """What both clients report if all is as expected, with 300 requests a phase."""
-    phases = [PhaseReports(phase) for phase in PHASES]
-    for reports in phases:
-        refused = {"ECONNREFUSED": 90} if reports.phase.refuses else {}
-        tcp = RequestCounts(SOME if refused else ALL, refused, TIMES)
-        for client in CLIENTS:
-            udp = RequestCounts({"backend-1": 30}) if client == "client" else RequestCounts()
-            reports.totals[client] = ClientReport(tcp, udp, 0.5, True)
-            reports.without_agent[client] = 100 * reports.phase.restarts_agent
+def sent(
+    answers: Mapping[str, int], failures: Mapping[str, int] = {}, is_udp: bool = False
+) -> list[Request]:
+    """Requests within half a second."""
+    backends = [name for name, count in answers.items() for _ in range(count)]
+    requests = [
+        Request(START, START + 0.5, is_udp, name, connected=0 if is_udp else START + us / 1e6)
+        for name, us in zip(backends, TIMES_US, strict=False)
+    ]
+    errors = [name for name, count in failures.items() for _ in range(count)]
+    return requests + [Request(START, START + 0.5, is_udp, error=name) for name in errors]
+
+
+def good() -> list[PhaseRequests]:
+    """What both clients sent if all is as expected, with 300 requests a phase."""
+    phases = [PhaseRequests(phase) for phase in PHASES]
+    for made in phases:
+        tcp = sent(SOME, {"ECONNREFUSED": 90}) if made.phase.refuses else sent(ALL)
+        made.sent = {"client": tcp + sent({"backend-1": 30}, is_udp=True), "outside": list(tcp)}
+        if made.phase.restarts_agent:
+            made.killed, made.started = START, START + 1.0
     return phases
 
 
@@ -53,7 +71,7 @@ PROBLEMS = {
 def test_wrong_result_is_a_failure_with_a_problem(name: str):
     phase, answered, failed, problem, failures = PROBLEMS[name]
     phases = good()
-    phases[phase].totals["outside"] = ClientReport(RequestCounts(answered, failed), is_last=True)
+    phases[phase].sent["outside"] = sent(answered, failed)
     outcome = evaluate(phases, 300)
     assert not outcome.succeeded
     assert problem in " ".join(outcome.problems)
@@ -61,107 +79,65 @@ def test_wrong_result_is_a_failure_with_a_problem(name: str):
 
 
 def test_expected_result_counts_every_connection_and_has_no_problems():
-    outcome = evaluate(good(), 300, 1.5)
+    outcome = evaluate(good(), 300)
     assert outcome.problems == ()
     assert (outcome.requests, outcome.failed, outcome.expected) == (1800, 0, 180)
     assert [load.failed for load in outcome.loads] == [0, 0, 0, 0, 90, 90]
+    assert [load.without_agent for load in outcome.loads] == [0, 0, 300, 300, 0, 0]
     assert {(load.connect_p50, load.connect_p99) for load in outcome.loads} == {(90e-6, 250e-6)}
     assert (outcome.udp.requests, outcome.udp.failed) == (90, 0)
+    assert outcome.seconds == 1.5
 
 
 def test_restart_without_a_connection_in_between_proves_nothing():
     phases = good()
-    phases[RESTART].without_agent["client"] = 0
+    phases[RESTART].sent["client"] = [
+        Request(request.start - 1, request.end - 1, request.is_udp, request.backend)
+        for request in phases[RESTART].sent["client"]
+    ]
     (problem,) = evaluate(phases, 300).problems
     assert "no connection was made while no agent ran" in problem
 
 
 def test_lost_datagram_is_a_problem():
     phases = good()
-    udp = RequestCounts({"backend-1": 29}, {"timeout": 1})
-    report = phases[SERVES].totals["client"]
-    phases[SERVES].totals["client"] = msgspec.structs.replace(report, udp=udp)
+    udp = sent({"backend-1": 29}, {"timeout": 1}, is_udp=True)
+    phases[SERVES].sent["client"] = sent(ALL) + udp
     assert evaluate(phases, 300).problems == ("1 of 90 datagrams failed: 1 x timeout",)
 
 
-def test_times_of_connect_are_those_of_a_share_of_the_calls():
-    counts = RequestCounts(connect_us={100: 98}) + RequestCounts(connect_us={100: 1, 2000: 1})
-    assert [counts.connect_seconds(s) for s in (0.5, 0.99, 1.0)] == [100e-6, 100e-6, 2000e-6]
-    assert RequestCounts({"backend-1": 1}).connect_seconds(0.5) is None
+def serve_once(answer: bytes) -> tuple[str, int]:
+    """A server for one connection that answers like this."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    threading.Thread(target=run, daemon=True).start()
+    return listener.getsockname()
 
 
-def test_report_survives_encode_and_decode():
-    report = ClientReport(
-        RequestCounts(ALL, {"timeout": 1}, TIMES), RequestCounts(), 0.25, True, 9.5
-    )
-    assert decode(encode(report)) == report
+def test_a_request_has_its_answer_or_the_name_of_its_error():
+    answered = client.request(serve_once(b"HTTP/1.0 200 OK\r\n\r\nbackend-1\n"), False)
+    assert (answered.backend, answered.error) == ("backend-1", "")
+    assert answered.start < answered.connected < answered.end
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    refused = client.request(address, False)
+    assert (refused.backend, refused.error, refused.connected) == ("", "ECONNREFUSED", 0.0)
+    assert client.request(serve_once(b"what?"), False).error == "EPROTO"
 
 
-def test_client_counts_errors_by_name():
-    def fails(error: Exception):
-        def ask(_: object) -> Answer:
-            raise error
-
-        return ask
-
-    count = RequestCounter()
-    count.request(lambda _: Answer("backend-1", 120), ("", 0))
-    count.request(fails(ConnectionRefusedError(111, "refused")), ("", 0))
-    count.request(fails(TimeoutError()), ("", 0))
-    assert count.pop() == RequestCounts(
-        {"backend-1": 1}, {"ECONNREFUSED": 1, "timeout": 1}, {120: 1}
-    )
-    assert count.pop() == RequestCounts()
-
-
-def test_picture_has_shares_and_times_of_the_last_seconds_and_totals_of_all():
-    progress = DemoProgress()
-    progress.start_step(STEPS[0])
-    progress.add_report(ClientReport(RequestCounts({"backend-1": 100}, {}, {50: 100}), seconds=5.0))
-    answers = RequestCounts({"backend-2": 30, "backend-3": 10}, {}, {100: 39, 900: 1})
-    progress.add_report(ClientReport(answers, seconds=2.0))
-    progress.add_report(ClientReport(RequestCounts({}, {"timeout": 1}), seconds=0.5))
-    now = progress.build_picture()
-    assert [round(one.share, 2) for one in now.shares] == [0.0, 0.75, 0.25, 0.0, 0.0]
-    assert [one.total for one in now.shares] == [100, 30, 10, 0, 0]
-    assert (now.answered, now.refused, now.failed) == (140, 0, 1)
-    assert (now.connect_p50, now.connect_p99) == (100e-6, 900e-6)
-    assert now.shares[3].state == "not in the Service"
-    assert now.events == ((0.0, STEPS[0].event),)
-
-
-REFUSAL = ClientReport(RequestCounts({}, {"ECONNREFUSED": 1}), seconds=1.5)
-BROKEN = next(step for step in STEPS if step.pods and step.refuses)
-EMPTY = next(step for step in STEPS if not step.pods)
-
-
-@pytest.mark.parametrize(
-    ("steps", "refused", "failed"),
-    [
-        ([STEPS[0]], 0, 1),
-        ([BROKEN], 1, 0),
-        ([EMPTY], 1, 0),
-        ([BROKEN, STEPS[0]], 2, 0),  # so soon after it, the report may be of both
-        ([BROKEN, STEPS[0], STEPS[1]], 3, 0),
-        ([BROKEN, STEPS[0], STEPS[1], STEPS[2]], 3, 1),
-    ],
-)
-def test_refusals_are_expected_only_where_connections_should_be_refused(
-    steps: list[DemoStep], refused: int, failed: int
-):
-    progress = DemoProgress()
-    for step in steps:
-        progress.start_step(step)
-        progress.add_report(REFUSAL)
-    picture = progress.build_picture()
-    assert (picture.refused, picture.failed) == (refused, failed)
-
-
-def test_steps_include_every_kind_of_change():
-    served = {pod.number for step in STEPS for pod in step.pods if not pod.refuses}
-    assert served == {1, 2, 3, 4}
-    assert any(not step.pods for step in STEPS)
-    assert any(pod.terminating for step in STEPS for pod in step.pods)
-    assert any(pod.refuses for step in STEPS for pod in step.pods)
-    stopped = [step.agent_runs for step in STEPS].index(False)
-    assert STEPS[stopped + 1].agent_runs
+def test_objects_are_accepted_by_the_agent(tmp_path: Path):
+    broken = manifests.BackendPod(4, refuses=True)
+    (tmp_path / "service.yaml").write_text(manifests.SERVICE)
+    (tmp_path / "endpoints.yaml").write_text(manifests.endpoint_slices([*PODS, broken]))
+    problems: list[str] = []
+    events = origin.read_world(str(tmp_path), Config(node_name=manifests.NODE), problems)
+    assert problems == []
+    made = {str(e.key): e.object for e in events if isinstance(e, Upsert)}
+    slices = [made[f"EndpointSlice default/demo-{i}"] for i in (1, 2)]
+    assert [len(each.endpoints) for each in slices] == [3, 1]
+    assert [len(each.ports) for each in slices] == [2, 1]

@@ -2,16 +2,19 @@
 """Output formats: tables, JSON, YAML, durations and sizes."""
 
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import yaml
 
-from kbpf.cli import inspect, render
+from kbpf import cli, views
+from kbpf.cli import inspect, render, schema
 from kbpf.cli.options import Output
 from kbpf.cli.render import watch
 from kbpf.dataplane.bpf.maps.layout import TcpState
 from kbpf.model.inspection import CONNECTION_STATES
+from kbpf.views import packet_path
 from kbpf.views.columns import Column, format_duration
 from kbpf.views.columns import format_size as bytes_text
 from kbpf.views.page import Kind, Page
@@ -31,8 +34,8 @@ class Above(msgspec.Struct):
 
 THINGS = (Thing("a", 1), Thing("a {longer} one", 1000, ()))
 COLUMNS = (
-    Column("NAME", lambda t: t.name),
-    Column("COUNT", lambda t: str(t.count), right=True),
+    Column("NAME", "name"),
+    Column("COUNT", "count", right=True),
     Column("MORE", lambda t: "x", wide=True),
 )
 THING_LIST = Kind("ThingList", Thing, Above)
@@ -148,6 +151,35 @@ def test_cells_are_sorted_by_value(texts: tuple[str, ...]):
 )
 def test_format_size(count: int | None, text: str):
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), ("", "-"), ((), "-"), ("a", "a"), (("a", "b"), "a, b"), (0, "0"), (True, "yes"),
+     (False, "no")],
+)  # fmt: skip
+def test_the_text_of_a_field(value: object, text: str):
+    row = SimpleNamespace(field=value)
+    assert Column("X", "field").text(row) == text
+    assert Column("X", "field", lambda value: f"<{value}>").text(row) == (
+        "-" if value is None else f"<{value}>"
+    )
+    assert Column("X", "field.field").text(SimpleNamespace(field=row)) == text
+    assert Column("X", "field.field").text(SimpleNamespace(field=None)) == "-"
+
+
+def test_columns_name_fields_of_their_rows():
+    schema.list_kinds()  # imports all modules with rows
+    found = 0
+    for module in (*vars(views).values(), *vars(packet_path).values(), *vars(cli).values()):
+        kind = getattr(module, "KIND", None)
+        if isinstance(kind, Kind) and kind.item is not None:
+            for column in getattr(module, "COLUMNS", ()):
+                if isinstance(column, Column) and isinstance(column.value, str):
+                    name = column.value.partition(".")[0]
+                    assert hasattr(kind.item, name), (kind.name, column)
+                    found += 1
+    assert found > 80
 
 
 def test_watch_prints_the_page_until_interrupted(

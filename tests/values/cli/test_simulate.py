@@ -47,7 +47,7 @@ def test_backends_are_those_that_an_agent_programs(
             backend = f"{row['name']}/{row['protocol']}"
             sets[row["service"], str(row["family"]), row["set"]].add(backend)
             shares[row["service"], row["port"], row["family"], row["set"]] += row["share_after"]
-            assert row["share_before"] == row["share_after"]
+            assert row["share_before"] is None
     assert sets == programmed(name)
     assert all(total == pytest.approx(1, abs=0.001) for total in shares.values())
 
@@ -97,9 +97,15 @@ def test_the_example_of_the_documents(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_differences_of_some_nodes_name_them(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.call(["simulate", "objects", "--traffic-distribution", "PreferSameZone"]) == 0
+    after = shutil.copytree(folder, tmp_path / "after")
+    text = (after / "shop.yaml").read_text()
+    hinted = re.sub(
+        r"zone: (\w), targetRef", r"hints: {forZones: [{name: \1}]}, zone: \1, targetRef", text
+    )
+    (after / "shop.yaml").write_text(hinted)
+    assert app.call(["diff", "objects", "after"]) == 1
     lines = capsys.readouterr().out.splitlines()[1:]
     cells = [re.split(r"\s{3,}", line) for line in lines]
     assert {row[1] for row in cells} == {"node-1", "node-2,node-3"}
@@ -110,11 +116,39 @@ def test_without_nodes_and_with_too_many(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(simulate, "MAX_NODES", 2)
-    assert app.call(["simulate", "objects", "--weight", "web-0=0"]) == 0
+    assert app.call(["simulate", "objects"]) == 0
     assert "computed for 2 of 3 Nodes; choose others with --node" in capsys.readouterr().err
     (folder / "shop.yaml").write_text(OBJECTS)
-    assert app.call(["simulate", "objects", "--weight", "web-0=0"]) == 0
+    assert app.call(["simulate", "objects"]) == 0
     assert "there are no Nodes: computed for " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("--zone-down", "a"), ("--weight", "web-0=0", "--drain", "node-1"), ("--all",)]
+)
+def test_options_that_are_gone_are_a_note(
+    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.call(["simulate", "objects"]) == 0
+    plain = capsys.readouterr()
+    assert app.call(["simulate", "objects", *words]) == 0
+    out, err = capsys.readouterr()
+    assert out == plain.out
+    assert err == f"kbpf: {simulate.REMOVED}\n"
+
+
+def test_a_node_that_is_gone_is_a_note(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = shutil.copytree(folder, tmp_path / "after")
+    (after / "shop.yaml").write_text(OBJECTS + NODE.format(1, "a"))
+    assert app.call(["diff", "objects", "after"]) == 0
+    assert "not computed, since they are gone: node-2, node-3" in capsys.readouterr().err
+    assert app.call(["diff", "objects", "after", "--node", "node-3"]) == 2
+    assert "the Node node-3 is gone" in capsys.readouterr().err
+    (after / "shop.yaml").write_text(OBJECTS)
+    assert app.call(["diff", "objects", "after"]) == 2
+    assert "all would be gone: node-1, node-2, node-3" in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_is_a_note(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

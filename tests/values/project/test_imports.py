@@ -47,6 +47,7 @@ HOMES = {
     "typer": ("cli/",),
     "click": ("cli/",),
     "rich": ("cli/",),
+    "jinja2": ("views/html_page.py",),
     "yaml": ("bounded_yaml.py",),
     "msgspec": ("",),
 }

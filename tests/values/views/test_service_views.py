@@ -179,7 +179,8 @@ def test_uncounted_values_are_null_not_zero(row: tuple):
     )
     (detail,) = service.build_details(held, "web")
     (shown,) = detail.traffic
-    cells = [c.text(shown) for c in service.TRAFFIC_COLUMNS]
+    line = service.EndpointLine("", "", traffic=shown)
+    cells = [c.text(line) for c in service.TRAFFIC_COLUMNS]
     assert cells == ["3", *expected_cells]
     plain = msgspec.to_builtins(shown)
     assert plain["open"] == 3

@@ -22,6 +22,7 @@ from kbpf.cli.dump import collect
 from kbpf.cli.dump.collect import Limit
 from kbpf.cli.dump.parts import NETWORK_MODULE, RULES_MODULE
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.kernel.system import children
 from tests.support import plane
 from tests.support.features import needs
 from tests.support.lab.lab import Agent, Lab, inside
@@ -329,7 +330,8 @@ LISTS = {
 @pytest.mark.parametrize("arguments", LISTS, ids=" ".join)
 def test_the_kernel_is_listed_without_programs(arguments: tuple[str, ...]) -> None:
     """The image has neither `ip` nor `tc`."""
-    collected = collect.run_module(NETWORK_MODULE, *arguments)(Limit(1 << 24, monotonic() + 60))
+    command = children.python_command(NETWORK_MODULE, *arguments)
+    collected = collect.run_command(command)(Limit(1 << 24, monotonic() + 60))
     assert collected.error == ""
     for line in collected.data.splitlines():
         assert isinstance(json.loads(line), dict)

@@ -6,7 +6,6 @@ runs: ObjectStore and DesiredStateBuilder.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import StrEnum
 from functools import lru_cache
 from typing import Final
 
@@ -30,6 +29,7 @@ from kbpf.policy.compute import DesiredStateBuilder, NodeState, explain_port
 from kbpf.policy.endpoints import EndpointExplanation
 from kbpf.policy.slots import compute_slots, fits_table
 from kbpf.policy.store import ChangeSet, ObjectStore
+from kbpf.views.differences import DifferenceRow, make_row
 
 ModelObject = Service | EndpointSlice | Node | Pod
 World = Mapping[ObjectKey, ModelObject]
@@ -65,55 +65,20 @@ def list_nodes(world: World) -> dict[str, Node]:
 
 # ---- differences ---------------------------------------------------------------------------------
 
-
-class Subject(StrEnum):
-    """What a Difference is about."""
-
-    FRONTEND = "frontend"
-    BACKEND = "backend"
-    SET = "set"
-    SETTING = "setting"
-    NODE = "node"
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """One difference on one node. `port` is None if it is about the node itself.
-
-    `name`: the frontend or backend as an address, or the name of the setting; "" for a set. `set`:
-    `cluster` or `local`, for backends and sets. `before` and `after`: values as text, "" if there
-    is none; of backends None, since these have shares (0 to 1; None: not in the set). `reason` is
-    "" if there is nothing to say.
-    """
-
-    port: ServicePortKey | None
-    subject: Subject
-    name: str
-    set: str = ""
-    before: str | None = None
-    after: str | None = None
-    share_before: float | None = None
-    share_after: float | None = None
-    pod: str = ""
-    node: str = ""
-    zone: str = ""
-    reason: str = ""
-
-
 EMPTY: Final = "empty: "
+
+Found = tuple[ServicePortKey | None, DifferenceRow]
+"""A difference, without its nodes. None: it is about the node itself."""
 
 Explanations = Mapping[Backend, EndpointExplanation]
 """Why the endpoint of each backend is in the sets or not."""
 
 
 class WorldChange:
-    """The change from one world to another. `causes`: address of an endpoint → why it gets no
-    connections, if the change itself is the reason.
-    """
+    """The change from one world to another."""
 
-    def __init__(
-        self, before: World, after: World, config: Config, causes: Mapping[bytes, str] | None = None
-    ) -> None:
-        self._config, self._causes = config, causes or {}
+    def __init__(self, before: World, after: World, config: Config) -> None:
+        self._config = config
         self._first = make_events({}, before)
         self._then = make_events(before, after)
         self._all_kinds = [Synced(kind) for kind in Kind]
@@ -121,8 +86,8 @@ class WorldChange:
         self._old_store = ObjectStore("")
         self._old_store.apply(self._first)
 
-    def compute(self, node_name: str, with_unchanged: bool = False) -> list[Difference]:
-        """What changes on this node. `with_unchanged`: also backends whose share stays."""
+    def compute(self, node_name: str) -> list[Found]:
+        """What changes on this node."""
         config = self._config
         store = ObjectStore(node_name, config.bind_address)
         store.apply((*self._first, *self._all_kinds))
@@ -134,73 +99,67 @@ class WorldChange:
         touched = store.apply(self._then)
         changed = builder.update(store, touched, store.node.addresses, config)
         new_states = builder.state.services
-        keys = {*old_states, *new_states} if with_unchanged else changed
-        differences = list(_compare_node_states(old_node_state, builder.node_state))
-        for key in sorted(keys):
+        found: list[Found] = [
+            (None, row) for row in _compare_node_states(old_node_state, builder.node_state)
+        ]
+        for key in sorted(changed):
             old, new = old_states.get(key), new_states.get(key)
             explain_old = _make_explainer(self._old_store, old_node, config, key)
             explain_new = _make_explainer(store, store.node, config, key)
-            differences += self._compare_port(
-                key, old, new, explain_old, explain_new, with_unchanged
-            )
-        return differences
+            rows = _compare_port(key, old, new, explain_old, explain_new)
+            found += [(key, row) for row in rows]
+        return found
 
-    def _compare_port(
-        self,
-        key: ServicePortKey,
-        old: ServiceState | None,
-        new: ServiceState | None,
-        explain_old: Callable[[], Explanations],
-        explain_new: Callable[[], Explanations],
-        with_unchanged: bool,
-    ) -> Iterator[Difference]:
-        yield from _compare_frontends(key, old, new)
-        yield from _compare_settings(key, old, new)
-        for set_name in ("cluster", "local"):
-            old_shares, new_shares = _shares_of(old, set_name), _shares_of(new, set_name)
-            old_outcome = _describe_set(old, set_name)
-            new_outcome = _describe_set(new, set_name)
-            is_same = _without_count(old_outcome) == _without_count(new_outcome)
-            if not is_same or (with_unchanged and new_outcome.startswith(EMPTY)):
-                yield Difference(key, Subject.SET, "", set_name, old_outcome, new_outcome)
-            backends = sorted({*old_shares, *new_shares})
-            if not with_unchanged and old_shares == new_shares:
-                continue
-            before, after = explain_old(), explain_new() if new else None
-            for backend in backends:
-                shares = old_shares.get(backend), new_shares.get(backend)
-                if shares[0] == shares[1] and not with_unchanged:
-                    continue
-                yield self._compare_backend(key, set_name, backend, shares, before, after)
 
-    def _compare_backend(
-        self,
-        key: ServicePortKey,
-        set_name: str,
-        backend: Backend,
-        shares: tuple[float | None, float | None],
-        before: Explanations,
-        after: Explanations | None,
-    ) -> Difference:
-        """`after` is None if the Service port is gone."""
-        old, new = before.get(backend), (after or {}).get(backend)
-        place = new or old
-        if new is None:
-            reason = f"its {'Service port' if after is None else 'endpoint'} is gone"
-        elif shares[1] is None and backend.address in self._causes:
-            reason = self._causes[backend.address]
-        elif shares[0] is not None and shares[1] is not None and old and old.text == new.text:
-            reason = "" if shares[0] != shares[1] else new.text  # "": only its share changes
-        else:
-            reason = new.text
-        return Difference(
-            key, Subject.BACKEND, str(backend), set_name,
-            share_before=shares[0], share_after=shares[1],
-            pod=place.pod if place else "",
-            node=place.endpoint.node if place else "",
-            zone=place.endpoint.zone if place else "",
-            reason=reason,
-        )  # fmt: skip
+def _compare_port(
+    key: ServicePortKey,
+    old: ServiceState | None,
+    new: ServiceState | None,
+    explain_old: Callable[[], Explanations],
+    explain_new: Callable[[], Explanations],
+) -> Iterator[DifferenceRow]:
+    yield from _compare_frontends(key, old, new)
+    yield from _compare_settings(key, old, new)
+    for set_name in ("cluster", "local"):
+        old_shares, new_shares = _shares_of(old, set_name), _shares_of(new, set_name)
+        old_outcome, new_outcome = _describe_set(old, set_name), _describe_set(new, set_name)
+        if _without_count(old_outcome) != _without_count(new_outcome):
+            yield make_row(key, "set", "", set_name, before=old_outcome, after=new_outcome)
+        if old_shares == new_shares:
+            continue
+        before, after = explain_old(), explain_new() if new else None
+        for backend in sorted({*old_shares, *new_shares}):
+            shares = old_shares.get(backend), new_shares.get(backend)
+            if shares[0] != shares[1]:
+                yield _compare_backend(key, set_name, backend, shares, before, after)
+
+
+def _compare_backend(
+    key: ServicePortKey,
+    set_name: str,
+    backend: Backend,
+    shares: tuple[float | None, float | None],
+    before: Explanations,
+    after: Explanations | None,
+) -> DifferenceRow:
+    """`after` is None if the Service port is gone."""
+    old, new = before.get(backend), (after or {}).get(backend)
+    if new is None:
+        reason = f"its {'Service port' if after is None else 'endpoint'} is gone"
+    elif None not in shares and old and old.text == new.text:
+        reason = ""  # only its share changes
+    else:
+        reason = new.text
+    place = new or old
+    share_before, share_after = (share and round(share, 4) for share in shares)
+    row = make_row(
+        key, "backend", str(backend), set_name,
+        share_before=share_before, share_after=share_after, reason=reason,
+    )  # fmt: skip
+    if place is None:
+        return row
+    end = place.endpoint
+    return msgspec.structs.replace(row, pod=place.pod, node=end.node, zone=end.zone)
 
 
 def _make_explainer(
@@ -273,14 +232,15 @@ def _without_count(outcome: str) -> str:
 
 def _compare_frontends(
     key: ServicePortKey, old: ServiceState | None, new: ServiceState | None
-) -> Iterator[Difference]:
+) -> Iterator[DifferenceRow]:
     before = {f.at: f for f in old.frontends} if old else {}
     after = {f.at: f for f in new.frontends} if new else {}
     for at in sorted({*before, *after}):
         texts = _describe_frontend(before.get(at)), _describe_frontend(after.get(at))
         if texts[0] != texts[1]:
             reason = "" if texts[1] or new is None else _why_not_frontend(new, at)
-            yield Difference(key, Subject.FRONTEND, str(at), "", *texts, reason=reason)
+            fields = {"before": texts[0], "after": texts[1], "reason": reason}
+            yield make_row(key, "frontend", str(at), **fields)
 
 
 def _describe_frontend(frontend: Frontend | None) -> str:
@@ -321,7 +281,7 @@ _DEFAULT_SETTINGS: Final = _settings_of(
 
 def _compare_settings(
     key: ServicePortKey, old: ServiceState | None, new: ServiceState | None
-) -> Iterator[Difference]:
+) -> Iterator[DifferenceRow]:
     """Settings that differ; of a Service port that is new, those that are not the default."""
     if new is None:
         return
@@ -329,10 +289,10 @@ def _compare_settings(
     for name, value in after.items():
         if before[name] != value:
             old_value = before[name] if old else ""
-            yield Difference(key, Subject.SETTING, name, "", old_value, value)
+            yield make_row(key, "setting", name, before=old_value, after=value)
 
 
-def _compare_node_states(old: NodeState, new: NodeState) -> Iterator[Difference]:
+def _compare_node_states(old: NodeState, new: NodeState) -> Iterator[DifferenceRow]:
     rows = (
         ("NodePort addresses", *(_format_addresses(s.node_addresses) for s in (old, new))),
         ("SNAT addresses", *(_format_addresses(s.masquerade_addresses) for s in (old, new))),
@@ -340,7 +300,7 @@ def _compare_node_states(old: NodeState, new: NodeState) -> Iterator[Difference]
     )
     for name, before, after in rows:
         if before != after:
-            yield Difference(None, Subject.NODE, name, "", before, after)
+            yield make_row(None, "node", name, before=before, after=after)
 
 
 def _format_addresses(addresses: Iterable[bytes]) -> str:
