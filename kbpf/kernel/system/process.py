@@ -73,7 +73,7 @@ def is_alive(pid: int, started: float = math.inf) -> bool:
     (CLOCK_BOOTTIME): another process has this id by now.
     """
     try:
-        return _runs_since(Path(f"/proc/{pid}/stat").read_text(), started)
+        return _runs_since(Path(f"/proc/{pid}/stat").read_text(errors="replace"), started)
     except OSError:
         return False
 

@@ -170,7 +170,7 @@ def folder_of(name: str) -> Path:
 
 def start_time(pid: int) -> int | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(text.rpartition(")")[2].split()[19])

@@ -106,8 +106,9 @@ def _members(group: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            state, _, its, *_ = path.read_text().rpartition(")")[2].split()
-            if int(its) == group and state != "Z":
+            # Of any process of the machine: its name may be no text.
+            state, _, its, *_ = path.read_bytes().rpartition(b")")[2].split()
+            if int(its) == group and state != b"Z":
                 found.append(int(path.parent.name))
     return found
 

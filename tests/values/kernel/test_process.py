@@ -12,7 +12,8 @@ import pytest
 from kbpf.kernel.system import process
 from tests.support.lab.lab import until
 
-ARGUMENTS = ("kbpf", "-c", "print(flush=True); input()", "run", "--kubeconfig", "/forged")
+NAMES_ITSELF = r"open('/proc/self/comm', 'wb').write(b') R \xff'); print(flush=True); input()"
+ARGUMENTS = ("kbpf", "-c", NAMES_ITSELF, "run", "--kubeconfig", "/forged")
 """Any process can call itself like this."""
 
 
