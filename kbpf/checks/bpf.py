@@ -50,7 +50,10 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     if can_load:
         yield _check_features(root)
         yield from sum_up(map(_check_hook, HOOKS))
-        yield from sum_up(_check_optional_features())
+        yield from sum_up(
+            make_row(Check.OPTIONAL, result, advice, needed=False, subject=name)
+            for name, result, advice in _try_optional_features()
+        )
 
 
 def _check_capabilities() -> CheckRow:
@@ -149,11 +152,6 @@ def _check_hook(hook: Hook) -> CheckRow:
         result = probe.probe_program(hook.prog_type, hook.attach_type)
     advice = f"since Linux {hook.since_kernel}; used for {hook.purpose}"
     return make_row(Check.HOOK, result, advice, hook.required, hook.purpose, subject=hook.name)
-
-
-def _check_optional_features() -> Iterator[CheckRow]:
-    for name, result, advice in _try_optional_features():
-        yield make_row(Check.OPTIONAL, result, advice, needed=False, subject=name)
 
 
 def _try_optional_features() -> Iterator[tuple[str, Probe, str]]:

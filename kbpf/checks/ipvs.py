@@ -48,10 +48,13 @@ def rows() -> Iterator[CheckRow]:
     else:
         ipvs_probe, advice = _probe_ipvs()
     yield _required_row(Check.IPVS, ipvs_probe, advice)
+    supports_conntrack = ipvs.supports_conntrack()
+    unknown = "IPVS is not loaded, or /proc/sys is hidden" if supports_conntrack is None else ""
     yield _required_row(
-        Check.IPVS_CONNTRACK, _probe_conntrack(),
+        Check.IPVS_CONNTRACK,
+        Probe(supports_conntrack, unknown),
         "the kernel needs CONFIG_IP_VS_NFCT; without it sources cannot be masqueraded",
-    )  # fmt: skip
+    )
     probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
     yield from sum_up(
         make_row(
@@ -100,13 +103,6 @@ def _probe_ipvs() -> tuple[Probe, str]:
         result = Probe(False, "not loaded, and no modprobe is installed here to load it")
         return result, f"on the node: modprobe ip_vs; {advice}"
     return Probe(True), advice
-
-
-def _probe_conntrack() -> Probe:
-    supported = ipvs.supports_conntrack()
-    return Probe(
-        supported, "IPVS is not loaded, or /proc/sys is hidden" if supported is None else ""
-    )
 
 
 def _probe_scheduler(name: str, is_loaded: bool) -> Probe:

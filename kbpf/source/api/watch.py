@@ -90,7 +90,10 @@ class WatchStream:
         self._parts.append(head)
         self._size += len(head)
         if not newline:
-            return self._fail_too_long() if self._size > MAX_LINE_BYTES else []
+            if self._size <= MAX_LINE_BYTES:
+                return []
+            self._parts, self._size = [], 0
+            return [WatchFailed(0, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")]
         lines = [b"".join(self._parts), *rest.split(b"\n")]
         tail = lines.pop()
         self._parts, self._size = [tail], len(tail)
@@ -104,10 +107,6 @@ class WatchStream:
     def close(self) -> bool:
         """Returns whether the data ended inside a line."""
         return any(part.strip() for part in self._parts)
-
-    def _fail_too_long(self) -> list[WatchMessage]:
-        self._parts, self._size = [], 0
-        return [WatchFailed(0, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")]
 
     def _decode_line(self, line: bytes) -> list[WatchMessage]:
         try:
