@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import differences, node_differences
+from kbpf.dataplane.bpf.inspect import node_differences
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, MAPS
 from kbpf.dataplane.bpf.packet_path.rehearsal import SHARED_MAPS
 
