@@ -20,9 +20,7 @@ import typer
 from kbpf.cli import terminal
 from kbpf.cli.options import Output
 from kbpf.errors import escape_unprintable
-from kbpf.views.columns import Column
-from kbpf.views.page import API_VERSION, Page
-from kbpf.views.text import GAP
+from kbpf.views.page import API_VERSION, GAP, Column, Page
 
 SEPARATOR = "\0"
 """Separates the packed cells of a row. escape_unprintable() removes it from texts."""
