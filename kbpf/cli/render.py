@@ -103,14 +103,9 @@ def show_or_watch(
     show(read(), output, titles, pager)
 
 
-def _document_fields(page: Page) -> dict[str, Any]:
-    """The fields of the document but `items`."""
-    summary = {} if page.summary is None else msgspec.to_builtins(page.summary)
-    return {"apiVersion": API_VERSION, "kind": page.kind.name, **summary}
-
-
 def _render_document(page: Page, output: Output) -> Iterator[str]:
-    fields = _document_fields(page)
+    summary = {} if page.summary is None else msgspec.to_builtins(page.summary)
+    fields = {"apiVersion": API_VERSION, "kind": page.kind.name, **summary}
     if page.kind.item is None:
         yield format_document(fields, output) + "\n"
     elif output is Output.JSON:
