@@ -10,9 +10,7 @@ from kbpf.checks.row import CheckRow
 from kbpf.checks.verdict import CheckItem, CheckVerdict, build_item, compute_verdict
 from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, CGroup, ConfigFile, Output, OutputOption, PinDir
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
-from kbpf.views.text import format_table, indent
+from kbpf.views.page import Column, Kind, Page, format_table, indent
 
 
 def check(

@@ -27,8 +27,7 @@ from kbpf.cli.options import (
 )
 from kbpf.errors import ConfigError, KernelError
 from kbpf.model.config import Config
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page
 
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.maps.pinning import Pins

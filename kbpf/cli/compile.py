@@ -10,8 +10,7 @@ import typer
 from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption
 from kbpf.errors import CompileError
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page
 
 
 class CompiledUnit(msgspec.Struct, frozen=True):

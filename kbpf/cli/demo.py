@@ -14,9 +14,7 @@ import typer
 
 from kbpf.cli import render, terminal
 from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
-from kbpf.views.text import format_table
+from kbpf.views.page import Column, Kind, Page, format_table
 
 if TYPE_CHECKING:
     from kbpf.demo.phases import Outcome

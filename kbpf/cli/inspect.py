@@ -148,8 +148,9 @@ LIST: Final = {
 class View:
     """A subcommand.
 
-    - `needs`: the parts that are read; no other maps are opened, but those of the agent's status.
-    - `build_page` gets the parts and the filters, which `check_filters` may have converted.
+    - `module`: of views/. The parts of its NEEDS are read; no other maps are opened, but those of
+      the agent's status. Its build_page() gets them and the filters, which `check_filters` may have
+      converted.
     - `filters`: name → (type, default); a filter with the default ... is required.
     - `bpf_only`: an error in mode ipvs. `is_list`: rows with columns, not a text. `namespaced`:
       the rows are of Services.
@@ -157,8 +158,7 @@ class View:
 
     name: str
     help: str
-    needs: Part
-    build_page: Callable[..., Page]
+    module: Any
     filters: dict[str, tuple[Any, Any]]
     check_filters: Callable[..., dict[str, Any]] = dict
     bpf_only: bool = True
@@ -169,23 +169,23 @@ class View:
 VIEWS: Final = (
     View(
         "services", "List Service ports with frontends, policies and backends.",
-        services.NEEDS, services.build_page, {}, bpf_only=False, namespaced=True,
+        services, {}, bpf_only=False, namespaced=True,
     ),
     View(
         "service",
         "Show one Service: frontends, and endpoints with Pod, node, zone, state and traffic.",
-        service.NEEDS, service.build_page,
+        service,
         {"name": (Name, Parameter.empty), **NAMESPACE}, _service_options,
         bpf_only=False, is_list=False,
     ),
     View(
         "backends", "List backends: Pod, node, zone, state, and the Services that use them.",
-        backends.NEEDS, backends.build_page, {"name": (BackendName, "")}, bpf_only=False,
+        backends, {"name": (BackendName, "")}, bpf_only=False,
         namespaced=True,
     ),
     View(
         "affinity", "List session affinity: the backend that each client keeps.",
-        affinity.NEEDS, affinity.build_page, {}, namespaced=True,
+        affinity, {}, namespaced=True,
     ),
     View(
         "connections",
@@ -195,7 +195,7 @@ VIEWS: Final = (
         Connections that the socket hooks translated are not listed: only the kernel tracks them.
         `ss` shows them with their backends.
         """,
-        connections.NEEDS, connections.build_page,
+        connections,
         {"service": (Service, ""), "client": (Client, ""), "backend": (Backend, ""),
          "state": (State, None), "expired": (Expired, False)},
         _connection_options, bpf_only=False, namespaced=True,
@@ -205,7 +205,7 @@ VIEWS: Final = (
         """List failed connections: client, Service, backend, and why. Connections of one client
         that fail in the same way are one row.
         """,
-        failures.NEEDS, failures.build_page,
+        failures,
         {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, "")},
         _failure_options, namespaced=True,
     ),
@@ -214,24 +214,24 @@ VIEWS: Final = (
         """List translated sources (SNAT) and the node's port usage. Usage is counted for each
         backend; `!` marks 80 % and more.
         """,
-        nat.NEEDS, nat.build_page, {}, namespaced=True,
+        nat, {}, namespaced=True,
     ),
     View(
         "sources",
         "List Services with source ranges. Also shows which clients count as pods of this node.",
-        sources.NEEDS, sources.build_page, {}, namespaced=True,
+        sources, {}, namespaced=True,
     ),
     View(
         "devices", "List network devices with role, programs and problems.",
-        devices.NEEDS, devices.build_page, {},
+        devices, {},
     ),
     View(
         "maps", "List the maps and how full they are; `!` marks 80 % and more.",
-        maps.NEEDS, maps.build_page, {},
+        maps, {},
     ),
     View(
         "programs", "List the socket hooks and the program at each of them.",
-        programs.NEEDS, programs.build_page, {},
+        programs, {},
     ),
     View(
         "status",
@@ -239,7 +239,7 @@ VIEWS: Final = (
         hooks are attached, all Service ports are programmed and the packet path, if it is on, is on
         all its devices; otherwise with 1.
         """,
-        status.NEEDS, status.build_page, {}, bpf_only=False, is_list=False,
+        status, {}, bpf_only=False, is_list=False,
     ),
 )  # fmt: skip
 
@@ -310,12 +310,12 @@ def _show(
     locations = dataplane.Locations(*folders)
 
     def read() -> Page:
-        inspection = dataplane.read(locations, view.needs, view.bpf_only)
-        page = selection.apply(view.build_page(inspection, **checked))
-        if view.build_page is status.build_page:
+        inspection = dataplane.read(locations, view.module.NEEDS, view.bpf_only)
+        page = selection.apply(view.module.build_page(inspection, **checked))
+        if view.module is status:
             return page
         with contextlib.suppress(KbpfError):  # an agent of another version may have pinned it
-            if Part.STATUS not in view.needs:
+            if Part.STATUS not in view.module.NEEDS:
                 inspection = dataplane.read(locations, Part.STATUS)
             page = page.with_notes((*page.notes, status.describe_age(inspection)))
         return page

@@ -20,9 +20,7 @@ import typer
 from kbpf.cli import terminal
 from kbpf.cli.options import Output
 from kbpf.errors import escape_unprintable
-from kbpf.views.columns import Column
-from kbpf.views.page import API_VERSION, Page
-from kbpf.views.text import GAP
+from kbpf.views.page import API_VERSION, GAP, Column, Page
 
 SEPARATOR = "\0"
 """Separates the packed cells of a row. escape_unprintable() removes it from texts."""
@@ -105,14 +103,9 @@ def show_or_watch(
     show(read(), output, titles, pager)
 
 
-def _document_fields(page: Page) -> dict[str, Any]:
-    """The fields of the document but `items`."""
-    summary = {} if page.summary is None else msgspec.to_builtins(page.summary)
-    return {"apiVersion": API_VERSION, "kind": page.kind.name, **summary}
-
-
 def _render_document(page: Page, output: Output) -> Iterator[str]:
-    fields = _document_fields(page)
+    summary = {} if page.summary is None else msgspec.to_builtins(page.summary)
+    fields = {"apiVersion": API_VERSION, "kind": page.kind.name, **summary}
     if page.kind.item is None:
         yield format_document(fields, output) + "\n"
     elif output is Output.JSON:

@@ -33,8 +33,7 @@ from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, OutputError
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.config import IPVS_DEVICE, Config
-from kbpf.views.columns import Column, format_size
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page, format_size
 
 if TYPE_CHECKING:
     from kbpf.cli.dump.parts import Part as DumpPart

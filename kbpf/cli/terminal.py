@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Final
 
 from kbpf.kernel.system import children
-from kbpf.views.text import GAP
+from kbpf.views.page import GAP
 
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 CELL: Final = rf"(?:(?<={GAP})|^)(?:{{}})(?= *$|{GAP})"

@@ -7,8 +7,7 @@ import msgspec
 
 from kbpf.model.address import format_addr
 from kbpf.model.inspection import AffinityEntry, Inspection, Part
-from kbpf.views.columns import Column, format_duration
-from kbpf.views.page import Kind, Page, list_page, namespace_of
+from kbpf.views.page import Column, Kind, Page, format_duration, list_page, namespace_of
 
 NEEDS: Final = Part.SERVICES | Part.ENDPOINTS | Part.AFFINITY
 

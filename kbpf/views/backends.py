@@ -16,8 +16,7 @@ from kbpf.model.inspection import (
     find_ports,
     parse_place,
 )
-from kbpf.views.columns import Column, format_host_port
-from kbpf.views.page import Kind, Page, list_page, namespace_of
+from kbpf.views.page import Column, Kind, Page, format_host_port, list_page, namespace_of
 
 NEEDS: Final = Part.SERVICES | Part.ENDPOINTS
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from kbpf.model.desired import ServicePortKey
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page
 
 MAX_NODES_SHOWN: Final = 3
 

@@ -10,8 +10,7 @@ import msgspec
 
 from kbpf.model.address import format_addr
 from kbpf.model.objects import Endpoint
-from kbpf.views.columns import Column, format_host_port
-from kbpf.views.page import Kind, Page, list_page
+from kbpf.views.page import Column, Kind, Page, format_host_port, list_page
 
 
 class EndpointRow(msgspec.Struct, frozen=True):

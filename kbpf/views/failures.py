@@ -16,9 +16,8 @@ from kbpf.model.inspection import (
     ServicePort,
     find_ports,
 )
-from kbpf.views.columns import Column, format_duration
 from kbpf.views.packet_path.availability import uses_conntrack
-from kbpf.views.page import Kind, Page, list_page, namespace_of
+from kbpf.views.page import Column, Kind, Page, format_duration, list_page, namespace_of
 
 NEEDS: Final = Part.SERVICES | Part.ENDPOINTS | Part.FAILURES | Part.PACKETS
 

@@ -19,7 +19,7 @@ from kbpf.model.fairness import take_turns
 from kbpf.model.inspection import EMPTY_SET, Inspection, Part, ServicePort
 from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures, maps, status
-from kbpf.views.columns import format_duration, format_value
+from kbpf.views.page import format_duration, format_value
 from kbpf.views.services import NEEDS as SERVICES
 
 NEEDS: Final = SERVICES | Part.TRAFFIC | failures.NEEDS | maps.NEEDS | status.NEEDS

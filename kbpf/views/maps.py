@@ -6,8 +6,7 @@ from typing import Final
 import msgspec
 
 from kbpf.model.inspection import Inspection, MapEntry, Part
-from kbpf.views.columns import Column, format_size
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page, format_size
 
 NEEDS: Final = Part.MAPS
 

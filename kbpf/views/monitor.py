@@ -11,10 +11,8 @@ from kbpf.errors import escape_unprintable
 from kbpf.model.address import format_endpoint
 from kbpf.model.inspection import ConnectionEvent
 from kbpf.model.reasons import EventVerdict, Reason
-from kbpf.views.columns import Column
 from kbpf.views.failures import describe_client
-from kbpf.views.page import API_VERSION, Kind
-from kbpf.views.text import GAP
+from kbpf.views.page import API_VERSION, GAP, Column, Kind
 
 VERDICTS: Final = {reason: verdict for reason in Reason if (verdict := reason.seen.event)}
 """The reasons that are events."""

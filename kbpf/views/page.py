@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a view shows, before it has a format."""
+"""What a view shows: rows with columns, a text, or both. A view is a row type and its columns.
+`cli/render.py` turns both into a table, JSON or YAML, so all formats show the same data.
+
+Output is never coloured or truncated, so it can be piped. Unprintable characters are escaped,
+because names and messages from objects must not be able to control the terminal.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +12,91 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
-from kbpf.views.columns import Column, parse_quantity
+from kbpf.errors import escape_unprintable
+
+# ---- columns -------------------------------------------------------------------------------------
+
+
+def format_value(value: Any) -> str:
+    """``yes`` or ``no``; the items of a list; ``-`` if there are none, for None and for ""."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return ", ".join(value) or "-"
+    return str(value) or "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `value`: a row's field, or ``field.field``, whose value `format` makes a text
+    (``-`` for None); or a function that makes the text of a row. `wide`: shown with `-o wide` only.
+    `right`: aligned to the right, for numbers.
+    """
+
+    title: str
+    value: str | Callable[[Any], str]
+    format: Callable[[Any], str] = format_value
+    wide: bool = False
+    right: bool = False
+
+    def text(self, row: Any) -> str:
+        """The text of the cell."""
+        if not isinstance(self.value, str):
+            return self.value(row)
+        value = row
+        for name in self.value.split("."):
+            value = None if value is None else getattr(value, name)
+        return "-" if value is None else self.format(value)
+
+
+def format_host_port(address: str, port: int) -> str:
+    """``1.2.3.4:80`` or ``[fd00::1]:80``."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def format_duration(seconds: float) -> str:
+    """At most two units: ``3s``, ``4m05s``, ``2h03m``, ``5d01h``. Fractions are cut off."""
+    total_seconds = int(seconds)
+    if total_seconds < 60:
+        return f"{total_seconds}s"
+    if total_seconds < 3600:
+        return f"{total_seconds // 60}m{total_seconds % 60:02}s"
+    if total_seconds < 86_400:
+        return f"{total_seconds // 3600}h{total_seconds % 3600 // 60:02}m"
+    return f"{total_seconds // 86_400}d{total_seconds % 86_400 // 3600:02}h"
+
+
+DURATION: Final = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?: ago)?")
+SIZE: Final = re.compile(r"([\d.]+)(B|KiB|MiB|GiB)")
+SIZE_UNITS: Final = ("B", "KiB", "MiB", "GiB")
+
+
+def parse_quantity(text: str) -> float | None:
+    """The value of a text of format_duration() or format_size(); None for any other."""
+    if match := DURATION.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if match := SIZE.fullmatch(text):
+        return float(match[1]) * (1 << 10 * SIZE_UNITS.index(match[2]))
+    return None
+
+
+def format_size(count: int | None) -> str:
+    """``812B``, ``64KiB``, ``1.5MiB``; ``-`` for None."""
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in SIZE_UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.0f}{unit}" if value >= 10 or unit == "B" else f"{value:.1f}{unit}"
+        value /= 1024
+    return f"{value:.1f}GiB"
+
+
+# ---- pages ---------------------------------------------------------------------------------------
 
 API_VERSION: Final = "kbpf.io/v1alpha1"
 """`apiVersion` of all documents that commands print as JSON or YAML."""
@@ -109,3 +198,41 @@ def namespace_of(service: str) -> tuple[str, ...]:
 
 NO_RESOURCES: Final = "No resources found."
 """What kubectl prints for an empty list."""
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+GAP = "   "
+
+
+def format_table(
+    rows: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True
+) -> str:
+    """A line of `titles`, then one line per row. A column is as wide as its longest cell."""
+    visible = [c for c in columns if wide or not c.wide]
+    lines = [
+        *([[c.title for c in visible]] if titles else []),
+        *([escape_unprintable(c.text(row)) for c in visible] for row in rows),
+    ]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        GAP.join(
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(line, widths, visible, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def indent(text: str, prefix: str = "  ") -> str:
+    """Prefixes every line, and escapes unprintable characters."""
+    return "\n".join(prefix + escape_unprintable(line) for line in text.split("\n"))
+
+
+def format_facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Lines of `name   value`, with the values aligned."""
+    pair_list = list(pairs)
+    width = max(len(name) for name, _ in pair_list)
+    return "\n".join(
+        f"{name.ljust(width)}{GAP}{escape_unprintable(value)}".rstrip() for name, value in pair_list
+    )

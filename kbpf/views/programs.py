@@ -7,8 +7,7 @@ import msgspec
 
 from kbpf.model.config import SocketLb
 from kbpf.model.inspection import HookEntry, Inspection, Part
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page
 
 NEEDS: Final = Part.HOOKS
 

@@ -22,18 +22,16 @@ from kbpf.model.inspection import (
     find_ports,
 )
 from kbpf.model.metrics import ConnectionStats
-from kbpf.views.columns import Column, format_host_port, format_value
-from kbpf.views.columns import format_size as size_text
 from kbpf.views.latency import (
     LatencyRow,
     build_latency_row,
     format_latency,
     format_milliseconds,
 )
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page, format_host_port, format_table, format_value, indent
+from kbpf.views.page import format_size as size_text
 from kbpf.views.services import NEEDS as SERVICES
 from kbpf.views.services import FrontendRow, ServiceRow, build_row, row_key
-from kbpf.views.text import format_table, indent
 
 NEEDS: Final = SERVICES | Part.TRAFFIC | Part.ENDPOINTS
 

@@ -8,8 +8,7 @@ import msgspec
 
 from kbpf.model.address import ANY4, ANY6, family_of, format_addr
 from kbpf.model.inspection import BackendSet, FrontendEntry, Inspection, Part, ServicePort
-from kbpf.views.columns import Column, format_host_port
-from kbpf.views.page import Kind, Page, list_page
+from kbpf.views.page import Column, Kind, Page, format_host_port, list_page
 
 NEEDS: Final = Part.SERVICES
 POLICY_NAMES: Final = {False: "Cluster", True: "Local"}

@@ -8,10 +8,8 @@ import msgspec
 
 from kbpf.model.inspection import Inspection, Part
 from kbpf.model.reasons import Reason
-from kbpf.views.columns import Column
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import Kind, Page, namespace_of
-from kbpf.views.text import format_facts
+from kbpf.views.page import Column, Kind, Page, format_facts, namespace_of
 
 NEEDS: Final = Part.SERVICES | Part.RANGES | Part.PACKETS | Part.STATUS
 

@@ -9,12 +9,19 @@ import msgspec
 from kbpf.model.inspection import Inspection, Part
 from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, ModeChoice, SourceView, ThreadView
-from kbpf.views.columns import Column, format_duration, format_value
 from kbpf.views.packet_path import availability
 from kbpf.views.packet_path.availability import PacketView
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import (
+    Column,
+    Kind,
+    Page,
+    format_duration,
+    format_facts,
+    format_table,
+    format_value,
+    indent,
+)
 from kbpf.views.programs import hook_state
-from kbpf.views.text import format_facts, format_table, indent
 
 NEEDS: Final = Part.STATUS | Part.HOOKS | Part.KUBE_PROXY | availability.NEEDS
 

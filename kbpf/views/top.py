@@ -26,11 +26,10 @@ from kbpf.model.metrics import (
     ServiceLatencies,
 )
 from kbpf.model.reasons import EventVerdict
-from kbpf.views.columns import Column, format_size
 from kbpf.views.failures import describe_client
 from kbpf.views.latency import LatencyRow, build_latency_row, format_milliseconds
 from kbpf.views.monitor import VERDICTS
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page, format_size
 
 
 class By(StrEnum):

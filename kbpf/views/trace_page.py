@@ -6,9 +6,7 @@ from typing import Final
 
 from kbpf.model.reasons import Reason, Verdict
 from kbpf.views import endpoints
-from kbpf.views.columns import Column, format_duration
-from kbpf.views.page import Kind, Page
-from kbpf.views.text import format_table, indent
+from kbpf.views.page import Column, Kind, Page, format_duration, format_table, indent
 from kbpf.views.trace_row import Candidate, Trace
 
 STEP_COLUMNS: Final = (

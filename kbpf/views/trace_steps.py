@@ -18,7 +18,7 @@ from kbpf.model.inspection import (
 )
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.model.reasons import Reason, Verdict
-from kbpf.views.columns import format_duration
+from kbpf.views.page import format_duration
 from kbpf.views.trace_row import Candidate, Client, NodeFacts, Origin, Step
 from kbpf.views.trace_way import Way
 

@@ -7,9 +7,7 @@ from typing import Final
 import msgspec
 
 from kbpf.model.inspection import Difference, Verification
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
-from kbpf.views.text import format_table, indent
+from kbpf.views.page import Column, Kind, Page, format_table, indent
 
 
 class VerificationSummary(msgspec.Struct, frozen=True):

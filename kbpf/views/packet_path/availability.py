@@ -9,8 +9,7 @@ import msgspec
 from kbpf.model.inspection import Inspection, Part
 from kbpf.model.reasons import Reason
 from kbpf.model.status import DeviceFailure
-from kbpf.views.columns import Column
-from kbpf.views.text import format_facts, format_table, indent
+from kbpf.views.page import Column, format_facts, format_table, indent
 
 NEEDS: Final = Part.STATUS | Part.PACKETS | Part.FILL
 

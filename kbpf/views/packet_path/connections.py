@@ -8,9 +8,8 @@ address from the start, so only the kernel tracks them; `ss` shows them.
 from typing import Final
 
 from kbpf.model.inspection import Connection, ConnectionQuery, Inspection, Part
-from kbpf.views.columns import Column, format_duration
 from kbpf.views.packet_path.availability import unavailable_notice, uses_conntrack
-from kbpf.views.page import NO_RESOURCES, Kind, Page, namespace_of
+from kbpf.views.page import NO_RESOURCES, Column, Kind, Page, format_duration, namespace_of
 
 NEEDS: Final = Part.NAMES | Part.ENDPOINTS | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
 

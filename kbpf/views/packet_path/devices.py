@@ -6,9 +6,8 @@ from typing import Final
 import msgspec
 
 from kbpf.model.inspection import HostDevice, Inspection, Part
-from kbpf.views.columns import Column
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page
 
 NEEDS: Final = Part.STATUS | Part.PACKETS | Part.DEVICES
 

@@ -9,10 +9,16 @@ import msgspec
 from kbpf.model.address import format_addr
 from kbpf.model.inspection import Inspection, Part, SnatUsage, TranslatedSource
 from kbpf.model.reasons import Reason
-from kbpf.views.columns import Column, format_duration
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import Kind, Page, namespace_of
-from kbpf.views.text import format_facts, format_table
+from kbpf.views.page import (
+    Column,
+    Kind,
+    Page,
+    format_duration,
+    format_facts,
+    format_table,
+    namespace_of,
+)
 
 NEEDS: Final = Part.NAMES | Part.ENDPOINTS | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
 

@@ -15,9 +15,8 @@ from kbpf.cli.render import watch
 from kbpf.dataplane.bpf.maps.layout import TcpState
 from kbpf.model.inspection import CONNECTION_STATES
 from kbpf.views import packet_path
-from kbpf.views.columns import Column, format_duration
-from kbpf.views.columns import format_size as bytes_text
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page, format_duration
+from kbpf.views.page import format_size as bytes_text
 
 # ---- formats -----------------------------------------------------------------------------------
 

@@ -10,9 +10,7 @@ import yaml
 from kbpf.cli import render
 from kbpf.cli.options import Output
 from kbpf.errors import KbpfError, KernelError, escape_unprintable
-from kbpf.views import text as text_tables
-from kbpf.views.columns import Column
-from kbpf.views.page import Kind, Page
+from kbpf.views.page import Column, Kind, Page, format_facts, format_table
 
 HOSTILE = "a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
 SAFE = r"a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
@@ -43,9 +41,9 @@ def test_printable_text_is_unchanged(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a table", text_tables.format_table([Row(HOSTILE)], COLUMNS)),
+        ("a table", format_table([Row(HOSTILE)], COLUMNS)),
         ("a stream of rows", rendered(Row(HOSTILE), Output.TABLE)),
-        ("facts", text_tables.format_facts([("error", HOSTILE)])),
+        ("facts", format_facts([("error", HOSTILE)])),
         ("an error", str(KbpfError("said " + HOSTILE.replace("\r\n", ""), "x", "y"))),
         ("a kernel's error", str(KernelError("said \x1b]0;x\x07", "x", errno=1))),
     ],

@@ -18,7 +18,7 @@ from kbpf.cli import terminal
 SCRIPT = """
 from kbpf.cli import render, streams
 from kbpf.cli.options import Output
-from kbpf.views.columns import Column
+from kbpf.views.page import Column
 from kbpf.views.page import Kind, Page
 
 class Row:
