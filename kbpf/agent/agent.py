@@ -24,8 +24,8 @@ from kbpf.agent.recorder import Recorder
 from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.reporter import Reporter
 from kbpf.agent.self_check import SelfCheck
-from kbpf.dataplane import host
 from kbpf.dataplane.base import DataPlane
+from kbpf.dataplane.node import read_node_addresses
 from kbpf.errors import KbpfError, KernelError, LastError
 from kbpf.kernel.net import addresses
 from kbpf.kernel.system.threads import SupervisedThread
@@ -138,7 +138,7 @@ class Agent:
             ADDRESS_WATCH_TIMEOUT_S,
         )
         try:
-            self.reconciler.node_addresses = host.read_node_addresses(self._config)
+            self.reconciler.node_addresses = read_node_addresses(self._config)
             address_watcher.start()
             self._self_check.start()
             for source in self._sources:
@@ -198,7 +198,7 @@ class Agent:
         round.
         """
         try:
-            self.reconciler.set_node_addresses(host.read_node_addresses(self._config))
+            self.reconciler.set_node_addresses(read_node_addresses(self._config))
         except KernelError as error:
             if self._address_error.replace(error):
                 log.warning("cannot read the addresses of the node, retrying: %s", error)

@@ -175,8 +175,8 @@ def remove_kube_proxy(
     """
     from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
     from kbpf.kernel.netfilter import forward_rules
-    from kbpf.takeover import cleanup as takeover_cleanup
     from kbpf.takeover import conntrack_keepalive, detect
+    from kbpf.takeover import kube_proxy_cleanup as takeover_cleanup
 
     if not force:
         with _refusals(dry_run):

@@ -305,7 +305,7 @@ def _show(
     view: View, filters: dict[str, Any], folders: tuple[Path, Path], selection: Selection,
     chosen: Format,
 ) -> None:  # fmt: skip
-    from kbpf.dataplane import inspect as dataplane
+    from kbpf.dataplane import reader as dataplane
 
     checked = view.check_filters(**filters)
     locations = dataplane.Locations(*folders)

@@ -25,7 +25,7 @@ from kbpf.views.monitor import EventVerdict
 
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
-    from kbpf.dataplane.inspect import Locations
+    from kbpf.dataplane.reader import Locations
 
 DEFAULT_RATE: Final = 100
 MAX_RATE: Final = 10_000
@@ -92,7 +92,7 @@ def monitor(
     """Show connections, refusals, drops, evictions and failures as they happen, one line each,
     until Ctrl-C. Filters apply in the kernel, before the rate. The agent need not run.
     """
-    from kbpf.dataplane import inspect as dataplane
+    from kbpf.dataplane import reader as dataplane
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
 
     if output not in (Output.TABLE, Output.WIDE, Output.JSON):
@@ -159,7 +159,7 @@ class Lookup:
 
     def apply(self, event_filter: EventFilter) -> EventFilter:
         """The filter, for this Service and this Pod."""
-        from kbpf.dataplane import inspect as dataplane
+        from kbpf.dataplane import reader as dataplane
 
         # Also without a Service: reports that the node is in mode ipvs, or that no agent has run.
         has_services = bool(self._service or self._namespace)

@@ -14,7 +14,7 @@ def page(
     """Print the state of this node as an HTML page: Services, backends, failed connections, maps.
     The page needs no other file.
     """
-    from kbpf.dataplane import inspect as dataplane
+    from kbpf.dataplane import reader as dataplane
     from kbpf.views import html_page
 
     locations = dataplane.Locations(pin_dir, state_dir / ipvs_device)

@@ -39,7 +39,7 @@ from kbpf.views.page import Kind, Page
 
 if TYPE_CHECKING:
     from kbpf.cli.dump.parts import Part as DumpPart
-    from kbpf.dataplane.inspect import Locations
+    from kbpf.dataplane.reader import Locations
     from kbpf.model.status import AgentStatus
 
 USUAL_KUBECONFIG: Final = Path("/var/lib/kube-proxy/kubeconfig.conf")
@@ -123,7 +123,7 @@ def sysdump(
     from kbpf.cli.dump.parts import Subject, list_parts
     from kbpf.cli.dump.redact import Redactor, find_secrets
     from kbpf.config.locations import read_locations
-    from kbpf.dataplane.inspect import Locations
+    from kbpf.dataplane.reader import Locations
 
     try:
         seconds = durations.parse(time_limit, "--time-limit")
@@ -217,7 +217,7 @@ def _read_settings(
 
 
 def _read_status(locations: "Locations") -> "AgentStatus | None":
-    from kbpf.dataplane import inspect
+    from kbpf.dataplane import reader as inspect
     from kbpf.model.inspection import Part
 
     try:

@@ -25,7 +25,7 @@ from kbpf.views.top import By, TopRow, TopSummary
 
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
-    from kbpf.dataplane.inspect import Locations
+    from kbpf.dataplane.reader import Locations
 
 CLIENT_RATE: Final = 2_000
 """Events a second from which clients are counted."""
@@ -71,7 +71,7 @@ def top(
     if not output.is_text and not once:
         raise typer.BadParameter("it requires --once", param_hint="--output")
     seconds = _parse_interval(interval)
-    from kbpf.dataplane import inspect as dataplane
+    from kbpf.dataplane import reader as dataplane
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
 
     locations = dataplane.Locations(pin_dir, state_dir / DEFAULT.ipvs_device)
@@ -105,7 +105,7 @@ class _CounterSampler:
         self._before = self._read()
 
     def _read(self) -> Inspection:
-        from kbpf.dataplane import inspect as dataplane
+        from kbpf.dataplane import reader as dataplane
 
         return dataplane.read(self._locations, view.needs(self._by))
 

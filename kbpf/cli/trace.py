@@ -75,7 +75,7 @@ def trace_connection(
     reach, and why. Reads what is programmed on this node and, if the API server can be asked, why
     each endpoint is used or not. Sends nothing to a Service unless told to.
     """
-    from kbpf.dataplane import inspect as dataplane
+    from kbpf.dataplane import reader as dataplane
 
     cluster = _find_cluster(kubeconfig)
     locations = dataplane.Locations(pin_dir, state_dir / DEFAULT.ipvs_device)

@@ -21,10 +21,10 @@ from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.listeners import select_listening
 from kbpf.checks import connect, neighbours
 from kbpf.checks.row import Check, CheckRow
-from kbpf.dataplane import host
 from kbpf.dataplane.bpf.inspect import differences, node_differences, snapshot
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.state import contents
+from kbpf.dataplane.node import read_node_addresses
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.system import netns, pods
@@ -134,7 +134,7 @@ class Verifier:
             elif hasattr(event, "key"):
                 self._rejected.pop(event.key, None)
         listeners = sock_diag.list_listeners()
-        inputs = (host.read_node_addresses(self._config), self._api_servers, listeners)
+        inputs = (read_node_addresses(self._config), self._api_servers, listeners)
         touched.all_services = touched.all_services or inputs[0] != (self._inputs or inputs)[0]
         for _ in range(2):  # the frontends that devices have are known only after the first
             ports = self._select_device_ports(listeners)

@@ -50,7 +50,7 @@ def _find_config(flags: list[str]) -> "Config":
     NotFoundError if no agent has run here, or only one in mode ipvs.
     """
     from kbpf.cli import arguments
-    from kbpf.dataplane import inspect as dataplane
+    from kbpf.dataplane import reader as dataplane
     from kbpf.model.inspection import Part
 
     options = arguments.parse_options(flags, os.environ)

@@ -184,7 +184,7 @@ def select_data_plane(
         return PreviousIpvsPlane(config)
 
     def previous_kube_proxy() -> PreviousDataPlane:
-        from kbpf.takeover.drain import KubeProxyDrain
+        from kbpf.takeover.kube_proxy_drain import KubeProxyDrain
 
         return KubeProxyDrain(config)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a data plane shows of itself: the values that the views of `kbpf inspect` are built from.
 
-Both data planes fill them (dataplane/bpf/inspect, dataplane/ipvs/inspect.py), from the kernel and
-from what the agent has stored, so they exist while the agent is down. Ids are those of the BPF
+Both data planes fill them (dataplane/bpf/inspect, dataplane/ipvs/ipvs_inspect.py), from the kernel
+and from what the agent has stored, so they exist while the agent is down. Ids are those of the BPF
 maps; IPVS has none.
 """
 

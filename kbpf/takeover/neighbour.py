@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kube-proxy on the same node as operators see it: whether it runs, and whether it left rules.
 
-drain.py decides what the agent does about it, cleanup.py what may be removed.
+kube_proxy_drain.py decides what the agent does about it, kube_proxy_cleanup.py what may be removed.
 """
 
 import time
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.takeover import cleanup, detect
+from kbpf.takeover import detect
+from kbpf.takeover import kube_proxy_cleanup as cleanup
 from kbpf.takeover.detect import Detection, Responder
 
 CLEANUP_HINT: Final = "once this node serves, run `kbpf cleanup --kube-proxy`"

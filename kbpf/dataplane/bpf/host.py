@@ -33,7 +33,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import nat_table, snat_ports
 from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
-from kbpf.dataplane.host import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
+from kbpf.dataplane.node import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.netfilter import forward_rules, iptables_legacy

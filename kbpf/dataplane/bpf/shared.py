@@ -9,9 +9,9 @@ from kbpf.dataplane.base import SharedAccess
 from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
 from kbpf.dataplane.bpf.failing_backends import FailingBackends
+from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
-from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.model.metrics import (
     ConnectionProbe,
     DataPlaneMetrics,

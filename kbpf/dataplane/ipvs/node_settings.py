@@ -6,9 +6,10 @@ from collections.abc import Collection
 from dataclasses import astuple
 from typing import Final
 
-from kbpf.dataplane import firewalls, host
+from kbpf.dataplane import firewalls
 from kbpf.dataplane.ipvs.ruleset import RulesetOptions
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices
+from kbpf.dataplane.node import forwarding_warnings
 from kbpf.errors import KernelError
 from kbpf.kernel.net.ipvs import ConnectionTimeouts
 from kbpf.kernel.netfilter import forward_rules
@@ -57,7 +58,7 @@ class NodeSettings:
                     sysctl.write(name, value)
             except KernelError as error:
                 self.warn_once(str(error))
-        for line in host.forwarding_warnings():
+        for line in forwarding_warnings():
             self.warn_once(line)
         try:
             services.set_timeouts(ConnectionTimeouts(*astuple(self._config.ipvs_times)))

@@ -17,12 +17,11 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from typing import Final
 
-from kbpf.dataplane import host
 from kbpf.dataplane.base import PlaneStatus, Report, TickResult
 from kbpf.dataplane.ipvs import cleanup
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
 from kbpf.dataplane.ipvs.executor import KernelState
-from kbpf.dataplane.ipvs.metrics import IpvsAccess
+from kbpf.dataplane.ipvs.ipvs_metrics import IpvsAccess
 from kbpf.dataplane.ipvs.node_settings import NodeSettings
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
@@ -36,6 +35,7 @@ from kbpf.dataplane.ipvs.plan import (
 )
 from kbpf.dataplane.ipvs.port_planner import NO_IPV6_WARNING, PortPlanner
 from kbpf.dataplane.ipvs.statefile import StateFile
+from kbpf.dataplane.node import KeepalivePoll, reconcile_forward_rules
 from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.config import Config
@@ -77,7 +77,7 @@ class IpvsPlane:
         self._state_file = StateFile(self._state_dir)
         self._planner = PortPlanner(self._config, self._elements, self._options.masquerade_mark)
         self._poll_due = 0.0
-        self._keepalive = host.KeepalivePoll()
+        self._keepalive = KeepalivePoll()
         # The generation of nf_tables without our own transactions.
         self._foreign_generation = -1
         self._desired = DesiredState({})  # as passed to the last apply()
@@ -239,7 +239,7 @@ class IpvsPlane:
             if has_foreign_changes:
                 listing = forward_rules.list_chains()
                 self._settings.check_firewalls(listing)
-                host.reconcile_forward_rules(self._options.masquerade_mark, listing)
+                reconcile_forward_rules(self._options.masquerade_mark, listing)
         finally:
             if self._sync is not Sync.NEVER:
                 self._repair(has_foreign_changes)

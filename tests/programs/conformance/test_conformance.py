@@ -15,7 +15,8 @@ import pytest
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.ipvs import inspect, statefile
+from kbpf.dataplane.ipvs import ipvs_inspect as inspect
+from kbpf.dataplane.ipvs import statefile
 from kbpf.model import objects
 from kbpf.model.address import format_addr, format_endpoint
 from kbpf.model.desired import FrontendKind, ServicePortKey, ServiceState

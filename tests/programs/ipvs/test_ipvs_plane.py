@@ -22,11 +22,11 @@ from pyroute2 import IPSet
 from kbpf.checks import ipvs
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app, cleanup
-from kbpf.dataplane import host
 from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
 from kbpf.dataplane.ipvs.plan import Element, SetName
+from kbpf.dataplane.node import read_node_addresses
 from kbpf.errors import KernelError
 from kbpf.kernel.net import addresses, dummy
 from kbpf.kernel.net.ipvs import (
@@ -986,7 +986,7 @@ def test_addresses_of_a_former_device_are_not_the_nodes(fake_node: Node):
     assert node.addresses() == {VIP6}
     for device in (DEVICE, OTHER_DEVICE):
         config = replace(node.config, ipvs_device=device)
-        assert node.do(partial(host.read_node_addresses, config)) == (parse_addr("fd00:99::1"),)
+        assert node.do(partial(read_node_addresses, config)) == (parse_addr("fd00:99::1"),)
 
 
 # ---- UDP flows of deleted backends ---------------------------------------------------------------

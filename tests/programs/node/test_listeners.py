@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane import host
+from kbpf.dataplane.node import read_node_addresses
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.system import netns
 from kbpf.model.address import format_addr, parse_addr
@@ -98,7 +98,7 @@ def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(where: Path) 
     for number, device in enumerate(("kube-ipvs0", "kube-dummy-if", "nodelocaldns"), 1):
         ip(f"link add {device} type bridge", f"addr add 10.96.0.{number}/32 dev {device}",
            netns=where.name)  # fmt: skip
-    read = partial(host.read_node_addresses, Config(node_name="node-1"))
+    read = partial(read_node_addresses, Config(node_name="node-1"))
     addresses = netns.run_in(where, read)
     assert addresses == (parse_addr("10.96.0.3"),)
     assert not addresses.subnet_ends
@@ -110,7 +110,7 @@ def test_ends_of_the_nodes_subnets(where: Path) -> None:
        *(f"addr add {one} dev dev0" for one in
          ("192.0.2.70/26", "198.51.100.2/31", "203.0.113.7/32", "10.1.0.0/15", "10.4.0.0/16",
           "fd00:9::1/64")), netns=where.name)  # fmt: skip
-    read = partial(host.read_node_addresses, Config(node_name="node-1"))
+    read = partial(read_node_addresses, Config(node_name="node-1"))
     ends = netns.run_in(where, read).subnet_ends
     assert {format_addr(end) for end in ends} == {
         "192.0.2.64", "192.0.2.127", "10.0.0.0", "10.1.255.255", "10.4.255.255"

@@ -22,7 +22,7 @@ from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLA_F_NESTED, NLM_F_CREATE
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.pre_dnat_rules import ServedPorts
 from kbpf.kernel.system import netns
-from kbpf.takeover import cleanup
+from kbpf.takeover import kube_proxy_cleanup as cleanup
 from tests.programs.node.rows_pre_dnat_rules import (
     CALICO,
     FIREWALLD,

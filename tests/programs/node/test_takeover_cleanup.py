@@ -22,7 +22,7 @@ from kbpf.cli import cleanup
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.host import HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.host import KEEPALIVE_POLL_INTERVAL_S
+from kbpf.dataplane.node import KEEPALIVE_POLL_INTERVAL_S
 from kbpf.kernel.net import ipvs
 from kbpf.kernel.net.ipvs import (
     IpvsClient,
@@ -38,8 +38,8 @@ from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT
 from kbpf.kernel.system import modules, netns, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
-from kbpf.takeover import cleanup as takeover_cleanup
 from kbpf.takeover import conntrack_keepalive
+from kbpf.takeover import kube_proxy_cleanup as takeover_cleanup
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, inside, ip
 from tests.support.lab.lab import run as command

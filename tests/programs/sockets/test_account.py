@@ -18,6 +18,17 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.map_metrics import (
+    ALL_BACKENDS,
+    COUNTED_MAPS,
+    NO_BACKEND,
+    REMOVED_BACKENDS,
+    SOCKET_STORAGE_MAPS,
+    SWEEP_INTERVAL_S,
+    ConnectionCount,
+    MapCollector,
+    select_over_share,
+)
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
     LATENCIES,
@@ -31,17 +42,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_service_name,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.metrics import (
-    ALL_BACKENDS,
-    COUNTED_MAPS,
-    NO_BACKEND,
-    REMOVED_BACKENDS,
-    SOCKET_STORAGE_MAPS,
-    SWEEP_INTERVAL_S,
-    ConnectionCount,
-    MapCollector,
-    select_over_share,
-)
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.net import dial

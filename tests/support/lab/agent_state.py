@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.layout import Reason, schema_hash
-from kbpf.dataplane.ipvs import inspect as ipvs
+from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.errors import KbpfError
 from kbpf.kernel.bpf.objects import Map

@@ -7,7 +7,8 @@ import pytest
 
 from kbpf.kernel.net.ipvs import VirtualServiceKey
 from kbpf.model.address import parse_addr
-from kbpf.takeover.cleanup import (
+from kbpf.takeover.conntrack_keepalive import NODE_PORT_SET_NAME
+from kbpf.takeover.kube_proxy_cleanup import (
     IP_SET_NAME,
     Jump,
     ListedChain,
@@ -17,7 +18,6 @@ from kbpf.takeover.cleanup import (
     legacy_restore_input,
     nft_removal_commands,
 )
-from kbpf.takeover.conntrack_keepalive import NODE_PORT_SET_NAME
 
 CHAINS = [
     ("nat", "KUBE-SERVICES", True),

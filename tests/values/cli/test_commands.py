@@ -18,7 +18,7 @@ from kbpf.checks import packet_path as packet_path_checks
 from kbpf.checks.row import Check, CheckRow
 from kbpf.cli import app, cleanup
 from kbpf.config import locations
-from kbpf.dataplane import inspect as dataplane
+from kbpf.dataplane import reader as dataplane
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.config import Config
 from tests.support.runtime.command import pipe_without_reader

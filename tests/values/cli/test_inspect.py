@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from kbpf.cli import app, trace
 from kbpf.cli.schema import build_schema, list_kinds
-from kbpf.dataplane.bpf import metrics
+from kbpf.dataplane.bpf import map_metrics as metrics
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import flow_entries, layout, pinning
@@ -43,7 +43,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.maps.status_entries import pack_entry
-from kbpf.dataplane.ipvs import inspect as ipvs
+from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.statefile import StateFile
 from kbpf.errors import KernelError

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an agent of mode ipvs and its node have: Services, the kernel's servers and connections."""
 
-from kbpf.dataplane.ipvs import inspect as ipvs
+from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service
 from kbpf.dataplane.ipvs.statefile import ProgrammedPort
 from kbpf.kernel.net.ipvs import RealServerKey, RealServerStatus, parse_connections

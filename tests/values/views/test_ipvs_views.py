@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kbpf.dataplane import inspect as dataplane
-from kbpf.dataplane.inspect import Locations
-from kbpf.dataplane.ipvs import inspect as ipvs
+from kbpf.dataplane import reader as dataplane
+from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.statefile import ProgrammedPort, StateFile
+from kbpf.dataplane.reader import Locations
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsConnection
 from kbpf.model.address import parse_addr

@@ -6,6 +6,16 @@ and traffic.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from kbpf.dataplane.bpf.map_metrics import (
+    ALL_BACKENDS,
+    COUNTED_MAPS,
+    NO_BACKEND,
+    REMOVED_BACKENDS,
+    SOCKET_STORAGE_MAPS,
+    ConnectionCount,
+    IdPair,
+    read_totals,
+)
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY,
     AFFINITY_KEY,
@@ -16,16 +26,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_endpoint_key,
     unpack_endpoint_name,
     unpack_latencies,
-)
-from kbpf.dataplane.bpf.metrics import (
-    ALL_BACKENDS,
-    COUNTED_MAPS,
-    NO_BACKEND,
-    REMOVED_BACKENDS,
-    SOCKET_STORAGE_MAPS,
-    ConnectionCount,
-    IdPair,
-    read_totals,
 )
 from kbpf.dataplane.bpf.state import contents as state
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents, frontend_of, is_valid_entry

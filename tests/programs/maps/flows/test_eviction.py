@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.inspect import connections as tracked_connections
+from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps.flow_entries import flow_key, is_original
 from kbpf.dataplane.bpf.maps.layout import (
@@ -24,7 +25,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects, syscalls, uapi

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.checks import neighbours
-from kbpf.dataplane import inspect
-from kbpf.dataplane.inspect import Locations
+from kbpf.dataplane import reader as inspect
+from kbpf.dataplane.reader import Locations
 from kbpf.model.inspection import Part
 from kbpf.takeover import detect, neighbour
 from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces

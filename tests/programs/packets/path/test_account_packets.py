@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.map_metrics import NO_BACKEND
 from kbpf.dataplane.bpf.maps.layout import (
     CONFIG,
     COUNTS,
@@ -21,7 +22,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     ConfigFlag,
     unpack_service_name,
 )
-from kbpf.dataplane.bpf.metrics import NO_BACKEND
 from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures as failures_view
 from tests.programs.packets.path.single_packets import (

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
     FLOW,
@@ -26,7 +27,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config

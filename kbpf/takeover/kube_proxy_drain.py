@@ -15,7 +15,8 @@ from kbpf.kernel.bpf import tc
 from kbpf.kernel.net import dummy
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.config import Config
-from kbpf.takeover import cleanup, conntrack_keepalive
+from kbpf.takeover import conntrack_keepalive
+from kbpf.takeover import kube_proxy_cleanup as cleanup
 from kbpf.takeover.previous import PreviousDataPlane
 
 

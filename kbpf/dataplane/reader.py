@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.ipvs import inspect as ipvs
+from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.errors import KbpfError, NotFoundError
 from kbpf.model.inspection import Inspection, Part
 from kbpf.takeover import neighbour
