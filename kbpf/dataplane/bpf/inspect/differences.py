@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.state.adopt import find_corrupt
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
-from kbpf.dataplane.bpf.state.map_state import KernelState
+from kbpf.dataplane.bpf.state.map_state import ProgrammedState
 from kbpf.dataplane.bpf.state.plan import Planner, compute_change, needs_table, table_content
 from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import format_addr
@@ -53,7 +53,7 @@ def compare(contents: Contents, desired: DesiredState, config: Config) -> list[F
 
 class _DryRun:
     def __init__(self, contents: Contents, desired: DesiredState, config: Config) -> None:
-        self._contents, limits, state = contents, TableLimits(), KernelState(contents)
+        self._contents, limits, state = contents, TableLimits(), ProgrammedState(contents)
         limits.update(desired.services, desired.services.keys())
         self._states = {
             key: limits.effective_state(state) for key, state in desired.services.items()

@@ -104,7 +104,7 @@ class SharedChange(NamedTuple):
         return {"node_addresses": len(self.nodes[0]), "cluster_ips": len(self.cluster_ips[0])}
 
 
-class KernelState:
+class ProgrammedState:
     """What of the maps' contents the agent has programmed, and what it changes next; it writes
     nothing. `is_first_apply`: no apply() has written since the contents were adopted. `unclaimed`:
     what was adopted, until an authoritative apply() retires the part of it that no Service port has
@@ -194,7 +194,7 @@ class KernelState:
         return unclaimed
 
 
-class MapState(KernelState):
+class MapState(ProgrammedState):
     """The state of the agent's maps, and what writes it."""
 
     def __init__(
