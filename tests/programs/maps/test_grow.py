@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps import growth, layout, pinning
 from kbpf.dataplane.bpf.maps.layout import MapSpec
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs.loader import SocketPrograms
+from kbpf.dataplane.bpf.socket_hooks import SocketPrograms
 from kbpf.dataplane.bpf.state.planner import LARGE_ENTRIES
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects

@@ -49,7 +49,7 @@ from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
 from kbpf.dataplane.bpf.programs.hook_probe import HookProber
 from kbpf.dataplane.bpf.programs.loader import (
     LoadedPrograms,
-    Programs,
+    ProgramSet,
     missing_packet_helpers,
     relocate,
 )
@@ -93,7 +93,7 @@ class PacketGeneration:
         close_all((*self.programs.values(), *self.private_maps.values()))
 
 
-class PacketPath(Programs):
+class PacketPath(ProgramSet):
     """The packet programs, their tail call map, and the devices that they are attached to."""
 
     private_map_names = (TAIL_CALL_MAP,)
@@ -227,20 +227,19 @@ class PacketPath(Programs):
             return False
         return any(flows.id not in map_ids for map_ids in self._read_map_ids())
 
-    def publish(self) -> int:
-        """Pins the programs and hands them to the device thread; returns 0, since no socket hook
-        changes. Returns once no device runs older programs any more. Devices without programs
-        follow in the background. See device_thread.py for the order, and why.
+    def publish(self) -> None:
+        """Pins the programs and hands them to the device thread. Returns once no device runs older
+        programs any more. Devices without programs follow in the background. See device_thread.py
+        for the order, and why.
 
         Raises OutdatedDevicesError if the programs were handed over, but a device still runs older
         ones. After any other error nothing has changed, and the next call tries again.
         """
         if not self._loaded:
-            return 0  # already published
+            return  # already published
         new_folder = self._pin()
         generation = PacketGeneration(self._loaded, self._private_maps)
         self._reconciler.publish(generation, lambda: self._hand_over(new_folder))
-        return 0
 
     def _hand_over(self, new_folder: Path) -> None:
         """Gives the programs their final pins. From here on they belong to the device thread."""

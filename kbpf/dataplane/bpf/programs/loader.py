@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the programs of an artifact over a set of maps, or adopts pinned ones, and attaches them in
-place of older ones.
+"""Loads the programs of an artifact over a set of maps, or adopts pinned ones, and pins them.
 
 Everything is built in a folder whose name begins with `new-` and published by one rename
 (maps/pinning.py). Programs of an earlier agent serve until the new ones are loaded *and* their maps
@@ -8,7 +7,6 @@ are filled; an error before that changes nothing.
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,31 +17,26 @@ from kbpf.dataplane.bpf.hooks import (
     HOOKS,
     OPTIONAL_HELPERS,
     OPTIONAL_PACKET_HELPERS,
-    Hook,
     program_names,
     program_type,
     tracepoint_of,
 )
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP
 from kbpf.dataplane.bpf.maps.pinning import (
-    NEW_LINK_PREFIX,
     NEW_PREFIX,
     Pins,
     close_all,
-    detach_link,
 )
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
-from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
-from kbpf.errors import AttachError, KernelError, ProgramLoadError
+from kbpf.errors import KernelError, ProgramLoadError
 from kbpf.kernel.bpf import kernel_members, kernel_sockets, probe
-from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
     BPF_PROG_TYPE_SCHED_CLS,
     BPF_PSEUDO_MAP_FD,
 )
 from kbpf.kernel.system import threads
-from kbpf.model.config import Accounting
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -126,9 +119,9 @@ class LoadedPrograms:
         close_all((*self.programs.values(), *self.private_maps.values()))
 
 
-class Programs:
-    """The programs of one artifact over one set of maps. Subclasses attach them: SocketPrograms to
-    a cgroup, PacketPath to devices.
+class ProgramSet:
+    """The programs of one artifact over one set of maps: loads, adopts and pins them. Subclasses
+    attach them in publish(): SocketPrograms to a cgroup, PacketPath to devices.
     """
 
     private_map_names: tuple[str, ...] = ()
@@ -250,21 +243,6 @@ class Programs:
         """The names of the maps that these programs read."""
         return frozenset(shape.name for shape in self._artifact.maps)
 
-    def publish(self) -> int:
-        """Pins the programs and attaches each in place of the one that its hook ran before, which
-        is atomic for each hook. Returns how many attachments changed.
-        """
-        # Pinned before attached: a running program has a pin even if the agent is killed meanwhile.
-        # Without CAP_SYS_ADMIN, a program can only be opened by its pin.
-        folder, new_folder = self._pins.programs(self.key), self._pin()
-        changed = self._attach_all()
-        # rename() cannot replace a folder that is not empty. No hook runs its programs any more.
-        shutil.rmtree(folder, ignore_errors=True)
-        new_folder.rename(folder)
-        for old_folder in self._pins.other_folders(f"programs-{self._artifact.unit}", folder):
-            shutil.rmtree(old_folder, ignore_errors=True)
-        return changed
-
     def _pin(self) -> Path:
         """Pins the programs in a folder that is not published yet, and returns it."""
         new_folder = self._pins.root / f"{NEW_PREFIX}programs-{self.key}"
@@ -274,9 +252,6 @@ class Programs:
             pinnable.pin(new_folder / name)
         return new_folder
 
-    def _attach_all(self) -> int:
-        raise NotImplementedError
-
     def close(self) -> None:
         """Closes the descriptors. Pins and attachments stay."""
         self._close_loaded()
@@ -284,155 +259,3 @@ class Programs:
     def _close_loaded(self) -> None:
         close_all((*self._loaded.values(), *self._private_maps.values()))
         self._loaded, self._private_maps = {}, {}
-
-
-class SocketPrograms(Programs):
-    """The unit `sock`, attached to a cgroup by pinned links."""
-
-    def __init__(
-        self,
-        pins: Pins,
-        artifact: Artifact,
-        cgroup: Path,
-        missing: frozenset[int] = frozenset(),
-        accounting: Accounting = Accounting.OFF,
-    ) -> None:
-        super().__init__(pins, artifact, missing)
-        self._cgroup = cgroup
-        self._accounting = accounting  # decides which hooks that only count are attached
-
-    def _attach_all(self) -> int:
-        self._pins.links.mkdir(mode=0o700, exist_ok=True)
-        changed = 0
-        cgroup = open_cgroup(self._cgroup)
-        try:
-            # A cgroup's id is the inode number of its folder.
-            cgroup_id = os.fstat(cgroup).st_ino
-            for hook in HOOKS:
-                program = self._loaded.get(hook.name)
-                if not hook.is_wanted(self._accounting):
-                    changed += self._detach(hook)
-                elif program is not None:
-                    changed += self._attach_or_log(hook, program, cgroup, cgroup_id)
-                elif hook.unit == self._artifact.unit and self._detach(hook):
-                    log.warning(
-                        "hook detached, since the kernel refuses its new program hook=%s", hook.name
-                    )
-                    changed += 1
-        finally:
-            os.close(cgroup)
-        return changed + self._detach_unknown()
-
-    def _detach_unknown(self) -> int:
-        """Detaches the programs of an earlier version from hooks that this version does not use,
-        since they would read maps that are not written any more. Returns their number.
-        """
-        hook_names = {hook.name for hook in HOOKS}
-        unknown_pins = [
-            pin for pin in sorted(self._pins.links.iterdir()) if pin.name not in hook_names
-        ]
-        for pin in unknown_pins:
-            detach_link(pin)
-        return len(unknown_pins)
-
-    def hook_states(self) -> dict[str, bool]:
-        """The hooks that should be attached, and whether each runs our program in the cgroup that
-        has this path now. The cgroup may have been deleted and created again.
-        """
-        try:
-            cgroup_id = self._cgroup.stat().st_ino
-        except OSError:
-            # matches no cgroup
-            cgroup_id = -1
-        hook_names = [hook.name for hook in HOOKS if hook.is_wanted(self._accounting)]
-        return {
-            name: self._is_running(self._pins.links / name, program, cgroup_id)
-            for name, program in self._loaded.items()
-            if name in hook_names
-        }
-
-    def _is_running(self, pin: Path, program: Program, cgroup_id: int) -> bool:
-        if not pin.exists():
-            return False
-        with Link.open(pin) as link:
-            info = link.read_info()
-        is_here = info.cgroup_id is None or info.cgroup_id == cgroup_id
-        return is_here and info.program_id == program.read_info().id
-
-    def find_foreign(self) -> tuple[ForeignProgram, ...]:
-        """Programs of other load balancers at the same hooks."""
-        return find_at_sockets(self._pins, self._cgroup)
-
-    def reattach(self) -> int:
-        """Attaches missing programs; returns how many attachments changed."""
-        return self._attach_all()
-
-    def _detach(self, hook: Hook) -> bool:
-        """Detaches the program of an earlier agent, if there is one: its maps may not be written
-        any more. Returns whether there was one.
-        """
-        pin = self._pins.links / hook.name
-        if not pin.exists():
-            return False
-        detach_link(pin)
-        return True
-
-    def _attach_or_log(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
-        """Like _attach(), but only logs an error at a hook that only counts. Another program may
-        have that hook exclusively, and Services work without it.
-        """
-        try:
-            return self._attach(hook, program, cgroup, cgroup_id)
-        except AttachError as error:
-            if not hook.only_counts:
-                raise
-            log.warning("%s is not possible: %s", hook.purpose, error)
-            return False
-
-    def _attach(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
-        """Attaches a program to a hook; returns False if it is attached already."""
-        pin = self._pins.links / hook.name
-        if pin.exists():
-            with Link.open(pin) as link:
-                info = link.read_info()
-                is_same = info.program_id == program.read_info().id
-                if is_same and info.cgroup_id in (None, cgroup_id):
-                    return False
-                if info.cgroup_id == cgroup_id:
-                    link.update(program)
-                    return True
-        # There is no link yet, or it is on a cgroup that was deleted and created again, or on
-        # another one, or at a tracepoint, where a link keeps its program. Attach before the old
-        # link is released, which the rename() over its pin does: sockets then meet two programs
-        # rather than none.
-        temporary = self._pins.root / f"{NEW_LINK_PREFIX}{hook.name}"
-        temporary.unlink(missing_ok=True)
-        try:
-            if hook.tracepoint:
-                link = Link.attach_to_tracepoint(program)
-            else:
-                link = Link.attach(program, cgroup, hook.attach_type)
-        except KernelError as error:
-            raise AttachError(
-                f"cannot attach {hook.name}",
-                f"tracepoint {hook.tracepoint}" if hook.tracepoint else f"cgroup {self._cgroup}",
-                "the kernel needs cgroup BPF links (5.7), the process CAP_BPF and CAP_NET_ADMIN",
-                errno=error.errno,
-            ) from error
-        with link:
-            link.pin(temporary)
-            temporary.rename(pin)
-        return True
-
-
-def open_cgroup(path: Path) -> int:
-    """Returns a descriptor of a cgroup v2 folder. Raises KernelError."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise KernelError(
-            "cannot open the cgroup",
-            str(path),
-            "name a folder of the cgroup v2 hierarchy with --cgroup",
-            errno=error.errno or 0,
-        ) from error

@@ -25,7 +25,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs.loader import SocketPrograms
+from kbpf.dataplane.bpf.socket_hooks import SocketPrograms
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.config import MapSizes
 from tests.programs.maps.flows.table import LIVES, MINUTE, ROOM, VIPS, Flows, client
