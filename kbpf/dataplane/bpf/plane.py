@@ -8,10 +8,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.base import PlaneStatus, Report, TickResult
+import msgspec
+
+from kbpf.dataplane.base import PlaneStatus, Report, SharedAccess, TickResult
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
@@ -19,13 +22,11 @@ from kbpf.dataplane.bpf.failing_backends import FailingBackends
 from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares
-from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps, MapGrowth
 from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
-from kbpf.dataplane.bpf.maps.growth import MapGrowth
 from kbpf.dataplane.bpf.maps.pin_watch import PinWatch
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs import foreign, unpinned
-from kbpf.dataplane.bpf.shared import BpfAccess
 from kbpf.dataplane.bpf.state import adopt, contents
 from kbpf.dataplane.bpf.state.endpoint_names import EndpointNames
 from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S
@@ -36,7 +37,15 @@ from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.metrics import (
+    ConnectionProbe,
+    DataPlaneMetrics,
+    FailingBackend,
+    Pause,
+    TrafficStats,
+)
 from kbpf.model.status import ModeChoice
+from kbpf.takeover.neighbour import KubeProxyWatch
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -311,3 +320,50 @@ class BpfPlane:
         self.shared.sockets.close()
         self._agent_maps.close()
         self._pin_watch.close()
+
+
+# ---- for other threads ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BpfAccess(SharedAccess):
+    """What other threads use of the BPF data plane."""
+
+    collector: MapCollector
+    agent_maps: AgentMaps
+    attachments: Attachments
+    sockets: AgentSockets
+    failing: FailingBackends
+    prober: ConnectionProber
+    kube_proxy: KubeProxyWatch = field(default_factory=KubeProxyWatch)
+
+    def read_metrics(self) -> DataPlaneMetrics:
+        return msgspec.structs.replace(
+            self.collector.read(dict(self.agent_maps.fill)),
+            hooks=tuple(self.attachments.hooks.states.items()),
+            # filters of other kinds are no balancers
+            foreign_programs=sum(
+                bool(foreign.program) for foreign in self.attachments.foreign_programs()
+            ),
+            bypassed_chains=self.attachments.bypassed_chains,
+        )
+
+    def refresh_neighbours(self) -> None:
+        self.kube_proxy.refresh()
+
+    def count_traffic(self, pause: Pause) -> TrafficStats:
+        kube_proxy = self.kube_proxy.state
+        return msgspec.structs.replace(
+            self.collector.count(pause),
+            kube_proxy_running=bool(kube_proxy.running),
+            kube_proxy_rules=None if kube_proxy.unreadable else kube_proxy.has_rules,
+        )
+
+    def find_failing_backends(self) -> tuple[FailingBackend, ...] | None:
+        return self.failing.find()
+
+    def probe_connections(self) -> ConnectionProbe | None:
+        return self.prober.probe()
+
+    def claim_socket(self, cookie: int) -> None:
+        self.sockets.claim(cookie)

@@ -14,10 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from typing import Final, cast
 
-from kbpf.dataplane.bpf import udp_conntrack
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.flow_entries import (
     DECISION,
@@ -36,6 +35,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     UDP_FLOW,
     FinFlag,
     FlowDirection,
+    ServiceValue,
     Target,
     node_port_target,
     pack_target,
@@ -43,8 +43,9 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.errors import KernelError, LastError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.net import sock_diag
+from kbpf.kernel.netfilter import conntrack
 from kbpf.kernel.system import netns
-from kbpf.model.address import family_of
+from kbpf.model.address import Addr, family_of
 from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Protocol
@@ -166,7 +167,7 @@ def cut_stepwise(
 ) -> CutSteps:
     """Destroys sockets and deletes flows that use a stale backend or frontend. Returns their number
     by family. `count_flows`: also count flows of unconnected sockets. `lost_frontends`: see
-    udp_conntrack.delete_stale(); None if conntrack does not translate flows. `errors`: what was
+    delete_stale_translations(); None if conntrack does not translate flows. `errors`: what was
     logged by the pass before, which is not logged again. A step examines STEP_ENTRIES entries.
     """
     errors = errors or LastError()
@@ -174,7 +175,7 @@ def cut_stepwise(
     # BTF cannot list the maps of sockets, and would fail each time.
     cut_counts = yield from _delete_packet_flows(maps["flows"], is_gone)
     if lost_frontends is not None:
-        cut_counts += yield from udp_conntrack.delete_stale(maps, is_gone, lost_frontends)
+        cut_counts += yield from delete_stale_translations(maps, is_gone, lost_frontends)
     try:
         if count_flows:
             # Only counted: the programs end these flows, by `udp_cuts`.
@@ -487,3 +488,51 @@ class UdpPasses:
             self._steps = self._begin_pass()
             raise
         return None
+
+
+# ---- flows of conntrack --------------------------------------------------------------------------
+
+
+BATCH: Final = 500
+"""Entries that are read, and deleted if need be, in one step: about five milliseconds."""
+
+
+def delete_stale_translations(
+    maps: Mapping[str, Map],
+    is_gone: Callable[[int, bytes, bytes], bool],
+    lost_frontends: Mapping[bytes, int],
+) -> Generator[None, None, Counter[int]]:
+    """Deletes the entries of stale flows that conntrack translates (`--forwarding netfilter`), as
+    kube-proxy does, so that the next datagram chooses again. Works in steps; returns the number of
+    entries by family. `is_gone`: see IsGone. An entry does not tell the id of its Service: it is
+    the one which has the frontend now, or which has lost it (`lost_frontends`: struct target →
+    service id). Flows that other programs translate have no such frontend.
+    """
+    deleted: Counter[int] = Counter()
+    for number, family in ((4, "ip"), (6, "ip6")):
+        entries = conntrack.iterate_translated_udp(family)
+        while flows := tuple(islice(entries, BATCH)):
+            stale = []
+            for flow in flows:
+                frontend = pack_target(*flow.frontend)
+                backend = pack_target(*flow.backend)
+                if any(
+                    is_gone(service, frontend, backend)
+                    for service in _find_services(maps, flow.frontend[0], frontend, lost_frontends)
+                ):
+                    stale.append(flow)
+            deleted[number] += conntrack.delete(stale)
+            yield
+    return deleted
+
+
+def _find_services(
+    maps: Mapping[str, Map], address: Addr, frontend: bytes, lost_frontends: Mapping[bytes, int]
+) -> set[int]:
+    """The ids of the Services that have this frontend, or had it."""
+    keys = [frontend]
+    if maps["node_addresses"].lookup(address) is not None:
+        keys.append(node_port_target(frontend))
+    current = (maps["services"].lookup(key) for key in keys)
+    ids = {ServiceValue.unpack(raw).id for raw in current if raw is not None}
+    return ids | {lost_frontends[key] for key in keys if key in lost_frontends}

@@ -12,7 +12,8 @@ from typing import Any, Self
 import pytest
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf.maps import growth, layout, pinning
+from kbpf.dataplane.bpf.maps import agent_maps as growth
+from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.layout import MapSpec
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.plane import BpfPlane

@@ -13,12 +13,12 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
-from kbpf.dataplane.bpf.packet_path.background_load import LOAD_POLL_INTERVAL_S, PacketPathLoader
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.errors import KbpfError, KernelError, OutdatedDevicesError
 from kbpf.kernel.bpf import probe
+from kbpf.kernel.system import threads
 from kbpf.model.config import Config, SocketLb
 from kbpf.model.desired import DesiredState
 from kbpf.model.status import MAX_FAILED_DEVICES, DeviceFailure, PacketStatus
@@ -286,3 +286,57 @@ class PacketPathLifecycle:
         if self._loader is not None:
             self._loader.close()
             self._loader = None
+
+
+# ---- loading in the background -------------------------------------------------------------------
+
+
+LOAD_TIMEOUT_S: Final = 360.0
+"""If compiling and loading take longer than this, the thread counts as stuck."""
+
+LOAD_POLL_INTERVAL_S: Final = 0.02
+"""Interval between two checks whether the thread is done."""
+
+
+class PacketPathLoader:
+    """Loads the packet programs in a thread, while the socket hooks already serve. The caller has
+    to end it with result() or close().
+
+    Verifying them takes most of a second, and compiling them takes several. At a first start there
+    are no packet programs of an earlier agent to replace, so the main thread attaches the socket
+    hooks first. The thread uses the maps' descriptors only to load programs: it writes to none of
+    these maps, and attaches nothing. The main thread takes its result and publishes it.
+    """
+
+    def __init__(self, load: Callable[[], PacketPath]) -> None:
+        """Starts a thread that calls `load`. Raises KernelError if no thread can be started."""
+        self._load = load
+        self._outcome: PacketPath | KbpfError | None = None
+        self._thread = threads.start("packet-programs", self._run, LOAD_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._load()
+        except KbpfError as error:
+            self._outcome = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether result() would return at once."""
+        return self._outcome is not None
+
+    def result(self) -> PacketPath:
+        """Waits for the packet path, and returns it. Raises the KbpfError that `load` raised."""
+        self._thread.stop(LOAD_TIMEOUT_S)
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, KbpfError):
+            raise outcome
+        assert outcome is not None
+        return outcome
+
+    def close(self) -> None:
+        """Waits until the thread no longer uses the maps, and closes what it has loaded."""
+        self._thread.stop(LOAD_TIMEOUT_S)
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, PacketPath):
+            outcome.close()

@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Mapping
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.growth import GROWTH_POLL_INTERVAL_S, MapGrowth
+from kbpf.dataplane.bpf.maps.agent_maps import GROWTH_POLL_INTERVAL_S, AgentMaps, MapGrowth
 from kbpf.dataplane.bpf.maps.layout import (
     EndpointCondition,
     pack_endpoint_key,

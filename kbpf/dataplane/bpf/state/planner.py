@@ -10,8 +10,7 @@ from collections.abc import Callable, KeysView, Mapping
 from itertools import islice
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.growth import GROWTH_POLL_INTERVAL_S, MapGrowth
+from kbpf.dataplane.bpf.maps.agent_maps import GROWTH_POLL_INTERVAL_S, AgentMaps, MapGrowth
 from kbpf.dataplane.bpf.state.grace import SHORT_GRACE_PERIOD_S
 from kbpf.dataplane.bpf.state.map_state import MapState
 from kbpf.dataplane.bpf.state.plan import Planner, ProgrammedPort, Writes, compute_change

@@ -11,7 +11,7 @@ import pytest
 
 from kbpf.dataplane.bpf import plane as plane_module
 from kbpf.dataplane.bpf import udp
-from kbpf.dataplane.bpf.maps.growth import MapGrowth
+from kbpf.dataplane.bpf.maps.agent_maps import MapGrowth
 from kbpf.dataplane.bpf.maps.layout import PEER
 from kbpf.dataplane.bpf.state import commit
 from kbpf.dataplane.bpf.state.grace import GraceQueue
