@@ -5,33 +5,14 @@ import errno
 from dataclasses import dataclass
 from typing import Final
 
-from kbpf.kernel.bpf.uapi import (
-    BPF_CGROUP_INET4_CONNECT,
-    BPF_CGROUP_INET4_GETPEERNAME,
-    BPF_CGROUP_INET6_CONNECT,
-    BPF_CGROUP_INET6_GETPEERNAME,
-    BPF_CGROUP_SOCK_OPS,
-    BPF_CGROUP_UDP4_RECVMSG,
-    BPF_CGROUP_UDP4_SENDMSG,
-    BPF_CGROUP_UDP6_RECVMSG,
-    BPF_CGROUP_UDP6_SENDMSG,
-    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-    BPF_PROG_TYPE_SCHED_CLS,
-    BPF_PROG_TYPE_SOCK_OPS,
-    BPF_PROG_TYPE_TRACING,
-    BPF_TRACE_RAW_TP,
-    BPF_FUNC_get_current_ancestor_cgroup_id,
-    BPF_FUNC_get_current_cgroup_id,
-    BPF_FUNC_ktime_get_coarse_ns,
-    BPF_FUNC_set_retval,
-)
+from kbpf.kernel.bpf import uapi
 from kbpf.model.config import Accounting
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A program: name, unit (file), types as in linux/bpf.h, and the kernel version that added
-    them.
+    """A program of the unit `sock`: name, types as in linux/bpf.h, the kernel version that added
+    them, and for what it is.
 
     `required`: without this hook some sockets cannot use Services, so the agent does not start.
     `accounting`: the hook only counts, and is attached with this --accounting or a higher one;
@@ -39,12 +20,11 @@ class Hook:
     """
 
     name: str
-    unit: str
-    prog_type: int
     attach_type: int
     since_kernel: str
+    purpose: str
     required: bool = False
-    purpose: str = ""
+    prog_type: int = uapi.BPF_PROG_TYPE_CGROUP_SOCK_ADDR
     accounting: Accounting | None = None
     tracepoint: str = ""
 
@@ -65,61 +45,25 @@ TRACE_HOOKS: Final = frozenset(("trace_reset", "trace_retransmit"))
 
 HOOKS: Final = (
     # In the order of attaching: each works at once, and replies must be translated before requests.
-    Hook(
-        "recvmsg4",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_UDP4_RECVMSG,
-        "5.2",
-        True,
-        "recvfrom() on UDP, IPv4",
-    ),
-    Hook(
-        "recvmsg6",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_UDP6_RECVMSG,
-        "5.2",
-        True,
-        "recvfrom() on UDP, IPv6",
-    ),
-    Hook(
-        "getpeername4",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_INET4_GETPEERNAME,
-        "5.8",
-        False,
-        "getpeername(), IPv4",
-    ),
-    Hook(
-        "getpeername6",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_INET6_GETPEERNAME,
-        "5.8",
-        False,
-        "getpeername(), IPv6",
-    ),
+    Hook("recvmsg4", uapi.BPF_CGROUP_UDP4_RECVMSG, "5.2", "recvfrom() on UDP, IPv4", True),
+    Hook("recvmsg6", uapi.BPF_CGROUP_UDP6_RECVMSG, "5.2", "recvfrom() on UDP, IPv6", True),
+    Hook("getpeername4", uapi.BPF_CGROUP_INET4_GETPEERNAME, "5.8", "getpeername(), IPv4"),
+    Hook("getpeername6", uapi.BPF_CGROUP_INET6_GETPEERNAME, "5.8", "getpeername(), IPv6"),
     Hook(
         "sock_ops",
-        "sock",
-        BPF_PROG_TYPE_SOCK_OPS,
-        BPF_CGROUP_SOCK_OPS,
+        uapi.BPF_CGROUP_SOCK_OPS,
         "5.7",
-        False,
         "counting the ends of TCP connections",
+        prog_type=uapi.BPF_PROG_TYPE_SOCK_OPS,
         accounting=Accounting.FULL,
     ),
     *(
         Hook(
             f"trace_{event}",
-            "sock",
-            BPF_PROG_TYPE_TRACING,
-            BPF_TRACE_RAW_TP,
+            uapi.BPF_TRACE_RAW_TP,
             since,
-            False,
             f"counting {purpose}",
+            prog_type=uapi.BPF_PROG_TYPE_TRACING,
             accounting=Accounting.CONNECTIONS,
             tracepoint=tracepoint,
         )
@@ -129,42 +73,10 @@ HOOKS: Final = (
             ("error", "inet_sk_error_report", "5.14", "time-outs, and datagrams that are rejected"),
         )
     ),
-    Hook(
-        "sendmsg4",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_UDP4_SENDMSG,
-        "4.18",
-        True,
-        "sendto() on UDP, IPv4",
-    ),
-    Hook(
-        "sendmsg6",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_UDP6_SENDMSG,
-        "4.18",
-        True,
-        "sendto() on UDP, IPv6",
-    ),
-    Hook(
-        "connect4",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_INET4_CONNECT,
-        "4.17",
-        True,
-        "connect() on IPv4 sockets",
-    ),
-    Hook(
-        "connect6",
-        "sock",
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_CGROUP_INET6_CONNECT,
-        "4.17",
-        True,
-        "connect() on IPv6 sockets",
-    ),
+    Hook("sendmsg4", uapi.BPF_CGROUP_UDP4_SENDMSG, "4.18", "sendto() on UDP, IPv4", True),
+    Hook("sendmsg6", uapi.BPF_CGROUP_UDP6_SENDMSG, "4.18", "sendto() on UDP, IPv6", True),
+    Hook("connect4", uapi.BPF_CGROUP_INET4_CONNECT, "4.17", "connect() on IPv4 sockets", True),
+    Hook("connect6", uapi.BPF_CGROUP_INET6_CONNECT, "4.17", "connect() on IPv6 sockets", True),
 )
 
 
@@ -214,7 +126,7 @@ def program_type(program: str) -> tuple[int, int, bool]:
     for hook in HOOKS:
         if hook.name == program:
             return hook.prog_type, hook.attach_type, hook.required
-    return BPF_PROG_TYPE_SCHED_CLS, 0, True
+    return uapi.BPF_PROG_TYPE_SCHED_CLS, 0, True
 
 
 def tracepoint_of(program: str) -> str:
@@ -235,16 +147,16 @@ def program_names(unit: str) -> tuple[str, ...]:
     """The names of a unit's program functions."""
     if unit == "tc":
         return tuple(program.name for program in PACKET_PROGRAMS)
-    return tuple(hook.name for hook in HOOKS if hook.unit == unit)
+    return tuple(hook.name for hook in HOOKS)
 
 
 OPTIONAL_HELPERS: Final = {
-    BPF_FUNC_set_retval: ("bpf_set_retval", "5.18", -errno.ECONNREFUSED),
-    BPF_FUNC_get_current_cgroup_id: ("bpf_get_current_cgroup_id", "5.7", 0),
-    BPF_FUNC_get_current_ancestor_cgroup_id: ("bpf_get_current_ancestor_cgroup_id", "5.7", 1),
+    uapi.BPF_FUNC_set_retval: ("bpf_set_retval", "5.18", -errno.ECONNREFUSED),
+    uapi.BPF_FUNC_get_current_cgroup_id: ("bpf_get_current_cgroup_id", "5.7", 0),
+    uapi.BPF_FUNC_get_current_ancestor_cgroup_id: ("bpf_get_current_ancestor_cgroup_id", "5.7", 1),
 }
 """Number → name, the kernel that added it to these hooks, and an argument to test it with. If the
 kernel lacks one, the loader replaces the calls by r0 = 0.
 """
-OPTIONAL_PACKET_HELPERS: Final = (BPF_FUNC_ktime_get_coarse_ns,)
+OPTIONAL_PACKET_HELPERS: Final = (uapi.BPF_FUNC_ktime_get_coarse_ns,)
 """The same for the packet path, which then uses bpf_ktime_get_ns (lib/compat.h). Added in 5.11."""

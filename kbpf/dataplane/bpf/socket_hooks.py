@@ -74,7 +74,7 @@ class SocketPrograms(ProgramSet):
                     changed += self._detach(hook)
                 elif program is not None:
                     changed += self._attach_or_log(hook, program, cgroup, cgroup_id)
-                elif hook.unit == self._artifact.unit and self._detach(hook):
+                elif self._detach(hook):
                     log.warning(
                         "hook detached, since the kernel refuses its new program hook=%s", hook.name
                     )
