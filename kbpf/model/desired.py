@@ -97,6 +97,7 @@ class Spread(msgspec.Struct, frozen=True, gc=False):
     weights: tuple[int, ...] = ()
 
 
+SpreadSet = tuple[BackendSet, Spread]
 EVEN_SPREAD: Final = Spread()
 
 
@@ -140,12 +141,12 @@ class ServiceState(msgspec.Struct, frozen=True):
     slices: tuple[EndpointSlice, ...] = ()
 
     @property
-    def cluster_spread(self) -> Spread:
-        return _spread(self.algorithm, self.cluster_weights)
-
-    @property
-    def local_spread(self) -> Spread:
-        return _spread(self.algorithm, self.local_weights)
+    def sets(self) -> tuple["SpreadSet", "SpreadSet"]:
+        """The cluster and the local set, each with its spread."""
+        return (
+            (self.cluster, _spread(self.algorithm, self.cluster_weights)),
+            (self.local, _spread(self.algorithm, self.local_weights)),
+        )
 
 
 _EVEN_SPREADS: Final = {algorithm: Spread(algorithm) for algorithm in Algorithm}

@@ -239,12 +239,9 @@ def _shares_of(state: ServiceState | None, set_name: str) -> Mapping[Backend, fl
     if state is None:
         return {}
     # As quotas.py of the data plane: a state has its spread if both sets can have it.
-    fits = fits_table(len(state.cluster), state.cluster_spread) and fits_table(
-        len(state.local), state.local_spread
-    )
-    if set_name == "cluster":
-        return compute_shares(state.cluster, state.cluster_spread if fits else EVEN_SPREAD)
-    return compute_shares(state.local, state.local_spread if fits else EVEN_SPREAD)
+    fits = all(fits_table(len(backends), spread) for backends, spread in state.sets)
+    backends, spread = state.sets[set_name != "cluster"]
+    return compute_shares(backends, spread if fits else EVEN_SPREAD)
 
 
 def _describe_set(state: ServiceState | None, set_name: str) -> str:

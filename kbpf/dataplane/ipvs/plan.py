@@ -374,8 +374,7 @@ def target_service(element: Element) -> VirtualService | None:
 
 
 def _server_pool(state: ServiceState, local: bool, default_scheduler: str) -> ServerPool:
-    backends = state.local if local else state.cluster
-    spread = state.local_spread if local else state.cluster_spread
+    backends, spread = state.sets[local]
     weights = spread.weights or (1,) * len(backends)
     servers = tuple(
         (RealServer(backend.address, backend.port), weight)

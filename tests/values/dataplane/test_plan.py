@@ -42,7 +42,7 @@ from kbpf.dataplane.bpf.state.plan import (
 )
 from kbpf.errors import KernelError
 from kbpf.model.address import format_addr
-from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
+from kbpf.model.desired import EVEN_SPREAD, Backend, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.policy.slots import compute_slots
 from tests.support.plane import at, backends, service
@@ -216,7 +216,7 @@ def test_a_set_without_backends_matches_any_spread_and_affinity(
     weights: tuple[int, ...], has_affinity: bool
 ):
     """It has neither slots nor members that these could change."""
-    spread = web(cluster_weights=weights).cluster_spread
+    _, spread = web(cluster_weights=weights).sets[0]
     assert EMPTY.matches((), spread, has_affinity)
     assert not EMPTY.matches(backends(A), spread, has_affinity)
 
@@ -273,7 +273,7 @@ def test_a_maglev_set_is_written_with_a_table():
     state = web(f"{A} {B} {C}", algorithm=MAGLEV, affinity_timeout=5)
     writes = agent.plan(state)
     (table, indexes), (number, ids) = writes.slots
-    assert list(indexes) == list(compute_slots(state.cluster, state.cluster_spread))
+    assert list(indexes) == list(compute_slots(*state.sets[0]))
     assert (len(indexes), ids) == (251, [1, 2, 3])
     (value,) = writes.flips.values()
     assert (value.cluster_set, value.cluster_size, value.cluster_table) == (number, 251, table)
@@ -456,7 +456,7 @@ def test_an_adopted_set_with_the_wanted_contents_is_kept(
     old = agent.programmed[state.key]
     found = ProgrammedSet(
         old.cluster.id, old.cluster.backends, False, old.cluster.size, None,
-        fingerprint(compute_slots(state.cluster, state.cluster_spread)), old.cluster.table,
+        fingerprint(compute_slots(*state.sets[0])), old.cluster.table,
     )  # fmt: skip
     tables = SharedTables(agent.ids)
     tables.adopt(found.table)
@@ -464,8 +464,8 @@ def test_an_adopted_set_with_the_wanted_contents_is_kept(
     if not remembered:
         monkeypatch.setattr(plan, "_fingerprints", {})
     assert written(agent.plan(state)) == {}
-    assert agent.programmed[state.key].cluster.spread == state.cluster_spread
-    assert tables.find(table_key(state.cluster, state.cluster_spread)) == found.table
+    assert agent.programmed[state.key].cluster.spread == state.sets[0][1]
+    assert tables.find(table_key(*state.sets[0])) == found.table
     assert written(agent.plan(state)) == {}
     other = replace(found, content=fingerprint([0, 1]))
     agent.programmed[state.key] = replace(old, cluster=other)
@@ -475,7 +475,7 @@ def test_an_adopted_set_with_the_wanted_contents_is_kept(
 def test_the_number_of_fingerprints_is_limited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "MAX_FINGERPRINTS", 2)
     monkeypatch.setattr(plan, "_fingerprints", {})
-    keys = [table_key(backends(one), web().cluster_spread) for one in (A, B, C)]
+    keys = [table_key(backends(one), EVEN_SPREAD) for one in (A, B, C)]
     for key, table in zip(keys, ([0], [1], [2]), strict=True):
         assert plan.remember_fingerprint(key, table) == fingerprint(table)
     assert list(plan._fingerprints) == keys[1:], "the oldest is dropped"
@@ -680,8 +680,8 @@ def wanted(states: Mapping[str, ServiceState]) -> dict[FrontendAddress, Any]:
     return {
         f.at: (
             policy_flags(s) | KIND_FLAGS[f.kind], s.affinity_timeout,
-            tuple(s.cluster[i] for i in compute_slots(s.cluster, s.cluster_spread)),
-            tuple(s.local[i] for i in compute_slots(s.local, s.local_spread)),
+            tuple(s.cluster[i] for i in compute_slots(*s.sets[0])),
+            tuple(s.local[i] for i in compute_slots(*s.sets[1])),
         )
         for s in states.values()
         for f in s.frontends

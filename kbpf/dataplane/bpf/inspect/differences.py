@@ -136,8 +136,7 @@ class _DryRun:
     def _compare_set(
         self, key: ServicePortKey, state: ServiceState, numbers: SetNumbers, is_local: bool
     ) -> Iterator[Difference]:
-        backends = state.local if is_local else state.cluster
-        spread = state.local_spread if is_local else state.cluster_spread
+        backends, spread = state.sets[is_local]
         name = f"{'local' if is_local else 'cluster'} set"
         actual = self._contents.read_set(*numbers)
         missing = [backend for backend in backends if backend not in actual.backends]

@@ -429,13 +429,8 @@ def remove_old_maps(pins: Pins) -> None:
 
 
 def replace_pin(pins: Pins, map_: Map, name: str) -> None:
-    """Replaces the pin of this name by a map."""
-    _pin_over(pins, map_, pins.maps / name)
-
-
-def _pin_over(pins: Pins, map_: Map, pin: Path) -> None:
-    # Atomic: there is a map under this name at any time.
-    _pin_temporarily(pins, map_, pin.name).rename(pin)
+    """Replaces the pin of this name by a map; at any time there is one."""
+    _pin_temporarily(pins, map_, name).rename(pins.maps / name)
 
 
 def _pin_temporarily(pins: Pins, map_: Map, name: str) -> Path:

@@ -139,10 +139,8 @@ def _adopt_services(contents: Contents, entries: Entries, adopted: Adopted) -> d
         named_ids.add(service_id)
         programmed = _adopt_service_port(contents, service_id, entries[service_id], adopted)
         adopted.programmed[name] = programmed
-        members_by_set |= {
-            set_.id: set_.in_set_members for set_ in (programmed.cluster, programmed.local)
-        }
-        members_by_set |= dict.fromkeys((programmed.cluster.table, programmed.local.table), False)
+        for set_ in programmed.sets:
+            members_by_set |= {set_.id: set_.in_set_members, set_.table: False}
     adopted.highest_service = max((*contents.names, *entries), default=0)
     for service_id, values in entries.items():
         if service_id not in named_ids:

@@ -59,8 +59,15 @@ def write(
     put("source_ranges", ((pack_source_range(id_, cidr), ONE) for id_, cidr in writes.new_ranges))
     put("service_names", ((U32.pack(id_), pack_service_name(key)) for id_, key in writes.names))
     put("backends", ((U32.pack(id_), pack_endpoint(backend)) for id_, backend in writes.backends))
-    put("backend_slots", _pack_slots(writes))
-    put("set_members", _pack_members(writes))
+    # All slots of a set are one item: keys and values back to back.
+    put(
+        "backend_slots",
+        ((pack_slots(set_id, len(ids)), array("I", ids).tobytes()) for set_id, ids in writes.slots),
+    )
+    put(
+        "set_members",
+        ((U32_PAIR.pack(set_id, id_), ONE) for set_id, ids in writes.members for id_ in ids),
+    )
     put("node_addresses", ((address, ONE) for address in nodes[0]))
     # The flip. Each value replaces an old one at once; what it points to is written above.
     put(
@@ -146,7 +153,8 @@ def _slot_keys(
     shared_tables: SharedTables, retired: Retired
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
     for keys in retired.slot_keys:
-        for batch in _split_keys(keys, U32_PAIR.size):
+        for start in range(0, len(keys), BATCH_ENTRIES * U32_PAIR.size):
+            batch = keys[start : start + BATCH_ENTRIES * U32_PAIR.size]
             yield len(batch) // U32_PAIR.size, (batch,)
     for old_set in retired.sets:
         table_unused = old_set.table and shared_tables.release(old_set.table)
@@ -181,12 +189,6 @@ def _pack_ids(
         yield 1, (U32.pack(id_),)
 
 
-def _split_keys(keys: bytes, size: int) -> Iterator[bytes]:
-    """Splits packed keys of this size into batches of BATCH_ENTRIES."""
-    for start in range(0, len(keys), BATCH_ENTRIES * size):
-        yield keys[start : start + BATCH_ENTRIES * size]
-
-
 def _delete_affinity(agent_maps: AgentMaps, service_ids: Collection[int]) -> Iterator[None]:
     """Deletes the affinity entries of these Services."""
     entries = agent_maps.maps["affinity"].items()
@@ -199,18 +201,6 @@ def _delete_affinity(agent_maps: AgentMaps, service_ids: Collection[int]) -> Ite
 def pack_endpoint(endpoint: Backend | FrontendAddress) -> bytes:
     """Packs a struct target."""
     return pack_target(endpoint.address, endpoint.port, endpoint.protocol)
-
-
-def _pack_slots(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
-    """All slots of a set in one item: keys and values back to back."""
-    for set_id, ids in writes.slots:
-        yield pack_slots(set_id, len(ids)), array("I", ids).tobytes()
-
-
-def _pack_members(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
-    for set_id, ids in writes.members:
-        for backend_id in ids:
-            yield U32_PAIR.pack(set_id, backend_id), ONE
 
 
 # ---- large tables --------------------------------------------------------------------------------
@@ -237,10 +227,7 @@ class TableBuilder:
 
     def _find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
         """A set of this Service port that needs a large table which is not built yet."""
-        for backends, spread in (
-            (state.cluster, state.cluster_spread),
-            (state.local, state.local_spread),
-        ):
+        for backends, spread in state.sets:
             if (
                 needs_table(backends, spread)
                 and count_slots(len(backends), spread) > BATCH_SLOTS

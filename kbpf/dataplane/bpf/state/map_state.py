@@ -120,7 +120,7 @@ class ProgrammedState:
         for backend, backend_id in adopted.backends.items():
             self.backend_table.adopt(backend, backend_id)
         for key, programmed in adopted.programmed.items():
-            for set_ in (programmed.cluster, programmed.local):
+            for set_ in programmed.sets:
                 self.backend_table.acquire(set_.backends)
                 if set_.table:
                     self.shared_tables.adopt(set_.table)

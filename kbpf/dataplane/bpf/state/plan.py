@@ -76,6 +76,7 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
 
 
 EMPTY: Final = ProgrammedSet()
+NO_SET: Final = ((), EVEN_SPREAD)
 
 
 def fingerprint(table: Sequence[int]) -> bytes:
@@ -128,6 +129,10 @@ class ProgrammedPort(msgspec.Struct, frozen=True):
     local: ProgrammedSet = EMPTY
     serving: BackendSet = ()
     source_ranges: tuple[Cidr, ...] = ()
+
+    @property
+    def sets(self) -> tuple[ProgrammedSet, ProgrammedSet]:
+        return self.cluster, self.local
 
     def service_value(self, frontend: Frontend) -> ServiceValue:
         """The value of this frontend in `services`."""
@@ -213,7 +218,7 @@ class PortChange:
     key: ServicePortKey
     old: ProgrammedPort | None
     new: ServiceState | None
-    sets: tuple[SetChange, SetChange]
+    sets: tuple[SetChange, ...]
     serving: BackendSet
 
     def count_new_entries(
@@ -272,20 +277,16 @@ def compute_change(
     key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None
 ) -> PortChange:
     """The change of a Service port from old to new; None if it is not programmed or not desired."""
-    old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
     has_affinity = new is not None and new.affinity_timeout > 0
 
-    def compare(old_set: ProgrammedSet, backends: BackendSet, spread: Spread) -> SetChange:
-        stays = old_set.matches(backends, spread, has_affinity)
-        return SetChange(old_set, backends, spread, has_affinity, stays)
-
-    if new is None:
-        sets = compare(old_cluster, (), EVEN_SPREAD), compare(old_local, (), EVEN_SPREAD)
-    else:
-        sets = (
-            compare(old_cluster, new.cluster, new.cluster_spread),
-            compare(old_local, new.local, new.local_spread),
+    sets = tuple(
+        SetChange(
+            old_set, backends, spread, has_affinity, old_set.matches(backends, spread, has_affinity)
         )
+        for old_set, (backends, spread) in zip(
+            old.sets if old else (EMPTY, EMPTY), new.sets if new else (NO_SET, NO_SET), strict=True
+        )
+    )
     serving = new.serving if new is not None and key.protocol == Protocol.UDP else ()
     return PortChange(key, old, new, sets, serving)
 

@@ -35,7 +35,7 @@ from kbpf.dataplane.bpf.state.plan import (
     table_key,
 )
 from kbpf.errors import CapacityError
-from kbpf.model.desired import ServicePortKey, ServiceState
+from kbpf.model.desired import EVEN_SPREAD, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm
 from kbpf.policy.slots import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
 
@@ -74,8 +74,7 @@ def priority_of(key: ServicePortKey, new: ServiceState | None, system: bool) -> 
 def estimate_entries(state: ServiceState) -> int:
     """The approximate number of entries of a Service port in the maps."""
     size = len(state.frontends) + len(state.source_ranges)
-    for backends, spread in ((state.cluster, state.cluster_spread),
-                             (state.local, state.local_spread)):  # fmt: skip
+    for backends, spread in state.sets:
         size += len(backends)
         if needs_table(backends, spread):
             size += count_slots(len(backends), spread)
@@ -99,10 +98,7 @@ class _NamespaceTables:
         self.remove(state.key)
         sizes = {
             table_key(backends, spread): count_slots(len(backends), spread)
-            for backends, spread in (
-                (state.cluster, state.cluster_spread),
-                (state.local, state.local_spread),
-            )
+            for backends, spread in state.sets
             if needs_table(backends, spread) and fits_table(len(backends), spread)
         }
         if not sizes:
@@ -182,7 +178,8 @@ class TableLimits:
             ):
                 continue  # unchanged: planned again, since its slice was not complete
             self._too_large.discard(key)
-            if key.namespace not in self._namespaces and (state is None or _is_plain(state)):
+            is_plain = state is None or all(spread == EVEN_SPREAD for _, spread in state.sets)
+            if is_plain and key.namespace not in self._namespaces:
                 continue
             tables = self._namespaces.setdefault(key.namespace, _NamespaceTables())
             tables.remove(key)
@@ -190,7 +187,7 @@ class TableLimits:
             if state is None:
                 continue
             tables.put(state)
-            if not _tables_fit(state):
+            if not all(fits_table(len(backends), spread) for backends, spread in state.sets):
                 self._too_large.add(key)
         return {key for name in namespaces for key in self._resolve(name)} - keys
 
@@ -214,20 +211,6 @@ class TableLimits:
         return msgspec.structs.replace(
             state, algorithm=Algorithm.RANDOM, cluster_weights=(), local_weights=()
         )
-
-
-def _is_plain(state: ServiceState) -> bool:
-    return (
-        state.algorithm is Algorithm.RANDOM
-        and not state.cluster_weights
-        and not state.local_weights
-    )
-
-
-def _tables_fit(state: ServiceState) -> bool:
-    return fits_table(len(state.cluster), state.cluster_spread) and fits_table(
-        len(state.local), state.local_spread
-    )
 
 
 # ---- budgets ---------------------------------------------------------------------------------
@@ -271,7 +254,7 @@ def fair_max_fill(used: int, limit: int) -> int:
 
 
 def _count_charges(programmed: ProgrammedPort) -> tuple[int, ...]:
-    sets = (programmed.cluster, programmed.local)
+    sets = programmed.sets
     slots = sum(len(set_.backends) + (set_.size if set_.table else 0) for set_ in sets)
     members = sum(len(set_.backends) for set_ in sets if set_.in_set_members)
     backends = sum(len(set_.backends) for set_ in sets)
@@ -367,7 +350,9 @@ class CapacityAccount:
             total = self._agent_maps.fill[name] + self._reserved[name] + count
             net = total - self._leaving_entries[name] - own_leaving[name]
             if count and (net > max_fill or total > OVERLAP_FACTOR * limit):
-                raise CapacityError(self._format_error(key, name, total, max_fill), "", _hint(name))
+                flag = MAPS[name].sized_by
+                text = self._format_error(key, name, total, max_fill)
+                raise CapacityError(text, "", f"raise --max-{flag}" if flag else "")
 
     def _format_error(self, key: ServicePortKey, name: str, total: int, max_fill: int) -> str:
         limit = self._agent_maps.max_entries(name)
@@ -379,8 +364,3 @@ class CapacityAccount:
             f"{text}, of which {limit - max_fill} are reserved for other namespaces; namespace "
             f"{key.namespace} uses {used}"
         )
-
-
-def _hint(name: str) -> str:
-    flag = MAPS[name].sized_by
-    return f"raise --max-{flag}" if flag else ""
