@@ -14,7 +14,6 @@ from typing import Final
 
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue
-from kbpf.dataplane.bpf.state.adopt import find_corrupt
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
 from kbpf.dataplane.bpf.state.map_state import ProgrammedState
 from kbpf.dataplane.bpf.state.plan import Planner, compute_change, needs_table, table_content
@@ -58,9 +57,8 @@ class _DryRun:
         self._states = {
             key: limits.effective_state(state) for key, state in desired.services.items()
         }
-        self._corrupt = find_corrupt(contents)
         self._values = {
-            at: value for at, value in contents.frontends.items() if at not in self._corrupt
+            at: value for at, value in contents.frontends.items() if at not in contents.corrupt
         }
         self._adopted = state.programmed.keys()
         planner = Planner(state.ids, state.backend_table, state.unused_names, state.shared_tables)
@@ -113,7 +111,7 @@ class _DryRun:
         """Compares a frontend that exists, without its sets."""
         at, old, names = frontend.at, self._values.get(frontend.at), self._contents.names
         text = f"{frontend.kind} {at}"
-        if at in self._corrupt:
+        if at in self._contents.corrupt:
             actual = f"{at} with a wrong check word: programs ignore it"
             yield _differ(DAMAGED, "services", key, text, actual)
         if old is None:
@@ -186,14 +184,14 @@ class _DryRun:
 
     def _find_other_frontends(self) -> Iterator[Finding]:
         by_owner: defaultdict[int, list[FrontendAddress]] = defaultdict(list)
-        for at in self._writes.removed - self._corrupt:
+        for at in self._writes.removed - self._contents.corrupt:
             by_owner[self._values[at].id].append(at)
         for number, addresses in by_owner.items():
             owner = self._contents.names.get(number)
             kind, subject = (STALE, str(owner)) if owner else (FOREIGN, f"id {number}, not named")
             text = _name_some(map(str, sorted(addresses)))
             yield Finding(owner, Difference(kind, "services", subject, "", text, AGENT_REPAIRS))
-        for at in self._writes.removed & self._corrupt:
+        for at in self._writes.removed & self._contents.corrupt:
             text = f"{at} with a wrong check word: programs ignore it"
             yield Finding(None, Difference(DAMAGED, "services", "", "", text, AGENT_REPAIRS))
         for name, keys in self._contents.damaged.items():

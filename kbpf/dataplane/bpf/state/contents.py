@@ -109,7 +109,8 @@ class SetContents(NamedTuple):
 class Contents:
     """What the maps hold, without those that were not given to read().
 
-    - `frontends`: in the order of the map; also those of `ignored`, whose check word is wrong.
+    - `frontends`: in the order of the map, with those of `corrupt`, whose check word is wrong or an
+      id out of range.
     - `slots`: set or table id → slots, each packed as index and value in one number, since there
       may be millions. The value is a backend id, or in a table an index into the set.
     - `ids`: the first id of each backend.
@@ -119,7 +120,7 @@ class Contents:
     """
 
     frontends: dict[FrontendAddress, ServiceValue] = field(default_factory=dict)
-    ignored: set[FrontendAddress] = field(default_factory=set)
+    corrupt: set[FrontendAddress] = field(default_factory=set)
     slots: "dict[int, array[int]]" = field(default_factory=dict)
     backends: dict[int, Backend] = field(default_factory=dict)
     ids: dict[Backend, int] = field(default_factory=dict)
@@ -186,8 +187,10 @@ def read(maps: Mapping[str, Map]) -> Contents:
     for key, value in raw["services"].items():
         address, service = unpack_address(key), ServiceValue.unpack(value)
         contents.frontends[address] = service
-        if service.pack(key) != value:  # pack() computes the check word again
-            contents.ignored.add(address)
+        _, _, _, cluster, _, local, _, *tables = service
+        # pack() computes the check word again
+        if service.pack(key) != value or max(service.id, cluster, local, *tables) >= ID_LIMIT:
+            contents.corrupt.add(address)
     for key, value in raw["backends"].items():
         number, backend = int.from_bytes(key, "little"), unpack_backend(value)
         contents.backends[number] = backend
