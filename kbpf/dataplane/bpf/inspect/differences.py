@@ -52,7 +52,7 @@ def compare(contents: Contents, desired: DesiredState, config: Config) -> list[F
 
 class _DryRun:
     def __init__(self, contents: Contents, desired: DesiredState, config: Config) -> None:
-        self._contents, limits, state = contents, TableLimits(), ProgrammedState(contents)
+        self._contents, limits, agent = contents, TableLimits(), ProgrammedState(contents)
         limits.update(desired.services, desired.services.keys())
         self._states = {
             key: limits.effective_state(state) for key, state in desired.services.items()
@@ -60,16 +60,16 @@ class _DryRun:
         self._values = {
             at: value for at, value in contents.frontends.items() if at not in contents.corrupt
         }
-        self._adopted = state.programmed.keys()
-        planner = Planner(state.ids, state.backend_table, state.unused_names, state.shared_tables)
+        self._adopted = agent.programmed.keys()
+        planner = Planner(agent.ids, agent.backend_table, agent.unused_names, agent.shared_tables)
         changes = {
-            key: planner.add(compute_change(key, state.programmed.get(key), self._states.get(key)))
-            for key in {**self._states, **state.programmed}
+            key: planner.add(compute_change(key, agent.programmed.get(key), self._states.get(key)))
+            for key in {**self._states, **agent.programmed}
         }
         self._writes = planner.finish_writes()
-        state.claim(self._writes, config.node_port_source_ranges, authoritative=True)
-        self._shared = state.compute_shared(changes, {*desired.node_addresses}, authoritative=True)
-        state.retire_unclaimed(self._writes.retired)
+        agent.claim(self._writes, config.node_port_source_ranges, authoritative=True)
+        self._shared = agent.compute_shared(changes, {*desired.node_addresses}, authoritative=True)
+        agent.retire_unclaimed(self._writes.retired)
         self._new_names = {key for _, key in self._writes.names}
         self._members: set[tuple[int, int]] = set()  # of sets that are written again
 
@@ -137,9 +137,8 @@ class _DryRun:
         backends, spread = state.sets[is_local]
         name = f"{'local' if is_local else 'cluster'} set"
         actual = self._contents.read_set(*numbers)
-        missing = [backend for backend in backends if backend not in actual.backends]
-        extra = [backend for backend in actual.backends if backend not in backends]
-
+        missing = sorted({*backends} - {*actual.backends})
+        extra = sorted({*actual.backends} - {*backends})
         if (missing or extra) and (actual.backends or not actual.problem):
             yield _differ(
                 CHANGED if missing and extra else MISSING if missing else STALE,

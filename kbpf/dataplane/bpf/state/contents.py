@@ -90,9 +90,6 @@ def frontend_of(address: FrontendAddress, value: ServiceValue) -> Frontend | Non
     return Frontend(address, kind, bool(value.flags & ServiceFlag.RESTRICTED))
 
 
-NO_IDS: Final = Meta(0, 0, 0)
-
-
 class SetContents(NamedTuple):
     """A set as frontends lead to it. `backends`: those that programs choose from. `table`: the
     fingerprint of its table, b"" if it has none. `problem`: why no agent writes such a set, and
@@ -130,7 +127,7 @@ class Contents:
     node_addresses: set[Addr] = field(default_factory=set)
     cluster_ips: set[Addr] = field(default_factory=set)
     ports: set[int] = field(default_factory=set)
-    next_ids: Meta = NO_IDS
+    next_ids: Meta = field(default_factory=lambda: Meta(0, 0, 0))
     damaged: dict[str, list[bytes]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
