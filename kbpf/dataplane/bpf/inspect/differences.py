@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
 from kbpf.dataplane.bpf.state.map_state import ProgrammedState
-from kbpf.dataplane.bpf.state.plan import Planner, compute_change, needs_table, table_content
+from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change, needs_table, table_content
 from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import format_addr
 from kbpf.model.config import Config
@@ -61,12 +61,12 @@ class _DryRun:
             at: value for at, value in contents.frontends.items() if at not in contents.corrupt
         }
         self._adopted = agent.programmed.keys()
-        planner = Planner(agent.ids, agent.backend_table, agent.unused_names, agent.shared_tables)
+        plan = WritePlan(agent.ids, agent.backend_table, agent.unused_names, agent.shared_tables)
         changes = {
-            key: planner.add(compute_change(key, agent.programmed.get(key), self._states.get(key)))
+            key: plan.add(compute_change(key, agent.programmed.get(key), self._states.get(key)))
             for key in {**self._states, **agent.programmed}
         }
-        self._writes = planner.finish_writes()
+        self._writes = plan.finish_writes()
         agent.claim(self._writes, config.node_port_source_ranges, authoritative=True)
         self._shared = agent.compute_shared(changes, {*desired.node_addresses}, authoritative=True)
         agent.retire_unclaimed(self._writes.retired)
