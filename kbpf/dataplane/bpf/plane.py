@@ -32,7 +32,7 @@ from kbpf.dataplane.bpf.state.endpoint_names import EndpointNames
 from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S
 from kbpf.dataplane.bpf.state.map_state import MapState
 from kbpf.dataplane.bpf.state.plan import Retired
-from kbpf.dataplane.bpf.state.planner import ApplyPlanner
+from kbpf.dataplane.bpf.state.planner import Planner
 from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
@@ -73,7 +73,7 @@ class BpfPlane:
         self._attachments = Attachments(config, self._pins, self._agent_maps, sockets_first)
         self._growth = MapGrowth(self._agent_maps)
         self._names = EndpointNames(self._agent_maps, self._growth, clock)
-        self._planner = ApplyPlanner(config, self._agent_maps, self._growth, clock)
+        self._planner = Planner(config, self._agent_maps, self._growth, clock)
         self._invalidated = False  # whether the maps may differ from what is remembered here
         self._ticks = 0  # calls of tick()
         self._affinity_shares = AffinityShares(

@@ -372,7 +372,8 @@ ROWS = (
     Row("frontend lost", lost_frontend,
         ("missing services shop/front:http TCP IPv4: ClusterIP 10.96.0.20:80/TCP",)),
     Row("Service added to the API", new_service,
-        ("missing services default/churn-0 TCP IPv4: 1 frontend", "missing cluster_ips :")),
+        ("missing services default/churn-0 TCP IPv4: ClusterIP 10.96.8.1:80/TCP",
+         "missing cluster_ips :")),
     Row("Service removed from the API", removed_service, ("stale services shop/front:",)),
 )  # fmt: skip
 

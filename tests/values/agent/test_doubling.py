@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kbpf.agent.problem_book import Lines
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import Meta
-from kbpf.dataplane.bpf.state.plan import Planner, compute_change
+from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change
 from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
@@ -115,7 +115,7 @@ def program(objects: Callable[[int], Objects], size: int) -> None:
     states = desired.state.services
     limits, ids = TableLimits(), IdAllocator(Meta(1, 1, 1))
     limits.update(states, keys)
-    planner = Planner(ids, BackendTable(ids), shared_tables=SharedTables(ids))
+    planner = WritePlan(ids, BackendTable(ids), shared_tables=SharedTables(ids))
     programmed = {
         key: planner.add(compute_change(key, None, limits.effective_state(states[key])))
         for key in sorted(keys)

@@ -29,10 +29,10 @@ from kbpf.dataplane.bpf.state.commit import write
 from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S, GraceQueue
 from kbpf.dataplane.bpf.state.plan import (
     EMPTY,
-    Planner,
     ProgrammedPort,
     ProgrammedSet,
     Retired,
+    WritePlan,
     Writes,
     compute_change,
     count_leaving_entries,
@@ -63,7 +63,7 @@ class Agent:
         self.programmed: dict[ServicePortKey, ProgrammedPort] = {}
 
     def plan(self, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Writes:
-        planner = Planner(self.ids, self.table, shared_tables=self.tables)
+        planner = WritePlan(self.ids, self.table, shared_tables=self.tables)
         changes: dict[ServicePortKey, ServiceState | None] = {s.key: s for s in states}
         changes |= dict.fromkeys(gone)
         for key, state in sorted(changes.items()):
@@ -433,7 +433,7 @@ def test_removed_frontends_cut_their_udp_clients():
         agent = Agent()
         state = service("web", f"{WEB} {VIP}", A, protocol)
         agent.plan(state)
-        planner = Planner(agent.ids, agent.table, shared_tables=agent.tables)
+        planner = WritePlan(agent.ids, agent.table, shared_tables=agent.tables)
         old = agent.programmed[state.key]
         assert planner.remove_lost_frontends(old, state) is old
         left = planner.remove_lost_frontends(old, service("web", WEB, B, protocol))

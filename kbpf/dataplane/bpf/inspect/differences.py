@@ -14,10 +14,9 @@ from typing import Final
 
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue
-from kbpf.dataplane.bpf.state.adopt import find_corrupt
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
 from kbpf.dataplane.bpf.state.map_state import ProgrammedState
-from kbpf.dataplane.bpf.state.plan import Planner, compute_change, needs_table, table_content
+from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change, needs_table, table_content
 from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import format_addr
 from kbpf.model.config import Config
@@ -53,25 +52,24 @@ def compare(contents: Contents, desired: DesiredState, config: Config) -> list[F
 
 class _DryRun:
     def __init__(self, contents: Contents, desired: DesiredState, config: Config) -> None:
-        self._contents, limits, state = contents, TableLimits(), ProgrammedState(contents)
+        self._contents, limits, agent = contents, TableLimits(), ProgrammedState(contents)
         limits.update(desired.services, desired.services.keys())
         self._states = {
             key: limits.effective_state(state) for key, state in desired.services.items()
         }
-        self._corrupt = find_corrupt(contents)
         self._values = {
-            at: value for at, value in contents.frontends.items() if at not in self._corrupt
+            at: value for at, value in contents.frontends.items() if at not in contents.corrupt
         }
-        self._adopted = state.programmed.keys()
-        planner = Planner(state.ids, state.backend_table, state.unused_names, state.shared_tables)
+        self._adopted = agent.programmed.keys()
+        plan = WritePlan(agent.ids, agent.backend_table, agent.unused_names, agent.shared_tables)
         changes = {
-            key: planner.add(compute_change(key, state.programmed.get(key), self._states.get(key)))
-            for key in {**self._states, **state.programmed}
+            key: plan.add(compute_change(key, agent.programmed.get(key), self._states.get(key)))
+            for key in {**self._states, **agent.programmed}
         }
-        self._writes = planner.finish_writes()
-        state.claim(self._writes, config.node_port_source_ranges, authoritative=True)
-        self._shared = state.compute_shared(changes, {*desired.node_addresses}, authoritative=True)
-        state.retire_unclaimed(self._writes.retired)
+        self._writes = plan.finish_writes()
+        agent.claim(self._writes, config.node_port_source_ranges, authoritative=True)
+        self._shared = agent.compute_shared(changes, {*desired.node_addresses}, authoritative=True)
+        agent.retire_unclaimed(self._writes.retired)
         self._new_names = {key for _, key in self._writes.names}
         self._members: set[tuple[int, int]] = set()  # of sets that are written again
 
@@ -113,7 +111,7 @@ class _DryRun:
         """Compares a frontend that exists, without its sets."""
         at, old, names = frontend.at, self._values.get(frontend.at), self._contents.names
         text = f"{frontend.kind} {at}"
-        if at in self._corrupt:
+        if at in self._contents.corrupt:
             actual = f"{at} with a wrong check word: programs ignore it"
             yield _differ(DAMAGED, "services", key, text, actual)
         if old is None:
@@ -139,9 +137,8 @@ class _DryRun:
         backends, spread = state.sets[is_local]
         name = f"{'local' if is_local else 'cluster'} set"
         actual = self._contents.read_set(*numbers)
-        missing = [backend for backend in backends if backend not in actual.backends]
-        extra = [backend for backend in actual.backends if backend not in backends]
-
+        missing = sorted({*backends} - {*actual.backends})
+        extra = sorted({*actual.backends} - {*backends})
         if (missing or extra) and (actual.backends or not actual.problem):
             yield _differ(
                 CHANGED if missing and extra else MISSING if missing else STALE,
@@ -186,14 +183,14 @@ class _DryRun:
 
     def _find_other_frontends(self) -> Iterator[Finding]:
         by_owner: defaultdict[int, list[FrontendAddress]] = defaultdict(list)
-        for at in self._writes.removed - self._corrupt:
+        for at in self._writes.removed - self._contents.corrupt:
             by_owner[self._values[at].id].append(at)
         for number, addresses in by_owner.items():
             owner = self._contents.names.get(number)
             kind, subject = (STALE, str(owner)) if owner else (FOREIGN, f"id {number}, not named")
             text = _name_some(map(str, sorted(addresses)))
             yield Finding(owner, Difference(kind, "services", subject, "", text, AGENT_REPAIRS))
-        for at in self._writes.removed & self._corrupt:
+        for at in self._writes.removed & self._contents.corrupt:
             text = f"{at} with a wrong check word: programs ignore it"
             yield Finding(None, Difference(DAMAGED, "services", "", "", text, AGENT_REPAIRS))
         for name, keys in self._contents.damaged.items():

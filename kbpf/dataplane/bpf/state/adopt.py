@@ -67,14 +67,14 @@ def adopt(contents: Contents) -> Adopted:
         unclaimed_backends=damaged["backends"]
         + [number for number in contents.backends if number not in first_ids],
         corrupt_frontends=contents.damaged.get("services", []),
-        unclaimed_frontends=find_corrupt(contents),
+        unclaimed_frontends=set(contents.corrupt),
         unclaimed_names=set(damaged["service_names"]),
         highest_backend=max(contents.backends, default=0),
         highest_set=max((id_ for id_ in contents.slots if id_ < ID_LIMIT), default=0),
     )
     entries = defaultdict(list)
     for address, value in contents.frontends.items():
-        if address not in adopted.unclaimed_frontends:
+        if address not in contents.corrupt:
             entries[value.id].append((address, value))
     members_by_set = _adopt_services(contents, entries, adopted)
     for set_id in contents.slots.keys() - members_by_set.keys():
@@ -93,16 +93,6 @@ def adopt(contents: Contents) -> Adopted:
     return adopted
 
 
-def find_corrupt(contents: Contents) -> set[FrontendAddress]:
-    """The frontends with a wrong check word or an id that is out of range."""
-    return contents.ignored | {
-        address
-        for address, value in contents.frontends.items()
-        if max(value.id, value.cluster_set, value.local_set, value.cluster_table, value.local_table)
-        >= ID_LIMIT
-    }
-
-
 def usable_ids(meta: Meta) -> Meta:
     """The next ids to allocate; 0 for an id that is out of range."""
     return Meta(*(id_ if id_ < ID_LIMIT else 0 for id_ in meta))
@@ -111,7 +101,7 @@ def usable_ids(meta: Meta) -> Meta:
 def log_corrupt(contents: Contents) -> None:
     """Logs the entries that adopt() ignores."""
     found: dict[str, Collection[bytes]] = {**contents.damaged}
-    corrupt = [pack_target(*address) for address in sorted(find_corrupt(contents))]
+    corrupt = [pack_target(*address) for address in sorted(contents.corrupt)]
     found["services"] = [*contents.damaged.get("services", ()), *corrupt]
     found["meta"] = [U32.pack(0)] if max(contents.next_ids) >= ID_LIMIT else []
     for name, keys in found.items():

@@ -90,9 +90,6 @@ def frontend_of(address: FrontendAddress, value: ServiceValue) -> Frontend | Non
     return Frontend(address, kind, bool(value.flags & ServiceFlag.RESTRICTED))
 
 
-NO_IDS: Final = Meta(0, 0, 0)
-
-
 class SetContents(NamedTuple):
     """A set as frontends lead to it. `backends`: those that programs choose from. `table`: the
     fingerprint of its table, b"" if it has none. `problem`: why no agent writes such a set, and
@@ -109,7 +106,8 @@ class SetContents(NamedTuple):
 class Contents:
     """What the maps hold, without those that were not given to read().
 
-    - `frontends`: in the order of the map; also those of `ignored`, whose check word is wrong.
+    - `frontends`: in the order of the map, with those of `corrupt`, whose check word is wrong or an
+      id out of range.
     - `slots`: set or table id → slots, each packed as index and value in one number, since there
       may be millions. The value is a backend id, or in a table an index into the set.
     - `ids`: the first id of each backend.
@@ -119,7 +117,7 @@ class Contents:
     """
 
     frontends: dict[FrontendAddress, ServiceValue] = field(default_factory=dict)
-    ignored: set[FrontendAddress] = field(default_factory=set)
+    corrupt: set[FrontendAddress] = field(default_factory=set)
     slots: "dict[int, array[int]]" = field(default_factory=dict)
     backends: dict[int, Backend] = field(default_factory=dict)
     ids: dict[Backend, int] = field(default_factory=dict)
@@ -129,7 +127,7 @@ class Contents:
     node_addresses: set[Addr] = field(default_factory=set)
     cluster_ips: set[Addr] = field(default_factory=set)
     ports: set[int] = field(default_factory=set)
-    next_ids: Meta = NO_IDS
+    next_ids: Meta = field(default_factory=lambda: Meta(0, 0, 0))
     damaged: dict[str, list[bytes]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -186,8 +184,10 @@ def read(maps: Mapping[str, Map]) -> Contents:
     for key, value in raw["services"].items():
         address, service = unpack_address(key), ServiceValue.unpack(value)
         contents.frontends[address] = service
-        if service.pack(key) != value:  # pack() computes the check word again
-            contents.ignored.add(address)
+        _, _, _, cluster, _, local, _, *tables = service
+        # pack() computes the check word again
+        if service.pack(key) != value or max(service.id, cluster, local, *tables) >= ID_LIMIT:
+            contents.corrupt.add(address)
     for key, value in raw["backends"].items():
         number, backend = int.from_bytes(key, "little"), unpack_backend(value)
         contents.backends[number] = backend

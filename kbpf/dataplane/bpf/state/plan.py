@@ -291,7 +291,7 @@ def compute_change(
     return PortChange(key, old, new, sets, serving)
 
 
-class Planner:
+class WritePlan:
     """Collects the writes of one apply(), and changes no map. But it allocates ids, adds references
     to backends and tables, and removes used ids from `known_ids`; if apply() fails, all of these
     are read from the maps again.

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from kbpf.dataplane.bpf.maps.agent_maps import GROWTH_POLL_INTERVAL_S, AgentMaps, MapGrowth
 from kbpf.dataplane.bpf.state.grace import SHORT_GRACE_PERIOD_S
 from kbpf.dataplane.bpf.state.map_state import MapState
-from kbpf.dataplane.bpf.state.plan import Planner, ProgrammedPort, Writes, compute_change
+from kbpf.dataplane.bpf.state.plan import ProgrammedPort, WritePlan, Writes, compute_change
 from kbpf.dataplane.bpf.state.quotas import (
     CapacityAccount,
     Priority,
@@ -40,7 +40,7 @@ class ApplyPlan(NamedTuple):
 
     state: MapState
     desired: Mapping[ServicePortKey, ServiceState]
-    planner: Planner
+    write_plan: WritePlan
     capacity: CapacityAccount
     programmed: dict[ServicePortKey, ProgrammedPort | None]
 
@@ -54,7 +54,7 @@ class ApplyPlan(NamedTuple):
         self.programmed[key] = port
 
 
-class ApplyPlanner:
+class Planner:
     """Remembers which Service ports do not fit, are deferred, or are spread evenly."""
 
     def __init__(
@@ -93,7 +93,7 @@ class ApplyPlanner:
         plan = ApplyPlan(
             state,
             desired.services,
-            Planner(state.ids, state.backend_table, state.unused_names, state.shared_tables),
+            WritePlan(state.ids, state.backend_table, state.unused_names, state.shared_tables),
             CapacityAccount(
                 self._agent_maps,
                 state.backend_table,
@@ -121,8 +121,8 @@ class ApplyPlanner:
         if may_defer and not has_programmed:
             keys |= self._plan_deferred(plan, seconds)
         if not self.deferred_queue:
-            plan.planner.writes.retired.slot_keys += state.builder.release()
-        return plan.programmed, plan.planner.finish_writes()
+            plan.write_plan.writes.retired.slot_keys += state.builder.release()
+        return plan.programmed, plan.write_plan.finish_writes()
 
     def _plan_deferred(self, plan: ApplyPlan, seconds: float) -> set[ServicePortKey]:
         """Plans one slice of the deferred Service ports, in order. If there are none, retries
@@ -167,7 +167,8 @@ class ApplyPlanner:
         change = compute_change(key, plan.current(key), new)
         try:
             deletable_before = self._clock() - SHORT_GRACE_PERIOD_S
-            plan.capacity.reserve(change, plan.planner, self._is_system(key), deletable_before)
+            retired = plan.write_plan.writes.retired
+            plan.capacity.reserve(change, retired, self._is_system(key), deletable_before)
             if deadline is not None and self._growth.must_wait(plan.capacity.reserved):
                 self.deferred_due = time.monotonic() + GROWTH_POLL_INTERVAL_S
                 return False
@@ -183,7 +184,7 @@ class ApplyPlanner:
             and plan.state.builder.is_incomplete(new, deadline)
         ):
             return False
-        plan.replace(key, plan.planner.add(change))
+        plan.replace(key, plan.write_plan.add(change))
         return True
 
     def _effective_state(self, plan: ApplyPlan, key: ServicePortKey) -> ServiceState | None:
@@ -210,7 +211,7 @@ def _remove_lost_frontends(plan: ApplyPlan, key: ServicePortKey, new: ServiceSta
     from it.
     """
     if (old := plan.current(key)) is not None:
-        plan.replace(key, plan.planner.remove_lost_frontends(old, new))
+        plan.replace(key, plan.write_plan.remove_lost_frontends(old, new))
 
 
 class DeferredQueue:

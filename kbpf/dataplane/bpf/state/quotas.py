@@ -27,9 +27,9 @@ from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables, TableKey
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.state.grace import GraceQueue
 from kbpf.dataplane.bpf.state.plan import (
-    Planner,
     PortChange,
     ProgrammedPort,
+    Retired,
     count_leaving_entries,
     needs_table,
     table_key,
@@ -299,12 +299,12 @@ class CapacityAccount:
     def reserve(
         self,
         change: PortChange,
-        planner: Planner,
+        retired: Retired,
         is_system: bool,
         deletable_before: float,
     ) -> None:
-        """Reserves room for this change; raises CapacityError if there is not enough. What was
-        retired before `deletable_before` may be deleted at once.
+        """Reserves room for this change; raises CapacityError if there is not enough. `retired`: by
+        this apply(). What was retired before `deletable_before` may be deleted at once.
         """
         needed = change.count_new_entries(self._backend_table, self._shared_tables)
         if self._is_contested(needed):
@@ -314,7 +314,7 @@ class CapacityAccount:
             # Ids may have been retired.
             needed = change.count_new_entries(self._backend_table, self._shared_tables)
             if self._leaving_entries is None:
-                pending = [*self._grace_queue.pending, planner.writes.retired]
+                pending = [*self._grace_queue.pending, retired]
                 self._leaving_entries = Counter(
                     count_leaving_entries(pending, self._backend_table, self._shared_tables)
                 )
