@@ -28,9 +28,7 @@ def main(names: list[str]) -> None:
     """Runs the named benchmarks, or all."""
     unknown = set(names) - set(ALL)
     if unknown:
-        raise SystemExit(
-            f"unknown benchmark: {', '.join(sorted(unknown))}; choose from {', '.join(ALL)}"
-        )
+        raise SystemExit(f"unknown benchmark: {', '.join(sorted(unknown))}; choose from {', '.join(ALL)}")
     results = {}
     for name in names or ALL:
         say(f"== {name}")

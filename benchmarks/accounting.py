@@ -43,9 +43,7 @@ def run() -> dict[str, Any]:
             client, backend = node.pod("client"), node.pod("backend")
             sysctl(client.netns, ipv4__tcp_max_tw_buckets=0)
             for cgroup, port in ((backend.cgroup, PORT), (cgroup2(), BARE_PORT)):
-                command = inside(
-                    backend.netns, cgroup, str(program), "serve", backend.ip, str(port)
-                )
+                command = inside(backend.netns, cgroup, str(program), "serve", backend.ip, str(port))
                 servers.append(subprocess.Popen(command))
             folder = lab.folder / f"source-{node.name}"
             folder.mkdir()
@@ -67,9 +65,7 @@ def run() -> dict[str, Any]:
 def watch(agent: Agent) -> "subprocess.Popen[bytes]":
     """Starts a monitor on the agent's node, which shows a hundred of its connections a second."""
     command = (sys.executable, "-m", "kbpf", "monitor", "--pin-dir", str(agent.pin_dir))
-    return subprocess.Popen(
-        inside(agent.node.netns, cgroup2(), *command), stdout=subprocess.DEVNULL
-    )
+    return subprocess.Popen(inside(agent.node.netns, cgroup2(), *command), stdout=subprocess.DEVNULL)
 
 
 def measure(nodes: list[Node], program: str) -> dict[str, Any]:
@@ -82,9 +78,7 @@ def measure(nodes: list[Node], program: str) -> dict[str, Any]:
             ("direct", client.cgroup, backend.ip, PORT),
             ("service", client.cgroup, VIP, 80),
         ):
-            command = inside(
-                client.netns, cgroup, *first(0), program, "short", address, str(port), str(SECONDS)
-            )
+            command = inside(client.netns, cgroup, *first(0), program, "short", address, str(port), str(SECONDS))
             sides[f"{name}_{side}"] = lambda command=command: dial(command)
     for side in sides.values():
         side()  # warm up: neighbour entries, caches

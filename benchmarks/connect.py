@@ -101,9 +101,7 @@ def run() -> dict[str, Any]:
         node = lab.nodes[0]
         sysctl(node.pod("client").netns, ipv4__tcp_max_tw_buckets=0)
         backend = node.pod("backend")
-        server = subprocess.Popen(
-            inside(backend.netns, backend.cgroup, str(program), "serve", backend.ip, str(PORT))
-        )
+        server = subprocess.Popen(inside(backend.netns, backend.cgroup, str(program), "serve", backend.ip, str(PORT)))
         try:
             until("the backend listens", lambda: "error" not in _probe(node.host, backend.ip), 5)
             time.sleep(0.2)

@@ -67,9 +67,7 @@ def _count_slow(result: dict[str, float]) -> float:
 def _write_service(folder: Path) -> None:
     spec = {"clusterIP": "10.96.0.10", "ports": [{"port": 80}]}
     (folder / "service.yaml").write_text(
-        yaml.safe_dump(
-            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web"}, "spec": spec}
-        )
+        yaml.safe_dump({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web"}, "spec": spec})
     )
 
 

@@ -38,27 +38,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from benchmarks.tools.common import (
-    build_c,
-    chosen,
-    first,
-    goal,
-    interleave,
-    ratio,
-    rounds,
-    say,
-    sysctl,
-)
+from benchmarks.tools.common import build_c, chosen, first, goal, interleave, ratio, rounds, say, sysctl
 from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.lab.lab import Agent, Lab, Node, Place, inside, ip, until
 from tests.support.lab.lab import run as command
@@ -71,9 +54,7 @@ CLIENT_ON, SERVERS_ON = map(int, os.environ.get("KBPF_BENCH_CPUS", "0,0").split(
 WAYS = ("direct", "hooked", "stack", "forwarded", "conntrack", "nftables", "iptables")
 STRAIGHT = ("direct", "hooked")
 KBPF = ("stack", "forwarded", "conntrack")
-FORWARDING = {
-    "hooked": "stack", "stack": "stack", "forwarded": "direct", "conntrack": "netfilter"
-}  # fmt: skip
+FORWARDING = {"hooked": "stack", "stack": "stack", "forwarded": "direct", "conntrack": "netfilter"}
 KUBE_PROXY = ("nftables", "iptables")
 KINDS = {
     "short": "short connections a second",
@@ -221,9 +202,7 @@ class World:
 
     # ---- load ------------------------------------------------------------------------------
 
-    def load(
-        self, way: Way, backend: str, kind: str, seconds: float, count: int = 0
-    ) -> tuple[int, int, float]:
+    def load(self, way: Way, backend: str, kind: str, seconds: float, count: int = 0) -> tuple[int, int, float]:
         """Runs the load generator; returns (done, failed, seconds). `done` counts connections,
         requests or bytes.
         """
@@ -328,9 +307,7 @@ def _proof(world: World, way: Way, backend: str) -> int:
 def prove(world: World) -> dict[str, int]:
     """Verifies all ways; returns the counts by way and backend."""
     return {
-        f"{name}, {backend}": _proof(world, way, backend)
-        for name, way in world.ways.items()
-        for backend in BACKENDS
+        f"{name}, {backend}": _proof(world, way, backend) for name, way in world.ways.items() for backend in BACKENDS
     }
 
 
@@ -370,10 +347,7 @@ def _undisturbed(rates: Mapping[str, Sequence[float]]) -> dict[str, dict[str, fl
     best = {name: statistics.quantiles(values, n=10)[-1] for name, values in rates.items()}
     proxy = max(best[name] for name in KUBE_PROXY if name in best)
     return {
-        name: {
-            "by_direct": round(value / best["direct"], 4),
-            "by_kube_proxy": round(value / proxy, 4),
-        }
+        name: {"by_direct": round(value / best["direct"], 4), "by_kube_proxy": round(value / proxy, 4)}
         for name, value in best.items()
     }
 

@@ -346,9 +346,7 @@ def one_by_one(rig: Rig, row: Row, column: Column, direct: bool) -> float:
         verdict, _, nanoseconds = rig.run(step)
         took.append(nanoseconds)
         if verdict != row.verdicts[direct]:
-            raise SystemExit(
-                f"{row.name}, {column}: verdict {verdict}, {parse(step.packet, l2=False)}"
-            )
+            raise SystemExit(f"{row.name}, {column}: verdict {verdict}, {parse(step.packet, l2=False)}")
     if rig.new_flows() - before != (TIMES if row.new else 0):
         raise SystemExit(f"{row.name}, {column}: {rig.new_flows() - before} new flows")
     return statistics.median(took)

@@ -52,12 +52,8 @@ def fill(kube: Kube, first: int, count: int, endpoints: int) -> None:
 
 def slice_of(number: int, endpoints: int, shift: int = 0) -> dict[str, Any]:
     """The only slice of Service `number`. `shift` replaces that many of its endpoints."""
-    backends = [
-        endpoint(address(number, i + shift), node=f"node-{i % 3}") for i in range(endpoints)
-    ]
-    return endpoint_slice(
-        f"s{number}", *backends, ports=[slice_port(8080, "http")], name=f"s{number}-x"
-    )
+    backends = [endpoint(address(number, i + shift), node=f"node-{i % 3}") for i in range(endpoints)]
+    return endpoint_slice(f"s{number}", *backends, ports=[slice_port(8080, "http")], name=f"s{number}-x")
 
 
 def address(number: int, index: int) -> str:
@@ -81,12 +77,8 @@ def start_time(agent: Agent) -> float:
 
 def dialled(pod: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     """The Service that is dialled, and its slice: one pod of the node."""
-    made = service(
-        "zz", port(80, target=8080, node_port=NODE_PORT), type="NodePort", cluster_ip=VIP
-    )
-    return made, endpoint_slice(
-        "zz", endpoint(pod.ip, node="node-1"), ports=[slice_port(8080)], name="zz-x"
-    )
+    made = service("zz", port(80, target=8080, node_port=NODE_PORT), type="NodePort", cluster_ip=VIP)
+    return made, endpoint_slice("zz", endpoint(pod.ip, node="node-1"), ports=[slice_port(8080)], name="zz-x")
 
 
 def processor_seconds(pid: int) -> float:
@@ -148,10 +140,7 @@ def first(lab: Lab, agent: Agent, config: Path) -> dict[str, Any]:
                 # Adding it first: kube-proxy may have been stopped before it created the table.
                 for do in ("add", "delete"):
                     command(*inside(here.netns, None, "nft", do, "table", family, "kube-proxy"))
-    return {
-        name: {what: median([row[what] for row in rows]) for what in rows[0]}
-        for name, rows in found.items()
-    }
+    return {name: {what: median([row[what] for row in rows]) for what in rows[0]} for name, rows in found.items()}
 
 
 def run() -> dict[str, Any]:

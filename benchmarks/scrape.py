@@ -22,16 +22,7 @@ from typing import Any
 
 from benchmarks.scale import slice_of
 from benchmarks.tools.common import goal, median, say
-from kbpf.dataplane.bpf.maps.layout import (
-    COUNTS,
-    FLOW,
-    PEER,
-    U32,
-    U32_PAIR,
-    FlowDirection,
-    TcpState,
-    schema_hash,
-)
+from kbpf.dataplane.bpf.maps.layout import COUNTS, FLOW, PEER, U32, U32_PAIR, FlowDirection, TcpState, schema_hash
 from kbpf.kernel.bpf.objects import Map
 from tests.support.cluster.kube_objects import node, port, service
 from tests.support.lab.lab import Agent, Lab
@@ -72,13 +63,12 @@ def write(folder: Path, address: str) -> None:
     items = [node("node-1", address)]
     for number in range(SERVICES):
         made = service(
-            f"s{number}", port(80, "http", target=8080),
+            f"s{number}",
+            port(80, "http", target=8080),
             cluster_ip=f"10.{100 + number // 65_536}.{number // 256 % 256}.{number % 256}",
-        )  # fmt: skip
+        )
         items += [made, slice_of(number, ENDPOINTS)]
-    (folder / "all.json").write_text(
-        json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
-    )
+    (folder / "all.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
 
 
 def pinned(agent: Agent, name: str) -> Map:
@@ -129,9 +119,22 @@ def fill_flows(agent: Agent) -> None:
         for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
             keys += bytes([part]) * 20 + client
             values += FLOW.pack(
-                now, client, client, client, b"", b"", b"", known[number % len(known)], 0,
-                TcpState.ESTABLISHED, 0, 0, part, 0, b"",
-            )  # fmt: skip
+                now,
+                client,
+                client,
+                client,
+                b"",
+                b"",
+                b"",
+                known[number % len(known)],
+                0,
+                TcpState.ESTABLISHED,
+                0,
+                0,
+                part,
+                0,
+                b"",
+            )
     with pinned(agent, "flows") as flows:
         flows.update_batch(bytes(keys), bytes(values))
 

@@ -86,8 +86,9 @@ class Timed(Agent):
         def record(deferred: Set[ServiceName]) -> None:
             done, used = time.monotonic(), time.thread_time()
             for name in computer._unprogrammed_arrivals.keys() - deferred:
-                self.seen[name] += [(done - at, used - self.put.pop(at, used))
-                                    for at in computer._unprogrammed_arrivals[name]]  # fmt: skip
+                self.seen[name] += [
+                    (done - at, used - self.put.pop(at, used)) for at in computer._unprogrammed_arrivals[name]
+                ]
             record_programmed(deferred)
 
         computer.record_programmed = record  # type: ignore[method-assign]
@@ -99,9 +100,7 @@ def address(number: int, net: int) -> Addr:
 
 def service(tenant: int, ports: int, **more: Any) -> Service:
     listed = tuple(ServicePort(f"p{n}", TCP, 80 + n) for n in range(ports))
-    return Service(
-        namespace(tenant), "web", "ClusterIP", (address(tenant + 1, 11),), listed, **more
-    )
+    return Service(namespace(tenant), "web", "ClusterIP", (address(tenant + 1, 11),), listed, **more)
 
 
 def namespace(tenant: int) -> str:
@@ -112,11 +111,16 @@ def slices(tenant: int, ports: int, ends: int, down: int = -1) -> Iterator[Endpo
     """The EndpointSlices of a tenant's Service; endpoint `down` is not ready."""
     for start in range(0, ends, PIECE):
         yield EndpointSlice(
-            namespace(tenant), f"web-{start}", "web", 4,
-            tuple(Endpoint(address(tenant * 8192 + n, 10), ready=n != down, serving=n != down)
-                  for n in range(start, min(ends, start + PIECE))),
+            namespace(tenant),
+            f"web-{start}",
+            "web",
+            4,
+            tuple(
+                Endpoint(address(tenant * 8192 + n, 10), ready=n != down, serving=n != down)
+                for n in range(start, min(ends, start + PIECE))
+            ),
             tuple(SlicePort(f"p{n}", TCP, 8080 + n) for n in range(ports)),
-        )  # fmt: skip
+        )
 
 
 def upsert(made: Service | EndpointSlice) -> Upsert:
@@ -151,11 +155,9 @@ def play(agent: Timed, case: Hostile, flips: bool) -> dict[str, Any]:
         flipper.join()
     hostile = {namespace(tenant) for tenant in range(case.namespaces)}
     return {
-        **figures([one for name, each in agent.seen.items() if name.namespace not in hostile
-                   for one in each]),
-        "hostile": figures([one for name, each in agent.seen.items() if name.namespace in hostile
-                            for one in each]),
-    }  # fmt: skip
+        **figures([one for name, each in agent.seen.items() if name.namespace not in hostile for one in each]),
+        "hostile": figures([one for name, each in agent.seen.items() if name.namespace in hostile for one in each]),
+    }
 
 
 def figures(latencies: list[tuple[float, float]]) -> dict[str, Any]:

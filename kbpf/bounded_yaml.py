@@ -55,9 +55,7 @@ class LimitExceededError(yaml.MarkedYAMLError):
     """The text exceeds a limit; `problem` says which one."""
 
 
-def load_all(
-    data: bytes, limits: Limits, on_duplicate: DuplicateKeyHandler | None = None
-) -> Iterator[Any]:
+def load_all(data: bytes, limits: Limits, on_duplicate: DuplicateKeyHandler | None = None) -> Iterator[Any]:
     """Yields the documents of a text as plain values. Raises YAML_ERRORS, including
     LimitExceededError.
     """

@@ -40,9 +40,14 @@ def escape_unprintable(text: str) -> str:
 
 
 _TYPE_NAMES = {
-    "str": "a string", "int": "an integer", "float": "a fraction", "bool": "true or false",
-    "array": "a list", "object": "an object", "null": "null",
-}  # fmt: skip
+    "str": "a string",
+    "int": "an integer",
+    "float": "a fraction",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
 
 
 def closest_name(name: str, known: Iterable[str], similarity: float = 0.75) -> str:
@@ -63,9 +68,7 @@ def describe_decode_error(message: str) -> str:
         names = [name for name in match[1].split(" | ") if name != "null"]
         return " or ".join(_TYPE_NAMES.get(name, name) for name in names) or "null"
 
-    text = re.sub(r"`([^`]*)`", describe_types, message).replace(
-        "got true or false", "got a boolean"
-    )
+    text = re.sub(r"`([^`]*)`", describe_types, message).replace("got true or false", "got a boolean")
     is_known = text.startswith(("Expected", "Object", "Invalid", "Number"))
     return text[0].lower() + text[1:] if is_known else text
 
@@ -102,10 +105,7 @@ class ConfigErrors(ConfigError):
     """
 
     def __init__(
-        self,
-        errors: tuple[ConfigError, ...],
-        warnings: tuple[str, ...] = (),
-        log_format: str = "text",
+        self, errors: tuple[ConfigError, ...], warnings: tuple[str, ...] = (), log_format: str = "text"
     ) -> None:
         super().__init__(" | ".join(map(str, errors)))
         self.errors, self.warnings, self.log_format = errors, warnings, log_format

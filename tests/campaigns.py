@@ -73,17 +73,15 @@ def run(name: str, seed: int, minutes: float | None) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the chosen campaigns; exit status 1 if any found a failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
-    parser.add_argument("--only", nargs="*", choices=sorted(CAMPAIGNS), metavar="NAME",
-                        help=f"campaigns to run, of {', '.join(sorted(CAMPAIGNS))}")  # fmt: skip
     parser.add_argument(
-        "--seed",
-        type=int,
-        default=None,
-        help="seed of all campaigns; default: a random one for each",
+        "--only",
+        nargs="*",
+        choices=sorted(CAMPAIGNS),
+        metavar="NAME",
+        help=f"campaigns to run, of {', '.join(sorted(CAMPAIGNS))}",
     )
-    parser.add_argument(
-        "--minutes", type=float, default=None, help="time limit of each; default: its full volume"
-    )
+    parser.add_argument("--seed", type=int, default=None, help="seed of all campaigns; default: a random one for each")
+    parser.add_argument("--minutes", type=float, default=None, help="time limit of each; default: its full volume")
     given = parser.parse_args(arguments)
     failed = []
     for name in given.only or CAMPAIGNS:

@@ -120,15 +120,17 @@ def generated(number: int) -> Case:
     # It also draws constants of the code in the working directory, which a refactoring may change.
     providers.is_local_module_file = lambda _: False
     few = hypothesis.settings(
-        max_examples=QUESTIONS, database=None, deadline=None, phases=[hypothesis.Phase.generate],
+        max_examples=QUESTIONS,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+    )
     hypothesis.seed(number)(few(hypothesis.given(questions())(ask)))()
     lines: list[str] = []
     for index, (worlds, name, zone) in enumerate(asked):
         steps = [
-            [event(Kind.SERVICE, each.service), *(event(Kind.SLICE, one) for one in each.slices)]
-            for each in worlds
+            [event(Kind.SERVICE, each.service), *(event(Kind.SLICE, one) for one in each.slices)] for each in worlds
         ]
         steps[0].append(Upsert(ObjectKey(Kind.NODE, "", name), Node(name, ADDRESSES, zone)))
         lines += grown(f"{index}.", name, steps, CONFIGS[index % len(CONFIGS)])
@@ -208,8 +210,7 @@ class Recorder:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.lines: list[str] = []
         self.left, self.error = math.inf, BaseException()
-        for name in ("update", "add", "replace", "push", "delete", "lookup_and_delete",
-                     "update_batch", "delete_batch"):  # fmt: skip
+        for name in ("update", "add", "replace", "push", "delete", "lookup_and_delete", "update_batch", "delete_batch"):
             real = getattr(Map, name)
             patch.setattr(Map, name, lambda *data, _real=real: self.write(_real, *data))
         read = Map.lookup_batch
@@ -383,12 +384,12 @@ def shown(scale: float) -> list[Case]:
     """Output of commands, pages of the agent, and all views of the tests' snapshots."""
     varying = re.compile(r"^(process_|kbpf_scrape_duration|kbpf_source_last_event).*$", re.M)
     return seen(
-        scale, "serve/test_metrics.py serve/test_health.py serve/test_zpages.py views "
-        "cli/test_inspect.py",
+        scale,
+        "serve/test_metrics.py serve/test_health.py serve/test_zpages.py views cli/test_inspect.py",
         *((health, name, str) for name in ("healthz", "livez", "readyz")),
         (AgentServer, "format_metrics", lambda page: varying.sub(r"\1", page.decode())),
         (snapshots, "snapshot", views),
-    )  # fmt: skip
+    )
 
 
 def views(inspection: Inspection) -> str:

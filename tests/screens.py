@@ -55,12 +55,7 @@ OBSERVE, TROUBLESHOOT = "docs/observe.md", "docs/troubleshoot.md"
 SCREENS = (
     Screen("demo", "kbpf demo", ("README.md",), columns=150),
     Screen("service", "kbpf inspect service 10.96.0.10:80", (TROUBLESHOOT,), (OBSERVE,), 165),
-    Screen(
-        "trace",
-        "kbpf trace default/client http://demo.default --confirm",
-        ("README.md",),
-        (OBSERVE,),
-    ),
+    Screen("trace", "kbpf trace default/client http://demo.default --confirm", ("README.md",), (OBSERVE,)),
     Screen("failures", "kbpf inspect failures --since 10m", (TROUBLESHOOT,), (OBSERVE,), 160),
     Screen("monitor", "kbpf monitor --count 8", (), (OBSERVE,), 150),
     Screen("top", "kbpf top --once", (), (OBSERVE,)),
@@ -79,18 +74,20 @@ BROWSER_PICTURES = {"page.png": "tests/lab/agent/test_page.py"}
 # ---- recording -----------------------------------------------------------------------------------
 
 
-def record(
-    arguments: list[str], columns: int, environment: Mapping[str, str], exit_code: int = 0
-) -> str:
+def record(arguments: list[str], columns: int, environment: Mapping[str, str], exit_code: int = 0) -> str:
     """What the command prints on a terminal, with its colours. Raises if it ends with another exit
     code.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
     child = subprocess.Popen(
-        arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        arguments,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
         env={**environment, "TERM": "xterm-256color", "KBPF_PAGER": "cat", "LANG": "C.UTF-8"},
-    )  # fmt: skip
+    )
     os.close(theirs)
     output = bytearray()
     try:
@@ -108,9 +105,13 @@ def record(
 def draw(screen: Screen, output: str) -> str:
     """An SVG of the terminal, which refers to nothing outside of it."""
     console = Console(
-        record=True, width=screen.columns, file=io.StringIO(), force_terminal=True,
-        color_system="truecolor", highlight=False,
-    )  # fmt: skip
+        record=True,
+        width=screen.columns,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
     console.print(Text.from_ansi(f"\x1b[1m$ {screen.command}\x1b[0m\n{output.rstrip()}"))
     svg = console.export_svg(title="kbpf", unique_id=screen.name)
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)

@@ -67,10 +67,15 @@ def run(tree: Tree, comparison: str, scale: float, *options: str) -> list[list[s
     with tempfile.NamedTemporaryFile("r", prefix="kbpf-same-") as out:
         command = [sys.executable, "-m", "tests.same", comparison, out.name, "--scale", str(scale)]
         child = subprocess.Popen(
-            [*command, *options], cwd=tree.folder, env={**os.environ, "PYTHONHASHSEED": "0"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            [*command, *options],
+            cwd=tree.folder,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             _, said = child.communicate()
         except BaseException:  # an interrupt: its processes have to remove their maps

@@ -79,18 +79,14 @@ def build_c(name: str) -> Path:
 
 def memory(pid: int) -> dict[str, float]:
     """Resident memory of a process in MB: now, and at its peak."""
-    facts = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
+    facts = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         name: round(int(facts[field].split()[0]) / 1024, 1)
         for name, field in (("rss_mb", "VmRSS"), ("peak_mb", "VmHWM"))
     }
 
 
-def goal(
-    value: float, at_least: float | None = None, at_most: float | None = None
-) -> dict[str, Any]:
+def goal(value: float, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
     """A value with its goal, and whether it is reached."""
     reached = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
     bound = {"at_least": at_least} if at_least is not None else {"at_most": at_most}

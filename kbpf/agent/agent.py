@@ -62,26 +62,28 @@ class Agent:
     ) -> None:
         self._config, self._plane = config, plane
         self._inbox = Inbox()
-        self._server = server or AgentServer(
-            replace(config, serving=Serving(healthz="", metrics=""))
-        )
+        self._server = server or AgentServer(replace(config, serving=Serving(healthz="", metrics="")))
         self._recorder = Recorder(config, self._server)
         self._sources = make_sources(self._enqueue)
         book = ProblemBook(self._server.events)
         self.reconciler = Reconciler(config, plane, self._sources, self._recorder, book)
         self._self_check = SelfCheck(
-            config,
-            lambda: plane.shared,
-            FailingBackendReporter(self._server.events),
-            self._compare_soon,
+            config, lambda: plane.shared, FailingBackendReporter(self._server.events), self._compare_soon
         )
         self._host_thread = HostThread(
             config, plane, self.reconciler.listeners, lambda: self._inbox.put(Wake("listeners"))
         )
         self.reporter = Reporter(
-            config, plane, self._server, self._sources, self.reconciler, self._recorder, book,
-            self._self_check, self._host_thread,
-        )  # fmt: skip
+            config,
+            plane,
+            self._server,
+            self._sources,
+            self.reconciler,
+            self._recorder,
+            book,
+            self._self_check,
+            self._host_thread,
+        )
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards reconciler.api_servers
         self._status_due = 0.0
@@ -134,9 +136,7 @@ class Agent:
     def _run(self) -> None:
         address_watcher = SupervisedThread(
             "addresses",
-            partial(
-                addresses.watch_addresses, lambda: self._inbox.put(Wake("addresses")), self._stop
-            ),
+            partial(addresses.watch_addresses, lambda: self._inbox.put(Wake("addresses")), self._stop),
             ADDRESS_WATCH_TIMEOUT_S,
         )
         try:
@@ -216,9 +216,7 @@ class Agent:
             self._status_due = min(self._status_due, now + MIN_STATUS_INTERVAL_S)
         if now >= self._status_due:
             is_starting = self.reconciler.state.has_applied and not self.reporter.is_plane_ready
-            self._status_due = now + (
-                READY_POLL_INTERVAL_S if is_starting else HEARTBEAT_INTERVAL_S
-            )
+            self._status_due = now + (READY_POLL_INTERVAL_S if is_starting else HEARTBEAT_INTERVAL_S)
             self.reporter.write_status()
 
     def status(self) -> AgentStatus:

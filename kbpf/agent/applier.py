@@ -62,9 +62,7 @@ class Applier:
         """Whether something is retried without a change: a failed apply, or refused ports."""
         return self.state.is_retrying or bool(self._book.not_programmed)
 
-    def apply(
-        self, desired: DesiredState, keys: set[ServicePortKey] | None, is_resync: bool
-    ) -> Report | None:
+    def apply(self, desired: DesiredState, keys: set[ServicePortKey] | None, is_resync: bool) -> Report | None:
         """Programs these Service ports; None: all. Returns None if that failed, or if it has to
         wait: after a failure the data plane reads all maps again, so changes wait for the retry.
         `is_resync`: everything was programmed, so what is written now repairs it.
@@ -89,9 +87,7 @@ class Applier:
         self._record(report, keys, seconds, is_resync)
         return report
 
-    def _record(
-        self, report: Report, keys: set[ServicePortKey] | None, seconds: float, is_resync: bool
-    ) -> None:
+    def _record(self, report: Report, keys: set[ServicePortKey] | None, seconds: float, is_resync: bool) -> None:
         self._last = time.monotonic()
         if keys is None:
             self._resync_due = self._last + self._config.config_sync_period
@@ -100,8 +96,10 @@ class Applier:
         written = sum(report.writes.values())
         log.debug(
             "programmed service_ports=%s entries=%d ms=%.1f",
-            "all" if keys is None else len(keys), written, self.last_ms,
-        )  # fmt: skip
+            "all" if keys is None else len(keys),
+            written,
+            self.last_ms,
+        )
         self._recorder.applied(keys, seconds, written, is_resync)
         if is_resync:
             self.compared = VerifiedPart("maps", written, time.time())

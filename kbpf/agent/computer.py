@@ -33,9 +33,7 @@ class ServiceComputer:
     changed.
     """
 
-    def __init__(
-        self, config: Config, store: ObjectStore, on_changed: Callable[[set[ServicePortKey]], None]
-    ) -> None:
+    def __init__(self, config: Config, store: ObjectStore, on_changed: Callable[[set[ServicePortKey]], None]) -> None:
         self._config, self._store, self._on_changed = config, store, on_changed
         self.builder = DesiredStateBuilder()
         self._queue = ServiceQueue()
@@ -136,7 +134,4 @@ class ServiceComputer:
         """
         ordered = sorted(self._latencies) or [0.0]
         last = len(ordered) - 1
-        return [
-            round(ordered[min(last, int(len(ordered) * quantile))] * 1000, 3)
-            for quantile in quantiles
-        ]
+        return [round(ordered[min(last, int(len(ordered) * quantile))] * 1000, 3) for quantile in quantiles]

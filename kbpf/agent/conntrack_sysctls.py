@@ -44,9 +44,7 @@ def compute_settings(config: Conntrack, cpus: int) -> tuple[SysctlSetting, ...]:
     max_entries = 0
     if config.max_per_core:
         scaled = config.max_per_core * cpus
-        max_entries = (
-            MAX_CONNTRACK_ENTRIES if scaled > MAX_CONNTRACK_ENTRIES else max(scaled, config.least)
-        )
+        max_entries = MAX_CONNTRACK_ENTRIES if scaled > MAX_CONNTRACK_ENTRIES else max(scaled, config.least)
     values = (
         ("max", max_entries),
         ("tcp_timeout_established", config.tcp_established),
@@ -55,11 +53,7 @@ def compute_settings(config: Conntrack, cpus: int) -> tuple[SysctlSetting, ...]:
         ("udp_timeout", config.udp),
         ("udp_timeout_stream", config.udp_stream),
     )
-    return tuple(
-        SysctlSetting(f"{SYSCTL_PREFIX}nf_conntrack_{name}", value)
-        for name, value in values
-        if value
-    )
+    return tuple(SysctlSetting(f"{SYSCTL_PREFIX}nf_conntrack_{name}", value) for name, value in values if value)
 
 
 class ConntrackSysctls:
@@ -92,11 +86,7 @@ class ConntrackSysctls:
             try:
                 if name == NF_CONNTRACK_MAX and not sysctl.is_writable(name):
                     # The file is read-only outside the initial network namespace.
-                    log.info(
-                        "cannot set %s=%d in this network namespace; set it on the host",
-                        name,
-                        value,
-                    )
+                    log.info("cannot set %s=%d in this network namespace; set it on the host", name, value)
                     continue
                 if sysctl.read(name) != str(value):
                     sysctl.write(name, str(value))
@@ -112,8 +102,9 @@ class ConntrackSysctls:
             log.warning(
                 "cannot set conntrack as kube-proxy does: %s (%s); set it on the node, or mount "
                 "its /proc/sys/net writable at /host/proc/sys/net",
-                " ".join(failures), ", ".join(dict.fromkeys(reasons)),
-            )  # fmt: skip
+                " ".join(failures),
+                ", ".join(dict.fromkeys(reasons)),
+            )
 
 
 def _grow_buckets(min_buckets: int) -> str:

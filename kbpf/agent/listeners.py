@@ -33,9 +33,7 @@ class Listeners:
     with ports that a device of the node has, and where a process listens now.
     """
 
-    def __init__(
-        self, read: Callable[..., frozenset[FrontendAddress]] = sock_diag.list_listeners
-    ) -> None:
+    def __init__(self, read: Callable[..., frozenset[FrontendAddress]] = sock_diag.list_listeners) -> None:
         self._read = read
         self._error, self._was_read = LastError(), False
         self._due = float("-inf")
@@ -61,18 +59,14 @@ class Listeners:
             return False
         self._last_seen |= dict.fromkeys(listeners, now)
         self._last_seen = {
-            address: last_seen
-            for address, last_seen in self._last_seen.items()
-            if now - last_seen < RELEASE_GRACE_S
+            address: last_seen for address, last_seen in self._last_seen.items() if now - last_seen < RELEASE_GRACE_S
         }
         has_changed = self.ports != self._last_seen.keys()
         if has_changed:
             self.ports = frozenset(self._last_seen)
         return has_changed
 
-    def refresh_device_ports(
-        self, now: float, device_frontends: Collection[frozenset[FrontendAddress]]
-    ) -> None:
+    def refresh_device_ports(self, now: float, device_frontends: Collection[frozenset[FrontendAddress]]) -> None:
         """Reads which of the `device_frontends` have a listener, if that is due: at once after
         there was none.
         """
@@ -85,9 +79,7 @@ class Listeners:
             if (listeners := self._try_read(*selected)) is not None:
                 self.device_ports = select_listening(device_frontends, listeners)
 
-    def _try_read(
-        self, *ports: Collection[tuple[Protocol, int]]
-    ) -> frozenset[FrontendAddress] | None:
+    def _try_read(self, *ports: Collection[tuple[Protocol, int]]) -> frozenset[FrontendAddress] | None:
         """Where processes listen; None after an error, for example without free descriptors: what
         was read last then stays in force. Raises KernelError if nothing was.
         """
@@ -108,6 +100,4 @@ def select_listening(
     device_frontends: Iterable[frozenset[FrontendAddress]], listeners: Set[FrontendAddress]
 ) -> frozenset[FrontendAddress]:
     """Those of the frontends that have one of the `listeners`."""
-    return frozenset(
-        at for frontends in device_frontends for at in frontends if is_listening(at, listeners)
-    )
+    return frozenset(at for frontends in device_frontends for at in frontends if is_listening(at, listeners))

@@ -55,9 +55,7 @@ class Lines:
     def lines_of(self, namespace: str, subject: Hashable) -> tuple[str, ...]:
         return self._lines.get(namespace, {}).get(subject, ())
 
-    def replace(
-        self, namespace: str, subject: Hashable, lines: Sequence[str]
-    ) -> list[tuple[str, str]]:
+    def replace(self, namespace: str, subject: Hashable, lines: Sequence[str]) -> list[tuple[str, str]]:
         """Replaces the lines of this subject; returns (namespace, line) of those that are new."""
         before = self.lines_of(namespace, subject)
         if not lines and not before:
@@ -130,9 +128,7 @@ class ProblemBook:
             if not lines and self.left_to_node.lines_of(namespace, key):
                 served_again.append(key)
             left_to_node += self.left_to_node.replace(namespace, key, lines)
-            lines = (
-                [] if state is None else [f"{key}: {each}" for each in _describe_refusals(state)]
-            )
+            lines = [] if state is None else [f"{key}: {each}" for each in _describe_refusals(state)]
             (self.not_served.add if lines else self.not_served.discard)(key)
             for _, line in self.problems.replace(namespace, ("refused", key), lines):
                 refusals.setdefault(key.service, []).append(line.removeprefix(f"{key}: "))
@@ -156,11 +152,9 @@ class ProblemBook:
     def report_limits(self, report: Report) -> None:
         """Reports what an apply() could not do."""
         for title, level, reason, lines, reported in (
-            ("not programmed", logging.ERROR, "NotProgrammed", report.refused,
-             self.not_programmed),
-            ("annotations", logging.WARNING, "AnnotationsNotApplied", report.degraded,
-             self.degraded),
-        ):  # fmt: skip
+            ("not programmed", logging.ERROR, "NotProgrammed", report.refused, self.not_programmed),
+            ("annotations", logging.WARNING, "AnnotationsNotApplied", report.degraded, self.degraded),
+        ):
             keys = report.examined
             # The smaller set: the Service ports that were examined, or those with a line.
             if keys is None or len(keys) > len(lines) + len(reported):
@@ -202,9 +196,7 @@ class FailingBackendReporter:
 
     def report(self, failing: Iterable[FailingBackend], now: float) -> None:
         """Reports those of Services for which that is due."""
-        self._reported = {
-            name: time for name, time in self._reported.items() if now - time < INTERVAL_S
-        }
+        self._reported = {name: time for name, time in self._reported.items() if now - time < INTERVAL_S}
         by_service: dict[ServiceName, list[FailingBackend]] = {}
         for backend in failing:
             by_service.setdefault(ServiceName(*backend.name[:2]), []).append(backend)

@@ -33,9 +33,7 @@ COMPUTE_BUDGET_S: Final = 0.0015
 """Changes are computed for this long before they are programmed and the inbox is read again."""
 
 
-PolicyInputs = tuple[
-    tuple[ApiServerAddress, ...], frozenset[FrontendAddress], frozenset[FrontendAddress]
-]
+PolicyInputs = tuple[tuple[ApiServerAddress, ...], frozenset[FrontendAddress], frozenset[FrontendAddress]]
 """API servers, listeners and device listeners: see admission.ReservedAddresses."""
 
 
@@ -157,9 +155,7 @@ class Reconciler:
         builder = self.computer.builder
         now, node = time.monotonic(), builder.node_state
         touched = self._take_pending()
-        names = builder.begin_update(
-            self.store, touched, self.node_addresses, self._config, *self._policy_inputs
-        )
+        names = builder.begin_update(self.store, touched, self.node_addresses, self._config, *self._policy_inputs)
         self.computer.enqueue(names, now)
         self._warn_about_missing_data()
         # What belongs to the node does not wait for the Services in the queue.

@@ -84,9 +84,7 @@ class Reporter:
         except KbpfError as error:
             if self._status_error.replace(error):
                 log.warning("cannot write the status: %s", error)
-        self._server.set_verification_failed(
-            self._config.verify_readiness and self._self_check.is_broken
-        )
+        self._server.set_verification_failed(self._config.verify_readiness and self._self_check.is_broken)
         # last, so that a client that sees /readyz succeed can read everything else
         self._server.set_status(status)
 
@@ -99,9 +97,7 @@ class Reporter:
         refused = self._book.not_programmed
         refused_namespaces = Counter(key.namespace for key in refused)
         names = {key.service for key in refused}
-        refused_system = sorted(
-            str(name) for name in names if is_system_service(name, self._config)
-        )
+        refused_system = sorted(str(name) for name in names if is_system_service(name, self._config))
         return AgentStatus(
             version=__version__,
             pid=os.getpid(),
@@ -183,10 +179,7 @@ class Reporter:
         """Yields a line for each mesh. No problem: any tenant may set the labels of its Service."""
         for mesh in sorted(set(self._mesh_services.values())):
             first = min(name for name, its in self._mesh_services.items() if its == mesh)
-            yield (
-                f"the Service {first} has the labels of the mesh {mesh}: its Pods are translated "
-                "like all others"
-            )
+            yield (f"the Service {first} has the labels of the mesh {mesh}: its Pods are translated like all others")
 
     def report_objects(self, events: Iterable[Event]) -> None:
         """Reports each object or endpoint that is newly left out, or that other programs would read

@@ -44,9 +44,7 @@ class ServiceQueue:
         self._queued_since[name] = now
         until = self._cooldown_until.pop(name, now)
         if until > now:
-            heapq.heappush(
-                self._cooling_down, (until, not system, now + size * SECONDS_PER_ENDPOINT, name)
-            )
+            heapq.heappush(self._cooling_down, (until, not system, now + size * SECONDS_PER_ENDPOINT, name))
         else:
             heap = self._small if size < LARGE_SERVICE_ENDPOINTS else self._large
             heapq.heappush(heap, (not system, now + size * SECONDS_PER_ENDPOINT, name))

@@ -29,9 +29,7 @@ from kbpf.kernel.bpf.uapi import (
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import mounts
 
-ROOT_HINT: Final = (
-    "run as root, or give the container CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_ADMIN"
-)
+ROOT_HINT: Final = "run as root, or give the container CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_ADMIN"
 
 
 def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
@@ -82,9 +80,7 @@ def _check_bpffs(pin_dir: Path) -> CheckRow:
         return make_row(Check.BPFFS, Probe(True), "", detail=f"{pin_dir} is on a bpffs")
     supported = "bpf" in Path("/proc/filesystems").read_text().split()
     detail = "not mounted; the agent mounts it" if supported else "the kernel does not support it"
-    return make_row(
-        Check.BPFFS, Probe(supported), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail
-    )
+    return make_row(Check.BPFFS, Probe(supported), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail)
 
 
 def _check_compiler(cache: Path) -> CheckRow:
@@ -124,16 +120,12 @@ def _check_features(cgroup: Path | None) -> CheckRow:
     hash_type, lru_type = uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH
     connect = BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT
     features: dict[str, Callable[[], Probe]] = {
-        "hash maps without preallocation": lambda: probe.probe_map(
-            hash_type, uapi.BPF_F_NO_PREALLOC
-        ),
+        "hash maps without preallocation": lambda: probe.probe_map(hash_type, uapi.BPF_F_NO_PREALLOC),
         "LRU hash maps": lambda: probe.probe_map(lru_type),
         "socket storage": probe.probe_sk_storage,
         "batch operations": probe.probe_map_batch,
         # Not probe_helper(), which overwrites r1: the argument is the context, which r1 holds.
-        "bpf_get_netns_cookie": lambda: probe.probe_program(
-            *connect, probe.encode_call(BPF_FUNC_get_netns_cookie)
-        ),
+        "bpf_get_netns_cookie": lambda: probe.probe_program(*connect, probe.encode_call(BPF_FUNC_get_netns_cookie)),
     }
     if cgroup is not None:
         features["cgroup links"] = lambda: probe.probe_cgroup_link(cgroup, *connect)
@@ -158,16 +150,17 @@ def _try_optional_features() -> Iterator[tuple[str, Probe, str]]:
     """Yields name, result and what to do without it."""
     connect = BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT
     yield (
-        "reading socket storage", probe.probe_sk_storage(iterate=True),
+        "reading socket storage",
+        probe.probe_sk_storage(iterate=True),
         "the kernel needs CONFIG_DEBUG_INFO_BTF, and some refuse it (EPERM); without it connected "
         "UDP sockets are not closed when their backend is removed, and connections of sockets are "
         "not listed",
-    )  # fmt: skip
+    )
     yield (
-        "bpf_set_retval", probe.probe_helper(*connect, BPF_FUNC_set_retval, -111),
-        "since Linux 5.18; without it clients of a Service without endpoints are not refused "
-        "at once",
-    )  # fmt: skip
+        "bpf_set_retval",
+        probe.probe_helper(*connect, BPF_FUNC_set_retval, -111),
+        "since Linux 5.18; without it clients of a Service without endpoints are not refused at once",
+    )
     for helper in (BPF_FUNC_get_current_cgroup_id, BPF_FUNC_get_current_ancestor_cgroup_id):
         name, since, argument = OPTIONAL_HELPERS[helper]
         advice = f"since Linux {since}; without it no pod or cgroup can be exempt"
@@ -183,18 +176,21 @@ def _try_optional_features() -> Iterator[tuple[str, Probe, str]]:
         "since Linux 5.11; without it each packet reads the hardware clock",
     )
     yield (
-        "SO_NETNS_COOKIE", probe.probe_netns_cookie(),
+        "SO_NETNS_COOKIE",
+        probe.probe_netns_cookie(),
         "since Linux 5.14; without it NodePorts do not answer on the host's loopback",
-    )  # fmt: skip
+    )
     yield (
-        "mounts of Services", kernel_sockets.probe_kernel_sockets(),
+        "mounts of Services",
+        kernel_sockets.probe_kernel_sockets(),
         "kernels before 6.6 have to allow BPF programs to read the kernel's memory, and need "
         "CONFIG_DEBUG_INFO_BTF; without that an NFS or SMB mount of a Service hangs once the Pod "
         "that served it has gone: mount the Pod's address, or use --socket-lb off",
-    )  # fmt: skip
+    )
     yield (
-        "SOCK_DESTROY for UDP", probe.probe_sock_destroy(),
+        "SOCK_DESTROY for UDP",
+        probe.probe_sock_destroy(),
         "the kernel needs CONFIG_INET_UDP_DIAG and CONFIG_INET_DIAG_DESTROY; without it UDP "
         "clients stay with a removed backend until they connect again",
-    )  # fmt: skip
+    )
     yield "softirq lock", probe.probe_softirq_lock(), probe.NO_SOFTIRQ_LOCK_HINT

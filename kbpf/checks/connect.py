@@ -48,10 +48,7 @@ def select_targets(inspection: Inspection) -> tuple[DialTarget, ...]:
     for port in inspection.services:
         for frontend in port.frontends:
             at, backends = frontend.at, _cluster_ip_backends(port, frontend)
-            if (
-                at.protocol not in (Protocol.TCP, Protocol.UDP)
-                or not 0 < len(backends) <= MAX_BACKENDS
-            ):
+            if at.protocol not in (Protocol.TCP, Protocol.UDP) or not 0 < len(backends) <= MAX_BACKENDS:
                 continue
             rank = (port.affinity_timeout > 0, len(backends), at)
             key = (family_of(at.address), at.protocol)
@@ -79,9 +76,12 @@ def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterat
         return
     missing = [f.name for f in inspection.hooks if f.required and not f.attached]
     yield CheckRow(
-        Check.ATTACHED, "no" if missing else "yes", True, ", ".join(missing) or "all needed hooks",
+        Check.ATTACHED,
+        "no" if missing else "yes",
+        True,
+        ", ".join(missing) or "all needed hooks",
         "start the agent: `kbpf run`" if missing else "",
-    )  # fmt: skip
+    )
     if missing:
         return
     connect = next(f for f in inspection.hooks if f.attached)
@@ -90,16 +90,12 @@ def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterat
         return
     dial_targets = select_targets(inspection)
     if not dial_targets:
-        yield _unknown_row(
-            "no ClusterIP with backends is programmed", "create a Service and try again"
-        )
+        yield _unknown_row("no ClusterIP with backends is programmed", "create a Service and try again")
     cgroup = parent or Path(connect.cgroup)
     if inspection.socket_lb is SocketLb.HOST_NAMESPACE_ONLY:
         yield from _host_only_rows(dial_targets, inspection.host_netns, cgroup)
         return
-    has_peer_name_hooks = any(
-        f.name.startswith("getpeername") and f.attached for f in inspection.hooks
-    )
+    has_peer_name_hooks = any(f.name.startswith("getpeername") and f.attached for f in inspection.hooks)
     for frontend, backends in dial_targets:
         try:
             destination, peer_name = _run_in_cgroup(partial(_dial, frontend, backends), cgroup)
@@ -116,16 +112,12 @@ def _not_attached_row(inspection: Inspection) -> CheckRow:
         Check.ATTACHED,
         "no" if remaining else "yes",
         True,
-        f"still attached: {', '.join(remaining)}"
-        if remaining
-        else "no hook, as --socket-lb off requires",
+        f"still attached: {', '.join(remaining)}" if remaining else "no hook, as --socket-lb off requires",
         "restart the agent" if remaining else "",
     )
 
 
-def _host_only_rows(
-    dial_targets: Sequence[DialTarget], host_netns: int, cgroup: Path
-) -> Iterator[CheckRow]:
+def _host_only_rows(dial_targets: Sequence[DialTarget], host_netns: int, cgroup: Path) -> Iterator[CheckRow]:
     """Sockets of the node must reach a backend, and sockets of another namespace must not."""
     if netns.read_cookie() != host_netns:
         yield _unknown_row("not in the node's own network namespace", "run it on the host")
@@ -197,9 +189,7 @@ def _dial_row(
     return CheckRow(Check.DIAL, "yes", True, detail, "", subject=subject)
 
 
-def _dial(
-    frontend: FrontendAddress, backends: tuple[Backend, ...]
-) -> tuple[SocketAddress, SocketAddress]:
+def _dial(frontend: FrontendAddress, backends: tuple[Backend, ...]) -> tuple[SocketAddress, SocketAddress]:
     """Runs in the sandbox: adds the backends' addresses and dials the Service."""
     from kbpf.kernel.net.links import Links
 
@@ -210,6 +200,5 @@ def _dial(
             links.add_address("lo", format_addr(address), prefix)
     dial_protocol = dial.connect_tcp if frontend.protocol is Protocol.TCP else dial.exchange_udp
     return dial_protocol(
-        (format_addr(frontend.address), frontend.port),
-        [(format_addr(b.address), b.port) for b in backends],
+        (format_addr(frontend.address), frontend.port), [(format_addr(b.address), b.port) for b in backends]
     )

@@ -60,9 +60,13 @@ class Result(NamedTuple):
 
 
 def try_packet(
-    prediction: Prediction, client: Addr | None, pin_dir: Path, cache_dir: Path,
-    from_host: bool, uplinks: Sequence[int] = (),
-) -> Result:  # fmt: skip
+    prediction: Prediction,
+    client: Addr | None,
+    pin_dir: Path,
+    cache_dir: Path,
+    from_host: bool,
+    uplinks: Sequence[int] = (),
+) -> Result:
     """Runs the connection's first packet through a copy of the programs. `client`: its address;
     None if it is not known. `from_host`: this node itself sends it. `uplinks`: ifindexes of the
     devices on which packets from outside may arrive; empty if the client is not outside.
@@ -118,9 +122,7 @@ def compare_packet(prediction: Prediction, sender: Addr, seen: Outcome) -> Resul
 # ---- sockets -------------------------------------------------------------------------------------
 
 
-def try_socket(
-    prediction: Prediction, sends: bool, cgroup: Path | None, netns: Path | None
-) -> Result:
+def try_socket(prediction: Prediction, sends: bool, cgroup: Path | None, netns: Path | None) -> Result:
     """Calls connect() as the client. `sends`: with packets. `cgroup`, `netns`: the client's; None:
     those of this process.
     """
@@ -130,17 +132,13 @@ def try_socket(
     kind = socket.SOCK_STREAM if to.protocol is Protocol.TCP else socket.SOCK_DGRAM
     action = partial(dial.try_connect, (format_addr(to.address), to.port), kind, sends)
     try:
-        errno_name, peer = sandbox.run(
-            action, cgroup, new_netns=False, enter_netns=netns, seconds=SOCKET_SECONDS
-        )
+        errno_name, peer = sandbox.run(action, cgroup, new_netns=False, enter_netns=netns, seconds=SOCKET_SECONDS)
     except KbpfError as error:
         return Result(None, str(error))
     return compare_socket(prediction, errno_name, peer, by_packet=sends)
 
 
-def compare_socket(
-    prediction: Prediction, errno_name: str, peer: Sequence[object] | None, by_packet: bool
-) -> Result:
+def compare_socket(prediction: Prediction, errno_name: str, peer: Sequence[object] | None, by_packet: bool) -> Result:
     """`by_packet`: whether packets were sent, so that the backend or the network may have failed
     it.
     """

@@ -54,9 +54,7 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
     for row in rows:
         if row.needed and row.result != "yes":
             return REASON_BY_CHECK.get(row.check, FallbackReason.NO_FEATURE)
-    return next(
-        (reason for error_type, reason in REASON_BY_ERROR if isinstance(error, error_type)), None
-    )
+    return next((reason for error_type, reason in REASON_BY_ERROR if isinstance(error, error_type)), None)
 
 
 def find_reason(config: Config, error: KbpfError) -> FallbackReason | None:

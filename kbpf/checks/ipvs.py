@@ -19,13 +19,7 @@ from kbpf.dataplane.ipvs import ruleset
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import (
-    IpvsClient,
-    IpvsCommand,
-    IpvsRequest,
-    VirtualServiceKey,
-    VirtualServiceSettings,
-)
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceKey, VirtualServiceSettings
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox
@@ -58,33 +52,36 @@ def rows() -> Iterator[CheckRow]:
     probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
     yield from sum_up(
         make_row(
-            Check.IPVS_SCHEDULER, probe_scheduler(name),
-            f"the kernel needs CONFIG_IP_VS_{name.upper()}; {consequence}", needed=False,
-            ipvs=name == "rr", subject=name,
+            Check.IPVS_SCHEDULER,
+            probe_scheduler(name),
+            f"the kernel needs CONFIG_IP_VS_{name.upper()}; {consequence}",
+            needed=False,
+            ipvs=name == "rr",
+            subject=name,
         )
         for name, consequence in SCHEDULERS.items()
-    )  # fmt: skip
-    yield _required_row(
-        Check.DUMMY, _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY"
     )
+    yield _required_row(Check.DUMMY, _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY")
     nft_probe = forward_rules.probe_nf_tables()
     yield _required_row(
         Check.NF_TABLES,
         _probe_rules() if nft_probe.works else Probe(False, nft_probe.reason),
-        "install python3-nftables; the kernel needs CONFIG_NF_TABLES with sets, reject and "
-        "masquerade",
+        "install python3-nftables; the kernel needs CONFIG_NF_TABLES with sets, reject and masquerade",
     )
     if nft_probe.works:
         yield make_row(
-            Check.INPUT_CHAINS, _probe_input(),
+            Check.INPUT_CHAINS,
+            _probe_input(),
             "accept packets to Service addresses and NodePorts: IPVS takes them from INPUT",
             needed=False,
-        )  # fmt: skip
+        )
     yield make_row(
-        Check.BRIDGE_NETFILTER, _probe_bridge_netfilter(),
+        Check.BRIDGE_NETFILTER,
+        _probe_bridge_netfilter(),
         "modprobe br_netfilter and set net.bridge.bridge-nf-call-iptables to 1, or pods behind one "
-        "bridge cannot reach each other through Services", needed=False,
-    )  # fmt: skip
+        "bridge cannot reach each other through Services",
+        needed=False,
+    )
 
 
 def _required_row(check: Check, result: Probe, advice: str) -> CheckRow:
@@ -108,11 +105,7 @@ def _probe_ipvs() -> tuple[Probe, str]:
 def _probe_scheduler(name: str, is_loaded: bool) -> Probe:
     """A scheduler can be tested by using it only if IPVS itself is loaded."""
     module = f"ip_vs_{name}"
-    return (
-        _probe_module(module, partial(_try_service, name))
-        if is_loaded
-        else modules.probe_module(module)
-    )
+    return _probe_module(module, partial(_try_service, name)) if is_loaded else modules.probe_module(module)
 
 
 def _probe_module(module: str, attempt: Callable[[], int]) -> Probe:
@@ -149,11 +142,7 @@ def _try_service(scheduler: str) -> int:
     try:
         with closing(IpvsClient()) as client:
             codes = client.try_apply(
-                [
-                    IpvsRequest(
-                        IpvsCommand.IPVS_CMD_NEW_SERVICE, service, VirtualServiceSettings(scheduler)
-                    )
-                ]
+                [IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, VirtualServiceSettings(scheduler))]
             )
     except KernelError as error:
         return error.errno
@@ -183,9 +172,7 @@ def _probe_bridge_netfilter() -> Probe:
 def _probe_rules() -> Probe:
     """Whether the kernel accepts our ruleset; a dry run, nothing is committed."""
     try:
-        forward_rules.run_transaction(
-            *ruleset.create_table(ruleset.RulesetOptions("kbpf_check")), dry_run=True
-        )
+        forward_rules.run_transaction(*ruleset.create_table(ruleset.RulesetOptions("kbpf_check")), dry_run=True)
     except KernelError as error:
         return Probe(False, error.what)
     return Probe(True)

@@ -35,9 +35,7 @@ def kube_proxy_row() -> CheckRow:
     return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)
 
 
-def refusal_rows(
-    pin_dir: Path, cgroup: Path | None, packet_path: bool = True
-) -> Iterator[CheckRow]:
+def refusal_rows(pin_dir: Path, cgroup: Path | None, packet_path: bool = True) -> Iterator[CheckRow]:
     """Yields whether another load balancer or another kbpf serves Services on this node. Then kbpf
     refuses to start, unless it serves already. `packet_path`: whether it will have one.
     """
@@ -112,18 +110,12 @@ def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
         yield CheckRow(Check.PACKETS, "yes", True, detail, "")
     for outcome in missed:
         where = f"{outcome.point.direction} of {outcome.point.device.name}"
-        yield CheckRow(
-            Check.PACKETS, "no", True, describe_outcome(outcome), advise(outcome), subject=where
-        )
+        yield CheckRow(Check.PACKETS, "no", True, describe_outcome(outcome), advise(outcome), subject=where)
 
 
 def _probe_devices(inspection: Inspection) -> Iterator[ProbeOutcome]:
     devices = list_devices()
-    host = [
-        ifindex
-        for ifindex, choice in decide_roles(devices).items()
-        if choice.role is DeviceRole.HOST
-    ]
+    host = [ifindex for ifindex, choice in decide_roles(devices).items() if choice.role is DeviceRole.HOST]
     pins = pinning.Pins(Path(inspection.location))
     targets = _select_targets(inspection)
     with (
@@ -150,10 +142,7 @@ def _select_targets(inspection: Inspection) -> tuple[tuple[Addr, int], ...]:
         if frontend.kind is FrontendKind.NODE_PORT
     }
     addresses = inspection.node.addresses or (hook_probe.FRONTEND4,)
-    return tuple(
-        (Addr(address), node_ports.get(family_of(address), hook_probe.FRONTEND_PORT))
-        for address in addresses
-    )
+    return tuple((Addr(address), node_ports.get(family_of(address), hook_probe.FRONTEND_PORT)) for address in addresses)
 
 
 def _read_names(points: Iterable[Point]) -> dict[int, str]:

@@ -20,10 +20,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import kfuncs, probe, syscalls, tc
-from kbpf.kernel.bpf.uapi import (
-    BPF_PROG_TYPE_SCHED_CLS,
-    BPF_FUNC_redirect_neigh,
-)
+from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_SCHED_CLS, BPF_FUNC_redirect_neigh
 from kbpf.kernel.net.devices import list_devices
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
 from kbpf.kernel.probe_result import Probe
@@ -77,16 +74,17 @@ def _kernel_rows() -> Iterator[CheckRow]:
         return  # bpf.rows() reports it, and without libbpf nothing can be tried
     programs = probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0)
     if programs.works:
-        redirect = probe.probe_helper(
-            BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_neigh, 1, 0, 0, 0
-        )
+        redirect = probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_neigh, 1, 0, 0, 0)
         reason = "" if redirect.works else f"bpf_redirect_neigh: {redirect.reason}"
         programs = Probe(redirect.works, reason)
     yield make_row(
-        Check.TC_PROGRAMS, programs,
+        Check.TC_PROGRAMS,
+        programs,
         "the kernel needs CONFIG_NET_CLS_BPF and, to forward packets to other nodes, Linux 5.10",
-        needed=False, packets=True, detail="programs at ingress and egress of devices",
-    )  # fmt: skip
+        needed=False,
+        packets=True,
+        detail="programs at ingress and egress of devices",
+    )
     yield from _attach_rows()
     yield make_row(
         Check.CONNTRACK_NAT,
@@ -105,11 +103,7 @@ def _attach_rows() -> Iterator[CheckRow]:
     links = tc.probe_tcx()
     if links.works:
         yield make_row(
-            Check.TCX,
-            links,
-            "",
-            needed=False,
-            detail="runs together with other programs; a pin keeps it attached",
+            Check.TCX, links, "", needed=False, detail="runs together with other programs; a pin keeps it attached"
         )
         return
     fallback = f"{links.reason}: filters on clsact qdiscs are used instead (tc filter show)"
@@ -124,9 +118,7 @@ def _attach_rows() -> Iterator[CheckRow]:
 def _sctp_row(proc: Path) -> CheckRow:
     # Read the list of protocols: opening an SCTP socket would load the module.
     try:
-        is_loaded = any(
-            line.startswith("SCTP") for line in _read_text(proc / "net/protocols").splitlines()
-        )
+        is_loaded = any(line.startswith("SCTP") for line in _read_text(proc / "net/protocols").splitlines())
     except OSError as error:
         return make_row(Check.SCTP, _unknown_probe(error), "", needed=False)
     detail = "clients and servers on this node may use SCTP"
@@ -161,8 +153,7 @@ def read_settings(pin_dir: Path) -> PacketSettings:
     _, _, flags, low, high, mark, _ = NODE.unpack(raw)
     if not high:
         can_translate = (
-            kfuncs.probe_conntrack().works is not False
-            and forward_rules.probe_nf_tables().works is not False
+            kfuncs.probe_conntrack().works is not False and forward_rules.probe_nf_tables().works is not False
         )
         flags = NodeFlag.NETFILTER if can_translate else NodeFlag(0)
         return PacketSettings(flags, *default.masquerade_ports, 1 << default.masquerade_bit)
@@ -177,10 +168,7 @@ def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
             "conntrack, and network policies built on them"
         )
     if NodeFlag.NETFILTER in flags:
-        detail = (
-            "netfilter: conntrack translates new connections from outside, after raw and mangle "
-            "PREROUTING"
-        )
+        detail = "netfilter: conntrack translates new connections from outside, after raw and mangle PREROUTING"
     return make_row(Check.FORWARDING_MODE, Probe(True), "", needed=False, detail=detail)
 
 
@@ -202,15 +190,10 @@ def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
     if unreadable:
         reasons.insert(0, f"{firewalls.join_names(unreadable)} cannot be read")
     if not chains and reasons:
-        advice = (
-            "run `kbpf check` where iptables-legacy-save is installed, or "
-            f"{firewalls.ALTERNATIVE_HINT}"
-        )
+        advice = f"run `kbpf check` where iptables-legacy-save is installed, or {firewalls.ALTERNATIVE_HINT}"
         return CheckRow(check, "unknown", False, "; ".join(reasons), advice if unreadable else "")
     if not chains:
-        return make_row(
-            check, Probe(True), "", needed=False, detail="none may protect NodePorts or VIPs"
-        )
+        return make_row(check, Probe(True), "", needed=False, detail="none may protect NodePorts or VIPs")
     names = firewalls.join_names(chains)
     detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {names}"
     return CheckRow(check, "no", False, "; ".join((detail, *reasons)), firewalls.ALTERNATIVE_HINT)
@@ -237,9 +220,7 @@ def _forward_rows(mark: int) -> tuple[CheckRow, CheckRow]:
         row = CheckRow(check, "unknown", False, str(error), error.hint)
         return row, row
     if foreign:
-        locations = ", ".join(
-            source if " " in source else f"{source} filter (iptables-legacy)" for source in foreign
-        )
+        locations = ", ".join(source if " " in source else f"{source} filter (iptables-legacy)" for source in foreign)
         detail = f"the agent does not read {locations}, which may drop"
         return (
             CheckRow(check, "no", False, f"{detail} masqueraded packets", accept_advice),
@@ -267,19 +248,22 @@ def _ports_row(ports: PortRange, proc: Path) -> CheckRow:
     text = f"{ports[0]} to {ports[1]}"
     if first > last:
         return make_row(
-            check, Probe(True), "", needed=False,
-            detail=f"{text}: sockets of this node use {low} to {high}",
-        )  # fmt: skip
+            check, Probe(True), "", needed=False, detail=f"{text}: sockets of this node use {low} to {high}"
+        )
     if set(range(first, last + 1)) <= sysctl.parse_ports(reserved):
         detail = f"{text}: reserved, so that no socket gets one automatically"
         return make_row(check, Probe(True), "", needed=False, detail=detail)
     return make_row(
-        check, Probe(False, f"{text}: sockets of this node may use {first} to {last} too; a "
-                    "connection and a masqueraded one on the same port break each other"),
+        check,
+        Probe(
+            False,
+            f"{text}: sockets of this node may use {first} to {last} too; a "
+            "connection and a masqueraded one on the same port break each other",
+        ),
         f"the agent adds {ports[0]}-{ports[1]} to net.ipv4.ip_local_reserved_ports; where it must "
         "not, do it yourself, or keep net.ipv4.ip_local_port_range below",
         needed=False,
-    )  # fmt: skip
+    )
 
 
 def _forwarding_rows(proc: Path) -> Iterator[CheckRow]:
@@ -314,10 +298,13 @@ def _rp_filter_row(proc: Path) -> CheckRow:
         detail = "not strict (1) on any device to other machines"
         return make_row(check, Probe(True), "", needed=False, detail=detail)
     return make_row(
-        check, Probe(True), "", needed=False,
+        check,
+        Probe(True),
+        "",
+        needed=False,
         detail=f"strict (1) on {', '.join(strict)}: a packet is dropped unless it arrives on the "
         "device that routes to its source; harmless unless routes are asymmetric, then set it to 2",
-    )  # fmt: skip
+    )
 
 
 def _strict_devices(proc: Path) -> Iterable[str]:

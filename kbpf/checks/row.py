@@ -108,9 +108,7 @@ def make_row(
     """Makes a row from a probe. An unknown result shows the probe's reason and no advice."""
     result = {True: "yes", False: "no", None: "unknown"}[probe.works]
     shown_advice = advice if probe.works is False else ""
-    return CheckRow(
-        check, result, needed, probe.reason or detail, shown_advice, packets, ipvs, subject
-    )
+    return CheckRow(check, result, needed, probe.reason or detail, shown_advice, packets, ipvs, subject)
 
 
 def sum_up(rows: Iterable[CheckRow]) -> Iterator[CheckRow]:

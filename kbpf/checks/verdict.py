@@ -47,9 +47,7 @@ class CheckItem(msgspec.Struct, frozen=True):
     ipvs: bool
 
 
-def compute_verdict(
-    check_rows: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None
-) -> CheckVerdict:
+def compute_verdict(check_rows: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None) -> CheckVerdict:
     """Computes the verdict. "unknown" counts as missing for mode bpf, but not for mode ipvs: its
     kernel modules may be available even if that cannot be tested from here.
     """
@@ -59,9 +57,7 @@ def compute_verdict(
     ipvs = [row for row in check_rows if row.ipvs]
     ipvs_missing = tuple(row.name for row in ipvs if row.result == "no")
     fallback_mode = "ipvs" if ipvs and not ipvs_missing else "none"
-    is_refused = any(
-        row.check in REFUSALS and row.needed and row.result == "no" for row in check_rows
-    )
+    is_refused = any(row.check in REFUSALS and row.needed and row.result == "no" for row in check_rows)
     mode = "none" if is_refused else fallback_mode if missing else "bpf"
     return CheckVerdict(
         usable=mode != "none",
@@ -76,6 +72,4 @@ def compute_verdict(
 
 def build_item(row: CheckRow) -> CheckItem:
     """The row with the name of its check."""
-    return CheckItem(
-        row.name, row.result, row.needed, row.detail, row.advice, row.packets, row.ipvs
-    )
+    return CheckItem(row.name, row.result, row.needed, row.detail, row.advice, row.packets, row.ipvs)

@@ -107,11 +107,13 @@ def typer_app() -> "Typer":
     )
 
     app = typer.Typer(
-        cls=_group_class(), no_args_is_help=True, rich_markup_mode=None,
+        cls=_group_class(),
+        no_args_is_help=True,
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Serve the Kubernetes Services of this node by BPF or IPVS, in place of kube-proxy.",
-    )  # fmt: skip
+    )
 
     def version(value: bool) -> None:
         if value:
@@ -130,9 +132,11 @@ def typer_app() -> "Typer":
         _run(context.args)
 
     app.command(
-        "run", add_help_option=False, help=agent.SUMMARY,
+        "run",
+        add_help_option=False,
+        help=agent.SUMMARY,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(run)  # fmt: skip
+    )(run)
 
     app.add_typer(inspect.app, name="inspect")
     app.add_typer(config.app, name="config")
@@ -151,7 +155,5 @@ def typer_app() -> "Typer":
         ("schema", schema.schema),
     ):
         app.command(name)(command)
-    app.command(
-        "verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-    )(verify.verify)
+    app.command("verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(verify.verify)
     return app

@@ -21,9 +21,7 @@ from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError, ConfigErrors, escape_unprintable
 from kbpf.model.config import Config
 
-SUMMARY: Final = (
-    "Serve the Services of this node until SIGTERM or Ctrl-C. They continue to work afterwards."
-)
+SUMMARY: Final = "Serve the Services of this node until SIGTERM or Ctrl-C. They continue to work afterwards."
 EPILOG: Final = (
     "Each flag has an environment variable: KBPF_PIN_DIR for --pin-dir. A flag takes precedence "
     "over the variable, and the variable over the file. kube-proxy's flags are ignored if the file "
@@ -48,11 +46,7 @@ class RunOptions:
     def log_format(self) -> str:
         """The format from the command line or the environment; the file may set another one."""
         setting = SETTINGS_BY_FLAG["--log-format"]
-        return (
-            self.explicit_flags.get(setting.name)
-            or self.environ.get(setting.environment_variable)
-            or "text"
-        )
+        return self.explicit_flags.get(setting.name) or self.environ.get(setting.environment_variable) or "text"
 
     @property
     def flags(self) -> dict[str, str]:
@@ -79,25 +73,20 @@ class RunOptions:
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser from the rows of config/settings.py, grouped by heading."""
     parser = argparse.ArgumentParser(
-        "kbpf run", "kbpf run [--config FILE] [flag ...]", SUMMARY, EPILOG,
-        allow_abbrev=False, add_help=False,
-    )  # fmt: skip
+        "kbpf run", "kbpf run [--config FILE] [flag ...]", SUMMARY, EPILOG, allow_abbrev=False, add_help=False
+    )
     file_group = parser.add_argument_group("Configuration file, and actions instead of serving")
     file_group.add_argument(
-        "--config", metavar="FILE", help="a KubeProxyConfiguration, a KbpfConfiguration, or both; "
-        "when the file changes, the agent restarts with it"
-    )  # fmt: skip
-    file_group.add_argument(
-        "--write-config-to", metavar="FILE", help="write the effective settings to FILE, and exit"
+        "--config",
+        metavar="FILE",
+        help="a KubeProxyConfiguration, a KbpfConfiguration, or both; "
+        "when the file changes, the agent restarts with it",
     )
+    file_group.add_argument("--write-config-to", metavar="FILE", help="write the effective settings to FILE, and exit")
     file_group.add_argument(
-        "--init-only",
-        **_OPTIONAL_VALUE,
-        help="write the kernel's conntrack settings, which needs root, and exit",
+        "--init-only", **_OPTIONAL_VALUE, help="write the kernel's conntrack settings, which needs root, and exit"
     )
-    file_group.add_argument(
-        "--cleanup", **_OPTIONAL_VALUE, help="kube-proxy's flag; use the command kbpf cleanup"
-    )  # fmt: skip
+    file_group.add_argument("--cleanup", **_OPTIONAL_VALUE, help="kube-proxy's flag; use the command kbpf cleanup")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for setting in SETTINGS:
         if setting.group not in groups:
@@ -115,10 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     help_group = parser.add_argument_group("Help")
     help_group.add_argument("-h", "--help", action="help", help="show this help and exit")
     help_group.add_argument(
-        "--version",
-        action="version",
-        version=f"kbpf {__version__}",
-        help="show the version and exit",
+        "--version", action="version", version=f"kbpf {__version__}", help="show the version and exit"
     )
     return parser
 

@@ -16,9 +16,7 @@ from kbpf.views.page import Column, Kind, Page, format_table, indent
 def check(
     attached: Annotated[
         bool,
-        typer.Option(
-            "--attached", help="Also test the attached hooks with real connections and packets."
-        ),
+        typer.Option("--attached", help="Also test the attached hooks with real connections and packets."),
     ] = False,
     output: OutputOption = Output.TABLE,
     config: ConfigFile = None,

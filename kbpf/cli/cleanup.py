@@ -14,17 +14,7 @@ import msgspec
 import typer
 
 from kbpf.cli import render
-from kbpf.cli.options import (
-    DEFAULT,
-    NAMES_KEY,
-    CacheDir,
-    ConfigNames,
-    Output,
-    OutputOption,
-    PinDir,
-    StateDir,
-    warn,
-)
+from kbpf.cli.options import DEFAULT, NAMES_KEY, CacheDir, ConfigNames, Output, OutputOption, PinDir, StateDir, warn
 from kbpf.errors import ConfigError, KernelError
 from kbpf.model.config import Config
 from kbpf.views.page import Column, Kind, Page
@@ -58,33 +48,23 @@ def build_page(items: Sequence[RemovedItem], dry_run: bool, location: str) -> Pa
     title = "WOULD-REMOVE" if dry_run else "REMOVED"
     columns = (Column(title, lambda r: r.kind), Column("PATH", lambda r: r.path))
     return Page(
-        KIND, items, columns if items else (), summary=Removal(dry_run),
+        KIND,
+        items,
+        columns if items else (),
+        summary=Removal(dry_run),
         text=None if items else lambda wide: f"nothing to remove {location}",
-    )  # fmt: skip
+    )
 
 
-Cache = Annotated[
-    bool, typer.Option("--cache", help="Also remove the compiled programs in --cache-dir.")
-]
-Force = Annotated[
-    bool, typer.Option("--force", help="Even while the agent runs, unless it is in mode ipvs.")
-]
+Cache = Annotated[bool, typer.Option("--cache", help="Also remove the compiled programs in --cache-dir.")]
+Force = Annotated[bool, typer.Option("--force", help="Even while the agent runs, unless it is in mode ipvs.")]
 KubeProxy = Annotated[
-    bool,
-    typer.Option(
-        "--kube-proxy", help="Remove what a stopped kube-proxy left, instead of kbpf's state."
-    ),
+    bool, typer.Option("--kube-proxy", help="Remove what a stopped kube-proxy left, instead of kbpf's state.")
 ]
 KeepConnections = Annotated[
-    bool,
-    typer.Option(
-        "--keep-connections", help="Only stop serving new connections; established ones continue."
-    ),
+    bool, typer.Option("--keep-connections", help="Only stop serving new connections; established ones continue.")
 ]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Only list what would be removed, also of a running agent."),
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed, also of a running agent.")]
 
 
 def cleanup(
@@ -108,9 +88,8 @@ def cleanup(
     """
     if sum((kube_proxy, keep_connections, cache)) > 1:
         raise ConfigError(
-            "--kube-proxy, --keep-connections and --cache cannot be combined", "",
-            "run `kbpf cleanup` once for each",
-        )  # fmt: skip
+            "--kube-proxy, --keep-connections and --cache cannot be combined", "", "run `kbpf cleanup` once for each"
+        )
     config = Config(pin_dir=pin_dir, cache_dir=cache_dir, state_dir=state_dir)
     location = f"in {pin_dir}"
     if kube_proxy:
@@ -179,9 +158,7 @@ def remove_kube_proxy(force: bool = False, dry_run: bool = False) -> Iterator[Re
     for family in conntrack_keepalive.list_families():
         service_count = len(conntrack_keepalive.list_kept_services((family,)))
         contents = [f"{service_count} virtual services of IPVS"] if service_count else []
-        contents += [
-            f"a rule in {chain}" for chain in conntrack_keepalive.chains_with_rule((family,))
-        ]
+        contents += [f"a rule in {chain}" for chain in conntrack_keepalive.chains_with_rule((family,))]
         more = f", and with it {' and '.join(contents)}" if contents else ""
         print(
             f"kbpf: table {family} {conntrack_keepalive.TABLE} stays{more}, for connections that "
@@ -190,9 +167,7 @@ def remove_kube_proxy(force: bool = False, dry_run: bool = False) -> Iterator[Re
         )
 
 
-def remove_frontends(
-    pin_dir: Path, force: bool = False, dry_run: bool = False
-) -> Iterator[RemovedItem]:
+def remove_frontends(pin_dir: Path, force: bool = False, dry_run: bool = False) -> Iterator[RemovedItem]:
     """Removes the frontends, so that new connections pass untranslated and established ones
     continue. Raises KernelError if an agent runs, unless `force`, because it would restore them.
     """
@@ -234,9 +209,7 @@ def remove_pins(pin_dir: Path, force: bool = False, dry_run: bool = False) -> It
         return
     with _exclusive(pins, force, dry_run):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
-        folders = [
-            path for path in entries if path.name not in ("links", "devices", pinning.HOST_FOLDER)
-        ]
+        folders = [path for path in entries if path.name not in ("links", "devices", pinning.HOST_FOLDER)]
         # These read the pins, so the pins are removed last.
         if not dry_run:
             snat_ports.withdraw_our_ports(pins)
@@ -269,14 +242,10 @@ def _remove_all_pins(pins: "Pins") -> None:
         # If the folder is a bpffs mount, the kernel's debug files and the mount point itself cannot
         # be removed, which is not an error.
         if not pins.root.is_mount() or not BPFFS_FILES.issuperset(_file_names(pins.root)):
-            raise KernelError(
-                "cannot remove all pins", str(pins.root), "run as root", error.errno or 0
-            ) from error
+            raise KernelError("cannot remove all pins", str(pins.root), "run as root", error.errno or 0) from error
 
 
-def _attachment_items(
-    attachments: Iterable["Attachment"], names: Mapping[int, str]
-) -> Iterator[RemovedItem]:
+def _attachment_items(attachments: Iterable["Attachment"], names: Mapping[int, str]) -> Iterator[RemovedItem]:
     for attachment in attachments:
         name = names.get(attachment.ifindex, f"device {attachment.ifindex}")
         yield RemovedItem("attachment", f"{attachment.direction} of {name}")
@@ -298,10 +267,11 @@ def _lock(folder: Path) -> int:
         if error.errno != errno.EAGAIN:
             raise
         raise KernelError(
-            "nothing was removed: an agent in mode ipvs is running", str(folder),
-            "stop the agent first; --force does not help, because the agent would restore its "
-            "IPVS state", error.errno,
-        ) from error  # fmt: skip
+            "nothing was removed: an agent in mode ipvs is running",
+            str(folder),
+            "stop the agent first; --force does not help, because the agent would restore its IPVS state",
+            error.errno,
+        ) from error
 
 
 def remove_ipvs(config: Config, dry_run: bool = False) -> Iterator[RemovedItem]:
@@ -345,9 +315,11 @@ def _exclusive(pins: "Pins", force: bool, dry_run: bool = False) -> Iterator[Non
         if dry_run or not force:
             with _refusals(dry_run):
                 raise KernelError(
-                    "nothing was removed: an agent is running", str(pins.root),
-                    "stop the agent first, or use --force", error.errno or 0,
-                ) from error  # fmt: skip
+                    "nothing was removed: an agent is running",
+                    str(pins.root),
+                    "stop the agent first, or use --force",
+                    error.errno or 0,
+                ) from error
         else:
             _warn_about_agent(pins.root)
     try:
@@ -403,8 +375,7 @@ def _warn_about_agent(pin_dir: Path) -> None:
     except KbpfError:
         pid_text = ""  # an incomplete pin folder must not keep --force from removing it
     print(
-        f"kbpf: the agent{pid_text} is still running, and its maps and programs are being removed; "
-        "restart or stop it",
+        f"kbpf: the agent{pid_text} is still running, and its maps and programs are being removed; restart or stop it",
         file=sys.stderr,
     )
 

@@ -50,9 +50,8 @@ def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
     path = cache / artifact.file_name(unit, unit_artifact.source, unit_artifact.compiler)
     if artifact.read(path) != unit_artifact:
         raise CompileError(
-            "the programs are compiled, but cannot be stored", str(path),
-            "give a writable folder with --cache-dir",
-        )  # fmt: skip
+            "the programs are compiled, but cannot be stored", str(path), "give a writable folder with --cache-dir"
+        )
     return CompiledUnit(
         unit=unit,
         path=str(path),
@@ -66,9 +65,7 @@ def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
 
 def compile_programs(
     cache_dir: CacheDir = DEFAULT.cache_dir,
-    force: Annotated[
-        bool, typer.Option("--force", help="Compile even if the cache has the programs.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Compile even if the cache has the programs.")] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Compile the BPF programs ahead of time. Useful for an image, or on a slow machine."""

@@ -9,9 +9,7 @@ import typer
 
 from kbpf.errors import ConfigError, ConfigErrors, escape_unprintable
 
-app = typer.Typer(
-    no_args_is_help=True, help="Check the configuration file of `run`.", rich_markup_mode=None
-)
+app = typer.Typer(no_args_is_help=True, help="Check the configuration file of `run`.", rich_markup_mode=None)
 
 
 @app.callback()
@@ -23,15 +21,10 @@ def group() -> None:
 def validate(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", readable=False,
-            help="A KubeProxyConfiguration, a KbpfConfiguration, or both.",
-        ),
+        typer.Argument(metavar="FILE", readable=False, help="A KubeProxyConfiguration, a KbpfConfiguration, or both."),
     ],
-    node: Annotated[
-        bool, typer.Option("--node", help="Also check what the file names on this machine.")
-    ] = False,
-) -> None:  # fmt: skip
+    node: Annotated[bool, typer.Option("--node", help="Also check what the file names on this machine.")] = False,
+) -> None:
     """Check a configuration file before the agents get it. Prints a line for each error and
     warning, and exits with 0 if `kbpf run --config FILE` would start with it, otherwise with 1.
     Without --node any machine will do: only the file is read. Environment variables do not count.

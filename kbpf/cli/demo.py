@@ -23,9 +23,7 @@ BAR_WIDTH = 30
 
 
 def demo(
-    requests: Annotated[
-        int, typer.Option("--requests", min=1, help="TCP connections of a client in a phase.")
-    ] = 300,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="TCP connections of a client in a phase.")] = 300,
     output: OutputOption = Output.TABLE,
     cgroup: Annotated[
         Path | None,

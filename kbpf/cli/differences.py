@@ -99,9 +99,7 @@ class WorldChange:
         touched = store.apply(self._then)
         changed = builder.update(store, touched, store.node.addresses, config)
         new_states = builder.state.services
-        found: list[Found] = [
-            (None, row) for row in _compare_node_states(old_node_state, builder.node_state)
-        ]
+        found: list[Found] = [(None, row) for row in _compare_node_states(old_node_state, builder.node_state)]
         for key in sorted(changed):
             old, new = old_states.get(key), new_states.get(key)
             explain_old = _make_explainer(self._old_store, old_node, config, key)
@@ -153,18 +151,15 @@ def _compare_backend(
     place = new or old
     share_before, share_after = (share and round(share, 4) for share in shares)
     row = make_row(
-        key, "backend", str(backend), set_name,
-        share_before=share_before, share_after=share_after, reason=reason,
-    )  # fmt: skip
+        key, "backend", str(backend), set_name, share_before=share_before, share_after=share_after, reason=reason
+    )
     if place is None:
         return row
     end = place.endpoint
     return msgspec.structs.replace(row, pod=place.pod, node=end.node, zone=end.zone)
 
 
-def _make_explainer(
-    store: ObjectStore, node: Node, config: Config, key: ServicePortKey
-) -> Callable[[], Explanations]:
+def _make_explainer(store: ObjectStore, node: Node, config: Config, key: ServicePortKey) -> Callable[[], Explanations]:
     def explain() -> Explanations:
         service = store.service(key.service)
         if service is None:

@@ -19,33 +19,39 @@ from kbpf.views.page import Page
 if TYPE_CHECKING:
     from kbpf.source.api.one_service import ServiceObjects
 
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAMESPACE/NAME", help="The Service; without a namespace, default."),
-]
+Name = Annotated[str, typer.Argument(metavar="NAMESPACE/NAME", help="The Service; without a namespace, default.")]
 Kubeconfig = Annotated[
     Path | None,
     typer.Option(
-        "--kubeconfig", envvar="KBPF_KUBECONFIG",
+        "--kubeconfig",
+        envvar="KBPF_KUBECONFIG",
         help="How to reach the API server; without it, as this Pod's service account.",
     ),
-]  # fmt: skip
+]
 NodeName = Annotated[
     str,
     typer.Option(
-        "--hostname-override", envvar="KBPF_HOSTNAME_OVERRIDE",
+        "--hostname-override",
+        envvar="KBPF_HOSTNAME_OVERRIDE",
         help="The node from which clients connect; by default that of the agent, or this machine.",
     ),
-]  # fmt: skip
+]
 
 
 def endpoints(
-    name: Name, namespace: listing.Namespace = "", labels: listing.Labels = "",
-    no_headers: listing.NoHeaders = False, sort_by: listing.SortBy = "", limit: listing.Limit = 0,
-    output: OutputOption = Output.TABLE, repeat: Watch = False,
-    no_pager: listing.NoPager = False, kubeconfig: Kubeconfig = None, node: NodeName = "",
+    name: Name,
+    namespace: listing.Namespace = "",
+    labels: listing.Labels = "",
+    no_headers: listing.NoHeaders = False,
+    sort_by: listing.SortBy = "",
+    limit: listing.Limit = 0,
+    output: OutputOption = Output.TABLE,
+    repeat: Watch = False,
+    no_pager: listing.NoPager = False,
+    kubeconfig: Kubeconfig = None,
+    node: NodeName = "",
     pin_dir: PinDir = DEFAULT.pin_dir,
-) -> None:  # fmt: skip
+) -> None:
     """List the endpoints of a Service: Pod, node, zone, state, and whether and why clients of this
     node reach it. Asks the API server; everything else that `inspect` shows is read from this node.
     """
@@ -87,6 +93,12 @@ def build_rows(objects: "ServiceObjects") -> Iterator[view.EndpointRow]:
             selection = select_endpoints(slices, port, service, objects.node, family)
             for line in selection.explain():
                 yield view.make_row(
-                    port.name, line.port, line.endpoint, line.pod,
-                    (line.cluster, line.local), str(line.reason), line.text, line.slice_name,
-                )  # fmt: skip
+                    port.name,
+                    line.port,
+                    line.endpoint,
+                    line.pod,
+                    (line.cluster, line.local),
+                    str(line.reason),
+                    line.text,
+                    line.slice_name,
+                )

@@ -17,38 +17,19 @@ import typer
 from kbpf.cli import listing, render
 from kbpf.cli.endpoints import endpoints
 from kbpf.cli.listing import AllNamespaces, Namespace, Selection
-from kbpf.cli.options import (
-    DEFAULT,
-    ConfigFile,
-    Output,
-    OutputOption,
-    PinDir,
-    StateDir,
-    Watch,
-)
+from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir, Watch
 from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.inspection import ConnectionQuery, Part
-from kbpf.views import (
-    affinity,
-    backends,
-    failures,
-    maps,
-    programs,
-    service,
-    services,
-    sources,
-    status,
-)
+from kbpf.views import affinity, backends, failures, maps, programs, service, services, sources, status
 from kbpf.views.packet_path import connections, devices, nat
 from kbpf.views.page import Page
 
 app = typer.Typer(
-    no_args_is_help=True, help="Show what is programmed. Works while the agent is down.",
-    rich_markup_mode=None,
-)  # fmt: skip
+    no_args_is_help=True, help="Show what is programmed. Works while the agent is down.", rich_markup_mode=None
+)
 
 
 # ---- filters -------------------------------------------------------------------------------------
@@ -81,20 +62,13 @@ BackendName = Annotated[
         "NAMESPACE/NAME, IP or IP:PORT of a frontend, or :PORT, a NodePort.",
     ),
 ]
-Service = Annotated[
-    str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only to this Service.")
-]
+Service = Annotated[str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only to this Service.")]
 Client = Annotated[str, typer.Option("--client", metavar="ADDRESS", help="Only from this client.")]
 Backend = Annotated[str, typer.Option("--backend", metavar="ADDRESS", help="Only to this backend.")]
 State = Annotated[ConnectionState | None, typer.Option("--state", help="Only in this state.")]
 Expired = Annotated[bool, typer.Option("--expired", help="Include expired connections.")]
-Pod = Annotated[
-    str,
-    typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client."),
-]
-Since = Annotated[
-    str, typer.Option("--since", metavar="DURATION", help="Only of the last DURATION: 30s, 5m, 2h.")
-]
+Pod = Annotated[str, typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client.")]
+Since = Annotated[str, typer.Option("--since", metavar="DURATION", help="Only of the last DURATION: 30s, 5m, 2h.")]
 
 
 def _failure_options(service: str, pod: str, since: str) -> dict[str, Any]:
@@ -106,19 +80,15 @@ def _failure_options(service: str, pod: str, since: str) -> dict[str, Any]:
 
 
 def _service_options(name: str, namespace: str, all_namespaces: bool) -> dict[str, Any]:
-    return {
-        "name": name,
-        "namespace": listing.choose_namespace(name, namespace, all_namespaces),
-    }
+    return {"name": name, "namespace": listing.choose_namespace(name, namespace, all_namespaces)}
 
 
 def _connection_options(
     service: str, client: str, backend: str, state: ConnectionState | None, expired: bool
 ) -> dict[str, Any]:
     query = ConnectionQuery(
-        service, _parse_address(client, "--client"), _parse_address(backend, "--backend"),
-        str(state or ""), expired,
-    )  # fmt: skip
+        service, _parse_address(client, "--client"), _parse_address(backend, "--backend"), str(state or ""), expired
+    )
     return {"query": query}
 
 
@@ -168,25 +138,31 @@ class View:
 
 VIEWS: Final = (
     View(
-        "services", "List Service ports with frontends, policies and backends.",
-        services, {}, bpf_only=False, namespaced=True,
+        "services",
+        "List Service ports with frontends, policies and backends.",
+        services,
+        {},
+        bpf_only=False,
+        namespaced=True,
     ),
     View(
         "service",
         "Show one Service: frontends, and endpoints with Pod, node, zone, state and traffic.",
         service,
-        {"name": (Name, Parameter.empty), **NAMESPACE}, _service_options,
-        bpf_only=False, is_list=False,
+        {"name": (Name, Parameter.empty), **NAMESPACE},
+        _service_options,
+        bpf_only=False,
+        is_list=False,
     ),
     View(
-        "backends", "List backends: Pod, node, zone, state, and the Services that use them.",
-        backends, {"name": (BackendName, "")}, bpf_only=False,
+        "backends",
+        "List backends: Pod, node, zone, state, and the Services that use them.",
+        backends,
+        {"name": (BackendName, "")},
+        bpf_only=False,
         namespaced=True,
     ),
-    View(
-        "affinity", "List session affinity: the backend that each client keeps.",
-        affinity, {}, namespaced=True,
-    ),
+    View("affinity", "List session affinity: the backend that each client keeps.", affinity, {}, namespaced=True),
     View(
         "connections",
         """List the connections that the packet path or IPVS tracks. Shows client, frontend,
@@ -196,9 +172,16 @@ VIEWS: Final = (
         `ss` shows them with their backends.
         """,
         connections,
-        {"service": (Service, ""), "client": (Client, ""), "backend": (Backend, ""),
-         "state": (State, None), "expired": (Expired, False)},
-        _connection_options, bpf_only=False, namespaced=True,
+        {
+            "service": (Service, ""),
+            "client": (Client, ""),
+            "backend": (Backend, ""),
+            "state": (State, None),
+            "expired": (Expired, False),
+        },
+        _connection_options,
+        bpf_only=False,
+        namespaced=True,
     ),
     View(
         "failures",
@@ -207,41 +190,40 @@ VIEWS: Final = (
         """,
         failures,
         {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, "")},
-        _failure_options, namespaced=True,
+        _failure_options,
+        namespaced=True,
     ),
     View(
         "nat",
         """List translated sources (SNAT) and the node's port usage. Usage is counted for each
         backend; `!` marks 80 % and more.
         """,
-        nat, {}, namespaced=True,
+        nat,
+        {},
+        namespaced=True,
     ),
     View(
         "sources",
         "List Services with source ranges. Also shows which clients count as pods of this node.",
-        sources, {}, namespaced=True,
+        sources,
+        {},
+        namespaced=True,
     ),
-    View(
-        "devices", "List network devices with role, programs and problems.",
-        devices, {},
-    ),
-    View(
-        "maps", "List the maps and how full they are; `!` marks 80 % and more.",
-        maps, {},
-    ),
-    View(
-        "programs", "List the socket hooks and the program at each of them.",
-        programs, {},
-    ),
+    View("devices", "List network devices with role, programs and problems.", devices, {}),
+    View("maps", "List the maps and how full they are; `!` marks 80 % and more.", maps, {}),
+    View("programs", "List the socket hooks and the program at each of them.", programs, {}),
     View(
         "status",
         """Show the status of the agent. Exits with 0 if it runs, has synced, reports no error, all
         hooks are attached, all Service ports are programmed and the packet path, if it is on, is on
         all its devices; otherwise with 1.
         """,
-        status, {}, bpf_only=False, is_list=False,
+        status,
+        {},
+        bpf_only=False,
+        is_list=False,
     ),
-)  # fmt: skip
+)
 
 SHARED: Final = {
     "output": (OutputOption, Output.TABLE),
@@ -256,17 +238,11 @@ SHARED: Final = {
 
 def _make_command(view: View) -> Callable[..., None]:
     """The function whose signature typer turns into options."""
-    options = {
-        **view.filters,
-        **(NAMESPACE if view.namespaced else {}),
-        **(LIST if view.is_list else {}),
-        **SHARED,
-    }
+    options = {**view.filters, **(NAMESPACE if view.namespaced else {}), **(LIST if view.is_list else {}), **SHARED}
 
     def command(
-        output: Output, config: object, pin_dir: Path, state_dir: Path,
-        repeat: bool, no_pager: bool, **values: Any,
-    ) -> None:  # fmt: skip
+        output: Output, config: object, pin_dir: Path, state_dir: Path, repeat: bool, no_pager: bool, **values: Any
+    ) -> None:
         filters = {name: values[name] for name in view.filters}
         folders = pin_dir, state_dir / IPVS_DEVICE
         chosen = Format(output, repeat, not values.get("no_headers", False), not no_pager)
@@ -301,9 +277,8 @@ class Format(NamedTuple):
 
 
 def _show(
-    view: View, filters: dict[str, Any], folders: tuple[Path, Path], selection: Selection,
-    chosen: Format,
-) -> None:  # fmt: skip
+    view: View, filters: dict[str, Any], folders: tuple[Path, Path], selection: Selection, chosen: Format
+) -> None:
     from kbpf.dataplane import reader as dataplane
 
     checked = view.check_filters(**filters)

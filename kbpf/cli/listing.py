@@ -8,18 +8,10 @@ import typer
 from kbpf.views.page import Page
 
 Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Only this namespace.")]
-AllNamespaces = Annotated[
-    bool, typer.Option("-A", "--all-namespaces", help="All namespaces, as without -n.")
-]
-NoHeaders = Annotated[
-    bool, typer.Option("--no-headers", help="Leave out the titles of the columns.")
-]
-SortBy = Annotated[
-    str, typer.Option("--sort-by", metavar="COLUMN", help="The column that orders the rows.")
-]
-Limit = Annotated[
-    int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")
-]
+AllNamespaces = Annotated[bool, typer.Option("-A", "--all-namespaces", help="All namespaces, as without -n.")]
+NoHeaders = Annotated[bool, typer.Option("--no-headers", help="Leave out the titles of the columns.")]
+SortBy = Annotated[str, typer.Option("--sort-by", metavar="COLUMN", help="The column that orders the rows.")]
+Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")]
 NoPager = Annotated[
     bool,
     typer.Option("--no-pager", help="Print long output at once; on a terminal less shows it."),
@@ -29,8 +21,7 @@ NoPager = Annotated[
 def _refuse_labels(labels: str) -> str:
     if labels:
         raise typer.BadParameter(
-            "the labels of Services are not stored on the node; "
-            f"`kubectl get services -A -l {labels}` lists the names"
+            f"the labels of Services are not stored on the node; `kubectl get services -A -l {labels}` lists the names"
         )
     return labels
 
@@ -44,9 +35,7 @@ def split_name(name: str, namespace: str) -> tuple[str, str]:
     """
     name_namespace, _, bare = name.rpartition("/")
     if name_namespace and namespace not in ("", name_namespace):
-        raise typer.BadParameter(
-            f"{namespace} contradicts the namespace of {name}", param_hint="--namespace"
-        )
+        raise typer.BadParameter(f"{namespace} contradicts the namespace of {name}", param_hint="--namespace")
     return name_namespace or namespace, bare
 
 
@@ -72,9 +61,7 @@ class Selection(NamedTuple):
             page = page.refined(keep, self.sort_by, self.limit)
         except KeyError:
             titles = ", ".join(column.title for column in page.columns)
-            raise typer.BadParameter(
-                f"no column {self.sort_by}; there are {titles}", param_hint="--sort-by"
-            ) from None
+            raise typer.BadParameter(f"no column {self.sort_by}; there are {titles}", param_hint="--sort-by") from None
         if page.empty and self.namespace:
             return page.with_empty(f"No resources found in {self.namespace} namespace.")
         return page

@@ -57,9 +57,7 @@ def _format_message(record: logging.LogRecord) -> str:
 def _format_traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     """The traceback, escaped: its message may contain text from objects and other programs."""
     assert record.exc_info
-    return "\n".join(
-        map(escape_unprintable, formatter.formatException(record.exc_info).split("\n"))
-    )
+    return "\n".join(map(escape_unprintable, formatter.formatException(record.exc_info).split("\n")))
 
 
 def _format_time(record: logging.LogRecord, time_format: str) -> str:

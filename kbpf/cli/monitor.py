@@ -43,53 +43,45 @@ EventReason = StrEnum(  # type: ignore[misc]
 Service = Annotated[
     str,
     typer.Option(
-        "--service", metavar="NAMESPACE/NAME",
+        "--service",
+        metavar="NAMESPACE/NAME",
         help="Only to this Service: also IP, IP:PORT or :PORT, as in `inspect service`.",
     ),
-]  # fmt: skip
+]
 Pod = Annotated[
-    str,
-    typer.Option(
-        "--pod", metavar="NAMESPACE/NAME",
-        help="Only from sockets of this Pod of this node.",
-    ),
-]  # fmt: skip
+    str, typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only from sockets of this Pod of this node.")
+]
 Address = Annotated[
-    str,
-    typer.Option(
-        "--address", metavar="IP[:PORT]",
-        help="Only with this address as client, frontend or backend.",
-    ),
-]  # fmt: skip
-VerdictOption = Annotated[
-    list[EventVerdict] | None, typer.Option("--verdict", help="Only these; may be repeated.")
+    str, typer.Option("--address", metavar="IP[:PORT]", help="Only with this address as client, frontend or backend.")
 ]
-ReasonOption = Annotated[
-    list[EventReason] | None, typer.Option("--reason", help="Only these; may be repeated.")
-]
+VerdictOption = Annotated[list[EventVerdict] | None, typer.Option("--verdict", help="Only these; may be repeated.")]
+ReasonOption = Annotated[list[EventReason] | None, typer.Option("--reason", help="Only these; may be repeated.")]
 Rate = Annotated[
     int,
     typer.Option(
-        "--rate", min=1, max=MAX_RATE, metavar="N",
-        help="At most N events a second; says how many more there were.",
+        "--rate", min=1, max=MAX_RATE, metavar="N", help="At most N events a second; says how many more there were."
     ),
-]  # fmt: skip
-For = Annotated[
-    str, typer.Option("--for", metavar="DURATION", help="End after DURATION: 30s, 5m, 2h.")
 ]
-Count = Annotated[
-    int, typer.Option("--count", min=0, metavar="N", help="End after N events; 0: never.")
-]
+For = Annotated[str, typer.Option("--for", metavar="DURATION", help="End after DURATION: 30s, 5m, 2h.")]
+Count = Annotated[int, typer.Option("--count", min=0, metavar="N", help="End after N events; 0: never.")]
 
 
 def monitor(
-    service: Service = "", pod: Pod = "", address: Address = "", verdict: VerdictOption = None,
-    reason: ReasonOption = None, namespace: listing.Namespace = "",
+    service: Service = "",
+    pod: Pod = "",
+    address: Address = "",
+    verdict: VerdictOption = None,
+    reason: ReasonOption = None,
+    namespace: listing.Namespace = "",
     all_namespaces: listing.AllNamespaces = False,
-    rate: Rate = DEFAULT_RATE, for_: For = "", count: Count = 0,
-    output: OutputOption = Output.TABLE, config: ConfigFile = None,
-    pin_dir: PinDir = DEFAULT.pin_dir, state_dir: StateDir = DEFAULT.state_dir,
-) -> None:  # fmt: skip
+    rate: Rate = DEFAULT_RATE,
+    for_: For = "",
+    count: Count = 0,
+    output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+) -> None:
     """Show connections, refusals, drops, evictions and failures as they happen, one line each,
     until Ctrl-C. Filters apply in the kernel, before the rate. The agent need not run.
     """
@@ -103,10 +95,7 @@ def monitor(
     fixed_filter = _fixed_filter(address, verdict or [], reason or [])
     namespace = listing.choose_namespace(service, namespace, all_namespaces)
     lookup = Lookup(locations, service, namespace, pod)
-    with (
-        ended_by_signals(),
-        Monitor(pin_dir, rate, lookup.apply(fixed_filter)) as watched,
-    ):
+    with ended_by_signals(), Monitor(pin_dir, rate, lookup.apply(fixed_filter)) as watched:
         printer = _Printer(output, rate, count)
         for _ in _poll(watched, lookup, fixed_filter, seconds):
             printer.print(watched)
@@ -126,9 +115,7 @@ def _parse_duration(text: str) -> float:
     return seconds
 
 
-def _fixed_filter(
-    address: str, verdicts: list[EventVerdict], reasons: list[EventReason]
-) -> EventFilter:
+def _fixed_filter(address: str, verdicts: list[EventVerdict], reasons: list[EventReason]) -> EventFilter:
     admitted = frozenset(
         reason
         for reason, verdict in view.VERDICTS.items()
@@ -167,9 +154,7 @@ class Lookup:
         parts = Part.SERVICES if has_services else Part.NAMES
         inspection = dataplane.read(self._locations, parts, bpf_only=True)
         if has_services:
-            ports = select_ports(
-                inspection.services, self._service, self._namespace, inspection.location
-            )
+            ports = select_ports(inspection.services, self._service, self._namespace, inspection.location)
             event_filter = replace(
                 event_filter,
                 services=frozenset(port.id for port in ports if port.id is not None),
@@ -180,9 +165,10 @@ class Lookup:
             ids = frozenset(i for uid in uids for i in pods.find_cgroup_ids(uid, above=False))
             if not ids:
                 raise NotFoundError(
-                    f"no cgroup of the Pod {self._pod} is visible", "cgroup v2",
+                    f"no cgroup of the Pod {self._pod} is visible",
+                    "cgroup v2",
                     "run this where the node's cgroups are mounted, as in kbpf's own Pod",
-                )  # fmt: skip
+                )
             event_filter = replace(event_filter, cgroups=ids)
         return event_filter
 
@@ -203,9 +189,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _poll(
-    watched: "Monitor", lookup: Lookup, fixed_filter: EventFilter, seconds: float
-) -> Iterator[None]:
+def _poll(watched: "Monitor", lookup: Lookup, fixed_filter: EventFilter, seconds: float) -> Iterator[None]:
     """Yields whenever there are events, and at least every RENEWAL_S. Ends after `seconds` (0:
     never), and with BrokenPipeError when the reader of the output has exited.
     """

@@ -42,44 +42,24 @@ class Output(StrEnum):
 
 
 OutputOption = Annotated[
-    Output,
-    typer.Option("-o", "--output", metavar="table|wide|json|yaml|name", help="Output format."),
+    Output, typer.Option("-o", "--output", metavar="table|wide|json|yaml|name", help="Output format.")
 ]
 PinDir = Annotated[
     Path,
-    typer.Option(
-        "--pin-dir",
-        envvar="KBPF_PIN_DIR",
-        help="The agent's pin folder, as given to `run`.",
-        readable=False,
-    ),
+    typer.Option("--pin-dir", envvar="KBPF_PIN_DIR", help="The agent's pin folder, as given to `run`.", readable=False),
 ]
 CacheDir = Annotated[
-    Path,
-    typer.Option(
-        "--cache-dir",
-        envvar="KBPF_CACHE_DIR",
-        help="The folder for compiled programs.",
-        readable=False,
-    ),
+    Path, typer.Option("--cache-dir", envvar="KBPF_CACHE_DIR", help="The folder for compiled programs.", readable=False)
 ]
 StateDir = Annotated[
     Path,
     typer.Option(
-        "--state-dir",
-        envvar="KBPF_STATE_DIR",
-        help="Mode ipvs: the state folder, as given to `run`.",
-        readable=False,
+        "--state-dir", envvar="KBPF_STATE_DIR", help="Mode ipvs: the state folder, as given to `run`.", readable=False
     ),
 ]
 CGroup = Annotated[
     Path | None,
-    typer.Option(
-        "--cgroup",
-        envvar="KBPF_CGROUP",
-        help="The cgroup v2 folder, as given to `run`.",
-        readable=False,
-    ),
+    typer.Option("--cgroup", envvar="KBPF_CGROUP", help="The cgroup v2 folder, as given to `run`.", readable=False),
 ]
 Watch = Annotated[bool, typer.Option("-w", "--watch", help="Refresh every 2 s, until Ctrl-C.")]
 
@@ -123,10 +103,14 @@ def _apply_and_store(context: typer.Context, file: Path | None) -> Path | None:
 
 def _file_option(callback: Callable[[typer.Context, Path | None], Path | None]) -> Any:
     return typer.Option(
-        "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=callback,
+        "--config",
+        metavar="FILE",
+        envvar="KBPF_CONFIG",
+        is_eager=True,
+        callback=callback,
         readable=False,
         help="The configuration file of `run`. It sets the defaults of the options below.",
-    )  # fmt: skip
+    )
 
 
 ConfigFile = Annotated[Path | None, _file_option(_apply_and_warn)]

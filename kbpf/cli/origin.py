@@ -24,17 +24,22 @@ from kbpf.source.decode.decode import decode_object
 RunConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", envvar="KBPF_CONFIG", readable=False,
+        "--config",
+        metavar="FILE",
+        envvar="KBPF_CONFIG",
+        readable=False,
         help="The configuration file of `run`. Its settings apply, and say where the objects are.",
     ),
-]  # fmt: skip
+]
 NodeName = Annotated[
     str,
     typer.Option(
-        "--hostname-override", metavar="NAME", envvar="KBPF_HOSTNAME_OVERRIDE",
+        "--hostname-override",
+        metavar="NAME",
+        envvar="KBPF_HOSTNAME_OVERRIDE",
         help="The node whose agent this stands for; by default that of the agent, or this machine.",
     ),
-]  # fmt: skip
+]
 
 MAX_REJECTED: Final = 20
 

@@ -8,10 +8,7 @@ from kbpf.cli.options import DEFAULT, ConfigFile, PinDir, StateDir
 from kbpf.model.config import IPVS_DEVICE
 
 
-def page(
-    config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir,
-    state_dir: StateDir = DEFAULT.state_dir,
-) -> None:  # fmt: skip
+def page(config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir, state_dir: StateDir = DEFAULT.state_dir) -> None:
     """Print the state of this node as an HTML page: Services, backends, failed connections, maps.
     The page needs no other file.
     """

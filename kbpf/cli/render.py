@@ -35,9 +35,7 @@ def format_document(value: Any, output: Output) -> str:
         from kbpf import bounded_yaml
 
         def dump(allow_unicode: bool) -> str:
-            return bounded_yaml.dump(
-                plain, default_flow_style=False, allow_unicode=allow_unicode, width=1 << 20
-            )
+            return bounded_yaml.dump(plain, default_flow_style=False, allow_unicode=allow_unicode, width=1 << 20)
 
         # Readable text stays readable; with one unprintable character everything is escaped, since
         # the library cannot escape only that.
@@ -91,9 +89,8 @@ def show(page: Page, output: Output, titles: bool = True, pager: bool = False) -
 
 
 def show_or_watch(
-    read: Callable[[], Page], output: Output, repeat: bool = False, titles: bool = True,
-    pager: bool = True,
-) -> None:  # fmt: skip
+    read: Callable[[], Page], output: Output, repeat: bool = False, titles: bool = True, pager: bool = True
+) -> None:
     """Prints the page that `read` returns; with `repeat` again and again until Ctrl-C."""
     if repeat:
         if not output.is_text:
@@ -143,18 +140,14 @@ def _stream_table(
     texts = [c.text for c in visible]
     packed = [SEPARATOR.join(c.title for c in visible)]
     rows = iter(values)
-    while chunk := [
-        [escape_unprintable(text(row)) for text in texts] for row in islice(rows, CHUNK_ROWS)
-    ]:
+    while chunk := [[escape_unprintable(text(row)) for text in texts] for row in islice(rows, CHUNK_ROWS)]:
         chunk_widths = [max(map(len, cells)) for cells in zip(*chunk, strict=True)]
         widths = list(map(max, widths, chunk_widths))
         packed.extend(map(SEPARATOR.join, chunk))
     is_narrowed = 0 < limit < sum(widths) + len(GAP) * (len(widths) - 1)
     if is_narrowed:
         widths = terminal.fit_widths(widths, _longest_words(packed, len(widths)), limit)
-    line_format = GAP.join(
-        f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True)
-    )
+    line_format = GAP.join(f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True))
     for line in packed[not titles :]:
         cells = line.split(SEPARATOR)
         if not is_narrowed:
@@ -186,9 +179,7 @@ def _render_names(page: Page) -> Iterator[str]:
 WATCH_SECONDS: Final = 2.0
 
 
-def watch(
-    page: Callable[[], str], seconds: float = WATCH_SECONDS, takes_time: bool = False
-) -> None:
+def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS, takes_time: bool = False) -> None:
     """Shows the page again and again until Ctrl-C: in place on a terminal, otherwise appended.
     `takes_time`: page() itself takes these seconds.
     """

@@ -67,18 +67,14 @@ def connect(config: Config, on_request: "RequestHandler") -> "Cluster | None":
 
     allow_insecure = config.allow_insecure_api
     cluster = Cluster(
-        find_access(config.kubeconfig, config.master, allow_insecure=allow_insecure),
-        on_request,
-        allow_insecure,
+        find_access(config.kubeconfig, config.master, allow_insecure=allow_insecure), on_request, allow_insecure
     )
     for problem in cluster.problems:
         log.warning("%s", problem)
     return cluster
 
 
-def source_factory(
-    config: Config, cluster: "Cluster | None"
-) -> Callable[[Callable[[Item], None]], Sequence[Source]]:
+def source_factory(config: Config, cluster: "Cluster | None") -> Callable[[Callable[[Item], None]], Sequence[Source]]:
     """Returns a function that creates the configured sources, which put their items into `put`."""
 
     def make(put: Callable[[Item], None]) -> Sequence[Source]:
@@ -131,9 +127,7 @@ def run_agent(options: RunOptions, loaded: LoadedConfig, data: bytes | None) -> 
         raise SystemExit(1) from error
 
 
-def _run_agent(
-    config: Config, options: RunOptions, loaded: LoadedConfig, data: bytes | None
-) -> None:
+def _run_agent(config: Config, options: RunOptions, loaded: LoadedConfig, data: bytes | None) -> None:
     for note in loaded.notes:
         log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
     if config.source is not None:  # before anything is created in the kernel
@@ -151,9 +145,15 @@ def _run_agent(
     configz_document = format_configz(config)
     warnings = {note.event: note.text for note in loaded.notes if note.event}
     server = AgentServer(
-        config, plane.choice.mode, lambda: plane.shared, _event_poster(cluster), configz_document,
-        proxy_metrics, options.flags, warnings,
-    )  # fmt: skip
+        config,
+        plane.choice.mode,
+        lambda: plane.shared,
+        _event_poster(cluster),
+        configz_document,
+        proxy_metrics,
+        options.flags,
+        warnings,
+    )
     agent = Agent(config, plane, source_factory(config, cluster), server)
     if cluster is not None:
         cluster.on_connect = agent.on_api_connect

@@ -43,10 +43,29 @@ def list_kinds() -> tuple[Kind, ...]:
     from kbpf.views.packet_path import connections, devices, nat
 
     modules = (
-        affinity, backends, check, cleanup, compile, connections, devices, differences, endpoints,
-        failures, maps, monitor, nat, programs, service, services, sources, status, sysdump, top,
-        trace_page, verification,
-    )  # fmt: skip
+        affinity,
+        backends,
+        check,
+        cleanup,
+        compile,
+        connections,
+        devices,
+        differences,
+        endpoints,
+        failures,
+        maps,
+        monitor,
+        nat,
+        programs,
+        service,
+        services,
+        sources,
+        status,
+        sysdump,
+        top,
+        trace_page,
+        verification,
+    )
     kinds = (*(module.KIND for module in modules), monitor.LEFT_OUT_KIND, demo.result_kind())
     return tuple(sorted(kinds, key=lambda kind: kind.name))
 
@@ -63,10 +82,7 @@ def build_schema(kinds: Iterable[Kind]) -> dict[str, Any]:
 
 def document_type(kind: Kind) -> type:
     """The struct of a whole document."""
-    fields: list[tuple[str, Any]] = [
-        ("apiVersion", Literal[API_VERSION]),
-        ("kind", Literal[kind.name]),
-    ]
+    fields: list[tuple[str, Any]] = [("apiVersion", Literal[API_VERSION]), ("kind", Literal[kind.name])]
     if kind.summary is not None:
         fields += [(field.name, field.type) for field in msgspec.structs.fields(kind.summary)]
     if kind.item is not None:
@@ -90,10 +106,7 @@ def _describe_fields(definition: dict[str, Any]) -> None:
 
 
 def schema(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="[KIND]", help="Only of this kind: ServiceList, Status, ..."),
-    ] = "",
+    name: Annotated[str, typer.Argument(metavar="[KIND]", help="Only of this kind: ServiceList, Status, ...")] = "",
 ) -> None:
     """Print the JSON Schema of what commands print with -o json and -o yaml."""
     kinds = list_kinds()

@@ -29,30 +29,18 @@ TROUBLE: Final = 2
 
 WorldArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="WORLD",
-        help="A folder of YAML, or `cluster`: the API server of --kubeconfig or --config.",
-    ),
+    typer.Argument(metavar="WORLD", help="A folder of YAML, or `cluster`: the API server of --kubeconfig or --config."),
 ]
 Nodes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--node", metavar="NAME",
-        help=f"For this node; may be repeated. Default: all, at most {MAX_NODES}.",
-    ),
-]  # fmt: skip
+    typer.Option("--node", metavar="NAME", help=f"For this node; may be repeated. Default: all, at most {MAX_NODES}."),
+]
 ServiceFilter = Annotated[
-    str,
-    typer.Option(
-        "--service", metavar="NAMESPACE/NAME",
-        help="Only this Service; without a namespace, default.",
-    ),
-]  # fmt: skip
+    str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only this Service; without a namespace, default.")
+]
 Removed = Annotated[
     list[str] | None,
-    typer.Option(
-        "--zone-down", "--node-down", "--drain", "--weight", "--traffic-distribution", hidden=True
-    ),
+    typer.Option("--zone-down", "--node-down", "--drain", "--weight", "--traffic-distribution", hidden=True),
 ]
 RemovedFlag = Annotated[bool, typer.Option("--all", hidden=True)]
 REMOVED: Final = (
@@ -62,10 +50,14 @@ REMOVED: Final = (
 
 
 def diff(
-    before: WorldArgument, after: WorldArgument, nodes: Nodes = None, service: ServiceFilter = "",
-    output: OutputOption = Output.TABLE, kubeconfig: Kubeconfig = None,
+    before: WorldArgument,
+    after: WorldArgument,
+    nodes: Nodes = None,
+    service: ServiceFilter = "",
+    output: OutputOption = Output.TABLE,
+    kubeconfig: Kubeconfig = None,
     config: RunConfigFile = None,
-) -> None:  # fmt: skip
+) -> None:
     """Show what changes for clients on each node from one state of a cluster to another: frontends,
     and the share of each backend. Exits with 0 if nothing does, 1 if something does, and 2 if that
     cannot be said.
@@ -85,10 +77,15 @@ def diff(
 
 
 def simulate(
-    world: WorldArgument = CLUSTER, nodes: Nodes = None, service: ServiceFilter = "",
-    output: OutputOption = Output.TABLE, kubeconfig: Kubeconfig = None,
-    config: RunConfigFile = None, removed: Removed = None, removed_flag: RemovedFlag = False,
-) -> None:  # fmt: skip
+    world: WorldArgument = CLUSTER,
+    nodes: Nodes = None,
+    service: ServiceFilter = "",
+    output: OutputOption = Output.TABLE,
+    kubeconfig: Kubeconfig = None,
+    config: RunConfigFile = None,
+    removed: Removed = None,
+    removed_flag: RemovedFlag = False,
+) -> None:
     """Show which share of connections each backend would get on each node, and which sets of
     backends are empty.
     """
@@ -102,9 +99,8 @@ def simulate(
 
 
 def _compare(
-    before: World, after: World, config: Config, nodes: Sequence[str] | None, service: str,
-    notes: list[str],
-) -> list[view.DifferenceRow]:  # fmt: skip
+    before: World, after: World, config: Config, nodes: Sequence[str] | None, service: str, notes: list[str]
+) -> list[view.DifferenceRow]:
     """A row for each difference, with all nodes that have it. Raises NotFoundError."""
     selected = _find_service(service, {**before, **after})
     names = _choose_nodes(nodes, after, before, config, notes)
@@ -145,9 +141,7 @@ def _choose_nodes(
 
     names, gone = list(list_nodes(after)), list_nodes(before).keys() - list_nodes(after).keys()
     if gone and not names:
-        raise NotFoundError(
-            "no Node would be left", "", f"all would be gone: {_join(sorted(gone))}"
-        )
+        raise NotFoundError("no Node would be left", "", f"all would be gone: {_join(sorted(gone))}")
     if wanted:
         for name in wanted:
             if names and name not in names:

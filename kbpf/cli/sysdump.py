@@ -21,13 +21,7 @@ from kbpf import __version__
 from kbpf.cli import render
 from kbpf.cli.dump.collect import whole_documents, whole_lines
 from kbpf.cli.endpoints import Kubeconfig, own_node_name
-from kbpf.cli.options import (
-    DEFAULT,
-    Output,
-    OutputOption,
-    PinDir,
-    StateDir,
-)
+from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, StateDir
 from kbpf.cli.origin import NodeName, RunConfigFile, read_config, with_own_node
 from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, OutputError
@@ -58,19 +52,18 @@ File = Annotated[
     ),
 ]
 TimeLimit = Annotated[
-    str,
-    typer.Option("--time-limit", metavar="DURATION", help="Do not begin further parts after it."),
+    str, typer.Option("--time-limit", metavar="DURATION", help="Do not begin further parts after it.")
 ]
-MaxBytes = Annotated[
-    int, typer.Option("--max-bytes", min=1 << 20, metavar="N", help="Of all parts, uncompressed.")
-]
+MaxBytes = Annotated[int, typer.Option("--max-bytes", min=1 << 20, metavar="N", help="Of all parts, uncompressed.")]
 Logs = Annotated[
     list[Path] | None,
     typer.Option(
-        "--log", metavar="FILE", readable=False,
+        "--log",
+        metavar="FILE",
+        readable=False,
         help="The agent's log, if it is neither in /var/log/pods nor in the journal.",
     ),
-]  # fmt: skip
+]
 
 
 class IndexEntry(msgspec.Struct, frozen=True):
@@ -108,11 +101,17 @@ COLUMNS: Final = (
 
 
 def sysdump(
-    file: File = None, time_limit: TimeLimit = "2m", max_bytes: MaxBytes = 256 << 20,
-    logs: Logs = None, output: OutputOption = Output.TABLE, kubeconfig: Kubeconfig = None,
-    node: NodeName = "", config: RunConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir,
+    file: File = None,
+    time_limit: TimeLimit = "2m",
+    max_bytes: MaxBytes = 256 << 20,
+    logs: Logs = None,
+    output: OutputOption = Output.TABLE,
+    kubeconfig: Kubeconfig = None,
+    node: NodeName = "",
+    config: RunConfigFile = None,
+    pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
-) -> None:  # fmt: skip
+) -> None:
     """Collect what a report about this node needs in one archive: check, verify, all views, health
     and metrics, logs, the objects of the cluster, devices, routes, rules, sysctls and settings.
     Passwords, tokens and keys are removed; names and addresses are not. A part that fails is a line
@@ -143,11 +142,14 @@ def sysdump(
     names = (("--kubeconfig", kubeconfig), ("--config", config))
     origin = [text for name, path in names if path for text in (name, str(path))]
     subject = Subject(
-        settings, config,
+        settings,
+        config,
         ("--pin-dir", str(pin_dir), "--state-dir", str(state_dir)),
-        tuple(origin), min(MAX_OBJECT_BYTES, max_bytes // 2),
-        status.pid if status and is_alive(status.pid, status.started) else None, tuple(logs or ()),
-    )  # fmt: skip
+        tuple(origin),
+        min(MAX_OBJECT_BYTES, max_bytes // 2),
+        status.pid if status and is_alive(status.pid, status.started) else None,
+        tuple(logs or ()),
+    )
     started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.node_name)
     folder = f"kbpf-sysdump-{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
@@ -155,10 +157,7 @@ def sysdump(
     kubeconfigs = [p for p in (kubeconfig, settings.kubeconfig, USUAL_KUBECONFIG) if p is not None]
     redactor = Redactor(find_secrets(kubeconfigs, [settings.master], os.environ))
     start = time.monotonic()
-    with (
-        _open_output(path, only_new=file is None) as stream,
-        tarfile.open(fileobj=stream, mode="w|gz") as tar,
-    ):
+    with _open_output(path, only_new=file is None) as stream, tarfile.open(fileobj=stream, mode="w|gz") as tar:
         archive = Archive(tar, folder, max_bytes, redactor.redact)
         entries = [*_collect(list(list_parts(subject)), archive, start, seconds)]
         if problem:
@@ -199,9 +198,7 @@ def _open_output(path: Path, only_new: bool) -> Iterator[BinaryIO]:
         raise OutputError(f"cannot write the file: {reason}", str(path), hint) from error
 
 
-def _read_settings(
-    config: Path | None, kubeconfig: Path | None, node: str, pin_dir: Path
-) -> tuple[Config, str]:
+def _read_settings(config: Path | None, kubeconfig: Path | None, node: str, pin_dir: Path) -> tuple[Config, str]:
     """The agent's settings; the defaults and an error if they cannot be read."""
     try:
         return with_own_node(read_config(config, kubeconfig), node, pin_dir), ""
@@ -226,9 +223,7 @@ def _read_status(locations: "Locations") -> "AgentStatus | None":
 class Archive:
     """Adds files to a tar file, as it is written. `redact` gets each of them."""
 
-    def __init__(
-        self, tar: tarfile.TarFile, folder: str, max_bytes: int, redact: Callable[[bytes], bytes]
-    ) -> None:
+    def __init__(self, tar: tarfile.TarFile, folder: str, max_bytes: int, redact: Callable[[bytes], bytes]) -> None:
         self._tar, self._folder, self._redact = tar, folder, redact
         self.remaining = max_bytes
 
@@ -256,9 +251,7 @@ class Archive:
         self._tar.addfile(info, io.BytesIO(data))
 
 
-def _collect(
-    parts: Sequence["DumpPart"], archive: Archive, start: float, time_limit: float
-) -> Iterator[IndexEntry]:
+def _collect(parts: Sequence["DumpPart"], archive: Archive, start: float, time_limit: float) -> Iterator[IndexEntry]:
     """Collects several parts at a time, until `time_limit` seconds after `start`, and adds them in
     their order.
     """

@@ -26,9 +26,7 @@ ALARMS: Final = re.compile(
     + r"|(?<=agent   )   *down: .*$",
     re.MULTILINE,
 )
-WARNINGS: Final = re.compile(
-    CELL.format("expired|unknown|terminating|serving, terminating"), re.MULTILINE
-)
+WARNINGS: Final = re.compile(CELL.format("expired|unknown|terminating|serving, terminating"), re.MULTILINE)
 """States and marks of kbpf's own, as whole cells of a table or at the end of a line."""
 
 
@@ -96,9 +94,7 @@ def wrap(cell: str, limit: int) -> list[str]:
 
 def pager_command() -> str:
     """The pager of $KBPF_PAGER or $PAGER, or less; "" for none, or if it is not installed."""
-    command = next(
-        (os.environ[name] for name in ("KBPF_PAGER", "PAGER") if name in os.environ), "less"
-    )
+    command = next((os.environ[name] for name in ("KBPF_PAGER", "PAGER") if name in os.environ), "less")
     try:
         program = shlex.split(command)[:1]
     except ValueError:
@@ -117,9 +113,14 @@ def paged(wanted: bool = True) -> Iterator[IO[str]]:
         return
     environment = {"LESS": "FRX", **children.child_environment()}
     pager = subprocess.Popen(
-        command, shell=True, stdin=subprocess.PIPE, cwd=children.WORKING_DIRECTORY,
-        env=environment, encoding=sys.stdout.encoding, errors="replace",
-    )  # fmt: skip
+        command,
+        shell=True,
+        stdin=subprocess.PIPE,
+        cwd=children.WORKING_DIRECTORY,
+        env=environment,
+        encoding=sys.stdout.encoding,
+        errors="replace",
+    )
     assert pager.stdin is not None
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pager
     try:

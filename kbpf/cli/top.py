@@ -38,16 +38,10 @@ OTHER_LINES: Final = 7
 
 ByOption = Annotated[By, typer.Option("--by", help="What a row stands for.")]
 Once = Annotated[bool, typer.Option("--once", help="Show one interval, and end.")]
-Interval = Annotated[
-    str, typer.Option("--interval", metavar="DURATION", help="The time between two reads.")
-]
+Interval = Annotated[str, typer.Option("--interval", metavar="DURATION", help="The time between two reads.")]
 Limit = Annotated[
-    int,
-    typer.Option(
-        "--limit", min=0, metavar="N",
-        help="Show at most N rows; 0: as many as fit, or with --once all.",
-    ),
-]  # fmt: skip
+    int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: as many as fit, or with --once all.")
+]
 
 
 class Sample(NamedTuple):
@@ -60,12 +54,18 @@ class Sample(NamedTuple):
 
 
 def top(
-    by: ByOption = By.SERVICES, service: Service = "", namespace: listing.Namespace = "",
-    all_namespaces: listing.AllNamespaces = False, once: Once = False,
-    interval: Interval = "2s", limit: Limit = 0, output: OutputOption = Output.TABLE,
+    by: ByOption = By.SERVICES,
+    service: Service = "",
+    namespace: listing.Namespace = "",
+    all_namespaces: listing.AllNamespaces = False,
+    once: Once = False,
+    interval: Interval = "2s",
+    limit: Limit = 0,
+    output: OutputOption = Output.TABLE,
     config: ConfigFile = None,
-    pin_dir: PinDir = DEFAULT.pin_dir, state_dir: StateDir = DEFAULT.state_dir,
-) -> None:  # fmt: skip
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+) -> None:
     """Show the busiest Services, backends, zones, nodes or clients: new and failed connections a
     second, open connections, and bytes. The agent need not run.
     """
@@ -146,18 +146,14 @@ class _EventSampler:
         return Sample(counts.build_rows(elapsed), summary, frozenset())
 
 
-def _run(
-    sample: Callable[[float], Sample], seconds: float, once: bool, output: Output, limit: int
-) -> None:
+def _run(sample: Callable[[float], Sample], seconds: float, once: bool, output: Output, limit: int) -> None:
     if once:
         taken = sample(seconds)
         page = view.build_page(*taken, limit=limit)
         render.show(page, output)
         return
     histories = _Histories()
-    render.watch(
-        lambda: _format(_next_page(sample(seconds), histories, limit), output), seconds, True
-    )
+    render.watch(lambda: _format(_next_page(sample(seconds), histories, limit), output), seconds, True)
 
 
 def _next_page(taken: Sample, histories: "_Histories", limit: int) -> Page:

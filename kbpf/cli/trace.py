@@ -37,17 +37,10 @@ PORTS: Final = {"http": 80, "https": 443}
 From = Annotated[
     str,
     typer.Argument(
-        metavar="FROM",
-        help="host, outside, an IP of a client outside, or NAMESPACE/NAME of a Pod of this node.",
+        metavar="FROM", help="host, outside, an IP of a client outside, or NAMESPACE/NAME of a Pod of this node."
     ),
 ]
-To = Annotated[
-    str,
-    typer.Argument(
-        metavar="TO",
-        help="IP:PORT[/udp], NAMESPACE/NAME[:PORT] of a Service, or a URL.",
-    ),
-]
+To = Annotated[str, typer.Argument(metavar="TO", help="IP:PORT[/udp], NAMESPACE/NAME[:PORT] of a Service, or a URL.")]
 Confirm = Annotated[
     bool,
     typer.Option(
@@ -67,11 +60,17 @@ Connect = Annotated[
 
 
 def trace_connection(
-    source: From, to: To, confirm: Confirm = False, connect: Connect = False,
-    output: OutputOption = Output.TABLE, kubeconfig: Kubeconfig = None, config: ConfigFile = None,
-    pin_dir: PinDir = DEFAULT.pin_dir, state_dir: StateDir = DEFAULT.state_dir,
+    source: From,
+    to: To,
+    confirm: Confirm = False,
+    connect: Connect = False,
+    output: OutputOption = Output.TABLE,
+    kubeconfig: Kubeconfig = None,
+    config: ConfigFile = None,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,
-) -> None:  # fmt: skip
+) -> None:
     """Explain a connection: which program sees it, which Service it is for, which backends it may
     reach, and why. Reads what is programmed on this node and, if the API server can be asked, why
     each endpoint is used or not. A packet is tried on a copy of the programs. Sends nothing to a
@@ -97,9 +96,7 @@ def trace_connection(
             tried.append(try_socket(inspection, caller, target, trace, sends=True))
         endpoints, note = _read_endpoints(cluster, inspection, trace)
         notes.add(note)
-        traces.append(
-            msgspec.structs.replace(trace, confirmations=tuple(tried), endpoints=endpoints)
-        )
+        traces.append(msgspec.structs.replace(trace, confirmations=tuple(tried), endpoints=endpoints))
     page = trace_page.build_page(traces, sorted(notes))
     render.show(page, output)
 
@@ -136,8 +133,11 @@ def find_caller(text: str, inspection: Inspection, cluster: "Cluster | None") ->
     )
     client = Client(Origin.POD, names[0], cgroups)
     if process is None:
-        return Caller(client, note="no process of the Pod is visible from here, so its address and "
-                      "network namespace are not known: run this on the node itself")  # fmt: skip
+        return Caller(
+            client,
+            note="no process of the Pod is visible from here, so its address and "
+            "network namespace are not known: run this on the node itself",
+        )
     try:
         netns_cookie, addresses = _read_netns(process)
     except KernelError as error:
@@ -176,8 +176,7 @@ def find_targets(inspection: Inspection, text: str, origin: Origin) -> list[Fron
         return view.find_targets(inspection, text, origin)
     address, port = place
     if address is None or not 0 < port < 65536:
-        raise typer.BadParameter(f"{text} needs an address and a port, as in 10.96.0.1:80",
-                                 param_hint="TO")  # fmt: skip
+        raise typer.BadParameter(f"{text} needs an address and a port, as in 10.96.0.1:80", param_hint="TO")
     return [FrontendAddress(Addr(address), port, protocol or Protocol.TCP)]
 
 
@@ -236,9 +235,8 @@ def _make_step(name: str, row: "CheckRow", words: Mapping[str, str]) -> Step:
 
 
 def confirm_trace(
-    inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, pin_dir: Path,
-    cache_dir: Path,
-) -> Confirmation:  # fmt: skip
+    inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, pin_dir: Path, cache_dir: Path
+) -> Confirmation:
     """Tries it without packets."""
     from kbpf.checks import connection
 
@@ -248,10 +246,13 @@ def confirm_trace(
     if trace.seen_by != "packet":
         return try_socket(inspection, caller, to, trace, sends=False)
     result = connection.try_packet(
-        _predict(inspection, to, trace), client.address(family_of(to.address)), pin_dir, cache_dir,
+        _predict(inspection, to, trace),
+        client.address(family_of(to.address)),
+        pin_dir,
+        cache_dir,
         from_host=client.is_on_host(inspection.host_netns),
         uplinks=_list_uplinks(inspection) if client.origin is Origin.OUTSIDE else (),
-    )  # fmt: skip
+    )
     return Confirmation("a packet, on a copy of the programs", result.matches, result.outcome)
 
 
@@ -261,9 +262,8 @@ def _is_determined(trace: Trace) -> bool:
 
 
 def _try_unasked(
-    inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, pin_dir: Path,
-    cache_dir: Path,
-) -> list[Confirmation]:  # fmt: skip
+    inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, pin_dir: Path, cache_dir: Path
+) -> list[Confirmation]:
     """Tries a packet, since that has no effect, unlike a connect(). Nothing if it cannot be tried:
     then the explanation stands alone.
     """
@@ -278,9 +278,7 @@ def _list_uplinks(inspection: Inspection) -> list[int]:
     return sorted(ifindex for ifindex, device in devices if device.role == "host")
 
 
-def try_socket(
-    inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, sends: bool
-) -> Confirmation:
+def try_socket(inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, sends: bool) -> Confirmation:
     from kbpf.checks import connection
 
     how = f"connect() {'for real' if sends else 'without packets'}, as {caller.client}"
@@ -290,9 +288,8 @@ def try_socket(
     if caller.client.origin is Origin.POD and process is None:
         return Confirmation(how, None, "no process of the Pod is visible from here")
     result = connection.try_socket(
-        _predict(inspection, to, trace), sends,
-        process.cgroup if process else None, process.netns if process else None,
-    )  # fmt: skip
+        _predict(inspection, to, trace), sends, process.cgroup if process else None, process.netns if process else None
+    )
     return Confirmation(how, result.matches, result.outcome)
 
 
@@ -301,17 +298,20 @@ def _predict(inspection: Inspection, to: FrontendAddress, trace: Trace) -> "Pred
 
     ids = (port.id for port in inspection.services if port.text == trace.service)
     return Prediction(
-        to, next(ids, 0) or 0, Verdict(trace.verdict), Reason[trace.reason.upper()],
-        trace.client_sees, trace.seen_by == "socket",
+        to,
+        next(ids, 0) or 0,
+        Verdict(trace.verdict),
+        Reason[trace.reason.upper()],
+        trace.client_sees,
+        trace.seen_by == "socket",
         {candidate.backend: candidate.source == "node" for candidate in trace.candidates},
-    )  # fmt: skip
+    )
 
 
 # ---- the API server ------------------------------------------------------------------------------
 
 API_HINT: Final = (
-    "why each endpoint is used or not is known to the API server: name it with --kubeconfig, or "
-    "run this in kbpf's Pod"
+    "why each endpoint is used or not is known to the API server: name it with --kubeconfig, or run this in kbpf's Pod"
 )
 
 
@@ -344,15 +344,11 @@ def _read_endpoints(
     if port is None or port.key is None:
         return trace.endpoints, ""
     if cluster is None:
-        is_unknown = not trace.endpoints or any(
-            row.why == trace_endpoints.UNKNOWN for row in trace.endpoints
-        )
+        is_unknown = not trace.endpoints or any(row.why == trace_endpoints.UNKNOWN for row in trace.endpoints)
         return trace.endpoints, API_HINT if is_unknown else ""
     node = inspection.status.node if inspection.status else ""
     try:
-        objects = one_service.read(
-            cluster, port.key.namespace, port.key.name, node or default_node_name()
-        )
+        objects = one_service.read(cluster, port.key.namespace, port.key.name, node or default_node_name())
     except KbpfError as error:
         return trace.endpoints, f"the API server does not say why endpoints are used: {error}"
     return tuple(

@@ -33,15 +33,7 @@ from kbpf.model.config import Config
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.events import Event, ObjectKey, Rejected
 from kbpf.model.fairness import take_turns
-from kbpf.model.inspection import (
-    Difference,
-    DifferenceKind,
-    Finding,
-    HookEntry,
-    Inspection,
-    Part,
-    Verification,
-)
+from kbpf.model.inspection import Difference, DifferenceKind, Finding, HookEntry, Inspection, Part, Verification
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from kbpf.source.base import Source, wait_until_listed
@@ -75,9 +67,7 @@ class _Reading:
 class Verifier:
     """Verifies one node, once. `make_sources` as for Agent. Call run()."""
 
-    def __init__(
-        self, config: Config, make_sources: Callable[[Callable[[Item], None]], Sequence[Source]]
-    ) -> None:
+    def __init__(self, config: Config, make_sources: Callable[[Callable[[Item], None]], Sequence[Source]]) -> None:
         self._config, self._pins = config, Pins(config.pin_dir)
         self._inbox = Inbox()
         self._sources = make_sources(self._inbox.put)
@@ -114,11 +104,14 @@ class Verifier:
             for source in self._sources:
                 source.stop()
         return Verification(
-            (*confirmed, *failures), len(self._builder.state.services), last.entries, proven,
+            (*confirmed, *failures),
+            len(self._builder.state.services),
+            last.entries,
+            proven,
             readings,
             tuple(take_turns(sorted(changing), lambda s: s.partition("/")[0])[:MAX_CHANGING]),
             (*_describe_agent(inspection), *self._describe_rejected(), *notes),
-        )  # fmt: skip
+        )
 
     # ---- the API -------------------------------------------------------------------------------
 
@@ -138,8 +131,9 @@ class Verifier:
         touched.all_services = touched.all_services or inputs[0] != (self._inputs or inputs)[0]
         for _ in range(2):  # the frontends that devices have are known only after the first
             ports = self._select_device_ports(listeners)
-            changed = self._builder.update(self._store, touched, inputs[0], self._config,
-                                           self._api_servers, listeners, ports)  # fmt: skip
+            changed = self._builder.update(
+                self._store, touched, inputs[0], self._config, self._api_servers, listeners, ports
+            )
             now = time.monotonic()
             self._changed_at |= dict.fromkeys(changed, now)
             if self._select_device_ports(listeners) == ports:
@@ -148,9 +142,7 @@ class Verifier:
             self._changed_at[None] = time.monotonic()
         self._inputs = inputs
 
-    def _select_device_ports(
-        self, listeners: frozenset[FrontendAddress]
-    ) -> frozenset[FrontendAddress]:
+    def _select_device_ports(self, listeners: frozenset[FrontendAddress]) -> frozenset[FrontendAddress]:
         return select_listening(self._builder.device_frontends, listeners)
 
     def _describe_rejected(self) -> Iterator[str]:
@@ -165,9 +157,10 @@ class Verifier:
         agents = snapshot.read(self._config.pin_dir, Part.HOOKS).host_netns
         if cookie is not None and agents not in (0, cookie):
             raise NotFoundError(
-                "the agent's node is in another network namespace", str(self._config.pin_dir),
+                "the agent's node is in another network namespace",
+                str(self._config.pin_dir),
                 "run it there: nsenter --net=/proc/PID/ns/net kbpf verify",
-            )  # fmt: skip
+            )
 
     def _read(self) -> _Reading:
         """Compares the kernel with the desired state, once."""
@@ -191,9 +184,7 @@ class Verifier:
                 )
         return reading
 
-    def _read_until_settled(
-        self, is_alive: bool
-    ) -> tuple[list[Difference], set[str], int, _Reading]:
+    def _read_until_settled(self, is_alive: bool) -> tuple[list[Difference], set[str], int, _Reading]:
         """The differences that all readings agree on, the Service ports that differed in each
         reading, but never for long in the same way, the number of readings, and the last one.
         """
@@ -266,11 +257,7 @@ class Verifier:
             for where, row in rows
             if row.result == "no"
         ]
-        notes = [
-            f"{row.name} {where} was not tried: {row.detail}"
-            for where, row in rows
-            if row.result == "unknown"
-        ]
+        notes = [f"{row.name} {where} was not tried: {row.detail}" for where, row in rows if row.result == "unknown"]
         return failures, sum(row.result == "yes" for _, row in rows), notes
 
     def _try_all(self) -> list[tuple[str, CheckRow]]:

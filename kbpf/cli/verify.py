@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 MAX_DIFFERENCES: Final = 100
 PATH_METAVARS: Final = frozenset(("FILE", "DIR"))
 
-Limit = Annotated[
-    int, typer.Option("--limit", min=0, metavar="N", help="Show at most N differences; 0: all.")
-]
+Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Show at most N differences; 0: all.")]
 
 
-def verify(
-    context: typer.Context, output: OutputOption = Output.TABLE, limit: Limit = MAX_DIFFERENCES
-) -> None:
+def verify(context: typer.Context, output: OutputOption = Output.TABLE, limit: Limit = MAX_DIFFERENCES) -> None:
     """Compare the API server and the kernel of this node. Computes from all objects what the kernel
     should have, names each difference, and tries real connections and packets. Exits with 0 if
     there is none, otherwise with 1. Changes nothing.
@@ -59,8 +55,9 @@ def _find_config(flags: list[str]) -> "Config":
     if dataplane.is_ipvs(locations):
         raise NotFoundError(
             "the agent of this node is in mode ipvs, which `kbpf verify` does not know",
-            str(locations.state_dir), "`kbpf inspect status` shows what the agent itself finds",
-        )  # fmt: skip
+            str(locations.state_dir),
+            "`kbpf inspect status` shows what the agent itself finds",
+        )
     inspection = dataplane.read(locations, Part.STATUS)
     status = inspection.status
     if status is not None and inspection.agent_alive:
@@ -94,9 +91,7 @@ def _read_agent_options(pid: int, started: float) -> "RunOptions | None":
         return None
     options = arguments.parse_options(command.arguments[start + 1 :], command.environ)
     explicit_flags = {
-        flag: str(command.folder / text)
-        if text and SETTINGS_BY_FLAG[flag].kind.metavar in PATH_METAVARS
-        else text
+        flag: str(command.folder / text) if text and SETTINGS_BY_FLAG[flag].kind.metavar in PATH_METAVARS else text
         for flag, text in options.explicit_flags.items()
     }
     file = command.folder / options.file if options.file is not None else None

@@ -75,9 +75,7 @@ def parse(data: bytes, where: str, errors: list[ConfigError] | None = None) -> C
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"not YAML: {problem}", f"{where}{line}") from error
     if not by_kind and not errors:
-        raise ConfigError(
-            "the file is empty", where, f"write a document of kind {KUBE_PROXY} or {KBPF}"
-        )
+        raise ConfigError("the file is empty", where, f"write a document of kind {KUBE_PROXY} or {KBPF}")
     return ConfigDocuments(by_kind.get(KUBE_PROXY), by_kind.get(KBPF), tuple(notes))
 
 
@@ -103,9 +101,7 @@ def _split_document(document: object, where: str) -> tuple[str, Mapping[str, Any
         kinds = " or ".join(API_VERSIONS)
         raise ConfigError(f"kind: {kind!r} is not supported", where, f"write {kinds}")
     if version != API_VERSIONS[kind]:
-        raise ConfigError(
-            f"{kind}.apiVersion: {version!r} is not supported", where, f"write {API_VERSIONS[kind]}"
-        )
+        raise ConfigError(f"{kind}.apiVersion: {version!r} is not supported", where, f"write {API_VERSIONS[kind]}")
     return kind, {k: v for k, v in document.items() if k not in ("kind", "apiVersion")}
 
 
@@ -132,9 +128,7 @@ def decode(
     go to `diagnostics`, with paths below `path`. `strict`: unknown fields are errors, not
     warnings.
     """
-    fields = {
-        struct_field.encode_name: struct_field for struct_field in msgspec.structs.fields(kind)
-    }
+    fields = {struct_field.encode_name: struct_field for struct_field in msgspec.structs.fields(kind)}
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         where = f"{path}.{name}"
@@ -143,9 +137,7 @@ def decode(
         elif value is not None:
             field_type = fields[name].type
             try:
-                arguments[fields[name].name] = _decode_value(
-                    field_type, value, where, diagnostics, strict
-                )
+                arguments[fields[name].name] = _decode_value(field_type, value, where, diagnostics, strict)
             except msgspec.ValidationError as error:
                 hint = _time_hint(value) if name.endswith(TIME_SUFFIXES) else ""
                 text, _, subpath = str(error).partition(" - at ")
@@ -154,9 +146,7 @@ def decode(
     return kind(**arguments)
 
 
-def _decode_value(
-    kind: Any, value: object, where: str, diagnostics: Diagnostics, strict: bool
-) -> Any:
+def _decode_value(kind: Any, value: object, where: str, diagnostics: Diagnostics, strict: bool) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             raise msgspec.ValidationError("Expected `object`")
@@ -179,9 +169,7 @@ def _decode_entries(
         try:
             entries[str(name)] = _decode_value(kind, value, f"{path}.{name}", diagnostics, strict)
         except msgspec.ValidationError as error:
-            diagnostics.errors.append(
-                ConfigError(describe_decode_error(str(error)), f"{path}.{name}")
-            )
+            diagnostics.errors.append(ConfigError(describe_decode_error(str(error)), f"{path}.{name}"))
     return entries
 
 

@@ -33,9 +33,7 @@ def parse(text: str, where: str) -> float:
     seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
     matched = "".join(number + unit for number, unit in parts)
     if not parts or matched != unsigned or seconds >= MAX_SECONDS:
-        raise ConfigError(
-            f"not a time: {reprlib.repr(text)}", where, "write it as 30s, 5m or 1h30m"
-        )
+        raise ConfigError(f"not a time: {reprlib.repr(text)}", where, "write it as 30s, 5m or 1h30m")
     return sign * seconds
 
 
@@ -44,9 +42,7 @@ def format_duration(seconds: float) -> str:
     total_seconds, thousandths = divmod(round(seconds * 1000), 1000)
     minutes, seconds_part = divmod(total_seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    text = (
-        f"{seconds_part}.{thousandths:03}".rstrip("0") + "s" if thousandths else f"{seconds_part}s"
-    )
+    text = f"{seconds_part}.{thousandths:03}".rstrip("0") + "s" if thousandths else f"{seconds_part}s"
     if hours:
         return f"{hours}h{minutes}m{text}"
     return f"{minutes}m{text}" if minutes else text

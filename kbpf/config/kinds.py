@@ -109,9 +109,7 @@ def oom_score(text: str, where: str) -> int:
 def entries(text: str, where: str, most: int = MAX_ENTRIES) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if not 0 < number <= most:
-        raise ConfigError(
-            f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {most}"
-        )
+        raise ConfigError(f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {most}")
     return number
 
 
@@ -232,9 +230,7 @@ def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
     cidrs = networks(text, where)
     families = [family_of(network.address) for network in cidrs]
     if len(set(families)) != len(families):
-        raise ConfigError(
-            f"more than one network of a family: {text!r}", where, "give at most one of each family"
-        )
+        raise ConfigError(f"more than one network of a family: {text!r}", where, "give at most one of each family")
     return cidrs
 
 
@@ -261,9 +257,7 @@ def node_port_list(items: Sequence[str], where: str) -> NodePorts:
             raise ConfigError(f"{item!r} is given twice", where, "give each keyword once")
     keywords = [item for item in items if item in ("primary", "all")]
     groups = [LOOPBACK if item == "localhost" else (item,) for item in items]
-    cidrs = _parse_cidrs(
-        [text for group in groups for text in group if text not in keywords], where
-    )
+    cidrs = _parse_cidrs([text for group in groups for text in group if text not in keywords], where)
     return "all" if "all" in keywords else (*keywords[:1], *cidrs)
 
 
@@ -282,9 +276,7 @@ def address(text: str, where: str) -> Addr:
 
 def listen(port: int, text: str, where: str) -> str:
     """Addresses to listen on, each with an optional port (default `port`); "" for none."""
-    return ",".join(
-        _parse_listen_address(item.strip(), port, where) for item in text.split(",") if item.strip()
-    )
+    return ",".join(_parse_listen_address(item.strip(), port, where) for item in text.split(",") if item.strip())
 
 
 def _parse_listen_address(text: str, port: int, where: str) -> str:
@@ -298,9 +290,7 @@ def _parse_listen_address(text: str, port: int, where: str) -> str:
     except (ObjectError, ValueError):
         address = None
     if address is None:
-        raise ConfigError(
-            f"not an address to listen on: {text!r}", where, f"write it as 0.0.0.0:{port}"
-        )
+        raise ConfigError(f"not an address to listen on: {text!r}", where, f"write it as 0.0.0.0:{port}")
     return format_endpoint(address, int(number))
 
 
@@ -331,9 +321,7 @@ def cgroups(text: str, where: str) -> tuple[str, ...]:
     """
     patterns = tuple(pattern.strip("/") for pattern in names(text, where))
     if not all(patterns):
-        raise ConfigError(
-            "the root of all cgroups cannot be exempt", where, "use --socket-lb off instead"
-        )
+        raise ConfigError("the root of all cgroups cannot be exempt", where, "use --socket-lb off instead")
     return patterns
 
 
@@ -422,9 +410,7 @@ VERBOSITY: Final = Kind(verbosity, "NUMBER", int, lambda level: 4 * (level == "d
 SECONDS: Final = _time(seconds)
 WHOLE_SECONDS: Final = _time(whole_seconds)
 PERIOD: Final = _time(period)
-DOUBLED_PERIOD: Final = _time(
-    doubled_period, lambda seconds: durations.format_duration(seconds / 2)
-)
+DOUBLED_PERIOD: Final = _time(doubled_period, lambda seconds: durations.format_duration(seconds / 2))
 
 NAMES: Final = _name_list(names, "NAMES")
 CGROUPS: Final = _name_list(cgroups, "PATTERNS")
@@ -438,9 +424,7 @@ NODE_PORTS: Final = Kind(node_ports, "CIDRS", repeatable=True)
 EXTERNAL_IPS: Final = Kind(external_ips, "all|off|CIDRS", ON_OFF, _write_external_ips)
 FEATURE_GATES: Final = Kind(external_ips_gate, "NAME=true|false")
 PORTS: Final = Kind(ports, "LOW-HIGH", write=lambda ports: f"{ports[0]}-{ports[1]}")
-BIND_ADDRESS: Final = Kind(
-    bind_address, "IP", write=lambda addr: format_addr(addr) if addr else "0.0.0.0"
-)
+BIND_ADDRESS: Final = Kind(bind_address, "IP", write=lambda addr: format_addr(addr) if addr else "0.0.0.0")
 HEALTHZ: Final = Kind(healthz, "IP:PORT", accepts_empty=True)
 METRICS: Final = Kind(metrics, "IP:PORT", accepts_empty=True)
 

@@ -174,9 +174,7 @@ def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
     values = ConfigValues(f"{KUBE_PROXY}.")
     _read_independent_fields(document, values)
     if document.client_connection.burst < 0:
-        values.add_error(
-            "clientConnection.burst", f"less than 0: {document.client_connection.burst}"
-        )
+        values.add_error("clientConnection.burst", f"less than 0: {document.client_connection.burst}")
     period = _parse_period(values, "configSyncPeriod", document.config_sync_period, kinds.period)
     if period:
         values.set("config_sync_period", "configSyncPeriod", period)
@@ -211,9 +209,7 @@ def _set_value(fields: Mapping[str, Any], path: str) -> Any:
 
 
 def _read_servers(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    any_host, loopback = (
-        ("[::]", "[::1]") if ":" in document.bind_address else ("0.0.0.0", "127.0.0.1")
-    )
+    any_host, loopback = ("[::]", "[::1]") if ":" in document.bind_address else ("0.0.0.0", "127.0.0.1")
     healthz = document.healthz_bind_address or any_host
     values.parse("serving.healthz", "healthzBindAddress", healthz, kinds.healthz)
     metrics = document.metrics_bind_address or loopback
@@ -222,9 +218,7 @@ def _read_servers(document: KubeProxyConfiguration, values: ConfigValues) -> Non
 
 def _read_mode(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     if document.mode not in ("", *PROXY_MODES):
-        values.add_error(
-            "mode", f"unknown value {document.mode!r}", f"use {' or '.join(PROXY_MODES)}, or none"
-        )
+        values.add_error("mode", f"unknown value {document.mode!r}", f"use {' or '.join(PROXY_MODES)}, or none")
     values.set("proxy_mode", "mode", document.mode)
     _read_periods(document, values)
     _read_masquerade(document, values)
@@ -238,30 +232,17 @@ def _read_mode(document: KubeProxyConfiguration, values: ConfigValues) -> None:
 
 def _read_periods(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     """Reads the periods from the section of the mode."""
-    sections: dict[
-        str,
-        KubeProxyIPTablesConfiguration
-        | KubeProxyIPVSConfiguration
-        | KubeProxyNFTablesConfiguration,
-    ]
+    sections: dict[str, KubeProxyIPTablesConfiguration | KubeProxyIPVSConfiguration | KubeProxyNFTablesConfiguration]
     sections = {"nftables": document.nftables, "ipvs": document.ipvs}
     name = document.mode if document.mode in sections else "iptables"
     section = sections.get(name, document.iptables)
-    sync_period = (
-        _parse_period(values, f"{name}.syncPeriod", section.sync_period, kinds.period)
-        or DEFAULT_SYNC_PERIOD
-    )
+    sync_period = _parse_period(values, f"{name}.syncPeriod", section.sync_period, kinds.period) or DEFAULT_SYNC_PERIOD
     values.set("serving.late_seconds", f"{name}.syncPeriod", 2 * sync_period)
-    min_sync_period = _parse_period(
-        values, f"{name}.minSyncPeriod", section.min_sync_period, kinds.seconds
-    )
+    min_sync_period = _parse_period(values, f"{name}.minSyncPeriod", section.min_sync_period, kinds.seconds)
     if min_sync_period:
         values.set("min_sync_period", f"{name}.minSyncPeriod", min_sync_period)
     if min_sync_period > sync_period:
-        values.add_error(
-            f"{name}.minSyncPeriod",
-            f"longer than syncPeriod, {durations.format_duration(sync_period)}",
-        )
+        values.add_error(f"{name}.minSyncPeriod", f"longer than syncPeriod, {durations.format_duration(sync_period)}")
 
 
 def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> None:
@@ -325,10 +306,7 @@ def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> 
         path = f"featureGates.{kinds.LOCALHOST_GATE}"
         values.set("localhost_node_ports", path, gate and any(map(_is_loopback, entries)))
         return
-    is_enabled = document.iptables.localhost_node_ports is not False and document.mode in (
-        "",
-        "iptables",
-    )
+    is_enabled = document.iptables.localhost_node_ports is not False and document.mode in ("", "iptables")
     values.set("localhost_node_ports", "iptables.localhostNodePorts", is_enabled and loopback)
 
 
@@ -364,9 +342,8 @@ def _pod_device_names(section: DetectLocalConfiguration) -> tuple[tuple[str, str
     """Field of Config, field of this section, its value, and the mode that uses it."""
     return (
         ("pod_bridge_interface", "bridgeInterface", section.bridge_interface, "BridgeInterface"),
-        ("pod_interface_name_prefix", "interfaceNamePrefix", section.interface_name_prefix,
-         "InterfaceNamePrefix"),
-    )  # fmt: skip
+        ("pod_interface_name_prefix", "interfaceNamePrefix", section.interface_name_prefix, "InterfaceNamePrefix"),
+    )
 
 
 def _parse_period(values: ConfigValues, path: str, text: str, parser: kinds.Parser) -> float:
@@ -392,11 +369,7 @@ def _is_time(text: str) -> bool:
 def _has_log_options(options: dict[str, Any]) -> bool:
     """Whether logging.options sets anything: kubeadm writes empty options."""
     formats = [value for value in options.values() if isinstance(value, dict)]
-    return any(
-        v not in (None, False, "", "0", 0)
-        for format_options in formats
-        for v in format_options.values()
-    )
+    return any(v not in (None, False, "", "0", 0) for format_options in formats for v in format_options.values())
 
 
 IS_SET: Final[Mapping[str, Callable[[Any], object]]] = {
@@ -465,11 +438,7 @@ def _find_node_port_diagnostics(document: KubeProxyConfiguration) -> Iterator[Di
             'node; consider ["primary"]'
         )
     gate = document.mode == "nftables" and document.feature_gates.get(kinds.LOCALHOST_GATE)
-    if (
-        "localhost" in document.node_port_addresses
-        and document.mode in ("nftables", "ipvs")
-        and not gate
-    ):
+    if "localhost" in document.node_port_addresses and document.mode in ("nftables", "ipvs") and not gate:
         gate_condition = f" without the feature gate {kinds.LOCALHOST_GATE}"
         yield Diagnostic(
             f"{KUBE_PROXY}.nodePortAddresses: localhost has no effect in mode {document.mode}"
@@ -480,9 +449,7 @@ def _find_node_port_diagnostics(document: KubeProxyConfiguration) -> Iterator[Di
 
 def _find_detect_local_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     if document.cluster_cidr and document.detect_local_mode not in ("", "ClusterCIDR"):
-        yield Diagnostic(
-            f"{KUBE_PROXY}.clusterCIDR is not used: detectLocalMode is {document.detect_local_mode}"
-        )
+        yield Diagnostic(f"{KUBE_PROXY}.clusterCIDR is not used: detectLocalMode is {document.detect_local_mode}")
     for _, field, name, required_mode in _pod_device_names(document.detect_local):
         if name and document.detect_local_mode != required_mode:
             yield Diagnostic(

@@ -78,10 +78,7 @@ def load_config(flag_values: Mapping[str, str], environ: Mapping[str, str]) -> C
 
 
 def load(
-    flag_values: Mapping[str, str],
-    environ: Mapping[str, str],
-    data: bytes | None = None,
-    where: str = "--config",
+    flag_values: Mapping[str, str], environ: Mapping[str, str], data: bytes | None = None, where: str = "--config"
 ) -> LoadedConfig:
     """Loads flags, environment and the text of a file, which comes from `where`. Raises
     ConfigErrors, or ConfigError if the file cannot be parsed.
@@ -90,19 +87,13 @@ def load(
     diagnostics = Diagnostics(notes=list(file_documents.notes))
     values = ConfigValues()
     if file_documents.kube_proxy is not None:
-        kube_proxy_config = documents.decode(
-            KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics
-        )
+        kube_proxy_config = documents.decode(KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics)
         values.merge(kubeproxy.read_settings(kube_proxy_config))
         diagnostics.notes += kubeproxy.find_diagnostics(kube_proxy_config)
     if file_documents.kbpf is not None:
-        kbpf_config = documents.decode(
-            KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, strict=True
-        )
+        kbpf_config = documents.decode(KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, strict=True)
         values.merge(documents.read_settings(kbpf_config))
-    values.merge(
-        _read_flags(flag_values, environ, file_documents.kube_proxy is not None, diagnostics.notes)
-    )
+    values.merge(_read_flags(flag_values, environ, file_documents.kube_proxy is not None, diagnostics.notes))
     errors = (*diagnostics.errors, *values.errors)
     if not errors:
         result = _build_config(values)
@@ -110,16 +101,11 @@ def load(
     if errors:
         warnings = tuple(note.text for note in diagnostics.notes if note.is_warning)
         raise ConfigErrors(errors, warnings, values.get("log_format", Config().log_format))
-    return LoadedConfig(
-        result, (*diagnostics.notes, *_find_warnings(result, values)), values.origins
-    )
+    return LoadedConfig(result, (*diagnostics.notes, *_find_warnings(result, values)), values.origins)
 
 
 def _read_flags(
-    flag_values: Mapping[str, str],
-    environ: Mapping[str, str],
-    has_kube_proxy_document: bool,
-    notes: list[Diagnostic],
+    flag_values: Mapping[str, str], environ: Mapping[str, str], has_kube_proxy_document: bool, notes: list[Diagnostic]
 ) -> ConfigValues:
     """Reads flags and environment variables."""
     values = ConfigValues()
@@ -145,17 +131,14 @@ def _read_flags(
     if ignored:
         notes.append(
             Diagnostic(
-                f"ignored, as kube-proxy does with --config: {', '.join(ignored)}; set it in the "
-                f"file's {KUBE_PROXY}",
+                f"ignored, as kube-proxy does with --config: {', '.join(ignored)}; set it in the file's {KUBE_PROXY}",
                 is_warning=True,
             )
         )
     return values
 
 
-SERVICE_LINK_PATTERN: Final = re.compile(
-    r"KBPF(_[A-Z0-9]+)*_(SERVICE_(HOST|PORT)|PORT)(_[A-Z0-9_]+)?"
-)
+SERVICE_LINK_PATTERN: Final = re.compile(r"KBPF(_[A-Z0-9]+)*_(SERVICE_(HOST|PORT)|PORT)(_[A-Z0-9_]+)?")
 """Variables that kubelet sets for a Service whose name begins with kbpf."""
 TEST_VARIABLE_PREFIXES: Final = ("KBPF_TEST_", "KBPF_BENCH_")
 """Variables of the project's own tests."""
@@ -166,11 +149,7 @@ def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
     variables.add(CONFIG_FILE_VARIABLE)
     variables |= {setting.environment_variable for setting in REMOVED_SETTINGS}
     for name in sorted(environ):
-        if (
-            not name.startswith("KBPF_")
-            or name in variables
-            or name.startswith(TEST_VARIABLE_PREFIXES)
-        ):
+        if not name.startswith("KBPF_") or name in variables or name.startswith(TEST_VARIABLE_PREFIXES):
             continue
         if not SERVICE_LINK_PATTERN.fullmatch(name):
             known_name = closest_name(name, sorted(variables))
@@ -178,9 +157,7 @@ def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             yield Diagnostic(f"{name} is an unknown variable; {hint}", is_warning=True)
 
 
-def _find_removed_settings(
-    flag_values: Mapping[str, str], environ: Mapping[str, str]
-) -> Iterator[Diagnostic]:
+def _find_removed_settings(flag_values: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[Diagnostic]:
     for setting in REMOVED_SETTINGS:
         for origin, given in ((setting.name, flag_values), (setting.environment_variable, environ)):
             if given.get(origin):
@@ -189,18 +166,18 @@ def _find_removed_settings(
 
 def _find_unused_gates(origin: str, text: str) -> Iterator[Diagnostic]:
     with contextlib.suppress(ConfigError):  # already reported
-        if unused := sorted(
-            kinds.feature_gate_values(text, origin).keys() - {kinds.EXTERNAL_IPS_GATE}
-        ):
+        if unused := sorted(kinds.feature_gate_values(text, origin).keys() - {kinds.EXTERNAL_IPS_GATE}):
             yield Diagnostic(f"{origin}: {', '.join(unused)} is accepted but not used")
 
 
 def _build_config(values: ConfigValues) -> Config:
     """Builds the Config, with defaults that depend on other fields."""
     parts: dict[str, Any] = {
-        "sizes": MapSizes(), "serving": Serving(), "conntrack": Conntrack(),
+        "sizes": MapSizes(),
+        "serving": Serving(),
+        "conntrack": Conntrack(),
         "ipvs_times": IpvsTimeoutSettings(),
-    }  # fmt: skip
+    }
     for name, value in values.fields.items():
         part, dot, attribute = name.partition(".")
         if dot:
@@ -248,11 +225,9 @@ def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[Confi
         )
     if config.min_sync_period > config.serving.late_seconds / 2:
         yield ConfigError(
-            "longer than --sync-period, "
-            f"{durations.format_duration(config.serving.late_seconds / 2)}",
+            f"longer than --sync-period, {durations.format_duration(config.serving.late_seconds / 2)}",
             origin_of("min_sync_period"),
-            "choose a value up to --sync-period: otherwise waiting changes would make the agent "
-            "unhealthy",
+            "choose a value up to --sync-period: otherwise waiting changes would make the agent unhealthy",
         )
     yield from _find_port_conflicts(config, origin_of)
     for mode, name in REQUIRED_FLAGS.items():
@@ -278,12 +253,8 @@ def _find_port_conflicts(config: Config, origin_of: Callable[[str], str]) -> Ite
         for address in getattr(config.serving, field.partition(".")[2]).split(",")
         if address
     ]
-    for (first_field, first_host, port), (second_field, second_host, second_port) in combinations(
-        listens, 2
-    ):
-        if port == second_port and (
-            first_host == second_host or {first_host, second_host} & WILDCARDS
-        ):
+    for (first_field, first_host, port), (second_field, second_host, second_port) in combinations(listens, 2):
+        if port == second_port and (first_host == second_host or {first_host, second_host} & WILDCARDS):
             yield ConfigError(
                 f"{first_host}:{port} and {second_host}:{port} cannot both be listened on",
                 origin_of(first_field)
@@ -304,11 +275,7 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
             event="IPVSDeprecation",
         )
     low, high = config.masquerade_ports
-    if (
-        config.packet_path
-        and low < DEFAULT_NODE_PORT_RANGE.stop
-        and high >= DEFAULT_NODE_PORT_RANGE.start
-    ):
+    if config.packet_path and low < DEFAULT_NODE_PORT_RANGE.stop and high >= DEFAULT_NODE_PORT_RANGE.start:
         yield Diagnostic(
             f"{origin_of('masquerade_ports')} {low}-{high} overlaps "
             f"{DEFAULT_NODE_PORT_RANGE.start}-{DEFAULT_NODE_PORT_RANGE.stop - 1}, the API server's "
@@ -324,8 +291,7 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
         )
     for device in sorted({*config.devices} & {*config.excluded_devices}):
         yield Diagnostic(
-            f"{origin_of('devices')} and {origin_of('excluded_devices')} both name {device}: it "
-            "is ignored",
+            f"{origin_of('devices')} and {origin_of('excluded_devices')} both name {device}: it is ignored",
             is_warning=True,
         )
     if config.conntrack.max_per_core > MAX_CONNTRACK_ENTRIES:
@@ -336,20 +302,14 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
         )
     families = {family_of(cidr.address) for cidr in config.node_port_addresses}
     is_other_family_open = len(families) == 1 and not config.primary_node_ports
-    if (
-        is_other_family_open
-        and len({family_of(cidr.address) for cidr in config.cluster_cidrs}) == 2
-    ):
+    if is_other_family_open and len({family_of(cidr.address) for cidr in config.cluster_cidrs}) == 2:
         yield Diagnostic(
             f"{origin_of('node_ports')} has IPv{families.pop()} networks only, but pods have "
             "addresses of both families: NodePorts answer on all addresses of the other one",
             is_warning=True,
         )
     if config.cluster_cidrs and config.detect_local_mode is not LocalMode.CLUSTER_CIDR:
-        yield Diagnostic(
-            f"{origin_of('cluster_cidrs')} is not used: pods are recognized by "
-            f"{config.detect_local_mode}"
-        )
+        yield Diagnostic(f"{origin_of('cluster_cidrs')} is not used: pods are recognized by {config.detect_local_mode}")
 
 
 def _origin_lookup(values: ConfigValues) -> Callable[[str], str]:
@@ -380,14 +340,16 @@ def _errors(loaded: LoadedConfig) -> Iterator[ConfigError]:
         location = loaded.origins["cgroup"]
         if not cgroup.is_dir():
             yield ConfigError(
-                f"no such cgroup v2 folder: {cgroup}", location,
+                f"no such cgroup v2 folder: {cgroup}",
+                location,
                 "name an existing folder, or leave it out for the root cgroup",
-            )  # fmt: skip
+            )
         elif not mounts.is_cgroup2(cgroup):
             yield ConfigError(
-                f"not a cgroup v2 folder: {cgroup}", location,
+                f"not a cgroup v2 folder: {cgroup}",
+                location,
                 "name a folder of cgroup v2, or leave it out for the root cgroup",
-            )  # fmt: skip
+            )
 
 
 def _notes(loaded: LoadedConfig) -> Iterator[Diagnostic]:

@@ -67,16 +67,10 @@ def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
         )
         errors += (*diagnostics.errors, *kbpf_values.errors)
         packet_path = kbpf_values.fields.get("packet_path") is not False
-        values = {
-            name: kbpf_values.fields[name]
-            for name in FIELD_BY_PATH.values()
-            if name in kbpf_values.fields
-        }
+        values = {name: kbpf_values.fields[name] for name in FIELD_BY_PATH.values() if name in kbpf_values.fields}
     if file_documents.kube_proxy is not None:
         diagnostics = Diagnostics()
-        kube_proxy_config = documents.decode(
-            KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics
-        )
+        kube_proxy_config = documents.decode(KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics)
         errors += (*diagnostics.errors, *kubeproxy.read_settings(kube_proxy_config).errors)
     unreadable: dict[str, ConfigError] = {}
     other_errors: list[ConfigError] = []
@@ -106,7 +100,5 @@ def _fields_hidden_by_field(error: ConfigError) -> Iterator[str]:
     misspelt = f"{error.where.rpartition('.')[0]}.{suggestion}"
     for path, name in FIELD_BY_PATH.items():
         place = f"{KBPF}.{path}"
-        if any(
-            place == prefix or place.startswith(f"{prefix}.") for prefix in (error.where, misspelt)
-        ):
+        if any(place == prefix or place.startswith(f"{prefix}.") for prefix in (error.where, misspelt)):
             yield name

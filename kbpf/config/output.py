@@ -14,9 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-NO_RENAME_ERRNOS: Final = frozenset(
-    (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
-)
+NO_RENAME_ERRNOS: Final = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV))
 """The folder cannot be changed or the file is a mount point; then the file is written in place."""
 
 

@@ -61,9 +61,7 @@ def kube_proxy_fields(config: Config) -> Fields:
         if setting.kind is kinds.FEATURE_GATES:
             continue
         for path in setting.kube_proxy.split():
-            value = (
-                _node_ports(config) if setting.kind is kinds.NODE_PORTS else _plain(setting, config)
-            )
+            value = _node_ports(config) if setting.kind is kinds.NODE_PORTS else _plain(setting, config)
             _insert(fields, path, value)
     return _sorted(fields)
 
@@ -90,10 +88,7 @@ def _insert(fields: Fields, path: str, value: Any) -> None:
 
 
 def _sorted(fields: Fields) -> Fields:
-    return {
-        name: _sorted(value) if isinstance(value, dict) else value
-        for name, value in sorted(fields.items())
-    }
+    return {name: _sorted(value) if isinstance(value, dict) else value for name, value in sorted(fields.items())}
 
 
 def _node_ports(config: Config) -> list[str]:

@@ -12,9 +12,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
 
 
-def forward_warnings(
-    mark: int, listing: Iterable[forward_rules.Json] | None = None
-) -> tuple[str, ...]:
+def forward_warnings(mark: int, listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
     """Warnings about rules that drop masqueraded packets in FORWARD. Rules that cannot be read are
     skipped. `listing`: see forward_rules.list_chains().
     """
@@ -75,9 +73,7 @@ def early_drop_warnings(early: pre_dnat_rules.EarlyChains) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def input_warnings(
-    table: str, listing: Iterable[forward_rules.Json] | None = None
-) -> tuple[str, ...]:
+def input_warnings(table: str, listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
     """Warnings about rules in INPUT that drop packets on their way to IPVS, except our own."""
     advice = "let in what is sent to addresses and NodePorts of Services, which IPVS gets by INPUT"
     lines = _legacy_table_warnings("INPUT", advice)
@@ -91,7 +87,6 @@ def input_warnings(
 
 def _legacy_table_warnings(chain: str, advice: str) -> list[str]:
     return [
-        f"iptables-legacy has a filter table for {family}, which is not looked at; "
-        f"if its {chain} drops, {advice}"
+        f"iptables-legacy has a filter table for {family}, which is not looked at; if its {chain} drops, {advice}"
         for family in forward_rules.list_legacy_families()
     ]

@@ -43,11 +43,10 @@ def read(locations: Locations, parts: Part, bpf_only: bool = False) -> Inspectio
     if is_mode_ipvs and bpf_only:
         raise NotFoundError(
             "the agent of this node is in mode ipvs, which does not have this",
-            str(locations.state_dir), "use `kbpf inspect services`, `connections` or `status`",
-        )  # fmt: skip
-    inspection = (
-        ipvs.read(locations.state_dir) if is_mode_ipvs else snapshot.read(locations.pin_dir, parts)
-    )
+            str(locations.state_dir),
+            "use `kbpf inspect services`, `connections` or `status`",
+        )
+    inspection = ipvs.read(locations.state_dir) if is_mode_ipvs else snapshot.read(locations.pin_dir, parts)
     if Part.KUBE_PROXY in parts:
         line, _ = neighbour.describe(neighbour.find_kube_proxy())
         inspection = replace(inspection, kube_proxy=line)

@@ -160,9 +160,7 @@ class SelectedDataPlane:
         self._plane.close()
 
 
-def select_data_plane(
-    config: Config, find_reason: Callable[[KbpfError], str | None]
-) -> SelectedDataPlane:
+def select_data_plane(config: Config, find_reason: Callable[[KbpfError], str | None]) -> SelectedDataPlane:
     """Returns the data plane for these settings, not opened. Modules are imported only when
     needed: mode ipvs imports only those BPF modules that detect and drain remains of mode bpf.
     `find_reason`: see Factories.
@@ -194,6 +192,4 @@ def select_data_plane(
         return KubeProxyDrain(config)
 
     previous = {"bpf": (previous_ipvs, previous_kube_proxy), "ipvs": (previous_bpf,)}
-    return SelectedDataPlane(
-        config.mode, Factories({"bpf": bpf, "ipvs": ipvs}, previous, find_reason)
-    )
+    return SelectedDataPlane(config.mode, Factories({"bpf": bpf, "ipvs": ipvs}, previous, find_reason))

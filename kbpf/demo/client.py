@@ -79,9 +79,7 @@ def request(address: ServiceAddress, is_udp: bool) -> Request:
     return Request(start, time.monotonic(), is_udp, error=error)
 
 
-def run_client(
-    address: str, tcp_port: int, udp_port: int, requests: int, rate: float, waits: bool
-) -> None:
+def run_client(address: str, tcp_port: int, udp_port: int, requests: int, rate: float, waits: bool) -> None:
     """Sends all requests, one after the other."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
@@ -109,6 +107,5 @@ def run_client(
 
 if __name__ == "__main__":
     run_client(
-        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]),
-        sys.argv[6] == "1",
-    )  # fmt: skip
+        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), sys.argv[6] == "1"
+    )

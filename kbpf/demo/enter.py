@@ -15,9 +15,7 @@ from kbpf.kernel.system import cgroups, children, netns, process
 
 def enter_command(namespace: Path, cgroup: Path, *arguments: str) -> list[str]:
     """The command line that runs `arguments` in this network namespace and cgroup."""
-    return children.python_command(
-        __spec__.name, str(os.getpid()), str(namespace), str(cgroup), *arguments
-    )
+    return children.python_command(__spec__.name, str(os.getpid()), str(namespace), str(cgroup), *arguments)
 
 
 def _enter(parent: str, namespace: str, cgroup: str, *arguments: str) -> None:

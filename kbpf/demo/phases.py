@@ -148,18 +148,13 @@ class PhaseRequests:
         return [request for request in self.sent[client] if not request.is_udp]
 
     def without_agent(self, client: str) -> int:
-        return sum(
-            self.killed <= request.start and request.end <= self.started
-            for request in self.connections(client)
-        )
+        return sum(self.killed <= request.start and request.end <= self.started for request in self.connections(client))
 
 
 # ---- the result ----------------------------------------------------------------------------------
 
 
-def evaluate(
-    phases: Sequence[PhaseRequests], requests: int, explanations: Sequence[Explanation] = ()
-) -> Outcome:
+def evaluate(phases: Sequence[PhaseRequests], requests: int, explanations: Sequence[Explanation] = ()) -> Outcome:
     """Compares what the clients sent with the expected result of `requests` requests of each client
     in a phase; at least `requests` if the agent is restarted.
     """
@@ -182,31 +177,38 @@ def evaluate(
     problems += _find_unknown(backends, PODS)
     expected = sum(load.expected for load in loads)
     return Outcome(
-        sum(load.requests for load in loads), sum(load.failed for load in loads) - expected,
-        expected, round(seconds, 3), tuple(loads),
+        sum(load.requests for load in loads),
+        sum(load.failed for load in loads) - expected,
+        expected,
+        round(seconds, 3),
+        tuple(loads),
         Datagrams(address, len(datagrams), failed, backends, errors),
-        tuple(explanations), tuple(problems),
-    )  # fmt: skip
+        tuple(explanations),
+        tuple(problems),
+    )
 
 
 def _build_load(made: PhaseRequests, client: str) -> Load:
     tcp, phase = made.connections(client), made.phase
     backends, errors = _count(tcp, phase.pods)
     times = sorted(request.connected - request.start for request in tcp if request.connected)
-    p50, p99 = (
-        round(times[math.ceil(share * len(times)) - 1], 6) if times else None
-        for share in (0.5, 0.99)
-    )
+    p50, p99 = (round(times[math.ceil(share * len(times)) - 1], 6) if times else None for share in (0.5, 0.99))
     return Load(
-        phase.name, client, CLIENTS[client], len(tcp), sum(errors.values()),
-        errors.get(REFUSED, 0) if phase.refuses else 0, backends, errors,
-        made.without_agent(client), p50, p99,
-    )  # fmt: skip
+        phase.name,
+        client,
+        CLIENTS[client],
+        len(tcp),
+        sum(errors.values()),
+        errors.get(REFUSED, 0) if phase.refuses else 0,
+        backends,
+        errors,
+        made.without_agent(client),
+        p50,
+        p99,
+    )
 
 
-def _count(
-    requests: Sequence[Request], pods: Sequence[BackendPod]
-) -> tuple[dict[str, int], dict[str, int]]:
+def _count(requests: Sequence[Request], pods: Sequence[BackendPod]) -> tuple[dict[str, int], dict[str, int]]:
     """Answers by backend: all `pods` in this order, also those without answers, then others; and
     failures by error.
     """
@@ -234,9 +236,7 @@ def _find_problems(load: Load, phase: Phase, requests: int) -> Iterator[str]:
             yield f"{pod.name} was not reached"
 
 
-def _describe_failures(
-    failed: int, requests: int, errors: Mapping[str, int], what: str
-) -> Iterator[str]:
+def _describe_failures(failed: int, requests: int, errors: Mapping[str, int], what: str) -> Iterator[str]:
     if failed:
         names = ", ".join(f"{count} x {error}" for error, count in errors.items())
         yield f"{failed} of {requests} {what} failed: {names}"
@@ -254,9 +254,7 @@ def _find_unknown(backends: Mapping[str, int], pods: Sequence[BackendPod]) -> It
 class Client:
     """A client process, whose lines a separate thread reads. `requests`: what it sent so far."""
 
-    def __init__(
-        self, scene: DemoScene, place: str, count: int, rate: float = 0.0, waits: bool = False
-    ) -> None:
+    def __init__(self, scene: DemoScene, place: str, count: int, rate: float = 0.0, waits: bool = False) -> None:
         self.requests: list[Request] = []
         self._scene = scene
         self._process = scene.start_client(place, count, rate, waits)
@@ -314,10 +312,7 @@ class Client:
 def run_phases(scene: DemoScene, requests: int) -> Outcome:
     """Runs all phases, with `requests` requests of each client in a phase."""
     phases = [_run_phase(scene, phase, requests) for phase in PHASES]
-    explanations = [
-        Explanation(f"kbpf {' '.join(command)}", scene.run_command(*command))
-        for command in EXPLANATIONS
-    ]
+    explanations = [Explanation(f"kbpf {' '.join(command)}", scene.run_command(*command)) for command in EXPLANATIONS]
     return evaluate(phases, requests, explanations)
 
 
@@ -338,9 +333,7 @@ def _run_phase(scene: DemoScene, phase: Phase, requests: int) -> PhaseRequests:
     return made
 
 
-def _restart_agent(
-    scene: DemoScene, clients: Mapping[str, Client], made: PhaseRequests, share: int
-) -> None:
+def _restart_agent(scene: DemoScene, clients: Mapping[str, Client], made: PhaseRequests, share: int) -> None:
     """Lets each client send `share` requests before, while and after no agent runs."""
 
     def read(count: int) -> None:

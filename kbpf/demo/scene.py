@@ -51,9 +51,7 @@ class DemoScene:
     are those of the agent.
     """
 
-    def __init__(
-        self, cache_dir: Path, parent: Path | None = None, options: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, cache_dir: Path, parent: Path | None = None, options: tuple[str, ...] = ()) -> None:
         self._options = options
         self._pods = range(1, BACKENDS + 2)
         self._cache_dir = cache_dir.absolute()  # the agent has another working directory
@@ -159,9 +157,14 @@ class DemoScene:
         with self._log_path().open("ab") as log:
             child = subprocess.Popen(
                 self.enter_command(place, *command),
-                cwd=children.WORKING_DIRECTORY, env=_environment(), stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-            )  # fmt: skip
+                cwd=children.WORKING_DIRECTORY,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
         self._children.append(child)
         return child
 
@@ -190,14 +193,24 @@ class DemoScene:
         self._agent = self._start_child(
             "node",
             *children.python_command(
-                "kbpf", "run", "--source", str(self._folder / "objects"),
-                "--hostname-override", manifests.NODE, "--pin-dir", str(self.pin_dir),
-                "--cgroup", str(self._cgroup), "--cache-dir", str(self._cache_dir),
+                "kbpf",
+                "run",
+                "--source",
+                str(self._folder / "objects"),
+                "--hostname-override",
+                manifests.NODE,
+                "--pin-dir",
+                str(self.pin_dir),
+                "--cgroup",
+                str(self._cgroup),
+                "--cache-dir",
+                str(self._cache_dir),
                 # kbpf's own table records why connections from outside fail.
-                "--forwarding", "stack",
+                "--forwarding",
+                "stack",
                 *self._options,
             ),
-        )  # fmt: skip
+        )
 
     def kill_agent(self) -> None:
         """Ends the agent as `kill -9` does, and returns when its process is gone."""
@@ -242,9 +255,7 @@ class DemoScene:
         """Sets the endpoints of the Service."""
         self._write_objects("endpoints", manifests.endpoint_slices(backends))
 
-    def start_client(
-        self, place: str, requests: int, rate: float, waits: bool = True
-    ) -> subprocess.Popen[str]:
+    def start_client(self, place: str, requests: int, rate: float, waits: bool = True) -> subprocess.Popen[str]:
         """Starts a client (client.py): `client` is a Pod and dials the ClusterIP, `outside` is
         another machine and dials the NodePort.
         """
@@ -254,19 +265,21 @@ class DemoScene:
             address, ports = manifests.NODE_ADDRESS, (manifests.NODE_PORT, 0)
         return self._start_child(
             place,
-            *children.python_command(
-                "kbpf.demo.client", address, *map(str, (*ports, requests, rate, int(waits)))
-            ),
+            *children.python_command("kbpf.demo.client", address, *map(str, (*ports, requests, rate, int(waits)))),
         )
 
     def run_command(self, *arguments: str) -> str:
         """The output of a command of kbpf on the node."""
         command = children.python_command("kbpf", *arguments, "--pin-dir", str(self.pin_dir))
         done = subprocess.run(
-            self.enter_command("node", *command), cwd=children.WORKING_DIRECTORY,
-            env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            self.enter_command("node", *command),
+            cwd=children.WORKING_DIRECTORY,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
             check=False,
-        )  # fmt: skip
+        )
         if done.returncode:
             raise DemoError(f"`kbpf {' '.join(arguments)}` failed: {done.stderr.strip()}")
         return done.stdout

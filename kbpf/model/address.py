@@ -45,9 +45,7 @@ def parse_addr(text: str) -> Addr:
     except (TypeError, ValueError) as error:
         raise ObjectError(f"not an IP address: {text!r}") from error
     parts = text.split(".")
-    if len(parts) == 4 and all(
-        part.isascii() and part.isdigit() and len(part) <= 16 for part in parts
-    ):
+    if len(parts) == 4 and all(part.isascii() and part.isdigit() and len(part) <= 16 for part in parts):
         numbers = [int(part) for part in parts]
         if max(numbers) <= 255:
             return Addr(V4_PREFIX + bytes(numbers))

@@ -191,8 +191,7 @@ class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
         whether a NodePort has this port.
         """
         return any(frontend.is_at(address, port) for frontend in self.frontends) or any(
-            endpoint.address == address and port in (0, endpoint.port)
-            for endpoint in self.endpoints
+            endpoint.address == address and port in (0, endpoint.port) for endpoint in self.endpoints
         )
 
     def has_pod(self, name: str, namespace: str) -> bool:
@@ -703,9 +702,7 @@ def index_pods(ports: Iterable[ServicePort], node_addresses: Collection[Addr]) -
     return {address: pod for address, pod in pods.items() if pod and address not in node_addresses}
 
 
-def find_ports(
-    ports: Iterable[ServicePort], query: str, location: str, namespace: str = ""
-) -> tuple[ServicePort, ...]:
+def find_ports(ports: Iterable[ServicePort], query: str, location: str, namespace: str = "") -> tuple[ServicePort, ...]:
     """The ports of a Service: by NAME or NAMESPACE/NAME, by an address (``IP`` or ``IP:PORT``) of a
     frontend or an endpoint, by a NodePort (``:PORT``), or by NAME or NAMESPACE/NAME of a Pod behind
     it, if no Service has that name. Raises NotFoundError, which suggests similar names, if there is
@@ -729,19 +726,13 @@ def find_ports(
     return found
 
 
-def select_ports(
-    ports: Iterable[ServicePort], query: str, namespace: str, location: str
-) -> tuple[ServicePort, ...]:
+def select_ports(ports: Iterable[ServicePort], query: str, namespace: str, location: str) -> tuple[ServicePort, ...]:
     """The ports that find_ports() finds; without a query all of the namespace, and without either
     all.
     """
     if query:
         return find_ports(ports, query, location, namespace)
-    return tuple(
-        port
-        for port in ports
-        if not namespace or (port.key is not None and port.key.namespace == namespace)
-    )
+    return tuple(port for port in ports if not namespace or (port.key is not None and port.key.namespace == namespace))
 
 
 def parse_place(text: str) -> tuple[Addr | None, int] | None:
@@ -769,12 +760,8 @@ def _suggest(name: str, ports: Iterable[ServicePort]) -> str:
             if entry.pod:
                 by_name.setdefault(entry.pod.partition("/")[2], set()).add(entry.pod)
     close_names = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
-    close_names += sorted(
-        candidate for candidate in by_name if name in candidate and candidate not in close_names
-    )[:3]
-    suggestions = [
-        full_name for candidate in close_names for full_name in sorted(by_name[candidate])
-    ]
+    close_names += sorted(candidate for candidate in by_name if name in candidate and candidate not in close_names)[:3]
+    suggestions = [full_name for candidate in close_names for full_name in sorted(by_name[candidate])]
     if suggestions:
         return f"did you mean {' or '.join(suggestions[:5])}?"
     return "`kbpf inspect services` lists all" if by_name else "no Service is programmed at all"

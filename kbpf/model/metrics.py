@@ -129,14 +129,10 @@ class ServiceLatencies(NamedTuple):
     round_trip: Latency = Latency()
 
     def plus(self, other: "ServiceLatencies") -> "ServiceLatencies":
-        return ServiceLatencies(
-            self.connect.plus(other.connect), self.round_trip.plus(other.round_trip)
-        )
+        return ServiceLatencies(self.connect.plus(other.connect), self.round_trip.plus(other.round_trip))
 
     def since(self, earlier: "ServiceLatencies") -> "ServiceLatencies":
-        return ServiceLatencies(
-            self.connect.since(earlier.connect), self.round_trip.since(earlier.round_trip)
-        )
+        return ServiceLatencies(self.connect.since(earlier.connect), self.round_trip.since(earlier.round_trip))
 
 
 CHOICE_COUNTERS: Final = frozenset(("opened", "no_endpoint", "not_allowed"))

@@ -36,9 +36,7 @@ from kbpf.model.objects import (
     ServicePort,
 )
 
-RESERVED_NETWORKS: Final = tuple(
-    map(Cidr.parse, ("0.0.0.0/8", "240.0.0.0/4", "::/96", "fec0::/10"))
-)
+RESERVED_NETWORKS: Final = tuple(map(Cidr.parse, ("0.0.0.0/8", "240.0.0.0/4", "::/96", "fec0::/10")))
 """No Service needs an ExternalIP in these: "this network" and reserved (RFC 1122, RFC 1112),
 IPv4-compatible such as ::127.0.0.1 and site-local (RFC 4291).
 """
@@ -151,14 +149,10 @@ def is_left_to_node(frontend: Frontend, reserved: ReservedAddresses) -> bool:
 
 def is_on_device(frontend: Frontend, reserved: ReservedAddresses) -> bool:
     """Whether the frontend is at a ClusterIP that a device of this node has."""
-    return (
-        frontend.kind is FrontendKind.CLUSTER_IP and frontend.at.address in reserved.local_addresses
-    )
+    return frontend.kind is FrontendKind.CLUSTER_IP and frontend.at.address in reserved.local_addresses
 
 
-def find_device_frontends(
-    service: Service, local_addresses: Set[Addr]
-) -> frozenset[FrontendAddress]:
+def find_device_frontends(service: Service, local_addresses: Set[Addr]) -> frozenset[FrontendAddress]:
     """The ClusterIPs that devices of this node have, with each port of the Service."""
     return frozenset(
         FrontendAddress(address, port.port, port.protocol)
@@ -209,9 +203,7 @@ def _external_ip_refusal(
     return ""
 
 
-def _node_address_refusal(
-    port: ServicePort, frontend: Frontend, reserved: ReservedAddresses, is_unlisted: bool
-) -> str:
+def _node_address_refusal(port: ServicePort, frontend: Frontend, reserved: ReservedAddresses, is_unlisted: bool) -> str:
     """The reason for an address of this machine.
 
     An address that only a device has may be the Service's own VIP, put there by kube-vip, MetalLB

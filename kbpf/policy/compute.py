@@ -6,16 +6,7 @@ what changed; the result is the same for any order and batching of events.
 """
 
 from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Generator,
-    Iterable,
-    Iterator,
-    Sequence,
-    Set,
-)
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -23,25 +14,9 @@ from msgspec.structs import replace
 
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config, MapSizes
-from kbpf.model.desired import (
-    DesiredState,
-    Frontend,
-    FrontendAddress,
-    FrontendKind,
-    ServicePortKey,
-    ServiceState,
-)
+from kbpf.model.desired import DesiredState, Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.events import Kind
-from kbpf.model.objects import (
-    API_SERVER,
-    Cidr,
-    EndpointSlice,
-    Node,
-    Pod,
-    Service,
-    ServiceName,
-    ServicePort,
-)
+from kbpf.model.objects import API_SERVER, Cidr, EndpointSlice, Node, Pod, Service, ServiceName, ServicePort
 from kbpf.policy.admission import (
     ApiServerAddress,
     ReservedAddresses,
@@ -51,12 +26,7 @@ from kbpf.policy.admission import (
     is_on_device,
     refusal_reason,
 )
-from kbpf.policy.endpoints import (
-    EndpointExplanation,
-    is_external_local,
-    local_endpoint_addresses,
-    select_endpoints,
-)
+from kbpf.policy.endpoints import EndpointExplanation, is_external_local, local_endpoint_addresses, select_endpoints
 from kbpf.policy.frontends import (
     Claims,
     compute_frontends,
@@ -111,9 +81,7 @@ def compute_service_states(
     for family in service_families(service):
         local_endpoints = local_endpoint_addresses(slices, node, family)
         # One tuple for all ports.
-        family_slices = tuple(
-            sorted((s for s in slices if s.family == family), key=lambda slice_: slice_.name)
-        )
+        family_slices = tuple(sorted((s for s in slices if s.family == family), key=lambda slice_: slice_.name))
         endpoint_count = sum(len(slice_.endpoints) for slice_ in family_slices)
         ranges: tuple[Cidr, ...] | None = None  # computed once for all ports, and only if needed
         for port in ports:
@@ -157,11 +125,7 @@ def compute_service_states(
 
 
 def explain_port(
-    service: Service,
-    slices: Sequence[EndpointSlice],
-    node: Node,
-    config: Config,
-    key: ServicePortKey,
+    service: Service, slices: Sequence[EndpointSlice], node: Node, config: Config, key: ServicePortKey
 ) -> tuple[EndpointExplanation, ...]:
     """Why each endpoint is in the sets of this port's state or not; () if it has no such port."""
     ports = {_port_key(service, port, key.family): port for port in service.ports}
@@ -175,8 +139,7 @@ def _service_limits(configured: MapSizes) -> MapSizes:
     # Never below the default sizes: with smaller maps the operator should see which map is full.
     defaults = MapSizes()
     return MapSizes(
-        frontends=max(defaults.frontends, configured.frontends),
-        backends=max(defaults.backends, configured.backends),
+        frontends=max(defaults.frontends, configured.frontends), backends=max(defaults.backends, configured.backends)
     )
 
 
@@ -199,9 +162,7 @@ def _over_limit_state(service: Service, port: ServicePort, family: int) -> Servi
 
 def _admit(
     service: Service, port: ServicePort, family: int, context: AdmissionContext
-) -> tuple[
-    tuple[Frontend, ...], tuple[tuple[FrontendAddress, str], ...], tuple[FrontendAddress, ...]
-]:
+) -> tuple[tuple[Frontend, ...], tuple[tuple[FrontendAddress, str], ...], tuple[FrontendAddress, ...]]:
     """Splits the requested frontends into those that the port may have, those that it may not have,
     with the reason, and those that are left to the node.
     """
@@ -219,28 +180,21 @@ def _admit(
         return requested, (), left_to_node
     reasons = [
         refusal_reason(
-            service, port, frontend, context.reserved,
-            context.has_pod, context.has_node, context.has_cluster_ip,
+            service, port, frontend, context.reserved, context.has_pod, context.has_node, context.has_cluster_ip
         )
         if frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
         else ""
         for frontend in requested
-    ]  # fmt: skip
+    ]
     pairs = list(zip(requested, reasons, strict=True))
     return (
-        tuple(
-            _mark_node_address(frontend, context.node_port_addresses)
-            for frontend, reason in pairs
-            if not reason
-        ),
+        tuple(_mark_node_address(frontend, context.node_port_addresses) for frontend, reason in pairs if not reason),
         tuple((frontend.at, reason) for frontend, reason in pairs if reason),
         left_to_node,
     )
 
 
-def _node_port_ranges(
-    context: AdmissionContext, port: ServicePort, family: int
-) -> tuple[Cidr, ...]:
+def _node_port_ranges(context: AdmissionContext, port: ServicePort, family: int) -> tuple[Cidr, ...]:
     """The clients of this family that may use the NodePort; none if every client may."""
     if not port.node_port:
         return ()
@@ -388,9 +342,7 @@ class DesiredStateBuilder:
 
         The cost is proportional to what changed, and to all Services if our Node changed.
         """
-        names = self.begin_update(
-            store, touched, local_addresses, config, api_servers, listeners, device_listeners
-        )
+        names = self.begin_update(store, touched, local_addresses, config, api_servers, listeners, device_listeners)
         changed: set[ServicePortKey] = set()
         for name in names:
             for keys in self.update_service_in_steps(name, store, config):
@@ -410,19 +362,11 @@ class DesiredStateBuilder:
         """Updates what does not depend on Services; returns the Services that must be computed
         again.
         """
-        node_state = _compute_node_state(
-            store.node, local_addresses, config, store.pods, store.other_node_addresses
-        )
+        node_state = _compute_node_state(store.node, local_addresses, config, store.pods, store.other_node_addresses)
         self.node_state = node_state._replace(exempt_pods_known=Kind.POD in store.synced)
         api_slices = store.slices(API_SERVER)
         reserved_addresses = compute_reserved(
-            store.node,
-            local_addresses,
-            api_servers,
-            listeners,
-            device_listeners,
-            api_slices,
-            config,
+            store.node, local_addresses, api_servers, listeners, device_listeners, api_slices, config
         )
         names: Set[ServiceName] = touched.services
         if touched.all_services:
@@ -477,9 +421,7 @@ class DesiredStateBuilder:
         for start in range(0, len(removed_keys), STEP_BUDGET // PORT_COST):
             yield self._remove_ports(removed_keys[start : start + STEP_BUDGET // PORT_COST])
 
-    def _commit_states(
-        self, states: dict[ServicePortKey, ServiceState], created: str
-    ) -> set[ServicePortKey]:
+    def _commit_states(self, states: dict[ServicePortKey, ServiceState], created: str) -> set[ServicePortKey]:
         """Stores these states (conflicts not yet resolved) and updates their claims."""
         affected: set[ServicePortKey] = set()
         # All claims are updated before any is resolved: a port may take an address over from

@@ -140,9 +140,7 @@ class EndpointSelection(msgspec.Struct, frozen=True):
                             "its weight is 0: no new connections",
                         )
                     explanations.append(
-                        EndpointExplanation(
-                            endpoint, slice_.name, number, *membership, *explanation, pod
-                        )
+                        EndpointExplanation(endpoint, slice_.name, number, *membership, *explanation, pod)
                     )
         return tuple(explanations)
 
@@ -152,9 +150,7 @@ class EndpointSelection(msgspec.Struct, frozen=True):
         name = f"{self.port.name!r} ({self.port.protocol.name})"
         return EndpointReason.NO_PORT, f"its slice has no port named {name}"
 
-    def _explain_effective(
-        self, endpoint: Endpoint, cluster: bool, local: bool
-    ) -> tuple[EndpointReason, str]:
+    def _explain_effective(self, endpoint: Endpoint, cluster: bool, local: bool) -> tuple[EndpointReason, str]:
         if not endpoint.ready and not _is_draining(endpoint):
             return EndpointReason.NOT_READY, _format_conditions(endpoint)
         if not self.uses_cluster and not _is_local(endpoint, self.node.name):
@@ -162,11 +158,7 @@ class EndpointSelection(msgspec.Struct, frozen=True):
                 EndpointReason.NOT_LOCAL,
                 f"on node {endpoint.node or 'unknown'}; the policy is Local",
             )
-        return (
-            self._explain_ready(cluster, local)
-            if endpoint.ready
-            else _explain_draining(cluster, local)
-        )
+        return self._explain_ready(cluster, local) if endpoint.ready else _explain_draining(cluster, local)
 
     def _explain_ready(self, cluster: bool, local: bool) -> tuple[EndpointReason, str]:
         if cluster:
@@ -207,13 +199,9 @@ def select_endpoints(
         backends = _backends_if_all_ready(slices, port, family)
         if backends is not None:
             no_topology = TopologyMode.NONE
-            return EndpointSelection(
-                backends, (), backends, bool(backends), no_topology, slices, port, node, family
-            )
+            return EndpointSelection(backends, (), backends, bool(backends), no_topology, slices, port, node, family)
     endpoints = merge_endpoints(slices, port, family)
-    serving = tuple(
-        backend for backend, endpoint in endpoints if endpoint.serving or endpoint.ready
-    )
+    serving = tuple(backend for backend, endpoint in endpoints if endpoint.serving or endpoint.ready)
     mode = TopologyMode.NONE
     cluster: BackendSet = ()
     local: BackendSet = ()
@@ -222,9 +210,7 @@ def select_endpoints(
         cluster = _usable_backends(endpoints, mode, node)
         cluster = serving if cluster == serving else cluster  # shares one tuple, to save memory
     if uses_local:
-        local_endpoints = [
-            (backend, endpoint) for backend, endpoint in endpoints if _is_local(endpoint, node.name)
-        ]
+        local_endpoints = [(backend, endpoint) for backend, endpoint in endpoints if _is_local(endpoint, node.name)]
         # Hints do not narrow the local set (CategorizeEndpoints()).
         local = _usable_backends(local_endpoints, TopologyMode.NONE, node)
     # hasAnyEndpoints in CategorizeEndpoints()
@@ -235,9 +221,7 @@ def select_endpoints(
     return selection if service.weights is None else _apply_weights(selection, service.weights)
 
 
-def local_endpoint_addresses(
-    slices: Iterable[EndpointSlice], node: Node, family: int
-) -> tuple[Addr, ...]:
+def local_endpoint_addresses(slices: Iterable[EndpointSlice], node: Node, family: int) -> tuple[Addr, ...]:
     """The addresses of all endpoints on this node, sorted."""
     if not node.name:
         return ()
@@ -280,15 +264,11 @@ def _backend_weights(
     by_backend = {}
     for addr_port, (slice_, i) in _effective_copies(slices, port, family).items():
         endpoint, pod = slice_.endpoints[i], pods[slice_.name][i]
-        by_backend[Backend(*addr_port, port.protocol)] = weight_of(
-            endpoint.address, pod, endpoint.node, endpoint.zone
-        )
+        by_backend[Backend(*addr_port, port.protocol)] = weight_of(endpoint.address, pod, endpoint.node, endpoint.zone)
     return by_backend
 
 
-def _backends_if_all_ready(
-    slices: Iterable[EndpointSlice], port: ServicePort, family: int
-) -> BackendSet | None:
+def _backends_if_all_ready(slices: Iterable[EndpointSlice], port: ServicePort, family: int) -> BackendSet | None:
     """Returns every backend if all are ready and none has hints, so that nothing has to be
     decided; else None.
     """
@@ -309,15 +289,10 @@ def merge_endpoints(
     and port.
     """
     copies = sorted(_effective_copies(slices, port, family).items())
-    return [
-        (Backend(*addr_port, port.protocol), slice_.endpoints[i])
-        for addr_port, (slice_, i) in copies
-    ]
+    return [(Backend(*addr_port, port.protocol), slice_.endpoints[i]) for addr_port, (slice_, i) in copies]
 
 
-def _effective_copies(
-    slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
-) -> EndpointCopies:
+def _effective_copies(slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int) -> EndpointCopies:
     """Maps (address, port) to the endpoint copy that is used: its slice and its index there."""
     copies: EndpointCopies = {}
     for slice_ in sorted(slices, key=lambda slice_: slice_.name):
@@ -394,17 +369,11 @@ def _topology_mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
     return TopologyMode.NONE
 
 
-def _usable_backends(
-    endpoints: Sequence[tuple[Backend, Endpoint]], mode: TopologyMode, node: Node
-) -> BackendSet:
+def _usable_backends(endpoints: Sequence[tuple[Backend, Endpoint]], mode: TopologyMode, node: Node) -> BackendSet:
     """The ready endpoints that the mode allows; if there are none, all that serve while
     terminating.
     """
-    ready = [
-        backend
-        for backend, endpoint in endpoints
-        if endpoint.ready and _is_hinted(endpoint, mode, node)
-    ]
+    ready = [backend for backend, endpoint in endpoints if endpoint.ready and _is_hinted(endpoint, mode, node)]
     # The fallback ignores hints, as in CategorizeEndpoints().
     return tuple(ready or [backend for backend, endpoint in endpoints if _is_draining(endpoint)])
 

@@ -22,13 +22,7 @@ from msgspec.structs import replace
 
 from kbpf.model.address import ANY4, ANY6, LOOPBACK6, V4_PREFIX, Addr, family_of, is_loopback
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.desired import (
-    Frontend,
-    FrontendAddress,
-    FrontendKind,
-    ServicePortKey,
-    ServiceState,
-)
+from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Cidr, Node, Service, ServicePort
 
 _ANY: Final = {4: ANY4, 6: ANY6}
@@ -51,9 +45,7 @@ against a NodePort; it exists so that both find each other.
 def service_families(service: Service) -> tuple[int, ...]:
     """The families in which the Service has a cluster IP, in the order of its cluster IPs."""
     found_families = [family_of(addr) for addr in service.cluster_ips if addr not in _UNSPECIFIED]
-    return (
-        tuple(dict.fromkeys(found_families)) if len(found_families) > 1 else tuple(found_families)
-    )
+    return tuple(dict.fromkeys(found_families)) if len(found_families) > 1 else tuple(found_families)
 
 
 def externally_reachable(service: Service, port: ServicePort, family: int) -> bool:
@@ -62,10 +54,7 @@ def externally_reachable(service: Service, port: ServicePort, family: int) -> bo
         return True
     if not service.external_ips and not service.lb_vips:
         return False
-    return bool(
-        _usable_addresses(service.external_ips, family)
-        or _usable_addresses(service.lb_vips, family)
-    )
+    return bool(_usable_addresses(service.external_ips, family) or _usable_addresses(service.lb_vips, family))
 
 
 def compute_frontends(service: Service, port: ServicePort, family: int) -> tuple[Frontend, ...]:
@@ -85,13 +74,8 @@ def compute_frontends(service: Service, port: ServicePort, family: int) -> tuple
         vips = _usable_addresses(service.lb_vips, family) - {cluster_ip}
         external_ips = _usable_addresses(service.external_ips, family) - vips - {cluster_ip}
         is_restricted = bool(vips) and restricts_clients(service.source_ranges, family)
-        result += [
-            _make_frontend(addr, port, FrontendKind.EXTERNAL_IP) for addr in sorted(external_ips)
-        ]
-        result += [
-            _make_frontend(addr, port, FrontendKind.LOAD_BALANCER, is_restricted)
-            for addr in sorted(vips)
-        ]
+        result += [_make_frontend(addr, port, FrontendKind.EXTERNAL_IP) for addr in sorted(external_ips)]
+        result += [_make_frontend(addr, port, FrontendKind.LOAD_BALANCER, is_restricted) for addr in sorted(vips)]
     return tuple(result)
 
 
@@ -111,14 +95,10 @@ def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]
     one of these contains an address of the node, the VIPs are added, because a packet from the
     node to a VIP may have the VIP as its source (iptables/proxier.go).
     """
-    family_ranges = tuple(
-        cidr for cidr in service.source_ranges if family_of(cidr.address) == family
-    )
+    family_ranges = tuple(cidr for cidr in service.source_ranges if family_of(cidr.address) == family)
     node_addresses = (addr for addr in node.addresses if family_of(addr) == family)
     if any(cidr.contains(addr) for addr in node_addresses for cidr in family_ranges):
-        family_ranges += tuple(
-            Cidr(addr, 128) for addr in sorted(_usable_addresses(service.lb_vips, family))
-        )
+        family_ranges += tuple(Cidr(addr, 128) for addr in sorted(_usable_addresses(service.lb_vips, family)))
     return tuple(dict.fromkeys(sorted(family_ranges)))
 
 
@@ -147,9 +127,7 @@ def local_networks(node: Node, config: Config) -> tuple[Cidr, ...]:
     return tuple(sorted(first.values()))
 
 
-def node_port_addresses(
-    node: Node, local_addresses: Collection[Addr], config: Config
-) -> tuple[Addr, ...]:
+def node_port_addresses(node: Node, local_addresses: Collection[Addr], config: Config) -> tuple[Addr, ...]:
     """The addresses that serve NodePorts, sorted; never loopback (nodeport_addresses.go).
 
     By default the Node's first address of each family; all local ones while no address of the Node
@@ -186,9 +164,10 @@ def node_port_problem(local_addresses: Collection[Addr], config: Config) -> str:
     for family, loopback in ((4, _LOCALHOST4), (6, LOOPBACK6)):
         networks = [n for n in config.node_port_addresses if family_of(n.address) == family]
         reachable = [
-            addr for addr in local_addresses
+            addr
+            for addr in local_addresses
             if family_of(addr) == family and not is_loopback(addr) and not _is_link_local(addr)
-        ]  # fmt: skip
+        ]
         if not networks or not reachable or any(n.contains(loopback) for n in networks):
             continue
         if not any(_is_listed(addr, networks) for addr in reachable):
@@ -217,25 +196,17 @@ class Claims:
         self._claims: dict[FrontendAddress, tuple[Claim, ...]] = {}
 
     def update(
-        self,
-        key: ServicePortKey,
-        creation_timestamp: str,
-        old: Iterable[Frontend],
-        new: Iterable[Frontend],
+        self, key: ServicePortKey, creation_timestamp: str, old: Iterable[Frontend], new: Iterable[Frontend]
     ) -> set[ServicePortKey]:
         """Replaces the claims to `old` by claims to `new`; returns the *other* keys that may win
         or lose an address by it.
         """
         affected: set[ServicePortKey] = set()
         old, new = tuple(old), tuple(new)
-        node_port_claim = Claim(
-            _RANK_BELOW_NODE_PORT, not creation_timestamp, creation_timestamp, key
-        )
+        node_port_claim = Claim(_RANK_BELOW_NODE_PORT, not creation_timestamp, creation_timestamp, key)
         new_claims = {_node_port_address(f.at): node_port_claim for f in new if f.at_node}
         # Second, so that a NodePort of the same number replaces this Service's weaker claim to it.
-        new_claims |= {
-            f.at: Claim(_RANK[f.kind], not creation_timestamp, creation_timestamp, key) for f in new
-        }
+        new_claims |= {f.at: Claim(_RANK[f.kind], not creation_timestamp, creation_timestamp, key) for f in new}
         old_addresses = {f.at for f in old} | {_node_port_address(f.at) for f in old if f.at_node}
         for address in old_addresses - new_claims.keys():
             affected.update(self._set_claim(address, key, None))
@@ -252,9 +223,7 @@ class Claims:
         return replace(
             state,
             frontends=tuple(frontend for frontend, winner in pairs if winner == state.key),
-            lost=tuple(
-                (frontend.at, winner.service) for frontend, winner in pairs if winner != state.key
-            ),
+            lost=tuple((frontend.at, winner.service) for frontend, winner in pairs if winner != state.key),
         )
 
     def _find_winner(self, frontend: Frontend, key: ServicePortKey) -> ServicePortKey:
@@ -290,9 +259,7 @@ def _node_port_address(address: FrontendAddress) -> FrontendAddress:
     return address._replace(address=_ANY[family_of(address.address)])
 
 
-def _make_frontend(
-    addr: Addr, port: ServicePort, kind: FrontendKind, is_restricted: bool = False
-) -> Frontend:
+def _make_frontend(addr: Addr, port: ServicePort, kind: FrontendKind, is_restricted: bool = False) -> Frontend:
     return Frontend(FrontendAddress(addr, port.port, port.protocol), kind, is_restricted)
 
 

@@ -26,22 +26,15 @@ class HealthCheck(msgspec.Struct, frozen=True):
     v6: int
 
 
-def compute_health_check(
-    service: Service | None, slices: Sequence[EndpointSlice], node: str
-) -> HealthCheck | None:
+def compute_health_check(service: Service | None, slices: Sequence[EndpointSlice], node: str) -> HealthCheck | None:
     """Returns the health check of a Service, or None if it has none."""
     if service is None or not service.health_check_node_port:
         return None
-    counts = {
-        family: count_ready_local_endpoints(slices, family, node)
-        for family in service_families(service)
-    }
+    counts = {family: count_ready_local_endpoints(slices, family, node) for family in service_families(service)}
     if not counts:
         return None
     default_count = next(iter(counts.values()))
-    return HealthCheck(
-        service.health_check_node_port, counts.get(4, default_count), counts.get(6, default_count)
-    )
+    return HealthCheck(service.health_check_node_port, counts.get(4, default_count), counts.get(6, default_count))
 
 
 def count_ready_local_endpoints(slices: Sequence[EndpointSlice], family: int, node: str) -> int:
@@ -70,8 +63,6 @@ def _distinct_ports(slices: Sequence[EndpointSlice]) -> Iterable[SlicePort]:
     ports_by_shape: dict[tuple[tuple[int, int], ...], SlicePort] = {}
     for (name, protocol), slice_numbers in positions.items():
         ordinals: dict[int, int] = {}  # port number → order of first use; only equality matters
-        shape = tuple(
-            (i, ordinals.setdefault(number, len(ordinals))) for i, number in slice_numbers
-        )
+        shape = tuple((i, ordinals.setdefault(number, len(ordinals))) for i, number in slice_numbers)
         ports_by_shape[shape] = SlicePort(name, protocol, slice_numbers[0][1])
     return ports_by_shape.values()

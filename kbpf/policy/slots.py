@@ -77,11 +77,7 @@ def compute_slots(backends: Sequence[Backend], spread: Spread = EVEN_SPREAD) -> 
     size = maglev_table_size(len(backends), bool(weights))
     if spread.algorithm is Algorithm.MAGLEV and size > len(backends):
         return compute_maglev_table(backends, weights, size)
-    return tuple(
-        index
-        for index, count in enumerate(_slot_counts(weights, len(backends)))
-        for _ in range(count)
-    )
+    return tuple(index for index, count in enumerate(_slot_counts(weights, len(backends))) for _ in range(count))
 
 
 def count_slots(backends: int, spread: Spread = EVEN_SPREAD) -> int:
@@ -97,14 +93,10 @@ def maglev_table_size(backends: int, weighted: bool = False) -> int:
     if backends < 2:
         return backends
     min_size = MIN_SLOTS_PER_BACKEND * backends * (4 if weighted else 1)
-    return MAGLEV_TABLE_SIZES[
-        min(bisect_left(MAGLEV_TABLE_SIZES, min_size), len(MAGLEV_TABLE_SIZES) - 1)
-    ]
+    return MAGLEV_TABLE_SIZES[min(bisect_left(MAGLEV_TABLE_SIZES, min_size), len(MAGLEV_TABLE_SIZES) - 1)]
 
 
-def compute_maglev_table(
-    backends: Sequence[Backend], weights: Sequence[int], size: int
-) -> tuple[int, ...]:
+def compute_maglev_table(backends: Sequence[Backend], weights: Sequence[int], size: int) -> tuple[int, ...]:
     """Computes the Maglev table: `size` (a prime) indexes into `backends`.
 
     Each backend has a preference list, a permutation of all slots that depends only on its address

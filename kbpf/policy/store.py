@@ -120,9 +120,7 @@ class ObjectStore:
         """Estimates the work to compute this Service: about its ports times its endpoints."""
         service = self._services.get(name)
         ports = len(service.ports) if service is not None else 1
-        return ports * (
-            1 + sum(len(slice_.endpoints) for slice_ in self._by_service.get(name, {}).values())
-        )
+        return ports * (1 + sum(len(slice_.endpoints) for slice_ in self._by_service.get(name, {}).values()))
 
     def slices(self, name: ServiceName) -> tuple[EndpointSlice, ...]:
         """The slices that name this Service, sorted by their own name."""
@@ -215,9 +213,7 @@ class ObjectStore:
         slice_ = self._slices.get(key)
         return slice_.service_name if slice_ is not None else None
 
-    def _put_api_server_slice(
-        self, key: ObjectKey, new: EndpointSlice | None, touched: ChangeSet
-    ) -> None:
+    def _put_api_server_slice(self, key: ObjectKey, new: EndpointSlice | None, touched: ChangeSet) -> None:
         """Publishes the latest version of all slices once one of them has a ready endpoint."""
         slices = self._api_server_slices
         slices.pop(key, None)
@@ -227,9 +223,7 @@ class ObjectStore:
             self._put_slice(key, new, touched)
         # Without a ready endpoint the stored slices stay as they are.
         if any(endpoint.ready for slice_ in slices.values() for endpoint in slice_.endpoints):
-            stored_keys = {
-                k for k, slice_ in self._slices.items() if slice_.service_name == API_SERVER
-            }
+            stored_keys = {k for k, slice_ in self._slices.items() if slice_.service_name == API_SERVER}
             for slice_key in stored_keys | slices.keys():
                 self._put_slice(slice_key, slices.get(slice_key), touched)
 
@@ -247,16 +241,12 @@ class ObjectStore:
             touched.services.add(new.service_name)
         self._count_pods(old, new, touched)
 
-    def _count_pods(
-        self, old: EndpointSlice | None, new: EndpointSlice | None, touched: ChangeSet
-    ) -> None:
+    def _count_pods(self, old: EndpointSlice | None, new: EndpointSlice | None, touched: ChangeSet) -> None:
         before = pod_addresses(old) if old is not None else set()
         after = pod_addresses(new) if new is not None else set()
         touched.addresses |= self._pod_addresses.replace(before, after)
 
-    def _index_slice(
-        self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
-    ) -> None:
+    def _index_slice(self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None) -> None:
         slices_by_name = self._by_service.setdefault(name, {})
         if old is not None:
             del slices_by_name[old.name]
@@ -267,9 +257,7 @@ class ObjectStore:
 
     def _put_node(self, new: Node, touched: ChangeSet) -> None:
         if self._bind_addresses:
-            other_addresses = (
-                address for address in new.addresses if address not in self._bind_addresses
-            )
+            other_addresses = (address for address in new.addresses if address not in self._bind_addresses)
             new = replace(new, addresses=(*self._bind_addresses, *other_addresses))
         old, self._node, self._node_known = self._node, new, True
         if _policy_fields(old) != _policy_fields(new):

@@ -122,9 +122,7 @@ class EventRecorder:
         self.sent = 0  # written by the thread only
         self.dropped = 0  # guarded by _lock
 
-    def emit(
-        self, regarding: EventObject, reason: str, action: str, note: str = "", warning: bool = True
-    ) -> None:
+    def emit(self, regarding: EventObject, reason: str, action: str, note: str = "", warning: bool = True) -> None:
         """Queues an Event, unless it repeats a recent one or the rate limit is exceeded. Never
         blocks.
         """
@@ -140,9 +138,7 @@ class EventRecorder:
             if self._thread is None:
                 self._thread = threads.start("events", self._run)
         try:
-            self._queue.put_nowait(
-                KubeEvent(regarding, warning, reason, action, note, time.time_ns())
-            )
+            self._queue.put_nowait(KubeEvent(regarding, warning, reason, action, note, time.time_ns()))
         except queue.Full:
             self._count_dropped()
 
@@ -167,9 +163,7 @@ class EventRecorder:
             self._spent_until = {k: v for k, v in self._spent_until.items() if v > now}
         if len(self._last_emitted) >= MAX_REMEMBERED:
             self._last_emitted = {
-                k: emit_time
-                for k, emit_time in self._last_emitted.items()
-                if now - emit_time < REPEAT_INTERVAL_S
+                k: emit_time for k, emit_time in self._last_emitted.items() if now - emit_time < REPEAT_INTERVAL_S
             }
         self._tokens -= 1
         self._last_emitted[regarding, reason] = now

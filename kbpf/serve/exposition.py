@@ -39,9 +39,7 @@ class Histogram:
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
-    def __init__(
-        self, bounds: Sequence[float], counts: Sequence[int] = (), total: float = 0.0
-    ) -> None:
+    def __init__(self, bounds: Sequence[float], counts: Sequence[int] = (), total: float = 0.0) -> None:
         """`counts`: the number of values by bound so far, the last one of those above all bounds;
         `total`: their sum.
         """
@@ -106,9 +104,7 @@ def format_metrics(metrics: Iterable[Metric[T]], source: T) -> Iterator[str]:
         series = [("", result)] if isinstance(result, float | int | Histogram | Summary) else result
         for values, value in series:
             labels = (
-                values
-                if isinstance(values, str)
-                else format_labels(**dict(zip(metric.labels, values, strict=True)))
+                values if isinstance(values, str) else format_labels(**dict(zip(metric.labels, values, strict=True)))
             )
             if isinstance(value, Histogram | Summary):
                 yield from value.format_samples(name, labels)

@@ -80,9 +80,7 @@ class HealthTracker:
         """Records that an event arrived which may need programming."""
         if self._oldest_queued is None:
             with self._lock:
-                self._oldest_queued = (
-                    self._clock() if self._oldest_queued is None else self._oldest_queued
-                )
+                self._oldest_queued = self._clock() if self._oldest_queued is None else self._oldest_queued
 
     def record_dequeued(self) -> None:
         """Records that the queue will be emptied. Call it before reading the queue, so that an
@@ -109,13 +107,9 @@ class HealthTracker:
 
     def verdict(self) -> HealthVerdict:
         with self._lock:
-            since = (
-                self._oldest_queued if self._oldest_unsettled is None else self._oldest_unsettled
-            )
+            since = self._oldest_queued if self._oldest_unsettled is None else self._oldest_unsettled
             is_late = since is not None and self._clock() - since >= self._late_after
-            return HealthVerdict(
-                not is_late or self._last_updated is None, self._last_updated, self._now()
-            )
+            return HealthVerdict(not is_late or self._last_updated is None, self._last_updated, self._now())
 
 
 def healthz(verdict: HealthVerdict, eligible: bool) -> HttpResponse:
@@ -135,9 +129,7 @@ def readyz(verdict: HealthVerdict, status: AgentStatus | None) -> HttpResponse:
     if reason:
         return HttpResponse(503, f"kbpf is not ready: {escape_unprintable(reason)}\n".encode())
     error = status.config_error if status is not None else ""
-    config_note = (
-        f", but its configuration file was rejected: {escape_unprintable(error)}" if error else ""
-    )
+    config_note = f", but its configuration file was rejected: {escape_unprintable(error)}" if error else ""
     return HttpResponse(200, f"kbpf serves{config_note}\n".encode())
 
 
@@ -145,11 +137,7 @@ def _not_ready_reason(verdict: HealthVerdict, status: AgentStatus | None) -> str
     if status is None:
         return "the data plane is being opened"
     if not status.synced:
-        unsynced = [
-            source
-            for source in status.sources
-            if not source.synced and source.name != OPTIONAL_SOURCE
-        ]
+        unsynced = [source for source in status.sources if not source.synced and source.name != OPTIONAL_SOURCE]
         if status.error:
             return f"not programmed: {status.error}"
         if unsynced:
@@ -164,11 +152,7 @@ def _not_ready_reason(verdict: HealthVerdict, status: AgentStatus | None) -> str
 def _not_programmed(services: Sequence[str]) -> str:
     if not services:
         return ""
-    more = (
-        f" and {len(services) - MAX_NAMED_SERVICES} more"
-        if len(services) > MAX_NAMED_SERVICES
-        else ""
-    )
+    more = f" and {len(services) - MAX_NAMED_SERVICES} more" if len(services) > MAX_NAMED_SERVICES else ""
     names = ", ".join(services[:MAX_NAMED_SERVICES]) + more
     return f"not programmed: {names}; see `kbpf inspect status`"
 
@@ -234,9 +218,7 @@ class ServiceCheckPorts:
     the HTTP thread only.
     """
 
-    def __init__(
-        self, http: HttpServer, tracker: HealthTracker, events: EventRecorder, node_name: str
-    ) -> None:
+    def __init__(self, http: HttpServer, tracker: HealthTracker, events: EventRecorder, node_name: str) -> None:
         self._http, self._tracker, self._events = http, tracker, events
         self._node_name = node_name
         self._listeners: dict[ServiceName, _CheckListener] = {}
@@ -249,17 +231,11 @@ class ServiceCheckPorts:
     def failed_count(self) -> int:
         return sum(bool(listener.error) for listener in self._listeners.values())
 
-    def sync(
-        self, checks: Mapping[ServiceName, HealthCheck], addresses: tuple[Addr, ...] | None
-    ) -> None:
+    def sync(self, checks: Mapping[ServiceName, HealthCheck], addresses: tuple[Addr, ...] | None) -> None:
         """See AgentServer.set_health_checks()."""
         for name, listener in list(self._listeners.items()):
             new_check = checks.get(name)
-            if (
-                new_check is None
-                or new_check.port != listener.health_check.port
-                or listener.addresses != addresses
-            ):
+            if new_check is None or new_check.port != listener.health_check.port or listener.addresses != addresses:
                 self._close(self._listeners.pop(name))
         for name, health_check in checks.items():
             if name in self._listeners:
@@ -311,9 +287,7 @@ class ServiceCheckPorts:
         def respond(_: HttpRequest) -> HttpResponse:
             health_check = listener.health_check
             healthy = self._tracker.verdict().healthy
-            return service_health_response(
-                name, health_check.v6 if v6 else health_check.v4, healthy
-            )
+            return service_health_response(name, health_check.v6 if v6 else health_check.v4, healthy)
 
         try:
             port = self._http.listen(host, listener.health_check.port, respond, one_family=True)

@@ -155,9 +155,7 @@ class HttpServer:
             self.call_soon(self._loop.stop)
             self._thread.stop()
 
-    def listen(
-        self, host: str, port: int, handler: Handler, one_family: bool = False
-    ) -> HttpListener:
+    def listen(self, host: str, port: int, handler: Handler, one_family: bool = False) -> HttpListener:
         """Opens a port on this address (see bind()). Raises OSError."""
         listener = HttpListener(bind(host, port, one_family), handler)
         self.call_soon(lambda: self._open_listener(listener))
@@ -363,9 +361,7 @@ class Connections:
                 self._mark_recent(connection)
                 received += data
 
-    async def _send(
-        self, connection: Connection, response: HttpResponse, parts: Sequence[bytes]
-    ) -> None:
+    async def _send(self, connection: Connection, response: HttpResponse, parts: Sequence[bytes]) -> None:
         if response.length < LARGE_RESPONSE_BYTES:
             parts = [b"".join(parts)]
         else:  # which is not copied: many clients may be sent the same page

@@ -21,16 +21,7 @@ from kbpf.model.config import Config
 from kbpf.model.fairness import take_turns
 from kbpf.model.metrics import LATENCY_BOUNDS, ConnectionStats, DataPlaneMetrics, TrafficStats
 from kbpf.model.status import AgentStatus, SourceView
-from kbpf.serve.exposition import (
-    Histogram,
-    Metric,
-    Reader,
-    Series,
-    Summary,
-    Value,
-    format_labels,
-    format_metrics,
-)
+from kbpf.serve.exposition import Histogram, Metric, Reader, Series, Summary, Value, format_labels, format_metrics
 
 T = TypeVar("T")
 
@@ -67,8 +58,7 @@ def _mode_info(values: AgentValues) -> list[Series]:
     status, config = values
     reason = status.choice.reason if status.choice else ""
     forwarding = (status.packets.forwarding if status.packets else "") or config.forwarding
-    labels = (status.mode, config.mode, reason, forwarding,
-              str(config.socket_lb), str(config.algorithm))  # fmt: skip
+    labels = (status.mode, config.mode, reason, forwarding, str(config.socket_lb), str(config.algorithm))
     return [(labels, 1)]
 
 
@@ -96,101 +86,160 @@ def _packet_path_states(values: AgentValues) -> list[Series] | None:
 
 
 AGENT_METRICS: Final[Sequence[Metric[AgentValues]]] = (
-    _gauge("build_info", "The version, as a label", lambda a: [((a.status.version,), 1)],
-           "version"),
-    _gauge("mode_info", "The active data plane, the requested mode and the main settings",
-           _mode_info, "mode", "requested", "reason", "forwarding", "socket_lb", "algorithm"),
+    _gauge("build_info", "The version, as a label", lambda a: [((a.status.version,), 1)], "version"),
+    _gauge(
+        "mode_info",
+        "The active data plane, the requested mode and the main settings",
+        _mode_info,
+        "mode",
+        "requested",
+        "reason",
+        "forwarding",
+        "socket_lb",
+        "algorithm",
+    ),
     _gauge("synced", "1 after everything has been programmed once", lambda a: a.status.synced),
     _gauge("services", "Services in the store", lambda a: a.status.services),
-    _gauge("service_ports", "Desired Service ports, counted per address family",
-           lambda a: a.status.service_ports),
-    _gauge("service_ports_refused", "Service ports that could not be programmed",
-           lambda a: a.status.refused),
-    _gauge("service_ports_without_endpoints",
-           "Service ports that refuse connections: no endpoints",
-           lambda a: a.status.without_endpoints),
-    _gauge("service_ports_with_refused_addresses",
-           "Service ports of which an address is not served: taken, or not allowed",
-           lambda a: a.status.address_refusals),
-    _gauge("problems", "Lines that `kbpf inspect status` lists as problems",
-           lambda a: a.status.problem_count),
+    _gauge("service_ports", "Desired Service ports, counted per address family", lambda a: a.status.service_ports),
+    _gauge("service_ports_refused", "Service ports that could not be programmed", lambda a: a.status.refused),
+    _gauge(
+        "service_ports_without_endpoints",
+        "Service ports that refuse connections: no endpoints",
+        lambda a: a.status.without_endpoints,
+    ),
+    _gauge(
+        "service_ports_with_refused_addresses",
+        "Service ports of which an address is not served: taken, or not allowed",
+        lambda a: a.status.address_refusals,
+    ),
+    _gauge("problems", "Lines that `kbpf inspect status` lists as problems", lambda a: a.status.problem_count),
     _gauge("sync_failing", "1 while writes to the data plane fail", lambda a: bool(a.status.error)),
-    _gauge("last_sync_duration_seconds", "Duration of the last pass",
-           lambda a: a.status.last_apply_ms / 1000),
-    _gauge("config_last_reload_successful",
-           "0 while the agent runs with older settings because the --config file was rejected",
-           lambda a: None if a.status.config_error is None else not a.status.config_error),
-    _gauge("namespace_service_ports_refused",
-           "Service ports that could not be programmed, for the namespaces with the most of them",
-           lambda a: [((name,), n) for name, n in sorted(a.status.refused_namespaces.items())],
-           "namespace"),
+    _gauge("last_sync_duration_seconds", "Duration of the last pass", lambda a: a.status.last_apply_ms / 1000),
+    _gauge(
+        "config_last_reload_successful",
+        "0 while the agent runs with older settings because the --config file was rejected",
+        lambda a: None if a.status.config_error is None else not a.status.config_error,
+    ),
+    _gauge(
+        "namespace_service_ports_refused",
+        "Service ports that could not be programmed, for the namespaces with the most of them",
+        lambda a: [((name,), n) for name, n in sorted(a.status.refused_namespaces.items())],
+        "namespace",
+    ),
     _counter("syncs", "Passes written to the data plane", lambda a: a.status.applied),
-    _gauge("source_synced", "1 after the first complete list",
-           _by_source(lambda source: source.synced), "source"),
-    _gauge("source_watching", "1 while the watch is established",
-           _by_source(lambda source: source.state == "watching"), "source"),
-    _gauge("source_failures", "Consecutive failed attempts",
-           _by_source(lambda source: source.failures), "source"),
-    _gauge("source_last_event_timestamp_seconds", "When the source last received data",
-           _last_event_times, "source"),
-    _counter("source_drift", "Objects found changed by a new list without an event for it",
-             _by_source(lambda source: source.drift), "source"),
-    _gauge("thread_up", "0 while a thread of the agent is down, stuck, or fails repeatedly",
-           lambda a: [((thread.name,), not thread.problem) for thread in a.status.threads],
-           "thread"),
-    _counter("thread_restarts", "Times that a thread failed and was restarted",
-             lambda a: [((thread.name,), thread.restarts) for thread in a.status.threads],
-             "thread"),
-    _gauge("verify_differences",
-           "Differences that the agent found when it last verified this part of what it serves",
-           lambda a: [((part.name,), part.differences) for part in a.status.verified] or None,
-           "part"),
-    _gauge("verify_last_timestamp_seconds", "When it did so, in seconds since the epoch",
-           lambda a: [((part.name,), part.timestamp) for part in a.status.verified] or None,
-           "part"),
-    _gauge("failing_backends",
-           "Backends to which hardly a connection from this node succeeded in the last minute",
-           lambda a: a.status.failing_backends),
-    _gauge("packet_path", "1 for the current state of the packet path", _packet_path_states,
-           "state"),
-    _gauge("packet_path_failed_devices",
-           "Devices to which the packet path could not be attached",
-           lambda a: a.status.packets.failed_count if a.status.packets is not None else None),
-)  # fmt: skip
+    _gauge("source_synced", "1 after the first complete list", _by_source(lambda source: source.synced), "source"),
+    _gauge(
+        "source_watching",
+        "1 while the watch is established",
+        _by_source(lambda source: source.state == "watching"),
+        "source",
+    ),
+    _gauge("source_failures", "Consecutive failed attempts", _by_source(lambda source: source.failures), "source"),
+    _gauge("source_last_event_timestamp_seconds", "When the source last received data", _last_event_times, "source"),
+    _counter(
+        "source_drift",
+        "Objects found changed by a new list without an event for it",
+        _by_source(lambda source: source.drift),
+        "source",
+    ),
+    _gauge(
+        "thread_up",
+        "0 while a thread of the agent is down, stuck, or fails repeatedly",
+        lambda a: [((thread.name,), not thread.problem) for thread in a.status.threads],
+        "thread",
+    ),
+    _counter(
+        "thread_restarts",
+        "Times that a thread failed and was restarted",
+        lambda a: [((thread.name,), thread.restarts) for thread in a.status.threads],
+        "thread",
+    ),
+    _gauge(
+        "verify_differences",
+        "Differences that the agent found when it last verified this part of what it serves",
+        lambda a: [((part.name,), part.differences) for part in a.status.verified] or None,
+        "part",
+    ),
+    _gauge(
+        "verify_last_timestamp_seconds",
+        "When it did so, in seconds since the epoch",
+        lambda a: [((part.name,), part.timestamp) for part in a.status.verified] or None,
+        "part",
+    ),
+    _gauge(
+        "failing_backends",
+        "Backends to which hardly a connection from this node succeeded in the last minute",
+        lambda a: a.status.failing_backends,
+    ),
+    _gauge("packet_path", "1 for the current state of the packet path", _packet_path_states, "state"),
+    _gauge(
+        "packet_path_failed_devices",
+        "Devices to which the packet path could not be attached",
+        lambda a: a.status.packets.failed_count if a.status.packets is not None else None,
+    ),
+)
 SERVER_METRICS: Final[Sequence[Metric[ServerValues]]] = (
-    _gauge("healthy", "1 unless a change has waited too long to be programmed",
-           lambda s: s.healthy),
+    _gauge("healthy", "1 unless a change has waited too long to be programmed", lambda s: s.healthy),
     _gauge("node_eligible", "0 while the node is about to be removed", lambda s: s.eligible),
-    _counter("events", "Kubernetes Events, sent or dropped",
-             lambda s: [(("sent",), s.events_sent), (("dropped",), s.events_dropped)],
-             "outcome"),
+    _counter(
+        "events",
+        "Kubernetes Events, sent or dropped",
+        lambda s: [(("sent",), s.events_sent), (("dropped",), s.events_dropped)],
+        "outcome",
+    ),
     _gauge("service_health_checks", "Services with a healthCheckNodePort", lambda s: s.checks),
-    _gauge("service_health_checks_failed", "Health checks whose port could not be opened",
-           lambda s: s.checks_failed),
-)  # fmt: skip
+    _gauge("service_health_checks_failed", "Health checks whose port could not be opened", lambda s: s.checks_failed),
+)
 DATA_PLANE_METRICS: Final[Sequence[Metric[DataPlaneMetrics]]] = (
-    _gauge("map_entries", "Entries in a map",
-           lambda p: [((t.name,), t.entries) for t in p.tables if t.entries is not None], "map"),
-    _gauge("map_max_entries", "Current capacity of a map; maps written by the agent grow",
-           lambda p: [((t.name,), t.capacity) for t in p.tables], "map"),
-    _gauge("map_limit_entries",
-           "Maximum capacity of a map (--max-...); only of maps that do not evict entries",
-           lambda p: [((t.name,), t.limit) for t in p.tables if t.limit is not None], "map"),
-    _gauge("map_bytes", "Kernel memory used by a map",
-           lambda p: [((t.name,), t.bytes) for t in p.tables if t.bytes is not None], "map"),
-    _gauge("hooks_attached", "1 if the socket hook is attached; one series for each requested hook",
-           lambda p: [((name,), attached) for name, attached in p.hooks], "hook"),
-    _gauge("foreign_programs",
-           "Programs of other load balancers, or of another kbpf, on the same hooks and devices",
-           lambda p: p.foreign_programs),
-    _gauge("bypassed_firewall_chains",
-           "Chains of the host that may refuse packets, but see those for NodePorts and VIPs only "
-           "after kbpf has translated them",
-           lambda p: p.bypassed_chains),
-    _counter("decisions", "Decisions on connections, datagrams and packets, by verdict and reason",
-             lambda p: [((d.reason, d.verdict), d.total) for d in p.reason_counts],
-             "reason", "verdict"),
-)  # fmt: skip
+    _gauge(
+        "map_entries",
+        "Entries in a map",
+        lambda p: [((t.name,), t.entries) for t in p.tables if t.entries is not None],
+        "map",
+    ),
+    _gauge(
+        "map_max_entries",
+        "Current capacity of a map; maps written by the agent grow",
+        lambda p: [((t.name,), t.capacity) for t in p.tables],
+        "map",
+    ),
+    _gauge(
+        "map_limit_entries",
+        "Maximum capacity of a map (--max-...); only of maps that do not evict entries",
+        lambda p: [((t.name,), t.limit) for t in p.tables if t.limit is not None],
+        "map",
+    ),
+    _gauge(
+        "map_bytes",
+        "Kernel memory used by a map",
+        lambda p: [((t.name,), t.bytes) for t in p.tables if t.bytes is not None],
+        "map",
+    ),
+    _gauge(
+        "hooks_attached",
+        "1 if the socket hook is attached; one series for each requested hook",
+        lambda p: [((name,), attached) for name, attached in p.hooks],
+        "hook",
+    ),
+    _gauge(
+        "foreign_programs",
+        "Programs of other load balancers, or of another kbpf, on the same hooks and devices",
+        lambda p: p.foreign_programs,
+    ),
+    _gauge(
+        "bypassed_firewall_chains",
+        "Chains of the host that may refuse packets, but see those for NodePorts and VIPs only "
+        "after kbpf has translated them",
+        lambda p: p.bypassed_chains,
+    ),
+    _counter(
+        "decisions",
+        "Decisions on connections, datagrams and packets, by verdict and reason",
+        lambda p: [((d.reason, d.verdict), d.total) for d in p.reason_counts],
+        "reason",
+        "verdict",
+    ),
+)
 
 
 class _Row(NamedTuple):
@@ -234,12 +283,16 @@ class _Traffic(NamedTuple):
             for reason, prefixes in FAILURES.items()
             if reason in self.stats.counted_fields and prefix in prefixes
         ]
-        return [
-            (f'{{{row.labels},reason="{reason}"}}', getattr(row.stats, reason))
-            for reason in reasons
-            for row in self.rows
-            if row.stats is not None and (reason not in TCP_FAILURES or row.protocol == "TCP")
-        ] if reasons else None  # fmt: skip
+        return (
+            [
+                (f'{{{row.labels},reason="{reason}"}}', getattr(row.stats, reason))
+                for reason in reasons
+                for row in self.rows
+                if row.stats is not None and (reason not in TCP_FAILURES or row.protocol == "TCP")
+            ]
+            if reasons
+            else None
+        )
 
     def bytes(self) -> list[Series] | None:
         if "bytes_in" not in self.stats.counted_fields:
@@ -267,19 +320,25 @@ TCP_FAILURES: Final = frozenset(("unanswered", "reset"))
 def _outcome_metrics(prefix: str, subject: str) -> tuple[Metric[_Traffic], ...]:
     """What connections came to."""
     return (
-        _counter(f"{prefix}_connections", f"Connections opened to {subject}",
-                 lambda t: t.counts("opened", lambda stats: stats.opened)),
-        _counter(f"{prefix}_failures", f"Failed connections to {subject}, by reason",
-                 lambda t: t.failures(prefix)),
-        _counter(f"{prefix}_bytes", "Bytes from clients (in) and to them (out)",
-                 lambda t: t.bytes()),
-        _counter(f"{prefix}_retransmits", "TCP segments that clients on this node retransmitted",
-                 lambda t: t.counts("rtts", lambda stats: stats.retransmits, only_tcp=True)),
-        Metric(f"kbpf_{prefix}_round_trip_seconds", "summary",
-               "Smoothed round-trip times to the backend when TCP connections ended",
-               lambda t: t.counts("rtts", lambda stats: Summary(stats.rtt_us / 1e6, stats.rtts),
-                                  only_tcp=True)),
-    )  # fmt: skip
+        _counter(
+            f"{prefix}_connections",
+            f"Connections opened to {subject}",
+            lambda t: t.counts("opened", lambda stats: stats.opened),
+        ),
+        _counter(f"{prefix}_failures", f"Failed connections to {subject}, by reason", lambda t: t.failures(prefix)),
+        _counter(f"{prefix}_bytes", "Bytes from clients (in) and to them (out)", lambda t: t.bytes()),
+        _counter(
+            f"{prefix}_retransmits",
+            "TCP segments that clients on this node retransmitted",
+            lambda t: t.counts("rtts", lambda stats: stats.retransmits, only_tcp=True),
+        ),
+        Metric(
+            f"kbpf_{prefix}_round_trip_seconds",
+            "summary",
+            "Smoothed round-trip times to the backend when TCP connections ended",
+            lambda t: t.counts("rtts", lambda stats: Summary(stats.rtt_us / 1e6, stats.rtts), only_tcp=True),
+        ),
+    )
 
 
 def _if_counted(read: Reader[_Traffic]) -> Reader[_Traffic]:
@@ -296,27 +355,31 @@ def _histograms(field: str, stats: TrafficStats) -> list[Series]:
 
 
 SERVICE_METRICS: Final[Sequence[Metric[_Traffic]]] = (
-    _gauge("service_connections", "Open connections of a Service port",
-           _if_counted(lambda t: t.open_connections())),
-    _gauge("connections", "Open connections of all Services",
-           _if_counted(lambda t: sum(count for _, count in t.stats.connections or ()))),
-    _gauge("tracked_connections", "Packet path connections that cannot be evicted",
-           lambda t: None if t.stats.flow_count is None else t.stats.flow_count.live),
-    _gauge("tracked_connections_limit", "Limit of tracked connections (--max-connections)",
-           lambda t: None if t.stats.flow_count is None else t.stats.flow_count.capacity),
-    _gauge("kube_proxy_running", "1 if a kube-proxy runs on this node",
-           lambda t: t.stats.kube_proxy_running),
-    _gauge("kube_proxy_rules", "1 if rules of a kube-proxy are on this node",
-           lambda t: t.stats.kube_proxy_rules),
-    _gauge("service_series_left_out", "Service ports with connections whose series are omitted",
-           lambda t: t.left_out),
+    _gauge("service_connections", "Open connections of a Service port", _if_counted(lambda t: t.open_connections())),
+    _gauge(
+        "connections",
+        "Open connections of all Services",
+        _if_counted(lambda t: sum(count for _, count in t.stats.connections or ())),
+    ),
+    _gauge(
+        "tracked_connections",
+        "Packet path connections that cannot be evicted",
+        lambda t: None if t.stats.flow_count is None else t.stats.flow_count.live,
+    ),
+    _gauge(
+        "tracked_connections_limit",
+        "Limit of tracked connections (--max-connections)",
+        lambda t: None if t.stats.flow_count is None else t.stats.flow_count.capacity,
+    ),
+    _gauge("kube_proxy_running", "1 if a kube-proxy runs on this node", lambda t: t.stats.kube_proxy_running),
+    _gauge("kube_proxy_rules", "1 if rules of a kube-proxy are on this node", lambda t: t.stats.kube_proxy_rules),
+    _gauge("service_series_left_out", "Service ports with connections whose series are omitted", lambda t: t.left_out),
     *_outcome_metrics("service", "a Service port"),
-)  # fmt: skip
+)
 BACKEND_METRICS: Final[Sequence[Metric[_Traffic]]] = (
-    _gauge("backend_connections", "Open connections of a backend",
-           lambda t: t.open_connections() or None),
+    _gauge("backend_connections", "Open connections of a backend", lambda t: t.open_connections() or None),
     *_outcome_metrics("backend", "a backend"),
-)  # fmt: skip
+)
 
 
 LATENCY_METRICS: Final[Sequence[Metric[TrafficStats]]] = tuple(
@@ -339,10 +402,7 @@ def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
         zero = ConnectionStats()
         names.sort(key=lambda key: (totals.get(key, zero).rank(open_counts.get(key, 0)), key))
         names = take_turns(names, itemgetter(0))[:max_series]
-    rows = [
-        _Row(_port_labels(*name), name[3], open_counts.get(name, 0), totals.get(name))
-        for name in names
-    ]
+    rows = [_Row(_port_labels(*name), name[3], open_counts.get(name, 0), totals.get(name)) for name in names]
     yield from format_metrics(SERVICE_METRICS, _Traffic(stats, rows, len(all_names) - len(names)))
     if stats.latencies:
         yield from format_metrics(LATENCY_METRICS, stats)
@@ -376,23 +436,26 @@ class ProcessValues(NamedTuple):
 
 
 PROCESS_METRICS: Final[Sequence[Metric[ProcessValues]]] = (
-    Metric("process_cpu_seconds_total", "counter",
-           "Total user and system CPU time spent in seconds.", lambda p: p.cpu_seconds),
-    Metric("process_max_fds", "gauge", "Maximum number of open file descriptors.",
-           lambda p: p.max_fds),
+    Metric(
+        "process_cpu_seconds_total",
+        "counter",
+        "Total user and system CPU time spent in seconds.",
+        lambda p: p.cpu_seconds,
+    ),
+    Metric("process_max_fds", "gauge", "Maximum number of open file descriptors.", lambda p: p.max_fds),
     Metric("process_open_fds", "gauge", "Number of open file descriptors.", lambda p: p.open_fds),
-    Metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes.",
-           lambda p: p.resident),
-    Metric("process_start_time_seconds", "gauge",
-           "Start time of the process since unix epoch in seconds.", lambda p: p.start_time),
-    Metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes.",
-           lambda p: p.virtual),
-)  # fmt: skip
+    Metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes.", lambda p: p.resident),
+    Metric(
+        "process_start_time_seconds",
+        "gauge",
+        "Start time of the process since unix epoch in seconds.",
+        lambda p: p.start_time,
+    ),
+    Metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", lambda p: p.virtual),
+)
 """Under the names that Prometheus client libraries use."""
 SCRAPE_METRICS: Final[Sequence[Metric[float]]] = (
-    _gauge(
-        "scrape_duration_seconds", "Time that it took to format this page", lambda seconds: seconds
-    ),
+    _gauge("scrape_duration_seconds", "Time that it took to format this page", lambda seconds: seconds),
 )
 
 

@@ -53,11 +53,7 @@ class KubeProxyMetrics:
         self._queued_events = 0
         self._changes = {"service": 0, "endpoint": 0}
         self._pending_changes = {"service": 0, "endpoint": 0}
-        self._no_local = {
-            (policy, ip_family): 0
-            for policy in ("external", "internal")
-            for ip_family in BOTH_FAMILIES
-        }
+        self._no_local = {(policy, ip_family): 0 for policy in ("external", "internal") for ip_family in BOTH_FAMILIES}
         self._probe_counts: dict[str, Counter[str]] = {"healthz": Counter(), "livez": Counter()}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._request_latency: dict[tuple[str, str], Histogram] = {}
@@ -94,9 +90,7 @@ class KubeProxyMetrics:
                 if not self._queued_events and 0.0 < last_synced < self._last_queued[ip_family]:
                     self._last_synced[ip_family] = self._now()
 
-    def record_sync(
-        self, seconds: float, full: bool, families: Collection[int] = BOTH_FAMILIES
-    ) -> None:
+    def record_sync(self, seconds: float, full: bool, families: Collection[int] = BOTH_FAMILIES) -> None:
         """The data plane was written in `seconds`; `full`: all of it was compared."""
         with self._lock:
             for ip_family in families:
@@ -188,61 +182,143 @@ FAMILY: Final = ("ip_family",)
 
 # The private attributes are those of KubeProxyMetrics, of which this table is a part.
 METRICS: Final[Sequence[Metric[KubeProxyMetrics]]] = (
-    Metric(f"{SYNC}_duration_seconds", "histogram", "[ALPHA] SyncProxyRules latency in seconds",
-           lambda m: _by_family(m._sync), FAMILY),
-    Metric("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram",
-           "[ALPHA] SyncProxyRules latency in seconds for full resyncs",
-           lambda m: _by_family(m._full), FAMILY),
-    Metric("kubeproxy_sync_partial_proxy_rules_duration_seconds", "histogram",
-           "[ALPHA] SyncProxyRules latency in seconds for partial resyncs",
-           lambda m: _by_family(m._partial), FAMILY),
-    Metric("kubeproxy_network_programming_duration_seconds", "histogram",
-           "[ALPHA] In Cluster Network Programming Latency in seconds",
-           lambda m: _by_family(m._programming), FAMILY),
-    Metric(f"{SYNC}_last_timestamp_seconds", "gauge",
-           "[ALPHA] The last time proxy rules were successfully synced",
-           lambda m: _known(m._last_synced), FAMILY),
-    Metric(f"{SYNC}_last_queued_timestamp_seconds", "gauge",
-           "[ALPHA] The last time a sync of proxy rules was queued",
-           lambda m: _known(m._last_queued), FAMILY),
-    Metric(f"{SYNC}_endpoint_changes_pending", "gauge",
-           "[ALPHA] Pending proxy rules Endpoint changes",
-           lambda m: m._pending_changes["endpoint"]),
-    Metric(f"{SYNC}_endpoint_changes_total", "counter",
-           "[ALPHA] Cumulative proxy rules Endpoint changes", lambda m: m._changes["endpoint"]),
-    Metric(f"{SYNC}_service_changes_pending", "gauge",
-           "[ALPHA] Pending proxy rules Service changes", lambda m: m._pending_changes["service"]),
-    Metric(f"{SYNC}_service_changes_total", "counter",
-           "[ALPHA] Cumulative proxy rules Service changes", lambda m: m._changes["service"]),
-    Metric(f"{SYNC}_no_local_endpoints_total", "gauge",
-           "[ALPHA] Number of services with a Local traffic policy and no endpoints",
-           lambda m: (((FAMILIES[f], policy), n) for (policy, f), n in m._no_local.items()),
-           ("ip_family", "traffic_policy")),
-    Metric("kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram",
-           "[ALPHA] ReconcileConntrackFlowsLatency latency in seconds",
-           lambda m: _by_family(m._conntrack_sync), FAMILY),
-    Metric("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter",
-           "[ALPHA] Cumulative conntrack flows deleted by conntrack reconciler",
-           lambda m: _by_family(m._deleted_flows), FAMILY),
-    Metric("kubeproxy_proxy_healthz_total", "counter",
-           "[ALPHA] Cumulative proxy healthz HTTP status",
-           lambda m: _by_code(m._probe_counts["healthz"]), ("code",)),
-    Metric("kubeproxy_proxy_livez_total", "counter", "[ALPHA] Cumulative proxy livez HTTP status",
-           lambda m: _by_code(m._probe_counts["livez"]), ("code",)),
-    Metric("rest_client_requests_total", "counter",
-           "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
-           lambda m: sorted(m._requests.items()), ("code", "host", "method")),
-    Metric("rest_client_request_duration_seconds", "histogram",
-           "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
-           lambda m: ((key, m._request_latency[key]) for key in sorted(m._request_latency)),
-           ("host", "verb")),
-    Metric("kbpf_event_to_map_duration_seconds", "histogram",
-           "From an event's arrival until it is programmed", lambda m: m._event_to_map),
-    Metric("kbpf_sync_failures_total", "counter",
-           "Passes that failed; the state programmed before stays in use", lambda m: m._failures),
-    Metric("kbpf_comparisons_total", "counter",
-           "Comparisons of the programmed with the desired state", lambda m: m._comparisons),
-    Metric("kbpf_drift_entries_total", "counter",
-           "Entries changed by other processes that a comparison found and repaired",
-           lambda m: m._drift),
-)  # fmt: skip
+    Metric(
+        f"{SYNC}_duration_seconds",
+        "histogram",
+        "[ALPHA] SyncProxyRules latency in seconds",
+        lambda m: _by_family(m._sync),
+        FAMILY,
+    ),
+    Metric(
+        "kubeproxy_sync_full_proxy_rules_duration_seconds",
+        "histogram",
+        "[ALPHA] SyncProxyRules latency in seconds for full resyncs",
+        lambda m: _by_family(m._full),
+        FAMILY,
+    ),
+    Metric(
+        "kubeproxy_sync_partial_proxy_rules_duration_seconds",
+        "histogram",
+        "[ALPHA] SyncProxyRules latency in seconds for partial resyncs",
+        lambda m: _by_family(m._partial),
+        FAMILY,
+    ),
+    Metric(
+        "kubeproxy_network_programming_duration_seconds",
+        "histogram",
+        "[ALPHA] In Cluster Network Programming Latency in seconds",
+        lambda m: _by_family(m._programming),
+        FAMILY,
+    ),
+    Metric(
+        f"{SYNC}_last_timestamp_seconds",
+        "gauge",
+        "[ALPHA] The last time proxy rules were successfully synced",
+        lambda m: _known(m._last_synced),
+        FAMILY,
+    ),
+    Metric(
+        f"{SYNC}_last_queued_timestamp_seconds",
+        "gauge",
+        "[ALPHA] The last time a sync of proxy rules was queued",
+        lambda m: _known(m._last_queued),
+        FAMILY,
+    ),
+    Metric(
+        f"{SYNC}_endpoint_changes_pending",
+        "gauge",
+        "[ALPHA] Pending proxy rules Endpoint changes",
+        lambda m: m._pending_changes["endpoint"],
+    ),
+    Metric(
+        f"{SYNC}_endpoint_changes_total",
+        "counter",
+        "[ALPHA] Cumulative proxy rules Endpoint changes",
+        lambda m: m._changes["endpoint"],
+    ),
+    Metric(
+        f"{SYNC}_service_changes_pending",
+        "gauge",
+        "[ALPHA] Pending proxy rules Service changes",
+        lambda m: m._pending_changes["service"],
+    ),
+    Metric(
+        f"{SYNC}_service_changes_total",
+        "counter",
+        "[ALPHA] Cumulative proxy rules Service changes",
+        lambda m: m._changes["service"],
+    ),
+    Metric(
+        f"{SYNC}_no_local_endpoints_total",
+        "gauge",
+        "[ALPHA] Number of services with a Local traffic policy and no endpoints",
+        lambda m: (((FAMILIES[f], policy), n) for (policy, f), n in m._no_local.items()),
+        ("ip_family", "traffic_policy"),
+    ),
+    Metric(
+        "kubeproxy_conntrack_reconciler_sync_duration_seconds",
+        "histogram",
+        "[ALPHA] ReconcileConntrackFlowsLatency latency in seconds",
+        lambda m: _by_family(m._conntrack_sync),
+        FAMILY,
+    ),
+    Metric(
+        "kubeproxy_conntrack_reconciler_deleted_entries_total",
+        "counter",
+        "[ALPHA] Cumulative conntrack flows deleted by conntrack reconciler",
+        lambda m: _by_family(m._deleted_flows),
+        FAMILY,
+    ),
+    Metric(
+        "kubeproxy_proxy_healthz_total",
+        "counter",
+        "[ALPHA] Cumulative proxy healthz HTTP status",
+        lambda m: _by_code(m._probe_counts["healthz"]),
+        ("code",),
+    ),
+    Metric(
+        "kubeproxy_proxy_livez_total",
+        "counter",
+        "[ALPHA] Cumulative proxy livez HTTP status",
+        lambda m: _by_code(m._probe_counts["livez"]),
+        ("code",),
+    ),
+    Metric(
+        "rest_client_requests_total",
+        "counter",
+        "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
+        lambda m: sorted(m._requests.items()),
+        ("code", "host", "method"),
+    ),
+    Metric(
+        "rest_client_request_duration_seconds",
+        "histogram",
+        "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
+        lambda m: ((key, m._request_latency[key]) for key in sorted(m._request_latency)),
+        ("host", "verb"),
+    ),
+    Metric(
+        "kbpf_event_to_map_duration_seconds",
+        "histogram",
+        "From an event's arrival until it is programmed",
+        lambda m: m._event_to_map,
+    ),
+    Metric(
+        "kbpf_sync_failures_total",
+        "counter",
+        "Passes that failed; the state programmed before stays in use",
+        lambda m: m._failures,
+    ),
+    Metric(
+        "kbpf_comparisons_total",
+        "counter",
+        "Comparisons of the programmed with the desired state",
+        lambda m: m._comparisons,
+    ),
+    Metric(
+        "kbpf_drift_entries_total",
+        "counter",
+        "Entries changed by other processes that a comparison found and repaired",
+        lambda m: m._drift,
+    ),
+)

@@ -105,7 +105,5 @@ def encode_head(parser: h11.Connection, response: HttpResponse, close_after: boo
         ("Content-Length", str(response.length)),
         *((("Connection", "close"),) if close_after else ()),
     ]
-    head = h11.Response(
-        status_code=response.status, headers=fields, reason=responses[response.status]
-    )
+    head = h11.Response(status_code=response.status, headers=fields, reason=responses[response.status])
     return parser.send(head) or b""

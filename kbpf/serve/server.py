@@ -74,9 +74,7 @@ class AgentServer:
         self._collector = (
             BackgroundCollector(
                 lambda pause: find_reader().count_traffic(pause),
-                lambda traffic: list(
-                    kbpf_metrics.format_traffic(traffic, self._serving.service_series)
-                ),
+                lambda traffic: list(kbpf_metrics.format_traffic(traffic, self._serving.service_series)),
                 lambda: find_reader().refresh_neighbours(),
             )
             if find_reader is not None
@@ -92,9 +90,7 @@ class AgentServer:
         self._choice: ModeChoice | None = None
         self._config_error = LastError()
         self._listen_errors: dict[str, str] = {}
-        self._checks = health.ServiceCheckPorts(
-            self._http, self.health, self.events, config.node_name
-        )
+        self._checks = health.ServiceCheckPorts(self._http, self.health, self.events, config.node_name)
         self._metrics_cache: tuple[float, HttpResponse] | None = None
 
     def start(self) -> None:
@@ -160,9 +156,7 @@ class AgentServer:
         """The addresses that cannot be bound, a line each. Thread-safe."""
         return tuple(dict(self._listen_errors).values())
 
-    def set_health_checks(
-        self, checks: Mapping[ServiceName, HealthCheck], addresses: tuple[Addr, ...] | None
-    ) -> None:
+    def set_health_checks(self, checks: Mapping[ServiceName, HealthCheck], addresses: tuple[Addr, ...] | None) -> None:
         """Replaces all health checks. They answer on `addresses`; None: on all addresses of the
         node.
         """
@@ -171,9 +165,7 @@ class AgentServer:
 
     # ---- ports -----------------------------------------------------------------------------
 
-    def _listen(
-        self, address: str, handler: Handler, reason: str, first_attempt: bool = False
-    ) -> None:
+    def _listen(self, address: str, handler: Handler, reason: str, first_attempt: bool = False) -> None:
         host, _, port = address.rpartition(":")
         try:
             self._http.listen(host.strip("[]"), int(port), handler)
@@ -191,14 +183,10 @@ class AgentServer:
             if first_attempt:
                 log.error("%s; retrying every %d s", problem, LISTEN_RETRY_INTERVAL_S)
             self._listen_errors[address] = problem
-            self._http.call_later(
-                LISTEN_RETRY_INTERVAL_S, lambda: self._listen(address, handler, reason)
-            )
+            self._http.call_later(LISTEN_RETRY_INTERVAL_S, lambda: self._listen(address, handler, reason))
         else:
             self._listen_errors.pop(address, None)
-            log.log(
-                logging.DEBUG if first_attempt else logging.INFO, "listening address=%s", address
-            )
+            log.log(logging.DEBUG if first_attempt else logging.INFO, "listening address=%s", address)
 
     # ---- responses -------------------------------------------------------------------------
 
@@ -220,9 +208,7 @@ class AgentServer:
         handlers: dict[str, Callable[[], HttpResponse]] = {
             "/metrics": self._metrics_page,
             "/metrics/slis": lambda: HttpResponse(200, SLIS_BODY, exposition.CONTENT_TYPE),
-            "/healthz": lambda: HttpResponse(
-                200, VERBOSE_HEALTHZ_BODY if "verbose" in request.query else b"ok"
-            ),
+            "/healthz": lambda: HttpResponse(200, VERBOSE_HEALTHZ_BODY if "verbose" in request.query else b"ok"),
             "/readyz": lambda: health.readyz(self.health.verdict(), self._status),
             "/healthz/ping": lambda: HttpResponse(200, b"ok"),
             "/proxyMode": lambda: HttpResponse(200, self._mode.encode()),
@@ -274,9 +260,7 @@ class AgentServer:
                 lines += exposition.format_metrics(kbpf_metrics.DATA_PLANE_METRICS, measures)
             except KbpfError as error:
                 log.warning("cannot read the data plane's metrics; /metrics omits them: %s", error)
-        lines += exposition.format_metrics(
-            kbpf_metrics.PROCESS_METRICS, kbpf_metrics.read_process()
-        )
+        lines += exposition.format_metrics(kbpf_metrics.PROCESS_METRICS, kbpf_metrics.read_process())
         lines += exposition.format_metrics(kbpf_metrics.SCRAPE_METRICS, time.perf_counter() - start)
         return "\n".join(lines).encode() + b"\n"
 

@@ -43,9 +43,7 @@ def statusz(version: str, start_time: float) -> HttpResponse:
 
 def flagz(flags: Mapping[str, str]) -> HttpResponse:
     """Returns the response to /flagz. `flags`: the flags that were given, {name: text}."""
-    text = "".join(
-        f"{name.lstrip('-')}={_mask_credentials(value)}\n" for name, value in sorted(flags.items())
-    )
+    text = "".join(f"{name.lstrip('-')}={_mask_credentials(value)}\n" for name, value in sorted(flags.items()))
     return HttpResponse(200, (TEXT_WARNING % "flagz" + text).encode())
 
 

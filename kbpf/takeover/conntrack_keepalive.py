@@ -60,9 +60,7 @@ _ADDRESS_TYPES: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
 def list_node_ports() -> frozenset[tuple[int, int]]:
     """(protocol, port) of each NodePort that a kube-proxy in mode ipvs left or is using."""
     matches = filter(None, map(NODE_PORT_SET_NAME.fullmatch, ipset.list_names()))
-    return frozenset(
-        (Protocol[match[3]], port) for match in matches for port in ipset.list_ports(match[0])
-    )
+    return frozenset((Protocol[match[3]], port) for match in matches for port in ipset.list_ports(match[0]))
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -94,9 +92,7 @@ def hook_commands(family: str, table: str, name: str) -> list[forward_rules.Json
     those of NAT, its match on the state those of conntrack. The rule has no verdict.
     """
     chain = {"family": family, "table": table, "name": name}
-    state_match: dict[str, Any] = {
-        "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
-    }
+    state_match: dict[str, Any] = {"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}}
     rule = {"family": family, "table": table, "chain": name, "expr": [state_match]}
     return [
         {"add": {"chain": {**chain, "type": "nat", "hook": "postrouting", "prio": 100}}},
@@ -131,9 +127,7 @@ def _remove_unneeded_once(force: bool) -> tuple[str, ...]:
         return ()
     needed = {family_name(service) for service in _remove_idle_services(families, force)}
     removable = tuple(
-        family
-        for family in families
-        if force or not (family in needed or conntrack.has_dnat_connections(family))
+        family for family in families if force or not (family in needed or conntrack.has_dnat_connections(family))
     )
     if removable:
         forward_rules.run_transaction(
@@ -191,9 +185,7 @@ def _repair(chain: forward_rules.BaseChain, generation: int) -> str:
         return f"removed the rule for kube-proxy's connections from {chain}"
     chain_key = chain.family, chain.table, chain.name
     old_handles = [rule.handle for rule in chain.keepalive_rules]
-    xtables.accept_established(
-        chain_key, forward_rules.KEEPALIVE_COMMENT, chain.next_handle, old_handles, generation
-    )
+    xtables.accept_established(chain_key, forward_rules.KEEPALIVE_COMMENT, chain.next_handle, old_handles, generation)
     return f"added a rule to {chain}: accept kube-proxy's established connections"
 
 
@@ -255,9 +247,7 @@ def _list_elements(family: str) -> list[forward_rules.Json]:
         if error.errno == errno.ENOENT:
             return []
         raise
-    return [
-        e for set_ in sets if set_.get("name") == VIRTUAL_SERVICE_SET for e in set_.get("elem", ())
-    ]
+    return [e for set_ in sets if set_.get("name") == VIRTUAL_SERVICE_SET for e in set_.get("elem", ())]
 
 
 def count_connections() -> int:
@@ -284,39 +274,26 @@ def _remove_idle_services(families: Collection[str], force: bool) -> tuple[Virtu
         # is deleted then, and all services that are not kube-proxy's count as busy.
         kube_proxy_ifindex = dummy.get_ifindex_or_zero(KUBE_PROXY_DEVICE)
         kube_proxy_services = {
-            service
-            for service in services
-            if kube_proxy_ifindex and _accepts_connections(client, service)
+            service for service in services if kube_proxy_ifindex and _accepts_connections(client, service)
         }
         own_services = [service for service in services if service not in kube_proxy_services]
         busy_services = (
             ()
             if force
-            else tuple(
-                service
-                for service in own_services
-                if kube_proxy_ifindex or client.count_connections(service)
-            )
+            else tuple(service for service in own_services if kube_proxy_ifindex or client.count_connections(service))
         )
         idle_services = (
-            []
-            if kube_proxy_ifindex
-            else [service for service in own_services if service not in busy_services]
+            [] if kube_proxy_ifindex else [service for service in own_services if service not in busy_services]
         )
         client.apply(
-            [
-                ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service)
-                for service in idle_services
-            ],
+            [ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service) for service in idle_services],
             (errno.ESRCH,),
         )
     removed = [service for service in services if service not in busy_services]
     if removed:
         forward_rules.run_transaction(*_element_commands("delete", removed))
     if busy_services:
-        unused = {service.address for service in removed} - {
-            service.address for service in busy_services
-        }
+        unused = {service.address for service in removed} - {service.address for service in busy_services}
         dummy.delete_addresses(dummy.ensure(DEVICE), unused)
     else:
         dummy.remove(DEVICE)
@@ -350,9 +327,5 @@ def _element_commands(verb: str, services: Iterable[VirtualServiceKey]) -> list[
 
 def _parse_element(element: forward_rules.Json) -> VirtualServiceKey:
     protocol_name, address, port = element["concat"]
-    protocol = (
-        Protocol(protocol_name)
-        if isinstance(protocol_name, int)
-        else Protocol[str(protocol_name).upper()]
-    )
+    protocol = Protocol(protocol_name) if isinstance(protocol_name, int) else Protocol[str(protocol_name).upper()]
     return VirtualServiceKey(protocol, parse_addr(str(address)), int(port))

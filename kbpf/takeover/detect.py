@@ -87,9 +87,7 @@ def detect() -> Detection:
     responders = {}
     for host, port in find_listeners():
         targets = LOOPBACK.get(host, (host,))
-        kinds = {identify_responder(partial(http_get, target, port)) for target in targets} - {
-            Responder.UNKNOWN
-        }
+        kinds = {identify_responder(partial(http_get, target, port)) for target in targets} - {Responder.UNKNOWN}
         responders[f"{host} port {port}"] = kinds.pop() if kinds else Responder.UNKNOWN
     return Detection(_kube_proxy_pids(), process.is_in_initial_pid_namespace(), responders)
 

@@ -31,16 +31,32 @@ NFT_TABLE: Final = "kube-proxy"
 KUBE_PROXY_DEVICE: Final = conntrack_keepalive.KUBE_PROXY_DEVICE
 FIXED_CHAINS: Final = {
     "nat": frozenset(
-        ("KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ",
-         "KUBE-NODE-PORT", "KUBE-LOAD-BALANCER", "KUBE-PROXY-CANARY")
+        (
+            "KUBE-SERVICES",
+            "KUBE-NODEPORTS",
+            "KUBE-POSTROUTING",
+            "KUBE-MARK-MASQ",
+            "KUBE-NODE-PORT",
+            "KUBE-LOAD-BALANCER",
+            "KUBE-PROXY-CANARY",
+        )
     ),
     "filter": frozenset(
-        ("KUBE-SERVICES", "KUBE-EXTERNAL-SERVICES", "KUBE-NODEPORTS", "KUBE-FORWARD",
-         "KUBE-PROXY-FIREWALL", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL",
-         "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER", "KUBE-PROXY-CANARY")
+        (
+            "KUBE-SERVICES",
+            "KUBE-EXTERNAL-SERVICES",
+            "KUBE-NODEPORTS",
+            "KUBE-FORWARD",
+            "KUBE-PROXY-FIREWALL",
+            "KUBE-NODE-PORT",
+            "KUBE-SOURCE-RANGES-FIREWALL",
+            "KUBE-IPVS-FILTER",
+            "KUBE-IPVS-OUT-FILTER",
+            "KUBE-PROXY-CANARY",
+        )
     ),
     "mangle": frozenset(("KUBE-PROXY-CANARY",)),
-}  # fmt: skip
+}
 """iptables table → kube-proxy's chains in it, in modes iptables and ipvs."""
 SERVICE_CHAIN: Final = re.compile(r"KUBE-(SVC|SVL|EXT|FW|SEP|XLB)-[A-Z2-7]{16}")
 """Chains in `nat` that belong to one Service port or endpoint; XLB up to Kubernetes 1.24."""
@@ -55,9 +71,7 @@ FAMILIES: Final = ("ip", "ip6")
 
 def is_kube_proxy_chain(table: str, name: str) -> bool:
     """Whether kube-proxy gives this name to a chain in that iptables table."""
-    return name in FIXED_CHAINS.get(table, ()) or (
-        table == "nat" and bool(SERVICE_CHAIN.fullmatch(name))
-    )
+    return name in FIXED_CHAINS.get(table, ()) or (table == "nat" and bool(SERVICE_CHAIN.fullmatch(name)))
 
 
 class ListedChain(NamedTuple):
@@ -124,8 +138,12 @@ def _remove_nft(dry_run: bool = False) -> Iterator[str]:
     kube_proxy_chains = [chain for chain in chains if chain.is_from_kube_proxy]
     used_tables = {(chain.family, chain.table) for chain in kube_proxy_chains}
     # kube-proxy adds jumps to base chains only (INPUT, FORWARD, ...).
-    jumps = [jump for chain in chains if chain.base and (chain.family, chain.table) in used_tables
-             for jump in find_jumps(chain, _list_rules(chain))]  # fmt: skip
+    jumps = [
+        jump
+        for chain in chains
+        if chain.base and (chain.family, chain.table) in used_tables
+        for jump in find_jumps(chain, _list_rules(chain))
+    ]
     tables = [family for family in FAMILIES if _has_table(family)]
     commands = [
         *nft_removal_commands(chains, jumps),
@@ -151,25 +169,17 @@ def _commit_nft_removal(
     """
     touched = {chain.family for chain in kube_proxy_chains} | set(tables)
     translated_families = [
-        family
-        for family in FAMILIES
-        if family in touched and conntrack.has_dnat_connections(family)
+        family for family in FAMILIES if family in touched and conntrack.has_dnat_connections(family)
     ]
     # In the same transaction as the removal: conntrack's hooks must not be unregistered in between.
     keepalive_commands = [
-        command
-        for family in translated_families
-        for command in conntrack_keepalive.table_commands(family)
+        command for family in translated_families for command in conntrack_keepalive.table_commands(family)
     ]
     _accept_established(
         {*translated_families, *conntrack_keepalive.list_families()}
         & {chain.family for chain in kube_proxy_chains if chain.accepts_forwarded}
     )
-    forward_rules.run_transaction(
-        *keepalive_commands,
-        *commands,
-        hint="remove the rule that jumps to a KUBE-* chain",
-    )
+    forward_rules.run_transaction(*keepalive_commands, *commands, hint="remove the rule that jumps to a KUBE-* chain")
 
 
 def _accept_established(families: Collection[str]) -> None:
@@ -178,9 +188,7 @@ def _accept_established(families: Collection[str]) -> None:
     """
     if families:
         commands = (
-            command
-            for family in sorted(families)
-            for command in conntrack_keepalive.table_commands(family, True)
+            command for family in sorted(families) for command in conntrack_keepalive.table_commands(family, True)
         )
         forward_rules.run_transaction(*commands)
         conntrack_keepalive.reconcile_forward_rules(forward_rules.list_forward_chains())
@@ -209,9 +217,7 @@ def legacy_restore_input(table: str, save_output: str) -> tuple[str, int, int]:
     are none.
     """
     lines = save_output.splitlines()
-    chain_names = [
-        fields[0][1:] for fields in map(str.split, lines) if fields and fields[0][0] == ":"
-    ]
+    chain_names = [fields[0][1:] for fields in map(str.split, lines) if fields and fields[0][0] == ":"]
     chains = [name for name in chain_names if is_kube_proxy_chain(table, name)]
     jumps = [line for line in lines if _is_jump(line, table)]
     if not chains:
@@ -262,9 +268,7 @@ def is_kube_proxy_service(
     kube-ipvs0), or its (protocol, port) is a NodePort in `ports`. Virtual services of other
     programs have neither.
     """
-    return not service.fwmark and (
-        service.address in addresses or (service.protocol, service.port) in ports
-    )
+    return not service.fwmark and (service.address in addresses or (service.protocol, service.port) in ports)
 
 
 @contextlib.contextmanager
@@ -303,9 +307,7 @@ def count_connections() -> int:
     """
     with _ipvs_session() as session:
         count = sum(map(session[0].count_connections, session[1])) if session is not None else 0
-    return count + (
-        conntrack_keepalive.count_connections() if forward_rules.probe_nf_tables().works else 0
-    )
+    return count + (conntrack_keepalive.count_connections() if forward_rules.probe_nf_tables().works else 0)
 
 
 def _retain_busy_services(
@@ -346,9 +348,7 @@ def _remove_ipvs(
                 client.apply([ipvs.IpvsRequest(command, service) for service in deleted])
             if deleted:
                 yield f"{len(deleted)} virtual services of IPVS"
-    if dummy.get_ifindex_or_zero(KUBE_PROXY_DEVICE) and (
-        dry_run or dummy.remove(KUBE_PROXY_DEVICE)
-    ):
+    if dummy.get_ifindex_or_zero(KUBE_PROXY_DEVICE) and (dry_run or dummy.remove(KUBE_PROXY_DEVICE)):
         yield f"device {KUBE_PROXY_DEVICE}"
 
 
@@ -363,9 +363,7 @@ def _remove_sets(dry_run: bool = False) -> Iterator[str]:
 # ---- all of it -----------------------------------------------------------------------------------
 
 
-def remove(
-    own_services: Collection[ipvs.VirtualServiceKey] = (), dry_run: bool = False
-) -> Iterator[str]:
+def remove(own_services: Collection[ipvs.VirtualServiceKey] = (), dry_run: bool = False) -> Iterator[str]:
     """Removes everything that kube-proxy left, and yields a line for each thing that was removed;
     with `dry_run` for each thing that would be. That leaves out the table of
     conntrack_keepalive.py, which is ours.
@@ -380,10 +378,7 @@ def remove(
     remove_counters = nfacct.find if dry_run else nfacct.delete
     yield from (f"counter {name}" for name in remove_counters(NFACCT_COUNTERS))
     if not dry_run and forward_rules.probe_nf_tables().works:
-        yield from (
-            f"table {family} {conntrack_keepalive.TABLE}"
-            for family in conntrack_keepalive.remove_unneeded()
-        )
+        yield from (f"table {family} {conntrack_keepalive.TABLE}" for family in conntrack_keepalive.remove_unneeded())
 
 
 def has_rules() -> bool:
@@ -391,9 +386,7 @@ def has_rules() -> bool:
     if forward_rules.probe_nf_tables().works:
         if any(map(_has_table, FAMILIES)):
             return True
-        if any(
-            chain.is_from_kube_proxy and chain.name == "KUBE-SERVICES" for chain in _list_chains()
-        ):
+        if any(chain.is_from_kube_proxy and chain.name == "KUBE-SERVICES" for chain in _list_chains()):
             return True
     return any(
         ":KUBE-SERVICES " in iptables_legacy.save(family, "nat")

@@ -13,10 +13,7 @@ from kbpf.takeover import kube_proxy_cleanup as cleanup
 from kbpf.takeover.detect import Detection, Responder
 
 CLEANUP_HINT: Final = "once this node serves, run `kbpf cleanup --kube-proxy`"
-STOP_HINT: Final = (
-    "if it is not meant to run beside kbpf, stop it (docs/migration.md); where both serve, kbpf is "
-    "first"
-)
+STOP_HINT: Final = "if it is not meant to run beside kbpf, stop it (docs/migration.md); where both serve, kbpf is first"
 CHECK_INTERVAL_S: Final = 60.0
 MAX_CPU_SHARE: Final = 0.005
 """Of the time of one CPU: reading the rules of a large cluster takes a second."""

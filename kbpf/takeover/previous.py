@@ -99,8 +99,7 @@ class Takeover:
             for factory in factories:
                 previous = factory()
                 if previous.claim():
-                    log.info("mode=%s takes over from %s, which serves until this mode does",
-                             mode, previous.name)  # fmt: skip
+                    log.info("mode=%s takes over from %s, which serves until this mode does", mode, previous.name)
                     self._previous.append(previous)
         except KbpfError:
             self.release()
@@ -120,8 +119,7 @@ class Takeover:
                 next_due = previous.drain(now)
             except KbpfError as error:
                 if self._error.replace(error):
-                    log.warning("cannot remove what %s left; retrying: %s",
-                                previous.name, error)  # fmt: skip
+                    log.warning("cannot remove what %s left; retrying: %s", previous.name, error)
                 self._retry_due = now + DRAIN_RETRY_INTERVAL_S
                 return
             if next_due is not None:

@@ -8,14 +8,7 @@ import msgspec
 
 from kbpf.model.address import format_addr
 from kbpf.model.desired import Backend
-from kbpf.model.inspection import (
-    BackendEntry,
-    EndpointEntry,
-    Inspection,
-    Part,
-    find_ports,
-    parse_place,
-)
+from kbpf.model.inspection import BackendEntry, EndpointEntry, Inspection, Part, find_ports, parse_place
 from kbpf.views.page import Column, Kind, Page, format_host_port, list_page, namespace_of
 
 NEEDS: Final = Part.SERVICES | Part.ENDPOINTS
@@ -63,8 +56,7 @@ def build_rows(inspection: Inspection, name: str = "") -> tuple[BackendRow, ...]
         entries = _select(inspection, name, entries, users, names)
     ordered = sorted((entry.backend, entry.id or 0, entry) for entry in entries if entry.backend)
     return tuple(
-        _build_row(entry, backend, users.get(entry, set()), names.get(backend))
-        for backend, _, entry in ordered
+        _build_row(entry, backend, users.get(entry, set()), names.get(backend)) for backend, _, entry in ordered
     )
 
 
@@ -127,9 +119,11 @@ COLUMNS: Final = (
 
 
 KIND: Final = Kind(
-    "BackendList", BackendRow, item_name=lambda row: row.text,
+    "BackendList",
+    BackendRow,
+    item_name=lambda row: row.text,
     namespaces=lambda row: [name for text in row.services for name in namespace_of(text)],
-)  # fmt: skip
+)
 
 
 def build_page(inspection: Inspection, name: str) -> Page:

@@ -89,9 +89,7 @@ SHARE_COLUMNS: Final = (
 """Of one state, which is compared with nothing."""
 
 
-def make_row(
-    port: ServicePortKey | None, what: str, name: str, set_name: str = "", **fields: Any
-) -> DifferenceRow:
+def make_row(port: ServicePortKey | None, what: str, name: str, set_name: str = "", **fields: Any) -> DifferenceRow:
     """`fields`: further ones of the row. None for `port`: it is about the node itself."""
     if port is None:
         return DifferenceRow("", "", "", None, what, name, set_name, **fields)
@@ -99,8 +97,6 @@ def make_row(
     return DifferenceRow(*names, what, name, set_name, **fields)
 
 
-def build_page(
-    rows: Sequence[DifferenceRow], notes: Sequence[str], columns: Sequence[Column] = COLUMNS
-) -> Page:
+def build_page(rows: Sequence[DifferenceRow], notes: Sequence[str], columns: Sequence[Column] = COLUMNS) -> Page:
     """Without rows the table has no titles either: a diff that finds nothing is silent."""
     return Page(KIND, rows, columns if rows else (), notes=tuple(notes))

@@ -60,13 +60,28 @@ COLUMNS: Final = (
 
 
 def make_row(
-    port: str, number: int, endpoint: Endpoint, pod: str, membership: tuple[bool, bool],
-    reason: str, why: str, slice_name: str,
-) -> EndpointRow:  # fmt: skip
+    port: str,
+    number: int,
+    endpoint: Endpoint,
+    pod: str,
+    membership: tuple[bool, bool],
+    reason: str,
+    why: str,
+    slice_name: str,
+) -> EndpointRow:
     return EndpointRow(
-        port, format_addr(endpoint.address), number, pod, endpoint.node, endpoint.zone,
-        state_of(endpoint), *membership, reason, why, slice_name,
-    )  # fmt: skip
+        port,
+        format_addr(endpoint.address),
+        number,
+        pod,
+        endpoint.node,
+        endpoint.zone,
+        state_of(endpoint),
+        *membership,
+        reason,
+        why,
+        slice_name,
+    )
 
 
 KIND: Final = Kind("EndpointList", EndpointRow, item_name=lambda row: row.place)

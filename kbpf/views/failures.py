@@ -21,9 +21,7 @@ from kbpf.views.page import Column, Kind, Page, format_duration, list_page, name
 
 NEEDS: Final = Part.SERVICES | Part.ENDPOINTS | Part.FAILURES | Part.PACKETS
 
-CONNTRACK_NOTE: Final = (
-    "--forwarding netfilter: how a backend ends connections from outside is not seen"
-)
+CONNTRACK_NOTE: Final = "--forwarding netfilter: how a backend ends connections from outside is not seen"
 
 
 class FailureRow(msgspec.Struct, frozen=True):
@@ -53,9 +51,7 @@ class FailureRow(msgspec.Struct, frozen=True):
     client_saw: str
 
 
-def build_rows(
-    inspection: Inspection, service: str = "", pod: str = "", since: float = 0.0
-) -> tuple[FailureRow, ...]:
+def build_rows(inspection: Inspection, service: str = "", pod: str = "", since: float = 0.0) -> tuple[FailureRow, ...]:
     """The newest first. `service`: see find_ports(). `pod`: NAME or NAMESPACE/NAME of the client.
     `since`: an age in seconds; older ones are left out. 0: all. Raises NotFoundError if the Service
     is not programmed.
@@ -93,9 +89,7 @@ def _is_pod(row: FailureRow, pod: str) -> bool:
     return row.kind == "pod" and pod in (row.client, row.client.partition("/")[2])
 
 
-def _build_row(
-    entry: FailureEntry, inspection: Inspection, owners: Mapping[Addr, str]
-) -> FailureRow:
+def _build_row(entry: FailureEntry, inspection: Inspection, owners: Mapping[Addr, str]) -> FailureRow:
     address = format_addr(entry.client) if entry.client is not None else ""
     kind, client = describe_client(entry, address)
     if kind == "address" and entry.client and (pod := inspection.pods.get(entry.client)):

@@ -77,9 +77,7 @@ def _build_service(name: str, ports: Sequence[ServicePort]) -> ServiceFigures:
             backends[key] = BackendFigures(
                 key, before.share, before.open + traffic.open, before.stats.plus(traffic.totals)
             )
-    return ServiceFigures(
-        name, tuple(dict.fromkeys(frontends)), tuple(backends.values()), open_count, stats
-    )
+    return ServiceFigures(name, tuple(dict.fromkeys(frontends)), tuple(backends.values()), open_count, stats)
 
 
 class Rows(NamedTuple):
@@ -101,9 +99,12 @@ def format_html(inspection: Inspection, generated_at: str) -> str:
     agent = status.describe_age(inspection) or unknown
     services = build_figures(inspection)
     environment = jinja2.Environment(
-        autoescape=True, finalize=_make_printable, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        autoescape=True,
+        finalize=_make_printable,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.from_string(TEMPLATE.read_text()).render(
         node=view.node or inspection.location,
         view=view,

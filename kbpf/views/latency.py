@@ -20,9 +20,7 @@ class LatencyRow(msgspec.Struct, frozen=True):
 
 def build_latency_row(latencies: ServiceLatencies) -> LatencyRow:
     seconds = [
-        latency.quantile(share)
-        for latency in (latencies.connect, latencies.round_trip)
-        for share in (0.5, 0.99)
+        latency.quantile(share) for latency in (latencies.connect, latencies.round_trip) for share in (0.5, 0.99)
     ]
     return LatencyRow(*(None if value is None else round(value * 1000, 3) for value in seconds))
 

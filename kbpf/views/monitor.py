@@ -105,9 +105,15 @@ COLUMNS: Final = (
 
 
 WIDTHS: Final = {
-    "TIME": 12, "CLIENT": 24, "SERVICE": 24, "FRONTEND": 21, "BACKEND": 21, "REASON": 20,
-    "BACKEND-POD": 24, "ADDRESS": 21,
-}  # fmt: skip
+    "TIME": 12,
+    "CLIENT": 24,
+    "SERVICE": 24,
+    "FRONTEND": 21,
+    "BACKEND": 21,
+    "REASON": 20,
+    "BACKEND-POD": 24,
+    "ADDRESS": 21,
+}
 """The widths of these columns at first: the rows are not known in advance."""
 MAX_WIDTH: Final = 60
 
@@ -124,10 +130,7 @@ class LineFormatter:
 
     def line(self, row: EventRow) -> str:
         cells = [escape_unprintable(column.text(row)) for column in self._columns]
-        self._widths = [
-            max(width, min(len(cell), MAX_WIDTH))
-            for width, cell in zip(self._widths, cells, strict=True)
-        ]
+        self._widths = [max(width, min(len(cell), MAX_WIDTH)) for width, cell in zip(self._widths, cells, strict=True)]
         return self._join(cells)
 
     def _join(self, cells: Sequence[str]) -> str:

@@ -157,9 +157,7 @@ class Page:
     def with_notes(self, notes: tuple[str, ...]) -> "Page":
         return replace(self, notes=notes)
 
-    def refined(
-        self, keep: Callable[[Any], bool] | None = None, sort_by: str = "", limit: int = 0
-    ) -> "Page":
+    def refined(self, keep: Callable[[Any], bool] | None = None, sort_by: str = "", limit: int = 0) -> "Page":
         """With the rows that `keep` accepts, ordered by a column, and at most `limit` (0: all) of
         these. Raises KeyError if no column has the title `sort_by`.
         """
@@ -205,9 +203,7 @@ NO_RESOURCES: Final = "No resources found."
 GAP = "   "
 
 
-def format_table(
-    rows: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True
-) -> str:
+def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True) -> str:
     """A line of `titles`, then one line per row. A column is as wide as its longest cell."""
     visible = [c for c in columns if wide or not c.wide]
     lines = [
@@ -233,6 +229,4 @@ def format_facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Lines of `name   value`, with the values aligned."""
     pair_list = list(pairs)
     width = max(len(name) for name, _ in pair_list)
-    return "\n".join(
-        f"{name.ljust(width)}{GAP}{escape_unprintable(value)}".rstrip() for name, value in pair_list
-    )
+    return "\n".join(f"{name.ljust(width)}{GAP}{escape_unprintable(value)}".rstrip() for name, value in pair_list)

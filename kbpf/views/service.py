@@ -12,22 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from kbpf.model.address import format_addr
-from kbpf.model.inspection import (
-    BackendEntry,
-    BackendSet,
-    BackendTraffic,
-    Inspection,
-    Part,
-    ServicePort,
-    find_ports,
-)
+from kbpf.model.inspection import BackendEntry, BackendSet, BackendTraffic, Inspection, Part, ServicePort, find_ports
 from kbpf.model.metrics import ConnectionStats
-from kbpf.views.latency import (
-    LatencyRow,
-    build_latency_row,
-    format_latency,
-    format_milliseconds,
-)
+from kbpf.views.latency import LatencyRow, build_latency_row, format_latency, format_milliseconds
 from kbpf.views.page import Column, Kind, Page, format_host_port, format_table, format_value, indent
 from kbpf.views.page import format_size as size_text
 from kbpf.views.services import NEEDS as SERVICES
@@ -150,9 +137,7 @@ class ServiceDetail(msgspec.Struct, frozen=True):
     latency: LatencyRow | None = None
 
 
-def build_details(
-    inspection: Inspection, name: str, namespace: str = ""
-) -> tuple[ServiceDetail, ...]:
+def build_details(inspection: Inspection, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
     """All ports of the Services that find_ports() finds, in all namespaces unless one is given."""
     ports = find_ports(inspection.services, name, inspection.location, namespace)
     details = (_build_detail(port, inspection) for port in ports)
@@ -175,9 +160,7 @@ def _build_detail(port: ServicePort, inspection: Inspection) -> ServiceDetail:
     )
 
 
-def _endpoint_rows(
-    port: ServicePort, cluster: Sequence[SetRow], local: Sequence[SetRow]
-) -> Iterator[EndpointRow]:
+def _endpoint_rows(port: ServicePort, cluster: Sequence[SetRow], local: Sequence[SetRow]) -> Iterator[EndpointRow]:
     ids = {
         entry.backend: entry.id
         for frontend in port.frontends
@@ -245,10 +228,7 @@ def _set_rows(sets: Iterable[BackendSet]) -> Iterator[SetRow]:
             entry = backend_set.slots.get(index, NO_BACKEND)
             counts[entry] += 1
             first_slots.setdefault(entry, index)
-        rows = tuple(
-            _member_row(index, entry, counts[entry], backend_set.size)
-            for entry, index in first_slots.items()
-        )
+        rows = tuple(_member_row(index, entry, counts[entry], backend_set.size) for entry, index in first_slots.items())
         missing = sum(row.slots for row in rows if not row.address)
         yield SetRow(backend_set.id, backend_set.size, missing, rows)
 
@@ -290,10 +270,7 @@ TRAFFIC_COUNTERS: Final = {
 }
 """Fields of ConnectionStats → their columns. `--accounting` decides which are counted."""
 
-TRAFFIC_COLUMNS: Final = (
-    Column("OPEN", "traffic.open", right=True),
-    *TRAFFIC_COUNTERS.values(),
-)
+TRAFFIC_COLUMNS: Final = (Column("OPEN", "traffic.open", right=True), *TRAFFIC_COUNTERS.values())
 
 
 ALWAYS_SHOWN: Final = frozenset(("opened", "refused", "unanswered", "reset"))
@@ -309,10 +286,7 @@ _NAME_COLUMNS: Final = (
     Column("SHARE", "cluster", right=True),
 )
 _LOCAL_COLUMN: Final = Column("LOCAL", "local", right=True)
-_ID_COLUMNS: Final = (
-    Column("ID", "id", right=True, wide=True),
-    Column("SLOTS", "slots", right=True, wide=True),
-)
+_ID_COLUMNS: Final = (Column("ID", "id", right=True, wide=True), Column("SLOTS", "slots", right=True, wide=True))
 
 
 def _endpoint_columns(details: Sequence[ServiceDetail], wide: bool) -> list[Column]:
@@ -439,20 +413,23 @@ FRONTEND_COLUMNS: Final = (
     Column("KIND", "frontend.kind"),
     Column("READY", _in_first_line(lambda line, _: line.ready), right=True),
     Column("OPEN", _in_first_line(lambda line, _: format_value(line.open)), right=True),
-    Column("NO-ENDPOINT", _in_first_line(lambda line, _: format_value(line.count("no_endpoint"))),
-           right=True),
-    Column("NOT-ALLOWED", _in_first_line(lambda line, _: format_value(line.count("not_allowed"))),
-           right=True),
+    Column("NO-ENDPOINT", _in_first_line(lambda line, _: format_value(line.count("no_endpoint"))), right=True),
+    Column("NOT-ALLOWED", _in_first_line(lambda line, _: format_value(line.count("not_allowed"))), right=True),
     Column("ID", _in_first_line(lambda _, d: format_value(d.service.id)), right=True, wide=True),
-    Column("CLUSTER-SET",
-           lambda line: format_value((line.frontend and line.frontend.cluster_set) or None),
-           right=True, wide=True),
-    Column("LOCAL-SET",
-           lambda line: format_value((line.frontend and line.frontend.local_set) or None),
-           right=True, wide=True),
-    Column("NOTE",
-           lambda line: ", ".join(_frontend_notes(line.frontend)) if line.frontend else ""),
-)  # fmt: skip
+    Column(
+        "CLUSTER-SET",
+        lambda line: format_value((line.frontend and line.frontend.cluster_set) or None),
+        right=True,
+        wide=True,
+    ),
+    Column(
+        "LOCAL-SET",
+        lambda line: format_value((line.frontend and line.frontend.local_set) or None),
+        right=True,
+        wide=True,
+    ),
+    Column("NOTE", lambda line: ", ".join(_frontend_notes(line.frontend)) if line.frontend else ""),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,12 +462,15 @@ def _endpoint_lines(detail: ServiceDetail) -> Iterator[EndpointLine]:
     for endpoint in detail.endpoints:
         key = endpoint.text
         yield EndpointLine(
-            port, key, endpoint.id, endpoint,
+            port,
+            key,
+            endpoint.id,
+            endpoint,
             traffic.pop(key, None) or _no_connections(detail, endpoint),
             slots=_join(str(member.slots) for member in cluster.get(key, ())),
             cluster=_format_shares(cluster.get(key, ())),
             local=_format_shares(local.get(key, ())),
-        )  # fmt: skip
+        )
     for member in cluster.get(MISSING, ()):
         share = _format_shares([member])
         yield EndpointLine(port, MISSING, member.id, slots=str(member.slots), cluster=share)
@@ -506,9 +486,7 @@ def _no_connections(detail: ServiceDetail, endpoint: EndpointRow) -> TrafficRow 
     if endpoint.id is None or any(row.backend == "all" for row in detail.traffic):
         return None
     counted = frozenset(("open", *TRAFFIC_COUNTERS)) - set(detail.not_counted)
-    return _traffic_row(
-        detail.service, BackendTraffic(endpoint.id, None, "", 0, ConnectionStats()), counted
-    )
+    return _traffic_row(detail.service, BackendTraffic(endpoint.id, None, "", 0, ConnectionStats()), counted)
 
 
 def _index_members(sets: Iterable[SetRow]) -> dict[str, list[SetMemberRow]]:

@@ -82,9 +82,7 @@ def row_key(row: ServiceRow) -> tuple[bool, str, str, str, str, int]:
 def build_row(port: ServicePort, inspection: Inspection) -> ServiceRow:
     """The row of one Service port."""
     key = port.key
-    frontends = tuple(
-        sorted((_build_frontend(f, inspection.node_ports) for f in port.frontends), key=_sort_key)
-    )
+    frontends = tuple(sorted((_build_frontend(f, inspection.node_ports) for f in port.frontends), key=_sort_key))
     return ServiceRow(
         namespace=key.namespace if key else "",
         name=key.name if key else "",
@@ -108,9 +106,7 @@ def _largest_set_size(sets: Iterable[BackendSet]) -> int:
     """The number of backends in the largest of these sets. A backend may have several slots and
     counts once; a missing slot counts as a backend.
     """
-    return max(
-        (len(set(s.slots.values())) + max(0, s.size - len(s.slots)) for s in sets), default=0
-    )
+    return max((len(set(s.slots.values())) + max(0, s.size - len(s.slots)) for s in sets), default=0)
 
 
 def _build_frontend(frontend: FrontendEntry, node_ports: frozenset[int] | None) -> FrontendRow:
@@ -123,9 +119,7 @@ def _build_frontend(frontend: FrontendEntry, node_ports: frozenset[int] | None) 
         protocol=at.protocol.name,
         kind=kind,
         restricted=frontend.restricted and frontend.kind is not None,
-        nowhere=kind == "NodePort"
-        and node_ports is not None
-        and family_of(at.address) not in node_ports,
+        nowhere=kind == "NodePort" and node_ports is not None and family_of(at.address) not in node_ports,
         cluster_set=frontend.cluster.id,
         cluster_size=frontend.cluster.size,
         local_set=frontend.local.id,
@@ -188,9 +182,11 @@ COLUMNS: Final = (
 
 
 KIND: Final = Kind(
-    "ServiceList", ServiceRow, item_name=lambda row: row.full_name if row.name else "",
+    "ServiceList",
+    ServiceRow,
+    item_name=lambda row: row.full_name if row.name else "",
     namespaces=lambda row: (row.namespace,),
-)  # fmt: skip
+)
 
 
 def build_page(inspection: Inspection) -> Page:

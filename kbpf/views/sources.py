@@ -51,9 +51,7 @@ def build_view(inspection: Inspection) -> SourcesView:
         left_alone=inspection.reasons.get(Reason.NEEDS_SOURCE, 0),
         pods=inspection.node.pods,
         local_networks=tuple(map(str, inspection.local_networks)),
-        local_devices=sum(
-            device.pods and device.role != "port" for device in inspection.devices.values()
-        ),
+        local_devices=sum(device.pods and device.role != "port" for device in inspection.devices.values()),
     )
 
 
@@ -85,9 +83,7 @@ COLUMNS: Final = (
 # ---- the page ------------------------------------------------------------------------------------
 
 
-KIND: Final = Kind(
-    "SourceRangeList", SourcesRow, SourcesView, namespaces=lambda row: namespace_of(row.service)
-)
+KIND: Final = Kind("SourceRangeList", SourcesRow, SourcesView, namespaces=lambda row: namespace_of(row.service))
 
 
 def build_page(inspection: Inspection) -> Page:

@@ -11,16 +11,7 @@ from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, ModeChoice, SourceView, ThreadView
 from kbpf.views.packet_path import availability
 from kbpf.views.packet_path.availability import PacketView
-from kbpf.views.page import (
-    Column,
-    Kind,
-    Page,
-    format_duration,
-    format_facts,
-    format_table,
-    format_value,
-    indent,
-)
+from kbpf.views.page import Column, Kind, Page, format_duration, format_facts, format_table, format_value, indent
 from kbpf.views.programs import hook_state
 
 NEEDS: Final = Part.STATUS | Part.HOOKS | Part.KUBE_PROXY | availability.NEEDS
@@ -84,10 +75,23 @@ class StatusView(msgspec.Struct, frozen=True):
 
 
 NO_STATUS: Final = AgentStatus(
-    version="", pid=0, mode="", node="", started=0.0, heartbeat=0.0, synced=False, services=0,
-    service_ports=0, applied=0, last_apply_ms=0.0, event_to_map_p50_ms=0.0, event_to_map_p99_ms=0.0,
-    sources=(), problems=(), problem_count=0,
-)  # fmt: skip
+    version="",
+    pid=0,
+    mode="",
+    node="",
+    started=0.0,
+    heartbeat=0.0,
+    synced=False,
+    services=0,
+    service_ports=0,
+    applied=0,
+    last_apply_ms=0.0,
+    event_to_map_p50_ms=0.0,
+    event_to_map_p99_ms=0.0,
+    sources=(),
+    problems=(),
+    problem_count=0,
+)
 
 
 def is_running(inspection: Inspection) -> bool:
@@ -170,9 +174,7 @@ def _thread(thread: ThreadView, running: bool) -> ThreadView:
 SOURCE_COLUMNS: Final = (
     Column("SOURCE", "name"),
     Column("STATE", "state"),
-    Column(
-        "SYNCED", lambda s: "-" if s.state.startswith(DOWN_STATE_PREFIX) else format_value(s.synced)
-    ),
+    Column("SYNCED", lambda s: "-" if s.state.startswith(DOWN_STATE_PREFIX) else format_value(s.synced)),
     Column("RESOURCE-VERSION", "resource_version"),
     Column("ERROR", "error"),
 )
@@ -229,9 +231,7 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
             yield "not bpf", f"{view.mode_reason}: {view.mode_detail}"
         yield (
             "synced",
-            "yes"
-            if view.synced
-            else "no: a source has not delivered a complete list, or a device has no programs yet",
+            "yes" if view.synced else "no: a source has not delivered a complete list, or a device has no programs yet",
         )
         refused = f"; {view.refused} of them NOT PROGRAMMED" if view.refused else ""
         yield "services", f"{view.services} ({view.service_ports} Service ports{refused})"

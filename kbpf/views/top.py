@@ -18,13 +18,7 @@ from kbpf.model.inspection import (
     ServicePort,
     select_ports,
 )
-from kbpf.model.metrics import (
-    CHOICE_COUNTERS,
-    FAILURE_COUNTERS,
-    IPVS_COUNTERS,
-    ConnectionStats,
-    ServiceLatencies,
-)
+from kbpf.model.metrics import CHOICE_COUNTERS, FAILURE_COUNTERS, IPVS_COUNTERS, ConnectionStats, ServiceLatencies
 from kbpf.model.reasons import EventVerdict
 from kbpf.views.failures import describe_client
 from kbpf.views.latency import LatencyRow, build_latency_row, format_milliseconds
@@ -78,9 +72,7 @@ class TopRow(msgspec.Struct, frozen=True):
 
     @property
     def is_active(self) -> bool:
-        return any(
-            (self.new, self.no_backend, self.failed, self.open, self.bytes_in, self.bytes_out)
-        )
+        return any((self.new, self.no_backend, self.failed, self.open, self.bytes_in, self.bytes_out))
 
 
 class TopSummary(msgspec.Struct, frozen=True):
@@ -121,9 +113,7 @@ def build_rows(
     seconds = after.monotonic - before.monotonic
     ports = select_ports(after.services, service, namespace, after.location)
     old, new = _sum_up(before.services, by), _sum_up(ports, by)
-    rows = (
-        _build_row(key, by, old.get(key), totals, seconds, after) for key, totals in new.items()
-    )
+    rows = (_build_row(key, by, old.get(key), totals, seconds, after) for key, totals in new.items())
     return _sort(row for row in rows if row.is_active)
 
 
@@ -159,9 +149,7 @@ def _sum_up(ports: Iterable[ServicePort], by: By) -> Mapping[tuple[str, str], _T
     return sums
 
 
-def _name(
-    port: ServicePort, traffic: BackendTraffic, endpoint: EndpointEntry | None, by: By
-) -> str:
+def _name(port: ServicePort, traffic: BackendTraffic, endpoint: EndpointEntry | None, by: By) -> str:
     if by is By.SERVICES:
         return port.text
     if by is not By.BACKENDS:
@@ -171,12 +159,7 @@ def _name(
 
 
 def _build_row(
-    key: tuple[str, str],
-    by: By,
-    before: _Totals | None,
-    after: _Totals,
-    seconds: float,
-    inspection: Inspection,
+    key: tuple[str, str], by: By, before: _Totals | None, after: _Totals, seconds: float, inspection: Inspection
 ) -> TopRow:
     counted = inspection.counted
     before = before or _Totals()
@@ -185,25 +168,26 @@ def _build_row(
     def rate(*names: str) -> float | None:
         """A counter that has decreased was merged with others, or began again: not known."""
         changes: list[int] = [
-            getattr(after.stats, name) - getattr(before.stats, name)
-            for name in names
-            if name in counted
+            getattr(after.stats, name) - getattr(before.stats, name) for name in names if name in counted
         ]
         if not changes or min(changes) < 0 or seconds <= 0:
             return None
         return round(sum(changes) / seconds, 3)
 
     service, name = key
-    bytes_in, bytes_out = (
-        rate(name) if after.has_bytes else None for name in ("bytes_in", "bytes_out")
-    )
+    bytes_in, bytes_out = (rate(name) if after.has_bytes else None for name in ("bytes_in", "bytes_out"))
     return TopRow(
-        service, name, after.pod, rate("opened"),
+        service,
+        name,
+        after.pod,
+        rate("opened"),
         None if by in OF_BACKENDS else rate("no_endpoint", "not_allowed"),
-        rate("refused", "unanswered", "reset"), after.open if inspection.lists_sockets else None,
-        bytes_in, bytes_out,
+        rate("refused", "unanswered", "reset"),
+        after.open if inspection.lists_sockets else None,
+        bytes_in,
+        bytes_out,
         build_latency_row(latencies) if latencies != ServiceLatencies() else None,
-    )  # fmt: skip
+    )
 
 
 # ---- from events ---------------------------------------------------------------------------------
@@ -242,13 +226,19 @@ class ClientCounts:
 
         return _sort(
             TopRow(
-                "", name, "", rate(counts, EventVerdict.NEW),
+                "",
+                name,
+                "",
+                rate(counts, EventVerdict.NEW),
                 rate(counts, EventVerdict.REFUSED, EventVerdict.DROPPED),
-                rate(counts, EventVerdict.FAILED), None, None, None,
+                rate(counts, EventVerdict.FAILED),
+                None,
+                None,
+                None,
             )
             for clients in self._counts.values()
             for name, counts in clients.items()
-        )  # fmt: skip
+        )
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -260,10 +250,7 @@ def format_sparkline(values: Sequence[float | None]) -> str:
     """One character for each value, relative to the largest; a blank if it is not known."""
     largest = max((value for value in values if value is not None), default=0)
     top = len(BARS) - 1
-    return "".join(
-        " " if value is None else BARS[round(value / largest * top) if largest else 0]
-        for value in values
-    )
+    return "".join(" " if value is None else BARS[round(value / largest * top) if largest else 0] for value in values)
 
 
 def _format_rate(value: float) -> str:
@@ -294,22 +281,9 @@ _LATENCY: Final = (
 _TRAFFIC_OF_BACKENDS: Final = tuple(c for c in _TRAFFIC if c.title != "NO-BACKEND/S")
 COLUMNS: Final[Mapping[By, Sequence[Column]]] = {
     By.SERVICES: (Column("SERVICE", "name"), *_TRAFFIC, *_LATENCY),
-    By.BACKENDS: (
-        Column("SERVICE", "service"),
-        Column("BACKEND", "name"),
-        Column("POD", "pod"),
-        *_TRAFFIC_OF_BACKENDS,
-    ),
-    By.ZONES: (
-        Column("SERVICE", "service"),
-        Column("ZONE", "name"),
-        *_TRAFFIC_OF_BACKENDS,
-    ),
-    By.NODES: (
-        Column("SERVICE", "service"),
-        Column("NODE", "name"),
-        *_TRAFFIC_OF_BACKENDS,
-    ),
+    By.BACKENDS: (Column("SERVICE", "service"), Column("BACKEND", "name"), Column("POD", "pod"), *_TRAFFIC_OF_BACKENDS),
+    By.ZONES: (Column("SERVICE", "service"), Column("ZONE", "name"), *_TRAFFIC_OF_BACKENDS),
+    By.NODES: (Column("SERVICE", "service"), Column("NODE", "name"), *_TRAFFIC_OF_BACKENDS),
     By.CLIENTS: (Column("CLIENT", "name"), *_RATES),
 }
 
@@ -330,20 +304,20 @@ def build_page(
     """
     columns = [*COLUMNS[summary.by]]
     if histories is not None:
-        columns.append(
-            Column("TREND", lambda r: format_sparkline(histories.get((r.service, r.name), ())))
-        )
+        columns.append(Column("TREND", lambda r: format_sparkline(histories.get((r.service, r.name), ()))))
     more = f"and {len(rows) - limit} more {summary.by}" if 0 < limit < len(rows) else ""
     notes = (more, *_notes(rows, summary, counted, in_conntrack))
     return Page(
-        KIND, rows[:limit] if limit else rows, columns, summary=summary, notes=notes,
+        KIND,
+        rows[:limit] if limit else rows,
+        columns,
+        summary=summary,
+        notes=notes,
         empty="" if rows else "Nothing has happened.",
-    )  # fmt: skip
+    )
 
 
-def _notes(
-    rows: Iterable[TopRow], summary: TopSummary, counted: frozenset[str], in_conntrack: bool
-) -> Iterator[str]:
+def _notes(rows: Iterable[TopRow], summary: TopSummary, counted: frozenset[str], in_conntrack: bool) -> Iterator[str]:
     if summary.by is By.CLIENTS:
         if summary.left_out:
             yield f"sampled: {summary.left_out:,} more events were not seen"
@@ -361,6 +335,4 @@ def _notes(
     if any(row.open is None for row in rows):
         yield "OPEN is not known: this kernel does not list sockets"
     if in_conntrack:
-        yield (
-            "--forwarding netfilter: OPEN, IN/S and OUT/S are without new connections from outside"
-        )
+        yield ("--forwarding netfilter: OPEN, IN/S and OUT/S are without new connections from outside")

@@ -18,14 +18,18 @@ from kbpf.views.trace_row import Candidate, Client, NodeFacts, Origin, Trace
 from kbpf.views.trace_steps import Tracer
 
 NEEDS: Final = (
-    Part.SERVICES | Part.HOOKS | Part.STATUS | Part.PACKETS | Part.RANGES
-    | Part.AFFINITY | Part.FAILURES | Part.ENDPOINTS
-)  # fmt: skip
+    Part.SERVICES
+    | Part.HOOKS
+    | Part.STATUS
+    | Part.PACKETS
+    | Part.RANGES
+    | Part.AFFINITY
+    | Part.FAILURES
+    | Part.ENDPOINTS
+)
 
 
-def build_trace(
-    inspection: Inspection, client: Client, to: FrontendAddress, facts: NodeFacts | None = None
-) -> Trace:
+def build_trace(inspection: Inspection, client: Client, to: FrontendAddress, facts: NodeFacts | None = None) -> Trace:
     kind = IpvsTracer if inspection.mode == "ipvs" else Tracer
     tracer = kind(inspection, client, to, facts or NodeFacts())
     reason = tracer.run()

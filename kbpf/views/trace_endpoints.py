@@ -21,12 +21,21 @@ def build_rows(port: ServicePort) -> tuple[EndpointRow, ...]:
     local = _members(frontend.local for frontend in port.frontends)
     return tuple(
         EndpointRow(
-            port.key.port if port.key else "", format_addr(backend.address), backend.port,
-            entry.pod, entry.node, entry.zone, entry.state, backend in cluster, backend in local,
-            "", _why(port, entry, backend in cluster, backend in local), "",
+            port.key.port if port.key else "",
+            format_addr(backend.address),
+            backend.port,
+            entry.pod,
+            entry.node,
+            entry.zone,
+            entry.state,
+            backend in cluster,
+            backend in local,
+            "",
+            _why(port, entry, backend in cluster, backend in local),
+            "",
         )
         for backend, entry in sorted(port.endpoints.items())
-    )  # fmt: skip
+    )
 
 
 def _members(sets: Iterable[BackendSet]) -> frozenset[Backend]:

@@ -13,9 +13,10 @@ from kbpf.views.trace_row import Candidate, Origin, Step
 from kbpf.views.trace_steps import Target, Tracer
 
 NOT_LOOKED_AT: Final = Step(
-    "not looked at", "routing, netfilter and masquerading",
+    "not looked at",
+    "routing, netfilter and masquerading",
     "`nft list table inet kbpf` has the rules, `ipvsadm -L -n` the virtual services",
-)  # fmt: skip
+)
 
 
 class IpvsTracer(Tracer):
@@ -23,33 +24,35 @@ class IpvsTracer(Tracer):
 
     def run(self) -> Reason:
         if is_loopback(self._to.address):
-            self._add("IPVS", "does not serve it",
-                      "the kernel drops packets of loopback that IPVS has translated")  # fmt: skip
+            self._add("IPVS", "does not serve it", "the kernel drops packets of loopback that IPVS has translated")
             return Reason.NOT_A_SERVICE
         self.seen_by = "ipvs"
         where = "OUTPUT" if self._is_on_host else "INPUT"
         self._add("seen by", "IPVS", f"in {where}, since this node has the Service's address")
         target = self._find_target(serves_loopback=False)
         if target is None:
-            return self._explain_refused_port() if self._is_virtual() else \
-                self._explain_no_frontend()  # fmt: skip
+            return self._explain_refused_port() if self._is_virtual() else self._explain_no_frontend()
         port, frontend = target
         self.service = port.text
         self._explain_frontend(target)
         if frontend.restricted:
-            self._add("source ranges", "dropped unless they admit the client",
-                      "the sets `sources4` and `sources6` of the table have them")  # fmt: skip
+            self._add(
+                "source ranges",
+                "dropped unless they admit the client",
+                "the sets `sources4` and `sources6` of the table have them",
+            )
         local = self._wants_local(target, by_socket=False)
         backends = frontend.local if local else self._cluster_set(target)
         if not backends.size:
             return self._explain_no_backends(port, local)
         shares = self._list_shares(port, backends, by_socket=False)
         if port.affinity_timeout:
-            self._add("affinity", "the client's last backend again, if it has one",
-                      f"persistent for {port.affinity_timeout} s, by address")  # fmt: skip
-        self.candidates = tuple(
-            Candidate(str(backend), round(share, 4), "") for backend, share in shares.items()
-        )
+            self._add(
+                "affinity",
+                "the client's last backend again, if it has one",
+                f"persistent for {port.affinity_timeout} s, by address",
+            )
+        self.candidates = tuple(Candidate(str(backend), round(share, 4), "") for backend, share in shares.items())
         self.steps.append(NOT_LOOKED_AT)
         return Reason.NEW_FLOW
 
@@ -74,7 +77,6 @@ class IpvsTracer(Tracer):
             return target.frontend.cluster
         self._add("short circuit", "by a packet mark", "to a virtual service of its own")
         if self._client.origin is Origin.POD:
-            self._add("pods", "depends on --detect-local-mode",
-                      "a pod that is not recognised gets the local set")  # fmt: skip
+            self._add("pods", "depends on --detect-local-mode", "a pod that is not recognised gets the local set")
         sets = (frontend.cluster for frontend in target.port.frontends if frontend.cluster.size)
         return next(sets, EMPTY_SET)

@@ -9,19 +9,11 @@ from kbpf.views import endpoints
 from kbpf.views.page import Column, Kind, Page, format_duration, format_table, indent
 from kbpf.views.trace_row import Candidate, Trace
 
-STEP_COLUMNS: Final = (
-    Column("STEP", "step"),
-    Column("RESULT", "result"),
-    Column("WHY", "why"),
-)
+STEP_COLUMNS: Final = (Column("STEP", "step"), Column("RESULT", "result"), Column("WHY", "why"))
 BACKEND_COLUMN: Final = Column("BACKEND", "backend")
 SHARE_COLUMN: Final = Column("SHARE", lambda c: f"{c.share:.1%}", right=True)
 SOURCE_COLUMN: Final = Column("SEES", lambda c: f"the {c.source}")
-NAME_COLUMNS: Final = (
-    Column("POD", "pod"),
-    Column("NODE", "node"),
-    Column("ZONE", "zone"),
-)
+NAME_COLUMNS: Final = (Column("POD", "pod"), Column("NODE", "node"), Column("ZONE", "zone"))
 NEXT_HOP_COLUMN: Final = Column("NEXT-HOP", lambda c: c.next_hop or c.unreachable or "-")
 FAILURE_COLUMNS: Final = (
     Column("LAST", lambda r: f"{format_duration(r.last_seconds)} ago", right=True),
@@ -30,9 +22,7 @@ FAILURE_COLUMNS: Final = (
     Column("BACKEND", "backend"),
     Column("REASON", lambda r: r.reason.replace("_", " ")),
 )
-ENDPOINT_COLUMNS: Final = tuple(
-    column for column in endpoints.COLUMNS if column.title not in ("PORT", "SLICE")
-)
+ENDPOINT_COLUMNS: Final = tuple(column for column in endpoints.COLUMNS if column.title not in ("PORT", "SLICE"))
 """A trace is of one port."""
 
 
@@ -44,9 +34,8 @@ def build_page(traces: Sequence[Trace], notes: Sequence[str] = ()) -> Page:
     text = "\n\n".join(map(format_trace, traces))
     tried = [confirmation for trace in traces for confirmation in trace.confirmations]
     return Page(
-        KIND, traces, text=lambda _: text, notes=tuple(notes),
-        ok=all(confirmation.matches for confirmation in tried),
-    )  # fmt: skip
+        KIND, traces, text=lambda _: text, notes=tuple(notes), ok=all(confirmation.matches for confirmation in tried)
+    )
 
 
 def format_trace(trace: Trace) -> str:
@@ -61,9 +50,7 @@ def format_trace(trace: Trace) -> str:
 
 def _tables(trace: Trace) -> Iterator[str]:
     if trace.candidates:
-        yield indent(
-            format_table(trace.candidates, list(_candidate_columns(trace.candidates))), "     "
-        )
+        yield indent(format_table(trace.candidates, list(_candidate_columns(trace.candidates))), "     ")
     if trace.endpoints:
         yield "  endpoints:"
         yield indent(format_table(trace.endpoints, ENDPOINT_COLUMNS), "     ")
@@ -85,8 +72,9 @@ def _candidate_columns(candidates: Sequence[Candidate]) -> Iterator[Column]:
 def _conclusion(trace: Trace) -> str:
     reason = Reason[trace.reason.upper()]
     if trace.verdict == Verdict.TRANSLATE:
-        return "a connection to one of these backends:" if len(trace.candidates) > 1 else \
-            "a connection to this backend:"  # fmt: skip
+        return (
+            "a connection to one of these backends:" if len(trace.candidates) > 1 else "a connection to this backend:"
+        )
     if trace.verdict == Verdict.PASS:
         return "kbpf leaves it alone: the node routes it as it is"
     return f"{reason.words} (the client sees {trace.client_sees})"

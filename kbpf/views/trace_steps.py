@@ -9,13 +9,7 @@ from typing import Final, NamedTuple
 from kbpf.model.address import ANY4, ANY6, Addr, family_of, is_loopback
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
-from kbpf.model.inspection import (
-    BackendSet,
-    FrontendEntry,
-    HookEntry,
-    Inspection,
-    ServicePort,
-)
+from kbpf.model.inspection import BackendSet, FrontendEntry, HookEntry, Inspection, ServicePort
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.model.reasons import Reason, Verdict
 from kbpf.views.page import format_duration
@@ -41,9 +35,7 @@ class Target(NamedTuple):
 class Tracer:
     """Follows one connection, and adds each decision to `steps`."""
 
-    def __init__(
-        self, inspection: Inspection, client: Client, to: FrontendAddress, facts: NodeFacts
-    ) -> None:
+    def __init__(self, inspection: Inspection, client: Client, to: FrontendAddress, facts: NodeFacts) -> None:
         self._inspection, self._client, self._to, self._facts = inspection, client, to, facts
         self._family = family_of(to.address)
         self._address = client.address(self._family)
@@ -60,8 +52,7 @@ class Tracer:
             if self._inspection.hooks_fail or not is_failure(reason):
                 return reason
             self.steps.clear()
-            self._add("socket hooks", "leave it to the packet path",
-                      "on this kernel they cannot make connect() fail")  # fmt: skip
+            self._add("socket hooks", "leave it to the packet path", "on this kernel they cannot make connect() fail")
         if not self._is_seen_by_packets(target):
             self.seen_by, self.service, self.candidates = "nothing", "", ()
             return Reason.NOT_A_SERVICE
@@ -102,9 +93,13 @@ class Tracer:
             self._add("socket hooks", "leave it to the packet path", why)
             return False
         is_udp = self._to.protocol is Protocol.UDP
-        self._add("seen by", f"the socket hook {name}",
-                  f"at connect(); without connect(), sendmsg{self._family} at each datagram"
-                  if is_udp else "at connect(), before any packet")  # fmt: skip
+        self._add(
+            "seen by",
+            f"the socket hook {name}",
+            f"at connect(); without connect(), sendmsg{self._family} at each datagram"
+            if is_udp
+            else "at connect(), before any packet",
+        )
         return True
 
     def _why_not_hooked(self, hook: HookEntry | None, name: str) -> str:
@@ -153,8 +148,9 @@ class Tracer:
             self._add("packet path", "does not see it", "no packet leaves by a device")
             return False
         if self._client.origin is Origin.OUTSIDE and self._address in inspection.node.addresses:
-            self._add("packet path", "leaves it to the node",
-                      "the client's address is this node's own: the stack drops it")  # fmt: skip
+            self._add(
+                "packet path", "leaves it to the node", "the client's address is this node's own: the stack drops it"
+            )
             return False
         # A probe's sendto() is refused without a route, too.
         find = None if self._is_udp_probe(target) else self._facts.find_client_route
@@ -227,8 +223,7 @@ class Tracer:
         if left:
             self._add("frontend", "left to the node", left[0])
         elif self._has_node_port():
-            self._add("frontend", "none", f"{number} is a NodePort, but not at this address: "
-                      "nodePortAddresses")  # fmt: skip
+            self._add("frontend", "none", f"{number} is a NodePort, but not at this address: nodePortAddresses")
         else:
             self._add("frontend", "none", "no Service has this address and port")
         return Reason.NOT_A_SERVICE
@@ -266,9 +261,7 @@ class Tracer:
         self._add("policy", f"{name} {policy}: the {used} set", why)
         return local
 
-    def _list_shares(
-        self, port: ServicePort, backends: BackendSet, by_socket: bool
-    ) -> dict[Backend, float]:
+    def _list_shares(self, port: ServicePort, backends: BackendSet, by_socket: bool) -> dict[Backend, float]:
         """The backends of the set, and the share of each."""
         shares = backends.shares()
         count = f"{len(shares)} backends" if len(shares) != 1 else "1 backend"
@@ -276,14 +269,15 @@ class Tracer:
         why = f"{port.algorithm} over {slot_count}"
         if port.algorithm is Algorithm.MAGLEV:
             by = "address" if port.affinity_timeout else "address and port"
-            why = f"at random over {slot_count}: a socket has no port yet" if by_socket else \
-                f"{port.algorithm} over {slot_count}: by a hash of the client's {by}"  # fmt: skip
+            why = (
+                f"at random over {slot_count}: a socket has no port yet"
+                if by_socket
+                else f"{port.algorithm} over {slot_count}: by a hash of the client's {by}"
+            )
         self._add("backends", count, why)
         return shares
 
-    def _find_affinity(
-        self, port: ServicePort, members: Collection[Backend], by_socket: bool
-    ) -> Backend | None:
+    def _find_affinity(self, port: ServicePort, members: Collection[Backend], by_socket: bool) -> Backend | None:
         """The backend that this client used last, if it has to get that again."""
         timeout = port.affinity_timeout
         if not timeout:
@@ -292,19 +286,22 @@ class Tracer:
         if by_socket and self._is_on_host:
             netns = self._inspection.host_netns
         if address is None and netns is None:
-            self._add("affinity", "depends on the client, which is not known exactly: any of them",
-                      "its network namespace could not be read" if by_socket
-                      else "name its address to see whether it has one")  # fmt: skip
+            self._add(
+                "affinity",
+                "depends on the client, which is not known exactly: any of them",
+                "its network namespace could not be read"
+                if by_socket
+                else "name its address to see whether it has one",
+            )
             return None
         for entry in self._inspection.affinity:
-            is_client = entry.client == address if address is not None else (
-                entry.client is None and entry.netns == netns
-            )  # fmt: skip
+            is_client = (
+                entry.client == address if address is not None else (entry.client is None and entry.netns == netns)
+            )
             idle = self._inspection.monotonic - entry.last_used
             backend = entry.backend.backend
             if entry.service.id == port.id and is_client and idle <= timeout and backend in members:
-                self._add("affinity", f"{backend} again", f"for {format_duration(timeout - idle)}"
-                          " more")  # fmt: skip
+                self._add("affinity", f"{backend} again", f"for {format_duration(timeout - idle)} more")
                 return backend
         self._add("affinity", "none yet: any of them", f"then it is kept for {timeout} s")
         return None

@@ -16,18 +16,22 @@ ANY_CLIENT: Final = {4: parse_addr("192.0.2.171"), 6: parse_addr("2001:db8::6b62
 MAX_ROUTES: Final = 64
 """More backends than these are not looked up one by one."""
 NOT_LOOKED_AT: Final = Step(
-    "not looked at", "NetworkPolicies and other rules of netfilter",
-    "nor the network beyond this node, nor the backend",
-)  # fmt: skip
+    "not looked at", "NetworkPolicies and other rules of netfilter", "nor the network beyond this node, nor the backend"
+)
 
 
 class Way:
     """The packets of one connection. Collects the decisions in `steps`."""
 
     def __init__(
-        self, inspection: Inspection, client: Client, facts: NodeFacts, frontend: FrontendEntry,
-        port: ServicePort, by_socket: bool,
-    ) -> None:  # fmt: skip
+        self,
+        inspection: Inspection,
+        client: Client,
+        facts: NodeFacts,
+        frontend: FrontendEntry,
+        port: ServicePort,
+        by_socket: bool,
+    ) -> None:
         self._inspection, self._client, self._facts = inspection, client, facts
         self._frontend, self._port, self._by_socket = frontend, port, by_socket
         self._family = port.key.family if port.key else family_of(frontend.at.address)
@@ -45,13 +49,10 @@ class Way:
             self._explain_way(sources, routes)
         nothing = Route()
         return tuple(
-            Candidate(
-                str(backend), round(share, 4), sources[backend][0],
-                _format_hop(route), route.error,
-            )
+            Candidate(str(backend), round(share, 4), sources[backend][0], _format_hop(route), route.error)
             for backend, share in shares.items()
             for route in [routes.get(backend, nothing)]
-        )  # fmt: skip
+        )
 
     # ---- the source ------------------------------------------------------------------------------
 
@@ -65,10 +66,7 @@ class Way:
         if address is not None and address == backend.address:
             return "node", "it is its own backend, and would reply to itself"
         masqueraded, why = self._is_masqueraded()
-        is_own = (
-            backend.address in inspection.node_port_addresses
-            or backend.address in inspection.node.addresses
-        )
+        is_own = backend.address in inspection.node_port_addresses or backend.address in inspection.node.addresses
         if masqueraded and is_own:
             return "client", "the backend is in this node's own network"
         if not masqueraded and self._is_on_clients_bridge(backend):
@@ -131,10 +129,7 @@ class Way:
             return {}
         # The stack sees packets after DNAT and before SNAT.
         source, ifindex = (self._sender, arrival.ifindex) if arrival is not None else (None, 0)
-        return {
-            backend: find(backend.address, source, ifindex)
-            for backend in list(backends)[:MAX_ROUTES]
-        }
+        return {backend: find(backend.address, source, ifindex) for backend in list(backends)[:MAX_ROUTES]}
 
     def _device_of(self, route: Route | None) -> DeviceEntry | None:
         return self._inspection.devices.get(route.ifindex) if route is not None else None
@@ -159,9 +154,7 @@ class Way:
         is_through = came_by.role == leaves_by.role == "host"
         return node.forwarding == "direct" or (source == "node" and is_through)
 
-    def _explain_way(
-        self, sources: Mapping[Backend, tuple[str, str]], routes: Mapping[Backend, Route]
-    ) -> None:
+    def _explain_way(self, sources: Mapping[Backend, tuple[str, str]], routes: Mapping[Backend, Route]) -> None:
         usable = {backend: route for backend, route in routes.items() if not route.error}
         if lost := len(routes) - len(usable):
             reason = next(route.error for route in routes.values() if route.error)
@@ -199,23 +192,23 @@ class Way:
 
     def _explain_reply(self, sources: Mapping[Backend, tuple[str, str]]) -> None:
         if self._by_socket:
-            self._add("reply", "straight to the client",
-                      "getpeername() shows the address that it dialled")  # fmt: skip
+            self._add("reply", "straight to the client", "getpeername() shows the address that it dialled")
             return
         if any(source == "node" for source, _ in sources.values()):
-            self._add("reply", "to this node, which sends it on to the client",
-                      "with the address that the client dialled")  # fmt: skip
+            self._add(
+                "reply", "to this node, which sends it on to the client", "with the address that the client dialled"
+            )
         if all(source == "node" for source, _ in sources.values()):
             return
         if self._is_on_host or self._client.origin is Origin.POD:
-            self._add("reply", "to the client, through this node",
-                      "where it gets the address that the client dialled")  # fmt: skip
+            self._add("reply", "to the client, through this node", "where it gets the address that the client dialled")
             return
         self._add(
-            "reply", "to the client's address",
+            "reply",
+            "to the client's address",
             "it must pass this node, which gives it the address that the client dialled; "
             "a backend elsewhere may reply past it",
-        )  # fmt: skip
+        )
 
     def _add(self, step: str, result: str, why: str = "") -> None:
         self.steps.append(Step(step, result, why))

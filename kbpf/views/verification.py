@@ -48,22 +48,24 @@ def build_page(verification: Verification, limit: int) -> Page:
     differences = verification.differences
     shown = differences[:limit] if limit else differences
     summary = VerificationSummary(
-        not differences, len(differences), verification.service_ports, verification.entries,
-        verification.proven, verification.readings, verification.changing, verification.notes,
-    )  # fmt: skip
+        not differences,
+        len(differences),
+        verification.service_ports,
+        verification.entries,
+        verification.proven,
+        verification.readings,
+        verification.changing,
+        verification.notes,
+    )
     changing = (
-        f"not compared, since it changed in each of {summary.readings} readings: "
-        f"{', '.join(summary.changing)}"
+        f"not compared, since it changed in each of {summary.readings} readings: {', '.join(summary.changing)}"
         if summary.changing
         else ""
     )
     left_out = len(differences) - len(shown)
     more = f"and {left_out} more differences" if left_out else ""
     notes = (more, *summary.notes, changing)
-    return Page(
-        KIND, shown, text=lambda _: format_page(summary, shown), summary=summary, notes=notes,
-        ok=summary.equal,
-    )  # fmt: skip
+    return Page(KIND, shown, text=lambda _: format_page(summary, shown), summary=summary, notes=notes, ok=summary.equal)
 
 
 def format_page(summary: VerificationSummary, differences: Sequence[Difference]) -> str:

@@ -17,9 +17,23 @@ from tests.chaos.world import Churn, World
 from tests.support.lab.lab import PATIENCE, until
 
 CALLS = (
-    "bpf", "socket", "bind", "setsockopt", "sendto", "sendmsg", "recvfrom", "recvmsg", "mkdir",
-    "rename", "unlinkat", "rmdir", "mount", "flock", "statfs", "setns",
-)  # fmt: skip
+    "bpf",
+    "socket",
+    "bind",
+    "setsockopt",
+    "sendto",
+    "sendmsg",
+    "recvfrom",
+    "recvmsg",
+    "mkdir",
+    "rename",
+    "unlinkat",
+    "rmdir",
+    "mount",
+    "flock",
+    "statfs",
+    "setns",
+)
 """bpf(2), netlink, and the file calls that create, rename and remove pins."""
 ERRNOS = ("ENOMEM", "ENOSPC", "E2BIG", "EBUSY", "EAGAIN", "EINTR", "ENOBUFS", "EPERM")
 FIRST_CALLS = 500
@@ -61,11 +75,7 @@ def faults(count: int, seed: int) -> list[Fault]:
     rows = []
     for index in range(count):
         call = 1 + int(index * step + order.random() * step)
-        rows.append(
-            Fault(
-                call, ERRNOS[(index + seed) % len(ERRNOS)], (index // len(ERRNOS) + index) % 2 > 0
-            )
-        )
+        rows.append(Fault(call, ERRNOS[(index + seed) % len(ERRNOS)], (index // len(ERRNOS) + index) % 2 > 0))
     return rows
 
 

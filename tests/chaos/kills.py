@@ -51,9 +51,7 @@ def caught_up(world: World, churn: Churn) -> None:
         until("no unreferenced entry is left", lambda: not world.strays(), CAUGHT_UP)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{world.agent.status()}\n{world.agent.tail()}") from None
-    assert not any(line.startswith("Traceback") for line in world.agent.lines()), world.agent.tail(
-        40
-    )
+    assert not any(line.startswith("Traceback") for line in world.agent.lines()), world.agent.tail(40)
 
 
 def kill(world: World, churn: Churn, order: random.Random) -> None:

@@ -32,8 +32,7 @@ then stops. A leak grows in every round.
 WATCHED = tuple(
     name
     for name, spec in MAPS.items()
-    if spec.map_type
-    in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH, uapi.BPF_MAP_TYPE_LPM_TRIE)
+    if spec.map_type in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH, uapi.BPF_MAP_TYPE_LPM_TRIE)
 )
 """Maps that grow and shrink: all except arrays, the queue and socket storage."""
 LATER = ("udp_cuts", "counts")
@@ -61,9 +60,7 @@ def figures(world: World) -> Figures:
     proc = Path(f"/proc/{world.agent.pid}")
     facts = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
     return Figures(
-        int(facts["VmRSS"].split()[0]),
-        *handles(world),
-        {name: len(world.agent.entries(name)) for name in WATCHED},
+        int(facts["VmRSS"].split()[0]), *handles(world), {name: len(world.agent.entries(name)) for name in WATCHED}
     )
 
 
@@ -128,8 +125,7 @@ def _same_handles(world: World, before: Figures) -> None:
         descriptors, threads = handles(world)
         return descriptors <= before.descriptors and threads <= before.threads
 
-    until("no more descriptors and threads than before", are_as_before,
-          state=lambda: (handles(world), before))  # fmt: skip
+    until("no more descriptors and threads than before", are_as_before, state=lambda: (handles(world), before))
 
 
 def _sizes(world: World, names: Sequence[str]) -> dict[str, int]:

@@ -119,10 +119,7 @@ class Churn:
 
     def expected(self) -> dict[str, list[str]]:
         """Frontend → its one backend, once everything has been read."""
-        return {
-            frontend(number): [f"{self._backend(number)}:8080/{protocol(number)}"]
-            for number in range(len(self))
-        }
+        return {frontend(number): [f"{self._backend(number)}:8080/{protocol(number)}"] for number in range(len(self))}
 
     def is_programmed(self) -> bool:
         """Whether the maps hold the expected frontends and backends."""

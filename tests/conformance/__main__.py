@@ -52,9 +52,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.conformance",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tests.conformance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -68,15 +66,16 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(act=globals()[f"_{name}"])
         if name != "test":
             names = ", ".join(proxies.NAMES)
-            command.add_argument("--proxy", default=proxies.KBPF, metavar="PROXY",
-                                 help=f"of {names}, or a shell command")  # fmt: skip
+            command.add_argument(
+                "--proxy", default=proxies.KBPF, metavar="PROXY", help=f"of {names}, or a shell command"
+            )
         if name in ("run", "up"):
             command.add_argument("--nodes", type=int, help=f"default {NODES}")
             command.add_argument("--version", choices=VERSIONS, default=NEWEST)
-            command.add_argument("--cni", choices=CNIS, default=cnis.DEFAULT,
-                                 help=f"the pod network, default {cnis.DEFAULT}")  # fmt: skip
-            command.add_argument("--ipv4-nodes", action="store_true",
-                                 help="nodes report only their IPv4 address")  # fmt: skip
+            command.add_argument(
+                "--cni", choices=CNIS, default=cnis.DEFAULT, help=f"the pod network, default {cnis.DEFAULT}"
+            )
+            command.add_argument("--ipv4-nodes", action="store_true", help="nodes report only their IPv4 address")
         if name in ("run", "test"):
             _add_selection(command)
     for name, text in (
@@ -94,29 +93,21 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
     command.add_argument("--procs", type=int, default=8, help="tests at once (default 8)")
     command.add_argument("--dry-run", action="store_true", help="only list the tests")
     command.add_argument("--keep-namespaces", action="store_true", help="of tests that fail")
-    command.add_argument("--record", action="store_true",
-                         help="store the results in tests/conformance/results")  # fmt: skip
+    command.add_argument("--record", action="store_true", help="store the results in tests/conformance/results")
 
 
 def _run(given: argparse.Namespace) -> int:
     folder = _new_folder()
     nodes = given.nodes or (SHORT_NODES if given.short else NODES)
     with lifecycle.cluster(
-        given.version,
-        nodes,
-        given.proxy,
-        cni=given.cni,
-        ipv4_nodes=given.ipv4_nodes,
-        logs=folder / "logs",
+        given.version, nodes, given.proxy, cni=given.cni, ipv4_nodes=given.ipv4_nodes, logs=folder / "logs"
     ) as cluster:
         return _test_on(cluster, given, folder)
 
 
 def _up(given: argparse.Namespace) -> None:
     nodes = given.nodes or NODES
-    lifecycle.up(
-        DEVELOPER, given.version, nodes, given.proxy, cni=given.cni, ipv4_nodes=given.ipv4_nodes
-    )
+    lifecycle.up(DEVELOPER, given.version, nodes, given.proxy, cni=given.cni, ipv4_nodes=given.ipv4_nodes)
 
 
 def _test(given: argparse.Namespace) -> int:
@@ -136,12 +127,7 @@ def _test_on(cluster: Cluster, given: argparse.Namespace, folder: Path) -> int:
     if given.focus:
         selection = suite.Selection([given.focus])
     rows = suite.run(
-        cluster,
-        selection,
-        folder,
-        procs=given.procs,
-        dry_run=given.dry_run,
-        keep_namespaces=given.keep_namespaces,
+        cluster, selection, folder, procs=given.procs, dry_run=given.dry_run, keep_namespaces=given.keep_namespaces
     )
     if given.dry_run:
         print(*(row.name for row in rows), f"{len(rows)} tests", sep="\n")
@@ -168,8 +154,7 @@ def _status(_: argparse.Namespace) -> None:
     print(f"Kubernetes {state.version}; proxy {state.proxy}; CNI {state.cni}")
     for machine in cluster.machines.values():
         services = [
-            f"{name} {'runs' if process.is_alive else 'has ended'}"
-            for name, process in machine.services.items()
+            f"{name} {'runs' if process.is_alive else 'has ended'}" for name, process in machine.services.items()
         ]
         print(f"{machine.name:8} {machine.addresses[0]:15} {', '.join(services)}")
 

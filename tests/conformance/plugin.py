@@ -48,8 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 for name, address in (("server", CLUSTER_IP), ("empty", EMPTY_IP))
             ),
         )
-        created.kubectl("create", "clusterrolebinding", "viewer", "--clusterrole=view",
-                        "--user=viewer")  # fmt: skip
+        created.kubectl("create", "clusterrolebinding", "viewer", "--clusterrole=view", "--user=viewer")
         are_ready(created)
         yield created
 
@@ -76,8 +75,7 @@ def test_status_has_a_row_for_each_node(cluster: Cluster) -> None:
     ]
 
 
-@pytest.mark.parametrize(("client", "node"), [("default/server-1", "node1"),
-                                              ("default/client", "node2")])  # fmt: skip
+@pytest.mark.parametrize(("client", "node"), [("default/server-1", "node1"), ("default/client", "node2")])
 def test_trace_runs_on_the_node_of_the_pod(cluster: Cluster, client: str, node: str) -> None:
     """kbpf refuses a Pod of another node."""
     assert CLUSTER_IP in run(cluster, "trace", client, "default/server").stdout
@@ -98,10 +96,7 @@ def test_failures_name_the_pod_and_its_node(cluster: Cluster) -> None:
 
 
 def test_a_user_without_the_right_gets_one_line(cluster: Cluster) -> None:
-    reason = (
-        "user viewer may not create pods/exec in kube-system: ask an administrator of the cluster "
-        "for this right"
-    )
+    reason = "user viewer may not create pods/exec in kube-system: ask an administrator of the cluster for this right"
     done = run(cluster, "failures", "--as", "viewer", code=1)
     assert f"kubectl kbpf: node1, node2: {reason}\n" in done.stderr
     rows = items(cluster, "status", "--as", "viewer", code=1)

@@ -95,9 +95,7 @@ def record(run: Run) -> Path:
     before = Run.parse(path.read_text()) if path.exists() else run
     rows = {row.name: row for row in (*before.rows, *run.rows)}
     nodes = sorted({*before.nodes.split(" and "), run.nodes}, key=int)
-    merged = replace(
-        run, nodes=" and ".join(nodes), rows=tuple(sorted(rows.values(), key=lambda row: row.name))
-    )
+    merged = replace(run, nodes=" and ".join(nodes), rows=tuple(sorted(rows.values(), key=lambda row: row.name)))
     path.write_text(merged.table())
     return path
 

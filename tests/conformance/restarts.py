@@ -70,9 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             },
         )
         are_ready(created)
-        created.apply(
-            pod("client", "node1", image, command=["bash", "-c", LOOPS, f"{CLUSTER_IP}:80"])
-        )
+        created.apply(pod("client", "node1", image, command=["bash", "-c", LOOPS, f"{CLUSTER_IP}:80"]))
         are_ready(created)
         yield created
 

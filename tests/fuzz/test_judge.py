@@ -14,15 +14,7 @@ from kbpf.config import load
 from kbpf.model.address import family_of, format_addr, parse_addr
 from kbpf.model.objects import Node
 from kbpf.policy.frontends import node_port_addresses
-from tests.fuzz.worlds import (
-    POLICIES,
-    World,
-    compare,
-    one_endpoint,
-    questions,
-    three_endpoints,
-    two_endpoints,
-)
+from tests.fuzz.worlds import POLICIES, World, compare, one_endpoint, questions, three_endpoints, two_endpoints
 from tests.support.cluster.upstream import JUDGES, Judge
 
 EXAMPLES = 2_000
@@ -42,9 +34,7 @@ def judges() -> Iterator[Sequence[Judge]]:
 
 @pytest.mark.parametrize("node", ["me", "", "ME"])
 @pytest.mark.parametrize("zone", ["a", ""])
-def test_every_world_of_one_endpoint_matches_kube_proxy(
-    judges: Sequence[Judge], node: str, zone: str
-):
+def test_every_world_of_one_endpoint_matches_kube_proxy(judges: Sequence[Judge], node: str, zone: str):
     assert compare(judges, one_endpoint(), node, zone) == 7 * 27 * 3 * 9
 
 
@@ -58,9 +48,7 @@ def test_some_worlds_of_three_endpoints_match_kube_proxy(judges: Sequence[Judge]
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(asked=questions())
-def test_random_worlds_match_kube_proxy(
-    judges: Sequence[Judge], asked: tuple[list[World], str, str]
-):
+def test_random_worlds_match_kube_proxy(judges: Sequence[Judge], asked: tuple[list[World], str, str]):
     worlds, node, zone = asked
     assert compare(judges, iter(worlds), node, zone) == len(worlds)
 
@@ -69,16 +57,32 @@ def test_random_worlds_match_kube_proxy(
 
 PRIMARY = {4: "192.0.2.5", 6: "2001:db8::5"}
 INTERFACES = (
-    "127.0.0.1/8", "192.0.2.5/24", "192.0.2.6/24", "10.0.0.7/8",
-    "::1/128", "2001:db8::5/64", "fd00::7/64", "fe80::1/64",
-)  # fmt: skip
+    "127.0.0.1/8",
+    "192.0.2.5/24",
+    "192.0.2.6/24",
+    "10.0.0.7/8",
+    "::1/128",
+    "2001:db8::5/64",
+    "fd00::7/64",
+    "fe80::1/64",
+)
 LOCAL = [parse_addr(each.partition("/")[0]) for each in INTERFACES]
 LOOPBACK = {"127.0.0.1", "::1"}
 """kbpf serves these only with --localhost-nodeports, and only for the host."""
 WORDS = (
-    "primary", "localhost", "all", "192.0.2.0/24", "192.0.2.6/32", "203.0.113.0/24", "127.0.0.0/8",
-    "0.0.0.0/0", "2001:db8::/32", "fd00::7/128", "3fff::/20", "::/0",
-)  # fmt: skip
+    "primary",
+    "localhost",
+    "all",
+    "192.0.2.0/24",
+    "192.0.2.6/32",
+    "203.0.113.0/24",
+    "127.0.0.0/8",
+    "0.0.0.0/0",
+    "2001:db8::/32",
+    "fd00::7/128",
+    "3fff::/20",
+    "::/0",
+)
 LISTS = [list(words) for size in range(4) for words in itertools.combinations(WORDS, size)]
 
 
@@ -109,10 +113,7 @@ def test_every_list_of_node_port_addresses_matches_kube_proxy(
     """
     node = Node("me", addresses=tuple(parse_addr(PRIMARY[family]) for family in families))
     for words in LISTS:
-        flags = {
-            "--proxy-mode": mode,
-            **({"--nodeport-addresses": ",".join(words)} if words else {}),
-        }
+        flags = {"--proxy-mode": mode, **({"--nodeport-addresses": ",".join(words)} if words else {})}
         ours = node_port_addresses(node, LOCAL, load.load_config(flags, {}))
         listed = asked_for(words, mode)
         networks = expanded(listed, families)

@@ -31,10 +31,12 @@ POLICIES: Sequence[Json] = (
     {"type": "NodePort", "internalTrafficPolicy": "Local"},
     {"externalIPs": ["192.0.2.1"], "externalTrafficPolicy": "Local"},
     {
-        "type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": 31000,
+        "type": "LoadBalancer",
+        "externalTrafficPolicy": "Local",
+        "healthCheckNodePort": 31000,
         "internalTrafficPolicy": "Local",
     },
-)  # fmt: skip
+)
 BOOLS, MAYBE = (True, False), (None, True, False)
 
 
@@ -85,9 +87,7 @@ def piece(name: str, number: int, kind: str, ports: Sequence[Json], ends: Sequen
     }
 
 
-def compare(
-    judges: Sequence[Judge], worlds: Iterator[World], node: str = "me", zone: str = "a"
-) -> int:
+def compare(judges: Sequence[Judge], worlds: Iterator[World], node: str = "me", zone: str = "a") -> int:
     """Compares all worlds, many of them in one question; returns how many there were."""
     count = 0
     while some := list(itertools.islice(worlds, BATCH)):
@@ -103,9 +103,7 @@ HINTS = tuple(itertools.product(((), ("a",), ("b",)), ((), ("me",), ("you",))))
 
 def one_endpoint() -> Iterator[World]:
     """Each possible endpoint, with every policy."""
-    all_ = itertools.product(
-        POLICIES, itertools.product(MAYBE, repeat=3), (None, "me", "you"), HINTS
-    )
+    all_ = itertools.product(POLICIES, itertools.product(MAYBE, repeat=3), (None, "me", "you"), HINTS)
     for i, (policy, conditions, node, hints) in enumerate(all_):
         yield world(f"s{i}", policy, [endpoint(ADDRESSES[0], conditions, node, *hints)])
 
@@ -227,10 +225,7 @@ def any_service(draw: st.DrawFn, name: str) -> Json:
 def any_slice(draw: st.DrawFn, name: str, number: int) -> Json:
     """A random slice, which need not fit the Service."""
     family = draw(FAMILY)
-    ports = [
-        {"name": port, "port": draw(TARGET_PORT), "protocol": PORTS[port][1]}
-        for port in draw(SLICE_PORTS)
-    ]
+    ports = [{"name": port, "port": draw(TARGET_PORT), "protocol": PORTS[port][1]} for port in draw(SLICE_PORTS)]
     return piece(name, number, family, ports, draw(ENDPOINTS[family]))
 
 
@@ -238,10 +233,7 @@ def any_slice(draw: st.DrawFn, name: str, number: int) -> Json:
 def questions(draw: st.DrawFn) -> tuple[list[World], str, str]:
     """Some random worlds, and the name and the zone of the node."""
     worlds = [
-        World(
-            any_service(draw, name := f"s{i}"),
-            [any_slice(draw, name, number) for number in range(draw(SLICES))],
-        )
+        World(any_service(draw, name := f"s{i}"), [any_slice(draw, name, number) for number in range(draw(SLICES))])
         for i in range(draw(COUNT))
     ]
     return worlds, draw(NODE), draw(ZONE)

@@ -18,16 +18,22 @@ from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode, MapShape, R
 from kbpf.errors import CompileError
 
 TOOLS, OTHER_TOOLS = "bcc 1 llvm 14", "bcc 1 llvm 19"
-C = {"one.c": '#include "a.h"\n#include "b.h"\nint one;\n', "a.h": '#pragma once\nint a;\n',
-     "b.h": '#include "a.h"\nint b;\n'}  # fmt: skip
+C = {
+    "one.c": '#include "a.h"\n#include "b.h"\nint one;\n',
+    "a.h": "#pragma once\nint a;\n",
+    "b.h": '#include "a.h"\nint b;\n',
+}
 
 
 def made(unit: str = "sock", source: str = "", tools: str = TOOLS) -> Artifact:
     return Artifact(
-        artifact.FORMAT, unit, source or artifact.source_key(unit), tools,
+        artifact.FORMAT,
+        unit,
+        source or artifact.source_key(unit),
+        tools,
         (Bytecode("connect4", b"\xb7" + bytes(15), (Reference(1, "services"),)),),
         (MapShape("services", 20, 28),),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -170,9 +176,7 @@ def signed(thing: object) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_ignored_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-):
+def test_a_damaged_file_is_ignored_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
     path = artifact.store(made(), tmp_path)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert artifact.read(path) is None
@@ -208,9 +212,7 @@ UNKEPT = {
 
 
 @pytest.mark.parametrize("case", UNKEPT)
-def test_a_cache_that_cannot_be_written_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
-):
+def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str):
     make, reason = UNKEPT[case]
     folder = make(tmp_path)
     artifact._logged_warnings.clear()
@@ -264,28 +266,28 @@ def exchanged(path: Path, make: Callable[[Path], object]) -> None:
 
 
 PLANTED = [
-    Planted("the folder is another's", lambda f: os.chown(f.parent, NOBODY, NOBODY),
-            "uid 65534 owns it"),
+    Planted("the folder is another's", lambda f: os.chown(f.parent, NOBODY, NOBODY), "uid 65534 owns it"),
     Planted("the group may write to the folder", lambda f: f.parent.chmod(0o775), "mode 0775"),
     Planted("all may write to the folder", lambda f: f.parent.chmod(0o1777), "mode 1777"),
     Planted("the file is another's", lambda f: os.chown(f, NOBODY, NOBODY), "uid 65534 owns it"),
     Planted("the group may write to the file", lambda f: f.chmod(0o664), "mode 0664"),
     Planted("all may write to the file", lambda f: f.chmod(0o646), "mode 0646"),
-    Planted("a symbolic link", lambda f: (f.rename(f.parent / "x"), f.symlink_to("x")),
-            "Too many levels of symbolic links"),
+    Planted(
+        "a symbolic link", lambda f: (f.rename(f.parent / "x"), f.symlink_to("x")), "Too many levels of symbolic links"
+    ),
     Planted("a FIFO", lambda f: exchanged(f, os.mkfifo), "it is not a regular file"),
     Planted("a folder", lambda f: exchanged(f, Path.mkdir), "it is not a regular file"),
-    Planted("a device", lambda f: exchanged(f, lambda p: os.mknod(p, 0o600 | stat.S_IFCHR, 0x105)),
-            "it is not a regular file"),
-    Planted("too large", lambda f: os.truncate(f, artifact.MAX_FILE_BYTES + 1),
-            "it is larger than 16 MiB"),
-]  # fmt: skip
+    Planted(
+        "a device",
+        lambda f: exchanged(f, lambda p: os.mknod(p, 0o600 | stat.S_IFCHR, 0x105)),
+        "it is not a regular file",
+    ),
+    Planted("too large", lambda f: os.truncate(f, artifact.MAX_FILE_BYTES + 1), "it is larger than 16 MiB"),
+]
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.name)
-def test_a_cache_writable_by_other_users_is_not_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted
-):
+def test_a_cache_writable_by_other_users_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted):
     path = artifact.store(made(), tmp_path / "cache")
     artifact._logged_warnings.clear()
     case.spoil(path)

@@ -65,9 +65,14 @@ def trap(tmp_path: Path) -> Trap:
 def run(trap: Trap, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs our Python interpreter in the attacker's folder."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=trap.folder, env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [sys.executable, *arguments],
+        cwd=trap.folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def test_a_module_in_the_working_directory_leaves_a_mark(trap: Trap) -> None:
@@ -80,9 +85,7 @@ HOSTILE = {"PYTHONSTARTUP": "subprocess.py", "PATH": ":.:" + os.environ["PATH"]}
 
 
 @pytest.mark.parametrize("how", [("-P", *KBPF), ("-m", "kbpf")], ids=["script", "-m kbpf"])
-def test_compile_executes_nothing_of_the_working_directory(
-    trap: Trap, tmp_path: Path, how: tuple[str, ...]
-):
+def test_compile_executes_nothing_of_the_working_directory(trap: Trap, tmp_path: Path, how: tuple[str, ...]):
     cache = tmp_path / "cache"
     done = run(trap, *how, "compile", "--cache-dir", str(cache), **HOSTILE)
     assert trap.sprung() == []
@@ -213,8 +216,12 @@ def test_every_program_is_started_by_children():
 
 @pytest.mark.parametrize(
     "text",
-    ["subprocess.run(['x'])", "subprocess.Popen(['x'], cwd='/tmp', env=children.environment())",
-     "os.system('x')", "x = [sys.executable, \"-m\", 'kbpf']"],
-)  # fmt: skip
+    [
+        "subprocess.run(['x'])",
+        "subprocess.Popen(['x'], cwd='/tmp', env=children.environment())",
+        "os.system('x')",
+        "x = [sys.executable, \"-m\", 'kbpf']",
+    ],
+)
 def test_another_way_to_start_a_program_is_detected(text: str):
     assert problems(text) != []

@@ -62,16 +62,17 @@ class Layout(NamedTuple):
 
 LAYOUTS = [
     Layout("target", layout.TARGET, "address port protocol"),
-    Layout("service", layout.SERVICE,
-           "id flags affinity_timeout cluster_set cluster_size local_set local_size "
-           "cluster_table local_table check"),
+    Layout(
+        "service",
+        layout.SERVICE,
+        "id flags affinity_timeout cluster_set cluster_size local_set local_size cluster_table local_table check",
+    ),
     Layout("slot", layout.U32_PAIR, "set index"),
     Layout("member", layout.U32_PAIR, "set backend"),
     Layout("affinity_key", layout.AFFINITY_KEY, "client service kind"),
     Layout("affinity", layout.AFFINITY, "last_used backend owner"),
     Layout("peer", layout.PEER, "socket frontend backend service backend_id"),
-    Layout("udp_flow", layout.UDP_FLOW,
-           "chosen_at last_sent last_received frontend backend service backend_id"),
+    Layout("udp_flow", layout.UDP_FLOW, "chosen_at last_sent last_received frontend backend service backend_id"),
     Layout("udp_flows", layout.UDP_FLOWS, "socket flow"),
     Layout("cut_key", layout.CUT_KEY, "service backend"),
     Layout("service_name", layout.SERVICE_NAME, "namespace name port protocol family"),
@@ -82,14 +83,19 @@ LAYOUTS = [
     Layout("flow_key", layout.FLOW_KEY, "first second"),
     Layout("unconfirmed_key", layout.UNCONFIRMED_KEY, "key time"),
     Layout("ports", layout.PORT_PAIR, "source destination"),
-    Layout("flow", layout.FLOW,
-           "last_used client frontend backend snat snat_port client_port service backend_id "
-           "state fins path direction host_device seen arrival syn out"),
-    Layout("tcp_side", layout.TCP_SIDE,
-           "next ack edge window limit room scale fin syn_scale syn_at"),
+    Layout(
+        "flow",
+        layout.FLOW,
+        "last_used client frontend backend snat snat_port client_port service backend_id "
+        "state fins path direction host_device seen arrival syn out",
+    ),
+    Layout("tcp_side", layout.TCP_SIDE, "next ack edge window limit room scale fin syn_scale syn_at"),
     Layout("sctp_tags", layout.U32_PAIR, "tag next"),
-    Layout("next_hop", layout.NEXT_HOP,
-           "found_at check address ifindex own_mac next_mac max_length resolved family uncounted"),
+    Layout(
+        "next_hop",
+        layout.NEXT_HOP,
+        "found_at check address ifindex own_mac next_mac max_length resolved family uncounted",
+    ),
     Layout("flow_generations", layout.FLOW_GENERATIONS, "current oldest"),
     Layout("port_slot", layout.PORT_SLOT, "lockers"),
     Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
@@ -104,12 +110,11 @@ LAYOUTS = [
     Layout("counts", layout.COUNTS, " ".join(ConnectionStats._fields)),
     Layout("latency", layout.LATENCY, "count sum"),
     Layout("latencies", layout.LATENCIES, "connect round_trip"),
-    Layout("event", layout.EVENT,
-           "time cgroup client frontend backend service backend_id reason"),
+    Layout("event", layout.EVENT, "time cgroup client frontend backend service backend_id reason"),
     Layout("failure", layout.FAILURE, "first count last"),
     Layout("monitor", layout.MONITOR, "spent interval burst left_out reasons"),
     Layout("meta", layout.META, "next_service next_backend next_set"),
-]  # fmt: skip
+]
 
 DEFINED = {
     "CACHED_DEVICES": layout.CACHED_DEVICES,
@@ -238,10 +243,22 @@ def test_every_struct_and_enum_is_compared():
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
-        "service_flags", "client_kind", "peer_flags", "endpoint_conditions", "config_flags",
-        "tcp_state", "fins", "flow_path", "flow_direction", "role", "device_flags", "node_flags",
-        "refusal_bucket", "verdict", "reason",
-    ]  # fmt: skip
+        "service_flags",
+        "client_kind",
+        "peer_flags",
+        "endpoint_conditions",
+        "config_flags",
+        "tcp_state",
+        "fins",
+        "flow_path",
+        "flow_direction",
+        "role",
+        "device_flags",
+        "node_flags",
+        "refusal_bucket",
+        "verdict",
+        "reason",
+    ]
     words = {
         word
         for name, body in enums
@@ -289,8 +306,16 @@ def test_map_types_and_flags_match_the_programs():
     found |= dict.fromkeys(rings, ("ringbuf", False))
     storages = re.findall(r"^BPF_SK_STORAGE\((\w+),", text, re.M)
     found |= dict.fromkeys(storages, ("sk_storage", True))
-    kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie",
-             22: "queue", 24: "sk_storage", 27: "ringbuf"}  # fmt: skip
+    kinds = {
+        1: "hash",
+        2: "array",
+        6: "percpu_array",
+        9: "lru_hash",
+        11: "lpm_trie",
+        22: "queue",
+        24: "sk_storage",
+        27: "ringbuf",
+    }
     assert found.pop("tails") == ("prog", False), "created with the programs, not with the maps"
     ours = {spec.name: (kinds[spec.map_type], spec.flags == 1) for spec in layout.MAPS.values()}
     # the programs never read these
@@ -361,9 +386,7 @@ def test_maps_start_no_larger_than_their_maximum():
         some = spec.map_type != uapi.BPF_MAP_TYPE_SK_STORAGE  # one for each socket
         assert some <= spec.initial_entries(sizes) <= spec.max_entries(sizes)
         if spec.sized_by:
-            assert spec.max_entries(sizes) == int(
-                getattr(sizes, spec.sized_by) * spec.entries_per_object
-            )
+            assert spec.max_entries(sizes) == int(getattr(sizes, spec.sized_by) * spec.entries_per_object)
         if not spec.grows:
             assert spec.initial_entries(sizes) == spec.max_entries(sizes)
 

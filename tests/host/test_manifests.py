@@ -19,11 +19,7 @@ from tests.support.cluster.kube import Object
 from tests.support.cluster.kubectl import MANIFESTS, OVERLAYS, call, documents, kustomize
 
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
-VALUES = {
-    "kubeadm": (),
-    "kubeadm-new": ("values-kubeadm-new.yaml",),
-    "side-by-side": ("values-side-by-side.yaml",),
-}
+VALUES = {"kubeadm": (), "kubeadm-new": ("values-kubeadm-new.yaml",), "side-by-side": ("values-side-by-side.yaml",)}
 KUBE_PROXY, OWN = "kube-proxy", "kbpf"
 CALLED = {"kubeadm": KUBE_PROXY, "kubeadm-new": KUBE_PROXY, "side-by-side": OWN}
 
@@ -59,16 +55,8 @@ ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
     ("Linux only", lambda o: pod(o)["nodeSelector"]["kubernetes.io/os"], "linux"),
     ("rolling update", lambda o: daemonset(o)["spec"]["updateStrategy"]["type"], "RollingUpdate"),
     ("not privileged", lambda o: container(o)["securityContext"]["privileged"], False),
-    (
-        "no privilege escalation",
-        lambda o: container(o)["securityContext"]["allowPrivilegeEscalation"],
-        False,
-    ),
-    (
-        "read-only root",
-        lambda o: container(o)["securityContext"]["readOnlyRootFilesystem"],
-        True,
-    ),
+    ("no privilege escalation", lambda o: container(o)["securityContext"]["allowPrivilegeEscalation"], False),
+    ("read-only root", lambda o: container(o)["securityContext"]["readOnlyRootFilesystem"], True),
     (
         "capabilities",
         lambda o: container(o)["securityContext"]["capabilities"],
@@ -84,11 +72,7 @@ ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
         lambda o: {m["mountPath"] for m in container(o)["volumeMounts"] if not m.get("readOnly")},
         {"/sys/fs/bpf", "/host/proc/sys/net", "/run/kbpf", "/var/cache/kbpf", "/tmp"},
     ),
-    (
-        "service account token is mounted explicitly",
-        lambda o: pod(o)["automountServiceAccountToken"],
-        True,
-    ),
+    ("service account token is mounted explicitly", lambda o: pod(o)["automountServiceAccountToken"], True),
     ("no environment variables of Services", lambda o: pod(o)["enableServiceLinks"], False),
     ("no CPU limit", lambda o: "cpu" in container(o)["resources"]["limits"], False),
 ]
@@ -96,10 +80,7 @@ ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
 
 @pytest.mark.parametrize(("name", "look", "wanted"), ROWS, ids=[row[0] for row in ROWS])
 def test_the_spec_of_the_pod(
-    overlay: tuple[str, list[Object]],
-    name: str,
-    look: Callable[[list[Object]], object],
-    wanted: object,
+    overlay: tuple[str, list[Object]], name: str, look: Callable[[list[Object]], object], wanted: object
 ):
     assert look(overlay[1]) == wanted, name
 
@@ -131,10 +112,7 @@ def test_a_component_changes_these_rights_only(
     made = tmp_path / "kustomization.yaml"
     made.write_text(
         json.dumps(
-            {
-                "resources": [str(folder / "overlays" / name)],
-                "components": [str(folder / "components" / component)],
-            }
+            {"resources": [str(folder / "overlays" / name)], "components": [str(folder / "components" / component)]}
         )
     )
     changed = kustomize(kubectl, tmp_path)
@@ -161,19 +139,37 @@ def test_the_seccomp_profile_denies_unneeded_calls():
     profile = json.loads((MANIFESTS / "security" / "kbpf.json").read_text())
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
     free = {n for rule in profile["syscalls"] if "args" not in rule for n in rule["names"]}
-    some = {
-        n: rule["args"] for rule in profile["syscalls"] if "args" in rule for n in rule["names"]
-    }
+    some = {n: rule["args"] for rule in profile["syscalls"] if "args" in rule for n in rule["names"]}
     assert {rule["action"] for rule in profile["syscalls"]} == {"SCMP_ACT_ALLOW"}
     assert {"bpf", "socket", "execve"} <= free
     assert some.keys() == {"clone", "setns", "unshare"}
     assert some["setns"][0]["value"] == some["unshare"][0]["value"] == 0x40000000, "CLONE_NEWNET"
     assert not free & {
-        "mount", "umount2", "pivot_root", "chroot", "ptrace", "process_vm_readv", "kexec_load",
-        "init_module", "finit_module", "delete_module", "keyctl", "add_key", "io_uring_setup",
-        "userfaultfd", "perf_event_open", "reboot", "swapon", "clone3", "open_by_handle_at",
-        "mknod", "fsopen", "move_mount", "quotactl", "settimeofday",
-    }  # fmt: skip
+        "mount",
+        "umount2",
+        "pivot_root",
+        "chroot",
+        "ptrace",
+        "process_vm_readv",
+        "kexec_load",
+        "init_module",
+        "finit_module",
+        "delete_module",
+        "keyctl",
+        "add_key",
+        "io_uring_setup",
+        "userfaultfd",
+        "perf_event_open",
+        "reboot",
+        "swapon",
+        "clone3",
+        "open_by_handle_at",
+        "mknod",
+        "fsopen",
+        "move_mount",
+        "quotactl",
+        "settimeofday",
+    }
 
 
 @pytest.mark.parametrize("without", ["", "sys_admin"])
@@ -195,8 +191,7 @@ def test_the_apparmor_profile_is_valid_and_allows_the_capabilities(without: str)
 
 def test_the_apparmor_profiles_differ_in_sys_admin_only():
     usual, without = (
-        (MANIFESTS / "security" / f"{name}.apparmor").read_text()
-        for name in ("kbpf", "kbpf-no-sys-admin")
+        (MANIFESTS / "security" / f"{name}.apparmor").read_text() for name in ("kbpf", "kbpf-no-sys-admin")
     )
     assert usual.count("  capability sys_admin,\n") == 1
     wanted = usual.replace("  capability sys_admin,\n", "")
@@ -317,9 +312,7 @@ def rules(objects: list[Object]) -> list[Object]:
 LABEL_SWITCH = {"name": "KBPF_SOCKET_LB_LABEL", "value": "true"}
 
 
-@pytest.mark.parametrize(
-    ("component", "switches"), [("socket-lb-label", [LABEL_SWITCH]), ("mesh-pods", [])]
-)
+@pytest.mark.parametrize(("component", "switches"), [("socket-lb-label", [LABEL_SWITCH]), ("mesh-pods", [])])
 @pytest.mark.parametrize("name", NAMES)
 def test_pods_may_be_watched_with_a_component_only(
     name: str, component: str, switches: list[Object], kubectl: Path, tmp_path: Path
@@ -332,12 +325,8 @@ def test_pods_may_be_watched_with_a_component_only(
     assert container(more)["env"] == [*container(plain)["env"], *switches]
 
 
-@pytest.mark.parametrize(
-    ("value", "switches"), [("socketLbLabel", [LABEL_SWITCH]), ("meshPods", [])]
-)
-def test_the_charts_value_equals_the_component(
-    value: str, switches: list[Object], helm: Path, tmp_path: Path
-):
+@pytest.mark.parametrize(("value", "switches"), [("socketLbLabel", [LABEL_SWITCH]), ("meshPods", [])])
+def test_the_charts_value_equals_the_component(value: str, switches: list[Object], helm: Path, tmp_path: Path):
     command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
     command += ["--kube-version=1.37"]
     plain = documents(call(command, tmp_path))

@@ -51,37 +51,56 @@ def reads(name: str, mode: int = 0o644) -> Callable[[Path], bool]:
 TARGETS = [
     Target("missing", lambda f: None, reads("target")),
     Target("a regular file", lambda f: file(f / "target"), reads("target")),
-    Target("a regular file with another mode",
-           lambda f: file(f / "target", 0o600), reads("target", 0o600)),
-    Target("a regular file of another owner",
-           lambda f: os.chown(file(f / "target"), NOBODY, NOBODY),
-           lambda f: reads("target")(f) and (f / "target").stat().st_uid == NOBODY),
-    Target("a symbolic link", lambda f: (file(f / "real"), link(f / "target", "real")),
-           lambda f: reads("real")(f) and os.readlink(f / "target") == "real"),
-    Target("a link to a link", lambda f: (file(f / "real"), link(f / "b", "real"),
-                                          link(f / "target", "b")),
-           lambda f: reads("real")(f) and os.readlink(f / "target") == "b"
-           and os.readlink(f / "b") == "real"),
-    Target("a link into another folder",
-           lambda f: ((f / "sub").mkdir(), link(f / "target", "sub/real")), reads("sub/real")),
-    Target("a dangling link", lambda f: link(f / "target", "real"),
-           lambda f: reads("real")(f) and os.readlink(f / "target") == "real"),
-    Target("a link into a missing folder", lambda f: link(f / "target", "no/where"),
-           lambda f: os.readlink(f / "target") == "no/where", "No such file or directory"),
-    Target("a link to itself", lambda f: link(f / "target", "target"),
-           lambda f: (f / "target").is_symlink(), "Too many levels of symbolic links"),
-    Target("a device", lambda f: os.mknod(f / "target", stat.S_IFCHR | 0o600, os.makedev(1, 3)),
-           lambda f: stat.S_ISCHR((f / "target").lstat().st_mode)),
-    Target("a link to a device", lambda f: link(f / "target", "/dev/null"),
-           lambda f: os.readlink(f / "target") == "/dev/null"
-           and stat.S_ISCHR(os.stat("/dev/null").st_mode)),
-    Target("a full device", lambda f: link(f / "target", "/dev/full"),
-           lambda f: True, "No space left on device"),
-    Target("a folder", lambda f: (f / "target").mkdir(), lambda f: (f / "target").is_dir(),
-           "Is a directory"),
-    Target("in a missing folder", lambda f: f.rmdir(), lambda f: not f.exists(),
-           "No such file or directory"),
-]  # fmt: skip
+    Target("a regular file with another mode", lambda f: file(f / "target", 0o600), reads("target", 0o600)),
+    Target(
+        "a regular file of another owner",
+        lambda f: os.chown(file(f / "target"), NOBODY, NOBODY),
+        lambda f: reads("target")(f) and (f / "target").stat().st_uid == NOBODY,
+    ),
+    Target(
+        "a symbolic link",
+        lambda f: (file(f / "real"), link(f / "target", "real")),
+        lambda f: reads("real")(f) and os.readlink(f / "target") == "real",
+    ),
+    Target(
+        "a link to a link",
+        lambda f: (file(f / "real"), link(f / "b", "real"), link(f / "target", "b")),
+        lambda f: reads("real")(f) and os.readlink(f / "target") == "b" and os.readlink(f / "b") == "real",
+    ),
+    Target(
+        "a link into another folder", lambda f: ((f / "sub").mkdir(), link(f / "target", "sub/real")), reads("sub/real")
+    ),
+    Target(
+        "a dangling link",
+        lambda f: link(f / "target", "real"),
+        lambda f: reads("real")(f) and os.readlink(f / "target") == "real",
+    ),
+    Target(
+        "a link into a missing folder",
+        lambda f: link(f / "target", "no/where"),
+        lambda f: os.readlink(f / "target") == "no/where",
+        "No such file or directory",
+    ),
+    Target(
+        "a link to itself",
+        lambda f: link(f / "target", "target"),
+        lambda f: (f / "target").is_symlink(),
+        "Too many levels of symbolic links",
+    ),
+    Target(
+        "a device",
+        lambda f: os.mknod(f / "target", stat.S_IFCHR | 0o600, os.makedev(1, 3)),
+        lambda f: stat.S_ISCHR((f / "target").lstat().st_mode),
+    ),
+    Target(
+        "a link to a device",
+        lambda f: link(f / "target", "/dev/null"),
+        lambda f: os.readlink(f / "target") == "/dev/null" and stat.S_ISCHR(os.stat("/dev/null").st_mode),
+    ),
+    Target("a full device", lambda f: link(f / "target", "/dev/full"), lambda f: True, "No space left on device"),
+    Target("a folder", lambda f: (f / "target").mkdir(), lambda f: (f / "target").is_dir(), "Is a directory"),
+    Target("in a missing folder", lambda f: f.rmdir(), lambda f: not f.exists(), "No such file or directory"),
+]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -135,14 +154,13 @@ def test_mounted_file_is_written_in_place(tmp_path: Path) -> None:
     """A bind mount, such as a file of a volume in a container, cannot be replaced by rename()."""
     file(tmp_path / "real"), file(tmp_path / "target")
     code = (
-        "import sys; from pathlib import Path; from kbpf.config import output;"
-        f"output.write(Path(sys.argv[1]), {NEW!r})"
+        f"import sys; from pathlib import Path; from kbpf.config import output;output.write(Path(sys.argv[1]), {NEW!r})"
     )
     script = 'mount --make-rprivate / && mount --bind "$1/real" "$1/target" && "$2" -c "$3" "$4"'
     subprocess.run(
-        ["unshare", "-m", "sh", "-ec", script, "sh", str(tmp_path), sys.executable, code,
-         str(tmp_path / "target")], check=True,
-    )  # fmt: skip
+        ["unshare", "-m", "sh", "-ec", script, "sh", str(tmp_path), sys.executable, code, str(tmp_path / "target")],
+        check=True,
+    )
     assert (tmp_path / "real").read_text() == NEW
     assert (tmp_path / "target").read_text() == OLD
 
@@ -188,19 +206,14 @@ REDIRECTED = [
 
 @pytest.mark.parametrize("link", ["/dev/stdout", "/proc/self/fd/1", "/dev/fd/1", "link"])
 @pytest.mark.parametrize(("name", "line", "text"), REDIRECTED, ids=[r[0] for r in REDIRECTED])
-def test_write_to_standard_output(
-    tmp_path: Path, link: str, name: str, line: str, text: str
-) -> None:
+def test_write_to_standard_output(tmp_path: Path, link: str, name: str, line: str, text: str) -> None:
     (tmp_path / "link").symlink_to("/dev/stdout")
     file(tmp_path / "out")
     inode = (tmp_path / "out").stat().st_ino
     code = (
-        "import sys; from pathlib import Path; from kbpf.config import output;"
-        f"output.write(Path(sys.argv[1]), {NEW!r})"
+        f"import sys; from pathlib import Path; from kbpf.config import output;output.write(Path(sys.argv[1]), {NEW!r})"
     )
-    subprocess.run(
-        ["sh", "-ec", line, "sh", sys.executable, "-P", "-c", code, link], check=True, cwd=tmp_path
-    )
+    subprocess.run(["sh", "-ec", line, "sh", sys.executable, "-P", "-c", code, link], check=True, cwd=tmp_path)
     assert (tmp_path / "out").read_text() == text
     assert (tmp_path / "out").stat().st_ino == inode
     assert Path("/dev/stdout").is_symlink()
@@ -208,12 +221,8 @@ def test_write_to_standard_output(
 
 def test_write_config_to_on_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kbpf", "run", "--source", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--write-config-to", "/dev/stdout"], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, "--write-config-to", "/dev/stdout"], check=True, capture_output=True, text=True)
     assert done.stdout.startswith("apiVersion: kubeproxy.config.k8s.io/v1alpha1\n")
-    done = subprocess.run(
-        [*command, "--write-config-to", str(tmp_path)], check=False, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, "--write-config-to", str(tmp_path)], check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"cannot write the configuration: Is a directory ({tmp_path})" in done.stderr

@@ -57,9 +57,7 @@ def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(folder: Path, *before: str) -> subprocess.Popen[str]:
         python = [*before, "/usr/bin/python3", "-c", HOLD, str(folder)]
-        process = subprocess.Popen(
-            python, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
-        )
+        process = subprocess.Popen(python, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -103,8 +101,12 @@ def test_other_users_cannot_take_the_lock(shared: Path) -> None:
     assert stat.S_IMODE((shared / "pins").stat().st_mode) == 0o700
     done = subprocess.run(
         as_nobody("/usr/bin/python3", "-c", HOLD, str(shared / "pins")),
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, cwd="/",
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        cwd="/",
+    )
     assert "PermissionError" in done.stderr
 
 
@@ -148,28 +150,32 @@ CASES = [
     Case("0755, of an earlier version", lambda pins: pins.chmod(0o755)),
     Case("in a sticky folder that all may write to", lambda pins: pins.parent.chmod(0o1777)),
     Case("another user's", lambda pins: os.chown(pins, NOBODY, NOBODY), "pins: uid 65534 owns it"),
-    Case("the group may write", lambda pins: pins.chmod(0o770),
-         "pins: others may write to it (mode 0770)"),
-    Case("all may write", lambda pins: pins.chmod(0o777),
-         "pins: others may write to it (mode 0777)"),
-    Case("all may write, sticky", lambda pins: pins.chmod(0o1777),
-         "pins: others may write to it (mode 1777)"),
-    Case("in another user's folder", lambda pins: os.chown(pins.parent, NOBODY, NOBODY),
-         "a: uid 65534 owns it"),
-    Case("in another user's sticky folder",
-         lambda pins: (os.chown(pins.parent, NOBODY, NOBODY), pins.parent.chmod(0o1777)),
-         "a: uid 65534 owns it"),
-    Case("in a folder that all may write to, not sticky", lambda pins: pins.parent.chmod(0o777),
-         "a: others may write to it (mode 0777)"),
-    Case("root's symbolic link to another user's folder",
-         lambda pins: replaced(pins, make(pins.parent / "b", owner=NOBODY)),
-         "b: uid 65534 owns it"),
-    Case("another user's symbolic link to root's folder",
-         lambda pins: (replaced(pins, make(pins.parent / "b")),
-                       os.lchown(pins, NOBODY, NOBODY)), "pins: uid 65534 owns it"),
-    Case("root's symbolic link to root's folder",
-         lambda pins: replaced(pins, make(pins.parent / "b"))),
-]  # fmt: skip
+    Case("the group may write", lambda pins: pins.chmod(0o770), "pins: others may write to it (mode 0770)"),
+    Case("all may write", lambda pins: pins.chmod(0o777), "pins: others may write to it (mode 0777)"),
+    Case("all may write, sticky", lambda pins: pins.chmod(0o1777), "pins: others may write to it (mode 1777)"),
+    Case("in another user's folder", lambda pins: os.chown(pins.parent, NOBODY, NOBODY), "a: uid 65534 owns it"),
+    Case(
+        "in another user's sticky folder",
+        lambda pins: (os.chown(pins.parent, NOBODY, NOBODY), pins.parent.chmod(0o1777)),
+        "a: uid 65534 owns it",
+    ),
+    Case(
+        "in a folder that all may write to, not sticky",
+        lambda pins: pins.parent.chmod(0o777),
+        "a: others may write to it (mode 0777)",
+    ),
+    Case(
+        "root's symbolic link to another user's folder",
+        lambda pins: replaced(pins, make(pins.parent / "b", owner=NOBODY)),
+        "b: uid 65534 owns it",
+    ),
+    Case(
+        "another user's symbolic link to root's folder",
+        lambda pins: (replaced(pins, make(pins.parent / "b")), os.lchown(pins, NOBODY, NOBODY)),
+        "pins: uid 65534 owns it",
+    ),
+    Case("root's symbolic link to root's folder", lambda pins: replaced(pins, make(pins.parent / "b"))),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -188,8 +194,7 @@ def test_which_folders_are_trusted(shared: Path, case: Case) -> None:
         name, _, reason = case.complaint.partition(": ")
         where = next(path for path in (*pins.parents, pins, pins.resolve()) if path.name == name)
         assert str(error.value) == (
-            f"cannot trust the folder: {reason} ({where}); "
-            "remove it and start again, or choose another folder"
+            f"cannot trust the folder: {reason} ({where}); remove it and start again, or choose another folder"
         )
     assert pins.stat() == before, "the folder is not changed"
 

@@ -50,14 +50,21 @@ def scraping(target: str, address: str, folder: Path, *options: str) -> Iterator
     second fails, and all series are gone until the next one.
     """
     configuration = folder / "prometheus.yml"
-    configuration.write_text(json.dumps({
-        "global": {"scrape_interval": "1s"},
-        "scrape_configs": [{"job_name": "kbpf", "static_configs": [{"targets": [target]}]}],
-    }))  # fmt: skip
+    configuration.write_text(
+        json.dumps(
+            {
+                "global": {"scrape_interval": "1s"},
+                "scrape_configs": [{"job_name": "kbpf", "static_configs": [{"targets": [target]}]}],
+            }
+        )
+    )
     command = [
-        prometheus(), f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address={address}", *options,
-    ]  # fmt: skip
+        prometheus(),
+        f"--config.file={configuration}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+        *options,
+    ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

@@ -39,11 +39,16 @@ def test_vagrant_accepts_the_vagrantfile(folder: Path, tmp_path: Path):
     }
     said = [
         subprocess.run(
-            ["vagrant", *command], cwd=folder, env=environment, capture_output=True, text=True,
-            check=False, timeout=5 * PATIENCE,
+            ["vagrant", *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5 * PATIENCE,
         )
         for command in (("validate",), ("status", "--machine-readable"))
-    ]  # fmt: skip
+    ]
     assert said[0].returncode == 0, said[0].stderr
     assert "validated successfully" in said[0].stdout
     machines = re.findall(r"^\d+,([\w-]+),provider-name,libvirt$", said[1].stdout, re.M)
@@ -63,8 +68,24 @@ def test_shellcheck_accepts_the_script(script: Path):
     assert done.returncode == 0, done.stdout
 
 
-TOOLS = ("sh", "busybox", "mkdir", "mount", "mountpoint", "unshare", "chroot", "cp", "cat", "touch",
-         "rm", "uname", "ln", "ip", "env", "chmod")  # fmt: skip
+TOOLS = (
+    "sh",
+    "busybox",
+    "mkdir",
+    "mount",
+    "mountpoint",
+    "unshare",
+    "chroot",
+    "cp",
+    "cat",
+    "touch",
+    "rm",
+    "uname",
+    "ln",
+    "ip",
+    "env",
+    "chmod",
+)
 STUB = """#!TOOLS/sh
 echo "${0##*/} $*" >>SAID
 """
@@ -78,10 +99,13 @@ printf '#!/inside/sh\\necho "in %s: make $*" >>said\\n' "$root" >"$root/inside/m
 chmod 755 "$root/inside/make"
 """
 INSTALLS = {
-    "apt-get": ["apt-get update -qq", "apt-get install -y -qq --no-install-recommends debootstrap "
-                "debian-archive-keyring ca-certificates", "apt-get install -y -qq linux-modules"],
+    "apt-get": [
+        "apt-get update -qq",
+        "apt-get install -y -qq --no-install-recommends debootstrap debian-archive-keyring ca-certificates",
+        "apt-get install -y -qq linux-modules",
+    ],
     "dnf": ["dnf install -y -q debootstrap iproute", "dnf install -y -q kernel-modules-extra"],
-}  # fmt: skip
+}
 """A distribution's package manager, and the first words of its calls."""
 
 
@@ -122,8 +146,11 @@ def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path
         done = subprocess.run(
             ["unshare", "--mount", "--net", "sh", "-c", f"{command}", "sh", *arguments],
             env={"PATH": f"{tools}:/inside", "KBPF_TREE": str(tree), "HOME": str(tmp_path)},
-            capture_output=True, text=True, check=False, timeout=PATIENCE,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         lines = said.read_text().splitlines()
         said.unlink()
@@ -133,9 +160,7 @@ def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path
     suite = machine.with_name("suite.sh")
     *installed, debian, made, begun = provision("-c", f"sh {machine} {tree} && exec sh {suite}")
     wanted = INSTALLS[packager]
-    assert [line.startswith(w) for line, w in zip(installed, wanted, strict=True)] == [
-        True for _ in wanted
-    ], installed
+    assert [line.startswith(w) for line, w in zip(installed, wanted, strict=True)] == [True for _ in wanted], installed
     assert debian.startswith("debootstrap --variant=minbase")
     assert debian.endswith("bookworm /var/lib/kbpf-tests http://deb.debian.org/debian")
     assert made == "in /var/lib/kbpf-tests: make venv"
@@ -157,16 +182,14 @@ def test_a_command_enters_a_root(tmp_path: Path):
     shutil.copy("/bin/busybox", root / "bin")
     for name in ("sh", "ls", "cat", "unshare"):
         (root / "bin" / name).symlink_to("busybox")
-    command = (
-        "sh",
-        "-c",
-        "ls; ls -d /sys/fs/bpf /dev/null; unshare --mount cat /proc/version; echo $0",
-        "two words",
-    )
+    command = ("sh", "-c", "ls; ls -d /sys/fs/bpf /dev/null; unshare --mount cat /proc/version; echo $0", "two words")
     done = subprocess.run(
         ["sh", VAGRANT / "provision" / "enter.sh", root, tree, *command],
-        capture_output=True, text=True, check=False, timeout=PATIENCE,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr
     version = Path("/proc/version").read_text().strip()
     assert done.stdout.splitlines() == ["below", "/dev/null", "/sys/fs/bpf", version, "two words"]

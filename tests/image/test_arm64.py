@@ -23,9 +23,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 
 def run(built: Built, *command: str) -> str:
     """Runs a command in the image; returns its output."""
-    done = subprocess.run(
-        ["chroot", str(built.root), *command], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["chroot", str(built.root), *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,8 +54,6 @@ def test_agent_starts_with_its_libraries(built: Built):
     """
     assert run(built, "kbpf", "--version").strip()
     assert "--kubeconfig" in run(built, "kbpf", "run", "--help")
-    assert "KbpfConfiguration" in run(
-        built, "sh", "-c", "kbpf run --write-config-to /tmp/c && cat /tmp/c && rm /tmp/c"
-    )
+    assert "KbpfConfiguration" in run(built, "sh", "-c", "kbpf run --write-config-to /tmp/c && cat /tmp/c && rm /tmp/c")
     code = "import bcc, ctypes, nftables; ctypes.CDLL('libbpf.so.1'); print(bcc.__version__)"
     assert run(built, "python3", "-c", code).strip()

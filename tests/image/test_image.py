@@ -21,8 +21,7 @@ from tests.support.runtime.pods import Image
 ROOT = Path(__file__).parents[2]
 MOST_MB = {"kbpf": 460, "slim": 220}
 """docs/install.md states the sizes; a larger image has to be examined."""
-PACKAGES = ("python3", "python3-venv", "python3-bpfcc", "python3-nftables", "libbpf1",
-            "ca-certificates")  # fmt: skip
+PACKAGES = ("python3", "python3-venv", "python3-bpfcc", "python3-nftables", "libbpf1", "ca-certificates")
 
 
 class ImageAgent(PodAgent):
@@ -56,9 +55,7 @@ pytestmark = pytest.mark.timeout(3600)  # the first build takes some minutes
 
 
 @pytest.fixture(scope="module", params=TARGETS)
-def built(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Built]]:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Built]]:
     with image(request.param, tmp_path_factory.mktemp("image")) as made:
         yield request.param, made
 
@@ -70,9 +67,7 @@ def test_image_size_is_within_its_limit(built: tuple[str, Built]):
     assert 50 < megabytes < MOST_MB[target]
 
 
-def test_image_serves_as_the_daemonset_starts_it(
-    built: tuple[str, Built], programs: None, kubectl: Path
-):
+def test_image_serves_as_the_daemonset_starts_it(built: tuple[str, Built], programs: None, kubectl: Path):
     target, made = built
     with ImageCluster(kubectl, made, "i" + target[0]) as cluster:
         objects = cluster.web(20, "a1", dual=True)
@@ -92,17 +87,39 @@ def test_packages_of_the_image_exist_for_arm64(tmp_path: Path):
     in an emulator.
     """
     call(
-        ["mmdebstrap", "--quiet", "--simulate", "--variant=apt", "--skip=check/qemu",
-         "--architectures=arm64",
-         f"--include={','.join(PACKAGES)}", SUITE, str(tmp_path / "none"), MIRROR],
+        [
+            "mmdebstrap",
+            "--quiet",
+            "--simulate",
+            "--variant=apt",
+            "--skip=check/qemu",
+            "--architectures=arm64",
+            f"--include={','.join(PACKAGES)}",
+            SUITE,
+            str(tmp_path / "none"),
+            MIRROR,
+        ],
         tmp_path,
-    )  # fmt: skip
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--only-binary=:all:",
-         "--platform=manylinux_2_28_aarch64", "--platform=manylinux2014_aarch64",
-         "--python-version=3.11", f"--target={tmp_path / 'none'}", *dependencies()],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--only-binary=:all:",
+            "--platform=manylinux_2_28_aarch64",
+            "--platform=manylinux2014_aarch64",
+            "--python-version=3.11",
+            f"--target={tmp_path / 'none'}",
+            *dependencies(),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

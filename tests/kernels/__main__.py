@@ -35,10 +35,18 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
 
 
 LAB = (
-    "traffic/services", "traffic/policy", "traffic/affinity", "traffic/updates",
-    "outside/north_south", "traffic/sctp", "traffic/datagrams", "traffic/local_mode",
-    "agent/source_folder", "agent/node_life", "outside/pre_dnat",
-)  # fmt: skip
+    "traffic/services",
+    "traffic/policy",
+    "traffic/affinity",
+    "traffic/updates",
+    "outside/north_south",
+    "traffic/sctp",
+    "traffic/datagrams",
+    "traffic/local_mode",
+    "agent/source_folder",
+    "agent/node_life",
+    "outside/pre_dnat",
+)
 """The lab's tests that run in both modes."""
 
 
@@ -49,9 +57,7 @@ def _of_lab(path: str, mode: str = "") -> Feature:
     return Feature(f"{mode}-{name}", files, mode) if mode else Feature(name, files)
 
 
-BARE = (
-    "ipv6.disable=1 module_blacklist=nf_conntrack,nf_tables,nfnetlink,ip_tables,ip6_tables,x_tables"
-)
+BARE = "ipv6.disable=1 module_blacklist=nf_conntrack,nf_tables,nfnetlink,ip_tables,ip6_tables,x_tables"
 """A node without IPv6 and without netfilter's modules."""
 
 FEATURES = (
@@ -68,13 +74,7 @@ FEATURES = (
     ),
     Feature("tcp", ("tests/programs/sockets/test_connect.py",)),
     Feature("udp", ("tests/programs/sockets/udp",)),
-    Feature(
-        "mounts",
-        (
-            "tests/lab/traffic/test_kernel_sockets.py",
-            "tests/programs/sockets/test_kernel_sockets.py",
-        ),
-    ),
+    Feature("mounts", ("tests/lab/traffic/test_kernel_sockets.py", "tests/programs/sockets/test_kernel_sockets.py")),
     Feature(
         "attaching",
         (
@@ -98,10 +98,7 @@ FEATURES = (
     Feature("fallback", ("tests/programs/node/test_fallback.py",)),
     Feature("ipvs-commands", ("tests/lab/agent/test_ipvs_commands.py",)),
     Feature("modes", ("tests/lab/agent/test_modes.py",)),
-    Feature(
-        "rights",
-        ("tests/programs/sockets/test_sock_destroy.py", "tests/programs/node/test_capabilities.py"),
-    ),
+    Feature("rights", ("tests/programs/sockets/test_sock_destroy.py", "tests/programs/node/test_capabilities.py")),
     Feature("apparmor", ("tests/lab/cluster/test_apparmor.py",)),
     Feature("memory", ("tests/lab/agent/test_locked_memory.py",)),
     Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
@@ -117,9 +114,7 @@ FEATURES = (
     ),
     Feature("bare node", ("tests/kernels/bare_node.py",), boot=BARE),
     Feature(
-        "overlays",
-        ("tests/lab/cni/test_cnis.py",),
-        programs=(*go_build.DEFAULT, *CNI_PLUGINS, "flannel", "flanneld"),
+        "overlays", ("tests/lab/cni/test_cnis.py",), programs=(*go_build.DEFAULT, *CNI_PLUGINS, "flannel", "flanneld")
     ),
     Feature(
         "ipvs-dns_cache",
@@ -139,27 +134,47 @@ MODES = ("bpf", "ipvs")
 MINUTES, QUICK_MINUTES = 240, 60
 QUICK = (
     FEATURES[0],
-    Feature("check", _of("tests/programs/node/test_features.py",
-                         "feature_table_matches_this_kernel",
-                         "check_rows_report_exactly_the_lacking_features",
-                         "check_finds_this_kernel_usable",
-                         "check_reports_whether_mode_ipvs_is_usable")),
-    Feature("provisioning", _of("tests/host/test_vagrant.py",
-                                "a_machine_of_busybox_is_provisioned")),
+    Feature(
+        "check",
+        _of(
+            "tests/programs/node/test_features.py",
+            "feature_table_matches_this_kernel",
+            "check_rows_report_exactly_the_lacking_features",
+            "check_finds_this_kernel_usable",
+            "check_reports_whether_mode_ipvs_is_usable",
+        ),
+    ),
+    Feature("provisioning", _of("tests/host/test_vagrant.py", "a_machine_of_busybox_is_provisioned")),
     Feature("tcp", _of("tests/programs/sockets/test_connect.py", "dial")),
-    Feature("udp", _of("tests/programs/sockets/udp/test_deleted_backend.py",
-                       "connected_sockets_of_a_deleted_backend_are_destroyed[the Service is "
-                       "deleted-pod]")),
-    Feature("attaching", (
-        *_of("tests/programs/packets/tc/test_attach.py",
-             "program_sees_each_packet_of_its_direction_once"),
-        *_of("tests/programs/packets/test_devices.py", "chosen_devices_get_their_programs_once",
-             "monitor_reports_each_change"),
-    )),
-    Feature("ipvs", _of("tests/programs/ipvs/test_ipvs.py", "connection_reaches_its_backends",
-                        "connection_outlives_its_drained_backend[ClusterIP, outside]",
-                        "udp_client_moves_at_once", "restart_changes_nothing")),
-)  # fmt: skip
+    Feature(
+        "udp",
+        _of(
+            "tests/programs/sockets/udp/test_deleted_backend.py",
+            "connected_sockets_of_a_deleted_backend_are_destroyed[the Service is deleted-pod]",
+        ),
+    ),
+    Feature(
+        "attaching",
+        (
+            *_of("tests/programs/packets/tc/test_attach.py", "program_sees_each_packet_of_its_direction_once"),
+            *_of(
+                "tests/programs/packets/test_devices.py",
+                "chosen_devices_get_their_programs_once",
+                "monitor_reports_each_change",
+            ),
+        ),
+    ),
+    Feature(
+        "ipvs",
+        _of(
+            "tests/programs/ipvs/test_ipvs.py",
+            "connection_reaches_its_backends",
+            "connection_outlives_its_drained_backend[ClusterIP, outside]",
+            "udp_client_moves_at_once",
+            "restart_changes_nothing",
+        ),
+    ),
+)
 """Some tests of some features: seven minutes in emulators, much longer while other tests run."""
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
@@ -167,10 +182,20 @@ PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="tests.kernels", description=__doc__)
-    parser.add_argument("kernels", nargs="*", default=list(debian.SUITES), metavar="KERNEL",
-                        help=f"of {', '.join(debian.SUITES)}; else all")  # fmt: skip
-    parser.add_argument("--only", nargs="+", default=[f.name for f in FEATURES], metavar="FEATURE",
-                        help=f"of {', '.join(f.name for f in FEATURES)}; else all")  # fmt: skip
+    parser.add_argument(
+        "kernels",
+        nargs="*",
+        default=list(debian.SUITES),
+        metavar="KERNEL",
+        help=f"of {', '.join(debian.SUITES)}; else all",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[f.name for f in FEATURES],
+        metavar="FEATURE",
+        help=f"of {', '.join(f.name for f in FEATURES)}; else all",
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of a kernel")
     parser.add_argument("--refresh", action="store_true", help="look for newer kernel packages")
     parser.add_argument("--quick", action="store_true", help="what `make test` runs")
@@ -185,9 +210,7 @@ def main() -> int:
     return report(given.kernels, features, given.minutes, given.refresh)
 
 
-def report(
-    families: Sequence[str], features: Sequence[Feature], minutes: float, refresh: bool
-) -> int:
+def report(families: Sequence[str], features: Sequence[Feature], minutes: float, refresh: bool) -> int:
     """Boots these kernels, as many at once as there are processors for, and prints the table.
     Returns the exit code.
     """
@@ -210,9 +233,7 @@ def report(
     for kernel, (found, ending) in zip(kernels, done, strict=True):
         rows += found
         if ending.code is None or table.without_result(found):
-            endings.append(
-                f"{kernel.family}: {ending.say()}; its console ends so:\n{ending.tail()}"
-            )
+            endings.append(f"{kernel.family}: {ending.say()}; its console ends so:\n{ending.tail()}")
     (BUILD / "table.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
     if text := table.failures(rows):
         say(text)
@@ -232,8 +253,11 @@ def prepare(features: Sequence[Feature]) -> None:
     tests = {test for feature in features for test in feature.tests}
     subprocess.run(
         [*PYTEST, "-qq", "--collect-only", *tests],
-        env=environment, cwd=machine.ROOT, stdout=subprocess.DEVNULL, check=True,
-    )  # fmt: skip
+        env=environment,
+        cwd=machine.ROOT,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
 
 
 def copy_programs(features: Sequence[Feature]) -> None:
@@ -290,11 +314,21 @@ def _pytest(mode: str, features: Sequence[Feature]) -> str:
         # Otherwise pytest reads every installed package's metadata, for minutes over 9p.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
-    words = shlex.join([
-        "env", *(f"{name}={value}" for name, value in variables.items()),
-        *PYTEST, "-v", "--tb=short", "--color=no", "-p", "pytest_timeout",
-        "-o", "junit_family=xunit1", *tests,
-    ])  # fmt: skip
+    words = shlex.join(
+        [
+            "env",
+            *(f"{name}={value}" for name, value in variables.items()),
+            *PYTEST,
+            "-v",
+            "--tb=short",
+            "--color=no",
+            "-p",
+            "pytest_timeout",
+            "-o",
+            "junit_family=xunit1",
+            *tests,
+        ]
+    )
     return f'{words} --junitxml="$RESULTS/junit-{mode}.xml"'
 
 

@@ -14,14 +14,7 @@ import pytest
 import yaml
 
 from tests.support.build import artifacts
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.lab.lab import PATIENCE, V1_ONLY, Place, ip, run, until
 from tests.support.lab.web import get
 
@@ -44,10 +37,18 @@ def places() -> Iterator[dict[str, Place]]:
         for name, (near, far) in sides.items():
             netns = f"bare-{name}-{os.getpid()}"
             run("ip", "netns", "add", netns)
-            ip(f"link add {name} type veth peer name eth0 netns {netns}",
-               f"addr add {near}/24 dev {name}", f"link set {name} up")  # fmt: skip
-            ip("link set lo up", f"addr add {far}/24 dev eth0", "link set eth0 up",
-               f"route add default via {near}", netns=netns)  # fmt: skip
+            ip(
+                f"link add {name} type veth peer name eth0 netns {netns}",
+                f"addr add {near}/24 dev {name}",
+                f"link set {name} up",
+            )
+            ip(
+                "link set lo up",
+                f"addr add {far}/24 dev eth0",
+                "link set eth0 up",
+                f"route add default via {near}",
+                netns=netns,
+            )
             made[name] = Place(name, netns, None)
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
         made["pod"].serve(8080, address="0.0.0.0")
@@ -89,18 +90,11 @@ def _is_ready(agent: "subprocess.Popen[bytes]") -> bool:
         return False
 
 
-DIALS = (
-    ("host", VIP, 80),
-    ("pod", VIP, 80),
-    ("client", NODE_IP, 30020),
-    ("host", NODE_IP, 30020),
-)
+DIALS = (("host", VIP, 80), ("pod", VIP, 80), ("client", NODE_IP, 30020), ("host", NODE_IP, 30020))
 
 
 @pytest.mark.parametrize(("client", "host", "number"), DIALS)
-def test_service_is_served(
-    places: dict[str, Place], log: Path, client: str, host: str, number: int
-) -> None:
+def test_service_is_served(places: dict[str, Place], log: Path, client: str, host: str, number: int) -> None:
     answer = places[client].many(8, host, number)
     assert answer["names"] == {"pod": 8}, (answer, log.read_text())
 
@@ -114,9 +108,8 @@ def test_node_is_bare() -> None:
 
 def test_agent_says_what_is_missing_and_has_no_error(log: Path) -> None:
     status = subprocess.run(
-        [sys.executable, "-m", "kbpf", "inspect", "status", "-o", "json"],
-        capture_output=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "kbpf", "inspect", "status", "-o", "json"], capture_output=True, check=True
+    )
     assert msgspec.json.decode(status.stdout)["mode"] == "bpf"
     text = log.read_text()
     assert "mounted the cgroup v2 hierarchy for this process" in text
@@ -126,8 +119,5 @@ def test_agent_says_what_is_missing_and_has_no_error(log: Path) -> None:
 
 def test_check_finds_the_node_usable() -> None:
     command = (sys.executable, "-m", "kbpf", "check", "--cache-dir", str(artifacts.compiled()))
-    done = subprocess.run(
-        [*V1_ONLY, *command],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = subprocess.run([*V1_ONLY, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -140,9 +140,7 @@ class _Apt:
 
 
 def _run(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=APT_SECONDS, check=False
-    )
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=APT_SECONDS, check=False)
     if done.returncode:
         last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
         raise FetchError(f"{command[0]} {command[-1]}: {last}")

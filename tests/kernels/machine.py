@@ -38,16 +38,9 @@ COMMAND = "command"
 DONE = "exit"
 """The guest's last file: the command's exit code. Without it the guest ended in another way."""
 GUEST = Path(__file__).with_name("guest.sh")
-SHARES = tuple(
-    dict.fromkeys(
-        (ROOT, Path(sys.prefix).resolve(), Path(os.__file__).parent, Path("/usr/lib/python3"))
-    )
-)
+SHARES = tuple(dict.fromkeys((ROOT, Path(sys.prefix).resolve(), Path(os.__file__).parent, Path("/usr/lib/python3"))))
 MEMORY, CPUS = "2G", "2"
-EMULATED = (
-    "--disable-kvm", "--qemu-opts=-accel tcg,thread=single",
-    "--append", "tsc=reliable no_timer_check",
-)  # fmt: skip
+EMULATED = ("--disable-kvm", "--qemu-opts=-accel tcg,thread=single", "--append", "tsc=reliable no_timer_check")
 """Options that keep an emulated guest alive on a busy machine; without them one boot in fifty or so
 died or hung. Its CPUs take turns, because when they run at the same time, one of them sometimes
 executes the breakpoint of a code patch that the other has just finished (`Oops: int3`); taking
@@ -133,12 +126,24 @@ def _vng(kernel: Kernel, exchange: Path, kvm: bool, parameters: str) -> list[str
     """The command is passed on the kernel's command line, which has room for 2048 bytes."""
     inside = shlex.join(["sh", str(exchange / GUEST.name), str(exchange), str(ROOT)])
     return [
-        VNG, "--verbose", "--run", str(kernel.image), "--user", "root", "--memory", MEMORY,
-        "--cpus", CPUS, *([] if kvm else EMULATED), "--force-9p",
+        VNG,
+        "--verbose",
+        "--run",
+        str(kernel.image),
+        "--user",
+        "root",
+        "--memory",
+        MEMORY,
+        "--cpus",
+        CPUS,
+        *([] if kvm else EMULATED),
+        "--force-9p",
         *(["--append", parameters] if parameters else []),
-        f"--rwdir={exchange}", *(f"--rodir={share}" for share in _outermost(SHARES)),
-        "--exec", inside,
-    ]  # fmt: skip
+        f"--rwdir={exchange}",
+        *(f"--rodir={share}" for share in _outermost(SHARES)),
+        "--exec",
+        inside,
+    ]
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:

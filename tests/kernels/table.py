@@ -106,15 +106,10 @@ def read(path: Path, mode: str = "bpf") -> list[Case]:
     return [Case.of(element, mode) for element in tree.iter("testcase")]
 
 
-def results(
-    kernel: str, release: str, features: Sequence[Feature], cases: Iterable[Case]
-) -> list[Result]:
+def results(kernel: str, release: str, features: Sequence[Feature], cases: Iterable[Case]) -> list[Result]:
     """One result for each feature."""
     known = list(cases)
-    return [
-        _result(kernel, release, f, [c for c in known if any(f.has(t, c) for t in f.tests)])
-        for f in features
-    ]
+    return [_result(kernel, release, f, [c for c in known if any(f.has(t, c) for t in f.tests)]) for f in features]
 
 
 def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> Result:
@@ -134,9 +129,7 @@ def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> R
         lacking=tuple(sorted({c.skipped for c in skipped})),
         failed=wrong,
         why={c.name: c.why for c in cases if c.failed},
-        processed={
-            c.name: int(c.properties["processed"]) for c in cases if "processed" in c.properties
-        },
+        processed={c.name: int(c.properties["processed"]) for c in cases if "processed" in c.properties},
     )
 
 

@@ -54,8 +54,11 @@ class Tree:
         self.folder = folder
         names = subprocess.run(
             ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"),
-            cwd=ROOT, check=True, capture_output=True, text=True,
-        ).stdout  # fmt: skip
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         for name in filter(None, names.split("\0")):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,9 +73,13 @@ class Tree:
     def _python(self, *arguments: str, seconds: float | None = None, **more: str):
         return subprocess.run(
             ("nice", "-n", "19", sys.executable, *arguments),
-            cwd=self.folder, env=os.environ | {"PYTHONPATH": str(self.folder)} | more,
-            capture_output=True, text=True, timeout=seconds, check=False,
-        )  # fmt: skip
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(self.folder)} | more,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
 
     def judge(self, tests: Sequence[str], seconds: float | None = None, **more: str) -> str:
         """The first failure; "" if there is none."""
@@ -85,11 +92,7 @@ class Tree:
             return ""
         if ended.returncode < 0:  # killed by another process, not by the mutant
             raise SystemExit(f"pytest was ended by signal {-ended.returncode}: {' '.join(tests)}")
-        failed = [
-            line
-            for line in ended.stdout.splitlines()
-            if line.startswith(("FAILED tests", "ERROR tests"))
-        ]
+        failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
         return failed[0] if failed else f"pytest ended with {ended.returncode}"
 
     def compile(self, units: Sequence[str], folder: Path) -> None:
@@ -168,10 +171,12 @@ def run(name: str, judges: Sequence[Judge], trees: "queue.Queue[Tree]", goal: in
 def main() -> int:
     """Exit status 1 if a group is below its goal."""
     names = [*(group.name for group in GROUPS), "c"]
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--only", nargs="*", choices=names, metavar="NAME", default=names,
-                        help=f"of {', '.join(names)}")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=names, metavar="NAME", default=names, help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of the samples; else a new one")
     parser.add_argument("--count", type=int, default=None, help="of each group; 0: all")
     given = parser.parse_args()
@@ -180,8 +185,7 @@ def main() -> int:
     good = True
     with ExitStack() as stack:
         folders = [
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kbpf-mutants-")))
-            for _ in range(PROCESSES + 1)
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kbpf-mutants-"))) for _ in range(PROCESSES + 1)
         ]
         made = [Tree(folder) for folder in folders[1:]]
         trees: queue.Queue[Tree] = queue.Queue()

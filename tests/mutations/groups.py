@@ -14,9 +14,7 @@ ROOT: Final = Path(__file__).parents[2]
 def paths_of(suite: str, names: str) -> tuple[str, ...]:
     """Files of a suite without `test_`, and folders, which end in a slash."""
     return tuple(
-        f"tests/{suite}/{name}"
-        if name.endswith("/")
-        else f"tests/{suite}/{name.replace('/', '/test_')}.py"
+        f"tests/{suite}/{name}" if name.endswith("/") else f"tests/{suite}/{name.replace('/', '/test_')}.py"
         for name in names.split()
     )
 
@@ -55,37 +53,42 @@ class Group(NamedTuple):
 
 GROUPS: Final = (
     Group(
-        "policy", ("kbpf/policy",),
+        "policy",
+        ("kbpf/policy",),
         _values(
             "policy/store policy/weights policy/slots policy/frontends policy/endpoints"
             " policy/admission serve/health policy/compute policy/any_order"
-        ), 90,
+        ),
+        90,
+    ),
+    Group("bpf-plan", ("kbpf/dataplane/bpf/state/plan.py",), _values("dataplane/plan dataplane/ids"), 90),
+    Group(
+        "ipvs-plan",
+        ("kbpf/dataplane/ipvs/plan.py", "kbpf/dataplane/ipvs/diff.py"),
+        (*_values("dataplane/ipvs_plan"), "tests/programs/ipvs/test_ipvs_plane.py"),
+        90,
+    ),
+    Group("decode", ("kbpf/source/decode/decode.py",), _values("source/decode/ policy/weights"), 90),
+    Group(
+        "reflector",
+        ("kbpf/source/api/reflector.py", "kbpf/source/api/watch.py"),
+        _values("source/watch source/reflector/"),
+        90,
     ),
     Group(
-        "bpf-plan", ("kbpf/dataplane/bpf/state/plan.py",),
-        _values("dataplane/plan dataplane/ids"), 90,
+        "config",
+        ("kbpf/config",),
+        (
+            *_values(
+                "config/bounded_yaml config/kube_proxy_file config/own_file config/precedence"
+                " config/written_file cli/flags cli/commands config/watcher"
+                " policy/admission config/bad_inputs serve/metrics"
+            ),
+            "tests/host/test_output.py",
+        ),
+        80,
     ),
-    Group(
-        "ipvs-plan", ("kbpf/dataplane/ipvs/plan.py", "kbpf/dataplane/ipvs/diff.py"),
-        (*_values("dataplane/ipvs_plan"), "tests/programs/ipvs/test_ipvs_plane.py"), 90,
-    ),
-    Group(
-        "decode", ("kbpf/source/decode/decode.py",),
-        _values("source/decode/ policy/weights"), 90,
-    ),
-    Group(
-        "reflector", ("kbpf/source/api/reflector.py", "kbpf/source/api/watch.py"),
-        _values("source/watch source/reflector/"), 90,
-    ),
-    Group(
-        "config", ("kbpf/config",),
-        (*_values(
-            "config/bounded_yaml config/kube_proxy_file config/own_file config/precedence"
-            " config/written_file cli/flags cli/commands config/watcher"
-            " policy/admission config/bad_inputs serve/metrics"
-        ), "tests/host/test_output.py"), 80,
-    ),
-)  # fmt: skip
+)
 
 
 class Equivalent(NamedTuple):
@@ -103,32 +106,48 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
     Equivalent("kbpf/policy/compute.py", "STEP_BUDGET: Final = 512", "512", "513", AT_A_TIME),
     Equivalent("kbpf/policy/compute.py", "PORT_COST: Final = 8", "8", "9", AT_A_TIME),
     Equivalent(
-        "kbpf/dataplane/bpf/state/plan.py", "in_set_members: bool = False", "False", "True",
+        "kbpf/dataplane/bpf/state/plan.py",
+        "in_set_members: bool = False",
+        "False",
+        "True",
         "it is read only for sets with an id, which always pass it",
     ),
     Equivalent(
-        "kbpf/dataplane/bpf/state/plan.py", "MAX_FINGERPRINTS: Final = 16_384", "16_384", "16385",
+        "kbpf/dataplane/bpf/state/plan.py",
+        "MAX_FINGERPRINTS: Final = 16_384",
+        "16_384",
+        "16385",
         "the size of a cache; the rest is computed again",
     ),
     Equivalent(
-        "kbpf/policy/compute.py", "if is_restricted and ranges is None:",
-        "is_restricted and ranges is None", "(is_restricted or ranges is None)",
+        "kbpf/policy/compute.py",
+        "if is_restricted and ranges is None:",
+        "is_restricted and ranges is None",
+        "(is_restricted or ranges is None)",
         "they are computed more often, and used only where `is_restricted`",
     ),
     Equivalent(
         "kbpf/config/kinds.py",
         'return "all" if "all" in keywords else (*keywords[:1], *cidrs)',
-        "1", "2", "it contains `primary` once, or nothing",
+        "1",
+        "2",
+        "it contains `primary` once, or nothing",
     ),
     Equivalent(
-        "kbpf/source/decode/decode.py", "LARGE_OBJECT_BYTES: Final = 256 << 10", "256", "257",
+        "kbpf/source/decode/decode.py",
+        "LARGE_OBJECT_BYTES: Final = 256 << 10",
+        "256",
+        "257",
         "above this size objects are decoded one by one; the result is the same",
     ),
     Equivalent(
-        "kbpf/source/decode/decode.py", "if size <= LARGE_OBJECT_BYTES:",
-        "size <= LARGE_OBJECT_BYTES", "(size < LARGE_OBJECT_BYTES)", "the same",
+        "kbpf/source/decode/decode.py",
+        "if size <= LARGE_OBJECT_BYTES:",
+        "size <= LARGE_OBJECT_BYTES",
+        "(size < LARGE_OBJECT_BYTES)",
+        "the same",
     ),
-)  # fmt: skip
+)
 
 
 def equivalent(mutant: PythonMutant) -> Equivalent | None:

@@ -161,9 +161,7 @@ def _statement(node: ast.stmt) -> Iterator[Change]:
 
 def _call(node: ast.Call) -> Iterator[Change]:
     match node.args:
-        case [first, second, *more] if not isinstance(first, ast.Starred) and not isinstance(
-            second, ast.Starred
-        ):
+        case [first, second, *more] if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
             if ast.dump(first) != ast.dump(second):
                 yield node, ast.Call(node.func, [second, first, *more], node.keywords)
 

@@ -78,9 +78,7 @@ def _coarse_clock() -> bool | None:
 
 
 def _set_retval() -> bool | None:
-    return probe.probe_helper(
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, BPF_FUNC_set_retval, -111
-    ).works
+    return probe.probe_helper(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, BPF_FUNC_set_retval, -111).works
 
 
 def _tracing() -> bool | None:
@@ -177,9 +175,7 @@ def _counted_by_cgroup() -> bool:
 
 FEATURES = {
     "tcx": Feature("TCX links", lambda: tc.probe_tcx().works, (6, 6), check="TCX"),
-    "tracing": Feature(
-        "bpf_sk_storage_get at tracepoints", _tracing, (5, 11), check="hook trace_reset"
-    ),
+    "tracing": Feature("bpf_sk_storage_get at tracepoints", _tracing, (5, 11), check="hook trace_reset"),
     "retransmissions": Feature(
         "bpf_sk_storage_get at tracepoints",
         lambda: kernel_members.probe_tracepoint("tcp_retransmit_skb").works,
@@ -194,38 +190,19 @@ FEATURES = {
     ),
     "set_retval": Feature("bpf_set_retval", _set_retval, (5, 18), check="bpf_set_retval"),
     "netns_cookie": Feature(
-        "SO_NETNS_COOKIE",
-        lambda: probe.probe_netns_cookie().works,
-        (5, 14),
-        check="SO_NETNS_COOKIE",
+        "SO_NETNS_COOKIE", lambda: probe.probe_netns_cookie().works, (5, 14), check="SO_NETNS_COOKIE"
     ),
-    "coarse_clock": Feature(
-        "bpf_ktime_get_coarse_ns", _coarse_clock, (5, 11), check="bpf_ktime_get_coarse_ns"
-    ),
-    "memory_by_cgroup": Feature(
-        "maps that count against the memory cgroup", _counted_by_cgroup, (5, 11)
-    ),
+    "coarse_clock": Feature("bpf_ktime_get_coarse_ns", _coarse_clock, (5, 11), check="bpf_ktime_get_coarse_ns"),
+    "memory_by_cgroup": Feature("maps that count against the memory cgroup", _counted_by_cgroup, (5, 11)),
     "sock_destroy": Feature(
-        "the kfunc bpf_sock_destroy",
-        lambda: " bpf_sock_destroy\n" in Path("/proc/kallsyms").read_text(),
-        (6, 5),
+        "the kfunc bpf_sock_destroy", lambda: " bpf_sock_destroy\n" in Path("/proc/kallsyms").read_text(), (6, 5)
     ),
-    "conntrack_nat": Feature(
-        "conntrack's functions for programs", _conntrack_nat, (6, 1), check="NAT by conntrack"
-    ),
-    "socket_iterator": Feature(
-        "iterators of socket storage", _socket_iterator, check="reading socket storage"
-    ),
-    "sctp": Feature(
-        "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
-    ),
+    "conntrack_nat": Feature("conntrack's functions for programs", _conntrack_nat, (6, 1), check="NAT by conntrack"),
+    "socket_iterator": Feature("iterators of socket storage", _socket_iterator, check="reading socket storage"),
+    "sctp": Feature("SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"),
     "ipvs": Feature("IPVS", _ipvs),
-    "mptcp": Feature(
-        "MPTCP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_MPTCP), unbuilt=((5, 10),)
-    ),
-    "apparmor": Feature(
-        "AppArmor", lambda: Path("/sys/kernel/security/apparmor/profiles").exists()
-    ),
+    "mptcp": Feature("MPTCP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_MPTCP), unbuilt=((5, 10),)),
+    "apparmor": Feature("AppArmor", lambda: Path("/sys/kernel/security/apparmor/profiles").exists()),
     "nfs": Feature("NFS, client and server", _nfs),
     "smb": Feature("SMB mounts", _smb),
     "tun": Feature("tun devices", _tun),
@@ -233,30 +210,28 @@ FEATURES = {
     "tunnels": Feature("tunnels of IP in IP", _tunnels),
     "route_mtu": Feature("the MTU in the result of bpf_fib_lookup", _route_mtu, (5, 12)),
     "checksum_complete": Feature(  # Linux 6.11, and later backported to stable kernels
-        "a test run's CHECKSUM_COMPLETE",
-        lambda: _run(checksum_complete=True),
-        unbuilt=((5, 10),),
+        "a test run's CHECKSUM_COMPLETE", lambda: _run(checksum_complete=True), unbuilt=((5, 10),)
     ),
-    "came_in_by": Feature(
-        "a test run's ingress_ifindex",
-        lambda: _run(SkbContext(ingress_ifindex=1).pack()),
-        (5, 15),
-    ),
+    "came_in_by": Feature("a test run's ingress_ifindex", lambda: _run(SkbContext(ingress_ifindex=1).pack()), (5, 15)),
     "verified_insns": Feature("verified_insns of a program", _verified_insns, (5, 16)),
-    "parts": Feature(
-        "a test run's packet in parts", lambda: _run(SkbContext(linear=42).pack()), (6, 19)
-    ),
+    "parts": Feature("a test run's packet in parts", lambda: _run(SkbContext(linear=42).pack()), (6, 19)),
 }
 
 BY_KERNEL = {
     "5.10": {
-        "hook trace_reset", "hook trace_retransmit", "hook trace_error", "TCX", "bpf_set_retval",
-        "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns", "NAT by conntrack",
+        "hook trace_reset",
+        "hook trace_retransmit",
+        "hook trace_error",
+        "TCX",
+        "bpf_set_retval",
+        "SO_NETNS_COOKIE",
+        "bpf_ktime_get_coarse_ns",
+        "NAT by conntrack",
     },
     "6.1": {"TCX"},
     "6.12": set[str](),
     "newest": set[str](),
-}  # fmt: skip
+}
 """The rows of `kbpf check` that Debian's kernels lack, exactly; docs/kernels.md has the
 same.
 """

@@ -18,9 +18,7 @@ Golden = Callable[[str, str], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--update-golden", action="store_true", help="write tests/golden instead of comparing it"
-    )
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden instead of comparing it")
 
 
 @pytest.fixture

@@ -7,9 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 TYPES: dict[str, type | tuple[type, ...]] = {
-    "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None),
-    "number": (int, float), "integer": int,
-}  # fmt: skip
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "number": (int, float),
+    "integer": int,
+}
 
 
 def validate(value: Any, schema: Mapping[str, Any]) -> list[str]:
@@ -17,9 +22,7 @@ def validate(value: Any, schema: Mapping[str, Any]) -> list[str]:
     return [*_differences(value, schema, schema.get("$defs", {}), "$")]
 
 
-def _differences(
-    value: Any, schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str
-) -> Iterator[str]:
+def _differences(value: Any, schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> Iterator[str]:
     if "$ref" in schema:
         schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
     for keyword in ("oneOf", "anyOf"):
@@ -31,14 +34,11 @@ def _differences(
     if "enum" in schema and value not in schema["enum"]:
         yield f"{path} is {value!r}, not one of {schema['enum']}"
     kind = schema.get("type")
-    if kind is not None and (
-        not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")
-    ):
+    if kind is not None and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
         yield f"{path} is {value!r}, not of type {kind}"
     elif kind == "object":
         properties = schema.get("properties", {})
-        yield from (f"{path} has no {name}" for name in schema.get("required", ())
-                    if name not in value)  # fmt: skip
+        yield from (f"{path} has no {name}" for name in schema.get("required", ()) if name not in value)
         for name, field in value.items():
             known = properties.get(name, schema.get("additionalProperties"))
             if known is None:

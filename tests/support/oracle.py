@@ -111,9 +111,14 @@ def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
     cluster_weights = weighed(cluster, ends, service.weights)
     local_weights = weighed(local, ends, service.weights)
     return Choice(
-        frozenset(cluster_weights), frozenset(local_weights), frozenset(serving), some, mode,
-        frozenset(cluster_weights.items()), frozenset(local_weights.items()),
-    )  # fmt: skip
+        frozenset(cluster_weights),
+        frozenset(local_weights),
+        frozenset(serving),
+        some,
+        mode,
+        frozenset(cluster_weights.items()),
+        frozenset(local_weights.items()),
+    )
 
 
 def weighed(some: set[Place], ends: dict[Place, dict[str, Any]], rules: Any) -> dict[Place, int]:
@@ -127,9 +132,7 @@ def weighed(some: set[Place], ends: dict[Place, dict[str, Any]], rules: Any) -> 
     return {at: w // math.gcd(*each.values()) for at, w in each.items() if w}
 
 
-def asked_for(
-    service: Any, port: Any, fam: int, cluster_ips: set[str]
-) -> dict[tuple[str, int, int], tuple[str, bool]]:
+def asked_for(service: Any, port: Any, fam: int, cluster_ips: set[str]) -> dict[tuple[str, int, int], tuple[str, bool]]:
     """(address, port, protocol) → (kind, restricted), before conflicts between Services. Weaker
     kinds are entered first, so that a stronger one replaces them. `cluster_ips` of all Services are
     not available as ExternalIPs.
@@ -144,10 +147,7 @@ def asked_for(
         found[anywhere, port.node_port, protocol] = ("NodePort", False)
     ranges = [network(c) for c in service.source_ranges if network(c).version == fam]
     limited = bool(ranges) and all(net.prefixlen > 0 for net in ranges)
-    lists = [
-        (service.external_ips, "ExternalIP", False),
-        (service.lb_vips, "LoadBalancer", limited),
-    ]
+    lists = [(service.external_ips, "ExternalIP", False), (service.lb_vips, "LoadBalancer", limited)]
     for addresses, kind, guard in lists:
         for a in addresses:
             taken = kind == "ExternalIP" and text(a) in cluster_ips
@@ -176,9 +176,7 @@ def node_port_addresses(node: Any, local_addresses: Any, config: Any) -> set[str
     return {str(ip) for ip in chosen if not ip.is_loopback and not ip.is_unspecified}
 
 
-def state(
-    services: Any, slices: Any, node: Any, config: Any
-) -> dict[tuple[Any, ...], dict[str, Any]]:
+def state(services: Any, slices: Any, node: Any, config: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
     """The whole state: (namespace, name, port name, protocol, family) → its frontends and sets."""
     claims, found = [], {}
     cluster_ips = {text(a) for service in services for a in service.cluster_ips}

@@ -53,9 +53,8 @@ from tests.support.lab.lab import Place, cgroup2, ip, remove_cgroup, settled
 
 BPFFS = Path("/sys/fs/bpf")
 CGROUP_HOOKS = frozenset(
-    ("connect4", "connect6", "sendmsg4", "sendmsg6", "recvmsg4", "recvmsg6",
-     "getpeername4", "getpeername6")
-)  # fmt: skip
+    ("connect4", "connect6", "sendmsg4", "sendmsg6", "recvmsg4", "recvmsg6", "getpeername4", "getpeername6")
+)
 HOOKS = CGROUP_HOOKS.union(
     () if lacking("tracing") else ("trace_reset", "trace_retransmit"),
     () if lacking("socket_errors") else ("trace_error",),
@@ -112,9 +111,7 @@ def service(
     for word in frontends.split():
         kind, _, where = word.rpartition("=")
         is_limited = limited and kind == "LoadBalancer"
-        frontend_values.append(
-            Frontend(at(where, protocol), FrontendKind(kind or "ClusterIP"), is_limited)
-        )
+        frontend_values.append(Frontend(at(where, protocol), FrontendKind(kind or "ClusterIP"), is_limited))
     cluster, here = backends(to, protocol), backends(local, protocol)
     still = tuple(sorted({*cluster, *here})) if serving is None else backends(serving, protocol)
     family = family_of(frontend_values[0].at.address) if frontend_values else 4
@@ -125,19 +122,13 @@ def service(
         local=here,
         serving=still,
         source_ranges=tuple(sorted(parse_cidr(text, "") for text in ranges.split())),
-        **{
-            "any_endpoints": bool(still),
-            "on_node": tuple(sorted({one.address for one in still})),
-            **more,
-        },
+        **{"any_endpoints": bool(still), "on_node": tuple(sorted({one.address for one in still})), **more},
     )
 
 
 def desired(*services: ServiceState, nodes: str = "") -> DesiredState:
     """The whole desired state; `nodes` are the addresses that serve NodePorts."""
-    return DesiredState(
-        {one.key: one for one in services}, tuple(parse_addr(text) for text in nodes.split())
-    )
+    return DesiredState({one.key: one for one in services}, tuple(parse_addr(text) for text in nodes.split()))
 
 
 # ---- sites -------------------------------------------------------------------------------------
@@ -282,9 +273,7 @@ def within(place: Place, action: Callable[[], T], pin_cpu: int | None = None) ->
     return start_within(place, action, pin_cpu)()
 
 
-def start_within(
-    place: Place, action: Callable[[], T], pin_cpu: int | None = None
-) -> Callable[[], T]:
+def start_within(place: Place, action: Callable[[], T], pin_cpu: int | None = None) -> Callable[[], T]:
     """Like within(), but does not wait; calling the returned function waits for the result."""
     reader, writer = os.pipe()
     child = os.fork()

@@ -70,9 +70,14 @@ def run_command(command: Sequence[str], otherwise: Sequence[str] = ()) -> Collec
 def _run(command: Sequence[str], environment: dict[str, str], limit: Limit) -> Collected:
     try:
         process = subprocess.Popen(
-            command, cwd=children.WORKING_DIRECTORY, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=children.WORKING_DIRECTORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
     except OSError as error:
         return Collected(b"", f"cannot be started: {error.strerror}")
     with process:

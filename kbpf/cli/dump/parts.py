@@ -147,9 +147,8 @@ def _kbpf_parts(subject: Subject) -> Iterator[Part]:
         yield _kbpf("config/settings.yaml", "run", *config, "--write-config-to", "/dev/stdout")
     variables = "".join(f"{k}={v}\n" for k, v in sorted(os.environ.items()) if k[:5] == "KBPF_")
     yield Part(
-        "config/environment.txt", "variables KBPF_*",
-        lambda limit: Collected(os.fsencode(variables)[: limit.max_bytes]),
-    )  # fmt: skip
+        "config/environment.txt", "variables KBPF_*", lambda limit: Collected(os.fsencode(variables)[: limit.max_bytes])
+    )
 
 
 def _http_parts(subject: Subject) -> Iterator[Part]:
@@ -177,13 +176,16 @@ def _log_parts(subject: Subject) -> Iterator[Part]:
         yield Part(f"logs/{name}", str(path), collect.read_tail(path))
     if len(logs) > MAX_LOGS:
         yield Part(
-            "logs/omitted.txt", str(pods.LOG_FOLDER),
-            lambda limit: Collected(b"", f"{len(logs) - MAX_LOGS} more files"),
-        )  # fmt: skip
+            "logs/omitted.txt", str(pods.LOG_FOLDER), lambda limit: Collected(b"", f"{len(logs) - MAX_LOGS} more files")
+        )
     if not logs:
-        yield Part("logs/pods.txt", str(pods.LOG_FOLDER), lambda limit: Collected(
-            b"", "no log of a Pod of kbpf is visible here; if it logs elsewhere, give --log FILE"
-        ))  # fmt: skip
+        yield Part(
+            "logs/pods.txt",
+            str(pods.LOG_FOLDER),
+            lambda limit: Collected(
+                b"", "no log of a Pod of kbpf is visible here; if it logs elsewhere, give --log FILE"
+            ),
+        )
     journal = ("journalctl", "--unit=kbpf*", "--no-pager", "--lines=10000", "--output=short-iso")
     yield _command("logs/journal.txt", *journal)
 
@@ -231,14 +233,25 @@ def _cluster_parts(subject: Subject) -> Iterator[Part]:
 
     # A folder for `run --source`, `diff` and `simulate`.
     yield Part(
-        "objects/cluster.yaml", "the objects that the agent reads", read_objects,
-        OBJECTS_SHARE, subject.max_object_bytes,
-    )  # fmt: skip
+        "objects/cluster.yaml",
+        "the objects that the agent reads",
+        read_objects,
+        OBJECTS_SHARE,
+        subject.max_object_bytes,
+    )
     yield _kbpf("simulate.json", "simulate", "cluster", "-o", "json", "--node", name, *origin)
     yield _kbpf(
-        "verify.json", "verify", "-o", "json", "--limit", str(MAX_ROWS),
-        "--hostname-override", name, *subject.options, *origin,
-    )  # fmt: skip
+        "verify.json",
+        "verify",
+        "-o",
+        "json",
+        "--limit",
+        str(MAX_ROWS),
+        "--hostname-override",
+        name,
+        *subject.options,
+        *origin,
+    )
 
 
 def _host_parts(pid: int | None) -> Iterator[Part]:

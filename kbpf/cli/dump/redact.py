@@ -18,14 +18,10 @@ REDACTED: Final = b"REDACTED"
 MIN_SECRET_BYTES: Final = 5
 """Shorter values are not searched for: they occur everywhere."""
 MAX_FILE_BYTES: Final = 4 << 20
-SECRET_NAME: Final = re.compile(
-    r"TOKEN|PASS|SECRET|CREDENTIAL|PRIVATE|API[-_]?KEY|AUTH", re.IGNORECASE
-)
+SECRET_NAME: Final = re.compile(r"TOKEN|PASS|SECRET|CREDENTIAL|PRIVATE|API[-_]?KEY|AUTH", re.IGNORECASE)
 TOKEN_FILES: Final = (Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),)
 
-_PATH: Final = (
-    r"/(?:bin|boot|dev|etc|home|lib|mnt|opt|proc|root|run|sbin|srv|sys|tmp|usr|var)(?:[/\s]|\Z)"
-)
+_PATH: Final = r"/(?:bin|boot|dev|etc|home|lib|mnt|opt|proc|root|run|sbin|srv|sys|tmp|usr|var)(?:[/\s]|\Z)"
 """What begins like a path, which names a file and is no secret. One of 64 random values in base64
 begins with a slash.
 """
@@ -82,9 +78,7 @@ class Redactor:
         values = {os.fsencode(s) for s in secrets}
         values = {form for value in values for form in _forms(value.strip())}
         # the longest first: one secret may contain another
-        self._values = sorted(
-            (value for value in values if len(value) >= MIN_SECRET_BYTES), key=len, reverse=True
-        )
+        self._values = sorted((value for value in values if len(value) >= MIN_SECRET_BYTES), key=len, reverse=True)
 
     def redact(self, data: bytes) -> bytes:
         """The text without secrets."""
@@ -111,9 +105,7 @@ def _forms(value: bytes) -> Iterator[bytes]:
     yield urllib.parse.quote(text, safe="").encode()
 
 
-def find_secrets(
-    kubeconfigs: Iterable[Path], urls: Iterable[str], environ: Mapping[str, str]
-) -> Iterator[str]:
+def find_secrets(kubeconfigs: Iterable[Path], urls: Iterable[str], environ: Mapping[str, str]) -> Iterator[str]:
     """Yields the secrets that this process can know: what authenticates users in the kubeconfigs,
     tokens in the files that these name, passwords in URLs, and variables with such a name. What
     cannot be read cannot get into the archive either.

@@ -36,9 +36,7 @@ log = logging.getLogger("kbpf.dataplane")
 class Attachments:
     """The socket programs and the packet path over one pin folder."""
 
-    def __init__(
-        self, config: Config, pins: Pins, agent_maps: AgentMaps, sockets_first: bool = False
-    ) -> None:
+    def __init__(self, config: Config, pins: Pins, agent_maps: AgentMaps, sockets_first: bool = False) -> None:
         """`sockets_first`: attach the socket hooks before the packet path is loaded."""
         self._config, self._pins, self._agent_maps = config, pins, agent_maps
         self.settings: HookConfig | None = None
@@ -82,9 +80,7 @@ class Attachments:
         """
         self.packets.coexisting = coexisting
         maps = self._agent_maps.maps
-        self.settings = HookConfig(
-            self._config, maps["config"], missing_helpers(), self.packets.coexisting
-        )
+        self.settings = HookConfig(self._config, maps["config"], missing_helpers(), self.packets.coexisting)
         self.hooks.load(maps)
         self.packets.load()
         self.exemptions = self._open_exemptions(cgroup)
@@ -222,8 +218,4 @@ class Attachments:
     def close(self) -> None:
         """Closes all descriptors; attachments stay."""
         self.packets.close_loader()
-        pinning.close_all(
-            programs
-            for programs in (self.hooks.programs, self.packets.current)
-            if programs is not None
-        )
+        pinning.close_all(programs for programs in (self.hooks.programs, self.packets.current) if programs is not None)

@@ -62,10 +62,7 @@ class ConnectionProber:
                 self._open("backend_slots") as slots,
                 self._open("backends") as backends,
             ):
-                lines = [
-                    self._connect(services, target)
-                    for target in self._select(services, slots, backends)
-                ]
+                lines = [self._connect(services, target) for target in self._select(services, slots, backends)]
         except KernelError:
             return None
         tried = [line for line in lines if line is not None]
@@ -108,10 +105,7 @@ class ConnectionProber:
         else:
             if destination in {(format_addr(b.address), b.port) for b in target.backends}:
                 return ""
-            line = (
-                f"{frontend} from the agent leads to {destination[0]} port {destination[1]}, which "
-                "is not a backend"
-            )
+            line = f"{frontend} from the agent leads to {destination[0]} port {destination[1]}, which is not a backend"
         return line if services.lookup(target.key) == target.value else None
 
 
@@ -130,9 +124,7 @@ def _is_suitable(value: ServiceValue) -> bool:
 
 def _read_backends(value: ServiceValue, slots: Map, backends: Map) -> frozenset[Backend]:
     """The backends of the set; none if it is being replaced."""
-    raw_ids = [
-        slots.lookup(U32_PAIR.pack(value.cluster_set, index)) for index in range(value.cluster_size)
-    ]
+    raw_ids = [slots.lookup(U32_PAIR.pack(value.cluster_set, index)) for index in range(value.cluster_size)]
     raw_backends = [backends.lookup(raw or U32.pack(0)) for raw in raw_ids]
     if not all(raw_backends):
         return frozenset()

@@ -44,17 +44,14 @@ class PreviousBpfPlane(PreviousDataPlane):
 
     def claim(self) -> bool:
         try:
-            has_pins = self._pins.links.is_dir() or self._pins.other_folders(
-                "maps", self._pins.root
-            )
+            has_pins = self._pins.links.is_dir() or self._pins.other_folders("maps", self._pins.root)
             # Without pins: an agent that could not load its programs.
             if not (has_pins or host.may_need_cleanup(self._pins)):
                 return False
         except PermissionError as error:
             raise KernelError(
-                "cannot read the pin folder", str(self._pins.root), "run as root",
-                error.errno or 0,
-            ) from error  # fmt: skip
+                "cannot read the pin folder", str(self._pins.root), "run as root", error.errno or 0
+            ) from error
         self._lock = pinning.lock_pins(self._pins)
         return True
 
@@ -85,8 +82,11 @@ class PreviousBpfPlane(PreviousDataPlane):
         now = time.monotonic_ns()
         with self._open_map("flows") as flows:
             entries = dict(flows.items()) if flows is not None else {}
-            open_flows = {raw[ENDPOINTS] for raw in entries.values() if is_original(raw)
-                     and not is_port_reservation(raw) and _is_open(raw, now)}  # fmt: skip
+            open_flows = {
+                raw[ENDPOINTS]
+                for raw in entries.values()
+                if is_original(raw) and not is_port_reservation(raw) and _is_open(raw, now)
+            }
             ended = [key for key, raw in entries.items() if raw[ENDPOINTS] not in open_flows]
             if flows is not None and ended:
                 flows.delete_batch(b"".join(ended))

@@ -96,9 +96,7 @@ def find_matching(root: Path, patterns: Collection[str]) -> Iterator[CgroupFolde
 
     def should_enter(path: str) -> bool:
         folder_path = path + "/"
-        return any(
-            prefix.startswith(folder_path) or folder_path.startswith(prefix) for prefix in prefixes
-        )
+        return any(prefix.startswith(folder_path) or folder_path.startswith(prefix) for prefix in prefixes)
 
     for folder in walk(root, should_enter):
         if any(fnmatchcase(folder.path, pattern) for pattern in patterns):
@@ -139,9 +137,7 @@ class Exemptions:
 
     def adopt(self) -> None:
         """Adopts the entries of the map, except those of deleted cgroups."""
-        self._written = {
-            int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()
-        }
+        self._written = {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
         self._adopted = set(self._written)
         if self._adopted:
             self._adopted &= {folder.id for folder in walk(self._root, lambda _: True)}
@@ -222,18 +218,14 @@ class Exemptions:
         was_empty = self.is_empty
         new, removed = ids - self._written, self._written - ids
         try:
-            self._agent_maps.put(
-                MAP_NAME, ((U64.pack(cgroup_id), ONE) for cgroup_id in sorted(new))
-            )
+            self._agent_maps.put(MAP_NAME, ((U64.pack(cgroup_id), ONE) for cgroup_id in sorted(new)))
             self._written |= new
             self._agent_maps.delete(MAP_NAME, map(U64.pack, sorted(removed)))
             self._written -= removed
             self._problem = ""
         except KernelError as error:
             # a batch may have been written in part
-            self._written = {
-                int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()
-            }
+            self._written = {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
             if not self._problem:
                 log.error("cannot update the exempt cgroups, retrying: %s", error)
             self._problem = f"some cgroups are not exempt yet: {error}"

@@ -22,15 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import (
-    COUNTS,
-    EVENT,
-    FAILURE,
-    MAPS,
-    SERVICE_NAME,
-    U32,
-    U32_PAIR,
-)
+from kbpf.dataplane.bpf.maps.layout import COUNTS, EVENT, FAILURE, MAPS, SERVICE_NAME, U32, U32_PAIR
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.state.contents import unpack_backend
 from kbpf.errors import KernelError
@@ -89,21 +81,18 @@ class FailingBackends:
             ):
                 now = self._clock()
                 self._update(failures, counts, now)
-                candidates = [
-                    pair for pair, interval in self._intervals.items() if interval.repeats >= 2
-                ]
+                candidates = [pair for pair, interval in self._intervals.items() if interval.repeats >= 2]
                 clients = self._name_clients(candidates)
                 return tuple(
                     FailingBackend(
-                        name, str(unpack_backend(raw)), interval.failed, interval.opened,
-                        now - interval.since,
+                        name, str(unpack_backend(raw)), interval.failed, interval.opened, now - interval.since
                     )
                     for pair in candidates
                     if (interval := self._intervals[pair])
                     and (raw := backends.lookup(U32.pack(pair[1])))
                     and (name := _read_name(names, pair[0]))
                     and count_independent(clients[pair], name[0]) >= MIN_CLIENTS
-                )  # fmt: skip
+                )
         except KernelError:
             return None
 
@@ -113,10 +102,7 @@ class FailingBackends:
         """
         cgroups = mounts.find_cgroups({id_ for pair in pairs for id_ in self._clients[pair]})
         names = dict.fromkeys(cgroups, "") | pods.name_pods(cgroups)
-        return {
-            pair: [(names[id_], n) for id_, n in self._clients[pair].items() if id_ in names]
-            for pair in pairs
-        }
+        return {pair: [(names[id_], n) for id_, n in self._clients[pair].items() if id_ in names] for pair in pairs}
 
     def _open(self, name: str) -> Map:
         return pinning.open_map(self._pins.maps / name, MAPS[name])
@@ -153,9 +139,7 @@ class FailingBackends:
         failed = _count_failed(totals) - _count_failed(before.totals)
         if failed < MIN_FAILURES or failed < MIN_FAILED_SHARE * opened:
             return _Interval(totals, 0, 0, 0, now)
-        return _Interval(
-            totals, before.repeats + 1, before.failed + failed, before.opened + opened, before.since
-        )
+        return _Interval(totals, before.repeats + 1, before.failed + failed, before.opened + opened, before.since)
 
 
 def count_independent(failed: Iterable[tuple[str, int]], namespace: str) -> int:

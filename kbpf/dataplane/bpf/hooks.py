@@ -35,9 +35,7 @@ class Hook:
 
     def is_wanted(self, accounting: Accounting) -> bool:
         """Whether it is attached with this --accounting."""
-        return self.accounting in (None, accounting) or (
-            accounting is Accounting.FULL and self.only_counts
-        )
+        return self.accounting in (None, accounting) or (accounting is Accounting.FULL and self.only_counts)
 
 
 TRACE_HOOKS: Final = frozenset(("trace_reset", "trace_retransmit"))
@@ -136,11 +134,7 @@ def tracepoint_of(program: str) -> str:
 
 def loaded_packet_programs(uses_conntrack: bool) -> tuple[PacketProgram, ...]:
     """The packet programs that are loaded with or without `--forwarding netfilter`."""
-    return tuple(
-        program
-        for program in PACKET_PROGRAMS
-        if uses_conntrack or program.name != CONNTRACK_PROGRAM
-    )
+    return tuple(program for program in PACKET_PROGRAMS if uses_conntrack or program.name != CONNTRACK_PROGRAM)
 
 
 def program_names(unit: str) -> tuple[str, ...]:

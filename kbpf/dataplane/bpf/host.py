@@ -21,15 +21,7 @@ from typing import Final
 
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import (
-    DEVICE,
-    MAPS,
-    TARGET,
-    DeviceFlag,
-    Role,
-    ServiceFlag,
-    ServiceValue,
-)
+from kbpf.dataplane.bpf.maps.layout import DEVICE, MAPS, TARGET, DeviceFlag, Role, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import nat_table, snat_ports
 from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
@@ -66,9 +58,7 @@ PORT_RESERVATION_POLLS: Final = 3
 """Number of polls after the start that also reserve the ports of conntrack's masqueraded
 connections, since some of these begin before our programs are attached everywhere.
 """
-TRANSIENT_ERRNOS: Final = frozenset(
-    (errno.ENOENT, errno.ERESTART, *forward_rules.UNSUPPORTED_ERRNOS)
-)
+TRANSIENT_ERRNOS: Final = frozenset((errno.ENOENT, errno.ERESTART, *forward_rules.UNSUPPORTED_ERRNOS))
 """Errors that are not logged: the ruleset changed during the check, which is repeated later, or
 nf_tables is missing, and there is nothing to do.
 """
@@ -116,9 +106,8 @@ class HostIntegration:
             if config.forwarding == "auto":
                 return replace(config, forwarding="stack"), reason
             raise KernelError(
-                f"--forwarding netfilter is not possible: {reason}",
-                error.where, CONNTRACK_HINT, error.errno,
-            ) from error  # fmt: skip
+                f"--forwarding netfilter is not possible: {reason}", error.where, CONNTRACK_HINT, error.errno
+            ) from error
         self._nat_table = nat_table
         return replace(config, forwarding="netfilter"), ""
 
@@ -155,10 +144,7 @@ class HostIntegration:
         folder = self._pins.maps
         if (folder / "flow_queue").exists():
             with contextlib.ExitStack() as stack:
-                maps = {
-                    name: stack.enter_context(Map.open(folder / name))
-                    for name in snat_ports.RESERVATION_MAPS
-                }
+                maps = {name: stack.enter_context(Map.open(folder / name)) for name in snat_ports.RESERVATION_MAPS}
                 count = snat_ports.reserve_conntrack_ports(maps, self._masquerade_ports)
             if count:
                 log.info("reserved SNAT ports that conntrack uses count=%d", count)
@@ -186,8 +172,7 @@ class HostIntegration:
     def _ensure_nat_table(self) -> None:
         if self._nat_table is None:
             if nat_table.retire():
-                log.info("removed table=%s: --forwarding is not netfilter any more",
-                         nat_table.TABLE)  # fmt: skip
+                log.info("removed table=%s: --forwarding is not netfilter any more", nat_table.TABLE)
         elif self._nat_table.ensure():
             log.info("wrote table=%s", nat_table.TABLE)
 
@@ -226,9 +211,7 @@ class HostIntegration:
             return
         self._bypassed_state = state
         try:
-            self.bypassed = (
-                EarlyChains((), ()) if is_all_in_conntrack else firewalls.find_early_chains()
-            )
+            self.bypassed = EarlyChains((), ()) if is_all_in_conntrack else firewalls.find_early_chains()
         except Exception:  # a ruleset that we cannot parse must not end the agent
             if UNREADABLE not in self._logged_lines:
                 log.exception(UNREADABLE)
@@ -338,9 +321,7 @@ class PortReservation:
             self._write_note(our_ports)
             raise
         if added:
-            log.info(
-                "reserved %s=%s", sysctl.RESERVED_PORTS, sysctl.format_ports(foreign_ports | ports)
-            )
+            log.info("reserved %s=%s", sysctl.RESERVED_PORTS, sysctl.format_ports(foreign_ports | ports))
         return True
 
     def _read_note(self) -> frozenset[int]:
@@ -384,11 +365,7 @@ def remove(pins: Pins, rules: bool = True, dry_run: bool = False) -> tuple[str, 
             removed += [f"rule in {chain}"] * len(chain.masquerade_rules)
             if not dry_run:
                 forward_rules.remove_masquerade_rules(chain)
-        families = (
-            conntrack_keepalive.list_families()
-            if dry_run
-            else conntrack_keepalive.remove_unneeded(force=True)
-        )
+        families = conntrack_keepalive.list_families() if dry_run else conntrack_keepalive.remove_unneeded(force=True)
         removed += [f"table {family} {conntrack_keepalive.TABLE}" for family in families]
         if not dry_run:
             conntrack_keepalive.reconcile_forward_rules(

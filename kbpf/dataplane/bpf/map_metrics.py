@@ -91,9 +91,7 @@ IdPair = tuple[int, int]
 class MapCollector:
     """Reads the maps below one pin folder. One thread may call read(), another count()."""
 
-    def __init__(
-        self, pins: Pins, config: Config, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pins: Pins, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._pins, self._config, self._clock = pins, config, clock
         self._ports: list[PortName] = []
         self._index_by_name: dict[PortName, int] = {}  # index into `_ports`
@@ -102,10 +100,7 @@ class MapCollector:
         self._sweep_due = clock() + SWEEP_INTERVAL_S
         # Without ALL_BACKENDS: the first sweep also removes the merged entries of an earlier agent,
         # so that backends are counted one by one again.
-        self._kept_backends = {
-            NO_BACKEND,
-            REMOVED_BACKENDS,
-        }
+        self._kept_backends = {NO_BACKEND, REMOVED_BACKENDS}
 
     # ---- cheap metrics ---------------------------------------------------------------------
 
@@ -117,10 +112,7 @@ class MapCollector:
         decisions: tuple[ReasonCount, ...] = ()
         entries = {**fill, **self._entries}
         for name, spec in MAPS.items():
-            if (
-                spec.map_type not in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH)
-                and name != "reasons"
-            ):
+            if spec.map_type not in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH) and name != "reasons":
                 continue
             try:
                 with pinning.open_map(self._pins.maps / name, spec) as map_:
@@ -130,9 +122,7 @@ class MapCollector:
                     max_entries = map_.max_entries
                     final_entries = max(max_entries, spec.max_entries(self._config.sizes))
                     limit = None if name in SELF_EVICTING_MAPS else final_entries
-                    tables.append(
-                        TableUsage(name, entries.get(name), max_entries, limit, map_.read_memory())
-                    )
+                    tables.append(TableUsage(name, entries.get(name), max_entries, limit, map_.read_memory()))
             except KernelError:
                 continue
         return DataPlaneMetrics(tuple(tables), decisions)
@@ -143,8 +133,7 @@ class MapCollector:
         """Connections and their traffic, by Service port."""
         max_series, current = self._config.serving.backend_series, ConnectionCount()
         is_read = {
-            name: self._walk_map(name, lambda map_: current.add(map_, bool(max_series)), pause)
-            for name in COUNTED_MAPS
+            name: self._walk_map(name, lambda map_: current.add(map_, bool(max_series)), pause) for name in COUNTED_MAPS
         }
         lists_sockets = all(is_read[name] for name in SOCKET_STORAGE_MAPS)
         sums = _TrafficSums()
@@ -194,9 +183,7 @@ class MapCollector:
                 totals[index_by_id[service_id]] += count
         return tuple(pair for pair in zip(self._ports, totals, strict=True) if pair[1])
 
-    def _totals_by_name(
-        self, totals: Mapping[int, ConnectionStats]
-    ) -> Iterator[tuple[PortName, ConnectionStats]]:
+    def _totals_by_name(self, totals: Mapping[int, ConnectionStats]) -> Iterator[tuple[PortName, ConnectionStats]]:
         sums: dict[int, ConnectionStats] = {}
         for service_id, added in totals.items():
             if (index := self._index_by_id.get(service_id)) is not None:
@@ -217,8 +204,7 @@ class MapCollector:
                 pairs = (
                     (ids, total)
                     for ids, total in _unpack_counts(keys, values)
-                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS)
-                    and ids[0] in self._index_by_id
+                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS) and ids[0] in self._index_by_id
                 )
                 rows = sorted(chain(selected, pairs), key=lambda pair: (pair[1].rank(), pair[0]))
                 selected[:] = take_turns(rows, namespace_of)[:limit]
@@ -228,9 +214,7 @@ class MapCollector:
         return selected
 
     def _with_addresses(
-        self,
-        selected: Iterable[tuple[IdPair, ConnectionStats]],
-        open_counts: Mapping[IdPair, int] | None,
+        self, selected: Iterable[tuple[IdPair, ConnectionStats]], open_counts: Mapping[IdPair, int] | None
     ) -> tuple[BackendStats, ...]:
         """Stats by address, of those pairs whose backend still exists."""
         pairs: dict[tuple[PortName, str], BackendStats] = {}
@@ -249,9 +233,7 @@ class MapCollector:
             return ()
         return tuple(pairs.values())
 
-    def _read_latencies(
-        self, totals: Mapping[int, ConnectionStats]
-    ) -> tuple[tuple[PortName, ServiceLatencies], ...]:
+    def _read_latencies(self, totals: Mapping[int, ConnectionStats]) -> tuple[tuple[PortName, ServiceLatencies], ...]:
         """The latencies of the Service ports that get series, both families together."""
         if self._config.accounting is not Accounting.FULL:
             return ()
@@ -288,17 +270,13 @@ class MapCollector:
                     service, backend = U32_PAIR.unpack(key)
                     if service not in self._index_by_id and service in counted_services:
                         stale_keys.append(key)
-                    elif (
-                        backend not in live_backends and backends.lookup(U32.pack(backend)) is None
-                    ):
+                    elif backend not in live_backends and backends.lookup(U32.pack(backend)) is None:
                         stale_keys.append(key)
                         before = removed_totals.get(service, _NO_TOTALS)
                         removed_totals[service] = before.plus(ConnectionStats(*COUNTS.unpack(raw)))
                 for service, total in removed_totals.items():
                     key = U32_PAIR.pack(service, REMOVED_BACKENDS)
-                    previous = ConnectionStats(
-                        *COUNTS.unpack(counts.lookup(key) or bytes(COUNTS.size))
-                    )
+                    previous = ConnectionStats(*COUNTS.unpack(counts.lookup(key) or bytes(COUNTS.size)))
                     counts.update(key, COUNTS.pack(*previous.plus(total)))
                 for key in stale_keys:
                     counts.delete(key)
@@ -321,8 +299,7 @@ class MapCollector:
         ports = {
             service: (name[0], size)
             for service, size in sizes.items()
-            if (name := self._name_of(service))
-            and not is_system_service(ServiceName(*name[:2]), self._config)
+            if (name := self._name_of(service)) and not is_system_service(ServiceName(*name[:2]), self._config)
         }
         limit = MAPS["counts"].max_entries(self._config.sizes)
         merged_services = select_over_share(ports, sum(sizes.values()), limit)
@@ -330,9 +307,7 @@ class MapCollector:
             return
         try:
             with pinning.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts:
-                entries: dict[int, list[tuple[bytes, bytes]]] = {
-                    service: [] for service in merged_services
-                }
+                entries: dict[int, list[tuple[bytes, bytes]]] = {service: [] for service in merged_services}
                 for key, raw in counts.items():
                     service, _ = U32_PAIR.unpack(key)
                     if service in entries:
@@ -362,16 +337,12 @@ class MapCollector:
         if len(self._index_by_id) > 2 * len(service_ids):
             self._index_by_id, self._ports, self._index_by_name = {}, [], {}
         unknown = {
-            U32.pack(service_id): service_id
-            for service_id in service_ids
-            if service_id not in self._index_by_id
+            U32.pack(service_id): service_id for service_id in service_ids if service_id not in self._index_by_id
         }
         if not unknown:
             return True
         try:
-            with pinning.open_map(
-                self._pins.maps / "service_names", MAPS["service_names"]
-            ) as names:
+            with pinning.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names:
                 entries: Iterable[tuple[bytes, bytes | None]]
                 if len(unknown) > BULK_READ_THRESHOLD:
                     entries = ((key, raw) for key, raw in names.items() if key in unknown)
@@ -475,11 +446,7 @@ def select_over_share(ports: Mapping[int, tuple[str, int]], entries: int, limit:
 
 
 def _unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, ConnectionStats]]:
-    return zip(
-        U32_PAIR.iter_unpack(keys),
-        map(ConnectionStats._make, COUNTS.iter_unpack(values)),
-        strict=True,
-    )
+    return zip(U32_PAIR.iter_unpack(keys), map(ConnectionStats._make, COUNTS.iter_unpack(values)), strict=True)
 
 
 def _unpack_peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
@@ -488,8 +455,7 @@ def _unpack_peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
     if name == "sock_peers":
         u32_view = memoryview(values).cast("I")
         return u32_view[12 :: PEER.size // 4].tolist(), u32_view[13 :: PEER.size // 4].tolist()
-    flows = b"".join(values[offset + 8 : offset + UDP_FLOWS.size]
-                     for offset in range(0, len(values), UDP_FLOWS.size))  # fmt: skip
+    flows = b"".join(values[offset + 8 : offset + UDP_FLOWS.size] for offset in range(0, len(values), UDP_FLOWS.size))
     u32_view = memoryview(flows).cast("I")
     step = UDP_FLOW.size // 4
     ids = [pair for pair in zip(u32_view[16::step], u32_view[17::step], strict=True) if pair[0]]
@@ -503,16 +469,10 @@ def _count_open_flows(values: bytes, now: int) -> tuple[list[int], list[int], in
     open_flows = [
         (service, backend, is_needed(state, last_use, now))
         for service, backend, last_use, protocol, state, direction in unpack_columns(values)
-        if direction == FlowDirection.ORIGINAL
-        and is_open(state)
-        and last_use + IDLE_TIMEOUT_NS[protocol, state] > now
+        if direction == FlowDirection.ORIGINAL and is_open(state) and last_use + IDLE_TIMEOUT_NS[protocol, state] > now
     ]
     needed = sum(is_flow_needed for _, _, is_flow_needed in open_flows)
-    return (
-        [service for service, _, _ in open_flows],
-        [backend for _, backend, _ in open_flows],
-        needed,
-    )
+    return ([service for service, _, _ in open_flows], [backend for _, backend, _ in open_flows], needed)
 
 
 def read_totals(map_: Map, totals: dict[IdPair, ConnectionStats]) -> Iterator[None]:

@@ -37,13 +37,7 @@ from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import (
-    ConnectionProbe,
-    DataPlaneMetrics,
-    FailingBackend,
-    Pause,
-    TrafficStats,
-)
+from kbpf.model.metrics import ConnectionProbe, DataPlaneMetrics, FailingBackend, Pause, TrafficStats
 from kbpf.model.status import ModeChoice
 from kbpf.takeover.neighbour import KubeProxyWatch
 
@@ -59,10 +53,7 @@ class BpfPlane:
     """DataPlane on BPF socket hooks and TC programs. See base.DataPlane for the methods."""
 
     def __init__(
-        self,
-        config: Config,
-        clock: Callable[[], float] = time.monotonic,
-        sockets_first: bool = False,
+        self, config: Config, clock: Callable[[], float] = time.monotonic, sockets_first: bool = False
     ) -> None:
         """`sockets_first`: see Attachments. The caller then has to call tick()."""
         self._config = config
@@ -78,15 +69,16 @@ class BpfPlane:
         self._ticks = 0  # calls of tick()
         self._affinity_shares = AffinityShares(
             lambda: self._agent_maps.maps,
-            lambda: {
-                programmed.id: programmed.affinity_timeout
-                for programmed in self._state.programmed.values()
-            },
+            lambda: {programmed.id: programmed.affinity_timeout for programmed in self._state.programmed.values()},
         )
         self.shared = BpfAccess(
-            MapCollector(self._pins, config), self._agent_maps, self._attachments, AgentSockets(),
-            FailingBackends(self._pins), ConnectionProber(self._pins, config),
-        )  # fmt: skip
+            MapCollector(self._pins, config),
+            self._agent_maps,
+            self._attachments,
+            AgentSockets(),
+            FailingBackends(self._pins),
+            ConnectionProber(self._pins, config),
+        )
 
     # ---- opening ---------------------------------------------------------------------------
 
@@ -107,16 +99,9 @@ class BpfPlane:
             self.shared.sockets.open(self._agent_maps.maps["agent_sockets"])
             self._attachments.load(cgroup, coexisting)
             self._udp_passes = udp.UdpPasses(self._agent_maps.maps, self._config.uses_conntrack)
-            self._udp_cutter = UdpCutter(
-                self._agent_maps, self._udp_passes, self._config.uses_conntrack
-            )
+            self._udp_cutter = UdpCutter(self._agent_maps, self._udp_passes, self._config.uses_conntrack)
             self._adopt()
-        log.info(
-            "data plane opened mode=bpf pin_dir=%s cgroup=%s adopted=%s",
-            self._config.pin_dir,
-            cgroup,
-            adopted,
-        )
+        log.info("data plane opened mode=bpf pin_dir=%s cgroup=%s adopted=%s", self._config.pin_dir, cgroup, adopted)
 
     def _refuse_neighbours(self, cgroup: Path) -> None:
         """Raises KernelError if another kbpf or another load balancer serves here."""
@@ -127,34 +112,23 @@ class BpfPlane:
     def _adopt(self) -> None:
         found = contents.read(self._agent_maps.maps)
         adopt.log_corrupt(found)
-        self._state = MapState(
-            self._agent_maps, found, lambda retired: self._udp_cutter.cut(retired, SLICE_BUDGET_S)
-        )
+        self._state = MapState(self._agent_maps, found, lambda retired: self._udp_cutter.cut(retired, SLICE_BUDGET_S))
         self._state.write_adopted_ports()
         self._udp_cutter.read_cuts()
 
     # ---- applying --------------------------------------------------------------------------
 
     def apply(
-        self,
-        desired: DesiredState,
-        touched: Collection[ServicePortKey] | None,
-        authoritative: bool = True,
+        self, desired: DesiredState, touched: Collection[ServicePortKey] | None, authoritative: bool = True
     ) -> Report:
         """`touched` must be None in the first call.
 
         After a KernelError the maps may hold a part of the change. Every frontend still has a
         complete set (see state/plan.py), and the next call first reads the maps again.
         """
-        compare_all = (
-            touched is None
-            or self._invalidated
-            or (authoritative and self._state.unclaimed is not None)
-        )
+        compare_all = touched is None or self._invalidated or (authoritative and self._state.unclaimed is not None)
         if self._invalidated:
-            self._udp_cutter.remember(
-                self._state.programmed.values(), self._state.grace_queue.uncut
-            )
+            self._udp_cutter.remember(self._state.programmed.values(), self._state.grace_queue.uncut)
             self._adopt()
         self._invalidated = True  # stays set if _apply() raises
         with self._pins.with_operator_path():
@@ -169,11 +143,7 @@ class BpfPlane:
         self._agent_maps.take_counts()  # writes until now do not belong to the next report
 
     def _apply(
-        self,
-        desired: DesiredState,
-        keys: set[ServicePortKey],
-        compare_all: bool,
-        authoritative: bool,
+        self, desired: DesiredState, keys: set[ServicePortKey], compare_all: bool, authoritative: bool
     ) -> Report:
         """Plans, makes room, writes. `keys`: Service ports that are known to have changed or been
         removed. With `compare_all` all others are compared as well.
@@ -185,9 +155,7 @@ class BpfPlane:
             if authoritative or not state.is_first_apply:
                 keys |= state.programmed.keys()
         changes, writes = planner.plan(state, desired, keys, not compare_all, SLICE_BUDGET_S)
-        self._udp_cutter.plan_former_cuts(
-            state.programmed, changes, planner.refused, writes.retired, authoritative
-        )
+        self._udp_cutter.plan_former_cuts(state.programmed, changes, planner.refused, writes.retired, authoritative)
         if state.is_first_apply:
             state.claim(writes, self._config.node_port_source_ranges, authoritative)
         shared = state.compute_shared(changes, set(desired.node_addresses), authoritative)
@@ -202,9 +170,7 @@ class BpfPlane:
         state.grace_queue.add(self._clock(), writes.retired)
         self._names.update(changes, desired, is_complete=state.unclaimed is None)
         self._udp_cutter.forget()
-        self._attachments.exemptions.set_pods(
-            desired.exempt_pods, desired.exempt_pods_known, self._clock()
-        )
+        self._attachments.exemptions.set_pods(desired.exempt_pods, desired.exempt_pods_known, self._clock())
         write_counts, calls = self._agent_maps.take_counts()
         return Report(
             write_counts,
@@ -271,9 +237,7 @@ class BpfPlane:
             self._names.due(),
         )
         udp_cuts, self._udp_passes.results = tuple(self._udp_passes.results), []
-        return TickResult(
-            min((due_time for due_time in due if due_time is not None), default=None), udp_cuts
-        )
+        return TickResult(min((due_time for due_time in due if due_time is not None), default=None), udp_cuts)
 
     def _continue_growth(self, seconds: float) -> None:
         """Copies entries into larger maps and switches to them as soon as they are complete. Also
@@ -347,9 +311,7 @@ class BpfAccess(SharedAccess):
             self.collector.read(dict(self.agent_maps.fill)),
             hooks=tuple(self.attachments.hooks.states.items()),
             # filters of other kinds are no balancers
-            foreign_programs=sum(
-                bool(foreign.program) for foreign in self.attachments.foreign_programs()
-            ),
+            foreign_programs=sum(bool(foreign.program) for foreign in self.attachments.foreign_programs()),
             bypassed_chains=self.attachments.bypassed_chains,
         )
 

@@ -75,9 +75,7 @@ class SocketPrograms(ProgramSet):
                 elif program is not None:
                     changed += self._attach_or_log(hook, program, cgroup, cgroup_id)
                 elif self._detach(hook):
-                    log.warning(
-                        "hook detached, since the kernel refuses its new program hook=%s", hook.name
-                    )
+                    log.warning("hook detached, since the kernel refuses its new program hook=%s", hook.name)
                     changed += 1
         finally:
             os.close(cgroup)
@@ -88,9 +86,7 @@ class SocketPrograms(ProgramSet):
         since they would read maps that are not written any more. Returns their number.
         """
         hook_names = {hook.name for hook in HOOKS}
-        unknown_pins = [
-            pin for pin in sorted(self._pins.links.iterdir()) if pin.name not in hook_names
-        ]
+        unknown_pins = [pin for pin in sorted(self._pins.links.iterdir()) if pin.name not in hook_names]
         for pin in unknown_pins:
             detach_link(pin)
         return len(unknown_pins)

@@ -99,9 +99,7 @@ class UdpCutMap:
 
     def add(self, stopped_backends: Iterable[tuple[int, bytes]], now: int) -> None:
         """Adds cuts (service id, struct target) at `now` (ns, CLOCK_MONOTONIC)."""
-        keys = dict.fromkeys(
-            CUT_KEY.pack(service, backend) for service, backend in stopped_backends
-        )
+        keys = dict.fromkeys(CUT_KEY.pack(service, backend) for service, backend in stopped_backends)
         # pop() and |= move a repeated cut to the end
         repeated = {key for key in keys if self._times.pop(key, None) is not None}
         self._times |= dict.fromkeys(keys, now)
@@ -184,9 +182,7 @@ def cut_stepwise(
                 if number % STEP_ENTRIES == 0:
                     yield
         yield
-        sockets = yield from _destroy_stale_sockets(
-            (maps["sock_peers"], maps["former_peers"]), is_gone
-        )
+        sockets = yield from _destroy_stale_sockets((maps["sock_peers"], maps["former_peers"]), is_gone)
     except KernelError as error:
         if errors.replace(error):
             log.warning("cannot destroy UDP sockets whose backend no longer serves: %s", error)
@@ -276,9 +272,7 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
 def _has_asked(flows: Map, raw: bytes, since: int) -> bool:
     """Whether the client of this flow has sent a datagram since then (ns, CLOCK_MONOTONIC)."""
     original = flows.lookup(original_key(raw))
-    return (
-        original is not None and original[DECISION] == raw[DECISION] and last_used(original) > since
-    )
+    return original is not None and original[DECISION] == raw[DECISION] and last_used(original) > since
 
 
 def _reserve(flows: Map, key: bytes, raw: bytes) -> None:
@@ -313,10 +307,7 @@ def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Cou
         # Before Linux v5.10, sockets of different namespaces may have the same cookie. So these are
         # the backends of all of them, and the socket's own peer has to be one.
         backends = targets_by_socket.get(destroyed.cookie & COOKIE_MASK, ())
-        return any(
-            backend.address == destroyed.address and backend.port == destroyed.port
-            for backend in backends
-        )
+        return any(backend.address == destroyed.address and backend.port == destroyed.port for backend in backends)
 
     cut_counts: Counter[int] = Counter()
     # sock_diag sees only the sockets of the calling thread's namespace.
@@ -337,8 +328,7 @@ def _pack_targets(
 ) -> tuple[PackedTargets, PackedTargets]:
     """Packs both as the maps hold them: service id and struct target."""
     packed_backends = {
-        (service, pack_target(backend.address, backend.port, backend.protocol))
-        for service, backend in backends
+        (service, pack_target(backend.address, backend.port, backend.protocol)) for service, backend in backends
     }
     return packed_backends, {(service, pack_target(*address)) for service, address in frontends}
 
@@ -455,9 +445,7 @@ class UdpPasses:
             previous, now = now, time.perf_counter()
             self._seconds += now - previous
             if result is not None:
-                self.results.append(
-                    UdpCuts(self._seconds, {family: result[family] for family in self._families})
-                )
+                self.results.append(UdpCuts(self._seconds, {family: result[family] for family in self._families}))
                 self._steps, self._seconds = None, 0.0
 
     def _step(self) -> Counter[int] | None:

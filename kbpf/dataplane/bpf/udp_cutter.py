@@ -16,9 +16,7 @@ from kbpf.model.objects import Protocol
 class UdpCutter:
     """Cuts UDP clients off the backends and frontends that a Service port has lost."""
 
-    def __init__(
-        self, agent_maps: AgentMaps, passes: udp.UdpPasses, uses_conntrack: bool = False
-    ) -> None:
+    def __init__(self, agent_maps: AgentMaps, passes: udp.UdpPasses, uses_conntrack: bool = False) -> None:
         self._agent_maps, self._passes = agent_maps, passes
         self._uses_conntrack = uses_conntrack
         self._former = Retired()  # see remember()
@@ -38,10 +36,7 @@ class UdpCutter:
             return
         if not is_repeat:
             self._cut_map.add(
-                {
-                    (service_id, pack_endpoint(backend))
-                    for service_id, backend in retired.lost_backends
-                },
+                {(service_id, pack_endpoint(backend)) for service_id, backend in retired.lost_backends},
                 time.monotonic_ns(),
             )
         self._passes.add(retired.lost_backends, retired.lost_frontends, count_flows=not is_repeat)
@@ -54,17 +49,15 @@ class UdpCutter:
         del self._agent_maps.writes["udp_cuts"]  # counted as UDP cuts, not as writes of a change
         start = time.perf_counter()
         cut_counts = udp.cut(
-            self._agent_maps.maps, is_gone,
-            lost_frontends={} if self._uses_conntrack else None, errors=self._passes.errors,
-        )  # fmt: skip
-        seconds = time.perf_counter() - start
-        self._passes.results.append(
-            UdpCuts(seconds, {family: cut_counts[family] for family in (4, 6)})
+            self._agent_maps.maps,
+            is_gone,
+            lost_frontends={} if self._uses_conntrack else None,
+            errors=self._passes.errors,
         )
+        seconds = time.perf_counter() - start
+        self._passes.results.append(UdpCuts(seconds, {family: cut_counts[family] for family in (4, 6)}))
 
-    def spare_serving(
-        self, ports: Iterable[ProgrammedPort | None], uncut: Collection[Retired]
-    ) -> None:
+    def spare_serving(self, ports: Iterable[ProgrammedPort | None], uncut: Collection[Retired]) -> None:
         """What serves again within the grace period is not cut a second time: by now it may have
         new clients.
         """
@@ -109,11 +102,7 @@ class UdpCutter:
             ports, refused = {**programmed, **changes}, set(refused)
             backends, frontends = _udp_targets(port for port in ports.values() if port)
             # Of ports that stay as adopted it is not known which backends serve.
-            unplanned_ids = {
-                port.id
-                for key, port in ports.items()
-                if port and (key not in changes or key in refused)
-            }
+            unplanned_ids = {port.id for key, port in ports.items() if port and (key not in changes or key in refused)}
             retired.lost_backends |= {
                 (service_id, backend)
                 for service_id, backend in former.lost_backends - backends
@@ -128,17 +117,11 @@ class UdpCutter:
         former.lost_frontends |= retired.lost_frontends
 
 
-def _udp_targets(
-    ports: Iterable[ProgrammedPort],
-) -> tuple[set[tuple[int, Backend]], set[tuple[int, FrontendAddress]]]:
+def _udp_targets(ports: Iterable[ProgrammedPort]) -> tuple[set[tuple[int, Backend]], set[tuple[int, FrontendAddress]]]:
     """The backends that serve UDP, and the UDP frontends, each with its service id."""
     backends: set[tuple[int, Backend]] = set()
     frontends: set[tuple[int, FrontendAddress]] = set()
     for port in ports:
         backends.update((port.id, backend) for backend in port.serving)
-        frontends.update(
-            (port.id, frontend.at)
-            for frontend in port.frontends
-            if frontend.at.protocol == Protocol.UDP
-        )
+        frontends.update((port.id, frontend.at) for frontend in port.frontends if frontend.at.protocol == Protocol.UDP)
     return backends, frontends

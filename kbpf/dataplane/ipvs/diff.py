@@ -61,16 +61,12 @@ class Changes:
     def steps(self) -> "Steps":
         """The elements to add and to delete, by step."""
         ownership = {element for element in self.old_elements if element[0] in OWNERSHIP_SETS}
-        added_late = {
-            element for element in self.new_elements - self.immediate if element[0] in LATE_SETS
-        }
+        added_late = {element for element in self.new_elements - self.immediate if element[0] in LATE_SETS}
         added_first = self.new_elements - added_late
         # Old elements that conflict with new ones go in the same transaction, without a gap between
         # them. All others are deleted late.
         replaced_keys = {_exclusive_key(element) for element in added_first} - {None}
-        removed_first = {
-            element for element in self.old_elements if _exclusive_key(element) in replaced_keys
-        }
+        removed_first = {element for element in self.old_elements if _exclusive_key(element) in replaced_keys}
         return Steps(
             removed_first,
             added_first,
@@ -176,9 +172,7 @@ class DesiredElements:
             plan = self.plans[key]
             pools, dangling = dict(plan.pools), frozenset[Element]()
             if pool is None:
-                dangling = frozenset(
-                    element for element in plan.elements if target_service(element) == virtual
-                )
+                dangling = frozenset(element for element in plan.elements if target_service(element) == virtual)
                 del pools[virtual], self._pools[virtual], self._owners[virtual]
             else:
                 pools[virtual] = self._pools[virtual] = pool
@@ -204,24 +198,16 @@ class DesiredElements:
         desired = self.elements
         # An element whose address is missing on the device is added again, and the address with it.
         present = {
-            element
-            for element in elements
-            if element[0] is not SetName.VIRTUAL_IPS or element[1][0] in addresses
+            element for element in elements if element[0] is not SetName.VIRTUAL_IPS or element[1][0] in addresses
         }
         changes = Changes(new_elements=set(desired - present))
-        changes.immediate = {
-            element for element in changes.new_elements if target_service(element) in pools
-        }
+        changes.immediate = {element for element in changes.new_elements if target_service(element) in pools}
         serving = {virtual: plan.serving for plan in self.plans.values() for virtual in plan.pools}
         _compare_pools(pools, self._pools, serving, changes)
         if authoritative:
             changes.old_elements = set(elements - desired)
-            known_addresses = {
-                element[1][0] for element in elements | desired if element[0] is SetName.VIRTUAL_IPS
-            }
-            changes.unclaimed_addresses = {
-                address for address in addresses if address not in known_addresses
-            }
+            known_addresses = {element[1][0] for element in elements | desired if element[0] is SetName.VIRTUAL_IPS}
+            changes.unclaimed_addresses = {address for address in addresses if address not in known_addresses}
         else:
             changes.old_pools.clear()
             # Elements that would make the addition of new ones fail are deleted nevertheless.
@@ -265,11 +251,7 @@ def _compare_pools(
             changes.changed_pools[virtual] = (old_pool, pool)
             serving_servers = serving.get(virtual)
             if serving_servers is not None:
-                removed_servers = {server for server, _ in old_pool.servers} - {
-                    server for server, _ in pool.servers
-                }
-                changes.udp_cuts |= {
-                    (virtual, server) for server in removed_servers - serving_servers
-                }
+                removed_servers = {server for server, _ in old_pool.servers} - {server for server, _ in pool.servers}
+                changes.udp_cuts |= {(virtual, server) for server in removed_servers - serving_servers}
     for virtual in old.keys() - new.keys():
         changes.old_pools[virtual] = old[virtual]

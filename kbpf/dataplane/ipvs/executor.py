@@ -78,17 +78,13 @@ class KernelState:
         self._ifindex = dummy.ensure(IPVS_DEVICE)
         if not self.is_table_intact():
             self.write_table()
-        return ruleset.parse_elements(
-            forward_rules.run_transaction(ruleset.list_table(self._options), hint=ROOT_HINT)
-        )
+        return ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(self._options), hint=ROOT_HINT))
 
     def is_table_intact(self) -> bool:
         """Whether chains, rules and sets of the table are as we wrote them; another program may
         have flushed all rules. Missing elements are not detected.
         """
-        return self._table_summary is not None and self._table_summary == nft.read_table(
-            "inet", self._options.table
-        )
+        return self._table_summary is not None and self._table_summary == nft.read_table("inet", self._options.table)
 
     def has_device(self) -> bool:
         """Whether the device exists and is the one that we created, not another one of its name."""
@@ -102,10 +98,7 @@ class KernelState:
 
     def add_addresses(self, addresses: Iterable[Addr]) -> dict[Addr, str]:
         """Adds addresses to the device. Returns those that the kernel refused, with its errors."""
-        return {
-            address: str(error)
-            for address, error in dummy.add_addresses(self._ifindex, addresses).items()
-        }
+        return {address: str(error) for address, error in dummy.add_addresses(self._ifindex, addresses).items()}
 
     def write_table(self) -> None:
         """Creates what is missing of the table, and all its rules; elements are kept. Raises
@@ -129,32 +122,22 @@ class KernelState:
         steps, options = changes.steps(), self._options
         # One transaction: a map element or interval is replaced without a gap.
         self._run_nft(
-            [
-                *ruleset.delete_elements(options, steps.removed_first),
-                *ruleset.add_elements(options, steps.added_first),
-            ]
+            [*ruleset.delete_elements(options, steps.removed_first), *ruleset.add_elements(options, steps.added_first)]
         )
         addresses = self.add_addresses(_virtual_ips(steps.added_first))
         refused = self.services.apply_additions(changes)
         return KernelRefusals(
-            addresses,
-            refused,
-            {virtual: self.services.read_current_pool(virtual) for virtual in refused},
+            addresses, refused, {virtual: self.services.read_current_pool(virtual) for virtual in refused}
         )
 
     def apply_removals(self, changes: Changes) -> None:
         """Executes the other steps of the order."""
         steps, options = changes.steps(), self._options
         self._run_nft(
-            [
-                *ruleset.delete_elements(options, steps.removed_late),
-                *ruleset.add_elements(options, steps.added_late),
-            ]
+            [*ruleset.delete_elements(options, steps.removed_late), *ruleset.add_elements(options, steps.added_late)]
         )
         self.services.delete(changes.old_pools)
-        dummy.delete_addresses(
-            self._ifindex, changes.unclaimed_addresses | {*_virtual_ips(steps.removed_late)}
-        )
+        dummy.delete_addresses(self._ifindex, changes.unclaimed_addresses | {*_virtual_ips(steps.removed_late)})
         self._run_nft(ruleset.delete_elements(options, steps.removed_ownership))
 
     def _run_nft(self, commands: list[forward_rules.Json]) -> None:
@@ -174,14 +157,11 @@ class KernelState:
 def _refuse_without_conntrack() -> None:
     if ipvs.supports_conntrack() is False:
         raise KernelError(
-            "IPVS of this kernel cannot masquerade", f"{ipvs.CONNTRACK_SYSCTL} is missing",
+            "IPVS of this kernel cannot masquerade",
+            f"{ipvs.CONNTRACK_SYSCTL} is missing",
             "use a kernel with CONFIG_IP_VS_NFCT, or --mode bpf",
-        )  # fmt: skip
+        )
 
 
 def _virtual_ips(elements: Iterable[Element]) -> list[Addr]:
-    return [
-        Addr(parts[0])
-        for name, parts in elements
-        if name is SetName.VIRTUAL_IPS and isinstance(parts[0], bytes)
-    ]
+    return [Addr(parts[0]) for name, parts in elements if name is SetName.VIRTUAL_IPS and isinstance(parts[0], bytes)]

@@ -52,8 +52,7 @@ def lock_state_folder(folder: Path, timeout: float = LOCK_TIMEOUT_S) -> int:
         folder.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
         return lock_folder(folder, timeout, "stop it first")
     except OSError as error:
-        raise KernelError("cannot create the state folder", str(folder), ROOT_HINT,
-                          error.errno or 0) from error  # fmt: skip
+        raise KernelError("cannot create the state folder", str(folder), ROOT_HINT, error.errno or 0) from error
 
 
 def has_table() -> bool:
@@ -69,8 +68,10 @@ def refuse_foreign_table() -> None:
     if summary is not None and summary.use_count and not has_table():
         raise KernelError(
             "a table of this name exists that kbpf did not create",
-            f"nftables inet {ruleset.TABLE}", "remove it", errno.EEXIST,
-        )  # fmt: skip
+            f"nftables inet {ruleset.TABLE}",
+            "remove it",
+            errno.EEXIST,
+        )
 
 
 def has_state(config: Config) -> bool:
@@ -89,9 +90,7 @@ def read_elements() -> frozenset[Element] | None:
     """The elements of the sets of our table; None if it does not exist."""
     if not has_table():
         return None
-    return ruleset.parse_elements(
-        forward_rules.run_transaction(ruleset.list_table(ruleset.RulesetOptions()))
-    )
+    return ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(ruleset.RulesetOptions())))
 
 
 def _owned_services(elements: Iterable[Element]) -> set[VirtualService]:
@@ -111,11 +110,7 @@ def _delete_services(client: IpvsClient, services: Collection[VirtualServiceKey]
     refuses.
     """
     client.apply(
-        [
-            ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service)
-            for service in sorted(services)
-        ],
-        (errno.ESRCH,),
+        [ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service) for service in sorted(services)], (errno.ESRCH,)
     )
 
 
@@ -157,10 +152,7 @@ def _kube_proxy_test(is_running: bool) -> Callable[[VirtualServiceKey], bool]:
 
 
 def remove(
-    config: Config,
-    with_forward_rules: bool = True,
-    kube_proxy_runs: bool = False,
-    dry_run: bool = False,
+    config: Config, with_forward_rules: bool = True, kube_proxy_runs: bool = False, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Removes all state of an agent with these settings; returns what was removed, for display.
     With `dry_run` it only returns what would be.
@@ -227,20 +219,14 @@ class PreviousIpvsPlane(PreviousDataPlane):
         if not (owned := _owned_services(elements)):
             return 0
         with contextlib.closing(IpvsClient()) as client:
-            connection_counts = {
-                virtual: client.count_connections(VirtualServiceKey(*virtual)) for virtual in owned
-            }
+            connection_counts = {virtual: client.count_connections(VirtualServiceKey(*virtual)) for virtual in owned}
             busy_addresses = {virtual.address for virtual, n in connection_counts.items() if n}
-            idle_services = [
-                v for v in connection_counts if v.address not in busy_addresses and not v.fwmark
-            ]
+            idle_services = [v for v in connection_counts if v.address not in busy_addresses and not v.fwmark]
             _delete_services(client, [VirtualServiceKey(*virtual) for virtual in idle_services])
         idle_addresses = {virtual.address for virtual in idle_services}
         with contextlib.suppress(OSError):  # the device was removed
             dummy.delete_addresses(dummy.get_ifindex(IPVS_DEVICE), idle_addresses)
-        if idle_elements := [
-            element for element in elements if _is_at_address(element, idle_addresses)
-        ]:
+        if idle_elements := [element for element in elements if _is_at_address(element, idle_addresses)]:
             forward_rules.run_transaction(*ruleset.delete_elements(self._options, idle_elements))
         return sum(connection_counts.values())
 

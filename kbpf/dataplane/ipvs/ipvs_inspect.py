@@ -20,14 +20,7 @@ from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsConnection, RealServerStatus, list_connections
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint
-from kbpf.model.desired import (
-    Backend,
-    Frontend,
-    FrontendAddress,
-    FrontendKind,
-    ServicePortKey,
-    ServiceState,
-)
+from kbpf.model.desired import Backend, Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.inspection import (
     EMPTY_SET,
     BackendEntry,
@@ -68,9 +61,10 @@ def read(folder: Path) -> Inspection:
     status = read_status(folder)
     if status is None:
         raise NotFoundError(
-            "no agent in mode ipvs has written a status", str(folder),
+            "no agent in mode ipvs has written a status",
+            str(folder),
             "is `kbpf run` running on this node, with this --state-dir?",
-        )  # fmt: skip
+        )
     ports = statefile.read_services(folder)
     inspection = build_inspection(folder, ports, _read_servers(), statefile.read_endpoints(folder))
     return replace(inspection, status=status, agent_alive=is_alive(status.pid, status.started))
@@ -175,10 +169,7 @@ class _PortBuilder:
         )
 
     def _build_frontend(
-        self,
-        state: ServiceState,
-        frontend: Frontend,
-        sets: dict[tuple[BackendEntry, ...], BackendSet],
+        self, state: ServiceState, frontend: Frontend, sets: dict[tuple[BackendEntry, ...], BackendSet]
     ) -> FrontendEntry:
         # Of a NodePort any will do: all have the same real servers.
         virtual = next(iter(self._find_virtual_services(frontend, state.key.family)), None)
@@ -222,22 +213,36 @@ def count_open(status: RealServerStatus, protocol: Protocol) -> int:
 # ---- connections ---------------------------------------------------------------------------------
 
 STATE_NAMES: Final = {
-    "SYN_RECV": "new", "SYN_SENT": "new", "SYNACK": "new", "ESTABLISHED": "established",
-    "FIN_WAIT": "closing", "CLOSE_WAIT": "closing", "LAST_ACK": "closing", "TIME_WAIT": "closed",
-    "CLOSE": "closed", "CLOSED": "closed", "UDP": "established", "INIT1": "new", "INIT": "new",
-    "COOKIE_SENT": "new", "COOKIE_REPLIED": "new", "COOKIE_WAIT": "new", "COOKIE": "new",
-    "COOKIE_ECHOED": "new", "SHUTDOWN_SENT": "closing", "SHUTDOWN_RECEIVED": "closing",
-    "SHUTDOWN_ACK_SENT": "closing", "REJECTED": "closed",
-}  # fmt: skip
+    "SYN_RECV": "new",
+    "SYN_SENT": "new",
+    "SYNACK": "new",
+    "ESTABLISHED": "established",
+    "FIN_WAIT": "closing",
+    "CLOSE_WAIT": "closing",
+    "LAST_ACK": "closing",
+    "TIME_WAIT": "closed",
+    "CLOSE": "closed",
+    "CLOSED": "closed",
+    "UDP": "established",
+    "INIT1": "new",
+    "INIT": "new",
+    "COOKIE_SENT": "new",
+    "COOKIE_REPLIED": "new",
+    "COOKIE_WAIT": "new",
+    "COOKIE": "new",
+    "COOKIE_ECHOED": "new",
+    "SHUTDOWN_SENT": "closing",
+    "SHUTDOWN_RECEIVED": "closing",
+    "SHUTDOWN_ACK_SENT": "closing",
+    "REJECTED": "closed",
+}
 """The kernel's names for IPVS connection states → CONNECTION_STATES."""
 
 
 class IpvsConnections:
     """The connections that IPVS tracks: Connections of model/inspection.py."""
 
-    def __init__(
-        self, ports: Iterable[ServicePort], location: str, pods: Mapping[Addr, str]
-    ) -> None:
+    def __init__(self, ports: Iterable[ServicePort], location: str, pods: Mapping[Addr, str]) -> None:
         """`pods`: see index_pods()."""
         self._ports, self._location, self._pods = tuple(ports), location, pods
         self._by_frontend = {f.at: port for port in self._ports for f in port.frontends}
@@ -270,9 +275,7 @@ class IpvsConnections:
         return None
 
 
-def _build_row(
-    connection: IpvsConnection, port: ServicePort | None, pods: Mapping[Addr, str]
-) -> Connection:
+def _build_row(connection: IpvsConnection, port: ServicePort | None, pods: Mapping[Addr, str]) -> Connection:
     endpoint = None
     if port is not None:
         endpoint = port.endpoints.get(Backend(*connection.server, connection.protocol))

@@ -154,9 +154,7 @@ class NodeContext(NamedTuple):
 def plan_node(desired: DesiredState, context: NodeContext) -> ServicePortPlan:
     """The elements that belong to no Service port: the node's addresses and its pod networks."""
     elements: set[Element] = set()
-    elements |= {
-        (SetName.LOCAL_NETWORKS, (network,)) for network in _remove_nested(desired.local_networks)
-    }
+    elements |= {(SetName.LOCAL_NETWORKS, (network,)) for network in _remove_nested(desired.local_networks)}
     addresses = {*context.node_addresses, *context.own_addresses}
     elements |= {(SetName.NODE_IPS, (address,)) for address in addresses}
     return ServicePortPlan({}, frozenset(elements))
@@ -169,9 +167,7 @@ def needs_fwmark(state: ServiceState) -> bool:
 
 def external_frontend_keys(state: ServiceState) -> list[tuple[ElementField, ...]]:
     """The (address, protocol, port) of its external frontends."""
-    addresses = (
-        frontend.at for frontend in state.frontends if frontend.kind is not FrontendKind.CLUSTER_IP
-    )
+    addresses = (frontend.at for frontend in state.frontends if frontend.kind is not FrontendKind.CLUSTER_IP)
     return [(address.address, address.protocol, address.port) for address in addresses]
 
 
@@ -209,17 +205,10 @@ def plan_service_port(
                 elements.add((SetName.SHORT_CIRCUITS, (*frontend_key, fwmark)))
             if frontend.on_device:
                 # The node dials it from that same address, to which no other node can reply.
-                elements |= {
-                    (SetName.HAIRPINS, (address, server.address)) for server, _ in pool.servers
-                }
+                elements |= {(SetName.HAIRPINS, (address, server.address)) for server, _ in pool.servers}
     if fwmark:
-        pools[fwmark_service(state.key.family, fwmark)] = _short_circuit_pool(
-            state, context.scheduler
-        )
-        elements |= {
-            (SetName.FWMARKS, (*frontend_key, fwmark))
-            for frontend_key in external_frontend_keys(state)
-        }
+        pools[fwmark_service(state.key.family, fwmark)] = _short_circuit_pool(state, context.scheduler)
+        elements |= {(SetName.FWMARKS, (*frontend_key, fwmark)) for frontend_key in external_frontend_keys(state)}
     for virtual in pools:
         elements.add(ownership_element(virtual))
     elements |= {(SetName.HAIRPINS, (address, address)) for address in state.on_node}
@@ -238,17 +227,12 @@ def _frontend_addresses(
     """
     frontend_address = frontend.at
     if frontend.kind is not FrontendKind.NODE_PORT:
-        return (
-            ()
-            if frontend_address.address in context.refused_addresses
-            else (frontend_address.address,)
-        )
+        return () if frontend_address.address in context.refused_addresses else (frontend_address.address,)
     node_addresses = (address for address in context.node_addresses if family_of(address) == family)
     return (
         address
         for address in node_addresses
-        if FrontendAddress(address, frontend_address.port, frontend_address.protocol)
-        not in exact_frontends
+        if FrontendAddress(address, frontend_address.port, frontend_address.protocol) not in exact_frontends
     )
 
 
@@ -281,9 +265,7 @@ def _policy_elements(
             yield SetName.SOURCES, (network, *frontend_key)
 
 
-def _allowed_sources(
-    state: ServiceState, frontend: Frontend, context: NodeContext
-) -> tuple[Cidr, ...]:
+def _allowed_sources(state: ServiceState, frontend: Frontend, context: NodeContext) -> tuple[Cidr, ...]:
     """The networks that may reach a frontend with source ranges. The node connects to an address
     of its dummy device from that same address, so a range that allows the node allows it too.
     """
@@ -298,11 +280,7 @@ def _allowed_sources(
                 if family_of(node_address) == family
             ),
         )
-    if any(
-        source_range.contains(address)
-        for source_range in state.source_ranges
-        for address in node_addresses
-    ):
+    if any(source_range.contains(address) for source_range in state.source_ranges for address in node_addresses):
         return (*state.source_ranges, Cidr(frontend.at.address, HOST_PREFIX_LENGTH))
     return state.source_ranges
 
@@ -317,9 +295,7 @@ def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
     return outermost
 
 
-def virtual_service_of(
-    protocol: int, address: Addr, port: int, fwmark: int
-) -> VirtualService | None:
+def virtual_service_of(protocol: int, address: Addr, port: int, fwmark: int) -> VirtualService | None:
     """A virtual service in the kernel; None for protocols that Services do not have."""
     try:
         return VirtualService(Protocol(protocol), address, port, fwmark)
@@ -336,9 +312,7 @@ def without_service(plan: ServicePortPlan, virtual: VirtualService) -> ServicePo
     """Returns the plan without this short circuit, whose fwmark no new connection gets any more."""
     removed = {ownership_element(virtual)}
     removed |= {
-        element
-        for element in plan.elements
-        if element[0] is SetName.FWMARKS and element[1][-1] == virtual.fwmark
+        element for element in plan.elements if element[0] is SetName.FWMARKS and element[1][-1] == virtual.fwmark
     }
     pools = {service: pool for service, pool in plan.pools.items() if service != virtual}
     return ServicePortPlan(pools, plan.elements - removed, plan.serving)
@@ -377,8 +351,7 @@ def _server_pool(state: ServiceState, local: bool, default_scheduler: str) -> Se
     backends, spread = state.sets[local]
     weights = spread.weights or (1,) * len(backends)
     servers = tuple(
-        (RealServer(backend.address, backend.port), weight)
-        for backend, weight in zip(backends, weights, strict=True)
+        (RealServer(backend.address, backend.port), weight) for backend, weight in zip(backends, weights, strict=True)
     )
     scheduler = _choose_scheduler(spread, default_scheduler)
     # With affinity, all connections of a client have to get the same server.

@@ -124,10 +124,7 @@ class IpvsPlane:
     # ---- applying --------------------------------------------------------------------------
 
     def apply(
-        self,
-        desired: DesiredState,
-        touched: Collection[ServicePortKey] | None,
-        authoritative: bool = True,
+        self, desired: DesiredState, touched: Collection[ServicePortKey] | None, authoritative: bool = True
     ) -> Report:
         """After a KernelError, the next call reads the state of the kernel again and repairs it. It
         also programs the Service ports of the failed call again, and those that conflict with
@@ -136,11 +133,7 @@ class IpvsPlane:
         planner = self._planner
         must_read = self._sync is not Sync.HELD or (authoritative and not self._fully_synced)
         self.invalidate()  # an exception below leaves the kernel in an unknown state
-        keys = {
-            *(desired.services if touched is None else touched),
-            *planner.refused,
-            *self._unfinished,
-        }
+        keys = {*(desired.services if touched is None else touched), *planner.refused, *self._unfinished}
         if touched is None:
             keys |= self._elements.plans.keys() - {NODE_KEY}
         self._unfinished = keys
@@ -150,9 +143,8 @@ class IpvsPlane:
         after = planner.plan(desired, keys)
         for key in sorted(keys):
             self._state_file.set_service(
-                key, desired.services.get(key), desired.other_node_addresses,
-                planner.fwmarks.find(key),
-            )  # fmt: skip
+                key, desired.services.get(key), desired.other_node_addresses, planner.fwmarks.find(key)
+            )
         if elements is None and self._needs_unclaimed(after):
             elements = self._read_elements()
         changes = self._elements.update(after)
@@ -187,10 +179,7 @@ class IpvsPlane:
         for virtual, key in self._elements.record_refusals(refusals.actual_pools, changes).items():
             self._planner.refused[key] = refusals.virtuals[virtual]
         self._kernel.apply_removals(changes)
-        counts = {
-            "nft": sum(map(len, changes.steps())),
-            "ipvs": self._kernel.services.change_count - before,
-        }
+        counts = {"nft": sum(map(len, changes.steps())), "ipvs": self._kernel.services.change_count - before}
         return Counter({name: n for name, n in counts.items() if n})
 
     def _read_elements(self) -> frozenset[Element]:
@@ -257,9 +246,7 @@ class IpvsPlane:
         has_device = self._kernel.has_device()
         has_services = self._kernel.services.check_service(next(iter(self._elements.pools), None))
         if not is_table_intact:
-            log.warning(
-                "the nftables table was changed and is created again table=%s", ruleset.TABLE
-            )
+            log.warning("the nftables table was changed and is created again table=%s", ruleset.TABLE)
         if not has_device:
             log.warning("the device is gone and is created again device=%s", IPVS_DEVICE)
         if not has_services:
@@ -290,10 +277,7 @@ class IpvsPlane:
         """Includes the warnings that are logged only once. Every fault is an error of apply(), and
         nothing continues in the background after it.
         """
-        problems = [
-            *self._settings.warnings,
-            *(f"{key}: {reason}" for key, reason in self._planner.refused.items()),
-        ]
+        problems = [*self._settings.warnings, *(f"{key}: {reason}" for key, reason in self._planner.refused.items())]
         if self._planner.unsupported_family:
             problems.append(NO_IPV6_WARNING)
         return PlaneStatus(ModeChoice("ipvs", "ipvs"), problems=tuple(problems))

@@ -81,32 +81,25 @@ class PortPlanner:
             frontend_addresses = {
                 frontend.at.address for frontend in _frontends_of(desired, self.refused)
             } - node_addresses
-            self.refused_addresses = kernel.add_addresses(
-                self.refused_addresses.keys() & frontend_addresses
-            )
+            self.refused_addresses = kernel.add_addresses(self.refused_addresses.keys() & frontend_addresses)
         mode = self._config.detect_local_mode
         self._context = context = NodeContext(
             desired.node_addresses,
             node_addresses,
             self._config.ipvs_scheduler,
             self._config.masquerade_all,
-            bool(desired.local_networks)
-            or mode in (LocalMode.BRIDGE_INTERFACE, LocalMode.INTERFACE_NAME_PREFIX),
+            bool(desired.local_networks) or mode in (LocalMode.BRIDGE_INTERFACE, LocalMode.INTERFACE_NAME_PREFIX),
             families,
             frozenset(self.refused_addresses),
         )
         # Plans of all Service ports depend on the context. Refused addresses concern only the
         # Service ports in `refused`, which are in `keys` already.
-        if old_context is None or context != old_context._replace(
-            refused_addresses=context.refused_addresses
-        ):
+        if old_context is None or context != old_context._replace(refused_addresses=context.refused_addresses):
             keys |= desired.services.keys() | (self._elements.plans.keys() - {NODE_KEY})
             for key in keys:
                 self._node_port_conflicts.update(key, desired.services.get(key))
 
-    def _has_new_addresses(
-        self, desired: DesiredState, keys: Collection[ServicePortKey], context: NodeContext
-    ) -> bool:
+    def _has_new_addresses(self, desired: DesiredState, keys: Collection[ServicePortKey], context: NodeContext) -> bool:
         """Whether these frontends have addresses that have not been compared with the node's
         own.
         """
@@ -119,9 +112,7 @@ class PortPlanner:
             for frontend in _frontends_of(desired, keys)
         )
 
-    def plan(
-        self, desired: DesiredState, keys: Iterable[ServicePortKey]
-    ) -> dict[ServicePortKey, ServicePortPlan]:
+    def plan(self, desired: DesiredState, keys: Iterable[ServicePortKey]) -> dict[ServicePortKey, ServicePortPlan]:
         """The plans of the node and of these Service ports."""
         context = self._context
         assert context is not None
@@ -161,11 +152,7 @@ class PortPlanner:
             return []
         self._context = self._context._replace(refused_addresses=addresses)
         elements = {(SetName.VIRTUAL_IPS, (address,)) for address in addresses}
-        return [
-            key
-            for key, plan in self._elements.plans.items()
-            if not plan.elements.isdisjoint(elements)
-        ]
+        return [key for key, plan in self._elements.plans.items() if not plan.elements.isdisjoint(elements)]
 
 
 def _frontends_of(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:
@@ -217,11 +204,7 @@ class FwmarkAllocator:
         if not external_frontend_keys(state):
             self.release(key)
             return 0
-        fwmark = (
-            self._by_key.get(key)
-            or self._take_adopted(state)
-            or (self._next_fwmark() if is_needed else 0)
-        )
+        fwmark = self._by_key.get(key) or self._take_adopted(state) or (self._next_fwmark() if is_needed else 0)
         if fwmark:
             self._by_key[key] = fwmark
             self._used.add(fwmark)
@@ -244,9 +227,7 @@ class FwmarkAllocator:
         """The adopted fwmark that most of its frontends had; 0 if there is none, or if another
         Service port has it by now.
         """
-        counts = Counter(
-            self._adopted.pop(frontend_key, 0) for frontend_key in external_frontend_keys(state)
-        )
+        counts = Counter(self._adopted.pop(frontend_key, 0) for frontend_key in external_frontend_keys(state))
         free = counts.keys() - self._used - {0}
         return min(free, key=lambda fwmark: (-counts[fwmark], fwmark), default=0)
 

@@ -78,12 +78,7 @@ def create_table(options: RulesetOptions) -> list[Json]:
     chains and sets are created; the elements of existing sets are kept.
     """
     commands: list[Json] = [{"add": {"table": {"family": "inet", "name": options.table}}}]
-    commands += [
-        command
-        for name in SetName
-        for family in FAMILIES
-        for command in _create_set(options, name, family)
-    ]
+    commands += [command for name in SetName for family in FAMILIES for command in _create_set(options, name, family)]
     commands += list(_create_chains(options))
     return commands
 
@@ -99,10 +94,7 @@ def list_table(options: RulesetOptions) -> Json:
 
 
 def _create_set(options: RulesetOptions, name: SetName, family: int) -> Iterator[Json]:
-    types = [
-        ADDRESS_TYPE[family] if type_ == "ADDRESS" else type_
-        for type_ in SET_TYPES.get(name, FRONTEND_KEY_TYPES)
-    ]
+    types = [ADDRESS_TYPE[family] if type_ == "ADDRESS" else type_ for type_ in SET_TYPES.get(name, FRONTEND_KEY_TYPES)]
     definition: Json = {
         "family": "inet",
         "table": options.table,
@@ -130,13 +122,7 @@ def _create_chains(options: RulesetOptions) -> Iterator[Json]:
     for hook in ("input", "output"):
         for family in FAMILIES:
             yield from _create_chain(options, f"{hook}{family}", {})
-            yield _add_rule(
-                options,
-                hook,
-                _match_new(),
-                _match_family(family),
-                {"jump": {"target": f"{hook}{family}"}},
-            )
+            yield _add_rule(options, hook, _match_new(), _match_family(family), {"jump": {"target": f"{hook}{family}"}})
     for family in FAMILIES:
         for hook in ("input", "output"):
             for expressions in _service_rules(options, hook, family):
@@ -183,9 +169,7 @@ def _service_rules(options: RulesetOptions, hook: str, family: int) -> Iterator[
     # Ports of a virtual address that no Service serves. The address is the node's own as well, so
     # they would otherwise reach the node's sockets.
     unserved = (
-        _match_set(
-            _payload_expression(NETWORK_PROTOCOL[family], "daddr"), SetName.VIRTUAL_IPS, family
-        ),
+        _match_set(_payload_expression(NETWORK_PROTOCOL[family], "daddr"), SetName.VIRTUAL_IPS, family),
         _match_set(frontend_key, SetName.SERVED, family, "!="),
     )
     for matches in ((_match_set(frontend_key, SetName.REFUSED, family),), unserved):
@@ -211,11 +195,7 @@ def _local_matches(options: RulesetOptions, hook: str, family: int) -> Iterator[
     if hook == "output":
         yield ()
         return
-    yield (
-        _match_set(
-            _payload_expression(NETWORK_PROTOCOL[family], "saddr"), SetName.LOCAL_NETWORKS, family
-        ),
-    )
+    yield (_match_set(_payload_expression(NETWORK_PROTOCOL[family], "saddr"), SetName.LOCAL_NETWORKS, family),)
     if options.local_interfaces:
         yield (_match({"meta": {"key": "iifname"}}, options.local_interfaces),)
 
@@ -223,11 +203,7 @@ def _local_matches(options: RulesetOptions, hook: str, family: int) -> Iterator[
 def _reply_rule(options: RulesetOptions, family: int, name: SetName) -> tuple[Json, ...]:
     """Sets the mark on replies of backends, so that our rule in a closed FORWARD lets them pass."""
     is_reply = _match({"ct": {"key": "direction"}}, "reply")
-    return (
-        is_reply,
-        _match_original_destination(family, name),
-        _set_mark({"|": [META_MARK, options.masquerade_mark]}),
-    )
+    return (is_reply, _match_original_destination(family, name), _set_mark({"|": [META_MARK, options.masquerade_mark]}))
 
 
 def _match_original_destination(family: int, name: SetName) -> Json:
@@ -235,9 +211,7 @@ def _match_original_destination(family: int, name: SetName) -> Json:
     are IPVS connections. Connections that BPF has translated carry the same mark, but conntrack has
     seen them only with the backend as destination.
     """
-    return _match_set(
-        {"ct": {"key": f"{NETWORK_PROTOCOL[family]} daddr", "dir": "original"}}, name, family
-    )
+    return _match_set({"ct": {"key": f"{NETWORK_PROTOCOL[family]} daddr", "dir": "original"}}, name, family)
 
 
 def _postrouting_rules(options: RulesetOptions) -> Iterator[tuple[Json, ...]]:
@@ -295,11 +269,7 @@ def _payload_expression(protocol: str, name: str) -> Json:
 
 def _frontend_key(family: int, protocol: Json = META_L4PROTO) -> Json:
     return {
-        "concat": [
-            _payload_expression(NETWORK_PROTOCOL[family], "daddr"),
-            protocol,
-            _payload_expression("th", "dport"),
-        ]
+        "concat": [_payload_expression(NETWORK_PROTOCOL[family], "daddr"), protocol, _payload_expression("th", "dport")]
     }
 
 
@@ -340,19 +310,14 @@ def add_elements(options: RulesetOptions, elements: Iterable[Element]) -> list[J
     return [{"add": group} for group in _group_by_set(options, elements, keys_only=False)]
 
 
-def _group_by_set(
-    options: RulesetOptions, elements: Iterable[Element], keys_only: bool
-) -> list[Json]:
+def _group_by_set(options: RulesetOptions, elements: Iterable[Element], keys_only: bool) -> list[Json]:
     by_set: dict[tuple[SetName, int], list[Any]] = {}
     for name, parts in elements:
-        by_set.setdefault((name, _family_of(parts)), []).append(
-            _encode_element(name, parts, keys_only)
-        )
+        by_set.setdefault((name, _family_of(parts)), []).append(_encode_element(name, parts, keys_only))
     return [
-        {"element": {"family": "inet", "table": options.table, "name": f"{name}{family}",
-                     "elem": by_set[name, family]}}
+        {"element": {"family": "inet", "table": options.table, "name": f"{name}{family}", "elem": by_set[name, family]}}
         for name, family in sorted(by_set)
-    ]  # fmt: skip
+    ]
 
 
 def _family_of(parts: tuple[ElementField, ...]) -> int:
@@ -378,8 +343,11 @@ def _encode_field(field: ElementField) -> Any:
             length = bits - 96 if family_of(address) == 4 else bits
             max_length = 32 if family_of(address) == 4 else 128
             if length == 0:  # libnftables 1.0.6 silently adds nothing for a prefix of length 0
-                return {"range": ["0.0.0.0", "255.255.255.255"] if max_length == 32
-                        else ["::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"]}  # fmt: skip
+                return {
+                    "range": ["0.0.0.0", "255.255.255.255"]
+                    if max_length == 32
+                    else ["::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"]
+                }
             text = format_addr(address)
             return text if length == max_length else {"prefix": {"addr": text, "len": length}}
         case bytes():
@@ -418,9 +386,7 @@ def _parse_fields(name: SetName, family: int, value: Any) -> tuple[ElementField,
         elif type_name == "ADDRESS":
             parts.append(parse_addr(str(field)))
         elif type_name == "inet_proto":
-            parts.append(
-                Protocol(field) if isinstance(field, int) else Protocol[str(field).upper()]
-            )
+            parts.append(Protocol(field) if isinstance(field, int) else Protocol[str(field).upper()])
         else:
             parts.append(int(field))
     return tuple(parts)

@@ -24,9 +24,7 @@ T = TypeVar("T")
 STATUS_FILE: Final = "status"
 SERVICES_FILE: Final = "services"
 ENDPOINTS_FILE: Final = "endpoints"
-FILES: Final = tuple(
-    f"{name}{end}" for name in (STATUS_FILE, SERVICES_FILE, ENDPOINTS_FILE) for end in ("", ".new")
-)
+FILES: Final = tuple(f"{name}{end}" for name in (STATUS_FILE, SERVICES_FILE, ENDPOINTS_FILE) for end in ("", ".new"))
 MAX_NAMED_ENDPOINTS: Final = 1_000
 """A Service port with more endpoints has no names: the file is written again after each change."""
 
@@ -57,11 +55,7 @@ class StateFile:
         self._is_written = False
 
     def set_service(
-        self,
-        key: ServicePortKey,
-        state: ServiceState | None,
-        node_addresses: Container[Addr] = (),
-        fwmark: int = 0,
+        self, key: ServicePortKey, state: ServiceState | None, node_addresses: Container[Addr] = (), fwmark: int = 0
     ) -> None:
         """Records a programmed Service port; None: it was removed. `node_addresses`: see
         DesiredState.other_node_addresses. `fwmark`: see ProgrammedPort.
@@ -70,10 +64,7 @@ class StateFile:
             self._is_written = self._services.pop(key, None) is None and self._is_written
             self._endpoints.pop(key, None)
             return
-        summary = replace(
-            state, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=(),
-            slices=(),
-        )  # fmt: skip
+        summary = replace(state, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=(), slices=())
         raw = msgspec.json.encode(ProgrammedPort(summary, fwmark))
         endpoints = msgspec.json.encode(PortEndpoints(key, tuple(_describe(state, node_addresses))))
         before = self._services.get(key), self._endpoints.get(key)
@@ -86,18 +77,17 @@ class StateFile:
         """
         try:
             if not self._is_written:
-                for name, entries in (
-                    (SERVICES_FILE, self._services),
-                    (ENDPOINTS_FILE, self._endpoints),
-                ):
+                for name, entries in ((SERVICES_FILE, self._services), (ENDPOINTS_FILE, self._endpoints)):
                     write_file(self._folder, name, b"[" + b",".join(entries.values()) + b"]")
                 self._is_written = True
             write_file(self._folder, STATUS_FILE, status)
         except OSError as error:
             raise KernelError(
-                "cannot write the status", str(self._folder),
-                "free space there, or choose another folder with --state-dir", error.errno or 0,
-            ) from error  # fmt: skip
+                "cannot write the status",
+                str(self._folder),
+                "free space there, or choose another folder with --state-dir",
+                error.errno or 0,
+            ) from error
 
 
 def _describe(state: ServiceState, node_addresses: Container[Addr]) -> Iterator[EndpointEntry]:

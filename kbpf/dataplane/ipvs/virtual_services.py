@@ -55,9 +55,7 @@ class Schedulers:
         self._warn = warn
         self._missing: set[str] = set()
 
-    def replace_missing(
-        self, failures: RequestErrors
-    ) -> dict[VirtualService, list[ipvs.IpvsRequest]]:
+    def replace_missing(self, failures: RequestErrors) -> dict[VirtualService, list[ipvs.IpvsRequest]]:
         """The requests that failed because of a scheduler that was not known to be missing, each
         with its replacement.
         """
@@ -72,8 +70,10 @@ class Schedulers:
         }
         self._missing |= {*missing.values()}
         for name in sorted({*missing.values()}):
-            self._warn(f"IPVS may lack the scheduler {name} (CONFIG_IP_VS_{name.upper()}): "
-                       f"{self._substitute(name)} is used instead")  # fmt: skip
+            self._warn(
+                f"IPVS may lack the scheduler {name} (CONFIG_IP_VS_{name.upper()}): "
+                f"{self._substitute(name)} is used instead"
+            )
         return {v: [self._with_available(request) for request, _ in failures[v]] for v in missing}
 
     def _with_available(self, request: ipvs.IpvsRequest) -> ipvs.IpvsRequest:
@@ -81,17 +81,13 @@ class Schedulers:
         settings = request.settings
         if settings is None or settings.scheduler not in self._missing:
             return request
-        replacement = VirtualServiceSettings(
-            self._substitute(settings.scheduler), settings.persistence
-        )
+        replacement = VirtualServiceSettings(self._substitute(settings.scheduler), settings.persistence)
         return request._replace(settings=replacement)
 
     def _substitute(self, scheduler: str) -> str:
         """This scheduler, or its replacement if it is missing."""
         while scheduler in self._missing:
-            scheduler = (
-                LAST_RESORT_SCHEDULER if scheduler == FALLBACK_SCHEDULER else FALLBACK_SCHEDULER
-            )
+            scheduler = LAST_RESORT_SCHEDULER if scheduler == FALLBACK_SCHEDULER else FALLBACK_SCHEDULER
         return scheduler
 
     def settings(self, pool: ServerPool) -> VirtualServiceSettings:
@@ -130,9 +126,7 @@ class VirtualServices:
         cuts, self._udp_cuts = tuple(self._udp_cuts), []
         return cuts
 
-    def find_drained_udp(
-        self, plans: Iterable[ServicePortPlan]
-    ) -> Iterator[tuple[VirtualService, RealServer]]:
+    def find_drained_udp(self, plans: Iterable[ServicePortPlan]) -> Iterator[tuple[VirtualService, RealServer]]:
         """Yields real servers of UDP services that were removed but still have connections, and
         that have stopped serving.
         """
@@ -236,11 +230,7 @@ class VirtualServices:
         """Executes requests. Returns the errors of the refused ones. A request that failed because
         of a missing scheduler is retried at once with a replacement.
         """
-        pairs = [
-            (virtual, request)
-            for virtual, service_requests in requests.items()
-            for request in service_requests
-        ]
+        pairs = [(virtual, request) for virtual, service_requests in requests.items() for request in service_requests]
         codes = self._client.try_apply([request for _, request in pairs])
         failures: dict[VirtualService, list[tuple[ipvs.IpvsRequest, int]]] = {}
         for (virtual, request), code in zip(pairs, codes, strict=True):
@@ -248,16 +238,10 @@ class VirtualServices:
                 failures.setdefault(virtual, []).append((request, code))
         self.change_count += len(pairs) - sum(map(len, failures.values()))
         retries = self._schedulers.replace_missing(failures)
-        refused = {
-            v: _error_text(*service_requests[0])
-            for v, service_requests in failures.items()
-            if v not in retries
-        }
+        refused = {v: _error_text(*service_requests[0]) for v, service_requests in failures.items() if v not in retries}
         return refused | self._apply_requests(retries) if retries else refused
 
-    def _addition_requests(
-        self, changes: Changes
-    ) -> Iterator[tuple[VirtualService, list[ipvs.IpvsRequest]]]:
+    def _addition_requests(self, changes: Changes) -> Iterator[tuple[VirtualService, list[ipvs.IpvsRequest]]]:
         """Requests by virtual service."""
         cuts = _by_service(changes.udp_cuts)
         for virtual, pool in changes.new_pools.items():
@@ -273,18 +257,14 @@ class VirtualServices:
         for virtual, servers in cuts.items():
             yield virtual, list(self._delete_draining(virtual, servers))
 
-    def _delete_draining(
-        self, virtual: VirtualService, servers: set[RealServer]
-    ) -> Iterator[ipvs.IpvsRequest]:
+    def _delete_draining(self, virtual: VirtualService, servers: set[RealServer]) -> Iterator[ipvs.IpvsRequest]:
         """Deletes those of these real servers at once that are draining."""
         draining = self._draining.get(virtual, set())
         for server in servers & draining:
             yield _server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server)
         draining -= servers
 
-    def _update_requests(
-        self, virtual: VirtualService, old: ServerPool, new: ServerPool
-    ) -> Iterator[ipvs.IpvsRequest]:
+    def _update_requests(self, virtual: VirtualService, old: ServerPool, new: ServerPool) -> Iterator[ipvs.IpvsRequest]:
         """Adds new real servers before it drains the removed ones."""
         draining = self._draining.setdefault(virtual, set())
         old_weights, new_weights = dict(old.servers), dict(new.servers)
@@ -324,9 +304,7 @@ class VirtualServices:
         self._client.apply(requests, ALREADY_ABSENT_ERRNOS[IpvsCommand.IPVS_CMD_DEL_DEST])
 
 
-def _by_service(
-    servers: Iterable[tuple[VirtualService, RealServer]],
-) -> dict[VirtualService, set[RealServer]]:
+def _by_service(servers: Iterable[tuple[VirtualService, RealServer]]) -> dict[VirtualService, set[RealServer]]:
     by_service: dict[VirtualService, set[RealServer]] = {}
     for virtual, server in servers:
         by_service.setdefault(virtual, set()).add(server)
@@ -350,6 +328,4 @@ def _error_text(request: ipvs.IpvsRequest, code: int) -> str:
 def _server_request(
     command: IpvsCommand, virtual: VirtualService, server: RealServer, weight: int = 0
 ) -> ipvs.IpvsRequest:
-    return ipvs.IpvsRequest(
-        command, VirtualServiceKey(*virtual), None, RealServerKey(*server), weight
-    )
+    return ipvs.IpvsRequest(command, VirtualServiceKey(*virtual), None, RealServerKey(*server), weight)

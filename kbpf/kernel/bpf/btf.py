@@ -50,9 +50,7 @@ class Btf:
             return 0
         # struct btf_type (name, info, size), and for each member struct btf_member (name, type,
         # offset). The offset has the size of a bit field in its upper eight bits.
-        words = ctypes.cast(
-            lib.btf__type_by_id(self._handle, type_id), ctypes.POINTER(ctypes.c_uint32)
-        )
+        words = ctypes.cast(lib.btf__type_by_id(self._handle, type_id), ctypes.POINTER(ctypes.c_uint32))
         for index in range(3, 3 + 3 * (words[1] & _VLEN_MASK), 3):
             if lib.btf__name_by_offset(self._handle, words[index]) == member_name.encode():
                 return int(words[index + 2]) & _BIT_OFFSET_MASK
@@ -87,9 +85,7 @@ def open_modules() -> Iterator[tuple[str, int, syscalls.Fd]]:
     next_id = ctypes.c_uint32(0)
     while _lib().bpf_btf_get_next_id(next_id.value, ctypes.byref(next_id)) == 0:
         number = _lib().bpf_btf_get_fd_by_id(next_id.value)
-        fd = syscalls.Fd(
-            syscalls.check(number, "cannot open the BTF of a module", "", "it needs CAP_SYS_ADMIN")
-        )
+        fd = syscalls.Fd(syscalls.check(number, "cannot open the BTF of a module", "", "it needs CAP_SYS_ADMIN"))
         name = ctypes.create_string_buffer(_NAME_SIZE)
         info = _BtfInfo(name=ctypes.addressof(name), name_len=_NAME_SIZE)
         syscalls.read_info(fd.fd, info, "BTF of a module")

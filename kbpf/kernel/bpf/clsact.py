@@ -45,9 +45,7 @@ from kbpf.kernel.net.netlink import (
 CLSACT_HANDLE_PARENT: Final = (0xFFFF0000, 0xFFFFFFF1)
 """Handle and parent of a clsact qdisc (TC_H_CLSACT), and also of the older qdisc "ingress"."""
 
-INGRESS_QDISC_HINT: Final = (
-    "it has an 'ingress' qdisc; egress needs a clsact, or Linux 6.6: delete the qdisc"
-)
+INGRESS_QDISC_HINT: Final = "it has an 'ingress' qdisc; egress needs a clsact, or Linux 6.6: delete the qdisc"
 
 _ETH_P_ALL: Final = socket.htons(3)
 _TCMSG: Final = struct.Struct("=BxxxiIII")  # struct tcmsg: family, ifindex, handle, parent, info
@@ -227,9 +225,7 @@ class ClsactFilters:
         if ours:
             self._remove_empty_qdisc(ifindex)
 
-    def _add(
-        self, ifindex: int, direction: Direction, program: Program, filters: tuple[Filter, ...]
-    ) -> None:
+    def _add(self, ifindex: int, direction: Direction, program: Program, filters: tuple[Filter, ...]) -> None:
         priority = _first_priority(filters)
         taken = {filter_.handle for filter_ in filters if filter_.priority == priority}
         # EXCL fails if other tools' filters have both of our handles, rather than replacing one.
@@ -237,9 +233,7 @@ class ClsactFilters:
         place = Filter("bpf", priority, _ETH_P_ALL, handle, self._identity.name, 0)
         self._write(ifindex, direction, program, place, uapi.NLM_F_EXCL)
 
-    def _write(
-        self, ifindex: int, direction: Direction, program: Program, place: Filter, flags: int
-    ) -> None:
+    def _write(self, ifindex: int, direction: Direction, program: Program, place: Filter, flags: int) -> None:
         options = (
             pack_attribute(TCA_BPF_FD, _U32.pack(program.fd))
             + pack_string(TCA_BPF_NAME, self._identity.name)
@@ -265,9 +259,7 @@ class ClsactFilters:
         """Creates a clsact; returns False if a qdisc already exists in its place."""
         if ifindex in self._qdiscs():
             return False
-        body = _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0) + pack_attribute(
-            uapi.TCA_KIND, b"clsact\0"
-        )
+        body = _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0) + pack_attribute(uapi.TCA_KIND, b"clsact\0")
         try:
             self._netlink.request(uapi.RTM_NEWQDISC, body, uapi.NLM_F_CREATE | uapi.NLM_F_EXCL)
         except KernelError as error:
@@ -290,20 +282,14 @@ class ClsactFilters:
         """Removes the clsact qdisc if we created it and it is empty."""
         is_ours = self.qdisc_mark(ifindex).is_dir()
         if is_ours and not any(self._dump(ifindex, each) for each in Direction):
-            self._netlink.request(
-                uapi.RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0)
-            )
+            self._netlink.request(uapi.RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0))
             self._qdiscs().pop(ifindex, None)
             self._remove_qdisc_mark(ifindex)
 
 
 def _first_priority(filters: tuple[Filter, ...]) -> int:
     """The first priority that no filter of another kind occupies."""
-    occupied = {
-        filter_.priority
-        for filter_ in filters
-        if (filter_.kind, filter_.protocol) != ("bpf", _ETH_P_ALL)
-    }
+    occupied = {filter_.priority for filter_ in filters if (filter_.kind, filter_.protocol) != ("bpf", _ETH_P_ALL)}
     return next(priority for priority in itertools.count(1) if priority not in occupied)
 
 

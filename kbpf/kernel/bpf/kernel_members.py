@@ -81,9 +81,7 @@ def probe_tracepoint(name: str) -> Probe:
     try:
         replacements()
         type_id = find_tracepoint(name)
-        with Map.create(
-            BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, BPF_F_NO_PREALLOC
-        ) as storage:
+        with Map.create(BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, BPF_F_NO_PREALLOC) as storage:
             insns = (
                 (0x79, 1 << 4 | 1, 0, 0),  # r1 = *(u64 *)(r1 + 0): the socket
                 (0xBF, 1 << 4 | 2, 0, 0),  # r2 = r1
@@ -94,8 +92,7 @@ def probe_tracepoint(name: str) -> Probe:
             )
             body = b"".join(struct.pack("=BBhi", *insn) for insn in insns)
             return probe.probe_program(
-                BPF_PROG_TYPE_TRACING, BPF_TRACE_RAW_TP,
-                body + probe.encode_call(BPF_FUNC_sk_storage_get), type_id,
-            )  # fmt: skip
+                BPF_PROG_TYPE_TRACING, BPF_TRACE_RAW_TP, body + probe.encode_call(BPF_FUNC_sk_storage_get), type_id
+            )
     except KernelError as error:
         return Probe(False, str(error))

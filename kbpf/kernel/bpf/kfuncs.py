@@ -58,8 +58,7 @@ def open_conntrack() -> Iterator[ConntrackCalls]:
                     sources.append(stack.enter_context(module))
                     btf_fds.append(fd.fd)
         replacements = {
-            probe.encode_call(number): _encode_kfunc_call(sources, name)
-            for number, name in PLACEHOLDERS.items()
+            probe.encode_call(number): _encode_kfunc_call(sources, name) for number, name in PLACEHOLDERS.items()
         }
         status = _find_member(sources, "nf_conn", "status")
         protocol = _find_member(sources, "nf_conn", "proto")

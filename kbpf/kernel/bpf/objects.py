@@ -35,9 +35,7 @@ MAX_NAME_LENGTH: Final = 15
 
 LICENSE: Final = b"Dual BSD/GPL"
 """License passed to the kernel: GPL-2.0 or BSD-2-Clause, as the source files say."""
-VERIFIER_HINT: Final = (
-    "report it, with the output of `kbpf check`; programs attached before stay attached"
-)
+VERIFIER_HINT: Final = "report it, with the output of `kbpf check`; programs attached before stay attached"
 """Hint for a verifier refusal when privileges are not the cause."""
 _LOG_SIZE: Final = 1 << 20
 
@@ -89,9 +87,7 @@ class Map(syscalls.Fd):
         )
         if map_type == BPF_MAP_TYPE_SK_STORAGE:
             os.close(opts.btf_fd)
-        return cls(
-            syscalls.check(fd, "cannot create the map", f"{name}, {max_entries} entries"), name
-        )
+        return cls(syscalls.check(fd, "cannot create the map", f"{name}, {max_entries} entries"), name)
 
     def read_memory(self) -> int | None:
         """The bytes of memory that the kernel reports for it; None if unknown.
@@ -147,9 +143,7 @@ class Map(syscalls.Fd):
         """Appends a value to a queue; returns False if the queue is full."""
         return self._write(None, value, BPF_ANY, expected_errno=errno.E2BIG)
 
-    def _write(
-        self, key: bytes | None, value: bytes, flags: int, expected_errno: int | None = None
-    ) -> bool:
+    def _write(self, key: bytes | None, value: bytes, flags: int, expected_errno: int | None = None) -> bool:
         """Returns False if the kernel refuses with the expected errno."""
         result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags))
         if expected_errno is not None and result == -expected_errno:
@@ -159,9 +153,7 @@ class Map(syscalls.Fd):
 
     def _check_write(self, result: int) -> None:
         where = f"map {self.name}, {self.max_entries} entries"
-        syscalls.check(
-            result, "the map is full" if result == -errno.E2BIG else "cannot write", where
-        )
+        syscalls.check(result, "the map is full" if result == -errno.E2BIG else "cannot write", where)
 
     def delete(self, key: bytes) -> bool:
         """Deletes one entry; returns whether it existed."""
@@ -194,9 +186,7 @@ class Map(syscalls.Fd):
             count = ctypes.c_uint32(n)
             k = keys[start * self.key_size : (start + n) * self.key_size]
             v = values[start * self.value_size : (start + n) * self.value_size]
-            result = syscalls.lib().bpf_map_update_batch(
-                self.fd, k, v, ctypes.byref(count), ctypes.byref(opts)
-            )
+            result = syscalls.lib().bpf_map_update_batch(self.fd, k, v, ctypes.byref(count), ctypes.byref(opts))
             calls += 1
             if result == -ENOTSUPP:
                 for key, value in self._pairs(k, v, n):
@@ -213,9 +203,7 @@ class Map(syscalls.Fd):
         while start < total:
             count = ctypes.c_uint32(min(BATCH_SIZE, total - start))
             k = keys[start * self.key_size : (start + count.value) * self.key_size]
-            result = syscalls.lib().bpf_map_delete_batch(
-                self.fd, k, ctypes.byref(count), ctypes.byref(opts)
-            )
+            result = syscalls.lib().bpf_map_delete_batch(self.fd, k, ctypes.byref(count), ctypes.byref(opts))
             calls += 1
             if result == -ENOTSUPP:
                 for i in range(start, total):
@@ -244,9 +232,7 @@ class Map(syscalls.Fd):
         storage.
         """
         if self.type == BPF_MAP_TYPE_SK_STORAGE:
-            yield from (
-                (b"", values) for values in sock_storage.iterate_values(self.fd, self.value_size)
-            )
+            yield from ((b"", values) for values in sock_storage.iterate_values(self.fd, self.value_size))
             return
         cursor: bytes | None = None
         while True:
@@ -261,9 +247,7 @@ class Map(syscalls.Fd):
             if cursor is None:
                 return
 
-    def lookup_batch(
-        self, cursor: bytes | None, entries: int | None = None
-    ) -> tuple[bytes, bytes, bytes | None]:
+    def lookup_batch(self, cursor: bytes | None, entries: int | None = None) -> tuple[bytes, bytes, bytes | None]:
         """Reads one batch of about `entries` entries (default BATCH_SIZE). Returns keys, values
         and the cursor for the next batch, which is None after the last one; pass None to begin.
         """
@@ -325,9 +309,7 @@ class Program(syscalls.Fd):
         `attach_btf_id`: the type of the tracepoint, of a program for one.
         """
         # A signal during verification ends it with EAGAIN: libbpf tries up to `attempts` times.
-        opts = syscalls.ProgLoadOpts(
-            attempts=5, expected_attach_type=attach_type, attach_btf_id=attach_btf_id
-        )
+        opts = syscalls.ProgLoadOpts(attempts=5, expected_attach_type=attach_type, attach_btf_id=attach_btf_id)
         if btf_fds:
             fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
             opts.fd_array = ctypes.addressof(fd_array)
@@ -411,9 +393,7 @@ class Link(syscalls.Fd):
 
     def detach(self) -> None:
         """Detaches now. Unpinning also detaches, but a few milliseconds later."""
-        syscalls.check(
-            syscalls.lib().bpf_link_detach(self.fd), f"cannot detach {self.name}", "link"
-        )
+        syscalls.check(syscalls.lib().bpf_link_detach(self.fd), f"cannot detach {self.name}", "link")
 
     def read_info(self) -> "LinkInfo":
         """Reads what is attached where."""
@@ -437,9 +417,7 @@ class LinkInfo:
 
 
 def open_map_by_id(map_id: int) -> Map:
-    fd = syscalls.check(
-        syscalls.lib().bpf_map_get_fd_by_id(map_id), "cannot open the map with this id", str(map_id)
-    )
+    fd = syscalls.check(syscalls.lib().bpf_map_get_fd_by_id(map_id), "cannot open the map with this id", str(map_id))
     return Map(fd, str(map_id))
 
 
@@ -458,9 +436,7 @@ def list_attached(cgroup_fd: int, attach_type: int) -> tuple[int, ...]:
     count = ctypes.c_uint32(64)
     flags = ctypes.c_uint32(0)
     syscalls.check(
-        syscalls.lib().bpf_prog_query(
-            cgroup_fd, attach_type, 0, ctypes.byref(flags), ids, ctypes.byref(count)
-        ),
+        syscalls.lib().bpf_prog_query(cgroup_fd, attach_type, 0, ctypes.byref(flags), ids, ctypes.byref(count)),
         "cannot query the cgroup",
     )
     return tuple(ids[: count.value])

@@ -57,17 +57,13 @@ def _probe_from_error(error: KernelError) -> Probe:
     return Probe(False, name)
 
 
-def probe_program(
-    program_type: int, attach_type: int, body: bytes = b"", attach_btf_id: int = 0
-) -> Probe:
+def probe_program(program_type: int, attach_type: int, body: bytes = b"", attach_btf_id: int = 0) -> Probe:
     """Whether a program of these types loads, with `body` before `r0 = 1; exit`. `attach_btf_id`:
     see Program.load().
     """
     insns = body + RETURN_1
     try:
-        Program.load(
-            "kbpf_probe", program_type, attach_type, insns, attach_btf_id=attach_btf_id
-        ).close()
+        Program.load("kbpf_probe", program_type, attach_type, insns, attach_btf_id=attach_btf_id).close()
     except KernelError as error:
         return _probe_from_error(error)
     return Probe(True)
@@ -117,9 +113,7 @@ def probe_sk_storage(iterate: bool = False) -> Probe:
     """
     try:
         with (
-            Map.create(
-                uapi.BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, uapi.BPF_F_NO_PREALLOC
-            ) as map_,
+            Map.create(uapi.BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, uapi.BPF_F_NO_PREALLOC) as map_,
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock,
         ):
             key = sock.fileno().to_bytes(4, "little")
@@ -136,9 +130,7 @@ def probe_sk_storage(iterate: bool = False) -> Probe:
 def probe_map_batch() -> Probe:
     """Whether one call can write and read many entries (Linux v5.6)."""
     try:
-        with Map.create(
-            uapi.BPF_MAP_TYPE_HASH, "kbpf_probe", 4, 8, 4, uapi.BPF_F_NO_PREALLOC
-        ) as map_:
+        with Map.create(uapi.BPF_MAP_TYPE_HASH, "kbpf_probe", 4, 8, 4, uapi.BPF_F_NO_PREALLOC) as map_:
             map_.update_batch(bytes(7) + b"\1", bytes(16))
             count = len(dict(map_.items()))
     except KernelError as error:
@@ -155,9 +147,7 @@ def probe_cgroup_link(parent: Path, program_type: int, attach_type: int) -> Prob
     try:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(_probe_cgroup(parent))
-            program = stack.enter_context(
-                Program.load("kbpf_probe", program_type, attach_type, RETURN_1)
-            )
+            program = stack.enter_context(Program.load("kbpf_probe", program_type, attach_type, RETURN_1))
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 Link.attach(program, fd, attach_type).close()
@@ -214,11 +204,7 @@ def _probe_sock_destroy() -> Probe:
         cookie = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), "little")
         sock_diag.destroy_connected_udp(lambda sock: sock.cookie == cookie)
         error_code = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    return (
-        Probe(True)
-        if error_code == errno.ECONNABORTED
-        else Probe(False, "the socket was not destroyed")
-    )
+    return Probe(True) if error_code == errno.ECONNABORTED else Probe(False, "the socket was not destroyed")
 
 
 BH_LOCK_CONFIG: Final = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK"

@@ -9,9 +9,7 @@ from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_RINGBUF
 
-_ON_RECORD: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)
+_ON_RECORD: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class RingBuffer:

@@ -68,9 +68,7 @@ def _read_chunk(iterator_fd: int) -> bytes:
             return os.read(iterator_fd, READ_SIZE)
         except OSError as error:  # EAGAIN: it stopped after a million sockets; read again
             if error.errno != errno.EAGAIN:
-                raise KernelError(
-                    "cannot read socket storage", "iterator", "", error.errno or 0
-                ) from error
+                raise KernelError("cannot read socket storage", "iterator", "", error.errno or 0) from error
 
 
 def _open_iterator(map_fd: int, size: int) -> int:
@@ -78,14 +76,10 @@ def _open_iterator(map_fd: int, size: int) -> int:
     program_fd = _load_iterator(size)
     try:
         info = (ctypes.c_uint32 * 4)(map_fd)  # union bpf_iter_link_info
-        opts = syscalls.LinkCreateOpts(
-            iter_info=ctypes.addressof(info),
-            iter_info_len=4,
-        )
+        opts = syscalls.LinkCreateOpts(iter_info=ctypes.addressof(info), iter_info_len=4)
         link_fd = syscalls.check(
-            syscalls.lib().bpf_link_create(program_fd, 0, BPF_TRACE_ITER, ctypes.byref(opts)),
-            "cannot link", where,
-        )  # fmt: skip
+            syscalls.lib().bpf_link_create(program_fd, 0, BPF_TRACE_ITER, ctypes.byref(opts)), "cannot link", where
+        )
     finally:
         os.close(program_fd)
     try:
@@ -121,13 +115,8 @@ def _load_iterator(size: int) -> int:
             (0x95, 0, 0, 0),
         )
     )
-    opts = syscalls.ProgLoadOpts(
-        attempts=5,
-        expected_attach_type=BPF_TRACE_ITER,
-        attach_btf_id=_iterator_btf_id(),
-    )
+    opts = syscalls.ProgLoadOpts(attempts=5, expected_attach_type=BPF_TRACE_ITER, attach_btf_id=_iterator_btf_id())
     fd = syscalls.lib().bpf_prog_load(
-        BPF_PROG_TYPE_TRACING, b"kbpf_sockets", _LICENSE, insns,
-        ctypes.c_size_t(len(insns) // 8), ctypes.byref(opts),
-    )  # fmt: skip
+        BPF_PROG_TYPE_TRACING, b"kbpf_sockets", _LICENSE, insns, ctypes.c_size_t(len(insns) // 8), ctypes.byref(opts)
+    )
     return syscalls.check(fd, "the kernel refuses the iterator of socket storages")

@@ -176,12 +176,7 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
     if result >= 0:
         return result
     code = -int(result)
-    if (
-        not hint
-        and code == errno.EPERM
-        and (limit := memlock_limit()) is not None
-        and is_privileged()
-    ):
+    if not hint and code == errno.EPERM and (limit := memlock_limit()) is not None and is_privileged():
         hint = (
             f"before Linux 5.11 maps and programs count against RLIMIT_MEMLOCK, which is {limit} "
             "bytes here: grant CAP_SYS_RESOURCE, so that libbpf can raise it, or start without "
@@ -207,9 +202,7 @@ def may_open_by_id() -> bool:
 
 def _read_capabilities() -> int:
     text = Path("/proc/self/status").read_text()
-    cap_eff = next(
-        (line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0"
-    )
+    cap_eff = next((line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0")
     return int(cap_eff, 16)
 
 

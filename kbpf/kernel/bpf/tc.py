@@ -131,9 +131,7 @@ class TcAttacher:
 
     def __enter__(self) -> Self:
         self._netlink = Rtnetlink()
-        self._filters = ClsactFilters(
-            self._netlink, self._folder, self._identity, self._is_of_other_agent
-        )
+        self._filters = ClsactFilters(self._netlink, self._folder, self._identity, self._is_of_other_agent)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,9 +157,7 @@ class TcAttacher:
             filters = self._filters.list_filters(ifindex, direction)
             misplaced = self._filters.is_misplaced(filters)
             for ours in filter(self._filters.is_ours, filters):
-                yield Attachment(
-                    ifindex, direction, AttachMethod.CLSACT, ours.program_id, misplaced
-                )
+                yield Attachment(ifindex, direction, AttachMethod.CLSACT, ours.program_id, misplaced)
 
     def list_programs(self, ifindex: int, direction: Direction) -> tuple[Runner, ...]:
         """What runs there, ours and others, in that order: TCX programs, then filters."""
@@ -170,10 +166,7 @@ class TcAttacher:
             link_ids = _attached_ids(ifindex, ATTACH_TYPE[direction])
         ours = _read_link(self._pin(ifindex, direction))
         return (
-            *(
-                Runner(program_id, "tcx", ours is not None and program_id == ours.program_id)
-                for program_id in link_ids
-            ),
+            *(Runner(program_id, "tcx", ours is not None and program_id == ours.program_id) for program_id in link_ids),
             *(
                 Runner(filter_.program_id, describe_filter(filter_), self._filters.is_ours(filter_))
                 for filter_ in self._filters.list_filters(ifindex, direction)
@@ -198,9 +191,7 @@ class TcAttacher:
         """
         return self._change("move", ifindex, direction, program)
 
-    def _change(
-        self, action: str, ifindex: int, direction: Direction, program: Program
-    ) -> Attachment | None:
+    def _change(self, action: str, ifindex: int, direction: Direction, program: Program) -> Attachment | None:
         attachment = Attachment(ifindex, direction, self.method, program.read_info().id)
         try:
             if self.method is AttachMethod.TCX:

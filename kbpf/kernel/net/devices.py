@@ -57,9 +57,7 @@ BRIDGE_NETFILTER: Final = (
 
 _TCMSG: Final = struct.Struct("=BxxxiIII")
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
-_EXT_MASK_ATTR: Final = pack_attribute(
-    uapi.IFLA_EXT_MASK, struct.pack("=I", uapi.RTEXT_FILTER_SKIP_STATS)
-)
+_EXT_MASK_ATTR: Final = pack_attribute(uapi.IFLA_EXT_MASK, struct.pack("=I", uapi.RTEXT_FILTER_SKIP_STATS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +130,7 @@ def _subnet_ifindex(message: Message) -> tuple[int, ...]:
     """The ifindex, if this address has neighbours."""
     family, prefix, _, scope, ifindex = IFADDRMSG.unpack_from(message.body)
     host_prefix = 32 if family == socket.AF_INET else 128
-    has_subnet = (
-        message.msg_type == uapi.RTM_NEWADDR and prefix < host_prefix and scope < uapi.RT_SCOPE_LINK
-    )
+    has_subnet = message.msg_type == uapi.RTM_NEWADDR and prefix < host_prefix and scope < uapi.RT_SCOPE_LINK
     return (ifindex,) if has_subnet else ()
 
 
@@ -195,20 +191,13 @@ def _own_rp_filter(raw: bytes) -> int:
     """A device's own setting. The kernel applies it or `all`, whichever is larger."""
     settings = parse_attributes(parse_attributes(raw).get(socket.AF_INET, b""))
     numbers = memoryview(settings.get(uapi.IFLA_INET_CONF, b"")).cast("I")
-    return (
-        numbers[uapi.IPV4_DEVCONF_RP_FILTER - 1]
-        if len(numbers) >= uapi.IPV4_DEVCONF_RP_FILTER
-        else 0
-    )
+    return numbers[uapi.IPV4_DEVCONF_RP_FILTER - 1] if len(numbers) >= uapi.IPV4_DEVCONF_RP_FILTER else 0
 
 
 def _calls_netfilter(raw: bytes) -> bool:
     """Whether a bridge's own settings make its packets pass netfilter."""
     data = parse_attributes(raw)
-    return any(
-        any(data.get(key, b""))
-        for key in (uapi.IFLA_BR_NF_CALL_IPTABLES, uapi.IFLA_BR_NF_CALL_IP6TABLES)
-    )
+    return any(any(data.get(key, b"")) for key in (uapi.IFLA_BR_NF_CALL_IPTABLES, uapi.IFLA_BR_NF_CALL_IP6TABLES))
 
 
 def _parse_mac(raw: bytes) -> bytes:
@@ -245,13 +234,9 @@ class DeviceMonitor(Rtnetlink):
         """
         wait_readable([self.socket.fileno(), wake_fd], timeout)
         messages, lost = self.receive_notifications()
-        deleted = {
-            _IFINFOMSG.unpack_from(message.body)[2] for message in messages if _is_deletion(message)
-        }
+        deleted = {_IFINFOMSG.unpack_from(message.body)[2] for message in messages if _is_deletion(message)}
         received = lost or any(message.msg_type in _DEVICE_MESSAGES for message in messages)
-        return DeviceEvents(
-            received, None if lost else deleted, any(map(self._is_foreign_filter, messages))
-        )
+        return DeviceEvents(received, None if lost else deleted, any(map(self._is_foreign_filter, messages)))
 
     def _is_foreign_filter(self, message: Message) -> bool:
         if message.msg_type != uapi.RTM_NEWTFILTER:
@@ -261,9 +246,7 @@ class DeviceMonitor(Rtnetlink):
         return parse_string(kind) == "bpf" and handle not in self._own_filters
 
 
-_DEVICE_MESSAGES: Final = frozenset(
-    (uapi.RTM_NEWLINK, uapi.RTM_DELLINK, uapi.RTM_NEWADDR, uapi.RTM_DELADDR)
-)
+_DEVICE_MESSAGES: Final = frozenset((uapi.RTM_NEWLINK, uapi.RTM_DELLINK, uapi.RTM_NEWADDR, uapi.RTM_DELADDR))
 
 
 def _is_deletion(message: Message) -> bool:

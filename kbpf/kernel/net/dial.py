@@ -33,10 +33,7 @@ def connect_tcp(
     getpeername() returns.
     """
     with contextlib.ExitStack() as stack:
-        listeners = [
-            stack.enter_context(_open_server(address, socket.SOCK_STREAM))
-            for address in server_addresses
-        ]
+        listeners = [stack.enter_context(_open_server(address, socket.SOCK_STREAM)) for address in server_addresses]
         client = stack.enter_context(_open_socket(destination, socket.SOCK_STREAM))
         _checked_call(lambda: client.connect(destination), "connect", destination)
         listener = _wait_readable(listeners, destination)
@@ -51,10 +48,7 @@ def exchange_udp(
     shows for the reply.
     """
     with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(_open_server(address, socket.SOCK_DGRAM))
-            for address in server_addresses
-        ]
+        servers = [stack.enter_context(_open_server(address, socket.SOCK_DGRAM)) for address in server_addresses]
         client = stack.enter_context(_open_socket(destination, socket.SOCK_DGRAM))
         _checked_call(lambda: client.sendto(b"?", destination), "sendto", destination)
         server = _wait_readable(servers, destination)
@@ -65,9 +59,7 @@ def exchange_udp(
         return _socket_address(server.getsockname()), _socket_address(reply_source)
 
 
-def connect_without_packets(
-    destination: SocketAddress, sock_type: int
-) -> tuple[SocketAddress, SocketAddress]:
+def connect_without_packets(destination: SocketAddress, sock_type: int) -> tuple[SocketAddress, SocketAddress]:
     """Calls connect() without sending a packet, in the current namespace; returns the peer
     according to the kernel's socket table and what getpeername() returns.
 
@@ -81,9 +73,7 @@ def connect_without_packets(
         return _find_peer(client, destination), _socket_address(client.getpeername())
 
 
-def try_connect(
-    destination: SocketAddress, sock_type: int, sends: bool
-) -> tuple[str, SocketAddress | None]:
+def try_connect(destination: SocketAddress, sock_type: int, sends: bool) -> tuple[str, SocketAddress | None]:
     """Calls connect() once, in the current namespace; returns the name of its errno, or "", and the
     peer according to the kernel's socket table if it succeeded. `sends`: whether TCP really
     connects; otherwise, and for UDP, no packet is sent (see connect_without_packets()).
@@ -105,9 +95,7 @@ def _enter_repair(client: socket.socket) -> None:
     try:
         client.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
     except PermissionError as error:
-        raise KernelError(
-            "cannot connect without packets", "TCP_REPAIR", "it needs CAP_NET_ADMIN"
-        ) from error
+        raise KernelError("cannot connect without packets", "TCP_REPAIR", "it needs CAP_NET_ADMIN") from error
 
 
 def _find_peer(client: socket.socket, destination: SocketAddress) -> SocketAddress:
@@ -148,9 +136,7 @@ def _open_server(address: SocketAddress, sock_type: int) -> socket.socket:
             sock.listen()
     except OSError as error:
         sock.close()
-        raise KernelError(
-            "cannot serve in the sandbox", str(address), errno=error.errno or 0
-        ) from error
+        raise KernelError("cannot serve in the sandbox", str(address), errno=error.errno or 0) from error
     return sock
 
 

@@ -52,10 +52,7 @@ def find_device(name: str) -> DeviceIdentity | None:
     """Returns the device of this name, of any kind; None if there is none."""
     with Rtnetlink() as netlink:
         try:
-            body = netlink.request(
-                uapi.RTM_GETLINK,
-                _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name),
-            )[0].body
+            body = netlink.request(uapi.RTM_GETLINK, _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name))[0].body
         except KernelError as error:
             if error.errno != errno.ENODEV:
                 raise
@@ -66,8 +63,7 @@ def find_device(name: str) -> DeviceIdentity | None:
 def _parse_identity(attrs: Mapping[int, bytes]) -> DeviceIdentity:
     info = parse_attributes(attrs.get(uapi.IFLA_LINKINFO, b""))
     return DeviceIdentity(
-        parse_string(info.get(uapi.IFLA_INFO_KIND, b"")),
-        parse_string(attrs.get(uapi.IFLA_IFALIAS, b"")),
+        parse_string(info.get(uapi.IFLA_INFO_KIND, b"")), parse_string(attrs.get(uapi.IFLA_IFALIAS, b""))
     )
 
 
@@ -86,10 +82,7 @@ def ensure(name: str) -> int:
     if a device of this name exists that is not ours.
     """
     if get_ifindex_or_zero(name) and not is_ours(name):
-        raise KernelError(
-            "a device of this name exists that kbpf did not create", name,
-            "remove it", errno.EEXIST,
-        )  # fmt: skip
+        raise KernelError("a device of this name exists that kbpf did not create", name, "remove it", errno.EEXIST)
     name_attr = pack_string(uapi.IFLA_IFNAME, name)
     linkinfo_attr = pack_attribute(uapi.IFLA_LINKINFO, pack_string(uapi.IFLA_INFO_KIND, KIND))
     gen_mode = pack_attribute(uapi.IFLA_INET6_ADDR_GEN_MODE, bytes((uapi.IN6_ADDR_GEN_MODE_NONE,)))
@@ -97,29 +90,21 @@ def ensure(name: str) -> int:
     with Rtnetlink() as netlink:
         try:
             netlink.request(
-                uapi.RTM_NEWLINK,
-                _EMPTY_IFINFOMSG + name_attr + linkinfo_attr,
-                uapi.NLM_F_CREATE | uapi.NLM_F_EXCL,
+                uapi.RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + linkinfo_attr, uapi.NLM_F_CREATE | uapi.NLM_F_EXCL
             )
         except KernelError as error:
             if error.errno != errno.EEXIST:
                 raise KernelError(
-                    "cannot create the dummy device", name,
-                    "load the kernel module dummy (modprobe dummy)", error.errno,
-                ) from error  # fmt: skip
+                    "cannot create the dummy device", name, "load the kernel module dummy (modprobe dummy)", error.errno
+                ) from error
         with contextlib.suppress(KernelError):  # the kernel has no IPv6
             netlink.request(uapi.RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + no_link_local)
         alias_attr = pack_attribute(uapi.IFLA_IFALIAS, ALIAS.encode())
-        netlink.request(
-            uapi.RTM_NEWLINK,
-            _IFINFOMSG.pack(0, 0, 0, uapi.IFF_UP, uapi.IFF_UP) + name_attr + alias_attr,
-        )
+        netlink.request(uapi.RTM_NEWLINK, _IFINFOMSG.pack(0, 0, 0, uapi.IFF_UP, uapi.IFF_UP) + name_attr + alias_attr)
     try:
         return get_ifindex(name)
     except OSError as error:
-        raise KernelError(
-            "the device was removed by another program", name, errno=errno.ENODEV
-        ) from error
+        raise KernelError("the device was removed by another program", name, errno=errno.ENODEV) from error
 
 
 def get_ifindex(name: str) -> int:
@@ -159,11 +144,7 @@ def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr
     foreign: set[Addr] = set()
     for message in messages:
         _, _, _, scope, message_ifindex = IFADDRMSG.unpack_from(message.body)
-        if (
-            message.msg_type != uapi.RTM_NEWADDR
-            or scope == uapi.RT_SCOPE_LINK
-            or message_ifindex in excluded_indexes
-        ):
+        if message.msg_type != uapi.RTM_NEWADDR or scope == uapi.RT_SCOPE_LINK or message_ifindex in excluded_indexes:
             continue
         attrs = parse_attributes(message.body[IFADDRMSG.size :])
         raw = attrs.get(uapi.IFA_LOCAL, attrs.get(uapi.IFA_ADDRESS, b""))
@@ -193,9 +174,7 @@ def add_addresses(ifindex: int, addresses: Iterable[Addr]) -> dict[Addr, KernelE
     with the error. Raises KernelError if it accepts none on this device.
     """
     flags = uapi.NLM_F_CREATE | uapi.NLM_F_EXCL
-    errors = dict(
-        _send_requests(uapi.RTM_NEWADDR, ifindex, list(addresses), flags, (errno.EEXIST,))
-    )
+    errors = dict(_send_requests(uapi.RTM_NEWADDR, ifindex, list(addresses), flags, (errno.EEXIST,)))
     if fatal := next((e for e in errors.values() if e.errno in FATAL_ERRNOS), None):
         raise fatal
     return errors
@@ -203,9 +182,7 @@ def add_addresses(ifindex: int, addresses: Iterable[Addr]) -> dict[Addr, KernelE
 
 def delete_addresses(ifindex: int, addresses: Iterable[Addr]) -> None:
     """Removes these addresses; missing ones are ignored."""
-    for _, error in _send_requests(
-        uapi.RTM_DELADDR, ifindex, list(addresses), 0, (errno.EADDRNOTAVAIL,)
-    ):
+    for _, error in _send_requests(uapi.RTM_DELADDR, ifindex, list(addresses), 0, (errno.EADDRNOTAVAIL,)):
         raise error
 
 
@@ -231,13 +208,9 @@ def _encode_address(ifindex: int, address: Addr) -> bytes:
     if family_of(address) == 4:
         raw = address[12:]
         # ifa_flags has 8 bits. IFA_F_NOPREFIXROUTE is a higher one, but a /32 has no prefix route.
-        header = IFADDRMSG.pack(
-            socket.AF_INET, 32, ADDRESS_FLAGS & 0xFF, uapi.RT_SCOPE_HOST, ifindex
-        )
+        header = IFADDRMSG.pack(socket.AF_INET, 32, ADDRESS_FLAGS & 0xFF, uapi.RT_SCOPE_HOST, ifindex)
         return header + pack_attribute(uapi.IFA_LOCAL, raw) + pack_attribute(uapi.IFA_ADDRESS, raw)
-    header = IFADDRMSG.pack(
-        socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, uapi.RT_SCOPE_UNIVERSE, ifindex
-    )
+    header = IFADDRMSG.pack(socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, uapi.RT_SCOPE_UNIVERSE, ifindex)
     return (
         header
         + pack_attribute(uapi.IFA_LOCAL, address)

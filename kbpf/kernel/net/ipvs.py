@@ -188,9 +188,7 @@ def list_connections(path: Path = CONNECTIONS_PATH) -> tuple[IpvsConnection, ...
     try:
         listing = path.read_text()
     except OSError as error:
-        raise KernelError(
-            "cannot read the connections of IPVS", str(path), HINT, error.errno or 0
-        ) from error
+        raise KernelError("cannot read the connections of IPVS", str(path), HINT, error.errno or 0) from error
     return tuple(parse_connections(listing))
 
 
@@ -203,12 +201,8 @@ def parse_connections(listing: str) -> Iterator[IpvsConnection]:
         protocol_name, *fields = line.split()
         if protocol_name not in Protocol.__members__ or len(fields) < 8 or int(fields[1], 16) == 0:
             continue
-        client, frontend, server = (
-            (_parse_proc_address(fields[i]), int(fields[i + 1], 16)) for i in (0, 2, 4)
-        )
-        yield IpvsConnection(
-            Protocol[protocol_name], client, frontend, server, fields[6], int(fields[7])
-        )
+        client, frontend, server = ((_parse_proc_address(fields[i]), int(fields[i + 1], 16)) for i in (0, 2, 4))
+        yield IpvsConnection(Protocol[protocol_name], client, frontend, server, fields[6], int(fields[7]))
 
 
 def _parse_proc_address(field: str) -> Addr:
@@ -228,9 +222,7 @@ def encode_request(request: IpvsRequest) -> bytes:
         pack_nested(uapi.IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
     ]
     if request.server is not None:
-        parts.append(
-            pack_nested(uapi.IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight))
-        )
+        parts.append(pack_nested(uapi.IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight)))
     return b"".join(parts)
 
 
@@ -241,9 +233,7 @@ def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
         for attr_type, seconds in zip(_TIMEOUT_ATTRS, timeouts, strict=True)
         if seconds
     )
-    return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, uapi.IPVS_GENL_VERSION, 0) + b"".join(
-        attrs
-    )
+    return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, uapi.IPVS_GENL_VERSION, 0) + b"".join(attrs)
 
 
 def decode_timeouts(body: bytes) -> ConnectionTimeouts:
@@ -256,9 +246,7 @@ def _encode_service(request: IpvsRequest) -> bytes:
     service, settings = request.service, request.settings
     v4 = family_of(service.address) == 4
     # Family, protocol and mark are in host order, port and address in network order.
-    parts = [
-        pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))
-    ]
+    parts = [pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
     if service.fwmark:
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
     else:
@@ -266,13 +254,9 @@ def _encode_service(request: IpvsRequest) -> bytes:
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, _encode_address(service.address)))
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)))
     if settings is not None:
-        flags = settings.flags | (
-            IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0
-        )
+        flags = settings.flags | (IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0)
         parts.append(pack_string(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler))
-        parts.append(
-            pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag)))
-        )
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))))
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)))
         # Persistence is per client address: a mask in network order, or an IPv6 prefix length.
         netmask = b"\xff\xff\xff\xff" if v4 else _U32.pack(128)
@@ -317,15 +301,9 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
     flags = _IP_VS_FLAGS.unpack(attrs[uapi.IPVS_SVC_ATTR_FLAGS])[0]
     settings = VirtualServiceSettings(
         parse_string(attrs[uapi.IPVS_SVC_ATTR_SCHED_NAME]),
-        parse_int32(attrs.get(uapi.IPVS_SVC_ATTR_TIMEOUT))
-        if flags & IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT
-        else 0,
+        parse_int32(attrs.get(uapi.IPVS_SVC_ATTR_TIMEOUT)) if flags & IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT else 0,
         IpvsServiceFlag(
-            flags
-            & (
-                IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK
-                | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT
-            )
+            flags & (IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT)
         ),
     )
     if fwmark:
@@ -447,9 +425,7 @@ class IpvsClient:
         """Counts the connections of a virtual service, including closed ones that have not
         expired.
         """
-        return sum(
-            status.active_conns + status.inactive_conns for status in self.list_servers(service)
-        )
+        return sum(status.active_conns + status.inactive_conns for status in self.list_servers(service))
 
     def try_apply(self, requests: Sequence[IpvsRequest]) -> list[int]:
         """Applies the requests; returns an errno for each, in order, 0 for success."""

@@ -89,14 +89,10 @@ class Links:
         """Creates a veth pair: one end here and up, as a port of the bridge `master` if there is
         one; the other in another namespace.
         """
-        with (
-            _kernel_errors("cannot create the veth pair", f"{name}, {peer}"),
-            peer_namespace.open() as namespace_file,
-        ):
+        with _kernel_errors("cannot create the veth pair", f"{name}, {peer}"), peer_namespace.open() as namespace_file:
             self._route.link(
-                "add", ifname=name, kind="veth",
-                peer={"ifname": peer, "net_ns_fd": namespace_file.fileno()},
-            )  # fmt: skip
+                "add", ifname=name, kind="veth", peer={"ifname": peer, "net_ns_fd": namespace_file.fileno()}
+            )
             if master:
                 self._route.link("set", index=self._ifindex(name), master=self._ifindex(master))
         self.set_up(name)
@@ -111,9 +107,8 @@ class Links:
         flags = {"flags": IFA_F_NODAD} if family == socket.AF_INET6 else {}
         with _kernel_errors("cannot set the address", f"{name} {address}/{prefix}"):
             self._route.addr(
-                "add", index=self._ifindex(name), address=address, prefixlen=prefix, family=family,
-                **flags,
-            )  # fmt: skip
+                "add", index=self._ifindex(name), address=address, prefixlen=prefix, family=family, **flags
+            )
         if family == socket.AF_INET6:
             self._wait_local(name, address)
 

@@ -191,9 +191,7 @@ class Netlink:
     def _request_together(self, requests: Sequence[NetlinkRequest]) -> list[int]:
         datagram = bytearray()
         for sequence, (msg_type, body, flags) in enumerate(requests):
-            datagram += _pack_message(
-                msg_type, flags | uapi.NLM_F_REQUEST | uapi.NLM_F_ACK, sequence, body
-            )
+            datagram += _pack_message(msg_type, flags | uapi.NLM_F_REQUEST | uapi.NLM_F_ACK, sequence, body)
         self._send(datagram)
         # Each request is acknowledged, several per datagram; the sequence number says which one.
         codes: dict[int, int] = {}
@@ -207,9 +205,7 @@ class Netlink:
                 data = data[max(_NLMSGHDR.size, (length + 3) & ~3) :]
         return [codes[reply_sequence] for reply_sequence in range(len(requests))]
 
-    def send_batch(
-        self, begin: NetlinkRequest, requests: Sequence[NetlinkRequest], end: NetlinkRequest
-    ) -> None:
+    def send_batch(self, begin: NetlinkRequest, requests: Sequence[NetlinkRequest], end: NetlinkRequest) -> None:
         """Sends a batch, which takes effect entirely or not at all. Raises KernelError for the
         first error.
         """
@@ -221,9 +217,7 @@ class Netlink:
         )
         datagram = bytearray()
         for sequence, ((msg_type, body, flags), extra_flags) in enumerate(framed_requests):
-            datagram += _pack_message(
-                msg_type, flags | extra_flags | uapi.NLM_F_REQUEST, sequence, body
-            )
+            datagram += _pack_message(msg_type, flags | extra_flags | uapi.NLM_F_REQUEST, sequence, body)
         self._send(datagram)
         acknowledged = 0
         while acknowledged < len(requests):
@@ -243,9 +237,7 @@ class Netlink:
                 break
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
-                    raise KernelError(
-                        "cannot receive notifications", self._name, errno=error.errno or 0
-                    ) from error
+                    raise KernelError("cannot receive notifications", self._name, errno=error.errno or 0) from error
                 # The buffer overflowed and notifications were dropped. The socket stays usable.
                 lost = True
         return Notifications(messages, lost)
@@ -317,11 +309,7 @@ def _raise_for_error(message: Message, name: str) -> None:
     code = -parse_int32(message.body[:4])
     if not code:
         return
-    attrs = (
-        parse_attributes(message.body[4 + _NLMSGHDR.size :])
-        if message.msg_type == uapi.NLMSG_ERROR
-        else {}
-    )
+    attrs = parse_attributes(message.body[4 + _NLMSGHDR.size :]) if message.msg_type == uapi.NLMSG_ERROR else {}
     hint = parse_string(attrs.get(uapi.NLMSGERR_ATTR_MSG, b"")) or (
         "it needs CAP_NET_ADMIN" if code == errno.EPERM else ""
     )

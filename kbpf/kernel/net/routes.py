@@ -35,9 +35,8 @@ def find_route(to: Addr, source: Addr | None = None, came_in_by: int = 0) -> Rou
     width = 32 if is_v4 else 128
     source = source if source is not None and family_of(source) == family_of(to) else None
     body = _RTMSG.pack(
-        socket.AF_INET if is_v4 else socket.AF_INET6, width, width if source else 0,
-        0, 0, 0, 0, 0, 0,
-    ) + pack_attribute(uapi.RTA_DST, _wire(to))  # fmt: skip
+        socket.AF_INET if is_v4 else socket.AF_INET6, width, width if source else 0, 0, 0, 0, 0, 0, 0
+    ) + pack_attribute(uapi.RTA_DST, _wire(to))
     if source is not None:
         body += pack_attribute(uapi.RTA_SRC, _wire(source))
     if came_in_by:

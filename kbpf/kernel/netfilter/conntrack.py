@@ -75,14 +75,8 @@ def list_masqueraded() -> list[ConntrackFlow]:
     from outside. If IPVS chose the backend, the status has no IPS_DST_NAT; only the tuples show
     it.
     """
-    entries = (
-        entry
-        for family in FAMILIES.values()
-        for entry in _dump(family, ConntrackStatus.IPS_SRC_NAT)
-    )
-    translated = (
-        attrs for attrs in entries if _original_destination(attrs) != _reply_source(attrs)
-    )
+    entries = (entry for family in FAMILIES.values() for entry in _dump(family, ConntrackStatus.IPS_SRC_NAT))
+    translated = (attrs for attrs in entries if _original_destination(attrs) != _reply_source(attrs))
     return [flow for attrs in translated if (flow := _flow_behind_nat(attrs)) is not None]
 
 
@@ -90,9 +84,7 @@ def reserve(flows: Iterable[ConntrackFlow], timeout: int) -> int:
     """Adds entries for connections that another program translates, so that the kernel does not
     assign their ports to others. `timeout` is in seconds. Returns how many entries are new.
     """
-    requests = [
-        _encode_request(_CT_NEW, flow, timeout, NLM_F_CREATE | NLM_F_EXCL) for flow in flows
-    ]
+    requests = [_encode_request(_CT_NEW, flow, timeout, NLM_F_CREATE | NLM_F_EXCL) for flow in flows]
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         codes = netlink.request_many(requests)
     if unexpected := set(codes) - {0, errno.EEXIST} - _UNSUPPORTED_ERRNOS:
@@ -112,9 +104,7 @@ def iterate_translated_udp(family: str) -> Iterator[TranslatedFlow]:
     """
     header = struct.pack("=BBH", FAMILIES[family], 0, 0)
     protocol = pack_attribute(uapi.CTA_PROTO_NUM, bytes((socket.IPPROTO_UDP,)))
-    flags = pack_attribute(
-        uapi.CTA_FILTER_ORIG_FLAGS, struct.pack("=I", uapi.CTA_FILTER_F_CTA_PROTO_NUM)
-    )
+    flags = pack_attribute(uapi.CTA_FILTER_ORIG_FLAGS, struct.pack("=I", uapi.CTA_FILTER_F_CTA_PROTO_NUM))
     status = struct.pack(">I", ConntrackStatus.IPS_DST_NAT)
     body = header + pack_nested(uapi.CTA_TUPLE_ORIG, pack_nested(uapi.CTA_TUPLE_PROTO, protocol))
     body += pack_nested(uapi.CTA_FILTER, flags)
@@ -145,9 +135,7 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     """Returns the attributes of entries that have all of these status bits."""
     status_bytes = struct.pack(">I", status)  # ctnetlink's numbers are in network order
     body = struct.pack("=BBH", family, 0, 0)  # struct nfgenmsg: family, version, resource id
-    body += pack_attribute(uapi.CTA_STATUS, status_bytes) + pack_attribute(
-        uapi.CTA_STATUS_MASK, status_bytes
-    )
+    body += pack_attribute(uapi.CTA_STATUS, status_bytes) + pack_attribute(uapi.CTA_STATUS_MASK, status_bytes)
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         try:
             messages = netlink.dump(_CT_GET, body)
@@ -157,11 +145,7 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
             raise
     entries = (parse_attributes(message.body[4:]) for message in messages)
     # Older kernels ignore the filter in the request and return all entries.
-    return [
-        entry
-        for entry in entries
-        if int.from_bytes(entry.get(uapi.CTA_STATUS, b""), "big") & status == status
-    ]
+    return [entry for entry in entries if int.from_bytes(entry.get(uapi.CTA_STATUS, b""), "big") & status == status]
 
 
 def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
@@ -171,11 +155,7 @@ def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
     proto = parse_attributes(reply.get(uapi.CTA_TUPLE_PROTO, b""))
     source = ip.get(uapi.CTA_IP_V4_SRC, ip.get(uapi.CTA_IP_V6_SRC, b""))
     destination = ip.get(uapi.CTA_IP_V4_DST, ip.get(uapi.CTA_IP_V6_DST, b""))
-    if (
-        not source
-        or not destination
-        or not {uapi.CTA_PROTO_SRC_PORT, uapi.CTA_PROTO_DST_PORT} <= proto.keys()
-    ):
+    if not source or not destination or not {uapi.CTA_PROTO_SRC_PORT, uapi.CTA_PROTO_DST_PORT} <= proto.keys():
         return None
     return ConntrackFlow(
         protocol=proto[uapi.CTA_PROTO_NUM][0],
@@ -193,14 +173,10 @@ def _original_destination(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
 
 def _reply_source(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
     """The address and port that reply."""
-    return _parse_endpoint(
-        attrs.get(uapi.CTA_TUPLE_REPLY, b""), _SRC_TYPES, uapi.CTA_PROTO_SRC_PORT
-    )
+    return _parse_endpoint(attrs.get(uapi.CTA_TUPLE_REPLY, b""), _SRC_TYPES, uapi.CTA_PROTO_SRC_PORT)
 
 
-def _parse_endpoint(
-    tuple_: bytes, address_types: tuple[int, int], port_type: int
-) -> tuple[bytes, bytes]:
+def _parse_endpoint(tuple_: bytes, address_types: tuple[int, int], port_type: int) -> tuple[bytes, bytes]:
     """One end of a conntrack tuple: the raw address, of either family, and the raw port."""
     attrs = parse_attributes(tuple_)
     ip = parse_attributes(attrs.get(uapi.CTA_TUPLE_IP, b""))
@@ -212,9 +188,7 @@ def _parse_address(raw: bytes) -> Addr:
     return Addr(V4_PREFIX + raw) if len(raw) == 4 else Addr(raw)
 
 
-def _encode_request(
-    msg_type: int, flow: ConntrackFlow, timeout: int = 0, flags: int = 0
-) -> NetlinkRequest:
+def _encode_request(msg_type: int, flow: ConntrackFlow, timeout: int = 0, flags: int = 0) -> NetlinkRequest:
     v4 = family_of(flow.destination) == 4
     body = struct.pack("=BBH", socket.AF_INET if v4 else socket.AF_INET6, 0, 0)
     endpoints = (flow.source, flow.source_port), (flow.destination, flow.destination_port)
@@ -226,27 +200,17 @@ def _encode_request(
     if msg_type == _CT_NEW:
         # ASSURED entries are not evicted when the table is full. CONFIRMED must be repeated: the
         # kernel sets it itself and refuses a request that would clear it (EBUSY).
-        status = (
-            ConntrackStatus.IPS_CONFIRMED
-            | ConntrackStatus.IPS_ASSURED
-            | ConntrackStatus.IPS_SEEN_REPLY
-        )
+        status = ConntrackStatus.IPS_CONFIRMED | ConntrackStatus.IPS_ASSURED | ConntrackStatus.IPS_SEEN_REPLY
         body += pack_attribute(uapi.CTA_STATUS, struct.pack(">I", status))
         body += pack_attribute(uapi.CTA_TIMEOUT, struct.pack(">I", timeout))
         if flow.protocol == socket.IPPROTO_TCP:
-            state = pack_attribute(
-                uapi.CTA_PROTOINFO_TCP_STATE, bytes((uapi.TCP_CONNTRACK_ESTABLISHED,))
-            )
+            state = pack_attribute(uapi.CTA_PROTOINFO_TCP_STATE, bytes((uapi.TCP_CONNTRACK_ESTABLISHED,)))
             body += pack_nested(uapi.CTA_PROTOINFO, pack_nested(uapi.CTA_PROTOINFO_TCP, state))
     return NetlinkRequest(msg_type, body, flags)
 
 
-def _encode_tuple(
-    protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], v4: bool
-) -> Iterator[bytes]:
-    src_type, dst_type = (
-        (uapi.CTA_IP_V4_SRC, uapi.CTA_IP_V4_DST) if v4 else (uapi.CTA_IP_V6_SRC, uapi.CTA_IP_V6_DST)
-    )
+def _encode_tuple(protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], v4: bool) -> Iterator[bytes]:
+    src_type, dst_type = (uapi.CTA_IP_V4_SRC, uapi.CTA_IP_V4_DST) if v4 else (uapi.CTA_IP_V6_SRC, uapi.CTA_IP_V6_DST)
     start = 12 if v4 else 0
     yield pack_nested(
         uapi.CTA_TUPLE_IP,

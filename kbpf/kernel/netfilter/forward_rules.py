@@ -110,18 +110,14 @@ class BaseChain:
     def next_handle(self) -> int | None:
         """The handle of the foreign rule that follows ours; None if ours is last."""
         return (
-            self.foreign_rules[self.insert_position].handle
-            if self.insert_position < len(self.foreign_rules)
-            else None
+            self.foreign_rules[self.insert_position].handle if self.insert_position < len(self.foreign_rules) else None
         )
 
     def has_masquerade_rule(self, mark: int) -> bool:
         """Whether there is exactly one rule of ours for masqueraded packets, at the right position
         and for this mark.
         """
-        return self._is_in_place(self.masquerade_rules) and self.masquerade_rules[
-            0
-        ].comment == masquerade_comment(mark)
+        return self._is_in_place(self.masquerade_rules) and self.masquerade_rules[0].comment == masquerade_comment(mark)
 
     @property
     def has_keepalive_rule(self) -> bool:
@@ -230,9 +226,7 @@ def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, 
     return tuple(sorted(names))
 
 
-def list_closed_input_chains(
-    listing: Iterable[Json] | None = None, own_table: str = ""
-) -> tuple[str, ...]:
+def list_closed_input_chains(listing: Iterable[Json] | None = None, own_table: str = "") -> tuple[str, ...]:
     """The base chains at the input hook, in any table, that refuse packets by default.
     `own_table`: our own table, which is skipped.
     """
@@ -242,9 +236,7 @@ def list_closed_input_chains(
             continue
         if (chain.get("hook"), chain.get("type")) == ("input", "filter"):
             location = chain["family"], chain["table"], str(chain["name"])
-            if BaseChain(
-                *location, chain.get("policy") == "drop", _read_rules(*location)
-            ).is_closed:
+            if BaseChain(*location, chain.get("policy") == "drop", _read_rules(*location)).is_closed:
                 names.append(" ".join(location))
     return tuple(sorted(names))
 
@@ -344,9 +336,7 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
 
         library = nftables.Nftables()
     except (ImportError, OSError) as error:
-        raise KernelError(
-            f"libnftables cannot be loaded: {error}", "", "install python3-nftables"
-        ) from error
+        raise KernelError(f"libnftables cannot be loaded: {error}", "", "install python3-nftables") from error
     library.set_handle_output(True)  # rules are deleted by their handles
     library.set_dry_run(dry_run)
     with _library_lock:

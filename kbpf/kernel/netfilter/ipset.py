@@ -26,9 +26,7 @@ _DESTROY: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_DESTROY
 _LIST: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_LIST
 _NFGENMSG: Final = struct.pack("=BBH", socket.AF_INET, 0, 0)
 _PROTOCOL_ATTR: Final = pack_attribute(uapi.IPSET_ATTR_PROTOCOL, bytes((uapi.IPSET_PROTOCOL,)))
-_ABSENT_ERRNOS: Final = frozenset(
-    (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
-)
+_ABSENT_ERRNOS: Final = frozenset((errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
 """No such set, or the kernel has no ipset."""
 
 

@@ -43,10 +43,16 @@ def _run(*command: str, stdin: str = "") -> str:
     what = f"{command[0]} fails"
     try:
         result = subprocess.run(
-            command, input=stdin, encoding="utf-8", errors="surrogateescape", capture_output=True,
-            timeout=_TIMEOUT_S, check=False, cwd=children.WORKING_DIRECTORY,
+            command,
+            input=stdin,
+            encoding="utf-8",
+            errors="surrogateescape",
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            cwd=children.WORKING_DIRECTORY,
             env=children.child_environment(),
-        )  # fmt: skip
+        )
     except OSError as error:
         raise KernelError(f"{what}: {error}", command[0], HINT, error.errno or 0) from error
     except subprocess.TimeoutExpired as error:

@@ -21,9 +21,7 @@ from kbpf.kernel.netfilter.uapi import (
 
 _GET: Final = NFNL_SUBSYS_ACCT << 8 | NFNL_MSG_ACCT_GET
 _DELETE: Final = NFNL_SUBSYS_ACCT << 8 | NFNL_MSG_ACCT_DEL
-_ABSENT_ERRNOS: Final = frozenset(
-    (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
-)
+_ABSENT_ERRNOS: Final = frozenset((errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
 
 
 def delete(names: Iterable[str]) -> tuple[str, ...]:

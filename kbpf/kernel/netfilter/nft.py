@@ -210,9 +210,7 @@ def _parse_chain(body: bytes) -> dict[str, Any]:
             "type": parse_string(attrs.get(uapi.NFTA_CHAIN_TYPE, b"")),
             "hook": hooks[hook_number] if hook_number < len(hooks) else str(hook_number),
             "prio": int.from_bytes(hook[uapi.NFTA_HOOK_PRIORITY], "big", signed=True),
-            "policy": "accept"
-            if _parse_be(attrs[uapi.NFTA_CHAIN_POLICY]) == uapi.NF_ACCEPT
-            else "drop",
+            "policy": "accept" if _parse_be(attrs[uapi.NFTA_CHAIN_POLICY]) == uapi.NF_ACCEPT else "drop",
         }
     return chain
 

@@ -48,9 +48,7 @@ def accept_established(
     """
     family, table, chain = chain_key
     chain_header = _NFGENMSG.pack(NFPROTO[family], 0, 0)
-    chain_header += pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(
-        uapi.NFTA_RULE_CHAIN, chain
-    )
+    chain_header += pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(uapi.NFTA_RULE_CHAIN, chain)
     comment_bytes = comment.encode() + b"\0"
     rule = chain_header + pack_nested(uapi.NFTA_RULE_EXPRESSIONS, *_encode_expressions())
     rule += pack_attribute(
@@ -62,8 +60,7 @@ def accept_established(
     # NLM_F_CREATE alone inserts before POSITION, or at the head of the chain.
     flags = NLM_F_CREATE | (NLM_F_APPEND if next_handle is None else 0)
     delete_bodies = (
-        chain_header + pack_attribute(uapi.NFTA_RULE_HANDLE, _pack_be64(handle))
-        for handle in replaced_handles
+        chain_header + pack_attribute(uapi.NFTA_RULE_HANDLE, _pack_be64(handle)) for handle in replaced_handles
     )
     batch_header = _NFGENMSG.pack(0, 0, uapi.NFNL_SUBSYS_NFTABLES)
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:

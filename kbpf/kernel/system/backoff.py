@@ -27,9 +27,7 @@ class Backoff:
     steady_after: float = float("inf")
     tries: int = 0
 
-    def next_delay(
-        self, *, failed: bool = True, healthy_for: float = 0.0, retry_after: float = 0.0
-    ) -> float:
+    def next_delay(self, *, failed: bool = True, healthy_for: float = 0.0, retry_after: float = 0.0) -> float:
         """Returns the seconds to wait now. `healthy_for`: how many seconds it worked, 0 if never.
         `retry_after`: the minimum that the other side has asked for.
         """

@@ -21,9 +21,11 @@ def create(path: Path) -> Path:
         path.mkdir()
     except OSError as error:
         raise KernelError(
-            "cannot create the cgroup", str(path), "it needs root and a writable cgroup v2 mount",
+            "cannot create the cgroup",
+            str(path),
+            "it needs root and a writable cgroup v2 mount",
             errno=error.errno or 0,
-        ) from error  # fmt: skip
+        ) from error
     return path
 
 
@@ -69,9 +71,8 @@ def remove(path: Path, timeout: float = REMOVE_TIMEOUT_S) -> bool:
             # A killed process leaves its cgroup only once it has exited.
             if time.monotonic() > deadline:
                 raise KernelError(
-                    "cannot remove the cgroup", str(folder), "a process still runs in it",
-                    errno=errno.EBUSY,
-                )  # fmt: skip
+                    "cannot remove the cgroup", str(folder), "a process still runs in it", errno=errno.EBUSY
+                )
             time.sleep(0.01)
     return True
 
@@ -84,7 +85,5 @@ def _try_rmdir(folder: Path) -> bool:
     except OSError as error:
         if error.errno == errno.EBUSY:
             return False
-        raise KernelError(
-            "cannot remove the cgroup", str(folder), errno=error.errno or 0
-        ) from error
+        raise KernelError("cannot remove the cgroup", str(folder), errno=error.errno or 0) from error
     return True

@@ -54,9 +54,7 @@ def search_path(path: str | None = None) -> str:
     """PATH (or `path`) without relative entries (an empty one is the working directory); the
     system's default if nothing is left.
     """
-    return os.pathsep.join(
-        _absolute_entries(os.environ.get("PATH", "") if path is None else path)
-    ) or (os.defpath)
+    return os.pathsep.join(_absolute_entries(os.environ.get("PATH", "") if path is None else path)) or (os.defpath)
 
 
 def read_bounded(

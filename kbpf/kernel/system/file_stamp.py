@@ -17,9 +17,7 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        return cls(
-            status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev
-        )
+        return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev)
 
 
 UNREAD_STAMP: Final = FileStamp()

@@ -53,12 +53,19 @@ def probe_module(name: str) -> Probe:
 def _run(*command: str) -> int:
     try:
         return subprocess.run(
-            command, cwd=children.WORKING_DIRECTORY, env=children.child_environment(),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, timeout=MODPROBE_TIMEOUT_S, check=False,
-        ).returncode  # fmt: skip
+            command,
+            cwd=children.WORKING_DIRECTORY,
+            env=children.child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=MODPROBE_TIMEOUT_S,
+            check=False,
+        ).returncode
     except subprocess.TimeoutExpired as error:
         raise KernelError(
-            f"modprobe did not finish within {MODPROBE_TIMEOUT_S:.0f} s", command[-1],
-            "see the kernel's log", errno.ETIMEDOUT,
-        ) from error  # fmt: skip
+            f"modprobe did not finish within {MODPROBE_TIMEOUT_S:.0f} s",
+            command[-1],
+            "see the kernel's log",
+            errno.ETIMEDOUT,
+        ) from error

@@ -67,9 +67,7 @@ def _read_inode(path: Path) -> int:
         return 0
 
 
-def find_cgroup_root(
-    mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = _read_inode
-) -> Path:
+def find_cgroup_root(mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = _read_inode) -> Path:
     """Returns the root of the cgroup v2 hierarchy, also on machines with v1 and v2 (hybrid). Where
     only v1 is mounted, it is mounted for this process (mount_cgroup_root()).
 
@@ -77,11 +75,7 @@ def find_cgroup_root(
     in a cgroup namespace, as in a container, mountinfo shows a part as "/" and the root of the
     host's hierarchy as "/../..".
     """
-    cgroup_mounts = [
-        mount
-        for mount in (list_mounts() if mounts is None else mounts)
-        if mount.fs_type == "cgroup2"
-    ]
+    cgroup_mounts = [mount for mount in (list_mounts() if mounts is None else mounts) if mount.fs_type == "cgroup2"]
     root_mounts = [mount for mount in cgroup_mounts if inode_of(mount.path) == CGROUP_ROOT_INODE]
     if root_mounts:
         return min(root_mounts, key=lambda mount: len(mount.path.parts)).path
@@ -117,8 +111,7 @@ def mount_cgroup_root() -> Path:
         raise KernelError(
             "no cgroup v2 hierarchy is mounted, and it cannot be mounted",
             "/proc/self/mountinfo",
-            "on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant "
-            "CAP_SYS_ADMIN",
+            "on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant CAP_SYS_ADMIN",
             error.errno or 0,
         ) from error
     log.info("mounted the cgroup v2 hierarchy for this process: the node has cgroup v1 only")
@@ -139,9 +132,7 @@ def is_cgroup2(path: Path) -> bool:
     try:
         return (path / "cgroup.controllers").exists()
     except PermissionError as error:
-        raise KernelError(
-            "cannot read the cgroup", str(path), "run as root", error.errno or 0
-        ) from error
+        raise KernelError("cannot read the cgroup", str(path), "run as root", error.errno or 0) from error
 
 
 class Cgroup(NamedTuple):
@@ -222,9 +213,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
         while not ancestor.exists():
             ancestor = ancestor.parent
     except PermissionError as error:
-        raise KernelError(
-            "cannot read the pin folder", str(ancestor), "run as root", error.errno or 0
-        ) from error
+        raise KernelError("cannot read the pin folder", str(ancestor), "run as root", error.errno or 0) from error
     if not is_bpffs(ancestor):
         mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
         if any(mount.path == mount_point for mount in list_mounts()):
@@ -256,9 +245,7 @@ def mount_bpffs(path: Path) -> None:
     if files := sorted(os.listdir(path)):
         more = ", ..." if len(files) > MAX_NAMED_FILES else ""
         raise KernelError(
-            "will not mount a bpffs over a folder with files: "
-            f"{', '.join(files[:MAX_NAMED_FILES])}"
-            f"{more}",
+            f"will not mount a bpffs over a folder with files: {', '.join(files[:MAX_NAMED_FILES])}{more}",
             str(path),
             PIN_DIR_HINT,
         )
@@ -277,11 +264,7 @@ def is_own_bpffs(path: Path, mounts: tuple[Mount, ...] | None = None) -> bool:
     """Whether a bpffs is mounted at exactly this folder, as by mount_bpffs(); False for the
     machine's own at /sys/fs/bpf.
     """
-    path_mounts = [
-        mount
-        for mount in (list_mounts() if mounts is None else mounts)
-        if mount.path == path.resolve()
-    ]
+    path_mounts = [mount for mount in (list_mounts() if mounts is None else mounts) if mount.path == path.resolve()]
     return bool(path_mounts) and path_mounts[-1].fs_type == "bpf" and path_mounts[-1].path != BPF_FS
 
 

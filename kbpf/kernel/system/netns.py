@@ -88,9 +88,7 @@ def enter(path: Path) -> None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise KernelError(
-            "cannot open the network namespace", str(path), errno=error.errno or 0
-        ) from error
+        raise KernelError("cannot open the network namespace", str(path), errno=error.errno or 0) from error
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         if _is_own(fd):
@@ -119,6 +117,4 @@ def unshare() -> None:
     """Moves the calling thread to a new, empty network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET):
-        raise KernelError(
-            "cannot create a network namespace", "", "it needs CAP_SYS_ADMIN", ctypes.get_errno()
-        )
+        raise KernelError("cannot create a network namespace", "", "it needs CAP_SYS_ADMIN", ctypes.get_errno())

@@ -113,12 +113,8 @@ def find_uids(pod: str, find_node: Callable[[], str] = lambda: "") -> Mapping[st
     uids = {uid: name for uid, name in names if pod in (name, name.partition("/")[2])}
     if not uids:
         node = find_node()
-        hint = f"it is on node {node}" if node else (
-            "`kubectl get pods -A -o wide` shows the node of each Pod"
-        )  # fmt: skip
-        raise NotFoundError(
-            f"no Pod {pod} is on this node", str(LOG_FOLDER), f"{hint}: run this there"
-        )
+        hint = f"it is on node {node}" if node else ("`kubectl get pods -A -o wide` shows the node of each Pod")
+        raise NotFoundError(f"no Pod {pod} is on this node", str(LOG_FOLDER), f"{hint}: run this there")
     return uids
 
 

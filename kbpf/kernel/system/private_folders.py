@@ -51,9 +51,7 @@ def _path_components(folder: Path) -> Iterator[Path]:
     has symbolic links.
     """
     absolute = folder.absolute()
-    yield from dict.fromkeys(
-        (*absolute.parents[::-1], absolute, *(absolute.resolve().parents), absolute.resolve())
-    )
+    yield from dict.fromkeys((*absolute.parents[::-1], absolute, *(absolute.resolve().parents), absolute.resolve()))
 
 
 def lock_folder(folder: Path, timeout: float, hint: str) -> int:
@@ -67,8 +65,7 @@ def lock_folder(folder: Path, timeout: float, hint: str) -> int:
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise KernelError("cannot open the folder", str(folder), "run as root",
-                          error.errno or 0) from error  # fmt: skip
+        raise KernelError("cannot open the folder", str(folder), "run as root", error.errno or 0) from error
     try:
         _make_private(fd, folder)
         _lock(fd, folder, timeout, hint)
@@ -85,8 +82,7 @@ def _make_private(fd: int, folder: Path) -> None:
     try:
         os.fchmod(fd, PRIVATE_MODE)
     except OSError as error:
-        raise KernelError("cannot make the folder private", str(folder), "run as root",
-                          error.errno or 0) from error  # fmt: skip
+        raise KernelError("cannot make the folder private", str(folder), "run as root", error.errno or 0) from error
 
 
 def _lock(fd: int, folder: Path, timeout: float, hint: str) -> None:

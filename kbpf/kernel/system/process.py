@@ -57,9 +57,11 @@ def set_oom_score_adj(value: int) -> None:
             path.write_text(str(value))
     except OSError as error:
         raise KernelError(
-            f"cannot set oom_score_adj to {value}", str(path),
-            "a value below the current one needs CAP_SYS_RESOURCE", error.errno or 0,
-        ) from error  # fmt: skip
+            f"cannot set oom_score_adj to {value}",
+            str(path),
+            "a value below the current one needs CAP_SYS_RESOURCE",
+            error.errno or 0,
+        ) from error
 
 
 STAT_STATE, STAT_START_TIME = 0, 19

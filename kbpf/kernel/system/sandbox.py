@@ -24,9 +24,12 @@ FIRST_VICTIM: Final = "1000"
 
 
 def run(
-    action: Callable[[], Any], cgroup: Path | None = None, new_netns: bool = True,
-    enter_netns: Path | None = None, seconds: float = 0.0,
-) -> Any:  # fmt: skip
+    action: Callable[[], Any],
+    cgroup: Path | None = None,
+    new_netns: bool = True,
+    enter_netns: Path | None = None,
+    seconds: float = 0.0,
+) -> Any:
     """Runs `action` in a child process and returns its result, which must be JSON-serializable.
 
     The child runs in an empty network namespace, or in ours without `new_netns`, or in
@@ -63,18 +66,18 @@ def _read_to_end(fd: int, seconds: float) -> bytes:
     while True:
         if seconds and not wait_readable([fd], deadline - time.monotonic()):
             raise KernelError(
-                f"the child process has not finished within {seconds:g} s", "",
+                f"the child process has not finished within {seconds:g} s",
+                "",
                 "its cgroup may be frozen, or have no CPU time",
-            )  # fmt: skip
+            )
         if not (data := os.read(fd, CHUNK)):
             return b"".join(chunks)
         chunks.append(data)
 
 
 def _run_child(
-    action: Callable[[], Any], cgroup: Path | None, write_fd: int, new_netns: bool,
-    enter_netns: Path | None,
-) -> None:  # fmt: skip
+    action: Callable[[], Any], cgroup: Path | None, write_fd: int, new_netns: bool, enter_netns: Path | None
+) -> None:
     code = 1
     try:
         with contextlib.suppress(OSError):

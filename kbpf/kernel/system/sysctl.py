@@ -27,9 +27,7 @@ PortRange = tuple[int, int]
 def path_of(name: str, root: Path = ROOT, host_root: Path = HOST_ROOT) -> Path:
     """The file of a setting; the one below `host_root` if it exists."""
     relative_path = name.replace(".", "/")
-    return (
-        host_root / relative_path if (host_root / relative_path).exists() else root / relative_path
-    )
+    return host_root / relative_path if (host_root / relative_path).exists() else root / relative_path
 
 
 def read(name: str) -> str:
@@ -37,9 +35,7 @@ def read(name: str) -> str:
     try:
         return path_of(name).read_text().strip()
     except OSError as error:
-        raise KernelError(
-            f"cannot read the setting {name}", str(ROOT), "mount /proc", error.errno or 0
-        ) from error
+        raise KernelError(f"cannot read the setting {name}", str(ROOT), "mount /proc", error.errno or 0) from error
 
 
 def is_writable(name: str) -> bool:
@@ -58,9 +54,8 @@ def write(name: str, value: str) -> None:
         path_of(name).write_text(f"{value}\n")
     except OSError as error:
         raise KernelError(
-            f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}",
-            error.errno or errno.EIO,
-        ) from error  # fmt: skip
+            f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}", error.errno or errno.EIO
+        ) from error
 
 
 # ---- ports ---------------------------------------------------------------------------------------

@@ -47,11 +47,7 @@ class SupervisedThread:
     """
 
     def __init__(
-        self,
-        name: str,
-        target: Callable[[], None],
-        limit: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, name: str, target: Callable[[], None], limit: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name, self._target, self._limit, self._clock = name, target, limit, clock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -88,9 +84,8 @@ class SupervisedThread:
     def get_state(self) -> ThreadState:
         idle = self._clock() - self._last_beat
         return ThreadState(
-            self.name, self._thread.is_alive(), idle, self._limit, self._restarts,
-            self._describe_problem(idle),
-        )  # fmt: skip
+            self.name, self._thread.is_alive(), idle, self._limit, self._restarts, self._describe_problem(idle)
+        )
 
     def _describe_problem(self, idle: float) -> str:
         failing = self._failing_since
@@ -129,10 +124,7 @@ class SupervisedThread:
         """Resets the idle time. Called in each iteration of the work."""
         # Without a lock: only this thread writes, and others read one float or None at a time.
         self._last_beat = self._clock()
-        if (
-            self._failing_since is not None
-            and self._last_beat - self._last_failure >= FAILURE_RESET_S
-        ):
+        if self._failing_since is not None and self._last_beat - self._last_failure >= FAILURE_RESET_S:
             self._failing_since = None
 
 
@@ -164,6 +156,4 @@ def list_threads() -> tuple[ThreadState, ...]:
 
 def list_problems() -> tuple[str, ...]:
     """A line for each thread that is down or stuck."""
-    return tuple(
-        f"thread {thread.name}: {thread.problem}" for thread in list_threads() if thread.problem
-    )
+    return tuple(f"thread {thread.name}: {thread.problem}" for thread in list_threads() if thread.problem)

@@ -73,10 +73,7 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        access: Access,
-        on_request: RequestHandler = lambda *_: None,
-        allow_insecure: bool = False,
+        self, access: Access, on_request: RequestHandler = lambda *_: None, allow_insecure: bool = False
     ) -> None:
         self.access = access
         self.problems = () if allow_insecure else tuple(_insecure_access_problems(access))
@@ -142,18 +139,18 @@ class Cluster:
             log.warning(
                 "the API server's version went back from %r to %r (first seen by watch %s): it was "
                 "restored, or another server answers at %s; listing everything again",
-                old_version, new_version, name, self.url,
-            )  # fmt: skip
+                old_version,
+                new_version,
+                name,
+                self.url,
+            )
 
     def get_tls_context(self, credentials: Credentials) -> ssl.SSLContext | None:
         """Returns the TLS context for the certificates now on disk; None for http://."""
         access = self.access
         if not self.url.startswith("https:"):
             return None
-        stamp = (
-            credentials.cert,
-            *map(read_stamp, (access.ca_file, access.cert_file, access.key_file)),
-        )
+        stamp = (credentials.cert, *map(read_stamp, (access.ca_file, access.cert_file, access.key_file)))
         with self._lock:
             if self._tls is None or stamp != self._tls_stamp:
                 try:
@@ -161,9 +158,7 @@ class Cluster:
                 except SourceError as error:
                     if self._tls is None:
                         raise
-                    log.warning(
-                        "cannot use the new certificates, keeping the old ones error=%r", str(error)
-                    )
+                    log.warning("cannot use the new certificates, keeping the old ones error=%r", str(error))
             return self._tls
 
 
@@ -204,11 +199,7 @@ class PluginCredentials:
     for all watches, which fail together.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        rng: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, rng: Callable[[], float] = random.random) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._backoff = Backoff(1.0, 60.0, rng, steady_after=5.0)
@@ -258,10 +249,7 @@ class PluginCredentials:
     def _schedule_retry(self, *, failed: bool) -> None:
         now = self._clock()
         lifetime = 0.0 if self._issued_at is None else now - self._issued_at
-        self._retry_at, self._issued_at = (
-            now + self._backoff.next_delay(failed=failed, healthy_for=lifetime),
-            None,
-        )
+        self._retry_at, self._issued_at = (now + self._backoff.next_delay(failed=failed, healthy_for=lifetime), None)
 
 
 def _insecure_access_problems(access: Access) -> Iterator[str]:
@@ -303,9 +291,7 @@ def _make_tls_context(access: Access, credentials: Credentials) -> ssl.SSLContex
     field, where = "certificate-authority", access.ca_file or access.where
     try:
         ca_text = access.ca_data.decode() or None
-        context = ssl.create_default_context(
-            cafile=None if ca_text else access.ca_file or None, cadata=ca_text
-        )
+        context = ssl.create_default_context(cafile=None if ca_text else access.ca_file or None, cadata=ca_text)
         # Python 3.13 rejects CAs without an Authority Key Identifier; kubeadm's CAs have none.
         context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)
         context.set_alpn_protocols(["http/1.1"])
@@ -314,10 +300,7 @@ def _make_tls_context(access: Access, credentials: Credentials) -> ssl.SSLContex
         cert, key = credentials.cert or access.cert_data, credentials.key or access.key_data
         if cert or access.cert_file:
             field, where = "client-certificate or client-key", access.cert_file or access.where
-            with (
-                _as_file(cert, access.cert_file) as cert_path,
-                _as_file(key, access.key_file) as key_path,
-            ):
+            with _as_file(cert, access.cert_file) as cert_path, _as_file(key, access.key_file) as key_path:
                 context.load_cert_chain(cert_path, key_path or None, password=lambda: "")
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
@@ -407,9 +390,7 @@ def _plugin_main(path: str) -> int:
     try:
         merger = KubeConfigMerger(path)
         # An OIDC provider may replace the refresh token, and the old one becomes invalid: save it.
-        loader = KubeConfigLoader(
-            merger.config, config_base_path=None, config_persister=merger.save_changes
-        )
+        loader = KubeConfigLoader(merger.config, config_base_path=None, config_persister=merger.save_changes)
         config = Configuration()
         loader.load_and_set(config)
     except (ConfigException, OSError, ValueError) as error:

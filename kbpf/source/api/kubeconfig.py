@@ -212,9 +212,7 @@ def _load_file(path: Path) -> _KubeconfigFile:
         return msgspec.convert(next(documents, None), _KubeconfigFile)
     except OSError as error:
         hint = "give the kubeconfig's path with --kubeconfig"
-        raise ConfigError(
-            f"cannot read the kubeconfig: {error.strerror}", str(path), hint
-        ) from error
+        raise ConfigError(f"cannot read the kubeconfig: {error.strerror}", str(path), hint) from error
     except (msgspec.ValidationError, *bounded_yaml.YAML_ERRORS) as error:
         raise ConfigError(f"not a kubeconfig: {format_decode_error(error)}", str(path)) from error
 
@@ -237,7 +235,5 @@ def _check_url(server: str, where: str) -> str:
     except ValueError:
         is_valid = False
     if not is_valid:
-        raise ConfigError(
-            f"not the URL of an API server: {server!r}", where, "write https://HOST:PORT"
-        )
+        raise ConfigError(f"not the URL of an API server: {server!r}", where, "write https://HOST:PORT")
     return server.rstrip("/")

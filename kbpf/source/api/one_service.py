@@ -78,9 +78,7 @@ def read(cluster: Cluster, namespace: str, name: str, node_name: str) -> Service
             for found in objects(replace(SLICES, path=path, label_selector=selector))
             if isinstance(found, EndpointSlice)
         )
-        nodes = [
-            found for found in objects(own_node_resource(node_name)) if isinstance(found, Node)
-        ]
+        nodes = [found for found in objects(own_node_resource(node_name)) if isinstance(found, Node)]
     return ServiceObjects(services[0], slices, (*nodes, Node(node_name))[0], tuple(errors))
 
 

@@ -80,7 +80,5 @@ class OutageLog:
                 del self._reasons[key]
             if not recovered:
                 return None
-            names = {
-                watch for r in recovered.values() for watch in r.affected_names
-            } - self._failing_since.keys()
+            names = {watch for r in recovered.values() for watch in r.affected_names} - self._failing_since.keys()
             return Outage(tuple(sorted(names)), now - min(r.start for r in recovered.values()))

@@ -9,13 +9,7 @@ import msgspec
 
 from kbpf.errors import SourceError
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
-from kbpf.source.api.resource import (
-    HttpStatusError,
-    Resource,
-    html_page_error,
-    is_html,
-    make_status_error,
-)
+from kbpf.source.api.resource import HttpStatusError, Resource, html_page_error, is_html, make_status_error
 from kbpf.source.api.transport import ApiConnection
 from kbpf.source.decode import wire
 from kbpf.source.decode.fields import format_json_error
@@ -51,30 +45,23 @@ def decode_page(body: bytearray) -> wire.ListPage:
         if is_html(body):
             raise html_page_error() from error
         hint = "is this a Kubernetes API server?"
-        raise SourceError(
-            f"the response is not a list: {format_json_error(error)}", hint=hint
-        ) from error
+        raise SourceError(f"the response is not a list: {format_json_error(error)}", hint=hint) from error
 
 
 def list_once(
-    connection: ApiConnection,
-    cluster: Cluster,
-    resource: Resource,
-    handle: Callable[[msgspec.Raw], None],
+    connection: ApiConnection, cluster: Cluster, resource: Resource, handle: Callable[[msgspec.Raw], None]
 ) -> None:
     """Calls `handle` with each object, for a command that needs them once. Raises SourceError."""
     deadline = time.monotonic() + MAX_LIST_S
 
     def list_page(token: str) -> wire.ListMeta:
         if time.monotonic() > deadline:
-            raise SourceError(f"the {resource.name} are not complete after {MAX_LIST_S:.0f} s",
-                              cluster.url)  # fmt: skip
+            raise SourceError(f"the {resource.name} are not complete after {MAX_LIST_S:.0f} s", cluster.url)
         response = connection.request(resource.page_query(token), accept=resource.accept(False))
         if response.status != 200:
             raise make_status_error(
-                resource, response.status, response.reason, response.read_error_body(),
-                cluster.access.where,
-            )  # fmt: skip
+                resource, response.status, response.reason, response.read_error_body(), cluster.access.where
+            )
         what = f"a page of {resource.name}"
         page = decode_page(response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT_S, what))
         for raw in page.items or ():

@@ -42,14 +42,7 @@ from kbpf.model.events import Kind, ObjectKey, Synced
 from kbpf.source.api import watch
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
 from kbpf.source.api.pages import decode_page, process_pages
-from kbpf.source.api.resource import (
-    PAGE_SIZE,
-    HttpStatusError,
-    Resource,
-    html_page_error,
-    is_html,
-    make_status_error,
-)
+from kbpf.source.api.resource import PAGE_SIZE, HttpStatusError, Resource, html_page_error, is_html, make_status_error
 from kbpf.source.api.transport import RESPONSE_TIMEOUT, ApiConnection, ReadTimeout, Response
 from kbpf.source.api.versions import History, KnownVersions, is_rewind
 from kbpf.source.api.watch import WatchStream
@@ -104,12 +97,7 @@ class Reflector:
     ) -> None:
         self._cluster, self._resource, self._emit = cluster, resource, emit
         self._full_resource, self._is_narrowed = resource, False
-        self._clock, self._rng, self._wait, self._silence_timeout = (
-            clock,
-            rng,
-            wait,
-            silence_timeout,
-        )
+        self._clock, self._rng, self._wait, self._silence_timeout = (clock, rng, wait, silence_timeout)
         self._connection = ApiConnection(cluster, response_timeout=response_timeout)
         self._backoff = Backoff(FIRST_RETRY, MAX_RETRY, rng, STEADY_AFTER)
         self._forbidden_backoff = Backoff(FIRST_FORBIDDEN_RETRY, MAX_FORBIDDEN_RETRY, rng)
@@ -249,10 +237,7 @@ class Reflector:
                 raise
             is_narrowed = True
         if is_narrowed != self._is_narrowed:
-            self._is_narrowed, self._resource = (
-                is_narrowed,
-                narrow if is_narrowed else self._full_resource,
-            )
+            self._is_narrowed, self._resource = (is_narrowed, narrow if is_narrowed else self._full_resource)
             self._is_relist = False  # objects that are no longer requested have not drifted
             log.info("watch scope changed name=%s all=%s", narrow.name, not is_narrowed)
 
@@ -266,9 +251,7 @@ class Reflector:
             response = self._request("list", self._resource.page_query(token))
             what = f"a page of {self._resource.name}"
             with self._cluster.page_memory.lease() as reserve:
-                return self._process_page(
-                    response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve)
-                )
+                return self._process_page(response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve))
 
         self._finish_list(process_pages(list_page).resource_version or "")
 
@@ -280,17 +263,13 @@ class Reflector:
                 self._update_object(decode.decode_object(self._resource.kind, raw))
             except ObjectError as error:
                 self._known_versions.mark_unreadable()
-                log.warning(
-                    "cannot read an object watch=%s error=%r", self._resource.name, error.what
-                )
+                log.warning("cannot read an object watch=%s error=%r", self._resource.name, error.what)
         return page.metadata
 
     def _stream_list(self) -> None:
         """Lists and then watches, in one stream."""
         self._begin_list()
-        response = self._request(
-            "list", self._resource.stream_query(self._watch_timeout()), self._silence_timeout
-        )
+        response = self._request("list", self._resource.stream_query(self._watch_timeout()), self._silence_timeout)
         self._stream_broke_off = True  # until the end mark has arrived
         self._process_stream(response, WatchStream(self._resource.kind, initial=True))
 
@@ -308,8 +287,9 @@ class Reflector:
             self._drift += self._known_versions.drift
             log.warning(
                 "objects changed without an event name=%s objects=%d; the new list corrects them",
-                self._resource.name, self._known_versions.drift,
-            )  # fmt: skip
+                self._resource.name,
+                self._known_versions.drift,
+            )
         if is_rewind(self._last_version, version):
             self._cluster.report_rewind(self._resource.name, self._last_version, version)
         self._version = self._last_version = version
@@ -320,9 +300,7 @@ class Reflector:
         # After all objects of the list: the agent programs nothing before.
         self._emit(Synced(self._resource.kind))
         if not self._status.synced:
-            log.info(
-                "source synced name=%s objects=%d", self._resource.name, len(self._known_versions)
-            )
+            log.info("source synced name=%s objects=%d", self._resource.name, len(self._known_versions))
         self._status = replace(self._status, synced=True)
 
     def _begin_relist(self) -> None:
@@ -379,9 +357,7 @@ class Reflector:
 
     def _watch(self) -> None:
         response = self._request(
-            "watch",
-            self._resource.watch_query(self._version, self._watch_timeout()),
-            self._silence_timeout,
+            "watch", self._resource.watch_query(self._version, self._watch_timeout()), self._silence_timeout
         )
         self._record_success()
         self._process_stream(response, WatchStream(self._resource.kind, self._version))
@@ -459,11 +435,7 @@ class Reflector:
                 raise SourceError(f"{code}{message.message}")
             case watch.MalformedLine():
                 # It may have been an event; a list is needed to know.
-                log.warning(
-                    "cannot read an event watch=%s error=%r",
-                    self._resource.name,
-                    message.error,
-                )
+                log.warning("cannot read an event watch=%s error=%r", self._resource.name, message.error)
                 self._unreadable_line = f"a line is not an event: {message.error}"
                 if self._version:
                     self._version = ""
@@ -482,19 +454,13 @@ class Reflector:
         """Sends a GET; returns the response if its status is 200, else raises."""
         self._verb = verb
         response = self._connection.request(
-            query,
-            silence_timeout=silence_timeout,
-            accept=self._resource.accept(is_watch="watch=1" in query),
+            query, silence_timeout=silence_timeout, accept=self._resource.accept(is_watch="watch=1" in query)
         )
         self._last_contact = self._clock()
         if response.status == 200:
             return response
         error = make_status_error(
-            self._resource,
-            response.status,
-            response.reason,
-            response.read_error_body(),
-            self._cluster.access.where,
+            self._resource, response.status, response.reason, response.read_error_body(), self._cluster.access.where
         )
         error.retry_after = response.retry_after
         self._adapt_to_error(error, streaming="sendInitialEvents" in query)
@@ -508,9 +474,7 @@ class Reflector:
             self._resource = self._resource.without_field_selector()
             raise _WatchEnded
         if error.status in (400, 422) and streaming:
-            log.info(
-                "server does not support streaming lists, using pages name=%s", self._resource.name
-            )
+            log.info("server does not support streaming lists, using pages name=%s", self._resource.name)
             self._may_stream = False
             raise _WatchEnded
         if error.status == 410:
@@ -528,9 +492,7 @@ class Reflector:
         """Returns the seconds until the next attempt: permission may be granted at any time."""
         if not self._is_forbidden_logged:
             self._is_forbidden_logged = True
-            log.info(
-                "not permitted, continuing without name=%s; %s", self._resource.name, error.hint
-            )
+            log.info("not permitted, continuing without name=%s; %s", self._resource.name, error.hint)
         self._version, self._listing_since = "", None
         self._status = replace(self._status, state=SourceState.FORBIDDEN, failures=0, error="")
         return self._forbidden_backoff.next_delay()
@@ -539,18 +501,8 @@ class Reflector:
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"
         line = str(SourceError(what, error.where or self._cluster.url, error.hint))
         reason = f"{error.what} {error.where} {error.hint}"
-        if outage := self._cluster.outages.record_failure(
-            self._resource.name, reason, self._clock()
-        ):
+        if outage := self._cluster.outages.record_failure(self._resource.name, reason, self._clock()):
             names = ",".join(outage.names)
-            log.warning(
-                "watch failed name=%s for=%.0fs error=%r; %s",
-                names,
-                outage.seconds,
-                line,
-                IN_FORCE_HINT,
-            )
+            log.warning("watch failed name=%s for=%.0fs error=%r; %s", names, outage.seconds, line, IN_FORCE_HINT)
         failures = self._status.failures + 1
-        self._status = replace(
-            self._status, state=SourceState.RETRYING, failures=failures, error=line
-        )
+        self._status = replace(self._status, state=SourceState.RETRYING, failures=failures, error=line)

@@ -155,9 +155,7 @@ def html_page_error() -> SourceError:
     return SourceError("the response is an HTML page", hint=HTML_HINT)
 
 
-def make_status_error(
-    resource: Resource, status: int, reason: str, body: bytes, where: str
-) -> HttpStatusError:
+def make_status_error(resource: Resource, status: int, reason: str, body: bytes, where: str) -> HttpStatusError:
     """Turns a response into an error that says what to do. `where`: the origin of the
     credentials.
     """

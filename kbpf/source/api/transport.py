@@ -350,8 +350,7 @@ class ApiConnection:
         finally:
             if not self._closed:
                 host, seconds = f"{self._host}:{self._port}", time.monotonic() - start
-                log.debug("request %s %s host=%s code=%s ms=%.1f", method, path, host, code,
-                          seconds * 1000)  # fmt: skip
+                log.debug("request %s %s host=%s code=%s ms=%.1f", method, path, host, code, seconds * 1000)
                 self._cluster.on_request(host, method, code, seconds)
 
     def _exchange(self, method: str, path: str, body: bytes | None, accept: str) -> _RawResponse:
@@ -459,9 +458,7 @@ def explain_error(error: Exception, url: str, where: str) -> SourceError:
         hint = "this address is itself a Service; give --master https://HOST:PORT of the server"
     match error:
         case ResponseLimitExceeded():
-            return ResponseLimitExceeded(
-                error.what, url, "is this a Kubernetes API server, and is it healthy?"
-            )
+            return ResponseLimitExceeded(error.what, url, "is this a Kubernetes API server, and is it healthy?")
         case SourceError():
             return error
         case ssl.SSLError():

@@ -78,15 +78,11 @@ class KnownVersions:
     def newest_keys(self) -> list[ObjectKey]:
         """The objects that changed last, the newest first; none if no version is a number."""
         versions = {
-            key: version
-            for key, state in self._states.items()
-            if (version := parse_version(state.version)) is not None
+            key: version for key, state in self._states.items() if (version := parse_version(state.version)) is not None
         }
         return heapq.nlargest(MAX_COMPARED, versions, key=versions.__getitem__)
 
-    def check_newest(
-        self, key: ObjectKey | None, item: DecodedObject | None, watched: str
-    ) -> History:
+    def check_newest(self, key: ObjectKey | None, item: DecodedObject | None, watched: str) -> History:
         """Compares an object of newest_keys() with the server's, None if it has none. `watched`:
         the version from which a watch would report changes.
         """
@@ -158,11 +154,7 @@ class KnownVersions:
             return True  # the same uid and version with another content: etcd was restored
         # A version that the watch has passed already: the change was never reported.
         version = parse_version(state.version)
-        return (
-            self._heard_through is not None
-            and version is not None
-            and version <= self._heard_through
-        )
+        return self._heard_through is not None and version is not None and version <= self._heard_through
 
     def _delete(self, key: ObjectKey, now: float) -> Delete:
         del self._states[key]

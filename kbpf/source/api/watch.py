@@ -63,9 +63,7 @@ class VersionRewind(msgspec.Struct, frozen=True):
     new_version: str
 
 
-WatchMessage = (
-    ObjectChanged | InitialListEnd | VersionExpired | WatchFailed | MalformedLine | VersionRewind
-)
+WatchMessage = ObjectChanged | InitialListEnd | VersionExpired | WatchFailed | MalformedLine | VersionRewind
 
 _LINE_DECODER: Final = msgspec.json.Decoder(wire.WatchEvent)
 _BOOKMARK_DECODER: Final = msgspec.json.Decoder(wire.Bookmark)

@@ -42,9 +42,7 @@ def parse_algorithm(text: str | None, skipped: list[str]) -> Algorithm | None:
         return Algorithm(text.strip())
     except ValueError:
         choices = " or ".join(Algorithm)
-        skipped.append(
-            f"{_annotation_path(ALGORITHM_ANNOTATION)}: {text[:64]!r} is unknown; write {choices}"
-        )
+        skipped.append(f"{_annotation_path(ALGORITHM_ANNOTATION)}: {text[:64]!r} is unknown; write {choices}")
         return None
 
 
@@ -63,8 +61,7 @@ def parse_weights(text: str | None, skipped: list[str]) -> Weights | None:
         quoted = [repr(item[:64]) for item in bad[:_MAX_SHOWN]] or ["''"]
         suffix = f" and {len(bad) - _MAX_SHOWN} more" if len(bad) > _MAX_SHOWN else ""
         skipped.append(
-            f"{_annotation_path(WEIGHTS_ANNOTATION)}: cannot use {', '.join(quoted)}{suffix}; "
-            f"{_SYNTAX_HINT}"
+            f"{_annotation_path(WEIGHTS_ANNOTATION)}: cannot use {', '.join(quoted)}{suffix}; {_SYNTAX_HINT}"
         )
     return _build_weights(rules) if rules else None
 

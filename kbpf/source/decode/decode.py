@@ -106,15 +106,11 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> DecodedObject:
     decoder = _DECODERS[kind]
     size = len(memoryview(data))  # a msgspec.Raw has no len(); this does not copy it
     if size <= LARGE_OBJECT_BYTES:
-        return _decode(
-            kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model
-        )
+        return _decode(kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model)
     if size > MAX_OBJECT_BYTES:
         raise ObjectError(f"not a {kind}: larger than {MAX_OBJECT_BYTES >> 20} MiB")
     with _LARGE_OBJECT_LOCK:
-        return _decode(
-            kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model
-        )
+        return _decode(kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model)
 
 
 def convert_object(kind: Kind, value: object) -> DecodedObject:
@@ -168,9 +164,7 @@ def decode_service(obj: wire.Service) -> Service | None:
         and check_port(health_check_port, "spec.healthCheckNodePort"),  # 0: none
         creation_timestamp=obj.metadata.creation_timestamp or "",
         algorithm=parse_algorithm(annotations.algorithm, skipped),
-        weights=None
-        if annotations.weights is None
-        else parse_weights(annotations.weights, skipped),
+        weights=None if annotations.weights is None else parse_weights(annotations.weights, skipped),
         mesh=find_control_plane(labels),
         skipped=tuple(skipped),
     )
@@ -277,9 +271,7 @@ def decode_pod(obj: wire.Pod) -> Pod | None:
         return None
     uid = meta.uid or ""
     if not _UID_PATTERN.fullmatch(uid):
-        raise ObjectError(
-            f"metadata.uid: {escape_name(uid)!r} is not a uid" if uid else "metadata.uid: missing"
-        )
+        raise ObjectError(f"metadata.uid: {escape_name(uid)!r} is not a uid" if uid else "metadata.uid: missing")
     return Pod(
         namespace=intern(meta.namespace or ""),
         name=meta.name,
@@ -306,9 +298,7 @@ def _decode(
             meta = decode_meta(data).metadata
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as meta_error:
             raise ObjectError(f"not a {kind}: {format_decode_error(meta_error)}") from error
-        return DecodedObject(
-            _object_key(kind, meta), meta.resource_version or "", None, format_decode_error(error)
-        )
+        return DecodedObject(_object_key(kind, meta), meta.resource_version or "", None, format_decode_error(error))
     uid = obj.metadata.uid or ""
     key, version = _object_key(kind, obj.metadata), obj.metadata.resource_version or ""
     try:
@@ -321,9 +311,7 @@ def _decode(
     return DecodedObject(key, version, result, uid=uid)
 
 
-def _object_key(
-    kind: Kind, meta: wire.ObjectMeta | wire.PodMeta | wire.PartialObjectMeta
-) -> ObjectKey:
+def _object_key(kind: Kind, meta: wire.ObjectMeta | wire.PodMeta | wire.PartialObjectMeta) -> ObjectKey:
     if not meta.name:
         raise ObjectError(f"not a {kind}: metadata.name: missing")
     namespace = "" if kind is Kind.NODE else intern(escape_name(meta.namespace or ""))
@@ -382,10 +370,7 @@ def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[
 def _source_ranges(spec: wire.ServiceSpec) -> tuple[Cidr, ...]:
     """Sorted and without duplicates, which keeps the policy fast for long lists."""
     entries = enumerate(spec.load_balancer_source_ranges or ())
-    return tuple(
-        sorted({parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
-                for i, text in entries})
-    )  # fmt: skip
+    return tuple(sorted({parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]") for i, text in entries}))
 
 
 def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Addr, ...]:
@@ -409,10 +394,7 @@ def _usable_addresses(entries: Iterable[tuple[str, str]], skipped: list[str]) ->
     for path, text in entries:
         if len(addresses) == MAX_ADDRESSES:
             skipped.append(
-                with_path(
-                    path,
-                    f"this and all further addresses are left out: the limit is {MAX_ADDRESSES}",
-                )
+                with_path(path, f"this and all further addresses are left out: the limit is {MAX_ADDRESSES}")
             )
             break
         try:
@@ -435,9 +417,7 @@ def _note_leading_zeros(text: str, address: Addr, path: str, skipped: list[str])
 
 
 def _affinity_timeout(spec: wire.ServiceSpec) -> int:
-    kind = check_one_of(
-        spec.session_affinity or "None", ("None", "ClientIP"), "spec.sessionAffinity"
-    )
+    kind = check_one_of(spec.session_affinity or "None", ("None", "ClientIP"), "spec.sessionAffinity")
     if kind == "None":
         return 0
     config = spec.session_affinity_config
@@ -490,9 +470,7 @@ def _endpoints(
         # One string for all endpoints on a node or in a zone.
         node_name, zone = intern(endpoint.node_name or ""), endpoint.zone or ""
         zone = intern(zone if len(zone) <= MAX_TEXT_LENGTH else f"{zone[:MAX_TEXT_LENGTH]}...")
-        result.append(
-            Endpoint(address, is_ready, serving, terminating, node_name, zone, zones, nodes)
-        )
+        result.append(Endpoint(address, is_ready, serving, terminating, node_name, zone, zones, nodes))
         pods.append(_pod_name(endpoint.target_ref) if endpoint.target_ref is not None else "")
     return tuple(result)
 

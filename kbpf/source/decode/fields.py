@@ -113,9 +113,7 @@ def special_address_problem(address: Addr) -> str:
     does not. The API server does not check the addresses of load balancers at all.)
     """
     return (
-        _special_address_problem_v4(address[12:])
-        if address[:12] == V4_PREFIX
-        else _special_address_problem_v6(address)
+        _special_address_problem_v4(address[12:]) if address[:12] == V4_PREFIX else _special_address_problem_v6(address)
     )
 
 

@@ -50,10 +50,7 @@ SHAPE_BY_KIND: Final = {
     ),
     Kind.NODE: _shape(
         _TOP_LEVEL_FIELDS,
-        spec=_shape(
-            "podCIDR podCIDRs providerID unschedulable taints configSource externalID "
-            "podPreemptionPolicy"
-        ),
+        spec=_shape("podCIDR podCIDRs providerID unschedulable taints configSource externalID podPreemptionPolicy"),
     ),
     Kind.POD: _shape(_TOP_LEVEL_FIELDS),
 }

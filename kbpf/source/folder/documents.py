@@ -82,9 +82,7 @@ def parse_documents(name: str, data: bytes) -> FileContents:
                 raise ObjectError(f"{path}kind: missing")
             if kind not in API_VERSIONS:
                 if suggestion := _suggest_kind(kind, value):
-                    raise ObjectError(
-                        f"{path}kind: {escape_name(kind)} is not supported; {suggestion}"
-                    )
+                    raise ObjectError(f"{path}kind: {escape_name(kind)} is not supported; {suggestion}")
                 ignored_kinds[kind] = None
                 continue
             item, where = _decode_item(kind, value, path), name
@@ -96,11 +94,7 @@ def parse_documents(name: str, data: bytes) -> FileContents:
             unknown = chain(find_unknown_fields(Kind(kind), value), find_unknown_annotations(value))
             for field in islice(unknown, MAX_PROBLEMS_PER_FILE - len(problems)):
                 location = f"{name}:{lines.find_line(document, f'{path}{field.path}:')}"
-                owner = (
-                    "an annotation of kbpf"
-                    if "annotations[" in field.path
-                    else f"a field of {_WITH_ARTICLE[kind]}"
-                )
+                owner = "an annotation of kbpf" if "annotations[" in field.path else f"a field of {_WITH_ARTICLE[kind]}"
                 what = f"{item.key}: {escape_name(path + field.path)} is not {owner}"
                 hint = f"is {field.suggestion} meant?" if field.suggestion else "it is ignored"
                 problems.append(str(ObjectError(what, location, hint)))
@@ -109,9 +103,7 @@ def parse_documents(name: str, data: bytes) -> FileContents:
                 where = f"{name}:{lines.find_line(document, error.what)}"
                 problems.append(str(ObjectError(error.what, where)))
     if len(problems) == MAX_PROBLEMS_PER_FILE:
-        problems.append(
-            f"{name}: only the first {MAX_PROBLEMS_PER_FILE} problems of a file are listed"
-        )
+        problems.append(f"{name}: only the first {MAX_PROBLEMS_PER_FILE} problems of a file are listed")
     return FileContents(tuple(objects), tuple(ignored_kinds), tuple(problems))
 
 
@@ -135,9 +127,7 @@ def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedO
     if isinstance(meta, dict) and kind != Kind.NODE and not meta.get("namespace"):
         value["metadata"] = {**meta, "namespace": "default"}
     if kind == Kind.SLICE and isinstance(ports, list):
-        value["ports"] = [
-            {"name": "", **port} if isinstance(port, dict) else port for port in ports
-        ]
+        value["ports"] = [{"name": "", **port} if isinstance(port, dict) else port for port in ports]
     item = decode.convert_object(Kind(kind), value)
     return item._replace(error=path + item.error) if item.error else item
 

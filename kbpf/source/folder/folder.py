@@ -139,8 +139,7 @@ class FolderSource:
         changed = [
             name
             for name in stamps.keys() | self._files.keys()
-            if (name in stamps) != (name in self._files)
-            or (name in stamps and stamps[name] != self._files[name].stamp)
+            if (name in stamps) != (name in self._files) or (name in stamps and stamps[name] != self._files[name].stamp)
         ]
         # A file is read once two polls have seen the same stamp: before, it may be incomplete.
         stable = [n for n in changed if is_first or stamps.get(n) == self._last_stamps.get(n)]
@@ -213,9 +212,7 @@ class FolderSource:
             return False
         self._last_stamps = {}
         if EMPTY_FOLDER_PROBLEM not in self._status.problems:
-            log.warning(
-                "%s path=%s seconds=%g", EMPTY_FOLDER_PROBLEM, self._path, self._empty_grace
-            )
+            log.warning("%s path=%s seconds=%g", EMPTY_FOLDER_PROBLEM, self._path, self._empty_grace)
             problems = (*self._status.problems, EMPTY_FOLDER_PROBLEM)
             self._status = replace(self._status, problems=problems, authoritative=False)
         return True
@@ -236,9 +233,7 @@ class FolderSource:
                     self._emit(Upsert(key, obj, now))
                 self._emitted[key] = obj
                 self._rejected.pop(key, None)
-        present_keys = {
-            k for k, located in winners.items() if located.item.error or located.item.object
-        }
+        present_keys = {k for k, located in winners.items() if located.item.error or located.item.object}
         for key in sorted((self._emitted.keys() | self._rejected.keys()) - present_keys):
             self._emitted.pop(key, None)
             self._creation_times.pop(key, None)
@@ -277,9 +272,7 @@ class FolderSource:
         for name, file in self._files.items():
             for kind in set(file.contents.ignored_kinds) - self._logged_kinds:
                 self._logged_kinds.add(kind)
-                log.info(
-                    "ignored objects of a kind that kbpf does not use kind=%s file=%s", kind, name
-                )
+                log.info("ignored objects of a kind that kbpf does not use kind=%s file=%s", kind, name)
         # The agent logs what is wrong with an object; here it is only listed.
         rejected = [f"{key}: {error}" for key, error in self._rejected.items()]
         self._status = replace(
@@ -295,9 +288,7 @@ class FolderSource:
         if line != self._status.error:
             log.warning("cannot read the folder error=%r", line)
         failures = self._status.failures + 1
-        self._status = replace(
-            self._status, state=SourceState.RETRYING, failures=failures, error=line
-        )
+        self._status = replace(self._status, state=SourceState.RETRYING, failures=failures, error=line)
 
 
 def check_folder(path: Path) -> None:

@@ -72,14 +72,10 @@ def build_view(inspection: Inspection) -> PacketView:
         connections=fill.open if fill else 0,
         entries=entries,
         max_connections=fill.max_connections if fill else 0,
-        alarm=fill is not None
-        and state == "on"
-        and fill.needed >= ALARM_SHARE * fill.max_connections,
+        alarm=fill is not None and state == "on" and fill.needed >= ALARM_SHARE * fill.max_connections,
         created=created,
         # If created < entries, the counters are younger than the map: they were reset.
-        entries_lost=created - entries
-        if created >= entries and not uses_conntrack(inspection)
-        else None,
+        entries_lost=created - entries if created >= entries and not uses_conntrack(inspection) else None,
         evicted=inspection.reasons.get(Reason.EVICTED, 0),
     )
 
@@ -122,9 +118,7 @@ def format_parts(view: PacketView) -> Iterator[str]:
     yield "packet path\n" + indent(format_facts(_packet_path_facts(view)))
     if view.failed:
         more = view.failed_count - len(view.failed)
-        yield format_table(view.failed, FAILURE_COLUMNS) + (
-            f"\nand {more} more devices" if more > 0 else ""
-        )
+        yield format_table(view.failed, FAILURE_COLUMNS) + (f"\nand {more} more devices" if more > 0 else "")
 
 
 def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:

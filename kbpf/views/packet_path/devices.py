@@ -40,10 +40,7 @@ def build_rows(inspection: Inspection) -> tuple[DeviceRow, ...]:
     """One row per device, sorted by ifindex."""
     failed = inspection.packet_status.failed if inspection.packet_status else ()
     failures = {failure.device: failure.detail for failure in failed}
-    return tuple(
-        _build_row(device, inspection, failures.get(device.name, ""))
-        for device in inspection.host_devices
-    )
+    return tuple(_build_row(device, inspection, failures.get(device.name, "")) for device in inspection.host_devices)
 
 
 def _build_row(device: HostDevice, inspection: Inspection, failure: str) -> DeviceRow:

@@ -10,15 +10,7 @@ from kbpf.model.address import format_addr
 from kbpf.model.inspection import Inspection, Part, SnatUsage, TranslatedSource
 from kbpf.model.reasons import Reason
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import (
-    Column,
-    Kind,
-    Page,
-    format_duration,
-    format_facts,
-    format_table,
-    namespace_of,
-)
+from kbpf.views.page import Column, Kind, Page, format_duration, format_facts, format_table, namespace_of
 
 NEEDS: Final = Part.NAMES | Part.ENDPOINTS | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
 
@@ -102,10 +94,7 @@ COLUMNS: Final = (
 # ---- the page ------------------------------------------------------------------------------------
 
 
-KIND: Final = Kind(
-    "TranslatedSourceList", TranslatedSource, NatView,
-    namespaces=lambda row: namespace_of(row.service),
-)  # fmt: skip
+KIND: Final = Kind("TranslatedSourceList", TranslatedSource, NatView, namespaces=lambda row: namespace_of(row.service))
 
 
 def build_page(inspection: Inspection) -> Page:

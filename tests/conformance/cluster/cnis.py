@@ -57,9 +57,7 @@ def start(cluster: Cluster) -> None:
                 *network.command(node, cluster.kubeconfig("admin")),
             ]
             environment = network.environment(node)
-            daemons[node.name] = start_service(
-                cluster, machine, network.daemon, command, environment
-            )
+            daemons[node.name] = start_service(cluster, machine, network.daemon, command, environment)
     for name, node in nodes.items():
         wait_for(
             f"{network.name} is ready on {name}",

@@ -60,9 +60,7 @@ def make_users(cluster: Cluster) -> None:
             "current-context": "conformance",
             "clusters": [{"name": "conformance", "cluster": server}],
             "users": [{"name": name, "user": {"token": token}}],
-            "contexts": [
-                {"name": "conformance", "context": {"cluster": "conformance", "user": name}}
-            ],
+            "contexts": [{"name": "conformance", "context": {"cluster": "conformance", "user": name}}],
         }
         write(cluster.kubeconfig(name), config, 0o600)
     write(cluster.pki / "tokens.csv", "".join(tokens), 0o600)

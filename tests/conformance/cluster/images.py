@@ -24,9 +24,13 @@ PACKAGES = (
     "nftables,conntrack,ca-certificates,hostname,iputils-ping,tcpdump"
 )
 DEBSTRAP = (
-    "mmdebstrap", "--quiet", "--variant=essential", f"--include={PACKAGES}",
-    "--dpkgopt=path-exclude=/usr/share/{doc,man,locale,info}/*", SUITE,
-)  # fmt: skip
+    "mmdebstrap",
+    "--quiet",
+    "--variant=essential",
+    f"--include={PACKAGES}",
+    "--dpkgopt=path-exclude=/usr/share/{doc,man,locale,info}/*",
+    SUITE,
+)
 
 
 class _Packer:
@@ -134,14 +138,8 @@ class _Packer:
 
 def archives(programs: dict[str, Path], version: Version) -> list[Path]:
     """The archives of a version, built if necessary."""
-    inputs = [
-        str(programs[name]) for name in ("agnhost", "cluster-coredns", "regression-issue-74839")
-    ]
-    sources = [
-        Path(__file__),
-        Path(__file__).with_name("oci.py"),
-        Path(__file__).parents[1] / "versions.py",
-    ]
+    inputs = [str(programs[name]) for name in ("agnhost", "cluster-coredns", "regression-issue-74839")]
+    sources = [Path(__file__), Path(__file__).with_name("oci.py"), Path(__file__).parents[1] / "versions.py"]
     text = " ".join([*inputs, *DEBSTRAP, *(path.read_text() for path in sources)])
     folder = go_build.cache() / "conformance" / _digest(text)
 

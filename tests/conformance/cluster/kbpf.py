@@ -73,10 +73,6 @@ def _adapted(object_: Object) -> Object:
 
 def _bounding_set() -> set[int]:
     """The numbers of the capabilities that this machine can grant."""
-    (line,) = (
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("CapBnd:")
-    )
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapBnd:"))
     bits = int(line.split()[1], 16)
     return {number for number in range(bits.bit_length()) if bits >> number & 1}

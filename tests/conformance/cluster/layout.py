@@ -203,9 +203,7 @@ def shell(script: str, netns: str = "") -> None:
     call([*enter, "bash", "-e", "-s"], script)
 
 
-def wait_for(
-    condition: str, check: Callable[[], bool], seconds: float = 600, step: float = 0.3
-) -> None:
+def wait_for(condition: str, check: Callable[[], bool], seconds: float = 600, step: float = 0.3) -> None:
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:

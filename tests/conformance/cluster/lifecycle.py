@@ -109,10 +109,7 @@ def _machines(node_count: int) -> dict[str, Machine]:
     listed = [
         Machine(CONTROL_PLANE, "control-plane", CONTROL_PLANE_HOST),
         Machine(CLIENT, "client", CLIENT_HOST),
-        *(
-            Machine(f"node{index}", "node", FIRST_NODE_HOST + index, index)
-            for index in range(1, node_count + 1)
-        ),
+        *(Machine(f"node{index}", "node", FIRST_NODE_HOST + index, index) for index in range(1, node_count + 1)),
     ]
     return {machine.name: machine for machine in listed}
 
@@ -137,9 +134,7 @@ def _start(created: Cluster, archives: Sequence[Path], proxy: str) -> None:
         nodes.start_kubelet(created, node)
     if proxy:
         proxies.start(created, proxy)
-    wait_for(
-        "all nodes are ready", lambda: nodes.ready_nodes(created) == len(created.nodes), step=1
-    )
+    wait_for("all nodes are ready", lambda: nodes.ready_nodes(created) == len(created.nodes), step=1)
     control_plane.start_load_balancer(created)
     created.kubectl("apply", "-f", str(FILES / "coredns.yaml"))
     if proxy:

@@ -56,9 +56,7 @@ class Api:
     def _request(self, method: str, path: str, body: str | None = None) -> Object:
         """A PATCH may answer with an error: the Service has changed, and is read again anyway."""
         if self._connection is None:
-            self._connection = http.client.HTTPSConnection(
-                self._address, context=self._context, timeout=10
-            )
+            self._connection = http.client.HTTPSConnection(self._address, context=self._context, timeout=10)
         try:
             self._connection.request(method, path, body, self._headers)
             return dict(json.loads(self._connection.getresponse().read()))
@@ -149,9 +147,7 @@ class LoadBalancer:
             self._routes.pop(address, None)
             self._pools[family].used.discard(address)
 
-    def _route(
-        self, service: Object, nodes: list[Node], healthy: dict[tuple[str, int], bool]
-    ) -> None:
+    def _route(self, service: Object, nodes: list[Node], healthy: dict[tuple[str, int], bool]) -> None:
         port = _health_port(service)
         targets = [node for node in nodes if healthy[node.addresses[0], port]]
         if not targets and port == PROXY_HEALTH_PORT:
@@ -210,11 +206,7 @@ def _is_excluded(node: Object) -> bool:
 
 
 def _node(node: Object) -> Node:
-    addresses = [
-        each["address"]
-        for each in node["status"].get("addresses", ())
-        if each["type"] == "InternalIP"
-    ]
+    addresses = [each["address"] for each in node["status"].get("addresses", ()) if each["type"] == "InternalIP"]
     ipv4 = [each for each in addresses if ":" not in each]
     ipv6 = [each for each in addresses if ":" in each]
     return Node((ipv4[0] if ipv4 else "", ipv6[0] if ipv6 else ""))

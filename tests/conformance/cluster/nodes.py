@@ -66,8 +66,7 @@ def node_object(cluster: Cluster, machine: Machine) -> Object:
         "spec": {"podCIDR": machine.pod_cidrs[0], "podCIDRs": list(machine.pod_cidrs)},
         "status": {
             "addresses": [
-                {"type": "InternalIP", "address": address}
-                for address in _reported_addresses(cluster, machine)
+                {"type": "InternalIP", "address": address} for address in _reported_addresses(cluster, machine)
             ]
         },
     }
@@ -153,8 +152,6 @@ def start_kubelet(cluster: Cluster, machine: Machine) -> None:
 def ready_nodes(cluster: Cluster) -> int:
     """The number of nodes that kubelet reports as ready."""
     conditions = [
-        condition
-        for node in cluster.get("nodes")["items"]
-        for condition in node["status"].get("conditions", ())
+        condition for node in cluster.get("nodes")["items"] for condition in node["status"].get("conditions", ())
     ]
     return sum(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

@@ -44,9 +44,7 @@ def start(cluster: Cluster, proxy: str) -> None:
     processes = {}
     for node in cluster.nodes:
         command = _command(cluster, node, proxy)
-        processes[node.name] = start_service(
-            cluster, node, SERVICE, command, environment(cluster, node)
-        )
+        processes[node.name] = start_service(cluster, node, SERVICE, command, environment(cluster, node))
     time.sleep(1.5)
     for name, process in processes.items():
         if process.poll() is not None:
@@ -72,9 +70,7 @@ def stop(cluster: Cluster) -> None:
 
 def _run(cluster: Cluster, node: Machine, command: list[str]) -> None:
     with cluster.files(node.name, "log", "proxy-cleanup.log").open("ab") as log:
-        subprocess.run(
-            [*inside(cluster, node), *command], stdout=log, stderr=log, timeout=300, check=False
-        )
+        subprocess.run([*inside(cluster, node), *command], stdout=log, stderr=log, timeout=300, check=False)
 
 
 def _command(cluster: Cluster, node: Machine, proxy: str) -> list[str]:
@@ -152,9 +148,9 @@ def wait_until_serving(cluster: Cluster) -> None:
         kbpf.wait(cluster)
 
     def has_dns() -> bool:
-        status = json.loads(
-            call(cluster.kubectl_command("-n=kube-system", "get", "deploy/coredns", "-o=json"))
-        )["status"]
+        status = json.loads(call(cluster.kubectl_command("-n=kube-system", "get", "deploy/coredns", "-o=json")))[
+            "status"
+        ]
         return int(status.get("availableReplicas", 0)) == 2
 
     wait_for("CoreDNS is available", has_dns, step=1)

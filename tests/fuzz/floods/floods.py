@@ -31,13 +31,7 @@ from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from tests.fuzz.floods.kube_proxy_node import (
-    FRONT,
-    NODE_PORT,
-    SECOND_POD,
-    SILENT,
-    serve_by_kube_proxy,
-)
+from tests.fuzz.floods.kube_proxy_node import FRONT, NODE_PORT, SECOND_POD, SILENT, serve_by_kube_proxy
 from tests.fuzz.packets.node import (
     BACK_PORT,
     CLIENT,
@@ -193,8 +187,7 @@ class Clients:
         self.tried.clear()
         self.served.clear()
         self._threads = [
-            threading.Thread(target=lambda n=n: inside_of(self.where, lambda: self._dial(n)))
-            for n in range(THREADS)
+            threading.Thread(target=lambda n=n: inside_of(self.where, lambda: self._dial(n))) for n in range(THREADS)
         ]
         for thread in self._threads:
             thread.start()
@@ -247,12 +240,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        cache: Path,
-        way: str,
-        connections: int,
-        seed: int,
-        answer_seconds: float = ANSWER_SECONDS,
+        self, cache: Path, way: str, connections: int, seed: int, answer_seconds: float = ANSWER_SECONDS
     ) -> None:
         self.cache, self.way, self.connections, self.seed = cache, way, connections, seed
         self.answer_seconds = answer_seconds
@@ -290,12 +278,15 @@ class Arena:
             netns=self.name,
         )
         for where, device, own, to, addresses in (
-            (self.outside, "fc0", "c0", ROUTED_BY,
-             (f"{CLIENT[4]}/32", f"{HONEST}/32", f"{CLIENT[6]}/128", "198.18.1.2/32",
-              "fd00:18:1::2/128")),
-            (self.pods, "fb0", "b0", OWN["b0"],
-             (f"{POD['b0'][4]}/32", f"{SECOND_POD}/32", f"{POD['b0'][6]}/128")),
-        ):  # fmt: skip
+            (
+                self.outside,
+                "fc0",
+                "c0",
+                ROUTED_BY,
+                (f"{CLIENT[4]}/32", f"{HONEST}/32", f"{CLIENT[6]}/128", "198.18.1.2/32", "fd00:18:1::2/128"),
+            ),
+            (self.pods, "fb0", "b0", OWN["b0"], (f"{POD['b0'][4]}/32", f"{SECOND_POD}/32", f"{POD['b0'][6]}/128")),
+        ):
             mac = mac_of(self.name, own)
             quiet = (
                 f"echo 0 > /proc/sys/net/ipv6/conf/{device}/disable_ipv6;"
@@ -303,12 +294,8 @@ class Arena:
                 "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done"
             )
             run(*inside(where, None, "sh", "-c", quiet))
-            ip("link set lo up", f"link set {device} address {NEIGHBOUR}",
-               f"link set {device} up", netns=where)  # fmt: skip
-            lines = [
-                f"addr add {each} dev {device}" + (" nodad" if ":" in each else "")
-                for each in addresses
-            ]
+            ip("link set lo up", f"link set {device} address {NEIGHBOUR}", f"link set {device} up", netns=where)
+            lines = [f"addr add {each} dev {device}" + (" nodad" if ":" in each else "") for each in addresses]
             for hop in to.values():
                 lines.append(f"neigh replace {hop} lladdr {mac} dev {device} nud permanent")
                 lines.append(f"route add {hop} dev {device}")
@@ -333,22 +320,26 @@ class Arena:
             inside_of(self.name, flush_conntrack)
 
     def send(
-        self,
-        kind: str,
-        to: str,
-        port: int,
-        rate: int,
-        seconds: float,
-        wait: float = 3.0,
-        most: int = 0,
+        self, kind: str, to: str, port: int, rate: int, seconds: float, wait: float = 3.0, most: int = 0
     ) -> tuple[int, int, float]:
         """Runs flood.c; returns frames sent, datagrams that came back, and seconds."""
         self.seed += 1
         command = (
-            str(self.program), "send", kind, "fc0", mac_of(self.name, "c0"), to, str(port),
-            str(rate), str(seconds), str(KEPT_PORTS.start), str(len(KEPT_PORTS)), str(self.seed),
-            str(wait), str(most),
-        )  # fmt: skip
+            str(self.program),
+            "send",
+            kind,
+            "fc0",
+            mac_of(self.name, "c0"),
+            to,
+            str(port),
+            str(rate),
+            str(seconds),
+            str(KEPT_PORTS.start),
+            str(len(KEPT_PORTS)),
+            str(self.seed),
+            str(wait),
+            str(most),
+        )
         sent, back, took = run(*inside(self.outside, None, *command)).split()
         return int(sent), int(back), float(took)
 
@@ -371,9 +362,7 @@ class Arena:
             figures.honest, figures.served = clients.tried, clients.served
         finally:
             clients.close()
-        figures.reasons = {
-            each.name: count for each, count in (self.reasons() - before).items() if count
-        }
+        figures.reasons = {each.name: count for each, count in (self.reasons() - before).items() if count}
         return figures
 
     def many_clients(self, rate: int, seconds: float, most: int = 0) -> Figures:
@@ -387,9 +376,7 @@ class Arena:
         figures.sent, figures.served["udp"], figures.seconds = sent
         figures.honest["udp"] = figures.sent
         figures.tracked, _ = self.held()
-        figures.reasons = {
-            each.name: count for each, count in (self.reasons() - before).items() if count
-        }
+        figures.reasons = {each.name: count for each, count in (self.reasons() - before).items() if count}
         return figures
 
     def reasons(self) -> Counter[Reason]:
@@ -407,9 +394,7 @@ class Arena:
         now = time.monotonic_ns()
         later = now + HELD_SECONDS * flow_entries.NS_PER_SECOND
         entries = [raw for _, raw in self.kbpf.site.entries("flows").items()]
-        held = sum(
-            raw[99] == FlowDirection.SNAT_REPLY and keeps_port(raw, later) for raw in entries
-        )
+        held = sum(raw[99] == FlowDirection.SNAT_REPLY and keeps_port(raw, later) for raw in entries)
         return sum(map(flow_entries.is_original, entries)), held
 
 
@@ -437,11 +422,15 @@ def served() -> DesiredState:
     """The Services as kbpf's desired state."""
     two = f"{POD['b0'][4]}:{BACK_PORT} {SECOND_POD}:{BACK_PORT}"
     made = [
-        plane.service(f"front{family}-{protocol.name.lower()}",
-                f"LoadBalancer={end(FRONT[family], FRONT_PORT)}",
-                end(POD["b0"][family], BACK_PORT), protocol)
-        for family in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
-    ]  # fmt: skip
+        plane.service(
+            f"front{family}-{protocol.name.lower()}",
+            f"LoadBalancer={end(FRONT[family], FRONT_PORT)}",
+            end(POD["b0"][family], BACK_PORT),
+            protocol,
+        )
+        for family in (4, 6)
+        for protocol in (Protocol.TCP, Protocol.UDP)
+    ]
     silent = f"{POD['b0'][4]}:8081"
     made.append(plane.service("silent", f"LoadBalancer={FRONT[4]}:{SILENT}", silent, Protocol.UDP))
     made.append(plane.service("dns", f"NodePort=0.0.0.0:{NODE_PORT}", two, Protocol.UDP))

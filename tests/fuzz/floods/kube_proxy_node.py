@@ -11,14 +11,7 @@ from typing import Final, NamedTuple
 from tests.fuzz.packets.node import BACK_PORT, FRONT_PORT, POD, ROUTED_BY, VIP
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Object
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.lab.lab import inside, until
 
@@ -34,17 +27,16 @@ def objects() -> Iterator[Object]:
     yield node(NODE_NAME, *ROUTED_BY.values())
     udp = partial(port, protocol="UDP")
     front = service(
-        "front", port(FRONT_PORT, "tcp", target=BACK_PORT),
-        udp(FRONT_PORT, "udp", target=BACK_PORT), udp(SILENT, "silent", target=8081),
-        type="LoadBalancer", families=("IPv4", "IPv6"),
-    )  # fmt: skip
+        "front",
+        port(FRONT_PORT, "tcp", target=BACK_PORT),
+        udp(FRONT_PORT, "udp", target=BACK_PORT),
+        udp(SILENT, "silent", target=8081),
+        type="LoadBalancer",
+        families=("IPv4", "IPv6"),
+    )
     yield front
     yield service("dns", udp(53, target=BACK_PORT, node_port=NODE_PORT), type="NodePort")
-    ports = [
-        slice_port(BACK_PORT, "tcp"),
-        slice_port(BACK_PORT, "udp", "UDP"),
-        slice_port(8081, "silent", "UDP"),
-    ]
+    ports = [slice_port(BACK_PORT, "tcp"), slice_port(BACK_PORT, "udp", "UDP"), slice_port(8081, "silent", "UDP")]
     for family in (4, 6):
         pod = endpoint(POD["b0"][family], node=NODE_NAME)
         yield endpoint_slice("front", pod, ports=ports, family=f"IPv{family}")

@@ -37,14 +37,7 @@ from kbpf.source.decode import decode
 from tests.fuzz.inputs.histories import OPERATIONS, same_policy
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Kube, Object
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    namespace,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, namespace, port, service, slice_port
 from tests.support.faults.faults import Cut, FaultProxy
 from tests.support.lab.lab import PATIENCE, until
 
@@ -103,9 +96,7 @@ class Observer:
 class History:
     """One history. `alone`: no other one runs, so the server itself may fail."""
 
-    def __init__(
-        self, server: ApiServer, proxy: FaultProxy, space: str, seed: int, alone: bool
-    ) -> None:
+    def __init__(self, server: ApiServer, proxy: FaultProxy, space: str, seed: int, alone: bool) -> None:
         self._server, self._proxy, self._space, self._alone = server, proxy, space, alone
         self._chance = random.Random(seed)
         self._observer = Observer(space)
@@ -121,13 +112,16 @@ class History:
             cluster = source.Cluster(access)
             reflectors = [
                 Reflector(
-                    cluster, resource, self._observer.put,
-                    rng=random.Random(self._chance.random()).random, wait=_wait_briefly,
+                    cluster,
+                    resource,
+                    self._observer.put,
+                    rng=random.Random(self._chance.random()).random,
+                    wait=_wait_briefly,
                     silence_timeout=SILENCE_SECONDS,
                     relist_interval=RELIST_ALONE_SECONDS if self._alone else RELIST_INTERVAL,
                 )
                 for resource in (SERVICES, SLICES)
-            ]  # fmt: skip
+            ]
             for reflector in reflectors:
                 reflector.start()
             try:
@@ -165,9 +159,7 @@ class History:
     def _check_policy(self, there: dict[ObjectKey, Any]) -> None:
         queues = {kind: list[Event]() for kind in KINDS}
         for event in self._observer.events:
-            queues[event.key.kind if isinstance(event, Delete | Upsert) else event.kind].append(
-                event
-            )
+            queues[event.key.kind if isinstance(event, Delete | Upsert) else event.kind].append(event)
         whole = [Upsert(key, obj, 0.0) for key, obj in there.items()]
         same_policy(self._chance, list(queues.values()), whole)
 
@@ -220,9 +212,7 @@ class History:
         faults: dict[str, Callable[[], object]] = {
             "cut": lambda: self._proxy.cut_watches(self._chance.choice(list(Cut))),
             "expired": self._proxy.expire_watches,
-            "error": lambda: self._proxy.answer(
-                self._chance.choice(STATUSES), self._chance.randint(1, 3), verb=None
-            ),
+            "error": lambda: self._proxy.answer(self._chance.choice(STATUSES), self._chance.randint(1, 3), verb=None),
             "no stream": lambda: self._proxy.refuse_initial_events(self._chance.choice((400, 422))),
             "slow": lambda: self._proxy.delay(0.3 * self._chance.random(), 2),
             "frozen": self._proxy.freeze_watches,
@@ -243,8 +233,7 @@ def _wait_briefly(stop: threading.Event, seconds: float) -> object:
 
 def _caught_up(observer: Observer, there: dict[ObjectKey, Any]) -> None:
     try:
-        until("what is known is what the server has", lambda: observer.snapshot() == there,
-              CATCH_UP_SECONDS)  # fmt: skip
+        until("what is known is what the server has", lambda: observer.snapshot() == there, CATCH_UP_SECONDS)
     except AssertionError as error:
         known = observer.snapshot()
         more, fewer = sorted(known.keys() - there.keys()), sorted(there.keys() - known.keys())
@@ -263,9 +252,7 @@ def history(server: ApiServer, space: str, seed: int, operations: int, alone: bo
     return made.done
 
 
-def histories(
-    server: ApiServer, seed: int, count: int, operations: int, deadline: float | None
-) -> Counter[str]:
+def histories(server: ApiServer, seed: int, count: int, operations: int, deadline: float | None) -> Counter[str]:
     """Runs `count` histories from this seed on, one in ALONE_EVERY alone; returns what they did."""
     done: Counter[str] = Counter()
     with server.kube() as kube:

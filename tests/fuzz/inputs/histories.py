@@ -202,9 +202,7 @@ class Server:
         for obj in objects:
             yield self._event("ADDED", obj)
         self._was_listed(objects)
-        yield _line(
-            "BOOKMARK", {"metadata": {"resourceVersion": str(revision), "annotations": END}}
-        )
+        yield _line("BOOKMARK", {"metadata": {"resourceVersion": str(revision), "annotations": END}})
         yield from self._events(revision, restores)
 
     # --- watches ---
@@ -306,9 +304,7 @@ def play(kind: Kind, resource: Resource, seed: int, operations: int) -> tuple[Mo
     def put(event: Event) -> None:
         said.append(event)
         if isinstance(event, Delete):
-            assert event.key.name in server.may_go, (
-                f"{event.key}: nothing showed that it is deleted"
-            )
+            assert event.key.name in server.may_go, f"{event.key}: nothing showed that it is deleted"
             del known[event.key.name]
         elif isinstance(event, Upsert):
             known[event.key.name] = event.object
@@ -317,9 +313,13 @@ def play(kind: Kind, resource: Resource, seed: int, operations: int) -> tuple[Mo
         server.now += seconds
 
     reflector = Reflector(
-        Cluster(Access("http://model", "the model")), resource, put,
-        clock=lambda: server.now, rng=chance.random, wait=wait,
-    )  # fmt: skip
+        Cluster(Access("http://model", "the model")),
+        resource,
+        put,
+        clock=lambda: server.now,
+        rng=chance.random,
+        wait=wait,
+    )
     reflector._connection = server  # type: ignore[assignment]
     reflector.run(server.stop)
     expected = {name: _object(kind, obj) for name, obj in model.objects.items()}
@@ -351,9 +351,7 @@ def history(seed: int, operations: int = OPERATIONS) -> int:
     return len(first) + len(second)
 
 
-def same_policy(
-    chance: random.Random, said: Sequence[Sequence[Event]], whole: Sequence[Upsert]
-) -> None:
+def same_policy(chance: random.Random, said: Sequence[Sequence[Event]], whole: Sequence[Upsert]) -> None:
     """The events of all kinds, interleaved at random, must lead to the same desired state as the
     final objects. Raises AssertionError.
     """

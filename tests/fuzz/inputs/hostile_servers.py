@@ -26,9 +26,7 @@ VISIBLE_SECONDS: Final = PATIENCE
 HEAL_SECONDS: Final = PATIENCE
 """Enough for a back-off of 30 s and for a Retry-After of 90 s."""
 END: Final = {"k8s.io/initial-events-end": "true"}
-KINDS: Final = {
-    "services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"
-}  # fmt: skip
+KINDS: Final = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"}
 
 
 class Row(NamedTuple):
@@ -193,33 +191,43 @@ ROWS: Final = (
     Row("an endless head", endless(HEAD, b"X-Filler: " + b"x" * 1000 + b"\r\n")),
     Row("an endless line in the head", endless(HEAD + b"X: ", b"x" * 65536)),
     Row("an endless page", paged(endless(JSON + b"\r\n", b" " * 65536))),
-    Row("an endless page of objects", paged(endless(JSON + b"\r\n" + META, b"{},"*20_000))),
+    Row("an endless page of objects", paged(endless(JSON + b"\r\n" + META, b"{}," * 20_000))),
     Row("a slow head, byte by byte", endless(HEAD, b"X", 1.0), slow=True),
     Row("a slow error, byte by byte", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0), slow=True),
     Row("a slow page, byte by byte", paged(endless(JSON + b"\r\n", b" ", 1.0)), slow=True),
     Row("a slow list, byte by byte", endless(CHUNKED, chunk(b" "), 1.0), slow=True),
-    Row("a slow watch, byte by byte", listed(then=endless(b"", chunk(b"x"), 1.0)),
-        slow=True),
+    Row("a slow watch, byte by byte", listed(then=endless(b"", chunk(b"x"), 1.0)), slow=True),
     Row("a list without an end", growing, slow=True),
     Row("a line of 64 MiB", sends(CHUNKED, *[chunk(b"x" * (1 << 20))] * 64)),
     Row("lines of 64 MiB in a watch", listed(*[b"x" * (1 << 20)] * 64)),
     Row("10^5 nested arrays, a page", page(b"[" * 100_000)),
     Row("10^5 nested arrays, an item", page(META + b"[" * 100_000 + b"]" * 100_000 + b"]}")),
-    Row("10^5 nested arrays, an event",
-        listed(b'{"type":"ADDED","object":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")),
+    Row(
+        "10^5 nested arrays, an event", listed(b'{"type":"ADDED","object":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
+    ),
     Row("2,000,000 items", page(META + b"{}," * 2_000_000 + b"{}]}")),
-    Row("a Service with 1,500,000 ports",
-        page(META + b'{"metadata":{"name":"a"},"spec":{"clusterIP":"10.0.0.1","ports":['
-             + b"{}," * 1_500_000 + b"{}]}}]}"), heals=True),
-    Row("a slice with 1,500,000 endpoints",
-        page(META + b'{"metadata":{"name":"a","labels":{"kubernetes.io/service-name":"a"}},'
-             b'"addressType":"IPv4","endpoints":[' + b"{}," * 1_500_000 + b"{}]}]}"), heals=True),
-    Row("an object of 7 MiB", page(META + b'{"metadata":{"name":"a","x":"' + b"x" * (7 << 20)
-                                   + b'"}}]}'), heals=True),
+    Row(
+        "a Service with 1,500,000 ports",
+        page(
+            META
+            + b'{"metadata":{"name":"a"},"spec":{"clusterIP":"10.0.0.1","ports":['
+            + b"{}," * 1_500_000
+            + b"{}]}}]}"
+        ),
+        heals=True,
+    ),
+    Row(
+        "a slice with 1,500,000 endpoints",
+        page(
+            META + b'{"metadata":{"name":"a","labels":{"kubernetes.io/service-name":"a"}},'
+            b'"addressType":"IPv4","endpoints":[' + b"{}," * 1_500_000 + b"{}]}]}"
+        ),
+        heals=True,
+    ),
+    Row("an object of 7 MiB", page(META + b'{"metadata":{"name":"a","x":"' + b"x" * (7 << 20) + b'"}}]}'), heals=True),
     Row("a length that is too long, and the end", sends(JSON + b"Content-Length: 99\r\n\r\n{}")),
     Row("a length that is too short", sends(JSON + b"Content-Length: 2\r\n\r\n{}{}{}{}")),
-    Row("a length of 5,000 digits",
-        sends(JSON + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")),
+    Row("a length of 5,000 digits", sends(JSON + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")),
     Row("a negative length", sends(JSON + b"Content-Length: -5\r\n\r\n{}")),
     Row("a chunk of 2^64 bytes", sends(CHUNKED + b"ffffffffffffffff\r\n{}")),
     Row("a chunk's length without an end", endless(CHUNKED, b"f" * 65536)),
@@ -248,25 +256,37 @@ ROWS: Final = (
     Row("410 after each list", listed(line("ERROR", {"code": 410}), then=Exchange.end)),
     Row("410 always", status(410)),
     Row("429 and an absurd Retry-After", status(429, Retry_After="99999999999999"), slow=True),
-    Row("500 in the watch",
-        listed(line("ERROR", {"code": 500, "message": "x"}), then=Exchange.end)),
+    Row("500 in the watch", listed(line("ERROR", {"code": 500, "message": "x"}), then=Exchange.end)),
     Row("401 always", status(401)),
     Row("403 with escape sequences", status(403, "\x1b[2J\x1b]0;x\x07")),
     Row("endless pages", paged(next_page), slow=True),
-    Row("a page that continues with itself",
-        page(b'{"metadata":{"continue":"x","resourceVersion":"5"},"items":[]}')),
-)  # fmt: skip
+    Row("a page that continues with itself", page(b'{"metadata":{"continue":"x","resourceVersion":"5"},"items":[]}')),
+)
 BOUNDED: Final = tuple(
-    row for row in ROWS
-    if row.name in {
-        "an endless error", "an endless head", "an endless page of objects", "a line of 64 MiB",
-        "10^5 nested arrays, an item", "2,000,000 items", "a slow error, byte by byte",
-        "a Service with 1,500,000 ports", "a length that is too long, and the end",
-        "HTTP/2 preface", "1xx without an end", "redirects", "a gzip bomb",
-        "a page of 64 MiB in gzip, without an end", "invalid gzip",
-        "bookmarks that go back", "other content each time, and 410", "410 always",
+    row
+    for row in ROWS
+    if row.name
+    in {
+        "an endless error",
+        "an endless head",
+        "an endless page of objects",
+        "a line of 64 MiB",
+        "10^5 nested arrays, an item",
+        "2,000,000 items",
+        "a slow error, byte by byte",
+        "a Service with 1,500,000 ports",
+        "a length that is too long, and the end",
+        "HTTP/2 preface",
+        "1xx without an end",
+        "redirects",
+        "a gzip bomb",
+        "a page of 64 MiB in gzip, without an end",
+        "invalid gzip",
+        "bookmarks that go back",
+        "other content each time, and 410",
+        "410 always",
     }
-)  # fmt: skip
+)
 """Rows that take a few seconds, one or two of each kind."""
 
 
@@ -318,8 +338,7 @@ def is_error_reported(report: dict[str, Any]) -> bool:
 
 def is_healthy(report: dict[str, Any]) -> bool:
     return all(
-        source["synced"] and source["state"] == "watching" and not source["error"]
-        for source in report["sources"]
+        source["synced"] and source["state"] == "watching" and not source["error"] for source in report["sources"]
     )
 
 
@@ -346,8 +365,7 @@ def survive(row: Row) -> str:
             child.watch(VISIBLE_SECONDS, lambda _: time.monotonic() > hold)
             script.step = ordinary
             healed = child.watch(
-                HEAL_SECONDS,
-                lambda report: is_healthy(report) and (row.heals or report["known"] >= 1),
+                HEAL_SECONDS, lambda report: is_healthy(report) and (row.heals or report["known"] >= 1)
             )
             return f"visible {told:.1f} s, well {healed:.1f} s, {child.peak:.0f} MB"
 

@@ -60,10 +60,7 @@ class Page:
             self._counted, self._count_due = os.urandom(1) * PAGE_BYTES, now + COUNT_SECONDS
         if now >= self._due:
             own = b"# made\n" * 1000
-            self._answer, self._due = (
-                HttpResponse(200, own, body_tail=self._counted),
-                now + FRESH_SECONDS,
-            )
+            self._answer, self._due = (HttpResponse(200, own, body_tail=self._counted), now + FRESH_SECONDS)
         return self._answer
 
 
@@ -132,9 +129,7 @@ def broken(sock: socket.socket, raw: bytes) -> None:
     sock.send(raw)
 
 
-NUISANCES: Final[tuple[Callable[[socket.socket, bytes], None], ...]] = (
-    mute, slow, deaf, pipeline, broken,
-)  # fmt: skip
+NUISANCES: Final[tuple[Callable[[socket.socket, bytes], None], ...]] = (mute, slow, deaf, pipeline, broken)
 
 
 def open_one(at: Remote, number: int, seed: int) -> socket.socket:
@@ -192,9 +187,7 @@ class ProcessorSeconds(NamedTuple):
 
 
 def processor_seconds(pid: int) -> ProcessorSeconds:
-    rows = [
-        (thread / "schedstat").read_text().split() for thread in Path(f"/proc/{pid}/task").iterdir()
-    ]
+    rows = [(thread / "schedstat").read_text().split() for thread in Path(f"/proc/{pid}/task").iterdir()]
     return ProcessorSeconds(*(sum(int(row[column]) for row in rows) / 1e9 for column in (0, 1)))
 
 

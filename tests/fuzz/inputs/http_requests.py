@@ -20,21 +20,113 @@ REQUESTS: Final = 1_000_000
 BATCH: Final = 500
 """Requests sent between two honest probes."""
 
-METHODS = (b"GET", b"HEAD", b"POST", b"OPTIONS", b"", b"get", b"G\x00T", b"CONNECT", b"PRI",
-           b"M" * 300, b"G-T", b"G(T", b"\xff")  # fmt: skip
-TARGETS = (b"/", b"/healthz", b"/metrics", b"/livez?verbose=1", b"//x", b"/%", b"/%zz", b"/%00",
-           b"/" + b"%41" * 500, b"*", b"x:443", b"http://h/x?y", b"http://[", b"http://[::1]:80/p",
-           b"http://h", b"/a b", b"/\x1b[2J", b"/\xc3\xa9", b"/?" + b"a=&" * 400, b"",
-           b"http://\xe2\x84\xa1/", b"/" + b"../" * 100, b"//[x/", b"http://a:b:c/")  # fmt: skip
-VERSIONS = (b"HTTP/1.1", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.2", b"http/1.1", b"HTTP/1",
-            b"", b"HTTP/1.1 x", b"HTTP/11", b"HTTP/1.\xb2")  # fmt: skip
-NAMES = (b"Host", b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"Upgrade",
-         b"content-LENGTH", b"X", b"X" * 200, b"", b"X Y", b" X", b"X\t", b"X\x00",
-         b"\xe9")  # fmt: skip
-LENGTHS = (b"0", b"3", b"-1", b"+3", b"0x3", b"3, 3", b"3,4", b"65536", b"65537", b"9" * 4299,
-           b"9" * 4301, b"9" * 7000, b"1e3", b"\xb2", b"", b" 3 ", b"000003", b"1_0")  # fmt: skip
-VALUES = (b"close", b"keep-alive", b"x", b"", b"chunked", b"100-continue", b"h2c", b"a\x00b",
-          b"\xff\xfe", b"\x1b]0;x\x07", b"a" * 3000, b"close, x", b"\tx\t", b"\r")  # fmt: skip
+METHODS = (
+    b"GET",
+    b"HEAD",
+    b"POST",
+    b"OPTIONS",
+    b"",
+    b"get",
+    b"G\x00T",
+    b"CONNECT",
+    b"PRI",
+    b"M" * 300,
+    b"G-T",
+    b"G(T",
+    b"\xff",
+)
+TARGETS = (
+    b"/",
+    b"/healthz",
+    b"/metrics",
+    b"/livez?verbose=1",
+    b"//x",
+    b"/%",
+    b"/%zz",
+    b"/%00",
+    b"/" + b"%41" * 500,
+    b"*",
+    b"x:443",
+    b"http://h/x?y",
+    b"http://[",
+    b"http://[::1]:80/p",
+    b"http://h",
+    b"/a b",
+    b"/\x1b[2J",
+    b"/\xc3\xa9",
+    b"/?" + b"a=&" * 400,
+    b"",
+    b"http://\xe2\x84\xa1/",
+    b"/" + b"../" * 100,
+    b"//[x/",
+    b"http://a:b:c/",
+)
+VERSIONS = (
+    b"HTTP/1.1",
+    b"HTTP/1.1",
+    b"HTTP/1.0",
+    b"HTTP/2.0",
+    b"HTTP/1.2",
+    b"http/1.1",
+    b"HTTP/1",
+    b"",
+    b"HTTP/1.1 x",
+    b"HTTP/11",
+    b"HTTP/1.\xb2",
+)
+NAMES = (
+    b"Host",
+    b"Content-Length",
+    b"Transfer-Encoding",
+    b"Connection",
+    b"Expect",
+    b"Upgrade",
+    b"content-LENGTH",
+    b"X",
+    b"X" * 200,
+    b"",
+    b"X Y",
+    b" X",
+    b"X\t",
+    b"X\x00",
+    b"\xe9",
+)
+LENGTHS = (
+    b"0",
+    b"3",
+    b"-1",
+    b"+3",
+    b"0x3",
+    b"3, 3",
+    b"3,4",
+    b"65536",
+    b"65537",
+    b"9" * 4299,
+    b"9" * 4301,
+    b"9" * 7000,
+    b"1e3",
+    b"\xb2",
+    b"",
+    b" 3 ",
+    b"000003",
+    b"1_0",
+)
+VALUES = (
+    b"close",
+    b"keep-alive",
+    b"x",
+    b"",
+    b"chunked",
+    b"100-continue",
+    b"h2c",
+    b"a\x00b",
+    b"\xff\xfe",
+    b"\x1b]0;x\x07",
+    b"a" * 3000,
+    b"close, x",
+    b"\tx\t",
+    b"\r",
+)
 ENDS = (b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r", b"\n\r", b"\r\r\n")
 
 USUAL: Final = HttpResponse(200, b"ok\n")

@@ -62,8 +62,7 @@ ports: [{name: http, port: 8080}, {name: dns, port: 5353, protocol: UDP}]
     "{apiVersion: v1, kind: Node, metadata: {name: n, labels: {topology.kubernetes.io/zone: a}}, "
     "spec: {podCIDRs: [10.1.0.0/24]}, "
     "status: {addresses: [{type: InternalIP, address: 192.0.2.7}]}}\n",
-    "{kind: Pod, metadata: {name: p, uid: abc, labels: {kbpf.io/socket-lb: off}}, "
-    "spec: {nodeName: n}}\n",
+    "{kind: Pod, metadata: {name: p, uid: abc, labels: {kbpf.io/socket-lb: off}}, spec: {nodeName: n}}\n",
 )
 CONFIGURATION: Final = """\
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
@@ -87,25 +86,114 @@ users: [{name: u, user: {token: t}}]
 contexts: [{name: a, context: {cluster: c, user: u}}]
 """
 WORDS: Final = (
-    "null", "~", "true", "-1", "0", "1e999", ".inf", ".nan", "9" * 5000, "0x1f", "010", "1_000",
-    "2001:db8::1", "::", "10.0.0.0/33",
-    "''", "[]", "{}", "[[]]", "&a", "*a", "<<: *a", "? ",
-    "!!binary x", "!!int ''", "!!bool x", "!!timestamp x",
-    "!!python/object:os.system x", "!!set {a}", "!!omap [a: b]", "!!timestamp 2001-01-01",
-    "|", ">-",
+    "null",
+    "~",
+    "true",
+    "-1",
+    "0",
+    "1e999",
+    ".inf",
+    ".nan",
+    "9" * 5000,
+    "0x1f",
+    "010",
+    "1_000",
+    "2001:db8::1",
+    "::",
+    "10.0.0.0/33",
+    "''",
+    "[]",
+    "{}",
+    "[[]]",
+    "&a",
+    "*a",
+    "<<: *a",
+    "? ",
+    "!!binary x",
+    "!!int ''",
+    "!!bool x",
+    "!!timestamp x",
+    "!!python/object:os.system x",
+    "!!set {a}",
+    "!!omap [a: b]",
+    "!!timestamp 2001-01-01",
+    "|",
+    ">-",
     "%YAML 9.9\n",
-    "---\n", "...\n", "\t", "\x00", "\x1b[2J", "\u202e", "\ufeff", "\ud800", "é", "\x85",
+    "---\n",
+    "...\n",
+    "\t",
+    "\x00",
+    "\x1b[2J",
+    "\u202e",
+    "\ufeff",
+    "\ud800",
+    "é",
+    "\x85",
     "- " * 70,
-    "[" * 70, "{a: " * 70, "'", '"', "#", "@", "`", "\r\n", "name", "ports", "spec", "a: " * 3,
-    "\\", "0" * 300, "=", "<<", "kind", "x" * 300, "2026-11-22", "on", "1:30:20",
-)  # fmt: skip
+    "[" * 70,
+    "{a: " * 70,
+    "'",
+    '"',
+    "#",
+    "@",
+    "`",
+    "\r\n",
+    "name",
+    "ports",
+    "spec",
+    "a: " * 3,
+    "\\",
+    "0" * 300,
+    "=",
+    "<<",
+    "kind",
+    "x" * 300,
+    "2026-11-22",
+    "on",
+    "1:30:20",
+)
 VALUES: Final[tuple[Any, ...]] = (
-    None, True, -1, 0, 1 << 40, 1 << 80, 1.5, 1e308, "", "x",
-    "\x00", "\ud7ff", "a" * 300, "10.0.0.1",
-    "::1", "fd00::5", "None", "0.0.0.0", "10.0.0.0/0", "TCP", "UDP", "SCTP", [], {}, [None], [[]],
-    {"a": None}, ["10.0.0.1", "10.0.0.1"], 65535, 65536, "80", "ClusterIP", "Local", "Cluster",
-    "\x1b[2J", "maglev", "*=0", "a=1000,b=1001", ["fd00::1", "10.0.0.1"],
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1 << 40,
+    1 << 80,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "\ud7ff",
+    "a" * 300,
+    "10.0.0.1",
+    "::1",
+    "fd00::5",
+    "None",
+    "0.0.0.0",
+    "10.0.0.0/0",
+    "TCP",
+    "UDP",
+    "SCTP",
+    [],
+    {},
+    [None],
+    [[]],
+    {"a": None},
+    ["10.0.0.1", "10.0.0.1"],
+    65535,
+    65536,
+    "80",
+    "ClusterIP",
+    "Local",
+    "Cluster",
+    "\x1b[2J",
+    "maglev",
+    "*=0",
+    "a=1000,b=1001",
+    ["fd00::1", "10.0.0.1"],
+)
 
 
 def garbled(chance: random.Random, text: str) -> bytes:
@@ -138,8 +226,7 @@ def changed(chance: random.Random, value: Any) -> Any:
         return chance.choice(VALUES)
     if isinstance(value, dict):
         kept = {k: changed(chance, v) for k, v in value.items() if chance.random() > 0.03}
-        return kept | ({chance.choice(("x", "name", "port")): chance.choice(VALUES)}
-                       if chance.random() < 0.03 else {})  # fmt: skip
+        return kept | ({chance.choice(("x", "name", "port")): chance.choice(VALUES)} if chance.random() < 0.03 else {})
     if isinstance(value, list):
         rows = [changed(chance, each) for each in value if chance.random() > 0.03]
         return rows * chance.choice((1, 1, 1, 2, 30)) if rows else rows
@@ -166,9 +253,7 @@ def kubeconfig(chance: random.Random, folder: Path) -> None:
 def one_file_of_a_folder(chance: random.Random, folder: Path) -> None:
     """A bad file between two good ones."""
     for name in ("a", "c"):
-        text = (
-            VALID[0].replace("name: web,", f"name: {name}-good,").replace("192.0.2", "198.51.100")
-        )
+        text = VALID[0].replace("name: web,", f"name: {name}-good,").replace("192.0.2", "198.51.100")
         (folder / f"{name}.yaml").write_text(text)
     (folder / "b.yaml").write_bytes(garbled(chance, "---\n".join(VALID)))
     said: list[Event] = []
@@ -228,8 +313,14 @@ def _plain() -> list[tuple[Kind, dict[str, Any]]]:
 
 PLAIN: Final = _plain()
 TARGETS: Final[tuple[Callable[[random.Random, Path], None], ...]] = (
-    manifest, configuration, kubeconfig, one_file_of_a_folder, objects, watch_lines, a_page
-)  # fmt: skip
+    manifest,
+    configuration,
+    kubeconfig,
+    one_file_of_a_folder,
+    objects,
+    watch_lines,
+    a_page,
+)
 
 
 def run(target: Callable[[random.Random, Path], None], seed: int, texts: int) -> int:

@@ -29,10 +29,7 @@ CLOSES: Final = 1
 HALF_OPEN: Final = ("new", "answered")
 OPEN: Final = ("established", "fin wait", "close wait", "last ack")
 
-AFTER_FIN: Final = {
-    "established": "fin wait", "fin wait": "fin wait", "close wait": "last ack",
-    "last ack": "last ack",
-}  # fmt: skip
+AFTER_FIN: Final = {"established": "fin wait", "fin wait": "fin wait", "close wait": "last ack", "last ack": "last ack"}
 
 State = tuple[Any, ...]
 Step = tuple[str, State, str]
@@ -125,9 +122,7 @@ class World:
             self.entries[own] = Entry(client, numbers)
         self.send_up(Segment(own, "SYN", numbers))
 
-    def from_client(
-        self, client: int, kind: str, numbers: int, acks_fin: bool = False, forged: bool = False
-    ) -> None:
+    def from_client(self, client: int, kind: str, numbers: int, acks_fin: bool = False, forged: bool = False) -> None:
         port = self.port_of(client)
         if port is None:
             return
@@ -137,9 +132,7 @@ class World:
         if not forged:  # what the backend answers to these it also sends unasked
             self.send_up(Segment(port, kind, numbers, acks_fin))
 
-    def after(
-        self, entry: Entry, kind: str, numbers: int, acks_fin: bool, side: int, forged: bool
-    ) -> Entry:
+    def after(self, entry: Entry, kind: str, numbers: int, acks_fin: bool, side: int, forged: bool) -> Entry:
         """The entry after a segment of the client (side 1) or the backend (2)."""
         knows = not forged or numbers != FORGED or entry.misled
         if not knows or (numbers != entry.numbers and not entry.misled):
@@ -403,11 +396,7 @@ def udp_steps(state: State, weaker: str) -> Iterator[Step]:
         may_take = client not in owners and (owners[port] is None or weaker == "frees asked")
         if (mine or may_take) and len(up) < UNDER_WAY:
             questions = tuple(sorted({*up, (port, client)}))
-            yield (
-                f"client {client} asks, port {port}",
-                (own(port, client), questions, down, asked),
-                "",
-            )
+            yield (f"client {client} asks, port {port}", (own(port, client), questions, down, asked), "")
     for each in up:
         rest = tuple(other for other in up if other != each)
         yield f"lost: {each}", (owners, rest, down, asked), ""

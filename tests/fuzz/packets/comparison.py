@@ -86,17 +86,13 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
     make a difference to kbpf if they do not to Linux, nor if all come by the wrong device.
     """
     plain = [each._replace(script=genuine(each.script)) for each in attacks]
-    outcomes, stalls = play(
-        twins, [each for pair in zip(attacks, plain, strict=True) for each in pair]
-    )
+    outcomes, stalls = play(twins, [each for pair in zip(attacks, plain, strict=True) for each in pair])
     findings, tally = [], Counter[str]()
     for n, each in enumerate(attacks):
         (kbpf, linux), (kbpf_before, linux_before) = outcomes[2 * n : 2 * n + 2]
         forged = [parse_token(token) for token in each.script.split() if ":" in token]
         strict = twins.strict and each.family == 4  # Linux has no filter for IPv6
-        elsewhere = not any(
-            arrives_on(one.device, one.back, each.variant, strict) for one in forged
-        )
+        elsewhere = not any(arrives_on(one.device, one.back, each.variant, strict) for one in forged)
         step = kbpf_before.state, kbpf.state
         begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW")) or (
             step == ("CLOSING", "NEW") and linux_before.state == "CLOSE"
@@ -115,9 +111,7 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         )
         tally[f"{each.protocol}: {'changed' if changed else 'unchanged'}"] += 1
         if changed and not elsewhere and not explained:
-            explained, more = _is_as_linux_with_fewer(
-                twins, each, kbpf, (kbpf_before, linux_before)
-            )
+            explained, more = _is_as_linux_with_fewer(twins, each, kbpf, (kbpf_before, linux_before))
             stalls += more
         if changed and not explained:
             wrong = f"forged packets make {tuple(kbpf)} of {tuple(kbpf_before)}"
@@ -147,10 +141,7 @@ def _is_as_linux_with_fewer(
     ]
     outcomes, stalls = play(twins, [each._replace(script=script) for script in fewer])
     counts = tuple(one._replace(quiet=False) for one in before)
-    return any(
-        _is_as_linux(each, kbpf, linux) or (kbpf, linux) == counts != before
-        for _, linux in outcomes
-    ), stalls
+    return any(_is_as_linux(each, kbpf, linux) or (kbpf, linux) == counts != before for _, linux in outcomes), stalls
 
 
 def _judged(each: Played, outcome: Outcome) -> Outcome:
@@ -158,9 +149,7 @@ def _judged(each: Played, outcome: Outcome) -> Outcome:
     return outcome._replace(state="") if each.protocol == "udp" else outcome
 
 
-def play(
-    twins: Twins, sequences: Sequence[Played], tries: int = TRIES
-) -> tuple[list[tuple[Outcome, Outcome]], int]:
+def play(twins: Twins, sequences: Sequence[Played], tries: int = TRIES) -> tuple[list[tuple[Outcome, Outcome]], int]:
     """Both nodes' outcomes of each sequence, and how many batches had to be replayed: in halves, or
     whole if they are small.
 
@@ -208,9 +197,7 @@ def shrunk(twins: Twins, findings: Iterable[Finding], judge: Compare = compare) 
 
 def _shrink(twins: Twins, finding: Finding, judge: Compare) -> Finding:
     while True:
-        tries = [
-            finding.sequence._replace(script=text) for text in shorter(finding.sequence.script)
-        ]
+        tries = [finding.sequence._replace(script=text) for text in shorter(finding.sequence.script)]
         if not tries:
             return finding
         wrong, _ = judge(twins, tries)

@@ -27,12 +27,7 @@ SAME: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "CLOSING": _CLOSING,
         "CLOSED": ("LAST_ACK", "TIME_WAIT", "CLOSE"),
     },
-    "udp": {
-        "none": ("none",),
-        "NEW": ("DATAGRAMS",),
-        "ANSWERED": ("DATAGRAMS",),
-        "ESTABLISHED": ("STREAM",),
-    },
+    "udp": {"none": ("none",), "NEW": ("DATAGRAMS",), "ANSWERED": ("DATAGRAMS",), "ESTABLISHED": ("STREAM",)},
     "sctp": {
         "none": ("none",),
         "NEW": ("CLOSED",),
@@ -75,20 +70,27 @@ class Row(NamedTuple):
 ROWS: Final = (
     Row("segment after a reset", "tcp", ("CLOSING",), ("CLOSE",), _RESET),
     Row("reset before the handshake", "tcp", (), ("none",), _RESET),
-    Row("segment before the answer", "tcp", _UP_TO_OPEN, (),
-        having(r"(^| )S .*[FR]\S* (.* )?<SA")),
+    Row("segment before the answer", "tcp", _UP_TO_OPEN, (), having(r"(^| )S .*[FR]\S* (.* )?<SA")),
     Row("answer with another number", "tcp", ("NEW",), ("SYN_RECV",), having(r"<SA\S*\^")),
     Row("segment without ACK", "tcp", (), (), having(r"(^| )<?F(\+\d+)?(\^\w+)? ")),
     Row("numbers ahead", "tcp", ("CLOSING", "CLOSED"), ("ESTABLISHED",), having(r"[~^].*F")),
-    Row("numbers ahead", "tcp", ("CLOSED",), _CLOSING,
-        having(r"<\S+[~^]\S* (.* )?F|(^| )[^<.]\S*[~^]\S* (.* )?<F")),
+    Row("numbers ahead", "tcp", ("CLOSED",), _CLOSING, having(r"<\S+[~^]\S* (.* )?F|(^| )[^<.]\S*[~^]\S* (.* )?<F")),
     Row("numbers ahead", "tcp", ("ANSWERED",), (), having(r"(^| )S <SA( <\S+)* <\S*[~^]")),
-    Row("reset that Linux ignores", "tcp", ("CLOSING", "CLOSED"),
-        (*_OPENING, "ESTABLISHED", *_CLOSING), having(r"RA\S*\^|[~^].* <?R(A|\^\w+)?( |$)")),
-    Row("reset that Linux ignores", "tcp", ("CLOSED",), ("SYN_RECV", "ESTABLISHED", *_CLOSING),
-        having(r"<SA <\S*\+.*<R")),
-    Row("reset that kbpf ignores", "tcp", _UP_TO_OPEN,
-        ("CLOSE",), having(r"[~^].*R|R\S*[~^]")),
+    Row(
+        "reset that Linux ignores",
+        "tcp",
+        ("CLOSING", "CLOSED"),
+        (*_OPENING, "ESTABLISHED", *_CLOSING),
+        having(r"RA\S*\^|[~^].* <?R(A|\^\w+)?( |$)"),
+    ),
+    Row(
+        "reset that Linux ignores",
+        "tcp",
+        ("CLOSED",),
+        ("SYN_RECV", "ESTABLISHED", *_CLOSING),
+        having(r"<SA <\S*\+.*<R"),
+    ),
+    Row("reset that kbpf ignores", "tcp", _UP_TO_OPEN, ("CLOSE",), having(r"[~^].*R|R\S*[~^]")),
     Row("reset that kbpf ignores", "tcp", ("NEW",), ("CLOSE",), _RESET),
     Row("two FINs of one side", "tcp", ("CLOSING",), ("TIME_WAIT",), having(r"F.*[F=]")),
     Row("FIN before the handshake ends", "tcp", ("ANSWERED",), ("FIN_WAIT",), having(r"<\S*F")),
@@ -98,10 +100,9 @@ ROWS: Final = (
     Row("packet not checked", "sctp", (), (), _FLAWED),
     Row("association not established", "sctp", ("NEW", "ANSWERED"), ()),
     Row("association that ends", "sctp", ("ESTABLISHED",), (), having(r"SHUT|ABORT")),
-    Row("association out of order", "sctp", ("ESTABLISHED",),
-        ("CLOSED", *SAME["sctp"]["ANSWERED"])),
+    Row("association out of order", "sctp", ("ESTABLISHED",), ("CLOSED", *SAME["sctp"]["ANSWERED"])),
     Row("association without INIT", "sctp", ("none",), ()),
-)  # fmt: skip
+)
 
 
 def equal(protocol: str, kbpf: Outcome, linux: Outcome) -> bool:
@@ -112,9 +113,7 @@ def equal(protocol: str, kbpf: Outcome, linux: Outcome) -> bool:
 def row_for(protocol: str, script: str, kbpf: Outcome, linux: Outcome) -> Row | None:
     """The first row that allows this difference."""
     for row in ROWS:
-        states = kbpf.state in (row.kbpf or (kbpf.state,)) and linux.state in (
-            row.linux or (linux.state,)
-        )
+        states = kbpf.state in (row.kbpf or (kbpf.state,)) and linux.state in (row.linux or (linux.state,))
         if row.protocol == protocol and states and row.having(script):
             return row
     return None

@@ -18,14 +18,7 @@ import msgspec
 import kbpf
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.kernel.system import children
-from tests.fuzz.packets.comparison import (
-    ATTACKS,
-    BATCH,
-    compare,
-    compare_attacks,
-    random_attacks,
-    random_sequences,
-)
+from tests.fuzz.packets.comparison import ATTACKS, BATCH, compare, compare_attacks, random_attacks, random_sequences
 from tests.fuzz.packets.twins import Twins
 
 PACKAGE: Final = Path(kbpf.__file__).parent
@@ -41,29 +34,43 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: Final = (
-    Mutant("any reset closes", "tc/judge.h",
-           "if (n->sequence != peer->ack && !sent)", "if (false)"),
-    Mutant("the window is not checked", "tc/judge.h",
-           "if (!(flags & TCP_ACK) || !fits) {",
-           "if (!(flags & TCP_ACK)) {"),
-    Mutant("the client's ACK establishes", "tc/judge.h",
-           "original->state = STATE_UNPROVEN;", "original->state = STATE_ESTABLISHED;"),
-    Mutant("any segment of the backend is proof", "tc/judge.h",
-           "(n->next != own->next || n->ack != own->ack))", "true)"),
-    Mutant("any SYN-ACK answers", "tc/judge.h",
-           " ||\n\t    !answers_syn(original, n, flags)) {", ") {"),
-    Mutant("any device", "tc/judge.h",
-           "if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop))", "if (true)"),
+    Mutant("any reset closes", "tc/judge.h", "if (n->sequence != peer->ack && !sent)", "if (false)"),
+    Mutant(
+        "the window is not checked", "tc/judge.h", "if (!(flags & TCP_ACK) || !fits) {", "if (!(flags & TCP_ACK)) {"
+    ),
+    Mutant(
+        "the client's ACK establishes",
+        "tc/judge.h",
+        "original->state = STATE_UNPROVEN;",
+        "original->state = STATE_ESTABLISHED;",
+    ),
+    Mutant(
+        "any segment of the backend is proof", "tc/judge.h", "(n->next != own->next || n->ack != own->ack))", "true)"
+    ),
+    Mutant("any SYN-ACK answers", "tc/judge.h", " ||\n\t    !answers_syn(original, n, flags)) {", ") {"),
+    Mutant(
+        "any device", "tc/judge.h", "if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop))", "if (true)"
+    ),
     Mutant("any tag", "tc/judge.h", "if (own->tag && p->sctp.tag != own->tag)", "if (false)"),
-    Mutant("UDP is a stream when answered", "tc/judge.h",
-           "original->state = before == STATE_NEW ? STATE_ANSWERED : STATE_ESTABLISHED;",
-           "original->state = STATE_ESTABLISHED;"),
-    Mutant("UDP is a stream from its third datagram on", "tc/flow.h",
-           "return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;", "return true;"),
-    Mutant("SCTP is established by the INIT ACK", "tc/judge.h",
-           "peer->tag = announced;\n\t\toriginal->state = STATE_ANSWERED;",
-           "peer->tag = announced;\n\t\toriginal->state = STATE_ESTABLISHED;"),
-)  # fmt: skip
+    Mutant(
+        "UDP is a stream when answered",
+        "tc/judge.h",
+        "original->state = before == STATE_NEW ? STATE_ANSWERED : STATE_ESTABLISHED;",
+        "original->state = STATE_ESTABLISHED;",
+    ),
+    Mutant(
+        "UDP is a stream from its third datagram on",
+        "tc/flow.h",
+        "return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;",
+        "return true;",
+    ),
+    Mutant(
+        "SCTP is established by the INIT ACK",
+        "tc/judge.h",
+        "peer->tag = announced;\n\t\toriginal->state = STATE_ANSWERED;",
+        "peer->tag = announced;\n\t\toriginal->state = STATE_ESTABLISHED;",
+    ),
+)
 
 
 def build(mutant: Mutant, folder: Path, units: tuple[str, ...] = ("tc",)) -> None:

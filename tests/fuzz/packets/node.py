@@ -39,19 +39,14 @@ from tests.support.plane import Site, desired, service, sites
 VARIANTS: Final = ("kept", "masked", "past")
 PROTOCOLS: Final = {"tcp": 6, "udp": 17, "sctp": 132}
 CLIENT: Final = {4: "198.51.100.7", 6: "2001:db8:9::7"}
-VIP: Final = {
-    variant: {4: f"192.0.2.{n}", 6: f"2001:db8:1::{n}"} for n, variant in enumerate(VARIANTS, 1)
-}
+VIP: Final = {variant: {4: f"192.0.2.{n}", 6: f"2001:db8:1::{n}"} for n, variant in enumerate(VARIANTS, 1)}
 REFUSING: Final = {4: "192.0.2.9", 6: "2001:db8:1::9"}
 POD: Final = {
     "b0": {4: "10.244.1.2", 6: "fd00:244:1::2"},
     "o0": {4: "10.244.1.3", 6: "fd00:244:1::3"},
     "r0": {4: "10.244.2.2", 6: "fd00:244:2::2"},
 }
-OWN: Final = {
-    "b0": {4: "10.244.1.1", 6: "fd00:244:1::1"},
-    "r0": {4: "10.244.2.1", 6: "fd00:244:2::1"},
-}
+OWN: Final = {"b0": {4: "10.244.1.1", 6: "fd00:244:1::1"}, "r0": {4: "10.244.2.1", 6: "fd00:244:2::1"}}
 ROUTED_BY: Final = {4: "198.18.1.1", 6: "fd00:18:1::1"}
 """The node's address that clients route through."""
 BACKEND: Final = {"kept": "b0", "masked": "b0", "past": "r0"}
@@ -125,10 +120,7 @@ def _addresses() -> Iterator[str]:
     ):
         yield f"addr add {v4} dev {device}"
         yield f"addr add {v6} dev {device} nodad"
-    for device, via in (
-        ("c0", ("198.18.1.2", "fd00:18:1::2")),
-        *((d, POD[d].values()) for d in POD),
-    ):
+    for device, via in (("c0", ("198.18.1.2", "fd00:18:1::2")), *((d, POD[d].values()) for d in POD)):
         for host in via:
             yield f"neigh replace {host} lladdr {NEIGHBOUR} dev {device} nud permanent"
             if device in ("b0", "o0"):
@@ -182,8 +174,7 @@ def three_services() -> DesiredState:
             vip = f"LoadBalancer={end(VIP[variant][family], FRONT_PORT)}"
             kept = {"local": at, "external_local": True} if variant == "kept" else {}
             made += [
-                service(f"{variant}-{name}", vip, at, Protocol(number), **kept)
-                for name, number in PROTOCOLS.items()
+                service(f"{variant}-{name}", vip, at, Protocol(number), **kept) for name, number in PROTOCOLS.items()
             ]
     return desired(*made)
 
@@ -191,20 +182,15 @@ def three_services() -> DesiredState:
 def with_refusals() -> DesiredState:
     """three_services(), and the one without endpoints."""
     refusing = [
-        service(
-            f"refusing-{name}", f"LoadBalancer={end(REFUSING[family], FRONT_PORT)}", "",
-            Protocol(number),
-        )
+        service(f"refusing-{name}", f"LoadBalancer={end(REFUSING[family], FRONT_PORT)}", "", Protocol(number))
         for family in (4, 6)
         for name, number in PROTOCOLS.items()
-    ]  # fmt: skip
+    ]
     return desired(*three_services().services.values(), *refusing)
 
 
 @contextlib.contextmanager
-def kbpf_node(
-    cache: Path, name: str, state: DesiredState, sizes: MapSizes, **settings: object
-) -> Iterator[KbpfNode]:
+def kbpf_node(cache: Path, name: str, state: DesiredState, sizes: MapSizes, **settings: object) -> Iterator[KbpfNode]:
     """kbpf's programs on the devices of a node made by build()."""
     with sites(cache) as make:
         node = KbpfNode(make(node=name))

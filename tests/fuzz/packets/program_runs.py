@@ -61,9 +61,7 @@ DIRECT: Final = 0.02
 ENDS: Final = ("tc_sctp", "tc_end")
 """Programs that return what an earlier one has stored."""
 ICMP: Final = ("icmp", "icmp6")
-QUOTED: Final = frozenset(
-    f"{icmp} embedded {what}" for icmp in ICMP for what in ("tcp", "udp", "sctp")
-)
+QUOTED: Final = frozenset(f"{icmp} embedded {what}" for icmp in ICMP for what in ("tcp", "udp", "sctp"))
 HEADERS: Final = "headers"
 
 
@@ -89,13 +87,8 @@ class ProgramRuns:
         self._node, self._name, self._rng = node, name, rng
         self._packets = Packets(rng)
         folder = next(node.site.pins.glob("programs-tc-*"))
-        self._programs = {
-            p.name: Program.open(folder / p.name)
-            for p in loaded_packet_programs(uses_conntrack=False)
-        }
-        self._places = inside_of(
-            name, lambda: [(socket.if_nametoindex(each), mac_of(name, each)) for each in DEVICES]
-        )
+        self._programs = {p.name: Program.open(folder / p.name) for p in loaded_packet_programs(uses_conntrack=False)}
+        self._places = inside_of(name, lambda: [(socket.if_nametoindex(each), mac_of(name, each)) for each in DEVICES])
         self.tally = Tally()
 
     def close(self) -> None:
@@ -171,11 +164,7 @@ class ProgramRuns:
         """Checks the invariants of the maps."""
         entries = self._node.site.entries("flows")
         self.tally.most_entries = max(self.tally.most_entries, len(entries))
-        own = {
-            raw[flow_entries.IDENTITY]: key
-            for key, raw in entries.items()
-            if flow_entries.is_original(raw)
-        }
+        own = {raw[flow_entries.IDENTITY]: key for key, raw in entries.items() if flow_entries.is_original(raw)}
         many = Counter(raw[flow_entries.IDENTITY] for raw in entries.values())
         for identity, count in many.items():
             assert count <= ENTRIES, f"{count} entries: {identity.hex()}"

@@ -11,17 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from tests.fuzz.packets.node import (
-    BACK_PORT,
-    BACKEND,
-    FRONT_PORT,
-    OWN,
-    POD,
-    REFUSING,
-    ROUTED_BY,
-    VIP,
-    end,
-)
+from tests.fuzz.packets.node import BACK_PORT, BACKEND, FRONT_PORT, OWN, POD, REFUSING, ROUTED_BY, VIP, end
 from tests.fuzz.packets.segments import CHUNKS
 from tests.support.packets import packets
 from tests.support.packets.datagrams import address, destination, fragments, hop_by_hop, routing
@@ -137,9 +127,12 @@ class Packets:
     def _anything(self, family: int) -> bytes:
         rng = self._rng
         hosts = [
-            *CLIENTS[family], *UNRELATED[family], *(each[family] for each in VIP.values()),
-            *(each[family] for each in POD.values()), ROUTED_BY[family],
-        ]  # fmt: skip
+            *CLIENTS[family],
+            *UNRELATED[family],
+            *(each[family] for each in VIP.values()),
+            *(each[family] for each in POD.values()),
+            ROUTED_BY[family],
+        ]
         one, other = rng.choice(hosts), rng.choice(hosts)
         protocol = rng.choice((0, 1, 4, 6, 17, 41, 47, 50, 51, 58, 132, 255))
         body = rng.randbytes(rng.randrange(80))
@@ -156,9 +149,16 @@ class Packets:
             case "tcp":
                 flags, mss = rng.choice(FLAGS), rng.choice((None, 1460))
                 return tcp(
-                    source, to, payload, flags=flags, mss=mss, seq=rng.getrandbits(32),
-                    ack=rng.getrandbits(32), checksum=checksum, **more,
-                )  # fmt: skip
+                    source,
+                    to,
+                    payload,
+                    flags=flags,
+                    mss=mss,
+                    seq=rng.getrandbits(32),
+                    ack=rng.getrandbits(32),
+                    checksum=checksum,
+                    **more,
+                )
             case "udp":
                 return udp(source, to, payload, checksum=checksum, **more)
         chunks = rng.choice(list(CHUNKS.values()))(rng.getrandbits(32))
@@ -175,9 +175,7 @@ class Packets:
                 made = (hop_by_hop(), destination(), routing("2001:db8::5", left=0))
                 more["extensions"] = tuple(rng.choices(made, k=rng.randrange(1, 4)))
             else:
-                more["options"] = rng.choice(
-                    (b"\x94\x04\0\0", b"\x01" * 8, b"\x83\x07\x04\xc6\x33\x64\x09")
-                )
+                more["options"] = rng.choice((b"\x94\x04\0\0", b"\x01" * 8, b"\x83\x07\x04\xc6\x33\x64\x09"))
         if not v6:
             more["df"] = rng.random() < 0.5
         return more
@@ -203,9 +201,7 @@ class Packets:
                     raw += rng.randbytes(rng.randrange(1, 40))
                 case _:
                     at = rng.randrange(min(len(raw), 60))
-                    raw[at] = rng.choice(
-                        (0, 0xFF, raw[at] ^ 1 << rng.randrange(8), rng.randrange(256))
-                    )
+                    raw[at] = rng.choice((0, 0xFF, raw[at] ^ 1 << rng.randrange(8), rng.randrange(256)))
         return bytes(raw)
 
 

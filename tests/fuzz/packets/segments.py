@@ -63,9 +63,14 @@ def parse_token(text: str) -> Token:
         raise ValueError(f"not a packet: {text!r}")
     part = match.groupdict()
     return Token(
-        part["back"] == "<", part["kind"], int(part["size"] or 0),
-        part["where"] or "", part["ack"] or "", part["flaw"] or "", part["device"] or "",
-    )  # fmt: skip
+        part["back"] == "<",
+        part["kind"],
+        int(part["size"] or 0),
+        part["where"] or "",
+        part["ack"] or "",
+        part["flaw"] or "",
+        part["device"] or "",
+    )
 
 
 @dataclass
@@ -108,18 +113,13 @@ class Speaker:
         if token.kind == "=":
             fields = own.last
         else:
-            fields = {"tcp": self._tcp, "udp": self._udp, "sctp": self._sctp}[self.protocol](
-                token, own, other
-            )
+            fields = {"tcp": self._tcp, "udp": self._udp, "sctp": self._sctp}[self.protocol](token, own, other)
             own.last = {**fields, "checksum": "right", "ttl": 64}
         return fields
 
     @staticmethod
     def _ip(token: Token) -> dict[str, Any]:
-        return {
-            "checksum": "wrong" if token.flaw == "sum" else "right",
-            "ttl": 1 if token.flaw == "ttl" else 64,
-        }
+        return {"checksum": "wrong" if token.flaw == "sum" else "right", "ttl": 1 if token.flaw == "ttl" else 64}
 
     def _tcp(self, token: Token, own: _Side, other: _Side) -> dict[str, Any]:
         syn, fin = "S" in token.kind, "F" in token.kind
@@ -138,9 +138,13 @@ class Speaker:
                 own.next, own.spoke = end, True
             own.began = own.began or syn
         return {
-            "payload": bytes(token.size), "flags": token.kind, "seq": seq % (1 << 32),
-            "ack": ack % (1 << 32), "urgent": self.tag, **self._ip(token),
-        }  # fmt: skip
+            "payload": bytes(token.size),
+            "flags": token.kind,
+            "seq": seq % (1 << 32),
+            "ack": ack % (1 << 32),
+            "urgent": self.tag,
+            **self._ip(token),
+        }
 
     def _udp(self, token: Token, own: _Side, other: _Side) -> dict[str, Any]:
         return {"payload": struct.pack("!H", self.tag) + bytes(token.size), **self._ip(token)}
@@ -149,11 +153,7 @@ class Speaker:
         tag = 0 if token.kind == "INIT" else other.isn
         if token.where == "tag":
             tag ^= 0x5555
-        return {
-            "chunks": CHUNKS[token.kind](own.isn),
-            "tag": tag,
-            **self._ip(token),
-        }
+        return {"chunks": CHUNKS[token.kind](own.isn), "tag": tag, **self._ip(token)}
 
 
 def _init(kind: int) -> Callable[[int], bytes]:
@@ -184,17 +184,27 @@ BUILDERS: Final = {"tcp": tcp, "udp": udp, "sctp": sctp}
 # ---- random scripts ----------------------------------------------------------------------------
 
 _FLAGS: Final = ("S", "SA", "A", "A", "A+100", "F", "FA", "R", "R", "RA", "PA+10", "=")
-_HANDSHAKES: Final = {
-    "tcp": ("S", "<SA", "A"),
-    "sctp": ("INIT", "<INITACK", "ECHO", "<ECHOACK"),
-    "udp": ("U",),
-}
+_HANDSHAKES: Final = {"tcp": ("S", "<SA", "A"), "sctp": ("INIT", "<INITACK", "ECHO", "<ECHOACK"), "udp": ("U",)}
 _USUAL: Final = {
     "tcp": ("A", "A+100", "<A", "<A+100", "FA", "<FA", "A", "<A", "R", "<R"),
-    "sctp": ("DATA", "<SACK", "<DATA", "SACK", "HB", "<HBACK", "SHUT", "<SHUTACK", "SHUTDONE",
-             "<SHUT", "SHUTACK", "<SHUTDONE", "ABORT", "<ABORT"),
+    "sctp": (
+        "DATA",
+        "<SACK",
+        "<DATA",
+        "SACK",
+        "HB",
+        "<HBACK",
+        "SHUT",
+        "<SHUTACK",
+        "SHUTDONE",
+        "<SHUT",
+        "SHUTACK",
+        "<SHUTDONE",
+        "ABORT",
+        "<ABORT",
+    ),
     "udp": ("U", "<U", "U", "<U", "<U+40"),
-}  # fmt: skip
+}
 
 
 def random_script(rng: random.Random, protocol: str) -> str:
@@ -258,11 +268,7 @@ def _forged(rng: random.Random, protocol: str, knows: bool) -> str:
     if fits:
         return kind
     place = rng.choice(("~near", "~far", "~old", "~new" if kind == "S" else "~far"))
-    return (
-        kind
-        + place
-        + rng.choice(("^far", "^old") if kind in ("SA", "RA") else ("", "^far", "^old"))
-    )
+    return kind + place + rng.choice(("^far", "^old") if kind in ("SA", "RA") else ("", "^far", "^old"))
 
 
 def genuine(script: str) -> str:

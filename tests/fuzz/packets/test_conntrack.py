@@ -114,9 +114,7 @@ def test_random_sequences_differ_from_conntrack_only_as_intended(twins: Twins, s
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["any path", "strict rp_filter"])
-def test_forged_packets_change_nothing_that_they_do_not_change_in_conntrack(
-    twins: Twins, strict: bool
-):
+def test_forged_packets_change_nothing_that_they_do_not_change_in_conntrack(twins: Twins, strict: bool):
     twins.check_reverse_path(strict)
     findings, tally = compare_attacks(twins, random_attacks(random.Random(14 + strict), ATTACKS))
     print(tally)

@@ -178,18 +178,12 @@ class Twins:
                 build(side.name, self._wire, letter)
                 for device in DEVICES:
                     side.macs[device] = mac_of(side.name, device)
-                    side.sockets[device] = inside_of(
-                        self._wire, lambda name=letter + device: _packet_socket(name)
-                    )
+                    side.sockets[device] = inside_of(self._wire, lambda name=letter + device: _packet_socket(name))
                     stack.callback(side.sockets[device].close)
             self._start_linux()
             self.node = stack.enter_context(
                 kbpf_node(
-                    self._cache,
-                    self.kbpf.name,
-                    three_services(),
-                    SIZES,
-                    masquerade_ports=(FIRST_PORT, LAST_PORT),
+                    self._cache, self.kbpf.name, three_services(), SIZES, masquerade_ports=(FIRST_PORT, LAST_PORT)
                 )
             )
             self.kbpf.chosen = self._chosen
@@ -228,10 +222,7 @@ class Twins:
         assert len(sequences) <= LAST_PORT - FIRST_PORT
         self.forget()
         sides = (self.kbpf, self.linux)
-        speakers = [
-            [Speaker(each.protocol, FIRST_PORT + n) for n, each in enumerate(sequences)]
-            for _ in sides
-        ]
+        speakers = [[Speaker(each.protocol, FIRST_PORT + n) for n, each in enumerate(sequences)] for _ in sides]
         phases = [[part.split() for part in each.script.split(PAUSE)] for each in sequences]
         began = time.monotonic()
         starts = []
@@ -264,8 +255,7 @@ class Twins:
         ip(f"link set c0 alias strict-{strict:d}", netns=self.kbpf.name)
 
         def is_known() -> bool:
-            flags = [DeviceFlag(DEVICE.unpack(raw)[2])
-                     for raw in self.node.site.entries("devices").values()]  # fmt: skip
+            flags = [DeviceFlag(DEVICE.unpack(raw)[2]) for raw in self.node.site.entries("devices").values()]
             return all((DeviceFlag.STRICT in each) == strict for each in flags)
 
         until("kbpf knows rp_filter", is_known)
@@ -278,19 +268,13 @@ class Twins:
         self.kbpf.seen_as.clear()
         self.linux.seen_as.clear()
 
-    def read(
-        self, sequences: Sequence[Played], paused: Sequence[float]
-    ) -> list[tuple[Outcome, Outcome]]:
+    def read(self, sequences: Sequence[Played], paused: Sequence[float]) -> list[tuple[Outcome, Outcome]]:
         """Both nodes' outcomes of these sequences, in order. `paused`: when the last pause of each
         was over (monotonic clock).
         """
         entries = list(self.node.site.entries("flows").values())
         ours = _read_flows(entries)
-        taken = {
-            (raw[flow_entries.PROTOCOL], *_snat_of(raw))
-            for raw in entries
-            if flow_entries.is_original(raw)
-        }
+        taken = {(raw[flow_entries.PROTOCOL], *_snat_of(raw)) for raw in entries if flow_entries.is_original(raw)}
         theirs = inside_of(self.linux.name, _read_conntrack)
         found = []
         for number, (each, since) in enumerate(zip(sequences, paused, strict=True)):
@@ -372,10 +356,7 @@ def _ruleset() -> str:
         for family, word in ((4, "ip"), (6, "ip6")):
             to = end(POD[BACKEND[variant]][family], BACK_PORT)
             for protocol in PROTOCOLS:
-                lines.append(
-                    f"{word} daddr {VIP[variant][family]} {protocol} dport {FRONT_PORT}"
-                    f" dnat {word} to {to}"
-                )
+                lines.append(f"{word} daddr {VIP[variant][family]} {protocol} dport {FRONT_PORT} dnat {word} to {to}")
     lines += ["}", "chain post { type nat hook postrouting priority srcnat;"]
     for variant in ("masked", "past"):
         lines += [
@@ -391,13 +372,28 @@ _CONNTRACK, _GET, _DELETE = 12, 0x101, 0x102
 _ORIGINAL, _STATUS, _PROTOINFO, _TIMEOUT = 1, 3, 4, 7
 _ASSURED = 1 << 2
 TCP_STATES: Final = (
-    "NONE", "SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK",
-    "TIME_WAIT", "CLOSE", "SYN_SENT2",
-)  # fmt: skip
+    "NONE",
+    "SYN_SENT",
+    "SYN_RECV",
+    "ESTABLISHED",
+    "FIN_WAIT",
+    "CLOSE_WAIT",
+    "LAST_ACK",
+    "TIME_WAIT",
+    "CLOSE",
+    "SYN_SENT2",
+)
 SCTP_STATES: Final = (
-    "NONE", "CLOSED", "COOKIE_WAIT", "COOKIE_ECHOED", "ESTABLISHED", "SHUTDOWN_SENT",
-    "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT", "HEARTBEAT_SENT",
-)  # fmt: skip
+    "NONE",
+    "CLOSED",
+    "COOKIE_WAIT",
+    "COOKIE_ECHOED",
+    "ESTABLISHED",
+    "SHUTDOWN_SENT",
+    "SHUTDOWN_RECD",
+    "SHUTDOWN_ACK_SENT",
+    "HEARTBEAT_SENT",
+)
 _EARLY_DROP: Final = {
     6: ("FIN_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
     132: ("SHUTDOWN_SENT", "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT"),
@@ -405,10 +401,15 @@ _EARLY_DROP: Final = {
 }
 """States in which Linux evicts an assured connection for others: can_early_drop()."""
 _SHORT: Final = (
-    "tcp_timeout_close", "tcp_timeout_last_ack", "sctp_timeout_closed",
-    "sctp_timeout_cookie_wait", "sctp_timeout_cookie_echoed", "sctp_timeout_shutdown_sent",
-    "sctp_timeout_shutdown_recd", "sctp_timeout_shutdown_ack_sent",
-)  # fmt: skip
+    "tcp_timeout_close",
+    "tcp_timeout_last_ack",
+    "sctp_timeout_closed",
+    "sctp_timeout_cookie_wait",
+    "sctp_timeout_cookie_echoed",
+    "sctp_timeout_shutdown_sent",
+    "sctp_timeout_shutdown_recd",
+    "sctp_timeout_shutdown_ack_sent",
+)
 QUIET_SECONDS: Final = 11
 """kbpf's need of a connection is computed as if it had been idle for this time: entries that it
 keeps only for a while are evictable after 5 or 10 s."""
@@ -507,9 +508,7 @@ def _read_flows(entries: Iterable[bytes]) -> dict[Key, tuple[Outcome, float]]:
         names = [end(format_addr(each.address), each.port) for each in ends]
         protocol, state = raw[flow_entries.PROTOCOL], TcpState(raw[flow_entries.STATE])
         seconds = flow_entries.IDLE_TIMEOUT_NS[protocol, state] // flow_entries.NS_PER_SECOND
-        needed = flow_entries.is_needed(
-            state, now - QUIET_SECONDS * flow_entries.NS_PER_SECOND, now
-        )
+        needed = flow_entries.is_needed(state, now - QUIET_SECONDS * flow_entries.NS_PER_SECOND, now)
         last = used[raw[flow_entries.ENDPOINTS]] / flow_entries.NS_PER_SECOND
         found[protocol, names[0], names[1]] = Outcome(state.name, needed, seconds), last
     return found

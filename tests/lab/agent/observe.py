@@ -115,10 +115,7 @@ def said_of(site: Site, kind: str, name: str) -> list[Object]:
     return [e for e in found if (e["regarding"]["kind"], e["regarding"]["name"]) == (kind, name)]
 
 
-RECONCILER = {
-    f"kubeproxy_conntrack_reconciler_{name}"
-    for name in ("sync_duration_seconds", "deleted_entries_total")
-}
+RECONCILER = {f"kubeproxy_conntrack_reconciler_{name}" for name in ("sync_duration_seconds", "deleted_entries_total")}
 
 
 def looked(site: Site, which: Node) -> float:
@@ -137,9 +134,7 @@ def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, st
     """
     (sd,) = job.pop("kubernetes_sd_configs")
     assert sd == {"role": "node"}
-    job["static_configs"] = [
-        {"targets": [f"{each.ip}:10250"], "labels": {"instance": each.name}} for each in nodes
-    ]
+    job["static_configs"] = [{"targets": [f"{each.ip}:10250"], "labels": {"instance": each.name}} for each in nodes]
     path = folder / "scrape.yaml"
     path.write_text(yaml.safe_dump({"scrape_configs": [job]}))
     # promtool ends after its timeout, never before, and occupies a processor until then. On a busy

@@ -89,9 +89,7 @@ def add_slice(kube: Kube, name: str) -> None:
 # The programs.
 
 
-def test_given_programs_are_used_and_a_missing_one_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_programs_are_used_and_a_missing_one_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
     given = tmp_path / "etcd"
     given.touch(mode=0o755)
@@ -100,9 +98,7 @@ def test_given_programs_are_used_and_a_missing_one_is_an_error(
         go_build.build("kube-apiserver")
 
 
-def test_a_build_that_fails_says_what_where_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_fails_says_what_where_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
     cache = tmp_path / "cache"
     monkeypatch.setenv("KBPF_CACHE", str(cache))
@@ -172,9 +168,7 @@ def test_initial_events_end_with_the_annotated_bookmark(kube: Kube) -> None:
     assert sorted(seen) == [("ADDED", "one"), ("ADDED", "two")]
 
 
-def test_user_kbpf_may_only_read_and_user_nobody_may_do_nothing(
-    apiserver: ApiServer, kube: Kube
-) -> None:
+def test_user_kbpf_may_only_read_and_user_nobody_may_do_nothing(apiserver: ApiServer, kube: Kube) -> None:
     with apiserver.kube("kbpf") as kbpf, apiserver.kube("nobody") as nobody:
         for kind in ("Service", "EndpointSlice", "Node"):
             assert kbpf.list(kind)["kind"] == f"{kind}List"
@@ -285,9 +279,7 @@ def test_a_kubeconfig_works_for_other_programs(apiserver: ApiServer, tmp_path: P
 # The fault proxy.
 
 
-def test_requests_pass_and_are_recorded(
-    faults: FaultProxy, kube: Kube, proxied: Kube, watcher: Watcher
-) -> None:
+def test_requests_pass_and_are_recorded(faults: FaultProxy, kube: Kube, proxied: Kube, watcher: Watcher) -> None:
     add_slice(kube, "one")
     assert watcher.name() == "one"
     proxied.list("Service", query={"labelSelector": "a=b", "limit": "7"})
@@ -381,9 +373,7 @@ def test_the_next_watches_are_answered_with_an_error(
     assert proxied.list("EndpointSlice")["kind"] == "EndpointSliceList"
 
 
-def test_a_429_has_a_retry_after_header(
-    apiserver: ApiServer, faults: FaultProxy, kube: Kube
-) -> None:
+def test_a_429_has_a_retry_after_header(apiserver: ApiServer, faults: FaultProxy, kube: Kube) -> None:
     faults.answer(429, retry_after=7)
     connection, answer = raw_watch(faults.kube(), apiserver)
     with contextlib.closing(connection):
@@ -490,9 +480,7 @@ def test_a_request_is_delayed(faults: FaultProxy, kube: Kube, proxied: Kube) -> 
     until("it is no longer delayed", is_quick)  # usually the first one, unless the machine is busy
 
 
-def test_a_held_request_is_served_when_healed(
-    faults: FaultProxy, kube: Kube, proxied: Kube
-) -> None:
+def test_a_held_request_is_served_when_healed(faults: FaultProxy, kube: Kube, proxied: Kube) -> None:
     faults.hold(verb="list", resource="nodes")
     answered = threading.Event()
 

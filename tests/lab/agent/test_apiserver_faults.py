@@ -228,8 +228,7 @@ def test_a_failed_list_deletes_nothing_and_is_retried_with_backoff(web: Cluster)
 def test_an_incomplete_list_deletes_nothing(web: Cluster) -> None:
     """The second page never arrives, for a running agent and for one that starts."""
     web.kube.create_many(
-        endpoint_slice("nobody", endpoint(f"10.250.0.{n % 250}"), name=f"nobody-{n}")
-        for n in range(501)
+        endpoint_slice("nobody", endpoint(f"10.250.0.{n % 250}"), name=f"nobody-{n}") for n in range(501)
     )
     web.settle()
     before = web.served()
@@ -297,9 +296,7 @@ def test_changes_arrive_after_a_network_outage(web: Cluster) -> None:
         expect(web, f"{HOST}:80", "a3")
 
 
-def test_a_silent_watch_is_resumed(
-    apiserver: ApiServer, faults: FaultProxy, tmp_path: Path
-) -> None:
+def test_a_silent_watch_is_resumed(apiserver: ApiServer, faults: FaultProxy, tmp_path: Path) -> None:
     """A proxy in between has lost the server. The agent's time-out is 90 s; here it is 1 s."""
     said: queue.SimpleQueue[Event] = queue.SimpleQueue()
     access = find_access(faults.kubeconfig(tmp_path / "kubeconfig"))
@@ -319,9 +316,7 @@ def test_a_silent_watch_is_resumed(
             reflector.stop()
     assert isinstance(event, Upsert)
     assert event.key.name == "web-ipv4"
-    assert not any(map(streams, faults.requests())), (
-        "the watch resumes at its version, without a new list"
-    )
+    assert not any(map(streams, faults.requests())), "the watch resumes at its version, without a new list"
 
 
 @pytest.mark.parametrize("overtakes", [False, True], ids=["", "overtakes"])
@@ -344,11 +339,7 @@ def test_an_etcd_restored_from_a_backup_restores_objects(
     def slices() -> dict[str, str]:
         """Name of a slice → the address of its only endpoint."""
         found = {key.name: obj for key, obj in known.items() if isinstance(obj, EndpointSlice)}
-        return {
-            name: format_addr(obj.endpoints[0].address)
-            for name, obj in found.items()
-            if name.startswith("web")
-        }
+        return {name: format_addr(obj.endpoints[0].address) for name, obj in found.items() if name.startswith("web")}
 
     def slice_(name: str, host: int) -> dict[str, Any]:
         return endpoint_slice(name, endpoint(f"10.1.0.{host}"), name=name)

@@ -64,10 +64,7 @@ def ends_with_one_line(cluster: Cluster, *pattern: str) -> None:
 
 GOOD_FIELDS = {"apiVersion": "v1", "kind": "Config", "current-context": "c"}
 KUBECONFIGS = {
-    "does not exist": (
-        None,
-        ("cannot read the kubeconfig: No such file", "give the kubeconfig's path"),
-    ),
+    "does not exist": (None, ("cannot read the kubeconfig: No such file", "give the kubeconfig's path")),
     "is not YAML": ("clusters: {", ("not a kubeconfig", "")),
     "has no context": ("{}", ("has no current-context", "use-context NAME")),
     "has no such context": (json.dumps(GOOD_FIELDS), ("has no context 'c'", "it has: none")),
@@ -118,9 +115,7 @@ def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Clus
             lambda: [s["name"] for s in web.agent.status()["sources"] if s["error"]] == ["pods"],
         )
         line = refusal(web, "pods")
-        assert (
-            "grant list and watch on pods to nobody (manifests/components/socket-lb-label)" in line
-        )
+        assert "grant list and watch on pods to nobody (manifests/components/socket-lb-label)" in line
         assert line.partition("error=")[2].strip("'\"").startswith("cannot list pods: 403")
         said = web.agent.status()
         assert (said["synced"], said["error"]) == (True, "")
@@ -196,8 +191,7 @@ def one_line(cluster: Cluster, text: str) -> None:
     """The text is in the log once, and in the status."""
     assert len([line for line in complaints(cluster) if text in line]) == 1, complaints(cluster)
     until(
-        "the problem is in the status",
-        lambda: any(text in problem for problem in cluster.agent.status()["problems"]),
+        "the problem is in the status", lambda: any(text in problem for problem in cluster.agent.status()["problems"])
     )
 
 
@@ -232,9 +226,8 @@ def test_only_endpoints_with_bad_addresses_are_left_out(web: Cluster) -> None:
     expect(web, f"{HOST}:80", "a1 a2")
     where = f"EndpointSlice default/{NAME}-ipv4: endpoints"
     for number, what in enumerate(
-        ("no address", "'' is not an IP address", "fd00::1 is not IPv4",
-         "'10.244.1.999' is not an IP address")
-    ):  # fmt: skip
+        ("no address", "'' is not an IP address", "fd00::1 is not IPv4", "'10.244.1.999' is not an IP address")
+    ):
         one_line(web, f"{where}[{number}].addresses: {what}")
 
 
@@ -278,10 +271,7 @@ def test_an_object_without_a_name_deletes_nothing(web: Cluster) -> None:
         web.settle()
         expect(web, "10.96.0.23:80", "a2")
         expect(web, f"{HOST}:80", "a1")
-        until(
-            "the unnamed object is logged",
-            lambda: any("cannot read an object" in line for line in complaints(web)),
-        )
+        until("the unnamed object is logged", lambda: any("cannot read an object" in line for line in complaints(web)))
         expect(web, f"{HOST}:80", "a1")
     assert all("not a Service" in line for line in complaints(web))
 
@@ -292,13 +282,21 @@ def test_an_object_without_a_name_deletes_nothing(web: Cluster) -> None:
 def service(number: int) -> list[Object]:
     meta = {"name": f"web-{number}"}
     return [
-        {"apiVersion": "v1", "kind": "Service", "metadata": meta,
-         "spec": {"clusterIP": f"10.96.0.{number}", "ports": [{"port": 80}]}},
-        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
-         "metadata": meta | {"labels": {"kubernetes.io/service-name": f"web-{number}"}},
-         "addressType": "IPv4", "ports": [{"port": 8080}],
-         "endpoints": [{"addresses": ["10.244.1.2"]}]},
-    ]  # fmt: skip
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": meta,
+            "spec": {"clusterIP": f"10.96.0.{number}", "ports": [{"port": 80}]},
+        },
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": meta | {"labels": {"kubernetes.io/service-name": f"web-{number}"}},
+            "addressType": "IPv4",
+            "ports": [{"port": 8080}],
+            "endpoints": [{"addresses": ["10.244.1.2"]}],
+        },
+    ]
 
 
 def test_services_beyond_a_full_map_are_reported(tmp_path: Path) -> None:
@@ -347,9 +345,7 @@ def start_other(cluster: Cluster, code: Path, wait: bool) -> None:
 
 
 def test_programs_that_do_not_compile_are_one_error(web: Cluster, tmp_path: Path) -> None:
-    broken = another(
-        tmp_path, "bpf/lookup.h", "#define TRIES 3", "#define TRIES 3\nnot_a_type nonsense;"
-    )
+    broken = another(tmp_path, "bpf/lookup.h", "#define TRIES 3", "#define TRIES 3\nnot_a_type nonsense;")
     start_other(web, broken, wait=False)
     ends_with_one_line(web, "ERROR kbpf cannot compile", "not_a_type", r"lookup\.h:\d+")
 

@@ -10,14 +10,7 @@ import pytest
 
 from kbpf.cli import app
 from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 
 NODE = "here"
 HTTP = [slice_port(8080, "http")]
@@ -33,12 +26,19 @@ def cluster(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> I
         kube.create(node(NODE, "198.18.0.1", zone="a"))
         kube.create(node("there", "198.18.0.2", zone="b"))
         kube.create(service("web", port(80, "http"), annotations=WEIGHTS))
-        kube.create(endpoint_slice(
-            "web", endpoint("10.1.0.1", node=NODE, zone="a"),
-            endpoint("10.1.0.2", node="there", zone="b"), ports=HTTP,
-        ))  # fmt: skip
-        kube.create(service("near", port(80, "http", node_port=30080), type="NodePort",
-                            external_policy="Local", affinity_seconds=60))  # fmt: skip
+        kube.create(
+            endpoint_slice(
+                "web",
+                endpoint("10.1.0.1", node=NODE, zone="a"),
+                endpoint("10.1.0.2", node="there", zone="b"),
+                ports=HTTP,
+            )
+        )
+        kube.create(
+            service(
+                "near", port(80, "http", node_port=30080), type="NodePort", external_policy="Local", affinity_seconds=60
+            )
+        )
         kube.create(endpoint_slice("near", endpoint("10.1.0.3", node="there"), ports=HTTP))
         yield path
         kube.clear()

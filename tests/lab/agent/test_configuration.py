@@ -242,10 +242,7 @@ def test_a_wrong_file_is_logged_and_the_old_settings_stay(cluster: Kubeadm) -> N
 
 def test_our_document_is_read_in_addition_to_kube_proxys(cluster: Kubeadm) -> None:
     """A missing device is logged once, and found when it is created."""
-    ours = (
-        "---\napiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
-        "packetPath: {devices: [eth0, later0]}\n"
-    )
+    ours = "---\napiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npacketPath: {devices: [eth0, later0]}\n"
     home = cluster.lab.nodes[0].netns
     with cluster.configured("", ours):
         cluster.says("--device later0 matches no device")
@@ -411,9 +408,7 @@ def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path) -> None:
     assert theirs <= ours
 
 
-def test_written_configuration_round_trips_through_kube_proxy(
-    kube_proxy: Path, tmp_path: Path
-) -> None:
+def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, tmp_path: Path) -> None:
     """The real kube-proxy reads it in strict mode, without an unknown field."""
     theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
     run(str(kube_proxy), "--write-config-to", str(theirs))

@@ -60,9 +60,7 @@ def test_drain_ends_with_the_last_connection(field: Field) -> None:
     for row in (
         Dial("NodePort", "outside", at("NodePort", 81), REFUSED),
         Dial("VIP", "outside", at("VIP", 81), UNSERVED),
-        Dial(
-            "a port that it had not", "outside", at("ClusterIP", 81).replace(":80", ":9"), UNSERVED
-        ),
+        Dial("a port that it had not", "outside", at("ClusterIP", 81).replace(":80", ":9"), UNSERVED),
         Dial("a pod", "a2!", at("ClusterIP", 81), UNSERVED),
         Dial("a pod with hooks", "a2", at("ClusterIP", 81), UNSERVED),
     ):

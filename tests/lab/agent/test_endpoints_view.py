@@ -95,9 +95,7 @@ def shown(kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str], *more
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_endpoint_is_explained(
-    kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_endpoint_is_explained(kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(shown(kubeconfig, f"default/{name}", capsys, "-o", "json"))["items"]
     found = tuple(Row(*(row[field] for field in Row._fields)) for row in rows)
     assert found == ROWS[name]
@@ -107,9 +105,7 @@ def test_each_endpoint_is_explained(
         assert row["why"]
 
 
-def test_the_table_has_a_line_for_each(
-    kubeconfig: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_a_line_for_each(kubeconfig: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(kubeconfig, "web", capsys).splitlines()
     assert lines[0].split() == [
         "PORT",

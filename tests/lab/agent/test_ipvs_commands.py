@@ -54,8 +54,11 @@ def kbpf(field: Field, *words: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "kbpf", *words, *folders)
     return subprocess.run(
         inside(node.netns, node.cgroup / "host", *command),
-        capture_output=True, text=True, timeout=4 * PATIENCE, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE,
+        check=False,
+    )
 
 
 class Row(NamedTuple):
@@ -70,23 +73,30 @@ ABSENT = r"^kbpf: the agent of this node is in mode ipvs, which does not have th
 ROWS = (
     Row(("inspect", "status"), 0, ("mode +ipvs",)),
     Row(("inspect", "services"), 0, (r"10\.96\.0\.81:80", r"10\.96\.0\.84:80")),
-    Row(("inspect", "service", "10.96.0.81"), 0,
-        (r"10\.96\.0\.81:80/TCP +ClusterIP +1/1 +2 +- +-",
-         r"10\.244\.1\.2:8080 .* ready +100\.0% +2 +2 +- +- +-", "not counted in mode ipvs: ")),
-    Row(("top", "--once"), 0,
-        (r"default/web-81 +0 +- +- +2 ", "mode ipvs counts connections and bytes only")),
+    Row(
+        ("inspect", "service", "10.96.0.81"),
+        0,
+        (
+            r"10\.96\.0\.81:80/TCP +ClusterIP +1/1 +2 +- +-",
+            r"10\.244\.1\.2:8080 .* ready +100\.0% +2 +2 +- +- +-",
+            "not counted in mode ipvs: ",
+        ),
+    ),
+    Row(("top", "--once"), 0, (r"default/web-81 +0 +- +- +2 ", "mode ipvs counts connections and bytes only")),
     Row(("trace", "host", at("ClusterIP", 81)), 0, ("IPVS",)),
     Row(("trace", "outside", at("NodePort", 81)), 0, ("IPVS",)),
     Row(("trace", "host", at("ClusterIP", 84)), 0, ("IPVS", "no endpoints")),
-    Row(("trace", "--confirm", "host", at("ClusterIP", 81)), 1,
-        ("IPVS cannot be tried without packets: use --connect",)),
+    Row(
+        ("trace", "--confirm", "host", at("ClusterIP", 81)), 1, ("IPVS cannot be tried without packets: use --connect",)
+    ),
     Row(("trace", "--connect", "host", at("ClusterIP", 81)), 0, ("connect",)),
     Row(("verify",), 1, (r"^kbpf: .* in mode ipvs, which `kbpf verify` does not know .*\n\Z",)),
-    *(Row(words, 1, (ABSENT,)) for words in (
-        ("inspect", "failures"), ("monitor", "--for", "1s"), ("top", "--once", "--by", "clients"),
-    )),
+    *(
+        Row(words, 1, (ABSENT,))
+        for words in (("inspect", "failures"), ("monitor", "--for", "1s"), ("top", "--once", "--by", "clients"))
+    ),
     Row(("page",), 0, (r"10\.96\.0\.81", r"</html>")),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row.words))
@@ -108,7 +118,6 @@ def test_sysdump_has_what_the_mode_has(field: Field, tmp_path: Path) -> None:
         index = json.load(tar.extractfile(index_file) or pytest.fail("index.json is no file"))
     assert {"inspect/status.json", "inspect/services.json"} <= names
     own = ("inspect/", "check", "verify", "page", "version")  # not what the machine lacks
-    errors = {item["path"]: item["error"] for item in index["items"]
-              if item["error"] and item["path"].startswith(own)}  # fmt: skip
+    errors = {item["path"]: item["error"] for item in index["items"] if item["error"] and item["path"].startswith(own)}
     assert errors != {}
     assert {path: text for path, text in errors.items() if "mode ipvs" not in text} == {}

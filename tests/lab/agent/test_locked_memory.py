@@ -43,9 +43,14 @@ ROWS = [
     Row("without SYS_ADMIN", ALL.replace(" SYS_ADMIN", ""), KERNELS_OWN, False, ""),
     Row("without SYS_RESOURCE", ALL.replace(" SYS_RESOURCE", ""), KERNELS_OWN, True, WANTED),
     Row("with neither", "BPF NET_ADMIN PERFMON", KERNELS_OWN, False, WANTED),
-    Row("without SYS_RESOURCE, by a runtime that sets no limit", ALL.replace(" SYS_RESOURCE", ""),
-        resource.RLIM_INFINITY, True, ""),
-]  # fmt: skip
+    Row(
+        "without SYS_RESOURCE, by a runtime that sets no limit",
+        ALL.replace(" SYS_RESOURCE", ""),
+        resource.RLIM_INFINITY,
+        True,
+        "",
+    ),
+]
 
 
 def launch(house: FolderPod, row: Row) -> None:

@@ -37,8 +37,13 @@ def field() -> Iterator[Field]:
         yield made
 
 
-SETS = ((81, "a1", "Cluster"), (82, "b1", "Cluster"), (83, "a1 b1", "Cluster"),
-        (84, "", "Cluster"), (85, "a1 b1", "Local"))  # fmt: skip
+SETS = (
+    (81, "a1", "Cluster"),
+    (82, "b1", "Cluster"),
+    (83, "a1 b1", "Cluster"),
+    (84, "", "Cluster"),
+    (85, "a1 b1", "Local"),
+)
 
 
 def become(agent: Agent, mode: str) -> None:
@@ -113,9 +118,7 @@ def left(agent: Agent) -> list[str]:
         found += list(agent.virtual_services())
         return found + [str(path) for path in agent.state_dir.glob("*")]
     devices = run("tc", "-n", agent.node.netns, "filter", "show", "dev", "eth0", "ingress")
-    return ([str(agent.pin_dir)] if agent.pin_dir.exists() else []) + (
-        ["filters"] if "kbpf" in devices else []
-    )
+    return ([str(agent.pin_dir)] if agent.pin_dir.exists() else []) + (["filters"] if "kbpf" in devices else [])
 
 
 def known(field: Field) -> str:
@@ -150,8 +153,12 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str) -> None
     serves(field)
     status = field.agent.status()
     assert status is not None
-    assert status["choice"] == {"requested": mode if mode == "ipvs" else "auto", "mode": mode,
-                                "reason": "", "detail": ""}  # fmt: skip
+    assert status["choice"] == {
+        "requested": mode if mode == "ipvs" else "auto",
+        "mode": mode,
+        "reason": "",
+        "detail": "",
+    }
     kept.end()
     until("nothing is left of the other mode", lambda: left(field.agent) == [], SLOWLY)
     serves(field)

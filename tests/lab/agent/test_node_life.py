@@ -12,14 +12,7 @@ import pytest
 
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest
 from kbpf.kernel.system import netns
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.scenario import FolderNode
 from tests.support.lab.lab import MODE, Lab, Node, Place, ip, run, until
 from tests.support.lab.podnet import gate
@@ -43,17 +36,23 @@ def home(
     with Lab(2, "nl", apart=True) as lab, FolderNode(lab, folder, 2, *way) as made:
         made.places["outside"] = outside = Place("outside", lab.outside, None)
         backends = [made[name] for name in ("a1", "a2")]
-        made.write([
-            node("node-1", OLD, OLD6),
-            service("web", port(80, node_port=30020), type="NodePort",
-                    cluster_ips=("10.96.0.20", "fd00:10:96::20")),
-            endpoint_slice("web", endpoint(backends[0].ip), ports=[slice_port(8080)]),
-            endpoint_slice("web", endpoint(backends[0].ip6), ports=[slice_port(8080)],
-                           family="IPv6"),
-            service("local", cluster_ip="10.96.0.21", internal_policy="Local"),
-            endpoint_slice("local", endpoint(backends[0].ip, node="node-1"),
-                           endpoint(backends[1].ip, node=RENAMED), ports=[slice_port(8080)]),
-        ])  # fmt: skip
+        made.write(
+            [
+                node("node-1", OLD, OLD6),
+                service(
+                    "web", port(80, node_port=30020), type="NodePort", cluster_ips=("10.96.0.20", "fd00:10:96::20")
+                ),
+                endpoint_slice("web", endpoint(backends[0].ip), ports=[slice_port(8080)]),
+                endpoint_slice("web", endpoint(backends[0].ip6), ports=[slice_port(8080)], family="IPv6"),
+                service("local", cluster_ip="10.96.0.21", internal_policy="Local"),
+                endpoint_slice(
+                    "local",
+                    endpoint(backends[0].ip, node="node-1"),
+                    endpoint(backends[1].ip, node=RENAMED),
+                    ports=[slice_port(8080)],
+                ),
+            ]
+        )
         yield made
         outside.close()
 
@@ -68,16 +67,8 @@ def running(home: FolderNode, *arguments: str) -> Iterator[None]:
         home.agent.stop()
 
 
-V4 = (
-    ("a2", "10.96.0.20", 80),
-    ("host-1", "10.96.0.20", 80),
-    ("outside", OLD, 30020),
-)
-V6 = (
-    ("a2", "fd00:10:96::20", 80),
-    ("host-1", "fd00:10:96::20", 80),
-    ("outside", OLD6, 30020),
-)
+V4 = (("a2", "10.96.0.20", 80), ("host-1", "10.96.0.20", 80), ("outside", OLD, 30020))
+V6 = (("a2", "fd00:10:96::20", 80), ("host-1", "fd00:10:96::20", 80), ("outside", OLD6, 30020))
 
 
 def serves(home: FolderNode, *dials: tuple[str, str, int], backend: str = "a1") -> None:
@@ -90,9 +81,10 @@ def becomes_served(home: FolderNode, *dials: tuple[str, str, int]) -> None:
     """Waits until all are answered: new devices get their programs in another thread than the
     maps.
     """
-    until("new devices are served", lambda: all(
-        "name" in home[client].tcp(host, number, timeout=1) for client, host, number in dials
-    ))  # fmt: skip
+    until(
+        "new devices are served",
+        lambda: all("name" in home[client].tcp(host, number, timeout=1) for client, host, number in dials),
+    )
 
 
 def serves_not(home: FolderNode, *dials: tuple[str, str, int]) -> None:
@@ -102,8 +94,7 @@ def serves_not(home: FolderNode, *dials: tuple[str, str, int]) -> None:
 
 
 def is_unserved(home: FolderNode, *dials: tuple[str, str, int]) -> bool:
-    return all("error" in home[client].tcp(host, number, timeout=1)
-               for client, host, number in dials)  # fmt: skip
+    return all("error" in home[client].tcp(host, number, timeout=1) for client, host, number in dials)
 
 
 def forget_all(home: FolderNode) -> None:
@@ -149,10 +140,12 @@ def test_pod_network_comes_after_the_agent(home: FolderNode) -> None:
     """A CNI plugin makes a Pod's devices while the agent runs."""
     with running(home):
         late = home.agent.node.pod("late").serve(8080)
-        home.write([
-            service("late", port(80, node_port=30030), type="NodePort", cluster_ip="10.96.0.30"),
-            endpoint_slice("late", endpoint(late.ip), ports=[slice_port(8080)]),
-        ])  # fmt: skip
+        home.write(
+            [
+                service("late", port(80, node_port=30030), type="NodePort", cluster_ip="10.96.0.30"),
+                endpoint_slice("late", endpoint(late.ip), ports=[slice_port(8080)]),
+            ]
+        )
         home.settle()
         dials = (("host-1", "10.96.0.30", 80), ("outside", OLD, 30030))
         becomes_served(home, *dials)
@@ -169,15 +162,20 @@ def test_overlay_comes_after_the_agent(home: FolderNode) -> None:
         backends = {"remote": there.pod("remote").serve(8080)}
         backends["bridged"] = bridged = here.pod("bridged").serve(8080)
         device = f"p{len(here.pods)}"
-        ip("link add cni0 type bridge", "link set cni0 up", f"link set {device} master cni0",
-           f"route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}",
-           netns=here.netns)  # fmt: skip
+        ip(
+            "link add cni0 type bridge",
+            "link set cni0 up",
+            f"link set {device} master cni0",
+            f"route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}",
+            netns=here.netns,
+        )
         for number, (name, backend) in enumerate(backends.items(), 40):
-            home.write([
-                service(name, port(80, node_port=30000 + number), type="NodePort",
-                        cluster_ip=f"10.96.0.{number}"),
-                endpoint_slice(name, endpoint(backend.ip), ports=[slice_port(8080)]),
-            ])  # fmt: skip
+            home.write(
+                [
+                    service(name, port(80, node_port=30000 + number), type="NodePort", cluster_ip=f"10.96.0.{number}"),
+                    endpoint_slice(name, endpoint(backend.ip), ports=[slice_port(8080)]),
+                ]
+            )
         home.settle()
         for number, name in enumerate(backends, 40):
             dials = (("host-1", f"10.96.0.{number}", 80), ("outside", OLD, 30000 + number))
@@ -188,8 +186,11 @@ def test_overlay_comes_after_the_agent(home: FolderNode) -> None:
             return {client for _, _, client, *_ in home["outside"].many(8, OLD, 30040)["seen"]}
 
         # The device may have got its programs before its address.
-        until("clients are masqueraded to the address of the overlay",
-              lambda: clients() == {overlay_address(here)}, state=clients)  # fmt: skip
+        until(
+            "clients are masqueraded to the address of the overlay",
+            lambda: clients() == {overlay_address(here)},
+            state=clients,
+        )
         assert bridged.many(8, "10.96.0.40", 80)["names"] == {"remote": 8}
 
 
@@ -208,16 +209,14 @@ def overlay(*nodes: Node) -> Iterator[None]:
             f"link add flannel.1 type vxlan id 1 dstport 8472 local {this.ip} remote {other.ip}",
             f"addr add {overlay_address(this)}/32 dev flannel.1",
             "link set flannel.1 up",
-            f"route replace 10.244.{other.number}.0/24 via {overlay_address(other)}"
-            " dev flannel.1 onlink",
+            f"route replace 10.244.{other.number}.0/24 via {overlay_address(other)} dev flannel.1 onlink",
             netns=this.netns,
         )
     try:
         yield
     finally:
         for this, other in pairs:
-            ip("link del flannel.1", f"route add 10.244.{other.number}.0/24 via {other.ip}",
-               netns=this.netns)  # fmt: skip
+            ip("link del flannel.1", f"route add 10.244.{other.number}.0/24 via {other.ip}", netns=this.netns)
 
 
 def test_renamed_node(home: FolderNode) -> None:
@@ -241,10 +240,12 @@ def test_addresses_of_the_node_change(home: FolderNode) -> None:
         try:
             readdress(netns, (OLD, OLD6), (NEW, NEW6))
             home.write([node("node-1", NEW, NEW6)])
-            until("the new addresses are served", lambda: all(
-                home["outside"].tcp(host, number, timeout=1).get("name") == "a1"
-                for _, host, number in new
-            ))  # fmt: skip
+            until(
+                "the new addresses are served",
+                lambda: all(
+                    home["outside"].tcp(host, number, timeout=1).get("name") == "a1" for _, host, number in new
+                ),
+            )
             serves(home, *new)
             for address in (NEW, NEW6):
                 seen = home["outside"].many(1, address, 30020)["seen"]
@@ -285,10 +286,12 @@ def test_ipv6_is_switched_off_and_on_by_sysctl(home: FolderNode) -> None:
             serves(home, *V4)
             serves_not(home, *V6)
             switch_ipv6_on()
-            until("IPv6 is served", lambda: all(
-                home[client].tcp(host, number, timeout=1).get("name") == "a1"
-                for client, host, number in V6
-            ))  # fmt: skip
+            until(
+                "IPv6 is served",
+                lambda: all(
+                    home[client].tcp(host, number, timeout=1).get("name") == "a1" for client, host, number in V6
+                ),
+            )
             serves(home, *V4, *V6)
     finally:
         switch_ipv6_on()

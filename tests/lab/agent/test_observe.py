@@ -39,14 +39,7 @@ from tests.lab.agent.observe import (
 from tests.support import plane
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Object
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.features import lacking
 from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, until
@@ -73,15 +66,13 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
         proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")
         stack.enter_context(proxy)
         # Some tests count the connections of kbpf's own table.
-        agent = Agent(lab.nodes[0], "--kubeconfig", str(config), "--accounting", "full",
-                      "--forwarding", "stack")  # fmt: skip
+        agent = Agent(lab.nodes[0], "--kubeconfig", str(config), "--accounting", "full", "--forwarding", "stack")
         with few_files():
             agent.start()
         made = Site(lab, kube, agent, proxy)
         until("kube-proxy has synced", lambda: has_synced(made))
         # The agent stores its status in the map before its server has it.
-        until("the agent is ready", lambda: get(agent.node.netns, "127.0.0.1", HEALTH,
-                                                "/readyz").status == 200)  # fmt: skip
+        until("the agent is ready", lambda: get(agent.node.netns, "127.0.0.1", HEALTH, "/readyz").status == 200)
         yield made
 
 
@@ -96,14 +87,20 @@ def cleared(site: Site) -> Iterator[None]:
 def web(site: Site) -> str:
     """A Service with a health check and an endpoint on each node."""
     site.kube.create(
-        service("web", port(80), type="LoadBalancer", external_policy="Local",
-                families=("IPv4", "IPv6"), health_check_node_port=CHECK)
-    )  # fmt: skip
-    for family, addresses in (("IPv4", ("10.244.1.2", "10.244.2.2")),
-                              ("IPv6", ("fd00:10:244:1::2", "fd00:10:244:2::2"))):  # fmt: skip
-        ends = [
-            endpoint(at, node=each.name) for at, each in zip(addresses, site.nodes, strict=True)
-        ]
+        service(
+            "web",
+            port(80),
+            type="LoadBalancer",
+            external_policy="Local",
+            families=("IPv4", "IPv6"),
+            health_check_node_port=CHECK,
+        )
+    )
+    for family, addresses in (
+        ("IPv4", ("10.244.1.2", "10.244.2.2")),
+        ("IPv6", ("fd00:10:244:1::2", "fd00:10:244:2::2")),
+    ):
+        ends = [endpoint(at, node=each.name) for at, each in zip(addresses, site.nodes, strict=True)]
         site.kube.create(endpoint_slice("web", *ends, family=family))
     return "web"
 
@@ -153,9 +150,7 @@ def test_proxy_mode_and_configz_equal_those_of_kube_proxy(site: Site):
     theirs = get(site.theirs.netns, "127.0.0.1", METRICS, "/proxyMode")
     assert mode.body == b"bpf"
     assert plain(mode)[:2] == plain(theirs)[:2]
-    ours, theirs = (
-        json.loads(get(n.netns, "127.0.0.1", METRICS, "/configz").body) for n in site.nodes
-    )
+    ours, theirs = (json.loads(get(n.netns, "127.0.0.1", METRICS, "/configz").body) for n in site.nodes)
     assert theirs.keys() <= ours.keys()
     group = "kubeproxy.config.k8s.io"
     assert ours[group].keys() <= theirs[group].keys()
@@ -187,9 +182,7 @@ def test_service_health_checks_equal_those_of_kube_proxy(site: Site, web: str):
     ends(ready=True)
     agree(site, 200, 1)
     two = [
-        endpoint(f"10.244.{number}.{i}", node=each.name)
-        for number, each in enumerate(site.nodes, 1)
-        for i in (2, 3)
+        endpoint(f"10.244.{number}.{i}", node=each.name) for number, each in enumerate(site.nodes, 1) for i in (2, 3)
     ]
     site.kube.replace(endpoint_slice("web", *two))
     agree(site, 200, 2)
@@ -213,9 +206,8 @@ def test_a_health_check_port_in_use_is_reported_and_retried(site: Site):
     taken.listen()
     try:
         site.kube.create(
-            service("late", port(80), type="LoadBalancer", external_policy="Local",
-                    health_check_node_port=number)
-        )  # fmt: skip
+            service("late", port(80), type="LoadBalancer", external_policy="Local", health_check_node_port=number)
+        )
         [event] = until("the Event is stored", lambda: said_of(site, "Service", "late"))
         assert event["reason"] == "FailedToStartServiceHealthcheck"
         assert (event["type"], event["action"]) == ("Warning", "Listen")
@@ -290,8 +282,7 @@ def test_a_node_that_is_being_deleted_is_not_eligible(site: Site):
 
 def test_both_send_an_event_at_start(site: Site):
     events = [
-        until(f"{each.name} has sent one", lambda each=each: said_of(site, "Node", each.name))[0]
-        for each in site.nodes
+        until(f"{each.name} has sent one", lambda each=each: said_of(site, "Node", each.name))[0] for each in site.nodes
     ]
 
     def shape(event: Object) -> Object:
@@ -369,9 +360,8 @@ def test_changes_and_syncs_are_counted(site: Site, web: str):
     site.kube.replace(endpoint_slice("web", endpoint("10.244.2.9", node=site.theirs.name)))
     until("the change is counted", lambda: site.metrics()[total].value() > was)
     after = until_metrics(
-        site, "kubeproxy_sync_proxy_rules_no_local_endpoints_total", 1,
-        ip_family="IPv4", traffic_policy="external",
-    )  # fmt: skip
+        site, "kubeproxy_sync_proxy_rules_no_local_endpoints_total", 1, ip_family="IPv4", traffic_policy="external"
+    )
     assert after["kubeproxy_sync_proxy_rules_endpoint_changes_pending"].value() == 0
     # It is a part of the status, which is written later.
     until("the sync is counted", lambda: site.metrics()["kbpf_syncs_total"].value() > syncs)
@@ -437,9 +427,17 @@ def test_an_address_in_use_is_retried_or_ends_the_agent(site: Site):
     taken = bound(site.theirs.netns, "127.0.0.1", 9)
     taken.listen()
     config = str(site.agent.log.parent / "kubeconfig")
-    agent = Agent(site.theirs, "--kubeconfig", config, "--packet-path", "false",
-                  "--healthz-bind-address", "127.0.0.1:9",
-                  "--metrics-bind-address", "127.0.0.1:8")  # fmt: skip
+    agent = Agent(
+        site.theirs,
+        "--kubeconfig",
+        config,
+        "--packet-path",
+        "false",
+        "--healthz-bind-address",
+        "127.0.0.1:9",
+        "--metrics-bind-address",
+        "127.0.0.1:8",
+    )
     try:
         agent.start(wait=False, extra=("--bind-address-hard-fail", "true"))
         assert agent.wait_ended() == 1
@@ -499,9 +497,7 @@ def flows(site: Site) -> float:
 def test_connections_are_counted_by_service(site: Site):
     pod = site.ours.pod("backend").serve(8080)
     number = 30_080
-    site.kube.create(
-        service("counted", port(80, "http", target=8080, node_port=number), type="NodePort")
-    )
+    site.kube.create(service("counted", port(80, "http", target=8080, node_port=number), type="NodePort"))
     ends = [endpoint(pod.ip, node=site.ours.name)]
     site.kube.create(endpoint_slice("counted", *ends, ports=[slice_port(8080, "http")]))
     outside = site.ours.lab.outside
@@ -515,10 +511,14 @@ def test_connections_are_counted_by_service(site: Site):
         if not lacking("socket_iterator"):  # otherwise the number of open ones is unknown
             until("they are counted", lambda: counted(site, "kbpf_service_connections") >= 3)
             assert site.metrics()["kbpf_connections"].value() >= 3
-    until("new connections and bytes both ways are counted",
-          lambda: counted(site, "kbpf_service_connections_total") >= 4
-          and counted(site, "kbpf_service_bytes_total", direction="in")
-          and counted(site, "kbpf_service_bytes_total", direction="out"))  # fmt: skip
+    until(
+        "new connections and bytes both ways are counted",
+        lambda: (
+            counted(site, "kbpf_service_connections_total") >= 4
+            and counted(site, "kbpf_service_bytes_total", direction="in")
+            and counted(site, "kbpf_service_bytes_total", direction="out")
+        ),
+    )
     page = site.metrics()
     assert page["kbpf_tracked_connections_limit"].value() == 131_072
     limited = {dict(own)["map"] for _, own in page["kbpf_map_limit_entries"].samples}
@@ -530,13 +530,10 @@ def test_connection_outcomes_are_counted_by_service(site: Site):
     pod, vip = site.ours.pod("other").serve(8080), "10.96.0.77"
     numbers = {"counted": 8080, "closed": 8081}
     for at, (name, target) in enumerate(numbers.items()):
+        site.kube.create(service(name, port(80, "http", target=target), cluster_ip=f"10.96.0.{77 + at}"))
         site.kube.create(
-            service(name, port(80, "http", target=target), cluster_ip=f"10.96.0.{77 + at}")
+            endpoint_slice(name, endpoint(pod.ip, node=site.ours.name), ports=[slice_port(target, "http")])
         )
-        site.kube.create(
-            endpoint_slice(name, endpoint(pod.ip, node=site.ours.name),
-                           ports=[slice_port(target, "http")])
-        )  # fmt: skip
 
     def are_programmed() -> bool:
         frontends = plane.dump(site.agent.entries)["frontends"]
@@ -546,17 +543,17 @@ def test_connection_outcomes_are_counted_by_service(site: Site):
     until("both Services are programmed", are_programmed)
     assert pod.tcp(vip, 80)["name"] == "other"
     reasons = {"of": "closed", "reason": "refused"}
-    until("refused connections are counted",
-          lambda: pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
-          and counted(site, "kbpf_service_failures_total", **reasons))  # fmt: skip
-    for name, least in (
-        ("kbpf_service_connections_total", 1),
-        ("kbpf_service_round_trip_seconds", 1),
-    ):
+    until(
+        "refused connections are counted",
+        lambda: (
+            pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
+            and counted(site, "kbpf_service_failures_total", **reasons)
+        ),
+    )
+    for name, least in (("kbpf_service_connections_total", 1), ("kbpf_service_round_trip_seconds", 1)):
         until(name, lambda: counted(site, name) >= least)  # noqa: B023
     for way, least in (("in", len(b"bye\n")), ("out", len(b'{"name": "other"'))):
-        until(f"bytes {way} are counted",
-              lambda: counted(site, "kbpf_service_bytes_total", direction=way) >= least)  # noqa: B023  # fmt: skip
+        until(f"bytes {way} are counted", lambda: counted(site, "kbpf_service_bytes_total", direction=way) >= least)  # noqa: B023
     assert not counted(site, "kbpf_service_failures_total", reason="unanswered")
 
 
@@ -564,9 +561,7 @@ def test_at_info_log_lines_do_not_grow_with_objects(site: Site):
     before = len(site.agent.lines())
     wanted = [service(f"many-{i}", port(80)) for i in range(200)]
     site.kube.create_many(wanted)
-    site.kube.create_many(
-        [endpoint_slice(f"many-{i}", endpoint(f"10.244.9.{i}")) for i in range(200)]
-    )
+    site.kube.create_many([endpoint_slice(f"many-{i}", endpoint(f"10.244.9.{i}")) for i in range(200)])
     until_metrics(site, "kbpf_services", 201)
     clear(site.kube)
     until_metrics(site, "kbpf_services", 1)

@@ -19,10 +19,18 @@ from tests.support.lab.dial import REFUSED, Dial, check
 from tests.support.lab.lab import PATIENCE, Lab, run
 
 BROWSER = (
-    "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--window-size=1280,1000", "--hide-scrollbars",
-)  # fmt: skip
+    "chromium",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1280,1000",
+    "--hide-scrollbars",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +57,7 @@ def browse(node: FolderNode, folder: Path, *options: str) -> str:
 
 def test_page_shows_services_and_failures(node: FolderNode, tmp_path: Path):
     text = browse(node, tmp_path, "--dump-dom")
-    for expected in (
-        "kbpf on node-1", "healthy", "10.96.0.20:80/TCP", "no endpoints", "ECONNREFUSED",
-    ):  # fmt: skip
+    for expected in ("kbpf on node-1", "healthy", "10.96.0.20:80/TCP", "no endpoints", "ECONNREFUSED"):
         assert expected in text, expected
 
 

@@ -78,10 +78,7 @@ def through_restarts(node: FolderNode, objects: Objects) -> None:
         node.agent.start()
 
 
-WAYS = (
-    all_at_once, reversed_in_pieces, shuffled_in_pieces, split, doubled, by_a_detour,
-    through_restarts,
-)  # fmt: skip
+WAYS = (all_at_once, reversed_in_pieces, shuffled_in_pieces, split, doubled, by_a_detour, through_restarts)
 
 
 def in_pieces(node: FolderNode, objects: Objects) -> None:
@@ -135,8 +132,7 @@ def test_an_api_server_leads_to_the_same_maps(cluster: Cluster) -> None:
     for obj in objects:
         obj["metadata"]["namespace"] = "default"
     want = [
-        line.replace(" shop/", " default/").replace(" kube-system/", " default/")
-        for line in scenario.expected("shop")
+        line.replace(" shop/", " default/").replace(" kube-system/", " default/") for line in scenario.expected("shop")
     ]
     cluster.settle()  # an earlier test may just have deleted its Services
     before = set(scenario.lines(cluster.agent))

@@ -45,9 +45,7 @@ def server(cluster: Cluster) -> tuple[str, int]:
 def hijacker(cluster: Cluster, external_ip: str) -> tuple[Object, Object]:
     number = server(cluster)[1]
     made = service("thief", port(number, target=POD_PORTS[0]), external_ips=[external_ip])
-    return made, endpoint_slice(
-        "thief", endpoint(cluster["a1"].ip), ports=[slice_port(POD_PORTS[0])]
-    )
+    return made, endpoint_slice("thief", endpoint(cluster["a1"].ip), ports=[slice_port(POD_PORTS[0])])
 
 
 def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Cluster) -> None:

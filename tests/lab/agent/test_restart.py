@@ -55,9 +55,7 @@ def strays(agent: Agent) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
-def test_no_connection_fails_when_the_agent_restarts(
-    web: Cluster, end: Callable[[Agent], int | None]
-) -> None:
+def test_no_connection_fails_when_the_agent_restarts(web: Cluster, end: Callable[[Agent], int | None]) -> None:
     before = web.served()
     client = web["a3"]
     client.tcp(HOST, 80, keep="tcp")
@@ -80,9 +78,7 @@ def test_no_connection_fails_when_the_agent_restarts(
 
 
 @pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
-def test_datagrams_and_affinity_outlive_the_agent(
-    small: Cluster, end: Callable[[Agent], int | None]
-) -> None:
+def test_datagrams_and_affinity_outlive_the_agent(small: Cluster, end: Callable[[Agent], int | None]) -> None:
     dns = small.web(23, "a1", "UDP")
     sticky = small.web(22, "a1", affinity_seconds=3600)
     client = small["a3"]

@@ -94,17 +94,23 @@ def web(cluster_ip: str, *addresses: str) -> list[Object]:
 
 BROKEN = (
     ("not YAML", "kind: Service\n  spec: {", ":2"),
-    ("text where a number must be", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
-     "  namespace: shop\nspec:\n  clusterIP: 10.96.0.20\n  ports:\n  - port: eighty\n", ":9"),
-    ("not an IP address", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
-     "  namespace: shop\nspec:\n  clusterIP: 10.96.0.300\n  ports: [{port: 80}]\n", ":7"),
-)  # fmt: skip
+    (
+        "text where a number must be",
+        "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
+        "  namespace: shop\nspec:\n  clusterIP: 10.96.0.20\n  ports:\n  - port: eighty\n",
+        ":9",
+    ),
+    (
+        "not an IP address",
+        "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
+        "  namespace: shop\nspec:\n  clusterIP: 10.96.0.300\n  ports: [{port: 80}]\n",
+        ":7",
+    ),
+)
 
 
 @pytest.mark.parametrize(("name", "text", "line"), BROKEN, ids=[row[0] for row in BROKEN])
-def test_a_broken_file_keeps_its_last_objects(
-    node: FolderNode, name: str, text: str, line: str
-) -> None:
+def test_a_broken_file_keeps_its_last_objects(node: FolderNode, name: str, text: str, line: str) -> None:
     """`line`: the line number in the file that the problem names."""
     path = node.folder / "service-shop-front.yaml"
     good = path.read_text()
@@ -113,10 +119,7 @@ def test_a_broken_file_keeps_its_last_objects(
     check(node, Dial("the last good state", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
     check(node, Dial("another file", "a3", "10.96.0.10:53", "a2:8081"))
     place = path.name + line
-    until(
-        "the problem is reported",
-        lambda: [place in each for each in node.agent.status()["problems"]] == [True],
-    )
+    until("the problem is reported", lambda: [place in each for each in node.agent.status()["problems"]] == [True])
     said = [each for each in node.agent.lines() if place in each]
     assert len(said) == 1, "once, not at every poll"
     scenario.put(node.folder, path.name, good)

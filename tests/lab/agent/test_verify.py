@@ -66,9 +66,8 @@ def verify(node: FolderNode, *arguments: str) -> tuple[int, str, str]:
     command = (sys.executable, "-m", "kbpf", "verify", *arguments)
     place = node.agent.node
     done = subprocess.run(
-        inside(place.netns, place.cgroup / "host", *command),
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        inside(place.netns, place.cgroup / "host", *command), capture_output=True, text=True, check=False, timeout=120
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -82,8 +81,7 @@ def verify_as_json(node: FolderNode, *arguments: str) -> dict[str, Any]:
 
 def lines(document: dict[str, Any]) -> list[str]:
     return [
-        f"{found['kind']} {found['where']} {found['subject']}: {found['desired']} / "
-        f"{found['actual']}"
+        f"{found['kind']} {found['where']} {found['subject']}: {found['desired']} / {found['actual']}"
         for found in document["items"]
     ]
 
@@ -135,22 +133,19 @@ def churning_service(number: int) -> Object:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": f"churn-{number}"},
-        "spec": {"clusterIP": f"10.96.{8 + number // 250}.{number % 250 + 1}",
-                 "ports": [{"port": 80}]},
-    }  # fmt: skip
+        "spec": {"clusterIP": f"10.96.{8 + number // 250}.{number % 250 + 1}", "ports": [{"port": 80}]},
+    }
 
 
 def churning_slice(number: int, turn: int) -> Object:
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
-        "metadata": {"name": f"churn-{number}",
-                     "labels": {"kubernetes.io/service-name": f"churn-{number}"}},
+        "metadata": {"name": f"churn-{number}", "labels": {"kubernetes.io/service-name": f"churn-{number}"}},
         "addressType": "IPv4",
         "ports": [{"port": 8080}],
-        "endpoints": [{"addresses": [f"10.250.{turn % 250}.{number % 250 + 1}"]},
-                      {"addresses": ["10.250.250.250"]}],
-    }  # fmt: skip
+        "endpoints": [{"addresses": [f"10.250.{turn % 250}.{number % 250 + 1}"]}, {"addresses": ["10.250.250.250"]}],
+    }
 
 
 @contextlib.contextmanager
@@ -348,34 +343,46 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("hook detached", detached_hook,
-        ("missing hook connect4 connect() on IPv4 sockets: at",)),
-    Row("pin of a hook removed", removed_pin,
-        ("missing hook sendmsg6 sendto() on UDP, IPv6: at",)),
-    Row("hook replaced", replaced_hook,
-        ("foreign hook connect4 connect() on IPv4 sockets: kbpf's program / program %(stranger), "
-         "which", "unreached from the cgroup of the host dial 10.96.0.")),
-    Row("program of others at a hook", stranger_at_hook,
-        ("foreign programs :  / a program of another load balancer is attached: stranger",)),
-    Row("program detached from a device", detached_from_device,
-        ("missing devices ingress of eth0: tc_ingress, as the device of a host",)),
-    pytest.param(
-        Row("program of others before ours", stranger_before_ours,
-            ("unreached on a device packets at ingress of eth0:  / stranger",)),
-        marks=needs("tcx"), id="program of others before ours",
+    Row("hook detached", detached_hook, ("missing hook connect4 connect() on IPv4 sockets: at",)),
+    Row("pin of a hook removed", removed_pin, ("missing hook sendmsg6 sendto() on UDP, IPv6: at",)),
+    Row(
+        "hook replaced",
+        replaced_hook,
+        (
+            "foreign hook connect4 connect() on IPv4 sockets: kbpf's program / program %(stranger), which",
+            "unreached from the cgroup of the host dial 10.96.0.",
+        ),
     ),
-    Row("settings changed", other_settings,
-        ("changed config : ", "changed config : ", "changed config : ")),
-    Row("address for SNAT lost", other_node,
-        ("changed node IPv4 for SNAT: 198.18.0.1 / none",)),
+    Row(
+        "program of others at a hook",
+        stranger_at_hook,
+        ("foreign programs :  / a program of another load balancer is attached: stranger",),
+    ),
+    Row(
+        "program detached from a device",
+        detached_from_device,
+        ("missing devices ingress of eth0: tc_ingress, as the device of a host",),
+    ),
+    pytest.param(
+        Row(
+            "program of others before ours",
+            stranger_before_ours,
+            ("unreached on a device packets at ingress of eth0:  / stranger",),
+        ),
+        marks=needs("tcx"),
+        id="program of others before ours",
+    ),
+    Row("settings changed", other_settings, ("changed config : ", "changed config : ", "changed config : ")),
+    Row("address for SNAT lost", other_node, ("changed node IPv4 for SNAT: 198.18.0.1 / none",)),
     Row("device lost", lost_device, ("missing devices eth0: an entry",)),
-    Row("frontend lost", lost_frontend,
-        ("missing services shop/front:http TCP IPv4: ClusterIP 10.96.0.20:80/TCP",)),
-    Row("Service added to the API", new_service,
-        ("missing services default/churn-0 TCP IPv4: ClusterIP 10.96.8.1:80/TCP",
-         "missing cluster_ips :")),
+    Row("frontend lost", lost_frontend, ("missing services shop/front:http TCP IPv4: ClusterIP 10.96.0.20:80/TCP",)),
+    Row(
+        "Service added to the API",
+        new_service,
+        ("missing services default/churn-0 TCP IPv4: ClusterIP 10.96.8.1:80/TCP", "missing cluster_ips :"),
+    ),
     Row("Service removed from the API", removed_service, ("stale services shop/front:",)),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: getattr(row, "name", None))
@@ -385,6 +392,7 @@ def test_each_damage_is_named(down: FolderNode, row: Row) -> None:
     found = lines(document)
     for beginning in row.found:
         pieces = beginning.split("%")
-        assert any(
-            line.startswith(pieces[0]) and all(piece in line for piece in pieces) for line in found
-        ), (beginning, found)
+        assert any(line.startswith(pieces[0]) and all(piece in line for piece in pieces) for line in found), (
+            beginning,
+            found,
+        )

@@ -48,9 +48,8 @@ def verify(cluster: Cluster) -> tuple[int, dict[str, Any]]:
         *("--cgroup", str(place.cgroup), "-o", "json"),
     )
     done = subprocess.run(
-        inside(place.netns, place.cgroup / "host", *command),
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        inside(place.netns, place.cgroup / "host", *command), capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -126,12 +125,8 @@ def stopped(agent: Agent, seconds: float | None) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "is_equal"), [(7.0, True), (None, False)], ids=["for a while", "for good"]
-)
-def test_agent_that_is_stopped_may_catch_up(
-    small: Hasty, seconds: float | None, is_equal: bool
-) -> None:
+@pytest.mark.parametrize(("seconds", "is_equal"), [(7.0, True), (None, False)], ids=["for a while", "for good"])
+def test_agent_that_is_stopped_may_catch_up(small: Hasty, seconds: float | None, is_equal: bool) -> None:
     """A busy node may not let it work for some seconds. One that hangs hides nothing."""
     late = small.web(31, "a1")
     with stopped(small.agent, seconds):
@@ -187,9 +182,7 @@ def test_a_backend_that_keeps_failing_is_an_event_of_its_service(small: Hasty) -
             within(small["a2"], connect)
 
     with small.given(broken, slice_, *small.web(20, "a1 a2")):
-        addresses = [
-            small.kube.get("Service", name)["spec"]["clusterIP"] for name in ("broken", "web-20")
-        ]
+        addresses = [small.kube.get("Service", name)["spec"]["clusterIP"] for name in ("broken", "web-20")]
         threads = [threading.Thread(target=clients, args=(address,)) for address in addresses]
         for thread in threads:
             thread.start()
@@ -201,9 +194,7 @@ def test_a_backend_that_keeps_failing_is_an_event_of_its_service(small: Hasty) -
                 thread.join()
         (event,) = failing_events(small)
         about = event.get("involvedObject") or event["regarding"]
-        assert (about["kind"], about["namespace"], about["name"]) == (
-            "Service", "default", "broken",
-        )  # fmt: skip
+        assert (about["kind"], about["namespace"], about["name"]) == ("Service", "default", "broken")
         assert event["type"] == "Warning"
         note = event.get("message") or event["note"]
         assert note.startswith(f"{small['a1'].ip}:{NOBODY} (http) did not accept ")

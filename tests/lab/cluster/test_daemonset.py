@@ -63,11 +63,7 @@ def pods(request: pytest.FixtureRequest, programs: None, kubectl: Path) -> Itera
         outside, worker = made.lab.outside, made.lab.nodes[1]
         client = Place("outside", outside, None)
         made.places["outside"], made.home["outside"] = client, worker
-        ip(
-            f"route add {VIP} via {worker.ip}",
-            f"route add {VIP6} via {worker.ip6}",
-            netns=outside,
-        )
+        ip(f"route add {VIP} via {worker.ip}", f"route add {VIP6} via {worker.ip6}", netns=outside)
         try:
             yield made
         finally:
@@ -98,9 +94,7 @@ def web(pods: PodCluster) -> Iterator[PodCluster]:
 
 def balanced(cluster: PodCluster, number: int, protocol: str) -> list[Object]:
     """The Service web-NUMBER, with both families' VIPs and a NodePort."""
-    made = cluster.web(
-        number, "a1 b1", protocol, dual=True, type="LoadBalancer", node_port=30000 + number
-    )
+    made = cluster.web(number, "a1 b1", protocol, dual=True, type="LoadBalancer", node_port=30000 + number)
     made[0]["status"] = {"loadBalancer": {"ingress": [{"ip": VIP}, {"ip": VIP6}]}}
     return made
 
@@ -145,24 +139,15 @@ def test_addresses_of_a_node_are_served_from_elsewhere(web: PodCluster, protocol
         expect_masqueraded(web, "outside", second, VIP6 if v6 else VIP, 80, protocol)
 
 
-def expect_masqueraded(
-    web: PodCluster, client: str, node: Node, host: str, port: int, protocol: str
-) -> None:
+def expect_masqueraded(web: PodCluster, client: str, node: Node, host: str, port: int, protocol: str) -> None:
     """Checks that both backends answer and see the node's address."""
     v6, network = ":" in host, web.lab.network
     wanted = {
-        name: network.masquerades_as(node, v6)
-        if web.home[name] is node
-        else network.seen_elsewhere(node, v6)
+        name: network.masquerades_as(node, v6) if web.home[name] is node else network.seen_elsewhere(node, v6)
         for name in ("a1", "b1")
     }
     first = web[client].many(1, host, port, protocol=protocol)
-    assert not first["errors"], (
-        client,
-        host,
-        port,
-        first,
-    )  # fail here, before 50 time-outs in a row
+    assert not first["errors"], (client, host, port, first)  # fail here, before 50 time-outs in a row
     answer = web[client].many(50, host, port, protocol=protocol)
     why = f"{client} to {host}:{port} {protocol}: {answer}\n{node.agent and node.agent.tail()}"
     assert not answer["errors"], why
@@ -171,9 +156,7 @@ def expect_masqueraded(
 
 
 @contextlib.contextmanager
-def connections(
-    cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside"), may_fail: int = 0
-) -> Iterator[Load]:
+def connections(cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside"), may_fail: int = 0) -> Iterator[Load]:
     """Opens new connections throughout the block, by socket hooks and from outside. None may fail,
     except `may_fail` of those from outside. Connections that the clients `kept` have opened before
     must survive it.
@@ -254,9 +237,7 @@ def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @over_each_network
-def test_a_rolling_update_to_another_map_layout_and_back(
-    web: PodCluster, another_version: Path
-) -> None:
+def test_a_rolling_update_to_another_map_layout_and_back(web: PodCluster, another_version: Path) -> None:
     """The new version has new maps, to which entries are copied, and its programs replace those at
     the hooks. The version it goes back to does not know the new layout: connections of the packet
     path end there (docs/limits.md), and no others.
@@ -281,9 +262,7 @@ def update(web: PodCluster, image: str, another_version: Path, load: Load) -> No
     for agent, names in zip(agents, before, strict=True):
         until(
             "only the new version's maps exist",
-            lambda agent=agent, names=names: set(names).isdisjoint(
-                p.name for p in agent.pin_dir.glob("maps-*")
-            ),
+            lambda agent=agent, names=names: set(names).isdisjoint(p.name for p in agent.pin_dir.glob("maps-*")),
         )
         # A thread of the agent that a busy machine has stopped for ten seconds is a problem.
         until(
@@ -344,9 +323,7 @@ def test_a_joining_node_is_served(web: PodCluster) -> None:
     expect(web, "c2", f"{HOST}:80", UNSERVED)
     with connections(web):
         joined = web.join()
-    web.change(
-        *[web.slice("web-20", "a1 b1 c1", v6=v6) for v6 in (False, True)], agents=running(web)
-    )
+    web.change(*[web.slice("web-20", "a1 b1 c1", v6=v6) for v6 in (False, True)], agents=running(web))
     assert joined in running(web)
     for client in ("c2", "host-3", "a2"):
         expect(web, client, f"{HOST}:80", "a1 b1 c1")
@@ -402,10 +379,7 @@ def may_list(pods: PodCluster, resource: str) -> bool:
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",
-        "spec": {
-            "user": "system:serviceaccount:kube-system:kube-proxy",
-            "resourceAttributes": about,
-        },
+        "spec": {"user": "system:serviceaccount:kube-system:kube-proxy", "resourceAttributes": about},
     }
     said = pods.kubectl("create", "-o", "json", "-f", "-", stdin=json.dumps(review))
     return bool(json.loads(said)["status"]["allowed"])
@@ -427,12 +401,7 @@ def test_without_rights_the_agent_is_alive_but_not_ready(pods: PodCluster) -> No
     until("the agent is ready", lambda: asked(agent, 10256, "/readyz") == 200)
 
 
-IN_THE_POD = [
-    ("inspect", "status"),
-    ("inspect", "service", "default/kubernetes"),
-    ("check",),
-    ("check", "--attached"),
-]
+IN_THE_POD = [("inspect", "status"), ("inspect", "service", "default/kubernetes"), ("check",), ("check", "--attached")]
 
 
 @pytest.mark.parametrize("command", IN_THE_POD, ids=" ".join)
@@ -536,9 +505,7 @@ def test_the_nodes_cgroup_root_is_found_in_a_cgroup_namespace(pods: PodCluster) 
     """
     agent = pods.pod_agents[0]
     code = "from kbpf.kernel.system import mounts; print(mounts.find_cgroup_root())"
-    said = pods.kubelets.try_out(
-        agent, ["python3", "-c", code], {"/sys/fs/cgroup": Path("/sys/fs/cgroup")}
-    )
+    said = pods.kubelets.try_out(agent, ["python3", "-c", code], {"/sys/fs/cgroup": Path("/sys/fs/cgroup")})
     assert said == f"/host{cgroup2()}"
 
 
@@ -574,14 +541,11 @@ DEFAULT, NONE = {"type": "RuntimeDefault"}, {"type": "Unconfined"}
 ROWS = {
     "as in manifests/": ("BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", DEFAULT, True, ""),
     "with our profile": ("BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", OURS, True, ""),
-    "without NET_ADMIN": ("BPF PERFMON SYS_ADMIN", DEFAULT, True,
-        "cannot destroy a UDP socket (sock_diag): EPERM"),
-    "without SYS_ADMIN": ("BPF NET_ADMIN PERFMON", OURS, True,
-        "cannot enter the network namespace"),
+    "without NET_ADMIN": ("BPF PERFMON SYS_ADMIN", DEFAULT, True, "cannot destroy a UDP socket (sock_diag): EPERM"),
+    "without SYS_ADMIN": ("BPF NET_ADMIN PERFMON", OURS, True, "cannot enter the network namespace"),
     "without SYS_ADMIN and BPF": ("NET_ADMIN PERFMON", NONE, False, "cannot create the map"),
-    "without SYS_ADMIN and PERFMON": ("NET_ADMIN BPF", NONE, False,
-        "the kernel refuses the program"),
-}  # fmt: skip
+    "without SYS_ADMIN and PERFMON": ("NET_ADMIN BPF", NONE, False, "the kernel refuses the program"),
+}
 """The container's capabilities and the outcome. `seccomp`: the profile; some versions of the
 runtime's default allow bpf(2) with SYS_ADMIN only. `starts`: whether the agent starts. `said`: the
 error in its log, "" for none.

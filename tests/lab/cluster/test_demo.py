@@ -99,9 +99,7 @@ def test_it_reaches_every_backend_and_leaves_no_traces(cache: Path):
     failures, trace = (each["output"] for each in seen["explanations"])
     refusals = (refuses["expected"], "default/client"), (refuses_outside["expected"], "192.0.2.100")
     for count, client in refusals:  # as many as the clients saw
-        assert re.search(rf" {count} +{client} +.* 10.244.0.14:8080 .*backend refused", failures), (
-            failures
-        )
+        assert re.search(rf" {count} +{client} +.* 10.244.0.14:8080 .*backend refused", failures), failures
     assert "pod default/client to 10.96.0.10:80/TCP" in trace
     assert re.search(rf" {refuses['expected']} +default/client +10.244.0.14:8080", trace)
 
@@ -123,9 +121,7 @@ def test_a_signal_ends_it_with_status_130(endless: subprocess.Popen[str], number
     assert traces(endless.pid) == []
 
 
-def test_the_next_demo_removes_the_traces_of_a_killed_one(
-    endless: subprocess.Popen[str], cache: Path
-):
+def test_the_next_demo_removes_the_traces_of_a_killed_one(endless: subprocess.Popen[str], cache: Path):
     endless.kill()
     # A zombie keeps its id: nothing is removed yet.
     os.waitid(os.P_PID, endless.pid, os.WEXITED | os.WNOWAIT)

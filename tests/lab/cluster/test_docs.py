@@ -42,11 +42,9 @@ class Bench:
         self.objects.mkdir()
         ends = [endpoint("10.244.1.2", node="node-1")]
         for obj in (
-            service("kube-dns", port(53, protocol="UDP"), cluster_ip="10.96.0.10",
-                    namespace="kube-system"),
-            endpoint_slice("kube-dns", *ends, ports=[slice_port(53, protocol="UDP")],
-                           namespace="kube-system"),
-        ):  # fmt: skip
+            service("kube-dns", port(53, protocol="UDP"), cluster_ip="10.96.0.10", namespace="kube-system"),
+            endpoint_slice("kube-dns", *ends, ports=[slice_port(53, protocol="UDP")], namespace="kube-system"),
+        ):
             (self.objects / f"{obj['kind']}.yaml").write_text(yaml.safe_dump(obj))
         self.conf = lab.folder / "config.conf"
         self.conf.write_text(kubeadm.config("10.244.0.0/16"))
@@ -72,16 +70,19 @@ class Bench:
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self._inside(command), env=self.environment, cwd=docs.ROOT, text=True,
-            capture_output=True, check=False, timeout=2 * PATIENCE,
-        )  # fmt: skip
+            self._inside(command),
+            env=self.environment,
+            cwd=docs.ROOT,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=2 * PATIENCE,
+        )
 
     def start(self, command: str) -> "subprocess.Popen[bytes]":
         self.agent.begin()
         with self.agent.log.open("ab") as log:
-            return subprocess.Popen(
-                self._inside(f"exec {command}"), env=self.environment, stderr=log, cwd=docs.ROOT
-            )
+            return subprocess.Popen(self._inside(f"exec {command}"), env=self.environment, stderr=log, cwd=docs.ROOT)
 
     def _inside(self, command: str) -> list[str]:
         node = self.agent.node
@@ -98,9 +99,7 @@ def is_health(command: str) -> bool:
 
 def healthy_at_last(run: Callable[[], Done]) -> Done:
     """Waits until this command, which reports the agent's health, succeeds."""
-    return until(
-        "the agent is healthy", lambda: (done := run()).returncode == 0 and done, state=run
-    )
+    return until("the agent is healthy", lambda: (done := run()).returncode == 0 and done, state=run)
 
 
 @pytest.fixture
@@ -123,9 +122,7 @@ def test_readme_without_a_cluster(bench: Bench) -> None:
     agent = bench.start(run.partition("#")[0])
     try:
         compiling = 2 * PATIENCE  # the default cache folder is empty
-        until(
-            "the agent is synced", lambda: (bench.agent.own_status() or {}).get("synced"), compiling
-        )
+        until("the agent is synced", lambda: (bench.agent.own_status() or {}).get("synced"), compiling)
         healthy_at_last(lambda: bench.run("kbpf inspect status"))
         said = {}
         for look in looks:
@@ -145,9 +142,7 @@ def test_make_demo() -> None:
     """README.md: the two `make` commands; `make test` is only compared with .ci/run."""
     (block,) = docs.section("README.md", "## Try it: two commands")
     demo, test = docs.commands(block)
-    done = subprocess.run(
-        ["bash", "-c", demo], cwd=docs.ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", "-c", demo], cwd=docs.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "backend-3" in done.stdout
     assert test.split("#")[0].strip() == "make test"
@@ -206,15 +201,16 @@ def type_in(shell: Shell, command: str) -> str:
 
 TYPED = [
     *(each for block in docs.blocks("docs/troubleshoot.md") for each in docs.commands(block)),
-    *(f"kubectl -n kube-system exec ds/kube-proxy -- {line}"
-      for block in docs.blocks("docs/kernels.md") for line in docs.commands(block)),
-]  # fmt: skip
+    *(
+        f"kubectl -n kube-system exec ds/kube-proxy -- {line}"
+        for block in docs.blocks("docs/kernels.md")
+        for line in docs.commands(block)
+    ),
+]
 
 
 @pytest.mark.parametrize("command", TYPED)
-def test_documented_diagnostic_commands_succeed(
-    shell: Shell, cluster: PodCluster, command: str
-) -> None:
+def test_documented_diagnostic_commands_succeed(shell: Shell, cluster: PodCluster, command: str) -> None:
     """troubleshoot.md, kernels.md: each command succeeds on a healthy node."""
     well(cluster)
     output = type_in(shell, command)
@@ -222,21 +218,18 @@ def test_documented_diagnostic_commands_succeed(
     assert shell(f"tar tzf {file[1]}") if file else output
 
 
-def test_a_sysdump_from_a_pod_is_complete_where_a_pod_can_be(
-    shell: Shell, cluster: PodCluster
-) -> None:
+def test_a_sysdump_from_a_pod_is_complete_where_a_pod_can_be(shell: Shell, cluster: PodCluster) -> None:
     """The image has no iproute2 and no nft; kubelet writes no logs here."""
     well(cluster)
-    shell(
-        "kubectl -n kube-system exec ds/kube-proxy -- kbpf sysdump --time-limit 7m - >dump.tar.gz"
-    )
+    shell("kubectl -n kube-system exec ds/kube-proxy -- kbpf sysdump --time-limit 7m - >dump.tar.gz")
     index = json.loads(shell("tar xzOf dump.tar.gz --wildcards '*/index.json'"))
     errors = {item["path"]: item["error"] for item in index["items"]}
     needed = [
-        path for path in errors
+        path
+        for path in errors
         if path.startswith(("inspect/", "http/", "config/", "network/", "rules/nft", "check"))
         and not path.startswith(("network/sockets", "network/proc/"))
-    ]  # fmt: skip
+    ]
     assert len(needed) > 25
     failed = {path: errors[path] for path in (*needed, "objects/cluster.yaml", "simulate.json")}
     assert {path: error for path, error in failed.items() if error} == {}
@@ -245,12 +238,12 @@ def test_a_sysdump_from_a_pod_is_complete_where_a_pod_can_be(
 NOT_HERE = {
     "kubectl -n kube-system logs": "needs a kubelet",
     "kubectl debug node/NODE --profile=sysadmin --image=registry.k8s.io/kube-proxy:v1.37.1 -- "
-    "kube-proxy --cleanup": "needs a kubelet; what it runs: "
-    "tests/lab/cluster/test_takeover_cleanup.py",
+    "kube-proxy --cleanup": "needs a kubelet; what it runs: tests/lab/cluster/test_takeover_cleanup.py",
     "kubectl apply -k": "of the overlays: tests/lab/cluster/test_install_doc.py",
     "kubectl delete -k": "of the overlays: tests/lab/cluster/test_install_doc.py",
     "kubectl -n kube-system rollout status ds kbpf-cleanup": "of its DaemonSet: test_daemonset.py",
-    "kbpf ...": "any", "kbpf inspect ...": "any",
+    "kbpf ...": "any",
+    "kbpf inspect ...": "any",
     "kbpf cleanup": "ends what others look at: test_readme_without_a_cluster",
     "kbpf cleanup --keep-connections": "tests/lab/cluster/test_takeover.py",
     "kbpf inspect": "a group: its commands are here",
@@ -258,15 +251,18 @@ NOT_HERE = {
     "kbpf diff cluster objects/": "tests/lab/agent/test_cluster_objects.py",
     "kbpf sysdump": "writes a file; the block in troubleshoot.md is run",
     "kbpf monitor": "does not end: tests/programs/sockets/test_monitor.py",
-    "kbpf top": "does not end", "kbpf top --by clients": "does not end",
+    "kbpf top": "does not end",
+    "kbpf top --by clients": "does not end",
     "kbpf simulate": "without what to simulate: tests/values/cli/test_simulate.py",
-    "kbpf trace": "without from and to", "kbpf inspect endpoints": "without a Service",
+    "kbpf trace": "without from and to",
+    "kbpf inspect endpoints": "without a Service",
     "kbpf inspect service": "without a Service",
     "kbpf demo": "not in a pod: tests/lab/cluster/test_demo.py",
     "kbpf --install-completion": "changes the user's shell",
     "kbpf --show-completion": "asks which shell calls it: tests/values/cli/test_completion.py",
-    "kubectl exec": "a name", "kubectl -n kube-system rollout undo ds kube-proxy": "ends kbpf",
-}  # fmt: skip
+    "kubectl exec": "a name",
+    "kubectl -n kube-system rollout undo ds kube-proxy": "ends kbpf",
+}
 KUBECTL = [each for each in SAID if re.match(r"kubectl (?!kbpf)", each)]  # not of the plugin
 KBPF = [each for each in SAID if re.match(r"kbpf (?!run)", each) and ":" not in each]
 
@@ -306,9 +302,12 @@ MAKE = [each for each in SAID if each.startswith("make ")]
 def test_documented_make_targets_exist(command: str) -> None:
     """The targets exist, and so do the files that they would run."""
     done = subprocess.run(
-        ["bash", "-c", command.replace("make", "make -n", 1)], cwd=docs.ROOT,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["bash", "-c", command.replace("make", "make -n", 1)],
+        cwd=docs.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -324,7 +323,5 @@ def test_documented_python_modules_exist(command: str) -> None:
     done = subprocess.run(arguments, cwd=docs.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     if module != "benchmarks":
-        unknown = [
-            word for word in words if word not in done.stdout and not (docs.ROOT / word).exists()
-        ]
+        unknown = [word for word in words if word not in done.stdout and not (docs.ROOT / word).exists()]
         assert not unknown

@@ -24,8 +24,7 @@ from tests.support.runtime import docs
 from tests.support.runtime.shell import Shell
 
 HOST, NODE_PORT = "10.96.0.20", 30020
-NOT_OURS = {"conntrack": {"maxPerCore": 0, "min": 0, "tcpCloseWaitTimeout": "0s",
-                          "tcpEstablishedTimeout": "0s"}}  # fmt: skip
+NOT_OURS = {"conntrack": {"maxPerCore": 0, "min": 0, "tcpCloseWaitTimeout": "0s", "tcpEstablishedTimeout": "0s"}}
 """kube-proxy must not set these: they are sysctls of the whole machine."""
 BITS = {"iptables": {"masqueradeBit": 16}, "nftables": {"masqueradeBit": 17}}
 """Values of the operator, which have to be restored when kube-proxy returns."""
@@ -53,9 +52,7 @@ class KubeadmCluster(PodCluster):
         self.kubelets.sync()
 
     def rules(self) -> str:
-        return "".join(
-            run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2]
-        )
+        return "".join(run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2])
 
 
 @pytest.fixture(params=MODES)
@@ -77,10 +74,7 @@ def cluster(
 def kube_proxy_serves(cluster: KubeadmCluster) -> None:
     """Waits until kube-proxy's rules are on each node."""
     for node in cluster.lab.nodes[:2]:
-        until(
-            f"kube-proxy's rules on {node.name}",
-            lambda home=node: has_programmed(home, cluster.mode, NODE_PORT),
-        )
+        until(f"kube-proxy's rules on {node.name}", lambda home=node: has_programmed(home, cluster.mode, NODE_PORT))
 
 
 class InUse:
@@ -189,9 +183,7 @@ def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
 
 def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     """Follows the page. Connections of the packet path end with the last step."""
-    bit, all_have_it, delete, kubeadm, keep, clean, gone = docs.section(
-        "docs/migration.md", "## Back to kube-proxy"
-    )
+    bit, all_have_it, delete, kubeadm, keep, clean, gone = docs.section("docs/migration.md", "## Back to kube-proxy")
     type_in(shell, use, bit)
     type_in(shell, use, all_have_it)
     assert re.findall(r"masqueradeBit: (\S+)", config_of(cluster)) == ["13", "13"]
@@ -224,9 +216,7 @@ def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = tmp_path_factory.mktemp("not-ready") / "kbpf"
     shutil.copytree(docs.ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "serve" / "health.py").open("a") as file:
-        file.write(
-            "\n\ndef readyz(*_: object) -> HttpResponse:\n    return HttpResponse(503, b'')\n"
-        )
+        file.write("\n\ndef readyz(*_: object) -> HttpResponse:\n    return HttpResponse(503, b'')\n")
     return other
 
 
@@ -251,9 +241,7 @@ def test_a_failed_rollout_is_reverted_by_the_documented_steps(
     touched, slow = cluster.lab.nodes[0].ip, 0.01
     with (
         under_load(cluster, HOST, "a2", "host-2", answers="a1 b1", pause=slow) as sockets,
-        under_load(
-            cluster, touched, "outside", port=NODE_PORT, answers="a1 b1", pause=slow
-        ) as packets,
+        under_load(cluster, touched, "outside", port=NODE_PORT, answers="a1 b1", pause=slow) as packets,
     ):
         use = InUse(cluster, Load((*sockets.places, *packets.places)))
         use.keep()

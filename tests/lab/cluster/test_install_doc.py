@@ -44,10 +44,7 @@ ENDS_IN = [
 ]
 OURS = [block for block in BLOCKS if not any(told in block for told in ELSEWHERE)]
 IMAGE = "REGISTRY/kbpf:0.1.0"
-REPLACES = (
-    "kubectl apply -k manifests/overlays/kubeadm\n",
-    "--take-ownership",
-)
+REPLACES = ("kubectl apply -k manifests/overlays/kubeadm\n", "--take-ownership")
 """Blocks that need kubeadm's kube-proxy to be installed before."""
 
 
@@ -65,9 +62,7 @@ def before(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Kubeadm:
 
 
 @pytest.fixture
-def admin(
-    apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path
-) -> Iterator[Kubectl]:
+def admin(apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path) -> Iterator[Kubectl]:
     """kubectl as administrator; removes all of kbpf after the test."""
     made = Kubectl(kubectl, apiserver, tmp_path)
     yield made
@@ -96,9 +91,14 @@ class Clone:
     def __call__(self, command: str) -> str:
         """The output of a command, which must succeed."""
         done = subprocess.run(
-            ["bash", "-c", command], cwd=self._folder, env=self._environment, text=True,
-            capture_output=True, check=False, timeout=2 * PATIENCE,
-        )  # fmt: skip
+            ["bash", "-c", command],
+            cwd=self._folder,
+            env=self._environment,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=2 * PATIENCE,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -137,9 +137,7 @@ def test_each_install_block_leaves_its_daemonset(
     assert "kbpf" in " ".join(container["command"])
 
 
-def test_the_helm_drop_in_survives_uninstalling_the_trial(
-    admin: Kubectl, clone: Clone, before: Kubeadm
-):
+def test_the_helm_drop_in_survives_uninstalling_the_trial(admin: Kubectl, clone: Clone, before: Kubeadm):
     """Both releases are installed as on the page; then the trial is uninstalled."""
     before.install_kube_proxy()
     for told in ("values-side-by-side.yaml", "--take-ownership"):

@@ -145,8 +145,7 @@ def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(
         spec = found["spec"]["template"]["spec"]
         (container,) = spec["containers"]
         volumes = {each["name"]: each for each in spec["volumes"]}
-        keys = ("priorityClassName", "hostNetwork", "serviceAccountName", "tolerations",
-                "nodeSelector")  # fmt: skip
+        keys = ("priorityClassName", "hostNetwork", "serviceAccountName", "tolerations", "nodeSelector")
         return {
             "meta": found["metadata"],
             "selector": found["spec"]["selector"],
@@ -226,9 +225,14 @@ UPGRADES_OF_THE_ADD_ON = [
 
 @pytest.mark.parametrize("words", UPGRADES_OF_THE_ADD_ON, ids=" ".join)
 def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
-    previous_kubeadm: Path, kubeadm: Path, apiserver: ApiServer, admin: Kubectl, patches: Path,
-    tmp_path: Path, words: tuple[str, ...],
-) -> None:  # fmt: skip
+    previous_kubeadm: Path,
+    kubeadm: Path,
+    apiserver: ApiServer,
+    admin: Kubectl,
+    patches: Path,
+    tmp_path: Path,
+    words: tuple[str, ...],
+) -> None:
     """A cluster of the previous minor version is upgraded. The DaemonSet does not change, so no
     node restarts its agent, nor do the rights and the ConfigMaps, except for the document of kbpf
     in `config.conf`, which is lost. Without the patch kube-proxy returns.
@@ -247,8 +251,13 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
     objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": node.objects()})
     version = go_build.kubernetes_version()
     command = ("upgrade", *(version if word == "VERSION" else word for word in words))
-    kept = ("cm/kbpf-settings", "clusterrole/kbpf", "clusterrolebinding/kbpf",
-            "clusterrolebinding/kubeadm:node-proxier", "sa/kube-proxy")  # fmt: skip
+    kept = (
+        "cm/kbpf-settings",
+        "clusterrole/kbpf",
+        "clusterrolebinding/kbpf",
+        "clusterrolebinding/kubeadm:node-proxier",
+        "sa/kube-proxy",
+    )
 
     def state() -> list[Object]:
         found = admin.objects("-n", SPACE, "get", *kept)
@@ -285,9 +294,14 @@ pinDir: /sys/fs/bpf/mine
 @pytest.mark.parametrize("command", ["apply", "node"])
 @pytest.mark.parametrize("version", [PREVIOUS_VERSION, support.VERSION])
 def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
-    apiserver: ApiServer, admin: Kubectl, tmp_path: Path, request: pytest.FixtureRequest,
-    version: str, command: str, disabled: bool,
-) -> None:  # fmt: skip
+    apiserver: ApiServer,
+    admin: Kubectl,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    version: str,
+    command: str,
+    disabled: bool,
+) -> None:
     """docs/install.md: `proxy.disabled` in the ClusterConfiguration, or the phase skipped, both
     without a patch. DaemonSet and ConfigMap stay as they are, with kbpf's document. Without either,
     kube-proxy returns.

@@ -44,9 +44,7 @@ class Operator:
 
 
 @pytest.fixture(scope="module")
-def operator(
-    programs: None, kubectl: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Operator]:
+def operator(programs: None, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     """A Service with a backend on the second node, and one without endpoints, at which a process
     of the first node has failed.
     """
@@ -83,9 +81,7 @@ def test_status_has_a_row_for_each_node(operator: Operator) -> None:
 
 def test_failures_name_the_node(operator: Operator) -> None:
     (row,) = operator.items("failures --since 1h")
-    assert (row["node"], row["service"], row["reason"]) == (
-        nodes(operator)[0], "default/web-21", "no_endpoints",
-    )  # fmt: skip
+    assert (row["node"], row["service"], row["reason"]) == (nodes(operator)[0], "default/web-21", "no_endpoints")
 
 
 @pytest.mark.parametrize("index", [0, 1])

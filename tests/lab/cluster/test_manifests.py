@@ -44,9 +44,7 @@ def test_the_server_accepts_each_overlay(admin: Kubectl, kubectl: Path, name: st
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_server_accepts_the_charts_objects(
-    admin: Kubectl, helm: Path, tmp_path: Path, name: str
-):
+def test_the_server_accepts_the_charts_objects(admin: Kubectl, helm: Path, tmp_path: Path, name: str):
     values = [f"--values={MANIFESTS / 'chart' / file}" for file in VALUES[name]]
     command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "--kube-version=1.37"]
     text = call([*command, "-n", SPACE, *values], tmp_path)
@@ -73,9 +71,7 @@ GRANTED = {
     "endpointslices.discovery.k8s.io": {"list", "watch"},
     "events.events.k8s.io": {"create"},
 }
-ANYBODY = re.compile(
-    r"selfsubject\S+\.(authorization|authentication)\.k8s\.io|clustertrustbundles\..*"
-)
+ANYBODY = re.compile(r"selfsubject\S+\.(authorization|authentication)\.k8s\.io|clustertrustbundles\..*")
 """What every ServiceAccount may do: review its own rights, and read public paths."""
 
 
@@ -92,9 +88,7 @@ def test_the_account_has_exactly_the_documented_rights(admin: Kubectl, beside: N
     assert rows == GRANTED
 
 
-def test_the_agents_sources_sync_with_these_rights(
-    admin: Kubectl, beside: None, apiserver: ApiServer, tmp_path: Path
-):
+def test_the_agents_sources_sync_with_these_rights(admin: Kubectl, beside: None, apiserver: ApiServer, tmp_path: Path):
     config = json.loads(apiserver.kubeconfig(tmp_path / "config").read_text())
     with apiserver.kube() as kube:
         config["users"][0]["user"]["token"] = kube.token("kbpf", SPACE)
@@ -117,9 +111,7 @@ def test_the_agents_sources_sync_with_these_rights(
 
 
 @pytest.mark.parametrize("component", ["mesh-pods", "socket-lb-label"])
-def test_the_component_grants_watching_pods(
-    admin: Kubectl, kubectl: Path, tmp_path: Path, component: str
-):
+def test_the_component_grants_watching_pods(admin: Kubectl, kubectl: Path, tmp_path: Path, component: str):
     folder = with_component("side-by-side", component, tmp_path)
     admin("apply", "-k", str(folder))
     try:
@@ -133,9 +125,7 @@ ORDERS = [("side-by-side", "kubeadm"), ("kubeadm", "side-by-side")]
 
 
 @pytest.mark.parametrize(("first", "second"), ORDERS)
-def test_trial_and_drop_in_do_not_change_each_others_objects(
-    admin: Kubectl, kubectl: Path, first: str, second: str
-):
+def test_trial_and_drop_in_do_not_change_each_others_objects(admin: Kubectl, kubectl: Path, first: str, second: str):
     """In either order: applying the second changes no object of the first, and `delete -k` of the
     first changes none of the second. Each account keeps its rights.
     """
@@ -178,9 +168,7 @@ def versions(admin: Kubectl, kubectl: Path, name: str) -> dict[tuple[str, str], 
 
 
 @pytest.fixture
-def kube_proxy_of_kubeadm(
-    admin: Kubectl, kubeadm: Path, apiserver: ApiServer, tmp_path: Path
-) -> Iterator[None]:
+def kube_proxy_of_kubeadm(admin: Kubectl, kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Iterator[None]:
     """kube-proxy's objects, made by kubeadm."""
     program = Kubeadm(kubeadm, apiserver, tmp_path)
     program.install_kube_proxy()
@@ -188,9 +176,7 @@ def kube_proxy_of_kubeadm(
     program.remove_kube_proxy(admin)
 
 
-def test_apply_turns_kubeadms_kube_proxy_into_kbpf(
-    admin: Kubectl, kubectl: Path, kube_proxy_of_kubeadm: None
-):
+def test_apply_turns_kubeadms_kube_proxy_into_kbpf(admin: Kubectl, kubectl: Path, kube_proxy_of_kubeadm: None):
     """The same DaemonSet gets another template, so that the controller rolls it out; the ConfigMap
     is untouched. `kubectl rollout restart` changes the template again.
     """
@@ -205,9 +191,7 @@ def test_apply_turns_kubeadms_kube_proxy_into_kbpf(
         assert one["uid"] == other["uid"]
         assert one["generation"] < other["generation"]
 
-        (wanted,) = (
-            e for e in kustomize(kubectl, OVERLAYS / "kubeadm") if e["kind"] == "DaemonSet"
-        )
+        (wanted,) = (e for e in kustomize(kubectl, OVERLAYS / "kubeadm") if e["kind"] == "DaemonSet")
         assert_has(after["DaemonSet"]["spec"]["template"], wanted["spec"]["template"])
         (container,) = after["DaemonSet"]["spec"]["template"]["spec"]["containers"]
         assert container["command"][0] == "kbpf"
@@ -258,13 +242,9 @@ def assert_has(found: object, wanted: object, where: str = "template") -> None:
         for key, value in wanted.items():
             assert key in found, f"{where}.{key}"
             assert_has(found[key], value, f"{where}.{key}")
-    elif (
-        isinstance(wanted, list) and wanted and isinstance(wanted[0], dict) and "name" in wanted[0]
-    ):
+    elif isinstance(wanted, list) and wanted and isinstance(wanted[0], dict) and "name" in wanted[0]:
         rows = {(each["name"], each.get("mountPath")): each for each in found}  # type: ignore
         for value in wanted:
-            assert_has(
-                rows[value["name"], value.get("mountPath")], value, f"{where}[{value['name']}]"
-            )
+            assert_has(rows[value["name"], value.get("mountPath")], value, f"{where}[{value['name']}]")
     else:
         assert found == wanted, where

@@ -98,13 +98,10 @@ def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
     assert trial.beside.is_running, trial.beside.tail()
 
 
-SECOND = ("kbpf run --hostname-override=node-1 --healthz-bind-address= --metrics-bind-address=;"
-          " test $? = 1")  # fmt: skip
+SECOND = "kbpf run --hostname-override=node-1 --healthz-bind-address= --metrics-bind-address=; test $? = 1"
 
 
-def test_the_documented_steps_from_trial_to_drop_in(
-    trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path
-) -> None:
+def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path) -> None:
     """migration.md command by command, with two agents on a node in between: the drop-in adopts."""
     there, back = docs.section("docs/migration.md", "## From the trial to the drop-in")
     shell = Shell(trial, tmp_path, kubectl)
@@ -132,9 +129,7 @@ def test_the_documented_steps_from_trial_to_drop_in(
             assert "name" in client.ask("talk", keep="kept")
         trial.settle(first, second)
         assert pinned(first) == maps
-    assert [each["metadata"]["name"] for each in trial.kube.list("DaemonSet")["items"]] == [
-        "kube-proxy"
-    ]
+    assert [each["metadata"]["name"] for each in trial.kube.list("DaemonSet")["items"]] == ["kube-proxy"]
     labels = [each["metadata"]["labels"] for each in trial.kube.list("Node")["items"]]
     assert not any("kbpf.io/node" in each for each in labels)
 

@@ -102,9 +102,7 @@ class World:
                 for obj in objects:
                     kube.create(obj)
             return "--kubeconfig", str(self.config)
-        stack.enter_context(StaticApi(objects, self.lab.outside_ip, outside)).kubeconfig(
-            self.config
-        )
+        stack.enter_context(StaticApi(objects, self.lab.outside_ip, outside)).kubeconfig(self.config)
         folder = self.lab.folder / "objects"
         folder.mkdir()
         for obj in objects:
@@ -285,9 +283,7 @@ def nothing_stays(world: World) -> None:
     """With its last connection all of kube-proxy's IPVS state is removed; new ones are served."""
     world.let_go()
     if world.mode == "bpf":
-        until(
-            "IPVS has nothing", lambda: not any(map(Agent.virtual_services, world.agents)), SLOWLY
-        )
+        until("IPVS has nothing", lambda: not any(map(Agent.virtual_services, world.agents)), SLOWLY)
         until("the table has gone", lambda: "kbpf-keepalive" not in world.rules(), SLOWLY)
         assert "kbpf-keepalive" not in world.everywhere("ip", "link")
     with world.load():
@@ -305,9 +301,7 @@ def nothing_stays(world: World) -> None:
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],
 )
-def test_a_closed_forward_chain_cuts_no_connection(
-    programs: None, kube_proxy: Path, mode: str, ours: str
-) -> None:
+def test_a_closed_forward_chain_cuts_no_connection(programs: None, kube_proxy: Path, mode: str, ours: str) -> None:
     """FORWARD has policy DROP, as with a CNI that relies on kube-proxy's rules. An outside client's
     connection to a pod is masqueraded, so kube-proxy's rules mark and accept its first packet.
     """

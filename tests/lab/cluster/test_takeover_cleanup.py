@@ -16,14 +16,7 @@ from kbpf.kernel.system import netns, process
 from kbpf.takeover import detect
 from tests.support.build import go_build
 from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.lab.lab import Lab, Node, inside, until
 from tests.support.lab.lab import run as command
@@ -82,9 +75,7 @@ class Ground:
         self.legacy.mkdir()
         for v6 in ("", "6"):
             for verb in ("", "-save", "-restore"):
-                (self.legacy / f"ip{v6}tables{verb}").symlink_to(
-                    f"/usr/sbin/ip{v6}tables-legacy{verb}"
-                )
+                (self.legacy / f"ip{v6}tables{verb}").symlink_to(f"/usr/sbin/ip{v6}tables-legacy{verb}")
         with api.kube() as kube:
             kube.create(node(self.home.name, self.home.ip, self.home.ip6))
             for obj in objects():
@@ -117,10 +108,13 @@ def objects() -> Iterator[dict[str, object]]:
     """A Service for each setting that makes kube-proxy write another kind of chain."""
     for name, more in {
         "plain": {"type": "NodePort", "affinity_seconds": 60},
-        "kept": {"type": "LoadBalancer", "external_policy": "Local",
-                 "source_ranges": ["198.51.100.0/24", "2001:db8:9::/64"]},
+        "kept": {
+            "type": "LoadBalancer",
+            "external_policy": "Local",
+            "source_ranges": ["198.51.100.0/24", "2001:db8:9::/64"],
+        },
         "none": {"external_ips": ["203.0.113.1", "2001:db8:1::1"]},
-    }.items():  # fmt: skip
+    }.items():
         families = ("IPv4", "IPv6")
         rows = [port(80, "web"), port(53, "dns", "UDP")]
         yield service(name, *rows, families=families, **more)  # type: ignore[arg-type]
@@ -132,10 +126,7 @@ def objects() -> Iterator[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def ground(programs: None, kube_proxy: Path) -> Iterator[Ground]:
-    with (
-        Lab(1, "lo", apart=True) as lab,
-        ApiServer(addresses=(lab.outside_ip,), netns=lab.outside) as api,
-    ):
+    with Lab(1, "lo", apart=True) as lab, ApiServer(addresses=(lab.outside_ip,), netns=lab.outside) as api:
         yield Ground(lab, api)
 
 
@@ -168,19 +159,14 @@ def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(
     assert ground.rules(kind) == before
 
 
-def test_kube_proxys_own_cleanup_removes_its_legacy_rules(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kube_proxys_own_cleanup_removes_its_legacy_rules(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/operate.md: for nodes on which our image lacks the programs of iptables-legacy."""
     monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
     for v6, guard in (("", GUARD), ("6", "")):
         ground.run(f"ip{v6}tables-legacy-restore", "-w", stdin=OTHERS % guard)
     before = ground.rules("legacy")
     with KubeProxy(ground.home, "iptables", ground.config) as proxy:
-        until(
-            f"its rules\n{proxy.tail()}",
-            lambda: is_complete(ground, "iptables-legacy"),
-        )
+        until(f"its rules\n{proxy.tail()}", lambda: is_complete(ground, "iptables-legacy"))
     (said,) = (span for span in docs.spans("docs/operate.md") if "kubectl debug node" in span)
     _, _, command = said.partition(" -- ")
     assert command == "kube-proxy --cleanup"

@@ -42,27 +42,68 @@ class Symptom(NamedTuple):
 
 SERVICE = "service default/web-71"
 SYMPTOMS = [
-    Symptom("no endpoint that is ready: READY `0/3`, and a line `cluster set: empty`",
-            "a1/unready", {}, "a2", "ClusterIP", REFUSED, SERVICE, "cluster set: empty"),
-    Symptom("the Service has no such port, which a ClusterIP refuses too",
-            "a1", {}, "a2", "ClusterIP", REFUSED, "status",
-            "refused: a ClusterIP, but no Service has this port; check the port that the client "
-            "uses", 81),
-    Symptom("and no endpoint on the client's node: a line `local set: empty`",
-            "b1", {"internal_policy": "Local"}, "a2", "ClusterIP", AT_ONCE, SERVICE,
-            "local set: empty"),
-    Symptom("`externalTrafficPolicy: Local` on a node without endpoint",
-            "b1", {"external_policy": "Local"}, "outside", "NodePort", DROPPED, "status",
-            "dropped: policy Local, and no endpoint on this node; use policy Cluster, or a node "
-            "that has one"),
-    Symptom("the client is not in `loadBalancerSourceRanges`",
-            "a1", {"source_ranges": ["198.51.100.0/24"]}, "outside", "VIP", DROPPED, "status",
-            "dropped: the client is not in the Service's source ranges; add it to them if it "
-            "should be served"),
-    Symptom("`inspect connections`, the column BACKEND-SEES",
-            "b1", {}, "outside", "NodePort", "b1", f"connections --client {OUT4}",
-            f"{NODES4[0]}:"),
-]  # fmt: skip
+    Symptom(
+        "no endpoint that is ready: READY `0/3`, and a line `cluster set: empty`",
+        "a1/unready",
+        {},
+        "a2",
+        "ClusterIP",
+        REFUSED,
+        SERVICE,
+        "cluster set: empty",
+    ),
+    Symptom(
+        "the Service has no such port, which a ClusterIP refuses too",
+        "a1",
+        {},
+        "a2",
+        "ClusterIP",
+        REFUSED,
+        "status",
+        "refused: a ClusterIP, but no Service has this port; check the port that the client uses",
+        81,
+    ),
+    Symptom(
+        "and no endpoint on the client's node: a line `local set: empty`",
+        "b1",
+        {"internal_policy": "Local"},
+        "a2",
+        "ClusterIP",
+        AT_ONCE,
+        SERVICE,
+        "local set: empty",
+    ),
+    Symptom(
+        "`externalTrafficPolicy: Local` on a node without endpoint",
+        "b1",
+        {"external_policy": "Local"},
+        "outside",
+        "NodePort",
+        DROPPED,
+        "status",
+        "dropped: policy Local, and no endpoint on this node; use policy Cluster, or a node that has one",
+    ),
+    Symptom(
+        "the client is not in `loadBalancerSourceRanges`",
+        "a1",
+        {"source_ranges": ["198.51.100.0/24"]},
+        "outside",
+        "VIP",
+        DROPPED,
+        "status",
+        "dropped: the client is not in the Service's source ranges; add it to them if it should be served",
+    ),
+    Symptom(
+        "`inspect connections`, the column BACKEND-SEES",
+        "b1",
+        {},
+        "outside",
+        "NodePort",
+        "b1",
+        f"connections --client {OUT4}",
+        f"{NODES4[0]}:",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +114,7 @@ def field() -> Iterator[Field]:
 
 def inspect(agent: Agent, command: str) -> "subprocess.CompletedProcess[str]":
     """Runs `kbpf inspect` on the agent's node."""
-    words = (sys.executable, "-m", "kbpf", "inspect", *command.split(), "--pin-dir",
-             str(agent.pin_dir))  # fmt: skip
+    words = (sys.executable, "-m", "kbpf", "inspect", *command.split(), "--pin-dir", str(agent.pin_dir))
     where = inside(agent.node.netns, None, *words)
     return subprocess.run(where, capture_output=True, text=True, check=False)
 
@@ -136,11 +176,22 @@ def test_a_second_agent_with_the_same_pins_is_refused(field: Field) -> None:
     words = "another agent is at work here"
     assert f"says `{words}`" in PAGE
     agent = field.agent
-    command = (sys.executable, "-m", "kbpf", "run", "--source", str(field.folder), "--pin-dir",
-               str(agent.pin_dir), "--cgroup", str(agent.node.cgroup), "--mode", "bpf",
-               "--healthz-bind-address=", "--metrics-bind-address=")  # fmt: skip
-    done = subprocess.run(
-        inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False
+    command = (
+        sys.executable,
+        "-m",
+        "kbpf",
+        "run",
+        "--source",
+        str(field.folder),
+        "--pin-dir",
+        str(agent.pin_dir),
+        "--cgroup",
+        str(agent.node.cgroup),
+        "--mode",
+        "bpf",
+        "--healthz-bind-address=",
+        "--metrics-bind-address=",
     )
+    done = subprocess.run(inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert words in done.stderr

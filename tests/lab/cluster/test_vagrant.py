@@ -49,12 +49,7 @@ Make = Callable[[str], Machine]
 
 
 @pytest.fixture(scope="module")
-def make(
-    previous_kubeadm: Path,
-    kubectl: Path,
-    apiserver: ApiServer,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Make:
+def make(previous_kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Make:
     access = apiserver.kubeconfig(tmp_path_factory.mktemp("admin") / "admin", "admin")
 
     def made(address: str) -> Machine:
@@ -69,9 +64,7 @@ def make(
 
 
 @pytest.fixture(scope="module")
-def admin(
-    apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Kubectl]:
+def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
     """kubectl as administrator; removes what the scripts have made after the test, except flannel's
     Namespace: no controller would finalize it.
     """
@@ -116,8 +109,16 @@ def fails(machine: Machine, script: str, fail: str) -> str:
 
 # ---- every machine ----------------------------------------------------------------------
 
-ALWAYS = ["swapoff -a", "modprobe -a", "sysctl --quiet", "apt-get update", "apt-get install",
-          "containerd config", "systemctl restart", "apt-mark showhold"]  # fmt: skip
+ALWAYS = [
+    "swapoff -a",
+    "modprobe -a",
+    "sysctl --quiet",
+    "apt-get update",
+    "apt-get install",
+    "containerd config",
+    "systemctl restart",
+    "apt-mark showhold",
+]
 ONCE = ["curl -fsSL", "gpg --dearmor", "apt-get update", "apt-get install", "apt-mark hold"]
 IMAGE = ["buildah build", "buildah push", "ctr --namespace"]
 
@@ -131,9 +132,7 @@ def test_preparing_a_node_is_idempotent(make: Make):
     assert VERSION.startswith(f"{version}."), "the tested version is installed"
     source = machine.file("/etc/apt/sources.list.d/kubernetes.list").read_text()
     keyring = "/etc/apt/keyrings/kubernetes.gpg"
-    assert (
-        source == f"deb [signed-by={keyring}] https://pkgs.k8s.io/core:/stable:/{version}/deb/ /\n"
-    )
+    assert source == f"deb [signed-by={keyring}] https://pkgs.k8s.io/core:/stable:/{version}/deb/ /\n"
     assert machine.file(keyring).read_text() == "key"
     assert "apt-get install -y -qq kubelet kubeadm kubectl" in machine.said
     assert machine.file("/etc/fstab").read_text() == "/dev/vda1 / ext4 rw 0 1\n"
@@ -151,9 +150,7 @@ def test_preparing_a_node_is_idempotent(make: Make):
 def test_containerd_gets_the_image_of_the_manifests(make: Make, kubectl: Path):
     machine = make(WORKER)
     succeeds(machine, "node.sh")
-    (daemonset,) = (
-        each for each in kustomize(kubectl, OVERLAYS / "kubeadm-new") if each["kind"] == "DaemonSet"
-    )
+    (daemonset,) = (each for each in kustomize(kubectl, OVERLAYS / "kubeadm-new") if each["kind"] == "DaemonSet")
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
     assert container["imagePullPolicy"] == "IfNotPresent"
     name = f"docker.io/library/{container['image']}"
@@ -245,9 +242,7 @@ def test_kubeadm_reads_the_scripts_configuration(control_plane: Machine):
     assert ("Deployment", "coredns") in made
     assert ("DaemonSet", "kube-proxy") not in made
     kept = yaml.safe_load(made["ConfigMap", "kubeadm-config"]["data"]["ClusterConfiguration"])
-    assert kept["proxy"] == {"disabled": True}, (
-        "otherwise `kubeadm upgrade` would install kube-proxy"
-    )
+    assert kept["proxy"] == {"disabled": True}, "otherwise `kubeadm upgrade` would install kube-proxy"
     token_id, _, _ = arguments("worker.sh")[2].partition(".")
     secret = made["Secret", f"bootstrap-token-{token_id}"]
     assert "expiration" not in secret["data"], "a worker may join a day later"
@@ -289,18 +284,12 @@ def applied(admin: Kubectl) -> list[Object]:
 @pytest.mark.parametrize(
     ("fail", "what", "again"),
     [
-        (
-            "after kubeadm init",
-            "kubeadm init",
-            ["kubeadm reset", "kubeadm version", "kubeadm init"],
-        ),
+        ("after kubeadm init", "kubeadm init", ["kubeadm reset", "kubeadm version", "kubeadm init"]),
         ("kubectl apply", "kbpf", []),
         ("curl", "flannel v0.28.9", []),
     ],
 )
-def test_a_failed_control_plane_can_be_made_again(
-    make: Make, admin: Kubectl, fail: str, what: str, again: list[str]
-):
+def test_a_failed_control_plane_can_be_made_again(make: Make, admin: Kubectl, fail: str, what: str, again: list[str]):
     """The script really resets: kubeadm refuses to start over an existing API server manifest."""
     machine = make(CONTROL_PLANE)
     assert fails(machine, "control-plane.sh", fail) == f"control-plane.sh: failed at: {what}"

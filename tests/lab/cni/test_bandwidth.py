@@ -25,9 +25,7 @@ RATE, BURST, SIZE = 1_000_000, 100_000, 2_000_000
 BULK = 7000
 RECEIVES = {"ingressRate": 8 * RATE, "ingressBurst": 8 * BURST}
 SENDS = {"egressRate": 8 * RATE, "egressBurst": 8 * BURST}
-LIMITS: Mapping[str, Mapping[str, int]] = {
-    "a1": RECEIVES | SENDS, "a2": RECEIVES, "a4": SENDS, "b3": SENDS
-}  # fmt: skip
+LIMITS: Mapping[str, Mapping[str, int]] = {"a1": RECEIVES | SENDS, "a2": RECEIVES, "a4": SENDS, "b3": SENDS}
 """The limited pods."""
 CLSACT = "tests.support.runtime.clsact_agent"
 

@@ -60,7 +60,7 @@ def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniC
 ROWS = (
     Row("a2", "ClusterIP", 3, "a1 b1"),
     Row("a2!", "ClusterIP", 3, "a1 b1", BRIDGED),
-    Row("a1", "ClusterIP", 1, "a1", ),
+    Row("a1", "ClusterIP", 1, "a1"),
     Row("a1!", "ClusterIP", 1, "a1", NODE),
     Row("host-1", "ClusterIP", 3, "a1 b1", NODE),
     Row("a2!", "NodePort", 3, "a1 b1", NODE),
@@ -75,7 +75,7 @@ ROWS = (
     Row("outside", "VIP", 3, "a1 b1", NODE),
     Row("outside", "VIP", 4, "a1"),
     Row("outside", "ExternalIP", 2, "b1", NODE),
-)  # fmt: skip
+)
 
 
 @families
@@ -175,9 +175,7 @@ def set_and_wait(cluster: CniCluster, keys: list[str], value: int) -> None:
 
 @protocols
 @pytest.mark.parametrize("value", [1, 0], ids=["br_netfilter", "no br_netfilter"])
-def test_a_firewall_that_drops_invalid_packets(
-    cluster: CniCluster, value: int, protocol: str
-) -> None:
+def test_a_firewall_that_drops_invalid_packets(cluster: CniCluster, value: int, protocol: str) -> None:
     rows = [row for row in ROWS if row.outcome != DROPPED]
     with br_netfilter(cluster, value), firewall(cluster):
         for row, v6 in product(rows, FAMILIES):

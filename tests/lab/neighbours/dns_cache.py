@@ -69,8 +69,9 @@ def start_server(pod: Place, folder: Path) -> "subprocess.Popen[bytes]":
 def _start(place: Place, *command: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [*DIE_WITH_US, *inside(place.netns, place.cgroup, *command)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 class NodeCache:
@@ -122,9 +123,7 @@ class NodeCache:
 
     def has_address(self) -> bool:
         """Whether its device has the address. In mode ipvs kbpf's has it, too."""
-        return self._has_device() and self._address in self._run(
-            "ip", "-br", "addr", "show", "dev", DEVICE
-        )
+        return self._has_device() and self._address in self._run("ip", "-br", "addr", "show", "dev", DEVICE)
 
     def end(self, number: signal.Signals) -> None:
         """Ends it by SIGTERM or SIGKILL."""

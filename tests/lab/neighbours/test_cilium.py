@@ -20,17 +20,7 @@ from tests.lab.outside.test_programs_of_others import check_attached
 from tests.programs.packets.tc.net import PAIR, recording
 from tests.support.features import lacking
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import (
-    NODES4,
-    NODES6,
-    OUT4,
-    WITH_CONNTRACK,
-    Field,
-    at,
-    check,
-    forward,
-    there,
-)
+from tests.support.lab.field import NODES4, NODES6, OUT4, WITH_CONNTRACK, Field, at, check, forward, there
 from tests.support.lab.lab import Node, run, until
 
 TC_ACT_OK = 0
@@ -66,9 +56,7 @@ class CiliumField(Field):
 
     def bring_up(self) -> None:
         for name in NAMES.values():
-            self.seen[name] = self.own.enter_context(
-                Map.create(BPF_MAP_TYPE_HASH, "seen", PAIR.size, 4, 1024)
-            )
+            self.seen[name] = self.own.enter_context(Map.create(BPF_MAP_TYPE_HASH, "seen", PAIR.size, 4, 1024))
         if self.case.is_first:
             self.start_cilium()
         super().bring_up()
@@ -117,10 +105,14 @@ class CiliumField(Field):
         """The addresses and ports of the packets that the programs of this name have seen."""
         rows = (PAIR.unpack(key) for key, _ in self.seen[name].items())
         return {
-            (socket.inet_ntoa(source), int.from_bytes(source_port, "big"),
-             socket.inet_ntoa(target), int.from_bytes(target_port, "big"))
+            (
+                socket.inet_ntoa(source),
+                int.from_bytes(source_port, "big"),
+                socket.inet_ntoa(target),
+                int.from_bytes(target_port, "big"),
+            )
             for source, target, source_port, target_port in rows
-        }  # fmt: skip
+        }
 
 
 CLSACT_AGENT = "tests.support.runtime.clsact_agent"
@@ -129,9 +121,7 @@ CLSACT_AGENT = "tests.support.runtime.clsact_agent"
 @pytest.fixture(
     scope="module",
     params=CASES,
-    ids=lambda case: (
-        f"{case.method} {'before' if case.is_first else 'behind'} kbpf, {case.forwarding}"
-    ),
+    ids=lambda case: f"{case.method} {'before' if case.is_first else 'behind'} kbpf, {case.forwarding}",
 )
 def field(request: pytest.FixtureRequest) -> Iterator[CiliumField]:
     case: Case = request.param
@@ -177,10 +167,7 @@ def test_dial(field: CiliumField, row: Dial) -> None:
 
 def test_nothing_is_wrong(field: CiliumField, capsys: pytest.CaptureFixture[str]) -> None:
     # A filter that had to be moved was a problem until then.
-    until(
-        "Cilium's programs are no problem",
-        lambda: "cil_" not in str((field.agent.status() or {})["problems"]),
-    )
+    until("Cilium's programs are no problem", lambda: "cil_" not in str((field.agent.status() or {})["problems"]))
     until(
         "kbpf's programs are first at all devices",
         lambda: check_attached(field, capsys) == (0, []),
@@ -196,18 +183,14 @@ def test_cilium_sees_replies_at_the_uplink_as_the_client_does(field: CiliumField
     assert not any(address.startswith("10.244.") for address, _ in senders)
 
 
-def test_a_restart_of_cilium_disturbs_nothing(
-    field: CiliumField, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_restart_of_cilium_disturbs_nothing(field: CiliumField, capsys: pytest.CaptureFixture[str]) -> None:
     field.start_cilium()
     for row in ROWS:
         check(field, row)
     assert check_attached(field, capsys) == (0, [])
 
 
-def test_without_cilium_everything_works(
-    field: CiliumField, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_cilium_everything_works(field: CiliumField, capsys: pytest.CaptureFixture[str]) -> None:
     field.remove_cilium()
     for row in ROWS:
         check(field, row)

@@ -76,8 +76,7 @@ class Queries:
     def __init__(self, place: Place, folder: Path, server: str = DNS, name: str = WHERE) -> None:
         self.place = place
         self._output = folder / f"queries.{place.name}.{server}.{name}"
-        command = ("/usr/bin/python3", "-S", dns_queries.__file__, server, name, str(ANSWER_S),
-                   str(PATIENCE))  # fmt: skip
+        command = ("/usr/bin/python3", "-S", dns_queries.__file__, server, name, str(ANSWER_S), str(PATIENCE))
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(place.netns, place.cgroup, *command)], stdout=output
@@ -110,8 +109,9 @@ def field(socket_lb: str) -> Iterator[Field]:
     arguments = () if PACKETS else ("--socket-lb", socket_lb)
     with Field(*arguments, name="nd", pods=(3,)) as made:
         ip("route del unreachable 10.96.0.0/16", netns=made["host-1"].netns)
-        with made.given(*dns_service("kube-dns", DNS, made["a1"].ip),
-                        *dns_service("kube-dns-upstream", UPSTREAM, made["a1"].ip)):  # fmt: skip
+        with made.given(
+            *dns_service("kube-dns", DNS, made["a1"].ip), *dns_service("kube-dns-upstream", UPSTREAM, made["a1"].ip)
+        ):
             yield made
 
 
@@ -150,16 +150,12 @@ def clients(field: Field, server: None, socket_lb: str) -> Iterator[list[Queries
 
 
 def answered_by(clients: list[Queries], address: str) -> Callable[[], bool]:
-    return lambda: all(
-        client.last(protocol) == {address} for client in clients for protocol in ("udp", "tcp")
-    )
+    return lambda: all(client.last(protocol) == {address} for client in clients for protocol in ("udp", "tcp"))
 
 
 def show(clients: list[Queries]) -> Callable[[], object]:
     return lambda: {
-        (client.place.name, protocol): client.read(protocol)[-3:]
-        for client in clients
-        for protocol in ("udp", "tcp")
+        (client.place.name, protocol): client.read(protocol)[-3:] for client in clients for protocol in ("udp", "tcp")
     }
 
 
@@ -193,11 +189,7 @@ def test_a_cache_serves_and_when_it_ends_the_service_does(
         assert cache.has_address() == cache.has_rules() == (number == signal.SIGKILL)
         until("the status has it no more", lambda: not left_to_node(field))
         seconds.append(
-            max(
-                seconds_without(client.read(protocol), began)
-                for client in clients
-                for protocol in ("udp", "tcp")
-            )
+            max(seconds_without(client.read(protocol), began) for client in clients for protocol in ("udp", "tcp"))
         )
     print(seconds, file=sys.stderr)
     assert min(seconds) <= RECOVERY_S
@@ -247,8 +239,7 @@ def test_a_cache_at_a_link_local_address_is_no_business_of_kbpf(
     cache.start()
     cache.add_rules()
     own, forwarded = (
-        Queries(field["a3"], field.lab.folder, LINK_LOCAL, name)
-        for name in (WHERE, "elsewhere.cluster.local")
+        Queries(field["a3"], field.lab.folder, LINK_LOCAL, name) for name in (WHERE, "elsewhere.cluster.local")
     )
     try:
         until("the cache answers", answered_by([own], AT_CACHE), state=show([own]))

@@ -18,14 +18,7 @@ from kbpf.kernel.bpf.tc import ATTACH_TYPE
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_HASH
 from tests.programs.packets.tc.net import NEXT, PAIR, recording
 from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.features import needs
 from tests.support.lab.field import OUT4, there
@@ -40,9 +33,11 @@ POLICIES = {"Cluster": 1, "Local": 2}
 """External traffic policy → the number of the pod on each node that such a Service has."""
 
 UPLINK_IN, UPLINK_OUT, FROM_POD, TO_POD = (
-    ("eth0", Direction.INGRESS), ("eth0", Direction.EGRESS),
-    ("p", Direction.INGRESS), ("p", Direction.EGRESS),
-)  # fmt: skip
+    ("eth0", Direction.INGRESS),
+    ("eth0", Direction.EGRESS),
+    ("p", Direction.INGRESS),
+    ("p", Direction.EGRESS),
+)
 KUBE_PROXY = {
     "Cluster": {
         UPLINK_IN: "client > node:NodePort",
@@ -93,8 +88,12 @@ class Recorder:
 
     def _describe(self, key: bytes, policy: str) -> str:
         source, target, source_port, target_port = PAIR.unpack(key)
-        names = {OUT4: "client", self.home.ip: "node", gate(self.home.number, False): "node",
-                 self.home.pods[POLICIES[policy] - 1].ip: "pod"}  # fmt: skip
+        names = {
+            OUT4: "client",
+            self.home.ip: "node",
+            gate(self.home.number, False): "node",
+            self.home.pods[POLICIES[policy] - 1].ip: "pod",
+        }
         ports = {node_port(policy, self.home): ":NodePort", 8080: ":8080"}
         ends = [
             (names.get(socket.inet_ntoa(address), ""), ports.get(int.from_bytes(number, "big"), ""))
@@ -137,9 +136,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[tuple[Place, list[Recorde
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("proxy", PROXIES)
-def test_programs_of_others_see(
-    site: tuple[Place, list[Recorder]], proxy: str, policy: str
-) -> None:
+def test_programs_of_others_see(site: tuple[Place, list[Recorder]], proxy: str, policy: str) -> None:
     client, recorders = site
     recorder = recorders[PROXIES.index(proxy)]
     assert "name" in client.tcp(recorder.home.ip, node_port(policy, recorder.home))

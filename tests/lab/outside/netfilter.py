@@ -60,8 +60,7 @@ def guarded(node: Node) -> None:
     """Waits until our rule is in both tables once, after all other rules."""
     for tool in POLICY:
         until(
-            f"our rule is the last one of {tool}",
-            lambda tool=tool: ours(node, tool) == [len(forward(node, tool)) - 1],
+            f"our rule is the last one of {tool}", lambda tool=tool: ours(node, tool) == [len(forward(node, tool)) - 1]
         )
 
 
@@ -164,7 +163,9 @@ def flannel(field: Field, node: Node) -> None:
     ):
         out = "MASQUERADE --random-fully"
         tables(
-            node, tool, "-t nat -N FLANNEL-POSTRTG",
+            node,
+            tool,
+            "-t nat -N FLANNEL-POSTRTG",
             "-t nat -A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -j RETURN",
             f"-t nat -A FLANNEL-POSTRTG -s {own} -d {cluster} -j RETURN",
             f"-t nat -A FLANNEL-POSTRTG -s {cluster} -d {own} -j RETURN",
@@ -172,10 +173,12 @@ def flannel(field: Field, node: Node) -> None:
             f"-t nat -A FLANNEL-POSTRTG -s {cluster} ! -d {multicast} -j {out}",
             f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {cluster} -j {out}",
             "-t nat -A POSTROUTING -j FLANNEL-POSTRTG",
-            "-N FLANNEL-FWD", f"-A FLANNEL-FWD -s {cluster} -j ACCEPT",
-            f"-A FLANNEL-FWD -d {cluster} -j ACCEPT", "-A FORWARD -j FLANNEL-FWD",
+            "-N FLANNEL-FWD",
+            f"-A FLANNEL-FWD -s {cluster} -j ACCEPT",
+            f"-A FLANNEL-FWD -d {cluster} -j ACCEPT",
+            "-A FORWARD -j FLANNEL-FWD",
             "-P FORWARD DROP",
-        )  # fmt: skip
+        )
 
 
 def calico(field: Field, node: Node) -> None:
@@ -191,27 +194,32 @@ def calico(field: Field, node: Node) -> None:
     ):
         known = "-m conntrack --ctstate"
         tables(
-            node, tool,
-            "-t raw -N cali-PREROUTING", "-t raw -I PREROUTING -j cali-PREROUTING",
+            node,
+            tool,
+            "-t raw -N cali-PREROUTING",
+            "-t raw -I PREROUTING -j cali-PREROUTING",
             "-t raw -A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000",
             "-t raw -A cali-PREROUTING -i p+ -j MARK --set-xmark 0x40000/0x40000",
-            "-t raw -A cali-PREROUTING -m mark --mark 0x40000/0x40000 "
-            "-m rpfilter --validmark --invert -j DROP",
-            "-N cali-tw", f"-A cali-tw {known} RELATED,ESTABLISHED -j ACCEPT",
+            "-t raw -A cali-PREROUTING -m mark --mark 0x40000/0x40000 -m rpfilter --validmark --invert -j DROP",
+            "-N cali-tw",
+            f"-A cali-tw {known} RELATED,ESTABLISHED -j ACCEPT",
             f"-A cali-tw {known} INVALID -j DROP",
             *(f"-A cali-tw -s {net} -j MARK --set-xmark 0x10000/0x10000" for net in friends),
-            "-A cali-tw -m mark --mark 0x10000/0x10000 -j RETURN", "-A cali-tw -j DROP",
-            "-N cali-FORWARD", "-I FORWARD -j cali-FORWARD",
+            "-A cali-tw -m mark --mark 0x10000/0x10000 -j RETURN",
+            "-A cali-tw -j DROP",
+            "-N cali-FORWARD",
+            "-I FORWARD -j cali-FORWARD",
             "-A cali-FORWARD -j MARK --set-xmark 0x0/0xe0000",
             "-A cali-FORWARD -o p+ -j cali-tw",
             f"-A cali-FORWARD -i p+ {known} INVALID -j DROP",
             "-A cali-FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT",
             f"-A cali-FORWARD -i p+ {known} RELATED,ESTABLISHED -j ACCEPT",
             "-A cali-FORWARD -i p+ -j ACCEPT",
-            "-t nat -N cali-POSTROUTING", "-t nat -I POSTROUTING -j cali-POSTROUTING",
+            "-t nat -N cali-POSTROUTING",
+            "-t nat -I POSTROUTING -j cali-POSTROUTING",
             f"-t nat -A cali-POSTROUTING -s {pool} ! -d {pool} -j MASQUERADE --random-fully",
             "-P FORWARD DROP",
-        )  # fmt: skip
+        )
 
 
 def kube_proxy(field: Field, node: Node) -> None:
@@ -219,15 +227,19 @@ def kube_proxy(field: Field, node: Node) -> None:
     invalid(field, node)
     for tool in POLICY:
         tables(
-            node, tool, "-N KUBE-FORWARD", "-I FORWARD -j KUBE-FORWARD",
+            node,
+            tool,
+            "-N KUBE-FORWARD",
+            "-I FORWARD -j KUBE-FORWARD",
             "-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP",
             "-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT",
             "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-            "-t nat -N KUBE-POSTROUTING", "-t nat -I POSTROUTING -j KUBE-POSTROUTING",
+            "-t nat -N KUBE-POSTROUTING",
+            "-t nat -I POSTROUTING -j KUBE-POSTROUTING",
             "-t nat -A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN",
             "-t nat -A KUBE-POSTROUTING -j MARK --xor-mark 0x4000",
             "-t nat -A KUBE-POSTROUTING -j MASQUERADE --random-fully",
-        )  # fmt: skip
+        )
 
 
 RULES = {

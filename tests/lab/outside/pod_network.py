@@ -21,10 +21,7 @@ from tests.support.packets.parse import Icmp, Packet
 
 BULK = 7000
 OVERLAY_MTU, ROUTERS_MTU = 1450, 1400
-WAYS = {
-    "routed": "eth0", "answers": "vx0", "vxlan": "vx0", "gpe": "gpe0", "tun": "tun0",
-    "routers": "r0",
-}  # fmt: skip
+WAYS = {"routed": "eth0", "answers": "vx0", "vxlan": "vx0", "gpe": "gpe0", "tun": "tun0", "routers": "r0"}
 """The device that leads to the other node's pods."""
 CLIENT_BY = {"gpe": ("198.51.100.7", "fd00:198:51::7"), "tun": ("198.51.100.8", "fd00:198:51::8")}
 
@@ -64,11 +61,7 @@ class PodNetwork(Field):
         pods.
         """
         n, m = node.number, other.number
-        ip(
-            f"route replace 10.244.{m}.0/24 {way4}",
-            f"route replace fd00:10:244:{m}::/64 {way6}",
-            netns=node.netns,
-        )
+        ip(f"route replace 10.244.{m}.0/24 {way4}", f"route replace fd00:10:244:{m}::/64 {way6}", netns=node.netns)
         if self.kind == "vxlan":
             return
         ip(
@@ -92,18 +85,10 @@ class PodNetwork(Field):
             netns=node.netns,
         )
         if self.kind == "answers":  # else sources are underlay addresses of the node
-            overlay = (
-                f"addr add 10.244.{n}.0/32 dev vx0",
-                f"addr add fd00:42::{n}/64 dev vx0 nodad",
-            )
+            overlay = (f"addr add 10.244.{n}.0/32 dev vx0", f"addr add fd00:42::{n}/64 dev vx0 nodad")
             ip(*overlay, netns=node.netns)
-        run(
-            *("bridge", "-n", node.netns, "fdb", "append", f"02:00:00:00:42:0{m}"),
-            *("dev", "vx0", "dst", other.ip),
-        )
-        self._route(
-            node, other, f"via 10.244.{m}.0 dev vx0 onlink", f"via fd00:42::{m} dev vx0 onlink"
-        )
+        run(*("bridge", "-n", node.netns, "fdb", "append", f"02:00:00:00:42:0{m}"), *("dev", "vx0", "dst", other.ip))
+        self._route(node, other, f"via 10.244.{m}.0 dev vx0 onlink", f"via fd00:42::{m} dev vx0 onlink")
 
     def _gpe(self, node: Node, other: Node) -> None:
         ip(
@@ -121,8 +106,7 @@ class PodNetwork(Field):
             self.lab.add_netns(name)
             let_forward(name)
         ip(
-            f"link add mid mtu {ROUTERS_MTU} type veth"
-            f" peer name mid mtu {ROUTERS_MTU} netns {routers[1]}",
+            f"link add mid mtu {ROUTERS_MTU} type veth peer name mid mtu {ROUTERS_MTU} netns {routers[1]}",
             netns=routers[0],
         )
         for node, other, router in zip(self.lab.nodes, self.lab.nodes[::-1], routers, strict=True):
@@ -203,10 +187,7 @@ def host_of(end: str) -> str:
     return split(end)[0] if "]" in end or end.count(":") == 1 else end
 
 
-SOURCES = {
-    "answers": {False: "10.244.1.0", True: "fd00:42::1"},
-    "routers": {False: "172.31.1.1", True: "fd00:31:1::1"},
-}
+SOURCES = {"answers": {False: "10.244.1.0", True: "fd00:42::1"}, "routers": {False: "172.31.1.1", True: "fd00:31:1::1"}}
 """If the device towards the other node has addresses, node-1 masquerades to these, like MASQUERADE;
 otherwise to the Node's InternalIP.
 """

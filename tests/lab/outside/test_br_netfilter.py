@@ -67,9 +67,7 @@ class BridgeField(Field):
         here, elsewhere = net.masquerades_as(node, v6), net.seen_elsewhere(node, v6)
         for row in chain(masqueraded(v6), plain(v6)):
             sees = here if row.outcome == "a1" else elsewhere
-            on_one_bridge = self.network == "bridged" or (
-                self.network == "vxlan" and row.outcome == "a1"
-            )
+            on_one_bridge = self.network == "bridged" or (self.network == "vxlan" and row.outcome == "a1")
             if row in set(plain(v6)) and not (row.client == "a2!" and on_one_bridge):
                 sees = row.backend_sees
             yield replace(row, backend_sees=sees)
@@ -91,9 +89,7 @@ def field(request: pytest.FixtureRequest, br_netfilter: None) -> Iterator[Bridge
         made.create(*objects(made))
         made.settle()
         for node, agent in zip(made.lab.nodes, made.agents, strict=True):
-            until(
-                "the ports have programs", lambda node=node, agent=agent: has_programs(node, agent)
-            )
+            until("the ports have programs", lambda node=node, agent=agent: has_programs(node, agent))
             invalid(made, node)
             ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=node.netns)
         yield made
@@ -102,9 +98,7 @@ def field(request: pytest.FixtureRequest, br_netfilter: None) -> Iterator[Bridge
 def has_programs(node: Node, agent: Agent) -> bool:
     """Whether each port of a bridge has the program for ingress, and no other."""
     listing = there(node.host, lambda: devices.read(Pins(agent.pin_dir), 0, None))
-    ports = [
-        (bool(device.ingress), bool(device.egress)) for device in listing if device.role == "port"
-    ]
+    ports = [(bool(device.ingress), bool(device.egress)) for device in listing if device.role == "port"]
     return bool(ports) and set(ports) == {(True, False)}
 
 

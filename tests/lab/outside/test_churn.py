@@ -130,9 +130,7 @@ def test_full_flow_maps_accept_new_connections_and_keep_used_ones(how: str) -> N
             for name in used:
                 assert "name" in client.ask("talk", keep=name)
         room = FULL * MAPS["flows"].entries_per_object
-        assert room >= len(field.agent.entries("flows")) > room // 2, (
-            "the map must be full, or nothing is tested"
-        )
+        assert room >= len(field.agent.entries("flows")) > room // 2, "the map must be full, or nothing is tested"
 
 
 # ---- datagrams -----------------------------------------------------------------------------------
@@ -142,9 +140,7 @@ DATAGRAMS, SOCKETS = 10_000, 500
 
 @both_families
 @pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
-def test_datagrams_from_many_ports_are_answered_at_their_sockets(
-    field: Field, name: str, v6: bool
-) -> None:
+def test_datagrams_from_many_ports_are_answered_at_their_sockets(field: Field, name: str, v6: bool) -> None:
     """Each is answered at the socket that sent it, and the backend gets as many as were sent."""
     backend = field[name]
     before = backend.ask("seen")["udp"].get("8080", 0)
@@ -152,9 +148,8 @@ def test_datagrams_from_many_ports_are_answered_at_their_sockets(
     with field.given(*field.all_ways(number, name, "UDP")):
         host, port = split(at("NodePort", number, v6))
         got = field["outside"].ask(
-            "datagrams", host=host, port=port, family="6" if v6 else "4",
-            sockets=SOCKETS, each=DATAGRAMS // SOCKETS,
-        )  # fmt: skip
+            "datagrams", host=host, port=port, family="6" if v6 else "4", sockets=SOCKETS, each=DATAGRAMS // SOCKETS
+        )
         assert got == {"names": {name: DATAGRAMS}, "errors": {}}
     assert backend.ask("seen")["udp"]["8080"] == before + DATAGRAMS
 
@@ -165,15 +160,10 @@ def test_new_flows_avoid_a_draining_backend(field: Field) -> None:
         to = split(at("NodePort", 76))
         assert client.udp(*to, keep="old", connected=True).get("name") == "b1"
         field.change(field.slice("web-76", "b1/draining a1", POD_UDP))
-        assert client.ask("talk", keep="old").get("name") == "b1", (
-            "a draining backend keeps its flows"
-        )
+        assert client.ask("talk", keep="old").get("name") == "b1", "a draining backend keeps its flows"
         assert client.many(20, *to, protocol="udp", connected=True)["names"] == {"a1": 20}
         field.change(field.slice("web-76", "a1", POD_UDP))
-        until(
-            "the old flow changes backend",
-            lambda: client.ask("talk", keep="old").get("name") == "a1",
-        )
+        until("the old flow changes backend", lambda: client.ask("talk", keep="old").get("name") == "a1")
         client.ask("drop", keep="old")
 
 

@@ -34,14 +34,16 @@ def rows() -> Iterator[Dial]:
         own, client = ((NODES6 if v6 else NODES4)[0]), (OUT6 if v6 else OUT4)
         say = f"{protocol} {'v6' if v6 else 'v4'}"
         for number, who, sees in (
-            (1, "a1", own), (2, "b1", own), (3, "a1", client), (4, REFUSED, ""), (5, DROPPED, ""),
-        ):  # fmt: skip
+            (1, "a1", own),
+            (2, "b1", own),
+            (3, "a1", client),
+            (4, REFUSED, ""),
+            (5, DROPPED, ""),
+        ):
             to = at("NodePort", base + number, v6)
             yield Dial(f"{say} NodePort {who} as {sees}", "outside", to, who, protocol, sees)
         pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-        yield Dial(
-            f"{say} a pod without hooks", "a2!", at("ClusterIP", base + 2, v6), "b1", protocol, pod
-        )
+        yield Dial(f"{say} a pod without hooks", "a2!", at("ClusterIP", base + 2, v6), "b1", protocol, pod)
         yield Dial(f"{say} hairpin", "a1!", at("VIP", base + 1, v6), "a1", protocol, own)
 
 

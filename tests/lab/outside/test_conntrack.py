@@ -21,13 +21,7 @@ from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key, is_port_reservation
-from kbpf.dataplane.bpf.maps.layout import (
-    COUNTS,
-    UNCONFIRMED_FLOWS,
-    UNCONFIRMED_KEY,
-    Reason,
-    pack_target,
-)
+from kbpf.dataplane.bpf.maps.layout import COUNTS, UNCONFIRMED_FLOWS, UNCONFIRMED_KEY, Reason, pack_target
 from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.netfilter.conntrack import ConntrackStatus
@@ -38,19 +32,7 @@ from tests.lab.outside.netfilter import flush_conntrack, objects, on
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.features import needs
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import (
-    DROPPED,
-    NODES4,
-    NODES6,
-    OUT4,
-    OUT6,
-    Field,
-    at,
-    both_families,
-    check,
-    split,
-    there,
-)
+from tests.support.lab.field import DROPPED, NODES4, NODES6, OUT4, OUT6, Field, at, both_families, check, split, there
 from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run, until
 from tests.support.lab.prober import retransmitted
 from tests.support.packets import packets
@@ -159,9 +141,7 @@ def _send_from_each_port(first: int, to: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize("pod", ["a1", "b1"])
-def test_refused_packets_fill_no_table_and_are_no_connections(
-    field: Field, pod: str, refusal: str
-) -> None:
+def test_refused_packets_fill_no_table_and_are_no_connections(field: Field, pod: str, refusal: str) -> None:
     """The entry is written before these rules see the packet. Without rules, each counts."""
     node, to = field.lab.nodes[0], at("NodePort", 21 if pod == "a1" else 22)
     dropping = REFUSALS[refusal].format("meta l4proto udp")
@@ -225,36 +205,24 @@ OPTIONS = packets.destination()
 FORGERIES = {
     "an answer": Forgery(_answer),
     "an answer in a broadcast frame": Forgery(_answer, to_mac=BROADCAST),
-    "an answer in fragments": Forgery(
-        lambda e: packets.fragments(*_answer(e, df=False), 28), v6=(False,)
-    ),
-    "an answer behind five extension headers": Forgery(
-        partial(_answer, extensions=[OPTIONS] * 5), v6=(True,)
-    ),
+    "an answer in fragments": Forgery(lambda e: packets.fragments(*_answer(e, df=False), 28), v6=(False,)),
+    "an answer behind five extension headers": Forgery(partial(_answer, extensions=[OPTIONS] * 5), v6=(True,)),
     "an answer behind an authentication header": Forgery(
         partial(_answer, extensions=[Extension(51, bytes([4]) + bytes(22))]), v6=(True,)
     ),
     "a SYN-ACK": Forgery(lambda e: [_syn_ack(e)], number=11),
-    "a SYN-ACK in fragments": Forgery(
-        lambda e: packets.fragments(_syn_ack(e), 28), number=11, v6=(False,)
-    ),
+    "a SYN-ACK in fragments": Forgery(lambda e: packets.fragments(_syn_ack(e), 28), number=11, v6=(False,)),
     "an ICMP error": Forgery(partial(_error, "port unreachable")),
     "an ICMP redirect": Forgery(
-        lambda e: [packets.icmp(e.pod, split(e.masqueraded)[0], 5, 1, 0,
-                                packets.udp(e.masqueraded, e.backend, b"x"))],
+        lambda e: [packets.icmp(e.pod, split(e.masqueraded)[0], 5, 1, 0, packets.udp(e.masqueraded, e.backend, b"x"))],
         v6=(False,),
     ),
-    "an answer of the pod itself": Forgery(
-        lambda e: [packets.udp(e.backend, e.client, b"x")], by="a1", number=24
-    ),
+    "an answer of the pod itself": Forgery(lambda e: [packets.udp(e.backend, e.client, b"x")], by="a1", number=24),
     "an ICMP error of the pod itself": Forgery(
-        lambda e: [packets.icmp_error("prohibited", e.pod, packets.udp(e.client, e.backend, b"x"))],
-        by="a1", number=24,
+        lambda e: [packets.icmp_error("prohibited", e.pod, packets.udp(e.client, e.backend, b"x"))], by="a1", number=24
     ),
-    "an answer of the node": Forgery(
-        lambda e: [packets.udp(e.backend, e.client, b"x")], number=26
-    ),
-}  # fmt: skip
+    "an answer of the node": Forgery(lambda e: [packets.udp(e.backend, e.client, b"x")], number=26),
+}
 FORGED = [
     pytest.param(forgery, v6, id=f"{name}-{'v6' if v6 else 'v4'}")
     for name, forgery in FORGERIES.items()
@@ -288,9 +256,7 @@ def _mac(towards: str) -> str:
 
 
 @pytest.mark.parametrize(("forgery", "v6"), FORGED)
-def test_a_forged_answer_does_not_establish_a_refused_connection(
-    field: Field, forgery: Forgery, v6: bool
-) -> None:
+def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, forgery: Forgery, v6: bool) -> None:
     """A usual firewall accepts packets of established connections and errors about them."""
     node = field.lab.nodes[0]
     own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
@@ -300,15 +266,13 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(
     def end(host: str, port: int) -> str:
         return f"[{host}]:{port}" if v6 else f"{host}:{port}"
 
-    ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT),
-                end(pod, 9080 if forgery.number == 26 else 8080), pod)  # fmt: skip
+    ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT), end(pod, 9080 if forgery.number == 26 else 8080), pod)
     request = (
         packets.tcp(ends.client, to, flags="S", seq=1000)
         if forgery.number == 11
         else packets.udp(ends.client, to, b"hello\n")
     )
-    macs = {name: there(node, partial(_mac, towards))
-            for name, towards in (("outside", out), ("a1", field["a1"].ip))}  # fmt: skip
+    macs = {name: there(node, partial(_mac, towards)) for name, towards in (("outside", out), ("a1", field["a1"].ip))}
     on(node, "nft", "-f", "-", stdin=GUARD)
     try:
         there(field["outside"], partial(_send, [request], own, macs["outside"]))
@@ -404,8 +368,7 @@ def test_a_client_and_a_socket_of_the_node_have_different_ports(
                 with pytest.raises(BlockingIOError):
                     client.recv(1000)
     finally:
-        ip("route del 10.96.0.0/16 via 198.18.0.254", "route add unreachable 10.96.0.0/16",
-           netns=node.netns)  # fmt: skip
+        ip("route del 10.96.0.0/16 via 198.18.0.254", "route add unreachable 10.96.0.0/16", netns=node.netns)
 
 
 def test_ports_of_kube_proxys_clients_are_given_to_no_pod(field: Field) -> None:
@@ -426,17 +389,14 @@ def test_ports_of_kube_proxys_clients_are_given_to_no_pod(field: Field) -> None:
         assert field.agent.stop() == 0
         field.agent.start(extra=("--masquerade-ports", "20000-20001"))
         try:
-            until("its port is reserved", lambda: any(map(is_port_reservation,
-                  field.agent.entries("flows").values())))  # fmt: skip
+            until("its port is reserved", lambda: any(map(is_port_reservation, field.agent.entries("flows").values())))
             before = field.agent.reasons()[Reason.NO_SNAT_PORT]
             one, other = (
-                stack.enter_context(dials(field["a2"], port, at("NodePort", 21)))
-                for port in (46_001, 46_002)
+                stack.enter_context(dials(field["a2"], port, at("NodePort", 21))) for port in (46_001, 46_002)
             )
             assert b'"a1"' in exchange(one)
             other.send(b"hello\n")
-            until("it gets no port",
-                  lambda: field.agent.reasons()[Reason.NO_SNAT_PORT] > before)  # fmt: skip
+            until("it gets no port", lambda: field.agent.reasons()[Reason.NO_SNAT_PORT] > before)
             for client in (old, one):
                 assert b'"a1"' in exchange(client)
             other.setblocking(False)
@@ -479,8 +439,7 @@ def test_a_packet_that_a_rule_drops_leaves_no_entry(field: Field, v6: bool) -> N
     node, to = field.lab.nodes[0], at("NodePort", 21, v6)
     chain = "type filter hook prerouting priority raw;"
     rule = f"udp dport {split(to)[1]} counter drop"
-    on(node, "nft", "-f", "-",
-       stdin=f"table inet guard {{\nchain c {{ {chain}\n{rule}\n}}\n}}\n")  # fmt: skip
+    on(node, "nft", "-f", "-", stdin=f"table inet guard {{\nchain c {{ {chain}\n{rule}\n}}\n}}\n")
     check(field, Dial("dropped", "outside", to, DROPPED, "udp"))
     on(node, "nft", "delete", "table", "inet", "guard")
     until("the entry is gone", lambda: not entries(field, to), 3)
@@ -593,10 +552,13 @@ def test_udp_flows_of_a_deleted_service_end(field: Field, v6: bool) -> None:
             assert client.udp(*split(to), keep=name, connected=True).get("name") == "b1"
     for name, to in names.items():
         # Each datagram keeps the entry, so that it does not just expire.
-        until(f"{to} does not answer, without NAT", lambda name=name, to=to: (
-            "name" not in client.ask("talk", keep=name, timeout=0.3)
-            and not any(ConntrackStatus.IPS_DST_NAT in entry.status for entry in entries(field, to))
-        ))  # fmt: skip
+        until(
+            f"{to} does not answer, without NAT",
+            lambda name=name, to=to: (
+                "name" not in client.ask("talk", keep=name, timeout=0.3)
+                and not any(ConntrackStatus.IPS_DST_NAT in entry.status for entry in entries(field, to))
+            ),
+        )
         client.ask("drop", keep=name)
 
 
@@ -630,13 +592,10 @@ def test_the_table_is_restored(field: Field, change: tuple[str, ...]) -> None:
     def listed() -> str:
         return on(node, "nft", "list", "table", "inet", TABLE)
 
-    until("the agent knows that FORWARD refuses nothing any more", lambda: (
-        "before_forward" not in listed()
-    ))  # fmt: skip
+    until("the agent knows that FORWARD refuses nothing any more", lambda: "before_forward" not in listed())
     before = listed()
     on(node, "nft", *change)
-    until("it is written again",
-          lambda: on(node, "nft", "list", "ruleset").count(before) == 1)  # fmt: skip
+    until("it is written again", lambda: on(node, "nft", "list", "ruleset").count(before) == 1)
     for number, pod in ((11, "a1"), (12, "b1")):
         check(field, Dial("served", "outside", at("VIP", number), pod, "tcp", NODES4[0]))
 
@@ -683,9 +642,7 @@ def restart(agent: Agent, forwarding: str) -> None:
 def kbpf(agent: Agent, *words: str) -> "subprocess.CompletedProcess[str]":
     """Runs this command on the agent's node."""
     command = (sys.executable, "-m", "kbpf", *words, "--pin-dir", str(agent.pin_dir))
-    done = subprocess.run(
-        inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -44,8 +44,7 @@ RULESET = "\n".join(
     (
         "table inet closed {",
         *(
-            f"chain {hook} {{ type filter hook {hook} priority -300;"
-            f" meta l4proto {{ tcp, udp }} counter; }}"
+            f"chain {hook} {{ type filter hook {hook} priority -300; meta l4proto {{ tcp, udp }} counter; }}"
             for hook in HOOKS
         ),
         "chain shut { type filter hook forward priority 0; policy drop; }",
@@ -67,9 +66,7 @@ class Forwarding(Field):
     """A field that knows its `--forwarding` setting."""
 
     def __init__(self, how: str) -> None:
-        super().__init__(
-            *forward(how), "--masquerade-ports", f"{LOW}-{HIGH}", name="fw", pods=(2, 1)
-        )
+        super().__init__(*forward(how), "--masquerade-ports", f"{LOW}-{HIGH}", name="fw", pods=(2, 1))
         self.how = how
 
 
@@ -110,8 +107,7 @@ def ways(v6: bool) -> Iterator[Way]:
     always, direct = frozenset(WITH_CONNTRACK) - {NETFILTER}, frozenset((DIRECT,))
     for protocol, base in (("tcp", 10), ("udp", 20)):
 
-        def way(what: str, who: str, kind: str, number: int, outcome: str, sees: str,
-                past: frozenset[str]) -> Way:  # fmt: skip
+        def way(what: str, who: str, kind: str, number: int, outcome: str, sees: str, past: frozenset[str]) -> Way:
             to = at(kind, base + number, v6)  # noqa: B023
             return Way(Dial(f"{say} {what}", who, to, outcome, protocol, sees), past)  # noqa: B023
 
@@ -172,11 +168,7 @@ def test_each_node_lowers_the_ttl_once(
         clients = {p.source for p in here.heard if p.protocol == protocol and p.destination == to}
         asked = here.expect(lambda p: p.protocol == protocol and p.destination == to)
         answered = here.expect(lambda p: p.protocol == protocol and p.source == to)
-        sources = {
-            split(p.source)
-            for p in behind.heard
-            if p.protocol == protocol and split(p.destination)[0] == pod
-        }
+        sources = {split(p.source) for p in behind.heard if p.protocol == protocol and split(p.destination)[0] == pod}
         arrived = behind.expect(lambda p: p.protocol == protocol and split(p.destination)[0] == pod)
         left = behind.expect(lambda p: p.protocol == protocol and split(p.source)[0] == pod)
         assert [checksums(p) for p in (asked, arrived, left, answered)] == [[], [], [], []]
@@ -186,9 +178,7 @@ def test_each_node_lowers_the_ttl_once(
         assert {address for address, _ in sources} == {sees}
         ports = {split(client)[1] for client in clients}
         if number == 3:
-            assert sources == set(map(split, clients)), (
-                "without masquerading the client's port is kept"
-            )
+            assert sources == set(map(split, clients)), "without masquerading the client's port is kept"
         elif field.how == NETFILTER:
             assert {port for _, port in sources} == ports, "conntrack keeps a port that is free"
         else:

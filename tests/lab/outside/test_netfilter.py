@@ -144,9 +144,7 @@ def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str) 
 
 @pytest.mark.parametrize("how", ["-I FORWARD", "-A FORWARD"])
 @both_families
-def test_a_cni_rule_that_rejects_takes_precedence(
-    field: Field, closed: Node, how: str, v6: bool
-) -> None:
+def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, how: str, v6: bool) -> None:
     """The CNI's rule rejects traffic to one pod, whether it is inserted before ours or appended."""
     tool = POLICY[v6]
     pod = field["a1"].ip6 if v6 else field["a1"].ip
@@ -156,9 +154,7 @@ def test_a_cni_rule_that_rejects_takes_precedence(
     host = (NODES6 if v6 else NODES4)[0]
     for kind, number in product(("NodePort", "VIP"), (11, 21)):
         protocol = "tcp" if number == 11 else "udp"
-        check(
-            field, Dial("to the rejected pod", "outside", at(kind, number, v6), REFUSED, protocol)
-        )
+        check(field, Dial("to the rejected pod", "outside", at(kind, number, v6), REFUSED, protocol))
         to = at(kind, number + 4, v6)
         check(field, Dial("to another pod", "outside", to, "a3", protocol, host))
 
@@ -166,8 +162,7 @@ def test_a_cni_rule_that_rejects_takes_precedence(
 def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field) -> None:
     """As in Red Hat's iptables service: policy ACCEPT, and a last rule that rejects."""
     node = field.lab.nodes[0]
-    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT",
-           "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")  # fmt: skip
+    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
     until("our rule is before it", lambda: ours(node, "iptables") == [1])
     for row in masqueraded(False):
         check(field, row)
@@ -176,17 +171,20 @@ def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field) -> None
 def test_foreign_rules_are_left_unchanged(field: Field, closed: Node) -> None:
     """Our rules are added and removed without touching others; cleanup removes only ours."""
     for tool in POLICY:
-        tables(closed, tool, "-N OTHERS", "-A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT",
-               '-A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS',
-               "-A FORWARD -p tcp --dport 1 -j DROP")  # fmt: skip
+        tables(
+            closed,
+            tool,
+            "-N OTHERS",
+            "-A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT",
+            '-A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS',
+            "-A FORWARD -p tcp --dport 1 -j DROP",
+        )
     guarded(closed)
     before = [re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M) for tool in POLICY]
     field.agent.stop()
     guarded(closed)  # it stays, like all state of a stopped agent
     clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
-    done = subprocess.run(
-        inside(closed.netns, None, *clean), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(inside(closed.netns, None, *clean), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "rule in ip filter FORWARD" in done.stdout
     assert "rule in ip6 filter FORWARD" in done.stdout
@@ -237,12 +235,7 @@ def test_all_paths_work_with_foreign_rules(field: Field, ruled: str, v6: bool) -
             sees = (NODES6 if v6 else NODES4)[0]
         # Flows that conntrack translates for us have their source already.
         is_done = row.client == "outside" and "netfilter" in field.arguments
-        if (
-            ruled == "kube-proxy's leftovers"
-            and row.outcome == "a1"
-            and _is_own(sees)
-            and not is_done
-        ):
+        if ruled == "kube-proxy's leftovers" and row.outcome == "a1" and _is_own(sees) and not is_done:
             sees = "fd00:10:244:1::1" if v6 else "10.244.1.1"
         check(field, replace(row, backend_sees=sees))
 
@@ -276,12 +269,8 @@ def connected(field: Field, to: str, backend: str) -> Iterator[tuple[socket.sock
     host, number = split(to)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(
-            there(field[backend], lambda: socket.create_server(("", PORT), family=family))
-        )
-        client = stack.enter_context(
-            there(field["outside"], lambda: socket.socket(family, socket.SOCK_STREAM))
-        )
+        listener = stack.enter_context(there(field[backend], lambda: socket.create_server(("", PORT), family=family)))
+        client = stack.enter_context(there(field["outside"], lambda: socket.socket(family, socket.SOCK_STREAM)))
         for each in (listener, client):
             each.settimeout(PATIENCE)
         client.connect((host, number))
@@ -352,9 +341,7 @@ def server_leaves_unread(client: socket.socket, server: socket.socket) -> None:
     hears_reset(client)
 
 
-ENDINGS = [
-    client_closes, server_closes, half_closed, client_aborts, server_aborts, server_leaves_unread,
-]  # fmt: skip
+ENDINGS = [client_closes, server_closes, half_closed, client_aborts, server_aborts, server_leaves_unread]
 
 
 @pytest.fixture
@@ -370,9 +357,7 @@ def judged(field: Field) -> Iterator[None]:
 @both_families
 @pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
 @pytest.mark.usefixtures("judged")
-def test_no_packet_is_invalid_for_each_way_a_connection_ends(
-    ends: Field, number: int, backend: str, v6: bool
-) -> None:
+def test_no_packet_is_invalid_for_each_way_a_connection_ends(ends: Field, number: int, backend: str, v6: bool) -> None:
     for kind in ("NodePort", "VIP"):
         for ending in ENDINGS:
             with connected(ends, at(kind, number, v6), backend) as (client, server):
@@ -408,10 +393,7 @@ def test_late_packets_are_not_invalid(
         for one in sent:
             send(one)
         on_the_way = field.lab.nodes[0 if number != 12 else 1]
-        until(
-            "the late packets have arrived",
-            lambda: seen(on_the_way) >= before[on_the_way.number] + len(sent),
-        )
+        until("the late packets have arrived", lambda: seen(on_the_way) >= before[on_the_way.number] + len(sent))
 
 
 def seen(node: Node) -> int:
@@ -447,11 +429,7 @@ def dialled(
 @both_families
 @pytest.mark.parametrize(
     ("who", "kind", "number", "backend"),
-    [
-        ("a2!", "ClusterIP", 41, "a1"),
-        ("a2!", "ClusterIP", 42, "b1"),
-        ("outside", "NodePort", 43, "a1"),
-    ],
+    [("a2!", "ClusterIP", 41, "a1"), ("a2!", "ClusterIP", 42, "b1"), ("outside", "NodePort", 43, "a1")],
 )
 @pytest.mark.usefixtures("judged")
 def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
@@ -470,9 +448,7 @@ def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
         if who == "outside":
             ip(f"route add {route}", netns=ends.lab.outside)
             stack.callback(ip, f"route del {route}", netns=ends.lab.outside)
-        listener = stack.enter_context(
-            there(pod, lambda: socket.create_server(("", PORT), family=family))
-        )
+        listener = stack.enter_context(there(pod, lambda: socket.create_server(("", PORT), family=family)))
         listener.settimeout(PATIENCE)
         older, held = dialled(client, own, 0, listener)
         port = older.getsockname()[1]
@@ -537,14 +513,15 @@ def second(field: Field) -> Iterator[None]:
     for node in (first, other):
         on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done")
     for number, node in enumerate((first, other), 1):
-        ip(f"addr add 198.19.0.{number}/30 dev x{number}", f"link set x{number} up",
-           f"addr add fd00:198:19::{number}/64 dev x{number} nodad", netns=node.netns)  # fmt: skip
+        ip(
+            f"addr add 198.19.0.{number}/30 dev x{number}",
+            f"link set x{number} up",
+            f"addr add fd00:198:19::{number}/64 dev x{number} nodad",
+            netns=node.netns,
+        )
     ip(
         *("route add 198.18.0.1/32 via 198.19.0.1", "route replace 10.244.1.0/24 via 198.19.0.1"),
-        *(
-            "route add fd00:198:18::1/128 via fd00:198:19::1",
-            "route replace fd00:10:244:1::/64 via fd00:198:19::1",
-        ),
+        *("route add fd00:198:18::1/128 via fd00:198:19::1", "route replace fd00:10:244:1::/64 via fd00:198:19::1"),
         netns=other.netns,
     )
     listed = command("ip", "-n", first.netns, "-o", "link", "show", "x1")
@@ -552,11 +529,7 @@ def second(field: Field) -> Iterator[None]:
     until("the agent knows the device", lambda: key in field.agent.entries("devices"))
     yield
     ip("link del x1", netns=first.netns)
-    ip(
-        "route add 10.244.1.0/24 via 198.18.0.1",
-        "route add fd00:10:244:1::/64 via fd00:198:18::1",
-        netns=other.netns,
-    )
+    ip("route add 10.244.1.0/24 via 198.18.0.1", "route add fd00:10:244:1::/64 via fd00:198:18::1", netns=other.netns)
 
 
 def remote(v6: bool) -> Iterator[Dial]:

@@ -68,9 +68,7 @@ PORT_UNREACHABLE = {False: ("icmp", 3, 3), True: ("icmp6", 1, 4)}
 NO_ROUTE = {False: ("icmp", 3, 1), True: ("icmp6", 1, 0)}
 
 
-def refusal(
-    field: Field, name: str, kind: str, protocol: str, v6: bool, repeat: bool = False
-) -> Packet:
+def refusal(field: Field, name: str, kind: str, protocol: str, v6: bool, repeat: bool = False) -> Packet:
     """The reply to a packet for port 81 of Service 11, which has no such port. `repeat`: the client
     dials until there is one.
     """
@@ -238,9 +236,7 @@ def _receive(talker: socket.socket, size: int) -> bytes:
     return bytes(got)
 
 
-def _echo(
-    listener: socket.socket, size: int, seconds: float, peers: list[str], seen: list[bytes]
-) -> None:
+def _echo(listener: socket.socket, size: int, seconds: float, peers: list[str], seen: list[bytes]) -> None:
     with contextlib.suppress(OSError):
         peer, address = listener.accept()
         peers.append(address[0])
@@ -272,9 +268,7 @@ def test_megabytes_arrive_intact(heavy: Field, number: int, backend: str, v6: bo
 
 @pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1")])
 @pytest.mark.usefixtures("sends")
-def test_megabytes_of_an_unhooked_pod_arrive_intact(
-    heavy: Field, number: int, backend: str
-) -> None:
+def test_megabytes_of_an_unhooked_pod_arrive_intact(heavy: Field, number: int, backend: str) -> None:
     """a1 to itself, and to a pod of another node."""
     bulk(heavy["a1!"], at("ClusterIP", number), heavy[backend], MEGABYTES)
 
@@ -305,9 +299,7 @@ def far(heavy: Field) -> Iterator[Place]:
     )
     settled(lab.outside, "fd00:198:51::1")
     settled(where, FAR6)
-    sysctl = (
-        "echo 1 > /proc/sys/net/ipv4/ip_forward;echo 1 > /proc/sys/net/ipv6/conf/all/forwarding"
-    )
+    sysctl = "echo 1 > /proc/sys/net/ipv4/ip_forward;echo 1 > /proc/sys/net/ipv6/conf/all/forwarding"
     command(*inside(lab.outside, None, "sh", "-c"), sysctl)
     return heavy.unhook("far", where, FAR4, FAR6, lab.nodes[0])
 
@@ -391,9 +383,7 @@ def _runs(field: Field) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
-def test_no_connection_fails_when_the_agent_restarts(
-    field: Field, end: Callable[[Agent], int | None]
-) -> None:
+def test_no_connection_fails_when_the_agent_restarts(field: Field, end: Callable[[Agent], int | None]) -> None:
     client = field["outside"]
     ways = product(("NodePort", "VIP"), (11, 12, 14), (False, True))
     kept = {f"{kind}{number}{v6}": at(kind, number, v6) for kind, number, v6 in ways}
@@ -435,9 +425,7 @@ def test_no_connection_fails_while_endpoints_change(field: Field) -> None:
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!"])
-def test_a_udp_flow_changes_backend_when_its_backend_stops(
-    field: Field, name: str, v6: bool
-) -> None:
+def test_a_udp_flow_changes_backend_when_its_backend_stops(field: Field, name: str, v6: bool) -> None:
     """Flows are deleted after the write that settle() waits for, so the test has to retry."""
     client = field[name]
     kind = "NodePort" if name == "outside" else "ClusterIP"
@@ -528,9 +516,7 @@ def test_cleanup_detaches_all_programs(field: Field) -> None:
     served(field)
     field.agent.stop()
     clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
-    done = subprocess.run(
-        inside(field.agent.node.netns, None, *clean), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(inside(field.agent.node.netns, None, *clean), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     unserved(field)
     assert not field.agent.pin_dir.exists()

@@ -71,9 +71,7 @@ def net(request: pytest.FixtureRequest) -> Iterator[PodNetwork]:
 
 @both_families
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_addresses_on_the_wire_of_a_remote_backend(
-    net: PodNetwork, protocol: str, v6: bool
-) -> None:
+def test_addresses_on_the_wire_of_a_remote_backend(net: PodNetwork, protocol: str, v6: bool) -> None:
     first, second = net.lab.nodes
     client, pod = address(net["outside"], v6), address(net["b1"], v6)
     own = source_of(net, v6)
@@ -92,8 +90,7 @@ def test_addresses_on_the_wire_of_a_remote_backend(
         def sees(tap: Wire, source: str, destination: str) -> Packet:
             found = tap.expect(
                 lambda p: (
-                    p.protocol == protocol
-                    and (host_of(p.source), host_of(p.destination)) == (source, destination)
+                    p.protocol == protocol and (host_of(p.source), host_of(p.destination)) == (source, destination)
                 )
             )
             assert checksums(found, l2=found.ethernet is not None) == [], found
@@ -113,9 +110,7 @@ def test_addresses_on_the_wire_of_a_remote_backend(
 
 @both_families
 @pytest.mark.parametrize(("number", "protocol"), [(63, "tcp"), (64, "udp")])
-def test_a_local_backend_is_served_in_every_pod_network(
-    net: PodNetwork, number: int, protocol: str, v6: bool
-) -> None:
+def test_a_local_backend_is_served_in_every_pod_network(net: PodNetwork, number: int, protocol: str, v6: bool) -> None:
     own = address(net.lab.nodes[0].host, v6)
     check(net, Dial("local backend", "outside", at("NodePort", number, v6), "a1", protocol, own))
 
@@ -126,9 +121,7 @@ def test_a_local_backend_is_served_in_every_pod_network(
     ("number", "protocol", "who"),
     [(61, "tcp", "b1"), (62, "udp", "b1"), (63, "tcp", "a1"), (64, "udp", "a1"), (67, "tcp", "a1")],
 )
-@pytest.mark.parametrize(
-    "net", [(how, "routed") for how in FORWARDINGS], indirect=True, ids="-".join
-)
+@pytest.mark.parametrize("net", [(how, "routed") for how in FORWARDINGS], indirect=True, ids="-".join)
 def test_a_client_behind_a_device_without_link_header_is_served(
     net: PodNetwork, number: int, protocol: str, who: str, kind: str, v6: bool
 ) -> None:
@@ -219,9 +212,7 @@ def test_a_large_datagram_gets_an_icmp_error_with_the_path_mtu(
             assert checksums(error) == []
             assert host_of(error.destination) == address(client, v6)
             assert (error.embedded.source, error.embedded.destination) == (ours, to)
-            until(
-                "the client learns the MTU", lambda fits=fits: learned(client, split(to)[0]) == fits
-            )
+            until("the client learns the MTU", lambda fits=fits: learned(client, split(to)[0]) == fits)
             s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             size = fits
         s.send(bytes(size - headers))

@@ -64,9 +64,7 @@ def net(request: pytest.FixtureRequest) -> Iterator[PodNetwork]:
 def behind_firewalld(test: Callable[..., None]) -> Callable[..., None]:
     """In the networks whose reverse path is symmetric: firewalld's filter of IPv6 is strict."""
     nets = [(how, kind) for how in FORWARDINGS for kind in ("routers", "answers")]
-    return pytest.mark.usefixtures("firewalld")(
-        pytest.mark.parametrize("net", nets, indirect=True, ids="-".join)(test)
-    )
+    return pytest.mark.usefixtures("firewalld")(pytest.mark.parametrize("net", nets, indirect=True, ids="-".join)(test))
 
 
 @pytest.fixture
@@ -130,9 +128,7 @@ def test_a_transfer_finds_the_path_mtu_behind_firewalld(net: PodNetwork, v6: boo
 
 @both_families
 @behind_firewalld
-def test_a_transfer_to_a_pod_of_the_node_finds_its_mtu_behind_firewalld(
-    net: PodNetwork, v6: bool
-) -> None:
+def test_a_transfer_to_a_pod_of_the_node_finds_its_mtu_behind_firewalld(net: PodNetwork, v6: bool) -> None:
     """The node's route to the pod has the MTU; the pod's device has 1500."""
     client, host = net["outside"], split(at("NodePort", 66, v6))[0]
     forget(client)

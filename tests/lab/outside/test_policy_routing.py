@@ -18,18 +18,7 @@ from kbpf.kernel.system import netns, sysctl
 from tests.lab.outside.netfilter import tables
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import (
-    FORWARDINGS,
-    NODES4,
-    OUT4,
-    OUT6,
-    Field,
-    at,
-    both_families,
-    check,
-    forward,
-    split,
-)
+from tests.support.lab.field import FORWARDINGS, NODES4, OUT4, OUT6, Field, at, both_families, check, forward, split
 from tests.support.lab.lab import Node, ip, let_forward, run
 from tests.support.packets.wire import Wire
 
@@ -39,8 +28,7 @@ TABLES = {
     "iptables": (
         '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i eth0 -m addrtype'
         " --dst-type LOCAL --limit-iface-in -j CONNMARK --set-mark 0x80/0x80",
-        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i p+ -j CONNMARK'
-        " --restore-mark --mask 0x80",
+        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i p+ -j CONNMARK --restore-mark --mask 0x80',
         '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i vlan+ -j CONNMARK'
         " --restore-mark --mask 0x80",
         "-A FORWARD -m conntrack --ctstate INVALID -j DROP",
@@ -101,8 +89,7 @@ class TwoInterfaces(Field):
 
     @staticmethod
     def _route(node: Node) -> None:
-        for family, v6, own, gateway in (("4", 0, "10.9.2.9", "10.9.2.1"),
-                                         ("6", 1, "fd00:9:2::9", "fd00:9:2::1")):  # fmt: skip
+        for family, v6, own, gateway in (("4", 0, "10.9.2.9", "10.9.2.1"), ("6", 1, "fd00:9:2::9", "fd00:9:2::1")):
             (first, second) = (PODS[name][v6] for name in ("a1", "a2"))
             for rule in (
                 f"to {first} lookup main pref 512",
@@ -178,9 +165,7 @@ def test_a_pod_of_the_node_is_served_if_the_rules_are_not_only_for_other_machine
 
 @both_families
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_rules_that_change_while_a_connection_lasts(
-    field: TwoInterfaces, protocol: str, v6: bool
-) -> None:
+def test_rules_that_change_while_a_connection_lasts(field: TwoInterfaces, protocol: str, v6: bool) -> None:
     """The CNI moves the pod's address to the other interface, and back."""
     rule = ("ip", "-n", field.lab.nodes[0].netns, "-6" if v6 else "-4", "rule")
     words = ("from", PODS["a2"][v6], "lookup", "2", "pref", "1536")
@@ -199,13 +184,9 @@ def test_rules_that_change_while_a_connection_lasts(
 
 
 @both_families
-def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(
-    field: TwoInterfaces, v6: bool
-) -> None:
+def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(field: TwoInterfaces, v6: bool) -> None:
     host, port = split(at("NodePort", 61, v6))
-    got = field["outside"].ask(
-        "bulk", host=host, port=port, size=1 << 20, family="6" if v6 else "4"
-    )
+    got = field["outside"].ask("bulk", host=host, port=port, size=1 << 20, family="6" if v6 else "4")
     assert got.get("there") is True, got
     assert got.get("back") is True, got
 

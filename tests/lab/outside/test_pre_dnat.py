@@ -82,16 +82,14 @@ def test_rules_before_dnat(field: Guarded, kind: str, rule: Rule, v6: bool) -> N
         to = at(kind, base + number, v6)
         dialled, _, port = to.rpartition(":")
         match = rule.match.format(
-            protocol=protocol, ip="ip6" if v6 else "ip", c=client, other=host,
-            h=dialled.strip("[]"), p=port,
-        )  # fmt: skip
+            protocol=protocol, ip="ip6" if v6 else "ip", c=client, other=host, h=dialled.strip("[]"), p=port
+        )
         hook = f"type filter hook prerouting priority {rule.priority};"
         text = f"table inet guard {{\nchain c {{ {hook}\n{match} counter drop\n}}\n}}\n"
         on(node, "nft", "-f", "-", stdin=text)
         outcome = DROPPED if field.guarded else pod
         check(field, Dial(match, "outside", to, outcome, protocol, "" if field.guarded else seen))
-        (count,) = re.findall(r"counter packets (\d+)", on(node, "nft", "list", "table", "inet",
-                                                           "guard"))  # fmt: skip
+        (count,) = re.findall(r"counter packets (\d+)", on(node, "nft", "list", "table", "inet", "guard"))
         assert (int(count) > 0) == field.guarded
         on(node, "nft", "delete", "table", "inet", "guard")
 

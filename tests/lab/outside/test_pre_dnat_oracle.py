@@ -14,14 +14,7 @@ import pytest
 
 from tests.lab.outside.netfilter import flush_conntrack, on
 from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.features import needs
 from tests.support.lab.field import NODES4, OUT4, there
@@ -41,19 +34,23 @@ RULES = {
     "raw: count the last packets": (RAW, "tcp dport {p} tcp flags & fin == fin counter"),
     "mangle: drop the pod's port": (MANGLE, f"tcp dport 8080 ip saddr {OUT4} counter drop"),
     "mangle: drop what is invalid": (MANGLE, "tcp dport {p} ct state invalid counter drop"),
-    "mangle: drop new without SYN":
-        (MANGLE, "tcp dport {p} ct state new tcp flags & (syn|ack) != syn counter drop"),
-    "mangle: accept established only":
-        (MANGLE, "tcp dport {p} ct state established accept\ntcp dport {p} counter drop"),
-    "mangle: one new connection":
-        (MANGLE, "tcp dport {p} ct state new limit rate over 1/hour burst 1 packets counter drop"),
-    "forward: drop unless translated":
-        (FORWARD, f"ip saddr {OUT4} ct status dnat accept\nip saddr {OUT4} counter drop"),
+    "mangle: drop new without SYN": (MANGLE, "tcp dport {p} ct state new tcp flags & (syn|ack) != syn counter drop"),
+    "mangle: accept established only": (
+        MANGLE,
+        "tcp dport {p} ct state established accept\ntcp dport {p} counter drop",
+    ),
+    "mangle: one new connection": (
+        MANGLE,
+        "tcp dport {p} ct state new limit rate over 1/hour burst 1 packets counter drop",
+    ),
+    "forward: drop unless translated": (
+        FORWARD,
+        f"ip saddr {OUT4} ct status dnat accept\nip saddr {OUT4} counter drop",
+    ),
     "forward: drop the NodePort": (FORWARD, "tcp dport {p} counter drop"),
     "forward: drop the pod's port": (FORWARD, "tcp dport 8080 counter drop"),
-    "forward: original destination":
-        (FORWARD, "meta l4proto tcp ct original proto-dst {p} counter drop"),
-}  # fmt: skip
+    "forward: original destination": (FORWARD, "meta l4proto tcp ct original proto-dst {p} counter drop"),
+}
 """Chain and rules, with address and port `h` and `p` that the client dials."""
 NODE_PORTS = {"local": (30101, 30102), "remote": (30103, 30104)}
 """By backend: the NodePort that is dialled at each of the two nodes."""
@@ -85,12 +82,9 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
                 name = f"{where}{index}"
                 kube.create(service(name, port(80, node_port=number), type="NodePort"))
                 home = lab.nodes[pods.index(pod)].name
-                kube.create(endpoint_slice(name, endpoint(pod.ip, node=home),
-                                           ports=[slice_port(8080)]))  # fmt: skip
-        stack.enter_context(KubeProxy(lab.nodes[0], "nftables", config,
-                                      "--cluster-cidr", "10.244.0.0/16"))  # fmt: skip
-        agent = Agent(lab.nodes[1], "--kubeconfig", str(config), "--packet-path", "true",
-                      "--forwarding", "netfilter")  # fmt: skip
+                kube.create(endpoint_slice(name, endpoint(pod.ip, node=home), ports=[slice_port(8080)]))
+        stack.enter_context(KubeProxy(lab.nodes[0], "nftables", config, "--cluster-cidr", "10.244.0.0/16"))
+        agent = Agent(lab.nodes[1], "--kubeconfig", str(config), "--packet-path", "true", "--forwarding", "netfilter")
         agent.start()
         client = Place("outside", lab.outside, None)
         stack.callback(client.close)
@@ -106,8 +100,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
 def judged(home: Node, chain: str, text: str) -> Iterator[None]:
     """The node has these rules."""
     there(home, flush_conntrack)
-    on(home, "nft", "-f", "-",
-       stdin=f"table inet judge {{\nchain c {{ {chain}\n{text}\n}}\n}}\n")  # fmt: skip
+    on(home, "nft", "-f", "-", stdin=f"table inet judge {{\nchain c {{ {chain}\n{text}\n}}\n}}\n")
     try:
         yield
     finally:
@@ -116,8 +109,7 @@ def judged(home: Node, chain: str, text: str) -> Iterator[None]:
 
 def count(home: Node) -> str:
     """What the rule has counted."""
-    counted = re.search(r"counter packets (\d+)",
-                        on(home, "nft", "list", "table", "inet", "judge"))  # fmt: skip
+    counted = re.search(r"counter packets (\d+)", on(home, "nft", "list", "table", "inet", "judge"))
     assert counted is not None
     return counted[1]
 
@@ -130,9 +122,7 @@ def dial(client: Place, ends: list[tuple[str, int]]) -> list[list[str]]:
     for (host, number), own in zip(ends, names, strict=True):
         for name in own:
             client.ask("begin", host=host, port=number, keep=name)
-    results = [
-        [client.ask("go_on", keep=name).get("error", "served") for name in own] for own in names
-    ]
+    results = [[client.ask("go_on", keep=name).get("error", "served") for name in own] for own in names]
     for name in itertools.chain(*names):
         client.ask("drop", keep=name)
     return results

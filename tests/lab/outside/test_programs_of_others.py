@@ -42,9 +42,7 @@ class Beside(Field):
         self.own.callback(program.close)
         self.own.callback(self.attach(program).close)
 
-    def attach(
-        self, program: Program, direction: Direction = Direction.INGRESS, flags: int = 0
-    ) -> Link:
+    def attach(self, program: Program, direction: Direction = Direction.INGRESS, flags: int = 0) -> Link:
         def work() -> Link:
             ifindex = socket.if_nametoindex("eth0")
             return Link.attach(program, ifindex, ATTACH_TYPE[direction], flags)
@@ -65,8 +63,7 @@ def rows(outcome: str = "") -> Iterator[Dial]:
         own = (NODES6 if v6 else NODES4)[0]
         for number, who in ((81, "a1"), (82, "b1")):
             to = at("NodePort", number, v6)
-            yield Dial(f"{to} {outcome or who}", "outside", to, outcome or who, "tcp",
-                       "" if outcome else own)  # fmt: skip
+            yield Dial(f"{to} {outcome or who}", "outside", to, outcome or who, "tcp", "" if outcome else own)
 
 
 def test_programs_before_and_behind_ours_disturb_no_node_port(field: Beside) -> None:
@@ -102,9 +99,7 @@ def filters(field: Beside, device: str) -> Iterator[None]:
     try:
         for direction in Direction:
             with returning(f"handle_{direction}", OK) as program:
-                netns.run_in(
-                    Path("/run/netns") / netns_name, lambda p=program, d=direction: attach(p, d)
-                )
+                netns.run_in(Path("/run/netns") / netns_name, lambda p=program, d=direction: attach(p, d))
         yield
     finally:
         run("tc", "-n", netns_name, "qdisc", "del", "dev", device, "clsact")
@@ -142,9 +137,7 @@ def count_moves(field: Beside) -> int:
     return field.agent.log.read_text().count("moved=1")
 
 
-def test_program_in_front_is_named_and_passed(
-    field: Beside, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_program_in_front_is_named_and_passed(field: Beside, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_attached(field, capsys) == (0, [])
     with contextlib.ExitStack() as stack:
         program = stack.enter_context(returning("in_front", OK))

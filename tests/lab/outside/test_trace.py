@@ -108,14 +108,11 @@ class Tracer:
 
     def confirm(self, seen: Trace, pin_dir: Path) -> Confirmation:
         return self._inside(
-            command.confirm_trace, self.inspection, self.caller, self.to, seen, pin_dir,
-            artifacts.compiled(),
-        )  # fmt: skip
+            command.confirm_trace, self.inspection, self.caller, self.to, seen, pin_dir, artifacts.compiled()
+        )
 
     def connect(self, seen: Trace) -> Confirmation:
-        return self._inside(
-            command.try_socket, self.inspection, self.caller, self.to, seen, sends=True
-        )
+        return self._inside(command.try_socket, self.inspection, self.caller, self.to, seen, sends=True)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
@@ -139,11 +136,25 @@ def run(field: Field, *arguments: str) -> tuple[int, Any, str]:
     """`kbpf trace ... -o json` on node-1, as one of its own processes."""
     node = field.lab.nodes[0]
     done = subprocess.run(
-        inside(node.netns, node.cgroup / "hostpod0", sys.executable, "-m", "kbpf", "trace",
-               *arguments, "--pin-dir", str(field.agent.pin_dir), "-o", "json",
-               "--cache-dir", str(artifacts.compiled())),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        inside(
+            node.netns,
+            node.cgroup / "hostpod0",
+            sys.executable,
+            "-m",
+            "kbpf",
+            "trace",
+            *arguments,
+            "--pin-dir",
+            str(field.agent.pin_dir),
+            "-o",
+            "json",
+            "--cache-dir",
+            str(artifacts.compiled()),
+        ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     document = json.loads(done.stdout or "{}")
     return done.returncode, document.get("items"), done.stderr
 
@@ -190,8 +201,7 @@ def test_a_change_since_the_prediction_is_noticed(field: Field) -> None:
 
 # ---- what only the API server knows --------------------------------------------------------------
 
-POD = {"kind": "Pod", "metadata": {"name": "cart", "namespace": "shop"},
-       "spec": {"nodeName": "node-2"}}  # fmt: skip
+POD = {"kind": "Pod", "metadata": {"name": "cart", "namespace": "shop"}, "spec": {"nodeName": "node-2"}}
 
 
 @pytest.fixture
@@ -212,9 +222,7 @@ def test_the_endpoints_have_reasons(field: Field, kubeconfig: str) -> None:
     code, traces, err = run(field, "host", "default/web-41", "--kubeconfig", kubeconfig)
     assert (code, err) == (0, ""), err
     (seen,) = traces
-    assert [candidate["backend"] for candidate in seen["candidates"]] == [
-        "10.244.1.2:8080", "10.244.2.3:8080"
-    ]  # fmt: skip
+    assert [candidate["backend"] for candidate in seen["candidates"]] == ["10.244.1.2:8080", "10.244.2.3:8080"]
     assert {end["address"]: (end["cluster"], end["reason"]) for end in seen["endpoints"]} == {
         "10.244.1.2": (True, "Ready"),
         "10.244.1.3": (False, "NotReady"),

@@ -125,23 +125,22 @@ def test_large_packets_are_not_segmented(field: Field, backend: str, v6: bool) -
         assert got.get("there") is True, got
         for tap, to in ((there, field[name]), (here, field["outside"])):
             own = to.ip6 if v6 else to.ip
-            tap.expect(
-                lambda p, own=own: p.ip.destination == own and len(p.payload) > 4 * p.gso > 0
-            )
+            tap.expect(lambda p, own=own: p.ip.destination == own and len(p.payload) > 4 * p.gso > 0)
 
 
 # ---- agent restarts ------------------------------------------------------------------------------
 
-STREAMS = {f"{name} {v6}": at("NodePort", BACKENDS[name][0], v6)
-           for name in BACKENDS for v6 in (False, True)}  # fmt: skip
+STREAMS = {f"{name} {v6}": at("NodePort", BACKENDS[name][0], v6) for name in BACKENDS for v6 in (False, True)}
 RESTARTS: dict[str, tuple[Callable[[Agent], int | None], tuple[str, ...], str]] = {
     "SIGTERM": (Agent.stop, (), "hooks attached changed=0"),
     "SIGKILL": (Agent.kill, (), "hooks attached changed=0"),
     "SIGTERM, then larger maps of connections": (
-        Agent.stop, ("--max-connections", "200000"), "hooks attached changed="),
-    "SIGKILL, then smaller maps of connections": (
-        Agent.kill, ("--max-connections", "1000"), "hooks attached changed="),
-}  # fmt: skip
+        Agent.stop,
+        ("--max-connections", "200000"),
+        "hooks attached changed=",
+    ),
+    "SIGKILL, then smaller maps of connections": (Agent.kill, ("--max-connections", "1000"), "hooks attached changed="),
+}
 
 
 @pytest.mark.parametrize("restart", RESTARTS)
@@ -151,18 +150,14 @@ def test_transfers_continue_while_the_agent_restarts(field: Field, restart: str)
     end, arguments, said = RESTARTS[restart]
     for name, to in STREAMS.items():
         host, port = split(to)
-        client.ask(
-            "start_stream", keep=name, host=host, port=port, family="6" if ":" in host else "4"
-        )
+        client.ask("start_stream", keep=name, host=host, port=port, family="6" if ":" in host else "4")
 
     def all_go_on() -> None:
         for name in STREAMS:
             got = client.ask("peek_stream", keep=name)["got"]
             until(
                 f"{name} continues",
-                lambda name=name, got=got: (
-                    client.ask("peek_stream", keep=name)["got"] > got + (1 << 20)
-                ),
+                lambda name=name, got=got: client.ask("peek_stream", keep=name)["got"] > got + (1 << 20),
             )
 
     try:
@@ -179,9 +174,7 @@ def test_transfers_continue_while_the_agent_restarts(field: Field, restart: str)
         assert result["error"] == "", results
         assert result["complete"], results
         assert result["timer_seconds"] < 1.0, results
-        assert result["longest"] < 20.0, (
-            results
-        )  # pauses of a busy machine; the kernel's are checked above
+        assert result["longest"] < 20.0, results  # pauses of a busy machine; the kernel's are checked above
     for name in ("a1", "b1"):
         assert field[name].ask("seen")["timer_seconds"] < 1.0, results
     assert said in "\n".join(field.agent.lines())

@@ -44,9 +44,7 @@ FAMILIES = pytest.mark.parametrize(
     [(CLIENT, SERVER), (CLIENT6, SERVER6), (CLIENT, FAR), (CLIENT6, FAR6)],
     ids=["IPv4", "IPv6", "IPv4 behind a gateway", "IPv6 behind a gateway"],
 )
-PAIRS = pytest.mark.parametrize(
-    ("client", "server"), [(CLIENT, SERVER), (CLIENT6, SERVER6)], ids=["IPv4", "IPv6"]
-)
+PAIRS = pytest.mark.parametrize(("client", "server"), [(CLIENT, SERVER), (CLIENT6, SERVER6)], ids=["IPv4", "IPv6"])
 WEB, DNS, DISCARDED = 80, 53, 9
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
 
@@ -113,9 +111,7 @@ def lab() -> Iterator[Lab]:
         kernel = Place("server", theirs, None)
         stack.callback(kernel.close)
         kernel.serve(WEB, udp=(DNS,))
-        wire = stack.enter_context(
-            Wire(ours, "c0", f"{CLIENT}/24", f"{CLIENT6}/64", gateways=(SERVER, SERVER6))
-        )
+        wire = stack.enter_context(Wire(ours, "c0", f"{CLIENT}/24", f"{CLIENT6}/64", gateways=(SERVER, SERVER6)))
         yield Lab(wire, kernel, theirs)
 
 
@@ -210,9 +206,7 @@ def test_an_unanswered_syn_is_a_timeout(lab: Lab, wire: Wire) -> None:
 
 
 @FAMILIES
-def test_large_transfers_both_ways_use_gso_packets(
-    lab: Lab, wire: Wire, client: str, server: str
-) -> None:
+def test_large_transfers_both_ways_use_gso_packets(lab: Lab, wire: Wire, client: str, server: str) -> None:
     payload, taken = bytes(range(256)) * 1200, []
 
     def give_back() -> None:
@@ -264,9 +258,7 @@ class Script:
     [(0, 3, 6), (6, 3, 0), (3, 0, 0, 6, 3), (0, 2, 1, 4, 6)],
     ids=["in order", "reversed", "duplicates", "overlaps"],
 )
-@pytest.mark.parametrize(
-    "first", [1, 2**32 - 4], ids=["small sequence numbers", "sequence numbers wrap"]
-)
+@pytest.mark.parametrize("first", [1, 2**32 - 4], ids=["small sequence numbers", "sequence numbers wrap"])
 def test_segments_in_any_order_are_reassembled(order: tuple[int, ...], first: int) -> None:
     here, there = f"{CLIENT}:4009", f"{SERVER}:{WEB}"
     pieces = [(first + at & 2**32 - 1, b"abcdefghi"[at : at + 3]) for at in order]
@@ -290,9 +282,7 @@ def test_a_datagram_is_answered(wire: Wire, client: str, server: str) -> None:
 
 
 @PAIRS
-def test_the_kernel_finds_the_wire_by_its_addresses(
-    lab: Lab, wire: Wire, client: str, server: str
-) -> None:
+def test_the_kernel_finds_the_wire_by_its_addresses(lab: Lab, wire: Wire, client: str, server: str) -> None:
     """The kernel's neighbour table is empty; the wire answers ARP and neighbour discovery."""
     ip("neigh flush dev s0", netns=lab.netns)
     with lab.socket(socket.SOCK_DGRAM) as s:
@@ -359,9 +349,7 @@ def test_the_kernel_reassembles_fragments(wire: Wire, client: str, server: str) 
 
 
 @PAIRS
-def test_the_kernel_drops_packets_with_a_wrong_checksum(
-    lab: Lab, wire: Wire, client: str, server: str
-) -> None:
+def test_the_kernel_drops_packets_with_a_wrong_checksum(lab: Lab, wire: Wire, client: str, server: str) -> None:
     with lab.socket(socket.SOCK_DGRAM) as receiver:
         to = end(server, receiver.getsockname()[1])
         wire.send(udp(end(client, 4013), to, b"wrong", checksum="wrong"))
@@ -412,9 +400,7 @@ def again(packet: Packet) -> bytes:
     raise AssertionError(f"not built here: {packet}")
 
 
-@pytest.mark.parametrize(
-    "offload", [False, True], ids=["checksums by the kernel", "checksum offload"]
-)
+@pytest.mark.parametrize("offload", [False, True], ids=["checksums by the kernel", "checksum offload"])
 @PAIRS
 def test_packets_of_the_kernel_are_built_identically(
     lab: Lab, wire: Wire, client: str, server: str, offload: bool

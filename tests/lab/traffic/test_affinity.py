@@ -54,10 +54,7 @@ def kept(cluster: Cluster) -> Iterator[None]:
     second (GRACE_SECONDS), together with the affinity of its clients. A test that removes one for a
     while would have to be faster than that.
     """
-    made = [
-        service("kept", *PORTS, cluster_ip="10.96.0.99"),
-        cluster.slice("kept", "a1 a2 b1", *TARGETS),
-    ]
+    made = [service("kept", *PORTS, cluster_ip="10.96.0.99"), cluster.slice("kept", "a1 a2 b1", *TARGETS)]
     with cluster.given(*made):
         yield
 
@@ -82,9 +79,7 @@ def test_each_pod_and_the_host_keep_separate_backends(cluster: Cluster, sticky: 
     assert answers(cluster, "a2", sticky.host) == {"b1"}
     assert answers(cluster, "a3", sticky.host) == {"a1"}
     assert answers(cluster, "host-1", sticky.host) == {"a2"}
-    assert answers(cluster, "a-net", sticky.host) == {"a2"}, (
-        "a host-network pod is the same client as the host"
-    )
+    assert answers(cluster, "a-net", sticky.host) == {"a2"}, "a host-network pod is the same client as the host"
 
 
 def test_affinity_is_kept_per_client_node(cluster: Cluster, sticky: Sticky) -> None:
@@ -93,9 +88,7 @@ def test_affinity_is_kept_per_client_node(cluster: Cluster, sticky: Sticky) -> N
     assert answers(cluster, "host-2", sticky.host) == {"b1"}
 
 
-def test_a_new_client_does_not_change_the_affinity_of_another(
-    cluster: Cluster, sticky: Sticky
-) -> None:
+def test_a_new_client_does_not_change_the_affinity_of_another(cluster: Cluster, sticky: Sticky) -> None:
     sticky.backends("a1 a2 b1")
     first = answers(cluster, "a2", sticky.host)
     assert len(first) == 1
@@ -123,10 +116,7 @@ def test_affinity_is_separate_per_address_family(cluster: Cluster, sticky: Stick
 
 
 def test_all_addresses_of_a_service_share_affinity(cluster: Cluster) -> None:
-    made = cluster.web(
-        101, "b1", affinity_seconds=HOUR, type="NodePort", node_port=30101,
-        external_ips=["192.0.2.101"],
-    )  # fmt: skip
+    made = cluster.web(101, "b1", affinity_seconds=HOUR, type="NodePort", node_port=30101, external_ips=["192.0.2.101"])
     with cluster.given(*made):
         one = Sticky(cluster, made)
         bind(one, a3="a2")
@@ -182,10 +172,9 @@ def test_after_the_timeout_a_client_may_change_backend(cluster: Cluster) -> None
     # machine.
     timeout = max(MINUTE, min(HOUR, int(time.monotonic()) // 2))
     made = [
-        service("brief", *(port(80 + n, f"p{n}") for n in ports), cluster_ip="10.96.0.104",
-                affinity_seconds=timeout),
+        service("brief", *(port(80 + n, f"p{n}") for n in ports), cluster_ip="10.96.0.104", affinity_seconds=timeout),
         cluster.slice("brief", "a1", *(slice_port(8080, f"p{n}") for n in ports)),
-    ]  # fmt: skip
+    ]
 
     def dial() -> set[str]:
         return {cluster["a3"].tcp("10.96.0.104", 80 + n)["name"] for n in ports}

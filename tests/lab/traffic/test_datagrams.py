@@ -64,9 +64,7 @@ def dns(cluster: Cluster) -> Iterator[Dns]:
 @pytest.mark.parametrize("host", [HOST, HOST6, f"::ffff:{HOST}"], ids=["IPv4", "IPv6", "mapped"])
 @pytest.mark.parametrize("client", ["a3", "b2", "host-1", "a-net"])
 @pytest.mark.parametrize("rest", ["b1", ""], ids=["another serves", "none is left"])
-def test_connected_sockets_are_aborted_when_their_backend_stops(
-    dns: Dns, client: str, host: str, rest: str
-) -> None:
+def test_connected_sockets_are_aborted_when_their_backend_stops(dns: Dns, client: str, host: str, rest: str) -> None:
     assert dns.connect(client, host) == "a1"
     dns.backends(rest)
     dns.cut(client, host)

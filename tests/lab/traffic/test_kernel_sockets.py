@@ -138,11 +138,7 @@ def peers(host: Place, number: int) -> set[str]:
 
     rows = [line.split() for line in there(host, read).splitlines()[1:]]
     ends = [row[2].split(":") for row in rows if row[3] == "01"]
-    return {
-        socket.inet_ntoa(bytes.fromhex(address)[::-1])
-        for address, of in ends
-        if int(of, 16) == number
-    }
+    return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address, of in ends if int(of, 16) == number}
 
 
 def works(folder: Path, text: str) -> bool:

@@ -73,23 +73,33 @@ class Pods(Field):
         self.bridged = self._pod("bridged", "v0", BRIDGED, (25, 121))
         ip("link set v0 master cni0", netns=home.netns)
         self.odd = self._pod("odd", "x0", ODD, (24, 64))
-        ip("addr add 10.99.0.1/32 dev x0", f"route add {ODD[0]}/32 dev x0",
-           "addr add fe80::1/64 dev x0 nodad", f"route add {ODD[1]}/128 dev x0",
-           netns=home.netns)  # fmt: skip
-        ip("route add default via 10.244.1.129", "route add default via fd00:10:244:1::81",
-           netns=self.bridged)  # fmt: skip
-        ip("route add 10.99.0.1 dev eth0", "route add default via 10.99.0.1",
-           "route add default via fe80::1 dev eth0", netns=self.odd)  # fmt: skip
+        ip(
+            "addr add 10.99.0.1/32 dev x0",
+            f"route add {ODD[0]}/32 dev x0",
+            "addr add fe80::1/64 dev x0 nodad",
+            f"route add {ODD[1]}/128 dev x0",
+            netns=home.netns,
+        )
+        ip("route add default via 10.244.1.129", "route add default via fd00:10:244:1::81", netns=self.bridged)
+        ip(
+            "route add 10.99.0.1 dev eth0",
+            "route add default via 10.99.0.1",
+            "route add default via fe80::1 dev eth0",
+            netns=self.odd,
+        )
 
     def _pod(self, name: str, device: str, own: tuple[str, str], bits: tuple[int, int]) -> str:
         home = self.lab.nodes[0].netns
         netns = f"{self.lab.prefix}{name}"
         self.lab.add_netns(netns)
-        ip(f"link add {device} type veth peer name eth0 netns {netns}", f"link set {device} up",
-           netns=home)  # fmt: skip
-        ip("link set lo up", f"addr add {own[0]}/{bits[0]} dev eth0",
-           f"addr add {own[1]}/{bits[1]} dev eth0 nodad", "link set eth0 up",
-           netns=netns)  # fmt: skip
+        ip(f"link add {device} type veth peer name eth0 netns {netns}", f"link set {device} up", netns=home)
+        ip(
+            "link set lo up",
+            f"addr add {own[0]}/{bits[0]} dev eth0",
+            f"addr add {own[1]}/{bits[1]} dev eth0 nodad",
+            "link set eth0 up",
+            netns=netns,
+        )
         settled(netns, own[1])
         return netns
 
@@ -122,9 +132,7 @@ def own(place: Place, v6: bool) -> str:
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged", "odd"])
-def test_client_address_seen_through_a_cluster_ip(
-    pods: Pods, mode: Mode, name: str, v6: bool
-) -> None:
+def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
     """A client that is not a pod is masqueraded to the node's address."""
     sees = own(pods[name], v6) if name in mode.pods else (NODES6 if v6 else NODES4)[0]
     for protocol, number in (("tcp", 11), ("udp", 21)):

@@ -65,9 +65,7 @@ class Mesh(NamedTuple):
         self._change_routes(netns, self.routes)
 
     def delete_rules(self, netns: str) -> None:
-        for program, table, action in product(
-            ("iptables", "ip6tables"), ("nat", "mangle"), ("-F", "-X")
-        ):
+        for program, table, action in product(("iptables", "ip6tables"), ("nat", "mangle"), ("-F", "-X")):
             run("nsenter", f"--net=/run/netns/{netns}", program, "-t", table, action)
         self._change_routes(netns, (line.replace(" add ", " del ", 1) for line in self.routes))
 
@@ -99,9 +97,7 @@ CONSUL = Mesh(
     port=15001,
     user=5995,
 )
-ISTIO_AMBIENT_PENDING = ISTIO_AMBIENT._replace(
-    annotation=("ambient.istio.io/redirection", "pending")
-)
+ISTIO_AMBIENT_PENDING = ISTIO_AMBIENT._replace(annotation=("ambient.istio.io/redirection", "pending"))
 MESHES = {
     "istio-sidecar": ISTIO_SIDECAR,
     "istio-ambient": ISTIO_AMBIENT,
@@ -136,9 +132,7 @@ class MeshPod:
         proxy.mkdir(parents=True)
         user = ("setpriv", f"--reuid={mesh.user}", f"--regid={mesh.user}", "--clear-groups", "--")
         command = (*user, sys.executable, "-S", str(PROXY), str(mesh.port), str(mesh.mark))
-        process = subprocess.Popen(
-            [*DIE_WITH_US, *inside(where, proxy, *command)], stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen([*DIE_WITH_US, *inside(where, proxy, *command)], stdout=subprocess.PIPE)
         stack.callback(remove_cgroup, proxy)
         stack.callback(process.wait)
         stack.callback(process.kill)

@@ -96,9 +96,7 @@ def rows() -> Iterator[Row]:
             yield Row(f"{say} {kind}, a pod here", "outside", at(kind, 71, v6), "a1", own)
             yield Row(f"{say} {kind}, a pod elsewhere", "outside", at(kind, 72, v6), "b1", own)
             yield Row(f"{say} {kind}, Local", "outside", at(kind, 73, v6), "a1", out)
-        yield Row(
-            f"{say} a pod to a ClusterIP, elsewhere", "a2!", at("ClusterIP", 72, v6), "b1", pod
-        )
+        yield Row(f"{say} a pod to a ClusterIP, elsewhere", "a2!", at("ClusterIP", 72, v6), "b1", pod)
 
 
 @pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.name)

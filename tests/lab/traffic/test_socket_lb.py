@@ -50,9 +50,7 @@ def restart(field: Field, mode: str, *more: str) -> None:
     flag = {ON: NONE, HOST_ONLY: ConfigFlag.HOST_ONLY, OFF: ConfigFlag.SOCKET_LB_OFF}[mode]
     until(
         f"{mode} is in force",
-        lambda: (
-            config_flags(field.agent) & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKET_LB_OFF) == flag
-        ),
+        lambda: config_flags(field.agent) & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKET_LB_OFF) == flag,
     )
 
 
@@ -91,9 +89,12 @@ def check(field: Field, place: Place, served_by: str) -> None:
             v6, kind = "[" in to, protocol.partition("-")[0]
             client = place.ip6 if v6 else place.ip
             first = tap.expect(
-                lambda p: p.protocol == kind and split(p.source)[0] == client  # noqa: B023
-                and p.flags in ("", "S")  # skip packets of an earlier connection that is closing
-            )  # fmt: skip
+                lambda p: (
+                    p.protocol == kind
+                    and split(p.source)[0] == client  # noqa: B023
+                    and p.flags in ("", "S")
+                )  # skip packets of an earlier connection that is closing
+            )
             backend = field["a1"].ip6 if v6 else field["a1"].ip
             wanted = list(split(to)) if served_by == PACKETS else [backend, 8080]
             assert list(split(first.destination)) == wanted, why
@@ -152,9 +153,7 @@ def check_kept(field: Field, kept: Kept) -> None:
         field["a2"].ask("drop", keep=name)
 
 
-def test_switching_between_all_modes_on_a_live_node(
-    field: Field, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_switching_between_all_modes_on_a_live_node(field: Field, capsys: pytest.CaptureFixture[str]) -> None:
     run_hooked(field)
     before, pod, host = ON, field["a2"], field["host-1"]
     for mode in TURNS:
@@ -210,9 +209,7 @@ def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(("protocol", "to"), [("tcp", TCP4), ("udp", UDP4)])
-def test_translated_sockets_stay_translated_in_host_only_mode(
-    field: Field, protocol: str, to: str
-) -> None:
+def test_translated_sockets_stay_translated_in_host_only_mode(field: Field, protocol: str, to: str) -> None:
     """In hostNamespaceOnly, getpeername() and recvmsg() of sockets opened before in a pod still
     show the Service, and an unconnected socket keeps its backend.
     """
@@ -226,16 +223,12 @@ def test_translated_sockets_stay_translated_in_host_only_mode(
             else:
                 assert dial(field["a2"], protocol, to, keep="old")["peer"] == list(split(to))
             backend = f"{field['a1'].ip}:8080"
-            tap.expect(
-                lambda p: p.source.startswith(f"{field['a2'].ip}:") and p.destination == backend
-            )
+            tap.expect(lambda p: p.source.startswith(f"{field['a2'].ip}:") and p.destination == backend)
     finally:
         field["a2"].ask("drop", keep="old")
 
 
-def test_hooks_stay_attached_if_the_packet_path_is_unavailable(
-    field: Field, tmp_path: Path
-) -> None:
+def test_hooks_stay_attached_if_the_packet_path_is_unavailable(field: Field, tmp_path: Path) -> None:
     """An agent started with `off` but without a packet path exits; sockets are served as before."""
     run_hooked(field)
     field.agent.stop()
@@ -274,9 +267,7 @@ def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field) 
 
 @pytest.mark.parametrize("forwarding", FORWARDINGS)
 @pytest.mark.parametrize("to", [UDP4, UDP6], ids=["v4", "v6"])
-def test_clients_of_one_pod_with_and_without_hooks_may_use_one_udp_port(
-    field: Field, to: str, forwarding: str
-) -> None:
+def test_clients_of_one_pod_with_and_without_hooks_may_use_one_udp_port(field: Field, to: str, forwarding: str) -> None:
     """The packet path knows a flow of that port for 30 s after a datagram of the one without."""
     restart(field, ON, *forward(forwarding))
 
@@ -379,8 +370,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize(
-    ("driver", "first"),
-    [*product(FOLDERS, ["cgroup"]), ("cgroupfs", "label"), ("systemd", "label")],
+    ("driver", "first"), [*product(FOLDERS, ["cgroup"]), ("cgroupfs", "label"), ("systemd", "label")]
 )
 def test_a_pod_with_the_label_is_left_to_the_packet_path(
     field: Field, kubelet: Kubelet, driver: str, first: str
@@ -493,10 +483,7 @@ ANNOTATION = "ambient.istio.io/redirection"
     ("off", "on"),
     [
         ({"labels": {LABEL: None}}, {"labels": {LABEL: "off"}}),
-        (
-            {"labels": {LABEL: None}, "annotations": {ANNOTATION: None}},
-            {"annotations": {ANNOTATION: "enabled"}},
-        ),
+        ({"labels": {LABEL: None}, "annotations": {ANNOTATION: None}}, {"annotations": {ANNOTATION: "enabled"}}),
     ],
     ids=("label", "mesh"),
 )
@@ -521,9 +508,7 @@ def test_pods_of_an_api_server_are_exempt_on_their_node(
         assert exempt_at(agent, folders["here"])()
     finally:
         for name, folder in folders.items():
-            cluster.kube.request(
-                "DELETE", f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0"
-            )
+            cluster.kube.request("DELETE", f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0")
             folder.rmdir()
         until("nothing is exempt after the deletion", exempt_at(agent))
         for folder in folders["here"].parents[:2]:

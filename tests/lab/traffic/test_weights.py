@@ -29,8 +29,7 @@ def slots(cluster: Cluster) -> dict[str, Counter[str]]:
     """By agent: how many slots each Pod has."""
     pods = {f"{cluster[place].ip}:8080/TCP": pod for place, pod in WHO.items()}
     return {
-        agent.node.name: Counter(pods[one] for one in cluster.served(agent)[AT]["cluster"])
-        for agent in cluster.agents
+        agent.node.name: Counter(pods[one] for one in cluster.served(agent)[AT]["cluster"]) for agent in cluster.agents
     }
 
 

@@ -53,54 +53,86 @@ def web(to: str = f"{A} {B}", frontends: str = VIP, **more: Any) -> ServiceState
 ROWS = [
     Row("created", [], [web()], f"web {VIP}/TCP: {A} {B}"),
     Row("deleted", [web()], [], ""),
-    Row("one of two is deleted", [web(), service("w2", "10.96.0.2:80", A)], [web()],
-        f"web {VIP}/TCP: {A} {B}"),
+    Row("one of two is deleted", [web(), service("w2", "10.96.0.2:80", A)], [web()], f"web {VIP}/TCP: {A} {B}"),
     Row("a backend more", [web(A)], [web()], f"web {VIP}/TCP: {A} {B}"),
     Row("a backend less", [web()], [web(B)], f"web {VIP}/TCP: {B}"),
     Row("other backends", [web(A)], [web(f"{B} {C}")], f"web {VIP}/TCP: {B} {C}"),
     Row("no backend any more", [web()], [web("")], f"web {VIP}/TCP:"),
     Row("backends again", [web("")], [web()], f"web {VIP}/TCP: {A} {B}"),
-    Row("UDP and SCTP beside TCP", [web(), service("u", VIP, A, UDP)],
+    Row(
+        "UDP and SCTP beside TCP",
+        [web(), service("u", VIP, A, UDP)],
         [web(), service("u", VIP, B, UDP), service("s", VIP, A, SCTP)],
-        f"s {VIP}/SCTP: {A}\nu {VIP}/UDP: {B}\nweb {VIP}/TCP: {A} {B}"),
-    Row("IPv6 beside IPv4", [web()],
+        f"s {VIP}/SCTP: {A}\nu {VIP}/UDP: {B}\nweb {VIP}/TCP: {A} {B}",
+    ),
+    Row(
+        "IPv6 beside IPv4",
+        [web()],
         [web(), service("web6", "[fd00:96::1]:80 NodePort=[::]:30080", f"{A6} {B6}")],
-        f"web {VIP}/TCP: {A} {B}\nweb6 NodePort=[::]:30080/TCP: {A6} {B6}\n"
-        f"web6 [fd00:96::1]:80/TCP: {A6} {B6}"),
-    Row("all kinds of frontends", [web()], [web(frontends=f"{VIP} {PORT} {LB} {EXT}")],
-        "\n".join(f"web {at}/TCP: {A} {B}" for at in (EXT, LB, PORT, VIP))),
-    Row("fewer kinds of frontends", [web(frontends=f"{VIP} {PORT} {LB} {EXT}")],
-        [web(frontends=f"{VIP} {EXT}")], f"web {EXT}/TCP: {A} {B}\nweb {VIP}/TCP: {A} {B}"),
+        f"web {VIP}/TCP: {A} {B}\nweb6 NodePort=[::]:30080/TCP: {A6} {B6}\nweb6 [fd00:96::1]:80/TCP: {A6} {B6}",
+    ),
+    Row(
+        "all kinds of frontends",
+        [web()],
+        [web(frontends=f"{VIP} {PORT} {LB} {EXT}")],
+        "\n".join(f"web {at}/TCP: {A} {B}" for at in (EXT, LB, PORT, VIP)),
+    ),
+    Row(
+        "fewer kinds of frontends",
+        [web(frontends=f"{VIP} {PORT} {LB} {EXT}")],
+        [web(frontends=f"{VIP} {EXT}")],
+        f"web {EXT}/TCP: {A} {B}\nweb {VIP}/TCP: {A} {B}",
+    ),
     Row("another port", [web()], [web(frontends="10.96.0.1:81")], f"web 10.96.0.1:81/TCP: {A} {B}"),
-    Row("another Service takes the address", [web(A)], [service("new", VIP, B)],
-        f"new {VIP}/TCP: {B}"),
-    Row("two Services exchange addresses", [web(A), service("w2", "10.96.0.2:80", B)],
+    Row("another Service takes the address", [web(A)], [service("new", VIP, B)], f"new {VIP}/TCP: {B}"),
+    Row(
+        "two Services exchange addresses",
+        [web(A), service("w2", "10.96.0.2:80", B)],
         [web(A, "10.96.0.2:80"), service("w2", VIP, B)],
-        f"w2 {VIP}/TCP: {B}\nweb 10.96.0.2:80/TCP: {A}"),
-    Row("external Local", [web(frontends=f"{VIP} {PORT} {LB}")],
+        f"w2 {VIP}/TCP: {B}\nweb 10.96.0.2:80/TCP: {A}",
+    ),
+    Row(
+        "external Local",
+        [web(frontends=f"{VIP} {PORT} {LB}")],
         [web(frontends=f"{VIP} {PORT} {LB}", local=A, **LOCAL)],
-        f"web {LB}/TCP local: {A}\nweb {PORT}/TCP local: {A}\nweb {VIP}/TCP: {A} {B}"),
-    Row("external Local, none here", [], [web(frontends=f"{VIP} {LB}", **LOCAL)],
-        f"web {LB}/TCP local:\nweb {VIP}/TCP: {A} {B}"),
-    Row("external Cluster again", [web(frontends=f"{VIP} {PORT}", local=A, **LOCAL)],
+        f"web {LB}/TCP local: {A}\nweb {PORT}/TCP local: {A}\nweb {VIP}/TCP: {A} {B}",
+    ),
+    Row(
+        "external Local, none here",
+        [],
+        [web(frontends=f"{VIP} {LB}", **LOCAL)],
+        f"web {LB}/TCP local:\nweb {VIP}/TCP: {A} {B}",
+    ),
+    Row(
+        "external Cluster again",
+        [web(frontends=f"{VIP} {PORT}", local=A, **LOCAL)],
         [web(frontends=f"{VIP} {PORT}")],
-        f"web {PORT}/TCP: {A} {B}\nweb {VIP}/TCP: {A} {B}"),
-    Row("internal Local", [web(frontends=f"{VIP} {EXT}")],
+        f"web {PORT}/TCP: {A} {B}\nweb {VIP}/TCP: {A} {B}",
+    ),
+    Row(
+        "internal Local",
+        [web(frontends=f"{VIP} {EXT}")],
         [web(frontends=f"{VIP} {EXT}", local=B, internal_local=True)],
-        f"web {EXT}/TCP: {A} {B}\nweb {VIP}/TCP local: {B}"),
+        f"web {EXT}/TCP: {A} {B}\nweb {VIP}/TCP local: {B}",
+    ),
     Row("weights", [web()], [web(cluster_weights=(3, 1))], f"web {VIP}/TCP: {A}*3 {B}"),
-    Row("no weights any more", [web(cluster_weights=(3, 1))], [web()],
-        f"web {VIP}/TCP: {A} {B}"),
-    Row("affinity", [web()], [web(affinity_timeout=100)],
-        f"web {VIP}/TCP affinity=100: {A} {B}"),
+    Row("no weights any more", [web(cluster_weights=(3, 1))], [web()], f"web {VIP}/TCP: {A} {B}"),
+    Row("affinity", [web()], [web(affinity_timeout=100)], f"web {VIP}/TCP affinity=100: {A} {B}"),
     Row("no affinity any more", [web(affinity_timeout=100)], [web(A)], f"web {VIP}/TCP: {A}"),
-    Row("source ranges", [web(frontends=f"{VIP} {LB}")],
+    Row(
+        "source ranges",
+        [web(frontends=f"{VIP} {LB}")],
         [web(frontends=f"{VIP} {LB}", ranges="203.0.113.0/24")],
-        f"web {LB}/TCP restricted: {A} {B}\nweb {VIP}/TCP: {A} {B}"),
-    Row("no source ranges any more", [web(frontends=f"{VIP} {LB}", ranges="203.0.113.0/24")],
-        [web(frontends=f"{VIP} {LB}")], f"web {LB}/TCP: {A} {B}\nweb {VIP}/TCP: {A} {B}"),
+        f"web {LB}/TCP restricted: {A} {B}\nweb {VIP}/TCP: {A} {B}",
+    ),
+    Row(
+        "no source ranges any more",
+        [web(frontends=f"{VIP} {LB}", ranges="203.0.113.0/24")],
+        [web(frontends=f"{VIP} {LB}")],
+        f"web {LB}/TCP: {A} {B}\nweb {VIP}/TCP: {A} {B}",
+    ),
     Row("Maglev", [web(A)], [web(A, algorithm=Algorithm.MAGLEV)], f"web {VIP}/TCP MAGLEV: {A}"),
-]  # fmt: skip
+]
 
 
 def show(ports: Iterable[ServicePort]) -> list[str]:
@@ -140,9 +172,7 @@ class Bench(Protocol):
 
     def start(self) -> object: ...
 
-    def apply(
-        self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None
-    ) -> Report: ...
+    def apply(self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None) -> Report: ...
 
     def show(self) -> list[str]: ...
 
@@ -155,9 +185,7 @@ class BpfBench:
     def start(self) -> None:
         self._plane = self._site.open()
 
-    def apply(
-        self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None
-    ) -> Report:
+    def apply(self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None) -> Report:
         assert self._plane is not None
         return self._plane.apply(desired(*states, nodes=NODES), touched)
 
@@ -175,9 +203,7 @@ class IpvsBench:
     def start(self) -> None:
         self._node.start()
 
-    def apply(
-        self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None
-    ) -> Report:
+    def apply(self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None) -> Report:
         return self._node.apply(*states, nodes=NODES, touched=touched)
 
     def show(self) -> list[str]:

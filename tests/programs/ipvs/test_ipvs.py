@@ -169,21 +169,21 @@ def services(bench: Bench) -> list[ServiceState]:
         service("empty6", f"[{VIP6}]:81", ""),
         service("emptyu", f"{VIP4}:82", "", protocol=UDP),
         service("inner", f"{VIP4}:83", two, internal_local=True, local=""),
-        service("outer", f"{VIP4}:84 NodePort=0.0.0.0:30084 LoadBalancer={LB4}:84", two,
-                external_local=True, local=one),
-        service("none", f"{VIP4}:85 NodePort=0.0.0.0:30085 LoadBalancer={LB4}:85", two,
-                external_local=True, local=""),
-        service("ranges", f"{VIP4}:86 LoadBalancer={LB4}:86 ExternalIP={EXT4}:86", two,
-                ranges="198.18.0.1/32 10.244.1.2/32"),
+        service(
+            "outer", f"{VIP4}:84 NodePort=0.0.0.0:30084 LoadBalancer={LB4}:84", two, external_local=True, local=one
+        ),
+        service("none", f"{VIP4}:85 NodePort=0.0.0.0:30085 LoadBalancer={LB4}:85", two, external_local=True, local=""),
+        service(
+            "ranges", f"{VIP4}:86 LoadBalancer={LB4}:86 ExternalIP={EXT4}:86", two, ranges="198.18.0.1/32 10.244.1.2/32"
+        ),
         service("self", f"{VIP4}:87 LoadBalancer={LB4}:87", one),
         service("sticky", f"{VIP4}:88 LoadBalancer={LB4}:88", two, affinity_timeout=100),
-        service("stuck", f"{VIP4}:89 LoadBalancer={LB4}:89", two, affinity_timeout=100,
-                external_local=True, local=""),
+        service("stuck", f"{VIP4}:89 LoadBalancer={LB4}:89", two, affinity_timeout=100, external_local=True, local=""),
         service("maglev", f"{VIP4}:90", two, algorithm=Algorithm.MAGLEV),
         service("weighty", f"{VIP4}:91", two, cluster_weights=(3, 1)),
         service("ports", f"{VIP4}:92 NodePort=0.0.0.0:30092", two, external_local=True, local=one),
         service("ports6", f"[{VIP6}]:92 NodePort=[::]:30092", v6, external_local=True, local=""),
-    ]  # fmt: skip
+    ]
 
 
 NODE, NODE6 = "198.18.0.1", "fd00:198:18::1"
@@ -353,8 +353,7 @@ DRAINS = [
 def test_connection_outlives_its_drained_backend(applied: Bench, row: Drain):
     """A connection outlives its backend's removal from the set; new ones go elsewhere."""
     bench, place, v6 = applied, applied.places[row.client], ":" in row.host
-    frontends = (f"[{VIP6}]:70 NodePort=[::]:30070" if v6
-                 else f"{VIP4}:70 NodePort=0.0.0.0:30070 LoadBalancer={LB4}:70")  # fmt: skip
+    frontends = f"[{VIP6}]:70 NodePort=[::]:30070" if v6 else f"{VIP4}:70 NodePort=0.0.0.0:30070 LoadBalancer={LB4}:70"
     both = a_and_b(bench, 8080, v6)
     a, b = both.split()
 
@@ -367,8 +366,7 @@ def test_connection_outlives_its_drained_backend(applied: Bench, row: Drain):
 
     def weights() -> dict[str, int]:
         found = bench.kernel()
-        (at,) = (at for at in found if (at.startswith("mark") if row.local
-                                        else at == f"{VIP4}:70/6"))  # fmt: skip
+        (at,) = (at for at in found if (at.startswith("mark") if row.local else at == f"{VIP4}:70/6"))
         return found[at]
 
     def dial(**more: Any) -> dict[str, Any]:
@@ -571,8 +569,7 @@ def test_strict_arp_answers_no_arp_for_virtual_addresses(applied: Bench):
 
 def test_ipvs_sysctls_are_set(applied: Bench):
     """Settings of IPVS: conntrack entries, and expiry of connections with their real server."""
-    names = [f"net.ipv4.vs.{name}" for name in
-             ("conntrack", "expire_nodest_conn", "expire_quiescent_template")]  # fmt: skip
+    names = [f"net.ipv4.vs.{name}" for name in ("conntrack", "expire_nodest_conn", "expire_quiescent_template")]
     applied.do(lambda: [sysctl.write(name, "0") for name in names])
     applied.start()
     assert applied.do(lambda: [sysctl.read(name) for name in names]) == ["1", "1", "1"]
@@ -611,12 +608,7 @@ def test_flushed_virtual_services_are_restored(applied: Bench):
 
     def flush() -> None:
         with contextlib.closing(IpvsClient()) as face:
-            face.apply(
-                [
-                    IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, one)
-                    for one, _ in face.list_services()
-                ]
-            )
+            face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, one) for one, _ in face.list_services()])
 
     def serves() -> bool:
         return bench.plane._kernel.services.check_service(next(iter(bench.plane._elements.pools)))
@@ -680,13 +672,7 @@ def test_foreign_virtual_services_and_tables_stay(applied: Bench):
         face.apply(
             [
                 IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, theirs, VirtualServiceSettings("rr")),
-                IpvsRequest(
-                    IpvsCommand.IPVS_CMD_NEW_DEST,
-                    theirs,
-                    None,
-                    RealServerKey(parse_addr("10.0.0.1"), 80),
-                    1,
-                ),
+                IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, theirs, None, RealServerKey(parse_addr("10.0.0.1"), 80), 1),
             ]
         )
         face.close()
@@ -726,13 +712,9 @@ def test_masquerade_source_is_the_kernels_choice(applied: Bench, v6: bool):
     bench = applied
     l3, bits, plain, own = ("ip6", 128, PLAIN6, VIP6) if v6 else ("ip", 32, PLAIN4, VIP4)
     pod, router = (bench.a.ip6, bench.node.ip6) if v6 else (bench.a.ip, bench.node.ip)
-    web = service("web", f"[{own}]:80", f"[{pod}]:8080") if v6 else service(
-        "web", f"{own}:80", f"{pod}:8080")  # fmt: skip
+    web = service("web", f"[{own}]:80", f"[{pod}]:8080") if v6 else service("web", f"{own}:80", f"{pod}:8080")
     bench.apply(web, local_networks=(PODS4, PODS6))
-    virtual, server = (
-        VirtualServiceKey(6, parse_addr(plain), 80),
-        RealServerKey(parse_addr(pod), 8080),
-    )
+    virtual, server = (VirtualServiceKey(6, parse_addr(plain), 80), RealServerKey(parse_addr(pod), 8080))
     rule = (
         f"table {l3} plain {{ chain postrouting {{ type nat hook postrouting priority 100;"
         f" ct original {l3} daddr {plain} masquerade\n}}\n}}\n"
@@ -743,9 +725,7 @@ def test_masquerade_source_is_the_kernels_choice(applied: Bench, v6: bool):
         with contextlib.closing(IpvsClient()) as face:
             face.apply(
                 [
-                    IpvsRequest(
-                        IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, VirtualServiceSettings("rr")
-                    ),
+                    IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, VirtualServiceSettings("rr")),
                     IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, None, server, 1),
                 ]
             )
@@ -770,8 +750,7 @@ def test_masquerade_source_is_the_kernels_choice(applied: Bench, v6: bool):
 
 def test_unknown_services_stay_until_the_state_is_authoritative(applied: Bench):
     bench = applied
-    web, other = (service(name, f"{VIP4}:{port}", a_and_b(bench, 8080))
-                  for name, port in (("web", 80), ("other", 81)))  # fmt: skip
+    web, other = (service(name, f"{VIP4}:{port}", a_and_b(bench, 8080)) for name, port in (("web", 80), ("other", 81)))
     bench.apply(web, other)
     bench.start()
     bench.apply(web, sound=False)
@@ -800,8 +779,12 @@ def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
         return until_then
 
     with monkeypatch.context() as patch:
-        for where, name in ((KernelState, "_run_nft"), (VirtualServices, "_apply_requests"),
-                            (dummy, "add_addresses"), (dummy, "delete_addresses")):  # fmt: skip
+        for where, name in (
+            (KernelState, "_run_nft"),
+            (VirtualServices, "_apply_requests"),
+            (dummy, "add_addresses"),
+            (dummy, "delete_addresses"),
+        ):
             patch.setattr(where, name, mortal(getattr(where, name)))
         with contextlib.suppress(Killed):
             yield left
@@ -885,8 +868,7 @@ def test_restart_changes_nothing(applied: Bench):
     dials = [(place, *at) for place in (bench.node.host, bench.b) for at in ats]
     bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
     bench.apply(*services(bench), **more)
-    kept = [place.tcp(host, port, keep=f"r{i}").get("name")
-            for i, (place, host, port) in enumerate(dials)]  # fmt: skip
+    kept = [place.tcp(host, port, keep=f"r{i}").get("name") for i, (place, host, port) in enumerate(dials)]
     assert {*kept} <= {"a", "b"}, kept
     bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
     elements, kernel = bench.do(bench.plane._read_elements), bench.kernel()
@@ -902,10 +884,9 @@ def test_change_writes_only_what_changed(applied: Bench):
     """With 1,000 servers. Not the time is measured, but the writes that the report counts."""
     bench = applied
     many = [
-        service(f"m{i}", f"10.96.{1 + i // 250}.{1 + i % 250}:80",
-                " ".join(f"10.99.{i}.{j}:80" for j in range(1, 11)))
+        service(f"m{i}", f"10.96.{1 + i // 250}.{1 + i % 250}:80", " ".join(f"10.99.{i}.{j}:80" for j in range(1, 11)))
         for i in range(100)
-    ]  # fmt: skip
+    ]
     bench.apply(*many)
     assert sum(map(len, bench.kernel().values())) == 1000
     bench.start()
@@ -959,7 +940,7 @@ def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tm
     bench.remove()
     folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
     folder.mkdir()
-    where = ("--state-dir", str(bench.folder), "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")  # fmt: skip
+    where = ("--state-dir", str(bench.folder), "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")
     enter = ("nsenter", f"--net=/run/netns/{bench.node.netns}")
     kbpf = (*enter, sys.executable, "-m", "kbpf")
 
@@ -970,8 +951,9 @@ def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tm
 
     def agent() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
-            [*kbpf, "run", "--mode", "ipvs", "--source", str(folder),
-             "--hostname-override", "node-1", *where], stderr=log)  # fmt: skip
+            [*kbpf, "run", "--mode", "ipvs", "--source", str(folder), "--hostname-override", "node-1", *where],
+            stderr=log,
+        )
 
     def names(host: str, port: int, timeout: float = 30.0) -> set[str]:
         return {str(bench.outside.tcp(host, port, timeout=timeout).get("name")) for _ in range(3)}
@@ -992,8 +974,7 @@ def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tm
     assert [f["kind"] for f in row["service"]["frontends"]] == ["ClusterIP", "NodePort"]
     (one,) = row["cluster"]
     assert [backend["address"] for backend in one["backends"]] == [bench.b.ip]
-    rows = json.loads(run(*kbpf, "inspect", "connections", "--service", "web", "-o", "json",
-                          *where))["items"]  # fmt: skip
+    rows = json.loads(run(*kbpf, "inspect", "connections", "--service", "web", "-o", "json", *where))["items"]
     assert {row["backend"] for row in rows} >= {f"{bench.b.ip}:8080"}
     bench.outside.ask("drop", keep="lives")
     objects(bench.a)

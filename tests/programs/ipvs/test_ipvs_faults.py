@@ -41,9 +41,7 @@ OTHER = service("other", "10.96.0.2:80", B)
 def elements(node: Node, *names: SetName) -> set[str]:
     """Addresses (and ports) in these sets."""
     style = cleanup.ruleset_options(node.config)
-    read = node.do(
-        lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(style)))
-    )
+    read = node.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(style))))
     return {
         ":".join(format_addr(one) if isinstance(one, bytes) else str(one) for one in parts[:3:2])
         for name, parts in read
@@ -70,9 +68,7 @@ def test_refused_address_does_not_stop_other_services(fake_node: Node):
         assert "EADDRNOTAVAIL" in words["bad"]
     assert refused(node, WEB, bad, OTHER, touched=[OTHER.key]).keys() == {"bad"}
     assert node.addresses() == {"10.96.0.1", "10.96.0.2", "fd00:96::1"}
-    assert node.ipvs.shown().keys() == {
-        "10.96.0.1:80/6", "10.96.0.2:80/6", "[fd00:96::1]:80/6",
-    }  # fmt: skip
+    assert node.ipvs.shown().keys() == {"10.96.0.1:80/6", "10.96.0.2:80/6", "[fd00:96::1]:80/6"}
     assert "ff0e::1" not in elements(node, SetName.VIRTUAL_IPS)
     assert "default/bad TCP IPv6" in "".join(node.plane.status().problems)
     assert refused(node, WEB, OTHER, touched=[bad.key]) == {}
@@ -109,9 +105,7 @@ def test_address_refused_at_first_is_added_later(fake_node: Node, monkeypatch: p
     assert elements(node, SetName.SERVED) == {"10.96.0.1:80", "10.96.0.2:80"}
 
 
-def test_refused_address_later_on_the_node_is_served(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch
-):
+def test_refused_address_later_on_the_node_is_served(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     node = fake_node
     node.start()
     no = KernelError("no", errno=errno.ENOMEM)
@@ -135,9 +129,7 @@ def test_node_with_ipv6_disabled_serves_ipv4(fake_node: Node):
     assert refused(node, WEB, v6) == {}
     assert node.addresses() == {"10.96.0.1", "fd00:96::1"}
     assert set(node.ipvs.shown()) == {"10.96.0.1:80/6", "[fd00:96::1]:80/6"}
-    assert node.plane.status().problems == tuple(
-        x for x in node.plane.status().problems if "IPv6 is" not in x
-    )
+    assert node.plane.status().problems == tuple(x for x in node.plane.status().problems if "IPv6 is" not in x)
 
 
 class Refusal(NamedTuple):
@@ -155,9 +147,7 @@ GOOD = {"10.96.0.2:80/6": {B: 1}}
 REFUSALS = [
     Refusal(
         "a virtual service",
-        lambda c: (
-            c.command is IpvsCommand.IPVS_CMD_NEW_SERVICE and c.service == tcp("10.96.0.1", 80)
-        ),
+        lambda c: c.command is IpvsCommand.IPVS_CMD_NEW_SERVICE and c.service == tcp("10.96.0.1", 80),
         GOOD,
         {"10.96.0.2:80"},
     ),
@@ -223,17 +213,11 @@ def test_missing_scheduler_is_replaced_at_once(fake_node: Node):
     assert node.ipvs.held[tcp("10.96.0.2", 80)][0].scheduler == "wrr"
 
 
-LACKS = [
-    ("lblc", {"lblc"}, "wrr"),
-    ("lblc", {"lblc", "wrr"}, "rr"),
-    ("mh", {"mh", "wrr"}, "rr"),
-]
+LACKS = [("lblc", {"lblc"}, "wrr"), ("lblc", {"lblc", "wrr"}, "rr"), ("mh", {"mh", "wrr"}, "rr")]
 
 
 @pytest.mark.parametrize(("asked", "lacks", "gets"), LACKS)
-def test_missing_schedulers_fall_back_to_simpler_ones(
-    fake_node: Node, asked: str, lacks: set[str], gets: str
-):
+def test_missing_schedulers_fall_back_to_simpler_ones(fake_node: Node, asked: str, lacks: set[str], gets: str):
     """Each is reported once; the scheduler in use then counts as the configured one."""
     node = fake_node
     node.start(replace(node.config, ipvs_scheduler=asked))
@@ -307,9 +291,13 @@ def test_node_port_outlives_an_external_ip_on_the_same_port(fake_node: Node):
     a = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
     b = service("b", f"10.96.0.2:30080 ExternalIP={OWN}:30080", B)
     for touched, states, server in (
-        (None, (a,), A), ([b.key], (a, b), B), ([b.key], (a,), A),
-        ([b.key], (a, b), B), ([a.key], (b,), B), ([b.key], (), None),
-    ):  # fmt: skip
+        (None, (a,), A),
+        ([b.key], (a, b), B),
+        ([b.key], (a,), A),
+        ([b.key], (a, b), B),
+        ([a.key], (b,), B),
+        ([b.key], (), None),
+    ):
         node.apply(*states, nodes=OWN, touched=touched)
         alive = {one for one, weight in node.ipvs.shown().get(at, {}).items() if weight}
         assert alive == ({server} if server else set())
@@ -321,8 +309,9 @@ def test_node_port_outlives_an_external_ip_on_the_same_port(fake_node: Node):
 
 def test_unknown_service_does_not_delay_repairs_or_changes(fake_node: Node):
     node = fake_node
-    node.run("nft", "add table ip filter; add chain ip filter FORWARD "
-             "{ type filter hook forward priority 0; policy drop; }")  # fmt: skip
+    node.run(
+        "nft", "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }"
+    )
     lost = service("lost", "10.96.0.9:80", f"{A} {B}")
     node.start()
     node.apply(WEB, lost)
@@ -411,9 +400,7 @@ class FaultClock:
     given; with `error`, reads are counted as well.
     """
 
-    def __init__(
-        self, node: Node, patch: pytest.MonkeyPatch, error: KernelError | None = None
-    ) -> None:
+    def __init__(self, node: Node, patch: pytest.MonkeyPatch, error: KernelError | None = None) -> None:
         self.left = -1
         self.error = error or Killed()
         node.ipvs.refuse = lambda _: self.count()
@@ -427,12 +414,7 @@ class FaultClock:
         patch.setattr(forward_rules, "run_transaction", transaction)
         for name in ("add_addresses", "delete_addresses"):
             patch.setattr(dummy, name, self.counted(getattr(dummy, name)))
-        for name in (
-            "read_elements",
-            "read_node_addresses",
-            "address_families",
-            "read_addresses",
-        ):
+        for name in ("read_elements", "read_node_addresses", "address_families", "read_addresses"):
             if error is not None:
                 patch.setattr(KernelState, name, self.counted(getattr(KernelState, name)))
         if error is not None:
@@ -460,14 +442,11 @@ ONE = [
 TWO = [
     service("web", "10.96.0.1:80", A),
     service("lb", "10.96.0.3:80 LoadBalancer=192.0.2.1:80", ranges="10.1.0.0/16"),
-    service("new", f"10.96.0.4:80 NodePort=0.0.0.0:30080 ExternalIP={OWN}:80", B,
-            external_local=True),
-]  # fmt: skip
+    service("new", f"10.96.0.4:80 NodePort=0.0.0.0:30080 ExternalIP={OWN}:80", B, external_local=True),
+]
 
 
-def test_next_agent_repairs_a_kill_between_any_two_calls(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch
-):
+def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     """Whatever state the next agent finds, and whatever is desired by then, it ends in the state
     that a first agent would program.
     """
@@ -475,10 +454,7 @@ def test_next_agent_repairs_a_kill_between_any_two_calls(
     node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
     clock = FaultClock(node, monkeypatch)
     for old, new, then in ((ONE, TWO, TWO), (ONE, TWO, ONE), (TWO, ONE, ONE)):
-        first, way = (
-            partial(state_of_first_agent, node, then),
-            partial(killed, node, clock, old, new, then),
-        )
+        first, way = (partial(state_of_first_agent, node, then), partial(killed, node, clock, old, new, then))
         expected_state, kills = node.do(first), 0
         while found := node.do(partial(way, kills)):
             assert found == expected_state, f"killed before call {kills}"
@@ -496,9 +472,13 @@ def state_of_first_agent(node: Node, states: list[ServiceState]) -> Any:
 
 
 def killed(
-    node: Node, clock: FaultClock, old: list[ServiceState], new: list[ServiceState],
-    then: list[ServiceState], after: int,
-) -> Any:  # fmt: skip
+    node: Node,
+    clock: FaultClock,
+    old: list[ServiceState],
+    new: list[ServiceState],
+    then: list[ServiceState],
+    after: int,
+) -> Any:
     """The same after `old`, a kill after `after` calls while applying `new`, and a next agent that
     applies `then`. None if `new` was applied completely.
     """
@@ -557,9 +537,7 @@ WAYS = [
     Change("an exact frontend is deleted", [PORT, EXACT], [PORT], "b"),
     Change("both are replaced", [PORT, EXACT], [LONE], "a b c"),
     Change("next agent learns of it later", [PORT, EXACT], [PORT, EXACT], "b", [PORT]),
-    Change(
-        "next agent learns of two later", [PORT, EXACT, LONE], [PORT, EXACT, LONE], "b c", [PORT]
-    ),
+    Change("next agent learns of two later", [PORT, EXACT, LONE], [PORT, EXACT, LONE], "b c", [PORT]),
 ]
 
 
@@ -620,9 +598,7 @@ LOCAL = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A, external_local=Tr
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
-def test_stopped_removal_of_a_short_circuit_is_completed(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool
-):
+def test_stopped_removal_of_a_short_circuit_is_completed(fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool):
     """Whichever call the agent is killed at, or the kernel refuses."""
     node, stops = fake_node, 0
     node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")

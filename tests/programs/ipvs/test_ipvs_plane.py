@@ -113,9 +113,8 @@ KUBE_PROXY_SETS = {
 
 @pytest.mark.parametrize(("sets", "runs", "stay"), KUBE_PROXY_SETS.values(), ids=KUBE_PROXY_SETS)
 def test_cleanup_removes_node_ports_that_kube_proxy_does_not_have(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch,
-    sets: dict[str, int], runs: bool, stay: set[str],
-):  # fmt: skip
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, sets: dict[str, int], runs: bool, stay: set[str]
+):
     """kube-proxy's device still exists with its addresses. kube-proxy would never remove our
     NodePorts by itself, and later nothing would show that they are ours.
     """
@@ -135,9 +134,7 @@ def test_cleanup_removes_node_ports_that_kube_proxy_does_not_have(
 
     node.do(fill)
     who = Responder.KUBE_PROXY if runs else Responder.UNKNOWN
-    monkeypatch.setattr(
-        detect, "detect", lambda: Detection((), False, {"127.0.0.1 port 10256": who})
-    )
+    monkeypatch.setattr(detect, "detect", lambda: Detection((), False, {"127.0.0.1 port 10256": who}))
     run_cleanup(node)
     at_its_device = {f"{VIP}:80/6", f"[{VIP6}]:80/6", "10.96.0.9:80/6"}
     assert node.ipvs.shown().keys() == at_its_device | stay
@@ -181,11 +178,12 @@ MARKED = {
         service("z", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
     ],
     "all kinds": [
-        service("all", f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80"
-                " ExternalIP=192.0.2.2:80", A, **LOCAL),
+        service(
+            "all", f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80 ExternalIP=192.0.2.2:80", A, **LOCAL
+        ),
         service("other", "10.96.0.2:80 LoadBalancer=192.0.2.3:80", A, **LOCAL),
     ],
-}  # fmt: skip
+}
 NODES = f"{NODE} 198.18.0.2 fd00:18::1"
 
 
@@ -212,13 +210,20 @@ def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
     node = fake_node
     p, q, r, s = ("p", f"{VIP}:80"), ("q", f"{VIP}:81"), ("r", f"{VIP}:82"), ("s", f"{VIP}:83")
     lb, other, last = (f"LoadBalancer=192.0.2.1:{port}" for port in (80, 82, 83))
-    before = {p: "NodePort=0.0.0.0:30080", q: f"NodePort=0.0.0.0:30081 {lb}",
-              r: f"NodePort=0.0.0.0:30082 {other}", s: last}  # fmt: skip
-    after = {p: f"NodePort=0.0.0.0:30080 {lb}", q: "NodePort=0.0.0.0:30081",
-             r: other, s: f"NodePort=0.0.0.0:30082 {last}"}  # fmt: skip
+    before = {
+        p: "NodePort=0.0.0.0:30080",
+        q: f"NodePort=0.0.0.0:30081 {lb}",
+        r: f"NodePort=0.0.0.0:30082 {other}",
+        s: last,
+    }
+    after = {
+        p: f"NodePort=0.0.0.0:30080 {lb}",
+        q: "NodePort=0.0.0.0:30081",
+        r: other,
+        s: f"NodePort=0.0.0.0:30082 {last}",
+    }
     old, new = (
-        [service(name, f"{at} {more}", A, **LOCAL) for (name, at), more in some.items()]
-        for some in (before, after)
+        [service(name, f"{at} {more}", A, **LOCAL) for (name, at), more in some.items()] for some in (before, after)
     )
     node.start()
     node.apply(*old, nodes=f"{NODE} 198.18.0.2")
@@ -259,18 +264,19 @@ ENDS = [
     End("Cluster now", service("m", FRONTENDS, f"{A} {B}"), {A: 1, B: 1}),
     End("Cluster now, one endpoint", service("m", FRONTENDS, B), {A: 0, B: 1}),
     End("Cluster now, no endpoint", service("m", FRONTENDS), {A: 0}),
-    End("Cluster now, at another port",
+    End(
+        "Cluster now, at another port",
         service("m", f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80", A),
-        {A: 1}),
+        {A: 1},
+    ),
     End("a ClusterIP alone", service("m", f"{VIP}:80", f"{A} {B}"), None),
     End("deleted", None, None),
     End("UDP, Cluster now", service("m", FRONTENDS, f"{A} {B}", UDP), {A: 1, B: 1}),
     End("UDP, one stops serving", service("m", FRONTENDS, B, UDP, **LOCAL), {B: 1}, {B: 1}),
     End("UDP, Cluster now, and it stops serving", service("m", FRONTENDS, B, UDP), None),
-    End("UDP, one is terminating", service("m", FRONTENDS, B, UDP, serving=f"{A} {B}", **LOCAL),
-        {A: 0, B: 1}, {B: 1}),
+    End("UDP, one is terminating", service("m", FRONTENDS, B, UDP, serving=f"{A} {B}", **LOCAL), {A: 0, B: 1}, {B: 1}),
     End("UDP, none serves", service("m", FRONTENDS, "", UDP, **LOCAL), {}, {}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["", "and a restart"])
@@ -361,11 +367,7 @@ def without_marks(node: Node) -> frozenset[Element]:
 
 def marks(node: Node, port: int) -> set[int]:
     """The marks of short circuits at this port."""
-    return {
-        int(str(parts[3]))
-        for name, parts in read(node)
-        if name is SetName.SHORT_CIRCUITS and parts[2] == port
-    }
+    return {int(str(parts[3])) for name, parts in read(node) if name is SetName.SHORT_CIRCUITS and parts[2] == port}
 
 
 def read(node: Node) -> frozenset[Element]:
@@ -441,9 +443,7 @@ class RecordedCommands:
         return dict(words)
 
 
-def test_change_writes_only_what_changed_and_lists_nothing(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch
-):
+def test_change_writes_only_what_changed_and_lists_nothing(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     """Whatever else is programmed: nothing is listed, neither for our own change, nor after it, nor
     when another table changes.
     """
@@ -509,18 +509,12 @@ TIMES = [
 
 
 @pytest.mark.parametrize(("asked", "there"), TIMES)
-def test_connection_timeouts_are_set(
-    fake_node: Node, asked: IpvsTimeoutSettings, there: ConnectionTimeouts
-):
+def test_connection_timeouts_are_set(fake_node: Node, asked: IpvsTimeoutSettings, there: ConnectionTimeouts):
     fake_node.start(replace(fake_node.config, ipvs_times=asked))
     assert fake_node.ipvs.times == there
 
 
-VS = {
-    "net.ipv4.vs.conntrack": "1",
-    "net.ipv4.vs.expire_nodest_conn": "1",
-    "net.ipv4.vs.expire_quiescent_template": "1",
-}
+VS = {"net.ipv4.vs.conntrack": "1", "net.ipv4.vs.expire_nodest_conn": "1", "net.ipv4.vs.expire_quiescent_template": "1"}
 ARP = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2"}
 
 
@@ -539,9 +533,7 @@ def test_sysctls_are_set_where_they_differ(
     assert fake_node.plane.status().problems == ()
 
 
-def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch
-):
+def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     """In a container /proc/sys may be read-only."""
 
     def write(name: str, value: str) -> None:
@@ -560,17 +552,21 @@ def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(
 # ---- warnings about firewalls --------------------------------------------------------------------
 
 WALLS = {
-    "none": ("table ip filter { chain FORWARD { type filter hook forward priority 0; policy drop; "
-             "}; }", ()),
-    "INPUT": ("table inet fw { chain in { type filter hook input priority 0; policy drop; }; }",
-              ("INPUT is closed by inet fw in",)),
-    "FORWARD": ("table inet fw { chain on { type filter hook forward priority 0; policy drop; }; }",
-                ("FORWARD is closed by inet fw on, which is not touched; let packets with mark "
-                 "0x4000 pass there",)),
-    "both": ("table inet fw { chain in { type filter hook input priority 0; drop; }; "
-             "chain on { type filter hook forward priority 0; policy drop; }; }",
-             ("FORWARD is closed by inet fw on", "INPUT is closed by inet fw in")),
-}  # fmt: skip
+    "none": ("table ip filter { chain FORWARD { type filter hook forward priority 0; policy drop; }; }", ()),
+    "INPUT": (
+        "table inet fw { chain in { type filter hook input priority 0; policy drop; }; }",
+        ("INPUT is closed by inet fw in",),
+    ),
+    "FORWARD": (
+        "table inet fw { chain on { type filter hook forward priority 0; policy drop; }; }",
+        ("FORWARD is closed by inet fw on, which is not touched; let packets with mark 0x4000 pass there",),
+    ),
+    "both": (
+        "table inet fw { chain in { type filter hook input priority 0; drop; }; "
+        "chain on { type filter hook forward priority 0; policy drop; }; }",
+        ("FORWARD is closed by inet fw on", "INPUT is closed by inet fw in"),
+    ),
+}
 
 
 @pytest.mark.parametrize(("table", "lines"), WALLS.values(), ids=WALLS)
@@ -607,9 +603,7 @@ def beginnings(lines: list[str], wanted: tuple[str, ...]) -> bool:
     return len(lines) == len(wanted) and all(map(str.startswith, lines, wanted))
 
 
-def test_iptables_legacy_filter_table_is_reported(
-    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_iptables_legacy_filter_table_is_reported(fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "names").write_text("filter\n")
     monkeypatch.setitem(iptables_legacy.FAMILIES, "ip", (tmp_path / "names", ""))
     fake_node.start()
@@ -619,9 +613,7 @@ def test_iptables_legacy_filter_table_is_reported(
 
 
 @pytest.mark.parametrize("flags", [(), ("--forwarding", "--accounting")])
-def test_ignored_settings_are_logged_once(
-    fake_node: Node, caplog: pytest.LogCaptureFixture, flags: tuple[str, ...]
-):
+def test_ignored_settings_are_logged_once(fake_node: Node, caplog: pytest.LogCaptureFixture, flags: tuple[str, ...]):
     caplog.set_level("INFO")
     fake_node.start(replace(fake_node.config, ignored_in_ipvs=flags))
     fake_node.apply(WEB)
@@ -637,9 +629,8 @@ FIREWALLS = {
     "no INPUT chain": ("table inet fw { chain in { type filter hook forward priority 0; }; }", ""),
     "open": (f"table inet fw {{ chain in {{ {HOOK}; }}; }}", ""),
     "closed": (f"table inet fw {{ chain in {{ {HOOK}; policy drop; }}; }}", "inet fw in"),
-    "last rule": (f"table ip fw {{ chain in {{ {HOOK}; tcp dport 22 accept; reject; }}; }}",
-                  "ip fw in"),
-}  # fmt: skip
+    "last rule": (f"table ip fw {{ chain in {{ {HOOK}; tcp dport 22 accept; reject; }}; }}", "ip fw in"),
+}
 
 
 def check_row(node: Node, name: str) -> CheckRow:
@@ -676,9 +667,14 @@ TRIED = [
 
 @pytest.mark.parametrize(("name", "case", "result", "detail"), TRIED)
 def test_check_without_modprobe_tries_the_modules(
-    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    name: str, case: dict[str, Any], result: str, detail: str,
-):  # fmt: skip
+    fake_node: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    case: dict[str, Any],
+    result: str,
+    detail: str,
+):
     """As in our own image, which has no modprobe: the kernel loads a module when it is used."""
 
     def broken(*_: Any) -> Any:
@@ -708,9 +704,8 @@ NFCT = [
 
 @pytest.mark.parametrize(("name", "settings", "result"), NFCT, ids=[row[0] for row in NFCT])
 def test_ipvs_without_conntrack_refuses_to_start(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch,
-    name: str, settings: dict[str, str], result: str,
-):  # fmt: skip
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, str], result: str
+):
     """An agent must refuse to start there; a warning is not enough."""
 
     def read(setting: str) -> str:
@@ -720,9 +715,7 @@ def test_ipvs_without_conntrack_refuses_to_start(
 
     monkeypatch.setattr(sysctl, "read", read)
     row = check_row(fake_node, "IPVS with conntrack")
-    assert (row.result, row.ipvs, "CONFIG_IP_VS_NFCT" in row.advice) == (
-        result, True, result == "no",
-    )  # fmt: skip
+    assert (row.result, row.ipvs, "CONFIG_IP_VS_NFCT" in row.advice) == (result, True, result == "no")
     if result == "no":
         with pytest.raises(KernelError, match=r"cannot masquerade.*CONFIG_IP_VS_NFCT.*mode bpf"):
             fake_node.start()
@@ -732,9 +725,7 @@ def test_ipvs_without_conntrack_refuses_to_start(
 
 
 def test_check_reports_missing_python3_nftables(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        forward_rules, "probe_nf_tables", lambda: Probe(None, "python3-nftables is missing")
-    )
+    monkeypatch.setattr(forward_rules, "probe_nf_tables", lambda: Probe(None, "python3-nftables is missing"))
     row = check_row(fake_node, "nf_tables")
     assert (row.result, row.advice.split(";")[0]) == ("no", "install python3-nftables")
 
@@ -749,9 +740,14 @@ BRIDGES = [
 
 @pytest.mark.parametrize(("bridge", "calls", "result", "detail"), BRIDGES)
 def test_check_reports_bridged_replies(
-    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    bridge: str, calls: str | None, result: str, detail: str,
-):  # fmt: skip
+    fake_node: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bridge: str,
+    calls: str | None,
+    result: str,
+    detail: str,
+):
     setting = tmp_path / ipvs.BRIDGE_NF_CALL_IPTABLES.name
     (tmp_path / "net" / bridge).mkdir(parents=True)
     if calls is not None:
@@ -767,8 +763,7 @@ def test_check_reports_bridged_replies(
 TABLE = "inet kbpf"
 DEVICES = {
     "of another kind": f"link add {IPVS_DEVICE} type veth peer name other",
-    "with addresses": f"link add {IPVS_DEVICE} type bridge\n"
-    f"addr add 192.0.2.7/32 dev {IPVS_DEVICE}",
+    "with addresses": f"link add {IPVS_DEVICE} type bridge\naddr add 192.0.2.7/32 dev {IPVS_DEVICE}",
     "another agent's": f"link add {IPVS_DEVICE} type bridge\nlink set {IPVS_DEVICE} alias somebody",
 }
 CHAINS = "{ chain input { type filter hook input priority 0; tcp dport 23 drop; }; }"
@@ -836,11 +831,7 @@ def test_empty_device_and_table_are_taken_over(fake_node: Node):
     fake_node.start()
 
 
-LEFT = {
-    "all": "",
-    "the table": f"ip link del {IPVS_DEVICE}",
-    "the device": f"nft delete table {TABLE}",
-}
+LEFT = {"all": "", "the table": f"ip link del {IPVS_DEVICE}", "the device": f"nft delete table {TABLE}"}
 
 
 @pytest.mark.parametrize("gone", LEFT.values(), ids=LEFT)
@@ -867,8 +858,9 @@ def test_cleanup_with_a_running_agent_removes_nothing(
 ):
     """The agent would restore everything within seconds, with its lock in a deleted folder."""
     node = fake_node
-    node.run("nft", "add table ip filter; add chain ip filter FORWARD "
-             "{ type filter hook forward priority 0; policy drop; }")  # fmt: skip
+    node.run(
+        "nft", "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }"
+    )
     node.start()
     node.apply(WEB)
     node.tick()

@@ -42,13 +42,24 @@ class Bench:
         for name in (self.here, self.there):
             run("ip", "netns", "add", name)
         ip(f"link add eth0 type veth peer name eth0 netns {self.there}", netns=self.here)
-        ip("link set lo up", f"addr add {VIP}/32 dev lo", f"addr add {VIP6}/128 dev lo nodad",
-           f"addr add {OWN}/24 dev eth0", f"addr add {OWN6}/64 dev eth0 nodad",
-           "link set eth0 up", netns=self.here)  # fmt: skip
-        ip("link set lo up", f"addr add {NEIGHBOUR}/24 dev eth0",
-           f"addr add {NEIGHBOUR6}/64 dev eth0 nodad", "link set eth0 up",
-           f"route add {VIP} via {OWN}", f"route add {VIP6} via {OWN6}",
-           netns=self.there)  # fmt: skip
+        ip(
+            "link set lo up",
+            f"addr add {VIP}/32 dev lo",
+            f"addr add {VIP6}/128 dev lo nodad",
+            f"addr add {OWN}/24 dev eth0",
+            f"addr add {OWN6}/64 dev eth0 nodad",
+            "link set eth0 up",
+            netns=self.here,
+        )
+        ip(
+            "link set lo up",
+            f"addr add {NEIGHBOUR}/24 dev eth0",
+            f"addr add {NEIGHBOUR6}/64 dev eth0 nodad",
+            "link set eth0 up",
+            f"route add {VIP} via {OWN}",
+            f"route add {VIP6} via {OWN6}",
+            netns=self.there,
+        )
         settled(self.here, VIP6, OWN6)
         settled(self.there, NEIGHBOUR6)
         for setting in ("ipv4/icmp_ratelimit", "ipv6/icmp/ratelimit"):
@@ -63,15 +74,12 @@ class Bench:
         return netns.run_in(Path("/run/netns") / self.here, action)
 
     def read(self) -> frozenset[Element]:
-        return self.do(
-            lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(STYLE)))
-        )
+        return self.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(STYLE))))
 
     def set_elements(self, *wanted: Element) -> None:
         """Makes the sets hold exactly these elements, in one transaction."""
         there = self.read()
-        commands = [*ruleset.delete_elements(STYLE, there - {*wanted}),
-                    *ruleset.add_elements(STYLE, {*wanted} - there)]  # fmt: skip
+        commands = [*ruleset.delete_elements(STYLE, there - {*wanted}), *ruleset.add_elements(STYLE, {*wanted} - there)]
         if commands:
             self.do(lambda: forward_rules.run_transaction(*commands))
 
@@ -96,9 +104,7 @@ def elements_at(name: SetName, address: str, port: int, *more: int) -> tuple[Ele
 
 def source_elements(network: str, bits: int, address: str, port: int) -> tuple[Element, ...]:
     cidr = Cidr(parse_addr(network), bits)
-    return tuple(
-        (SetName.SOURCES, (cidr, *parts)) for _, parts in elements_at(SetName.OWN, address, port)
-    )
+    return tuple((SetName.SOURCES, (cidr, *parts)) for _, parts in elements_at(SetName.OWN, address, port))
 
 
 IPS = tuple((SetName.VIRTUAL_IPS, (parse_addr(one),)) for one in (VIP, VIP6))
@@ -195,9 +201,7 @@ def answer_to_init(to: str, port: int, timeout: float) -> str:
     with socket.socket(family, socket.SOCK_RAW, Protocol.SCTP) as s:
         s.settimeout(timeout)
         s.connect((to, 0))
-        s.send(
-            sctp("192.0.2.1:40000", f"192.0.2.2:{port}")[IPV4_HEADER:]
-        )  # CRC32c covers no address
+        s.send(sctp("192.0.2.1:40000", f"192.0.2.2:{port}")[IPV4_HEADER:])  # CRC32c covers no address
         try:
             s.recv(4096)
         except TimeoutError:
@@ -208,16 +212,12 @@ def answer_to_init(to: str, port: int, timeout: float) -> str:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [row for row in ROWS if row.client == "neighbour"],
-    ids=lambda row: f"{row.to} {row.port}",
+    "row", [row for row in ROWS if row.client == "neighbour"], ids=lambda row: f"{row.to} {row.port}"
 )
 def test_sctp_packets_pass_or_are_refused_or_dropped(bench: Bench, row: Row):
     bench.set_elements(*EVERYTHING)
     timeout = 0.5 if row.outcome == DROPPED else PATIENCE
-    got = netns.run_in(
-        Path("/run/netns") / bench.there, lambda: answer_to_init(row.to, row.port, timeout)
-    )
+    got = netns.run_in(Path("/run/netns") / bench.there, lambda: answer_to_init(row.to, row.port, timeout))
     assert got == row.outcome
 
 
@@ -226,8 +226,7 @@ def test_masquerade_rules_use_random_ports_of_our_range(bench: Bench):
     The ports are not those of mode bpf.
     """
     listed = bench.do(lambda: run("nft", "-j", "list", "chain", "inet", "kbpf", "postrouting"))
-    expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one
-                   for e in one["rule"]["expr"]]  # fmt: skip
+    expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one for e in one["rule"]["expr"]]
     masquerades = [e["masquerade"] for e in expressions if "masquerade" in e]
     assert len(masquerades) == 2 * (2 * 2 * 3 + 3)
     for one in masquerades:
@@ -278,14 +277,24 @@ def test_virtual_source_address_is_masqueraded_outside(bench: Bench, bind: str, 
 def test_hairpin_connection_is_masqueraded(bench: Bench, family: str, vip: str, to: str, seen: str):
     """Another table translates, as IPVS would; our table does not match its packets as its own."""
     itself = (SetName.HAIRPINS, (parse_addr(to), parse_addr(to)))
-    bench.do(lambda: [Path(f"/proc/sys/net/{name}").write_text("1")
-                      for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding")])  # fmt: skip
-    bench.do(lambda: run("nft", "-f", "-", stdin=f"""
+    bench.do(
+        lambda: [
+            Path(f"/proc/sys/net/{name}").write_text("1") for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding")
+        ]
+    )
+    bench.do(
+        lambda: run(
+            "nft",
+            "-f",
+            "-",
+            stdin=f"""
         table {family} ipvs {{ chain lead {{ type nat hook prerouting priority -100;
             {family} daddr {vip} tcp dport 80 dnat to {to}
         }}
         }}
-        """))  # fmt: skip
+        """,
+        )
+    )
     try:
         bench.set_elements(*IPS, itself)
         answer = bench.neighbour.tcp(vip, 80)
@@ -301,16 +310,22 @@ ALIAS = "198.18.9.9"
 
 def test_packets_marked_by_mode_bpf_keep_their_source(bench: Bench):
     """The packet path of mode bpf uses the same mark bit while one mode replaces the other."""
-    bench.set_elements(*IPS, *elements_at(SetName.MASQUERADED, VIP, 80),
-                 (SetName.NODE_IPS, (parse_addr(OWN),)))  # fmt: skip
+    bench.set_elements(*IPS, *elements_at(SetName.MASQUERADED, VIP, 80), (SetName.NODE_IPS, (parse_addr(OWN),)))
     ip(f"addr add {ALIAS}/32 dev lo", netns=bench.here)
     ip(f"route add {ALIAS} via {OWN}", netns=bench.there)
-    bench.do(lambda: run("nft", "-f", "-", stdin="""
+    bench.do(
+        lambda: run(
+            "nft",
+            "-f",
+            "-",
+            stdin="""
         table inet bpf { chain out { type filter hook output priority -90;
             tcp dport 80 meta mark set meta mark | 0x4000
         }
         }
-        """))  # fmt: skip
+        """,
+        )
+    )
     try:
         assert bench.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
     finally:
@@ -322,8 +337,13 @@ def test_packets_marked_by_mode_bpf_keep_their_source(bench: Bench):
 def rule_counts(bench: Bench, chain: str) -> list[int]:
     """The packet counts of a chain's rules that have a counter."""
     listed = json.loads(bench.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))
-    return [e["counter"]["packets"] for one in listed["nftables"] if "rule" in one
-            for e in one["rule"]["expr"] if "counter" in e]  # fmt: skip
+    return [
+        e["counter"]["packets"]
+        for one in listed["nftables"]
+        if "rule" in one
+        for e in one["rule"]["expr"]
+        if "counter" in e
+    ]
 
 
 class Marked(NamedTuple):
@@ -340,25 +360,13 @@ SHORT = elements_at(SetName.SHORT_CIRCUITS, VIP, 80, 0x6B620001)
 MARKS = [
     Marked("short circuit, from the node", STYLE, "node", 80, 0x6B620001),
     Marked("short circuit, from outside", STYLE, "neighbour", 80, 0),
-    Marked(
-        "short circuit, a pod's device",
-        RulesetOptions("kbpf", 14, "eth*"),
-        "neighbour",
-        80,
-        0x6B620001,
-    ),
+    Marked("short circuit, a pod's device", RulesetOptions("kbpf", 14, "eth*"), "neighbour", 80, 0x6B620001),
     Marked("masqueraded, from outside", STYLE, "neighbour", 81, 0x4000),
     Marked("masqueraded, from the node", STYLE, "node", 81, 0x4000),
     Marked("masqueraded, another bit", RulesetOptions("kbpf", 3), "neighbour", 81, 0x8),
     Marked("masqueraded outside, from outside", STYLE, "neighbour", 82, 0x4000),
     Marked("masqueraded outside, from the node", STYLE, "node", 82, 0),
-    Marked(
-        "masqueraded outside, a pod's device",
-        RulesetOptions("kbpf", 14, "eth0"),
-        "neighbour",
-        82,
-        0,
-    ),
+    Marked("masqueraded outside, a pod's device", RulesetOptions("kbpf", 14, "eth0"), "neighbour", 82, 0),
 ]
 
 
@@ -367,16 +375,28 @@ def test_mark_that_ipvs_sees(bench: Bench, row: Marked):
     """Another table matches the marks where IPVS would see them: after our chains."""
     bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(row.style)))
     served = (e for port in (80, 81, 82) for e in elements_at(SetName.SERVED, VIP, port))
-    bench.set_elements(*IPS, *served, *SHORT, *elements_at(SetName.MASQUERADED, VIP, 81),
-                 *elements_at(SetName.MASQUERADED_OUTSIDE, VIP, 82))  # fmt: skip
+    bench.set_elements(
+        *IPS,
+        *served,
+        *SHORT,
+        *elements_at(SetName.MASQUERADED, VIP, 81),
+        *elements_at(SetName.MASQUERADED_OUTSIDE, VIP, 82),
+    )
     hook, priority = ("output", -98) if row.client == "node" else ("input", 98)
-    bench.do(lambda: run("nft", "-f", "-", stdin=f"""
+    bench.do(
+        lambda: run(
+            "nft",
+            "-f",
+            "-",
+            stdin=f"""
         table inet see {{ chain seen {{ type filter hook {hook} priority {priority};
             ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark {row.mark} counter
             ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark != {row.mark} counter
         }}
         }}
-        """))  # fmt: skip
+        """,
+        )
+    )
     try:
         assert getattr(bench, row.client).tcp(VIP, row.port)["name"] == "node"
         assert rule_counts(bench, "seen") == [1, 0]

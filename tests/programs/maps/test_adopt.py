@@ -33,17 +33,7 @@ from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Algorithm, Protocol
 from tests.support import plane as plane_support
 from tests.support.lab.lab import until
-from tests.support.plane import (
-    CGROUP_HOOKS,
-    HOOKS,
-    Site,
-    desired,
-    dump,
-    flush,
-    map_ids_read_by,
-    service,
-    sites,
-)
+from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, dump, flush, map_ids_read_by, service, sites
 
 UDP = Protocol.UDP
 MAGLEV = Algorithm.MAGLEV
@@ -63,19 +53,13 @@ STATES: dict[str, DesiredState] = {
         service("web", f"{WEB} {VIP}", f"{A} {B} {C}", local=B, internal_local=True),
         service("six", "[fd00:96::1]:80", f"{A6} {B6}"),
     ),
-    "restricted": desired(
-        service("web", f"{WEB} {VIP}", f"{A} {B} {C}", ranges="10.0.0.0/8 192.0.2.0/24")
-    ),
+    "restricted": desired(service("web", f"{WEB} {VIP}", f"{A} {B} {C}", ranges="10.0.0.0/8 192.0.2.0/24")),
     "restricted to others": desired(
         service("web", VIP, f"{A}", ranges="10.0.0.0/8 203.0.113.7/32"),
         service("six", "LoadBalancer=[2001:db8::1]:80", A6, ranges="fd00::/8 ::/0"),
     ),
-    "no endpoints": desired(
-        service("web", f"{WEB} {MORE}"), service("dns", "10.96.0.2:53", A, UDP)
-    ),
-    "udp, one only serves": desired(
-        service("dns", "10.96.0.2:53", A, UDP, serving=f"{A} {B}"), service("web", WEB, A)
-    ),
+    "no endpoints": desired(service("web", f"{WEB} {MORE}"), service("dns", "10.96.0.2:53", A, UDP)),
+    "udp, one only serves": desired(service("dns", "10.96.0.2:53", A, UDP, serving=f"{A} {B}"), service("web", WEB, A)),
     "udp, others": desired(service("dns", "10.96.0.2:53", C, UDP, serving=f"{B} {C}")),
     "the frontend is another Service's": desired(
         service("new", WEB, f"{A} {D}"), service("web", "10.96.0.7:80", f"{A} {B}")
@@ -84,9 +68,7 @@ STATES: dict[str, DesiredState] = {
         service("new", f"{WEB} {MORE}", f"{B}"), service("web", "", f"{A} {B}")
     ),
     "weights": desired(
-        service(
-            "web", f"{WEB} {MORE}", f"{A} {B} {C}", cluster_weights=(1, 3, 2), affinity_timeout=60
-        ),
+        service("web", f"{WEB} {MORE}", f"{A} {B} {C}", cluster_weights=(1, 3, 2), affinity_timeout=60),
         service("one", "10.96.0.9:80", A),
     ),
     "other weights": desired(
@@ -98,7 +80,7 @@ STATES: dict[str, DesiredState] = {
             external_local=True,
             cluster_weights=(2, 3, 2),
             local_weights=(5, 1),
-        ),
+        )
     ),
     "Maglev": desired(
         service("web", f"{WEB} {MORE}", f"{A} {B} {C}", algorithm=MAGLEV),
@@ -107,17 +89,11 @@ STATES: dict[str, DesiredState] = {
     ),
     "Maglev with weights": desired(
         service(
-            "web",
-            f"{WEB} {MORE}",
-            f"{A} {B} {C}",
-            algorithm=MAGLEV,
-            cluster_weights=(1, 3, 2),
-            affinity_timeout=60,
-        ),
+            "web", f"{WEB} {MORE}", f"{A} {B} {C}", algorithm=MAGLEV, cluster_weights=(1, 3, 2), affinity_timeout=60
+        )
     ),
     "shared backends": desired(
-        service("web", WEB, f"{A} {B} {C}"),
-        service("twin", "10.96.0.8:80", f"{A} {B} {C}", affinity_timeout=5),
+        service("web", WEB, f"{A} {B} {C}"), service("twin", "10.96.0.8:80", f"{A} {B} {C}", affinity_timeout=5)
     ),
 }
 
@@ -130,13 +106,7 @@ def quick_starts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "find_toolchain", functools.cache(compile.find_toolchain))
         patch.setattr(objects, "BATCH_SIZE", 4)
-        sizes = MapSizes(
-            frontends=256,
-            slots=8192,
-            backends=256,
-            connections=64,
-            affinity=64,
-        )
+        sizes = MapSizes(frontends=256, slots=8192, backends=256, connections=64, affinity=64)
         patch.setattr(plane_support, "SIZES", sizes)
         yield
 
@@ -168,9 +138,7 @@ def test_dumps_show_the_applied_state(dumps: dict[str, dict[str, Any]]):
         "local": [f"{B}/TCP"],
         "ranges": [],
     }
-    assert dumps["restricted"]["frontends"]["192.0.2.1:80/TCP"]["ranges"] == [
-        "10.0.0.0/104", "192.0.2.0/120",
-    ]  # fmt: skip
+    assert dumps["restricted"]["frontends"]["192.0.2.1:80/TCP"]["ranges"] == ["10.0.0.0/104", "192.0.2.0/120"]
     assert dumps["udp, one only serves"]["strays"] == {"backends": [f"{B}/UDP"]}
     different = [repr(d) for d in dumps.values()]
     assert len(set(different)) == len(different)
@@ -225,9 +193,7 @@ def restarted(site: Site, plane: BpfPlane, _: DesiredState, new: DesiredState) -
     return again
 
 
-def restarted_and_applied_twice(
-    site: Site, plane: BpfPlane, old: DesiredState, new: DesiredState
-) -> BpfPlane:
+def restarted_and_applied_twice(site: Site, plane: BpfPlane, old: DesiredState, new: DesiredState) -> BpfPlane:
     again = restarted(site, plane, old, old)
     again.apply(new, None)
     return restarted(site, again, new, new)
@@ -271,11 +237,7 @@ def test_every_way_ends_in_the_same_state(
 
 def contents(site: Site) -> dict[str, int]:
     """Entries of all maps that hold objects; not of udp_cuts, which keeps ended ones."""
-    kinds = (
-        uapi.BPF_MAP_TYPE_HASH,
-        uapi.BPF_MAP_TYPE_LRU_HASH,
-        uapi.BPF_MAP_TYPE_LPM_TRIE,
-    )
+    kinds = (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH, uapi.BPF_MAP_TYPE_LPM_TRIE)
     names = [n for n, spec in layout.MAPS.items() if spec.map_type in kinds and n != "udp_cuts"]
     return {name: n for name in names if (n := len(site.entries(name)))}
 
@@ -415,9 +377,7 @@ UNREPORTED = {"backend_slots, a set", "backend_slots", "set_members"}
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
-def test_corrupt_entry_is_reported_and_rewritten(
-    site: Site, damage: str, which: int, caplog: pytest.LogCaptureFixture
-):
+def test_corrupt_entry_is_reported_and_rewritten(site: Site, damage: str, which: int, caplog: pytest.LogCaptureFixture):
     """Everything else is served meanwhile, and `kbpf inspect` works."""
     plane = site.open()
     plane.apply(OLD, None)
@@ -430,9 +390,7 @@ def test_corrupt_entry_is_reported_and_rewritten(
     assert app.call(["inspect", "services", "--pin-dir", str(site.pins)]) == 0
     plane = site.open()
     told = [r.getMessage() for r in caplog.records if "corrupt" in r.getMessage()]
-    assert [f"map={name} entries=1 keys={key.hex()}" in one for one in told] == (
-        [] if damage in UNREPORTED else [True]
-    )
+    assert [f"map={name} entries=1 keys={key.hex()}" in one for one in told] == ([] if damage in UNREPORTED else [True])
     plane.apply(OLD, None)
     flush(plane)
     assert site.dump() == before
@@ -442,9 +400,7 @@ def test_corrupt_entry_is_reported_and_rewritten(
 
 @pytest.mark.parametrize("number", [1 << 31, (1 << 32) - 2, (1 << 32) - 1])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["services", "backends", "sets"])
-def test_ids_continue_after_existing_ones_if_counters_are_corrupt(
-    site: Site, which: int, number: int
-):
+def test_ids_continue_after_existing_ones_if_counters_are_corrupt(site: Site, which: int, number: int):
     """A counter must not continue after such a number: each later start would fail as well."""
     site.open().apply(OLD, None)
     with site.pinned("meta") as held:
@@ -518,11 +474,7 @@ def test_second_agent_on_the_same_pins_is_refused(site: Site, monkeypatch: pytes
 
 SPOILT = [
     ("another user created it", lambda pins: os.chown(pins, 65534, 65534), "uid 65534 owns it"),
-    (
-        "others may write to it",
-        lambda pins: pins.chmod(0o777),
-        "others may write to it (mode 0777)",
-    ),
+    ("others may write to it", lambda pins: pins.chmod(0o777), "others may write to it (mode 0777)"),
 ]
 
 
@@ -564,13 +516,9 @@ def test_pinned_map_of_another_layout_is_an_error(site: Site):
         aside = site.pins / "aside"
         services.pin(aside)
         pin.unlink()
-        with Map.create(
-            uapi.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, uapi.BPF_F_NO_PREALLOC
-        ) as strange:
+        with Map.create(uapi.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, uapi.BPF_F_NO_PREALLOC) as strange:
             strange.pin(pin)
-        with pytest.raises(
-            KernelError, match="an incompatible layout: type 1, key size 20, value size 32"
-        ) as error:
+        with pytest.raises(KernelError, match="an incompatible layout: type 1, key size 20, value size 32") as error:
             site.open()
         assert str(pin) in str(error.value)
         assert "kbpf cleanup" in str(error.value)
@@ -593,9 +541,9 @@ def another_build(monkeypatch: pytest.MonkeyPatch, **changed: bytes) -> None:
     def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
         found, compiled = real(unit, cache)
         programs = tuple(
-            msgspec.structs.replace(p, insns=changed[p.name], references=())
-            if p.name in changed else p for p in found.programs
-        )  # fmt: skip
+            msgspec.structs.replace(p, insns=changed[p.name], references=()) if p.name in changed else p
+            for p in found.programs
+        )
         return msgspec.structs.replace(found, source="another", programs=programs), compiled
 
     monkeypatch.setattr(compile, "find_or_compile", obtain)
@@ -622,9 +570,7 @@ def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "find_or_compile", obtain)
 
 
-def test_programs_of_another_build_replace_the_old_ones(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch: pytest.MonkeyPatch):
     site.open().apply(OLD, None)
     before, attached = site.dump(), links(site)
     another_build(monkeypatch)
@@ -632,9 +578,7 @@ def test_programs_of_another_build_replace_the_old_ones(
     assert links(site) == attached, "not before the first apply"
     plane.apply(OLD, None)
     after = links(site)
-    assert {name: after[name][0] for name in CGROUP_HOOKS} == {
-        name: attached[name][0] for name in CGROUP_HOOKS
-    }
+    assert {name: after[name][0] for name in CGROUP_HOOKS} == {name: attached[name][0] for name in CGROUP_HOOKS}
     assert not {p for _, p in after.values()} & {p for _, p in attached.values()}
     assert site.dump() == before
     assert [p.name for p in site.pins.glob("programs-*")] == ["programs-sock-another-all"]
@@ -674,9 +618,14 @@ class Killer:
 
     ENTRIES = ((Map, "update"), (Map, "delete"), (Map, "replace"))
     OTHERS = (
-        (syscalls.Fd, "pin"), (Link, "attach"), (Link, "update"),
-        (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"),
-    )  # fmt: skip
+        (syscalls.Fd, "pin"),
+        (Link, "attach"),
+        (Link, "update"),
+        (os, "rename"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (os, "mkdir"),
+    )
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -859,9 +808,7 @@ def folders(site: Site) -> list[str]:
     return sorted(path.name.split("-")[0] for path in site.pins.iterdir())
 
 
-def test_failed_write_is_repaired_by_the_same_agent(
-    artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_write_is_repaired_by_the_same_agent(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch):
     """Whichever write fails, the agent reads the maps again, because it does not know
     their state.
     """
@@ -908,9 +855,7 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
     """After a restart with a broken file its Service is not in the desired state, and
     still served.
     """
-    both = desired(
-        service("web", "10.96.0.1:80", ONE_BACKEND), service("db", "10.96.0.2:80", ONE_BACKEND)
-    )
+    both = desired(service("web", "10.96.0.1:80", ONE_BACKEND), service("db", "10.96.0.2:80", ONE_BACKEND))
     site.open().apply(both, None)
     before = site.dump()
     plane = site.open()

@@ -91,9 +91,7 @@ class History:
     def allowed(self, one: Connect) -> frozenset[str]:
         """The backends of all sets that were in force at some moment of this connect."""
         last = bisect.bisect_right(self.starts, one.end)  # begun before the connect ended
-        first = max(
-            0, bisect.bisect_left(self.ends, one.start) - 1
-        )  # not surely replaced before it
+        first = max(0, bisect.bisect_left(self.ends, one.start) - 1)  # not surely replaced before it
         return frozenset().union(*self.sets[first:last])
 
     def wrong(self, dials: list[Connect]) -> list[Connect]:
@@ -118,9 +116,7 @@ def host(node: Node) -> Place:
 
 
 @pytest.fixture
-def bench(
-    node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Bench]:
+def bench(node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Maps start small, so that they grow during the test."""
     for name, entries in START.items():
         monkeypatch.setitem(MAPS, name, dataclasses.replace(MAPS[name], entries=entries))
@@ -173,14 +169,10 @@ def pick_tcp() -> str:
         return s.getsockname()[0]
 
 
-def play(
-    bench: Bench, history: History, protocol: Protocol, step: Callable[[], None]
-) -> list[Connect]:
+def play(bench: Bench, history: History, protocol: Protocol, step: Callable[[], None]) -> list[Connect]:
     """Repeats the step without a pause while readers connect; returns their connects."""
     counters, numbers = Counters(), range(1, READERS + 1)
-    waiting = [
-        start_within(bench.node.host, lambda n=n: read(protocol, counters, n)) for n in numbers
-    ]
+    waiting = [start_within(bench.node.host, lambda n=n: read(protocol, counters, n)) for n in numbers]
     started, dials = time.monotonic(), TCP_DIALS if protocol is Protocol.TCP else DIALS
     try:
         while (
@@ -232,9 +224,7 @@ def web(backends: list[str], story: Story) -> ServiceState:
     sockets before they read the backend's address.
     """
     to = " ".join(f"{one}:1" for one in backends)
-    return service(
-        "web", f"{HOST}:{PORT}", to, story.protocol, serving="", affinity_timeout=story.affinity
-    )
+    return service("web", f"{HOST}:{PORT}", to, story.protocol, serving="", affinity_timeout=story.affinity)
 
 
 def crowd(number: int, turn: int) -> dict[ServicePortKey, ServiceState]:
@@ -323,9 +313,7 @@ def test_frontends_are_not_confused_while_all_are_overwritten(bench: Bench):
             order = [pack_target(*at(f"{host}:{PORT}", Protocol.UDP)) for host in hosts]
             keys, values = b"".join(order), b"".join(pairs[key] for key in order)
             started = time.monotonic()
-            while counters[1] <= DIALS or (
-                counters[1] < MAX_DIALS and time.monotonic() < started + 5
-            ):
+            while counters[1] <= DIALS or (counters[1] < MAX_DIALS and time.monotonic() < started + 5):
                 assert time.monotonic() < started + DEADLINE, "too slow"
                 services.update_batch(keys, values)
     finally:

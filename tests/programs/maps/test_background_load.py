@@ -157,9 +157,7 @@ def test_failed_load_of_the_packet_path_is_reported_and_retried(start: Start):
     assert start.attached().keys() == {"here", "far"}
 
 
-def test_compile_error_of_the_packet_path_is_reported(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-):
+def test_compile_error_of_the_packet_path_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch):
     obtain = compile.find_or_compile
 
     def refuse(unit: str, cache: Path) -> Any:

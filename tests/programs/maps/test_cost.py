@@ -106,9 +106,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def test_change_costs_the_same_writes_in_a_large_cluster(
-    clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch
-):
+def test_change_costs_the_same_writes_in_a_large_cluster(clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch):
     """Every kind of change, including its retiring. The report must agree with the calls
     counted.
     """
@@ -126,9 +124,7 @@ def test_change_costs_the_same_writes_in_a_large_cluster(
         assert costs[0] == costs[1], name
 
 
-def test_change_runs_the_same_lines_in_a_large_cluster(
-    clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch
-):
+def test_change_runs_the_same_lines_in_a_large_cluster(clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch):
     """The whole change in one slice. With several, the machine's load would decide how many lines
     run before a slice ends.
     """
@@ -144,13 +140,7 @@ LIMITS = {
     "one more endpoint, TCP": {"meta": 1, "backends": 1, "backend_slots": 3, "services": 1},
     "one endpoint less, TCP": {"meta": 1, "backend_slots": 1, "services": 1},
     "no endpoints": {"services": 1},
-    "a new Service": {
-        "meta": 1,
-        "service_names": 1,
-        "backend_slots": 2,
-        "services": 1,
-        "cluster_ips": 1,
-    },
+    "a new Service": {"meta": 1, "service_names": 1, "backend_slots": 2, "services": 1, "cluster_ips": 1},
     "a Service is deleted": {"services": 1, "cluster_ips": 1},
     "nothing": {},
 }
@@ -160,9 +150,7 @@ LIMITS = {
 def test_change_writes_only_what_changed(clusters: dict[int, Cluster], name: str):
     """Only what changed: an endpoint costs its own set, never another Service's."""
     cluster = clusters[FEW]
-    extra = (
-        (numbered_service(50_000).key,) if numbered_service(50_000).key in cluster.services else ()
-    )
+    extra = (numbered_service(50_000).key,) if numbered_service(50_000).key in cluster.services else ()
     cluster.change(*(numbered_service(i) for i in range(6)), gone=extra)
     if "deleted" in name:
         CHANGES["a new Service"](cluster)
@@ -175,9 +163,7 @@ def test_many_endpoints_are_written_in_few_calls(clusters: dict[int, Cluster]):
     cluster.settle()
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(1000))
     report = cluster.change(numbered_service(6, crowd))
-    assert dict(report.writes) == {
-        "meta": 1, "backends": 1000, "backend_slots": 1000, "services": 1,
-    }  # fmt: skip
+    assert dict(report.writes) == {"meta": 1, "backends": 1000, "backend_slots": 1000, "services": 1}
     assert report.syscalls == 4
 
 
@@ -189,9 +175,7 @@ def test_thousand_services_are_written_in_few_calls(clusters: dict[int, Cluster]
     assert report.syscalls == 5, "meta, names, slots, frontends, their IPs; the backends exist"
 
 
-def test_large_service_ports_come_after_small_ones_one_at_a_time(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_large_service_ports_come_after_small_ones_one_at_a_time(site: Site, monkeypatch: pytest.MonkeyPatch):
     """With time slices that are over at once, an apply() with small Service ports programs only
     these, and an empty one continues with a large one.
     """
@@ -213,9 +197,7 @@ def test_large_service_ports_come_after_small_ones_one_at_a_time(
     assert cluster.plane.apply(DesiredState(cluster.services), None).writes == {}
 
 
-def test_deferred_service_port_does_not_take_back_a_lost_address(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_deferred_service_port_does_not_take_back_a_lost_address(site: Site, monkeypatch: pytest.MonkeyPatch):
     """Its turn comes after another Service has got the address."""
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 0.0)
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))

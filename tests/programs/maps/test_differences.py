@@ -38,8 +38,13 @@ from tests.support.plane import Site, at, backends, desired, flush, service, sit
 
 A, B, C = (f"10.244.0.{i}:8080" for i in range(1, 4))
 WEB, KEPT, UDP, VIP, TABLE, OTHER = (
-    "10.96.0.1:80", "10.96.0.2:80", "10.96.0.3:53", "192.0.2.1:80", "10.96.0.4:80", "10.96.0.5:80"
-)  # fmt: skip
+    "10.96.0.1:80",
+    "10.96.0.2:80",
+    "10.96.0.3:53",
+    "192.0.2.1:80",
+    "10.96.0.4:80",
+    "10.96.0.5:80",
+)
 NODE = "192.0.2.9"
 WORLD = desired(
     service("web", f"{WEB} NodePort=0.0.0.0:30080", f"{A} {B}"),
@@ -73,10 +78,7 @@ def compare(site: Site, config: Config, state: DesiredState = WORLD) -> list[str
         maps, damaged = node_differences.open_maps(pins, stack)
         assert not damaged
         findings = differences.compare(contents.read(maps), state, config)
-    return [
-        f"{found.kind} {found.where} {found.subject}: {found.desired} / {found.actual}"
-        for _, found in findings
-    ]
+    return [f"{found.kind} {found.where} {found.subject}: {found.desired} / {found.actual}" for _, found in findings]
 
 
 def key_of(text: str, protocol: Protocol = Protocol.TCP) -> bytes:
@@ -152,146 +154,283 @@ class Row(NamedTuple):
 
 ROWS = (
     # services
-    Row("frontend removed", lambda s: delete(s, "services", key_of(WEB)),
-        ("missing services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / ",)),
-    Row("only frontend removed", lambda s: delete(s, "services", key_of(KEPT)),
-        ("missing services default/kept TCP IPv4: ClusterIP 10.96.0.2:80/TCP / ",
-         "stale backend_slots set", "stale set_members set", "stale set_members set")),
-    Row("frontend added to a Service", lambda s: put_frontend(s, LOST, value_of(s, WEB)),
-        ("stale services default/web TCP IPv4:  / 10.96.0.99:99/TCP",)),
-    Row("frontend of no Service", lambda s: put_frontend(s, LOST, ServiceValue(
-        FAR_ID, 1 << 8, 0, 0, 0, 0, 0)),
-        (f"foreign services id {FAR_ID}, not named:  / 10.96.0.99:99/TCP",)),
-    Row("frontend with a wrong check word", spoil_check_word,
-        ("damaged services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / 10.96.0.1:80/TCP "
-         "with a wrong check word",)),
-    Row("frontend of an unknown protocol", lambda s: put(
-        s, "services", pack_target(parse_addr("10.96.0.9"), 80, 99), bytes(40)),
-        ("damaged services : ",)),
-    Row("frontend leads to another Service",
+    Row(
+        "frontend removed",
+        lambda s: delete(s, "services", key_of(WEB)),
+        ("missing services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / ",),
+    ),
+    Row(
+        "only frontend removed",
+        lambda s: delete(s, "services", key_of(KEPT)),
+        (
+            "missing services default/kept TCP IPv4: ClusterIP 10.96.0.2:80/TCP / ",
+            "stale backend_slots set",
+            "stale set_members set",
+            "stale set_members set",
+        ),
+    ),
+    Row(
+        "frontend added to a Service",
+        lambda s: put_frontend(s, LOST, value_of(s, WEB)),
+        ("stale services default/web TCP IPv4:  / 10.96.0.99:99/TCP",),
+    ),
+    Row(
+        "frontend of no Service",
+        lambda s: put_frontend(s, LOST, ServiceValue(FAR_ID, 1 << 8, 0, 0, 0, 0, 0)),
+        (f"foreign services id {FAR_ID}, not named:  / 10.96.0.99:99/TCP",),
+    ),
+    Row(
+        "frontend with a wrong check word",
+        spoil_check_word,
+        (
+            "damaged services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / 10.96.0.1:80/TCP "
+            "with a wrong check word",
+        ),
+    ),
+    Row(
+        "frontend of an unknown protocol",
+        lambda s: put(s, "services", pack_target(parse_addr("10.96.0.9"), 80, 99), bytes(40)),
+        ("damaged services : ",),
+    ),
+    Row(
+        "frontend leads to another Service",
         lambda s: put_frontend(s, WEB, value_of(s, TABLE)),
-        ("changed services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / 10.96.0.1:80/TCP "
-         "leads to default/maglev TCP IPv4",)),
-    Row("flags changed", change(WEB, flags=1 << 8 | 1),
-        ("changed services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP with any_endpoints, "
-         "cluster_ip / 10.96.0.1:80/TCP has internal_local, cluster_ip",)),
-    Row("restriction lifted", lambda s: put_frontend(s, VIP, value_of(s, VIP)._replace(
-        flags=value_of(s, VIP).flags & ~8)),
-        ("changed services default/guarded TCP IPv4: ",)),
-    Row("affinity switched off", change(KEPT, affinity_timeout=0),
-        ("changed services default/kept TCP IPv4: affinity of 60 s / ",)),
-    Row("frontend with an empty set", change(WEB, cluster_set=0, cluster_size=0),
-        ("missing backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080",)),
-    Row("frontend with fewer slots", change(WEB, cluster_size=1),
-        ("missing backend_slots default/web TCP IPv4: cluster set: 10.244.0.2:8080",)),
-    Row("frontend with too many slots", change(WEB, cluster_size=3),
-        ("damaged backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080, "
-         "10.244.0.2:8080 / set",)),
-    Row("local set lost", change("10.96.0.6:80", local_set=0, local_size=0),
-        ("missing backend_slots default/near TCP IPv4: local set: 10.244.0.1:8080",
-         "stale backend_slots set")),
+        (
+            "changed services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / 10.96.0.1:80/TCP "
+            "leads to default/maglev TCP IPv4",
+        ),
+    ),
+    Row(
+        "flags changed",
+        change(WEB, flags=1 << 8 | 1),
+        (
+            "changed services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP with any_endpoints, "
+            "cluster_ip / 10.96.0.1:80/TCP has internal_local, cluster_ip",
+        ),
+    ),
+    Row(
+        "restriction lifted",
+        lambda s: put_frontend(s, VIP, value_of(s, VIP)._replace(flags=value_of(s, VIP).flags & ~8)),
+        ("changed services default/guarded TCP IPv4: ",),
+    ),
+    Row(
+        "affinity switched off",
+        change(KEPT, affinity_timeout=0),
+        ("changed services default/kept TCP IPv4: affinity of 60 s / ",),
+    ),
+    Row(
+        "frontend with an empty set",
+        change(WEB, cluster_set=0, cluster_size=0),
+        ("missing backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080",),
+    ),
+    Row(
+        "frontend with fewer slots",
+        change(WEB, cluster_size=1),
+        ("missing backend_slots default/web TCP IPv4: cluster set: 10.244.0.2:8080",),
+    ),
+    Row(
+        "frontend with too many slots",
+        change(WEB, cluster_size=3),
+        ("damaged backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080, 10.244.0.2:8080 / set",),
+    ),
+    Row(
+        "local set lost",
+        change("10.96.0.6:80", local_set=0, local_size=0),
+        ("missing backend_slots default/near TCP IPv4: local set: 10.244.0.1:8080", "stale backend_slots set"),
+    ),
     # service_names
-    Row("name removed", lambda s: delete(s, "service_names", U32.pack(value_of(s, WEB).id)),
-        ("missing service_names default/web TCP IPv4: a name for id",)),
-    Row("name changed", lambda s: put(s, "service_names", U32.pack(value_of(s, WEB).id),
-                                      pack_service_name(name_of("old"))),
-        ("changed services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / 10.96.0.1:80/TCP "
-         "leads to default/old TCP IPv4",
-         "changed services default/web TCP IPv4: NodePort 0.0.0.0:30080/TCP / ")),
-    Row("name and frontends removed", lambda s: [
-        delete(s, "service_names", U32.pack(value_of(s, WEB).id)),
-        delete(s, "services", key_of(WEB)), delete(s, "services", key_of("0.0.0.0:30080"))],
-        ("missing services default/web TCP IPv4: NodePort 0.0.0.0:30080/TCP, ClusterIP "
-         "10.96.0.1:80/TCP / ", "stale backend_slots set")),
-    Row("name added", lambda s: put(s, "service_names", U32.pack(FAR_ID),
-                                    pack_service_name(name_of("old"))),
-        (f"stale service_names id {FAR_ID}:  / default/old TCP IPv4", "changed meta")),
-    Row("name of an unknown protocol", lambda s: put(
-        s, "service_names", U32.pack(FAR_ID), SERVICE_NAME.pack(b"a", b"b", b"", 99, 4)),
-        ("damaged service_names : ",)),
+    Row(
+        "name removed",
+        lambda s: delete(s, "service_names", U32.pack(value_of(s, WEB).id)),
+        ("missing service_names default/web TCP IPv4: a name for id",),
+    ),
+    Row(
+        "name changed",
+        lambda s: put(s, "service_names", U32.pack(value_of(s, WEB).id), pack_service_name(name_of("old"))),
+        (
+            "changed services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / 10.96.0.1:80/TCP "
+            "leads to default/old TCP IPv4",
+            "changed services default/web TCP IPv4: NodePort 0.0.0.0:30080/TCP / ",
+        ),
+    ),
+    Row(
+        "name and frontends removed",
+        lambda s: [
+            delete(s, "service_names", U32.pack(value_of(s, WEB).id)),
+            delete(s, "services", key_of(WEB)),
+            delete(s, "services", key_of("0.0.0.0:30080")),
+        ],
+        (
+            "missing services default/web TCP IPv4: NodePort 0.0.0.0:30080/TCP, ClusterIP 10.96.0.1:80/TCP / ",
+            "stale backend_slots set",
+        ),
+    ),
+    Row(
+        "name added",
+        lambda s: put(s, "service_names", U32.pack(FAR_ID), pack_service_name(name_of("old"))),
+        (f"stale service_names id {FAR_ID}:  / default/old TCP IPv4", "changed meta"),
+    ),
+    Row(
+        "name of an unknown protocol",
+        lambda s: put(s, "service_names", U32.pack(FAR_ID), SERVICE_NAME.pack(b"a", b"b", b"", 99, 4)),
+        ("damaged service_names : ",),
+    ),
     # backend_slots
-    Row("slot removed", lambda s: delete(s, "backend_slots", slot(s, WEB, 0)),
-        ("damaged backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080",)),
-    Row("slot leads to another backend", lambda s: put(
-        s, "backend_slots", slot(s, WEB, 0), backend_id(s, C)),
-        ("changed backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080 / cluster set: "
-         "10.244.0.3:8080",)),
-    Row("slot leads to no backend", lambda s: put(
-        s, "backend_slots", slot(s, WEB, 0), U32.pack(FAR_ID)),
-        (f"damaged backends default/web TCP IPv4: cluster set: 10.244.0.1:8080, 10.244.0.2:8080 / "
-         f"set %: there is no backend {FAR_ID}",)),
-    Row("slot added", lambda s: put(s, "backend_slots", slot(s, WEB, 7), backend_id(s, C)),
-        ("damaged backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080, "
-         "10.244.0.2:8080 / set %: it has slot 7, and its frontends use 2",)),
-    Row("set added", lambda s: put(s, "backend_slots", U32_PAIR.pack(FAR_ID, 0), backend_id(s, A)),
-        (f"stale backend_slots set {FAR_ID}:  / 1 slot", "changed meta")),
-    Row("entry of a table removed", lambda s: delete(s, "backend_slots", table_slot(s, TABLE, 5)),
-        ("damaged backend_slots default/maglev TCP IPv4: cluster set: ",)),
-    Row("entry of a table leads to no slot", lambda s: put(
-        s, "backend_slots", table_slot(s, TABLE, 5), U32.pack(77)),
-        ("damaged backend_slots default/maglev TCP IPv4: cluster set: ",)),
-    Row("shares changed", lambda s: put(s, "backend_slots", table_slot(s, OTHER, 5), U32.pack(0)),
-        ("changed backend_slots default/weighted TCP IPv4: cluster set: random, weights 1, 2, 3 / "
-         "cluster set: 6 slots of other shares",)),
+    Row(
+        "slot removed",
+        lambda s: delete(s, "backend_slots", slot(s, WEB, 0)),
+        ("damaged backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080",),
+    ),
+    Row(
+        "slot leads to another backend",
+        lambda s: put(s, "backend_slots", slot(s, WEB, 0), backend_id(s, C)),
+        ("changed backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080 / cluster set: 10.244.0.3:8080",),
+    ),
+    Row(
+        "slot leads to no backend",
+        lambda s: put(s, "backend_slots", slot(s, WEB, 0), U32.pack(FAR_ID)),
+        (
+            f"damaged backends default/web TCP IPv4: cluster set: 10.244.0.1:8080, 10.244.0.2:8080 / "
+            f"set %: there is no backend {FAR_ID}",
+        ),
+    ),
+    Row(
+        "slot added",
+        lambda s: put(s, "backend_slots", slot(s, WEB, 7), backend_id(s, C)),
+        (
+            "damaged backend_slots default/web TCP IPv4: cluster set: 10.244.0.1:8080, "
+            "10.244.0.2:8080 / set %: it has slot 7, and its frontends use 2",
+        ),
+    ),
+    Row(
+        "set added",
+        lambda s: put(s, "backend_slots", U32_PAIR.pack(FAR_ID, 0), backend_id(s, A)),
+        (f"stale backend_slots set {FAR_ID}:  / 1 slot", "changed meta"),
+    ),
+    Row(
+        "entry of a table removed",
+        lambda s: delete(s, "backend_slots", table_slot(s, TABLE, 5)),
+        ("damaged backend_slots default/maglev TCP IPv4: cluster set: ",),
+    ),
+    Row(
+        "entry of a table leads to no slot",
+        lambda s: put(s, "backend_slots", table_slot(s, TABLE, 5), U32.pack(77)),
+        ("damaged backend_slots default/maglev TCP IPv4: cluster set: ",),
+    ),
+    Row(
+        "shares changed",
+        lambda s: put(s, "backend_slots", table_slot(s, OTHER, 5), U32.pack(0)),
+        (
+            "changed backend_slots default/weighted TCP IPv4: cluster set: random, weights 1, 2, 3 / "
+            "cluster set: 6 slots of other shares",
+        ),
+    ),
     # backends
-    Row("backend removed", lambda s: delete(s, "backends", backend_id(s, A, Protocol.UDP)),
-        ("damaged backends default/dns UDP IPv4: cluster set: 10.244.0.1:8080 / set %: there is no "
-         "backend",)),
-    Row("backend removed that only keeps its flows", lambda s: delete(
-        s, "backends", backend_id(s, B, Protocol.UDP)),
-        ("missing backends : 10.244.0.2:8080 / ",)),
-    Row("backend changed", lambda s: put(s, "backends", backend_id(s, A, Protocol.UDP), pack_target(
-        parse_addr("10.9.9.9"), 53, Protocol.UDP)),
-        ("changed backend_slots default/dns UDP IPv4: cluster set: 10.244.0.1:8080 / cluster set: "
-         "10.9.9.9:53",)),
-    Row("backend added", lambda s: put(s, "backends", U32.pack(FAR_ID), pack_target(
-        parse_addr("10.9.9.9"), 53, Protocol.UDP)),
-        (f"stale backends backend {FAR_ID}:  / 10.9.9.9:53", "changed meta")),
-    Row("backend of an unknown protocol", lambda s: put(
-        s, "backends", U32.pack(FAR_ID), pack_target(parse_addr("10.9.9.9"), 53, 99)),
-        ("damaged backends : ",)),
+    Row(
+        "backend removed",
+        lambda s: delete(s, "backends", backend_id(s, A, Protocol.UDP)),
+        ("damaged backends default/dns UDP IPv4: cluster set: 10.244.0.1:8080 / set %: there is no backend",),
+    ),
+    Row(
+        "backend removed that only keeps its flows",
+        lambda s: delete(s, "backends", backend_id(s, B, Protocol.UDP)),
+        ("missing backends : 10.244.0.2:8080 / ",),
+    ),
+    Row(
+        "backend changed",
+        lambda s: put(
+            s, "backends", backend_id(s, A, Protocol.UDP), pack_target(parse_addr("10.9.9.9"), 53, Protocol.UDP)
+        ),
+        ("changed backend_slots default/dns UDP IPv4: cluster set: 10.244.0.1:8080 / cluster set: 10.9.9.9:53",),
+    ),
+    Row(
+        "backend added",
+        lambda s: put(s, "backends", U32.pack(FAR_ID), pack_target(parse_addr("10.9.9.9"), 53, Protocol.UDP)),
+        (f"stale backends backend {FAR_ID}:  / 10.9.9.9:53", "changed meta"),
+    ),
+    Row(
+        "backend of an unknown protocol",
+        lambda s: put(s, "backends", U32.pack(FAR_ID), pack_target(parse_addr("10.9.9.9"), 53, 99)),
+        ("damaged backends : ",),
+    ),
     # set_members
-    Row("member removed", lambda s: delete(s, "set_members", U32_PAIR.pack(
-        value_of(s, KEPT).cluster_set, U32.unpack(backend_id(s, C))[0])),
-        ("missing set_members default/kept TCP IPv4: cluster set: 10.244.0.3:8080",)),
-    Row("member added", lambda s: put(s, "set_members", U32_PAIR.pack(
-        value_of(s, KEPT).cluster_set, FAR_ID), U32.pack(1)),
-        (f"stale set_members default/kept TCP IPv4:  / cluster set: backend {FAR_ID}",)),
+    Row(
+        "member removed",
+        lambda s: delete(
+            s, "set_members", U32_PAIR.pack(value_of(s, KEPT).cluster_set, U32.unpack(backend_id(s, C))[0])
+        ),
+        ("missing set_members default/kept TCP IPv4: cluster set: 10.244.0.3:8080",),
+    ),
+    Row(
+        "member added",
+        lambda s: put(s, "set_members", U32_PAIR.pack(value_of(s, KEPT).cluster_set, FAR_ID), U32.pack(1)),
+        (f"stale set_members default/kept TCP IPv4:  / cluster set: backend {FAR_ID}",),
+    ),
     # source_ranges
-    Row("range removed", lambda s: delete(s, "source_ranges", range_key(s, VIP, "10.0.0.0/8")),
-        ("missing source_ranges default/guarded TCP IPv4: 10.0.0.0/8 / ",)),
-    Row("range added", lambda s: put(
-        s, "source_ranges", range_key(s, VIP, "0.0.0.0/0"), U32.pack(1)),
-        ("stale source_ranges default/guarded TCP IPv4:  / 0.0.0.0/0",)),
-    Row("range of no Service", lambda s: put(
-        s, "source_ranges", pack_source_range(FAR_ID, Cidr.parse("10.0.0.0/8")), U32.pack(1)),
-        (f"stale source_ranges id {FAR_ID}:  / 10.0.0.0/8",)),
-    Row("range of NodePorts", lambda s: put(
-        s, "source_ranges", pack_source_range(0, Cidr.parse("10.0.0.0/8")), U32.pack(1)),
-        ("stale source_ranges NodePorts:  / 10.0.0.0/8",)),
-    Row("member of a set without affinity", lambda s: put(s, "set_members", U32_PAIR.pack(
-        value_of(s, WEB).cluster_set, FAR_ID), U32.pack(1)),
-        (f"stale set_members set %:  / backend {FAR_ID}",)),
+    Row(
+        "range removed",
+        lambda s: delete(s, "source_ranges", range_key(s, VIP, "10.0.0.0/8")),
+        ("missing source_ranges default/guarded TCP IPv4: 10.0.0.0/8 / ",),
+    ),
+    Row(
+        "range added",
+        lambda s: put(s, "source_ranges", range_key(s, VIP, "0.0.0.0/0"), U32.pack(1)),
+        ("stale source_ranges default/guarded TCP IPv4:  / 0.0.0.0/0",),
+    ),
+    Row(
+        "range of no Service",
+        lambda s: put(s, "source_ranges", pack_source_range(FAR_ID, Cidr.parse("10.0.0.0/8")), U32.pack(1)),
+        (f"stale source_ranges id {FAR_ID}:  / 10.0.0.0/8",),
+    ),
+    Row(
+        "range of NodePorts",
+        lambda s: put(s, "source_ranges", pack_source_range(0, Cidr.parse("10.0.0.0/8")), U32.pack(1)),
+        ("stale source_ranges NodePorts:  / 10.0.0.0/8",),
+    ),
+    Row(
+        "member of a set without affinity",
+        lambda s: put(s, "set_members", U32_PAIR.pack(value_of(s, WEB).cluster_set, FAR_ID), U32.pack(1)),
+        (f"stale set_members set %:  / backend {FAR_ID}",),
+    ),
     # values that Service ports share
-    Row("node address removed", lambda s: delete(s, "node_addresses", parse_addr(NODE)),
-        (f"missing node_addresses : {NODE} / ",)),
-    Row("node address added", lambda s: put(
-        s, "node_addresses", parse_addr("192.0.2.77"), U32.pack(1)),
-        ("stale node_addresses :  / 192.0.2.77",)),
-    Row("ClusterIP removed", lambda s: delete(s, "cluster_ips", parse_addr("10.96.0.1")),
-        ("missing cluster_ips : 10.96.0.1 / ",)),
-    Row("ClusterIP added", lambda s: put(s, "cluster_ips", parse_addr("10.9.9.9"), U32.pack(1)),
-        ("stale cluster_ips :  / 10.9.9.9",)),
-    Row("port cleared", flip_port(53),
-        ("missing frontend_ports : port 53: without it no frontend of this port is served / ",)),
+    Row(
+        "node address removed",
+        lambda s: delete(s, "node_addresses", parse_addr(NODE)),
+        (f"missing node_addresses : {NODE} / ",),
+    ),
+    Row(
+        "node address added",
+        lambda s: put(s, "node_addresses", parse_addr("192.0.2.77"), U32.pack(1)),
+        ("stale node_addresses :  / 192.0.2.77",),
+    ),
+    Row(
+        "ClusterIP removed",
+        lambda s: delete(s, "cluster_ips", parse_addr("10.96.0.1")),
+        ("missing cluster_ips : 10.96.0.1 / ",),
+    ),
+    Row(
+        "ClusterIP added",
+        lambda s: put(s, "cluster_ips", parse_addr("10.9.9.9"), U32.pack(1)),
+        ("stale cluster_ips :  / 10.9.9.9",),
+    ),
+    Row(
+        "port cleared",
+        flip_port(53),
+        ("missing frontend_ports : port 53: without it no frontend of this port is served / ",),
+    ),
     Row("port set", flip_port(443), ("stale frontend_ports :  / 1 port: 443",)),
     # meta
-    Row("next ids too low", lambda s: put(s, "meta", U32.pack(0), META.pack(1, 1, 1)),
-        ("changed meta", "changed meta", "changed meta")),
-    Row("next ids out of range", lambda s: put(
-        s, "meta", U32.pack(0), META.pack(ID_LIMIT, ID_LIMIT, ID_LIMIT)),
-        ("damaged meta", "damaged meta", "damaged meta")),
-)  # fmt: skip
+    Row(
+        "next ids too low",
+        lambda s: put(s, "meta", U32.pack(0), META.pack(1, 1, 1)),
+        ("changed meta", "changed meta", "changed meta"),
+    ),
+    Row(
+        "next ids out of range",
+        lambda s: put(s, "meta", U32.pack(0), META.pack(ID_LIMIT, ID_LIMIT, ID_LIMIT)),
+        ("damaged meta", "damaged meta", "damaged meta"),
+    ),
+)
 
 
 def matches(line: str, beginning: str) -> bool:
@@ -333,9 +472,7 @@ def test_each_damage_is_named(world: tuple[Site, Config], row: Row) -> None:
     assert all(any(matches(line, w) for line in lines) for w in wanted), "\n".join(lines)
 
 
-DAMAGED = (
-    "services", "service_names", "backend_slots", "backends", "set_members", "source_ranges"
-)  # fmt: skip
+DAMAGED = ("services", "service_names", "backend_slots", "backends", "set_members", "source_ranges")
 
 
 def damage_anything(site: Site, rng: random.Random) -> None:
@@ -386,11 +523,7 @@ def test_the_table_damages_every_map() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(range(3), 2)])
 def test_no_difference_after_any_change(artifact_cache: Path, before: int, after: int) -> None:
-    states = (
-        desired(),
-        WORLD,
-        desired(service("web", WEB, C), service("new", KEPT, f"{B} {C}", affinity_timeout=5)),
-    )
+    states = (desired(), WORLD, desired(service("web", WEB, C), service("new", KEPT, f"{B} {C}", affinity_timeout=5)))
     with sites(artifact_cache) as make:
         site = make()
         plane: BpfPlane = site.open()
@@ -409,14 +542,10 @@ def test_unusable_maps_are_named(artifact_cache: Path) -> None:
         (site.maps / "backends").unlink()
         (site.maps / "services").unlink()
         spec = MAPS["services"]
-        with Map.create(
-            spec.map_type, "services", spec.key_size, spec.value_size + 8, 16, spec.flags
-        ) as other:
+        with Map.create(spec.map_type, "services", spec.key_size, spec.value_size + 8, 16, spec.flags) as other:
             other.pin(site.maps / "services")
         with contextlib.ExitStack() as stack:
             maps, found = node_differences.open_maps(Pins(site.pins), stack)
         assert {"services", "backends"}.isdisjoint(maps)
-        assert {(one.kind, one.where) for one in found} == {
-            ("damaged", "services"), ("missing", "backends"),
-        }  # fmt: skip
+        assert {(one.kind, one.where) for one in found} == {("damaged", "services"), ("missing", "backends")}
         assert any("value size 48" in one.actual for one in found)

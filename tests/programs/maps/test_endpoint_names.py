@@ -41,9 +41,14 @@ def piece(*pairs: tuple[Endpoint, str], name: str = "a") -> EndpointSlice:
     """A slice of these endpoints and their Pods."""
     protocol = service("web", "").key.protocol
     return EndpointSlice(
-        "default", name, "web", 4, tuple(endpoint for endpoint, _ in pairs),
-        (SlicePort("", protocol, PORT),), packed_pods=pack_names([pod for _, pod in pairs]),
-    )  # fmt: skip
+        "default",
+        name,
+        "web",
+        4,
+        tuple(endpoint for endpoint, _ in pairs),
+        (SlicePort("", protocol, PORT),),
+        packed_pods=pack_names([pod for _, pod in pairs]),
+    )
 
 
 def web(*slices: EndpointSlice, name: str = "web", at: str = "10.96.0.1:80") -> ServiceState:
@@ -83,10 +88,7 @@ def read_endpoints(site: Site) -> dict[str, list[EndpointEntry]]:
 
 def read_names(site: Site) -> dict[str, Names]:
     return {
-        name: {
-            str(entry.backend): f"{entry.pod} {entry.node} {entry.zone} {entry.state}"
-            for entry in entries
-        }
+        name: {str(entry.backend): f"{entry.pod} {entry.node} {entry.zone} {entry.state}" for entry in entries}
         for name, entries in read_endpoints(site).items()
     }
 
@@ -101,10 +103,7 @@ CHANGES: dict[str, tuple[list[tuple[EndpointSlice, ...]], Names]] = {
         [(piece((READY, "web-0")),), (piece((READY, "web-0"), (OTHER, "web-1")),)],
         {A: READY_NAME, B: OTHER_NAME},
     ),
-    "one less": (
-        [(piece((READY, "web-0"), (OTHER, "web-1")),), (piece((OTHER, "web-1")),)],
-        {B: OTHER_NAME},
-    ),
+    "one less": ([(piece((READY, "web-0"), (OTHER, "web-1")),), (piece((OTHER, "web-1")),)], {B: OTHER_NAME}),
     "another Pod has the address now": (
         [(piece((READY, "web-0")),), (piece((replace(READY, node="c"), "api-7")),)],
         {A: "default/api-7 c zone-a ready"},
@@ -121,9 +120,7 @@ CHANGES: dict[str, tuple[list[tuple[EndpointSlice, ...]], Names]] = {
         [(piece((replace(READY, ready=False, serving=False), "web-0"), (OTHER, "web-1")),)],
         {A: "default/web-0 node-a zone-a not ready", B: OTHER_NAME},
     ),
-    "not a Pod, without a node": (
-        [(piece((replace(READY, node="", zone=""), "")),)], {A: "   ready"},
-    ),
+    "not a Pod, without a node": ([(piece((replace(READY, node="", zone=""), "")),)], {A: "   ready"}),
     "in the second slice": (
         [(piece((READY, "web-0")), piece((OTHER, "web-1"), name="b"))],
         {A: READY_NAME, B: OTHER_NAME},
@@ -147,14 +144,11 @@ CHANGES: dict[str, tuple[list[tuple[EndpointSlice, ...]], Names]] = {
         {A: "default/new-0 node-a zone-a ready"},
     ),
     "the slice that counted is gone": (
-        [
-            (piece((DRAINING, "web-0")), piece((READY, "new-0"), name="b")),
-            (piece((DRAINING, "web-0")),),
-        ],
+        [(piece((DRAINING, "web-0")), piece((READY, "new-0"), name="b")), (piece((DRAINING, "web-0")),)],
         {A: "default/web-0 node-a zone-a terminating, serving"},
     ),
     "no slice any more": ([(piece((READY, "web-0")),), ()], {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -189,18 +183,12 @@ def test_state_changes_without_a_flip(site: Site) -> None:
 def test_services_that_disagree_have_their_own_names(site: Site) -> None:
     """One may publish addresses that are not ready."""
     unready = replace(READY, ready=False)
-    states = (
-        web(piece((READY, "web-0"))),
-        web(piece((unready, "web-0")), name="twin", at="10.96.0.2:80"),
-    )
+    states = (web(piece((READY, "web-0"))), web(piece((unready, "web-0")), name="twin", at="10.96.0.2:80"))
     plane = site.open()
     plane.apply(desired(*states), None)
     name_all(plane)
     assert len(site.entries("backends")) == 1
-    expected = {
-        "web": {A: READY_NAME},
-        "twin": {A: "default/web-0 node-a zone-a not ready, serving"},
-    }
+    expected = {"web": {A: READY_NAME}, "twin": {A: "default/web-0 node-a zone-a not ready, serving"}}
     assert read_names(site) == expected
     apply(plane, states[1], gone=(states[0].key,))
     assert read_names(site)["twin"] == expected["twin"]
@@ -241,9 +229,7 @@ def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
 def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large Service is named in several pieces, between which other changes are written."""
     monkeypatch.setattr(endpoint_names, "BATCH_ENTRIES", 10)
-    many = piece(
-        *((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100))
-    )
+    many = piece(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100)))
     plane = site.open()
     plane.apply(desired(web(many)), None)
     plane._names._step()
@@ -260,13 +246,14 @@ def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
 HOSTILE: dict[str, tuple[tuple[str, str, str], str]] = {
     "long": (("p" * 300, "n" * 300, "z" * 300), f"{'p' * 18}…{'p' * 18}"),
     "a long Pod, and the others as they are": (
-        (f"web-{'x' * 120}-7f9c-x2v8k", "node-a", "z"), f"web-{'x' * 50}…{'x' * 42}-7f9c-x2v8k",
+        (f"web-{'x' * 120}-7f9c-x2v8k", "node-a", "z"),
+        f"web-{'x' * 50}…{'x' * 42}-7f9c-x2v8k",
     ),
     "unprintable": (("web\x1b[31m", "\x07", "\u202e"), "web\x1b[31m"),
     "the separator": (("web\0-0", "n\0", "\0"), "web�-0"),
     "half of a character": (("\ud800", "n", "z"), "?"),
     "characters of several bytes": (("ä" * 200, "n", "z"), f"{'ä' * 28}…{'ä' * 28}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -292,9 +279,7 @@ def test_names_without_room_are_left_out(
     def endpoints(number: int) -> EndpointSlice:
         addresses = (parse_addr(f"10.{number}.0.{i}") for i in range(1, 31))
         unready = replace(READY, ready=False, serving=False)
-        return piece(
-            (OTHER, "web"), *((replace(unready, address=one), "web-0") for one in addresses)
-        )
+        return piece((OTHER, "web"), *((replace(unready, address=one), "web-0") for one in addresses))
 
     states = [web(endpoints(i), name=f"s{i}", at=f"10.96.0.{i}:80") for i in range(1, 4)]
     plane = site.open(sizes=few)
@@ -401,15 +386,11 @@ def test_upgrade_from_a_version_without_the_map(site: Site) -> None:
     assert read_names(site)["web"] == {A: READY_NAME}
 
 
-def test_growth_for_names_makes_way_for_what_serves(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in ((MAP, 8), ("services", 32)):
         spec = replace_fields(layout.MAPS[name], entries=size)
         monkeypatch.setitem(layout.MAPS, name, spec)
-    many = piece(
-        *((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41))
-    )
+    many = piece(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41)))
     plane = site.open()
     plane.apply(desired(web(many)), None)
     while plane._names._step():

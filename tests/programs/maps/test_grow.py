@@ -25,18 +25,7 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import Node, Place, until
-from tests.support.plane import (
-    LOCAL,
-    SIZES,
-    Site,
-    desired,
-    flush,
-    make_local,
-    map_ids_read_by,
-    picks,
-    service,
-    sites,
-)
+from tests.support.plane import LOCAL, SIZES, Site, desired, flush, make_local, map_ids_read_by, picks, service, sites
 
 UDP = Protocol.UDP
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
@@ -56,10 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def many(count: int, to: str = "10.0.0.1:80", **more) -> list[ServiceState]:
-    return [
-        service(f"s{i:04}", f"10.96.{i // 250}.{i % 250 + 1}:53", to, UDP, **more)
-        for i in range(count)
-    ]
+    return [service(f"s{i:04}", f"10.96.{i // 250}.{i % 250 + 1}:53", to, UDP, **more) for i in range(count)]
 
 
 def sizes_of(site: Site) -> dict[str, int]:
@@ -102,12 +88,13 @@ def test_grown_maps_keep_all_entries(site: Site):
     assert before.items() <= after["frontends"].items()
     assert after["strays"] == {}
     assert sizes_of(site) == {
-        "services": 128, "service_names": 128, "backend_slots": 128, "backends": 8,
+        "services": 128,
+        "service_names": 128,
+        "backend_slots": 128,
+        "backends": 8,
         "set_members": 128,
-    }, "doubled as often as needed, with a fifth to spare"  # fmt: skip
-    ids = {site.pinned(name).id for name in layout.MAPS if name in START} - {
-        site.pinned("service_names").id
-    }
+    }, "doubled as often as needed, with a fifth to spare"
+    ids = {site.pinned(name).id for name in layout.MAPS if name in START} - {site.pinned("service_names").id}
     assert ids <= read_by_programs(site), "the programs read the larger maps"
     assert site.hook_programs() == programs, "no program was loaded again"
     unread = old_ids - read_by_programs(site)
@@ -125,9 +112,7 @@ def test_restart_adopts_grown_maps(site: Site):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("restart", [False, True], ids=["while it runs", "at its start"])
-def test_grown_maps_serve_old_and_new_services(
-    node: Node, host: Place, artifact_cache: Path, restart: bool
-):
+def test_grown_maps_serve_old_and_new_services(node: Node, host: Place, artifact_cache: Path, restart: bool):
     """Both the Services added with the growth and the earlier ones are reached."""
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
@@ -188,9 +173,7 @@ class Growing:
         until(what, lambda: done() or self.tick())
 
 
-def test_changes_are_programmed_while_maps_grow(
-    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
-):
+def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
     """Each tick copies a few entries. Services added, changed and deleted meanwhile are programmed
     at once, and are right in the maps of both sizes.
     """
@@ -241,17 +224,13 @@ def test_changes_are_programmed_while_maps_grow(
     assert dict(site.open().apply(at.state, None).writes) == {}, "the next agent writes nothing"
 
 
-def test_change_after_all_is_copied_is_in_the_larger_maps(
-    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
-):
+def test_change_after_all_is_copied_is_in_the_larger_maps(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
     at = Growing(site, monkeypatch).begin()
     agent_maps = at.plane._agent_maps
 
     def is_copied() -> bool:
         copies = agent_maps._copies.items()
-        return bool(copies) and all(
-            dict(copy.items()) == dict(agent_maps.maps[name].items()) for name, copy in copies
-        )
+        return bool(copies) and all(dict(copy.items()) == dict(agent_maps.maps[name].items()) for name, copy in copies)
 
     at.until("all entries are copied", is_copied)
     changed = service("s0002", "10.96.0.3:53", "10.0.0.9:80", UDP)
@@ -260,9 +239,7 @@ def test_change_after_all_is_copied_is_in_the_larger_maps(
     assert site.dump()["frontends"]["10.96.0.3:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
 
 
-def test_small_services_beyond_the_old_size_do_not_wait(
-    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
-):
+def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
     at = Growing(site, monkeypatch).begin()
     report = at.change(*many(40), at.big)
     assert (report.refused, set(report.deferred)) == ({}, {at.big.key.service})
@@ -298,9 +275,7 @@ def test_failed_growth_refuses_only_what_does_not_fit(
     at.until("it is served once there is memory", is_served)
 
 
-def test_failed_growth_is_repeated_after_a_delay(
-    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
-):
+def test_failed_growth_is_repeated_after_a_delay(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
     attempts: list[str] = []
 
     def refuse(spec: MapSpec, _: int) -> Map:
@@ -319,9 +294,7 @@ def test_failed_growth_is_repeated_after_a_delay(
             at.tick()
         assert len(attempts) == before
 
-    later = SimpleNamespace(
-        monotonic=lambda: time.monotonic() + 3600.0, perf_counter=time.perf_counter
-    )
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0, perf_counter=time.perf_counter)
     monkeypatch.setattr(growth, "time", later)
 
     def is_served() -> bool:
@@ -359,9 +332,7 @@ def test_failed_write_while_maps_grow_fails_the_growth(
                 at.change(*at.small[2:], *changed, at.big)
         else:
             assert at.change(*at.small[2:], *changed, at.big).refused == {}
-    at.until(
-        "the large one is served", lambda: at.plane.apply(at.state, ()) and "big" in served(site)
-    )
+    at.until("the large one is served", lambda: at.plane.apply(at.state, ()) and "big" in served(site))
     flush(at.plane)
     shown = site.dump()
     assert served(site) == sorted(key.name for key in at.state.services)
@@ -401,12 +372,7 @@ class Killed(Exception):
     ids=["before the apply", "before the hooks change over", "before it has caught up"],
 )
 def test_kill_during_resize_loses_no_affinity(
-    node: Node,
-    host: Place,
-    artifact_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    method: str,
+    node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ):
     """Entries from before the kill, and later ones by hooks that ran without an agent."""
 
@@ -436,9 +402,7 @@ def names(found: dict[ServicePortKey, str] | set[ServicePortKey]) -> list[str]:
 
 
 def served(site: Site) -> list[str]:
-    return sorted(
-        {one["service"].removeprefix("default/") for one in site.dump()["frontends"].values()}
-    )
+    return sorted({one["service"].removeprefix("default/") for one in site.dump()["frontends"].values()})
 
 
 @pytest.mark.parametrize("touched", [False, True], ids=["all", "touched"])
@@ -487,9 +451,7 @@ def test_service_that_grows_too_large_keeps_its_endpoints(site: Site):
     assert names(report.refused) == ["web"]
     assert "backend_slots" in report.refused[big.key]
     assert "--max-backends" in report.refused[big.key]
-    assert site.dump()["frontends"]["10.96.0.1:80/TCP"]["cluster"] == [
-        f"{b}/TCP" for b in two.split()
-    ]
+    assert site.dump()["frontends"]["10.96.0.1:80/TCP"]["cluster"] == [f"{b}/TCP" for b in two.split()]
     gone = plane.apply(desired(), {big.key})
     assert gone.refused == {}, "no longer desired"
     flush(plane)
@@ -519,16 +481,13 @@ ROOM = {
     "frontends": (service("web", "10.96.0.1:80 10.96.0.2:80 10.96.0.3:80", "10.0.0.1:80"), 2),
     "slots": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", local="10.0.0.2:80"), 2),
     "backends": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80"), 1),
-    "backends, local ones of their own": (
-        service("web", "10.96.0.1:80", "10.0.0.1:80", local="10.0.0.2:80"), 1,
-    ),
+    "backends, local ones of their own": (service("web", "10.96.0.1:80", "10.0.0.1:80", local="10.0.0.2:80"), 1),
     "backends that only serve": (
-        service("web", "10.96.0.1:53", "10.0.0.1:80", UDP, serving="10.0.0.1:80 10.0.0.2:80"), 1,
+        service("web", "10.96.0.1:53", "10.0.0.1:80", UDP, serving="10.0.0.1:80 10.0.0.2:80"),
+        1,
     ),
-    "slots, as members": (
-        service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", affinity_timeout=9), 1,
-    ),
-}  # fmt: skip
+    "slots, as members": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", affinity_timeout=9), 1),
+}
 
 
 def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
@@ -543,10 +502,7 @@ def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
     ]
     plane.apply(desired(two), {one.key})
     assert plane.apply(desired(two), ()).refused == {}
-    assert site.dump()["frontends"]["192.0.2.2:80/TCP"]["ranges"] == [
-        "10.1.0.0/112",
-        "10.2.0.0/112",
-    ]
+    assert site.dump()["frontends"]["192.0.2.2:80/TCP"]["ranges"] == ["10.1.0.0/112", "10.2.0.0/112"]
 
 
 @pytest.mark.parametrize("name", ROOM)

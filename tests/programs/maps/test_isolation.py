@@ -82,18 +82,17 @@ class Bench:
     def serve(self, dns: str) -> None:
         """Programs all Services. `dns`: the address of that Service's backend."""
         both = f"{self.one.ip}:8080 {self.two.ip}:8080"
-        more = [
-            service(f"evil{i}", f"10.96.9.{i + 1}:53", both, Protocol.UDP)
-            for i in range(FLOWS_PER_SOCKET)
-        ]
+        more = [service(f"evil{i}", f"10.96.9.{i + 1}:53", both, Protocol.UDP) for i in range(FLOWS_PER_SOCKET)]
         services: list[ServiceState] = [
             service("web", f"{WEB}:80", f"{self.one.ip}:8080"),
             service("dns", f"{DNS}:53", f"{dns}:5353", Protocol.UDP),
             service("sticky", f"{STICKY}:80", both, affinity_timeout=10_800),
             *more,
-            *(service(f"sticky{i}", f"{sticky_address(i)}:53", both, Protocol.UDP,
-                      affinity_timeout=10_800) for i in range(STICKIES)),
-        ]  # fmt: skip
+            *(
+                service(f"sticky{i}", f"{sticky_address(i)}:53", both, Protocol.UDP, affinity_timeout=10_800)
+                for i in range(STICKIES)
+            ),
+        ]
         self.plane.apply(desired(*services, nodes=self.node.ip), None)
         until("sockets of deleted backends are destroyed", self._is_done)
 
@@ -293,23 +292,27 @@ def ingress(artifact_cache: Path) -> Iterator[Ingress]:
             plane = site.open(sizes, packet_path=True, masquerade_ports=SNAT_PORTS)
             services = [
                 made
-                for v in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
+                for v in (4, 6)
+                for protocol in (Protocol.TCP, Protocol.UDP)
                 for made in (
-                    service(f"{protocol}{v}", f"LoadBalancer={VIP[v]}", POD[v], protocol,
-                            local=POD[v], external_local=True,
-                            affinity_timeout=10_800 * (protocol == Protocol.TCP)),
+                    service(
+                        f"{protocol}{v}",
+                        f"LoadBalancer={VIP[v]}",
+                        POD[v],
+                        protocol,
+                        local=POD[v],
+                        external_local=True,
+                        affinity_timeout=10_800 * (protocol == Protocol.TCP),
+                    ),
                     service(f"none-{protocol}{v}", f"LoadBalancer={VIP[v]}0", "", protocol),
                     service(f"masked-{protocol}{v}", f"LoadBalancer={VIP[v]}1", POD[v], protocol),
                 )
-            ]  # fmt: skip
+            ]
             own = (parse_addr("198.18.0.1"), parse_addr("fd00:198:18::1"))
             state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
             netns.run_in(inside, lambda: plane.apply(state, None))
             pins = next(site.pins.glob("programs-tc-*"))
-            with (
-                Program.open(pins / "tc_ingress") as program,
-                Program.open(pins / "tc_egress") as egress,
-            ):
+            with Program.open(pins / "tc_ingress") as program, Program.open(pins / "tc_egress") as egress:
                 made = Ingress(site, program, egress, inside)
                 made.set_device(Role.HOST, DeviceFlag(0))
                 yield made
@@ -378,13 +381,23 @@ class Flood(NamedTuple):
 FLOODS = [
     Flood("an IPv4 address", 4, "192.0.2.{}", "203.0.113.1"),
     Flood("an IPv6 network", 6, "[2001:db8:{:x}::1]", "[2001:db8:bad::{:x}]"),
-    Flood("a pod behind a bridge, victims in its IPv6 network", 6,
-          "[fd00:10:244:2::{:x}]", "[fd00:10:244:2::bad]", Role.POD),
-    Flood("a pod with its own device that forges IPv4 addresses", 4,
-          "192.0.2.{}", "{}", Role.POD, DeviceFlag.PEER),
-    Flood("a pod with its own device that forges IPv6 addresses", 6,
-          "[2001:db8:{:x}::1]", "[2001:db8:bad:{:x}::1]", Role.POD, DeviceFlag.PEER),
-]  # fmt: skip
+    Flood(
+        "a pod behind a bridge, victims in its IPv6 network",
+        6,
+        "[fd00:10:244:2::{:x}]",
+        "[fd00:10:244:2::bad]",
+        Role.POD,
+    ),
+    Flood("a pod with its own device that forges IPv4 addresses", 4, "192.0.2.{}", "{}", Role.POD, DeviceFlag.PEER),
+    Flood(
+        "a pod with its own device that forges IPv6 addresses",
+        6,
+        "[2001:db8:{:x}::1]",
+        "[2001:db8:bad:{:x}::1]",
+        Role.POD,
+        DeviceFlag.PEER,
+    ),
+]
 
 
 FLOOD_SIZES = {name: MAPS[name].entries + 2_000 for name in ("fragments", "foreign_flows")}
@@ -414,9 +427,7 @@ def test_first_fragments_of_one_client_evict_no_others(ingress: Ingress, row: Fl
     victims = [pieces(row.victim.format(n), n) for n in range(1, VICTIMS + 1)]
     ingress.run(first for first, _ in victims)
     ingress.set_device(row.role, row.flags)
-    ingress.run(
-        pieces(flooding(row, number), number)[0] for number in range(FLOOD_SIZES["fragments"])
-    )
+    ingress.run(pieces(flooding(row, number), number)[0] for number in range(FLOOD_SIZES["fragments"]))
     ingress.set_device(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
     later = ingress.run(second for _, second in victims)
     assert {parse(packet, l2=False).ip.destination for packet in later} == {host_of(POD[row.v])}
@@ -428,25 +439,18 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Floo
     it, whatever other clients sent meanwhile.
     """
     ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
-    syns = [
-        tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n)
-        for n in range(1, VICTIMS + 1)
-    ]
+    syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]
     ingress.node_flags(NodeFlag.PASSIVE)
     ingress.set_device(ours, DeviceFlag(0))
     assert ingress.run(syns) == syns
     ingress.set_device(row.role, row.flags)
     ingress.run(
-        tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n)
-        for n in range(FLOOD_SIZES["foreign_flows"])
+        tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n) for n in range(FLOOD_SIZES["foreign_flows"])
     )
     ingress.set_device(ours, DeviceFlag(0))
     ingress.node_flags(NodeFlag.COEXISTING)
     assert ingress.run(syns) == syns, "not translated: no flow of ours began"
-    again = [
-        tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n)
-        for n in range(1, VICTIMS + 1)
-    ]
+    again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]
     assert not set(ingress.run(again)) & set(again), "a new connection is ours"
 
 
@@ -473,19 +477,19 @@ USES = [
     Use("failures", "0", FAILURES_PER_CLIENT, failure_of),
     Use("failures", "", FAILURES_PER_CLIENT, failure_of, "reset"),
     Use("failures", "", FAILURES_PER_CLIENT, failure_of, "repeat"),
-    Use("flows", "1", (SNAT_PORTS[1] - SNAT_PORTS[0] + 1) // 4,
-        lambda key, raw: (FLOW.unpack(raw)[1][:16], FLOW.unpack(raw)[5])),
-]  # fmt: skip
-FORGERS = pytest.mark.parametrize(
-    "row", [row for row in FLOODS if row.flags], ids=lambda row: f"IPv{row.v}"
-)
+    Use(
+        "flows",
+        "1",
+        (SNAT_PORTS[1] - SNAT_PORTS[0] + 1) // 4,
+        lambda key, raw: (FLOW.unpack(raw)[1][:16], FLOW.unpack(raw)[5]),
+    ),
+]
+FORGERS = pytest.mark.parametrize("row", [row for row in FLOODS if row.flags], ids=lambda row: f"IPv{row.v}")
 
 
 @FORGERS
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.map} {use.then}".strip())
-def test_forged_addresses_of_a_pod_have_the_share_of_one_client(
-    ingress: Ingress, row: Flood, use: Use
-):
+def test_forged_addresses_of_a_pod_have_the_share_of_one_client(ingress: Ingress, row: Flood, use: Use):
     """What clients outside have in `affinity` and `failures` stays."""
 
     def dial(hosts: list[str]) -> None:

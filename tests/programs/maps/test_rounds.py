@@ -20,16 +20,7 @@ from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
-from kbpf.model.objects import (
-    Algorithm,
-    Endpoint,
-    EndpointSlice,
-    Node,
-    Protocol,
-    Service,
-    ServicePort,
-    SlicePort,
-)
+from kbpf.model.objects import Algorithm, Endpoint, EndpointSlice, Node, Protocol, Service, ServicePort, SlicePort
 from tests.support.plane import Site, flush
 from tests.support.runtime.lines import lines_run
 
@@ -50,11 +41,13 @@ def service(name: str, ports: int = 1, **more: Any) -> Upsert:
 
 def slice_(name: str, ends: int, ports: int = 1, number: int = 0, down: int = -1) -> Upsert:
     made = EndpointSlice(
-        "ns", f"{name}-{number}", name, 4,
-        tuple(Endpoint(address(number * 1000 + n), ready=n != down, serving=n != down)
-              for n in range(ends)),
+        "ns",
+        f"{name}-{number}",
+        name,
+        4,
+        tuple(Endpoint(address(number * 1000 + n), ready=n != down, serving=n != down) for n in range(ends)),
         tuple(SlicePort(f"p{n}", TCP, 1000 + n) for n in range(ports)),
-    )  # fmt: skip
+    )
     return Upsert(ObjectKey(Kind.SLICE, "ns", f"{name}-{number}"), made, received_at=1.0)
 
 
@@ -73,14 +66,10 @@ class Case:
 
 CASES = {
     "ports with many endpoints": Case(
-        lambda n: [service("big", n), slice_("big", 300, n)],
-        lambda n: slice_("big", 300, n, down=5),
-        (8, 16),
+        lambda n: [service("big", n), slice_("big", 300, n)], lambda n: slice_("big", 300, n, down=5), (8, 16)
     ),
     "ports with few endpoints": Case(
-        lambda n: [service("big", n), slice_("big", 10, n)],
-        lambda n: slice_("big", 10, n, down=5),
-        (200, 400),
+        lambda n: [service("big", n), slice_("big", 10, n)], lambda n: slice_("big", 10, n, down=5), (200, 400)
     ),
     "ports that share a Maglev table": Case(
         lambda n: [service("big", n, algorithm=Algorithm.MAGLEV), slice_("big", 300, n)],
@@ -94,9 +83,7 @@ CASES = {
         slope=1.1,
     ),
     "endpoints that are not ready": Case(
-        lambda n: [service("big", n), slice_("big", 300, n, down=5)],
-        lambda n: slice_("big", 300, n),
-        (8, 16),
+        lambda n: [service("big", n), slice_("big", 300, n, down=5)], lambda n: slice_("big", 300, n), (8, 16)
     ),
 }
 
@@ -125,9 +112,7 @@ class Rounds:
     def busy(self, old: bool = True) -> Iterator[None]:
         """Repeats until everything is programmed and, with `old`, old sets are deleted."""
         for _ in range(MOST_ROUNDS):
-            if not self.agent.reconciler.is_busy and not (
-                old and self.plane._state.grace_queue.due
-            ):
+            if not self.agent.reconciler.is_busy and not (old and self.plane._state.grace_queue.due):
                 return
             yield
         raise AssertionError("it never ends")

@@ -43,12 +43,8 @@ def link_ids(site: Site) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts", FORMER]
-)
-def test_upgrade_keeps_what_is_served(
-    site: Site, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts", FORMER])
+def test_upgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     site.open().apply(desired(WEB), None)
     before, links, ids = site.dump(), link_ids(site), site.entries("service_names")
     peers = site.pinned("sock_peers").id
@@ -97,9 +93,7 @@ def test_connections_are_served_during_an_upgrade(
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["", "before the old maps were removed"])
-def test_downgrade_keeps_what_is_served(
-    site: Site, monkeypatch: pytest.MonkeyPatch, killed: bool
-) -> None:
+def test_downgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
     """The newer version has made shared maps larger meanwhile."""
     for name in ("services", "backend_slots"):
         monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=8))
@@ -123,9 +117,7 @@ def test_downgrade_keeps_what_is_served(
     assert site.use_pinned_maps(site.hook_programs().values())
 
 
-def test_failed_growth_replaces_the_map_of_neither_version(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_growth_replaces_the_map_of_neither_version(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise KernelError("no memory", errno=errno.ENOMEM)
 

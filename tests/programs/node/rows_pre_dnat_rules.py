@@ -42,40 +42,56 @@ ROWS = [
     Row("no refusal", at("tcp dport 30080 accept")),
     Row("a mark and a counter", at("counter meta mark set 1 ct state new log")),
     Row("by a verdict map", at("tcp dport vmap { 30080 : drop }"), C),
-    Row("in a chain that it jumps to",
+    Row(
+        "in a chain that it jumps to",
         "table inet t { chain d { tcp dport 30080 drop; }\n"
-        "chain c { type filter hook prerouting priority raw; jump d; } }", C),
-    Row("in a chain behind that",
+        "chain c { type filter hook prerouting priority raw; jump d; } }",
+        C,
+    ),
+    Row(
+        "in a chain behind that",
         "table inet t { chain e { drop; }\nchain d { goto e; }\n"
-        "chain c { type filter hook prerouting priority raw; tcp dport 30080 jump d; } }", C),
-    Row("in a chain that nothing leads to",
-        "table inet t { chain d { tcp dport 30080 drop; }\n"
-        "chain c { type filter hook prerouting priority raw; } }"),
-    Row("by policy", at("tcp dport 80 accept", "type filter hook prerouting priority raw; "
-        "policy drop"), C),
-    Row("at ingress of a device",
-        "table netdev t { chain c { type filter hook ingress device lo priority 0; "
-        "tcp dport 30080 drop; } }", ("netdev t c",)),
-    Row("at ingress of a device, family inet",
-        "table inet t { chain c { type filter hook ingress device lo priority 0; "
-        "udp dport 30080 drop; } }", C),
-    Row("kube-proxy's own",
-        "table ip kube-proxy { chain c { type filter hook prerouting priority -110; "
-        "ip daddr 192.0.2.5 drop; } }"),
+        "chain c { type filter hook prerouting priority raw; tcp dport 30080 jump d; } }",
+        C,
+    ),
+    Row(
+        "in a chain that nothing leads to",
+        "table inet t { chain d { tcp dport 30080 drop; }\nchain c { type filter hook prerouting priority raw; } }",
+    ),
+    Row("by policy", at("tcp dport 80 accept", "type filter hook prerouting priority raw; policy drop"), C),
+    Row(
+        "at ingress of a device",
+        "table netdev t { chain c { type filter hook ingress device lo priority 0; tcp dport 30080 drop; } }",
+        ("netdev t c",),
+    ),
+    Row(
+        "at ingress of a device, family inet",
+        "table inet t { chain c { type filter hook ingress device lo priority 0; udp dport 30080 drop; } }",
+        C,
+    ),
+    Row(
+        "kube-proxy's own",
+        "table ip kube-proxy { chain c { type filter hook prerouting priority -110; ip daddr 192.0.2.5 drop; } }",
+    ),
     Row("IPv6", in_table("---ip6 daddr 2001:db8::1 drop", "ip6"), ("ip6 t c",)),
     Row("IPv4", in_table("---ip saddr 192.0.2.1 udp dport 30080 reject", "ip"), ("ip t c",)),
-    Row("by a named set of ports",
-        in_table("set s { type inet_service; elements = { 22 } }---tcp dport @s drop"), C),
-    Row("a named set that is accepted",
-        in_table("set s { type inet_service; elements = { 22 } }---tcp dport @s accept")),
-    Row("by a named verdict map of sources",
-        in_table("map m { type ipv4_addr : verdict; }---ip saddr vmap @m"), C),
-    Row("limited by source", in_table("---ct state new meter m { ip saddr limit rate over 9/second "
-        "} tcp dport 30080 drop"), C),
+    Row("by a named set of ports", in_table("set s { type inet_service; elements = { 22 } }---tcp dport @s drop"), C),
+    Row(
+        "a named set that is accepted", in_table("set s { type inet_service; elements = { 22 } }---tcp dport @s accept")
+    ),
+    Row("by a named verdict map of sources", in_table("map m { type ipv4_addr : verdict; }---ip saddr vmap @m"), C),
+    Row(
+        "limited by source",
+        in_table("---ct state new meter m { ip saddr limit rate over 9/second } tcp dport 30080 drop"),
+        C,
+    ),
     Row("reverse path filter", in_table("---fib saddr . iif oif missing drop")),
     Row("firewalld", FIREWALLD.read_text()),
-    Row("firewalld with a direct rule",
-        FIREWALLD.read_text() + in_table("---tcp dport 30080 ip saddr 192.0.2.0/24 drop"), C),
+    Row(
+        "firewalld with a direct rule",
+        FIREWALLD.read_text() + in_table("---tcp dport 30080 ip saddr 192.0.2.0/24 drop"),
+        C,
+    ),
 ]
 
 # Calico, felix/rules/static.go and endpoints.go at v3.31: the chains that it always has in raw and
@@ -116,15 +132,13 @@ COMMIT
 CALICO = [
     ("the chains that Calico always has", CALICO_RAW + CALICO_MANGLE, ()),
     ("a policy with preDNAT", CALICO_RAW + CALICO_MANGLE + CALICO_PRE_DNAT, ("mangle",)),
-    ("a policy with doNotTrack", CALICO_MANGLE + CALICO_RAW
-     + CALICO_PRE_DNAT.replace("*mangle", "*raw"), ("raw",)),
-]  # fmt: skip
+    ("a policy with doNotTrack", CALICO_MANGLE + CALICO_RAW + CALICO_PRE_DNAT.replace("*mangle", "*raw"), ("raw",)),
+]
 
 
 IPTABLES = [
     ("-t raw -A PREROUTING -p tcp --dport 30000:32767 -j DROP", ("ip raw PREROUTING",)),
-    ("-t mangle -A PREROUTING -p tcp -m multiport --dports 30080 -j DROP",
-     ("ip mangle PREROUTING",)),
+    ("-t mangle -A PREROUTING -p tcp -m multiport --dports 30080 -j DROP", ("ip mangle PREROUTING",)),
     ("-t raw -A PREROUTING -i eth0 -m comment --comment closed -j DROP", ("ip raw PREROUTING",)),
     ("-t raw -A PREROUTING -m rpfilter --invert -j DROP", ()),
     ("-t raw -A PREROUTING -p tcp --dport 22 -j ACCEPT", ()),
@@ -135,8 +149,10 @@ IPTABLES = [
 
 RAW = "ip raw (iptables-legacy)"
 LEGACY = [
-    *((rule, tuple(f"{name[:-len(' PREROUTING')]} (iptables-legacy) PREROUTING" for name in named))
-      for rule, named in IPTABLES),
+    *(
+        (rule, tuple(f"{name[: -len(' PREROUTING')]} (iptables-legacy) PREROUTING" for name in named))
+        for rule, named in IPTABLES
+    ),
     ("-t raw -P PREROUTING DROP", (f"{RAW} PREROUTING",)),
     ("-t raw -P OUTPUT DROP", ()),
-]  # fmt: skip
+]

@@ -79,50 +79,128 @@ ROOT = "run as root"
 FOLDER = "give a folder of YAML, such as objects/ in an unpacked `kbpf sysdump`"
 OTHER = "choose another folder with --pin-dir"
 BAD_INPUTS = [
-    Input("a cgroup that is misspelt", f"{RUN} --cgroup {{cgroups}}/typo", 2,
-          f"no such cgroup v2 folder: {{cgroups}}/typo (--cgroup); {EXIST}", USAGE),
-    Input("in mode bpf, too", f"{BPF} --cgroup /nowhere", 2,
-          f"no such cgroup v2 folder: /nowhere (--cgroup); {EXIST}", USAGE),
-    Input("a file as cgroup", f"{RUN} --cgroup {{cgroups}}/cgroup.procs", 2,
-          f"no such cgroup v2 folder: {{cgroups}}/cgroup.procs (--cgroup); {EXIST}", USAGE),
-    Input("a folder that is no cgroup", f"{RUN} --cgroup {{empty}}", 2,
-          "not a cgroup v2 folder: {empty} (--cgroup); name a folder of cgroup v2, or leave it out "
-          "for the root cgroup", USAGE),
-    Input("pins over data", f"{BPF} --pin-dir {{data}}", 1, "will not mount a bpffs over a folder "
-          f"with files: a, b ({{data}}); {OTHER}"),
-    Input("pins in a file", f"{BPF} --pin-dir {{file}}", 1,
-          f"cannot create the mount point for a bpffs ({{file}}): EEXIST; {OTHER}"),
-    Input("pins in /proc", f"{BPF} --pin-dir /proc/no", 1,
-          f"cannot create the mount point for a bpffs (/proc/no): ENOENT; {OTHER}"),
-    Input("no folder of objects", "run --source /nowhere", 1,
-          f"no such folder of objects (/nowhere); {FOLDER}"),
-    Input("a file of objects", "run --source {file}", 1,
-          f"a file, not a folder of objects ({{file}}); {FOLDER}"),
-    Input("neither a folder nor a server", "run --kubeconfig /nowhere", 1,
-          "cannot read the kubeconfig: No such file or directory (/nowhere); give the "
-          "kubeconfig's path"),
-    Input("cleanup of data", "cleanup --pin-dir {data}", 1,
-          "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})",
-          "kbpf: "),
-    *(Input(f"{words}: a file", f"{words} --pin-dir {{file}}", 1, "not a folder ({file}); give the "
-            "folder that `kbpf run` was given with --pin-dir", "kbpf: ")
-      for words in ("inspect status", "inspect services", "cleanup", "check --attached")),
-    *(Input(f"nobody: run {words}", f"{RUN} --pin-dir {{closed}}/pins {words}", 1,
-            f"cannot read the pin folder ({{closed}}/pins): EACCES; {ROOT}", AGENT, True)
-      for words in ("", "--mode bpf", "--mode ipvs")),
-    *(Input(f"nobody: {words} {where}", f"{words} --pin-dir {where}", 1,
-            f"cannot read the pin folder ({where}): EACCES; {ROOT}", "kbpf: ", True)
-      for where in ("{closed}", "{closed}/pins")
-      for words in ("inspect status", "inspect services", "inspect connections", "inspect maps",
-                    "cleanup", "check --attached")),
-    *(Input(f"nobody: {words} with a cgroup of others", f"{words} --cgroup {{closed}}", 1,
-            f"cannot read the cgroup ({{closed}}): EACCES; {ROOT}", "kbpf: ", True)
-      for words in (RUN, "check")),
-    Input("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
-          "configuration: Permission denied ({closed}); give --config FILE", "kbpf: ", True),
-    Input("nobody: demo", "demo --once", 1, "cannot create the network namespace (",
-          "kbpf: ", True),
-]  # fmt: skip
+    Input(
+        "a cgroup that is misspelt",
+        f"{RUN} --cgroup {{cgroups}}/typo",
+        2,
+        f"no such cgroup v2 folder: {{cgroups}}/typo (--cgroup); {EXIST}",
+        USAGE,
+    ),
+    Input(
+        "in mode bpf, too",
+        f"{BPF} --cgroup /nowhere",
+        2,
+        f"no such cgroup v2 folder: /nowhere (--cgroup); {EXIST}",
+        USAGE,
+    ),
+    Input(
+        "a file as cgroup",
+        f"{RUN} --cgroup {{cgroups}}/cgroup.procs",
+        2,
+        f"no such cgroup v2 folder: {{cgroups}}/cgroup.procs (--cgroup); {EXIST}",
+        USAGE,
+    ),
+    Input(
+        "a folder that is no cgroup",
+        f"{RUN} --cgroup {{empty}}",
+        2,
+        "not a cgroup v2 folder: {empty} (--cgroup); name a folder of cgroup v2, or leave it out for the root cgroup",
+        USAGE,
+    ),
+    Input(
+        "pins over data",
+        f"{BPF} --pin-dir {{data}}",
+        1,
+        f"will not mount a bpffs over a folder with files: a, b ({{data}}); {OTHER}",
+    ),
+    Input(
+        "pins in a file",
+        f"{BPF} --pin-dir {{file}}",
+        1,
+        f"cannot create the mount point for a bpffs ({{file}}): EEXIST; {OTHER}",
+    ),
+    Input(
+        "pins in /proc",
+        f"{BPF} --pin-dir /proc/no",
+        1,
+        f"cannot create the mount point for a bpffs (/proc/no): ENOENT; {OTHER}",
+    ),
+    Input("no folder of objects", "run --source /nowhere", 1, f"no such folder of objects (/nowhere); {FOLDER}"),
+    Input("a file of objects", "run --source {file}", 1, f"a file, not a folder of objects ({{file}}); {FOLDER}"),
+    Input(
+        "neither a folder nor a server",
+        "run --kubeconfig /nowhere",
+        1,
+        "cannot read the kubeconfig: No such file or directory (/nowhere); give the kubeconfig's path",
+    ),
+    Input(
+        "cleanup of data",
+        "cleanup --pin-dir {data}",
+        1,
+        "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})",
+        "kbpf: ",
+    ),
+    *(
+        Input(
+            f"{words}: a file",
+            f"{words} --pin-dir {{file}}",
+            1,
+            "not a folder ({file}); give the folder that `kbpf run` was given with --pin-dir",
+            "kbpf: ",
+        )
+        for words in ("inspect status", "inspect services", "cleanup", "check --attached")
+    ),
+    *(
+        Input(
+            f"nobody: run {words}",
+            f"{RUN} --pin-dir {{closed}}/pins {words}",
+            1,
+            f"cannot read the pin folder ({{closed}}/pins): EACCES; {ROOT}",
+            AGENT,
+            True,
+        )
+        for words in ("", "--mode bpf", "--mode ipvs")
+    ),
+    *(
+        Input(
+            f"nobody: {words} {where}",
+            f"{words} --pin-dir {where}",
+            1,
+            f"cannot read the pin folder ({where}): EACCES; {ROOT}",
+            "kbpf: ",
+            True,
+        )
+        for where in ("{closed}", "{closed}/pins")
+        for words in (
+            "inspect status",
+            "inspect services",
+            "inspect connections",
+            "inspect maps",
+            "cleanup",
+            "check --attached",
+        )
+    ),
+    *(
+        Input(
+            f"nobody: {words} with a cgroup of others",
+            f"{words} --cgroup {{closed}}",
+            1,
+            f"cannot read the cgroup ({{closed}}): EACCES; {ROOT}",
+            "kbpf: ",
+            True,
+        )
+        for words in (RUN, "check")
+    ),
+    Input(
+        "nobody: a configuration of others",
+        "cleanup --config {closed}",
+        1,
+        "cannot read the configuration: Permission denied ({closed}); give --config FILE",
+        "kbpf: ",
+        True,
+    ),
+    Input("nobody: demo", "demo --once", 1, "cannot create the network namespace (", "kbpf: ", True),
+]
 
 
 @pytest.mark.parametrize("row", BAD_INPUTS, ids=lambda row: row.name)
@@ -143,9 +221,11 @@ READ_ONLY = 'mount --make-rprivate / && mount -t bpf -o ro bpf "$0" && exec "$@"
 def test_pin_folder_in_a_read_only_bpffs_is_an_error(place: Place) -> None:
     words = place.fill(f"{BPF} --pin-dir {{empty}}/pins").split()
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m",
-         "kbpf", *words], capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m", "kbpf", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     line = f"cannot create the pin folder ({{empty}}/pins): EROFS; {OTHER}"
     assert done.stderr.splitlines()[-1].partition(AGENT)[2] == place.fill(line)
     assert done.returncode == 1
@@ -171,9 +251,7 @@ def mounted() -> list[tuple[str, str]]:
     return [(line.split()[1], line.split()[2]) for line in lines]
 
 
-def test_failed_start_without_ipvs_leaves_no_state(
-    monkeypatch: pytest.MonkeyPatch, place: Place
-) -> None:
+def test_failed_start_without_ipvs_leaves_no_state(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     """Otherwise the next start of mode bpf would report remains of a mode ipvs that never
     served.
     """

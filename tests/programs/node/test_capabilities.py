@@ -46,10 +46,23 @@ def agent(site: Site, packet_path: bool, services: int) -> str:
     """
     words = (site.pins, site.cgroup, site.cache, packet_path, services)
     done = subprocess.run(
-        ["unshare", "--net", "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin",
-         sys.executable, "-c", AGENT, *map(str, words)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            "unshare",
+            "--net",
+            "setpriv",
+            "--bounding-set=-sys_admin",
+            "--inh-caps=-sys_admin",
+            sys.executable,
+            "-c",
+            AGENT,
+            *map(str, words),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -89,9 +102,24 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
 def test_socket_of_the_host_namespace_is_destroyed_without_sys_admin() -> None:
     """Sockets of other namespaces are not, because entering them needs CAP_SYS_ADMIN."""
     done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh",
-         "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin",
-         sys.executable, "-c", ENDS],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            'ip link set lo up; exec "$@"',
+            "sh",
+            "setpriv",
+            "--bounding-set=-sys_admin",
+            "--inh-caps=-sys_admin",
+            sys.executable,
+            "-c",
+            ENDS,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.stdout.strip(), done.stderr) == (f"1 True {errno.ECONNABORTED}", "")

@@ -59,12 +59,7 @@ class Tree:
         path.write_text(text.replace(old, new, 1))
 
     def obtain(
-        self,
-        *before: str,
-        cache: Path | None = None,
-        path: Path | None = None,
-        unit: str = "sock",
-        warning: str = "",
+        self, *before: str, cache: Path | None = None, path: Path | None = None, unit: str = "sock", warning: str = ""
     ) -> str:
         """What a new process prints for the unit. `path` comes first on its PYTHONPATH."""
         done = subprocess.run(
@@ -116,9 +111,10 @@ def test_bytecode_refers_to_maps_by_name(built: tuple[Artifact, Path]):
     made, _ = built
     for program in made.programs:
         loads = {
-            i for i in range(len(program.insns) // 8)
+            i
+            for i in range(len(program.insns) // 8)
             if program.insns[i * 8] == 0x18 and program.insns[i * 8 + 1] >> 4 in (1, 2)
-        }  # fmt: skip
+        }
         assert loads == {reference.insn for reference in program.references}
         names = {reference.map for reference in program.references}
         assert names <= layout.ALL_MAPS.keys()
@@ -137,9 +133,7 @@ def test_the_same_sources_give_the_same_bytes(built: tuple[Artifact, Path], tmp_
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def test_cached_artifact_is_not_compiled_again(
-    built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_cached_artifact_is_not_compiled_again(built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch):
     made, cache = built
 
     def run(*_: object, **__: object) -> None:
@@ -209,18 +203,14 @@ def test_compiles_without_kernel_and_libc_headers(tree: Tree, unit: str):
     assert said == f"compiled {programs}"
 
 
-def test_cached_artifact_is_used_without_bcc(
-    built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_cached_artifact_is_used_without_bcc(built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch):
     made, cache = built
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
     assert compile.find_toolchain() is None
     assert compile.find_or_compile("sock", cache) == (made, False)
 
 
-def test_error_without_bcc_and_cache_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_error_without_bcc_and_cache_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(CompileError) as error:
         compile.find_or_compile("sock", tmp_path)
@@ -267,9 +257,8 @@ BROKEN_BCC = {
     "import os; os.kill(os.getpid(), 9)": "the compiler exited with status -9",
     "import sys; sys.exit('LLVM ERROR: out of memory')": "LLVM ERROR: out of memory",
     "lib = None\nclass BPF:\n"
-    " def __init__(self, **_): raise Exception('Failed to compile BPF module <text>')":
-        "Failed to compile BPF module",
-}  # fmt: skip
+    " def __init__(self, **_): raise Exception('Failed to compile BPF module <text>')": "Failed to compile BPF module",
+}
 
 
 @pytest.mark.parametrize("code", BROKEN_BCC)
@@ -314,8 +303,7 @@ def test_flow_is_marked_free_before_it_is_written(artifact_cache: Path, program:
         for opcode, registers, offset, _ in struct.iter_unpack("=BBhi", insns)
         if opcode in (STORE_BYTE, STORE_LONG)
     ]
-    ((_, flow, mark),) = {store for store in stores if store[0] == STORE_BYTE and
-                          stores.count(store) == 2}  # fmt: skip
+    ((_, flow, mark),) = {store for store in stores if store[0] == STORE_BYTE and stores.count(store) == 2}
     times = {(STORE_LONG, flow, mark - FREE_MARK + offset) for offset in TIMES}
     first = stores.index((STORE_BYTE, flow, mark))
     last = stores.index((STORE_BYTE, flow, mark), first + 1)

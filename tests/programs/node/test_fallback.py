@@ -111,9 +111,7 @@ class Cause:
     reason: FallbackReason
     wrapper: Callable[[Bench], tuple[str, ...]] = lambda _: ()
     extra: Callable[[Bench], tuple[str, ...]] = lambda _: ()
-    around: Callable[[Bench], contextlib.AbstractContextManager[None]] = lambda _: (
-        contextlib.nullcontext()
-    )
+    around: Callable[[Bench], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
 
 
 def deny(number: int, *commands: int) -> Callable[[Bench], tuple[str, ...]]:
@@ -145,12 +143,8 @@ CAUSES = (
         FallbackReason.NO_LIBRARY,
         wrapper=lambda bench: bench.python("sitecustomize.py", NO_LIBBPF),
     ),
-    Cause(
-        "a kernel before 5.6", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, UPDATE_BATCH)
-    ),
-    Cause(
-        "a kernel before 5.7", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, LINK_CREATE)
-    ),
+    Cause("a kernel before 5.6", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, UPDATE_BATCH)),
+    Cause("a kernel before 5.7", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, LINK_CREATE)),
     Cause(
         "only a part of cgroup v2",
         FallbackReason.NO_CGROUP,

@@ -17,9 +17,15 @@ from kbpf.checks.verdict import compute_verdict
 from tests.support.features import BY_KERNEL, FEATURES, IN_GUEST, family, lacking
 
 SETTINGS = frozenset(
-    (Check.SNAT_PORTS, Check.IP_FORWARDING, Check.FORWARDING_MODE, Check.FORWARD_CHAINS,
-     Check.PRE_DNAT_RULES, Check.RP_FILTER)
-)  # fmt: skip
+    (
+        Check.SNAT_PORTS,
+        Check.IP_FORWARDING,
+        Check.FORWARDING_MODE,
+        Check.FORWARD_CHAINS,
+        Check.PRE_DNAT_RULES,
+        Check.RP_FILTER,
+    )
+)
 """Checks of the node, not of its kernel."""
 INSTALLED = frozenset((Check.COMPILER,))
 """Checks of what is installed."""
@@ -50,10 +56,7 @@ def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow
     for name in ("sctp", "ipvs", "conntrack_nat"):
         FEATURES[name].tried()
     done = subprocess.run(
-        [sys.executable, "-m", "kbpf", "check", "-o", "json"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "kbpf", "check", "-o", "json"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)

@@ -79,9 +79,7 @@ def reported(plane: BpfPlane) -> list[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hook} {row.name}")
-def test_foreign_program_at_a_socket_hook_is_reported(
-    site: Site, row: Hook, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_foreign_program_at_a_socket_hook_is_reported(site: Site, row: Hook, caplog: pytest.LogCaptureFixture) -> None:
     plane = site.open()
     plane.apply(WEB, None)
     plane.tick(0.0)
@@ -138,9 +136,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("hook", "name", "owner"), REFUSED, ids=lambda value: str(value)[:20])
-def test_first_start_beside_another_load_balancer_is_refused(
-    site: Site, hook: str, name: str, owner: str
-) -> None:
+def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: str, name: str, owner: str) -> None:
     before = neighbours.balancer_row(site.pins, site.cgroup)
     assert (before.result, before.detail, before.advice) == ("yes", "none at kbpf's hooks", "")
     with theirs(site.cgroup, hook, name) as program:
@@ -225,9 +221,7 @@ def test_program_of_kbpf_is_recognized_by_several_names(row: NamedMaps) -> None:
         assert unpinned.is_kbpf_program(program, row.name) is row.is_kbpf
 
 
-def test_pins_are_not_read_for_each_program_of_others(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node may have hundreds of filters, and a pin for each of its devices."""
     reads: list[Pins] = []
     read = unpinned._read_pinned_ids
@@ -288,9 +282,7 @@ def clsact(ifindex: int, program: Program) -> Iterator[None]:
         ("cil_from_netdev", False),
     ],
 )
-def test_foreign_load_balancer_on_our_device_is_reported(
-    site: Site, name: str, named: bool, how: object
-) -> None:
+def test_foreign_load_balancer_on_our_device_is_reported(site: Site, name: str, named: bool, how: object) -> None:
     def story() -> None:
         ip("link add up0 type veth peer name up1")
         ip("link set up0 up")

@@ -73,9 +73,7 @@ def make_cgroup_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize("harm", [remove_pin, detach, remove_all, make_cgroup_again])
-def test_lost_hooks_are_attached_again(
-    site: Site, harm: Callable[[Site], None], caplog: pytest.LogCaptureFixture
-):
+def test_lost_hooks_are_attached_again(site: Site, harm: Callable[[Site], None], caplog: pytest.LogCaptureFixture):
     plane = site.open()
     plane.apply(WEB, None)
     plane.tick(0.0)
@@ -112,9 +110,7 @@ def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.Log
     assert len(programs(site.cgroup)) == 1
 
 
-def test_programs_of_another_pin_folder_refuse_the_start(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_programs_of_another_pin_folder_refuse_the_start(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(unpinned, "DETACH_WAIT_S", 0.2)
     first = site.open()
     first.apply(WEB, None)
@@ -275,10 +271,7 @@ def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
         plane.tick(1000.0)
         assert programs(site.cgroup) == before
         many = desired(
-            *(
-                service(f"s{n}", f"10.96.{1 + n // 200}.{n % 200}:80", "10.244.0.1:8080")
-                for n in range(3000)
-            )
+            *(service(f"s{n}", f"10.96.{1 + n // 200}.{n % 200}:80", "10.244.0.1:8080") for n in range(3000))
         )
         assert not plane.apply(many, None).refused
         assert len(programs(site.cgroup)) == 1
@@ -306,10 +299,7 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
     """
 
     def tcx_programs() -> list[int]:
-        return [
-            len(objects.list_attached(socket.if_nametoindex("up0"), kind))
-            for kind in ATTACH_TYPE.values()
-        ]
+        return [len(objects.list_attached(socket.if_nametoindex("up0"), kind)) for kind in ATTACH_TYPE.values()]
 
     def story() -> None:
         ip("link add up0 type veth peer name up1")

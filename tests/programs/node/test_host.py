@@ -82,9 +82,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         command("ip", "netns", "del", where)
 
 
-def test_rules_that_take_long_to_read_are_read_less_often(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times as long between two readings, while the ruleset changes all the time."""
     clock, read_at = [0.0], []
 
@@ -115,15 +113,10 @@ def test_rules_that_cannot_be_parsed_do_not_end_the_agent(
 @needs("conntrack_nat")
 @pytest.mark.parametrize(
     ("close", "reopen"),
-    [
-        ("iptables -P FORWARD DROP", "iptables -P FORWARD ACCEPT"),
-        ("nft -f -", "nft delete table inet shut"),
-    ],
+    [("iptables -P FORWARD DROP", "iptables -P FORWARD ACCEPT"), ("nft -f -", "nft delete table inet shut")],
     ids=["iptables", "another table"],
 )
-def test_packets_are_marked_only_where_forward_may_refuse_them(
-    bench: Bench, close: str, reopen: str
-) -> None:
+def test_packets_are_marked_only_where_forward_may_refuse_them(bench: Bench, close: str, reopen: str) -> None:
     """With conntrack: two chains, which each forwarded packet would pass."""
     config = replace(CONFIG, forwarding="netfilter", masquerade_ports=(61_000, 62_000))
     bench.do(lambda: bench.host_integration.choose_forwarding(config))
@@ -138,13 +131,15 @@ def test_packets_are_marked_only_where_forward_may_refuse_them(
 LEGACY = "iptables-legacy -w -t raw {} PREROUTING -p tcp --dport 30080 -j DROP"
 BYPASSED = {
     "nft": (
-        ("nft add table inet t",
-         "nft add chain inet t c { type filter hook prerouting priority raw ; }",
-         "nft add rule inet t c tcp dport 30080 drop"),
+        (
+            "nft add table inet t",
+            "nft add chain inet t c { type filter hook prerouting priority raw ; }",
+            "nft add rule inet t c tcp dport 30080 drop",
+        ),
         "nft delete table inet t",
     ),
     "iptables-legacy": ((LEGACY.format("-A"),), LEGACY.format("-D")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tool", BYPASSED)
@@ -232,13 +227,12 @@ PORTS = [
     Ports("outside, with other reserved ports", USUAL, "8080", "8080", "8080"),
     Ports("inside the local range", WIDE, "", "61000-65535", ""),
     Ports("one port inside", (32768, 61000), "", "61000-65535", ""),
-    Ports("ports reserved by others stay", WIDE, "8080,9000-9010", "8080,9000-9010,61000-65535",
-          "8080,9000-9010"),
+    Ports("ports reserved by others stay", WIDE, "8080,9000-9010", "8080,9000-9010,61000-65535", "8080,9000-9010"),
     Ports("adjacent to ports of others", WIDE, "60000-60999", "60000-65535", "60000-60999"),
     Ports("some reserved by others", WIDE, "62000-62999", "61000-65535", "62000-62999"),
     Ports("all reserved by others", WIDE, "61000-65535", "61000-65535", "61000-65535"),
     Ports("more than all reserved", WIDE, "50000-65535", "50000-65535", "50000-65535"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", PORTS, ids=lambda row: row.name)
@@ -388,8 +382,7 @@ def test_poll_of_a_correct_rule_changes_nothing(bench: Bench):
     assert bench.do(forward_rules.read_generation) == before
     assert all(chain.has_masquerade_rule(0x4000) for chain in chains(bench).values())
     assert bench.run("iptables-nft", "-S", "FORWARD").splitlines()[1:] == [
-        '-A FORWARD -m mark --mark 0x4000/0x4000 -m comment --comment "kbpf: masqueraded, mark '
-        '0x4000" -j ACCEPT'
+        '-A FORWARD -m mark --mark 0x4000/0x4000 -m comment --comment "kbpf: masqueraded, mark 0x4000" -j ACCEPT'
     ]
 
 
@@ -397,9 +390,7 @@ def test_poll_without_ruleset_changes_lists_no_chain(bench: Bench, monkeypatch: 
     close(bench)
     bench.poll()
     bench.poll()
-    monkeypatch.setattr(
-        forward_rules, "list_forward_chains", lambda: pytest.fail("asked for the rules")
-    )
+    monkeypatch.setattr(forward_rules, "list_forward_chains", lambda: pytest.fail("asked for the rules"))
     bench.poll()
 
 
@@ -433,10 +424,7 @@ def test_failed_transaction_keeps_the_old_rule(bench: Bench):
     close(bench)
     bench.poll()
     chain = chains(bench)["ip"]
-    wrong = replace(
-        chain,
-        rules=(*chain.rules, forward_rules.ChainRule(999, forward_rules.masquerade_comment(1))),
-    )
+    wrong = replace(chain, rules=(*chain.rules, forward_rules.ChainRule(999, forward_rules.masquerade_comment(1))))
     with pytest.raises(KernelError):
         bench.do(lambda: forward_rules.accept_marked(wrong, 2))
     assert chains(bench)["ip"] == chain

@@ -77,15 +77,11 @@ def check_listing(row: Row) -> None:
         row.then(sock)
         port = sock.getsockname()[1]
         protocol = Protocol.TCP if row.kind == socket.SOCK_STREAM else Protocol.UDP
-        found = {
-            at for at in sock_diag.list_listeners() if (at.port, at.protocol) == (port, protocol)
-        }
+        found = {at for at in sock_diag.list_listeners() if (at.port, at.protocol) == (port, protocol)}
         at_port = sock_diag.list_listeners([(protocol, port), (Protocol.SCTP, port)])
         assert at_port == found, "if only this port is read"
         assert at_port.isdisjoint(sock_diag.list_listeners([(protocol, port ^ 1)]))
-        assert found == {
-            FrontendAddress(parse_addr(one), port, protocol) for one in row.told.split()
-        }
+        assert found == {FrontendAddress(parse_addr(one), port, protocol) for one in row.told.split()}
     assert all((at.port, at.protocol) != (port, protocol) for at in sock_diag.list_listeners())
 
 
@@ -94,8 +90,7 @@ def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(where: Path) 
     ClusterIP there must not be left to a process that listens at its port on all addresses.
     """
     for number, device in enumerate(("kube-ipvs0", "kube-dummy-if", "nodelocaldns"), 1):
-        ip(f"link add {device} type bridge", f"addr add 10.96.0.{number}/32 dev {device}",
-           netns=where.name)  # fmt: skip
+        ip(f"link add {device} type bridge", f"addr add 10.96.0.{number}/32 dev {device}", netns=where.name)
     read = read_node_addresses
     addresses = netns.run_in(where, read)
     assert addresses == (parse_addr("10.96.0.3"),)
@@ -104,12 +99,28 @@ def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(where: Path) 
 
 def test_ends_of_the_nodes_subnets(where: Path) -> None:
     """Not of the smallest ones, and not an end that the node itself has."""
-    ip("link add dev0 type bridge", "addr add 127.9.0.1/16 dev lo",
-       *(f"addr add {one} dev dev0" for one in
-         ("192.0.2.70/26", "198.51.100.2/31", "203.0.113.7/32", "10.1.0.0/15", "10.4.0.0/16",
-          "fd00:9::1/64")), netns=where.name)  # fmt: skip
+    ip(
+        "link add dev0 type bridge",
+        "addr add 127.9.0.1/16 dev lo",
+        *(
+            f"addr add {one} dev dev0"
+            for one in (
+                "192.0.2.70/26",
+                "198.51.100.2/31",
+                "203.0.113.7/32",
+                "10.1.0.0/15",
+                "10.4.0.0/16",
+                "fd00:9::1/64",
+            )
+        ),
+        netns=where.name,
+    )
     read = read_node_addresses
     ends = netns.run_in(where, read).subnet_ends
     assert {format_addr(end) for end in ends} == {
-        "192.0.2.64", "192.0.2.127", "10.0.0.0", "10.1.255.255", "10.4.255.255"
-    }  # fmt: skip
+        "192.0.2.64",
+        "192.0.2.127",
+        "10.0.0.0",
+        "10.1.255.255",
+        "10.4.255.255",
+    }

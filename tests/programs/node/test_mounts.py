@@ -49,16 +49,22 @@ ROWS = [
     Row("hybrid", HYBRID, "/sys/fs/cgroup/unified"),
     Row("several mounts: the shortest path", f"{PLACE}\n{HYBRID}\n{PURE}", "/mnt/my cgroups"),
     Row("a subtree and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
-    Row("a container with the host's mounted", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup",
-        ("/sys/fs/cgroup",)),
-    Row("only a subtree is visible", POD, "only a part of the cgroup v2 hierarchy is mounted "
-        "(/sys/fs/cgroup shows /kubepods/pod1); ", ("/sys/fs/cgroup",)),
-    Row("a cgroup namespace", PURE, "only a part of the cgroup v2 hierarchy is mounted "
-        "(/sys/fs/cgroup shows a part of it); ", ("/sys/fs/cgroup",)),
-    Row("a cgroup namespace and the whole", f"{PURE}\n{PLACE}", "/mnt/my cgroups",
-        ("/sys/fs/cgroup",)),
+    Row("a container with the host's mounted", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup", ("/sys/fs/cgroup",)),
+    Row(
+        "only a subtree is visible",
+        POD,
+        "only a part of the cgroup v2 hierarchy is mounted (/sys/fs/cgroup shows /kubepods/pod1); ",
+        ("/sys/fs/cgroup",),
+    ),
+    Row(
+        "a cgroup namespace",
+        PURE,
+        "only a part of the cgroup v2 hierarchy is mounted (/sys/fs/cgroup shows a part of it); ",
+        ("/sys/fs/cgroup",),
+    ),
+    Row("a cgroup namespace and the whole", f"{PURE}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
     Row("broken lines are skipped", f"\n1 2 3\n- - -\n{PURE}\nx y z / /a b", "/sys/fs/cgroup"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -89,9 +95,7 @@ def test_mountinfo_fields():
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["größe", "日本", "tab\tand space", "back\\slash", "no\udcff text"]
-)
+@pytest.mark.parametrize("name", ["größe", "日本", "tab\tand space", "back\\slash", "no\udcff text"])
 def test_escaped_paths_in_mountinfo_are_decoded(name: str):
     """The kernel escapes blanks and backslashes, and leaves other bytes alone."""
     escaped = name.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
@@ -162,8 +166,12 @@ def test_root_of_a_cgroup_namespace_is_refused():
     try:
         done = subprocess.run(
             ["sh", "-ec", script, "sh", str(folder), sys.executable, code, str(place)],
-            capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+            timeout=PATIENCE,
+        )
     finally:
         remove_cgroup(folder)
         place.rmdir()
@@ -178,16 +186,15 @@ def python_without_bpffs(code: str, *more: str) -> str:
     """What this Python prints in a new mount namespace without any bpffs, after the commands
     `more`.
     """
-    lines = [
-        "mount --make-rprivate /",
-        "while umount -l /sys/fs/bpf 2>/dev/null; do :; done",
-        *more,
-        'exec "$@"',
-    ]
+    lines = ["mount --make-rprivate /", "while umount -l /sys/fs/bpf 2>/dev/null; do :; done", *more, 'exec "$@"']
     done = subprocess.run(
         ["unshare", "-m", "sh", "-ec", "; ".join(lines), "sh", sys.executable, "-c", code],
-        capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

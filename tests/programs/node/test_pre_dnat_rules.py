@@ -21,16 +21,7 @@ from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLA_F_NESTED, NLM_F_CREATE
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules, uapi
 from kbpf.kernel.system import netns
 from kbpf.takeover import kube_proxy_cleanup as cleanup
-from tests.programs.node.rows_pre_dnat_rules import (
-    CALICO,
-    FIREWALLD,
-    IPTABLES,
-    LEGACY,
-    RAW,
-    ROWS,
-    Row,
-    in_table,
-)
+from tests.programs.node.rows_pre_dnat_rules import CALICO, FIREWALLD, IPTABLES, LEGACY, RAW, ROWS, Row, in_table
 from tests.support.lab.lab import run
 
 LEGACY_TOOL = ("iptables-legacy", "-w")
@@ -169,17 +160,7 @@ def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[st
 def test_comments_in_iptables_legacy_hide_no_rule(where: str, comment: bytes) -> None:
     for port in ("22", "30080"):
         args = f"-t raw -A PREROUTING -p tcp --dport {port} -m comment --comment".split()
-        run(
-            "ip",
-            "netns",
-            "exec",
-            where,
-            *LEGACY_TOOL,
-            *args,
-            os.fsdecode(comment),
-            "-j",
-            "DROP",
-        )
+        run("ip", "netns", "exec", where, *LEGACY_TOOL, *args, os.fsdecode(comment), "-j", "DROP")
     assert find_legacy(where) == ((f"{RAW} PREROUTING",), ())
 
 
@@ -200,15 +181,19 @@ def test_unreadable_iptables_legacy_tables_are_reported(
 
 FORWARD = [
     ("firewalld", FIREWALLD.read_text(), ("inet firewalld filter_FORWARD",)),
-    ("a policy", "table inet t { chain c { type filter hook forward priority 0; policy drop; } }",
-     ("inet t c",)),
-    ("a last rule", "table inet t { chain c { type filter hook forward priority 0; "
-     "ct state established accept\ncounter drop; } }", ("inet t c",)),
-    ("a rule for some", "table inet t { chain c { type filter hook forward priority 0; "
-     "ip saddr 192.0.2.1 drop; } }", ()),
-    ("at input", "table inet t { chain c { type filter hook input priority 0; policy drop; } }",
-     ()),
-]  # fmt: skip
+    ("a policy", "table inet t { chain c { type filter hook forward priority 0; policy drop; } }", ("inet t c",)),
+    (
+        "a last rule",
+        "table inet t { chain c { type filter hook forward priority 0; ct state established accept\ncounter drop; } }",
+        ("inet t c",),
+    ),
+    (
+        "a rule for some",
+        "table inet t { chain c { type filter hook forward priority 0; ip saddr 192.0.2.1 drop; } }",
+        (),
+    ),
+    ("at input", "table inet t { chain c { type filter hook input priority 0; policy drop; } }", ()),
+]
 
 
 @pytest.mark.parametrize(("what", "rules", "named"), FORWARD, ids=[what for what, *_ in FORWARD])

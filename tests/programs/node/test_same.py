@@ -23,19 +23,29 @@ class Planted(NamedTuple):
 
 
 PLANTED = (
-    Planted("bytecode", "kbpf/bpf/sock.c", "#define CGROUP_LEVELS 10", "#define CGROUP_LEVELS 11",
-            "sock: program connect4"),
-    Planted("states", "kbpf/policy/compute.py", "=service.affinity_timeout,",
-            "=service.affinity_timeout + 1,", "affinity_timeout=1,"),
-    Planted("writes", "kbpf/dataplane/bpf/state/commit.py", "ONE = U32.pack(1)",
-            "ONE = U32.pack(2)", "02000000"),
-    Planted("messages", "kbpf/kernel/net/ipvs.py", "_L_THRESH, _U32.pack(0)",
-            "_L_THRESH, _U32.pack(7)", "0800060007000000"),
-    Planted("shown", "kbpf/serve/kbpf_metrics.py", '"gauge", text, read, labels)',
-            '"gauge", text.upper(), read, labels)', "# HELP kbpf_"),
-    Planted("configs", "kbpf/model/config.py", 'mode: str = "auto"', 'mode: str = "ipvs"',
-            "mode='ipvs'"),
-)  # fmt: skip
+    Planted(
+        "bytecode", "kbpf/bpf/sock.c", "#define CGROUP_LEVELS 10", "#define CGROUP_LEVELS 11", "sock: program connect4"
+    ),
+    Planted(
+        "states",
+        "kbpf/policy/compute.py",
+        "=service.affinity_timeout,",
+        "=service.affinity_timeout + 1,",
+        "affinity_timeout=1,",
+    ),
+    Planted("writes", "kbpf/dataplane/bpf/state/commit.py", "ONE = U32.pack(1)", "ONE = U32.pack(2)", "02000000"),
+    Planted(
+        "messages", "kbpf/kernel/net/ipvs.py", "_L_THRESH, _U32.pack(0)", "_L_THRESH, _U32.pack(7)", "0800060007000000"
+    ),
+    Planted(
+        "shown",
+        "kbpf/serve/kbpf_metrics.py",
+        '"gauge", text, read, labels)',
+        '"gauge", text.upper(), read, labels)',
+        "# HELP kbpf_",
+    ),
+    Planted("configs", "kbpf/model/config.py", 'mode: str = "auto"', 'mode: str = "ipvs"', "mode='ipvs'"),
+)
 
 
 def same(*words: object) -> tuple[int, str]:
@@ -85,9 +95,12 @@ def test_other_inputs_are_no_difference(copy: Path):
     ("new", "line"),
     [
         ("no-such-revision", "same: no-such-revision is neither a folder nor a revision\n"),
-        ("/", "same: /: configs: {python}: Error while finding module specification for "
-         "'tests.same' (ModuleNotFoundError: No module named 'tests')\n"),
+        (
+            "/",
+            "same: /: configs: {python}: Error while finding module specification for "
+            "'tests.same' (ModuleNotFoundError: No module named 'tests')\n",
+        ),
     ],
-)  # fmt: skip
+)
 def test_error_is_one_line(new: str, line: str):
     assert same(ROOT, new, "--only", "configs") == (2, line.format(python=sys.executable))

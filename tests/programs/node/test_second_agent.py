@@ -35,18 +35,12 @@ from kbpf.kernel.bpf.tc import AttachMethod, Runner, TcAttacher
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.probe_result import Probe
 from kbpf.model.config import SocketLb
-from tests.programs.node.test_hooks_verified import (
-    WEB,
-    mount_bpffs_over,
-    run_in_new_namespaces,
-)
+from tests.programs.node.test_hooks_verified import WEB, mount_bpffs_over, run_in_new_namespaces
 from tests.support.features import needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site
 
-both_methods = pytest.mark.parametrize(
-    "how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT]
-)
+both_methods = pytest.mark.parametrize("how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT])
 
 
 def run_with_device(how: AttachMethod, story: Callable[[], None]) -> None:
@@ -105,10 +99,7 @@ def second_site(first: Site, **arguments: Path) -> Iterator[Site]:
         other.close()
 
 
-ROWS = [
-    ("another cgroup", {}, False),
-    ("no socket hooks", {"socket_lb": SocketLb.OFF}, True),
-]
+ROWS = [("another cgroup", {}, False), ("no socket hooks", {"socket_lb": SocketLb.OFF}, True)]
 
 
 @both_methods
@@ -149,9 +140,7 @@ def test_second_agent_on_the_same_devices_is_refused(
 
 
 @both_methods
-def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(
-    site: Site, how: AttachMethod
-) -> None:
+def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(site: Site, how: AttachMethod) -> None:
     def story() -> None:
         with second_site(site, cgroup=site.cgroup) as other:
             second = other.open(packet_path=True, devices=("up0",))
@@ -216,12 +205,8 @@ def bpffs_unmounted(site: Site) -> None:
 
 
 @both_methods
-@pytest.mark.parametrize(
-    "lose_pins", [pins_deleted, bpffs_unmounted], ids=lambda lose_pins: lose_pins.__name__
-)
-def test_cleanup_finds_filters_without_pins(
-    site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]
-) -> None:
+@pytest.mark.parametrize("lose_pins", [pins_deleted, bpffs_unmounted], ids=lambda lose_pins: lose_pins.__name__)
+def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]) -> None:
     """They have lost their tail calls, so they would drop each SYN to a Service."""
 
     def story() -> None:
@@ -247,9 +232,7 @@ def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: Attach
         serve(site)
         before = attached()
         with second_site(site) as other:
-            assert not [
-                item for item in cleanup.remove_pins(other.pins) if item.kind == "attachment"
-            ]
+            assert not [item for item in cleanup.remove_pins(other.pins) if item.kind == "attachment"]
         assert attached() == before
 
     run_with_device(how, story)
@@ -261,9 +244,7 @@ def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: Attach
     [killed, earlier_version, killed_while_switching, cleaned, pins_deleted, bpffs_unmounted],
     ids=lambda end: end.__name__,
 )
-def test_agent_that_starts_again_is_not_refused(
-    site: Site, how: AttachMethod, end: Callable[[Site], None]
-) -> None:
+def test_agent_that_starts_again_is_not_refused(site: Site, how: AttachMethod, end: Callable[[Site], None]) -> None:
     def story() -> None:
         end(site)
         # the kernel frees what was pinned in the background
@@ -277,9 +258,7 @@ def test_agent_that_starts_again_is_not_refused(
 
 
 @pytest.mark.parametrize("only_at", ["a device that ours has not reached", "the cgroup"])
-def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(
-    site: Site, only_at: str
-) -> None:
+def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(site: Site, only_at: str) -> None:
     """Its programs elsewhere would be left without updates."""
 
     def story() -> None:
@@ -328,8 +307,7 @@ def test_two_agents_that_both_started_are_reported(
             now = time.monotonic() + 60
             for plane, own, theirs in ((first, site, other), (second, other, site)):
                 plane.tick(now)
-                expect_reported(plane, "connect4", "connect6", "sendmsg4", "sendmsg6",
-                                "tc_egress", "tc_ingress")  # fmt: skip
+                expect_reported(plane, "connect4", "connect6", "sendmsg4", "sendmsg6", "tc_egress", "tc_ingress")
                 shown = {one.name: one for one in devices.read(Pins(own.pins), 0, None)}
                 assert shown["up0"].ingress == f"tc_ingress ({how})"
                 assert not plane.status().packets.failed

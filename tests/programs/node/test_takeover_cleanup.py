@@ -144,8 +144,7 @@ def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(bench: Bench
         with IPSet() as face:
             face.add("KUBE-NODE-PORT-TCP", 30080, etype="port")
         new = [
-            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, one, VirtualServiceSettings("rr"))
-            for one in theirs + others
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, one, VirtualServiceSettings("rr")) for one in theirs + others
         ]
         talk = IpvsClient()
         talk.apply(new)
@@ -209,9 +208,7 @@ def served(bench: Bench) -> dict[VirtualServiceKey, list[int]]:
 
     def read() -> dict[VirtualServiceKey, list[int]]:
         with closing(IpvsClient()) as face:
-            return {
-                s: [load.weight for load in face.list_servers(s)] for s, _ in face.list_services()
-            }
+            return {s: [load.weight for load in face.list_servers(s)] for s, _ in face.list_services()}
 
     return bench.do(read)
 
@@ -228,14 +225,8 @@ def talk(bench: Bench) -> Iterator[Talk]:
     )
 
     def fill() -> None:
-        new = [
-            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, one, VirtualServiceSettings("rr"))
-            for one in (BUSY, IDLE)
-        ]
-        new += [
-            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, one, server=AT, weight=1)
-            for one in (BUSY, IDLE)
-        ]
+        new = [IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, one, VirtualServiceSettings("rr")) for one in (BUSY, IDLE)]
+        new += [IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, one, server=AT, weight=1) for one in (BUSY, IDLE)]
         with closing(IpvsClient()) as face:
             face.apply(new)
 
@@ -277,9 +268,7 @@ def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Bench, tal
     ]
     assert served(bench) == {BUSY: [0]}
     assert names(bench) == {"lo", "kbpf-keepalive"}
-    assert bench.do(
-        lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
-    ) == (BUSY,)
+    assert bench.do(lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())) == (BUSY,)
     assert bench.do(takeover_cleanup.count_connections) == 1
     talk.exchange()
     assert bench.do(conntrack_keepalive.remove_unneeded) == ()
@@ -299,9 +288,7 @@ def test_returning_kube_proxy_keeps_its_virtual_services(bench: Bench, talk: Tal
         "the weights are still 0: the device alone is no sign of a running kube-proxy"
     )
     assert served(bench) == {BUSY: [0]}
-    assert bench.do(
-        lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
-    ) == (BUSY,)
+    assert bench.do(lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())) == (BUSY,)
     bench.do(restore_weight)
     assert bench.do(conntrack_keepalive.remove_unneeded) == ("ip",)
     assert list(served(bench)) == [BUSY]
@@ -310,21 +297,15 @@ def test_returning_kube_proxy_keeps_its_virtual_services(bench: Bench, talk: Tal
 
 
 @needs("ipvs")
-def test_kbpf_cleanup_removes_virtual_services_with_connections(
-    bench: Bench, talk: Talk, tmp_path: Path
-) -> None:
+def test_kbpf_cleanup_removes_virtual_services_with_connections(bench: Bench, talk: Talk, tmp_path: Path) -> None:
     bench.do(lambda: list(takeover_cleanup.remove()))
-    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (
-        f"table ip {conntrack_keepalive.TABLE}",
-    )
+    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (f"table ip {conntrack_keepalive.TABLE}",)
     assert served(bench) == {}
     assert names(bench) == {"lo"}
 
 
 @needs("ipvs")
-def test_masqueraded_ipvs_connection_is_listed_as_the_backend_sees_it(
-    bench: Bench, talk: Talk
-) -> None:
+def test_masqueraded_ipvs_connection_is_listed_as_the_backend_sees_it(bench: Bench, talk: Talk) -> None:
     rules = (
         "add table ip theirs",
         "add chain ip theirs out { type nat hook postrouting priority 100 ; }",
@@ -373,9 +354,7 @@ def forget_connections() -> None:
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6"])
-def test_keepalive_table_stays_as_long_as_a_connection(
-    bench: Bench, family: str, tmp_path: Path
-) -> None:
+def test_keepalive_table_stays_as_long_as_a_connection(bench: Bench, family: str, tmp_path: Path) -> None:
     """The agent checks when it starts and then every KEEPALIVE_POLL_INTERVAL_S seconds."""
     assert not bench.do(lambda: conntrack.has_dnat_connections(family))
     translate_one(bench, family)
@@ -383,9 +362,7 @@ def test_keepalive_table_stays_as_long_as_a_connection(
     for _ in range(2):
         bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands(family)))
     assert bench.do(conntrack_keepalive.list_families) == (family,)
-    assert (
-        bench.run("nft", "list", "table", family, conntrack_keepalive.TABLE).count("ct state") == 1
-    )
+    assert bench.run("nft", "list", "table", family, conntrack_keepalive.TABLE).count("ct state") == 1
     agent = HostIntegration(Pins(tmp_path), Config())
     bench.do(lambda: agent.poll(0.0))
     assert bench.do(conntrack_keepalive.list_families) == (family,)
@@ -415,9 +392,7 @@ def test_masqueraded_connection_is_listed_as_the_backend_sees_it(bench: Bench) -
 def test_kbpf_cleanup_removes_the_keepalive_table(bench: Bench, tmp_path: Path) -> None:
     translate_one(bench, "ip")
     bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
-    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (
-        f"table ip {conntrack_keepalive.TABLE}",
-    )
+    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (f"table ip {conntrack_keepalive.TABLE}",)
     assert bench.do(conntrack_keepalive.list_families) == ()
 
 
@@ -437,11 +412,7 @@ FORWARD = """\
 COMMIT
 """
 REFUSES, THEIRS = "-A FORWARD -j REJECT", "-A FORWARD -p tcp -m tcp --dport 1 -j DROP"
-PASSES = (
-    "-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED "
-    f'-m comment --comment "{KEEPALIVE_COMMENT}" '
-    "-j ACCEPT"
-)
+PASSES = f'-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -m comment --comment "{KEEPALIVE_COMMENT}" -j ACCEPT'
 CLOSED = {"a policy": ("DROP", ""), "a last rule": ("ACCEPT", REFUSES)}
 
 
@@ -470,9 +441,7 @@ def stop_kube_proxy(bench: Bench, family: str, how: str = "a policy") -> list[st
 
 
 @pytest.mark.parametrize("how", CLOSED)
-def test_established_connections_pass_a_closed_forward_until_they_end(
-    bench: Bench, left: str, how: str
-) -> None:
+def test_established_connections_pass_a_closed_forward_until_they_end(bench: Bench, left: str, how: str) -> None:
     """One rule accepts it, before any rule that refuses all; iptables-nft-save can still
     list them.
     """
@@ -493,9 +462,7 @@ def test_ipvs_connections_pass_a_closed_forward(bench: Bench) -> None:
     assert forward(bench, "ip") == [THEIRS, PASSES]
 
 
-def test_cleanup_reports_the_forward_rule(
-    bench: Bench, left: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cleanup_reports_the_forward_rule(bench: Bench, left: str, capsys: pytest.CaptureFixture[str]) -> None:
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     bench.do(lambda: list(cleanup.remove_kube_proxy(force=True)))
     assert capsys.readouterr().err == (
@@ -562,9 +529,7 @@ def test_agent_restores_the_forward_rule(bench: Bench, left: str, tmp_path: Path
 def test_kbpf_cleanup_removes_the_forward_rule(bench: Bench, left: str, tmp_path: Path) -> None:
     others = stop_kube_proxy(bench, left)
     assert PASSES in forward(bench, left)
-    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (
-        f"table {left} {conntrack_keepalive.TABLE}",
-    )
+    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (f"table {left} {conntrack_keepalive.TABLE}",)
     assert forward(bench, left) == others
 
 
@@ -581,11 +546,7 @@ def test_two_processes_adding_the_rule_at_once_add_one(
             conntrack_keepalive.reconcile_forward_rules(seen)
         return seen
 
-    bench.do(
-        lambda: forward_rules.run_transaction(
-            *conntrack_keepalive.table_commands(left, with_forward_rule=True)
-        )
-    )
+    bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands(left, with_forward_rule=True)))
     chains = bench.do(real)
     monkeypatch.setattr(forward_rules, "list_forward_chains", look)
     assert bench.do(lambda: conntrack_keepalive.reconcile_forward_rules(chains)) == ()

@@ -131,9 +131,7 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         stack.callback(site.close)
         attach = TcAttacher.attach
 
-        def slow(
-            tc: TcAttacher, ifindex: int, to: Direction, program: Program
-        ) -> Attachment | None:
+        def slow(tc: TcAttacher, ifindex: int, to: Direction, program: Program) -> Attachment | None:
             device = site.name(ifindex)
             if device == site.gate.device:
                 site.gate.reached.set()
@@ -213,9 +211,7 @@ def test_ready_only_once_host_devices_have_programs(node: Site, first: Generatio
 
 
 @with_both_methods
-def test_publish_returns_once_all_devices_have_newer_programs(
-    node: Site, first: Generation, second: Generation
-):
+def test_publish_returns_once_all_devices_have_newer_programs(node: Site, first: Generation, second: Generation):
     node.ready(first)
     node.order.clear()
     node.publish(second)
@@ -225,9 +221,7 @@ def test_publish_returns_once_all_devices_have_newer_programs(
     assert not second.closed
 
 
-def test_device_being_attached_delays_newer_programs_and_gets_them(
-    node: Site, first: Generation, second: Generation
-):
+def test_device_being_attached_delays_newer_programs_and_gets_them(node: Site, first: Generation, second: Generation):
     node.gate = Gate("cali1")
     node.publish(first)
     assert node.gate.reached.wait(PATIENCE)
@@ -245,9 +239,7 @@ def test_device_being_attached_delays_newer_programs_and_gets_them(
     assert first.closed
 
 
-def test_publish_waits_for_the_last_device_with_older_programs(
-    node: Site, first: Generation, second: Generation
-):
+def test_publish_waits_for_the_last_device_with_older_programs(node: Site, first: Generation, second: Generation):
     node.ready(first)
     node.gate = Gate("up0")
     done = threading.Event()
@@ -336,9 +328,7 @@ def test_device_moved_to_another_namespace_loses_our_programs(node: Site, first:
     until("its pin is deleted", lambda: not pin.exists())
 
 
-def test_lost_attachment_comes_back_at_the_next_resync(
-    node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
-):
+def test_lost_attachment_comes_back_at_the_next_resync(node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "RESYNC_INTERVAL_S", 0.3)
     node.how = AttachMethod.TCX
     node.ready(first)
@@ -362,9 +352,7 @@ def test_failed_device_is_reported_stops_no_other_and_is_retried(
         assert node.settled, "no device runs an older program"
         first.others.clear()
         until("it has programs", lambda: node.has(first))
-        until(
-            "its success is reported", lambda: not node.reconciler.status().failed and node.settled
-        )
+        until("its success is reported", lambda: not node.reconciler.status().failed and node.settled)
 
 
 @with_both_methods
@@ -388,9 +376,7 @@ def test_device_with_older_programs_is_reported_until_swapped(
         assert node.has(second)
 
 
-def test_device_without_any_programs_does_not_delay_publish(
-    node: Site, first: Generation, second: Generation
-):
+def test_device_without_any_programs_does_not_delay_publish(node: Site, first: Generation, second: Generation):
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         first.others["cali1"] = second.others["cali1"] = wrong
         node.ready(first)

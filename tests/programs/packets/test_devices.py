@@ -16,14 +16,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod
-from kbpf.kernel.net.devices import (
-    BRIDGE_NETFILTER,
-    ZERO_MAC,
-    Device,
-    DeviceEvents,
-    DeviceMonitor,
-    list_devices,
-)
+from kbpf.kernel.net.devices import BRIDGE_NETFILTER, ZERO_MAC, Device, DeviceEvents, DeviceMonitor, list_devices
 from kbpf.kernel.net.uapi import ARPHRD_ETHER, ARPHRD_NONE
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr
@@ -93,37 +86,30 @@ def test_devices_are_listed_with_their_properties(net: Net, pods: str):
     index = {name: device.ifindex for name, device in found.items()}
     shown = json.loads(run("ip", "-n", net.name, "-j", "link"))
     macs = {
-        d["ifname"]: bytes.fromhex(d.get("address", "").replace(":", ""))
-        for d in shown
-        if d["link_type"] == "ether"
+        d["ifname"]: bytes.fromhex(d.get("address", "").replace(":", "")) for d in shown if d["link_type"] == "ether"
     }
     peer = netns.run_in(Path("/run/netns") / pods, list_devices)[-1]
     assert found["lo"] == Device(index["lo"], "lo", loopback=True, mtu=65536, link_type=772)
-    assert found["br0"] == Device(
-        index["br0"], "br0", "bridge", mtu=1400, has_subnet=True, mac=macs["br0"]
-    )
+    assert found["br0"] == Device(index["br0"], "br0", "bridge", mtu=1400, has_subnet=True, mac=macs["br0"])
     assert found["port0"] == Device(
-        index["port0"], "port0", "veth", mtu=1400, master=index["br0"],
-        link=peer.ifindex, peer_netns=found["port0"].peer_netns, mac=macs["port0"],
-    )  # fmt: skip
+        index["port0"],
+        "port0",
+        "veth",
+        mtu=1400,
+        master=index["br0"],
+        link=peer.ifindex,
+        peer_netns=found["port0"].peer_netns,
+        mac=macs["port0"],
+    )
     assert found["port0"].peer_netns is not None
-    assert found["here"] == Device(
-        index["here"], "here", "veth", link=index["far"], mac=macs["here"]
-    )
-    assert found["vx0"] == Device(
-        index["vx0"], "vx0", "vxlan", up=False, mtu=found["vx0"].mtu, mac=macs["vx0"]
-    )
+    assert found["here"] == Device(index["here"], "here", "veth", link=index["far"], mac=macs["here"])
+    assert found["vx0"] == Device(index["vx0"], "vx0", "vxlan", up=False, mtu=found["vx0"].mtu, mac=macs["vx0"])
     assert found["mv0"] == Device(
-        index["mv0"], "mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True,
-        mac=macs["mv0"],
-    )  # fmt: skip
+        index["mv0"], "mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True, mac=macs["mv0"]
+    )
     assert found["tun0"].mac == ZERO_MAC
-    assert found["tun0"] == Device(
-        index["tun0"], "tun0", "tun", up=False, point_to_point=True, link_type=ARPHRD_NONE
-    )
-    assert found["tap0"] == Device(
-        index["tap0"], "tap0", "tun", up=False, link_type=ARPHRD_ETHER, mac=macs["tap0"]
-    )
+    assert found["tun0"] == Device(index["tun0"], "tun0", "tun", up=False, point_to_point=True, link_type=ARPHRD_NONE)
+    assert found["tap0"] == Device(index["tap0"], "tap0", "tun", up=False, link_type=ARPHRD_ETHER, mac=macs["tap0"])
     assert {name for name, device in found.items() if not device.has_header} == {"lo", "tun0"}
     assert {name for name, device in found.items() if not device.carries_ip} == {"lo"}
 
@@ -206,10 +192,7 @@ def test_monitor_reports_filters_of_others(net: Net, wake: int):
         ("qdisc add dev here clsact", False),
         ("filter add dev here egress prio 1 handle 1 bpf da object-pinned {}", True),
         ("filter replace dev here egress prio 1 handle 1 bpf da object-pinned {}", True),
-        (
-            f"filter add dev here egress prio 1 handle {ours.handle} bpf da object-pinned {{}}",
-            False,
-        ),
+        (f"filter add dev here egress prio 1 handle {ours.handle} bpf da object-pinned {{}}", False),
         ("filter add dev here egress prio 2 u32 match u32 0 0 classid 1:1", False),
         ("filter del dev here egress prio 1 handle 1 bpf", False),
     )
@@ -306,9 +289,7 @@ ROLES = {
 
 
 @both_ways
-def test_chosen_devices_get_their_programs_once(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_chosen_devices_get_their_programs_once(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     devices = DeviceAttachments(node.folder, method=how)
     first = sync(node, devices, by_role(kit))
     assert places(node, first) == everywhere(ROLES, kit)
@@ -355,9 +336,7 @@ def test_ports_of_a_bridge_get_the_program_for_ingress_while_br_netfilter_is_in_
 
 
 @both_ways
-def test_next_agent_adopts_and_replaces_programs(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_next_agent_adopts_and_replaces_programs(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     first = sync(node, DeviceAttachments(node.folder, method=how), by_role(kit))
     same = sync(node, DeviceAttachments(node.folder, method=how), by_role(kit))
     assert (same.added, same.replaced, same.removed) == (0, 0, 0)
@@ -407,9 +386,7 @@ def test_devices_that_no_pattern_matches_are_detached(node: Net, kit: dict[Devic
 
 
 @both_ways
-def test_direction_without_a_program_is_detached(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_direction_without_a_program_is_detached(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
     report = sync(node, devices, lambda _, r, d: kit[r] if d is Direction.INGRESS else None)
@@ -418,8 +395,7 @@ def test_direction_without_a_program_is_detached(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [(AttachMethod.TCX, AttachMethod.CLSACT), (AttachMethod.CLSACT, AttachMethod.TCX)],
+    ("old", "new"), [(AttachMethod.TCX, AttachMethod.CLSACT), (AttachMethod.CLSACT, AttachMethod.TCX)]
 )
 @needs("tcx")
 def test_other_attach_method_takes_over(
@@ -434,9 +410,7 @@ def test_other_attach_method_takes_over(
 
 
 @both_ways
-def test_attachments_removed_by_others_come_back(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_attachments_removed_by_others_come_back(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
     if how is AttachMethod.CLSACT:
@@ -451,9 +425,7 @@ def test_attachments_removed_by_others_come_back(
 
 
 @both_ways
-def test_device_deleted_after_the_listing_is_no_failure(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_device_deleted_after_the_listing_is_no_failure(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     devices = DeviceAttachments(node.folder, method=how)
     listing = node.inside(list_devices)
     node.ip("link del cali0")
@@ -464,9 +436,7 @@ def test_device_deleted_after_the_listing_is_no_failure(
 
 
 @both_ways
-def test_device_deleted_during_the_sync_is_no_failure(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_device_deleted_during_the_sync_is_no_failure(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
 
@@ -482,9 +452,7 @@ def test_device_deleted_during_the_sync_is_no_failure(
 
 
 @both_ways
-def test_clsact_qdisc_recreated_by_others_stays(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_clsact_qdisc_recreated_by_others_stays(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
     with suppress(RuntimeError):
@@ -496,9 +464,7 @@ def test_clsact_qdisc_recreated_by_others_stays(
 
 
 @both_ways
-def test_failed_device_stops_no_other_and_is_retried(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_failed_device_stops_no_other_and_is_retried(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     devices = DeviceAttachments(node.folder, method=how)
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         report = sync(node, devices, lambda d, r, _: wrong if d.name == "here" else kit[r])
@@ -512,9 +478,7 @@ def test_failed_device_stops_no_other_and_is_retried(
 
 
 @both_ways
-def test_remove_leaves_only_foreign_attachments(
-    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
-):
+def test_remove_leaves_only_foreign_attachments(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
     node.tc("qdisc", "add", "dev", "up0", "clsact")
     words = "filter add dev up0 egress prio 9 u32 match u32 0 0 classid 1:1"
     node.tc(*words.split())
@@ -531,8 +495,11 @@ def test_remove_leaves_only_foreign_attachments(
         assert devices.status() == DeviceReport()
         assert list(node.folder.iterdir()) == []
         assert {d: node.qdiscs(d) for d in ("up0", "here", "far", "cni0")} == {
-            "up0": "clsact", "here": "", "far": "", "cni0": "",
-        }  # fmt: skip
+            "up0": "clsact",
+            "here": "",
+            "far": "",
+            "cni0": "",
+        }
         assert "u32" in node.tc("filter", "show", "dev", "up0", "egress")
         others = [] if lacking("tcx") else [program_id(foreign)]
         assert node.tcx(Direction.INGRESS, "up0") == others
@@ -540,14 +507,8 @@ def test_remove_leaves_only_foreign_attachments(
 
 
 @needs("tcx")
-def test_remove_detaches_both_methods_of_an_earlier_agent(
-    node: Net, kit: dict[DeviceRole, Program]
-):
-    sync(
-        node,
-        DeviceAttachments(node.folder, patterns=("up0",), method=AttachMethod.CLSACT),
-        by_role(kit),
-    )
+def test_remove_detaches_both_methods_of_an_earlier_agent(node: Net, kit: dict[DeviceRole, Program]):
+    sync(node, DeviceAttachments(node.folder, patterns=("up0",), method=AttachMethod.CLSACT), by_role(kit))
     (node.folder / "devices").rename(node.folder / "lost")  # as if the pin folder were lost
     with idle() as other:
         sync(node, DeviceAttachments(node.folder, method=AttachMethod.TCX), lambda *_: other)

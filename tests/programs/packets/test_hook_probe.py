@@ -123,9 +123,7 @@ METHODS = [
 
 @pytest.mark.parametrize(("method", "attach"), METHODS)
 def test_probe_names_the_program_that_keeps_packets_from_ours(
-    site: Site,
-    method: AttachMethod,
-    attach: Callable[..., contextlib.AbstractContextManager[None]],
+    site: Site, method: AttachMethod, attach: Callable[..., contextlib.AbstractContextManager[None]]
 ) -> None:
     def story() -> None:
         started(site, method)
@@ -202,10 +200,14 @@ def test_only_one_of_many_alike_pod_devices_is_probed() -> None:
         return Point(Device(number, f"dev{number}", up=up), Direction.INGRESS, programs)
 
     points = [
-        point(1, ours), point(2, ours),
-        point(11, ours), point(12, policy, ours), point(13, other, ours),
-        point(14, ours, policy), point(15, policy, ours, up=False),
-    ]  # fmt: skip
+        point(1, ours),
+        point(2, ours),
+        point(11, ours),
+        point(12, policy, ours),
+        point(13, other, ours),
+        point(14, ours, policy),
+        point(15, policy, ours, up=False),
+    ]
     selected = select_representative(points, names, host=(1, 2))
     assert [chosen.device.ifindex for chosen in selected] == [1, 2, 12, 14]
     many = [point(number, ours) for number in range(1, 200)]

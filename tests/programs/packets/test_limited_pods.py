@@ -60,9 +60,7 @@ def serve(site: Site, sizes: MapSizes = SIZES) -> BpfPlane:
     return plane
 
 
-def test_limited_pods_are_named_and_take_no_time(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     passes: list[float] = []
     sync, probe, probed = DeviceAttachments.sync, hook_probe.probe, []
 

@@ -32,10 +32,7 @@ def restricted(state: ServiceState) -> ServiceState:
     """Marks NodePorts as restricted, as policy does when there are ranges."""
     return replace(
         state,
-        frontends=tuple(
-            replace(each, restricted=each.kind is FrontendKind.NODE_PORT)
-            for each in state.frontends
-        ),
+        frontends=tuple(replace(each, restricted=each.kind is FrontendKind.NODE_PORT) for each in state.frontends),
     )
 
 
@@ -46,9 +43,7 @@ def world() -> DesiredState:
             own = "10.96.0.1" if v == 4 else "[fd00:96::1]"
             to = f"{BACKEND[v]}:8080" if v == 4 else f"[{BACKEND[v]}]:8080"
             frontends = f"{own}:80 NodePort={any_}:30080"
-            made.append(
-                restricted(service(f"web-{protocol.name.lower()}", frontends, to, protocol))
-            )
+            made.append(restricted(service(f"web-{protocol.name.lower()}", frontends, to, protocol)))
     return desired(*made, nodes=" ".join(NODE.values()))
 
 
@@ -68,9 +63,7 @@ def test_socket_of_a_pod_is_left_to_the_packet_path(site: Site) -> None:
     try:
         make_local(name)
         pod: Place = site.place("pod", name)
-        state = restricted(
-            service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP)
-        )
+        state = restricted(service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP))
         site.open(node_port_source_ranges=RANGES).apply(desired(state, nodes=NODE[4]), None)
         before = site.reasons()[Reason.NEEDS_SOURCE]
         assert picks(pod, f"{NODE[4]}:30080") == ["ENETUNREACH"]
@@ -87,11 +80,7 @@ def test_socket_of_the_node_is_always_allowed(artifact_cache: Path) -> None:
         make_local(name)
         with sites(artifact_cache) as make:
             site = make(node=name)
-            state = restricted(
-                service(
-                    "web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP
-                )
-            )
+            state = restricted(service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP))
             plane = site.open(node_port_source_ranges=RANGES)
             netns.run_in(
                 Path("/run/netns") / name,
@@ -134,9 +123,7 @@ CLIENTS = {
 @pytest.mark.parametrize("who", CLIENTS)
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
 @pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp], ids=["tcp", "udp"])
-def test_packet_from_outside_is_checked_by_its_source(
-    path: Path_, who: str, v: int, build: object
-) -> None:
+def test_packet_from_outside_is_checked_by_its_source(path: Path_, who: str, v: int, build: object) -> None:
     addresses, lets_in = CLIENTS[who]
     own, front = (f"[{a}]" if v == 6 else a for a in (addresses[v], NODE[v]))
     before = path.site.reasons()

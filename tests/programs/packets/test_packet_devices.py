@@ -62,9 +62,7 @@ class Node:
         return self.plane
 
     def apply(self, *services: ServiceState) -> None:
-        netns.run_in(
-            Path("/run/netns") / self.name, lambda: self.plane.apply(desired(*services), None)
-        )
+        netns.run_in(Path("/run/netns") / self.name, lambda: self.plane.apply(desired(*services), None))
 
     def begin(self, *services: ServiceState) -> threading.Thread:
         thread = threading.Thread(target=lambda: self.apply(*services))
@@ -142,9 +140,7 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
         stack.callback(made.resume.set)
         attach = TcAttacher.attach
 
-        def watched(
-            tc: TcAttacher, ifindex: int, to: Direction, program: Program
-        ) -> Attachment | None:
+        def watched(tc: TcAttacher, ifindex: int, to: Direction, program: Program) -> Attachment | None:
             name = socket.if_indextoname(ifindex)
             if name == made.slow:
                 made.reached.set()
@@ -273,9 +269,7 @@ def test_device_that_refuses_new_programs_keeps_the_old_ones(
 
 
 @pytest.mark.parametrize("when", ["listed", "opened"])
-def test_older_programs_removed_while_being_read_are_ignored(
-    node: Node, monkeypatch: pytest.MonkeyPatch, when: str
-):
+def test_older_programs_removed_while_being_read_are_ignored(node: Node, monkeypatch: pytest.MonkeyPatch, when: str):
     """The device thread removes them once all devices have newer ones."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
@@ -414,9 +408,7 @@ def begin(flows: Map) -> dict[bytes, bytes]:
     return made
 
 
-def test_flows_in_old_maps_move_when_the_last_device_is_swapped(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-):
+def test_flows_in_old_maps_move_when_the_last_device_is_swapped(node: Node, monkeypatch: pytest.MonkeyPatch):
     """The maps have another layout and another size. The old version's maps are removed
     only then.
     """
@@ -445,16 +437,10 @@ def test_flows_in_old_maps_move_when_the_last_device_is_swapped(
     flows.close()
 
 
-def test_pod_networks_of_a_later_node_event_reach_the_programs(
-    site: Site, caplog: pytest.LogCaptureFixture
-):
+def test_pod_networks_of_a_later_node_event_reach_the_programs(site: Site, caplog: pytest.LogCaptureFixture):
     """From the Node's event to the maps. Until then one log line says that no pod is detected."""
-    config = Config(
-        node_name="me", packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, sizes=SIZES
-    )
-    plane = site.open(
-        packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, excluded_devices=("*",)
-    )
+    config = Config(node_name="me", packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, sizes=SIZES)
+    plane = site.open(packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, excluded_devices=("*",))
     agent = Agent(config, plane, lambda _: ())
 
     def flags() -> NodeFlag:

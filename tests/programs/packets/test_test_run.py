@@ -15,13 +15,8 @@ from pathlib import Path
 import pytest
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.objects import (
-    Map,
-    Program,
-)
-from kbpf.kernel.bpf.uapi import (
-    BPF_MAP_TYPE_HASH,
-)
+from kbpf.kernel.bpf.objects import Map, Program
+from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_HASH
 from kbpf.kernel.system import netns
 from tests.support.features import needs
 from tests.support.lab.lab import ip
@@ -203,12 +198,8 @@ def test_redirect_returns_only_the_verdict(program: Loader) -> None:
     ],
     ids=["IPv4", "IPv6", "ARP"],
 )
-def test_protocol_is_taken_from_the_ethernet_header(
-    program: Loader, packet: bytes, protocol: int
-) -> None:
-    assert run(program(load(0, 1, PROTOCOL)), packet).retval == int.from_bytes(
-        protocol.to_bytes(2, "big"), "little"
-    )
+def test_protocol_is_taken_from_the_ethernet_header(program: Loader, packet: bytes, protocol: int) -> None:
+    assert run(program(load(0, 1, PROTOCOL)), packet).retval == int.from_bytes(protocol.to_bytes(2, "big"), "little")
 
 
 @pytest.mark.parametrize(
@@ -265,9 +256,8 @@ def test_load_error_advice_depends_on_the_privileges(lacking: str, says: str, no
     """The verifier fails with EACCES, too, which is then no lack of privileges."""
     drop = ["setpriv", f"--bounding-set={lacking}", f"--inh-caps={lacking}"] if lacking else []
     done = subprocess.run(
-        [*drop, sys.executable, "-c", ADVICE], capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+        [*drop, sys.executable, "-c", ADVICE], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+    )
     assert done.stdout.startswith(f"{errno.EACCES if not_says == 'CAP_BPF' else errno.EPERM} ")
     assert says in done.stdout
     assert not_says not in done.stdout

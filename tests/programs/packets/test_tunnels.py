@@ -67,22 +67,30 @@ TUNNELS = (
     # (confd/etc/calico/confd/templates/bird_ipam.cfg.template)
     Tunnel("tunl0", "", "via {net4_6}.{other} dev tunl0 onlink", ""),
     # kube-router: a tunnel for each node of another subnet (pkg/tunnels/linux_tunnels.go)
-    Tunnel("tun-other", "type ipip local {net4_7}.{own} remote {net4_7}.{other}",
-           "dev tun-other", ""),
-    Tunnel("gre-nbma", "type gre local {net4_6}.{own} ttl 64",
-           "via {next} dev gre-nbma onlink", "",
-           "neigh add {next} lladdr {net4_6}.{other} dev gre-nbma nud permanent"),
-    Tunnel("gre-key", "type gre local {net4_7}.{own} remote {net4_7}.{other} ttl 64 key 7 csum",
-           "dev gre-key", "dev gre-key"),
-    Tunnel("sit-nbma", "type sit local {net4_6}.{own} ttl 64",
-           "", "via ::{net4_6}.{other} dev sit-nbma"),
-    Tunnel("sit-other", "type sit local {net4_7}.{own} remote {net4_7}.{other} ttl 64",
-           "", "dev sit-other"),
-    Tunnel("ip6-nbma", "type ip6tnl local {net6_8}:{own} mode ip6ip6",
-           "", "via {net6_8}:{other} dev ip6-nbma onlink"),
-    Tunnel("ip6-other", "type ip6tnl local {net6_7}:{own} remote {net6_7}:{other} mode any",
-           "dev ip6-other", "dev ip6-other"),
-)  # fmt: skip
+    Tunnel("tun-other", "type ipip local {net4_7}.{own} remote {net4_7}.{other}", "dev tun-other", ""),
+    Tunnel(
+        "gre-nbma",
+        "type gre local {net4_6}.{own} ttl 64",
+        "via {next} dev gre-nbma onlink",
+        "",
+        "neigh add {next} lladdr {net4_6}.{other} dev gre-nbma nud permanent",
+    ),
+    Tunnel(
+        "gre-key",
+        "type gre local {net4_7}.{own} remote {net4_7}.{other} ttl 64 key 7 csum",
+        "dev gre-key",
+        "dev gre-key",
+    ),
+    Tunnel("sit-nbma", "type sit local {net4_6}.{own} ttl 64", "", "via ::{net4_6}.{other} dev sit-nbma"),
+    Tunnel("sit-other", "type sit local {net4_7}.{own} remote {net4_7}.{other} ttl 64", "", "dev sit-other"),
+    Tunnel("ip6-nbma", "type ip6tnl local {net6_8}:{own} mode ip6ip6", "", "via {net6_8}:{other} dev ip6-nbma onlink"),
+    Tunnel(
+        "ip6-other",
+        "type ip6tnl local {net6_7}:{own} remote {net6_7}:{other} mode any",
+        "dev ip6-other",
+        "dev ip6-other",
+    ),
+)
 WAYS = [
     pytest.param(number, v6, id=f"{tunnel.name}-{'v6' if v6 else 'v4'}")
     for number, tunnel in enumerate(TUNNELS, 1)
@@ -114,9 +122,7 @@ class World:
     def __init__(self, own: ExitStack) -> None:
         self._own = own
         prefix = f"kbtn{os.getpid()}"
-        self.client, self.node, self.other, self.pod = (
-            f"{prefix}{letter}" for letter in ("c", "n", "o", "p")
-        )
+        self.client, self.node, self.other, self.pod = (f"{prefix}{letter}" for letter in ("c", "n", "o", "p"))
         for name in (self.client, self.node, self.other, self.pod):
             run("ip", "netns", "add", name)
             own.callback(run, "ip", "netns", "del", name)
@@ -146,9 +152,7 @@ class World:
         for number, v6 in (way.values for way in WAYS):
             self.serve(self.other, pod_of(number, v6))
 
-    def _veth(
-        self, name: str, peer: str, length4: str, length6: str, *ends: tuple[str, str]
-    ) -> None:
+    def _veth(self, name: str, peer: str, length4: str, length6: str, *ends: tuple[str, str]) -> None:
         ip(f"link add {name} type veth peer name {name} netns {peer}", netns=self.node)
         for where, (v4, v6) in zip((self.node, peer), ends, strict=True):
             ip(
@@ -283,8 +287,7 @@ def services() -> Iterator[ServiceState]:
             for protocol in (Protocol.TCP, Protocol.UDP):
                 vip = f"2001:db8::{number + 1}" if v6 else f"192.0.2.{number + 1}"
                 frontends = (
-                    f"NodePort={endpoint('::' if v6 else '0.0.0.0', 30000 + number)}"
-                    f" LoadBalancer={endpoint(vip, 80)}"
+                    f"NodePort={endpoint('::' if v6 else '0.0.0.0', 30000 + number)} LoadBalancer={endpoint(vip, 80)}"
                 )
                 to = endpoint(pod_of(number, v6), 8080)
                 yield service(f"s{number}-{v6:d}", frontends, to, protocol)
@@ -297,16 +300,12 @@ def all_tunnel_modules() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=FORWARDINGS)
-def world(
-    request: pytest.FixtureRequest, artifact_cache: Path, all_tunnel_modules: None
-) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, artifact_cache: Path, all_tunnel_modules: None) -> Iterator[World]:
     with ExitStack() as own:
         made = World(own)
         made.site = own.enter_context(sites(artifact_cache))(node=made.node)
         plane = made.site.open(packet_path=True, forwarding=request.param)
-        addresses = [
-            *NODE, *(address_on(number, 1, v6) for number, v6 in (way.values for way in WAYS))
-        ]  # fmt: skip
+        addresses = [*NODE, *(address_on(number, 1, v6) for number, v6 in (way.values for way in WAYS))]
         state = msgspec.structs.replace(
             desired(*services(), nodes=" ".join(addresses)),
             masquerade_addresses=tuple(parse_addr(each) for each in NODE),
@@ -318,9 +317,7 @@ def world(
 
 @PROTOCOLS
 @pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_backend_behind_a_tunnel_is_served(
-    world: World, number: int, v6: bool, protocol: Protocol
-) -> None:
+def test_a_backend_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol) -> None:
     seen = world.dial(world.client, NODE[v6], 30000 + number, protocol)
     assert seen == address_on(number, 1, v6), "masqueraded to the address of the device"
 
@@ -333,9 +330,7 @@ def test_a_transfer_through_a_tunnel_is_whole(world: World, number: int, v6: boo
 
 @PROTOCOLS
 @pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_client_behind_a_tunnel_is_served(
-    world: World, number: int, v6: bool, protocol: Protocol
-) -> None:
+def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol) -> None:
     """It dials the address of the tunnel's device, and the backend is a pod of the node."""
     seen = world.dial(world.other, address_on(number, 1, v6), 30000, protocol)
     assert seen == GATE[v6]
@@ -355,10 +350,7 @@ def test_a_socket_of_the_node_reaches_a_backend_behind_a_tunnel(
         assert world.dial(world.node, vip, 80, protocol, size) == address_on(number, 1, v6)
         return
     before = world.site.reasons()[Reason.NO_ROUTE]
-    with (
-        watched(world.site) as monitor,
-        world.socket_in(world.node, v6, protocol) as client,
-    ):
+    with watched(world.site) as monitor, world.socket_in(world.node, v6, protocol) as client:
         client.settimeout(0.5)
         with suppress(TimeoutError):
             client.connect((vip, 80))

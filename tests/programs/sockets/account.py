@@ -318,9 +318,7 @@ CONNECTIONS = [
         "192.0.2.99:80",
         ConnectionStats(opened=1, ended=1, unanswered=1),
     ),
-    Connection(
-        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)
-    ),
+    Connection("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)),
     Connection(
         "only elsewhere",
         refused,

@@ -93,20 +93,15 @@ def served(bench: Bench) -> Bench:
 
 def read_counts(site: Site) -> dict[tuple[str, str], ConnectionStats]:
     """The counters by Service name and backend."""
-    names = {
-        U32.unpack(k)[0]: unpack_service_name(raw).name
-        for k, raw in site.entries("service_names").items()
-    }
-    addresses = {
-        U32.unpack(k)[0]: Target.unpack(raw) for k, raw in site.entries("backends").items()
-    }
+    names = {U32.unpack(k)[0]: unpack_service_name(raw).name for k, raw in site.entries("service_names").items()}
+    addresses = {U32.unpack(k)[0]: Target.unpack(raw) for k, raw in site.entries("backends").items()}
     found = {}
     for key, raw in site.entries("counts").items():
         service_id, backend = U32_PAIR.unpack(key)
         at = addresses.get(backend)
-        where = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}.get(
-            backend
-        ) or ("?" if at is None else f"{at.address.hex()}:{at.port}")
+        where = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}.get(backend) or (
+            "?" if at is None else f"{at.address.hex()}:{at.port}"
+        )
         found[names.get(service_id, "?"), where] = ConnectionStats(*COUNTS.unpack(raw))
     return found
 
@@ -115,9 +110,7 @@ def added(before: dict, after: dict) -> dict[tuple[str, str], ConnectionStats]:
     """The differences, without the length of round trips and without retransmits."""
     found = {}
     for key, now in after.items():
-        more = ConnectionStats(
-            *(b - a for a, b in zip(before.get(key, ConnectionStats()), now, strict=True))
-        )
+        more = ConnectionStats(*(b - a for a, b in zip(before.get(key, ConnectionStats()), now, strict=True)))
         if any(more):
             found[key] = more._replace(rtt_us=0, retransmits=0)
     return found
@@ -126,15 +119,12 @@ def added(before: dict, after: dict) -> dict[tuple[str, str], ConnectionStats]:
 def where(bench: Bench, row: Connection) -> str:
     if row.backend == "none":
         return "none"
-    numbers = {"fair": FAIR, "fair6": FAIR, "rude": RUDE, "first": FIRST, "dns": UDP_PORT,
-               "refusing": NOBODY}  # fmt: skip
+    numbers = {"fair": FAIR, "fair6": FAIR, "rude": RUDE, "first": FIRST, "dns": UDP_PORT, "refusing": NOBODY}
     host = bench.one.ip6 if row.service == "fair6" else bench.one.ip
     text = f"{host}:{numbers[row.service]}" if row.backend == "one" else row.backend
     host, _, number = text.rpartition(":")
     packed = (
-        socket.inet_pton(socket.AF_INET6, host)
-        if ":" in host
-        else bytes(10) + b"\xff\xff" + socket.inet_aton(host)
+        socket.inet_pton(socket.AF_INET6, host) if ":" in host else bytes(10) + b"\xff\xff" + socket.inet_aton(host)
     )
     return f"{packed.hex()}:{number}"
 
@@ -214,9 +204,7 @@ def test_bytes_sent_after_close_are_counted(served: Bench):
 
     within(served.client, leaves)
     key = "fair", where(served, CONNECTIONS[0])
-    wait_for(
-        lambda: added(before, read_counts(site)).get(key, ConnectionStats()).bytes_in, len(REQUEST)
-    )
+    wait_for(lambda: added(before, read_counts(site)).get(key, ConnectionStats()).bytes_in, len(REQUEST))
 
 
 # ---- switched off ------------------------------------------------------------------------------
@@ -240,12 +228,7 @@ def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
 BEGINS = [
     Connection("a connection", fair, "10.96.0.1:80", "fair", "one", ConnectionStats(opened=1)),
     Connection(
-        "refused by the backend",
-        refused,
-        "10.96.0.5:80",
-        "refusing",
-        "one",
-        ConnectionStats(opened=1, refused=1),
+        "refused by the backend", refused, "10.96.0.5:80", "refusing", "one", ConnectionStats(opened=1, refused=1)
     ),
     Connection(
         "not answered by the backend",
@@ -255,17 +238,8 @@ BEGINS = [
         "192.0.2.99:80",
         ConnectionStats(opened=1, unanswered=1),
     ),
-    Connection(
-        "reset by the backend",
-        reset,
-        "10.96.0.2:80",
-        "rude",
-        "one",
-        ConnectionStats(opened=1, reset=1),
-    ),
-    Connection(
-        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)
-    ),
+    Connection("reset by the backend", reset, "10.96.0.2:80", "rude", "one", ConnectionStats(opened=1, reset=1)),
+    Connection("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)),
     Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
 ]
 
@@ -282,12 +256,8 @@ def test_default_accounting_counts_connections_and_failures(bench: Bench, row: C
     wait_for(lambda: bench.site.entries("sock_peers"), {})
 
 
-@pytest.mark.parametrize(
-    ("before", "then"), [(before, then) for before in Accounting for then in Accounting]
-)
-def test_connection_across_a_changed_setting_leaves_no_entry(
-    bench: Bench, before: Accounting, then: Accounting
-):
+@pytest.mark.parametrize(("before", "then"), [(before, then) for before in Accounting for then in Accounting])
+def test_connection_across_a_changed_setting_leaves_no_entry(bench: Bench, before: Accounting, then: Accounting):
     """The connection begins with one setting and is closed with the other."""
     start(bench, before)
     site = bench.site
@@ -340,14 +310,8 @@ def put_stats(site: Site, service_id: int, backend: int, total: ConnectionStats)
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
     """Ids of Services by name, and of backends by port."""
-    names = {
-        unpack_service_name(raw).name: U32.unpack(k)[0]
-        for k, raw in site.entries("service_names").items()
-    }
-    return names, {
-        f"{Target.unpack(raw).port}": U32.unpack(k)[0]
-        for k, raw in site.entries("backends").items()
-    }
+    names = {unpack_service_name(raw).name: U32.unpack(k)[0] for k, raw in site.entries("service_names").items()}
+    return names, {f"{Target.unpack(raw).port}": U32.unpack(k)[0] for k, raw in site.entries("backends").items()}
 
 
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8081 127.0.1.2:8082")
@@ -375,11 +339,7 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     }
     assert dict(found.connections or ()) == {name_of("web"): 1}
     (busiest,) = found.backends
-    assert (busiest.name, busiest.backend, busiest.open_connections) == (
-        name_of("web"),
-        "127.0.1.2:8082",
-        1,
-    )
+    assert (busiest.name, busiest.backend, busiest.open_connections) == (name_of("web"), "127.0.1.2:8082", 1)
     assert busiest.stats == ConnectionStats(opened=7, reset=2)
     assert not make_collector(site).count(lambda: None).backends
 
@@ -485,9 +445,7 @@ def test_totals_outlive_the_agent(site: Site):
     put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
     plane = site.open()
     plane.apply(desired(WEB), None)
-    assert dict(plane.shared.count_traffic(lambda: None).totals) == {
-        name_of("web"): ConnectionStats(opened=5)
-    }
+    assert dict(plane.shared.count_traffic(lambda: None).totals) == {name_of("web"): ConnectionStats(opened=5)}
 
 
 def test_full_map_counts_no_new_pairs_and_serves(bench: Bench):
@@ -564,8 +522,7 @@ def test_service_ports_over_their_share_are_summed_up(row: Shares):
 def read_latencies(site: Site) -> dict[str, ServiceLatencies]:
     names, _ = ids(site)
     by_id = {number: name for name, number in names.items()}
-    return {by_id[U32.unpack(key)[0]]: unpack_latencies(raw)
-            for key, raw in site.entries("latencies").items()}  # fmt: skip
+    return {by_id[U32.unpack(key)[0]]: unpack_latencies(raw) for key, raw in site.entries("latencies").items()}
 
 
 def values_of(latency: Latency) -> int:
@@ -601,9 +558,7 @@ def test_latencies_of_each_connection_are_measured(served: Bench):
 def test_a_connection_without_packets_has_no_latency(served: Bench):
     """As the agent, `kbpf verify` and `kbpf trace --confirm` make them."""
     before = read_latencies(served.site).get("fair", ServiceLatencies())
-    within(
-        served.client, lambda: dial.try_connect(("10.96.0.1", 80), socket.SOCK_STREAM, sends=False)
-    )
+    within(served.client, lambda: dial.try_connect(("10.96.0.1", 80), socket.SOCK_STREAM, sends=False))
     assert read_latencies(served.site).get("fair", ServiceLatencies()) == before
 
 
@@ -627,9 +582,7 @@ def test_full_map_measures_no_new_services(served: Bench):
     host, _, number = row.to.rpartition(":")
     before = read_counts(site)
     within(served.client, lambda: row.does(host.strip("[]"), int(number)))
-    wait_for(
-        lambda: added(before, read_counts(site)), {(row.service, where(served, row)): row.adds}
-    )
+    wait_for(lambda: added(before, read_counts(site)), {(row.service, where(served, row)): row.adds})
     assert len(site.entries("latencies")) == size
     now = [0.0]
     reader = make_collector(site, lambda: now[0], Accounting.FULL)
@@ -638,17 +591,14 @@ def test_full_map_measures_no_new_services(served: Bench):
     assert site.entries("latencies") == {}, "those of removed Services are deleted"
 
 
-def test_latencies_of_the_busiest_services_are_collected(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch: pytest.MonkeyPatch):
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
     site.open().apply(desired(WEB, other, tenant), None)
     services, backends = ids(site)
     counts = (0, 2) + (0,) * 21 + (1,)
     with site.pinned("latencies") as latencies:
-        raw = LATENCIES.pack(LATENCY.pack(struct.pack("=24Q", *counts), 70_500_000_000),
-                             bytes(LATENCY.size))  # fmt: skip
+        raw = LATENCIES.pack(LATENCY.pack(struct.pack("=24Q", *counts), 70_500_000_000), bytes(LATENCY.size))
         for name in ("web", "other", "third"):
             latencies.update(U32.pack(services[name]), raw)
     put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))

@@ -144,10 +144,7 @@ def test_client_keeps_its_backend(bench: Bench):
     bench.serve(web(1, 2, 3))
     before = bench.site.reasons()
     assert len(set(picks(bench.one, WEB, 50))) == 1
-    assert bench.site.reasons() - before == {
-        Reason.TRANSLATED: 1,
-        Reason.TRANSLATED_BY_AFFINITY: 49,
-    }
+    assert bench.site.reasons() - before == {Reason.TRANSLATED: 1, Reason.TRANSLATED_BY_AFFINITY: 49}
 
 
 def test_ipv6_and_v4_mapped_clients_keep_their_backend(bench: Bench):
@@ -202,19 +199,14 @@ def test_affinity_ends_after_its_timeout(bench: Bench):
     bench.age(40)
     assert bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY
     bench.age(40)
-    assert bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY, (
-        "the last connection renewed it"
-    )
+    assert bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY, "the last connection renewed it"
     bench.age(60)
     assert bench.count_reason(bench.one) is Reason.TRANSLATED
 
 
 def test_affinity_timeout_is_in_seconds(bench: Bench):
     bench.serve(web(1, 2, 3, timeout=1))
-    until(
-        "two connections within a second",
-        lambda: bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY,
-    )
+    until("two connections within a second", lambda: bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY)
     ((used, _),) = (struct.unpack_from("=QI", v) for v in bench.site.entries("affinity").values())
     time.sleep(max(0.0, used / 1e9 + 1.01 - time.monotonic()))
     assert bench.count_reason(bench.one) is Reason.TRANSLATED
@@ -300,12 +292,8 @@ def test_affinity_holds_across_two_cpus(bench: Bench):
     """One CPU may read a time that the other wrote and that is a moment later than its
     own `now`.
     """
-    bench.serve(service("web", WEB, " ".join(f"{a}:1" for a in LOCAL[:8]), Protocol.UDP,
-                         affinity_timeout=HOUR))  # fmt: skip
+    bench.serve(service("web", WEB, " ".join(f"{a}:1" for a in LOCAL[:8]), Protocol.UDP, affinity_timeout=HOUR))
     host, _, port = WEB.rpartition(":")
     first = set(picks(bench.one, WEB, 1))
-    waiting = [
-        start_within(bench.one, lambda: {pick(host, int(port)) for _ in range(60_000)}, cpu)
-        for cpu in range(2)
-    ]
+    waiting = [start_within(bench.one, lambda: {pick(host, int(port)) for _ in range(60_000)}, cpu) for cpu in range(2)]
     assert [result() for result in waiting] == [first, first]

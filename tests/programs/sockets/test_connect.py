@@ -73,19 +73,22 @@ def world(pods: dict[str, Place], node: Node):
         service("dns6", "[fd00:96::1]:80", two6, UDP),
         service("empty", "10.96.0.2:80 NodePort=0.0.0.0:30082 LoadBalancer=192.0.2.2:80"),
         service("empty6", "[fd00:96::2]:80"),
-        service("near", "10.96.0.3:80 ExternalIP=192.0.2.3:80", one, local=two,
-                internal_local=True),
+        service("near", "10.96.0.3:80 ExternalIP=192.0.2.3:80", one, local=two, internal_local=True),
         service("elsewhere", "10.96.0.4:80 ExternalIP=192.0.2.4:80", one, internal_local=True),
         service("empty-dns", "10.96.0.9:53", "", UDP),
         service("nowhere", "10.96.0.5:80", internal_local=True),
         service("serving", "10.96.0.7:80", internal_local=True, serving=one),
-        service("outer", "10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 "
-                "ExternalIP=192.0.2.7:80", one, external_local=True),
+        service(
+            "outer",
+            "10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 ExternalIP=192.0.2.7:80",
+            one,
+            external_local=True,
+        ),
         service("guarded", f"10.96.0.8:80 LoadBalancer={ALONE}:7000", one, restricted=True),
         service("taken", f"ExternalIP={ALONE}:7001", one),
         service("shadow", f"NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80", one),
         nodes=f"{node.ip} {node.ip6}",
-    )  # fmt: skip
+    )
 
 
 class Dial(NamedTuple):
@@ -132,12 +135,12 @@ DIALS = [
     Dial("no endpoints: LB VIP", "pod", "192.0.2.2:80", REFUSED, Reason.NO_ENDPOINTS),
     Dial("internal Local, one here", "pod", "10.96.0.3:80", "two", GOES),
     Dial("internal Local is not for ExternalIPs", "pod", "192.0.2.3:80", "one", GOES),
-    Dial("internal Local, only elsewhere: silence", "pod", "10.96.0.4:80", SILENCE,
-         Reason.NO_LOCAL_ENDPOINTS),
+    Dial("internal Local, only elsewhere: silence", "pod", "10.96.0.4:80", SILENCE, Reason.NO_LOCAL_ENDPOINTS),
     Dial("internal Local, only elsewhere, ExternalIP", "pod", "192.0.2.4:80", "one", GOES),
     Dial("internal Local, none at all", "pod", "10.96.0.5:80", REFUSED, Reason.NO_ENDPOINTS),
-    Dial("internal Local, elsewhere and terminating: silence", "pod", "10.96.0.7:80", SILENCE,
-         Reason.NO_LOCAL_ENDPOINTS),
+    Dial(
+        "internal Local, elsewhere and terminating: silence", "pod", "10.96.0.7:80", SILENCE, Reason.NO_LOCAL_ENDPOINTS
+    ),
     Dial("external Local, pod to NodePort: cluster", "pod", "{node}:30086", "one", GOES),
     Dial("external Local, host to NodePort: cluster", "host", "{node}:30086", "one", GOES),
     Dial("external Local, pod to LB VIP: cluster", "pod", "192.0.2.6:80", "one", GOES),
@@ -164,10 +167,9 @@ DIALS = [
     Dial("NodePort on a node address that has none", "pod", ALONE + ":30099", "host-1", NONE),
     Dial("NodePort on a foreign address", "host", "{pod}:30080", "pod", NONE),
     Dial("no IPv6 NodePort of an IPv4 Service", "host", "[{node6}]:30099", "host-1", NONE),
-    Dial("restricted LB VIP is left to the packet path", "pod", ALONE + ":7000", "host-1",
-         Reason.NEEDS_SOURCE),
+    Dial("restricted LB VIP is left to the packet path", "pod", ALONE + ":7000", "host-1", Reason.NEEDS_SOURCE),
     Dial("restriction is not for the ClusterIP", "pod", "10.96.0.8:80", "one", GOES),
-]  # fmt: skip
+]
 
 
 def marks(row: Dial) -> tuple[pytest.MarkDecorator, ...]:
@@ -338,9 +340,7 @@ PORT_OF_PING, PORT_OF_MUSL = 1025, 65535
 @needs("set_retval")
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
 @pytest.mark.parametrize("port", [PORT_OF_PING, PORT_OF_MUSL])
-def test_udp_connect_to_an_unknown_port_succeeds(
-    bench: Bench, packet_path_flag: None, host: str, port: int
-):
+def test_udp_connect_to_an_unknown_port_succeeds(bench: Bench, packet_path_flag: None, host: str, port: int):
     """connect() sends nothing. A datagram or a TCP SYN is refused: by the packet path, or
     at once.
     """
@@ -354,9 +354,7 @@ def test_udp_connect_to_an_unknown_port_succeeds(
 
 
 @needs("set_retval")
-def test_udp_connect_to_a_service_without_endpoints_is_refused(
-    bench: Bench, packet_path_flag: None
-):
+def test_udp_connect_to_a_service_without_endpoints_is_refused(bench: Bench, packet_path_flag: None):
     """A client that names the port of a Service will send to it, so it learns at once."""
     before = bench.site.reasons()
     assert within(bench["pod"], lambda: own_address("10.96.0.9", 53)) == REFUSED
@@ -390,8 +388,7 @@ PORTS = {
     "udp, connected": ("pod", socket.AF_INET, socket.SOCK_DGRAM, "10.96.0.1", True),
     "to no Service": ("pod", socket.AF_INET, socket.SOCK_STREAM, "{one}", False),
     "the host": pytest.param(
-        ("host", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", False),
-        marks=needs("netns_cookie"),
+        ("host", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", False), marks=needs("netns_cookie")
     ),
 }
 """Client, kind of socket, destination, and whether the socket gets a port of SPARE."""

@@ -42,9 +42,7 @@ def flip(site: Site, port: int) -> None:
         map_.update(key, U64.pack(word ^ 1 << port % 64))
 
 
-def test_a_connection_of_the_agent_shows_whether_services_are_translated(
-    own: Site, node: Node
-) -> None:
+def test_a_connection_of_the_agent_shows_whether_services_are_translated(own: Site, node: Node) -> None:
     plane = own.open()
     plane.apply(WORLD, None)
     config = plane._config

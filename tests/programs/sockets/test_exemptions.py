@@ -10,9 +10,7 @@ import pytest
 
 from kbpf.dataplane.bpf import attachments, exemptions
 from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching, find_pod_folders
-from kbpf.dataplane.bpf.hooks import (
-    OPTIONAL_HELPERS,
-)
+from kbpf.dataplane.bpf.hooks import OPTIONAL_HELPERS
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
@@ -20,9 +18,7 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf.uapi import (
-    BPF_FUNC_get_current_cgroup_id,
-)
+from kbpf.kernel.bpf.uapi import BPF_FUNC_get_current_cgroup_id
 from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
@@ -65,11 +61,10 @@ FOLDERS = [
     Cgroup(f"kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{TWO_}.slice", TWO),
     Cgroup(f"kubepods.slice/kubepods-pod{ONE}.slice"),
     Cgroup(f"kubepods.slice/kubepods-pod{TWO_}.scope"),
-    Cgroup(f"docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice",
-           TWO),
+    Cgroup(f"docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice", TWO),
     Cgroup(f"system.slice/pod{ONE}"),
     Cgroup(f"system.slice/foo-pod{ONE_}.slice"),
-]  # fmt: skip
+]
 
 
 def test_pod_cgroups_are_found_by_kubelets_names(site: Site, tree: Callable[[str], Path]) -> None:
@@ -86,8 +81,14 @@ class Matches(NamedTuple):
     found: tuple[str, ...]
 
 
-CGROUPS = ("system.slice", "system.slice/istio-a.service", "system.slice/istio-b.service",
-           "system.slice/sshd.service", "system.slice/sshd.service/istio", "mesh")  # fmt: skip
+CGROUPS = (
+    "system.slice",
+    "system.slice/istio-a.service",
+    "system.slice/istio-b.service",
+    "system.slice/sshd.service",
+    "system.slice/sshd.service/istio",
+    "mesh",
+)
 PATTERNS = [
     Matches(("system.slice/istio*",), CGROUPS[1:3]),
     Matches(("system.slice/istio-a.service",), CGROUPS[1:2]),
@@ -107,9 +108,7 @@ def test_patterns_match_cgroup_paths(
     ids = {path: tree(path).stat().st_ino for path in CGROUPS}
     looked: list[str] = []
     inside = exemptions._list_children
-    monkeypatch.setattr(
-        exemptions, "_list_children", lambda root, at: looked.append(at) or inside(root, at)
-    )
+    monkeypatch.setattr(exemptions, "_list_children", lambda root, at: looked.append(at) or inside(root, at))
     assert {folder[:2] for folder in find_matching(site.cgroup, row.patterns)} == {
         (path, ids[path]) for path in row.found
     }
@@ -126,9 +125,7 @@ class Run:
     def __init__(self, site: Site, plane: BpfPlane, *patterns: str) -> None:
         self.site = site
         self.notifications: list[bool] = []  # at each notification: whether any cgroup is exempt
-        self.exemptions = Exemptions(
-            cgroup2(), site.cgroup, patterns, plane._agent_maps, self._notify
-        )
+        self.exemptions = Exemptions(cgroup2(), site.cgroup, patterns, plane._agent_maps, self._notify)
         self.exemptions.adopt()
 
     def _notify(self) -> None:
@@ -138,9 +135,7 @@ class Run:
         return {int.from_bytes(key, "little") for key in self.site.entries("exempt_cgroups")}
 
 
-def test_pod_is_polled_until_its_cgroup_exists(
-    site: Site, plane: BpfPlane, tree: Callable[[str], Path]
-) -> None:
+def test_pod_is_polled_until_its_cgroup_exists(site: Site, plane: BpfPlane, tree: Callable[[str], Path]) -> None:
     run = Run(site, plane)
     run.exemptions.set_pods((), True, 100.0)
     assert run.exemptions.tick(100.0) is None, "no pod is exempt: nothing is due"
@@ -154,11 +149,7 @@ def test_pod_is_polled_until_its_cgroup_exists(
     assert (run.ids(), run.notifications) == ({folder.stat().st_ino}, [True])
     assert not run.exemptions.problems(1000.0)
     run.exemptions.set_pods((), True, 101.0)
-    assert (run.ids(), run.notifications, run.exemptions.tick(101.0)) == (
-        set(),
-        [True, False],
-        None,
-    )
+    assert (run.ids(), run.notifications, run.exemptions.tick(101.0)) == (set(), [True, False], None)
 
 
 def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPlane) -> None:
@@ -172,9 +163,7 @@ def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPla
     assert str(site.cgroup) in line
 
 
-def test_removed_cgroup_is_deleted_from_the_map(
-    site: Site, plane: BpfPlane, tree: Callable[[str], Path]
-) -> None:
+def test_removed_cgroup_is_deleted_from_the_map(site: Site, plane: BpfPlane, tree: Callable[[str], Path]) -> None:
     run = Run(site, plane)
     folder = tree(f"kubepods/pod{ONE}")
     run.exemptions.set_pods((ONE,), True, 0.0)
@@ -244,8 +233,12 @@ def test_process_below_an_exempt_cgroup_is_not_translated(
     site, client = served
     site.open().apply(WORLD, None)
     deep = tree("a/b/c/d/e/f/g/h/i/j/k/l")
-    chosen = {"its own": deep / "m", "above": deep.parents[4], "far above": site.cgroup / "a",
-              "another": tree("other")}[level]  # fmt: skip
+    chosen = {
+        "its own": deep / "m",
+        "above": deep.parents[4],
+        "far above": site.cgroup / "a",
+        "another": tree("other"),
+    }[level]
     inside = Place("inside", client.netns, deep / "m")
     try:
         assert picks(inside, "10.96.0.1:80") == [LOCAL[0]]
@@ -281,15 +274,11 @@ def test_programs_without_optional_helpers_translate(
         held.update(site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     assert not ConfigFlag(raw[8]) & ConfigFlag.SET_RETVAL
-    assert BPF_FUNC_get_current_cgroup_id not in has, (
-        "this kernel has them, so it was tried without"
-    )
+    assert BPF_FUNC_get_current_cgroup_id not in has, "this kernel has them, so it was tried without"
     assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
 
 
-def test_exemption_without_the_packet_path_is_reported(
-    served: tuple[Site, Place], tree: Callable[[str], Path]
-) -> None:
+def test_exemption_without_the_packet_path_is_reported(served: tuple[Site, Place], tree: Callable[[str], Path]) -> None:
     site, _ = served
     below = site.cgroup.relative_to(cgroup2())
     tree("mesh")
@@ -300,10 +289,7 @@ def test_exemption_without_the_packet_path_is_reported(
 
 @pytest.mark.parametrize("exempt_before", [False, True])
 def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
-    served: tuple[Site, Place],
-    tree: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    exempt_before: bool,
+    served: tuple[Site, Place], tree: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, exempt_before: bool
 ) -> None:
     """Sockets are exempt only if packet programs may serve them: those of an earlier agent."""
     site, _ = served
@@ -351,9 +337,7 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
         run("ip", "netns", "del", own)
 
 
-def test_exemption_outlasts_a_restart_until_the_first_apply(
-    served: tuple[Site, Place],
-) -> None:
+def test_exemption_outlasts_a_restart_until_the_first_apply(served: tuple[Site, Place]) -> None:
     """hostNamespaceOnly, then a start with `on`: nothing changes before everything is
     programmed.
     """

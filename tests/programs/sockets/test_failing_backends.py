@@ -153,9 +153,7 @@ class Clients(NamedTuple):
         Clients("Pods of two other tenants", refused, REFUSING, "evil1/1 other/1", True),
         Clients("a Pod beside a rare failure", refused, REFUSING, "evil1/1/99 a/1/1", False),
         Clients("a Pod whose SYNs expire", unheard, FAIR, "evil1/1 evil1/2", False),
-        Clients(
-            "a Pod that sends itself errors", tells_itself, DATAGRAMS, "evil1/1 evil1/2", False
-        ),
+        Clients("a Pod that sends itself errors", tells_itself, DATAGRAMS, "evil1/1 evil1/2", False),
     ],
     ids=lambda row: row.name,
 )

@@ -18,18 +18,7 @@ from kbpf.model.config import Accounting
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.views import failures as view
-from tests.programs.sockets.account import (
-    NOBODY,
-    RUDE,
-    Bench,
-    fair,
-    gives_up,
-    open_bench,
-    refused,
-    reset,
-    start,
-    waits,
-)
+from tests.programs.sockets.account import NOBODY, RUDE, Bench, fair, gives_up, open_bench, refused, reset, start, waits
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, until
 from tests.support.plane import desired, service, within
@@ -53,9 +42,7 @@ def recorded(bench: Bench, **filters: object) -> list[view.FailureRow]:
     """The failures of the clients `client` and `two`."""
     rows = view.build_rows(snapshot.read(bench.site.pins, view.NEEDS), **filters)
     names = {str(place.cgroup): place.name for place in (bench.client, bench.two)}
-    clients = (
-        (row, name) for row in rows for path, name in names.items() if path.endswith(row.client)
-    )
+    clients = ((row, name) for row in rows for path, name in names.items() if path.endswith(row.client))
     return [row for row, _ in clients]
 
 
@@ -93,15 +80,27 @@ REFUSED = "ECONNREFUSED"
 FAILURES = (
     Failure("no endpoints", refused, "10.96.0.7:80", "default/empty", "no_endpoints", REFUSED),
     Failure("no port", refused, "10.96.0.7:81", "default/empty", "unknown_port", REFUSED),
-    Failure("only elsewhere", refused, "10.96.0.8:80",
-            "default/elsewhere", "no_local_endpoints", "ETIMEDOUT"),
-    Failure("refused by the backend", refused, "10.96.0.5:80",
-            "default/refusing", "backend_refused", REFUSED, f"one:{NOBODY}"),
-    Failure("not answered", waits, "10.96.0.6:80", "default/silent", "backend_unanswered",
-            "ETIMEDOUT, unless a later SYN was answered", "192.0.2.99:80"),
-    Failure("reset", reset, "10.96.0.2:80",
-            "default/rude", "backend_reset", "ECONNRESET or ETIMEDOUT", f"one:{RUDE}"),
-)  # fmt: skip
+    Failure("only elsewhere", refused, "10.96.0.8:80", "default/elsewhere", "no_local_endpoints", "ETIMEDOUT"),
+    Failure(
+        "refused by the backend",
+        refused,
+        "10.96.0.5:80",
+        "default/refusing",
+        "backend_refused",
+        REFUSED,
+        f"one:{NOBODY}",
+    ),
+    Failure(
+        "not answered",
+        waits,
+        "10.96.0.6:80",
+        "default/silent",
+        "backend_unanswered",
+        "ETIMEDOUT, unless a later SYN was answered",
+        "192.0.2.99:80",
+    ),
+    Failure("reset", reset, "10.96.0.2:80", "default/rude", "backend_reset", "ECONNRESET or ETIMEDOUT", f"one:{RUDE}"),
+)
 
 
 @needs("set_retval")

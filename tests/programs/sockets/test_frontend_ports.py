@@ -50,7 +50,7 @@ HISTORIES = {
         Step({}, set(), {f"{FIRST}:53": PASSES}),
     ],
     "an unknown port is refused at a ClusterIP and passes elsewhere": [
-        Step(ONE, {53}, {f"{FIRST}:54": REFUSED, f"{SECOND}:54": PASSES}),
+        Step(ONE, {53}, {f"{FIRST}:54": REFUSED, f"{SECOND}:54": PASSES})
     ],
     "of two Services with one port one is deleted": [
         Step(ONE | TWO, {53}, {f"{FIRST}:53": BACKEND, f"{SECOND}:53": BACKEND}),
@@ -63,14 +63,12 @@ HISTORIES = {
     ],
     "every kind of frontend counts": [
         Step(
-            {"one": f"{FIRST}:53 NodePort=0.0.0.0:30053 ExternalIP=192.0.2.1:54 "
-                    "LoadBalancer=192.0.2.2:55"},
+            {"one": f"{FIRST}:53 NodePort=0.0.0.0:30053 ExternalIP=192.0.2.1:54 LoadBalancer=192.0.2.2:55"},
             {53, 54, 55, 30_053},
-            {f"{FIRST}:53": BACKEND, "192.0.2.1:54": BACKEND, "192.0.2.2:55": BACKEND,
-             f"{NODE}:30053": BACKEND},
-        ),
+            {f"{FIRST}:53": BACKEND, "192.0.2.1:54": BACKEND, "192.0.2.2:55": BACKEND, f"{NODE}:30053": BACKEND},
+        )
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -110,9 +108,7 @@ def test_map_missing_in_an_older_version_is_filled_at_start(site: Site):
     assert ports(site) == {53}
 
 
-def test_failed_write_hides_no_frontend(
-    site: Site, plane: BpfPlane, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_write_hides_no_frontend(site: Site, plane: BpfPlane, monkeypatch: pytest.MonkeyPatch):
     """Whichever write fails, a port is in the map before its frontend is written and until its
     frontend is deleted; the next change repairs everything.
     """

@@ -22,13 +22,7 @@ import pytest
 
 from kbpf.cli import app
 from kbpf.dataplane.bpf.inspect.monitor import Monitor
-from kbpf.dataplane.bpf.maps.layout import (
-    MONITORS,
-    U32,
-    U64,
-    pack_endpoint_key,
-    pack_endpoint_name,
-)
+from kbpf.dataplane.bpf.maps.layout import MONITORS, U32, U64, pack_endpoint_key, pack_endpoint_name
 from kbpf.errors import CapacityError, NotFoundError
 from kbpf.kernel.system import pods
 from kbpf.model.address import parse_addr
@@ -118,29 +112,46 @@ NEW = "new translated"
 ROWS = (
     Row("a connection", fair, "10.96.0.1:80", "default/fair", NEW, f"one:{FAIR}"),
     Row("a connection over IPv6", fair, "[fd00:96::1]:80", "default/fair6", NEW, f"one6:{FAIR}"),
-    Row("affinity", fair_twice, "10.96.0.20:80", "shop/sticky",
-        f"{NEW}, new translated_by_affinity", f"one:{FAIR}"),
-    Row("datagrams of one flow", datagrams, "10.96.0.4:53", "default/dns", NEW,
-        f"one:{UDP_PORT}", protocol="UDP"),
-    Row("a connected UDP socket", connected_udp, "10.96.0.4:53", "default/dns", NEW,
-        f"one:{UDP_PORT}", protocol="UDP"),
-    Row("no endpoints", refused, "10.96.0.7:80", "default/empty", "refused no_endpoints",
-        needs="set_retval"),
+    Row("affinity", fair_twice, "10.96.0.20:80", "shop/sticky", f"{NEW}, new translated_by_affinity", f"one:{FAIR}"),
+    Row("datagrams of one flow", datagrams, "10.96.0.4:53", "default/dns", NEW, f"one:{UDP_PORT}", protocol="UDP"),
+    Row("a connected UDP socket", connected_udp, "10.96.0.4:53", "default/dns", NEW, f"one:{UDP_PORT}", protocol="UDP"),
+    Row("no endpoints", refused, "10.96.0.7:80", "default/empty", "refused no_endpoints", needs="set_retval"),
     Row("no such port", refused, "10.96.0.7:81", "", "refused unknown_port", needs="set_retval"),
-    Row("only elsewhere", refused, "10.96.0.8:80", "default/elsewhere",
-        "dropped no_local_endpoints", needs="set_retval"),
-    Row("refused by the backend", refused, "10.96.0.5:80", "default/refusing",
-        f"{NEW}, failed backend_refused", f"one:{NOBODY}", "tracing"),
-    Row("not answered", waits, "10.96.0.6:80", "default/silent",
-        f"{NEW}, failed backend_unanswered", "192.0.2.99:80", "retransmissions"),
-    Row("reset by the backend", reset, "10.96.0.2:80", "default/rude",
-        f"{NEW}, failed backend_reset", f"one:{RUDE}", "tracing"),
-)  # fmt: skip
+    Row(
+        "only elsewhere", refused, "10.96.0.8:80", "default/elsewhere", "dropped no_local_endpoints", needs="set_retval"
+    ),
+    Row(
+        "refused by the backend",
+        refused,
+        "10.96.0.5:80",
+        "default/refusing",
+        f"{NEW}, failed backend_refused",
+        f"one:{NOBODY}",
+        "tracing",
+    ),
+    Row(
+        "not answered",
+        waits,
+        "10.96.0.6:80",
+        "default/silent",
+        f"{NEW}, failed backend_unanswered",
+        "192.0.2.99:80",
+        "retransmissions",
+    ),
+    Row(
+        "reset by the backend",
+        reset,
+        "10.96.0.2:80",
+        "default/rude",
+        f"{NEW}, failed backend_reset",
+        f"one:{RUDE}",
+        "tracing",
+    ),
+)
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=needs(row.needs) if row.needs else (), id=row.name) for row in ROWS],
+    "row", [pytest.param(row, marks=needs(row.needs) if row.needs else (), id=row.name) for row in ROWS]
 )
 def test_events_are_seen(bench: Bench, row: Row) -> None:
     host, _, number = row.to.rpartition(":")
@@ -196,26 +207,23 @@ def service_id(bench: Bench, name: str) -> int:
 
 FILTERS = (
     Filtered("none", lambda _: {}, (True, True, True)),
-    Filtered("a Service", lambda b: {"services": frozenset({service_id(b, "fair")})},
-             (True, True, False)),
-    Filtered("the frontend of a Service without this port",
-             lambda b: {"services": frozenset({service_id(b, "empty")}),
-                        "frontends": frozenset({parse_addr("10.96.0.7")})},
-             (False, False, True)),
+    Filtered("a Service", lambda b: {"services": frozenset({service_id(b, "fair")})}, (True, True, False)),
+    Filtered(
+        "the frontend of a Service without this port",
+        lambda b: {"services": frozenset({service_id(b, "empty")}), "frontends": frozenset({parse_addr("10.96.0.7")})},
+        (False, False, True),
+    ),
     Filtered("a cgroup", lambda b: {"cgroups": frozenset({cgroup_id(b)})}, (True, False, True)),
-    Filtered("the frontend's address", lambda _: {"address": parse_addr("10.96.0.1")},
-             (True, True, False)),
-    Filtered("the backend's address", lambda b: {"address": parse_addr(b.one.ip)},
-             (True, True, False)),
-    Filtered("an address and port",
-             lambda _: {"address": parse_addr("10.96.0.1"), "port": 81}, (False, False, False)),
-    Filtered("a reason", lambda _: {"reasons": frozenset({Reason.UNKNOWN_PORT})},
-             (False, False, True)),
-    Filtered("two filters",
-             lambda b: {"services": frozenset({service_id(b, "fair")}),
-                        "cgroups": frozenset({cgroup_id(b)})},
-             (True, False, False)),
-)  # fmt: skip
+    Filtered("the frontend's address", lambda _: {"address": parse_addr("10.96.0.1")}, (True, True, False)),
+    Filtered("the backend's address", lambda b: {"address": parse_addr(b.one.ip)}, (True, True, False)),
+    Filtered("an address and port", lambda _: {"address": parse_addr("10.96.0.1"), "port": 81}, (False, False, False)),
+    Filtered("a reason", lambda _: {"reasons": frozenset({Reason.UNKNOWN_PORT})}, (False, False, True)),
+    Filtered(
+        "two filters",
+        lambda b: {"services": frozenset({service_id(b, "fair")}), "cgroups": frozenset({cgroup_id(b)})},
+        (True, False, False),
+    ),
+)
 
 
 @needs("set_retval")
@@ -236,9 +244,7 @@ def test_filters(bench: Bench, row: Filtered) -> None:
 UID = "0a1b2c3d-0000-4000-8000-000000000001"
 
 
-def test_pod_is_found_by_its_cgroup(
-    bench: Bench, node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pods, "list_pod_names", lambda: {UID: "shop/cart"})
     folder = node.cgroup / "kubepods"
     place = Place("cart", bench.client.netns, folder / f"pod{UID}" / "container")
@@ -347,10 +353,19 @@ def expire(bench: Bench) -> None:
 def begin(bench: Bench, name: str, *words: str) -> subprocess.Popen[str]:
     """Starts a command that watches until it ends, even if the machine stops it for a while."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.runtime.patient_monitor", name,
-         "--pin-dir", str(bench.site.pins), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "tests.support.runtime.patient_monitor",
+            name,
+            "--pin-dir",
+            str(bench.site.pins),
+            *words,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def command(bench: Bench, *words: str) -> subprocess.Popen[str]:
@@ -416,9 +431,7 @@ def test_command_ends_with_the_reader_of_its_output(bench: Bench) -> None:
     }.items(),
     ids=str,
 )
-def test_command_ends_after_some_events(
-    bench: Bench, words: tuple[str, ...], service_name: str
-) -> None:
+def test_command_ends_after_some_events(bench: Bench, words: tuple[str, ...], service_name: str) -> None:
     process = command(bench, "-o", "json", "--count", "2", *words)
     within(bench.client, lambda: connected_udp("10.96.0.4", 53))
     for _ in range(3):
@@ -441,15 +454,7 @@ def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench)
     assert saw_all
     assert (process.returncode, err) == (0, "")
     titles, *lines = out.splitlines()
-    assert titles.split() == [
-        "TIME",
-        "VERDICT",
-        "CLIENT",
-        "SERVICE",
-        "FRONTEND",
-        "BACKEND",
-        "REASON",
-    ]
+    assert titles.split() == ["TIME", "VERDICT", "CLIENT", "SERVICE", "FRONTEND", "BACKEND", "REASON"]
     notes = [line for line in lines if "more not shown: above 10 a second" in line]
     left_out = sum(int(note.split()[0].replace(",", "")) for note in notes)
     assert len(lines) - len(notes) + left_out == FLOOD
@@ -549,8 +554,7 @@ def top(bench: Bench, *words: str, does: Callable[[], None]) -> dict[str, dict[s
     """
     for interval in (0.5, 5, 50):
         with repeated(bench.client, does) as longest:
-            process = begin(bench, "top", "--once", "-o", "json",
-                            "--interval", f"{interval * 1000:.0f}ms", *words)  # fmt: skip
+            process = begin(bench, "top", "--once", "-o", "json", "--interval", f"{interval * 1000:.0f}ms", *words)
             out, err = process.communicate()
         assert process.returncode == 0, err
         if 2 * longest() < interval:
@@ -609,10 +613,11 @@ def test_pod_and_zone_of_a_backend_are_named(bench: Bench) -> None:
 
 def test_top_refreshes_until_it_is_ended(bench: Bench) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kbpf", "top", "--pin-dir", str(bench.site.pins),
-         "--interval", "100ms"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "kbpf", "top", "--pin-dir", str(bench.site.pins), "--interval", "100ms"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     pages = 0
     while pages < 2:

@@ -60,9 +60,7 @@ def bound(cells: int) -> float:
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("weights", [(), (1, 2, 3), (1, 1, 8)])
-def test_sockets_spread_by_weight(
-    bench: tuple[Node, BpfPlane], algorithm: Algorithm, weights: tuple[int, ...]
-):
+def test_sockets_spread_by_weight(bench: tuple[Node, BpfPlane], algorithm: Algorithm, weights: tuple[int, ...]):
     node, plane = bench
     to = " ".join(f"{one}:1" for one in LOCAL[:3])
     state = service("web", WEB, to, UDP, algorithm=algorithm, cluster_weights=weights)
@@ -88,11 +86,7 @@ def test_backend_without_weight_gets_no_new_connections(bench: tuple[Node, BpfPl
 SEED = 0x6B627066
 VIP = {4: "192.0.2.1", 6: "2001:db8::1"}
 PODS = {4: "10.244.1.{}", 6: "fd00:10:244:1::{:x}"}
-BUILD = {
-    TCP: lambda a, b: tcp(a, b, flags="S", mss=1460),
-    UDP: lambda a, b: udp(a, b, b"question"),
-    SCTP: sctp,
-}
+BUILD = {TCP: lambda a, b: tcp(a, b, flags="S", mss=1460), UDP: lambda a, b: udp(a, b, b"question"), SCTP: sctp}
 both = pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
 SIZES = {2: 251, 7: 251, 11: 1021}
 
@@ -101,9 +95,7 @@ def end(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def web(
-    v: int, numbers: Sequence[int], protocol: Protocol = TCP, port: int = 8080, **more: Any
-) -> ServiceState:
+def web(v: int, numbers: Sequence[int], protocol: Protocol = TCP, port: int = 8080, **more: Any) -> ServiceState:
     """A VIP on port 80 with Maglev."""
     to = " ".join(end(PODS[v].format(n), port) for n in numbers)
     at = f"LoadBalancer={end(VIP[v], 80)}"
@@ -128,10 +120,7 @@ class Path_:
         flush(self.plane)
         self.forget()
         with self.site.pinned("devices") as devices:
-            devices.update(
-                U32.pack(1),
-                DEVICE.pack(Role.POD, 14, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16), 0),
-            )
+            devices.update(U32.pack(1), DEVICE.pack(Role.POD, 14, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16), 0))
 
     def forget(self) -> None:
         """Deletes all flows and affinities."""
@@ -194,9 +183,7 @@ def expected(state: ServiceState, client: str, port: int, size: int) -> str:
     table = oracle.maglev(named, state.cluster_weights, size)
     said = packed(client)
     if not state.affinity_timeout:
-        flow = struct.pack(
-            "!HBxHBx", port, int(frontend.at.protocol), frontend.at.port, int(frontend.at.protocol)
-        )
+        flow = struct.pack("!HBxHBx", port, int(frontend.at.protocol), frontend.at.port, int(frontend.at.protocol))
         said += flow[:4] + bytes(frontend.at.address) + flow[4:]
     chosen: Backend = state.cluster[table[murmur3(said, SEED) % size]]
     return str(chosen)
@@ -212,19 +199,21 @@ FLOWS = [(n, port) for n in range(4) for port in (1, 1024, 33000, 40001, 40002, 
 def test_murmur3_matches_published_values():
     """Checked against published test vectors."""
     for data, seed, value in (
-        (b"", 0, 0), (b"", 1, 0x514E28B7), (b"\xff" * 4, 0, 0x76293B50),
-        (b"\x21\x43\x65\x87", 0, 0xF55B516B), (b"\x21\x43\x65\x87", 0x5082EDEE, 0x2362F9DE),
-        (b"\x21\x43\x65", 0, 0x7E4A8634), (b"Hello, world!", 0x9747B28C, 0x24884CBA),
-    ):  # fmt: skip
+        (b"", 0, 0),
+        (b"", 1, 0x514E28B7),
+        (b"\xff" * 4, 0, 0x76293B50),
+        (b"\x21\x43\x65\x87", 0, 0xF55B516B),
+        (b"\x21\x43\x65\x87", 0x5082EDEE, 0x2362F9DE),
+        (b"\x21\x43\x65", 0, 0x7E4A8634),
+        (b"Hello, world!", 0x9747B28C, 0x24884CBA),
+    ):
         assert murmur3(data, seed) == value
 
 
 @both
 @pytest.mark.parametrize("protocol", [TCP, UDP, SCTP])
 @pytest.mark.parametrize("count", SIZES)
-def test_maglev_backend_of_a_packet_follows_from_its_flow(
-    one: Path_, v: int, protocol: Protocol, count: int
-):
+def test_maglev_backend_of_a_packet_follows_from_its_flow(one: Path_, v: int, protocol: Protocol, count: int):
     state = web(v, range(1, count + 1), protocol, port=80 if protocol is SCTP else 8080)
     one.serve(state)
     seen = set()
@@ -271,10 +260,7 @@ def test_two_nodes_choose_the_same_maglev_backend(one: Path_, other: Path_, v: i
         (value,) = [ServiceValue.unpack(raw) for raw in node.site.entries("services").values()]
         ids.append((value.cluster_set, *sorted(node.site.entries("backends"))))
     assert ids[0] != ids[1]
-    found = [
-        [node.chosen(end(CLIENTS[v][n], port), end(VIP[v], 80)) for n, port in FLOWS]
-        for node in (one, other)
-    ]
+    found = [[node.chosen(end(CLIENTS[v][n], port), end(VIP[v], 80)) for n, port in FLOWS] for node in (one, other)]
     assert found[0] == found[1]
 
 

@@ -73,9 +73,7 @@ class Target(NamedTuple):
 
 TARGETS = [
     Target("udp", 8, "one network namespace"),
-    Target(
-        "bpf_sk_storage_map", 16, "all with storage in one map", "must be referenced or trusted"
-    ),
+    Target("bpf_sk_storage_map", 16, "all with storage in one map", "must be referenced or trusted"),
     Target("sockmap", 24, "all in one map", "must be referenced or trusted"),
     Target("task_file", 24, "those of all tasks", "must be referenced or trusted", True),
 ]
@@ -100,12 +98,13 @@ def load(target: Target) -> tuple[int, str]:
     where = function_ids(f"bpf_iter_{target.name}")[f"bpf_iter_{target.name}"]
     options = syscalls.ProgLoadOpts(
         expected_attach_type=TRACE_ITER,
-        attach_btf_id=where, log_level=1, log_size=len(log), log_buf=ctypes.addressof(log),
-    )  # fmt: skip
-    code = program(target)
-    fd = syscalls.lib().bpf_prog_load(
-        TRACING, b"kbpf_test", b"GPL", code, len(code) // 8, ctypes.byref(options)
+        attach_btf_id=where,
+        log_level=1,
+        log_size=len(log),
+        log_buf=ctypes.addressof(log),
     )
+    code = program(target)
+    fd = syscalls.lib().bpf_prog_load(TRACING, b"kbpf_test", b"GPL", code, len(code) // 8, ctypes.byref(options))
     return (fd, "") if fd >= 0 else (-1, log.value.decode())
 
 

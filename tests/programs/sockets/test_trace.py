@@ -45,9 +45,8 @@ class Bench:
         assert place.cgroup is not None
         origin = Origin.HOST if place is self.node.host else Origin.POD
         return Client(
-            origin, cgroups=pods.list_cgroup_ids(place.cgroup, cgroup2()),
-            netns=netns.run_in(where, netns.read_cookie),
-        )  # fmt: skip
+            origin, cgroups=pods.list_cgroup_ids(place.cgroup, cgroup2()), netns=netns.run_in(where, netns.read_cookie)
+        )
 
     def inspect(self) -> Inspection:
         return snapshot.read(self.site.pins, trace.NEEDS)
@@ -73,9 +72,7 @@ def backends(count: int) -> str:
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("weights", [(), (1, 2, 3), (1, 1, 8)])
-def test_shares_are_those_of_the_weights(
-    bench: Bench, algorithm: Algorithm, weights: tuple[int, ...]
-) -> None:
+def test_shares_are_those_of_the_weights(bench: Bench, algorithm: Algorithm, weights: tuple[int, ...]) -> None:
     """test_slots.py counts that connections spread like this."""
     state = service("web", WEB, backends(3), UDP, algorithm=algorithm, cluster_weights=weights)
     bench.plane.apply(desired(state), None)
@@ -122,20 +119,27 @@ def test_which_sockets_no_hook_sees(bench: Bench) -> None:
         assert why in seen.steps[0].why
     # The hook really does not run for a process elsewhere.
     done = subprocess.run(
-        ["ip", "netns", "exec", str(bench.one.netns), "/usr/bin/python3", "-c",
-         "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('10.96.0.1', 53));"
-         "print(s.getsockname()[0])"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            "ip",
+            "netns",
+            "exec",
+            str(bench.one.netns),
+            "/usr/bin/python3",
+            "-c",
+            "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('10.96.0.1', 53));"
+            "print(s.getsockname()[0])",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.strip() not in LOCAL
 
 
 # ---- what the command reads of the node ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "driver", ["kubepods/burstable/pod{}", "kubepods.slice/kubepods-pod{}.slice"]
-)
+@pytest.mark.parametrize("driver", ["kubepods/burstable/pod{}", "kubepods.slice/kubepods-pod{}.slice"])
 def test_a_process_of_a_pod_is_found_by_its_cgroup(bench: Bench, driver: str) -> None:
     uid = f"{os.getpid():08x}-1111-2222-3333-444444444444"
     name = uid.replace("-", "_") if driver.endswith("slice") else uid

@@ -47,10 +47,7 @@ COMPILED = (
 DOWNLOADED = (
     Build("promtool", lambda say: promtool()),
     Build("the commands of tests/conformance", lambda say: userland()),
-    *(
-        Build(f"Debian's kernel {family}", lambda say, family=family: debian.fetch(family))
-        for family in debian.QUICK
-    ),
+    *(Build(f"Debian's kernel {family}", lambda say, family=family: debian.fetch(family)) for family in debian.QUICK),
     *(
         Build(f"the container image, target {target}", lambda say, target=target: _image(target))
         for target in image.TARGETS

@@ -27,12 +27,15 @@ SECONDS = 900 if not os.environ.get("KBPF_TEST_ARM64") else 5400
 MIRROR = "http://deb.debian.org/debian"
 LEFT_OUT = ("doc", "man", "locale", "info")  # as in Debian's own slim images
 DEBSTRAP = (
-    "mmdebstrap", "--quiet", "--variant=apt", "--include=usr-is-merged",
+    "mmdebstrap",
+    "--quiet",
+    "--variant=apt",
+    "--include=usr-is-merged",
     '--aptopt=Acquire::Retries "5"',
     *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT),
     # usrmerge depends on perl, which Debian's images lack.
     '--customize-hook=chroot "$1" apt-get purge -qq -y usrmerge ^perl-modules ^libperl',
-)  # fmt: skip
+)
 SUITE = "bookworm"
 TARGETS = ("kbpf", "slim")
 PYTHON = "python"
@@ -92,8 +95,7 @@ def _fill(context: Path) -> None:
     """Makes the build context: the clone's files, and artifacts that are compiled already."""
     context.mkdir()
     (context / "tools").mkdir()
-    for name in ("Containerfile", ".containerignore", "pyproject.toml", "README.md",
-                 "requirements.lock", "tools/sbom"):  # fmt: skip
+    for name in ("Containerfile", ".containerignore", "pyproject.toml", "README.md", "requirements.lock", "tools/sbom"):
         shutil.copy(ROOT / name, context / name)
     shutil.copytree(ROOT / "kbpf", context / "kbpf", ignore=shutil.ignore_patterns("__pycache__"))
     artifacts.copy_to(context / "build" / "artifacts")
@@ -130,9 +132,15 @@ class _Buildah:
         """Builds a stage of the Containerfile and returns the image's name."""
         name = f"localhost/kbpf-tests:{stage}{self._architecture}"
         self.run(
-            "build", "--isolation=chroot", "--layers", *self.platform, f"--target={stage}",
-            f"--tag={name}", f"--build-arg=BASE={self.base_name}", str(context),
-        )  # fmt: skip
+            "build",
+            "--isolation=chroot",
+            "--layers",
+            *self.platform,
+            f"--target={stage}",
+            f"--tag={name}",
+            f"--build-arg=BASE={self.base_name}",
+            str(context),
+        )
         return name
 
     def base(self) -> None:
@@ -154,9 +162,8 @@ class _Buildah:
 
 def _run(*command: str) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, check=False,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        command, capture_output=True, text=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL
+    )
     if done.returncode:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
         raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{last}")

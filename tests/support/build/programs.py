@@ -48,9 +48,7 @@ PROGRAMS = {
     "firewall": Program("cni", f"{_PLUGINS}/meta/firewall"),
     "flannel": Program("cni", f"{_PLUGINS}/meta/flannel", pins="flannel.mod"),
     "flanneld": Program("flannel", "github.com/flannel-io/flannel", cgo=True),
-    "kube-router": Program(
-        "kuberouter", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
-    ),
+    "kube-router": Program("kuberouter", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"),
 }
 """For all tests except tests/conformance."""
 RARE = {"kube-router"}

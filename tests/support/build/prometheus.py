@@ -52,9 +52,7 @@ def _fetch(folder: Path) -> None:
         new = Path(name)
         try:
             _run(*APT, "download", PACKAGE, folder=new)
-        except (
-            subprocess.CalledProcessError
-        ):  # old package lists name versions that no longer exist
+        except subprocess.CalledProcessError:  # old package lists name versions that no longer exist
             _run(*APT, "update", folder=new)
             _run(*APT, "download", PACKAGE, folder=new)
         (package,) = new.glob("*.deb")

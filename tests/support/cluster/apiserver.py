@@ -57,9 +57,7 @@ RBAC = "/apis/rbac.authorization.k8s.io/v1"
 JSON = {"Content-Type": "application/json"}
 _GROUP = "rbac.authorization.k8s.io"
 PODS = {
-    "clusterroles": {
-        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
-    },
+    "clusterroles": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]},
     "clusterrolebindings": {
         "roleRef": {"apiGroup": _GROUP, "kind": "ClusterRole", "name": "kbpf-pods"},
         "subjects": [{"apiGroup": _GROUP, "kind": "User", "name": "system:kube-proxy"}],
@@ -251,8 +249,7 @@ class ApiServer:
         self._authority.issue("server", hosts | {*self.addresses} | ({self.bind} - {"::"}))
         self._authority.issue("accounts", {"localhost"})  # for its key: it signs service accounts
         rows = [
-            f"{self.tokens[user]},{name},{user}{f',{group}' if group else ''}"
-            for user, (name, group) in USERS.items()
+            f"{self.tokens[user]},{name},{user}{f',{group}' if group else ''}" for user, (name, group) in USERS.items()
         ]
         tokens = folder / "tokens.csv"
         tokens.touch(mode=0o600)

@@ -71,9 +71,7 @@ def _kind(host: str) -> str:
     return "IP"
 
 
-def _make(
-    folder: Path, name: str, extensions: str, signed: tuple[str, ...], subject: str = ""
-) -> Certificate:
+def _make(folder: Path, name: str, extensions: str, signed: tuple[str, ...], subject: str = "") -> Certificate:
     """Write NAME.crt and NAME.key, independently of the machine's openssl.cnf."""
     made = Certificate(folder / f"{name}.crt", folder / f"{name}.key")
     config = folder / f"{name}.cnf"
@@ -83,9 +81,7 @@ def _make(
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     files = ("-keyout", str(made.key), "-out", str(made.crt), "-days", "3650")
     command = ["openssl", "req", "-x509", "-config", str(config), "-extensions", "extensions"]
-    done = subprocess.run(
-        [*command, *curve, *files, *signed], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, *curve, *files, *signed], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"openssl cannot write {made.crt}: {done.stderr.strip()}")
     return made

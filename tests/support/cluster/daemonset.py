@@ -221,9 +221,7 @@ class PodAgent(Agent):
             return int((root / controller / self._cgroup / file).read_text())
 
         if (root / "cgroup.controllers").exists():
-            (used,) = re.findall(
-                r"^usage_usec (\d+)$", (root / self._cgroup / "cpu.stat").read_text(), re.M
-            )
+            (used,) = re.findall(r"^usage_usec (\d+)$", (root / self._cgroup / "cpu.stat").read_text(), re.M)
             return {
                 "peak": count("", "memory.peak"),
                 "now": count("", "memory.current"),
@@ -341,9 +339,7 @@ class PodCluster(Cluster):
 
     def register(self, each: Node) -> None:
         """Creates a node's Node object, as kubelet and kubeadm do."""
-        made = node(
-            each.name, each.ip, each.ip6, labels=LINUX, pod_cidrs=[f"10.244.{each.number}.0/24"]
-        )
+        made = node(each.name, each.ip, each.ip6, labels=LINUX, pod_cidrs=[f"10.244.{each.number}.0/24"])
         if each.number == 1:
             made["spec"]["taints"] = [CONTROL_PLANE]
         self.kube.create(made)

@@ -42,9 +42,7 @@ class FolderKube:
         made["metadata"].setdefault("creationTimestamp", stamp)
         return self._put(made)
 
-    def patch(
-        self, kind: str, name: str, change: Object, namespace: str = "default", _: str = ""
-    ) -> Object:
+    def patch(self, kind: str, name: str, change: Object, namespace: str = "default", _: str = "") -> Object:
         """Applies a JSON merge patch."""
         made = copy.deepcopy(self.get(kind, name, namespace))
         _merge(made, change)

@@ -127,9 +127,7 @@ class Kube:
         """PUT; without metadata.resourceVersion it replaces any stored version."""
         return self._send("PUT", _path_of(obj), obj)
 
-    def patch(
-        self, kind: str, name: str, change: Object, namespace: str = "default", sub: str = ""
-    ) -> Object:
+    def patch(self, kind: str, name: str, change: Object, namespace: str = "default", sub: str = "") -> Object:
         """PATCH by JSON merge: null deletes a field, a list replaces a list."""
         path = path_of(kind, namespace, name) + (f"/{sub}" if sub else "")
         return self._send("PATCH", path, change, "application/merge-patch+json")
@@ -148,9 +146,7 @@ class Kube:
         answer = self._send("POST", f"{path}/token", wanted)
         return str(answer["status"]["token"])
 
-    def list(
-        self, kind: str, namespace: str | None = None, query: Mapping[str, str] | None = None
-    ) -> Object:
+    def list(self, kind: str, namespace: str | None = None, query: Mapping[str, str] | None = None) -> Object:
         """GET a list as the server returns it, by default of all namespaces."""
         return self._send("GET", f"{path_of(kind, namespace)}?{urlencode(query or {})}")
 
@@ -247,9 +243,7 @@ class Kube:
             raise
         return self.request(method, path, body, headers)
 
-    def _send(
-        self, method: str, path: str, body: Object | None = None, kind: str = "application/json"
-    ) -> Object:
+    def _send(self, method: str, path: str, body: Object | None = None, kind: str = "application/json") -> Object:
         data = None if body is None else json.dumps(body).encode()
         status, answer = self.request(method, path, data, {"Content-Type": kind})
         if not 200 <= status < 300:
@@ -257,9 +251,7 @@ class Kube:
         result: Object = json.loads(answer)
         return result
 
-    def _spread(
-        self, do: Callable[["Kube", Row], object], rows: Sequence[Row], workers: int
-    ) -> None:
+    def _spread(self, do: Callable[["Kube", Row], object], rows: Sequence[Row], workers: int) -> None:
         """Do all rows over several connections at once; raise the first error."""
 
         def work(part: Sequence[Row]) -> None:

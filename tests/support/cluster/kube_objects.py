@@ -161,9 +161,7 @@ def node(
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {"name": name, "labels": own} | _given(annotations=_copied(annotations)),
-        "spec": _given(
-            podCIDR=pod_cidrs[0] if pod_cidrs else None, podCIDRs=list(pod_cidrs) or None
-        ),
+        "spec": _given(podCIDR=pod_cidrs[0] if pod_cidrs else None, podCIDRs=list(pod_cidrs) or None),
         "status": status,
     }
 

@@ -160,8 +160,15 @@ class Kubeadm:
         """Stores the configuration in the ConfigMaps kubeadm-config and kubelet-config, as `kubeadm
         init` does.
         """
-        command = (str(self._program), "init", "phase", "upload-config", "all",
-                   f"--config={self._config}", f"--kubeconfig={self._admin}")  # fmt: skip
+        command = (
+            str(self._program),
+            "init",
+            "phase",
+            "upload-config",
+            "all",
+            f"--config={self._config}",
+            f"--kubeconfig={self._admin}",
+        )
         call(inside(self._netns, None, *command), self._folder)
 
     def remove_kube_proxy(self, admin: Kubectl) -> None:
@@ -177,8 +184,7 @@ class Kubeadm:
         return self._addon("--print-manifest")
 
     def _addon(self, *arguments: str) -> str:
-        command = (str(self._program), "init", "phase", "addon", "kube-proxy",
-                   f"--config={self._config}", *arguments)  # fmt: skip
+        command = (str(self._program), "init", "phase", "addon", "kube-proxy", f"--config={self._config}", *arguments)
         return call(inside(self._netns, None, *command), self._folder)
 
 
@@ -210,11 +216,7 @@ class ControlPlaneNode:
         # kubeadm 1.36 waits a minute for a Node to have this label, before it patches it.
         labels = {"kubernetes.io/hostname": self.name}
         return [
-            {
-                "apiVersion": "v1",
-                "kind": "Node",
-                "metadata": {"name": self.name, "labels": labels},
-            },
+            {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": labels}},
             {
                 "apiVersion": "v1",
                 "kind": "Pod",
@@ -224,13 +226,12 @@ class ControlPlaneNode:
                     "labels": {"component": "kube-apiserver", "tier": "control-plane"},
                     "annotations": {
                         "kubernetes.io/config.mirror": "0",
-                        "kubeadm.kubernetes.io/kube-apiserver.advertise-address.endpoint":
-                            "198.51.100.1:6443",
+                        "kubeadm.kubernetes.io/kube-apiserver.advertise-address.endpoint": "198.51.100.1:6443",
                     },
                 },
                 "spec": {"nodeName": self.name, "containers": [container]},
             },
-        ]  # fmt: skip
+        ]
 
     def run(self, *arguments: str) -> str:
         """The output of `kubeadm ARGUMENTS` on this node."""

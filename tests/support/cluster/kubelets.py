@@ -64,11 +64,7 @@ class Kubelets:
             record_revision(self._kube, each)
         is_stopped = False
         for name in self._agents:
-            wanted = [
-                each
-                for each in sets
-                if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])
-            ]
+            wanted = [each for each in sets if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])]
             if not is_stopped:
                 serving = [each for each in wanted if not is_beside(each)]
                 is_stopped = not self._sync_serving(name, serving)
@@ -193,10 +189,7 @@ class Kubelets:
 
     def _is_ready(self, name: str) -> None:
         kinds = ("Initialized", "ContainersReady", "Ready")
-        status = {
-            "phase": "Running",
-            "conditions": [{"type": kind, "status": "True"} for kind in kinds],
-        }
+        status = {"phase": "Running", "conditions": [{"type": kind, "status": "True"} for kind in kinds]}
         self._kube.patch("Pod", name, {"status": status}, SPACE, "status")
 
     def _remove_pod(self, name: str) -> None:
@@ -249,9 +242,7 @@ class Kubelets:
 
     def _env_from(self, spec: Object) -> dict[str, str]:
         made: dict[str, str] = {}
-        maps = {
-            each["metadata"]["name"]: each for each in self._kube.list("ConfigMap", SPACE)["items"]
-        }
+        maps = {each["metadata"]["name"]: each for each in self._kube.list("ConfigMap", SPACE)["items"]}
         for container in spec["containers"]:
             for source in container.get("envFrom", ()):
                 name = source["configMapRef"]["name"]
@@ -274,11 +265,7 @@ class Kubelets:
     def _account(self, agent: "PodAgent", name: str) -> Path:
         folder = agent.folder / "serviceaccount"
         folder.mkdir(parents=True, exist_ok=True)
-        files = {
-            "token": self._kube.token(name, SPACE),
-            "namespace": SPACE,
-            "ca.crt": self._ca.read_text(),
-        }
+        files = {"token": self._kube.token(name, SPACE), "namespace": SPACE, "ca.crt": self._ca.read_text()}
         for file, text in files.items():  # an agent that runs may be reading them
             put(folder, file, text)
         return folder
@@ -300,16 +287,22 @@ def record_revision(kube: Kube, owner: Object) -> None:
         if each["data"] == data:  # used before: like a controller, give it a new number
             kube.delete("ControllerRevision", each["metadata"]["name"], SPACE)
     number = 1 if newest is None else newest["revision"] + 1
-    reference = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": meta["name"],
-                 "uid": meta["uid"], "controller": True}  # fmt: skip
+    reference = {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "name": meta["name"],
+        "uid": meta["uid"],
+        "controller": True,
+    }
     metadata = {
         "name": f"{meta['name']}-{meta['uid'][:8]}-{number}",
         "namespace": SPACE,
         "labels": owner["spec"]["template"]["metadata"]["labels"],
         "ownerReferences": [reference],
     }
-    kube.create({"apiVersion": "apps/v1", "kind": "ControllerRevision", "metadata": metadata,
-                 "data": data, "revision": number})  # fmt: skip
+    kube.create(
+        {"apiVersion": "apps/v1", "kind": "ControllerRevision", "metadata": metadata, "data": data, "revision": number}
+    )
 
 
 def is_beside(owner: Object) -> bool:
@@ -348,9 +341,7 @@ def runs_on(spec: Object, given: Object) -> bool:
     if not spec.get("nodeSelector", {}).items() <= labels.items():
         return False
     rows = spec.get("tolerations", [])
-    return all(
-        any(_tolerates(row, taint) for row in rows) for taint in given["spec"].get("taints", [])
-    )
+    return all(any(_tolerates(row, taint) for row in rows) for taint in given["spec"].get("taints", []))
 
 
 def _tolerates(row: Object, taint: Object) -> bool:

@@ -54,11 +54,7 @@ def lines(agent: Agent) -> list[str]:
     addresses = [str(each.ipv4_mapped or each) for each in own]
     return sorted(
         [f"NodePorts answer on {' '.join(addresses)}"]
-        + [
-            _line(at, behind)
-            for at, behind in dump["frontends"].items()
-            if behind["service"] != cluster.MARK
-        ]
+        + [_line(at, behind) for at, behind in dump["frontends"].items() if behind["service"] != cluster.MARK]
     )
 
 

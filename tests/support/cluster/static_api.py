@@ -78,10 +78,7 @@ class StaticApi(ScriptedServer):
 
     def _find(self, kind: str, name: str) -> list[Object]:
         """The objects of a kind, or the one of this name."""
-        return [
-            obj for obj in self._objects
-            if obj["kind"] == kind and name in ("", obj["metadata"]["name"])
-        ]  # fmt: skip
+        return [obj for obj in self._objects if obj["kind"] == kind and name in ("", obj["metadata"]["name"])]
 
 
 def _watch(exchange: Exchange, kind: tuple[str, str], objects: list[Object]) -> None:

@@ -87,9 +87,7 @@ class Judge:
 
 def _theirs(said: Json) -> Json:
     ports = {f"{port['Name']}/{port['Protocol']}": _their_port(port) for port in said["Ports"]}
-    checks = {
-        name: (port, said["LocalReady"].get(name, 0)) for name, port in said["HealthPorts"].items()
-    }
+    checks = {name: (port, said["LocalReady"].get(name, 0)) for name, port in said["HealthPorts"].items()}
     return {**ports, **{f"health check of {name}": check for name, check in checks.items()}}
 
 
@@ -150,9 +148,7 @@ def _our_port(state: ServiceState) -> Json:
     by_kind = {kind: [f.at for f in state.frontends if f.kind is kind] for kind in FrontendKind}
     node_ports = by_kind.pop(FrontendKind.NODE_PORT)
     return {
-        "dialled": sorted(
-            (kind.value, str(_ip(at.address))) for kind, all_ in by_kind.items() for at in all_
-        ),
+        "dialled": sorted((kind.value, str(_ip(at.address))) for kind, all_ in by_kind.items() for at in all_),
         "port": by_kind[FrontendKind.CLUSTER_IP][0].port,
         "node port": node_ports[0].port if node_ports else 0,
         "ranges": sorted(f"{_ip(r.address)}/{_bits(r)}" for r in state.source_ranges),
@@ -198,9 +194,8 @@ def differences(judges: Sequence[Judge], question: Question, tries: int = 64) ->
 
 
 def _differences(
-    judge: Judge, question: Question, ours: dict[int, Json], theirs: dict[int, list[Json]],
-    tries: int,
-) -> list[str]:  # fmt: skip
+    judge: Judge, question: Question, ours: dict[int, Json], theirs: dict[int, list[Json]], tries: int
+) -> list[str]:
     suspects = {
         (family, key)
         for family, (outcome,) in theirs.items()
@@ -212,11 +207,7 @@ def _differences(
     names = {re.split("[:/]", key.removeprefix("health check of "))[1] for _, key in suspects}
     again = question._replace(
         services=[one for one in question.services if one["metadata"]["name"] in names],
-        slices=[
-            one
-            for one in question.slices
-            if one["metadata"]["labels"]["kubernetes.io/service-name"] in names
-        ],
+        slices=[one for one in question.slices if one["metadata"]["labels"]["kubernetes.io/service-name"] in names],
     )
     possible = judge.ask(again, tries)
     lines = []

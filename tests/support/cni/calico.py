@@ -76,11 +76,7 @@ class Calico(Cni):
 
     def _join_ipip(self, node: Node, others: "Sequence[Node]") -> None:
         """IPv6 pools have no IPIP: BIRD or felix route them over the nodes' network."""
-        ip(
-            "link set tunl0 mtu 1480 up",
-            f"addr add {_tunnel(node)[0]}/32 dev tunl0",
-            netns=node.netns,
-        )
+        ip("link set tunl0 mtu 1480 up", f"addr add {_tunnel(node)[0]}/32 dev tunl0", netns=node.netns)
         for other in others:
             ip(f"route add {pod_cidrs(other)[0]} via {other.ip} dev tunl0 onlink", netns=node.netns)
         route_to(node, others, families=(6,))
@@ -88,44 +84,56 @@ class Calico(Cni):
     def _join_vxlan(self, node: Node, others: "Sequence[Node]") -> None:
         for v6, device, mtu in ((False, "vxlan.calico", 1450), (True, "vxlan-v6.calico", 1430)):
             own, length = node.ip6 if v6 else node.ip, 128 if v6 else 32
-            ip(f"link add {device} address {_mac(node, v6)} mtu {mtu} type vxlan id 4096"
-               f" dstport 4789 local {own} dev eth0 nolearning",
-               f"addr add {_tunnel(node)[v6]}/{length} dev {device}" + (" nodad" if v6 else ""),
-               f"link set {device} up", netns=node.netns)  # fmt: skip
+            ip(
+                f"link add {device} address {_mac(node, v6)} mtu {mtu} type vxlan id 4096"
+                f" dstport 4789 local {own} dev eth0 nolearning",
+                f"addr add {_tunnel(node)[v6]}/{length} dev {device}" + (" nodad" if v6 else ""),
+                f"link set {device} up",
+                netns=node.netns,
+            )
             for other in others:
                 via, mac = _tunnel(other)[v6], _mac(other, v6)
-                ip(f"neigh add {via} lladdr {mac} dev {device} nud permanent",
-                   f"route add {pod_cidrs(other)[v6]} via {via} dev {device} onlink",
-                   netns=node.netns)  # fmt: skip
+                ip(
+                    f"neigh add {via} lladdr {mac} dev {device} nud permanent",
+                    f"route add {pod_cidrs(other)[v6]} via {via} dev {device} onlink",
+                    netns=node.netns,
+                )
                 remote = other.ip6 if v6 else other.ip
                 bridge(f"fdb add {mac} dev {device} dst {remote}", netns=node.netns)
 
     def add(self, node: Node, pod: Pod, runtime: "Mapping[str, object]") -> None:
         device = device_of(pod.netns)
-        ip(f"link add {device} address {HOST_MAC} type veth peer name eth0 netns {pod.netns}",
-           netns=node.netns)  # fmt: skip
+        ip(f"link add {device} address {HOST_MAC} type veth peer name eth0 netns {pod.netns}", netns=node.netns)
         v4, v6 = f"net.ipv4.conf.{device}", f"net.ipv6.conf.{device}"
         settings = (
-            f"{v4}.route_localnet=1", f"net.ipv4.neigh.{device}.proxy_delay=0", f"{v4}.proxy_arp=1",
-            f"{v4}.forwarding=1", f"{v4}.rp_filter=1", f"{v6}.accept_dad=0",
-            f"{v6}.disable_ipv6=0", f"{v6}.proxy_ndp=1", f"{v6}.forwarding=1", f"{v6}.accept_ra=0",
-        )  # fmt: skip
+            f"{v4}.route_localnet=1",
+            f"net.ipv4.neigh.{device}.proxy_delay=0",
+            f"{v4}.proxy_arp=1",
+            f"{v4}.forwarding=1",
+            f"{v4}.rp_filter=1",
+            f"{v6}.accept_dad=0",
+            f"{v6}.disable_ipv6=0",
+            f"{v6}.proxy_ndp=1",
+            f"{v6}.forwarding=1",
+            f"{v6}.accept_ra=0",
+        )
         run(*inside(node.netns, None, "sysctl", "-qw", *settings))
         ip(f"link set {device} up", netns=node.netns)
-        ip("link set lo up", "link set eth0 up", "route add 169.254.1.1 dev eth0 scope link",
-           "route add default via 169.254.1.1 dev eth0",
-           f"route add default via {HOST_LINK_LOCAL} dev eth0",
-           f"addr add {pod.v4}/32 dev eth0", f"addr add {pod.v6}/128 dev eth0 nodad",
-           netns=pod.netns)  # fmt: skip
-        ip(f"route add {pod.v4}/32 dev {device} scope link", f"route add {pod.v6}/128 dev {device}",
-           netns=node.netns)  # fmt: skip
+        ip(
+            "link set lo up",
+            "link set eth0 up",
+            "route add 169.254.1.1 dev eth0 scope link",
+            "route add default via 169.254.1.1 dev eth0",
+            f"route add default via {HOST_LINK_LOCAL} dev eth0",
+            f"addr add {pod.v4}/32 dev eth0",
+            f"addr add {pod.v6}/128 dev eth0 nodad",
+            netns=pod.netns,
+        )
+        ip(f"route add {pod.v4}/32 dev {device} scope link", f"route add {pod.v6}/128 dev {device}", netns=node.netns)
         self.police(node, Workload(device), is_new=True)
         result = {
             "cniVersion": "1.0.0",
-            "interfaces": [
-                {"name": device},
-                {"name": "eth0", "sandbox": f"/run/netns/{pod.netns}"},
-            ],
+            "interfaces": [{"name": device}, {"name": "eth0", "sandbox": f"/run/netns/{pod.netns}"}],
             "ips": [{"address": f"{pod.v4}/32"}, {"address": f"{pod.v6}/128"}],
         }
         Sandbox(node.netns, pod.netns, runtime).call("ADD", self.conf(node), self.programs, result)
@@ -154,9 +162,7 @@ def _restore(v6: bool) -> tuple[str, ...]:
 
 
 def _feed(node: Node, text: str, *command: str) -> None:
-    done = subprocess.run(
-        inside(node.netns, None, *command), input=text, text=True, capture_output=True, check=False
-    )
+    done = subprocess.run(inside(node.netns, None, *command), input=text, text=True, capture_output=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stderr}\n{text}"
 
 

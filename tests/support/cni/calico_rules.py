@@ -69,17 +69,9 @@ def nftables(network: Network) -> str:
         own=", ".join(network.own),
         peers=", ".join(network.peers),
         untracked="udp dport 4789 notrack" if has_udp else "",
-        to_overlay=(
-            f"{udp_ports if has_udp else ''}{masquerade} masquerade fully-random"
-            if network.tunnel
-            else ""
-        ),
+        to_overlay=(f"{udp_ports if has_udp else ''}{masquerade} masquerade fully-random" if network.tunnel else ""),
         overlay_in=overlay_in if network.tunnel else "",
-        overlay_out=(
-            f"{packets} {local.format('s')} {family} daddr @all-hosts accept"
-            if network.tunnel
-            else ""
-        ),
+        overlay_out=(f"{packets} {local.format('s')} {family} daddr @all-hosts accept" if network.tunnel else ""),
         neighbour_discovery=discovery if network.v6 else "",
     )
 
@@ -95,19 +87,22 @@ def nftables_of(workload: Workload, v6: bool) -> str:
         chain, policy = f"filter-cali-{direction[0]}w-{device}", f"filter-cali-p{letter}-{device}"
         lines += [f"add chain {table} {name}" for name in (chain, policy)]
         lines += [f"flush chain {table} {name}" for name in (chain, policy)]
-        rules = ["ct state established,related accept", "ct state invalid drop",
-                 "meta mark set meta mark & 0xfffcffff"]  # fmt: skip
+        rules = ["ct state established,related accept", "ct state invalid drop", "meta mark set meta mark & 0xfffcffff"]
         if direction == "from":
             rules += ["udp dport 4789 drop", "meta l4proto ipencap drop"]
         if peers is not None:
-            rules += ["meta mark set meta mark & 0xfffdffff",
-                      f"meta mark & 0x00020000 == 0x00000000 jump {policy}",
-                      f"{ACCEPTED} return",
-                      "meta mark & 0x00020000 == 0x00000000 drop"]  # fmt: skip
+            rules += [
+                "meta mark set meta mark & 0xfffdffff",
+                f"meta mark & 0x00020000 == 0x00000000 jump {policy}",
+                f"{ACCEPTED} return",
+                "meta mark & 0x00020000 == 0x00000000 drop",
+            ]
             for peer in _of_family(peers, v6):
                 match = f"{table.partition(' ')[0]} {side} {peer}"
-                lines += [f"add rule {table} {policy} {match} meta mark set meta mark | 0x00010000",
-                          f"add rule {table} {policy} {ACCEPTED} return"]  # fmt: skip
+                lines += [
+                    f"add rule {table} {policy} {match} meta mark set meta mark | 0x00010000",
+                    f"add rule {table} {policy} {ACCEPTED} return",
+                ]
         rules += [f"jump filter-cali-pr{letter}-kns.default", f"{ACCEPTED} return", "drop"]
         lines += [f"add rule {table} {chain} {rule}" for rule in rules]
         dispatch = f"filter-cali-{direction}-wl-dispatch"
@@ -140,19 +135,16 @@ def iptables(network: Network) -> str:
     hosts = f"-m set --match-set {network.set_prefix}all-hosts"
     dropped = f"{packets} {local.format('dst')}" if has_udp else packets
     masquerade = (
-        f"-o {network.overlay} -m addrtype ! --src-type LOCAL --limit-iface-out"
-        f" {local.format('src')} -j MASQUERADE"
+        f"-o {network.overlay} -m addrtype ! --src-type LOCAL --limit-iface-out {local.format('src')} -j MASQUERADE"
     )
     udp_ports = f"-A cali-POSTROUTING -p udp {masquerade} --to-ports 4790-65535 --random-fully\n"
     discovery = "\n".join(
-        f"-A cali-wl-to-host -p ipv6-icmp -m icmp6 --icmpv6-type {kind} -j ACCEPT"
-        for kind in DISCOVERY
+        f"-A cali-wl-to-host -p ipv6-icmp -m icmp6 --icmpv6-type {kind} -j ACCEPT" for kind in DISCOVERY
     )
     values = {
         "untracked_in": "-A cali-PREROUTING -p udp -m udp --dport 4789 -j NOTRACK",
         "untracked_out": "-A cali-OUTPUT -p udp -m udp --dport 4789 -j NOTRACK",
-        "to_overlay": f"{udp_ports if has_udp else ''}"
-        f"-A cali-POSTROUTING {masquerade} --random-fully",
+        "to_overlay": f"{udp_ports if has_udp else ''}-A cali-POSTROUTING {masquerade} --random-fully",
         "overlay_in": f"-A cali-INPUT {packets} {hosts} src {local.format('dst')} -j ACCEPT\n"
         f"-A cali-INPUT {dropped} -j DROP",
         "overlay_out": f"-A cali-OUTPUT {packets} {hosts} dst {local.format('src')} -j ACCEPT",
@@ -162,9 +154,7 @@ def iptables(network: Network) -> str:
     if not network.tunnel:
         values = dict.fromkeys(values, "")
     return Template((TEMPLATES / "iptables.txt").read_text()).substitute(
-        values,
-        n="6" if network.v6 else "4",
-        neighbour_discovery=discovery if network.v6 else "",
+        values, n="6" if network.v6 else "4", neighbour_discovery=discovery if network.v6 else ""
     )
 
 
@@ -172,26 +162,29 @@ def iptables_of(workload: Workload, v6: bool, *, is_new: bool) -> str:
     """Adds a pod, or replaces its chains. (iptables-restore empties a chain that it declares.)"""
     device = workload.device
     declared, lines = [], []
-    for direction, letter, side, peers in (
-        ("to", "i", "-s", workload.ingress),
-        ("from", "o", "-d", workload.egress),
-    ):
+    for direction, letter, side, peers in (("to", "i", "-s", workload.ingress), ("from", "o", "-d", workload.egress)):
         chain, policy = f"cali-{direction[0]}w-{device}", f"cali-p{letter}-{device}"
         declared += [f":{name} - [0:0]" for name in (chain, policy)]
-        rules = ["-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-                 "-m conntrack --ctstate INVALID -j DROP",
-                 "-j MARK --set-xmark 0x0/0x30000"]  # fmt: skip
+        rules = [
+            "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+            "-m conntrack --ctstate INVALID -j DROP",
+            "-j MARK --set-xmark 0x0/0x30000",
+        ]
         if direction == "from":
             rules += ["-p udp -m udp --dport 4789 -j DROP", "-p 4 -j DROP"]
         if peers is not None:
-            rules += ["-j MARK --set-xmark 0x0/0x20000", f"-m mark --mark 0x0/0x20000 -j {policy}",
-                      "-m mark --mark 0x10000/0x10000 -j RETURN",
-                      "-m mark --mark 0x0/0x20000 -j DROP"]  # fmt: skip
+            rules += [
+                "-j MARK --set-xmark 0x0/0x20000",
+                f"-m mark --mark 0x0/0x20000 -j {policy}",
+                "-m mark --mark 0x10000/0x10000 -j RETURN",
+                "-m mark --mark 0x0/0x20000 -j DROP",
+            ]
             for peer in _of_family(peers, v6):
-                lines += [f"-A {policy} {side} {peer} -j MARK --set-xmark 0x10000/0x10000",
-                          f"-A {policy} -m mark --mark 0x10000/0x10000 -j RETURN"]  # fmt: skip
-        rules += [f"-j cali-pr{letter}-kns.default", "-m mark --mark 0x10000/0x10000 -j RETURN",
-                  "-j DROP"]  # fmt: skip
+                lines += [
+                    f"-A {policy} {side} {peer} -j MARK --set-xmark 0x10000/0x10000",
+                    f"-A {policy} -m mark --mark 0x10000/0x10000 -j RETURN",
+                ]
+        rules += [f"-j cali-pr{letter}-kns.default", "-m mark --mark 0x10000/0x10000 -j RETURN", "-j DROP"]
         lines += [f"-A {chain} {rule}" for rule in rules]
         if is_new:
             option = "-o" if direction == "to" else "-i"

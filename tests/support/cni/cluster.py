@@ -48,8 +48,11 @@ class Daemon:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(self._node.netns, None, *self._command)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+            )
         return self
 
     def stop(self) -> None:
@@ -116,11 +119,13 @@ class CniCluster(Field):
         for each in nodes:
             self.kube.create(
                 node_object(
-                    each.name, each.ip, each.ip6,
+                    each.name,
+                    each.ip,
+                    each.ip6,
                     pod_cidrs=pod_cidrs(each),
                     annotations={"node.alpha.kubernetes.io/ttl": "0"},  # flanneld needs some
                 )
-            )  # fmt: skip
+            )
             self.cni.prepare(each, [other for other in nodes if other is not each])
             if self.cni.daemon:
                 arguments = self.cni.command(each, kubeconfig)
@@ -153,17 +158,11 @@ class CniCluster(Field):
             return
         rows = self.kube.list("Service")["items"]
         ports = [
-            p["nodePort"]
-            for row in rows
-            for p in row["spec"]["ports"]
-            if p.get("nodePort") and p["protocol"] == "TCP"
+            p["nodePort"] for row in rows for p in row["spec"]["ports"] if p.get("nodePort") and p["protocol"] == "TCP"
         ]
         for each in self._proxies:
             for port in ports:
-                until(
-                    f"kube-proxy serves {port}",
-                    lambda each=each, port=port: each.has_programmed(port),
-                )
+                until(f"kube-proxy serves {port}", lambda each=each, port=port: each.has_programmed(port))
 
     def start(self, agent: Agent, wait: bool = True, user: str = "") -> None:
         agent.start(wait)

@@ -9,9 +9,7 @@ from tests.support.lab.field import DROPPED, at, split
 
 CLIENT = "the client's address"
 NODE = "an address of the client's node, or of the node dialled from outside"
-BRIDGED = (
-    "NODE if both pods are on the node's bridge, where replies would not pass the node; else CLIENT"
-)
+BRIDGED = "NODE if both pods are on the node's bridge, where replies would not pass the node; else CLIENT"
 ADMITTED, REJECTED = "admitted", "rejected"
 """Outcomes of a row about NetworkPolicies."""
 WAIT = 1.0
@@ -79,9 +77,7 @@ def check(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
 def check_policy(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
     base = 10 if protocol == "tcp" else 20
     to = at(row.kind, base + row.number, v6, row.node_number)
-    answer = cluster[row.client].many(
-        2, *split(to), protocol=protocol, connected=True, timeout=WAIT
-    )
+    answer = cluster[row.client].many(2, *split(to), protocol=protocol, connected=True, timeout=WAIT)
 
     def why() -> str:
         programmed = ""

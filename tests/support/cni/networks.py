@@ -136,9 +136,13 @@ class Bridge(Cni):
 
     def conf(self, node: Node) -> Conf:
         bridge = {
-            "type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": False,
-            "hairpinMode": True, "ipam": _ipam(node),
-        }  # fmt: skip
+            "type": "bridge",
+            "bridge": "cni0",
+            "isGateway": True,
+            "ipMasq": False,
+            "hairpinMode": True,
+            "ipam": _ipam(node),
+        }
         return {
             "cniVersion": "1.0.0",
             "name": "net",
@@ -207,8 +211,12 @@ class Flannel(Cni):
         assert [row["address"] for row in result["ips"]] == [f"{pod.v4}/24"]
         gateway = gate(node.number, v6=True)
         ip(f"addr replace {gateway}/64 dev cni0 nodad", netns=node.netns)
-        ip("link set lo up", f"addr add {pod.v6}/64 dev eth0 nodad",
-           f"route add default via {gateway}", netns=pod.netns)  # fmt: skip
+        ip(
+            "link set lo up",
+            f"addr add {pod.v6}/64 dev eth0 nodad",
+            f"route add default via {gateway}",
+            netns=pod.netns,
+        )
 
     def conf(self, node: Node) -> Conf:
         """As in kube-flannel.yml, with folders of this node's own."""
@@ -223,17 +231,17 @@ class Flannel(Cni):
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
         net_conf = node.folder / f"net-conf-{node.name}.json"
-        row = {
-            "Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": self._is_dual,
-            "Backend": {"Type": self._backend},
-        }  # fmt: skip
+        row = {"Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": self._is_dual, "Backend": {"Type": self._backend}}
         net_conf.write_text(json.dumps(row))
         return (
-            "--kube-subnet-mgr", "--ip-masq", "--iface=eth0", "--healthz-port=0",
+            "--kube-subnet-mgr",
+            "--ip-masq",
+            "--iface=eth0",
+            "--healthz-port=0",
             f"--kubeconfig-file={kubeconfig}",
             f"--net-config-path={net_conf}",
             f"--subnet-file={self._subnet_file(node)}",
-        )  # fmt: skip
+        )
 
     def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
         return self._subnet_file(node).exists() and has_routes(node, others)
@@ -252,10 +260,12 @@ class KubeRouter(Cni):
         it.
         """
         bridge = {
-            "type": "bridge", "bridge": "kube-bridge", "isDefaultGateway": True,
+            "type": "bridge",
+            "bridge": "kube-bridge",
+            "isDefaultGateway": True,
             "hairpinMode": True,
             "ipam": {"type": "host-local", "dataDir": str(node.folder / f"ipam-{node.name}")},
-        }  # fmt: skip
+        }
         row = {"cniVersion": "0.3.0", "name": "mynet", "plugins": [bridge, PORTMAP]}
         self.file(node).write_text(json.dumps(row))
 
@@ -267,14 +277,19 @@ class KubeRouter(Cni):
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
         return (
-            f"--kubeconfig={kubeconfig}", f"--hostname-override={node.name}",
-            "--run-router=true", "--run-firewall=true", "--run-service-proxy=false",
-            "--enable-ipv6=true", "--enable-overlay=false", "--bgp-graceful-restart=true",
+            f"--kubeconfig={kubeconfig}",
+            f"--hostname-override={node.name}",
+            "--run-router=true",
+            "--run-firewall=true",
+            "--run-service-proxy=false",
+            "--enable-ipv6=true",
+            "--enable-overlay=false",
+            "--bgp-graceful-restart=true",
             "--service-cluster-ip-range=10.96.0.0/16",
             "--service-cluster-ip-range=fd00:10:96::/112",
             "--service-external-ip-range=203.0.113.0/24",
             "--service-external-ip-range=2001:db8:1::/64",
-        )  # fmt: skip
+        )
 
     def environment(self, node: Node) -> dict[str, str]:
         file = {"KUBE_ROUTER_CNI_CONF_FILE": str(self.file(node))}
@@ -296,9 +311,6 @@ def routes(node: Node, family: str) -> list[dict[str, Any]]:
     return json.loads(run("ip", "-n", node.netns, family, "-j", "route"))
 
 
-CNIS = {
-    cni.name: cni
-    for cni in (Bridge(), Ptp(), Kindnet(), Flannel("vxlan"), Flannel("host-gw"), KubeRouter())
-}
+CNIS = {cni.name: cni for cni in (Bridge(), Ptp(), Kindnet(), Flannel("vxlan"), Flannel("host-gw"), KubeRouter())}
 FLANNEL_IPIP = Flannel("ipip")
 """For kernels with the module ipip."""

@@ -26,9 +26,7 @@ class Sandbox:
     netns: str
     runtime: Mapping[str, object] = field(default_factory=dict)  # capability → its arguments
 
-    def call(
-        self, command: str, conf: Conf, programs: Sequence[str], result: Conf | None = None
-    ) -> Conf:
+    def call(self, command: str, conf: Conf, programs: Sequence[str], result: Conf | None = None) -> Conf:
         """Runs ADD, or DEL in the opposite order; the result of the last plugin of ADD. `result`:
         that of a plugin before these.
         """

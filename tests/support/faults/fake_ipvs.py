@@ -50,9 +50,7 @@ class FakeIpvs:
     """
 
     def __init__(self) -> None:
-        self.held: dict[
-            VirtualServiceKey, tuple[VirtualServiceSettings, dict[RealServerKey, int]]
-        ] = {}
+        self.held: dict[VirtualServiceKey, tuple[VirtualServiceSettings, dict[RealServerKey, int]]] = {}
         self.connections: dict[tuple[VirtualServiceKey, RealServerKey], tuple[int, int]] = {}
         self.times = ConnectionTimeouts(900, 120, 300)
         self.calls: Counter[str] = Counter()
@@ -98,10 +96,13 @@ class FakeIpvs:
         return [self.refuse(change) or self._change(*change) for change in changes]
 
     def _change(
-        self, command: IpvsCommand, service: VirtualServiceKey,
+        self,
+        command: IpvsCommand,
+        service: VirtualServiceKey,
         settings: VirtualServiceSettings | None,
-        server: RealServerKey | None, weight: int,
-    ) -> int:  # fmt: skip
+        server: RealServerKey | None,
+        weight: int,
+    ) -> int:
         there = self.held.get(service)
         match command:
             case IpvsCommand.IPVS_CMD_NEW_SERVICE if there is not None:
@@ -118,21 +119,13 @@ class FakeIpvs:
                 self.held[service] = (settings, there[1])
             case IpvsCommand.IPVS_CMD_DEL_SERVICE:
                 del self.held[service]
-            case (
-                IpvsCommand.IPVS_CMD_NEW_DEST
-                | IpvsCommand.IPVS_CMD_SET_DEST
-                | IpvsCommand.IPVS_CMD_DEL_DEST
-            ):
+            case IpvsCommand.IPVS_CMD_NEW_DEST | IpvsCommand.IPVS_CMD_SET_DEST | IpvsCommand.IPVS_CMD_DEL_DEST:
                 assert server is not None
                 return self._change_server(command, there[1], server, weight)
         return 0
 
     def _change_server(
-        self,
-        command: IpvsCommand,
-        servers: dict[RealServerKey, int],
-        server: RealServerKey,
-        weight: int,
+        self, command: IpvsCommand, servers: dict[RealServerKey, int], server: RealServerKey, weight: int
     ) -> int:
         if (command is IpvsCommand.IPVS_CMD_NEW_DEST) == (server in servers):
             return errno.EEXIST if server in servers else errno.ENOENT
@@ -180,9 +173,12 @@ class Node:
         return self.plane
 
     def apply(
-        self, *services: ServiceState, nodes: str = "", sound: bool = True,
+        self,
+        *services: ServiceState,
+        nodes: str = "",
+        sound: bool = True,
         touched: Sequence[ServicePortKey] | None = None,
-    ) -> Report:  # fmt: skip
+    ) -> Report:
         """Applies exactly these Services; `touched` names those that have changed (None: all)."""
         wanted: DesiredState = desired(*services, nodes=nodes)
         return self.do(lambda: self.plane.apply(wanted, touched, sound))
@@ -197,12 +193,7 @@ class Node:
     def addresses(self, device: str = IPVS_DEVICE) -> set[str]:
         """The addresses of a device; empty if it does not exist."""
         shown = json.loads(self.run("ip", "-j", "addr"))
-        return {
-            one["local"]
-            for link in shown
-            if link.get("ifname") == device
-            for one in link["addr_info"]
-        }
+        return {one["local"] for link in shown if link.get("ifname") == device for one in link["addr_info"]}
 
     def links(self) -> set[str]:
         """The names of all devices except loopback."""

@@ -183,9 +183,7 @@ class Connection:
             return True
         with contextlib.closing(self._owner.dial()) as upstream:
             try:
-                upstream.request(
-                    incoming.method, incoming.target, incoming.body, incoming.forwarded()
-                )
+                upstream.request(incoming.method, incoming.target, incoming.body, incoming.forwarded())
                 bare = upstream.sock
                 answer = upstream.getresponse()
                 if request.verb == "watch" and answer.status == 200:
@@ -194,9 +192,7 @@ class Connection:
             except (OSError, http.client.HTTPException) as error:
                 raise UpstreamBroke(str(error)) from error
         self._wait(self._owner.flow)
-        self._socket.sendall(
-            wire.response(answer.status, wire.kept_headers(answer), self._body(request, body))
-        )
+        self._socket.sendall(wire.response(answer.status, wire.kept_headers(answer), self._body(request, body)))
         return True
 
     def _body(self, request: Request, body: bytes) -> bytes:

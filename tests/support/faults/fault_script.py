@@ -56,9 +56,7 @@ class Script:
         streaming = _choice("watch", None, lambda request: "sendInitialEvents" in request.query)
         self._add(_Rule(streaming, None, decision))
 
-    def hold(
-        self, times: int | None = 1, *, verb: str | None = None, resource: str | None = None
-    ) -> None:
+    def hold(self, times: int | None = 1, *, verb: str | None = None, resource: str | None = None) -> None:
         """Read the next requests, but answer them only after `heal`."""
         decision = Decision(hold=(self._healed,))
         self._add(_Rule(_choice(verb, resource), times, decision))
@@ -137,9 +135,7 @@ def _choice(
 ) -> Callable[[Request], bool]:
     def matches(request: Request) -> bool:
         return (
-            verb in {None, request.verb}
-            and resource in {None, request.resource}
-            and (where is None or where(request))
+            verb in {None, request.verb} and resource in {None, request.resource} and (where is None or where(request))
         )
 
     return matches

@@ -188,9 +188,7 @@ class FaultProxy(Script):
     def watches(self, resource: str | None = None) -> int:
         return len(self._running(resource))
 
-    def wait_for_watches(
-        self, number: int, resource: str | None = None, seconds: float = WAIT_SECONDS
-    ) -> None:
+    def wait_for_watches(self, number: int, resource: str | None = None, seconds: float = WAIT_SECONDS) -> None:
         """Wait until exactly this many watches run; raises TimeoutError."""
         what = f"{number} watches of {resource or 'anything'}"
         self._wait(lambda: self.watches(resource) == number, what, seconds)

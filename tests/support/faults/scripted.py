@@ -109,9 +109,12 @@ class ScriptedServer:
     """The server, a context manager. `script` may be changed while it runs."""
 
     def __init__(
-        self, *script: Step, tls: ssl.SSLContext | None = None, then: Step = quiet,
+        self,
+        *script: Step,
+        tls: ssl.SSLContext | None = None,
+        then: Step = quiet,
         listener: socket.socket | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.script = list(script)
         self._then = then
         self.requests: list[Request] = []

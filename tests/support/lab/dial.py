@@ -87,9 +87,7 @@ def _seen(places: Places, row: Dial, host: str, server: str) -> set[str]:
     if row.backend_sees or not PACKETS:
         return {row.backend_sees or places.seen_as(row.client, server, v6)}
     home = places.home[row.client]
-    node = (
-        {home.ip6, f"fd00:10:244:{home.number}::1"} if v6 else {home.ip, f"10.244.{home.number}.1"}
-    )
+    node = {home.ip6, f"fd00:10:244:{home.number}::1"} if v6 else {home.ip, f"10.244.{home.number}.1"}
     if places[row.client] not in home.pods or server == row.client:
         return node
     own = {places.seen_as(row.client, server, v6)}

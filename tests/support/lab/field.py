@@ -32,9 +32,7 @@ ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
 ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
 FORWARDINGS = ("stack",) if PACKETS else ("stack", "direct")
 """Values of `--forwarding`; each side sees the same with all of them. Mode ipvs has only one."""
-WITH_CONNTRACK = (
-    *FORWARDINGS, *(() if PACKETS or lacking("conntrack_nat") else ("netfilter",))
-)  # fmt: skip
+WITH_CONNTRACK = (*FORWARDINGS, *(() if PACKETS or lacking("conntrack_nat") else ("netfilter",)))
 """The same, and the one with which conntrack translates."""
 UNHOOKED_UDP_PORTS = (62_000, 65_535)
 """Used in turns: for 30 s, a datagram from a port that was used before belongs to the same flow,
@@ -53,9 +51,7 @@ class Field(Cluster):
     pods of each node, and `module` is the Python module that runs as the agent (lab.Agent).
     """
 
-    def __init__(
-        self, *arguments: str, name: str = "ns", pods: Sequence[int] = (3, 2), module: str = "kbpf"
-    ) -> None:
+    def __init__(self, *arguments: str, name: str = "ns", pods: Sequence[int] = (3, 2), module: str = "kbpf") -> None:
         super().__init__()
         self.arguments = arguments
         self.module = module

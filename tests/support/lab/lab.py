@@ -150,9 +150,7 @@ def reachable(place: "Place", *addresses: str) -> None:
 class Place:
     """A place to serve and dial from: a pod, or a node's own network."""
 
-    def __init__(
-        self, name: str, netns: str | None, cgroup: Path | None, udp_ports: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, name: str, netns: str | None, cgroup: Path | None, udp_ports: tuple[int, ...] = ()) -> None:
         """`udp_ports`: first and last port of its clients; else the kernel chooses them."""
         self.name = name
         self.netns = netns

@@ -58,10 +58,7 @@ def under_load(
     family = "6" if ":" in host else "4"
     for place in load.places:
         # The pause keeps the machine from being saturated, which would cause time-outs.
-        place.ask(
-            "start_load", host=host, port=port, family=family, threads=THREADS, pause=pause,
-            protocol=protocol,
-        )  # fmt: skip
+        place.ask("start_load", host=host, port=port, family=family, threads=THREADS, pause=pause, protocol=protocol)
     results = []
     try:
         load.goes_on()

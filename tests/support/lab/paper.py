@@ -255,9 +255,7 @@ def decide(state: DesiredState, to: FrontendAddress, hop: Hop) -> Answer:
     return Answer(Verdict.DROP if drops else Verdict.REFUSE, f"{why} is empty", (), service)
 
 
-def _find(
-    state: DesiredState, to: FrontendAddress, hop: Hop
-) -> tuple[ServiceState, Frontend] | None:
+def _find(state: DesiredState, to: FrontendAddress, hop: Hop) -> tuple[ServiceState, Frontend] | None:
     """The frontend at exactly this address, else a NodePort if it is an address of the node."""
     every = {each.at: (one, each) for one in state.services.values() for each in one.frontends}
     if to in every:

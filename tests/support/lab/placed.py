@@ -70,9 +70,7 @@ class Placed:
             )
         return made
 
-    def slice(
-        self, owner: str, who: str, *ports: Object, v6: bool = False, name: str | None = None
-    ) -> Object:
+    def slice(self, owner: str, who: str, *ports: Object, v6: bool = False, name: str | None = None) -> Object:
         """An EndpointSlice of the Service `owner`; see endpoints(). Its port is by default an
         unnamed TCP port 8080.
         """
@@ -80,9 +78,7 @@ class Placed:
         family = "IPv6" if v6 else "IPv4"
         return endpoint_slice(owner, *self.endpoints(who, v6), ports=rows, family=family, name=name)
 
-    def web(
-        self, number: int, who: str, protocol: str = "TCP", dual: bool = False, **options: Any
-    ) -> list[Object]:
+    def web(self, number: int, who: str, protocol: str = "TCP", dual: bool = False, **options: Any) -> list[Object]:
         """The Service web-NUMBER at 10.96.0.NUMBER (and fd00:10:96::NUMBER), port 80 → 8080."""
         name = f"web-{number}"
         ips = [f"10.96.0.{number}", f"fd00:10:96::{number}"][: 1 + dual]
@@ -92,9 +88,7 @@ class Placed:
         target = slice_port(POD_PORTS[0], protocol=protocol)
         return made + [self.slice(name, who, target, v6=v6) for v6 in (False, True)[: 1 + dual]]
 
-    def all_ways(
-        self, number: int, who: str, protocol: str = "TCP", **options: Any
-    ) -> list[Object]:
+    def all_ways(self, number: int, who: str, protocol: str = "TCP", **options: Any) -> list[Object]:
         """A Service with every kind of address in both families; field.at() gives the addresses."""
         made = self.web(
             number,

@@ -107,18 +107,14 @@ class _OnBridge(Routed):
         at = (gate(number, v6) for v6 in (False, True))
         return (
             f"link add {self.bridge} mtu {OVERLAY_MTU} type bridge",
-            *(
-                f"addr add {each}/{length} dev {self.bridge}"
-                for each, length in zip(at, self.lengths, strict=True)
-            ),
+            *(f"addr add {each}/{length} dev {self.bridge}" for each, length in zip(at, self.lengths, strict=True)),
             f"link set {self.bridge} up",
         )
 
     def cable(self, number: int, pod: Pod) -> Lines:
         device = f"p{pod.index}"
         return (
-            f"link add {device} mtu {OVERLAY_MTU} type veth"
-            f" peer name eth0 mtu {OVERLAY_MTU} netns {pod.netns}",
+            f"link add {device} mtu {OVERLAY_MTU} type veth peer name eth0 mtu {OVERLAY_MTU} netns {pod.netns}",
             f"link set {device} master {self.bridge} up",
         )
 
@@ -173,8 +169,7 @@ class Bridged(_OnBridge):
 
     def join(self, node: "Node", others: "Sequence[Node]") -> tuple[Lines, Lines]:
         return (
-            f"link add vx0 mtu {OVERLAY_MTU} type vxlan id 42 dstport 4789"
-            f" local {node.ip} dev eth0",
+            f"link add vx0 mtu {OVERLAY_MTU} type vxlan id 42 dstport 4789 local {node.ip} dev eth0",
             f"link set vx0 master {self.bridge} up",
         ), tuple(f"fdb append {_ANYBODY} dev vx0 dst {other.ip}" for other in others)
 

@@ -38,9 +38,7 @@ def check_prediction(places: Places, row: Dial) -> None:
     why = f"{row}\n{predicted}"
     assert predicted.verdict == verdict, why
     backends = {
-        candidate.backend: Backend(
-            *split(candidate.backend.partition("/")[0]), target(row).protocol
-        )
+        candidate.backend: Backend(*split(candidate.backend.partition("/")[0]), target(row).protocol)
         for candidate in predicted.candidates
     }
     assert {named(backend, names) for backend in backends.values()} == names, why
@@ -90,9 +88,12 @@ def client_of(places: Places, row: Dial) -> Client:
     cgroups = list_cgroup_ids(place.cgroup or own_cgroup(), cgroup2())
     origin = Origin.HOST if place is home.host else Origin.POD
     return Client(
-        origin, "" if origin is Origin.HOST else f"default/{row.client}", cgroups, addresses,
+        origin,
+        "" if origin is Origin.HOST else f"default/{row.client}",
+        cgroups,
+        addresses,
         _in_netns(place, netns.read_cookie),
-    )  # fmt: skip
+    )
 
 
 def own_cgroup() -> Path:

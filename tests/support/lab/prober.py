@@ -32,9 +32,20 @@ process can be late; on an emulated machine it once took longer than PATIENCE.
 SIZE = struct.Struct("!Q")
 CHUNK = 1 << 16
 STATES = (  # by their number in the kernel, include/net/tcp_states.h
-    "-", "ESTAB", "SYN-SENT", "SYN-RECV", "FIN-WAIT-1", "FIN-WAIT-2", "TIME-WAIT", "UNCONN",
-    "CLOSE-WAIT", "LAST-ACK", "LISTEN", "CLOSING", "NEW-SYN-RECV",
-)  # fmt: skip
+    "-",
+    "ESTAB",
+    "SYN-SENT",
+    "SYN-RECV",
+    "FIN-WAIT-1",
+    "FIN-WAIT-2",
+    "TIME-WAIT",
+    "UNCONN",
+    "CLOSE-WAIT",
+    "LAST-ACK",
+    "LISTEN",
+    "CLOSING",
+    "NEW-SYN-RECV",
+)
 _RETRANSMITTED = 100  # offset of tcpi_total_retrans in struct tcp_info
 _RTO_TIME = 244
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -418,9 +429,7 @@ class Client:
                     seen.add((answer["name"], answer["port"], answer["client"], *pair))
         return {"names": names, "errors": errors, "seen": sorted(seen), "at_once": at_once}
 
-    def start_load(
-        self, host, port, family="4", timeout=None, pause=0.0, threads=1, protocol="tcp"
-    ):
+    def start_load(self, host, port, family="4", timeout=None, pause=0.0, threads=1, protocol="tcp"):
         one = self.tcp if protocol == "tcp" else self.udp
         self.load = Load(one, threads, pause, (host, port, family, timeout))
         return {}
@@ -495,10 +504,7 @@ class Load:
         self.names, self.errors = Counter(), []
         self.started = time.monotonic()
         self.lock = threading.Lock()
-        self.threads = [
-            threading.Thread(target=self._run, args=(dial, pause, arguments))
-            for _ in range(threads)
-        ]
+        self.threads = [threading.Thread(target=self._run, args=(dial, pause, arguments)) for _ in range(threads)]
         for thread in self.threads:
             thread.start()
 
@@ -530,9 +536,24 @@ def main():
     handlers = {"serve": server.serve, "seen": server.seen}
     handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
     for name in (
-        "tcp", "udp", "begin", "go_on", "talk", "hear", "dissolve", "drop", "many", "start_load",
-        "stop_load", "peek_load", "bulk", "datagrams", "start_stream", "peek_stream", "stop_stream",
-    ):  # fmt: skip
+        "tcp",
+        "udp",
+        "begin",
+        "go_on",
+        "talk",
+        "hear",
+        "dissolve",
+        "drop",
+        "many",
+        "start_load",
+        "stop_load",
+        "peek_load",
+        "bulk",
+        "datagrams",
+        "start_stream",
+        "peek_stream",
+        "stop_stream",
+    ):
         handlers[name] = getattr(client, name)
     print(json.dumps({"pid": os.getpid()}), flush=True)
     for line in sys.stdin:

@@ -102,9 +102,7 @@ def stored(right: int, wanted: Sum) -> int:
     return wanted
 
 
-def summed(
-    protocol: int, source: str, to: str, segment: bytes, at: int, checksum: Sum, ip: Ip
-) -> bytes:
+def summed(protocol: int, source: str, to: str, segment: bytes, at: int, checksum: Sum, ip: Ip) -> bytes:
     """The segment with its checksum, which covers the pseudo header, at this offset."""
     final = [e.final for e in ip.get("extensions", ()) if e.final]
     form = "!II" if ":" in source else "!xBH"
@@ -185,9 +183,7 @@ def routing(*stops: str, left: int | None = None, kind: int = 2) -> Extension:
     addresses = [address(stop) for stop in stops]
     last = bytes([len(stops) - 1, 0, 0, 0]) if kind == 4 else bytes(4)
     body = b"".join(reversed(addresses) if kind == 4 else addresses)
-    return Extension(
-        ROUTING, bytes([2 * len(stops), kind, left]) + last + body, stops[-1] if left else ""
-    )
+    return Extension(ROUTING, bytes([2 * len(stops), kind, left]) + last + body, stops[-1] if left else "")
 
 
 def fragment_header(offset: int = 0, more: bool = False, id: int = 1) -> Extension:

@@ -112,9 +112,7 @@ class Talk:
         return tcp(source, to, data, flags=flags, seq=seq, ack=ack, checksum=checksum, **ip)
 
 
-def udp(
-    source: str, to: str, payload: bytes = b"", *, checksum: Sum = "right", **ip: Unpack[Ip]
-) -> bytes:
+def udp(source: str, to: str, payload: bytes = b"", *, checksum: Sum = "right", **ip: Unpack[Ip]) -> bytes:
     (host, port), (to_host, to_port) = split(source), split(to)
     header = struct.pack("!HHHH", port, to_port, 8 + len(payload), 0)
     body = summed(UDP, host, to_host, header + payload, 6, checksum, ip)

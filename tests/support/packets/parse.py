@@ -254,9 +254,7 @@ def _ip(raw: bytes, data: bytes, ethernet: Ethernet | None, quoted: bool) -> Pac
 
 def _ipv4(data: bytes) -> tuple[Ip, int, int]:
     """The header, its end, and the end of the packet by its length field."""
-    first, tos, length, id_, word, ttl, protocol, checksum, source, to = struct.unpack_from(
-        "!BBHHHBBH4s4s", data
-    )
+    first, tos, length, id_, word, ttl, protocol, checksum, source, to = struct.unpack_from("!BBHHHBBH4s4s", data)
     start = (first & 15) * 4
     ip = Ip(
         version=4,

@@ -125,9 +125,7 @@ class Stream:
             self._emit("RA")
         self._closed = True
 
-    def _emit(
-        self, flags: str, payload: bytes = b"", mss: int | None = None, seq: int | None = None
-    ) -> None:
+    def _emit(self, flags: str, payload: bytes = b"", mss: int | None = None, seq: int | None = None) -> None:
         """Sends a segment; `seq`: its sequence number, if not the next one."""
         segment = packets.tcp(
             self.source,
@@ -141,9 +139,7 @@ class Stream:
         )
         self.wire.send(segment)
 
-    def _next(
-        self, refused: type[OSError] = ConnectionResetError, seconds: float | None = None
-    ) -> Packet:
+    def _next(self, refused: type[OSError] = ConnectionResetError, seconds: float | None = None) -> Packet:
         found = self.wire.soon(self._is_ours, self.seconds if seconds is None else seconds)
         if found is None:
             raise TimeoutError(f"{self.to} is silent; {self.wire.told()}")

@@ -107,9 +107,7 @@ def _load(name: str, insns: bytes, level: int, btf_fds: Sequence[int]) -> tuple[
     fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
     opts.fd_array = ctypes.addressof(fd_array) if btf_fds else None
     count = ctypes.c_size_t(len(insns) // 8)
-    fd = syscalls.lib().bpf_prog_load(
-        kind, name[:15].encode(), objects.LICENSE, insns, count, ctypes.byref(opts)
-    )
+    fd = syscalls.lib().bpf_prog_load(kind, name[:15].encode(), objects.LICENSE, insns, count, ctypes.byref(opts))
     return int(fd), log.value.decode("ascii", "replace")
 
 

@@ -134,9 +134,7 @@ class Wire:
             self.mac = self._neighbours.mac = mac.hex(":") if self._l2 else ""
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
-            self._thread = threading.Thread(
-                target=self._read, args=(reading,), name=f"wire-{self.device}"
-            )
+            self._thread = threading.Thread(target=self._read, args=(reading,), name=f"wire-{self.device}")
             self._thread.start()
             stack.callback(self._thread.join)
             stack.callback(os.close, writing)  # ends the thread
@@ -311,9 +309,7 @@ class Wire:
         finally:
             stream.reset()
 
-    def dial_tcp(
-        self, source: str, to: str, payload: bytes = b"", seconds: float = _PATIENCE
-    ) -> bytes:
+    def dial_tcp(self, source: str, to: str, payload: bytes = b"", seconds: float = _PATIENCE) -> bytes:
         """Connects, sends, closes its side; returns all bytes until the peer closes too. Raises
         ConnectionRefusedError, ConnectionResetError, TimeoutError, or HostError with an ICMP error.
         """

@@ -35,25 +35,42 @@ def pipe_without_reader() -> Iterator[int]:
         os.close(write)
 
 
-def kbpf(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
-         environ: Mapping[str, str] = EMPTY, pass_fds: Sequence[int] = ()) -> Done:  # fmt: skip
+def kbpf(
+    *words: str,
+    shell: str = "",
+    nobody: bool = False,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] = EMPTY,
+    pass_fds: Sequence[int] = (),
+) -> Done:
     """Runs kbpf with these arguments. `shell` is shell syntax after the command, such as `>&-` or
     `| head -1`; the exit status is kbpf's own.
     """
-    return python("-m", "kbpf", *words, shell=shell, nobody=nobody, cwd=cwd, environ=environ,
-                  pass_fds=pass_fds)  # fmt: skip
+    return python("-m", "kbpf", *words, shell=shell, nobody=nobody, cwd=cwd, environ=environ, pass_fds=pass_fds)
 
 
-def python(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
-           environ: Mapping[str, str] = EMPTY, pass_fds: Sequence[int] = ()) -> Done:  # fmt: skip
+def python(
+    *words: str,
+    shell: str = "",
+    nobody: bool = False,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] = EMPTY,
+    pass_fds: Sequence[int] = (),
+) -> Done:
     """Like kbpf(), for any Python program."""
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if nobody else []
     command = [*drop, sys.executable, *words]
     script = f'"$@" {shell}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(
-        ["bash", "-c", script, "bash", *command], capture_output=True, timeout=TIMEOUT, cwd=cwd,
-        env={**os.environ, **environ}, stdin=subprocess.DEVNULL, check=False, pass_fds=pass_fds,
-    )  # fmt: skip
+        ["bash", "-c", script, "bash", *command],
+        capture_output=True,
+        timeout=TIMEOUT,
+        cwd=cwd,
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        check=False,
+        pass_fds=pass_fds,
+    )
     out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     assert "Traceback" not in err + out, err
     assert "Exception ignored" not in err, err

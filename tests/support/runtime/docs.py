@@ -32,9 +32,7 @@ def section(page: str, heading: str) -> list[str]:
     """The shell blocks below a heading, up to the next heading of its level."""
     text = (ROOT / page).read_text()
     level = heading.split(" ", maxsplit=1)[0]
-    (found,) = re.findall(
-        rf"^{re.escape(heading)}\n(.*?)(?=^{level} |\Z)", text, re.MULTILINE | re.DOTALL
-    )
+    (found,) = re.findall(rf"^{re.escape(heading)}\n(.*?)(?=^{level} |\Z)", text, re.MULTILINE | re.DOTALL)
     return [textwrap.dedent(body) for _, said, body in _BLOCK.findall(found) if said == "sh"]
 
 

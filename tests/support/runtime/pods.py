@@ -30,24 +30,19 @@ OURS = Path(__file__).parents[3] / "manifests" / "security" / "kbpf.json"
 """Our seccomp profile, which kubelet finds in /var/lib/kubelet/seccomp."""
 LOADED = Path("/sys/kernel/security/apparmor/profiles")
 MACHINES = {"x86_64": ("amd64", "SCMP_ARCH_X86_64"), "aarch64": ("arm64", "SCMP_ARCH_AARCH64")}
-MASKED = ["/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list",
-          "/proc/sched_debug", "/proc/scsi", "/sys/firmware"]  # fmt: skip
+MASKED = [
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/timer_list",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/sys/firmware",
+]
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
-CAPABILITIES = {
-    "NET_ADMIN": 12,
-    "SYS_ADMIN": 21,
-    "SYS_RESOURCE": 24,
-    "PERFMON": 38,
-    "BPF": 39,
-}
+CAPABILITIES = {"NET_ADMIN": 12, "SYS_ADMIN": 21, "SYS_RESOURCE": 24, "PERFMON": 38, "BPF": 39}
 """The capabilities that manifests/ request, and their numbers."""
-ALL_CAPABILITIES = {
-    **CAPABILITIES,
-    "DAC_OVERRIDE": 1,
-    "KILL": 5,
-    "NET_RAW": 13,
-    "SYS_MODULE": 16,
-}
+ALL_CAPABILITIES = {**CAPABILITIES, "DAC_OVERRIDE": 1, "KILL": 5, "NET_RAW": 13, "SYS_MODULE": 16}
 """For a privileged container: these and all that a kube-proxy needs."""
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"]
@@ -106,9 +101,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
             "cwd": "/",
             "args": [_substituted(word, env) for word in container["command"]],
             "env": [f"{name}={value}" for name, value in env.items()],
-            "capabilities": dict.fromkeys(
-                ("bounding", "effective", "permitted"), rights.capabilities
-            ),
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), rights.capabilities),
             "noNewPrivileges": not rights.escalates,
             **_apparmor(container["securityContext"].get("appArmorProfile")),
         },
@@ -148,9 +141,7 @@ def _rights(security: Object) -> _Rights:
         return _Rights(granted, True, True, False, {"type": "Unconfined"})
     wanted = set(security["capabilities"].get("add", ()))
     assert security["capabilities"]["drop"] == ["ALL"]
-    assert security["runAsUser"] == 0 or not wanted, (
-        "capabilities for other users are not supported"
-    )
+    assert security["runAsUser"] == 0 or not wanted, "capabilities for other users are not supported"
     return _Rights(
         [f"CAP_{name}" for name in sorted(wanted & capabilities_here(wanted))],
         False,
@@ -212,11 +203,7 @@ def _volume_mounts(spec: Object, container: Object, host: Host, image: Image) ->
     for row in container.get("volumeMounts", ()):
         assert row.keys() <= {"name", "mountPath", "readOnly", "mountPropagation"}, row
         propagation = {"HostToContainer": "rslave", "None": "rprivate"}
-        options = (
-            "rbind",
-            propagation[row.get("mountPropagation", "None")],
-            "ro" if row.get("readOnly") else "rw",
-        )
+        options = ("rbind", propagation[row.get("mountPropagation", "None")], "ro" if row.get("readOnly") else "rw")
         source = _source(volumes[row["name"]], host)
         place = Path(row["mountPath"]).resolve()
         if not place.exists() and any(place.is_relative_to(each) for each in image.shown):
@@ -269,9 +256,7 @@ def _seccomp(profile: Object, capabilities: Sequence[str]) -> Object | None:
     for rule in given["syscalls"]:
         more, less = rule.get("includes") or {}, rule.get("excludes") or {}
         wanted = set(more.get("caps") or ()) <= set(capabilities)
-        unwanted = set(less.get("caps") or ()) & set(capabilities) or arch in (
-            less.get("arches") or ()
-        )
+        unwanted = set(less.get("caps") or ()) & set(capabilities) or arch in (less.get("arches") or ())
         if wanted and not unwanted and ("arches" not in more or arch in more["arches"]):
             known = ("names", "action", "args", "errnoRet")
             rules.append({key: rule[key] for key in known if rule.get(key) is not None})
@@ -297,10 +282,7 @@ class Container:
         command = ("runc", *self._state, "run", "--bundle", str(folder), name)
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                [*DIE_WITH_US, *inside(None, cgroup, *command)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+                [*DIE_WITH_US, *inside(None, cgroup, *command)], stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
 
     @property
@@ -326,9 +308,7 @@ class Container:
 
     def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Runs a command in it, as `kubectl exec` does."""
-        return subprocess.run(
-            [*self.runc_exec, *command], capture_output=True, text=True, check=False
-        )
+        return subprocess.run([*self.runc_exec, *command], capture_output=True, text=True, check=False)
 
     @property
     def runc_exec(self) -> tuple[str, ...]:
@@ -341,6 +321,4 @@ class Container:
         return json.loads(done.stdout) if done.returncode == 0 else None
 
     def _runc(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            ["runc", *self._state, *arguments], capture_output=True, text=True, check=False
-        )
+        return subprocess.run(["runc", *self._state, *arguments], capture_output=True, text=True, check=False)

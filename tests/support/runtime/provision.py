@@ -21,8 +21,15 @@ ROOT = Path(__file__).parents[3]
 PROVISION = "vagrant/kubeadm/provision"
 VERSION = go_build.kubernetes_version(PREVIOUS)
 """The previous minor version: Debian 12 and 13 have containerd 1, Kubernetes 1.37 requires 2."""
-UNMET = ("CRI", "ContainerRuntimeVersion", "SystemVerification", "Mem", "NumCPU", "Swap",
-         "FileContent--proc-sys-net-ipv4-ip_forward")  # fmt: skip
+UNMET = (
+    "CRI",
+    "ContainerRuntimeVersion",
+    "SystemVerification",
+    "Mem",
+    "NumCPU",
+    "Swap",
+    "FileContent--proc-sys-net-ipv4-ip_forward",
+)
 OWN = ("etc", "root", "home", "run", "var/lib")
 """The machine's separate folders, which contain only these at first:"""
 FOLDERS = ("etc/apt/sources.list.d", "etc/modules-load.d", "etc/sysctl.d")
@@ -149,19 +156,29 @@ class Machine:
         """Sets a file that a stand-in returns: containerd.toml, or one that curl downloads."""
         (self._folder / name).write_text(text)
 
-    def run(
-        self, script: str, *arguments: str, fail: str = "nothing"
-    ) -> "subprocess.CompletedProcess[str]":
+    def run(self, script: str, *arguments: str, fail: str = "nothing") -> "subprocess.CompletedProcess[str]":
         """Runs one of the scripts. A call that begins with `fail` fails; "after kubeadm ..." fails
         once kubeadm has done everything.
         """
         self._said.write_text("")
         return subprocess.run(
-            ["unshare", "--mount", "--net", "sh", "-c", ENTER, "sh",
-             str(self._folder / "tree" / PROVISION / script), *arguments],
+            [
+                "unshare",
+                "--mount",
+                "--net",
+                "sh",
+                "-c",
+                ENTER,
+                "sh",
+                str(self._folder / "tree" / PROVISION / script),
+                *arguments,
+            ],
             env={**self._environment, "FAIL": fail},
-            capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=2 * PATIENCE,
+        )
 
     @property
     def said(self) -> list[str]:

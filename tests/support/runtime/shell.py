@@ -18,9 +18,7 @@ from tests.support.lab.lab import PATIENCE, inside
 class Shell:
     """An operator's shell with these programs in its PATH."""
 
-    def __init__(
-        self, cluster: PodCluster, folder: Path, kubectl: Path, kubeadm: Path | None = None
-    ) -> None:
+    def __init__(self, cluster: PodCluster, folder: Path, kubectl: Path, kubeadm: Path | None = None) -> None:
         self._cluster, self._folder = cluster, folder
         shutil.copytree(MANIFESTS, folder / "manifests")
         (folder / "bin").mkdir()
@@ -52,17 +50,19 @@ class Shell:
         """Runs a command line that changes nothing."""
         self._pods()
         return subprocess.run(
-            ["bash", "-c", command], cwd=self._folder, text=True,
+            ["bash", "-c", command],
+            cwd=self._folder,
+            text=True,
             env={"HOME": str(self._folder), "PATH": f"{self._folder}/bin:{os.environ['PATH']}"},
-            capture_output=True, check=False, timeout=2 * PATIENCE,
-        )  # fmt: skip
+            capture_output=True,
+            check=False,
+            timeout=2 * PATIENCE,
+        )
 
     def _pods(self) -> None:
         """Writes the program `in-pod POD COMMAND...`; ds/kube-proxy is the first pod."""
         rows = self._cluster.kubelets.runc()
-        cases = "".join(
-            f'pod/{pod}) exec {" ".join(words)} "$@" ;;\n' for pod, words in rows.items()
-        )
+        cases = "".join(f'pod/{pod}) exec {" ".join(words)} "$@" ;;\n' for pod, words in rows.items())
         first = next(iter(rows.values()), ("false",))
         self._program(
             "in-pod",

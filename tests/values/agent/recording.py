@@ -67,9 +67,7 @@ class Clock:
 def service(name: str) -> Upsert:
     ports = (ServicePort("", Protocol.TCP, 80),)
     address = parse_addr(f"10.96.0.{ord(name)}")
-    return Upsert(
-        ObjectKey(Kind.SERVICE, "ns", name), Service("ns", name, "ClusterIP", (address,), ports)
-    )
+    return Upsert(ObjectKey(Kind.SERVICE, "ns", name), Service("ns", name, "ClusterIP", (address,), ports))
 
 
 SYNCED = [Synced(kind) for kind in Kind]

@@ -24,16 +24,23 @@ ROWS = {
     "16 CPUs": (Conntrack(), 16, (("max", 524_288), *TIMES)),
     "64 CPUs: over the limit": (Conntrack(), 64, (("max", 1_048_576), *TIMES)),
     "32 CPUs: at the limit": (Conntrack(), 32, (("max", 1_048_576), *TIMES)),
-    "the minimum may exceed the limit": (Conntrack(least=2_000_000), 2,
-        (("max", 2_000_000), *TIMES)),
-    "0 entries per CPU: the number is left alone despite the minimum": (Conntrack(max_per_core=0),
-        16, TIMES),
+    "the minimum may exceed the limit": (Conntrack(least=2_000_000), 2, (("max", 2_000_000), *TIMES)),
+    "0 entries per CPU: the number is left alone despite the minimum": (Conntrack(max_per_core=0), 16, TIMES),
     "no minimum": (Conntrack(max_per_core=10, least=0), 3, (("max", 30), *TIMES)),
     "nothing": (NONE, 8, ()),
-    "all": (Conntrack(1, 1, 2, 3, True, 4, 5), 1,
-        (("max", 1), ("tcp_timeout_established", 2), ("tcp_timeout_close_wait", 3),
-         ("tcp_be_liberal", 1), ("udp_timeout", 4), ("udp_timeout_stream", 5))),
-}  # fmt: skip
+    "all": (
+        Conntrack(1, 1, 2, 3, True, 4, 5),
+        1,
+        (
+            ("max", 1),
+            ("tcp_timeout_established", 2),
+            ("tcp_timeout_close_wait", 3),
+            ("tcp_be_liberal", 1),
+            ("udp_timeout", 4),
+            ("udp_timeout_stream", 5),
+        ),
+    ),
+}
 """Settings, the number of CPUs, and the expected sysctls in order.
 
 The names are without their prefix `net.netfilter.nf_conntrack_`.
@@ -60,8 +67,12 @@ class Machine:
         """Creates the sysctls that the module nf_conntrack creates when it is loaded."""
         self.sysctls.mkdir(parents=True)
         self.hashsize.write_text("65536\n")
-        defaults = {"max": 262_144, "tcp_timeout_established": 432_000,
-                    "tcp_timeout_close_wait": 60, "tcp_be_liberal": 0}  # fmt: skip
+        defaults = {
+            "max": 262_144,
+            "tcp_timeout_established": 432_000,
+            "tcp_timeout_close_wait": 60,
+            "tcp_be_liberal": 0,
+        }
         for name, value in {**defaults, **values, "buckets": 65_536}.items():
             (self.sysctls / f"nf_conntrack_{name}").write_text(f"{value}\n")
 
@@ -90,8 +101,7 @@ def test_sysctls_are_set_once_even_to_lower_values(machine: Machine):
     machine.load()
     keeper = ConntrackSysctls(Conntrack(tcp_be_liberal=True))
     keeper.apply(1.0)
-    expected = {"max": 131_072, "tcp_timeout_established": 86_400, "tcp_timeout_close_wait": 3_600,
-                "tcp_be_liberal": 1}  # fmt: skip
+    expected = {"max": 131_072, "tcp_timeout_established": 86_400, "tcp_timeout_close_wait": 3_600, "tcp_be_liberal": 1}
     assert machine.values() == expected
     (machine.sysctls / "nf_conntrack_max").write_text("7\n")
     keeper.apply(1e9)
@@ -102,9 +112,7 @@ HASHES = [(262_144, 65_536), (262_148, 65_537), (1_048_576, 262_144), (2, 65_536
 
 
 @pytest.mark.parametrize(("most", "hashes"), HASHES, ids=str)
-def test_hash_table_grows_with_the_entries_and_never_shrinks(
-    machine: Machine, most: int, hashes: int
-):
+def test_hash_table_grows_with_the_entries_and_never_shrinks(machine: Machine, most: int, hashes: int):
     machine.load()
     ConntrackSysctls(Conntrack(max_per_core=1, least=most)).apply(1.0)
     assert machine.values()["max"] == most
@@ -190,9 +198,7 @@ def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-def test_other_sysctls_are_set_if_the_hash_table_cannot_grow(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-):
+def test_other_sysctls_are_set_if_the_hash_table_cannot_grow(machine: Machine, caplog: pytest.LogCaptureFixture):
     machine.load()
     machine.hashsize.unlink()
     machine.buckets.unlink()
@@ -204,9 +210,7 @@ def test_other_sysctls_are_set_if_the_hash_table_cannot_grow(
     assert "at /host/proc/sys/net" in record.getMessage()
 
 
-def test_sysctls_are_set_once_the_module_is_loaded(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-):
+def test_sysctls_are_set_once_the_module_is_loaded(machine: Machine, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "kbpf.agent")
     keeper = ConntrackSysctls(Conntrack())
     keeper.apply(1.0)

@@ -33,10 +33,7 @@ RUNS, UNKNOWN = "kube-proxy is running on this node", "cannot tell from here"
 
 ROWS = {
     "on the node: no kube-proxy": (Detection((), True, {}), ""),
-    "on the node: a kube-proxy": (
-        Detection((7,), True, {HEALTH: THERE, METRICS: THERE}),
-        f"{RUNS} (pid 7)",
-    ),
+    "on the node: a kube-proxy": (Detection((7,), True, {HEALTH: THERE, METRICS: THERE}), f"{RUNS} (pid 7)"),
     "on the node: a kube-proxy with other ports": (Detection((7,), True, {}), f"{RUNS} (pid 7)"),
     "inside k3s": (Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers on {METRICS})"),
     "on the node: kbpf": (Detection((), True, {HEALTH: HERE, METRICS: HERE}), ""),
@@ -98,16 +95,17 @@ ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
     ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, THERE),
     ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, THERE),
     ("kbpf's health", {"/readyz": (200, b"kbpf serves\n"), "/healthz": WELL}, HERE),
-    ("kbpf's health, not ready yet", {"/readyz": (503, b"kbpf is not ready: why\n"),
-                                          "/healthz": WELL}, HERE),
-    ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"),
-                                   "/proxyMode": (200, b"ipvs")}, HERE),
+    ("kbpf's health, not ready yet", {"/readyz": (503, b"kbpf is not ready: why\n"), "/healthz": WELL}, HERE),
+    ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"), "/proxyMode": (200, b"ipvs")}, HERE),
     ("another program", {"/healthz": (200, b"ok"), "/readyz": (200, b"ok")}, OTHER),
     ("another program's JSON", {"/healthz": (200, b"[1]")}, OTHER),
-    ("a program that answers every path with 200",
-     dict.fromkeys(("/readyz", "/proxyMode", "/healthz"), (200, b"")), OTHER),
+    (
+        "a program that answers every path with 200",
+        dict.fromkeys(("/readyz", "/proxyMode", "/healthz"), (200, b"")),
+        OTHER,
+    ),
     ("no HTTP", dict.fromkeys(("/readyz", "/proxyMode", "/healthz")), OTHER),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "answers", "wanted"), ANSWERS, ids=[name for name, *_ in ANSWERS])
@@ -116,9 +114,7 @@ def test_identify_responder(name: str, answers: dict[str, ProbeAnswer], wanted: 
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_an_answer_that_comes_byte_by_byte_is_cut_off(
-    head: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_comes_byte_by_byte_is_cut_off(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has a port of kube-proxy's must not hold up `kbpf check`."""
     monkeypatch.setattr(detect, "PROBE_TIMEOUT_S", 0.2)
     was_cut_off = []
@@ -160,10 +156,7 @@ TCP6 = [
 
 def test_parse_listeners() -> None:
     """/proc/net/tcp is in host byte order: little-endian on all machines kbpf is built for."""
-    assert list(parse_listeners(iter([HEAD, *TCP]), KUBE_PROXY_PORTS)) == [
-        ("127.0.0.1", 10249),
-        ("0.0.0.0", 10256),
-    ]
+    assert list(parse_listeners(iter([HEAD, *TCP]), KUBE_PROXY_PORTS)) == [("127.0.0.1", 10249), ("0.0.0.0", 10256)]
     assert list(parse_listeners(iter([HEAD, *TCP6]), KUBE_PROXY_PORTS)) == [
         ("::", 10256),
         ("127.0.0.1", 10249),

@@ -20,17 +20,7 @@ from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.events import Kind, ObjectKey, Upsert
-from kbpf.model.objects import (
-    Algorithm,
-    Cidr,
-    Endpoint,
-    EndpointSlice,
-    Node,
-    Protocol,
-    Service,
-    ServicePort,
-    SlicePort,
-)
+from kbpf.model.objects import Algorithm, Cidr, Endpoint, EndpointSlice, Node, Protocol, Service, ServicePort, SlicePort
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from kbpf.source.decode.annotations import parse_weights
@@ -53,10 +43,13 @@ def service(**more: Any) -> Service:
 
 def piece(ends: int, ports: int = 1, number: int = 0) -> EndpointSlice:
     return EndpointSlice(
-        "ns", f"web-{number}", "web", 4,
+        "ns",
+        f"web-{number}",
+        "web",
+        4,
         tuple(Endpoint(address(number * 1000 + n)) for n in range(ends)),
         tuple(SlicePort(f"p{n}", TCP, 1000 + n) for n in range(ports)),
-    )  # fmt: skip
+    )
 
 
 def of_ends(ends: Iterable[Endpoint]) -> EndpointSlice:
@@ -76,32 +69,26 @@ GROWING: dict[str, Callable[[int], Objects]] = {
     "ports of a slice": lambda n: (service(), (piece(3, n),)),
     "endpoints with Maglev": lambda n: (service(algorithm=Algorithm.MAGLEV), (piece(n),)),
     "endpoints that are not ready": lambda n: (
-        service(), (of_ends(Endpoint(address(at), ready=False) for at in range(n)),),
+        service(),
+        (of_ends(Endpoint(address(at), ready=False) for at in range(n)),),
     ),
     "endpoints with the same address": lambda n: (
-        service(), (of_ends(Endpoint(address(7), ready=at % 2 > 0) for at in range(n)),),
+        service(),
+        (of_ends(Endpoint(address(7), ready=at % 2 > 0) for at in range(n)),),
     ),
-    "hints": lambda n: (
-        service(), (of_ends(Endpoint(address(at), zone_hints=("a", "b", "c")) for at in range(n)),),
-    ),
+    "hints": lambda n: (service(), (of_ends(Endpoint(address(at), zone_hints=("a", "b", "c")) for at in range(n)),)),
     "hints of one endpoint": lambda n: (
-        service(), (of_ends([Endpoint(address(1), zone_hints=tuple(map(str, range(n))))]),),
+        service(),
+        (of_ends([Endpoint(address(1), zone_hints=tuple(map(str, range(n))))]),),
     ),
-    "source ranges": lambda n: (
-        service(source_ranges=tuple(Cidr(address(at), 128) for at in range(n))), (piece(3),),
-    ),
-    "externalIPs": lambda n: (
-        service(external_ips=tuple(address(at, 20) for at in range(n))), (piece(3),),
-    ),
-    "load balancers' addresses": lambda n: (
-        service(lb_vips=tuple(address(at, 20) for at in range(n))), (piece(3),),
-    ),
+    "source ranges": lambda n: (service(source_ranges=tuple(Cidr(address(at), 128) for at in range(n))), (piece(3),)),
+    "externalIPs": lambda n: (service(external_ips=tuple(address(at, 20) for at in range(n))), (piece(3),)),
+    "load balancers' addresses": lambda n: (service(lb_vips=tuple(address(at, 20) for at in range(n))), (piece(3),)),
     "weights": lambda n: (
-        service(weights=parse_weights(",".join(f"10.0.{at >> 8}.{at & 255}={at % 9 + 1}"
-                                              for at in range(n)), [])),
+        service(weights=parse_weights(",".join(f"10.0.{at >> 8}.{at & 255}={at % 9 + 1}" for at in range(n)), [])),
         (piece(n),),
     ),
-}  # fmt: skip
+}
 
 
 def program(objects: Callable[[int], Objects], size: int) -> None:
@@ -117,8 +104,7 @@ def program(objects: Callable[[int], Objects], size: int) -> None:
     limits.update(states, keys)
     planner = WritePlan(ids, BackendTable(ids), shared_tables=SharedTables(ids))
     programmed = {
-        key: planner.add(compute_change(key, None, limits.effective_state(states[key])))
-        for key in sorted(keys)
+        key: planner.add(compute_change(key, None, limits.effective_state(states[key]))) for key in sorted(keys)
     }
     for key in keys:
         planner.add(compute_change(key, programmed[key], None))

@@ -6,13 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.agent.problem_book import (
-    INTERVAL_S,
-    NAMESPACE_EVENTS,
-    TOTAL_EVENTS,
-    FailingBackendReporter,
-    format_note,
-)
+from kbpf.agent.problem_book import INTERVAL_S, NAMESPACE_EVENTS, TOTAL_EVENTS, FailingBackendReporter, format_note
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import SharedAccess
 from kbpf.dataplane.bpf.failing_backends import MIN_CLIENT_FAILURES, count_independent
@@ -33,9 +27,7 @@ class FakeRecorder(EventRecorder):
         super().__init__(None, "n1")
         self.noted: list[tuple[EventObject, str]] = []
 
-    def emit(
-        self, regarding: EventObject, reason: str, action: str, note: str = "", warning: bool = True
-    ) -> None:
+    def emit(self, regarding: EventObject, reason: str, action: str, note: str = "", warning: bool = True) -> None:
         assert (reason, action, warning) == ("BackendFailing", "Connect", True)
         self.noted.append((regarding, note))
 
@@ -62,18 +54,24 @@ ROWS = (
     Row("once, if it stops meanwhile", ((0.0, "a/web"), (30.0, ""), (60.0, "a/web")), "a/web"),
     Row("again later", ((0.0, "a/web"), (INTERVAL_S + 1, "a/web")), "a/web a/web"),
     Row("at most three of a namespace", ((0.0, "a/1 a/2 a/3 a/4 a/5 b/1"),), "b/1 a/1 a/2 a/3"),
-    Row("no more of that namespace until the interval is over",
-        ((0.0, "a/1 a/2 a/3"), (30.0, "a/4"), (INTERVAL_S + 30, "a/4")), "a/1 a/2 a/3 a/4"),
+    Row(
+        "no more of that namespace until the interval is over",
+        ((0.0, "a/1 a/2 a/3"), (30.0, "a/4"), (INTERVAL_S + 30, "a/4")),
+        "a/1 a/2 a/3 a/4",
+    ),
     Row("at most ten in all", ((0.0, MANY),), " ".join(sorted(MANY.split())[:TOTAL_EVENTS])),
-    Row("a namespace without an Event comes first",
-        ((0.0, "a/1"), (30.0, "a/2 b/1")), "a/1 b/1 a/2"),
-    Row("namespaces share the ten",
+    Row("a namespace without an Event comes first", ((0.0, "a/1"), (30.0, "a/2 b/1")), "a/1 b/1 a/2"),
+    Row(
+        "namespaces share the ten",
         ((0.0, "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 e/1 f/1"),),
-        "a/1 a/2 b/1 b/2 c/1 c/2 d/1 d/2 e/1 f/1"),
-    Row("others do not wait until the interval is over",
+        "a/1 a/2 b/1 b/2 c/1 c/2 d/1 d/2 e/1 f/1",
+    ),
+    Row(
+        "others do not wait until the interval is over",
         ((0.0, MANY_EACH), (INTERVAL_S / TOTAL_EVENTS, f"{MANY_EACH} z/1")),
-        "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 d/1 d/2 z/1"),
-)  # fmt: skip
+        "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 d/1 d/2 z/1",
+    ),
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -131,21 +129,32 @@ def test_the_event_reaches_the_api_server() -> None:
 @pytest.mark.parametrize(
     ("clients", "independent"),
     [
-        ("a/1", 1), ("a/1 a/1", 1), ("a/1 a/2", 2), ("evil/1 evil/2 evil/3", 1), ("evil/1 b/1", 2),
-        ("a/1 evil/1 evil/2", 2), ("-", 1), ("- -", 1), ("a/1 -", 2), ("evil/1 -", 2),
-        ("uid:1 uid:2", 2), ("uid:1 uid:1", 1), ("", 0),
-        ("a/1 a/2*2", 1), ("a/1*2 a/1*1 a/2", 2), ("evil/1*2 evil/2*1 a/2", 2),
+        ("a/1", 1),
+        ("a/1 a/1", 1),
+        ("a/1 a/2", 2),
+        ("evil/1 evil/2 evil/3", 1),
+        ("evil/1 b/1", 2),
+        ("a/1 evil/1 evil/2", 2),
+        ("-", 1),
+        ("- -", 1),
+        ("a/1 -", 2),
+        ("evil/1 -", 2),
+        ("uid:1 uid:2", 2),
+        ("uid:1 uid:1", 1),
+        ("", 0),
+        ("a/1 a/2*2", 1),
+        ("a/1*2 a/1*1 a/2", 2),
+        ("evil/1*2 evil/2*1 a/2", 2),
         ("evil/1*99 a/1*2", 1),
     ],
-)  # fmt: skip
+)
 def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: int) -> None:
     """Clients of a Service in namespace a, and how often they failed (else often enough); "-": a
     process of the node.
     """
     words = (word.partition("*") for word in clients.split())
     failed = [
-        (client.replace("-", "").replace(":", " "), int(count or MIN_CLIENT_FAILURES))
-        for client, _, count in words
+        (client.replace("-", "").replace(":", " "), int(count or MIN_CLIENT_FAILURES)) for client, _, count in words
     ]
     assert count_independent(failed, "a") == independent
 
@@ -179,9 +188,7 @@ PROBES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "probes", "failed", "differences", "faults"), PROBES, ids=[row[0] for row in PROBES]
-)
+@pytest.mark.parametrize(("name", "probes", "failed", "differences", "faults"), PROBES, ids=[row[0] for row in PROBES])
 def test_connections_count_as_broken_after_two_failures(
     name: str,
     probes: tuple[ConnectionProbe | None, ...],
@@ -190,10 +197,7 @@ def test_connections_count_as_broken_after_two_failures(
     faults: int,
 ) -> None:
     shared, compared = FakeShared(*probes), list[bool]()
-    check = SelfCheck(
-        Config(), lambda: shared, FailingBackendReporter(FakeRecorder()),
-        lambda: compared.append(True),
-    )  # fmt: skip
+    check = SelfCheck(Config(), lambda: shared, FailingBackendReporter(FakeRecorder()), lambda: compared.append(True))
     assert tuple(check.probe() for _ in probes) == failed
     assert len(compared) == ((BAD, BAD) in itertools.pairwise(probes))
     part = check.connections

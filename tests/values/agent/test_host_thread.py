@@ -93,16 +93,12 @@ def test_a_question_that_fails_is_logged_once_and_a_problem_while_it_fails(
     assert len(failures) == 2
 
 
-def test_another_listening_process_wakes_the_agent(
-    plane: SlowHost, monkeypatch: pytest.MonkeyPatch
-):
+def test_another_listening_process_wakes_the_agent(plane: SlowHost, monkeypatch: pytest.MonkeyPatch):
     """Its port is taken from a Service at the node's address."""
     agent = Agent(Config("me"), plane, lambda _: ())
     plane.answer.set()
     read = [frozenset[FrontendAddress]()]
-    agent.reconciler.listeners = agent._host_thread._listeners = listeners.Listeners(
-        lambda: read[0]
-    )
+    agent.reconciler.listeners = agent._host_thread._listeners = listeners.Listeners(lambda: read[0])
     agent._host_thread.run_once(0.0)
     agent.step([NODE, *SYNCED])
     read[0] = frozenset({FrontendAddress(parse_addr("0.0.0.0"), 22, Protocol.TCP)})

@@ -42,8 +42,7 @@ class FakeSource:
 def large(name: str) -> list[Upsert]:
     """A Service with enough endpoints to be computed in steps."""
     ends = tuple(
-        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False)
-        for n in range(LARGE_SERVICE_ENDPOINTS)
+        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False) for n in range(LARGE_SERVICE_ENDPOINTS)
     )
     slice_ = EndpointSlice("ns", name, name, 4, ends, (SlicePort("", Protocol.TCP, 80),))
     return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), slice_)]
@@ -150,9 +149,7 @@ def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch: pyte
     assert plane.applied[1:] == [None, None, {"a"}]
 
 
-def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-):
+def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent, plane = begun(0.0)
     for tick, error in (("no", "no"), ("no", "no"), ("", "")):
         plane.error = tick
@@ -189,9 +186,7 @@ def test_no_sweep_while_an_object_is_rejected(clock: Clock):
     ("kind", "sound"),
     [(Kind.SERVICE, False), (Kind.SLICE, False), (Kind.NODE, False), (Kind.POD, True)],
 )
-def test_apply_is_not_authoritative_while_an_object_is_rejected(
-    clock: Clock, kind: Kind, sound: bool
-):
+def test_apply_is_not_authoritative_while_an_object_is_rejected(clock: Clock, kind: Kind, sound: bool):
     """The unreadable object may be what a frontend or backend depends on. Pods never are."""
     plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
@@ -254,9 +249,7 @@ def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
 
 
 @pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])
-def test_failed_apply_is_retried_once_per_interval(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, waiting: str
-):
+def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch: pytest.MonkeyPatch, waiting: str):
     agent, plane = begun(0.0)
     plane.apply_error = "no"
     if waiting == "deferred work":

@@ -74,19 +74,20 @@ class Rig:
 
 def service(policy: str = "", port: int = 31_999) -> Upsert:
     object_ = Service(
-        "a", "web", "LoadBalancer", (parse_addr("10.96.0.1"),),
+        "a",
+        "web",
+        "LoadBalancer",
+        (parse_addr("10.96.0.1"),),
         (ServicePort("", Protocol.TCP, 80, 30_080),),
-        external_local=policy != "internal", internal_local=policy == "internal",
+        external_local=policy != "internal",
+        internal_local=policy == "internal",
         health_check_node_port=port,
-    )  # fmt: skip
+    )
     return Upsert(ObjectKey(Kind.SERVICE, "a", "web"), object_)
 
 
 def endpoints(*nodes: str, triggered: str = "") -> Upsert:
-    ends = tuple(
-        Endpoint(parse_addr(f"10.244.0.{i}"), True, True, False, node)
-        for i, node in enumerate(nodes, 1)
-    )
+    ends = tuple(Endpoint(parse_addr(f"10.244.0.{i}"), True, True, False, node) for i, node in enumerate(nodes, 1))
     slice_ = EndpointSlice("a", "s", "web", 4, ends, (SlicePort("", Protocol.TCP, 8080),))
     return Upsert(ObjectKey(Kind.SLICE, "a", "s"), slice_, 1.0, triggered)
 
@@ -105,9 +106,13 @@ def test_health_check_follows_its_service_and_endpoints():
     rig.hear(gone(Kind.SERVICE, "web"))
     told = [checks.get(WEB) for checks, _ in rig.desk.told]
     assert told == [
-        HealthCheck(31_999, 0, 0), HealthCheck(31_999, 1, 1), HealthCheck(31_999, 2, 2),
-        HealthCheck(31_000, 2, 2), HealthCheck(31_000, 0, 0), None,
-    ]  # fmt: skip
+        HealthCheck(31_999, 0, 0),
+        HealthCheck(31_999, 1, 1),
+        HealthCheck(31_999, 2, 2),
+        HealthCheck(31_000, 2, 2),
+        HealthCheck(31_000, 0, 0),
+        None,
+    ]
 
 
 def test_health_checks_change_only_once_programmed():
@@ -137,9 +142,7 @@ WHERE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "addresses", "at"), WHERE, ids=[row[0] for row in WHERE]
-)
+@pytest.mark.parametrize(("name", "settings", "addresses", "at"), WHERE, ids=[row[0] for row in WHERE])
 def test_health_checks_listen_at_node_port_addresses(name, settings, addresses, at):
     rig = Rig(Config(node_name=HERE, **settings))
     rig.hear(Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE, tuple(map(parse_addr, addresses)))))
@@ -182,8 +185,7 @@ def test_services_without_endpoints_are_counted():
 
 def test_changes_are_pending_until_programmed():
     rig = Rig()
-    rig.hear(service(), endpoints(HERE), Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE)),
-             programmed=False)  # fmt: skip
+    rig.hear(service(), endpoints(HERE), Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE)), programmed=False)
     prefix = "kubeproxy_sync_proxy_rules"
     for kind in ("service", "endpoint"):
         assert rig.page()[f"{prefix}_{kind}_changes_total"].value() == 1

@@ -65,9 +65,7 @@ def test_status_is_published_once_it_is_written(clock: Clock):
     assert agent._server._status is not None
 
 
-def test_an_error_of_the_status_is_logged_once_until_it_changes(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-):
+def test_an_error_of_the_status_is_logged_once_until_it_changes(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent, plane = begun(0.0)
     for error in ("no memory", "no memory", "no space", "", "no space"):
         plane.write_status = lambda _, error=error: _raise_unless_empty(error)
@@ -175,9 +173,7 @@ def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch: pytes
     assert order == ["answers", "open", "ends"]
 
 
-def test_log_lines_about_unserved_services_are_limited(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-):
+def test_log_lines_about_unserved_services_are_limited(clock: Clock, caplog: pytest.LogCaptureFixture):
     """For rejected objects as well as for Services over a limit."""
     agent, plane = begun(0.0)
     names = [f"s{number:03}" for number in range(MAX_PROBLEMS + 7)]
@@ -210,9 +206,7 @@ def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog: pytest.LogCap
     agent.step([service("a")])
     at = FrontendAddress(parse_addr("192.0.2.1"), 53, Protocol.TCP)
     states = {
-        key: made_service(
-            name, "ExternalIP=192.0.2.1:53", left_to_node=(at,), refused=((at, "no"),)
-        )
+        key: made_service(name, "ExternalIP=192.0.2.1:53", left_to_node=(at,), refused=((at, "no"),))
         for key, name in zip(keys, names, strict=True)
     }
     reserved = ReservedAddresses(local_addresses=frozenset({at.address}))
@@ -240,9 +234,7 @@ def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog: pytest.LogCap
     desk.events.stop()
 
 
-def test_unusual_value_that_is_used_is_logged_as_unusual(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-):
+def test_unusual_value_that_is_used_is_logged_as_unusual(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent, _ = begun(0.0)
     zeros = leading_zeros_problem("10.96.0.01", parse_addr("10.96.0.1"))
     event = service("a")
@@ -254,12 +246,8 @@ def test_unusual_value_that_is_used_is_logged_as_unusual(
     ]
 
 
-@pytest.mark.parametrize(
-    ("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)]
-)
-def test_service_that_is_not_programmed_is_reported_everywhere(
-    clock: Clock, namespace: str, status: int, system: bool
-):
+@pytest.mark.parametrize(("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)])
+def test_service_that_is_not_programmed_is_reported_everywhere(clock: Clock, namespace: str, status: int, system: bool):
     """In a problem line, /readyz, the metric by namespace and Events, until it is programmed."""
     post = EventServer()
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")), post_event=post)

@@ -42,46 +42,73 @@ V4, V6 = "sys/net/ipv4/ip_forward", "sys/net/ipv6/conf/all/forwarding"
 CONF = "sys/net/ipv4/conf"
 PORTS = "masquerade ports"
 NODES = [
-    Node("disjoint ranges",
-         {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
-    Node("ranges that overlap in one port", {RANGE: "32768\t61000\n", RESERVED: "\n"}, PORTS, "no",
-         "may use 61000 to 61000 too", "ip_local_reserved_ports"),
-    Node("ranges that overlap completely",
-         {RANGE: "1024 65535", RESERVED: ""}, PORTS, "no", "61000 to 65535", "61000-65535"),
-    Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes",
-         "reserved"),
-    Node("reserved in pieces", {RANGE: "1024 65535", RESERVED: "62000-65535,60000-61999"}, PORTS,
-         "yes", "reserved"),
-    Node("reserved except one port",
-         {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"}, PORTS,
-         "no", "too", "61000-65535"),
-    Node("reserved where the ranges overlap",
-         {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
-    Node("reserved where the ranges overlap, at the end",
-         {RANGE: "62000 65535", RESERVED: "62000-65535"}, PORTS,
-         "yes", "reserved"),
+    Node("disjoint ranges", {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
+    Node(
+        "ranges that overlap in one port",
+        {RANGE: "32768\t61000\n", RESERVED: "\n"},
+        PORTS,
+        "no",
+        "may use 61000 to 61000 too",
+        "ip_local_reserved_ports",
+    ),
+    Node(
+        "ranges that overlap completely",
+        {RANGE: "1024 65535", RESERVED: ""},
+        PORTS,
+        "no",
+        "61000 to 65535",
+        "61000-65535",
+    ),
+    Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes", "reserved"),
+    Node("reserved in pieces", {RANGE: "1024 65535", RESERVED: "62000-65535,60000-61999"}, PORTS, "yes", "reserved"),
+    Node(
+        "reserved except one port",
+        {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"},
+        PORTS,
+        "no",
+        "too",
+        "61000-65535",
+    ),
+    Node("reserved where the ranges overlap", {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
+    Node(
+        "reserved where the ranges overlap, at the end",
+        {RANGE: "62000 65535", RESERVED: "62000-65535"},
+        PORTS,
+        "yes",
+        "reserved",
+    ),
     Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
     Node("enabled", {V4: "1\n", V6: "0"}, "forwarding", "yes", "IPv4"),
-    Node("disabled", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
-         "sysctl -w net.ipv4.ip_forward=1"),
+    Node("disabled", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0", "sysctl -w net.ipv4.ip_forward=1"),
     Node("enabled for both", {V4: "1", V6: "2"}, "forwarding", "yes", "IPv4, IPv6"),
-    Node("disabled", {V6: "0"}, "IPv6 forwarding", "no", "",
-         "sysctl -w net.ipv6.conf.all.forwarding=1"),
+    Node("disabled", {V6: "0"}, "IPv6 forwarding", "no", "", "sysctl -w net.ipv6.conf.all.forwarding=1"),
     Node("no IPv6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
-    Node("loose", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "2"}, "rp_filter",
-         "yes", "not strict"),
-    Node("strict", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "1"}, "rp_filter",
-         "yes", "strict (1) on eth0: "),
-    Node("strict by conf/all", {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
-         "rp_filter", "yes", "strict (1) on eth0: "),
-    Node("the maximum of both is used",
-         {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
-         "rp_filter", "yes", "not strict"),
+    Node("loose", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "2"}, "rp_filter", "yes", "not strict"),
+    Node(
+        "strict",
+        {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "1"},
+        "rp_filter",
+        "yes",
+        "strict (1) on eth0: ",
+    ),
+    Node(
+        "strict by conf/all",
+        {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
+        "rp_filter",
+        "yes",
+        "strict (1) on eth0: ",
+    ),
+    Node(
+        "the maximum of both is used",
+        {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
+        "rp_filter",
+        "yes",
+        "not strict",
+    ),
     Node("a vanished device", {f"{CONF}/all/rp_filter": "1"}, "rp_filter", "yes", "not strict"),
     Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
-    Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
-         "not loaded"),
-]  # fmt: skip
+    Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no", "not loaded"),
+]
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.row}: {node.name}")
@@ -93,9 +120,7 @@ def test_check_row_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.Mon
     for name, text in node.files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (row,) = [
-        r for r in packet_path.check_packet_path(Path("/nowhere"), tmp_path) if r.name == node.row
-    ]
+    (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere"), tmp_path) if r.name == node.row]
     assert row.result == node.result
     assert node.detail in row.detail
     assert node.advice in row.advice
@@ -124,17 +149,28 @@ OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filte
 FORWARDS = [
     Chains("no chain", ("yes", "no chain drops", ""), "yes"),
     Chains("policy accept", ("yes", "no chain drops", ""), "yes", chains=(OPEN,)),
-    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), "unknown",
-           chains=(SHUT,)),
-    Chains("another table that drops", ("no", "not read inet fw forward,", "with mark 0x4000"),
-           "no", others=("inet fw forward",)),
-    Chains("iptables-legacy", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"), "no",
-           chains=(SHUT,), legacy=("ip6",)),
-    Chains("no library", ("unknown", "python3", "install python3-nftables"), "unknown",
-           Probe(None, "python3-nftables is missing")),
-    Chains("no nf_tables", ("unknown", "no nf_tables", ""), "unknown",
-           Probe(None, "has no nf_tables")),
-]  # fmt: skip
+    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), "unknown", chains=(SHUT,)),
+    Chains(
+        "another table that drops",
+        ("no", "not read inet fw forward,", "with mark 0x4000"),
+        "no",
+        others=("inet fw forward",),
+    ),
+    Chains(
+        "iptables-legacy",
+        ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
+        "no",
+        chains=(SHUT,),
+        legacy=("ip6",),
+    ),
+    Chains(
+        "no library",
+        ("unknown", "python3", "install python3-nftables"),
+        "unknown",
+        Probe(None, "python3-nftables is missing"),
+    ),
+    Chains("no nf_tables", ("unknown", "no nf_tables", ""), "unknown", Probe(None, "has no nf_tables")),
+]
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
@@ -163,9 +199,7 @@ def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
         ("no", True, False, False),
     ],
 )
-def test_missing_packet_path_does_not_make_kbpf_unusable(
-    result: str, needed: bool, usable: bool, packet_path: bool
-):
+def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, needed: bool, usable: bool, packet_path: bool):
     rows = [check_row("yes"), CheckRow(Check.HOOK, result, needed, "", "", True, subject="y")]
     made = compute_verdict(rows)
     assert (made.usable, made.packet_path) == (usable, packet_path)
@@ -200,14 +234,13 @@ UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
         ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
         ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
         ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
-        ([check_row("no"), IPVS, UNSURE], "ipvs",
-            "this machine, unless this is missing (not known): dummy devices"),
+        ([check_row("no"), IPVS, UNSURE], "ipvs", "this machine, unless this is missing (not known): dummy devices"),
         ([BESIDE, IPVS], "none", "mode bpf cannot be used: no other kbpf"),
         ([replace(BESIDE, check=Check.BALANCERS), IPVS], "none", "no other load balancer"),
         ([replace(BESIDE, needed=False), IPVS], "bpf", "mode bpf can be used"),
         ([replace(BESIDE, result="unknown"), IPVS], "ipvs", "mode bpf cannot be used"),
     ],
-)  # fmt: skip
+)
 def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     """`mode` is what `--mode auto` would choose: none where a neighbour makes mode bpf refuse."""
     made = compute_verdict(rows)
@@ -223,24 +256,22 @@ def test_check_verdict(row: tuple):
     assert made.mode == ("bpf" if usable else "none")
 
 
-def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(monkeypatch: pytest.MonkeyPatch):
     """An agent without CAP_SYS_ADMIN starts all the same."""
     monkeypatch.setattr(neighbours.syscalls, "may_open_by_id", lambda: False)
     rows = list(neighbours.refusal_rows(Path("/nowhere"), Path("/nowhere")))
     assert [(row.name, row.result, row.needed) for row in rows] == [
-        ("no other load balancer", "unknown", False), ("no other kbpf", "unknown", False),
-    ]  # fmt: skip
+        ("no other load balancer", "unknown", False),
+        ("no other kbpf", "unknown", False),
+    ]
     assert all("CAP_SYS_ADMIN" in row.detail for row in rows)
 
 
 def test_check_document_has_names_instead_of_ids():
     row = CheckRow(Check.HOOK, "no", True, "why", "what to do", subject="connect4")
     assert build_item(row) == CheckItem(
-        name="hook connect4", result="no", needed=True, detail="why", advice="what to do",
-        packets=False, ipvs=False,
-    )  # fmt: skip
+        name="hook connect4", result="no", needed=True, detail="why", advice="what to do", packets=False, ipvs=False
+    )
 
 
 def test_all_that_works_is_one_row_and_the_rest_a_row_each():
@@ -248,10 +279,12 @@ def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     given = [
         CheckRow(Check.HOOK, result, needed, "", "", subject=name)
         for name, result, needed in (
-            ("connect4", "yes", True), ("sendmsg4", "no", True), ("trace", "yes", False),
+            ("connect4", "yes", True),
+            ("sendmsg4", "no", True),
+            ("trace", "yes", False),
             ("release", "unknown", False),
         )
-    ]  # fmt: skip
+    ]
     working, refused, unknown = sum_up(given)
     assert (working.name, working.result, working.needed) == ("hooks", "yes", True)
     assert working.detail == "connect4, trace"

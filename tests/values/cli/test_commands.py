@@ -39,33 +39,43 @@ EXIT_ROWS = [
     (("top", "--by", "xml"), 2, "", "Invalid value for '--by': 'xml' is not one of 'services'"),
     (("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
     (("inspect", "service"), 2, "", "NAME"),
-    (("inspect", "service", "shop/web", "-n", "edge"), 2, "",
-            "Invalid value for --namespace: "
-            "edge contradicts the namespace of shop/web"),
-    (("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
-            "/nowhere"),
+    (
+        ("inspect", "service", "shop/web", "-n", "edge"),
+        2,
+        "",
+        "Invalid value for --namespace: edge contradicts the namespace of shop/web",
+    ),
+    (("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
     (("inspect", "connections", "--help"), 0, "socket hooks", ""),
-    *((("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
-      for view in ("connections", "nat", "sources", "devices", "affinity")),
+    *(
+        (("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
+        for view in ("connections", "nat", "sources", "devices", "affinity")
+    ),
     (("run", "--mode", "iptables"), 2, "", "iptables"),
     (("run", "--nonsense"), 2, "", "--nonsense"),
     (("run", "extra"), 2, "", "extra"),
     (("demo", "--requests", "0"), 2, "", "--requests"),
     (("demo", "--once", "--cgroup", "/nowhere"), 1, "", "--once has no effect"),
-    (("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
-            "folder of objects (/nowhere)"),
-    (("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "",
-            "a file, not a folder of objects (/etc/hostname)"),
+    (("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such folder of objects (/nowhere)"),
+    (
+        ("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"),
+        1,
+        "",
+        "a file, not a folder of objects (/etc/hostname)",
+    ),
     (("diff", "/nowhere"), 2, "", "WORLD"),
     (("diff", "/nowhere", "tests/scenarios/shop"), 2, "", "no such folder of objects (/nowhere)"),
     (("diff", "/etc/hostname", "tests/scenarios/shop"), 2, "", "a file, not a folder"),
     (("diff", "tests/scenarios/shop", "tests/scenarios/shop"), 0, "", ""),
     (("diff", "tests/scenarios/shop", "tests/scenarios/odd"), 1, "shop/cart", ""),
-    (("diff", "tests/scenarios/shop", "tests/scenarios/shop", "--node", "x"), 2, "",
-            "the Node x does not exist; there are node-1, node-2"),
+    (
+        ("diff", "tests/scenarios/shop", "tests/scenarios/shop", "--node", "x"),
+        2,
+        "",
+        "the Node x does not exist; there are node-1, node-2",
+    ),
     (("simulate", "/nowhere"), 1, "", "no such folder of objects (/nowhere)"),
-    (("simulate", "tests/scenarios/shop", "--service", "shop/carts"), 1, "",
-            "is shop/cart meant?"),
+    (("simulate", "tests/scenarios/shop", "--service", "shop/carts"), 1, "", "is shop/cart meant?"),
     (("simulate", "tests/scenarios/shop", "--service", "shop/cart"), 0, "10.244.1.3:8080", ""),
     (("simulate", "tests/scenarios/shop", "--node", "x"), 1, "", "the Node x does not exist"),
     (("sysdump", "/etc/hostname"), 1, "", "File exists"),
@@ -73,15 +83,14 @@ EXIT_ROWS = [
     (("sysdump", "--time-limit", "soon"), 2, "", "--time-limit"),
     (("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
     (("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
-    (("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
-            "(--proxy-mode)"),
+    (("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "", "(--proxy-mode)"),
     (("run", "--masquerade-all=maybe"), 2, "", "maybe"),
     (("run", "--version"), 0, __version__, ""),
     (("run", "--cleanup"), 2, "", "kbpf cleanup"),
     (("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
     (("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
     (("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
-]  # fmt: skip
+]
 """Arguments, the exit code, and words on stdout and stderr."""
 
 
@@ -107,9 +116,7 @@ def raises(error: BaseException) -> Any:
     return command
 
 
-def test_error_of_kbpf_is_one_line_and_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_error_of_kbpf_is_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(app, "_dispatch", raises(NotFoundError("no cow", "on\nice", "look")))
     assert app.call([]) == 1
     assert capsys.readouterr().err == "kbpf: no cow (on ice); look\n"
@@ -135,31 +142,33 @@ ipvs: {stateDir: /run/file}
 """
 CLEANUP_ROWS = [
     ("the file's locations", (), {}, ("/sys/fs/bpf/file", "/run/file")),
-    ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag"), {},
-     ("/sys/fs/bpf/flag", "/run/file")),
-    ("a variable beats the file", (), {"KBPF_STATE_DIR": "/run/variable"},
-     ("/sys/fs/bpf/file", "/run/variable")),
-    ("a flag with the default value beats the file", ("--state-dir", "/run/kbpf"), {},
-     ("/sys/fs/bpf/file", "/run/kbpf")),
-]  # fmt: skip
+    ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag"), {}, ("/sys/fs/bpf/flag", "/run/file")),
+    ("a variable beats the file", (), {"KBPF_STATE_DIR": "/run/variable"}, ("/sys/fs/bpf/file", "/run/variable")),
+    (
+        "a flag with the default value beats the file",
+        ("--state-dir", "/run/kbpf"),
+        {},
+        ("/sys/fs/bpf/file", "/run/kbpf"),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "environ", "wanted"), CLEANUP_ROWS, ids=[row[0] for row in CLEANUP_ROWS]
-)
+@pytest.mark.parametrize(("name", "given", "environ", "wanted"), CLEANUP_ROWS, ids=[row[0] for row in CLEANUP_ROWS])
 def test_cleanup_uses_the_locations_of_the_file(
-    name: str, given: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, ...],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+    name: str,
+    given: tuple[str, ...],
+    environ: dict[str, str],
+    wanted: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     for variable, text in environ.items():
         monkeypatch.setenv(variable, text)
     code, looked = cleaned(monkeypatch, tmp_path, FILE, *given)
     assert (code, looked) == (0, wanted)
 
 
-def cleaned(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str
-) -> tuple[int, tuple[str, ...]]:
+def cleaned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str) -> tuple[int, tuple[str, ...]]:
     """Runs `kbpf cleanup` with this file; returns its exit code and the locations it cleans."""
     looked: list[object] = []
     monkeypatch.setattr(cleanup, "remove_pins", lambda pins, *_: looked.append(pins) or ())
@@ -191,39 +200,37 @@ class Mistake(NamedTuple):
 MISTAKES = [
     Mistake("no mistake", FILE, ""),
     Mistake("a value of kube-proxy's document", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
-    Mistake("a value in each document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
-            "KubeProxyConfiguration.oomScoreAdj"),
-    Mistake("a value of kbpf's document",
-            f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
-    Mistake("an unknown field of kbpf's document",
-            f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
-    Mistake("the version of kube-proxy's document",
-            f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
+    Mistake(
+        "a value in each document",
+        f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
+        "KubeProxyConfiguration.oomScoreAdj",
+    ),
+    Mistake("a value of kbpf's document", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
+    Mistake("an unknown field of kbpf's document", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
+    Mistake("the version of kube-proxy's document", f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
     Mistake("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice"),
-    Mistake("contradicting values", f"{FILE}socketLB: {{mode: off}}\n"
-            "packetPath: {enabled: false}\n", ""),
+    Mistake("contradicting values", f"{FILE}socketLB: {{mode: off}}\npacketPath: {{enabled: false}}\n", ""),
     Mistake("a location's value", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
     Mistake("a location's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
-    Mistake("a location's spelling",
-            FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
+    Mistake("a location's spelling", FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
     Mistake("a location twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
-    Mistake("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant",
-            ("state_dir",)),
-    Mistake("the spelling of a location in the section ipvs",
-            FILE.replace("stateDir", "stateDirs"), "is stateDir meant",
-            ("state_dir",)),
-    Mistake("the type of the section ipvs",
-            FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
-            ("state_dir",)),
-    Mistake("the version of kbpf's document",
-            f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
+    Mistake("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant", ("state_dir",)),
+    Mistake(
+        "the spelling of a location in the section ipvs",
+        FILE.replace("stateDir", "stateDirs"),
+        "is stateDir meant",
+        ("state_dir",),
+    ),
+    Mistake(
+        "the type of the section ipvs", FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object", ("state_dir",)
+    ),
+    Mistake("the version of kbpf's document", f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
     Mistake("kbpf's document twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
     Mistake("a document of another kind", f"{FILE}---\nkind: Pod\n", "'Pod'"),
-    Mistake("an unknown kind in place of kbpf's document",
-            FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
+    Mistake("an unknown kind in place of kbpf's document", FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
     Mistake("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
     Mistake("an empty file", "", "the file is empty", ALL),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
@@ -241,10 +248,7 @@ def test_locations_are_read_despite_other_mistakes(row: Mistake):
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
 def test_cleanup_needs_only_the_locations(
-    row: Mistake,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    row: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     code, looked = cleaned(monkeypatch, tmp_path, row.text)
     err = capsys.readouterr().err
@@ -273,9 +277,7 @@ CHECK_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "packet_path"), CHECK_ROWS, ids=[r[0] for r in CHECK_ROWS]
-)
+@pytest.mark.parametrize(("name", "text", "packet_path"), CHECK_ROWS, ids=[r[0] for r in CHECK_ROWS])
 def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
     name: str, text: str | None, packet_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -299,7 +301,7 @@ INSPECT_ROWS = [
     (("inspect", "connections", "--state-dir", "/flag"), "/sys/fs/bpf/file", "/flag/kbpf-ipvs0"),
     (("inspect", "nat", "--pin-dir", "/flag"), "/flag", "/run/file/kbpf-ipvs0"),
     (("inspect", "devices", "--no-headers"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
-]  # fmt: skip
+]
 
 
 def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
@@ -318,9 +320,14 @@ def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str
 @pytest.mark.parametrize("by_variable", [True, False])
 @pytest.mark.parametrize(("command", "pins", "ipvs"), INSPECT_ROWS, ids=str)
 def test_inspect_uses_the_locations_of_the_file_unless_overridden(
-    command: tuple[str, ...], pins: str, ipvs: str, by_variable: bool,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+    command: tuple[str, ...],
+    pins: str,
+    ipvs: str,
+    by_variable: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     file = tmp_path / "config.conf"
     file.write_text(FILE)
     given = () if by_variable else ("--config", str(file))
@@ -336,17 +343,14 @@ def test_inspect_uses_the_locations_of_the_file_unless_overridden(
 VALIDATED = [
     ("valid", FILE, (), 0, "", 0),
     ("empty", "", (), 1, "the file is empty", 1),
-    ("two errors", f"{FILE}mode: x\nalgorithm: z\n", (), 1,
-     "unknown value 'x' (KbpfConfiguration.mode)", 2),
-    ("a warning", f"{FILE}packetPath: {{devices: [a], excludeDevices: [a]}}\n", (), 0,
-     "kbpf: warning: ", 1),
+    ("two errors", f"{FILE}mode: x\nalgorithm: z\n", (), 1, "unknown value 'x' (KbpfConfiguration.mode)", 2),
+    ("a warning", f"{FILE}packetPath: {{devices: [a], excludeDevices: [a]}}\n", (), 0, "kbpf: warning: ", 1),
     ("an error and a warning", f"{FILE}mode: x\nmode: y\n", (), 1, "warning: line ", 2),
     ("not YAML", "a: b: c", (), 1, "not YAML", 1),
     ("a folder of another machine", f"{FILE}cgroup: /nowhere\n", (), 0, "", 0),
-    ("a folder of this machine", f"{FILE}cgroup: /nowhere\n", ("--node",), 1,
-     "no such cgroup v2 folder: /nowhere", 1),
+    ("a folder of this machine", f"{FILE}cgroup: /nowhere\n", ("--node",), 1, "no such cgroup v2 folder: /nowhere", 1),
     ("no file", None, (), 1, "cannot read the configuration", 1),
-]  # fmt: skip
+]
 """Name, text, options, exit code, words on stderr and the number of its lines."""
 
 
@@ -371,16 +375,19 @@ BAD_FILES = [
     (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/kbpf-ipvs0"),
     ("a: b: c", "not YAML", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
     (None, "cannot read", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES]
-)
+@pytest.mark.parametrize(("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES])
 def test_inspect_warns_of_a_bad_file_and_continues(
-    text: str | None, told: str, pins: str, ipvs: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+    text: str | None,
+    told: str,
+    pins: str,
+    ipvs: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     file = tmp_path / "config.conf"
     if text is not None:
         file.write_text(text)
@@ -424,9 +431,7 @@ def imported(*argv: str) -> set[str]:
         "    app.call(sys.argv[1:])\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout))
 
 

@@ -16,9 +16,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "words"), LINES, ids=[row[0] for row in LINES])
-def test_completions(
-    line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_completions(line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("_KBPF_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))

@@ -21,9 +21,7 @@ TIMES_US = [90] * 200 + [250] * 97 + [4000] * 3
 START = 1000.0
 
 
-def sent(
-    answers: Mapping[str, int], failures: Mapping[str, int] = {}, is_udp: bool = False
-) -> list[Request]:
+def sent(answers: Mapping[str, int], failures: Mapping[str, int] = {}, is_udp: bool = False) -> list[Request]:
     """Requests within half a second."""
     backends = [name for name, count in answers.items() for _ in range(count)]
     requests = [
@@ -47,23 +45,30 @@ def good() -> list[PhaseRequests]:
 
 SERVES, RESTART, REFUSES = range(3)
 PROBLEMS = {
-    "one refused that should not be": (SERVES, {**ALL, "backend-1": 99}, {"ECONNREFUSED": 1},
-        "three backends serve, outside: 1 of 300 connections failed: 1 x ECONNREFUSED", 1),
+    "one refused that should not be": (
+        SERVES,
+        {**ALL, "backend-1": 99},
+        {"ECONNREFUSED": 1},
+        "three backends serve, outside: 1 of 300 connections failed: 1 x ECONNREFUSED",
+        1,
+    ),
     "nothing works": (SERVES, {}, {"ENETUNREACH": 300}, "300 of 300", 300),
     "one fails while the agent restarts": (RESTART, ALL, {"timeout": 1}, "1 of 301", 1),
-    "another error than a refusal": (REFUSES, SOME, {"ECONNREFUSED": 88, "timeout": 2},
-        "2 of 300 connections failed: 2 x timeout", 2),
+    "another error than a refusal": (
+        REFUSES,
+        SOME,
+        {"ECONNREFUSED": 88, "timeout": 2},
+        "2 of 300 connections failed: 2 x timeout",
+        2,
+    ),
     "the broken backend refuses nothing": (REFUSES, ALL, {}, "no connection was refused", 0),
-    "the broken backend answers": (REFUSES, {**SOME, "backend-4": 1}, {"ECONNREFUSED": 89},
-        "backend-4 answered", 0),
-    "a backend is left out": (SERVES, {"backend-1": 200, "backend-2": 100}, {},
-        "backend-3 was not reached", 0),
-    "an unknown backend answers": (SERVES, {**ALL, "backend-1": 99, "backend-9": 1}, {},
-        "backend-9 answered", 0),
+    "the broken backend answers": (REFUSES, {**SOME, "backend-4": 1}, {"ECONNREFUSED": 89}, "backend-4 answered", 0),
+    "a backend is left out": (SERVES, {"backend-1": 200, "backend-2": 100}, {}, "backend-3 was not reached", 0),
+    "an unknown backend answers": (SERVES, {**ALL, "backend-1": 99, "backend-9": 1}, {}, "backend-9 answered", 0),
     "requests are missing": (SERVES, {**ALL, "backend-1": 1}, {}, "201 of 300", 0),
     "too few while the agent restarts": (RESTART, {**ALL, "backend-1": 1}, {}, "201 of 300", 0),
     "nothing was sent": (SERVES, {}, {}, "0 of 300", 0),
-}  # fmt: skip
+}
 """Phase, what the client outside saw in it, words of the expected problem, unexpected failures."""
 
 

@@ -26,14 +26,8 @@ from kbpf.model.objects import (
 from kbpf.views.differences import DifferenceRow
 from tests.values.policy.services import HTTP, addrs, key
 
-WEB = Service(
-    "shop", "web", "ClusterIP", addrs("10.96.0.1"), (ServicePort("http", Protocol.TCP, 80),)
-)
-NODES = (
-    Node("a1", addrs("192.0.2.1"), "a"),
-    Node("a2", addrs("192.0.2.2"), "a"),
-    Node("b1", addrs("192.0.2.3"), "b"),
-)
+WEB = Service("shop", "web", "ClusterIP", addrs("10.96.0.1"), (ServicePort("http", Protocol.TCP, 80),))
+NODES = (Node("a1", addrs("192.0.2.1"), "a"), Node("a2", addrs("192.0.2.2"), "a"), Node("b1", addrs("192.0.2.3"), "b"))
 
 
 def end(number: int, node: str, **said: object) -> Endpoint:
@@ -65,9 +59,7 @@ def shares(differences: Iterable[DifferenceRow], set_name: str = "cluster") -> S
     }
 
 
-def run(
-    before: World, after: World, node: str = "a1", config: Config = CONFIG
-) -> list[DifferenceRow]:
+def run(before: World, after: World, node: str = "a1", config: Config = CONFIG) -> list[DifferenceRow]:
     return [row for _, row in WorldChange(before, after, config).compute(node)]
 
 
@@ -105,34 +97,35 @@ class Row(NamedTuple):
 THIRD = 0.3333
 ROWS = {
     "zone b is down": Row(
-        with_ends(*FOUR[:2], *map(not_ready, FOUR[2:])), "a1",
+        with_ends(*FOUR[:2], *map(not_ready, FOUR[2:])),
+        "a1",
         {1: (0.25, 0.5), 2: (0.25, 0.5), 3: (0.25, None), 4: (0.25, None)},
         "not ready, not serving",
     ),
     "a node is drained": Row(
-        DRAINED, "b1", {1: (0.25, 0.5), 2: (0.25, 0.5), 3: (0.25, None), 4: (0.25, None)},
+        DRAINED,
+        "b1",
+        {1: (0.25, 0.5), 2: (0.25, 0.5), 3: (0.25, None), 4: (0.25, None)},
         "terminating: other endpoints get new connections",
     ),
-    "all nodes are drained: terminating endpoints serve": Row(
-        with_ends(*map(terminating, FOUR)), "a1", {},
-    ),
+    "all nodes are drained: terminating endpoints serve": Row(with_ends(*map(terminating, FOUR)), "a1", {}),
     "weight 0": Row(
-        with_weights(pods=(("p-3", 0),)), "a1",
+        with_weights(pods=(("p-3", 0),)),
+        "a1",
         {1: (0.25, THIRD), 2: (0.25, THIRD), 3: (0.25, None), 4: (0.25, THIRD)},
         "its weight is 0: no new connections",
     ),
     "weight of a zone": Row(
-        with_weights(zones=(("b", 3),)), "a1",
-        {1: (0.25, 0.125), 2: (0.25, 0.125), 3: (0.25, 0.375), 4: (0.25, 0.375)},
+        with_weights(zones=(("b", 3),)), "a1", {1: (0.25, 0.125), 2: (0.25, 0.125), 3: (0.25, 0.375), 4: (0.25, 0.375)}
     ),
     "same zone, in zone a": Row(
-        HINTED, "a1", {1: (0.25, 0.5), 2: (0.25, 0.5), 3: (0.25, None), 4: (0.25, None)},
+        HINTED,
+        "a1",
+        {1: (0.25, 0.5), 2: (0.25, 0.5), 3: (0.25, None), 4: (0.25, None)},
         "ready, but PreferSameZone prefers other endpoints for this node",
     ),
-    "same zone, in zone b": Row(
-        HINTED, "b1", {1: (0.25, None), 2: (0.25, None), 3: (0.25, 0.5), 4: (0.25, 0.5)},
-    ),
-}  # fmt: skip
+    "same zone, in zone b": Row(HINTED, "b1", {1: (0.25, None), 2: (0.25, None), 3: (0.25, 0.5), 4: (0.25, 0.5)}),
+}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -169,57 +162,66 @@ def test_a_set_that_becomes_empty_says_what_clients_see() -> None:
 # ---- two worlds ----------------------------------------------------------------------------------
 
 OLDER = replace(WEB, creation_timestamp="2024-01-01T00:00:00Z")
-EXTERNAL = replace(
-    WEB, name="ext", cluster_ips=addrs("10.96.0.9"), external_ips=addrs("203.0.113.9")
-)
+EXTERNAL = replace(WEB, name="ext", cluster_ips=addrs("10.96.0.9"), external_ips=addrs("203.0.113.9"))
 CHANGES = {
     "nothing": (PLAIN, PLAIN, []),
     "a Service is gone": (
         PLAIN,
         {k: v for k, v in PLAIN.items() if not isinstance(v, Service)},
-        [("frontend", "10.96.0.1:80/TCP", "ClusterIP", ""), ("set", "", "4 backends", ""),
-         *((("backend", f"10.1.0.{n}:8080", 0.25, None)) for n in (1, 2, 3, 4))],
+        [
+            ("frontend", "10.96.0.1:80/TCP", "ClusterIP", ""),
+            ("set", "", "4 backends", ""),
+            *((("backend", f"10.1.0.{n}:8080", 0.25, None)) for n in (1, 2, 3, 4)),
+        ],
     ),
     "another ClusterIP": (
         PLAIN,
         PLAIN | world(replace(WEB, cluster_ips=addrs("10.96.0.7"))),
-        [("frontend", "10.96.0.1:80/TCP", "ClusterIP", ""),
-         ("frontend", "10.96.0.7:80/TCP", "", "ClusterIP")],
+        [("frontend", "10.96.0.1:80/TCP", "ClusterIP", ""), ("frontend", "10.96.0.7:80/TCP", "", "ClusterIP")],
     ),
     "policy and affinity": (
         PLAIN,
         PLAIN | world(replace(WEB, internal_local=True, affinity_timeout=60)),
-        [("setting", "internal policy", "Cluster", "Local"),
-         ("setting", "affinity", "none", "60 s"),
-         ("set", "", "4 backends", ""),
-         *((("backend", f"10.1.0.{n}:8080", 0.25, None)) for n in (1, 2, 3, 4)),
-         ("set", "", "", "1 backend"), ("backend", "10.1.0.1:8080", None, 1.0)],
+        [
+            ("setting", "internal policy", "Cluster", "Local"),
+            ("setting", "affinity", "none", "60 s"),
+            ("set", "", "4 backends", ""),
+            *((("backend", f"10.1.0.{n}:8080", 0.25, None)) for n in (1, 2, 3, 4)),
+            ("set", "", "", "1 backend"),
+            ("backend", "10.1.0.1:8080", None, 1.0),
+        ],
     ),
     "an address that an older Service has": (
         PLAIN | world(replace(OLDER, external_ips=addrs("203.0.113.9"))),
-        PLAIN | world(replace(OLDER, external_ips=addrs("203.0.113.9")), replace(
-            EXTERNAL, creation_timestamp="2025-01-01T00:00:00Z")),
-        [("frontend", "10.96.0.9:80/TCP", "", "ClusterIP"),
-         ("setting", "lost frontends", "", "203.0.113.9:80/TCP to shop/web"),
-         ("set", "", "", "empty: refused")],
+        PLAIN
+        | world(
+            replace(OLDER, external_ips=addrs("203.0.113.9")),
+            replace(EXTERNAL, creation_timestamp="2025-01-01T00:00:00Z"),
+        ),
+        [
+            ("frontend", "10.96.0.9:80/TCP", "", "ClusterIP"),
+            ("setting", "lost frontends", "", "203.0.113.9:80/TCP to shop/web"),
+            ("set", "", "", "empty: refused"),
+        ],
     ),
     "the node's zone and address": (
         PLAIN,
         PLAIN | world(Node("a1", addrs("192.0.2.11"), "b")),
-        [("node", "NodePort addresses", "192.0.2.1", "192.0.2.11"),
-         ("node", "SNAT addresses", "192.0.2.1", "192.0.2.11")],
+        [
+            ("node", "NodePort addresses", "192.0.2.1", "192.0.2.11"),
+            ("node", "SNAT addresses", "192.0.2.1", "192.0.2.11"),
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_difference_of_two_worlds(name: str) -> None:
     before, after, rows = CHANGES[name]
     found = [
-        (d.what, d.name, *((d.share_before, d.share_after) if d.what == "backend"
-                           else (d.before, d.after)))
+        (d.what, d.name, *((d.share_before, d.share_after) if d.what == "backend" else (d.before, d.after)))
         for d in run(before, after)
-    ]  # fmt: skip
+    ]
     assert found == rows
 
 

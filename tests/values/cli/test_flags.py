@@ -28,91 +28,137 @@ FLAG_ROWS = {
     "nothing: the defaults": ({}, {}, "pin_dir", Config().pin_dir),
     "a path": ({"--pin-dir": "/run/x"}, {}, "pin_dir", Path("/run/x")),
     "a variable": ({}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
-    "a flag beats its variable": ({"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir",
-        Path("/run/x")),
+    "a flag beats its variable": ({"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/x")),
     "an empty variable is ignored": ({}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
     "a node's name": ({"--hostname-override": "n1"}, {}, "node_name", "n1"),
     "a folder as source": ({"--source": "objects"}, {}, "source", Path("objects")),
     "a mode": ({"--mode": "bpf"}, {}, "mode", "bpf"),
     "a log level by variable": ({}, {"KBPF_V": "4"}, "log_level", "debug"),
     "a log format": ({"--log-format": "json"}, {}, "log_format", "json"),
-    "Maglev by default for all Services": ({"--algorithm": "maglev"}, {}, "algorithm",
-        Algorithm.MAGLEV),
+    "Maglev by default for all Services": ({"--algorithm": "maglev"}, {}, "algorithm", Algorithm.MAGLEV),
     "Maglev by variable": ({}, {"KBPF_ALGORITHM": "maglev"}, "algorithm", Algorithm.MAGLEV),
-    "no NodePorts on loopback": ({"--localhost-nodeports": "False"}, {}, "localhost_node_ports",
-        False),
+    "no NodePorts on loopback": ({"--localhost-nodeports": "False"}, {}, "localhost_node_ports", False),
     "Go's short form of true": ({"--masquerade-all": "T"}, {}, "masquerade_all", True),
     "Go's short form of false": ({"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
-    "NodePorts on primary addresses": ({"--nodeport-addresses": "primary"}, {},
-        "node_port_addresses", ()),
-    "NodePorts on all addresses": ({"--nodeport-addresses": "all"}, {}, "all_node_port_addresses",
-        True),
-    "NodePorts in networks of both families": ({"--nodeport-addresses": "192.0.2.0/24, fd00::/64"},
-        {}, "node_port_addresses", (cidr("192.0.2.0", 120), cidr("fd00::", 64))),
+    "NodePorts on primary addresses": ({"--nodeport-addresses": "primary"}, {}, "node_port_addresses", ()),
+    "NodePorts on all addresses": ({"--nodeport-addresses": "all"}, {}, "all_node_port_addresses", True),
+    "NodePorts in networks of both families": (
+        {"--nodeport-addresses": "192.0.2.0/24, fd00::/64"},
+        {},
+        "node_port_addresses",
+        (cidr("192.0.2.0", 120), cidr("fd00::", 64)),
+    ),
     "NodePorts on primary addresses and in a network": (
-        {"--nodeport-addresses": "192.0.2.0/24,primary"}, {}, "primary_node_ports", True),
-    "NodePorts on loopback alone": ({"--nodeport-addresses": "localhost"}, {},
-        "node_port_addresses", (cidr("127.0.0.0", 104), cidr("::1", 128))),
-    "all takes precedence over the rest": ({"--nodeport-addresses": "primary,all"}, {},
-        "all_node_port_addresses", True),
-    "host bits are ignored": ({"--nodeport-addresses": "192.0.2.77/24"}, {}, "node_port_addresses",
-        (cidr("192.0.2.0", 120),)),
-    "all of IPv4 is not all of IPv6": ({"--nodeport-addresses": "0.0.0.0/0"}, {},
-        "node_port_addresses", (cidr("0.0.0.0", 96),)),
+        {"--nodeport-addresses": "192.0.2.0/24,primary"},
+        {},
+        "primary_node_ports",
+        True,
+    ),
+    "NodePorts on loopback alone": (
+        {"--nodeport-addresses": "localhost"},
+        {},
+        "node_port_addresses",
+        (cidr("127.0.0.0", 104), cidr("::1", 128)),
+    ),
+    "all takes precedence over the rest": (
+        {"--nodeport-addresses": "primary,all"},
+        {},
+        "all_node_port_addresses",
+        True,
+    ),
+    "host bits are ignored": (
+        {"--nodeport-addresses": "192.0.2.77/24"},
+        {},
+        "node_port_addresses",
+        (cidr("192.0.2.0", 120),),
+    ),
+    "all of IPv4 is not all of IPv6": (
+        {"--nodeport-addresses": "0.0.0.0/0"},
+        {},
+        "node_port_addresses",
+        (cidr("0.0.0.0", 96),),
+    ),
     "all sockets": ({}, {}, "socket_lb", SocketLb.ON),
     "no sockets": ({"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb", SocketLb.OFF),
-    "sockets of the host's network namespace": ({"--packet-path": "true"},
-        {"KBPF_SOCKET_LB": "hostNamespaceOnly"}, "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
-    "exempt cgroups": ({"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {}, "socket_lb_exempt",
-        ("system.slice/istio*", "a/b")),
+    "sockets of the host's network namespace": (
+        {"--packet-path": "true"},
+        {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
+        "socket_lb",
+        SocketLb.HOST_NAMESPACE_ONLY,
+    ),
+    "exempt cgroups": (
+        {"--socket-lb-exempt": "/system.slice/istio*/, a/b"},
+        {},
+        "socket_lb_exempt",
+        ("system.slice/istio*", "a/b"),
+    ),
     "a size": ({"--max-backends": "5000"}, {}, "backends", 5000),
     "a size by variable": ({}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
     "forwarding by conntrack where possible by default": ({}, {}, "forwarding", "auto"),
     "direct forwarding": ({"--forwarding": "direct"}, {}, "forwarding", "direct"),
     "no detection of local pods by default": ({}, {}, "detect_local_mode", LocalMode.NONE),
-    "kubeadm's empty values": ({"--detect-local-mode": "", "--cluster-cidr": ""}, {},
-        "detect_local_mode", LocalMode.NONE),
-    "a network without a mode": ({"--cluster-cidr": "10.244.0.0/16"}, {}, "detect_local_mode",
-        LocalMode.CLUSTER_CIDR),
-    "networks of both families": ({"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
-        "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
+    "kubeadm's empty values": (
+        {"--detect-local-mode": "", "--cluster-cidr": ""},
+        {},
+        "detect_local_mode",
+        LocalMode.NONE,
+    ),
+    "a network without a mode": ({"--cluster-cidr": "10.244.0.0/16"}, {}, "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    "networks of both families": (
+        {"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"},
+        {},
+        "cluster_cidrs",
+        (cidr("10.244.0.0", 112), cidr("fd00:10::", 56)),
+    ),
     "a network does not override another mode": (
-        {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
-        "detect_local_mode", LocalMode.NODE_CIDR),
-    "mode ClusterCIDR without a network": ({"--detect-local-mode": "ClusterCIDR"}, {},
-        "detect_local_mode", LocalMode.CLUSTER_CIDR),
+        {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"},
+        {},
+        "detect_local_mode",
+        LocalMode.NODE_CIDR,
+    ),
+    "mode ClusterCIDR without a network": (
+        {"--detect-local-mode": "ClusterCIDR"},
+        {},
+        "detect_local_mode",
+        LocalMode.CLUSTER_CIDR,
+    ),
     "a bridge of pods": (
-        {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
-        "pod_bridge_interface", "cni0"),
+        {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"},
+        {},
+        "pod_bridge_interface",
+        "cni0",
+    ),
     "a prefix of pods' devices": (
-        {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"}, {},
-        "pod_interface_name_prefix", "cali"),
-    "ports for masqueraded clients": ({"--masquerade-ports": "50000-50099"}, {}, "masquerade_ports",
-        (50_000, 50_099)),
+        {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"},
+        {},
+        "pod_interface_name_prefix",
+        "cali",
+    ),
+    "ports for masqueraded clients": ({"--masquerade-ports": "50000-50099"}, {}, "masquerade_ports", (50_000, 50_099)),
     "one port": ({"--masquerade-ports": "65535-65535"}, {}, "masquerade_ports", (65_535, 65_535)),
     "kube-proxy's mark by default": ({}, {}, "masquerade_bit", 14),
     "another bit of the mark": ({"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
     "kube-proxy's health port by default": ({}, {}, "healthz", "0.0.0.0:10256"),
     "a health address": ({"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz", "192.0.2.1:8"),
-    "a health address without a port": ({"--healthz-bind-address": "::"}, {}, "healthz",
-        "[::]:10256"),
+    "a health address without a port": ({"--healthz-bind-address": "::"}, {}, "healthz", "[::]:10256"),
     "an empty kubeconfig is ignored": ({"--kubeconfig": ""}, {}, "kubeconfig", None),
     "an empty bind address is ignored": ({"--bind-address": ""}, {}, "bind_address", None),
-    "an empty list of networks is the default": ({"--nodeport-addresses": ""}, {},
-        "node_port_addresses", ()),
+    "an empty list of networks is the default": ({"--nodeport-addresses": ""}, {}, "node_port_addresses", ()),
     "an empty scheduler is the default": ({"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
     "no health server": ({"--healthz-bind-address": ""}, {}, "healthz", ""),
-    "two metrics addresses": ({"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
-        "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
-    "a bracketed address without a port": ({"--metrics-bind-address": "[::1]"}, {}, "metrics",
-        "[::1]:10249"),
+    "two metrics addresses": (
+        {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"},
+        {},
+        "metrics",
+        "[2001:db8::1]:9,127.0.0.2:10249",
+    ),
+    "a bracketed address without a port": ({"--metrics-bind-address": "[::1]"}, {}, "metrics", "[::1]:10249"),
     "failure to listen is fatal": ({"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
     "no series of Services": ({"--metrics-services": "0"}, {}, "service_series", 0),
     "other sizes are unchanged": ({"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
     "four slots for each backend": ({"--max-backends": "2000000"}, {}, "slots", 8_000_000),
-    "the largest map has this many slots": ({"--max-backends": "134217728"}, {}, "slots",
-        134_217_728),
-}  # fmt: skip
+    "the largest map has this many slots": ({"--max-backends": "134217728"}, {}, "slots", 134_217_728),
+}
 """Flags and variables, and the resulting field of Config, its `sizes` or its `serving`."""
 
 
@@ -120,9 +166,7 @@ FLAG_ROWS = {
 def test_flag_or_variable_sets_a_field(name: str):
     given, environ, field, value = FLAG_ROWS[name]
     made = load.load_config(given, environ)
-    found = [
-        getattr(part, field) for part in (made, made.sizes, made.serving) if hasattr(part, field)
-    ]
+    found = [getattr(part, field) for part in (made, made.sizes, made.serving) if hasattr(part, field)]
     assert found == [value]
 
 
@@ -140,10 +184,12 @@ WRONG = [
     ({"--forwarding": "fast"}, {}, ("'fast'", "--forwarding", "stack or direct")),
     ({"--detect-local-mode": "clustercidr"}, {}, ("'clustercidr'", "ClusterCIDR or NodeCIDR")),
     ({"--cluster-cidr": "10.244.0.0"}, {}, ("'10.244.0.0'", "--cluster-cidr")),
-    ({"--detect-local-mode": "BridgeInterface"}, {},
-          ("BridgeInterface", "--pod-bridge-interface")),
-    ({"--detect-local-mode": "InterfaceNamePrefix", "--pod-bridge-interface": "cni0"}, {},
-          ("InterfaceNamePrefix", "--pod-interface-name-prefix")),
+    ({"--detect-local-mode": "BridgeInterface"}, {}, ("BridgeInterface", "--pod-bridge-interface")),
+    (
+        {"--detect-local-mode": "InterfaceNamePrefix", "--pod-bridge-interface": "cni0"},
+        {},
+        ("InterfaceNamePrefix", "--pod-interface-name-prefix"),
+    ),
     ({"--pod-bridge-interface": "a-name-of-16-ch."}, {}, ("a-name-of-16-ch.", "15")),
     ({"--pod-interface-name-prefix": "a b"}, {}, ("'a b'",)),
     ({"--algorithm": "ring"}, {}, ("ring", "random or maglev")),
@@ -162,17 +208,12 @@ WRONG = [
     ({"--metrics-services": "-1"}, {}, ("'-1'", "--metrics-services")),
     ({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
     ({"--socket-lb": "pods"}, {}, ("pods", "off or hostNamespaceOnly or on")),
-    ({"--socket-lb": "off", "--packet-path": "false"}, {},
-          ("off", "--socket-lb", "--packet-path false")),
-    (
-        {"--socket-lb": "hostNamespaceOnly", "--packet-path": "false"},
-        {},
-        ("hostNamespaceOnly", "--packet-path false"),
-    ),
+    ({"--socket-lb": "off", "--packet-path": "false"}, {}, ("off", "--socket-lb", "--packet-path false")),
+    ({"--socket-lb": "hostNamespaceOnly", "--packet-path": "false"}, {}, ("hostNamespaceOnly", "--packet-path false")),
     ({"--socket-lb-exempt": "a,/"}, {}, ("root", "--socket-lb-exempt", "off")),
     ({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
     ({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),
-]  # fmt: skip
+]
 """Invalid flags or variables, and words that the error must contain."""
 
 
@@ -223,8 +264,7 @@ COMMAND_LINES = [
     ("--config=/c --hostname-override=n1", {"--hostname-override": "n1"}),
     ("--masquerade-all", {"--masquerade-all": "true"}),
     ("--masquerade-all=false", {"--masquerade-all": "false"}),
-    ("--masquerade-all false --pin-dir /p",
-                {"--masquerade-all": "false", "--pin-dir": "/p"}),
+    ("--masquerade-all false --pin-dir /p", {"--masquerade-all": "false", "--pin-dir": "/p"}),
     ("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
     ("--status-page=local", {"--status-page": "local"}),
     ("-v=4", {"-v": "4"}),
@@ -237,17 +277,18 @@ COMMAND_LINES = [
     ("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
     ("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
     ("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
-    ("--masquerade_all --iptables_masquerade_bit=3",
-                {"--masquerade-all": "true", "--masquerade-bit": "3"}),
+    ("--masquerade_all --iptables_masquerade_bit=3", {"--masquerade-all": "true", "--masquerade-bit": "3"}),
     ("--pod_bridge_interface=a_b", {"--pod-bridge-interface": "a_b"}),
-    ("--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
-                {"--nodeport-addresses": "10.0.0.0/8,fd00::/8,fe00::/8"}),
+    (
+        "--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
+        {"--nodeport-addresses": "10.0.0.0/8,fd00::/8,fe00::/8"},
+    ),
     ("--device eth0 --device=bond*", {"--device": "eth0,bond*"}),
     ("--socket-lb-exempt a --socket-lb-exempt b", {"--socket-lb-exempt": "a,b"}),
     ("--hostname-override a --hostname-override b", {"--hostname-override": "b"}),
     ("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
     ("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", COMMAND_LINES, ids=lambda row: row[0])
@@ -280,9 +321,8 @@ FORMS = [
 
 @pytest.mark.parametrize(("name", "more", "flags", "is_json"), FORMS, ids=[f[0] for f in FORMS])
 def test_diagnostics_of_a_file_have_the_log_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: str,
-    flags: tuple[str, ...], is_json: bool,
-):  # fmt: skip
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: str, flags: tuple[str, ...], is_json: bool
+):
     """Also with `--write-config-to`, and for warnings next to errors."""
     head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
     source, target = tmp_path / "in", tmp_path / "out"
@@ -295,16 +335,12 @@ def test_diagnostics_of_a_file_have_the_log_format(
     if is_json:
         made = [[json.loads(line) for line in each] for each in lines]
         told = [[(one["level"], one["message"]) for one in each] for each in made]
-        assert all(
-            set(one) == {"time", "level", "logger", "message"} for each in made for one in each
-        )
+        assert all(set(one) == {"time", "level", "logger", "message"} for each in made for one in each)
     else:
         found = re.compile(r"kbpf run: (?:(warning|info): )?(.*)")
-        told = [[(m[1] or "error", m[2]) for line in each if (m := found.fullmatch(line))]
-                for each in lines]  # fmt: skip
+        told = [[(m[1] or "error", m[2]) for line in each if (m := found.fullmatch(line))] for each in lines]
         assert [len(each) for each in told] == [len(each) for each in lines]
-    unknown = ("warning", "KubeProxyConfiguration.clusterCIDRs is an unknown field; is "
-               "clusterCIDR meant?")  # fmt: skip
+    unknown = ("warning", "KubeProxyConfiguration.clusterCIDRs is an unknown field; is clusterCIDR meant?")
     assert unknown in told[0]
     assert unknown in told[1]
     assert {level for level, _ in told[0]} == {"warning", "info"}

@@ -32,11 +32,7 @@ class Above(msgspec.Struct):
 
 
 THINGS = (Thing("a", 1), Thing("a {longer} one", 1000, ()))
-COLUMNS = (
-    Column("NAME", "name"),
-    Column("COUNT", "count", right=True),
-    Column("MORE", lambda t: "x", wide=True),
-)
+COLUMNS = (Column("NAME", "name"), Column("COUNT", "count", right=True), Column("MORE", lambda t: "x", wide=True))
 THING_LIST = Kind("ThingList", Thing, Above)
 HEAD = {"apiVersion": "kbpf.io/v1alpha1", "kind": "ThingList"}
 
@@ -99,22 +95,15 @@ def test_rows_are_written_one_by_one(output: Output):
 def test_what_is_no_list_has_no_items(output: Output):
     text = rendered(Page(Kind("Thing", summary=Thing), text=str, summary=THINGS[0]), output)
     read = json.loads if output is Output.JSON else yaml.safe_load
-    assert read(text) == {
-        **HEAD, "kind": "Thing", "name": "a", "count": 1, "parts": ["x", "y"],
-    }  # fmt: skip
+    assert read(text) == {**HEAD, "kind": "Thing", "name": "a", "count": 1, "parts": ["x", "y"]}
 
 
 def test_states_to_filter_by_are_those_shown():
-    assert (
-        tuple(inspect.ConnectionState)
-        == CONNECTION_STATES
-        == tuple(state.name.lower() for state in TcpState)
-    )
+    assert tuple(inspect.ConnectionState) == CONNECTION_STATES == tuple(state.name.lower() for state in TcpState)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")],
+    ("seconds", "text"), [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")]
 )
 def test_format_duration(seconds: float, text: str):
     assert format_duration(seconds) == text
@@ -139,14 +128,7 @@ def test_cells_are_sorted_by_value(texts: tuple[str, ...]):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (None, "-"),
-        (0, "0B"),
-        (812, "812B"),
-        (1536, "1.5KiB"),
-        (64 << 10, "64KiB"),
-        (3 << 30, "3.0GiB"),
-    ],
+    [(None, "-"), (0, "0B"), (812, "812B"), (1536, "1.5KiB"), (64 << 10, "64KiB"), (3 << 30, "3.0GiB")],
 )
 def test_format_size(count: int | None, text: str):
     assert bytes_text(count) == text
@@ -154,15 +136,12 @@ def test_format_size(count: int | None, text: str):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), ("", "-"), ((), "-"), ("a", "a"), (("a", "b"), "a, b"), (0, "0"), (True, "yes"),
-     (False, "no")],
-)  # fmt: skip
+    [(None, "-"), ("", "-"), ((), "-"), ("a", "a"), (("a", "b"), "a, b"), (0, "0"), (True, "yes"), (False, "no")],
+)
 def test_the_text_of_a_field(value: object, text: str):
     row = SimpleNamespace(field=value)
     assert Column("X", "field").text(row) == text
-    assert Column("X", "field", lambda value: f"<{value}>").text(row) == (
-        "-" if value is None else f"<{value}>"
-    )
+    assert Column("X", "field", lambda value: f"<{value}>").text(row) == ("-" if value is None else f"<{value}>")
     assert Column("X", "field.field").text(SimpleNamespace(field=row)) == text
     assert Column("X", "field.field").text(SimpleNamespace(field=None)) == "-"
 
@@ -181,9 +160,7 @@ def test_columns_name_fields_of_their_rows():
     assert found > 80
 
 
-def test_watch_prints_the_page_until_interrupted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_watch_prints_the_page_until_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     naps: list[float] = []
 
     def nap(seconds: float) -> None:

@@ -58,15 +58,7 @@ from kbpf.model.inspection import HookEntry, HostDevice, Route
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
-from kbpf.model.status import (
-    AgentStatus,
-    DeviceFailure,
-    ModeChoice,
-    PacketStatus,
-    SourceView,
-    ThreadView,
-    encode,
-)
+from kbpf.model.status import AgentStatus, DeviceFailure, ModeChoice, PacketStatus, SourceView, ThreadView, encode
 from kbpf.views.trace_row import NodeFacts, Step
 from tests.support.faults.fake_maps import Entries, FakeMap, names, slots, target
 from tests.support.golden import Golden
@@ -83,20 +75,42 @@ def frontends(*rows: tuple[str, ServiceValue, int]) -> Entries:
 
 
 def flow(
-    client: str, frontend: str, backend: str, snat: str = "", *, state: int = TcpState.ESTABLISHED,
-    idle: float = 10.0, protocol: int = TCP, directions: str = "ors", service: int = 1,
-    path: int = FlowPath.STACK, device: int = 0,
-) -> Entries:  # fmt: skip
+    client: str,
+    frontend: str,
+    backend: str,
+    snat: str = "",
+    *,
+    state: int = TcpState.ESTABLISHED,
+    idle: float = 10.0,
+    protocol: int = TCP,
+    directions: str = "ors",
+    service: int = 1,
+    path: int = FlowPath.STACK,
+    device: int = 0,
+) -> Entries:
     """The entries of a connection: original, reply, and SNAT reply if there is SNAT."""
     ends = [target(text, protocol) for text in (client, frontend, backend, snat or client)]
     snat_target = ends[3] if snat else bytes(20)
 
     def entry(direction: int) -> bytes:
         return layout.FLOW.pack(
-            int((NOW - idle) * NS), *ends[:3], snat_target[:16], snat_target[16:18],
-            ends[0][16:18], service, 5, state, 0, path, direction, device,
-            bytes(32), 0, 0, bytes(48),
-        )  # fmt: skip
+            int((NOW - idle) * NS),
+            *ends[:3],
+            snat_target[:16],
+            snat_target[16:18],
+            ends[0][16:18],
+            service,
+            5,
+            state,
+            0,
+            path,
+            direction,
+            device,
+            bytes(32),
+            0,
+            0,
+            bytes(48),
+        )
 
     keys = {
         "o": (FlowDirection.ORIGINAL, ends[0], ends[1]),
@@ -110,20 +124,14 @@ def flow(
     }
 
 
-def affinity(
-    client: bytes, kind: int, service: int, backend: int, age: float, cgroup: int = 0
-) -> Entries:
+def affinity(client: bytes, kind: int, service: int, backend: int, age: float, cgroup: int = 0) -> Entries:
     key = layout.AFFINITY_KEY.pack(client, service, kind)
     return {key: layout.AFFINITY.pack(int((NOW - age) * NS), backend, cgroup)}
 
 
-def endpoint(
-    service: int, at: str, pod: str, node: str, zone: str, letters: str, protocol: int = TCP
-) -> Entries:
+def endpoint(service: int, at: str, pod: str, node: str, zone: str, letters: str, protocol: int = TCP) -> Entries:
     """The name of an endpoint. `letters`: its conditions: r(eady), s(erving), t(erminating)."""
-    conditions = sum(
-        condition for condition in EndpointCondition if condition.name[0].lower() in letters
-    )
+    conditions = sum(condition for condition in EndpointCondition if condition.name[0].lower() in letters)
     key = layout.ENDPOINT_KEY.pack(service, target(at, protocol))
     return {key: layout.pack_endpoint_name(pod, node, zone, conditions)}
 
@@ -136,22 +144,32 @@ CLUSTER, NODE_PORT = ServiceFlag.CLUSTER_IP, ServiceFlag.NODE_PORT
 VIP = ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED
 LOCAL = ServiceFlag.EXTERNAL_LOCAL | ServiceFlag.MAGLEV
 STATUS = AgentStatus(
-    version="9.9", pid=42, mode="bpf", node="node-1", started=BOOT - 3700, heartbeat=BOOT - 1,
-    synced=True, services=3, service_ports=4, applied=5, last_apply_ms=1.5,
-    event_to_map_p50_ms=2.0, event_to_map_p99_ms=3.0, refused=1, problem_count=3,
-    problems=("Service a/b: no good", "another"), disabled_features=("Pods are not watched",),
+    version="9.9",
+    pid=42,
+    mode="bpf",
+    node="node-1",
+    started=BOOT - 3700,
+    heartbeat=BOOT - 1,
+    synced=True,
+    services=3,
+    service_ports=4,
+    applied=5,
+    last_apply_ms=1.5,
+    event_to_map_p50_ms=2.0,
+    event_to_map_p99_ms=3.0,
+    refused=1,
+    problem_count=3,
+    problems=("Service a/b: no good", "another"),
+    disabled_features=("Pods are not watched",),
     left_to_node=("10.96.0.10:53/UDP of Service kube-system/kube-dns",),
-    sources=(SourceView("services", "watching", True, "7", ""),
-             SourceView("pods", "failed", False, "", "forbidden")),
+    sources=(SourceView("services", "watching", True, "7", ""), SourceView("pods", "failed", False, "", "forbidden")),
     threads=(ThreadView("http", True, 0.1), ThreadView("devices", False, 90.0, 2, "stuck")),
-    packets=PacketStatus(True, excluded=("ex*",), failed=(DeviceFailure("up1", "no clsact"),),
-                         failed_count=2),
+    packets=PacketStatus(True, excluded=("ex*",), failed=(DeviceFailure("up1", "no clsact"),), failed_count=2),
     choice=ModeChoice("auto", "bpf"),
-)  # fmt: skip
+)
 
 CGROUPS = {"pod": 101, "service": 102, "nameless": 103, "gone": 104}
-UIDS = {"pod": "0a1b2c3d-0000-4000-8000-000000000001",
-        "nameless": "0a1b2c3d-0000-4000-8000-000000000002"}  # fmt: skip
+UIDS = {"pod": "0a1b2c3d-0000-4000-8000-000000000001", "nameless": "0a1b2c3d-0000-4000-8000-000000000002"}
 CGROUP_PATHS = {
     101: f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod"
     f"{UIDS['pod'].replace('-', '_')}.slice/cri-containerd-1.scope",
@@ -161,9 +179,16 @@ CGROUP_PATHS = {
 
 
 def failure(
-    last: float, first: float, count: int, cgroup: int, client: str, frontend: str, backend: str,
-    service: int, reason: Reason,
-) -> Entries:  # fmt: skip
+    last: float,
+    first: float,
+    count: int,
+    cgroup: int,
+    client: str,
+    frontend: str,
+    backend: str,
+    service: int,
+    reason: Reason,
+) -> Entries:
     """A failure, the last and the first time so many seconds ago."""
     first_ns, last_ns = (int((NOW - ago) * NS) for ago in (first, last))
     targets = (target(text) if text else bytes(20) for text in (client, frontend, backend))
@@ -183,12 +208,14 @@ CONTENTS: dict[str, Entries] = {
         ("[::]:30053", ServiceValue(3, NODE_PORT, 0, 5, 1, 0, 0), UDP),
         ("10.96.0.9:80", ServiceValue(8, 0, 0, 0, 0, 0, 0), TCP),
     ),
-    "service_names": names({
-        1: ServicePortKey("default", "web", "http", TCP, 4),
-        2: ServicePortKey("default", "local", "", TCP, 4),
-        3: ServicePortKey("kube-system", "dns", "dns", UDP, 6),
-        4: ServicePortKey("default", "idle", "http", TCP, 4),
-    }),
+    "service_names": names(
+        {
+            1: ServicePortKey("default", "web", "http", TCP, 4),
+            2: ServicePortKey("default", "local", "", TCP, 4),
+            3: ServicePortKey("kube-system", "dns", "dns", UDP, 6),
+            4: ServicePortKey("default", "idle", "http", TCP, 4),
+        }
+    ),
     "backend_slots": slots({1: [5, 6, 5], 2: [5, 6], 9: [1, 0, 1], 3: [6], 4: [7, 99], 5: [7]}),
     "backends": {
         U32.pack(5): target("10.244.0.5:8080"),
@@ -209,8 +236,7 @@ CONTENTS: dict[str, Entries] = {
     "affinity": {
         **affinity(parse_addr("198.51.100.7"), ClientKind.ADDRESS, 2, 5, 60.0),
         **affinity(HOST_NETNS.to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 700.0),
-        **affinity((18).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 599.0,
-                   CGROUPS["pod"]),
+        **affinity((18).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 599.0, CGROUPS["pod"]),
         **affinity((99).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 7, 77, 5.0),
     },
     "source_ranges": {
@@ -220,73 +246,107 @@ CONTENTS: dict[str, Entries] = {
     },
     "flows": {
         **flow("198.51.100.7:2000", "192.0.2.9:80", "10.244.0.5:8080", "198.18.0.1:61000"),
-        **flow("198.51.100.8:2001", "192.0.2.9:80", "10.244.0.6:8080", directions="o",
-               path=FlowPath.DIRECT, state=TcpState.CLOSED, idle=20),
-        **flow("198.18.0.1:2002", "192.0.2.5:443", "10.244.0.6:8080", service=2, device=1,
-               state=TcpState.NEW),
-        **flow("[2001:db8::7]:5", "[fd00:96::1]:53", "[fd00:10::7]:53", "[fd00:198::1]:5", idle=25,
-               protocol=UDP, service=3, state=TcpState.ANSWERED),
-        **flow("198.51.100.9:9", "192.0.2.9:80", "10.244.0.5:8080", "198.18.0.1:61001",
-               idle=100_000),
-        **flow("198.51.100.7:2000", "192.0.2.9:80", "10.244.0.6:8080", "198.18.0.1:61002",
-               directions="s", idle=200),
+        **flow(
+            "198.51.100.8:2001",
+            "192.0.2.9:80",
+            "10.244.0.6:8080",
+            directions="o",
+            path=FlowPath.DIRECT,
+            state=TcpState.CLOSED,
+            idle=20,
+        ),
+        **flow("198.18.0.1:2002", "192.0.2.5:443", "10.244.0.6:8080", service=2, device=1, state=TcpState.NEW),
+        **flow(
+            "[2001:db8::7]:5",
+            "[fd00:96::1]:53",
+            "[fd00:10::7]:53",
+            "[fd00:198::1]:5",
+            idle=25,
+            protocol=UDP,
+            service=3,
+            state=TcpState.ANSWERED,
+        ),
+        **flow("198.51.100.9:9", "192.0.2.9:80", "10.244.0.5:8080", "198.18.0.1:61001", idle=100_000),
+        **flow("198.51.100.7:2000", "192.0.2.9:80", "10.244.0.6:8080", "198.18.0.1:61002", directions="s", idle=200),
     },
-    "devices": {
-        U32.pack(2): device(Role.HOST, 0),
-        U32.pack(3): device(Role.POD, DeviceFlag.LOCAL | DeviceFlag.PEER),
-    },
+    "devices": {U32.pack(2): device(Role.HOST, 0), U32.pack(3): device(Role.POD, DeviceFlag.LOCAL | DeviceFlag.PEER)},
     "node": {
         bytes(4): layout.NODE.pack(
-            parse_addr("198.18.0.1"), bytes(16),
-            NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS, 61_000, 61_003, 1 << 14, 0,
+            parse_addr("198.18.0.1"),
+            bytes(16),
+            NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS,
+            61_000,
+            61_003,
+            1 << 14,
+            0,
         )
     },
     "local_networks": {layout.pack_network(Cidr(parse_addr("10.244.0.0"), 112)): bytes(4)},
     "exempt_cgroups": {bytes(8): bytes(4)},
-    "config": {bytes(4): layout.CONFIG.pack(
-        HOST_NETNS, ConfigFlag.COUNT_CONNECTION_ENDS | ConfigFlag.SET_RETVAL, 0)},
+    "config": {bytes(4): layout.CONFIG.pack(HOST_NETNS, ConfigFlag.COUNT_CONNECTION_ENDS | ConfigFlag.SET_RETVAL, 0)},
     "counts": {
         U32_PAIR.pack(1, 5): layout.COUNTS.pack(
-            *ConnectionStats(opened=40, refused=1, ended=39, bytes_in=2048, bytes_out=5 << 20,
-                             rtt_us=60_000, rtts=30)),
+            *ConnectionStats(opened=40, refused=1, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30)
+        ),
         U32_PAIR.pack(1, 0): layout.COUNTS.pack(*ConnectionStats(no_endpoint=3, not_allowed=2)),
         U32_PAIR.pack(1, 0xFFFF_FFFF): layout.COUNTS.pack(*ConnectionStats(opened=7)),
-        U32_PAIR.pack(1, 98): layout.COUNTS.pack(
-            *ConnectionStats(opened=2, unanswered=1, reset=1, retransmits=4)),
+        U32_PAIR.pack(1, 98): layout.COUNTS.pack(*ConnectionStats(opened=2, unanswered=1, reset=1, retransmits=4)),
         U32_PAIR.pack(3, 7): layout.COUNTS.pack(*ConnectionStats(opened=9)),
     },
-    "latencies": {U32.pack(1): layout.LATENCIES.pack(*(
-        layout.LATENCY.pack(struct.pack("=24Q", 0, 90, 8, 2, *20 * [0]), 100_000_000)
-        for _ in range(2)))},
+    "latencies": {
+        U32.pack(1): layout.LATENCIES.pack(
+            *(layout.LATENCY.pack(struct.pack("=24Q", 0, 90, 8, 2, *20 * [0]), 100_000_000) for _ in range(2))
+        )
+    },
     "failures": {
-        **failure(2.0, 90.0, 14, CGROUPS["pod"], "10.244.0.9:40000", "10.96.0.1:80",
-                  "10.244.0.5:8080", 1, Reason.BACKEND_REFUSED),
-        **failure(41.0, 41.0, 1, CGROUPS["service"], "", "10.96.0.2:443", "", 2,
-                  Reason.NO_LOCAL_ENDPOINTS),
-        **failure(300.0, 900.0, 3, CGROUPS["nameless"], "", "10.96.0.1:81", "", 0,
-                  Reason.UNKNOWN_PORT),
-        **failure(400.0, 400.0, 1, CGROUPS["gone"], "[fd00:10::9]:5", "[fd00:96::1]:53",
-                  "[fd00:10::7]:53", 3, Reason.BACKEND_UNANSWERED),
-        **failure(600.0, 700.0, 2, 0, "198.51.100.7:2000", "192.0.2.9:80", "10.244.0.6:8080", 1,
-                  Reason.BACKEND_RESET),
-        **failure(650.0, 650.0, 1, 0, "198.51.100.7:2001", "192.0.2.5:443", "", 2,
-                  Reason.NOT_ALLOWED),
+        **failure(
+            2.0,
+            90.0,
+            14,
+            CGROUPS["pod"],
+            "10.244.0.9:40000",
+            "10.96.0.1:80",
+            "10.244.0.5:8080",
+            1,
+            Reason.BACKEND_REFUSED,
+        ),
+        **failure(41.0, 41.0, 1, CGROUPS["service"], "", "10.96.0.2:443", "", 2, Reason.NO_LOCAL_ENDPOINTS),
+        **failure(300.0, 900.0, 3, CGROUPS["nameless"], "", "10.96.0.1:81", "", 0, Reason.UNKNOWN_PORT),
+        **failure(
+            400.0,
+            400.0,
+            1,
+            CGROUPS["gone"],
+            "[fd00:10::9]:5",
+            "[fd00:96::1]:53",
+            "[fd00:10::7]:53",
+            3,
+            Reason.BACKEND_UNANSWERED,
+        ),
+        **failure(600.0, 700.0, 2, 0, "198.51.100.7:2000", "192.0.2.9:80", "10.244.0.6:8080", 1, Reason.BACKEND_RESET),
+        **failure(650.0, 650.0, 1, 0, "198.51.100.7:2001", "192.0.2.5:443", "", 2, Reason.NOT_ALLOWED),
     },
     "reasons": {U32.pack(reason): (2 * reason).to_bytes(8, "little") * 2 for reason in Reason},
     "agent_status": {bytes(4): pack_entry(1, encode(STATUS))},
-}  # fmt: skip
+}
 
 
 def hook(i: int) -> HookEntry:
-    entry = HookEntry(*(getattr(HOOKS[i], name) for name in
-                        ("name", "purpose", "required", "only_counts", "tracepoint")))  # fmt: skip
+    entry = HookEntry(
+        *(getattr(HOOKS[i], name) for name in ("name", "purpose", "required", "only_counts", "tracepoint"))
+    )
     if i in (8, len(HOOKS) - 1):
         return entry
     return dataclasses.replace(
-        entry, link=10 + i, program=20 + i, tag="" if i == 1 else "cafe",
-        instructions=None if i == 1 else 100 + i, pinned=i != 3, cgroup_id=0 if i == 2 else 77,
+        entry,
+        link=10 + i,
+        program=20 + i,
+        tag="" if i == 1 else "cafe",
+        instructions=None if i == 1 else 100 + i,
+        pinned=i != 3,
+        cgroup_id=0 if i == 2 else 77,
         cgroup="" if i == 4 else "/sys/fs/cgroup",
-    )  # fmt: skip
+    )
 
 
 FACTS = [hook(i) for i in range(len(HOOKS))]
@@ -310,14 +370,24 @@ def find_route(to: Addr, source: Addr | None, came_in_by: int) -> Route:
 
 
 FACTS_OF_NODE = NodeFacts(
-    find_route, find_route,
-    [Step("FORWARD", "masqueraded packets pass", "drops by default: ip filter FORWARD; the agent "
-          "keeps a rule there for masqueraded packets")],
-    [Step("FORWARD", "may drop it", "drops by default: ip filter FORWARD; passes where a rule "
-          "there accepts it")],
-    [Step("before DNAT", "rules are bypassed", "bypassed by the packet path, so they protect no "
-          "NodePort or VIP: inet host early")],
-)  # fmt: skip
+    find_route,
+    find_route,
+    [
+        Step(
+            "FORWARD",
+            "masqueraded packets pass",
+            "drops by default: ip filter FORWARD; the agent keeps a rule there for masqueraded packets",
+        )
+    ],
+    [Step("FORWARD", "may drop it", "drops by default: ip filter FORWARD; passes where a rule there accepts it")],
+    [
+        Step(
+            "before DNAT",
+            "rules are bypassed",
+            "bypassed by the packet path, so they protect no NodePort or VIP: inet host early",
+        )
+    ],
+)
 
 
 @pytest.fixture
@@ -330,14 +400,11 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in MAPS:
         (pins.maps / name).touch()
     monkeypatch.setattr(
-        snapshot.pinning,
-        "open_map",
-        lambda path, spec: FakeMap(spec.name, CONTENTS.get(spec.name, {})),
+        snapshot.pinning, "open_map", lambda path, spec: FakeMap(spec.name, CONTENTS.get(spec.name, {}))
     )
     clock = SimpleNamespace(
-        monotonic=lambda: NOW, monotonic_ns=lambda: int(NOW * NS), clock_gettime=lambda _: BOOT,
-        CLOCK_BOOTTIME=0,
-    )  # fmt: skip
+        monotonic=lambda: NOW, monotonic_ns=lambda: int(NOW * NS), clock_gettime=lambda _: BOOT, CLOCK_BOOTTIME=0
+    )
     for module in (snapshot, ipvs, metrics):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(snapshot.hooks, "read", lambda _: FACTS)
@@ -371,9 +438,7 @@ def ipvs_node(node: Path) -> Path:
     return node
 
 
-def transcript(
-    capsys: pytest.CaptureFixture[str], *commands: str, command_name: str = "inspect"
-) -> str:
+def transcript(capsys: pytest.CaptureFixture[str], *commands: str, command_name: str = "inspect") -> str:
     """What a shell would show of these commands; of JSON each row in one line."""
     pages = []
     for line in commands:
@@ -393,9 +458,7 @@ def transcript(
     return "\n".join(pages)
 
 
-def run(
-    capsys: pytest.CaptureFixture[str], command: str, name: str = "inspect"
-) -> tuple[int, str, str]:
+def run(capsys: pytest.CaptureFixture[str], command: str, name: str = "inspect") -> tuple[int, str, str]:
     line = [name, *command.split(), "--pin-dir", "pins", "--state-dir", "state"]
     return app.call(line), *capsys.readouterr()
 
@@ -406,31 +469,57 @@ def commands(view: str, *more: str, wide: bool = True) -> tuple[str, ...]:
 
 VIEWS = {
     "services": commands("services", "services -n kube-system", "services -n none"),
-    "service": ("service local -o wide", "service local -o json", "service web",
-                "service dns -n kube-system", "service wbe", "service :30053 -o wide",
-                "service 10.9.9.9", "service web-7f9c-new1", "service default/web-7f9c-x2v8",
-                "service kube-system/dns -n default"),
-    "backends": commands("backends", "backends web", "backends 10.244.0.6",
-                         "backends 10.96.0.2:443", "backends :30053",
-                         "backends default/web-7f9c-x2v8k", "backends wbe",
-                         "backends --no-headers", "backends --sort-by services",
-                         "backends --sort-by nothing"),
+    "service": (
+        "service local -o wide",
+        "service local -o json",
+        "service web",
+        "service dns -n kube-system",
+        "service wbe",
+        "service :30053 -o wide",
+        "service 10.9.9.9",
+        "service web-7f9c-new1",
+        "service default/web-7f9c-x2v8",
+        "service kube-system/dns -n default",
+    ),
+    "backends": commands(
+        "backends",
+        "backends web",
+        "backends 10.244.0.6",
+        "backends 10.96.0.2:443",
+        "backends :30053",
+        "backends default/web-7f9c-x2v8k",
+        "backends wbe",
+        "backends --no-headers",
+        "backends --sort-by services",
+        "backends --sort-by nothing",
+    ),
     "affinity": commands("affinity"),
-    "failures": commands("failures", "failures --service web", "failures --service 192.0.2.9",
-                         "failures --pod shop/cart-5d6f", "failures --since 5m --limit 1",
-                         "failures --since soon", "failures --service wbe",
-                         "failures --pod shop/none", "failures --pod web-7f9c-7qzkd"),
-    "connections": commands("connections", "connections --expired --limit 2",
-                            "connections --service web --state closed",
-                            "connections --client 198.18.0.1", "connections --backend fd00:10::7",
-                            "connections --service no"),
+    "failures": commands(
+        "failures",
+        "failures --service web",
+        "failures --service 192.0.2.9",
+        "failures --pod shop/cart-5d6f",
+        "failures --since 5m --limit 1",
+        "failures --since soon",
+        "failures --service wbe",
+        "failures --pod shop/none",
+        "failures --pod web-7f9c-7qzkd",
+    ),
+    "connections": commands(
+        "connections",
+        "connections --expired --limit 2",
+        "connections --service web --state closed",
+        "connections --client 198.18.0.1",
+        "connections --backend fd00:10::7",
+        "connections --service no",
+    ),
     "nat": commands("nat", "nat --limit 1"),
     "sources": commands("sources"),
     "devices": commands("devices"),
     "maps": ("maps", "maps -o json | grep queue"),
     "programs": commands("programs", wide=False),
     "status": commands("status", wide=False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -439,15 +528,27 @@ def test_view(view: str, node: Path, golden: Golden, capsys: pytest.CaptureFixtu
 
 
 FORMATS = (
-    "services -o name", "services -A -o name", "services -n kube-system -o name",
+    "services -o name",
+    "services -A -o name",
+    "services -n kube-system -o name",
     "devices -o name --limit 3",
-    "backends -o name", "maps -o wide --limit 1", "failures -o name",
-    "services -o xml", "status -o name",
-    "connections -n kube-system", "connections -n default --limit 1 --sort-by idle",
-    "connections -n none", "affinity -n none", "failures -n kube-system", "sources -n default",
-    "backends -n kube-system -o name", "nat -n kube-system", "services -l app=web",
-    "service web -n none -A", "services --limit 2 --sort-by name -A",
-)  # fmt: skip
+    "backends -o name",
+    "maps -o wide --limit 1",
+    "failures -o name",
+    "services -o xml",
+    "status -o name",
+    "connections -n kube-system",
+    "connections -n default --limit 1 --sort-by idle",
+    "connections -n none",
+    "affinity -n none",
+    "failures -n kube-system",
+    "sources -n default",
+    "backends -n kube-system -o name",
+    "nat -n kube-system",
+    "services -l app=web",
+    "service web -n none -A",
+    "services --limit 2 --sort-by name -A",
+)
 
 
 def test_formats_and_selections(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
@@ -455,14 +556,28 @@ def test_formats_and_selections(node: Path, golden: Golden, capsys: pytest.Captu
 
 
 TRACES = (
-    "host default/web", "host default/web:http", "host default/local:443",
-    "shop/cart-5d6f 10.96.0.1:80", "shop/cart-5d6f https://local.default",
-    "shop/cart-5d6f 10.96.0.1:81", "outside 198.18.0.1:30080", "outside 198.18.0.9:30080",
-    "198.51.100.7 192.0.2.5:443", "203.0.113.9 192.0.2.5:443", "outside kube-system/dns",
-    "host [fd00:96::1]:53/udp", "host 10.1.2.3:80", "outside default/web -o json",
-    "shop/none default/web", "host default/none", "host default/web:ftp", "host 10.96.0.1",
-    "host http://web.default:81", "host default/wbe", "outside default/local:8443",
-)  # fmt: skip
+    "host default/web",
+    "host default/web:http",
+    "host default/local:443",
+    "shop/cart-5d6f 10.96.0.1:80",
+    "shop/cart-5d6f https://local.default",
+    "shop/cart-5d6f 10.96.0.1:81",
+    "outside 198.18.0.1:30080",
+    "outside 198.18.0.9:30080",
+    "198.51.100.7 192.0.2.5:443",
+    "203.0.113.9 192.0.2.5:443",
+    "outside kube-system/dns",
+    "host [fd00:96::1]:53/udp",
+    "host 10.1.2.3:80",
+    "outside default/web -o json",
+    "shop/none default/web",
+    "host default/none",
+    "host default/web:ftp",
+    "host 10.96.0.1",
+    "host http://web.default:81",
+    "host default/wbe",
+    "outside default/local:8443",
+)
 
 
 def test_traces(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
@@ -470,12 +585,16 @@ def test_traces(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
 
 
 IPVS_COMMANDS = (
-    "services -o wide", "services -o json",
+    "services -o wide",
+    "services -o json",
     *commands("service web", "service local", wide=False),
     *commands("backends", wide=False),
-    "connections -o wide", "connections -o json", "connections --client 198.18.0.254 --limit 1",
-    *commands("status", wide=False), "maps",
-)  # fmt: skip
+    "connections -o wide",
+    "connections -o json",
+    "connections --client 198.18.0.254 --limit 1",
+    *commands("status", wide=False),
+    "maps",
+)
 
 
 def test_view_of_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
@@ -497,38 +616,43 @@ RUNNING = "is `kbpf run` running on this node, and with this --pin-dir?"
 UNREADABLE: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "nothing was ever pinned": (
         lambda pins, _: shutil.rmtree(pins),
-        f"nothing is pinned: there is no such folder (pins); {RUNNING}"),
-    "no maps are pinned": (
-        lambda pins, _: shutil.rmtree(Pins(pins).maps), f"no maps are pinned (pins); {RUNNING}"),
+        f"nothing is pinned: there is no such folder (pins); {RUNNING}",
+    ),
+    "no maps are pinned": (lambda pins, _: shutil.rmtree(Pins(pins).maps), f"no maps are pinned (pins); {RUNNING}"),
     "another version, older or newer": (
         lambda pins, _: Pins(pins).maps.rename(pins / "maps-0123456789ab"),
         "another version of kbpf has pinned its maps (pins); use the kbpf that runs as the agent, "
-        "or restart the agent with this one"),
+        "or restart the agent with this one",
+    ),
     "the pin folder is a file": (
         lambda pins, _: (shutil.rmtree(pins), pins.write_text("")),
-        "not a folder (pins); give the folder that `kbpf run` was given with --pin-dir"),
+        "not a folder (pins); give the folder that `kbpf run` was given with --pin-dir",
+    ),
     "a map was removed": (
         lambda _, patch: patch.setattr(snapshot.pinning, "open_map", refuse(errno.ENOENT)),
         "the map MAP is missing (pins/maps-SCHEMA); its pin was removed: the agent restores "
-        "it within seconds, or when it starts"),
+        "it within seconds, or when it starts",
+    ),
     "no rights": (
         lambda _, patch: patch.setattr(snapshot.pinning, "open_map", refuse(errno.EPERM)),
-        "cannot open the map (pins): EPERM; run as root"),
+        "cannot open the map (pins): EPERM; run as root",
+    ),
     "a map of another layout": (
         lambda _, patch: (
             patch.setattr(snapshot.pinning, "open_map", REAL_OPEN_MAP),
-            patch.setattr(Map, "open", lambda path: OTHER_LAYOUT)),
+            patch.setattr(Map, "open", lambda path: OTHER_LAYOUT),
+        ),
         "the pinned map has an incompatible layout: type 1, key size 8, value size 96 "
-        "(pins/maps-SCHEMA/MAP); run kbpf cleanup"),
-}  # fmt: skip
+        "(pins/maps-SCHEMA/MAP); run kbpf cleanup",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
 @pytest.mark.parametrize("command", ["service web", "backends", "connections", "failures"])
 def test_what_cannot_be_read_is_one_clear_line(
-    name: str, command: str, node: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+    name: str, command: str, node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     break_it, line = UNREADABLE[name]
     break_it(node / "pins", monkeypatch)
     code, out, err = run(capsys, command)
@@ -536,9 +660,7 @@ def test_what_cannot_be_read_is_one_clear_line(
     assert (code, out, err) == (1, "", f"kbpf: {line}\n")
 
 
-def test_corrupt_entries_are_left_out(
-    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_corrupt_entries_are_left_out(node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Those that no agent or program of this version can have written."""
     whole = [run(capsys, command) for command in CORRUPT]
     for name, entries in CORRUPT_ENTRIES.items():
@@ -553,9 +675,7 @@ CORRUPT_ENTRIES: dict[str, Entries] = {
     "backends": {U32.pack(9): BAD},
     "endpoint_names": {layout.ENDPOINT_KEY.pack(1, BAD): bytes(layout.ENDPOINT_NAME.size)},
     "failures": {
-        bytes(20): layout.FAILURE.pack(
-            0, 1, layout.EVENT.pack(0, 0, *3 * [target("10.0.0.1:1")], 1, 0, 1 << 20)
-        ),
+        bytes(20): layout.FAILURE.pack(0, 1, layout.EVENT.pack(0, 0, *3 * [target("10.0.0.1:1")], 1, 0, 1 << 20)),
         bytes(19) + b"x": layout.FAILURE.pack(0, 1, layout.EVENT.pack(0, 0, *3 * [BAD], 1, 0, 1)),
     },
 }
@@ -597,11 +717,18 @@ def test_a_packet_is_tried_without_being_asked(
 
 
 IPVS_TRACES = (
-    "host default/web", "outside default/web", "host 127.0.0.1:30080", "outside 198.18.0.1:30081",
-    "host 192.0.2.2:80", "203.0.113.9 192.0.2.2:80", "host 192.0.2.2:81",
-    "shop/cart-5d6f default/sticky", "host default/none", "host 10.1.2.3:80",
+    "host default/web",
+    "outside default/web",
+    "host 127.0.0.1:30080",
+    "outside 198.18.0.1:30081",
+    "host 192.0.2.2:80",
+    "203.0.113.9 192.0.2.2:80",
+    "host 192.0.2.2:81",
+    "shop/cart-5d6f default/sticky",
+    "host default/none",
+    "host 10.1.2.3:80",
     "host default/web --confirm",
-)  # fmt: skip
+)
 
 
 def test_traces_in_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
@@ -614,20 +741,22 @@ OTHER_PODS: dict[str, tuple[str, str, frozenset[int], str]] = {
     "replaced, its logs are first": (OLD, "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
     "replaced, its logs are last": ("last", "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
     "terminating, without a process": (OLD, "shop/cart-5d6f", frozenset((7,)), "(10.244.0.9)"),
-    "of another namespace": (OLD, "stage/cart-5d6f", RUNNING,
-                             "cart-5d6f may be shop/cart-5d6f or stage/cart-5d6f"),
-}  # fmt: skip
+    "of another namespace": (OLD, "stage/cart-5d6f", RUNNING, "cart-5d6f may be shop/cart-5d6f or stage/cart-5d6f"),
+}
 """The uid, name and cgroups of a second Pod with the name of the one that runs; what is printed."""
 
 
 @pytest.mark.parametrize(("uid", "name", "cgroups", "text"), OTHER_PODS.values(), ids=OTHER_PODS)
 def test_trace_takes_the_pod_that_runs(
-    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    uid: str, name: str, cgroups: frozenset[int], text: str,
-):  # fmt: skip
-    names = {OLD: name, UIDS["pod"]: "shop/cart-5d6f"} if uid == OLD else {
-        UIDS["pod"]: "shop/cart-5d6f", uid: name
-    }  # fmt: skip
+    node: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    uid: str,
+    name: str,
+    cgroups: frozenset[int],
+    text: str,
+):
+    names = {OLD: name, UIDS["pod"]: "shop/cart-5d6f"} if uid == OLD else {UIDS["pod"]: "shop/cart-5d6f", uid: name}
     process = pods.PodProcess(7, Path("/pod"))
     monkeypatch.setattr(pods, "list_pod_names", lambda: names)
     monkeypatch.setattr(pods, "find_cgroup_ids", lambda of: cgroups if of == uid else RUNNING)
@@ -638,18 +767,34 @@ def test_trace_takes_the_pod_that_runs(
 
 
 OPENED = {
-    "services": {"services", "service_names", "backend_slots", "backends", "node_addresses",
-                 "config"},
-    "affinity": {"services", "service_names", "backend_slots", "backends", "node_addresses",
-                 "config", "affinity", "endpoint_names", "node"},
-    "connections": {"flows", "service_names", "endpoint_names", "config", "node", "devices",
-                    "local_networks", "agent_status", "reasons"},
+    "services": {"services", "service_names", "backend_slots", "backends", "node_addresses", "config"},
+    "affinity": {
+        "services",
+        "service_names",
+        "backend_slots",
+        "backends",
+        "node_addresses",
+        "config",
+        "affinity",
+        "endpoint_names",
+        "node",
+    },
+    "connections": {
+        "flows",
+        "service_names",
+        "endpoint_names",
+        "config",
+        "node",
+        "devices",
+        "local_networks",
+        "agent_status",
+        "reasons",
+    },
     "devices": {"config", "node", "devices", "local_networks", "agent_status", "reasons"},
     "maps": set(MAPS),
     "programs": {"config", "exempt_cgroups"},
-    "status": {"config", "exempt_cgroups", "agent_status", "reasons", "flows", "node", "devices",
-               "local_networks"},
-}  # fmt: skip
+    "status": {"config", "exempt_cgroups", "agent_status", "reasons", "flows", "node", "devices", "local_networks"},
+}
 
 
 @pytest.mark.parametrize("view", OPENED)
@@ -672,13 +817,10 @@ def test_only_maps_that_are_shown_are_opened(
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-@pytest.mark.parametrize(
-    "view", [*sorted(set(VIEWS) - {"service", "status"}), "service web", "trace"]
-)
+@pytest.mark.parametrize("view", [*sorted(set(VIEWS) - {"service", "status"}), "service web", "trace"])
 def test_a_view_says_how_old_it_is_if_the_agent_is_down(
-    view: str, is_alive: bool, node: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+    view: str, is_alive: bool, node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(snapshot, "is_alive", lambda *_: is_alive)
     command = ("host default/web", "trace") if view == "trace" else (view, "inspect")
     _, _, err = run(capsys, *command)

@@ -69,9 +69,7 @@ class Operator:
         self._calls, self._answers = folder / "calls", folder / "answers"
         kubectl = folder / "kubectl"
         kubectl.write_text(
-            FAKE_KUBECTL.format(
-                python=sys.executable, calls=str(self._calls), answers=str(self._answers)
-            )
+            FAKE_KUBECTL.format(python=sys.executable, calls=str(self._calls), answers=str(self._answers))
         )
         kubectl.chmod(0o755)
 
@@ -80,10 +78,14 @@ class Operator:
         self._answers.write_text(json.dumps([*rows, *CLUSTER]))
         self._calls.write_text("")
         done = subprocess.run(
-            [sys.executable, str(PLUGIN), *arguments], capture_output=True, text=True, check=False,
-            cwd=self.folder, timeout=120,
+            [sys.executable, str(PLUGIN), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=self.folder,
+            timeout=120,
             env={"PATH": str(self.folder), "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
-        )  # fmt: skip
+        )
         assert "Traceback" not in done.stderr, done.stderr
         return Done(done.returncode, done.stdout, done.stderr, self._calls.read_text().splitlines())
 
@@ -110,16 +112,20 @@ def node(name: str, zone: str = "") -> dict[str, Any]:
 
 
 def pod(
-    name: str, node: str, *, image: str = "registry/kbpf:0.1.0", command: str = "kbpf",
-    ready: bool = True, phase: str = "Running", waiting: str = "", created: str = "2026-01-01",
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    node: str,
+    *,
+    image: str = "registry/kbpf:0.1.0",
+    command: str = "kbpf",
+    ready: bool = True,
+    phase: str = "Running",
+    waiting: str = "",
+    created: str = "2026-01-01",
+) -> dict[str, Any]:
     state = {"waiting": {"reason": waiting}} if waiting else {"running": {}}
     return {
         "metadata": {"name": name, "namespace": "kube-system", "creationTimestamp": created},
-        "spec": {
-            "nodeName": node,
-            "containers": [{"name": "kube-proxy", "image": image, "command": [command, "run"]}],
-        },
+        "spec": {"nodeName": node, "containers": [{"name": "kube-proxy", "image": image, "command": [command, "run"]}]},
         "status": {
             "phase": phase,
             "conditions": [{"type": "Ready", "status": str(ready)}],
@@ -135,30 +141,57 @@ def document(kind: str, *items: object, **fields: object) -> dict[str, Any]:
 def status(**fields: object) -> dict[str, Any]:
     """The fields that the plugin reads, and no others."""
     healthy = {
-        "ok": True, "running": True, "synced": True, "mode": "bpf", "version": "0.1.0",
-        "services": 12, "problem_count": 0, "kube_proxy": "", "error": "", "refused": 0,
+        "ok": True,
+        "running": True,
+        "synced": True,
+        "mode": "bpf",
+        "version": "0.1.0",
+        "services": 12,
+        "problem_count": 0,
+        "kube_proxy": "",
+        "error": "",
+        "refused": 0,
         "hooks_missing": [],
-    }  # fmt: skip
+    }
     assert {*healthy, *fields} <= {*StatusView.__struct_fields__}
     return {"apiVersion": API_VERSION, "kind": "Status", **healthy, **fields}
 
 
 def failure(client: str, seconds: float, **fields: object) -> dict[str, Any]:
     made = {
-        "last_seconds": seconds, "first_seconds": 900.0, "count": 3, "client": client,
-        "kind": "pod", "address": "", "service": "shop/web:80", "frontend": "10.96.0.9:80/TCP",
-        "backend": "10.244.1.5:8080/TCP", "backend_pod": "shop/web-7", "backend_node": "node9",
-        "reason": "backend_refused", "words": "refused",
+        "last_seconds": seconds,
+        "first_seconds": 900.0,
+        "count": 3,
+        "client": client,
+        "kind": "pod",
+        "address": "",
+        "service": "shop/web:80",
+        "frontend": "10.96.0.9:80/TCP",
+        "backend": "10.244.1.5:8080/TCP",
+        "backend_pod": "shop/web-7",
+        "backend_node": "node9",
+        "reason": "backend_refused",
+        "words": "refused",
         "client_saw": "ECONNREFUSED",
-    } | fields  # fmt: skip
+    } | fields
     assert {*made} == {*FailureRow.__struct_fields__}
     return made
 
 
 def top_row(name: str, new: float | None, open_: int | None, **fields: object) -> dict[str, Any]:
-    row = {"service": name, "name": name, "pod": "", "new": new, "no_backend": 0.0, "failed": None,
-           "open": open_, "bytes_in": None, "bytes_out": None, "latency": None,
-           **fields}  # fmt: skip
+    row = {
+        "service": name,
+        "name": name,
+        "pod": "",
+        "new": new,
+        "no_backend": 0.0,
+        "failed": None,
+        "open": open_,
+        "bytes_in": None,
+        "bytes_out": None,
+        "latency": None,
+        **fields,
+    }
     assert {*row} == {*TopRow.__struct_fields__}
     return row
 
@@ -186,54 +219,85 @@ NO_COMMAND = (
     "Usage: kbpf [OPTIONS] COMMAND [ARGS]...\nTry 'kbpf -h' for help.\n\n"
     "Error: No such command 'top'.\ncommand terminated with exit code 2\n"
 )
-MAY_NOT = (
-    "user dev may not create pods/exec in kube-system: ask an administrator of the cluster for "
-    "this right"
-)
+MAY_NOT = "user dev may not create pods/exec in kube-system: ask an administrator of the cluster for this right"
 
 
 # ---- status --------------------------------------------------------------------------------------
 
 STATES = [
     ((), "ok", ""),
-    ((answer("agent-b.*inspect status", status(ok=False, error="the kernel refuses"), "", 1),),
-     "not ok", "the kernel refuses"),
-    ((answer("agent-b.*inspect status", status(ok=False, hooks_missing=["connect4"])),),
-     "not ok", "hooks are missing: connect4"),
-    ((answer("agent-b.*inspect status", status(ok=False, refused=3)),),
-     "not ok", "3 Service ports are not programmed"),
-    ((answer("agent-b.*inspect status", status(ok=False, synced=False)),),
-     "not ok", "not synced: a watch has not answered yet, or a device has no programs yet"),
-    ((answer("agent-b.*inspect status", status(ok=False)),),
-     "not ok", "see `kubectl kbpf exec node2 -- inspect status`"),
-    ((answer("agent-b.*inspect status", status(ok=False, running=False), "", 1),),
-     "down", "the agent does not report; traffic continues as programmed"),
-    ((answer("get pods", listed(pod("agent-b", "node2", ready=False))),),
-     "not ok", "its Pod is not ready"),
-    ((answer("get pods", listed(pod("agent-a", "node1"))),),
-     "none", "no Pod with k8s-app in (kbpf, kube-proxy) in kube-system"),
-    ((answer("get pods", listed(pod("agent-b", "node2", waiting="ImagePullBackOff"))),),
-     "unreachable", "its container does not run: ImagePullBackOff"),
-    ((answer("get pods", listed(pod("agent-b", "node2", phase="Pending", waiting="x"))),),
-     "unreachable", "its container does not run: x"),
+    (
+        (answer("agent-b.*inspect status", status(ok=False, error="the kernel refuses"), "", 1),),
+        "not ok",
+        "the kernel refuses",
+    ),
+    (
+        (answer("agent-b.*inspect status", status(ok=False, hooks_missing=["connect4"])),),
+        "not ok",
+        "hooks are missing: connect4",
+    ),
+    ((answer("agent-b.*inspect status", status(ok=False, refused=3)),), "not ok", "3 Service ports are not programmed"),
+    (
+        (answer("agent-b.*inspect status", status(ok=False, synced=False)),),
+        "not ok",
+        "not synced: a watch has not answered yet, or a device has no programs yet",
+    ),
+    (
+        (answer("agent-b.*inspect status", status(ok=False)),),
+        "not ok",
+        "see `kubectl kbpf exec node2 -- inspect status`",
+    ),
+    (
+        (answer("agent-b.*inspect status", status(ok=False, running=False), "", 1),),
+        "down",
+        "the agent does not report; traffic continues as programmed",
+    ),
+    ((answer("get pods", listed(pod("agent-b", "node2", ready=False))),), "not ok", "its Pod is not ready"),
+    (
+        (answer("get pods", listed(pod("agent-a", "node1"))),),
+        "none",
+        "no Pod with k8s-app in (kbpf, kube-proxy) in kube-system",
+    ),
+    (
+        (answer("get pods", listed(pod("agent-b", "node2", waiting="ImagePullBackOff"))),),
+        "unreachable",
+        "its container does not run: ImagePullBackOff",
+    ),
+    (
+        (answer("get pods", listed(pod("agent-b", "node2", phase="Pending", waiting="x"))),),
+        "unreachable",
+        "its container does not run: x",
+    ),
     ((answer("agent-b.*inspect status", "", FORBIDDEN, 1),), "unreachable", MAY_NOT),
-    ((answer("agent-b.*inspect status", "", NO_EXECUTABLE, 126),), "unreachable",
-     "its container has no kbpf: another program serves this node, perhaps kube-proxy"),
-    ((answer("agent-b.*inspect status", "", "kbpf: no state in /sys/fs/bpf/kbpf: run the agent\n"
-             "command terminated with exit code 1\n", 1),),
-     "unreachable", "no state in /sys/fs/bpf/kbpf: run the agent"),
-    ((answer("agent-b.*inspect status", "", "", 1),),
-     "unreachable", "kubectl ended with exit code 1 and no message"),
+    (
+        (answer("agent-b.*inspect status", "", NO_EXECUTABLE, 126),),
+        "unreachable",
+        "its container has no kbpf: another program serves this node, perhaps kube-proxy",
+    ),
+    (
+        (
+            answer(
+                "agent-b.*inspect status",
+                "",
+                "kbpf: no state in /sys/fs/bpf/kbpf: run the agent\ncommand terminated with exit code 1\n",
+                1,
+            ),
+        ),
+        "unreachable",
+        "no state in /sys/fs/bpf/kbpf: run the agent",
+    ),
+    ((answer("agent-b.*inspect status", "", "", 1),), "unreachable", "kubectl ended with exit code 1 and no message"),
     ((answer("agent-b.*inspect status", "nonsense"),), "unreachable", "its answer is not JSON"),
     ((answer("agent-b.*inspect status", "[" * 100_000),), "unreachable", "its answer is not JSON"),
-    ((answer("agent-b.*inspect status", {**status(), "apiVersion": "kbpf.io/v2"}),),
-     "unreachable", "its answer is kbpf.io/v2, not kbpf.io/v1alpha1: use its version of this"),
+    (
+        (answer("agent-b.*inspect status", {**status(), "apiVersion": "kbpf.io/v2"}),),
+        "unreachable",
+        "its answer is kbpf.io/v2, not kbpf.io/v1alpha1: use its version of this",
+    ),
     ((answer("agent-b.*inspect status", "HANGS"),), "unreachable", "no answer within 2 s"),
-    ((answer("agent-b.*inspect status", "HANGS", "closed"),),
-     "unreachable", "no answer within 2 s"),
-    ((answer("agent-b.*inspect status", "FLOODS"),),
-     "unreachable", "the answer is larger than 16MiB"),
-]  # fmt: skip
+    ((answer("agent-b.*inspect status", "HANGS", "closed"),), "unreachable", "no answer within 2 s"),
+    ((answer("agent-b.*inspect status", "FLOODS"),), "unreachable", "the answer is larger than 16MiB"),
+]
 """Answers of the cluster, and what the row of node2 says."""
 
 
@@ -251,10 +315,7 @@ def cells(table: str) -> list[list[str]]:
     return [re.split(r" {3,}", line) for line in table.splitlines()]
 
 
-TITLES = [
-    "NODE", "POD", "AGENT", "MODE", "VERSION", "SERVICES", "PROBLEMS", "FAILURES-1H", "KUBE-PROXY",
-    "WHY",
-]  # fmt: skip
+TITLES = ["NODE", "POD", "AGENT", "MODE", "VERSION", "SERVICES", "PROBLEMS", "FAILURES-1H", "KUBE-PROXY", "WHY"]
 SEE = "see `kubectl kbpf exec node2 -- inspect status`"
 TABLE = [
     TITLES,
@@ -271,23 +332,25 @@ def test_status_table(operator: Operator) -> None:
     rows = (
         answer("agent-a.*failures", document("FailureList", failure("shop/client", 3))),
         answer("agent-a.*status", status(kube_proxy="rules of it\x1b[2J exist", problem_count=2)),
-        answer("agent-b.*status", status(ok=False, services=10**400, problem_count=True, mode=None,
-                                         version=["x"])),
+        answer("agent-b.*status", status(ok=False, services=10**400, problem_count=True, mode=None, version=["x"])),
         answer("agent-[bc].*failures", "", "kbpf: mode ipvs has no failures\n", 1),
-    )  # fmt: skip
+    )
     done = operator("status", rows=rows)
     assert cells(done.out) == TABLE
     assert (done.code, done.err) == (1, "")
 
 
 PLACES = [
-    ((pod("kp", "node2", image="registry.k8s.io/kube-proxy:v1.37.1", command="kube-proxy"),
-      pod("agent-b", "node2", ready=False)), "agent-b"),
-    ((pod("agent-old", "node2", created="2026-01-01"),
-      pod("agent-b", "node2", created="2026-01-02")), "agent-b"),
-    ((pod("agent-b", "node2"), pod("agent-new", "node2", ready=False, created="2026-09-09")),
-     "agent-b"),
-]  # fmt: skip
+    (
+        (
+            pod("kp", "node2", image="registry.k8s.io/kube-proxy:v1.37.1", command="kube-proxy"),
+            pod("agent-b", "node2", ready=False),
+        ),
+        "agent-b",
+    ),
+    ((pod("agent-old", "node2", created="2026-01-01"), pod("agent-b", "node2", created="2026-01-02")), "agent-b"),
+    ((pod("agent-b", "node2"), pod("agent-new", "node2", ready=False, created="2026-09-09")), "agent-b"),
+]
 
 
 @pytest.mark.parametrize(("pods", "name"), PLACES)
@@ -318,20 +381,16 @@ def test_flags_of_kubectl_are_passed_on(operator: Operator, words: tuple[str, ..
     start = "--kubeconfig=k --context=c --as=u"
     assert done.calls[0] == f"{start} get pods -n agents -l app=x -o json"
     assert all(call.startswith(start) for call in done.calls)
-    assert (
-        f"{start} -n kube-system exec pod/agent-a -c kube-proxy -- kbpf inspect status -o json"
-        in done.calls
-    )
+    assert f"{start} -n kube-system exec pod/agent-a -c kube-proxy -- kbpf inspect status -o json" in done.calls
 
 
 # ---- failures and top ----------------------------------------------------------------------------
 
 FAILED = (
-    answer("agent-a.*failures", document("FailureList", failure("shop/old", 4000),
-                                         failure("shop/new", 2))),
+    answer("agent-a.*failures", document("FailureList", failure("shop/old", 4000), failure("shop/new", 2))),
     answer("agent-b.*failures", "", FORBIDDEN, 1),
     answer("agent-c.*failures", document("FailureList", "x", failure("shop/a\nb", 65, count="1"))),
-)  # fmt: skip
+)
 
 
 def test_failures_of_all_nodes_are_in_one_list(operator: Operator) -> None:
@@ -368,23 +427,28 @@ def latency(connect_p99_ms: float | None) -> dict[str, float | None]:
 
 
 TOP = (
-    answer("agent-a.* top ", document("TopList",
-                                      top_row("shop/web:80", 2.0, 5, latency=latency(1000.0)),
-                                      top_row("shop/rare:80", 0.5, None, latency=latency(None)))),
-    answer("agent-b.* top ", document("TopList", top_row("shop/web:80", 40.0, 7, bytes_in=2048,
-                                                         latency=latency(0.488)))),
+    answer(
+        "agent-a.* top ",
+        document(
+            "TopList",
+            top_row("shop/web:80", 2.0, 5, latency=latency(1000.0)),
+            top_row("shop/rare:80", 0.5, None, latency=latency(None)),
+        ),
+    ),
+    answer(
+        "agent-b.* top ", document("TopList", top_row("shop/web:80", 40.0, 7, bytes_in=2048, latency=latency(0.488)))
+    ),
     answer("agent-c.* top ", document("TopList")),
-)  # fmt: skip
+)
 
 
 def test_top_adds_up_what_nodes_measure(operator: Operator) -> None:
     done = operator("top", rows=TOP)
     assert cells(done.out) == [
-        ["SERVICE", "NODES", "NEW/S", "NO-BACKEND/S", "FAILED/S", "OPEN", "IN/S", "OUT/S",
-         "WORST-P99"],
+        ["SERVICE", "NODES", "NEW/S", "NO-BACKEND/S", "FAILED/S", "OPEN", "IN/S", "OUT/S", "WORST-P99"],
         ["shop/web:80", "2", "42.0", "0", "-", "12", "2.0KiB", "-", "1s"],
         ["shop/rare:80", "1", "0.5", "0", "-", "-", "-", "-", "-"],
-    ]  # fmt: skip
+    ]
     assert (done.code, done.err) == (0, "")
 
 
@@ -409,15 +473,15 @@ def test_top_by_zones_is_a_matrix(operator: Operator) -> None:
     ]
     document_ = json.loads(operator("top", "--by=zones", "-o=json", rows=(nodes, *rows)).out)
     assert [(row["from_zone"], row["name"], row["new"]) for row in document_["items"]] == [
-        ("a", "b", 5.0), ("-", "a", 3.0), ("a", "a", 2.0),
-    ]  # fmt: skip
+        ("a", "b", 5.0),
+        ("-", "a", 3.0),
+        ("a", "a", 2.0),
+    ]
 
 
 def test_top_of_agents_without_it(operator: Operator) -> None:
     done = operator("top", rows=(answer(" top ", "", NO_COMMAND, 2),))
-    assert done.err == (
-        "kubectl kbpf: node1, node2, node10: its version of kbpf has no command top\n"
-    )
+    assert done.err == ("kubectl kbpf: node1, node2, node10: its version of kbpf has no command top\n")
     assert (done.code, done.out) == (1, "")
 
 
@@ -435,15 +499,11 @@ RELAYED = answer(" trace ", "10.96.0.9:80 \x1b]0;title\x07 → b\n", "a note\n")
         (("fd00::7", "--node", "node1"), "agent-a", "fd00::7"),
     ],
 )
-def test_trace_runs_on_the_clients_node(
-    operator: Operator, words: tuple[str, ...], agent: str, source: str
-) -> None:
+def test_trace_runs_on_the_clients_node(operator: Operator, words: tuple[str, ...], agent: str, source: str) -> None:
     done = operator("trace", *words, "shop/web", rows=(RELAYED,))
     assert done.out == "10.96.0.9:80 \\x1b]0;title\\x07 → b\n"
     assert (done.code, done.err) == (0, "a note\n")
-    assert done.calls[-1].endswith(
-        f"exec pod/{agent} -c kube-proxy -- kbpf trace -o table -- {source} shop/web"
-    )
+    assert done.calls[-1].endswith(f"exec pod/{agent} -c kube-proxy -- kbpf trace -o table -- {source} shop/web")
 
 
 def test_options_of_trace_are_passed_on(operator: Operator) -> None:
@@ -453,47 +513,49 @@ def test_options_of_trace_are_passed_on(operator: Operator) -> None:
 
 
 NOT_FOUND = 'Error from server (NotFound): pods "x" not found\n'
-REFUSED = (
-    "The connection to the server 10.0.0.1:6443 was refused - did you specify the right host?\n"
-)
+REFUSED = "The connection to the server 10.0.0.1:6443 was refused - did you specify the right host?\n"
 ENDED = "Pod shop/client has ended (Succeeded), so that it opens no connections"
 LINES = [
-    (("trace", "shop/x", "y"), (answer("get pod ", "", NOT_FOUND, 1),),
-     "no Pod x in namespace shop; `kubectl get pods -n shop` lists them"),
-    (("trace", "shop/client", "y"), (answer("get pod ", pod("client", "", phase="Pending")),),
-     "Pod shop/client is on no node yet (Pending)"),
-    (("trace", "shop/client", "y"), (answer("get pod ", pod("c", "node1", phase="Succeeded")),),
-     ENDED),
-    (("trace", "shop/client", "y"), (answer("get pods", listed(pod("agent-a", "node1"))),),
-     "node2: no Pod with k8s-app in (kbpf, kube-proxy) in kube-system"),
-    (("trace", "shop/client", "y", "--node", "node1"), (),
-     "shop/client is on node node2, not on node1"),
+    (
+        ("trace", "shop/x", "y"),
+        (answer("get pod ", "", NOT_FOUND, 1),),
+        "no Pod x in namespace shop; `kubectl get pods -n shop` lists them",
+    ),
+    (
+        ("trace", "shop/client", "y"),
+        (answer("get pod ", pod("client", "", phase="Pending")),),
+        "Pod shop/client is on no node yet (Pending)",
+    ),
+    (("trace", "shop/client", "y"), (answer("get pod ", pod("c", "node1", phase="Succeeded")),), ENDED),
+    (
+        ("trace", "shop/client", "y"),
+        (answer("get pods", listed(pod("agent-a", "node1"))),),
+        "node2: no Pod with k8s-app in (kbpf, kube-proxy) in kube-system",
+    ),
+    (("trace", "shop/client", "y", "--node", "node1"), (), "shop/client is on node node2, not on node1"),
     (("trace", "shop/client", "y"), (answer(" trace ", "", FORBIDDEN, 1),), f"node2: {MAY_NOT}"),
-    (("trace", "shop/client", "y", "--timeout", "1"), (answer(" trace ", "HANGS"),),
-     "node2: no answer within 1 s"),
+    (("trace", "shop/client", "y", "--timeout", "1"), (answer(" trace ", "HANGS"),), "node2: no answer within 1 s"),
     (("trace", "outside", "y"), (), "outside can be on any node: choose one with --node NODE"),
-    (("trace", "client", "y"), (),
-     "client is no NAMESPACE/NAME of a Pod, host:NODE, outside, or IP"),
+    (("trace", "client", "y"), (), "client is no NAMESPACE/NAME of a Pod, host:NODE, outside, or IP"),
     (("trace", "../x", "y"), (), "../x is no NAMESPACE/NAME of a Pod"),
     (("trace", "host:nodes1", "y"), (), "no node nodes1; similar: node1, node10, node2"),
     (("exec", "moon", "--", "check"), (), "no node moon"),
-    (("exec", "node1"), (), "no arguments for kbpf: write them after --, as in `-- inspect "
-     "services`"),
+    (("exec", "node1"), (), "no arguments for kbpf: write them after --, as in `-- inspect services`"),
     (("status", "--node", "node3"), (), "no node node3; similar: node2, node1, node10"),
     (("status",), (answer("get pods", "", REFUSED, 1),), REFUSED.strip()),
-    (("status",), (answer("get pods", listed()), answer("get nodes", listed())),
-     "no Pod with k8s-app in (kbpf, kube-proxy) in kube-system; see -n and -l"),
-    (("sysdump", "--output", "/nowhere/x.tar"), (),
-     "cannot create /nowhere/x.tar: No such file or directory"),
+    (
+        ("status",),
+        (answer("get pods", listed()), answer("get nodes", listed())),
+        "no Pod with k8s-app in (kbpf, kube-proxy) in kube-system; see -n and -l",
+    ),
+    (("sysdump", "--output", "/nowhere/x.tar"), (), "cannot create /nowhere/x.tar: No such file or directory"),
     (("sysdump", "--output", "kubectl"), (), "cannot create kubectl: File exists"),
-]  # fmt: skip
+]
 """A command, answers of the cluster, and the one line of the error."""
 
 
 @pytest.mark.parametrize(("words", "rows", "line"), LINES, ids=range(len(LINES)))
-def test_an_error_is_one_line(
-    operator: Operator, words: tuple[str, ...], rows: tuple[Row, ...], line: str
-) -> None:
+def test_an_error_is_one_line(operator: Operator, words: tuple[str, ...], rows: tuple[Row, ...], line: str) -> None:
     done = operator(*words, rows=rows)
     assert (done.code, done.out, done.err) == (1, "", f"kubectl kbpf: {line}\n")
 
@@ -502,9 +564,7 @@ def test_without_kubectl(operator: Operator) -> None:
     (operator.folder / "kubectl").unlink()
     done = operator("status")
     assert done.code == 1
-    assert done.err == (
-        "kubectl kbpf: cannot run kubectl: No such file or directory; install it in PATH\n"
-    )
+    assert done.err == ("kubectl kbpf: cannot run kubectl: No such file or directory; install it in PATH\n")
 
 
 @pytest.mark.parametrize(("place", "agent"), [("node1", "agent-a"), ("shop/client", "agent-b")])
@@ -520,9 +580,11 @@ def test_an_interrupt_ends_it(operator: Operator) -> None:
     operator._answers.write_text(json.dumps([answer("inspect", "HANGS"), *CLUSTER]))
     operator._calls.write_text("")
     process = subprocess.Popen(
-        [sys.executable, str(PLUGIN), "status"], stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, env={"PATH": str(operator.folder)},
-    )  # fmt: skip
+        [sys.executable, str(PLUGIN), "status"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PATH": str(operator.folder)},
+    )
     until("all nodes are asked", lambda: operator._calls.read_text().count("inspect") == 3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -533,9 +595,12 @@ def test_a_reader_that_has_exited_ends_it_quietly(operator: Operator) -> None:
     operator._answers.write_text(json.dumps(CLUSTER))
     with pipe_without_reader() as gone:
         done = subprocess.run(
-            [sys.executable, str(PLUGIN), "status"], stdout=gone, stderr=subprocess.PIPE,
-            env={"PATH": str(operator.folder)}, check=False,
-        )  # fmt: skip
+            [sys.executable, str(PLUGIN), "status"],
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            env={"PATH": str(operator.folder)},
+            check=False,
+        )
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
@@ -543,9 +608,13 @@ def test_a_full_disk_is_one_line(operator: Operator) -> None:
     operator._answers.write_text(json.dumps(CLUSTER))
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, str(PLUGIN), "status"], stdout=full, stderr=subprocess.PIPE,
-            text=True, env={"PATH": str(operator.folder)}, check=False,
-        )  # fmt: skip
+            [sys.executable, str(PLUGIN), "status"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PATH": str(operator.folder)},
+            check=False,
+        )
     error = "kubectl kbpf: cannot write the output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
 
@@ -593,9 +662,8 @@ def test_it_needs_only_python_3_9() -> None:
         name.partition(".")[0]
         for each in ast.walk(tree)
         if isinstance(each, (ast.Import, ast.ImportFrom))
-        for name in ([each.module] if isinstance(each, ast.ImportFrom) else
-                     [alias.name for alias in each.names])
-    }  # fmt: skip
+        for name in ([each.module] if isinstance(each, ast.ImportFrom) else [alias.name for alias in each.names])
+    }
     assert names <= sys.stdlib_module_names
     assert os.access(PLUGIN, os.X_OK)
     assert f'API_VERSION = "{API_VERSION}"' in PLUGIN.read_text()

@@ -29,17 +29,18 @@ ROWS = [
     Row('said "%s" of \\ and %s', ("ä", "\u2028"), 'said "ä" of \\ and \\u2028'),
     Row("bytes %r", (b"\xff\n",), r"bytes b'\xff\n'"),
     Row("half a pair %s", ("\ud800",), r"half a pair \ud800"),
-    Row("kind=%s", ("Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",),
-        r'kind="Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED"'),
-    Row("kind=%s file=%s: %s", ("Foo file=x", 'a"b', "why not"),
-        r'kind="Foo file=x" file="a\"b": why not'),
-    Row("100%% of %d s=%s in=%.1fs where=%s", (3, "a=b", 2.5, Path("/a b")),
-        '100% of 3 s="a=b" in=2.5s where="/a b"'),
+    Row(
+        "kind=%s",
+        ("Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",),
+        r'kind="Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED"',
+    ),
+    Row("kind=%s file=%s: %s", ("Foo file=x", 'a"b', "why not"), r'kind="Foo file=x" file="a\"b": why not'),
+    Row("100%% of %d s=%s in=%.1fs where=%s", (3, "a=b", 2.5, Path("/a b")), '100% of 3 s="a=b" in=2.5s where="/a b"'),
     Row("a=%s b=%s c=%r", ("", "x,y/z:1", "it's"), 'a= b=x,y/z:1 c="it\'s"'),
     Row("name=%s", ("\u202e a",), r'name="\u202e a"'),
     Row("to a terminal %s", ("\x1b[2J\x9b1m\x7f\r",), r"to a terminal \x1b[2J\x9b1m\x7f\r"),
     Row("from right to left %s", ("\u202eabc\u2066",), r"from right to left \u202eabc\u2066"),
-]  # fmt: skip
+]
 
 
 def record(row: Row, is_fault: bool = False) -> logging.LogRecord:
@@ -56,17 +57,18 @@ def test_record_is_one_line(row: Row):
     assert line.isascii()
     assert "\n" not in line
     assert json.loads(line) == {
-        "time": "2026-11-22T05:34:13Z", "level": "info", "logger": "kbpf.x", "message": row.text
-    }  # fmt: skip
+        "time": "2026-11-22T05:34:13Z",
+        "level": "info",
+        "logger": "kbpf.x",
+        "message": row.text,
+    }
 
 
 def test_internal_error_is_logged_with_its_traceback():
     try:
         raise ValueError("on purpose")
     except ValueError:
-        text, line = (
-            form.format(record(ROWS[0], True)) for form in (TextFormatter(), JsonFormatter())
-        )
+        text, line = (form.format(record(ROWS[0], True)) for form in (TextFormatter(), JsonFormatter()))
     head, *below = text.splitlines()
     assert head == "2026-11-22T05:34:13Z ERROR kbpf.x started node=n1"
     assert below[0].startswith("Traceback")
@@ -86,9 +88,7 @@ def test_fatal_error_has_the_log_format(capsys: pytest.CaptureFixture[str]):
     assert re.fullmatch(rf"\S+Z ERROR kbpf {re.escape(told['message'])}", line)
 
 
-def test_fatal_internal_error_has_the_log_format(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_fatal_internal_error_has_the_log_format(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def serve(*_: object) -> None:
         raise ValueError("on purpose")
 

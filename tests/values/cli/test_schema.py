@@ -52,23 +52,24 @@ class Summary(msgspec.Struct):
 KIND = Kind("PartList", Part, Summary)
 SCHEMA = build_schema([KIND])
 PART: dict[str, Any] = {"size": 1, "gone": False}
-DOCUMENT: dict[str, Any] = {
-    "apiVersion": API_VERSION, "kind": "PartList", "parts": {"a": PART}, "items": [PART],
-}  # fmt: skip
+DOCUMENT: dict[str, Any] = {"apiVersion": API_VERSION, "kind": "PartList", "parts": {"a": PART}, "items": [PART]}
 
 
 def test_fields_have_the_sentences_that_name_them():
     assert SCHEMA["$defs"]["PartList"]["properties"]["parts"]["description"] == "`parts`: by name."
     assert SCHEMA["$defs"]["Part"] == {
-        "title": "Part", "type": "object", "required": ["size", "gone"],
-        "description": "A part. `size` is in bytes; `gone`: it was removed. "
-                       "- `size`: never negative.",
+        "title": "Part",
+        "type": "object",
+        "required": ["size", "gone"],
+        "description": "A part. `size` is in bytes; `gone`: it was removed. - `size`: never negative.",
         "properties": {
-            "size": {"anyOf": [{"type": "integer"}, {"type": "null"}],
-                     "description": "`size` is in bytes. `size`: never negative."},
+            "size": {
+                "anyOf": [{"type": "integer"}, {"type": "null"}],
+                "description": "`size` is in bytes. `size`: never negative.",
+            },
             "gone": {"type": "boolean", "description": "`gone`: it was removed."},
         },
-    }  # fmt: skip
+    }
 
 
 DIFFERENCES: list[tuple[str, dict[str, Any]]] = [

@@ -35,9 +35,7 @@ def programmed(name: str) -> Sets:
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_backends_are_those_that_an_agent_programs(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_backends_are_those_that_an_agent_programs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["simulate", str(scenario.HERE / name), "--node", "node-1", "-o", "json"]
     assert app.call(command) == 0
     sets: Sets = defaultdict(set)
@@ -96,14 +94,10 @@ def test_the_example_of_the_documents(folder: Path, capsys: pytest.CaptureFixtur
     assert out + err == shown
 
 
-def test_differences_of_some_nodes_name_them(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_differences_of_some_nodes_name_them(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     after = shutil.copytree(folder, tmp_path / "after")
     text = (after / "shop.yaml").read_text()
-    hinted = re.sub(
-        r"zone: (\w), targetRef", r"hints: {forZones: [{name: \1}]}, zone: \1, targetRef", text
-    )
+    hinted = re.sub(r"zone: (\w), targetRef", r"hints: {forZones: [{name: \1}]}, zone: \1, targetRef", text)
     (after / "shop.yaml").write_text(hinted)
     assert app.call(["diff", "objects", "after"]) == 1
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -123,9 +117,7 @@ def test_without_nodes_and_with_too_many(
     assert "there are no Nodes: computed for " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", [("--zone-down", "a"), ("--weight", "web-0=0", "--drain", "node-1"), ("--all",)]
-)
+@pytest.mark.parametrize("words", [("--zone-down", "a"), ("--weight", "web-0=0", "--drain", "node-1"), ("--all",)])
 def test_options_that_are_gone_are_a_note(
     folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,9 +129,7 @@ def test_options_that_are_gone_are_a_note(
     assert err == f"kbpf: {simulate.REMOVED}\n"
 
 
-def test_a_node_that_is_gone_is_a_note(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     after = shutil.copytree(folder, tmp_path / "after")
     (after / "shop.yaml").write_text(OBJECTS + NODE.format(1, "a"))
     assert app.call(["diff", "objects", "after"]) == 0
@@ -181,9 +171,7 @@ def test_diff_is_silent_without_differences_and_lists_them_otherwise(
     assert app.call(["diff", "objects", "objects"]) == 0
     assert capsys.readouterr() == ("", "")
     before = shutil.copytree(folder, tmp_path / "before")
-    (folder / "shop.yaml").write_text(
-        (folder / "shop.yaml").read_text().replace("10.96.0.10", "10.96.0.11")
-    )
+    (folder / "shop.yaml").write_text((folder / "shop.yaml").read_text().replace("10.96.0.10", "10.96.0.11"))
     assert app.call(["diff", str(before), "objects", "-o", "json"]) == 1
     rows = json.loads(capsys.readouterr().out)["items"]
     assert [(r["what"], r["name"], r["before"], r["after"], r["all_nodes"]) for r in rows] == [

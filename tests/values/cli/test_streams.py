@@ -13,9 +13,14 @@ WRITTEN = ("run", "--write-config-to", "/dev/stdout")
 
 
 COMMANDS = [
-    ("--help",), ("--version",), ("run", "--help"), ("run", "--version"), ("inspect", "-h"),
-    ("check", "-o", "json"), ("cleanup", "-h"),
-]  # fmt: skip
+    ("--help",),
+    ("--version",),
+    ("run", "--help"),
+    ("run", "--version"),
+    ("inspect", "-h"),
+    ("check", "-o", "json"),
+    ("cleanup", "-h"),
+]
 STREAMS = [
     *((words, ">/dev/full", 1, FULL) for words in COMMANDS),
     *((words, ">&-", 1, CLOSED) for words in COMMANDS),
@@ -25,9 +30,13 @@ STREAMS = [
     (("inspect", "status", "--pin-dir", "/nowhere"), "2>&-", 1, ""),
     (("inspect", "status", "--pin-dir", "/nowhere"), "2>/dev/full", 1, ""),
     (("run", "--source", "/nowhere"), "2>/dev/full", 1, ""),
-    (WRITTEN, ">/dev/full", 1, "kbpf: cannot write the configuration: No space left on "
-           "device (/dev/stdout); name another file\n"),
-]  # fmt: skip
+    (
+        WRITTEN,
+        ">/dev/full",
+        1,
+        "kbpf: cannot write the configuration: No space left on device (/dev/stdout); name another file\n",
+    ),
+]
 """A command, the shell's redirection, the exit code and the whole of stderr."""
 
 
@@ -48,11 +57,20 @@ def test_unencodable_characters_are_question_marks(encoding: str) -> None:
 
 
 ASCII_COMMANDS = [
-    ("--help",), ("run", "--help"), ("inspect", "connections", "-h"), ("schema",), ("check",),
-    ("check", "-o", "yaml"), ("run", "--mode", "ä"), ("inspect", "services", "-o", "ä"),
-    ("inspect", "service", "ä→", "--pin-dir", "/nowhere/ä"), ("config", "validate", "/nowhere/ä"),
-    ("trace", "ä", "ä"), ("nonsense-ä",), ("inspect", "services", "--pin-dir", "/nowhere/ä"),
-]  # fmt: skip
+    ("--help",),
+    ("run", "--help"),
+    ("inspect", "connections", "-h"),
+    ("schema",),
+    ("check",),
+    ("check", "-o", "yaml"),
+    ("run", "--mode", "ä"),
+    ("inspect", "services", "-o", "ä"),
+    ("inspect", "service", "ä→", "--pin-dir", "/nowhere/ä"),
+    ("config", "validate", "/nowhere/ä"),
+    ("trace", "ä", "ä"),
+    ("nonsense-ä",),
+    ("inspect", "services", "--pin-dir", "/nowhere/ä"),
+]
 
 
 @pytest.mark.parametrize("words", ASCII_COMMANDS, ids=" ".join)
@@ -76,9 +94,21 @@ def test_bars_use_what_the_terminal_has(encoding: str, bar: str):
     assert done.out == f"{bar}|\n"
 
 
-@pytest.mark.parametrize("words", [(), ("run",), ("check",), ("compile",), ("cleanup",), ("demo",),
-                                   ("inspect",), ("inspect", "services"), ("inspect", "status")],
-                         ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("run",),
+        ("check",),
+        ("compile",),
+        ("cleanup",),
+        ("demo",),
+        ("inspect",),
+        ("inspect", "services"),
+        ("inspect", "status"),
+    ],
+    ids=" ".join,
+)
 def test_help_has_a_short_name(words: tuple[str, ...]) -> None:
     short, long = (kbpf(*words, flag) for flag in ("-h", "--help"))
     assert short == long

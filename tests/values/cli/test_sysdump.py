@@ -57,39 +57,24 @@ PATTERNS = {
         '{"a": "-----BEGIN PRIVATE KEY-----", "b": "-----END PRIVATE KEY-----", "c": "kept"}',
         '{"a": "REDACTED", "b": "-----END PRIVATE KEY-----", "c": "kept"}',
     ),
-    "PEM that a tenant begins in a log": (
-        "12:00:01 -----BEGIN PRIVATE KEY-----\n12:00:02 kept",
-        ":00:02 kept",
-    ),
+    "PEM that a tenant begins in a log": ("12:00:01 -----BEGIN PRIVATE KEY-----\n12:00:02 kept", ":00:02 kept"),
     "a quote that a tenant opens": (
         "web: token: 'hidden\n12:00:02 kept token=\"hidden\n12:00:03 kept",
         'REDACTED\'\n12:00:02 kept token="REDACTED"\n12:00:03 kept',
     ),
     "another scheme": ("Authorization: Token hidden\nx: 1", "Authorization: Token REDACTED\nx: 1"),
-    "digest": (
-        'Authorization: Digest username="me", response="hidden", n=1\nx',
-        "Digest REDACTED\nx",
-    ),
-    "a header in JSON": (
-        '{"h": {"Authorization": "Token hidden"}, "m": "Authorization: hidden", "n": 1}',
-        '"n": 1}',
-    ),
+    "digest": ('Authorization: Digest username="me", response="hidden", n=1\nx', "Digest REDACTED\nx"),
+    "a header in JSON": ('{"h": {"Authorization": "Token hidden"}, "m": "Authorization: hidden", "n": 1}', '"n": 1}'),
     "a header in a command": ("curl -H 'Authorization: ApiKey hidden' -v", "REDACTED' -v"),
     "a cookie": ("Cookie: a=hidden; b=hidden\nx", "Cookie: REDACTED\nx"),
     "a new cookie": ("set-cookie: sid=hidden; Path=/; Secure", "set-cookie: REDACTED"),
     "a flag and its value": ("join --token hidden --v 5", "join --token REDACTED --v 5"),
-    "a flag in a list": (
-        '["--db-password", "hidden", "-v"]',
-        '["--db-password", "REDACTED", "-v"]',
-    ),
+    "a flag in a list": ('["--db-password", "hidden", "-v"]', '["--db-password", "REDACTED", "-v"]'),
     "a flag in YAML": ("args:\n- --token\n- hidden\n- -v", "- --token\n- REDACTED\n- -v"),
     "escaped blanks": (r"--password=a\ hidden -v", "--password=REDACTED -v"),
     "a comma": ("password=a,hidden b", "password=REDACTED b"),
     "a brace": ("{password: a}hidden, b: 1}", "{password: REDACTED, b: 1}"),
-    "a string in JSON": (
-        '{"a": "password=hidden", "b": ["token=hidden"]}',
-        '", "b": ["token=REDACTED"]}',
-    ),
+    "a string in JSON": ('{"a": "password=hidden", "b": ["token=hidden"]}', '", "b": ["token=REDACTED"]}'),
     "pwd": ("pwd=hidden", "pwd=REDACTED"),
     "digits": ("password: 48151623 hidden=no".replace("hidden=", ""), "password: REDACTED no"),
     "a slash": ("token: /9jhidden/abc=", "token: REDACTED"),
@@ -155,9 +140,22 @@ def test_what_is_no_secret_is_kept(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["eyJ-", "--token ", "authorization: ", "cookie: a", "pwd=,", "//a", "password='\\", "gl-a.",
-     "-----BEGIN PRIVATE KEY-----", "token: -token", "-token\n\n\n", "secret\t\t", "AKIA-"],
-)  # fmt: skip
+    [
+        "eyJ-",
+        "--token ",
+        "authorization: ",
+        "cookie: a",
+        "pwd=,",
+        "//a",
+        "password='\\",
+        "gl-a.",
+        "-----BEGIN PRIVATE KEY-----",
+        "token: -token",
+        "-token\n\n\n",
+        "secret\t\t",
+        "AKIA-",
+    ],
+)
 def test_many_beginnings_of_secrets_are_each_tried_once(text: str) -> None:
     """Tenants write annotations and logs. One scan to the end for each beginning takes hours, as
     does one for each blank after it.
@@ -190,20 +188,23 @@ def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path) -> None
     key = base64.b64encode(b"key-hidden").decode()
     kubeconfig.write_text(KUBECONFIG % (key, token_file))
     environ = {
-        "MY_TOKEN": "env-hidden", "HTTPS_PROXY": "http://u:proxy-hidden@x", "KEEP": "visible",
-        "PASSWORD_FILE": "/etc/password", "SECRET": "no",
-    }  # fmt: skip
-    secrets = list(
-        find_secrets([kubeconfig, tmp_path / "none"], ["https://m:url&hidden@h"], environ)
-    )
+        "MY_TOKEN": "env-hidden",
+        "HTTPS_PROXY": "http://u:proxy-hidden@x",
+        "KEEP": "visible",
+        "PASSWORD_FILE": "/etc/password",
+        "SECRET": "no",
+    }
+    secrets = list(find_secrets([kubeconfig, tmp_path / "none"], ["https://m:url&hidden@h"], environ))
     names = ("tok-1", "pass-1", "cert", "key", "file", "env", "proxy", "aws", "refresh", "arg")
     values = [*(f"{name}-hidden" for name in names), "url&hidden"]
     redactor = Redactor(secrets)
     for value in values:
         for form in (
-            value, base64.b64encode(value.encode()).decode(), value.replace("&", "%26"),
+            value,
+            base64.b64encode(value.encode()).decode(),
+            value.replace("&", "%26"),
             json.dumps({"x": f"{value}"}),
-        ):  # fmt: skip
+        ):
             result = redactor.redact(f"visible {form} v1 aws token".encode()).decode()
             assert value not in result
             assert form not in result
@@ -213,10 +214,7 @@ def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path) -> None
 
 
 def test_a_variable_that_is_not_utf8_is_removed() -> None:
-    environ = {
-        "MY_TOKEN": os.fsdecode(b"hidden\xff"),
-        "MY_URL": os.fsdecode(b"http://u:\xfehidden@h"),
-    }
+    environ = {"MY_TOKEN": os.fsdecode(b"hidden\xff"), "MY_URL": os.fsdecode(b"http://u:\xfehidden@h")}
     redactor = Redactor(find_secrets([], [], environ))
     assert redactor.redact(b"a hidden\xff u:\xfehidden b") == b"a REDACTED REDACTED b"
 
@@ -231,14 +229,18 @@ def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path) -> 
 # ---- objects -------------------------------------------------------------------------------------
 
 WEB = {
-    "apiVersion": "v1", "kind": "Service", "metadata": {"name": "web", "creationTimestamp": "2026"},
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"name": "web", "creationTimestamp": "2026"},
     "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]},
-}  # fmt: skip
+}
 SLICE = {
-    "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+    "apiVersion": "discovery.k8s.io/v1",
+    "kind": "EndpointSlice",
     "metadata": {"name": "web-1", "labels": {"kubernetes.io/service-name": "web"}},
-    "addressType": "IPv4", "endpoints": [{"addresses": ["10.1.0.1"], "nodeName": "n1"}],
-}  # fmt: skip
+    "addressType": "IPv4",
+    "endpoints": [{"addresses": ["10.1.0.1"], "nodeName": "n1"}],
+}
 NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}}
 NOTES = {"last-applied": "hidden", "kbpf.io/weights": "*=1"}
 READ = {
@@ -247,10 +249,7 @@ READ = {
         [WEB | {"metadata": WEB["metadata"] | {"annotations": NOTES, "labels": None}, "x": [1]}],
         [WEB | {"metadata": WEB["metadata"] | {"annotations": {"kbpf.io/weights": "*=1"}}}],
     ),
-    "other kinds": (
-        [{"kind": "Secret", "data": {}}, {"kind": "Pod", "metadata": {}}, NODE],
-        [NODE],
-    ),
+    "other kinds": ([{"kind": "Secret", "data": {}}, {"kind": "Pod", "metadata": {}}, NODE], [NODE]),
     "a list": ([{"kind": "NodeList", "items": [NODE | {"status": None}]}], [NODE]),
     "a field of another type": ([NODE | {"metadata": "hidden"}, NODE | {"spec": "x"}, WEB], [WEB]),
     "a value that kbpf rejects": ([WEB | {"spec": {"clusterIP": "x"}}],) * 2,
@@ -274,12 +273,7 @@ def test_objects_have_what_kbpf_reads(
 def test_a_broken_file_loses_only_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in (
-        ("a.yaml", "{"),
-        ("b.json", json.dumps(NODE)),
-        ("c.txt", "{"),
-        ("d.json", "{"),
-    ):
+    for name, text in (("a.yaml", "{"), ("b.json", json.dumps(NODE)), ("c.txt", "{"), ("d.json", "{")):
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
     assert objects.main() == 1
@@ -299,9 +293,7 @@ def test_objects_of_a_folder_are_equivalent(
     assert app.call(["diff", folder, str(tmp_path)]) == 0
 
 
-def test_objects_of_an_api_server_come_page_by_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_objects_of_an_api_server_come_page_by_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also from one that cannot select Services by their ClusterIP."""
     unsupported = status(400, "field label not supported: spec.clusterIP")
     script = (listed(NODE), unsupported, listed(WEB, token="t"), listed(WEB), listed(SLICE))
@@ -323,9 +315,7 @@ clusters: [{name: c, cluster: {server: "%s"}}]
 """
 
 
-def test_an_api_server_that_is_down_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_api_server_that_is_down_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(KUBECONFIG_OF_URL % "http://127.0.0.1:1")
     assert objects.main("--kubeconfig", str(path)) == 1
@@ -378,27 +368,22 @@ COMMANDS = {
     "all is well": (python("print('out')"), b"out\n", ""),
     "it fails": (
         python("import sys; print('half'); print('noise\\nwhy', file=sys.stderr); sys.exit(3)"),
-        b"half\n", "exit code 3: why",
+        b"half\n",
+        "exit code 3: why",
     ),
     "it reports findings": (python("import sys; print('found'); sys.exit(1)"), b"found\n", ""),
     "it has no output": (python("import sys; sys.exit(1)"), b"", "exit code 1"),
     "it is killed": (python("import os; os.kill(os.getpid(), 9)"), b"", "exit code -9"),
-    "it prints too much": (
-        python("while True: print('x' * 99)"), b"x" * 99 + b"\n", "cut off: more than 1000 bytes",
-    ),
+    "it prints too much": (python("while True: print('x' * 99)"), b"x" * 99 + b"\n", "cut off: more than 1000 bytes"),
     "one endless line": (python("while True: print('x', end='')"), b"", "cut off"),
-    "too much on stderr": (
-        python("import sys; print('y' * 10**6, file=sys.stderr); print('out')"), b"out\n", "",
-    ),
+    "too much on stderr": (python("import sys; print('y' * 10**6, file=sys.stderr); print('out')"), b"out\n", ""),
     "not installed": (collect.run_command(("kbpf-none",)), b"", "kbpf-none is not installed"),
     "not executable": (collect.run_command(("/etc/passwd",)), b"", "/etc/passwd is not installed"),
     "another is installed": (collect.run_command(("kbpf-none",), ("echo", "hi")), b"hi\n", ""),
     "another is not needed": (collect.run_command(("echo", "hi"), ("kbpf-none",)), b"hi\n", ""),
     "a file": (collect.run_command(("cat", "/proc/self/comm")), b"cat\n", ""),
-    "no file": (
-        collect.run_command(("cat", "/none")), b"", "exit code 1: cat: /none: No such file",
-    ),
-}  # fmt: skip
+    "no file": (collect.run_command(("cat", "/none")), b"", "exit code 1: cat: /none: No such file"),
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -480,8 +465,12 @@ def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(
 
 
 def test_sysctls_are_lines_without_secrets(tmp_path: Path) -> None:
-    for name, text in (("net/ipv4/ip_forward", "1\n"), ("net/x/stable_secret", "hidden"),
-                       ("net/many", "1\n2\n"), ("fs/no", "x")):  # fmt: skip
+    for name, text in (
+        ("net/ipv4/ip_forward", "1\n"),
+        ("net/x/stable_secret", "hidden"),
+        ("net/many", "1\n2\n"),
+        ("fs/no", "x"),
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

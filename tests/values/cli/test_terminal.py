@@ -42,17 +42,18 @@ PLAIN = (
 RED, YELLOW, RESET = terminal.RED, terminal.YELLOW, terminal.RESET
 
 
-def on_terminal(
-    environ: Mapping[str, str], columns: int = 200, script: str = SCRIPT
-) -> tuple[str, str]:
+def on_terminal(environ: Mapping[str, str], columns: int = 200, script: str = SCRIPT) -> tuple[str, str]:
     """What a script prints on a terminal of this width, and to stderr, which is a pipe."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     inherited = {k: v for k, v in os.environ.items() if k in ("PATH", "PYTHONPATH", "HOME")}
     child = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+        [sys.executable, "-c", script],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
         env={**inherited, "TERM": "xterm", **environ},
-    )  # fmt: skip
+    )
     os.close(theirs)
     text = b""
     try:
@@ -66,9 +67,7 @@ def on_terminal(
 
 
 NONE = {"KBPF_PAGER": ""}
-ALARMED = PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace(
-    "90.0% !", f"90.0%{RED} !{RESET}"
-)
+ALARMED = PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace("90.0% !", f"90.0%{RED} !{RESET}")
 ENVIRONMENTS: list[tuple[str, dict[str, str], str]] = [
     ("colour", NONE, ALARMED),
     ("NO_COLOR", {**NONE, "NO_COLOR": "1"}, PLAIN),
@@ -82,23 +81,18 @@ ENVIRONMENTS: list[tuple[str, dict[str, str], str]] = [
     ("no pager at all", {"PAGER": "'", "NO_COLOR": "1"}, PLAIN),
     ("a pager that exits at once", {"PAGER": "true", "NO_COLOR": "1"}, ""),
     ("the options of less", {"PAGER": "printenv LESS; cat >/dev/null"}, "FRX\n"),
-    ("options of less that are set", {"PAGER": "printenv LESS; cat >/dev/null", "LESS": "S"},
-     "S\n"),
-]  # fmt: skip
+    ("options of less that are set", {"PAGER": "printenv LESS; cat >/dev/null", "LESS": "S"}, "S\n"),
+]
 
 
-@pytest.mark.parametrize(
-    ("environ", "text"), [row[1:] for row in ENVIRONMENTS], ids=[row[0] for row in ENVIRONMENTS]
-)
+@pytest.mark.parametrize(("environ", "text"), [row[1:] for row in ENVIRONMENTS], ids=[row[0] for row in ENVIRONMENTS])
 def test_environment_decides(environ: dict[str, str], text: str):
     assert on_terminal(environ) == (text, "kbpf: a note\n")
 
 
 def test_a_pipe_gets_neither_colour_nor_a_pager():
     environ = {**os.environ, "TERM": "xterm", "PAGER": "tr a-z A-Z", "COLUMNS": "20"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environ, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environ, check=True)
     assert done.stdout == PLAIN
 
 
@@ -155,9 +149,7 @@ WIDTHS: list[tuple[Sequence[int], Sequence[int], int, list[int]]] = [
 
 
 @pytest.mark.parametrize(("widths", "words", "limit", "fitted"), WIDTHS)
-def test_widest_columns_are_narrowed_first(
-    widths: Sequence[int], words: Sequence[int], limit: int, fitted: list[int]
-):
+def test_widest_columns_are_narrowed_first(widths: Sequence[int], words: Sequence[int], limit: int, fitted: list[int]):
     assert terminal.fit_widths(widths, words, limit) == fitted
 
 
@@ -167,9 +159,11 @@ COLOURS = [
     ("failed-web   attached", "failed-web   attached"),
     ("map is missing entries", "map is missing entries"),
     ("mode bpf cannot be used: cgroup v2", f"mode bpf {RED}cannot be used: cgroup v2{RESET}"),
-    ("services   2 (3 Service ports; 1 of them NOT PROGRAMMED)",
-     f"services   2 (3 Service ports; 1 of them {RED}NOT PROGRAMMED{RESET})"),
-]  # fmt: skip
+    (
+        "services   2 (3 Service ports; 1 of them NOT PROGRAMMED)",
+        f"services   2 (3 Service ports; 1 of them {RED}NOT PROGRAMMED{RESET})",
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "coloured"), COLOURS)

@@ -47,7 +47,7 @@ HOSTILE = {
     "mappings in mappings": ("".join(" " * n + "a:\n" for n in range(900)), "64 levels"),
     "keys in keys": ("? " * 100_000 + "x\n", "64 levels"),
     "too many nodes": ("a: [" + "x," * MANIFESTS.nodes + "]\n", "nodes"),
-}  # fmt: skip
+}
 """A text, and words of the error."""
 FINE = """\
 x-ports: &ports

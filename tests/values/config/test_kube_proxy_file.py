@@ -9,18 +9,7 @@ import yaml
 from kbpf.config.settings import UNUSED_SETTINGS
 from kbpf.model.config import Config, Conntrack, LocalMode, Serving
 from tests.support.cluster import kubeadm
-from tests.values.config.documents import (
-    PROXY,
-    FieldRow,
-    P,
-    Wrong,
-    cidr,
-    complaints,
-    field,
-    loaded,
-    proxy,
-    told,
-)
+from tests.values.config.documents import PROXY, FieldRow, P, Wrong, cidr, complaints, field, loaded, proxy, told
 from tests.values.config.rows_kube_proxy_file import EVENT_IDS, EVENTS, NOT_USED, SAYS, WRONG
 
 
@@ -113,14 +102,18 @@ DIAGNOSTICS = [
     ),
     ("mode: ipvs\nnodePortAddresses: [localhost]", "no effect in mode ipvs, as with kube-proxy"),
     ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
-    ("detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
-        "detectLocal.bridgeInterface is not used: detectLocalMode is ClusterCIDR"),
-    ("detectLocalMode: NodeCIDR\ndetectLocal: {interfaceNamePrefix: cali}",
-        "detectLocal.interfaceNamePrefix is not used: detectLocalMode is NodeCIDR"),
+    (
+        "detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
+        "detectLocal.bridgeInterface is not used: detectLocalMode is ClusterCIDR",
+    ),
+    (
+        "detectLocalMode: NodeCIDR\ndetectLocal: {interfaceNamePrefix: cali}",
+        "detectLocal.interfaceNamePrefix is not used: detectLocalMode is NodeCIDR",
+    ),
     ("clusterCIDRs: 10.0.0.0/8", "clusterCIDRs is an unknown field; is clusterCIDR meant?"),
     ("conntrack: {maximum: 8}", "conntrack.maximum is an unknown field"),
     ("mode: ''\nmode: ''", "mode occurs twice"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "words"), DIAGNOSTICS, ids=[f"{w}: {t}" for t, w in DIAGNOSTICS])

@@ -12,17 +12,7 @@ from kbpf.errors import ConfigErrors
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
-from tests.values.config.documents import (
-    OWN,
-    FieldRow,
-    P,
-    Wrong,
-    complaints,
-    field,
-    loaded,
-    ours,
-    proxy,
-)
+from tests.values.config.documents import OWN, FieldRow, P, Wrong, complaints, field, loaded, ours, proxy
 
 # ---- kbpf's own document -------------------------------------------------------------------------
 
@@ -37,18 +27,23 @@ OURS = [
     FieldRow("algorithm: maglev", "algorithm", Algorithm.MAGLEV),
     FieldRow("systemNamespaces: [kube-system, dns]", "system_namespaces", ("kube-system", "dns")),
     FieldRow("localhostNodePorts: false", "localhost_node_ports", False),
-    FieldRow("nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']", "node_port_source_ranges",
-        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64))),
+    FieldRow(
+        "nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']",
+        "node_port_source_ranges",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
+    ),
     FieldRow("externalIPs: all", "external_ips", "all"),
     FieldRow("externalIPs: off", "external_ips", ()),
     FieldRow("externalIPs: 'off'", "external_ips", ()),
-    FieldRow("externalIPs: '192.0.2.0/24,2001:db8::/64'", "external_ips",
-        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64))),
+    FieldRow(
+        "externalIPs: '192.0.2.0/24,2001:db8::/64'",
+        "external_ips",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
+    ),
     FieldRow("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
     FieldRow("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
     FieldRow("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
-    FieldRow("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt",
-        ("system.slice/a*", "b")),
+    FieldRow("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt", ("system.slice/a*", "b")),
     FieldRow("socketLB: {label: true}", "socket_lb_label", True),
     FieldRow("socketLB: {meshPods: false}", "mesh_pods", False),
     FieldRow("packetPath: {enabled: false}", "packet_path", False),
@@ -68,7 +63,7 @@ OURS = [
     FieldRow("verify: {period: 1m}", "verify_period", 60.0),
     FieldRow("verify: {readiness: true}", "verify_readiness", True),
     FieldRow("mode: ''\ncgroup: null\npacketPath: {devices: []}", "mode", "auto"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", OURS, ids=lambda row: row.text)
@@ -104,15 +99,16 @@ OURS_WRONG = [
     Wrong("socketLB: {mode: pods}", (f"'pods' ({O}socketLB.mode)",)),
     Wrong("socketLB: {exempt: [/]}", (f"({O}socketLB.exempt)",)),
     Wrong("socketLB: {mode: off}\npacketPath: {enabled: false}", (f"({O}socketLB.mode)",)),
-    Wrong("packetPath: {future: 1}",
-          (f"unknown field ({O}packetPath.future); leave it out",)),
-    Wrong("mapSizes: {conections: 7000}\nsocketLb: {mode: off}\npinDir: x",
-          (f"({O}mapSizes.conections); is connections meant?",
-           f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
+    Wrong("packetPath: {future: 1}", (f"unknown field ({O}packetPath.future); leave it out",)),
+    Wrong(
+        "mapSizes: {conections: 7000}\nsocketLb: {mode: off}\npinDir: x",
+        (f"({O}mapSizes.conections); is connections meant?", f"({O}socketLb); is socketLB meant?", f"({O}pinDir)"),
+    ),
     Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
-    Wrong("mode: x\nalgorithm: z\nmapSizes: {affinity: -1}",
-          (f"({O}mode)", f"({O}algorithm)", f"({O}mapSizes.affinity)")),
-]  # fmt: skip
+    Wrong(
+        "mode: x\nalgorithm: z\nmapSizes: {affinity: -1}", (f"({O}mode)", f"({O}algorithm)", f"({O}mapSizes.affinity)")
+    ),
+]
 
 
 @pytest.mark.parametrize("row", OURS_WRONG, ids=lambda row: row.text)

@@ -22,9 +22,7 @@ class Site:
     def __init__(self, path: Path, data: bytes = A) -> None:
         self.path = path
         self.changes = 0
-        self.follower = ConfigWatcher(
-            path, data, lambda d: load.load({}, {}, d, "file"), self._count
-        )
+        self.follower = ConfigWatcher(path, data, lambda d: load.load({}, {}, d, "file"), self._count)
         self.look()
 
     def _count(self) -> None:
@@ -79,15 +77,16 @@ def test_new_text_with_the_same_settings_is_no_change(site: Site, caplog: pytest
     assert site.put(B) == 1
 
 
-def test_invalid_file_is_logged_once_with_all_mistakes(
-    site: Site, caplog: pytest.LogCaptureFixture
-):
+def test_invalid_file_is_logged_once_with_all_mistakes(site: Site, caplog: pytest.LogCaptureFixture):
     assert site.put(WRONG) == 0
     assert site.look() == 0
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    for words in ("keeping the current settings", "'ring' (KbpfConfiguration.algorithm)",
-                  "'x' (KbpfConfiguration.mode)"):  # fmt: skip
+    for words in (
+        "keeping the current settings",
+        "'ring' (KbpfConfiguration.algorithm)",
+        "'x' (KbpfConfiguration.mode)",
+    ):
         assert words in record.getMessage()
     assert "'x' (KbpfConfiguration.mode)" in site.follower.error()
     site.path.unlink()
@@ -100,9 +99,7 @@ def test_invalid_file_is_logged_once_with_all_mistakes(
     assert site.put(B) == 1
 
 
-def test_missing_file_is_logged_once_and_read_when_it_is_back(
-    site: Site, caplog: pytest.LogCaptureFixture
-):
+def test_missing_file_is_logged_once_and_read_when_it_is_back(site: Site, caplog: pytest.LogCaptureFixture):
     site.path.unlink()
     assert site.look() == 0
     assert site.look() == 0

@@ -14,15 +14,7 @@ from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import (
-    Accounting,
-    Config,
-    Conntrack,
-    LocalMode,
-    MapSizes,
-    Serving,
-    SocketLb,
-)
+from kbpf.model.config import Accounting, Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
 from kbpf.model.objects import Algorithm
 from tests.values.config.documents import OWN, cidr, complaints, field, loaded, told
 
@@ -33,28 +25,57 @@ ROOT = Path(__file__).parents[3]
 
 WRITTEN = [
     Config(),
-    Config(node_name="n1", kubeconfig=Path("/k"), proxy_mode="iptables",
-           all_node_port_addresses=True, min_sync_period=2.5, config_sync_period=61.0,
-           oom_score_adj=5,
-           conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
-           serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5)),
-    Config(proxy_mode="nftables", masquerade_bit=3, masquerade_all=True, localhost_node_ports=False,
-           bind_address=parse_addr("fd00::1"), log_format="json", log_level="debug",
-           detect_local_mode=LocalMode.CLUSTER_CIDR,
-           cluster_cidrs=(cidr("10.0.0.0", 104), cidr("fd00::", 48))),
-    Config(proxy_mode="ipvs", mode="ipvs", ipvs_scheduler="wrr", strict_arp=True,
-           allow_insecure_api=True,
-           state_dir=Path("/s"), algorithm=Algorithm.MAGLEV,
-           system_namespaces=("a", "b"),
-           detect_local_mode=LocalMode.BRIDGE_INTERFACE, pod_bridge_interface="cni0"),
-    Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True,
-           localhost_node_ports=False),
-    Config(node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)), source=Path("/o"),
-           pin_dir=Path("/p"), cgroup=Path("/c"), cache_dir=Path("/d"), socket_lb=SocketLb.OFF,
-           socket_lb_exempt=("a*", "b"), devices=("e*",), excluded_devices=("f",),
-           masquerade_ports=(5, 6), forwarding="direct", master="",
-           sizes=MapSizes(1, 3, connections=6000, affinity=7)),
-]  # fmt: skip
+    Config(
+        node_name="n1",
+        kubeconfig=Path("/k"),
+        proxy_mode="iptables",
+        all_node_port_addresses=True,
+        min_sync_period=2.5,
+        config_sync_period=61.0,
+        oom_score_adj=5,
+        conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
+        serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5),
+    ),
+    Config(
+        proxy_mode="nftables",
+        masquerade_bit=3,
+        masquerade_all=True,
+        localhost_node_ports=False,
+        bind_address=parse_addr("fd00::1"),
+        log_format="json",
+        log_level="debug",
+        detect_local_mode=LocalMode.CLUSTER_CIDR,
+        cluster_cidrs=(cidr("10.0.0.0", 104), cidr("fd00::", 48)),
+    ),
+    Config(
+        proxy_mode="ipvs",
+        mode="ipvs",
+        ipvs_scheduler="wrr",
+        strict_arp=True,
+        allow_insecure_api=True,
+        state_dir=Path("/s"),
+        algorithm=Algorithm.MAGLEV,
+        system_namespaces=("a", "b"),
+        detect_local_mode=LocalMode.BRIDGE_INTERFACE,
+        pod_bridge_interface="cni0",
+    ),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True, localhost_node_ports=False),
+    Config(
+        node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)),
+        source=Path("/o"),
+        pin_dir=Path("/p"),
+        cgroup=Path("/c"),
+        cache_dir=Path("/d"),
+        socket_lb=SocketLb.OFF,
+        socket_lb_exempt=("a*", "b"),
+        devices=("e*",),
+        excluded_devices=("f",),
+        masquerade_ports=(5, 6),
+        forwarding="direct",
+        master="",
+        sizes=MapSizes(1, 3, connections=6000, affinity=7),
+    ),
+]
 
 
 @pytest.mark.parametrize("config", WRITTEN, ids=range(len(WRITTEN)))
@@ -139,11 +160,21 @@ def test_configuration_is_written_atomically(tmp_path: Path):
 # ---- durations -----------------------------------------------------------------------------------
 
 TIMES = [
-    ("0", 0.0, "0s"), ("0s", 0.0, "0s"), ("1s", 1.0, "1s"), ("1h0m0s", 3600.0, "1h0m0s"),
-    ("90s", 90.0, "1m30s"), ("1.5s", 1.5, "1.5s"), ("250ms", 0.25, "0.25s"), ("24h", 86400.0,
-    "24h0m0s"), ("-1s", -1.0, None), ("+2m", 120.0, "2m0s"), ("1h1ms", 3600.001, "1h0m0.001s"),
-    (".5s", 0.5, "0.5s"), ("5us", 5e-6, None), ("5µs", 5e-6, None),
-]  # fmt: skip
+    ("0", 0.0, "0s"),
+    ("0s", 0.0, "0s"),
+    ("1s", 1.0, "1s"),
+    ("1h0m0s", 3600.0, "1h0m0s"),
+    ("90s", 90.0, "1m30s"),
+    ("1.5s", 1.5, "1.5s"),
+    ("250ms", 0.25, "0.25s"),
+    ("24h", 86400.0, "24h0m0s"),
+    ("-1s", -1.0, None),
+    ("+2m", 120.0, "2m0s"),
+    ("1h1ms", 3600.001, "1h0m0.001s"),
+    (".5s", 0.5, "0.5s"),
+    ("5us", 5e-6, None),
+    ("5µs", 5e-6, None),
+]
 
 
 @pytest.mark.parametrize(("text", "seconds", "again"), TIMES, ids=[row[0] for row in TIMES])
@@ -153,9 +184,7 @@ def test_durations_are_parsed_as_in_go(text: str, seconds: float, again: str | N
         assert durations.format_duration(seconds) == again
 
 
-@pytest.mark.parametrize(
-    "text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"]
-)
+@pytest.mark.parametrize("text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"])
 def test_durations_that_go_refuses_are_errors(text: str):
     with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
         durations.parse(text, "here")

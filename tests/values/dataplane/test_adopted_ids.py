@@ -72,7 +72,5 @@ def test_the_newest_id_with_a_frontend_is_adopted(row: Found) -> None:
         assert found.programmed[KEY].id == row.programmed
     assert found.unused_names == ({KEY: row.unused} if row.unused else {})
     assert found.unclaimed_names == row.strays
-    assert found.unclaimed_frontends == {
-        frontend(number) for number in row.dialled if number != row.programmed
-    }
+    assert found.unclaimed_frontends == {frontend(number) for number in row.dialled if number != row.programmed}
     assert found.highest_service == max(row.named)

@@ -14,13 +14,7 @@ from kbpf.dataplane.bpf.maps.affinity_shares import (
     STEP_ENTRIES,
     AffinityShares,
 )
-from kbpf.dataplane.bpf.maps.layout import (
-    AFFINITY,
-    AFFINITY_KEY,
-    OWNER_ADDRESS,
-    OWNER_DEVICE,
-    U32,
-)
+from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, OWNER_ADDRESS, OWNER_DEVICE, U32
 from kbpf.model.address import parse_addr
 
 ONE, OTHER, NEAR, FAR = "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"
@@ -67,14 +61,14 @@ ROWS = {
     "all entries are gone": ((), {ONE: 2, OTHER: 1}, {}),
     "an IPv6 network": (((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
     "entries without a count": (((FAR, 0),), {}, {}),
-    "pods behind a bridge": (((NEAR, OWNER_ADDRESS), (NETWORK, 0)), {NEAR: 9, NETWORK: 9},
-                             {NEAR: 1, NETWORK: 1}),
+    "pods behind a bridge": (((NEAR, OWNER_ADDRESS), (NETWORK, 0)), {NEAR: 9, NETWORK: 9}, {NEAR: 1, NETWORK: 1}),
     "a pod with its own device, and another owner with its address": (
         ((ONE, OWNER_DEVICE | 7), (FAR, OWNER_DEVICE | 7), (ONE, 0)),
-        {"ffff:ffff::700:80": 1, ONE: 2}, {"ffff:ffff::700:80": 2, ONE: 1}),
-    "sockets of a cgroup": ((("::1", 7), ("::2", 7), ("::3", 7)),
-                            {"ffff:ffff::700:0": 9}, {"ffff:ffff::700:0": 3}),
-}  # fmt: skip
+        {"ffff:ffff::700:80": 1, ONE: 2},
+        {"ffff:ffff::700:80": 2, ONE: 1},
+    ),
+    "sockets of a cgroup": ((("::1", 7), ("::2", 7), ("::3", 7)), {"ffff:ffff::700:0": 9}, {"ffff:ffff::700:0": 3}),
+}
 """Entries (client, owner), and the counts before and after a recount. The key of a device or cgroup
 has its number in its last word, in little-endian order.
 """

@@ -10,13 +10,7 @@ import pytest
 
 from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_string
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
-from kbpf.kernel.netfilter.forward_rules import (
-    KEEPALIVE_COMMENT,
-    BaseChain,
-    ChainRule,
-    masquerade_comment,
-    refuses_all,
-)
+from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT, BaseChain, ChainRule, masquerade_comment, refuses_all
 from kbpf.kernel.system import sysctl
 
 MARK = 0x4000
@@ -143,11 +137,10 @@ MAY_REFUSE = {
     "accept a set": ((rule(SET + ACCEPT),), False),
     "reverse path filters": (tuple(map(rule, RPF)), False),
     "in a chain that it jumps to": ((rule(verdict(-3, "d")), rule(DROP, "d")), True),
-    "in a chain behind that": (
-        (rule(verdict(-3, "d")), rule(verdict(-4, "e"), "d"), rule(DROP, "e")), True),
+    "in a chain behind that": ((rule(verdict(-3, "d")), rule(verdict(-4, "e"), "d"), rule(DROP, "e")), True),
     "jumps in a circle": ((rule(verdict(-3, "d")), rule(verdict(-3, "c"), "d")), False),
     "in a chain that nothing leads to": ((rule(ACCEPT), rule(DROP, "d")), False),
-}  # fmt: skip
+}
 """The rules of a table, and whether its base chain `c` may refuse a packet."""
 
 
@@ -164,9 +157,7 @@ def test_which_chains_may_refuse_before_dnat(name: str, monkeypatch: pytest.Monk
         "of kube-proxy": {"hook": "prerouting", "prio": -300, "table": "kube-proxy"},
         "no base chain": {},
     }
-    monkeypatch.setattr(
-        nft, "list_chains", lambda: [{**chain, "name": "c", **place} for place in places.values()]
-    )
+    monkeypatch.setattr(nft, "list_chains", lambda: [{**chain, "name": "c", **place} for place in places.values()])
     monkeypatch.setattr(nft, "count_rules", lambda *_: len(rules))
     monkeypatch.setattr(nft, "list_rules", lambda *_: iter(rules))
     assert pre_dnat_rules.find_chains() == (2 * refuses * ("inet t c",), ())
@@ -245,15 +236,9 @@ PLACES = [
 @pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
 def test_the_position_of_our_rule(row: Place):
     comments = {"o": masquerade_comment(MARK), "m": masquerade_comment(1), "h": KEEPALIVE_COMMENT}
-    rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!")
-                  for i, kind in enumerate(row.rules))  # fmt: skip
+    rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!") for i, kind in enumerate(row.rules))
     chain = BaseChain("ip", "filter", "FORWARD", row.drops, rules)
-    found = (
-        chain.is_closed,
-        chain.insert_position,
-        chain.has_masquerade_rule(MARK),
-        chain.has_keepalive_rule,
-    )
+    found = (chain.is_closed, chain.insert_position, chain.has_masquerade_rule(MARK), chain.has_keepalive_rule)
     assert found == (row.closed, row.place, row.holds, row.hands_over)
     for kinds, ours in (("om", chain.masquerade_rules), ("h", chain.keepalive_rules)):
         assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]

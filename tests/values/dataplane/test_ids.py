@@ -55,9 +55,7 @@ def test_ids_found_in_maps_are_not_given_out_again(found: int):
     """Even if `meta` is lower: it may have been lost while the entries were not."""
     ids = IdAllocator(Meta(10, 10, 10))
     ids.skip_past(found, found, found)
-    assert {ids.allocate_service(), ids.allocate_backend(), ids.allocate_set()} == {
-        max(10, found + 1)
-    }
+    assert {ids.allocate_service(), ids.allocate_backend(), ids.allocate_set()} == {max(10, found + 1)}
 
 
 def test_after_the_last_id_allocation_wraps_and_skips_held_ids():
@@ -67,9 +65,7 @@ def test_after_the_last_id_allocation_wraps_and_skips_held_ids():
         "held ids are skipped only after the wrap"
     )
     assert ids.unsaved_meta() == Meta(1, 1, 6)
-    assert (ids.allocate_service(), ids.allocate_backend()) == (1, 1), (
-        "each kind has its own counter"
-    )
+    assert (ids.allocate_service(), ids.allocate_backend()) == (1, 1), "each kind has its own counter"
 
 
 def test_saved_counters_are_always_in_the_accepted_range():

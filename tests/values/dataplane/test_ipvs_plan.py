@@ -44,8 +44,12 @@ UDP = Protocol.UDP
 A, B = "10.0.0.1:8080", "10.0.0.2:8080"
 BOTH = f"{A} {B}"
 NODE_IP, NODE_IP6 = "198.18.0.1", "fd00::1"
-CLUSTER, PORT, VIP, EXTERNAL = "10.96.0.1:80", "NodePort=0.0.0.0:30080", \
-    "LoadBalancer=192.0.2.1:80", "ExternalIP=192.0.2.2:80"  # fmt: skip
+CLUSTER, PORT, VIP, EXTERNAL = (
+    "10.96.0.1:80",
+    "NodePort=0.0.0.0:30080",
+    "LoadBalancer=192.0.2.1:80",
+    "ExternalIP=192.0.2.2:80",
+)
 ALL = f"{CLUSTER} {PORT} {VIP} {EXTERNAL}"
 MARK = 0x6B620001
 
@@ -108,22 +112,27 @@ AB, JUST_A = "10.0.0.1 10.0.0.2", "10.0.0.1"
 ANSWERS = [
     Answer("endpoints", {"to": BOTH}, AB, AB),
     Answer("no endpoint anywhere", {}, "refused", "refused"),
-    Answer("internal Local, a local endpoint", {"to": BOTH, "local": A, "internal_local": True},
-           JUST_A, AB),
-    Answer("internal Local, remote endpoints only", {"to": BOTH, "internal_local": True},
-           "dropped", AB),
+    Answer("internal Local, a local endpoint", {"to": BOTH, "local": A, "internal_local": True}, JUST_A, AB),
+    Answer("internal Local, remote endpoints only", {"to": BOTH, "internal_local": True}, "dropped", AB),
     Answer("internal Local, no endpoint", {"internal_local": True}, "refused", "refused"),
-    Answer("external Local, a local endpoint", {"to": BOTH, "local": A, "external_local": True},
-           AB, JUST_A, AB),
-    Answer("external Local, remote endpoints only", {"to": BOTH, "external_local": True},
-           AB, "dropped", AB),
+    Answer("external Local, a local endpoint", {"to": BOTH, "local": A, "external_local": True}, AB, JUST_A, AB),
+    Answer("external Local, remote endpoints only", {"to": BOTH, "external_local": True}, AB, "dropped", AB),
     Answer("external Local, no endpoint", {"external_local": True}, "refused", "refused"),
-    Answer("both Local, a local endpoint",
-           {"to": BOTH, "local": A, "external_local": True, "internal_local": True},
-           JUST_A, JUST_A, AB),
-    Answer("both Local, remote endpoints only",
-           {"to": BOTH, "external_local": True, "internal_local": True}, "dropped", "dropped", AB),
-]  # fmt: skip
+    Answer(
+        "both Local, a local endpoint",
+        {"to": BOTH, "local": A, "external_local": True, "internal_local": True},
+        JUST_A,
+        JUST_A,
+        AB,
+    ),
+    Answer(
+        "both Local, remote endpoints only",
+        {"to": BOTH, "external_local": True, "internal_local": True},
+        "dropped",
+        "dropped",
+        AB,
+    ),
+]
 
 
 def made(row: Answer, frontends: str = ALL) -> tuple[ServiceState, ServicePortPlan]:
@@ -176,13 +185,8 @@ def test_a_short_circuit_no_longer_needed_gets_no_new_connections():
 
 def test_node_ports_use_addresses_of_their_family():
     v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
-    assert set(pools(plan_service_port(v6, ground()))) == {
-        "[fd00:96::1]:80/TCP",
-        f"[{NODE_IP6}]:30080/TCP",
-    }
-    assert set(pools(plan_service_port(service("web", PORT, A), ground()))) == {
-        f"{NODE_IP}:30080/TCP"
-    }
+    assert set(pools(plan_service_port(v6, ground()))) == {"[fd00:96::1]:80/TCP", f"[{NODE_IP6}]:30080/TCP"}
+    assert set(pools(plan_service_port(service("web", PORT, A), ground()))) == {f"{NODE_IP}:30080/TCP"}
     assert pools(plan_service_port(service("web", PORT, A), NodeContext())) == {}
 
 
@@ -205,10 +209,9 @@ class Ranges(NamedTuple):
 RANGES = [
     Ranges("one", "203.0.113.0/24", {"203.0.113.0/24"}),
     Ranges("one inside another", "10.0.0.0/8 10.1.0.0/16", {"10.0.0.0/8"}),
-    Ranges("with the node's address: the VIP is admitted too", "198.18.0.0/24",
-           {"198.18.0.0/24", "192.0.2.1/32"}),
+    Ranges("with the node's address: the VIP is admitted too", "198.18.0.0/24", {"198.18.0.0/24", "192.0.2.1/32"}),
     Ranges("all", "0.0.0.0/0", {"0.0.0.0/0"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", RANGES, ids=lambda row: row.name)
@@ -223,10 +226,7 @@ def test_node_ports_with_ranges_admit_these_and_the_node():
     state = service("web", ALL, A)
     guarded = replace(
         state,
-        frontends=tuple(
-            replace(each, restricted=each.kind is FrontendKind.NODE_PORT)
-            for each in state.frontends
-        ),
+        frontends=tuple(replace(each, restricted=each.kind is FrontendKind.NODE_PORT) for each in state.frontends),
         node_port_ranges=(parse_cidr("203.0.113.0/24", ""),),
     )
     found = sets(plan_service_port(guarded, ground()), SetName.RESTRICTED, SetName.SOURCES)
@@ -259,13 +259,15 @@ MASQUERADES = [
     Masquerade("pods are not recognised", {}, {}, EXTERNALS),
     Masquerade("pods of this node are known", {}, {"detects_local": True}, EXTERNALS, CLUSTER_IP),
     Masquerade("masqueradeAll", {}, {"masquerade_all": True}, f"{CLUSTER_IP} {EXTERNALS}"),
-    Masquerade("masqueradeAll, pods known", {}, {"masquerade_all": True, "detects_local": True},
-               f"{CLUSTER_IP} {EXTERNALS}"),
+    Masquerade(
+        "masqueradeAll, pods known", {}, {"masquerade_all": True, "detects_local": True}, f"{CLUSTER_IP} {EXTERNALS}"
+    ),
     Masquerade("external Local", {"external_local": True, "local": A}, {}),
-    Masquerade("external Local, pods known", {"external_local": True, "local": A},
-               {"detects_local": True}, "", CLUSTER_IP),
+    Masquerade(
+        "external Local, pods known", {"external_local": True, "local": A}, {"detects_local": True}, "", CLUSTER_IP
+    ),
     Masquerade("internal Local", {"internal_local": True, "local": A}, {}, EXTERNALS),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
@@ -338,9 +340,7 @@ def test_maglev_hashes_the_port_unless_there_is_affinity(more: dict[str, Any], b
 # ---- changes -----------------------------------------------------------------------------------
 
 
-def plan(
-    ledger: DesiredElements, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()
-) -> Changes:
+def plan(ledger: DesiredElements, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Changes:
     after = {s.key: plan_service_port(s, ground(), MARK if needs_fwmark(s) else 0) for s in states}
     return ledger.update({**after, **dict.fromkeys(gone, EMPTY_PLAN)})
 
@@ -462,11 +462,10 @@ class Strays(NamedTuple):
 ADDRESS = parse_addr("10.96.0.9")
 STRAYS = [
     Strays("no element mentions it", (), True),
-    Strays("an old virtual address, removed with its element",
-           ((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
+    Strays("an old virtual address, removed with its element", ((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
     Strays("only an element of `served`", ((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
     Strays("only a hairpin element", ((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", STRAYS, ids=lambda row: row.name)
@@ -494,9 +493,7 @@ def test_a_refused_fwmark_removes_only_its_elements():
 
 
 def test_ownership_elements_round_trip():
-    for virtual in plan_service_port(
-        service("web", ALL, BOTH, external_local=True), ground(), MARK
-    ).pools:
+    for virtual in plan_service_port(service("web", ALL, BOTH, external_local=True), ground(), MARK).pools:
         assert owned_service(ownership_element(virtual)) == virtual
 
 
@@ -505,10 +502,7 @@ def test_losing_the_last_endpoint_refuses_before_it_stops_serving():
     plan(ledger, service("web", CLUSTER, A))
     changes = plan(ledger, service("web", CLUSTER))
     steps = changes.steps()
-    assert (names(steps.added_first), names(steps.removed_late)) == (
-        {"refused"},
-        {"served", "hairpin_ips"},
-    )
+    assert (names(steps.added_first), names(steps.removed_late)) == ({"refused"}, {"served", "hairpin_ips"})
     assert len(changes.changed_pools) == 1
     assert not changes.old_pools
 
@@ -534,31 +528,45 @@ class Rooms(NamedTuple):
 TEN, ELEVEN = parse_addr("10.96.0.10"), parse_addr("10.96.0.11")
 NETS = tuple(parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
 ROOMS = [
-    Rooms("another mark of the same frontend",
+    Rooms(
+        "another mark of the same frontend",
         (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
-        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 2)), True),
-    Rooms("the mark of another port", (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
-        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 81, 1)), False),
-    Rooms("another network of the same frontend",
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 2)),
+        True,
+    ),
+    Rooms(
+        "the mark of another port",
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 81, 1)),
+        False,
+    ),
+    Rooms(
+        "another network of the same frontend",
         (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
-        (SetName.SOURCES, (NETS[1], TEN, Protocol.TCP, 80)), True),
-    Rooms("a network of another address", (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
-        (SetName.SOURCES, (NETS[1], ELEVEN, Protocol.TCP, 80)), False),
-    Rooms("another network of pods", (SetName.LOCAL_NETWORKS, (NETS[0],)),
-        (SetName.LOCAL_NETWORKS, (NETS[1],)), True),
-    Rooms("elements without a conflict", (SetName.REFUSED, (TEN, Protocol.TCP, 80)),
-        (SetName.DROPPED, (TEN, Protocol.TCP, 80)), False),
-]  # fmt: skip
+        (SetName.SOURCES, (NETS[1], TEN, Protocol.TCP, 80)),
+        True,
+    ),
+    Rooms(
+        "a network of another address",
+        (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
+        (SetName.SOURCES, (NETS[1], ELEVEN, Protocol.TCP, 80)),
+        False,
+    ),
+    Rooms("another network of pods", (SetName.LOCAL_NETWORKS, (NETS[0],)), (SetName.LOCAL_NETWORKS, (NETS[1],)), True),
+    Rooms(
+        "elements without a conflict",
+        (SetName.REFUSED, (TEN, Protocol.TCP, 80)),
+        (SetName.DROPPED, (TEN, Protocol.TCP, 80)),
+        False,
+    ),
+]
 
 
 @pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.name)
 def test_conflicting_elements_are_deleted_first(row: Rooms):
     steps = Changes({row.new}, old_elements={row.old}, immediate={row.new}).steps()
     assert (steps.added_first, steps.added_late) == ({row.new}, set())
-    assert (row.old in steps.removed_first, row.old in steps.removed_late) == (
-        row.first,
-        not row.first,
-    )
+    assert (row.old in steps.removed_first, row.old in steps.removed_late) == (row.first, not row.first)
 
 
 def test_a_fwmarks_virtual_service_has_its_familys_wildcard():
@@ -639,9 +647,7 @@ STATES = [
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.sampled_from(STATES), st.booleans()), max_size=3)))
-def test_the_final_state_does_not_depend_on_the_changes(
-    rounds: list[list[tuple[ServiceState, bool]]],
-):
+def test_the_final_state_does_not_depend_on_the_changes(rounds: list[list[tuple[ServiceState, bool]]]):
     """A model of the kernel that applies the steps ends with the state of the last change. Nothing
     is removed that does not exist, and nothing is added twice that must not be.
     """
@@ -656,9 +662,11 @@ def test_the_final_state_does_not_depend_on_the_changes(
                 del last[key]
         changes = planner.change({key: s if there else None for key, (s, there) in batch.items()})
         steps = changes.steps()
-        for removed, added in ((steps.removed_first, steps.added_first),
-                               (steps.removed_late, steps.added_late),
-                               (steps.removed_ownership, set())):  # fmt: skip
+        for removed, added in (
+            (steps.removed_first, steps.added_first),
+            (steps.removed_late, steps.added_late),
+            (steps.removed_ownership, set()),
+        ):
             assert removed <= elements
             assert not added & elements
             elements = elements - removed | added
@@ -685,10 +693,7 @@ def test_existing_virtual_services_are_admitted_with_their_address(there: bool):
     pools = dict(ledger.pools) if there else {}
     steps = ledger.diff(frozenset(), frozenset(), pools, authoritative=True).steps()
     assert "virtual_ips" in names(steps.added_first)
-    assert ("served" in names(steps.added_first), "served" in names(steps.added_late)) == (
-        there,
-        not there,
-    )
+    assert ("served" in names(steps.added_first), "served" in names(steps.added_late)) == (there, not there)
 
 
 def test_a_non_authoritative_state_removes_no_services():
@@ -732,15 +737,20 @@ OVERLAPS = [
     Overlap("the NodePort is deleted", (PORT_A, B_SERVES, "-a"), "10.0.0.2", "served"),
     Overlap("both are deleted", (PORT_A, B_SERVES, "-a", "-b"), "", ""),
     Overlap("both are deleted, the exact one first", (PORT_A, B_SERVES, "-b", "-a"), "", ""),
-    Overlap("another address does not conflict",
-            (PORT_A, service("b", "10.96.0.2:30080 ExternalIP=192.0.2.2:30080", B)),
-            "10.0.0.1", "served"),
-    Overlap("another protocol does not conflict", (PORT_A, service("b", EXACT, B, UDP)),
-            "10.0.0.1", "served"),
-    Overlap("one Service with both",
-            (service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A,
-                     ranges="10.0.0.0/8"),), "10.0.0.1", "served"),
-]  # fmt: skip
+    Overlap(
+        "another address does not conflict",
+        (PORT_A, service("b", "10.96.0.2:30080 ExternalIP=192.0.2.2:30080", B)),
+        "10.0.0.1",
+        "served",
+    ),
+    Overlap("another protocol does not conflict", (PORT_A, service("b", EXACT, B, UDP)), "10.0.0.1", "served"),
+    Overlap(
+        "one Service with both",
+        (service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A, ranges="10.0.0.0/8"),),
+        "10.0.0.1",
+        "served",
+    ),
+]
 
 
 @pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.name)
@@ -754,9 +764,11 @@ def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
     at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
     pool = planner.ledger.pools.get(at, ServerPool(""))
     assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
-    answers = {str(name) for name, parts in planner.ledger.elements
-               if name in (SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
-               and shown(parts) == AT_NODE}  # fmt: skip
+    answers = {
+        str(name)
+        for name, parts in planner.ledger.elements
+        if name in (SetName.SERVED, SetName.REFUSED, SetName.DROPPED) and shown(parts) == AT_NODE
+    }
     assert answers == ({row.answer} if row.answer else set())
 
 
@@ -772,8 +784,9 @@ def test_node_elements_are_networks_and_addresses():
 
 def test_real_servers_sort_like_backends():
     """Real servers read from the kernel compare equal with planned ones."""
-    (pool, *_) = plan_service_port(service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"),
-                         ground()).pools.values()  # fmt: skip
+    (pool, *_) = plan_service_port(
+        service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"), ground()
+    ).pools.values()
     assert list(pool.servers) == sorted(pool.servers)
     assert isinstance(pool.servers[0][0], RealServer)
 
@@ -787,16 +800,17 @@ def test_real_servers_sort_like_backends():
         ((40000, 50000), (1024, 39999)),
     ],
 )
-def test_masqueraded_ports_differ_from_those_of_mode_bpf(
-    taken: tuple[int, int], left: tuple[int, int]
-):
+def test_masqueraded_ports_differ_from_those_of_mode_bpf(taken: tuple[int, int], left: tuple[int, int]):
     assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == left
 
 
 def test_rules_match_before_they_change_a_packet():
     """nftables evaluates a rule in order: a mark set before a failing match stays set."""
-    made = [one["add"]["rule"]["expr"] for one in ruleset.create_table(ruleset.RulesetOptions())
-            if "rule" in one.get("add", {})]  # fmt: skip
+    made = [
+        one["add"]["rule"]["expr"]
+        for one in ruleset.create_table(ruleset.RulesetOptions())
+        if "rule" in one.get("add", {})
+    ]
     assert len(made) > 50
     for words in made:
         is_match = ["match" in word for word in words]

@@ -13,9 +13,14 @@ OLD, UPLINK = Device(1, "cali1", "veth"), Device(2, "eth0")
 NEW, PORT, VXLAN = Device(3, "cali3", "veth"), Device(4, "veth4", "veth"), Device(5, "vx0", "vxlan")
 LIMITER, OTHER_IFB = Device(8, "bwp47c1d8db460b", "ifb"), Device(9, "ifb0", "ifb")
 ROLES = {
-    1: DeviceRole.POD, 2: DeviceRole.HOST, 3: DeviceRole.POD, 4: DeviceRole.PORT,
-    5: DeviceRole.HOST, 8: DeviceRole.SKIPPED, 9: DeviceRole.SKIPPED,
-}  # fmt: skip
+    1: DeviceRole.POD,
+    2: DeviceRole.HOST,
+    3: DeviceRole.POD,
+    4: DeviceRole.PORT,
+    5: DeviceRole.HOST,
+    8: DeviceRole.SKIPPED,
+    9: DeviceRole.SKIPPED,
+}
 CHOICES = {index: RoleChoice(role, "") for index, role in ROLES.items()}
 CLSACT, TCX = AttachMethod.CLSACT, AttachMethod.TCX
 
@@ -33,9 +38,7 @@ ROWS: dict[str, tuple[AttachMethod, tuple[Listing, ...]]] = {
             (10 + GRACE_S, (OLD, UPLINK, LIMITER, NEW, PORT, VXLAN), set()),
         ),
     ),
-    "no pod was limited": (
-        CLSACT, ((0, (OLD, OTHER_IFB), set()), (10, (OLD, OTHER_IFB, NEW), set()))
-    ),
+    "no pod was limited": (CLSACT, ((0, (OLD, OTHER_IFB), set()), (10, (OLD, OTHER_IFB, NEW), set()))),
     "a limit is remembered": (
         CLSACT,
         ((0, (OLD,), set()), (1, (OLD, LIMITER), set()), (2, (OLD,), set()), (9, (OLD, NEW), {3})),
@@ -45,7 +48,7 @@ ROWS: dict[str, tuple[AttachMethod, tuple[Listing, ...]]] = {
         ((0, (OLD, NEW, LIMITER), set()), (5, (OLD, LIMITER), set()), (9, (NEW, LIMITER), {3})),
     ),
     "with TCX nothing waits": (TCX, ((0, (OLD, LIMITER), set()), (9, (OLD, LIMITER, NEW), set()))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -8,27 +8,12 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import (
-    CACHED_DEVICE,
-    DEVICE,
-    NODE,
-    U32,
-    DeviceFlag,
-    NodeFlag,
-    unpack_network,
-)
+from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, DEVICE, NODE, U32, DeviceFlag, NodeFlag, unpack_network
 from kbpf.dataplane.bpf.maps.layout import Role as Told
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
 from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device, pack_devices
 from kbpf.kernel.net.devices import Device
-from kbpf.kernel.net.uapi import (
-    ARPHRD_IP6GRE,
-    ARPHRD_IPGRE,
-    ARPHRD_NONE,
-    ARPHRD_SIT,
-    ARPHRD_TUNNEL,
-    ARPHRD_TUNNEL6,
-)
+from kbpf.kernel.net.uapi import ARPHRD_IP6GRE, ARPHRD_IPGRE, ARPHRD_NONE, ARPHRD_SIT, ARPHRD_TUNNEL, ARPHRD_TUNNEL6
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
@@ -117,9 +102,8 @@ SOURCES = {
     "no addresses on the device, some on the node": ("", "192.0.2.1 fd00::1", ("::", "::")),
     "the kernel's first choice": ("10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
     "a preferred address on the device": ("10.0.0.1 10.0.0.2", "10.0.0.2", ("10.0.0.2", "::")),
-    "a preferred address that is not on the device": ("10.0.0.1 fd00::1", "10.9.9.9 fd00::1",
-        ("10.0.0.1", "fd00::1")),
-}  # fmt: skip
+    "a preferred address that is not on the device": ("10.0.0.1 fd00::1", "10.9.9.9 fd00::1", ("10.0.0.1", "fd00::1")),
+}
 """A device's addresses, the node's preferred ones, and the masquerading source of each family."""
 
 
@@ -207,7 +191,7 @@ FLAGS = {
     "by prefix": (PREFIX, (), NodeFlag.DETECTS_LOCAL),
     "by networks, none known": (NETWORKS, (), NodeFlag(0)),
     "by networks": (NETWORKS, ("10.1.0.0/24",), NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
-}  # fmt: skip
+}
 """The settings, the known pod networks, and the node's flags."""
 
 
@@ -360,9 +344,7 @@ def test_a_device_cache_slot_is_changed_in_safe_steps():
     moved, other = Device(2, "eth0", mac=MAC[::-1]), Device(1026, "eth1", mac=MAC)
     for device in (ETH0, moved, other, other):
         facts.write((device,), {device.ifindex: RoleChoice(HOST, "")})
-    old, new, last = (
-        pack_device(each, HOST, Config()) for each in (ETH0, moved, Device(1026, "eth1", mac=MAC))
-    )
+    old, new, last = (pack_device(each, HOST, Config()) for each in (ETH0, moved, Device(1026, "eth1", mac=MAC)))
     assert seen == [
         CACHED_DEVICE.pack(number, value)
         for number, value in (
@@ -379,11 +361,7 @@ def test_which_device_has_a_cache_slot(name: str):
     before, now, places = CACHED[name]
     told = Maps()
     facts = DeviceMap(Config(), told.maps)
-    for numbers in (
-        before,
-        now,
-        now,
-    ):  # a slot that becomes free is used by the next write only
+    for numbers in (before, now, now):  # a slot that becomes free is used by the next write only
         there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
         facts.write(there, {number: RoleChoice(HOST, "") for number in numbers})
     assert told.cached == places
@@ -396,10 +374,6 @@ def test_which_device_has_a_cache_slot(name: str):
 def test_a_bridge_with_an_overlay_has_pods_of_other_nodes_behind_it(kind: str, spans: bool):
     """As Weave's: they may also come by an uplink."""
     devices = (CNI0, Device(30, "port", kind, master=CNI0.ifindex))
-    choices = {
-        2: RoleChoice(HOST, ""),
-        CNI0.ifindex: RoleChoice(POD, ""),
-        30: RoleChoice(SKIPPED, ""),
-    }
+    choices = {2: RoleChoice(HOST, ""), CNI0.ifindex: RoleChoice(POD, ""), 30: RoleChoice(SKIPPED, "")}
     packed = pack_devices(devices, choices, Config(), ())[U32.pack(CNI0.ifindex)]
     assert bool(DeviceFlag(DEVICE.unpack(packed)[2]) & DeviceFlag.SPANS) == spans

@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
-from kbpf.dataplane.bpf.maps.layout import (
-    AFFINITY_KEY,
-    KIND_FLAGS,
-    U32_PAIR,
-    Meta,
-    ServiceFlag,
-    ServiceValue,
-)
+from kbpf.dataplane.bpf.maps.layout import AFFINITY_KEY, KIND_FLAGS, U32_PAIR, Meta, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.state import plan
 from kbpf.dataplane.bpf.state.commit import write
 from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S, GraceQueue
@@ -110,89 +103,138 @@ def dns(to: str = f"{A} {B}", **more: Any) -> ServiceState:
 AT, AT_NODE_PORT, AT_VIP = "10.96.0.1:80/TCP", "0.0.0.0:30080/TCP", "192.0.2.1:80/TCP"
 
 ROWS = [
-    Row("new", None, web(),
-        {"names": ["web"], "backends": [A, B], "slots": [[1, 2]], "flips": [AT]}),
+    Row("new", None, web(), {"names": ["web"], "backends": [A, B], "slots": [[1, 2]], "flips": [AT]}),
     Row("new without endpoints", None, web(""), {"names": ["web"], "flips": [AT]}),
-    Row("new with affinity", None, web(affinity_timeout=9),
-        {"names": ["web"], "backends": [A, B], "slots": [[1, 2]], "members": [[1, 2]],
-         "flips": [AT]}),
-    Row("new with a local set", None, web(local=B, internal_local=True),
-        {"names": ["web"], "backends": [A, B], "slots": [[1, 2], [2]], "flips": [AT]}),
+    Row(
+        "new with affinity",
+        None,
+        web(affinity_timeout=9),
+        {"names": ["web"], "backends": [A, B], "slots": [[1, 2]], "members": [[1, 2]], "flips": [AT]},
+    ),
+    Row(
+        "new with a local set",
+        None,
+        web(local=B, internal_local=True),
+        {"names": ["web"], "backends": [A, B], "slots": [[1, 2], [2]], "flips": [AT]},
+    ),
     Row("nothing changed", web(), web(), {}),
-    Row("one endpoint more", web(), web(f"{A} {B} {C}"),
-        {"backends": [C], "slots": [[1, 2, 3]], "flips": [AT], "retired": [2]}),
+    Row(
+        "one endpoint more",
+        web(),
+        web(f"{A} {B} {C}"),
+        {"backends": [C], "slots": [[1, 2, 3]], "flips": [AT], "retired": [2]},
+    ),
     Row("one endpoint less", web(), web(A), {"slots": [[1]], "flips": [AT], "retired": [2]}),
     Row("no endpoints left", web(), web(""), {"flips": [AT], "retired": [2]}),
     Row("the first endpoint", web(""), web(A), {"backends": [A], "slots": [[1]], "flips": [AT]}),
-    Row("all frontends are flipped", web(frontends=f"{WEB} {NODE_PORT} {VIP}"),
+    Row(
+        "all frontends are flipped",
+        web(frontends=f"{WEB} {NODE_PORT} {VIP}"),
         web(A, f"{WEB} {NODE_PORT} {VIP}"),
-        {"slots": [[1]], "flips": [AT_NODE_PORT, AT, AT_VIP], "retired": [2]}),
-    Row("another frontend: the sets stay", web(), web(frontends=f"{WEB} {VIP}"),
-        {"flips": [AT_VIP]}),
+        {"slots": [[1]], "flips": [AT_NODE_PORT, AT, AT_VIP], "retired": [2]},
+    ),
+    Row("another frontend: the sets stay", web(), web(frontends=f"{WEB} {VIP}"), {"flips": [AT_VIP]}),
     Row("a frontend less", web(frontends=f"{WEB} {VIP}"), web(), {"removed": [AT_VIP]}),
     Row("only the policy changes", web(), web(external_local=True), {"flips": [AT]}),
-    Row("only the time-out changes", web(affinity_timeout=9), web(affinity_timeout=8),
-        {"flips": [AT]}),
-    Row("affinity is switched on: a set with members", web(), web(affinity_timeout=9),
-        {"slots": [[1, 2]], "members": [[1, 2]], "flips": [AT], "retired": [2]}),
-    Row("affinity is switched off", web(affinity_timeout=9), web(),
-        {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
-    Row("only the local set changes", web(local=A), web(local=B),
-        {"slots": [[2]], "flips": [AT], "retired": [1]}),
+    Row("only the time-out changes", web(affinity_timeout=9), web(affinity_timeout=8), {"flips": [AT]}),
+    Row(
+        "affinity is switched on: a set with members",
+        web(),
+        web(affinity_timeout=9),
+        {"slots": [[1, 2]], "members": [[1, 2]], "flips": [AT], "retired": [2]},
+    ),
+    Row("affinity is switched off", web(affinity_timeout=9), web(), {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
+    Row("only the local set changes", web(local=A), web(local=B), {"slots": [[2]], "flips": [AT], "retired": [1]}),
     Row("the local set is removed", web(local=A), web(), {"flips": [AT], "retired": [1]}),
-    Row("a restriction is a flip", web(frontends=VIP), web(frontends=VIP, restricted=True),
-        {"flips": [AT_VIP]}),
-    Row("source ranges: added before the flip, removed after it",
+    Row("a restriction is a flip", web(frontends=VIP), web(frontends=VIP, restricted=True), {"flips": [AT_VIP]}),
+    Row(
+        "source ranges: added before the flip, removed after it",
         web(frontends=VIP, ranges="10.1.0.0/16 10.2.0.0/16"),
         web(frontends=VIP, ranges="10.2.0.0/16 10.3.0.0/16"),
-        {"let in": ["10.3.0.0"], "shut out": ["10.1.0.0"]}),
-    Row("the source ranges are removed",
-        web(frontends=VIP, ranges="10.1.0.0/16"), web(frontends=VIP),
-        {"flips": [AT_VIP], "shut out": ["10.1.0.0"]}),
-    Row("deleted with its ranges", web(frontends=VIP, ranges="10.1.0.0/16"), None,
-        {"removed": [AT_VIP], "retired": [2], "shut out": ["10.1.0.0"]}),
-    Row("new with weights", None, web(cluster_weights=(1, 2)),
-        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2]], "flips": [AT]}),
+        {"let in": ["10.3.0.0"], "shut out": ["10.1.0.0"]},
+    ),
+    Row(
+        "the source ranges are removed",
+        web(frontends=VIP, ranges="10.1.0.0/16"),
+        web(frontends=VIP),
+        {"flips": [AT_VIP], "shut out": ["10.1.0.0"]},
+    ),
+    Row(
+        "deleted with its ranges",
+        web(frontends=VIP, ranges="10.1.0.0/16"),
+        None,
+        {"removed": [AT_VIP], "retired": [2], "shut out": ["10.1.0.0"]},
+    ),
+    Row(
+        "new with weights",
+        None,
+        web(cluster_weights=(1, 2)),
+        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2]], "flips": [AT]},
+    ),
     Row("the same weights", web(cluster_weights=(1, 2)), web(cluster_weights=(1, 2)), {}),
-    Row("other weights", web(cluster_weights=(1, 2)), web(cluster_weights=(3, 1)),
-        {"slots": [[0, 0, 0, 1], [1, 2]], "flips": [AT], "retired": [2]}),
-    Row("the weights are removed", web(cluster_weights=(1, 2)), web(),
-        {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
-    Row("each set has its own weights", web(local=f"{A} {B}", local_weights=(2, 1)),
+    Row(
+        "other weights",
+        web(cluster_weights=(1, 2)),
+        web(cluster_weights=(3, 1)),
+        {"slots": [[0, 0, 0, 1], [1, 2]], "flips": [AT], "retired": [2]},
+    ),
+    Row(
+        "the weights are removed",
+        web(cluster_weights=(1, 2)),
+        web(),
+        {"slots": [[1, 2]], "flips": [AT], "retired": [2]},
+    ),
+    Row(
+        "each set has its own weights",
+        web(local=f"{A} {B}", local_weights=(2, 1)),
         web(local=f"{A} {B}", local_weights=(2, 1), cluster_weights=(1, 3)),
-        {"slots": [[0, 1, 1, 1], [1, 2]], "flips": [AT], "retired": [2]}),
-    Row("each member is written once", None, web(cluster_weights=(1, 2), affinity_timeout=9),
-        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2]],
-         "members": [[1, 2]], "flips": [AT]}),
-    Row("both sets have the same table", None,
+        {"slots": [[0, 1, 1, 1], [1, 2]], "flips": [AT], "retired": [2]},
+    ),
+    Row(
+        "each member is written once",
+        None,
+        web(cluster_weights=(1, 2), affinity_timeout=9),
+        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2]], "members": [[1, 2]], "flips": [AT]},
+    ),
+    Row(
+        "both sets have the same table",
+        None,
         web(local=f"{A} {B}", cluster_weights=(1, 2), local_weights=(1, 2)),
-        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2], [1, 2]],
-         "flips": [AT]}),
-    Row("the same addresses, other ports: the table stays",
-        web(cluster_weights=(1, 2)), web("10.0.0.1:81 10.0.0.2:81", cluster_weights=(1, 2)),
-        {"backends": ["10.0.0.1:81", "10.0.0.2:81"], "slots": [[3, 4]], "flips": [AT],
-         "retired": [2]}),
-    Row("Maglev with one backend", None, web(A, algorithm=MAGLEV),
-        {"names": ["web"], "backends": [A], "slots": [[1]], "flips": [AT]}),
+        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2], [1, 2]], "flips": [AT]},
+    ),
+    Row(
+        "the same addresses, other ports: the table stays",
+        web(cluster_weights=(1, 2)),
+        web("10.0.0.1:81 10.0.0.2:81", cluster_weights=(1, 2)),
+        {"backends": ["10.0.0.1:81", "10.0.0.2:81"], "slots": [[3, 4]], "flips": [AT], "retired": [2]},
+    ),
+    Row(
+        "Maglev with one backend",
+        None,
+        web(A, algorithm=MAGLEV),
+        {"names": ["web"], "backends": [A], "slots": [[1]], "flips": [AT]},
+    ),
     Row("Maglev without endpoints", web("", algorithm=MAGLEV), web("", algorithm=MAGLEV), {}),
-    Row("from random to Maglev without endpoints: a flip", web(""), web("", algorithm=MAGLEV),
-        {"flips": [AT]}),
+    Row("from random to Maglev without endpoints: a flip", web(""), web("", algorithm=MAGLEV), {"flips": [AT]}),
     Row("deleted", web(local=A), None, {"removed": [AT], "retired": [2, 1]}),
-    Row("TCP clients are never cut", web(), web(A), {"slots": [[1]], "flips": [AT],
-                                                     "retired": [2]}),
-    Row("UDP clients of a removed backend are cut", dns(), dns(A),
-        {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [B]}),
-    Row("UDP clients of a backend that still serves are not cut", dns(), dns(A, serving=f"{A} {B}"),
-        {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2]}),
-    Row("UDP clients of a backend that stops serving are cut",
-        dns(A, serving=f"{A} {B}"), dns(A), {"cut": [B]}),
-    Row("a backend that serves but is in no set has an id",
-        dns(A), dns(A, serving=f"{A} {C}"), {"backends": [C]}),
-    Row("zero endpoints: all are cut", dns(), dns(""),
-        {"flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [A, B]}),
-    Row("deleted: all are cut", dns(), None,
-        {"removed": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [A, B]}),
-]  # fmt: skip
+    Row("TCP clients are never cut", web(), web(A), {"slots": [[1]], "flips": [AT], "retired": [2]}),
+    Row(
+        "UDP clients of a removed backend are cut",
+        dns(),
+        dns(A),
+        {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [B]},
+    ),
+    Row(
+        "UDP clients of a backend that still serves are not cut",
+        dns(),
+        dns(A, serving=f"{A} {B}"),
+        {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2]},
+    ),
+    Row("UDP clients of a backend that stops serving are cut", dns(A, serving=f"{A} {B}"), dns(A), {"cut": [B]}),
+    Row("a backend that serves but is in no set has an id", dns(A), dns(A, serving=f"{A} {C}"), {"backends": [C]}),
+    Row("zero endpoints: all are cut", dns(), dns(""), {"flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [A, B]}),
+    Row("deleted: all are cut", dns(), None, {"removed": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [A, B]}),
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -204,17 +246,14 @@ def test_the_writes_of_a_change(row: Row):
     found = agent.plan(row.new) if row.new else agent.plan(gone=(key,))
     assert written(found) == row.writes
     assert found.retired.forget_affinity == {
-        1 for one in (row.old,) if one and one.affinity_timeout
-        and not (row.new and row.new.affinity_timeout)
-    }  # fmt: skip
+        1 for one in (row.old,) if one and one.affinity_timeout and not (row.new and row.new.affinity_timeout)
+    }
     assert found.retired.names == ([] if row.new else [1])
 
 
 @pytest.mark.parametrize("has_affinity", [False, True])
 @pytest.mark.parametrize("weights", [(), (1, 2)], ids=["even", "weighted"])
-def test_a_set_without_backends_matches_any_spread_and_affinity(
-    weights: tuple[int, ...], has_affinity: bool
-):
+def test_a_set_without_backends_matches_any_spread_and_affinity(weights: tuple[int, ...], has_affinity: bool):
     """It has neither slots nor members that these could change."""
     _, spread = web(cluster_weights=weights).sets[0]
     assert EMPTY.matches((), spread, has_affinity)
@@ -241,8 +280,12 @@ def test_sets_with_and_without_members_are_separate():
 
 def test_the_flags_of_each_frontend():
     agent = Agent()
-    state = web(frontends=f"{WEB} {NODE_PORT} {VIP} ExternalIP=192.0.2.2:80", restricted=True,
-                internal_local=True, external_local=True)  # fmt: skip
+    state = web(
+        frontends=f"{WEB} {NODE_PORT} {VIP} ExternalIP=192.0.2.2:80",
+        restricted=True,
+        internal_local=True,
+        external_local=True,
+    )
     flips = agent.plan(state).flips
     shared = "INTERNAL_LOCAL|EXTERNAL_LOCAL|ANY_ENDPOINTS"
     assert {str(k): ServiceFlag(v.flags).name for k, v in flips.items()} == {
@@ -319,37 +362,15 @@ NEEDS = [
     Need("one endpoint less", web(), web(A), (0, 0, 0, 1, 0, 0)),
     Need("a separate local set", web(), web(local=C), (0, 0, 0, 1, 0, 1)),
     Need("weights", web(), web(cluster_weights=(2, 3)), (0, 0, 0, 7, 0, 0)),
-    Need(
-        "the same weights",
-        web(cluster_weights=(2, 3)),
-        web(cluster_weights=(2, 3)),
-        (0, 0, 0, 0, 0, 0),
-    ),
+    Need("the same weights", web(cluster_weights=(2, 3)), web(cluster_weights=(2, 3)), (0, 0, 0, 0, 0, 0)),
     Need("Maglev", web(), web(algorithm=MAGLEV, affinity_timeout=9), (0, 0, 0, 253, 2, 0)),
-    Need(
-        "Maglev for both sets", None, web(local=f"{A} {C}", algorithm=MAGLEV), (1, 1, 0, 506, 0, 3)
-    ),
+    Need("Maglev for both sets", None, web(local=f"{A} {C}", algorithm=MAGLEV), (1, 1, 0, 506, 0, 3)),
     Need("affinity", web(), web(affinity_timeout=9), (0, 0, 0, 2, 2, 0)),
     Need("affinity of a second", web(), web(affinity_timeout=1), (0, 0, 0, 2, 2, 0)),
-    Need(
-        "UDP: backends that serve but are in no set",
-        dns(A),
-        dns(A, serving=f"{A} {B} {C}"),
-        (0, 0, 0, 0, 0, 2),
-    ),
-    Need(
-        "TCP: backends that are in no set are not kept",
-        web(A),
-        web(A, serving=f"{A} {B}"),
-        (0, 0, 0, 0, 0, 0),
-    ),
+    Need("UDP: backends that serve but are in no set", dns(A), dns(A, serving=f"{A} {B} {C}"), (0, 0, 0, 0, 0, 2)),
+    Need("TCP: backends that are in no set are not kept", web(A), web(A, serving=f"{A} {B}"), (0, 0, 0, 0, 0, 0)),
     Need("another frontend", web(), web(frontends=VIP), (1, 0, 0, 0, 0, 0)),
-    Need(
-        "ranges",
-        web(frontends=VIP),
-        web(frontends=VIP, ranges="10.0.0.0/8 fd00::/8"),
-        (0, 0, 2, 0, 0, 0),
-    ),
+    Need("ranges", web(frontends=VIP), web(frontends=VIP, ranges="10.0.0.0/8 fd00::/8"), (0, 0, 2, 0, 0, 0)),
     Need(
         "a range is replaced",
         web(frontends=VIP, ranges="10.0.0.0/8"),
@@ -367,16 +388,17 @@ def test_the_entries_that_a_change_needs(row: Need):
     old = agent.programmed.get((row.old or row.new).key)
     change = compute_change((row.old or row.new).key, old, row.new)
     takes = change.count_new_entries(agent.table, agent.tables)
-    names = (
-        "services", "service_names", "source_ranges", "backend_slots", "set_members", "backends",
-    )  # fmt: skip
+    names = ("services", "service_names", "source_ranges", "backend_slots", "set_members", "backends")
     assert takes == (dict(zip(names, row.takes, strict=True)) if row.new else {})
     writes = agent.plan(row.new) if row.new else agent.plan(gone=(row.old.key,))
     assert (
-        writes.new_frontends, len(writes.names), len(writes.new_ranges),
-        sum(len(ids) for _, ids in writes.slots), sum(len(ids) for _, ids in writes.members),
+        writes.new_frontends,
+        len(writes.names),
+        len(writes.new_ranges),
+        sum(len(ids) for _, ids in writes.slots),
+        sum(len(ids) for _, ids in writes.members),
         len(writes.backends),
-    ) == row.takes  # fmt: skip
+    ) == row.takes
 
 
 LEAVING = [
@@ -384,27 +406,25 @@ LEAVING = [
     ("all endpoints are replaced", web(), web(C)),
     ("one of two endpoints is replaced", web(), web(f"{A} {C}")),
     ("affinity is switched off", web(affinity_timeout=9), web()),
-    ("all endpoints are replaced, with affinity",
-        web(affinity_timeout=1), web(C, affinity_timeout=1)),
-    ("deleted, with affinity, weights and a local set",
-        web(local=A, affinity_timeout=1, cluster_weights=(2, 3)), None),
+    ("all endpoints are replaced, with affinity", web(affinity_timeout=1), web(C, affinity_timeout=1)),
+    ("deleted, with affinity, weights and a local set", web(local=A, affinity_timeout=1, cluster_weights=(2, 3)), None),
     ("UDP: all endpoints are replaced", dns(), dns(C)),
     ("UDP: one of two endpoints is replaced", dns(), dns(f"{A} {C}")),
     ("UDP: the old endpoint still serves", dns(), dns(C, serving=f"{A} {C}")),
-    ("UDP: only the serving endpoints change",
-        dns(A, serving=f"{A} {B}"), dns(A, serving=f"{A} {C}")),
+    ("UDP: only the serving endpoints change", dns(A, serving=f"{A} {B}"), dns(A, serving=f"{A} {C}")),
     ("UDP: deleted", dns(A, serving=f"{A} {B}"), None),
     ("the cluster set becomes equal to the local set", web(A, local=B), web(B, local=B)),
-    ("the same addresses, other ports: the table stays",
-        web(cluster_weights=(1, 2)), web("10.0.0.1:81 10.0.0.2:81", cluster_weights=(1, 2))),
+    (
+        "the same addresses, other ports: the table stays",
+        web(cluster_weights=(1, 2)),
+        web("10.0.0.1:81 10.0.0.2:81", cluster_weights=(1, 2)),
+    ),
     ("other weights", web(cluster_weights=(1, 2)), web(cluster_weights=(3, 1))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "old", "new"), LEAVING, ids=[row[0] for row in LEAVING])
-def test_the_entries_that_a_change_frees_are_known_in_advance(
-    name: str, old: ServiceState, new: ServiceState | None
-):
+def test_the_entries_that_a_change_frees_are_known_in_advance(name: str, old: ServiceState, new: ServiceState | None):
     """The number of entries that are deleted in the end; entries in use again are not counted."""
     agent, maps = Agent(), Maps()
     list(maps.write(agent.plan(old)))
@@ -424,8 +444,10 @@ def test_unclaimed_entries_count_as_leaving():
     one_key, three_keys = bytes(U32_PAIR.size), bytes(3 * U32_PAIR.size)
     found = Retired(slot_keys=[one_key, three_keys], member_keys=[one_key])
     assert count_leaving_entries([found], agent.table, agent.tables) == {
-        "backend_slots": 4, "set_members": 1, "backends": 0,
-    }  # fmt: skip
+        "backend_slots": 4,
+        "set_members": 1,
+        "backends": 0,
+    }
 
 
 def test_removed_frontends_cut_their_udp_clients():
@@ -446,18 +468,21 @@ def test_removed_frontends_cut_their_udp_clients():
 
 
 @pytest.mark.parametrize("remembered", [True, False])
-def test_an_adopted_set_with_the_wanted_contents_is_kept(
-    monkeypatch: pytest.MonkeyPatch, remembered: bool
-):
+def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch: pytest.MonkeyPatch, remembered: bool):
     """Its Maglev or weights table is recognised by its fingerprint, and shared from then on."""
     agent = Agent()
     state = web(cluster_weights=(1, 2))
     agent.plan(state)
     old = agent.programmed[state.key]
     found = ProgrammedSet(
-        old.cluster.id, old.cluster.backends, False, old.cluster.size, None,
-        fingerprint(compute_slots(*state.sets[0])), old.cluster.table,
-    )  # fmt: skip
+        old.cluster.id,
+        old.cluster.backends,
+        False,
+        old.cluster.size,
+        None,
+        fingerprint(compute_slots(*state.sets[0])),
+        old.cluster.table,
+    )
     tables = SharedTables(agent.ids)
     tables.adopt(found.table)
     agent.tables, agent.programmed[state.key] = tables, replace(old, cluster=found)
@@ -488,9 +513,7 @@ class Calls:
         self.made: list[str] = []
         self.maps: dict[str, dict[bytes, bytes]] = {"affinity": {}}
 
-    def put(
-        self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
-    ) -> None:
+    def put(self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None) -> None:
         if list(entries):
             self.made.append(f"+{name}")
 
@@ -512,10 +535,20 @@ def test_the_order_of_the_writes_of_a_plan():
     addresses = (at("10.96.0.2:80").address,), (at(WEB).address,)
     write(calls, agent.ids, agent.plan(new, other), addresses, addresses)
     assert calls.made == [
-        "+meta", "+source_ranges", "+service_names", "+backends", "+backend_slots", "+set_members",
-        "+node_addresses", "+services", "+cluster_ips",
-        "-services", "-cluster_ips", "-source_ranges", "-node_addresses",
-    ]  # fmt: skip
+        "+meta",
+        "+source_ranges",
+        "+service_names",
+        "+backends",
+        "+backend_slots",
+        "+set_members",
+        "+node_addresses",
+        "+services",
+        "+cluster_ips",
+        "-services",
+        "-cluster_ips",
+        "-source_ranges",
+        "-node_addresses",
+    ]
 
 
 def test_retired_sets_are_deleted_in_order_after_the_grace_period():
@@ -638,10 +671,7 @@ class Maps:
                     yield
         gone = [
             number
-            for held in (
-                *(s.backends for s in writes.retired.sets),
-                *writes.retired.released_backends,
-            )
+            for held in (*(s.backends for s in writes.retired.sets), *writes.retired.released_backends)
             for number in agent.table.release(held)
         ]
         for number in gone:
@@ -657,17 +687,13 @@ class Maps:
         """What a reader finds for each frontend. KeyError if its set is incomplete."""
         return {
             frontend: (
-                value.flags, value.affinity_timeout,
-                self._set(
-                    value.cluster_set, value.cluster_size, value.cluster_table,
-                    value.affinity_timeout,
-                ),
-                self._set(
-                    value.local_set, value.local_size, value.local_table, value.affinity_timeout
-                ),
+                value.flags,
+                value.affinity_timeout,
+                self._set(value.cluster_set, value.cluster_size, value.cluster_table, value.affinity_timeout),
+                self._set(value.local_set, value.local_size, value.local_table, value.affinity_timeout),
             )
             for frontend, value in self.services.items()
-        }  # fmt: skip
+        }
 
     def _set(self, number: int, size: int, table: int, affine: int) -> tuple[Backend, ...]:
         places = [self.slots[table, index] if table else index for index in range(size)]
@@ -679,13 +705,14 @@ class Maps:
 def wanted(states: Mapping[str, ServiceState]) -> dict[FrontendAddress, Any]:
     return {
         f.at: (
-            policy_flags(s) | KIND_FLAGS[f.kind], s.affinity_timeout,
+            policy_flags(s) | KIND_FLAGS[f.kind],
+            s.affinity_timeout,
             tuple(s.cluster[i] for i in compute_slots(*s.sets[0])),
             tuple(s.local[i] for i in compute_slots(*s.sets[1])),
         )
         for s in states.values()
         for f in s.frontends
-    }  # fmt: skip
+    }
 
 
 def weights(to: str, heavy: int) -> tuple[int, ...]:
@@ -697,15 +724,27 @@ def weights(to: str, heavy: int) -> tuple[int, ...]:
 endpoints = st.lists(st.sampled_from([A, B, C]), unique=True).map(" ".join)
 states = st.builds(
     lambda name, protocol, n, to, local, extra, affinity, heavy, algorithm: service(
-        name, " ".join(f"10.96.{ord(name)}.{i}:80" for i in range(1, n + 1)), to, protocol,
-        local=local, serving=" ".join({*to.split(), *extra.split()}), affinity_timeout=affinity,
-        cluster_weights=weights(to, heavy), local_weights=weights(local, heavy),
+        name,
+        " ".join(f"10.96.{ord(name)}.{i}:80" for i in range(1, n + 1)),
+        to,
+        protocol,
+        local=local,
+        serving=" ".join({*to.split(), *extra.split()}),
+        affinity_timeout=affinity,
+        cluster_weights=weights(to, heavy),
+        local_weights=weights(local, heavy),
         algorithm=algorithm,
     ),
-    st.sampled_from("abc"), st.sampled_from([Protocol.TCP, UDP]), st.integers(0, 3),
-    endpoints, endpoints, endpoints, st.sampled_from([0, 0, 7]), st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from("abc"),
+    st.sampled_from([Protocol.TCP, UDP]),
+    st.integers(0, 3),
+    endpoints,
+    endpoints,
+    endpoints,
+    st.sampled_from([0, 0, 7]),
+    st.sampled_from([1, 1, 2, 3]),
     st.sampled_from([Algorithm.RANDOM, Algorithm.RANDOM, MAGLEV]),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60)

@@ -33,25 +33,33 @@ def tenant(namespace: str, name: str, first: int = 1, count: int = 2, **more) ->
 
 LIMITED = {
     "room for all": ((tenant("a", "x", 1), tenant("a", "y", 2)), set()),
-    "the last by name gets none": (tuple(tenant("a", name, at) for at, name in enumerate("xyz")),
-        {"z"}),
+    "the last by name gets none": (tuple(tenant("a", name, at) for at, name in enumerate("xyz")), {"z"}),
     "the youngest gets none": (
-          (tenant("a", "x", 1, created="2026-03-01T00:00:00Z"),
-           tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
-           tenant("a", "z", 3, created="2026-01-01T00:00:00Z")), {"x"}),
+        (
+            tenant("a", "x", 1, created="2026-03-01T00:00:00Z"),
+            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
+            tenant("a", "z", 3, created="2026-01-01T00:00:00Z"),
+        ),
+        {"x"},
+    ),
     "the largest gets none, though it is the oldest": (
-          (tenant("a", "x", 1, 20, created="2026-01-01T00:00:00Z"),
-           tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
-           tenant("a", "z", 3, created="2026-03-01T00:00:00Z")), {"x"}),
-    "Service ports with the same addresses share a table": (
-        tuple(tenant("a", name, 1) for name in "uvwxyz"), set()),
+        (
+            tenant("a", "x", 1, 20, created="2026-01-01T00:00:00Z"),
+            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
+            tenant("a", "z", 3, created="2026-03-01T00:00:00Z"),
+        ),
+        {"x"},
+    ),
+    "Service ports with the same addresses share a table": (tuple(tenant("a", name, 1) for name in "uvwxyz"), set()),
     "each namespace has its own quota": (
         tuple(tenant(namespace, f"{namespace}{at}", at) for namespace in "ab" for at in (1, 2)),
-        set()),
+        set(),
+    ),
     "Service ports without a table do not count": (
-          (*(tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)),
-           tenant("a", "x", 1)), set()),
-}  # fmt: skip
+        (*(tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)), tenant("a", "x", 1)),
+        set(),
+    ),
+}
 """Service ports of one namespace with a quota of two tables, and those that get no table."""
 
 
@@ -128,18 +136,20 @@ def test_the_order_in_which_service_ports_are_programmed():
     ]
     config = Config()
     mixed = [*wanted[1::2], *wanted[0::2]]
-    order = sorted(
-        mixed, key=lambda one: priority_of(*one, is_system_service(one[0].service, config))
-    )
+    order = sorted(mixed, key=lambda one: priority_of(*one, is_system_service(one[0].service, config)))
     assert [str(each) for each, _ in order] == [str(each) for each, _ in wanted]
 
 
 @pytest.mark.parametrize(
     ("name", "namespaces", "system"),
-    [("default/kubernetes", (), True), ("default/web", ("kube-system",), False),
-     ("kube-system/x", ("kube-system",), True), ("kube-system/x", ("dns",), False),
-     ("dns/x", ("kube-system", "dns"), True)],
-)  # fmt: skip
+    [
+        ("default/kubernetes", (), True),
+        ("default/web", ("kube-system",), False),
+        ("kube-system/x", ("kube-system",), True),
+        ("kube-system/x", ("dns",), False),
+        ("dns/x", ("kube-system", "dns"), True),
+    ],
+)
 def test_which_services_are_system_services(name: str, namespaces: tuple[str, ...], system: bool):
     made = ServiceName(*name.split("/"))
     assert is_system_service(made, Config(system_namespaces=namespaces)) is system
@@ -164,9 +174,7 @@ def test_a_namespace_leaves_room_in_proportion_to_what_it_has():
     assert budgets.count_used("a", "backend_slots") == 3
     budgets.replace("a", programmed(3), None)
     assert budgets.__dict__ == NamespaceBudgets().__dict__
-    assert MAX_NAMESPACE_SLOTS < CONTESTED_FILL * 4_194_304, (
-        "tables of one namespace do not fill a map"
-    )
+    assert MAX_NAMESPACE_SLOTS < CONTESTED_FILL * 4_194_304, "tables of one namespace do not fill a map"
 
 
 @pytest.mark.parametrize(("greedy", "each"), [(1, 76), (2, 42), (4, 22), (20, 5)])

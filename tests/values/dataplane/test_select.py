@@ -15,14 +15,7 @@ from kbpf.checks.fallback import REASON_BY_CHECK, FallbackReason, fallback_reaso
 from kbpf.checks.row import Check, CheckRow
 from kbpf.dataplane.base import PlaneStatus, Report, TickResult
 from kbpf.dataplane.select import Factories, SelectedDataPlane
-from kbpf.errors import (
-    AttachError,
-    CompileError,
-    KbpfError,
-    KernelError,
-    PinsRemovedError,
-    ProgramLoadError,
-)
+from kbpf.errors import AttachError, CompileError, KbpfError, KernelError, PinsRemovedError, ProgramLoadError
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
 from kbpf.takeover.previous import DRAIN_RETRY_INTERVAL_S
@@ -64,33 +57,17 @@ FAILURES = [
         [*GOOD, check(Check.COMPILER)],
         FallbackReason.NO_COMPILER,
     ),
-    Failure(
-        "damaged sources",
-        CompileError("no sock.c"),
-        [*GOOD, check(Check.SOURCES)],
-        FallbackReason.COMPILE_FAILED,
-    ),
+    Failure("damaged sources", CompileError("no sock.c"), [*GOOD, check(Check.SOURCES)], FallbackReason.COMPILE_FAILED),
     Failure("compile failure", CompileError("syntax"), GOOD, FallbackReason.COMPILE_FAILED),
     Failure("verifier refusal", ProgramLoadError("connect4"), GOOD, FallbackReason.PROGRAM_REFUSED),
     Failure("attach failure", AttachError("connect4"), GOOD, FallbackReason.ATTACH_FAILED),
     *(
         Failure(
-            f"kernel feature missing: {row.name}",
-            ProgramLoadError(row.name),
-            [*GOOD, row],
-            FallbackReason.NO_FEATURE,
+            f"kernel feature missing: {row.name}", ProgramLoadError(row.name), [*GOOD, row], FallbackReason.NO_FEATURE
         )
-        for row in (
-            check(Check.HOOK, subject="connect4"),
-            check(Check.FEATURES),
-        )
+        for row in (check(Check.HOOK, subject="connect4"), check(Check.FEATURES))
     ),
-    Failure(
-        "an unknown result counts as missing",
-        KERNEL,
-        [check(Check.CGROUP, "unknown")],
-        FallbackReason.NO_CGROUP,
-    ),
+    Failure("an unknown result counts as missing", KERNEL, [check(Check.CGROUP, "unknown")], FallbackReason.NO_CGROUP),
     Failure("another error", KERNEL, GOOD, None),
     Failure("another agent is running", KernelError("lock", "", "", 11), GOOD, None),
     Failure("the pins were removed", PinsRemovedError("gone"), [check(Check.BPF_SYSCALL)], None),
@@ -139,10 +116,7 @@ class Fake:
         self._do("open")
 
     def apply(
-        self,
-        desired: DesiredState,
-        touched: Collection[ServicePortKey] | None,
-        authoritative: bool = True,
+        self, desired: DesiredState, touched: Collection[ServicePortKey] | None, authoritative: bool = True
     ) -> Report:
         self._do("apply" if touched is None else "change")
         return Report()
@@ -197,17 +171,12 @@ class Harness:
     def __init__(self, asked: str, rows: Sequence[CheckRow] = GOOD, there: str = "") -> None:
         self.does: list[str] = []
         self.bpf, self.ipvs = Fake("bpf", self.does), Fake("ipvs", self.does)
-        self.rest = {
-            name: FakePrevious(f"old {name}", self.does) for name in ("bpf", "ipvs", "kube-proxy")
-        }
+        self.rest = {name: FakePrevious(f"old {name}", self.does) for name in ("bpf", "ipvs", "kube-proxy")}
         for name, rest in self.rest.items():
             rest.there = name in there.split()
         factories = Factories(
             {"bpf": lambda: self.bpf, "ipvs": lambda: self.ipvs},
-            {
-                "bpf": (lambda: self.rest["ipvs"], lambda: self.rest["kube-proxy"]),
-                "ipvs": (lambda: self.rest["bpf"],),
-            },
+            {"bpf": (lambda: self.rest["ipvs"], lambda: self.rest["kube-proxy"]), "ipvs": (lambda: self.rest["bpf"],)},
             lambda error: fallback_reason(error, rows),
         )
         self.chosen = SelectedDataPlane(asked, factories)
@@ -251,9 +220,7 @@ def test_mode_auto_falls_back_to_ipvs(why: Failure, verb: str, caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         house.start()
     assert house.does[-3:] == ["bpf close", "ipvs open", "ipvs apply"]
-    assert house.chosen.status().choice == ModeChoice(
-        "auto", "ipvs", str(why.reason), str(why.error)
-    )
+    assert house.chosen.status().choice == ModeChoice("auto", "ipvs", str(why.reason), str(why.error))
     assert house.chosen.choice.mode == house.chosen.shared == "ipvs"
     said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(said) == 1
@@ -341,9 +308,7 @@ def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str):
     assert house.chosen.status().problems == ("some go on",)
     house.look(12.0)
     house.look(20.0)
-    assert house.does[3:] == [
-        f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone",
-    ]  # fmt: skip
+    assert house.does[3:] == [f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone"]
     assert house.chosen.status().problems == ()
 
 
@@ -356,8 +321,7 @@ def test_bpf_coexists_with_a_kube_proxy_until_it_is_drained():
     house.look(5.0)
     assert house.chosen.status().problems == ("some go on",)
     house.look(12.0)
-    assert house.does[3:] == ["bpf apply", f"{old} retire", f"{old} retire", f"{old} close",
-                              "bpf is alone"]  # fmt: skip
+    assert house.does[3:] == ["bpf apply", f"{old} retire", f"{old} retire", f"{old} close", "bpf is alone"]
 
 
 def test_bpf_coexists_until_both_previous_data_planes_are_drained():
@@ -431,5 +395,12 @@ def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():
     house = Harness("auto", there="ipvs")
     house.bpf.fails["open"] = [ProgramLoadError("connect4")]
     house.start()
-    assert house.does == ["old ipvs take", "bpf follows", "bpf open", "old ipvs close", "bpf close",
-                          "ipvs open", "ipvs apply"]  # fmt: skip
+    assert house.does == [
+        "old ipvs take",
+        "bpf follows",
+        "bpf open",
+        "old ipvs close",
+        "bpf close",
+        "ipvs open",
+        "ipvs apply",
+    ]

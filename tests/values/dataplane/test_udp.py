@@ -13,16 +13,7 @@ import pytest
 
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import (
-    CUT_KEY,
-    FLOW,
-    PEER,
-    U64,
-    UDP_FLOW,
-    UDP_FLOWS,
-    FlowDirection,
-    pack_target,
-)
+from kbpf.dataplane.bpf.maps.layout import CUT_KEY, FLOW, PEER, U64, UDP_FLOW, UDP_FLOWS, FlowDirection, pack_target
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
@@ -87,26 +78,7 @@ def tracked(client: int, backend: Backend, part: FlowDirection, protocol: Protoc
     front = pack_target(parse_addr("10.96.0.1"), 53, protocol)
     end = pack_target(backend.address, backend.port, protocol)
     ports = client.to_bytes(2, "big")
-    return FLOW.pack(
-        0,
-        own,
-        front,
-        end,
-        bytes(16),
-        ports,
-        ports,
-        1,
-        1,
-        0,
-        0,
-        0,
-        part,
-        0,
-        bytes(32),
-        0,
-        0,
-        bytes(48),
-    )
+    return FLOW.pack(0, own, front, end, bytes(16), ports, ports, 1, 1, 0, 0, 0, part, 0, bytes(32), 0, 0, bytes(48))
 
 
 def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
@@ -132,24 +104,24 @@ ROWS = [
     Row("no flows", (), {}),
     Row("to a serving backend", ((1, TWO, UDP),), {}),
     Row("a flow counts once, though it has two entries", ((1, ONE, UDP), (2, TWO, UDP)), {4: 1}),
-    Row("families are counted separately",
-        ((1, ONE, UDP), (2, ONE, UDP), (3, SIX, UDP)), {4: 2, 6: 1}),
+    Row("families are counted separately", ((1, ONE, UDP), (2, ONE, UDP), (3, SIX, UDP)), {4: 2, 6: 1}),
     Row("TCP continues", ((1, ONE, TCP),), {}),
     Row("a replaced flow is not ended", ((1, ONE, UDP), (2, ONE, UDP)), {4: 1}, anew=(2,)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
     flows = flow(*row.entries)
-    flows.moves = {
-        key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in row.anew
-    }
+    flows.moves = {key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in row.anew}
     maps: Any = {**sockets(), "flows": flows}
     assert udp.cut(maps, udp.gone_if_in([(1, ONE), (1, SIX)], [])) == row.ended
     gone = {ONE, SIX}
-    left = {client for client, backend, protocol in row.entries
-            if backend not in gone or protocol is TCP or client in row.anew}  # fmt: skip
+    left = {
+        client
+        for client, backend, protocol in row.entries
+        if backend not in gone or protocol is TCP or client in row.anew
+    }
     assert {key[0] for key in flows} == left
 
 
@@ -158,18 +130,13 @@ def test_flows_of_unconnected_sockets_end_with_their_backend():
     flows = FakeMap()
     for cookie, backends in enumerate(((ONE,), (ONE, TWO), (SIX,)), 1):
         front = pack_target(parse_addr("10.96.0.1"), 53, UDP)
-        places = b"".join(
-            UDP_FLOW.pack(1, 1, 1, front, pack_target(b.address, b.port, UDP), 1, 7)
-            for b in backends
-        )
+        places = b"".join(UDP_FLOW.pack(1, 1, 1, front, pack_target(b.address, b.port, UDP), 1, 7) for b in backends)
         flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
     maps: Any = {**sockets(), "udp_flows": flows, "flows": FakeMap()}
     gone = udp.gone_if_in([(1, ONE), (1, SIX)], [])
     assert udp.cut(maps, gone) == {4: 2, 6: 1}
     assert udp.cut(maps, gone, count_flows=False) == {}
-    assert udp.find_stale_flows(maps, gone) == {
-        (1, pack_target(b.address, 53, UDP)) for b in (ONE, SIX)
-    }
+    assert udp.find_stale_flows(maps, gone) == {(1, pack_target(b.address, 53, UDP)) for b in (ONE, SIX)}
 
 
 KEPT = udp.CUT_LIFETIME_NS / 1e9
@@ -215,8 +182,10 @@ def test_cuts_of_one_service_evict_none_of_another(at_once: bool):
     held = FakeMap()
     held.max_entries = 32
     cuts, tables = cuts_of(held)
-    of = {id_: [(id_, pack_target(ONE.address, port, UDP)) for port in range(1, count)]
-          for id_, count in {1: 4, 2: 100, 3: 60}.items()}  # fmt: skip
+    of = {
+        id_: [(id_, pack_target(ONE.address, port, UDP)) for port in range(1, count)]
+        for id_, count in {1: 4, 2: 100, 3: 60}.items()
+    }
     batches = [[*of[2], *of[3], *of[1]]] if at_once else [of[1], *([one] for one in of[2] + of[3])]
     for second, batch in enumerate(batches):
         cuts.add(batch, second)
@@ -227,9 +196,7 @@ def test_cuts_of_one_service_evict_none_of_another(at_once: bool):
     assert all(CUT_KEY.pack(*one) in held for one in of[1])
 
 
-def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch: pytest.MonkeyPatch):
     """Backends that are added during a pass wait for the next pass."""
     monkeypatch.setattr(udp, "STEP_ENTRIES", 64)
     count, flows, read = 1024, FakeMap(), [0]
@@ -294,8 +261,7 @@ def test_sockets_that_cannot_be_listed_are_logged_once(caplog: pytest.LogCapture
         passes.advance(float("inf"))
     assert not flows
     assert [record.message for record in caplog.records] == [
-        "cannot destroy UDP sockets whose backend no longer serves: "
-        "the kernel refuses the iterator: EPERM"
+        "cannot destroy UDP sockets whose backend no longer serves: the kernel refuses the iterator: EPERM"
     ]
 
 

@@ -23,9 +23,7 @@ def test_an_os_error_becomes_a_kernel_error() -> None:
 
 
 @pytest.mark.parametrize("question", [probe.probe_netns_cookie, probe.probe_sock_destroy])
-def test_a_probe_without_a_socket_says_why(
-    question: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_without_a_socket_says_why(question: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", lambda *_: refuse(errno.ENOBUFS))
     assert question() == probe.Probe(False, "ENOBUFS")  # type: ignore[operator]
 
@@ -49,6 +47,4 @@ def test_an_unexpected_os_error_is_one_line(
     assert app.call(["run"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith(
-        "kbpf: unexpected error: in the kernel's words: ENOSPC (kbpf/cli/app.py:"
-    )
+    assert said[0].startswith("kbpf: unexpected error: in the kernel's words: ENOSPC (kbpf/cli/app.py:")

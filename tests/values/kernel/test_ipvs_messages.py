@@ -55,51 +55,25 @@ def flags(value: int) -> dict[str, int]:
 ROWS = {
     "new": (
         IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr")),
-        {
-            "cmd": 1,
-            **V4,
-            "s.SCHED_NAME": "rr",
-            "s.FLAGS": flags(0),
-            "s.TIMEOUT": 0,
-            "s.NETMASK": "255.255.255.255",
-        },
+        {"cmd": 1, **V4, "s.SCHED_NAME": "rr", "s.FLAGS": flags(0), "s.TIMEOUT": 0, "s.NETMASK": "255.255.255.255"},
     ),
     "new, IPv6, persistent": (
         IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB6, VirtualServiceSettings("wrr", 10800)),
-        {
-            "cmd": 1,
-            **V6,
-            "s.SCHED_NAME": "wrr",
-            "s.FLAGS": flags(1),
-            "s.TIMEOUT": 10800,
-            "s.NETMASK": "128.0.0.0",
-        },
+        {"cmd": 1, **V6, "s.SCHED_NAME": "wrr", "s.FLAGS": flags(1), "s.TIMEOUT": 10800, "s.NETMASK": "128.0.0.0"},
     ),  # for IPv6, a 32-bit prefix length
     "set, by a hash": (
         IpvsRequest(
             IpvsCommand.IPVS_CMD_SET_SERVICE,
             WEB,
             VirtualServiceSettings(
-                "mh",
-                0,
-                IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK
-                | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT,
+                "mh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT
             ),
         ),
-        {
-            "cmd": 2,
-            **V4,
-            "s.SCHED_NAME": "mh",
-            "s.FLAGS": flags(0x18),
-            "s.TIMEOUT": 0,
-            "s.NETMASK": "255.255.255.255",
-        },
+        {"cmd": 2, **V4, "s.SCHED_NAME": "mh", "s.FLAGS": flags(0x18), "s.TIMEOUT": 0, "s.NETMASK": "255.255.255.255"},
     ),
     "by mark": (
         IpvsRequest(
-            IpvsCommand.IPVS_CMD_NEW_SERVICE,
-            VirtualServiceKey(6, ANY6, 0, 0x6B620001),
-            VirtualServiceSettings("sh"),
+            IpvsCommand.IPVS_CMD_NEW_SERVICE, VirtualServiceKey(6, ANY6, 0, 0x6B620001), VirtualServiceSettings("sh")
         ),
         {
             "cmd": 1,
@@ -113,46 +87,16 @@ ROWS = {
     ),
     "delete": (IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB), {"cmd": 3, **V4}),
     "a server": (
-        IpvsRequest(
-            IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 3
-        ),
-        {
-            "cmd": 5,
-            **V4,
-            "ADDR_FAMILY": socket.AF_INET,
-            "ADDR": "10.0.0.1",
-            "PORT": 8080,
-            "WEIGHT": 3,
-            **SERVER,
-        },
+        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 3),
+        {"cmd": 5, **V4, "ADDR_FAMILY": socket.AF_INET, "ADDR": "10.0.0.1", "PORT": 8080, "WEIGHT": 3, **SERVER},
     ),
     "a server drained, IPv6": (
-        IpvsRequest(
-            IpvsCommand.IPVS_CMD_SET_DEST, WEB6, None, RealServerKey(parse_addr("fd00::9"), 8080), 0
-        ),
-        {
-            "cmd": 6,
-            **V6,
-            "ADDR_FAMILY": socket.AF_INET6,
-            "ADDR": "fd00::9",
-            "PORT": 8080,
-            "WEIGHT": 0,
-            **SERVER,
-        },
+        IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, WEB6, None, RealServerKey(parse_addr("fd00::9"), 8080), 0),
+        {"cmd": 6, **V6, "ADDR_FAMILY": socket.AF_INET6, "ADDR": "fd00::9", "PORT": 8080, "WEIGHT": 0, **SERVER},
     ),
     "a server gone": (
-        IpvsRequest(
-            IpvsCommand.IPVS_CMD_DEL_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 80)
-        ),
-        {
-            "cmd": 7,
-            **V4,
-            "ADDR_FAMILY": socket.AF_INET,
-            "ADDR": "10.0.0.1",
-            "PORT": 80,
-            "WEIGHT": 0,
-            **SERVER,
-        },
+        IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 80)),
+        {"cmd": 7, **V4, "ADDR_FAMILY": socket.AF_INET, "ADDR": "10.0.0.1", "PORT": 80, "WEIGHT": 0, **SERVER},
     ),
 }
 
@@ -165,17 +109,14 @@ def test_requests_encode_as_pyroute2_reads_them(name: str):
 
 def test_a_delete_request_byte_by_byte():
     told = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB)).hex(" ", 4)
-    assert told == (
-        "03010000 24000180 06000100 02000000 06000200 06000000 08000300 0a600001 06000400 00500000"
-    )
+    assert told == ("03010000 24000180 06000100 02000000 06000200 06000000 08000300 0a600001 06000400 00500000")
 
 
 TIMES = [
-    (ConnectionTimeouts(3600, 60, 10),
-     {"TCP": "10:0e:00:00", "TCP_FIN": "3c:00:00:00", "UDP": "0a:00:00:00"}),
+    (ConnectionTimeouts(3600, 60, 10), {"TCP": "10:0e:00:00", "TCP_FIN": "3c:00:00:00", "UDP": "0a:00:00:00"}),
     (ConnectionTimeouts(tcp=1), {"TCP": "01:00:00:00"}),
     (ConnectionTimeouts(udp=1), {"UDP": "01:00:00:00"}),
-]  # fmt: skip
+]
 """Time-outs in the bytes that pyroute2 shows."""
 
 
@@ -192,18 +133,20 @@ def test_unset_timeouts_are_not_encoded(times: ConnectionTimeouts, said: dict[st
 SERVICES = [
     (WEB, VirtualServiceSettings("rr")),
     (WEB6, VirtualServiceSettings("wrr", 10800)),
-    (VirtualServiceKey(132, parse_addr("10.96.0.1"), 80),
-        VirtualServiceSettings("mh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK)),
-    (VirtualServiceKey(6, ANY4, 0, 0xFFFF0001),
-        VirtualServiceSettings("sh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT)),
+    (
+        VirtualServiceKey(132, parse_addr("10.96.0.1"), 80),
+        VirtualServiceSettings("mh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK),
+    ),
+    (
+        VirtualServiceKey(6, ANY4, 0, 0xFFFF0001),
+        VirtualServiceSettings("sh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT),
+    ),
     (VirtualServiceKey(6, ANY6, 0, 1), VirtualServiceSettings("rr")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("service", "settings"), SERVICES, ids=str)
-def test_encoded_services_decode_equal(
-    service: VirtualServiceKey, settings: VirtualServiceSettings
-):
+def test_encoded_services_decode_equal(service: VirtualServiceKey, settings: VirtualServiceSettings):
     body = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, settings))
     assert ipvs.decode_service(body) == (service, settings)
 
@@ -212,23 +155,15 @@ def test_service_stats_use_the_64_bit_counters():
     """The 64-bit counters are a separate attribute; the 32-bit ones before it may have
     overflowed.
     """
-    said = ipvs.encode_request(
-        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr"))
-    )[4:]
+    said = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr")))[4:]
     whole = ipvs.parse_attributes(said)[1]
     numbers = {1: 1 << 33, 2: 5, 3: 6, 4: 1 << 40, 5: (1 << 41) + 1, 6: 9}
     stats = b"".join(pack_attribute(kind, n.to_bytes(8, "little")) for kind, n in numbers.items())
     small = b"".join(pack_attribute(kind, b"\xff" * 4) for kind in numbers)
     body = whole + pack_attribute(10 | 0x8000, small) + pack_attribute(12 | 0x8000, stats)
     told = b"\1\1\0\0" + pack_attribute(1 | 0x8000, body)
-    assert ipvs.decode_stats(told) == (
-        WEB,
-        ConnectionStats(1 << 33, bytes_in=1 << 40, bytes_out=(1 << 41) + 1),
-    )
-    assert ipvs.decode_stats(b"\1\1\0\0" + pack_attribute(1 | 0x8000, whole)) == (
-        WEB,
-        ConnectionStats(),
-    )
+    assert ipvs.decode_stats(told) == (WEB, ConnectionStats(1 << 33, bytes_in=1 << 40, bytes_out=(1 << 41) + 1))
+    assert ipvs.decode_stats(b"\1\1\0\0" + pack_attribute(1 | 0x8000, whole)) == (WEB, ConnectionStats())
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "fd00::9"])
@@ -238,19 +173,23 @@ def test_a_real_server_of_the_kernel_is_decoded(address: str):
     v4 = "." in address
     raw = addr[12:] + bytes(12) if v4 else bytes(addr)
     family = (socket.AF_INET if v4 else socket.AF_INET6).to_bytes(2, "little")
-    parts = [(11, family), (1, raw), (2, b"\x1f\x90"), (3, bytes(4)), (4, b"\5\0\0\0"),
-             (7, b"\2\0\0\0"), (8, b"\3\0\0\0"), (9, bytes(4))]  # fmt: skip
-    nested = pack_attribute(
-        2 | 0x8000, b"".join(pack_attribute(kind, value) for kind, value in parts)
-    )
+    parts = [
+        (11, family),
+        (1, raw),
+        (2, b"\x1f\x90"),
+        (3, bytes(4)),
+        (4, b"\5\0\0\0"),
+        (7, b"\2\0\0\0"),
+        (8, b"\3\0\0\0"),
+        (9, bytes(4)),
+    ]
+    nested = pack_attribute(2 | 0x8000, b"".join(pack_attribute(kind, value) for kind, value in parts))
     load = ipvs.decode_server(b"\5\1\0\0" + nested, 4 if v4 else 6)
     assert load == RealServerStatus(RealServerKey(Addr(addr), 8080), 5, 2, 3)
 
 
 def test_errors_name_the_service_and_the_server():
-    change = IpvsRequest(
-        IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 1
-    )
+    change = IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 1)
     assert str(change) == "create real server 10.96.0.1:80/6 -> 10.0.0.1:8080"
     gone = IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, VirtualServiceKey(6, ANY6, 0, 7))
     assert str(gone) == "delete virtual service mark 0x7 IPv6"

@@ -29,9 +29,7 @@ def stranger() -> Iterator[int]:
 
 
 def start(arguments: tuple[str, ...], executable: str) -> "subprocess.Popen[bytes]":
-    child = subprocess.Popen(
-        arguments, executable=executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    child = subprocess.Popen(arguments, executable=executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"\n", "it has called execve()"
     return child

@@ -8,12 +8,14 @@ from kbpf.kernel.bpf import probe
 ROWS = {
     "not PREEMPT_RT": (False, None, True),
     "PREEMPT_RT before 6.18": (True, "CONFIG_PREEMPT_RT=y\n", True),
-    "PREEMPT_RT since 6.18, with the lock": (True,
-        f"CONFIG_PREEMPT_RT=y\n{probe.BH_LOCK_CONFIG}=y\n", True),
-    "PREEMPT_RT since 6.18, without the lock": (True,
-        f"CONFIG_PREEMPT_RT=y\n# {probe.BH_LOCK_CONFIG} is not set\n", False),
+    "PREEMPT_RT since 6.18, with the lock": (True, f"CONFIG_PREEMPT_RT=y\n{probe.BH_LOCK_CONFIG}=y\n", True),
+    "PREEMPT_RT since 6.18, without the lock": (
+        True,
+        f"CONFIG_PREEMPT_RT=y\n# {probe.BH_LOCK_CONFIG} is not set\n",
+        False,
+    ),
     "PREEMPT_RT, configuration unreadable": (True, None, None),
-}  # fmt: skip
+}
 """A kernel: whether it is PREEMPT_RT, its configuration, and whether softirqs are serialized."""
 
 

@@ -9,10 +9,9 @@ from kbpf.kernel.system import sysctl
 
 ROWS = [
     ("on a node", (), "proc/net/ipv4/ip_forward"),
-    ("in a pod with the node's folder mounted", ("net/ipv4/ip_forward",),
-        "host/net/ipv4/ip_forward"),
+    ("in a pod with the node's folder mounted", ("net/ipv4/ip_forward",), "host/net/ipv4/ip_forward"),
     ("in a pod, a sysctl that the node lacks", ("net/ipv4/other",), "proc/net/ipv4/ip_forward"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "given", "file"), ROWS, ids=[row[0] for row in ROWS])

@@ -62,9 +62,7 @@ def piece(
     pods: tuple[str, ...] = (),
 ) -> EndpointSlice:
     """A slice of a Service; its name is SERVICE-1 by default."""
-    return EndpointSlice(
-        "ns", name or f"{service}-1", service, family, ends, ports, packed_pods=pack_names(pods)
-    )
+    return EndpointSlice("ns", name or f"{service}-1", service, family, ends, ports, packed_pods=pack_names(pods))
 
 
 def numbers(backends: tuple[Backend, ...]) -> tuple[int, ...]:

@@ -54,22 +54,26 @@ LOCAL = NodeAddresses(addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.
 LOCAL.subnet_ends = frozenset(addrs("192.0.2.0", "192.0.2.255", "172.17.255.255"))
 """The Node's addresses, a VIP that keepalived or kube-vip has put on a device, and a bridge."""
 SERVERS: tuple[ApiServerAddress, ...] = ((parse_addr("198.51.100.7"), 6443),)
-LISTENING = frozenset(
-    FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 22), (ANY4, 10250))
-)
+LISTENING = frozenset(FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 22), (ANY4, 10250)))
 API_SLICE = EndpointSlice(
-    "default", "kubernetes", "kubernetes", 4,
+    "default",
+    "kubernetes",
+    "kubernetes",
+    4,
     tuple(map(Endpoint, addrs("192.0.2.1", "192.0.2.10"))),
     (SlicePort("https", TCP, 6443),),
-)  # fmt: skip
-PODS = EndpointSlice(
-    "shop", "shop-1", "shop", 4, tuple(map(Endpoint, addrs("10.9.9.9", "7.7.7.7"))),
-    (SlicePort("http", TCP, 8080),), packed_pods=pack_names(("shop-1", "")),
-)  # fmt: skip
-SHOP = Service("shop", "shop", "NodePort", addrs("10.96.0.50"), (ServicePort("", TCP, 80, 30050),))
-KUBERNETES = Service(
-    "default", "kubernetes", "ClusterIP", addrs("10.96.0.1"), (ServicePort("https", TCP, 443),)
 )
+PODS = EndpointSlice(
+    "shop",
+    "shop-1",
+    "shop",
+    4,
+    tuple(map(Endpoint, addrs("10.9.9.9", "7.7.7.7"))),
+    (SlicePort("http", TCP, 8080),),
+    packed_pods=pack_names(("shop-1", "")),
+)
+SHOP = Service("shop", "shop", "NodePort", addrs("10.96.0.50"), (ServicePort("", TCP, 80, 30050),))
+KUBERNETES = Service("default", "kubernetes", "ClusterIP", addrs("10.96.0.1"), (ServicePort("https", TCP, 443),))
 
 SERVED = ""
 API = "an address of the API server"
@@ -130,9 +134,7 @@ KINDS = [
     Row("metadata, IPv6", "fd00:ec2::254", 80, LINK, LINK, LINK),
     Row("metadata of Alibaba", "100.100.100.200", 80, LINK, LINK, LINK),
     Row("another Service's ClusterIP", "10.96.0.50", 80, CLUSTER_IP, CLUSTER_IP, SHOPS),
-    Row(
-        "another's ClusterIP, at a port it lacks", "10.96.0.50", 22, CLUSTER_IP, CLUSTER_IP, SERVED
-    ),
+    Row("another's ClusterIP, at a port it lacks", "10.96.0.50", 22, CLUSTER_IP, CLUSTER_IP, SERVED),
     Row("the node's broadcast address", "192.0.2.255", 80, ENDS, ENDS, SERVED),
     Row("the node's network address", "192.0.2.0", 80, ENDS, ENDS, SERVED),
     Row("a bridge's broadcast address", "172.17.255.255", 80, ENDS, ENDS, SERVED),
@@ -173,14 +175,18 @@ def outcome(state: DesiredState, at: FrontendAddress) -> str:
     return " ".join(words)
 
 
-def state_of(
-    service: Service, config: Config, device_listeners: Collection[FrontendAddress] = ()
-) -> DesiredState:
+def state_of(service: Service, config: Config, device_listeners: Collection[FrontendAddress] = ()) -> DesiredState:
     return compute_desired_state(
-        (service, SHOP, KUBERNETES), (PODS, API_SLICE), NODE, LOCAL, config,
-        api_servers=SERVERS, listeners=LISTENING, other_nodes=(OTHER_NODE,),
+        (service, SHOP, KUBERNETES),
+        (PODS, API_SLICE),
+        NODE,
+        LOCAL,
+        config,
+        api_servers=SERVERS,
+        listeners=LISTENING,
+        other_nodes=(OTHER_NODE,),
         device_listeners=device_listeners,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("how", SETTINGS)
@@ -226,24 +232,24 @@ def test_a_cluster_ip_is_never_refused(row: Row, how: str, is_listening: bool) -
     assert FrontendKind.NODE_PORT in {frontend.kind for frontend in web_state.frontends}
 
 
-def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest.LogCaptureFixture) -> None:
     """A node-local DNS cache: its address appears, it listens, it is killed, and starts again; then
     the address is removed. Ports at which it does not listen, and other addresses, stay served.
     """
     dns = Service(
-        "kube-system", "kube-dns", "LoadBalancer", addrs("10.96.0.10", "fd00:96::a"),
+        "kube-system",
+        "kube-dns",
+        "LoadBalancer",
+        addrs("10.96.0.10", "fd00:96::a"),
         (ServicePort("dns", Protocol.UDP, 53), ServicePort("metrics", TCP, 9153)),
         lb_vips=addrs("203.0.113.5"),
-    )  # fmt: skip
+    )
     store, builder = ObjectStore("me"), DesiredStateBuilder()
     book = ProblemBook(EventRecorder(None, "me"))
     touched = store.apply([up(NODE), up(dns), *(Synced(kind) for kind in Kind)])
     served: list[list[str]] = []
     dns_at = FrontendAddress(parse_addr("10.96.0.10"), 53, Protocol.UDP)
-    steps = [(False, False), (True, False), (True, True), (True, False), (True, True),
-             (False, True), (False, False)]  # fmt: skip
+    steps = [(False, False), (True, False), (True, True), (True, False), (True, True), (False, True), (False, False)]
     with caplog.at_level("INFO"):
         for has_address, is_listening in steps:
             touched.all_services = has_address != bool(builder.device_frontends)
@@ -258,8 +264,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(
             expected = {at for ports in builder.device_frontends for at in ports} - listeners
             assert on_device == expected
     assert [set(served[0]) - set(each) for each in served] == [
-        {str(dns_at)} if has_address and is_listening else set()
-        for has_address, is_listening in steps
+        {str(dns_at)} if has_address and is_listening else set() for has_address, is_listening in steps
     ]
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "left to this node" in line] == 2 * [
@@ -270,9 +275,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(
 
 
 def test_service_kubernetes_may_use_api_server_addresses() -> None:
-    own = replace(
-        KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1")
-    )
+    own = replace(KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1"))
     state = compute_desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
     (service_state,) = state.services.values()
     assert not service_state.refused
@@ -307,11 +310,7 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], address:
         "node": OTHER_NODE,
     }
     there: dict[str, Service | EndpointSlice | Node] = {}
-    world, desired, told = (
-        ObjectStore("me"),
-        DesiredStateBuilder(),
-        {"servers": False, "listening": False},
-    )
+    world, desired, told = (ObjectStore("me"), DesiredStateBuilder(), {"servers": False, "listening": False})
     world.apply([up(NODE), *(Synced(kind) for kind in Kind)])
     config = load.load_config({"--external-ips": "all"}, {})
     for step in steps:
@@ -404,9 +403,7 @@ def test_only_sockets_at_the_ports_are_read(count: int, selected: bool) -> None:
     assert asked == [({(TCP, port) for port in range(1, count + 1)},) if selected else ()]
 
 
-def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog: pytest.LogCaptureFixture) -> None:
     server = EventServer()
     events_ = EventRecorder(server, "me")
     book = ProblemBook(events_)
@@ -418,9 +415,7 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
             book.report_addresses(states, states, ReservedAddresses())
     (key,) = (key for key in states if key.name == "web")
     assert book.problems.first(9) == [f"{key}: {line}"]
-    assert [each.getMessage() for each in caplog.records] == [
-        f"Service ns/web: {line}; {DOCS_HINT}"
-    ]
+    assert [each.getMessage() for each in caplog.records] == [f"Service ns/web: {line}; {DOCS_HINT}"]
     events_.flush(PATIENCE)
     events_.stop()
     (event,) = server.events
@@ -444,9 +439,7 @@ AT_NODE = {
 
 
 @pytest.mark.parametrize("name", AT_NODE)
-def test_served_address_of_this_node_is_logged_once(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_served_address_of_this_node_is_logged_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The log line warns, since connections to the node now reach the Service. The address is
     served, so `problems` does not list it.
     """
@@ -466,12 +459,19 @@ def test_served_address_of_this_node_is_logged_once(
 
 def test_node_port_source_ranges_apply_per_family() -> None:
     service = Service(
-        "ns", "web", "LoadBalancer", addrs("10.96.0.2", "fd00:96::2"),
-        (ServicePort("", TCP, 80, 30080),), lb_vips=addrs("203.0.113.5"),
-    )  # fmt: skip
+        "ns",
+        "web",
+        "LoadBalancer",
+        addrs("10.96.0.2", "fd00:96::2"),
+        (ServicePort("", TCP, 80, 30080),),
+        lb_vips=addrs("203.0.113.5"),
+    )
     for text, families in {
-        "": (), "10.0.0.0/8": (4,), "10.0.0.0/8,fd00::/8": (4, 6), "0.0.0.0/0,fd00::/8": (6,),
-    }.items():  # fmt: skip
+        "": (),
+        "10.0.0.0/8": (4,),
+        "10.0.0.0/8,fd00::/8": (4, 6),
+        "0.0.0.0/0,fd00::/8": (6,),
+    }.items():
         config = load.load_config({"--nodeport-source-ranges": text}, {})
         state = compute_desired_state((service,), (), NODE, LOCAL, config)
         for key, found in state.services.items():

@@ -34,75 +34,92 @@ OTHERS = st.lists(ADDRESSES | ADDRESSES6, max_size=2).map(tuple)
 NAMES, NODE_NAMES = st.sampled_from(["web", "dns"]), st.sampled_from(["me", "you", ""])
 SPACES = st.sampled_from(["ns", "ns", "ns", "other"])
 PORTS = st.builds(
-    ServicePort, st.sampled_from(["http", "http", "http", "x"]),
+    ServicePort,
+    st.sampled_from(["http", "http", "http", "x"]),
     st.sampled_from([Protocol.TCP, Protocol.TCP, Protocol.TCP, Protocol.UDP]),
-    st.sampled_from([80, 81]), st.sampled_from([0, 30080, 30081]),
-)  # fmt: skip
+    st.sampled_from([80, 81]),
+    st.sampled_from([0, 30080, 30081]),
+)
 CLUSTER_IPS = st.sampled_from([(4,), (4,), (4, 6), (6, 4), (6,)]).flatmap(
     lambda order: st.tuples(*[ADDRESSES if family == 4 else ADDRESSES6 for family in order])
 )
 WEIGHTS = st.sampled_from(
-    [None, None, None, Weights(((end(1).address, 0),), (("p1", 4),)),
-     Weights(pods=(("p1", 0), ("p2", 2)), nodes=(("me", 6),), default=4)]
-)  # fmt: skip
+    [
+        None,
+        None,
+        None,
+        Weights(((end(1).address, 0),), (("p1", 4),)),
+        Weights(pods=(("p1", 0), ("p2", 2)), nodes=(("me", 6),), default=4),
+    ]
+)
 SERVICES = st.builds(
-    Service, SPACES, NAMES, st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]), CLUSTER_IPS,
+    Service,
+    SPACES,
+    NAMES,
+    st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
+    CLUSTER_IPS,
     st.lists(PORTS, min_size=1, max_size=2, unique_by=lambda p: (p.name, p.protocol)).map(tuple),
-    OTHERS, OTHERS, st.sampled_from([(), RANGE]),
-    external_local=st.booleans(), internal_local=st.booleans(),
-    affinity_timeout=st.sampled_from([0, 60]), creation_timestamp=st.sampled_from(["", OLD, NEW]),
-    algorithm=st.sampled_from([None, *Algorithm]), weights=WEIGHTS,
-)  # fmt: skip
+    OTHERS,
+    OTHERS,
+    st.sampled_from([(), RANGE]),
+    external_local=st.booleans(),
+    internal_local=st.booleans(),
+    affinity_timeout=st.sampled_from([0, 60]),
+    creation_timestamp=st.sampled_from(["", OLD, NEW]),
+    algorithm=st.sampled_from([None, *Algorithm]),
+    weights=WEIGHTS,
+)
 HINTS = st.sampled_from([None, ("a",), ("b",), ("a", "b")])
 ENDS = st.builds(
-    Endpoint, st.sampled_from([end(n).address for n in (1, 2, 3)]),
-    st.sampled_from([True, True, False]), st.sampled_from([True, True, False]), st.booleans(),
-    NODE_NAMES, st.just(""), HINTS, st.sampled_from([None, None, ("me",)]),
-)  # fmt: skip
+    Endpoint,
+    st.sampled_from([end(n).address for n in (1, 2, 3)]),
+    st.sampled_from([True, True, False]),
+    st.sampled_from([True, True, False]),
+    st.booleans(),
+    NODE_NAMES,
+    st.just(""),
+    HINTS,
+    st.sampled_from([None, None, ("me",)]),
+)
 
 
 def an_slice(
-    namespace: str,
-    name: str,
-    service: str,
-    family: int,
-    ends: list[tuple[Endpoint, str]],
-    ports: tuple[SlicePort, ...],
+    namespace: str, name: str, service: str, family: int, ends: list[tuple[Endpoint, str]], ports: tuple[SlicePort, ...]
 ) -> EndpointSlice:
     return EndpointSlice(
-        namespace, name, service, family, tuple(e for e, _ in ends), ports,
+        namespace,
+        name,
+        service,
+        family,
+        tuple(e for e, _ in ends),
+        ports,
         packed_pods=pack_names([pod for _, pod in ends]),
-    )  # fmt: skip
+    )
 
 
 PODS = st.sampled_from(["p1", "p2", "p3", ""])
 SLICES = st.builds(
-    an_slice, SPACES, st.sampled_from(["s1", "s2", "s3"]), NAMES,
-    st.sampled_from([4, 4, 4, 4, 6]), st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=3),
+    an_slice,
+    SPACES,
+    st.sampled_from(["s1", "s2", "s3"]),
+    NAMES,
+    st.sampled_from([4, 4, 4, 4, 6]),
+    st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=3),
     st.sampled_from([HTTP, HTTP, HTTP, HTTP, ()]),
-)  # fmt: skip
+)
 NODES = st.builds(
-    Node, st.sampled_from(["me", "me", "you"]), st.sampled_from([(), LOCAL[1:]]),
-    st.sampled_from(["", "a", "b"]),
-)  # fmt: skip
-PODS = st.builds(
-    Pod, SPACES, st.sampled_from(["p1", "p2"]), st.sampled_from(["u1", "u2", "u3"]), NODE_NAMES
+    Node, st.sampled_from(["me", "me", "you"]), st.sampled_from([(), LOCAL[1:]]), st.sampled_from(["", "a", "b"])
 )
-OBJECTS = st.sampled_from([SERVICES, SERVICES, SLICES, SLICES, SLICES, NODES, PODS]).flatmap(
-    lambda x: x
-)
+PODS = st.builds(Pod, SPACES, st.sampled_from(["p1", "p2"]), st.sampled_from(["u1", "u2", "u3"]), NODE_NAMES)
+OBJECTS = st.sampled_from([SERVICES, SERVICES, SLICES, SLICES, SLICES, NODES, PODS]).flatmap(lambda x: x)
 UPSERTS = OBJECTS.map(up)
 WORDS = [
     OBJECTS.map(gone),
     OBJECTS.map(lambda said: Rejected(up(said).key, "bad")),
     st.sampled_from(list(Kind)).map(Synced),
 ]
-EVENTS = st.lists(
-    st.sampled_from([*[UPSERTS] * 7, *WORDS]).flatmap(lambda x: x), min_size=6, max_size=20
-)
-CONFIGS = st.sampled_from(
-    [Config(), Config(node_port_addresses=RANGE), Config(algorithm=Algorithm.MAGLEV)]
-)
+EVENTS = st.lists(st.sampled_from([*[UPSERTS] * 7, *WORDS]).flatmap(lambda x: x), min_size=6, max_size=20)
+CONFIGS = st.sampled_from([Config(), Config(node_port_addresses=RANGE), Config(algorithm=Algorithm.MAGLEV)])
 
 
 def last_words(events: Iterable[Event]) -> dict[ObjectKey, Service | EndpointSlice | Node | Pod]:
@@ -134,9 +151,7 @@ def as_oracle(state: ServiceState) -> dict:
         **sets,
         **plain,
         "frontends": {(at[f.at], str(f.kind), f.restricted) for f in state.frontends},
-        "lost": {
-            ((oracle.text(a.address), a.port, int(a.protocol)), tuple(who)) for a, who in state.lost
-        },
+        "lost": {((oracle.text(a.address), a.port, int(a.protocol)), tuple(who)) for a, who in state.lost},
     }
 
 
@@ -188,8 +203,8 @@ def test_everything_deleted_leaves_nothing(events):
         if isinstance(event, Upsert) and isinstance(event.object, Service):
             desired.update(world, world.apply([event]), LOCAL, Config())
             alone = compute_desired_state([event.object], (), world.node, LOCAL, Config())
-            assert desired.state == replace(
-                alone, exempt_pods_known=desired.state.exempt_pods_known
-            ), "no claim is left behind"
+            assert desired.state == replace(alone, exempt_pods_known=desired.state.exempt_pods_known), (
+                "no claim is left behind"
+            )
             desired.update(world, world.apply([Delete(event.key)]), LOCAL, Config())
     assert desired.update(world, ChangeSet(all_services=True), LOCAL, Config()) == set()

@@ -35,9 +35,8 @@ POD_NETWORK = Cidr(parse_addr("10.1.0.0"), 120)
 
 
 WEB = Service(
-    "ns", "web", "LoadBalancer", addrs("10.96.0.1"), (PORT,),
-    external_ips=addrs("1.1.1.1"), lb_vips=addrs("9.9.9.9"),
-)  # fmt: skip
+    "ns", "web", "LoadBalancer", addrs("10.96.0.1"), (PORT,), external_ips=addrs("1.1.1.1"), lb_vips=addrs("9.9.9.9")
+)
 INTERNAL = replace(WEB, internal_local=True)
 EXTERNAL = replace(WEB, external_local=True)
 PLAIN = Service("ns", "plain", "ClusterIP", addrs("10.96.0.9"), (replace(PORT, node_port=0),))
@@ -71,54 +70,52 @@ def dials_outside(name: str, *rest) -> list[Dial]:
     """One row each for the LB VIP, the ExternalIP and the NodePort of the Service."""
     service, ends, client, answer = rest
     kinds = ("LB VIP", "ExternalIP", "NodePort")
-    return [
-        Dial(f"{kind}, {name}", service, ends, client, to, answer)
-        for kind, to in zip(kinds, OUTSIDE, strict=True)
-    ]
+    return [Dial(f"{kind}, {name}", service, ends, client, to, answer) for kind, to in zip(kinds, OUTSIDE, strict=True)]
 
 
 DIALS = [
     Dial("ClusterIP, no endpoints: refuse", WEB, (), "pod", OWN, "refuse"),
     Dial("ClusterIP, none usable: refuse", WEB, (DOWN,), "pod", OWN, "refuse"),
-    Dial("ClusterIP, usable ones: any of them",
-        WEB, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
+    Dial("ClusterIP, usable ones: any of them", WEB, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
     Dial("ClusterIP, only draining ones", WEB, (DRAINING_THERE,), "pod", OWN, (4,)),
-    Dial("ClusterIP, internal Local: the local ones",
-        INTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1,)),
-    Dial("ClusterIP, internal Local, none local, some elsewhere: drop",
-        INTERNAL, (READY_THERE,), "pod", OWN, "drop"),
-    Dial("ClusterIP, internal Local, none local, draining elsewhere: drop",
-        INTERNAL, (DRAINING_THERE,), "pod", OWN, "drop"),
-    Dial("ClusterIP, internal Local, none usable anywhere: refuse",
-        INTERNAL, (DOWN,), "pod", OWN, "refuse"),
-    Dial("ClusterIP, internal Local, a draining one here",
-        INTERNAL, (DRAINING_HERE, READY_THERE), "pod", OWN, (3,)),
-    Dial("ClusterIP, external Local does not apply",
-        EXTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
-    Dial("ClusterIP, unknown port: not ours",
-        WEB, (READY_HERE,), "pod", "10.96.0.1:81/TCP", "pass"),
-    Dial("ClusterIP, other protocol: not ours",
-        WEB, (READY_HERE,), "pod", "10.96.0.1:80/UDP", "pass"),
-    Dial("an LB address with ipMode Proxy is not a VIP: not ours",
-        replace(WEB, lb_vips=()), (READY_HERE,), "pod", OUTSIDE[0], "pass"),
+    Dial("ClusterIP, internal Local: the local ones", INTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1,)),
+    Dial("ClusterIP, internal Local, none local, some elsewhere: drop", INTERNAL, (READY_THERE,), "pod", OWN, "drop"),
+    Dial(
+        "ClusterIP, internal Local, none local, draining elsewhere: drop",
+        INTERNAL,
+        (DRAINING_THERE,),
+        "pod",
+        OWN,
+        "drop",
+    ),
+    Dial("ClusterIP, internal Local, none usable anywhere: refuse", INTERNAL, (DOWN,), "pod", OWN, "refuse"),
+    Dial("ClusterIP, internal Local, a draining one here", INTERNAL, (DRAINING_HERE, READY_THERE), "pod", OWN, (3,)),
+    Dial("ClusterIP, external Local does not apply", EXTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
+    Dial("ClusterIP, unknown port: not ours", WEB, (READY_HERE,), "pod", "10.96.0.1:81/TCP", "pass"),
+    Dial("ClusterIP, other protocol: not ours", WEB, (READY_HERE,), "pod", "10.96.0.1:80/UDP", "pass"),
+    Dial(
+        "an LB address with ipMode Proxy is not a VIP: not ours",
+        replace(WEB, lb_vips=()),
+        (READY_HERE,),
+        "pod",
+        OUTSIDE[0],
+        "pass",
+    ),
     *dials_outside("no endpoints: refuse", WEB, (), "outside", "refuse"),
     *dials_outside("none usable: refuse", EXTERNAL, (DOWN,), "outside", "refuse"),
     *dials_outside("usable ones", WEB, (READY_HERE, READY_THERE), "outside", (1, 2)),
-    *dials_outside("internal Local does not apply",
-        INTERNAL, (READY_HERE, READY_THERE), "outside", (1, 2)),
-    *dials_outside("external Local: local ones",
-        EXTERNAL, (READY_HERE, READY_THERE), "outside", (1,)),
-    *dials_outside("external Local, a draining one here",
-        EXTERNAL, (DRAINING_HERE, READY_THERE), "outside", (3,)),
-    *dials_outside("external Local, none local, client outside: drop",
-        EXTERNAL, (READY_THERE,), "outside", "drop"),
-    *dials_outside("external Local, none local, draining elsewhere: drop",
-        EXTERNAL, (DRAINING_THERE,), "outside", "drop"),
-    *dials_outside("external Local, pod on this node: short circuit",
-        EXTERNAL, (READY_HERE, READY_THERE), "pod", (1, 2)),
-    *dials_outside("external Local, none local, this host: short circuit",
-        EXTERNAL, (READY_THERE,), "host", (2,)),
-]  # fmt: skip
+    *dials_outside("internal Local does not apply", INTERNAL, (READY_HERE, READY_THERE), "outside", (1, 2)),
+    *dials_outside("external Local: local ones", EXTERNAL, (READY_HERE, READY_THERE), "outside", (1,)),
+    *dials_outside("external Local, a draining one here", EXTERNAL, (DRAINING_HERE, READY_THERE), "outside", (3,)),
+    *dials_outside("external Local, none local, client outside: drop", EXTERNAL, (READY_THERE,), "outside", "drop"),
+    *dials_outside(
+        "external Local, none local, draining elsewhere: drop", EXTERNAL, (DRAINING_THERE,), "outside", "drop"
+    ),
+    *dials_outside(
+        "external Local, pod on this node: short circuit", EXTERNAL, (READY_HERE, READY_THERE), "pod", (1, 2)
+    ),
+    *dials_outside("external Local, none local, this host: short circuit", EXTERNAL, (READY_THERE,), "host", (2,)),
+]
 
 
 def answer(state: DesiredState, client: str, to: str) -> tuple[int, ...] | str:
@@ -212,9 +209,7 @@ def test_only_what_changed_is_reported():
     before = kept.state("plain")
     assert kept.feed() == set()
     assert kept.feed(up(piece(READY_HERE, READY_THERE))) == {WEB_KEY}
-    assert kept.feed(up(replace(piece(READY_HERE, READY_THERE), name="copy"))) == {WEB_KEY}, (
-        "a slice more"
-    )
+    assert kept.feed(up(replace(piece(READY_HERE, READY_THERE), name="copy"))) == {WEB_KEY}, "a slice more"
     assert kept.feed(up(replace(piece(READY_HERE), service="plain"))) == {WEB_KEY, PLAIN_KEY}
     assert before.cluster == ()
 
@@ -260,9 +255,8 @@ def test_removed_port_removes_its_key():
 
 
 THIEF = Service(
-    "evil", "thief", "ClusterIP", addrs("10.96.0.66"), (PORT,),
-    external_ips=addrs("10.96.0.9"), creation_timestamp=OLD,
-)  # fmt: skip
+    "evil", "thief", "ClusterIP", addrs("10.96.0.66"), (PORT,), external_ips=addrs("10.96.0.9"), creation_timestamp=OLD
+)
 THIEF_KEY = "evil/thief:http TCP IPv4"
 
 

@@ -9,11 +9,7 @@ import pytest
 from tests.support.lab.dial import Dial
 from tests.support.lab.paper import TABLES, Table, answer, expected, explain
 
-ROWS = [
-    pytest.param(table, row, id=f"{table.name}: {row.name}")
-    for table in TABLES
-    for row in table.rows
-]
+ROWS = [pytest.param(table, row, id=f"{table.name}: {row.name}") for table in TABLES for row in table.rows]
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS)

@@ -47,8 +47,7 @@ from tests.values.policy.services import NEW, OLD, addrs
 def cidrs(*texts: str) -> tuple[Cidr, ...]:
     nets = [ipaddress.ip_network(text) for text in texts]
     return tuple(
-        Cidr(parse_addr(str(net.network_address)), net.prefixlen + (96 if net.version == 4 else 0))
-        for net in nets
+        Cidr(parse_addr(str(net.network_address)), net.prefixlen + (96 if net.version == 4 else 0)) for net in nets
     )
 
 
@@ -56,10 +55,15 @@ def cidrs(*texts: str) -> tuple[Cidr, ...]:
 def test_the_frontends_of_a_service(row: Row):
     port = ServicePort("http", Protocol.TCP, 80, row.node_port)
     service = Service(
-        "ns", "web", "LoadBalancer", addrs(*row.cluster_ips), (port,),
-        external_ips=addrs(*row.external), lb_vips=addrs(*row.vips),
+        "ns",
+        "web",
+        "LoadBalancer",
+        addrs(*row.cluster_ips),
+        (port,),
+        external_ips=addrs(*row.external),
+        lb_vips=addrs(*row.vips),
         source_ranges=cidrs(*row.ranges),
-    )  # fmt: skip
+    )
     for family, expected in ((4, row.v4), (6, row.v6)):
         found = compute_frontends(service, port, family)
         assert said(found) == expected
@@ -111,18 +115,25 @@ class LocalRow(NamedTuple):
 
 LOCAL_ROWS = [
     LocalRow("no mode", (), LocalMode.NONE, (), ("10.1.0.0/24",)),
-    LocalRow("the cluster's network", ("10.0.0.0/8",), LocalMode.CLUSTER_CIDR, ("10.0.0.0/8",),
-        ("10.1.0.0/24",)),
-    LocalRow("the first of each family counts", ("10.0.0.0/8", "fd00::/48"), LocalMode.CLUSTER_CIDR,
-        ("10.0.0.0/8", "172.16.0.0/12", "fd00::/48", "fd01::/48")),
+    LocalRow("the cluster's network", ("10.0.0.0/8",), LocalMode.CLUSTER_CIDR, ("10.0.0.0/8",), ("10.1.0.0/24",)),
+    LocalRow(
+        "the first of each family counts",
+        ("10.0.0.0/8", "fd00::/48"),
+        LocalMode.CLUSTER_CIDR,
+        ("10.0.0.0/8", "172.16.0.0/12", "fd00::/48", "fd01::/48"),
+    ),
     LocalRow("no network of the cluster", (), LocalMode.CLUSTER_CIDR, (), ("10.1.0.0/24",)),
-    LocalRow("the Node's networks", ("10.1.0.0/24", "fd00:1::/64"), LocalMode.NODE_CIDR,
-        ("10.0.0.0/8",), ("fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24")),
+    LocalRow(
+        "the Node's networks",
+        ("10.1.0.0/24", "fd00:1::/64"),
+        LocalMode.NODE_CIDR,
+        ("10.0.0.0/8",),
+        ("fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24"),
+    ),
     LocalRow("the Node has none yet", (), LocalMode.NODE_CIDR, ("10.0.0.0/8",)),
     LocalRow("by the bridge", (), LocalMode.BRIDGE_INTERFACE, ("10.0.0.0/8",), ("10.1.0.0/24",)),
-    LocalRow("by the device's name", (), LocalMode.INTERFACE_NAME_PREFIX, ("10.0.0.0/8",),
-        ("10.1.0.0/24",)),
-]  # fmt: skip
+    LocalRow("by the device's name", (), LocalMode.INTERFACE_NAME_PREFIX, ("10.0.0.0/8",), ("10.1.0.0/24",)),
+]
 
 
 @pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
@@ -178,9 +189,7 @@ def test_of_two_equal_ports_of_one_service_the_first_by_name_wins():
 
 
 def test_a_withdrawn_claim_gives_the_address_to_the_next_in_every_order():
-    rivals = [
-        service(name, created, **VIP) for name, created in (("a", OLD), ("b", NEW), ("c", ""))
-    ]
+    rivals = [service(name, created, **VIP) for name, created in (("a", OLD), ("b", NEW), ("c", ""))]
     at = FrontendAddress(*addrs("9.9.9.9"), 80, Protocol.TCP)
     for order in itertools.permutations(rivals):
         claims = Claims()
@@ -237,9 +246,7 @@ UNSERVED_ROWS = [
 
 
 @pytest.mark.parametrize(
-    "row",
-    UNSERVED_ROWS,
-    ids=lambda row: ",".join((*row.networks, *row.more, f"{len(row.local)} local")),
+    "row", UNSERVED_ROWS, ids=lambda row: ",".join((*row.networks, *row.more, f"{len(row.local)} local"))
 )
 def test_node_port_networks_without_a_local_address_are_reported(row: UnservedRow):
     config = Config(node_port_addresses=cidrs(*row.networks), **row.more)

@@ -55,8 +55,7 @@ def test_without_weights_each_backend_has_one_slot():
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected"),
-    [((1, 1), (0, 1)), ((1, 2), (0, 1, 1)), ((2, 4), (0, 1, 1)), ((5, 5), (0, 1))],
+    ("weights", "expected"), [((1, 1), (0, 1)), ((1, 2), (0, 1, 1)), ((2, 4), (0, 1, 1)), ((5, 5), (0, 1))]
 )
 def test_slots_follow_the_weights_divided_by_their_common_divisor(weights, expected):
     assert compute_slots(AB, weighted(*weights)) == expected
@@ -120,19 +119,36 @@ def test_maglev_table_does_not_depend_on_the_hash_seed():
     )
     said = {
         subprocess.run(
-            [sys.executable, "-c", program], check=True, capture_output=True, text=True,
+            [sys.executable, "-c", program],
+            check=True,
+            capture_output=True,
+            text=True,
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
         ).stdout
         for seed in ("1", "2")
-    }  # fmt: skip
+    }
     assert said == {f"{compute_maglev_table(many(7), (), 251)}\n"}
 
 
 @pytest.mark.parametrize(
     ("count", "size"),
-    [(0, 0), (1, 1), (2, 251), (10, 251), (11, 1021), (40, 1021), (41, 4093), (163, 4093),
-     (164, 16381), (655, 16381), (656, 65521), (2620, 65521), (2621, 65521), (9999, 65521)],
-)  # fmt: skip
+    [
+        (0, 0),
+        (1, 1),
+        (2, 251),
+        (10, 251),
+        (11, 1021),
+        (40, 1021),
+        (41, 4093),
+        (163, 4093),
+        (164, 16381),
+        (655, 16381),
+        (656, 65521),
+        (2620, 65521),
+        (2621, 65521),
+        (9999, 65521),
+    ],
+)
 def test_the_size_follows_the_number_of_backends(count, size):
     assert maglev_table_size(count) == size
 
@@ -157,9 +173,13 @@ def test_backends_with_one_address_have_equal_shares(addresses, ports):
 
 @pytest.mark.parametrize(
     ("count", "spread", "fitting"),
-    [(100_000, EVEN_SPREAD, True), (2621, Spread(MAGLEV), True), (2622, Spread(MAGLEV), False),
-     (2622, weighted(*range(1, 2623)), False)],
-)  # fmt: skip
+    [
+        (100_000, EVEN_SPREAD, True),
+        (2621, Spread(MAGLEV), True),
+        (2622, Spread(MAGLEV), False),
+        (2622, weighted(*range(1, 2623)), False),
+    ],
+)
 def test_weighted_and_maglev_tables_fit_up_to_2621_backends(count, spread, fitting):
     assert fits_table(count, spread) is fitting
 
@@ -210,12 +230,7 @@ def test_any_order_gives_the_same_table(count, start, random, with_weights):
     mixed = list(plain)
     random.shuffle(mixed)
     tables = [
-        [
-            order[i]
-            for i in compute_maglev_table(
-                order, [weights[one] for one in order] if with_weights else (), 251
-            )
-        ]
+        [order[i] for i in compute_maglev_table(order, [weights[one] for one in order] if with_weights else (), 251)]
         for order in (plain, mixed)
     ]
     assert tables[0] == tables[1]
@@ -250,23 +265,16 @@ def moved_share_after_a_removal(count: int, start: int, leaver: int, with_weight
     gone = before[leaver]
 
     def table(some: tuple[Backend, ...]) -> list[Backend]:
-        return [
-            some[i]
-            for i in compute_maglev_table(some, [weights[one] for one in some if weights], size)
-        ]
+        return [some[i] for i in compute_maglev_table(some, [weights[one] for one in some if weights], size)]
 
-    pairs = list(
-        zip(table(before), table(tuple(one for one in before if one != gone)), strict=True)
-    )
+    pairs = list(zip(table(before), table(tuple(one for one in before if one != gone)), strict=True))
     assert all(new != gone for _, new in pairs)
     return sum(old not in (gone, new) for old, new in pairs) / size
 
 
 @given(st.integers(0, 300), st.sampled_from(Algorithm))
 def test_count_slots_equals_the_length_of_the_table(count, algorithm):
-    assert count_slots(count, Spread(algorithm)) == len(
-        compute_slots(many(count), Spread(algorithm))
-    )
+    assert count_slots(count, Spread(algorithm)) == len(compute_slots(many(count), Spread(algorithm)))
 
 
 @given(WEIGHTS, st.sampled_from(Algorithm))

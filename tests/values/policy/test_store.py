@@ -23,13 +23,8 @@ from kbpf.model.objects import (
 from kbpf.policy.store import ChangeSet, ObjectStore
 from tests.values.policy.services import gone, key, up
 
-WEB = Service(
-    "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),)
-)
-ONE = EndpointSlice(
-    "ns", "web-1", "web", 4,
-    (Endpoint(parse_addr("10.1.0.1")),), (SlicePort("", Protocol.TCP, 8080),),
-)  # fmt: skip
+WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
+ONE = EndpointSlice("ns", "web-1", "web", 4, (Endpoint(parse_addr("10.1.0.1")),), (SlicePort("", Protocol.TCP, 8080),))
 TWO = replace(ONE, name="web-2")
 POD = Pod("ns", "p1", "1234", "me")
 ME = Node("me", (parse_addr("10.0.0.1"),), "a")
@@ -61,8 +56,7 @@ ROWS = [
     Row("nothing", ALL, []),
     Row("a new Service", [], [up(WEB)], (NAME,), addresses=WEB.cluster_ips),
     Row("a slice before its Service", [], [up(ONE)], (NAME,)),
-    Row("several things at once", [up(ME)], [up(WEB), up(ONE), up(TWO)], (NAME,),
-        addresses=WEB.cluster_ips),
+    Row("several things at once", [up(ME)], [up(WEB), up(ONE), up(TWO)], (NAME,), addresses=WEB.cluster_ips),
     Row("the same again", ALL, [up(ME), up(WEB), up(ONE)]),
     Row("the same again, received later", ALL, [Upsert(key(WEB), WEB, 5.0)]),
     Row("a Service changes", ALL, [up(replace(WEB, affinity_timeout=5))], (NAME,)),
@@ -71,32 +65,34 @@ ROWS = [
     Row("a slice changes", ALL, [up(replace(ONE, endpoints=()))], (NAME,)),
     Row("a slice is deleted", ALL, [gone(ONE)], (NAME,)),
     Row("an unknown slice is deleted", ALL, [gone(TWO)]),
-    Row("a slice moves to another Service", ALL, [up(replace(ONE, service="other"))],
-        (NAME, OTHER)),
+    Row("a slice moves to another Service", ALL, [up(replace(ONE, service="other"))], (NAME, OTHER)),
     Row("a rejected Service touches nothing", ALL, [Rejected(key(WEB), "bad")]),
     Row("Synced touches nothing", ALL, [Synced(Kind.SERVICE)]),
     Row("our Node is added", [], [up(ME)], (), True),
     Row("our Node moves to another zone", ALL, [up(replace(ME, zone="b"))], (), True),
     Row("our Node loses its address", ALL, [up(replace(ME, addresses=()))], (), True),
-    Row("our Node gets pod networks", ALL,
-        [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))], (), True),
-    Row("a field of our Node changes that policy does not read", ALL,
-        [up(replace(ME, skipped=("x",)))]),
+    Row("our Node gets pod networks", ALL, [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))], (), True),
+    Row("a field of our Node changes that policy does not read", ALL, [up(replace(ME, skipped=("x",)))]),
     Row("our Node is deleted: its fields stay in use", ALL, [gone(ME)]),
     Row("our Node is deleted and added again", [*ALL, gone(ME)], [up(ME)]),
-    Row("our Node is deleted and added with another address", [*ALL, gone(ME)],
-        [up(replace(ME, addresses=(parse_addr("10.0.0.2"),)))], (), True),
+    Row(
+        "our Node is deleted and added with another address",
+        [*ALL, gone(ME)],
+        [up(replace(ME, addresses=(parse_addr("10.0.0.2"),)))],
+        (),
+        True,
+    ),
     Row("another Node is added", ALL, [up(YOU)], addresses=YOU.addresses),
-    Row("another Node changes, but not its addresses", [*ALL, up(YOU)],
-        [up(replace(YOU, zone="c"))]),
-    Row("another Node gets another address", [*ALL, up(YOU)],
+    Row("another Node changes, but not its addresses", [*ALL, up(YOU)], [up(replace(YOU, zone="c"))]),
+    Row(
+        "another Node gets another address",
+        [*ALL, up(YOU)],
         [up(replace(YOU, addresses=(parse_addr("10.0.0.3"),)))],
-        addresses=(*YOU.addresses, parse_addr("10.0.0.3"))),
-    Row("a third Node has an address of another Node", [*ALL, up(YOU)],
-        [up(replace(YOU, name="they"))]),
+        addresses=(*YOU.addresses, parse_addr("10.0.0.3")),
+    ),
+    Row("a third Node has an address of another Node", [*ALL, up(YOU)], [up(replace(YOU, name="they"))]),
     Row("another Node is deleted", [*ALL, up(YOU)], [gone(YOU)], addresses=YOU.addresses),
-    Row("another Node is rejected: its fields stay in use", [*ALL, up(YOU)],
-        [Rejected(key(YOU), "bad")]),
+    Row("another Node is rejected: its fields stay in use", [*ALL, up(YOU)], [Rejected(key(YOU), "bad")]),
     Row("a Pod is added", [], [up(POD)], pods=True),
     Row("the same Pod again", ALL, [up(POD)]),
     Row("a Pod is recreated with the same name", ALL, [up(replace(POD, uid="99"))], pods=True),
@@ -108,7 +104,7 @@ ROWS = [
     Row("Pods are known for the first time", ALL, [Synced(Kind.POD)], pods=True),
     Row("Pods are listed again", [*ALL, Synced(Kind.POD)], [Synced(Kind.POD)]),
     Row("an unknown Node is deleted", ALL, [gone(replace(ME, name="you"))]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -177,8 +173,7 @@ def test_bind_address_precedes_the_nodes_addresses():
 
 def of_api_server(name: str, *ready: bool, service: str = "kubernetes") -> EndpointSlice:
     ends = tuple(
-        Endpoint(parse_addr(f"198.18.0.{i}"), is_ready, is_ready, False)
-        for i, is_ready in enumerate(ready, 1)
+        Endpoint(parse_addr(f"198.18.0.{i}"), is_ready, is_ready, False) for i, is_ready in enumerate(ready, 1)
     )
     return EndpointSlice("default", name, service, 4, ends, ONE.ports)
 
@@ -196,13 +191,16 @@ KUBERNETES_ROWS = {
     "deleted and recreated": ([up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
     "empty for a while": ([up(TWO_UP), up(EMPTY), up(EMPTY), up(UP)], (UP,)),
     "one of two slices is emptied": ([up(UP), up(SECOND), up(SECOND_EMPTY)], (UP, SECOND_EMPTY)),
-    "two are deleted, one is recreated": ([up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)],
-        (SECOND,)),
+    "two are deleted, one is recreated": ([up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)], (SECOND,)),
     "one is deleted, then the other emptied: the later one is kept": (
-        [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)], (SECOND,)),
+        [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)],
+        (SECOND,),
+    ),
     "a slice moves to another Service": (
-        [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))], (UP,)),
-}  # fmt: skip
+        [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))],
+        (UP,),
+    ),
+}
 """Events about the slices of Service kubernetes, and the slices in use after the last."""
 
 

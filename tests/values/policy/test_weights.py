@@ -69,8 +69,10 @@ ANNOTATIONS = [
     AnnotationRow("zone:EU_1a=2", Weights(zones=(("EU_1a", 2),))),
     AnnotationRow("*=0", Weights(default=0)),
     AnnotationRow("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), default=7)),
-    AnnotationRow("web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1",
-                  Weights(((A7, 0),), (("web-0", 3),), (("worker-2", 2),), (("eu-1a", 2),), 1)),
+    AnnotationRow(
+        "web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1",
+        Weights(((A7, 0),), (("web-0", 3),), (("worker-2", 2),), (("eu-1a", 2),), 1),
+    ),
     AnnotationRow("web-0=3,web-1=x", Weights(pods=(("web-0", 3),)), "'web-1=x'"),
     AnnotationRow("web-0=-1", None, "'web-0=-1'"),
     AnnotationRow("web-0=1001", None, "'web-0=1001'"),
@@ -87,7 +89,7 @@ ANNOTATIONS = [
     AnnotationRow("web-0=1,web-0=2", Weights(pods=(("web-0", 1),)), "'web-0=2'"),
     AnnotationRow("*=1,*=2", Weights(), "'*=2'"),
     AnnotationRow("a=x,b=x,c=x,d=x,e=x", None, "'a=x', 'b=x', 'c=x' and 2 more"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", ANNOTATIONS, ids=lambda row: row.text[:30])
@@ -162,14 +164,15 @@ def test_common_prefix_of_pod_names_is_stored_once():
 def test_pod_names_match_their_endpoints():
     """Each endpoint keeps its Pod's name when another is skipped, has no Pod or an invalid name."""
     refs = [
-        {"kind": "Pod", "name": "web-0"}, None, {"kind": "Node", "name": "n"},
-        {"kind": "Pod", "name": "a\nb"}, {"kind": "Pod", "name": "left-out"},
-        {"kind": "Pod", "name": "web-5"}, {},
-    ]  # fmt: skip
-    ends = [
-        {"addresses": ["bad" if n == 4 else f"10.0.0.{n}"], "targetRef": ref}
-        for n, ref in enumerate(refs)
+        {"kind": "Pod", "name": "web-0"},
+        None,
+        {"kind": "Node", "name": "n"},
+        {"kind": "Pod", "name": "a\nb"},
+        {"kind": "Pod", "name": "left-out"},
+        {"kind": "Pod", "name": "web-5"},
+        {},
     ]
+    ends = [{"addresses": ["bad" if n == 4 else f"10.0.0.{n}"], "targetRef": ref} for n, ref in enumerate(refs)]
     meta = {"name": "s", "namespace": "ns", "labels": {"kubernetes.io/service-name": "web"}}
     obj = {"metadata": meta, "addressType": "IPv4", "endpoints": ends, "ports": []}
     item = decode.decode_object(Kind.SLICE, msgspec.json.encode(obj))
@@ -185,9 +188,7 @@ ME = Node("me", zone="a")
 
 
 def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> EndpointSelection:
-    web = Service(
-        "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), weights=weights, **service
-    )
+    web = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), weights=weights, **service)
     return select_endpoints(pieces, PORT, web, ME, 4)
 
 
@@ -203,21 +204,17 @@ ROWS = {
     "by node": (Weights(nodes=(("you", 4),)), (1, 2, 3), (1, 4, 4)),
     "by zone": (Weights(zones=(("a", 2),)), (1, 2, 3), (2, 2, 1)),
     "by default": (Weights(pods=(("web-1", 3),), default=2), (1, 2, 3), (3, 2, 2)),
-    "a common divisor is removed": (Weights(pods=(("web-1", 30),), default=20), (1, 2, 3),
-        (3, 2, 2)),
-    "an address beats a Pod": (Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)), (1, 2, 3),
-        (7, 1, 1)),
-    "a Pod beats a node": (Weights(pods=(("web-2", 7),), nodes=(("you", 3),)), (1, 2, 3),
-        (1, 7, 3)),
+    "a common divisor is removed": (Weights(pods=(("web-1", 30),), default=20), (1, 2, 3), (3, 2, 2)),
+    "an address beats a Pod": (Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)), (1, 2, 3), (7, 1, 1)),
+    "a Pod beats a node": (Weights(pods=(("web-2", 7),), nodes=(("you", 3),)), (1, 2, 3), (1, 7, 3)),
     "a node beats a zone": (Weights(nodes=(("me", 7),), zones=(("a", 3),)), (1, 2, 3), (7, 3, 1)),
     "a zone beats the default": (Weights(zones=(("b", 7),), default=3), (1, 2, 3), (3, 3, 7)),
-    "0 from the more specific rule": (Weights(pods=(("web-2", 0),), nodes=(("you", 3),)), (1, 3),
-        (1, 3)),
+    "0 from the more specific rule": (Weights(pods=(("web-2", 0),), nodes=(("you", 3),)), (1, 3), (1, 3)),
     "0 gets nothing": (Weights(pods=(("web-1", 0),)), (2, 3), ()),
     "all but one are 0": (Weights(pods=(("web-1", 9),), default=0), (1,), ()),
     "all are 0: as without weights": (Weights(default=0), (1, 2, 3), ()),
     "a rule for an unknown Pod": (Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
-}  # fmt: skip
+}
 """Rules for three endpoints: which get connections (`who`), and with which weights (`each`).
 
 The endpoints are 10.1.0.1 (Pod web-1, node me, zone a), .2 (web-2, you, a) and .3 (web-3, you,
@@ -225,9 +222,11 @@ b).
 """
 
 THREE = piece(
-    end(1, node="me", zone="a"), end(2, node="you", zone="a"), end(3, node="you", zone="b"),
+    end(1, node="me", zone="a"),
+    end(2, node="you", zone="a"),
+    end(3, node="you", zone="b"),
     pods=("web-1", "web-2", "web-3"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -249,8 +248,9 @@ def test_without_weights_a_set_has_none():
 
 def test_cluster_set_and_local_set_are_weighted_separately():
     """With policy Local, a node whose only endpoint has weight 0 still serves with it."""
-    found = ask(Weights(pods=(("web-1", 0), ("web-2", 2))), THREE, internal_local=True,
-                external_ips=(parse_addr("192.0.2.1"),))  # fmt: skip
+    found = ask(
+        Weights(pods=(("web-1", 0), ("web-2", 2))), THREE, internal_local=True, external_ips=(parse_addr("192.0.2.1"),)
+    )
     assert (numbers(found.cluster), found.cluster_weights) == ((2, 3), (2, 1))
     assert (numbers(found.local), found.local_weights) == ((1,), ())
     reasons = {line.endpoint.address[-1]: line.reason for line in found.explain()}
@@ -281,22 +281,27 @@ def test_equal_entries_of_an_address_use_the_last_pod_name():
 
 
 ENDS = st.builds(
-    Endpoint, st.sampled_from([addr(n) for n in (1, 2, 3)]), ready=st.booleans(),
-    node=st.sampled_from(["me", "you", ""]), zone=st.sampled_from(["a", "b", ""]),
-)  # fmt: skip
+    Endpoint,
+    st.sampled_from([addr(n) for n in (1, 2, 3)]),
+    ready=st.booleans(),
+    node=st.sampled_from(["me", "you", ""]),
+    zone=st.sampled_from(["a", "b", ""]),
+)
 WEIGHT = st.sampled_from([0, 0, 1, 2, 6])
 
 
 def rules(names: list[Any]) -> st.SearchStrategy[Any]:
-    return st.dictionaries(st.sampled_from(names), WEIGHT, max_size=2).map(
-        lambda found: tuple(found.items())
-    )
+    return st.dictionaries(st.sampled_from(names), WEIGHT, max_size=2).map(lambda found: tuple(found.items()))
 
 
 WEIGHTS = st.builds(
-    Weights, rules([addr(n) for n in (1, 2)]), rules(["web-1", "web-2"]), rules(["me", "you"]),
-    rules(["a", "b"]), WEIGHT,
-)  # fmt: skip
+    Weights,
+    rules([addr(n) for n in (1, 2)]),
+    rules(["web-1", "web-2"]),
+    rules(["me", "you"]),
+    rules(["a", "b"]),
+    WEIGHT,
+)
 PODS = st.sampled_from(["web-1", "web-2", "web-3", ""])
 PIECES = st.lists(st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=4), max_size=3)
 
@@ -304,15 +309,11 @@ PIECES = st.lists(st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=4), max_s
 @given(PIECES, WEIGHTS)
 def test_weights_equal_those_of_the_naive_model_in_any_order_of_slices(pieces, weights):
     made = [
-        piece(*(e for e, _ in ends), pods=tuple(pod for _, pod in ends), name=f"s{n}")
-        for n, ends in enumerate(pieces)
+        piece(*(e for e, _ in ends), pods=tuple(pod for _, pod in ends), name=f"s{n}") for n, ends in enumerate(pieces)
     ]
     several = [ask(weights, *order) for order in itertools.permutations(made)]
     for found in several:
-        assert (found.cluster, found.cluster_weights) == (
-            several[0].cluster,
-            several[0].cluster_weights,
-        )
+        assert (found.cluster, found.cluster_weights) == (several[0].cluster, several[0].cluster_weights)
     plain = ask(None, *made)
     possible = {
         at: {

@@ -93,9 +93,7 @@ def test_a_table_can_be_read_back():
     assert run.summary == "1 passed, 2 failed, 1 skipped themselves"
 
 
-def test_a_run_of_one_test_leaves_the_other_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_of_one_test_leaves_the_other_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     again = Row(PASS, "[sig-network] b", 1.0)
     for nodes, rows in (("6", tuple(ROWS)), ("6", (again,)), ("2", (again,))):
@@ -118,9 +116,7 @@ def test_a_build_that_fails_is_reported_without_a_cluster_to_remove(
     assert capsys.readouterr().err.startswith("conformance: cannot build ginkgo")
 
 
-def test_runs_that_start_together_remove_an_abandoned_cluster_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_runs_that_start_together_remove_an_abandoned_cluster_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     abandoned = tmp_path / "4194305"  # higher than any process id
     abandoned.mkdir()
     removed: list[str] = []
@@ -138,9 +134,7 @@ def test_runs_that_start_together_remove_an_abandoned_cluster_once(
     assert removed == [abandoned.name]
 
 
-@pytest.mark.parametrize(
-    ("rows", "passes"), [(ROWS[1:2], True), (ROWS[1::2], True), (ROWS[3:], False), (ROWS, False)]
-)
+@pytest.mark.parametrize(("rows", "passes"), [(ROWS[1:2], True), (ROWS[1::2], True), (ROWS[3:], False), (ROWS, False)])
 def test_a_run_passes_if_something_passed_and_nothing_failed(rows: list[Row], passes: bool):
     assert Run("1.37.1", "kbpf", "6", tuple(rows)).passes is passes
 

@@ -95,23 +95,23 @@ case "$*" in
 esac
 """
 """A fake kubectl with two nodes; kbpf is not healthy on one of them."""
-TAKE_OVER = [(page, block) for page in docs.PAGES for block in docs.blocks(page)
-             if "cleanup --kube-proxy" in block]  # fmt: skip
+TAKE_OVER = [(page, block) for page in docs.PAGES for block in docs.blocks(page) if "cleanup --kube-proxy" in block]
 
 
 @pytest.mark.parametrize(("page", "block"), TAKE_OVER, ids=[row[0] for row in TAKE_OVER])
-def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(
-    page: str, block: str, tmp_path: Path
-):
+def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(page: str, block: str, tmp_path: Path):
     """In an ordinary shell, which continues after a failed command; the failure is printed."""
     calls = tmp_path / "calls"
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(KUBECTL.replace("CALLS", str(calls)))
     kubectl.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-c", block], capture_output=True, text=True, check=False,
+        ["bash", "-c", block],
+        capture_output=True,
+        text=True,
+        check=False,
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )  # fmt: skip
+    )
     assert "ill is not well" in done.stdout
     assert calls.read_text() == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
 
@@ -138,9 +138,13 @@ def change_bit(folder: Path, config: str) -> "subprocess.CompletedProcess[str]":
     made = {"kind": "ConfigMap", "data": {"config.conf": config}}
     (folder / "map.yaml").write_text(yaml.safe_dump(made, default_style="|"))
     return subprocess.run(
-        ["bash", "-c", BIT], capture_output=True, text=True, check=False, cwd=folder,
+        ["bash", "-c", BIT],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
         env={"PATH": f"{folder}:{os.environ['PATH']}"},
-    )  # fmt: skip
+    )
 
 
 def shipped() -> dict[str, str]:
@@ -222,9 +226,7 @@ def test_contributing_names_existing_files_and_tables():
     assert {span for span in spans if re.fullmatch(r"[A-Z][A-Z_]{3,}", span)} <= known
 
 
-FILE = re.compile(
-    r"(?:tests|manifests|kbpf|benchmarks|vagrant|tools|docs)/[\w./{},*-]*\w|\btest_\w+\.py"
-)
+FILE = re.compile(r"(?:tests|manifests|kbpf|benchmarks|vagrant|tools|docs)/[\w./{},*-]*\w|\btest_\w+\.py")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -303,8 +305,7 @@ def map_rows() -> list[MapRow]:
     """The rows of the table, without the one about memory, which names no map."""
     text = (ROOT / "docs" / "limits.md").read_text().partition("## Shared maps")[2]
     rows = [cells(row) for row in text.splitlines() if row.startswith("| `")]
-    return [MapRow(tuple(re.findall(r"`(\w+)`", row[0])), *row[1:]) for row in rows if
-            row[0].endswith("`")]  # fmt: skip
+    return [MapRow(tuple(re.findall(r"`(\w+)`", row[0])), *row[1:]) for row in rows if row[0].endswith("`")]
 
 
 def maps_in_c() -> set[str]:
@@ -394,19 +395,14 @@ def tables(page: str) -> list[list[list[str]]]:
 
 @pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.row)
 def test_readme_has_the_measured_figures(figures: Figures):
-    (readme,) = [
-        row for table in tables("README.md") for row in table if row[0].startswith(figures.row)
-    ]
+    (readme,) = [row for table in tables("README.md") for row in table if row[0].startswith(figures.row)]
     (table,) = [t for t in tables("docs/performance.md") if figures.table in " | ".join(t[0])]
     columns = [
         next(at for at, name in enumerate(table[0]) if name.startswith(word))
         for word in ("iptables", "kube-proxy nftables", "kbpf")
     ]
     rows = {row[0]: row for row in table if row[1].startswith(figures.measured)}
-    wanted = [
-        ", ".join(rows[where][at].split(" / ")[0] for where in ("local", "remote"))
-        for at in columns
-    ]
+    wanted = [", ".join(rows[where][at].split(" / ")[0] for where in ("local", "remote")) for at in columns]
     assert [cell.strip("*") for cell in readme[1:]] == wanted
 
 

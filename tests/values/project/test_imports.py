@@ -55,11 +55,35 @@ HOMES = {
 """
 
 PURE = frozenset(
-    ("__future__", "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses",
-     "difflib", "enum", "errno",
-     "fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "json", "math",
-     "operator", "re", "string", "struct", "types", "typing", "zlib")
-)  # fmt: skip
+    (
+        "__future__",
+        "abc",
+        "array",
+        "bisect",
+        "collections",
+        "contextlib",
+        "copy",
+        "dataclasses",
+        "difflib",
+        "enum",
+        "errno",
+        "fractions",
+        "functools",
+        "hashlib",
+        "heapq",
+        "ipaddress",
+        "itertools",
+        "json",
+        "math",
+        "operator",
+        "re",
+        "string",
+        "struct",
+        "types",
+        "typing",
+        "zlib",
+    )
+)
 """The modules of the standard library that a pure module may import: no I/O, time, randomness or
 logging.
 """
@@ -149,9 +173,7 @@ def call_problems(tree: ast.AST) -> Iterator[str]:
 
 def project() -> dict[str, str]:
     package = ROOT / "kbpf"
-    return {
-        str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))
-    }
+    return {str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))}
 
 
 def test_the_project_follows_the_import_rules():
@@ -180,15 +202,12 @@ BAD = [
     ("agent/x.py", "from kbpf.views import trace", "agent must not import views"),
     ("dataplane/bpf/x.py", "from ...agent import inbox", "dataplane must not import agent"),
     ("views/x.py", "import kbpf.cli.app", "views may import from model and errors only"),
-    ("views/x.py", "from kbpf.dataplane.bpf.maps.layout import FLOW",
-        "views may import from model and errors only"),
+    ("views/x.py", "from kbpf.dataplane.bpf.maps.layout import FLOW", "views may import from model and errors only"),
     ("kernel/x.py", "def f():\n  import kbpf.policy.store", "kernel must not import policy"),
     ("kernel/x.py", "if TYPE_CHECKING:\n  import kbpf.source", "kernel must not import source"),
     ("agent/x.py", "import kbpf.utils", "kbpf.utils is not in the table of packages"),
-    ("helpers.py", "import kbpf.model",
-        "helpers is not in the table of packages and imports model"),
-    ("dataplane/bpf/plane.py", "import bcc",
-        "bcc belongs to dataplane/bpf/programs/compile.py"),
+    ("helpers.py", "import kbpf.model", "helpers is not in the table of packages and imports model"),
+    ("dataplane/bpf/plane.py", "import bcc", "bcc belongs to dataplane/bpf/programs/compile.py"),
     ("source/x.py", "import kubernetes", "kubernetes belongs to source/api/credentials.py"),
     ("agent/x.py", "def f():\n  import pyroute2.netns", "pyroute2 belongs to kernel/"),
     ("dataplane/bpf/x.py", "import ctypes", "ctypes belongs to kernel/"),
@@ -207,7 +226,7 @@ BAD = [
     ("dataplane/ipvs/diff.py", "import logging", "logging in a pure module"),
     ("policy/x.py", "def f():\n  print(1)", "print() in a pure module"),
     ("policy/x.py", "text = open('x').read()", "open() in a pure module"),
-]  # fmt: skip
+]
 """A module that breaks a rule, and the problem."""
 
 

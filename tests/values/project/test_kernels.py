@@ -44,9 +44,7 @@ def test_the_outcome_of_a_boot(
     _stand_in(tmp_path, monkeypatch, script)
     log = tmp_path / "results" / "console.log"
     if why == "the guest hung":
-        _all_time_passes_once(
-            monkeypatch, lambda: log.exists() and machine.ALIVE in log.read_bytes()
-        )
+        _all_time_passes_once(monkeypatch, lambda: log.exists() and machine.ALIVE in log.read_bytes())
     elif why == "the kernel said nothing":
         monkeypatch.setattr(machine, "SILENT_SECONDS", 0.2)
     kernel = Kernel("5.10", "5.10.0-1-amd64", Path("/nowhere/vmlinuz"))
@@ -95,9 +93,7 @@ def test_emulated_guests_run_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = f"while [ $(ls {tmp_path}/met-* | wc -l) -lt 2 ]; do sleep 0.1; done"
-    _stand_in(
-        tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/met-$$; {both}; {EXIT.format(code=0)}"
-    )
+    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/met-$$; {both}; {EXIT.format(code=0)}")
     kernels.report(["5.10", "6.1"], [A], 10.0, False)
     said = capsys.readouterr()
     assert "hung" not in said.err
@@ -127,9 +123,7 @@ def test_no_guest_outlives_the_runner(tmp_path: Path, monkeypatch: pytest.Monkey
     until("the guests are gone", lambda: not [pid for pid in pids if Path("/proc", pid).exists()])
 
 
-def test_a_guest_has_the_go_programs_of_its_features(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guest_has_the_go_programs_of_its_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(name: str) -> Path:
         shutil.copy("/bin/true", tmp_path / name)
         return tmp_path / name
@@ -154,9 +148,7 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.programs.test_c" name="load[x]" time="1">
   <properties><property name="processed" value="314268"/></properties></testcase>
 </testsuite></testsuites>"""
-A, B, C, NONE = (
-    Feature(name, (f"tests/programs/test_{name}.py",)) for name in ("a", "b", "c", "none")
-)
+A, B, C, NONE = (Feature(name, (f"tests/programs/test_{name}.py",)) for name in ("a", "b", "c", "none"))
 ONE, THREE = (
     Feature(name, tuple(f"tests/programs/test_a.py::{test}" for test in tests))
     for name, tests in (("one", ("one",)), ("three", ("one", "none")))
@@ -186,9 +178,7 @@ def test_the_cell_of_a_feature(tmp_path: Path, feature: Feature, result: str, ce
     assert ("AssertionError" in table.failures([found])) is (feature is A)
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", JUNIT[:-20]], ids=["no report", "empty report", "truncated report"]
-)
+@pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["no report", "empty report", "truncated report"])
 def test_without_a_complete_report_every_feature_fails(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "junit.xml").write_text(text)
@@ -218,9 +208,13 @@ def test_the_page_names_failures_and_missing_features(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("no_fetch")
 def test_a_guest_without_results_is_explained_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    code: int | None, why: str, said: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int | None,
+    why: str,
+    said: str,
+) -> None:
     log = tmp_path / "console.log"
     log.write_text("Linux version 5.10\nKernel panic - not syncing\n")
     monkeypatch.setattr(machine, "boot", lambda *_: machine.Ending(code, why, 7.0, log))

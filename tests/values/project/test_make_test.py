@@ -65,9 +65,7 @@ def test_a_pytest_that_crashed_has_no_failures(
     assert capfd.readouterr().out.splitlines()[-1] == "pytest failed:"
 
 
-def test_with_arguments_pytest_runs_alone(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_with_arguments_pytest_runs_alone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", ["tests", "tests/values", "-k", "hints"])
     monkeypatch.setattr(run, "PYTEST", (sys.executable, "-c", "import sys; print(sys.argv[1:])"))
     monkeypatch.setattr(run, "KERNELS", ("/does/not/exist",))

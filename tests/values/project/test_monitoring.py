@@ -57,9 +57,7 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in read["groups"] for rule in group["rules"]]
 
 
-DASHBOARDS = {
-    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("grafana-*.json"))
-}
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("grafana-*.json"))}
 
 
 def panels() -> list[dict[str, Any]]:
@@ -100,9 +98,7 @@ def test_every_series_is_exported(query: Query, page: dict[str, Family]):
             continue
         found = family_of(page, name)
         assert found is not None, name
-        assert (found.kind in ("histogram", "summary")) is name.endswith(
-            ("_bucket", "_sum", "_count")
-        )
+        assert (found.kind in ("histogram", "summary")) is name.endswith(("_bucket", "_sum", "_count"))
         for label, how, value in MATCHER.findall(inside):
             assert label in found.label_names | ADDED, f"{name} has no label {label}"
             known = {**KNOWN_VALUES, **OF_FAILURES} if name in FAILED else KNOWN_VALUES
@@ -125,9 +121,9 @@ def test_only_counters_have_a_rate(query: Query, page: dict[str, Family]):
     for match in SELECTOR.finditer(query.text):
         found = family_of(page, match[1])
         if found is not None:
-            assert (match[1] in rated) is (
-                found.kind in ("counter", "histogram", "summary")
-            ) or match[1] == "kubeproxy_sync_proxy_rules_no_local_endpoints_total", match[1]
+            assert (match[1] in rated) is (found.kind in ("counter", "histogram", "summary")) or match[
+                1
+            ] == "kubeproxy_sync_proxy_rules_no_local_endpoints_total", match[1]
 
 
 def test_parentheses_are_closed():
@@ -189,24 +185,27 @@ def needs(text: str, page: dict[str, Family]) -> set[str]:
             needed.add("--accounting full")
         if match[1].startswith("kbpf_backend_"):
             needed.add("--metrics-backends")
-        if match[1].endswith(
-            ("_connect_duration_seconds_bucket", "_round_trip_duration_seconds_bucket")
-        ):
+        if match[1].endswith(("_connect_duration_seconds_bucket", "_round_trip_duration_seconds_bucket")):
             needed.add("--accounting full")
     return needed
 
 
 def test_panels_that_are_empty_by_default_name_their_setting(page: dict[str, Family]):
-    said = {panel["title"]: needs(target["expr"], page)
-            for panel in panels() for target in panel.get("targets", ())}  # fmt: skip
+    said = {panel["title"]: needs(target["expr"], page) for panel in panels() for target in panel.get("targets", ())}
     for panel in panels():
         for word in said.get(panel["title"], ()):
             assert word in panel["description"], panel["title"]
     assert {title for title, needed in said.items() if needed} == {
-        "Bytes of Services", "Round trips to backends", "Retransmitted segments",
-        "Failures of backends", "Failures by backend", "New connections by backend", "Bytes",
-        "Connect times", "Round-trip times",
-    }  # fmt: skip
+        "Bytes of Services",
+        "Round trips to backends",
+        "Retransmitted segments",
+        "Failures of backends",
+        "Failures by backend",
+        "New connections by backend",
+        "Bytes",
+        "Connect times",
+        "Round-trip times",
+    }
 
 
 def test_alerts_that_are_silent_by_default_name_their_setting(page: dict[str, Family]):

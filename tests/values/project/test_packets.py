@@ -70,9 +70,7 @@ def test_the_internet_checksum_is_as_published() -> None:
 def test_a_textbook_packet_is_built_identically() -> None:
     """A well-known textbook example, a DNS reply's header, without a UDP checksum."""
     raw = udp("192.168.0.1:53", "192.168.0.199:4000", bytes(87), checksum="zero", df=True, ip_id=0)
-    assert raw[:28].hex(" ", 2) == (
-        "4500 0073 0000 4000 4011 b861 c0a8 0001 c0a8 00c7 0035 0fa0 005f 0000"
-    )
+    assert raw[:28].hex(" ", 2) == ("4500 0073 0000 4000 4011 b861 c0a8 0001 c0a8 00c7 0035 0fa0 005f 0000")
 
 
 def test_the_sctp_crc_is_stored_little_endian() -> None:
@@ -84,31 +82,54 @@ def test_the_sctp_crc_is_stored_little_endian() -> None:
 # ---- rows: built packets and their parsed fields -----------------------------------------------
 
 ROWS: list[tuple[str, bytes, dict[str, Any]]] = [
-    ("a SYN", SYN,
-        {"source": FROM, "destination": TO, "flags": "S", "transport.mss": 1460, "payload": b""}),
-    ("every flag and number of TCP",
+    ("a SYN", SYN, {"source": FROM, "destination": TO, "flags": "S", "transport.mss": 1460, "payload": b""}),
+    (
+        "every flag and number of TCP",
         tcp(FROM6, TO6, b"x", flags="CEUAPRSF", seq=2**32 - 1, ack=7, window=9, urgent=11),
-        {"flags": "FSRPAUEC", "transport.sequence": 2**32 - 1, "transport.acknowledgement": 7,
-        "transport.window": 9, "transport.urgent": 11, "payload": b"x"}),
-    ("an MSS behind other options",
+        {
+            "flags": "FSRPAUEC",
+            "transport.sequence": 2**32 - 1,
+            "transport.acknowledgement": 7,
+            "transport.window": 9,
+            "transport.urgent": 11,
+            "payload": b"x",
+        },
+    ),
+    (
+        "an MSS behind other options",
         tcp(FROM, TO, tcp_options=bytes.fromhex("01 01 080a 0000000100000002 0204 05b4")),
-        {"transport.mss": 1460}),
+        {"transport.mss": 1460},
+    ),
     ("no MSS", tcp(FROM, TO, tcp_options=b"\x01\x03\x03\x07"), {"transport.mss": None}),
-    ("the header of IPv4", udp(FROM, TO, b"abc", ttl=3, tos=0x2E << 2, df=True, ip_id=77),
-        {"protocol": "udp", "ip.version": 4, "ip.ttl": 3, "ip.tos": 0xB8, "ip.df": True,
-        "ip.id": 77, "ip.length": 31, "ip.more": False, "transport.length": 11, "payload": b"abc"}),
-    ("the header of IPv6", udp(FROM6, TO6, b"abc", ttl=3, tos=0xB8, flow=0xABCDE),
-        {"ip.version": 6, "ip.ttl": 3, "ip.tos": 0xB8, "ip.flow": 0xABCDE, "ip.length": 11}),
-    ("IPv4 options are padded", udp(FROM, TO, b"abc", options=b"\x94\x04\0\0\x01"),
-        {"ip.options": b"\x94\x04\0\0\x01\0\0\0", "source": FROM, "payload": b"abc"}),
+    (
+        "the header of IPv4",
+        udp(FROM, TO, b"abc", ttl=3, tos=0x2E << 2, df=True, ip_id=77),
+        {
+            "protocol": "udp",
+            "ip.version": 4,
+            "ip.ttl": 3,
+            "ip.tos": 0xB8,
+            "ip.df": True,
+            "ip.id": 77,
+            "ip.length": 31,
+            "ip.more": False,
+            "transport.length": 11,
+            "payload": b"abc",
+        },
+    ),
+    (
+        "the header of IPv6",
+        udp(FROM6, TO6, b"abc", ttl=3, tos=0xB8, flow=0xABCDE),
+        {"ip.version": 6, "ip.ttl": 3, "ip.tos": 0xB8, "ip.flow": 0xABCDE, "ip.length": 11},
+    ),
+    (
+        "IPv4 options are padded",
+        udp(FROM, TO, b"abc", options=b"\x94\x04\0\0\x01"),
+        {"ip.options": b"\x94\x04\0\0\x01\0\0\0", "source": FROM, "payload": b"abc"},
+    ),
     (
         "all kinds of IPv6 extension headers",
-        tcp(
-            FROM6,
-            TO6,
-            b"abc",
-            extensions=[hop_by_hop(), destination(), routing(A6, left=0), fragment_header(id=5)],
-        ),
+        tcp(FROM6, TO6, b"abc", extensions=[hop_by_hop(), destination(), routing(A6, left=0), fragment_header(id=5)]),
         {
             "protocol": "tcp",
             "source": FROM6,
@@ -122,28 +143,54 @@ ROWS: list[tuple[str, bytes, dict[str, Any]]] = [
             ),
         },
     ),
-    ("chunks of SCTP", sctp(FROM, TO, chunk(1, b"12345", flags=3) + chunk(14), tag=99),
-        {"protocol": "sctp", "source": FROM, "transport.tag": 99,
-        "transport.chunks": ((1, 3, b"12345"), (14, 0, b""))}),
-    ("an echo", echo(A, B, b"abc", id=3, seq=4),
-        {"source": A, "destination": B, "transport.type": 8, "transport.number": 0x30004}),
-    ("an echo's answer", echo(A6, B6, b"abc", id=3, seq=4, reply=True),
-        {"protocol": "icmp6", "transport.type": 129, "payload": b"abc", "embedded": None}),
-    ("fragmentation needed", icmp_error("too big", "203.0.113.9", SYN, mtu=1400),
-        {"source": "203.0.113.9", "destination": A, "transport.number": 1400,
-        "embedded.source": FROM, "embedded.flags": "S", "payload": b""}),
-    ("an error with as little as RFC 792 asks for",
+    (
+        "chunks of SCTP",
+        sctp(FROM, TO, chunk(1, b"12345", flags=3) + chunk(14), tag=99),
+        {"protocol": "sctp", "source": FROM, "transport.tag": 99, "transport.chunks": ((1, 3, b"12345"), (14, 0, b""))},
+    ),
+    (
+        "an echo",
+        echo(A, B, b"abc", id=3, seq=4),
+        {"source": A, "destination": B, "transport.type": 8, "transport.number": 0x30004},
+    ),
+    (
+        "an echo's answer",
+        echo(A6, B6, b"abc", id=3, seq=4, reply=True),
+        {"protocol": "icmp6", "transport.type": 129, "payload": b"abc", "embedded": None},
+    ),
+    (
+        "fragmentation needed",
+        icmp_error("too big", "203.0.113.9", SYN, mtu=1400),
+        {
+            "source": "203.0.113.9",
+            "destination": A,
+            "transport.number": 1400,
+            "embedded.source": FROM,
+            "embedded.flags": "S",
+            "payload": b"",
+        },
+    ),
+    (
+        "an error with as little as RFC 792 asks for",
         icmp_error("port unreachable", B, tcp(FROM, TO, b"abc"), quote=28),
-        {"embedded.source": FROM,
-        "embedded.transport.rest": bytes.fromhex("000003e8")} | {"embedded.missing": 15}),
-    ("packet too big", icmp_error("too big", B6, udp(FROM6, TO6, bytes(1400)), mtu=1280),
-        {"ip.length": 1240, "transport.number": 1280,
-        "embedded.source": FROM6} | {"embedded.missing": 216}),
-    ("a parameter problem points", icmp_error("parameter problem", B, SYN, pointer=20),
-        {"transport.rest": b"\x14\0\0\0"}),
-    ("an unknown protocol", datagram(A, B, 47, b"abc"),
-        {"protocol": "47", "source": A, "transport": None, "payload": b"abc"}),
-]  # fmt: skip
+        {"embedded.source": FROM, "embedded.transport.rest": bytes.fromhex("000003e8")} | {"embedded.missing": 15},
+    ),
+    (
+        "packet too big",
+        icmp_error("too big", B6, udp(FROM6, TO6, bytes(1400)), mtu=1280),
+        {"ip.length": 1240, "transport.number": 1280, "embedded.source": FROM6} | {"embedded.missing": 216},
+    ),
+    (
+        "a parameter problem points",
+        icmp_error("parameter problem", B, SYN, pointer=20),
+        {"transport.rest": b"\x14\0\0\0"},
+    ),
+    (
+        "an unknown protocol",
+        datagram(A, B, 47, b"abc"),
+        {"protocol": "47", "source": A, "transport": None, "payload": b"abc"},
+    ),
+]
 
 
 @pytest.mark.parametrize(("raw", "want"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
@@ -201,9 +248,7 @@ def test_a_checksum_uses_the_routing_headers_last_stop() -> None:
         assert checksums(raw, l2=False) == []
 
 
-@pytest.mark.parametrize(
-    "junk", [b"", b"\x45", SYN[:19], b"\x45" + bytes(19), SYN6[:39], b"\x75" + bytes(60)]
-)
+@pytest.mark.parametrize("junk", [b"", b"\x45", SYN[:19], b"\x45" + bytes(19), SYN6[:39], b"\x75" + bytes(60)])
 def test_bytes_that_are_not_a_packet_are_an_error(junk: bytes) -> None:
     with pytest.raises(ValueError, match=r"are not an IP packet|the IP header ends"):
         parse(junk, l2=False)
@@ -247,21 +292,29 @@ DIFFERENCES: list[tuple[bytes, bytes, str]] = [
     (
         tcp(FROM, TO, flags="SA", checksum=1),
         tcp(FROM, f"{B}:81", flags="S", checksum=2),
-        "tcp destination port: 80, want 81; tcp flags: SA, want S; "
-        "tcp checksum: 0x0001, want 0x0002",
+        "tcp destination port: 80, want 81; tcp flags: SA, want S; tcp checksum: 0x0001, want 0x0002",
     ),
-    (udp(FROM, TO, checksum=0, ip_checksum=0, ttl=63),
+    (
+        udp(FROM, TO, checksum=0, ip_checksum=0, ttl=63),
         udp(FROM, f"{A}:80", checksum=0, ip_checksum=0),
-        f"ip destination: {B}, want {A}; ip ttl: 63, want 64"),
-    (udp(FROM, TO, b"abcde", checksum=0), udp(FROM, TO, b"abCdE", checksum=0),
-        "payload: 5 bytes from byte 2 636465, want 5 bytes from byte 2 436445"),
-    (icmp_error("port unreachable", B, udp(FROM, TO, checksum=0), checksum=0),
+        f"ip destination: {B}, want {A}; ip ttl: 63, want 64",
+    ),
+    (
+        udp(FROM, TO, b"abcde", checksum=0),
+        udp(FROM, TO, b"abCdE", checksum=0),
+        "payload: 5 bytes from byte 2 636465, want 5 bytes from byte 2 436445",
+    ),
+    (
+        icmp_error("port unreachable", B, udp(FROM, TO, checksum=0), checksum=0),
         icmp_error("port unreachable", B, udp(FROM, f"{B}:9", checksum=0), checksum=0),
-        "embedded udp destination port: 80, want 9"),
-    (sctp(FROM, TO, chunk(1, b"1"), checksum=0),
+        "embedded udp destination port: 80, want 9",
+    ),
+    (
+        sctp(FROM, TO, chunk(1, b"1"), checksum=0),
         sctp(FROM, TO, b"\x01\0\0\x05" + b"1xx\0", checksum=0),
-        "some bytes: 40 bytes from byte 37 000000, want 40 bytes from byte 37 787800"),
-]  # fmt: skip
+        "some bytes: 40 bytes from byte 37 000000, want 40 bytes from byte 37 787800",
+    ),
+]
 
 
 @pytest.mark.parametrize(("got", "want", "words"), DIFFERENCES)
@@ -297,8 +350,7 @@ headers4 = st.fixed_dictionaries(
         "ttl": st.integers(0, 255),
         "tos": st.integers(0, 255),
         "ip_id": ports,
-        "options": st.binary(max_size=10).map(lambda data: b"\x94" + bytes([len(data) + 2]) + data)
-        | st.just(b""),
+        "options": st.binary(max_size=10).map(lambda data: b"\x94" + bytes([len(data) + 2]) + data) | st.just(b""),
     }
 )
 extensions = st.lists(
@@ -309,12 +361,7 @@ extensions = st.lists(
     max_size=3,
 )
 headers6 = st.fixed_dictionaries(
-    {
-        "ttl": st.integers(0, 255),
-        "tos": st.integers(0, 255),
-        "flow": st.integers(0, 0xFFFFF),
-        "extensions": extensions,
-    }
+    {"ttl": st.integers(0, 255), "tos": st.integers(0, 255), "flow": st.integers(0, 0xFFFFF), "extensions": extensions}
 )
 
 

@@ -16,10 +16,7 @@ IMAGE = re.compile(r"!\[([^\]]+)\]\(([^)\s]+)\)")
 
 def images(page: str) -> list[str]:
     """The names of the pictures that a page shows, from docs/screens."""
-    paths = [
-        ((docs.ROOT / page).parent / path).resolve()
-        for _, path in IMAGE.findall((docs.ROOT / page).read_text())
-    ]
+    paths = [((docs.ROOT / page).parent / path).resolve() for _, path in IMAGE.findall((docs.ROOT / page).read_text())]
     return [path.stem for path in paths if path.parent == FOLDER]
 
 
@@ -84,10 +81,10 @@ def test_drawn_picture_has_the_colours_and_the_text_of_the_terminal():
     ("change", "problem"),
     [
         (("<style>", "<style>@font-face {}"), "@font-face"),
-        (("clip-path=\"url(#", "clip-path=\"url(https://example.com/#"), "https://example.com/#"),
+        (('clip-path="url(#', 'clip-path="url(https://example.com/#'), "https://example.com/#"),
         (("status", "services"), "another command"),
     ],
-)  # fmt: skip
+)
 def test_differences_of_a_picture_are_found(change: tuple[str, str], problem: str):
     screen = Screen("example", "kbpf inspect status", columns=40)
     found = problems(draw(screen, "x").replace(*change), screen)

@@ -31,9 +31,7 @@ def locked(lock: str = "requirements.lock") -> dict[str, tuple[str, list[str]]]:
     text = (ROOT / lock).read_text()
     rows = re.findall(r"^([\w.-]+)==(\S+)((?: \\\n    --hash=\S+)+)$", text, re.M)
     assert len(rows) == text.count("==")
-    return {
-        name: (found, re.findall(r"sha256:([0-9a-f]{64})\b", text)) for name, found, text in rows
-    }
+    return {name: (found, re.findall(r"sha256:([0-9a-f]{64})\b", text)) for name, found, text in rows}
 
 
 @pytest.mark.parametrize("lock", WANTED)
@@ -85,9 +83,12 @@ def test_a_release_names_its_base_by_digest(release: str, base: str, builds: boo
     """Runs the Containerfile's own check in a shell."""
     (script,) = re.findall(r"^RUN (case .*?esac)$", CONTAINERFILE, re.M | re.S)
     done = subprocess.run(
-        ["sh", "-c", script.replace("\\\n", " ")], env={"RELEASE": release, "BASE": base},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["sh", "-c", script.replace("\\\n", " ")],
+        env={"RELEASE": release, "BASE": base},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode == 0) is builds
     assert ("by digest" in done.stderr) is not builds
 
@@ -95,9 +96,7 @@ def test_a_release_names_its_base_by_digest(release: str, base: str, builds: boo
 def test_the_sbom_lists_all_components_once() -> None:
     """Made for this machine: it has Debian's packages and pip's distributions, once each."""
     folders = [path for path in sys.path if path.endswith("site-packages")]
-    done = subprocess.run(
-        [str(ROOT / "tools" / "sbom"), *folders], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([str(ROOT / "tools" / "sbom"), *folders], capture_output=True, text=True, check=True)
     made = json.loads(done.stdout)
     assert (made["bomFormat"], made["specVersion"]) == ("CycloneDX", "1.5")
     urls = [each["purl"] for each in made["components"]]

@@ -81,9 +81,7 @@ def test_refreshing_does_not_delay_the_next_collection(source: Source):
         one.stop()
 
 
-def test_pauses_without_scrapes(
-    made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
-):
+def test_pauses_without_scrapes(made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch):
     """After a pause, each scrape triggers one collection."""
     monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
     made.start()

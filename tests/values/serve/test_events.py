@@ -144,23 +144,29 @@ class Emission(NamedTuple):
 
 EMISSIONS = {
     "the same after five minutes": [
-        Emission(0, WEB, "R", True), Emission(299, WEB, "R", False), Emission(300, WEB, "R", True),
+        Emission(0, WEB, "R", True),
+        Emission(299, WEB, "R", False),
+        Emission(300, WEB, "R", True),
     ],
     "another object or reason is no repetition": [
-        Emission(0, WEB, "R", True), Emission(0, NODE, "R", True), Emission(0, WEB, "S", True),
+        Emission(0, WEB, "R", True),
+        Emission(0, NODE, "R", True),
+        Emission(0, WEB, "S", True),
     ],
     "a suppressed repetition does not extend the interval": [
-        Emission(0, WEB, "R", True), Emission(200, WEB, "R", False), Emission(301, WEB, "R", True),
+        Emission(0, WEB, "R", True),
+        Emission(200, WEB, "R", False),
+        Emission(301, WEB, "R", True),
     ],
     "the burst is limited and refills": [
         *(Emission(0, NODE, f"R{i}", True) for i in range(events.BURST)),
-        Emission(0, NODE, "R", False, True), Emission(9, NODE, "R", False, True),
+        Emission(0, NODE, "R", False, True),
+        Emission(9, NODE, "R", False, True),
         Emission(10, NODE, "R", True),
         Emission(10, NODE, "S", False, True),
     ],
     "a namespace has a share": [
-        *(Emission(0, EventObject("Service", f"s{i}", "x"), "R", True)
-          for i in range(events.NAMESPACE_BURST)),
+        *(Emission(0, EventObject("Service", f"s{i}", "x"), "R", True) for i in range(events.NAMESPACE_BURST)),
         Emission(0, EventObject("Service", "more", "x"), "R", False, True),
         Emission(0, WEB, "R", True),
         Emission(299, EventObject("Service", "more", "x"), "R", False, True),
@@ -168,20 +174,25 @@ EMISSIONS = {
         Emission(300, EventObject("Service", "yet-more", "x"), "R", False, True),
     ],
     "namespaces that send many leave some to others": [
-        *(Emission(0, EventObject("Service", f"s{i}", namespace), "R", i < count, i >= count)
-          for namespace, count in (("x", 10), ("y", 5), ("z", 3), ("v", 1)) for i in range(11)),
+        *(
+            Emission(0, EventObject("Service", f"s{i}", namespace), "R", i < count, i >= count)
+            for namespace, count in (("x", 10), ("y", 5), ("z", 3), ("v", 1))
+            for i in range(11)
+        ),
         Emission(0, WEB, "R", True),
     ],
     "all namespaces together leave some to the node": [
-        *(Emission(0, EventObject("Service", "s", f"n{i}"), "R", True)
-          for i in range(events.BURST - events.NODE_EVENTS)),
+        *(
+            Emission(0, EventObject("Service", "s", f"n{i}"), "R", True)
+            for i in range(events.BURST - events.NODE_EVENTS)
+        ),
         Emission(0, WEB, "R", False, True),
         *(Emission(0, NODE, f"R{i}", True) for i in range(events.NODE_EVENTS)),
         Emission(0, NODE, "R", False, True),
         Emission(10, WEB, "R", False, True),
         Emission(10, NODE, "R", True),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rows", EMISSIONS.values(), ids=EMISSIONS.keys())

@@ -76,9 +76,7 @@ def test_go_time_format(moment: int | None, text: str):
 @pytest.mark.parametrize(("name", "verdict", "status", "text"), READY, ids=[r[0] for r in READY])
 def test_readyz_responses(name: str, verdict: HealthVerdict, status: AgentStatus | None, text: str):
     answer = readyz(verdict, status)
-    assert answer == HttpResponse(
-        200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode()
-    )
+    assert answer == HttpResponse(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
 
 
 @pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES.keys())
@@ -138,12 +136,9 @@ def test_local_endpoints_are_counted(row: EndpointCount):
 
 def test_single_family_service_reports_its_count_in_both_families():
     single = Service(
-        "default", "web", "LoadBalancer", WEB.cluster_ips[:1], (), external_local=True,
-        health_check_node_port=31_999,
-    )  # fmt: skip
-    assert compute_health_check(single, (piece(end("10.0.0.1")),), "n1") == HealthCheck(
-        31_999, 1, 1
+        "default", "web", "LoadBalancer", WEB.cluster_ips[:1], (), external_local=True, health_check_node_port=31_999
     )
+    assert compute_health_check(single, (piece(end("10.0.0.1")),), "n1") == HealthCheck(31_999, 1, 1)
 
 
 def test_service_without_health_check_port_has_no_check():
@@ -233,8 +228,11 @@ def test_which_service_gets_a_health_check_port(row: PortRow, monkeypatch: pytes
         told = {ServiceName("x", name): HealthCheck(port, 1, 1) for name, port in wanted.items()}
         desk._checks.sync(told, None)
         ports.wait()
-    served = {port: json.loads(ask(handler).body)["service"]["name"]
-              for (host, port), handler in ports.taken.items() if host == "::"}  # fmt: skip
+    served = {
+        port: json.loads(ask(handler).body)["service"]["name"]
+        for (host, port), handler in ports.taken.items()
+        if host == "::"
+    }
     assert served == row.served
     assert len(ports.taken) == 2 * len(served)
     page = desk.format_metrics().decode()
@@ -254,16 +252,12 @@ TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStart
 
 @pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
 @pytest.mark.parametrize("which", TAKEN)
-def test_listen_address_in_use_is_an_event_and_a_problem(
-    which: str, hard: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_listen_address_in_use_is_an_event_and_a_problem(which: str, hard: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(desk_module, "LISTEN_RETRY_INTERVAL_S", 0.01)
     server = EventServer()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        serving = Serving(
-            **{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"}, hard_fail=hard
-        )
+        serving = Serving(**{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"}, hard_fail=hard)
         desk = AgentServer(Config(serving=serving, node_name="n1"), post_event=server)
         try:
             if hard:

@@ -82,61 +82,73 @@ ROWS = {
     "HTTP/1.0": (b"GET / HTTP/1.0\r\n\r\n", b"200 OK", b"GET /"),
     "another method": (b"POST / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"POST /"),
     "HEAD has no body": (b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b""),
-    "a query": (b"GET /ask?a=%20b HTTP/1.1\r\n" + HOST + b"\r\n", b"503 Service Unavailable",
-        b"a=%20b"),
+    "a query": (b"GET /ask?a=%20b HTTP/1.1\r\n" + HOST + b"\r\n", b"503 Service Unavailable", b"a=%20b"),
     "an encoded path": (b"GET /a%20b HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /a b"),
     "a whole address": (b"GET http://h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /x"),
     "lines without CR, as printf and nc send them": (
-        b"GET /x HTTP/1.1\n" + HOST.replace(b"\r", b"") + b"\n", b"200 OK", b"GET /x"),
+        b"GET /x HTTP/1.1\n" + HOST.replace(b"\r", b"") + b"\n",
+        b"200 OK",
+        b"GET /x",
+    ),
     "a second request after lines without CR": (
-        b"POST /1 HTTP/1.1\nContent-Length: 3\n\nabcGET /2 HTTP/1.0\n\n", b"200 OK", b"GET /2"),
-    "two slashes begin a path": (b"GET //h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK",
-        b"GET //h/x"),
-    "a fragment is part of the path, as in Go": (b"GET /x#y HTTP/1.1\r\n" + HOST + b"\r\n",
-        b"200 OK", b"GET /x#y"),
+        b"POST /1 HTTP/1.1\nContent-Length: 3\n\nabcGET /2 HTTP/1.0\n\n",
+        b"200 OK",
+        b"GET /2",
+    ),
+    "two slashes begin a path": (b"GET //h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET //h/x"),
+    "a fragment is part of the path, as in Go": (b"GET /x#y HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /x#y"),
     "a body is skipped": (
         b"POST /1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcGET /2 HTTP/1.1\r\n" + HOST + b"\r\n",
-        b"200 OK", b"GET /2"),
-    "two requests at once": (b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n" + HOST + b"\r\n",
-        b"200 OK", b"GET /2"),
+        b"200 OK",
+        b"GET /2",
+    ),
+    "two requests at once": (b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /2"),
     "a chunked body closes the connection": (
-        b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"200 OK", b"POST /1"),
-    "a long body closes the connection": (b"POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
-        b"200 OK", b"POST /1"),
-    "a handler that fails": (b"GET /fails HTTP/1.1\r\n" + HOST + b"\r\n",
-        b"500 Internal Server Error", b"internal error\n"),
+        b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"200 OK",
+        b"POST /1",
+    ),
+    "a long body closes the connection": (
+        b"POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
+        b"200 OK",
+        b"POST /1",
+    ),
+    "a handler that fails": (
+        b"GET /fails HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"500 Internal Server Error",
+        b"internal error\n",
+    ),
     "no HTTP": (b"SSH-2.0-x\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
-    "a header without a colon": (b"GET / HTTP/1.1\r\nHost\r\n\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
+    "a header without a colon": (b"GET / HTTP/1.1\r\nHost\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
     "a path without a slash": (b"GET x HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
-    "a broken address": (b"GET http://[x/ HTTP/1.1\r\n\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
-    "a negative length": (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
+    "a broken address": (b"GET http://[x/ HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "a negative length": (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
     "a length of more digits than int() takes": (
-        b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
-    "two lengths": (b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"400 Bad Request", b"400 Bad Request"),
-    "a control character in the path": (b"GET /\x1b[2J HTTP/1.1\r\n\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
-    "a control character in a header": (b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
+        b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"400 Bad Request",
+        b"400 Bad Request",
+    ),
+    "two lengths": (
+        b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"400 Bad Request",
+        b"400 Bad Request",
+    ),
+    "a control character in the path": (b"GET /\x1b[2J HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "a control character in a header": (b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
     "no Host": (b"GET /x HTTP/1.1\r\nConnection: close\r\n\r\n", b"200 OK", b"GET /x"),
-    "two Hosts": (b"GET /x HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
-    "CONNECT": (b"CONNECT /x HTTP/1.1\r\n" + HOST + b"\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
-    "HTTP/1.0 with keep-alive": (b"GET /x HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", b"200 OK",
-        b"GET /x"),
-    "a version that does not exist": (b"GET / HTTP/1.2\r\n" + HOST + b"\r\n", b"400 Bad Request",
-        b"400 Bad Request"),
+    "two Hosts": (b"GET /x HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "CONNECT": (b"CONNECT /x HTTP/1.1\r\n" + HOST + b"\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "HTTP/1.0 with keep-alive": (b"GET /x HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", b"200 OK", b"GET /x"),
+    "a version that does not exist": (b"GET / HTTP/1.2\r\n" + HOST + b"\r\n", b"400 Bad Request", b"400 Bad Request"),
     "no method": (b" / HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
-    "a head without an end": (b"GET /" + b"x" * 8190, b"431 Request Header Fields Too Large",
-        b"431 Request Header Fields Too Large"),
-}  # fmt: skip
+    "a head without an end": (
+        b"GET /" + b"x" * 8190,
+        b"431 Request Header Fields Too Large",
+        b"431 Request Header Fields Too Large",
+    ),
+}
 """What is sent, and the status and body of the last response before the connection closes."""
 
 
@@ -252,11 +264,7 @@ def ended(sock: socket.socket) -> bool:
 
 @pytest.mark.parametrize(
     ("nuisance", "seconds"),
-    [
-        (sends_nothing, http.HEAD_TIMEOUT_S),
-        (sends_half, http.HEAD_TIMEOUT_S),
-        (reads_nothing, http.SEND_TIMEOUT_S),
-    ],
+    [(sends_nothing, http.HEAD_TIMEOUT_S), (sends_half, http.HEAD_TIMEOUT_S), (reads_nothing, http.SEND_TIMEOUT_S)],
 )
 def test_misbehaving_connections_time_out(
     site: Site, clock: list[float], nuisance: Callable[[Site], socket.socket], seconds: float
@@ -336,10 +344,7 @@ def socket_that_listens(host: str, port: int) -> socket.socket:
 
 
 def test_internal_error_closes_one_connection_and_is_logged_once_a_second(
-    site: Site,
-    clock: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    site: Site, clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def fails(_: object, raw: bytes) -> None:
         raise ZeroDivisionError(raw)
@@ -372,9 +377,7 @@ def test_slow_readers_hold_a_limited_number_of_large_pages(site: Site, clock: li
     oldest pages are closed.
     """
     numbers = iter(range(100))
-    pages = site.server.listen(
-        "127.0.0.1", 0, lambda _: HttpResponse(200, PAGE + str(next(numbers)).encode())
-    )
+    pages = site.server.listen("127.0.0.1", 0, lambda _: HttpResponse(200, PAGE + str(next(numbers)).encode()))
     other = Site(site.server, pages.sock.getsockname()[1])
     with contextlib.ExitStack() as stack:
         readers = []
@@ -392,9 +395,7 @@ def test_slow_readers_hold_a_limited_number_of_large_pages(site: Site, clock: li
 
 def test_many_readers_may_share_one_page(site: Site):
     with contextlib.ExitStack() as stack:
-        readers = [
-            stack.enter_context(reads_nothing(site)) for _ in range(3 * http.MAX_LARGE_RESPONSES)
-        ]
+        readers = [stack.enter_context(reads_nothing(site)) for _ in range(3 * http.MAX_LARGE_RESPONSES)]
         for reader in readers:
             until("the response begins", partial(reader.recv, 1, socket.MSG_PEEK))
         assert all(more(reader) for reader in readers)

@@ -36,14 +36,7 @@ from kbpf.model.metrics import (
     UdpCuts,
 )
 from kbpf.model.objects import Cidr
-from kbpf.model.status import (
-    AgentStatus,
-    ModeChoice,
-    PacketStatus,
-    SourceView,
-    ThreadView,
-    VerifiedPart,
-)
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
 from kbpf.serve.exposition import Histogram, format_labels, format_number
 from kbpf.serve.kbpf_metrics import FAILURES
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
@@ -53,48 +46,119 @@ from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
 
-SYNC = [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096,
-        8.192, 16.384, math.inf]  # fmt: skip
-PROGRAMMING = [0, 0.25, 0.5, *range(1, 60), 60, 65, 70, 75, 80, 85, 90, 95, 100, 105, 110, 115, 120,
-               150, 180, 210, 240, 270, 300, math.inf]  # fmt: skip
+SYNC = [
+    0.001,
+    0.002,
+    0.004,
+    0.008,
+    0.016,
+    0.032,
+    0.064,
+    0.128,
+    0.256,
+    0.512,
+    1.024,
+    2.048,
+    4.096,
+    8.192,
+    16.384,
+    math.inf,
+]
+PROGRAMMING = [
+    0,
+    0.25,
+    0.5,
+    *range(1, 60),
+    60,
+    65,
+    70,
+    75,
+    80,
+    85,
+    90,
+    95,
+    100,
+    105,
+    110,
+    115,
+    120,
+    150,
+    180,
+    210,
+    240,
+    270,
+    300,
+    math.inf,
+]
 REQUESTS = [0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, math.inf]
 
 STATUS = AgentStatus(
-    version="9.9", pid=1, mode="bpf", node="n1", started=1.0, heartbeat=2.0, synced=True,
-    services=7, service_ports=9, applied=11, last_apply_ms=250.0, event_to_map_p50_ms=2.0,
+    version="9.9",
+    pid=1,
+    mode="bpf",
+    node="n1",
+    started=1.0,
+    heartbeat=2.0,
+    synced=True,
+    services=7,
+    service_ports=9,
+    applied=11,
+    last_apply_ms=250.0,
+    event_to_map_p50_ms=2.0,
     event_to_map_p99_ms=40.0,
-    sources=(SourceView("services", "watching", True, "5", "", 0, 1.5),
-             SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0)),
-    problems=(), problem_count=4, refused=2, error="no", config_error="",
+    sources=(
+        SourceView("services", "watching", True, "5", "", 0, 1.5),
+        SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0),
+    ),
+    problems=(),
+    problem_count=4,
+    refused=2,
+    error="no",
+    config_error="",
     packets=PacketStatus(True, "", failed_count=1, forwarding="netfilter"),
     without_endpoints=5,
     verified=(VerifiedPart("maps", 3, 1.5e9), VerifiedPart("connections", 1, 1.6e9)),
     failing_backends=2,
-)  # fmt: skip
+)
 MEASURES = DataPlaneMetrics(
-    tables=(TableUsage("services", 10, 64, 256, 4096), TableUsage("replies", None, 64, None, 9),
-            TableUsage("flows", 60, 64, 64, None)),
+    tables=(
+        TableUsage("services", 10, 64, 256, 4096),
+        TableUsage("replies", None, 64, None, 9),
+        TableUsage("flows", 60, 64, 64, None),
+    ),
     hooks=(("connect4", True), ("connect6", False)),
     reason_counts=(ReasonCount("translated", "translate", 100), ReasonCount("no_route", "drop", 3)),
     foreign_programs=2,
     bypassed_chains=1,
-)  # fmt: skip
+)
 WEB, DNS = ("a", "web", "http", "TCP"), ("a", "dns", "", "UDP")
 HAD = ConnectionStats(
-    opened=7, no_endpoint=5, not_allowed=8, refused=1, unanswered=2, reset=3, ended=6,
-    bytes_in=700, bytes_out=7000, retransmits=4, rtt_us=1_500, rtts=3,
-)  # fmt: skip
+    opened=7,
+    no_endpoint=5,
+    not_allowed=8,
+    refused=1,
+    unanswered=2,
+    reset=3,
+    ended=6,
+    bytes_in=700,
+    bytes_out=7000,
+    retransmits=4,
+    rtt_us=1_500,
+    rtts=3,
+)
 TRAFFIC = TrafficStats(
     connections=((WEB, 5), (DNS, 9), (("b", "web", 'od"d\\\n', "TCP"), 1)),
     totals=((WEB, HAD), (DNS, ConnectionStats(opened=20))),
     counted_fields=ALL_COUNTERS,
-    backends=(BackendStats(WEB, "10.244.1.2:8080", 4, HAD),
-              BackendStats(DNS, "[fd00::1]:53", 0, ConnectionStats(opened=2))),
+    backends=(
+        BackendStats(WEB, "10.244.1.2:8080", 4, HAD),
+        BackendStats(DNS, "[fd00::1]:53", 0, ConnectionStats(opened=2)),
+    ),
     latencies=((WEB, ServiceLatencies(Latency((0, 2) + (0,) * 21 + (1,), 70.5))),),
     flow_count=FlowCount(3, 32),
     kube_proxy_running=False,
     kube_proxy_rules=True,
-)  # fmt: skip
+)
 
 DEFAULT = Serving()
 
@@ -119,10 +183,7 @@ COUNTS = Counts()
 
 
 def format_page(
-    serving: Serving = DEFAULT,
-    plane: Counts | None = COUNTS,
-    status: AgentStatus | None = STATUS,
-    **given: object,
+    serving: Serving = DEFAULT, plane: Counts | None = COUNTS, status: AgentStatus | None = STATUS, **given: object
 ) -> str:
     server = AgentServer(
         Config(serving=serving),
@@ -143,19 +204,23 @@ def page(*given: Serving, **more: Any) -> dict[str, Family]:
 # ---- golden transcripts ------------------------------------------------------------------------
 
 BUSY_STATUS = msgspec.structs.replace(
-    STATUS, last_apply_ms=250.25, event_to_map_p99_ms=40.5, config_error="bad",
-    refused_namespaces={"b": 1, 'a"\\\n': 2}, choice=ModeChoice("auto", "bpf", "a reason", "more"),
-    sources=(SourceView("services", "watching", True, "5", "", 0, 1.5, 3),
-             SourceView("nodes", "retrying", False, "5", "gone", 3, 70.0)),
+    STATUS,
+    last_apply_ms=250.25,
+    event_to_map_p99_ms=40.5,
+    config_error="bad",
+    refused_namespaces={"b": 1, 'a"\\\n': 2},
+    choice=ModeChoice("auto", "bpf", "a reason", "more"),
+    sources=(
+        SourceView("services", "watching", True, "5", "", 0, 1.5, 3),
+        SourceView("nodes", "retrying", False, "5", "gone", 3, 70.0),
+    ),
     threads=(ThreadView("addresses", True, 1.0, 0, ""), ThreadView("http", False, 1.0, 2, "down")),
-)  # fmt: skip
+)
 IPVS = Counts(
-    DataPlaneMetrics(),
-    TrafficStats(connections=((WEB, 5),), totals=((WEB, HAD),), counted_fields=IPVS_COUNTERS),
+    DataPlaneMetrics(), TrafficStats(connections=((WEB, 5),), totals=((WEB, HAD),), counted_fields=IPVS_COUNTERS)
 )
 VARYING = re.compile(
-    r"^(process_\w+|kbpf_scrape_duration_seconds|kbpf_source_last_event_timestamp_seconds\S*) .*$",
-    re.MULTILINE,
+    r"^(process_\w+|kbpf_scrape_duration_seconds|kbpf_source_last_event_timestamp_seconds\S*) .*$", re.MULTILINE
 )
 BUCKET = re.compile(r'le="([^"]+)"')
 
@@ -165,9 +230,7 @@ def transcript(text: str) -> str:
     the first one is shown; all bounds are in KUBE_PROXY_FAMILIES.
     """
     lines: list[str] = []
-    same_count = groupby(
-        VARYING.sub(r"\1 (varies)", text).splitlines(), lambda line: BUCKET.sub("", line)
-    )
+    same_count = groupby(VARYING.sub(r"\1 (varies)", text).splitlines(), lambda line: BUCKET.sub("", line))
     for _, group in same_count:
         first, *rest = group
         lines.append(first)
@@ -219,9 +282,7 @@ def replace_status(**change: object) -> AgentStatus:
     ],
     ids=["the busiest", "failures first", "a share for each namespace", "both", "one", "none"],
 )
-def test_which_services_have_series(
-    opened: dict[str, int], failed: str, limit: int, shown: str
-) -> None:
+def test_which_services_have_series(opened: dict[str, int], failed: str, limit: int, shown: str) -> None:
     traffic = TrafficStats(
         connections=(),
         totals=tuple(
@@ -285,27 +346,22 @@ FAMILY = {"ip_family"}
 KUBE_PROXY_FAMILIES = [
     KubeProxyFamily("kubeproxy_sync_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
     KubeProxyFamily("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
-    KubeProxyFamily("kubeproxy_sync_partial_proxy_rules_duration_seconds",
-                    "histogram", FAMILY, SYNC),
-    KubeProxyFamily("kubeproxy_network_programming_duration_seconds",
-                    "histogram", FAMILY, PROGRAMMING),
+    KubeProxyFamily("kubeproxy_sync_partial_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    KubeProxyFamily("kubeproxy_network_programming_duration_seconds", "histogram", FAMILY, PROGRAMMING),
     KubeProxyFamily("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "gauge", FAMILY),
     KubeProxyFamily("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "gauge", FAMILY),
     KubeProxyFamily("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "gauge", set()),
     KubeProxyFamily("kubeproxy_sync_proxy_rules_endpoint_changes_total", "counter", set()),
     KubeProxyFamily("kubeproxy_sync_proxy_rules_service_changes_pending", "gauge", set()),
     KubeProxyFamily("kubeproxy_sync_proxy_rules_service_changes_total", "counter", set()),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge",
-                    {"ip_family", "traffic_policy"}),
-    KubeProxyFamily("kubeproxy_conntrack_reconciler_sync_duration_seconds",
-                    "histogram", FAMILY, SYNC),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge", {"ip_family", "traffic_policy"}),
+    KubeProxyFamily("kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram", FAMILY, SYNC),
     KubeProxyFamily("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter", FAMILY),
     KubeProxyFamily("kubeproxy_proxy_healthz_total", "counter", {"code"}),
     KubeProxyFamily("kubeproxy_proxy_livez_total", "counter", {"code"}),
     KubeProxyFamily("rest_client_requests_total", "counter", {"code", "method", "host"}),
-    KubeProxyFamily("rest_client_request_duration_seconds",
-                    "histogram", {"verb", "host"}, REQUESTS),
-]  # fmt: skip
+    KubeProxyFamily("rest_client_request_duration_seconds", "histogram", {"verb", "host"}, REQUESTS),
+]
 
 
 def busy() -> KubeProxyMetrics:
@@ -358,10 +414,7 @@ def behind(record: KubeProxyMetrics) -> dict[str, float]:
     families = page(proxy_metrics=record)
     prefix = "kubeproxy_sync_proxy_rules_last"
     queued, synced = (families[f"{prefix}_{of}timestamp_seconds"] for of in ("queued_", ""))
-    return {
-        name: queued.value(ip_family=name) - synced.value(ip_family=name)
-        for name in ("IPv4", "IPv6")
-    }
+    return {name: queued.value(ip_family=name) - synced.value(ip_family=name) for name in ("IPv4", "IPv6")}
 
 
 def test_sync_timestamp_is_not_older_than_the_queued_one_after_a_pass():
@@ -370,14 +423,10 @@ def test_sync_timestamp_is_not_older_than_the_queued_one_after_a_pass():
     """
     record = KubeProxyMetrics(TickingClock())
     record.record_queued()
-    assert not page(proxy_metrics=record)[
-        "kubeproxy_sync_proxy_rules_last_timestamp_seconds"
-    ].samples
+    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
     record.record_changes(1, 0)
     record.record_settled()
-    assert not page(proxy_metrics=record)[
-        "kubeproxy_sync_proxy_rules_last_timestamp_seconds"
-    ].samples
+    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
     record.record_sync(0.1, full=True)
     record.record_settled()
     assert max(behind(record).values()) <= 0
@@ -413,10 +462,18 @@ def test_change_queued_during_a_pass_is_pending_after_it():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (True, "1"), (3.0, "3"), (-2, "-2"), (0.25, "0.25"),
-     (7 << 60, "8.070450532247929e+18"), (1795300289.55, "1795300289.55"),
-     (float("inf"), "+Inf"), (1e300, "1e+300")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (True, "1"),
+        (3.0, "3"),
+        (-2, "-2"),
+        (0.25, "0.25"),
+        (7 << 60, "8.070450532247929e+18"),
+        (1795300289.55, "1795300289.55"),
+        (float("inf"), "+Inf"),
+        (1e300, "1e+300"),
+    ],
+)
 def test_format_number(value: float, text: str):
     assert format_number(value) == text
 
@@ -456,37 +513,31 @@ def test_page_without_status_and_with_failing_data_plane():
 
 
 def test_no_connection_series_without_accounting():
-    families = page(
-        plane=Counts(traffic=TrafficStats(totals=TRAFFIC.totals, counted_fields=IPVS_COUNTERS))
-    )
+    families = page(plane=Counts(traffic=TrafficStats(totals=TRAFFIC.totals, counted_fields=IPVS_COUNTERS)))
     assert not {"kbpf_connections", "kbpf_service_connections"} & families.keys()
 
 
-OUTCOMES = (
-    "connections_total", "failures_total", "bytes_total", "retransmits_total", "round_trip_seconds",
-)  # fmt: skip
+OUTCOMES = ("connections_total", "failures_total", "bytes_total", "retransmits_total", "round_trip_seconds")
 COUNTER_SETS = [
     ("no counter", frozenset(), ()),
-    (
-        "connection counters",
-        CHOICE_COUNTERS | FAILURE_COUNTERS,
-        ("connections_total", "failures_total"),
-    ),
+    ("connection counters", CHOICE_COUNTERS | FAILURE_COUNTERS, ("connections_total", "failures_total")),
     ("counters of IPVS", IPVS_COUNTERS, ("connections_total", "bytes_total")),
     ("all counters", ALL_COUNTERS, OUTCOMES),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "known", "there"), COUNTER_SETS, ids=[row[0] for row in COUNTER_SETS]
-)
-def test_counters_that_are_not_counted_have_no_series(
-    name: str, known: frozenset[str], there: Sequence[str]
-):
+@pytest.mark.parametrize(("name", "known", "there"), COUNTER_SETS, ids=[row[0] for row in COUNTER_SETS])
+def test_counters_that_are_not_counted_have_no_series(name: str, known: frozenset[str], there: Sequence[str]):
     families = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
     assert {one for one in OUTCOMES if f"kbpf_service_{one}" in families} == set(there)
-    reasons = {v for name, _ in families.items() if name == "kbpf_service_failures_total"
-               for _, own in families[name].samples for k, v in own if k == "reason"}  # fmt: skip
+    reasons = {
+        v
+        for name, _ in families.items()
+        if name == "kbpf_service_failures_total"
+        for _, own in families[name].samples
+        for k, v in own
+        if k == "reason"
+    }
     assert reasons == {reason for reason in FAILURES if reason in known}
 
 
@@ -514,9 +565,7 @@ def test_reason_for_ipvs_is_a_label_and_one_event():
 
 def test_warnings_about_settings_are_events_at_start():
     server = EventServer()
-    desk = AgentServer(
-        Config(), "bpf", post_event=server, warnings={"KubeProxyDefaultMode": "mode is unset"}
-    )
+    desk = AgentServer(Config(), "bpf", post_event=server, warnings={"KubeProxyDefaultMode": "mode is unset"})
     desk.report_started("1", ModeChoice("bpf", "bpf"))
     notes(server, 2)
     desk.stop()
@@ -533,9 +582,7 @@ def test_rejected_configuration_is_one_event():
         desk.set_status(replace_status(config_error=error, choice=None))
     notes(server, 1)
     desk.stop()
-    assert notes(server, 0) == [
-        ("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")
-    ]
+    assert notes(server, 0) == [("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")]
 
 
 def test_configz_shows_the_current_configuration():
@@ -554,14 +601,10 @@ def test_configz_shows_the_current_configuration():
 def test_latencies_are_histograms_by_service():
     """A value of at most 2^-15 s is in the second bucket, one above 64 s in the last."""
     families = page()
-    connect, round_trip = (
-        families[f"kbpf_service_{name}_duration_seconds"] for name in ("connect", "round_trip")
-    )
+    connect, round_trip = (families[f"kbpf_service_{name}_duration_seconds"] for name in ("connect", "round_trip"))
     assert connect.bounds == [*(2.0**power for power in range(-16, 7)), math.inf]
     assert connect.value(namespace="a", service="web", port="http", protocol="TCP", le="64") == 2
-    counts = [
-        connect.value(le=le) for le in ("1.52587890625e-05", "3.0517578125e-05", "64", "+Inf")
-    ]
+    counts = [connect.value(le=le) for le in ("1.52587890625e-05", "3.0517578125e-05", "64", "+Inf")]
     assert counts == [0, 2, 2, 3]
     assert round_trip.value(le="+Inf") == 0
     without = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, latencies=())))

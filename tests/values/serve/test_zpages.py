@@ -23,6 +23,4 @@ def test_pages_equal_those_of_kube_proxy(monkeypatch: pytest.MonkeyPatch):
         "Emulation version: 1.37\n"
         "Paths: /configz /flagz /healthz /metrics /proxyMode /readyz\n"
     )
-    assert zpages.flagz(FLAGS).body.decode() == (
-        f'\nkbpf flagz\n{WARNING}a=x: "1"\nb=2\nmaster=CLASSIFIED\nv=\n'
-    )
+    assert zpages.flagz(FLAGS).body.decode() == (f'\nkbpf flagz\n{WARNING}a=x: "1"\nb=2\nmaster=CLASSIFIED\nv=\n')

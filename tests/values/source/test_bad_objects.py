@@ -50,9 +50,7 @@ class Plane(FakePlane):
     name = "bpf"
     served: frozenset[str] = frozenset()
 
-    def apply(
-        self, state: DesiredState, _: Collection[ServicePortKey] | None, authoritative: bool = True
-    ) -> Report:
+    def apply(self, state: DesiredState, _: Collection[ServicePortKey] | None, authoritative: bool = True) -> Report:
         self.served = frozenset(
             f"{key.namespace}/{key.name} {frontend.at}"
             for key, service in state.services.items()
@@ -113,98 +111,185 @@ def spec(name: str, text: str, line: str) -> Mistake:
 
 
 LAUGHS = "a: &a [x, x, x]\nb: &b [*a, *a, *a]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in pairwise("bcdefghijk")
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("bcdefghijk")
 )
 MISTAKES = [
-    source("malformed YAML", "kind: Service\nmetadata: {name: x\nspec: [\n",
-           "not YAML: did not find expected ',' or '}' (zz.yaml:3)"),
-    source("tabs", "kind: Service\n\tmetadata: {}\n",
-           "not YAML: found a tab character that violates indentation (zz.yaml:2)"),
+    source(
+        "malformed YAML",
+        "kind: Service\nmetadata: {name: x\nspec: [\n",
+        "not YAML: did not find expected ',' or '}' (zz.yaml:3)",
+    ),
+    source(
+        "tabs",
+        "kind: Service\n\tmetadata: {}\n",
+        "not YAML: found a tab character that violates indentation (zz.yaml:2)",
+    ),
     source("a word", "hello\n", "kind: missing (zz.yaml:1)"),
     source("a list", "- a\n- b\n", "kind: missing (zz.yaml:1)"),
     Mistake("an empty file", "", "", ()),
-    source("a field that is misspelt", service(f"{IP}, ports: [{{port: 80, targetport: 8080}}]"),
-           f"{X_SAYS}spec.ports[0].targetport is not a field of a Service (zz.yaml:4); is "
-           f"targetPort "
-           "meant?", X),
-    source("a kind that is misspelt", "kind: Servcie\nmetadata: {name: x}\n",
-           "kind: Servcie is not supported; is Service meant? (zz.yaml:1)"),
-    source("Endpoints", "apiVersion: v1\nkind: Endpoints\nmetadata: {name: x}\n",
-           "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) "
-           "(zz.yaml:2)"),
-    source("an old version", slice_of("").replace("/v1", "/v1beta1"), "apiVersion: "
-           "'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1 (zz.yaml:1)"),
-    spec("a port twice", f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]",
-         "ports[1].port: 80/TCP is used twice"),
-    spec("a port's name twice", f"{IP}, ports: [{{name: a, port: 80}}, {{name: a, port: 81}}]",
-         "ports[1].name: 'a' is used twice"),
-    spec("no address", f"clusterIP: 10.96.1.300, {PORT}",
-         "clusterIP: '10.96.1.300' is not an IP address"),
+    source(
+        "a field that is misspelt",
+        service(f"{IP}, ports: [{{port: 80, targetport: 8080}}]"),
+        f"{X_SAYS}spec.ports[0].targetport is not a field of a Service (zz.yaml:4); is targetPort meant?",
+        X,
+    ),
+    source(
+        "a kind that is misspelt",
+        "kind: Servcie\nmetadata: {name: x}\n",
+        "kind: Servcie is not supported; is Service meant? (zz.yaml:1)",
+    ),
+    source(
+        "Endpoints",
+        "apiVersion: v1\nkind: Endpoints\nmetadata: {name: x}\n",
+        "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (zz.yaml:2)",
+    ),
+    source(
+        "an old version",
+        slice_of("").replace("/v1", "/v1beta1"),
+        "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1 (zz.yaml:1)",
+    ),
+    spec(
+        "a port twice",
+        f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]",
+        "ports[1].port: 80/TCP is used twice",
+    ),
+    spec(
+        "a port's name twice",
+        f"{IP}, ports: [{{name: a, port: 80}}, {{name: a, port: 81}}]",
+        "ports[1].name: 'a' is used twice",
+    ),
+    spec("no address", f"clusterIP: 10.96.1.300, {PORT}", "clusterIP: '10.96.1.300' is not an IP address"),
     spec("port 0", f"{IP}, ports: [{{port: 0}}]", "ports[0].port: 0 is not a port"),
     spec("port 70000", f"{IP}, ports: [{{port: 70000}}]", "ports[0].port: 70000 is not a port"),
-    spec("a word as port", f"{IP}, ports: [{{port: eighty}}]",
-         "ports[0].port: expected an integer, got a string"),
-    Mistake("leading zeros", service(f"clusterIP: 010.096.000.011, {PORT}"), ODD, (
-        f"{X_SAYS}spec.clusterIP: '010.096.000.011' has leading zeros; it is read as {X_IP}",),
-        (X,)),
-    spec("ICMP", f"{IP}, ports: [{{port: 80, protocol: ICMP}}]",
-         "ports[0].protocol: 'ICMP' is not one of TCP, UDP, SCTP"),
-    spec("affinity by cookie", f"{IP}, {PORT}, sessionAffinity: Cookie",
-         "sessionAffinity: 'Cookie' is not one of None, ClientIP"),
-    spec("an unknown policy", f"{IP}, {PORT}, internalTrafficPolicy: Sometimes",
-         "internalTrafficPolicy: 'Sometimes' is not one of Cluster, Local"),
-    spec("a time below 0", f"{IP}, {PORT}, sessionAffinity: ClientIP, sessionAffinityConfig: "
-         "{clientIP: {timeoutSeconds: -5}}",
-         "sessionAffinityConfig.clientIP.timeoutSeconds: -5 is not between 1 and 86400"),
-    spec("source ranges", f"{IP}, {PORT}, loadBalancerSourceRanges: [10.0.0.0/40]",
-         "loadBalancerSourceRanges[0]: '10.0.0.0/40' is not a network in CIDR form"),
-    Mistake("a ClusterIP that is taken", service(f"clusterIP: 10.96.0.10, {PORT}"), REFUSED,
-            (TAKEN.format("10.96.0.10:80/TCP"),)),
-    Mistake("a NodePort that is taken",
-            service(f"type: NodePort, {IP}, ports: [{{port: 80, nodePort: 30080}}]"), REFUSED,
-            (TAKEN.format("0.0.0.0:30080/TCP"),), (X,)),
-    Mistake("an ExternalIP that is a ClusterIP",
-            service(f"{IP}, {PORT}, externalIPs: [10.96.0.10]"),
-            REFUSED, ("bad/x TCP IPv4: 10.96.0.10:80/TCP is not served: it is the ClusterIP of "
-            "another Service",), (X,)),
-    Mistake("an ExternalIP where a process listens", service(f"{IP}, ports: [{{port: 22}}], "
-            f"externalIPs: [{OWN}]"), REFUSED, (f"bad/x TCP IPv4: {OWN}:22/TCP is not served: a "
-            "process on this node listens on it",), (f"bad/x {X_IP}:22/TCP",)),
-    Mistake("special addresses",
-            service("clusterIPs: [10.96.0.11, 'fd00::11'], ports: [{port: 80}], "
-            "externalIPs: [127.0.0.1, 0.0.0.0, 224.0.0.1, '::1']"), LEFT_OUT, (
-                f"{X_SAYS}spec.externalIPs[0]: 127.0.0.1 is a loopback address",
-                f"{X_SAYS}spec.externalIPs[1]: 0.0.0.0 is the unspecified address",
-                f"{X_SAYS}spec.externalIPs[2]: 224.0.0.1 is not a unicast address",
-                f"{X_SAYS}spec.externalIPs[3]: ::1 is a loopback address",
-            ), (X, "bad/x [fd00::11]:80/TCP")),
-    Mistake("an endpoint of the other family", slice_of("{addresses: ['fd00::1']}"), LEFT_OUT,
-            ("EndpointSlice bad/x-1: endpoints[0].addresses: fd00::1 is not IPv4",)),
-    Mistake("a further address that is none",
-            slice_of("{addresses: [10.1.0.1, nonsense]}"), LEFT_OUT,
-            ("EndpointSlice bad/x-1: endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
-    source("a key twice", service(f"clusterIP: 10.96.0.12, {IP}, {PORT}"),
-           "clusterIP occurs twice; the last one is used (zz.yaml:4)", X),
-    source("an object twice", f"{service(f'{IP}, {PORT}')}---\n{service(f'{IP}, {PORT}')}",
-           "zz.yaml: Service bad/x is already in zz.yaml; ignored here", X),
-    source("a billion laughs", LAUGHS, "not YAML: more than 500000 nodes, with aliases "
-           "expanded (zz.yaml:7)"),
-    source("a tag that runs code", "kind: !!python/object/apply:os.system ['touch x']\n",
-           "kind: missing (zz.yaml:1)"),
-    Mistake("weights", annotated("kbpf.io/weights", "a b=c"), LEFT_OUT, (
-        f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT, "
-        "separated by commas, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
-        "and a whole number from 0 to 1000",), (X,)),
-    source("a misspelt annotation", annotated("kbpf.io/wieghts", "*=2"), f"{X_SAYS}metadata."
-           "annotations[kbpf.io/wieghts] is not an annotation of kbpf (zz.yaml:3); is "
-           "kbpf.io/weights "
-           "meant?", X),
-    Mistake("escape codes", service(f"{IP}, {PORT}", r'name: "we\e[31mird\nname", namespace: bad'),
-            LEFT_OUT, (r"Service bad/we\x1b[31mird\nname: metadata.name: 'we\x1b[31mird\nname' is "
-                       "not a DNS label (a-z, 0-9 and - inside, at most 63 characters) (zz.yaml:3)",
-                       )),
-]  # fmt: skip
+    spec("a word as port", f"{IP}, ports: [{{port: eighty}}]", "ports[0].port: expected an integer, got a string"),
+    Mistake(
+        "leading zeros",
+        service(f"clusterIP: 010.096.000.011, {PORT}"),
+        ODD,
+        (f"{X_SAYS}spec.clusterIP: '010.096.000.011' has leading zeros; it is read as {X_IP}",),
+        (X,),
+    ),
+    spec(
+        "ICMP", f"{IP}, ports: [{{port: 80, protocol: ICMP}}]", "ports[0].protocol: 'ICMP' is not one of TCP, UDP, SCTP"
+    ),
+    spec(
+        "affinity by cookie",
+        f"{IP}, {PORT}, sessionAffinity: Cookie",
+        "sessionAffinity: 'Cookie' is not one of None, ClientIP",
+    ),
+    spec(
+        "an unknown policy",
+        f"{IP}, {PORT}, internalTrafficPolicy: Sometimes",
+        "internalTrafficPolicy: 'Sometimes' is not one of Cluster, Local",
+    ),
+    spec(
+        "a time below 0",
+        f"{IP}, {PORT}, sessionAffinity: ClientIP, sessionAffinityConfig: {{clientIP: {{timeoutSeconds: -5}}}}",
+        "sessionAffinityConfig.clientIP.timeoutSeconds: -5 is not between 1 and 86400",
+    ),
+    spec(
+        "source ranges",
+        f"{IP}, {PORT}, loadBalancerSourceRanges: [10.0.0.0/40]",
+        "loadBalancerSourceRanges[0]: '10.0.0.0/40' is not a network in CIDR form",
+    ),
+    Mistake(
+        "a ClusterIP that is taken",
+        service(f"clusterIP: 10.96.0.10, {PORT}"),
+        REFUSED,
+        (TAKEN.format("10.96.0.10:80/TCP"),),
+    ),
+    Mistake(
+        "a NodePort that is taken",
+        service(f"type: NodePort, {IP}, ports: [{{port: 80, nodePort: 30080}}]"),
+        REFUSED,
+        (TAKEN.format("0.0.0.0:30080/TCP"),),
+        (X,),
+    ),
+    Mistake(
+        "an ExternalIP that is a ClusterIP",
+        service(f"{IP}, {PORT}, externalIPs: [10.96.0.10]"),
+        REFUSED,
+        ("bad/x TCP IPv4: 10.96.0.10:80/TCP is not served: it is the ClusterIP of another Service",),
+        (X,),
+    ),
+    Mistake(
+        "an ExternalIP where a process listens",
+        service(f"{IP}, ports: [{{port: 22}}], externalIPs: [{OWN}]"),
+        REFUSED,
+        (f"bad/x TCP IPv4: {OWN}:22/TCP is not served: a process on this node listens on it",),
+        (f"bad/x {X_IP}:22/TCP",),
+    ),
+    Mistake(
+        "special addresses",
+        service(
+            "clusterIPs: [10.96.0.11, 'fd00::11'], ports: [{port: 80}], "
+            "externalIPs: [127.0.0.1, 0.0.0.0, 224.0.0.1, '::1']"
+        ),
+        LEFT_OUT,
+        (
+            f"{X_SAYS}spec.externalIPs[0]: 127.0.0.1 is a loopback address",
+            f"{X_SAYS}spec.externalIPs[1]: 0.0.0.0 is the unspecified address",
+            f"{X_SAYS}spec.externalIPs[2]: 224.0.0.1 is not a unicast address",
+            f"{X_SAYS}spec.externalIPs[3]: ::1 is a loopback address",
+        ),
+        (X, "bad/x [fd00::11]:80/TCP"),
+    ),
+    Mistake(
+        "an endpoint of the other family",
+        slice_of("{addresses: ['fd00::1']}"),
+        LEFT_OUT,
+        ("EndpointSlice bad/x-1: endpoints[0].addresses: fd00::1 is not IPv4",),
+    ),
+    Mistake(
+        "a further address that is none",
+        slice_of("{addresses: [10.1.0.1, nonsense]}"),
+        LEFT_OUT,
+        ("EndpointSlice bad/x-1: endpoints[0].addresses[1]: 'nonsense' is not an IP address",),
+    ),
+    source(
+        "a key twice",
+        service(f"clusterIP: 10.96.0.12, {IP}, {PORT}"),
+        "clusterIP occurs twice; the last one is used (zz.yaml:4)",
+        X,
+    ),
+    source(
+        "an object twice",
+        f"{service(f'{IP}, {PORT}')}---\n{service(f'{IP}, {PORT}')}",
+        "zz.yaml: Service bad/x is already in zz.yaml; ignored here",
+        X,
+    ),
+    source("a billion laughs", LAUGHS, "not YAML: more than 500000 nodes, with aliases expanded (zz.yaml:7)"),
+    source("a tag that runs code", "kind: !!python/object/apply:os.system ['touch x']\n", "kind: missing (zz.yaml:1)"),
+    Mistake(
+        "weights",
+        annotated("kbpf.io/weights", "a b=c"),
+        LEFT_OUT,
+        (
+            f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT, "
+            "separated by commas, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
+            "and a whole number from 0 to 1000",
+        ),
+        (X,),
+    ),
+    source(
+        "a misspelt annotation",
+        annotated("kbpf.io/wieghts", "*=2"),
+        f"{X_SAYS}metadata."
+        "annotations[kbpf.io/wieghts] is not an annotation of kbpf (zz.yaml:3); is "
+        "kbpf.io/weights "
+        "meant?",
+        X,
+    ),
+    Mistake(
+        "escape codes",
+        service(f"{IP}, {PORT}", r'name: "we\e[31mird\nname", namespace: bad'),
+        LEFT_OUT,
+        (
+            r"Service bad/we\x1b[31mird\nname: metadata.name: 'we\x1b[31mird\nname' is "
+            "not a DNS label (a-z, 0-9 and - inside, at most 63 characters) (zz.yaml:3)",
+        ),
+    ),
+]
 
 
 class Node:
@@ -235,9 +320,7 @@ def served(*more: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
-def test_mistake_is_one_log_line_and_one_problem(
-    row: Mistake, tmp_path: Path, told: Callable[[], list[str]]
-) -> None:
+def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path: Path, told: Callable[[], list[str]]) -> None:
     node = Node(tmp_path, row.text)
     assert node.agent.status().problems == row.lines
     short = [escape_unprintable(line.removeprefix("bad/x TCP IPv4: ")) for line in row.lines]
@@ -245,19 +328,13 @@ def test_mistake_is_one_log_line_and_one_problem(
     assert node.plane.served == served(*row.served)
 
 
-def test_unused_kind_is_logged_and_is_no_problem(
-    tmp_path: Path, told: Callable[[], list[str]]
-) -> None:
+def test_unused_kind_is_logged_and_is_no_problem(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
-    assert told() == [
-        "ignored objects of a kind that kbpf does not use kind=Deployment file=zz.yaml"
-    ]
+    assert told() == ["ignored objects of a kind that kbpf does not use kind=Deployment file=zz.yaml"]
     assert node.agent.status().problems == ()
 
 
-def test_external_ip_of_this_node_is_logged_and_served(
-    tmp_path: Path, told: Callable[[], list[str]]
-) -> None:
+def test_external_ip_of_this_node_is_logged_and_served(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
     assert told() == [f"{AT_THIS_NODE}: {OWN}:10256/TCP of Service bad/x"]
     assert node.agent.status().problems == ()

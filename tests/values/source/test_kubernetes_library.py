@@ -39,9 +39,13 @@ SILENT = [
     ("a missing user means anonymous", "users: [{name: u", "users: [{name: v", "no user 'u'"),
     ("a missing server is no error", f"server: {URL}", "x: y", "not the URL"),
     ("impersonation is ignored", "user: {}", "user: {as: someone}", "sets as, which is not"),
-    ("data that is not base64 is used", f"server: {URL}",
-        f"server: {URL}, certificate-authority-data: '%'", "is not base64"),
-]  # fmt: skip
+    (
+        "data that is not base64 is used",
+        f"server: {URL}",
+        f"server: {URL}, certificate-authority-data: '%'",
+        "is not base64",
+    ),
+]
 TEXT = f"""current-context: here
 contexts: [{{name: here, context: {{cluster: c, user: u}}}}]
 clusters: [{{name: c, cluster: {{server: {URL}}}}}]
@@ -50,9 +54,7 @@ users: [{{name: u, user: {{}}}}]
 
 
 @pytest.mark.parametrize(("name", "old", "new", "error"), SILENT, ids=[row[0] for row in SILENT])
-def test_library_accepts_what_kbpf_refuses(
-    tmp_path: Path, name: str, old: str, new: str, error: str
-):
+def test_library_accepts_what_kbpf_refuses(tmp_path: Path, name: str, old: str, new: str, error: str):
     path = tmp_path / "kc"
     assert old in TEXT
     path.write_text(TEXT.replace(old, new))
@@ -86,9 +88,7 @@ def test_library_writes_a_private_key_to_disk(tmp_path: Path, monkeypatch: pytes
 
 def test_library_expands_aliases_without_a_limit(tmp_path: Path):
     levels = ["a: &a [x, x, x, x, x, x, x, x, x]"]
-    levels += [
-        f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in zip("abcde", "bcdef", strict=True)
-    ]
+    levels += [f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in zip("abcde", "bcdef", strict=True)]
     path = tmp_path / "kc"
     path.write_text(f"users: [{{name: u, user: {{{', '.join(levels)}}}}}]\n")
     assert path.stat().st_size < 400

@@ -175,9 +175,16 @@ def test_complete_line_leaves_no_remainder():
 
 @pytest.mark.parametrize(
     ("pieces", "inside"),
-    [([], False), ([b"x"], True), ([b"x", b"\n"], False), ([b"\n"], False), ([b"\n{"], True),
-     ([b"{", b"}\n{", b"}"], True), ([b"{", b"}\n"], False)],
-)  # fmt: skip
+    [
+        ([], False),
+        ([b"x"], True),
+        ([b"x", b"\n"], False),
+        ([b"\n"], False),
+        ([b"\n{"], True),
+        ([b"{", b"}\n{", b"}"], True),
+        ([b"{", b"}\n"], False),
+    ],
+)
 def test_is_inside_line(pieces, inside):
     stream = WatchStream(Kind.SERVICE, "1")
     for piece in pieces:

@@ -40,20 +40,31 @@ def loads(text: str) -> list[RealServerStatus]:
 
 
 WEB_SLICE = EndpointSlice(
-    "default", "web-x", "web", 4,
-    (Endpoint(end(A).address, node="node-1", zone="zone-a"),
-     Endpoint(end(B).address, ready=False, terminating=True, node="node-2"),
-     Endpoint(end(C).address, ready=False, serving=False)),
-    (SlicePort("", TCP, 8080),), packed_pods=pack_names(["web-0", "web-1", "web-2"]),
-)  # fmt: skip
+    "default",
+    "web-x",
+    "web",
+    4,
+    (
+        Endpoint(end(A).address, node="node-1", zone="zone-a"),
+        Endpoint(end(B).address, ready=False, terminating=True, node="node-2"),
+        Endpoint(end(C).address, ready=False, serving=False),
+    ),
+    (SlicePort("", TCP, 8080),),
+    packed_pods=pack_names(["web-0", "web-1", "web-2"]),
+)
 STATES = (
     service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{A} {B}", slices=(WEB_SLICE,)),
-    service("local", "10.96.0.2:80 LoadBalancer=192.0.2.2:80 NodePort=0.0.0.0:30081", f"{A} {C}",
-            external_local=True, local=A, ranges="10.0.0.0/8"),
-    service("sticky", "10.96.0.3:53", A, protocol=UDP, affinity_timeout=100,
-            algorithm=Algorithm.MAGLEV),
+    service(
+        "local",
+        "10.96.0.2:80 LoadBalancer=192.0.2.2:80 NodePort=0.0.0.0:30081",
+        f"{A} {C}",
+        external_local=True,
+        local=A,
+        ranges="10.0.0.0/8",
+    ),
+    service("sticky", "10.96.0.3:53", A, protocol=UDP, affinity_timeout=100, algorithm=Algorithm.MAGLEV),
     service("none", "10.96.0.4:80", ""),
-)  # fmt: skip
+)
 FWMARK = 0x6B620001
 PORTS = tuple(ProgrammedPort(state, FWMARK if state.external_local else 0) for state in STATES)
 HELD: ipvs.ServersByService = {

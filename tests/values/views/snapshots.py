@@ -50,10 +50,7 @@ def snapshot(
         "backend_slots": slots(sets),
         "backends": {U32.pack(i): pack(backend) for i, backend in backends.items()},
         "counts": {U32_PAIR.pack(*ids): layout.COUNTS.pack(*row) for ids, row in totals.items()},
-        "sock_peers": {
-            U32.pack(i): layout.PEER.pack(0, bytes(20), bytes(20), *ids)
-            for i, ids in enumerate(peers)
-        },
+        "sock_peers": {U32.pack(i): layout.PEER.pack(0, bytes(20), bytes(20), *ids) for i, ids in enumerate(peers)},
         "affinity": affinity or {},
         "endpoint_names": endpoints or {},
         "source_ranges": {layout.pack_source_range(*row): bytes(4) for row in ranges},
@@ -68,7 +65,5 @@ def snapshot(
 # ---- status ------------------------------------------------------------------------------------
 
 AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
-MISSING = tuple(
-    HookEntry(h.name, h.purpose, h.required, h.only_counts, h.tracepoint) for h in HOOKS
-)
+MISSING = tuple(HookEntry(h.name, h.purpose, h.required, h.only_counts, h.tracepoint) for h in HOOKS)
 ATTACHED = tuple(replace(hook, link=1, program=2, cgroup_id=3) for hook in MISSING)

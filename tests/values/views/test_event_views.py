@@ -13,14 +13,7 @@ from kbpf.cli.options import Output
 from kbpf.cli.schema import build_schema
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
-from kbpf.model.inspection import (
-    BackendTraffic,
-    ConnectionEvent,
-    EndpointEntry,
-    Inspection,
-    NodeEntry,
-    ServicePort,
-)
+from kbpf.model.inspection import BackendTraffic, ConnectionEvent, EndpointEntry, Inspection, NodeEntry, ServicePort
 from kbpf.model.metrics import (
     ALL_COUNTERS,
     CHOICE_COUNTERS,
@@ -44,13 +37,25 @@ FRONTEND = FrontendAddress(parse_addr("10.96.12.3"), 80, Protocol.TCP)
 CLIENT = FrontendAddress(parse_addr("203.0.113.77"), 40_000, Protocol.TCP)
 BACKEND = Backend(parse_addr("10.244.2.9"), 8080, Protocol.TCP)
 EVENT = ConnectionEvent(
-    1_764_151_200.123456, Reason.TRANSLATED, PORT, FRONTEND, BACKEND, None, 77,
-    "/kubepods/podx/c", "shop/cart-5d6f", "shop/prices-0",
-)  # fmt: skip
+    1_764_151_200.123456,
+    Reason.TRANSLATED,
+    PORT,
+    FRONTEND,
+    BACKEND,
+    None,
+    77,
+    "/kubepods/podx/c",
+    "shop/cart-5d6f",
+    "shop/prices-0",
+)
 UNKNOWN = replace(
-    EVENT, reason=Reason.UNKNOWN_PORT, service=ServicePort(0, None), backend=None, pod="",
+    EVENT,
+    reason=Reason.UNKNOWN_PORT,
+    service=ServicePort(0, None),
+    backend=None,
+    pod="",
     cgroup_path="/system.slice/cron.service",
-)  # fmt: skip
+)
 PACKET = replace(EVENT, reason=Reason.NEW_FLOW, client=CLIENT, cgroup=0, cgroup_path="", pod="")
 
 OTHER_PACKET = replace(PACKET, client=CLIENT._replace(address=parse_addr("203.0.113.78")))
@@ -88,9 +93,7 @@ def test_lines_of_events(golden: Golden) -> None:
 def test_documents_have_a_schema() -> None:
     kinds = (monitor.KIND, monitor.LEFT_OUT_KIND)
     definitions = build_schema(kinds)["$defs"]
-    assert set(definitions["ConnectionEvent"]["required"]) == set(
-        monitor.build_document(monitor.build_row(EVENT))
-    )
+    assert set(definitions["ConnectionEvent"]["required"]) == set(monitor.build_document(monitor.build_row(EVENT)))
 
 
 def test_every_refusal_and_drop_is_an_event() -> None:
@@ -110,9 +113,12 @@ def test_a_note_has_to_say_who_sees_it(verdict: Verdict) -> None:
 # ---- top -----------------------------------------------------------------------------------------
 
 NAMES = {
-    1: key("web"), 2: ServicePortKey("default", "web", "http", TCP, 6), 3: key("idle"),
-    4: key("dns", "kube-system"), 5: key("broken"),
-}  # fmt: skip
+    1: key("web"),
+    2: ServicePortKey("default", "web", "http", TCP, 6),
+    3: key("idle"),
+    4: key("dns", "kube-system"),
+    5: key("broken"),
+}
 BACKENDS = {i: Backend(parse_addr(f"10.244.0.{i}"), 8080, TCP) for i in (5, 6, 7, 8)}
 ENDPOINTS = {
     BACKENDS[5]: EndpointEntry(BACKENDS[5], "default/web-0", "node-1", "zone-a"),
@@ -155,9 +161,7 @@ def read(totals: dict[tuple[int, int], ConnectionStats], when: float, counted: f
     inspection = snapshot(names=NAMES, backends=BACKENDS, totals=totals, open=OPEN)
     measured = LATENCIES if totals is AFTER and counted == ALL_COUNTERS else None
     services = tuple(
-        msgspec.structs.replace(port, endpoints=ENDPOINTS, latencies=measured)
-        if port.id == 1
-        else port
+        msgspec.structs.replace(port, endpoints=ENDPOINTS, latencies=measured) if port.id == 1 else port
         for port in inspection.services
     )
     return replace(inspection, services=services, monotonic=when, counted=counted)
@@ -173,11 +177,9 @@ COUNTED = {
 
 
 def page(
-    by: By, counted: str, service: str = "", limit: int = 0, namespace: str = "",
-    in_conntrack: bool = False,
-) -> str:  # fmt: skip
-    before, after = (read(totals, when, COUNTED[counted])
-                     for totals, when in ((BEFORE, 10.0), (AFTER, 12.0)))  # fmt: skip
+    by: By, counted: str, service: str = "", limit: int = 0, namespace: str = "", in_conntrack: bool = False
+) -> str:
+    before, after = (read(totals, when, COUNTED[counted]) for totals, when in ((BEFORE, 10.0), (AFTER, 12.0)))
     rows = top.build_rows(before, after, by, service, namespace)
     histories = {(row.service, row.name): [0.0, None, 1.0, 4.0, row.new] for row in rows}
     shown = histories if not limit else None
@@ -207,8 +209,10 @@ def test_pages_of_top(golden: Golden) -> None:
 
 @pytest.mark.parametrize("lists_sockets", [True, False])
 def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(lists_sockets: bool) -> None:
-    before, after = (replace(read(totals, when, ALL_COUNTERS), lists_sockets=lists_sockets)
-                     for totals, when in ((BEFORE, 10.0), (AFTER, 12.0)))  # fmt: skip
+    before, after = (
+        replace(read(totals, when, ALL_COUNTERS), lists_sockets=lists_sockets)
+        for totals, when in ((BEFORE, 10.0), (AFTER, 12.0))
+    )
     rows = top.build_rows(before, after, By.SERVICES)
     assert [row.open is None for row in rows] == [not lists_sockets] * len(rows)
     note = "OPEN is not known: this kernel does not list sockets"
@@ -224,27 +228,32 @@ NONE = ServiceLatencies()
     [
         ([NONE], [NONE], None),
         ([NONE], [latencies({-10: 3}, {-9: 3})], (0.977, 0.977, 1.953, 1.953)),
-        ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})],
-         (1000.0, 1000.0, None, None)),
+        ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})], (1000.0, 1000.0, None, None)),
         ([latencies({-10: 90}, {})], [latencies({-10: 90}, {})], None),
         ([latencies({-10: 90}, {})], [latencies({-10: 1}, {})], None),
-        ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})],
-         (0.977, 250.0, None, None)),
+        ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})], (0.977, 250.0, None, None)),
     ],
     ids=["none", "first", "only new ones", "no new ones", "of another agent", "two families"],
-)  # fmt: skip
+)
 def test_latencies_are_those_between_the_two_reads(
-    before: list[ServiceLatencies],
-    after: list[ServiceLatencies],
-    expected: tuple[float | None, ...] | None,
+    before: list[ServiceLatencies], after: list[ServiceLatencies], expected: tuple[float | None, ...] | None
 ) -> None:
     def read_at(when: float, histograms: list[ServiceLatencies], opened: int) -> Inspection:
         traffic = (BackendTraffic(1, None, "all", 0, ConnectionStats(opened=opened)),)
-        return Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=tuple(
-            ServicePort(family, ServicePortKey("shop", "web", "", TCP, family), traffic=traffic,
-                        latencies=None if each == NONE else each)
-            for family, each in zip((4, 6), histograms, strict=False)
-        ))  # fmt: skip
+        return Inspection(
+            "pins",
+            counted=ALL_COUNTERS,
+            monotonic=when,
+            services=tuple(
+                ServicePort(
+                    family,
+                    ServicePortKey("shop", "web", "", TCP, family),
+                    traffic=traffic,
+                    latencies=None if each == NONE else each,
+                )
+                for family, each in zip((4, 6), histograms, strict=False)
+            ),
+        )
 
     (row,) = top.build_rows(read_at(10.0, before, 0), read_at(12.0, after, 4), By.SERVICES)
     assert row.latency == (None if expected is None else LatencyRow(*expected))
@@ -254,9 +263,8 @@ def test_latencies_are_those_between_the_two_reads(
 
 @pytest.mark.parametrize(
     ("milliseconds", "text"),
-    [(None, "-"), (0.244, "0.244ms"), (999.0, "999ms"), (1000.0, "1s"), (64_000.0, "64s"),
-     (float("inf"), ">64s")],
-)  # fmt: skip
+    [(None, "-"), (0.244, "0.244ms"), (999.0, "999ms"), (1000.0, "1s"), (64_000.0, "64s"), (float("inf"), ">64s")],
+)
 def test_times(milliseconds: float | None, text: str) -> None:
     assert format_milliseconds(milliseconds) == text
 
@@ -276,12 +284,14 @@ def test_bytes_of_udp_are_known_only_once_a_packet_had_some(
 ) -> None:
     name = ServicePortKey("shop", "dns", "", protocol, 4)
     inspections = [
-        Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=(
-            ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),)),
-        ))
-        for when, stats in ((10.0, ConnectionStats(bytes_in=before)),
-                            (12.0, ConnectionStats(opened=1, bytes_in=after)))
-    ]  # fmt: skip
+        Inspection(
+            "pins",
+            counted=ALL_COUNTERS,
+            monotonic=when,
+            services=(ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),)),),
+        )
+        for when, stats in ((10.0, ConnectionStats(bytes_in=before)), (12.0, ConnectionStats(opened=1, bytes_in=after)))
+    ]
     (row,) = top.build_rows(*inspections, By.SERVICES)
     assert row.bytes_in == rate
 
@@ -312,16 +322,13 @@ def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
-    [((), ""), ((0.0, 0.0), "▁▁"), ((0.0, 1.0, 2.0), "▁▅█"), ((None, 3.0), " █")],
+    ("values", "text"), [((), ""), ((0.0, 0.0), "▁▁"), ((0.0, 1.0, 2.0), "▁▅█"), ((None, 3.0), " █")]
 )
 def test_sparkline(values: tuple[float | None, ...], text: str) -> None:
     assert top.format_sparkline(values) == text
 
 
-@pytest.mark.parametrize(
-    ("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))]
-)
+@pytest.mark.parametrize(("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))])
 def test_failures_say_what_is_not_seen(forwarding: str, notes: tuple[str, ...]) -> None:
     """An empty list must not look like a node without failures."""
     inspection = Inspection("/pins", node=NodeEntry(forwarding=forwarding))

@@ -64,13 +64,14 @@ def port(name: str, count: int = 2, opened: int = 0, refused: int = 0) -> Servic
     entries = {n: BackendEntry(n + 1, backend(8000 + n)) for n in range(count)}
     at = FrontendAddress(parse_addr("10.96.0.1"), 80, Protocol.TCP)
     namespace, _, name = name.rpartition("/")
-    frontend = FrontendEntry(at, FrontendKind.CLUSTER_IP, False,
-                             BackendSet(1, count, entries), EMPTY_SET)  # fmt: skip
+    frontend = FrontendEntry(at, FrontendKind.CLUSTER_IP, False, BackendSet(1, count, entries), EMPTY_SET)
     totals = ConnectionStats(opened=opened, refused=refused)
     return ServicePort(
-        1, ServicePortKey(namespace or "shop", name, "", Protocol.TCP, 4), (frontend,),
+        1,
+        ServicePortKey(namespace or "shop", name, "", Protocol.TCP, 4),
+        (frontend,),
         traffic=(BackendTraffic(1, backend(8000), "", opened, totals),),
-    )  # fmt: skip
+    )
 
 
 def page(**parts: object) -> Reader:
@@ -91,9 +92,7 @@ def test_backends_have_their_shares_and_failures():
 
 def test_what_is_not_counted_is_no_number():
     inspection = Inspection("pins", services=(port("web", refused=0),), counted=CHOICE_COUNTERS)
-    cells = re.findall(
-        r"<td class=\"number\">([^<]*)</td>", html_page.format_html(inspection, "now")
-    )
+    cells = re.findall(r"<td class=\"number\">([^<]*)</td>", html_page.format_html(inspection, "now"))
     assert cells == ["0", "0", "0", "-", "-", "-"]
 
 
@@ -114,9 +113,7 @@ def test_open_connections_are_no_number_if_the_kernel_lists_no_sockets(lists_soc
         (None, 1.0, "No agent has written its status. Mode -"),
     ],
 )
-def test_page_says_how_old_it_is_if_the_agent_is_down(
-    agent: AgentStatus | None, age: float, text: str
-):
+def test_page_says_how_old_it_is_if_the_agent_is_down(agent: AgentStatus | None, age: float, text: str):
     boottime = AGENT.heartbeat + age
     reader = page(status=agent, agent_alive=age < 90, boottime=boottime)
     assert any(text in line for line in reader.texts)
@@ -124,9 +121,18 @@ def test_page_says_how_old_it_is_if_the_agent_is_down(
 
 def test_no_text_becomes_markup():
     failure = FailureEntry(
-        1.0, 2.0, 3, Reason.BACKEND_REFUSED, port(EVIL),
-        FrontendAddress(parse_addr("10.96.0.1"), 80, Protocol.TCP), None, None, 7, EVIL, EVIL,
-    )  # fmt: skip
+        1.0,
+        2.0,
+        3,
+        Reason.BACKEND_REFUSED,
+        port(EVIL),
+        FrontendAddress(parse_addr("10.96.0.1"), 80, Protocol.TCP),
+        None,
+        None,
+        7,
+        EVIL,
+        EVIL,
+    )
     reader = page(services=(port(EVIL),), failures=(failure,), monotonic=5.0)
     assert "script" not in reader.tags
     assert not any("\x1b" in text for text in reader.texts)
@@ -145,12 +151,21 @@ def test_long_lists_are_cut_and_say_so(count: int):
     services = (*(port(f"web-{n}", refused=1) for n in range(count)), port("other/web", opened=1))
     failures = tuple(
         FailureEntry(
-            1.0, when, 3, Reason.BACKEND_REFUSED, services[0],
-            FrontendAddress(parse_addr("10.96.0.1"), number, Protocol.TCP), None, None, 7, "", pod,
+            1.0,
+            when,
+            3,
+            Reason.BACKEND_REFUSED,
+            services[0],
+            FrontendAddress(parse_addr("10.96.0.1"), number, Protocol.TCP),
+            None,
+            None,
+            7,
+            "",
+            pod,
         )
         for pod, when, numbers in (("shop/a", 4.0, range(1, count)), ("other/b", 2.0, (80,)))
         for number in numbers
-    )  # fmt: skip
+    )
     texts = page(services=services, failures=failures, monotonic=5.0).texts
     names = [text for text in texts if re.fullmatch(r"(shop|other)/web(-\d+)?", text)]
     assert len(names) == html_page.MAX_SERVICES + html_page.MAX_FAILURES

@@ -53,9 +53,7 @@ def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path: Path,
     far = state("far", f"10.96.0.5:{port} ExternalIP={NODE}:{port}", C)
     other = {virtual("198.18.0.9:30080"): loads(f"{A}*3 {B}")} if port == 30080 else {}
     found = ipvs.build_inspection(
-        tmp_path,
-        (*PORTS, ProgrammedPort(far)),
-        HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other,
+        tmp_path, (*PORTS, ProgrammedPort(far)), HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other
     )
     at = FrontendAddress(parse_addr("0.0.0.0"), 30080, TCP)
     (frontend,) = [f for port in found.services for f in port.frontends if f.at == at]
@@ -93,20 +91,28 @@ def test_connections_are_those_of_all_virtual_services(
 
 def test_connections_of_the_kernel_are_parsed():
     assert (
-        IpvsConnection(TCP, (parse_addr("198.18.0.254"), 40000), (parse_addr(NODE), 30080),
-                   end(A), "ESTABLISHED", 899),
-        IpvsConnection(UDP, (parse_addr("10.244.1.3"), 40001), (parse_addr("10.96.0.3"), 53),
-                   end(A), "UDP", 299),
-        IpvsConnection(TCP, (parse_addr("fd00:198:18::fe"), 40002), (parse_addr("fd00:96::1"), 80),
-                   (parse_addr("fd00:10:244:1::2"), 8080), "TIME_WAIT", 3),
-        IpvsConnection(TCP, (parse_addr("198.18.0.254"), 40003), (parse_addr("203.0.113.1"), 80),
-                   (parse_addr("10.0.0.1"), 80), "SYN_RECV", 59),
-    ) == CONNECTIONS  # fmt: skip
+        IpvsConnection(TCP, (parse_addr("198.18.0.254"), 40000), (parse_addr(NODE), 30080), end(A), "ESTABLISHED", 899),
+        IpvsConnection(UDP, (parse_addr("10.244.1.3"), 40001), (parse_addr("10.96.0.3"), 53), end(A), "UDP", 299),
+        IpvsConnection(
+            TCP,
+            (parse_addr("fd00:198:18::fe"), 40002),
+            (parse_addr("fd00:96::1"), 80),
+            (parse_addr("fd00:10:244:1::2"), 8080),
+            "TIME_WAIT",
+            3,
+        ),
+        IpvsConnection(
+            TCP,
+            (parse_addr("198.18.0.254"), 40003),
+            (parse_addr("203.0.113.1"), 80),
+            (parse_addr("10.0.0.1"), 80),
+            "SYN_RECV",
+            59,
+        ),
+    ) == CONNECTIONS
 
 
-def find(
-    held: Inspection, monkeypatch: pytest.MonkeyPatch, query: ConnectionQuery
-) -> list[Connection]:
+def find(held: Inspection, monkeypatch: pytest.MonkeyPatch, query: ConnectionQuery) -> list[Connection]:
     monkeypatch.setattr(ipvs, "list_connections", lambda: CONNECTIONS)
     assert held.connections is not None
     return list(held.connections.find(query).rows)
@@ -130,9 +136,7 @@ def test_connections_are_filtered(
     assert {int(row.client.rpartition(":")[2]) for row in found} == ports
 
 
-def test_connections_of_an_unknown_service_are_an_error(
-    held: Inspection, monkeypatch: pytest.MonkeyPatch
-):
+def test_connections_of_an_unknown_service_are_an_error(held: Inspection, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(NotFoundError):
         find(held, monkeypatch, ConnectionQuery(service="other"))
 
@@ -141,10 +145,7 @@ def test_connections_of_an_unknown_service_are_an_error(
 
 
 def bare(port: ProgrammedPort) -> ProgrammedPort:
-    state = replace(
-        port.state, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=(),
-        slices=(),
-    )  # fmt: skip
+    state = replace(port.state, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=(), slices=())
     return replace(port, state=state)
 
 

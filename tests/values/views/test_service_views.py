@@ -27,12 +27,7 @@ from kbpf.model.inspection import (
     Verification,
     index_pods,
 )
-from kbpf.model.metrics import (
-    ALL_COUNTERS,
-    CHOICE_COUNTERS,
-    FAILURE_COUNTERS,
-    ConnectionStats,
-)
+from kbpf.model.metrics import ALL_COUNTERS, CHOICE_COUNTERS, FAILURE_COUNTERS, ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import maps, service, services, sources, status, trace_endpoints, verification
@@ -50,9 +45,7 @@ def backend(index: int, protocol: Protocol = TCP) -> Backend:
     return Backend(parse_addr(f"10.244.0.{index}"), 8080, protocol)
 
 
-def value(
-    service_id: int, size: int = 1, flags: int = CLUSTER_IP, timeout: int = 0
-) -> ServiceValue:
+def value(service_id: int, size: int = 1, flags: int = CLUSTER_IP, timeout: int = 0) -> ServiceValue:
     return ServiceValue(service_id, flags, timeout, service_id if size else 0, size, 0, 0)
 
 
@@ -76,13 +69,14 @@ USES = [
 def test_trace_names_the_policy_that_uses_an_endpoint(
     cluster: tuple[int, ...], local: tuple[int, ...], is_local: bool, why: str
 ):
-    frontend = FrontendEntry(
-        at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local)
-    )
+    frontend = FrontendEntry(at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local))
     port = ServicePort(
-        1, key("web"), (frontend,), external_local=is_local,
+        1,
+        key("web"),
+        (frontend,),
+        external_local=is_local,
         endpoints={backend(1): EndpointEntry(backend(1), node="node-2")},
-    )  # fmt: skip
+    )
     assert [row.why for row in trace_endpoints.build_rows(port)] == [why]
 
 
@@ -123,9 +117,10 @@ def test_node_port_without_an_address_of_its_family_is_not_served(
     is_cluster_ip = address == "10.96.0.1"
     flags = CLUSTER_IP if is_cluster_ip else int(ServiceFlag.NODE_PORT)
     held = snapshot(
-        frontends={at(address, 30080): value(1, flags=flags)}, names={1: key("web")},
+        frontends={at(address, 30080): value(1, flags=flags)},
+        names={1: key("web")},
         node_ports=None if families is None else frozenset(families),
-    )  # fmt: skip
+    )
     (row,) = services.build_rows(held)
     (frontend,) = row.frontends
     assert frontend.nowhere is nowhere
@@ -143,25 +138,30 @@ def test_slot_without_a_backend_is_counted_as_missing():
         backends={5: backend(1)},
     )
     (detail,) = service.build_details(one, "web")
-    assert [(p.id, p.address) for p in detail.cluster[0].backends] == [
-        (5, "10.244.0.1"), (6, ""), (0, ""),
-    ]  # fmt: skip
+    assert [(p.id, p.address) for p in detail.cluster[0].backends] == [(5, "10.244.0.1"), (6, ""), (0, "")]
     assert detail.cluster[0].missing == 2
 
 
 UNCOUNTED = "IN, OUT, RETRANSMITS, ROUND-TRIP"
 ACCOUNTING_ROWS = [
-    ("all of TCP", TCP, ALL_COUNTERS,
-     ("4", "-", "-", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
-    ("all of UDP", UDP, ALL_COUNTERS,
-     ("4", "-", "-", "1", "-", "-", "9B", "0B", "-", "-"), ""),
-    ("connections and failures", TCP, CHOICE_COUNTERS | FAILURE_COUNTERS,
-     ("4", "-", "-", "1", "0", "0", *4 * "-"), UNCOUNTED),
-    ("the kernel tells no failures", TCP, CHOICE_COUNTERS,
-     ("4", *9 * "-"), f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}"),
-    ("no counters", TCP, frozenset(), tuple(10 * "-"),
-     f"OPENED, NO-ENDPOINT, NOT-ALLOWED, REFUSED, UNANSWERED, RESET, {UNCOUNTED}"),
-]  # fmt: skip
+    ("all of TCP", TCP, ALL_COUNTERS, ("4", "-", "-", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
+    ("all of UDP", UDP, ALL_COUNTERS, ("4", "-", "-", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    (
+        "connections and failures",
+        TCP,
+        CHOICE_COUNTERS | FAILURE_COUNTERS,
+        ("4", "-", "-", "1", "0", "0", *4 * "-"),
+        UNCOUNTED,
+    ),
+    ("the kernel tells no failures", TCP, CHOICE_COUNTERS, ("4", *9 * "-"), f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}"),
+    (
+        "no counters",
+        TCP,
+        frozenset(),
+        tuple(10 * "-"),
+        f"OPENED, NO-ENDPOINT, NOT-ALLOWED, REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
+    ),
+]
 """A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
 
 
@@ -196,10 +196,14 @@ def test_uncounted_values_are_null_not_zero(row: tuple):
 def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets():
     """A kernel without BTF; those of the packet path alone would be too few."""
     held = snapshot(
-        frontends={at("10.96.0.1"): value(1)}, names={1: key("web")}, backends={5: backend(1)},
-        totals={(1, 5): ConnectionStats(opened=4)}, open={(1, 5): 3},
-        counted=ALL_COUNTERS, lists_sockets=False,
-    )  # fmt: skip
+        frontends={at("10.96.0.1"): value(1)},
+        names={1: key("web")},
+        backends={5: backend(1)},
+        totals={(1, 5): ConnectionStats(opened=4)},
+        open={(1, 5): 3},
+        counted=ALL_COUNTERS,
+        lists_sockets=False,
+    )
     (detail,) = service.build_details(held, "web")
     (shown,) = detail.traffic
     assert shown.open is None
@@ -210,12 +214,11 @@ def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets():
 
 LONG_POD = f"dns-{120 * 'x'}-7f9c"
 ENDPOINTS = {
-    layout.pack_endpoint_key(service_id, parse_addr(address), 8080, TCP):
-        layout.pack_endpoint_name(pod, "node-1", "", 0)
-    for service_id, address, pod in (
-        (2, "10.244.0.7", "web-0"), (3, "10.244.0.8", LONG_POD), (3, "10.244.0.6", ""),
+    layout.pack_endpoint_key(service_id, parse_addr(address), 8080, TCP): layout.pack_endpoint_name(
+        pod, "node-1", "", 0
     )
-}  # fmt: skip
+    for service_id, address, pod in ((2, "10.244.0.7", "web-0"), (3, "10.244.0.8", LONG_POD), (3, "10.244.0.6", ""))
+}
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
 FRONTENDS = {
     at("10.96.0.1"): value(1),
@@ -265,10 +268,7 @@ NAME_QUERIES = [
 
 @pytest.mark.parametrize("asked", NAME_QUERIES)
 def test_service_is_found_by_name_and_namespace(asked: NameQuery):
-    held = snapshot(
-        names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}},
-        endpoints=ENDPOINTS,
-    )  # fmt: skip
+    held = snapshot(names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}}, endpoints=ENDPOINTS)
     if asked.found:
         shown = service.build_details(held, asked.name, asked.namespace)
         assert tuple(d.service.full_name for d in shown) == asked.found
@@ -296,14 +296,11 @@ def test_state_of_an_endpoint_is_its_conditions(row: tuple[str, bool, bool, bool
 
 
 POD_INDEX = [
-    ("one Pod behind two Services", {1: [("10.244.0.1", "a")], 2: [("10.244.0.1", "a")]},
-     {"10.244.0.1": "default/a"}),
-    ("two Pods with the address of their node", {1: [("10.0.0.1", "a")], 2: [("10.0.0.1", "b")]},
-     {}),
-    ("the address of this node", {1: [("10.0.0.9", "a"), ("10.244.0.1", "b")]},
-     {"10.244.0.1": "default/b"}),
+    ("one Pod behind two Services", {1: [("10.244.0.1", "a")], 2: [("10.244.0.1", "a")]}, {"10.244.0.1": "default/a"}),
+    ("two Pods with the address of their node", {1: [("10.0.0.1", "a")], 2: [("10.0.0.1", "b")]}, {}),
+    ("the address of this node", {1: [("10.0.0.9", "a"), ("10.244.0.1", "b")]}, {"10.244.0.1": "default/b"}),
     ("no Pod", {1: [("10.244.0.1", "")]}, {}),
-]  # fmt: skip
+]
 """Endpoints by Service, and which addresses are those of which Pod."""
 
 
@@ -312,9 +309,7 @@ def test_address_is_a_pods_if_only_one_pod_has_it(row: tuple):
     _, endpoints, expected = row
     ports = []
     for service_id, pods in endpoints.items():
-        entries = [
-            EndpointEntry(at(address), f"default/{pod}" if pod else "") for address, pod in pods
-        ]
+        entries = [EndpointEntry(at(address), f"default/{pod}" if pod else "") for address, pod in pods]
         ports.append(ServicePort(service_id, None, endpoints={e.backend: e for e in entries}))
     index = index_pods(ports, {parse_addr("10.0.0.9")})
     assert {format_addr(address): pod for address, pod in index.items()} == expected
@@ -335,13 +330,10 @@ def test_address_is_a_pods_if_only_one_pod_has_it(row: tuple):
         ("flows", 100, 100.0, False),
     ],
 )
-def test_map_alarm_is_at_80_percent(
-    name: str, entries: int | None, fill: float | None, alarm: bool
-):
+def test_map_alarm_is_at_80_percent(name: str, entries: int | None, fill: float | None, alarm: bool):
     contents = {bytes([i]): b"" for i in range(100 if entries is None else entries)}
     (row,) = maps.build_rows(snapshot(maps=(read_map(name, FakeMap(name, contents, 100)),)))
-    assert (row.entries, row.max_entries, row.fill_percent, row.alarm) == (
-        entries, 100, fill, alarm)  # fmt: skip
+    assert (row.entries, row.max_entries, row.fill_percent, row.alarm) == (entries, 100, fill, alarm)
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
 
 

@@ -9,13 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.inspect.connections import (
-    ORIGINAL,
-    REPLY,
-    SNAT_REPLY,
-    FlowTable,
-    TrackedConnection,
-)
+from kbpf.dataplane.bpf.inspect.connections import ORIGINAL, REPLY, SNAT_REPLY, FlowTable, TrackedConnection
 from kbpf.dataplane.bpf.inspect.devices import NO_PATTERNS, build
 from kbpf.dataplane.bpf.inspect.snapshot import read_packet_path
 from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
@@ -35,13 +29,7 @@ from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.tc import Attachment, AttachMethod
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import parse_addr
-from kbpf.model.inspection import (
-    ConnectionQuery,
-    DeviceEntry,
-    Fill,
-    NodeEntry,
-    ServicePort,
-)
+from kbpf.model.inspection import ConnectionQuery, DeviceEntry, Fill, NodeEntry, ServicePort
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
 from kbpf.model.status import DeviceFailure, PacketStatus
@@ -61,7 +49,7 @@ STATUS_ROWS = {
     "a change was not written": (replace(AGENT, error="no"), True, ATTACHED, (False, True)),
     "problems are not refusals": (replace(AGENT, problem_count=3), True, ATTACHED, (True, True)),
     "no agent has ever run": (None, False, ATTACHED, (False, False)),
-}  # fmt: skip
+}
 """The agent's status, process and hooks, and the view's (ok, running)."""
 
 
@@ -80,13 +68,14 @@ COUNTING = {"sock_ops", "trace_reset", "trace_retransmit", "trace_error"}
 
 def test_missing_counting_hook_is_ok():
     """As on a kernel without that hook, or with `--accounting off`."""
-    without = tuple(
-        gone if gone.only_counts else hook for gone, hook in zip(MISSING, ATTACHED, strict=True)
-    )
+    without = tuple(gone if gone.only_counts else hook for gone, hook in zip(MISSING, ATTACHED, strict=True))
     seen = status.build_view(snapshot(status=AGENT, agent_alive=True, hooks=without))
     assert seen.ok
     assert (seen.hooks_attached, seen.hooks, seen.hooks_missing) == (
-        len(HOOKS) - len(COUNTING), len(HOOKS) - len(COUNTING), ())  # fmt: skip
+        len(HOOKS) - len(COUNTING),
+        len(HOOKS) - len(COUNTING),
+        (),
+    )
     off = [row for row in programs.build_rows(snapshot(hooks=without)) if row.state == "off"]
     assert {row.hook for row in off} == COUNTING
 
@@ -98,18 +87,37 @@ NANO = 1_000_000_000
 
 
 def track(
-    client: str = "198.51.100.7:2000", to: str = "10.244.0.1:8080", snat: str = "",
-    idle: float = 10.0, state: int = TcpState.ESTABLISHED, left: float = 50.0, parts: int = 0,
-    protocol: int = TCP, way: int = FlowPath.STACK, device: int = 0, port: int = 0,
-) -> TrackedConnection:  # fmt: skip
+    client: str = "198.51.100.7:2000",
+    to: str = "10.244.0.1:8080",
+    snat: str = "",
+    idle: float = 10.0,
+    state: int = TcpState.ESTABLISHED,
+    left: float = 50.0,
+    parts: int = 0,
+    protocol: int = TCP,
+    way: int = FlowPath.STACK,
+    device: int = 0,
+    port: int = 0,
+) -> TrackedConnection:
     """A connection to Service 1, `idle` seconds ago, with `left` seconds to live."""
     host, _, snat_port = (snat or "[::]:0").rpartition(":")
     address, number = target(client)[:16], target(client)[16:18]
     raw = FLOW_HEAD.pack(
-        int((NOW - idle) * NANO), address + number + bytes([protocol, 0]), target("192.0.2.1:80"),
-        target(to, protocol), parse_addr(host.strip("[]")), int(snat_port).to_bytes(2, "big"),
-        port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, 0, device,
-    )  # fmt: skip
+        int((NOW - idle) * NANO),
+        address + number + bytes([protocol, 0]),
+        target("192.0.2.1:80"),
+        target(to, protocol),
+        parse_addr(host.strip("[]")),
+        int(snat_port).to_bytes(2, "big"),
+        port.to_bytes(2, "big") if port else number,
+        1,
+        5,
+        state,
+        0,
+        way,
+        0,
+        device,
+    )
     whole = ORIGINAL | REPLY | (SNAT_REPLY if snat else 0)
     return TrackedConnection(raw, int((NOW + left) * NANO), parts or whole)
 
@@ -126,10 +134,8 @@ CONNECTION_ROWS = {
     "the original entry is lost": (track(parts=REPLY), {"lost": ("flow",)}),
     "the reply entry is lost": (track(parts=ORIGINAL), {"lost": ("reply",)}),
     "the SNAT entry is lost": (track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}),
-    "all but the SNAT entry are lost": (track(snat=SNATTED, parts=SNAT_REPLY),
-        {"lost": ("flow", "reply")}),
-    "a new connection may not have its other entry yet": (track(parts=REPLY, idle=0.5),
-        {"lost": ()}),
+    "all but the SNAT entry are lost": (track(snat=SNATTED, parts=SNAT_REPLY), {"lost": ("flow", "reply")}),
+    "a new connection may not have its other entry yet": (track(parts=REPLY, idle=0.5), {"lost": ()}),
     "another source port at the backend": (track(port=7), {"seen_as": "198.51.100.7:7"}),
     "just before it expires": (track(left=0.001), {"expired": False}),
     "just after it expired": (track(left=-0.001), {"expired": True}),
@@ -137,11 +143,10 @@ CONNECTION_ROWS = {
     "an unknown path, from another version": (track(way=9), {"path": "9"}),
     "an unknown state, from another version": (track(state=9), {"state": "9"}),
     "from the node, through loopback": (track(device=1), {"device": "lo"}),
-    "from the node, through a device that is gone": (track(device=1 << 30),
-        {"device": "#1073741824"}),
+    "from the node, through a device that is gone": (track(device=1 << 30), {"device": "#1073741824"}),
     "SCTP": (track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
     "a last use in the future": (track(idle=-5), {"idle_seconds": 0.0}),
-}  # fmt: skip
+}
 """An entry, and some fields of its row."""
 
 
@@ -158,17 +163,13 @@ def test_connection_row(case: str):
 def test_connections_are_sorted_by_service_then_client():
     clients = ["10.0.0.2:9", "10.0.0.10:1", "9.255.255.255:5", "10.0.0.2:1000"]
     rows = tracking(*map(track, clients)).find(ConnectionQuery()).rows
-    assert [r.client for r in rows] == [
-        "9.255.255.255:5", "10.0.0.2:9", "10.0.0.2:1000", "10.0.0.10:1",
-    ]  # fmt: skip
+    assert [r.client for r in rows] == ["9.255.255.255:5", "10.0.0.2:9", "10.0.0.2:1000", "10.0.0.10:1"]
 
 
 @pytest.mark.parametrize(("used", "alarm"), [(79, False), (80, True), (100, True)])
 def test_snat_port_alarm_is_at_80_percent(used: int, alarm: bool):
     entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
-    held = tracking(
-        *entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1)
-    )
+    held = tracking(*entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1))
     node = NodeEntry((parse_addr("198.18.0.1"),), 61_000, 61_099)
     (row,) = nat.build_view(snapshot(node=node), held.usage()).usage
     assert (row.used, row.ports, row.percent, row.alarm) == (used, 100, float(used), alarm)
@@ -208,22 +209,14 @@ PATHS = [
     PathRow("not attached yet", PacketStatus(True), False, "off", "not attached yet"),
     PathRow("no status, but programs", None, True, "on"),
     PathRow("no status and no programs", None, False, "off", "no packet programs"),
-    PathRow(
-        "disabled, but programs are pinned until the next start", PacketStatus(False), True, "on"
-    ),
+    PathRow("disabled, but programs are pinned until the next start", PacketStatus(False), True, "on"),
 ]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_packet_path_state(path: PathRow):
     said = replace(AGENT, packets=path.said)
-    held = snapshot(
-        status=said,
-        agent_alive=True,
-        hooks=ATTACHED,
-        packet_programs=path.pinned,
-        fill=Fill(1, 1, 1, 9),
-    )
+    held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=path.pinned, fill=Fill(1, 1, 1, 9))
     seen = availability.build_view(held)
     assert seen.state == path.state
     assert path.why in seen.reason
@@ -240,10 +233,7 @@ def test_forwarding_says_why_auto_is_not_netfilter():
 
 def test_failed_device_makes_the_status_not_ok():
     failed = PacketStatus(True, failed=(DeviceFailure("up0", "no"),), failed_count=1)
-    held = snapshot(
-        status=replace(AGENT, packets=failed), agent_alive=True, hooks=ATTACHED,
-        packet_programs=True,
-    )  # fmt: skip
+    held = snapshot(status=replace(AGENT, packets=failed), agent_alive=True, hooks=ATTACHED, packet_programs=True)
     assert not status.build_view(held).ok
 
 
@@ -258,14 +248,15 @@ DEVICE_ROWS = {
     "no program at ingress": (UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
     "no programs": (UPLINK, (), PacketStatus(True), ("host", "", "missing")),
     "excluded": (UPLINK, (), EXCLUDED, ("skipped", "", "")),
-    "excluded, but with a program": (UPLINK, (IN,), EXCLUDED,
-        ("skipped", "tc_x (tcx)", "should have no program")),
-    "not in the list of devices": (UPLINK, (), PacketStatus(True, devices=("up*",)),
-        ("skipped", "", "")),
-    "failed to attach": (UPLINK, (),
+    "excluded, but with a program": (UPLINK, (IN,), EXCLUDED, ("skipped", "tc_x (tcx)", "should have no program")),
+    "not in the list of devices": (UPLINK, (), PacketStatus(True, devices=("up*",)), ("skipped", "", "")),
+    "failed to attach": (
+        UPLINK,
+        (),
         PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
-        ("host", "", "no clsact")),
-}  # fmt: skip
+        ("host", "", "no clsact"),
+    ),
+}
 """A device, its attached programs, the agent's PacketStatus, and the expected row.
 
 The row is (role, ingress program, words of the problem).
@@ -291,9 +282,7 @@ def test_device_row(name: str):
 
 def test_the_flags_of_a_tunnel():
     entry = DeviceEntry("host", 0, pods=False, peer=False, tunnel=True)
-    (row,) = devices.build_rows(
-        snapshot(devices={2: entry}, host_devices=build((UPLINK,), (), {}, NO_PATTERNS))
-    )
+    (row,) = devices.build_rows(snapshot(devices={2: entry}, host_devices=build((UPLINK,), (), {}, NO_PATTERNS)))
     assert (row.flags, row.l2_header) == (("tunnel",), 0)
 
 

@@ -148,9 +148,7 @@ def measure_fill(map_: Map, now: float) -> Fill:
             entries += 1
             is_counted = now_ns <= expires_at(raw) and flow_entries.is_open(raw[flow_entries.STATE])
             open_ += is_counted
-            needed += is_counted and flow_entries.is_needed(
-                raw[flow_entries.STATE], last_used(raw), now_ns
-            )
+            needed += is_counted and flow_entries.is_needed(raw[flow_entries.STATE], last_used(raw), now_ns)
     return Fill(entries, open_, needed, int(map_.max_entries / MAPS["flows"].entries_per_object))
 
 
@@ -167,10 +165,7 @@ format_target_cached: Final = lru_cache(1 << 16)(format_target)
 
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 _STATES: Final = {int(state): state.name.lower() for state in TcpState}
-_PATHS: Final = {
-    int(FlowPath.STACK): "stack",
-    int(FlowPath.DIRECT): "direct",
-}
+_PATHS: Final = {int(FlowPath.STACK): "stack", int(FlowPath.DIRECT): "direct"}
 
 
 class FlowTable:
@@ -239,9 +234,7 @@ class FlowTable:
         now = self._now_ns
         for connection in connections:
             raw = connection.raw
-            last_use, client, frontend, backend, snat, snat_port, port, service, *rest = (
-                FLOW_HEAD.unpack(raw)
-            )
+            last_use, client, frontend, backend, snat, snat_port, port, service, *rest = FLOW_HEAD.unpack(raw)
             _, state, _, path, _, index = rest  # index: struct flow's host_device
             masqueraded = snat != NO_ADDRESS
             replaced = False
@@ -280,9 +273,7 @@ class FlowTable:
     def _original_keys(self) -> frozenset[bytes]:
         """Client and frontend of all connections whose original-direction entry exists."""
         return frozenset(
-            connection.key
-            for connection in self._connections.values()
-            if connection.directions & ORIGINAL
+            connection.key for connection in self._connections.values() if connection.directions & ORIGINAL
         )
 
     # ---- SNAT ----
@@ -301,13 +292,10 @@ class FlowTable:
     def sources(self) -> Iterator[TranslatedSource]:
         """See model.inspection.TranslatedConnections. Yields rows one at a time."""
         connections = sorted(
-            self._translated(),
-            key=lambda c: (c.backend, c.snat, c.raw[flow_entries.SNAT_PORT], c.key),
+            self._translated(), key=lambda c: (c.backend, c.snat, c.raw[flow_entries.SNAT_PORT], c.key)
         )
         for connection in connections:
-            last_use, client, _, backend, snat, port, _, service, _, state, *_ = FLOW_HEAD.unpack(
-                connection.raw
-            )
+            last_use, client, _, backend, snat, port, _, service, _, state, *_ = FLOW_HEAD.unpack(connection.raw)
             yield TranslatedSource(
                 source=format_target(snat + port),
                 backend=format_target_cached(backend),
@@ -327,10 +315,7 @@ class FlowTable:
             counts[0] += 1
             counts[1] += connection.state == TcpState.CLOSED
         for (backend, snat), (used, closed) in usage.items():
-            yield SnatUsage(
-                format_target_cached(backend), protocol_name(backend[18]), format_addr(snat),
-                used, closed,
-            )  # fmt: skip
+            yield SnatUsage(format_target_cached(backend), protocol_name(backend[18]), format_addr(snat), used, closed)
 
 
 def _missing_directions(directions: int, masqueraded: bool) -> tuple[str, ...]:

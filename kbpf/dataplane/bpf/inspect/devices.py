@@ -27,9 +27,10 @@ def read(pins: Pins, host_netns: int, status: PacketStatus | None) -> tuple[Host
     netns_cookie = netns.read_cookie()
     if host_netns and netns_cookie is not None and netns_cookie != host_netns:
         raise NotFoundError(
-            "the agent's devices are in another network namespace", str(pins.root),
+            "the agent's devices are in another network namespace",
+            str(pins.root),
             "run this there: nsenter --net=/proc/PID/ns/net kbpf inspect devices",
-        )  # fmt: skip
+        )
     with open_attacher(pins) as tc:
         attachments = tc.list_all()
     names = {}
@@ -41,18 +42,13 @@ def read(pins: Pins, host_netns: int, status: PacketStatus | None) -> tuple[Host
 
 
 def build(
-    devices: Sequence[Device],
-    attachments: Iterable[Attachment],
-    program_names: Mapping[int, str],
-    status: PacketStatus,
+    devices: Sequence[Device], attachments: Iterable[Attachment], program_names: Mapping[int, str], status: PacketStatus
 ) -> tuple[HostDevice, ...]:
     """The devices with these programs. `program_names`: by id."""
     programs: dict[tuple[int, Direction], list[str]] = {}
     for attachment in attachments:
         name = program_names.get(attachment.program_id, attachment.program_id)
-        programs.setdefault((attachment.ifindex, attachment.direction), []).append(
-            f"{name} ({attachment.method})"
-        )
+        programs.setdefault((attachment.ifindex, attachment.direction), []).append(f"{name} ({attachment.method})")
     choices = decide_roles(devices, status.devices, status.excluded)
     return tuple(
         HostDevice(

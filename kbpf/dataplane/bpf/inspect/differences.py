@@ -38,9 +38,12 @@ MAX_NAMED: Final = 3
 """How many addresses a text names; of the others it gives the number."""
 
 MISSING, CHANGED, STALE, FOREIGN, DAMAGED = (
-    DifferenceKind.MISSING, DifferenceKind.CHANGED, DifferenceKind.STALE, DifferenceKind.FOREIGN,
+    DifferenceKind.MISSING,
+    DifferenceKind.CHANGED,
+    DifferenceKind.STALE,
+    DifferenceKind.FOREIGN,
     DifferenceKind.DAMAGED,
-)  # fmt: skip
+)
 SetNumbers = tuple[int, int, int]
 """Id, size and table of a set, as a frontend has them."""
 
@@ -54,12 +57,8 @@ class _DryRun:
     def __init__(self, contents: Contents, desired: DesiredState, config: Config) -> None:
         self._contents, limits, agent = contents, TableLimits(), ProgrammedState(contents)
         limits.update(desired.services, desired.services.keys())
-        self._states = {
-            key: limits.effective_state(state) for key, state in desired.services.items()
-        }
-        self._values = {
-            at: value for at, value in contents.frontends.items() if at not in contents.corrupt
-        }
+        self._states = {key: limits.effective_state(state) for key, state in desired.services.items()}
+        self._values = {at: value for at, value in contents.frontends.items() if at not in contents.corrupt}
         self._adopted = agent.programmed.keys()
         plan = WritePlan(agent.ids, agent.backend_table, agent.unused_names, agent.shared_tables)
         changes = {
@@ -105,9 +104,7 @@ class _DryRun:
             found[_differ(CHANGED, "services", key, text, "other numbers of its sets")] = None
         yield from found
 
-    def _compare_frontend(
-        self, key: ServicePortKey, frontend: Frontend, new: ServiceValue
-    ) -> Iterator[Difference]:
+    def _compare_frontend(self, key: ServicePortKey, frontend: Frontend, new: ServiceValue) -> Iterator[Difference]:
         """Compares a frontend that exists, without its sets."""
         at, old, names = frontend.at, self._values.get(frontend.at), self._contents.names
         text = f"{frontend.kind} {at}"
@@ -142,19 +139,23 @@ class _DryRun:
         if (missing or extra) and (actual.backends or not actual.problem):
             yield _differ(
                 CHANGED if missing and extra else MISSING if missing else STALE,
-                "backend_slots", key, f"{name}: {_name_backends(missing)}" if missing else "",
+                "backend_slots",
+                key,
+                f"{name}: {_name_backends(missing)}" if missing else "",
                 f"{name}: {_name_backends(extra)}" if extra else "",
-            )  # fmt: skip
+            )
         elif actual.problem:
             yield _differ(
-                DAMAGED, actual.where, key, f"{name}: {_name_backends(backends)}",
-                f"set {numbers[0]}: {actual.problem}",
-            )  # fmt: skip
+                DAMAGED, actual.where, key, f"{name}: {_name_backends(backends)}", f"set {numbers[0]}: {actual.problem}"
+            )
         elif actual.table != table_content(backends, spread):
             yield _differ(
-                CHANGED, "backend_slots", key, f"{name}: {_format_spread(backends, spread)}",
+                CHANGED,
+                "backend_slots",
+                key,
+                f"{name}: {_format_spread(backends, spread)}",
                 f"{name}: {numbers[1]} slots of other shares",
-            )  # fmt: skip
+            )
         ids = {self._contents.ids[backend]: backend for backend in actual.backends}
         wanted = ids.keys() if state.affinity_timeout else set[int]()
         members = self._contents.members.get(numbers[0], set())
@@ -175,9 +176,7 @@ class _DryRun:
         for kind, number, one, other in differences:
             owner = names.get(number)
             subject = "NodePorts" if number == NODE_PORTS_ID else str(owner or f"id {number}")
-            yield Finding(
-                owner, Difference(kind, "source_ranges", subject, one, other, AGENT_REPAIRS)
-            )
+            yield Finding(owner, Difference(kind, "source_ranges", subject, one, other, AGENT_REPAIRS))
 
     # ---- what no desired Service port needs ------------------------------------------------
 
@@ -201,12 +200,12 @@ class _DryRun:
     def _find_leftovers(self) -> Iterator[Difference]:
         """Entries to delete that no frontend leads to."""
         contents, retired = self._contents, self._writes.retired
-        sets = {number for value in self._values.values() for number in (
-            value.cluster_set, value.local_set, value.cluster_table, value.local_table
-        )}  # fmt: skip
-        slots = Counter(
-            set_id for raw in retired.slot_keys for set_id, _ in U32_PAIR.iter_unpack(raw)
-        )
+        sets = {
+            number
+            for value in self._values.values()
+            for number in (value.cluster_set, value.local_set, value.cluster_table, value.local_table)
+        }
+        slots = Counter(set_id for raw in retired.slot_keys for set_id, _ in U32_PAIR.iter_unpack(raw))
         for set_id in sorted(slots.keys() - sets):
             yield _left("backend_slots", f"set {set_id}", _count(slots[set_id], "slot"))
         for set_id, number in sorted({*map(U32_PAIR.unpack, retired.member_keys)} - self._members):
@@ -221,9 +220,7 @@ class _DryRun:
     # ---- values that Service ports share ---------------------------------------------------
 
     def _compare_shared(self) -> Iterator[Difference]:
-        for name, (new, removed) in (
-            ("node_addresses", self._shared.nodes), ("cluster_ips", self._shared.cluster_ips)
-        ):  # fmt: skip
+        for name, (new, removed) in (("node_addresses", self._shared.nodes), ("cluster_ips", self._shared.cluster_ips)):
             for address in sorted(new):
                 yield Difference(MISSING, name, "", format_addr(address), "", AGENT_REPAIRS)
             for address in sorted(removed):
@@ -253,14 +250,10 @@ class _DryRun:
             if following >= ID_LIMIT:
                 yield Difference(DAMAGED, "meta", "", f"below {ID_LIMIT}", text, START_AGENT)
             elif following <= highest < ID_LIMIT // 2:  # above it, the ids may have wrapped
-                yield Difference(
-                    CHANGED, "meta", "", f"above {highest}, which is used", text, START_AGENT
-                )
+                yield Difference(CHANGED, "meta", "", f"above {highest}, which is used", text, START_AGENT)
 
 
-def _differ(
-    kind: DifferenceKind, where: str, key: ServicePortKey, desired: str = "", actual: str = ""
-) -> Difference:
+def _differ(kind: DifferenceKind, where: str, key: ServicePortKey, desired: str = "", actual: str = "") -> Difference:
     return Difference(kind, where, str(key), desired, actual, AGENT_REPAIRS)
 
 

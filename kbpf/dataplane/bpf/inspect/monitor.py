@@ -64,9 +64,7 @@ class Monitor:
         with ExitStack() as stack:
             self._folder = os.open(self._pins.maps, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._folder)
-            self._maps: Mapping[str, Map] = {
-                name: stack.enter_context(_open(self._pins, name)) for name in MAP_NAMES
-            }
+            self._maps: Mapping[str, Map] = {name: stack.enter_context(_open(self._pins, name)) for name in MAP_NAMES}
             self.ring = stack.enter_context(RingBuffer("monitor_events", RING_BYTES))
             stack.callback(self._release)
             self.renew()
@@ -90,9 +88,8 @@ class Monitor:
         """
         if not os.fstat(self._folder).st_nlink:
             raise NotFoundError(
-                "the maps of the agent have been replaced or removed", str(self._pins.maps),
-                "start this command again",
-            )  # fmt: skip
+                "the maps of the agent have been replaced or removed", str(self._pins.maps), "start this command again"
+            )
         with self._locked():
             if not self._is_ours():
                 self._claim()
@@ -131,9 +128,10 @@ class Monitor:
         free = [index for index in range(MONITORS) if self._until(index) <= now]
         if not free:
             raise CapacityError(
-                f"{MONITORS} commands watch events on this node already", str(self._pins.root),
+                f"{MONITORS} commands watch events on this node already",
+                str(self._pins.root),
                 "end one of them: `kbpf monitor`, or `kbpf top --by clients`",
-            )  # fmt: skip
+            )
         for index in free:
             self._clear(index)
         self._index = free[0]

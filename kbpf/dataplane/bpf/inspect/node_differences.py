@@ -31,11 +31,7 @@ from kbpf.dataplane.bpf.maps.pinning import OLD_PREFIX, Pins, packet_program_fol
 from kbpf.dataplane.bpf.packet_path.device_roles import decide_roles, directions_of
 from kbpf.dataplane.bpf.packet_path.node_maps import pack_devices, pack_node
 from kbpf.dataplane.bpf.programs import foreign
-from kbpf.dataplane.bpf.programs.hook_config import (
-    affinity_share,
-    compute_exemptions,
-    compute_settings,
-)
+from kbpf.dataplane.bpf.programs.hook_config import affinity_share, compute_exemptions, compute_settings
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
 from kbpf.dataplane.bpf.programs.unpinned import open_attacher
 from kbpf.errors import KernelError
@@ -47,25 +43,22 @@ from kbpf.model.config import Config, SocketLb
 from kbpf.model.desired import DesiredState
 from kbpf.model.inspection import Difference, DifferenceKind, HookEntry
 
-MAPS_COMPARED: Final = (
-    "config", "node", "local_networks", "devices", "device_cache", "exempt_cgroups"
-)  # fmt: skip
+MAPS_COMPARED: Final = ("config", "node", "local_networks", "devices", "device_cache", "exempt_cgroups")
 ZERO: Final = U32.pack(0)
 
 HOOK_ADVICE: Final = (
     "the agent attaches it again within 30 s; if it does not, its log says why: see the problems "
     "of `kbpf inspect status`"
 )
-DEVICE_ADVICE: Final = (
-    "the agent attaches it again within 30 s; if it does not, see `kbpf inspect devices`"
-)
-CONFIG_ADVICE: Final = (
-    "if `kbpf verify` used the settings of the agent, restart the agent, which writes it again"
-)
+DEVICE_ADVICE: Final = "the agent attaches it again within 30 s; if it does not, see `kbpf inspect devices`"
+CONFIG_ADVICE: Final = "if `kbpf verify` used the settings of the agent, restart the agent, which writes it again"
 
 MISSING, CHANGED, STALE, FOREIGN = (
-    DifferenceKind.MISSING, DifferenceKind.CHANGED, DifferenceKind.STALE, DifferenceKind.FOREIGN
-)  # fmt: skip
+    DifferenceKind.MISSING,
+    DifferenceKind.CHANGED,
+    DifferenceKind.STALE,
+    DifferenceKind.FOREIGN,
+)
 
 
 class NodeContents(NamedTuple):
@@ -92,13 +85,12 @@ def read_contents(pins: Pins, maps: Mapping[str, Map]) -> NodeContents:
     return NodeContents(
         entries,
         hook_entries,
-        frozenset(pin.name for folder in pins.root.glob("programs-sock-*")
-                  for pin in folder.iterdir()),
+        frozenset(pin.name for folder in pins.root.glob("programs-sock-*") for pin in folder.iterdir()),
         list_devices(),
         {place: frozenset(ids) for place, ids in attached.items()},
         _read_packet_programs(pins),
         foreign.find_all(pins.root, cgroup),
-    )  # fmt: skip
+    )
 
 
 def _read_packet_programs(pins: Pins) -> Mapping[str, frozenset[int]]:
@@ -160,17 +152,13 @@ def _changed(where: str, desired: str, actual: str, subject: str = "") -> Differ
     return Difference(CHANGED, where, subject, desired, actual, CONFIG_ADVICE)
 
 
-def _compare_exemptions(
-    contents: NodeContents, desired: DesiredState, config: Config
-) -> Iterator[Difference]:
+def _compare_exemptions(contents: NodeContents, desired: DesiredState, config: Config) -> Iterator[Difference]:
     hooked = config.cgroup or mounts.find_cgroup_root()
     try:
         root = mounts.find_cgroup_root()
     except KernelError:  # only a part of the tree is visible
         root = hooked
-    folders = {
-        folder.id: folder.path for _, folder in find_pod_folders(hooked, desired.exempt_pods)
-    }
+    folders = {folder.id: folder.path for _, folder in find_pod_folders(hooked, desired.exempt_pods)}
     folders |= {folder.id: folder.path for folder in find_matching(root, config.socket_lb_exempt)}
     actual = {U64.unpack(key)[0] for key in contents.entries["exempt_cgroups"]}
     for number in sorted(folders.keys() - actual):
@@ -180,9 +168,7 @@ def _compare_exemptions(
         yield Difference(STALE, "exempt_cgroups", "", "", f"cgroup {number}", HOOK_ADVICE)
 
 
-def _compare_node(
-    contents: NodeContents, desired: DesiredState, config: Config
-) -> Iterator[Difference]:
+def _compare_node(contents: NodeContents, desired: DesiredState, config: Config) -> Iterator[Difference]:
     expected = NODE.unpack(pack_node(config, desired))
     actual = NODE.unpack(contents.entries["node"].get(ZERO) or bytes(NODE.size))
     for name, one, other in zip(("IPv4 for SNAT", "IPv6 for SNAT"), expected, actual, strict=False):
@@ -251,9 +237,7 @@ def _inode(path: Path) -> int:
         return -1  # matches no cgroup
 
 
-def _compare_devices(
-    contents: NodeContents, desired: DesiredState, config: Config
-) -> Iterator[Difference]:
+def _compare_devices(contents: NodeContents, desired: DesiredState, config: Config) -> Iterator[Difference]:
     devices = {device.ifindex: device for device in contents.devices}
     choices = decide_roles(contents.devices, config.devices, config.excluded_devices)
     for ifindex, choice in choices.items():
@@ -303,8 +287,7 @@ def _compare_device_maps(
 def _format_device(raw: bytes) -> str:
     role, header, flags, mac, source4, source6, bridge = DEVICE.unpack(raw)
     sources = " ".join(map(_format_source, filter(any, (source4, source6)))) or "none"
-    return f"role {role}, header {header}, flags {flags}, mac {mac.hex(':')}, sources {sources}, " \
-        f"bridge {bridge}"  # fmt: skip
+    return f"role {role}, header {header}, flags {flags}, mac {mac.hex(':')}, sources {sources}, bridge {bridge}"
 
 
 # ---- the maps themselves -------------------------------------------------------------------------
@@ -330,9 +313,7 @@ def open_maps(pins: Pins, stack: contextlib.ExitStack) -> tuple[dict[str, Map], 
         maps[name] = map_
         if map_.is_frozen():
             actual = "frozen: no process can change it"
-            differences.append(
-                Difference(DifferenceKind.DAMAGED, name, "map", text, actual, REPLACED_ADVICE)
-            )
+            differences.append(Difference(DifferenceKind.DAMAGED, name, "map", text, actual, REPLACED_ADVICE))
     return maps, differences
 
 
@@ -357,6 +338,4 @@ def compare_maps_in_use(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Differe
         if others:
             unit = folder.name.removeprefix(OLD_PREFIX).split("-")[1]
             text = f"map {min(others)}, which is not pinned"
-            yield Difference(
-                FOREIGN, "programs", f"unit {unit}", "the pinned maps", text, REPLACED_ADVICE
-            )
+            yield Difference(FOREIGN, "programs", f"unit {unit}", "the pinned maps", text, REPLACED_ADVICE)

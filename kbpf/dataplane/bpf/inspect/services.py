@@ -47,9 +47,7 @@ from kbpf.model.metrics import ConnectionStats, ServiceLatencies
 from kbpf.model.objects import Algorithm, Protocol
 
 FRONTEND_PARTS: Final = Part.SERVICES | Part.AFFINITY | Part.TRAFFIC
-NAME_PARTS: Final = (
-    FRONTEND_PARTS | Part.NAMES | Part.RANGES | Part.CONNECTIONS | Part.FAILURES | Part.ENDPOINTS
-)
+NAME_PARTS: Final = FRONTEND_PARTS | Part.NAMES | Part.RANGES | Part.CONNECTIONS | Part.FAILURES | Part.ENDPOINTS
 """The parts that need Service ports with their frontends, and those that need at least names. With
 Part.MAPS alone all maps are open, but no entry is decoded.
 """
@@ -155,9 +153,7 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
     }
 
 
-def _build_port(
-    entries: Iterable[tuple[FrontendAddress, ServiceValue]], sets: _Sets, **fields: Any
-) -> ServicePort:
+def _build_port(entries: Iterable[tuple[FrontendAddress, ServiceValue]], sets: _Sets, **fields: Any) -> ServicePort:
     values = [value for _, value in entries]
     flags = ServiceFlag(values[0].flags if values else 0)
     return ServicePort(
@@ -186,9 +182,7 @@ def _u32(raw: bytes) -> int:
     return int.from_bytes(raw, "little")
 
 
-def _read_endpoints(
-    maps: Maps, names: Mapping[int, ServicePortKey]
-) -> Mapping[int, dict[Backend, EndpointEntry]]:
+def _read_endpoints(maps: Maps, names: Mapping[int, ServicePortKey]) -> Mapping[int, dict[Backend, EndpointEntry]]:
     """The endpoints by Service port. A Pod is in the namespace of its Service."""
     endpoints: dict[int, dict[Backend, EndpointEntry]] = {}
     for key, raw in maps["endpoint_names"].items():
@@ -243,9 +237,7 @@ def _read_traffic(maps: Maps, backends: Backends) -> tuple[dict[int, list[Backen
     return traffic, lists_sockets
 
 
-def _read_affinity(
-    map_: Map, ports: Mapping[int, ServicePort], backends: Backends
-) -> Iterator[AffinityEntry]:
+def _read_affinity(map_: Map, ports: Mapping[int, ServicePort], backends: Backends) -> Iterator[AffinityEntry]:
     for key, raw in map_.items():
         client, port_id, kind = AFFINITY_KEY.unpack(key)
         last_used_ns, backend_id, owner = AFFINITY.unpack(raw)

@@ -40,25 +40,13 @@ from kbpf.kernel.system import mounts, pods
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import SocketLb
-from kbpf.model.inspection import (
-    AffinityEntry,
-    DeviceEntry,
-    Inspection,
-    MapEntry,
-    NodeEntry,
-    Part,
-    index_pods,
-)
+from kbpf.model.inspection import AffinityEntry, DeviceEntry, Inspection, MapEntry, NodeEntry, Part, index_pods
 from kbpf.model.reasons import Reason
 from kbpf.model.status import decode
 
 ZERO: Final = U32.pack(0)
 # An array has all its entries from the start, so their number says nothing.
-COUNTABLE_TYPES: Final = (
-    uapi.BPF_MAP_TYPE_HASH,
-    uapi.BPF_MAP_TYPE_LRU_HASH,
-    uapi.BPF_MAP_TYPE_LPM_TRIE,
-)
+COUNTABLE_TYPES: Final = (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH, uapi.BPF_MAP_TYPE_LPM_TRIE)
 TYPE_NAMES: Final = {
     uapi.BPF_MAP_TYPE_HASH: "hash",
     uapi.BPF_MAP_TYPE_ARRAY: "array",
@@ -121,9 +109,7 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     if Part.HOOKS in parts:
         values["hooks"] = tuple(hooks.read(pins))
     if Part.DEVICES in parts:
-        values["host_devices"] = devices.read(
-            pins, values["host_netns"], values["status"] and values["status"].packets
-        )
+        values["host_devices"] = devices.read(pins, values["host_netns"], values["status"] and values["status"].packets)
     # After reading, so that no time in a map is later than these, and no age is negative. The
     # maps have CLOCK_MONOTONIC, the agent's status has CLOCK_BOOTTIME.
     now = time.monotonic()
@@ -141,9 +127,7 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     )
 
 
-def _name_clients(
-    entries: Iterable[AffinityEntry], endpoints: Mapping[Addr, str]
-) -> tuple[AffinityEntry, ...]:
+def _name_clients(entries: Iterable[AffinityEntry], endpoints: Mapping[Addr, str]) -> tuple[AffinityEntry, ...]:
     """Affinity entries with the Pods of their clients: of this node, or behind a Service."""
     entries = tuple(entries)
     ids = {entry.cgroup for entry in entries if entry.cgroup}
@@ -166,9 +150,7 @@ def find_pins(pin_dir: Path) -> Pins:
     try:
         names = [path.name for path in pinning.list_pin_folder(pin_dir)]
     except FileNotFoundError:
-        raise NotFoundError(
-            "nothing is pinned: there is no such folder", str(pin_dir), hint
-        ) from None
+        raise NotFoundError("nothing is pinned: there is no such folder", str(pin_dir), hint) from None
     if pins.maps.name in names:
         return pins
     # A folder of maps is named after its layout: another version may have another one.
@@ -194,9 +176,7 @@ def open_maps(pins: Pins, parts: Part) -> Iterator[dict[str, Map]]:
             except KernelError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                hint = (
-                    "its pin was removed: the agent restores it within seconds, or when it starts"
-                )
+                hint = "its pin was removed: the agent restores it within seconds, or when it starts"
                 raise NotFoundError(f"the map {name} is missing", str(pins.maps), hint) from error
         yield maps
 
@@ -209,9 +189,7 @@ def _read_config(maps: Mapping[str, Map], parts: Part) -> dict[str, Any]:
     if Part.HOOKS in parts:
         values["socket_lb"] = _socket_lb(flags)
         values["hooks_fail"] = ConfigFlag.SET_RETVAL in flags
-        values["exempt_ids"] = frozenset(
-            int.from_bytes(key, "little") for key, _ in maps["exempt_cgroups"].items()
-        )
+        values["exempt_ids"] = frozenset(int.from_bytes(key, "little") for key, _ in maps["exempt_cgroups"].items())
     if parts & services.FRONTEND_PARTS:
         addresses = frozenset(Addr(key) for key, _ in maps["node_addresses"].items())
         on_loopback = ConfigFlag.LOCALHOST_NODE_PORTS in flags
@@ -260,9 +238,7 @@ def read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:
             for key, raw in maps["devices"].items()
             for (ifindex,) in [U32.unpack(key)]
         },
-        "local_networks": tuple(
-            sorted(unpack_network(key) for key, _ in maps["local_networks"].items())
-        ),
+        "local_networks": tuple(sorted(unpack_network(key) for key, _ in maps["local_networks"].items())),
     }
 
 
@@ -295,6 +271,11 @@ def read_map(name: str, map_: Map) -> MapEntry:
         with contextlib.suppress(KernelError):
             entries = sum(1 for _ in map_.items())
     return MapEntry(
-        name, TYPE_NAMES.get(map_.type, str(map_.type)), entries, map_.max_entries, has_fill,
-        map_.read_memory(), MAPS[name].purpose,
-    )  # fmt: skip
+        name,
+        TYPE_NAMES.get(map_.type, str(map_.type)),
+        entries,
+        map_.max_entries,
+        has_fill,
+        map_.read_memory(),
+        MAPS[name].purpose,
+    )

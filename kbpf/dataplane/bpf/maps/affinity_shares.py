@@ -115,9 +115,7 @@ class AffinityShares:
                 shares.replace(key, U32.pack(count))
 
 
-def _select_expired(
-    keys: bytes, values: bytes, timeouts: Mapping[int, int], now: int
-) -> list[tuple[bytes, bytes]]:
+def _select_expired(keys: bytes, values: bytes, timeouts: Mapping[int, int], now: int) -> list[tuple[bytes, bytes]]:
     """Expired entries of `affinity`, by the rule of find_affinity() in lookup.h."""
     # columns of struct affinity (u64 last_used first) and struct affinity_key (u32 service after
     # the address, which is four words)

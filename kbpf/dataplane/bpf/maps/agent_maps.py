@@ -63,17 +63,13 @@ class AgentMaps:
         self.migration = MapMigration(self.maps)
         if "flows" in opened_maps.new_maps:
             flow_marks.enable(self.maps)
-        self.migration.start(
-            opened_maps.former_maps, queue_is_new="flow_queue" in opened_maps.new_maps
-        )
+        self.migration.start(opened_maps.former_maps, queue_is_new="flow_queue" in opened_maps.new_maps)
         sizes = {
             name: spec.initial_entries(self._sizes, self._packet_path)
             for name, spec in MAPS.items()
             if spec.is_fixed_size
         }
-        resized_maps = {
-            map_name for map_name, size in sizes.items() if size != self.maps[map_name].max_entries
-        }
+        resized_maps = {map_name for map_name, size in sizes.items() if size != self.maps[map_name].max_entries}
         if not resized_maps.isdisjoint(FLOW_MAPS):  # both contain the same keys
             resized_maps |= FLOW_MAPS
         # In the order of MAPS: the new `flow_queue` is filled with the keys of the new `flows`.
@@ -92,9 +88,7 @@ class AgentMaps:
         self.migration.close()
         self.maps = {}
 
-    def put(
-        self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
-    ) -> None:
+    def put(self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None) -> None:
         """Writes entries; each item may be several entries back to back. `new`: how many of them
         did not exist before (None: all). Writes a batch whenever BATCH_KEY_BYTES of keys are
         collected.
@@ -161,9 +155,7 @@ class AgentMaps:
         return {
             name: new_size
             for name, count in added.items()
-            if count
-            and (new_size := self._size_for(name, self.fill[name] + count))
-            > self.maps[name].max_entries
+            if count and (new_size := self._size_for(name, self.fill[name] + count)) > self.maps[name].max_entries
         }
 
     def _size_for(self, name: str, entries: int) -> int:
@@ -179,10 +171,7 @@ class AgentMaps:
 
     def fits(self, added: Mapping[str, int]) -> bool:
         """Whether the maps have room for `added` entries."""
-        return all(
-            not count or self.fill[name] + count <= self.maps[name].max_entries
-            for name, count in added.items()
-        )
+        return all(not count or self.fill[name] + count <= self.maps[name].max_entries for name, count in added.items())
 
     def grow(self, sizes: Mapping[str, int], at_once: int) -> Generator[None]:
         """Replaces maps by larger ones of these sizes, in steps that copy `at_once` entries.
@@ -243,9 +232,7 @@ class AgentMaps:
         what programs wrote to the old maps (pinning.py).
         """
         for name in sorted(
-            map_name
-            for map_name in self._unpinned
-            if MAPS[map_name].packet_path_only is packet_path_only
+            map_name for map_name in self._unpinned if MAPS[map_name].packet_path_only is packet_path_only
         ):
             pinning.replace_pin(self._pins, self.maps[name], name)
             self._unpinned.discard(name)

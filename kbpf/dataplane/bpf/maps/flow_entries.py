@@ -63,9 +63,7 @@ def flow_key(source: bytes, destination: bytes) -> bytes:
     """
 
     def sort_key(target: bytes) -> tuple[int, ...]:
-        address_words = [
-            int.from_bytes(target[offset : offset + 4], "little") for offset in (12, 8, 4, 0)
-        ]
+        address_words = [int.from_bytes(target[offset : offset + 4], "little") for offset in (12, 8, 4, 0)]
         return address_words[0], int.from_bytes(target[16:18], "little"), *address_words[1:]
 
     first, second = sorted((source, destination), key=sort_key)

@@ -181,11 +181,7 @@ class SharedTables:
 
     def identify(self, table_id: int, key: TableKey) -> None:
         """Sets the key of an adopted table."""
-        if (
-            table_id in self._ref_counts
-            and table_id not in self._key_by_id
-            and key not in self._id_by_key
-        ):
+        if table_id in self._ref_counts and table_id not in self._key_by_id and key not in self._id_by_key:
             self._register(table_id, key)
 
     def select_only_in(self, tables: Iterable[int]) -> set[int]:

@@ -385,9 +385,7 @@ def pack_ports(ports: Set[int], changed: Iterable[int]) -> list[tuple[bytes, byt
     return [
         (
             U32.pack(word_index),
-            U64.pack(
-                sum(1 << bit for bit in range(WORD_BITS) if word_index * WORD_BITS + bit in ports)
-            ),
+            U64.pack(sum(1 << bit for bit in range(WORD_BITS) if word_index * WORD_BITS + bit in ports)),
         )
         for word_index in sorted({port // WORD_BITS for port in changed})
     ]
@@ -403,17 +401,13 @@ def unpack_ports(entries: Iterable[tuple[bytes, bytes]]) -> Iterator[int]:
 
 def pack_service_name(key: ServicePortKey) -> bytes:
     """struct service_name."""
-    return SERVICE_NAME.pack(
-        key.namespace.encode(), key.name.encode(), key.port.encode(), key.protocol, key.family
-    )
+    return SERVICE_NAME.pack(key.namespace.encode(), key.name.encode(), key.port.encode(), key.protocol, key.family)
 
 
 def unpack_service_name(raw: bytes) -> ServicePortKey:
     """Unpacks a struct service_name."""
     namespace, name, port, protocol, family = SERVICE_NAME.unpack(raw)
-    return ServicePortKey(
-        _decode_text(namespace), _decode_text(name), _decode_text(port), Protocol(protocol), family
-    )
+    return ServicePortKey(_decode_text(namespace), _decode_text(name), _decode_text(port), Protocol(protocol), family)
 
 
 def pack_endpoint_key(service_id: int, address: Addr, port: int, protocol: int) -> bytes:
@@ -446,9 +440,7 @@ def _shorten_texts(*texts: str) -> bytes:
     """Joins texts that are too long, or that contain the separator. The room that a short text
     leaves is for the longer ones.
     """
-    raw_texts = [
-        text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace") for text in texts
-    ]
+    raw_texts = [text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace") for text in texts]
     parts, room = [b""] * len(texts), ENDPOINT_TEXT_SIZE - (len(texts) - 1)
     by_length = sorted(range(len(texts)), key=lambda index: len(raw_texts[index]))
     for number, index in enumerate(by_length):
@@ -555,11 +547,7 @@ class MapSpec:
 
     def max_entries(self, sizes: MapSizes) -> int:
         """The maximum size of this map."""
-        return (
-            int(getattr(sizes, self.sized_by) * self.entries_per_object)
-            if self.sized_by
-            else self.entries
-        )
+        return int(getattr(sizes, self.sized_by) * self.entries_per_object) if self.sized_by else self.entries
 
     def initial_entries(self, sizes: MapSizes, packet_path: bool = True) -> int:
         """The initial size. A map written by programs is created at its maximum size."""
@@ -569,9 +557,7 @@ class MapSpec:
         return min(self.entries, max_entries) if self.grows else max_entries
 
 
-def _growing_hash(
-    name: str, purpose: str, key_size: int, value_size: int, entries: int, sized_by: str
-) -> MapSpec:
+def _growing_hash(name: str, purpose: str, key_size: int, value_size: int, entries: int, sized_by: str) -> MapSpec:
     return MapSpec(
         name,
         purpose,
@@ -585,178 +571,373 @@ def _growing_hash(
     )
 
 
-def _lru_hash(
-    name: str, purpose: str, key_size: int, value_size: int, sized_by: str, version: int = 1
-) -> MapSpec:
+def _lru_hash(name: str, purpose: str, key_size: int, value_size: int, sized_by: str, version: int = 1) -> MapSpec:
     kind = uapi.BPF_MAP_TYPE_LRU_HASH
     return MapSpec(name, purpose, kind, key_size, value_size, 0, 0, sized_by, version=version)
 
 
 def _socket_storage(name: str, purpose: str, value_size: int) -> MapSpec:
     """Socket storage: one value per socket, whose key is the socket's descriptor."""
-    return MapSpec(
-        name, purpose, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC
-    )
+    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC)
 
 
 MAPS: Final = {
     spec.name: spec
     for spec in (
-        _growing_hash("services", "frontend → Service port and its backend sets",
-            TARGET.size, SERVICE.size, 16_384, "frontends"),
-        _growing_hash("service_names",
+        _growing_hash(
+            "services", "frontend → Service port and its backend sets", TARGET.size, SERVICE.size, 16_384, "frontends"
+        ),
+        _growing_hash(
+            "service_names",
             "Service port id → name; for display only, no program reads it",
-            U32.size, SERVICE_NAME.size, 16_384, "frontends"),
-        _growing_hash("endpoint_names",
+            U32.size,
+            SERVICE_NAME.size,
+            16_384,
+            "frontends",
+        ),
+        _growing_hash(
+            "endpoint_names",
             "endpoint of a Service port → Pod, node, zone and state; for display only",
-            ENDPOINT_KEY.size, ENDPOINT_NAME.size, 16_384, "backends"),
-        _growing_hash("backend_slots", "slot of a backend set → backend id",
-            U32_PAIR.size, U32.size, 65_536, "slots"),
-        _growing_hash("backends", "backend id → address and port",
-            U32.size, TARGET.size, 65_536, "backends"),
-        _growing_hash("set_members", "members of a backend set, for Services with session affinity",
-            U32_PAIR.size, U32.size, 16_384, "slots"),
-        _lru_hash("affinity", "client and Service → backend; full: the oldest entry is evicted",
-            AFFINITY_KEY.size, AFFINITY.size, "affinity"),
-        _lru_hash("affinity_shares", "client → number of its entries in affinity, which is limited",
-            16, U32.size, "affinity", version=2),
-        _socket_storage("sock_peers",
-            "connected socket → frontend and backend; stored with the socket",
-            PEER.size),
-        _socket_storage("former_peers",
-            "UDP socket that connects again → its previous peer, in case that fails",
-            PEER.size),
-        _socket_storage("udp_flows",
-            "unconnected UDP socket → frontends and backends; stored with the socket",
-            UDP_FLOWS.size),
-        MapSpec("udp_cuts", "Service and UDP backend → when the backend stopped serving",
-            uapi.BPF_MAP_TYPE_HASH, CUT_KEY.size, U64.size, 65_536, uapi.BPF_F_NO_PREALLOC),
-        MapSpec("source_ranges",
+            ENDPOINT_KEY.size,
+            ENDPOINT_NAME.size,
+            16_384,
+            "backends",
+        ),
+        _growing_hash("backend_slots", "slot of a backend set → backend id", U32_PAIR.size, U32.size, 65_536, "slots"),
+        _growing_hash("backends", "backend id → address and port", U32.size, TARGET.size, 65_536, "backends"),
+        _growing_hash(
+            "set_members",
+            "members of a backend set, for Services with session affinity",
+            U32_PAIR.size,
+            U32.size,
+            16_384,
+            "slots",
+        ),
+        _lru_hash(
+            "affinity",
+            "client and Service → backend; full: the oldest entry is evicted",
+            AFFINITY_KEY.size,
+            AFFINITY.size,
+            "affinity",
+        ),
+        _lru_hash(
+            "affinity_shares",
+            "client → number of its entries in affinity, which is limited",
+            16,
+            U32.size,
+            "affinity",
+            version=2,
+        ),
+        _socket_storage("sock_peers", "connected socket → frontend and backend; stored with the socket", PEER.size),
+        _socket_storage(
+            "former_peers", "UDP socket that connects again → its previous peer, in case that fails", PEER.size
+        ),
+        _socket_storage(
+            "udp_flows", "unconnected UDP socket → frontends and backends; stored with the socket", UDP_FLOWS.size
+        ),
+        MapSpec(
+            "udp_cuts",
+            "Service and UDP backend → when the backend stopped serving",
+            uapi.BPF_MAP_TYPE_HASH,
+            CUT_KEY.size,
+            U64.size,
+            65_536,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec(
+            "source_ranges",
             "Service and client networks that may use its LoadBalancer VIPs or NodePorts",
-            uapi.BPF_MAP_TYPE_LPM_TRIE, SOURCE_KEY.size, 4, 65_536, uapi.BPF_F_NO_PREALLOC),
-        MapSpec("flows",
+            uapi.BPF_MAP_TYPE_LPM_TRIE,
+            SOURCE_KEY.size,
+            4,
+            65_536,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec(
+            "flows",
             "packet path: both ends of a packet → its translation; full: see flow_queue",
-            uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, FLOW.size, 0, 0, sized_by="connections",
-            packet_path_only=True, entries_per_object=3 * FLOW_HEADROOM,
-            former_layouts=(FormerLayout(1, 160, _add_windows),)),
-        MapSpec("flow_queue",
+            uapi.BPF_MAP_TYPE_HASH,
+            FLOW_KEY.size,
+            FLOW.size,
+            0,
+            0,
+            sized_by="connections",
+            packet_path_only=True,
+            entries_per_object=3 * FLOW_HEADROOM,
+            former_layouts=(FormerLayout(1, 160, _add_windows),),
+        ),
+        MapSpec(
+            "flow_queue",
             "packet path: connections, oldest first; full: evicts one, or drops the new one",
-            uapi.BPF_MAP_TYPE_QUEUE, 0, FLOW_KEY.size, 0, sized_by="connections",
-            packet_path_only=True, entries_per_object=FLOW_HEADROOM),
-        MapSpec("flow_count",
-            "packet path: number of connections in flow_queue",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
-        MapSpec("unconfirmed",
+            uapi.BPF_MAP_TYPE_QUEUE,
+            0,
+            FLOW_KEY.size,
+            0,
+            sized_by="connections",
+            packet_path_only=True,
+            entries_per_object=FLOW_HEADROOM,
+        ),
+        MapSpec(
+            "flow_count", "packet path: number of connections in flow_queue", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1
+        ),
+        MapSpec(
+            "unconfirmed",
             "packet path: ends of a packet of conntrack's → its flow, until the packet leaves",
-            uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, EVENT.size, 2 * UNCONFIRMED_FLOWS,
-            uapi.BPF_F_NO_PREALLOC, packet_path_only=True),
-        MapSpec("unconfirmed_queue",
+            uapi.BPF_MAP_TYPE_HASH,
+            FLOW_KEY.size,
+            EVENT.size,
+            2 * UNCONFIRMED_FLOWS,
+            uapi.BPF_F_NO_PREALLOC,
+            packet_path_only=True,
+        ),
+        MapSpec(
+            "unconfirmed_queue",
             "packet path: the same, oldest first; full: the oldest one that was refused ends",
-            uapi.BPF_MAP_TYPE_QUEUE, 0, UNCONFIRMED_KEY.size, UNCONFIRMED_FLOWS,
-            packet_path_only=True),
-        MapSpec("flow_marks",
+            uapi.BPF_MAP_TYPE_QUEUE,
+            0,
+            UNCONFIRMED_KEY.size,
+            UNCONFIRMED_FLOWS,
+            packet_path_only=True,
+        ),
+        MapSpec(
+            "flow_marks",
             "packet path: hash of a frontend or backend → whether a connection may have it",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FLOW_MARKS),
-        MapSpec("flow_generations", "packet path: which marks of flow_marks still count",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, FLOW_GENERATIONS.size, 1),
-        MapSpec("doubtful_ports",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            U64.size,
+            FLOW_MARKS,
+        ),
+        MapSpec(
+            "flow_generations",
+            "packet path: which marks of flow_marks still count",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            FLOW_GENERATIONS.size,
+            1,
+        ),
+        MapSpec(
+            "doubtful_ports",
             "packet path: hash of a backend and an SNAT port → until when the port is in doubt",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, DOUBTS.size, DOUBTFUL_PORTS),
-        MapSpec("port_slots",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            DOUBTS.size,
+            DOUBTFUL_PORTS,
+        ),
+        MapSpec(
+            "port_slots",
             "packet path: locks for choosing SNAT ports",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
-        MapSpec("fragments",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            PORT_SLOT.size,
+            PORT_SLOTS,
+        ),
+        MapSpec(
+            "fragments",
             "packet path: ports of fragmented datagrams, for their later fragments",
-            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, FRAGMENT.size, 8192,
-            packet_path_only=True),
-        MapSpec("refusal_limits", "packet path: rate limits of ICMP errors and RSTs",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
-        MapSpec("refused_peers", "packet path: sender → one of its rate limits of refusals",
-            uapi.BPF_MAP_TYPE_LRU_HASH, 16, U64.size, 4096, packet_path_only=True),
-        MapSpec("foreign_flows", "packet path: connections that another data plane serves",
-            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, U32.size, 16_384, packet_path_only=True),
-        MapSpec("new_flows_paused_until",
+            uapi.BPF_MAP_TYPE_LRU_HASH,
+            CLIENT_SLOT.size,
+            FRAGMENT.size,
+            8192,
+            packet_path_only=True,
+        ),
+        MapSpec(
+            "refusal_limits",
+            "packet path: rate limits of ICMP errors and RSTs",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            REFUSAL_LIMIT.size,
+            len(RefusalLimit),
+        ),
+        MapSpec(
+            "refused_peers",
+            "packet path: sender → one of its rate limits of refusals",
+            uapi.BPF_MAP_TYPE_LRU_HASH,
+            16,
+            U64.size,
+            4096,
+            packet_path_only=True,
+        ),
+        MapSpec(
+            "foreign_flows",
+            "packet path: connections that another data plane serves",
+            uapi.BPF_MAP_TYPE_LRU_HASH,
+            CLIENT_SLOT.size,
+            U32.size,
+            16_384,
+            packet_path_only=True,
+        ),
+        MapSpec(
+            "new_flows_paused_until",
             "packet path: when new flows may begin again after a change of maps",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
-        MapSpec("devices", "packet path: ifindex → role (host or pod), link header and addresses",
-            uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, MAX_DEVICES, uapi.BPF_F_NO_PREALLOC),
-        MapSpec("device_cache", "packet path: ifindex modulo the size → an entry of devices",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
-        MapSpec("flow_scratch",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            U64.size,
+            1,
+        ),
+        MapSpec(
+            "devices",
+            "packet path: ifindex → role (host or pod), link header and addresses",
+            uapi.BPF_MAP_TYPE_HASH,
+            4,
+            DEVICE.size,
+            MAX_DEVICES,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec(
+            "device_cache",
+            "packet path: ifindex modulo the size → an entry of devices",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            CACHED_DEVICE.size,
+            CACHED_DEVICES,
+        ),
+        MapSpec(
+            "flow_scratch",
             "packet path: the packet that each CPU handles, and its new connection",
-            uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, SCRATCH_SIZE, 1),
-        MapSpec("node", "packet path: the node's addresses and ports for SNAT",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
-        MapSpec("local_networks",
+            uapi.BPF_MAP_TYPE_PERCPU_ARRAY,
+            4,
+            SCRATCH_SIZE,
+            1,
+        ),
+        MapSpec(
+            "node", "packet path: the node's addresses and ports for SNAT", uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1
+        ),
+        MapSpec(
+            "local_networks",
             "packet path: networks of clients that count as pods of this node",
-            uapi.BPF_MAP_TYPE_LPM_TRIE, NETWORK_KEY.size, 4, 64, uapi.BPF_F_NO_PREALLOC),
-        _growing_hash("node_addresses", "addresses of this node that serve NodePorts",
-            16, 4, 4096, "frontends"),
-        _growing_hash("cluster_ips", "ClusterIPs, where a port that no Service defines is refused",
-            16, 4, 16_384, "frontends"),
-        MapSpec("frontend_ports",
+            uapi.BPF_MAP_TYPE_LPM_TRIE,
+            NETWORK_KEY.size,
+            4,
+            64,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        _growing_hash("node_addresses", "addresses of this node that serve NodePorts", 16, 4, 4096, "frontends"),
+        _growing_hash(
+            "cluster_ips", "ClusterIPs, where a port that no Service defines is refused", 16, 4, 16_384, "frontends"
+        ),
+        MapSpec(
+            "frontend_ports",
             "ports of all frontends: everything else passes after one look-up",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
-        MapSpec("exempt_cgroups", "cgroups whose processes the socket hooks leave alone",
-            uapi.BPF_MAP_TYPE_HASH, U64.size, 4, 4096, uapi.BPF_F_NO_PREALLOC),
-        MapSpec("agent_sockets",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            U64.size,
+            FRONTEND_PORT_WORDS,
+        ),
+        MapSpec(
+            "exempt_cgroups",
+            "cgroups whose processes the socket hooks leave alone",
+            uapi.BPF_MAP_TYPE_HASH,
+            U64.size,
+            4,
+            4096,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec(
+            "agent_sockets",
             "the agent's connections to the API server: only ClusterIPs are translated",
-            uapi.BPF_MAP_TYPE_HASH, U64.size, 4, AGENT_SOCKETS, uapi.BPF_F_NO_PREALLOC),
-        MapSpec("config", "settings that the programs read",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
-        MapSpec("counts", "Service and backend → totals of their connections",
-            uapi.BPF_MAP_TYPE_HASH, U32_PAIR.size, COUNTS.size, 0, uapi.BPF_F_NO_PREALLOC,
-            "counts"),
-        MapSpec("zero_counts", "initial value of an entry of counts",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("latencies", "Service → histograms of its connect and round-trip times",
-            uapi.BPF_MAP_TYPE_HASH, U32.size, LATENCIES.size, 16_384, uapi.BPF_F_NO_PREALLOC),
-        MapSpec("zero_latencies", "initial value of an entry of latencies",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, LATENCIES.size, 1),
-        _socket_storage("connect_times",
-            "connecting socket → when it began; stored with the socket",
-            U64.size),
-        MapSpec("failures", "failed connections, by client and by what failed",
-            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, FAILURE.size, 4096, version=2),
-        MapSpec("monitored_until", "until when commands watch events",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, MONITORS + 1),
-        MapSpec("monitors", "which events a command wants to see, and how many it was not shown",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, MONITOR.size, MONITORS),
-        MapSpec("monitor_ring", "the kind of ring buffer that a command reads events from; empty",
-            uapi.BPF_MAP_TYPE_RINGBUF, 0, 0, RING_ENTRIES),
+            uapi.BPF_MAP_TYPE_HASH,
+            U64.size,
+            4,
+            AGENT_SOCKETS,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec("config", "settings that the programs read", uapi.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
+        MapSpec(
+            "counts",
+            "Service and backend → totals of their connections",
+            uapi.BPF_MAP_TYPE_HASH,
+            U32_PAIR.size,
+            COUNTS.size,
+            0,
+            uapi.BPF_F_NO_PREALLOC,
+            "counts",
+        ),
+        MapSpec("zero_counts", "initial value of an entry of counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        MapSpec(
+            "latencies",
+            "Service → histograms of its connect and round-trip times",
+            uapi.BPF_MAP_TYPE_HASH,
+            U32.size,
+            LATENCIES.size,
+            16_384,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec(
+            "zero_latencies", "initial value of an entry of latencies", uapi.BPF_MAP_TYPE_ARRAY, 4, LATENCIES.size, 1
+        ),
+        _socket_storage("connect_times", "connecting socket → when it began; stored with the socket", U64.size),
+        MapSpec(
+            "failures",
+            "failed connections, by client and by what failed",
+            uapi.BPF_MAP_TYPE_LRU_HASH,
+            CLIENT_SLOT.size,
+            FAILURE.size,
+            4096,
+            version=2,
+        ),
+        MapSpec(
+            "monitored_until", "until when commands watch events", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, MONITORS + 1
+        ),
+        MapSpec(
+            "monitors",
+            "which events a command wants to see, and how many it was not shown",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            MONITOR.size,
+            MONITORS,
+        ),
+        MapSpec(
+            "monitor_ring",
+            "the kind of ring buffer that a command reads events from; empty",
+            uapi.BPF_MAP_TYPE_RINGBUF,
+            0,
+            0,
+            RING_ENTRIES,
+        ),
         # Reasons are only appended, so their number is the version.
-        MapSpec("reasons", "counters of the programs' decisions, by reason",
-            uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=len(Reason)),
-        MapSpec("meta", "the next free ids",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
-        MapSpec("agent_status", "the agent's status and heartbeat",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, STATUS_ENTRIES, version=2),
+        MapSpec(
+            "reasons",
+            "counters of the programs' decisions, by reason",
+            uapi.BPF_MAP_TYPE_PERCPU_ARRAY,
+            4,
+            8,
+            len(Reason),
+            version=len(Reason),
+        ),
+        MapSpec("meta", "the next free ids", uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
+        MapSpec(
+            "agent_status",
+            "the agent's status and heartbeat",
+            uapi.BPF_MAP_TYPE_ARRAY,
+            4,
+            STATUS_SIZE,
+            STATUS_ENTRIES,
+            version=2,
+        ),
     )
-}  # fmt: skip
+}
 
 OUTER_MAPS: Final = {
-    f"{inner}_outer": MapSpec(
-        f"{inner}_outer", f"holds {inner}", uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS, 4, 4, 1, inner=inner
-    )
-    for inner in (
-        "services", "backend_slots", "backends", "set_members", "node_addresses", "cluster_ips"
-    )
-}  # fmt: skip
+    f"{inner}_outer": MapSpec(f"{inner}_outer", f"holds {inner}", uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS, 4, 4, 1, inner=inner)
+    for inner in ("services", "backend_slots", "backends", "set_members", "node_addresses", "cluster_ips")
+}
 """Arrays of one map, through which programs find the maps that grow: see bpf/maps.h."""
 
 MONITOR_RINGS: Final = MapSpec(
-    "monitor_rings", "holds the ring buffers of commands that watch events",
-    uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS, 4, 4, MONITORS, inner="monitor_ring",
-)  # fmt: skip
+    "monitor_rings",
+    "holds the ring buffers of commands that watch events",
+    uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS,
+    4,
+    4,
+    MONITORS,
+    inner="monitor_ring",
+)
 """A command puts its own ring buffer there: see bpf/monitor.h."""
 
 ALL_MAPS: Final = ChainMap({MONITOR_RINGS.name: MONITOR_RINGS}, OUTER_MAPS, MAPS)
 """Those of MAPS come first, since an array of maps is created with a map of its kind."""
 
-SELF_EVICTING_MAPS: Final = {
-    "flows",
-    *(n for n, s in MAPS.items() if s.map_type == uapi.BPF_MAP_TYPE_LRU_HASH),
-}
+SELF_EVICTING_MAPS: Final = {"flows", *(n for n, s in MAPS.items() if s.map_type == uapi.BPF_MAP_TYPE_LRU_HASH)}
 """Maps that keep entries until their room is needed, so that being full is normal: LRU maps, where
 the kernel evicts, and `flows`, a plain hash where the programs evict (evict_over_limit() in
 evict.h).

@@ -108,9 +108,7 @@ class MapMigration:
         if new.type == uapi.BPF_MAP_TYPE_QUEUE:
             self._write_flow_count(self._fill_queue(new))
         elif pairs := _select_fitting(name, old, new.max_entries):
-            new.update_batch(
-                b"".join(key for key, _ in pairs), b"".join(value for _, value in pairs)
-            )
+            new.update_batch(b"".join(key for key, _ in pairs), b"".join(value for _, value in pairs))
         self._replaced.append(ReplacedMap(name, old))
 
     def _fill_queue(self, flow_queue: Map) -> int:

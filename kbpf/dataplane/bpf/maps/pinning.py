@@ -126,9 +126,7 @@ def list_pin_folder(pin_dir: Path) -> list[Path]:
     except NotADirectoryError:
         raise ConfigError("not a folder", str(pin_dir), SAME_PIN_DIR_HINT) from None
     except OSError as error:
-        raise KernelError(
-            "cannot read the pin folder", str(pin_dir), "run as root", error.errno or 0
-        ) from error
+        raise KernelError("cannot read the pin folder", str(pin_dir), "run as root", error.errno or 0) from error
 
 
 def lock_pins(pins: Pins, timeout_s: float = LOCK_TIMEOUT_S) -> int:
@@ -174,9 +172,7 @@ def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedM
     maps = {name: open_map(pins.maps / name, spec) for name, spec in ALL_MAPS.items()}
     for name, spec in OUTER_MAPS.items():
         _set_inner(maps[name], maps[spec.inner])
-    return OpenedMaps(
-        maps, adopted, new_maps, (*_find_former_layouts(pins), *_find_unpinned_maps(pins, maps))
-    )
+    return OpenedMaps(maps, adopted, new_maps, (*_find_former_layouts(pins), *_find_unpinned_maps(pins, maps)))
 
 
 def find_lost(pins: Pins) -> set[str]:
@@ -235,19 +231,14 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
     meanwhile.
     """
     old = pins.other_folders("maps", pins.maps)
-    reused = {
-        name: map_
-        for name, spec in ALL_MAPS.items()
-        if (map_ := _find_reusable_map(pins, old, spec))
-    }
+    reused = {name: map_ for name, spec in ALL_MAPS.items() if (map_ := _find_reusable_map(pins, old, spec))}
     for name in _find_unusable(reused.keys()):
         reused.pop(name).close()
     with build_folder(pins.maps) as folder, contextlib.ExitStack() as stack:
         maps: dict[str, Map] = {}
         for name, spec in ALL_MAPS.items():
             maps[name] = stack.enter_context(
-                reused.get(name)
-                or make_map(spec, spec.initial_entries(sizes, packet_path), maps.get(spec.inner))
+                reused.get(name) or make_map(spec, spec.initial_entries(sizes, packet_path), maps.get(spec.inner))
             )
             maps[name].pin(folder / name)
         # Before the rename that ends this block: published maps always have a complete layout.
@@ -280,9 +271,7 @@ def _find_unusable(found: Collection[str]) -> set[str]:
 
 def _find_reusable_map(pins: Pins, folders: Iterable[Path], spec: MapSpec) -> Map | None:
     """The map with this name and layout in one of these folders."""
-    candidates = (
-        _open_version(pins, folder, spec, spec.version, spec.value_size) for folder in folders
-    )
+    candidates = (_open_version(pins, folder, spec, spec.version, spec.value_size) for folder in folders)
     return next((map_ for map_ in candidates if map_ is not None), None)
 
 
@@ -291,9 +280,7 @@ def _find_former_layouts(pins: Pins) -> Iterator[ReplacedMap]:
     for folder in pins.other_folders("maps", pins.maps):
         for spec in MAPS.values():
             for former_layout in spec.former_layouts:
-                map_ = _open_version(
-                    pins, folder, spec, former_layout.version, former_layout.value_size
-                )
+                map_ = _open_version(pins, folder, spec, former_layout.version, former_layout.value_size)
                 if map_ is not None:
                     yield ReplacedMap(spec.name, map_, former_layout.convert)
 
@@ -312,8 +299,7 @@ def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Replace
             if error.errno != errno.EPERM:
                 raise
             log.warning(
-                "cannot copy without CAP_SYS_ADMIN: entries that programs wrote to a map without "
-                "a pin id=%d",
+                "cannot copy without CAP_SYS_ADMIN: entries that programs wrote to a map without a pin id=%d",
                 map_id,
             )
             return
@@ -378,9 +364,7 @@ def map_ids_read_by(folder: Path) -> set[int]:
     return map_ids
 
 
-def _open_version(
-    pins: Pins, folder: Path, spec: MapSpec, version: int, value_size: int
-) -> Map | None:
+def _open_version(pins: Pins, folder: Path, spec: MapSpec, version: int, value_size: int) -> Map | None:
     """The map of this name in that folder, if it has this layout. The folder may be incomplete, if
     an agent was killed while removing it.
     """
@@ -397,9 +381,7 @@ def _open_version(
 def make_map(spec: MapSpec, entries: int, inner: Map | None = None) -> Map:
     map_type, flags = spec.map_type, spec.flags
     try:
-        return Map.create(
-            map_type, spec.name, spec.key_size, spec.value_size, entries, flags, inner
-        )
+        return Map.create(map_type, spec.name, spec.key_size, spec.value_size, entries, flags, inner)
     except KernelError as error:
         # Which of these it is depends on the type of the map and on the kernel.
         if spec.size_flag and error.errno in (errno.E2BIG, errno.EINVAL, errno.ENOMEM):

@@ -169,9 +169,7 @@ class DeviceAttachments:
         choices = self.decide_roles(listing)
         with open_attacher(self._pins, self._method, self._mark) as tc:
             attachments = self._read_attachments(tc, removed_devices, choices)
-            self._moves = {
-                point: self._moves[point] for point in self._moves if point in attachments
-            }
+            self._moves = {point: self._moves[point] for point in self._moves if point in attachments}
             waiting = self._newcomers.find_waiting(listing, choices, tc.method)
             sync_pass = _SyncPass(tc, attachments, pick, choices, self._moves, waiting)
             self._attachments = None  # if this pass fails, the next one reads from the kernel
@@ -202,15 +200,9 @@ class DeviceAttachments:
         ours = {attachment.ifindex for attachment in sync_pass.all_attachments}
         if self.prober is not None:
             self.prober.begin_pass(sync_pass.choices)
-        at_devices = find_at_devices(
-            tc, (device for device in listing if device.ifindex in ours), self.prober
-        )
+        at_devices = find_at_devices(tc, (device for device in listing if device.ifindex in ours), self.prober)
         # the filter of a limit is no program, and it is known what it does
-        return tuple(
-            runner
-            for runner in at_devices
-            if runner.program or runner.device not in sync_pass.limited
-        )
+        return tuple(runner for runner in at_devices if runner.program or runner.device not in sync_pass.limited)
 
     def _log_news(self, sync_pass: "_SyncPass") -> None:
         """Logs what the last report does not have."""
@@ -236,16 +228,10 @@ class DeviceAttachments:
         """
         attachments = self._attachments
         if attachments is not None and removed_devices is not None:
-            removed = {index for index, _ in attachments if index not in present} | set(
-                removed_devices
-            )
+            removed = {index for index, _ in attachments if index not in present} | set(removed_devices)
             if removed:
                 tc.sweep(removed)
-            return {
-                point: at_point
-                for point, at_point in attachments.items()
-                if point[0] not in removed
-            }
+            return {point: at_point for point, at_point in attachments.items() if point[0] not in removed}
         tc.sweep()
         by_point: dict[AttachPoint, tuple[Attachment, ...]] = {}
         for attachment in tc.list_all():
@@ -308,11 +294,7 @@ class _SyncPass:
 
     @property
     def all_attachments(self) -> tuple[Attachment, ...]:
-        return tuple(
-            attachment
-            for point in sorted(self.attachments)
-            for attachment in self.attachments[point]
-        )
+        return tuple(attachment for point in sorted(self.attachments) for attachment in self.attachments[point])
 
     def run(self, listing: Collection[Device], should_continue: ShouldContinue) -> bool:
         """Runs the stages until `should_continue` returns False; returns whether all were run."""
@@ -338,10 +320,7 @@ class _SyncPass:
         if device.ifindex in self._vanished:
             return False
         role = self.choices[device.ifindex].role
-        current = {
-            direction: self.attachments.get((device.ifindex, direction), ())
-            for direction in Direction
-        }
+        current = {direction: self.attachments.get((device.ifindex, direction), ()) for direction in Direction}
         is_complete = all(current[direction] for direction in directions_of(role))
         match stage:
             case Stage.SWAP:
@@ -390,9 +369,7 @@ class _SyncPass:
             program = None
         current = self.attachments.get(point, ())
         same_method = [attachment for attachment in current if attachment.method is self._tc.method]
-        if program is not None and [attachment.program_id for attachment in same_method] != [
-            self._program_id(program)
-        ]:
+        if program is not None and [attachment.program_id for attachment in same_method] != [self._program_id(program)]:
             new_attachment = self._tc.attach(device.ifindex, direction, program)
             if new_attachment is None:  # the device was deleted, and its attachments with it
                 self.attachments.pop(point, None)

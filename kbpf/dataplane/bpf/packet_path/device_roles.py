@@ -73,9 +73,7 @@ def assign_roles(
     """The role of every device, by ifindex. If `patterns` are given, only devices that match one
     of them are host devices.
     """
-    return {
-        index: choice.role for index, choice in decide_roles(devices, patterns, excluded).items()
-    }
+    return {index: choice.role for index, choice in decide_roles(devices, patterns, excluded).items()}
 
 
 def decide_roles(
@@ -99,11 +97,7 @@ def decide_roles(
         master = by_ifindex.get(device.master)
         if device.master and (master is None or master.kind != "vrf"):
             role, reason = DeviceRole.SKIPPED, f"port of {master.name if master else device.master}"
-            if (
-                master
-                and master.bridge_netfilter
-                and choose_role(master).role is not DeviceRole.SKIPPED
-            ):
+            if master and master.bridge_netfilter and choose_role(master).role is not DeviceRole.SKIPPED:
                 role, reason = DeviceRole.PORT, f"{reason}, with br_netfilter"
             return RoleChoice(role, reason)
         choice = _choose_by_kind(device, ports.get(device.ifindex, ()), bool(patterns))
@@ -152,9 +146,7 @@ def directions_of(role: DeviceRole) -> tuple[Direction, ...]:
 def find_unmatched(devices: Iterable[Device], patterns: Iterable[str]) -> tuple[str, ...]:
     """The patterns that match no device, in order."""
     names = [device.name for device in devices]
-    return tuple(
-        pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)
-    )
+    return tuple(pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names))
 
 
 def is_local(device: Device, role: DeviceRole, config: Config) -> bool:
@@ -200,9 +192,7 @@ def _choose_by_kind(device: Device, ports: Collection[Device], has_patterns: boo
         return RoleChoice(DeviceRole.POD, f"bridge of pods, ports: {len(ports)}")
     if device.kind in PEERED_KINDS and device.peer_netns is not None:
         if device.has_subnet and not has_patterns:
-            return RoleChoice(
-                DeviceRole.HOST, f"{device.kind} with an address in a subnet: this node's uplink"
-            )
+            return RoleChoice(DeviceRole.HOST, f"{device.kind} with an address in a subnet: this node's uplink")
         return RoleChoice(DeviceRole.POD, f"{device.kind} into another namespace")
     return RoleChoice(DeviceRole.HOST, device.kind or "hardware")
 

@@ -164,9 +164,7 @@ class DeviceReconciler:
         with self._condition:
             return self._swapped
 
-    def publish(
-        self, generation: ProgramGeneration, on_handover: Callable[[], None] = lambda: None
-    ) -> None:
+    def publish(self, generation: ProgramGeneration, on_handover: Callable[[], None] = lambda: None) -> None:
         """Hands programs over to the thread, and waits until no attached device runs older ones.
 
         `on_handover` is called first, under the lock, so that on_all_swapped() cannot run at the
@@ -224,9 +222,7 @@ class DeviceReconciler:
             log.error("the device thread is stuck in the kernel and is abandoned")
             return  # its descriptors stay open, since it may still use them
         os.close(self._wake_fd)
-        for generation in {
-            id(programs): programs for programs in (self._current, self._published)
-        }.values():
+        for generation in {id(programs): programs for programs in (self._current, self._published)}.values():
             if generation is not None:
                 generation.close()
         self._current = self._published = None

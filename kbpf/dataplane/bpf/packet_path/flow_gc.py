@@ -136,11 +136,7 @@ def _is_in_use(flows: Map, original: bytes, now: int) -> bool:
     for address, port in ((CLIENT_ADDRESS, CLIENT_PORT), (SNAT, SNAT_PORT)):
         source = original[address] + original[port] + protocol
         reply = flows.lookup(flow_key(source, original[BACKEND]))
-        if (
-            reply is not None
-            and reply[IDENTITY] == original[IDENTITY]
-            and expires_at(reply) + EXPIRED_FLOW_NS >= now
-        ):
+        if reply is not None and reply[IDENTITY] == original[IDENTITY] and expires_at(reply) + EXPIRED_FLOW_NS >= now:
             return True
     return False
 

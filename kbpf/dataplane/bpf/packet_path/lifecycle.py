@@ -38,9 +38,7 @@ class PacketPathLifecycle:
     - `config`: the settings, with the value of --forwarding that is in force.
     """
 
-    def __init__(
-        self, config: Config, pins: Pins, agent_maps: AgentMaps, sockets_first: bool
-    ) -> None:
+    def __init__(self, config: Config, pins: Pins, agent_maps: AgentMaps, sockets_first: bool) -> None:
         self.config, self._pins, self._agent_maps = config, pins, agent_maps
         self._may_fall_back = config.forwarding == "auto"
         self._fallback = ""  # why --forwarding auto is not netfilter
@@ -60,8 +58,9 @@ class PacketPathLifecycle:
         if fallback:
             log.warning(
                 "forwarding=stack: rules before DNAT do not guard NodePorts, since conntrack "
-                "cannot translate on this node: %s", fallback,
-            )  # fmt: skip
+                "cannot translate on this node: %s",
+                fallback,
+            )
 
     def load(self) -> None:
         """Loads the programs over the open maps, without attaching them, or postpones that. Raises
@@ -191,10 +190,7 @@ class PacketPathLifecycle:
             try:
                 detached = packet_path.remove_programs(self._pins)
             except KernelError as error:
-                log.error(
-                    "cannot detach the old packet programs, which see no changes of Services: %s",
-                    error,
-                )
+                log.error("cannot detach the old packet programs, which see no changes of Services: %s", error)
                 return
             log.warning("detached the old packet programs attachments=%d", len(detached))
         self._agent_maps.pin(packet_path_only=True)
@@ -273,9 +269,7 @@ class PacketPathLifecycle:
             problem=self.problem or status.problem,
             devices=self.config.devices,
             excluded=self.config.excluded_devices,
-            failed=tuple(
-                DeviceFailure(name, failed[name]) for name in sorted(failed)[:MAX_FAILED_DEVICES]
-            ),
+            failed=tuple(DeviceFailure(name, failed[name]) for name in sorted(failed)[:MAX_FAILED_DEVICES]),
             failed_count=len(failed),
             forwarding=self.config.forwarding,
             fallback=self._fallback,

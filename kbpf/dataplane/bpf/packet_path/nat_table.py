@@ -117,9 +117,7 @@ def _create_commands(mark: int) -> list[forward_rules.Json]:
     ]
 
 
-def _forward_commands(
-    name: str, priority: int, expressions: list[forward_rules.Json]
-) -> list[forward_rules.Json]:
+def _forward_commands(name: str, priority: int, expressions: list[forward_rules.Json]) -> list[forward_rules.Json]:
     chain = {"family": "inet", "table": TABLE, "name": name}
     rule = {"family": "inet", "table": TABLE, "chain": name, "expr": expressions}
     return [

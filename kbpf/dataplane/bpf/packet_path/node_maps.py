@@ -81,16 +81,12 @@ class NodeMap:
     NodeFlag.PASSIVE or COEXISTING as long as it has, then NO_COEXISTENCE.
     """
 
-    def __init__(
-        self, config: Config, maps: Mapping[str, WritableMap], coexisting: bool = False
-    ) -> None:
+    def __init__(self, config: Config, maps: Mapping[str, WritableMap], coexisting: bool = False) -> None:
         self._config = config
         self._node = maps["node"]
         self._networks = maps["local_networks"]
         self._written = b""
-        self.mode = (
-            initial_mode(dict(self._node.items()).get(ZERO, b"")) if coexisting else NO_COEXISTENCE
-        )
+        self.mode = initial_mode(dict(self._node.items()).get(ZERO, b"")) if coexisting else NO_COEXISTENCE
         self._written_networks = {unpack_network(key) for key, _ in self._networks.items()}
 
     def write(self, desired: DesiredState) -> None:
@@ -256,10 +252,7 @@ def compute_cached_devices(entries: Mapping[bytes, bytes]) -> dict[int, bytes]:
     """
     by_age = sorted((U32.unpack(key)[0], value) for key, value in entries.items())
     # A dict keeps the last value of a key: with reversed(), that of the oldest device.
-    return {
-        index % CACHED_DEVICES: CACHED_DEVICE.pack(index, value)
-        for index, value in reversed(by_age)
-    }
+    return {index % CACHED_DEVICES: CACHED_DEVICE.pack(index, value) for index, value in reversed(by_age)}
 
 
 def pack_devices(
@@ -314,9 +307,7 @@ def pack_device(
                 flags |= DeviceFlag.IPIP
     # reversed(): the first address of each family wins, and a preferred one replaces it.
     by_family = {family_of(address): address for address in reversed(device.sources)}
-    by_family |= {
-        family_of(source): source for source in reversed(preferred) if source in device.sources
-    }
+    by_family |= {family_of(source): source for source in reversed(preferred) if source in device.sources}
     return DEVICE.pack(
         ROLE_VALUES[role],
         ETH_HEADER if device.has_header else 0,

@@ -98,9 +98,7 @@ class PacketPath(ProgramSet):
 
     private_map_names = (TAIL_CALL_MAP,)
 
-    def __init__(
-        self, pins: Pins, artifact: Artifact, config: Config, coexisting: bool = False
-    ) -> None:
+    def __init__(self, pins: Pins, artifact: Artifact, config: Config, coexisting: bool = False) -> None:
         """`coexisting`: whether another data plane has connections on this node. `fallback` (to be
         set): why the kernel refused the programs that `--forwarding auto` would choose.
         """
@@ -110,9 +108,7 @@ class PacketPath(ProgramSet):
         # since when the programs are attached to all devices (time.monotonic)
         self._in_place_since: float | None = None
         self._attachments = DeviceAttachments(pins.root, config.devices, config.excluded_devices)
-        self._reconciler = DeviceReconciler(
-            self._attachments, self._write_devices, self._remove_old_programs
-        )
+        self._reconciler = DeviceReconciler(self._attachments, self._write_devices, self._remove_old_programs)
         self._node_and_device_maps: tuple[NodeMap, DeviceMap] | None = None
         self.unmatched: tuple[str, ...] = ()
         self.left_out_count = 0
@@ -153,9 +149,7 @@ class PacketPath(ProgramSet):
         programs = loaded_packet_programs(self.config.uses_conntrack)
         return tuple(program.name for program in programs)
 
-    def _load_code(
-        self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int
-    ) -> Program:
+    def _load_code(self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int) -> Program:
         if code.name != CONNTRACK_PROGRAM:
             return super()._load_code(code, maps, kind, attach_type)
         with kfuncs.open_conntrack() as calls:
@@ -163,11 +157,7 @@ class PacketPath(ProgramSet):
             return Program.load(code.name, kind, attach_type, insns, calls.btf_fds)
 
     def _make_private_maps(self) -> dict[str, Map]:
-        return {
-            TAIL_CALL_MAP: Map.create(
-                uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS
-            )
-        }
+        return {TAIL_CALL_MAP: Map.create(uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)}
 
     def write_node(self, desired: DesiredState) -> None:
         """Writes the parts of a desired state that belong to the node rather than to a Service."""
@@ -178,10 +168,7 @@ class PacketPath(ProgramSet):
     @property
     def is_passive(self) -> bool:
         """Whether our programs leave new connections to another data plane."""
-        return (
-            self._node_and_device_maps is not None
-            and NodeFlag.PASSIVE in self._node_and_device_maps[0].mode
-        )
+        return self._node_and_device_maps is not None and NodeFlag.PASSIVE in self._node_and_device_maps[0].mode
 
     def activate(self, now: float) -> float | None:
         """Takes over new connections once all programs have been attached for PASSIVE_PERIOD_S.
@@ -207,9 +194,7 @@ class PacketPath(ProgramSet):
         if self._node_and_device_maps is not None:
             self._node_and_device_maps[0].set_mode(NO_COEXISTENCE)
 
-    def _write_devices(
-        self, devices: tuple[Device, ...], choices: Mapping[int, RoleChoice]
-    ) -> None:
+    def _write_devices(self, devices: tuple[Device, ...], choices: Mapping[int, RoleChoice]) -> None:
         assert self._node_and_device_maps is not None
         previous, self.unmatched = self.unmatched, find_unmatched(devices, self.config.devices)
         for pattern in self.unmatched:

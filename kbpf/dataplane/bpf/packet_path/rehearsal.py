@@ -16,15 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import (
-    AFFINITY_KEY,
-    ALL_MAPS,
-    MAPS,
-    TAIL_CALL_MAP,
-    U32,
-    ClientKind,
-    MapSpec,
-)
+from kbpf.dataplane.bpf.maps.layout import AFFINITY_KEY, ALL_MAPS, MAPS, TAIL_CALL_MAP, U32, ClientKind, MapSpec
 from kbpf.dataplane.bpf.maps.pinning import Pins, make_map, open_map
 from kbpf.dataplane.bpf.packet_path.node_maps import write_refusal_limits
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
@@ -39,12 +31,31 @@ from kbpf.model.objects import Protocol
 from kbpf.model.reasons import Reason
 
 SHARED_MAPS: Final = frozenset(
-    ("services", "cluster_ips", "backends", "backend_slots", "set_members", "node_addresses",
-     "services_outer", "cluster_ips_outer", "backends_outer", "backend_slots_outer",
-     "set_members_outer", "node_addresses_outer", "frontend_ports", "source_ranges", "config",
-     "node", "devices", "device_cache", "local_networks", "agent_sockets", "zero_counts",
-     "new_flows_paused_until")
-)  # fmt: skip
+    (
+        "services",
+        "cluster_ips",
+        "backends",
+        "backend_slots",
+        "set_members",
+        "node_addresses",
+        "services_outer",
+        "cluster_ips_outer",
+        "backends_outer",
+        "backend_slots_outer",
+        "set_members_outer",
+        "node_addresses_outer",
+        "frontend_ports",
+        "source_ranges",
+        "config",
+        "node",
+        "devices",
+        "device_cache",
+        "local_networks",
+        "agent_sockets",
+        "zero_counts",
+        "new_flows_paused_until",
+    )
+)
 """The maps that the programs only read, and that the copy reads as well."""
 SIZES: Final = MapSizes(connections=64, affinity=64, counts=64)
 CLIENT_PORT: Final = 61_234
@@ -83,13 +94,17 @@ class Rehearsal:
         self._stack = contextlib.ExitStack()
         unit = artifact.find("tc", cache_dir, compile.find_toolchain())
         if unit is None:
-            raise NotFoundError("the packet programs are not compiled here", str(cache_dir),
-                                "name the agent's --cache-dir")  # fmt: skip
+            raise NotFoundError(
+                "the packet programs are not compiled here", str(cache_dir), "name the agent's --cache-dir"
+            )
         packet_path = PacketPath(pins, unit, Config(forwarding="stack"))
         folder = pins.programs(packet_path.key)
         if not (folder.is_dir() or Path(f"{folder}-conntrack").is_dir()):
-            raise NotFoundError("the pinned packet programs are those of another kbpf",
-                                str(pins.root), "use the kbpf that runs as the agent")  # fmt: skip
+            raise NotFoundError(
+                "the pinned packet programs are those of another kbpf",
+                str(pins.root),
+                "use the kbpf that runs as the agent",
+            )
         with self._stack:
             self._maps = dict(self._open_maps(pins, packet_path.map_names))
             loaded = packet_path.prepare(self._maps)
@@ -145,10 +160,7 @@ class Rehearsal:
 
     def _count_reasons(self) -> Mapping[Reason, int]:
         reasons = self._maps["reasons"]
-        return {
-            reason: sum(memoryview(reasons.lookup(U32.pack(reason)) or b"").cast("Q"))
-            for reason in Reason
-        }
+        return {reason: sum(memoryview(reasons.lookup(U32.pack(reason)) or b"").cast("Q")) for reason in Reason}
 
 
 def _make_private_map(spec: MapSpec) -> Map:
@@ -197,7 +209,6 @@ def _parse_frame(raw: bytes, protocol: Protocol) -> tuple[FrontendAddress, Front
     has_ports = number == protocol
     ports = struct.unpack_from("!HH", packet, offset) if has_ports else (0, 0)
     first, second = (
-        FrontendAddress(Addr(prefix + address), port, protocol)
-        for address, port in zip(addresses, ports, strict=True)
+        FrontendAddress(Addr(prefix + address), port, protocol) for address, port in zip(addresses, ports, strict=True)
     )
     return first, second

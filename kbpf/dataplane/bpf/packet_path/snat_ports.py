@@ -41,15 +41,28 @@ def reservation_entry(connection: ConntrackFlow, now: int) -> tuple[bytes, bytes
     `now`: ns, CLOCK_MONOTONIC.
     """
     node = Target(connection.source, connection.source_port, connection.protocol)
-    backend = Target(
-        connection.destination, connection.destination_port, connection.protocol
-    ).pack()
+    backend = Target(connection.destination, connection.destination_port, connection.protocol).pack()
     port = connection.source_port.to_bytes(2, "big")  # network byte order, as on the wire
     value = FLOW.pack(
-        now, node.pack(), backend, backend, _NO_ADDRESS, bytes(2), port,
-        0, 0, TcpState.ESTABLISHED, 0, FlowPath.STACK, FlowDirection.ORIGINAL, 0,
-        bytes(32), 0, 0, bytes(48),
-    )  # fmt: skip
+        now,
+        node.pack(),
+        backend,
+        backend,
+        _NO_ADDRESS,
+        bytes(2),
+        port,
+        0,
+        0,
+        TcpState.ESTABLISHED,
+        0,
+        FlowPath.STACK,
+        FlowDirection.ORIGINAL,
+        0,
+        bytes(32),
+        0,
+        0,
+        bytes(48),
+    )
     return flow_key(backend, node.pack()), value
 
 

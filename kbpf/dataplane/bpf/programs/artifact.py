@@ -30,9 +30,7 @@ log = logging.getLogger("kbpf.dataplane")
 FORMAT: Final = 1
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 """A larger file is not read; current artifacts are below one MiB."""
-TRUST_HINT: Final = (
-    "chown root and chmod go-w the folder and its files, or choose another --cache-dir"
-)
+TRUST_HINT: Final = "chown root and chmod go-w the folder and its files, or choose another --cache-dir"
 NOT_USED: Final = "are ignored and compiled again"
 CACHE_HINT: Final = "free space or make the folder writable, or choose another --cache-dir"
 CFLAGS: Final = ("-Wall", "-Wno-unused-function", "-Wno-unused-variable")
@@ -115,8 +113,7 @@ def try_store(artifact: Artifact, folder: Path) -> None:
         store(artifact, folder)
     except OSError as error:
         reason = error.strerror or str(error)
-        _warn_once("cannot be stored and are compiled at each start",
-                   CompileError(reason, str(folder), CACHE_HINT))  # fmt: skip
+        _warn_once("cannot be stored and are compiled at each start", CompileError(reason, str(folder), CACHE_HINT))
     except CompileError:
         pass
 

@@ -124,9 +124,7 @@ def _compile_in_child(unit: str, out: Path) -> None:
         shapes[name] = artifact.MapShape(name, shape.key_size, shape.value_size)
         shape.close()
     programs = tuple(_bytecode(name, module.dump_func(name), by_fd) for name in program_names(unit))
-    compiled = artifact.Artifact(
-        artifact.FORMAT, unit, source, toolchain or "", programs, tuple(shapes.values())
-    )
+    compiled = artifact.Artifact(artifact.FORMAT, unit, source, toolchain or "", programs, tuple(shapes.values()))
     artifact.store(compiled, out.parent).rename(out)
 
 
@@ -134,9 +132,7 @@ def _map_names(text: str) -> list[str]:
     # BPF_TABLE(type, key, value, name, size), BPF_F_TABLE(the same, flags)
     tables = re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S)
     names = [[part.strip() for part in arguments.split(",")][3] for arguments in tables]
-    return names + re.findall(
-        r"^BPF_(?:QUEUE|SK_STORAGE|ARRAY_OF_MAPS|RINGBUF_OUTPUT)\((\w+),", text, re.M
-    )
+    return names + re.findall(r"^BPF_(?:QUEUE|SK_STORAGE|ARRAY_OF_MAPS|RINGBUF_OUTPUT)\((\w+),", text, re.M)
 
 
 def _bytecode(name: str, raw: bytes, by_fd: dict[int, str]) -> artifact.Bytecode:

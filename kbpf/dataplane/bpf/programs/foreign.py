@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.programs.hook_probe import (
-    ORDER_HINT,
-    HookProber,
-    Point,
-    format_action,
-)
+from kbpf.dataplane.bpf.programs.hook_probe import ORDER_HINT, HookProber, Point, format_action
 from kbpf.dataplane.bpf.programs.unpinned import (
     OwnPrograms,
     is_kbpf_program,
@@ -85,9 +80,7 @@ def find_at_devices(
         foreign
         for device in devices
         for direction in Direction
-        for foreign in _find_at_hook(
-            Point(device, direction, kernel.list_programs(device.ifindex, direction)), prober
-        )
+        for foreign in _find_at_hook(Point(device, direction, kernel.list_programs(device.ifindex, direction)), prober)
     )
 
 
@@ -154,9 +147,7 @@ def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
     pins = Pins(folder)
     with open_attacher(pins) as kernel:
         ours = {attachment.ifindex for attachment in kernel.list_all()}
-        on_devices = find_at_devices(
-            kernel, (device for device in list_devices() if device.ifindex in ours)
-        )
+        on_devices = find_at_devices(kernel, (device for device in list_devices() if device.ifindex in ours))
     return (*(find_at_sockets(pins, cgroup) if cgroup is not None else ()), *on_devices)
 
 
@@ -180,9 +171,7 @@ def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
     first: dict[tuple[str, str, bool, int, bool], ForeignProgram] = {}
     counts: Counter[tuple[str, str, bool, int, bool]] = Counter()
     for program in programs:
-        kind = (
-            program.name, program.hook, program.is_ahead, program.result or 0, program.is_kbpf
-        )  # fmt: skip
+        kind = (program.name, program.hook, program.is_ahead, program.result or 0, program.is_kbpf)
         first.setdefault(kind, program)
         counts[kind] += 1
     for key, program in sorted(first.items()):

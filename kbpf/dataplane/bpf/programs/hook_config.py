@@ -70,9 +70,7 @@ def compute_exemptions(config: Config, has_exemptions: bool) -> ConfigFlag:
 
 
 class HookConfig:
-    def __init__(
-        self, config: Config, map_: Map, missing: Collection[int], coexisting: bool
-    ) -> None:
+    def __init__(self, config: Config, map_: Map, missing: Collection[int], coexisting: bool) -> None:
         """Writes the settings. Exemption flags of an earlier agent are kept until the packet path
         serves.
 

@@ -35,16 +35,21 @@ CLIENT6: Final = parse_addr("2001:db8::6b62:7066")
 TC_ACT_UNSPEC: Final = -1
 """Also TCX_NEXT: the next program decides."""
 _ACTION_NAMES: Final = {
-    -1: "TC_ACT_UNSPEC", 0: "TC_ACT_OK", 1: "TC_ACT_RECLASSIFY", 2: "TC_ACT_SHOT", 3: "TC_ACT_PIPE",
-    4: "TC_ACT_STOLEN", 7: "TC_ACT_REDIRECT", 8: "TC_ACT_TRAP",
-}  # fmt: skip
+    -1: "TC_ACT_UNSPEC",
+    0: "TC_ACT_OK",
+    1: "TC_ACT_RECLASSIFY",
+    2: "TC_ACT_SHOT",
+    3: "TC_ACT_PIPE",
+    4: "TC_ACT_STOLEN",
+    7: "TC_ACT_REDIRECT",
+    8: "TC_ACT_TRAP",
+}
 FILTER_ENDS: Final = frozenset((0, 2, 4, 7, 8))
 """The results with which a filter ends the list (cls_bpf_exec_opcode() in net/sched/cls_bpf.c). In
 TCX every result except TC_ACT_UNSPEC does (tcx_run() in net/core/dev.c)."""
 
 ORDER_HINT: Final = (
-    "let that program return TC_ACT_UNSPEC, attach it behind kbpf's program, or exclude the device "
-    "(--exclude-device)"
+    "let that program return TC_ACT_UNSPEC, attach it behind kbpf's program, or exclude the device (--exclude-device)"
 )
 
 ARRIVAL_WAIT_S: Final = 0.5
@@ -117,10 +122,7 @@ def select_representative(
             continue
         shape = (
             point.direction,
-            *(
-                (names.get(runner.program_id, ""), runner.place, runner.is_ours)
-                for runner in point.programs
-            ),
+            *((names.get(runner.program_id, ""), runner.place, runner.is_ours) for runner in point.programs),
         )
         if point.device.ifindex in host or shape not in shapes:
             selected.append(point)
@@ -159,17 +161,13 @@ class HookProber:
     def __init__(self, fragments: Map) -> None:
         self._fragments = fragments
         # with the ids of the programs, and until when it holds (time.monotonic)
-        self._outcomes: dict[
-            tuple[int, Direction], tuple[tuple[int, ...], float, ProbeOutcome]
-        ] = {}
+        self._outcomes: dict[tuple[int, Direction], tuple[tuple[int, ...], float, ProbeOutcome]] = {}
         self._remaining = MAX_PROBED_IN_PASS
 
     def begin_pass(self, present: Collection[int]) -> None:
         """`present`: the ifindexes of all devices."""
         self._remaining = MAX_PROBED_IN_PASS
-        self._outcomes = {
-            key: outcome for key, outcome in self._outcomes.items() if key[0] in present
-        }
+        self._outcomes = {key: outcome for key, outcome in self._outcomes.items() if key[0] in present}
 
     def read(self, point: Point) -> ProbeOutcome | None:
         """The outcome; None if nothing is before ours, or it is not probed or has not been yet."""
@@ -221,9 +219,7 @@ def _wait_for(fragments: Map, entry: bytes) -> bool:
         time.sleep(0.005)
 
 
-def build_frame(
-    mac: bytes, direction: Direction, frontend: Addr, port: int, number: int
-) -> tuple[bytes, bytes]:
+def build_frame(mac: bytes, direction: Direction, frontend: Addr, port: int, number: int) -> tuple[bytes, bytes]:
     """The packet, and its entry in `fragments` without the hash. At ingress a client sends it, at
     egress the frontend. `number`: random, for its id and the client's port.
     """

@@ -75,9 +75,7 @@ def missing_helpers() -> frozenset[int]:
 def missing_packet_helpers() -> frozenset[int]:
     """Those of OPTIONAL_PACKET_HELPERS that this kernel's packet programs may not call."""
     return frozenset(
-        number
-        for number in OPTIONAL_PACKET_HELPERS
-        if not probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, number).works
+        number for number in OPTIONAL_PACKET_HELPERS if not probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, number).works
     )
 
 
@@ -127,9 +125,7 @@ class ProgramSet:
     private_map_names: tuple[str, ...] = ()
     """Names of maps that only these programs use, and that are replaced together with them."""
 
-    def __init__(
-        self, pins: Pins, artifact: Artifact, missing: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, pins: Pins, artifact: Artifact, missing: frozenset[int] = frozenset()) -> None:
         check_artifact(artifact)
         self._pins = pins
         self._artifact = artifact
@@ -214,9 +210,7 @@ class ProgramSet:
             log.log(level, "optional program not loaded: %s", error)
             return None
 
-    def _load_code(
-        self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int
-    ) -> Program:
+    def _load_code(self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int) -> Program:
         if not (tracepoint := tracepoint_of(code.name)):
             insns = relocate(code, maps, self._missing_helpers)
             return Program.load(code.name, kind, attach_type, insns)
@@ -227,15 +221,11 @@ class ProgramSet:
     def _use_maps(self, maps: Mapping[str, Map]) -> bool:
         """Whether all required programs are loaded, and read no maps other than these."""
         map_ids = {map_.id for map_ in (*maps.values(), *self._private_maps.values())}
-        needed = {
-            program_name for program_name in self._program_names() if program_type(program_name)[2]
-        }
+        needed = {program_name for program_name in self._program_names() if program_type(program_name)[2]}
         return (
             needed <= self._loaded.keys()
             and set(self.private_map_names) == self._private_maps.keys()
-            and all(
-                set(program.read_info().map_ids) <= map_ids for program in self._loaded.values()
-            )
+            and all(set(program.read_info().map_ids) <= map_ids for program in self._loaded.values())
         )
 
     @property

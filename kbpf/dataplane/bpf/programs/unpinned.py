@@ -61,9 +61,7 @@ class UnpinnedProgram(NamedTuple):
     place: str
 
 
-def refuse_unpinned(
-    pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool = True
-) -> None:
+def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool = True) -> None:
     """Raises KernelError if programs of kbpf are attached without a pin: to the cgroup or, with
     `packet_path`, to any device of this network namespace. If programs of ours are attached,
     refusing would only leave those without updates.

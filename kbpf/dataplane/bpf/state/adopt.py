@@ -16,14 +16,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
-from kbpf.dataplane.bpf.maps.layout import (
-    U32,
-    U32_PAIR,
-    Meta,
-    ServiceFlag,
-    ServiceValue,
-    pack_target,
-)
+from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, Meta, ServiceFlag, ServiceValue, pack_target
 from kbpf.dataplane.bpf.state.contents import KIND_BITS, Contents, frontend_of
 from kbpf.dataplane.bpf.state.plan import EMPTY, ProgrammedPort, ProgrammedSet
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
@@ -64,8 +57,7 @@ def adopt(contents: Contents) -> Adopted:
     first_ids = set(contents.ids.values())
     adopted = Adopted(
         backends=contents.ids,
-        unclaimed_backends=damaged["backends"]
-        + [number for number in contents.backends if number not in first_ids],
+        unclaimed_backends=damaged["backends"] + [number for number in contents.backends if number not in first_ids],
         corrupt_frontends=contents.damaged.get("services", []),
         unclaimed_frontends=set(contents.corrupt),
         unclaimed_names=set(damaged["service_names"]),
@@ -108,8 +100,10 @@ def log_corrupt(contents: Contents) -> None:
         if keys:
             log.error(
                 "corrupt entries are ignored, and removed or rewritten map=%s entries=%d keys=%s",
-                name, len(keys), ",".join(key.hex() for key in [*keys][:MAX_LOGGED_KEYS]),
-            )  # fmt: skip
+                name,
+                len(keys),
+                ",".join(key.hex() for key in [*keys][:MAX_LOGGED_KEYS]),
+            )
 
 
 def _adopt_services(contents: Contents, entries: Entries, adopted: Adopted) -> dict[int, bool]:
@@ -117,9 +111,7 @@ def _adopt_services(contents: Contents, entries: Entries, adopted: Adopted) -> d
     members_by_set: dict[int, bool] = {}
     named_ids: set[int] = set()
     # A Service port that was just created again may have two ids; the one in use counts.
-    for service_id, name in sorted(
-        contents.names.items(), key=lambda item: (item[0] not in entries, -item[0])
-    ):
+    for service_id, name in sorted(contents.names.items(), key=lambda item: (item[0] not in entries, -item[0])):
         if name in adopted.programmed or name in adopted.unused_names:
             adopted.unclaimed_names.add(service_id)
             continue
@@ -139,10 +131,7 @@ def _adopt_services(contents: Contents, entries: Entries, adopted: Adopted) -> d
 
 
 def _adopt_service_port(
-    contents: Contents,
-    service_id: int,
-    values: list[tuple[FrontendAddress, ServiceValue]],
-    adopted: Adopted,
+    contents: Contents, service_id: int, values: list[tuple[FrontendAddress, ServiceValue]], adopted: Adopted
 ) -> ProgrammedPort:
     """Adopts a Service port as its frontend with the newest sets describes it. An agent that was
     killed during a flip leaves frontends with older sets; these are unclaimed.

@@ -72,10 +72,7 @@ def write(
     # The flip. Each value replaces an old one at once; what it points to is written above.
     put(
         "services",
-        (
-            (key := pack_endpoint(frontend_address), value.pack(key))
-            for frontend_address, value in writes.flips.items()
-        ),
+        ((key := pack_endpoint(frontend_address), value.pack(key)) for frontend_address, value in writes.flips.items()),
         writes.new_frontends,
     )
     put("cluster_ips", ((address, ONE) for address in cluster_ips[0]))
@@ -115,9 +112,7 @@ def delete_retired(
         yield from _retry(lambda: _delete_affinity(agent_maps, retired.forget_affinity))
 
 
-def _delete(
-    agent_maps: AgentMaps, name: str, batches: Iterable[tuple[int, Iterable[bytes]]]
-) -> DeletionSteps:
+def _delete(agent_maps: AgentMaps, name: str, batches: Iterable[tuple[int, Iterable[bytes]]]) -> DeletionSteps:
     """Deletes keys that come in batches, each with its cost in entries. Reading `batches` releases
     ids, so keys that could not be deleted are kept for the next step.
     """
@@ -149,9 +144,7 @@ def _retry(begin: Callable[[], Iterable[None]]) -> DeletionSteps:
             return
 
 
-def _slot_keys(
-    shared_tables: SharedTables, retired: Retired
-) -> Iterator[tuple[int, Iterable[bytes]]]:
+def _slot_keys(shared_tables: SharedTables, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
     for keys in retired.slot_keys:
         for start in range(0, len(keys), BATCH_ENTRIES * U32_PAIR.size):
             batch = keys[start : start + BATCH_ENTRIES * U32_PAIR.size]
@@ -167,9 +160,7 @@ def _slot_keys(
                 yield end - start, (pack_slots(set_id, end, start),)
 
 
-def _member_keys(
-    backend_table: BackendTable, retired: Retired
-) -> Iterator[tuple[int, Iterable[bytes]]]:
+def _member_keys(backend_table: BackendTable, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
     for key in retired.member_keys:
         yield 1, (key,)
     for old_set in retired.sets:
@@ -178,9 +169,7 @@ def _member_keys(
                 yield 1, (U32_PAIR.pack(old_set.id, backend_table.id_of(backend)),)
 
 
-def _pack_ids(
-    released: Iterable[list[int]], extra_ids: Sequence[int]
-) -> Iterator[tuple[int, Iterable[bytes]]]:
+def _pack_ids(released: Iterable[list[int]], extra_ids: Sequence[int]) -> Iterator[tuple[int, Iterable[bytes]]]:
     """Keys of the ids released in each step, and of `extra_ids`."""
     for ids in released:
         # Releasing BATCH_ENTRIES references is a piece of work, even if no id becomes free.
@@ -216,9 +205,7 @@ class TableBuilder:
     one table after the other, and holds a reference to each until release().
     """
 
-    def __init__(
-        self, agent_maps: AgentMaps, ids: IdAllocator, shared_tables: SharedTables
-    ) -> None:
+    def __init__(self, agent_maps: AgentMaps, ids: IdAllocator, shared_tables: SharedTables) -> None:
         self._agent_maps, self._ids, self._shared_tables = agent_maps, ids, shared_tables
         self._steps: Generator[None] | None = None
         # Table ids, and how many slots of each are written.
@@ -272,9 +259,7 @@ class TableBuilder:
     def _build(self, key: TableKey, backends: BackendSet, spread: Spread) -> Generator[None]:
         size = count_slots(len(backends), spread)
         if spread.algorithm is Algorithm.MAGLEV:
-            table = array(
-                "I", (yield from compute_maglev_table_in_steps(backends, spread.weights, size))
-            )
+            table = array("I", (yield from compute_maglev_table_in_steps(backends, spread.weights, size)))
         else:
             table = array("I", compute_slots(backends, spread))
         table_id = self._ids.allocate_set()

@@ -35,9 +35,17 @@ from kbpf.model.desired import Backend, BackendSet, Frontend, FrontendAddress, S
 from kbpf.model.objects import Cidr, Protocol
 
 MAPS_READ: Final = (
-    "services", "backend_slots", "backends", "set_members", "source_ranges", "service_names",
-    "node_addresses", "cluster_ips", "frontend_ports", "meta",
-)  # fmt: skip
+    "services",
+    "backend_slots",
+    "backends",
+    "set_members",
+    "source_ranges",
+    "service_names",
+    "node_addresses",
+    "cluster_ips",
+    "frontend_ports",
+    "meta",
+)
 """In the order of reading, the reverse of the order of writing (plan.py): frontends before their
 sets and backends, which stay for a grace period. So each frontend has a complete set, even while an
 agent writes.
@@ -63,10 +71,7 @@ def is_valid_entry(name: str, key: bytes, raw: bytes) -> bool:
         case "endpoint_names":
             return key[22] in _PROTOCOLS
         case "service_names":
-            return (
-                raw[_NAME_PROTOCOL_OFFSET] in _PROTOCOLS
-                and int.from_bytes(key, "little") < ID_LIMIT
-            )
+            return raw[_NAME_PROTOCOL_OFFSET] in _PROTOCOLS and int.from_bytes(key, "little") < ID_LIMIT
     return True
 
 
@@ -163,9 +168,7 @@ class Contents:
         # An agent writes sets sorted, without duplicates, and with the first id of each backend.
         if any(lower >= higher for lower, higher in pairwise(backends)):
             problem = "its backends are not in order"
-        elif any(
-            self.ids[backend] != number for backend, number in zip(backends, ids, strict=True)
-        ):
+        elif any(self.ids[backend] != number for backend, number in zip(backends, ids, strict=True)):
             problem = "it has a second id of a backend"
         return SetContents(backends, content, "backend_slots", problem)
 
@@ -198,8 +201,7 @@ def read(maps: Mapping[str, Map]) -> Contents:
     for number, entries in groupby(ranges, itemgetter(0)):
         contents.ranges[number] = tuple(cidr for _, cidr in entries)
     contents.names = {
-        int.from_bytes(key, "little"): unpack_service_name(value)
-        for key, value in raw["service_names"].items()
+        int.from_bytes(key, "little"): unpack_service_name(value) for key, value in raw["service_names"].items()
     }
     contents.node_addresses = set(map(Addr, raw["node_addresses"]))
     contents.cluster_ips = set(map(Addr, raw["cluster_ips"]))

@@ -18,11 +18,7 @@ from collections.abc import Callable, Container, Generator, Mapping
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps.agent_maps import GROWTH_POLL_INTERVAL_S, AgentMaps, MapGrowth
-from kbpf.dataplane.bpf.maps.layout import (
-    EndpointCondition,
-    pack_endpoint_key,
-    pack_endpoint_name,
-)
+from kbpf.dataplane.bpf.maps.layout import EndpointCondition, pack_endpoint_key, pack_endpoint_name
 from kbpf.dataplane.bpf.state.plan import ProgrammedPort
 from kbpf.dataplane.bpf.state.quotas import CONTESTED_FILL, fair_max_fill
 from kbpf.errors import KernelError, LastError
@@ -58,9 +54,7 @@ Steps = Generator[float | None]
 class EndpointNames:
     """The names of all programmed Service ports. Use it from the agent's thread only."""
 
-    def __init__(
-        self, agent_maps: AgentMaps, growth: MapGrowth, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, agent_maps: AgentMaps, growth: MapGrowth, clock: Callable[[], float]) -> None:
         self._agent_maps, self._growth, self._clock = agent_maps, growth, clock
         self._error = LastError()
         self._node_addresses: Container[Addr] = ()
@@ -82,10 +76,7 @@ class EndpointNames:
         self._is_complete = False
 
     def update(
-        self,
-        changes: Mapping[ServicePortKey, ProgrammedPort | None],
-        desired: DesiredState,
-        is_complete: bool,
+        self, changes: Mapping[ServicePortKey, ProgrammedPort | None], desired: DesiredState, is_complete: bool
     ) -> None:
         """Takes note of these changed Service ports (None: removed). `is_complete`: every entry of
         an earlier agent that is still wanted belongs to a Service port that was given by now.
@@ -221,12 +212,7 @@ class EndpointNames:
     # ---- the map -----------------------------------------------------------------------------
 
     def _put(
-        self,
-        key: ServicePortKey,
-        port: NamedPort,
-        entries: list[tuple[bytes, bytes]],
-        added: int,
-        is_known: bool,
+        self, key: ServicePortKey, port: NamedPort, entries: list[tuple[bytes, bytes]], added: int, is_known: bool
     ) -> Steps:
         """Writes entries, of which `added` should be new. If these find no room, the Service port
         is incomplete, and is tried again later.
@@ -237,10 +223,10 @@ class EndpointNames:
             if not self._is_full:
                 self._is_full = True
                 log.warning(
-                    "names of endpoints find no room, and are not shown map=%s service=%s; raise "
-                    "--max-backends",
-                    MAP_NAME, key,
-                )  # fmt: skip
+                    "names of endpoints find no room, and are not shown map=%s service=%s; raise --max-backends",
+                    MAP_NAME,
+                    key,
+                )
             self._incomplete[key] = port
             self._retry_due = self._clock() + RETRY_DELAY_S
             return
@@ -293,12 +279,7 @@ class EndpointNames:
 def _changed_addresses(old: tuple[EndpointSlice, ...], new: tuple[EndpointSlice, ...]) -> set[Addr]:
     """The addresses in slices that are in one of the two versions only."""
     kept = {id(slice_) for slice_ in old} & {id(slice_) for slice_ in new}
-    return {
-        endpoint.address
-        for slice_ in (*old, *new)
-        if id(slice_) not in kept
-        for endpoint in slice_.endpoints
-    }
+    return {endpoint.address for slice_ in (*old, *new) if id(slice_) not in kept for endpoint in slice_.endpoints}
 
 
 class _EndpointReader:

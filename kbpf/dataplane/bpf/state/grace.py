@@ -71,9 +71,7 @@ class GraceQueue:
         continues with the piece that failed.
         """
         deadline = time.perf_counter() + seconds
-        while seconds > 0 and (
-            self._steps is not None or (self._queue and self._queue[0][0] <= flipped)
-        ):
+        while seconds > 0 and (self._steps is not None or (self._queue and self._queue[0][0] <= flipped)):
             if self._steps is None:
                 _, self._deleting = self._queue.popleft()
                 self._steps = self._retire(self._deleting)
@@ -86,7 +84,5 @@ class GraceQueue:
                 return
 
     def _retire(self, retired: Retired) -> commit.DeletionSteps:
-        yield from commit.delete_retired(
-            self._agent_maps, self._backend_table, self._shared_tables, retired
-        )
+        yield from commit.delete_retired(self._agent_maps, self._backend_table, self._shared_tables, retired)
         self._cut_udp(retired)

@@ -66,18 +66,12 @@ class SharedValues(Generic[T]):
             self._counts[value] += count
             if not self._counts[value]:
                 del self._counts[value]
-        candidates: Collection[T] = (
-            self._counts.keys() | self.written_values if compare_all else change
-        )
+        candidates: Collection[T] = self._counts.keys() | self.written_values if compare_all else change
         new = {
-            candidate
-            for candidate in candidates
-            if candidate in self._counts and candidate not in self.written_values
+            candidate for candidate in candidates if candidate in self._counts and candidate not in self.written_values
         }
         removed = {
-            candidate
-            for candidate in candidates
-            if candidate in self.written_values and candidate not in self._counts
+            candidate for candidate in candidates if candidate in self.written_values and candidate not in self._counts
         }
         return new, removed
 
@@ -87,9 +81,7 @@ class SharedValues(Generic[T]):
         self.written_values -= removed
 
     def _count(self, programmed_ports: Iterable[ProgrammedPort]) -> Counter[T]:
-        return Counter(
-            value for programmed in programmed_ports for value in self._values(programmed)
-        )
+        return Counter(value for programmed in programmed_ports for value in self._values(programmed))
 
 
 class SharedChange(NamedTuple):
@@ -143,9 +135,7 @@ class ProgrammedState:
         assert self.unclaimed is not None
         frontends = self.unclaimed.unclaimed_frontends
         ranges = set(self.unclaimed.unclaimed_ranges)
-        desired_ranges = dict.fromkeys(
-            [*writes.new_ranges, *((NODE_PORTS_ID, cidr) for cidr in node_port_ranges)]
-        )
+        desired_ranges = dict.fromkeys([*writes.new_ranges, *((NODE_PORTS_ID, cidr) for cidr in node_port_ranges)])
         writes.new_ranges = [range_ for range_ in desired_ranges if range_ not in ranges]
         writes.old_ranges += sorted(ranges - desired_ranges.keys())
         if authoritative:
@@ -153,9 +143,7 @@ class ProgrammedState:
         # these are overwritten, and `fill` counts them already
         writes.new_frontends -= len(frontends & writes.flips.keys())
 
-    def compute_shared(
-        self, changes: Changes, node_addresses: set[Addr], authoritative: bool
-    ) -> SharedChange:
+    def compute_shared(self, changes: Changes, node_addresses: set[Addr], authoritative: bool) -> SharedChange:
         """Changes of the maps of shared values, when the Service ports change like this."""
         return SharedChange(
             (node_addresses - self._node_addresses, self._node_addresses - node_addresses),
@@ -163,9 +151,7 @@ class ProgrammedState:
             self._compute_changed(self._frontend_ports, changes, authoritative),
         )
 
-    def _compute_changed(
-        self, values: SharedValues[T], changes: Changes, authoritative: bool
-    ) -> tuple[set[T], set[T]]:
+    def _compute_changed(self, values: SharedValues[T], changes: Changes, authoritative: bool) -> tuple[set[T], set[T]]:
         new, removed = values.update(
             (self.programmed[key] for key in changes if key in self.programmed),
             (programmed for programmed in changes.values() if programmed is not None),
@@ -188,18 +174,14 @@ class ProgrammedState:
         retired.names += sorted({*unclaimed.unclaimed_names, *unclaimed.unused_names.values()})
         retired.slot_keys += unclaimed.unclaimed_slots
         retired.member_keys += unclaimed.unclaimed_members
-        retired.backend_ids += (
-            self.backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
-        )
+        retired.backend_ids += self.backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
         return unclaimed
 
 
 class MapState(ProgrammedState):
     """The state of the agent's maps, and what writes it."""
 
-    def __init__(
-        self, agent_maps: AgentMaps, contents: Contents, cut_udp: Callable[[Retired], None]
-    ) -> None:
+    def __init__(self, agent_maps: AgentMaps, contents: Contents, cut_udp: Callable[[Retired], None]) -> None:
         """`cut_udp`: see GraceQueue."""
         self._agent_maps = agent_maps
         super().__init__(contents, self._is_id_used)
@@ -223,9 +205,7 @@ class MapState(ProgrammedState):
         """
         assert self.unclaimed is not None
         used = {address.port for address in self.unclaimed.unclaimed_frontends}
-        used.update(
-            port for programmed in self.programmed.values() for port in ports_of(programmed)
-        )
+        used.update(port for programmed in self.programmed.values() for port in ports_of(programmed))
         self._write_ports(new=used - self._frontend_ports.written_values)
 
     def write(self, writes: Writes, shared: SharedChange) -> None:
@@ -252,7 +232,5 @@ class MapState(ProgrammedState):
         if delete_frontends:
             # They may be ours by now.
             ours = {f.at for programmed in self.programmed.values() for f in programmed.frontends}
-            self._agent_maps.delete(
-                "services", map(pack_endpoint, unclaimed.unclaimed_frontends - ours)
-            )
+            self._agent_maps.delete("services", map(pack_endpoint, unclaimed.unclaimed_frontends - ours))
         self._agent_maps.delete("services", unclaimed.corrupt_frontends)

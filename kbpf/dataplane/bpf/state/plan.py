@@ -69,9 +69,7 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
             return True
         # Adopted: no map holds the spread, so what was computed from it is compared.
         if self.spread is None:
-            return self.in_set_members == in_set_members and self.content == table_content(
-                backends, spread
-            )
+            return self.in_set_members == in_set_members and self.content == table_content(backends, spread)
         return self.in_set_members == in_set_members and self.spread == spread
 
 
@@ -221,9 +219,7 @@ class PortChange:
     sets: tuple[SetChange, ...]
     serving: BackendSet
 
-    def count_new_entries(
-        self, backend_table: BackendTable, shared_tables: SharedTables
-    ) -> dict[str, int]:
+    def count_new_entries(self, backend_table: BackendTable, shared_tables: SharedTables) -> dict[str, int]:
         """The maximum number of new entries, by map, before anything is retired."""
         old, new = self.old, self.new
         if new is None:
@@ -235,9 +231,7 @@ class PortChange:
             if not stays:
                 # A changed set is written in full: the old one stays for its grace period.
                 new_slots += len(backends)
-                if needs_table(backends, spread) and not shared_tables.find(
-                    table_key(backends, spread)
-                ):
+                if needs_table(backends, spread) and not shared_tables.find(table_key(backends, spread)):
                     new_slots += count_slots(len(backends), spread)
                 members += len(backends) if in_set_members else 0
                 needed_backends.update(backends)
@@ -250,9 +244,7 @@ class PortChange:
             "backends": backend_table.count_unknown(needed_backends),
         }
 
-    def count_leaving_entries(
-        self, backend_table: BackendTable, shared_tables: SharedTables
-    ) -> dict[str, int]:
+    def count_leaving_entries(self, backend_table: BackendTable, shared_tables: SharedTables) -> dict[str, int]:
         """The number of entries that this change retires, by map. Backends and tables that it
         reuses are not counted.
         """
@@ -268,21 +260,15 @@ class PortChange:
         if self.old and self.old.serving != self.serving:
             retired.released_backends.append(self.old.serving)
             reused_backends.update(self.serving)
-        return count_leaving_entries(
-            [retired], backend_table, shared_tables, reused_backends, reused_tables
-        )
+        return count_leaving_entries([retired], backend_table, shared_tables, reused_backends, reused_tables)
 
 
-def compute_change(
-    key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None
-) -> PortChange:
+def compute_change(key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None) -> PortChange:
     """The change of a Service port from old to new; None if it is not programmed or not desired."""
     has_affinity = new is not None and new.affinity_timeout > 0
 
     sets = tuple(
-        SetChange(
-            old_set, backends, spread, has_affinity, old_set.matches(backends, spread, has_affinity)
-        )
+        SetChange(old_set, backends, spread, has_affinity, old_set.matches(backends, spread, has_affinity))
         for old_set, (backends, spread) in zip(
             old.sets if old else (EMPTY, EMPTY), new.sets if new else (NO_SET, NO_SET), strict=True
         )
@@ -327,17 +313,21 @@ class WritePlan:
         # Otherwise the entries would apply again if affinity is enabled before they expire.
         if old and old.affinity_timeout and not (new and new.affinity_timeout):
             self.writes.retired.forget_affinity.add(service_id)
-        self._plan_ranges(
-            service_id, old.source_ranges if old else (), new.source_ranges if new else ()
-        )
+        self._plan_ranges(service_id, old.source_ranges if old else (), new.source_ranges if new else ())
         if new is None:
             self._plan_frontends(old, None)
             self.writes.retired.names.append(service_id)
             return None
         programmed = ProgrammedPort(
-            service_id, policy_flags(new), new.affinity_timeout, new.frontends, cluster, local,
-            change.serving, new.source_ranges,
-        )  # fmt: skip
+            service_id,
+            policy_flags(new),
+            new.affinity_timeout,
+            new.frontends,
+            cluster,
+            local,
+            change.serving,
+            new.source_ranges,
+        )
         self._plan_frontends(old, programmed)
         return programmed
 
@@ -354,17 +344,13 @@ class WritePlan:
         if old is not None:
             self._remove_frontends(old, remaining)
 
-    def remove_lost_frontends(
-        self, old: ProgrammedPort, new: ServiceState | None
-    ) -> ProgrammedPort:
+    def remove_lost_frontends(self, old: ProgrammedPort, new: ServiceState | None) -> ProgrammedPort:
         """Plans only the removal of frontends that are no longer desired."""
         addresses = {frontend.at for frontend in new.frontends} if new else set()
         kept_frontends = tuple(frontend for frontend in old.frontends if frontend.at in addresses)
         if len(kept_frontends) == len(old.frontends):
             return old
-        self._remove_frontends(
-            old, [frontend.at for frontend in old.frontends if frontend.at not in addresses]
-        )
+        self._remove_frontends(old, [frontend.at for frontend in old.frontends if frontend.at not in addresses])
         return msgspec.structs.replace(old, frontends=kept_frontends)
 
     def finish_writes(self) -> Writes:
@@ -393,12 +379,7 @@ class WritePlan:
             table, size = self._plan_table(backends, spread)
             # A new id, never new slots under the old one: a program must see one set or the other.
             new = ProgrammedSet(
-                self._ids.allocate_set(),
-                backends,
-                in_set_members,
-                size or len(ids),
-                spread,
-                table=table,
+                self._ids.allocate_set(), backends, in_set_members, size or len(ids), spread, table=table
             )
             self.writes.slots.append((new.id, ids))
             if in_set_members:
@@ -430,9 +411,7 @@ class WritePlan:
         self.writes.backends += self._backend_table.acquire(new)
         if old:
             self.writes.retired.released_backends.append(old)
-            self.writes.retired.lost_backends.update(
-                (service_id, backend) for backend in set(old) - set(new)
-            )
+            self.writes.retired.lost_backends.update((service_id, backend) for backend in set(old) - set(new))
 
     def _remove_frontends(self, old: ProgrammedPort, addresses: Iterable[FrontendAddress]) -> None:
         """Removes frontends. UDP flows through them must not stay with the backends of the old
@@ -451,13 +430,7 @@ class WritePlan:
 
 
 _INTERNAL_LOCAL, _EXTERNAL_LOCAL, _ANY_ENDPOINTS, _MAGLEV = map(
-    int,
-    (
-        ServiceFlag.INTERNAL_LOCAL,
-        ServiceFlag.EXTERNAL_LOCAL,
-        ServiceFlag.ANY_ENDPOINTS,
-        ServiceFlag.MAGLEV,
-    ),
+    int, (ServiceFlag.INTERNAL_LOCAL, ServiceFlag.EXTERNAL_LOCAL, ServiceFlag.ANY_ENDPOINTS, ServiceFlag.MAGLEV)
 )
 
 
@@ -495,9 +468,7 @@ def count_leaving_entries(
         sets += [ProgrammedSet(0, backends) for backends in retired.released_backends]
     # A shared table goes only if all sets that use it do, and no new set reuses it.
     leaving_tables = {set_.table: set_.size for set_ in sets if set_.table}
-    unused_tables = (
-        shared_tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
-    )
+    unused_tables = shared_tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
     leaving_slots += sum(leaving_tables[table_id] for table_id in unused_tables)
     # Besides its table, if any, a set has one slot for each backend.
     leaving_slots += sum(len(set_.backends) for set_ in sets if set_.id)

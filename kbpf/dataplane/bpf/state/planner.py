@@ -178,11 +178,7 @@ class Planner:
                 self._refused_system[key] = None
             _remove_lost_frontends(plan, key, new)
             return True
-        if (
-            deadline is not None
-            and new is not None
-            and plan.state.builder.is_incomplete(new, deadline)
-        ):
+        if deadline is not None and new is not None and plan.state.builder.is_incomplete(new, deadline):
             return False
         plan.replace(key, plan.write_plan.add(change))
         return True

@@ -151,10 +151,7 @@ class TableLimits:
         """Why a Service port is spread evenly and not as requested; "" otherwise."""
         if key in self._too_large:
             max_backends = MAX_TABLE_SLOTS // MIN_SLOTS_PER_BACKEND
-            return (
-                f"{IGNORED_SPREAD}: it has more than {max_backends} backends, the most that a "
-                "table has room for"
-            )
+            return f"{IGNORED_SPREAD}: it has more than {max_backends} backends, the most that a table has room for"
         if key in self._over_limit.get(key.namespace, ()):
             return (
                 f"{IGNORED_SPREAD}: those of namespace {key.namespace} need "
@@ -171,11 +168,7 @@ class TableLimits:
         keys, namespaces = set(keys), set()
         for key in keys:
             state, known_tables = states.get(key), self._namespaces.get(key.namespace)
-            if (
-                state is not None
-                and known_tables is not None
-                and known_tables.states.get(key) is state
-            ):
+            if state is not None and known_tables is not None and known_tables.states.get(key) is state:
                 continue  # unchanged: planned again, since its slice was not complete
             self._too_large.discard(key)
             is_plain = state is None or all(spread == EVEN_SPREAD for _, spread in state.sets)
@@ -208,9 +201,7 @@ class TableLimits:
         """The state as it can be programmed."""
         if not self.reason_for_even_spread(state.key):
             return state
-        return msgspec.structs.replace(
-            state, algorithm=Algorithm.RANDOM, cluster_weights=(), local_weights=()
-        )
+        return msgspec.structs.replace(state, algorithm=Algorithm.RANDOM, cluster_weights=(), local_weights=())
 
 
 # ---- budgets ---------------------------------------------------------------------------------
@@ -222,9 +213,7 @@ class NamespaceBudgets:
     def __init__(self) -> None:
         self._used: dict[str, list[int]] = {}
 
-    def replace(
-        self, namespace: str, old: ProgrammedPort | None, new: ProgrammedPort | None
-    ) -> None:
+    def replace(self, namespace: str, old: ProgrammedPort | None, new: ProgrammedPort | None) -> None:
         """Records the change of one Service port."""
         used = self._used.setdefault(namespace, [0] * len(_CHARGED_MAPS))
         for sign, programmed in ((-1, old), (1, new)):

@@ -66,11 +66,17 @@ class Flows:
         """Starts an agent with room for this number of connections."""
         plane = self.plane = self.site.open(MapSizes(connections=room), packet_path=True)
         made = [
-            service(f"{name}-{protocol.name}".lower(), f"LoadBalancer={vip}", POD, protocol,
-                    local=POD, external_local=name == "kept")
+            service(
+                f"{name}-{protocol.name}".lower(),
+                f"LoadBalancer={vip}",
+                POD,
+                protocol,
+                local=POD,
+                external_local=name == "kept",
+            )
             for name, vip in VIPS.items()
             for protocol in (Protocol.TCP, Protocol.UDP)
-        ]  # fmt: skip
+        ]
         state = msgspec.structs.replace(desired(*made), masquerade_addresses=(parse_addr(NODE),))
         netns.run_in(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
         self.open_programs()

@@ -15,15 +15,7 @@ from kbpf.dataplane.bpf.inspect import connections as tracked_connections
 from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps.flow_entries import flow_key, is_original
-from kbpf.dataplane.bpf.maps.layout import (
-    FLOW,
-    MAPS,
-    U32,
-    FlowDirection,
-    Reason,
-    Target,
-    pack_target,
-)
+from kbpf.dataplane.bpf.maps.layout import FLOW, MAPS, U32, FlowDirection, Reason, Target, pack_target
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.errors import KernelError
@@ -104,8 +96,11 @@ def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, kind: str) -> None:
     for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
         flows.talk(port, each)
     protocol = Protocol.UDP if script.startswith("?") else Protocol.TCP
-    given = {snat_port(raw) for raw in flows.site.entries("flows").values()
-             if Target.unpack(FLOW.unpack(raw)[1]).port == 2000}  # fmt: skip
+    given = {
+        snat_port(raw)
+        for raw in flows.site.entries("flows").values()
+        if Target.unpack(FLOW.unpack(raw)[1]).port == 2000
+    }
     flows.talk(5000, LIVES)
     assert 2000 not in flows.ports()
     found = flows.doubts()
@@ -392,14 +387,9 @@ def add_orphans(flows: Flows, port: int) -> dict[bytes, bytes]:
     for raw in flows.site.entries("flows").values():
         if is_original(raw) or Target.unpack(raw[fields.CLIENT]).port != port:
             continue
-        client, pod = (
-            raw[fields.CLIENT],
-            pack_target(parse_addr(OTHER_POD), 8080, raw[fields.PROTOCOL]),
-        )
+        client, pod = (raw[fields.CLIENT], pack_target(parse_addr(OTHER_POD), 8080, raw[fields.PROTOCOL]))
         if raw[fields.DIRECTION] == FlowDirection.REPLY:
-            made[flow_key(client, pod)] = (
-                raw[: fields.BACKEND.start] + pod + raw[fields.BACKEND.stop :]
-            )
+            made[flow_key(client, pod)] = raw[: fields.BACKEND.start] + pod + raw[fields.BACKEND.stop :]
         else:
             number = (port + 18_000).to_bytes(2, "big")
             node = raw[fields.SNAT] + number + client[18:]
@@ -475,9 +465,8 @@ OVER = [
     Over("TCP, expired", LIVES, 26 * 3600 - 1, (), False),
     Over("TCP, long expired", LIVES, 26 * 3600 + 1, (), True),
     Over("the client still sends", LIVES, 30 * 3600, (FlowDirection.ORIGINAL,), False),
-    Over("the backend still sends", LIVES, 30 * 3600,
-         (FlowDirection.REPLY, FlowDirection.SNAT_REPLY), False),
-]  # fmt: skip
+    Over("the backend still sends", LIVES, 30 * 3600, (FlowDirection.REPLY, FlowDirection.SNAT_REPLY), False),
+]
 
 
 @pytest.mark.parametrize("row", OVER, ids=lambda row: row.name)
@@ -497,9 +486,7 @@ def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over) -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "before v5.14"])
-def test_entry_replaced_during_the_deletion_stays(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool
-) -> None:
+def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     """Another flow reused the port, or the backend, after the entry was read."""
     if not at_once:
         lib = LibbpfWithoutLookupAndDelete(syscalls.lib())

@@ -35,11 +35,7 @@ def maps(flows: Flows) -> Iterator[dict[str, Map]]:
 def marked(maps: dict[str, Map]) -> set[int]:
     """The indexes whose mark counts."""
     _, oldest = flow_marks.read_generations(maps)
-    return {
-        U32.unpack(key)[0]
-        for key, raw in maps["flow_marks"].items()
-        if U64.unpack(raw)[0] >= oldest
-    }
+    return {U32.unpack(key)[0] for key, raw in maps["flow_marks"].items() if U64.unpack(raw)[0] >= oldest}
 
 
 def ends_of(flows: Flows) -> set[int]:
@@ -143,9 +139,7 @@ def test_flow_that_begins_during_a_pass_stays_marked(flows: Flows, maps: dict[st
         assert is_translated(flows, port) == (True, True)
 
 
-def test_nothing_expires_while_other_programs_write_flows(
-    flows: Flows, maps: dict[str, Map]
-) -> None:
+def test_nothing_expires_while_other_programs_write_flows(flows: Flows, maps: dict[str, Map]) -> None:
     """Their flows may be in another map, or without marks. A pass during which there are some
     counts as little as one that has begun before the start.
     """

@@ -12,16 +12,7 @@ import pytest
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import is_original
-from kbpf.dataplane.bpf.maps.layout import (
-    FLOW,
-    MAPS,
-    U32,
-    U64,
-    FormerLayout,
-    Reason,
-    Target,
-    TcpState,
-)
+from kbpf.dataplane.bpf.maps.layout import FLOW, MAPS, U32, U64, FormerLayout, Reason, Target, TcpState
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -49,9 +40,7 @@ def another_layout(monkeypatch: pytest.MonkeyPatch, *former: FormerLayout) -> No
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
-def test_flows_of_a_former_layout_are_converted(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool
-) -> None:
+def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
     """Each is converted and keeps its place in the queue: the longest idle one is evicted first."""
     ports = range(2000, 2000 + ROOM)
     for port in ports:
@@ -63,9 +52,7 @@ def test_flows_of_a_former_layout_are_converted(
     another_layout(monkeypatch, *([FormerLayout(1, FLOW.size, marked)] if knows else []))
     flows.start(ROOM)
     assert flows.ports() == (flows.complete(ports) if knows else {})
-    assert {raw[fields.SERVICE] for raw in flows.site.entries("flows").values()} <= {
-        U32.pack(MARKED)
-    }
+    assert {raw[fields.SERVICE] for raw in flows.site.entries("flows").values()} <= {U32.pack(MARKED)}
     assert flows.tracked() == (ROOM if knows else 0)
     if knows:
         for port in (5000, 5001, 5002):
@@ -86,8 +73,11 @@ def test_unfinished_upgrade_is_repeated(flows: Flows, monkeypatch: pytest.Monkey
     flows.talk(2000, "FA <FA A")
     flows.start(ROOM)
     assert flows.ports() == flows.complete([2000, 2001])
-    states = {Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
-              for raw in flows.site.entries("flows").values() if is_original(raw)}  # fmt: skip
+    states = {
+        Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
+        for raw in flows.site.entries("flows").values()
+        if is_original(raw)
+    }
     assert states == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
     monkeypatch.undo()
     flows.start(ROOM)
@@ -158,9 +148,7 @@ ENDS = {
 
 @pytest.mark.parametrize("then", [2 * ROOM, ROOM], ids=["the new size", "the old size"])
 @pytest.mark.parametrize("where", ENDS)
-def test_kill_during_resize_loses_no_flow(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int
-) -> None:
+def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int) -> None:
     """Flows from before the kill, and later ones of the programs attached then; all are in the
     queue.
     """
@@ -184,8 +172,11 @@ def test_kill_during_resize_loses_no_flow(
     flows.talk(2000, "FA <FA A")
     flows.start(then)
     assert flows.ports() == flows.complete([2000, 3000])
-    states = {Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
-              for raw in flows.site.entries("flows").values() if is_original(raw)}  # fmt: skip
+    states = {
+        Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
+        for raw in flows.site.entries("flows").values()
+        if is_original(raw)
+    }
     assert states == {2000: TcpState.CLOSED, 3000: TcpState.ESTABLISHED}
     with flows.site.pinned("flows") as held:
         assert held.max_entries == int(then * MAPS["flows"].entries_per_object)
@@ -195,9 +186,7 @@ def test_kill_during_resize_loses_no_flow(
     flows.start(ROOM)
 
 
-def test_flows_begun_before_the_change_over_are_migrated(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flows_begun_before_the_change_over_are_migrated(flows: Flows, monkeypatch: pytest.MonkeyPatch) -> None:
     """New flows are paused from then on, because one of its two devices would not know them."""
     publish, elsewhere = PacketPath.publish, PacketPath.uses_other_flows
     seen: list[tuple[dict[int, int], bool]] = []

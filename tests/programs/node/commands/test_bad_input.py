@@ -65,9 +65,7 @@ DAMAGES: list[tuple[str, Callable[[Pins], None]]] = [
 
 
 @pytest.mark.parametrize(("words", "damage"), DAMAGES, ids=[d[1].__name__ for d in DAMAGES])
-def test_pins_that_cannot_be_read_are_one_line(
-    words: str, damage: Callable[[Pins], None], written, run, site: Site
-):
+def test_pins_that_cannot_be_read_are_one_line(words: str, damage: Callable[[Pins], None], written, run, site: Site):
     damage(Pins(site.pins))
     for command in COMMANDS:
         code, out, err = run(*command)
@@ -81,10 +79,23 @@ def test_pins_that_cannot_be_read_are_one_line(
 def test_without_rights_commands_say_so_in_one_line(written, site: Site):
     for command in (*COMMANDS, ("cleanup",)):
         done = subprocess.run(
-            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-m",
-             "kbpf", *command, "--pin-dir", site.pins],
-            capture_output=True, text=True, check=False, cwd="/",
+            [
+                "setpriv",
+                "--reuid=65534",
+                "--regid=65534",
+                "--clear-groups",
+                sys.executable,
+                "-m",
+                "kbpf",
+                *command,
+                "--pin-dir",
+                site.pins,
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        )  # fmt: skip
+        )
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), command
         assert "run as root" in done.stderr or "it needs" in done.stderr, command

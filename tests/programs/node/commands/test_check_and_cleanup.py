@@ -47,9 +47,7 @@ def test_probe_tells_a_missing_helper_from_wrong_arguments():
     """bpf_redirect_neigh takes four arguments, and the verifier checks each."""
     assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 152, 1, 0, 0, 0).works
     assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 152, 1) == Probe(False, "EACCES")
-    assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 9999, 1, 0, 0, 0) == Probe(
-        False, "EINVAL"
-    )
+    assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 9999, 1, 0, 0, 0) == Probe(False, "EINVAL")
 
 
 def test_check_uses_the_ports_of_the_running_agent(site: Site, run):

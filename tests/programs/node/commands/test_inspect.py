@@ -152,9 +152,7 @@ def test_maps_show_their_entries(show):
 def test_nearly_full_map_raises_an_alarm(site: Site, run):
     # The agent may not grow past 5 frontends, of which 4 are used.
     opened = site.open(MapSizes(frontends=5))
-    opened.apply(
-        desired(*(service(f"s{i}", f"10.96.0.{i}:80", "10.244.0.1:80") for i in range(1, 5))), None
-    )
+    opened.apply(desired(*(service(f"s{i}", f"10.96.0.{i}:80", "10.244.0.1:80") for i in range(1, 5))), None)
     _, out, _ = run("inspect", "maps", "-o", "json")
     alarms = {row["name"] for row in json.loads(out)["items"] if row["alarm"]}
     assert alarms == {"services", "service_names", "cluster_ips"}

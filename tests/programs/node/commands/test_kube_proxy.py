@@ -83,12 +83,12 @@ class Row(NamedTuple):
 
 ROWS = [
     Row(nothing, ""),
-    Row(rules, "a kube-proxy has left rules on this node, which no process updates",
-        neighbour.CLEANUP_HINT, rules=True),
+    Row(
+        rules, "a kube-proxy has left rules on this node, which no process updates", neighbour.CLEANUP_HINT, rules=True
+    ),
     Row(process, "a kube-proxy runs on this node (pid ", neighbour.STOP_HINT, running=True),
-    Row(port, "a kube-proxy runs on this node (answers on 127.0.0.1 port 10249)",
-        neighbour.STOP_HINT, running=True),
-]  # fmt: skip
+    Row(port, "a kube-proxy runs on this node (answers on 127.0.0.1 port 10249)", neighbour.STOP_HINT, running=True),
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what.__name__)
@@ -108,8 +108,6 @@ def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path) -> None:
             assert bool(shown.kube_proxy) == bool(row.line)
             plane.shared.refresh_neighbours()
             traffic = plane.shared.count_traffic(lambda: None)
-            assert (traffic.kube_proxy_running, traffic.kube_proxy_rules) == (
-                row.running, row.rules,
-            )  # fmt: skip
+            assert (traffic.kube_proxy_running, traffic.kube_proxy_rules) == (row.running, row.rules)
 
     run_in_new_namespaces(story)

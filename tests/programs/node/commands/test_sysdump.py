@@ -103,14 +103,11 @@ def dump_of(tmp_path: Path, *arguments: str) -> Dump:
 
 
 def test_everything_that_is_pinned_is_dumped_without_an_agent(
-    written: BpfPlane, site: Site, secrets: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    written: BpfPlane, site: Site, secrets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "agent.log"
     log.write_text(f"started\nproblem: Authorization: Bearer {TOKEN}\n")
-    dump = dump_of(
-        tmp_path, "--pin-dir", str(site.pins), "--kubeconfig", str(secrets), "--log", str(log)
-    )
+    dump = dump_of(tmp_path, "--pin-dir", str(site.pins), "--kubeconfig", str(secrets), "--log", str(log))
     out, err = capsys.readouterr()
     assert "inspect/services.json" in out
     assert f"parts are complete: {tmp_path}/dump.tar.gz" in err
@@ -149,9 +146,7 @@ def test_a_configuration_is_dumped_without_its_passwords(
     assert dump.error("inspect/services.json") == ""  # at the pinDir of the file
 
 
-def test_a_broken_configuration_loses_only_itself(
-    written: BpfPlane, site: Site, tmp_path: Path
-) -> None:
+def test_a_broken_configuration_loses_only_itself(written: BpfPlane, site: Site, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"{CONFIG.replace('PINS', str(site.pins))}nonsense: 1\n")
     dump = dump_of(tmp_path, "--config", str(config))
@@ -172,14 +167,11 @@ def test_a_node_where_nothing_is_pinned(tmp_path: Path) -> None:
 def test_time_and_size_are_limited(tmp_path: Path) -> None:
     late = dump_of(tmp_path, "--time-limit", "0s", "--pin-dir", "/nowhere")
     assert set(late.files) == {"index.json"}
-    assert {item["error"] for item in late.index.values()} >= {
-        "not collected: --time-limit is over"
-    }
+    assert {item["error"] for item in late.index.values()} >= {"not collected: --time-limit is over"}
     (tmp_path / "dump.tar.gz").unlink()
     big = tmp_path / "big.log"
     big.write_bytes(b"0123456789abcde\n" * (3 << 16))
-    small = dump_of(tmp_path, "--max-bytes", str(1 << 20), "--log", str(big),
-                    "--pin-dir", "/nowhere")  # fmt: skip
+    small = dump_of(tmp_path, "--max-bytes", str(1 << 20), "--log", str(big), "--pin-dir", "/nowhere")
     assert sum(map(len, small.files.values())) < (1 << 20) + 100_000
     name = "logs/" + "_".join(big.parts[-3:])
     assert small.error(name).startswith("only the end of")
@@ -203,9 +195,7 @@ def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(
     assert path.read_bytes() == before
 
 
-def test_without_rights_parts_fail_and_the_archive_is_made(
-    written: BpfPlane, site: Site, tmp_path: Path
-) -> None:
+def test_without_rights_parts_fail_and_the_archive_is_made(written: BpfPlane, site: Site, tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
@@ -216,9 +206,15 @@ def test_without_rights_parts_fail_and_the_archive_is_made(
     command = [sys.executable, "-m", "kbpf", "sysdump", str(path), "--pin-dir", str(site.pins)]
     nobody = 65534
     done = subprocess.run(
-        command, user=nobody, group=nobody, extra_groups=[], capture_output=True, check=False,
-        cwd="/", env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+        command,
+        user=nobody,
+        group=nobody,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
+        cwd="/",
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
     assert done.returncode == 0, done.stderr
     dump = read(path)
     assert dump.error("inspect/services.json")
@@ -271,9 +267,7 @@ def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path) -> None:
         f"ipvs: {{stateDir: {agent.state_dir}}}\n"
     )
     command = [sys.executable, "-m", "kbpf", "sysdump", str(path), "--config", str(config)]
-    done = subprocess.run(
-        inside(agent.node.netns, None, *command), capture_output=True, check=False
-    )
+    done = subprocess.run(inside(agent.node.netns, None, *command), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     dump = read(path)
     check_no_secret(dump)
@@ -355,9 +349,7 @@ def test_nftables_are_listed_as_by_nft() -> None:
         run(netns, "nft add table inet kbpf-dump { chain c { tcp dport 4711 accept ; } ; }")
         command = [sys.executable, "-m", RULES_MODULE]
         ours = subprocess.run(inside(netns, None, *command), capture_output=True, check=True)
-        theirs = subprocess.run(
-            inside(netns, None, "nft", "list", "ruleset"), capture_output=True, check=True
-        )
+        theirs = subprocess.run(inside(netns, None, "nft", "list", "ruleset"), capture_output=True, check=True)
         assert b"dport 4711" in ours.stdout
         assert ours.stdout == theirs.stdout
 

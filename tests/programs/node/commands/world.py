@@ -30,28 +30,40 @@ def agent_status(**more: Any) -> AgentStatus:
     `more` changed. It stays recent, however long a test takes.
     """
     said: dict[str, Any] = {
-        "version": "9.9", "pid": os.getpid(), "mode": "bpf", "node": "n1",
-        "started": STARTED, "heartbeat": boottime() + 600, "synced": True, "services": 3,
-        "service_ports": 4, "applied": 5, "last_apply_ms": 1.5, "event_to_map_p50_ms": 2.0,
-        "event_to_map_p99_ms": 3.0, "sources": (SourceView("Service", "watching", True, "7", ""),),
-        "problems": ("Service a/b: no good",), "problem_count": 1,
-    }  # fmt: skip
+        "version": "9.9",
+        "pid": os.getpid(),
+        "mode": "bpf",
+        "node": "n1",
+        "started": STARTED,
+        "heartbeat": boottime() + 600,
+        "synced": True,
+        "services": 3,
+        "service_ports": 4,
+        "applied": 5,
+        "last_apply_ms": 1.5,
+        "event_to_map_p50_ms": 2.0,
+        "event_to_map_p99_ms": 3.0,
+        "sources": (SourceView("Service", "watching", True, "7", ""),),
+        "problems": ("Service a/b: no good",),
+        "problem_count": 1,
+    }
     return AgentStatus(**{**said, **more})
 
 
 WORLD = desired(
-    service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80",
-            "10.244.0.1:8080 10.244.0.2:8080 10.244.0.3:8080"),
+    service(
+        "web",
+        "10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80",
+        "10.244.0.1:8080 10.244.0.2:8080 10.244.0.3:8080",
+    ),
     service("dns", "10.96.0.1:53", "10.244.0.1:5353 10.244.0.2:5353", UDP),
     service("web6", "[fd00:96::1]:80", "[fd00:10::1]:8080"),
     service("kept", "10.96.0.2:80", "127.0.0.1:1", affinity_timeout=600),
-    service("near", "10.96.0.3:80", "10.244.0.1:8080 10.244.0.9:8080", local="10.244.0.1:8080",
-            internal_local=True),
+    service("near", "10.96.0.3:80", "10.244.0.1:8080 10.244.0.9:8080", local="10.244.0.1:8080", internal_local=True),
     service("empty", "10.96.0.4:80"),
-    service("guarded", "10.96.0.5:80 LoadBalancer=192.0.2.5:80", "10.244.0.1:8080",
-            restricted=True),
+    service("guarded", "10.96.0.5:80 LoadBalancer=192.0.2.5:80", "10.244.0.1:8080", restricted=True),
     nodes="192.0.2.100",
-)  # fmt: skip
+)
 
 
 Run = Callable[..., tuple[int, str, str]]

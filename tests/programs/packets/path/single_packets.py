@@ -74,9 +74,7 @@ MTU = 1400
 """Of the device `out` (fixture uplink)."""
 PORTS = itertools.count(2000)
 """Client ports; each flow gets a new one."""
-QUOTED = {
-    f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp", "sctp")
-}
+QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp", "sctp")}
 """Checksums that are not rewritten: as a rule most of the quoted packet they cover is missing."""
 LOW, HIGH = 61_000, 65_535
 """SNAT ports. A masqueraded flow gets any of them and keeps it during the tests that follow."""
@@ -255,9 +253,7 @@ def expect_redirect(path: Path_, packet: bytes, want: bytes, name: str = "tc_ing
     assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
 
 
-def expect_snat_redirect(
-    path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object
-) -> str:
+def expect_snat_redirect(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
     """masked() for a redirected packet, in one step."""
     _, got = path.run("tc_ingress", packet)
     source = parse(got, l2=False).source
@@ -299,9 +295,7 @@ def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[s
 def delete_entry(path: Path_, own: str, these: tuple[str, str]) -> None:
     """Deletes the entry of this client's flow between these ends."""
     with path.site.pinned("flows") as flows:
-        gone = [
-            key for key, raw in flows.items() if owner(raw) == own and set(ends(key)) == set(these)
-        ]
+        gone = [key for key, raw in flows.items() if owner(raw) == own and set(ends(key)) == set(these)]
         assert [flows.delete(key) for key in gone] == [True]
 
 
@@ -309,9 +303,7 @@ TALKS: dict[str, Talk] = {}
 """By client."""
 
 
-def segment(
-    path: Path_, v: int, own: str, word: str, source: str = "", which: int = CLUSTER
-) -> str:
+def segment(path: Path_, v: int, own: str, word: str, source: str = "", which: int = CLUSTER) -> str:
     """Sends one segment of the client, or of the backend to `source`; returns its translated
     source. "|" behind the word: it does not reach the other end, and "" is returned. It is dropped,
     or has become a reset of the client, for conntrack.

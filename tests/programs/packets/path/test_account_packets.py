@@ -55,19 +55,12 @@ def set_flags(path: Path_, flags: ConfigFlag) -> None:
     """Switches counting of connection ends: on with `--accounting full`, off with `connections`."""
     with path.site.pinned("config") as config:
         netns, have, share = CONFIG.unpack(config.lookup(U32.pack(0)))
-        config.update(
-            U32.pack(0), CONFIG.pack(netns, have & ~ConfigFlag.COUNT_CONNECTION_ENDS | flags, share)
-        )
+        config.update(U32.pack(0), CONFIG.pack(netns, have & ~ConfigFlag.COUNT_CONNECTION_ENDS | flags, share))
 
 
-def read_counts(
-    path: Path_, v: int, which: int, protocol: str = "tcp"
-) -> dict[bool, ConnectionStats]:
+def read_counts(path: Path_, v: int, which: int, protocol: str = "tcp") -> dict[bool, ConnectionStats]:
     """The counters of a Service port in one family, by whether the connection got a backend."""
-    names = {
-        U32.unpack(k)[0]: unpack_service_name(raw)
-        for k, raw in path.site.entries("service_names").items()
-    }
+    names = {U32.unpack(k)[0]: unpack_service_name(raw) for k, raw in path.site.entries("service_names").items()}
     found = {True: ConnectionStats(), False: ConnectionStats()}
     for key, raw in path.site.entries("counts").items():
         service, backend = U32_PAIR.unpack(key)
@@ -94,18 +87,9 @@ class Story(NamedTuple):
 OPEN = "S <SA A "
 STORIES = [
     Story("in order", OPEN + "A+100 <A+1000 FA <FA A", ConnectionStats(opened=1, ended=1), (1, 0)),
-    Story(
-        "in order, the backend closes first",
-        OPEN + "A+7 <FA+900 FA <A",
-        ConnectionStats(opened=1, ended=1),
-        (0, 1),
-    ),
+    Story("in order, the backend closes first", OPEN + "A+7 <FA+900 FA <A", ConnectionStats(opened=1, ended=1), (0, 1)),
     Story("refused by the backend", "S <RA", ConnectionStats(opened=1, ended=1, refused=1)),
-    Story(
-        "reset by the backend",
-        OPEN + "A+100 <A+50 <R",
-        ConnectionStats(opened=1, ended=1, reset=1),
-    ),
+    Story("reset by the backend", OPEN + "A+100 <A+50 <R", ConnectionStats(opened=1, ended=1, reset=1)),
     Story("reset by the client", OPEN + "A+100 <A+50 R", ConnectionStats(opened=1, ended=1)),
     Story("still open", OPEN + "A+100 <A+50", ConnectionStats(opened=1), (3, 2)),
     Story("repeated SYN", "S S <SA A FA <FA A", ConnectionStats(opened=1, ended=1), (1, 0)),
@@ -158,9 +142,7 @@ def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
 
 
 @both
-def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(
-    uplink: Path_, v: int
-) -> None:
+def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink: Path_, v: int) -> None:
     """The flow bypasses the stack until a segment arrives whose TTL expires. The entry that is then
     added matches replies to the client's own address.
     """
@@ -197,9 +179,7 @@ def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
     [(NONE, ConnectionStats(no_endpoint=1)), (RESTRICTED, ConnectionStats(not_allowed=1))],
     ids=["no endpoints", "not allowed"],
 )
-def test_connection_without_backend_is_counted(
-    path: Path_, v: int, which: int, adds: ConnectionStats
-) -> None:
+def test_connection_without_backend_is_counted(path: Path_, v: int, which: int, adds: ConnectionStats) -> None:
     before = read_counts(path, v, which)
     path.run("tc_ingress", tcp(client(v), vip(v, which), flags="S"))
     after = read_counts(path, v, which)
@@ -231,12 +211,17 @@ def forget(path: Path_) -> None:
         (CLUSTER, OPEN + "A+100 <A+50 R", ""),
         (CLUSTER, OPEN + "A+100 <A+1000 FA <FA A", ""),
     ],
-    ids=["no endpoints", "not allowed", "refused", "reset by the backend", "repeated at once",
-         "reset by the client", "succeeds"],
-)  # fmt: skip
-def test_failures_of_packets_are_recorded(
-    path: Path_, v: int, which: int, segments: str, reason: str
-) -> None:
+    ids=[
+        "no endpoints",
+        "not allowed",
+        "refused",
+        "reset by the backend",
+        "repeated at once",
+        "reset by the client",
+        "succeeds",
+    ],
+)
+def test_failures_of_packets_are_recorded(path: Path_, v: int, which: int, segments: str, reason: str) -> None:
     forget(path)
     if which == CLUSTER:
         play(path, v, which, segments)

@@ -98,9 +98,7 @@ def wire(uplink: Path_, br_netfilter: None) -> Iterator[Wire]:
 def has_programs(path: Path_) -> bool:
     listing = path.inside(lambda: devices.read(Pins(path.site.pins), 0, None))
     found = {device.name: (bool(device.ingress), bool(device.egress)) for device in listing}
-    return [found[name] for name in ("br9", "port9", "port8")] == [(True, True)] + [
-        (True, False)
-    ] * 2
+    return [found[name] for name in ("br9", "port9", "port8")] == [(True, True)] + [(True, False)] * 2
 
 
 @both

@@ -44,9 +44,7 @@ BYPASSES = [
     Bypass("direct, not masqueraded", LOCAL, NodeFlag.DIRECT),
 ]
 every_bypass = pytest.mark.parametrize("row", BYPASSES, ids=lambda row: row.name)
-every_error = pytest.mark.parametrize(
-    "error", ["too big", "host unreachable", "time exceeded", "parameter problem"]
-)
+every_error = pytest.mark.parametrize("error", ["too big", "host unreachable", "time exceeded", "parameter problem"])
 WIRES = {**SENT, "sctp": sctp}
 
 
@@ -86,9 +84,7 @@ def test_error_about_a_packet_to_the_backend_bypasses_the_stack(
 @every_bypass
 @every_error
 @pytest.mark.parametrize("kind", WIRES)
-def test_error_about_a_reply_bypasses_the_stack(
-    uplink: Path_, v: int, row: Bypass, error: str, kind: str
-) -> None:
+def test_error_about_a_reply_bypasses_the_stack(uplink: Path_, v: int, row: Bypass, error: str, kind: str) -> None:
     """From a router in front of the node, and from the client. A masqueraded client's router is
     masqueraded, too: an overlay drops packets from addresses that its nodes do not have.
     """
@@ -112,9 +108,7 @@ def mtu_of(error: str) -> int:
 @both
 @every_bypass
 @pytest.mark.parametrize("why", ["TTL 1", "a node that does not forward"])
-def test_error_that_cannot_be_redirected_goes_up_the_stack(
-    uplink: Path_, v: int, row: Bypass, why: str
-) -> None:
+def test_error_that_cannot_be_redirected_goes_up_the_stack(uplink: Path_, v: int, row: Bypass, why: str) -> None:
     own, source = bypassing(uplink, v, row, "udp")
     front, back = vip(v, row.which), pod(v)
     ttl = 1 if why == "TTL 1" else 64

@@ -80,9 +80,7 @@ def init(tag: int) -> bytes:
 
 @both
 @pytest.mark.parametrize("kind", BEGINS)
-def test_connection_begun_under_another_data_plane_stays_its_own(
-    path: Path_, v: int, kind: str
-) -> None:
+def test_connection_begun_under_another_data_plane_stays_its_own(path: Path_, v: int, kind: str) -> None:
     own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
     path.node(NodeFlag.PASSIVE)
     first = build(own, front, 7)
@@ -140,12 +138,8 @@ def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
 
 @both
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}], ids=["", "options", "ttl"]
-)
-def test_cluster_policy_request_and_reply(
-    path: Path_, v: int, kind: str, more: dict[str, object]
-) -> None:
+@pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}], ids=["", "options", "ttl"])
+def test_cluster_policy_request_and_reply(path: Path_, v: int, kind: str, more: dict[str, object]) -> None:
     if v == 6:
         more = {"extensions": [packets.destination()]} if "options" in more else more
     build, answer = KINDS[kind], BACK[kind[:3]]
@@ -238,17 +232,14 @@ def test_ipv6_udp_without_checksum_stays_without(path: Path_) -> None:
 
 
 MARTIANS = {
-    4: ("0.0.0.0", "0.1.2.3", "127.0.0.1", "224.0.0.1", "239.9.9.9", "240.0.0.1",
-        "255.255.255.255", NODE[4]),
+    4: ("0.0.0.0", "0.1.2.3", "127.0.0.1", "224.0.0.1", "239.9.9.9", "240.0.0.1", "255.255.255.255", NODE[4]),
     6: ("::", "::1", "ff02::1", "fe80::7", "::ffff:198.51.100.7", NODE[6]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ["tcp", "udp", "sctp", "fragments"])
 @pytest.mark.parametrize(("v", "bad"), [(v, bad) for v in MARTIANS for bad in MARTIANS[v]])
-def test_martian_sources_pass_untouched_to_the_stack(
-    path: Path_, v: int, bad: str, kind: str
-) -> None:
+def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: str, kind: str) -> None:
     """It drops them, or does not forward them. An answer would go to a socket of this node or to
     other machines.
     """
@@ -282,9 +273,7 @@ RESUMED = 2 * 72 + FLOW.size + NEXT_HOP.size
 JUST_WRITTEN = 0x200
 
 
-def test_packet_whose_device_is_deleted_meanwhile_leaves_nothing_to_the_next_one(
-    path: Path_,
-) -> None:
+def test_packet_whose_device_is_deleted_meanwhile_leaves_nothing_to_the_next_one(path: Path_) -> None:
     """It has been sent back to tc_ingress, which does not parse such packets again."""
     packet, key = tcp(client(4), vip(4, LOCAL), flags="S"), U32.pack(0)
     usual = os.sched_getaffinity(0)
@@ -384,9 +373,7 @@ DIRECT = [
 
 @both
 @pytest.mark.parametrize("row", DIRECT, ids=lambda row: row.name)
-def test_datagrams_to_a_service_and_to_its_backend_from_one_port(
-    path: Path_, v: int, row: Direct
-) -> None:
+def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v: int, row: Direct) -> None:
     """The answer, and an error about the datagram, come from where the pod has sent its last one.
     A datagram that others could forge changes nothing.
     """
@@ -447,10 +434,7 @@ def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: i
             path.go("tc_ingress", udp(own, front), udp(own, back))
         finally:
             addresses.delete(parse_addr(OTHER[v]))
-    assert {raw[DIRECTION] for raw in entries_of(path, own)} == {
-        FlowDirection.ORIGINAL,
-        FlowDirection.REPLY,
-    }
+    assert {raw[DIRECTION] for raw in entries_of(path, own)} == {FlowDirection.ORIGINAL, FlowDirection.REPLY}
     path.go("tc_egress", udp(back, own), udp(front, own))
 
 

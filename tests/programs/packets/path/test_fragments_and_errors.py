@@ -5,14 +5,7 @@ import os
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import (
-    CACHED_DEVICE,
-    CACHED_DEVICES,
-    DEVICE,
-    DeviceFlag,
-    Reason,
-    Role,
-)
+from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, CACHED_DEVICES, DEVICE, DeviceFlag, Reason, Role
 from tests.programs.packets.path.single_packets import (
     ANSWERS,
     CLIENT,
@@ -40,16 +33,7 @@ from tests.programs.packets.path.single_packets import (
 from tests.support.packets import packets
 from tests.support.packets.datagrams import MAC_A
 from tests.support.packets.judge import checksums, difference, reassembled
-from tests.support.packets.packets import (
-    arp,
-    destination,
-    echo,
-    fragments,
-    icmp_error,
-    sctp,
-    tcp,
-    udp,
-)
+from tests.support.packets.packets import arp, destination, echo, fragments, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
@@ -78,8 +62,7 @@ def test_fragments_of_segments_are_translated(path: Path_, v: int) -> None:
     """Only the first one has the numbers that tell whether it belongs to the connection."""
     own, _ = send_segments(path, v, "S <SA A A+ <A", which=LOCAL)
     front, back = vip(v, LOCAL), pod(v)
-    for word, ends, came in (("A+3000", (own, front), (own, back)),
-                             ("<A+3000", (back, own), (front, own))):  # fmt: skip
+    for word, ends, came in (("A+3000", (own, front), (own, back)), ("<A+3000", (back, own), (front, own))):
         number, out = next(PORTS), []
         sent = TALKS[own].segment(word, *ends, **_id(v, number))
         for piece in fragments(sent, 1280, id=number):
@@ -132,9 +115,7 @@ ERRORS = ("too big", "host unreachable", "time exceeded", "parameter problem")
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_icmp_error_about_a_packet_to_the_backend(
-    path: Path_, v: int, kind: str, error: str, which: int
-) -> None:
+def test_icmp_error_about_a_packet_to_the_backend(path: Path_, v: int, kind: str, error: str, which: int) -> None:
     """From a router behind the node, or the pod's host. The client sees the packet that it sent."""
     own, source = established(path, v, kind, which)
     build = SENT[kind]
@@ -153,9 +134,7 @@ def test_icmp_error_about_a_packet_to_the_backend(
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_icmp_error_about_a_packet_to_the_client(
-    path: Path_, v: int, kind: str, error: str, which: int
-) -> None:
+def test_icmp_error_about_a_packet_to_the_client(path: Path_, v: int, kind: str, error: str, which: int) -> None:
     """From a router in front of the node. The backend's network may not know that router: if the
     client is masqueraded, so is the router.
     """
@@ -222,9 +201,7 @@ def test_sctp_checksum_follows_changed_ports(path: Path_, v: int, length: int) -
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     inside = path.go("tc_ingress", sctp(own, front, chunks), sctp(own, back, chunks))
     source = masked(path, inside, lambda a, b: sctp(a, b, chunks), back, v)
-    inside = path.go(
-        "tc_ingress", sctp(back, source, chunks, tag=tag), sctp(back, own, chunks, tag=tag)
-    )
+    inside = path.go("tc_ingress", sctp(back, source, chunks, tag=tag), sctp(back, own, chunks, tag=tag))
     path.go("tc_egress", inside, sctp(front, own, chunks, tag=tag))
 
 
@@ -264,12 +241,8 @@ UNRELATED = {
     "a segment of no flow": lambda v: tcp(client(v), vip(v, CLUSTER), b"data", flags="PA"),
     "a SYN|ACK of no flow": lambda v: tcp(client(v), vip(v, CLUSTER), flags="SA"),
     "another protocol": lambda v: packets.datagram(CLIENT[v], f"{NET[v]}1", 47, bytes(40)),
-    "an error of no flow": lambda v: icmp_error(
-        "too big", ROUTER[v], tcp(vip(v, CLUSTER), client(v)), mtu=1280
-    ),
-    "an error about a ping": lambda v: icmp_error(
-        "host unreachable", ROUTER[v], echo(NODE[v], CLIENT[v])
-    ),
+    "an error of no flow": lambda v: icmp_error("too big", ROUTER[v], tcp(vip(v, CLUSTER), client(v)), mtu=1280),
+    "an error about a ping": lambda v: icmp_error("host unreachable", ROUTER[v], echo(NODE[v], CLIENT[v])),
     "an error about next to nothing": lambda v: icmp_error(
         "host unreachable", ROUTER[v], udp(vip(v, CLUSTER), client(v)), quote=12
     ),

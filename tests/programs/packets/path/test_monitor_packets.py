@@ -101,21 +101,23 @@ ROWS = (
     Row("a connection that keeps its source", story(OPEN), LOCAL, NEW),
     Row("datagrams", datagrams, LOCAL, NEW),
     Row("no endpoints", syn, NONE, "refused no_endpoints", False),
-    Row("a datagram, no endpoints", lambda path, v, which: path.run(
-        "tc_ingress", udp(client(v), vip(v, which), b"?")) and None,
-        NONE, "refused no_endpoints", False),
+    Row(
+        "a datagram, no endpoints",
+        lambda path, v, which: path.run("tc_ingress", udp(client(v), vip(v, which), b"?")) and None,
+        NONE,
+        "refused no_endpoints",
+        False,
+    ),
     Row("only elsewhere", syn, REMOTE, "dropped no_local_endpoints", False),
     Row("not in the source ranges", syn, RESTRICTED, "dropped not_allowed", False),
     Row("no such port", unknown_port, IP, "refused unknown_port", False, False),
     Row("refused by the backend", story("S <RA"), CLUSTER, f"{NEW}, failed backend_refused"),
-    Row("reset by the backend", story(OPEN + "A+100 <A+50 <R"), CLUSTER,
-        f"{NEW}, failed backend_reset"),
+    Row("reset by the backend", story(OPEN + "A+100 <A+50 <R"), CLUSTER, f"{NEW}, failed backend_reset"),
     Row("not answered", repeated, CLUSTER, f"{NEW}, failed backend_unanswered"),
-    Row("too many refusals", beyond_the_limit, NONE,
-        "refused no_endpoints, dropped rate_limited", False),
+    Row("too many refusals", beyond_the_limit, NONE, "refused no_endpoints, dropped rate_limited", False),
     Row("no port of the node", without_ports, CLUSTER, f"{NEW}, dropped no_snat_port"),
     Row("another port of a VIP", unknown_port, CLUSTER, ""),
-)  # fmt: skip
+)
 
 
 @both

@@ -60,18 +60,31 @@ from tests.support.packets.test_run import TC_ACT_SHOT
 def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> None:
     """Adds established connections to the pod that hold these node ports."""
     now = time.monotonic_ns()
-    backend, node = (
-        pack_target(parse_addr(host), port, 6) for host, port in ((POD[v], 8080), (NODE[v], 0))
-    )
+    backend, node = (pack_target(parse_addr(host), port, 6) for host, port in ((POD[v], 8080), (NODE[v], 0)))
     other = pack_target(parse_addr(ROUTER[v]), 9, 6)
     with path.site.pinned("flows") as flows:
         for port in ports:
             number = port.to_bytes(2, "big")
             value = FLOW.pack(
-                fields.get("used", now), other, backend, backend, node[:16], number, number, 0, 0,
-                fields.get("state", TcpState.ESTABLISHED), fields.get("fins", 0), 0, 2, 0,
-                bytes(32), 0, 0, bytes(48),
-            )  # fmt: skip
+                fields.get("used", now),
+                other,
+                backend,
+                backend,
+                node[:16],
+                number,
+                number,
+                0,
+                0,
+                fields.get("state", TcpState.ESTABLISHED),
+                fields.get("fins", 0),
+                0,
+                2,
+                0,
+                bytes(32),
+                0,
+                0,
+                bytes(48),
+            )
             flows.update(flow_key(backend, node[:16] + number + node[18:]), value)
 
 
@@ -162,8 +175,9 @@ def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
     low, high = 1024, 65_535
     path.node(NodeFlag(0), low, high)
     with no_flows(path):
-        fill_ports(path, v, ports_of(CLIENT[v], low, high), state=TcpState.ANSWERED,
-                   used=time.monotonic_ns() + 60 * 10**9)  # fmt: skip
+        fill_ports(
+            path, v, ports_of(CLIENT[v], low, high), state=TcpState.ANSWERED, used=time.monotonic_ns() + 60 * 10**9
+        )
         before = path.site.reasons()[Reason.NO_SNAT_PORT]
         assert new_flow_port(path, v, client(v)) != 0
         assert path.site.reasons()[Reason.NO_SNAT_PORT] == before
@@ -187,8 +201,7 @@ def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
             assert new_flow_port(path, v, client(v)) == port, kind
             fill_ports(path, v, [port])
         closed = {"state": TcpState.CLOSED}
-        rows = ((60, {"state": TcpState.UNPROVEN}), (60, {"state": TcpState.CLOSING}),
-                (-60, closed))  # fmt: skip
+        rows = ((60, {"state": TcpState.UNPROVEN}), (60, {"state": TcpState.CLOSING}), (-60, closed))
         for age_, fields in rows:
             used = time.monotonic_ns() - age_ * 10**9
             fill_ports(path, v, [mine[99]], used=used, **fields)
@@ -197,17 +210,21 @@ def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
 
 @both
 @pytest.mark.parametrize(("age_", "given"), [(2, True), (-60, False)])
-def test_ports_of_denied_handshakes_are_the_last_choice(
-    path: Path_, v: int, age_: int, given: bool
-) -> None:
+def test_ports_of_denied_handshakes_are_the_last_choice(path: Path_, v: int, age_: int, given: bool) -> None:
     """The backend seems to have older connections from all ports. Forged SYNs can make it look so:
     a SYN-ACK to one looks like that if another one came first.
     """
     low, high = 40_000, 40_111
     path.node(NodeFlag(0), low, high)
     with no_flows(path):
-        fill_ports(path, v, range(low, high + 1), state=TcpState.NEW, fins=FinFlag.RESERVED,
-                   used=time.monotonic_ns() - age_ * 10**9)  # fmt: skip
+        fill_ports(
+            path,
+            v,
+            range(low, high + 1),
+            state=TcpState.NEW,
+            fins=FinFlag.RESERVED,
+            used=time.monotonic_ns() - age_ * 10**9,
+        )
         assert (new_flow_port(path, v, client(v)) != 0) == given
 
 
@@ -367,8 +384,9 @@ def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int) -> N
     _, second = send_segments(path, v, "S <SA A A+ <A", own)
     assert second != first
     ports = {port_of(second): TcpState.ESTABLISHED}
-    held = {FLOW.unpack(raw)[5]: raw[STATE] for raw in entries_of(path, own)
-            if raw[DIRECTION] == FlowDirection.SNAT_REPLY}  # fmt: skip
+    held = {
+        FLOW.unpack(raw)[5]: raw[STATE] for raw in entries_of(path, own) if raw[DIRECTION] == FlowDirection.SNAT_REPLY
+    }
     assert {int.from_bytes(port, "big"): state for port, state in held.items()} == ports
 
 

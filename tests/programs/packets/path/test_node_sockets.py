@@ -44,9 +44,7 @@ from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbCo
 @both
 @pytest.mark.parametrize("kind", [*KINDS, "sctp"])
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
-def test_socket_of_the_node_is_translated_at_egress(
-    uplink: Path_, v: int, kind: str, which: int
-) -> None:
+def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind: str, which: int) -> None:
     """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
     build = {**KINDS, "sctp": sctp}[kind]
     answer = ANSWERS[kind]
@@ -80,9 +78,7 @@ def tunnel(uplink: Path_) -> Iterator[Path_]:
 
 @both
 @pytest.mark.parametrize("is_error", [False, True], ids=["reply", "error"])
-def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(
-    tunnel: Path_, v: int, is_error: bool
-) -> None:
+def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path_, v: int, is_error: bool) -> None:
     """Before Linux 5.14 they precede a packet that leaves a tunnel. Delivered on another device, it
     would be the outer packet. These headers have the length of the inner packet, since here the
     kernel takes them for the packet's.
@@ -138,12 +134,8 @@ def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) ->
 
 
 @both
-@pytest.mark.parametrize(
-    ("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"]
-)
-def test_agent_socket_does_not_match_a_flow_of_another_socket(
-    uplink: Path_, v: int, which: int, led: bool
-) -> None:
+@pytest.mark.parametrize(("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"])
+def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: int, which: int, led: bool) -> None:
     """A process of the node used the port through a Service that has the API server's address; then
     the agent's socket has the port. The agent's sockets are translated at ClusterIPs only.
     """
@@ -193,9 +185,7 @@ def through_overlay(path: Path_, v: int, kind: str, own: str, front: str) -> str
 
 @both
 @pytest.mark.parametrize("kind", [*KINDS, "sctp"])
-def test_socket_of_the_node_gets_the_address_of_the_overlay(
-    overlay: Path_, v: int, kind: str
-) -> None:
+def test_socket_of_the_node_gets_the_address_of_the_overlay(overlay: Path_, v: int, kind: str) -> None:
     """As with MASQUERADE. The reply comes back by the overlay, and goes where the socket sends."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     source = through_overlay(overlay, v, kind, own, front)
@@ -205,9 +195,7 @@ def test_socket_of_the_node_gets_the_address_of_the_overlay(
     sent = {**KINDS, "sctp": sctp}[kind](source, back)
     assert overlay.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the overlay"
     answer = ANSWERS[kind]
-    retval, got = overlay.run(
-        "tc_ingress", answer(back, source), context=SkbContext(ifindex=overlay.out)
-    )
+    retval, got = overlay.run("tc_ingress", answer(back, source), context=SkbContext(ifindex=overlay.out))
     assert retval == TC_ACT_REDIRECT
     assert difference(got, answer(front, own), l2=False) == ""
 

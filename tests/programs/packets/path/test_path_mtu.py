@@ -52,15 +52,11 @@ def expect_error(path: Path_, name: str, packet: bytes, mtu: int = MTU) -> None:
 @every_bypass
 @pytest.mark.parametrize("kind", LONG)
 @needs("route_mtu")
-def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(
-    uplink: Path_, v: int, row: Bypass, kind: str
-) -> None:
+def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v: int, row: Bypass, kind: str) -> None:
     """The stack's own error would be invalid for conntrack, if `nf_conntrack_tcp_loose` is 0."""
     own, source = bypassing(uplink, v, row, kind)
     more = {"df": True} if v == 4 else {}
-    for packet in (
-        LONG[kind](own, vip(v, row.which), **more), LONG[kind](pod(v), source, **more)
-    ):  # fmt: skip
+    for packet in (LONG[kind](own, vip(v, row.which), **more), LONG[kind](pod(v), source, **more)):
         expect_error(uplink, "tc_ingress", packet)
         done = run(uplink.programs["tc_ingress"], frame(packet, to=BROADCAST))
         assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
@@ -110,9 +106,7 @@ def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: b
 
 @both
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
-def test_checksum_that_a_device_completes_stays_right_in_the_quote(
-    uplink: Path_, v: int, kind: str
-) -> None:
+def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_, v: int, kind: str) -> None:
     """It holds the sum of the pseudo header. The device adds all bytes that follow, and stores the
     complement: it has to be what is there already, since the error's own checksum covers it.
     """

@@ -15,15 +15,7 @@ import pytest
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.inspect import connections as tracked_connections
 from kbpf.dataplane.bpf.maps.flow_entries import is_port_reservation
-from kbpf.dataplane.bpf.maps.layout import (
-    CACHED_DEVICE,
-    NEXT_HOP,
-    U32,
-    DeviceFlag,
-    NodeFlag,
-    Reason,
-    Role,
-)
+from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, NEXT_HOP, U32, DeviceFlag, NodeFlag, Reason, Role
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
 from kbpf.kernel.netfilter import conntrack
@@ -64,12 +56,7 @@ from tests.support.lab.lab import run as command
 from tests.support.packets.judge import difference
 from tests.support.packets.packets import frame, sctp, tcp, udp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import (
-    TC_ACT_REDIRECT,
-    TC_ACT_SHOT,
-    TC_ACT_UNSPEC,
-    SkbContext,
-)
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
 
 # ---- redirected past the stack -------------------------------------------------------------------
 
@@ -80,9 +67,7 @@ def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str) 
     build = {**KINDS, "sctp": sctp}[kind]
     answer = ANSWERS[kind]
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = expect_snat_redirect(
-        uplink, build(own, front, ttl=9, tos=4), build, back, v, ttl=8, tos=4
-    )
+    source = expect_snat_redirect(uplink, build(own, front, ttl=9, tos=4), build, back, v, ttl=8, tos=4)
     expect_redirect(uplink, answer(back, source, ttl=9), answer(front, own, ttl=8))
     # What we redirected must not start a new flow when it leaves by the device.
     sent = build(source, back)
@@ -190,8 +175,7 @@ TORN = {
     "a larger MTU": ("length", 9_000),
 }
 """Fields of a next hop that a program may read half-written, while another CPU replaces it."""
-HOP = ("found", "check", "next", "ifindex", "own_mac", "next_mac", "length", "resolved", "family",
-       "unsaid")  # fmt: skip
+HOP = ("found", "check", "next", "ifindex", "own_mac", "next_mac", "length", "resolved", "family", "unsaid")
 
 
 @both
@@ -202,9 +186,7 @@ def test_torn_next_hop_is_not_used(uplink: Path_, v: int, name: str, value: obje
     uplink.run("tc_ingress", udp(own, front))
     with uplink.site.pinned("flows") as flows:
         key, raw = next(
-            (key, raw)
-            for key, raw in flows.items()
-            if owner(raw) == own and hop_of(raw)["ifindex"] == uplink.out
+            (key, raw) for key, raw in flows.items() if owner(raw) == own and hop_of(raw)["ifindex"] == uplink.out
         )
         torn = {**hop_of(raw), name: value}
         flows.update(key, raw[: -NEXT_HOP.size] + NEXT_HOP.pack(*torn.values()))
@@ -254,17 +236,13 @@ NOT_REDIRECTED = [
     [(row, v) for row in NOT_REDIRECTED for v in row.families],
     ids=lambda one: one.name if isinstance(one, NotRedirected) else f"v{one}",
 )
-def test_packet_that_the_stack_must_see_is_not_redirected(
-    uplink: Path_, v: int, row: NotRedirected
-) -> None:
+def test_packet_that_the_stack_must_see_is_not_redirected(uplink: Path_, v: int, row: NotRedirected) -> None:
     uplink.set_loopback_role(row.role)
     own, front, back = client(v), vip(v, row.which), pod(v)
     data = os.urandom(row.size)
     uplink.forward(row.forwards)
     try:
-        uplink.go(
-            "tc_ingress", udp(own, front, data, ttl=row.ttl), udp(own, back, data, ttl=row.ttl)
-        )
+        uplink.go("tc_ingress", udp(own, front, data, ttl=row.ttl), udp(own, back, data, ttl=row.ttl))
     finally:
         uplink.forward(True)
 
@@ -272,8 +250,7 @@ def test_packet_that_the_stack_must_see_is_not_redirected(
 @both
 def test_packet_of_exactly_the_mtu_is_redirected(uplink: Path_, v: int) -> None:
     data = os.urandom(MTU - (28 if v == 4 else 48))
-    expect_snat_redirect(uplink, udp(client(v), vip(v, CLUSTER), data),
-                 lambda a, b: udp(a, b, data, ttl=63), pod(v), v)  # fmt: skip
+    expect_snat_redirect(uplink, udp(client(v), vip(v, CLUSTER), data), lambda a, b: udp(a, b, data, ttl=63), pod(v), v)
 
 
 @both
@@ -296,9 +273,7 @@ def test_packet_to_be_fragmented_goes_up_the_stack(uplink: Path_) -> None:
     """A packet longer than the MTU, without DF; others of its flow do not."""
     v = 4
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = expect_snat_redirect(
-        uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v
-    )
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v)
     data = os.urandom(MTU)
     inside = uplink.go("tc_ingress", udp(own, front, data), udp(own, back, data))
     uplink.go("tc_egress", inside, udp(source, back, data))
@@ -327,20 +302,13 @@ WRAPS_AFTER_S = 2**52 / 10**9
 @both
 @pytest.mark.parametrize(
     ("found", "still"),
-    [
-        (-30, True),
-        (1 + CLOCK_GRANULARITY_S, False),
-        (WRAPS_AFTER_S / 2 + 2, False),
-        (WRAPS_AFTER_S - 64, False),
-    ],
+    [(-30, True), (1 + CLOCK_GRANULARITY_S, False), (WRAPS_AFTER_S / 2 + 2, False), (WRAPS_AFTER_S - 64, False)],
     ids=["now", "a second ago", "26 days ago", "52 days ago"],
 )
 def test_next_hop_is_cached_for_a_second(uplink: Path_, v: int, found: float, still: bool) -> None:
     """Not every packet asks the kernel's tables; a change takes effect within a second."""
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = expect_snat_redirect(
-        uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v
-    )
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v)
     age_next_hops(uplink, own, found)
     uplink.forward(False)
     try:
@@ -356,9 +324,7 @@ FIRSTS = {"ttl, v4": (4, {"ttl": 1}), "ttl, v6": (6, {"ttl": 1}), "size": (4, {"
 
 
 @pytest.mark.parametrize(("v", "first"), FIRSTS.values(), ids=FIRSTS)
-def test_later_packets_are_redirected_if_the_first_could_not_be(
-    uplink: Path_, v: int, first: dict[str, int]
-) -> None:
+def test_later_packets_are_redirected_if_the_first_could_not_be(uplink: Path_, v: int, first: dict[str, int]) -> None:
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     data, ttl = os.urandom(first.get("size", 1)), first.get("ttl", 64)
     inside = uplink.go("tc_ingress", udp(own, front, data, ttl=ttl), udp(own, back, data, ttl=ttl))
@@ -382,9 +348,7 @@ def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, rol
 
 @both
 @pytest.mark.parametrize("kind", BACK)
-def test_port_used_by_conntrack_is_not_given(
-    path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that a kube-proxy masquerades: we translate nothing of it, and its port is
     taken.
     """
@@ -396,10 +360,7 @@ def test_port_used_by_conntrack_is_not_given(
     other = theirs._replace(source_port=only_port + 1)
     monkeypatch.setattr(conntrack, "list_masqueraded", lambda: [theirs, other])
     with ExitStack() as stack:
-        maps = {
-            name: stack.enter_context(path.site.pinned(name))
-            for name in snat_ports.RESERVATION_MAPS
-        }
+        maps = {name: stack.enter_context(path.site.pinned(name)) for name in snat_ports.RESERVATION_MAPS}
         assert snat_ports.reserve_conntrack_ports(maps, (only_port, only_port)) == 1
         assert snat_ports.reserve_conntrack_ports(maps, (only_port, only_port)) == 0
     before = path.site.reasons()[Reason.NO_SNAT_PORT]
@@ -415,9 +376,7 @@ def test_port_used_by_conntrack_is_not_given(
     assert node not in {owner(one.raw) for one in shown}
 
 
-def test_starting_agent_reserves_conntracks_ports(
-    path: Path_, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also ports that were given while its programs were being attached; later ones are
     not read.
     """
@@ -430,9 +389,7 @@ def test_starting_agent_reserves_conntracks_ports(
         monkeypatch.setattr(conntrack, "list_masqueraded", lambda told=told: told)
         path.inside(lambda: agent.poll(number * host.HOST_POLL_INTERVAL_S))  # noqa: B023
     held = {owner(raw) for raw in path.site.entries("flows").values() if is_port_reservation(raw)}
-    assert [end(NODE[4], one) in held for one in ports] == [True] * host.PORT_RESERVATION_POLLS + [
-        False
-    ]
+    assert [end(NODE[4], one) in held for one in ports] == [True] * host.PORT_RESERVATION_POLLS + [False]
 
 
 @both

@@ -48,29 +48,20 @@ from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_
 @both
 @pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}], ids=["", "options"])
 @pytest.mark.parametrize("data", [b"", b"fast open"], ids=["", "data"])
-def test_syn_is_refused_with_a_reset(
-    path: Path_, v: int, more: dict[str, object], data: bytes
-) -> None:
+def test_syn_is_refused_with_a_reset(path: Path_, v: int, more: dict[str, object], data: bytes) -> None:
     more = more if v == 4 else {}
     own, front = client(v), vip(v, NONE)
     syn = tcp(own, front, data, flags="S", seq=0xFFFFFFF0, mss=1460, ttl=2, **more)
     done = run(path.programs["tc_ingress"], frame(syn))
     assert done.retval == TC_ACT_REDIRECT
-    want = tcp(front, own, data, flags="RA", seq=0, ack=(0xFFFFFFF1 + len(data)) & 0xFFFFFFFF,
-               mss=1460, **more)  # fmt: skip
+    want = tcp(front, own, data, flags="RA", seq=0, ack=(0xFFFFFFF1 + len(data)) & 0xFFFFFFFF, mss=1460, **more)
     assert difference(done.packet_out, frame(want, to=MAC_A, source=MAC_B)) == ""
 
 
 LONG = {
     "": {4: {}, 6: {}},
-    "options": {
-        4: {"options": b"\x94\x04\0\0"},
-        6: {"extensions": [packets.hop_by_hop(), packets.destination()]},
-    },
-    "all options": {
-        4: {"options": bytes([1]) * 40},
-        6: {"extensions": [packets.destination()] * 4},
-    },
+    "options": {4: {"options": b"\x94\x04\0\0"}, 6: {"extensions": [packets.hop_by_hop(), packets.destination()]}},
+    "all options": {4: {"options": bytes([1]) * 40}, 6: {"extensions": [packets.destination()] * 4}},
 }
 
 
@@ -78,9 +69,7 @@ LONG = {
 @pytest.mark.parametrize("build", [udp, sctp])
 @pytest.mark.parametrize("size", [0, 1, 1000])
 @pytest.mark.parametrize("long", LONG)
-def test_datagram_is_refused_with_an_icmp_error(
-    path: Path_, v: int, build: object, size: int, long: str
-) -> None:
+def test_datagram_is_refused_with_an_icmp_error(path: Path_, v: int, build: object, size: int, long: str) -> None:
     own, front = client(v), vip(v, NONE)
     data = bytes(size) if build is udp else packets.SCTP_INIT + bytes(size)
     sent = build(own, front, data, **LONG[long][v])
@@ -106,9 +95,7 @@ def test_datagram_is_refused_with_an_icmp_error(
 @pytest.mark.parametrize("options", [b"", bytes([1]) * 40], ids=["", "options"])
 @pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_header_is_left_to_the_stack(
-    path: Path_, kind: str, damage: str, options: bytes
-) -> None:
+def test_damaged_header_is_left_to_the_stack(path: Path_, kind: str, damage: str, options: bytes) -> None:
     """It discards the packet. An answer would go to a source that may be wrong, and quote the
     damage.
     """
@@ -226,9 +213,7 @@ def test_bucket_refills_over_time(refusals: Refusals, v: int) -> None:
 
 @both
 @pytest.mark.parametrize("kind", ["udp", "sctp"])
-def test_each_client_has_its_own_limit_of_icmp_errors(
-    refusals: Refusals, v: int, kind: str
-) -> None:
+def test_each_client_has_its_own_limit_of_icmp_errors(refusals: Refusals, v: int, kind: str) -> None:
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 50)
     hosts = [OTHERS[v].format(100 + n + (50 if kind == "udp" else 0)) for n in range(2)]
@@ -272,13 +257,21 @@ SETTINGS = {
     "the kernel's defaults": ({}, (10**6, 50), (10**6, 50), (10**9, 6), (10**8, 6), HALF),
     "other limits": (
         {"net.ipv4.icmp_ratelimit": "500", "net.ipv6.icmp.ratelimit": "40"},
-        (10**6, 50), (10**6, 50), (500 * 10**6, 6), (40 * 10**6, 6), HALF,
+        (10**6, 50),
+        (10**6, 50),
+        (500 * 10**6, 6),
+        (40 * 10**6, 6),
+        HALF,
     ),
     "no limits": (
         {"net.ipv4.icmp_ratelimit": "0", "net.ipv6.icmp.ratelimit": "0"},
-        (10**6, 50), (10**6, 50), (0, 6), (0, 6), HALF,
+        (10**6, 50),
+        (10**6, 50),
+        (0, 6),
+        (0, 6),
+        HALF,
     ),
-}  # fmt: skip
+}
 """The kernel's settings, then (interval in ns, burst) of ICMP errors, RSTs, each IPv4,
 IPv6 peer, and RSTs to a peer.
 """
@@ -329,9 +322,7 @@ def test_sctp_without_checksum_is_dropped_not_refused(path: Path_, v: int, why: 
 
 
 @both
-@pytest.mark.parametrize(
-    "build", [lambda a, b: tcp(a, b, flags="S"), udp, sctp], ids=["tcp", "udp", "sctp"]
-)
+@pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp, sctp], ids=["tcp", "udp", "sctp"])
 def test_unknown_port_of_a_cluster_ip_is_refused(path: Path_, v: int, build: object) -> None:
     """Refused at a ClusterIP. Addresses of other kinds may have other ports, so there it passes."""
     before = path.site.reasons()
@@ -366,17 +357,14 @@ GROUPS = {
 }
 ASKED = {
     "no endpoints": lambda path, v, kind: [BUILD[kind](client(v), vip(v, NONE))],
-    "an unknown port of a ClusterIP": lambda path, v, kind: [
-        BUILD[kind](client(v), end(f"{NET[v]}{IP}", 81))
-    ],
+    "an unknown port of a ClusterIP": lambda path, v, kind: [BUILD[kind](client(v), end(f"{NET[v]}{IP}", 81))],
     "not allowed": lambda path, v, kind: [BUILD[kind](client(v), vip(v, RESTRICTED))],
     "a new flow": lambda path, v, kind: [BUILD[kind](client(v), vip(v, CLUSTER))],
     "fragments": lambda path, v, kind: fragments(
-        udp(client(v), vip(v, CLUSTER), bytes(3000), **_id(v, number := next(PORTS))),
-        1280, id=number,
+        udp(client(v), vip(v, CLUSTER), bytes(3000), **_id(v, number := next(PORTS))), 1280, id=number
     ),
     "a known flow and its ICMP error": lambda path, v, kind: known_flow(path, v),
-}  # fmt: skip
+}
 
 
 def known_flow(path: Path_, v: int) -> list[bytes]:
@@ -390,9 +378,7 @@ def known_flow(path: Path_, v: int) -> list[bytes]:
 @both
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("asked", ASKED)
-def test_frame_that_is_not_to_this_machine_passes_untouched(
-    path: Path_, v: int, kind: str, asked: str
-) -> None:
+def test_frame_that_is_not_to_this_machine_passes_untouched(path: Path_, v: int, kind: str, asked: str) -> None:
     """Each machine of the segment would answer it (RFC 1122, 3.2.2), and the stack drops it."""
     maps = ("flows", "fragments", "failures", "counts")
     sent = ASKED[asked](path, v, kind)

@@ -9,15 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import (
-    CACHED_DEVICE,
-    CACHED_DEVICES,
-    U32,
-    DeviceFlag,
-    Reason,
-    Role,
-    TcpState,
-)
+from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, CACHED_DEVICES, U32, DeviceFlag, Reason, Role, TcpState
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
@@ -93,8 +85,7 @@ def node(uplink: Path_) -> Iterator[Node]:
     try:
         for name in names.values():
             peer = f"{name}p" if name == "out2" else f"{name}p netns {pods}"
-            ip(f"link add {name} address {mac} type veth peer name {peer}",
-               f"link set {name} up", netns=uplink.where)  # fmt: skip
+            ip(f"link add {name} address {mac} type veth peer name {peer}", f"link set {name} up", netns=uplink.where)
             ip(f"link set {name}p up", netns=uplink.where if name == "out2" else pods)
         for v in (4, 6):
             ip(f"route add {POD[v]} dev pod8", f"route add {NEAR[v]} dev pod9", netns=uplink.where)
@@ -132,19 +123,23 @@ ROWS = [
     *(Row("S", "<SA", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
     *(Row("S", "<RA", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
     *(Row("S <SA A A+", "<A", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
-    *(Row("S <SA A A+ <A", word, device, device == BACKEND)
-      for word in ("<R", "<FA") for device in (BACKEND, OTHER, UPLINK)),
-    *(Row("S <SA A A+ <A", word, device, device == UPLINK)
-      for word in ("R", "FA") for device in (BACKEND, OTHER, UPLINK)),
-]  # fmt: skip
+    *(
+        Row("S <SA A A+ <A", word, device, device == BACKEND)
+        for word in ("<R", "<FA")
+        for device in (BACKEND, OTHER, UPLINK)
+    ),
+    *(
+        Row("S <SA A A+ <A", word, device, device == UPLINK)
+        for word in ("R", "FA")
+        for device in (BACKEND, OTHER, UPLINK)
+    ),
+]
 
 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(map(str, row)))
-def test_segment_counts_only_where_the_route_to_its_sender_leads(
-    node: Node, v: int, which: int, row: Row
-) -> None:
+def test_segment_counts_only_where_the_route_to_its_sender_leads(node: Node, v: int, which: int, row: Row) -> None:
     """All its numbers are right: the attacker has seen them, or guessed well."""
     own, talk = client(v), Talk()
     source = node.converse(row.before, talk, own, which)
@@ -162,9 +157,7 @@ def test_segment_counts_only_where_the_route_to_its_sender_leads(
 @both
 @pytest.mark.parametrize("kind", ["udp", "sctp"])
 @pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
-def test_answer_counts_only_from_the_backends_device(
-    node: Node, v: int, kind: str, device: str
-) -> None:
+def test_answer_counts_only_from_the_backends_device(node: Node, v: int, kind: str, device: str) -> None:
     own = client(v)
     ask, answer = {
         "udp": (lambda a, b: udp(a, b, b"?"), lambda a, b: udp(a, b, b"!")),
@@ -208,9 +201,7 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
 @both
 @pytest.mark.parametrize("route", ["default dev out", "unreachable default"])
 @pytest.mark.parametrize("sender", ["a pod", "a pod, forged by another one"])
-def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(
-    node: Node, v: int, sender: str, route: str
-) -> None:
+def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, sender: str, route: str) -> None:
     """`ip rule iif`, as of egress gateways: the packets of this device take another table."""
     _, device, begins = BEGINS[sender]
     name = {OTHER: "pod9", BACKEND: "pod8"}[device]
@@ -229,9 +220,7 @@ def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 @pytest.mark.parametrize("device", [OTHER, BACKEND])
-def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
-    node: Node, v: int, which: int, device: str
-) -> None:
+def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(node: Node, v: int, which: int, device: str) -> None:
     """It carries the address and port of a client that has closed its side and waits for the
     answer. A SYN of that client itself would end the flow.
     """
@@ -250,9 +239,7 @@ def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(
 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_a_forged_syn_to_the_backend_itself_ends_no_connection(
-    node: Node, v: int, which: int
-) -> None:
+def test_a_forged_syn_to_the_backend_itself_ends_no_connection(node: Node, v: int, which: int) -> None:
     """It arrives where the client's packets do. The client has closed its side, and waits."""
     own, talk = client(v), Talk()
     source = node.converse("S <SA A A+ <A FA", talk, own, which)
@@ -266,9 +253,7 @@ def test_a_forged_syn_to_the_backend_itself_ends_no_connection(
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 @pytest.mark.parametrize("syn", [True, False], ids=["after a SYN", "without a SYN"])
 @pytest.mark.parametrize("ack", [0, 101, 1001])
-def test_answer_to_no_syn_of_the_client_ends_no_connection(
-    node: Node, v: int, which: int, syn: bool, ack: int
-) -> None:
+def test_answer_to_no_syn_of_the_client_ends_no_connection(node: Node, v: int, which: int, syn: bool, ack: int) -> None:
     """Whoever can send as the backend does not know the number of the client's SYN."""
     own, talk = client(v), Talk()
     source = node.converse("S <SA A A+ <A FA", talk, own, which)
@@ -299,9 +284,7 @@ def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -
 @both
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
 @pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
-def test_later_fragments_count_only_from_the_backends_device(
-    node: Node, v: int, kind: str, device: str
-) -> None:
+def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int, kind: str, device: str) -> None:
     """Whoever may send the first one has its ports remembered for its own later ones only."""
     own, talk = client(v), Talk()
     if kind == "tcp":

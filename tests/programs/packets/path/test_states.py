@@ -120,9 +120,10 @@ PROVEN, UNPROVEN = TcpState.ESTABLISHED, TcpState.UNPROVEN
 STATES = {
     "S": TcpState.NEW,
     # The backend has an older connection with these ports: nothing of it reaches the new client.
-    **{f"S {old}|": TcpState.NEW for old in (
-        "<A", "<A!", "<A+", "<A!+", "<FA", "<FA!+", "<SA!", "<R", "<R!", "<RA!", "<A| <SA!| <A+",
-    )},
+    **{
+        f"S {old}|": TcpState.NEW
+        for old in ("<A", "<A!", "<A+", "<A!+", "<FA", "<FA!+", "<SA!", "<R", "<R!", "<RA!", "<A| <SA!| <A+")
+    },
     "S <A| <SA A": UNPROVEN,
     "S <SA": TcpState.ANSWERED,
     "S <RA": TcpState.CLOSED,
@@ -147,10 +148,29 @@ STATES = {
     "S <SA A+ <A": PROVEN,
     "S <SA A+~ <A": UNPROVEN,
     # FIN and RST count if their sequence numbers are plausible.
-    **{f"{LIVE} {forged}": PROVEN for forged in (
-        "FA!", "<FA!|", "R!", "<R!|", "RA!", "<RA!|", "S!", "SA!", "<SA!|", "FA!~", "R!~", "A!",
-        "A+!", "A+! R!", "R! <R!| FA! <FA!|", "A! <R!|", "A! <FA!| FA!", "<A!| R! <A",
-    )},
+    **{
+        f"{LIVE} {forged}": PROVEN
+        for forged in (
+            "FA!",
+            "<FA!|",
+            "R!",
+            "<R!|",
+            "RA!",
+            "<RA!|",
+            "S!",
+            "SA!",
+            "<SA!|",
+            "FA!~",
+            "R!~",
+            "A!",
+            "A+!",
+            "A+! R!",
+            "R! <R!| FA! <FA!|",
+            "A! <R!|",
+            "A! <FA!| FA!",
+            "<A!| R! <A",
+        )
+    },
     f"{LIVE} FA": TcpState.CLOSING,
     f"{LIVE} <FA": TcpState.CLOSING,
     f"{LIVE} FA <A <A+": TcpState.CLOSING,
@@ -164,7 +184,7 @@ STATES = {
     f"{HANDSHAKE} FA <FA": TcpState.CLOSED,
     # The client uses the port again; we do not know whether its old connection is gone.
     f"{LIVE} R S": TcpState.NEW,
-}  # fmt: skip
+}
 """Segments of a connection → the state of all its entries."""
 
 
@@ -179,9 +199,7 @@ def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str) 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 @pytest.mark.parametrize("word", ["<A", "<A+", "<FA", "<SA!", "<RA!", "<R"])
-def test_denied_answer_becomes_a_reset_of_the_client(
-    path: Path_, v: int, which: int, word: str
-) -> None:
+def test_denied_answer_becomes_a_reset_of_the_client(path: Path_, v: int, which: int, word: str) -> None:
     """With number 0, it ends the handshake for conntrack, and nothing for the backend. Conntrack
     has not seen the answer to a masqueraded client, and sees its reset on its way to egress. An
     answer without ACK says nothing about a connection.
@@ -261,12 +279,8 @@ def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, clos
 
 
 @both
-@pytest.mark.parametrize(
-    ("script", "gives"), [("S", True), ("S <SA", True), ("S <SA A", False), ("S <SA A <A", False)]
-)
-def test_handshake_gives_up_its_port_when_none_is_free(
-    path: Path_, v: int, script: str, gives: bool
-) -> None:
+@pytest.mark.parametrize(("script", "gives"), [("S", True), ("S <SA", True), ("S <SA A", False), ("S <SA A <A", False)])
+def test_handshake_gives_up_its_port_when_none_is_free(path: Path_, v: int, script: str, gives: bool) -> None:
     """The range has one port, as if a flood had taken all others. A handshake gives its port to a
     new client; one that has acknowledged the backend's number keeps it until it expires.
     """
@@ -291,9 +305,7 @@ LOST = {
 @both
 @pytest.mark.parametrize("missing", LOST)
 @pytest.mark.parametrize("script", ["S", "S <SA", f"{LIVE} R", f"{LIVE} FA"])
-def test_syn_of_a_flow_with_a_missing_entry_begins_again(
-    path: Path_, v: int, script: str, missing: str
-) -> None:
+def test_syn_of_a_flow_with_a_missing_entry_begins_again(path: Path_, v: int, script: str, missing: str) -> None:
     """Whatever deleted an entry (another CPU, an agent), the client must not wait for ever."""
     own, source = send_segments(path, v, script)
     delete_entry(path, own, LOST[missing](path, v, own, source))
@@ -314,9 +326,7 @@ def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
     """Not every datagram checks for them, because some clients send forever without a reply."""
     own = client(v)
     question = udp(own, vip(v, CLUSTER), b"?")
-    source = masked(
-        path, path.run("tc_ingress", question)[1], lambda a, b: udp(a, b, b"?"), pod(v), v
-    )
+    source = masked(path, path.run("tc_ingress", question)[1], lambda a, b: udp(a, b, b"?"), pod(v), v)
     delete_entry(path, own, LOST[missing](path, v, own, source))
     age(path, own, seconds)
     before = path.site.reasons()[Reason.NEW_FLOW]
@@ -360,9 +370,7 @@ def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, li
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 @pytest.mark.parametrize(("seconds", "answered"), [(0, True), (10, False)])
-def test_answer_under_way_outlives_the_frontend(
-    path: Path_, v: int, which: int, seconds: int, answered: bool
-) -> None:
+def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int, seconds: int, answered: bool) -> None:
     """The agent cuts a flow after the client's datagram. The answer still reaches the client, who
     does not wait for it after some seconds; the next datagram begins a new flow.
     """
@@ -371,8 +379,10 @@ def test_answer_under_way_outlives_the_frontend(
     source = parse(path.run("tc_egress", asked)[1], l2=False).source
     age(path, own, seconds)
     with contextlib.ExitStack() as held:
-        maps = {name: held.enter_context(path.site.pinned(name))
-                for name in ("flows", "udp_flows", "sock_peers", "former_peers")}  # fmt: skip
+        maps = {
+            name: held.enter_context(path.site.pinned(name))
+            for name in ("flows", "udp_flows", "sock_peers", "former_peers")
+        }
         gone = {FLOW.unpack(raw)[2] for raw in entries_of(path, own)}
         udp_cut.cut(maps, lambda _, frontend, __: frontend in gone, count_flows=False)
     assert not any(is_original(raw) for raw in entries_of(path, own))
@@ -398,9 +408,7 @@ def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int) -> None:
         packet = talk.segment(word, *((pod(v), own) if back else (own, vip(v, CLUSTER))))
         path.run("tc_egress" if back else "tc_ingress", packet)
     question = {own, vip(v, CLUSTER)}
-    found = {
-        raw[STATE] for key, raw in path.site.entries("flows").items() if set(ends(key)) == question
-    }
+    found = {raw[STATE] for key, raw in path.site.entries("flows").items() if set(ends(key)) == question}
     assert found == {TcpState.CLOSED}
 
 
@@ -409,10 +417,13 @@ def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int) -> N
     own = client(v)
     answered, tag = TcpState.ANSWERED, packets.SCTP_TAG
     rows = (  # a chunk of the backend, the tag of its packet → the state
-        (packets.SCTP_INIT_ACK, tag + 1, TcpState.NEW), (packets.chunk(11), tag + 1, TcpState.NEW),
-        (packets.SCTP_INIT_ACK, tag, answered), (packets.chunk(6), tag, answered),
-        (packets.chunk(11), tag + 1, answered), (packets.chunk(11), tag, PROVEN),
-    )  # fmt: skip
+        (packets.SCTP_INIT_ACK, tag + 1, TcpState.NEW),
+        (packets.chunk(11), tag + 1, TcpState.NEW),
+        (packets.SCTP_INIT_ACK, tag, answered),
+        (packets.chunk(6), tag, answered),
+        (packets.chunk(11), tag + 1, answered),
+        (packets.chunk(11), tag, PROVEN),
+    )
     for chunk, given, want in rows:
         path.run("tc_ingress", sctp(own, vip(v, LOCAL)))
         verdict, _ = path.run("tc_egress", sctp(pod(v), own, chunk, tag=given))
@@ -502,9 +513,7 @@ OVERWRITTEN = {
 
 @both
 @pytest.mark.parametrize("row", OVERWRITTEN)
-def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(
-    path: Path_, v: int, row: str
-) -> None:
+def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path_, v: int, row: str) -> None:
     """Two CPUs noted segments of one side at once, and the lower number remained."""
     of_client, field, script = OVERWRITTEN[row]
     own, source = send_segments(path, v, f"{LIVE} A+ <A <A+ A")
@@ -518,9 +527,7 @@ def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(
         return raw[:SEEN] + struct.pack("=6I", *side) + raw[SEEN + 24 :]
 
     change_entries(path, own, overwrite)
-    send_segments(
-        path, v, f"{script} {' '.join(CLOSES['both close, the client first'])}", own, source
-    )
+    send_segments(path, v, f"{script} {' '.join(CLOSES['both close, the client first'])}", own, source)
     assert states(path, own) == {TcpState.CLOSED}
 
 
@@ -578,8 +585,9 @@ def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str) -> 
     direction.
     """
     own = client(v)
-    source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
-                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    source = masked(
+        path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1], lambda a, b: udp(a, b, b"?"), pod(v), v
+    )
     with path.site.pinned("flows") as found:
         for key, raw in list(found.items()):
             if owner(raw) == own and QUIET[quiet](v, ends(key)):
@@ -594,8 +602,9 @@ def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str) -> 
 def test_replies_to_the_node_keep_a_flow_alive(path: Path_, v: int) -> None:
     """With redirected packets they are all that is seen of a backend that keeps sending."""
     own = client(v)
-    source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
-                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    source = masked(
+        path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1], lambda a, b: udp(a, b, b"?"), pod(v), v
+    )
     with path.site.pinned("flows") as found:
         for key, raw in list(found.items()):
             if owner(raw) == own and source not in ends(key):
@@ -619,8 +628,9 @@ def test_repeated_syn_ack_does_not_end_the_flow(path: Path_, v: int) -> None:
 @both
 def test_packet_of_an_expired_flow_passes_untouched(path: Path_, v: int) -> None:
     own = client(v)
-    source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
-                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    source = masked(
+        path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1], lambda a, b: udp(a, b, b"?"), pod(v), v
+    )
     with path.site.pinned("flows") as found:
         for key, raw in list(found.items()):
             if owner(raw) == own:

@@ -103,8 +103,11 @@ def rehearsal(path: Path_, artifact_cache: Path) -> Iterator[Rehearsal]:
 
 def contents(site: Site) -> dict[str, object]:
     """All that is in the pinned maps, apart from the agent's status."""
-    maps = {name: site.entries(name) for name, spec in MAPS.items() if spec.map_type not in
-            (BPF_MAP_TYPE_QUEUE, BPF_MAP_TYPE_SK_STORAGE)}  # fmt: skip
+    maps = {
+        name: site.entries(name)
+        for name, spec in MAPS.items()
+        if spec.map_type not in (BPF_MAP_TYPE_QUEUE, BPF_MAP_TYPE_SK_STORAGE)
+    }
     del maps["agent_status"]
     return {**maps, "reasons": site.reasons()}
 
@@ -112,9 +115,7 @@ def contents(site: Site) -> dict[str, object]:
 @both
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_rehearsal_does_the_same(
-    path: Path_, rehearsal: Rehearsal, v: int, protocol: Protocol, row: Row
-) -> None:
+def test_a_rehearsal_does_the_same(path: Path_, rehearsal: Rehearsal, v: int, protocol: Protocol, row: Row) -> None:
     to = FrontendAddress(parse_addr(f"{NET[v]}{row.which}"), row.port, protocol)
     arrival = Arrival(1, bytes(6), False, parse_addr(CLIENT[v]))
     seen = path.inside(lambda: rehearsal.run(arrival, to, 0))
@@ -129,9 +130,7 @@ def test_a_rehearsal_does_the_same(
 def test_a_rehearsal_leaves_nothing(path: Path_, rehearsal: Rehearsal) -> None:
     before = contents(path.site)
     arrival = Arrival(1, bytes(6), False, parse_addr(CLIENT[4]))
-    targets = [
-        FrontendAddress(parse_addr(f"{NET[4]}{row.which}"), row.port, Protocol.TCP) for row in ROWS
-    ]
+    targets = [FrontendAddress(parse_addr(f"{NET[4]}{row.which}"), row.port, Protocol.TCP) for row in ROWS]
     path.inside(lambda: [rehearsal.run(arrival, to, 0) for to in targets])
     assert contents(path.site) == before
 

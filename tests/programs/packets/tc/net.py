@@ -34,9 +34,7 @@ ETHERTYPE = 0x88B5  # for local experiments: no other frame on the veth pair has
 NEXT = -1  # TC_ACT_UNSPEC and TCX_NEXT: continue with the next program
 _numbers = itertools.count(1)
 
-both_ways = pytest.mark.parametrize(
-    "how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT]
-)
+both_ways = pytest.mark.parametrize("how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT])
 both_directions = pytest.mark.parametrize("direction", list(Direction))
 
 
@@ -172,9 +170,7 @@ class Net:
     def qdiscs(self, device: str = "here") -> str:
         """The qdisc in clsact's place, as tc shows it."""
         return " ".join(
-            line.split()[1]
-            for line in self.tc("qdisc", "show", "dev", device).splitlines()
-            if "ffff:fff1" in line
+            line.split()[1] for line in self.tc("qdisc", "show", "dev", device).splitlines() if "ffff:fff1" in line
         )
 
     def filters(self, direction: Direction, device: str = "here") -> list[str]:

@@ -140,9 +140,7 @@ def test_no_packet_is_lost_while_a_program_is_moved(
 
 
 @both_ways
-def test_attachments_of_an_earlier_agent_are_read_and_replaced(
-    net: Net, programs: list[Program], how: AttachMethod
-):
+def test_attachments_of_an_earlier_agent_are_read_and_replaced(net: Net, programs: list[Program], how: AttachMethod):
     for direction in Direction:
         net.attach(how, programs[0], direction)
     index, old, new = net.index("here"), program_id(programs[0]), program_id(programs[1])
@@ -258,9 +256,7 @@ def test_deleted_device_leaves_no_pins(net: Net, programs: list[Program], how: A
 
 
 @both_ways
-def test_device_deleted_between_two_attaches_is_no_error(
-    net: Net, programs: list[Program], how: AttachMethod
-):
+def test_device_deleted_between_two_attaches_is_no_error(net: Net, programs: list[Program], how: AttachMethod):
     index = net.index("here")
 
     def work(tc: TcAttacher) -> Attachment | None:
@@ -284,16 +280,11 @@ def test_device_deleted_before_the_replacement_is_no_error(
     index = net.index("here")
     net.attach(AttachMethod.TCX, programs[0])
     monkeypatch.setattr("kbpf.kernel.bpf.tc._attached_ids", goes)
-    assert (
-        net.ours(AttachMethod.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1]))
-        is None
-    )
+    assert net.ours(AttachMethod.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1])) is None
 
 
 @both_ways
-def test_new_device_with_the_same_index_has_no_attachments(
-    net: Net, programs: list[Program], how: AttachMethod
-):
+def test_new_device_with_the_same_index_has_no_attachments(net: Net, programs: list[Program], how: AttachMethod):
     net.ip("link add again index 77 type veth peer name other")
     net.attach(how, programs[0], device="again")
     net.ip("link del again", "link add again index 77 type veth peer name other")
@@ -311,9 +302,7 @@ def test_device_moved_to_another_namespace_is_detached(net: Net, programs: list[
         net.ip(f"link set here netns {elsewhere}")
 
         def there() -> tuple[int, ...]:
-            return netns.run_in(
-                Path("/run/netns") / elsewhere, lambda: objects.list_attached(index, 46)
-            )
+            return netns.run_in(Path("/run/netns") / elsewhere, lambda: objects.list_attached(index, 46))
 
         assert there() == (program_id(programs[0]),)
         assert net.ours(None, TcAttacher.list_all) == ()
@@ -334,9 +323,7 @@ def test_probe_agrees_with_a_real_link(net: Net, programs: list[Program]):
     except KernelError:
         works = False
     assert probe_tcx().works is works
-    assert net.ours(None, lambda tc: tc.method) is (
-        AttachMethod.TCX if works else AttachMethod.CLSACT
-    )
+    assert net.ours(None, lambda tc: tc.method) is (AttachMethod.TCX if works else AttachMethod.CLSACT)
 
 
 def test_probe_without_privileges_is_unknown():

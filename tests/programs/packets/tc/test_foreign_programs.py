@@ -44,9 +44,7 @@ def test_tcx_programs_are_first(net: Net, programs: list[Program], direction: Di
 
 @both_directions
 @needs("tcx")
-def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(
-    net: Net, programs: list[Program], direction: Direction
-):
+def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(net: Net, programs: list[Program], direction: Direction):
     index, kind = net.index("here"), ATTACH_TYPE[direction]
     ours, theirs, *_ = programs
     net.attach(AttachMethod.TCX, ours, direction)
@@ -80,9 +78,7 @@ def add_foreign(net: Net, program: Path, direction: Direction, priority: int) ->
 
 
 @both_directions
-def test_clsact_filters_are_first(
-    net: Net, programs: list[Program], foreign: Path, direction: Direction
-):
+def test_clsact_filters_are_first(net: Net, programs: list[Program], foreign: Path, direction: Direction):
     net.tc("qdisc", "add", "dev", "here", "clsact")
     for priority in (1, 7):
         add_foreign(net, foreign, direction, priority)
@@ -98,9 +94,7 @@ def test_clsact_filters_are_first(
 
 
 @both_directions
-def test_clsact_filter_beside_a_priority_of_another_kind(
-    net: Net, programs: list[Program], direction: Direction
-):
+def test_clsact_filter_beside_a_priority_of_another_kind(net: Net, programs: list[Program], direction: Direction):
     """All filters of one priority have one kind, so ours takes the next priority."""
     net.tc("qdisc", "add", "dev", "here", "clsact")
     words = f"filter add dev here {direction} prio 1 u32 match u32 0 0 classid 1:1"
@@ -225,9 +219,7 @@ def test_foreign_ingress_qdisc_accepts_ingress_only(net: Net, programs: list[Pro
     assert net.qdiscs() == "ingress"
 
 
-def test_foreign_filters_with_our_priority_and_handles_are_not_overwritten(
-    net: Net, programs: list[Program]
-):
+def test_foreign_filters_with_our_priority_and_handles_are_not_overwritten(net: Net, programs: list[Program]):
     index, ours = net.index("here"), FilterIdentity()
     for number, handle in enumerate(ours.handles):
         theirs = FilterIdentity(handle, "theirs")
@@ -246,16 +238,10 @@ def test_foreign_filters_with_our_priority_and_handles_are_not_overwritten(
     assert net.filters(Direction.INGRESS) == ["theirs", "theirs"]
 
 
-@pytest.mark.parametrize(
-    "theirs", [FilterIdentity(handle=1), FilterIdentity(handle=1, name="theirs")]
-)
-def test_filter_with_one_different_field_is_foreign(
-    net: Net, programs: list[Program], theirs: FilterIdentity
-):
+@pytest.mark.parametrize("theirs", [FilterIdentity(handle=1), FilterIdentity(handle=1, name="theirs")])
+def test_filter_with_one_different_field_is_foreign(net: Net, programs: list[Program], theirs: FilterIdentity):
     index = net.index("here")
-    net.ours(
-        AttachMethod.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs
-    )
+    net.ours(AttachMethod.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs)
     assert net.attached() == ()
     net.attach(AttachMethod.CLSACT, programs[1])
     assert sorted(net.filters(Direction.INGRESS)) == sorted(["kbpf", theirs.name])

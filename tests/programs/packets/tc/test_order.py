@@ -27,9 +27,7 @@ def sync(net: Net, devices: DeviceAttachments, program: Program) -> DeviceReport
     return net.inside(lambda: devices.sync(list_devices(), lambda *_: program))
 
 
-def attach_in_front(
-    net: Net, how: AttachMethod, theirs: Program, direction: Direction
-) -> Callable[[], object]:
+def attach_in_front(net: Net, how: AttachMethod, theirs: Program, direction: Direction) -> Callable[[], object]:
     """Attaches a program as another agent would that wants to be first; returns what removes it."""
     if how is AttachMethod.TCX:
         index = net.index("here")
@@ -81,9 +79,7 @@ def test_a_program_in_front_is_passed_a_few_times_an_hour(
 
 @needs("tcx")
 @both_directions
-def test_an_upgrade_moves_the_link_of_an_earlier_version(
-    net: Net, ours: Program, direction: Direction
-) -> None:
+def test_an_upgrade_moves_the_link_of_an_earlier_version(net: Net, ours: Program, direction: Direction) -> None:
     """Earlier versions attached their links after the programs that were there."""
     devices = DeviceAttachments(net.folder, patterns=("here",))
     with idle("theirs") as theirs, idle("older") as older:

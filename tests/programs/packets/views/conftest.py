@@ -54,9 +54,7 @@ def wire(node: Wire) -> Iterator[Wire]:
         with node.site.pinned(name) as found:
             found.delete_batch(b"".join(key for key, _ in found.items()))
     with node.site.pinned("devices") as devices:
-        devices.update(
-            U32.pack(1), DEVICE.pack(Role.HOST, 14, 0, bytes(6), bytes(16), bytes(16), 0)
-        )
+        devices.update(U32.pack(1), DEVICE.pack(Role.HOST, 14, 0, bytes(6), bytes(16), bytes(16), 0))
     said = agent_status(packets=node.plane.status().packets)
     node.plane.write_status(encode(said))
     with node.site.telling():

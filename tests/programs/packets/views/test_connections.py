@@ -17,15 +17,7 @@ import yaml
 
 from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import (
-    FLOW,
-    FLOW_KEY,
-    MAPS,
-    FlowDirection,
-    TcpState,
-    idle_timeout_s,
-    pack_target,
-)
+from kbpf.dataplane.bpf.maps.layout import FLOW, FLOW_KEY, MAPS, FlowDirection, TcpState, idle_timeout_s, pack_target
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
 from kbpf.model.address import parse_addr
@@ -86,9 +78,12 @@ def test_idle_timeouts_match_the_programs(tmp_path: Path) -> None:
     marks = ",".join(str(protocol << 8 | state) for protocol, state in cases)
     done = subprocess.run(
         [sys.executable, "-c", ASK, str(SOURCES), marks],
-        input=flatten("scratch", tmp_path), capture_output=True, text=True, check=False,
+        input=flatten("scratch", tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=120,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     timeouts = dict(zip(cases, json.loads(done.stdout), strict=True))
     assert timeouts == {(p, s): idle_timeout_s(p, s) for p, s in cases}
@@ -154,9 +149,7 @@ def test_connection_is_shown_as_one_row(wire: Wire, show, exchange: Exchange, v:
 
 @needs("socket_iterator")  # otherwise the number of open connections is unknown
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.name)
-def test_closed_connection_is_not_counted_as_open(
-    wire: Wire, call: Run, show, exchange: Exchange
-) -> None:
+def test_closed_connection_is_not_counted_as_open(wire: Wire, call: Run, show, exchange: Exchange) -> None:
     """In no view and in no metric, although its entries still exist."""
     wire.talk(4, exchange.which, 2000, exchange.script)
     is_open = int(exchange.state != "closed")
@@ -177,13 +170,14 @@ def test_connections_table_matches_json(wire: Wire, call: Run) -> None:
     code, out, err = call("connections")
     assert (code, err) == (0, "")
     title, udp6, tcp4 = out.splitlines()
-    assert title.split()[:7] == [
-        "SERVICE", "PROTOCOL", "CLIENT", "FRONTEND", "BACKEND", "BACKEND-SEES", "STATE",
-    ]  # fmt: skip
+    assert title.split()[:7] == ["SERVICE", "PROTOCOL", "CLIENT", "FRONTEND", "BACKEND", "BACKEND-SEES", "STATE"]
     assert udp6.split()[:5] == [
-        "default/local-udp6", "UDP", "[2001:db8:9::7]:2001", "[2001:db8::2]:80",
+        "default/local-udp6",
+        "UDP",
+        "[2001:db8:9::7]:2001",
+        "[2001:db8::2]:80",
         "[fd00:10:244:1::2]:8080",
-    ]  # fmt: skip
+    ]
     assert "the client" in udp6
     assert tcp4.split()[2:5] == ["198.51.100.7:2000", "192.0.2.1:80", "10.244.1.2:8080"]
     assert f"{NODE[4]}:" in tcp4
@@ -236,17 +230,10 @@ def test_sctp_association_is_shown(wire: Wire, show) -> None:
     wire.verdict(sctp(end(CLIENT[4], 2000), end(f"{VIP[4]}{SCTP}", 80)))
     (row,) = show("connections")
     assert (row["protocol"], row["service"]) == ("SCTP", "default/sctp")
-    assert (row["state"], row["idle_seconds"] + row["expires_seconds"]) == (
-        "new",
-        pytest.approx(30, abs=0.01),
-    )
+    assert (row["state"], row["idle_seconds"] + row["expires_seconds"]) == ("new", pytest.approx(30, abs=0.01))
 
 
-LOST = [
-    (CLIENT[4], f"{VIP[4]}{MASKED}", ["flow"]),
-    (CLIENT[4], POD[4], ["reply"]),
-    (NODE[4], POD[4], ["source"]),
-]
+LOST = [(CLIENT[4], f"{VIP[4]}{MASKED}", ["flow"]), (CLIENT[4], POD[4], ["reply"]), (NODE[4], POD[4], ["source"])]
 
 
 @pytest.mark.parametrize(("one", "other", "lost"), LOST, ids=str)
@@ -290,9 +277,7 @@ def test_expired_connections_are_shown_with_expired(wire: Wire, call: Run) -> No
 
 
 @pytest.mark.parametrize(("one", "other"), [ends for *ends, _ in LOST[:2]], ids=str)
-def test_connection_is_as_recent_as_its_newest_entry(
-    wire: Wire, show, one: str, other: str
-) -> None:
+def test_connection_is_as_recent_as_its_newest_entry(wire: Wire, show, one: str, other: str) -> None:
     """Datagrams in one direction do not refresh the entry of the other direction."""
     wire.talk(4, MASKED, 2000, "? <!")
     age(wire, 20)
@@ -343,9 +328,7 @@ def test_limit_shows_how_many_more_there_are(wire: Wire, call: Run) -> None:
     for port in range(2000, 2005):
         wire.talk(4, MASKED, port, "S")
     code, out, err = call("connections", "--limit", "2", "-o", "json")
-    assert [row["client"] for row in json.loads(out)["items"]] == [
-        end(CLIENT[4], p) for p in (2000, 2001)
-    ]
+    assert [row["client"] for row in json.loads(out)["items"]] == [end(CLIENT[4], p) for p in (2000, 2001)]
     assert (code, err) == (0, "kbpf: and 3 more rows\n")
     assert call("connections", "--limit", "5")[2] == ""
     code, out, err = call("nat", "--limit", "4", "-o", "json")
@@ -403,9 +386,25 @@ def full_site(artifact_cache: Path) -> Iterator[Site]:
             backend = pack_target(parse_addr(f"10.244.0.{i % 200}"), 8080, 6)
             for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
                 values += FLOW.pack(
-                    now, client, frontend, backend, bytes(16), bytes(2), client[16:18], i % 9, 1,
-                    TcpState.ESTABLISHED, 0, 0, part, 0, bytes(32), 0, 0, bytes(48),
-                )  # fmt: skip
+                    now,
+                    client,
+                    frontend,
+                    backend,
+                    bytes(16),
+                    bytes(2),
+                    client[16:18],
+                    i % 9,
+                    1,
+                    TcpState.ESTABLISHED,
+                    0,
+                    0,
+                    part,
+                    0,
+                    bytes(32),
+                    0,
+                    0,
+                    bytes(48),
+                )
             keys += FLOW_KEY.pack(client, frontend) + FLOW_KEY.pack(backend, client)
         # An LRU map evicts some entries before it is full, so it is a quarter larger.
         with pinning.make_map(MAPS["flows"], 2 * MANY * 5 // 4) as made:
@@ -417,18 +416,14 @@ def full_site(artifact_cache: Path) -> Iterator[Site]:
 def measure(site: Site, output: str) -> tuple[int, int]:
     """How many lines the command prints, and its peak of memory in MiB."""
     line = ["inspect", "connections", "-o", output, "--pin-dir", str(site.pins)]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *line], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", MEASURED, *line], capture_output=True, text=True, check=True)
     code, lines, megabytes = map(int, done.stdout.split())
     assert code == 0
     return lines, megabytes
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_connections_of_a_full_map_take_tens_of_megabytes(
-    full_site: Site, site: Site, output: str
-) -> None:
+def test_connections_of_a_full_map_take_tens_of_megabytes(full_site: Site, site: Site, output: str) -> None:
     """More than without connections: Python and the libraries depend on the machine."""
     site.open().apply(world(), None)
     lines, megabytes = measure(full_site, output)

@@ -65,10 +65,7 @@ def test_nat_shows_sources_and_port_usage(wire: Wire, show, call: Run) -> None:
     seen = show("nat")
     assert (seen["first_port"], seen["last_port"], seen["ports"]) == (LOW, HIGH, HIGH - LOW + 1)
     assert seen["addresses"] == [NODE[4], NODE[6]]
-    used = [
-        (u["backend"], u["protocol"], u["node_address"], u["used"], u["closed"])
-        for u in seen["usage"]
-    ]
+    used = [(u["backend"], u["protocol"], u["node_address"], u["used"], u["closed"]) for u in seen["usage"]]
     assert used == [
         (f"{POD[4]}:8080", "TCP", NODE[4], 4, 1),
         (f"{POD[4]}:8080", "UDP", NODE[4], 1, 0),
@@ -176,9 +173,7 @@ def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
     assert "bridge of pods" in call("devices")[1]
 
 
-def test_devices_show_clsact_without_tcx(
-    wire: Wire, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_show_clsact_without_tcx(wire: Wire, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TCX the programs are attached to clsact qdiscs."""
     monkeypatch.setattr(tc, "probe_tcx", lambda: Probe(False, "EINVAL"))
     where = Path("/run/netns") / str(wire.site.node)
@@ -201,9 +196,7 @@ def test_devices_show_clsact_without_tcx(
         netns.run_in(where, site.remove)
 
 
-def test_devices_in_another_network_namespace_is_an_error(
-    wire: Wire, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_devices_in_another_network_namespace_is_an_error(wire: Wire, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.call(["inspect", "devices", "--pin-dir", str(wire.site.pins)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -288,9 +281,7 @@ def test_failed_devices_are_in_the_status(wire: Wire, monkeypatch: pytest.Monkey
     assert len(said.failed) == MAX_FAILED_DEVICES
 
 
-def test_device_problem_is_cleared_after_the_next_sync(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_problem_is_cleared_after_the_next_sync(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise KernelError("the kernel refused the rtnetlink request", "up0")
 
@@ -365,9 +356,7 @@ def test_views_report_that_the_packet_path_is_off(
     assert ("--packet-path false" in err) == has_status
 
 
-def test_status_is_ok_with_the_packet_path_switched_off(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_is_ok_with_the_packet_path_switched_off(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     plane = site.open()
     plane.apply(world(), None)
     plane.write_status(encode(agent_status(packets=plane.status().packets)))

@@ -132,9 +132,7 @@ def test_flow_keeps_its_backend_while_it_serves(bench: Bench):
     assert counted[Reason.TRANSLATED] == 1
     assert counted[Reason.TRANSLATED_BY_FLOW] == 30
     assert len(pod.many(60, "10.96.0.1", 53, protocol="udp")["names"]) == 3, "new sockets spread"
-    bench.serve(
-        bench.udp(WEB, " ".join({"one", "two", "three"} - {first}), serving="one two three")
-    )
+    bench.serve(bench.udp(WEB, " ".join({"one", "two", "three"} - {first}), serving="one two three"))
     flush(bench.plane)
     assert pod.udp("10.96.0.1", 53, keep="s")["name"] == first, "it left the set and still serves"
     assert first not in pod.many(30, "10.96.0.1", 53, protocol="udp")["names"]
@@ -261,9 +259,7 @@ def test_second_connect_shows_the_second_peer(bench: Bench, address: str):
         s.connect(to)
         assert s.getpeername() == to
         bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
-        assert talk(s) == ("one", to), (
-            "it no longer belongs to the Service whose backend was deleted"
-        )
+        assert talk(s) == ("one", to), "it no longer belongs to the Service whose backend was deleted"
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM], ids=["udp", "tcp"])

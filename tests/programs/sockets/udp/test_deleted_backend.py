@@ -116,9 +116,7 @@ def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets
     pod.ask("drop", keep="s")
 
 
-def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-):
+def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The pass that cuts clients off it takes longer than the change after which it serves again.
     A client connects as soon as that is written.
     """
@@ -179,12 +177,7 @@ def test_sockets_are_destroyed_whatever_their_flags_are(bench: Bench, flag: int)
 
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(
-            row, marks=needs("set_retval") if row.next == "ECONNREFUSED" else (), id=row.name
-        )
-        for row in ENDS
-    ],
+    [pytest.param(row, marks=needs("set_retval") if row.next == "ECONNREFUSED" else (), id=row.name) for row in ENDS],
 )
 def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row: End):
     bench.serve(bench.udp(WEB, "one"))
@@ -208,9 +201,7 @@ def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row
     pod.ask("drop", keep="s")
 
 
-def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """Another Service's endpoints are all replaced again and again, and no pass has time to end.
     A socket that was silent meanwhile chooses another backend all the same.
     """
@@ -281,9 +272,7 @@ def raise_error(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "an apply fails meanwhile"])
-def test_connect_during_a_flip_is_cut_with_the_old_set(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool
-):
+def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool):
     """connect() read the frontend before the flip and finished after the first pass."""
     bench.serve(bench.udp(WEB, "one"))
     with bench.site.pinned("services") as services:
@@ -399,9 +388,7 @@ MOVES = [
 
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
 @pytest.mark.parametrize(("name", "old", "new"), MOVES, ids=[m[0] for m in MOVES])
-def test_sockets_leave_a_frontend_that_moved(
-    bench: Bench, name: str, old: str, new: str, connected: bool
-):
+def test_sockets_leave_a_frontend_that_moved(bench: Bench, name: str, old: str, new: str, connected: bool):
     """Both Services and their backends stay; only the address has moved."""
     pod = bench["pod"]
     host = bench.node.ip if "NodePort" in old else "192.0.2.9"

@@ -53,9 +53,7 @@ BEING_DELETED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "meta", "spec", "leaving"), BEING_DELETED, ids=[r[0] for r in BEING_DELETED]
-)
+@pytest.mark.parametrize(("name", "meta", "spec", "leaving"), BEING_DELETED, ids=[r[0] for r in BEING_DELETED])
 def test_node_being_deleted(name, meta, spec, leaving):
     item = read(Kind.NODE, {"metadata": {"name": "n1"} | meta, "spec": spec})
     assert item.object == Node("n1", being_deleted=leaving)
@@ -71,9 +69,7 @@ UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 OFF = {"kbpf.io/socket-lb": "off"}
 
 
-def marked(
-    annotation: str, value: str, mesh: str
-) -> tuple[dict[str, Any], dict[str, Any], Pod | None]:
+def marked(annotation: str, value: str, mesh: str) -> tuple[dict[str, Any], dict[str, Any], Pod | None]:
     """A row of PODS: a Pod with this annotation, and the mesh that it belongs to, "" if to none."""
     pod = Pod("ns", "x", UID, "n1", mesh) if mesh else None
     return {"annotations": {annotation: value}, "uid": UID}, {"nodeName": "n1"}, pod
@@ -111,11 +107,7 @@ PODS = {
         {"nodeName": "n1"},
         Pod("ns", "x", UID, "n1"),
     ),
-    "a mesh and no uid": (
-        {"annotations": {"linkerd.io/proxy-version": "x"}},
-        {},
-        "metadata.uid: missing",
-    ),
+    "a mesh and no uid": ({"annotations": {"linkerd.io/proxy-version": "x"}}, {}, "metadata.uid: missing"),
 }
 """metadata and spec of a Pod, and the result: a Pod, None if ignored, or words of the error."""
 
@@ -135,16 +127,7 @@ def test_pod_is_used_if_its_label_or_its_mesh_says_so(name: str):
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"",
-        b"null",
-        b"[]",
-        b"{}",
-        b'{"metadata":{}}',
-        b'{"metadata":{"name":5}}',
-        b"\xff",
-        b"[" * 9999,
-    ],
+    [b"", b"null", b"[]", b"{}", b'{"metadata":{}}', b'{"metadata":{"name":5}}', b"\xff", b"[" * 9999],
     ids=lambda data: repr(data[:30]),
 )
 @pytest.mark.parametrize("kind", list(Kind))
@@ -155,17 +138,34 @@ def test_an_object_without_a_readable_name_raises(kind, data):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(
-            ["spec", "status", "ports", "port", "endpoints", "addresses", "clusterIP", "clusterIPs",
-             "type", "addressType", "conditions", "hints", "forZones", "name", "loadBalancer"]
-        ),
-        inner,
-        max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "spec",
+                    "status",
+                    "ports",
+                    "port",
+                    "endpoints",
+                    "addresses",
+                    "clusterIP",
+                    "clusterIPs",
+                    "type",
+                    "addressType",
+                    "conditions",
+                    "hints",
+                    "forZones",
+                    "name",
+                    "loadBalancer",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(kind=st.sampled_from(list(Kind)), body=JSON)

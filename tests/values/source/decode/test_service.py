@@ -33,10 +33,16 @@ LB = {"type": "LoadBalancer"}
 SERVICE_FIELDS = {
     "a Service without type is a ClusterIP": ({}, "type", "ClusterIP"),
     "clusterIP alone is used (before 1.20)": ({}, "cluster_ips", (a("10.96.0.1"),)),
-    "clusterIPs give one address per family, in order": ({"clusterIPs": ["fd00::1", "10.96.0.1"]},
-        "cluster_ips", (a("fd00::1"), a("10.96.0.1"))),
-    "leading zeros are decimal, as Kubernetes reads them": ({"clusterIP": "010.096.0.01"},
-        "cluster_ips", (a("10.96.0.1"),)),
+    "clusterIPs give one address per family, in order": (
+        {"clusterIPs": ["fd00::1", "10.96.0.1"]},
+        "cluster_ips",
+        (a("fd00::1"), a("10.96.0.1")),
+    ),
+    "leading zeros are decimal, as Kubernetes reads them": (
+        {"clusterIP": "010.096.0.01"},
+        "cluster_ips",
+        (a("10.96.0.1"),),
+    ),
     "a port is TCP and has no name by default": ({}, "ports", (ServicePort("", TCP, 80),)),
     "one number with two protocols is two ports": (
         {
@@ -47,70 +53,82 @@ SERVICE_FIELDS = {
             ]
         },
         "ports",
-        (
-            ServicePort("dns", UDP, 53),
-            ServicePort("dns-tcp", TCP, 53),
-            ServicePort("sig", SCTP, 53),
-        ),
+        (ServicePort("dns", UDP, 53), ServicePort("dns-tcp", TCP, 53), ServicePort("sig", SCTP, 53)),
     ),
     "a nodePort is used with type NodePort": (
-        {"type": "NodePort", "ports": [{"port": 80, "nodePort": 30080}]}, "ports",
-        (ServicePort("", TCP, 80, 30080),)),
+        {"type": "NodePort", "ports": [{"port": 80, "nodePort": 30080}]},
+        "ports",
+        (ServicePort("", TCP, 80, 30080),),
+    ),
     "a nodePort is used with type LoadBalancer": (
-        {**LB, "ports": [{"port": 80, "nodePort": 30080}]}, "ports",
-        (ServicePort("", TCP, 80, 30080),)),
-    "a nodePort is ignored with type ClusterIP": ({"ports": [{"port": 80, "nodePort": 30080}]},
-        "ports", (ServicePort("", TCP, 80),)),
-    "nodePort 0 means none": ({"type": "NodePort", "ports": [{"port": 80, "nodePort": 0}]}, "ports",
-        (ServicePort("", TCP, 80),)),
+        {**LB, "ports": [{"port": 80, "nodePort": 30080}]},
+        "ports",
+        (ServicePort("", TCP, 80, 30080),),
+    ),
+    "a nodePort is ignored with type ClusterIP": (
+        {"ports": [{"port": 80, "nodePort": 30080}]},
+        "ports",
+        (ServicePort("", TCP, 80),),
+    ),
+    "nodePort 0 means none": (
+        {"type": "NodePort", "ports": [{"port": 80, "nodePort": 0}]},
+        "ports",
+        (ServicePort("", TCP, 80),),
+    ),
     "ports: null means none": ({"ports": None}, "ports", ()),
-    "targetPort may be a name and is not read": ({"ports": [{"port": 80, "targetPort": "http"}]},
-        "ports", (ServicePort("", TCP, 80),)),
-    "external IPs of both families are kept": ({"externalIPs": ["198.51.100.1", "2001:db8::1"]},
-        "external_ips", (a("198.51.100.1"), a("2001:db8::1"))),
+    "targetPort may be a name and is not read": (
+        {"ports": [{"port": 80, "targetPort": "http"}]},
+        "ports",
+        (ServicePort("", TCP, 80),),
+    ),
+    "external IPs of both families are kept": (
+        {"externalIPs": ["198.51.100.1", "2001:db8::1"]},
+        "external_ips",
+        (a("198.51.100.1"), a("2001:db8::1")),
+    ),
     "a source range is trimmed and loses its host bits; each once, in order": (
-        {"loadBalancerSourceRanges": [" 10.1.2.3/8 ", "fd00::1/64", "10.0.0.1/32", "0.0.0.0/0",
-        "10.0.0.0/8"]}, "source_ranges",
-        (cidr("0.0.0.0", 96), cidr("10.0.0.0", 104), cidr("10.0.0.1", 128), cidr("fd00::", 64))),
+        {"loadBalancerSourceRanges": [" 10.1.2.3/8 ", "fd00::1/64", "10.0.0.1/32", "0.0.0.0/0", "10.0.0.0/8"]},
+        "source_ranges",
+        (cidr("0.0.0.0", 96), cidr("10.0.0.0", 104), cidr("10.0.0.1", 128), cidr("fd00::", 64)),
+    ),
     "no policies mean Cluster: external": (LB, "external_local", False),
     "no policies mean Cluster: internal": (LB, "internal_local", False),
     "internalTrafficPolicy Local": ({"internalTrafficPolicy": "Local"}, "internal_local", True),
     "external Local is used with type LoadBalancer": (LB | LOCAL, "external_local", True),
-    "external Local is used with type NodePort": ({"type": "NodePort"} | LOCAL, "external_local",
-        True),
-    "external Local is ignored for a ClusterIP without external addresses": (LOCAL,
-        "external_local", False),
+    "external Local is used with type NodePort": ({"type": "NodePort"} | LOCAL, "external_local", True),
+    "external Local is ignored for a ClusterIP without external addresses": (LOCAL, "external_local", False),
     "external Local is used for a ClusterIP with external IPs": (
-        LOCAL | {"externalIPs": ["198.51.100.1"]}, "external_local", True),
+        LOCAL | {"externalIPs": ["198.51.100.1"]},
+        "external_local",
+        True,
+    ),
     "no affinity: 0 seconds": ({}, "affinity_timeout", 0),
-    "the affinity timeout is three hours by default": ({"sessionAffinity": "ClientIP"},
-        "affinity_timeout", 10800),
+    "the affinity timeout is three hours by default": ({"sessionAffinity": "ClientIP"}, "affinity_timeout", 10800),
     "an affinity timeout of 20 seconds": (client_ip(20), "affinity_timeout", 20),
     "the longest affinity timeout is a day": (client_ip(86400), "affinity_timeout", 86400),
     "the shortest affinity timeout is a second": (client_ip(1), "affinity_timeout", 1),
     "a timeout without affinity is ignored": (
-        {"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}}}, "affinity_timeout", 0),
-    "healthCheckNodePort is used with LoadBalancer and Local": (LB | LOCAL,
-        "health_check_node_port", 30999),
+        {"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}}},
+        "affinity_timeout",
+        0,
+    ),
+    "healthCheckNodePort is used with LoadBalancer and Local": (LB | LOCAL, "health_check_node_port", 30999),
     "healthCheckNodePort is ignored with Cluster": (
-        LB | LOCAL | {"externalTrafficPolicy": "Cluster"}, "health_check_node_port", 0),
-    "healthCheckNodePort is ignored with NodePort": ({"type": "NodePort"} | LOCAL,
-        "health_check_node_port", 0),
+        LB | LOCAL | {"externalTrafficPolicy": "Cluster"},
+        "health_check_node_port",
+        0,
+    ),
+    "healthCheckNodePort is ignored with NodePort": ({"type": "NodePort"} | LOCAL, "health_check_node_port", 0),
     "no mesh": ({"labels": {"app": "web", "component": "web"}}, "mesh", ""),
     "no mesh without labels": ({}, "mesh", ""),
     "Istio's control plane": ({"labels": {"app": "istiod"}}, "mesh", "Istio"),
-    "Istio's control plane of a revision": (
-        {"labels": {"app": "istiod", "istio.io/rev": "canary"}}, "mesh", "Istio"),
-    "Istio's control plane elsewhere": ({"labels": {"app.kubernetes.io/name": "istiod"}}, "mesh",
-        "Istio"),
-    "Linkerd's control plane": (
-        {"labels": {"linkerd.io/control-plane-component": "destination"}}, "mesh", "Linkerd"),
-    "another Service of Linkerd": (
-        {"labels": {"linkerd.io/control-plane-component": "identity"}}, "mesh", ""),
-    "Consul's injector": ({"labels": {"app": "other", "component": "connect-injector"}}, "mesh",
-        "Consul"),
+    "Istio's control plane of a revision": ({"labels": {"app": "istiod", "istio.io/rev": "canary"}}, "mesh", "Istio"),
+    "Istio's control plane elsewhere": ({"labels": {"app.kubernetes.io/name": "istiod"}}, "mesh", "Istio"),
+    "Linkerd's control plane": ({"labels": {"linkerd.io/control-plane-component": "destination"}}, "mesh", "Linkerd"),
+    "another Service of Linkerd": ({"labels": {"linkerd.io/control-plane-component": "identity"}}, "mesh", ""),
+    "Consul's injector": ({"labels": {"app": "other", "component": "connect-injector"}}, "mesh", "Consul"),
     "another Service of Consul": ({"labels": {"app": "consul", "component": "dns"}}, "mesh", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SERVICE_FIELDS)
@@ -230,32 +248,31 @@ BAD_SERVICES = [
     ({"ports": [PORT, {"name": "x", "port": 0}]}, "spec.ports[1].port: 0 is not a port"),
     ({"ports": [{"name": "x"}]}, "spec.ports[0].port: missing"),
     ({"ports": [{"port": "80"}]}, "spec.ports[0].port: expected an integer, got a string"),
-    ({"ports": [{"port": 80, "protocol": "tcp"}]},
-        "spec.ports[0].protocol: 'tcp' is not one of TCP, UDP, SCTP"),
-    ({"type": "NodePort", "ports": [{"port": 80, "nodePort": 99999}]},
-        "spec.ports[0].nodePort: 99999 is not a port"),
+    ({"ports": [{"port": 80, "protocol": "tcp"}]}, "spec.ports[0].protocol: 'tcp' is not one of TCP, UDP, SCTP"),
+    ({"type": "NodePort", "ports": [{"port": 80, "nodePort": 99999}]}, "spec.ports[0].nodePort: 99999 is not a port"),
     ({"ports": [PORT, {"port": 81}]}, "spec.ports[1].name: '' is used twice"),
     ({"ports": [PORT, {"name": "b", "port": 80}]}, "spec.ports[1].port: 80/TCP is used twice"),
     ({"clusterIP": "10.96.0.300"}, "spec.clusterIP: '10.96.0.300' is not an IP address"),
     ({"clusterIP": "0.0.0.0"}, "spec.clusterIP: 0.0.0.0 is the unspecified address"),
-    ({"clusterIPs": ["10.96.0.1", "10.96.0.2"]},
-        "spec.clusterIPs: more than one address of a family"),
-    ({"loadBalancerSourceRanges": ["10.0.0.0/8", "10.0.0.0/33"]},
-        "spec.loadBalancerSourceRanges[1]: '10.0.0.0/33' is not a network in CIDR form"),
-    ({"loadBalancerSourceRanges": ["10.0.0.0"]},
-        "spec.loadBalancerSourceRanges[0]: '10.0.0.0' is not a network in CIDR form"),
-    ({"externalTrafficPolicy": "local"},
-        "spec.externalTrafficPolicy: 'local' is not one of Cluster, Local"),
-    ({"internalTrafficPolicy": "Node"},
-        "spec.internalTrafficPolicy: 'Node' is not one of Cluster, Local"),
+    ({"clusterIPs": ["10.96.0.1", "10.96.0.2"]}, "spec.clusterIPs: more than one address of a family"),
+    (
+        {"loadBalancerSourceRanges": ["10.0.0.0/8", "10.0.0.0/33"]},
+        "spec.loadBalancerSourceRanges[1]: '10.0.0.0/33' is not a network in CIDR form",
+    ),
+    (
+        {"loadBalancerSourceRanges": ["10.0.0.0"]},
+        "spec.loadBalancerSourceRanges[0]: '10.0.0.0' is not a network in CIDR form",
+    ),
+    ({"externalTrafficPolicy": "local"}, "spec.externalTrafficPolicy: 'local' is not one of Cluster, Local"),
+    ({"internalTrafficPolicy": "Node"}, "spec.internalTrafficPolicy: 'Node' is not one of Cluster, Local"),
     ({"sessionAffinity": "Cookie"}, "spec.sessionAffinity: 'Cookie' is not one of None, ClientIP"),
-    (client_ip(0),
-        "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400"),
-    (client_ip(86401),
-        "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400"),
-    ({"type": "Loadbalancer"},
-        "spec.type: 'Loadbalancer' is not one of ClusterIP, NodePort, LoadBalancer, ExternalName"),
-]  # fmt: skip
+    (client_ip(0), "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400"),
+    (client_ip(86401), "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400"),
+    (
+        {"type": "Loadbalancer"},
+        "spec.type: 'Loadbalancer' is not one of ClusterIP, NodePort, LoadBalancer, ExternalName",
+    ),
+]
 
 
 @pytest.mark.parametrize(("spec", "error"), BAD_SERVICES, ids=lambda it: str(it)[:60])
@@ -285,11 +302,14 @@ NAMES = [
     (Kind.SLICE, {"name": f"{MOST}.{MOST}.{MOST}.{MOST[1:]}"}, ("metadata.name", f"'{MOST}.")),
     (Kind.SLICE, {"name": "a..b"}, ("metadata.name", "'a..b'")),
     (Kind.SLICE, {"name": "x", "namespace": "a.b"}, ("metadata.namespace", "'a.b'")),
-    (Kind.SLICE, {"name": "x", "labels": {OF_SERVICE: "we\tb"}},
-         ("metadata.labels[kubernetes.io/service-name]", r"'we\tb'")),
+    (
+        Kind.SLICE,
+        {"name": "x", "labels": {OF_SERVICE: "we\tb"}},
+        ("metadata.labels[kubernetes.io/service-name]", r"'we\tb'"),
+    ),
     (Kind.NODE, {"name": "node-1.example.org"}, None),
     (Kind.NODE, {"name": "node_1"}, ("metadata.name", "'node_1'")),
-]  # fmt: skip
+]
 """A kind, metadata, and the (path, value as shown) of the expected error, or None if valid."""
 
 

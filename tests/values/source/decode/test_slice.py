@@ -26,25 +26,23 @@ def an_slice(labels: dict[str, str] | None = None, **fields: Any) -> decode.Deco
         ("conditions null", {"conditions": None}, {}),
         ("all unset: ready and serving", {"conditions": {}}, {}),
         ("ready null is true", {"conditions": {"ready": None}}, {}),
-        ("serving unset is true, as in kube-proxy", {"conditions": {"ready": False}},
-            {"ready": False}),
-        ("serving while terminating",
+        ("serving unset is true, as in kube-proxy", {"conditions": {"ready": False}}, {"ready": False}),
+        (
+            "serving while terminating",
             {"conditions": {"ready": False, "serving": True, "terminating": True}},
-            {"ready": False, "terminating": True}),
-        ("not serving though ready", {"conditions": {"ready": True, "serving": False}},
-            {"serving": False}),
+            {"ready": False, "terminating": True},
+        ),
+        ("not serving though ready", {"conditions": {"ready": True, "serving": False}}, {"serving": False}),
         ("node and zone", {"nodeName": "n1", "zone": "z1"}, {"node": "n1", "zone": "z1"}),
         ("node and zone null", {"nodeName": None, "zone": None}, {}),
-        ("a zone that is too long for a label", {"zone": "z" * 700_000},
-            {"zone": "z" * 253 + "..."}),
-        ("hints for zones", {"hints": {"forZones": [{"name": "z1"}, {"name": "z2"}]}},
-            {"zone_hints": ("z1", "z2")}),
+        ("a zone that is too long for a label", {"zone": "z" * 700_000}, {"zone": "z" * 253 + "..."}),
+        ("hints for zones", {"hints": {"forZones": [{"name": "z1"}, {"name": "z2"}]}}, {"zone_hints": ("z1", "z2")}),
         ("hints for nodes", {"hints": {"forNodes": [{"name": "n1"}]}}, {"node_hints": ("n1",)}),
         ("hints null", {"hints": None}, {}),
         ("empty hints mean none", {"hints": {"forZones": [], "forNodes": None}}, {}),
         ("only the first address is used", {"addresses": ["10.1.0.1", "10.1.0.2"]}, {}),
     ],
-)  # fmt: skip
+)
 def test_endpoint(name, given, endpoint):
     item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | given])
     assert isinstance(item.object, EndpointSlice), name
@@ -54,10 +52,16 @@ def test_endpoint(name, given, endpoint):
 
 @pytest.mark.parametrize(
     ("kind", "name", "pod"),
-    [("Pod", "web-0", "web-0"), ("Pod", "w" * 253, "w" * 253), ("Pod", "w" * 254, ""),
-     ("Pod", "a\nb", ""), ("Node", "web-0", ""), ("Pod", None, "")],
+    [
+        ("Pod", "web-0", "web-0"),
+        ("Pod", "w" * 253, "w" * 253),
+        ("Pod", "w" * 254, ""),
+        ("Pod", "a\nb", ""),
+        ("Node", "web-0", ""),
+        ("Pod", None, ""),
+    ],
     ids=["a Pod", "as long as possible", "too long", "two lines", "no Pod", "no name"],
-)  # fmt: skip
+)
 def test_pod_of_an_endpoint(kind, name, pod):
     reference = {"kind": kind, "name": name}
     item = an_slice(endpoints=[{"addresses": ["10.1.0.1"], "targetRef": reference}])
@@ -112,9 +116,7 @@ def test_at_most_100_bad_endpoints_have_a_line(bad: int, lines: int):
     assert len(named) == min(bad, 100)
 
 
-@pytest.mark.parametrize(
-    "address", ["10.0.0.0", "100.64.0.1", "169.253.0.1", "223.255.255.255", "240.0.0.1"]
-)
+@pytest.mark.parametrize("address", ["10.0.0.0", "100.64.0.1", "169.253.0.1", "223.255.255.255", "240.0.0.1"])
 def test_unusual_unicast_addresses_are_endpoints(address):
     item = an_slice(endpoints=[{"addresses": [address]}])
     assert isinstance(item.object, EndpointSlice)
@@ -136,18 +138,32 @@ def test_unusual_v6_unicast_addresses_are_endpoints(address):
         ('"" is a name', [{"name": "", "port": 1}], (SlicePort("", TCP, 1),), ()),
         ("a port without a name is ignored", [{"port": 1}, {"name": None, "port": 1}], (), ()),
         ("a port without a number is ignored", [{"name": "a"}, {"name": "b", "port": 0}], (), ()),
-        ("UDP and SCTP", [{"name": "", "port": 1, "protocol": p} for p in ("UDP", "SCTP")],
-            (SlicePort("", UDP, 1), SlicePort("", SCTP, 1)), ()),
-        ("an unknown protocol is left out",
+        (
+            "UDP and SCTP",
+            [{"name": "", "port": 1, "protocol": p} for p in ("UDP", "SCTP")],
+            (SlicePort("", UDP, 1), SlicePort("", SCTP, 1)),
+            (),
+        ),
+        (
+            "an unknown protocol is left out",
             [{"name": "a", "port": 1, "protocol": "ICMP"}, {"name": "b", "port": 2}],
-            (SlicePort("b", TCP, 2),), ("ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",)),
-        ("a name that is not a DNS label is left out",
-            [{"name": "Http", "port": 1}, {"name": "b", "port": 2}], (SlicePort("b", TCP, 2),),
-            ("ports[0].name: 'Http' is not a DNS label",)),
-        ("a port number out of range is left out", [{"name": "a", "port": 65536}], (),
-            ("ports[0].port: 65536 is not a port",)),
+            (SlicePort("b", TCP, 2),),
+            ("ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",),
+        ),
+        (
+            "a name that is not a DNS label is left out",
+            [{"name": "Http", "port": 1}, {"name": "b", "port": 2}],
+            (SlicePort("b", TCP, 2),),
+            ("ports[0].name: 'Http' is not a DNS label",),
+        ),
+        (
+            "a port number out of range is left out",
+            [{"name": "a", "port": 65536}],
+            (),
+            ("ports[0].port: 65536 is not a port",),
+        ),
     ],
-)  # fmt: skip
+)
 def test_slice_ports(name, ports, expected, skipped):
     item = an_slice(ports=ports)
     assert isinstance(item.object, EndpointSlice), name
@@ -183,14 +199,8 @@ def test_slice_without_labels_is_ignored():
     [
         ({"addressType": "IPv5"}, "addressType: 'IPv5' is not one of IPv4, IPv6, FQDN"),
         ({"addressType": None}, "addressType: '' is not one of IPv4, IPv6, FQDN"),
-        (
-            {"ports": [{"name": "a", "port": "80"}]},
-            "ports[0].port: expected an integer, got a string",
-        ),
-        (
-            {"endpoints": [{"addresses": [1]}]},
-            "endpoints[0].addresses[0]: expected a string, got an integer",
-        ),
+        ({"ports": [{"name": "a", "port": "80"}]}, "ports[0].port: expected an integer, got a string"),
+        ({"endpoints": [{"addresses": [1]}]}, "endpoints[0].addresses[0]: expected a string, got an integer"),
         ({"endpoints": {}}, "endpoints: expected a list, got an object"),
     ],
     ids=lambda it: str(it)[:50],
@@ -215,9 +225,14 @@ def test_trigger_time_of_a_slice(annotations, triggered):
 
 def test_repeated_strings_are_interned():
     ends = [
-        {"addresses": [f"10.1.0.{i}"], "nodeName": "node-a", "zone": "zone-a",
-         "hints": {"forZones": [{"name": "zone-a"}]}} for i in (1, 2)
-    ]  # fmt: skip
+        {
+            "addresses": [f"10.1.0.{i}"],
+            "nodeName": "node-a",
+            "zone": "zone-a",
+            "hints": {"forZones": [{"name": "zone-a"}]},
+        }
+        for i in (1, 2)
+    ]
     one, two = (an_slice(endpoints=ends, ports=[{"name": "http", "port": 80}]).object for _ in "12")
     assert isinstance(one, EndpointSlice)
     assert isinstance(two, EndpointSlice)
@@ -230,13 +245,11 @@ def test_repeated_strings_are_interned():
 
 
 ODD_ADDRESSES = [
-    ({"clusterIP": "010.096.1.1"},
-     "spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1"),
-    ({"externalIPs": ["192.0.2.01"]},
-     "spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1"),
+    ({"clusterIP": "010.096.1.1"}, "spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1"),
+    ({"externalIPs": ["192.0.2.01"]}, "spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1"),
     ({"clusterIP": "10.0.0.100"}, ""),
     ({"clusterIP": "0fd0::10"}, ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
@@ -253,21 +266,22 @@ def test_leading_zeros_are_reported(spec, line):
 
 ODD_ENDPOINTS = [
     (["10.1.0.1"], ()),
-    (["10.1.0.01"], ("endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as "
-                     "10.1.0.1",)),
+    (["10.1.0.01"], ("endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as 10.1.0.1",)),
     (["10.1.0.1", "10.1.0.2"], ()),
     (["10.1.0.1", "nonsense"], ("endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("addresses", "lines"), ODD_ENDPOINTS)
 def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses, lines):
     item = decode.convert_object(
         Kind.SLICE,
-        {"metadata": {"name": "x-1", "namespace": "n",
-                      "labels": {"kubernetes.io/service-name": "x"}},
-         "addressType": "IPv4", "endpoints": [{"addresses": addresses}],
-         "ports": [{"name": "", "port": 80}]},
-    )  # fmt: skip
+        {
+            "metadata": {"name": "x-1", "namespace": "n", "labels": {"kubernetes.io/service-name": "x"}},
+            "addressType": "IPv4",
+            "endpoints": [{"addresses": addresses}],
+            "ports": [{"name": "", "port": 80}],
+        },
+    )
     assert [format_addr(end.address) for end in item.object.endpoints] == ["10.1.0.1"]
     assert item.object.skipped == lines

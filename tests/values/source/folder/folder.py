@@ -74,10 +74,7 @@ class Run:
     @property
     def said(self) -> list[str]:
         marks = {Upsert: "+", Delete: "-", Rejected: "!"}
-        return [
-            f"synced {e.kind}" if isinstance(e, Synced) else marks[type(e)] + e.key.name
-            for e in self.events
-        ]
+        return [f"synced {e.kind}" if isinstance(e, Synced) else marks[type(e)] + e.key.name for e in self.events]
 
     @property
     def problems(self) -> tuple[str, ...]:

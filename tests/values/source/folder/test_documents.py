@@ -36,11 +36,16 @@ def test_file_of_two_documents_has_two_objects_with_defaults():
         ("JSON", "a.json", service("web")),
         ("JSON in YAML", "a.yml", service("web")),
         ("a List", "a.yaml", "kind: List\napiVersion: v1\nitems:\n- " + service("web")),
-        ("a typed list, as the API returns it", "a.json", json.dumps({"kind": "ServiceList",
-         "items": [{k: v for k, v in json.loads(service("web")).items() if k != "kind"}]})),
+        (
+            "a typed list, as the API returns it",
+            "a.json",
+            json.dumps(
+                {"kind": "ServiceList", "items": [{k: v for k, v in json.loads(service("web")).items() if k != "kind"}]}
+            ),
+        ),
         ("another namespace", "a.json", service("web", namespace="default")),
     ],
-)  # fmt: skip
+)
 def test_service_is_read_from(name, file, text):
     (found,) = parse_documents(file, text.encode()).objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web"), name
@@ -67,18 +72,14 @@ def test_addresses_need_no_quotes(text, value):
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("port: 80", 'port: "80"',
-            "spec.ports[0].port: expected an integer, got a string (a.yaml:10)"),
+        ("port: 80", 'port: "80"', "spec.ports[0].port: expected an integer, got a string (a.yaml:10)"),
         ("port: 80", "port: 70000", "spec.ports[0].port: 70000 is not a port (a.yaml:10)"),
-        ("port: 80", "port: 80.5",
-            "spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)"),
-        ("name: http", "name: 80",
-            "spec.ports[0].name: expected a string, got an integer (a.yaml:9)"),
-        ("name: http", "name: no",
-            "spec.ports[0].name: expected a string, got a boolean (a.yaml:9)"),
+        ("port: 80", "port: 80.5", "spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)"),
+        ("name: http", "name: 80", "spec.ports[0].name: expected a string, got an integer (a.yaml:9)"),
+        ("name: http", "name: no", "spec.ports[0].name: expected a string, got a boolean (a.yaml:9)"),
         ("10.96.0.1", "10.96.0", "spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)"),
     ],
-)  # fmt: skip
+)
 def test_bad_field_is_an_error_with_its_line(old, new, error):
     (found,) = parse_documents("a.yaml", WEB.replace(old, new).encode()).objects
     assert found.item.error == error
@@ -104,22 +105,18 @@ def test_line_numbers_in_later_documents_lists_and_json():
         ("kind: Service\n", "not a Service: object missing required field metadata (a.yaml:1)"),
         ("kind: Servcie\n", "kind: Servcie is not supported; is Service meant? (a.yaml:1)"),
         ("\nkind: service\n", "kind: service is not supported; is Service meant? (a.yaml:2)"),
-        ("kind: EndpointSlices\n",
-            "kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)"),
+        ("kind: EndpointSlices\n", "kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)"),
         (
             "kind: Endpoints\napiVersion: v1\n",
-            "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) "
-            "(a.yaml:1)",
+            "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)",
         ),
-        ("kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n",
-            "a occurs twice; the last one is used (a.yaml:4)"),
+        ("kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n", "a occurs twice; the last one is used (a.yaml:4)"),
         (
             "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1beta1\n",
-            "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1"
-            " (a.yaml:2)",
+            "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1 (a.yaml:2)",
         ),
     ],
-)  # fmt: skip
+)
 def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
     contents = parse_documents("a.yaml", f"{text}---\n{WEB}".encode())
     assert contents.problems == (error,)
@@ -133,9 +130,7 @@ def test_unused_kind_is_ignored_without_a_problem(kind):
 
 
 @pytest.mark.parametrize(("old", "new", "problem"), MISTAKES)
-def test_duplicate_key_or_unknown_annotation_is_a_problem_and_the_service_is_read(
-    old, new, problem
-):
+def test_duplicate_key_or_unknown_annotation_is_a_problem_and_the_service_is_read(old, new, problem):
     contents = parse_documents("a.yaml", WEB.replace(old, new, 1).encode())
     (found,) = contents.objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
@@ -185,9 +180,7 @@ def test_other_kinds_are_ignored_by_name():
 @pytest.mark.parametrize(
     ("files", "named"), [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)]
 )
-def test_missing_own_node_is_a_problem_if_other_nodes_exist(
-    run: Run, files: tuple[str, ...], named: bool
-):
+def test_missing_own_node_is_a_problem_if_other_nodes_exist(run: Run, files: tuple[str, ...], named: bool):
     for name in files:
         run.write(f"{name}.yaml", NODE.replace("n1", name))
     run.look()

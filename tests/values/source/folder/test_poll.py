@@ -105,32 +105,51 @@ def test_new_file_and_removed_file(run):
 
 WEB_SAYS = "Service default/web: "
 UNKNOWN_FIELDS = {
-    "a misspelt field": ("  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
-                 WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); "
-                 "is internalTrafficPolicy meant?"),
-    "wrong case": ("  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
-        WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?"),
-    "unlike any field": ("    port: 80", "    port: 80\n    cow: {a: 1}",
-        WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored"),
-    "a top-level field": ("addressType:", "adressType: IPv4\naddressType:",
-         "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); "
-         "is addressType meant?"),
+    "a misspelt field": (
+        "  clusterIP:",
+        "  internalTraficPolicy: Local\n  clusterIP:",
+        WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); is internalTrafficPolicy meant?",
+    ),
+    "wrong case": (
+        "  clusterIP:",
+        "  clusterIp: 10.96.0.1\n  clusterIP:",
+        WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?",
+    ),
+    "unlike any field": (
+        "    port: 80",
+        "    port: 80\n    cow: {a: 1}",
+        WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored",
+    ),
+    "a top-level field": (
+        "addressType:",
+        "adressType: IPv4\naddressType:",
+        "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); is addressType meant?",
+    ),
     "an endpoint's condition": (
-                 "[10.1.0.1]", "[10.1.0.1]\n  conditions: {raedy: false}",
-                 "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
-                 "EndpointSlice (a.yaml:20); is ready meant?"),
-    "a hint": ("[10.1.0.1]", "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
-                 "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
-                 "EndpointSlice (a.yaml:20); is forZones meant?"),
+        "[10.1.0.1]",
+        "[10.1.0.1]\n  conditions: {raedy: false}",
+        "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
+        "EndpointSlice (a.yaml:20); is ready meant?",
+    ),
+    "a hint": (
+        "[10.1.0.1]",
+        "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
+        "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
+        "EndpointSlice (a.yaml:20); is forZones meant?",
+    ),
     "a selector has any key": ("  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
-    "metadata is not checked": ("metadata:\n  name: web\n",
-        "metadata:\n  lables: {}\n  name: web\n", ""),
+    "metadata is not checked": ("metadata:\n  name: web\n", "metadata:\n  lables: {}\n  name: web\n", ""),
     "known fields that are not read": (
-                 "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
-                 "  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:", ""),
-    "a name with a line feed": ("  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
-        WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
-}  # fmt: skip
+        "  clusterIP:",
+        "  trafficDistribution: PreferSameZone\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:",
+        "",
+    ),
+    "a name with a line feed": (
+        "  clusterIP:",
+        '  "a\\nb": 1\n  clusterIP:',
+        WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored",
+    ),
+}
 """A replacement in BOTH, and the one problem line it makes ("": none)."""
 
 

@@ -32,6 +32,4 @@ def start() -> Iterator[Callable[..., Run]]:
     yield begin
     for end in reversed(ends):
         end()
-    until(
-        "no thread is left", lambda: not any(t.name in WATCH_THREADS for t in threading.enumerate())
-    )
+    until("no thread is left", lambda: not any(t.name in WATCH_THREADS for t in threading.enumerate()))

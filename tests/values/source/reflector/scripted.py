@@ -125,9 +125,7 @@ class Run:
     def said(self) -> list[str]:
         """The events in short: +a, -a, !a (rejected), synced."""
         marks = {Upsert: "+", Delete: "-", Rejected: "!"}
-        return [
-            "synced" if isinstance(e, Synced) else marks[type(e)] + e.key.name for e in self.events
-        ]
+        return ["synced" if isinstance(e, Synced) else marks[type(e)] + e.key.name for e in self.events]
 
     def asked(self, n: int) -> str:
         """The n-th request in short: stream, page, page after TOKEN, watch VERSION."""

@@ -315,9 +315,7 @@ def test_rejected_object_can_be_deleted():
 
 def test_object_without_a_version_is_always_a_change():
     known = KnownVersions()
-    assert (
-        known.update(item(""), False, 0) == known.update(item(""), False, 0) == Upsert(KEY, OBJECT)
-    )
+    assert known.update(item(""), False, 0) == known.update(item(""), False, 0) == Upsert(KEY, OBJECT)
 
 
 def test_list_after_an_unreadable_one_deletes_again():

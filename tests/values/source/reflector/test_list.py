@@ -8,13 +8,7 @@ import pytest
 
 from kbpf.model.events import Kind, Upsert
 from kbpf.model.objects import Service
-from kbpf.source.api.resource import (
-    PAGE_SIZE,
-    SLICES,
-    exempt_pod_resource,
-    node_resource,
-    own_node_resource,
-)
+from kbpf.source.api.resource import PAGE_SIZE, SLICES, exempt_pod_resource, node_resource, own_node_resource
 from kbpf.source.base import SourceState
 from tests.support.faults.scripted import Exchange, Step
 from tests.values.source.reflector.scripted import (
@@ -74,11 +68,7 @@ RUNNING_ON_N1 = "spec.nodeName=n1,status.phase!=Succeeded,status.phase!=Failed"
             "/api/v1/pods",
             {"labelSelector": "kbpf.io/socket-lb=off", "fieldSelector": RUNNING_ON_N1},
         ),
-        (
-            exempt_pod_resource("n1", with_meshes=True),
-            "/api/v1/pods",
-            {"fieldSelector": RUNNING_ON_N1},
-        ),
+        (exempt_pod_resource("n1", with_meshes=True), "/api/v1/pods", {"fieldSelector": RUNNING_ON_N1}),
     ],
     ids=("slices", "our node", "labelled pods of our node", "all pods of our node"),
 )
@@ -95,12 +85,7 @@ PODS = exempt_pod_resource("n1", with_meshes=True, is_optional=True)
 
 
 def test_only_metadata_of_pods_is_requested(start):
-    run = start(
-        status(422, "sendInitialEvents: Forbidden"),
-        listed(),
-        streamed(then=Exchange.hang),
-        resource=PODS,
-    )
+    run = start(status(422, "sendInitialEvents: Forbidden"), listed(), streamed(then=Exchange.hang), resource=PODS)
     run.until_watching(3)
     kinds = ("PartialObjectMetadata", "PartialObjectMetadataList", "PartialObjectMetadata")
     assert [request.headers["accept"] for request in run.server.requests] == [
@@ -111,8 +96,7 @@ def test_only_metadata_of_pods_is_requested(start):
 def test_optional_resource_without_permission_is_no_failure(start, caplog):
     """It is tried again soon, because an API server that starts may refuse what it will permit."""
     caplog.set_level(logging.INFO, "kbpf.source")
-    run = start(*[status(403, "pods is forbidden")] * 11, streamed(bookmark(10, end=True)),
-                resource=PODS)  # fmt: skip
+    run = start(*[status(403, "pods is forbidden")] * 11, streamed(bookmark(10, end=True)), resource=PODS)
     run.until_watching(12)
     assert run.waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0]
     assert run.said == ["synced"]
@@ -126,8 +110,7 @@ def test_optional_resource_without_permission_is_no_failure(start, caplog):
 def test_optional_resource_that_was_permitted_is_tried_again_soon(start):
     refusals = [status(403, "pods is forbidden")] * 3
     restarted = streamed(bookmark(10, end=True), then=Exchange.cut)
-    run = start(*refusals, restarted, *refusals[:2], streamed(bookmark(30, end=True)),
-                resource=PODS)  # fmt: skip
+    run = start(*refusals, restarted, *refusals[:2], streamed(bookmark(30, end=True)), resource=PODS)
     run.until_watching(7)
     assert run.waits == [1.0, 2.0, 4.0, 0.2, 1.0, 2.0]
 
@@ -239,10 +222,7 @@ def test_list_with_a_failed_page_deletes_nothing(start):
 def test_list_with_an_unreadable_object_deletes_nothing(start):
     nameless = {"metadata": {}, "spec": {}}
     run = start(
-        PAGES,
-        listed(service("a", 1)),
-        streamed(error(410), then=Exchange.end),
-        listed(service("b", 2), nameless),
+        PAGES, listed(service("a", 1)), streamed(error(410), then=Exchange.end), listed(service("b", 2), nameless)
     )
     run.until_watching(5)
     assert run.said == ["+a", "synced", "+b", "synced"]
@@ -251,9 +231,7 @@ def test_list_with_an_unreadable_object_deletes_nothing(start):
 def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
     """Without the list by pages, objects deleted meanwhile would stay until the next relist."""
     run = start(
-        listed_a(error(410)),
-        streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)),
-        listed(service("b", 6)),
+        listed_a(error(410)), streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)), listed(service("b", 6))
     )
     run.until(lambda: run.said.count("synced") == 2)
     assert run.said == ["+a", "synced", "+b", "-a", "synced"]
@@ -264,28 +242,31 @@ HTML = "the response is an HTML page"
 NOT_LISTS = {
     "HTML": (b"<html>", HTML, HTML),
     "a login page": (LOGIN, HTML, HTML),
-    "null": (b"null\n", "the response is not a list: expected an object",
-        "a line is not an event: expected an object"),
-    "a list": (b"[]\n", "the response is not a list: expected an object",
-        "a line is not an event: expected an object"),
-    "empty": (b"", "the response is not a list: invalid JSON: ", "the stream ended "
-                                                                       "before the list did"),
-    "broken": (b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
-                                        "malformed",
-           "a line is not an event: invalid JSON: JSON is malformed"),
-    "truncated": (b'{"items": ', "the response is not a list: invalid JSON: ",
-        "invalid JSON: the stream ended inside a line"),
-    "plain text": (b"welcome\n", "the response is not a list: invalid JSON: ",
-        "a line is not an event: invalid JSON: "),
-}  # fmt: skip
+    "null": (b"null\n", "the response is not a list: expected an object", "a line is not an event: expected an object"),
+    "a list": (b"[]\n", "the response is not a list: expected an object", "a line is not an event: expected an object"),
+    "empty": (b"", "the response is not a list: invalid JSON: ", "the stream ended before the list did"),
+    "broken": (
+        b'{"items": [}\n',
+        "the response is not a list: invalid JSON: JSON is malformed",
+        "a line is not an event: invalid JSON: JSON is malformed",
+    ),
+    "truncated": (
+        b'{"items": ',
+        "the response is not a list: invalid JSON: ",
+        "invalid JSON: the stream ended inside a line",
+    ),
+    "plain text": (
+        b"welcome\n",
+        "the response is not a list: invalid JSON: ",
+        "a line is not an event: invalid JSON: ",
+    ),
+}
 """The body of a 200 response that is not a list, and the words of the error in either mode."""
 
 
 @pytest.mark.parametrize("how", ["pages", "stream"])
 @pytest.mark.parametrize("name", NOT_LISTS)
-def test_response_that_is_not_a_list_is_an_error_that_describes_it(
-    start, caplog, name: str, how: str
-):
+def test_response_that_is_not_a_list_is_an_error_that_describes_it(start, caplog, name: str, how: str):
     body, pages, stream = NOT_LISTS[name]
     caplog.set_level(logging.WARNING, "kbpf.source")
     steps = (PAGES,) if how == "pages" else ()
@@ -351,13 +332,14 @@ def test_cluster_that_outgrows_a_page_is_watched_by_own_node_only(start):
     event = {"type": "ADDED", "object": node("n1")}
     run = start(
         counted(1),
-        streamed(event, {"type": "ADDED", "object": node("n2")}, bookmark(10, end=True),
-                 then=lambda exchange: exchange.end()),
+        streamed(
+            event, {"type": "ADDED", "object": node("n2")}, bookmark(10, end=True), then=lambda exchange: exchange.end()
+        ),
         status(410),
         counted(PAGE_SIZE),
         streamed(event, bookmark(20, end=True)),
         resource=node_resource("n1"),
-    )  # fmt: skip
+    )
     run.until_watching(5)
     assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]
     assert run.reflector.status().drift == 0

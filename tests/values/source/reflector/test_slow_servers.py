@@ -74,9 +74,7 @@ def test_page_over_the_size_limit_is_an_error(start, monkeypatch):
     assert "a page of services has more than 195 KiB" in run.reflector.status().error
 
 
-@pytest.mark.parametrize(
-    ("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")]
-)
+@pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
 def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str):
     seen: list[str] = []
 
@@ -157,9 +155,7 @@ def test_list_is_a_problem_after_30_seconds(start):
         ("empty lines alone", b"\n", 5, ""),
     ],
 )
-def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(
-    start, name, piece, steps, error
-):
+def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, name, piece, steps, error):
     seen: list[str] = []
 
     def step(exchange: Exchange) -> None:
@@ -169,12 +165,7 @@ def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(
             for _ in range(steps):
                 run.now += 25
                 exchange.line(piece)
-                run.until(
-                    lambda: (
-                        run.reflector.status().last_contact == run.now
-                        or len(run.server.requests) > 1
-                    )
-                )
+                run.until(lambda: run.reflector.status().last_contact == run.now or len(run.server.requests) > 1)
         exchange.hang()
 
     def again(exchange: Exchange) -> None:

@@ -46,17 +46,13 @@ WENT_BACK = "the API server's version went back from"
     ],
 )
 def test_equal_versions_with_different_content_or_uid_are_a_change(start, name, before, after):
-    run = start(
-        streamed(before, bookmark(10, end=True), error(410)),
-        streamed(after, bookmark(11, end=True)),
-    )
+    run = start(streamed(before, bookmark(10, end=True), error(410)), streamed(after, bookmark(11, end=True)))
     run.until(lambda: run.said.count("synced") == 2)
     assert run.said == ["+a", "synced", "+a", "synced"], name
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
-    [("a bookmark", bookmark(7)), ("an event", added("b", 7)), ("a deletion", deleted("a", 7))],
+    ("name", "line"), [("a bookmark", bookmark(7)), ("an event", added("b", 7)), ("a deletion", deleted("a", 7))]
 )
 def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
     run = start(
@@ -81,9 +77,7 @@ def test_rewind_is_reported_from_the_last_received_version(start, caplog):
 
 
 def test_objects_unknown_to_a_restored_server_are_deleted(start, caplog):
-    run = start(
-        listed_a(added("new", 12), error(410)), streamed(added("a", 5), bookmark(8, end=True))
-    )
+    run = start(listed_a(added("new", 12), error(410)), streamed(added("a", 5), bookmark(8, end=True)))
     run.until(lambda: run.said.count("synced") == 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
@@ -100,19 +94,14 @@ def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, ca
     )
     run.until(lambda: run.said.count("synced") == 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
-    assert [run.server.requests[n].query.get("limit") for n in range(5)] == [
-        None, None, "1", "1", None
-    ]  # fmt: skip
+    assert [run.server.requests[n].query.get("limit") for n in range(5)] == [None, None, "1", "1", None]
     assert run.asked(4) == "stream"
     assert caplog.text.count(WENT_BACK) == 1
 
 
 def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start, caplog):
     run = start(
-        listed_a(then=Exchange.cut),
-        *[status(503)] * 2,
-        listed(service("a", 5), version=30),
-        streamed(bookmark(31)),
+        listed_a(then=Exchange.cut), *[status(503)] * 2, listed(service("a", 5), version=30), streamed(bookmark(31))
     )
     run.until(lambda: run.reflector.status().resource_version == "31")
     check = run.server.requests[3]
@@ -148,12 +137,8 @@ NEWEST = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "events", "objects", "warns"), NEWEST, ids=[row[0] for row in NEWEST]
-)
-def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(
-    start, caplog, name, events, objects, warns
-):
+@pytest.mark.parametrize(("name", "events", "objects", "warns"), NEWEST, ids=[row[0] for row in NEWEST])
+def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, name, events, objects, warns):
     """The restored server's version is higher than ours again: other objects were written. The last
     change that we know of is compared.
     """
@@ -180,9 +165,17 @@ def test_rewind_seen_by_four_watches_is_one_warning(caplog):
 
 @pytest.mark.parametrize(
     ("before", "now", "back"),
-    [("10", "9", True), ("10", "10", False), ("9", "10", False), ("", "5", False),
-     ("10", "", False), ("10", "x", False), ("x", "1", False), ("9" * 30, "1", False)],
-)  # fmt: skip
+    [
+        ("10", "9", True),
+        ("10", "10", False),
+        ("9", "10", False),
+        ("", "5", False),
+        ("10", "", False),
+        ("10", "x", False),
+        ("x", "1", False),
+        ("9" * 30, "1", False),
+    ],
+)
 def test_versions_are_compared_as_numbers(before, now, back):
     assert is_rewind(before, now) == back
 

@@ -81,10 +81,7 @@ def test_an_error_in_the_watch_leads_to_a_new_list(start, code):
 
 
 def test_malformed_line_in_a_watch_leads_to_a_new_list(start):
-    run = start(
-        listed_a(b"rubbish\n", added("b", 11)),
-        streamed(added("a", 5), added("b", 11), bookmark(20, end=True)),
-    )
+    run = start(listed_a(b"rubbish\n", added("b", 11)), streamed(added("a", 5), added("b", 11), bookmark(20, end=True)))
     run.until(lambda: "+b" in run.said)
     assert run.all_asked == ["stream", "stream"]
     assert run.said[:3] == ["+a", "synced", "+b"]
@@ -96,9 +93,7 @@ def test_malformed_object_is_rejected_and_the_watch_continues(start):
     run.until(lambda: "+c" in run.said)
     assert run.said == ["+a", "synced", "!bad", "+b", "+c"]
     assert run.asked(1) == "watch 12"
-    assert run.events[2] == Rejected(
-        ObjectKey(Kind.SERVICE, "ns", "bad"), "spec.ports[0].port: 70000 is not a port"
-    )
+    assert run.events[2] == Rejected(ObjectKey(Kind.SERVICE, "ns", "bad"), "spec.ports[0].port: 70000 is not a port")
 
 
 def test_service_that_becomes_headless_is_deleted(start):
@@ -133,20 +128,32 @@ REFUSALS = [
     (status(429, "too many requests"), "429 No", "too many requests"),
     (lambda exchange: exchange.answer(302, b""), "302 No", ""),
     (status(404), "404 No", "the server does not have /api/v1/services"),
-    (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, an HTML page",
-     "does a proxy or login page answer"),
-    (lambda exchange: exchange.answer(401, LOGIN), "401 No, an HTML page",
-     "does a proxy or login page answer"),
+    (
+        lambda exchange: exchange.answer(502, b"<html>bad gateway"),
+        "502 No, an HTML page",
+        "does a proxy or login page answer",
+    ),
+    (lambda exchange: exchange.answer(401, LOGIN), "401 No, an HTML page", "does a proxy or login page answer"),
     (Exchange.cut, "the server closed the connection", ""),
     (Exchange.reset, "connection reset by peer", ""),
     (lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"), "not an HTTP response", ""),
-]  # fmt: skip
+]
 
 
 REFUSAL_IDS = (
-    "403", "401", "500", "503", "429", "302", "404", "502 with an HTML page",
-    "401 with an HTML page", "connection closed", "connection reset", "not HTTP",
-)  # fmt: skip
+    "403",
+    "401",
+    "500",
+    "503",
+    "429",
+    "302",
+    "404",
+    "502 with an HTML page",
+    "401 with an HTML page",
+    "connection closed",
+    "connection reset",
+    "not HTTP",
+)
 
 
 @pytest.mark.parametrize(("step", "what", "hint"), REFUSALS, ids=REFUSAL_IDS)
@@ -181,11 +188,7 @@ def test_retry_after_is_honoured(start, code):
 
 
 def test_retry_after_as_a_date_is_ignored_and_a_large_one_capped(start):
-    run = start(
-        status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"),
-        status(429, Retry_After="9" * 5000),
-        LISTED_A,
-    )
+    run = start(status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"), status(429, Retry_After="9" * 5000), LISTED_A)
     run.until_watching(3)
     assert run.waits[0] == 0.2
     assert 60 <= run.waits[1] <= 90

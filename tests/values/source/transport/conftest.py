@@ -18,9 +18,7 @@ def connect() -> Iterator[Connect]:
     opened: list[ApiConnection] = []
 
     def begin(server: str, **fields: Any) -> ApiConnection:
-        opened.append(
-            ApiConnection(Cluster(Access(server, "the test", **fields)), response_timeout=60)
-        )
+        opened.append(ApiConnection(Cluster(Access(server, "the test", **fields)), response_timeout=60))
         return opened[-1]
 
     yield begin

@@ -23,12 +23,18 @@ from tests.values.source.transport.kubeconfigs import URL, b64, ok, write
         ("a token", {}, {"token": "t\n"}, {"token": "t"}),
         ("a relative token file", {}, {"tokenFile": "tok"}, {"token_file": "DIR/tok"}),
         ("an absolute token file", {}, {"tokenFile": "/x/tok"}, {"token_file": "/x/tok"}),
-        ("a client certificate in files", {},
+        (
+            "a client certificate in files",
+            {},
             {"client-certificate": "pki/c.crt", "client-key": "pki/c.key"},
-            {"cert_file": "DIR/pki/c.crt", "key_file": "DIR/pki/c.key"}),
-        ("a client certificate inside", {},
+            {"cert_file": "DIR/pki/c.crt", "key_file": "DIR/pki/c.key"},
+        ),
+        (
+            "a client certificate inside",
+            {},
             {"client-certificate-data": b64("C"), "client-key-data": b64("K")},
-            {"cert_data": b"C", "key_data": b"K"}),
+            {"cert_data": b"C", "key_data": b"K"},
+        ),
         ("basic", {}, {"username": "a", "password": "b:c"}, {"basic": b64("a:b:c")}),
         ("a CA file", {"certificate-authority": "ca.crt"}, {}, {"ca_file": "DIR/ca.crt"}),
         ("a CA inside", {"certificate-authority-data": b64("CA")}, {}, {"ca_data": b"CA"}),
@@ -37,7 +43,7 @@ from tests.values.source.transport.kubeconfigs import URL, b64, ok, write
         ("a path below the server", {"server": URL + "/k8s/c1/"}, {}, {"server": URL + "/k8s/c1"}),
         ("an unknown field", {"extensions": []}, {"colour": "red"}, {}),
     ],
-)  # fmt: skip
+)
 def test_kubeconfig_is_read(tmp_path, name, cluster, user, expected):
     path = write(tmp_path / "kc", cluster, user)
     expected = {
@@ -131,8 +137,7 @@ def test_outside_a_pod_a_kubeconfig_or_source_is_required():
         ("another context", "{current-context: x}", "no context 'x' .*it has: none"),
         (
             "no such cluster",
-            "{current-context: x, contexts: [{name: x, context: {cluster: v}}],"
-            " clusters: [{name: z, cluster: {}}]}",
+            "{current-context: x, contexts: [{name: x, context: {cluster: v}}], clusters: [{name: z, cluster: {}}]}",
             "no cluster 'v' .*it has: z",
         ),
         (
@@ -141,10 +146,13 @@ def test_outside_a_pod_a_kubeconfig_or_source_is_required():
             " clusters: [{name: v, cluster: {}}]}",
             "no user 'u'",
         ),
-        ("a wrong type", "{clusters: [{name: x, cluster: {server: 5}}]}",
-            r"clusters\[0\].cluster.server: expected a string, got an integer"),
+        (
+            "a wrong type",
+            "{clusters: [{name: x, cluster: {server: 5}}]}",
+            r"clusters\[0\].cluster.server: expected a string, got an integer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_kubeconfig_is_a_one_line_error_with_its_path(tmp_path, name, text, error):
     path = tmp_path / "kc"
     path.write_text(text)
@@ -173,9 +181,7 @@ def test_unusable_kubeconfig_is_refused(tmp_path, cluster, user, error):
 
 
 def test_missing_kubeconfig_is_an_error(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"cannot read the kubeconfig: No such file .*--kubeconfig"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot read the kubeconfig: No such file .*--kubeconfig"):
         find_access(tmp_path / "none")
 
 
@@ -205,9 +211,7 @@ def test_unreadable_credentials_are_an_error_at_start(tmp_path, cluster, user, e
 # --- the node's name ---
 
 
-@pytest.mark.parametrize(
-    ("hostname", "name"), [("Node-1.Example", "node-1.example"), (" n1 ", "n1")]
-)
+@pytest.mark.parametrize(("hostname", "name"), [("Node-1.Example", "node-1.example"), (" n1 ", "n1")])
 def test_node_name_is_the_hostname_in_lower_case(monkeypatch, hostname, name):
     monkeypatch.setattr(socket, "gethostname", lambda: hostname)
     assert default_node_name() == name

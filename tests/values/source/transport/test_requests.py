@@ -40,8 +40,7 @@ def server_tls(authority) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize(
-    ("fields", "header"),
-    [({}, None), ({"token": "abc"}, "Bearer abc"), ({"basic": b64("a:b")}, f"Basic {b64('a:b')}")],
+    ("fields", "header"), [({}, None), ({"token": "abc"}, "Bearer abc"), ({"basic": b64("a:b")}, f"Basic {b64('a:b')}")]
 )
 def test_credentials_are_sent(connect, fields, header):
     with ScriptedServer(ok) as server:
@@ -114,12 +113,7 @@ def test_connection_uses_tcp_keepalive(connect):
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, between, count, user = (
             sock.getsockopt(socket.IPPROTO_TCP, option)
-            for option in (
-                socket.TCP_KEEPIDLE,
-                socket.TCP_KEEPINTVL,
-                socket.TCP_KEEPCNT,
-                socket.TCP_USER_TIMEOUT,
-            )
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         )
         assert idle + between * count <= 30
         assert user <= 30_000
@@ -168,9 +162,7 @@ def test_certificate_of_another_ca_is_refused(connect, server_tls, tmp_path):
         assert server.requests == []
 
 
-def test_certificate_for_another_name_is_refused_without_tls_server_name(
-    connect, authority, server_tls
-):
+def test_certificate_for_another_name_is_refused_without_tls_server_name(connect, authority, server_tls):
     with ScriptedServer(ok, tls=server_tls) as server:
         ca = str(authority.crt)
         with pytest.raises(
@@ -215,11 +207,17 @@ EXPLAINED = [
     (tls_error("NO_CIPHERS"), "https://x:6443", "TLS: NO_CIPHERS"),
     (ConnectionResetError(104, "Connection reset by peer"), "http://x:6443", "does it require https://?"),
     (ConnectionResetError(104, "Connection reset by peer"), "https://x:6443", "check that it runs"),
-    (socket.gaierror(-3, "Temporary failure in name resolution"),
-     "https://CONTROL-PLANE-ENDPOINT:6443", "the placeholder of the manifests is still in place"),
-    (socket.gaierror(-3, "Temporary failure in name resolution"), "https://x:6443",
-     "temporary failure in name resolution"),
-]  # fmt: skip
+    (
+        socket.gaierror(-3, "Temporary failure in name resolution"),
+        "https://CONTROL-PLANE-ENDPOINT:6443",
+        "the placeholder of the manifests is still in place",
+    ),
+    (
+        socket.gaierror(-3, "Temporary failure in name resolution"),
+        "https://x:6443",
+        "temporary failure in name resolution",
+    ),
+]
 
 
 @pytest.mark.parametrize(("error", "url", "words"), EXPLAINED)
@@ -229,9 +227,24 @@ def test_connection_errors_say_what_to_do(error, url, words):
 
 def client_certificate(folder: Path, name: str) -> tuple[Path, Path]:
     crt, key = folder / f"{name}.crt", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
-               "ec_paramgen_curve:prime256v1", "-nodes", "-days", "30", "-subj", f"/CN={name}",
-               "-keyout", str(key), "-out", str(crt)]  # fmt: skip
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "30",
+        "-subj",
+        f"/CN={name}",
+        "-keyout",
+        str(key),
+        "-out",
+        str(crt),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return crt, key
 
