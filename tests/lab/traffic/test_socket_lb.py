@@ -90,7 +90,7 @@ def check(field: Field, place: Place, served_by: str) -> None:
             client = place.ip6 if v6 else place.ip
             first = tap.expect(
                 lambda p: (
-                    p.protocol == kind
+                    p.protocol == kind  # noqa: B023
                     and split(p.source)[0] == client  # noqa: B023
                     and p.flags in ("", "S")
                 )  # skip packets of an earlier connection that is closing
