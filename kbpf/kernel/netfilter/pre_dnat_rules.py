@@ -9,6 +9,7 @@ and CNIs have them for packets with forged sources. Of iptables-legacy, the tabl
 are checked.
 """
 
+import re
 from typing import Any, Final, NamedTuple
 
 from kbpf.errors import KernelError
@@ -83,7 +84,7 @@ def find_legacy_chains() -> EarlyChains:
                 continue
             name = f"{family} {table} (iptables-legacy)"
             try:
-                lines = iptables_legacy.save(family, table).splitlines()
+                lines = iptables_legacy.save(family, table).split("\n")
             except KernelError:
                 unreadable.append(name)
                 continue
@@ -92,6 +93,7 @@ def find_legacy_chains() -> EarlyChains:
     return EarlyChains(tuple(names), tuple(unreadable))
 
 
+COMMENT: Final = re.compile(r'--comment ("(?:[^"\\]|\\.)*"|\S+)')
 OTHER_CHAINS: Final = ("-A INPUT ", "-A FORWARD ", "-A OUTPUT ", "-A POSTROUTING ")
 
 
@@ -99,6 +101,7 @@ def _may_refuse_in_prerouting(line: str) -> bool:
     """`line`: of iptables-save. Every chain that is not one of the kernel's counts, whatever leads
     to it.
     """
+    line = COMMENT.sub("", line)
     if line.startswith(":PREROUTING DROP"):
         return True
     if not line.startswith("-A ") or line.startswith(OTHER_CHAINS) or "-m rpfilter" in line:

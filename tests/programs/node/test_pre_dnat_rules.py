@@ -156,7 +156,7 @@ def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[st
     assert all(name in line for name in named for line in lines)
 
 
-@pytest.mark.parametrize("comment", [b"B\xfcro", b'a\n-A x "', b"it's", b"\xe2\x80\xa8", b"\\"])
+@pytest.mark.parametrize("comment", [b"B\xfcro", b'a\n-A x "', b"it's", b"\xe2\x80\xa8", b"\\", b"-m rpfilter"])
 def test_comments_in_iptables_legacy_hide_no_rule(where: str, comment: bytes) -> None:
     for port in ("22", "30080"):
         args = f"-t raw -A PREROUTING -p tcp --dport {port} -m comment --comment".split()
