@@ -514,7 +514,8 @@ def test_limit_is_checked_before_writing(site: Site, name: str):
     fits = service("other", "10.97.0.1:80", "10.0.9.9:80")
     report = plane.apply(desired(state, *((fits,) if limit > 1 else ())), None)
     assert names(report.refused) == ["web"]
-    assert f"--max-{field}" in report.refused[state.key]
+    flag = "backends" if field == "slots" else field  # there are four slots for each
+    assert f"--max-{flag}" in report.refused[state.key]
     assert served(site) == (["other"] if limit > 1 else [])
 
 
