@@ -154,11 +154,12 @@ class DemoScene:
         """Starts a process in the network namespace and the cgroup of this name. It has its own
         session, so Ctrl-C in the terminal does not reach it.
         """
+        environment = _environment()
         with self._log_path().open("ab") as log:
             child = subprocess.Popen(
                 self.enter_command(place, *command),
                 cwd=children.WORKING_DIRECTORY,
-                env=_environment(),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -271,10 +272,11 @@ class DemoScene:
     def run_command(self, *arguments: str) -> str:
         """The output of a command of kbpf on the node."""
         command = children.python_command("kbpf", *arguments, "--pin-dir", str(self.pin_dir))
+        environment = _environment()
         done = subprocess.run(
             self.enter_command("node", *command),
             cwd=children.WORKING_DIRECTORY,
-            env=_environment(),
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
