@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from kbpf.dataplane.ipvs.cleanup import PreviousIpvsPlane
 from pyroute2 import IPSet
 
 from kbpf.checks import ipvs
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app, cleanup
-from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
-from kbpf.dataplane.ipvs import ruleset
+from kbpf.dataplane.ipvs import ipvs_cleanup, ruleset
+from kbpf.dataplane.ipvs.ipvs_cleanup import PreviousIpvsPlane
 from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.dataplane.node import read_node_addresses
 from kbpf.errors import KernelError

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf import metrics
+from kbpf.dataplane.bpf import map_metrics as metrics
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.map_metrics import (
     ALL_BACKENDS,
