@@ -21,7 +21,6 @@ from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, 
 from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.inspection import ConnectionQuery, Part
 from kbpf.views import affinity, backends, failures, maps, programs, service, services, sources, status
 from kbpf.views.packet_path import connections, devices, nat
@@ -244,7 +243,7 @@ def _make_command(view: View) -> Callable[..., None]:
         output: Output, config: object, pin_dir: Path, state_dir: Path, repeat: bool, no_pager: bool, **values: Any
     ) -> None:
         filters = {name: values[name] for name in view.filters}
-        folders = pin_dir, state_dir / IPVS_DEVICE
+        folders = pin_dir, state_dir
         chosen = Format(output, repeat, not values.get("no_headers", False), not no_pager)
         _show(view, filters, folders, _selection(view, values), chosen)
 
@@ -282,7 +281,7 @@ def _show(
     from kbpf.dataplane import reader as dataplane
 
     checked = view.check_filters(**filters)
-    locations = dataplane.Locations(*folders)
+    locations = dataplane.Locations.of_settings(*folders)
 
     def read() -> Page:
         inspection = dataplane.read(locations, view.module.NEEDS, view.bpf_only)

@@ -19,7 +19,6 @@ from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, 
 from kbpf.config import durations
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.system import pods
-from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.inspection import EventFilter, Part, parse_place, select_ports
 from kbpf.model.reasons import EventVerdict
 from kbpf.views import monitor as view
@@ -91,7 +90,7 @@ def monitor(
     if output not in (Output.TABLE, Output.WIDE, Output.JSON):
         raise typer.BadParameter("it requires -o table, wide or json", param_hint="--output")
     seconds = _parse_duration(for_)
-    locations = dataplane.Locations(pin_dir, state_dir / IPVS_DEVICE)
+    locations = dataplane.Locations.of_settings(pin_dir, state_dir)
     fixed_filter = _fixed_filter(address, verdict or [], reason or [])
     namespace = listing.choose_namespace(service, namespace, all_namespaces)
     lookup = Lookup(locations, service, namespace, pod)

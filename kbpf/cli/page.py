@@ -5,7 +5,6 @@ import sys
 import time
 
 from kbpf.cli.options import DEFAULT, ConfigFile, PinDir, StateDir
-from kbpf.model.config import IPVS_DEVICE
 
 
 def page(config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir, state_dir: StateDir = DEFAULT.state_dir) -> None:
@@ -15,7 +14,7 @@ def page(config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir, state_dir
     from kbpf.dataplane import reader as dataplane
     from kbpf.views import html_page
 
-    locations = dataplane.Locations(pin_dir, state_dir / IPVS_DEVICE)
+    locations = dataplane.Locations.of_settings(pin_dir, state_dir)
     inspection = dataplane.read(locations, html_page.NEEDS)
     text = html_page.format_html(inspection, time.strftime("%Y-%m-%d %H:%M:%S %Z"))
     sys.stdout.write(text.encode("ascii", "xmlcharrefreplace").decode())

@@ -26,7 +26,7 @@ from kbpf.cli.origin import NodeName, RunConfigFile, read_config, with_own_node
 from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, OutputError
 from kbpf.kernel.system.process import is_alive
-from kbpf.model.config import IPVS_DEVICE, Config
+from kbpf.model.config import Config
 from kbpf.views.page import Column, Kind, Page, format_size
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def sysdump(
     # Parts are processes with another working directory.
     pin_dir, state_dir = pin_dir.absolute(), state_dir.absolute()
     kubeconfig, config = (path and path.absolute() for path in (kubeconfig, config))
-    status = _read_status(Locations(pin_dir, state_dir / IPVS_DEVICE))
+    status = _read_status(Locations.of_settings(pin_dir, state_dir))
     node = node or (status.node if status else "")
     settings, problem = _read_settings(config, kubeconfig, node, pin_dir)
     names = (("--kubeconfig", kubeconfig), ("--config", config))

@@ -16,7 +16,6 @@ from kbpf.cli.monitor import Lookup, Service, ended_by_signals
 from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir
 from kbpf.config import durations
 from kbpf.errors import ConfigError
-from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.inspection import EventFilter, Inspection
 from kbpf.views import top as view
 from kbpf.views.monitor import VERDICTS
@@ -75,7 +74,7 @@ def top(
     from kbpf.dataplane import reader as dataplane
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
 
-    locations = dataplane.Locations(pin_dir, state_dir / IPVS_DEVICE)
+    locations = dataplane.Locations.of_settings(pin_dir, state_dir)
     namespace = listing.choose_namespace(service, namespace, all_namespaces)
     if by is not By.CLIENTS:
         sampler = _CounterSampler(locations, by, service, namespace)

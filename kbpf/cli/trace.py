@@ -17,7 +17,6 @@ from kbpf.cli.options import DEFAULT, CacheDir, ConfigFile, Output, OutputOption
 from kbpf.errors import KbpfError, KernelError, ObjectError
 from kbpf.kernel.system import pods
 from kbpf.model.address import Addr, family_of, parse_addr
-from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.inspection import Inspection, Route, parse_place
 from kbpf.model.objects import Protocol
@@ -79,7 +78,7 @@ def trace_connection(
     from kbpf.dataplane import reader as dataplane
 
     cluster = _find_cluster(kubeconfig)
-    locations = dataplane.Locations(pin_dir, state_dir / IPVS_DEVICE)
+    locations = dataplane.Locations.of_settings(pin_dir, state_dir)
     inspection = dataplane.read(locations, view.NEEDS)
     caller = find_caller(source, inspection, cluster)
     targets = find_targets(inspection, to, caller.client.origin)

@@ -51,7 +51,7 @@ def _find_config(flags: list[str]) -> "Config":
 
     options = arguments.parse_options(flags, os.environ)
     config = _load(options)
-    locations = dataplane.Locations(config.pin_dir, config.ipvs_folder)
+    locations = dataplane.Locations.of_settings(config.pin_dir, config.state_dir)
     if dataplane.is_ipvs(locations):
         raise NotFoundError(
             "the agent of this node is in mode ipvs, which `kbpf verify` does not know",

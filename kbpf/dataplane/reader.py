@@ -11,6 +11,7 @@ from pathlib import Path
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.errors import KbpfError, NotFoundError
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.inspection import Inspection, Part
 from kbpf.takeover import neighbour
 
@@ -21,6 +22,11 @@ class Locations:
 
     pin_dir: Path
     state_dir: Path
+
+    @classmethod
+    def of_settings(cls, pin_dir: Path, state_dir: Path) -> "Locations":
+        """`state_dir`: as set with --state-dir."""
+        return cls(pin_dir, state_dir / IPVS_DEVICE)
 
 
 def is_ipvs(locations: Locations) -> bool:
