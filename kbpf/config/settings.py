@@ -629,7 +629,7 @@ SETTINGS: Final = (
         "accounting",
         kinds.ACCOUNTING,
         SERVING,
-        "what is counted per Service and backend: new connections, or also their failures, bytes, "
+        "what is counted per Service and backend: new and failed connections, or also bytes, "
         "retransmits and round-trip times (default connections)",
         kbpf="metrics.accounting",
         only=BPF,
