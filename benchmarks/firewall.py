@@ -116,7 +116,7 @@ def _changing_rules(netns: str) -> Iterator[None]:
 
 
 def _histogram(netns: str) -> dict[str, float]:
-    """How many changes took at most so many seconds, by the bound, and `changes` in all."""
+    """Upper bound in seconds → the number of changes within it; `changes`: all of them."""
     text = get(netns, "127.0.0.1", METRICS_PORT, "/metrics").body.decode()
     buckets = {
         dict(labels)["le"]: value

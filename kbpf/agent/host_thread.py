@@ -5,7 +5,7 @@ Reading thousands of firewall rules or connections takes seconds, and a change o
 wait for that. So the agent's thread, which writes the data plane, asks the node only what a change
 depends on, and this thread does the rest:
 
-- firewall rules, other settings of the node, and what is left of another data plane
+- firewall rules, other settings of the node, and the remains of another data plane
   (DataPlane.maintain_host());
 - the ports on which processes of the node listen (listeners.py);
 - the limits of conntrack (conntrack_sysctls.py).

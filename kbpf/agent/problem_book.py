@@ -97,7 +97,7 @@ class ProblemBook:
         self.left_to_node = Lines()
 
     def report_objects(self, keys: Iterable[ObjectKey], store: ObjectStore) -> None:
-        """Reports what is left out of these objects, or read differently by other programs."""
+        """Reports parts of these objects that are not used, or that other programs read differently."""
         new_lines: list[tuple[str, str]] = []
         for key in keys:
             lines = [f"{key}: {line}" for line in store.problems_of(key)]

@@ -9,7 +9,7 @@
 #include "lib/compat.h"
 
 /* Service -> its histograms. Written by the programs; the agent deletes those of removed Services
- * (metrics.py). Full: further Services are not measured. */
+ * (map_metrics.py). Full: further Services are not measured. */
 BPF_F_TABLE("hash", u32, struct latencies, latencies, 64, BPF_F_NO_PREALLOC);
 
 /* 0 -> all zeros, the initial value of an element of `latencies`. */

@@ -144,10 +144,10 @@ BPF_TABLE("percpu_array", u32, u64, reasons, REASONS);
 
 /* (service, backend) -> totals of its connections. Written by the programs. Some time after a
  * backend is removed, the agent moves its totals to one entry for all removed backends of the
- * Service. It also merges the entries of a Service whose namespace exceeds its share (metrics.py).
- * Full: new pairs are not counted. The values are shared by all CPUs, since they change only when a
- * connection begins or ends; per-CPU values on a node with 64 CPUs would take 64 times the memory,
- * and 64 times the reads for each scrape. */
+ * Service. It also merges the entries of a Service whose namespace exceeds its share
+ * (map_metrics.py). Full: new pairs are not counted. The values are shared by all CPUs, since they
+ * change only when a connection begins or ends; per-CPU values on a node with 64 CPUs would take 64
+ * times the memory, and 64 times the reads for each scrape. */
 BPF_F_TABLE("hash", struct count_key, struct counts, counts, 64, BPF_F_NO_PREALLOC);
 
 /* 0 -> all zeros, the initial value of an entry of `counts`, which is too large for the stack. */

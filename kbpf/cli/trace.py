@@ -263,8 +263,8 @@ def _is_determined(trace: Trace) -> bool:
 def _try_unasked(
     inspection: Inspection, caller: Caller, to: FrontendAddress, trace: Trace, pin_dir: Path, cache_dir: Path
 ) -> list[Confirmation]:
-    """Tries a packet, since that has no effect, unlike a connect(). Nothing if it cannot be tried:
-    then the explanation stands alone.
+    """Tries a packet, which has no effect, unlike a connect(). Returns nothing if it cannot be tried;
+    the explanation is then all there is.
     """
     if trace.seen_by != "packet":
         return []

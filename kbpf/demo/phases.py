@@ -271,7 +271,7 @@ class Client:
         self._queue.put(None)
 
     def read(self, count: int) -> None:
-        """Returns after so many more connections. Raises DemoError if the client ends before, the
+        """Returns after `count` more connections. Raises DemoError if the client ends before, the
         agent exits, or on timeout.
         """
         while count:

@@ -39,7 +39,7 @@ class MapSizes:
     backends: int = 1_048_576
 
     slots: int = 4_194_304
-    """No setting of its own: at least SLOTS_PER_BACKEND for each of `backends`."""
+    """Not a setting: it follows from `backends`, with at least SLOTS_PER_BACKEND for each."""
 
     connections: int = 131_072
     """Connections of the packet path. At the limit, entries that are no longer needed are evicted.

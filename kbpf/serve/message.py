@@ -53,7 +53,7 @@ class HttpResponse(NamedTuple):
 
 class RequestHead(NamedTuple):
     """The head of a request, the number of body bytes to skip after it, and whether the connection
-    is to be closed after the response because nobody can or wants to skip them.
+    is to be closed after the response, because the body is too long to skip, or of unknown length.
     """
 
     request: HttpRequest

@@ -3,7 +3,7 @@
 starts now would write or delete.
 
 So this adopts the contents of the maps and plans all Service ports as that agent does (adopt.py,
-plan.py), and writes nothing. Each difference is told as what programs do with the entry now. What
+plan.py), and writes nothing. Each difference says what the programs do with the entry now. What
 follows from it, such as a new set instead of a damaged one, is no difference of its own.
 """
 
