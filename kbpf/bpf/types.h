@@ -331,7 +331,7 @@ struct flow {
 	union side seen; /* of the packets that this entry matches */
 	u32 arrival; /* the device that they arrive on; 0: not known yet, or sent by this node */
 	u32 syn; /* the number after the client's last SYN: to the Service in the original entry,
-		    to the backend itself in the entry of its replies */
+		    to the backend itself in those of its replies (with SNAT, the node's SYN) */
 	struct next_hop out; /* of the packets that this entry matches */
 };
 

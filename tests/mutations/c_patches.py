@@ -163,6 +163,11 @@ PATCHES: Final = (
         "tc/flow.h",
         FLOWS,
         ("SCTP expires as UDP does", "flow->client.protocol == IPPROTO_SCTP ? 210 : 120", "120"),
+        (
+            "a direct connection waits for a backend in TIME_WAIT",
+            "return !both_closed(flow) || (reply && flow->syn);",
+            "return !both_closed(flow);",
+        ),
         ("an answered datagram expires late", "return 30 * SECOND;", "return 120 * SECOND;"),
         ("an established connection expires after an hour", "return 24 * 3600 * SECOND;", "return 3600 * SECOND;"),
         ("a closing connection expires early", "return 3600 * SECOND;", "return 360 * SECOND;"),
@@ -204,11 +209,6 @@ PATCHES: Final = (
             "original->fins |= own->fin;",
         ),
         (
-            "any SYN-ACK of the backend answers a SYN past the Service",
-            "p->tcp.ack == flow->syn && (!original",
-            "(!original",
-        ),
-        (
             "a SYN does not restart a closed flow",
             "if (original->state != STATE_CLOSED || both_closed(original))",
             "if (true)",
@@ -240,6 +240,12 @@ PATCHES: Final = (
             "true",
         ),
         ("an INIT-ACK's tag is not stored", "peer->tag = announced;", ";"),
+        (
+            "what the backend repeats is taken for the answer to a forged SYN",
+            "return !original || (both_closed(original) && is_acknowledged(original, flow));",
+            "return true;",
+        ),
+        ("any SYN-ACK of the backend answers a direct SYN", "return p->tcp.ack == flow->syn;", "return true;"),
     ),
     *_rows(
         "tc/receive.h",
@@ -410,6 +416,7 @@ PATCHES: Final = (
         FLOWS,
         ("outer addresses of ICMP errors are not translated", "outer.from.address = after->from.address;", ";"),
         ("a masqueraded client's router is not masqueraded", "if (hidden || same_address(", "if (same_address("),
+        ("ICMP redirects are translated", "return p->icmp_type == ICMP_REDIRECT;", "return false;"),
         ("errors about flows that bypass the stack take it", "result.path != PATH_STACK && !result.host_device", "0"),
     ),
     *_rows(

@@ -50,6 +50,14 @@ static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s
 	return true;
 }
 
+/* Whether an error tells its receiver to send everything for an address to another gateway: with
+ * the frontend's address, that would be past this node. nf_nat drops them, too. IPv6 has none: its
+ * redirects name the address themselves, and are no errors. */
+static __always_inline bool is_redirect(const struct packet *p)
+{
+	return p->icmp_type == ICMP_REDIRECT;
+}
+
 /* Translates an error that arrives. It travels like the packets of its flow: conntrack does not
  * know the flows that bypass the stack, so in the stack an error about one would be invalid. */
 int tc_icmp_in(struct __sk_buff *skb)
@@ -77,6 +85,8 @@ int tc_icmp_in(struct __sk_buff *skb)
 			mark_masqueraded(skb, true);
 		return TC_ACT_UNSPEC;
 	}
+	if (is_redirect(p))
+		return finish(TC_ACT_SHOT, INVALID);
 	if (result.path != PATH_STACK && !result.host_device) {
 		hidden = result.masqueraded && !result.reply;
 		outer = outer_of(p, &tuple, &result.to_device, hidden);
@@ -115,6 +125,8 @@ int tc_icmp_out(struct __sk_buff *skb)
 		mark_masqueraded(skb, false);
 	if (!is_rewrite(result))
 		return TC_ACT_UNSPEC;
+	if (is_redirect(&s->packet))
+		return finish(TC_ACT_SHOT, INVALID);
 	outer = outer_of(&s->packet, &tuple, &after, result == EGRESS_MASQUERADE);
 	if (rewrite_error(skb, s, &after, &outer, s->packet.ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);

@@ -333,7 +333,7 @@ static __always_inline bool may_change_tcp(const struct flow *flow, u32 flags, b
 	if (flow->state == STATE_CLOSING) /* two CPUs may have seen one FIN each */
 		return flow->seen.tcp.fin;
 	if (flow->state == STATE_CLOSED)
-		return !both_closed(flow);
+		return !both_closed(flow) || (reply && flow->syn); /* answers_direct() */
 	return reply || is_half_open(flow);
 }
 

@@ -314,15 +314,20 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 	return judge_udp(flow, reply ? other : flow, reply, now);
 }
 
-/* Whether a packet that is not of this flow, which has ended or ends, is the backend's SYN-ACK to a
- * SYN that the client has sent past the Service: is_direct_connection(). Then the backend has no
- * other connection from this port. */
-static __always_inline bool accepts_direct(const struct flow *flow, const struct flow *original,
+/* Whether a packet answers a SYN that the client, or with SNAT this node, has sent past the
+ * Service, from the port of this flow, which ends or has ended: is_direct_connection(). The backend
+ * accepts or refuses it, or it is in TIME_WAIT. Then it acknowledges the earlier connection (RFC
+ * 9293, 3.10.7.4), and the client's reset of the new one has to end that: nobody else waits for
+ * this ACK once all of the flow is acknowledged. */
+static __always_inline bool answers_direct(const struct flow *flow, const struct flow *original,
 					   const struct packet *p)
 {
-	return flow->direction == DIRECTION_REPLY && flow->client.protocol == IPPROTO_TCP &&
-	       (p->tcp_flags & (TCP_SYN | TCP_ACK)) == (TCP_SYN | TCP_ACK) && flow->syn &&
-	       p->tcp.ack == flow->syn && (!original || is_ending(original));
+	if (flow->direction == DIRECTION_ORIGINAL || flow->client.protocol != IPPROTO_TCP ||
+	    !flow->syn || !(p->tcp_flags & TCP_ACK) || (original && !is_ending(original)))
+		return false;
+	if (p->tcp_flags & (TCP_SYN | TCP_RST))
+		return p->tcp.ack == flow->syn;
+	return !original || (both_closed(original) && is_acknowledged(original, flow));
 }
 
 /* A reply to the node matches another entry when it leaves the stack, where it is judged again:
@@ -368,8 +373,14 @@ int tc_judge(struct __sk_buff *skb)
 	other = twin_of(flow, reply);
 	original = reply ? other : flow;
 	before = original ? original->state : flow->state;
-	if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop))
+	if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop)) {
+		if (reply && answers_direct(flow, original, p)) {
+			key = entry_key(flow, flow->direction);
+			flows.delete(&key);
+			return resume(skb, s, s->resume_tail, JUDGED);
+		}
 		result = judge(skb, p, p->tcp_flags, reply, flow, other, now);
+	}
 	if (result == COUNTED) {
 		flow->last_used = now;
 		flow->arrival = arrival;
@@ -386,10 +397,7 @@ int tc_judge(struct __sk_buff *skb)
 	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY &&
 	    flow->client.protocol == IPPROTO_TCP)
 		copy_to_reply_entry(flow);
-	if (result == OUTSIDE && reply && accepts_direct(flow, original, p)) {
-		key = reply_key(flow);
-		flows.delete(&key);
-	} else if (result >= DENIED || (result == OUTSIDE && reply)) {
+	if (result >= DENIED || (result == OUTSIDE && reply)) {
 		action = drop_flow(flow, INVALID);
 		/* The backend must not expect number 0, nor must segmentation count on from it. */
 		if (result == TAKEN && before == STATE_NEW && p->tcp.ack && !skb->gso_size) {

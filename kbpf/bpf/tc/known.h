@@ -497,7 +497,7 @@ static __always_inline bool is_from_client(const struct flow *reply_entry, u32 a
 /* Whether this SYN begins a connection that is not part of the flow: the client connects to the
  * backend directly, from a port that it used through a Service before. A SYN to the Service goes to
  * the connection's backend (check_restart()), and the client's own entry remembers its number. The
- * SYN may be forged: only the backend's answer ends the flow (accepts_direct()). */
+ * SYN may be forged: only the backend's answer ends the flow (answers_direct()). */
 static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
 						 u32 flags)
 {

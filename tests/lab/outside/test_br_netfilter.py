@@ -6,6 +6,7 @@ conntrack sees it.
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -144,3 +145,20 @@ def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: boo
             assert learned(node) == before
     finally:
         command(*inside(pod.netns, None, "nft", "delete", "table", "inet", "quiet"))
+
+
+@both_families
+def test_a_client_goes_on_to_send_to_its_gateway(field: BridgeField, v6: bool) -> None:
+    """The node returns packets to the bridge that they came from, so it tells the client of a
+    shorter way (an ICMP redirect). For the Service there is none.
+    """
+    client, backend = field["a2!"], field["a1"]
+    to = split(at("ClusterIP", 11, v6))
+    # The client takes a redirect only if it knows the MAC address of the new gateway.
+    assert "name" in client.tcp(backend.ip6 if v6 else backend.ip, 8080)
+    assert "name" in client.tcp(*to, keep="kept")
+    for _ in range(12):
+        assert "name" in client.ask("talk", keep="kept")
+        time.sleep(0.05)  # the node sends the next one only after a pause
+    assert "name" in client.tcp(*to)
+    client.ask("drop", keep="kept")

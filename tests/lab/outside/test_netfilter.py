@@ -471,6 +471,42 @@ def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
             other.close()
 
 
+@both_families
+@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1")])
+@pytest.mark.usefixtures("judged")
+def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, backend: str, v6: bool) -> None:
+    """The backend is in TIME_WAIT. Without timestamps it takes the next SYN from that port only if
+    its number is later, else the client has to end that state with a reset. Which of the two
+    happens is chance: one of these connections needs the reset. The client's old end does not help,
+    as if both had closed at the same time.
+    """
+    pod, client = ends[backend], ends["a2!"]
+    own, through = (pod.ip6 if v6 else pod.ip, PORT), split(at("ClusterIP", number, v6))
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    silent = f"""table inet silent {{
+        chain output {{
+            type filter hook output priority 0
+            {"ip6" if v6 else "ip"} daddr {through[0]} tcp flags & rst == rst drop
+        }}
+    }}"""
+    with contextlib.ExitStack() as stack:
+        in_client = inside(client.netns, None)
+        command(*in_client, "nft", "-f", "-", stdin=silent)
+        stack.callback(command, *in_client, "nft", "delete", "table", "inet", "silent")
+        command(*in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=0")
+        stack.callback(command, *in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=1")
+        listener = stack.enter_context(there(pod, lambda: socket.create_server(("", PORT), family=family)))
+        listener.settimeout(PATIENCE)
+        for _ in range(16):
+            port = 0
+            for to in (through, own):
+                end, server = dialled(client, to, port, listener)
+                port = end.getsockname()[1]
+                moved(end, server)
+                server_closes(end, server)
+                end.close()
+
+
 def test_an_invalid_packet_is_counted_by_the_rules(field: Field) -> None:
     """The rules do count and drop invalid packets, so a count of 0 above means something."""
     node = field.lab.nodes[0]

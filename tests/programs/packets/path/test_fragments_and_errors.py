@@ -33,7 +33,7 @@ from tests.programs.packets.path.single_packets import (
 from tests.support.packets import packets
 from tests.support.packets.datagrams import MAC_A
 from tests.support.packets.judge import checksums, difference, reassembled
-from tests.support.packets.packets import arp, destination, echo, fragments, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import address, arp, destination, echo, fragments, icmp, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
@@ -149,6 +149,27 @@ def test_icmp_error_about_a_packet_to_the_client(path: Path_, v: int, kind: str,
     path.go("tc_ingress", about(sent), inside)
     router = NODE[v] if which == CLUSTER else ROUTER[v]
     path.go("tc_egress", inside, about(quoted(sent, build, pod(v), source), router))
+
+
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: int) -> None:
+    """As by nf_nat: its receiver would send everything for that address to the new gateway.
+    ICMPv6's are not translated: they quote the packet only for information.
+    """
+    own, source = established(path, 4, "tcp", which)
+
+    def redirect(sent: bytes, to: str) -> bytes:
+        return icmp(ROUTER[4], to.partition(":")[0], 5, 1, address(NODE[4]), sent)
+
+    about = {
+        "tc_egress": [redirect(tcp(own, pod(4), flags="A"), own)],
+        "tc_ingress": [redirect(tcp(vip(4, which), own, flags="A"), vip(4, which))],
+    }
+    if which == CLUSTER:
+        about["tc_ingress"].append(redirect(tcp(source, pod(4), flags="A"), source))
+    for program, packets_ in about.items():
+        for packet in packets_:
+            assert path.run(program, packet)[0] == TC_ACT_SHOT
 
 
 @both

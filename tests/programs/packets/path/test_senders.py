@@ -282,6 +282,51 @@ def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -
 
 
 @both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize("answer", ["SA", "RA"], ids=["accepts", "refuses"])
+def test_backend_remembers_the_earlier_connection(node: Node, v: int, answer: str, which: int) -> None:
+    """It is in TIME_WAIT, and answers the SYN with an ACK (RFC 9293, 3.10.7.4). Only the client's
+    reset of its new connection ends that.
+    """
+    own, talk = client(v), Talk()
+    node.converse("S <SA A A+ <A <FA FA <A", talk, own, which)
+    remembered = talk.segment("<A", pod(v), own)
+    syn = tcp(own, pod(v), flags="S", seq=99)
+    for packet, device in (
+        (syn, UPLINK),
+        (remembered, BACKEND),
+        (tcp(own, pod(v), flags="R", seq=1), UPLINK),
+        (syn, UPLINK),
+        (tcp(pod(v), own, flags=answer, seq=7, ack=100), BACKEND),
+    ):
+        assert node.come(packet, device) == (TC_ACT_UNSPEC, packet)
+
+
+@both
+def test_backend_remembers_a_masqueraded_connection(node: Node, v: int) -> None:
+    """The node itself connects to the backend, from the port that the connection had here."""
+    own, talk = client(v), Talk()
+    source = node.converse("S <SA A A+ <A <FA FA <A", talk, own, CLUSTER)
+    node.path.run("tc_egress", tcp(source, pod(v), flags="S", seq=99))
+    for packet in (talk.segment("<A", pod(v), source), tcp(pod(v), source, flags="SA", seq=7, ack=100)):
+        assert node.come(packet, BACKEND) == (TC_ACT_UNSPEC, packet)
+
+
+@both
+@pytest.mark.parametrize(("segments", "late"), [("S <SA A A+ <A FA <FA", "<FA"), ("S <SA A A+ <A <FA FA", "<A")])
+def test_backend_closes_after_a_forged_syn(node: Node, v: int, segments: str, late: str) -> None:
+    """The connection has ended, but not all of it is acknowledged: what the backend repeats is for
+    the client's connection through the Service.
+    """
+    own, talk = client(v), Talk()
+    source = node.converse(segments, talk, own, LOCAL)
+    repeated = talk.segment(late, pod(v), source)
+    node.come(tcp(own, pod(v), flags="S", seq=99), UPLINK)
+    _, got = node.come(repeated, BACKEND)
+    assert parse(got, l2=False).source == vip(v, LOCAL)
+
+
+@both
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
 @pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
 def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int, kind: str, device: str) -> None:
