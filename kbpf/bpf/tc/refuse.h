@@ -105,8 +105,9 @@ static __always_inline int reset_handshake(struct __sk_buff *skb, struct scratch
 	struct device *port;
 	u32 l3 = p->l3;
 
-	if (flow && flow->path == PATH_STACK && !leaves) {
+	if (flow && flow->path == PATH_STACK && !leaves)
 		original = entry_at(flow, DIRECTION_ORIGINAL);
+	if (original) {
 		ends.from = flow->client;
 		ends.from.port = flow->client_port;
 	}
