@@ -32,7 +32,7 @@
  *  tc_refuse                                                     tc/refuse.h
  *  tc_sctp                                                       tc/sctp.h
  *  tc_end                                                        tc/account_flows.h
- *  tc_reroute                                                    tc/known.h
+ *  tc_reroute                                                    tc/forward.h
  */
 #include "types.h"
 #include "lookup.h"
@@ -43,6 +43,7 @@
 #include "tc/devices.h"
 #include "tc/error.h"
 #include "tc/evict.h"
+#include "tc/forward.h"
 #include "tc/host.h"
 #include "tc/judge.h"
 #include "tc/known.h"
@@ -52,6 +53,7 @@
 #include "tc/scratch.h"
 #include "tc/sctp.h"
 #include "tc/tails.h"
+#include "tc/translate.h"
 
 int tc_ingress(struct __sk_buff *skb)
 {

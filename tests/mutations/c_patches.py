@@ -272,6 +272,21 @@ PATCHES: Final = (
         ("pods behind a bridge share a network", "? OWNER_ADDRESS : OWNER_NETWORK", "? OWNER_NETWORK : OWNER_NETWORK"),
     ),
     *_rows(
+        "tc/entries.h",
+        FLOWS,
+        ("no port is in doubt", "if (!has_snat(flow) || !may_be_answered(flow, now))", "if (true)"),
+        (
+            "a port in doubt is in doubt for ever",
+            "return until && *until > seconds_of(now);",
+            "return until && *until;",
+        ),
+        (
+            "a port is in doubt again after eighteen hours",
+            "return until && *until > seconds_of(now);",
+            "return until && (u16)(*until - seconds_of(now) - 1) <= DOUBT_SECONDS;",
+        ),
+    ),
+    *_rows(
         "tc/known.h",
         FLOWS,
         ("UDP stays with a deleted backend", "if (!backend_exists(flow->backend_id))\n\t\t\treturn RESTART_YES;", ""),
@@ -286,39 +301,11 @@ PATCHES: Final = (
             "return\n",
         ),
         (
-            "a datagram to the backend does not change it either",
-            "if (!idle && begins_direct(flow, flags, s))",
-            "if (0)",
-        ),
-        ("any pod changes it", "s->pod_device && flow->out.ifindex == s->pod_device", "1"),
-        ("a datagram changes it for masqueraded flows", "!has_snat(flow) && s->pod", "s->pod"),
-        (
             "fragments count from any device",
             "return arrival == flow->arrival && flow->state != STATE_NEW;",
             "return true;",
         ),
-        (
-            "a SYN to the backend itself belongs to the flow",
-            "if (!reply && is_direct_connection(flow, p, flags))",
-            "if (false)",
-        ),
         ("a client never gets another port", "if ((flow->fins & FIN_RESERVED) &&\n", "if (false &&\n"),
-        ("no port is in doubt", "if (!has_snat(flow) || !may_be_answered(flow, now))", "if (true)"),
-        (
-            "a port in doubt is in doubt for ever",
-            "return until && *until > seconds_of(now);",
-            "return until && *until;",
-        ),
-        (
-            "a port is in doubt again after eighteen hours",
-            "return until && *until > seconds_of(now);",
-            "return until && (u16)(*until - seconds_of(now) - 1) <= DOUBT_SECONDS;",
-        ),
-        (
-            "packets are redirected at a bridge's port",
-            "if (s->port_of && is_redirected_from(flow, s->port_of))",
-            "if (0)",
-        ),
         (
             "the time of a packet is not recorded",
             "\tflow->last_used = now;\n\tif (flow->client.protocol == IPPROTO_TCP)",
@@ -329,8 +316,33 @@ PATCHES: Final = (
             "\tif (flow->client.protocol == IPPROTO_UDP)\n\t\tflow->last_used = now;",
             "",
         ),
+    ),
+    *_rows(
+        "tc/translate.h",
+        FLOWS,
+        (
+            "a datagram to the backend does not change it either",
+            "if (!idle && begins_direct(flow, flags, s))",
+            "if (0)",
+        ),
+        ("any pod changes it", "s->pod_device && flow->out.ifindex == s->pod_device", "1"),
+        ("a datagram changes it for masqueraded flows", "!has_snat(flow) && s->pod", "s->pod"),
+        (
+            "a SYN to the backend itself belongs to the flow",
+            "if (!reply && is_direct_connection(flow, p, flags))",
+            "if (false)",
+        ),
+        (
+            "packets are redirected at a bridge's port",
+            "if (s->port_of && is_redirected_from(flow, s->port_of))",
+            "if (0)",
+        ),
         ("replies keep the backend's address", "new->from = flow->frontend;", ";"),
         ("replies keep the translated client port", "new->to.port = flow->client.port;", ";"),
+    ),
+    *_rows(
+        "tc/forward.h",
+        FLOWS,
         ("the TTL is not decremented", "to ? p->ttl - 1 : p->ttl", "p->ttl"),
     ),
     *_rows(

@@ -10,6 +10,7 @@
 #include "lib/hash.h"
 #include "lib/packet.h"
 #include "tc/devices.h"
+#include "tc/entries.h"
 #include "tc/hop.h"
 #include "tc/known.h"
 #include "tc/receive.h"

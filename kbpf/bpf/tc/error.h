@@ -7,10 +7,10 @@
 #include "tc/conntrack.h"
 #include "tc/devices.h"
 #include "tc/hop.h"
-#include "tc/known.h"
 #include "tc/receive.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
+#include "tc/translate.h"
 
 /* The outer addresses of an error. `before` and `after`: the packet that travels like the error,
  * as it arrived and as it continues. Addresses that are an end of the flow are translated, and a

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "types.h"
+#include "tc/entries.h"
 #include "tc/flow.h"
-#include "tc/known.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
 

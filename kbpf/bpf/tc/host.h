@@ -8,11 +8,14 @@
 #include "tc/account_flows.h"
 #include "tc/begin.h"
 #include "tc/devices.h"
+#include "tc/entries.h"
+#include "tc/forward.h"
 #include "tc/hop.h"
 #include "tc/known.h"
 #include "tc/scratch.h"
 #include "tc/sctp.h"
 #include "tc/tails.h"
+#include "tc/translate.h"
 
 /* Whether a packet that the node's own socket sends is for a Service. NodePorts need no check: they
  * are on addresses of the node, and packets to these leave by no device. */

@@ -24,6 +24,7 @@
 #include "types.h"
 #include "lib/packet.h"
 #include "tc/account_flows.h"
+#include "tc/entries.h"
 #include "tc/flow.h"
 #include "tc/hop.h"
 #include "tc/known.h"

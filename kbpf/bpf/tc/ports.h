@@ -5,6 +5,7 @@
 #include "types.h"
 #include "lib/compat.h"
 #include "lib/hash.h"
+#include "tc/entries.h"
 #include "tc/flow.h"
 #include "tc/known.h"
 #include "tc/scratch.h"

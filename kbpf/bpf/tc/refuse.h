@@ -24,8 +24,8 @@
 #include "lib/sctp.h"
 #include "lib/token.h"
 #include "tc/devices.h"
+#include "tc/entries.h"
 #include "tc/hop.h"
-#include "tc/known.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
 

@@ -5,7 +5,7 @@ Orphans are reply entries whose original-direction entry no longer points at the
 start the same flow at once (for two datagrams, or a SYN and its retransmission) may choose
 different backends or SNAT ports. The original-direction entry written last determines the flow,
 which orphans the reply entries of the other choice. A program that deletes a flow leaves an orphan
-if another CPU holds the lock of its SNAT reply entry (delete_replies() in known.h). Flows are
+if another CPU holds the lock of its SNAT reply entry (release_replies() in entries.h). Flows are
 evicted by their original-direction entries (evict_one() in evict.h), so orphans would stay for
 ever. Nothing uses an orphan that has been idle for a while, even if its state is established.
 
