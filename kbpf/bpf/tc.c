@@ -58,8 +58,9 @@
 int tc_ingress(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex);
-	struct translation result = {};
+	struct translation translation = {};
 	struct scratch *s = get_scratch();
+	enum ingress_result result;
 	struct packet *p;
 	u32 flags;
 
@@ -76,23 +77,24 @@ int tc_ingress(struct __sk_buff *skb)
 		return go(skb, TAIL_ICMP_IN);
 	if (!flags)
 		s->end = 0;
-	result.arrival = skb->ifindex;
-	result.port_of = bridge_of_port(device, skb->ifindex);
+	translation.arrival = skb->ifindex;
+	translation.port_of = bridge_of_port(device, skb->ifindex);
 	if (device->flags & DEVICE_PEER)
-		result.pod_device = skb->ifindex;
-	if (translate_in(&p->tuple, p, p->tcp_flags | flags, &result))
-		return forward_known(skb, s, device, &result);
-	if (result.unjudged)
+		translation.pod_device = skb->ifindex;
+	result = translate_in(&p->tuple, p, p->tcp_flags | flags, &translation);
+	if (result == INGRESS_TRANSLATED)
+		return forward_known(skb, s, device, &translation);
+	if (result == INGRESS_UNJUDGED)
 		return ask_judge(skb, s, TAIL_INGRESS);
 	if (!flags && answers_refused(p))
 		return judge_answer_to_refused(skb, s);
-	if (result.for_bridge)
+	if (result == INGRESS_BRIDGED)
 		return leave_to_bridge(skb);
-	if (result.masqueraded)
+	if (translation.masqueraded)
 		mark_masqueraded(skb, true);
-	if (result.restart == RESTART_CHECK ||
-	    (starts_flow(p) && (result.restart || may_begin(&p->tuple.to))))
-		return start_flow(skb, s, result.restart, TAIL_CHOOSE);
+	if (translation.restart == RESTART_CHECK ||
+	    (starts_flow(p) && (result == INGRESS_OVER || may_begin(&p->tuple.to))))
+		return start_flow(skb, s, translation.restart, TAIL_CHOOSE);
 	if (starts_flow(p))
 		count(NOT_A_SERVICE);
 	return TC_ACT_UNSPEC;

@@ -322,8 +322,8 @@ PATCHES: Final = (
         FLOWS,
         (
             "a datagram to the backend does not change it either",
-            "if (!idle && begins_direct(flow, flags, s))",
-            "if (0)",
+            "if (idle || !begins_direct(flow, flags, s))",
+            "if (1)",
         ),
         ("any pod changes it", "s->pod_device && flow->out.ifindex == s->pod_device", "1"),
         ("a datagram changes it for masqueraded flows", "!has_snat(flow) && s->pod", "s->pod"),
@@ -429,7 +429,11 @@ PATCHES: Final = (
         ("outer addresses of ICMP errors are not translated", "outer.from.address = after->from.address;", ";"),
         ("a masqueraded client's router is not masqueraded", "if (hidden || same_address(", "if (same_address("),
         ("ICMP redirects are translated", "return p->icmp_type == ICMP_REDIRECT;", "return false;"),
-        ("errors about flows that bypass the stack take it", "result.path != PATH_STACK && !result.host_device", "0"),
+        (
+            "errors about flows that bypass the stack take it",
+            "translation.path != PATH_STACK && !translation.host_device",
+            "0",
+        ),
     ),
     *_rows(
         "tc/flow.h",

@@ -64,8 +64,9 @@ int tc_icmp_in(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex), *to = NULL;
 	struct tuple tuple, outer, *after;
-	struct translation result = {};
+	struct translation translation = {};
 	struct scratch *s = get_scratch();
+	enum ingress_result result;
 	struct packet *p;
 	bool hidden;
 
@@ -77,24 +78,25 @@ int tc_icmp_in(struct __sk_buff *skb)
 							       : TC_ACT_UNSPEC;
 	if (uses_conntrack() && find_unconfirmed(&tuple))
 		return judge_answer_to_refused(skb, s);
-	result.port_of = bridge_of_port(device, skb->ifindex);
-	if (!translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &result)) {
-		if (result.for_bridge)
-			return leave_to_bridge(skb);
-		if (result.masqueraded)
+	translation.port_of = bridge_of_port(device, skb->ifindex);
+	result = translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &translation);
+	if (result == INGRESS_BRIDGED)
+		return leave_to_bridge(skb);
+	if (result != INGRESS_TRANSLATED) {
+		if (translation.masqueraded)
 			mark_masqueraded(skb, true);
 		return TC_ACT_UNSPEC;
 	}
 	if (is_redirect(p))
 		return finish(TC_ACT_SHOT, INVALID);
-	if (result.path != PATH_STACK && !result.host_device) {
-		hidden = result.masqueraded && !result.reply;
-		outer = outer_of(p, &tuple, &result.to_device, hidden);
+	if (translation.path != PATH_STACK && !translation.host_device) {
+		hidden = translation.masqueraded && !translation.reply;
+		outer = outer_of(p, &tuple, &translation.to_device, hidden);
 		to = find_next_hop(skb, p, &outer.from, &outer.to, &s->hop, false, came_in_by(skb));
 		if (to && needs_stack(device, to))
 			to = NULL;
 	}
-	after = to ? &result.to_device : &result.to_stack;
+	after = to ? &translation.to_device : &translation.to_stack;
 	if (!to)
 		outer = outer_of(p, &tuple, after, false);
 	if (rewrite_error(skb, s, after, &outer, to ? p->ttl - 1 : p->ttl))
@@ -102,9 +104,9 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (to)
 		return redirect_packet(skb, device, to, &s->hop);
 	/* From the frontend: a reverse path filter expects it where the request left. */
-	if (result.host_device && !same_address(&outer.from.address, &p->tuple.from.address))
-		return deliver_to_host(skb, device, result.host_device, &p->l3);
-	if (result.masqueraded)
+	if (translation.host_device && !same_address(&outer.from.address, &p->tuple.from.address))
+		return deliver_to_host(skb, device, translation.host_device, &p->l3);
+	if (translation.masqueraded)
 		mark_masqueraded(skb, true);
 	return TC_ACT_UNSPEC;
 }

@@ -21,10 +21,8 @@ struct translation {
 	u32 host_device;  /* not 0: for this node, as if it arrived on this device */
 	u8 path;          /* enum flow_path */
 	bool masqueraded; /* to be marked in the stack, even if nothing else changes */
-	u8 restart;       /* enum restart: the flow may be over */
+	u8 restart;       /* enum restart, of INGRESS_OVER */
 	bool reply;       /* sent by the backend */
-	bool for_bridge;  /* the bridge's program handles it */
-	bool unjudged;    /* tc_judge has to see the packet first */
 	u32 port_of;      /* in: the bridge, if the packet is at a port of one; otherwise 0 */
 	u32 pod_device;   /* in: the device, if it is that of a single pod; otherwise 0 */
 	u32 arrival;      /* in: the device that the packet arrived on */
@@ -84,58 +82,63 @@ static __always_inline bool is_redirected_from(const struct flow *flow, u32 ifin
 	return flow->host_device ? flow->host_device != ifindex : flow->path != PATH_STACK;
 }
 
-/* Translates a packet at ingress, into `s`. False: it belongs to no flow of ours, or has to pass
- * unchanged, or (s->restart) its flow has to be rechecked or begun again, or (s->unjudged) it is
- * not an ordinary one, or (s->for_bridge) it bypasses the stack: a packet that is redirected at a
- * port would bypass the rules of the bridge, which does not learn its sender's MAC address then. */
-static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
-					 struct translation *s)
+enum ingress_result {
+	INGRESS_UNCHANGED = 0, /* no flow of ours, or a packet that passes as it is */
+	INGRESS_OVER = 1,      /* the flow has to be rechecked or begun again: s->restart */
+	INGRESS_UNJUDGED = 2,  /* tc_judge has to see it first */
+	INGRESS_BRIDGED = 3,   /* it will bypass the stack, so the bridge's program handles it: a
+				  packet that is redirected at a port would bypass the rules of the
+				  bridge, which does not learn its sender's MAC address then */
+	INGRESS_TRANSLATED = 4,
+};
+
+/* Translates a packet at ingress, into `s`. */
+static __always_inline enum ingress_result translate_in(struct tuple *t, const struct packet *p,
+							u32 flags, struct translation *s)
 {
 	struct flow *flow = flow_between(t);
 	u64 now = now_ns();
 	bool reply, idle;
 
 	if (!flow)
-		return false;
+		return INGRESS_UNCHANGED;
 	reply = !is_original(t, flow);
 	idle = expired(flow, now);
 	if (reply && !is_reply(t, flow)) {
-		if (!idle && begins_direct(flow, flags, s))
-			s->restart = RESTART_CHECK;
-		return false;
+		if (idle || !begins_direct(flow, flags, s))
+			return INGRESS_UNCHANGED;
+		s->restart = RESTART_CHECK;
+		return INGRESS_OVER;
 	}
 	if (idle && !(flags & JUST_WRITTEN)) {
-		if (!(flags & FROM_ICMP_ERROR))
+		if (!(flags & FROM_ICMP_ERROR)) {
 			s->restart = RESTART_CHECK;
-		if (!(flags & FROM_ICMP_ERROR) || is_over(flow, now))
-			return false;
+			return INGRESS_OVER;
+		}
+		if (is_over(flow, now))
+			return INGRESS_UNCHANGED;
 	}
 	/* The entry may still be expired here, if another one of the flow is not: for an ICMP
 	 * error, or a packet whose flow tc_recheck has found to be live. */
 	s->to_stack = *t;
-	s->masqueraded = has_snat(flow) && !(reply && idle);
 	if (!reply) {
 		s->restart = check_restart(flow, flags, now);
-		if (s->restart) {
-			s->masqueraded = false;
-			return false;
-		}
+		if (s->restart)
+			return INGRESS_OVER;
 	}
-	if (s->port_of && is_redirected_from(flow, s->port_of)) {
-		s->for_bridge = true;
-		return false;
-	}
-	if (!reply) {
+	s->masqueraded = has_snat(flow) && !(reply && idle);
+	if (s->port_of && is_redirected_from(flow, s->port_of))
+		return INGRESS_BRIDGED;
+	if (!reply)
 		translate_original(flow, s);
-	} else if (!translate_reply(t, flow, s)) {
-		return false;
-	}
+	else if (!translate_reply(t, flow, s))
+		return INGRESS_UNCHANGED;
 	s->path = flow->path;
 	s->flow = flow;
 	s->now = now;
 	s->reply = reply;
-	s->unjudged = !update_flow(flow, p, flags, reply, now, s->arrival);
-	return !s->unjudged;
+	return update_flow(flow, p, flags, reply, now, s->arrival) ? INGRESS_TRANSLATED
+								   : INGRESS_UNJUDGED;
 }
 
 /* Whether a packet came in by another device than earlier ones. That may be gone by now: a pod's,
