@@ -91,34 +91,32 @@ KUBECTL = """\
 case "$*" in
 *"get pods"*) printf 'pod/ill\\npod/well\\n' ;;
 *"exec pod/ill -- kbpf inspect status"*) echo "ill is not well"; exit 1 ;;
-*cleanup*) echo "$*" >>CALLS ;;
+*cleanup*) echo "$*" >>calls ;;
 esac
 """
 """A fake kubectl with two nodes; kbpf is not healthy on one of them."""
 TAKE_OVER = [(page, block) for page in docs.PAGES for block in docs.blocks(page) if "cleanup --kube-proxy" in block]
 
 
-@pytest.mark.parametrize(("page", "block"), TAKE_OVER, ids=[row[0] for row in TAKE_OVER])
-def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(page: str, block: str, tmp_path: Path):
-    """In an ordinary shell, which continues after a failed command; the failure is printed."""
-    calls = tmp_path / "calls"
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text(KUBECTL.replace("CALLS", str(calls)))
-    kubectl.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", block],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
-    assert "ill is not well" in done.stdout
-    assert calls.read_text() == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
+def run_block(block: str, folder: Path, kubectl: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a block of a page in an ordinary shell, which continues after a failed command."""
+    (folder / "kubectl").write_text(kubectl)
+    (folder / "kubectl").chmod(0o755)
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=False, cwd=folder, env=environ)
+
+
+def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(tmp_path: Path):
+    ((page, block),) = TAKE_OVER
+    assert page == "docs/migration.md"
+    assert "ill is not well" in run_block(block, tmp_path, KUBECTL).stdout
+    calls = (tmp_path / "calls").read_text()
+    assert calls == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
 
 
 CONFIG_MAPS = """\
 #!/bin/sh
-echo "$*" >>CALLS
+echo "$*" >>calls
 case "$*" in
 *jsonpath*) cat before ;;
 *"get configmap"*) cat map.yaml ;;
@@ -130,21 +128,11 @@ BIT = docs.section("docs/migration.md", "## Back to kube-proxy")[0]
 
 
 def change_bit(folder: Path, config: str) -> "subprocess.CompletedProcess[str]":
-    """Runs the block that changes kbpf's mark bit in an ordinary shell, with this config.conf."""
-    kubectl = folder / "kubectl"
-    kubectl.write_text(CONFIG_MAPS.replace("CALLS", "calls"))
-    kubectl.chmod(0o755)
+    """Runs the block that changes kbpf's mark bit, with this config.conf."""
     (folder / "before").write_text(config)
     made = {"kind": "ConfigMap", "data": {"config.conf": config}}
     (folder / "map.yaml").write_text(yaml.safe_dump(made, default_style="|"))
-    return subprocess.run(
-        ["bash", "-c", BIT],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={"PATH": f"{folder}:{os.environ['PATH']}"},
-    )
+    return run_block(BIT, folder, CONFIG_MAPS)
 
 
 def shipped() -> dict[str, str]:
@@ -181,10 +169,6 @@ def test_the_documented_block_fails_without_a_bit_to_change(tmp_path: Path):
     assert "has no masqueradeBit" in done.stderr
     assert not (tmp_path / "replaced.yaml").exists()
     assert "rollout" not in (tmp_path / "calls").read_text()
-
-
-def test_one_page_has_the_takeover_block():
-    assert [page for page, _ in TAKE_OVER] == ["docs/migration.md"]
 
 
 def anchors(text: str) -> set[str]:
