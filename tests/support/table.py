@@ -3,4 +3,5 @@
 
 
 def table(text: str) -> list[tuple[str, str]]:
-    return [(before, after) for line in text.splitlines() for before, _, after in [line.partition(" → ")]]
+    rows = [line.partition(" →") for line in text.splitlines()]
+    return [(before, after.removeprefix(" ")) for before, _, after in rows]
