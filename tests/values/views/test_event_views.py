@@ -2,7 +2,7 @@
 """The lines of `kbpf monitor`, and the pages of `kbpf top`, from given events and counters."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -221,30 +221,29 @@ def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(lists_socke
 
 
 NONE = ServiceLatencies()
+READS = {
+    "none": ([NONE], [NONE], None),
+    "first": ([NONE], [latencies({-10: 3}, {-9: 3})], (0.977, 0.977, 1.953, 1.953)),
+    "only new ones": ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})], (1000.0, 1000.0, None, None)),
+    "no new ones": ([latencies({-10: 90}, {})], [latencies({-10: 90}, {})], None),
+    "of another agent": ([latencies({-10: 90}, {})], [latencies({-10: 1}, {})], None),
+    "two families": ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})], (0.977, 250.0, None, None)),
+}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ([NONE], [NONE], None),
-        ([NONE], [latencies({-10: 3}, {-9: 3})], (0.977, 0.977, 1.953, 1.953)),
-        ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})], (1000.0, 1000.0, None, None)),
-        ([latencies({-10: 90}, {})], [latencies({-10: 90}, {})], None),
-        ([latencies({-10: 90}, {})], [latencies({-10: 1}, {})], None),
-        ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})], (0.977, 250.0, None, None)),
-    ],
-    ids=["none", "first", "only new ones", "no new ones", "of another agent", "two families"],
-)
-def test_latencies_are_those_between_the_two_reads(
-    before: list[ServiceLatencies], after: list[ServiceLatencies], expected: tuple[float | None, ...] | None
-) -> None:
+def read_port(when: float, ports: Iterable[ServicePort]) -> Inspection:
+    return Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=tuple(ports))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_latencies_are_those_between_the_two_reads(name: str) -> None:
+    before, after, expected = READS[name]
+
     def read_at(when: float, histograms: list[ServiceLatencies], opened: int) -> Inspection:
         traffic = (BackendTraffic(1, None, "all", 0, ConnectionStats(opened=opened)),)
-        return Inspection(
-            "pins",
-            counted=ALL_COUNTERS,
-            monotonic=when,
-            services=tuple(
+        return read_port(
+            when,
+            (
                 ServicePort(
                     family,
                     ServicePortKey("shop", "web", "", TCP, family),
@@ -284,12 +283,7 @@ def test_bytes_of_udp_are_known_only_once_a_packet_had_some(
 ) -> None:
     name = ServicePortKey("shop", "dns", "", protocol, 4)
     inspections = [
-        Inspection(
-            "pins",
-            counted=ALL_COUNTERS,
-            monotonic=when,
-            services=(ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),)),),
-        )
+        read_port(when, [ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),))])
         for when, stats in ((10.0, ConnectionStats(bytes_in=before)), (12.0, ConnectionStats(opened=1, bytes_in=after)))
     ]
     (row,) = top.build_rows(*inspections, By.SERVICES)
