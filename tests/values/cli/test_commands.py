@@ -125,32 +125,24 @@ kind: KbpfConfiguration
 pinDir: /sys/fs/bpf/file
 ipvs: {stateDir: /run/file}
 """
-CLEANUP_ROWS = [
-    ("the file's locations", (), {}, ("/sys/fs/bpf/file", "/run/file")),
-    ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag"), {}, ("/sys/fs/bpf/flag", "/run/file")),
-    ("a variable beats the file", (), {"KBPF_STATE_DIR": "/run/variable"}, ("/sys/fs/bpf/file", "/run/variable")),
-    (
-        "a flag with the default value beats the file",
-        ("--state-dir", "/run/kbpf"),
-        {},
-        ("/sys/fs/bpf/file", "/run/kbpf"),
-    ),
-]
+CLEANUP_ROWS = table("""\
+the file's locations: → /sys/fs/bpf/file /run/file
+a flag beats the file: --pin-dir=/sys/fs/bpf/flag → /sys/fs/bpf/flag /run/file
+a variable beats the file: KBPF_STATE_DIR=/run/variable → /sys/fs/bpf/file /run/variable
+a flag with the default value beats the file: --state-dir=/run/kbpf → /sys/fs/bpf/file /run/kbpf
+""")
 
 
-@pytest.mark.parametrize(("name", "given", "environ", "wanted"), CLEANUP_ROWS, ids=[row[0] for row in CLEANUP_ROWS])
+@pytest.mark.parametrize(("given", "wanted"), CLEANUP_ROWS)
 def test_cleanup_uses_the_locations_of_the_file(
-    name: str,
-    given: tuple[str, ...],
-    environ: dict[str, str],
-    wanted: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    given: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for variable, text in environ.items():
-        monkeypatch.setenv(variable, text)
-    code, looked = cleaned(monkeypatch, tmp_path, FILE, *given)
-    assert (code, looked) == (0, wanted)
+    words = given.partition(": ")[2].split()
+    for word in words:
+        if word.startswith("KBPF_"):
+            monkeypatch.setenv(*word.split("="))
+    flags = [word for word in words if word.startswith("--")]
+    assert cleaned(monkeypatch, tmp_path, FILE, *flags) == (0, tuple(wanted.split()))
 
 
 def cleaned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str) -> tuple[int, tuple[str, ...]]:
@@ -279,14 +271,14 @@ def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
     assert calls == [packet_path]
 
 
-INSPECT_ROWS = [
-    (("inspect", "services"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
-    (("inspect", "status"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
-    (("inspect", "maps"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
-    (("inspect", "connections", "--state-dir", "/flag"), "/sys/fs/bpf/file", "/flag/kbpf-ipvs0"),
-    (("inspect", "nat", "--pin-dir", "/flag"), "/flag", "/run/file/kbpf-ipvs0"),
-    (("inspect", "devices", "--no-headers"), "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
-]
+INSPECT_ROWS = table("""\
+inspect services → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+inspect status → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+inspect maps → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+inspect connections --state-dir /flag → /sys/fs/bpf/file /flag/kbpf-ipvs0
+inspect nat --pin-dir /flag → /flag /run/file/kbpf-ipvs0
+inspect devices --no-headers → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+""")
 
 
 def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
@@ -303,11 +295,10 @@ def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
-@pytest.mark.parametrize(("command", "pins", "ipvs"), INSPECT_ROWS, ids=str)
+@pytest.mark.parametrize(("command", "wanted"), INSPECT_ROWS)
 def test_inspect_uses_the_locations_of_the_file_unless_overridden(
-    command: tuple[str, ...],
-    pins: str,
-    ipvs: str,
+    command: str,
+    wanted: str,
     by_variable: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -318,11 +309,12 @@ def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     given = () if by_variable else ("--config", str(file))
     if by_variable:
         monkeypatch.setenv("KBPF_CONFIG", str(file))
-    assert looked_for(monkeypatch, *command, *given) == (pins, ipvs)
+    pins, ipvs = wanted.split()
+    assert looked_for(monkeypatch, *command.split(), *given) == (pins, ipvs)
     assert capsys.readouterr().err == "kbpf: seen\n"
     monkeypatch.setenv("KBPF_PIN_DIR", "/variable")
     flagged = pins if pins == "/flag" else "/variable"
-    assert looked_for(monkeypatch, *command, *given)[0] == flagged
+    assert looked_for(monkeypatch, *command.split(), *given)[0] == flagged
 
 
 VALIDATED = [
