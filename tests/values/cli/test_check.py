@@ -162,16 +162,26 @@ def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, needed: bo
     assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
 
 
-VERDICTS = [
-    ([check_row("yes")], None, True, None),
-    ([check_row("no")], None, False, None),
-    ([check_row("unknown")], None, False, None),
-    ([check_row("yes"), check_row("no", needed=False)], None, True, None),
-    ([check_row("yes")], [check_row("yes")], True, True),
-    ([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
-    ([check_row("yes")], [check_row("unknown")], True, False),
-]
-"""Rows of `kbpf check` and of `--attached` (`proof`), and the resulting verdict."""
+VERDICTS = table("""\
+yes → bpf True None
+no → none False None
+unknown → none False None
+yes (no) → bpf True None
+yes | yes → bpf True True
+yes | yes no → bpf True False
+yes | unknown → bpf True False
+""")
+"""Rows of `kbpf check`, in parentheses if not needed | of `--attached` → the mode, usable, attached."""
+
+
+@pytest.mark.parametrize(("given", "verdict"), VERDICTS)
+def test_check_verdict(given: str, verdict: str):
+    rows, proof = (
+        [check_row(word.strip("()"), needed=word.isalpha()) for word in part.split()]
+        for part in given.partition("|")[::2]
+    )
+    made = compute_verdict(rows, proof or None)
+    assert f"{made.mode} {made.usable} {made.attached}" == verdict
 
 
 IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
@@ -200,14 +210,6 @@ def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
     assert says in check.format_page(made, rows)
-
-
-@pytest.mark.parametrize("row", VERDICTS)
-def test_check_verdict(row: tuple):
-    rows, proof, usable, attached = row
-    made = compute_verdict(rows, proof)
-    assert (made.usable, made.attached) == (usable, attached)
-    assert made.mode == ("bpf" if usable else "none")
 
 
 def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(monkeypatch: pytest.MonkeyPatch):

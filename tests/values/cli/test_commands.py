@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -162,77 +162,67 @@ def cleaned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: 
 
 PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 LOCATIONS = ("/sys/fs/bpf/file", "/run/file")
-ALL = ("pin_dir", "cgroup", "cache_dir", "state_dir")
+ALL = "pin_dir cgroup cache_dir state_dir"
 
 
-class Mistake(NamedTuple):
-    """A file, words of its error, and the locations that cannot be read because of it."""
-
-    name: str
-    text: str
-    told: str
-    names: tuple[str, ...] = ()
-
-
-MISTAKES = [
-    Mistake("no mistake", FILE, ""),
-    Mistake("a value of kube-proxy's document", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
-    Mistake(
-        "a value in each document",
+MISTAKES = {
+    "no mistake": (FILE, "", ""),
+    "a value of kube-proxy's document": (f"{FILE}---\n{PROXYS}mode: best\n", "'best'", ""),
+    "a value in each document": (
         f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
         "KubeProxyConfiguration.oomScoreAdj",
+        "",
     ),
-    Mistake("a value of kbpf's document", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
-    Mistake("an unknown field of kbpf's document", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
-    Mistake("the version of kube-proxy's document", f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
-    Mistake("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice"),
-    Mistake("contradicting values", f"{FILE}socketLB: {{mode: off}}\npacketPath: {{enabled: false}}\n", ""),
-    Mistake("a location's value", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
-    Mistake("a location's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
-    Mistake("a location's spelling", FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
-    Mistake("a location twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
-    Mistake("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant", ("state_dir",)),
-    Mistake(
-        "the spelling of a location in the section ipvs",
+    "a value of kbpf's document": (f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm", ""),
+    "an unknown field of kbpf's document": (f"{FILE}colour: red\n", "KbpfConfiguration.colour", ""),
+    "the version of kube-proxy's document": (f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9", ""),
+    "kube-proxy's document twice": (f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice", ""),
+    "contradicting values": (f"{FILE}socketLB: {{mode: off}}\npacketPath: {{enabled: false}}\n", "", ""),
+    "a location's value": (f"{FILE}pinDir: not/absolute\n", "not/absolute", "pin_dir"),
+    "a location's type": (f"{FILE}cgroup: 5\n", "got an integer", "cgroup"),
+    "a location's spelling": (FILE.replace("pinDir", "pinDirs"), "is pinDir meant", "pin_dir"),
+    "a location twice, one of them misspelt": (f"{FILE}pinDirs: /x\n", "is pinDir meant", ""),
+    "the spelling of the section ipvs": (FILE.replace("ipvs", "ipv"), "is ipvs meant", "state_dir"),
+    "the spelling of a location in the section ipvs": (
         FILE.replace("stateDir", "stateDirs"),
         "is stateDir meant",
-        ("state_dir",),
+        "state_dir",
     ),
-    Mistake(
-        "the type of the section ipvs", FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object", ("state_dir",)
-    ),
-    Mistake("the version of kbpf's document", f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
-    Mistake("kbpf's document twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
-    Mistake("a document of another kind", f"{FILE}---\nkind: Pod\n", "'Pod'"),
-    Mistake("an unknown kind in place of kbpf's document", FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
-    Mistake("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
-    Mistake("an empty file", "", "the file is empty", ALL),
-]
+    "the type of the section ipvs": (FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object", "state_dir"),
+    "the version of kbpf's document": (f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
+    "kbpf's document twice": (f"{FILE}---\n{FILE}", "occurs twice", ALL),
+    "a document of another kind": (f"{FILE}---\nkind: Pod\n", "'Pod'", ""),
+    "an unknown kind in place of kbpf's document": (FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
+    "YAML": (f"{FILE}---\na: b: c\n", "not YAML", ALL),
+    "an empty file": ("", "the file is empty", ALL),
+}
+"""A file, words of its error, and the locations that cannot be read because of it."""
 
 
-@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
-def test_locations_are_read_despite_other_mistakes(row: Mistake):
-    parsed = locations.parse_locations(row.text.encode(), "FILE")
-    assert row.told in "; ".join(map(str, parsed.errors))
-    assert bool(parsed.errors) == bool(row.told)
-    assert parsed.unreadable.keys() == set(row.names)
-    if set(row.names) != set(ALL):
+@pytest.mark.parametrize(("text", "told", "names"), MISTAKES.values(), ids=MISTAKES)
+def test_locations_are_read_despite_other_mistakes(
+    text: str,
+    told: str,
+    names: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """And `kbpf cleanup` needs only them."""
+    parsed = locations.parse_locations(text.encode(), "FILE")
+    assert told in "; ".join(map(str, parsed.errors))
+    assert bool(parsed.errors) == bool(told)
+    assert parsed.unreadable.keys() == set(names.split())
+    if names != ALL:
         expected = dict(zip(("pin_dir", "state_dir"), LOCATIONS, strict=True))
         assert {name: str(value) for name, value in parsed.values.items()} == {
-            name: value for name, value in expected.items() if name not in row.names
+            name: value for name, value in expected.items() if name not in names.split()
         }
-
-
-@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
-def test_cleanup_needs_only_the_locations(
-    row: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    code, looked = cleaned(monkeypatch, tmp_path, row.text)
+    is_cleaned = not {"pin_dir", "state_dir"} & {*names.split()}
+    assert cleaned(monkeypatch, tmp_path, text) == ((0, LOCATIONS) if is_cleaned else (1, ()))
     err = capsys.readouterr().err
-    assert row.told in err
-    assert err.count("\n") == bool(row.told)
-    needed = {"pin_dir", "state_dir"} & {*row.names}
-    assert (code, looked) == ((1, ()) if needed else (0, LOCATIONS))
+    assert told in err
+    assert err.count("\n") == bool(told)
 
 
 def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(

@@ -5,6 +5,7 @@ pseudo-terminal, and the pagers are real programs.
 
 import fcntl
 import os
+import shlex
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kbpf.cli import terminal
+from tests.support.table import table
 
 SCRIPT = """
 from kbpf.cli import render, streams
@@ -67,27 +69,33 @@ def on_terminal(environ: Mapping[str, str], columns: int = 200, script: str = SC
 
 
 NONE = {"KBPF_PAGER": ""}
-ALARMED = PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace("90.0% !", f"90.0%{RED} !{RESET}")
-ENVIRONMENTS: list[tuple[str, dict[str, str], str]] = [
-    ("colour", NONE, ALARMED),
-    ("NO_COLOR", {**NONE, "NO_COLOR": "1"}, PLAIN),
-    ("empty NO_COLOR", {**NONE, "NO_COLOR": ""}, ALARMED),
-    ("TERM=dumb", {**NONE, "TERM": "dumb"}, PLAIN),
-    ("a dumb terminal has no pager", {"TERM": "dumb", "KBPF_PAGER": "tr a-z A-Z"}, PLAIN),
-    ("PAGER=cat", {"PAGER": "cat", "NO_COLOR": "1"}, PLAIN),
-    ("a pager", {"PAGER": "tr a-z A-Z", "NO_COLOR": "1"}, PLAIN.upper()),
-    ("ours before that of all", {"PAGER": "false", "KBPF_PAGER": "cat", "NO_COLOR": "1"}, PLAIN),
-    ("a pager that is not installed", {"PAGER": "no-such-pager", "NO_COLOR": "1"}, PLAIN),
-    ("no pager at all", {"PAGER": "'", "NO_COLOR": "1"}, PLAIN),
-    ("a pager that exits at once", {"PAGER": "true", "NO_COLOR": "1"}, ""),
-    ("the options of less", {"PAGER": "printenv LESS; cat >/dev/null"}, "FRX\n"),
-    ("options of less that are set", {"PAGER": "printenv LESS; cat >/dev/null", "LESS": "S"}, "S\n"),
-]
+TEXTS_OF = {
+    "alarmed": PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace("90.0% !", f"90.0%{RED} !{RESET}"),
+    "plain": PLAIN,
+    "upper": PLAIN.upper(),
+    "nothing": "",
+}
+ENVIRONMENTS = table("""\
+colour: KBPF_PAGER= → alarmed
+NO_COLOR: KBPF_PAGER= NO_COLOR=1 → plain
+empty NO_COLOR: KBPF_PAGER= NO_COLOR= → alarmed
+TERM=dumb: KBPF_PAGER= TERM=dumb → plain
+a dumb terminal has no pager: TERM=dumb KBPF_PAGER='tr a-z A-Z' → plain
+PAGER=cat: PAGER=cat NO_COLOR=1 → plain
+a pager: PAGER='tr a-z A-Z' NO_COLOR=1 → upper
+ours before that of all: PAGER=false KBPF_PAGER=cat NO_COLOR=1 → plain
+a pager that is not installed: PAGER=no-such-pager NO_COLOR=1 → plain
+no pager at all: PAGER=\\' NO_COLOR=1 → plain
+a pager that exits at once: PAGER=true NO_COLOR=1 → nothing
+the options of less: PAGER='printenv LESS; cat >/dev/null' → FRX
+options of less that are set: PAGER='printenv LESS; cat >/dev/null' LESS=S → S
+""")
 
 
-@pytest.mark.parametrize(("environ", "text"), [row[1:] for row in ENVIRONMENTS], ids=[row[0] for row in ENVIRONMENTS])
-def test_environment_decides(environ: dict[str, str], text: str):
-    assert on_terminal(environ) == (text, "kbpf: a note\n")
+@pytest.mark.parametrize(("environ", "text"), ENVIRONMENTS)
+def test_environment_decides(environ: str, text: str):
+    variables = dict(word.split("=", 1) for word in shlex.split(environ.partition(": ")[2]))
+    assert on_terminal(variables) == (TEXTS_OF.get(text, f"{text}\n"), "kbpf: a note\n")
 
 
 def test_a_pipe_gets_neither_colour_nor_a_pager():

@@ -12,9 +12,7 @@ from kbpf.config.documents import KBPF_SETTINGS
 from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError
-from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
-from kbpf.model.objects import Algorithm
+from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving
 from tests.support.table import table
 from tests.values.config.documents import OWN, cidr, complaints, field, loaded, told
 
@@ -25,61 +23,25 @@ ROOT = Path(__file__).parents[3]
 
 WRITTEN = [
     Config(),
-    Config(
-        node_name="n1",
-        kubeconfig=Path("/k"),
-        proxy_mode="iptables",
-        all_node_port_addresses=True,
-        min_sync_period=2.5,
-        config_sync_period=61.0,
-        oom_score_adj=5,
-        conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
-        serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5),
-    ),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True, localhost_node_ports=False),
     Config(
         proxy_mode="nftables",
         masquerade_bit=3,
         masquerade_all=True,
-        localhost_node_ports=False,
-        bind_address=parse_addr("fd00::1"),
-        log_format="json",
-        log_level="debug",
-        detect_local_mode=LocalMode.CLUSTER_CIDR,
-        cluster_cidrs=(cidr("10.0.0.0", 104), cidr("fd00::", 48)),
-    ),
-    Config(
-        proxy_mode="ipvs",
-        mode="ipvs",
-        ipvs_scheduler="wrr",
-        strict_arp=True,
-        allow_insecure_api=True,
-        state_dir=Path("/s"),
-        algorithm=Algorithm.MAGLEV,
-        system_namespaces=("a", "b"),
-        detect_local_mode=LocalMode.BRIDGE_INTERFACE,
-        pod_bridge_interface="cni0",
-    ),
-    Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True, localhost_node_ports=False),
-    Config(
-        node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)),
-        source=Path("/o"),
-        pin_dir=Path("/p"),
-        cgroup=Path("/c"),
-        cache_dir=Path("/d"),
-        socket_lb=SocketLb.OFF,
-        socket_lb_exempt=("a*", "b"),
-        devices=("e*",),
-        excluded_devices=("f",),
-        masquerade_ports=(5, 6),
-        forwarding="direct",
-        master="",
+        conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
+        serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5),
         sizes=MapSizes(1, 3, connections=6000, affinity=7),
     ),
 ]
+"""Several fields at once; each flag is written by test_every_flag_is_written_and_read_again."""
 
 
 @pytest.mark.parametrize("config", WRITTEN, ids=range(len(WRITTEN)))
 def test_written_configuration_is_read_as_the_same(config: Config):
+    assert_written(config)
+
+
+def assert_written(config: Config) -> None:
     made = loaded(write.format_documents(config))
     mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
     assert made.config == load.replace(config, detect_local_mode=mode)
@@ -143,10 +105,7 @@ GIVEN = [(row.name, text) for row in SETTINGS if row.field for text in TEXTS[row
 
 @pytest.mark.parametrize(("flag", "text"), GIVEN, ids=map("=".join, GIVEN))
 def test_every_flag_is_written_and_read_again(flag: str, text: str):
-    config = load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {})
-    made = loaded(write.format_documents(config))
-    mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
-    assert made.config == load.replace(config, detect_local_mode=mode)
+    assert_written(load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {}))
 
 
 def test_configuration_is_written_atomically(tmp_path: Path):

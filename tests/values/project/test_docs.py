@@ -22,60 +22,50 @@ from tests.support.cluster import kubeadm
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import FEATURES
 from tests.support.runtime import docs
+from tests.support.table import table
 
 ROOT = docs.ROOT
 NEWS = tuple(sorted(f"news/{path.name}" for path in (docs.ROOT / "news").glob("*.md")))
 PAGES = (*docs.PAGES, "CHANGELOG.md", *NEWS)
-OTHERS = {
-    "--ip-masq-fully-random-disable": "flanneld",
-    "--take-ownership": "helm",
-    "--skip-phases": "kubeadm",
-    "--patches": "kubeadm",
-    "--to-revision": "kubectl",
-    "--context": "kubectl",
-    "--cluster": "kubectl",
-    "--user": "kubectl",
-    "--as": "kubectl",
-    "--tag": "buildah",
-    "--build-arg": "buildah",
-    "--require-hashes": "pip",
-    "--update-golden": "pytest",
-    "--platform": "buildah",
-    "--help": "everybody",
-    "--set": "helm",
-    "--network-plugin": "az",
-    "--kube-proxy-config": "az",
-    "--only": "tools/same.py",
-    "--scale": "tools/same.py",
-}
+OTHERS = table("""\
+flanneld → --ip-masq-fully-random-disable
+helm → --take-ownership --set
+kubeadm → --skip-phases --patches
+kubectl → --to-revision --context --cluster --user --as
+buildah → --tag --build-arg --platform
+pip → --require-hashes
+pytest → --update-golden
+az → --network-plugin --kube-proxy-config
+tools/same.py → --only --scale
+everybody → --help
+""")
 """Options of other programs."""
-BLOCKS = {
-    ("README.md", "make demo"): "tests/lab/cluster/test_docs.py",
-    ("README.md", "kbpf run --source"): "tests/lab/cluster/test_docs.py",
-    ("README.md", "kbpf inspect services"): "tests/lab/cluster/test_docs.py",
-    ("docs/clusters.md", ""): "tests/lab/cluster/test_install_doc.py",
-    ("docs/configuration.md", "kbpf run --config"): "tests/lab/cluster/test_docs.py",
-    ("docs/kernels.md", "kbpf check"): "tests/lab/cluster/test_docs.py",
-    ("docs/install.md", ""): "tests/lab/cluster/test_install_doc.py",
-    ("docs/migration.md", ""): "tests/lab/cluster/test_drop_in.py",
-    ("docs/migration.md", "overlays/side-by-side"): "tests/lab/cluster/test_side_by_side.py",
-    ("docs/troubleshoot.md", ""): "tests/lab/cluster/test_docs.py",
-}
-"""(page, text of a block) → the test that runs the block; "" matches every block of the page."""
+BLOCKS = table("""\
+README.md: make demo → tests/lab/cluster/test_docs.py
+README.md: kbpf run --source → tests/lab/cluster/test_docs.py
+README.md: kbpf inspect services → tests/lab/cluster/test_docs.py
+docs/clusters.md: → tests/lab/cluster/test_install_doc.py
+docs/configuration.md: kbpf run --config → tests/lab/cluster/test_docs.py
+docs/kernels.md: kbpf check → tests/lab/cluster/test_docs.py
+docs/install.md: → tests/lab/cluster/test_install_doc.py
+docs/migration.md: → tests/lab/cluster/test_drop_in.py
+docs/migration.md: overlays/side-by-side → tests/lab/cluster/test_side_by_side.py
+docs/troubleshoot.md: → tests/lab/cluster/test_docs.py
+""")
+"""A page and a text of a block, no text: every block of the page → the test that runs the block."""
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_shell_block_is_run_by_a_test(page: str):
-    wanted = {marker for (on, marker) in BLOCKS if on == page}
+    tests = {where.partition(":")[2].strip(): test for where, test in BLOCKS if where.startswith(f"{page}:")}
     met = set()
     for block in docs.blocks(page):
-        found = {marker for marker in wanted if marker in block}
+        found = {marker for marker in tests if marker in block}
         assert found, block
         met |= found
-    assert met == wanted
-    for (on, _), test in BLOCKS.items():
-        name = Path(page).name
-        assert on != page or name in (ROOT / test).read_text(), f"{test} does not read {name}"
+    assert met == tests.keys()
+    for test in tests.values():
+        assert Path(page).name in (ROOT / test).read_text(), f"{test} does not read {page}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -250,7 +240,7 @@ def options() -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_named_options_exist(page: str):
     """`--max-...` and `--conntrack-*` stand for all options with that prefix."""
-    known = options() | OTHERS.keys()
+    known = options() | {option for _, others in OTHERS for option in others.split()}
     for span in docs.spans(page):
         if span.startswith(("kbpf ", "--")):
             for option, more in re.findall(r"(?<![\w-])(--[a-z0-9-]+)(\*|\.\.\.)?", span):

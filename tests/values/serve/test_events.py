@@ -10,6 +10,7 @@ from kbpf.serve import events
 from kbpf.serve.events import EventObject, EventRecorder, KubeEvent, encode
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE, until
+from tests.support.table import table
 
 NODE, WEB = EventObject("Node", "n1"), EventObject("Service", "web", "shop")
 AT = 1_795_300_297_135_646_117
@@ -51,28 +52,27 @@ def test_note_is_limited_in_bytes_and_a_long_name_is_truncated():
     assert len(said["metadata"]["name"]) == 253
 
 
-ROWS = {
-    "accepted": ((201,), 1, 1, 0),
-    "unreachable at first": ((None, None, 201), 3, 1, 0),
-    "overloaded at first": ((429, 503, 201), 3, 1, 0),
-    "500 is retried, 499 is not": ((500, 499), 2, 0, 1),
-    "an earlier attempt had arrived": ((None, 409), 2, 1, 0),
-    "forbidden": ((403,), 1, 0, 1),
-    "the namespace is being deleted": ((404,), 1, 0, 1),
-    "never reachable": ((None,), events.MAX_ATTEMPTS, 0, 1),
-}
-"""The server's status codes, the number of requests, and the recorder's counters."""
+ROWS = table(f"""\
+accepted: 201 → 1 asked, 1 sent, 0 dropped
+unreachable at first: None None 201 → 3 asked, 1 sent, 0 dropped
+overloaded at first: 429 503 201 → 3 asked, 1 sent, 0 dropped
+500 is retried, 499 is not: 500 499 → 2 asked, 0 sent, 1 dropped
+an earlier attempt had arrived: None 409 → 2 asked, 1 sent, 0 dropped
+forbidden: 403 → 1 asked, 0 sent, 1 dropped
+the namespace is being deleted: 404 → 1 asked, 0 sent, 1 dropped
+never reachable: None → {events.MAX_ATTEMPTS} asked, 0 sent, 1 dropped
+""")
+"""The server's status codes → the number of requests, and the recorder's counters."""
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_retries_and_outcome(name: str):
-    answers, asked, sent, dropped = ROWS[name]
-    server = EventServer(*answers)
+@pytest.mark.parametrize(("answers", "outcome"), ROWS)
+def test_retries_and_outcome(answers: str, outcome: str):
+    codes = [int(word) if word != "None" else None for word in answers.partition(": ")[2].split()]
+    server = EventServer(*codes)
     recorder = EventRecorder(server, "n1", retry_interval=0.0)
     recorder.emit(NODE, "Starting", "StartKubeProxy")
     until("the Event is sent or dropped", lambda: recorder.sent + recorder.dropped)
-    assert (recorder.sent, recorder.dropped) == (sent, dropped)
-    assert len(server.events) == asked
+    assert f"{len(server.events)} asked, {recorder.sent} sent, {recorder.dropped} dropped" == outcome
     recorder.stop()
 
 

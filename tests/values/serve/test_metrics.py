@@ -282,14 +282,6 @@ def test_the_process_has_its_usual_series():
     assert 1.6e9 < families["process_start_time_seconds"].value() < 1e11
 
 
-def test_names_have_a_prefix_and_counters_end_in_total():
-    for name, family in page().items():
-        assert name.startswith(("kbpf_", "kubeproxy_", "rest_client_", "process_")), name
-        assert name.endswith("_total") is (family.kind == "counter") or (
-            name == "kubeproxy_sync_proxy_rules_no_local_endpoints_total"  # kube-proxy's own slip
-        ), name
-
-
 # ---- kube-proxy's series -----------------------------------------------------------------------
 
 
@@ -392,18 +384,7 @@ def test_change_queued_during_a_pass_is_pending_after_it():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (True, "1"),
-        (3.0, "3"),
-        (-2, "-2"),
-        (0.25, "0.25"),
-        (7 << 60, "8.070450532247929e+18"),
-        (1795300289.55, "1795300289.55"),
-        (float("inf"), "+Inf"),
-        (1e300, "1e+300"),
-    ],
+    ("value", "text"), [(True, "1"), (3.0, "3"), (0.25, "0.25"), (7 << 60, "8.070450532247929e+18"), (math.inf, "+Inf")]
 )
 def test_format_number(value: float, text: str):
     assert format_number(value) == text

@@ -143,21 +143,21 @@ def test_slot_without_a_backend_is_counted_as_missing():
 
 UNCOUNTED = "IN, OUT, RETRANSMITS, ROUND-TRIP"
 ACCOUNTING_ROWS = [
-    ("all of TCP", TCP, ALL_COUNTERS, ("4", "-", "-", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
-    ("all of UDP", UDP, ALL_COUNTERS, ("4", "-", "-", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    ("all of TCP", TCP, ALL_COUNTERS, "4 - - 1 0 0 9B 0B 0 2ms", ""),
+    ("all of UDP", UDP, ALL_COUNTERS, "4 - - 1 - - 9B 0B - -", ""),
+    ("connections and failures", TCP, CHOICE_COUNTERS | FAILURE_COUNTERS, "4 - - 1 0 0 - - - -", UNCOUNTED),
     (
-        "connections and failures",
+        "the kernel tells no failures",
         TCP,
-        CHOICE_COUNTERS | FAILURE_COUNTERS,
-        ("4", "-", "-", "1", "0", "0", *4 * "-"),
-        UNCOUNTED,
+        CHOICE_COUNTERS,
+        "4 - - - - - - - - -",
+        f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
     ),
-    ("the kernel tells no failures", TCP, CHOICE_COUNTERS, ("4", *9 * "-"), f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}"),
     (
         "no counters",
         TCP,
         frozenset(),
-        tuple(10 * "-"),
+        "- - - - - - - - - -",
         f"OPENED, NO-ENDPOINT, NOT-ALLOWED, REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
     ),
 ]
@@ -167,7 +167,8 @@ ACCOUNTING_ROWS = [
 @pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row[0])
 def test_uncounted_values_are_null_not_zero(row: tuple):
     """Even if the map holds numbers from an earlier --accounting."""
-    _story, protocol, counted, expected_cells, expected_line = row
+    _story, protocol, counted, expected, expected_line = row
+    expected_cells = expected.split()
     held = snapshot(
         frontends={at("10.96.0.1", protocol=protocol): value(1)},
         names={1: key("web", protocol=protocol)},
