@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -63,6 +63,7 @@ from kbpf.views.trace_row import NodeFacts, Step
 from tests.support.faults.fake_maps import Entries, FakeMap, names, slots, target
 from tests.support.golden import Golden
 from tests.support.json_schema import validate
+from tests.support.table import table
 from tests.values.views.ipvs_node import CONNECTIONS, HELD, PORTS
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
@@ -634,39 +635,34 @@ CORRUPT_ENTRIES: dict[str, Entries] = {
 }
 
 
-class Tried(NamedTuple):
-    """A trace, whether what its packet does is what is predicted (None: it cannot be tried), and
-    the last line; "" if nothing is shown.
-    """
-
-    words: str
-    matches: bool | None
-    line: str
-
-
-UNASKED = [
-    Tried("outside 198.18.0.1:30080", True, "  confirmed: a packet, on a copy"),
-    Tried("outside 198.18.0.1:30080", False, "  DIFFERS: a packet, on a copy"),
-    Tried("outside 198.18.0.1:30080", None, ""),
-    Tried("host [fd00:96::1]:53/udp", True, "  confirmed: a packet, on a copy"),
-    Tried("198.51.100.7 192.0.2.5:443", True, "  confirmed: a packet, on a copy"),
-    Tried("outside 192.0.2.5:443", True, ""),  # its source ranges depend on the client's address
-    Tried("host default/web", True, ""),  # a socket hook decides
-    Tried("outside 198.18.0.1:30080 --connect", True, ""),
-]
+UNASKED = table("""\
+True outside 198.18.0.1:30080 →   confirmed: a packet, on a copy
+False outside 198.18.0.1:30080 →   DIFFERS: a packet, on a copy
+None outside 198.18.0.1:30080 →
+True host [fd00:96::1]:53/udp →   confirmed: a packet, on a copy
+True 198.51.100.7 192.0.2.5:443 →   confirmed: a packet, on a copy
+True outside 192.0.2.5:443 →
+True host default/web →
+True outside 198.18.0.1:30080 --connect →
+""")
+"""Whether what its packet does is what is predicted (None: it cannot be tried), and a trace → the last line. Nothing
+is tried where source ranges depend on the client's address, and where a socket hook decides.
+"""
 
 
-@pytest.mark.parametrize("row", UNASKED, ids=lambda row: f"{row.words} {row.matches}")
+@pytest.mark.parametrize(("tried", "line"), UNASKED)
 def test_a_packet_is_tried_without_being_asked(
-    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: Tried
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tried: str, line: str
 ) -> None:
     """A connect() is not: it may give the client a backend by session affinity."""
-    monkeypatch.setattr(connection, "try_packet", lambda *_, **__: Result(row.matches, "it"))
+    word, _, trace_of = tried.partition(" ")
+    matches = {"True": True, "False": False}.get(word)
+    monkeypatch.setattr(connection, "try_packet", lambda *_, **__: Result(matches, "it"))
     monkeypatch.setattr(connection, "try_socket", lambda *_: pytest.fail("it connects"))
-    code, out, _ = run(capsys, row.words, "trace")
+    code, out, _ = run(capsys, trace_of, "trace")
     shown = [text for text in out.splitlines() if "a packet, on a copy" in text]
-    assert [text.partition(" of the programs")[0] for text in shown] == [row.line] * bool(row.line)
-    assert code == ("--connect" in row.words or row.matches is False)
+    assert [text.partition(" of the programs")[0] for text in shown] == [line] * bool(line)
+    assert code == ("--connect" in trace_of or matches is False)
 
 
 IPVS_TRACES = """\

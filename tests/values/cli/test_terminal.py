@@ -5,12 +5,13 @@ pseudo-terminal, and the pagers are real programs.
 
 import fcntl
 import os
+import re
 import shlex
 import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 
@@ -146,19 +147,20 @@ def test_a_page_that_is_drawn_again_and_again_knows_the_terminal():
     assert err == ""
 
 
-WIDTHS: list[tuple[Sequence[int], Sequence[int], int, list[int]]] = [
-    ([10, 10], [1, 1], 23, [10, 10]),
-    ([10, 20], [1, 1], 23, [10, 10]),
-    ([20, 20], [20, 5], 33, [20, 10]),
-    ([20, 20], [20, 20], 10, [20, 20]),
-    ([5, 100, 5], [5, 12, 5], 10, [5, 12, 5]),
-]
-"""Widths, the longest words, the limit, and the widths that fit."""
+WIDTHS = table("""\
+23 of 10 10, words 1 1 → 10 10
+23 of 10 20, words 1 1 → 10 10
+33 of 20 20, words 20 5 → 20 10
+10 of 20 20, words 20 20 → 20 20
+10 of 5 100 5, words 5 12 5 → 5 12 5
+""")
+"""The limit of widths, and the longest words → the widths that fit."""
 
 
-@pytest.mark.parametrize(("widths", "words", "limit", "fitted"), WIDTHS)
-def test_widest_columns_are_narrowed_first(widths: Sequence[int], words: Sequence[int], limit: int, fitted: list[int]):
-    assert terminal.fit_widths(widths, words, limit) == fitted
+@pytest.mark.parametrize(("given", "fitted"), WIDTHS)
+def test_widest_columns_are_narrowed_first(given: str, fitted: str):
+    limit, widths, words = (list(map(int, part.split())) for part in re.split(" of |, words ", given))
+    assert terminal.fit_widths(widths, words, *limit) == list(map(int, fitted.split()))
 
 
 COLOURS = [

@@ -2,7 +2,6 @@
 """The rows of test_kube_proxy_file.py."""
 
 from tests.support.table import table
-from tests.values.config.documents import OWN, PROXY
 
 SAYS = table("""\
 clientConnection: {kubeconfig: /k} → kubeconfig = /k
@@ -208,22 +207,16 @@ udpIdleTimeout: 250ms → udpIdleTimeout
 """)
 
 
-EVENTS = [
-    (PROXY, {}, {"KubeProxyDefaultMode"}),
-    (f"{PROXY}mode: ''", {}, {"KubeProxyDefaultMode"}),
-    (f"{PROXY}nodePortAddresses: [primary]", {}, set()),
-    (f"{PROXY}nodePortAddresses: [0.0.0.0/0]", {}, {"KubeProxyDefaultMode"}),
-    (f"{PROXY}mode: iptables", {}, set()),
-    (f"{PROXY}mode: nftables", {}, set()),
-    (f"{PROXY}mode: ipvs", {}, {"IPVSDeprecation"}),
-    (OWN, {}, set()),
-    (OWN, {"proxy_mode": "ipvs"}, {"IPVSDeprecation"}),
-    (f"{OWN}mode: ipvs", {}, set()),
-]
-
-
-EVENT_IDS = (
-    "mode missing", "mode empty", "mode missing, NodePorts at primary addresses",
-    "mode missing, NodePorts at all addresses", "mode iptables", "mode nftables", "mode ipvs",
-    "kbpf document", "kbpf document, flag --proxy-mode ipvs", "kbpf document, mode ipvs",
-)
+EVENTS = table("""\
+mode missing: PROXY → KubeProxyDefaultMode
+mode empty: PROXY mode: '' → KubeProxyDefaultMode
+mode missing, NodePorts at primary addresses: PROXY nodePortAddresses: [primary] →
+mode missing, NodePorts at all addresses: PROXY nodePortAddresses: [0.0.0.0/0] → KubeProxyDefaultMode
+mode iptables: PROXY mode: iptables →
+mode nftables: PROXY mode: nftables →
+mode ipvs: PROXY mode: ipvs → IPVSDeprecation
+kbpf document: OWN →
+kbpf document, flag --proxy-mode: OWN --proxy-mode ipvs → IPVSDeprecation
+kbpf document, mode ipvs: OWN mode: ipvs →
+""")
+"""A document, perhaps with a flag → the reasons of the Events."""

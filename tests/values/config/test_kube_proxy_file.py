@@ -11,6 +11,7 @@ from kbpf.model.config import Config, Conntrack, LocalMode, Serving
 from tests.support.cluster import kubeadm
 from tests.support.table import table
 from tests.values.config.documents import (
+    OWN,
     PROXY,
     P,
     assert_mistakes,
@@ -22,7 +23,7 @@ from tests.values.config.documents import (
     shown,
     told,
 )
-from tests.values.config.rows_kube_proxy_file import EVENT_IDS, EVENTS, GATE, NOT_USED, SAYS, WRONG
+from tests.values.config.rows_kube_proxy_file import EVENTS, GATE, NOT_USED, SAYS, WRONG
 
 
 def test_kubeadms_file_has_kube_proxys_defaults_and_no_warnings():
@@ -129,14 +130,18 @@ def test_diagnostic_about_a_field(text: str, words: str):
     assert told(proxy(document(text))).count(words) == 1
 
 
-@pytest.mark.parametrize(("text", "flags", "reasons"), EVENTS, ids=EVENT_IDS)
-def test_which_diagnostics_are_sent_as_events(text: str, flags: dict[str, str], reasons: set[str]):
+@pytest.mark.parametrize(("given", "reasons"), EVENTS)
+def test_which_diagnostics_are_sent_as_events(given: str, reasons: str):
     """The Events of kube-proxy 1.37. An unset mode sends one only where NodePorts depend on it.
 
     Without kube-proxy's document kbpf's own defaults apply, and kbpf's own mode `ipvs` is not
     kube-proxy's.
     """
-    assert {note.event for note in loaded(text, **flags).notes} - {""} == reasons
+    text, _, mode = given.partition(": ")[2].partition("--proxy-mode ")
+    made = loaded(
+        text.replace("PROXY", PROXY).replace("OWN", OWN).replace("\n ", "\n"), **({"proxy_mode": mode} if mode else {})
+    )
+    assert {note.event for note in made.notes} - {""} == set(reasons.split())
 
 
 def test_unknown_field_changes_nothing():

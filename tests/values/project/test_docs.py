@@ -344,21 +344,14 @@ def test_the_table_of_threads_is_complete():
 # ---- figures -------------------------------------------------------------------------------------
 
 
-class Figures(NamedTuple):
-    """The first words of a row of README.md, a text in the heading of its table in performance.md,
-    and the first words of the rows there.
-    """
-
-    row: str
-    table: str
-    measured: str
-
-
-FIGURES = [
-    Figures("short connections to a ClusterIP", "kbpf |", "short connections"),
-    Figures("short connections to a NodePort", "kbpf `stack` |", "short connections"),
-    Figures("requests on a kept connection to a NodePort", "kbpf `stack` |", "requests"),
-]
+FIGURES = table("""\
+short connections to a ClusterIP → kbpf |: short connections
+short connections to a NodePort → kbpf `stack` |: short connections
+requests on a kept connection to a NodePort → kbpf `stack` |: requests
+""")
+"""The first words of a row of README.md → a text in the heading of its table in performance.md: the first words of
+the rows there.
+"""
 
 
 def tables(page: str) -> list[list[list[str]]]:
@@ -367,15 +360,16 @@ def tables(page: str) -> list[list[list[str]]]:
     return [[cells(row) for row in table.splitlines() if "---" not in row] for table in found]
 
 
-@pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.row)
-def test_readme_has_the_measured_figures(figures: Figures):
-    (readme,) = [row for table in tables("README.md") for row in table if row[0].startswith(figures.row)]
-    (table,) = [t for t in tables("docs/performance.md") if figures.table in " | ".join(t[0])]
+@pytest.mark.parametrize(("named", "where"), FIGURES)
+def test_readme_has_the_measured_figures(named: str, where: str):
+    heading, _, measured = where.partition(": ")
+    (readme,) = [row for table in tables("README.md") for row in table if row[0].startswith(named)]
+    (table,) = [t for t in tables("docs/performance.md") if heading in " | ".join(t[0])]
     columns = [
         next(at for at, name in enumerate(table[0]) if name.startswith(word))
         for word in ("iptables", "kube-proxy nftables", "kbpf")
     ]
-    rows = {row[0]: row for row in table if row[1].startswith(figures.measured)}
+    rows = {row[0]: row for row in table if row[1].startswith(measured)}
     wanted = [", ".join(rows[where][at].split(" / ")[0] for where in ("local", "remote")) for at in columns]
     assert [cell.strip("*") for cell in readme[1:]] == wanted
 

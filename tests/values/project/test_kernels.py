@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.kernels import debian, machine, table
+from tests.kernels import debian, machine
+from tests.kernels import table as table_of
 from tests.kernels.debian import Kernel
 from tests.kernels.table import FAILS, LACKS, WORKS, Feature
 from tests.support.features import BY_KERNEL, FEATURES
 from tests.support.lab.lab import PATIENCE
+from tests.support.table import table
 
 ALIVE = "echo 'Linux version 5.10'"
 EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";; esac; done'
@@ -70,41 +72,35 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.programs.test_c" name="load[x]" time="1">
   <properties><property name="processed" value="314268"/></properties></testcase>
 </testsuite></testsuites>"""
-A, B, C, NONE = (Feature(name, (f"tests/programs/test_{name}.py",)) for name in ("a", "b", "c", "none"))
-ONE, THREE = (
-    Feature(name, tuple(f"tests/programs/test_a.py::{test}" for test in tests))
-    for name, tests in (("one", ("one",)), ("three", ("one", "none")))
-)
-X, Y = (Feature(each, (f"tests/programs/test_c.py::load[{each}]",)) for each in ("x", "y"))
+A, B = (Feature(name, (f"tests/programs/test_{name}.py",)) for name in "ab")
+CELLS = table("""\
+test_a.py → FAILS: FAILS (1 of 2)
+test_b.py → lacks: lacks
+test_c.py → works: 1 (at most 314,268 insns)
+test_none.py → FAILS: FAILS (1 of 1)
+test_a.py::one → works: 1
+test_a.py::one test_a.py::none → FAILS: FAILS (1 of 2)
+test_c.py::load[x] → works: 1 (at most 314,268 insns)
+test_c.py::load[y] → FAILS: FAILS (1 of 1)
+""")
+RESULTS = {"FAILS": FAILS, "lacks": LACKS, "works": WORKS}
 
 
-@pytest.mark.parametrize(
-    ("feature", "result", "cell"),
-    [
-        (A, FAILS, "FAILS (1 of 2)"),
-        (B, LACKS, "lacks"),
-        (C, WORKS, "1 (at most 314,268 insns)"),
-        (NONE, FAILS, "FAILS (1 of 1)"),
-        (ONE, WORKS, "1"),
-        (THREE, FAILS, "FAILS (1 of 2)"),
-        (X, WORKS, "1 (at most 314,268 insns)"),
-        (Y, FAILS, "FAILS (1 of 1)"),
-    ],
-    ids=lambda value: value.name if isinstance(value, Feature) else "",
-)
-def test_the_cell_of_a_feature(tmp_path: Path, feature: Feature, result: str, cell: str) -> None:
+@pytest.mark.parametrize(("tests", "expected"), CELLS)
+def test_the_cell_of_a_feature(tmp_path: Path, tests: str, expected: str) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
-    cases = table.read(tmp_path / "junit.xml")
-    (found,) = table.results("5.10", "5.10.0-1", [feature], cases)
-    assert (found.result, found.cell) == (result, cell)
-    assert ("AssertionError" in table.failures([found])) is (feature is A)
+    feature = Feature("x", tuple(f"tests/programs/{test}" for test in tests.split()))
+    (found,) = table_of.results("5.10", "5.10.0-1", [feature], table_of.read(tmp_path / "junit.xml"))
+    result, _, cell = expected.partition(": ")
+    assert (found.result, found.cell) == (RESULTS[result], cell)
+    assert ("AssertionError" in table_of.failures([found])) is (tests == "test_a.py")
 
 
 @pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["no report", "empty report", "truncated report"])
 def test_without_a_complete_report_every_feature_fails(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "junit.xml").write_text(text)
-    found = table.results("5.10", "5.10.0-1", [A, B], table.read(tmp_path / "junit.xml"))
+    found = table_of.results("5.10", "5.10.0-1", [A, B], table_of.read(tmp_path / "junit.xml"))
     assert [one.result for one in found] == [FAILS, FAILS]
 
 
