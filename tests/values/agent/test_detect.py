@@ -25,43 +25,40 @@ from kbpf.takeover.detect import (
     parse_listeners,
     removal_error,
 )
+from tests.support.table import table
 
 HEALTH, METRICS = "0.0.0.0 port 10256", "127.0.0.1 port 10249"
-THERE, HERE, OTHER = Responder.KUBE_PROXY, Responder.KBPF, Responder.UNKNOWN
+RESPONDERS = {"kube-proxy": Responder.KUBE_PROXY, "kbpf": Responder.KBPF, "other": Responder.UNKNOWN}
 RUNS, UNKNOWN = "kube-proxy is running on this node", "cannot tell from here"
 
 
-ROWS = {
-    "on the node: no kube-proxy": (Detection((), True, {}), ""),
-    "on the node: a kube-proxy": (Detection((7,), True, {HEALTH: THERE, METRICS: THERE}), f"{RUNS} (pid 7)"),
-    "on the node: a kube-proxy with other ports": (Detection((7,), True, {}), f"{RUNS} (pid 7)"),
-    "inside k3s": (Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers on {METRICS})"),
-    "on the node: kbpf": (Detection((), True, {HEALTH: HERE, METRICS: HERE}), ""),
-    "on the node: another program at its port": (Detection((), True, {HEALTH: OTHER}), ""),
-    "in the pod: a kube-proxy": (
-        Detection((), False, {HEALTH: THERE, METRICS: THERE}),
-        f"{RUNS} (it answers on {HEALTH})",
-    ),
-    "in the pod: kbpf in its place": (Detection((), False, {HEALTH: HERE, METRICS: HERE}), ""),
-    "in the pod: kbpf, without metrics": (Detection((), False, {HEALTH: HERE}), ""),
-    "in the pod: a kube-proxy, and kbpf at one of its ports": (
-        Detection((), False, {HEALTH: HERE, METRICS: THERE}),
-        f"{RUNS} (it answers on {METRICS})",
-    ),
-    "in the pod: no response": (Detection((), False, {}), UNKNOWN),
-    "in the pod: another program responds": (Detection((), False, {HEALTH: OTHER}), UNKNOWN),
-}
-"""A Detection, and words of the error that prevents the removal ("": removal is allowed).
-
-The fields of Detection are pids, whether all of the node's processes are visible, and the
-responder at each address.
+ROWS = table(f"""\
+on the node, no kube-proxy: →
+on the node, a kube-proxy: pid=7 health=kube-proxy metrics=kube-proxy → {RUNS} (pid 7)
+on the node, a kube-proxy with other ports: pid=7 → {RUNS} (pid 7)
+inside k3s: metrics=kube-proxy → {RUNS} (it answers on {METRICS})
+on the node, kbpf: health=kbpf metrics=kbpf →
+on the node, another program at its port: health=other →
+in the pod, a kube-proxy: hidden health=kube-proxy metrics=kube-proxy → {RUNS} (it answers on {HEALTH})
+in the pod, kbpf in its place: hidden health=kbpf metrics=kbpf →
+in the pod, kbpf without metrics: hidden health=kbpf →
+in the pod, a kube-proxy and kbpf at one of its ports: hidden health=kbpf metrics=kube-proxy → \
+{RUNS} (it answers on {METRICS})
+in the pod, no response: hidden → {UNKNOWN}
+in the pod, another program responds: hidden health=other → {UNKNOWN}
+""")
+"""What is detected: kube-proxy's pid, whether the node's processes are hidden, and who answers at each address → words
+of the error that prevents the removal; without any it is allowed.
 """
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_removal_is_refused_while_a_kube_proxy_may_run(name: str) -> None:
-    sight, why = ROWS[name]
-    error = removal_error(sight)
+@pytest.mark.parametrize(("sight", "why"), ROWS)
+def test_removal_is_refused_while_a_kube_proxy_may_run(sight: str, why: str) -> None:
+    words = sight.partition(": ")[2].split()
+    found = dict(word.split("=") for word in words if "=" in word)
+    places = {"health": HEALTH, "metrics": METRICS}
+    answers = {place: RESPONDERS[found[name]] for name, place in places.items() if name in found}
+    error = removal_error(Detection((7,) if "pid" in found else (), "hidden" not in words, answers))
     assert (error is not None) == bool(why)
     assert why in str(error)
 
@@ -91,20 +88,20 @@ def test_processes_may_have_any_name() -> None:
 NOT_FOUND = (404, b"404 page not found\n")
 WELL = (200, b'{"lastUpdated":"T","currentTime":"T","nodeEligible":true,"healthy":true}')
 ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
-    ("kube-proxy's health", {"/healthz": WELL}, THERE),
-    ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, THERE),
-    ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, THERE),
-    ("kbpf's health", {"/readyz": (200, b"kbpf serves\n"), "/healthz": WELL}, HERE),
-    ("kbpf's health, not ready yet", {"/readyz": (503, b"kbpf is not ready: why\n"), "/healthz": WELL}, HERE),
-    ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"), "/proxyMode": (200, b"ipvs")}, HERE),
-    ("another program", {"/healthz": (200, b"ok"), "/readyz": (200, b"ok")}, OTHER),
-    ("another program's JSON", {"/healthz": (200, b"[1]")}, OTHER),
+    ("kube-proxy's health", {"/healthz": WELL}, Responder.KUBE_PROXY),
+    ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, Responder.KUBE_PROXY),
+    ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, Responder.KUBE_PROXY),
+    ("kbpf's health", {"/readyz": (200, b"kbpf serves\n"), "/healthz": WELL}, Responder.KBPF),
+    ("kbpf's health, not ready yet", {"/readyz": (503, b"kbpf is not ready: why\n"), "/healthz": WELL}, Responder.KBPF),
+    ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"), "/proxyMode": (200, b"ipvs")}, Responder.KBPF),
+    ("another program", {"/healthz": (200, b"ok"), "/readyz": (200, b"ok")}, Responder.UNKNOWN),
+    ("another program's JSON", {"/healthz": (200, b"[1]")}, Responder.UNKNOWN),
     (
         "a program that answers every path with 200",
         dict.fromkeys(("/readyz", "/proxyMode", "/healthz"), (200, b"")),
-        OTHER,
+        Responder.UNKNOWN,
     ),
-    ("no HTTP", dict.fromkeys(("/readyz", "/proxyMode", "/healthz")), OTHER),
+    ("no HTTP", dict.fromkeys(("/readyz", "/proxyMode", "/healthz")), Responder.UNKNOWN),
 ]
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events about backends that keep failing: which Services get one, how often, and what it says."""
 
-import itertools
-from typing import NamedTuple
+from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +16,7 @@ from kbpf.serve import events as serve_events
 from kbpf.serve.events import EventObject, EventRecorder
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
+from tests.support.table import table
 from tests.values.agent.recording import begun
 
 
@@ -37,51 +37,34 @@ def failing(service: str, number: int = 1, port: str = "http") -> FailingBackend
     return FailingBackend((namespace, name, port, "TCP"), f"10.0.0.{number}:80", 12, 12, 61.0)
 
 
-class Row(NamedTuple):
-    """Calls as (seconds, the Services that fail), and the Services that get an Event."""
-
-    name: str
-    calls: tuple[tuple[float, str], ...]
-    events: str
-
-
 MANY_EACH = "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 d/3"
 MANY = " ".join(f"ns{number}/a" for number in range(TOTAL_EVENTS + 5))
-ROWS = (
-    Row("none", ((0.0, ""), (30.0, "")), ""),
-    Row("one", ((0.0, "a/web"),), "a/web"),
-    Row("once, while it continues", ((0.0, "a/web"), (30.0, "a/web"), (60.0, "a/web")), "a/web"),
-    Row("once, if it stops meanwhile", ((0.0, "a/web"), (30.0, ""), (60.0, "a/web")), "a/web"),
-    Row("again later", ((0.0, "a/web"), (INTERVAL_S + 1, "a/web")), "a/web a/web"),
-    Row("at most three of a namespace", ((0.0, "a/1 a/2 a/3 a/4 a/5 b/1"),), "b/1 a/1 a/2 a/3"),
-    Row(
-        "no more of that namespace until the interval is over",
-        ((0.0, "a/1 a/2 a/3"), (30.0, "a/4"), (INTERVAL_S + 30, "a/4")),
-        "a/1 a/2 a/3 a/4",
-    ),
-    Row("at most ten in all", ((0.0, MANY),), " ".join(sorted(MANY.split())[:TOTAL_EVENTS])),
-    Row("a namespace without an Event comes first", ((0.0, "a/1"), (30.0, "a/2 b/1")), "a/1 b/1 a/2"),
-    Row(
-        "namespaces share the ten",
-        ((0.0, "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 e/1 f/1"),),
-        "a/1 a/2 b/1 b/2 c/1 c/2 d/1 d/2 e/1 f/1",
-    ),
-    Row(
-        "others do not wait until the interval is over",
-        ((0.0, MANY_EACH), (INTERVAL_S / TOTAL_EVENTS, f"{MANY_EACH} z/1")),
-        "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 d/1 d/2 z/1",
-    ),
-)
+OVER, TENTH = INTERVAL_S + 30, INTERVAL_S / TOTAL_EVENTS
+ROWS = table(f"""\
+none: 0, 30 →
+one: 0 a/web → a/web
+once, while it continues: 0 a/web, 30 a/web, 60 a/web → a/web
+once, if it stops meanwhile: 0 a/web, 30, 60 a/web → a/web
+again later: 0 a/web, {INTERVAL_S + 1} a/web → a/web a/web
+at most three of a namespace: 0 a/1 a/2 a/3 a/4 a/5 b/1 → b/1 a/1 a/2 a/3
+no more of that namespace until the interval is over: 0 a/1 a/2 a/3, 30 a/4, {OVER} a/4 → a/1 a/2 a/3 a/4
+at most ten in all: 0 {MANY} → {" ".join(sorted(MANY.split())[:TOTAL_EVENTS])}
+a namespace without an Event comes first: 0 a/1, 30 a/2 b/1 → a/1 b/1 a/2
+they share the ten: 0 a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 e/1 f/1 → a/1 a/2 b/1 b/2 c/1 c/2 d/1 d/2 e/1 f/1
+others do not wait: 0 {MANY_EACH}, {TENTH} {MANY_EACH} z/1 → a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 d/1 d/2 z/1
+""")
+"""The second of each report and the Services that fail then → those that get an Event."""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_services_get_events(row: Row) -> None:
+@pytest.mark.parametrize(("reports", "events"), ROWS)
+def test_services_get_events(reports: str, events: str) -> None:
     recorder = FakeRecorder()
     reporter = FailingBackendReporter(recorder)
-    for now, services in row.calls:
-        reporter.report([failing(service) for service in services.split()], now)
+    for report in reports.partition(": ")[2].split(", "):
+        now, *services = report.split()
+        reporter.report([failing(service) for service in services], float(now))
     got = [f"{event.namespace}/{event.name}" for event, _ in recorder.noted]
-    assert sorted(got) == sorted(row.events.split())
+    assert sorted(got) == sorted(events.split())
     assert all(event.kind == "Service" for event, _ in recorder.noted)
 
 
@@ -126,29 +109,29 @@ def test_the_event_reaches_the_api_server() -> None:
     assert event["metadata"]["namespace"] == "shop"
 
 
-@pytest.mark.parametrize(
-    ("clients", "independent"),
-    [
-        ("a/1", 1),
-        ("a/1 a/1", 1),
-        ("a/1 a/2", 2),
-        ("evil/1 evil/2 evil/3", 1),
-        ("evil/1 b/1", 2),
-        ("a/1 evil/1 evil/2", 2),
-        ("-", 1),
-        ("- -", 1),
-        ("a/1 -", 2),
-        ("evil/1 -", 2),
-        ("uid:1 uid:2", 2),
-        ("uid:1 uid:1", 1),
-        ("", 0),
-        ("a/1 a/2*2", 1),
-        ("a/1*2 a/1*1 a/2", 2),
-        ("evil/1*2 evil/2*1 a/2", 2),
-        ("evil/1*99 a/1*2", 1),
-    ],
-)
-def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: int) -> None:
+CLIENTS = table("""\
+a/1 → 1
+a/1 a/1 → 1
+a/1 a/2 → 2
+evil/1 evil/2 evil/3 → 1
+evil/1 b/1 → 2
+a/1 evil/1 evil/2 → 2
+- → 1
+- - → 1
+a/1 - → 2
+evil/1 - → 2
+uid:1 uid:2 → 2
+uid:1 uid:1 → 1
+ → 0
+a/1 a/2*2 → 1
+a/1*2 a/1*1 a/2 → 2
+evil/1*2 evil/2*1 a/2 → 2
+evil/1*99 a/1*2 → 1
+""")
+
+
+@pytest.mark.parametrize(("clients", "independent"), CLIENTS)
+def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: str) -> None:
     """Clients of a Service in namespace a, and how often they failed (else often enough); "-": a
     process of the node.
     """
@@ -156,7 +139,7 @@ def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independ
     failed = [
         (client.replace("-", "").replace(":", " "), int(count or MIN_CLIENT_FAILURES)) for client, _, count in words
     ]
-    assert count_independent(failed, "a") == independent
+    assert count_independent(failed, "a") == int(independent)
 
 
 # ---- the thread's work ---------------------------------------------------------------------------
@@ -176,56 +159,53 @@ class FakeShared(SharedAccess):
 
 
 GOOD, BAD = ConnectionProbe(2, ()), ConnectionProbe(2, ("10.96.0.1:80/TCP leads nowhere",))
-PROBES = (
-    ("nothing could be tried", (None,), (False,), None, 0),
-    ("all arrive", (GOOD,), (False,), 0, 0),
-    ("one failure may be a moment's", (BAD,), (True,), 1, 0),
-    ("two in a row", (BAD, BAD), (True, True), 1, 1),
-    ("it recovers", (BAD, BAD, GOOD), (True, True, False), 0, 0),
-    ("nothing tried says nothing new", (BAD, BAD, None), (True, True, False), 1, 1),
-    ("all are compared only once", (BAD,) * 5, (True,) * 5, 1, 1),
-    ("a good one in between", (BAD, GOOD, BAD), (True, False, True), 1, 0),
-)
-
-
-@pytest.mark.parametrize(("name", "probes", "failed", "differences", "faults"), PROBES, ids=[row[0] for row in PROBES])
-def test_connections_count_as_broken_after_two_failures(
-    name: str,
-    probes: tuple[ConnectionProbe | None, ...],
-    failed: tuple[bool, ...],
-    differences: int | None,
-    faults: int,
-) -> None:
-    shared, compared = FakeShared(*probes), list[bool]()
-    check = SelfCheck(Config(), lambda: shared, FailingBackendReporter(FakeRecorder()), lambda: compared.append(True))
-    assert tuple(check.probe() for _ in probes) == failed
-    assert len(compared) == ((BAD, BAD) in itertools.pairwise(probes))
-    part = check.connections
-    assert (None if part is None else part.differences) == differences
-    assert len(check.failures) == faults
-
-
 NONE = ConnectionProbe(2, ("10.96.0.1:80/TCP leads nowhere", "10.96.0.2:53/UDP leads nowhere"))
-BREAKS = (
-    ("some fail", (BAD, BAD, BAD), False),
-    ("all fail once", (NONE,), False),
-    ("all fail twice", (NONE, NONE), True),
-    ("all fail, then some", (NONE, BAD), False),
-    ("it stays so while nothing can be tried", (NONE, NONE, None), True),
-    ("one arrives again", (NONE, NONE, BAD), False),
-)
+RESULTS = {"untried": None, "good": GOOD, "bad": BAD, "none": NONE}
 
 
-@pytest.mark.parametrize(("name", "probes", "broken"), BREAKS, ids=[row[0] for row in BREAKS])
-def test_a_node_is_broken_if_nothing_is_translated(
-    name: str, probes: tuple[ConnectionProbe | None, ...], broken: bool
-) -> None:
+def probe(words: str, on_failure: Callable[[], object] = lambda: None) -> tuple[SelfCheck, list[bool]]:
+    """A check after these probes, and whether each failed."""
+    shared = FakeShared(*(RESULTS[word] for word in words.partition(": ")[2].split()))
+    check = SelfCheck(Config(), lambda: shared, FailingBackendReporter(FakeRecorder()), on_failure)
+    return check, [check.probe() for _ in shared.probes.copy()]
+
+
+PROBES = table("""\
+nothing could be tried: untried → None differences, 0 faults
+all arrive: good → 0 differences, 0 faults
+one failure may be a moment's: bad → 1 differences, 0 faults
+two in a row: bad bad → 1 differences, 1 faults
+it recovers: bad bad good → 0 differences, 0 faults
+nothing tried says nothing new: bad bad untried → 1 differences, 1 faults
+all are compared only once: bad bad bad bad bad → 1 differences, 1 faults
+a good one in between: bad good bad → 1 differences, 0 faults
+""")
+
+
+@pytest.mark.parametrize(("probes", "found"), PROBES)
+def test_connections_count_as_broken_after_two_failures(probes: str, found: str) -> None:
+    compared: list[bool] = []
+    check, failed = probe(probes, lambda: compared.append(True))
+    assert failed == [word == "bad" for word in probes.partition(": ")[2].split()]
+    assert len(compared) == ("bad bad" in probes)
+    part = check.connections
+    assert f"{part and part.differences} differences, {len(check.failures)} faults" == found
+
+
+BREAKS = table("""\
+some fail: bad bad bad → False
+all fail once: none → False
+all fail twice: none none → True
+all fail, then some: none bad → False
+it stays so while nothing can be tried: none none untried → True
+one arrives again: none none bad → False
+""")
+
+
+@pytest.mark.parametrize(("probes", "broken"), BREAKS)
+def test_a_node_is_broken_if_nothing_is_translated(probes: str, broken: str) -> None:
     """A tenant can have a Service that fails, but not make all others fail."""
-    shared = FakeShared(*probes)
-    check = SelfCheck(Config(), lambda: shared, FailingBackendReporter(FakeRecorder()))
-    for _ in probes:
-        check.probe()
-    assert check.is_broken is broken
+    assert str(probe(probes)[0].is_broken) == broken
 
 
 def test_failing_backends_are_counted_and_unknown_is_no_zero() -> None:

@@ -150,26 +150,17 @@ def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch: pyte
 
 
 def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(clock: Clock, caplog: pytest.LogCaptureFixture):
+    """It prevents no change: for example, a FORWARD chain that cannot be changed."""
     agent, plane = begun(0.0)
+    plane.error = "no"
+    agent.step([service("a")])
+    assert (plane.applied, agent.status().synced) == ([None, {"a"}], True)
     for tick, error in (("no", "no"), ("no", "no"), ("", "")):
         plane.error = tick
         assert agent._seconds_until_due() <= 1.0
         assert agent.status().error == error
         clock.now += 1.0
     assert caplog.messages == ["deferred work failed; retrying: no"]
-
-
-def test_failed_deferred_work_does_not_prevent_serving(clock: Clock):
-    """For example, a FORWARD chain that cannot be changed."""
-    plane = RecordingPlane()
-    plane.error = "no"
-    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
-    agent.step([NODE, *SYNCED])
-    agent.step([service("a")])
-    assert plane.applied == [None, {"a"}]
-    agent._seconds_until_due()
-    status = agent.status()
-    assert (status.synced, status.error) == (True, "no")
 
 
 def test_no_sweep_while_an_object_is_rejected(clock: Clock):

@@ -18,97 +18,97 @@ from kbpf.takeover.kube_proxy_cleanup import (
     legacy_restore_input,
     nft_removal_commands,
 )
+from tests.support.table import table
 
-CHAINS = [
-    ("nat", "KUBE-SERVICES", True),
-    ("nat", "KUBE-NODEPORTS", True),
-    ("nat", "KUBE-POSTROUTING", True),
-    ("nat", "KUBE-MARK-MASQ", True),
-    ("nat", "KUBE-PROXY-CANARY", True),
-    ("nat", "KUBE-SVC-ERIFXISQEP7F7OF4", True),
-    ("nat", "KUBE-SVL-ERIFXISQEP7F7OF4", True),
-    ("nat", "KUBE-EXT-ERIFXISQEP7F7OF4", True),
-    ("nat", "KUBE-FW-ERIFXISQEP7F7OF4", True),
-    ("nat", "KUBE-SEP-ERIFXISQEP7F7OF4", True),
-    ("nat", "KUBE-XLB-ERIFXISQEP7F7OF4", True),
-    ("nat", "KUBE-NODE-PORT", True),
-    ("nat", "KUBE-LOAD-BALANCER", True),
-    ("filter", "KUBE-SERVICES", True),
-    ("filter", "KUBE-EXTERNAL-SERVICES", True),
-    ("filter", "KUBE-FORWARD", True),
-    ("filter", "KUBE-PROXY-FIREWALL", True),
-    ("filter", "KUBE-IPVS-FILTER", True),
-    ("mangle", "KUBE-PROXY-CANARY", True),
-    ("filter", "KUBE-FIREWALL", False),  # shared with kubelet
-    ("mangle", "KUBE-KUBELET-CANARY", False),
-    ("mangle", "KUBE-IPTABLES-HINT", False),
-    ("nat", "KUBE-MARK-DROP", False),  # kubelet's
-    ("nat", "KUBE-HOSTPORTS", False),
-    ("nat", "KUBE-HP-ERIFXISQEP7F7OF4", False),
-    ("nat", "KUBE-SVC-MINE", False),
-    ("nat", "KUBE-SVC-ERIFXISQEP7F7OF45", False),
-    ("filter", "KUBE-SVC-ERIFXISQEP7F7OF4", False),  # kube-proxy has them in nat only
-    ("nat", "KUBE-ROUTER-INPUT", False),
-    ("filter", "KUBE-POD-FW-ERIFXISQEP7F7OF4", False),  # kube-router's
-    ("filter", "KUBE-NWPLCY-ERIFXISQEP7F7OF4", False),
-    ("raw", "KUBE-SERVICES", False),
-    ("nat", "CNI-HOSTPORT-DNAT", False),
-    ("nat", "PREROUTING", False),
-]
+CHAINS = table("""\
+nat KUBE-SERVICES → yes
+nat KUBE-NODEPORTS → yes
+nat KUBE-POSTROUTING → yes
+nat KUBE-MARK-MASQ → yes
+nat KUBE-PROXY-CANARY → yes
+nat KUBE-SVC-ERIFXISQEP7F7OF4 → yes
+nat KUBE-SVL-ERIFXISQEP7F7OF4 → yes
+nat KUBE-EXT-ERIFXISQEP7F7OF4 → yes
+nat KUBE-FW-ERIFXISQEP7F7OF4 → yes
+nat KUBE-SEP-ERIFXISQEP7F7OF4 → yes
+nat KUBE-XLB-ERIFXISQEP7F7OF4 → yes
+nat KUBE-NODE-PORT → yes
+nat KUBE-LOAD-BALANCER → yes
+filter KUBE-SERVICES → yes
+filter KUBE-EXTERNAL-SERVICES → yes
+filter KUBE-FORWARD → yes
+filter KUBE-PROXY-FIREWALL → yes
+filter KUBE-IPVS-FILTER → yes
+mangle KUBE-PROXY-CANARY → yes
+filter KUBE-FIREWALL → no, shared with kubelet
+mangle KUBE-KUBELET-CANARY → no
+mangle KUBE-IPTABLES-HINT → no
+nat KUBE-MARK-DROP → no, kubelet's
+nat KUBE-HOSTPORTS → no
+nat KUBE-HP-ERIFXISQEP7F7OF4 → no
+nat KUBE-SVC-MINE → no
+nat KUBE-SVC-ERIFXISQEP7F7OF45 → no
+filter KUBE-SVC-ERIFXISQEP7F7OF4 → no, kube-proxy has them in nat only
+nat KUBE-ROUTER-INPUT → no
+filter KUBE-POD-FW-ERIFXISQEP7F7OF4 → no, kube-router's
+filter KUBE-NWPLCY-ERIFXISQEP7F7OF4 → no
+raw KUBE-SERVICES → no
+nat CNI-HOSTPORT-DNAT → no
+nat PREROUTING → no
+""")
+"""A table and a chain → whether kube-proxy made it, and why not."""
 
 
-@pytest.mark.parametrize(("table", "name", "is_theirs"), CHAINS)
-def test_chain_is_recognized_by_table_and_name(table: str, name: str, is_theirs: bool) -> None:
+@pytest.mark.parametrize(("chain", "whose"), CHAINS)
+def test_chain_is_recognized_by_table_and_name(chain: str, whose: str) -> None:
+    (table, name), is_theirs = chain.split(), whose == "yes"
     assert is_kube_proxy_chain(table, name) == is_theirs
     assert ListedChain("ip6", table, name).is_from_kube_proxy == is_theirs
     assert not ListedChain("inet", table, name).is_from_kube_proxy, "iptables knows no such table"
 
 
-SETS_ROWS = [
-    ("KUBE-CLUSTER-IP", True, False),
-    ("KUBE-6-CLUSTER-IP", True, False),
-    ("KUBE-LOAD-BALANCER-SOURCE-CIDR", True, False),
-    ("KUBE-EXTERNAL-IP-LOCAL", True, False),
-    ("KUBE-IPVS-IPS", True, False),
-    ("KUBE-6-IPVS-IPS", True, False),
-    ("KUBE-HEALTH-CHECK-NODE-PORT", True, False),
-    ("KUBE-NODE-PORT-TCP", True, True),
-    ("KUBE-6-NODE-PORT-LOCAL-SCTP-HASH", True, True),
-    ("KUBE-6-NODE-PORT-LOCAL-SCTP-HAS", True, True),  # kube-proxy truncates names to 31 bytes
-    ("KUBE-6-LOAD-BALANCER-SOURCE-CID", True, False),
-    ("KUBE-NODE-PORT-ICMP", False, False),
-    ("KUBE-SRC-ERIFXISQEP7F7OF4", False, False),  # kube-router's
-    ("KUBE-MINE", False, False),
-    ("cali40masq-ipam-pools", False, False),
-]
+SETS = table("""\
+KUBE-CLUSTER-IP → yes
+KUBE-6-CLUSTER-IP → yes
+KUBE-LOAD-BALANCER-SOURCE-CIDR → yes
+KUBE-EXTERNAL-IP-LOCAL → yes
+KUBE-IPVS-IPS → yes
+KUBE-6-IPVS-IPS → yes
+KUBE-HEALTH-CHECK-NODE-PORT → yes
+KUBE-NODE-PORT-TCP → yes with ports
+KUBE-6-NODE-PORT-LOCAL-SCTP-HASH → yes with ports
+KUBE-6-NODE-PORT-LOCAL-SCTP-HAS → yes with ports, kube-proxy truncates names to 31 bytes
+KUBE-6-LOAD-BALANCER-SOURCE-CID → yes
+KUBE-NODE-PORT-ICMP → no
+KUBE-SRC-ERIFXISQEP7F7OF4 → no, kube-router's
+KUBE-MINE → no
+cali40masq-ipam-pools → no
+""")
 
 
-@pytest.mark.parametrize(("name", "is_theirs", "has_ports"), SETS_ROWS)
-def test_ipset_is_recognized_by_name(name: str, is_theirs: bool, has_ports: bool) -> None:
-    assert bool(IP_SET_NAME.fullmatch(name)) == is_theirs
-    assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == has_ports
+@pytest.mark.parametrize(("name", "whose"), SETS)
+def test_ipset_is_recognized_by_name(name: str, whose: str) -> None:
+    assert bool(IP_SET_NAME.fullmatch(name)) == whose.startswith("yes")
+    assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == whose.startswith("yes with ports")
 
 
-VIRTUAL = [
-    ("an address of the device", VirtualServiceKey(6, parse_addr("10.96.0.1"), 443), True),
-    (
-        "a NodePort at the node's address",
-        VirtualServiceKey(6, parse_addr("198.18.0.1"), 30080),
-        True,
-    ),
-    ("another protocol's port", VirtualServiceKey(17, parse_addr("198.18.0.1"), 30080), False),
-    ("another port of the node", VirtualServiceKey(6, parse_addr("198.18.0.1"), 80), False),
-    ("another address", VirtualServiceKey(6, parse_addr("10.96.0.2"), 443), False),
-    ("a mark", VirtualServiceKey(6, parse_addr("10.96.0.1"), 0, 7), False),
-]
+VIRTUAL = table("""\
+an address of the device: 6 10.96.0.1 443 → yes
+a NodePort at the node's address: 6 198.18.0.1 30080 → yes
+another protocol's port: 17 198.18.0.1 30080 → no
+another port of the node: 6 198.18.0.1 80 → no
+another address: 6 10.96.0.2 443 → no
+a mark: 6 10.96.0.1 0 7 → no
+""")
+"""Protocol, address, port and mark."""
 
 
-@pytest.mark.parametrize(("name", "service", "is_theirs"), VIRTUAL, ids=[r[0] for r in VIRTUAL])
-def test_virtual_service_is_recognized_by_address_or_node_port(
-    name: str, service: VirtualServiceKey, is_theirs: bool
-) -> None:
+@pytest.mark.parametrize(("row", "whose"), VIRTUAL)
+def test_virtual_service_is_recognized_by_address_or_node_port(row: str, whose: str) -> None:
+    protocol, address, *numbers = row.partition(": ")[2].split()
+    service = VirtualServiceKey(int(protocol), parse_addr(address), *map(int, numbers))
     addresses, ports = frozenset((parse_addr("10.96.0.1"),)), frozenset(((6, 30080),))
-    assert is_kube_proxy_service(service, addresses, ports) == is_theirs
+    assert is_kube_proxy_service(service, addresses, ports) == (whose == "yes")
 
 
 def test_jumps_are_removed_before_their_targets() -> None:

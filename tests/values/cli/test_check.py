@@ -15,6 +15,7 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
+from tests.support.table import table
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -23,108 +24,61 @@ def check_row(result: str, needed: bool = True) -> CheckRow:
     return CheckRow(Check.BPFFS, result, needed, "", "")
 
 
-class Node(NamedTuple):
-    """Files below /proc, and the expected row of `kbpf check`.
-
-    `row` is its name; `detail` and `advice` are words of its other columns.
-    """
-
-    name: str
-    files: dict[str, str]
-    row: str
-    result: str
-    detail: str
-    advice: str = ""
-
-
-RANGE, RESERVED = "sys/net/ipv4/ip_local_port_range", "sys/net/ipv4/ip_local_reserved_ports"
-V4, V6 = "sys/net/ipv4/ip_forward", "sys/net/ipv6/conf/all/forwarding"
-CONF = "sys/net/ipv4/conf"
-PORTS = "masquerade ports"
-NODES = [
-    Node("disjoint ranges", {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
-    Node(
-        "ranges that overlap in one port",
-        {RANGE: "32768\t61000\n", RESERVED: "\n"},
-        PORTS,
-        "no",
-        "may use 61000 to 61000 too",
-        "ip_local_reserved_ports",
-    ),
-    Node(
-        "ranges that overlap completely",
-        {RANGE: "1024 65535", RESERVED: ""},
-        PORTS,
-        "no",
-        "61000 to 65535",
-        "61000-65535",
-    ),
-    Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes", "reserved"),
-    Node("reserved in pieces", {RANGE: "1024 65535", RESERVED: "62000-65535,60000-61999"}, PORTS, "yes", "reserved"),
-    Node(
-        "reserved except one port",
-        {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"},
-        PORTS,
-        "no",
-        "too",
-        "61000-65535",
-    ),
-    Node("reserved where the ranges overlap", {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
-    Node(
-        "reserved where the ranges overlap, at the end",
-        {RANGE: "62000 65535", RESERVED: "62000-65535"},
-        PORTS,
-        "yes",
-        "reserved",
-    ),
-    Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
-    Node("enabled", {V4: "1\n", V6: "0"}, "forwarding", "yes", "IPv4"),
-    Node("disabled", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0", "sysctl -w net.ipv4.ip_forward=1"),
-    Node("enabled for both", {V4: "1", V6: "2"}, "forwarding", "yes", "IPv4, IPv6"),
-    Node("disabled", {V6: "0"}, "IPv6 forwarding", "no", "", "sysctl -w net.ipv6.conf.all.forwarding=1"),
-    Node("no IPv6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
-    Node("loose", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "2"}, "rp_filter", "yes", "not strict"),
-    Node(
-        "strict",
-        {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "1"},
-        "rp_filter",
-        "yes",
-        "strict (1) on eth0: ",
-    ),
-    Node(
-        "strict by conf/all",
-        {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
-        "rp_filter",
-        "yes",
-        "strict (1) on eth0: ",
-    ),
-    Node(
-        "the maximum of both is used",
-        {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
-        "rp_filter",
-        "yes",
-        "not strict",
-    ),
-    Node("a vanished device", {f"{CONF}/all/rp_filter": "1"}, "rp_filter", "yes", "not strict"),
-    Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
-    Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no", "not loaded"),
-]
+FILES = {
+    "range": "sys/net/ipv4/ip_local_port_range",
+    "reserved": "sys/net/ipv4/ip_local_reserved_ports",
+    "v4": "sys/net/ipv4/ip_forward",
+    "v6": "sys/net/ipv6/conf/all/forwarding",
+    "all": "sys/net/ipv4/conf/all/rp_filter",
+    "eth0": "sys/net/ipv4/conf/eth0/rp_filter",
+    "protocols": "net/protocols",
+}
+NODES = table("""\
+disjoint ranges: range=32768 60999; reserved= → masquerade ports yes: 61000 to 65535
+ranges that overlap in one port: range=32768 61000; reserved= → \
+masquerade ports no: may use 61000 to 61000 too; ip_local_reserved_ports
+ranges that overlap completely: range=1024 65535; reserved= → masquerade ports no: 61000 to 65535; 61000-65535
+reserved: range=1024 65535; reserved=8080,61000-65535 → masquerade ports yes: reserved
+reserved in pieces: range=1024 65535; reserved=62000-65535,60000-61999 → masquerade ports yes: reserved
+except one port: range=1024 65535; reserved=61000-62000,62002-65535 → masquerade ports no: too; 61000-65535
+reserved where the ranges overlap: range=1024 61001; reserved=61000,61001 → masquerade ports yes:
+reserved where they overlap, at the end: range=62000 65535; reserved=62000-65535 → masquerade ports yes: reserved
+not readable: → masquerade ports unknown: ip_local_port_range
+enabled: v4=1; v6=0 → forwarding yes: IPv4
+disabled: v4=0 → IPv4 forwarding no: ip_forward = 0; sysctl -w net.ipv4.ip_forward=1
+enabled for both: v4=1; v6=2 → forwarding yes: IPv4, IPv6
+disabled: v6=0 → IPv6 forwarding no: ; sysctl -w net.ipv6.conf.all.forwarding=1
+no IPv6: → IPv6 forwarding unknown: no IPv6
+loose: all=0; eth0=2 → rp_filter yes: not strict
+strict: all=0; eth0=1 → rp_filter yes: strict (1) on eth0:
+strict by conf/all: all=1; eth0=0 → rp_filter yes: strict (1) on eth0:
+the maximum of both is used: all=2; eth0=1 → rp_filter yes: not strict
+a vanished device: all=1 → rp_filter yes: not strict
+SCTP: protocols=protocol size/SCTPv6 1/TCP 2 → SCTP sockets yes:
+no SCTP: protocols=protocol size/TCP 2 → SCTP sockets no: not loaded
+""")
+"""The texts of FILES below /proc, `/` between lines → the row's name and result: its detail; its advice."""
 
 
-@pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.row}: {node.name}")
-def test_check_row_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("node", "expected"), NODES)
+def test_check_row_of_a_node(node: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
     told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
     monkeypatch.setattr(packet_path, "read_settings", lambda _: told)
-    for name, text in node.files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere"), tmp_path) if r.name == node.row]
-    assert row.result == node.result
-    assert node.detail in row.detail
-    assert node.advice in row.advice
-    assert bool(row.advice) == bool(node.advice)
+    for text in filter(None, node.partition(": ")[2].split("; ")):
+        name, _, value = text.partition("=")
+        path = tmp_path / FILES[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(value.replace("/", "\n") + "\n")
+    title, _, cells = expected.partition(": ")
+    name, _, result = title.rstrip(":").rpartition(" ")
+    detail, _, advice = cells.partition("; ")
+    (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere"), tmp_path) if r.name == name]
+    assert row.result == result
+    assert detail in row.detail
+    assert advice in row.advice
+    assert bool(row.advice) == bool(advice)
     assert not row.needed
 
 
@@ -208,16 +162,26 @@ def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, needed: bo
     assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
 
 
-VERDICTS = [
-    ([check_row("yes")], None, True, None),
-    ([check_row("no")], None, False, None),
-    ([check_row("unknown")], None, False, None),
-    ([check_row("yes"), check_row("no", needed=False)], None, True, None),
-    ([check_row("yes")], [check_row("yes")], True, True),
-    ([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
-    ([check_row("yes")], [check_row("unknown")], True, False),
-]
-"""Rows of `kbpf check` and of `--attached` (`proof`), and the resulting verdict."""
+VERDICTS = table("""\
+yes → bpf True None
+no → none False None
+unknown → none False None
+yes (no) → bpf True None
+yes | yes → bpf True True
+yes | yes no → bpf True False
+yes | unknown → bpf True False
+""")
+"""Rows of `kbpf check`, in parentheses if not needed | of `--attached` → the mode, usable, attached."""
+
+
+@pytest.mark.parametrize(("given", "verdict"), VERDICTS)
+def test_check_verdict(given: str, verdict: str):
+    rows, proof = (
+        [check_row(word.strip("()"), needed=word.isalpha()) for word in part.split()]
+        for part in given.partition("|")[::2]
+    )
+    made = compute_verdict(rows, proof or None)
+    assert f"{made.mode} {made.usable} {made.attached}" == verdict
 
 
 IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
@@ -246,14 +210,6 @@ def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
     assert says in check.format_page(made, rows)
-
-
-@pytest.mark.parametrize("row", VERDICTS)
-def test_check_verdict(row: tuple):
-    rows, proof, usable, attached = row
-    made = compute_verdict(rows, proof)
-    assert (made.usable, made.attached) == (usable, attached)
-    assert made.mode == ("bpf" if usable else "none")
 
 
 def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(monkeypatch: pytest.MonkeyPatch):

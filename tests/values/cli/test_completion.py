@@ -4,22 +4,23 @@
 import pytest
 
 from kbpf.cli import app
+from tests.support.table import table
 
-LINES = [
-    ("kbpf sch", ["schema"]),
-    ("kbpf inspect se", ["services", "service"]),
-    ("kbpf inspect service --pin", ["--pin-dir"]),
-    ("kbpf inspect services -o j", ["json"]),
-    ("kbpf inspect connections --state c", ["closing", "closed"]),
-    ("kbpf inspect services --config /nowhere --sort", ["--sort-by"]),
-]
+LINES = table("""\
+kbpf sch → schema
+kbpf inspect se → services service
+kbpf inspect service --pin → --pin-dir
+kbpf inspect services -o j → json
+kbpf inspect connections --state c → closing closed
+kbpf inspect services --config /nowhere --sort → --sort-by
+""")
 
 
-@pytest.mark.parametrize(("line", "words"), LINES, ids=[row[0] for row in LINES])
-def test_completions(line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("line", "words"), LINES)
+def test_completions(line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("_KBPF_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
     assert app.call([]) == 0
     out, err = capsys.readouterr()
-    assert (out.split(), err) == (words, "")
+    assert (out.split(), err) == (words.split(), "")

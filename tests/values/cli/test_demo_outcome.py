@@ -14,6 +14,7 @@ from kbpf.demo.client import Request
 from kbpf.demo.phases import PHASES, PODS, PhaseRequests, evaluate
 from kbpf.model.config import Config
 from kbpf.model.events import Upsert
+from tests.support.table import table
 
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 SOME = {"backend-1": 70, "backend-2": 70, "backend-3": 70}
@@ -43,44 +44,40 @@ def good() -> list[PhaseRequests]:
     return phases
 
 
-SERVES, RESTART, REFUSES = range(3)
-PROBLEMS = {
-    "one refused that should not be": (
-        SERVES,
-        {**ALL, "backend-1": 99},
-        {"ECONNREFUSED": 1},
-        "three backends serve, outside: 1 of 300 connections failed: 1 x ECONNREFUSED",
-        1,
-    ),
-    "nothing works": (SERVES, {}, {"ENETUNREACH": 300}, "300 of 300", 300),
-    "one fails while the agent restarts": (RESTART, ALL, {"timeout": 1}, "1 of 301", 1),
-    "another error than a refusal": (
-        REFUSES,
-        SOME,
-        {"ECONNREFUSED": 88, "timeout": 2},
-        "2 of 300 connections failed: 2 x timeout",
-        2,
-    ),
-    "the broken backend refuses nothing": (REFUSES, ALL, {}, "no connection was refused", 0),
-    "the broken backend answers": (REFUSES, {**SOME, "backend-4": 1}, {"ECONNREFUSED": 89}, "backend-4 answered", 0),
-    "a backend is left out": (SERVES, {"backend-1": 200, "backend-2": 100}, {}, "backend-3 was not reached", 0),
-    "an unknown backend answers": (SERVES, {**ALL, "backend-1": 99, "backend-9": 1}, {}, "backend-9 answered", 0),
-    "requests are missing": (SERVES, {**ALL, "backend-1": 1}, {}, "201 of 300", 0),
-    "too few while the agent restarts": (RESTART, {**ALL, "backend-1": 1}, {}, "201 of 300", 0),
-    "nothing was sent": (SERVES, {}, {}, "0 of 300", 0),
-}
-"""Phase, what the client outside saw in it, words of the expected problem, unexpected failures."""
+SERVES, RESTARTS = 0, 1
+PROBLEMS = table("""\
+one refused that should not be: serves 1=99 2=90 3=110 ECONNREFUSED=1 → \
+1: three backends serve, outside: 1 of 300 connections failed: 1 x ECONNREFUSED
+nothing works: serves ENETUNREACH=300 → 300: 300 of 300
+one fails while the agent restarts: restarts 1=100 2=90 3=110 timeout=1 → 1: 1 of 301
+another error than a refusal: refuses 1=70 2=70 3=70 ECONNREFUSED=88 timeout=2 → \
+2: 2 of 300 connections failed: 2 x timeout
+the broken backend refuses nothing: refuses 1=100 2=90 3=110 → 0: no connection was refused
+the broken backend answers: refuses 1=70 2=70 3=70 4=1 ECONNREFUSED=89 → 0: backend-4 answered
+a backend is left out: serves 1=200 2=100 → 0: backend-3 was not reached
+an unknown backend answers: serves 1=99 2=90 3=110 9=1 → 0: backend-9 answered
+requests are missing: serves 1=1 2=90 3=110 → 0: 201 of 300
+too few while the agent restarts: restarts 1=1 2=90 3=110 → 0: 201 of 300
+nothing was sent: serves → 0: 0 of 300
+""")
+"""The phase, how often the client outside saw each backend or error in it → unexpected failures, and words of the
+problem.
+"""
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_wrong_result_is_a_failure_with_a_problem(name: str):
-    phase, answered, failed, problem, failures = PROBLEMS[name]
+@pytest.mark.parametrize(("seen", "expected"), PROBLEMS)
+def test_wrong_result_is_a_failure_with_a_problem(seen: str, expected: str):
+    phase, *words = seen.partition(": ")[2].split()
+    counts = {name: int(count) for name, count in (word.split("=") for word in words)}
+    answered = {f"backend-{name}": count for name, count in counts.items() if name.isdigit()}
+    failed = {name: count for name, count in counts.items() if not name.isdigit()}
     phases = good()
-    phases[phase].sent["outside"] = sent(answered, failed)
+    phases[["serves", "restarts", "refuses"].index(phase)].sent["outside"] = sent(answered, failed)
     outcome = evaluate(phases, 300)
+    failures, _, problem = expected.partition(": ")
     assert not outcome.succeeded
     assert problem in " ".join(outcome.problems)
-    assert outcome.failed == failures
+    assert outcome.failed == int(failures)
 
 
 def test_expected_result_counts_every_connection_and_has_no_problems():
@@ -96,9 +93,9 @@ def test_expected_result_counts_every_connection_and_has_no_problems():
 
 def test_restart_without_a_connection_in_between_proves_nothing():
     phases = good()
-    phases[RESTART].sent["client"] = [
+    phases[RESTARTS].sent["client"] = [
         Request(request.start - 1, request.end - 1, request.is_udp, request.backend)
-        for request in phases[RESTART].sent["client"]
+        for request in phases[RESTARTS].sent["client"]
     ]
     (problem,) = evaluate(phases, 300).problems
     assert "no connection was made while no agent ran" in problem

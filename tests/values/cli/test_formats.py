@@ -17,6 +17,7 @@ from kbpf.model.inspection import CONNECTION_STATES
 from kbpf.views import packet_path
 from kbpf.views.page import Column, Kind, Page, format_duration
 from kbpf.views.page import format_size as bytes_text
+from tests.support.table import table
 
 # ---- formats -----------------------------------------------------------------------------------
 
@@ -102,36 +103,33 @@ def test_states_to_filter_by_are_those_shown():
     assert tuple(inspect.ConnectionState) == CONNECTION_STATES == tuple(state.name.lower() for state in TcpState)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")]
-)
-def test_format_duration(seconds: float, text: str):
-    assert format_duration(seconds) == text
+@pytest.mark.parametrize(("seconds", "text"), table("0.9 → 0s\n59 → 59s\n61 → 1m01s\n3600 → 1h00m\n90061 → 1d01h"))
+def test_format_duration(seconds: str, text: str):
+    assert format_duration(float(seconds)) == text
 
 
-SORTED = [
-    ("9s", "1m00s", "2h03m", "5d01h"),
-    ("3s ago", "41s ago", "7m00s ago"),
-    ("812B", "1.5KiB", "64KiB", "1.0MiB", "3.0GiB"),
-    ("8", "9", "10"),
-    ("10.0.0.9:80", "10.0.0.10:80"),
-    ("9.0%", "80.0% !"),
-    ("-", "1"),
-]
+SORTED = """\
+9s, 1m00s, 2h03m, 5d01h
+3s ago, 41s ago, 7m00s ago
+812B, 1.5KiB, 64KiB, 1.0MiB, 3.0GiB
+8, 9, 10
+10.0.0.9:80, 10.0.0.10:80
+9.0%, 80.0% !
+-, 1
+""".splitlines()
 
 
-@pytest.mark.parametrize("texts", SORTED, ids=" ".join)
-def test_cells_are_sorted_by_value(texts: tuple[str, ...]):
+@pytest.mark.parametrize("cells", SORTED)
+def test_cells_are_sorted_by_value(cells: str):
+    texts = cells.split(", ")
     page = Page(THING_LIST, [Thing(text, 0) for text in reversed(texts)], COLUMNS)
-    assert [row.name for row in page.refined(sort_by="name").rows] == list(texts)
+    assert [row.name for row in page.refined(sort_by="name").rows] == texts
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(None, "-"), (0, "0B"), (812, "812B"), (1536, "1.5KiB"), (64 << 10, "64KiB"), (3 << 30, "3.0GiB")],
-)
-def test_format_size(count: int | None, text: str):
-    assert bytes_text(count) == text
+@pytest.mark.parametrize(("count", "text"), table("0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB"))
+def test_format_size(count: str, text: str):
+    assert bytes_text(int(float(count))) == text
+    assert bytes_text(None) == "-"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from kbpf.views.top import TopRow
 from tests.support.lab.lab import until
 from tests.support.runtime import docs
 from tests.support.runtime.command import pipe_without_reader
+from tests.support.table import table
 
 PLUGIN = docs.ROOT / "kubectl" / "kubectl-kbpf"
 FAKE_KUBECTL = """\
@@ -73,12 +74,12 @@ class Operator:
         )
         kubectl.chmod(0o755)
 
-    def __call__(self, *arguments: str, rows: tuple[Row, ...] = ()) -> Done:
+    def __call__(self, line: str, *rows: Row) -> Done:
         """Runs the plugin, with these answers before those of a cluster."""
         self._answers.write_text(json.dumps([*rows, *CLUSTER]))
         self._calls.write_text("")
         done = subprocess.run(
-            [sys.executable, str(PLUGIN), *arguments],
+            [sys.executable, str(PLUGIN), *line.split()],
             capture_output=True,
             text=True,
             check=False,
@@ -224,87 +225,53 @@ MAY_NOT = "user dev may not create pods/exec in kube-system: ask an administrato
 
 # ---- status --------------------------------------------------------------------------------------
 
+
+def on_b(document: object = "", errors: str = "", code: int = 0) -> Row:
+    """What `kbpf inspect status` answers on node2."""
+    return answer("agent-b.*inspect status", document, errors, code)
+
+
+def pods(**of_b: Any) -> Row:
+    return answer("get pods", listed(pod("agent-b", "node2", **of_b)))
+
+
+NO_STATE = "no state in /sys/fs/bpf/kbpf: run the agent"
+DOWN = "the agent does not report; traffic continues as programmed"
+UNSYNCED = "not synced: a watch has not answered yet, or a device has no programs yet"
+NO_POD = "no Pod with k8s-app in (kbpf, kube-proxy) in kube-system"
+OTHER_PROGRAM = "its container has no kbpf: another program serves this node, perhaps kube-proxy"
+OTHER_VERSION = "its answer is kbpf.io/v2, not kbpf.io/v1alpha1: use its version of this"
+SEE = "see `kubectl kbpf exec node2 -- inspect status`"
 STATES = [
-    ((), "ok", ""),
-    (
-        (answer("agent-b.*inspect status", status(ok=False, error="the kernel refuses"), "", 1),),
-        "not ok",
-        "the kernel refuses",
-    ),
-    (
-        (answer("agent-b.*inspect status", status(ok=False, hooks_missing=["connect4"])),),
-        "not ok",
-        "hooks are missing: connect4",
-    ),
-    ((answer("agent-b.*inspect status", status(ok=False, refused=3)),), "not ok", "3 Service ports are not programmed"),
-    (
-        (answer("agent-b.*inspect status", status(ok=False, synced=False)),),
-        "not ok",
-        "not synced: a watch has not answered yet, or a device has no programs yet",
-    ),
-    (
-        (answer("agent-b.*inspect status", status(ok=False)),),
-        "not ok",
-        "see `kubectl kbpf exec node2 -- inspect status`",
-    ),
-    (
-        (answer("agent-b.*inspect status", status(ok=False, running=False), "", 1),),
-        "down",
-        "the agent does not report; traffic continues as programmed",
-    ),
-    ((answer("get pods", listed(pod("agent-b", "node2", ready=False))),), "not ok", "its Pod is not ready"),
-    (
-        (answer("get pods", listed(pod("agent-a", "node1"))),),
-        "none",
-        "no Pod with k8s-app in (kbpf, kube-proxy) in kube-system",
-    ),
-    (
-        (answer("get pods", listed(pod("agent-b", "node2", waiting="ImagePullBackOff"))),),
-        "unreachable",
-        "its container does not run: ImagePullBackOff",
-    ),
-    (
-        (answer("get pods", listed(pod("agent-b", "node2", phase="Pending", waiting="x"))),),
-        "unreachable",
-        "its container does not run: x",
-    ),
-    ((answer("agent-b.*inspect status", "", FORBIDDEN, 1),), "unreachable", MAY_NOT),
-    (
-        (answer("agent-b.*inspect status", "", NO_EXECUTABLE, 126),),
-        "unreachable",
-        "its container has no kbpf: another program serves this node, perhaps kube-proxy",
-    ),
-    (
-        (
-            answer(
-                "agent-b.*inspect status",
-                "",
-                "kbpf: no state in /sys/fs/bpf/kbpf: run the agent\ncommand terminated with exit code 1\n",
-                1,
-            ),
-        ),
-        "unreachable",
-        "no state in /sys/fs/bpf/kbpf: run the agent",
-    ),
-    ((answer("agent-b.*inspect status", "", "", 1),), "unreachable", "kubectl ended with exit code 1 and no message"),
-    ((answer("agent-b.*inspect status", "nonsense"),), "unreachable", "its answer is not JSON"),
-    ((answer("agent-b.*inspect status", "[" * 100_000),), "unreachable", "its answer is not JSON"),
-    (
-        (answer("agent-b.*inspect status", {**status(), "apiVersion": "kbpf.io/v2"}),),
-        "unreachable",
-        "its answer is kbpf.io/v2, not kbpf.io/v1alpha1: use its version of this",
-    ),
-    ((answer("agent-b.*inspect status", "HANGS"),), "unreachable", "no answer within 2 s"),
-    ((answer("agent-b.*inspect status", "HANGS", "closed"),), "unreachable", "no answer within 2 s"),
-    ((answer("agent-b.*inspect status", "FLOODS"),), "unreachable", "the answer is larger than 16MiB"),
+    (on_b(status()), "ok", ""),
+    (on_b(status(ok=False, error="the kernel refuses"), "", 1), "not ok", "the kernel refuses"),
+    (on_b(status(ok=False, hooks_missing=["connect4"])), "not ok", "hooks are missing: connect4"),
+    (on_b(status(ok=False, refused=3)), "not ok", "3 Service ports are not programmed"),
+    (on_b(status(ok=False, synced=False)), "not ok", UNSYNCED),
+    (on_b(status(ok=False)), "not ok", SEE),
+    (on_b(status(ok=False, running=False), "", 1), "down", DOWN),
+    (pods(ready=False), "not ok", "its Pod is not ready"),
+    (answer("get pods", listed(pod("agent-a", "node1"))), "none", NO_POD),
+    (pods(waiting="ImagePullBackOff"), "unreachable", "its container does not run: ImagePullBackOff"),
+    (pods(phase="Pending", waiting="x"), "unreachable", "its container does not run: x"),
+    (on_b("", FORBIDDEN, 1), "unreachable", MAY_NOT),
+    (on_b("", NO_EXECUTABLE, 126), "unreachable", OTHER_PROGRAM),
+    (on_b("", f"kbpf: {NO_STATE}\ncommand terminated with exit code 1\n", 1), "unreachable", NO_STATE),
+    (on_b("", "", 1), "unreachable", "kubectl ended with exit code 1 and no message"),
+    (on_b("nonsense"), "unreachable", "its answer is not JSON"),
+    (on_b("[" * 100_000), "unreachable", "its answer is not JSON"),
+    (on_b({**status(), "apiVersion": "kbpf.io/v2"}), "unreachable", OTHER_VERSION),
+    (on_b("HANGS"), "unreachable", "no answer within 2 s"),
+    (on_b("HANGS", "closed"), "unreachable", "no answer within 2 s"),
+    (on_b("FLOODS"), "unreachable", "the answer is larger than 16MiB"),
 ]
-"""Answers of the cluster, and what the row of node2 says."""
+"""An answer of the cluster, and what the row of node2 says."""
 
 
-@pytest.mark.parametrize(("rows", "word", "why"), STATES, ids=range(len(STATES)))
-def test_state_of_a_node(operator: Operator, rows: tuple[Row, ...], word: str, why: str) -> None:
-    timeout = "2" if "within 2 s" in why else "60"
-    done = operator("status", "-o", "json", "--timeout", timeout, rows=rows)
+@pytest.mark.parametrize(("row", "word", "why"), STATES, ids=range(len(STATES)))
+def test_state_of_a_node(operator: Operator, row: Row, word: str, why: str) -> None:
+    timeout = 2 if "within 2 s" in why else 60
+    done = operator(f"status -o json --timeout {timeout}", row)
     made = {row["node"]: (row["agent"], row["why"]) for row in json.loads(done.out)["items"]}
     assert made["node2"] == (word, why)
     assert done.code == any(agent != "ok" for agent, _ in made.values())
@@ -316,7 +283,6 @@ def cells(table: str) -> list[list[str]]:
 
 
 TITLES = ["NODE", "POD", "AGENT", "MODE", "VERSION", "SERVICES", "PROBLEMS", "FAILURES-1H", "KUBE-PROXY", "WHY"]
-SEE = "see `kubectl kbpf exec node2 -- inspect status`"
 TABLE = [
     TITLES,
     ["node1", "agent-a", "ok", "bpf", "0.1.0", "12", "2", "1", "rules of it\\x1b[2J exist", "-"],
@@ -335,7 +301,7 @@ def test_status_table(operator: Operator) -> None:
         answer("agent-b.*status", status(ok=False, services=10**400, problem_count=True, mode=None, version=["x"])),
         answer("agent-[bc].*failures", "", "kbpf: mode ipvs has no failures\n", 1),
     )
-    done = operator("status", rows=rows)
+    done = operator("status", *rows)
     assert cells(done.out) == TABLE
     assert (done.code, done.err) == (1, "")
 
@@ -353,17 +319,16 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("pods", "name"), PLACES)
-def test_the_pod_of_a_node_with_several(operator: Operator, pods: Any, name: str) -> None:
-    rows = (answer("get pods", listed(*pods)),)
-    done = operator("status", "--node", "node2", "-o", "json", rows=rows)
+@pytest.mark.parametrize(("agents", "name"), PLACES)
+def test_the_pod_of_a_node_with_several(operator: Operator, agents: Any, name: str) -> None:
+    done = operator("status --node node2 -o json", answer("get pods", listed(*agents)))
     assert [row["pod"] for row in json.loads(done.out)["items"]] == [name]
 
 
 def test_without_the_right_to_list_nodes_those_with_pods_are_shown(operator: Operator) -> None:
     error = FORBIDDEN.replace("create", "list").replace("pods/exec", "nodes")
     error = error.replace('in the namespace "kube-system"', "at the cluster scope")
-    done = operator("status", rows=(answer("get nodes", "", error, 1),))
+    done = operator("status", answer("get nodes", "", error, 1))
     assert done.code == 0
     assert done.out.count("ok") == 3
     assert done.err == (
@@ -372,12 +337,12 @@ def test_without_the_right_to_list_nodes_those_with_pods_are_shown(operator: Ope
     )
 
 
-FLAGS = ("--context=c", "--kubeconfig=k", "--as=u")
+FLAGS = "--context=c --kubeconfig=k --as=u"
 
 
-@pytest.mark.parametrize("words", [(*FLAGS, "status"), ("status", *FLAGS)])
-def test_flags_of_kubectl_are_passed_on(operator: Operator, words: tuple[str, ...]) -> None:
-    done = operator(*words, "-n", "agents", "-l", "app=x")
+@pytest.mark.parametrize("words", [f"{FLAGS} status", f"status {FLAGS}"])
+def test_flags_of_kubectl_are_passed_on(operator: Operator, words: str) -> None:
+    done = operator(f"{words} -n agents -l app=x")
     start = "--kubeconfig=k --context=c --as=u"
     assert done.calls[0] == f"{start} get pods -n agents -l app=x -o json"
     assert all(call.startswith(start) for call in done.calls)
@@ -394,7 +359,7 @@ FAILED = (
 
 
 def test_failures_of_all_nodes_are_in_one_list(operator: Operator) -> None:
-    done = operator("failures", "--since", "2h", "--service", "shop/web", rows=FAILED)
+    done = operator("failures --since 2h --service shop/web", *FAILED)
     place = ["shop/web:80", "10.96.0.9:80/TCP", "10.244.1.5:8080/TCP"]
     why = ["shop/web-7", "node9", "backend refused", "ECONNREFUSED"]
     assert cells(done.out)[1:] == [
@@ -412,7 +377,7 @@ def test_no_failures(operator: Operator) -> None:
 
 
 def test_failures_as_json(operator: Operator) -> None:
-    done = operator("failures", "-o", "json", "--limit", "1", rows=FAILED)
+    done = operator("failures -o json --limit 1", *FAILED)
     assert json.loads(done.out) == {
         "apiVersion": API_VERSION,
         "kind": "NodeFailureList",
@@ -443,7 +408,7 @@ TOP = (
 
 
 def test_top_adds_up_what_nodes_measure(operator: Operator) -> None:
-    done = operator("top", rows=TOP)
+    done = operator("top", *TOP)
     assert cells(done.out) == [
         ["SERVICE", "NODES", "NEW/S", "NO-BACKEND/S", "FAILED/S", "OPEN", "IN/S", "OUT/S", "WORST-P99"],
         ["shop/web:80", "2", "42.0", "0", "-", "12", "2.0KiB", "-", "1s"],
@@ -464,14 +429,14 @@ def test_top_by_zones_is_a_matrix(operator: Operator) -> None:
         answer("agent-b.* top --once --by=zones", document("TopList", to("b", 4.0))),
         answer("agent-c.* top --once --by=zones", document("TopList", to("a", 3.0))),
     )
-    done = operator("top", "--by", "zones", rows=(nodes, *rows))
+    done = operator("top --by zones", nodes, *rows)
     assert [line[:5] for line in cells(done.out)] == [
         ["SERVICE", "FROM-ZONE", "ZONE", "NODES", "NEW/S"],
         ["shop/web:80", "a", "b", "2", "5.0"],
         ["shop/web:80", "-", "a", "1", "3.0"],
         ["shop/web:80", "a", "a", "1", "2.0"],
     ]
-    document_ = json.loads(operator("top", "--by=zones", "-o=json", rows=(nodes, *rows)).out)
+    document_ = json.loads(operator("top --by=zones -o=json", nodes, *rows).out)
     assert [(row["from_zone"], row["name"], row["new"]) for row in document_["items"]] == [
         ("a", "b", 5.0),
         ("-", "a", 3.0),
@@ -480,7 +445,7 @@ def test_top_by_zones_is_a_matrix(operator: Operator) -> None:
 
 
 def test_top_of_agents_without_it(operator: Operator) -> None:
-    done = operator("top", rows=(answer(" top ", "", NO_COMMAND, 2),))
+    done = operator("top", answer(" top ", "", NO_COMMAND, 2))
     assert done.err == ("kubectl kbpf: node1, node2, node10: its version of kbpf has no command top\n")
     assert (done.code, done.out) == (1, "")
 
@@ -493,70 +458,61 @@ RELAYED = answer(" trace ", "10.96.0.9:80 \x1b]0;title\x07 → b\n", "a note\n")
 @pytest.mark.parametrize(
     ("words", "agent", "source"),
     [
-        (("shop/client",), "agent-b", "shop/client"),
-        (("host:node10",), "agent-c", "host"),
-        (("outside", "--node", "node1"), "agent-a", "outside"),
-        (("fd00::7", "--node", "node1"), "agent-a", "fd00::7"),
+        ("shop/client", "agent-b", "shop/client"),
+        ("host:node10", "agent-c", "host"),
+        ("outside --node node1", "agent-a", "outside"),
+        ("fd00::7 --node node1", "agent-a", "fd00::7"),
     ],
 )
-def test_trace_runs_on_the_clients_node(operator: Operator, words: tuple[str, ...], agent: str, source: str) -> None:
-    done = operator("trace", *words, "shop/web", rows=(RELAYED,))
+def test_trace_runs_on_the_clients_node(operator: Operator, words: str, agent: str, source: str) -> None:
+    done = operator(f"trace {words} shop/web", RELAYED)
     assert done.out == "10.96.0.9:80 \\x1b]0;title\\x07 → b\n"
     assert (done.code, done.err) == (0, "a note\n")
     assert done.calls[-1].endswith(f"exec pod/{agent} -c kube-proxy -- kbpf trace -o table -- {source} shop/web")
 
 
 def test_options_of_trace_are_passed_on(operator: Operator) -> None:
-    words = ("trace", "host:node1", "x", "--confirm", "--connect", "-o", "json")
-    done = operator(*words, rows=(RELAYED,))
+    done = operator("trace host:node1 x --confirm --connect -o json", RELAYED)
     assert done.calls[-1].endswith(" kbpf trace -o json --confirm --connect -- host x")
 
 
 NOT_FOUND = 'Error from server (NotFound): pods "x" not found\n'
 REFUSED = "The connection to the server 10.0.0.1:6443 was refused - did you specify the right host?\n"
 ENDED = "Pod shop/client has ended (Succeeded), so that it opens no connections"
+TRACE = "trace shop/client y"
+ON_NO_NODE = "Pod shop/client is on no node yet (Pending)"
+NOT_THERE = "no Pod x in namespace shop; `kubectl get pods -n shop` lists them"
 LINES = [
-    (
-        ("trace", "shop/x", "y"),
-        (answer("get pod ", "", NOT_FOUND, 1),),
-        "no Pod x in namespace shop; `kubectl get pods -n shop` lists them",
+    ("trace shop/x y", [answer("get pod ", "", NOT_FOUND, 1)], NOT_THERE),
+    (TRACE, [answer("get pod ", pod("client", "", phase="Pending"))], ON_NO_NODE),
+    (TRACE, [answer("get pod ", pod("c", "node1", phase="Succeeded"))], ENDED),
+    (TRACE, [answer("get pods", listed(pod("agent-a", "node1")))], f"node2: {NO_POD}"),
+    (TRACE, [answer(" trace ", "", FORBIDDEN, 1)], f"node2: {MAY_NOT}"),
+    (f"{TRACE} --timeout 1", [answer(" trace ", "HANGS")], "node2: no answer within 1 s"),
+    ("status", [answer("get pods", "", REFUSED, 1)], REFUSED.strip()),
+    ("status", [answer("get pods", listed()), answer("get nodes", listed())], f"{NO_POD}; see -n and -l"),
+    *(
+        (words, [], line)
+        for words, line in table("""\
+trace shop/client y --node node1 → shop/client is on node node2, not on node1
+trace outside y → outside can be on any node: choose one with --node NODE
+trace client y → client is no NAMESPACE/NAME of a Pod, host:NODE, outside, or IP
+trace ../x y → ../x is no NAMESPACE/NAME of a Pod
+trace host:nodes1 y → no node nodes1; similar: node1, node10, node2
+exec moon -- check → no node moon
+exec node1 → no arguments for kbpf: write them after --, as in `-- inspect services`
+status --node node3 → no node node3; similar: node2, node1, node10
+sysdump --output /nowhere/x.tar → cannot create /nowhere/x.tar: No such file or directory
+sysdump --output kubectl → cannot create kubectl: File exists
+""")
     ),
-    (
-        ("trace", "shop/client", "y"),
-        (answer("get pod ", pod("client", "", phase="Pending")),),
-        "Pod shop/client is on no node yet (Pending)",
-    ),
-    (("trace", "shop/client", "y"), (answer("get pod ", pod("c", "node1", phase="Succeeded")),), ENDED),
-    (
-        ("trace", "shop/client", "y"),
-        (answer("get pods", listed(pod("agent-a", "node1"))),),
-        "node2: no Pod with k8s-app in (kbpf, kube-proxy) in kube-system",
-    ),
-    (("trace", "shop/client", "y", "--node", "node1"), (), "shop/client is on node node2, not on node1"),
-    (("trace", "shop/client", "y"), (answer(" trace ", "", FORBIDDEN, 1),), f"node2: {MAY_NOT}"),
-    (("trace", "shop/client", "y", "--timeout", "1"), (answer(" trace ", "HANGS"),), "node2: no answer within 1 s"),
-    (("trace", "outside", "y"), (), "outside can be on any node: choose one with --node NODE"),
-    (("trace", "client", "y"), (), "client is no NAMESPACE/NAME of a Pod, host:NODE, outside, or IP"),
-    (("trace", "../x", "y"), (), "../x is no NAMESPACE/NAME of a Pod"),
-    (("trace", "host:nodes1", "y"), (), "no node nodes1; similar: node1, node10, node2"),
-    (("exec", "moon", "--", "check"), (), "no node moon"),
-    (("exec", "node1"), (), "no arguments for kbpf: write them after --, as in `-- inspect services`"),
-    (("status", "--node", "node3"), (), "no node node3; similar: node2, node1, node10"),
-    (("status",), (answer("get pods", "", REFUSED, 1),), REFUSED.strip()),
-    (
-        ("status",),
-        (answer("get pods", listed()), answer("get nodes", listed())),
-        "no Pod with k8s-app in (kbpf, kube-proxy) in kube-system; see -n and -l",
-    ),
-    (("sysdump", "--output", "/nowhere/x.tar"), (), "cannot create /nowhere/x.tar: No such file or directory"),
-    (("sysdump", "--output", "kubectl"), (), "cannot create kubectl: File exists"),
 ]
 """A command, answers of the cluster, and the one line of the error."""
 
 
 @pytest.mark.parametrize(("words", "rows", "line"), LINES, ids=range(len(LINES)))
-def test_an_error_is_one_line(operator: Operator, words: tuple[str, ...], rows: tuple[Row, ...], line: str) -> None:
-    done = operator(*words, rows=rows)
+def test_an_error_is_one_line(operator: Operator, words: str, rows: list[Row], line: str) -> None:
+    done = operator(words, *rows)
     assert (done.code, done.out, done.err) == (1, "", f"kubectl kbpf: {line}\n")
 
 
@@ -570,53 +526,39 @@ def test_without_kubectl(operator: Operator) -> None:
 @pytest.mark.parametrize(("place", "agent"), [("node1", "agent-a"), ("shop/client", "agent-b")])
 def test_exec_returns_the_exit_code_of_kbpf(operator: Operator, place: str, agent: str) -> None:
     errors = "kbpf: not well\ncommand terminated with exit code 7\n"
-    rows = (answer("kbpf check", "text\n", errors, 7),)
-    done = operator("exec", place, "--", "check", "-o", "json", rows=rows)
+    done = operator(f"exec {place} -- check -o json", answer("kbpf check", "text\n", errors, 7))
     assert (done.code, done.out, done.err) == (7, "text\n", "kbpf: not well\n")
     assert done.calls[-1].endswith(f"exec pod/{agent} -c kube-proxy -- kbpf check -o json")
+
+
+def start(operator: Operator, stdout: Any) -> "subprocess.Popen[str]":
+    """`kubectl kbpf status`, with this as its output."""
+    command, environ = [sys.executable, str(PLUGIN), "status"], {"PATH": str(operator.folder)}
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environ)
 
 
 def test_an_interrupt_ends_it(operator: Operator) -> None:
     operator._answers.write_text(json.dumps([answer("inspect", "HANGS"), *CLUSTER]))
     operator._calls.write_text("")
-    process = subprocess.Popen(
-        [sys.executable, str(PLUGIN), "status"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={"PATH": str(operator.folder)},
-    )
+    process = start(operator, subprocess.PIPE)
     until("all nodes are asked", lambda: operator._calls.read_text().count("inspect") == 3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, b"", b"")
+    assert (process.returncode, out, err) == (130, "", "")
 
 
 def test_a_reader_that_has_exited_ends_it_quietly(operator: Operator) -> None:
     operator._answers.write_text(json.dumps(CLUSTER))
-    with pipe_without_reader() as gone:
-        done = subprocess.run(
-            [sys.executable, str(PLUGIN), "status"],
-            stdout=gone,
-            stderr=subprocess.PIPE,
-            env={"PATH": str(operator.folder)},
-            check=False,
-        )
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+    with pipe_without_reader() as gone, start(operator, gone) as process:
+        assert process.communicate()[1] == ""
+    assert process.returncode == -signal.SIGPIPE
 
 
 def test_a_full_disk_is_one_line(operator: Operator) -> None:
     operator._answers.write_text(json.dumps(CLUSTER))
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, str(PLUGIN), "status"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={"PATH": str(operator.folder)},
-            check=False,
-        )
-    error = "kubectl kbpf: cannot write the output: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, error)
+    with open("/dev/full", "w") as full, start(operator, full) as process:
+        assert process.communicate()[1] == "kubectl kbpf: cannot write the output: No space left on device\n"
+    assert process.returncode == 1
 
 
 # ---- sysdump -------------------------------------------------------------------------------------
@@ -629,7 +571,7 @@ def test_sysdump_has_each_node_and_says_which_failed(operator: Operator) -> None
         answer("agent-b.* sysdump ", archive, "error: the connection was lost\n", 1),
         answer("agent-c.* sysdump ", "no archive\n"),
     )
-    done = operator("sysdump", "--output", "dump.tar", rows=rows)
+    done = operator("sysdump --output dump.tar", *rows)
     assert (done.code, done.out) == (1, "1 of 3 nodes are complete: dump.tar\n")
     assert done.err == (
         "kubectl kbpf: look through it before you send it: it has names and addresses\n"

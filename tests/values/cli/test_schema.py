@@ -72,26 +72,17 @@ def test_fields_have_the_sentences_that_name_them():
     }
 
 
-DIFFERENCES: list[tuple[str, dict[str, Any]]] = [
-    ("is 'v1', not one of", {"apiVersion": "v1"}),
-    ("is 'Part', not one of", {"kind": "Part"}),
-    ("has more, which the schema does not have", {"more": 1}),
-    ("items is {}, not of type array", {"items": {}}),
-    ("items[0] has no gone", {"items": [{"size": 1}]}),
-    ("items[0].size matches 0 of anyOf", {"items": [{**PART, "size": "1"}]}),
-    ("items[0].gone is 1, not of type boolean", {"items": [{**PART, "gone": 1}]}),
-    ("parts.a is [], not of type object", {"parts": {"a": []}}),
-]
-
-
 def test_document_matches_its_schema():
     assert validate(DOCUMENT, SCHEMA) == []
     assert validate(DOCUMENT, ALL) != []
-
-
-@pytest.mark.parametrize(("difference", "change"), DIFFERENCES, ids=[d[0] for d in DIFFERENCES])
-def test_validator_finds_every_difference(difference: str, change: dict[str, Any]):
-    assert difference in "".join(validate({**DOCUMENT, **change}, SCHEMA))
+    changed = {**DOCUMENT, "more": 1, "items": [{**PART, "size": "1"}], "parts": {"a": {"size": 1}}}
+    (told,) = validate(changed, SCHEMA)
+    for words in (
+        "parts.a has no gone",
+        "items[0].size matches 0 of anyOf",
+        "has more, which the schema does not have",
+    ):
+        assert words in told
 
 
 def test_command_prints_one_kind_or_all(capsys: pytest.CaptureFixture[str]):

@@ -9,42 +9,30 @@ FULL = "kbpf: cannot write to the standard output: No space left on device\n"
 CLOSED = "kbpf: cannot write to the standard output: Bad file descriptor\n"
 GONE = ">&{gone}"
 PIPE = 141
-WRITTEN = ("run", "--write-config-to", "/dev/stdout")
+WRITTEN = "run --write-config-to /dev/stdout"
+FULL_FILE = "kbpf: cannot write the configuration: No space left on device (/dev/stdout); name another file\n"
 
 
-COMMANDS = [
-    ("--help",),
-    ("--version",),
-    ("run", "--help"),
-    ("run", "--version"),
-    ("inspect", "-h"),
-    ("check", "-o", "json"),
-    ("cleanup", "-h"),
-]
+COMMANDS = ("--help", "--version", "run --help", "run --version", "inspect -h", "check -o json", "cleanup -h")
 STREAMS = [
     *((words, ">/dev/full", 1, FULL) for words in COMMANDS),
     *((words, ">&-", 1, CLOSED) for words in COMMANDS),
     *((words, "<&- >&- 2>&-", 1, "") for words in COMMANDS),
     *((words, GONE, PIPE, "") for words in (*COMMANDS, WRITTEN)),
-    (("nonsense",), "2>&-", 2, ""),
-    (("inspect", "status", "--pin-dir", "/nowhere"), "2>&-", 1, ""),
-    (("inspect", "status", "--pin-dir", "/nowhere"), "2>/dev/full", 1, ""),
-    (("run", "--source", "/nowhere"), "2>/dev/full", 1, ""),
-    (
-        WRITTEN,
-        ">/dev/full",
-        1,
-        "kbpf: cannot write the configuration: No space left on device (/dev/stdout); name another file\n",
-    ),
+    ("nonsense", "2>&-", 2, ""),
+    ("inspect status --pin-dir /nowhere", "2>&-", 1, ""),
+    ("inspect status --pin-dir /nowhere", "2>/dev/full", 1, ""),
+    ("run --source /nowhere", "2>/dev/full", 1, ""),
+    (WRITTEN, ">/dev/full", 1, FULL_FILE),
 ]
 """A command, the shell's redirection, the exit code and the whole of stderr."""
 
 
-@pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{' '.join(row[0])} {row[1]}")
+@pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{row[0]} {row[1]}")
 def test_redirected_stream(row: tuple) -> None:
     words, shell, code, err = row
     with pipe_without_reader() as gone:
-        done = kbpf(*words, shell=shell.format(gone=gone), pass_fds=(gone,))
+        done = kbpf(*words.split(), shell=shell.format(gone=gone), pass_fds=(gone,))
     assert (done.code, done.err) == (code, err)
 
 
@@ -56,32 +44,31 @@ def test_unencodable_characters_are_question_marks(encoding: str) -> None:
     assert (done.code, done.out, done.err) == (0, f"a {arrow} b ?\n", "")
 
 
-ASCII_COMMANDS = [
-    ("--help",),
-    ("run", "--help"),
-    ("inspect", "connections", "-h"),
-    ("schema",),
-    ("check",),
-    ("check", "-o", "yaml"),
-    ("run", "--mode", "ä"),
-    ("inspect", "services", "-o", "ä"),
-    ("inspect", "service", "ä→", "--pin-dir", "/nowhere/ä"),
-    ("config", "validate", "/nowhere/ä"),
-    ("trace", "ä", "ä"),
-    ("nonsense-ä",),
-    ("inspect", "services", "--pin-dir", "/nowhere/ä"),
-]
+ASCII_COMMANDS = """\
+--help
+run --help
+inspect connections -h
+schema
+check
+check -o yaml
+run --mode ä
+inspect services -o ä
+inspect service ä→ --pin-dir /nowhere/ä
+config validate /nowhere/ä
+trace ä ä
+nonsense-ä
+inspect services --pin-dir /nowhere/ä""".splitlines()
 
 
-@pytest.mark.parametrize("words", ASCII_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("line", ASCII_COMMANDS)
 @pytest.mark.parametrize("environ", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}], ids=str)
-def test_no_command_fails_on_an_ascii_terminal(words: tuple[str, ...], environ: dict[str, str]):
-    done = kbpf(*words, environ=environ)
+def test_no_command_fails_on_an_ascii_terminal(line: str, environ: dict[str, str]):
+    done = kbpf(*line.split(), environ=environ)
     text = done.out + done.err
     assert done.code in (0, 1, 2)
     assert "Traceback" not in text
-    typed = "".join(words)  # typer repeats what was typed as it was typed
-    assert all(c.isascii() or c in typed for c in text) or "LC_ALL" in environ
+    # typer repeats what was typed as it was typed
+    assert all(c.isascii() or c in line for c in text) or "LC_ALL" in environ
 
 
 BARS = [("ascii", "###       "), ("utf-8", "███       ")]
@@ -95,22 +82,10 @@ def test_bars_use_what_the_terminal_has(encoding: str, bar: str):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        ("run",),
-        ("check",),
-        ("compile",),
-        ("cleanup",),
-        ("demo",),
-        ("inspect",),
-        ("inspect", "services"),
-        ("inspect", "status"),
-    ],
-    ids=" ".join,
+    "line", ["", "run", "check", "compile", "cleanup", "demo", "inspect", "inspect services", "inspect status"]
 )
-def test_help_has_a_short_name(words: tuple[str, ...]) -> None:
-    short, long = (kbpf(*words, flag) for flag in ("-h", "--help"))
+def test_help_has_a_short_name(line: str) -> None:
+    short, long = (kbpf(*line.split(), flag) for flag in ("-h", "--help"))
     assert short == long
     assert short.code == 0
     assert "-h, --help" in short.out

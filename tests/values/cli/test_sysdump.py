@@ -28,24 +28,48 @@ from kbpf.kernel.system import children, pods
 from tests.support.cluster import scenario
 from tests.support.faults.scripted import ScriptedServer
 from tests.support.lab.lab import until
+from tests.support.table import table
 from tests.values.source.reflector.scripted import listed, status
 
 # ---- secrets -------------------------------------------------------------------------------------
 
 PEM = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIIhidden\n-----END EC PRIVATE KEY-----"
-PATTERNS = {
-    "a URL": ("--master=https://me:hidden@192.0.2.1:6443/x", "--master=https://REDACTED@192.0.2.1"),
-    "a user in a URL": ("http://hidden@proxy:3128", "http://REDACTED@proxy:3128"),
-    "a header": ("Authorization: Bearer hidden.token", "Authorization: Bearer REDACTED"),
-    "basic": ("authorization: Basic aGlkZGVu", "authorization: Basic REDACTED"),
-    "a JWT": ("seen eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJoaWRkZW4i.hidden_-x end", "seen REDACTED end"),
-    "a JWT in a word": ("x-eyJhbGciOiJSUzI1NiJ9.hidden-11.sig.hidden.hidden end", "REDACTED end"),
-    "YAML": ("users:\n- user:\n    token: hidden\n", "    token: REDACTED\n"),
-    "quoted": ("password: 'hidden words' # why", "password: 'REDACTED' # why"),
-    "JSON": ('{"clientSecret": "hid\\"den", "b": 1}', '{"clientSecret": "REDACTED", "b": 1}'),
-    "a flag": ("run --api-token=hidden -v", "run --api-token=REDACTED -v"),
-    "a variable": ("KBPF_DB_PASSWORD=hidden", "KBPF_DB_PASSWORD=REDACTED"),
-    "inline data": ("client-key-data: aGlkZGVu", "client-key-data: REDACTED"),
+PATTERNS = table(r"""\
+a URL: --master=https://me:hidden@192.0.2.1:6443/x → --master=https://REDACTED@192.0.2.1
+a user in a URL: http://hidden@proxy:3128 → http://REDACTED@proxy:3128
+a header: Authorization: Bearer hidden.token → Authorization: Bearer REDACTED
+basic: authorization: Basic aGlkZGVu → authorization: Basic REDACTED
+a JWT: seen eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJoaWRkZW4i.hidden_-x end → seen REDACTED end
+a JWT in a word: x-eyJhbGciOiJSUzI1NiJ9.hidden-11.sig.hidden.hidden end → REDACTED end
+YAML: users:\n- user:\n    token: hidden\n →     token: REDACTED\n
+quoted: password: 'hidden words' # why → password: 'REDACTED' # why
+JSON: {"clientSecret": "hid\"den", "b": 1} → {"clientSecret": "REDACTED", "b": 1}
+a flag: run --api-token=hidden -v → run --api-token=REDACTED -v
+a variable: KBPF_DB_PASSWORD=hidden → KBPF_DB_PASSWORD=REDACTED
+inline data: client-key-data: aGlkZGVu → client-key-data: REDACTED
+PEM that a tenant begins in a log: 12:00:01 -----BEGIN PRIVATE KEY-----\n12:00:02 kept → :00:02 kept
+another scheme: Authorization: Token hidden\nx: 1 → Authorization: Token REDACTED\nx: 1
+digest: Authorization: Digest username="me", response="hidden", n=1\nx → Digest REDACTED\nx
+a header in JSON: {"h": {"Authorization": "Token hidden"}, "m": "Authorization: hidden", "n": 1} → "n": 1}
+a header in a command: curl -H 'Authorization: ApiKey hidden' -v → REDACTED' -v
+a cookie: Cookie: a=hidden; b=hidden\nx → Cookie: REDACTED\nx
+a new cookie: set-cookie: sid=hidden; Path=/; Secure → set-cookie: REDACTED
+a flag and its value: join --token hidden --v 5 → join --token REDACTED --v 5
+a flag in a list: ["--db-password", "hidden", "-v"] → ["--db-password", "REDACTED", "-v"]
+a flag in YAML: args:\n- --token\n- hidden\n- -v → - --token\n- REDACTED\n- -v
+escaped blanks: --password=a\ hidden -v → --password=REDACTED -v
+a comma: password=a,hidden b → password=REDACTED b
+a brace: {password: a}hidden, b: 1} → {password: REDACTED, b: 1}
+a string in JSON: {"a": "password=hidden", "b": ["token=hidden"]} → ", "b": ["token=REDACTED"]}
+pwd: pwd=hidden → pwd=REDACTED
+digits: password: 48151623 no → password: REDACTED no
+a slash: token: /9jhidden/abc= → token: REDACTED
+a slash in JSON: {"secret": "/varhidden/"} → {"secret": "REDACTED"}
+an access key by name: AWS_SECRET_ACCESS_KEY=hidden/x → AWS_SECRET_ACCESS_KEY=REDACTED
+credentials: registry_credentials: hidden → registry_credentials: REDACTED
+""")
+"""A rule: a text → a part of what remains; \\n is the end of a line."""
+LONG_PATTERNS = {
     "PEM": (f"x\n{PEM}\ny", "x\nREDACTED\ny"),
     "PEM in JSON": (json.dumps({"a": PEM}), '{"a": "REDACTED"}'),
     "PEM that is cut off": (PEM[:50], "REDACTED"),
@@ -57,53 +81,35 @@ PATTERNS = {
         '{"a": "-----BEGIN PRIVATE KEY-----", "b": "-----END PRIVATE KEY-----", "c": "kept"}',
         '{"a": "REDACTED", "b": "-----END PRIVATE KEY-----", "c": "kept"}',
     ),
-    "PEM that a tenant begins in a log": ("12:00:01 -----BEGIN PRIVATE KEY-----\n12:00:02 kept", ":00:02 kept"),
     "a quote that a tenant opens": (
         "web: token: 'hidden\n12:00:02 kept token=\"hidden\n12:00:03 kept",
         'REDACTED\'\n12:00:02 kept token="REDACTED"\n12:00:03 kept',
     ),
-    "another scheme": ("Authorization: Token hidden\nx: 1", "Authorization: Token REDACTED\nx: 1"),
-    "digest": ('Authorization: Digest username="me", response="hidden", n=1\nx', "Digest REDACTED\nx"),
-    "a header in JSON": ('{"h": {"Authorization": "Token hidden"}, "m": "Authorization: hidden", "n": 1}', '"n": 1}'),
-    "a header in a command": ("curl -H 'Authorization: ApiKey hidden' -v", "REDACTED' -v"),
-    "a cookie": ("Cookie: a=hidden; b=hidden\nx", "Cookie: REDACTED\nx"),
-    "a new cookie": ("set-cookie: sid=hidden; Path=/; Secure", "set-cookie: REDACTED"),
-    "a flag and its value": ("join --token hidden --v 5", "join --token REDACTED --v 5"),
-    "a flag in a list": ('["--db-password", "hidden", "-v"]', '["--db-password", "REDACTED", "-v"]'),
-    "a flag in YAML": ("args:\n- --token\n- hidden\n- -v", "- --token\n- REDACTED\n- -v"),
-    "escaped blanks": (r"--password=a\ hidden -v", "--password=REDACTED -v"),
-    "a comma": ("password=a,hidden b", "password=REDACTED b"),
-    "a brace": ("{password: a}hidden, b: 1}", "{password: REDACTED, b: 1}"),
-    "a string in JSON": ('{"a": "password=hidden", "b": ["token=hidden"]}', '", "b": ["token=REDACTED"]}'),
-    "pwd": ("pwd=hidden", "pwd=REDACTED"),
-    "digits": ("password: 48151623 hidden=no".replace("hidden=", ""), "password: REDACTED no"),
-    "a slash": ("token: /9jhidden/abc=", "token: REDACTED"),
-    "a slash in JSON": ('{"secret": "/varhidden/"}', '{"secret": "REDACTED"}'),
-    "an access key by name": ("AWS_SECRET_ACCESS_KEY=hidden/x", "AWS_SECRET_ACCESS_KEY=REDACTED"),
-    "credentials": ("registry_credentials: hidden", "registry_credentials: REDACTED"),
-    **{
-        key[:11]: (f"seen {key}.", "seen REDACTED")
-        for key in (
-            "AKIAHIDDENHIDDEN1234",
-            "ASIAHIDDENHIDDEN1234",
-            f"ghp_{'hidden' * 6}",
-            f"ghs_{'hidden' * 6}",
-            f"github_pat_11{'hidden' * 8}",
-            f"glpat-{'hidden' * 4}",
-            "xoxb-12345-hidden-abc",
-            f"AIzaSy-{'hidden' * 5}abc",
-            f"ya29.a0{'hidden' * 5}",
-            f"dckr_pat_{'hidden' * 5}",
-            f"hvs.{'hidden' * 5}",
-            f"sk_live_{'hidden' * 5}",
-        )
-    },
 }
+KEYS = (
+    "AKIAHIDDENHIDDEN1234",
+    "ASIAHIDDENHIDDEN1234",
+    f"ghp_{'hidden' * 6}",
+    f"ghs_{'hidden' * 6}",
+    f"github_pat_11{'hidden' * 8}",
+    f"glpat-{'hidden' * 4}",
+    "xoxb-12345-hidden-abc",
+    f"AIzaSy-{'hidden' * 5}abc",
+    f"ya29.a0{'hidden' * 5}",
+    f"dckr_pat_{'hidden' * 5}",
+    f"hvs.{'hidden' * 5}",
+    f"sk_live_{'hidden' * 5}",
+)
+SECRETS = [
+    *((text.replace(r"\n", "\n"), part.replace(r"\n", "\n")) for text, part in PATTERNS),
+    *((f": {text}", part) for text, part in LONG_PATTERNS.values()),
+    *((f": seen {key}.", "seen REDACTED") for key in KEYS),
+]
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_what_looks_like_a_secret_is_removed(name: str) -> None:
-    text, part = PATTERNS[name]
+@pytest.mark.parametrize(("row", "part"), SECRETS)
+def test_what_looks_like_a_secret_is_removed(row: str, part: str) -> None:
+    text = row.partition(": ")[2]
     result = Redactor([]).redact(text.encode()).decode()
     assert part in result
     assert "hidden" not in result.lower()

@@ -5,15 +5,18 @@ pseudo-terminal, and the pagers are real programs.
 
 import fcntl
 import os
+import re
+import shlex
 import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 
 from kbpf.cli import terminal
+from tests.support.table import table
 
 SCRIPT = """
 from kbpf.cli import render, streams
@@ -67,27 +70,33 @@ def on_terminal(environ: Mapping[str, str], columns: int = 200, script: str = SC
 
 
 NONE = {"KBPF_PAGER": ""}
-ALARMED = PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace("90.0% !", f"90.0%{RED} !{RESET}")
-ENVIRONMENTS: list[tuple[str, dict[str, str], str]] = [
-    ("colour", NONE, ALARMED),
-    ("NO_COLOR", {**NONE, "NO_COLOR": "1"}, PLAIN),
-    ("empty NO_COLOR", {**NONE, "NO_COLOR": ""}, ALARMED),
-    ("TERM=dumb", {**NONE, "TERM": "dumb"}, PLAIN),
-    ("a dumb terminal has no pager", {"TERM": "dumb", "KBPF_PAGER": "tr a-z A-Z"}, PLAIN),
-    ("PAGER=cat", {"PAGER": "cat", "NO_COLOR": "1"}, PLAIN),
-    ("a pager", {"PAGER": "tr a-z A-Z", "NO_COLOR": "1"}, PLAIN.upper()),
-    ("ours before that of all", {"PAGER": "false", "KBPF_PAGER": "cat", "NO_COLOR": "1"}, PLAIN),
-    ("a pager that is not installed", {"PAGER": "no-such-pager", "NO_COLOR": "1"}, PLAIN),
-    ("no pager at all", {"PAGER": "'", "NO_COLOR": "1"}, PLAIN),
-    ("a pager that exits at once", {"PAGER": "true", "NO_COLOR": "1"}, ""),
-    ("the options of less", {"PAGER": "printenv LESS; cat >/dev/null"}, "FRX\n"),
-    ("options of less that are set", {"PAGER": "printenv LESS; cat >/dev/null", "LESS": "S"}, "S\n"),
-]
+TEXTS_OF = {
+    "alarmed": PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace("90.0% !", f"90.0%{RED} !{RESET}"),
+    "plain": PLAIN,
+    "upper": PLAIN.upper(),
+    "nothing": "",
+}
+ENVIRONMENTS = table("""\
+colour: KBPF_PAGER= → alarmed
+NO_COLOR: KBPF_PAGER= NO_COLOR=1 → plain
+empty NO_COLOR: KBPF_PAGER= NO_COLOR= → alarmed
+TERM=dumb: KBPF_PAGER= TERM=dumb → plain
+a dumb terminal has no pager: TERM=dumb KBPF_PAGER='tr a-z A-Z' → plain
+PAGER=cat: PAGER=cat NO_COLOR=1 → plain
+a pager: PAGER='tr a-z A-Z' NO_COLOR=1 → upper
+ours before that of all: PAGER=false KBPF_PAGER=cat NO_COLOR=1 → plain
+a pager that is not installed: PAGER=no-such-pager NO_COLOR=1 → plain
+no pager at all: PAGER=\\' NO_COLOR=1 → plain
+a pager that exits at once: PAGER=true NO_COLOR=1 → nothing
+the options of less: PAGER='printenv LESS; cat >/dev/null' → FRX
+options of less that are set: PAGER='printenv LESS; cat >/dev/null' LESS=S → S
+""")
 
 
-@pytest.mark.parametrize(("environ", "text"), [row[1:] for row in ENVIRONMENTS], ids=[row[0] for row in ENVIRONMENTS])
-def test_environment_decides(environ: dict[str, str], text: str):
-    assert on_terminal(environ) == (text, "kbpf: a note\n")
+@pytest.mark.parametrize(("environ", "text"), ENVIRONMENTS)
+def test_environment_decides(environ: str, text: str):
+    variables = dict(word.split("=", 1) for word in shlex.split(environ.partition(": ")[2]))
+    assert on_terminal(variables) == (TEXTS_OF.get(text, f"{text}\n"), "kbpf: a note\n")
 
 
 def test_a_pipe_gets_neither_colour_nor_a_pager():
@@ -138,19 +147,20 @@ def test_a_page_that_is_drawn_again_and_again_knows_the_terminal():
     assert err == ""
 
 
-WIDTHS: list[tuple[Sequence[int], Sequence[int], int, list[int]]] = [
-    ([10, 10], [1, 1], 23, [10, 10]),
-    ([10, 20], [1, 1], 23, [10, 10]),
-    ([20, 20], [20, 5], 33, [20, 10]),
-    ([20, 20], [20, 20], 10, [20, 20]),
-    ([5, 100, 5], [5, 12, 5], 10, [5, 12, 5]),
-]
-"""Widths, the longest words, the limit, and the widths that fit."""
+WIDTHS = table("""\
+23 of 10 10, words 1 1 → 10 10
+23 of 10 20, words 1 1 → 10 10
+33 of 20 20, words 20 5 → 20 10
+10 of 20 20, words 20 20 → 20 20
+10 of 5 100 5, words 5 12 5 → 5 12 5
+""")
+"""The limit of widths, and the longest words → the widths that fit."""
 
 
-@pytest.mark.parametrize(("widths", "words", "limit", "fitted"), WIDTHS)
-def test_widest_columns_are_narrowed_first(widths: Sequence[int], words: Sequence[int], limit: int, fitted: list[int]):
-    assert terminal.fit_widths(widths, words, limit) == fitted
+@pytest.mark.parametrize(("given", "fitted"), WIDTHS)
+def test_widest_columns_are_narrowed_first(given: str, fitted: str):
+    limit, widths, words = (list(map(int, part.split())) for part in re.split(" of |, words ", given))
+    assert terminal.fit_widths(widths, words, *limit) == list(map(int, fitted.split()))
 
 
 COLOURS = [

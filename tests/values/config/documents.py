@@ -2,14 +2,14 @@
 """Documents of configuration."""
 
 import textwrap
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from kbpf.config import load
 from kbpf.config.load import LoadedConfig
 from kbpf.errors import ConfigError, ConfigErrors
-from kbpf.model.address import parse_addr
+from kbpf.model.address import Addr, format_addr, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Cidr
 
@@ -45,19 +45,31 @@ def told(made: LoadedConfig) -> str:
     return "\n".join(note.text for note in made.notes)
 
 
-class FieldRow(NamedTuple):
-    """Fields of a document, a field of Config and the value it gets from them."""
-
-    text: str
-    field: str
-    value: object
+def document(text: str) -> str:
+    """The fields of a document in a table: "; " separates lines."""
+    return text.replace("; ", "\n")
 
 
-class Wrong(NamedTuple):
-    """A document that is refused; each item of `words` occurs in one error."""
+def shown(value: object) -> str:
+    """A field of Config as tables write it: `true`, `none`, `''`, `10.0.0.0/8, fd00::/8`, `()`."""
+    match value:
+        case None | bool():
+            return str(value).lower()
+        case Cidr():
+            return str(value)
+        case bytes():
+            return format_addr(Addr(value))
+        case tuple():
+            return ", ".join(map(str, value)) or "()"
+    return str(value) or "''"
 
-    text: str
-    words: tuple[str, ...]
+
+def assert_mistakes(text: str, words: str, kind: str) -> None:
+    """A document leads to these errors, with words of each, `|` between them; `(.a.b)` is a path in it."""
+    lines, wanted = complaints(text), words.replace("(.", f"({kind}").split(" | ")
+    assert len(lines) == len(wanted)
+    for each, line in zip(wanted, lines, strict=True):
+        assert each in line
 
 
 P = "KubeProxyConfiguration."

@@ -1,248 +1,222 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of test_kube_proxy_file.py."""
 
-from pathlib import Path
+from tests.support.table import table
 
-from kbpf.model.address import parse_addr
-from kbpf.model.config import LocalMode
-from tests.values.config.documents import OWN, PROXY, FieldRow, P, Wrong, cidr
-
-SAYS = [
-    FieldRow("clientConnection: {kubeconfig: /k}", "kubeconfig", Path("/k")),
-    FieldRow("clientConnection: {kubeconfig: ''}", "kubeconfig", None),
-    FieldRow("hostnameOverride: ' Node-1 '", "node_name", "node-1"),
-    FieldRow("bindAddress: 192.0.2.7", "bind_address", parse_addr("192.0.2.7")),
-    FieldRow("bindAddress: 'fd00::7'", "bind_address", parse_addr("fd00::7")),
-    FieldRow("bindAddress: 2001:10:1:2:3:4:5:6", "bind_address", parse_addr("2001:10:1:2:3:4:5:6")),
-    FieldRow("bindAddress: 0.0.0.0", "bind_address", None),
-    FieldRow("bindAddress: '::'", "bind_address", None),
-    FieldRow("bindAddress: '::'", "serving.healthz", "[::]:10256"),
-    FieldRow("bindAddress: '::'", "serving.metrics", "[::1]:10249"),
-    FieldRow("bindAddress: 192.0.2.7", "serving.healthz", "0.0.0.0:10256"),
-    FieldRow("healthzBindAddress: 192.0.2.7", "serving.healthz", "192.0.2.7:10256"),
-    FieldRow("healthzBindAddress: '192.0.2.7:1'", "serving.healthz", "192.0.2.7:1"),
-    FieldRow("healthzBindAddress: 'fd00::1'", "serving.healthz", "[fd00::1]:10256"),
-    FieldRow("metricsBindAddress: 0.0.0.0", "serving.metrics", "0.0.0.0:10249"),
-    FieldRow("metricsBindAddress: '[::]:9'", "serving.metrics", "[::]:9"),
-    FieldRow("metricsBindAddress: ''", "serving.metrics", "127.0.0.1:10249"),
-    FieldRow("metricsBindAddress: '010.0.0.1:080'", "serving.metrics", "10.0.0.1:80"),
-    FieldRow("bindAddressHardFail: true", "serving.hard_fail", True),
-    FieldRow("mode: ''", "proxy_mode", ""),
-    FieldRow("mode: iptables", "proxy_mode", "iptables"),
-    FieldRow("mode: nftables", "proxy_mode", "nftables"),
-    FieldRow("mode: ipvs", "proxy_mode", "ipvs"),
-    FieldRow("mode: ipvs", "mode", "auto"),
-    FieldRow("iptables: {masqueradeBit: 3}", "masquerade_bit", 3),
-    FieldRow("iptables: {masqueradeBit: 0}", "masquerade_bit", 0),
-    FieldRow("mode: ipvs\niptables: {masqueradeBit: 3}", "masquerade_bit", 3),
-    FieldRow("mode: nftables\niptables: {masqueradeBit: 3}", "masquerade_bit", 14),
-    FieldRow("mode: nftables\nnftables: {masqueradeBit: 4}", "masquerade_bit", 4),
-    FieldRow("nftables: {masqueradeBit: 4}", "masquerade_bit", 14),
-    FieldRow("iptables: {masqueradeAll: true}", "masquerade_all", True),
-    FieldRow("nftables: {masqueradeAll: true}", "masquerade_all", False),
-    FieldRow("mode: nftables\nnftables: {masqueradeAll: true}", "masquerade_all", True),
-    FieldRow("mode: nftables\niptables: {masqueradeAll: true}", "masquerade_all", False),
-    FieldRow("mode: ipvs\niptables: {masqueradeAll: true}", "masquerade_all", True),
-    FieldRow("iptables: {syncPeriod: 1m}", "serving.late_seconds", 120.0),
-    FieldRow("iptables: {syncPeriod: 0s}", "serving.late_seconds", 60.0),
-    FieldRow("mode: nftables\nnftables: {syncPeriod: 5s}", "serving.late_seconds", 10.0),
-    FieldRow("mode: ipvs\nipvs: {syncPeriod: 5s}", "serving.late_seconds", 10.0),
-    FieldRow("nftables: {syncPeriod: 5s}", "serving.late_seconds", 60.0),
-    FieldRow("iptables: {minSyncPeriod: 0s}", "min_sync_period", 0.0),
-    FieldRow("iptables: {minSyncPeriod: 10s}", "min_sync_period", 10.0),
-    FieldRow("iptables: {minSyncPeriod: 30s}", "min_sync_period", 30.0),
-    FieldRow("mode: nftables\nnftables: {minSyncPeriod: 1500ms}", "min_sync_period", 1.5),
-    FieldRow("mode: ipvs\nipvs: {minSyncPeriod: 2s}", "min_sync_period", 2.0),
-    FieldRow("ipvs: {scheduler: mh}", "ipvs_scheduler", "mh"),
-    FieldRow("ipvs: {scheduler: ''}", "ipvs_scheduler", "rr"),
-    FieldRow("ipvs: {strictARP: true}", "strict_arp", True),
-    FieldRow("iptables: {localhostNodePorts: false}", "localhost_node_ports", False),
-    FieldRow("iptables: {localhostNodePorts: true}", "localhost_node_ports", True),
-    FieldRow("iptables: {localhostNodePorts: null}", "localhost_node_ports", True),
-    FieldRow("mode: nftables", "localhost_node_ports", False),
-    FieldRow("mode: ipvs", "localhost_node_ports", False),
-    FieldRow("nodePortAddresses: [primary]", "localhost_node_ports", False),
-    FieldRow("nodePortAddresses: [10.0.0.0/8]", "localhost_node_ports", False),
-    FieldRow("nodePortAddresses: [10.0.0.0/8, 127.0.0.0/8]", "localhost_node_ports", True),
-    FieldRow("nodePortAddresses: [127.0.0.1/32]", "localhost_node_ports", True),
-    FieldRow("nodePortAddresses: [0.0.0.0/0]", "localhost_node_ports", True),
-    FieldRow("nodePortAddresses: ['fd00::/8']", "localhost_node_ports", True),
-    FieldRow("nodePortAddresses: []", "all_node_port_addresses", True),
-    FieldRow("nodePortAddresses: null", "all_node_port_addresses", True),
-    FieldRow("mode: ipvs", "all_node_port_addresses", True),
-    FieldRow("mode: nftables", "all_node_port_addresses", False),
-    FieldRow("nodePortAddresses: [primary]", "all_node_port_addresses", False),
-    FieldRow("nodePortAddresses: [primary]", "node_port_addresses", ()),
-    FieldRow("nodePortAddresses: [primary]", "primary_node_ports", False),
-    FieldRow("nodePortAddresses: [10.0.0.0/8]", "primary_node_ports", False),
-    FieldRow("nodePortAddresses: [10.0.0.0/8, 'fd00::/8']", "node_port_addresses",
-             (cidr("10.0.0.0", 104), cidr("fd00::", 8))),
-    FieldRow("detectLocalMode: ''", "detect_local_mode", LocalMode.NONE),
-    FieldRow("clusterCIDR: 10.0.0.0/8", "detect_local_mode", LocalMode.CLUSTER_CIDR),
-    FieldRow("clusterCIDR: '10.0.0.0/8,fd00::/48'", "cluster_cidrs",
-             (cidr("10.0.0.0", 104), cidr("fd00::", 48))),
-    FieldRow("detectLocalMode: ClusterCIDR", "detect_local_mode", LocalMode.CLUSTER_CIDR),
-    FieldRow("detectLocalMode: NodeCIDR", "detect_local_mode", LocalMode.NODE_CIDR),
-    FieldRow("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "cluster_cidrs", ()),
-    FieldRow("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}",
-             "pod_bridge_interface", "cni0"),
-    FieldRow("detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: cali}",
-             "pod_interface_name_prefix", "cali"),
-    FieldRow("configSyncPeriod: 0s", "config_sync_period", 900.0),
-    FieldRow("configSyncPeriod: 1m", "config_sync_period", 60.0),
-    FieldRow("oomScoreAdj: 0", "oom_score_adj", 0),
-    FieldRow("oomScoreAdj: 5.0", "oom_score_adj", 5),
-    FieldRow("oomScoreAdj: null", "oom_score_adj", -999),
-    FieldRow("conntrack: {maxPerCore: 0}", "conntrack.max_per_core", 0),
-    FieldRow("conntrack: {maxPerCore: 7}", "conntrack.max_per_core", 7),
-    FieldRow("conntrack: {min: 0}", "conntrack.least", 0),
-    FieldRow("conntrack: {min: 1.048576e+06}", "conntrack.least", 1_048_576),
-    FieldRow("conntrack: {min: 1e+06}", "conntrack.least", 1_000_000),
-    FieldRow("conntrack: {tcpEstablishedTimeout: 0s}", "conntrack.tcp_established", 0),
-    FieldRow("conntrack: {tcpEstablishedTimeout: 2h}", "conntrack.tcp_established", 7200),
-    FieldRow("conntrack: {tcpEstablishedTimeout: null}", "conntrack.tcp_established", 86400),
-    FieldRow("conntrack: {tcpCloseWaitTimeout: 1m30s}", "conntrack.tcp_close_wait", 90),
-    FieldRow("conntrack: {tcpBeLiberal: true}", "conntrack.tcp_be_liberal", True),
-    FieldRow("conntrack: {udpTimeout: 30s}", "conntrack.udp", 30),
-    FieldRow("conntrack: {udpStreamTimeout: 2m}", "conntrack.udp_stream", 120),
-    FieldRow("ipvs: {tcpTimeout: 1h}", "ipvs_times.tcp", 3600),
-    FieldRow("mode: ipvs\nipvs: {tcpTimeout: 1h0m0.9s}", "ipvs_times.tcp", 3600),
-    FieldRow("mode: ipvs\nipvs: {tcpFinTimeout: 30s}", "ipvs_times.tcp_fin", 30),
-    FieldRow("mode: ipvs\nipvs: {udpTimeout: 10s}", "ipvs_times.udp", 10),
-    FieldRow("mode: ipvs\nipvs: {tcpTimeout: 0s}", "ipvs_times.tcp", 0),
-    FieldRow("ipvs: {tcpTimeout: -1s}", "ipvs_times.tcp", 0),
-    FieldRow("logging: {format: json}", "log_format", "json"),
-    FieldRow("logging: {verbosity: 4}", "log_level", "debug"),
-    FieldRow("logging: {verbosity: 2}", "log_level", "info"),
-    FieldRow("iptables: null", "masquerade_bit", 14),
-    FieldRow("nodePortAddresses: [primary, 10.0.0.0/8]", "primary_node_ports", True),
-    FieldRow("nodePortAddresses: [10.0.0.0/8, primary]", "node_port_addresses",
-             (cidr("10.0.0.0", 104),)),
-    FieldRow("nodePortAddresses: [10.0.0.0/8, primary]", "localhost_node_ports", False),
-    FieldRow("nodePortAddresses: [localhost]", "node_port_addresses",
-             (cidr("127.0.0.0", 104), cidr("::1", 128))),
-    FieldRow("nodePortAddresses: [localhost]", "localhost_node_ports", True),
-    FieldRow("nodePortAddresses: [primary, localhost]", "primary_node_ports", True),
-    FieldRow("nodePortAddresses: [primary, localhost]", "localhost_node_ports", True),
-    FieldRow("mode: nftables\nnodePortAddresses: [primary, localhost]",
-             "localhost_node_ports", False),
-    *[FieldRow(f"mode: nftables\nfeatureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}\n"
-           f"nodePortAddresses: [{words}]", "localhost_node_ports", value)
-      for gate, words, value in (
-          ("true", "primary, localhost", True),
-          ("false", "primary, localhost", False),
-          ("true", "127.0.0.1/32", True),
-          ("true", "'::1/128'", True),
-          ("true", "primary", False),
-          ("true", "10.0.0.0/8", False),
-          ("true", "0.0.0.0/0", False),
-          ("true", "'::/0'", False),
-          ("true", "all", False),
-          ("true", "all, localhost", True),
-      )],
-    FieldRow("nodePortAddresses: [all]", "all_node_port_addresses", True),
-    FieldRow("nodePortAddresses: [all]", "localhost_node_ports", True),
-    FieldRow("nodePortAddresses: [primary, all, localhost]", "all_node_port_addresses", True),
-    FieldRow("nodePortAddresses: [primary, all, localhost]", "primary_node_ports", False),
-    FieldRow("mode: nftables\nnodePortAddresses: [all]", "all_node_port_addresses", True),
-    FieldRow("mode: nftables\nnodePortAddresses: [all]", "localhost_node_ports", False),
-]
-
-
-WRONG = [
-    Wrong("mode: userspace", (f"'userspace' ({P}mode); use iptables",)),
-    Wrong("mode: kernelspace", (f"({P}mode)",)),
-    Wrong("bindAddress: here", (f"'here' ({P}bindAddress)",)),
-    Wrong("healthzBindAddress: '0.0.0.0:0'", (f"0.0.0.0:0' ({P}healthzBindAddress)",)),
-    Wrong("metricsBindAddress: 'localhost:1'", (f"({P}metricsBindAddress)",)),
-    Wrong("iptables: {masqueradeBit: 32}", (f"'32' ({P}iptables.masqueradeBit)",)),
-    Wrong("mode: nftables\niptables: {masqueradeBit: -1}", (f"({P}iptables.masqueradeBit)",)),
-    Wrong("mode: nftables\nnftables: {masqueradeBit: 32}", (f"({P}nftables.masqueradeBit)",)),
-    Wrong("iptables: {syncPeriod: -1s}", (f"({P}iptables.syncPeriod)",)),
-    Wrong("iptables: {syncPeriod: soon}", (f"'soon' ({P}iptables.syncPeriod)",)),
-    Wrong("iptables: {syncPeriod: 30}",
-          (f"expected a string, got an integer ({P}iptables.syncPeriod); write 30s",)),
-    Wrong("configSyncPeriod: 1.5", (f"got a fraction ({P}configSyncPeriod); write 1.5s",)),
-    Wrong("conntrack: {udpTimeout: 0}", (f"got an integer ({P}conntrack.udpTimeout); write 0s",)),
-    Wrong("conntrack: {udpTimeout: true}",
-          (f"expected a string, got a boolean ({P}conntrack.udpTimeout)",)),
-    Wrong("iptables: {minSyncPeriod: 31s}", (f"30s ({P}iptables.minSyncPeriod)",)),
-    Wrong("mode: ipvs\nipvs: {minSyncPeriod: -1s}", (f"({P}ipvs.minSyncPeriod)",)),
-    Wrong("mode: ipvs\nipvs: {tcpTimeout: -1s}", (f"({P}ipvs.tcpTimeout)",)),
-    Wrong("mode: ipvs\nipvs: {excludeCIDRs: [10.0.0.0/8, x]}", (f"'x' ({P}ipvs.excludeCIDRs[1])",)),
-    Wrong("mode: ipvs\nipvs: {scheduler: best}", (f"'best' ({P}ipvs.scheduler)",)),
-    Wrong("configSyncPeriod: -1s", (f"({P}configSyncPeriod)",)),
-    Wrong("nodePortAddresses: [primary, second]", (f"'second' ({P}nodePortAddresses)",)),
-    Wrong("nodePortAddresses: [all, 10.0.0.0/33]", (f"'10.0.0.0/33' ({P}nodePortAddresses)",)),
-    Wrong("nodePortAddresses: [Localhost]", (f"'Localhost' ({P}nodePortAddresses)",)),
-    *[Wrong(f"nodePortAddresses: [{word}, 10.0.0.0/8, {word}]",
-            (f"'{word}' is given twice ({P}nodePortAddresses)",))
-      for word in ("primary", "localhost", "all")],
-    Wrong("nodePortAddresses: primary", (f"expected a list, got a string ({P}nodePortAddresses)",)),
-    Wrong("detectLocalMode: Cluster", (f"'Cluster' ({P}detectLocalMode)",)),
-    Wrong("detectLocalMode: BridgeInterface", (f"({P}detectLocal.bridgeInterface)",)),
-    Wrong("detectLocalMode: InterfaceNamePrefix", (f"({P}detectLocal.interfaceNamePrefix)",)),
-    Wrong("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: a/b}",
-          (f"'a/b' ({P}detectLocal.bridgeInterface)",)),
-    Wrong("clusterCIDR: 10.0.0.0", (f"'10.0.0.0' ({P}clusterCIDR)",)),
-    Wrong("clusterCIDR: '10.0.0.0/8,10.1.0.0/16'", (f"more than one network of a family: '10.0.0.0"
-          f"/8,10.1.0.0/16' ({P}clusterCIDR)",)),
-    Wrong("oomScoreAdj: 1001", (f"'1001' ({P}oomScoreAdj)",)),
-    Wrong("oomScoreAdj: 5.5", (f"expected an integer, got a fraction ({P}oomScoreAdj)",)),
-    Wrong("conntrack: {min: 1e400}", (f"expected an integer, got a string ({P}conntrack.min)",)),
-    Wrong("oomScoreAdj: low", (f"expected an integer, got a string ({P}oomScoreAdj)",)),
-    Wrong("conntrack: {maxPerCore: -1}", (f"-1 ({P}conntrack.maxPerCore)",)),
-    Wrong("conntrack: {min: -1}", (f"-1 ({P}conntrack.min)",)),
-    Wrong("conntrack: {tcpEstablishedTimeout: -1s}", (f"({P}conntrack.tcpEstablishedTimeout)",)),
-    Wrong("conntrack: {udpTimeout: -1s}", (f"({P}conntrack.udpTimeout)",)),
-    Wrong("conntrack: []", (f"expected an object ({P}conntrack)",)),
-    Wrong("clientConnection: {burst: -1}", (f"-1 ({P}clientConnection.burst)",)),
-    Wrong("logging: {format: xml}", (f"'xml' ({P}logging.format)",)),
-    Wrong("hostnameOverride: 7", (f"expected a string, got an integer ({P}hostnameOverride)",)),
-    Wrong("hostnameOverride: ' '", (f"({P}hostnameOverride)",)),
-    Wrong("bindAddressHardFail: 'yes'",
-          (f"expected true or false, got a string ({P}bindAddressHardFail)",)),
-    Wrong("mode: x\noomScoreAdj: 5000\nbindAddress: 1\nclusterCIDR: z",
-          (f"({P}bindAddress)", f"({P}oomScoreAdj)", f"({P}mode)", f"({P}clusterCIDR)")),
-]
-
-
-NOT_USED = [
-    ("featureGates: {A: true}", "featureGates"),
-    ("clientConnection: {acceptContentTypes: a/b}", "clientConnection.acceptContentTypes"),
-    ("clientConnection: {contentType: application/cbor}", "clientConnection.contentType"),
-    ("clientConnection: {qps: 50}", "clientConnection.qps"),
-    ("clientConnection: {burst: 100}", "clientConnection.burst"),
-    ("logging: {flushFrequency: 1s}", "logging.flushFrequency"),
-    ("logging: {vmodule: [{filePattern: a, verbosity: 9}]}", "logging.vmodule"),
-    ("logging: {options: {json: {splitStream: true}}}", "logging.options"),
-    ("showHiddenMetricsForVersion: '1.35'", "showHiddenMetricsForVersion"),
-    ("enableProfiling: true", "enableProfiling"),
-    ("iptables: {snatNodeInternalIP: true}", "iptables.snatNodeInternalIP"),
-    ("ipvs: {excludeCIDRs: [10.0.0.0/8]}", "ipvs.excludeCIDRs"),
-    ("winkernel: {enableDSR: true}", "winkernel"),
-    ("windowsRunAsService: true", "windowsRunAsService"),
-    ("portRange: 1-2", "portRange"),
-    ("udpIdleTimeout: 250ms", "udpIdleTimeout"),
-]
+SAYS = table("""\
+clientConnection: {kubeconfig: /k} → kubeconfig = /k
+clientConnection: {kubeconfig: ''} → kubeconfig = none
+hostnameOverride: ' Node-1 ' → node_name = node-1
+bindAddress: 192.0.2.7 → bind_address = 192.0.2.7
+bindAddress: 'fd00::7' → bind_address = fd00::7
+bindAddress: 2001:10:1:2:3:4:5:6 → bind_address = 2001:10:1:2:3:4:5:6
+bindAddress: 0.0.0.0 → bind_address = none
+bindAddress: '::' → bind_address = none
+bindAddress: '::' → serving.healthz = [::]:10256
+bindAddress: '::' → serving.metrics = [::1]:10249
+bindAddress: 192.0.2.7 → serving.healthz = 0.0.0.0:10256
+healthzBindAddress: 192.0.2.7 → serving.healthz = 192.0.2.7:10256
+healthzBindAddress: '192.0.2.7:1' → serving.healthz = 192.0.2.7:1
+healthzBindAddress: 'fd00::1' → serving.healthz = [fd00::1]:10256
+metricsBindAddress: 0.0.0.0 → serving.metrics = 0.0.0.0:10249
+metricsBindAddress: '[::]:9' → serving.metrics = [::]:9
+metricsBindAddress: '' → serving.metrics = 127.0.0.1:10249
+metricsBindAddress: '010.0.0.1:080' → serving.metrics = 10.0.0.1:80
+bindAddressHardFail: true → serving.hard_fail = true
+mode: '' → proxy_mode = ''
+mode: iptables → proxy_mode = iptables
+mode: nftables → proxy_mode = nftables
+mode: ipvs → proxy_mode = ipvs
+mode: ipvs → mode = auto
+iptables: {masqueradeBit: 3} → masquerade_bit = 3
+iptables: {masqueradeBit: 0} → masquerade_bit = 0
+mode: ipvs; iptables: {masqueradeBit: 3} → masquerade_bit = 3
+mode: nftables; iptables: {masqueradeBit: 3} → masquerade_bit = 14
+mode: nftables; nftables: {masqueradeBit: 4} → masquerade_bit = 4
+nftables: {masqueradeBit: 4} → masquerade_bit = 14
+iptables: {masqueradeAll: true} → masquerade_all = true
+nftables: {masqueradeAll: true} → masquerade_all = false
+mode: nftables; nftables: {masqueradeAll: true} → masquerade_all = true
+mode: nftables; iptables: {masqueradeAll: true} → masquerade_all = false
+mode: ipvs; iptables: {masqueradeAll: true} → masquerade_all = true
+iptables: {syncPeriod: 1m} → serving.late_seconds = 120.0
+iptables: {syncPeriod: 0s} → serving.late_seconds = 60.0
+mode: nftables; nftables: {syncPeriod: 5s} → serving.late_seconds = 10.0
+mode: ipvs; ipvs: {syncPeriod: 5s} → serving.late_seconds = 10.0
+nftables: {syncPeriod: 5s} → serving.late_seconds = 60.0
+iptables: {minSyncPeriod: 0s} → min_sync_period = 0.0
+iptables: {minSyncPeriod: 10s} → min_sync_period = 10.0
+iptables: {minSyncPeriod: 30s} → min_sync_period = 30.0
+mode: nftables; nftables: {minSyncPeriod: 1500ms} → min_sync_period = 1.5
+mode: ipvs; ipvs: {minSyncPeriod: 2s} → min_sync_period = 2.0
+ipvs: {scheduler: mh} → ipvs_scheduler = mh
+ipvs: {scheduler: ''} → ipvs_scheduler = rr
+ipvs: {strictARP: true} → strict_arp = true
+iptables: {localhostNodePorts: false} → localhost_node_ports = false
+iptables: {localhostNodePorts: true} → localhost_node_ports = true
+iptables: {localhostNodePorts: null} → localhost_node_ports = true
+mode: nftables → localhost_node_ports = false
+mode: ipvs → localhost_node_ports = false
+nodePortAddresses: [primary] → localhost_node_ports = false
+nodePortAddresses: [10.0.0.0/8] → localhost_node_ports = false
+nodePortAddresses: [10.0.0.0/8, 127.0.0.0/8] → localhost_node_ports = true
+nodePortAddresses: [127.0.0.1/32] → localhost_node_ports = true
+nodePortAddresses: [0.0.0.0/0] → localhost_node_ports = true
+nodePortAddresses: ['fd00::/8'] → localhost_node_ports = true
+nodePortAddresses: [] → all_node_port_addresses = true
+nodePortAddresses: null → all_node_port_addresses = true
+mode: ipvs → all_node_port_addresses = true
+mode: nftables → all_node_port_addresses = false
+nodePortAddresses: [primary] → all_node_port_addresses = false
+nodePortAddresses: [primary] → node_port_addresses = ()
+nodePortAddresses: [primary] → primary_node_ports = false
+nodePortAddresses: [10.0.0.0/8] → primary_node_ports = false
+nodePortAddresses: [10.0.0.0/8, 'fd00::/8'] → node_port_addresses = 10.0.0.0/8, fd00::/8
+detectLocalMode: '' → detect_local_mode = ''
+clusterCIDR: 10.0.0.0/8 → detect_local_mode = ClusterCIDR
+clusterCIDR: '10.0.0.0/8,fd00::/48' → cluster_cidrs = 10.0.0.0/8, fd00::/48
+detectLocalMode: ClusterCIDR → detect_local_mode = ClusterCIDR
+detectLocalMode: NodeCIDR → detect_local_mode = NodeCIDR
+detectLocalMode: NodeCIDR; clusterCIDR: 10.0.0.0/8 → cluster_cidrs = ()
+detectLocalMode: BridgeInterface; detectLocal: {bridgeInterface: cni0} → pod_bridge_interface = cni0
+detectLocalMode: InterfaceNamePrefix; detectLocal: {interfaceNamePrefix: cali} → pod_interface_name_prefix = cali
+configSyncPeriod: 0s → config_sync_period = 900.0
+configSyncPeriod: 1m → config_sync_period = 60.0
+oomScoreAdj: 0 → oom_score_adj = 0
+oomScoreAdj: 5.0 → oom_score_adj = 5
+oomScoreAdj: null → oom_score_adj = -999
+conntrack: {maxPerCore: 0} → conntrack.max_per_core = 0
+conntrack: {maxPerCore: 7} → conntrack.max_per_core = 7
+conntrack: {min: 0} → conntrack.least = 0
+conntrack: {min: 1.048576e+06} → conntrack.least = 1048576
+conntrack: {min: 1e+06} → conntrack.least = 1000000
+conntrack: {tcpEstablishedTimeout: 0s} → conntrack.tcp_established = 0
+conntrack: {tcpEstablishedTimeout: 2h} → conntrack.tcp_established = 7200
+conntrack: {tcpEstablishedTimeout: null} → conntrack.tcp_established = 86400
+conntrack: {tcpCloseWaitTimeout: 1m30s} → conntrack.tcp_close_wait = 90
+conntrack: {tcpBeLiberal: true} → conntrack.tcp_be_liberal = true
+conntrack: {udpTimeout: 30s} → conntrack.udp = 30
+conntrack: {udpStreamTimeout: 2m} → conntrack.udp_stream = 120
+ipvs: {tcpTimeout: 1h} → ipvs_times.tcp = 3600
+mode: ipvs; ipvs: {tcpTimeout: 1h0m0.9s} → ipvs_times.tcp = 3600
+mode: ipvs; ipvs: {tcpFinTimeout: 30s} → ipvs_times.tcp_fin = 30
+mode: ipvs; ipvs: {udpTimeout: 10s} → ipvs_times.udp = 10
+mode: ipvs; ipvs: {tcpTimeout: 0s} → ipvs_times.tcp = 0
+ipvs: {tcpTimeout: -1s} → ipvs_times.tcp = 0
+logging: {format: json} → log_format = json
+logging: {verbosity: 4} → log_level = debug
+logging: {verbosity: 2} → log_level = info
+iptables: null → masquerade_bit = 14
+nodePortAddresses: [primary, 10.0.0.0/8] → primary_node_ports = true
+nodePortAddresses: [10.0.0.0/8, primary] → node_port_addresses = 10.0.0.0/8
+nodePortAddresses: [10.0.0.0/8, primary] → localhost_node_ports = false
+nodePortAddresses: [localhost] → node_port_addresses = 127.0.0.0/8, ::1/128
+nodePortAddresses: [localhost] → localhost_node_ports = true
+nodePortAddresses: [primary, localhost] → primary_node_ports = true
+nodePortAddresses: [primary, localhost] → localhost_node_ports = true
+mode: nftables; nodePortAddresses: [primary, localhost] → localhost_node_ports = false
+nodePortAddresses: [all] → all_node_port_addresses = true
+nodePortAddresses: [all] → localhost_node_ports = true
+nodePortAddresses: [primary, all, localhost] → all_node_port_addresses = true
+nodePortAddresses: [primary, all, localhost] → primary_node_ports = false
+mode: nftables; nodePortAddresses: [all] → all_node_port_addresses = true
+mode: nftables; nodePortAddresses: [all] → localhost_node_ports = false
+""")
+"""Fields of kube-proxy's document → a field of Config and its value."""
+GATE = table("""\
+true [primary, localhost] → true
+false [primary, localhost] → false
+true [127.0.0.1/32] → true
+true ['::1/128'] → true
+true [primary] → false
+true [10.0.0.0/8] → false
+true [0.0.0.0/0] → false
+true ['::/0'] → false
+true [all] → false
+true [all, localhost] → true
+""")
+"""In mode nftables: the gate KubeProxyNFTablesLocalhostNodePorts, nodePortAddresses → localhost_node_ports."""
+WRONG = table("""\
+mode: userspace → 'userspace' (.mode); use iptables
+mode: kernelspace → (.mode)
+bindAddress: here → 'here' (.bindAddress)
+healthzBindAddress: '0.0.0.0:0' → 0.0.0.0:0' (.healthzBindAddress)
+metricsBindAddress: 'localhost:1' → (.metricsBindAddress)
+iptables: {masqueradeBit: 32} → '32' (.iptables.masqueradeBit)
+mode: nftables; iptables: {masqueradeBit: -1} → (.iptables.masqueradeBit)
+mode: nftables; nftables: {masqueradeBit: 32} → (.nftables.masqueradeBit)
+iptables: {syncPeriod: -1s} → (.iptables.syncPeriod)
+iptables: {syncPeriod: soon} → 'soon' (.iptables.syncPeriod)
+iptables: {syncPeriod: 30} → expected a string, got an integer (.iptables.syncPeriod); write 30s
+configSyncPeriod: 1.5 → got a fraction (.configSyncPeriod); write 1.5s
+conntrack: {udpTimeout: 0} → got an integer (.conntrack.udpTimeout); write 0s
+conntrack: {udpTimeout: true} → expected a string, got a boolean (.conntrack.udpTimeout)
+iptables: {minSyncPeriod: 31s} → 30s (.iptables.minSyncPeriod)
+mode: ipvs; ipvs: {minSyncPeriod: -1s} → (.ipvs.minSyncPeriod)
+mode: ipvs; ipvs: {tcpTimeout: -1s} → (.ipvs.tcpTimeout)
+mode: ipvs; ipvs: {excludeCIDRs: [10.0.0.0/8, x]} → 'x' (.ipvs.excludeCIDRs[1])
+mode: ipvs; ipvs: {scheduler: best} → 'best' (.ipvs.scheduler)
+configSyncPeriod: -1s → (.configSyncPeriod)
+nodePortAddresses: [primary, second] → 'second' (.nodePortAddresses)
+nodePortAddresses: [all, 10.0.0.0/33] → '10.0.0.0/33' (.nodePortAddresses)
+nodePortAddresses: [Localhost] → 'Localhost' (.nodePortAddresses)
+nodePortAddresses: [primary, 10.0.0.0/8, primary] → 'primary' is given twice (.nodePortAddresses)
+nodePortAddresses: [localhost, 10.0.0.0/8, localhost] → 'localhost' is given twice (.nodePortAddresses)
+nodePortAddresses: [all, 10.0.0.0/8, all] → 'all' is given twice (.nodePortAddresses)
+nodePortAddresses: primary → expected a list, got a string (.nodePortAddresses)
+detectLocalMode: Cluster → 'Cluster' (.detectLocalMode)
+detectLocalMode: BridgeInterface → (.detectLocal.bridgeInterface)
+detectLocalMode: InterfaceNamePrefix → (.detectLocal.interfaceNamePrefix)
+detectLocalMode: BridgeInterface; detectLocal: {bridgeInterface: a/b} → 'a/b' (.detectLocal.bridgeInterface)
+clusterCIDR: 10.0.0.0 → '10.0.0.0' (.clusterCIDR)
+clusterCIDR: '10.0.0.0/8,10.1.0.0/16' → more than one network of a family: '10.0.0.0/8,10.1.0.0/16' (.clusterCIDR)
+oomScoreAdj: 1001 → '1001' (.oomScoreAdj)
+oomScoreAdj: 5.5 → expected an integer, got a fraction (.oomScoreAdj)
+conntrack: {min: 1e400} → expected an integer, got a string (.conntrack.min)
+oomScoreAdj: low → expected an integer, got a string (.oomScoreAdj)
+conntrack: {maxPerCore: -1} → -1 (.conntrack.maxPerCore)
+conntrack: {min: -1} → -1 (.conntrack.min)
+conntrack: {tcpEstablishedTimeout: -1s} → (.conntrack.tcpEstablishedTimeout)
+conntrack: {udpTimeout: -1s} → (.conntrack.udpTimeout)
+conntrack: [] → expected an object (.conntrack)
+clientConnection: {burst: -1} → -1 (.clientConnection.burst)
+logging: {format: xml} → 'xml' (.logging.format)
+hostnameOverride: 7 → expected a string, got an integer (.hostnameOverride)
+hostnameOverride: ' ' → (.hostnameOverride)
+bindAddressHardFail: 'yes' → expected true or false, got a string (.bindAddressHardFail)
+mode: x; oomScoreAdj: 5000; bindAddress: 1; clusterCIDR: z → (.bindAddress) | (.oomScoreAdj) | (.mode) | (.clusterCIDR)
+""")
+"""Fields → words of each error."""
+NOT_USED = table("""\
+featureGates: {A: true} → featureGates
+clientConnection: {acceptContentTypes: a/b} → clientConnection.acceptContentTypes
+clientConnection: {contentType: application/cbor} → clientConnection.contentType
+clientConnection: {qps: 50} → clientConnection.qps
+clientConnection: {burst: 100} → clientConnection.burst
+logging: {flushFrequency: 1s} → logging.flushFrequency
+logging: {vmodule: [{filePattern: a, verbosity: 9}]} → logging.vmodule
+logging: {options: {json: {splitStream: true}}} → logging.options
+showHiddenMetricsForVersion: '1.35' → showHiddenMetricsForVersion
+enableProfiling: true → enableProfiling
+iptables: {snatNodeInternalIP: true} → iptables.snatNodeInternalIP
+ipvs: {excludeCIDRs: [10.0.0.0/8]} → ipvs.excludeCIDRs
+winkernel: {enableDSR: true} → winkernel
+windowsRunAsService: true → windowsRunAsService
+portRange: 1-2 → portRange
+udpIdleTimeout: 250ms → udpIdleTimeout
+""")
 
 
-EVENTS = [
-    (PROXY, {}, {"KubeProxyDefaultMode"}),
-    (f"{PROXY}mode: ''", {}, {"KubeProxyDefaultMode"}),
-    (f"{PROXY}nodePortAddresses: [primary]", {}, set()),
-    (f"{PROXY}nodePortAddresses: [0.0.0.0/0]", {}, {"KubeProxyDefaultMode"}),
-    (f"{PROXY}mode: iptables", {}, set()),
-    (f"{PROXY}mode: nftables", {}, set()),
-    (f"{PROXY}mode: ipvs", {}, {"IPVSDeprecation"}),
-    (OWN, {}, set()),
-    (OWN, {"proxy_mode": "ipvs"}, {"IPVSDeprecation"}),
-    (f"{OWN}mode: ipvs", {}, set()),
-]
-
-
-EVENT_IDS = (
-    "mode missing", "mode empty", "mode missing, NodePorts at primary addresses",
-    "mode missing, NodePorts at all addresses", "mode iptables", "mode nftables", "mode ipvs",
-    "kbpf document", "kbpf document, flag --proxy-mode ipvs", "kbpf document, mode ipvs",
-)
+EVENTS = table("""\
+mode missing: PROXY → KubeProxyDefaultMode
+mode empty: PROXY mode: '' → KubeProxyDefaultMode
+mode missing, NodePorts at primary addresses: PROXY nodePortAddresses: [primary] →
+mode missing, NodePorts at all addresses: PROXY nodePortAddresses: [0.0.0.0/0] → KubeProxyDefaultMode
+mode iptables: PROXY mode: iptables →
+mode nftables: PROXY mode: nftables →
+mode ipvs: PROXY mode: ipvs → IPVSDeprecation
+kbpf document: OWN →
+kbpf document, flag --proxy-mode: OWN --proxy-mode ipvs → IPVSDeprecation
+kbpf document, mode ipvs: OWN mode: ipvs →
+""")
+"""A document, perhaps with a flag → the reasons of the Events."""

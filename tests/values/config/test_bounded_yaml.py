@@ -3,6 +3,7 @@
 exhaust a parser's memory, time or stack, with a one-line error and within seconds.
 """
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.source.api import kubeconfig
 from kbpf.source.api.kubeconfig import read_kubeconfig
 from kbpf.source.folder import documents
+from tests.support.table import table
 
 
 def bomb(levels: int) -> str:
@@ -141,139 +143,138 @@ def test_problems_of_one_file_are_limited() -> None:
     assert time.process_time() - begun < 5.0
 
 
-REFUSED = object()
-DIALECT = [
-    ("1e6", 1000000),
-    ("1E5", 100000),
-    ("12e03", 12000),
-    ("1.0", 1),
-    ("1.5", 1.5),
-    ("1.", 1),
-    (".5", 0.5),
-    ("-.5", -0.5),
-    (".5e3", 500),
-    (".5_0", 0.5),
-    (".5e", ".5e"),
-    (".", "."),
-    ("08", 8),
-    ("-08", -8),
-    ("09.5", 9.5),
-    ("010", 8),
-    ("0o17", 15),
-    ("0O17", 15),
-    ("0o8", "0o8"),
-    ("00", 0),
-    ("0x1F", 31),
-    ("0X1f", 31),
-    ("+0x10", 16),
-    ("0x", "0x"),
-    ("0x_1F", 31),
-    ("0x1p3", "0x1p3"),
-    ("0b101", 5),
-    ("0B1", 1),
-    ("-0b11", -3),
-    ("0b2", "0b2"),
-    ("+5", 5),
-    ("-5", -5),
-    ("+", "+"),
-    ("--1", "--1"),
-    ("-0", 0),
-    ("-0.0", 0),
-    ("1_000", 1000),
-    ("1_", 1),
-    ("_1", "_1"),
-    ("1__0", 10),
-    ("123_456.5", 123456.5),
-    ("1e1_0", 10000000000),
-    ("1e", "1e"),
-    ("1e+", "1e+"),
-    ("1e999", "1e999"),
-    ("-1e999", "-1e999"),
-    ("1e21", 1e21),
-    ("0x8000000000000000", 9223372036854775808),
-    ("0xFFFFFFFFFFFFFFFFF", "0xFFFFFFFFFFFFFFFFF"),
-    ("9223372036854775807", 9223372036854775807),
-    ("-9223372036854775808", -9223372036854775808),
-    ("18446744073709551615", 18446744073709551615),
-    ("1:30", "1:30"),
-    ("190:20:30", "190:20:30"),
-    ("2001:10:1:2:3:4:5:6", "2001:10:1:2:3:4:5:6"),
-    ("2001-01-01", "2001-01-01"),
-    ("2001-12-14t21:59:43.10-05:00", "2001-12-14t21:59:43.10-05:00"),
-    ("\u0661", "\u0661"),
-    ("1,000", "1,000"),
-    ("yes", True),
-    ("Yes", True),
-    ("YES", True),
-    ("yEs", "yEs"),
-    ("no", False),
-    ("on", True),
-    ("OFF", False),
-    ("y", True),
-    ("Y", True),
-    ("n", False),
-    ("N", False),
-    ("true", True),
-    ("True", True),
-    ("TRUE", True),
-    ("tRue", "tRue"),
-    ("false", False),
-    ("~", None),
-    ("null", None),
-    ("Null", None),
-    ("NULL", None),
-    ("nULL", "nULL"),
-    ("", None),
-    (".inf", ".inf"),
-    ("-.Inf", "-.Inf"),
-    (".nan", ".nan"),
-    ("=", "="),
-    ("<<", "<<"),
-    ('"80"', "80"),
-    ("'yes'", "yes"),
-    ("!!str 80", "80"),
-    ("!!str", ""),
-    ("! 80", "80"),
-    ("!!int 80", "80"),
-    ('!!bool "yes"', "yes"),
-    ("!!null x", "x"),
-    ("!!timestamp 2001-01-01", "2001-01-01"),
-    ("!!binary aGk=", "aGk="),
-    ("!custom x", "x"),
-    ("!!python/name:os.system x", "x"),
-    ("!!set {a}", {"a": None}),
-    ("!!omap [a: 1]", [{"a": 1}]),
-    ("!custom {a: 1}", {"a": 1}),
-    ("!!str {a: 1}", {"a": 1}),
-    ("!custom [1]", [1]),
-    ("{80: a}", {"80": "a"}),
-    ("{08: a}", {"8": "a"}),
-    ("{yes: a}", {"true": "a"}),
-    ("{0.1: a}", {"0.1": "a"}),
-    ("{-0: a}", {"0": "a"}),
-    ("{2001-01-01: a}", {"2001-01-01": "a"}),
-    ("{null: a}", REFUSED),
-    ("{? [a] : b}", REFUSED),
-    ("{? {a: 1} : b}", REFUSED),
-    ("{a: 1, a: 2}", {"a": 2}),
-    ('{80: a, "80": b}', {"80": "b"}),
-    ("{a,b: 1}", {"a": None, "b": 1}),
-    ("{p: 0, <<: {p: 1, q: 2}}", {"p": 1, "q": 2}),
-    ("{<<: {p: 1, q: 2}, p: 0}", {"p": 0, "q": 2}),
-    ("{<<: [{p: 1}, {p: 2, q: 3}]}", {"p": 1, "q": 3}),
-    ("{<<: {p: 1}, <<: {p: 2}}", {"p": 2}),
-    ("{<<: 3}", REFUSED),
-    ("{<<: [3]}", REFUSED),
-    ("{<<: [[3]]}", REFUSED),
-    ("{<<: ~}", REFUSED),
-    ('{"<<": {a: 1}}', {"<<": {"a": 1}}),
-    ("[&a {p: 1}, &b {<<: *a, p: 7}, {<<: *b}]", [{"p": 1}, {"p": 7}, {"p": 7}]),
-    ("[&a 5, &a 6, *a]", [5, 6, 6]),
-    ("*b", REFUSED),
-    ("@y", REFUSED),
-    ('"\\u0041"', "A"),
-]
-"""Text → value, as sigs.k8s.io/yaml 1.6.0 converts it to JSON, except for tags, which it honours,
+DIALECT = table("""\
+1e6 → 1000000
+1E5 → 100000
+12e03 → 12000
+1.0 → 1
+1.5 → 1.5
+1. → 1
+.5 → 0.5
+-.5 → -0.5
+.5e3 → 500
+.5_0 → 0.5
+.5e → ".5e"
+. → "."
+08 → 8
+-08 → -8
+09.5 → 9.5
+010 → 8
+0o17 → 15
+0O17 → 15
+0o8 → "0o8"
+00 → 0
+0x1F → 31
+0X1f → 31
++0x10 → 16
+0x → "0x"
+0x_1F → 31
+0x1p3 → "0x1p3"
+0b101 → 5
+0B1 → 1
+-0b11 → -3
+0b2 → "0b2"
++5 → 5
+-5 → -5
++ → "+"
+--1 → "--1"
+-0 → 0
+-0.0 → 0
+1_000 → 1000
+1_ → 1
+_1 → "_1"
+1__0 → 10
+123_456.5 → 123456.5
+1e1_0 → 10000000000
+1e → "1e"
+1e+ → "1e+"
+1e999 → "1e999"
+-1e999 → "-1e999"
+1e21 → 1e+21
+0x8000000000000000 → 9223372036854775808
+0xFFFFFFFFFFFFFFFFF → "0xFFFFFFFFFFFFFFFFF"
+9223372036854775807 → 9223372036854775807
+-9223372036854775808 → -9223372036854775808
+18446744073709551615 → 18446744073709551615
+1:30 → "1:30"
+190:20:30 → "190:20:30"
+2001:10:1:2:3:4:5:6 → "2001:10:1:2:3:4:5:6"
+2001-01-01 → "2001-01-01"
+2001-12-14t21:59:43.10-05:00 → "2001-12-14t21:59:43.10-05:00"
+\u0661 → "\\u0661"
+1,000 → "1,000"
+yes → true
+Yes → true
+YES → true
+yEs → "yEs"
+no → false
+on → true
+OFF → false
+y → true
+Y → true
+n → false
+N → false
+true → true
+True → true
+TRUE → true
+tRue → "tRue"
+false → false
+~ → null
+null → null
+Null → null
+NULL → null
+nULL → "nULL"
+ → null
+.inf → ".inf"
+-.Inf → "-.Inf"
+.nan → ".nan"
+= → "="
+<< → "<<"
+"80" → "80"
+'yes' → "yes"
+!!str 80 → "80"
+!!str → ""
+! 80 → "80"
+!!int 80 → "80"
+!!bool "yes" → "yes"
+!!null x → "x"
+!!timestamp 2001-01-01 → "2001-01-01"
+!!binary aGk= → "aGk="
+!custom x → "x"
+!!python/name:os.system x → "x"
+!!set {a} → {"a": null}
+!!omap [a: 1] → [{"a": 1}]
+!custom {a: 1} → {"a": 1}
+!!str {a: 1} → {"a": 1}
+!custom [1] → [1]
+{80: a} → {"80": "a"}
+{08: a} → {"8": "a"}
+{yes: a} → {"true": "a"}
+{0.1: a} → {"0.1": "a"}
+{-0: a} → {"0": "a"}
+{2001-01-01: a} → {"2001-01-01": "a"}
+{null: a} → refused
+{? [a] : b} → refused
+{? {a: 1} : b} → refused
+{a: 1, a: 2} → {"a": 2}
+{80: a, "80": b} → {"80": "b"}
+{a,b: 1} → {"a": null, "b": 1}
+{p: 0, <<: {p: 1, q: 2}} → {"p": 1, "q": 2}
+{<<: {p: 1, q: 2}, p: 0} → {"p": 0, "q": 2}
+{<<: [{p: 1}, {p: 2, q: 3}]} → {"p": 1, "q": 3}
+{<<: {p: 1}, <<: {p: 2}} → {"p": 2}
+{<<: 3} → refused
+{<<: [3]} → refused
+{<<: [[3]]} → refused
+{<<: ~} → refused
+{"<<": {a: 1}} → {"<<": {"a": 1}}
+[&a {p: 1}, &b {<<: *a, p: 7}, {<<: *b}] → [{"p": 1}, {"p": 7}, {"p": 7}]
+[&a 5, &a 6, *a] → [5, 6, 6]
+*b → refused
+@y → refused
+"\\u0041" → "A"
+""")
+"""YAML → JSON, as sigs.k8s.io/yaml 1.6.0 converts it, except for tags, which it honours,
 and .inf and .nan, which it refuses. kube-proxy, kubectl and the client libraries read their YAML
 with it."""
 
@@ -303,14 +304,14 @@ VALUES = [value_in_a_manifest, value_in_a_configuration, value_in_a_kubeconfig]
 @pytest.mark.parametrize("read", VALUES)
 @pytest.mark.parametrize(("text", "value"), DIALECT, ids=[text for text, _ in DIALECT])
 def test_scalar_has_the_same_value_in_all_readers(
-    read: Callable[[str, Path], object], text: str, value: object, tmp_path: Path
+    read: Callable[[str, Path], object], text: str, value: str, tmp_path: Path
 ) -> None:
-    if value is REFUSED:
+    if value == "refused":
         with pytest.raises(KbpfError, match=r"not YAML|not a kubeconfig"):
             read(text, tmp_path)
         return
-    found = read(text, tmp_path)
-    assert (found, type(found)) == (value, type(value))
+    found, wanted = read(text, tmp_path), json.loads(value)
+    assert (found, type(found)) == (wanted, type(wanted))
 
 
 @pytest.mark.parametrize("text", [text for text, _ in DIALECT])

@@ -9,8 +9,21 @@ import yaml
 from kbpf.config.settings import UNUSED_SETTINGS
 from kbpf.model.config import Config, Conntrack, LocalMode, Serving
 from tests.support.cluster import kubeadm
-from tests.values.config.documents import PROXY, FieldRow, P, Wrong, cidr, complaints, field, loaded, proxy, told
-from tests.values.config.rows_kube_proxy_file import EVENT_IDS, EVENTS, NOT_USED, SAYS, WRONG
+from tests.support.table import table
+from tests.values.config.documents import (
+    OWN,
+    PROXY,
+    P,
+    assert_mistakes,
+    cidr,
+    document,
+    field,
+    loaded,
+    proxy,
+    shown,
+    told,
+)
+from tests.values.config.rows_kube_proxy_file import EVENTS, GATE, NOT_USED, SAYS, WRONG
 
 
 def test_kubeadms_file_has_kube_proxys_defaults_and_no_warnings():
@@ -52,17 +65,23 @@ def test_file_of_an_old_kubeadm_means_the_same():
     ]
 
 
-@pytest.mark.parametrize("row", SAYS, ids=lambda row: f"{row.text} → {row.field}")
-def test_field_of_kube_proxys_document(row: FieldRow):
-    assert field(proxy(row.text).config, row.field) == row.value
+@pytest.mark.parametrize(("text", "value"), SAYS)
+def test_field_of_kube_proxys_document(text: str, value: str):
+    name = value.partition(" = ")[0]
+    assert f"{name} = {shown(field(proxy(document(text)).config, name))}" == value
 
 
-@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.text)
-def test_all_mistakes_are_reported_at_once_with_their_paths(row: Wrong):
-    lines = complaints(PROXY + row.text)
-    assert len(lines) == len(row.words)
-    for words, line in zip(row.words, lines, strict=True):
-        assert words in line
+@pytest.mark.parametrize(("text", "value"), GATE)
+def test_gate_for_node_ports_on_loopback(text: str, value: str):
+    gate, _, addresses = text.partition(" ")
+    gates = f"featureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}"
+    made = proxy(f"mode: nftables\n{gates}\nnodePortAddresses: {addresses}")
+    assert shown(made.config.localhost_node_ports) == value
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG)
+def test_all_mistakes_are_reported_at_once_with_their_paths(text: str, words: str):
+    assert_mistakes(PROXY + document(text), words, P)
 
 
 @pytest.mark.parametrize(("text", "path"), NOT_USED, ids=[path for _, path in NOT_USED])
@@ -86,49 +105,43 @@ def test_every_unused_field_has_a_row():
     assert paths == {path for _, path in NOT_USED}
 
 
-DIAGNOSTICS = [
-    ("mode: nftables", "KbpfConfiguration.mode"),
-    ("mode: ipvs", "KbpfConfiguration.mode"),
-    ("ipvs: {scheduler: wrr}", "kbpf.io/algorithm"),
-    ("", "KubeProxyConfiguration.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40"),
-    ("mode: ipvs", "KubeProxyConfiguration.mode: kube-proxy's mode ipvs is deprecated"),
-    ("", "nodePortAddresses is unset"),
-    ("", "clusterCIDR is empty"),
-    (
-        "mode: nftables\nnodePortAddresses: [localhost]",
-        "localhost has no effect in mode nftables without the feature gate "
-        "KubeProxyNFTablesLocalhostNodePorts, as with kube-proxy; "
-        "KbpfConfiguration.localhostNodePorts: true",
-    ),
-    ("mode: ipvs\nnodePortAddresses: [localhost]", "no effect in mode ipvs, as with kube-proxy"),
-    ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
-    (
-        "detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
-        "detectLocal.bridgeInterface is not used: detectLocalMode is ClusterCIDR",
-    ),
-    (
-        "detectLocalMode: NodeCIDR\ndetectLocal: {interfaceNamePrefix: cali}",
-        "detectLocal.interfaceNamePrefix is not used: detectLocalMode is NodeCIDR",
-    ),
-    ("clusterCIDRs: 10.0.0.0/8", "clusterCIDRs is an unknown field; is clusterCIDR meant?"),
-    ("conntrack: {maximum: 8}", "conntrack.maximum is an unknown field"),
-    ("mode: ''\nmode: ''", "mode occurs twice"),
-]
+DIAGNOSTICS = table("""\
+mode: nftables → KbpfConfiguration.mode
+mode: ipvs → KbpfConfiguration.mode
+ipvs: {scheduler: wrr} → kbpf.io/algorithm
+ → KubeProxyConfiguration.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40
+mode: ipvs → KubeProxyConfiguration.mode: kube-proxy's mode ipvs is deprecated
+ → nodePortAddresses is unset
+ → clusterCIDR is empty
+mode: nftables; nodePortAddresses: [localhost] → localhost has no effect in mode nftables without the feature gate
+mode: nftables; nodePortAddresses: [localhost] → KubeProxyNFTablesLocalhostNodePorts, as with kube-proxy
+mode: ipvs; nodePortAddresses: [localhost] → no effect in mode ipvs, as with kube-proxy
+detectLocalMode: NodeCIDR; clusterCIDR: 10.0.0.0/8 → clusterCIDR is not used
+detectLocal: {bridgeInterface: a-name-too-long-for-it} → bridgeInterface is not used: detectLocalMode is ClusterCIDR
+detectLocalMode: NodeCIDR; detectLocal: {interfaceNamePrefix: c} → Prefix is not used: detectLocalMode is NodeCIDR
+clusterCIDRs: 10.0.0.0/8 → clusterCIDRs is an unknown field; is clusterCIDR meant?
+conntrack: {maximum: 8} → conntrack.maximum is an unknown field
+mode: ''; mode: '' → mode occurs twice
+""")
 
 
 @pytest.mark.parametrize(("text", "words"), DIAGNOSTICS, ids=[f"{w}: {t}" for t, w in DIAGNOSTICS])
 def test_diagnostic_about_a_field(text: str, words: str):
-    assert told(proxy(text)).count(words) == 1
+    assert told(proxy(document(text))).count(words) == 1
 
 
-@pytest.mark.parametrize(("text", "flags", "reasons"), EVENTS, ids=EVENT_IDS)
-def test_which_diagnostics_are_sent_as_events(text: str, flags: dict[str, str], reasons: set[str]):
+@pytest.mark.parametrize(("given", "reasons"), EVENTS)
+def test_which_diagnostics_are_sent_as_events(given: str, reasons: str):
     """The Events of kube-proxy 1.37. An unset mode sends one only where NodePorts depend on it.
 
     Without kube-proxy's document kbpf's own defaults apply, and kbpf's own mode `ipvs` is not
     kube-proxy's.
     """
-    assert {note.event for note in loaded(text, **flags).notes} - {""} == reasons
+    text, _, mode = given.partition(": ")[2].partition("--proxy-mode ")
+    made = loaded(
+        text.replace("PROXY", PROXY).replace("OWN", OWN).replace("\n ", "\n"), **({"proxy_mode": mode} if mode else {})
+    )
+    assert {note.event for note in made.notes} - {""} == set(reasons.split())
 
 
 def test_unknown_field_changes_nothing():

@@ -5,168 +5,83 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from kbpf.config import load
+from kbpf.config.load import LoadedConfig
 from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, Setting
 from kbpf.model.config import MapSizes
-from tests.values.config.documents import OWN, PROXY, cidr, complaints, field, loaded, ours, told
+from tests.support.table import table
+from tests.values.config.documents import OWN, PROXY, complaints, field, ours, shown, told
 
 # ---- precedence ----------------------------------------------------------------------------------
 
 
-class PrecedenceRow(NamedTuple):
-    """A file, flags by name, and the resulting field; `ignored`: flags that one warning names."""
-
-    name: str
-    text: str
-    given: dict[str, str]
-    field: str
-    value: object
-    ignored: tuple[str, ...] = ()
-
-
-PRECEDENCE = [
-    PrecedenceRow(
-        "a node name on the command line beats the file's",
-        f"{PROXY}hostnameOverride: a",
-        {"hostname_override": "B"},
-        "node_name",
-        "b",
-    ),
-    PrecedenceRow(
-        "an empty node name on the command line is ignored",
-        f"{PROXY}hostnameOverride: a",
-        {"hostname_override": ""},
-        "node_name",
-        "a",
-    ),
-    PrecedenceRow("an empty flag of kbpf is ignored", f"{OWN}cgroup: /c", {"cgroup": ""}, "cgroup", Path("/c")),
-    PrecedenceRow("--master is used with kube-proxy's document", PROXY, {"master": "https://x"}, "master", "https://x"),
-    PrecedenceRow(
-        "a logging flag on the command line beats the file's",
-        f"{PROXY}logging: {{format: text}}",
-        {"log_format": "json"},
-        "log_format",
-        "json",
-    ),
-    PrecedenceRow(
-        "unused logging flags cause no warning that they are ignored",
-        PROXY,
-        {"vmodule": "proxier=4", "log_flush_frequency": "1s"},
-        "log_level",
-        "info",
-    ),
-    PrecedenceRow(
-        "kube-proxy's flags are ignored with its document",
-        f"{PROXY}clusterCIDR: 10.0.0.0/8",
-        {"cluster_cidr": "192.168.0.0/16", "kubeconfig": "/k"},
-        "cluster_cidrs",
-        (cidr("10.0.0.0", 104),),
-        ("--cluster-cidr", "--kubeconfig"),
-    ),
-    PrecedenceRow(
-        "kube-proxy's flags are ignored even if the document lacks the field",
-        PROXY,
-        {"masquerade_all": "true"},
-        "masquerade_all",
-        False,
-        ("--masquerade-all",),
-    ),
-    PrecedenceRow(
-        "an invalid flag of kube-proxy is ignored, too",
-        PROXY,
-        {"proxy_mode": "userspace"},
-        "proxy_mode",
-        "",
-        ("--proxy-mode",),
-    ),
-    PrecedenceRow("kbpf's flags beat its document", f"{OWN}pinDir: /a", {"pin_dir": "/b"}, "pin_dir", Path("/b")),
-    PrecedenceRow("kbpf's flags are used with kube-proxy's document", PROXY, {"pin_dir": "/b"}, "pin_dir", Path("/b")),
-    PrecedenceRow(
-        "kube-proxy's flags are used without its document",
-        OWN,
-        {"cluster_cidr": "10.0.0.0/8"},
-        "cluster_cidrs",
-        (cidr("10.0.0.0", 104),),
-    ),
-    PrecedenceRow(
-        "kbpf's document beats kube-proxy's",
-        f"{PROXY}mode: nftables\n---\n{OWN}localhostNodePorts: true",
-        {},
-        "localhost_node_ports",
-        True,
-    ),
-    PrecedenceRow(
-        "kbpf's document beats kube-proxy's in either order",
-        f"{OWN}localhostNodePorts: true\n---\n{PROXY}mode: nftables",
-        {},
-        "localhost_node_ports",
-        True,
-    ),
-    PrecedenceRow(
-        "kube-proxy's gate switches ExternalIPs off",
-        f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
-        {},
-        "external_ips",
-        (),
-    ),
-    PrecedenceRow(
-        "kube-proxy's gate switches ExternalIPs on",
-        f"{PROXY}featureGates: {{AllowServiceExternalIPs: true}}",
-        {},
-        "external_ips",
-        "all",
-    ),
-    PrecedenceRow(
-        "--feature-gates switches ExternalIPs off",
-        OWN,
-        {"feature_gates": "AllowServiceExternalIPs=false"},
-        "external_ips",
-        (),
-    ),
-    PrecedenceRow(
-        "--feature-gates is ignored with kube-proxy's document",
-        PROXY,
-        {"feature_gates": "AllowServiceExternalIPs=false"},
-        "external_ips",
-        "all",
-        ("--feature-gates",),
-    ),
-    PrecedenceRow(
-        "kbpf's externalIPs beats the gate",
-        f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n{OWN}externalIPs: 192.0.2.0/24",
-        {},
-        "external_ips",
-        (cidr("192.0.2.0", 120),),
-    ),
-    PrecedenceRow(
-        "--external-ips beats the gate",
-        f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
-        {"external_ips": "all"},
-        "external_ips",
-        "all",
-    ),
-    PrecedenceRow(
-        "a flag of kbpf beats both documents",
-        f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n{OWN}externalIPs: 192.0.2.0/24",
-        {"external_ips": "all"},
-        "external_ips",
-        "all",
-    ),
-]
+PRECEDENCE = """\
+a node name on the command line beats the file's
+  PROXY hostnameOverride: a | --hostname-override=B → node_name = b
+an empty node name on the command line is ignored
+  PROXY hostnameOverride: a | --hostname-override= → node_name = a
+an empty flag of kbpf is ignored
+  OWN cgroup: /c | --cgroup= → cgroup = /c
+--master is used with kube-proxy's document
+  PROXY | --master=https://x → master = https://x
+a logging flag on the command line beats the file's
+  PROXY logging: {format: text} | --log-format=json → log_format = json
+unused logging flags cause no warning that they are ignored
+  PROXY | --vmodule=proxier=4 --log-flush-frequency=1s → log_level = info
+kube-proxy's flags are ignored with its document
+  PROXY clusterCIDR: 10.0.0.0/8 | --cluster-cidr=192.168.0.0/16 --kubeconfig=/k → \
+cluster_cidrs = 10.0.0.0/8 ignored: --cluster-cidr --kubeconfig
+kube-proxy's flags are ignored even if the document lacks the field
+  PROXY | --masquerade-all=true → masquerade_all = false ignored: --masquerade-all
+an invalid flag of kube-proxy is ignored, too
+  PROXY | --proxy-mode=userspace → proxy_mode = '' ignored: --proxy-mode
+kbpf's flags beat its document
+  OWN pinDir: /a | --pin-dir=/b → pin_dir = /b
+kbpf's flags are used with kube-proxy's document
+  PROXY | --pin-dir=/b → pin_dir = /b
+kube-proxy's flags are used without its document
+  OWN | --cluster-cidr=10.0.0.0/8 → cluster_cidrs = 10.0.0.0/8
+kbpf's document beats kube-proxy's
+  PROXY mode: nftables --- OWN localhostNodePorts: true | → localhost_node_ports = true
+kbpf's document beats kube-proxy's in either order
+  OWN localhostNodePorts: true --- PROXY mode: nftables | → localhost_node_ports = true
+kube-proxy's gate switches ExternalIPs off
+  PROXY featureGates: {AllowServiceExternalIPs: false} | → external_ips = ()
+kube-proxy's gate switches ExternalIPs on
+  PROXY featureGates: {AllowServiceExternalIPs: true} | → external_ips = all
+--feature-gates switches ExternalIPs off
+  OWN | --feature-gates=AllowServiceExternalIPs=false → external_ips = ()
+--feature-gates is ignored with kube-proxy's document
+  PROXY | --feature-gates=AllowServiceExternalIPs=false → external_ips = all ignored: --feature-gates
+kbpf's externalIPs beats the gate
+  PROXY featureGates: {AllowServiceExternalIPs: false} --- OWN externalIPs: 10.0.0.0/8 | → external_ips = 10.0.0.0/8
+--external-ips beats the gate
+  PROXY featureGates: {AllowServiceExternalIPs: false} | --external-ips=all → external_ips = all
+a flag of kbpf beats both documents
+  PROXY featureGates: {AllowServiceExternalIPs: false} --- OWN externalIPs: 10.0.0.0/8 | --external-ips=all → \
+external_ips = all
+""".splitlines()
+"""A rule; below it kube-proxy's or kbpf's document, or both | flags → the resulting field, and the flags that one
+warning names.
+"""
 
 
-@pytest.mark.parametrize("row", PRECEDENCE, ids=lambda row: row.name)
-def test_precedence(row: PrecedenceRow):
-    made = loaded(row.text, **row.given)
-    assert field(made.config, row.field) == row.value
+@pytest.mark.parametrize(("rule", "row"), list(zip(PRECEDENCE[::2], PRECEDENCE[1::2], strict=True)))
+def test_precedence(rule: str, row: str):
+    given, _, expected = row.strip().partition(" → ")
+    text, _, flags = given.partition(" |")
+    value, _, ignored = expected.partition(" ignored: ")
+    for name, head in (("PROXY", PROXY), ("OWN", OWN)):
+        text = re.sub(f"{name} ?", head, text)
+    made = load.load(dict(flag.split("=", 1) for flag in flags.split()), {}, text.replace(" --- ", "\n---\n").encode())
+    name = value.partition(" = ")[0]
+    assert f"{name} = {shown(field(made.config, name))}" == value
     warned = [note.text for note in made.notes if note.text.startswith("ignored")]
-    assert len(warned) == bool(row.ignored)
-    for name in row.ignored:
-        assert name in warned[0]
+    assert len(warned) == bool(ignored)
+    assert [flag for flag in ignored.split() if flag not in warned[0]] == []
 
 
 def test_variable_is_ignored_like_its_flag():
@@ -186,39 +101,37 @@ def test_mistakes_in_flags_and_documents_are_reported_together():
     ]
 
 
-MODES = [
-    ({}, False),
-    ({"--proxy-mode": "iptables"}, True),
-    ({"--proxy-mode": "ipvs"}, True),
-    ({"--proxy-mode": "nftables"}, False),
-    ({"--proxy-mode": "iptables", "--nodeport-addresses": "primary"}, False),
-]
+MODES = table("""\
+ → false
+--proxy-mode=iptables → true
+--proxy-mode=ipvs → true
+--proxy-mode=nftables → false
+--proxy-mode=iptables --nodeport-addresses=primary → false
+""")
 
 
-@pytest.mark.parametrize(("given", "everywhere"), MODES, ids=str)
-def test_default_node_port_addresses_depend_on_kube_proxys_mode(given, everywhere):
-    assert load.load_config(given, {}).all_node_port_addresses is everywhere
+@pytest.mark.parametrize(("flags", "everywhere"), MODES)
+def test_default_node_port_addresses_depend_on_kube_proxys_mode(flags: str, everywhere: str):
+    assert shown(with_flags(flags).config.all_node_port_addresses) == everywhere
 
 
-QUESTIONABLE = [
-    ({"--masquerade-ports": "30500-31000"}, "--masquerade-ports 30500-31000 overlaps 30000-32767"),
-    ({"--masquerade-ports": "1024-30000"}, "30000"),
-    (
-        {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.0.0.0/8"},
-        "--cluster-cidr is not used: pods are recognized by NodeCIDR",
-    ),
-    (
-        {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "192.0.2.0/24"},
-        "--nodeport-addresses has IPv4 networks only",
-    ),
-    ({"--feature-gates": "A=true,AllowServiceExternalIPs=false"}, "--feature-gates: A is accepted but not used"),
-    ({"--profiling": "true"}, "--profiling is accepted but not used"),
-]
+def with_flags(words: str) -> LoadedConfig:
+    return load.load(dict(word.split("=", 1) for word in words.split()), {})
 
 
-@pytest.mark.parametrize(("given", "words"), QUESTIONABLE, ids=[words for _, words in QUESTIONABLE])
-def test_questionable_setting_is_one_diagnostic(given: dict[str, str], words: str):
-    (note,) = load.load(given, {}).notes
+QUESTIONABLE = table("""\
+--masquerade-ports=30500-31000 → --masquerade-ports 30500-31000 overlaps 30000-32767
+--masquerade-ports=1024-30000 → 30000
+--detect-local-mode=NodeCIDR --cluster-cidr=10.0.0.0/8 → --cluster-cidr is not used: pods are recognized by NodeCIDR
+--cluster-cidr=10.0.0.0/8,fd00::/48 --nodeport-addresses=10.0.0.0/8 → --nodeport-addresses has IPv4 networks only
+--feature-gates=A=true,AllowServiceExternalIPs=false → --feature-gates: A is accepted but not used
+--profiling=true → --profiling is accepted but not used
+""")
+
+
+@pytest.mark.parametrize(("flags", "words"), QUESTIONABLE)
+def test_questionable_setting_is_one_diagnostic(flags: str, words: str):
+    (note,) = with_flags(flags).notes
     assert words in note.text
 
 
@@ -237,39 +150,38 @@ def test_removed_setting_is_one_note(setting: Setting):
         assert made.config == load.load_config({}, {})
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"--masquerade-ports": "32768-40000"},
-        {"--masquerade-ports": "1024-29999"},
-        {"--cluster-cidr": "10.0.0.0/8"},
-        {"--masquerade-ports": "30000-31000", "--packet-path": "false"},
-        {"--cluster-cidr": "10.0.0.0/8", "--nodeport-addresses": "192.0.2.0/24"},
-        {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary"},
-        {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary,192.0.2.0/24"},
-        {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "192.0.2.0/24,2001:db8::/32"},
-    ],
-    ids=str,
-)
-def test_reasonable_settings_have_no_diagnostic(given: dict[str, str]):
-    assert load.load(given, {}).notes == ()
+REASONABLE = """\
+
+--masquerade-ports=32768-40000
+--masquerade-ports=1024-29999
+--cluster-cidr=10.0.0.0/8
+--masquerade-ports=30000-31000 --packet-path=false
+--cluster-cidr=10.0.0.0/8 --nodeport-addresses=192.0.2.0/24
+--cluster-cidr=10.0.0.0/8,fd00::/48 --nodeport-addresses=primary
+--cluster-cidr=10.0.0.0/8,fd00::/48 --nodeport-addresses=primary,192.0.2.0/24
+--cluster-cidr=10.0.0.0/8,fd00::/48 --nodeport-addresses=192.0.2.0/24,2001:db8::/32
+""".splitlines()
 
 
-IGNORED_IN_IPVS: list[tuple[dict[str, str], str]] = [
-    ({}, ""),
-    ({"socket_lb": "off"}, "--socket-lb"),
-    ({"forwarding": "direct", "accounting": "full"}, "--forwarding --accounting"),
-    ({"max_frontends": "1000", "max_affinity": "1"}, "--max-frontends --max-affinity"),
-    ({"metrics_backends": "5"}, "--metrics-backends"),
-    ({"packet_path": "false", "device": "eth0"}, "--packet-path --device"),
-    ({"masquerade_all": "true", "ipvs_scheduler": "lc", "ipvs_strict_arp": "true"}, ""),
-]
+@pytest.mark.parametrize("flags", REASONABLE)
+def test_reasonable_settings_have_no_diagnostic(flags: str):
+    assert with_flags(flags).notes == ()
 
 
-@pytest.mark.parametrize(("given", "names"), IGNORED_IN_IPVS, ids=str)
-def test_settings_without_effect_in_mode_ipvs(given: dict[str, str], names: str):
-    assert ours(**given).config.ignored_in_ipvs == tuple(names.split())
+IGNORED_IN_IPVS = table("""\
+ →
+--socket-lb=off → --socket-lb
+--forwarding=direct --accounting=full → --forwarding --accounting
+--max-frontends=1000 --max-affinity=1 → --max-frontends --max-affinity
+--metrics-backends=5 → --metrics-backends
+--packet-path=false --device=eth0 → --packet-path --device
+--masquerade-all=true --ipvs-scheduler=lc --ipvs-strict-arp=true →
+""")
+
+
+@pytest.mark.parametrize(("flags", "names"), IGNORED_IN_IPVS)
+def test_settings_without_effect_in_mode_ipvs(flags: str, names: str):
+    assert with_flags(flags).config.ignored_in_ipvs == tuple(names.split())
 
 
 def test_all_map_sizes_have_no_effect_in_mode_ipvs():

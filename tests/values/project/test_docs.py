@@ -22,60 +22,50 @@ from tests.support.cluster import kubeadm
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import FEATURES
 from tests.support.runtime import docs
+from tests.support.table import table
 
 ROOT = docs.ROOT
 NEWS = tuple(sorted(f"news/{path.name}" for path in (docs.ROOT / "news").glob("*.md")))
 PAGES = (*docs.PAGES, "CHANGELOG.md", *NEWS)
-OTHERS = {
-    "--ip-masq-fully-random-disable": "flanneld",
-    "--take-ownership": "helm",
-    "--skip-phases": "kubeadm",
-    "--patches": "kubeadm",
-    "--to-revision": "kubectl",
-    "--context": "kubectl",
-    "--cluster": "kubectl",
-    "--user": "kubectl",
-    "--as": "kubectl",
-    "--tag": "buildah",
-    "--build-arg": "buildah",
-    "--require-hashes": "pip",
-    "--update-golden": "pytest",
-    "--platform": "buildah",
-    "--help": "everybody",
-    "--set": "helm",
-    "--network-plugin": "az",
-    "--kube-proxy-config": "az",
-    "--only": "tools/same.py",
-    "--scale": "tools/same.py",
-}
+OTHERS = table("""\
+flanneld → --ip-masq-fully-random-disable
+helm → --take-ownership --set
+kubeadm → --skip-phases --patches
+kubectl → --to-revision --context --cluster --user --as
+buildah → --tag --build-arg --platform
+pip → --require-hashes
+pytest → --update-golden
+az → --network-plugin --kube-proxy-config
+tools/same.py → --only --scale
+everybody → --help
+""")
 """Options of other programs."""
-BLOCKS = {
-    ("README.md", "make demo"): "tests/lab/cluster/test_docs.py",
-    ("README.md", "kbpf run --source"): "tests/lab/cluster/test_docs.py",
-    ("README.md", "kbpf inspect services"): "tests/lab/cluster/test_docs.py",
-    ("docs/clusters.md", ""): "tests/lab/cluster/test_install_doc.py",
-    ("docs/configuration.md", "kbpf run --config"): "tests/lab/cluster/test_docs.py",
-    ("docs/kernels.md", "kbpf check"): "tests/lab/cluster/test_docs.py",
-    ("docs/install.md", ""): "tests/lab/cluster/test_install_doc.py",
-    ("docs/migration.md", ""): "tests/lab/cluster/test_drop_in.py",
-    ("docs/migration.md", "overlays/side-by-side"): "tests/lab/cluster/test_side_by_side.py",
-    ("docs/troubleshoot.md", ""): "tests/lab/cluster/test_docs.py",
-}
-"""(page, text of a block) → the test that runs the block; "" matches every block of the page."""
+BLOCKS = table("""\
+README.md: make demo → tests/lab/cluster/test_docs.py
+README.md: kbpf run --source → tests/lab/cluster/test_docs.py
+README.md: kbpf inspect services → tests/lab/cluster/test_docs.py
+docs/clusters.md: → tests/lab/cluster/test_install_doc.py
+docs/configuration.md: kbpf run --config → tests/lab/cluster/test_docs.py
+docs/kernels.md: kbpf check → tests/lab/cluster/test_docs.py
+docs/install.md: → tests/lab/cluster/test_install_doc.py
+docs/migration.md: → tests/lab/cluster/test_drop_in.py
+docs/migration.md: overlays/side-by-side → tests/lab/cluster/test_side_by_side.py
+docs/troubleshoot.md: → tests/lab/cluster/test_docs.py
+""")
+"""A page and a text of a block, no text: every block of the page → the test that runs the block."""
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_shell_block_is_run_by_a_test(page: str):
-    wanted = {marker for (on, marker) in BLOCKS if on == page}
+    tests = {where.partition(":")[2].strip(): test for where, test in BLOCKS if where.startswith(f"{page}:")}
     met = set()
     for block in docs.blocks(page):
-        found = {marker for marker in wanted if marker in block}
+        found = {marker for marker in tests if marker in block}
         assert found, block
         met |= found
-    assert met == wanted
-    for (on, _), test in BLOCKS.items():
-        name = Path(page).name
-        assert on != page or name in (ROOT / test).read_text(), f"{test} does not read {name}"
+    assert met == tests.keys()
+    for test in tests.values():
+        assert Path(page).name in (ROOT / test).read_text(), f"{test} does not read {page}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -91,34 +81,32 @@ KUBECTL = """\
 case "$*" in
 *"get pods"*) printf 'pod/ill\\npod/well\\n' ;;
 *"exec pod/ill -- kbpf inspect status"*) echo "ill is not well"; exit 1 ;;
-*cleanup*) echo "$*" >>CALLS ;;
+*cleanup*) echo "$*" >>calls ;;
 esac
 """
 """A fake kubectl with two nodes; kbpf is not healthy on one of them."""
 TAKE_OVER = [(page, block) for page in docs.PAGES for block in docs.blocks(page) if "cleanup --kube-proxy" in block]
 
 
-@pytest.mark.parametrize(("page", "block"), TAKE_OVER, ids=[row[0] for row in TAKE_OVER])
-def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(page: str, block: str, tmp_path: Path):
-    """In an ordinary shell, which continues after a failed command; the failure is printed."""
-    calls = tmp_path / "calls"
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text(KUBECTL.replace("CALLS", str(calls)))
-    kubectl.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", block],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
-    assert "ill is not well" in done.stdout
-    assert calls.read_text() == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
+def run_block(block: str, folder: Path, kubectl: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a block of a page in an ordinary shell, which continues after a failed command."""
+    (folder / "kubectl").write_text(kubectl)
+    (folder / "kubectl").chmod(0o755)
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=False, cwd=folder, env=environ)
+
+
+def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(tmp_path: Path):
+    ((page, block),) = TAKE_OVER
+    assert page == "docs/migration.md"
+    assert "ill is not well" in run_block(block, tmp_path, KUBECTL).stdout
+    calls = (tmp_path / "calls").read_text()
+    assert calls == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
 
 
 CONFIG_MAPS = """\
 #!/bin/sh
-echo "$*" >>CALLS
+echo "$*" >>calls
 case "$*" in
 *jsonpath*) cat before ;;
 *"get configmap"*) cat map.yaml ;;
@@ -130,21 +118,11 @@ BIT = docs.section("docs/migration.md", "## Back to kube-proxy")[0]
 
 
 def change_bit(folder: Path, config: str) -> "subprocess.CompletedProcess[str]":
-    """Runs the block that changes kbpf's mark bit in an ordinary shell, with this config.conf."""
-    kubectl = folder / "kubectl"
-    kubectl.write_text(CONFIG_MAPS.replace("CALLS", "calls"))
-    kubectl.chmod(0o755)
+    """Runs the block that changes kbpf's mark bit, with this config.conf."""
     (folder / "before").write_text(config)
     made = {"kind": "ConfigMap", "data": {"config.conf": config}}
     (folder / "map.yaml").write_text(yaml.safe_dump(made, default_style="|"))
-    return subprocess.run(
-        ["bash", "-c", BIT],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={"PATH": f"{folder}:{os.environ['PATH']}"},
-    )
+    return run_block(BIT, folder, CONFIG_MAPS)
 
 
 def shipped() -> dict[str, str]:
@@ -181,10 +159,6 @@ def test_the_documented_block_fails_without_a_bit_to_change(tmp_path: Path):
     assert "has no masqueradeBit" in done.stderr
     assert not (tmp_path / "replaced.yaml").exists()
     assert "rollout" not in (tmp_path / "calls").read_text()
-
-
-def test_one_page_has_the_takeover_block():
-    assert [page for page, _ in TAKE_OVER] == ["docs/migration.md"]
 
 
 def anchors(text: str) -> set[str]:
@@ -266,7 +240,7 @@ def options() -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_named_options_exist(page: str):
     """`--max-...` and `--conntrack-*` stand for all options with that prefix."""
-    known = options() | OTHERS.keys()
+    known = options() | {option for _, others in OTHERS for option in others.split()}
     for span in docs.spans(page):
         if span.startswith(("kbpf ", "--")):
             for option, more in re.findall(r"(?<![\w-])(--[a-z0-9-]+)(\*|\.\.\.)?", span):
@@ -370,21 +344,14 @@ def test_the_table_of_threads_is_complete():
 # ---- figures -------------------------------------------------------------------------------------
 
 
-class Figures(NamedTuple):
-    """The first words of a row of README.md, a text in the heading of its table in performance.md,
-    and the first words of the rows there.
-    """
-
-    row: str
-    table: str
-    measured: str
-
-
-FIGURES = [
-    Figures("short connections to a ClusterIP", "kbpf |", "short connections"),
-    Figures("short connections to a NodePort", "kbpf `stack` |", "short connections"),
-    Figures("requests on a kept connection to a NodePort", "kbpf `stack` |", "requests"),
-]
+FIGURES = table("""\
+short connections to a ClusterIP → kbpf |: short connections
+short connections to a NodePort → kbpf `stack` |: short connections
+requests on a kept connection to a NodePort → kbpf `stack` |: requests
+""")
+"""The first words of a row of README.md → a text in the heading of its table in performance.md: the first words of
+the rows there.
+"""
 
 
 def tables(page: str) -> list[list[list[str]]]:
@@ -393,15 +360,16 @@ def tables(page: str) -> list[list[list[str]]]:
     return [[cells(row) for row in table.splitlines() if "---" not in row] for table in found]
 
 
-@pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.row)
-def test_readme_has_the_measured_figures(figures: Figures):
-    (readme,) = [row for table in tables("README.md") for row in table if row[0].startswith(figures.row)]
-    (table,) = [t for t in tables("docs/performance.md") if figures.table in " | ".join(t[0])]
+@pytest.mark.parametrize(("named", "where"), FIGURES)
+def test_readme_has_the_measured_figures(named: str, where: str):
+    heading, _, measured = where.partition(": ")
+    (readme,) = [row for table in tables("README.md") for row in table if row[0].startswith(named)]
+    (table,) = [t for t in tables("docs/performance.md") if heading in " | ".join(t[0])]
     columns = [
         next(at for at, name in enumerate(table[0]) if name.startswith(word))
         for word in ("iptables", "kube-proxy nftables", "kbpf")
     ]
-    rows = {row[0]: row for row in table if row[1].startswith(figures.measured)}
+    rows = {row[0]: row for row in table if row[1].startswith(measured)}
     wanted = [", ".join(rows[where][at].split(" / ")[0] for where in ("local", "remote")) for at in columns]
     assert [cell.strip("*") for cell in readme[1:]] == wanted
 

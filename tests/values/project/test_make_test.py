@@ -15,23 +15,14 @@ REPORT = """\
 """
 
 
-def exits(code: int, *, prints: str = "") -> tuple[str, ...]:
-    return (sys.executable, "-c", f"print({prints!r}); raise SystemExit({code})")
+def exits(code: int, write: str = "") -> tuple[str, ...]:
+    """A command that puts REPORT into this file, if it has one, and exits with this code."""
+    report = f"import pathlib; pathlib.Path({write!r}).write_text({REPORT!r})" if write else ""
+    return (sys.executable, "-c", f"{report}\nraise SystemExit({code})")
 
 
-def writes(report: Path, code: int) -> tuple[str, ...]:
-    """A pytest that writes this report."""
-    program = (
-        f"import pathlib; pathlib.Path({str(report)!r}).write_text({REPORT!r}); "
-        f"print('of pytest'); raise SystemExit({code})"
-    )
-    return (sys.executable, "-c", program)
-
-
-@pytest.mark.parametrize(
-    ("pytest_code", "guests_code", "code"), [(0, 0, 0), (1, 0, 1), (5, 0, 1), (0, 1, 1), (1, 1, 1)]
-)
-def test_what_failed_is_last_and_either_failure_is_one(
+@pytest.mark.parametrize(("pytest_code", "guests_code", "code"), [(0, 0, 0), (1, 0, 1), (139, 0, 1), (0, 1, 1)])
+def test_either_failure_is_one_and_what_failed_is_last(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -39,35 +30,14 @@ def test_what_failed_is_last_and_either_failure_is_one(
     guests_code: int,
     code: int,
 ):
+    """139: pytest crashed without a report; the one of the run before is not shown."""
+    report = tmp_path / "tests.xml"
+    report.write_text(REPORT)
     monkeypatch.setattr(sys, "argv", ["tests"])
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run, "KERNELS", exits(guests_code, prints="of the guests"))
-    monkeypatch.setattr(run, "REPORT", tmp_path / "tests.xml")
-    monkeypatch.setattr(run, "PYTEST", writes(tmp_path / "tests.xml", pytest_code))
+    monkeypatch.setattr(run, "REPORT", report)
+    monkeypatch.setattr(run, "PYTEST", exits(pytest_code, "" if pytest_code == 139 else str(report)))
+    monkeypatch.setattr(run, "KERNELS", exits(guests_code))
     assert run.main() == code
-    lines = ["of pytest", "of the guests"]
-    if pytest_code:
-        lines += ["pytest failed:", "tests.b::test_wrong: assert 1 == 2"]
-    assert capfd.readouterr().out.splitlines() == lines
-
-
-def test_a_pytest_that_crashed_has_no_failures(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-):
-    """The report of the run before is not shown."""
-    (tmp_path / "tests.xml").write_text(REPORT)
-    monkeypatch.setattr(sys, "argv", ["tests"])
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run, "REPORT", tmp_path / "tests.xml")
-    monkeypatch.setattr(run, "PYTEST", exits(139))
-    monkeypatch.setattr(run, "KERNELS", exits(0))
-    assert run.main() == 1
-    assert capfd.readouterr().out.splitlines()[-1] == "pytest failed:"
-
-
-def test_with_arguments_pytest_runs_alone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(sys, "argv", ["tests", "tests/values", "-k", "hints"])
-    monkeypatch.setattr(run, "PYTEST", (sys.executable, "-c", "import sys; print(sys.argv[1:])"))
-    monkeypatch.setattr(run, "KERNELS", ("/does/not/exist",))
-    assert run.main() == 0
-    assert capfd.readouterr().out == "['tests/values', '-k', 'hints']\n"
+    failures = {0: [], 1: ["pytest failed:", "tests.b::test_wrong: assert 1 == 2"], 139: ["pytest failed:"]}
+    assert capfd.readouterr().out.splitlines() == failures[pytest_code]

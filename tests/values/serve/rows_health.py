@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of test_health.py."""
 
-from typing import NamedTuple
-
 from msgspec.structs import replace
 
-from kbpf.model.address import parse_addr
+from kbpf.model.address import family_of, parse_addr
 from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, SlicePort
 from kbpf.model.status import AgentStatus, SourceView
 from kbpf.serve.health import HealthVerdict
+from tests.support.table import table
 
 SYNCED, NOW = 1_795_300_289_792_282_716, 1_795_300_297_135_646_100
 AT, THEN = "2026-11-21T22:31:37.1356461Z", "2026-11-21T22:31:29.792282716Z"
@@ -19,38 +18,28 @@ def told(good: bool) -> str:
     return f'"status":{{"IPv4":{one},"IPv6":{one}}}'
 
 
-class HealthRow(NamedTuple):
-    """The health, the requested path, and the status and body of the response."""
-
-    name: str
-    verdict: HealthVerdict
-    eligible: bool
-    path: str
-    status: int
-    body: str
-
-
 WELL, LATE = HealthVerdict(True, SYNCED, NOW), HealthVerdict(False, SYNCED, NOW)
 FIRST = HealthVerdict(True, None, NOW)
 HEALTH_ROWS = [
-    HealthRow("healthy", WELL, True, "/healthz", 200,
+    # the rule, the health, whether the node is eligible, the path; the response's status and body
+    ("healthy", WELL, True, "/healthz", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
               f'{told(True)}}}'),
-    HealthRow("healthy: livez does not mention the node", WELL, True, "/livez", 200,
+    ("healthy: livez does not mention the node", WELL, True, "/livez", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
-    HealthRow("the node is being deleted", WELL, False, "/healthz", 503,
+    ("the node is being deleted", WELL, False, "/healthz", 503,
               f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":false,"healthy":true,'
               f'{told(True)}}}'),
-    HealthRow("the node is being deleted: livez ignores it", WELL, False, "/livez", 200,
+    ("the node is being deleted: livez ignores it", WELL, False, "/livez", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
-    HealthRow("late", LATE, True, "/healthz", 503,
+    ("late", LATE, True, "/healthz", 503,
               f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":true,"healthy":false,'
               f'{told(False)}}}'),
-    HealthRow("late: livez", LATE, True, "/livez", 503,
+    ("late: livez", LATE, True, "/livez", 503,
               f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","healthy":false,{told(False)}}}'),
-    HealthRow("starting", FIRST, True, "/healthz", 200,
+    ("starting", FIRST, True, "/healthz", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true}}'),
-    HealthRow("starting on a node that is being deleted", FIRST, False, "/healthz", 503,
+    ("starting on a node that is being deleted", FIRST, False, "/healthz", 503,
               f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{AT}","nodeEligible":false,'
               f'"healthy":true}}'),
 ]
@@ -101,54 +90,22 @@ READY = [
 ]
 
 
-# ---- health over time --------------------------------------------------------------------------
-
-
-class Step(NamedTuple):
-    """At `at` seconds `do` is recorded; then the verdict is `healthy` or not."""
-
-    at: float
-    do: str
-    healthy: bool
-
-
 HISTORIES = {
-    "nothing to do for a day": [Step(0, "programmed", True), Step(86_400, "", True)],
-    "a change is late after 60 s": [
-        Step(0, "programmed", True), Step(10, "queued", True), Step(69.9, "", True),
-        Step(70, "", False),
-    ],
-    "the oldest change decides": [
-        Step(0, "programmed", True), Step(0, "queued", True), Step(50, "queued", True),
-        Step(60, "", False),
-    ],
-    "a programmed change is settled": [
-        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
-        Step(2, "programmed", True), Step(100, "", True),
-    ],
-    "a change without effect is settled": [
-        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
-        Step(2, "nothing new", True), Step(100, "", True),
-    ],
-    "a change that arrives during a pass counts from its own time": [
-        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
-        Step(50, "queued", True), Step(55, "programmed", True), Step(109, "", True),
-        Step(110, "", False),
-    ],
-    "refused by the kernel repeatedly": [
-        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
-        Step(30, "taken", True), Step(60, "", False), Step(61, "programmed", True),
-    ],
-    "refused by the kernel, and more changes arrive": [
-        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
-        Step(40, "queued", True), Step(41, "taken", True), Step(60, "", False),
-        Step(61, "queued", False), Step(62, "taken", False), Step(63, "programmed", True),
-    ],
-    "healthy during a start of any length": [
-        Step(0, "queued", True), Step(1, "taken", True), Step(600, "", True),
-        Step(601, "programmed", True),
-    ],
+    "nothing to do for a day": "0 programmed, 86400",
+    "a change is late after 60 s": "0 programmed, 10 queued, 69.9, 70 late",
+    "the oldest change decides": "0 programmed, 0 queued, 50 queued, 60 late",
+    "a programmed change is settled": "0 programmed, 0 queued, 1 taken, 2 programmed, 100",
+    "a change without effect is settled": "0 programmed, 0 queued, 1 taken, 2 nothing new, 100",
+    "a change that arrives during a pass counts from its own time": (
+        "0 programmed, 0 queued, 1 taken, 50 queued, 55 programmed, 109, 110 late"
+    ),
+    "refused by the kernel repeatedly": "0 programmed, 0 queued, 1 taken, 30 taken, 60 late, 61 programmed",
+    "refused by the kernel, and more changes arrive": (
+        "0 programmed, 0 queued, 1 taken, 40 queued, 41 taken, 60 late, 61 queued late, 62 taken late, 63 programmed"
+    ),
+    "healthy during a start of any length": "0 queued, 1 taken, 600, 601 programmed",
 }
+"""What is recorded at which second; then the agent is healthy, unless the step says that it is late."""
 
 
 WEB = Service(
@@ -158,67 +115,43 @@ WEB = Service(
 )
 
 
-def end(address: str, node: str = "n1", ready: bool = True, terminating: bool = False) -> Endpoint:
-    return Endpoint(parse_addr(address), ready, True, terminating, node)
+def piece(ends: str, ports: int = 1, name: str = "a") -> EndpointSlice:
+    """A slice with endpoints on n1: `10.0.0.1`, or `10.0.0.1@n2/unready/terminating`."""
+    made = []
+    for text in ends.split():
+        at, *conditions = text.split("/")
+        address, _, node = at.partition("@")
+        is_ready, is_terminating = "unready" not in conditions, "terminating" in conditions
+        made.append(Endpoint(parse_addr(address), is_ready, True, is_terminating, node or "n1"))
+    family = family_of(made[0].address) if made else 4
+    numbered = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(ports))
+    return EndpointSlice("default", name, "web", family, tuple(made), numbered)
 
 
-def piece(*ends: Endpoint, family: int = 4, ports: int = 1, name: str = "a") -> EndpointSlice:
-    made = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(ports))
-    return EndpointSlice("default", name, "web", family, ends, made)
+ENDPOINT_COUNTS = {
+    "no slices": ((), 0, 0),
+    "one on this node": ((piece("10.0.0.1"),), 1, 0),
+    "one on another node": ((piece("10.0.0.1@n2"),), 0, 0),
+    "on no node": ((replace(piece("10.0.0.1"), endpoints=(Endpoint(parse_addr("10.0.0.1")),)),), 0, 0),
+    "one that is not ready": ((piece("10.0.0.1/unready"),), 0, 0),
+    "one that terminates and still serves": ((piece("10.0.0.1/unready/terminating"),), 0, 0),
+    "one with two ports": ((piece("10.0.0.1", 2),), 1, 0),
+    "a slice without ports": ((piece("10.0.0.1", 0),), 0, 0),
+    "one in two slices": ((piece("10.0.0.1"), piece("10.0.0.1 10.0.0.2", name="b")), 2, 0),
+    "one that terminates, and one with two ports at its address on another node": (
+        (piece("10.0.0.1@n2", 2), piece("10.0.0.1/terminating", name="b")), 0, 0),
+    "one address, ready and unready, with different ports": (
+        (piece("10.0.0.1"), piece("10.0.0.1/unready", 2, "b")), 0, 0),
+    "both families": ((piece("10.0.0.1"), piece("fd00::2 fd00::3", name="b")), 1, 2),
+}
+"""Slices, and the number of local endpoints counted in each family."""
 
 
-class EndpointCount(NamedTuple):
-    """Slices, and the number of local endpoints counted in each family."""
-
-    name: str
-    slices: tuple[EndpointSlice, ...]
-    v4: int
-    v6: int
-
-
-ENDPOINT_COUNTS = [
-    EndpointCount("no slices", (), 0, 0),
-    EndpointCount("one on this node", (piece(end("10.0.0.1")),), 1, 0),
-    EndpointCount("one on another node", (piece(end("10.0.0.1", "n2")),), 0, 0),
-    EndpointCount("on no node", (piece(end("10.0.0.1", "")),), 0, 0),
-    EndpointCount("one that is not ready", (piece(end("10.0.0.1", ready=False)),), 0, 0),
-    EndpointCount("one that terminates and still serves",
-                  (piece(end("10.0.0.1", ready=False, terminating=True)),), 0, 0),
-    EndpointCount("one with two ports", (piece(end("10.0.0.1"), ports=2),), 1, 0),
-    EndpointCount("a slice without ports", (piece(end("10.0.0.1"), ports=0),), 0, 0),
-    EndpointCount("one in two slices",
-            (piece(end("10.0.0.1")), piece(end("10.0.0.1"), end("10.0.0.2"), name="b")), 2, 0),
-    EndpointCount("one that terminates, and one with two ports at its address on another node",
-                  (piece(end("10.0.0.1", "n2"), ports=2), piece(end("10.0.0.1", terminating=True),
-                                                                name="b")), 0, 0),
-    EndpointCount("one address, ready and unready, with different ports",
-                  (piece(end("10.0.0.1"), ports=1), piece(end("10.0.0.1", ready=False), ports=2,
-                                                          name="b")), 0, 0),
-    EndpointCount("both families",
-            (piece(end("10.0.0.1")), piece(end("fd00::2"), end("fd00::3"), family=6, name="b")),
-            1, 2),
-]
-
-
-# ---- listen addresses of health checks ---------------------------------------------------------
-
-
-class ListenRow(NamedTuple):
-    """The NodePort addresses (None: all), those of the node, and where a health check listens."""
-
-    name: str
-    at: tuple[str, ...] | None
-    own: tuple[str, ...]
-    on: tuple[str, ...]
-
-
-LISTEN_ROWS = [
-    ListenRow("all", None, ("10.0.0.1",), ("0.0.0.0", "::")),
-    ListenRow("both families", ("10.0.0.1", "fd00::1"), ("10.0.0.1", "fd00::1"),
-              ("10.0.0.1", "fd00::1")),
-    ListenRow("two of one family, none of the other", ("10.0.0.1", "10.0.0.2"),
-              ("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2", "::")),
-    ListenRow("one is not an address of the node", ("10.0.0.1", "10.0.0.2", "fd00::1"),
-              ("10.0.0.2", "fd00::1"), ("10.0.0.2", "fd00::1")),
-    ListenRow("none is an address of the node", ("10.0.0.1", "fd00::1"), (), ("0.0.0.0", "::")),
-]
+LISTEN_ROWS = table("""\
+all | 10.0.0.1 → 0.0.0.0 ::
+10.0.0.1 fd00::1 | 10.0.0.1 fd00::1 → 10.0.0.1 fd00::1
+10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 → 10.0.0.1 10.0.0.2 ::
+10.0.0.1 10.0.0.2 fd00::1 | 10.0.0.2 fd00::1 → 10.0.0.2 fd00::1
+10.0.0.1 fd00::1 | → 0.0.0.0 ::
+""")
+"""The NodePort addresses | those of the node → where a health check listens."""

@@ -59,14 +59,8 @@ def test_nothing_is_collected_before_the_first_scrape(made: BackgroundCollector)
     until("the first collection", lambda: number(made) > 0)
 
 
-def test_collects_again_while_scraped(made: BackgroundCollector, monkeypatch: pytest.MonkeyPatch):
-    made.start()
-    until("three collections", lambda: number(made) >= 3)
-    monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
-
-
 def test_refreshing_does_not_delay_the_next_collection(source: Source):
-    """At MAX_CPU_SHARE, a tenth of a second of CPU time would delay it by 20 s."""
+    """It collects while it is scraped. At MAX_CPU_SHARE, a tenth of a second of CPU time would delay it by 20 s."""
 
     def burn() -> None:
         end = time.thread_time() + 0.1

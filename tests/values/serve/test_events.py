@@ -3,7 +3,6 @@
 
 import json
 import threading
-from typing import NamedTuple
 
 import pytest
 
@@ -11,6 +10,7 @@ from kbpf.serve import events
 from kbpf.serve.events import EventObject, EventRecorder, KubeEvent, encode
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE, until
+from tests.support.table import table
 
 NODE, WEB = EventObject("Node", "n1"), EventObject("Service", "web", "shop")
 AT = 1_795_300_297_135_646_117
@@ -45,38 +45,34 @@ def test_event_of_a_service_is_in_its_namespace_within_the_api_limits():
     assert len(said["reportingInstance"]) == 128
 
 
-def test_note_is_limited_in_bytes():
-    _, body = encode(KubeEvent(WEB, True, "R", "A", "x" + "é" * 2000, AT), "n1")
-    assert json.loads(body)["note"] == "x" + "é" * 511
+def test_note_is_limited_in_bytes_and_a_long_name_is_truncated():
+    _, body = encode(KubeEvent(EventObject("Node", "n" * 253), True, "R", "A", "x" + "é" * 2000, AT), "n1")
+    said = json.loads(body)
+    assert said["note"] == "x" + "é" * 511
+    assert len(said["metadata"]["name"]) == 253
 
 
-def test_long_name_is_truncated():
-    _, body = encode(KubeEvent(EventObject("Node", "n" * 253), True, "R", "A", "", AT), "n")
-    assert len(json.loads(body)["metadata"]["name"]) == 253
+ROWS = table(f"""\
+accepted: 201 → 1 asked, 1 sent, 0 dropped
+unreachable at first: None None 201 → 3 asked, 1 sent, 0 dropped
+overloaded at first: 429 503 201 → 3 asked, 1 sent, 0 dropped
+500 is retried, 499 is not: 500 499 → 2 asked, 0 sent, 1 dropped
+an earlier attempt had arrived: None 409 → 2 asked, 1 sent, 0 dropped
+forbidden: 403 → 1 asked, 0 sent, 1 dropped
+the namespace is being deleted: 404 → 1 asked, 0 sent, 1 dropped
+never reachable: None → {events.MAX_ATTEMPTS} asked, 0 sent, 1 dropped
+""")
+"""The server's status codes → the number of requests, and the recorder's counters."""
 
 
-ROWS = {
-    "accepted": ((201,), 1, 1, 0),
-    "unreachable at first": ((None, None, 201), 3, 1, 0),
-    "overloaded at first": ((429, 503, 201), 3, 1, 0),
-    "500 is retried, 499 is not": ((500, 499), 2, 0, 1),
-    "an earlier attempt had arrived": ((None, 409), 2, 1, 0),
-    "forbidden": ((403,), 1, 0, 1),
-    "the namespace is being deleted": ((404,), 1, 0, 1),
-    "never reachable": ((None,), events.MAX_ATTEMPTS, 0, 1),
-}
-"""The server's status codes, the number of requests, and the recorder's counters."""
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_retries_and_outcome(name: str):
-    answers, asked, sent, dropped = ROWS[name]
-    server = EventServer(*answers)
+@pytest.mark.parametrize(("answers", "outcome"), ROWS)
+def test_retries_and_outcome(answers: str, outcome: str):
+    codes = [int(word) if word != "None" else None for word in answers.partition(": ")[2].split()]
+    server = EventServer(*codes)
     recorder = EventRecorder(server, "n1", retry_interval=0.0)
     recorder.emit(NODE, "Starting", "StartKubeProxy")
     until("the Event is sent or dropped", lambda: recorder.sent + recorder.dropped)
-    assert (recorder.sent, recorder.dropped) == (sent, dropped)
-    assert len(server.events) == asked
+    assert f"{len(server.events)} asked, {recorder.sent} sent, {recorder.dropped} dropped" == outcome
     recorder.stop()
 
 
@@ -132,82 +128,66 @@ def test_internal_error_does_not_end_the_thread():
     recorder.stop()
 
 
-class Emission(NamedTuple):
-    """An Event that is emitted at `at` seconds, and whether it is sent, or dropped and counted."""
-
-    at: float
-    about: EventObject
-    reason: str
-    sent: bool
-    dropped: bool = False
-
-
+BURST, NODE_EVENTS = events.BURST, events.NODE_EVENTS
 EMISSIONS = {
-    "the same after five minutes": [
-        Emission(0, WEB, "R", True),
-        Emission(299, WEB, "R", False),
-        Emission(300, WEB, "R", True),
-    ],
-    "another object or reason is no repetition": [
-        Emission(0, WEB, "R", True),
-        Emission(0, NODE, "R", True),
-        Emission(0, WEB, "S", True),
-    ],
+    "the same after five minutes": ["0 shop/web R", "299 shop/web R again", "300 shop/web R"],
+    "another object or reason is no repetition": ["0 shop/web R", "0 node R", "0 shop/web S"],
     "a suppressed repetition does not extend the interval": [
-        Emission(0, WEB, "R", True),
-        Emission(200, WEB, "R", False),
-        Emission(301, WEB, "R", True),
+        "0 shop/web R",
+        "200 shop/web R again",
+        "301 shop/web R",
     ],
     "the burst is limited and refills": [
-        *(Emission(0, NODE, f"R{i}", True) for i in range(events.BURST)),
-        Emission(0, NODE, "R", False, True),
-        Emission(9, NODE, "R", False, True),
-        Emission(10, NODE, "R", True),
-        Emission(10, NODE, "S", False, True),
+        *(f"0 node R{i}" for i in range(BURST)),
+        "0 node R dropped",
+        "9 node R dropped",
+        "10 node R",
+        "10 node S dropped",
     ],
     "a namespace has a share": [
-        *(Emission(0, EventObject("Service", f"s{i}", "x"), "R", True) for i in range(events.NAMESPACE_BURST)),
-        Emission(0, EventObject("Service", "more", "x"), "R", False, True),
-        Emission(0, WEB, "R", True),
-        Emission(299, EventObject("Service", "more", "x"), "R", False, True),
-        Emission(300, EventObject("Service", "more", "x"), "R", True),
-        Emission(300, EventObject("Service", "yet-more", "x"), "R", False, True),
+        *(f"0 x/s{i} R" for i in range(events.NAMESPACE_BURST)),
+        "0 x/more R dropped",
+        "0 shop/web R",
+        "299 x/more R dropped",
+        "300 x/more R",
+        "300 x/yet-more R dropped",
     ],
     "namespaces that send many leave some to others": [
         *(
-            Emission(0, EventObject("Service", f"s{i}", namespace), "R", i < count, i >= count)
+            f"0 {namespace}/s{i} R {'' if i < count else 'dropped'}"
             for namespace, count in (("x", 10), ("y", 5), ("z", 3), ("v", 1))
             for i in range(11)
         ),
-        Emission(0, WEB, "R", True),
+        "0 shop/web R",
     ],
     "all namespaces together leave some to the node": [
-        *(
-            Emission(0, EventObject("Service", "s", f"n{i}"), "R", True)
-            for i in range(events.BURST - events.NODE_EVENTS)
-        ),
-        Emission(0, WEB, "R", False, True),
-        *(Emission(0, NODE, f"R{i}", True) for i in range(events.NODE_EVENTS)),
-        Emission(0, NODE, "R", False, True),
-        Emission(10, WEB, "R", False, True),
-        Emission(10, NODE, "R", True),
+        *(f"0 n{i}/s R" for i in range(BURST - NODE_EVENTS)),
+        "0 shop/web R dropped",
+        *(f"0 node R{i}" for i in range(NODE_EVENTS)),
+        "0 node R dropped",
+        "10 shop/web R dropped",
+        "10 node R",
     ],
 }
+"""The second, object and reason of an Event that is emitted; it is sent, but not `again`, or `dropped`."""
 
 
 @pytest.mark.parametrize("rows", EMISSIONS.values(), ids=EMISSIONS.keys())
-def test_repetitions_and_rate_limit(rows: list[Emission]):
-    now = 0.0
+def test_repetitions_and_rate_limit(rows: list[str]):
+    now, wanted, dropped = 0.0, [], 0
     server = EventServer(201)
     recorder = EventRecorder(server, "n1", lambda: now)
     for row in rows:
-        now = row.at
-        recorder.emit(row.about, row.reason, "A", f"{row.at}")
-    wanted = [(row.about.name, row.reason, f"{row.at}") for row in rows if row.sent]
+        at, name, reason, *outcome = row.split()
+        now = float(at)
+        about = NODE if name == "node" else EventObject("Service", *reversed(name.split("/")))
+        recorder.emit(about, reason, "A", at)
+        dropped += "dropped" in outcome
+        wanted += [] if outcome else [(about.name, reason, at)]
     until("all Events are sent", lambda: recorder.sent == len(wanted))
     got = [(one["regarding"]["name"], one["reason"], one["note"]) for one in server.events]
     assert got == wanted
-    assert recorder.dropped == sum(row.dropped for row in rows)
+    assert recorder.dropped == dropped
     recorder.stop()
 
 

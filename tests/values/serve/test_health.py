@@ -10,14 +10,15 @@ import errno
 import json
 import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kbpf.errors import ConfigError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
-from kbpf.model.objects import Service, ServiceName
+from kbpf.model.objects import EndpointSlice, ServiceName
 from kbpf.model.status import AgentStatus
 from kbpf.policy.health_check import HealthCheck, compute_health_check
 from kbpf.serve import server as desk_module
@@ -35,28 +36,18 @@ from kbpf.serve.server import AgentServer
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.lab.web import get
-from tests.values.serve.rows_health import (
-    ENDPOINT_COUNTS,
-    HEALTH_ROWS,
-    HISTORIES,
-    LISTEN_ROWS,
-    READY,
-    WEB,
-    WELL,
-    EndpointCount,
-    HealthRow,
-    ListenRow,
-    Step,
-    end,
-    piece,
+from tests.support.table import table
+from tests.values.serve.rows_health import ENDPOINT_COUNTS, HEALTH_ROWS, HISTORIES, LISTEN_ROWS, READY, WEB, WELL, piece
+
+
+@pytest.mark.parametrize(
+    ("verdict", "eligible", "path", "status", "body"),
+    [row[1:] for row in HEALTH_ROWS],
+    ids=[row[0] for row in HEALTH_ROWS],
 )
-
-
-@pytest.mark.parametrize("asked", HEALTH_ROWS, ids=lambda asked: asked.name)
-def test_healthz_and_livez_responses(asked: HealthRow):
-    whole = asked.path == "/healthz"
-    answer = healthz(asked.verdict, asked.eligible) if whole else livez(asked.verdict)
-    assert answer == HttpResponse(asked.status, asked.body.encode(), "application/json")
+def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible: bool, path: str, status: int, body: str):
+    answer = healthz(verdict, eligible) if path == "/healthz" else livez(verdict)
+    assert answer == HttpResponse(status, body.encode(), "application/json")
 
 
 @pytest.mark.parametrize(
@@ -79,20 +70,21 @@ def test_readyz_responses(name: str, verdict: HealthVerdict, status: AgentStatus
     assert answer == HttpResponse(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
 
 
-@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES.keys())
-def test_health_over_time(steps: list[Step]):
+@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES)
+def test_health_over_time(steps: str):
     now = 0.0
     health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
-    for step in steps:
-        now = step.at
-        match step.do:
+    for step in steps.split(", "):
+        at, _, do = step.partition(" ")
+        now = float(at)
+        match do.removesuffix("late").strip():
             case "queued":
                 health.record_queued()
             case "taken":
                 health.record_dequeued()
-            case "programmed" | "nothing new":
-                health.record_settled(step.do == "programmed")
-        assert health.verdict().healthy is step.healthy, step
+            case "programmed" | "nothing new" as settled:
+                health.record_settled(settled == "programmed")
+        assert health.verdict().healthy is not do.endswith("late"), step
 
 
 def test_verdict_has_the_time_of_the_last_programmed_pass():
@@ -129,40 +121,38 @@ def test_service_health_response(endpoints: int, healthy: bool, status: int):
     assert json.loads(answer.body)["localEndpoints"] == endpoints
 
 
-@pytest.mark.parametrize("row", ENDPOINT_COUNTS, ids=lambda row: row.name)
-def test_local_endpoints_are_counted(row: EndpointCount):
-    assert compute_health_check(WEB, row.slices, "n1") == HealthCheck(31_999, row.v4, row.v6)
+@pytest.mark.parametrize(("slices", "v4", "v6"), ENDPOINT_COUNTS.values(), ids=ENDPOINT_COUNTS)
+def test_local_endpoints_are_counted(slices: tuple[EndpointSlice, ...], v4: int, v6: int):
+    assert compute_health_check(WEB, slices, "n1") == HealthCheck(31_999, v4, v6)
 
 
 def test_single_family_service_reports_its_count_in_both_families():
-    single = Service(
-        "default", "web", "LoadBalancer", WEB.cluster_ips[:1], (), external_local=True, health_check_node_port=31_999
-    )
-    assert compute_health_check(single, (piece(end("10.0.0.1")),), "n1") == HealthCheck(31_999, 1, 1)
+    single = replace(WEB, cluster_ips=WEB.cluster_ips[:1])
+    assert compute_health_check(single, (piece("10.0.0.1"),), "n1") == HealthCheck(31_999, 1, 1)
 
 
 def test_service_without_health_check_port_has_no_check():
     assert compute_health_check(None, (), "n1") is None
-    plain = Service("default", "web", "LoadBalancer", WEB.cluster_ips, ())
-    assert compute_health_check(plain, (), "n1") is None
+    assert compute_health_check(replace(WEB, health_check_node_port=0), (), "n1") is None
 
 
-@pytest.mark.parametrize("row", LISTEN_ROWS, ids=lambda row: row.name)
-def test_listen_addresses_of_a_health_check(row: ListenRow, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("addresses", "on"), LISTEN_ROWS)
+def test_listen_addresses_of_a_health_check(addresses: str, on: str, monkeypatch: pytest.MonkeyPatch):
     """As kube-proxy: a family without a usable address listens on the wildcard address."""
+    at, own = (part.split() for part in addresses.split("|"))
     opened: list[str] = []
     desk = AgentServer(Config())
 
     def listen(host: str, port: int, *_: object, **__: object) -> object:
-        if host not in (*row.own, "0.0.0.0", "::"):
+        if host not in (*own, "0.0.0.0", "::"):
             raise OSError(errno.EADDRNOTAVAIL, "not ours")
         opened.append(host)
         return object()
 
     monkeypatch.setattr(desk._http, "listen", listen)
-    at = None if row.at is None else tuple(map(parse_addr, row.at))
-    desk._checks.sync({ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}, at)
-    assert tuple(opened) == row.on
+    check = {ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}
+    desk._checks.sync(check, None if at == ["all"] else tuple(map(parse_addr, at)))
+    assert opened == on.split()
 
 
 # ---- Services with the same health check port ---------------------------------------------------
@@ -194,50 +184,40 @@ class Ports:
             work()
 
 
-class PortRow(NamedTuple):
-    """The health check port of each Service in every step, and the result after the last step.
-
-    Retries run after each step. `served` maps a port to its Service; `failed` is the number of
-    Services without their port.
-    """
-
-    name: str
-    steps: tuple[dict[str, int], ...]
-    served: dict[int, str]
-    failed: int = 0
-
-
-PORT_ROWS = [
-    PortRow("another number", ({"a": 1}, {"a": 2}), {2: "a"}),
-    PortRow("the same again", ({"a": 1}, {"a": 1}), {1: "a"}),
-    PortRow("deleted", ({"a": 1}, {}), {}),
-    PortRow("two with one port", ({"a": 1, "b": 1},), {1: "a"}, 1),
-    PortRow("the second gets it when the first is deleted", ({"a": 1, "b": 1}, {"b": 1}), {1: "b"}),
-    PortRow("the second is deleted", ({"a": 1, "b": 1}, {"a": 1}), {1: "a"}),
-    PortRow("both are deleted while one waits", ({"a": 1, "b": 1}, {}), {}),
-    PortRow("the second changes its port", ({"a": 1, "b": 1}, {"a": 1, "b": 2}), {1: "a", 2: "b"}),
-    PortRow("two swap their ports", ({"a": 1, "b": 2}, {"a": 2, "b": 1}), {1: "b", 2: "a"}),
-]
+PORT_ROWS = table("""\
+another number: a=1, a=2 → 2=a
+the same again: a=1, a=1 → 1=a
+deleted: a=1, → none
+two with one port: a=1 b=1 → 1=a, 1 fails
+the second gets it when the first is deleted: a=1 b=1, b=1 → 1=b
+the second is deleted: a=1 b=1, a=1 → 1=a
+both are deleted while one waits: a=1 b=1, → none
+the second changes its port: a=1 b=1, a=1 b=2 → 1=a 2=b
+two swap their ports: a=1 b=2, a=2 b=1 → 1=b 2=a
+""")
+"""The health check port of each Service in every step → the Service of each port after the last step, and how
+many have no port. Retries run after each step.
+"""
 
 
-@pytest.mark.parametrize("row", PORT_ROWS, ids=lambda row: row.name)
-def test_which_service_gets_a_health_check_port(row: PortRow, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("steps", "outcome"), PORT_ROWS)
+def test_which_service_gets_a_health_check_port(steps: str, outcome: str, monkeypatch: pytest.MonkeyPatch):
     desk, ports = AgentServer(Config()), Ports()
     monkeypatch.setattr(desk._checks, "_http", ports)
-    for wanted in row.steps:
-        told = {ServiceName("x", name): HealthCheck(port, 1, 1) for name, port in wanted.items()}
-        desk._checks.sync(told, None)
+    for step in steps.partition(":")[2].split(","):
+        wanted = dict(word.split("=") for word in step.split())
+        desk._checks.sync({ServiceName("x", name): HealthCheck(int(port), 1, 1) for name, port in wanted.items()}, None)
         ports.wait()
     served = {
-        port: json.loads(ask(handler).body)["service"]["name"]
+        f"{port}={json.loads(ask(handler).body)['service']['name']}"
         for (host, port), handler in ports.taken.items()
         if host == "::"
     }
-    assert served == row.served
     assert len(ports.taken) == 2 * len(served)
+    assert (" ".join(sorted(served)) or "none") == outcome.partition(",")[0]
     page = desk.format_metrics().decode()
-    assert f"\nkbpf_service_health_checks_failed {row.failed}\n" in page
-    assert f"\nkbpf_service_health_checks {len(row.steps[-1])}\n" in page
+    assert f"\nkbpf_service_health_checks_failed {int('fails' in outcome)}\n" in page
+    assert f"\nkbpf_service_health_checks {len(wanted)}\n" in page
 
 
 def ask(handler: Any) -> HttpResponse:

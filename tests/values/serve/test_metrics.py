@@ -45,51 +45,10 @@ from tests.support.faults.event_server import EventServer
 from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
+from tests.support.table import table
 
-SYNC = [
-    0.001,
-    0.002,
-    0.004,
-    0.008,
-    0.016,
-    0.032,
-    0.064,
-    0.128,
-    0.256,
-    0.512,
-    1.024,
-    2.048,
-    4.096,
-    8.192,
-    16.384,
-    math.inf,
-]
-PROGRAMMING = [
-    0,
-    0.25,
-    0.5,
-    *range(1, 60),
-    60,
-    65,
-    70,
-    75,
-    80,
-    85,
-    90,
-    95,
-    100,
-    105,
-    110,
-    115,
-    120,
-    150,
-    180,
-    210,
-    240,
-    270,
-    300,
-    math.inf,
-]
+SYNC = [*(0.001 * 2**power for power in range(15)), math.inf]
+PROGRAMMING = [0, 0.25, 0.5, *range(1, 60), *range(60, 120, 5), *range(120, 301, 30), math.inf]
 REQUESTS = [0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, math.inf]
 
 STATUS = AgentStatus(
@@ -270,28 +229,29 @@ def replace_status(**change: object) -> AgentStatus:
     return msgspec.structs.replace(BUSY_STATUS, **({"config_error": ""} | change))
 
 
-@pytest.mark.parametrize(
-    ("opened", "failed", "limit", "shown"),
-    [
-        ({"a/x": 5, "a/y": 7, "a/z": 6}, "", 2, "a/y a/z"),
-        ({"a/x": 5, "a/y": 7, "a/z": 6}, "a/x", 2, "a/x a/y"),
-        ({"a/x": 500, "a/y": 700, "a/z": 600, "b/x": 1}, "", 2, "a/y b/x"),
-        ({"a/x": 500, "a/y": 700, "a/z": 600, "b/x": 1, "b/y": 2}, "a/z b/x", 3, "a/y a/z b/x"),
-        ({"a/x": 500, "b/x": 1, "c/x": 2}, "b/x", 1, "b/x"),
-        ({"a/x": 500}, "", 0, ""),
-    ],
-    ids=["the busiest", "failures first", "a share for each namespace", "both", "one", "none"],
-)
-def test_which_services_have_series(opened: dict[str, int], failed: str, limit: int, shown: str) -> None:
-    traffic = TrafficStats(
-        connections=(),
-        totals=tuple(
-            ((*name.split("/"), "", "TCP"), ConnectionStats(count, refused=name in failed.split()))
-            for name, count in opened.items()
-        ),
-        counted_fields=CHOICE_COUNTERS,
+SERIES = table("""\
+2 of a/x=5 a/y=7 a/z=6 → a/y a/z
+2 of a/x=5! a/y=7 a/z=6 → a/x a/y
+2 of a/x=500 a/y=700 a/z=600 b/x=1 → a/y b/x
+3 of a/x=500 a/y=700 a/z=600! b/x=1! b/y=2 → a/y a/z b/x
+1 of a/x=500 b/x=1! c/x=2 → b/x
+0 of a/x=500 →
+""")
+"""A limit, and Services with their connections, `!`: with a failure → those with series: those with failures, the
+busiest, and a share for each namespace.
+"""
+
+
+@pytest.mark.parametrize(("given", "shown"), SERIES)
+def test_which_services_have_series(given: str, shown: str) -> None:
+    limit, _, words = given.partition(" of ")
+    opened = [word.partition("=")[::2] for word in words.split()]
+    totals = tuple(
+        ((*name.split("/"), "", "TCP"), ConnectionStats(int(count.rstrip("!")), refused=count.endswith("!")))
+        for name, count in opened
     )
-    families = page(Serving(service_series=limit), plane=Counts(traffic=traffic))
+    traffic = TrafficStats(connections=(), totals=totals, counted_fields=CHOICE_COUNTERS)
+    families = page(Serving(service_series=int(limit)), plane=Counts(traffic=traffic))
     series = [dict(labels) for _, labels in families["kbpf_service_connections_total"].samples]
     assert sorted(f"{s['namespace']}/{s['service']}" for s in series) == shown.split()
     assert families["kbpf_service_series_left_out"].value() == len(opened) - len(shown.split())
@@ -322,46 +282,34 @@ def test_the_process_has_its_usual_series():
     assert 1.6e9 < families["process_start_time_seconds"].value() < 1e11
 
 
-def test_names_have_a_prefix_and_counters_end_in_total():
-    for name, family in page().items():
-        assert name.startswith(("kbpf_", "kubeproxy_", "rest_client_", "process_")), name
-        assert name.endswith("_total") is (family.kind == "counter") or (
-            name == "kubeproxy_sync_proxy_rules_no_local_endpoints_total"  # kube-proxy's own slip
-        ), name
-
-
 # ---- kube-proxy's series -----------------------------------------------------------------------
 
 
-class KubeProxyFamily(NamedTuple):
-    """A family of kube-proxy 1.37 that is the same in all its modes: type, labels and buckets."""
-
-    name: str
-    kind: str
-    labels: set[str]
-    bounds: Sequence[float] = ()
-
-
-FAMILY = {"ip_family"}
-KUBE_PROXY_FAMILIES = [
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
-    KubeProxyFamily("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
-    KubeProxyFamily("kubeproxy_sync_partial_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
-    KubeProxyFamily("kubeproxy_network_programming_duration_seconds", "histogram", FAMILY, PROGRAMMING),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "gauge", FAMILY),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "gauge", FAMILY),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "gauge", set()),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_endpoint_changes_total", "counter", set()),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_service_changes_pending", "gauge", set()),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_service_changes_total", "counter", set()),
-    KubeProxyFamily("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge", {"ip_family", "traffic_policy"}),
-    KubeProxyFamily("kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram", FAMILY, SYNC),
-    KubeProxyFamily("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter", FAMILY),
-    KubeProxyFamily("kubeproxy_proxy_healthz_total", "counter", {"code"}),
-    KubeProxyFamily("kubeproxy_proxy_livez_total", "counter", {"code"}),
-    KubeProxyFamily("rest_client_requests_total", "counter", {"code", "method", "host"}),
-    KubeProxyFamily("rest_client_request_duration_seconds", "histogram", {"verb", "host"}, REQUESTS),
-]
+KUBE_PROXY_FAMILIES = table("""\
+kubeproxy_sync_proxy_rules_duration_seconds → histogram ip_family
+kubeproxy_sync_full_proxy_rules_duration_seconds → histogram ip_family
+kubeproxy_sync_partial_proxy_rules_duration_seconds → histogram ip_family
+kubeproxy_network_programming_duration_seconds → histogram ip_family
+kubeproxy_sync_proxy_rules_last_timestamp_seconds → gauge ip_family
+kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds → gauge ip_family
+kubeproxy_sync_proxy_rules_endpoint_changes_pending → gauge
+kubeproxy_sync_proxy_rules_endpoint_changes_total → counter
+kubeproxy_sync_proxy_rules_service_changes_pending → gauge
+kubeproxy_sync_proxy_rules_service_changes_total → counter
+kubeproxy_sync_proxy_rules_no_local_endpoints_total → gauge ip_family traffic_policy
+kubeproxy_conntrack_reconciler_sync_duration_seconds → histogram ip_family
+kubeproxy_conntrack_reconciler_deleted_entries_total → counter ip_family
+kubeproxy_proxy_healthz_total → counter code
+kubeproxy_proxy_livez_total → counter code
+rest_client_requests_total → counter code method host
+rest_client_request_duration_seconds → histogram verb host
+""")
+"""The families that kube-proxy 1.37 has in all its modes → their types and labels."""
+BOUNDS = {
+    "kubeproxy_network_programming_duration_seconds": PROGRAMMING,
+    "rest_client_request_duration_seconds": REQUESTS,
+}
+"""The buckets of the histograms whose buckets are not SYNC."""
 
 
 def busy() -> KubeProxyMetrics:
@@ -388,11 +336,12 @@ def busy() -> KubeProxyMetrics:
     return record
 
 
-@pytest.mark.parametrize("row", KUBE_PROXY_FAMILIES, ids=lambda row: row.name)
-def test_families_of_kube_proxy(row: KubeProxyFamily):
-    family = page(proxy_metrics=busy())[row.name]
-    assert (family.kind, family.label_names - {"le"}) == (row.kind, row.labels)
-    assert family.bounds == list(row.bounds)
+@pytest.mark.parametrize(("name", "columns"), KUBE_PROXY_FAMILIES)
+def test_families_of_kube_proxy(name: str, columns: str):
+    family = page(proxy_metrics=busy())[name]
+    kind, *labels = columns.split()
+    assert (family.kind, family.label_names - {"le"}) == (kind, set(labels))
+    assert family.bounds == (BOUNDS.get(name, SYNC) if kind == "histogram" else [])
     assert family.help.startswith("[ALPHA] ")
 
 
@@ -417,34 +366,8 @@ def behind(record: KubeProxyMetrics) -> dict[str, float]:
     return {name: queued.value(ip_family=name) - synced.value(ip_family=name) for name in ("IPv4", "IPv6")}
 
 
-def test_sync_timestamp_is_not_older_than_the_queued_one_after_a_pass():
-    """In kube-proxy each family queues its own changes. Here an event counts for both families
-    until the policy knows which one it affects.
-    """
-    record = KubeProxyMetrics(TickingClock())
-    record.record_queued()
-    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
-    record.record_changes(1, 0)
-    record.record_settled()
-    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
-    record.record_sync(0.1, full=True)
-    record.record_settled()
-    assert max(behind(record).values()) <= 0
-    for families in ((4,), (6,), ()):
-        record.record_queued()
-        assert min(behind(record).values()) > 0, "it waits"
-        record.record_changes(0, 1)
-        assert min(behind(record).values()) > 0, "it is not programmed"
-        if families:
-            record.record_sync(0.1, full=False, families=families)
-        record.record_settled()
-        assert max(behind(record).values()) <= 0, families
-    still = behind(record)
-    record.record_settled()
-    assert behind(record) == still, "nobody asked"
-
-
 def test_change_queued_during_a_pass_is_pending_after_it():
+    """The agent's passes: test_queued_timestamp_is_settled_in_both_families_after_a_pass."""
     record = KubeProxyMetrics(TickingClock())
     record.record_sync(0.1, full=True)
     record.record_queued()
@@ -461,18 +384,7 @@ def test_change_queued_during_a_pass_is_pending_after_it():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (True, "1"),
-        (3.0, "3"),
-        (-2, "-2"),
-        (0.25, "0.25"),
-        (7 << 60, "8.070450532247929e+18"),
-        (1795300289.55, "1795300289.55"),
-        (float("inf"), "+Inf"),
-        (1e300, "1e+300"),
-    ],
+    ("value", "text"), [(True, "1"), (3.0, "3"), (0.25, "0.25"), (7 << 60, "8.070450532247929e+18"), (math.inf, "+Inf")]
 )
 def test_format_number(value: float, text: str):
     assert format_number(value) == text
@@ -530,14 +442,8 @@ COUNTER_SETS = [
 def test_counters_that_are_not_counted_have_no_series(name: str, known: frozenset[str], there: Sequence[str]):
     families = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
     assert {one for one in OUTCOMES if f"kbpf_service_{one}" in families} == set(there)
-    reasons = {
-        v
-        for name, _ in families.items()
-        if name == "kbpf_service_failures_total"
-        for _, own in families[name].samples
-        for k, v in own
-        if k == "reason"
-    }
+    failures = families.get("kbpf_service_failures_total")
+    reasons = {dict(labels)["reason"] for _, labels in failures.samples} if failures else set()
     assert reasons == {reason for reason in FAILURES if reason in known}
 
 

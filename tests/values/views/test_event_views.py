@@ -2,7 +2,7 @@
 """The lines of `kbpf monitor`, and the pages of `kbpf top`, from given events and counters."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -30,6 +30,7 @@ from kbpf.views import failures, monitor, top
 from kbpf.views.latency import LatencyRow, format_milliseconds
 from kbpf.views.top import By, TopRow, TopSummary
 from tests.support.golden import Golden
+from tests.support.table import table
 from tests.values.views.snapshots import TCP, key, snapshot
 
 PORT = ServicePort(1, ServicePortKey("shop", "prices", "http", TCP, 4))
@@ -221,30 +222,29 @@ def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(lists_socke
 
 
 NONE = ServiceLatencies()
+READS = {
+    "none": ([NONE], [NONE], None),
+    "first": ([NONE], [latencies({-10: 3}, {-9: 3})], (0.977, 0.977, 1.953, 1.953)),
+    "only new ones": ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})], (1000.0, 1000.0, None, None)),
+    "no new ones": ([latencies({-10: 90}, {})], [latencies({-10: 90}, {})], None),
+    "of another agent": ([latencies({-10: 90}, {})], [latencies({-10: 1}, {})], None),
+    "two families": ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})], (0.977, 250.0, None, None)),
+}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ([NONE], [NONE], None),
-        ([NONE], [latencies({-10: 3}, {-9: 3})], (0.977, 0.977, 1.953, 1.953)),
-        ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})], (1000.0, 1000.0, None, None)),
-        ([latencies({-10: 90}, {})], [latencies({-10: 90}, {})], None),
-        ([latencies({-10: 90}, {})], [latencies({-10: 1}, {})], None),
-        ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})], (0.977, 250.0, None, None)),
-    ],
-    ids=["none", "first", "only new ones", "no new ones", "of another agent", "two families"],
-)
-def test_latencies_are_those_between_the_two_reads(
-    before: list[ServiceLatencies], after: list[ServiceLatencies], expected: tuple[float | None, ...] | None
-) -> None:
+def read_port(when: float, ports: Iterable[ServicePort]) -> Inspection:
+    return Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=tuple(ports))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_latencies_are_those_between_the_two_reads(name: str) -> None:
+    before, after, expected = READS[name]
+
     def read_at(when: float, histograms: list[ServiceLatencies], opened: int) -> Inspection:
         traffic = (BackendTraffic(1, None, "all", 0, ConnectionStats(opened=opened)),)
-        return Inspection(
-            "pins",
-            counted=ALL_COUNTERS,
-            monotonic=when,
-            services=tuple(
+        return read_port(
+            when,
+            (
                 ServicePort(
                     family,
                     ServicePortKey("shop", "web", "", TCP, family),
@@ -262,11 +262,11 @@ def test_latencies_are_those_between_the_two_reads(
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "text"),
-    [(None, "-"), (0.244, "0.244ms"), (999.0, "999ms"), (1000.0, "1s"), (64_000.0, "64s"), (float("inf"), ">64s")],
+    ("milliseconds", "text"), table("0.244 → 0.244ms\n999 → 999ms\n1000 → 1s\n64000 → 64s\ninf → >64s")
 )
-def test_times(milliseconds: float | None, text: str) -> None:
-    assert format_milliseconds(milliseconds) == text
+def test_times(milliseconds: str, text: str) -> None:
+    assert format_milliseconds(float(milliseconds)) == text
+    assert format_milliseconds(None) == "-"
 
 
 @pytest.mark.parametrize(
@@ -284,12 +284,7 @@ def test_bytes_of_udp_are_known_only_once_a_packet_had_some(
 ) -> None:
     name = ServicePortKey("shop", "dns", "", protocol, 4)
     inspections = [
-        Inspection(
-            "pins",
-            counted=ALL_COUNTERS,
-            monotonic=when,
-            services=(ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),)),),
-        )
+        read_port(when, [ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),))])
         for when, stats in ((10.0, ConnectionStats(bytes_in=before)), (12.0, ConnectionStats(opened=1, bytes_in=after)))
     ]
     (row,) = top.build_rows(*inspections, By.SERVICES)

@@ -119,21 +119,13 @@ def test_page_says_how_old_it_is_if_the_agent_is_down(agent: AgentStatus | None,
     assert any(text in line for line in reader.texts)
 
 
+def failure(service: ServicePort, pod: str, last: float = 2.0, number: int = 80) -> FailureEntry:
+    at = FrontendAddress(parse_addr("10.96.0.1"), number, Protocol.TCP)
+    return FailureEntry(1.0, last, 3, Reason.BACKEND_REFUSED, service, at, None, None, 7, pod, pod)
+
+
 def test_no_text_becomes_markup():
-    failure = FailureEntry(
-        1.0,
-        2.0,
-        3,
-        Reason.BACKEND_REFUSED,
-        port(EVIL),
-        FrontendAddress(parse_addr("10.96.0.1"), 80, Protocol.TCP),
-        None,
-        None,
-        7,
-        EVIL,
-        EVIL,
-    )
-    reader = page(services=(port(EVIL),), failures=(failure,), monotonic=5.0)
+    reader = page(services=(port(EVIL),), failures=(failure(port(EVIL), EVIL),), monotonic=5.0)
     assert "script" not in reader.tags
     assert not any("\x1b" in text for text in reader.texts)
     assert any("<script>" in text for text in reader.texts)
@@ -150,20 +142,8 @@ def test_long_lists_are_cut_and_say_so(count: int):
     """A tenant's failures, however many, leave a row to others."""
     services = (*(port(f"web-{n}", refused=1) for n in range(count)), port("other/web", opened=1))
     failures = tuple(
-        FailureEntry(
-            1.0,
-            when,
-            3,
-            Reason.BACKEND_REFUSED,
-            services[0],
-            FrontendAddress(parse_addr("10.96.0.1"), number, Protocol.TCP),
-            None,
-            None,
-            7,
-            "",
-            pod,
-        )
-        for pod, when, numbers in (("shop/a", 4.0, range(1, count)), ("other/b", 2.0, (80,)))
+        failure(services[0], pod, last, number)
+        for pod, last, numbers in (("shop/a", 4.0, range(1, count)), ("other/b", 2.0, (80,)))
         for number in numbers
     )
     texts = page(services=services, failures=failures, monotonic=5.0).texts

@@ -3,8 +3,6 @@
 constructed snapshots: states that a kernel cannot be made to show.
 """
 
-from typing import NamedTuple
-
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -32,6 +30,7 @@ from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import maps, service, services, sources, status, trace_endpoints, verification
 from tests.support.faults.fake_maps import FakeMap
+from tests.support.table import table
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
 
 CLUSTER_IP = int(ServiceFlag.CLUSTER_IP)
@@ -144,21 +143,21 @@ def test_slot_without_a_backend_is_counted_as_missing():
 
 UNCOUNTED = "IN, OUT, RETRANSMITS, ROUND-TRIP"
 ACCOUNTING_ROWS = [
-    ("all of TCP", TCP, ALL_COUNTERS, ("4", "-", "-", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
-    ("all of UDP", UDP, ALL_COUNTERS, ("4", "-", "-", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    ("all of TCP", TCP, ALL_COUNTERS, "4 - - 1 0 0 9B 0B 0 2ms", ""),
+    ("all of UDP", UDP, ALL_COUNTERS, "4 - - 1 - - 9B 0B - -", ""),
+    ("connections and failures", TCP, CHOICE_COUNTERS | FAILURE_COUNTERS, "4 - - 1 0 0 - - - -", UNCOUNTED),
     (
-        "connections and failures",
+        "the kernel tells no failures",
         TCP,
-        CHOICE_COUNTERS | FAILURE_COUNTERS,
-        ("4", "-", "-", "1", "0", "0", *4 * "-"),
-        UNCOUNTED,
+        CHOICE_COUNTERS,
+        "4 - - - - - - - - -",
+        f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
     ),
-    ("the kernel tells no failures", TCP, CHOICE_COUNTERS, ("4", *9 * "-"), f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}"),
     (
         "no counters",
         TCP,
         frozenset(),
-        tuple(10 * "-"),
+        "- - - - - - - - - -",
         f"OPENED, NO-ENDPOINT, NOT-ALLOWED, REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
     ),
 ]
@@ -168,7 +167,8 @@ ACCOUNTING_ROWS = [
 @pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row[0])
 def test_uncounted_values_are_null_not_zero(row: tuple):
     """Even if the map holds numbers from an earlier --accounting."""
-    _story, protocol, counted, expected_cells, expected_line = row
+    _story, protocol, counted, expected, expected_line = row
+    expected_cells = expected.split()
     held = snapshot(
         frontends={at("10.96.0.1", protocol=protocol): value(1)},
         names={1: key("web", protocol=protocol)},
@@ -228,91 +228,86 @@ FRONTENDS = {
 }
 
 
-class NameQuery(NamedTuple):
-    """A name and namespace, and the Services that are shown, or words of the error's hint."""
-
-    name: str
-    namespace: str
-    found: tuple[str, ...]
-    hint: str = ""
-
-
-NAME_QUERIES = [
-    NameQuery("web", "", ("default/web", "shop/web")),
-    NameQuery("web", "shop", ("shop/web",)),
-    NameQuery("shop/web", "", ("shop/web",)),
-    NameQuery("dns", "default", (), "kube-system/dns"),
-    NameQuery("wbe", "", (), "default/web or shop/web"),
-    NameQuery("zzzzzz", "", (), "kbpf inspect services"),
-    NameQuery("10.96.0.1", "", ("default/web",)),
-    NameQuery("10.96.0.1:80", "", ("default/web",)),
-    NameQuery("10.96.0.1:81", "", (), "kbpf inspect services"),
-    NameQuery("fd00:96::2", "", ("shop/web",)),
-    NameQuery("[fd00:96::2]:80", "", ("shop/web",)),
-    NameQuery(":30080", "", ("shop/web",)),
-    NameQuery(":80", "", (), "kbpf inspect services"),
-    NameQuery("10.244.0.1", "", ("kube-system/dns",)),
-    NameQuery("10.244.0.1:8080", "", ("kube-system/dns",)),
-    NameQuery("10.244.0.9", "", (), "kbpf inspect services"),
-    NameQuery("10.244.0.7", "", ("shop/web",)),
-    NameQuery("10.244.0.7:8080", "", ("shop/web",)),
-    NameQuery("10.244.0.7:8081", "", (), "kbpf inspect services"),
-    NameQuery("web-0", "", ("shop/web",)),
-    NameQuery("shop/web-0", "", ("shop/web",)),
-    NameQuery("web-0", "default", (), "shop/web-0"),
-    NameQuery("web-1", "shop", (), "shop/web-0"),
-    NameQuery(LONG_POD, "", ("kube-system/dns",)),
-    NameQuery(f"{LONG_POD}y", "", (), "did you mean kube-system/dns-xxx"),
-]
+NAME_QUERIES = table(f"""\
+web → default/web shop/web
+web -n shop → shop/web
+shop/web → shop/web
+dns -n default → no: kube-system/dns
+wbe → no: default/web or shop/web
+zzzzzz → no: kbpf inspect services
+10.96.0.1 → default/web
+10.96.0.1:80 → default/web
+10.96.0.1:81 → no: kbpf inspect services
+fd00:96::2 → shop/web
+[fd00:96::2]:80 → shop/web
+:30080 → shop/web
+:80 → no: kbpf inspect services
+10.244.0.1 → kube-system/dns
+10.244.0.1:8080 → kube-system/dns
+10.244.0.9 → no: kbpf inspect services
+10.244.0.7 → shop/web
+10.244.0.7:8080 → shop/web
+10.244.0.7:8081 → no: kbpf inspect services
+web-0 → shop/web
+shop/web-0 → shop/web
+web-0 -n default → no: shop/web-0
+web-1 -n shop → no: shop/web-0
+{LONG_POD} → kube-system/dns
+{LONG_POD}y → no: did you mean kube-system/dns-xxx
+""")
+"""A name and a namespace → the Services that are shown, or words of the error's hint."""
 
 
-@pytest.mark.parametrize("asked", NAME_QUERIES)
-def test_service_is_found_by_name_and_namespace(asked: NameQuery):
+@pytest.mark.parametrize(("asked", "found"), NAME_QUERIES)
+def test_service_is_found_by_name_and_namespace(asked: str, found: str):
     held = snapshot(names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}}, endpoints=ENDPOINTS)
-    if asked.found:
-        shown = service.build_details(held, asked.name, asked.namespace)
-        assert tuple(d.service.full_name for d in shown) == asked.found
-    else:
+    name, _, namespace = asked.partition(" -n ")
+    if hint := found.partition("no: ")[2]:
         with pytest.raises(NotFoundError) as caught:
-            service.build_details(held, asked.name, asked.namespace)
-        assert asked.hint in caught.value.hint
+            service.build_details(held, name, namespace)
+        assert hint in caught.value.hint
+    else:
+        shown = service.build_details(held, name, namespace)
+        assert [each.service.full_name for each in shown] == found.split()
 
 
 CONDITIONS = [
-    ("ready", True, True, False),
-    ("not ready, serving", False, True, False),
-    ("not ready", False, False, False),
-    ("terminating, serving", False, True, True),
-    ("terminating", False, False, True),
-    ("ready, terminating, serving", True, True, True),
+    "ready, serving → ready",
+    "serving → not ready, serving",
+    " → not ready",
+    "serving, terminating → terminating, serving",
+    "terminating → terminating",
+    "ready, serving, terminating → ready, terminating, serving",
 ]
-"""The words for `ready`, `serving` and `terminating`."""
+"""The conditions of an endpoint, and the words for them."""
 
 
 @pytest.mark.parametrize("row", CONDITIONS)
-def test_state_of_an_endpoint_is_its_conditions(row: tuple[str, bool, bool, bool]):
-    words, *conditions = row
-    assert EndpointEntry(backend(1), "", "", "", *conditions).state == words
+def test_state_of_an_endpoint_is_its_conditions(row: str):
+    conditions, _, words = row.partition(" → ")
+    given = [name in conditions.split(", ") for name in ("ready", "serving", "terminating")]
+    assert EndpointEntry(backend(1), "", "", "", *given).state == words
 
 
-POD_INDEX = [
-    ("one Pod behind two Services", {1: [("10.244.0.1", "a")], 2: [("10.244.0.1", "a")]}, {"10.244.0.1": "default/a"}),
-    ("two Pods with the address of their node", {1: [("10.0.0.1", "a")], 2: [("10.0.0.1", "b")]}, {}),
-    ("the address of this node", {1: [("10.0.0.9", "a"), ("10.244.0.1", "b")]}, {"10.244.0.1": "default/b"}),
-    ("no Pod", {1: [("10.244.0.1", "")]}, {}),
-]
-"""Endpoints by Service, and which addresses are those of which Pod."""
+POD_INDEX = table("""\
+one Pod behind two Services: 1 10.244.0.1 a, 2 10.244.0.1 a → 10.244.0.1 default/a
+two Pods with the address of their node: 1 10.0.0.1 a, 2 10.0.0.1 b →
+the address of this node: 1 10.0.0.9 a, 1 10.244.0.1 b → 10.244.0.1 default/b
+no Pod: 1 10.244.0.1 - →
+""")
+"""Service, address and Pod of endpoints → the address that is a Pod's."""
 
 
-@pytest.mark.parametrize("row", POD_INDEX, ids=lambda row: row[0])
-def test_address_is_a_pods_if_only_one_pod_has_it(row: tuple):
-    _, endpoints, expected = row
-    ports = []
-    for service_id, pods in endpoints.items():
-        entries = [EndpointEntry(at(address), f"default/{pod}" if pod else "") for address, pod in pods]
-        ports.append(ServicePort(service_id, None, endpoints={e.backend: e for e in entries}))
-    index = index_pods(ports, {parse_addr("10.0.0.9")})
-    assert {format_addr(address): pod for address, pod in index.items()} == expected
+@pytest.mark.parametrize(("endpoints", "expected"), POD_INDEX)
+def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str):
+    ports: dict[str, ServicePort] = {}
+    for endpoint in endpoints.partition(": ")[2].split(", "):
+        service_id, address, pod = endpoint.split()
+        entry = EndpointEntry(at(address), f"default/{pod}" if pod != "-" else "")
+        port = ports.setdefault(service_id, ServicePort(int(service_id), None, endpoints={}))
+        port.endpoints[entry.backend] = entry
+    index = index_pods(ports.values(), {parse_addr("10.0.0.9")})
+    assert ", ".join(f"{format_addr(address)} {pod}" for address, pod in index.items()) == expected
 
 
 # ---- maps, programs ----------------------------------------------------------------------------
