@@ -3,9 +3,6 @@
 for every command that reads pins.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +13,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KbpfError
 from kbpf.kernel.bpf.objects import Map
 from tests.support.plane import Site
+from tests.support.runtime.command import kbpf
 
 COMMANDS = (
     *(("inspect", view.name, *(("web",) if view.name == "service" else ())) for view in VIEWS),
@@ -78,24 +76,6 @@ def test_pins_that_cannot_be_read_are_one_line(words: str, damage: Callable[[Pin
 
 def test_without_rights_commands_say_so_in_one_line(written, site: Site):
     for command in (*COMMANDS, ("cleanup",)):
-        done = subprocess.run(
-            [
-                "setpriv",
-                "--reuid=65534",
-                "--regid=65534",
-                "--clear-groups",
-                sys.executable,
-                "-m",
-                "kbpf",
-                *command,
-                "--pin-dir",
-                site.pins,
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd="/",
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        )
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), command
-        assert "run as root" in done.stderr or "it needs" in done.stderr, command
+        done = kbpf(*command, "--pin-dir", str(site.pins), nobody=True)
+        assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), command
+        assert "run as root" in done.err or "it needs" in done.err, command
