@@ -28,33 +28,6 @@ def test_agent_survives_or_explains_a_failed_system_call(world: World, fault: er
     errnos.run(world, fault)
 
 
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (["x INFO begins", "x ERROR kbpf cannot open a socket (rtnetlink): ENOMEM"], True),
-        (["kbpf: unexpected error: Cannot allocate memory: ENOMEM (kbpf/kernel/pins.py:12)"], True),
-        (["mnl.c:60: Unable to initialize Netlink socket: Cannot allocate memory"], True),
-        (["x ERROR kbpf.agent cannot write to the data plane; retrying: ENOMEM"], False),
-        (["x ERROR kbpf cannot open a socket (rtnetlink)"], False),
-        (["x ERROR kbpf ENOMEM", "x INFO ends"], False),
-        (["x ERROR kbpf ENOMEM", "x ERROR kbpf ENOMEM"], False),
-        ([], False),
-    ],
-    ids=[
-        "error with errno",
-        "unexpected error with the message of the errno",
-        "error of libnftables",
-        "error of another logger",
-        "error without errno",
-        "error that is not the last line",
-        "two errors",
-        "no line",
-    ],
-)
-def test_line_that_explains_the_end_is_recognised(lines: list[str], says: bool) -> None:
-    assert errnos.says_why(lines, errnos.Fault(1, "ENOMEM", True)) == says
-
-
 def test_kills_under_changes_interrupt_no_service(world: World) -> None:
     order = random.Random(SEED)
     with Churn(world).present() as churn, kills.served_throughout(world):
