@@ -75,7 +75,7 @@ def run(trap: Trap, *arguments: str, **environment: str) -> subprocess.Completed
     )
 
 
-def test_a_module_in_the_working_directory_leaves_a_mark(trap: Trap) -> None:
+def test_a_module_in_the_working_directory_leaves_a_mark(trap: Trap):
     done = run(trap, "-m", "smtplib")
     assert done.returncode == 66
     assert trap.sprung() != []

@@ -30,7 +30,7 @@ def as_nobody(*command: str) -> list[str]:
 # ---- the lock ------------------------------------------------------------------------------------
 
 
-def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path) -> None:
+def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path):
     held = lock_folder(tmp_path, 0.0, "stop it first")
     with pytest.raises(KernelError) as error:
         lock_folder(tmp_path, 0.0, "stop it first")
@@ -40,7 +40,7 @@ def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path) -> None:
     os.close(lock_folder(tmp_path, 0.0, ""))
 
 
-def test_the_lock_waits_for_an_agent_that_exits(tmp_path: Path) -> None:
+def test_the_lock_waits_for_an_agent_that_exits(tmp_path: Path):
     going = threading.Timer(0.2, os.close, (lock_folder(tmp_path, 0.0, ""),))
     going.start()
     os.close(lock_folder(tmp_path, 60.0, ""))
@@ -68,7 +68,7 @@ def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold) -> None:
+def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold):
     folder = tmp_path / "pins"
     folder.mkdir(mode=0o755)
     older = hold(folder)
@@ -95,7 +95,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def test_other_users_cannot_take_the_lock(shared: Path) -> None:
+def test_other_users_cannot_take_the_lock(shared: Path):
     os.close(lock_folder(make(shared / "pins", 0o755), 0.0, ""))
     assert stat.S_IMODE((shared / "pins").stat().st_mode) == 0o700
     done = subprocess.run(
@@ -109,7 +109,7 @@ def test_other_users_cannot_take_the_lock(shared: Path) -> None:
     assert "PermissionError" in done.stderr
 
 
-def test_another_users_process_that_holds_the_lock_is_named(shared: Path, hold) -> None:
+def test_another_users_process_that_holds_the_lock_is_named(shared: Path, hold):
     """Earlier versions left the folder accessible to all users."""
     folder = make(shared / "pins", 0o755)
     attacker = hold(folder, *as_nobody())
@@ -151,7 +151,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_which_folders_are_trusted(shared: Path, name: str) -> None:
+def test_which_folders_are_trusted(shared: Path, name: str):
     commands, complaint = CASES[name]
     folder = make(shared / "a")
     pins = make(folder / "pins", 0o700)
@@ -173,7 +173,7 @@ def test_which_folders_are_trusted(shared: Path, name: str) -> None:
     assert pins.stat() == before, "the folder is not changed"
 
 
-def test_a_folder_of_the_current_user_is_trusted(shared: Path) -> None:
+def test_a_folder_of_the_current_user_is_trusted(shared: Path):
     """The user that kbpf runs as is trusted, too."""
     make(shared / "pins", 0o700, NOBODY)
     child = os.fork()

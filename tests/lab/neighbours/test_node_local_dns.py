@@ -167,7 +167,7 @@ def show(clients: list[Queries]) -> Callable[[], object]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_cache_serves_and_when_it_ends_the_service_does(
     field: Field, cache: NodeCache, clients: list[Queries], number: signal.Signals
-) -> None:
+):
     until("kube-dns answers", answered_by(clients, AT_SERVER), state=show(clients))
     seconds: list[float] = []
     while len(seconds) < MAX_ROUNDS and min(seconds, default=math.inf) > RECOVERY_S:
@@ -219,9 +219,7 @@ def left_to_node(field: Field) -> list[str]:
 
 
 @pytest.mark.parametrize("cache", [LINK_LOCAL], indirect=True)
-def test_a_cache_at_a_link_local_address_is_no_business_of_kbpf(
-    field: Field, cache: NodeCache, clients: list[Queries]
-) -> None:
+def test_a_cache_at_a_link_local_address_is_no_business_of_kbpf(field: Field, cache: NodeCache, clients: list[Queries]):
     """And it reaches kube-dns, which continues to answer at the ClusterIP."""
     cache.start()
     cache.add_rules()

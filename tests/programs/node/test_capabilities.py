@@ -50,7 +50,7 @@ def agent(site: Site, packet_path: bool, services: int) -> str:
 
 
 @pytest.mark.parametrize("packet_path", [False, True], ids=["sockets", "sockets and packets"])
-def test_agent_restarts_and_grows_maps_without_sys_admin(site: Site, packet_path: bool) -> None:
+def test_agent_restarts_and_grows_maps_without_sys_admin(site: Site, packet_path: bool):
     assert agent(site, packet_path, 3) == "0 3"
     assert agent(site, packet_path, 3) == "0 0", "the maps are adopted, nothing is written"
     assert agent(site, packet_path, 40) == "0 37", "the maps have grown"
@@ -81,7 +81,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
 """
 
 
-def test_socket_of_the_host_namespace_is_destroyed_without_sys_admin() -> None:
+def test_socket_of_the_host_namespace_is_destroyed_without_sys_admin():
     """Sockets of other namespaces are not, because entering them needs CAP_SYS_ADMIN."""
     lo_up = ("unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
     assert run(*lo_up, *WITHOUT_SYS_ADMIN, ENDS).strip() == f"1 True {errno.ECONNABORTED}"

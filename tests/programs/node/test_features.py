@@ -30,7 +30,7 @@ NOT_OF_THE_KERNEL = SETTINGS | {Check.COMPILER}
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_table_matches_this_kernel(name: str) -> None:
+def test_feature_table_matches_this_kernel(name: str):
     assert bool(FEATURES[name].tried()) is not bool(lacking(name))
 
 
@@ -42,7 +42,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
     return (*bpf_checks.rows(None, pins, cache), *packet_path.check_packet_path(pins))
 
 
-def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
+def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ...]):
     about_kernel = [row for row in rows if row.check not in NOT_OF_THE_KERNEL]
     assert {row.name for row in about_kernel if row.result == "unknown"} == set()
     lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
@@ -51,7 +51,7 @@ def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ..
     assert (verdict.usable, verdict.missing) == (True, ())
 
 
-def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
+def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow, ...]):
     """In Debian's kernels exactly the rows of BY_KERNEL say "no"."""
     for name in ("sctp", "ipvs", "conntrack_nat"):
         FEATURES[name].tried()
@@ -72,7 +72,7 @@ def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow
     assert bool(said["ipvs_missing"]) is bool(lacking("ipvs"))
 
 
-def test_check_reports_whether_mode_ipvs_is_usable() -> None:
+def test_check_reports_whether_mode_ipvs_is_usable():
     """The check does not load IPVS on every kernel, so the test of the feature loads it first."""
     rows = tuple(ipvs_checks.rows())
     made = compute_verdict([CheckRow(Check.BPF_SYSCALL, "no", True, "", ""), *rows])
@@ -84,7 +84,7 @@ def test_check_reports_whether_mode_ipvs_is_usable() -> None:
     assert [row.name for row in rows if row.result == "no" and not row.advice] == []
 
 
-def test_lacking_features_have_advice(rows: tuple[CheckRow, ...]) -> None:
+def test_lacking_features_have_advice(rows: tuple[CheckRow, ...]):
     silent = NOT_OF_THE_KERNEL | {Check.SCTP}
     lacks = [row for row in rows if row.result == "no" and row.check not in silent]
     assert [row.name for row in lacks if not re.search("Linux|CONFIG_", row.advice)] == []

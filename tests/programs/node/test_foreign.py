@@ -111,7 +111,7 @@ def interrupted(site: Site) -> None:
 
 
 @pytest.mark.parametrize("story", [older, interrupted], ids=lambda story: story.__name__)
-def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], None]) -> None:
+def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], None]):
     story(site)
     assert foreign.find_at_sockets(Pins(site.pins), site.cgroup) == ()
     plane = site.open()
@@ -132,7 +132,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("hook", "name", "owner"), REFUSED, ids=lambda value: str(value)[:20])
-def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: str, name: str, owner: str) -> None:
+def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: str, name: str, owner: str):
     before = neighbours.balancer_row(site.pins, site.cgroup)
     assert (before.result, before.detail, before.advice) == ("yes", "none at kbpf's hooks", "")
     with theirs(site.cgroup, hook, name) as program:
@@ -151,7 +151,7 @@ def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: s
     plane.apply(WEB, None)
 
 
-def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Site) -> None:
+def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Site):
     """Refusing would leave its attached programs without updates."""
     older(site)
     with theirs(site.cgroup, "connect4", "cil_sock4_connect") as program:
@@ -166,7 +166,7 @@ def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Sit
 
 
 @pytest.mark.parametrize("name", ["policy_connect", ""])
-def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site, name: str) -> None:
+def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site, name: str):
     with theirs(site.cgroup, "connect4", name):
         plane = serve(site)
         assert len(reported(plane)) == 1
@@ -201,12 +201,12 @@ def loaded(name: str, map_names: str = "") -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("name", "maps", "is_kbpf"), NAMED_MAPS)
-def test_program_of_kbpf_is_recognized_by_several_names(name: str, maps: str, is_kbpf: bool) -> None:
+def test_program_of_kbpf_is_recognized_by_several_names(name: str, maps: str, is_kbpf: bool):
     with loaded(name, maps) as program:
         assert unpinned.is_kbpf_program(program, name) is is_kbpf
 
 
-def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: pytest.MonkeyPatch):
     """A node may have hundreds of filters, and a pin for each of its devices."""
     reads: list[Pins] = []
     read = unpinned._read_pinned_ids
@@ -227,7 +227,7 @@ def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: p
 
 @needs("tcx")
 @alone
-def test_first_start_beside_calico_on_a_device_is_refused(site: Site) -> None:
+def test_first_start_beside_calico_on_a_device_is_refused(site: Site):
     ip("link add up0 type veth peer name up1")
     number = socket.if_nametoindex("up0")
     with (
@@ -266,7 +266,7 @@ def clsact(ifindex: int, program: Program) -> Iterator[None]:
     ],
 )
 @alone
-def test_foreign_load_balancer_on_our_device_is_reported(site: Site, name: str, named: bool, how: object) -> None:
+def test_foreign_load_balancer_on_our_device_is_reported(site: Site, name: str, named: bool, how: object):
     ip("link add up0 type veth peer name up1")
     ip("link set up0 up")
     device_thread.RESYNC_INTERVAL_S = 0.1
@@ -303,7 +303,7 @@ TAKES = (
 @alone
 def test_agent_reports_a_program_that_insists_on_the_first_place(
     site: Site, direction: Direction, result: int, takes: bool
-) -> None:
+):
     """A program that was there first is no problem: ours is attached before it. One that returns to
     the first place whenever ours is moved there is reported if it keeps packets from ours.
     """
@@ -334,7 +334,7 @@ def test_agent_reports_a_program_that_insists_on_the_first_place(
     plane.close()
 
 
-def test_many_devices_are_summarised_in_one_line() -> None:
+def test_many_devices_are_summarised_in_one_line():
     found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
     (line,) = foreign.format_lines(found)
     assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

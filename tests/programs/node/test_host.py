@@ -89,7 +89,7 @@ def logged(caplog) -> Callable[[str], list[str]]:
     return lambda words: [line for record in caplog.records if words in (line := record.getMessage())]
 
 
-def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypatch) -> None:
+def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypatch):
     """Ten times as long between two readings, while the ruleset changes all the time."""
     clock, read_at = [0.0], []
 
@@ -121,7 +121,7 @@ def test_rules_that_cannot_be_parsed_do_not_end_the_agent(bench: Bench, monkeypa
     [("iptables -P FORWARD DROP", "iptables -P FORWARD ACCEPT"), ("nft -f -", "nft delete table inet shut")],
     ids=["iptables", "another table"],
 )
-def test_packets_are_marked_only_where_forward_may_refuse_them(bench: Bench, close: str, reopen: str) -> None:
+def test_packets_are_marked_only_where_forward_may_refuse_them(bench: Bench, close: str, reopen: str):
     """With conntrack: two chains, which each forwarded packet would pass."""
     config = replace(CONFIG, forwarding="netfilter", masquerade_ports=(61_000, 62_000))
     bench.do(lambda: bench.host_integration.choose_forwarding(config))
@@ -142,7 +142,7 @@ BYPASSED = {
 
 
 @pytest.mark.parametrize("tool", BYPASSED)
-def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str) -> None:
+def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str):
     """Rules before DNAT that are added while the agent runs, and removed again."""
     bench.poll()
     for command_line, count in zip(BYPASSED[tool], (1, 0), strict=True):
@@ -152,7 +152,7 @@ def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str) -> None:
         assert len(bench.host_integration.problems()) == count
 
 
-def test_rules_are_read_again_when_the_own_table_serves_a_port(bench: Bench, site: Site) -> None:
+def test_rules_are_read_again_when_the_own_table_serves_a_port(bench: Bench, site: Site):
     """A rule of long ago, for the port of a Service of today: of SCTP, which is in kbpf's own table
     although conntrack is used.
     """
@@ -177,7 +177,7 @@ OWN_TABLE = {
 
 
 @pytest.mark.parametrize("kind", OWN_TABLE)
-def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, kind: str) -> None:
+def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, kind: str):
     role, flags, bridge, every = OWN_TABLE[kind]
     made = (
         service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", "10.1.0.1:80"),

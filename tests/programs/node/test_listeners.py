@@ -53,7 +53,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_listening_socket_is_listed(namespace: Namespace, row: Row) -> None:
+def test_listening_socket_is_listed(namespace: Namespace, row: Row):
     namespace.ip("link set lo up")
     namespace.do(lambda: check_listing(row))
 
@@ -74,7 +74,7 @@ def check_listing(row: Row) -> None:
     assert all((at.port, at.protocol) != (port, protocol) for at in sock_diag.list_listeners())
 
 
-def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(namespace: Namespace) -> None:
+def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(namespace: Namespace):
     """kube-proxy and kube-router put all ClusterIPs on a device, and leave it when they end: a
     ClusterIP there must not be left to a process that listens at its port on all addresses.
     """
@@ -85,7 +85,7 @@ def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(namespace: Na
     assert not addresses.subnet_ends
 
 
-def test_ends_of_the_nodes_subnets(namespace: Namespace) -> None:
+def test_ends_of_the_nodes_subnets(namespace: Namespace):
     """Not of the smallest ones, and not an end that the node itself has."""
     subnets = "192.0.2.70/26 198.51.100.2/31 203.0.113.7/32 10.1.0.0/15 10.4.0.0/16 fd00:9::1/64"
     namespace.ip("link set lo up", "link add dev0 type bridge", "addr add 127.9.0.1/16 dev lo")

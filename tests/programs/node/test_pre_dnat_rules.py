@@ -49,14 +49,14 @@ def load(namespace: Namespace, rules: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_nft_chains_are_named(namespace: Namespace, row: Row) -> None:
+def test_nft_chains_are_named(namespace: Namespace, row: Row):
     load(namespace, row.rules)
     assert find(namespace) == (row.named, ())
     check_warnings(namespace, row.named)
 
 
 @pytest.mark.parametrize(("rule", "named"), IPTABLES, ids=[rule for rule, _ in IPTABLES])
-def test_iptables_nft_chains_are_named(namespace: Namespace, rule: str, named: tuple[str, ...]) -> None:
+def test_iptables_nft_chains_are_named(namespace: Namespace, rule: str, named: tuple[str, ...]):
     namespace.run(f"iptables-nft {rule}")
     assert find(namespace) == (named, ())
 
@@ -65,14 +65,14 @@ def test_iptables_nft_chains_are_named(namespace: Namespace, rule: str, named: t
 @pytest.mark.parametrize(("what", "rules", "tables"), CALICO, ids=[what for what, *_ in CALICO])
 def test_chains_of_calico_are_named_if_it_has_policies_before_dnat(
     namespace: Namespace, what: str, rules: str, tables: tuple[str, ...], backend: str
-) -> None:
+):
     namespace.run(f"iptables-{backend}-restore -w --noflush", stdin=rules)
     suffix = " (iptables-legacy)" * (backend == "legacy")
     chains = tuple(f"ip {table}{suffix} PREROUTING" for table in tables)
     assert (find_legacy if suffix else find)(namespace) == (chains, ())
 
 
-def test_large_tables_are_not_read(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tables_are_not_read(namespace: Namespace, monkeypatch: pytest.MonkeyPatch):
     """A table one rule above the limit is reported and not read, whatever follows it."""
     rules = "\n".join(["tcp dport 22 accept"] * 9)
     load(namespace, in_table(f"---{rules}\ntcp dport 30080 drop"))
@@ -89,7 +89,7 @@ def test_large_tables_are_not_read(namespace: Namespace, monkeypatch: pytest.Mon
     assert row.detail.partition(": ")[2] == detail
 
 
-def test_a_line_names_a_few_chains(namespace: Namespace) -> None:
+def test_a_line_names_a_few_chains(namespace: Namespace):
     for number in range(12):
         load(namespace, in_table("---tcp dport 30080 drop").replace("inet t ", f"inet t{number:02} "))
     (line,) = warnings(namespace)
@@ -122,7 +122,7 @@ def send_chain(table: bytes, name: bytes) -> None:
         )
 
 
-def test_tables_that_cannot_be_read_hide_no_others(namespace: Namespace) -> None:
+def test_tables_that_cannot_be_read_hide_no_others(namespace: Namespace):
     """libnftables would end the process (SIGABRT) at a name that is not UTF-8."""
     load(namespace, in_table("---tcp dport 30080 drop"))
     for table, name in ((b"b\xfcro", b"c"), (b"a\x1b[31m b", b"c\nd")):
@@ -135,14 +135,14 @@ def test_tables_that_cannot_be_read_hide_no_others(namespace: Namespace) -> None
 
 
 @pytest.mark.parametrize(("rule", "named"), LEGACY, ids=[rule for rule, _ in LEGACY])
-def test_iptables_legacy_chains_are_named(namespace: Namespace, rule: str, named: tuple[str, ...]) -> None:
+def test_iptables_legacy_chains_are_named(namespace: Namespace, rule: str, named: tuple[str, ...]):
     namespace.run(f"{LEGACY_TOOL} {rule}")
     assert find_legacy(namespace) == (named, ())
     check_warnings(namespace, named)
 
 
 @pytest.mark.parametrize("comment", [b"B\xfcro", b'a\n-A x "', b"it's", b"\xe2\x80\xa8", b"\\", b"-m rpfilter"])
-def test_comments_in_iptables_legacy_hide_no_rule(namespace: Namespace, comment: bytes) -> None:
+def test_comments_in_iptables_legacy_hide_no_rule(namespace: Namespace, comment: bytes):
     for port in ("22", "30080"):
         rule = f"-t raw -A PREROUTING -p tcp --dport {port} -m comment --comment"
         namespace.run(f"{LEGACY_TOOL} {rule}", os.fsdecode(comment), "-j", "DROP")
@@ -151,7 +151,7 @@ def test_comments_in_iptables_legacy_hide_no_rule(namespace: Namespace, comment:
 
 def test_unreadable_iptables_legacy_tables_are_reported(
     namespace: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     """As in our image, which has no iptables-legacy. A table that exists is reported, because its
     rules cannot be known.
     """
@@ -165,7 +165,7 @@ def test_unreadable_iptables_legacy_tables_are_reported(
 
 
 @pytest.mark.parametrize("row", FORWARD, ids=lambda row: row.what)
-def test_other_tables_that_refuse_in_forward_are_named(namespace: Namespace, row: Row) -> None:
+def test_other_tables_that_refuse_in_forward_are_named(namespace: Namespace, row: Row):
     load(namespace, row.rules)
     assert namespace.do(forward_rules.list_other_drop_chains) == row.named
     lines = namespace.do(lambda: firewalls.forward_warnings(0x4000))

@@ -92,7 +92,7 @@ def second_site(first: Site, cgroup: Path | None = None) -> Iterator[Site]:
 @both_ways
 @pytest.mark.parametrize("same_cgroup", [True, False], ids=["no socket hooks", "another cgroup"])
 @alone
-def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMethod, same_cgroup: bool) -> None:
+def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMethod, same_cgroup: bool):
     make_device(how)
     settings = {"socket_lb": SocketLb.OFF} if same_cgroup else {}
     serve(site, **settings)
@@ -125,7 +125,7 @@ def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMeth
 
 @both_ways
 @alone
-def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(site: Site, how: AttachMethod) -> None:
+def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(site: Site, how: AttachMethod):
     make_device(how)
     with second_site(site, site.cgroup) as other:
         second = other.open(packet_path=True, devices=("up0",))
@@ -190,7 +190,7 @@ def bpffs_unmounted(site: Site) -> None:
 @both_ways
 @pytest.mark.parametrize("lose_pins", [pins_deleted, bpffs_unmounted])
 @alone
-def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]) -> None:
+def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]):
     """They have lost their tail calls, so they would drop each SYN to a Service."""
     make_device(how)
     removed: list[cleanup.RemovedItem] = []
@@ -209,7 +209,7 @@ def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_
 
 @both_ways
 @alone
-def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: AttachMethod) -> None:
+def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: AttachMethod):
     make_device(how)
     serve(site)
     before = attached()
@@ -223,7 +223,7 @@ def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: Attach
     "end", [killed, earlier_version, killed_while_switching, cleaned, pins_deleted, bpffs_unmounted]
 )
 @alone
-def test_agent_that_starts_again_is_not_refused(site: Site, how: AttachMethod, end: Callable[[Site], None]) -> None:
+def test_agent_that_starts_again_is_not_refused(site: Site, how: AttachMethod, end: Callable[[Site], None]):
     make_device(how)
     end(site)
     # the kernel frees what was pinned in the background
@@ -236,7 +236,7 @@ def test_agent_that_starts_again_is_not_refused(site: Site, how: AttachMethod, e
 
 @pytest.mark.parametrize("only_at", ["a device that ours has not reached", "the cgroup"])
 @alone
-def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(site: Site, only_at: str) -> None:
+def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(site: Site, only_at: str):
     """Its programs elsewhere would be left without updates."""
     make_device()
     at_cgroup = only_at == "the cgroup"
@@ -256,9 +256,7 @@ def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(
 
 @both_ways
 @alone
-def test_two_agents_that_both_started_are_reported(
-    site: Site, how: AttachMethod, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_agents_that_both_started_are_reported(site: Site, how: AttachMethod, monkeypatch: pytest.MonkeyPatch):
     """Both looked for the other before either was attached."""
     make_device(how)
     turns: Counter[attach.DeviceAttachments] = Counter()
@@ -313,7 +311,7 @@ def expect_reported(plane: BpfPlane, *names: str) -> None:
     assert plane.shared.read_metrics().foreign_programs == len(expected)
 
 
-def test_advice_where_no_program_is_before_ours() -> None:
+def test_advice_where_no_program_is_before_ours():
     """Another order of the programs would not help."""
     device, ours, theirs = Device(1, "up0"), Runner(1, "tcx", True), Runner(2, "tcx", False)
     outcome = ProbeOutcome(Point(device, Direction.INGRESS, (ours, theirs)), False)

@@ -39,7 +39,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program_loads_within_the_budget(verified: dict[str, Verified], program: str, record_property) -> None:
+def test_program_loads_within_the_budget(verified: dict[str, Verified], program: str, record_property):
     found = verified[program]
     record_property("size", found.size)
     record_property("processed", found.processed)
@@ -48,7 +48,7 @@ def test_program_loads_within_the_budget(verified: dict[str, Verified], program:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_loops_are_accepted_by_old_kernels(unit: str, artifact_cache: Path) -> None:
+def test_loops_are_accepted_by_old_kernels(unit: str, artifact_cache: Path):
     """The kernel that runs this may accept back-edges that older ones refuse."""
     made, _ = compile.find_or_compile(unit, artifact_cache)
     assert {code.name: fall_back(code.insns) for code in made.programs} == {name: [] for name in program_names(unit)}

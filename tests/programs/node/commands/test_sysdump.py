@@ -104,7 +104,7 @@ def dump_of(tmp_path: Path, *arguments: str) -> Dump:
 
 def test_everything_that_is_pinned_is_dumped_without_an_agent(
     written: BpfPlane, site: Site, secrets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     log = tmp_path / "agent.log"
     log.write_text(f"started\nproblem: Authorization: Bearer {TOKEN}\n")
     dump = dump_of(tmp_path, "--pin-dir", str(site.pins), "--kubeconfig", str(secrets), "--log", str(log))
@@ -135,7 +135,7 @@ def test_everything_that_is_pinned_is_dumped_without_an_agent(
 
 def test_a_configuration_is_dumped_without_its_passwords(
     written: BpfPlane, site: Site, secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.replace("PINS", str(site.pins)).replace("PASSWORD", PASSWORD))
     monkeypatch.chdir(tmp_path)
@@ -146,7 +146,7 @@ def test_a_configuration_is_dumped_without_its_passwords(
     assert dump.error("inspect/services.json") == ""  # at the pinDir of the file
 
 
-def test_a_broken_configuration_loses_only_itself(written: BpfPlane, site: Site, tmp_path: Path) -> None:
+def test_a_broken_configuration_loses_only_itself(written: BpfPlane, site: Site, tmp_path: Path):
     config = tmp_path / "config.yaml"
     config.write_text(f"{CONFIG.replace('PINS', str(site.pins))}nonsense: 1\n")
     dump = dump_of(tmp_path, "--config", str(config))
@@ -156,7 +156,7 @@ def test_a_broken_configuration_loses_only_itself(written: BpfPlane, site: Site,
     assert dump.error("inspect/services.json") == ""
 
 
-def test_a_node_where_nothing_is_pinned(tmp_path: Path) -> None:
+def test_a_node_where_nothing_is_pinned(tmp_path: Path):
     dump = dump_of(tmp_path, "--pin-dir", "/nowhere/kbpf", "--hostname-override", "n9")
     assert dump.summary["node"] == "n9"
     for view in ("services", "status", "devices"):
@@ -164,7 +164,7 @@ def test_a_node_where_nothing_is_pinned(tmp_path: Path) -> None:
     assert dump.files["node/uname.txt"]
 
 
-def test_time_and_size_are_limited(tmp_path: Path) -> None:
+def test_time_and_size_are_limited(tmp_path: Path):
     late = dump_of(tmp_path, "--time-limit", "0s", "--pin-dir", "/nowhere")
     assert set(late.files) == {"index.json"}
     assert {item["error"] for item in late.index.values()} >= {"not collected: --time-limit is over"}
@@ -179,9 +179,7 @@ def test_time_and_size_are_limited(tmp_path: Path) -> None:
     assert "not collected: --max-bytes is reached" in {i["error"] for i in small.index.values()}
 
 
-def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path = tmp_path / "dump.tar.gz"
     done = kbpf("sysdump", "-", "--time-limit", "1s", shell=f"| cat >{path}")
     assert done.code == 0
@@ -193,7 +191,7 @@ def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(
     assert path.read_bytes() == before
 
 
-def test_without_rights_parts_fail_and_the_archive_is_made(written: BpfPlane, site: Site, tmp_path: Path) -> None:
+def test_without_rights_parts_fail_and_the_archive_is_made(written: BpfPlane, site: Site, tmp_path: Path):
     path = tmp_path / "dump.tar.gz"
     done = kbpf("sysdump", "-", "--pin-dir", str(site.pins), shell=f">{path}", nobody=True)
     assert done.code == 0, done.err
@@ -239,7 +237,7 @@ def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Agent]:
         made.close()
 
 
-def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path) -> None:
+def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path):
     path = tmp_path / "dump.tar.gz"
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -301,7 +299,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("arguments", LISTS, ids=" ".join)
-def test_the_kernel_is_listed_without_programs(arguments: tuple[str, ...]) -> None:
+def test_the_kernel_is_listed_without_programs(arguments: tuple[str, ...]):
     """The image has neither `ip` nor `tc`."""
     command = children.python_command(NETWORK_MODULE, *arguments)
     collected = collect.run_command(command)(Limit(1 << 24, monotonic() + 60))
@@ -311,7 +309,7 @@ def test_the_kernel_is_listed_without_programs(arguments: tuple[str, ...]) -> No
     assert LISTS[arguments].encode() in collected.data
 
 
-def test_filters_of_devices_are_listed(namespace: Namespace) -> None:
+def test_filters_of_devices_are_listed(namespace: Namespace):
     namespace.run("tc qdisc add dev lo clsact")
     namespace.run("tc filter add dev lo ingress protocol ip prio 7 u32 match u32 0 0")
     listed = namespace.run(f"{sys.executable} -m {NETWORK_MODULE} filters")
@@ -319,7 +317,7 @@ def test_filters_of_devices_are_listed(namespace: Namespace) -> None:
     assert {(row["TCA_KIND"], row["info"] >> 16) for row in rows} == {("u32", 7)}
 
 
-def test_nftables_are_listed_as_by_nft(namespace: Namespace) -> None:
+def test_nftables_are_listed_as_by_nft(namespace: Namespace):
     namespace.run("nft add table inet kbpf-dump { chain c { tcp dport 4711 accept ; } ; }")
     ours = namespace.run(f"{sys.executable} -m {RULES_MODULE}")
     assert "dport 4711" in ours
