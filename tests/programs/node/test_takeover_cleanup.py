@@ -72,7 +72,7 @@ def remove(bench: Namespace) -> list[str]:
     return removed
 
 
-def test_ip_sets_and_device_are_removed_and_others_stay(bench: Namespace) -> None:
+def test_ip_sets_and_device_are_removed_and_others_stay(bench: Namespace):
     make_sets(bench, {"mine": "hash:ip", "KUBE-MINE": "hash:ip", **OURS})
     bench.ip("link add kube-ipvs0 type bridge", "addr add 10.96.0.1/32 dev kube-ipvs0", "link add mine type bridge")
     assert remove(bench) == ["device kube-ipvs0", "2 ip sets"]
@@ -81,7 +81,7 @@ def test_ip_sets_and_device_are_removed_and_others_stay(bench: Namespace) -> Non
     assert remove(bench) == []
 
 
-def test_ports_of_an_ip_set_are_listed(bench: Namespace) -> None:
+def test_ports_of_an_ip_set_are_listed(bench: Namespace):
     make_sets(bench, OURS, 30080, 32767)
     assert bench.do(lambda: ipset.list_ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
     assert bench.do(lambda: ipset.list_ports("KUBE-CLUSTER-IP")) == frozenset()
@@ -116,7 +116,7 @@ def served(bench: Namespace) -> dict[VirtualServiceKey, list[int]]:
 
 
 @needs("ipvs")
-def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(bench: Namespace) -> None:
+def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(bench: Namespace):
     make_sets(bench, OURS, 30080)
     bench.ip("link set lo up", "addr add 198.18.0.1/32 dev lo")
     theirs = [tcp_service("10.96.0.1", 443), tcp_service("198.18.0.1", 30080)]
@@ -171,15 +171,19 @@ def talk(bench: Namespace) -> Iterator[Talk]:
     made.close()
 
 
+def kept(bench: Namespace) -> tuple[VirtualServiceKey, ...]:
+    return bench.do(lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families()))
+
+
 @needs("ipvs")
-def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Namespace, talk: Talk) -> None:
+def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Namespace, talk: Talk):
     """With weight 0, so it gets no new ones. It is removed with its last connection and
     its device.
     """
     assert remove(bench) == ["1 virtual services of IPVS", "device kube-ipvs0"]
     assert served(bench) == {BUSY: [0]}
     assert names(bench) == {"lo", "kbpf-keepalive"}
-    assert bench.do(lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())) == (BUSY,)
+    assert kept(bench) == (BUSY,)
     assert bench.do(takeover_cleanup.count_connections) == 1
     talk.exchange()
     assert bench.do(conntrack_keepalive.remove_unneeded) == ()
@@ -193,14 +197,14 @@ def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Namespace,
 
 
 @needs("ipvs")
-def test_returning_kube_proxy_keeps_its_virtual_services(bench: Namespace, talk: Talk) -> None:
+def test_returning_kube_proxy_keeps_its_virtual_services(bench: Namespace, talk: Talk):
     remove(bench)
     bench.ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0")
     assert bench.do(conntrack_keepalive.remove_unneeded) == (), (
         "the weights are still 0: the device alone is no sign of a running kube-proxy"
     )
     assert served(bench) == {BUSY: [0]}
-    assert bench.do(lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())) == (BUSY,)
+    assert kept(bench) == (BUSY,)
     # the first sync of a kube-proxy gives the real server its weight back
     tell_ipvs(bench, IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, BUSY, server=AT, weight=1))
     assert bench.do(conntrack_keepalive.remove_unneeded) == ("ip",)
@@ -210,21 +214,23 @@ def test_returning_kube_proxy_keeps_its_virtual_services(bench: Namespace, talk:
 
 
 @needs("ipvs")
-def test_kbpf_cleanup_removes_virtual_services_with_connections(bench: Namespace, talk: Talk, tmp_path: Path) -> None:
+def test_kbpf_cleanup_removes_virtual_services_with_connections(bench: Namespace, talk: Talk, tmp_path: Path):
     remove(bench)
     assert bench.do(lambda: host.remove(Pins(tmp_path))) == (f"table ip {conntrack_keepalive.TABLE}",)
     assert served(bench) == {}
     assert names(bench) == {"lo"}
 
 
+SNAT = """
+table ip other {
+    chain c { type nat hook postrouting priority 100; %s snat to 127.0.0.9:1234; }
+}
+"""
+
+
 @needs("ipvs")
-def test_masqueraded_ipvs_connection_is_listed_as_the_backend_sees_it(bench: Namespace, talk: Talk) -> None:
-    rules = (
-        "add table ip theirs",
-        "add chain ip theirs out { type nat hook postrouting priority 100 ; }",
-        "add rule ip theirs out ip daddr 198.18.0.1 tcp dport 8080 snat to 127.0.0.9:1234",
-    )
-    bench.run("nft -f -", stdin="\n".join(rules))
+def test_masqueraded_ipvs_connection_is_listed_as_the_backend_sees_it(bench: Namespace, talk: Talk):
+    bench.run("nft -f -", stdin=SNAT % "ip daddr 198.18.0.1 tcp dport 8080")
     bench.do(lambda: sysctl.write("net.ipv4.vs.conntrack", "1"))
     bench.do(Talk).close()
     here = parse_addr("127.0.0.9")
@@ -239,12 +245,8 @@ HOSTS = {"ip": "127.0.0.1", "ip6": "::1"}
 
 def translate_one(bench: Namespace, family: str) -> None:
     """Makes a connection with DNAT; it has ended, but conntrack keeps it for two minutes."""
-    rules = (
-        f"add table {family} theirs",
-        f"add chain {family} theirs out {{ type nat hook output priority -100 ; }}",
-        f"add rule {family} theirs out tcp dport 81 dnat to :82",
-    )
-    bench.run("nft -f -", stdin="\n".join(rules))
+    chain = "chain c { type nat hook output priority -100 ; tcp dport 81 dnat to :82 ; }"
+    bench.run(f"nft add table {family} theirs {{ {chain} ; }}")
     bench.run("ip link set lo up")
     bench.do(lambda: dial(family))
 
@@ -263,36 +265,11 @@ def forget_connections() -> None:
         netlink.request(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
 
 
-@pytest.mark.parametrize("family", ["ip", "ip6"])
-def test_keepalive_table_stays_as_long_as_a_connection(bench: Namespace, family: str, tmp_path: Path) -> None:
-    """The agent checks when it starts and then every KEEPALIVE_POLL_INTERVAL_S seconds."""
-    assert not bench.do(lambda: conntrack.has_dnat_connections(family))
-    translate_one(bench, family)
-    assert bench.do(lambda: conntrack.has_dnat_connections(family))
-    for _ in range(2):
-        bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands(family)))
-    assert bench.do(conntrack_keepalive.list_families) == (family,)
-    assert bench.run(f"nft list table {family} {conntrack_keepalive.TABLE}").count("ct state") == 1
-    agent = HostIntegration(Pins(tmp_path), Config())
-    bench.do(lambda: agent.poll(0.0))
-    assert bench.do(conntrack_keepalive.list_families) == (family,)
-    bench.do(forget_connections)
-    bench.do(lambda: agent.poll(KEEPALIVE_POLL_INTERVAL_S / 2))
-    assert bench.do(conntrack_keepalive.list_families) == (family,)
-    bench.do(lambda: agent.poll(KEEPALIVE_POLL_INTERVAL_S + 1))
-    assert bench.do(conntrack_keepalive.list_families) == ()
-    assert f"table {family} theirs" in bench.run("nft list tables")
-
-
-def test_masqueraded_connection_is_listed_as_the_backend_sees_it(bench: Namespace) -> None:
+def test_masqueraded_connection_is_listed_as_the_backend_sees_it(bench: Namespace):
     """Both addresses are translated. A connection with DNAT or SNAT alone is not listed."""
     translate_one(bench, "ip")
     assert bench.do(conntrack.list_masqueraded) == []
-    rules = (
-        "add chain ip theirs in { type nat hook postrouting priority 100 ; }",
-        "add rule ip theirs in tcp dport 82 snat to 127.0.0.9:1234",
-    )
-    bench.run("nft -f -", stdin="\n".join(rules))
+    bench.run("nft -f -", stdin=SNAT % "tcp dport 82")
     bench.do(forget_connections)
     bench.do(lambda: dial("ip"))
     here, there = parse_addr("127.0.0.9"), parse_addr("127.0.0.1")
@@ -347,8 +324,28 @@ def stop_kube_proxy(bench: Namespace, family: str, how: str = "a policy") -> lis
     return [THEIRS, *filter(None, [last])]
 
 
+def test_keepalive_table_stays_as_long_as_a_connection(bench: Namespace, left: str, tmp_path: Path):
+    """The agent checks when it starts and then every KEEPALIVE_POLL_INTERVAL_S seconds."""
+    agent = HostIntegration(Pins(tmp_path), Config())
+
+    def families_after(seconds: float) -> tuple[str, ...]:
+        bench.do(lambda: agent.poll(seconds))
+        return bench.do(conntrack_keepalive.list_families)
+
+    for _ in range(2):
+        bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands(left)))
+    assert bench.run(f"nft list table {left} {conntrack_keepalive.TABLE}").count("ct state") == 1
+    assert bench.do(lambda: conntrack.has_dnat_connections(left))
+    assert families_after(0.0) == (left,)
+    bench.do(forget_connections)
+    assert not bench.do(lambda: conntrack.has_dnat_connections(left))
+    assert families_after(KEEPALIVE_POLL_INTERVAL_S / 2) == (left,)
+    assert families_after(KEEPALIVE_POLL_INTERVAL_S + 1) == ()
+    assert f"table {left} theirs" in bench.run("nft list tables")
+
+
 @pytest.mark.parametrize("how", CLOSED)
-def test_established_connections_pass_a_closed_forward_until_they_end(bench: Namespace, left: str, how: str) -> None:
+def test_established_connections_pass_a_closed_forward_until_they_end(bench: Namespace, left: str, how: str):
     """One rule accepts it, before any rule that refuses all; iptables-nft-save can still
     list them.
     """
@@ -360,7 +357,7 @@ def test_established_connections_pass_a_closed_forward_until_they_end(bench: Nam
     assert forward(bench, left) == others
 
 
-def test_ipvs_connections_pass_a_closed_forward(bench: Namespace) -> None:
+def test_ipvs_connections_pass_a_closed_forward(bench: Namespace):
     """conntrack records no DNAT for IPVS connections; the keepalive table exists all the same."""
     bench.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
     bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
@@ -369,7 +366,7 @@ def test_ipvs_connections_pass_a_closed_forward(bench: Namespace) -> None:
     assert forward(bench, "ip") == [THEIRS, PASSES]
 
 
-def test_cleanup_reports_the_forward_rule(bench: Namespace, left: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cleanup_reports_the_forward_rule(bench: Namespace, left: str, capsys: pytest.CaptureFixture[str]):
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     bench.do(lambda: list(cleanup.remove_kube_proxy(force=True)))
     assert capsys.readouterr().err == (
@@ -387,7 +384,7 @@ NO_RULE = {
 
 
 @pytest.mark.parametrize("why", NO_RULE)
-def test_forward_gets_no_rule(bench: Namespace, why: str) -> None:
+def test_forward_gets_no_rule(bench: Namespace, why: str):
     tool, rules, is_connected, others = NO_RULE[why]
     if is_connected:
         translate_one(bench, "ip")
@@ -397,7 +394,7 @@ def test_forward_gets_no_rule(bench: Namespace, why: str) -> None:
     assert forward(bench, "ip") == others
 
 
-def test_agent_restores_the_forward_rule(bench: Namespace, left: str, tmp_path: Path) -> None:
+def test_agent_restores_the_forward_rule(bench: Namespace, left: str, tmp_path: Path):
     """The agent did not add the rule. It restores it next to its own rule, in either order."""
     stop_kube_proxy(bench, left)
     tool = f"{POLICY[left]}-nft"
@@ -429,7 +426,7 @@ def test_agent_restores_the_forward_rule(bench: Namespace, left: str, tmp_path: 
     assert poll_and_list() == []
 
 
-def test_kbpf_cleanup_removes_the_forward_rule(bench: Namespace, left: str, tmp_path: Path) -> None:
+def test_kbpf_cleanup_removes_the_forward_rule(bench: Namespace, left: str, tmp_path: Path):
     others = stop_kube_proxy(bench, left)
     assert PASSES in forward(bench, left)
     assert bench.do(lambda: host.remove(Pins(tmp_path))) == (f"table {left} {conntrack_keepalive.TABLE}",)
@@ -437,9 +434,7 @@ def test_kbpf_cleanup_removes_the_forward_rule(bench: Namespace, left: str, tmp_
     assert forward(bench, left) == others
 
 
-def test_two_processes_adding_the_rule_at_once_add_one(
-    bench: Namespace, left: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_adding_the_rule_at_once_add_one(bench: Namespace, left: str, monkeypatch: pytest.MonkeyPatch):
     """The other one adds the rule between our listing of the chains and our transaction."""
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     real, once = forward_rules.list_forward_chains, iter([True])
@@ -462,7 +457,7 @@ def test_two_processes_adding_the_rule_at_once_add_one(
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_two_processes_removing_the_table_at_once(
     bench: Namespace, left: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
-) -> None:
+):
     """The agent removes table and rule before or after this step of `kbpf cleanup`."""
     others = stop_kube_proxy(bench, left)
     bench.do(forget_connections)
