@@ -4,15 +4,17 @@
 Each takes a seed and a limit of minutes; None: its full volume.
 """
 
+import itertools
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from tests.chaos import errnos as faults
 from tests.chaos import kills as ends
 from tests.chaos import soak as endurance
-from tests.chaos.world import Churn, World
+from tests.chaos.world import World
 
 KILLS = 200
 PAUSES = 100
@@ -23,25 +25,21 @@ SOAK_MINUTES = 120.0
 def errnos(seed: int, minutes: float | None) -> None:
     """Each errno at each of the first calls: 4,000 starts."""
     outcomes: Counter[str] = Counter()
+    starts = [fault for start in range(len(faults.ERRNOS)) for fault in faults.faults(faults.FIRST_CALLS, seed + start)]
     with World("e") as world:
-        is_late = _deadline(minutes)
-        for start in range(len(faults.ERRNOS)):
-            for fault in faults.faults(faults.FIRST_CALLS, seed + start):
-                if is_late():
-                    break
-                outcome = faults.run(world, fault)
-                print(f"{fault}: {outcome}", flush=True)
-                outcomes["serves" if outcome == "serves" else "ended"] += 1
+        for number in _rounds(len(starts), minutes):
+            outcome = faults.run(world, starts[number])
+            print(f"{starts[number]}: {outcome}", flush=True)
+            outcomes["serves" if outcome == "serves" else "ended"] += 1
     print(dict(outcomes))
 
 
 def kills(seed: int, minutes: float | None) -> None:
     """SIGKILL at random moments under 1,000 changes a second."""
     order, done = random.Random(seed), 0
-    with World("k") as world, Churn(world).present() as churn, ends.served_throughout(world):
+    with World("k") as world, ends.churned(world) as churn:
         world.agent.kill()
-        is_late = _deadline(minutes)
-        while done < KILLS and not is_late():
+        for _ in _rounds(KILLS, minutes):
             ends.kill(world, churn, order)
             done += 1
         world.agent.start()
@@ -51,9 +49,8 @@ def kills(seed: int, minutes: float | None) -> None:
 def pauses(seed: int, minutes: float | None) -> None:
     """SIGSTOP for up to ten seconds under 1,000 changes a second."""
     order, done = random.Random(seed), 0
-    with World("p") as world, Churn(world).present() as churn, ends.served_throughout(world):
-        is_late = _deadline(minutes)
-        while done < PAUSES and not is_late():
+    with World("p") as world, ends.churned(world) as churn:
+        for _ in _rounds(PAUSES, minutes):
             ends.pause(world, churn, order, longest=10.0)
             done += 1
     print(f"{done} pauses, no connection failed")
@@ -63,9 +60,8 @@ def memory(seed: int, minutes: float | None) -> None:
     """Random memory limits that are too low."""
     order = random.Random(seed)
     outcomes: Counter[str] = Counter()
-    with World("m") as world, Churn(world).present() as churn, ends.served_throughout(world):
-        is_late = _deadline(minutes)
-        while outcomes.total() < STARVED and not is_late():
+    with World("m") as world, ends.churned(world) as churn:
+        for _ in _rounds(STARVED, minutes):
             limit = order.choice(ends.MEMORY_LIMITS)
             outcome = ends.starve(world, churn, limit)
             print(f"{limit} MB: {outcome}", flush=True)
@@ -80,7 +76,7 @@ def soak(seed: int, minutes: float | None) -> None:
     print(f"before: {before}\nafter:  {after}")
 
 
-def _deadline(minutes: float | None) -> Callable[[], bool]:
-    """A function that tells whether the time has passed."""
-    end = None if minutes is None else time.monotonic() + 60 * minutes
-    return lambda: end is not None and time.monotonic() > end
+def _rounds(count: int, minutes: float | None) -> Iterator[int]:
+    """Numbers up to `count`, until the time has passed."""
+    end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
+    return itertools.takewhile(lambda _: time.monotonic() < end, range(count))

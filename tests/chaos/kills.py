@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.world import STAYS, Churn, World
-from tests.support.lab.lab import PATIENCE, Agent, Place, until
+from tests.support.lab.lab import PATIENCE, Agent, until
 from tests.support.lab.load import under_load
 
 CHANGES_PER_SECOND = 1000.0
@@ -153,7 +153,10 @@ def _removed(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def served_throughout(world: World) -> Iterator[Place]:
-    """Connects to the Service that stays, all the time; no connection may fail."""
-    with under_load(world, STAYS, "a2", answers="a1"):
-        yield world["a2"]
+def churned(world: World) -> Iterator[Churn]:
+    """The Services of a churn exist. Connections to the one that stays succeed all the time."""
+    if not world.agent.is_running:
+        world.agent.start()
+    churn = Churn(world)
+    with churn.present(), under_load(world, STAYS, "a2", answers="a1"):
+        yield churn

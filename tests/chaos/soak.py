@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hours of churn: resident memory, descriptors and map entries must end where they began."""
 
-import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.kernel.bpf import uapi
-from tests.chaos.kills import caught_up, churning, served_throughout
+from tests.chaos.kills import caught_up, churned, churning
 from tests.chaos.world import Churn, World, address, protocol
 from tests.support.lab.lab import PATIENCE, until
 
@@ -80,7 +79,7 @@ def soak(world: World, seconds: float) -> tuple[Figures, Figures]:
     """Churns for `seconds`, after a warm-up of WARM_UP_SECONDS or a third of the time. Returns the
     figures before and after. Raises AssertionError if anything grew.
     """
-    with _churned(world) as churn:
+    with churned(world) as churn:
         _churn(world, churn, min(WARM_UP_SECONDS, seconds / 3))
         before = figures(world)
         _churn(world, churn, seconds)
@@ -98,7 +97,7 @@ def plateau(world: World, seconds: float) -> None:
     Raises AssertionError after PLATEAU_ROUNDS, or if maps, descriptors or threads grew.
     """
     rounds: list[Figures] = []
-    with _churned(world) as churn:
+    with churned(world) as churn:
         for _ in range(PLATEAU_ROUNDS):
             _churn(world, churn, seconds)
             rounds.append(figures(world))
@@ -108,16 +107,6 @@ def plateau(world: World, seconds: float) -> None:
             raise AssertionError(f"memory grows in every round: {rounds}")
         _flat(world, rounds[0], WATCHED_AT_ONCE, FLAT_SECONDS)
         _same_handles(world, rounds[0])
-
-
-@contextlib.contextmanager
-def _churned(world: World) -> Iterator[Churn]:
-    """The Services of a churn exist, and connections to the one that stays must succeed."""
-    if not world.agent.is_running:
-        world.agent.start()
-    churn = Churn(world)
-    with churn.present(), served_throughout(world):
-        yield churn
 
 
 def _same_handles(world: World, before: Figures) -> None:

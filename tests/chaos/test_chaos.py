@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos import errnos, kills, soak
-from tests.chaos.world import Churn, World
+from tests.chaos.world import World
 
 SEED = 20261122
 KILLS = 5
@@ -24,59 +24,32 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("fault", errnos.faults(16, SEED), ids=str)
-def test_agent_survives_or_explains_a_failed_system_call(world: World, fault: errnos.Fault) -> None:
+def test_agent_survives_or_explains_a_failed_system_call(world: World, fault: errnos.Fault):
     errnos.run(world, fault)
 
 
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (["x INFO begins", "x ERROR kbpf cannot open a socket (rtnetlink): ENOMEM"], True),
-        (["kbpf: unexpected error: Cannot allocate memory: ENOMEM (kbpf/kernel/pins.py:12)"], True),
-        (["mnl.c:60: Unable to initialize Netlink socket: Cannot allocate memory"], True),
-        (["x ERROR kbpf.agent cannot write to the data plane; retrying: ENOMEM"], False),
-        (["x ERROR kbpf cannot open a socket (rtnetlink)"], False),
-        (["x ERROR kbpf ENOMEM", "x INFO ends"], False),
-        (["x ERROR kbpf ENOMEM", "x ERROR kbpf ENOMEM"], False),
-        ([], False),
-    ],
-    ids=[
-        "error with errno",
-        "unexpected error with the message of the errno",
-        "error of libnftables",
-        "error of another logger",
-        "error without errno",
-        "error that is not the last line",
-        "two errors",
-        "no line",
-    ],
-)
-def test_line_that_explains_the_end_is_recognised(lines: list[str], says: bool) -> None:
-    assert errnos.says_why(lines, errnos.Fault(1, "ENOMEM", True)) == says
-
-
-def test_kills_under_changes_interrupt_no_service(world: World) -> None:
+def test_kills_under_changes_interrupt_no_service(world: World):
     order = random.Random(SEED)
-    with Churn(world).present() as churn, kills.served_throughout(world):
+    with kills.churned(world) as churn:
         world.agent.kill()
         for _ in range(KILLS):
             kills.kill(world, churn, order)
         world.agent.start()
 
 
-def test_pauses_under_changes_interrupt_no_service(world: World) -> None:
+def test_pauses_under_changes_interrupt_no_service(world: World):
     order = random.Random(SEED)
-    with Churn(world).present() as churn, kills.served_throughout(world):
+    with kills.churned(world) as churn:
         for _ in range(PAUSES):
             kills.pause(world, churn, order)
 
 
-def test_memory_limits_interrupt_no_service(world: World) -> None:
-    with Churn(world).present() as churn, kills.served_throughout(world):
+def test_memory_limits_interrupt_no_service(world: World):
+    with kills.churned(world) as churn:
         outcomes = [kills.starve(world, churn, limit) for limit in LIMITS_MB]
     assert outcomes[0] == "killed", "the limit is in force"
     assert outcomes[-1] == "serves"
 
 
-def test_churn_leaves_nothing_behind(world: World) -> None:
+def test_churn_leaves_nothing_behind(world: World):
     soak.plateau(world, ROUND_SECONDS)

@@ -12,14 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from tests.support import plane
-from tests.support.cluster.kube_objects import (
-    endpoint,
-    endpoint_slice,
-    node,
-    port,
-    service,
-    slice_port,
-)
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.scenario import FolderNode, put
 from tests.support.lab.lab import Lab, until
 

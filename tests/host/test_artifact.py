@@ -3,11 +3,9 @@
 
 import hashlib
 import os
-import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -187,34 +185,21 @@ def test_a_damaged_file_is_ignored_and_logged(tmp_path: Path, caplog: pytest.Log
     ]
 
 
-def full(folder: Path) -> Path:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=755", "none", folder], check=True)
-    (folder / "x").write_bytes(bytes(4096))
-    return folder
-
-
-def read_only(folder: Path) -> Path:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=755", "none", folder], check=True)
-    return folder
-
-
-def file(folder: Path) -> Path:
-    (folder / "file").write_text("")
-    return folder / "file"
-
-
+FULL = 'mount -t tmpfs -o size=4k,mode=755 none "$PWD"; head -c 4096 /dev/zero >"$PWD/x"'
 UNKEPT = {
-    "a full disk": (full, "No space left on device"),
-    "a read-only disk": (read_only, "Read-only file system"),
-    "a file": (file, "File exists"),
-    "below a file": (lambda folder: file(folder) / "cache", "Not a directory"),
+    "a full disk": (FULL, "", "No space left on device"),
+    "a read-only disk": ('mount -t tmpfs -o ro,mode=755 none "$PWD"', "", "Read-only file system"),
+    "a file": ("touch file", "file", "File exists"),
+    "below a file": ("touch file", "file/cache", "Not a directory"),
 }
+"""Commands in an empty folder, the cache in it, and what is logged."""
 
 
 @pytest.mark.parametrize("case", UNKEPT)
 def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str):
-    make, reason = UNKEPT[case]
-    folder = make(tmp_path)
+    commands, name, reason = UNKEPT[case]
+    folder = tmp_path / name
+    subprocess.run(["sh", "-ec", commands], cwd=tmp_path, check=True)
     artifact._logged_warnings.clear()
     try:
         for _ in range(2):
@@ -249,63 +234,47 @@ def test_a_failed_store_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 # ---- other users -------------------------------------------------------------------------------
 
-NOBODY = 65534
+NO_FILE = "it is not a regular file"
+PLANTED = {
+    "the folder is another's": ("chown 65534 .", "uid 65534 owns it"),
+    "the group may write to the folder": ("chmod 775 .", "mode 0775"),
+    "all may write to the folder": ("chmod 1777 .", "mode 1777"),
+    "the file is another's": ("chown 65534 $FILE", "uid 65534 owns it"),
+    "the group may write to the file": ("chmod 664 $FILE", "mode 0664"),
+    "all may write to the file": ("chmod 646 $FILE", "mode 0646"),
+    "a symbolic link": ("mv $FILE x; ln -s x $FILE", "Too many levels of symbolic links"),
+    "a FIFO": ("rm $FILE; mkfifo $FILE", NO_FILE),
+    "a folder": ("rm $FILE; mkdir $FILE", NO_FILE),
+    "a device": ("rm $FILE; mknod -m 600 $FILE c 1 5", NO_FILE),
+    "too large": (f"truncate -s {artifact.MAX_FILE_BYTES + 1} $FILE", "it is larger than 16 MiB"),
+}
+"""How another user tampers with the cache, and what is logged."""
 
 
-class Planted(NamedTuple):
-    """How another user tampers with the cache, and what is logged."""
-
-    name: str
-    spoil: Callable[[Path], object]
-    said: str
+def tamper(how: str, file: Path) -> None:
+    subprocess.run(["sh", "-ec", PLANTED[how][0]], cwd=file.parent, env={**os.environ, "FILE": file.name}, check=True)
 
 
-def exchanged(path: Path, make: Callable[[Path], object]) -> None:
-    path.unlink()
-    make(path)
-
-
-PLANTED = [
-    Planted("the folder is another's", lambda f: os.chown(f.parent, NOBODY, NOBODY), "uid 65534 owns it"),
-    Planted("the group may write to the folder", lambda f: f.parent.chmod(0o775), "mode 0775"),
-    Planted("all may write to the folder", lambda f: f.parent.chmod(0o1777), "mode 1777"),
-    Planted("the file is another's", lambda f: os.chown(f, NOBODY, NOBODY), "uid 65534 owns it"),
-    Planted("the group may write to the file", lambda f: f.chmod(0o664), "mode 0664"),
-    Planted("all may write to the file", lambda f: f.chmod(0o646), "mode 0646"),
-    Planted(
-        "a symbolic link", lambda f: (f.rename(f.parent / "x"), f.symlink_to("x")), "Too many levels of symbolic links"
-    ),
-    Planted("a FIFO", lambda f: exchanged(f, os.mkfifo), "it is not a regular file"),
-    Planted("a folder", lambda f: exchanged(f, Path.mkdir), "it is not a regular file"),
-    Planted(
-        "a device",
-        lambda f: exchanged(f, lambda p: os.mknod(p, 0o600 | stat.S_IFCHR, 0x105)),
-        "it is not a regular file",
-    ),
-    Planted("too large", lambda f: os.truncate(f, artifact.MAX_FILE_BYTES + 1), "it is larger than 16 MiB"),
-]
-
-
-@pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.name)
-def test_a_cache_writable_by_other_users_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted):
+@pytest.mark.parametrize("how", PLANTED)
+def test_a_cache_writable_by_other_users_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str):
     path = artifact.store(made(), tmp_path / "cache")
     artifact._logged_warnings.clear()
-    case.spoil(path)
+    tamper(how, path)
     for _ in range(2):
         assert artifact.find("sock", path.parent, TOOLS) is None
         assert artifact.find("sock", path.parent, None) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert case.said in record.getMessage()
+    assert PLANTED[how][1] in record.getMessage()
     assert record.getMessage().endswith(artifact.TRUST_HINT)
 
 
-@pytest.mark.parametrize("case", PLANTED[:3], ids=lambda case: case.name)
-def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path: Path, case: Planted):
+@pytest.mark.parametrize("how", list(PLANTED)[:3])
+def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path: Path, how: str):
     """Another user could replace a file there by a link at any moment."""
     path = artifact.store(made(), tmp_path / "cache")
+    tamper(how, path)
     path.unlink()
-    case.spoil(path)
     with pytest.raises(CompileError, match="not stored: "):
         artifact.store(made(), path.parent)
     assert os.listdir(path.parent) == []

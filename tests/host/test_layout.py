@@ -8,14 +8,14 @@ child process, which needs root.
 
 import json
 import re
+import shutil
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,11 +25,12 @@ from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
 from kbpf.kernel.bpf import uapi
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
+from kbpf.model.address import ANY4, V4_PREFIX, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
 from kbpf.model.metrics import LATENCY_EXPONENT, ConnectionStats
 from kbpf.model.objects import Protocol
+from tests.support.lab.lab import run
 
 TYPES = (SOURCES / "types.h").read_text()
 
@@ -51,113 +52,96 @@ json.dump(found, sys.stdout)
 
 
 class Layout(NamedTuple):
-    """A struct of the C code, Python's Struct for it, and its fields in order; "pad" is not
-    packed.
-    """
-
     c: str
     python: struct.Struct
-    fields: str
+    fields: list[str]
 
 
-LAYOUTS = [
-    Layout("target", layout.TARGET, "address port protocol"),
-    Layout(
-        "service",
-        layout.SERVICE,
-        "id flags affinity_timeout cluster_set cluster_size local_set local_size cluster_table local_table check",
-    ),
-    Layout("slot", layout.U32_PAIR, "set index"),
-    Layout("member", layout.U32_PAIR, "set backend"),
-    Layout("affinity_key", layout.AFFINITY_KEY, "client service kind"),
-    Layout("affinity", layout.AFFINITY, "last_used backend owner"),
-    Layout("peer", layout.PEER, "socket frontend backend service backend_id"),
-    Layout("udp_flow", layout.UDP_FLOW, "chosen_at last_sent last_received frontend backend service backend_id"),
-    Layout("udp_flows", layout.UDP_FLOWS, "socket flow"),
-    Layout("cut_key", layout.CUT_KEY, "service backend"),
-    Layout("service_name", layout.SERVICE_NAME, "namespace name port protocol family"),
-    Layout("endpoint_key", layout.ENDPOINT_KEY, "service endpoint"),
-    Layout("endpoint_name", layout.ENDPOINT_NAME, "text conditions"),
-    Layout("config", layout.CONFIG, "host_netns flags affinity_share"),
-    Layout("source_key", layout.SOURCE_KEY, "bits service client"),
-    Layout("flow_key", layout.FLOW_KEY, "first second"),
-    Layout("unconfirmed_key", layout.UNCONFIRMED_KEY, "key time"),
-    Layout("ports", layout.PORT_PAIR, "source destination"),
-    Layout(
-        "flow",
-        layout.FLOW,
-        "last_used client frontend backend snat snat_port client_port service backend_id "
-        "state fins path direction host_device seen arrival syn out",
-    ),
-    Layout("tcp_side", layout.TCP_SIDE, "next ack edge window limit room scale fin syn_scale syn_at"),
-    Layout("sctp_tags", layout.U32_PAIR, "tag next"),
-    Layout(
-        "next_hop",
-        layout.NEXT_HOP,
-        "found_at check address ifindex own_mac next_mac max_length resolved family uncounted",
-    ),
-    Layout("flow_generations", layout.FLOW_GENERATIONS, "current oldest"),
-    Layout("port_slot", layout.PORT_SLOT, "lockers"),
-    Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
-    Layout("network_key", layout.NETWORK_KEY, "bits address"),
-    Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6 bridge"),
-    Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
-    Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
-    Layout("client_slot", layout.CLIENT_SLOT, "owner number"),
-    Layout("doubts", layout.DOUBTS, "until"),
-    Layout("first_fragment", layout.FRAGMENT, "id hash ports protocol"),
-    Layout("count_key", layout.U32_PAIR, "service backend"),
-    Layout("counts", layout.COUNTS, " ".join(ConnectionStats._fields)),
-    Layout("latency", layout.LATENCY, "count sum"),
-    Layout("latencies", layout.LATENCIES, "connect round_trip"),
-    Layout("event", layout.EVENT, "time cgroup client frontend backend service backend_id reason"),
-    Layout("failure", layout.FAILURE, "first count last"),
-    Layout("monitor", layout.MONITOR, "spent interval burst left_out reasons"),
-    Layout("meta", layout.META, "next_service next_backend next_set"),
+LAYOUTS = """\
+target            TARGET            address port protocol
+service           SERVICE           id flags affinity_timeout cluster_set cluster_size local_set local_size \
+                                    cluster_table local_table check
+slot              U32_PAIR          set index
+member            U32_PAIR          set backend
+affinity_key      AFFINITY_KEY      client service kind
+affinity          AFFINITY          last_used backend owner
+peer              PEER              socket frontend backend service backend_id
+udp_flow          UDP_FLOW          chosen_at last_sent last_received frontend backend service backend_id
+udp_flows         UDP_FLOWS         socket flow
+cut_key           CUT_KEY           service backend
+service_name      SERVICE_NAME      namespace name port protocol family
+endpoint_key      ENDPOINT_KEY      service endpoint
+endpoint_name     ENDPOINT_NAME     text conditions
+config            CONFIG            host_netns flags affinity_share
+source_key        SOURCE_KEY        bits service client
+flow_key          FLOW_KEY          first second
+unconfirmed_key   UNCONFIRMED_KEY   key time
+ports             PORT_PAIR         source destination
+flow              FLOW              last_used client frontend backend snat snat_port client_port service backend_id \
+                                    state fins path direction host_device seen arrival syn out
+tcp_side          TCP_SIDE          next ack edge window limit room scale fin syn_scale syn_at
+sctp_tags         U32_PAIR          tag next
+next_hop          NEXT_HOP          found_at check address ifindex own_mac next_mac max_length resolved family \
+                                    uncounted
+flow_generations  FLOW_GENERATIONS  current oldest
+port_slot         PORT_SLOT         lockers
+refusal_limit     REFUSAL_LIMIT     spent interval burst
+network_key       NETWORK_KEY       bits address
+device            DEVICE            role l2 flags mac snat4 snat6 bridge
+cached_device     CACHED_DEVICE     ifindex device
+node              NODE              snat4 snat6 flags port_low port_high mark connections
+client_slot       CLIENT_SLOT       owner number
+doubts            DOUBTS            until
+first_fragment    FRAGMENT          id hash ports protocol
+count_key         U32_PAIR          service backend
+latency           LATENCY           count sum
+latencies         LATENCIES         connect round_trip
+event             EVENT             time cgroup client frontend backend service backend_id reason
+failure           FAILURE           first count last
+monitor           MONITOR           spent interval burst left_out reasons
+meta              META              next_service next_backend next_set
+"""
+"""A struct of the C code, Python's Struct for it, and its fields in order; "pad" is not packed."""
+STRUCTS = [
+    *(Layout(c, getattr(layout, name), fields) for c, name, *fields in map(str.split, LAYOUTS.splitlines())),
+    Layout("counts", layout.COUNTS, list(ConnectionStats._fields)),
 ]
 
+SAME_NAME = """
+CACHED_DEVICES FRONTEND_PORT_WORDS FRAGMENTS_PER_CLIENT FOREIGN_FLOWS_PER_CLIENT FAILURES_PER_CLIENT
+PACKET_FAILURES_PER_CLIENT PACKET_CLIENTS OWNER_NETWORK OWNER_DEVICE OWNER_ADDRESS MONITORS FLOWS_PER_SOCKET
+LATENCY_BUCKETS FLOW_MARKS PORT_SLOTS DOUBTFUL_PORTS
+"""
 DEFINED = {
-    "CACHED_DEVICES": layout.CACHED_DEVICES,
-    "FRONTEND_PORT_WORDS": layout.FRONTEND_PORT_WORDS,
-    "FRAGMENTS_PER_CLIENT": layout.FRAGMENTS_PER_CLIENT,
-    "FOREIGN_FLOWS_PER_CLIENT": layout.FOREIGN_FLOWS_PER_CLIENT,
-    "FAILURES_PER_CLIENT": layout.FAILURES_PER_CLIENT,
-    "PACKET_FAILURES_PER_CLIENT": layout.PACKET_FAILURES_PER_CLIENT,
-    "PACKET_CLIENTS": layout.PACKET_CLIENTS,
-    "OWNER_NETWORK": layout.OWNER_NETWORK,
-    "OWNER_DEVICE": layout.OWNER_DEVICE,
-    "OWNER_ADDRESS": layout.OWNER_ADDRESS,
-    "MONITORS": layout.MONITORS,
-    "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
-    "LATENCY_BUCKETS": layout.LATENCY_BUCKETS,
+    **{name: getattr(layout, name) for name in SAME_NAME.split()},
     "LATENCY_EXPONENT": LATENCY_EXPONENT,
-    "FLOW_MARKS": layout.FLOW_MARKS,
-    "PORT_SLOTS": layout.PORT_SLOTS,
-    "DOUBTFUL_PORTS": layout.DOUBTFUL_PORTS,
     "IPPROTO_TCP": int(Protocol.TCP),
     "IPPROTO_UDP": int(Protocol.UDP),
 }
 """Named numbers that are not in an enum."""
-
-NAMES: list[tuple[str, int]] = [
-    *((f"SERVICE_{flag.name}", int(flag)) for flag in layout.ServiceFlag),
-    *((f"ENDPOINT_{flag.name}", int(flag)) for flag in layout.EndpointCondition),
-    *((f"CONFIG_{flag.name}", int(flag)) for flag in layout.ConfigFlag),
-    *((f"CLIENT_{kind.name}", int(kind)) for kind in layout.ClientKind),
-    *((str(reason.name), int(reason)) for reason in layout.Reason),
-    *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
-    *((f"FIN_{fin.name}", int(fin)) for fin in layout.FinFlag),
-    *((f"PATH_{path.name}", int(path)) for path in layout.FlowPath),
-    *((f"DIRECTION_{direction.name}", int(direction)) for direction in layout.FlowDirection),
-    *((f"LIMIT_{limit.name}", int(limit)) for limit in layout.RefusalLimit),
-    *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
-    *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
-    *((f"DEVICE_{flag.name}", int(flag)) for flag in layout.DeviceFlag),
-    ("REASONS", len(layout.Reason)),
-    ("REFUSAL_LIMITS", len(layout.RefusalLimit)),
-    *DEFINED.items(),
-    ("sizeof(struct address)", len(ANY4)),
-]
+ENUMS = {
+    "SERVICE_": layout.ServiceFlag,
+    "ENDPOINT_": layout.EndpointCondition,
+    "CONFIG_": layout.ConfigFlag,
+    "CLIENT_": layout.ClientKind,
+    "": layout.Reason,
+    "STATE_": layout.TcpState,
+    "FIN_": layout.FinFlag,
+    "PATH_": layout.FlowPath,
+    "DIRECTION_": layout.FlowDirection,
+    "LIMIT_": layout.RefusalLimit,
+    "ROLE_": layout.Role,
+    "NODE_": layout.NodeFlag,
+    "DEVICE_": layout.DeviceFlag,
+}
+"""The enums of Python, and how the names of their members begin in C."""
+NAMES = {
+    **{f"{prefix}{member.name}": int(member) for prefix, kind in ENUMS.items() for member in kind},
+    **DEFINED,
+    "REASONS": len(layout.Reason),
+    "REFUSAL_LIMITS": len(layout.RefusalLimit),
+    "sizeof(struct address)": len(ANY4),
+}
 
 
 def python_offsets(packed: struct.Struct) -> list[tuple[int, int]]:
@@ -176,63 +160,38 @@ def python_offsets(packed: struct.Struct) -> list[tuple[int, int]]:
     return found
 
 
-def compiled(folder: Path, more: str = "", types: str = TYPES) -> dict[str, dict[str, object]]:
-    """Sizes and fields of all structs; RuntimeError with the compiler's output."""
-    (folder / "types.h").write_text(types)
-    tables = "".join(f'BPF_TABLE("hash", u32, struct {row.c}, t_{row.c}, 1);\n' for row in LAYOUTS)
-    (folder / "scratch.c").write_text(f'#include "types.h"\n{tables}{more}')
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(SOURCES), ",".join(row.c for row in LAYOUTS)],
-        input=flatten("scratch", folder),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
+def compiled(folder: Path) -> dict[str, dict[str, Any]]:
+    """Sizes and fields of all structs. The program has a static assertion for each number."""
+    shutil.copy(SOURCES / "types.h", folder)
+    tables = "".join(f'BPF_TABLE("hash", u32, struct {row.c}, t_{row.c}, 1);\n' for row in STRUCTS)
+    asserts = "".join(f'_Static_assert({name} == {value}, "{name}");\n' for name, value in NAMES.items())
+    (folder / "scratch.c").write_text(f'#include "types.h"\n{tables}{asserts}')
+    command = (sys.executable, "-c", CHILD, str(SOURCES), ",".join(row.c for row in STRUCTS))
+    return json.loads(run(*command, stdin=flatten("scratch", folder)))
 
 
-def asserts(names: list[tuple[str, int]]) -> str:
-    return "".join(f'_Static_assert({name} == {value}, "{name}");\n' for name, value in names)
-
-
-def differences(c: Mapping[str, dict[str, object]]) -> list[str]:
+def differences(c: Mapping[str, dict[str, Any]]) -> list[str]:
     """The differences between the compiler's layouts and Python's."""
     found = []
-    for row in LAYOUTS:
+    for row in STRUCTS:
         size, fields = c[row.c]["size"], c[row.c]["fields"]
-        assert isinstance(fields, dict)
         if size != row.python.size:
             found.append(f"struct {row.c}: {size} bytes, Python packs {row.python.size}")
-        names = row.fields.split()
-        if unpacked := [f for f in fields if f not in names and f != "pad"]:
+        if unpacked := [f for f in fields if f not in row.fields and f != "pad"]:
             found.append(f"struct {row.c}: Python does not pack {unpacked}")
-        for name, where in zip(names, python_offsets(row.python), strict=True):
+        for name, where in zip(row.fields, python_offsets(row.python), strict=True):
             if tuple(fields.get(name, ())) != where:
                 found.append(f"{row.c}.{name}: {fields.get(name)}, Python packs {where}")
     return found
 
 
-@pytest.fixture(scope="module")
-def structs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """The compiled structs; all named numbers are compiled with them."""
-    return compiled(tmp_path_factory.mktemp("layout"), asserts(NAMES))
-
-
-def test_numbers_of_python_and_c_are_equal(structs: dict[str, dict[str, object]]):
-    """They are static assertions in the program of `structs`, which fails to compile otherwise."""
-    assert structs
-
-
-def test_layouts_of_python_and_c_are_equal(structs: dict[str, dict[str, object]]):
-    assert differences(structs) == []
+def test_layouts_and_numbers_of_python_and_c_are_equal(tmp_path: Path):
+    assert differences(compiled(tmp_path)) == []
 
 
 def test_python_fields_have_the_names_of_the_c_fields():
     """Fields are packed by position, so two of the same size could be swapped unnoticed."""
-    names = {row.c: tuple(row.fields.split()) for row in LAYOUTS}
+    names = {row.c: tuple(row.fields) for row in STRUCTS}
     assert (*layout.ServiceValue._fields, "check") == names["service"]
     assert layout.Meta._fields == names["meta"]
     assert layout.Target._fields == names["target"]
@@ -240,58 +199,15 @@ def test_python_fields_have_the_names_of_the_c_fields():
 
 def test_every_struct_and_enum_is_compared():
     defined = set(re.findall(r"^struct (\w+) \{", TYPES, re.M))
-    assert defined - {"address"} == {row.c for row in LAYOUTS}
+    assert defined - {"address"} == {row.c for row in STRUCTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
-    assert [name for name, _ in enums] == [
-        "service_flags",
-        "client_kind",
-        "peer_flags",
-        "endpoint_conditions",
-        "config_flags",
-        "tcp_state",
-        "fins",
-        "flow_path",
-        "flow_direction",
-        "role",
-        "device_flags",
-        "node_flags",
-        "refusal_bucket",
-        "verdict",
-        "reason",
-    ]
     words = {
         word
         for name, body in enums
         if name not in ("verdict", "peer_flags")  # only C uses these
         for word in re.findall(r"^\t([A-Z0-9_]+) =", body, re.M)
     }
-    assert words == {name for name, _ in NAMES if name.isupper() and name not in DEFINED}
-
-
-@pytest.mark.parametrize("wrong", ["CONFIG_SET_RETVAL", "NO_ENDPOINTS"])
-def test_a_wrong_number_is_detected(tmp_path: Path, wrong: str):
-    names = [(name, value + (name == wrong)) for name, value in NAMES]
-    with pytest.raises(RuntimeError, match=wrong):
-        compiled(tmp_path, asserts(names))
-
-
-def test_a_wrong_layout_is_detected(tmp_path: Path):
-    """Two fields of the same size swapped, one made longer, one added."""
-    one, other = "\tu32 cluster_set;\n", "\tu32 cluster_size;\n"
-    types = (
-        TYPES.replace(one + other, other + one)
-        .replace("struct cut_key {\n", "struct cut_key {\n\tu32 more;\n")
-        .replace("\tu32 next_set;\n\tu32 pad;", "\tu64 next_set;")
-    )
-    assert differences(compiled(tmp_path, types=types)) == [
-        "service.cluster_set: [16, 4], Python packs (12, 4)",
-        "service.cluster_size: [12, 4], Python packs (16, 4)",
-        "struct cut_key: 28 bytes, Python packs 24",
-        "struct cut_key: Python does not pack ['more']",
-        "cut_key.service: [4, 4], Python packs (0, 4)",
-        "cut_key.backend: [8, 20], Python packs (4, 20)",
-        "meta.next_set: [8, 8], Python packs (8, 4)",
-    ]
+    assert words == {name for name in NAMES if name.isupper() and name not in DEFINED}
 
 
 def test_map_types_and_flags_match_the_programs():
@@ -301,27 +217,16 @@ def test_map_types_and_flags_match_the_programs():
     for arguments in re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S):
         kind, _, _, name, _, *flags = (part.strip().strip('"') for part in arguments.split(","))
         found[name] = (kind, flags == ["BPF_F_NO_PREALLOC"])
-    found |= dict.fromkeys(re.findall(r"^BPF_QUEUE\((\w+),", text, re.M), ("queue", False))
-    rings = re.findall(r"^BPF_RINGBUF_OUTPUT\((\w+),", text, re.M)
-    found |= dict.fromkeys(rings, ("ringbuf", False))
-    storages = re.findall(r"^BPF_SK_STORAGE\((\w+),", text, re.M)
-    found |= dict.fromkeys(storages, ("sk_storage", True))
-    kinds = {
-        1: "hash",
-        2: "array",
-        6: "percpu_array",
-        9: "lru_hash",
-        11: "lpm_trie",
-        22: "queue",
-        24: "sk_storage",
-        27: "ringbuf",
-    }
+    others = {"QUEUE": ("queue", False), "RINGBUF_OUTPUT": ("ringbuf", False), "SK_STORAGE": ("sk_storage", True)}
+    for kind, name in re.findall(r"^BPF_(\w+)\((\w+),", text, re.M):
+        found |= {name: others[kind]} if kind in others else {}
+    numbers = {kind: getattr(uapi, f"BPF_MAP_TYPE_{kind.upper()}") for kind, _ in found.values() if kind != "prog"}
     assert found.pop("tails") == ("prog", False), "created with the programs, not with the maps"
-    ours = {spec.name: (kinds[spec.map_type], spec.flags == 1) for spec in layout.MAPS.values()}
+    ours = {spec.name: (spec.map_type, spec.flags == 1) for spec in layout.MAPS.values()}
     # the programs never read these
     for name in ("service_names", "endpoint_names", "meta", "agent_status"):
         assert ours.pop(name)
-    assert found == ours
+    assert {name: (numbers[kind], is_lazy) for name, (kind, is_lazy) in found.items()} == ours
 
 
 def test_the_cookie_mask_matches_the_shift_in_c():
@@ -341,11 +246,6 @@ def test_a_target_packs_and_unpacks(text: str):
     plain = socket.inet_pton(family, text)
     assert raw == (plain if len(plain) == 16 else V4_PREFIX + plain) + b"\x1f\x90\x06\x00"
     assert layout.Target.unpack(raw) == at
-
-
-def test_the_wildcards_of_both_families_differ():
-    assert ANY4 != ANY6
-    assert V4_PREFIX + bytes(4) == ANY4
 
 
 def test_a_service_value_packs_and_unpacks():
@@ -401,10 +301,6 @@ def test_the_schema_hash_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(layout.MAPS, "services", replace(spec, entries=1))
     assert layout.schema_hash() in seen, "the number of entries does not matter"
     assert len(seen) == 5
-
-
-def test_an_address_is_sixteen_bytes():
-    assert len(Addr(parse_addr("1.2.3.4"))) == len(parse_addr("::1")) == 16
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ them.
 import copy
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import yaml
 
 from tests.support.cluster.kube import Object
 from tests.support.cluster.kubectl import MANIFESTS, OVERLAYS, call, documents, kustomize
+from tests.support.lab.lab import run
 
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
 VALUES = {"kubeadm": (), "kubeadm-new": ("values-kubeadm-new.yaml",), "side-by-side": ("values-side-by-side.yaml",)}
@@ -38,100 +38,118 @@ def pod(objects: list[Object]) -> Object:
     return daemonset(objects)["spec"]["template"]["spec"]
 
 
+def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
+    made = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    assert len(made) == len(objects)
+    return made
+
+
+def rules(objects: list[Object]) -> list[Object]:
+    """The rules of our ClusterRole."""
+    (found,) = (each for each in objects if each["kind"] == "ClusterRole")
+    return list(found["rules"])
+
+
 @pytest.fixture(scope="module", params=NAMES)
 def overlay(request: pytest.FixtureRequest, kubectl: Path) -> tuple[str, list[Object]]:
     return request.param, kustomize(kubectl, OVERLAYS / request.param)
+
+
+@pytest.fixture
+def chart(helm: Path, tmp_path: Path) -> Callable[..., list[Object]]:
+    """Renders the chart with values as a dict, and with the value files of an overlay."""
+
+    def render(values: Object, overlay: str = "kubeadm") -> list[Object]:
+        (tmp_path / "values.yaml").write_text(json.dumps(values))
+        files = [*(MANIFESTS / "chart" / file for file in VALUES[overlay]), tmp_path / "values.yaml"]
+        command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system", "--kube-version=1.37"]
+        return documents(call([*command, *(f"--values={file}" for file in files)], tmp_path))
+
+    return render
+
+
+@pytest.fixture
+def with_component(kubectl: Path, tmp_path: Path) -> Callable[[str, str], list[Object]]:
+    """Renders an overlay with a component. Kustomize accepts relative paths only."""
+
+    def render(overlay: str, component: str) -> list[Object]:
+        made = {
+            "resources": [os.path.relpath(OVERLAYS / overlay, tmp_path)],
+            "components": [os.path.relpath(MANIFESTS / "components" / component, tmp_path)],
+        }
+        (tmp_path / "kustomization.yaml").write_text(json.dumps(made))
+        return kustomize(kubectl, tmp_path)
+
+    return render
 
 
 def test_every_overlay_is_known():
     assert set(NAMES) == set(VALUES) == set(CALLED)
 
 
-ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
-    ("tolerates all taints", lambda o: pod(o)["tolerations"], [{"operator": "Exists"}]),
-    ("host network", lambda o: pod(o)["hostNetwork"], True),
-    ("own PID namespace", lambda o: pod(o).get("hostPID", False), False),
-    ("priority class", lambda o: pod(o)["priorityClassName"], "system-node-critical"),
-    ("Linux only", lambda o: pod(o)["nodeSelector"]["kubernetes.io/os"], "linux"),
-    ("rolling update", lambda o: daemonset(o)["spec"]["updateStrategy"]["type"], "RollingUpdate"),
-    ("not privileged", lambda o: container(o)["securityContext"]["privileged"], False),
-    ("no privilege escalation", lambda o: container(o)["securityContext"]["allowPrivilegeEscalation"], False),
-    ("read-only root", lambda o: container(o)["securityContext"]["readOnlyRootFilesystem"], True),
-    (
-        "capabilities",
-        lambda o: container(o)["securityContext"]["capabilities"],
-        {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_ADMIN", "SYS_RESOURCE"]},
-    ),
-    (
-        "bounded scratch space",
-        lambda o: next(v["emptyDir"] for v in pod(o)["volumes"] if v["name"] == "tmp"),
-        {"sizeLimit": "64Mi"},
-    ),
-    (
-        "writable mounts",
-        lambda o: {m["mountPath"] for m in container(o)["volumeMounts"] if not m.get("readOnly")},
-        {"/sys/fs/bpf", "/host/proc/sys/net", "/run/kbpf", "/var/cache/kbpf", "/tmp"},
-    ),
-    ("service account token is mounted explicitly", lambda o: pod(o)["automountServiceAccountToken"], True),
-    ("no environment variables of Services", lambda o: pod(o)["enableServiceLinks"], False),
-    ("no CPU limit", lambda o: "cpu" in container(o)["resources"]["limits"], False),
-]
+POD = """
+tolerations: [{operator: Exists}]
+hostNetwork: true
+hostPID: null
+priorityClassName: system-node-critical
+automountServiceAccountToken: true
+enableServiceLinks: false
+"""
+SECURITY = """
+privileged: false
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL], add: [BPF, NET_ADMIN, PERFMON, SYS_ADMIN, SYS_RESOURCE]}
+"""
 
 
-@pytest.mark.parametrize(("name", "look", "wanted"), ROWS, ids=[row[0] for row in ROWS])
-def test_the_spec_of_the_pod(
-    overlay: tuple[str, list[Object]], name: str, look: Callable[[list[Object]], object], wanted: object
-):
-    assert look(overlay[1]) == wanted, name
+def test_the_spec_of_the_pod(overlay: tuple[str, list[Object]]):
+    """It runs on every node that has Linux, and has the rights that it needs."""
+    objects = overlay[1]
+    for text, found in ((POD, pod(objects)), (SECURITY, container(objects)["securityContext"])):
+        wanted = yaml.safe_load(text)
+        assert {key: found.get(key) for key in wanted} == wanted
+    assert pod(objects)["nodeSelector"]["kubernetes.io/os"] == "linux"
+    assert daemonset(objects)["spec"]["updateStrategy"]["type"] == "RollingUpdate"
+    assert {"name": "tmp", "emptyDir": {"sizeLimit": "64Mi"}} in pod(objects)["volumes"]
+    writable = {mount["mountPath"] for mount in container(objects)["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"/sys/fs/bpf", "/host/proc/sys/net", "/run/kbpf", "/var/cache/kbpf", "/tmp"}
+    assert "cpu" not in container(objects)["resources"]["limits"]
 
 
-COMPONENTS = {
-    "confined": {
-        "seccompProfile": {"type": "Localhost", "localhostProfile": "kbpf.json"},
-        "appArmorProfile": {"type": "Localhost", "localhostProfile": "kbpf"},
-    },
-    "no-sys-admin": {
-        "capabilities": {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_RESOURCE"]},
-        "seccompProfile": {"type": "Localhost", "localhostProfile": "kbpf.json"},
-    },
-    "confined-no-sys-admin": {
-        "capabilities": {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_RESOURCE"]},
-        "seccompProfile": {"type": "Localhost", "localhostProfile": "kbpf.json"},
-        "appArmorProfile": {"type": "Localhost", "localhostProfile": "kbpf-no-sys-admin"},
-    },
-}
+COMPONENTS = yaml.safe_load("""
+confined:
+  seccompProfile: {type: Localhost, localhostProfile: kbpf.json}
+  appArmorProfile: {type: Localhost, localhostProfile: kbpf}
+no-sys-admin:
+  capabilities: {drop: [ALL], add: [BPF, NET_ADMIN, PERFMON, SYS_RESOURCE]}
+  seccompProfile: {type: Localhost, localhostProfile: kbpf.json}
+confined-no-sys-admin:
+  capabilities: {drop: [ALL], add: [BPF, NET_ADMIN, PERFMON, SYS_RESOURCE]}
+  seccompProfile: {type: Localhost, localhostProfile: kbpf.json}
+  appArmorProfile: {type: Localhost, localhostProfile: kbpf-no-sys-admin}
+""")
 """The changes of each component to the container's securityContext, the only ones it makes."""
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_a_component_changes_these_rights_only(
-    overlay: tuple[str, list[Object]], component: str, kubectl: Path, helm: Path, tmp_path: Path
+    overlay: tuple[str, list[Object]], component: str, with_component, chart
 ):
     name, objects = overlay
-    folder = Path(os.path.relpath(MANIFESTS, tmp_path))
-    made = tmp_path / "kustomization.yaml"
-    made.write_text(
-        json.dumps(
-            {"resources": [str(folder / "overlays" / name)], "components": [str(folder / "components" / component)]}
-        )
-    )
-    changed = kustomize(kubectl, tmp_path)
-    wanted = copy.deepcopy(objects)
-    container(wanted)["securityContext"] |= COMPONENTS[component]
-    assert by_name(changed) == by_name(wanted)
-    chart = MANIFESTS / "chart"
     rights = COMPONENTS[component]
-    values = tmp_path / "rights.yaml"
-    values.write_text(
-        json.dumps(
-            {key: rights[key] for key in ("seccompProfile", "appArmorProfile") if key in rights}
-            | ({"capabilities": rights["capabilities"]["add"]} if "capabilities" in rights else {})
-        )
-    )
-    given = [f"--values={chart / file}" for file in VALUES[name]]
-    command = [str(helm), "template", "kbpf", str(chart), "-n", "kube-system"]
-    text = call([*command, "--kube-version=1.37", *given, f"--values={values}"], tmp_path)
-    assert by_name(documents(text)) == by_name(wanted)
+    wanted = copy.deepcopy(objects)
+    container(wanted)["securityContext"] |= rights
+    assert by_name(with_component(name, component)) == by_name(wanted)
+    values = rights | ({"capabilities": rights["capabilities"]["add"]} if "capabilities" in rights else {})
+    assert by_name(chart(values, name)) == by_name(wanted)
+
+
+DENIED = """
+mount umount2 pivot_root chroot fsopen move_mount ptrace process_vm_readv kexec_load reboot swapon
+init_module finit_module delete_module keyctl add_key io_uring_setup userfaultfd perf_event_open
+clone3 open_by_handle_at mknod quotactl settimeofday
+"""
 
 
 def test_the_seccomp_profile_denies_unneeded_calls():
@@ -144,32 +162,7 @@ def test_the_seccomp_profile_denies_unneeded_calls():
     assert {"bpf", "socket", "execve"} <= free
     assert some.keys() == {"clone", "setns", "unshare"}
     assert some["setns"][0]["value"] == some["unshare"][0]["value"] == 0x40000000, "CLONE_NEWNET"
-    assert not free & {
-        "mount",
-        "umount2",
-        "pivot_root",
-        "chroot",
-        "ptrace",
-        "process_vm_readv",
-        "kexec_load",
-        "init_module",
-        "finit_module",
-        "delete_module",
-        "keyctl",
-        "add_key",
-        "io_uring_setup",
-        "userfaultfd",
-        "perf_event_open",
-        "reboot",
-        "swapon",
-        "clone3",
-        "open_by_handle_at",
-        "mknod",
-        "fsopen",
-        "move_mount",
-        "quotactl",
-        "settimeofday",
-    }
+    assert free.isdisjoint(DENIED.split())
 
 
 @pytest.mark.parametrize("without", ["", "sys_admin"])
@@ -179,9 +172,7 @@ def test_the_apparmor_profile_is_valid_and_allows_the_capabilities(without: str)
     """
     name = "kbpf-no-sys-admin" if without else "kbpf"
     profile = MANIFESTS / "security" / f"{name}.apparmor"
-    command = ["apparmor_parser", "--skip-kernel-load", "--skip-cache", str(profile)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run("apparmor_parser", "--skip-kernel-load", "--skip-cache", str(profile))
     text = profile.read_text()
     given = {line.split()[1].rstrip(",") for line in text.splitlines() if "  capability " in line}
     security = yaml.safe_load((MANIFESTS / "base" / "daemonset.yaml").read_text())
@@ -223,13 +214,9 @@ def test_names_and_labels(overlay: tuple[str, list[Object]]):
                 assert (subject["name"], subject["namespace"]) == (wanted, "kube-system")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_chart_makes_the_same_objects(name: str, kubectl: Path, helm: Path, tmp_path: Path):
-    chart = MANIFESTS / "chart"
-    command = [str(helm), "template", "kbpf", str(chart), "-n", "kube-system"]
-    values = [f"--values={chart / file}" for file in VALUES[name]]
-    text = call([*command, "--kube-version=1.37", *values], tmp_path)
-    assert by_name(documents(text)) == by_name(kustomize(kubectl, OVERLAYS / name))
+def test_the_chart_makes_the_same_objects(overlay: tuple[str, list[Object]], chart):
+    name, objects = overlay
+    assert by_name(chart({}, name)) == by_name(objects)
 
 
 IN_PLACE = [name for name in NAMES if CALLED[name] == KUBE_PROXY]
@@ -248,6 +235,16 @@ def test_drop_in_overlays_agree_on_common_objects(kubectl: Path):
     assert {key: one[key] for key in one.keys() & other.keys()} == one
 
 
+UNPRIVILEGED = """
+runAsUser: 65534
+privileged: false
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+seccompProfile: {type: RuntimeDefault}
+"""
+
+
 def test_the_prepull_daemonset_has_no_rights(kubectl: Path):
     """It has the same image, but no access to the node or to the API server."""
     (found,) = objects = kustomize(kubectl, MANIFESTS / "prepull")
@@ -257,31 +254,21 @@ def test_the_prepull_daemonset_has_no_rights(kubectl: Path):
     for key in ("nodeSelector", "tolerations"):
         assert pod(objects)[key] == pod(base)[key], "on every node that gets the agent"
     assert container(objects)["command"] == ["sleep", "infinity"]
-    assert container(objects)["securityContext"] == {
-        "runAsUser": 65534,
-        "privileged": False,
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+    assert container(objects)["securityContext"] == yaml.safe_load(UNPRIVILEGED)
     assert pod(objects)["automountServiceAccountToken"] is False
     assert "volumes" not in pod(objects)
     assert found["metadata"]["name"] not in CALLED.values()
 
 
-GIVEN = {
-    "imagePullSecrets": [{"name": "registry"}],
-    "extraArgs": ["-v=4", "--mode=bpf"],
-    "env": [{"name": "KUBERNETES_SERVICE_HOST", "value": "192.0.2.10"}],
-}
+GIVEN = yaml.safe_load("""
+imagePullSecrets: [{name: registry}]
+extraArgs: [-v=4, --mode=bpf]
+env: [{name: KUBERNETES_SERVICE_HOST, value: 192.0.2.10}]
+""")
 
 
-def test_chart_values_are_added_to_the_pod(helm: Path, tmp_path: Path):
-    values = tmp_path / "values.yaml"
-    values.write_text(json.dumps(GIVEN))
-    command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
-    objects = documents(call([*command, "--kube-version=1.37", f"--values={values}"], tmp_path))
+def test_chart_values_are_added_to_the_pod(chart):
+    objects = chart(GIVEN)
     assert pod(objects)["imagePullSecrets"] == GIVEN["imagePullSecrets"]
     assert container(objects)["command"][2:] == [
         "--config=/var/lib/kube-proxy/config.conf",
@@ -293,53 +280,30 @@ def test_chart_values_are_added_to_the_pod(helm: Path, tmp_path: Path):
     assert container(objects)["env"][2:] == GIVEN["env"]
 
 
-def with_component(name: str, component: str, folder: Path) -> Path:
-    """A kustomization of an overlay with a component. Kustomize accepts relative paths only."""
-    made = {
-        "resources": [os.path.relpath(OVERLAYS / name, folder)],
-        "components": [os.path.relpath(MANIFESTS / "components" / component, folder)],
-    }
-    (folder / "kustomization.yaml").write_text(json.dumps(made))
-    return folder
+SWITCHES = [
+    ("socket-lb-label", "socketLbLabel", [{"name": "KBPF_SOCKET_LB_LABEL", "value": "true"}]),
+    ("mesh-pods", "meshPods", []),
+]
+"""A component, the chart's value for it, and the environment variables that it adds."""
 
 
-def rules(objects: list[Object]) -> list[Object]:
-    """The rules of our ClusterRole."""
-    (found,) = (each for each in objects if each["kind"] == "ClusterRole")
-    return list(found["rules"])
-
-
-LABEL_SWITCH = {"name": "KBPF_SOCKET_LB_LABEL", "value": "true"}
-
-
-@pytest.mark.parametrize(("component", "switches"), [("socket-lb-label", [LABEL_SWITCH]), ("mesh-pods", [])])
-@pytest.mark.parametrize("name", NAMES)
-def test_pods_may_be_watched_with_a_component_only(
-    name: str, component: str, switches: list[Object], kubectl: Path, tmp_path: Path
+@pytest.mark.parametrize(("component", "value", "variables"), SWITCHES)
+def test_pods_may_be_watched_with_a_component_or_value_only(
+    overlay: tuple[str, list[Object]], component: str, value: str, variables: list[Object], with_component, chart
 ):
-    plain = kustomize(kubectl, OVERLAYS / name)
-    more = kustomize(kubectl, with_component(name, component, tmp_path))
+    name, plain = overlay
     assert all("pods" not in rule["resources"] for rule in rules(plain))
-    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
-    assert rules(more) == [*rules(plain), pods]
-    assert container(more)["env"] == [*container(plain)["env"], *switches]
-
-
-@pytest.mark.parametrize(("value", "switches"), [("socketLbLabel", [LABEL_SWITCH]), ("meshPods", [])])
-def test_the_charts_value_equals_the_component(value: str, switches: list[Object], helm: Path, tmp_path: Path):
-    command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
-    command += ["--kube-version=1.37"]
-    plain = documents(call(command, tmp_path))
-    objects = documents(call([*command, f"--set={value}=true"], tmp_path))
-    core = next(rule for rule in rules(objects) if rule["apiGroups"] == [""])
+    more = with_component(name, component)
+    assert rules(more) == [*rules(plain), {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert container(more)["env"] == [*container(plain)["env"], *variables]
+    switched = chart({value: True}, name)
+    core = next(rule for rule in rules(switched) if rule["apiGroups"] == [""])
     assert core["resources"] == ["services", "nodes", "pods"]
-    added = [row for row in container(objects)["env"] if row not in container(plain)["env"]]
-    assert added == switches
+    assert [row for row in container(switched)["env"] if row not in container(plain)["env"]] == variables
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_commands_in_the_pod_use_the_agents_file(name: str, kubectl: Path):
-    found = container(kustomize(kubectl, OVERLAYS / name))
+def test_commands_in_the_pod_use_the_agents_file(overlay: tuple[str, list[Object]]):
+    found = container(overlay[1])
     (told,) = (row["value"] for row in found["env"] if row["name"] == "KBPF_CONFIG")
     assert f"--config={told}" in found["command"]
 
@@ -348,9 +312,3 @@ def test_the_cleanup_pods_do_not_set_kbpf_config(kubectl: Path):
     """The file may not exist; then the defaults apply."""
     found = container(kustomize(kubectl, MANIFESTS / "cleanup"))
     assert "KBPF_CONFIG" not in {row["name"] for row in found["env"]}
-
-
-def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
-    made = {(each["kind"], each["metadata"]["name"]): each for each in objects}
-    assert len(made) == len(objects)
-    return made

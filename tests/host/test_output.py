@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--write-config-to` with each kind of target: only a regular file is ever replaced."""
 
+import contextlib
 import os
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.config import output
+from tests.support.lab.lab import PATIENCE
+from tests.support.runtime.command import kbpf
 
 NOBODY = 65534
 OLD, NEW = "old: text, and a longer one\n", "new: text\n"
+WRITE = f"import sys, pathlib, kbpf.config.output as output; output.write(pathlib.Path(sys.argv[1]), {NEW!r})"
 
 
 class Target(NamedTuple):
-    """`make` creates `folder/target`, `check` verifies the folder after the write.
-
-    With `error`, the text of an errno, the write fails and the folder is unchanged.
+    """`given`: commands that make the target in an empty folder; `then`: what is in the folder after the
+    write. With `error`, the text of an errno, the write fails.
     """
 
     name: str
-    make: Callable[[Path], object]
-    check: Callable[[Path], bool]
+    given: str
+    then: tuple[str, ...]
     error: str = ""
 
 
@@ -36,102 +39,66 @@ def file(path: Path, mode: int = 0o644) -> Path:
     return path
 
 
-def link(path: Path, to: str) -> None:
-    path.symlink_to(to)
-
-
-def reads(name: str, mode: int = 0o644) -> Callable[[Path], bool]:
-    def check(folder: Path) -> bool:
-        found = (folder / name).lstat()
-        return (folder / name).read_text() == NEW and found.st_mode == stat.S_IFREG | mode
-
-    return check
-
-
+DONE = "target -rw-r--r-- 0 new: text"
+IN_REAL = ("real -rw-r--r-- 0 new: text", "target -> real")
+MISSING = "No such file or directory"
 TARGETS = [
-    Target("missing", lambda f: None, reads("target")),
-    Target("a regular file", lambda f: file(f / "target"), reads("target")),
-    Target("a regular file with another mode", lambda f: file(f / "target", 0o600), reads("target", 0o600)),
+    Target("missing", ":", (DONE,)),
+    Target("a regular file", "cp $OLD target", (DONE,)),
+    Target("a regular file with another mode", "install -m 600 $OLD target", ("target -rw------- 0 new: text",)),
+    Target("a regular file of another owner", "install -m 644 -o 65534 $OLD target", (DONE.replace(" 0 ", " 65534 "),)),
+    Target("a symbolic link", "cp $OLD real; ln -s real target", IN_REAL),
+    Target("a link to a link", "cp $OLD real; ln -s real b; ln -s b target", ("b -> real", IN_REAL[0], "target -> b")),
     Target(
-        "a regular file of another owner",
-        lambda f: os.chown(file(f / "target"), NOBODY, NOBODY),
-        lambda f: reads("target")(f) and (f / "target").stat().st_uid == NOBODY,
+        "a link into another folder",
+        "mkdir sub; ln -s sub/real target",
+        ("sub drwxr-xr-x", f"sub/{IN_REAL[0]}", "target -> sub/real"),
     ),
-    Target(
-        "a symbolic link",
-        lambda f: (file(f / "real"), link(f / "target", "real")),
-        lambda f: reads("real")(f) and os.readlink(f / "target") == "real",
-    ),
-    Target(
-        "a link to a link",
-        lambda f: (file(f / "real"), link(f / "b", "real"), link(f / "target", "b")),
-        lambda f: reads("real")(f) and os.readlink(f / "target") == "b" and os.readlink(f / "b") == "real",
-    ),
-    Target(
-        "a link into another folder", lambda f: ((f / "sub").mkdir(), link(f / "target", "sub/real")), reads("sub/real")
-    ),
-    Target(
-        "a dangling link",
-        lambda f: link(f / "target", "real"),
-        lambda f: reads("real")(f) and os.readlink(f / "target") == "real",
-    ),
-    Target(
-        "a link into a missing folder",
-        lambda f: link(f / "target", "no/where"),
-        lambda f: os.readlink(f / "target") == "no/where",
-        "No such file or directory",
-    ),
-    Target(
-        "a link to itself",
-        lambda f: link(f / "target", "target"),
-        lambda f: (f / "target").is_symlink(),
-        "Too many levels of symbolic links",
-    ),
-    Target(
-        "a device",
-        lambda f: os.mknod(f / "target", stat.S_IFCHR | 0o600, os.makedev(1, 3)),
-        lambda f: stat.S_ISCHR((f / "target").lstat().st_mode),
-    ),
-    Target(
-        "a link to a device",
-        lambda f: link(f / "target", "/dev/null"),
-        lambda f: os.readlink(f / "target") == "/dev/null" and stat.S_ISCHR(os.stat("/dev/null").st_mode),
-    ),
-    Target("a full device", lambda f: link(f / "target", "/dev/full"), lambda f: True, "No space left on device"),
-    Target("a folder", lambda f: (f / "target").mkdir(), lambda f: (f / "target").is_dir(), "Is a directory"),
-    Target("in a missing folder", lambda f: f.rmdir(), lambda f: not f.exists(), "No such file or directory"),
+    Target("a dangling link", "ln -s real target", IN_REAL),
+    Target("a link into a missing folder", "ln -s no/where target", ("target -> no/where",), MISSING),
+    Target("a link to itself", "ln -s target target", ("target -> target",), "Too many levels of symbolic links"),
+    Target("a device", "mknod -m 600 target c 1 3", ("target crw-------",)),
+    Target("a link to a device", "mknod -m 600 null c 1 3; ln -s null target", ("null crw-------", "target -> null")),
+    Target("a full device", "mknod -m 600 target c 1 7", ("target crw-------",), "No space left on device"),
+    Target("a folder", "mkdir target", ("target drwxr-xr-x",), "Is a directory"),
+    Target("in a missing folder", 'rmdir "$PWD"', (), MISSING),
 ]
 
 
+def listing(folder: Path) -> Iterator[str]:
+    """Links with their target, the owner and text of regular files, and the type of others."""
+    for path in sorted(folder.rglob("*")):
+        found, name = path.lstat(), path.relative_to(folder)
+        if path.is_symlink():
+            yield f"{name} -> {os.readlink(path)}"
+        elif path.is_file():
+            yield f"{name} {stat.filemode(found.st_mode)} {found.st_uid} {path.read_text().strip()}"
+        else:
+            yield f"{name} {stat.filemode(found.st_mode)}"
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_write_to_a_target(tmp_path: Path, target: Target) -> None:
-    folder = tmp_path / "folder"
+def test_write_to_a_target(tmp_path: Path, target: Target):
+    folder, old = tmp_path / "folder", file(tmp_path / "old")
     folder.mkdir()
-    target.make(folder)
-    before = sorted(os.listdir(folder)) if folder.exists() else []
-    if target.error:
-        with pytest.raises(OSError, match=target.error):
-            output.write(folder / "target", NEW)
-        assert (sorted(os.listdir(folder)) if folder.exists() else []) == before
-    else:
+    subprocess.run(["sh", "-ec", target.given], cwd=folder, env={**os.environ, "OLD": old}, check=True)
+    with pytest.raises(OSError, match=target.error) if target.error else contextlib.nullcontext():
         output.write(folder / "target", NEW)
-    assert target.check(folder)
-    left = set(os.listdir(folder)) - set(before) if folder.exists() else set()
-    assert left <= {"target", "real"}, "nothing else is left"
+    assert tuple(listing(folder)) == target.then
 
 
-def test_fifo_is_written_to(tmp_path: Path) -> None:
+def test_fifo_is_written_to(tmp_path: Path):
     fifo, got = tmp_path / "target", []
     os.mkfifo(fifo)
-    reader = threading.Thread(target=lambda: got.append(fifo.read_text()))
+    reader = threading.Thread(target=lambda: got.append(fifo.read_text()), daemon=True)
     reader.start()
     output.write(fifo, NEW)
-    reader.join()
+    reader.join(PATIENCE)
     assert got == [NEW]
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
 
 
-def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
         raise OSError("on purpose")
 
@@ -143,22 +110,19 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_open_reader_sees_the_old_file(tmp_path: Path) -> None:
+def test_open_reader_sees_the_old_file(tmp_path: Path):
     target = file(tmp_path / "target")
     with target.open() as reader:
         output.write(target, NEW)
         assert (reader.read(), target.read_text()) == (OLD, NEW)
 
 
-def test_mounted_file_is_written_in_place(tmp_path: Path) -> None:
+def test_mounted_file_is_written_in_place(tmp_path: Path):
     """A bind mount, such as a file of a volume in a container, cannot be replaced by rename()."""
     file(tmp_path / "real"), file(tmp_path / "target")
-    code = (
-        f"import sys; from pathlib import Path; from kbpf.config import output;output.write(Path(sys.argv[1]), {NEW!r})"
-    )
     script = 'mount --make-rprivate / && mount --bind "$1/real" "$1/target" && "$2" -c "$3" "$4"'
     subprocess.run(
-        ["unshare", "-m", "sh", "-ec", script, "sh", str(tmp_path), sys.executable, code, str(tmp_path / "target")],
+        ["unshare", "-m", "sh", "-ec", script, "sh", str(tmp_path), sys.executable, WRITE, str(tmp_path / "target")],
         check=True,
     )
     assert (tmp_path / "real").read_text() == NEW
@@ -174,7 +138,7 @@ PERMISSIONS = {
 
 
 @pytest.mark.parametrize("name", PERMISSIONS)
-def test_permissions_are_respected(name: str) -> None:
+def test_permissions_are_respected(name: str):
     folder_mode, file_mode, written = PERMISSIONS[name]
     folder = Path(f"/tmp/kbpf-test-output-{os.getpid()}")
     folder.mkdir()
@@ -206,23 +170,20 @@ REDIRECTED = [
 
 @pytest.mark.parametrize("link", ["/dev/stdout", "/proc/self/fd/1", "/dev/fd/1", "link"])
 @pytest.mark.parametrize(("name", "line", "text"), REDIRECTED, ids=[r[0] for r in REDIRECTED])
-def test_write_to_standard_output(tmp_path: Path, link: str, name: str, line: str, text: str) -> None:
+def test_write_to_standard_output(tmp_path: Path, link: str, name: str, line: str, text: str):
     (tmp_path / "link").symlink_to("/dev/stdout")
     file(tmp_path / "out")
     inode = (tmp_path / "out").stat().st_ino
-    code = (
-        f"import sys; from pathlib import Path; from kbpf.config import output;output.write(Path(sys.argv[1]), {NEW!r})"
-    )
-    subprocess.run(["sh", "-ec", line, "sh", sys.executable, "-P", "-c", code, link], check=True, cwd=tmp_path)
+    subprocess.run(["sh", "-ec", line, "sh", sys.executable, "-P", "-c", WRITE, link], check=True, cwd=tmp_path)
     assert (tmp_path / "out").read_text() == text
     assert (tmp_path / "out").stat().st_ino == inode
     assert Path("/dev/stdout").is_symlink()
 
 
-def test_write_config_to_on_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kbpf", "run", "--source", str(tmp_path)]
-    done = subprocess.run([*command, "--write-config-to", "/dev/stdout"], check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("apiVersion: kubeproxy.config.k8s.io/v1alpha1\n")
-    done = subprocess.run([*command, "--write-config-to", str(tmp_path)], check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"cannot write the configuration: Is a directory ({tmp_path})" in done.stderr
+def test_write_config_to_on_the_command_line(tmp_path: Path):
+    words = ("run", "--source", str(tmp_path), "--write-config-to")
+    done = kbpf(*words, "/dev/stdout")
+    assert (done.code, done.out.splitlines()[0]) == (0, "apiVersion: kubeproxy.config.k8s.io/v1alpha1")
+    done = kbpf(*words, str(tmp_path))
+    assert done.code == 1
+    assert f"cannot write the configuration: Is a directory ({tmp_path})" in done.err

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -31,7 +30,7 @@ def as_nobody(*command: str) -> list[str]:
 # ---- the lock ------------------------------------------------------------------------------------
 
 
-def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path) -> None:
+def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path):
     held = lock_folder(tmp_path, 0.0, "stop it first")
     with pytest.raises(KernelError) as error:
         lock_folder(tmp_path, 0.0, "stop it first")
@@ -41,7 +40,7 @@ def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path) -> None:
     os.close(lock_folder(tmp_path, 0.0, ""))
 
 
-def test_the_lock_waits_for_an_agent_that_exits(tmp_path: Path) -> None:
+def test_the_lock_waits_for_an_agent_that_exits(tmp_path: Path):
     going = threading.Timer(0.2, os.close, (lock_folder(tmp_path, 0.0, ""),))
     going.start()
     os.close(lock_folder(tmp_path, 60.0, ""))
@@ -69,7 +68,7 @@ def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold) -> None:
+def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold):
     folder = tmp_path / "pins"
     folder.mkdir(mode=0o755)
     older = hold(folder)
@@ -96,7 +95,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def test_other_users_cannot_take_the_lock(shared: Path) -> None:
+def test_other_users_cannot_take_the_lock(shared: Path):
     os.close(lock_folder(make(shared / "pins", 0o755), 0.0, ""))
     assert stat.S_IMODE((shared / "pins").stat().st_mode) == 0o700
     done = subprocess.run(
@@ -110,7 +109,7 @@ def test_other_users_cannot_take_the_lock(shared: Path) -> None:
     assert "PermissionError" in done.stderr
 
 
-def test_another_users_process_that_holds_the_lock_is_named(shared: Path, hold) -> None:
+def test_another_users_process_that_holds_the_lock_is_named(shared: Path, hold):
     """Earlier versions left the folder accessible to all users."""
     folder = make(shared / "pins", 0o755)
     attacker = hold(folder, *as_nobody())
@@ -125,14 +124,6 @@ def test_another_users_process_that_holds_the_lock_is_named(shared: Path, hold) 
 # ---- trust ---------------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    """How the folder `a/pins` is changed, and the complaint; without one it is trusted."""
-
-    name: str
-    spoil: Callable[[Path], None]
-    complaint: str = ""
-
-
 def make(folder: Path, mode: int = 0o755, owner: int = 0) -> Path:
     folder.mkdir(exist_ok=True)
     folder.chmod(mode)
@@ -140,49 +131,32 @@ def make(folder: Path, mode: int = 0o755, owner: int = 0) -> Path:
     return folder
 
 
-def replaced(folder: Path, by: Path) -> None:
-    folder.rmdir()
-    folder.symlink_to(by)
+LINK = 'rmdir pins; mkdir b; ln -s "$PWD/b" pins'
+CASES = {
+    "private": (":", ""),
+    "0755, of an earlier version": ("chmod 755 pins", ""),
+    "in a sticky folder that all may write to": ("chmod 1777 .", ""),
+    "another user's": ("chown 65534 pins", "pins: uid 65534 owns it"),
+    "the group may write": ("chmod 770 pins", "pins: others may write to it (mode 0770)"),
+    "all may write": ("chmod 777 pins", "pins: others may write to it (mode 0777)"),
+    "all may write, sticky": ("chmod 1777 pins", "pins: others may write to it (mode 1777)"),
+    "in another user's folder": ("chown 65534 .", "a: uid 65534 owns it"),
+    "in another user's sticky folder": ("chown 65534 .; chmod 1777 .", "a: uid 65534 owns it"),
+    "in a folder that all may write to, not sticky": ("chmod 777 .", "a: others may write to it (mode 0777)"),
+    "root's link to another user's folder": (f"{LINK}; chown 65534 b", "b: uid 65534 owns it"),
+    "another user's link to root's folder": (f"{LINK}; chown -h 65534 pins", "pins: uid 65534 owns it"),
+    "root's link to root's folder": (LINK, ""),
+}
+"""Commands that change the folder `pins` in `a`, and the complaint; without one it is trusted."""
 
 
-CASES = [
-    Case("private", lambda pins: None),
-    Case("0755, of an earlier version", lambda pins: pins.chmod(0o755)),
-    Case("in a sticky folder that all may write to", lambda pins: pins.parent.chmod(0o1777)),
-    Case("another user's", lambda pins: os.chown(pins, NOBODY, NOBODY), "pins: uid 65534 owns it"),
-    Case("the group may write", lambda pins: pins.chmod(0o770), "pins: others may write to it (mode 0770)"),
-    Case("all may write", lambda pins: pins.chmod(0o777), "pins: others may write to it (mode 0777)"),
-    Case("all may write, sticky", lambda pins: pins.chmod(0o1777), "pins: others may write to it (mode 1777)"),
-    Case("in another user's folder", lambda pins: os.chown(pins.parent, NOBODY, NOBODY), "a: uid 65534 owns it"),
-    Case(
-        "in another user's sticky folder",
-        lambda pins: (os.chown(pins.parent, NOBODY, NOBODY), pins.parent.chmod(0o1777)),
-        "a: uid 65534 owns it",
-    ),
-    Case(
-        "in a folder that all may write to, not sticky",
-        lambda pins: pins.parent.chmod(0o777),
-        "a: others may write to it (mode 0777)",
-    ),
-    Case(
-        "root's symbolic link to another user's folder",
-        lambda pins: replaced(pins, make(pins.parent / "b", owner=NOBODY)),
-        "b: uid 65534 owns it",
-    ),
-    Case(
-        "another user's symbolic link to root's folder",
-        lambda pins: (replaced(pins, make(pins.parent / "b")), os.lchown(pins, NOBODY, NOBODY)),
-        "pins: uid 65534 owns it",
-    ),
-    Case("root's symbolic link to root's folder", lambda pins: replaced(pins, make(pins.parent / "b"))),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_which_folders_are_trusted(shared: Path, case: Case) -> None:
-    pins = make(make(shared / "a") / "pins", 0o700)
-    case.spoil(pins)
-    if not case.complaint:
+@pytest.mark.parametrize("name", CASES)
+def test_which_folders_are_trusted(shared: Path, name: str):
+    commands, complaint = CASES[name]
+    folder = make(shared / "a")
+    pins = make(folder / "pins", 0o700)
+    subprocess.run(["sh", "-ec", commands], cwd=folder, check=True)
+    if not complaint:
         require_private(pins)
         os.close(lock_folder(pins, 0.0, ""))
         assert stat.S_IMODE(pins.stat().st_mode) == 0o700
@@ -191,7 +165,7 @@ def test_which_folders_are_trusted(shared: Path, case: Case) -> None:
     for refuse in (require_private, lambda folder: lock_folder(folder, 0.0, "")):
         with pytest.raises(KernelError) as error:
             refuse(pins)
-        name, _, reason = case.complaint.partition(": ")
+        name, _, reason = complaint.partition(": ")
         where = next(path for path in (*pins.parents, pins, pins.resolve()) if path.name == name)
         assert str(error.value) == (
             f"cannot trust the folder: {reason} ({where}); remove it and start again, or choose another folder"
@@ -199,7 +173,7 @@ def test_which_folders_are_trusted(shared: Path, case: Case) -> None:
     assert pins.stat() == before, "the folder is not changed"
 
 
-def test_a_folder_of_the_current_user_is_trusted(shared: Path) -> None:
+def test_a_folder_of_the_current_user_is_trusted(shared: Path):
     """The user that kbpf runs as is trusted, too."""
     make(shared / "pins", 0o700, NOBODY)
     child = os.fork()

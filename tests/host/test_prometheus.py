@@ -22,6 +22,10 @@ from tests.support.lab.lab import until
 from tests.support.prometheus import parse
 from tests.values.serve.test_metrics import COUNTS, STATUS, busy
 
+CONFIGURATION = """
+global: {scrape_interval: 1s}
+scrape_configs: [{job_name: kbpf, static_configs: [{targets: ["%s"]}]}]
+"""
 LATENCIES = "kbpf_service_connect_duration_seconds"
 
 
@@ -50,14 +54,7 @@ def scraping(target: str, address: str, folder: Path, *options: str) -> Iterator
     second fails, and all series are gone until the next one.
     """
     configuration = folder / "prometheus.yml"
-    configuration.write_text(
-        json.dumps(
-            {
-                "global": {"scrape_interval": "1s"},
-                "scrape_configs": [{"job_name": "kbpf", "static_configs": [{"targets": [target]}]}],
-            }
-        )
-    )
+    configuration.write_text(CONFIGURATION % target)
     command = [
         prometheus(),
         f"--config.file={configuration}",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lab.lab import PATIENCE
+from tests.support.lab.lab import PATIENCE, run
 
 ROOT = Path(__file__).parents[2]
 VAGRANT = ROOT / "vagrant"
@@ -64,28 +64,10 @@ def test_provisioning_scripts_exist(folder: Path):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_shellcheck_accepts_the_script(script: Path):
-    done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    run("shellcheck", str(script))
 
 
-TOOLS = (
-    "sh",
-    "busybox",
-    "mkdir",
-    "mount",
-    "mountpoint",
-    "unshare",
-    "chroot",
-    "cp",
-    "cat",
-    "touch",
-    "rm",
-    "uname",
-    "ln",
-    "ip",
-    "env",
-    "chmod",
-)
+TOOLS = "sh busybox mkdir mount mountpoint unshare chroot cp cat touch rm uname ln ip env chmod"
 STUB = """#!TOOLS/sh
 echo "${0##*/} $*" >>SAID
 """
@@ -114,7 +96,7 @@ def test_a_machine_is_provisioned(packager: str, tmp_path: Path):
     """machine.sh and suite.sh with everything they call. Package managers and debootstrap are
     stand-ins; the changes to this kernel, the root and its mounts are real. /var/lib is separate.
     """
-    provision_and_begin(packager, {name: shutil.which(name) for name in TOOLS}, tmp_path)
+    provision_and_begin(packager, {name: shutil.which(name) for name in TOOLS.split()}, tmp_path)
 
 
 def test_a_machine_of_busybox_is_provisioned(tmp_path: Path):
@@ -122,9 +104,9 @@ def test_a_machine_of_busybox_is_provisioned(tmp_path: Path):
     program is slow, as in an emulated guest, since busybox stays in memory.
     """
     busybox = str(shutil.copy("/bin/busybox", tmp_path))
-    own = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout
-    tools = {name: busybox if name in own.split() else shutil.which(name) for name in TOOLS}
-    assert [name for name in TOOLS if tools[name] != busybox] == ["mountpoint"]
+    own = run(busybox, "--list")
+    tools = {name: busybox if name in own.split() else shutil.which(name) for name in TOOLS.split()}
+    assert [name for name in TOOLS.split() if tools[name] != busybox] == ["mountpoint"]
     provision_and_begin("apt-get", tools, tmp_path)
 
 
@@ -183,15 +165,8 @@ def test_a_command_enters_a_root(tmp_path: Path):
     for name in ("sh", "ls", "cat", "unshare"):
         (root / "bin" / name).symlink_to("busybox")
     command = ("sh", "-c", "ls; ls -d /sys/fs/bpf /dev/null; unshare --mount cat /proc/version; echo $0", "two words")
-    done = subprocess.run(
-        ["sh", VAGRANT / "provision" / "enter.sh", root, tree, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
+    lines = run("sh", str(VAGRANT / "provision" / "enter.sh"), str(root), str(tree), *command).splitlines()
     version = Path("/proc/version").read_text().strip()
-    assert done.stdout.splitlines() == ["below", "/dev/null", "/sys/fs/bpf", version, "two words"]
+    assert lines == ["below", "/dev/null", "/sys/fs/bpf", version, "two words"]
     assert str(root) not in Path("/proc/self/mountinfo").read_text()
     assert list((root / "proc").iterdir()) == []

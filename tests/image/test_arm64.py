@@ -3,13 +3,13 @@
 as far as possible. The emulator has no bpf(2), so nothing is compiled or loaded here.
 """
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.build.image import Built, image
+from tests.support.lab.lab import run
 from tests.support.runtime import emulator
 
 AARCH64 = 0xB7
@@ -21,11 +21,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
         yield made
 
 
-def run(built: Built, *command: str) -> str:
-    """Runs a command in the image; returns its output."""
-    done = subprocess.run(["chroot", str(built.root), *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_in(built: Built, *command: str) -> str:
+    return run("chroot", str(built.root), *command)
 
 
 def machine(path: Path) -> int:
@@ -52,8 +49,9 @@ def test_agent_starts_with_its_libraries(built: Built):
     """Up to its settings, with all of its libraries. The emulator has no BPF and no netlink of
     nftables.
     """
-    assert run(built, "kbpf", "--version").strip()
-    assert "--kubeconfig" in run(built, "kbpf", "run", "--help")
-    assert "KbpfConfiguration" in run(built, "sh", "-c", "kbpf run --write-config-to /tmp/c && cat /tmp/c && rm /tmp/c")
+    assert run_in(built, "kbpf", "--version").strip()
+    assert "--kubeconfig" in run_in(built, "kbpf", "run", "--help")
+    written = "kbpf run --write-config-to /tmp/c && cat /tmp/c && rm /tmp/c"
+    assert "KbpfConfiguration" in run_in(built, "sh", "-c", written)
     code = "import bcc, ctypes, nftables; ctypes.CDLL('libbpf.so.1'); print(bcc.__version__)"
-    assert run(built, "python3", "-c", code).strip()
+    assert run_in(built, "python3", "-c", code).strip()

@@ -3,9 +3,8 @@
 starts it, and its size.
 """
 
-import shutil
-import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.support.build.image import MIRROR, SUITE, TARGETS, Built, image
 from tests.support.cluster.daemonset import PodAgent, PodCluster
 from tests.support.cluster.kubectl import call
 from tests.support.lab.dial import Dial, check
-from tests.support.lab.lab import Agent, Node
+from tests.support.lab.lab import Agent, Node, run
 from tests.support.runtime.pods import Image
 
 ROOT = Path(__file__).parents[2]
@@ -86,46 +85,10 @@ def test_packages_of_the_image_exist_for_arm64(tmp_path: Path):
     """Debian's by a simulated installation, PyPI's by their wheels. test_arm64.py builds the image
     in an emulator.
     """
-    call(
-        [
-            "mmdebstrap",
-            "--quiet",
-            "--simulate",
-            "--variant=apt",
-            "--skip=check/qemu",
-            "--architectures=arm64",
-            f"--include={','.join(PACKAGES)}",
-            SUITE,
-            str(tmp_path / "none"),
-            MIRROR,
-        ],
-        tmp_path,
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--dry-run",
-            "--only-binary=:all:",
-            "--platform=manylinux_2_28_aarch64",
-            "--platform=manylinux2014_aarch64",
-            "--python-version=3.11",
-            f"--target={tmp_path / 'none'}",
-            *dependencies(),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def dependencies() -> list[str]:
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert shutil.which("mmdebstrap")
-    return list(project["dependencies"])
+    none = f"{tmp_path}/none"
+    debian = "mmdebstrap --quiet --simulate --variant=apt --skip=check/qemu --architectures=arm64"
+    call([*debian.split(), f"--include={','.join(PACKAGES)}", SUITE, none, MIRROR], tmp_path)
+    pypi = "-m pip install --quiet --dry-run --only-binary=:all: --python-version=3.11"
+    platforms = "--platform=manylinux_2_28_aarch64 --platform=manylinux2014_aarch64"
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    run(sys.executable, *pypi.split(), *platforms.split(), f"--target={none}", *wanted)

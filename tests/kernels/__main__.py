@@ -10,6 +10,7 @@ died.
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -34,19 +35,10 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
     return tuple(f"{path}::test_{name}" for name in tests)
 
 
-LAB = (
-    "traffic/services",
-    "traffic/policy",
-    "traffic/affinity",
-    "traffic/updates",
-    "outside/north_south",
-    "traffic/sctp",
-    "traffic/datagrams",
-    "traffic/local_mode",
-    "agent/source_folder",
-    "agent/node_life",
-    "outside/pre_dnat",
-)
+LAB = """
+traffic/services traffic/policy traffic/affinity traffic/updates traffic/sctp traffic/datagrams traffic/local_mode
+outside/north_south outside/pre_dnat agent/source_folder agent/node_life
+"""
 """The lab's tests that run in both modes."""
 
 
@@ -60,9 +52,31 @@ def _of_lab(path: str, mode: str = "") -> Feature:
 BARE = "ipv6.disable=1 module_blacklist=nf_conntrack,nf_tables,nfnetlink,ip_tables,ip6_tables,x_tables"
 """A node without IPv6 and without netfilter's modules."""
 
+FILES = """
+loading        tests/programs/node/test_verifier.py
+check          tests/programs/node/test_features.py
+tcp            tests/programs/sockets/test_connect.py
+udp            tests/programs/sockets/udp
+mounts         tests/lab/traffic/test_kernel_sockets.py tests/programs/sockets/test_kernel_sockets.py
+attaching      tests/programs/packets/tc tests/programs/packets/test_devices.py \
+               tests/programs/packets/test_hook_probe.py
+second agent   tests/programs/node/test_second_agent.py
+packets        tests/programs/packets/path
+lab            tests/lab/outside/test_clsact.py
+tunnels        tests/programs/packets/test_tunnels.py
+ipvs           tests/programs/ipvs/test_ipvs.py tests/programs/conformance tests/programs/node/test_takeover_cleanup.py
+fallback       tests/programs/node/test_fallback.py
+ipvs-commands  tests/lab/agent/test_ipvs_commands.py
+modes          tests/lab/agent/test_modes.py
+rights         tests/programs/sockets/test_sock_destroy.py tests/programs/node/test_capabilities.py
+apparmor       tests/lab/cluster/test_apparmor.py
+memory         tests/lab/agent/test_locked_memory.py
+takeover       tests/lab/cluster/test_takeover.py
+full table     tests/kernels/full_conntrack.py
+conntrack      tests/lab/outside/test_conntrack.py
+"""
 FEATURES = (
-    Feature("loading", ("tests/programs/node/test_verifier.py",)),
-    Feature("check", ("tests/programs/node/test_features.py",)),
+    *(Feature(name, tuple(files.split())) for name, files in re.findall(r"^(.+?)  +(.+)$", FILES, re.M)),
     Feature(
         "provisioning",
         _of(
@@ -72,38 +86,6 @@ FEATURES = (
             "a_command_enters_a_root",
         ),
     ),
-    Feature("tcp", ("tests/programs/sockets/test_connect.py",)),
-    Feature("udp", ("tests/programs/sockets/udp",)),
-    Feature("mounts", ("tests/lab/traffic/test_kernel_sockets.py", "tests/programs/sockets/test_kernel_sockets.py")),
-    Feature(
-        "attaching",
-        (
-            "tests/programs/packets/tc",
-            "tests/programs/packets/test_devices.py",
-            "tests/programs/packets/test_hook_probe.py",
-        ),
-    ),
-    Feature("second agent", ("tests/programs/node/test_second_agent.py",)),
-    Feature("packets", ("tests/programs/packets/path",)),
-    Feature("lab", ("tests/lab/outside/test_clsact.py",)),
-    Feature("tunnels", ("tests/programs/packets/test_tunnels.py",)),
-    Feature(
-        "ipvs",
-        (
-            "tests/programs/ipvs/test_ipvs.py",
-            "tests/programs/conformance",
-            "tests/programs/node/test_takeover_cleanup.py",
-        ),
-    ),
-    Feature("fallback", ("tests/programs/node/test_fallback.py",)),
-    Feature("ipvs-commands", ("tests/lab/agent/test_ipvs_commands.py",)),
-    Feature("modes", ("tests/lab/agent/test_modes.py",)),
-    Feature("rights", ("tests/programs/sockets/test_sock_destroy.py", "tests/programs/node/test_capabilities.py")),
-    Feature("apparmor", ("tests/lab/cluster/test_apparmor.py",)),
-    Feature("memory", ("tests/lab/agent/test_locked_memory.py",)),
-    Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
-    Feature("full table", ("tests/kernels/full_conntrack.py",)),
-    Feature("conntrack", ("tests/lab/outside/test_conntrack.py",)),
     Feature(  # all kinds of bridges take some 20 minutes in an emulator
         "bridges",
         _of(
@@ -116,18 +98,9 @@ FEATURES = (
     Feature(
         "overlays", ("tests/lab/cni/test_cnis.py",), programs=(*go_build.DEFAULT, *CNI_PLUGINS, "flannel", "flanneld")
     ),
-    Feature(
-        "ipvs-dns_cache",
-        _of(
-            "tests/lab/neighbours/test_node_local_dns.py",
-            "a_cache_serves_and_when_it_ends_the_service_does",
-            "a_cache_at_a_link_local_address_is_no_business_of_kbpf",
-        ),
-        "ipvs",
-        programs=("coredns",),
-    ),
-    *(_of_lab(path) for path in LAB),
-    *(_of_lab(path, "ipvs") for path in LAB),
+    Feature("ipvs-dns_cache", ("tests/lab/neighbours/test_node_local_dns.py",), "ipvs", programs=("coredns",)),
+    *(_of_lab(path) for path in LAB.split()),
+    *(_of_lab(path, "ipvs") for path in LAB.split()),
 )
 PROGRAMS = "programs"
 MODES = ("bpf", "ipvs")
@@ -140,7 +113,6 @@ QUICK = (
             "tests/programs/node/test_features.py",
             "feature_table_matches_this_kernel",
             "check_rows_report_exactly_the_lacking_features",
-            "check_finds_this_kernel_usable",
             "check_reports_whether_mode_ipvs_is_usable",
         ),
     ),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kbpf.dataplane.bpf.packet_path import device_thread
+from tests.support.lab import namespace as namespaces
 from tests.support.lab.lab import PATIENCE, Lab, Node
 from tests.support.plane import artifact_cache, plane, site
 
@@ -27,3 +28,9 @@ def node() -> Iterator[Node]:
     """A node with its own network and no pods yet."""
     with Lab(1, "t", apart=True) as lab:
         yield lab.nodes[0]
+
+
+@pytest.fixture
+def namespace() -> Iterator[namespaces.Namespace]:
+    with namespaces.made() as made:
+        yield made

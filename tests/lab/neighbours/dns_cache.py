@@ -67,11 +67,8 @@ def start_server(pod: Place, folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def _start(place: Place, *command: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [*DIE_WITH_US, *inside(place.netns, place.cgroup, *command)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = [*DIE_WITH_US, *inside(place.netns, place.cgroup, *command)]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 class NodeCache:
@@ -96,22 +93,16 @@ class NodeCache:
             base = self._corefile.with_name("node-cache") / "Corefile.base"
             base.parent.mkdir(exist_ok=True)
             base.write_bytes(self._corefile.read_bytes())
-            options = {
-                "localip": self._address,
-                "interfacename": DEVICE,
-                "upstreamsvc": "kube-dns-upstream",
-                "conf": str(self._corefile),
-                "basecorefile": str(base),
-                "metrics-listen-address": "127.0.0.1:9353",
-                "syncinterval": "1ns",  # node-cache multiplies it by a second
-            }
-            flags = [f"-{name}={value}" for name, value in options.items()]
-            self._process = _start(self._place, self._binary, *flags)
+            flags = (  # node-cache multiplies the sync interval by a second
+                f"-localip={self._address} -interfacename={DEVICE} -upstreamsvc=kube-dns-upstream"
+                f" -conf={self._corefile} -basecorefile={base}"
+                " -metrics-listen-address=127.0.0.1:9353 -syncinterval=1ns"
+            )
+            self._process = _start(self._place, self._binary, *flags.split())
             return
         if not self.has_address():
             self._run("ip", "addr", "add", f"{self._address}/32", "dev", DEVICE)
-        command = (str(go_build.build("coredns")), "-conf", str(self._corefile))
-        self._process = _start(self._place, *command)
+        self._process = _start(self._place, str(go_build.build("coredns")), "-conf", str(self._corefile))
 
     def add_rules(self) -> None:
         """What node-cache does after a sync interval."""
@@ -144,23 +135,20 @@ class NodeCache:
 
     def _iptables(self, verb: str) -> None:
         for protocol in ("tcp", "udp"):
-            to = ("-p", protocol, "-d", self._address, "--dport", "53")
-            back = ("-p", protocol, "-s", self._address, "--sport", "53")
-            for table, chain, match, target in (
-                ("raw", "PREROUTING", to, "NOTRACK"),
-                ("filter", "INPUT", to, "ACCEPT"),
-                ("raw", "OUTPUT", back, "NOTRACK"),
-                ("filter", "OUTPUT", back, "ACCEPT"),
-                ("raw", "OUTPUT", to, "NOTRACK"),
+            to = f"-p {protocol} -d {self._address} --dport 53"
+            back = f"-p {protocol} -s {self._address} --sport 53"
+            for rule in (
+                f"raw PREROUTING {to} -j NOTRACK",
+                f"filter INPUT {to} -j ACCEPT",
+                f"raw OUTPUT {back} -j NOTRACK",
+                f"filter OUTPUT {back} -j ACCEPT",
+                f"raw OUTPUT {to} -j NOTRACK",
             ):
-                exists = self._has_rule(table, chain, match, target)
+                table, *words = rule.split()
+                command = inside(self._node.netns, None, "iptables", "-w", "-t", table)
+                exists = not subprocess.run([*command, "-C", *words], capture_output=True, check=False).returncode
                 if exists == (verb == "-D"):
-                    self._run("iptables", "-w", "-t", table, verb, chain, *match, "-j", target)
-
-    def _has_rule(self, table: str, chain: str, match: tuple[str, ...], target: str) -> bool:
-        command = ("iptables", "-w", "-t", table, "-C", chain, *match, "-j", target)
-        words = inside(self._node.netns, None, *command)
-        return not subprocess.run(words, capture_output=True, check=False).returncode
+                    run(*command, verb, *words)
 
     def _run(self, *command: str) -> str:
         return run(*inside(self._node.netns, None, *command))

@@ -161,11 +161,11 @@ ROWS = (
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_dial(field: CiliumField, row: Dial) -> None:
+def test_dial(field: CiliumField, row: Dial):
     check(field, row)
 
 
-def test_nothing_is_wrong(field: CiliumField, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_wrong(field: CiliumField, capsys: pytest.CaptureFixture[str]):
     # A filter that had to be moved was a problem until then.
     until("Cilium's programs are no problem", lambda: "cil_" not in str((field.agent.status() or {})["problems"]))
     until(
@@ -175,7 +175,7 @@ def test_nothing_is_wrong(field: CiliumField, capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_cilium_sees_replies_at_the_uplink_as_the_client_does(field: CiliumField) -> None:
+def test_cilium_sees_replies_at_the_uplink_as_the_client_does(field: CiliumField):
     """As with kube-proxy, and also where replies are redirected past the stack."""
     field["outside"].many(5, NODES4[0], 30001, protocol="tcp")
     senders = {pair[:2] for pair in field.read_seen("cil_to_netdev") if pair[2] == OUT4}
@@ -183,14 +183,14 @@ def test_cilium_sees_replies_at_the_uplink_as_the_client_does(field: CiliumField
     assert not any(address.startswith("10.244.") for address, _ in senders)
 
 
-def test_a_restart_of_cilium_disturbs_nothing(field: CiliumField, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_of_cilium_disturbs_nothing(field: CiliumField, capsys: pytest.CaptureFixture[str]):
     field.start_cilium()
     for row in ROWS:
         check(field, row)
     assert check_attached(field, capsys) == (0, [])
 
 
-def test_without_cilium_everything_works(field: CiliumField, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_cilium_everything_works(field: CiliumField, capsys: pytest.CaptureFixture[str]):
     field.remove_cilium()
     for row in ROWS:
         check(field, row)

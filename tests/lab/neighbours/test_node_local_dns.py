@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,11 +89,6 @@ class Queries:
         texts = {(float(at), own): text for at, own, text in map(str.split, lines)}
         return [Answer(at, own, text) for (at, own), text in texts.items() if own == protocol]
 
-    def last(self, protocol: str, count: int = 3) -> set[str]:
-        """The answers to the last queries that are answered."""
-        answers = [answer.text for answer in self.read(protocol) if answer.text != ASKED]
-        return set(answers[-count:])
-
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -149,33 +145,37 @@ def clients(field: Field, server: None, socket_lb: str) -> Iterator[list[Queries
             each.close()
 
 
+def answers(clients: list[Queries]) -> dict[tuple[str, str], list[Answer]]:
+    """The answers of each client by each protocol."""
+    return {(c.place.name, protocol): c.read(protocol) for c in clients for protocol in ("udp", "tcp")}
+
+
 def answered_by(clients: list[Queries], address: str) -> Callable[[], bool]:
-    return lambda: all(client.last(protocol) == {address} for client in clients for protocol in ("udp", "tcp"))
+    """Whether the last queries that are answered have this answer."""
+
+    def is_so() -> bool:
+        texts = ([answer.text for answer in each if answer.text != ASKED] for each in answers(clients).values())
+        return all(set(each[-3:]) == {address} for each in texts)
+
+    return is_so
 
 
 def show(clients: list[Queries]) -> Callable[[], object]:
-    return lambda: {
-        (client.place.name, protocol): client.read(protocol)[-3:] for client in clients for protocol in ("udp", "tcp")
-    }
+    return lambda: {who: each[-3:] for who, each in answers(clients).items()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_cache_serves_and_when_it_ends_the_service_does(
     field: Field, cache: NodeCache, clients: list[Queries], number: signal.Signals
-) -> None:
+):
     until("kube-dns answers", answered_by(clients, AT_SERVER), state=show(clients))
     seconds: list[float] = []
     while len(seconds) < MAX_ROUNDS and min(seconds, default=math.inf) > RECOVERY_S:
         began = time.monotonic()
         cache.start()
         until("the cache answers", answered_by(clients, AT_CACHE), state=show(clients))
-        answered_by_now = time.monotonic()
-        until(
-            "all queries have ended",
-            lambda end=answered_by_now: not unanswered(clients, began, end),  # noqa: B023
-            2 * PATIENCE,
-        )
-        lost = failures(clients, began)
+        until("all queries have ended", partial(have_ended, clients, began, time.monotonic()), 2 * PATIENCE)
+        lost = [one for one in since(clients, began) if one.text not in (AT_CACHE, AT_SERVER, ASKED)]
         assert [answer for answer in lost if not PACKETS or answer[1:] not in LOST] == []
         assert len({answer.protocol for answer in lost}) == len(lost), "one of each kind at most"
         cache.add_rules()
@@ -188,31 +188,18 @@ def test_a_cache_serves_and_when_it_ends_the_service_does(
         until("kube-dns answers again", answered_by(clients, AT_SERVER), state=show(clients))
         assert cache.has_address() == cache.has_rules() == (number == signal.SIGKILL)
         until("the status has it no more", lambda: not left_to_node(field))
-        seconds.append(
-            max(seconds_without(client.read(protocol), began) for client in clients for protocol in ("udp", "tcp"))
-        )
+        seconds.append(max(seconds_without(each, began) for each in answers(clients).values()))
     print(seconds, file=sys.stderr)
     assert min(seconds) <= RECOVERY_S
 
 
-def unanswered(clients: list[Queries], since: float, until_: float) -> list[Answer]:
-    return [
-        answer
-        for client in clients
-        for protocol in ("udp", "tcp")
-        for answer in client.read(protocol)
-        if since < answer.time < until_ and answer.text == ASKED
-    ]
+def since(clients: list[Queries], began: float) -> list[Answer]:
+    return [answer for each in answers(clients).values() for answer in each if answer.time > began]
 
 
-def failures(clients: list[Queries], since: float) -> list[Answer]:
-    return [
-        answer
-        for client in clients
-        for protocol in ("udp", "tcp")
-        for answer in client.read(protocol)
-        if answer.time > since and answer.text not in (AT_CACHE, AT_SERVER, ASKED)
-    ]
+def have_ended(clients: list[Queries], began: float, end: float) -> bool:
+    """Whether all queries of this time are answered, or have failed."""
+    return not [answer for answer in since(clients, began) if answer.time < end and answer.text == ASKED]
 
 
 def seconds_without(answers: list[Answer], began: float) -> float:
@@ -232,9 +219,7 @@ def left_to_node(field: Field) -> list[str]:
 
 
 @pytest.mark.parametrize("cache", [LINK_LOCAL], indirect=True)
-def test_a_cache_at_a_link_local_address_is_no_business_of_kbpf(
-    field: Field, cache: NodeCache, clients: list[Queries]
-) -> None:
+def test_a_cache_at_a_link_local_address_is_no_business_of_kbpf(field: Field, cache: NodeCache, clients: list[Queries]):
     """And it reaches kube-dns, which continues to answer at the ClusterIP."""
     cache.start()
     cache.add_rules()

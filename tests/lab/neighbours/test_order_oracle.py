@@ -136,7 +136,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[tuple[Place, list[Recorde
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("proxy", PROXIES)
-def test_programs_of_others_see(site: tuple[Place, list[Recorder]], proxy: str, policy: str) -> None:
+def test_programs_of_others_see(site: tuple[Place, list[Recorder]], proxy: str, policy: str):
     client, recorders = site
     recorder = recorders[PROXIES.index(proxy)]
     assert "name" in client.tcp(recorder.home.ip, node_port(policy, recorder.home))

@@ -31,6 +31,7 @@ def in_table(text: str, family: str = "inet") -> str:
 
 C = ("inet t c",)
 ROWS = [
+    Row("nothing", ""),
     Row("NodePorts", at("tcp dport 30000-32767 drop"), C),
     Row("one NodePort", at("udp dport 30080 reject"), C),
     Row("TCP, by a reset", at("tcp dport 30080 reject with tcp reset"), C),
@@ -155,4 +156,13 @@ LEGACY = [
     ),
     ("-t raw -P PREROUTING DROP", (f"{RAW} PREROUTING",)),
     ("-t raw -P OUTPUT DROP", ()),
+]
+
+
+FORWARD = [
+    Row("firewalld", FIREWALLD.read_text(), ("inet firewalld filter_FORWARD",)),
+    Row("a policy", at("counter", "type filter hook forward priority 0; policy drop"), C),
+    Row("a last rule", at("ct state established accept\ncounter drop", "type filter hook forward priority 0"), C),
+    Row("a rule for some", at("ip saddr 192.0.2.1 drop", "type filter hook forward priority 0")),
+    Row("at input", at("counter", "type filter hook input priority 0; policy drop")),
 ]

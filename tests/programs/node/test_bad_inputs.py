@@ -11,9 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import pytest
+import yaml
 
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
@@ -24,7 +25,6 @@ from kbpf.model.config import Config
 from tests.support.lab.lab import cgroup2
 from tests.support.runtime.command import kbpf
 
-USAGE = "kbpf run: "
 AGENT = " ERROR kbpf "
 
 
@@ -44,7 +44,7 @@ class Place:
 
     def fill(self, text: str) -> str:
         names = {name: self.root / name for name in ("empty", "data", "file", "closed")}
-        return text.format(**names, cgroups=cgroup2())
+        return text.replace("{run}", RUN).format(**names, cgroups=cgroup2())
 
     def shown(self) -> list[str]:
         return sorted(str(path) for path in self.root.rglob("*"))
@@ -59,152 +59,101 @@ def place() -> Iterator[Place]:
     shutil.rmtree(root)
 
 
-class Input(NamedTuple):
+class Input(msgspec.Struct, forbid_unknown_fields=True):
     """A command, its exit code, and the last line on stderr after `before`. `nobody`: run as that
     user.
     """
 
-    name: str
     command: str
-    code: int
     line: str
+    code: int = 1
     before: str = AGENT
     nobody: bool = False
 
 
 RUN = "run --source {empty} --healthz-bind-address= --metrics-bind-address="
 BPF = f"{RUN} --mode bpf"
-EXIST = "name an existing folder, or leave it out for the root cgroup"
-ROOT = "run as root"
-FOLDER = "give a folder of YAML, such as objects/ in an unpacked `kbpf sysdump`"
 OTHER = "choose another folder with --pin-dir"
-BAD_INPUTS = [
-    Input(
-        "a cgroup that is misspelt",
-        f"{RUN} --cgroup {{cgroups}}/typo",
-        2,
-        f"no such cgroup v2 folder: {{cgroups}}/typo (--cgroup); {EXIST}",
-        USAGE,
-    ),
-    Input(
-        "in mode bpf, too",
-        f"{BPF} --cgroup /nowhere",
-        2,
-        f"no such cgroup v2 folder: /nowhere (--cgroup); {EXIST}",
-        USAGE,
-    ),
-    Input(
-        "a file as cgroup",
-        f"{RUN} --cgroup {{cgroups}}/cgroup.procs",
-        2,
-        f"no such cgroup v2 folder: {{cgroups}}/cgroup.procs (--cgroup); {EXIST}",
-        USAGE,
-    ),
-    Input(
-        "a folder that is no cgroup",
-        f"{RUN} --cgroup {{empty}}",
-        2,
-        "not a cgroup v2 folder: {empty} (--cgroup); name a folder of cgroup v2, or leave it out for the root cgroup",
-        USAGE,
-    ),
-    Input(
-        "pins over data",
-        f"{BPF} --pin-dir {{data}}",
-        1,
-        f"will not mount a bpffs over a folder with files: a, b ({{data}}); {OTHER}",
-    ),
-    Input(
-        "pins in a file",
-        f"{BPF} --pin-dir {{file}}",
-        1,
-        f"cannot create the mount point for a bpffs ({{file}}): EEXIST; {OTHER}",
-    ),
-    Input(
-        "pins in /proc",
-        f"{BPF} --pin-dir /proc/no",
-        1,
-        f"cannot create the mount point for a bpffs (/proc/no): ENOENT; {OTHER}",
-    ),
-    Input("no folder of objects", "run --source /nowhere", 1, f"no such folder of objects (/nowhere); {FOLDER}"),
-    Input("a file of objects", "run --source {file}", 1, f"a file, not a folder of objects ({{file}}); {FOLDER}"),
-    Input(
-        "neither a folder nor a server",
-        "run --kubeconfig /nowhere",
-        1,
-        "cannot read the kubeconfig: No such file or directory (/nowhere); give the kubeconfig's path",
-    ),
-    Input(
-        "cleanup of data",
-        "cleanup --pin-dir {data}",
-        1,
-        "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})",
-        "kbpf: ",
-    ),
-    *(
-        Input(
-            f"{words}: a file",
-            f"{words} --pin-dir {{file}}",
-            1,
-            "not a folder ({file}); give the folder that `kbpf run` was given with --pin-dir",
-            "kbpf: ",
-        )
-        for words in ("inspect status", "inspect services", "cleanup", "check --attached")
-    ),
-    *(
-        Input(
-            f"nobody: run {words}",
-            f"{RUN} --pin-dir {{closed}}/pins {words}",
-            1,
-            f"cannot read the pin folder ({{closed}}/pins): EACCES; {ROOT}",
-            AGENT,
-            True,
-        )
-        for words in ("", "--mode bpf", "--mode ipvs")
-    ),
-    *(
-        Input(
-            f"nobody: {words} {where}",
-            f"{words} --pin-dir {where}",
-            1,
-            f"cannot read the pin folder ({where}): EACCES; {ROOT}",
-            "kbpf: ",
-            True,
-        )
-        for where in ("{closed}", "{closed}/pins")
-        for words in (
-            "inspect status",
-            "inspect services",
-            "inspect connections",
-            "inspect maps",
-            "cleanup",
-            "check --attached",
-        )
-    ),
-    *(
-        Input(
-            f"nobody: {words} with a cgroup of others",
-            f"{words} --cgroup {{closed}}",
-            1,
-            f"cannot read the cgroup ({{closed}}): EACCES; {ROOT}",
-            "kbpf: ",
-            True,
-        )
-        for words in (RUN, "check")
-    ),
-    Input(
-        "nobody: a configuration of others",
-        "cleanup --config {closed}",
-        1,
-        "cannot read the configuration: Permission denied ({closed}); give --config FILE",
-        "kbpf: ",
-        True,
-    ),
-    Input("nobody: demo", "demo --once", 1, "cannot create the network namespace (", "kbpf: ", True),
-]
+TEXT = """
+a cgroup that is misspelt:
+  command: "{run} --cgroup {cgroups}/typo"
+  line: "no such cgroup v2 folder: {cgroups}/typo (--cgroup); name an existing folder, or leave it out for the root"
+  code: 2
+  before: "kbpf run: "
+in mode bpf, too:
+  command: "{run} --mode bpf --cgroup /nowhere"
+  line: "no such cgroup v2 folder: /nowhere (--cgroup); name an existing folder, or leave it out for the root cgroup"
+  code: 2
+  before: "kbpf run: "
+a file as cgroup:
+  command: "{run} --cgroup {cgroups}/cgroup.procs"
+  line: "no such cgroup v2 folder: {cgroups}/cgroup.procs (--cgroup); name an existing folder, or leave it out"
+  code: 2
+  before: "kbpf run: "
+a folder that is no cgroup:
+  command: "{run} --cgroup {empty}"
+  line: "not a cgroup v2 folder: {empty} (--cgroup); name a folder of cgroup v2, or leave it out for the root cgroup"
+  code: 2
+  before: "kbpf run: "
+pins over data:
+  command: "{run} --mode bpf --pin-dir {data}"
+  line: "will not mount a bpffs over a folder with files: a, b ({data}); choose another folder with --pin-dir"
+pins in a file:
+  command: "{run} --mode bpf --pin-dir {file}"
+  line: "cannot create the mount point for a bpffs ({file}): EEXIST; choose another folder with --pin-dir"
+pins in /proc:
+  command: "{run} --mode bpf --pin-dir /proc/no"
+  line: "cannot create the mount point for a bpffs (/proc/no): ENOENT; choose another folder with --pin-dir"
+no folder of objects:
+  command: run --source /nowhere
+  line: no such folder of objects (/nowhere); give a folder of YAML, such as objects/ in an unpacked `kbpf sysdump`
+a file of objects:
+  command: run --source {file}
+  line: a file, not a folder of objects ({file}); give a folder of YAML, such as objects/ in an unpacked `kbpf sysdump`
+neither a folder nor a server:
+  command: run --kubeconfig /nowhere
+  line: "cannot read the kubeconfig: No such file or directory (/nowhere); give the kubeconfig's path"
+cleanup of data:
+  command: cleanup --pin-dir {data}
+  line: "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})"
+  before: "kbpf: "
+"nobody: a configuration of others":
+  command: cleanup --config {closed}
+  line: "cannot read the configuration: Permission denied ({closed}); give --config FILE"
+  before: "kbpf: "
+  nobody: true
+"nobody: demo":
+  command: demo --once
+  line: cannot create the network namespace (
+  before: "kbpf: "
+  nobody: true
+"""
+OF_FOLDERS = {
+    "inspect status": "kbpf: ",
+    "inspect services": "kbpf: ",
+    "cleanup": "kbpf: ",
+    "check --attached": "kbpf: ",
+    f"{RUN} --mode ipvs": AGENT,
+    BPF: AGENT,
+    RUN: AGENT,
+}
+"""Commands that read the pin folder, and the beginning of their errors."""
+FILE = "not a folder ({file}); give the folder that `kbpf run` was given with --pin-dir"
+BAD_INPUTS = msgspec.convert(yaml.safe_load(TEXT), dict[str, Input])
+for command, before in OF_FOLDERS.items():
+    for where in ("{closed}/pins", *(["{closed}"] if before != AGENT else [])):
+        line = f"cannot read the pin folder ({where}): EACCES; run as root"
+        BAD_INPUTS[f"nobody: {command} {where}"] = Input(f"{command} --pin-dir {where}", line, 1, before, True)
+    if before != AGENT:
+        BAD_INPUTS[f"{command}: a file"] = Input(f"{command} --pin-dir {{file}}", FILE, 1, before)
+for command in (RUN, "check"):
+    line = "cannot read the cgroup ({closed}): EACCES; run as root"
+    BAD_INPUTS[f"nobody: {command} of others"] = Input(f"{command} --cgroup {{closed}}", line, 1, "kbpf: ", True)
 
 
-@pytest.mark.parametrize("row", BAD_INPUTS, ids=lambda row: row.name)
-def test_error_is_one_line_and_nothing_changes(row: Input, place: Place) -> None:
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_error_is_one_line_and_nothing_changes(name: str, place: Place):
+    row = BAD_INPUTS[name]
     before = place.shown()
     done = kbpf(*place.fill(row.command).split(), nobody=row.nobody)
     assert row.before in done.last()
@@ -218,7 +167,7 @@ def test_error_is_one_line_and_nothing_changes(row: Input, place: Place) -> None
 READ_ONLY = 'mount --make-rprivate / && mount -t bpf -o ro bpf "$0" && exec "$@"'
 
 
-def test_pin_folder_in_a_read_only_bpffs_is_an_error(place: Place) -> None:
+def test_pin_folder_in_a_read_only_bpffs_is_an_error(place: Place):
     words = place.fill(f"{BPF} --pin-dir {{empty}}/pins").split()
     done = subprocess.run(
         ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m", "kbpf", *words],
@@ -231,7 +180,7 @@ def test_pin_folder_in_a_read_only_bpffs_is_an_error(place: Place) -> None:
     assert done.returncode == 1
 
 
-def test_missing_bridge_is_a_warning() -> None:
+def test_missing_bridge_is_a_warning():
     words = ("--detect-local-mode=BridgeInterface", "--pod-bridge-interface=nosuchbr")
     done = kbpf("run", "--source", "/nowhere", *words)
     assert (
@@ -241,7 +190,7 @@ def test_missing_bridge_is_a_warning() -> None:
     assert done.code == 1
 
 
-def test_error_of_a_too_large_map_names_its_flag() -> None:
+def test_error_of_a_too_large_map_names_its_flag():
     with pytest.raises(KernelError, match=r"lower --max-connections$"):
         pinning.make_map(MAPS["flows"], (1 << 32) - 1)
 
@@ -251,7 +200,7 @@ def mounted() -> list[tuple[str, str]]:
     return [(line.split()[1], line.split()[2]) for line in lines]
 
 
-def test_failed_start_without_ipvs_leaves_no_state(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+def test_failed_start_without_ipvs_leaves_no_state(monkeypatch: pytest.MonkeyPatch, place: Place):
     """Otherwise the next start of mode bpf would report remains of a mode ipvs that never
     served.
     """

@@ -4,15 +4,13 @@ maps by id only with that capability, so nothing may depend on ids there.
 """
 
 import errno
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.lab.lab import run
 from tests.support.plane import Site
 
-ROOT = Path(__file__).parents[3]
 AGENT = """
 import sys
 from dataclasses import replace
@@ -40,35 +38,19 @@ plane.close()
 """
 
 
+WITHOUT_SYS_ADMIN = ("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c")
+
+
 def agent(site: Site, packet_path: bool, services: int) -> str:
     """Runs an agent from open to close; returns how many objects were refused and
     how many frontends were written.
     """
     words = (site.pins, site.cgroup, site.cache, packet_path, services)
-    done = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "setpriv",
-            "--bounding-set=-sys_admin",
-            "--inh-caps=-sys_admin",
-            sys.executable,
-            "-c",
-            AGENT,
-            *map(str, words),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run("unshare", "--net", *WITHOUT_SYS_ADMIN, AGENT, *map(str, words)).strip()
 
 
 @pytest.mark.parametrize("packet_path", [False, True], ids=["sockets", "sockets and packets"])
-def test_agent_restarts_and_grows_maps_without_sys_admin(site: Site, packet_path: bool) -> None:
+def test_agent_restarts_and_grows_maps_without_sys_admin(site: Site, packet_path: bool):
     assert agent(site, packet_path, 3) == "0 3"
     assert agent(site, packet_path, 3) == "0 0", "the maps are adopted, nothing is written"
     assert agent(site, packet_path, 40) == "0 37", "the maps have grown"
@@ -99,27 +81,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
 """
 
 
-def test_socket_of_the_host_namespace_is_destroyed_without_sys_admin() -> None:
+def test_socket_of_the_host_namespace_is_destroyed_without_sys_admin():
     """Sockets of other namespaces are not, because entering them needs CAP_SYS_ADMIN."""
-    done = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "sh",
-            "-c",
-            'ip link set lo up; exec "$@"',
-            "sh",
-            "setpriv",
-            "--bounding-set=-sys_admin",
-            "--inh-caps=-sys_admin",
-            sys.executable,
-            "-c",
-            ENDS,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.stdout.strip(), done.stderr) == (f"1 True {errno.ECONNABORTED}", "")
+    lo_up = ("unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
+    assert run(*lo_up, *WITHOUT_SYS_ADMIN, ENDS).strip() == f"1 True {errno.ECONNABORTED}"

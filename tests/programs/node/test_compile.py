@@ -110,19 +110,14 @@ def test_bytecode_refers_to_maps_by_name(built: tuple[Artifact, Path]):
     """Each instruction that loads a map refers to it by name, and its immediate value is 0."""
     made, _ = built
     for program in made.programs:
-        loads = {
-            i
-            for i in range(len(program.insns) // 8)
-            if program.insns[i * 8] == 0x18 and program.insns[i * 8 + 1] >> 4 in (1, 2)
-        }
-        assert loads == {reference.insn for reference in program.references}
+        insns = enumerate(struct.iter_unpack("=BBhi", program.insns))
+        loads = {i: value for i, (code, registers, _, value) in insns if code == 0x18 and registers >> 4 in (1, 2)}
+        assert loads == {reference.insn: 0 for reference in program.references}
         names = {reference.map for reference in program.references}
         assert names <= layout.ALL_MAPS.keys()
         assert not names & {name for name, spec in layout.MAPS.items() if spec.grows}, (
             "maps that grow are found through their arrays only"
         )
-        for i in loads:
-            assert program.insns[i * 8 + 4 : i * 8 + 8] == bytes(4)
 
 
 def test_the_same_sources_give_the_same_bytes(built: tuple[Artifact, Path], tmp_path: Path):
@@ -168,20 +163,8 @@ def test_another_compiler_version_compiles_again(
     assert compiled
 
 
-def test_corrupt_artifact_is_compiled_again(tree: Tree):
-    tree.obtain()
-    (path,) = tree.cache.iterdir()
-    good = path.read_bytes()
-    path.write_bytes(good[:100] + b"\0" + good[101:])
-    assert tree.obtain(warning="the file is corrupt") == COMPILED
-    assert path.read_bytes() == good
-    assert tree.obtain() == FOUND
-
-
 def test_unwritable_cache_is_a_warning(tree: Tree):
-    (tree.root / "file").write_text("")
-    for cache in (tree.root / "file" / "cache", Path("/proc/no/cache")):
-        assert tree.obtain(cache=cache, warning="cannot be stored") == COMPILED
+    assert tree.obtain(cache=Path("/proc/no/cache"), warning="cannot be stored") == COMPILED
 
 
 # ---- what is installed ---------------------------------------------------------------------------
@@ -197,10 +180,8 @@ def test_compiles_without_kernel_and_libc_headers(tree: Tree, unit: str):
         "k=/sys/kernel/kheaders.tar.xz; test ! -e $k || mount --bind /dev/null $k;"
         'exec "$@"'
     )
-    programs = len(program_names(unit))
-    assert programs > 0
     said = tree.obtain("unshare", "-m", "sh", "-ec", hide, "sh", unit=unit)
-    assert said == f"compiled {programs}"
+    assert said == f"compiled {len(program_names(unit))}"
 
 
 def test_cached_artifact_is_used_without_bcc(built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch):
@@ -245,13 +226,6 @@ def test_compile_error_names_file_and_line(tree: Tree, name: str, old: str, new:
     assert f"(kbpf/bpf/{name}:{line})" in said
 
 
-def test_error_names_the_missing_header(tree: Tree):
-    (tree.root / "kbpf" / "bpf" / "lib" / "addr.h").unlink()
-    said = tree.obtain()
-    assert said.startswith("CompileError: cannot read a BPF source (")
-    assert "lib/addr.h" in said
-
-
 BROKEN_BCC = {
     "raise ImportError('libbcc.so.0: cannot open shared object file')": "libbcc.so.0: cannot open",
     "import os; os.kill(os.getpid(), 9)": "the compiler exited with status -9",
@@ -294,7 +268,7 @@ TIMES, FREE_MARK = (0, 8, 16), 42  # offsets in struct udp_flow: the times; fron
 
 
 @pytest.mark.parametrize("program", ["sendmsg4", "sendmsg6"])
-def test_flow_is_marked_free_before_it_is_written(artifact_cache: Path, program: str) -> None:
+def test_flow_is_marked_free_before_it_is_written(artifact_cache: Path, program: str):
     """The compiler keeps the order of create_flow(): other threads use the socket meanwhile."""
     made, _ = compile.find_or_compile("sock", artifact_cache)
     (insns,) = (code.insns for code in made.programs if code.name == program)

@@ -31,33 +31,33 @@ def agent(programs: None, tmp_path: Path) -> Iterator[Agent]:
         yield made
 
 
+def line(agent: Agent, words: str) -> str:
+    """The line of its log with these words. No table of kbpf is left for conntrack."""
+    (found,) = [line for line in agent.lines() if words in line]
+    assert run(*inside(agent.node.netns, None, "nft", "list", "tables")) == ""
+    return found
+
+
+def lacks(agent: Agent) -> str:
+    return "the kernel has no BTF" if agent.wrapper else "the kernel has no bpf_"
+
+
 @pytest.mark.parametrize("mode", ["auto", "bpf"])
-def test_agent_refuses_to_start(agent: Agent, mode: str) -> None:
+def test_agent_refuses_to_start(agent: Agent, mode: str):
     agent.start(wait=False, extra=("--mode", mode, "--forwarding", "netfilter"))
     assert agent.wait_ended() == 1
-    (line,) = [line for line in agent.lines() if "--forwarding netfilter" in line]
-    lacks = "the kernel has no BTF" if agent.wrapper else "the kernel has no bpf_"
-    assert f"--forwarding netfilter is not possible: {lacks}" in line
-    assert "use --mode ipvs, or --forwarding stack with the replacements in" in line
-    assert tables(agent) == ""
+    said = line(agent, f"--forwarding netfilter is not possible: {lacks(agent)}")
+    assert "use --mode ipvs, or --forwarding stack with the replacements in" in said
 
 
-def test_auto_uses_the_own_table_if_it_has_all_ports(agent: Agent) -> None:
-    ports = ("--masquerade-ports", "30000-65535")
-    agent.start(extra=("--forwarding", "auto", *ports))
-    (line,) = [line for line in agent.lines() if "forwarding=stack: " in line]
-    assert "--masquerade-ports leaves fewer than 1,024 ports above it to conntrack" in line
+def test_auto_uses_the_own_table_if_it_has_all_ports(agent: Agent):
+    agent.start(extra=("--forwarding", "auto", "--masquerade-ports", "30000-65535"))
+    said = line(agent, "forwarding=stack: ")
+    assert "--masquerade-ports leaves fewer than 1,024 ports above it to conntrack" in said
 
 
-def tables(agent: Agent) -> str:
-    return run(*inside(agent.node.netns, None, "nft", "list", "tables"))
-
-
-def test_auto_uses_the_own_table(agent: Agent) -> None:
+def test_auto_uses_the_own_table(agent: Agent):
     agent.start(extra=("--forwarding", "auto"))
-    (line,) = [line for line in agent.lines() if "forwarding=stack: " in line]
-    lacks = "the kernel has no BTF" if agent.wrapper else "the kernel has no bpf_"
-    assert lacks in line
+    assert lacks(agent) in line(agent, "forwarding=stack: ")
     assert agent.status()["packets"]["forwarding"] == "stack"
-    assert lacks in agent.status()["packets"]["fallback"]
-    assert tables(agent) == ""
+    assert lacks(agent) in agent.status()["packets"]["fallback"]

@@ -16,23 +16,21 @@ from kbpf.checks.row import Check, CheckRow
 from kbpf.checks.verdict import compute_verdict
 from tests.support.features import BY_KERNEL, FEATURES, IN_GUEST, family, lacking
 
-SETTINGS = frozenset(
-    (
-        Check.SNAT_PORTS,
-        Check.IP_FORWARDING,
-        Check.FORWARDING_MODE,
-        Check.FORWARD_CHAINS,
-        Check.PRE_DNAT_RULES,
-        Check.RP_FILTER,
-    )
-)
+SETTINGS = {
+    Check.SNAT_PORTS,
+    Check.IP_FORWARDING,
+    Check.FORWARDING_MODE,
+    Check.FORWARD_CHAINS,
+    Check.PRE_DNAT_RULES,
+    Check.RP_FILTER,
+}
 """Checks of the node, not of its kernel."""
-INSTALLED = frozenset((Check.COMPILER,))
-"""Checks of what is installed."""
+NOT_OF_THE_KERNEL = SETTINGS | {Check.COMPILER}
+"""The compiler is installed or not."""
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_table_matches_this_kernel(name: str) -> None:
+def test_feature_table_matches_this_kernel(name: str):
     assert bool(FEATURES[name].tried()) is not bool(lacking(name))
 
 
@@ -44,14 +42,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
     return (*bpf_checks.rows(None, pins, cache), *packet_path.check_packet_path(pins))
 
 
-def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
-    about_kernel = [row for row in rows if row.check not in SETTINGS | INSTALLED]
+def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ...]):
+    about_kernel = [row for row in rows if row.check not in NOT_OF_THE_KERNEL]
     assert {row.name for row in about_kernel if row.result == "unknown"} == set()
     lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
     assert {row.name for row in about_kernel if row.result == "no"} == lacks
+    verdict = compute_verdict(rows)
+    assert (verdict.usable, verdict.missing) == (True, ())
 
 
-def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
+def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow, ...]):
     """In Debian's kernels exactly the rows of BY_KERNEL say "no"."""
     for name in ("sctp", "ipvs", "conntrack_nat"):
         FEATURES[name].tried()
@@ -60,7 +60,7 @@ def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
-    others = {row.name for row in rows if row.check in SETTINGS | INSTALLED}
+    others = {row.name for row in rows if row.check in NOT_OF_THE_KERNEL}
     others |= {row.name for row in ipvs_checks.rows()}
     lacks = {row["name"] for row in said["items"] if row["result"] == "no"} - others
     if IN_GUEST:
@@ -72,12 +72,7 @@ def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow
     assert bool(said["ipvs_missing"]) is bool(lacking("ipvs"))
 
 
-def test_check_finds_this_kernel_usable(rows: tuple[CheckRow, ...]) -> None:
-    made = compute_verdict(rows)
-    assert (made.usable, made.missing) == (True, ())
-
-
-def test_check_reports_whether_mode_ipvs_is_usable() -> None:
+def test_check_reports_whether_mode_ipvs_is_usable():
     """The check does not load IPVS on every kernel, so the test of the feature loads it first."""
     rows = tuple(ipvs_checks.rows())
     made = compute_verdict([CheckRow(Check.BPF_SYSCALL, "no", True, "", ""), *rows])
@@ -89,7 +84,7 @@ def test_check_reports_whether_mode_ipvs_is_usable() -> None:
     assert [row.name for row in rows if row.result == "no" and not row.advice] == []
 
 
-def test_lacking_features_have_advice(rows: tuple[CheckRow, ...]) -> None:
-    silent = SETTINGS | INSTALLED | {Check.SCTP}
+def test_lacking_features_have_advice(rows: tuple[CheckRow, ...]):
+    silent = NOT_OF_THE_KERNEL | {Check.SCTP}
     lacks = [row for row in rows if row.result == "no" and row.check not in silent]
     assert [row.name for row in lacks if not re.search("Linux|CONFIG_", row.advice)] == []

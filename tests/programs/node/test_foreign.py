@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -32,31 +31,24 @@ from kbpf.kernel.bpf.objects import Link, Map, Program, list_attached
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_MAP_TYPE_ARRAY, BPF_PROG_TYPE_SCHED_CLS
 from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute
-from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
+from tests.programs.node.test_hooks_verified import WEB, alone
+from tests.programs.packets.tc.net import NEXT, both_directions, idle, insn
 from tests.support.features import needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import HOOKS, Site
 
 SOCK_ADDR = 18
-PASS = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
-NEXT = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
-
-
-class Hook(NamedTuple):
-    """A hook, the name of a foreign program attached there, and whether it is reported."""
-
-    hook: str
-    name: str
-    named: bool
+PASS = insn(0xB7, imm=1) + insn(0x95)
 
 
 ROWS = [
-    Hook("connect4", "cil_sock4_connect", True),
-    Hook("connect6", "calico_connect_v6", True),
-    Hook("sendmsg4", "", True),
-    Hook("sendmsg6", "sendmsg6", True),
-    Hook("getpeername4", "cil_sock4_getpeername", False),
+    ("connect4", "cil_sock4_connect", True),
+    ("connect6", "calico_connect_v6", True),
+    ("sendmsg4", "", True),
+    ("sendmsg6", "sendmsg6", True),
+    ("getpeername4", "cil_sock4_getpeername", False),
 ]
+"""A hook, the name of a foreign program attached there, and whether it is reported."""
 
 
 @contextlib.contextmanager
@@ -74,31 +66,35 @@ def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def serve(site: Site, **settings: object) -> BpfPlane:
+    plane = site.open(**settings)
+    plane.apply(WEB, None)
+    plane.tick(0.0)
+    return plane
+
+
 def reported(plane: BpfPlane) -> list[str]:
     return [line for line in plane.status().problems if "another load balancer" in line]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hook} {row.name}")
-def test_foreign_program_at_a_socket_hook_is_reported(site: Site, row: Hook, caplog: pytest.LogCaptureFixture) -> None:
-    plane = site.open()
-    plane.apply(WEB, None)
-    plane.tick(0.0)
+@pytest.mark.parametrize(("hook", "name", "is_named"), ROWS)
+def test_foreign_program_at_a_socket_hook_is_reported(site: Site, hook: str, name: str, is_named: bool, caplog):
+    plane = serve(site)
     assert reported(plane) == [], "our own programs are not reported"
     assert plane.shared.read_metrics().foreign_programs == 0
-    with theirs(site.cgroup, row.hook, row.name) as program:
+    with theirs(site.cgroup, hook, name) as program:
         plane.tick(socket_hooks.HOOK_VERIFY_INTERVAL_S)
         lines = reported(plane)
-        assert plane.shared.read_metrics().foreign_programs == len(lines) == row.named
-        name = row.name[:15] or "without a name"
-        if row.named:
-            assert f"{name} (id {program}) at {row.hook}; " in lines[0]
+        assert plane.shared.read_metrics().foreign_programs == len(lines) == is_named
+        if is_named:
+            assert f"{name[:15] or 'without a name'} (id {program}) at {hook}; " in lines[0]
         rows = list(neighbours.foreign_rows(snapshot.read(site.pins, attached_checks.NEEDS)))
         assert [one.detail for one in rows] == lines
         plane.tick(2 * socket_hooks.HOOK_VERIFY_INTERVAL_S)
         assert reported(plane) == lines
     plane.tick(3 * socket_hooks.HOOK_VERIFY_INTERVAL_S)
     assert reported(plane) == []
-    assert caplog.text.count("another load balancer") == row.named, "it is logged once"
+    assert caplog.text.count("another load balancer") == is_named, "it is logged once"
 
 
 def older(site: Site) -> None:
@@ -115,7 +111,7 @@ def interrupted(site: Site) -> None:
 
 
 @pytest.mark.parametrize("story", [older, interrupted], ids=lambda story: story.__name__)
-def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], None]) -> None:
+def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], None]):
     story(site)
     assert foreign.find_at_sockets(Pins(site.pins), site.cgroup) == ()
     plane = site.open()
@@ -136,7 +132,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("hook", "name", "owner"), REFUSED, ids=lambda value: str(value)[:20])
-def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: str, name: str, owner: str) -> None:
+def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: str, name: str, owner: str):
     before = neighbours.balancer_row(site.pins, site.cgroup)
     assert (before.result, before.detail, before.advice) == ("yes", "none at kbpf's hooks", "")
     with theirs(site.cgroup, hook, name) as program:
@@ -155,13 +151,11 @@ def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: s
     plane.apply(WEB, None)
 
 
-def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Site) -> None:
+def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Site):
     """Refusing would leave its attached programs without updates."""
     older(site)
     with theirs(site.cgroup, "connect4", "cil_sock4_connect") as program:
-        plane = site.open()
-        plane.apply(WEB, None)
-        plane.tick(0.0)
+        plane = serve(site)
         assert "cil_sock4_conne" in reported(plane)[0]
         row = neighbours.balancer_row(site.pins, site.cgroup)
         assert (row.result, row.needed) == ("no", False), "an agent may start"
@@ -172,35 +166,26 @@ def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Sit
 
 
 @pytest.mark.parametrize("name", ["policy_connect", ""])
-def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site, name: str) -> None:
+def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site, name: str):
     with theirs(site.cgroup, "connect4", name):
-        plane = site.open()
-        plane.apply(WEB, None)
-        plane.tick(0.0)
+        plane = serve(site)
         assert len(reported(plane)) == 1
 
 
-class NamedMaps(NamedTuple):
-    """The name of a program and those of its maps, and whether it is taken for one of kbpf."""
-
-    name: str
-    maps: str
-    is_kbpf: bool
-
-
 NAMED_MAPS = [
-    NamedMaps("tc_ingress", "tails reasons", True),
-    NamedMaps("tc_egress", "services_outer tails", True),
-    NamedMaps("connect4", "config sock_peers", True),
-    NamedMaps("sendmsg4", "affinity frontend_ports", True),
-    NamedMaps("connect4", "backend_slots_outer sock_peers", True),
-    NamedMaps("tc_ingress", "config flows devices node", False),
-    NamedMaps("tc_egress", "counts", False),
-    NamedMaps("connect4", "services counts meta config", False),
-    NamedMaps("tc_ingress", "tails", False),
-    NamedMaps("connect4", "sock_peers theirs", False),
-    NamedMaps("tc_ingress", "", False),
+    ("tc_ingress", "tails reasons", True),
+    ("tc_egress", "services_outer tails", True),
+    ("connect4", "config sock_peers", True),
+    ("sendmsg4", "affinity frontend_ports", True),
+    ("connect4", "backend_slots_outer sock_peers", True),
+    ("tc_ingress", "config flows devices node", False),
+    ("tc_egress", "counts", False),
+    ("connect4", "services counts meta config", False),
+    ("tc_ingress", "tails", False),
+    ("connect4", "sock_peers theirs", False),
+    ("tc_ingress", "", False),
 ]
+"""The name of a program, its maps, and whether it is taken for one of kbpf."""
 
 
 @contextlib.contextmanager
@@ -210,18 +195,18 @@ def loaded(name: str, map_names: str = "") -> Iterator[int]:
         insns = b""
         for map_name in map_names.split():
             array = stack.enter_context(Map.create(BPF_MAP_TYPE_ARRAY, map_name, 4, 4, 1))
-            insns += struct.pack("=BBhi", 0x18, 0x11, 0, array.fd) + bytes(8)  # r1 = the map
+            insns += insn(0x18, 0x11, 0, array.fd) + insn(0)  # r1 = the map
         program = Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, insns + PASS)
         yield stack.enter_context(program).read_info().id
 
 
-@pytest.mark.parametrize("row", NAMED_MAPS, ids=lambda row: f"{row.name} {row.maps}")
-def test_program_of_kbpf_is_recognized_by_several_names(row: NamedMaps) -> None:
-    with loaded(row.name, row.maps) as program:
-        assert unpinned.is_kbpf_program(program, row.name) is row.is_kbpf
+@pytest.mark.parametrize(("name", "maps", "is_kbpf"), NAMED_MAPS)
+def test_program_of_kbpf_is_recognized_by_several_names(name: str, maps: str, is_kbpf: bool):
+    with loaded(name, maps) as program:
+        assert unpinned.is_kbpf_program(program, name) is is_kbpf
 
 
-def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: pytest.MonkeyPatch):
     """A node may have hundreds of filters, and a pin for each of its devices."""
     reads: list[Pins] = []
     read = unpinned._read_pinned_ids
@@ -241,19 +226,17 @@ def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: p
 
 
 @needs("tcx")
-def test_first_start_beside_calico_on_a_device_is_refused(site: Site) -> None:
-    def story() -> None:
-        ip("link add up0 type veth peer name up1")
-        number = socket.if_nametoindex("up0")
-        with (
-            Program.load("cali_tc_preamble", BPF_PROG_TYPE_SCHED_CLS, 0, NEXT) as program,
-            tcx(number, program),
-            pytest.raises(KernelError, match=r"Calico's eBPF mode: .* at ingress of up0"),
-        ):
-            site.open()
+@alone
+def test_first_start_beside_calico_on_a_device_is_refused(site: Site):
+    ip("link add up0 type veth peer name up1")
+    number = socket.if_nametoindex("up0")
+    with (
+        idle("cali_tc_preamble") as program,
+        tcx(number, program),
+        pytest.raises(KernelError, match=r"Calico's eBPF mode: .* at ingress of up0"),
+    ):
         site.open()
-
-    run_in_new_namespaces(story)
+    site.open()
 
 
 def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[object]:
@@ -282,33 +265,30 @@ def clsact(ifindex: int, program: Program) -> Iterator[None]:
         ("cil_from_netdev", False),
     ],
 )
-def test_foreign_load_balancer_on_our_device_is_reported(site: Site, name: str, named: bool, how: object) -> None:
-    def story() -> None:
-        ip("link add up0 type veth peer name up1")
-        ip("link set up0 up")
-        device_thread.RESYNC_INTERVAL_S = 0.1
-        plane = site.open(packet_path=True, devices=("up0",))
-        plane.apply(WEB, None)
-        until("all devices were processed", lambda: plane.status().ready)
-        assert reported(plane) == []
-        number = socket.if_nametoindex("up0")
-        with (
-            Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, NEXT) as program,
-            how(number, program),  # type: ignore[operator]
-        ):
-            held = snapshot.read(site.pins, attached_checks.NEEDS)
-            shown = [one.detail for one in neighbours.foreign_rows(held)]
-            if named:
-                until("it is reported", lambda: reported(plane))
-                words = f"{name[:15]} (id {program.read_info().id}) at ingress of up0"
-                assert words in reported(plane)[0]
-                assert plane.shared.read_metrics().foreign_programs == 1
-                assert shown == reported(plane)
-            else:
-                assert shown == reported(plane) == []
-        plane.close()
-
-    run_in_new_namespaces(story)
+@alone
+def test_foreign_load_balancer_on_our_device_is_reported(site: Site, name: str, named: bool, how: object):
+    ip("link add up0 type veth peer name up1")
+    ip("link set up0 up")
+    device_thread.RESYNC_INTERVAL_S = 0.1
+    plane = serve(site, packet_path=True, devices=("up0",))
+    until("all devices were processed", lambda: plane.status().ready)
+    assert reported(plane) == []
+    number = socket.if_nametoindex("up0")
+    with (
+        idle(name) as program,
+        how(number, program),
+    ):
+        held = snapshot.read(site.pins, attached_checks.NEEDS)
+        shown = [one.detail for one in neighbours.foreign_rows(held)]
+        if named:
+            until("it is reported", lambda: reported(plane))
+            words = f"{name[:15]} (id {program.read_info().id}) at ingress of up0"
+            assert words in reported(plane)[0]
+            assert plane.shared.read_metrics().foreign_programs == 1
+            assert shown == reported(plane)
+        else:
+            assert shown == reported(plane) == []
+    plane.close()
 
 
 TAKES = (
@@ -318,47 +298,43 @@ TAKES = (
 
 
 @needs("tcx")
-@pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize(("result", "takes"), [(0, True), (-1, False)])
+@both_directions
+@pytest.mark.parametrize(("result", "takes"), [(0, True), (NEXT, False)])
+@alone
 def test_agent_reports_a_program_that_insists_on_the_first_place(
     site: Site, direction: Direction, result: int, takes: bool
-) -> None:
+):
     """A program that was there first is no problem: ours is attached before it. One that returns to
     the first place whenever ours is moved there is reported if it keeps packets from ours.
     """
-
-    def story() -> None:
-        ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
-        device_thread.RESYNC_INTERVAL_S = 0.1
-        number, kind = socket.if_nametoindex("up0"), ATTACH_TYPE[direction]
-        code = struct.pack("=BBhi", 0xB7, 0, 0, result) + struct.pack("=BBhi", 0x95, 0, 0, 0)
-        with Program.load("theirs", BPF_PROG_TYPE_SCHED_CLS, 0, code) as program:
-            theirs = program.read_info().id
-            link = Link.attach(program, number, kind)
-            plane = site.open(packet_path=True, devices=("up0",))
-            plane.apply(WEB, None)
-            until("all devices were processed", lambda: plane.status().ready)
-            for _ in range(MAX_MOVES + 1):
-                until("ours is first", lambda: list_attached(number, kind)[1:] == (theirs,))
-                until("it is no problem", lambda: "theirs" not in str(plane.status().problems))
-                link.detach()
-                link = Link.attach(program, number, kind, BPF_F_BEFORE)
-            text = TAKES.format(theirs, direction)
-            if takes:
-                until("it is reported", lambda: text in str(plane.status().problems))
-                assert plane.shared.read_metrics().foreign_programs == 1
-            else:
-                time.sleep(5 * device_thread.RESYNC_INTERVAL_S)
-                assert list_attached(number, kind)[0] == theirs, "ours is not moved any more"
-                assert "theirs" not in str(plane.status().problems)
+    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
+    device_thread.RESYNC_INTERVAL_S = 0.1
+    number, kind = socket.if_nametoindex("up0"), ATTACH_TYPE[direction]
+    code = insn(0xB7, imm=result) + insn(0x95)
+    with Program.load("theirs", BPF_PROG_TYPE_SCHED_CLS, 0, code) as program:
+        theirs = program.read_info().id
+        link = Link.attach(program, number, kind)
+        plane = serve(site, packet_path=True, devices=("up0",))
+        until("all devices were processed", lambda: plane.status().ready)
+        for _ in range(MAX_MOVES + 1):
+            until("ours is first", lambda: list_attached(number, kind)[1:] == (theirs,))
+            until("it is no problem", lambda: "theirs" not in str(plane.status().problems))
             link.detach()
-            until("it is no problem any more", lambda: "theirs" not in str(plane.status()))
-        plane.close()
+            link = Link.attach(program, number, kind, BPF_F_BEFORE)
+        text = TAKES.format(theirs, direction)
+        if takes:
+            until("it is reported", lambda: text in str(plane.status().problems))
+            assert plane.shared.read_metrics().foreign_programs == 1
+        else:
+            time.sleep(5 * device_thread.RESYNC_INTERVAL_S)
+            assert list_attached(number, kind)[0] == theirs, "ours is not moved any more"
+            assert "theirs" not in str(plane.status().problems)
+        link.detach()
+        until("it is no problem any more", lambda: "theirs" not in str(plane.status()))
+    plane.close()
 
-    run_in_new_namespaces(story)
 
-
-def test_many_devices_are_summarised_in_one_line() -> None:
+def test_many_devices_are_summarised_in_one_line():
     found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
     (line,) = foreign.format_lines(found)
     assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

@@ -7,6 +7,7 @@ Tests that mount run in a process with its own mount namespace.
 
 import ctypes
 import errno
+import functools
 import os
 import socket
 import sys
@@ -31,24 +32,14 @@ from tests.support.lab.lab import ip, remove_cgroup, until
 from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, flush, service
 
 WEB = desired(service("web", "10.96.0.1:80", "10.244.0.1:8080"))
-CONNECT4, CONNECT6 = 10, 11
+CONNECT4 = 10
 
 
-class Clock:
-    """A clock that tests advance."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def programs(cgroup: Path, attach_type: int = CONNECT4) -> tuple[int, ...]:
-    """Ids of the programs attached there."""
+def programs(cgroup: Path) -> tuple[int, ...]:
+    """Ids of the programs attached to connect4."""
     descriptor = os.open(cgroup, os.O_RDONLY)
     try:
-        return objects.list_attached(descriptor, attach_type)
+        return objects.list_attached(descriptor, CONNECT4)
     finally:
         os.close(descriptor)
 
@@ -133,11 +124,9 @@ def test_foreign_program_with_our_name_does_not_refuse_the_start(site: Site):
     """A program with the name of one of ours that uses none of our maps."""
     code = b"\xb7\x00\x00\x00\x01\x00\x00\x00" + b"\x95\x00\x00\x00\x00\x00\x00\x00"
     descriptor = os.open(site.cgroup, os.O_RDONLY)
-    with objects.Program.load("connect4", 18, CONNECT4, code) as program:
-        link = Link.attach(program, descriptor, CONNECT4)
-        with link:
-            site.open().apply(WEB, None)
-            assert len(programs(site.cgroup)) == 2
+    with objects.Program.load("connect4", 18, CONNECT4, code) as program, Link.attach(program, descriptor, CONNECT4):
+        site.open().apply(WEB, None)
+        assert len(programs(site.cgroup)) == 2
     os.close(descriptor)
 
 
@@ -251,48 +240,54 @@ def run_in_new_namespaces(story: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that runs in a process with new mount and network namespaces."""
+
+    @functools.wraps(test)
+    def run(**fixtures: object) -> None:
+        run_in_new_namespaces(lambda: test(**fixtures))
+
+    return run
+
+
+@alone
 def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
     """The agent continues through its descriptor of the folder: it programs, grows its maps and
     verifies its hooks. A second agent refuses to start. Without the mount everything is as before.
     """
-
-    def story() -> None:
-        unpinned.DETACH_WAIT_S = 0.2
-        plane = site.open()
-        plane.apply(WEB, None)
-        plane.tick(0.0)
-        plane.write_status(b"{}")
-        assert plane.status().faults == ()
-        before = programs(site.cgroup)
-        mount_bpffs_over(site.pins.parent)
-        plane.write_status(b"{}")
-        (fault,) = plane.status().faults
-        assert "is hidden by a mount on top of it" in fault, fault
-        plane.tick(1000.0)
-        assert programs(site.cgroup) == before
-        many = desired(
-            *(service(f"s{n}", f"10.96.{1 + n // 200}.{n % 200}:80", "10.244.0.1:8080") for n in range(3000))
-        )
-        assert not plane.apply(many, None).refused
-        assert len(programs(site.cgroup)) == 1
-        second = Site(site.cache, cgroup=site.cgroup)
-        second.pins = site.pins
-        with pytest.raises(KernelError, match="not pinned in this folder") as refused:
-            second.open()
-        assert "findmnt" in refused.value.hint
-        assert len(programs(site.cgroup)) == 1
-        assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 2) == 0  # MNT_DETACH
-        plane.write_status(b"{}")
-        assert plane.status().faults == ()
-        plane.close()
-        third = site.open()
-        third.apply(many, None)
-        assert len(programs(site.cgroup)) == 1
-
-    run_in_new_namespaces(story)
+    unpinned.DETACH_WAIT_S = 0.2
+    plane = site.open()
+    plane.apply(WEB, None)
+    plane.tick(0.0)
+    plane.write_status(b"{}")
+    assert plane.status().faults == ()
+    before = programs(site.cgroup)
+    mount_bpffs_over(site.pins.parent)
+    plane.write_status(b"{}")
+    (fault,) = plane.status().faults
+    assert "is hidden by a mount on top of it" in fault, fault
+    plane.tick(1000.0)
+    assert programs(site.cgroup) == before
+    many = desired(*(service(f"s{n}", f"10.96.{1 + n // 200}.{n % 200}:80", "10.244.0.1:8080") for n in range(3000)))
+    assert not plane.apply(many, None).refused
+    assert len(programs(site.cgroup)) == 1
+    second = Site(site.cache, cgroup=site.cgroup)
+    second.pins = site.pins
+    with pytest.raises(KernelError, match="not pinned in this folder") as refused:
+        second.open()
+    assert "findmnt" in refused.value.hint
+    assert len(programs(site.cgroup)) == 1
+    assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 2) == 0  # MNT_DETACH
+    plane.write_status(b"{}")
+    assert plane.status().faults == ()
+    plane.close()
+    third = site.open()
+    third.apply(many, None)
+    assert len(programs(site.cgroup)) == 1
 
 
 @needs("tcx")
+@alone
 def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
     """The device thread syncs all devices again and attaches nothing twice; an agent that starts
     finds the attached programs.
@@ -301,26 +296,21 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
     def tcx_programs() -> list[int]:
         return [len(objects.list_attached(socket.if_nametoindex("up0"), kind)) for kind in ATTACH_TYPE.values()]
 
-    def story() -> None:
-        ip("link add up0 type veth peer name up1")
-        ip("link set up0 up")
-        ip("link set up1 up")
-        device_thread.RESYNC_INTERVAL_S = 0.1
-        plane = site.open(packet_path=True, devices=("up0",))
-        plane.apply(WEB, None)
-        until("it is attached", lambda: plane.status().packets and tcx_programs() == [1, 1])
-        until("all devices were processed", lambda: plane.status().ready)
-        mount_bpffs_over(site.pins.parent)
-        turns = []
-        sync = attach.DeviceAttachments.sync
-        attach.DeviceAttachments.sync = lambda *given: turns.append(1) or sync(*given)  # type: ignore
-        until("all devices were synced twice", lambda: len(turns) > 2)
-        assert tcx_programs() == [1, 1]
-        assert not plane.status().packets.failed
-        site.pins.mkdir(parents=True)
-        programs = unpinned.find_unpinned(Pins(site.pins), site.cgroup)
-        places = {program.place for program in programs}
-        assert {"ingress of up0", "egress of up0"} <= places, places
-        plane.close()
-
-    run_in_new_namespaces(story)
+    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
+    device_thread.RESYNC_INTERVAL_S = 0.1
+    plane = site.open(packet_path=True, devices=("up0",))
+    plane.apply(WEB, None)
+    until("it is attached", lambda: plane.status().packets and tcx_programs() == [1, 1])
+    until("all devices were processed", lambda: plane.status().ready)
+    mount_bpffs_over(site.pins.parent)
+    turns = []
+    sync = attach.DeviceAttachments.sync
+    attach.DeviceAttachments.sync = lambda *given: turns.append(1) or sync(*given)
+    until("all devices were synced twice", lambda: len(turns) > 2)
+    assert tcx_programs() == [1, 1]
+    assert not plane.status().packets.failed
+    site.pins.mkdir(parents=True)
+    programs = unpinned.find_unpinned(Pins(site.pins), site.cgroup)
+    places = {program.place for program in programs}
+    assert {"ingress of up0", "egress of up0"} <= places, places
+    plane.close()

@@ -5,12 +5,11 @@ rule in a FORWARD chain. Each test has its own network namespace.
 
 import itertools
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import pytest
 
@@ -22,34 +21,27 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules, iptables_legacy
-from kbpf.kernel.system import netns, sysctl
+from kbpf.kernel.system import sysctl
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
 from tests.support.features import needs
-from tests.support.lab.lab import inside
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import run
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import Site, desired, service
 
-T = TypeVar("T")
 USUAL = (32768, 60999)
 CONFIG = Config(masquerade_ports=(61_000, 65_535))
 WIDE = (1024, 65535)
 
 
-class Bench:
+class Bench(Namespace):
     """A network namespace and a pin folder, and an agent that maintains both."""
 
-    def __init__(self, where: str, folder: Path) -> None:
-        self.where = where
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name)
         self.pins = Pins(folder)
         self.clock = itertools.count(0, HOST_POLL_INTERVAL_S)
         self.host_integration = HostIntegration(self.pins, CONFIG)
-
-    def do(self, action: Callable[[], T]) -> T:
-        return netns.run_in(Path("/run/netns") / self.where, action)
-
-    def run(self, *words: str, stdin: str | None = None) -> str:
-        return command(*inside(self.where, None, *words), stdin=stdin)
 
     def poll(self, **changed: object) -> None:
         """Polls once; with `changed`, first starts another agent with these settings."""
@@ -57,6 +49,10 @@ class Bench:
             self.host_integration = HostIntegration(self.pins, replace(CONFIG, **changed))
         now = float(next(self.clock))
         self.do(lambda: self.host_integration.poll(now))
+
+    def poll_30_s(self) -> None:
+        for _ in range(int(30 / HOST_POLL_INTERVAL_S)):
+            self.poll()
 
     def set(self, local: tuple[int, int], reserved: str) -> None:
         self.do(lambda: sysctl.write(sysctl.LOCAL_PORT_RANGE, f"{local[0]} {local[1]}"))
@@ -66,23 +62,34 @@ class Bench:
     def reserved(self) -> str:
         return self.do(lambda: sysctl.read(sysctl.RESERVED_PORTS))
 
+    @property
+    def generation(self) -> int:
+        """Of the nftables ruleset: each change makes a new one."""
+        return self.do(forward_rules.read_generation)
+
+    @property
+    def chains(self) -> dict[str, forward_rules.BaseChain]:
+        return {chain.family: chain for chain in self.do(forward_rules.list_forward_chains)}
+
     def remove(self) -> tuple[str, ...]:
         return self.do(lambda: host.remove(self.pins))
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    where = f"kbbe{os.getpid()}"
-    command("ip", "netns", "add", where)
-    try:
-        made = Bench(where, tmp_path)
-        made.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
-        yield made
-    finally:
-        command("ip", "netns", "del", where)
+def bench(namespace: Namespace, tmp_path: Path) -> Bench:
+    made = Bench(namespace.name, tmp_path)
+    made.run("sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
+    return made
 
 
-def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def logged(caplog) -> Callable[[str], list[str]]:
+    """A function that returns the lines of the log with these words."""
+    caplog.set_level(logging.INFO, "kbpf")
+    return lambda words: [line for record in caplog.records if words in (line := record.getMessage())]
+
+
+def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypatch):
     """Ten times as long between two readings, while the ruleset changes all the time."""
     clock, read_at = [0.0], []
 
@@ -98,16 +105,14 @@ def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypa
     assert read_at == [0, 12, 24, 36]
 
 
-def test_rules_that_cannot_be_parsed_do_not_end_the_agent(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rules_that_cannot_be_parsed_do_not_end_the_agent(bench: Bench, monkeypatch, logged):
     def parse() -> tuple[str, ...]:
         raise ValueError("odd")
 
     monkeypatch.setattr(host.firewalls, "find_early_chains", parse)
-    for _ in range(30):
-        bench.poll()
-    assert caplog.text.count("cannot read the firewall rules of the node") == 1
+    for _ in range(3):
+        bench.poll_30_s()
+    assert len(logged("cannot read the firewall rules of the node")) == 1
 
 
 @needs("conntrack_nat")
@@ -116,47 +121,38 @@ def test_rules_that_cannot_be_parsed_do_not_end_the_agent(
     [("iptables -P FORWARD DROP", "iptables -P FORWARD ACCEPT"), ("nft -f -", "nft delete table inet shut")],
     ids=["iptables", "another table"],
 )
-def test_packets_are_marked_only_where_forward_may_refuse_them(bench: Bench, close: str, reopen: str) -> None:
+def test_packets_are_marked_only_where_forward_may_refuse_them(bench: Bench, close: str, reopen: str):
     """With conntrack: two chains, which each forwarded packet would pass."""
     config = replace(CONFIG, forwarding="netfilter", masquerade_ports=(61_000, 62_000))
     bench.do(lambda: bench.host_integration.choose_forwarding(config))
     shut = "table inet shut { chain c { type filter hook forward priority 0; policy drop; }; }"
     for command_line, marks in (("true", False), (close, True), (reopen, False)):
-        bench.run(*command_line.split(), stdin=shut)
+        bench.run(command_line, stdin=shut)
         bench.poll()
-        table = bench.run("nft", "list", "table", "inet", nat_table.TABLE)
+        table = bench.run(f"nft list table inet {nat_table.TABLE}")
         assert ("chain nat" in table, table.count("hook forward")) == (True, 2 * marks)
 
 
+NFT = "table inet t { chain c { type filter hook prerouting priority raw ; tcp dport 30080 drop ; } ; }"
 LEGACY = "iptables-legacy -w -t raw {} PREROUTING -p tcp --dport 30080 -j DROP"
 BYPASSED = {
-    "nft": (
-        (
-            "nft add table inet t",
-            "nft add chain inet t c { type filter hook prerouting priority raw ; }",
-            "nft add rule inet t c tcp dport 30080 drop",
-        ),
-        "nft delete table inet t",
-    ),
-    "iptables-legacy": ((LEGACY.format("-A"),), LEGACY.format("-D")),
+    "nft": (f"nft add {NFT}", "nft delete table inet t"),
+    "iptables-legacy": (LEGACY.format("-A"), LEGACY.format("-D")),
 }
 
 
 @pytest.mark.parametrize("tool", BYPASSED)
-def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str) -> None:
+def test_bypassed_rules_are_found_within_30_s(bench: Bench, tool: str):
     """Rules before DNAT that are added while the agent runs, and removed again."""
-    added, removed = BYPASSED[tool]
     bench.poll()
-    for commands, count in ((added, 1), ((removed,), 0)):
-        for command_line in commands:
-            bench.run(*command_line.split())
-        for _ in range(int(30 / HOST_POLL_INTERVAL_S)):
-            bench.poll()
+    for command_line, count in zip(BYPASSED[tool], (1, 0), strict=True):
+        bench.run(command_line)
+        bench.poll_30_s()
         assert len(bench.host_integration.bypassed.chains) == count
         assert len(bench.host_integration.problems()) == count
 
 
-def test_rules_are_read_again_when_the_own_table_serves_a_port(bench: Bench, site: Site) -> None:
+def test_rules_are_read_again_when_the_own_table_serves_a_port(bench: Bench, site: Site):
     """A rule of long ago, for the port of a Service of today: of SCTP, which is in kbpf's own table
     although conntrack is used.
     """
@@ -164,12 +160,10 @@ def test_rules_are_read_again_when_the_own_table_serves_a_port(bench: Bench, sit
     config = replace(CONFIG, forwarding="netfilter", masquerade_ports=(61_000, 62_000))
     bench.host_integration = HostIntegration(Pins(site.pins), config)
     bench.do(lambda: bench.host_integration.choose_forwarding(config))
-    for command_line in BYPASSED["nft"][0]:
-        bench.run(*command_line.replace("30080", "443").split())
+    bench.run(f"nft add {NFT}".replace("30080", "443"))
     for frontend, count in (("10.96.0.1:80", 0), ("LoadBalancer=192.0.2.1:443", 1)) * 2:
         plane.apply(desired(service("web", frontend, "10.1.0.1:80", Protocol.SCTP)), None)
-        for _ in range(int(30 / HOST_POLL_INTERVAL_S)):
-            bench.poll()
+        bench.poll_30_s()
         assert len(bench.host_integration.bypassed.chains) == count
 
 
@@ -183,7 +177,7 @@ OWN_TABLE = {
 
 
 @pytest.mark.parametrize("kind", OWN_TABLE)
-def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, kind: str) -> None:
+def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, kind: str):
     role, flags, bridge, every = OWN_TABLE[kind]
     made = (
         service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", "10.1.0.1:80"),
@@ -198,15 +192,6 @@ def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, 
     assert host.read_external_ports(Pins(site.pins)) == {30080, 30082}
     in_own_table = host.read_external_ports(Pins(site.pins), in_conntrack=True)
     assert in_own_table == ({30080, 30082} if every else {30082})
-
-
-def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
-
-
-@pytest.fixture(autouse=True)
-def _log_at_info(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kbpf")
 
 
 # ---- ports ---------------------------------------------------------------------------------------
@@ -260,11 +245,11 @@ def test_sockets_get_no_reserved_port(bench: Bench):
         "try:\n socket.create_server(('127.0.0.1', 0))\n"
         "except OSError as e: print(e.errno)\n"
     )
-    said = bench.run(sys.executable, "-c", script).split()
+    said = bench.run(f"{sys.executable} -c", script).split()
     assert said == ["61000", "61001", "61002", "61003", "98"]
 
 
-def test_reserved_ports_follow_changes_by_others(bench: Bench, caplog: pytest.LogCaptureFixture):
+def test_reserved_ports_follow_changes_by_others(bench: Bench, logged):
     bench.set(USUAL, "")
     bench.poll()
     assert bench.reserved == ""
@@ -277,7 +262,7 @@ def test_reserved_ports_follow_changes_by_others(bench: Bench, caplog: pytest.Lo
     bench.set(USUAL, "7,61000-65535")
     bench.poll()
     assert bench.reserved == "7,62000", "ours are outside the local range again"
-    assert sum("reserved" in line for line in log_messages(caplog)) == 2
+    assert len(logged("reserved")) == 2
 
 
 def test_ports_that_others_reserved_over_ours_stay(bench: Bench):
@@ -300,9 +285,7 @@ def test_changed_masquerade_ports_replace_the_old_range(bench: Bench):
     assert bench.reserved == "8080"
 
 
-def test_sysctl_that_cannot_be_written_is_logged_once(
-    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_sysctl_that_cannot_be_written_is_logged_once(bench: Bench, logged, monkeypatch):
     bench.set(WIDE, "8080")
 
     def refuse(name: str, value: str) -> None:
@@ -311,10 +294,9 @@ def test_sysctl_that_cannot_be_written_is_logged_once(
     monkeypatch.setattr(sysctl, "write", refuse)
     for _ in range(3):
         bench.poll()
-    said = [line for line in log_messages(caplog) if "cannot set" in line]
-    assert len(said) == 1
-    assert "EROFS" in said[0]
-    assert "net.ipv4.ip_local_reserved_ports=8080,61000-65535" in said[0]
+    (said,) = logged("cannot set")
+    assert "EROFS" in said
+    assert "net.ipv4.ip_local_reserved_ports=8080,61000-65535" in said
     monkeypatch.undo()
     assert bench.remove() == (), "nothing was reserved by us"
     assert bench.reserved == "8080"
@@ -327,32 +309,28 @@ def test_read_only_proc_sys_error_names_the_sysctl(bench: Bench):
         "except Exception as e: print(e)\n"
     )
     mounted = 'mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; exec "$@"'
-    said = bench.run("unshare", "-m", "sh", "-c", mounted, "sh", sys.executable, "-c", script)
+    said = bench.run("unshare -m sh -c", mounted, "sh", sys.executable, "-c", script)
     assert said.startswith("cannot set net.ipv4.ip_local_reserved_ports")
     assert "EROFS" in said
     assert "sysctl -w net.ipv4.ip_local_reserved_ports=1" in said
 
 
-def test_disabled_ip_forward_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture):
-    bench.run("sysctl", "-qw", "net.ipv4.ip_forward=0")
+def test_disabled_ip_forward_is_logged_once(bench: Bench, logged):
+    bench.run("sysctl -qw net.ipv4.ip_forward=0")
     for _ in range(2):
         bench.poll()
-    assert [line for line in log_messages(caplog) if "forwards nothing" in line] == [
+    assert logged("forwards nothing") == [
         "net.ipv4.ip_forward is 0, so this node forwards nothing to pods; set it to 1"
     ]
-    assert bench.run("sysctl", "-n", "net.ipv4.ip_forward").strip() == "0", "the agent leaves it"
+    assert bench.run("sysctl -n net.ipv4.ip_forward").strip() == "0", "the agent leaves it"
 
 
 # ---- the rule ------------------------------------------------------------------------------------
 
 
-def chains(bench: Bench) -> dict[str, forward_rules.BaseChain]:
-    return {chain.family: chain for chain in bench.do(forward_rules.list_forward_chains)}
-
-
 def close(bench: Bench) -> None:
-    bench.run("iptables-nft", "-P", "FORWARD", "DROP")
-    bench.run("ip6tables-nft", "-P", "FORWARD", "DROP")
+    for tool in ("iptables-nft", "ip6tables-nft"):
+        bench.run(f"{tool} -P FORWARD DROP")
 
 
 OPEN = [
@@ -367,26 +345,26 @@ OPEN = [
 
 @pytest.mark.parametrize("ruleset", OPEN)
 def test_open_forward_chains_are_not_changed(bench: Bench, ruleset: str):
-    bench.run("nft", "-f", "-", stdin=ruleset)
-    before = bench.do(forward_rules.read_generation)
+    bench.run("nft -f -", stdin=ruleset)
+    before = bench.generation
     bench.poll()
-    assert bench.do(forward_rules.read_generation) == before
+    assert bench.generation == before
 
 
 def test_poll_of_a_correct_rule_changes_nothing(bench: Bench):
     close(bench)
     bench.poll()
-    before = bench.do(forward_rules.read_generation)
+    before = bench.generation
     bench.poll()
     bench.poll(masquerade_bit=14)
-    assert bench.do(forward_rules.read_generation) == before
-    assert all(chain.has_masquerade_rule(0x4000) for chain in chains(bench).values())
-    assert bench.run("iptables-nft", "-S", "FORWARD").splitlines()[1:] == [
+    assert bench.generation == before
+    assert all(chain.has_masquerade_rule(0x4000) for chain in bench.chains.values())
+    assert bench.run("iptables-nft -S FORWARD").splitlines()[1:] == [
         '-A FORWARD -m mark --mark 0x4000/0x4000 -m comment --comment "kbpf: masqueraded, mark 0x4000" -j ACCEPT'
     ]
 
 
-def test_poll_without_ruleset_changes_lists_no_chain(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_poll_without_ruleset_changes_lists_no_chain(bench: Bench, monkeypatch):
     close(bench)
     bench.poll()
     bench.poll()
@@ -398,73 +376,67 @@ def test_changed_mark_replaces_the_old_rule(bench: Bench):
     close(bench)
     bench.poll()
     bench.poll(masquerade_bit=31)
-    for chain in chains(bench).values():
+    for chain in bench.chains.values():
         assert [rule.comment for rule in chain.rules] == ["kbpf: masqueraded, mark 0x80000000"]
     assert set(bench.remove()) == {"rule in ip filter FORWARD", "rule in ip6 filter FORWARD"}
-    assert all(chain.rules == () for chain in chains(bench).values())
+    assert all(chain.rules == () for chain in bench.chains.values())
 
 
 def test_concurrently_changed_chain_is_an_error_and_the_next_poll_succeeds(bench: Bench):
     """The rule that ours was to be inserted before is removed between the listing and the
     change.
     """
-    bench.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
-    chain = chains(bench)["ip"]
-    bench.run("iptables-nft", "-F", "FORWARD")
+    bench.run("iptables-nft -A FORWARD -j DROP")
+    chain = bench.chains["ip"]
+    bench.run("iptables-nft -F FORWARD")
     with pytest.raises(KernelError) as caught:
         bench.do(lambda: forward_rules.accept_marked(chain, 0x4000))
     assert caught.value.errno in host.TRANSIENT_ERRNOS
-    bench.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
+    bench.run("iptables-nft -A FORWARD -j DROP")
     bench.poll()
-    assert chains(bench)["ip"].has_masquerade_rule(0x4000)
+    assert bench.chains["ip"].has_masquerade_rule(0x4000)
 
 
 def test_failed_transaction_keeps_the_old_rule(bench: Bench):
     """The old rule is deleted and the new one added in one transaction."""
     close(bench)
     bench.poll()
-    chain = chains(bench)["ip"]
+    chain = bench.chains["ip"]
     wrong = replace(chain, rules=(*chain.rules, forward_rules.ChainRule(999, forward_rules.masquerade_comment(1))))
     with pytest.raises(KernelError):
         bench.do(lambda: forward_rules.accept_marked(wrong, 2))
-    assert chains(bench)["ip"] == chain
+    assert bench.chains["ip"] == chain
 
 
-def test_missing_python3_nftables_is_logged_once(
-    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_python3_nftables_is_logged_once(bench: Bench, logged, monkeypatch):
     close(bench)
     monkeypatch.setitem(sys.modules, "nftables", None)
     for _ in range(3):
         bench.poll()
-    assert len([line for line in log_messages(caplog) if "python3-nftables" in line]) == 1
+    assert len(logged("python3-nftables")) == 1
     assert forward_rules.probe_nf_tables().works is None
     assert bench.remove() == ()
 
 
-def test_foreign_chain_that_drops_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture):
-    bench.run("nft", "-f", "-", stdin=OPEN[1])
+def test_foreign_chain_that_drops_is_logged_once(bench: Bench, logged):
+    bench.run("nft -f -", stdin=OPEN[1])
     for _ in range(2):
         bench.poll()
-    said = [line for line in log_messages(caplog) if "inet filter forward" in line]
-    assert len(said) == 1
-    assert "let packets with mark 0x4000 pass there" in said[0]
+    (said,) = logged("inet filter forward")
+    assert "let packets with mark 0x4000 pass there" in said
 
 
-def test_iptables_legacy_filter_table_is_logged_once(
-    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_iptables_legacy_filter_table_is_logged_once(bench: Bench, logged, monkeypatch, tmp_path: Path):
     names = tmp_path / "names"
     names.write_text("nat\n")
     monkeypatch.setitem(iptables_legacy.FAMILIES, "ip", (names, ""))
     bench.poll(masquerade_bit=14)
-    assert not [line for line in log_messages(caplog) if "legacy" in line]
+    assert logged("legacy") == []
     names.write_text("nat\nfilter\n")
     bench.poll(masquerade_bit=14)
     bench.poll()
-    said = [line for line in log_messages(caplog) if "legacy" in line]
-    assert len(said) == 1
-    assert "0x4000" in said[0]
+    (said,) = logged("legacy")
+    assert "0x4000" in said
 
 
 NO_DESCRIPTOR_LEFT = """
@@ -488,6 +460,6 @@ except KernelError as error:
 
 def test_libnftables_without_a_socket_raises_instead_of_exiting():
     """As where the kernel has no nfnetlink."""
-    probed, raised = command(sys.executable, "-c", NO_DESCRIPTOR_LEFT).splitlines()
+    probed, raised = run(sys.executable, "-c", NO_DESCRIPTOR_LEFT).splitlines()
     assert probed == "this kernel has no nf_tables: EMFILE"
     assert "(nf_tables): EMFILE" in raised

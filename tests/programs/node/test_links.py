@@ -2,7 +2,6 @@
 """Links.add_address() returns once packets to the address arrive, even while the kernel is busy."""
 
 import contextlib
-import os
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +9,8 @@ from collections.abc import Iterator
 from kbpf.kernel.net import links as module
 from kbpf.kernel.net.links import Links
 from kbpf.kernel.system import sandbox
-from tests.support.lab.lab import DIE_WITH_US, PATIENCE, ip, run
+from tests.support.lab import namespace as namespaces
+from tests.support.lab.lab import DIE_WITH_US, PATIENCE
 
 ADDRESSES = tuple(f"fd00:99::{number:x}" for number in range(1, 601))
 
@@ -18,35 +18,19 @@ ADDRESSES = tuple(f"fd00:99::{number:x}" for number in range(1, 601))
 @contextlib.contextmanager
 def others_change_devices() -> Iterator[None]:
     """Other processes hold the lock of all network devices (RTNL) most of the time."""
-    name = f"kbx{os.getpid()}"
-    change = "\n".join(f"link add {name}{n} type dummy\nlink del {name}{n}" for n in range(50))
-    run("ip", "netns", "add", name)
-    busy = [
-        subprocess.Popen(
-            [
-                *DIE_WITH_US,
-                "sh",
-                "-c",
-                f'while echo "$1" | ip -n {name} -b -; do :; done',
-                "",
-                each,
-            ],
-            stderr=subprocess.DEVNULL,
-        )
-        for each in (change, change.replace(name, f"{name}b"))
-    ]
-    try:
+    with namespaces.made() as namespace, contextlib.ExitStack() as stack:
+        loop = f'while echo "$1" | ip -n {namespace.name} -b -; do :; done'
+        for name in "ab":
+            change = "\n".join(f"link add {name}{n} type dummy\nlink del {name}{n}" for n in range(50))
+            command = [*DIE_WITH_US, "sh", "-c", loop, "", change]
+            child = stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            stack.callback(child.kill)
         yield
-    finally:
-        for child in busy:
-            child.kill()
-            child.wait()
-        ip(f"netns del {name}")
 
 
 def first_unreached() -> str | None:
     """The first address that lost a datagram sent right after the address was added."""
-    module.LOCAL_ROUTE_TIMEOUT_S = PATIENCE  # type: ignore[misc]  # of this process only
+    module.LOCAL_ROUTE_TIMEOUT_S = PATIENCE  # of this process only
     with Links() as links, socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as server:
         links.set_up("lo")
         server.bind(("::", 5353))

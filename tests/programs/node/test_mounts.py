@@ -2,7 +2,6 @@
 """Finding the bpffs and the cgroup v2 hierarchy, and mounting them where none is mounted."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,9 @@ from kbpf.kernel.system.mounts import (
     list_mounts,
     parse_mountinfo,
 )
-from tests.support.lab.lab import PATIENCE, V1_ONLY, cgroup2, inside, remove_cgroup, run
+from tests.support.lab.lab import V1_ONLY, cgroup2, inside, remove_cgroup, run
 from tests.support.plane import BPFFS
 
-ROOT = Path(__file__).parents[3]
 PURE = "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 HYBRID = """\
 33 25 0:29 / /sys/fs/cgroup ro,nosuid shared:9 - tmpfs tmpfs ro,mode=755
@@ -31,6 +29,9 @@ HYBRID = """\
 POD = "99 1 0:26 /kubepods/pod1 /sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
 HOST = "98 1 0:26 /../../.. /host/sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
 PLACE = "40 25 0:26 / /mnt/my\\040cgroups rw - cgroup2 none rw"
+
+
+PART = "only a part of the cgroup v2 hierarchy is mounted ("
 
 
 class Row(NamedTuple):
@@ -50,18 +51,8 @@ ROWS = [
     Row("several mounts: the shortest path", f"{PLACE}\n{HYBRID}\n{PURE}", "/mnt/my cgroups"),
     Row("a subtree and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
     Row("a container with the host's mounted", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup", ("/sys/fs/cgroup",)),
-    Row(
-        "only a subtree is visible",
-        POD,
-        "only a part of the cgroup v2 hierarchy is mounted (/sys/fs/cgroup shows /kubepods/pod1); ",
-        ("/sys/fs/cgroup",),
-    ),
-    Row(
-        "a cgroup namespace",
-        PURE,
-        "only a part of the cgroup v2 hierarchy is mounted (/sys/fs/cgroup shows a part of it); ",
-        ("/sys/fs/cgroup",),
-    ),
+    Row("only a subtree is visible", POD, PART + "/sys/fs/cgroup shows /kubepods/pod1); ", ("/sys/fs/cgroup",)),
+    Row("a cgroup namespace", PURE, PART + "/sys/fs/cgroup shows a part of it); ", ("/sys/fs/cgroup",)),
     Row("a cgroup namespace and the whole", f"{PURE}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
     Row("broken lines are skipped", f"\n1 2 3\n- - -\n{PURE}\nx y z / /a b", "/sys/fs/cgroup"),
 ]
@@ -133,22 +124,23 @@ V1_ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", V1_ROWS)
-def test_hierarchy_of_a_node_with_cgroup_v1_only_is_mounted(name: str):
-    wrapper, output = V1_ROWS[name]
-    python = (*wrapper.split(), sys.executable, "-c", ROOT_OR_ERROR)
+def run_in_cgroup(*command: str) -> str:
     folder = cgroup2() / f"kbpf-test-{os.getpid()}"
     folder.mkdir()
     try:
-        inner = run(*inside(None, folder, *V1_ONLY, *python))
+        return run(*inside(None, folder, *command))
     finally:
         remove_cgroup(folder)
-    assert inner.strip() == output
 
 
-def test_root_of_a_cgroup_namespace_is_refused():
+@pytest.mark.parametrize("name", V1_ROWS)
+def test_hierarchy_of_a_node_with_cgroup_v1_only_is_mounted(name: str):
+    wrapper, output = V1_ROWS[name]
+    assert run_in_cgroup(*V1_ONLY, *wrapper.split(), sys.executable, "-c", ROOT_OR_ERROR).strip() == output
+
+
+def test_root_of_a_cgroup_namespace_is_refused(tmp_path: Path):
     """A container sees its own cgroup as "/" in a mount that was made inside of it."""
-    folder = cgroup2() / f"kbpf-test-{os.getpid()}"
     code = (
         "from kbpf.kernel.system import mounts\n"
         "seen = [m for m in mounts.list_mounts() if m.path.name == 'cgroup']\n"
@@ -156,28 +148,10 @@ def test_root_of_a_cgroup_namespace_is_refused():
         "try: print(mounts.find_cgroup_root(tuple(seen)))\n"
         "except mounts.KernelError as error: print(error)\n"
     )
-    script = (
-        'echo $$ > "$1/cgroup.procs"; exec unshare -Cm --propagation private sh -ec '
-        '\'mount -t cgroup2 none "$1"; exec "$2" -c "$3"\' sh "$4" "$2" "$3"'
-    )
-    folder.mkdir()
-    place = Path("/tmp") / f"kbpf-test-{os.getpid()}" / "cgroup"
-    place.mkdir(parents=True)
-    try:
-        done = subprocess.run(
-            ["sh", "-ec", script, "sh", str(folder), sys.executable, code, str(place)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-            timeout=PATIENCE,
-        )
-    finally:
-        remove_cgroup(folder)
-        place.rmdir()
-        place.parent.rmdir()
-    assert done.returncode == 0, done.stderr
-    root, error = done.stdout.splitlines()
+    mount = 'mount -t cgroup2 none "$1"; exec "$2" -c "$3"'
+    (tmp_path / "cgroup").mkdir()
+    namespace = ("unshare", "-Cm", "--propagation", "private", "sh", "-ec", mount, "sh")
+    root, error = run_in_cgroup(*namespace, str(tmp_path / "cgroup"), sys.executable, code).splitlines()
     assert "'/'" in root
     assert error.startswith("only a part of the cgroup v2 hierarchy is mounted (")
 
@@ -187,16 +161,7 @@ def python_without_bpffs(code: str, *more: str) -> str:
     `more`.
     """
     lines = ["mount --make-rprivate /", "while umount -l /sys/fs/bpf 2>/dev/null; do :; done", *more, 'exec "$@"']
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-ec", "; ".join(lines), "sh", sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run("unshare", "-m", "sh", "-ec", "; ".join(lines), "sh", sys.executable, "-c", code).strip()
 
 
 MAKE = """

@@ -25,7 +25,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("path", "own", "pod"), PATHS)
-def test_uid_of_a_cgroup(path: str, own: str, pod: str) -> None:
+def test_uid_of_a_cgroup(path: str, own: str, pod: str):
     assert (pods.pod_uid_of_folder(path), pods.pod_uid(path)) == (own, pod)
 
 
@@ -43,7 +43,7 @@ def container() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("mask", [~0, 0xFFFF_FFFF])
-def test_cgroups_and_their_pods_are_found_by_ids(container: Path, monkeypatch: pytest.MonkeyPatch, mask: int) -> None:
+def test_cgroups_and_their_pods_are_found_by_ids(container: Path, monkeypatch: pytest.MonkeyPatch, mask: int):
     numbers = [folder.stat().st_ino & mask for folder in (container, container.parents[2])]
     found = mounts.find_cgroups([*numbers, (1 << 31) - 1], mask)
     assert found == {

@@ -10,7 +10,7 @@ from kbpf.kernel.system import process
 COMMAND = (sys.executable, "-c", "print(flush=True); input()", "kbpf", "run")
 
 
-def test_a_process_of_another_network_is_not_the_agent() -> None:
+def test_a_process_of_another_network_is_not_the_agent():
     """A Pod that gets the id of an agent that has ended may have any arguments."""
     for prefix, is_agent in ((), True), (("unshare", "--net"), False):
         child = subprocess.Popen((*prefix, *COMMAND), stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -35,26 +35,19 @@ from kbpf.kernel.bpf.tc import AttachMethod, Runner, TcAttacher
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.probe_result import Probe
 from kbpf.model.config import SocketLb
-from tests.programs.node.test_hooks_verified import WEB, mount_bpffs_over, run_in_new_namespaces
-from tests.support.features import needs
+from tests.programs.node.test_hooks_verified import WEB, alone, mount_bpffs_over
+from tests.programs.packets.tc.net import both_ways
 from tests.support.lab.lab import ip, until
-from tests.support.plane import Site
-
-both_methods = pytest.mark.parametrize("how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT])
+from tests.support.plane import Site, sites
 
 
-def run_with_device(how: AttachMethod, story: Callable[[], None]) -> None:
-    """Runs it in a network namespace with the device up0."""
-
-    def with_device() -> None:
-        unpinned.DETACH_WAIT_S = 0.5  # type: ignore[misc]
-        device_thread.RESYNC_INTERVAL_S = 0.1  # type: ignore[misc]
-        if how is AttachMethod.CLSACT:
-            tc.probe_tcx = lambda: Probe(False, "switched off")  # type: ignore[assignment]
-        ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
-        story()
-
-    run_in_new_namespaces(with_device)
+def make_device(how: AttachMethod = AttachMethod.CLSACT) -> None:
+    """Makes up0, to which this process attaches programs by this method. It waits less than an agent."""
+    unpinned.DETACH_WAIT_S = 0.5
+    device_thread.RESYNC_INTERVAL_S = 0.1
+    if how is AttachMethod.CLSACT:
+        tc.probe_tcx = lambda: Probe(False, "switched off")
+    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
 
 
 def serve(site: Site, **settings: object) -> BpfPlane:
@@ -91,76 +84,66 @@ def attached_hooks(cgroup: Path) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def second_site(first: Site, **arguments: Path) -> Iterator[Site]:
-    other = Site(first.cache, **arguments)
-    try:
-        yield other
-    finally:
-        other.close()
+def second_site(first: Site, cgroup: Path | None = None) -> Iterator[Site]:
+    with sites(first.cache) as make:
+        yield make(cgroup=cgroup)
 
 
-ROWS = [("another cgroup", {}, False), ("no socket hooks", {"socket_lb": SocketLb.OFF}, True)]
+@both_ways
+@pytest.mark.parametrize("same_cgroup", [True, False], ids=["no socket hooks", "another cgroup"])
+@alone
+def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMethod, same_cgroup: bool):
+    make_device(how)
+    settings = {"socket_lb": SocketLb.OFF} if same_cgroup else {}
+    serve(site, **settings)
+    before = attached()
+    assert [len(ids) for ids in before.values()] == [1, 1]
+    with second_site(site, site.cgroup if same_cgroup else None) as other:
+        with pytest.raises(KernelError, match="not pinned in this folder") as refused:
+            other.open(packet_path=True, devices=("up0",), **settings)
+        text = str(refused.value)
+        assert str(other.pins) in text
+        for direction, (program_id,) in before.items():
+            assert f"{direction} of up0 (id {program_id})" in text
+        assert f"they belong to --pin-dir {site.pins}: stop it" in text
+        assert "\n" not in text
+        assert attached() == before
+        row = neighbours.other_kbpf_row(other.pins, other.cgroup)
+        assert (row.name, row.result, row.needed) == ("no other kbpf", "no", True)
+        assert f"ingress of up0 (id {before[Direction.INGRESS][0]})" in row.detail
+        assert f"they belong to --pin-dir {site.pins}" in row.advice
+        assert compute_verdict([row]).mode == "none"
+        row = neighbours.other_kbpf_row(site.pins, site.cgroup)
+        assert (row.result, row.advice) == ("yes", ""), "of the first agent"
+        row = neighbours.other_kbpf_row(other.pins, other.cgroup, packet_path=False)
+        assert (row.result, row.detail) == ("yes", f"none at {other.cgroup}")
+        # without a packet path there is nothing to fight about
+        if not same_cgroup:
+            other.open(packet_path=False).apply(WEB, None)
+        assert attached() == before
 
 
-@both_methods
-@pytest.mark.parametrize(("name", "settings", "same_cgroup"), ROWS, ids=str)
-def test_second_agent_on_the_same_devices_is_refused(
-    site: Site, how: AttachMethod, name: str, settings: dict[str, object], same_cgroup: bool
-) -> None:
-    def story() -> None:
-        serve(site, **settings)
-        before = attached()
-        assert [len(ids) for ids in before.values()] == [1, 1]
-        shared = {"cgroup": site.cgroup} if same_cgroup else {}
-        with second_site(site, **shared) as other:
-            with pytest.raises(KernelError, match="not pinned in this folder") as refused:
-                other.open(packet_path=True, devices=("up0",), **settings)
-            text = str(refused.value)
-            assert str(other.pins) in text
-            for direction, (program_id,) in before.items():
-                assert f"{direction} of up0 (id {program_id})" in text
-            assert f"they belong to --pin-dir {site.pins}: stop it" in text
-            assert "\n" not in text
-            assert attached() == before
-            row = neighbours.other_kbpf_row(other.pins, other.cgroup)
-            assert (row.name, row.result, row.needed) == ("no other kbpf", "no", True)
-            assert f"ingress of up0 (id {before[Direction.INGRESS][0]})" in row.detail
-            assert f"they belong to --pin-dir {site.pins}" in row.advice
-            assert compute_verdict([row]).mode == "none"
-            row = neighbours.other_kbpf_row(site.pins, site.cgroup)
-            assert (row.result, row.advice) == ("yes", ""), "of the first agent"
-            row = neighbours.other_kbpf_row(other.pins, other.cgroup, packet_path=False)
-            assert (row.result, row.detail) == ("yes", f"none at {other.cgroup}")
-            # without a packet path there is nothing to fight about
-            if not same_cgroup:
-                other.open(packet_path=False).apply(WEB, None)
-            assert attached() == before
-
-    run_with_device(how, story)
-
-
-@both_methods
-def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(site: Site, how: AttachMethod) -> None:
-    def story() -> None:
-        with second_site(site, cgroup=site.cgroup) as other:
-            second = other.open(packet_path=True, devices=("up0",))
-            serve(site)
-            before, hooks = attached(), attached_hooks(site.cgroup)
-            assert set(map(len, hooks.values())) == {1}
-            with pytest.raises(KernelError, match="not pinned in this folder"):
-                second.apply(WEB, None)
-            second.tick(time.monotonic() + 60)
-            second.write_status(b"it runs on")
-            assert attached() == before
-            assert attached_hooks(site.cgroup) == hooks
-            assert not (other.pins / "links").exists()
-            site.remove()
-            unpinned.DETACH_WAIT_S = 60.0  # type: ignore[misc]  # the kernel frees in the background
+@both_ways
+@alone
+def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(site: Site, how: AttachMethod):
+    make_device(how)
+    with second_site(site, site.cgroup) as other:
+        second = other.open(packet_path=True, devices=("up0",))
+        serve(site)
+        before, hooks = attached(), attached_hooks(site.cgroup)
+        assert set(map(len, hooks.values())) == {1}
+        with pytest.raises(KernelError, match="not pinned in this folder"):
             second.apply(WEB, None)
-            until("it serves in its place", lambda: second.status().ready)
-            until("on both sides", lambda: set(map(len, attached().values())) == {1})
-
-    run_with_device(how, story)
+        second.tick(time.monotonic() + 60)
+        second.write_status(b"it runs on")
+        assert attached() == before
+        assert attached_hooks(site.cgroup) == hooks
+        assert not (other.pins / "links").exists()
+        site.remove()
+        unpinned.DETACH_WAIT_S = 60.0  # the kernel frees in the background
+        second.apply(WEB, None)
+        until("it serves in its place", lambda: second.status().ready)
+        until("on both sides", lambda: set(map(len, attached().values())) == {1})
 
 
 def killed(site: Site) -> None:
@@ -204,128 +187,114 @@ def bpffs_unmounted(site: Site) -> None:
     assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 0) == 0
 
 
-@both_methods
-@pytest.mark.parametrize("lose_pins", [pins_deleted, bpffs_unmounted], ids=lambda lose_pins: lose_pins.__name__)
-def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]) -> None:
+@both_ways
+@pytest.mark.parametrize("lose_pins", [pins_deleted, bpffs_unmounted])
+@alone
+def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]):
     """They have lost their tail calls, so they would drop each SYN to a Service."""
+    make_device(how)
+    removed: list[cleanup.RemovedItem] = []
+    lose_pins(site)
+    assert how is AttachMethod.TCX or [len(ids) for ids in attached().values()] == [1, 1]
 
-    def story() -> None:
-        removed: list[cleanup.RemovedItem] = []
-        lose_pins(site)
-        assert how is AttachMethod.TCX or [len(ids) for ids in attached().values()] == [1, 1]
+    def are_removed() -> bool:  # the kernel frees the pinned programs in the background
+        removed.extend(cleanup.remove_pins(site.pins))
+        return not any(attached().values())
 
-        def are_removed() -> bool:  # the kernel frees the pinned programs in the background
-            removed.extend(cleanup.remove_pins(site.pins))
-            return not any(attached().values())
-
-        until("no program is attached", are_removed)
-        # In any order: each filter is found once the kernel has freed its programs.
-        lines = sorted(item.path for item in removed if item.kind == "attachment")
-        assert how is AttachMethod.TCX or lines == ["egress of up0", "ingress of up0"]
-
-    run_with_device(how, story)
+    until("no program is attached", are_removed)
+    # In any order: each filter is found once the kernel has freed its programs.
+    lines = sorted(item.path for item in removed if item.kind == "attachment")
+    assert how is AttachMethod.TCX or lines == ["egress of up0", "ingress of up0"]
 
 
-@both_methods
-def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: AttachMethod) -> None:
-    def story() -> None:
-        serve(site)
-        before = attached()
-        with second_site(site) as other:
-            assert not [item for item in cleanup.remove_pins(other.pins) if item.kind == "attachment"]
-        assert attached() == before
+@both_ways
+@alone
+def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: AttachMethod):
+    make_device(how)
+    serve(site)
+    before = attached()
+    with second_site(site) as other:
+        assert not [item for item in cleanup.remove_pins(other.pins) if item.kind == "attachment"]
+    assert attached() == before
 
-    run_with_device(how, story)
 
-
-@both_methods
+@both_ways
 @pytest.mark.parametrize(
-    "end",
-    [killed, earlier_version, killed_while_switching, cleaned, pins_deleted, bpffs_unmounted],
-    ids=lambda end: end.__name__,
+    "end", [killed, earlier_version, killed_while_switching, cleaned, pins_deleted, bpffs_unmounted]
 )
-def test_agent_that_starts_again_is_not_refused(site: Site, how: AttachMethod, end: Callable[[Site], None]) -> None:
-    def story() -> None:
-        end(site)
-        # the kernel frees what was pinned in the background
-        unpinned.DETACH_WAIT_S = 60.0  # type: ignore[misc]
-        plane = serve(site)
-        until("one program is at each side", lambda: set(map(len, attached().values())) == {1})
-        assert not [line for line in plane.status().problems if "another kbpf" in line]
-        assert unpinned.find_unpinned(Pins(site.pins), site.cgroup) == []
-
-    run_with_device(how, story)
+@alone
+def test_agent_that_starts_again_is_not_refused(site: Site, how: AttachMethod, end: Callable[[Site], None]):
+    make_device(how)
+    end(site)
+    # the kernel frees what was pinned in the background
+    unpinned.DETACH_WAIT_S = 60.0
+    plane = serve(site)
+    until("one program is at each side", lambda: set(map(len, attached().values())) == {1})
+    assert not [line for line in plane.status().problems if "another kbpf" in line]
+    assert unpinned.find_unpinned(Pins(site.pins), site.cgroup) == []
 
 
 @pytest.mark.parametrize("only_at", ["a device that ours has not reached", "the cgroup"])
-def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(site: Site, only_at: str) -> None:
+@alone
+def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(site: Site, only_at: str):
     """Its programs elsewhere would be left without updates."""
-
-    def story() -> None:
-        at_cgroup = only_at == "the cgroup"
-        serve(site, **({"socket_lb": SocketLb.OFF} if at_cgroup else {}))
-        site.close_planes()
-        ip("link add later0 type veth peer name later1")
-        with second_site(site, cgroup=site.cgroup) as other:
-            refuse, unpinned.refuse_unpinned = unpinned.refuse_unpinned, lambda *_: None  # type: ignore[assignment]
-            serve(other, devices=("none",) if at_cgroup else ("later0",))
-            unpinned.refuse_unpinned = refuse
-            places = {each.place for each in unpinned.find_unpinned(Pins(site.pins), site.cgroup)}
-            assert ("ingress of later0" in places) is not at_cgroup
-            serve(site)
-            row = neighbours.other_kbpf_row(site.pins, site.cgroup)
-            assert (row.result, row.needed) == ("no", False)
-
-    run_with_device(AttachMethod.CLSACT, story)
+    make_device()
+    at_cgroup = only_at == "the cgroup"
+    serve(site, **({"socket_lb": SocketLb.OFF} if at_cgroup else {}))
+    site.close_planes()
+    ip("link add later0 type veth peer name later1")
+    with second_site(site, site.cgroup) as other:
+        refuse, unpinned.refuse_unpinned = unpinned.refuse_unpinned, lambda *_: None
+        serve(other, devices=("none",) if at_cgroup else ("later0",))
+        unpinned.refuse_unpinned = refuse
+        places = {each.place for each in unpinned.find_unpinned(Pins(site.pins), site.cgroup)}
+        assert ("ingress of later0" in places) is not at_cgroup
+        serve(site)
+        row = neighbours.other_kbpf_row(site.pins, site.cgroup)
+        assert (row.result, row.needed) == ("no", False)
 
 
-@both_methods
-def test_two_agents_that_both_started_are_reported(
-    site: Site, how: AttachMethod, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@both_ways
+@alone
+def test_two_agents_that_both_started_are_reported(site: Site, how: AttachMethod, monkeypatch: pytest.MonkeyPatch):
     """Both looked for the other before either was attached."""
+    make_device(how)
+    turns: Counter[attach.DeviceAttachments] = Counter()
+    sync = attach.DeviceAttachments.sync
+    attach.DeviceAttachments.sync = lambda self, *given: turns.update([self]) or sync(self, *given)
+    unpinned.refuse_unpinned = lambda *_: None
+    first = serve(site)
+    ((own_ingress,), (own_egress,)) = attached().values()
+    with second_site(site, site.cgroup) as other:
+        second = serve(other)
+        until("the first has seen it", lambda: "kbpf is attached" in str(first.status()))
+        before = attached()
+        turns.clear()
+        assert set(map(len, before.values())) == {2}
+        assert own_ingress in before[Direction.INGRESS]
+        assert own_egress in before[Direction.EGRESS]
+        until("both have synced", lambda: len(turns) == 2 and min(turns.values()) > 5)
+        assert attached() == before, "neither has replaced or moved the other's"
+        now = time.monotonic() + 60
+        for plane, own, theirs in ((first, site, other), (second, other, site)):
+            plane.tick(now)
+            expect_reported(plane, "connect4", "connect6", "sendmsg4", "sendmsg6", "tc_egress", "tc_ingress")
+            shown = {one.name: one for one in devices.read(Pins(own.pins), 0, None)}
+            assert shown["up0"].ingress == f"tc_ingress ({how})"
+            assert not plane.status().packets.failed
+            row = neighbours.other_kbpf_row(own.pins, site.cgroup)
+            assert (row.result, row.needed) == ("no", False), "each may start again"
+            assert f"they belong to --pin-dir {theirs.pins}" in row.advice
+        other.remove()
+        # the first may be moving its program before one that has just been detached
+        own_programs = {Direction.INGRESS: [own_ingress], Direction.EGRESS: [own_egress]}
+        until("only the first's are left", lambda: attached() == own_programs)
 
-    def story() -> None:
-        turns: Counter[attach.DeviceAttachments] = Counter()
-        sync = attach.DeviceAttachments.sync
-        attach.DeviceAttachments.sync = (  # type: ignore[method-assign]
-            lambda self, *given: turns.update([self]) or sync(self, *given)  # type: ignore[func-returns-value]
-        )
-        unpinned.refuse_unpinned = lambda *_: None  # type: ignore[assignment]
-        first = serve(site)
-        ((own_ingress,), (own_egress,)) = attached().values()
-        with second_site(site, cgroup=site.cgroup) as other:
-            second = serve(other)
-            until("the first has seen it", lambda: "kbpf is attached" in str(first.status()))
-            before = attached()
-            turns.clear()
-            assert set(map(len, before.values())) == {2}
-            assert own_ingress in before[Direction.INGRESS]
-            assert own_egress in before[Direction.EGRESS]
-            until("both have synced", lambda: len(turns) == 2 and min(turns.values()) > 5)
-            assert attached() == before, "neither has replaced or moved the other's"
-            now = time.monotonic() + 60
-            for plane, own, theirs in ((first, site, other), (second, other, site)):
-                plane.tick(now)
-                expect_reported(plane, "connect4", "connect6", "sendmsg4", "sendmsg6", "tc_egress", "tc_ingress")
-                shown = {one.name: one for one in devices.read(Pins(own.pins), 0, None)}
-                assert shown["up0"].ingress == f"tc_ingress ({how})"
-                assert not plane.status().packets.failed
-                row = neighbours.other_kbpf_row(own.pins, site.cgroup)
-                assert (row.result, row.needed) == ("no", False), "each may start again"
-                assert f"they belong to --pin-dir {theirs.pins}" in row.advice
-            other.remove()
-            # the first may be moving its program before one that has just been detached
-            own_programs = {Direction.INGRESS: [own_ingress], Direction.EGRESS: [own_egress]}
-            until("only the first's are left", lambda: attached() == own_programs)
+        def is_alone() -> bool:
+            first.tick(time.monotonic() + 600)
+            return "another kbpf" not in str(first.status())
 
-            def is_alone() -> bool:
-                first.tick(time.monotonic() + 600)
-                return "another kbpf" not in str(first.status())
-
-            until("it is alone", is_alone)
-
-    run_with_device(how, story)
+        until("it is alone", is_alone)
 
 
 def expect_reported(plane: BpfPlane, *names: str) -> None:
@@ -342,7 +311,7 @@ def expect_reported(plane: BpfPlane, *names: str) -> None:
     assert plane.shared.read_metrics().foreign_programs == len(expected)
 
 
-def test_advice_where_no_program_is_before_ours() -> None:
+def test_advice_where_no_program_is_before_ours():
     """Another order of the programs would not help."""
     device, ours, theirs = Device(1, "up0"), Runner(1, "tcx", True), Runner(2, "tcx", False)
     outcome = ProbeOutcome(Point(device, Direction.INGRESS, (ours, theirs)), False)

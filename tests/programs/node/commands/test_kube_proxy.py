@@ -19,7 +19,7 @@ from kbpf.dataplane import reader as inspect
 from kbpf.dataplane.reader import Locations
 from kbpf.model.inspection import Part
 from kbpf.takeover import detect, neighbour
-from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
+from tests.programs.node.test_hooks_verified import WEB, alone
 from tests.support.lab.lab import PATIENCE, ip, run, until
 from tests.support.plane import Site
 
@@ -92,22 +92,20 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what.__name__)
-def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path) -> None:
-    def story() -> None:
-        plane = site.open()
-        plane.apply(WEB, None)
-        plane.write_status(b"")
-        with row.what(tmp_path):
-            check = neighbours.kube_proxy_row()
-            assert (check.name, check.needed) == ("no kube-proxy", False)
-            assert check.result == ("no" if row.line else "yes")
-            assert check.detail.startswith(row.line or "none runs here")
-            assert check.advice == row.advice
-            shown = inspect.read(Locations(site.pins, tmp_path / "none"), Part.KUBE_PROXY)
-            assert shown.kube_proxy.startswith(row.line)
-            assert bool(shown.kube_proxy) == bool(row.line)
-            plane.shared.refresh_neighbours()
-            traffic = plane.shared.count_traffic(lambda: None)
-            assert (traffic.kube_proxy_running, traffic.kube_proxy_rules) == (row.running, row.rules)
-
-    run_in_new_namespaces(story)
+@alone
+def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path):
+    plane = site.open()
+    plane.apply(WEB, None)
+    plane.write_status(b"")
+    with row.what(tmp_path):
+        check = neighbours.kube_proxy_row()
+        assert (check.name, check.needed) == ("no kube-proxy", False)
+        assert check.result == ("no" if row.line else "yes")
+        assert check.detail.startswith(row.line or "none runs here")
+        assert check.advice == row.advice
+        shown = inspect.read(Locations(site.pins, tmp_path / "none"), Part.KUBE_PROXY)
+        assert shown.kube_proxy.startswith(row.line)
+        assert bool(shown.kube_proxy) == bool(row.line)
+        plane.shared.refresh_neighbours()
+        traffic = plane.shared.count_traffic(lambda: None)
+        assert (traffic.kube_proxy_running, traffic.kube_proxy_rules) == (row.running, row.rules)

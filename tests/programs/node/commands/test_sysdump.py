@@ -5,9 +5,7 @@ ipvs, without rights, and of one where nothing works. No secret gets into any of
 
 import base64
 import json
-import os
 import stat
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -25,8 +23,10 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.system import children
 from tests.support import plane
 from tests.support.features import needs
-from tests.support.lab.lab import Agent, Lab, inside
+from tests.support.lab.lab import Agent, Lab, inside, run
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import Site
+from tests.support.runtime.command import kbpf
 
 TOKEN, PASSWORD, VARIABLE = "tok-4711-secret-value", "pass-4711-secret-value", "env-4711-value"
 KEY = base64.b64encode(b"key-4711-secret-value").decode()
@@ -104,7 +104,7 @@ def dump_of(tmp_path: Path, *arguments: str) -> Dump:
 
 def test_everything_that_is_pinned_is_dumped_without_an_agent(
     written: BpfPlane, site: Site, secrets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     log = tmp_path / "agent.log"
     log.write_text(f"started\nproblem: Authorization: Bearer {TOKEN}\n")
     dump = dump_of(tmp_path, "--pin-dir", str(site.pins), "--kubeconfig", str(secrets), "--log", str(log))
@@ -135,7 +135,7 @@ def test_everything_that_is_pinned_is_dumped_without_an_agent(
 
 def test_a_configuration_is_dumped_without_its_passwords(
     written: BpfPlane, site: Site, secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.replace("PINS", str(site.pins)).replace("PASSWORD", PASSWORD))
     monkeypatch.chdir(tmp_path)
@@ -146,7 +146,7 @@ def test_a_configuration_is_dumped_without_its_passwords(
     assert dump.error("inspect/services.json") == ""  # at the pinDir of the file
 
 
-def test_a_broken_configuration_loses_only_itself(written: BpfPlane, site: Site, tmp_path: Path) -> None:
+def test_a_broken_configuration_loses_only_itself(written: BpfPlane, site: Site, tmp_path: Path):
     config = tmp_path / "config.yaml"
     config.write_text(f"{CONFIG.replace('PINS', str(site.pins))}nonsense: 1\n")
     dump = dump_of(tmp_path, "--config", str(config))
@@ -156,7 +156,7 @@ def test_a_broken_configuration_loses_only_itself(written: BpfPlane, site: Site,
     assert dump.error("inspect/services.json") == ""
 
 
-def test_a_node_where_nothing_is_pinned(tmp_path: Path) -> None:
+def test_a_node_where_nothing_is_pinned(tmp_path: Path):
     dump = dump_of(tmp_path, "--pin-dir", "/nowhere/kbpf", "--hostname-override", "n9")
     assert dump.summary["node"] == "n9"
     for view in ("services", "status", "devices"):
@@ -164,7 +164,7 @@ def test_a_node_where_nothing_is_pinned(tmp_path: Path) -> None:
     assert dump.files["node/uname.txt"]
 
 
-def test_time_and_size_are_limited(tmp_path: Path) -> None:
+def test_time_and_size_are_limited(tmp_path: Path):
     late = dump_of(tmp_path, "--time-limit", "0s", "--pin-dir", "/nowhere")
     assert set(late.files) == {"index.json"}
     assert {item["error"] for item in late.index.values()} >= {"not collected: --time-limit is over"}
@@ -179,15 +179,11 @@ def test_time_and_size_are_limited(tmp_path: Path) -> None:
     assert "not collected: --max-bytes is reached" in {i["error"] for i in small.index.values()}
 
 
-def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path = tmp_path / "dump.tar.gz"
-    command = [sys.executable, "-m", "kbpf", "sysdump", "-", "--time-limit", "1s"]
-    with path.open("wb") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, check=False)
-    assert done.returncode == 0
-    assert b"parts are complete" in done.stderr
+    done = kbpf("sysdump", "-", "--time-limit", "1s", shell=f"| cat >{path}")
+    assert done.code == 0
+    assert "parts are complete" in done.err
     assert "index.json" in read(path).files
     before = path.read_bytes()
     assert app.call(["sysdump", str(path)]) == 1
@@ -195,27 +191,10 @@ def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(
     assert path.read_bytes() == before
 
 
-def test_without_rights_parts_fail_and_the_archive_is_made(written: BpfPlane, site: Site, tmp_path: Path) -> None:
-    folder = tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(0o777)
-    for parent in folder.parents:
-        if parent != Path("/") and not parent.stat().st_mode & stat.S_IXOTH:
-            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
-    path = folder / "dump.tar.gz"
-    command = [sys.executable, "-m", "kbpf", "sysdump", str(path), "--pin-dir", str(site.pins)]
-    nobody = 65534
-    done = subprocess.run(
-        command,
-        user=nobody,
-        group=nobody,
-        extra_groups=[],
-        capture_output=True,
-        check=False,
-        cwd="/",
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+def test_without_rights_parts_fail_and_the_archive_is_made(written: BpfPlane, site: Site, tmp_path: Path):
+    path = tmp_path / "dump.tar.gz"
+    done = kbpf("sysdump", "-", "--pin-dir", str(site.pins), shell=f">{path}", nobody=True)
+    assert done.code == 0, done.err
     dump = read(path)
     assert dump.error("inspect/services.json")
     assert "Traceback" not in json.dumps(dump.index)
@@ -258,7 +237,7 @@ def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Agent]:
         made.close()
 
 
-def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path) -> None:
+def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path):
     path = tmp_path / "dump.tar.gz"
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -266,9 +245,7 @@ def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path) -> None:
         f"source: {tmp_path}/objects\npinDir: {agent.pin_dir}\n"
         f"ipvs: {{stateDir: {agent.state_dir}}}\n"
     )
-    command = [sys.executable, "-m", "kbpf", "sysdump", str(path), "--config", str(config)]
-    done = subprocess.run(inside(agent.node.netns, None, *command), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(*inside(agent.node.netns, None, sys.executable, "-m", "kbpf", "sysdump", str(path), "--config", str(config)))
     dump = read(path)
     check_no_secret(dump)
     assert dump.summary["node"] == agent.node.name
@@ -322,7 +299,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("arguments", LISTS, ids=" ".join)
-def test_the_kernel_is_listed_without_programs(arguments: tuple[str, ...]) -> None:
+def test_the_kernel_is_listed_without_programs(arguments: tuple[str, ...]):
     """The image has neither `ip` nor `tc`."""
     command = children.python_command(NETWORK_MODULE, *arguments)
     collected = collect.run_command(command)(Limit(1 << 24, monotonic() + 60))
@@ -332,27 +309,16 @@ def test_the_kernel_is_listed_without_programs(arguments: tuple[str, ...]) -> No
     assert LISTS[arguments].encode() in collected.data
 
 
-def test_filters_of_devices_are_listed() -> None:
-    with Lab(1, "sf", apart=True) as lab:
-        netns = lab.nodes[0].netns
-        run(netns, "tc qdisc add dev lo clsact")
-        run(netns, "tc filter add dev lo ingress protocol ip prio 7 u32 match u32 0 0")
-        command = [sys.executable, "-m", NETWORK_MODULE, "filters"]
-        done = subprocess.run(inside(netns, None, *command), capture_output=True, check=True)
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
-        assert {(row["TCA_KIND"], row["info"] >> 16) for row in rows} == {("u32", 7)}
+def test_filters_of_devices_are_listed(namespace: Namespace):
+    namespace.run("tc qdisc add dev lo clsact")
+    namespace.run("tc filter add dev lo ingress protocol ip prio 7 u32 match u32 0 0")
+    listed = namespace.run(f"{sys.executable} -m {NETWORK_MODULE} filters")
+    rows = [json.loads(line) for line in listed.splitlines()]
+    assert {(row["TCA_KIND"], row["info"] >> 16) for row in rows} == {("u32", 7)}
 
 
-def test_nftables_are_listed_as_by_nft() -> None:
-    with Lab(1, "sn", apart=True) as lab:
-        netns = lab.nodes[0].netns
-        run(netns, "nft add table inet kbpf-dump { chain c { tcp dport 4711 accept ; } ; }")
-        command = [sys.executable, "-m", RULES_MODULE]
-        ours = subprocess.run(inside(netns, None, *command), capture_output=True, check=True)
-        theirs = subprocess.run(inside(netns, None, "nft", "list", "ruleset"), capture_output=True, check=True)
-        assert b"dport 4711" in ours.stdout
-        assert ours.stdout == theirs.stdout
-
-
-def run(netns: str, command: str) -> None:
-    subprocess.run(inside(netns, None, *command.split()), check=True)
+def test_nftables_are_listed_as_by_nft(namespace: Namespace):
+    namespace.run("nft add table inet kbpf-dump { chain c { tcp dport 4711 accept ; } ; }")
+    ours = namespace.run(f"{sys.executable} -m {RULES_MODULE}")
+    assert "dport 4711" in ours
+    assert ours == namespace.run("nft list ruleset")

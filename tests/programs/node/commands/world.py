@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
 from kbpf.model.objects import Protocol
 from kbpf.model.status import AgentStatus, SourceView
@@ -29,25 +31,25 @@ def agent_status(**more: Any) -> AgentStatus:
     """The status that a healthy agent with this process' id writes, with the fields
     `more` changed. It stays recent, however long a test takes.
     """
-    said: dict[str, Any] = {
-        "version": "9.9",
-        "pid": os.getpid(),
-        "mode": "bpf",
-        "node": "n1",
-        "started": STARTED,
-        "heartbeat": boottime() + 600,
-        "synced": True,
-        "services": 3,
-        "service_ports": 4,
-        "applied": 5,
-        "last_apply_ms": 1.5,
-        "event_to_map_p50_ms": 2.0,
-        "event_to_map_p99_ms": 3.0,
-        "sources": (SourceView("Service", "watching", True, "7", ""),),
-        "problems": ("Service a/b: no good",),
-        "problem_count": 1,
-    }
-    return AgentStatus(**{**said, **more})
+    healthy = AgentStatus(
+        version="9.9",
+        pid=os.getpid(),
+        mode="bpf",
+        node="n1",
+        started=STARTED,
+        heartbeat=boottime() + 600,
+        synced=True,
+        services=3,
+        service_ports=4,
+        applied=5,
+        last_apply_ms=1.5,
+        event_to_map_p50_ms=2.0,
+        event_to_map_p99_ms=3.0,
+        sources=(SourceView("Service", "watching", True, "7", ""),),
+        problems=("Service a/b: no good",),
+        problem_count=1,
+    )
+    return replace(healthy, **more)
 
 
 WORLD = desired(
