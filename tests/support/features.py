@@ -214,7 +214,6 @@ FEATURES = {
     ),
     "came_in_by": Feature("a test run's ingress_ifindex", lambda: _run(SkbContext(ingress_ifindex=1).pack()), (5, 15)),
     "verified_insns": Feature("verified_insns of a program", _verified_insns, (5, 16)),
-    "parts": Feature("a test run's packet in parts", lambda: _run(SkbContext(linear=42).pack()), (6, 19)),
 }
 
 BY_KERNEL = {
