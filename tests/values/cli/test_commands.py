@@ -89,6 +89,10 @@ EXIT_ROWS = [
     (("run", "--cleanup"), 2, "", "kbpf cleanup"),
     (("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
     (("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
+    *(
+        (("inspect", "connections", option, value), 2, "", option)
+        for option, value in (("--client", "here"), ("--backend", "10.0.0"), ("--state", "open"), ("--limit", "-1"))
+    ),
     (("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
 ]
 """Arguments, the exit code, and words on stdout and stderr."""

@@ -36,6 +36,12 @@ from tests.support.lab.lab import run as command
 from tests.support.plane import SIZES, desired, sites
 
 
+@pytest.fixture(params=[4, 6], ids=["v4", "v6"])
+def v(request: pytest.FixtureRequest) -> int:
+    """Tests that take it run with IPv4 and with IPv6."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
 def path(artifact_cache: Path) -> Iterator[Path_]:
     where = f"kbpk{os.getpid()}"

@@ -9,6 +9,7 @@ its checksums are verified by a parser that shares no code with the builder.
 import itertools
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ from tests.support.packets.packets import (
     tcp,
     udp,
 )
-from tests.support.packets.parse import parse
+from tests.support.packets.parse import Packet, parse
 from tests.support.packets.test_run import (
     TC_ACT_REDIRECT,
     TC_ACT_SHOT,
@@ -85,11 +86,34 @@ SPARE_PORTS = itertools.count(50_000)
 T = TypeVar("T")
 
 
-both = pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
+both_policies = pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 
 
 def end(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def parsed(packet: bytes) -> Packet:
+    """A packet without its link header."""
+    return parse(packet, l2=False)
+
+
+def wrong_sums(packet: bytes) -> list[str]:
+    return checksums(packet, l2=False)
+
+
+def expect_packet(got: bytes, want: bytes) -> None:
+    """Expects this packet, with the right checksums."""
+    assert difference(got, want, l2=False) == ""
+    expect_sums(got)
+
+
+def expect_sums(got: bytes) -> None:
+    assert set(wrong_sums(got)) <= QUOTED
 
 
 def client(v: int, port: int = 0) -> str:
@@ -180,14 +204,25 @@ class Path_:
         done = self.inside(lambda: run(program, sent, context=given, checksum_complete=complete))
         return done.retval, done.packet_out[14:]
 
+    def through(self, packet: bytes) -> tuple[int, bytes]:
+        """Up the stack and out again: the last verdict, and the packet."""
+        verdict, inside = self.run("tc_ingress", packet)
+        return self.run("tc_egress", inside) if verdict == TC_ACT_UNSPEC else (verdict, inside)
+
+    @contextmanager
+    def counted(self, reason: Reason, number: int = 1) -> Iterator[None]:
+        """Expects the programs to count this reason as often in the block."""
+        before = self.site.reasons()[reason]
+        yield
+        assert self.site.reasons()[reason] == before + number, reason
+
     def go(self, name: str, packet: bytes, want: bytes) -> bytes:
         """Runs the program and expects the packet to pass as `want`, with CHECKSUM_COMPLETE as
         well.
         """
         retval, got = self.run(name, packet, complete=True)
         assert retval == TC_ACT_UNSPEC
-        assert difference(got, want, l2=False) == ""
-        assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+        expect_packet(got, want)
         return got
 
 
@@ -215,12 +250,22 @@ def services() -> Iterator[object]:
 
 # ---- request and reply ---------------------------------------------------------------------------
 
+
+def ask(source: str, to: str, **ip: object) -> bytes:
+    return udp(source, to, b"?", **ip)
+
+
+def reply(source: str, to: str, **ip: object) -> bytes:
+    return udp(source, to, b"!", **ip)
+
+
 KINDS = {
     "tcp": lambda a, b, **ip: tcp(a, b, b"data", flags="S", mss=1460, **ip),
     "tcp, odd length": lambda a, b, **ip: tcp(a, b, b"odd", flags="S", **ip),
     "udp": lambda a, b, **ip: udp(a, b, b"question", **ip),
     "udp, nothing in it": udp,
 }
+ALL_KINDS = KINDS | {"sctp": sctp}
 BACK = {
     "tcp": lambda a, b, **ip: tcp(a, b, flags="SA", ack=1001, mss=1460, **ip),
     "udp": lambda a, b, **ip: udp(a, b, b"the answer", **ip),
@@ -232,34 +277,52 @@ ANSWERS = BACK | {
 }
 
 
+def snat_source(packet: bytes, host: str) -> str:
+    """The packet's source, which must be this host and one of the SNAT ports."""
+    source = parsed(packet).source
+    assert host_of(source) == host
+    assert LOW <= port_of(source) <= HIGH
+    return source
+
+
+def asked(path: Path_, v: int) -> tuple[str, str]:
+    """Sends the first datagram of a masqueraded flow; returns the client and the source that the
+    backend sees.
+    """
+    own = client(v)
+    _, inside = path.run("tc_ingress", ask(own, vip(v, CLUSTER)))
+    return own, masked(path, inside, ask, pod(v), v)
+
+
 def masked(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
     """Runs egress for a packet that gets a source of the node; checks the result and returns it."""
-    _, got = path.run("tc_egress", packet)
-    source = parse(got, l2=False).source
-    host, _, port = source.rpartition(":")
-    assert host.strip("[]") == NODE[v]
-    assert LOW <= int(port) <= HIGH
+    source = snat_source(path.run("tc_egress", packet)[1], NODE[v])
     path.go("tc_egress", packet, build(source, to, **ip_))
     return source
 
 
+def quoted(sent: bytes, build: Callable[..., bytes], source: str, to: str) -> bytes:
+    """The packet as quoted in an error: with other addresses and ports, and its original
+    checksum.
+    """
+    return build(source, to, checksum=parsed(sent).transport.checksum)
+
+
+def mtu_of(error: str) -> int:
+    return 1280 if error == "too big" else 0
+
+
 def expect_redirect(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
     """Expects the packet to be redirected to another device as `want`."""
-    redirected = path.site.reasons()[Reason.REDIRECTED]
-    retval, got = path.run(name, packet, complete=True)
+    with path.counted(Reason.REDIRECTED):
+        retval, got = path.run(name, packet, complete=True)
     assert retval == TC_ACT_REDIRECT
-    assert path.site.reasons()[Reason.REDIRECTED] == redirected + 1
-    assert difference(got, want, l2=False) == ""
-    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+    expect_packet(got, want)
 
 
 def expect_snat_redirect(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
     """masked() for a redirected packet, in one step."""
-    _, got = path.run("tc_ingress", packet)
-    source = parse(got, l2=False).source
-    host, _, port = source.rpartition(":")
-    assert host.strip("[]") == NODE[v]
-    assert LOW <= int(port) <= HIGH
+    source = snat_source(path.run("tc_ingress", packet)[1], NODE[v])
     expect_redirect(path, packet, build(source, to, **ip_))
     return source
 
@@ -269,6 +332,7 @@ def _id(v: int, number: int) -> dict[str, int]:
     return {"ip_id": number} if v == 4 else {}
 
 
+ERRORS = ("too big", "host unreachable", "time exceeded", "parameter problem")
 SENT = {
     "tcp": lambda a, b, **more: tcp(a, b, bytes(1000), flags="A", **more),
     "udp": lambda a, b, **more: udp(a, b, bytes(1000), **more),
@@ -278,12 +342,10 @@ SENT = {
 def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[str, str]:
     """A flow with packets in both directions: the client, and the source that the backend sees."""
     own = client(v)
-    verdict, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, which)))
+    verdict, out = path.through(KINDS[kind](own, vip(v, which)))
     assert verdict != TC_ACT_SHOT
-    _, out = path.run("tc_egress", inside)
-    source = parse(out, l2=False).source
-    _, inside = path.run("tc_ingress", BACK[kind](pod(v), source))
-    path.run("tc_egress", inside)
+    source = parsed(out).source
+    path.through(BACK[kind](pod(v), source))
     if kind == "tcp":
         TALKS[own] = Talk(1000, 1000).answered()  # as KINDS and BACK have them
         for word in ("A+", "<A"):
@@ -311,16 +373,14 @@ def segment(path: Path_, v: int, own: str, word: str, source: str = "", which: i
     back = word.startswith("<")
     ends = (pod(v), source) if back else (own, vip(v, which))
     packet = TALKS.setdefault(own, Talk()).segment(word, *ends)
-    verdict, inside = path.run("tc_ingress", packet)
-    out = inside
-    if verdict == TC_ACT_UNSPEC:
-        verdict, out = path.run("tc_egress", inside)
-    found = parse(out, l2=False)
+    verdict, out = path.through(packet)
+    found = parsed(out)
     reset = back and (found.flags, found.destination) == ("R", pod(v))
     assert (reset or verdict == TC_ACT_SHOT) == word.endswith("|"), word
     if word.endswith("|"):
         return ""
     assert found.destination == (own if back else pod(v))
+    assert not back or found.source == vip(v, which)
     return found.source
 
 
@@ -363,6 +423,14 @@ def change_entries(path: Path_, own: str, change: Callable[[bytes], bytes]) -> N
         for key, raw in list(flows.items()):
             if owner(raw) == own:
                 flows.update(key, change(raw))
+
+
+def expire(path: Path_, own: str, chosen: Callable[[tuple[str, str]], bool] = bool) -> None:
+    """Makes the entries of this client's flow look idle for ever, of those between chosen ends."""
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and chosen(ends(key)):
+                flows.update(key, bytes(8) + raw[8:])
 
 
 def age(path: Path_, own: str, seconds: int) -> None:

@@ -33,14 +33,14 @@ from tests.programs.packets.path.single_packets import (
     RESTRICTED,
     Path_,
     age,
-    both,
+    both_policies,
     client,
     end,
+    parsed,
     pod,
     vip,
 )
 from tests.support.packets.packets import Talk, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 
@@ -109,15 +109,13 @@ def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[i
         ends = (pod(v), source) if back else (own, vip(v, which))
         packet = talk.segment(word, *ends)
         lengths[back].append(len(packet))
-        _, inside = path.run("tc_ingress", packet)
-        _, out = path.run("tc_egress", inside)
+        _, out = path.through(packet)
         if not back:
-            source = parse(out, l2=False).source
+            source = parsed(out).source
     return lengths
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_segments_add_their_counts(path: Path_, v: int, which: int, story: Story) -> None:
     before = read_counts(path, v, which)
@@ -132,7 +130,6 @@ def test_segments_add_their_counts(path: Path_, v: int, which: int, story: Story
     assert after[False] == before[False]
 
 
-@both
 def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
     before = read_counts(path, v, LOCAL)
     there, _ = play(path, v, LOCAL, OPEN + "A+1400 " * 200)
@@ -141,7 +138,6 @@ def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
     assert added.bytes_in >= 256 << 10
 
 
-@both
 def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink: Path_, v: int) -> None:
     """The flow bypasses the stack until a segment arrives whose TTL expires. The entry that is then
     added matches replies to the client's own address.
@@ -152,28 +148,25 @@ def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink
         ends = (pod(v), source) if "<" in word else (own, vip(v, CLUSTER))
         retval, got = uplink.run("tc_ingress", talk.segment(word, *ends, ttl=ttl))
         assert retval == (TC_ACT_UNSPEC if ttl == 1 else TC_ACT_REDIRECT)
-        source = source or parse(got, l2=False).source
+        source = source or parsed(got).source
     reply = talk.segment("<FA+10", pod(v), own)
     uplink.run("tc_ingress", reply)
     added = minus(read_counts(uplink, v, CLUSTER)[True], before[True])
     assert added.bytes_out == len(reply)
 
 
-@both
 def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
     own, size = client(v), 0
     before = read_counts(path, v, LOCAL, "udp")
     for _ in range(10):
         question = udp(own, vip(v, LOCAL), bytes(500))
         size += len(question)
-        _, inside = path.run("tc_ingress", question)
-        path.run("tc_egress", inside)
+        path.through(question)
     added = minus(read_counts(path, v, LOCAL, "udp")[True], before[True])
     assert added.opened == 1
     assert 4 << 10 <= added.bytes_in <= size
 
 
-@both
 @pytest.mark.parametrize(
     ("which", "adds"),
     [(NONE, ConnectionStats(no_endpoint=1)), (RESTRICTED, ConnectionStats(not_allowed=1))],
@@ -199,7 +192,6 @@ def forget(path: Path_) -> None:
             failures.delete(key)
 
 
-@both
 @pytest.mark.parametrize(
     ("which", "segments", "reason"),
     [
@@ -238,7 +230,6 @@ CLIENTS = {4: "198.51.100.{}", 6: "2001:db8:9:{}::1"}
 """IPv4 addresses, or addresses in IPv6 networks of 64 bits."""
 
 
-@both
 def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int) -> None:
     """One that tries all ports hides those of a sixteenth of the others, here a few of 32."""
     forget(path)
@@ -255,7 +246,6 @@ def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Pat
     assert len(others & {row[2] for row in found}) >= len(others) * 3 // 4
 
 
-@both
 def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int) -> None:
     forget(path)
     before, own = read_counts(path, v, CLUSTER), client(v)
@@ -266,7 +256,6 @@ def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int
     assert [row[1] for row in recorded(path)] == ["backend_unanswered"]
 
 
-@both
 def test_default_accounting_counts_opened_connections(path: Path_, v: int) -> None:
     set_flags(path, ConfigFlag(0))
     before = read_counts(path, v, CLUSTER)

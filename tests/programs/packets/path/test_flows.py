@@ -31,11 +31,9 @@ from tests.programs.packets.path.single_packets import (
     BACK,
     CLIENT,
     CLUSTER,
-    HIGH,
     IP,
     KINDS,
     LOCAL,
-    LOW,
     NEAR,
     NET,
     NODE,
@@ -50,20 +48,25 @@ from tests.programs.packets.path.single_packets import (
     SPARE_PORTS,
     Path_,
     age,
-    both,
+    ask,
+    asked,
+    both_policies,
     client,
     end,
     entries_of,
+    expire,
     masked,
+    parsed,
     pod,
+    reply,
     segment,
+    snat_source,
     vip,
+    wrong_sums,
 )
 from tests.support.features import needs
 from tests.support.packets import packets
-from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_UNSPEC, SkbContext, run
 
 # ---- next to another data plane --------------------------------------------------------------
@@ -78,7 +81,6 @@ def init(tag: int) -> bytes:
     return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
 
 
-@both
 @pytest.mark.parametrize("kind", BEGINS)
 def test_connection_begun_under_another_data_plane_stays_its_own(path: Path_, v: int, kind: str) -> None:
     own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
@@ -99,17 +101,15 @@ def translated(path: Path_, packet: bytes) -> bool:
     return got[:1] == packet[:1] and got != packet
 
 
-@both
 def test_datagrams_pass_only_while_passive(path: Path_, v: int) -> None:
     own, front = client(v), vip(v, LOCAL)
-    question = udp(own, front, b"?")
+    question = ask(own, front)
     path.node(NodeFlag.PASSIVE)
     path.go("tc_ingress", question, question)
     path.node(NodeFlag.COEXISTING)
     assert translated(path, question)
 
 
-@both
 def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
     """A new connection from the same port is the other data plane's."""
     own, front, back = client(v), vip(v, LOCAL), pod(v)
@@ -123,84 +123,68 @@ def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
         path.go("tc_ingress", packet, packet)
 
 
-@both
 def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
     own, front, back = client(v), vip(v, LOCAL), pod(v)
     path.node(NodeFlag.COEXISTING)
     _, got = path.run("tc_ingress", tcp(own, front, flags="S"))
-    source = parse(got, l2=False).source
-    host, _, port = source.rpartition(":")
-    assert (host.strip("[]"), LOW <= int(port) <= HIGH) == (CLIENT[v], True)
+    source = snat_source(got, CLIENT[v])
     path.go("tc_ingress", tcp(own, front, b"data"), tcp(source, back, b"data"))
     answer = BACK["tcp"]
     path.go("tc_egress", answer(back, source), answer(front, own))
 
 
-@both
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}], ids=["", "options", "ttl"])
-def test_cluster_policy_request_and_reply(path: Path_, v: int, kind: str, more: dict[str, object]) -> None:
-    if v == 6:
-        more = {"extensions": [packets.destination()]} if "options" in more else more
-    build, answer = KINDS[kind], BACK[kind[:3]]
-    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+def exchange(
+    path: Path_, v: int, own: str, which: int, masquerades: bool, kind: str = "question", **more: object
+) -> None:
+    """Sends a request and its reply, and expects each as it passes ingress and egress."""
+    build, answer = (ask, reply) if kind == "question" else (KINDS[kind], BACK[kind[:3]])
+    source, front, back = own, vip(v, which), pod(v)
     inside = path.go("tc_ingress", build(own, front, **more), build(own, back, **more))
-    source = masked(path, inside, build, back, v, **more)
+    if masquerades:
+        source = masked(path, inside, build, back, v, **more)
+    else:
+        path.go("tc_egress", inside, inside)
     inside = path.go("tc_ingress", answer(back, source, **more), answer(back, own, **more))
     path.go("tc_egress", inside, answer(front, own, **more))
 
 
-@both
+@both_policies
 @pytest.mark.parametrize("kind", KINDS)
-def test_local_policy_request_and_reply(path: Path_, v: int, kind: str) -> None:
-    build, answer = KINDS[kind], BACK[kind[:3]]
-    own, front, back = client(v), vip(v, LOCAL), pod(v)
-    inside = path.go("tc_ingress", build(own, front), build(own, back))
-    path.go("tc_egress", inside, build(own, back))
-    inside = path.go("tc_ingress", answer(back, own), answer(back, own))
-    path.go("tc_egress", inside, answer(front, own))
+@pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}], ids=["", "options", "ttl"])
+def test_request_and_reply(path: Path_, v: int, which: int, kind: str, more: dict[str, object]) -> None:
+    if v == 6:
+        more = {"extensions": [packets.destination()]} if "options" in more else more
+    exchange(path, v, client(v), which, which == CLUSTER, kind, **more)
 
 
-@both
 def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int) -> None:
-    free, last = next(SPARE_PORTS), next(SPARE_PORTS)
-    path.node(NodeFlag(0), free, last)
-    for own, port in ((CLIENT[v], free), (ROUTER[v], last)):
-        _, inside = path.run("tc_ingress", udp(end(own, free), vip(v, CLUSTER), b"?"))
-        _, out = path.run("tc_egress", inside)
-        assert parse(out, l2=False).source == end(NODE[v], port), own
+    """At both ends of the range. Another client with the first one gets the port that is left."""
+    first, middle, last = (next(SPARE_PORTS) for _ in range(3))
+    path.node(NodeFlag(0), first, last)
+    for host, own, port in ((CLIENT, first, first), (CLIENT, last, last), (ROUTER, first, middle)):
+        _, out = path.through(ask(end(host[v], own), vip(v, CLUSTER)))
+        assert parsed(out).source == end(NODE[v], port)
 
 
-@both
-@pytest.mark.parametrize("own", [40_000, 40_199], ids=["first port", "last port"])
-def test_client_port_at_the_ends_of_the_range_is_kept(path: Path_, v: int, own: int) -> None:
-    path.node(NodeFlag(0), 40_000, 40_199)
-    _, inside = path.run("tc_ingress", udp(end(CLIENT[v], own), vip(v, CLUSTER), b"?"))
-    _, out = path.run("tc_egress", inside)
-    assert parse(out, l2=False).source == end(NODE[v], own)
-
-
-@both
 def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int) -> None:
     """The second flow gets another client port, so that the backend can tell them apart."""
     own, back = client(v), pod(v)
-    first = path.go("tc_ingress", udp(own, vip(v, CLUSTER), b"?"), udp(own, back, b"?"))
-    _, second = path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
-    taken = parse(second, l2=False)
+    path.go("tc_ingress", ask(own, vip(v, CLUSTER)), ask(own, back))
+    _, second = path.run("tc_ingress", ask(own, vip(v, LOCAL)))
+    taken = parsed(second)
     assert taken.destination == back
     assert taken.source not in (own, "")
-    path.go("tc_egress", udp(back, taken.source, b"!"), udp(vip(v, LOCAL), own, b"!"))
-    path.go("tc_egress", udp(back, own, b"!"), udp(vip(v, CLUSTER), own, b"!"))
-    assert checksums(first, l2=False) == checksums(second, l2=False) == []
+    path.go("tc_egress", reply(back, taken.source), reply(vip(v, LOCAL), own))
+    path.go("tc_egress", reply(back, own), reply(vip(v, CLUSTER), own))
+    assert wrong_sums(second) == []
 
 
-@both
 @pytest.mark.parametrize("kind", BACK)
 def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind: str) -> None:
     own, back = client(v), pod(v)
     path.run("tc_ingress", KINDS[kind](own, vip(v, LOCAL)))
     _, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, CLUSTER)))
-    moved = parse(inside, l2=False).source
+    moved = parsed(inside).source
     assert moved != own
     source = masked(path, inside, KINDS[kind], back, v)
     inside = path.go("tc_ingress", BACK[kind](back, source), BACK[kind](back, moved))
@@ -209,26 +193,25 @@ def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind:
 
 def test_udp_without_checksum_stays_without(path: Path_) -> None:
     own = client(4)
-    sent = udp(own, vip(4, CLUSTER), b"?", checksum="zero")
-    inside = path.go("tc_ingress", sent, udp(own, pod(4), b"?", checksum="zero"))
-    masked(path, inside, lambda a, b: udp(a, b, b"?", checksum="zero"), pod(4), 4)
+    sent = ask(own, vip(4, CLUSTER), checksum="zero")
+    inside = path.go("tc_ingress", sent, ask(own, pod(4), checksum="zero"))
+    masked(path, inside, ask, pod(4), 4, checksum="zero")
 
 
-@both
 def test_zero_udp_checksum_is_written_as_ones(path: Path_, v: int) -> None:
     """0 means "no checksum", and IPv6 would drop the packet (RFC 768, RFC 8200)."""
     own, front = client(v), vip(v, LOCAL)
     payloads = (struct.pack("!H", n) for n in range(1 << 16))
-    is_ones = lambda raw: parse(raw, l2=False).transport.checksum == 0xFFFF  # noqa: E731
+    is_ones = lambda raw: parsed(raw).transport.checksum == 0xFFFF  # noqa: E731
     payload = next(one for one in payloads if is_ones(udp(own, pod(v), one)))
     path.go("tc_ingress", udp(own, front, payload), udp(own, pod(v), payload))
 
 
 def test_ipv6_udp_without_checksum_stays_without(path: Path_) -> None:
     own = client(6)
-    sent = udp(own, vip(6, LOCAL), b"?", checksum="zero")
+    sent = ask(own, vip(6, LOCAL), checksum="zero")
     _, got = path.run("tc_ingress", sent, complete=True)
-    assert difference(got, udp(own, pod(6), b"?", checksum="zero"), l2=False) == ""
+    assert got == ask(own, pod(6), checksum="zero")
 
 
 MARTIANS = {
@@ -251,7 +234,7 @@ def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: s
         own = end(bad, next(PORTS))
         sent = {
             "tcp": lambda a, b: [tcp(a, b, flags="S")],
-            "udp": lambda a, b: [udp(a, b, b"?")],
+            "udp": lambda a, b: [ask(a, b)],
             "sctp": lambda a, b: [sctp(a, b)],
             "fragments": lambda a, b: packets.fragments(udp(a, b, bytes(2000)), 1280, id=7),
         }[kind](own, to)
@@ -327,21 +310,12 @@ MASQUERADES = [
 ]
 
 
-@both
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
 def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masquerade) -> None:
     path.set_loopback_role(row.role, row.local)
     path.node(row.flags)
     own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
-    own, back, front = own or client(v), pod(v), vip(v, row.which)
-    inside = path.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
-    source = own
-    if row.is_masked:
-        source = masked(path, inside, lambda a, b: udp(a, b, b"?"), back, v)
-    else:
-        path.go("tc_egress", inside, inside)
-    inside = path.go("tc_ingress", udp(back, source, b"!"), udp(back, own, b"!"))
-    path.go("tc_egress", inside, udp(front, own, b"!"))
+    exchange(path, v, own or client(v), row.which, row.is_masked)
 
 
 class Direct(NamedTuple):
@@ -371,7 +345,6 @@ DIRECT = [
 ]
 
 
-@both
 @pytest.mark.parametrize("row", DIRECT, ids=lambda row: row.name)
 def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v: int, row: Direct) -> None:
     """The answer, and an error about the datagram, come from where the pod has sent its last one.
@@ -380,10 +353,10 @@ def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v:
     path.set_loopback_role(Role.POD if row.device else Role.HOST, row.device)
     path.node(row.flags)
     own, back, front = client(v), pod(v), vip(v, IP)
-    direct, answer, answered_by = udp(own, back, b"?"), udp(back, own, b"!"), front
+    direct, answer, answered_by = ask(own, back), reply(back, own), front
     for word in row.sends.split():
         if word == "service":
-            path.go("tc_ingress", udp(own, front, b"?"), direct)
+            path.go("tc_ingress", ask(own, front), direct)
             answered_by = front
         elif word == "direct":
             path.go("tc_ingress", direct, direct)
@@ -391,16 +364,16 @@ def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v:
                 path.go("tc_egress", direct, direct)
             answered_by = back if row.device & DeviceFlag.PEER and not row.flags else front
         elif word == "answer":
-            path.go("tc_egress", path.go("tc_ingress", answer, answer), udp(answered_by, own, b"!"))
+            path.go("tc_egress", path.go("tc_ingress", answer, answer), reply(answered_by, own))
         elif word == "pause":
             age(path, own, 40)
         else:
-            told = icmp_error("port unreachable", CLIENT[v], udp(front, own, b"!"))
+            told = icmp_error("port unreachable", CLIENT[v], reply(front, own))
             path.run("tc_ingress", told)
     source = {"service": front, "backend": back}[row.answered_by]
-    path.go("tc_egress", path.go("tc_ingress", answer, answer), udp(source, own, b"!"))
+    path.go("tc_egress", path.go("tc_ingress", answer, answer), reply(source, own))
     told = icmp_error("port unreachable", POD[v], direct)
-    error = parse(path.run("tc_egress", path.go("tc_ingress", told, told))[1], l2=False)
+    error = parsed(path.run("tc_egress", path.go("tc_ingress", told, told))[1])
     assert error.embedded is not None
     assert error.embedded.destination == source
 
@@ -420,7 +393,6 @@ def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int
     return done.packet_out[14:], done.context.mark
 
 
-@both
 @pytest.mark.parametrize("which", [OWN, OTHER_OWN], ids=["masquerade address", "NodePort address"])
 def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: int) -> None:
     """Its packets leave by no device that would translate the source, so an entry and a node port
@@ -438,10 +410,9 @@ def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: i
     path.go("tc_egress", udp(back, own), udp(front, own))
 
 
-@both
 @pytest.mark.parametrize("kind", BACK)
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
     path: Path_, v: int, kind: str, remote: bool, which: int
 ) -> None:
@@ -461,16 +432,15 @@ def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
 
     for packet in (build(own, front), SENT[kind](own, front)):
         out = through(packet)
-        source = parse(out, l2=False).source
+        source = parsed(out).source
     assert (source != own) == (which == CLUSTER)
     told = icmp_error("time exceeded", ROUTER[v], out)
     seen = source if remote else own
-    assert parse(through(BACK[kind](back, seen)), l2=False).source == front
+    assert parsed(through(BACK[kind](back, seen))).source == front
     about = told if remote else icmp_error("time exceeded", ROUTER[v], SENT[kind](own, back))
-    assert parse(through(about), l2=False).destination == CLIENT[v]
+    assert parsed(through(about)).destination == CLIENT[v]
 
 
-@both
 def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
     path.set_loopback_role(Role.POD)
     _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, IP)), OTHERS)
@@ -481,18 +451,13 @@ def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
     assert mark == OTHERS | MARK, "a packet that another agent marked"
 
 
-@both
 def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int) -> None:
     """A pod that later sends from its server port is no longer part of the flow."""
-    own, back = client(v), pod(v)
-    through, _ = marked(path, "tc_ingress", udp(own, vip(v, CLUSTER)), 0)
-    assert parse(through, l2=False).destination == back
-    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == MARK
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            aged = FLOW.unpack(raw)
-            flows.update(key, FLOW.pack(0, *aged[1:]))
-    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == 0
+    own, source = asked(path, v)
+    answer = reply(pod(v), source)
+    assert marked(path, "tc_ingress", answer, 0)[1] == MARK
+    expire(path, own)
+    assert marked(path, "tc_ingress", answer, 0) == (answer, 0), "nor translated"
 
 
 # ---- sizes of the programs -----------------------------------------------------------------------

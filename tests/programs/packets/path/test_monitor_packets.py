@@ -25,9 +25,10 @@ from tests.programs.packets.path.single_packets import (
     REMOTE,
     RESTRICTED,
     Path_,
-    both,
+    ask,
     client,
     end,
+    host_of,
     pod,
     vip,
 )
@@ -103,7 +104,7 @@ ROWS = (
     Row("no endpoints", syn, NONE, "refused no_endpoints", False),
     Row(
         "a datagram, no endpoints",
-        lambda path, v, which: path.run("tc_ingress", udp(client(v), vip(v, which), b"?")) and None,
+        lambda path, v, which: path.run("tc_ingress", ask(client(v), vip(v, which))) and None,
         NONE,
         "refused no_endpoints",
         False,
@@ -120,7 +121,6 @@ ROWS = (
 )
 
 
-@both
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_events_are_seen(path: Path_, v: int, row: Row) -> None:
     with watched(path.site) as monitor:
@@ -138,14 +138,13 @@ def test_events_are_seen(path: Path_, v: int, row: Row) -> None:
     assert left_behind(path.site) == []
 
 
-@both
 def test_packets_of_known_flows_are_no_events(path: Path_, v: int) -> None:
     play(path, v, LOCAL, OPEN)
     own = client(v)
-    path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
+    path.run("tc_ingress", ask(own, vip(v, LOCAL)))
     with watched(path.site) as monitor:
         for _ in range(5):
-            path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
+            path.run("tc_ingress", ask(own, vip(v, LOCAL)))
         assert read(monitor) == []
 
 
@@ -154,18 +153,16 @@ def seen(monitor: Monitor, path: Path_, v: int, which: int) -> int:
     return len(read(monitor))
 
 
-@both
 def test_filters(path: Path_, v: int) -> None:
     with watched(path.site, address=parse_addr(CLIENT[v])) as monitor:
         assert seen(monitor, path, v, CLUSTER) == 1
-    with watched(path.site, address=parse_addr(pod(v).rpartition(":")[0].strip("[]"))) as monitor:
+    with watched(path.site, address=parse_addr(host_of(pod(v)))) as monitor:
         assert seen(monitor, path, v, CLUSTER) == 1
         assert seen(monitor, path, v, NONE) == 0
     with watched(path.site, cgroups=frozenset({1})) as monitor:
         assert seen(monitor, path, v, CLUSTER) == 0, "packets have no cgroup"
 
 
-@both
 def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int) -> None:
     """There is no route to the backend's network, so the first packet is dropped."""
     own = end(NODE[v], next(PORTS))

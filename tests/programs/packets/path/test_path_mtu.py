@@ -11,18 +11,20 @@ from tests.programs.packets.path.single_packets import (
     NODE,
     PORTS,
     Path_,
-    both,
+    ask,
     end,
+    expect_packet,
+    host_of,
+    parsed,
     pod,
     vip,
     with_length,
+    wrong_sums,
 )
 from tests.programs.packets.path.test_bypassing_errors import Bypass, bypassing, every_bypass
 from tests.support.features import lacking, needs
 from tests.support.packets.datagrams import BROADCAST, frame
-from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import chunk, icmp_error, sctp, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, run
 
 LONG = {
@@ -36,19 +38,18 @@ QUOTES = {"tcp": 20, "udp": 8, "sctp": 20}
 
 def expect_error(path: Path_, name: str, packet: bytes, mtu: int = MTU) -> None:
     """The packet becomes an error to its sender, as from its destination."""
-    sent = parse(packet, l2=False)
-    by = str(sent.destination).rpartition(":")[0].strip("[]")
+    sent = parsed(packet)
+    by = host_of(sent.destination)
     quote = (40 if packet[0] >> 4 == 6 else 20) + QUOTES[sent.protocol]
     before = path.site.reasons()
     retval, got = path.run(name, packet)
     assert retval == TC_ACT_REDIRECT
     assert path.site.reasons() - before == {Reason.TOO_LONG: 1}
     want = icmp_error("too big", by, packet, mtu=mtu, quote=quote, ip_id=0)
-    assert difference(got, want, l2=False) == ""
-    assert [one for one in checksums(got, l2=False) if "embedded" not in one] == []
+    expect_packet(got, want)
+    assert [one for one in wrong_sums(got) if "embedded" not in one] == []
 
 
-@both
 @every_bypass
 @pytest.mark.parametrize("kind", LONG)
 @needs("route_mtu")
@@ -64,7 +65,7 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v:
 
 FIRST = {
     "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
-    "udp": lambda a, b, **ip: udp(a, b, b"?", **ip),
+    "udp": ask,
     "sctp": sctp,
 }
 
@@ -90,7 +91,6 @@ def test_damaged_header_gets_no_error(uplink: Path_, row: Bypass, kind: str, dam
         assert uplink.site.reasons() == before
 
 
-@both
 @pytest.mark.parametrize("df", [False, True], ids=["", "DF"])
 @pytest.mark.parametrize("kind", LONG)
 def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: bool) -> None:
@@ -104,7 +104,6 @@ def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: b
     expect_error(uplink, "tc_egress", LONG[kind](own, front, **more), mtu)
 
 
-@both
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
 def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_, v: int, kind: str) -> None:
     """It holds the sum of the pseudo header. The device adds all bytes that follow, and stores the
@@ -117,7 +116,7 @@ def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_
     addresses = whole[12:20] if v == 4 else whole[8:40]
     pseudo = ones_sum(addresses) + len(whole) - header + (6 if kind == "tcp" else 17)
     _, got = uplink.run("tc_egress", LONG[kind](own, front, checksum=ones_sum(number(pseudo))))
-    assert [one for one in checksums(got, l2=False) if "embedded" not in one] == []
+    assert [one for one in wrong_sums(got) if "embedded" not in one] == []
     quoted = got[2 * header + 8 :]
     at = 16 if kind == "tcp" else 6
     assert len(quoted) == QUOTES[kind]

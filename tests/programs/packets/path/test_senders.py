@@ -24,18 +24,20 @@ from tests.programs.packets.path.single_packets import (
     Path_,
     _id,
     age,
-    both,
+    ask,
+    both_policies,
     client,
     end,
     entries_of,
+    parsed,
     pod,
+    reply,
     states,
     vip,
 )
 from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import Talk, fragments, sctp, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
 
 BACKEND, OTHER, UPLINK, UPLINK2 = "backend", "other", "uplink", "uplink2"
@@ -67,7 +69,7 @@ class Node:
             back = word.startswith("<")
             ends = (pod(v), source) if back else (own, vip(v, which))
             _, got = self.come(talk.segment(word, *ends), BACKEND if back else device)
-            source = source or str(parse(got, l2=False).source)
+            source = source or str(parsed(got).source)
         return source
 
     def strict(self, device: str, on: bool) -> None:
@@ -136,8 +138,7 @@ ROWS = [
 ]
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(map(str, row)))
 def test_segment_counts_only_where_the_route_to_its_sender_leads(node: Node, v: int, which: int, row: Row) -> None:
     """All its numbers are right: the attacker has seen them, or guessed well."""
@@ -154,17 +155,16 @@ def test_segment_counts_only_where_the_route_to_its_sender_leads(node: Node, v: 
         assert after == before, "neither the state nor the time of the last packet"
 
 
-@both
 @pytest.mark.parametrize("kind", ["udp", "sctp"])
 @pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
 def test_answer_counts_only_from_the_backends_device(node: Node, v: int, kind: str, device: str) -> None:
     own = client(v)
-    ask, answer = {
-        "udp": (lambda a, b: udp(a, b, b"?"), lambda a, b: udp(a, b, b"!")),
+    question, answer = {
+        "udp": (ask, reply),
         "sctp": (sctp, lambda a, b: sctp(a, b, SCTP_INIT_ACK, tag=SCTP_TAG)),
     }[kind]
-    _, got = node.come(ask(own, vip(v, CLUSTER)), UPLINK)
-    verdict, _ = node.come(answer(pod(v), str(parse(got, l2=False).source)), device)
+    _, got = node.come(question(own, vip(v, CLUSTER)), UPLINK)
+    verdict, _ = node.come(answer(pod(v), str(parsed(got).source)), device)
     assert (verdict == TC_ACT_SHOT) == (device != BACKEND)
     answered = device == BACKEND
     assert states(node.path, own) == {TcpState.ANSWERED if answered else TcpState.NEW}
@@ -180,7 +180,6 @@ BEGINS = {
 }
 
 
-@both
 @pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
 @pytest.mark.parametrize("sender", BEGINS)
 def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
@@ -198,7 +197,6 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
     assert verdict != TC_ACT_SHOT
 
 
-@both
 @pytest.mark.parametrize("route", ["default dev out", "unreachable default"])
 @pytest.mark.parametrize("sender", ["a pod", "a pod, forged by another one"])
 def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, sender: str, route: str) -> None:
@@ -217,8 +215,7 @@ def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, 
     assert bool(entries_of(node.path, own)) == begins
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 @pytest.mark.parametrize("device", [OTHER, BACKEND])
 def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(node: Node, v: int, which: int, device: str) -> None:
     """It carries the address and port of a client that has closed its side and waits for the
@@ -229,16 +226,15 @@ def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(node: Node, v:
     for forged in (tcp(own, pod(v), flags="S", seq=99), tcp(own, pod(v), b"!", flags="A")):
         assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
     _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
-    assert parse(got, l2=False).source == vip(v, which)
+    assert parsed(got).source == vip(v, which)
 
     asked = client(v)
-    _, got = node.come(udp(asked, vip(v, which), b"?"), UPLINK)
-    forged = udp(asked, pod(v), b"!")
+    _, got = node.come(ask(asked, vip(v, which)), UPLINK)
+    forged = reply(asked, pod(v))
     assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 def test_a_forged_syn_to_the_backend_itself_ends_no_connection(node: Node, v: int, which: int) -> None:
     """It arrives where the client's packets do. The client has closed its side, and waits."""
     own, talk = client(v), Talk()
@@ -246,11 +242,10 @@ def test_a_forged_syn_to_the_backend_itself_ends_no_connection(node: Node, v: in
     syn = tcp(own, pod(v), flags="S", seq=99)
     assert node.come(syn, UPLINK) == (TC_ACT_UNSPEC, syn)
     _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
-    assert parse(got, l2=False).source == vip(v, which)
+    assert parsed(got).source == vip(v, which)
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 @pytest.mark.parametrize("syn", [True, False], ids=["after a SYN", "without a SYN"])
 @pytest.mark.parametrize("ack", [0, 101, 1001])
 def test_answer_to_no_syn_of_the_client_ends_no_connection(node: Node, v: int, which: int, syn: bool, ack: int) -> None:
@@ -261,11 +256,10 @@ def test_answer_to_no_syn_of_the_client_ends_no_connection(node: Node, v: int, w
         node.come(tcp(own, pod(v), flags="S", seq=99), UPLINK)
     assert node.come(tcp(pod(v), own, flags="SA", seq=7, ack=ack), BACKEND)[0] == TC_ACT_SHOT
     _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
-    assert parse(got, l2=False).source == vip(v, which)
+    assert parsed(got).source == vip(v, which)
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -> None:
     """From the port of an earlier connection through the Service."""
     own, talk = client(v), Talk()
@@ -281,7 +275,6 @@ def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -
         assert node.come(packet, device) == (TC_ACT_UNSPEC, packet)
 
 
-@both
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
 @pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
 def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int, kind: str, device: str) -> None:
@@ -291,8 +284,8 @@ def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int,
         source = node.converse("S <SA A A+ <A", talk, own, CLUSTER)
         whole = talk.segment("<A+2000", pod(v), source, **_id(v, 7))
     else:
-        _, got = node.come(udp(own, vip(v, CLUSTER), b"?"), UPLINK)
-        source = str(parse(got, l2=False).source)
+        _, got = node.come(ask(own, vip(v, CLUSTER)), UPLINK)
+        source = str(parsed(got).source)
         whole = udp(pod(v), source, bytes(2000), **_id(v, 7))
     for part in fragments(whole, 1280, id=7):
         verdict, got = node.come(part, device)
@@ -302,7 +295,6 @@ def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int,
             assert got[8:24] == front if v == 6 else got[12:16] == front[12:]
 
 
-@both
 def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: int) -> None:
     """Its port was used through a Service before, when its packets came by a device that is gone:
     another pod had its address, or a bridge's ports had programs.
@@ -326,7 +318,6 @@ def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: in
             cache.update(slot, cached)
 
 
-@both
 def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int) -> None:
     own = client(v)
     syn = Talk().segment("S", own, vip(v, CLUSTER))
@@ -338,20 +329,17 @@ def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int) ->
         assert (node.path.site.reasons() - before)[Reason.BACKEND_UNANSWERED] == counted
 
 
-@both
 def test_a_forged_datagram_does_not_end_a_pods_direct_exchange(node: Node, v: int) -> None:
     """A pod has asked the Service, and then the backend itself: answers pass unchanged."""
     own = end(NEAR[v], next(PORTS))
-    ask, direct = udp(own, vip(v, LOCAL), b"?"), udp(own, pod(v), b"?")
-    answer = udp(pod(v), own, b"!")
+    question, answer = ask(own, vip(v, LOCAL)), reply(pod(v), own)
     node.path.set_device(node.devices[OTHER], Role.POD, DeviceFlag.LOCAL | DeviceFlag.PEER)
-    node.come(ask, OTHER)
-    node.come(direct, OTHER)
-    node.come(ask, BACKEND)  # forged by another pod
+    node.come(question, OTHER)
+    node.come(ask(own, pod(v)), OTHER)
+    node.come(question, BACKEND)  # forged by another pod
     assert node.come(answer, BACKEND)[1] == answer
 
 
-@both
 def test_a_strict_reverse_path_filter_holds_for_redirected_packets_too(node: Node, v: int) -> None:
     """The kernel's own one does not see them. It has none for IPv6."""
     node.strict(UPLINK2, True)
@@ -365,7 +353,6 @@ def test_a_strict_reverse_path_filter_holds_for_redirected_packets_too(node: Nod
     node.strict(UPLINK2, False)
 
 
-@both
 def test_a_client_that_moves_to_another_device_keeps_its_connection(node: Node, v: int) -> None:
     """Host devices are exchangeable: with several uplinks each packet may come by any."""
     own, talk, source, uplinks = client(v), Talk(), "", itertools.cycle((UPLINK, UPLINK2))
@@ -375,5 +362,5 @@ def test_a_client_that_moves_to_another_device_keeps_its_connection(node: Node, 
         packet = talk.segment(word, *ends)
         verdict, got = node.come(packet, BACKEND if back else next(uplinks))
         assert verdict != TC_ACT_SHOT, word
-        source = source or str(parse(got, l2=False).source)
+        source = source or str(parsed(got).source)
     assert states(node.path, own) == {TcpState.CLOSED}

@@ -11,30 +11,23 @@ from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
+from tests.programs.packets.path.single_packets import CLIENT, NET, NODE, POD, end
 from tests.support.packets.packets import Talk, frame, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import run
 from tests.support.plane import Site, desired, service
 
-UDP = Protocol.UDP
-NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
-CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
-POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
-VIP = {4: "192.0.2.", 6: "2001:db8::"}
-MASKED, LOCAL, ALSO, GUARDED, NONE_ALLOWED, KEPT, SCTP = 1, 2, 3, 4, 5, 6, 7
+VIP = NET
+MASKED, LOCAL, ALSO, KEPT = 1, 2, 3, 4
 LOW, HIGH = 61_000, 61_999
 
 
-def end(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def world(backend: int = 8080) -> DesiredState:
+def world() -> DesiredState:
     """One Service of each relevant kind, in both families, TCP and UDP."""
     made = []
     for v in (4, 6):
         for protocol in (Protocol.TCP, Protocol.UDP):
-            pod, suffix = end(POD[v], backend), protocol.name.lower() + str(v)
+            pod, suffix = end(POD[v], 8080), protocol.name.lower() + str(v)
 
             def one(which: int, name: str, to: str = pod, **more: Any) -> Any:
                 vip = f"LoadBalancer={end(f'{VIP[v]}{which}', 80)}"  # noqa: B023
@@ -44,15 +37,10 @@ def world(backend: int = 8080) -> DesiredState:
                 one(MASKED, "masked"),
                 one(LOCAL, "local", local=pod, external_local=True),
                 one(ALSO, "also", local=pod, external_local=True),
-                one(GUARDED, "guarded", ranges="198.51.100.0/24" if v == 4 else "2001:db8:9::/48"),
-                one(NONE_ALLOWED, "nobody", restricted=True),
                 one(KEPT, "kept", affinity_timeout=600),
             ]
-    vip, pod = f"LoadBalancer={end(f'{VIP[4]}{SCTP}', 80)}", end(POD[4], 80)
-    made.append(service("sctp", vip, pod, Protocol.SCTP))
-    state = desired(*made)
     addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
-    return msgspec.structs.replace(state, masquerade_addresses=addresses)
+    return msgspec.structs.replace(desired(*made), masquerade_addresses=addresses)
 
 
 class Wire:
