@@ -22,8 +22,8 @@ from tests.programs.packets.tc.net import (
     both_directions,
     both_ways,
     counting,
-    insn,
     program_id,
+    refused,
 )
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, ip, until
@@ -349,7 +349,7 @@ def test_program_already_attached_by_another_link_is_an_error(net: Net, programs
 @both_ways
 def test_refused_program_error_names_the_device(net: Net, how: AttachMethod):
     with (
-        Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong,  # CGROUP_SKB
+        refused() as wrong,
         pytest.raises(KernelError, match=rf"cannot attach the program \(ingress of here, {how}\)"),
     ):
         net.attach(how, wrong)
@@ -358,7 +358,7 @@ def test_refused_program_error_names_the_device(net: Net, how: AttachMethod):
 
 
 def test_shared_block_error_has_the_kernels_message(net: Net, programs: list[Program]):
-    net.tc("qdisc", "add", "dev", "here", "ingress_block", "7", "clsact")
+    net.tc("qdisc add dev here ingress_block 7 clsact")
     with pytest.raises(KernelError, match="block is shared"):
         net.attach(AttachMethod.CLSACT, programs[0])
     assert net.qdiscs() == "clsact"

@@ -32,7 +32,7 @@ def test_tcx_programs_are_first(net: Net, programs: list[Program], direction: Di
     with first, last:
         others = [program_id(one), program_id(other)]
         assert net.tcx(direction) == [program_id(ours), *others]
-        assert not any(attachment.misplaced for attachment in net.attached())
+        assert not any(net.misplaced())
         net.attach(AttachMethod.TCX, newer, direction)
         assert net.tcx(direction) == [program_id(newer), *others]
         net.detach_all()
@@ -55,7 +55,7 @@ def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(net: Net, programs
         moved = net.ours(AttachMethod.TCX, lambda tc: tc.move(index, direction, ours))
         assert moved == behind
         assert net.tcx(direction) == [program_id(ours), program_id(theirs)]
-        assert [attachment.misplaced for attachment in net.attached()] == [False]
+        assert net.misplaced() == [False]
         assert [pin.name for pin in net.folder.iterdir()] == [f"{index}-{direction}"]
         net.detach_all()
         assert net.tcx(direction) == [program_id(theirs)]
@@ -73,13 +73,12 @@ def foreign(net: Net) -> Iterator[Path]:
 
 def add_foreign(net: Net, program: Path, direction: Direction, priority: int) -> None:
     """Adds a filter as another agent does."""
-    words = f"filter add dev here {direction} prio {priority} bpf da object-pinned {program}"
-    net.tc(*words.split())
+    net.tc(f"filter add dev here {direction} prio {priority} bpf da object-pinned {program}")
 
 
 @both_directions
 def test_clsact_filters_are_first(net: Net, programs: list[Program], foreign: Path, direction: Direction):
-    net.tc("qdisc", "add", "dev", "here", "clsact")
+    net.tc("qdisc add dev here clsact")
     for priority in (1, 7):
         add_foreign(net, foreign, direction, priority)
     others = net.filters(direction)
@@ -87,7 +86,7 @@ def test_clsact_filters_are_first(net: Net, programs: list[Program], foreign: Pa
     for program in programs[:2]:
         net.attach(AttachMethod.CLSACT, program, direction)
         assert net.filters(direction) == ["kbpf", *others]
-        assert not any(attachment.misplaced for attachment in net.attached())
+        assert not any(net.misplaced())
     net.detach_all()
     assert net.filters(direction) == others
     assert net.qdiscs() == "clsact"
@@ -96,21 +95,20 @@ def test_clsact_filters_are_first(net: Net, programs: list[Program], foreign: Pa
 @both_directions
 def test_clsact_filter_beside_a_priority_of_another_kind(net: Net, programs: list[Program], direction: Direction):
     """All filters of one priority have one kind, so ours takes the next priority."""
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    words = f"filter add dev here {direction} prio 1 u32 match u32 0 0 classid 1:1"
-    net.tc(*words.split())
+    net.tc("qdisc add dev here clsact")
+    net.tc(f"filter add dev here {direction} prio 1 u32 match u32 0 0 classid 1:1")
     net.attach(AttachMethod.CLSACT, programs[0], direction)
-    shown = net.tc("filter", "show", "dev", "here", direction)
+    shown = net.tc(f"filter show dev here {direction}")
     assert "pref 2 bpf" in shown
-    assert not any(attachment.misplaced for attachment in net.attached())
-    net.tc("filter", "del", "dev", "here", direction, "prio", "1")
+    assert not any(net.misplaced())
+    net.tc(f"filter del dev here {direction} prio 1")
     (attachment,) = net.attached()
     assert attachment.misplaced, "the better place is free now"
     index = net.index("here")
     net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
-    shown = net.tc("filter", "show", "dev", "here", direction)
+    shown = net.tc(f"filter show dev here {direction}")
     assert ("pref 1 bpf" in shown, "pref 2 " in shown) == (True, False)
-    assert [each.misplaced for each in net.attached()] == [False]
+    assert net.misplaced() == [False]
 
 
 @both_directions
@@ -123,11 +121,11 @@ def test_clsact_filter_behind_a_newer_one_is_moved_to_the_front(
     for round_ in range(3):
         add_foreign(net, foreign, direction, 1)
         assert net.filters(direction)[0] != "kbpf"
-        assert [attachment.misplaced for attachment in net.attached()] == [True]
+        assert net.misplaced() == [True]
         net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
         names = net.filters(direction)
         assert (names[0], names.count("kbpf"), len(names)) == ("kbpf", 1, round_ + 2)
-        assert [attachment.misplaced for attachment in net.attached()] == [False]
+        assert net.misplaced() == [False]
     net.detach_all()
     assert len(net.filters(direction)) == 3
 
@@ -145,15 +143,15 @@ def test_clsact_filter_of_an_earlier_version_is_moved(
         place = Filter("bpf", priority, socket.htons(ETH_P_ALL), handle, "kbpf", 0)
         tc._filters._write(index, direction, programs[0], place, NLM_F_EXCL)
 
-    net.tc("qdisc", "add", "dev", "here", "clsact")
+    net.tc("qdisc add dev here clsact")
     net.ours(AttachMethod.CLSACT, attach_as_before)
-    assert [attachment.misplaced for attachment in net.attached()] == [True]
+    assert net.misplaced() == [True]
     net.attach(AttachMethod.CLSACT, programs[1], direction)
     assert [attachment.program_id for attachment in net.attached()] == [program_id(programs[1])]
     net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[1]))
-    shown = net.tc("filter", "show", "dev", "here", direction)
+    shown = net.tc(f"filter show dev here {direction}")
     assert ("pref 1 bpf" in shown, f"pref {priority} " in shown) == (True, False)
-    assert [attachment.misplaced for attachment in net.attached()] == [False]
+    assert net.misplaced() == [False]
 
 
 def test_own_clsact_stays_while_others_use_it(net: Net, programs: list[Program], foreign: Path):
@@ -164,31 +162,17 @@ def test_own_clsact_stays_while_others_use_it(net: Net, programs: list[Program],
     assert net.qdiscs() == "clsact"
 
 
-def test_foreign_empty_clsact_stays(net: Net, programs: list[Program]):
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    net.attach(AttachMethod.CLSACT, programs[0])
-    net.detach_all()
-    assert net.qdiscs() == "clsact"
-
-
 def test_clsact_recreated_by_others_stays(net: Net, programs: list[Program]):
-    net.attach(AttachMethod.CLSACT, programs[0])
-    net.tc("qdisc", "del", "dev", "here", "clsact")
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    assert net.attached() == ()
-    net.attach(AttachMethod.CLSACT, programs[0])
-    assert len(net.attached()) == 1
-    net.detach_all()
-    assert net.qdiscs() == "clsact"
-
-
-def test_clsact_recreated_by_others_stays_after_listing(net: Net, programs: list[Program]):
+    """Also when what was attached to the former one is detached."""
     index = net.index("here")
-    net.attach(AttachMethod.CLSACT, programs[0])
-    net.tc("qdisc", "del", "dev", "here", "clsact")
-    net.tc("qdisc", "add", "dev", "here", "clsact")
+    stale = net.attach(AttachMethod.CLSACT, programs[0])
+    assert stale is not None
+    net.tc("qdisc del dev here clsact")
+    net.tc("qdisc add dev here clsact")
 
     def work(tc: TcAttacher) -> None:
+        tc.detach(stale)
+        assert net.qdiscs() == "clsact"
         assert tc.list_all() == ()
         made = tc.attach(index, Direction.INGRESS, programs[0])
         assert made is not None
@@ -199,17 +183,8 @@ def test_clsact_recreated_by_others_stays_after_listing(net: Net, programs: list
     assert net.qdiscs() == "clsact"
 
 
-def test_detach_of_a_stale_attachment_leaves_a_foreign_clsact(net: Net, programs: list[Program]):
-    made = net.attach(AttachMethod.CLSACT, programs[0])
-    assert made is not None
-    net.tc("qdisc", "del", "dev", "here", "clsact")
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    net.ours(AttachMethod.CLSACT, lambda tc: tc.detach(made))
-    assert net.qdiscs() == "clsact"
-
-
 def test_foreign_ingress_qdisc_accepts_ingress_only(net: Net, programs: list[Program]):
-    net.tc("qdisc", "add", "dev", "here", "ingress")
+    net.tc("qdisc add dev here ingress")
     net.attach(AttachMethod.CLSACT, programs[0])
     with pytest.raises(KernelError, match=r"egress of here, clsact.*'ingress' qdisc"):
         net.attach(AttachMethod.CLSACT, programs[0], Direction.EGRESS)

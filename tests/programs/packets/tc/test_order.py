@@ -37,7 +37,7 @@ def attach_in_front(net: Net, how: AttachMethod, theirs: Program, direction: Dir
     theirs.pin(path)
     add_foreign(net, path, direction, 1)
     path.unlink()
-    return lambda: net.tc("filter", "del", "dev", "here", direction, "prio", "1", "bpf")
+    return lambda: net.tc(f"filter del dev here {direction} prio 1 bpf")
 
 
 def is_first(net: Net, how: AttachMethod, ours: Program, direction: Direction) -> bool:
