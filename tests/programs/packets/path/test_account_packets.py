@@ -146,11 +146,11 @@ def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink
     before, source = read_counts(uplink, v, CLUSTER), ""
     for word, ttl in (*((word, 64) for word in (*OPEN.split(), "A+700")), ("A+7", 1)):
         ends = (pod(v), source) if "<" in word else (own, vip(v, CLUSTER))
-        retval, got = uplink.run("tc_ingress", talk.segment(word, *ends, ttl=ttl))
+        retval, got = uplink.ingress(talk.segment(word, *ends, ttl=ttl))
         assert retval == (TC_ACT_UNSPEC if ttl == 1 else TC_ACT_REDIRECT)
         source = source or parsed(got).source
     reply = talk.segment("<FA+10", pod(v), own)
-    uplink.run("tc_ingress", reply)
+    uplink.ingress(reply)
     added = minus(read_counts(uplink, v, CLUSTER)[True], before[True])
     assert added.bytes_out == len(reply)
 
@@ -174,7 +174,7 @@ def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
 )
 def test_connection_without_backend_is_counted(path: Path_, v: int, which: int, adds: ConnectionStats) -> None:
     before = read_counts(path, v, which)
-    path.run("tc_ingress", tcp(client(v), vip(v, which), flags="S"))
+    path.ingress(tcp(client(v), vip(v, which), flags="S"))
     after = read_counts(path, v, which)
     assert minus(after[False], before[False]) == adds
     assert after[True] == before[True]
@@ -192,33 +192,25 @@ def forget(path: Path_) -> None:
             failures.delete(key)
 
 
-@pytest.mark.parametrize(
-    ("which", "segments", "reason"),
-    [
-        (NONE, "S", "no_endpoints"),
-        (RESTRICTED, "S", "not_allowed"),
-        (CLUSTER, "S <RA", "backend_refused"),
-        (CLUSTER, OPEN + "A+100 <A+50 <R", "backend_reset"),
-        (CLUSTER, "S S", ""),
-        (CLUSTER, OPEN + "A+100 <A+50 R", ""),
-        (CLUSTER, OPEN + "A+100 <A+1000 FA <FA A", ""),
-    ],
-    ids=[
-        "no endpoints",
-        "not allowed",
-        "refused",
-        "reset by the backend",
-        "repeated at once",
-        "reset by the client",
-        "succeeds",
-    ],
-)
-def test_failures_of_packets_are_recorded(path: Path_, v: int, which: int, segments: str, reason: str) -> None:
+FAILURES = {
+    "no endpoints": (NONE, "S", "no_endpoints"),
+    "not allowed": (RESTRICTED, "S", "not_allowed"),
+    "refused": (CLUSTER, "S <RA", "backend_refused"),
+    "reset by the backend": (CLUSTER, OPEN + "A+100 <A+50 <R", "backend_reset"),
+    "repeated at once": (CLUSTER, "S S", ""),
+    "reset by the client": (CLUSTER, OPEN + "A+100 <A+50 R", ""),
+    "succeeds": (CLUSTER, OPEN + "A+100 <A+1000 FA <FA A", ""),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_of_packets_are_recorded(path: Path_, v: int, name: str) -> None:
+    which, segments, reason = FAILURES[name]
     forget(path)
     if which == CLUSTER:
         play(path, v, which, segments)
     else:
-        path.run("tc_ingress", tcp(client(v), vip(v, which), flags=segments))
+        path.ingress(tcp(client(v), vip(v, which), flags=segments))
     found = recorded(path)
     assert [row[1] for row in found] == ([reason] if reason else [])
     for service, _, seen, count in found:
@@ -235,10 +227,10 @@ def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Pat
     forget(path)
     others = {CLIENTS[v].format(number) for number in range(100, 132)}
     for other in others:
-        path.run("tc_ingress", tcp(end(other, 5), vip(v, NONE), flags="S"))
+        path.ingress(tcp(end(other, 5), vip(v, NONE), flags="S"))
     scanner = CLIENTS[v].format(7)
     for port in range(1000, 3000):
-        path.run("tc_ingress", tcp(end(scanner, 5), end(f"{NET[v]}{IP}", port), flags="S"))
+        path.ingress(tcp(end(scanner, 5), end(f"{NET[v]}{IP}", port), flags="S"))
     found = recorded(path)
     own = [row for row in found if row[2] == scanner]
     assert {row[1] for row in own} == {"unknown_port"}
@@ -251,7 +243,7 @@ def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int
     before, own = read_counts(path, v, CLUSTER), client(v)
     for pause in (0, 0.6, 0.6):
         time.sleep(pause)
-        path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S", seq=1))
+        path.ingress(tcp(own, vip(v, CLUSTER), flags="S", seq=1))
     assert minus(read_counts(path, v, CLUSTER)[True], before[True]).unanswered == 1
     assert [row[1] for row in recorded(path)] == ["backend_unanswered"]
 

@@ -26,10 +26,11 @@ from tests.programs.packets.path.single_packets import (
     host_of,
     parsed,
     pod,
+    raw_socket,
     vip,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import frame, tcp, udp
 
@@ -56,13 +57,6 @@ def receive(at: socket.socket, data: bytes) -> bytes:
     while data not in (got := at.recv(2048)):
         pass
     return got[14:]
-
-
-def raw_socket(device: str) -> socket.socket:
-    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    made.bind((device, 0))
-    made.settimeout(PATIENCE)
-    return made
 
 
 @pytest.fixture

@@ -55,10 +55,10 @@ def bypassing(path: Path_, v: int, row: Bypass, kind: str) -> tuple[str, str]:
     path.node(row.flags)
     own = client(v)
     first = ALL_KINDS[kind](own, vip(v, row.which))
-    retval, got = path.run("tc_ingress", first)
+    retval, got = path.ingress(first)
     assert retval == TC_ACT_REDIRECT
     source = parsed(got).source
-    path.run("tc_ingress", ANSWERS[kind](pod(v), source))
+    path.ingress(ANSWERS[kind](pod(v), source))
     return own, source
 
 
@@ -96,13 +96,10 @@ def test_error_that_cannot_be_redirected_goes_up_the_stack(uplink: Path_, v: int
     front, back = vip(v, row.which), pod(v)
     ttl = 1 if why == "TTL 1" else 64
     error = icmp_error("too big", ROUTER[v], ask(source, back), mtu=1300, ttl=ttl)
-    uplink.forward(why == "TTL 1")
-    try:
-        retval, inside = uplink.run("tc_ingress", error)
+    with uplink.forwarding(why == "TTL 1"):
+        retval, inside = uplink.ingress(error)
         assert retval == TC_ACT_UNSPEC
-        _, out = uplink.run("tc_egress", inside)
-    finally:
-        uplink.forward(True)
+        _, out = uplink.egress(inside)
     told = parsed(out)
     assert told.destination == CLIENT[v]
     assert str(told.embedded) == str(parsed(ask(own, front)))

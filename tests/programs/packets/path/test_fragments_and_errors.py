@@ -25,6 +25,7 @@ from tests.programs.packets.path.single_packets import (
     both_policies,
     client,
     end,
+    ends_of,
     established,
     expect_packet,
     host_of,
@@ -49,14 +50,14 @@ from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
 def test_fragments_are_translated(path: Path_, v: int) -> None:
     payload = os.urandom(3001)
-    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    own, front, back = ends_of(v, CLUSTER)
     number = next(PORTS)
     pieces = fragments(udp(own, front, payload, **_id(v, number)), 1280, id=number)
-    inside = [path.run("tc_ingress", piece, complete=True) for piece in pieces]
+    inside = [path.ingress(piece, complete=True) for piece in pieces]
     assert {verdict for verdict, _ in inside} == {TC_ACT_UNSPEC}
     whole = reassembled(*(packet for _, packet in inside))
     expect_packet(whole, udp(own, back, payload, **_id(v, number)))
-    out = reassembled(*(path.run("tc_egress", packet)[1] for _, packet in inside))
+    out = reassembled(*(path.egress(packet)[1] for _, packet in inside))
     assert wrong_sums(out) == []
     found = parsed(out)
     assert (host_of(found.source), found.destination) == (NODE[v], back)
@@ -87,9 +88,9 @@ def test_fragments_with_options_after_the_fragment_header(path: Path_) -> None:
     whole = udp(own, front, bytes(3001), extensions=(destination(),))
     pieces = fragments(whole, 1280, id=next(PORTS))
     assert {piece[40] for piece in pieces} == {60}
-    inside = [path.run("tc_ingress", piece) for piece in pieces]
+    inside = [path.ingress(piece) for piece in pieces]
     assert {parsed(packet).ip.destination for _, packet in inside} == {POD[6]}
-    out = [path.run("tc_egress", packet)[1] for _, packet in inside]
+    out = [path.egress(packet)[1] for _, packet in inside]
     assert {parsed(packet).ip.source for packet in out} == {NODE[6]}
     assert wrong_sums(reassembled(*out)) == []
 
@@ -98,7 +99,7 @@ def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int) 
     number = next(PORTS)
     whole = udp(client(v), vip(v, CLUSTER), bytes(3000), **_id(v, number))
     piece = fragments(whole, 1280, id=number)[1]
-    assert path.run("tc_ingress", piece) == (TC_ACT_UNSPEC, piece)
+    path.expect_untouched(piece)
 
 
 # ---- ICMP errors ---------------------------------------------------------------------------------
@@ -107,11 +108,12 @@ def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int) 
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("error", ERRORS)
 @both_policies
-@pytest.mark.parametrize("about", ["request", "reply"])
+@pytest.mark.parametrize("about", ["request", "refused request", "reply"])
 def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, about: str) -> None:
-    """About a request: from a router behind the node, or the pod's host. The client sees the packet
-    that it sent. About a reply: from a router in front of the node, which the backend's network may
-    not know: if the client is masqueraded, so is the router.
+    """About a request: from a router behind the node, or from the backend, whose error comes from
+    the frontend. The client sees the packet that it sent. About a reply: from a router in front of
+    the node, which the backend's network may not know: if the client is masqueraded, so is the
+    router.
     """
     own, source = established(path, v, kind, which)
     build, front, back = SENT[kind], vip(v, which), pod(v)
@@ -120,25 +122,19 @@ def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, abou
         ends, inside_ends, out_ends = (front, own), (back, own), (back, source)
     sent = build(*ends)
 
-    def seen(ends: tuple[str, str], router: str = ROUTER[v]) -> bytes:
-        return icmp_error(error, router, quoted(sent, build, *ends), mtu=mtu_of(error))
+    sender = seen = ROUTER[v]
+    if about == "refused request":
+        sender, seen = POD[v], host_of(front)
+    elif about == "reply" and which == CLUSTER:
+        seen = NODE[v]
 
+    def told(by: str, ends: tuple[str, str]) -> bytes:
+        return icmp_error(error, by, quoted(sent, build, *ends), mtu=mtu_of(error))
+
+    inside = told(sender, inside_ends)
     if which == CLUSTER or about == "reply":
-        path.go("tc_ingress", icmp_error(error, ROUTER[v], sent, mtu=mtu_of(error)), seen(inside_ends))
-    router = NODE[v] if which == CLUSTER and about == "reply" else ROUTER[v]
-    path.go("tc_egress", seen(inside_ends), seen(out_ends, router))
-
-
-def test_icmp_error_of_the_backend_comes_from_the_frontend(path: Path_, v: int) -> None:
-    own, source = established(path, v, "udp")
-    build = SENT["udp"]
-    sent = build(source, pod(v))
-    error = icmp_error("port unreachable", POD[v], sent)
-    inside = icmp_error("port unreachable", POD[v], quoted(sent, build, own, pod(v)))
-    path.go("tc_ingress", error, inside)
-    front = host_of(vip(v, CLUSTER))
-    want = icmp_error("port unreachable", front, quoted(sent, build, own, vip(v, CLUSTER)))
-    path.go("tc_egress", inside, want)
+        path.go_in(icmp_error(error, sender, sent, mtu=mtu_of(error)), inside)
+    path.go_out(inside, told(seen, out_ends))
 
 
 def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int) -> None:
@@ -161,10 +157,10 @@ def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int) -
 
 def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int) -> None:
     own, front, back = client(v), vip(v, SAME), pod(v, 80)
-    inside = path.go("tc_ingress", sctp(own, front), sctp(own, back))
-    path.go("tc_egress", inside, inside)
+    inside = path.go_in(sctp(own, front), sctp(own, back))
+    path.go_out(inside, inside)
     answer = ANSWERS["sctp"]
-    path.go("tc_egress", answer(back, own), answer(front, own))
+    path.go_out(answer(back, own), answer(front, own))
 
 
 @pytest.mark.parametrize("length", [4, 60, 1400, 3001])
@@ -172,23 +168,23 @@ def test_sctp_checksum_follows_changed_ports(path: Path_, v: int, length: int) -
     """CRC32c covers the whole packet, of which the program reads the ports only."""
     chunks = b"\1" + os.urandom(length - 1)  # INIT
     tag = int.from_bytes(chunks[4:8], "big")  # which the backend repeats
-    own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    inside = path.go("tc_ingress", sctp(own, front, chunks), sctp(own, back, chunks))
+    own, front, back = ends_of(v, CLUSTER)
+    inside = path.go_in(sctp(own, front, chunks), sctp(own, back, chunks))
     source = masked(path, inside, lambda a, b: sctp(a, b, chunks), back, v)
-    inside = path.go("tc_ingress", sctp(back, source, chunks, tag=tag), sctp(back, own, chunks, tag=tag))
-    path.go("tc_egress", inside, sctp(front, own, chunks, tag=tag))
+    inside = path.go_in(sctp(back, source, chunks, tag=tag), sctp(back, own, chunks, tag=tag))
+    path.go_out(inside, sctp(front, own, chunks, tag=tag))
 
 
 def test_wrong_sctp_checksum_stays_wrong(path: Path_, v: int) -> None:
     """A packet that was damaged on its way must not become valid here."""
     own = client(v)
-    _, got = path.run("tc_ingress", sctp(own, vip(v, CLUSTER), checksum="wrong"))
+    _, got = path.ingress(sctp(own, vip(v, CLUSTER), checksum="wrong"))
     assert wrong_sums(got) == ["sctp"]
 
 
 def test_sctp_checksum_left_to_the_device_stays_zero(path: Path_, v: int) -> None:
     """A pod's SCTP packet has no checksum yet (CHECKSUM_PARTIAL); a value there would be added."""
-    _, got = path.run("tc_ingress", sctp(client(v), vip(v, CLUSTER), checksum="zero"))
+    _, got = path.ingress(sctp(client(v), vip(v, CLUSTER), checksum="zero"))
     assert parsed(got).transport.checksum == 0  # type: ignore[union-attr]
 
 
@@ -198,7 +194,7 @@ def test_sctp_fragments_with_a_changed_port_are_dropped(path: Path_, v: int) -> 
     whole = sctp(client(v), vip(v, CLUSTER), b"\1" + os.urandom(1999), **_id(v, number))
     with path.counted(Reason.NOT_REWRITTEN):
         first, *_ = fragments(whole, 1280, id=number)
-        assert path.run("tc_ingress", first)[0] == TC_ACT_SHOT
+        assert path.ingress(first)[0] == TC_ACT_SHOT
 
 
 # ---- packets of no flow --------------------------------------------------------------------------
@@ -226,7 +222,7 @@ UNRELATED = {
 @pytest.mark.parametrize("unrelated", UNRELATED)
 def test_unrelated_packets_pass_untouched(path: Path_, name: str, unrelated: str, v: int) -> None:
     packet = UNRELATED[unrelated](v)
-    assert path.run(name, packet) == (TC_ACT_UNSPEC, packet)
+    path.expect_untouched(packet, name)
 
 
 @pytest.mark.parametrize("whose", ["empty", "another device's"])
@@ -236,5 +232,5 @@ def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str) -
     number = 0 if whose == "empty" else 1 + CACHED_DEVICES
     path.cache(1, CACHED_DEVICE.pack(number, other))
     with path.counted(Reason.NEW_FLOW):
-        path.run("tc_ingress", tcp(client(v), vip(v, CLUSTER), flags="S"))
+        path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
         path.set_loopback_role(Role.HOST)

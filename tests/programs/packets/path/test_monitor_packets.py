@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect.monitor import Monitor
 from kbpf.dataplane.bpf.maps.layout import REFUSAL_LIMIT, U32, NodeFlag, RefusalLimit
-from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLUSTER,
@@ -28,7 +26,6 @@ from tests.programs.packets.path.single_packets import (
     ask,
     client,
     end,
-    host_of,
     pod,
     vip,
 )
@@ -40,7 +37,7 @@ HOUR = 3600 * 10**9
 
 
 def syn(path: Path_, v: int, which: int) -> None:
-    path.run("tc_ingress", tcp(client(v), vip(v, which), flags="S"))
+    path.ingress(tcp(client(v), vip(v, which), flags="S"))
 
 
 def story(segments: str) -> Callable[[Path_, int, int], None]:
@@ -50,18 +47,18 @@ def story(segments: str) -> Callable[[Path_, int, int], None]:
 def datagrams(path: Path_, v: int, which: int) -> None:
     own = client(v)
     for _ in range(3):
-        path.run("tc_ingress", udp(own, vip(v, which), b"question"))
+        path.ingress(udp(own, vip(v, which), b"question"))
 
 
 def unknown_port(path: Path_, v: int, which: int) -> None:
-    path.run("tc_ingress", tcp(client(v), vip(v, which)[:-2] + "81", flags="S"))
+    path.ingress(tcp(client(v), vip(v, which)[:-2] + "81", flags="S"))
 
 
 def repeated(path: Path_, v: int, which: int) -> None:
     own = client(v)
     for pause in (0, 0.6, 0.6):
         time.sleep(pause)
-        path.run("tc_ingress", tcp(own, vip(v, which), flags="S", seq=1))
+        path.ingress(tcp(own, vip(v, which), flags="S", seq=1))
 
 
 def beyond_the_limit(path: Path_, v: int, which: int) -> None:
@@ -104,7 +101,7 @@ ROWS = (
     Row("no endpoints", syn, NONE, "refused no_endpoints", False),
     Row(
         "a datagram, no endpoints",
-        lambda path, v, which: path.run("tc_ingress", ask(client(v), vip(v, which))) and None,
+        lambda path, v, which: path.ingress(ask(client(v), vip(v, which))) and None,
         NONE,
         "refused no_endpoints",
         False,
@@ -141,32 +138,17 @@ def test_events_are_seen(path: Path_, v: int, row: Row) -> None:
 def test_packets_of_known_flows_are_no_events(path: Path_, v: int) -> None:
     play(path, v, LOCAL, OPEN)
     own = client(v)
-    path.run("tc_ingress", ask(own, vip(v, LOCAL)))
+    path.ingress(ask(own, vip(v, LOCAL)))
     with watched(path.site) as monitor:
         for _ in range(5):
-            path.run("tc_ingress", ask(own, vip(v, LOCAL)))
+            path.ingress(ask(own, vip(v, LOCAL)))
         assert read(monitor) == []
-
-
-def seen(monitor: Monitor, path: Path_, v: int, which: int) -> int:
-    syn(path, v, which)
-    return len(read(monitor))
-
-
-def test_filters(path: Path_, v: int) -> None:
-    with watched(path.site, address=parse_addr(CLIENT[v])) as monitor:
-        assert seen(monitor, path, v, CLUSTER) == 1
-    with watched(path.site, address=parse_addr(host_of(pod(v)))) as monitor:
-        assert seen(monitor, path, v, CLUSTER) == 1
-        assert seen(monitor, path, v, NONE) == 0
-    with watched(path.site, cgroups=frozenset({1})) as monitor:
-        assert seen(monitor, path, v, CLUSTER) == 0, "packets have no cgroup"
 
 
 def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int) -> None:
     """There is no route to the backend's network, so the first packet is dropped."""
     own = end(NODE[v], next(PORTS))
     with watched(path.site) as monitor:
-        path.run("tc_egress", tcp(own, vip(v, CLUSTER), flags="S"))
+        path.egress(tcp(own, vip(v, CLUSTER), flags="S"))
         events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
     assert events == [("new", "new_flow", own), ("dropped", "no_route", own)]

@@ -36,6 +36,7 @@ from tests.programs.packets.path.single_packets import (
     _id,
     age,
     ask,
+    change_entries,
     client,
     delete_entry,
     end,
@@ -47,6 +48,7 @@ from tests.programs.packets.path.single_packets import (
     port_of,
     reply,
     send_segments,
+    set_only_port,
     states,
     vip,
 )
@@ -90,10 +92,10 @@ def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> N
 
 def new_flow_port(path: Path_, v: int, own: str) -> int:
     """The node port that a SYN of this client gets; 0: none."""
-    verdict, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
+    verdict, inside = path.ingress(tcp(own, vip(v, CLUSTER), flags="S"))
     if verdict == TC_ACT_SHOT:
         return 0
-    return port_of(parsed(path.run("tc_egress", inside)[1]).source)
+    return port_of(parsed(path.egress(inside)[1]).source)
 
 
 def established_port(path: Path_, v: int, host: str) -> int:
@@ -225,8 +227,7 @@ def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int) ->
     """The kernel would wait for the other fragments before it stored anything. Here they hold their
     port as any unanswered datagram does: for 30 s, in which it may still be answered.
     """
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    set_only_port(path)
     own = client(v)
     for _ in range(3):
         number = next(PORTS)
@@ -238,14 +239,13 @@ def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int) ->
     for seconds, given in ((20, False), (10, True)):  # after the 3 s before
         age(path, own, seconds)
         other = client(v)
-        path.run("tc_ingress", ask(other, vip(v, CLUSTER)))
+        path.ingress(ask(other, vip(v, CLUSTER)))
         assert (entries_of(path, own) == []) == given
         assert len(entries_of(path, other)) == 3 * given
 
 
 def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> None:
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
     close(path, v, own, source)
     with path.site.pinned("port_slots") as slots:
@@ -258,15 +258,16 @@ def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> Non
 
 def test_recently_active_client_keeps_its_port(path: Path_, v: int) -> None:
     """The entry for its replies may show an older time."""
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    set_only_port(path)
     own, _ = send_segments(path, v, "S <SA A")
     age(path, own, -60)
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
-                old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
-                flows.update(key, old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :])
+
+    def older(raw: bytes) -> bytes:
+        old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
+        changed = old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :]
+        return changed if raw[DIRECTION] == FlowDirection.SNAT_REPLY else raw
+
+    change_entries(path, own, older)
     assert new_flow_port(path, v, client(v)) == 0
     assert len(entries_of(path, own)) == 3
 
@@ -280,21 +281,20 @@ def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) ->
     tried unless the backend closed first: then it still has the port in TIME_WAIT. A client's reset
     may have been lost on its way to the backend: then the port is reserved for 10 s.
     """
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
     assert source == end(NODE[v], only_port)
     send_segments(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
     age(path, own, -60)  # so that it stays young, however long this takes
     first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
-    retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
+    retval, _ = path.ingress(tcp(other, vip(v, CLUSTER), flags="S"))
     reserved = way not in CLOSES or way == "the client resets"
     assert (retval == TC_ACT_SHOT) == reserved
     assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == reserved
     if way == "the client resets":
         age(path, own, 71)
-        path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
+        path.ingress(tcp(other, vip(v, CLUSTER), flags="S"))
     assert first == {FinFlag.BACKEND_FIRST if "backend first" in way else FinFlag(0)}
     left = set() if way in CLOSES else {own}
     assert {owner(raw) for raw in entries_of(path, own)} == left, "all old entries are deleted"
@@ -313,8 +313,7 @@ def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None
 
 def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int) -> None:
     """A SYN, its answer and a reset, all forged: the backend may still have the connection."""
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
     TALKS[own] = Talk(1 << 30, 3 << 30)
     send_segments(path, v, "S <SA A <RA", own, source)
@@ -338,11 +337,11 @@ def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int) -> Non
                 flows.delete(key)
     for _ in range(2):
         age(path, own, 14)
-        _, got = path.run("tc_ingress", reply(pod(v), source))
+        _, got = path.ingress(reply(pod(v), source))
         assert parsed(got).destination == own
     age(path, own, 14)
     late = reply(pod(v), source)
-    assert path.run("tc_ingress", late)[1] == late
+    assert path.ingress(late)[1] == late
 
 
 def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int) -> None:

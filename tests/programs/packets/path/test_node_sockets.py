@@ -12,10 +12,8 @@ from tests.programs.packets.path.single_packets import (
     ALL_KINDS,
     ANSWERS,
     CLUSTER,
-    HIGH,
     IP,
     LOCAL,
-    LOW,
     NODE,
     NONE,
     POD,
@@ -25,6 +23,7 @@ from tests.programs.packets.path.single_packets import (
     ask,
     client,
     end,
+    ends_of,
     entries_of,
     expect_packet,
     expect_redirect,
@@ -32,16 +31,17 @@ from tests.programs.packets.path.single_packets import (
     host_of,
     parsed,
     pod,
+    raw_socket,
     reply,
+    snat_source,
     states,
     vip,
     with_length,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE
 from tests.support.packets.packets import Talk, icmp_error, tcp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -54,8 +54,8 @@ def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind:
     for _ in range(2):
         expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
     sent = build(own, back)
-    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
-    uplink.go("tc_ingress", answer(back, own), answer(front, own))
+    uplink.expect_untouched(sent, "tc_egress")
+    uplink.go_in(answer(back, own), answer(front, own))
 
 
 def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int) -> None:
@@ -63,7 +63,7 @@ def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: in
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     expect_redirect(uplink, ask(own, front), ask(own, back), "tc_egress")
     answer, before = reply(back, own), uplink.site.reasons()[Reason.REDIRECTED]
-    retval, got = uplink.run("tc_ingress", answer, context=SkbContext(ifindex=uplink.out))
+    retval, got = uplink.ingress(answer, device=uplink.out)
     assert retval == TC_ACT_REDIRECT
     assert uplink.site.reasons()[Reason.REDIRECTED] == before + 1
     expect_packet(got, reply(front, own))
@@ -74,7 +74,7 @@ def tunnel(uplink: Path_) -> Iterator[Path_]:
     """The uplink is a tunnel of IP in IP."""
     uplink.set_device(uplink.out, Role.HOST, DeviceFlag.TUNNEL)
     yield uplink
-    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+    uplink.set_device(uplink.out, Role.HOST)
 
 
 @pytest.mark.parametrize("is_error", [False, True], ids=["reply", "error"])
@@ -92,15 +92,14 @@ def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path
         inner = icmp_error("port unreachable", POD[v], ask(own, back))
         want = icmp_error("port unreachable", host, ask(own, front, checksum=checksum))
     outer = inner[:6] + bytes(34) if v == 6 else with_length(b"\x45" + bytes(19), len(inner))
-    context = SkbContext(ifindex=tunnel.out)
-    retval, got = tunnel.run("tc_ingress", outer + inner, context=context)
+    retval, got = tunnel.ingress(outer + inner, device=tunnel.out)
     assert (retval, got[: len(outer)]) == (TC_ACT_UNSPEC, outer)
     expect_packet(got[len(outer) :], want)
 
 
 def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int) -> None:
     own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
-    retval, got = uplink.run("tc_egress", tcp(own, front, flags="S", seq=7))
+    retval, got = uplink.egress(tcp(own, front, flags="S", seq=7))
     assert retval == TC_ACT_REDIRECT
     assert parsed(got).source == front
     assert "R" in parsed(got).flags
@@ -112,10 +111,7 @@ def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) ->
     """
     family = socket.AF_INET if v == 4 else socket.AF_INET6
     host, number = to.rsplit(":", 1)
-    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    with wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
-        wire.bind(("gate", 0))
-        wire.settimeout(PATIENCE)
+    with raw_socket("gate") as wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((NODE[v], port))
         sock.setblocking(False)
@@ -153,8 +149,7 @@ def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: 
 def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> None:
     """It came in by another device and was handled there."""
     packet = ask(client(v), vip(v, CLUSTER))
-    context = SkbContext(ingress_ifindex=uplink.out)
-    assert uplink.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
+    assert uplink.egress(packet, came_by=uplink.out) == (TC_ACT_UNSPEC, packet)
 
 
 # ---- towards another device than that of the Service ---------------------------------------------
@@ -165,17 +160,18 @@ OVERLAY = {4: "10.244.9.0", 6: "fd00:10:244:9::"}
 @pytest.fixture
 def overlay(uplink: Path_) -> Iterator[Path_]:
     """The device to the backends has an address of its own; sockets send by loopback."""
-    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0), (OVERLAY[4], OVERLAY[6]))
+    uplink.set_device(uplink.out, Role.HOST, own=(OVERLAY[4], OVERLAY[6]))
     yield uplink
-    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+    uplink.set_device(uplink.out, Role.HOST)
 
 
 def through_overlay(path: Path_, v: int, kind: str, own: str, front: str) -> str:
     """The source that the backend sees."""
     build = ALL_KINDS[kind]
-    retval, got = path.run("tc_egress", build(own, front))
+    retval, got = path.egress(build(own, front))
     assert retval == TC_ACT_REDIRECT
     source = parsed(got).source
+    assert host_of(source) == OVERLAY[v]
     expect_redirect(path, build(own, front), build(source, pod(v)), "tc_egress")
     return source
 
@@ -185,15 +181,21 @@ def test_socket_of_the_node_gets_the_address_of_the_overlay(overlay: Path_, v: i
     """As with MASQUERADE. The reply comes back by the overlay, and goes where the socket sends."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     source = through_overlay(overlay, v, kind, own, front)
-    host, _, port = source.rpartition(":")
-    assert host.strip("[]") == OVERLAY[v]
-    assert LOW <= int(port) <= HIGH
     sent = ALL_KINDS[kind](source, back)
-    assert overlay.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the overlay"
+    assert snat_source(sent, OVERLAY[v]) == source
+    overlay.expect_untouched(sent, "tc_egress")
     answer = ANSWERS[kind]
-    retval, got = overlay.run("tc_ingress", answer(back, source), context=SkbContext(ifindex=overlay.out))
+    retval, got = overlay.ingress(answer(back, source), device=overlay.out)
     assert retval == TC_ACT_REDIRECT
     expect_packet(got, answer(front, own))
+
+
+def test_masqueraded_client_gets_the_address_of_the_overlay(overlay: Path_, v: int) -> None:
+    """As with MASQUERADE: replies then come back through the overlay."""
+    own, front, back = ends_of(v, CLUSTER)
+    source = snat_source(overlay.ingress(ask(own, front))[1], OVERLAY[v])
+    expect_redirect(overlay, ask(own, front), ask(source, back, ttl=63))
+    expect_redirect(overlay, reply(back, source), reply(front, own, ttl=63))
 
 
 def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int) -> None:
@@ -215,8 +217,7 @@ def test_socket_with_the_overlays_address_keeps_its_port(overlay: Path_, v: int)
 def test_socket_that_sends_by_the_overlay_keeps_its_address(overlay: Path_, v: int) -> None:
     """It has chosen its address for this device, or has bound another one on purpose."""
     own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
-    context = SkbContext(ifindex=overlay.out)
-    retval, got = overlay.run("tc_egress", ask(own, front), context=context)
+    retval, got = overlay.egress(ask(own, front), device=overlay.out)
     assert retval == TC_ACT_REDIRECT
     expect_packet(got, ask(own, pod(v)))
 
@@ -230,7 +231,7 @@ def test_error_to_a_socket_of_the_node_is_translated(overlay: Path_, v: int, by:
     source = through_overlay(overlay, v, "udp", own, front)
     sender = ROUTER[v] if by == "router" else POD[v]
     error = icmp_error("port unreachable", sender, ask(source, back))
-    retval, got = overlay.run("tc_ingress", error, context=SkbContext(ifindex=overlay.out))
+    retval, got = overlay.ingress(error, device=overlay.out)
     assert retval == (TC_ACT_UNSPEC if by == "router" else TC_ACT_REDIRECT)
     found = parsed(got)
     seen = ROUTER[v] if by == "router" else host_of(front)

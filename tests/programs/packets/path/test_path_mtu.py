@@ -7,11 +7,11 @@ from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
     DAMAGED,
+    FIRST,
     MTU,
     NODE,
     PORTS,
     Path_,
-    ask,
     end,
     expect_packet,
     host_of,
@@ -23,7 +23,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.programs.packets.path.test_bypassing_errors import Bypass, bypassing, every_bypass
 from tests.support.features import lacking, needs
-from tests.support.packets.datagrams import BROADCAST, frame
+from tests.support.packets.datagrams import BROADCAST, frame, internet_checksum
 from tests.support.packets.packets import chunk, icmp_error, sctp, tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, run
 
@@ -63,14 +63,7 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v:
         assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
-FIRST = {
-    "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
-    "udp": ask,
-    "sctp": sctp,
-}
-
-
-SHORT = {**FIRST, "tcp": tcp}
+SHORT = FIRST | {"tcp": tcp}
 DAMAGED_LONG = {
     "checksum": lambda kind, a, b: DAMAGED["checksum"](LONG[kind](a, b, df=True)),
     "longer than the packet": lambda kind, a, b: DAMAGED["too long"](LONG[kind](a, b, df=True)),
@@ -87,7 +80,7 @@ def test_damaged_header_gets_no_error(uplink: Path_, row: Bypass, kind: str, dam
     for ends in ((own, vip(4, row.which)), (pod(4), source)):
         sent = DAMAGED_LONG[damage](kind, *ends)
         before = uplink.site.reasons()
-        assert uplink.run("tc_ingress", sent) == (TC_ACT_UNSPEC, sent)
+        uplink.expect_untouched(sent)
         assert uplink.site.reasons() == before
 
 
@@ -98,7 +91,7 @@ def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: b
     Linux 5.12 the MTU is not known, and the least one is named.
     """
     own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
-    assert uplink.run("tc_egress", FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
+    assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     more = {"df": df} if v == 4 else {}
     mtu = 1280 if lacking("route_mtu") else MTU
     expect_error(uplink, "tc_egress", LONG[kind](own, front, **more), mtu)
@@ -110,12 +103,12 @@ def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_
     complement: it has to be what is there already, since the error's own checksum covers it.
     """
     own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
-    assert uplink.run("tc_egress", FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
+    assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     whole = LONG[kind](own, front, checksum="zero")
     header = 20 if v == 4 else 40
     addresses = whole[12:20] if v == 4 else whole[8:40]
     pseudo = ones_sum(addresses) + len(whole) - header + (6 if kind == "tcp" else 17)
-    _, got = uplink.run("tc_egress", LONG[kind](own, front, checksum=ones_sum(number(pseudo))))
+    _, got = uplink.egress(LONG[kind](own, front, checksum=ones_sum(pseudo.to_bytes(4))))
     assert [one for one in wrong_sums(got) if "embedded" not in one] == []
     quoted = got[2 * header + 8 :]
     at = 16 if kind == "tcp" else 6
@@ -123,13 +116,6 @@ def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_
     assert ones_sum(quoted) ^ 0xFFFF == int.from_bytes(quoted[at : at + 2], "big")
 
 
-def number(value: int) -> bytes:
-    return value.to_bytes(4, "big")
-
-
 def ones_sum(data: bytes) -> int:
     """The sum of 16-bit words in ones' complement."""
-    total = sum(int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2))
-    while total > 0xFFFF:
-        total = (total & 0xFFFF) + (total >> 16)
-    return total
+    return internet_checksum(data) ^ 0xFFFF

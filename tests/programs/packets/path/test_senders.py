@@ -38,7 +38,7 @@ from tests.programs.packets.path.single_packets import (
 from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import Talk, fragments, sctp, tcp, udp
-from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
+from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
 BACKEND, OTHER, UPLINK, UPLINK2 = "backend", "other", "uplink", "uplink2"
 """The backend's device, another pod's, the device of the default route, and one without a route."""
@@ -54,11 +54,14 @@ class Node:
     def come(self, packet: bytes, device: str) -> tuple[int, bytes]:
         """The packet arrives on this device and, if it goes up the stack, leaves it."""
         index = self.devices[device]
-        verdict, got = self.path.run("tc_ingress", packet, context=SkbContext(ifindex=index))
+        verdict, got = self.path.ingress(packet, device=index)
         if verdict == TC_ACT_UNSPEC:
-            context = SkbContext(ingress_ifindex=index)
-            verdict, got = self.path.run("tc_egress", got, context=context)
+            verdict, got = self.path.egress(got, came_by=index)
         return verdict, got
+
+    def expect_untouched(self, packet: bytes, device: str) -> None:
+        """Expects the packet to pass both programs as it is."""
+        assert self.come(packet, device) == (TC_ACT_UNSPEC, packet)
 
     def converse(self, script: str, talk: Talk, own: str, which: int, device: str = UPLINK) -> str:
         """Sends these segments of a client and its backend, each by its own device; returns the
@@ -121,20 +124,19 @@ class Row(NamedTuple):
     counts: bool
 
 
+LIVE = "S <SA A A+ <A"
 ROWS = [
-    *(Row("S", "<SA", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
-    *(Row("S", "<RA", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
-    *(Row("S <SA A A+", "<A", device, device == BACKEND) for device in (BACKEND, OTHER, UPLINK)),
-    *(
-        Row("S <SA A A+ <A", word, device, device == BACKEND)
-        for word in ("<R", "<FA")
-        for device in (BACKEND, OTHER, UPLINK)
-    ),
-    *(
-        Row("S <SA A A+ <A", word, device, device == UPLINK)
-        for word in ("R", "FA")
-        for device in (BACKEND, OTHER, UPLINK)
-    ),
+    Row(before, word, device, device == sender)
+    for before, word, sender in (
+        ("S", "<SA", BACKEND),
+        ("S", "<RA", BACKEND),
+        ("S <SA A A+", "<A", BACKEND),
+        (LIVE, "<R", BACKEND),
+        (LIVE, "<FA", BACKEND),
+        (LIVE, "R", UPLINK),
+        (LIVE, "FA", UPLINK),
+    )
+    for device in (BACKEND, OTHER, UPLINK)
 ]
 
 
@@ -215,55 +217,54 @@ def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, 
     assert bool(entries_of(node.path, own)) == begins
 
 
+FORGED = {
+    "a SYN by another pod": [(OTHER, "S", 0)],
+    "data by another pod": [(OTHER, "A", 0)],
+    "a SYN by the backend": [(BACKEND, "S", 0)],
+    "data by the backend": [(BACKEND, "A", 0)],
+    "a SYN from where the client is": [(UPLINK, "S", 0)],
+    **{f"an answer to no SYN, {ack}": [(BACKEND, "SA", ack)] for ack in (0, 101, 1001)},
+    **{f"an answer to another SYN, {ack}": [(UPLINK, "S", 0), (BACKEND, "SA", ack)] for ack in (0, 101, 1001)},
+}
+"""Device, flags and ACK of packets between the client and the backend's own address."""
+
+
 @both_policies
-@pytest.mark.parametrize("device", [OTHER, BACKEND])
-def test_a_packet_to_the_backend_itself_belongs_to_no_others_flow(node: Node, v: int, which: int, device: str) -> None:
-    """It carries the address and port of a client that has closed its side and waits for the
-    answer. A SYN of that client itself would end the flow.
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_packet_past_the_service_ends_no_connection(node: Node, v: int, which: int, forged: str) -> None:
+    """The client has closed its side and waits for the answer. Whoever can send as the backend does
+    not know the number of the client's SYN.
     """
     own, talk = client(v), Talk()
-    source = node.converse("S <SA A A+ <A FA", talk, own, which)
-    for forged in (tcp(own, pod(v), flags="S", seq=99), tcp(own, pod(v), b"!", flags="A")):
-        assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
-    _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
-    assert parsed(got).source == vip(v, which)
-
-    asked = client(v)
-    _, got = node.come(ask(asked, vip(v, which)), UPLINK)
-    forged = reply(asked, pod(v))
-    assert node.come(forged, device) == (TC_ACT_UNSPEC, forged)
-
-
-@both_policies
-def test_a_forged_syn_to_the_backend_itself_ends_no_connection(node: Node, v: int, which: int) -> None:
-    """It arrives where the client's packets do. The client has closed its side, and waits."""
-    own, talk = client(v), Talk()
-    source = node.converse("S <SA A A+ <A FA", talk, own, which)
-    syn = tcp(own, pod(v), flags="S", seq=99)
-    assert node.come(syn, UPLINK) == (TC_ACT_UNSPEC, syn)
+    source = node.converse(f"{LIVE} FA", talk, own, which)
+    for device, flags, ack in FORGED[forged]:
+        ends = (pod(v), own) if flags == "SA" else (own, pod(v))
+        packet = tcp(*ends, flags=flags, seq=1000 if flags == "A" else 99, ack=ack)
+        verdict, got = node.come(packet, device)
+        if flags == "SA":
+            assert verdict == TC_ACT_SHOT
+        else:
+            assert (verdict, got) == (TC_ACT_UNSPEC, packet)
     _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
     assert parsed(got).source == vip(v, which)
 
 
 @both_policies
-@pytest.mark.parametrize("syn", [True, False], ids=["after a SYN", "without a SYN"])
-@pytest.mark.parametrize("ack", [0, 101, 1001])
-def test_answer_to_no_syn_of_the_client_ends_no_connection(node: Node, v: int, which: int, syn: bool, ack: int) -> None:
-    """Whoever can send as the backend does not know the number of the client's SYN."""
-    own, talk = client(v), Talk()
-    source = node.converse("S <SA A A+ <A FA", talk, own, which)
-    if syn:
-        node.come(tcp(own, pod(v), flags="S", seq=99), UPLINK)
-    assert node.come(tcp(pod(v), own, flags="SA", seq=7, ack=ack), BACKEND)[0] == TC_ACT_SHOT
-    _, got = node.come(talk.segment("<A+", pod(v), source), BACKEND)
-    assert parsed(got).source == vip(v, which)
+@pytest.mark.parametrize("device", [OTHER, BACKEND])
+def test_a_datagram_to_the_backend_itself_belongs_to_no_others_flow(
+    node: Node, v: int, which: int, device: str
+) -> None:
+    own = client(v)
+    node.come(ask(own, vip(v, which)), UPLINK)
+    forged = reply(own, pod(v))
+    node.expect_untouched(forged, device)
 
 
 @both_policies
 def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -> None:
     """From the port of an earlier connection through the Service."""
     own, talk = client(v), Talk()
-    node.converse("S <SA A A+ <A FA <FA A", talk, own, which)
+    node.converse(f"{LIVE} FA <FA A", talk, own, which)
     answer = tcp(pod(v), own, flags="SA", seq=7, ack=100)
     assert node.come(answer, OTHER)[0] == TC_ACT_SHOT, "forged by another pod"
     for packet, device in (
@@ -272,7 +273,7 @@ def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -
         (tcp(own, pod(v), b"?", flags="A", seq=100, ack=8), UPLINK),
         (tcp(pod(v), own, b"!", flags="A", seq=8, ack=101), BACKEND),
     ):
-        assert node.come(packet, device) == (TC_ACT_UNSPEC, packet)
+        node.expect_untouched(packet, device)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
@@ -281,7 +282,7 @@ def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int,
     """Whoever may send the first one has its ports remembered for its own later ones only."""
     own, talk = client(v), Talk()
     if kind == "tcp":
-        source = node.converse("S <SA A A+ <A", talk, own, CLUSTER)
+        source = node.converse(LIVE, talk, own, CLUSTER)
         whole = talk.segment("<A+2000", pod(v), source, **_id(v, 7))
     else:
         _, got = node.come(ask(own, vip(v, CLUSTER)), UPLINK)
@@ -301,7 +302,7 @@ def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: in
     """
     own, talk = client(v), Talk()
     gone = node.devices[UPLINK2]
-    node.converse("S <SA A A+ <A FA <FA A", talk, own, LOCAL, UPLINK2)
+    node.converse(f"{LIVE} FA <FA A", talk, own, LOCAL, UPLINK2)
     with node.path.site.pinned("devices") as known, node.path.site.pinned("device_cache") as cache:
         before = known.lookup(U32.pack(gone))
         slot = U32.pack(gone % CACHED_DEVICES)
@@ -311,8 +312,8 @@ def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: in
         syn = tcp(own, pod(v), flags="S", seq=99)
         answer = tcp(pod(v), own, flags="SA", seq=7, ack=100)
         try:
-            assert node.come(syn, OTHER) == (TC_ACT_UNSPEC, syn)
-            assert node.come(answer, BACKEND) == (TC_ACT_UNSPEC, answer)
+            node.expect_untouched(syn, OTHER)
+            node.expect_untouched(answer, BACKEND)
         finally:
             known.update(U32.pack(gone), before)
             cache.update(slot, cached)

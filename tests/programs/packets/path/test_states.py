@@ -15,7 +15,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     TCP_SIDE,
     FinFlag,
     FlowDirection,
-    NodeFlag,
     Reason,
     TcpState,
     pack_target,
@@ -29,7 +28,6 @@ from tests.programs.packets.path.single_packets import (
     NET,
     NODE,
     ROUTER,
-    SPARE_PORTS,
     TALKS,
     Path_,
     age,
@@ -41,6 +39,7 @@ from tests.programs.packets.path.single_packets import (
     delete_entry,
     end,
     ends,
+    ends_of,
     entries_of,
     established,
     expect_packet,
@@ -50,6 +49,7 @@ from tests.programs.packets.path.single_packets import (
     reply,
     segment,
     send_segments,
+    set_only_port,
     states,
     vip,
 )
@@ -91,7 +91,7 @@ SCALES = {
 def test_window_scale_of_a_syn(path: Path_, v: int, where: str) -> None:
     options, data, shift = SCALES[where]
     own = client(v)
-    path.run("tc_ingress", tcp(own, vip(v, LOCAL), data, flags="S", tcp_options=options))
+    path.ingress(tcp(own, vip(v, LOCAL), data, flags="S", tcp_options=options))
     (original,) = [raw for raw in entries_of(path, own) if is_original(raw)]
     scale = TCP_SIDE.unpack(FLOW.unpack(original)[14])[6]
     assert scale & 15 == shift
@@ -228,7 +228,7 @@ def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int) 
     assert [FLOW.unpack(raw)[9:11] for raw in entries_of(path, own)] == [(TcpState.NEW, 0)] * there
     send_segments(path, v, "<SA A+ <A", own, again, which)
     if again != source:
-        path.run("tc_ingress", tcp(pod(v), source, flags="RA"))
+        path.ingress(tcp(pod(v), source, flags="RA"))
     question = {own, vip(v, which)}
     entries = path.site.entries("flows").items()
     (raw,) = [raw for key, raw in entries if set(ends(key)) == question]
@@ -250,7 +250,7 @@ def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int) -
     assert parsed(got).source == vip(v, which)
     send_segments(path, v, "A", own, source, which)
     with path.counted(Reason.NEW_FLOW):
-        path.run("tc_ingress", tcp(own, vip(v, which), flags="S", seq=99))
+        path.ingress(tcp(own, vip(v, which), flags="S", seq=99))
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -267,7 +267,7 @@ def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, clos
         try:
             for flags in ("S", "A"):
                 packet = tcp(own, vip(v, CLUSTER), flags=flags)
-                assert (path.run("tc_ingress", packet)[1] == packet) == closed, flags
+                assert (path.ingress(packet)[1] == packet) == closed, flags
         finally:
             frontends.update(key, value)
     assert (entries_of(path, own) == []) == closed
@@ -278,22 +278,22 @@ def test_handshake_gives_up_its_port_when_none_is_free(path: Path_, v: int, scri
     """The range has one port, as if a flood had taken all others. A handshake gives its port to a
     new client; one that has acknowledged the backend's number keeps it until it expires.
     """
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    set_only_port(path)
     own, _ = send_segments(path, v, script)
     age(path, own, -60)  # so that it stays young, however long this test takes
     syn = tcp(client(v), vip(v, CLUSTER), flags="S")
-    assert path.run("tc_ingress", syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
+    assert path.ingress(syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
     assert (entries_of(path, own) == []) == gives
     age(path, own, 70)  # no longer, since the machine may have started just now
-    assert path.run("tc_ingress", syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
+    assert path.ingress(syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
 
 
-LOST = {
-    "replies to the node": lambda path, v, own, source: (source, pod(v)),
-    "packets in the stack": lambda path, v, own, source: (own, pod(v)),
-}
-"""Which entry of a masqueraded flow is missing."""
+def lose_entry(path: Path_, v: int, own: str, source: str, missing: str) -> None:
+    """Deletes one entry of a masqueraded flow."""
+    delete_entry(path, own, (source if missing == "replies to the node" else own, pod(v)))
+
+
+LOST = ["replies to the node", "packets in the stack"]
 
 
 @pytest.mark.parametrize("missing", LOST)
@@ -301,7 +301,7 @@ LOST = {
 def test_syn_of_a_flow_with_a_missing_entry_begins_again(path: Path_, v: int, script: str, missing: str) -> None:
     """Whatever deleted an entry (another CPU, an agent), the client must not wait for ever."""
     own, source = send_segments(path, v, script)
-    delete_entry(path, own, LOST[missing](path, v, own, source))
+    lose_entry(path, v, own, source, missing)
     with path.counted(Reason.NEW_FLOW):
         TALKS.pop(own)
         own, source = send_segments(path, v, LIVE, own)
@@ -316,25 +316,25 @@ def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
 ) -> None:
     """Not every datagram checks for them, because some clients send forever without a reply."""
     own, source = asked(path, v)
-    delete_entry(path, own, LOST[missing](path, v, own, source))
+    lose_entry(path, v, own, source, missing)
     age(path, own, seconds)
     with path.counted(Reason.NEW_FLOW, again):
-        _, inside = path.run("tc_ingress", ask(own, vip(v, CLUSTER)))
+        _, inside = path.ingress(ask(own, vip(v, CLUSTER)))
         assert parsed(inside).destination == pod(v)
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, lives: bool) -> None:
     """A client may send forever from one port, while another pod may have the address by now."""
-    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    own, front, back = ends_of(v, LOCAL)
     question = ask(own, front)
-    path.go("tc_ingress", question, ask(own, back))
-    path.go("tc_egress", reply(back, own), reply(front, own))
+    path.go_in(question, ask(own, back))
+    path.go_out(reply(back, own), reply(front, own))
     (backend,) = backends_of(path, own)
     if not lives:
         change_entries(path, own, of_a_deleted_backend)
     with path.counted(Reason.NEW_FLOW, not lives):
-        path.go("tc_ingress", question, ask(own, back))
+        path.go_in(question, ask(own, back))
     assert backends_of(path, own) == {backend}
 
 
@@ -344,9 +344,9 @@ def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int,
     """The agent cuts a flow after the client's datagram. The answer still reaches the client, who
     does not wait for it after some seconds; the next datagram begins a new flow.
     """
-    own, front, back = client(v), vip(v, which), pod(v)
-    _, asked = path.run("tc_ingress", ask(own, front))
-    source = parsed(path.run("tc_egress", asked)[1]).source
+    own, front, back = ends_of(v, which)
+    _, asked = path.ingress(ask(own, front))
+    source = parsed(path.egress(asked)[1]).source
     age(path, own, seconds)
     with contextlib.ExitStack() as held:
         maps = {
@@ -362,7 +362,7 @@ def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int,
     _, got = path.through(reply(back, source))
     assert parsed(got).source == (front if answered else back)
     with path.counted(Reason.NEW_FLOW):
-        path.run("tc_ingress", ask(own, front))
+        path.ingress(ask(own, front))
 
 
 def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int) -> None:
@@ -391,8 +391,8 @@ def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int) -> N
         (packets.chunk(11), tag, PROVEN),
     )
     for chunk, given, want in rows:
-        path.run("tc_ingress", sctp(own, vip(v, LOCAL)))
-        verdict, _ = path.run("tc_egress", sctp(pod(v), own, chunk, tag=given))
+        path.ingress(sctp(own, vip(v, LOCAL)))
+        verdict, _ = path.egress(sctp(pod(v), own, chunk, tag=given))
         assert (verdict == TC_ACT_SHOT) == (want is TcpState.NEW)
         assert states(path, own) == {want}, chunk
 
@@ -401,14 +401,14 @@ def test_sctp_association_outlives_its_backend(path: Path_, v: int) -> None:
     """As a TCP connection does. Only an INIT begins one."""
     own = client(v)
     data = sctp(own, vip(v, CLUSTER), b"\0" * 8)
-    assert path.run("tc_ingress", data) == (TC_ACT_UNSPEC, data)
-    path.run("tc_ingress", sctp(own, vip(v, CLUSTER)))
+    path.expect_untouched(data)
+    path.ingress(sctp(own, vip(v, CLUSTER)))
     with path.site.pinned("backends") as backends:
         kept = list(backends.items())
         try:
             for key, _ in kept:
                 backends.delete(key)
-            _, got = path.run("tc_ingress", data)
+            _, got = path.ingress(data)
             assert parsed(got).destination == pod(v)
         finally:
             for key, value in kept:
@@ -419,7 +419,7 @@ def test_icmp_error_does_not_count_as_an_answer(path: Path_, v: int) -> None:
     """A router that cannot deliver the SYN sent the error; the backend has not answered."""
     own = client(v)
     _, sent = path.through(tcp(own, vip(v, CLUSTER), flags="S"))
-    _, got = path.run("tc_ingress", icmp_error("host unreachable", ROUTER[v], sent))
+    _, got = path.ingress(icmp_error("host unreachable", ROUTER[v], sent))
     assert parsed(got).destination == CLIENT[v], "it goes to the client"
     assert states(path, own) == {TcpState.NEW}
 
@@ -506,8 +506,8 @@ def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str) -> 
     own, source = asked(path, v)
     end_of_it = vip(v, CLUSTER) if quiet == "question" else source
     expire(path, own, lambda found: end_of_it in found)
-    inside = path.go("tc_ingress", reply(pod(v), source), reply(pod(v), own))
-    path.go("tc_egress", inside, reply(vip(v, CLUSTER), own))
+    inside = path.go_in(reply(pod(v), source), reply(pod(v), own))
+    path.go_out(inside, reply(vip(v, CLUSTER), own))
     assert parsed(path.through(ask(own, vip(v, CLUSTER)))[1]).source == source, "the same flow"
 
 
@@ -516,7 +516,7 @@ def test_replies_to_the_node_keep_a_flow_alive(path: Path_, v: int) -> None:
     own, source = asked(path, v)
     expire(path, own, lambda found: source not in found)
     with path.counted(Reason.NEW_FLOW, 0):
-        path.run("tc_ingress", ask(own, vip(v, CLUSTER)))
+        path.ingress(ask(own, vip(v, CLUSTER)))
 
 
 def of_a_deleted_backend(raw: bytes) -> bytes:

@@ -79,13 +79,13 @@ def test_trace_says_what_the_programs_do(path: Path_, v: int, row: Row) -> None:
     assert (seen.seen_by, seen.reason) == ("packet", row.why.name.lower()), seen
     before, own = path.site.reasons(), client(v)
     to = vip(v, row.which).removesuffix("80") + str(row.port)
-    retval, inside = path.run("tc_ingress", tcp(own, to, flags="S"))
+    retval, inside = path.ingress(tcp(own, to, flags="S"))
     assert (path.site.reasons() - before)[row.why] == 1
     if row.why is Reason.NEW_FLOW:
         assert retval == TC_ACT_UNSPEC
         assert [c.backend for c in seen.candidates] == [parsed(inside).destination]
         assert POD[v] in seen.candidates[0].backend
-        _, out = path.run("tc_egress", inside)
+        _, out = path.egress(inside)
         is_node = NODE[v] in parsed(out).source
         (source,) = [step.result for step in seen.steps if step.step == "source"]
         assert (is_node, source == "an address of this node") == (row.masqueraded,) * 2

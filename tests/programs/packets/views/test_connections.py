@@ -22,23 +22,8 @@ from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
-from tests.programs.packets.views.wire import (
-    ALSO,
-    CLIENT,
-    HIGH,
-    LOCAL,
-    LOW,
-    MASKED,
-    NODE,
-    POD,
-    VIP,
-    Run,
-    Wire,
-    age,
-    end,
-    key_between,
-    world,
-)
+from tests.programs.packets.path.single_packets import CLIENT, NODE, POD, end
+from tests.programs.packets.views.wire import ALSO, HIGH, LOCAL, LOW, MASKED, VIP, Run, Wire, age, key_between, world
 from tests.support.features import needs
 from tests.support.packets.packets import tcp
 from tests.support.plane import Site, sites
@@ -177,7 +162,7 @@ def test_changed_client_port_is_shown(wire: Wire, show) -> None:
 def test_connection_of_the_node_shows_its_device(wire: Wire, show, call: Run, v: int) -> None:
     """The hooks left the socket alone; its SYN is seen at egress."""
     syn = tcp(end(NODE[v], 2000), end(f"{VIP[v]}{MASKED}", 80), flags="S")
-    wire.verdict(syn, "tc_egress")
+    wire.path.egress(syn)
     (row,) = show("connections")
     assert (row["device"], row["path"], row["masqueraded"]) == ("lo", "direct", False)
     assert row["client"] == row["seen_as"] == end(NODE[v], 2000)

@@ -17,25 +17,11 @@ from kbpf.cli import app
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.errors import CompileError
-from kbpf.kernel.system import netns
 from kbpf.model.config import Config
 from kbpf.model.status import MAX_FAILED_DEVICES, DeviceFailure, encode
 from tests.programs.node.commands.world import agent_status
-from tests.programs.packets.views.wire import (
-    CLIENT,
-    HIGH,
-    KEPT,
-    LOW,
-    MASKED,
-    NODE,
-    POD,
-    VIP,
-    Run,
-    Wire,
-    age,
-    key_between,
-    world,
-)
+from tests.programs.packets.path.single_packets import CLIENT, NODE, POD
+from tests.programs.packets.views.wire import HIGH, KEPT, LOW, MASKED, VIP, Run, Wire, age, key_between, world
 from tests.support.lab.lab import run as command
 from tests.support.plane import Site
 
@@ -94,8 +80,7 @@ def test_check_reports_a_dropping_forward_chain_of_another_table(wire: Wire) -> 
     """It is in a table that iptables and CNIs do not use, so kbpf does not change it."""
 
     def row() -> CheckRow:
-        where = Path("/run/netns") / str(wire.site.node)
-        found = netns.run_in(where, lambda: list(packet_path.check_packet_path(wire.site.pins)))
+        found = wire.path.inside(lambda: list(packet_path.check_packet_path(wire.site.pins)))
         (one,) = [row for row in found if row.name == "FORWARD"]
         return one
 

@@ -4,18 +4,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel.bpf.objects import Map, Program
+from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from tests.programs.packets.path.single_packets import CLIENT, NET, NODE, POD, end
-from tests.support.packets.packets import Talk, frame, udp
-from tests.support.packets.parse import parse
-from tests.support.packets.test_run import run
-from tests.support.plane import Site, desired, service
+from tests.programs.packets.path.single_packets import CLIENT, NET, POD, Path_, end, masquerading, parsed
+from tests.support.packets.packets import Talk, udp
+from tests.support.plane import desired, service
 
 VIP = NET
 MASKED, LOCAL, ALSO, KEPT = 1, 2, 3, 4
@@ -39,8 +34,7 @@ def world() -> DesiredState:
                 one(ALSO, "also", local=pod, external_local=True),
                 one(KEPT, "kept", affinity_timeout=600),
             ]
-    addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
-    return msgspec.structs.replace(desired(*made), masquerade_addresses=addresses)
+    return masquerading(desired(*made))
 
 
 class Wire:
@@ -48,20 +42,8 @@ class Wire:
     through them.
     """
 
-    def __init__(self, site: Site, plane: BpfPlane, programs: dict[str, Program]) -> None:
-        self.site = site
-        self.plane = plane
-        self._programs = programs
-
-    def pass_(self, packet: bytes) -> bytes:
-        """Runs ingress and egress; returns the packet as it leaves."""
-        for name in ("tc_ingress", "tc_egress"):
-            packet = run(self._programs[name], frame(packet)).packet_out[14:]
-        return packet
-
-    def verdict(self, packet: bytes, program: str = "tc_ingress") -> int:
-        """The verdict of one program."""
-        return run(self._programs[program], frame(packet)).retval
+    def __init__(self, path: Path_) -> None:
+        self.path, self.site, self.plane = path, path.site, path.plane
 
     def talk(self, v: int, which: int, port: int, script: str) -> None:
         """Sends the packets of a connection to a VIP. `script`: segments in the notation of
@@ -74,7 +56,7 @@ class Wire:
             datagram = word.strip("<") in "?!"
             ends = (pod, seen) if "<" in word else (client, vip)
             packet = udp(*ends, b"x") if datagram else talk.segment(word, *ends)
-            out = parse(self.pass_(packet), l2=False)
+            out = parsed(self.path.through(packet)[1])
             if "<" in word:
                 assert (out.source, out.destination) == (vip, client)
             else:
