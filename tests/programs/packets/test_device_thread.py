@@ -82,6 +82,12 @@ class Site:
         """A pass of the earlier programs may end at any time before this."""
         self.settled = 0
 
+    def publish_up_to(self, device: str, generation: Generation) -> None:
+        """Publishes; returns when the thread attaches to this device, where it waits for the gate."""
+        self.gate = Gate(device)
+        self.publish(generation)
+        assert self.gate.reached.wait(PATIENCE)
+
     def publish(self, generation: Generation) -> None:
         self.net.inside(lambda: self.reconciler.publish(generation, self._unsettle))
 
@@ -138,6 +144,7 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
         monkeypatch.setattr(TcAttacher, "attach", slow)
         monkeypatch.setattr(module, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
+        monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
         yield site
 
 
@@ -197,9 +204,7 @@ def test_pod_devices_get_programs_before_host_devices(node: Site, first: Generat
 
 
 def test_ready_only_once_host_devices_have_programs(node: Site, first: Generation):
-    node.gate = Gate("up0")
-    node.publish(first)  # nothing was attached, so there is nothing to wait for
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("up0", first)  # nothing was attached, so there is nothing to wait for
     assert set(PODS) <= node.runs().keys()
     assert node.reconciler.status() == DeviceReconcilerStatus()
     node.gate.open.set()
@@ -219,9 +224,7 @@ def test_publish_returns_once_all_devices_have_newer_programs(node: Site, first:
 
 
 def test_device_being_attached_delays_newer_programs_and_gets_them(node: Site, first: Generation, second: Generation):
-    node.gate = Gate("cali1")
-    node.publish(first)
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("cali1", first)
     assert node.settled == 0
     done = threading.Event()
     thread = begin(lambda: (node.publish(second), done.set()))
@@ -237,9 +240,7 @@ def test_device_being_attached_delays_newer_programs_and_gets_them(node: Site, f
 
 
 def test_unused_generation_is_closed(node: Site, first: Generation, second: Generation):
-    node.gate = Gate("cali1")
-    node.publish(first)
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("cali1", first)
     with idle("third") as program:
         third = Generation(program)
         waiting = [begin(lambda: node.publish(second))]
@@ -302,10 +303,7 @@ def test_lost_attachment_comes_back_at_the_next_resync(node: Site, first: Genera
 # ---- errors ------------------------------------------------------------------------------------
 
 
-def test_failed_device_is_reported_stops_no_other_and_is_retried(
-    node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
+def test_failed_device_is_reported_stops_no_other_and_is_retried(node: Site, first: Generation):
     with refused() as wrong:
         first.others["cali1"] = wrong
         node.ready(first)
@@ -318,11 +316,8 @@ def test_failed_device_is_reported_stops_no_other_and_is_retried(
 
 
 @with_both_methods
-def test_device_with_older_programs_is_reported_until_swapped(
-    node: Site, first: Generation, second: Generation, monkeypatch: pytest.MonkeyPatch
-):
+def test_device_with_older_programs_is_reported_until_swapped(node: Site, first: Generation, second: Generation):
     """The other devices have the newer ones by then, and publish() no longer waits."""
-    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     node.ready(first)
     assert node.reconciler.is_rolled_out
     with refused() as wrong:
@@ -359,7 +354,6 @@ def test_thread_outlives_every_error(
     caplog: pytest.LogCaptureFixture,
 ):
     """It is logged once, with a traceback only if it is a fault of kbpf."""
-    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     listing, tries = module.list_devices, []
 
     def broken() -> None:
@@ -425,9 +419,7 @@ def device_threads() -> set[threading.Thread]:
 
 def test_close_finishes_the_current_device_and_detaches_nothing(node: Site, first: Generation):
     before = device_threads()  # data planes of other files may serve until the session ends
-    node.gate = Gate("cali1")
-    node.publish(first)
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("cali1", first)
     ended = threading.Event()
     thread = begin(lambda: (node.reconciler.close(), ended.set()))
     assert not ended.wait(0.3)

@@ -11,7 +11,6 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction, Filter, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
-from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
 from kbpf.kernel.net.uapi import NLM_F_EXCL
 from tests.programs.packets.tc.net import Net, both_directions, idle, program_id
 from tests.support.features import needs
@@ -40,25 +39,6 @@ def test_tcx_programs_are_first(net: Net, programs: list[Program], direction: Di
         net.attach(AttachMethod.CLSACT, ours, direction)
         net.detach_all()
         assert net.tcx(direction) == others
-
-
-@both_directions
-@needs("tcx")
-def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(net: Net, programs: list[Program], direction: Direction):
-    index, kind = net.index("here"), ATTACH_TYPE[direction]
-    ours, theirs, *_ = programs
-    net.attach(AttachMethod.TCX, ours, direction)
-    with net.inside(lambda: Link.attach(theirs, index, kind, BPF_F_BEFORE)):
-        assert net.tcx(direction) == [program_id(theirs), program_id(ours)]
-        (behind,) = net.attached()
-        assert behind.misplaced
-        moved = net.ours(AttachMethod.TCX, lambda tc: tc.move(index, direction, ours))
-        assert moved == behind
-        assert net.tcx(direction) == [program_id(ours), program_id(theirs)]
-        assert net.misplaced() == [False]
-        assert [pin.name for pin in net.folder.iterdir()] == [f"{index}-{direction}"]
-        net.detach_all()
-        assert net.tcx(direction) == [program_id(theirs)]
 
 
 @pytest.fixture
@@ -109,25 +89,6 @@ def test_clsact_filter_beside_a_priority_of_another_kind(net: Net, programs: lis
     shown = net.tc(f"filter show dev here {direction}")
     assert ("pref 1 bpf" in shown, "pref 2 " in shown) == (True, False)
     assert net.misplaced() == [False]
-
-
-@both_directions
-def test_clsact_filter_behind_a_newer_one_is_moved_to_the_front(
-    net: Net, programs: list[Program], foreign: Path, direction: Direction
-):
-    """Of the filters of one priority the newest runs first."""
-    index = net.index("here")
-    net.attach(AttachMethod.CLSACT, programs[0], direction)
-    for round_ in range(3):
-        add_foreign(net, foreign, direction, 1)
-        assert net.filters(direction)[0] != "kbpf"
-        assert net.misplaced() == [True]
-        net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
-        names = net.filters(direction)
-        assert (names[0], names.count("kbpf"), len(names)) == ("kbpf", 1, round_ + 2)
-        assert net.misplaced() == [False]
-    net.detach_all()
-    assert len(net.filters(direction)) == 3
 
 
 @pytest.mark.parametrize("priority", [2, 0xFFFF])

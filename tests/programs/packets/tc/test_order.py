@@ -43,7 +43,8 @@ def attach_in_front(net: Net, how: AttachMethod, theirs: Program, direction: Dir
 def is_first(net: Net, how: AttachMethod, ours: Program, direction: Direction) -> bool:
     if how is AttachMethod.TCX:
         return net.tcx(direction)[0] == program_id(ours)
-    return net.filters(direction)[0] == "kbpf"
+    first, *others = net.filters(direction)
+    return first == "kbpf" and "kbpf" not in others
 
 
 @both_ways
