@@ -5,6 +5,7 @@ by sockets.
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.programs.packets.path.single_packets import (
     pod,
     serving_node,
 )
-from tests.support.lab.lab import Place, run
+from tests.support.lab.lab import ip
 from tests.support.packets.packets import tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT
 from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, sites
@@ -61,38 +62,22 @@ def test_map_of_ranges_follows_the_setting(site: Site) -> None:
         assert ranges(site) == {(0, cidr) for cidr in given}
 
 
-def test_socket_of_a_pod_is_left_to_the_packet_path(site: Site) -> None:
-    name = f"{site.name}x"
-    run("ip", "netns", "add", name)
-    try:
-        make_local(name)
-        pod: Place = site.place("pod", name)
-        state = restricted(service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP))
-        site.open(node_port_source_ranges=RANGES).apply(desired(state, nodes=NODE[4]), None)
-        before = site.reasons()[Reason.NEEDS_SOURCE]
-        assert picks(pod, f"{NODE[4]}:30080") == ["ENETUNREACH"]
+def test_sockets_of_the_node_are_allowed_and_those_of_pods_left_to_the_packet_path(artifact_cache: Path) -> None:
+    state = restricted(service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP))
+    home, other = (f"kbpo{os.getpid()}{letter}" for letter in "hp")
+    with ExitStack() as own:
+        for name in (home, other):
+            ip(f"netns add {name}")
+            own.callback(ip, f"netns del {name}")
+            make_local(name)
+        site = own.enter_context(sites(artifact_cache))(node=home)
+        plane = site.open(node_port_source_ranges=RANGES)
+        netns.run_in(Path("/run/netns") / home, lambda: plane.apply(desired(state, nodes=NODE[4]), None))
+        assert picks(site.place("host", home), f"{NODE[4]}:30080") == [LOCAL[0]]
+        pod_place, before = site.place("pod", other), site.reasons()[Reason.NEEDS_SOURCE]
+        assert picks(pod_place, f"{NODE[4]}:30080") == ["ENETUNREACH"]
         assert site.reasons()[Reason.NEEDS_SOURCE] == before + 1
-        assert picks(pod, "10.96.0.1:80") == [LOCAL[0]]
-    finally:
-        run("ip", "netns", "del", name)
-
-
-def test_socket_of_the_node_is_always_allowed(artifact_cache: Path) -> None:
-    name = f"kbpo{os.getpid()}"
-    run("ip", "netns", "add", name)
-    try:
-        make_local(name)
-        with sites(artifact_cache) as make:
-            site = make(node=name)
-            state = restricted(service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP))
-            plane = site.open(node_port_source_ranges=RANGES)
-            netns.run_in(
-                Path("/run/netns") / name,
-                lambda: plane.apply(desired(state, nodes=NODE[4]), None),
-            )
-            assert picks(site.place("host", name), f"{NODE[4]}:30080") == [LOCAL[0]]
-    finally:
-        run("ip", "netns", "del", name)
+        assert picks(pod_place, "10.96.0.1:80") == [LOCAL[0]]
 
 
 @pytest.fixture(scope="module")
