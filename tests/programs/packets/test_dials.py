@@ -87,8 +87,6 @@ class Bench:
 
     def predict(self, row: Dial, hop: Hop) -> Trace:
         """What `kbpf trace` says of the packets of this hop. Pods have no socket hooks here."""
-        assert self._served is not None
-        assert hop.source is not None
         if self._served not in self._read:
             inspection = snapshot.read(self.path.site.pins, trace.NEEDS)
             self._read[self._served] = replace(inspection, socket_lb=SocketLb.OFF)
@@ -113,7 +111,6 @@ class Outcome(NamedTuple):
 
 def dial(bench: Bench, row: Dial, hop: Hop) -> Outcome:
     """Sends the first packet of a connection at this hop."""
-    assert hop.source is not None
     own = format_endpoint(hop.source, next(PORTS))
     front = format_endpoint(*target(row)[:2])
     sent = tcp(own, front, flags="S") if row.protocol == "tcp" else udp(own, front)
@@ -140,9 +137,8 @@ def check_refusal(found: Packet, own: str, front: str) -> None:
     if found.flags:
         assert (found.source, found.destination, found.flags) == (front, own, "RA")
         return
-    assert found.embedded is not None
     assert (found.embedded.source, found.embedded.destination) == (own, front)
-    code = (found.transport.type, found.transport.code)  # type: ignore[union-attr]
+    code = (found.transport.type, found.transport.code)
     assert code == ((1, 4) if own.startswith("[") else (3, 3))
 
 

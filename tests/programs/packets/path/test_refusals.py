@@ -76,12 +76,10 @@ def test_datagram_is_refused_with_an_icmp_error(path: Path_, v: int, build: obje
     assert checksums(found) == []
     host = host_of(front)
     assert (found.source, found.destination) == (host, CLIENT[v])
-    assert found.ethernet is not None
     assert (found.ethernet.destination, found.ethernet.source) == (MAC_A, MAC_B)
     kind = found.transport
-    assert (kind.type, kind.code) == ((3, 3) if v == 4 else (1, 4))  # type: ignore[union-attr]
+    assert (kind.type, kind.code) == ((3, 3) if v == 4 else (1, 4))
     about = found.embedded
-    assert about is not None
     assert sent.startswith(about.packet)
     assert (about.source, about.destination) == (own, front)
     headers = len(sent) - len(build(own, front, data)) + (20 if v == 4 else 40)

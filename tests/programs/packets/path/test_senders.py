@@ -72,7 +72,7 @@ class Node:
             back = word.startswith("<")
             ends = (pod(v), source) if back else (own, vip(v, which))
             _, got = self.come(talk.segment(word, *ends), BACKEND if back else device)
-            source = source or str(parsed(got).source)
+            source = source or parsed(got).source
         return source
 
     def strict(self, device: str, on: bool) -> None:
@@ -166,7 +166,7 @@ def test_answer_counts_only_from_the_backends_device(node: Node, v: int, kind: s
         "sctp": (sctp, lambda a, b: sctp(a, b, SCTP_INIT_ACK, tag=SCTP_TAG)),
     }[kind]
     _, got = node.come(question(own, vip(v, CLUSTER)), UPLINK)
-    verdict, _ = node.come(answer(pod(v), str(parsed(got).source)), device)
+    verdict, _ = node.come(answer(pod(v), parsed(got).source), device)
     assert (verdict == TC_ACT_SHOT) == (device != BACKEND)
     answered = device == BACKEND
     assert states(node.path, own) == {TcpState.ANSWERED if answered else TcpState.NEW}
@@ -286,7 +286,7 @@ def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int,
         whole = talk.segment("<A+2000", pod(v), source, **_id(v, 7))
     else:
         _, got = node.come(ask(own, vip(v, CLUSTER)), UPLINK)
-        source = str(parsed(got).source)
+        source = parsed(got).source
         whole = udp(pod(v), source, bytes(2000), **_id(v, 7))
     for part in fragments(whole, 1280, id=7):
         verdict, got = node.come(part, device)
@@ -363,5 +363,5 @@ def test_a_client_that_moves_to_another_device_keeps_its_connection(node: Node, 
         packet = talk.segment(word, *ends)
         verdict, got = node.come(packet, BACKEND if back else next(uplinks))
         assert verdict != TC_ACT_SHOT, word
-        source = source or str(parsed(got).source)
+        source = source or parsed(got).source
     assert states(node.path, own) == {TcpState.CLOSED}

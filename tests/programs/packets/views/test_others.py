@@ -135,7 +135,6 @@ def test_compile_error_is_shown_in_the_status(
     plane = site.open(packet_path=True, devices=("up*",), excluded_devices=("wg0",))
     plane.apply(world(), None)
     said = Agent(Config(pin_dir=site.pins, packet_path=True), plane, lambda _: ()).status().packets
-    assert said is not None
     assert (said.enabled, said.devices, said.excluded) == (True, ("up*",), ("wg0",))
     assert "no such header (tc.c); install it" in said.problem
     plane.write_status(encode(agent_status(packets=said)))
