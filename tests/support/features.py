@@ -144,11 +144,6 @@ def _nothing() -> Program:
     return Program.load("kbpf_try", BPF_PROG_TYPE_SCHED_CLS, 0, insns)
 
 
-def _verified_insns() -> bool:
-    with _nothing() as program:
-        return "verified_insns:" in Path(f"/proc/self/fdinfo/{program.fd}").read_text()
-
-
 def _run(context: bytes | None = None, checksum_complete: bool = False) -> bool:
     """Whether BPF_PROG_TEST_RUN accepts these arguments; the kernel returns EINVAL otherwise."""
     packet = frame(udp("198.51.100.7:53", "192.0.2.1:53", bytes(1000)))
@@ -213,8 +208,6 @@ FEATURES = {
         "a test run's CHECKSUM_COMPLETE", lambda: _run(checksum_complete=True), unbuilt=((5, 10),)
     ),
     "came_in_by": Feature("a test run's ingress_ifindex", lambda: _run(SkbContext(ingress_ifindex=1).pack()), (5, 15)),
-    "verified_insns": Feature("verified_insns of a program", _verified_insns, (5, 16)),
-    "parts": Feature("a test run's packet in parts", lambda: _run(SkbContext(linear=42).pack()), (6, 19)),
 }
 
 BY_KERNEL = {

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +15,11 @@ from kbpf.dataplane.bpf.packet_path import device_thread as module
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
 from kbpf.errors import KernelError, OutdatedDevicesError
-from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, TcAttacher
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.probe_result import Probe
-from kbpf.kernel.system import netns
-from tests.programs.packets.tc.net import Net, both_directions, idle, insn, program_id
+from tests.programs.packets.tc.net import Net, both_directions, idle, program_id, refused
 from tests.support.lab.lab import PATIENCE, ip, until
 
 PODS = ("cali0", "cali1", "cali2")
@@ -85,6 +82,12 @@ class Site:
         """A pass of the earlier programs may end at any time before this."""
         self.settled = 0
 
+    def publish_up_to(self, device: str, generation: Generation) -> None:
+        """Publishes; returns when the thread attaches to this device, where it waits for the gate."""
+        self.gate = Gate(device)
+        self.publish(generation)
+        assert self.gate.reached.wait(PATIENCE)
+
     def publish(self, generation: Generation) -> None:
         self.net.inside(lambda: self.reconciler.publish(generation, self._unsettle))
 
@@ -141,6 +144,7 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
         monkeypatch.setattr(TcAttacher, "attach", slow)
         monkeypatch.setattr(module, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
+        monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
         yield site
 
 
@@ -200,9 +204,7 @@ def test_pod_devices_get_programs_before_host_devices(node: Site, first: Generat
 
 
 def test_ready_only_once_host_devices_have_programs(node: Site, first: Generation):
-    node.gate = Gate("up0")
-    node.publish(first)  # nothing was attached, so there is nothing to wait for
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("up0", first)  # nothing was attached, so there is nothing to wait for
     assert set(PODS) <= node.runs().keys()
     assert node.reconciler.status() == DeviceReconcilerStatus()
     node.gate.open.set()
@@ -222,9 +224,7 @@ def test_publish_returns_once_all_devices_have_newer_programs(node: Site, first:
 
 
 def test_device_being_attached_delays_newer_programs_and_gets_them(node: Site, first: Generation, second: Generation):
-    node.gate = Gate("cali1")
-    node.publish(first)
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("cali1", first)
     assert node.settled == 0
     done = threading.Event()
     thread = begin(lambda: (node.publish(second), done.set()))
@@ -239,24 +239,8 @@ def test_device_being_attached_delays_newer_programs_and_gets_them(node: Site, f
     assert first.closed
 
 
-def test_publish_waits_for_the_last_device_with_older_programs(node: Site, first: Generation, second: Generation):
-    node.ready(first)
-    node.gate = Gate("up0")
-    done = threading.Event()
-    thread = begin(lambda: (node.publish(second), done.set()))
-    assert node.gate.reached.wait(PATIENCE)
-    assert not done.wait(0.3)
-    assert node.runs()["up0"] == {first.id}
-    assert not done.is_set()
-    node.gate.open.set()
-    thread.join(PATIENCE)
-    assert node.has(second)
-
-
 def test_unused_generation_is_closed(node: Site, first: Generation, second: Generation):
-    node.gate = Gate("cali1")
-    node.publish(first)
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("cali1", first)
     with idle("third") as program:
         third = Generation(program)
         waiting = [begin(lambda: node.publish(second))]
@@ -301,31 +285,10 @@ def test_filter_that_is_added_before_ours_is_passed_soon(
     with idle("theirs") as theirs:
         theirs.pin(path)
         for handle in (1, 2):
-            filter_ = f"filter add dev here {direction} prio 1 handle {handle} bpf da object-pinned"
-            net.tc(*filter_.split(), str(path))
+            net.tc(f"filter add dev here {direction} prio 1 handle {handle} bpf da object-pinned {path}")
             assert net.filters(direction)[0] != "kbpf"
             until("ours is first", lambda: net.filters(direction)[0] == "kbpf", PATIENCE)
         path.unlink()
-
-
-def test_device_moved_to_another_namespace_loses_our_programs(node: Site, first: Generation):
-    node.how = AttachMethod.TCX
-    node.ready(first)
-    index = node.net.index("far")
-    node.net.ip(f"link set far netns {node.pods}")
-    path = Path("/run/netns") / node.pods
-
-    def there() -> list[int]:
-        number = netns.run_in(path, lambda: socket.if_nametoindex("far"))
-        return [
-            one
-            for kind in ATTACH_TYPE.values()
-            for one in netns.run_in(path, lambda kind=kind: objects.list_attached(number, kind))
-        ]
-
-    until("none of our programs runs on it", lambda: there() == [])
-    pin = node.net.folder / "devices" / f"{index}-ingress"
-    until("its pin is deleted", lambda: not pin.exists())
 
 
 def test_lost_attachment_comes_back_at_the_next_resync(node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch):
@@ -340,11 +303,8 @@ def test_lost_attachment_comes_back_at_the_next_resync(node: Site, first: Genera
 # ---- errors ------------------------------------------------------------------------------------
 
 
-def test_failed_device_is_reported_stops_no_other_and_is_retried(
-    node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
-    with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
+def test_failed_device_is_reported_stops_no_other_and_is_retried(node: Site, first: Generation):
+    with refused() as wrong:
         first.others["cali1"] = wrong
         node.ready(first)
         assert list(node.reconciler.status().failed) == ["cali1"]
@@ -356,14 +316,11 @@ def test_failed_device_is_reported_stops_no_other_and_is_retried(
 
 
 @with_both_methods
-def test_device_with_older_programs_is_reported_until_swapped(
-    node: Site, first: Generation, second: Generation, monkeypatch: pytest.MonkeyPatch
-):
+def test_device_with_older_programs_is_reported_until_swapped(node: Site, first: Generation, second: Generation):
     """The other devices have the newer ones by then, and publish() no longer waits."""
-    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     node.ready(first)
     assert node.reconciler.is_rolled_out
-    with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
+    with refused() as wrong:
         second.others["cali1"] = wrong
         with pytest.raises(OutdatedDevicesError, match=r"not all devices .* \(cali1\)"):
             node.publish(second)
@@ -377,7 +334,7 @@ def test_device_with_older_programs_is_reported_until_swapped(
 
 
 def test_device_without_any_programs_does_not_delay_publish(node: Site, first: Generation, second: Generation):
-    with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
+    with refused() as wrong:
         first.others["cali1"] = second.others["cali1"] = wrong
         node.ready(first)
         node.publish(second)
@@ -397,7 +354,6 @@ def test_thread_outlives_every_error(
     caplog: pytest.LogCaptureFixture,
 ):
     """It is logged once, with a traceback only if it is a fault of kbpf."""
-    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     listing, tries = module.list_devices, []
 
     def broken() -> None:
@@ -463,9 +419,7 @@ def device_threads() -> set[threading.Thread]:
 
 def test_close_finishes_the_current_device_and_detaches_nothing(node: Site, first: Generation):
     before = device_threads()  # data planes of other files may serve until the session ends
-    node.gate = Gate("cali1")
-    node.publish(first)
-    assert node.gate.reached.wait(PATIENCE)
+    node.publish_up_to("cali1", first)
     ended = threading.Event()
     thread = begin(lambda: (node.reconciler.close(), ended.set()))
     assert not ended.wait(0.3)

@@ -20,11 +20,9 @@ from kbpf.kernel.net.devices import BRIDGE_NETFILTER, ZERO_MAC, Device, DeviceEv
 from kbpf.kernel.net.uapi import ARPHRD_ETHER, ARPHRD_NONE
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr
-from tests.programs.packets.tc.net import Net, both_ways, idle, insn, program_id
+from tests.programs.packets.tc.net import Net, idle, program_id
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import PATIENCE, ip, run, until
-
-Places = dict[tuple[str, Direction], int]
 
 
 @pytest.fixture
@@ -89,27 +87,24 @@ def test_devices_are_listed_with_their_properties(net: Net, pods: str):
         d["ifname"]: bytes.fromhex(d.get("address", "").replace(":", "")) for d in shown if d["link_type"] == "ether"
     }
     peer = netns.run_in(Path("/run/netns") / pods, list_devices)[-1]
-    assert found["lo"] == Device(index["lo"], "lo", loopback=True, mtu=65536, link_type=772)
-    assert found["br0"] == Device(index["br0"], "br0", "bridge", mtu=1400, has_subnet=True, mac=macs["br0"])
-    assert found["port0"] == Device(
-        index["port0"],
-        "port0",
-        "veth",
-        mtu=1400,
-        master=index["br0"],
-        link=peer.ifindex,
-        peer_netns=found["port0"].peer_netns,
-        mac=macs["port0"],
-    )
     assert found["port0"].peer_netns is not None
-    assert found["here"] == Device(index["here"], "here", "veth", link=index["far"], mac=macs["here"])
-    assert found["vx0"] == Device(index["vx0"], "vx0", "vxlan", up=False, mtu=found["vx0"].mtu, mac=macs["vx0"])
-    assert found["mv0"] == Device(
-        index["mv0"], "mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True, mac=macs["mv0"]
-    )
-    assert found["tun0"].mac == ZERO_MAC
-    assert found["tun0"] == Device(index["tun0"], "tun0", "tun", up=False, point_to_point=True, link_type=ARPHRD_NONE)
-    assert found["tap0"] == Device(index["tap0"], "tap0", "tun", up=False, link_type=ARPHRD_ETHER, mac=macs["tap0"])
+
+    def device(name: str, kind: str = "", **fields: object) -> Device:
+        return Device(index[name], name, kind, mac=macs.get(name, ZERO_MAC), **fields)
+
+    port = {"master": index["br0"], "link": peer.ifindex, "peer_netns": found["port0"].peer_netns}
+    expected = {
+        "lo": device("lo", loopback=True, mtu=65536, link_type=772),
+        "br0": device("br0", "bridge", mtu=1400, has_subnet=True),
+        "port0": device("port0", "veth", mtu=1400, **port),
+        "here": device("here", "veth", link=index["far"]),
+        "far": device("far", "veth", link=index["here"]),
+        "vx0": device("vx0", "vxlan", up=False, mtu=found["vx0"].mtu),
+        "mv0": device("mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True),
+        "tun0": device("tun0", "tun", up=False, point_to_point=True, link_type=ARPHRD_NONE),
+        "tap0": device("tap0", "tun", up=False, link_type=ARPHRD_ETHER),
+    }
+    assert {name: found[name] for name in expected} == expected
     assert {name for name, device in found.items() if not device.has_header} == {"lo", "tun0"}
     assert {name for name, device in found.items() if not device.carries_ip} == {"lo"}
 
@@ -200,7 +195,7 @@ def test_monitor_reports_filters_of_others(net: Net, wake: int):
     with idle("theirs") as program, net.inside(lambda: DeviceMonitor(ours.handles)) as watch:
         program.pin(path)
         for change, expected in changes:
-            net.tc(*change.format(path).split())
+            net.tc(change.format(path))
             assert watch.wait(0.5, wake) == DeviceEvents(False, frozenset(), expected), change
 
 
@@ -249,269 +244,197 @@ def node(net: Net, pods: str) -> Net:
     return net
 
 
+Kit = dict[DeviceRole, Program]
+HOST, POD, PORT = DeviceRole.HOST, DeviceRole.POD, DeviceRole.PORT
+
+
 @pytest.fixture
-def kit() -> Iterator[dict[DeviceRole, Program]]:
+def kit() -> Iterator[Kit]:
     """A program for each role."""
     with idle("host") as host, idle("pod") as pod:
-        yield {DeviceRole.HOST: host, DeviceRole.POD: pod}
+        yield {HOST: host, POD: pod, PORT: pod}
 
 
-def by_role(kit: dict[DeviceRole, Program]) -> PickProgram:
-    """Picks the role's program in both directions."""
-    return lambda device, role, direction: kit[role]
+@pytest.fixture(params=[pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT])
+def how(request: pytest.FixtureRequest) -> AttachMethod:
+    return request.param
 
 
-def sync(net: Net, devices: DeviceAttachments, pick: PickProgram) -> DeviceReport:
-    """Syncs once with the devices that exist now."""
-    return net.inside(lambda: devices.sync(list_devices(), pick))
+def roles(hosts: str, pods: str, ports: str = "") -> dict[str, DeviceRole]:
+    return {name: role for role, names in ((HOST, hosts), (POD, pods), (PORT, ports)) for name in names.split()}
 
 
-def places(net: Net, report: DeviceReport) -> Places:
-    """The attached programs: (device, direction) → program id; each place may occur once only."""
-    names = {device.ifindex: name for name, device in listed(net).items()}
-    found = {(names[a.ifindex], a.direction): a.program_id for a in report.attachments}
-    assert len(found) == len(report.attachments)
-    return found
+ROLES = roles("up0 here far", "cni0 cali0")
 
 
-def everywhere(roles: dict[str, DeviceRole], kit: dict[DeviceRole, Program]) -> Places:
-    """The role's program in both directions of each device."""
-    return {(n, d): program_id(kit[role]) for n, role in roles.items() for d in Direction}
+class Agent:
+    """Attaches the program of each device's role, as an agent does after its start."""
+
+    def __init__(self, net: Net, kit: Kit, how: AttachMethod | None, **settings: tuple[str, ...]) -> None:
+        self.net, self.kit = net, kit
+        self.devices = DeviceAttachments(net.folder, method=how, **settings)
+
+    def sync(self, pick: PickProgram | None = None) -> DeviceReport:
+        """Syncs once with the devices that exist now."""
+        pick = pick or (lambda device, role, direction: self.kit[role])
+        return self.net.inside(lambda: self.devices.sync(list_devices(), pick))
+
+    def expect(self, roles: dict[str, DeviceRole], added: int = 0, replaced: int = 0, removed: int = 0) -> DeviceReport:
+        """Syncs. Then just these devices have the programs of their roles, after so many changes."""
+        report = self.sync()
+        self.expect_places(report, roles)
+        assert (report.added, report.replaced, report.removed) == (added, replaced, removed)
+        return report
+
+    def expect_places(self, report: DeviceReport, roles: dict[str, DeviceRole]) -> None:
+        """In both directions, on ports of a bridge at ingress only; nothing has failed."""
+        names = {device.ifindex: name for name, device in listed(self.net).items()}
+        found = sorted((names[a.ifindex], a.direction, a.program_id) for a in report.attachments)
+        assert found == sorted(
+            (name, direction, program_id(self.kit[role]))
+            for name, role in roles.items()
+            for direction in Direction
+            if role is not PORT or direction is Direction.INGRESS
+        )
+        assert report.failed == {}
 
 
-ROLES = {
-    "up0": DeviceRole.HOST,
-    "here": DeviceRole.HOST,
-    "far": DeviceRole.HOST,
-    "cni0": DeviceRole.POD,
-    "cali0": DeviceRole.POD,
-}
+@pytest.fixture
+def agent(node: Net, kit: Kit, how: AttachMethod) -> Agent:
+    return Agent(node, kit, how)
 
 
-@both_ways
-def test_chosen_devices_get_their_programs_once(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    devices = DeviceAttachments(node.folder, method=how)
-    first = sync(node, devices, by_role(kit))
-    assert places(node, first) == everywhere(ROLES, kit)
-    assert (first.added, first.replaced, first.removed, first.failed) == (10, 0, 0, {})
+def test_chosen_devices_get_their_programs_once(node: Net, agent: Agent, how: AttachMethod):
+    first = agent.expect(ROLES, added=10)
     assert {a.method for a in first.attachments} == {how}
-    assert devices.status() == first
-    again = sync(node, devices, by_role(kit))
-    assert (again.added, again.replaced, again.removed) == (0, 0, 0)
-    assert set(again.attachments) == set(first.attachments)
-    for (name, direction), program in everywhere(ROLES, kit).items():
-        assert node.tcx(direction, name) == ([program] if how is AttachMethod.TCX else [])
-        assert node.filters(direction, name) == (["kbpf"] if how is AttachMethod.CLSACT else [])
+    assert agent.devices.status() == first
+    assert set(agent.expect(ROLES).attachments) == set(first.attachments)
+    for name, role in ROLES.items():
+        for direction in Direction:
+            assert node.tcx(direction, name) == [program_id(agent.kit[role])] * (how is AttachMethod.TCX)
+            assert node.filters(direction, name) == ["kbpf"] * (how is AttachMethod.CLSACT)
     assert node.tcx(Direction.INGRESS, "port0") == node.filters(Direction.INGRESS, "port0") == []
 
 
 @needs("br_netfilter")
-@both_ways
 def test_ports_of_a_bridge_get_the_program_for_ingress_while_br_netfilter_is_in_force(
-    node: Net, pods: str, kit: dict[DeviceRole, Program], br_netfilter: None, how: AttachMethod
+    node: Net, pods: str, agent: Agent, br_netfilter: None
 ):
-    kit[DeviceRole.PORT] = kit[DeviceRole.POD]
-    devices = DeviceAttachments(node.folder, method=how)
-    sync(node, devices, by_role(kit))
+    agent.expect(ROLES, added=10)
     node.inside(lambda: set_br_netfilter("1"))
-    report = sync(node, devices, by_role(kit))
-    port = {("port0", Direction.INGRESS): program_id(kit[DeviceRole.PORT])}
-    assert places(node, report) == everywhere(ROLES, kit) | port
-    assert (report.added, report.replaced, report.removed, report.failed) == (1, 0, 0, {})
-    report = sync(node, devices, by_role(kit))
-    assert (report.added, report.replaced, report.removed) == (0, 0, 0)
+    agent.expect(ROLES | {"port0": PORT}, added=1)
+    agent.expect(ROLES | {"port0": PORT})
     node.ip(f"link add port1 type veth peer name eth2 netns {pods}", "link set port1 master cni0")
-    report = sync(node, devices, by_role(kit))
-    new_port = {("port1", Direction.INGRESS): program_id(kit[DeviceRole.PORT])}
-    assert places(node, report) == everywhere(ROLES, kit) | port | new_port
+    agent.expect(ROLES | {"port0": PORT, "port1": PORT}, added=1)
     with idle() as newer:
-        report = sync(node, devices, lambda *_: newer)
+        report = agent.sync(lambda *_: newer)
         assert (report.added, report.replaced, report.removed) == (0, 12, 0)
     node.ip("link set port1 nomaster")
     node.inside(lambda: set_br_netfilter("0"))
-    report = sync(node, devices, by_role(kit))
-    roles = ROLES | {"port1": DeviceRole.POD}
-    assert places(node, report) == everywhere(roles, kit)
-    assert (report.added, report.removed) == (1, 1)
+    agent.expect(ROLES | {"port1": POD}, added=1, replaced=11, removed=1)
 
 
-@both_ways
-def test_next_agent_adopts_and_replaces_programs(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    first = sync(node, DeviceAttachments(node.folder, method=how), by_role(kit))
-    same = sync(node, DeviceAttachments(node.folder, method=how), by_role(kit))
-    assert (same.added, same.replaced, same.removed) == (0, 0, 0)
+def test_next_agent_adopts_and_replaces_programs(node: Net, agent: Agent, how: AttachMethod):
+    first = agent.expect(ROLES, added=10)
+    same = Agent(node, agent.kit, how).expect(ROLES)
     assert set(same.attachments) == set(first.attachments)
     with idle() as host, idle() as pod:
-        newer = {DeviceRole.HOST: host, DeviceRole.POD: pod}
-        upgraded = sync(node, DeviceAttachments(node.folder, method=how), by_role(newer))
-        assert (upgraded.added, upgraded.replaced, upgraded.removed) == (0, 10, 0)
-        assert places(node, upgraded) == everywhere(ROLES, newer)
+        Agent(node, {HOST: host, POD: pod}, how).expect(ROLES, replaced=10)
 
 
-@both_ways
-def test_sync_follows_added_changed_and_deleted_devices(
-    node: Net, pods: str, kit: dict[DeviceRole, Program], how: AttachMethod
-):
-    devices = DeviceAttachments(node.folder, excluded=("far",), method=how)
-    roles = {name: role for name, role in ROLES.items() if name != "far"}
-    sync(node, devices, by_role(kit))
+def test_sync_follows_added_changed_and_deleted_devices(node: Net, pods: str, kit: Kit, how: AttachMethod):
+    agent = Agent(node, kit, how, excluded=("far",))
+    agent.expect(roles("up0 here", "cni0 cali0"), added=8)
     node.ip(f"link add cali1 type veth peer name eth2 netns {pods}", "link del cali0")
-    report = sync(node, devices, by_role(kit))
-    roles = {**roles, "cali1": DeviceRole.POD}
-    del roles["cali0"]
-    assert places(node, report) == everywhere(roles, kit)
-    assert (report.added, report.replaced, report.removed) == (2, 0, 0)
+    agent.expect(roles("up0 here", "cni0 cali1"), added=2)
     kept = {path.name.partition("-")[0] for path in (node.folder / "devices").iterdir()}
-    assert kept == {str(node.index(name)) for name in roles}
-
+    assert kept == {str(node.index(name)) for name in ("up0", "here", "cni0", "cali1")}
     node.ip("link set here master cni0")
     # A veth pair with both ends in this namespace leads nowhere, so the bridge keeps its role.
-    report = sync(node, devices, by_role(kit))
-    del roles["here"]
-    assert places(node, report) == everywhere(roles, kit)
-    assert (report.added, report.replaced, report.removed) == (0, 0, 2)
-
+    agent.expect(roles("up0", "cni0 cali1"), removed=2)
     node.ip("tuntap add tap0 mode tap", "link set tap0 master cni0")
-    report = sync(node, devices, by_role(kit))
-    assert places(node, report) == everywhere({**roles, "cni0": DeviceRole.HOST}, kit)
-    assert (report.added, report.replaced, report.removed) == (0, 2, 0)
+    agent.expect(roles("up0 cni0", "cali1"), replaced=2)
 
 
-def test_devices_that_no_pattern_matches_are_detached(node: Net, kit: dict[DeviceRole, Program]):
-    sync(node, DeviceAttachments(node.folder), by_role(kit))
-    report = sync(node, DeviceAttachments(node.folder, patterns=("up*",)), by_role(kit))
-    roles = {"up0": DeviceRole.HOST, "cni0": DeviceRole.POD, "cali0": DeviceRole.POD}
-    assert places(node, report) == everywhere(roles, kit)
-    assert report.removed == 4
+def test_devices_that_no_pattern_matches_are_detached(node: Net, kit: Kit):
+    Agent(node, kit, None).expect(ROLES, added=10)
+    Agent(node, kit, None, patterns=("up*",)).expect(roles("up0", "cni0 cali0"), removed=4)
 
 
-@both_ways
-def test_direction_without_a_program_is_detached(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    devices = DeviceAttachments(node.folder, method=how)
-    sync(node, devices, by_role(kit))
-    report = sync(node, devices, lambda _, r, d: kit[r] if d is Direction.INGRESS else None)
+def test_direction_without_a_program_is_detached(agent: Agent):
+    agent.sync()
+    report = agent.sync(lambda _, role, to: agent.kit[role] if to is Direction.INGRESS else None)
     assert {one.direction for one in report.attachments} == {Direction.INGRESS}
     assert (report.added, report.replaced, report.removed) == (0, 0, 5)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [(AttachMethod.TCX, AttachMethod.CLSACT), (AttachMethod.CLSACT, AttachMethod.TCX)]
-)
 @needs("tcx")
-def test_other_attach_method_takes_over(
-    node: Net, kit: dict[DeviceRole, Program], old: AttachMethod, new: AttachMethod
-):
-    sync(node, DeviceAttachments(node.folder, method=old), by_role(kit))
-    report = sync(node, DeviceAttachments(node.folder, method=new), by_role(kit))
-    assert places(node, report) == everywhere(ROLES, kit)
+def test_other_attach_method_takes_over(node: Net, agent: Agent, how: AttachMethod):
+    agent.sync()
+    (new,) = set(AttachMethod) - {how}
+    report = Agent(node, agent.kit, new).sync()
+    agent.expect_places(report, ROLES)
     assert {one.method for one in report.attachments} == {new}
     assert node.qdiscs("up0") == ("clsact" if new is AttachMethod.CLSACT else "")
     assert len(node.tcx(Direction.INGRESS, "up0")) == (new is AttachMethod.TCX)
 
 
-@both_ways
-def test_attachments_removed_by_others_come_back(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    devices = DeviceAttachments(node.folder, method=how)
-    sync(node, devices, by_role(kit))
+def test_attachments_removed_by_others_come_back(node: Net, agent: Agent, how: AttachMethod):
+    agent.sync()
     if how is AttachMethod.CLSACT:
-        node.tc("qdisc", "del", "dev", "up0", "clsact")
+        node.tc("qdisc del dev up0 clsact")
     else:
         for direction in Direction:
             (node.folder / "devices" / f"{node.index('up0')}-{direction}").unlink()
             until("it is detached", lambda to=direction: not node.tcx(to, "up0"))
-    report = sync(node, devices, by_role(kit))
-    assert report.added == 2
-    assert places(node, report) == everywhere(ROLES, kit)
+    agent.expect(ROLES, added=2)
 
 
-@both_ways
-def test_device_deleted_after_the_listing_is_no_failure(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    devices = DeviceAttachments(node.folder, method=how)
+def test_device_deleted_after_the_listing_is_no_failure(node: Net, agent: Agent):
     listing = node.inside(list_devices)
     node.ip("link del cali0")
-    report = node.inside(lambda: devices.sync(listing, by_role(kit)))
-    roles = {name: role for name, role in ROLES.items() if name != "cali0"}
-    assert report.failed == {}
-    assert places(node, report) == everywhere(roles, kit)
+    report = node.inside(lambda: agent.devices.sync(listing, lambda _, role, __: agent.kit[role]))
+    agent.expect_places(report, roles("up0 here far", "cni0"))
 
 
-@both_ways
-def test_device_deleted_during_the_sync_is_no_failure(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    devices = DeviceAttachments(node.folder, method=how)
-    sync(node, devices, by_role(kit))
+def test_device_deleted_during_the_sync_is_no_failure(node: Net, agent: Agent):
+    agent.sync()
 
     def pick(device: Device, role: DeviceRole, direction: Direction) -> Program:
         if device.name == "cali0" and direction is Direction.INGRESS:
             node.ip("link del cali0")
-        return kit[DeviceRole.HOST]
+        return agent.kit[HOST]
 
-    report = sync(node, devices, pick)
-    roles = {name: DeviceRole.HOST for name in ROLES if name != "cali0"}
-    assert report.failed == {}
-    assert places(node, report) == everywhere(roles, kit)
+    agent.expect_places(agent.sync(pick), roles("up0 here far cni0", ""))
 
 
-@both_ways
-def test_clsact_qdisc_recreated_by_others_stays(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    devices = DeviceAttachments(node.folder, method=how)
-    sync(node, devices, by_role(kit))
-    with suppress(RuntimeError):
-        node.tc("qdisc", "del", "dev", "up0", "clsact")
-    node.tc("qdisc", "add", "dev", "up0", "clsact")
-    assert places(node, sync(node, devices, by_role(kit))) == everywhere(ROLES, kit)
-    node.inside(devices.remove)
-    assert node.qdiscs("up0") == "clsact"
-
-
-@both_ways
-def test_failed_device_stops_no_other_and_is_retried(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    devices = DeviceAttachments(node.folder, method=how)
-    with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
-        report = sync(node, devices, lambda d, r, _: wrong if d.name == "here" else kit[r])
-    assert list(report.failed) == ["here"]
-    assert f"ingress of here, {how}" in report.failed["here"]
-    roles = {name: role for name, role in ROLES.items() if name != "here"}
-    assert places(node, report) == everywhere(roles, kit)
-    report = sync(node, devices, by_role(kit))
-    assert report.failed == {}
-    assert places(node, report) == everywhere(ROLES, kit)
-
-
-@both_ways
-def test_remove_leaves_only_foreign_attachments(node: Net, kit: dict[DeviceRole, Program], how: AttachMethod):
-    node.tc("qdisc", "add", "dev", "up0", "clsact")
-    words = "filter add dev up0 egress prio 9 u32 match u32 0 0 classid 1:1"
-    node.tc(*words.split())
+def test_remove_leaves_only_foreign_attachments(node: Net, agent: Agent):
+    node.tc("qdisc add dev up0 clsact")
+    node.tc("filter add dev up0 egress prio 9 u32 match u32 0 0 classid 1:1")
     index, kind = node.index("up0"), ATTACH_TYPE[Direction.INGRESS]
     with ExitStack() as stack:
         foreign = stack.enter_context(idle())
         if not lacking("tcx"):
             stack.enter_context(node.inside(lambda: Link.attach(foreign, index, kind)))
-        devices = DeviceAttachments(node.folder, method=how)
-        sync(node, devices, by_role(kit))
+        agent.sync()
         node.ip("link del cali0")
-        assert len(node.inside(devices.remove)) == 8
-        assert node.inside(devices.remove) == ()
-        assert devices.status() == DeviceReport()
+        assert len(node.inside(agent.devices.remove)) == 8
+        assert node.inside(agent.devices.remove) == ()
+        assert agent.devices.status() == DeviceReport()
         assert list(node.folder.iterdir()) == []
-        assert {d: node.qdiscs(d) for d in ("up0", "here", "far", "cni0")} == {
-            "up0": "clsact",
-            "here": "",
-            "far": "",
-            "cni0": "",
-        }
-        assert "u32" in node.tc("filter", "show", "dev", "up0", "egress")
+        assert [node.qdiscs(name) for name in ("up0", "here", "far", "cni0")] == ["clsact", "", "", ""]
+        assert "u32" in node.tc("filter show dev up0 egress")
         others = [] if lacking("tcx") else [program_id(foreign)]
         assert node.tcx(Direction.INGRESS, "up0") == others
         assert node.filters(Direction.INGRESS, "up0") == []
 
 
 @needs("tcx")
-def test_remove_detaches_both_methods_of_an_earlier_agent(node: Net, kit: dict[DeviceRole, Program]):
-    sync(node, DeviceAttachments(node.folder, patterns=("up0",), method=AttachMethod.CLSACT), by_role(kit))
+def test_remove_detaches_both_methods_of_an_earlier_agent(node: Net, kit: Kit):
+    Agent(node, kit, AttachMethod.CLSACT, patterns=("up0",)).sync()
     (node.folder / "devices").rename(node.folder / "lost")  # as if the pin folder were lost
     with idle() as other:
-        sync(node, DeviceAttachments(node.folder, method=AttachMethod.TCX), lambda *_: other)
+        Agent(node, kit, AttachMethod.TCX).sync(lambda *_: other)
         assert len(node.inside(DeviceAttachments(node.folder).remove)) == 10
     assert node.filters(Direction.INGRESS, "up0") == []
     assert node.tcx(Direction.INGRESS, "up0") == []

@@ -34,8 +34,8 @@ def limit(pod: str) -> None:
 @contextmanager
 def pods() -> Iterator[None]:
     """The pods' devices, and an uplink."""
-    device_thread.RESYNC_INTERVAL_S = 0.5  # type: ignore[misc]
-    tc.probe_tcx = lambda: Probe(False, "as before Linux 6.6")  # type: ignore[assignment]
+    device_thread.RESYNC_INTERVAL_S = 0.5
+    tc.probe_tcx = lambda: Probe(False, "as before Linux 6.6")
     # The kernel would report addresses of each link a second or two later.
     sysctl.write("net.ipv6.conf.default.addr_gen_mode", "1")
     ip("link add up0 type veth peer name sink0", "link set up0 up", "link set sink0 up")
@@ -66,15 +66,15 @@ def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogC
 
     def timed(*arguments: object) -> object:
         passes.append(time.monotonic())
-        return sync(*arguments)  # type: ignore[arg-type]
+        return sync(*arguments)
 
     def counted(*arguments: object) -> object:
         probed.append(arguments)
-        return probe(*arguments)  # type: ignore[arg-type]
+        return probe(*arguments)
 
     def story() -> None:
-        DeviceAttachments.sync = timed  # type: ignore[assignment, method-assign]
-        hook_probe.probe = counted  # type: ignore[assignment]
+        DeviceAttachments.sync = timed
+        hook_probe.probe = counted
         with pods():
             for pod in PODS[1:]:
                 limit(pod)
@@ -86,13 +86,10 @@ def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogC
             assert passes[12] - passes[0] > 4, passes
             assert not probed
             status = plane.status()
-            assert status.packets is not None
             assert status.packets.failed_count == 0
             assert plane.shared.read_metrics().foreign_programs == 0
             (problem,) = status.problems
             assert problem.startswith("pod device cali1 and 6 more: an 'ingress' qdisc")
-            limits = [record for record in caplog.messages if "'ingress' qdisc" in record]
-            assert len(limits) == 1, "it is logged once"
             # what they send passes the plugin's filter first
             for pod in PODS[1:]:
                 assert "kbpf" in run("tc", "filter", "show", "dev", pod, "ingress")
@@ -100,7 +97,7 @@ def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogC
             ip(f"link del {PODS[1]}")
             until("the next one is named", lambda: "cali2 and 5 more" in plane.status().problems[0])
             limits = [record for record in caplog.messages if "'ingress' qdisc" in record]
-            assert len(limits) == 1, "it is no news"
+            assert len(limits) == 1, "it is logged once, and the next one is no news"
             for pod in PODS[2:]:
                 run("tc", "qdisc", "del", "dev", pod, "ingress")
             until("no pod is limited", lambda: not plane.status().problems)
@@ -118,7 +115,6 @@ def test_old_programs_are_removed_although_a_device_fails(site: Site) -> None:
             run("tc", "qdisc", "add", "dev", "up0", "ingress")
             plane = serve(site)
             packets = plane.status().packets
-            assert packets is not None
             assert [failure.device for failure in packets.failed] == ["up0"]
             site.close_planes()
             (folder,) = site.pins.glob("programs-tc-*")

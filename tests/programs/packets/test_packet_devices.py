@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 
-from kbpf.agent.agent import Agent
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.maps.layout import NODE, NodeFlag, pack_network
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -30,20 +28,11 @@ from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import Attachment, TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, LocalMode
-from kbpf.model.desired import ServiceState
-from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
-from kbpf.model.objects import Node as KubeNode
 from kbpf.model.objects import Protocol
-from kbpf.source.decode.fields import parse_cidr
 from tests.support.lab.lab import PATIENCE, ip, until
 from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
-
-
-def many(count: int, to: str) -> list[ServiceState]:
-    return [service(f"s{i:04}", f"10.96.0.{i + 1}:80", to) for i in range(count)]
 
 
 class Node:
@@ -61,11 +50,22 @@ class Node:
         self.plane = self.site.open(packet_path=True)
         return self.plane
 
-    def apply(self, *services: ServiceState) -> None:
-        netns.run_in(Path("/run/netns") / self.name, lambda: self.plane.apply(desired(*services), None))
+    def apply(self, count: int, to: str) -> None:
+        """Applies so many Services with these endpoints."""
+        state = desired(*(service(f"s{i:04}", f"10.96.0.{i + 1}:80", to) for i in range(count)))
+        netns.run_in(Path("/run/netns") / self.name, lambda: self.plane.apply(state, None))
 
-    def begin(self, *services: ServiceState) -> threading.Thread:
-        thread = threading.Thread(target=lambda: self.apply(*services))
+    def serve(self) -> dict[str, set[int]]:
+        """Serves until all devices have their programs, which are returned."""
+        self.apply(3, "10.0.0.1:80")
+        self.until_ready()
+        return self.attached()
+
+    def until_ready(self) -> None:
+        until("all devices were processed", lambda: self.plane.status().ready)
+
+    def begin(self, count: int, to: str) -> threading.Thread:
+        thread = threading.Thread(target=lambda: self.apply(count, to))
         thread.start()
         return thread
 
@@ -153,21 +153,17 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
         yield made
 
 
-def ready(node: Node) -> None:
-    until("all devices were processed", lambda: node.plane.status().ready)
-
-
 def test_writer_continues_while_a_device_is_slow(node: Node):
     node.slow = "here"
-    node.apply(*many(3, "10.0.0.1:80"))
+    node.apply(3, "10.0.0.1:80")
     assert node.reached.wait(PATIENCE)
     assert not node.plane.status().ready
-    node.apply(*many(3, "10.0.0.2:80"))
+    node.apply(3, "10.0.0.2:80")
     shown = node.site.dump()["frontends"]
     assert {str(each["cluster"]) for each in shown.values()} == {"['10.0.0.2:80/TCP']"}
     assert not node.plane.status().ready
     node.resume.set()
-    ready(node)
+    node.until_ready()
     assert node.attached().keys() == {"here", "far"}
 
 
@@ -178,18 +174,16 @@ def endpoints(count: int, network: int) -> str:
 
 def test_growth_involves_no_device(node: Node, monkeypatch: pytest.MonkeyPatch):
     """Maps grow although one device would wait, another refuses and no program can be loaded."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
-    old = node.attached()
+    old = node.serve()
     node.slow, node.broken = "here", "far"
 
     def refuse(name: str, *arguments: object) -> Program:
         raise KernelError("no room", name, errno=errno.ENOMEM)
 
     monkeypatch.setattr(Program, "load", refuse)
-    for services in (many(100, "10.0.0.2:80"), *(many(3, endpoints(30 * n, n)) for n in (2, 3, 4))):
-        node.apply(*services)
-        assert len(node.site.dump()["frontends"]) == len(services)
+    for count, to in ((100, "10.0.0.2:80"), *((3, endpoints(30 * n, n)) for n in (2, 3, 4))):
+        node.apply(count, to)
+        assert len(node.site.dump()["frontends"]) == count
         assert node.incomplete_frontends() == []
         assert node.uses_pinned_maps()
     assert not node.reached.is_set()
@@ -201,11 +195,11 @@ def test_growth_involves_no_device(node: Node, monkeypatch: pytest.MonkeyPatch):
 SWAPS = ["another layout", "another size", "another layout of the Services"]
 
 
-def restart(node: Node, monkeypatch: pytest.MonkeyPatch, swap: str, version: int = 99) -> None:
+def restart(node: Node, monkeypatch: pytest.MonkeyPatch, swap: str) -> None:
     """The next agent has to load other programs than those that are attached."""
     name = {"another layout": "reasons", "another layout of the Services": "services"}.get(swap)
     if name:
-        changed = replace(layout.MAPS[name], version=version)
+        changed = replace(layout.MAPS[name], version=99)
         monkeypatch.setitem(layout.MAPS, name, changed)
     size = 8192 if swap == "another size" else SIZES.connections
     node.site.close_planes()
@@ -216,12 +210,10 @@ def restart(node: Node, monkeypatch: pytest.MonkeyPatch, swap: str, version: int
 def test_start_waits_for_a_device_that_is_slow_to_take_new_programs(
     node: Node, monkeypatch: pytest.MonkeyPatch, swap: str
 ):
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
-    old = node.attached()
+    old = node.serve()
     restart(node, monkeypatch, swap)
     node.slow = "here"
-    thread = node.begin(*many(100, "10.0.0.2:80"))
+    thread = node.begin(100, "10.0.0.2:80")
     assert node.reached.wait(PATIENCE)
     thread.join(0.5)
     assert thread.is_alive()
@@ -243,24 +235,22 @@ def test_device_that_refuses_new_programs_keeps_the_old_ones(
     node: Node, monkeypatch: pytest.MonkeyPatch, swap: str, killed: bool
 ):
     """With complete maps, while sockets are served and maps grow; the next agent resumes."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
-    old = node.attached()
+    old = node.serve()
     restart(node, monkeypatch, swap)
     node.broken = "here"
-    node.apply(*many(3, "10.0.0.2:80"))
+    node.apply(3, "10.0.0.2:80")
     assert node.attached()["here"] == old["here"]
     assert node.attached()["far"].isdisjoint(old["far"])
     until("it is reported", lambda: node.failed() == ["here"])
-    node.apply(*many(100, "10.0.0.2:80"))
+    node.apply(100, "10.0.0.2:80")
     for number in (2, 3):
-        node.apply(*many(3, endpoints(30 * number, number)))
+        node.apply(3, endpoints(30 * number, number))
         assert len(node.old_programs()) == 1
         assert node.incomplete_frontends() == []
         assert node.site.use_pinned_maps(node.site.hook_programs().values())
     if killed:
         restart(node, monkeypatch, swap)
-        node.apply(*many(3, endpoints(60, 4)))
+        node.apply(3, endpoints(60, 4))
         assert node.attached()["here"] == old["here"]
     node.broken = ""
     until("it is repaired", lambda: node.uses_pinned_maps() and node.failed() == [])
@@ -271,8 +261,7 @@ def test_device_that_refuses_new_programs_keeps_the_old_ones(
 @pytest.mark.parametrize("when", ["listed", "opened"])
 def test_older_programs_removed_while_being_read_are_ignored(node: Node, monkeypatch: pytest.MonkeyPatch, when: str):
     """The device thread removes them once all devices have newer ones."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
+    node.serve()
     (folder,) = node.site.pins.glob("programs-tc-*")
     old = node.site.pins / f"old-{folder.name}-7"
     real_check, left_folder = PacketPath.uses_other_flows, []
@@ -298,7 +287,7 @@ def test_older_programs_removed_while_being_read_are_ignored(node: Node, monkeyp
     restart(node, monkeypatch, "another size")
     monkeypatch.setattr(PacketPath, "uses_other_flows", leave)
     monkeypatch.setattr(where, name, open_late)
-    node.apply(*many(100, "10.0.0.2:80"))
+    node.apply(100, "10.0.0.2:80")
     assert not left_folder
     assert not old.exists()
     assert node.uses_pinned_maps()
@@ -323,8 +312,7 @@ def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
 @pytest.fixture
 def begun(node: Node) -> Node:
     """An agent with a packet path has served and exited."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
+    node.serve()
     node.site.close_planes()
     assert node.attached().keys() == {"here", "far"}
     return node
@@ -335,18 +323,18 @@ def test_left_programs_serve_although_maps_grow(begun: Node, no_compiler: Callab
     node = begun
     old = node.attached()
     node.open()
-    node.apply(*many(3, "10.0.0.2:80"))
+    node.apply(3, "10.0.0.2:80")
     assert node.attached() == old
     assert node.uses_pinned_maps()
-    node.apply(*many(3, endpoints(50, 1)))
+    node.apply(3, endpoints(50, 1))
     assert node.attached() == old
     assert node.uses_pinned_maps()
     assert node.incomplete_frontends() == []
     assert node.plane.status().packets.problem
     no_compiler()
     node.plane.invalidate()
-    node.apply(*many(3, endpoints(50, 1)))
-    ready(node)
+    node.apply(3, endpoints(50, 1))
+    node.until_ready()
     assert node.plane.status().packets.problem == ""
     assert node.attached().keys() == {"here", "far"}
     assert node.uses_pinned_maps()
@@ -368,7 +356,7 @@ def test_programs_with_another_map_layout_are_detached_after_apply(
             raise KernelError("broken by hand", errno=errno.EIO)
 
         monkeypatch.setattr(TcAttacher, "detach", refuse)
-    node.apply(*many(3, "10.0.0.2:80"))
+    node.apply(3, "10.0.0.2:80")
     assert node.attached() == ({} if works else old)
     assert node.site.use_pinned_maps(node.site.hook_programs().values())
 
@@ -379,14 +367,13 @@ def test_flows_of_left_programs_move_to_new_maps(begun: Node, no_compiler: Calla
     old = node.attached()
     with node.site.pinned("flows") as flows:
         node.plane = node.site.open(sizes, packet_path=True)
-        node.apply(*many(3, "10.0.0.1:80"))
+        node.apply(3, "10.0.0.1:80")
         assert node.attached() == old
         assert node.site.pinned("flows").id == flows.id, "the map in use stays pinned"
         began = begin(flows)
     no_compiler()
     node.plane.invalidate()
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
+    node.serve()
     assert node.uses_pinned_maps()
     with node.site.pinned("flows") as flows:
         assert flows.max_entries == int(8192 * layout.MAPS["flows"].entries_per_object)
@@ -412,14 +399,12 @@ def test_flows_in_old_maps_move_when_the_last_device_is_swapped(node: Node, monk
     """The maps have another layout and another size. The old version's maps are removed
     only then.
     """
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
+    node.serve()
     flows, former = node.site.pinned("flows"), node.site.maps
     monkeypatch.setitem(layout.MAPS, "reasons", replace(layout.MAPS["reasons"], version=99))
     node.broken = "here"
-    node.site.close_planes()
-    node.plane = node.site.open(replace(SIZES, connections=8192), packet_path=True)
-    node.apply(*many(3, "10.0.0.1:80"))
+    restart(node, monkeypatch, "another size")
+    node.apply(3, "10.0.0.1:80")
     until("it is reported", lambda: node.failed() == ["here"])
     begun = begin(flows)
     node.plane.tick(time.monotonic())
@@ -435,29 +420,3 @@ def test_flows_in_old_maps_move_when_the_last_device_is_swapped(node: Node, monk
     assert node.attached().keys() == {"here", "far"}
     assert node.site.entries("flows") == begun
     flows.close()
-
-
-def test_pod_networks_of_a_later_node_event_reach_the_programs(site: Site, caplog: pytest.LogCaptureFixture):
-    """From the Node's event to the maps. Until then one log line says that no pod is detected."""
-    config = Config(node_name="me", packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, sizes=SIZES)
-    plane = site.open(packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, excluded_devices=("*",))
-    agent = Agent(config, plane, lambda _: ())
-
-    def flags() -> NodeFlag:
-        return NodeFlag(NODE.unpack(site.entries("node")[bytes(4)])[2])
-
-    def receive_node(*cidrs: str) -> None:
-        said = KubeNode("me", pod_cidrs=tuple(parse_cidr(text, "") for text in cidrs))
-        agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), said)])
-
-    agent.step([Synced(kind) for kind in Kind])
-    receive_node()
-    assert flags() == NodeFlag(0)
-    receive_node("10.1.0.0/24", "fd00:1::/64")
-    assert flags() == NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
-    both = {pack_network(parse_cidr(text, "")) for text in ("10.1.0.0/24", "fd00:1::/64")}
-    assert site.entries("local_networks").keys() == both
-    receive_node("10.2.0.0/24")
-    assert site.entries("local_networks").keys() == {pack_network(parse_cidr("10.2.0.0/24", ""))}
-    told = [line for line in caplog.messages if line.startswith("detect-local-mode=NodeCIDR")]
-    assert len(told) == 1

@@ -9,8 +9,7 @@ the bytes (net/bpf/test_run.c) differs from a device's:
   The limit is one page minus the kernel's headroom and tailroom: about 3,700 bytes.
 - The Ethernet header sets skb->protocol and, by its destination, pkt_type: loopback's MAC is
   00:00:00:00:00:00, so a packet to any other MAC is PACKET_OTHERHOST.
-- The skb is linear (on kernels after v6.18 `linear` can change that), so a missing
-  bpf_skb_pull_data() is not noticed.
+- The skb is linear, so a missing bpf_skb_pull_data() is not noticed.
 - Its checksum is CHECKSUM_NONE. `checksum_complete` makes it COMPLETE, and the kernel checks that
   the program keeps skb->csum correct (Linux v6.11). Only real packets can be PARTIAL.
 - Its device is the loopback of the calling thread's network namespace, or `ifindex`, which must
@@ -27,7 +26,7 @@ import errno
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Final, Self
+from typing import ClassVar, Final, NamedTuple
 
 from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.objects import Program
@@ -40,17 +39,12 @@ class TcAction(IntEnum):
 
     OK = 0
     SHOT = 2
-    PIPE = 3
-    STOLEN = 4
     REDIRECT = 7
     UNSPEC = 0xFFFF_FFFF
 
 
 _ACTIONS: Final = {int(action): action for action in TcAction}
-TC_ACT_OK: Final = TcAction.OK
 TC_ACT_SHOT: Final = TcAction.SHOT
-TC_ACT_PIPE: Final = TcAction.PIPE
-TC_ACT_STOLEN: Final = TcAction.STOLEN
 TC_ACT_REDIRECT: Final = TcAction.REDIRECT
 TC_ACT_UNSPEC: Final = TcAction.UNSPEC
 
@@ -59,59 +53,19 @@ _PACKET_OUT_SIZE: Final = 1 << 17
 """The buffer for the resulting packet: larger than a linear skb can become."""
 
 
-@dataclass(frozen=True, slots=True)
-class SkbContext:
-    """The fields of struct __sk_buff that can be set and are read back after the run.
+_CONTEXT: Final = struct.Struct("=8xI24xII")  # struct __sk_buff up to ifindex
 
-    `ifindex` 0 and 1 are loopback. `wire_len` 0 means the packet's length; it must not be smaller.
-    `cb` is scratch space that programs pass on; `tstamp` is in nanoseconds. `linear` is input only:
-    the number of bytes in the linear part, 0 for all; Linux v6.18 and before refuse it.
-    """
+
+class SkbContext(NamedTuple):
+    """Fields of struct __sk_buff. `ifindex` 0 and 1 are loopback."""
 
     mark: int = 0
-    priority: int = 0
     ingress_ifindex: int = 0
     ifindex: int = 0
-    cb: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
-    linear: int = 0
-    tstamp: int = 0
-    wire_len: int = 0
-    gso_segs: int = 0
-    gso_size: int = 0
-
-    SIZE: ClassVar[int] = 184
-    """The size up to gso_size: every kernel requires later fields to be zero."""
 
     def pack(self) -> bytes:
-        """struct __sk_buff in this machine's byte order."""
-        raw = bytearray(self.SIZE)
-        for offset, format_, name in _SKB_FIELDS:
-            value = getattr(self, name)
-            struct.pack_into(format_, raw, offset, *(value if name == "cb" else (value,)))
-        return bytes(raw)
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """These fields from the struct that the kernel has written."""
-        fields: dict[str, Any] = {}
-        for offset, format_, name in _SKB_FIELDS:
-            values = struct.unpack_from(format_, raw, offset)
-            fields[name] = values if name == "cb" else values[0]
-        return cls(**fields)
-
-
-_SKB_FIELDS: Final = (
-    (8, "=I", "mark"),
-    (32, "=I", "priority"),
-    (36, "=I", "ingress_ifindex"),
-    (40, "=I", "ifindex"),
-    (48, "=5I", "cb"),
-    (80, "=I", "linear"),  # data_end
-    (152, "=Q", "tstamp"),
-    (160, "=I", "wire_len"),
-    (164, "=I", "gso_segs"),
-    (176, "=I", "gso_size"),
-)
+        """The struct in this machine's byte order."""
+        return _CONTEXT.pack(*self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +78,8 @@ class TestRun:
 
     retval: int
     packet_out: bytes
-    context_out: bytes
+    context: SkbContext
     nanoseconds: int
-
-    @property
-    def context(self) -> SkbContext:
-        """`context_out`, parsed."""
-        return SkbContext.unpack(self.context_out)
 
 
 def run(
@@ -169,6 +118,6 @@ def run(
     return TestRun(
         retval=_ACTIONS.get(opts.retval, opts.retval),
         packet_out=ctypes.string_at(packet_out, opts.data_size_out),
-        context_out=ctypes.string_at(context_out, opts.ctx_size_out),
+        context=SkbContext(*_CONTEXT.unpack_from(context_out)),
         nanoseconds=opts.duration,
     )

@@ -75,6 +75,10 @@ run --version → 0 VERSION
 run --cleanup → 2 kbpf cleanup
 inspect services --pin-dir /nowhere → 1 /nowhere
 inspect status --pin-dir /nowhere → 1 kbpf run
+inspect connections --client here → 2 --client
+inspect connections --backend 10.0.0 → 2 --backend
+inspect connections --state open → 2 --state
+inspect connections --limit -1 → 2 --limit
 check --attached --pin-dir /nowhere → 1 /nowhere
 """)
 """Arguments → the exit code, and words of the output or, if the code is not 0, of the error."""

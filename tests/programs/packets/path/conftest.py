@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of single packets: the programs, loaded once for all files of this folder."""
 
-import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     NETWORK_KEY,
     U32,
-    DeviceFlag,
     NodeFlag,
     Role,
 )
-from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     GATE,
@@ -29,42 +24,29 @@ from tests.programs.packets.path.single_packets import (
     NEAR,
     NODE,
     Path_,
+    masquerading,
     services,
+    serving_node,
 )
 from tests.support.lab.lab import ip, until
-from tests.support.lab.lab import run as command
-from tests.support.plane import SIZES, desired, sites
+from tests.support.plane import SIZES, desired
+
+
+@pytest.fixture(params=[4, 6], ids=["v4", "v6"])
+def v(request: pytest.FixtureRequest) -> int:
+    """Tests that take it run with IPv4 and with IPv6."""
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
 def path(artifact_cache: Path) -> Iterator[Path_]:
-    where = f"kbpk{os.getpid()}"
-    command("ip", "netns", "add", where)
-    try:
-        ip("link set lo up", netns=where)
-        for name in (
-            "net.ipv4.icmp_ratelimit",
-            "net.ipv6.icmp.ratelimit",
-        ):  # all tests are one client
-            netns.run_in(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
-        with sites(artifact_cache) as make:
-            site = make(node=where)
-            sizes = replace(SIZES, connections=8192)
-            plane = site.open(sizes, packet_path=True, masquerade_ports=(LOW, HIGH))
-            addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
-            state = msgspec.structs.replace(desired(*services()), masquerade_addresses=addresses)
-            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
-            folder = next(site.pins.glob("programs-tc-*"))
-            names = ("tc_ingress", "tc_egress")
-            made = Path_(site, {name: Program.open(folder / name) for name in names}, where)
-            with site.pinned("local_networks") as networks:
-                networks.update(NETWORK_KEY.pack(96 + 16, parse_addr(NEAR[4])), U32.pack(1))
-                networks.update(NETWORK_KEY.pack(64, parse_addr(NEAR[6])), U32.pack(1))
-            yield made
-            for program in made.programs.values():
-                program.close()
-    finally:
-        command("ip", "netns", "del", where)
+    state = masquerading(desired(*services()))
+    sizes = replace(SIZES, connections=8192)
+    with serving_node(artifact_cache, "k", state, sizes=sizes, masquerade_ports=(LOW, HIGH)) as made:
+        with made.site.pinned("local_networks") as networks:
+            networks.update(NETWORK_KEY.pack(96 + 16, parse_addr(NEAR[4])), U32.pack(1))
+            networks.update(NETWORK_KEY.pack(64, parse_addr(NEAR[6])), U32.pack(1))
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +81,7 @@ def uplink(path: Path_) -> Iterator[Path_]:
     path.forward(True)
     index = path.inside(lambda: socket.if_nametoindex("out"))
     until("the device thread has written its own entry", lambda: is_known(path, index))
-    path.set_device(index, Role.HOST, DeviceFlag(0))
+    path.set_device(index, Role.HOST)
     path.out, path.macs = index, path.macs | {index: "02:00:00:00:00:01"}
     yield path
     path.forward(False)

@@ -7,12 +7,16 @@ its checksums are verified by a parser that shares no code with the builder.
 """
 
 import itertools
+import os
+import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import (
@@ -30,11 +34,15 @@ from kbpf.dataplane.bpf.maps.layout import (
     Target,
     TcpState,
 )
+from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.system import netns
+from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr, parse_addr
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
 from tests.support.features import lacking
+from tests.support.lab.lab import PATIENCE, ip
 from tests.support.packets.datagrams import MAC_B, internet_checksum
 from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import (
@@ -46,7 +54,7 @@ from tests.support.packets.packets import (
     tcp,
     udp,
 )
-from tests.support.packets.parse import parse
+from tests.support.packets.parse import Packet, parse
 from tests.support.packets.test_run import (
     TC_ACT_REDIRECT,
     TC_ACT_SHOT,
@@ -54,7 +62,7 @@ from tests.support.packets.test_run import (
     SkbContext,
     run,
 )
-from tests.support.plane import Site, service
+from tests.support.plane import SIZES, Site, service, sites
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
@@ -81,15 +89,38 @@ LOW, HIGH = 61_000, 65_535
 SPARE_PORTS = itertools.count(50_000)
 """Node ports outside of LOW to HIGH, so no other test's flow has them."""
 
-
+NO_FLAG = DeviceFlag(0)
 T = TypeVar("T")
 
 
-both = pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
+both_policies = pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 
 
 def end(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def parsed(packet: bytes) -> Packet:
+    """A packet without its link header."""
+    return parse(packet, l2=False)
+
+
+def wrong_sums(packet: bytes) -> list[str]:
+    return checksums(packet, l2=False)
+
+
+def expect_packet(got: bytes, want: bytes) -> None:
+    """Expects this packet, with the right checksums."""
+    assert difference(got, want, l2=False) == ""
+    expect_sums(got)
+
+
+def expect_sums(got: bytes) -> None:
+    assert set(wrong_sums(got)) <= QUOTED
 
 
 def client(v: int, port: int = 0) -> str:
@@ -104,14 +135,20 @@ def pod(v: int, port: int = 8080) -> str:
     return end(POD[v], port)
 
 
+def ends_of(v: int, which: int) -> tuple[str, str, str]:
+    """A new client, the frontend that it dials, and the backend."""
+    return client(v), vip(v, which), pod(v)
+
+
 class Path_:
     """The programs and their maps."""
 
-    def __init__(self, site: Site, programs: dict[str, Program], where: str) -> None:
+    def __init__(self, site: Site, plane: BpfPlane, where: str) -> None:
         self.site = site
-        self.programs = programs
+        self.plane = plane
         self.where = where
         self.folder = next(site.pins.glob("programs-tc-*"))
+        self.programs = {name: Program.open(self.folder / name) for name in ("tc_ingress", "tc_egress")}
         self.out = 0
         self.macs: dict[int, str] = {}  # by ifindex; loopback has none
 
@@ -125,20 +162,20 @@ class Path_:
             path = Path(f"/proc/sys/net/{family}/conf/all/forwarding")
             self.inside(lambda: path.write_text(f"{on:d}"))  # noqa: B023
 
+    @contextmanager
+    def forwarding(self, on: bool) -> Iterator[None]:
+        """Whether a node that forwards does so in the block."""
+        self.forward(on)
+        try:
+            yield
+        finally:
+            self.forward(True)
+
     def set_device(
-        self,
-        ifindex: int,
-        role: Role,
-        flags: DeviceFlag,
-        own: tuple[str, str] | None = None,
-        mac: bytes = bytes(6),
-        bridge: int = 0,
+        self, ifindex: int, role: Role, flags: DeviceFlag = NO_FLAG, own: tuple[str, str] = ("::", "::")
     ) -> None:
-        """Writes a device's entry. `own`: its IPv4 and IPv6 addresses. `bridge`: the ifindex of the
-        bridge that it is, or is a port of.
-        """
-        four, six = (parse_addr(one) for one in own) if own else (bytes(16), bytes(16))
-        value = DEVICE.pack(role, 14, flags, mac, four, six, bridge)
+        """Writes a device's entry. `own`: its IPv4 and IPv6 addresses."""
+        value = DEVICE.pack(role, 14, flags, bytes(6), *map(parse_addr, own), 0)
         with self.site.pinned("devices") as devices:
             devices.update(U32.pack(ifindex), value)
         self.cache(ifindex, CACHED_DEVICE.pack(ifindex, value))
@@ -157,7 +194,7 @@ class Path_:
     def set_loopback_role(self, role: Role, flags: DeviceFlag | None = None) -> None:
         """Makes loopback a device of this role."""
         if flags is None:
-            flags = DeviceFlag.LOCAL if role is Role.POD else DeviceFlag(0)
+            flags = DeviceFlag.LOCAL if role is Role.POD else NO_FLAG
         self.set_device(1, role, flags)
 
     def node(self, flags: NodeFlag, low: int = LOW, high: int = HIGH) -> None:
@@ -168,17 +205,39 @@ class Path_:
             node.update(U32.pack(0), bytes(value))
 
     def run(
-        self, name: str, packet: bytes, complete: bool = False, context: SkbContext | None = None
+        self, name: str, packet: bytes, complete: bool = False, device: int = 0, came_by: int = 0
     ) -> tuple[int, bytes]:
         """The verdict, and the packet without its link header. `complete`: as CHECKSUM_COMPLETE,
-        where the kernel can run programs so.
+        where the kernel can run programs so. `device`: if not loopback; `came_by`: the device by
+        which a packet that leaves has come in.
         """
         complete = complete and not lacking("checksum_complete")
-        program, given = self.programs[name], context.pack() if context else None
-        to = self.macs.get(context.ifindex, MAC_B) if context else MAC_B
-        sent = frame(packet, to=to)
-        done = self.inside(lambda: run(program, sent, context=given, checksum_complete=complete))
+        context = SkbContext(ifindex=device, ingress_ifindex=came_by).pack() if device or came_by else None
+        sent = frame(packet, to=self.macs.get(device, MAC_B))
+        done = self.inside(lambda: run(self.programs[name], sent, context=context, checksum_complete=complete))
         return done.retval, done.packet_out[14:]
+
+    def ingress(self, packet: bytes, **how: Any) -> tuple[int, bytes]:
+        return self.run("tc_ingress", packet, **how)
+
+    def egress(self, packet: bytes, **how: Any) -> tuple[int, bytes]:
+        return self.run("tc_egress", packet, **how)
+
+    def expect_untouched(self, packet: bytes, name: str = "tc_ingress") -> None:
+        """Expects the program to leave the packet to the stack as it is."""
+        assert self.run(name, packet) == (TC_ACT_UNSPEC, packet)
+
+    def through(self, packet: bytes) -> tuple[int, bytes]:
+        """Up the stack and out again: the last verdict, and the packet."""
+        verdict, inside = self.ingress(packet)
+        return self.egress(inside) if verdict == TC_ACT_UNSPEC else (verdict, inside)
+
+    @contextmanager
+    def counted(self, reason: Reason, number: int = 1) -> Iterator[None]:
+        """Expects the programs to count this reason as often in the block."""
+        before = self.site.reasons()[reason]
+        yield
+        assert self.site.reasons()[reason] == before + number, reason
 
     def go(self, name: str, packet: bytes, want: bytes) -> bytes:
         """Runs the program and expects the packet to pass as `want`, with CHECKSUM_COMPLETE as
@@ -186,9 +245,42 @@ class Path_:
         """
         retval, got = self.run(name, packet, complete=True)
         assert retval == TC_ACT_UNSPEC
-        assert difference(got, want, l2=False) == ""
-        assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+        expect_packet(got, want)
         return got
+
+    def go_in(self, packet: bytes, want: bytes) -> bytes:
+        return self.go("tc_ingress", packet, want)
+
+    def go_out(self, packet: bytes, want: bytes) -> bytes:
+        return self.go("tc_egress", packet, want)
+
+
+@contextmanager
+def serving_node(
+    cache: Path, name: str, state: DesiredState, *devices: str, sizes: MapSizes = SIZES, **settings: Any
+) -> Iterator[Path_]:
+    """A network namespace with these devices, in which a data plane serves the state."""
+    where = f"kbp{name}{os.getpid()}"
+    ip(f"netns add {where}")
+    try:
+        ip("link set lo up", *devices, netns=where)
+        for setting in ("net.ipv4.icmp_ratelimit", "net.ipv6.icmp.ratelimit"):  # all tests are one client
+            netns.run_in(Path("/run/netns") / where, lambda: sysctl.write(setting, "0"))  # noqa: B023
+        with sites(cache) as make:
+            site = make(node=where)
+            plane = site.open(sizes, packet_path=True, **settings)
+            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
+            path = Path_(site, plane, where)
+            yield path
+            for program in path.programs.values():
+                program.close()
+    finally:
+        ip(f"netns del {where}")
+
+
+def masquerading(state: DesiredState) -> DesiredState:
+    """The state of a node that masquerades to the addresses NODE."""
+    return replace(state, masquerade_addresses=tuple(map(parse_addr, NODE.values())))
 
 
 def services() -> Iterator[object]:
@@ -215,12 +307,28 @@ def services() -> Iterator[object]:
 
 # ---- request and reply ---------------------------------------------------------------------------
 
+
+def ask(source: str, to: str, **ip: object) -> bytes:
+    return udp(source, to, b"?", **ip)
+
+
+def reply(source: str, to: str, **ip: object) -> bytes:
+    return udp(source, to, b"!", **ip)
+
+
 KINDS = {
     "tcp": lambda a, b, **ip: tcp(a, b, b"data", flags="S", mss=1460, **ip),
     "tcp, odd length": lambda a, b, **ip: tcp(a, b, b"odd", flags="S", **ip),
     "udp": lambda a, b, **ip: udp(a, b, b"question", **ip),
     "udp, nothing in it": udp,
 }
+FIRST = {
+    "udp": ask,
+    "sctp": sctp,
+    "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
+}
+"""What begins a flow."""
+ALL_KINDS = KINDS | {"sctp": sctp}
 BACK = {
     "tcp": lambda a, b, **ip: tcp(a, b, flags="SA", ack=1001, mss=1460, **ip),
     "udp": lambda a, b, **ip: udp(a, b, b"the answer", **ip),
@@ -232,34 +340,67 @@ ANSWERS = BACK | {
 }
 
 
+def raw_socket(device: str) -> socket.socket:
+    """A packet socket on this device."""
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    made.bind((device, 0))
+    made.settimeout(PATIENCE)
+    return made
+
+
+def set_only_port(path: Path_) -> int:
+    """Leaves the node one SNAT port, which no other flow has."""
+    port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), port, port)
+    return port
+
+
+def snat_source(packet: bytes, host: str) -> str:
+    """The packet's source, which must be this host and one of the SNAT ports."""
+    source = parsed(packet).source
+    assert host_of(source) == host
+    assert LOW <= port_of(source) <= HIGH
+    return source
+
+
+def asked(path: Path_, v: int) -> tuple[str, str]:
+    """Sends the first datagram of a masqueraded flow; returns the client and the source that the
+    backend sees.
+    """
+    own = client(v)
+    _, inside = path.ingress(ask(own, vip(v, CLUSTER)))
+    return own, masked(path, inside, ask, pod(v), v)
+
+
 def masked(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
     """Runs egress for a packet that gets a source of the node; checks the result and returns it."""
-    _, got = path.run("tc_egress", packet)
-    source = parse(got, l2=False).source
-    host, _, port = source.rpartition(":")
-    assert host.strip("[]") == NODE[v]
-    assert LOW <= int(port) <= HIGH
-    path.go("tc_egress", packet, build(source, to, **ip_))
+    source = snat_source(path.egress(packet)[1], NODE[v])
+    path.go_out(packet, build(source, to, **ip_))
     return source
+
+
+def quoted(sent: bytes, build: Callable[..., bytes], source: str, to: str) -> bytes:
+    """The packet as quoted in an error: with other addresses and ports, and its original
+    checksum.
+    """
+    return build(source, to, checksum=parsed(sent).transport.checksum)
+
+
+def mtu_of(error: str) -> int:
+    return 1280 if error == "too big" else 0
 
 
 def expect_redirect(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
     """Expects the packet to be redirected to another device as `want`."""
-    redirected = path.site.reasons()[Reason.REDIRECTED]
-    retval, got = path.run(name, packet, complete=True)
+    with path.counted(Reason.REDIRECTED):
+        retval, got = path.run(name, packet, complete=True)
     assert retval == TC_ACT_REDIRECT
-    assert path.site.reasons()[Reason.REDIRECTED] == redirected + 1
-    assert difference(got, want, l2=False) == ""
-    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+    expect_packet(got, want)
 
 
 def expect_snat_redirect(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
     """masked() for a redirected packet, in one step."""
-    _, got = path.run("tc_ingress", packet)
-    source = parse(got, l2=False).source
-    host, _, port = source.rpartition(":")
-    assert host.strip("[]") == NODE[v]
-    assert LOW <= int(port) <= HIGH
+    source = snat_source(path.ingress(packet)[1], NODE[v])
     expect_redirect(path, packet, build(source, to, **ip_))
     return source
 
@@ -269,6 +410,7 @@ def _id(v: int, number: int) -> dict[str, int]:
     return {"ip_id": number} if v == 4 else {}
 
 
+ERRORS = ("too big", "host unreachable", "time exceeded", "parameter problem")
 SENT = {
     "tcp": lambda a, b, **more: tcp(a, b, bytes(1000), flags="A", **more),
     "udp": lambda a, b, **more: udp(a, b, bytes(1000), **more),
@@ -278,12 +420,10 @@ SENT = {
 def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[str, str]:
     """A flow with packets in both directions: the client, and the source that the backend sees."""
     own = client(v)
-    verdict, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, which)))
+    verdict, out = path.through(KINDS[kind](own, vip(v, which)))
     assert verdict != TC_ACT_SHOT
-    _, out = path.run("tc_egress", inside)
-    source = parse(out, l2=False).source
-    _, inside = path.run("tc_ingress", BACK[kind](pod(v), source))
-    path.run("tc_egress", inside)
+    source = parsed(out).source
+    path.through(BACK[kind](pod(v), source))
     if kind == "tcp":
         TALKS[own] = Talk(1000, 1000).answered()  # as KINDS and BACK have them
         for word in ("A+", "<A"):
@@ -311,16 +451,14 @@ def segment(path: Path_, v: int, own: str, word: str, source: str = "", which: i
     back = word.startswith("<")
     ends = (pod(v), source) if back else (own, vip(v, which))
     packet = TALKS.setdefault(own, Talk()).segment(word, *ends)
-    verdict, inside = path.run("tc_ingress", packet)
-    out = inside
-    if verdict == TC_ACT_UNSPEC:
-        verdict, out = path.run("tc_egress", inside)
-    found = parse(out, l2=False)
+    verdict, out = path.through(packet)
+    found = parsed(out)
     reset = back and (found.flags, found.destination) == ("R", pod(v))
     assert (reset or verdict == TC_ACT_SHOT) == word.endswith("|"), word
     if word.endswith("|"):
         return ""
     assert found.destination == (own if back else pod(v))
+    assert not back or found.source == vip(v, which)
     return found.source
 
 
@@ -363,6 +501,14 @@ def change_entries(path: Path_, own: str, change: Callable[[bytes], bytes]) -> N
         for key, raw in list(flows.items()):
             if owner(raw) == own:
                 flows.update(key, change(raw))
+
+
+def expire(path: Path_, own: str, chosen: Callable[[tuple[str, str]], bool] = bool) -> None:
+    """Makes the entries of this client's flow look idle for ever, of those between chosen ends."""
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and chosen(ends(key)):
+                flows.update(key, bytes(8) + raw[8:])
 
 
 def age(path: Path_, own: str, seconds: int) -> None:

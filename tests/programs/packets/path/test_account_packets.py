@@ -33,14 +33,14 @@ from tests.programs.packets.path.single_packets import (
     RESTRICTED,
     Path_,
     age,
-    both,
+    both_policies,
     client,
     end,
+    parsed,
     pod,
     vip,
 )
 from tests.support.packets.packets import Talk, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 
@@ -109,15 +109,13 @@ def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[i
         ends = (pod(v), source) if back else (own, vip(v, which))
         packet = talk.segment(word, *ends)
         lengths[back].append(len(packet))
-        _, inside = path.run("tc_ingress", packet)
-        _, out = path.run("tc_egress", inside)
+        _, out = path.through(packet)
         if not back:
-            source = parse(out, l2=False).source
+            source = parsed(out).source
     return lengths
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_segments_add_their_counts(path: Path_, v: int, which: int, story: Story) -> None:
     before = read_counts(path, v, which)
@@ -132,7 +130,6 @@ def test_segments_add_their_counts(path: Path_, v: int, which: int, story: Story
     assert after[False] == before[False]
 
 
-@both
 def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
     before = read_counts(path, v, LOCAL)
     there, _ = play(path, v, LOCAL, OPEN + "A+1400 " * 200)
@@ -141,7 +138,6 @@ def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
     assert added.bytes_in >= 256 << 10
 
 
-@both
 def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink: Path_, v: int) -> None:
     """The flow bypasses the stack until a segment arrives whose TTL expires. The entry that is then
     added matches replies to the client's own address.
@@ -150,30 +146,27 @@ def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink
     before, source = read_counts(uplink, v, CLUSTER), ""
     for word, ttl in (*((word, 64) for word in (*OPEN.split(), "A+700")), ("A+7", 1)):
         ends = (pod(v), source) if "<" in word else (own, vip(v, CLUSTER))
-        retval, got = uplink.run("tc_ingress", talk.segment(word, *ends, ttl=ttl))
+        retval, got = uplink.ingress(talk.segment(word, *ends, ttl=ttl))
         assert retval == (TC_ACT_UNSPEC if ttl == 1 else TC_ACT_REDIRECT)
-        source = source or parse(got, l2=False).source
+        source = source or parsed(got).source
     reply = talk.segment("<FA+10", pod(v), own)
-    uplink.run("tc_ingress", reply)
+    uplink.ingress(reply)
     added = minus(read_counts(uplink, v, CLUSTER)[True], before[True])
     assert added.bytes_out == len(reply)
 
 
-@both
 def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
     own, size = client(v), 0
     before = read_counts(path, v, LOCAL, "udp")
     for _ in range(10):
         question = udp(own, vip(v, LOCAL), bytes(500))
         size += len(question)
-        _, inside = path.run("tc_ingress", question)
-        path.run("tc_egress", inside)
+        path.through(question)
     added = minus(read_counts(path, v, LOCAL, "udp")[True], before[True])
     assert added.opened == 1
     assert 4 << 10 <= added.bytes_in <= size
 
 
-@both
 @pytest.mark.parametrize(
     ("which", "adds"),
     [(NONE, ConnectionStats(no_endpoint=1)), (RESTRICTED, ConnectionStats(not_allowed=1))],
@@ -181,7 +174,7 @@ def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
 )
 def test_connection_without_backend_is_counted(path: Path_, v: int, which: int, adds: ConnectionStats) -> None:
     before = read_counts(path, v, which)
-    path.run("tc_ingress", tcp(client(v), vip(v, which), flags="S"))
+    path.ingress(tcp(client(v), vip(v, which), flags="S"))
     after = read_counts(path, v, which)
     assert minus(after[False], before[False]) == adds
     assert after[True] == before[True]
@@ -199,34 +192,25 @@ def forget(path: Path_) -> None:
             failures.delete(key)
 
 
-@both
-@pytest.mark.parametrize(
-    ("which", "segments", "reason"),
-    [
-        (NONE, "S", "no_endpoints"),
-        (RESTRICTED, "S", "not_allowed"),
-        (CLUSTER, "S <RA", "backend_refused"),
-        (CLUSTER, OPEN + "A+100 <A+50 <R", "backend_reset"),
-        (CLUSTER, "S S", ""),
-        (CLUSTER, OPEN + "A+100 <A+50 R", ""),
-        (CLUSTER, OPEN + "A+100 <A+1000 FA <FA A", ""),
-    ],
-    ids=[
-        "no endpoints",
-        "not allowed",
-        "refused",
-        "reset by the backend",
-        "repeated at once",
-        "reset by the client",
-        "succeeds",
-    ],
-)
-def test_failures_of_packets_are_recorded(path: Path_, v: int, which: int, segments: str, reason: str) -> None:
+FAILURES = {
+    "no endpoints": (NONE, "S", "no_endpoints"),
+    "not allowed": (RESTRICTED, "S", "not_allowed"),
+    "refused": (CLUSTER, "S <RA", "backend_refused"),
+    "reset by the backend": (CLUSTER, OPEN + "A+100 <A+50 <R", "backend_reset"),
+    "repeated at once": (CLUSTER, "S S", ""),
+    "reset by the client": (CLUSTER, OPEN + "A+100 <A+50 R", ""),
+    "succeeds": (CLUSTER, OPEN + "A+100 <A+1000 FA <FA A", ""),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_of_packets_are_recorded(path: Path_, v: int, name: str) -> None:
+    which, segments, reason = FAILURES[name]
     forget(path)
     if which == CLUSTER:
         play(path, v, which, segments)
     else:
-        path.run("tc_ingress", tcp(client(v), vip(v, which), flags=segments))
+        path.ingress(tcp(client(v), vip(v, which), flags=segments))
     found = recorded(path)
     assert [row[1] for row in found] == ([reason] if reason else [])
     for service, _, seen, count in found:
@@ -238,16 +222,15 @@ CLIENTS = {4: "198.51.100.{}", 6: "2001:db8:9:{}::1"}
 """IPv4 addresses, or addresses in IPv6 networks of 64 bits."""
 
 
-@both
 def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int) -> None:
     """One that tries all ports hides those of a sixteenth of the others, here a few of 32."""
     forget(path)
     others = {CLIENTS[v].format(number) for number in range(100, 132)}
     for other in others:
-        path.run("tc_ingress", tcp(end(other, 5), vip(v, NONE), flags="S"))
+        path.ingress(tcp(end(other, 5), vip(v, NONE), flags="S"))
     scanner = CLIENTS[v].format(7)
     for port in range(1000, 3000):
-        path.run("tc_ingress", tcp(end(scanner, 5), end(f"{NET[v]}{IP}", port), flags="S"))
+        path.ingress(tcp(end(scanner, 5), end(f"{NET[v]}{IP}", port), flags="S"))
     found = recorded(path)
     own = [row for row in found if row[2] == scanner]
     assert {row[1] for row in own} == {"unknown_port"}
@@ -255,18 +238,16 @@ def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Pat
     assert len(others & {row[2] for row in found}) >= len(others) * 3 // 4
 
 
-@both
 def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int) -> None:
     forget(path)
     before, own = read_counts(path, v, CLUSTER), client(v)
     for pause in (0, 0.6, 0.6):
         time.sleep(pause)
-        path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S", seq=1))
+        path.ingress(tcp(own, vip(v, CLUSTER), flags="S", seq=1))
     assert minus(read_counts(path, v, CLUSTER)[True], before[True]).unanswered == 1
     assert [row[1] for row in recorded(path)] == ["backend_unanswered"]
 
 
-@both
 def test_default_accounting_counts_opened_connections(path: Path_, v: int) -> None:
     set_flags(path, ConfigFlag(0))
     before = read_counts(path, v, CLUSTER)

@@ -21,17 +21,18 @@ from tests.programs.packets.path.single_packets import (
     CLUSTER,
     LOCAL,
     Path_,
-    both,
     client,
     end,
+    host_of,
+    parsed,
     pod,
+    raw_socket,
     vip,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import frame, tcp, udp
-from tests.support.packets.parse import parse
 
 pytestmark = needs("br_netfilter")
 BRIDGE_MAC, OTHER_MAC = "02:00:00:00:00:09", "02:00:00:00:00:0a"
@@ -56,13 +57,6 @@ def receive(at: socket.socket, data: bytes) -> bytes:
     while data not in (got := at.recv(2048)):
         pass
     return got[14:]
-
-
-def raw_socket(device: str) -> socket.socket:
-    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    made.bind((device, 0))
-    made.settimeout(PATIENCE)
-    return made
 
 
 @pytest.fixture
@@ -101,15 +95,13 @@ def has_programs(path: Path_) -> bool:
     return [found[name] for name in ("br9", "port9", "port8")] == [(True, True)] + [(True, False)] * 2
 
 
-@both
 def test_packet_is_translated_at_the_port(wire: Wire, v: int) -> None:
     own, data = client(v), os.urandom(32)
     wire.send(udp(own, vip(v, LOCAL), data))
-    got = parse(receive(wire.bridge, data), l2=False)
+    got = parsed(receive(wire.bridge, data))
     assert (got.source, got.destination) == (own, pod(v))
 
 
-@both
 def test_packet_of_a_flow_that_bypasses_the_stack_is_left_to_the_bridge(wire: Wire, v: int) -> None:
     """So that the rules of the bridge see it, and the bridge learns its sender's MAC address."""
     wire.path.node(NodeFlag.DIRECT)
@@ -118,12 +110,11 @@ def test_packet_of_a_flow_that_bypasses_the_stack_is_left_to_the_bridge(wire: Wi
         data = os.urandom(32)
         with wire.path.inside(lambda: raw_socket("gate")) as gate:
             wire.send(udp(own, vip(v, CLUSTER), data))
-            got = parse(receive(wire.bridge, data), l2=False)
+            got = parsed(receive(wire.bridge, data))
             assert (got.source, got.destination) == (own, vip(v, CLUSTER))
-            assert parse(receive(gate, data), l2=False).destination == pod(v)
+            assert parsed(receive(gate, data)).destination == pod(v)
 
 
-@both
 def test_frame_to_another_machine_is_left_alone(wire: Wire, v: int) -> None:
     before, data = wire.path.site.reasons(), os.urandom(32)
     wire.send(udp(client(v), vip(v, LOCAL)), to=OTHER_MAC)
@@ -132,10 +123,9 @@ def test_frame_to_another_machine_is_left_alone(wire: Wire, v: int) -> None:
     assert wire.path.site.reasons() - before == {Reason.NOT_A_SERVICE: 1}
 
 
-@both
 def test_packet_is_counted_once(wire: Wire, v: int) -> None:
     before, data = wire.path.site.reasons(), os.urandom(32)
-    wire.send(tcp(client(v), end(pod(v).rpartition(":")[0].strip("[]"), 9), data, flags="S"))
+    wire.send(tcp(client(v), end(host_of(pod(v)), 9), data, flags="S"))
     receive(wire.bridge, data)
     wire.send(udp(client(v), vip(v, LOCAL), data := os.urandom(32)))  # follows the first one
     receive(wire.bridge, data)
@@ -143,12 +133,11 @@ def test_packet_is_counted_once(wire: Wire, v: int) -> None:
     assert counted == {Reason.NOT_A_SERVICE: 1, Reason.NEW_FLOW: 1}
 
 
-@both
 def test_backend_that_is_a_frontend_is_not_translated_at_the_bridge(wire: Wire, v: int) -> None:
     before, own = wire.path.site.reasons(), client(v)
     for _ in range(2):
         data = os.urandom(32)
         wire.send(udp(own, vip(v, CHAINED), data))
-        got = parse(receive(wire.bridge, data), l2=False)
+        got = parsed(receive(wire.bridge, data))
         assert (got.source, got.destination) == (own, vip(v, LOCAL))
     assert wire.path.site.reasons() - before == {Reason.NEW_FLOW: 1}

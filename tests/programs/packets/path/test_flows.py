@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request and reply, masquerade and its marks, and next to another data plane; and the sizes of the
-programs.
-"""
+"""Request and reply, masquerade and its marks, and next to another data plane."""
 
-import contextlib
 import os
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, loaded_packet_programs
 from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
@@ -24,20 +19,17 @@ from kbpf.dataplane.bpf.maps.layout import (
     NodeFlag,
     Role,
 )
-from kbpf.dataplane.bpf.programs import compile
-from kbpf.kernel.bpf.objects import Program
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     BACK,
     CLIENT,
     CLUSTER,
-    HIGH,
     IP,
     KINDS,
     LOCAL,
-    LOW,
     NEAR,
     NET,
+    NO_FLAG,
     NODE,
     NONE,
     OTHER,
@@ -50,20 +42,25 @@ from tests.programs.packets.path.single_packets import (
     SPARE_PORTS,
     Path_,
     age,
-    both,
+    ask,
+    asked,
+    both_policies,
     client,
     end,
+    ends_of,
     entries_of,
+    expire,
     masked,
+    parsed,
     pod,
+    reply,
     segment,
+    snat_source,
     vip,
+    wrong_sums,
 )
-from tests.support.features import needs
 from tests.support.packets import packets
-from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_UNSPEC, SkbContext, run
 
 # ---- next to another data plane --------------------------------------------------------------
@@ -78,157 +75,131 @@ def init(tag: int) -> bytes:
     return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
 
 
-@both
 @pytest.mark.parametrize("kind", BEGINS)
 def test_connection_begun_under_another_data_plane_stays_its_own(path: Path_, v: int, kind: str) -> None:
     own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
     path.node(NodeFlag.PASSIVE)
     first = build(own, front, 7)
-    path.go("tc_ingress", first, first)
+    path.go_in(first, first)
     path.node(NodeFlag.COEXISTING)
-    path.go("tc_ingress", first, first)
+    path.go_in(first, first)
     assert translated(path, build(own, front, 8)), "a new connection from the same port"
     assert translated(path, build(client(v), front, 7)), "another client"
     path.node(NodeFlag(0))
     own = client(v)
-    path.go("tc_ingress", build(own, front, 9), build(own, pod(v), 9))
+    path.go_in(build(own, front, 9), build(own, pod(v), 9))
 
 
 def translated(path: Path_, packet: bytes) -> bool:
-    _, got = path.run("tc_ingress", packet)
+    _, got = path.ingress(packet)
     return got[:1] == packet[:1] and got != packet
 
 
-@both
 def test_datagrams_pass_only_while_passive(path: Path_, v: int) -> None:
     own, front = client(v), vip(v, LOCAL)
-    question = udp(own, front, b"?")
+    question = ask(own, front)
     path.node(NodeFlag.PASSIVE)
-    path.go("tc_ingress", question, question)
+    path.go_in(question, question)
     path.node(NodeFlag.COEXISTING)
     assert translated(path, question)
 
 
-@both
 def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
     """A new connection from the same port is the other data plane's."""
-    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    own, front, back = ends_of(v, LOCAL)
     for word in ("S", "<SA"):
         segment(path, v, own, word, own, LOCAL)
     path.node(NodeFlag.PASSIVE)
-    path.go("tc_ingress", tcp(own, front, b"data"), tcp(own, back, b"data"))
+    path.go_in(tcp(own, front, b"data"), tcp(own, back, b"data"))
     for word in ("A", "FA", "<FA", "A"):
         segment(path, v, own, word, own, LOCAL)
     for packet in (tcp(own, front, flags="S", seq=9), tcp(own, front, b"data", seq=10)):
-        path.go("tc_ingress", packet, packet)
+        path.go_in(packet, packet)
 
 
-@both
 def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
-    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    own, front, back = ends_of(v, LOCAL)
     path.node(NodeFlag.COEXISTING)
-    _, got = path.run("tc_ingress", tcp(own, front, flags="S"))
-    source = parse(got, l2=False).source
-    host, _, port = source.rpartition(":")
-    assert (host.strip("[]"), LOW <= int(port) <= HIGH) == (CLIENT[v], True)
-    path.go("tc_ingress", tcp(own, front, b"data"), tcp(source, back, b"data"))
+    _, got = path.ingress(tcp(own, front, flags="S"))
+    source = snat_source(got, CLIENT[v])
+    path.go_in(tcp(own, front, b"data"), tcp(source, back, b"data"))
     answer = BACK["tcp"]
-    path.go("tc_egress", answer(back, source), answer(front, own))
+    path.go_out(answer(back, source), answer(front, own))
 
 
-@both
+def exchange(
+    path: Path_, v: int, own: str, which: int, masquerades: bool, kind: str = "question", **more: object
+) -> None:
+    """Sends a request and its reply, and expects each as it passes ingress and egress."""
+    build, answer = (ask, reply) if kind == "question" else (KINDS[kind], BACK[kind[:3]])
+    source, front, back = own, vip(v, which), pod(v)
+    inside = path.go_in(build(own, front, **more), build(own, back, **more))
+    if masquerades:
+        source = masked(path, inside, build, back, v, **more)
+    else:
+        path.go_out(inside, inside)
+    inside = path.go_in(answer(back, source, **more), answer(back, own, **more))
+    path.go_out(inside, answer(front, own, **more))
+
+
+@both_policies
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}], ids=["", "options", "ttl"])
-def test_cluster_policy_request_and_reply(path: Path_, v: int, kind: str, more: dict[str, object]) -> None:
+def test_request_and_reply(path: Path_, v: int, which: int, kind: str, more: dict[str, object]) -> None:
     if v == 6:
         more = {"extensions": [packets.destination()]} if "options" in more else more
-    build, answer = KINDS[kind], BACK[kind[:3]]
-    own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    inside = path.go("tc_ingress", build(own, front, **more), build(own, back, **more))
-    source = masked(path, inside, build, back, v, **more)
-    inside = path.go("tc_ingress", answer(back, source, **more), answer(back, own, **more))
-    path.go("tc_egress", inside, answer(front, own, **more))
+    exchange(path, v, client(v), which, which == CLUSTER, kind, **more)
 
 
-@both
-@pytest.mark.parametrize("kind", KINDS)
-def test_local_policy_request_and_reply(path: Path_, v: int, kind: str) -> None:
-    build, answer = KINDS[kind], BACK[kind[:3]]
-    own, front, back = client(v), vip(v, LOCAL), pod(v)
-    inside = path.go("tc_ingress", build(own, front), build(own, back))
-    path.go("tc_egress", inside, build(own, back))
-    inside = path.go("tc_ingress", answer(back, own), answer(back, own))
-    path.go("tc_egress", inside, answer(front, own))
-
-
-@both
 def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int) -> None:
-    free, last = next(SPARE_PORTS), next(SPARE_PORTS)
-    path.node(NodeFlag(0), free, last)
-    for own, port in ((CLIENT[v], free), (ROUTER[v], last)):
-        _, inside = path.run("tc_ingress", udp(end(own, free), vip(v, CLUSTER), b"?"))
-        _, out = path.run("tc_egress", inside)
-        assert parse(out, l2=False).source == end(NODE[v], port), own
+    """At both ends of the range. Another client with the first one gets the port that is left."""
+    first, middle, last = (next(SPARE_PORTS) for _ in range(3))
+    path.node(NodeFlag(0), first, last)
+    for host, own, port in ((CLIENT, first, first), (CLIENT, last, last), (ROUTER, first, middle)):
+        _, out = path.through(ask(end(host[v], own), vip(v, CLUSTER)))
+        assert parsed(out).source == end(NODE[v], port)
 
 
-@both
-@pytest.mark.parametrize("own", [40_000, 40_199], ids=["first port", "last port"])
-def test_client_port_at_the_ends_of_the_range_is_kept(path: Path_, v: int, own: int) -> None:
-    path.node(NodeFlag(0), 40_000, 40_199)
-    _, inside = path.run("tc_ingress", udp(end(CLIENT[v], own), vip(v, CLUSTER), b"?"))
-    _, out = path.run("tc_egress", inside)
-    assert parse(out, l2=False).source == end(NODE[v], own)
-
-
-@both
 def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int) -> None:
     """The second flow gets another client port, so that the backend can tell them apart."""
     own, back = client(v), pod(v)
-    first = path.go("tc_ingress", udp(own, vip(v, CLUSTER), b"?"), udp(own, back, b"?"))
-    _, second = path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
-    taken = parse(second, l2=False)
+    path.go_in(ask(own, vip(v, CLUSTER)), ask(own, back))
+    _, second = path.ingress(ask(own, vip(v, LOCAL)))
+    taken = parsed(second)
     assert taken.destination == back
     assert taken.source not in (own, "")
-    path.go("tc_egress", udp(back, taken.source, b"!"), udp(vip(v, LOCAL), own, b"!"))
-    path.go("tc_egress", udp(back, own, b"!"), udp(vip(v, CLUSTER), own, b"!"))
-    assert checksums(first, l2=False) == checksums(second, l2=False) == []
+    path.go_out(reply(back, taken.source), reply(vip(v, LOCAL), own))
+    path.go_out(reply(back, own), reply(vip(v, CLUSTER), own))
+    assert wrong_sums(second) == []
 
 
-@both
 @pytest.mark.parametrize("kind", BACK)
 def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind: str) -> None:
     own, back = client(v), pod(v)
-    path.run("tc_ingress", KINDS[kind](own, vip(v, LOCAL)))
-    _, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, CLUSTER)))
-    moved = parse(inside, l2=False).source
+    path.ingress(KINDS[kind](own, vip(v, LOCAL)))
+    _, inside = path.ingress(KINDS[kind](own, vip(v, CLUSTER)))
+    moved = parsed(inside).source
     assert moved != own
     source = masked(path, inside, KINDS[kind], back, v)
-    inside = path.go("tc_ingress", BACK[kind](back, source), BACK[kind](back, moved))
-    path.go("tc_egress", inside, BACK[kind](vip(v, CLUSTER), own))
+    inside = path.go_in(BACK[kind](back, source), BACK[kind](back, moved))
+    path.go_out(inside, BACK[kind](vip(v, CLUSTER), own))
 
 
-def test_udp_without_checksum_stays_without(path: Path_) -> None:
-    own = client(4)
-    sent = udp(own, vip(4, CLUSTER), b"?", checksum="zero")
-    inside = path.go("tc_ingress", sent, udp(own, pod(4), b"?", checksum="zero"))
-    masked(path, inside, lambda a, b: udp(a, b, b"?", checksum="zero"), pod(4), 4)
+def test_udp_without_checksum_stays_without(path: Path_, v: int) -> None:
+    own, front, back = ends_of(v, CLUSTER)
+    _, inside = path.ingress(ask(own, front, checksum="zero"), complete=True)
+    assert inside == ask(own, back, checksum="zero")
+    _, out = path.egress(inside, complete=True)
+    assert out == ask(parsed(out).source, back, checksum="zero")
 
 
-@both
 def test_zero_udp_checksum_is_written_as_ones(path: Path_, v: int) -> None:
     """0 means "no checksum", and IPv6 would drop the packet (RFC 768, RFC 8200)."""
     own, front = client(v), vip(v, LOCAL)
     payloads = (struct.pack("!H", n) for n in range(1 << 16))
-    is_ones = lambda raw: parse(raw, l2=False).transport.checksum == 0xFFFF  # noqa: E731
+    is_ones = lambda raw: parsed(raw).transport.checksum == 0xFFFF  # noqa: E731
     payload = next(one for one in payloads if is_ones(udp(own, pod(v), one)))
-    path.go("tc_ingress", udp(own, front, payload), udp(own, pod(v), payload))
-
-
-def test_ipv6_udp_without_checksum_stays_without(path: Path_) -> None:
-    own = client(6)
-    sent = udp(own, vip(6, LOCAL), b"?", checksum="zero")
-    _, got = path.run("tc_ingress", sent, complete=True)
-    assert difference(got, udp(own, pod(6), b"?", checksum="zero"), l2=False) == ""
+    path.go_in(udp(own, front, payload), udp(own, pod(v), payload))
 
 
 MARTIANS = {
@@ -251,21 +222,13 @@ def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: s
         own = end(bad, next(PORTS))
         sent = {
             "tcp": lambda a, b: [tcp(a, b, flags="S")],
-            "udp": lambda a, b: [udp(a, b, b"?")],
+            "udp": lambda a, b: [ask(a, b)],
             "sctp": lambda a, b: [sctp(a, b)],
             "fragments": lambda a, b: packets.fragments(udp(a, b, bytes(2000)), 1280, id=7),
         }[kind](own, to)
         for packet in sent:
-            assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet)
+            path.expect_untouched(packet)
     assert (path.site.reasons(), [path.site.entries(name) for name in maps]) == before
-
-
-def test_v4_mapped_addresses_on_the_wire_are_not_ipv4(path: Path_) -> None:
-    own = client(4)
-    host, port = own.split(":")
-    packet = tcp(end(f"::ffff:{host}", int(port)), end("::ffff:192.0.2.1", 80), flags="S")
-    assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet)
-    assert entries_of(path, own) == []
 
 
 RESUMED = 2 * 72 + FLOW.size + NEXT_HOP.size
@@ -286,7 +249,7 @@ def test_packet_whose_device_is_deleted_meanwhile_leaves_nothing_to_the_next_one
             scratch.update(key, bytes(value))
             devices.delete(U32.pack(1))
             path.cache(1, bytes(CACHED_DEVICE.size))
-            assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet)
+            path.expect_untouched(packet)
             path.set_loopback_role(Role.HOST)
             assert translated(path, packet)
         finally:
@@ -307,7 +270,6 @@ class Masquerade(NamedTuple):
 
 
 DETECTS, BY_NETWORK = NodeFlag.DETECTS_LOCAL, NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
-NO_FLAG = DeviceFlag(0)
 MASQUERADES = [
     Masquerade("ClusterIP, from a pod", Role.POD, IP, False),
     Masquerade("ClusterIP, from outside", Role.HOST, IP, False),
@@ -327,21 +289,12 @@ MASQUERADES = [
 ]
 
 
-@both
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
 def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masquerade) -> None:
     path.set_loopback_role(row.role, row.local)
     path.node(row.flags)
     own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
-    own, back, front = own or client(v), pod(v), vip(v, row.which)
-    inside = path.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
-    source = own
-    if row.is_masked:
-        source = masked(path, inside, lambda a, b: udp(a, b, b"?"), back, v)
-    else:
-        path.go("tc_egress", inside, inside)
-    inside = path.go("tc_ingress", udp(back, source, b"!"), udp(back, own, b"!"))
-    path.go("tc_egress", inside, udp(front, own, b"!"))
+    exchange(path, v, own or client(v), row.which, row.is_masked)
 
 
 class Direct(NamedTuple):
@@ -371,7 +324,6 @@ DIRECT = [
 ]
 
 
-@both
 @pytest.mark.parametrize("row", DIRECT, ids=lambda row: row.name)
 def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v: int, row: Direct) -> None:
     """The answer, and an error about the datagram, come from where the pod has sent its last one.
@@ -380,28 +332,27 @@ def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v:
     path.set_loopback_role(Role.POD if row.device else Role.HOST, row.device)
     path.node(row.flags)
     own, back, front = client(v), pod(v), vip(v, IP)
-    direct, answer, answered_by = udp(own, back, b"?"), udp(back, own, b"!"), front
+    direct, answer, answered_by = ask(own, back), reply(back, own), front
     for word in row.sends.split():
         if word == "service":
-            path.go("tc_ingress", udp(own, front, b"?"), direct)
+            path.go_in(ask(own, front), direct)
             answered_by = front
         elif word == "direct":
-            path.go("tc_ingress", direct, direct)
+            path.go_in(direct, direct)
             if row.answered_by == "backend":
-                path.go("tc_egress", direct, direct)
+                path.go_out(direct, direct)
             answered_by = back if row.device & DeviceFlag.PEER and not row.flags else front
         elif word == "answer":
-            path.go("tc_egress", path.go("tc_ingress", answer, answer), udp(answered_by, own, b"!"))
+            path.go_out(path.go_in(answer, answer), reply(answered_by, own))
         elif word == "pause":
             age(path, own, 40)
         else:
-            told = icmp_error("port unreachable", CLIENT[v], udp(front, own, b"!"))
-            path.run("tc_ingress", told)
+            told = icmp_error("port unreachable", CLIENT[v], reply(front, own))
+            path.ingress(told)
     source = {"service": front, "backend": back}[row.answered_by]
-    path.go("tc_egress", path.go("tc_ingress", answer, answer), udp(source, own, b"!"))
+    path.go_out(path.go_in(answer, answer), reply(source, own))
     told = icmp_error("port unreachable", POD[v], direct)
-    error = parse(path.run("tc_egress", path.go("tc_ingress", told, told))[1], l2=False)
-    assert error.embedded is not None
+    error = parsed(path.egress(path.go_in(told, told))[1])
     assert error.embedded.destination == source
 
 
@@ -420,7 +371,6 @@ def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int
     return done.packet_out[14:], done.context.mark
 
 
-@both
 @pytest.mark.parametrize("which", [OWN, OTHER_OWN], ids=["masquerade address", "NodePort address"])
 def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: int) -> None:
     """Its packets leave by no device that would translate the source, so an entry and a node port
@@ -431,17 +381,16 @@ def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: i
     with path.site.pinned("node_addresses") as addresses:
         addresses.update(parse_addr(OTHER[v]), U32.pack(1))
         try:
-            path.go("tc_ingress", udp(own, front), udp(own, back))
+            path.go_in(udp(own, front), udp(own, back))
         finally:
             addresses.delete(parse_addr(OTHER[v]))
     assert {raw[DIRECTION] for raw in entries_of(path, own)} == {FlowDirection.ORIGINAL, FlowDirection.REPLY}
-    path.go("tc_egress", udp(back, own), udp(front, own))
+    path.go_out(udp(back, own), udp(front, own))
 
 
-@both
 @pytest.mark.parametrize("kind", BACK)
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
     path: Path_, v: int, kind: str, remote: bool, which: int
 ) -> None:
@@ -461,16 +410,15 @@ def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
 
     for packet in (build(own, front), SENT[kind](own, front)):
         out = through(packet)
-        source = parse(out, l2=False).source
+        source = parsed(out).source
     assert (source != own) == (which == CLUSTER)
     told = icmp_error("time exceeded", ROUTER[v], out)
     seen = source if remote else own
-    assert parse(through(BACK[kind](back, seen)), l2=False).source == front
+    assert parsed(through(BACK[kind](back, seen))).source == front
     about = told if remote else icmp_error("time exceeded", ROUTER[v], SENT[kind](own, back))
-    assert parse(through(about), l2=False).destination == CLIENT[v]
+    assert parsed(through(about)).destination == CLIENT[v]
 
 
-@both
 def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
     path.set_loopback_role(Role.POD)
     _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, IP)), OTHERS)
@@ -481,41 +429,10 @@ def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
     assert mark == OTHERS | MARK, "a packet that another agent marked"
 
 
-@both
 def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int) -> None:
     """A pod that later sends from its server port is no longer part of the flow."""
-    own, back = client(v), pod(v)
-    through, _ = marked(path, "tc_ingress", udp(own, vip(v, CLUSTER)), 0)
-    assert parse(through, l2=False).destination == back
-    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == MARK
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            aged = FLOW.unpack(raw)
-            flows.update(key, FLOW.pack(0, *aged[1:]))
-    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == 0
-
-
-# ---- sizes of the programs -----------------------------------------------------------------------
-
-INSTRUCTIONS, WALKED = 5250, 250_000
-"""Limits for the length of a program, and for the instructions that the verifier walks through.
-Linux allows 1,000,000 since 5.2; other kernels' verifiers walk through more, and other compilers
-produce longer programs.
-"""
-
-
-def test_programs_are_within_the_length_limit(artifact_cache: Path) -> None:
-    artifact, _ = compile.find_or_compile("tc", artifact_cache)
-    found = {code.name: len(code.insns) // 8 for code in artifact.programs}
-    assert found.keys() == {program.name for program in PACKET_PROGRAMS}
-    assert {name: n for name, n in found.items() if n > INSTRUCTIONS} == {}
-
-
-@needs("verified_insns")
-def test_programs_are_within_the_verifier_limit(path: Path_) -> None:
-    walked = {}
-    for one in loaded_packet_programs(uses_conntrack=False):
-        with contextlib.closing(Program.open(path.folder / one.name)) as program:
-            facts = Path(f"/proc/self/fdinfo/{program.fd}").read_text()
-            walked[one.name] = int(facts.partition("verified_insns:")[2].split()[0])
-    assert {name: n for name, n in walked.items() if n > WALKED} == {}
+    own, source = asked(path, v)
+    answer = reply(pod(v), source)
+    assert marked(path, "tc_ingress", answer, 0)[1] == MARK
+    expire(path, own)
+    assert marked(path, "tc_ingress", answer, 0) == (answer, 0), "nor translated"

@@ -10,6 +10,7 @@ from tests.programs.packets.path.single_packets import (
     ANSWERS,
     CLIENT,
     CLUSTER,
+    ERRORS,
     LOCAL,
     NET,
     NODE,
@@ -21,43 +22,48 @@ from tests.programs.packets.path.single_packets import (
     TALKS,
     Path_,
     _id,
-    both,
+    both_policies,
     client,
     end,
+    ends_of,
     established,
+    expect_packet,
+    host_of,
     masked,
+    mtu_of,
+    parsed,
     pod,
+    quoted,
+    reply,
     send_segments,
     vip,
+    wrong_sums,
 )
 from tests.support.packets import packets
 from tests.support.packets.datagrams import MAC_A
-from tests.support.packets.judge import checksums, difference, reassembled
+from tests.support.packets.judge import checksums, reassembled
 from tests.support.packets.packets import address, arp, destination, echo, fragments, icmp, icmp_error, sctp, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- fragments -----------------------------------------------------------------------------------
 
 
-@both
 def test_fragments_are_translated(path: Path_, v: int) -> None:
     payload = os.urandom(3001)
-    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    own, front, back = ends_of(v, CLUSTER)
     number = next(PORTS)
     pieces = fragments(udp(own, front, payload, **_id(v, number)), 1280, id=number)
-    inside = [path.run("tc_ingress", piece, complete=True) for piece in pieces]
+    inside = [path.ingress(piece, complete=True) for piece in pieces]
     assert {verdict for verdict, _ in inside} == {TC_ACT_UNSPEC}
     whole = reassembled(*(packet for _, packet in inside))
-    assert difference(whole, udp(own, back, payload, **_id(v, number)), l2=False) == ""
-    out = reassembled(*(path.run("tc_egress", packet)[1] for _, packet in inside))
-    assert checksums(out, l2=False) == []
-    found = parse(out, l2=False)
-    assert (found.source.rpartition(":")[0].strip("[]"), found.destination) == (NODE[v], back)
+    expect_packet(whole, udp(own, back, payload, **_id(v, number)))
+    out = reassembled(*(path.egress(packet)[1] for _, packet in inside))
+    assert wrong_sums(out) == []
+    found = parsed(out)
+    assert (host_of(found.source), found.destination) == (NODE[v], back)
     assert found.payload == payload
 
 
-@both
 def test_fragments_of_segments_are_translated(path: Path_, v: int) -> None:
     """Only the first one has the numbers that tell whether it belongs to the connection."""
     own, _ = send_segments(path, v, "S <SA A A+ <A", which=LOCAL)
@@ -70,7 +76,7 @@ def test_fragments_of_segments_are_translated(path: Path_, v: int) -> None:
                 verdict, piece = path.run(program, piece)  # noqa: PLW2901
                 assert verdict == TC_ACT_UNSPEC
             out.append(piece)
-        whole = parse(reassembled(*out), l2=False)
+        whole = parsed(reassembled(*out))
         assert (whole.source, whole.destination) == came
 
 
@@ -82,76 +88,56 @@ def test_fragments_with_options_after_the_fragment_header(path: Path_) -> None:
     whole = udp(own, front, bytes(3001), extensions=(destination(),))
     pieces = fragments(whole, 1280, id=next(PORTS))
     assert {piece[40] for piece in pieces} == {60}
-    inside = [path.run("tc_ingress", piece) for piece in pieces]
-    assert {parse(packet, l2=False).ip.destination for _, packet in inside} == {POD[6]}
-    out = [path.run("tc_egress", packet)[1] for _, packet in inside]
-    assert {parse(packet, l2=False).ip.source for packet in out} == {NODE[6]}
-    assert checksums(reassembled(*out), l2=False) == []
+    inside = [path.ingress(piece) for piece in pieces]
+    assert {parsed(packet).ip.destination for _, packet in inside} == {POD[6]}
+    out = [path.egress(packet)[1] for _, packet in inside]
+    assert {parsed(packet).ip.source for packet in out} == {NODE[6]}
+    assert wrong_sums(reassembled(*out)) == []
 
 
-@both
 def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int) -> None:
     number = next(PORTS)
     whole = udp(client(v), vip(v, CLUSTER), bytes(3000), **_id(v, number))
     piece = fragments(whole, 1280, id=number)[1]
-    assert path.run("tc_ingress", piece) == (TC_ACT_UNSPEC, piece)
+    path.expect_untouched(piece)
 
 
 # ---- ICMP errors ---------------------------------------------------------------------------------
 
 
-def quoted(sent: bytes, build: object, source: str, to: str) -> bytes:
-    """The packet as quoted in an error: with other addresses and ports, and its original
-    checksum.
-    """
-    had = parse(sent, l2=False).transport.checksum  # type: ignore[union-attr]
-    return build(source, to, checksum=had)
-
-
-ERRORS = ("too big", "host unreachable", "time exceeded", "parameter problem")
-
-
-@both
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_icmp_error_about_a_packet_to_the_backend(path: Path_, v: int, kind: str, error: str, which: int) -> None:
-    """From a router behind the node, or the pod's host. The client sees the packet that it sent."""
-    own, source = established(path, v, kind, which)
-    build = SENT[kind]
-    sent = build(source, pod(v))
-
-    def about(packet: bytes) -> bytes:
-        return icmp_error(error, ROUTER[v], packet, mtu=1280 if error == "too big" else 0)
-
-    inside = about(quoted(sent, build, own, pod(v)))
-    if which == CLUSTER:
-        path.go("tc_ingress", about(sent), inside)
-    path.go("tc_egress", inside, about(quoted(sent, build, own, vip(v, which))))
-
-
-@both
-@pytest.mark.parametrize("kind", SENT)
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_icmp_error_about_a_packet_to_the_client(path: Path_, v: int, kind: str, error: str, which: int) -> None:
-    """From a router in front of the node. The backend's network may not know that router: if the
-    client is masqueraded, so is the router.
+@both_policies
+@pytest.mark.parametrize("about", ["request", "refused request", "reply"])
+def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, about: str) -> None:
+    """About a request: from a router behind the node, or from the backend, whose error comes from
+    the frontend. The client sees the packet that it sent. About a reply: from a router in front of
+    the node, which the backend's network may not know: if the client is masqueraded, so is the
+    router.
     """
     own, source = established(path, v, kind, which)
-    build = SENT[kind]
-    sent = build(vip(v, which), own)
+    build, front, back = SENT[kind], vip(v, which), pod(v)
+    ends, inside_ends, out_ends = (source, back), (own, back), (own, front)
+    if about == "reply":
+        ends, inside_ends, out_ends = (front, own), (back, own), (back, source)
+    sent = build(*ends)
 
-    def about(packet: bytes, router: str = ROUTER[v]) -> bytes:
-        return icmp_error(error, router, packet, mtu=1280 if error == "too big" else 0)
+    sender = seen = ROUTER[v]
+    if about == "refused request":
+        sender, seen = POD[v], host_of(front)
+    elif about == "reply" and which == CLUSTER:
+        seen = NODE[v]
 
-    inside = about(quoted(sent, build, pod(v), own))
-    path.go("tc_ingress", about(sent), inside)
-    router = NODE[v] if which == CLUSTER else ROUTER[v]
-    path.go("tc_egress", inside, about(quoted(sent, build, pod(v), source), router))
+    def told(by: str, ends: tuple[str, str]) -> bytes:
+        return icmp_error(error, by, quoted(sent, build, *ends), mtu=mtu_of(error))
+
+    inside = told(sender, inside_ends)
+    if which == CLUSTER or about == "reply":
+        path.go_in(icmp_error(error, sender, sent, mtu=mtu_of(error)), inside)
+    path.go_out(inside, told(seen, out_ends))
 
 
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@both_policies
 def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: int) -> None:
     """As by nf_nat: its receiver would send everything for that address to the new gateway.
     ICMPv6's are not translated: they quote the packet only for information.
@@ -172,30 +158,15 @@ def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: 
             assert path.run(program, packet)[0] == TC_ACT_SHOT
 
 
-@both
-def test_icmp_error_of_the_backend_comes_from_the_frontend(path: Path_, v: int) -> None:
-    own, source = established(path, v, "udp")
-    build = SENT["udp"]
-    sent = build(source, pod(v))
-    error = icmp_error("port unreachable", POD[v], sent)
-    inside = icmp_error("port unreachable", POD[v], quoted(sent, build, own, pod(v)))
-    path.go("tc_ingress", error, inside)
-    front = vip(v, CLUSTER).rpartition(":")[0].strip("[]")
-    want = icmp_error("port unreachable", front, quoted(sent, build, own, vip(v, CLUSTER)))
-    path.go("tc_egress", inside, want)
-
-
-@both
 def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int) -> None:
     own, source = established(path, v, "tcp")
     quote = (20 if v == 4 else 40) + 8
     for name, ends in (("tc_ingress", (source, pod(v))), ("tc_egress", (own, pod(v)))):
         error = icmp_error("too big", ROUTER[v], tcp(*ends), mtu=1280, quote=quote)
         retval, got = path.run(name, error, complete=True)
-        found = parse(got, l2=False)
+        found = parsed(got)
         assert retval == TC_ACT_UNSPEC
         assert checksums(found) == []
-        assert found.embedded is not None
         assert found.embedded.source == own
         want = pod(v) if name == "tc_ingress" else vip(v, CLUSTER)
         assert found.embedded.destination == want
@@ -204,52 +175,46 @@ def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int) -
 # ---- SCTP ----------------------------------------------------------------------------------------
 
 
-@both
 def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int) -> None:
     own, front, back = client(v), vip(v, SAME), pod(v, 80)
-    inside = path.go("tc_ingress", sctp(own, front), sctp(own, back))
-    path.go("tc_egress", inside, inside)
+    inside = path.go_in(sctp(own, front), sctp(own, back))
+    path.go_out(inside, inside)
     answer = ANSWERS["sctp"]
-    path.go("tc_egress", answer(back, own), answer(front, own))
+    path.go_out(answer(back, own), answer(front, own))
 
 
-@both
 @pytest.mark.parametrize("length", [4, 60, 1400, 3001])
 def test_sctp_checksum_follows_changed_ports(path: Path_, v: int, length: int) -> None:
     """CRC32c covers the whole packet, of which the program reads the ports only."""
     chunks = b"\1" + os.urandom(length - 1)  # INIT
     tag = int.from_bytes(chunks[4:8], "big")  # which the backend repeats
-    own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    inside = path.go("tc_ingress", sctp(own, front, chunks), sctp(own, back, chunks))
+    own, front, back = ends_of(v, CLUSTER)
+    inside = path.go_in(sctp(own, front, chunks), sctp(own, back, chunks))
     source = masked(path, inside, lambda a, b: sctp(a, b, chunks), back, v)
-    inside = path.go("tc_ingress", sctp(back, source, chunks, tag=tag), sctp(back, own, chunks, tag=tag))
-    path.go("tc_egress", inside, sctp(front, own, chunks, tag=tag))
+    inside = path.go_in(sctp(back, source, chunks, tag=tag), sctp(back, own, chunks, tag=tag))
+    path.go_out(inside, sctp(front, own, chunks, tag=tag))
 
 
-@both
 def test_wrong_sctp_checksum_stays_wrong(path: Path_, v: int) -> None:
     """A packet that was damaged on its way must not become valid here."""
     own = client(v)
-    _, got = path.run("tc_ingress", sctp(own, vip(v, CLUSTER), checksum="wrong"))
-    assert checksums(got, l2=False) == ["sctp"]
+    _, got = path.ingress(sctp(own, vip(v, CLUSTER), checksum="wrong"))
+    assert wrong_sums(got) == ["sctp"]
 
 
-@both
 def test_sctp_checksum_left_to_the_device_stays_zero(path: Path_, v: int) -> None:
     """A pod's SCTP packet has no checksum yet (CHECKSUM_PARTIAL); a value there would be added."""
-    _, got = path.run("tc_ingress", sctp(client(v), vip(v, CLUSTER), checksum="zero"))
-    assert parse(got, l2=False).transport.checksum == 0  # type: ignore[union-attr]
+    _, got = path.ingress(sctp(client(v), vip(v, CLUSTER), checksum="zero"))
+    assert parsed(got).transport.checksum == 0
 
 
-@both
 def test_sctp_fragments_with_a_changed_port_are_dropped(path: Path_, v: int) -> None:
     """The first fragment's checksum covers the others, whose length is not known yet."""
     number = next(PORTS)
     whole = sctp(client(v), vip(v, CLUSTER), b"\1" + os.urandom(1999), **_id(v, number))
-    before = path.site.reasons()[Reason.NOT_REWRITTEN]
-    first, *_ = fragments(whole, 1280, id=number)
-    assert path.run("tc_ingress", first)[0] == TC_ACT_SHOT
-    assert path.site.reasons()[Reason.NOT_REWRITTEN] == before + 1
+    with path.counted(Reason.NOT_REWRITTEN):
+        first, *_ = fragments(whole, 1280, id=number)
+        assert path.ingress(first)[0] == TC_ACT_SHOT
 
 
 # ---- packets of no flow --------------------------------------------------------------------------
@@ -269,26 +234,23 @@ UNRELATED = {
     ),
     "a header cut short": lambda v: packets.datagram(CLIENT[v], f"{NET[v]}1", 17, b"\1\2"),
     # A port outside of the range, because another test's flow may have any port of the range.
-    "a reply of no flow": lambda v: udp(pod(v), end(NODE[v], 60_999), b"!"),
+    "a reply of no flow": lambda v: reply(pod(v), end(NODE[v], 60_999)),
 }
 
 
-@both
 @pytest.mark.parametrize("name", ["tc_ingress", "tc_egress"])
 @pytest.mark.parametrize("unrelated", UNRELATED)
 def test_unrelated_packets_pass_untouched(path: Path_, name: str, unrelated: str, v: int) -> None:
     packet = UNRELATED[unrelated](v)
-    assert path.run(name, packet) == (TC_ACT_UNSPEC, packet)
+    path.expect_untouched(packet, name)
 
 
-@both
 @pytest.mark.parametrize("whose", ["empty", "another device's"])
 def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str) -> None:
     """Its entry is read from the map `devices`."""
     other = DEVICE.pack(Role.POD, 0, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16), 0)
     number = 0 if whose == "empty" else 1 + CACHED_DEVICES
     path.cache(1, CACHED_DEVICE.pack(number, other))
-    before = path.site.reasons()[Reason.NEW_FLOW]
-    path.run("tc_ingress", tcp(client(v), vip(v, CLUSTER), flags="S"))
-    path.set_loopback_role(Role.HOST)
-    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    with path.counted(Reason.NEW_FLOW):
+        path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
+        path.set_loopback_role(Role.HOST)

@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect.monitor import Monitor
 from kbpf.dataplane.bpf.maps.layout import REFUSAL_LIMIT, U32, NodeFlag, RefusalLimit
-from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLUSTER,
@@ -25,7 +23,7 @@ from tests.programs.packets.path.single_packets import (
     REMOTE,
     RESTRICTED,
     Path_,
-    both,
+    ask,
     client,
     end,
     pod,
@@ -39,7 +37,7 @@ HOUR = 3600 * 10**9
 
 
 def syn(path: Path_, v: int, which: int) -> None:
-    path.run("tc_ingress", tcp(client(v), vip(v, which), flags="S"))
+    path.ingress(tcp(client(v), vip(v, which), flags="S"))
 
 
 def story(segments: str) -> Callable[[Path_, int, int], None]:
@@ -49,18 +47,18 @@ def story(segments: str) -> Callable[[Path_, int, int], None]:
 def datagrams(path: Path_, v: int, which: int) -> None:
     own = client(v)
     for _ in range(3):
-        path.run("tc_ingress", udp(own, vip(v, which), b"question"))
+        path.ingress(udp(own, vip(v, which), b"question"))
 
 
 def unknown_port(path: Path_, v: int, which: int) -> None:
-    path.run("tc_ingress", tcp(client(v), vip(v, which)[:-2] + "81", flags="S"))
+    path.ingress(tcp(client(v), vip(v, which)[:-2] + "81", flags="S"))
 
 
 def repeated(path: Path_, v: int, which: int) -> None:
     own = client(v)
     for pause in (0, 0.6, 0.6):
         time.sleep(pause)
-        path.run("tc_ingress", tcp(own, vip(v, which), flags="S", seq=1))
+        path.ingress(tcp(own, vip(v, which), flags="S", seq=1))
 
 
 def beyond_the_limit(path: Path_, v: int, which: int) -> None:
@@ -103,7 +101,7 @@ ROWS = (
     Row("no endpoints", syn, NONE, "refused no_endpoints", False),
     Row(
         "a datagram, no endpoints",
-        lambda path, v, which: path.run("tc_ingress", udp(client(v), vip(v, which), b"?")) and None,
+        lambda path, v, which: path.ingress(ask(client(v), vip(v, which))) and None,
         NONE,
         "refused no_endpoints",
         False,
@@ -120,7 +118,6 @@ ROWS = (
 )
 
 
-@both
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_events_are_seen(path: Path_, v: int, row: Row) -> None:
     with watched(path.site) as monitor:
@@ -138,38 +135,20 @@ def test_events_are_seen(path: Path_, v: int, row: Row) -> None:
     assert left_behind(path.site) == []
 
 
-@both
 def test_packets_of_known_flows_are_no_events(path: Path_, v: int) -> None:
     play(path, v, LOCAL, OPEN)
     own = client(v)
-    path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
+    path.ingress(ask(own, vip(v, LOCAL)))
     with watched(path.site) as monitor:
         for _ in range(5):
-            path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
+            path.ingress(ask(own, vip(v, LOCAL)))
         assert read(monitor) == []
 
 
-def seen(monitor: Monitor, path: Path_, v: int, which: int) -> int:
-    syn(path, v, which)
-    return len(read(monitor))
-
-
-@both
-def test_filters(path: Path_, v: int) -> None:
-    with watched(path.site, address=parse_addr(CLIENT[v])) as monitor:
-        assert seen(monitor, path, v, CLUSTER) == 1
-    with watched(path.site, address=parse_addr(pod(v).rpartition(":")[0].strip("[]"))) as monitor:
-        assert seen(monitor, path, v, CLUSTER) == 1
-        assert seen(monitor, path, v, NONE) == 0
-    with watched(path.site, cgroups=frozenset({1})) as monitor:
-        assert seen(monitor, path, v, CLUSTER) == 0, "packets have no cgroup"
-
-
-@both
 def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int) -> None:
     """There is no route to the backend's network, so the first packet is dropped."""
     own = end(NODE[v], next(PORTS))
     with watched(path.site) as monitor:
-        path.run("tc_egress", tcp(own, vip(v, CLUSTER), flags="S"))
+        path.egress(tcp(own, vip(v, CLUSTER), flags="S"))
         events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
     assert events == [("new", "new_flow", own), ("dropped", "no_route", own)]

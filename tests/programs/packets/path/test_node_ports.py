@@ -26,7 +26,6 @@ from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLOSES,
     CLUSTER,
-    LOCAL,
     NODE,
     POD,
     PORTS,
@@ -36,21 +35,24 @@ from tests.programs.packets.path.single_packets import (
     Path_,
     _id,
     age,
-    both,
+    ask,
+    change_entries,
     client,
     delete_entry,
     end,
     entries_of,
     established,
     owner,
+    parsed,
     pod,
     port_of,
+    reply,
     send_segments,
+    set_only_port,
     states,
     vip,
 )
 from tests.support.packets.packets import Talk, fragments, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.shares import ports_of
 from tests.support.packets.test_run import TC_ACT_SHOT
 
@@ -90,10 +92,10 @@ def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> N
 
 def new_flow_port(path: Path_, v: int, own: str) -> int:
     """The node port that a SYN of this client gets; 0: none."""
-    verdict, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
+    verdict, inside = path.ingress(tcp(own, vip(v, CLUSTER), flags="S"))
     if verdict == TC_ACT_SHOT:
         return 0
-    return port_of(parse(path.run("tc_egress", inside)[1], l2=False).source)
+    return port_of(parsed(path.egress(inside)[1]).source)
 
 
 def established_port(path: Path_, v: int, host: str) -> int:
@@ -120,7 +122,6 @@ NEIGHBOURS = {4: [CLIENT[4]], 6: [f"2001:db8:9::{n:x}" for n in range(1, 100)]}
 """Clients that have one common share of the ports: IPv6 clients of one network."""
 
 
-@both
 def test_client_is_limited_to_its_share_of_ports(path: Path_, v: int) -> None:
     """All addresses of an IPv6 network have one common share. Another client still gets most of
     its share.
@@ -135,9 +136,8 @@ def test_client_is_limited_to_its_share_of_ports(path: Path_, v: int) -> None:
         while given < mine:  # a search tries half of so few ports
             given |= {established_port(path, v, next(hosts))} - {0}
         assert given == mine, "the whole share"
-        before = path.site.reasons()[Reason.NO_SNAT_PORT]
-        assert {new_flow_port(path, v, end(next(hosts), next(PORTS))) for _ in range(9)} == {0}
-        assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 9
+        with path.counted(Reason.NO_SNAT_PORT, 9):
+            assert {new_flow_port(path, v, end(next(hosts), next(PORTS))) for _ in range(9)} == {0}
         others = set(ports_of(ROUTER[v], low, high))
         assert 140 < len(others - mine) < 240, "about three quarters are no one else's"
         given = {established_port(path, v, ROUTER[v]) for _ in range(128)}
@@ -153,7 +153,6 @@ REUSABLE = {
 }
 
 
-@both
 def test_port_in_time_wait_at_the_backend_is_not_the_first_choice(path: Path_, v: int) -> None:
     """The client's own port would be. Many clients may share one address of the node, each with
     its own timestamps.
@@ -169,7 +168,6 @@ def test_port_in_time_wait_at_the_backend_is_not_the_first_choice(path: Path_, v
             assert (given == port) == is_first_choice
 
 
-@both
 def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
     """The kernel ends a chain of tail calls at 33; the search must end before."""
     low, high = 1024, 65_535
@@ -178,12 +176,10 @@ def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
         fill_ports(
             path, v, ports_of(CLIENT[v], low, high), state=TcpState.ANSWERED, used=time.monotonic_ns() + 60 * 10**9
         )
-        before = path.site.reasons()[Reason.NO_SNAT_PORT]
-        assert new_flow_port(path, v, client(v)) != 0
-        assert path.site.reasons()[Reason.NO_SNAT_PORT] == before
+        with path.counted(Reason.NO_SNAT_PORT, 0):
+            assert new_flow_port(path, v, client(v)) != 0
 
 
-@both
 def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
     """Any of 112 ports is found, and so are ports that connections give up."""
     low, high = 40_000, 40_111
@@ -208,7 +204,6 @@ def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
             assert new_flow_port(path, v, client(v)) == 0, "the backend may have a connection"
 
 
-@both
 @pytest.mark.parametrize(("age_", "given"), [(2, True), (-60, False)])
 def test_ports_of_denied_handshakes_are_the_last_choice(path: Path_, v: int, age_: int, given: bool) -> None:
     """The backend seems to have older connections from all ports. Forged SYNs can make it look so:
@@ -228,33 +223,29 @@ def test_ports_of_denied_handshakes_are_the_last_choice(path: Path_, v: int, age
         assert (new_flow_port(path, v, client(v)) != 0) == given
 
 
-@both
 def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int) -> None:
     """The kernel would wait for the other fragments before it stored anything. Here they hold their
     port as any unanswered datagram does: for 30 s, in which it may still be answered.
     """
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    set_only_port(path)
     own = client(v)
     for _ in range(3):
         number = next(PORTS)
         whole = udp(own, vip(v, CLUSTER), os.urandom(2000), **_id(v, number))
         first = fragments(whole, 1280, id=number)[0]
-        path.run("tc_egress", path.run("tc_ingress", first)[1])
+        path.through(first)
         age(path, own, 3)
     assert states(path, own) == {TcpState.NEW}
     for seconds, given in ((20, False), (10, True)):  # after the 3 s before
         age(path, own, seconds)
         other = client(v)
-        path.run("tc_ingress", udp(other, vip(v, CLUSTER), b"?"))
+        path.ingress(ask(other, vip(v, CLUSTER)))
         assert (entries_of(path, own) == []) == given
         assert len(entries_of(path, other)) == 3 * given
 
 
-@both
 def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> None:
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
     close(path, v, own, source)
     with path.site.pinned("port_slots") as slots:
@@ -265,18 +256,18 @@ def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> Non
         assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
 
 
-@both
 def test_recently_active_client_keeps_its_port(path: Path_, v: int) -> None:
     """The entry for its replies may show an older time."""
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    set_only_port(path)
     own, _ = send_segments(path, v, "S <SA A")
     age(path, own, -60)
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
-                old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
-                flows.update(key, old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :])
+
+    def older(raw: bytes) -> bytes:
+        old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
+        changed = old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :]
+        return changed if raw[DIRECTION] == FlowDirection.SNAT_REPLY else raw
+
+    change_entries(path, own, older)
     assert new_flow_port(path, v, client(v)) == 0
     assert len(entries_of(path, own)) == 3
 
@@ -284,51 +275,31 @@ def test_recently_active_client_keeps_its_port(path: Path_, v: int) -> None:
 LIVES = {"nothing": ("A",), "one side closes": ("A", "FA")}
 
 
-@both
 @pytest.mark.parametrize("way", [*LIVES, *CLOSES])
 def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) -> None:
     """The range has one port. That of an ended connection is reused, and before other ports are
     tried unless the backend closed first: then it still has the port in TIME_WAIT. A client's reset
     may have been lost on its way to the backend: then the port is reserved for 10 s.
     """
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
     assert source == end(NODE[v], only_port)
     send_segments(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
     age(path, own, -60)  # so that it stays young, however long this takes
     first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
-    retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
+    retval, _ = path.ingress(tcp(other, vip(v, CLUSTER), flags="S"))
     reserved = way not in CLOSES or way == "the client resets"
     assert (retval == TC_ACT_SHOT) == reserved
     assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == reserved
     if way == "the client resets":
         age(path, own, 71)
-        path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
+        path.ingress(tcp(other, vip(v, CLUSTER), flags="S"))
     assert first == {FinFlag.BACKEND_FIRST if "backend first" in way else FinFlag(0)}
     left = set() if way in CLOSES else {own}
     assert {owner(raw) for raw in entries_of(path, own)} == left, "all old entries are deleted"
 
 
-@both
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_client_uses_its_port_again(path: Path_, v: int, which: int) -> None:
-    """After both have closed: the entries are replaced, and count as a new flow. Unless it is
-    masqueraded, the backend sees the same port as before.
-    """
-    own, source = established(path, v, "tcp", which)
-    close(path, v, own, source, which)
-    before, there = path.site.reasons()[Reason.NEW_FLOW], len(entries_of(path, own))
-    again = open_again(path, v, own, which)
-    assert again == own if which == LOCAL else again.startswith(end(NODE[v], 0)[:-1])
-    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
-    assert states(path, own) == {TcpState.NEW}
-    assert len(entries_of(path, own)) == there
-    assert {FLOW.unpack(raw)[10] for raw in entries_of(path, own)} == {0}, "no side has closed"
-
-
-@both
 def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None:
     """After a change of the range, sockets of the node may use ports of the old one."""
     only_port, other = next(SPARE_PORTS), next(SPARE_PORTS)
@@ -340,11 +311,9 @@ def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None
     assert len(entries_of(path, own)) == 3, "all old entries are deleted"
 
 
-@both
 def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int) -> None:
     """A SYN, its answer and a reset, all forged: the backend may still have the connection."""
-    only_port = next(SPARE_PORTS)
-    path.node(NodeFlag(0), only_port, only_port)
+    only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
     TALKS[own] = Talk(1 << 30, 3 << 30)
     send_segments(path, v, "S <SA A <RA", own, source)
@@ -354,12 +323,11 @@ def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int) -> None:
     assert new_flow_port(path, v, client(v)) == only_port
 
 
-@both
 def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int) -> None:
     """Otherwise a backend could hold ports for ever: no other entry of the flow is left."""
     own = client(v)
-    _, got = path.run("tc_egress", path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1])
-    source = parse(got, l2=False).source
+    _, got = path.through(ask(own, vip(v, CLUSTER)))
+    source = parsed(got).source
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
@@ -369,14 +337,13 @@ def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int) -> Non
                 flows.delete(key)
     for _ in range(2):
         age(path, own, 14)
-        _, got = path.run("tc_ingress", udp(pod(v), source, b"!"))
-        assert parse(got, l2=False).destination == own
+        _, got = path.ingress(reply(pod(v), source))
+        assert parsed(got).destination == own
     age(path, own, 14)
-    late = udp(pod(v), source, b"!")
-    assert path.run("tc_ingress", late)[1] == late
+    late = reply(pod(v), source)
+    assert path.ingress(late)[1] == late
 
 
-@both
 def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int) -> None:
     """The backend has an old connection from the first one, and says so by its ACK."""
     own, first = send_segments(path, v, "S <A|")
@@ -398,7 +365,6 @@ def close(path: Path_, v: int, own: str, source: str, which: int = CLUSTER) -> N
 
 def open_again(path: Path_, v: int, own: str, which: int = CLUSTER) -> str:
     """The source that the backend sees in this client's SYN."""
-    _, inside = path.run("tc_ingress", tcp(own, vip(v, which), flags="S"))
-    _, out = path.run("tc_egress", inside)
-    assert parse(out, l2=False).destination == pod(v)
-    return parse(out, l2=False).source
+    _, out = path.through(tcp(own, vip(v, which), flags="S"))
+    assert parsed(out).destination == pod(v)
+    return parsed(out).source

@@ -9,63 +9,64 @@ import pytest
 from kbpf.dataplane.bpf.maps.layout import U32, DeviceFlag, Reason, Role, TcpState
 from kbpf.source.api.transport import SO_COOKIE
 from tests.programs.packets.path.single_packets import (
+    ALL_KINDS,
     ANSWERS,
     CLUSTER,
-    HIGH,
     IP,
-    KINDS,
     LOCAL,
-    LOW,
     NODE,
     NONE,
     POD,
     PORTS,
-    QUOTED,
     ROUTER,
     Path_,
-    both,
+    ask,
     client,
     end,
+    ends_of,
     entries_of,
+    expect_packet,
     expect_redirect,
+    expect_sums,
+    host_of,
+    parsed,
     pod,
+    raw_socket,
+    reply,
+    snat_source,
     states,
     vip,
     with_length,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE
-from tests.support.packets.judge import checksums, difference
-from tests.support.packets.packets import Talk, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import Talk, icmp_error, tcp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 
-@both
-@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
 def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind: str, which: int) -> None:
     """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
-    build = {**KINDS, "sctp": sctp}[kind]
+    build = ALL_KINDS[kind]
     answer = ANSWERS[kind]
     own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
     for _ in range(2):
         expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
     sent = build(own, back)
-    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
-    uplink.go("tc_ingress", answer(back, own), answer(front, own))
+    uplink.expect_untouched(sent, "tc_egress")
+    uplink.go_in(answer(back, own), answer(front, own))
 
 
-@both
 def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int) -> None:
     """The request left by loopback, so the reply must arrive there: rp_filter."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
-    expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
-    answer, before = udp(back, own, b"!"), uplink.site.reasons()[Reason.REDIRECTED]
-    retval, got = uplink.run("tc_ingress", answer, context=SkbContext(ifindex=uplink.out))
+    expect_redirect(uplink, ask(own, front), ask(own, back), "tc_egress")
+    answer, before = reply(back, own), uplink.site.reasons()[Reason.REDIRECTED]
+    retval, got = uplink.ingress(answer, device=uplink.out)
     assert retval == TC_ACT_REDIRECT
     assert uplink.site.reasons()[Reason.REDIRECTED] == before + 1
-    assert difference(got, udp(front, own, b"!"), l2=False) == ""
+    expect_packet(got, reply(front, own))
 
 
 @pytest.fixture
@@ -73,10 +74,9 @@ def tunnel(uplink: Path_) -> Iterator[Path_]:
     """The uplink is a tunnel of IP in IP."""
     uplink.set_device(uplink.out, Role.HOST, DeviceFlag.TUNNEL)
     yield uplink
-    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+    uplink.set_device(uplink.out, Role.HOST)
 
 
-@both
 @pytest.mark.parametrize("is_error", [False, True], ids=["reply", "error"])
 def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path_, v: int, is_error: bool) -> None:
     """Before Linux 5.14 they precede a packet that leaves a tunnel. Delivered on another device, it
@@ -84,27 +84,25 @@ def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path
     kernel takes them for the packet's.
     """
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
-    expect_redirect(tunnel, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
-    inner, want = udp(back, own, b"!"), udp(front, own, b"!")
+    expect_redirect(tunnel, ask(own, front), ask(own, back), "tc_egress")
+    inner, want = reply(back, own), reply(front, own)
     if is_error:
-        checksum = parse(udp(own, back, b"?"), l2=False).transport.checksum
-        host = front.rpartition(":")[0].strip("[]")
-        inner = icmp_error("port unreachable", POD[v], udp(own, back, b"?"))
-        want = icmp_error("port unreachable", host, udp(own, front, b"?", checksum=checksum))
+        checksum = parsed(ask(own, back)).transport.checksum
+        host = host_of(front)
+        inner = icmp_error("port unreachable", POD[v], ask(own, back))
+        want = icmp_error("port unreachable", host, ask(own, front, checksum=checksum))
     outer = inner[:6] + bytes(34) if v == 6 else with_length(b"\x45" + bytes(19), len(inner))
-    context = SkbContext(ifindex=tunnel.out)
-    retval, got = tunnel.run("tc_ingress", outer + inner, context=context)
+    retval, got = tunnel.ingress(outer + inner, device=tunnel.out)
     assert (retval, got[: len(outer)]) == (TC_ACT_UNSPEC, outer)
-    assert difference(got[len(outer) :], want, l2=False) == ""
+    expect_packet(got[len(outer) :], want)
 
 
-@both
 def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int) -> None:
     own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
-    retval, got = uplink.run("tc_egress", tcp(own, front, flags="S", seq=7))
+    retval, got = uplink.egress(tcp(own, front, flags="S", seq=7))
     assert retval == TC_ACT_REDIRECT
-    assert parse(got, l2=False).source == front
-    assert "R" in parse(got, l2=False).flags
+    assert parsed(got).source == front
+    assert "R" in parsed(got).flags
 
 
 def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) -> str:
@@ -113,10 +111,7 @@ def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) ->
     """
     family = socket.AF_INET if v == 4 else socket.AF_INET6
     host, number = to.rsplit(":", 1)
-    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    with wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
-        wire.bind(("gate", 0))
-        wire.settimeout(PATIENCE)
+    with raw_socket("gate") as wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((NODE[v], port))
         sock.setblocking(False)
@@ -133,7 +128,6 @@ def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) ->
             agents.delete(cookie)
 
 
-@both
 @pytest.mark.parametrize(("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"])
 def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: int, which: int, led: bool) -> None:
     """A process of the node used the port through a Service that has the API server's address; then
@@ -151,13 +145,11 @@ def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: 
     assert bool(left) == led, "later packets do not match that flow, either"
 
 
-@both
 @needs("came_in_by")
 def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> None:
     """It came in by another device and was handled there."""
-    packet = udp(client(v), vip(v, CLUSTER), b"?")
-    context = SkbContext(ingress_ifindex=uplink.out)
-    assert uplink.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
+    packet = ask(client(v), vip(v, CLUSTER))
+    assert uplink.egress(packet, came_by=uplink.out) == (TC_ACT_UNSPEC, packet)
 
 
 # ---- towards another device than that of the Service ---------------------------------------------
@@ -168,39 +160,44 @@ OVERLAY = {4: "10.244.9.0", 6: "fd00:10:244:9::"}
 @pytest.fixture
 def overlay(uplink: Path_) -> Iterator[Path_]:
     """The device to the backends has an address of its own; sockets send by loopback."""
-    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0), (OVERLAY[4], OVERLAY[6]))
+    uplink.set_device(uplink.out, Role.HOST, own=(OVERLAY[4], OVERLAY[6]))
     yield uplink
-    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+    uplink.set_device(uplink.out, Role.HOST)
 
 
 def through_overlay(path: Path_, v: int, kind: str, own: str, front: str) -> str:
     """The source that the backend sees."""
-    build = {**KINDS, "sctp": sctp}[kind]
-    retval, got = path.run("tc_egress", build(own, front))
+    build = ALL_KINDS[kind]
+    retval, got = path.egress(build(own, front))
     assert retval == TC_ACT_REDIRECT
-    source = parse(got, l2=False).source
+    source = parsed(got).source
+    assert host_of(source) == OVERLAY[v]
     expect_redirect(path, build(own, front), build(source, pod(v)), "tc_egress")
     return source
 
 
-@both
-@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_socket_of_the_node_gets_the_address_of_the_overlay(overlay: Path_, v: int, kind: str) -> None:
     """As with MASQUERADE. The reply comes back by the overlay, and goes where the socket sends."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     source = through_overlay(overlay, v, kind, own, front)
-    host, _, port = source.rpartition(":")
-    assert host.strip("[]") == OVERLAY[v]
-    assert LOW <= int(port) <= HIGH
-    sent = {**KINDS, "sctp": sctp}[kind](source, back)
-    assert overlay.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the overlay"
+    sent = ALL_KINDS[kind](source, back)
+    assert snat_source(sent, OVERLAY[v]) == source
+    overlay.expect_untouched(sent, "tc_egress")
     answer = ANSWERS[kind]
-    retval, got = overlay.run("tc_ingress", answer(back, source), context=SkbContext(ifindex=overlay.out))
+    retval, got = overlay.ingress(answer(back, source), device=overlay.out)
     assert retval == TC_ACT_REDIRECT
-    assert difference(got, answer(front, own), l2=False) == ""
+    expect_packet(got, answer(front, own))
 
 
-@both
+def test_masqueraded_client_gets_the_address_of_the_overlay(overlay: Path_, v: int) -> None:
+    """As with MASQUERADE: replies then come back through the overlay."""
+    own, front, back = ends_of(v, CLUSTER)
+    source = snat_source(overlay.ingress(ask(own, front))[1], OVERLAY[v])
+    expect_redirect(overlay, ask(own, front), ask(source, back, ttl=63))
+    expect_redirect(overlay, reply(back, source), reply(front, own, ttl=63))
+
+
 def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int) -> None:
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     talk, source = Talk(), ""
@@ -208,27 +205,23 @@ def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int
         reply = word.startswith("<")
         packet = talk.segment(word, *((back, source) if reply else (own, front)))
         _, got = overlay.run("tc_ingress" if reply else "tc_egress", packet)
-        source = source or parse(got, l2=False).source
+        source = source or parsed(got).source
     assert states(overlay, own) == {TcpState.CLOSED}
 
 
-@both
 def test_socket_with_the_overlays_address_keeps_its_port(overlay: Path_, v: int) -> None:
     own = end(OVERLAY[v], next(PORTS))
     assert through_overlay(overlay, v, "udp", own, vip(v, CLUSTER)) == own
 
 
-@both
 def test_socket_that_sends_by_the_overlay_keeps_its_address(overlay: Path_, v: int) -> None:
     """It has chosen its address for this device, or has bound another one on purpose."""
     own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
-    context = SkbContext(ifindex=overlay.out)
-    retval, got = overlay.run("tc_egress", udp(own, front, b"?"), context=context)
+    retval, got = overlay.egress(ask(own, front), device=overlay.out)
     assert retval == TC_ACT_REDIRECT
-    assert difference(got, udp(own, pod(v), b"?"), l2=False) == ""
+    expect_packet(got, ask(own, pod(v)))
 
 
-@both
 @pytest.mark.parametrize("by", ["router", "backend"])
 def test_error_to_a_socket_of_the_node_is_translated(overlay: Path_, v: int, by: str) -> None:
     """The backend's own error has the frontend's address, so it is delivered on the device that the
@@ -237,11 +230,11 @@ def test_error_to_a_socket_of_the_node_is_translated(overlay: Path_, v: int, by:
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     source = through_overlay(overlay, v, "udp", own, front)
     sender = ROUTER[v] if by == "router" else POD[v]
-    error = icmp_error("port unreachable", sender, udp(source, back, b"?"))
-    retval, got = overlay.run("tc_ingress", error, context=SkbContext(ifindex=overlay.out))
+    error = icmp_error("port unreachable", sender, ask(source, back))
+    retval, got = overlay.ingress(error, device=overlay.out)
     assert retval == (TC_ACT_UNSPEC if by == "router" else TC_ACT_REDIRECT)
-    found = parse(got, l2=False)
-    seen = ROUTER[v] if by == "router" else front.rpartition(":")[0].strip("[]")
+    found = parsed(got)
+    seen = ROUTER[v] if by == "router" else host_of(front)
     assert (found.source, found.destination) == (seen, NODE[v])
-    assert str(found.embedded) == str(parse(udp(own, front, b"?"), l2=False))
-    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+    assert str(found.embedded) == str(parsed(ask(own, front)))
+    expect_sums(got)

@@ -7,22 +7,24 @@ from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
     DAMAGED,
+    FIRST,
     MTU,
     NODE,
     PORTS,
     Path_,
-    both,
     end,
+    expect_packet,
+    host_of,
+    parsed,
     pod,
     vip,
     with_length,
+    wrong_sums,
 )
 from tests.programs.packets.path.test_bypassing_errors import Bypass, bypassing, every_bypass
 from tests.support.features import lacking, needs
-from tests.support.packets.datagrams import BROADCAST, frame
-from tests.support.packets.judge import checksums, difference
+from tests.support.packets.datagrams import BROADCAST, frame, internet_checksum
 from tests.support.packets.packets import chunk, icmp_error, sctp, tcp, udp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, run
 
 LONG = {
@@ -36,19 +38,18 @@ QUOTES = {"tcp": 20, "udp": 8, "sctp": 20}
 
 def expect_error(path: Path_, name: str, packet: bytes, mtu: int = MTU) -> None:
     """The packet becomes an error to its sender, as from its destination."""
-    sent = parse(packet, l2=False)
-    by = str(sent.destination).rpartition(":")[0].strip("[]")
+    sent = parsed(packet)
+    by = host_of(sent.destination)
     quote = (40 if packet[0] >> 4 == 6 else 20) + QUOTES[sent.protocol]
     before = path.site.reasons()
     retval, got = path.run(name, packet)
     assert retval == TC_ACT_REDIRECT
     assert path.site.reasons() - before == {Reason.TOO_LONG: 1}
     want = icmp_error("too big", by, packet, mtu=mtu, quote=quote, ip_id=0)
-    assert difference(got, want, l2=False) == ""
-    assert [one for one in checksums(got, l2=False) if "embedded" not in one] == []
+    expect_packet(got, want)
+    assert [one for one in wrong_sums(got) if "embedded" not in one] == []
 
 
-@both
 @every_bypass
 @pytest.mark.parametrize("kind", LONG)
 @needs("route_mtu")
@@ -62,14 +63,7 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v:
         assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
-FIRST = {
-    "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
-    "udp": lambda a, b, **ip: udp(a, b, b"?", **ip),
-    "sctp": sctp,
-}
-
-
-SHORT = {**FIRST, "tcp": tcp}
+SHORT = FIRST | {"tcp": tcp}
 DAMAGED_LONG = {
     "checksum": lambda kind, a, b: DAMAGED["checksum"](LONG[kind](a, b, df=True)),
     "longer than the packet": lambda kind, a, b: DAMAGED["too long"](LONG[kind](a, b, df=True)),
@@ -86,11 +80,10 @@ def test_damaged_header_gets_no_error(uplink: Path_, row: Bypass, kind: str, dam
     for ends in ((own, vip(4, row.which)), (pod(4), source)):
         sent = DAMAGED_LONG[damage](kind, *ends)
         before = uplink.site.reasons()
-        assert uplink.run("tc_ingress", sent) == (TC_ACT_UNSPEC, sent)
+        uplink.expect_untouched(sent)
         assert uplink.site.reasons() == before
 
 
-@both
 @pytest.mark.parametrize("df", [False, True], ids=["", "DF"])
 @pytest.mark.parametrize("kind", LONG)
 def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: bool) -> None:
@@ -98,39 +91,31 @@ def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: b
     Linux 5.12 the MTU is not known, and the least one is named.
     """
     own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
-    assert uplink.run("tc_egress", FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
+    assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     more = {"df": df} if v == 4 else {}
     mtu = 1280 if lacking("route_mtu") else MTU
     expect_error(uplink, "tc_egress", LONG[kind](own, front, **more), mtu)
 
 
-@both
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
 def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_, v: int, kind: str) -> None:
     """It holds the sum of the pseudo header. The device adds all bytes that follow, and stores the
     complement: it has to be what is there already, since the error's own checksum covers it.
     """
     own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
-    assert uplink.run("tc_egress", FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
+    assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     whole = LONG[kind](own, front, checksum="zero")
     header = 20 if v == 4 else 40
     addresses = whole[12:20] if v == 4 else whole[8:40]
     pseudo = ones_sum(addresses) + len(whole) - header + (6 if kind == "tcp" else 17)
-    _, got = uplink.run("tc_egress", LONG[kind](own, front, checksum=ones_sum(number(pseudo))))
-    assert [one for one in checksums(got, l2=False) if "embedded" not in one] == []
+    _, got = uplink.egress(LONG[kind](own, front, checksum=ones_sum(pseudo.to_bytes(4))))
+    assert [one for one in wrong_sums(got) if "embedded" not in one] == []
     quoted = got[2 * header + 8 :]
     at = 16 if kind == "tcp" else 6
     assert len(quoted) == QUOTES[kind]
     assert ones_sum(quoted) ^ 0xFFFF == int.from_bytes(quoted[at : at + 2], "big")
 
 
-def number(value: int) -> bytes:
-    return value.to_bytes(4, "big")
-
-
 def ones_sum(data: bytes) -> int:
     """The sum of 16-bit words in ones' complement."""
-    total = sum(int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2))
-    while total > 0xFFFF:
-        total = (total & 0xFFFF) + (total >> 16)
-    return total
+    return internet_checksum(data) ^ 0xFFFF

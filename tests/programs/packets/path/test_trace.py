@@ -33,12 +33,11 @@ from tests.programs.packets.path.single_packets import (
     RESTRICTED,
     SAME,
     Path_,
-    both,
     client,
+    parsed,
     vip,
 )
 from tests.support.packets.packets import tcp
-from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 from tests.support.plane import Site
 
@@ -74,21 +73,20 @@ def predicted(path: Path_, v: int, row: Row) -> Trace:
     return trace.build_trace(snapshot.read(path.site.pins, trace.NEEDS), from_outside, to)
 
 
-@both
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_trace_says_what_the_programs_do(path: Path_, v: int, row: Row) -> None:
     seen = predicted(path, v, row)
     assert (seen.seen_by, seen.reason) == ("packet", row.why.name.lower()), seen
     before, own = path.site.reasons(), client(v)
     to = vip(v, row.which).removesuffix("80") + str(row.port)
-    retval, inside = path.run("tc_ingress", tcp(own, to, flags="S"))
+    retval, inside = path.ingress(tcp(own, to, flags="S"))
     assert (path.site.reasons() - before)[row.why] == 1
     if row.why is Reason.NEW_FLOW:
         assert retval == TC_ACT_UNSPEC
-        assert [c.backend for c in seen.candidates] == [parse(inside, l2=False).destination]
+        assert [c.backend for c in seen.candidates] == [parsed(inside).destination]
         assert POD[v] in seen.candidates[0].backend
-        _, out = path.run("tc_egress", inside)
-        is_node = NODE[v] in parse(out, l2=False).source
+        _, out = path.egress(inside)
+        is_node = NODE[v] in parsed(out).source
         (source,) = [step.result for step in seen.steps if step.step == "source"]
         assert (is_node, source == "an address of this node") == (row.masqueraded,) * 2
     elif row.why.verdict == "drop":
@@ -112,7 +110,6 @@ def contents(site: Site) -> dict[str, object]:
     return {**maps, "reasons": site.reasons()}
 
 
-@both
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_rehearsal_does_the_same(path: Path_, rehearsal: Rehearsal, v: int, protocol: Protocol, row: Row) -> None:

@@ -51,6 +51,11 @@ def idle(name: str = "idle") -> Program:
     return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, LEAVE)
 
 
+def refused() -> Program:
+    """A program that no device accepts."""
+    return Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95))  # CGROUP_SKB
+
+
 def counting(seen: Map, place: int) -> Program:
     """A program that counts our frames in this element of an array."""
     count = (
@@ -123,9 +128,9 @@ class Net:
         """Runs iproute2 commands in the namespace."""
         ip(*lines, netns=self.name)
 
-    def tc(self, *words: str) -> str:
+    def tc(self, line: str) -> str:
         """Runs one tc command in the namespace, as another agent would."""
-        return run("nsenter", f"--net=/run/netns/{self.name}", "tc", *words)  # -n hides the pins
+        return run("nsenter", f"--net=/run/netns/{self.name}", "tc", *line.split())  # -n hides the pins
 
     def inside(self, action: Callable[[], T]) -> T:
         """Runs `action` in the namespace."""
@@ -163,6 +168,10 @@ class Net:
         """What a new TcAttacher reads back."""
         return self.ours(None, lambda tc: tc.list_attached(self.index(device)))
 
+    def misplaced(self) -> list[bool]:
+        """Of each program on `here`, whether it is not in its place."""
+        return [attachment.misplaced for attachment in self.attached()]
+
     def detach_all(self) -> None:
         """Detaches all of our programs."""
         self.ours(None, lambda tc: [tc.detach(one) for one in tc.list_all()])
@@ -170,12 +179,12 @@ class Net:
     def qdiscs(self, device: str = "here") -> str:
         """The qdisc in clsact's place, as tc shows it."""
         return " ".join(
-            line.split()[1] for line in self.tc("qdisc", "show", "dev", device).splitlines() if "ffff:fff1" in line
+            line.split()[1] for line in self.tc(f"qdisc show dev {device}").splitlines() if "ffff:fff1" in line
         )
 
     def filters(self, direction: Direction, device: str = "here") -> list[str]:
         """Names of the clsact filters in the order in which they run, as tc shows them."""
-        lines = self.tc("filter", "show", "dev", device, direction).splitlines()
+        lines = self.tc(f"filter show dev {device} {direction}").splitlines()
         return [line.split(" handle ")[1].split()[1] for line in lines if "direct-action" in line]
 
     def tcx(self, direction: Direction, device: str = "here") -> list[int]:

@@ -6,6 +6,7 @@ what remains when they are detached or their device is deleted.
 import os
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,11 @@ from tests.programs.packets.tc.net import (
     both_directions,
     both_ways,
     counting,
-    insn,
     program_id,
+    refused,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.lab.lab import ip, until
 
 FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
 
@@ -53,46 +54,58 @@ def test_program_sees_each_packet_of_its_direction_once(
     until("100 frames are counted", lambda: counts(seen) == [100, 0, 0, 0])
 
 
+class Sender:
+    """Sends frames in one direction, a burst after the one before is counted."""
+
+    def __init__(self, net: Net, seen: Map, direction: Direction, burst: int) -> None:
+        self.net, self.seen, self.direction, self.burst = net, seen, direction, burst
+        self.sent = 0
+        self.lost = ""
+        self._done = threading.Event()
+
+    def _send(self) -> None:
+        with self.net.wire(self.direction) as wire:
+            while not self._done.is_set() and not self.lost:
+                wanted = sum(counts(self.seen)) + self.burst
+                for _ in range(self.burst):
+                    wire.send(FRAME)
+                self.sent += self.burst
+                try:
+                    until("they are counted", lambda wanted=wanted: sum(counts(self.seen)) >= wanted)
+                except AssertionError as error:
+                    self.lost = f"{error}: {counts(self.seen)} of {self.sent} frames"
+
+    def run_beside(
+        self, how: AttachMethod, times: int, frames: int, change: Callable[[TcAttacher, int], object]
+    ) -> None:
+        """Sends while the programs are changed so many times, and until so many frames are sent."""
+
+        def work(tc: TcAttacher) -> None:
+            number = 0
+            while (number < times or self.sent < frames) and not self.lost:
+                number += 1
+                change(tc, number)
+
+        thread = threading.Thread(target=self._send)
+        thread.start()
+        try:
+            self.net.ours(how, work)
+        finally:
+            self._done.set()
+            thread.join()
+        assert not self.lost
+
+
 @both_ways
 @both_directions
 def test_no_packet_is_lost_while_programs_are_swapped(
     net: Net, seen: Map, programs: list[Program], how: AttachMethod, direction: Direction
 ):
     net.attach(how, programs[0], direction)
-    index, done, sent = net.index("here"), threading.Event(), [0]
-    failures: list[str] = []
-
-    def send() -> None:
-        with net.wire(direction) as wire:
-            while not done.is_set():
-                for _ in range(50):  # far less than a CPU's backlog holds
-                    wire.send(FRAME)
-                sent[0] += 50
-                try:
-                    until("they are counted", lambda: sum(counts(seen)) >= sent[0])
-                except AssertionError as error:
-                    failures.append(str(error))
-                    return
-
-    def swap(tc: TcAttacher) -> int:
-        swaps = 0
-        while swaps < 2_000 or sent[0] < 50_000:
-            swaps += 1
-            tc.attach(index, direction, programs[swaps % 2])
-            if failures:
-                break
-        return swaps
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        swaps = net.ours(how, swap)
-    finally:
-        done.set()
-        sender.join()
-    assert not failures, f"{counts(seen)} of {sent[0]} frames"
-    assert swaps >= 2_000
-    assert sum(counts(seen)) == sent[0]
+    index = net.index("here")
+    sender = Sender(net, seen, direction, 50)  # far less than a CPU's backlog holds
+    sender.run_beside(how, 2_000, 50_000, lambda tc, number: tc.attach(index, direction, programs[number % 2]))
+    assert sum(counts(seen)) == sender.sent
     assert min(counts(seen)[:2]) > 0
 
 
@@ -103,56 +116,12 @@ def test_no_packet_is_lost_while_a_program_is_moved(
 ):
     """While it is moved, a packet may meet the program twice, but never not at all."""
     net.attach(how, programs[0], direction)
-    index, done, sent = net.index("here"), threading.Event(), [0]
-    lost: list[str] = []
-
-    def send() -> None:
-        with net.wire(direction) as wire:
-            while not done.is_set() and not lost:
-                before = counts(seen)[0]
-                wire.send(FRAME)
-                sent[0] += 1
-                try:
-                    until("it is counted", lambda before=before: counts(seen)[0] > before)
-                except AssertionError as error:
-                    lost.append(str(error))
-
-    def move(tc: TcAttacher) -> int:
-        moves = 0
-        while (moves < 30 or sent[0] < 1_000) and not lost:
-            tc.move(index, direction, programs[0])
-            moves += 1
-        return moves
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        moves = net.ours(how, move)
-    finally:
-        done.set()
-        sender.join()
-    assert not lost, f"after {sent[0]} frames"
-    assert moves >= 30
+    index = net.index("here")
+    Sender(net, seen, direction, 1).run_beside(how, 30, 1_000, lambda tc, _: tc.move(index, direction, programs[0]))
     assert [each.program_id for each in net.attached()] == [program_id(programs[0])]
 
 
 # ---- reading back ------------------------------------------------------------------------------
-
-
-@both_ways
-def test_attachments_of_an_earlier_agent_are_read_and_replaced(net: Net, programs: list[Program], how: AttachMethod):
-    for direction in Direction:
-        net.attach(how, programs[0], direction)
-    index, old, new = net.index("here"), program_id(programs[0]), program_id(programs[1])
-    assert net.attached() == tuple(Attachment(index, d, how, old) for d in Direction)
-    assert net.attached("far") == ()
-    net.attach(how, programs[1], Direction.EGRESS)
-    assert {one.direction: one.program_id for one in net.attached()} == {
-        Direction.INGRESS: old,
-        Direction.EGRESS: new,
-    }
-    everything = net.ours(None, TcAttacher.list_all)
-    assert sorted(everything, key=str) == sorted(net.attached(), key=str)
 
 
 def test_a_pin_that_is_deleted_while_the_list_is_read_is_not_in_it(
@@ -189,39 +158,6 @@ def test_pin_under_another_devices_name_is_ignored(net: Net, programs: list[Prog
 
 
 @needs("tcx")
-def test_attaching_again_keeps_the_link(net: Net, programs: list[Program]):
-    def links() -> list[int]:
-        with Link.open(net.folder / f"{net.index('here')}-ingress") as link:
-            return [link.read_info().id]
-
-    net.attach(AttachMethod.TCX, programs[0])
-    before = links()
-    net.attach(AttachMethod.TCX, programs[0])
-    net.attach(AttachMethod.TCX, programs[1])
-    assert links() == before
-    assert net.tcx(Direction.INGRESS) == [program_id(programs[1])]
-
-
-@both_ways
-def test_detach_leaves_nothing(net: Net, seen: Map, programs: list[Program], how: AttachMethod):
-    for direction in Direction:
-        net.attach(how, programs[0], direction)
-    net.detach_all()
-    net.detach_all()
-    assert net.attached() == ()
-    assert net.qdiscs() == ""
-    assert list(net.folder.iterdir()) == []
-    with net.wire(Direction.EGRESS) as here, net.wire(Direction.INGRESS) as wire:
-        here.settimeout(PATIENCE)
-        wire.send(FRAME)
-        assert here.recv(len(FRAME)) == FRAME, "it is through before the next program is attached"
-    net.attach(how, programs[1])
-    with net.wire(Direction.INGRESS) as wire:
-        wire.send(FRAME)
-    until("the frame is counted", lambda: counts(seen) == [0, 1, 0, 0])
-
-
-@needs("tcx")
 def test_unfinished_attachment_is_repeated(net: Net, programs: list[Program]):
     index = net.index("here")
     with net.inside(lambda: Link.attach(programs[0], index, 46)) as link:
@@ -232,39 +168,6 @@ def test_unfinished_attachment_is_repeated(net: Net, programs: list[Program]):
 
 
 # ---- devices that are deleted ------------------------------------------------------------------
-
-
-@both_ways
-def test_missing_device_is_no_error(net: Net, programs: list[Program], how: AttachMethod):
-    gone = 4711
-    assert net.ours(how, lambda tc: tc.attach(gone, Direction.INGRESS, programs[0])) is None
-    assert net.ours(how, lambda tc: tc.list_attached(gone)) == ()
-    net.ours(how, lambda tc: tc.detach(Attachment(gone, Direction.INGRESS, how, 1)))
-
-
-@both_ways
-def test_deleted_device_leaves_no_pins(net: Net, programs: list[Program], how: AttachMethod):
-    for direction in Direction:
-        net.attach(how, programs[0], direction)
-    kept = len(list(net.folder.iterdir()))
-    index = net.index("here")
-    net.ip("link del here")
-    assert net.ours(None, TcAttacher.list_all) == ()
-    assert net.ours(None, lambda tc: tc.list_attached(index)) == ()
-    assert net.ours(None, TcAttacher.sweep) == kept > 0
-    assert list(net.folder.iterdir()) == []
-
-
-@both_ways
-def test_device_deleted_between_two_attaches_is_no_error(net: Net, programs: list[Program], how: AttachMethod):
-    index = net.index("here")
-
-    def work(tc: TcAttacher) -> Attachment | None:
-        tc.attach(index, Direction.INGRESS, programs[0])
-        net.ip("link del here")
-        return tc.attach(index, Direction.INGRESS, programs[1])
-
-    assert net.ours(how, work) is None
 
 
 @needs("tcx")
@@ -349,7 +252,7 @@ def test_program_already_attached_by_another_link_is_an_error(net: Net, programs
 @both_ways
 def test_refused_program_error_names_the_device(net: Net, how: AttachMethod):
     with (
-        Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong,  # CGROUP_SKB
+        refused() as wrong,
         pytest.raises(KernelError, match=rf"cannot attach the program \(ingress of here, {how}\)"),
     ):
         net.attach(how, wrong)
@@ -358,7 +261,7 @@ def test_refused_program_error_names_the_device(net: Net, how: AttachMethod):
 
 
 def test_shared_block_error_has_the_kernels_message(net: Net, programs: list[Program]):
-    net.tc("qdisc", "add", "dev", "here", "ingress_block", "7", "clsact")
+    net.tc("qdisc add dev here ingress_block 7 clsact")
     with pytest.raises(KernelError, match="block is shared"):
         net.attach(AttachMethod.CLSACT, programs[0])
     assert net.qdiscs() == "clsact"

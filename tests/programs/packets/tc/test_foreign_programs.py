@@ -11,7 +11,6 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction, Filter, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
-from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
 from kbpf.kernel.net.uapi import NLM_F_EXCL
 from tests.programs.packets.tc.net import Net, both_directions, idle, program_id
 from tests.support.features import needs
@@ -32,7 +31,7 @@ def test_tcx_programs_are_first(net: Net, programs: list[Program], direction: Di
     with first, last:
         others = [program_id(one), program_id(other)]
         assert net.tcx(direction) == [program_id(ours), *others]
-        assert not any(attachment.misplaced for attachment in net.attached())
+        assert not any(net.misplaced())
         net.attach(AttachMethod.TCX, newer, direction)
         assert net.tcx(direction) == [program_id(newer), *others]
         net.detach_all()
@@ -40,25 +39,6 @@ def test_tcx_programs_are_first(net: Net, programs: list[Program], direction: Di
         net.attach(AttachMethod.CLSACT, ours, direction)
         net.detach_all()
         assert net.tcx(direction) == others
-
-
-@both_directions
-@needs("tcx")
-def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(net: Net, programs: list[Program], direction: Direction):
-    index, kind = net.index("here"), ATTACH_TYPE[direction]
-    ours, theirs, *_ = programs
-    net.attach(AttachMethod.TCX, ours, direction)
-    with net.inside(lambda: Link.attach(theirs, index, kind, BPF_F_BEFORE)):
-        assert net.tcx(direction) == [program_id(theirs), program_id(ours)]
-        (behind,) = net.attached()
-        assert behind.misplaced
-        moved = net.ours(AttachMethod.TCX, lambda tc: tc.move(index, direction, ours))
-        assert moved == behind
-        assert net.tcx(direction) == [program_id(ours), program_id(theirs)]
-        assert [attachment.misplaced for attachment in net.attached()] == [False]
-        assert [pin.name for pin in net.folder.iterdir()] == [f"{index}-{direction}"]
-        net.detach_all()
-        assert net.tcx(direction) == [program_id(theirs)]
 
 
 @pytest.fixture
@@ -73,13 +53,12 @@ def foreign(net: Net) -> Iterator[Path]:
 
 def add_foreign(net: Net, program: Path, direction: Direction, priority: int) -> None:
     """Adds a filter as another agent does."""
-    words = f"filter add dev here {direction} prio {priority} bpf da object-pinned {program}"
-    net.tc(*words.split())
+    net.tc(f"filter add dev here {direction} prio {priority} bpf da object-pinned {program}")
 
 
 @both_directions
 def test_clsact_filters_are_first(net: Net, programs: list[Program], foreign: Path, direction: Direction):
-    net.tc("qdisc", "add", "dev", "here", "clsact")
+    net.tc("qdisc add dev here clsact")
     for priority in (1, 7):
         add_foreign(net, foreign, direction, priority)
     others = net.filters(direction)
@@ -87,7 +66,7 @@ def test_clsact_filters_are_first(net: Net, programs: list[Program], foreign: Pa
     for program in programs[:2]:
         net.attach(AttachMethod.CLSACT, program, direction)
         assert net.filters(direction) == ["kbpf", *others]
-        assert not any(attachment.misplaced for attachment in net.attached())
+        assert not any(net.misplaced())
     net.detach_all()
     assert net.filters(direction) == others
     assert net.qdiscs() == "clsact"
@@ -96,40 +75,20 @@ def test_clsact_filters_are_first(net: Net, programs: list[Program], foreign: Pa
 @both_directions
 def test_clsact_filter_beside_a_priority_of_another_kind(net: Net, programs: list[Program], direction: Direction):
     """All filters of one priority have one kind, so ours takes the next priority."""
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    words = f"filter add dev here {direction} prio 1 u32 match u32 0 0 classid 1:1"
-    net.tc(*words.split())
+    net.tc("qdisc add dev here clsact")
+    net.tc(f"filter add dev here {direction} prio 1 u32 match u32 0 0 classid 1:1")
     net.attach(AttachMethod.CLSACT, programs[0], direction)
-    shown = net.tc("filter", "show", "dev", "here", direction)
+    shown = net.tc(f"filter show dev here {direction}")
     assert "pref 2 bpf" in shown
-    assert not any(attachment.misplaced for attachment in net.attached())
-    net.tc("filter", "del", "dev", "here", direction, "prio", "1")
+    assert not any(net.misplaced())
+    net.tc(f"filter del dev here {direction} prio 1")
     (attachment,) = net.attached()
     assert attachment.misplaced, "the better place is free now"
     index = net.index("here")
     net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
-    shown = net.tc("filter", "show", "dev", "here", direction)
+    shown = net.tc(f"filter show dev here {direction}")
     assert ("pref 1 bpf" in shown, "pref 2 " in shown) == (True, False)
-    assert [each.misplaced for each in net.attached()] == [False]
-
-
-@both_directions
-def test_clsact_filter_behind_a_newer_one_is_moved_to_the_front(
-    net: Net, programs: list[Program], foreign: Path, direction: Direction
-):
-    """Of the filters of one priority the newest runs first."""
-    index = net.index("here")
-    net.attach(AttachMethod.CLSACT, programs[0], direction)
-    for round_ in range(3):
-        add_foreign(net, foreign, direction, 1)
-        assert net.filters(direction)[0] != "kbpf"
-        assert [attachment.misplaced for attachment in net.attached()] == [True]
-        net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
-        names = net.filters(direction)
-        assert (names[0], names.count("kbpf"), len(names)) == ("kbpf", 1, round_ + 2)
-        assert [attachment.misplaced for attachment in net.attached()] == [False]
-    net.detach_all()
-    assert len(net.filters(direction)) == 3
+    assert net.misplaced() == [False]
 
 
 @pytest.mark.parametrize("priority", [2, 0xFFFF])
@@ -145,15 +104,15 @@ def test_clsact_filter_of_an_earlier_version_is_moved(
         place = Filter("bpf", priority, socket.htons(ETH_P_ALL), handle, "kbpf", 0)
         tc._filters._write(index, direction, programs[0], place, NLM_F_EXCL)
 
-    net.tc("qdisc", "add", "dev", "here", "clsact")
+    net.tc("qdisc add dev here clsact")
     net.ours(AttachMethod.CLSACT, attach_as_before)
-    assert [attachment.misplaced for attachment in net.attached()] == [True]
+    assert net.misplaced() == [True]
     net.attach(AttachMethod.CLSACT, programs[1], direction)
     assert [attachment.program_id for attachment in net.attached()] == [program_id(programs[1])]
     net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[1]))
-    shown = net.tc("filter", "show", "dev", "here", direction)
+    shown = net.tc(f"filter show dev here {direction}")
     assert ("pref 1 bpf" in shown, f"pref {priority} " in shown) == (True, False)
-    assert [attachment.misplaced for attachment in net.attached()] == [False]
+    assert net.misplaced() == [False]
 
 
 def test_own_clsact_stays_while_others_use_it(net: Net, programs: list[Program], foreign: Path):
@@ -164,34 +123,18 @@ def test_own_clsact_stays_while_others_use_it(net: Net, programs: list[Program],
     assert net.qdiscs() == "clsact"
 
 
-def test_foreign_empty_clsact_stays(net: Net, programs: list[Program]):
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    net.attach(AttachMethod.CLSACT, programs[0])
-    net.detach_all()
-    assert net.qdiscs() == "clsact"
-
-
 def test_clsact_recreated_by_others_stays(net: Net, programs: list[Program]):
-    net.attach(AttachMethod.CLSACT, programs[0])
-    net.tc("qdisc", "del", "dev", "here", "clsact")
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    assert net.attached() == ()
-    net.attach(AttachMethod.CLSACT, programs[0])
-    assert len(net.attached()) == 1
-    net.detach_all()
-    assert net.qdiscs() == "clsact"
-
-
-def test_clsact_recreated_by_others_stays_after_listing(net: Net, programs: list[Program]):
+    """Also when what was attached to the former one is detached."""
     index = net.index("here")
-    net.attach(AttachMethod.CLSACT, programs[0])
-    net.tc("qdisc", "del", "dev", "here", "clsact")
-    net.tc("qdisc", "add", "dev", "here", "clsact")
+    stale = net.attach(AttachMethod.CLSACT, programs[0])
+    net.tc("qdisc del dev here clsact")
+    net.tc("qdisc add dev here clsact")
 
     def work(tc: TcAttacher) -> None:
+        tc.detach(stale)
+        assert net.qdiscs() == "clsact"
         assert tc.list_all() == ()
         made = tc.attach(index, Direction.INGRESS, programs[0])
-        assert made is not None
         tc.detach(made)
         tc.detach(made)
 
@@ -199,17 +142,8 @@ def test_clsact_recreated_by_others_stays_after_listing(net: Net, programs: list
     assert net.qdiscs() == "clsact"
 
 
-def test_detach_of_a_stale_attachment_leaves_a_foreign_clsact(net: Net, programs: list[Program]):
-    made = net.attach(AttachMethod.CLSACT, programs[0])
-    assert made is not None
-    net.tc("qdisc", "del", "dev", "here", "clsact")
-    net.tc("qdisc", "add", "dev", "here", "clsact")
-    net.ours(AttachMethod.CLSACT, lambda tc: tc.detach(made))
-    assert net.qdiscs() == "clsact"
-
-
 def test_foreign_ingress_qdisc_accepts_ingress_only(net: Net, programs: list[Program]):
-    net.tc("qdisc", "add", "dev", "here", "ingress")
+    net.tc("qdisc add dev here ingress")
     net.attach(AttachMethod.CLSACT, programs[0])
     with pytest.raises(KernelError, match=r"egress of here, clsact.*'ingress' qdisc"):
         net.attach(AttachMethod.CLSACT, programs[0], Direction.EGRESS)

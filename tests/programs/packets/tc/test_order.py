@@ -37,13 +37,14 @@ def attach_in_front(net: Net, how: AttachMethod, theirs: Program, direction: Dir
     theirs.pin(path)
     add_foreign(net, path, direction, 1)
     path.unlink()
-    return lambda: net.tc("filter", "del", "dev", "here", direction, "prio", "1", "bpf")
+    return lambda: net.tc(f"filter del dev here {direction} prio 1 bpf")
 
 
 def is_first(net: Net, how: AttachMethod, ours: Program, direction: Direction) -> bool:
     if how is AttachMethod.TCX:
         return net.tcx(direction)[0] == program_id(ours)
-    return net.filters(direction)[0] == "kbpf"
+    first, *others = net.filters(direction)
+    return first == "kbpf" and "kbpf" not in others
 
 
 @both_ways

@@ -4,37 +4,25 @@
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel.bpf.objects import Map, Program
+from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from tests.support.packets.packets import Talk, frame, udp
-from tests.support.packets.parse import parse
-from tests.support.packets.test_run import run
-from tests.support.plane import Site, desired, service
+from tests.programs.packets.path.single_packets import CLIENT, NET, POD, Path_, end, masquerading, parsed
+from tests.support.packets.packets import Talk, udp
+from tests.support.plane import desired, service
 
-UDP = Protocol.UDP
-NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
-CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
-POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
-VIP = {4: "192.0.2.", 6: "2001:db8::"}
-MASKED, LOCAL, ALSO, GUARDED, NONE_ALLOWED, KEPT, SCTP = 1, 2, 3, 4, 5, 6, 7
+VIP = NET
+MASKED, LOCAL, ALSO, KEPT = 1, 2, 3, 4
 LOW, HIGH = 61_000, 61_999
 
 
-def end(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def world(backend: int = 8080) -> DesiredState:
+def world() -> DesiredState:
     """One Service of each relevant kind, in both families, TCP and UDP."""
     made = []
     for v in (4, 6):
         for protocol in (Protocol.TCP, Protocol.UDP):
-            pod, suffix = end(POD[v], backend), protocol.name.lower() + str(v)
+            pod, suffix = end(POD[v], 8080), protocol.name.lower() + str(v)
 
             def one(which: int, name: str, to: str = pod, **more: Any) -> Any:
                 vip = f"LoadBalancer={end(f'{VIP[v]}{which}', 80)}"  # noqa: B023
@@ -44,15 +32,9 @@ def world(backend: int = 8080) -> DesiredState:
                 one(MASKED, "masked"),
                 one(LOCAL, "local", local=pod, external_local=True),
                 one(ALSO, "also", local=pod, external_local=True),
-                one(GUARDED, "guarded", ranges="198.51.100.0/24" if v == 4 else "2001:db8:9::/48"),
-                one(NONE_ALLOWED, "nobody", restricted=True),
                 one(KEPT, "kept", affinity_timeout=600),
             ]
-    vip, pod = f"LoadBalancer={end(f'{VIP[4]}{SCTP}', 80)}", end(POD[4], 80)
-    made.append(service("sctp", vip, pod, Protocol.SCTP))
-    state = desired(*made)
-    addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
-    return msgspec.structs.replace(state, masquerade_addresses=addresses)
+    return masquerading(desired(*made))
 
 
 class Wire:
@@ -60,20 +42,8 @@ class Wire:
     through them.
     """
 
-    def __init__(self, site: Site, plane: BpfPlane, programs: dict[str, Program]) -> None:
-        self.site = site
-        self.plane = plane
-        self._programs = programs
-
-    def pass_(self, packet: bytes) -> bytes:
-        """Runs ingress and egress; returns the packet as it leaves."""
-        for name in ("tc_ingress", "tc_egress"):
-            packet = run(self._programs[name], frame(packet)).packet_out[14:]
-        return packet
-
-    def verdict(self, packet: bytes, program: str = "tc_ingress") -> int:
-        """The verdict of one program."""
-        return run(self._programs[program], frame(packet)).retval
+    def __init__(self, path: Path_) -> None:
+        self.path, self.site, self.plane = path, path.site, path.plane
 
     def talk(self, v: int, which: int, port: int, script: str) -> None:
         """Sends the packets of a connection to a VIP. `script`: segments in the notation of
@@ -86,7 +56,7 @@ class Wire:
             datagram = word.strip("<") in "?!"
             ends = (pod, seen) if "<" in word else (client, vip)
             packet = udp(*ends, b"x") if datagram else talk.segment(word, *ends)
-            out = parse(self.pass_(packet), l2=False)
+            out = parsed(self.path.through(packet)[1])
             if "<" in word:
                 assert (out.source, out.destination) == (vip, client)
             else:
