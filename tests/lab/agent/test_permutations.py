@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same objects lead to the same maps, in whatever order they arrive; no objects to
-empty maps.
+"""The same objects lead to the same maps, in whatever order they arrive (see also
+tests/values/policy/test_any_order.py); no objects to empty maps.
 """
 
 import random
@@ -25,26 +25,6 @@ def all_at_once(node: FolderNode, objects: Objects) -> None:
     node.agent.start()
 
 
-def reversed_in_pieces(node: FolderNode, objects: Objects) -> None:
-    """In reverse order, a third at a time."""
-    node.agent.start()
-    in_pieces(node, objects[::-1])
-
-
-def shuffled_in_pieces(node: FolderNode, objects: Objects) -> None:
-    """In a random but reproducible order, a third at a time."""
-    node.agent.start()
-    in_pieces(node, random.Random(7).sample(objects, len(objects)))
-
-
-def split(node: FolderNode, objects: Objects) -> None:
-    """All Services first, then their slices, then the node."""
-    node.agent.start()
-    for kind in ("Service", "EndpointSlice", "Node"):
-        node.write([obj for obj in objects if obj["kind"] == kind])
-        node.settle()
-
-
 def doubled(node: FolderNode, objects: Objects) -> None:
     """Everything, nothing, everything again; and each object is in a second file, which is
     ignored.
@@ -58,11 +38,15 @@ def doubled(node: FolderNode, objects: Objects) -> None:
 
 
 def by_a_detour(node: FolderNode, objects: Objects) -> None:
-    """Each object is different at first: other ports, other endpoints, another zone."""
+    """Each object is different at first: other ports, other endpoints, another zone. Its last state
+    arrives in a random but reproducible order, a third at a time.
+    """
     node.agent.start()
     node.write([detour(obj) for obj in objects])
     node.settle()
-    in_pieces(node, objects)
+    for i in range(3):
+        node.write(random.Random(7).sample(objects, len(objects))[i::3])
+        node.settle()
 
 
 def through_restarts(node: FolderNode, objects: Objects) -> None:
@@ -78,14 +62,7 @@ def through_restarts(node: FolderNode, objects: Objects) -> None:
         node.agent.start()
 
 
-WAYS = (all_at_once, reversed_in_pieces, shuffled_in_pieces, split, doubled, by_a_detour, through_restarts)
-
-
-def in_pieces(node: FolderNode, objects: Objects) -> None:
-    third = len(objects) // 3 + 1
-    for i in range(0, len(objects), third):
-        node.write(objects[i : i + third])
-        node.settle()
+WAYS = (all_at_once, doubled, by_a_detour, through_restarts)
 
 
 def detour(obj: Object) -> Object:
@@ -107,23 +84,15 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def plays(lab: Lab, folder: Path, way: Way, *names: str) -> None:
-    with FolderNode(lab, folder) as node:
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way) -> None:
+    """All scenarios together."""
+    names = scenario.names()
+    with FolderNode(lab, tmp_path / "objects") as node:
         way(node, scenario.documents(*names))
         node.settle()
         assert scenario.lines(node.agent) == scenario.expected(*names)
         node.empty()
-
-
-@pytest.mark.parametrize("name", scenario.names())
-def test_a_scenario_leads_to_its_expected_maps(lab: Lab, tmp_path: Path, name: str) -> None:
-    plays(lab, tmp_path / "objects", all_at_once, name)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way) -> None:
-    """All scenarios together."""
-    plays(lab, tmp_path / "objects", way, *scenario.names())
 
 
 def test_an_api_server_leads_to_the_same_maps(cluster: Cluster) -> None:

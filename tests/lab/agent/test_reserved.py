@@ -4,7 +4,7 @@ the agent still reaches the API server, even through hooks that were pinned befo
 """
 
 import urllib.parse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 
@@ -26,12 +26,6 @@ from tests.support.lab.lab import PATIENCE, Place, ip, until
 
 INNOCENT = "198.51.100.9"
 """An ExternalIP that is allowed; the hijacked address gets the same backends."""
-
-
-@pytest.fixture(scope="module")
-def cluster(programs: None) -> Iterator[Cluster]:
-    with Cluster(1, "v") as made:
-        yield made
 
 
 def server(cluster: Cluster) -> tuple[str, int]:
@@ -64,11 +58,10 @@ def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Clu
 
         def told() -> list[Object]:
             found = cluster.kube.list("Event")["items"]
-            return [each for each in found if each["reason"] == "AddressRefused"]
+            mine = [each for each in found if each["regarding"]["name"] == "thief"]
+            return [each for each in mine if each["reason"] == "AddressRefused"]
 
-        (event,) = until("the Event is stored", told)
-        assert event["note"] == words
-        assert event["regarding"]["name"] == "thief"
+        assert {event["note"] for event in until("an Event is stored", told)} == {words}
     until("no problem is reported", lambda: not problems())
 
 
@@ -162,3 +155,5 @@ def test_the_agent_reaches_a_hijacked_api_server(cluster: Cluster, hooks: str) -
     agent.start(extra=arguments)
     assert f"{host}:{number}/TCP" not in cluster.served(), "the agent has received the deletion"
     assert answers(cluster, 5.0) == ""
+    agent.kill()
+    cluster.start(agent)

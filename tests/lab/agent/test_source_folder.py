@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import scenario
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, service, slice_port
 from tests.support.cluster.scenario import FolderNode, Object
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial, check
 from tests.support.lab.lab import Lab, ip, until
 from tests.support.lab.load import under_load
-
-OWN, OWN6 = "198.18.0.1", "[fd00:198:18::1]"
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +34,6 @@ def _whole(node: FolderNode) -> Iterator[None]:
     node.settle()
 
 
-ROWS = (
-    Dial("named ports that differ per slice", "a2", "10.96.0.20:80", "a1:8080 a3:8081"),
-    Dial("from the host", "host-1", "10.96.0.20:80", "a1:8080 a3:8081"),
-    Dial("IPv6", "a2", "[fd00:10:96::20]:80", "a1"),
-    Dial("NodePort", "host-1", f"{OWN}:30020", "a1 a3"),
-    Dial("NodePort, IPv6, pod", "a2", f"{OWN6}:30020", "a1"),
-    Dial("DNS over UDP", "a3", "10.96.0.10:53", "a2:8080", "udp"),
-    Dial("DNS over TCP", "a3", "10.96.0.10:53", "a2:8081"),
-    Dial("no endpoints", "a1", "10.96.0.23:80", REFUSED),
-    Dial("no endpoints, external IP", "a1", "192.0.2.23:80", REFUSED),
-    Dial("no endpoints, LB VIP", "a1", "192.0.2.123:80", REFUSED),
-)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_dial(node: FolderNode, row: Dial) -> None:
-    check(node, row)
-
-
 def test_added_changed_and_removed_files_are_applied(node: FolderNode) -> None:
     row, piece = web("10.96.0.99", "10.244.1.2")
     node.write([row])
@@ -72,56 +52,22 @@ def test_added_changed_and_removed_files_are_applied(node: FolderNode) -> None:
 
 
 def web(cluster_ip: str, *addresses: str) -> list[Object]:
-    """A Service and its slice as objects of a YAML file."""
-    labels = {"kubernetes.io/service-name": "web"}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "web"},
-            "spec": {"clusterIP": cluster_ip, "ports": [{"port": 80}]},
-        },
-        {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {"name": "web", "labels": labels},
-            "addressType": "IPv4",
-            "ports": [{"port": 8080}],
-            "endpoints": [{"addresses": list(addresses)}],
-        },
-    ]
+    """A Service and its slice."""
+    ends = [endpoint(address) for address in addresses]
+    return [service("web", cluster_ip=cluster_ip), endpoint_slice("web", *ends, ports=[slice_port(8080)])]
 
 
-BROKEN = (
-    ("not YAML", "kind: Service\n  spec: {", ":2"),
-    (
-        "text where a number must be",
-        "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
-        "  namespace: shop\nspec:\n  clusterIP: 10.96.0.20\n  ports:\n  - port: eighty\n",
-        ":9",
-    ),
-    (
-        "not an IP address",
-        "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
-        "  namespace: shop\nspec:\n  clusterIP: 10.96.0.300\n  ports: [{port: 80}]\n",
-        ":7",
-    ),
-)
-
-
-@pytest.mark.parametrize(("name", "text", "line"), BROKEN, ids=[row[0] for row in BROKEN])
-def test_a_broken_file_keeps_its_last_objects(node: FolderNode, name: str, text: str, line: str) -> None:
-    """`line`: the line number in the file that the problem names."""
+def test_a_broken_file_keeps_its_last_objects(node: FolderNode) -> None:
+    """The problem names the line."""
     path = node.folder / "service-shop-front.yaml"
     good = path.read_text()
-    scenario.put(node.folder, path.name, text)
+    scenario.put(node.folder, path.name, "kind: Service\n  spec: {")
     node.settle()
     check(node, Dial("the last good state", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
     check(node, Dial("another file", "a3", "10.96.0.10:53", "a2:8081"))
-    place = path.name + line
+    place = f"{path.name}:2"
     until("the problem is reported", lambda: [place in each for each in node.agent.status()["problems"]] == [True])
-    said = [each for each in node.agent.lines() if place in each]
-    assert len(said) == 1, "once, not at every poll"
+    assert len([each for each in node.agent.lines() if place in each]) == 1, "once, not at every poll"
     scenario.put(node.folder, path.name, good)
     node.settle()
     until("no problem is reported", lambda: not node.agent.status()["problems"])
@@ -170,12 +116,3 @@ def test_an_agent_without_free_descriptors_goes_on(node: FolderNode) -> None:
     node.settle()
     check(node, Dial("a change afterwards", "a3", "10.96.0.99:80", "a1"))
     until("nothing is reported", lambda: not agent.status()["packets"]["problem"])
-
-
-def test_a_restart_fails_no_connection(node: FolderNode) -> None:
-    with under_load(node, "10.96.0.20", "a2", "host-1") as load:
-        node.agent.stop()
-        node.write(web("10.96.0.99", "10.244.1.2"))
-        load.goes_on()
-        node.agent.start()
-        check(node, Dial("added during the restart", "a3", "10.96.0.99:80", "a1"))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kbpf verify` on a node that serves: nothing differs, also while everything changes. Then a row
-damages what the agent has attached or programmed while the agent is down, and names what must be
-found.
+damages what the agent has attached while the agent is down, and names what must be found. Damages
+of the maps: tests/programs/maps/test_differences.py.
 """
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -189,7 +190,7 @@ def test_changes_under_way_are_no_differences(node: FolderNode) -> None:
 def test_a_damage_is_found_while_everything_changes(node: FolderNode) -> None:
     with churn(node):
         until("changes are programmed", lambda: node.agent.status()["applied"] > 20)
-        with pinned(node, "cluster_ips") as map_:
+        with Map.open(node.agent.map_path("cluster_ips")) as map_:
             key = next(key for key, _ in map_.items() if key.endswith(bytes((10, 96, 0, 20))))
             map_.delete(key)
             document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
@@ -198,10 +199,6 @@ def test_a_damage_is_found_while_everything_changes(node: FolderNode) -> None:
 
 
 # ---- damages while the agent is down -------------------------------------------------------------
-
-
-def pinned(node: FolderNode, name: str) -> Map:
-    return Map.open(node.agent.map_path(name))
 
 
 def link(node: FolderNode, name: str) -> Path:
@@ -240,8 +237,6 @@ def replaced_hook(node: FolderNode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stranger_at_hook(node: FolderNode) -> Iterator[None]:
-    import os
-
     descriptor = os.open(node.agent.node.cgroup, os.O_RDONLY)
     try:
         with denying("stranger") as program, Link.attach(program, descriptor, CONNECT4):
@@ -273,50 +268,6 @@ def stranger_before_ours(node: FolderNode) -> Iterator[None]:
         yield
 
 
-def frozen_map(name: str) -> Damage:
-    """For good: the map is replaced by the next test that removes all pins."""
-
-    @contextlib.contextmanager
-    def act(node: FolderNode) -> Iterator[None]:
-        from kbpf.kernel.bpf import syscalls
-
-        with pinned(node, name) as map_:
-            assert syscalls.lib().bpf_map_freeze(map_.fd) == 0
-        yield
-
-    return act
-
-
-@contextlib.contextmanager
-def other_settings(node: FolderNode) -> Iterator[None]:
-    with pinned(node, "config") as map_:
-        map_.update(bytes(4), bytes(map_.value_size))
-    yield
-
-
-@contextlib.contextmanager
-def other_node(node: FolderNode) -> Iterator[None]:
-    with pinned(node, "node") as map_:
-        raw = map_.lookup(bytes(4))
-        map_.update(bytes(4), bytes(16) + raw[16:])
-    yield
-
-
-@contextlib.contextmanager
-def lost_device(node: FolderNode) -> Iterator[None]:
-    with pinned(node, "devices") as map_:
-        map_.delete(uplink(node)[1].to_bytes(4, "little"))
-    yield
-
-
-@contextlib.contextmanager
-def lost_frontend(node: FolderNode) -> Iterator[None]:
-    with pinned(node, "services") as map_:
-        key = next(k for k, _ in map_.items() if k[12:18] == bytes((10, 96, 0, 20, 0, 80)))
-        map_.delete(key)
-    yield
-
-
 @contextlib.contextmanager
 def new_service(node: FolderNode) -> Iterator[None]:
     service = churning_service(0)
@@ -325,21 +276,15 @@ def new_service(node: FolderNode) -> Iterator[None]:
     node.remove([service])
 
 
-@contextlib.contextmanager
-def removed_service(node: FolderNode) -> Iterator[None]:
-    (path,) = node.folder.glob("service-shop-front.yaml")
-    text = path.read_text()
-    path.unlink()
-    yield
-    path.write_text(text)
-
-
 class Row(NamedTuple):
-    """A damage, and for each difference that must be found the beginning of its line."""
+    """A damage, for each difference that must be found the beginning of its line, and what the kernel
+    must have for it.
+    """
 
     name: str
     damage: Damage
     found: tuple[str, ...]
+    feature: str = ""
 
 
 ROWS = (
@@ -363,29 +308,23 @@ ROWS = (
         detached_from_device,
         ("missing devices ingress of eth0: tc_ingress, as the device of a host",),
     ),
-    pytest.param(
-        Row(
-            "program of others before ours",
-            stranger_before_ours,
-            ("unreached on a device packets at ingress of eth0:  / stranger",),
-        ),
-        marks=needs("tcx"),
-        id="program of others before ours",
+    Row(
+        "program of others before ours",
+        stranger_before_ours,
+        ("unreached on a device packets at ingress of eth0:  / stranger",),
+        "tcx",
     ),
-    Row("settings changed", other_settings, ("changed config : ", "changed config : ", "changed config : ")),
-    Row("address for SNAT lost", other_node, ("changed node IPv4 for SNAT: 198.18.0.1 / none",)),
-    Row("device lost", lost_device, ("missing devices eth0: an entry",)),
-    Row("frontend lost", lost_frontend, ("missing services shop/front:http TCP IPv4: ClusterIP 10.96.0.20:80/TCP",)),
     Row(
         "Service added to the API",
         new_service,
         ("missing services default/churn-0 TCP IPv4: ClusterIP 10.96.8.1:80/TCP", "missing cluster_ips :"),
     ),
-    Row("Service removed from the API", removed_service, ("stale services shop/front:",)),
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: getattr(row, "name", None))
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=needs(row.feature) if row.feature else (), id=row.name) for row in ROWS]
+)
 def test_each_damage_is_named(down: FolderNode, row: Row) -> None:
     with row.damage(down):
         document = verify_as_json(down, *flags(down))

@@ -19,7 +19,6 @@ from tests.support.lab.lab import PATIENCE, Node, Place, ip, let_forward, run
 from tests.support.lab.tunnel import Tunnel
 from tests.support.packets.parse import Icmp, Packet
 
-BULK = 7000
 OVERLAY_MTU, ROUTERS_MTU = 1450, 1400
 WAYS = {"routed": "eth0", "answers": "vx0", "vxlan": "vx0", "gpe": "gpe0", "tun": "tun0", "routers": "r0"}
 """The device that leads to the other node's pods."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many connections and datagrams through NodePorts while backends come and go; and what happens
-when the ports for masqueraded connections, or the flow maps, are exhausted.
+"""Many connections and datagrams through NodePorts while backends come and go. What happens when the
+ports for masqueraded connections or the flow maps are exhausted: tests/programs/packets/path and
+tests/programs/maps/flows.
 """
 
 import socket
@@ -8,13 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import MAPS, Reason
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.field import FORWARDINGS, Field, at, both_families, forward, split, there
 from tests.support.lab.lab import Agent, Place, until
 from tests.support.lab.load import under_load
 
-CONNECTIONS = 20_000
+CONNECTIONS = 6_000
 CLIENTS = ("outside", "out-2", "out-3")
 PODS = "a1 a2 b1 b2"
 POD_UDP = slice_port(8080, protocol="UDP")
@@ -77,62 +77,6 @@ def test_no_connection_fails_while_endpoints_and_agents_change(field: Field) -> 
     field.delete(*others)
 
 
-PORTS = 64
-
-
-@pytest.mark.parametrize("how", FORWARDINGS)
-def test_with_all_masquerade_ports_taken_new_connections_get_none(how: str) -> None:
-    """The 65th connection gets no port and is counted, the others continue, and the port of a
-    closed connection is reused.
-    """
-    ports = f"61000-{61000 + PORTS - 1}"
-    with Field(*forward(how), "--masquerade-ports", ports, name="px", pods=(1, 1)) as field:
-        field.create(*field.all_ways(72, "b1"))
-        field.settle()
-        client, to = field["outside"], split(at("NodePort", 72))
-        names = []
-        # Ports are tried at random: with few free ones a try may find none, which is counted.
-        while len(names) < PORTS:
-            name = f"c{len(names)}"
-            if "name" in client.tcp(*to, keep=name, timeout=30.0):
-                names.append(name)
-        before = field.agent.reasons()[Reason.NO_SNAT_PORT]
-        assert "error" in client.tcp(*to, timeout=0.5)
-        assert field.agent.reasons()[Reason.NO_SNAT_PORT] > before
-        for name in names:
-            assert client.ask("talk", keep=name).get("name") == "b1"
-        for name in names[: PORTS // 2]:
-            client.ask("drop", keep=name)
-        assert client.tcp(*to, timeout=30.0).get("name") == "b1"
-        for name in names[PORTS // 2 :]:
-            assert client.ask("talk", keep=name).get("name") == "b1"
-
-
-FULL = 1000
-"""The smallest --max-connections that the agent accepts."""
-
-
-@pytest.mark.parametrize("how", FORWARDINGS)
-def test_full_flow_maps_accept_new_connections_and_keep_used_ones(how: str) -> None:
-    """New connections always work and connections in use stay, because closed ones are evicted."""
-    with Field(*forward(how), "--max-connections", str(FULL), name="fm", pods=(1, 1)) as field:
-        field.create(*field.all_ways(73, "a1"), *field.all_ways(74, "b1"))
-        field.settle()
-        client = field["outside"]
-        ends = [split(at("NodePort", number)) for number in (73, 74)]
-        used = {f"used-{number}": to for number, to in enumerate(ends * 4)}
-        for name, to in used.items():
-            assert "name" in client.tcp(*to, keep=name)
-        for _ in range(2 * FULL // 100):
-            for to in ends:
-                got = client.many(50, *to)
-                assert got["errors"] == {}, got
-            for name in used:
-                assert "name" in client.ask("talk", keep=name)
-        room = FULL * MAPS["flows"].entries_per_object
-        assert room >= len(field.agent.entries("flows")) > room // 2, "the map must be full, or nothing is tested"
-
-
 # ---- datagrams -----------------------------------------------------------------------------------
 
 DATAGRAMS, SOCKETS = 10_000, 500
@@ -186,12 +130,9 @@ FRAGMENTED = 7001
 @pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
 def test_fragmented_datagrams_are_translated(field: Field, name: str, v6: bool) -> None:
     """8 kB each way, in six fragments, of which only the first has ports."""
-    service, *_ = field.all_ways(77, "", "UDP")
-    port = slice_port(FRAGMENTED, protocol="UDP")
-    ends = (field.slice("web-77", name, port, v6=six) for six in (False, True))
     own = field.lab.nodes[0].ip6 if v6 else field.lab.nodes[0].ip
     with (
-        field.given(service, *ends),
+        field.given(*field.all_ways(77, name, "UDP", target=FRAGMENTED)),
         bound(field[name], v6, FRAGMENTED) as server,
         bound(field["outside"], v6, 0) as client,
     ):

@@ -6,13 +6,8 @@ tests/rows/outside.py.
 """
 
 import contextlib
-import random
-import re
-import socket
 import struct
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -22,10 +17,12 @@ import pytest
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from tests.lab.outside.pod_network import forget, learned
 from tests.rows.outside import ROWS, objects
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial
 from tests.support.lab.field import (
+    BULK,
     NODES4,
     WAIT,
     WITH_CONNTRACK,
@@ -37,8 +34,9 @@ from tests.support.lab.field import (
     may_see,
     split,
     there,
+    transfer,
 )
-from tests.support.lab.lab import PATIENCE, Agent, Place, inside, ip, settled, until
+from tests.support.lab.lab import Agent, Place, inside, ip, settled, until
 from tests.support.lab.lab import run as command
 from tests.support.lab.load import under_load
 from tests.support.lab.offloads import offload
@@ -52,8 +50,15 @@ from tests.support.packets.wire import Wire
 
 @pytest.fixture(scope="module", params=WITH_CONNTRACK)
 def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+    """The Services of the rows, and those of bulk transfers: 41 (local), 42 (remote), 43 (local,
+    policy Local).
+    """
     with Field(*forward(request.param)) as made:
         made.create(*objects(made))
+        for number, who, policy in ((41, "a1", "Cluster"), (42, "b1", "Cluster"), (43, "a1", "Local")):
+            made.create(*made.all_ways(number, who, target=BULK, external_policy=policy))
+        for name in ("a1", "b1"):
+            made[name].ask("serve_bulk", ports=[BULK])
         made.settle()
         yield made
 
@@ -139,6 +144,7 @@ def test_a_frame_to_all_machines_is_neither_served_nor_refused(field: Field, v6:
 
 @both_families
 @CLIENTS
+@pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
 def test_an_unknown_external_port_is_refused_by_the_node(field: Field, name: str, v6: bool) -> None:
     """External addresses: the node's stack answers from its own address, as it has no route. It
     answers five packets of an IPv4 client at once, and then one a second (ip_error() of Linux).
@@ -173,106 +179,6 @@ def test_affinity_spans_all_addresses_of_a_service(field: Field, v6: bool) -> No
     assert len(names) == 1
 
 
-# ---- bulk transfers ------------------------------------------------------------------------------
-
-BULK = 7000
-"""A port of the pods on which only bulk() listens."""
-MEGABYTES = 4 << 20
-
-
-@pytest.fixture(scope="module")
-def heavy(field: Field) -> Field:
-    """Services 41 (local), 42 (remote) and 43 (local, policy Local), with bulk()'s port as
-    target.
-    """
-    for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
-        more = {"external_policy": "Local"} if number == 43 else {}
-        service, *_ = field.all_ways(number, "", **more)
-        port = slice_port(BULK)
-        slices = (field.slice(f"web-{number}", who, port, v6=v6) for v6 in (False, True))
-        field.create(service, *slices)
-    field.settle()
-    return field
-
-
-def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = PATIENCE) -> str:
-    """Sends `size` bytes to the backend and back and compares them. Returns the client address that
-    the backend sees.
-    """
-    data = random.Random(size).randbytes(size)
-    host, number = split(to)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = there(backend, lambda: socket.create_server(("", BULK), family=family))
-    talker = there(client, lambda: socket.socket(family, socket.SOCK_STREAM))
-    with listener, talker:
-        listener.settimeout(seconds)
-        talker.settimeout(seconds)
-        seen: list[bytes] = []
-        peers: list[str] = []
-        echo = threading.Thread(target=_echo, args=(listener, size, seconds, peers, seen))
-        send = threading.Thread(target=_send, args=(talker, data))
-        echo.start()
-        try:
-            talker.connect((host, number))
-            send.start()
-            back = _receive(talker, size)
-        finally:
-            echo.join()
-        send.join()
-    assert b"".join(seen) == data, "the backend received other bytes"
-    assert back == data, "other bytes came back"
-    return peers[0]
-
-
-def _send(talker: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # the comparison below reports what is missing
-        talker.sendall(data)
-
-
-def _receive(talker: socket.socket, size: int) -> bytes:
-    got = bytearray()
-    while len(got) < size and (piece := talker.recv(1 << 16)):
-        got += piece
-    return bytes(got)
-
-
-def _echo(listener: socket.socket, size: int, seconds: float, peers: list[str], seen: list[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        peer, address = listener.accept()
-        peers.append(address[0])
-        with peer:
-            peer.settimeout(seconds)
-            while sum(map(len, seen)) < size and (piece := peer.recv(1 << 16)):
-                seen.append(piece)
-                peer.sendall(piece)
-
-
-@pytest.fixture(params=[True, False], ids=["GSO", "checksums"])
-def sends(request: pytest.FixtureRequest, heavy: Field) -> Iterator[None]:
-    """With segmentation and checksum offload on the sending devices, and without."""
-    ends = [(heavy.lab.outside, heavy.lab.prefix)]
-    ends += [(heavy[name].netns, "eth0") for name in ("a1", "b1")]
-    for where, device in ends:
-        offload(where, device, "tx", request.param)
-    yield
-    for where, device in ends:
-        offload(where, device, "tx", True)
-
-
-@both_families
-@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
-@pytest.mark.usefixtures("sends")
-def test_megabytes_arrive_intact(heavy: Field, number: int, backend: str, v6: bool) -> None:
-    bulk(heavy["outside"], at("NodePort", number, v6), heavy[backend], MEGABYTES)
-
-
-@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1")])
-@pytest.mark.usefixtures("sends")
-def test_megabytes_of_an_unhooked_pod_arrive_intact(heavy: Field, number: int, backend: str) -> None:
-    """a1 to itself, and to a pod of another node."""
-    bulk(heavy["a1!"], at("ClusterIP", number), heavy[backend], MEGABYTES)
-
-
 # ---- smaller packets -----------------------------------------------------------------------------
 
 NARROW = 1300
@@ -280,9 +186,9 @@ FAR4, FAR6 = "198.51.100.7", "fd00:198:51::7"
 
 
 @pytest.fixture(scope="module")
-def far(heavy: Field) -> Iterator[Place]:
+def far(field: Field) -> Iterator[Place]:
     """A client behind a router; the router is the outside machine."""
-    lab = heavy.lab
+    lab = field.lab
     where = f"{lab.prefix}far"
     lab.add_netns(where)
     ip(f"link add far type veth peer name eth0 netns {where}", netns=lab.outside)
@@ -301,7 +207,7 @@ def far(heavy: Field) -> Iterator[Place]:
     settled(where, FAR6)
     sysctl = "echo 1 > /proc/sys/net/ipv4/ip_forward;echo 1 > /proc/sys/net/ipv6/conf/all/forwarding"
     command(*inside(lab.outside, None, "sh", "-c"), sysctl)
-    return heavy.unhook("far", where, FAR4, FAR6, lab.nodes[0])
+    return field.unhook("far", where, FAR4, FAR6, lab.nodes[0])
 
 
 @contextlib.contextmanager
@@ -312,13 +218,6 @@ def narrow(where: str | None, route: str, after: str) -> Iterator[None]:
         yield
     finally:
         ip(after, netns=where)
-
-
-def learned(place: Place, to: str) -> int:
-    """The path MTU that this place has cached."""
-    said = command("ip", "-n", str(place.netns), "route", "get", to)
-    found = re.search(r"mtu (\d+)", said)
-    return int(found[1]) if found else 0
 
 
 NARROWS = {
@@ -334,42 +233,35 @@ NARROWS = {
 
 @both_families
 @pytest.mark.parametrize("case", NARROWS)
-def test_the_path_mtu_is_found(heavy: Field, far: Place, case: str, v6: bool) -> None:
+def test_the_path_mtu_is_found(field: Field, far: Place, case: str, v6: bool) -> None:
     number, backend, name = NARROWS[case]
-    client, pod = heavy[name], heavy[backend]
-    first, second = heavy.lab.nodes
+    client, pod = field[name], field[backend]
+    first, second = field.lab.nodes
     address = pod.ip6 if v6 else pod.ip
     bits = 128 if v6 else 32
     to = at("NodePort", number, v6)
     if name == "far":
         route = f"{FAR6 if v6 else FAR4}/{bits} dev far"
-        where, after = heavy.lab.outside, f"route del {route}"
+        where, after = field.lab.outside, f"route del {route}"
     elif case == "between the nodes":
         route = f"{address}/{bits} via {second.ip6 if v6 else second.ip}"
         where, after = first.netns, f"route del {route}"
     else:
-        home = heavy.home[backend]
+        home = field.home[backend]
         route = f"{address}/{bits} dev p1" + ("" if v6 else f" src 10.244.{home.number}.1")
         where, after = home.netns, f"route replace {route}"
     own, far_ip = (first.ip6, FAR6) if v6 else (first.ip, FAR4)
     sender = pod if name == "far" else client  # of the packets that are too big
-    _forget(sender)
+    forget(sender)
     with narrow(where, route, after):
-        seen = bulk(client, to, pod, 1 << 20)
-        if sender is pod:
-            assert seen in may_see(heavy, far_ip if number == 43 else own)
-        assert learned(sender, seen if sender is pod else split(to)[0]) == NARROW
-    _forget(sender)
-
-
-def _forget(place: Place) -> None:
-    for family in ("-4", "-6"):
-        command("ip", "-n", str(place.netns), family, "route", "flush", "cache")
+        transfer(client, to)
+        seen = may_see(field, far_ip if number == 43 else own) if sender is pod else (split(to)[0],)
+        assert NARROW in {learned(sender, address) for address in seen}
+    forget(sender)
 
 
 # ---- changes -------------------------------------------------------------------------------------
 
-ENDS = [Agent.stop, Agent.kill]
 POD_UDP = slice_port(8080, protocol="UDP")
 
 
@@ -382,49 +274,39 @@ def _runs(field: Field) -> Iterator[None]:
             agent.start()
 
 
-@pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
-def test_no_connection_fails_when_the_agent_restarts(field: Field, end: Callable[[Agent], int | None]) -> None:
-    client = field["outside"]
-    ways = product(("NodePort", "VIP"), (11, 12, 14), (False, True))
-    kept = {f"{kind}{number}{v6}": at(kind, number, v6) for kind, number, v6 in ways}
-    for name, to in kept.items():
-        assert "name" in client.tcp(*split(to), keep=name)
-    host, number = split(at("NodePort", 13))
+TURNS: tuple[tuple[str, Callable[[Agent], object] | None], ...] = (
+    ("a1 a2", None),
+    ("b1 a2/draining", Agent.stop),
+    ("a1 b1 b2", None),
+    ("b2/draining a1/draining", Agent.kill),
+    ("a1 a2 b1", None),
+)
+"""Which backends serve, and how the agent ends before it is started again."""
+
+
+@pytest.mark.parametrize("field", WITH_CONNTRACK[-1:], indirect=True)
+def test_no_connection_fails_while_endpoints_and_agents_change(field: Field) -> None:
+    """For another `--forwarding` than in test_churn.py."""
+    host, number = split(at("NodePort", 51))
     with (
-        under_load(field, host, "outside", port=number, answers="a1 b1") as tcp,
-        under_load(field, "10.96.0.23", "a2!", protocol="udp", answers="a1 b1") as udp,
+        field.given(*field.all_ways(51, "a1"), *field.all_ways(55, "b1 b2", "UDP")),
+        under_load(field, host, "outside", port=number, answers="a1 a2 b1 b2") as outer,
+        under_load(field, "10.96.0.51", "a2!", answers="a1 a2 b1 b2") as inner,
+        under_load(field, "10.96.0.55", "a1!", protocol="udp", answers="b1 b2") as udp,
     ):
-        assert end(field.agent) in (0, None)
-        for load in (tcp, udp):
-            load.goes_on()
-        field.agent.start()
-    for name in kept:
-        assert "name" in client.ask("talk", keep=name), f"{name} must survive"
-        client.ask("drop", keep=name)
-
-
-def test_a_restart_attaches_no_hook_again(field: Field) -> None:
-    assert field.agent.stop() == 0
-    field.agent.start()
-    assert "hooks attached changed=0" in "\n".join(field.agent.lines())
-
-
-def test_no_connection_fails_while_endpoints_change(field: Field) -> None:
-    turns = ("a1 a2", "a2", "b1 a2/draining", "a1 b1 b2", "b2/draining a1/draining", "a1 a2 b1")
-    with field.given(*field.all_ways(51, "a1")):
-        host, number = split(at("NodePort", 51))
-        with (
-            under_load(field, host, "outside", port=number, answers="a1 a2 b1 b2") as load,
-            under_load(field, "10.96.0.51", "a2!", answers="a1 a2 b1 b2") as inner,
-        ):
-            for who in turns:
-                field.change(field.slice("web-51", who))
-                for each in (load, inner):
-                    each.goes_on(5)
+        for who, end in TURNS:
+            field.change(field.slice("web-51", who))
+            if end is not None:
+                assert end(field.agent) in (0, None)
+                outer.goes_on()
+                field.agent.start()
+            for load in (outer, inner, udp):
+                load.goes_on(5)
 
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!"])
+@pytest.mark.parametrize("field", WITH_CONNTRACK[::2], indirect=True)
 def test_a_udp_flow_changes_backend_when_its_backend_stops(field: Field, name: str, v6: bool) -> None:
     """Flows are deleted after the write that settle() waits for, so the test has to retry."""
     client = field[name]
@@ -496,29 +378,20 @@ def served(field: Field) -> None:
     check(field, Dial("VIP served", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))
 
 
-def test_switching_the_packet_path_off_detaches_all_programs(field: Field) -> None:
+@pytest.mark.parametrize("how", ["--packet-path false", "kbpf cleanup"])
+def test_all_programs_are_detached_by(field: Field, how: str) -> None:
     served(field)
-    field.agent.stop()
-    field.agent.start(extra=("--packet-path", "false"))
-    try:
+    agent = field.agent
+    agent.stop()
+    if how == "kbpf cleanup":
+        kbpf = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(agent.pin_dir))
+        command(*inside(agent.node.netns, None, *kbpf))
+        assert not agent.pin_dir.exists()
         unserved(field)
-        check(
-            field,
-            Dial("socket hooks still serve", "a2", "10.96.0.11:80", "a1", "tcp", field["a2"].ip),
-        )
-    finally:
-        field.agent.stop()
-    field.agent.start()
-    served(field)
-
-
-def test_cleanup_detaches_all_programs(field: Field) -> None:
-    served(field)
-    field.agent.stop()
-    clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
-    done = subprocess.run(inside(field.agent.node.netns, None, *clean), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    unserved(field)
-    assert not field.agent.pin_dir.exists()
-    field.agent.start()
+    else:
+        agent.start(extra=how.split())
+        unserved(field)
+        check(field, Dial("socket hooks still serve", "a2", "10.96.0.11:80", "a1", "tcp", field["a2"].ip))
+        agent.stop()
+    agent.start()
     served(field)

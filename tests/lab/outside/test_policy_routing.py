@@ -16,13 +16,24 @@ import pytest
 
 from kbpf.kernel.system import netns, sysctl
 from tests.lab.outside.netfilter import tables
-from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import FORWARDINGS, NODES4, OUT4, OUT6, Field, at, both_families, check, forward, split
+from tests.support.lab.field import (
+    BULK,
+    FORWARDINGS,
+    NODES4,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+    forward,
+    split,
+    transfer,
+)
 from tests.support.lab.lab import Node, ip, let_forward, run
 from tests.support.packets.wire import Wire
 
-BULK = 7000
 VPC = "10.244.0.0/16"
 TABLES = {
     "iptables": (
@@ -112,17 +123,12 @@ def field(request: pytest.FixtureRequest) -> Iterator[TwoInterfaces]:
                 ways = made.all_ways(base + number, who, protocol, external_policy=policy)
                 made.create(*ways)
         made["a2"].ask("serve_bulk", ports=[BULK])
-        made.create(made.all_ways(61, "")[0], *_slices(made, 61, slice_port(BULK)))
-        made.create(made.all_ways(62, "", "UDP")[0], *_slices(made, 62, slice_port(9, "", "UDP")))
+        made.create(*made.all_ways(61, "a2", target=BULK), *made.all_ways(62, "a2", "UDP", target=9))
         made.settle()
         yield made
 
 
 SERVICES = ((11, "a1", "Cluster"), (12, "a2", "Cluster"), (13, "a1", "Local"), (14, "a2", "Local"))
-
-
-def _slices(made: TwoInterfaces, number: int, port: dict[str, object]) -> Iterator[object]:
-    return (made.slice(f"web-{number}", "a2", port, v6=v6) for v6 in (0, 1))
 
 
 @both_families
@@ -185,10 +191,7 @@ def test_rules_that_change_while_a_connection_lasts(field: TwoInterfaces, protoc
 
 @both_families
 def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(field: TwoInterfaces, v6: bool) -> None:
-    host, port = split(at("NodePort", 61, v6))
-    got = field["outside"].ask("bulk", host=host, port=port, size=1 << 20, family="6" if v6 else "4")
-    assert got.get("there") is True, got
-    assert got.get("back") is True, got
+    transfer(field["outside"], at("NodePort", 61, v6))
 
 
 @both_families

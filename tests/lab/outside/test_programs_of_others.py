@@ -24,14 +24,12 @@ from tests.programs.packets.test_hook_probe import OK, returning
 from tests.support.features import needs
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import NODES4, NODES6, Field, at, check, split, there
-from tests.support.lab.lab import PATIENCE, run, until
+from tests.support.lab.lab import run, until
 from tests.support.lab.load import under_load
 
 pytestmark = needs("tcx")
 
 ETH_P_ALL = 3
-MOVED_AFTER = 2 * PATIENCE
-"""The agent looks at the order every 30 s."""
 
 
 class Beside(Field):
@@ -52,7 +50,7 @@ class Beside(Field):
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Beside]:
-    with Beside(name="po", pods=(2, 1)) as made:
+    with Beside(name="po", pods=(2, 1), module="tests.support.runtime.hasty_agent") as made:
         made.create(*made.all_ways(81, "a1"), *made.all_ways(82, "b1"))
         made.settle()
         yield made
@@ -148,7 +146,7 @@ def test_program_in_front_is_named_and_passed(field: Beside, capsys: pytest.Capt
             code, (detail,) = check_attached(field, capsys)
         assert code == 1
         assert f"in_front (id {program.read_info().id}, tcx) runs before kbpf's program" in detail
-        until("ours is in front", lambda: not check_attached(field, capsys)[0], MOVED_AFTER)
+        until("ours is in front", lambda: not check_attached(field, capsys)[0])
         for row in rows():
             check(field, row)
         assert check_attached(field, capsys) == (0, [])
@@ -177,5 +175,5 @@ def test_no_connection_is_lost_while_ours_is_moved(field: Beside) -> None:
         under_load(field, host, "outside", port=port, answers="a1", pause=0.002) as load,
         field.attach(program, flags=BPF_F_BEFORE),
     ):
-        until("ours is in front", lambda: count_moves(field) > moves, MOVED_AFTER)
+        until("ours is in front", lambda: count_moves(field) > moves)
         load.goes_on(100)

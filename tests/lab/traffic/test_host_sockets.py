@@ -13,7 +13,6 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from tests.support.cluster.cluster import HOST_PORT, UNROUTED
-from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, both_families, check, split
 from tests.support.lab.lab import Agent, inside, ip, until
@@ -37,10 +36,7 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
             for number, who in ((1, "a1"), (2, "b1"), (3, "a1 b1"), (6, "")):
                 made.create(*made.all_ways(base + number, who, protocol))
             made.create(*made.all_ways(base + 4, "b1", protocol, external_policy="Local"))
-            made.create(made.all_ways(base + 7, "", protocol)[0])
-            port = slice_port(HOST_PORT, protocol=protocol)
-            slices = (made.slice(f"web-{base + 7}", "a-net", port, v6=v6) for v6 in (False, True))
-            made.create(*slices)
+            made.create(*made.all_ways(base + 7, "a-net", protocol, target=HOST_PORT))
             for number, ranges in ((8, NOT_IN), (9, NODE_1), (10, POD_2)):
                 made.create(*made.all_ways(base + number, "a1 b1", protocol, source_ranges=ranges))
         made.settle()

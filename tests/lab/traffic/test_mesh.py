@@ -74,37 +74,27 @@ class Mesh(NamedTuple):
             run("ip", family, "-n", netns, *line.split())
 
 
-ISTIO_SIDECAR = Mesh(
-    "istio-sidecar",
-    ("sidecar.istio.io/status", '{"initContainers":["istio-init"],"containers":["istio-proxy"]}'),
-    port=15001,
-    user=1337,
-)
-ISTIO_AMBIENT = Mesh(
-    "istio-ambient",
-    ("ambient.istio.io/redirection", "enabled"),
-    port=15001,
-    mark=0x539,
-    routes=(  # istio/istio 0eea8146, cni/pkg/iptables/iptables_linux.go
-        "rule add fwmark 0x111/0xfff pref 32764 lookup 100",
-        "route add local default dev lo table 100",
-    ),
-)
 LINKERD = Mesh("linkerd", ("linkerd.io/proxy-version", "edge-26.11.1"), port=4140, user=2102)
-CONSUL = Mesh(
-    "consul",
-    ("consul.hashicorp.com/transparent-proxy-status", "enabled"),
-    port=15001,
-    user=5995,
+MESHES = (
+    Mesh(
+        "istio-sidecar",
+        ("sidecar.istio.io/status", '{"initContainers":["istio-init"],"containers":["istio-proxy"]}'),
+        port=15001,
+        user=1337,
+    ),
+    Mesh(
+        "istio-ambient",
+        ("ambient.istio.io/redirection", "enabled"),
+        port=15001,
+        mark=0x539,
+        routes=(  # istio/istio 0eea8146, cni/pkg/iptables/iptables_linux.go
+            "rule add fwmark 0x111/0xfff pref 32764 lookup 100",
+            "route add local default dev lo table 100",
+        ),
+    ),
+    LINKERD,
+    Mesh("consul", ("consul.hashicorp.com/transparent-proxy-status", "enabled"), port=15001, user=5995),
 )
-ISTIO_AMBIENT_PENDING = ISTIO_AMBIENT._replace(annotation=("ambient.istio.io/redirection", "pending"))
-MESHES = {
-    "istio-sidecar": ISTIO_SIDECAR,
-    "istio-ambient": ISTIO_AMBIENT,
-    "istio-ambient pending": ISTIO_AMBIENT_PENDING,
-    "linkerd": LINKERD,
-    "consul": CONSUL,
-}
 
 
 @pytest.fixture(scope="module")
@@ -163,35 +153,34 @@ def _remove(pod: Path) -> None:
         pod.parent.rmdir()
 
 
-@pytest.fixture(params=MESHES.values(), ids=MESHES)
-def pod(field: Field, request: pytest.FixtureRequest) -> Iterator[MeshPod]:
+@contextlib.contextmanager
+def meshed(field: Field, mesh: Mesh) -> Iterator[MeshPod]:
     with contextlib.ExitStack() as stack:
-        pod = MeshPod(field, request.param, stack)
+        pod = MeshPod(field, mesh, stack)
         stack.callback(field.delete, pod.object())
         yield pod
 
 
-def test_a_redirected_pod_is_left_to_the_packet_path(
-    field: Field, pod: MeshPod, request: pytest.FixtureRequest
-) -> None:
-    mesh: Mesh = request.node.callspec.params["pod"]
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
+def test_a_redirected_pod_is_left_to_the_packet_path(field: Field, mesh: Mesh) -> None:
     backends = [[address, 8080] for address in (field["a1"].ip, field["a1"].ip6)]
+    with meshed(field, mesh) as pod:
 
-    def originals() -> list[object]:
-        return [pod.dial(host)["original"] for host in HOSTS]
+        def originals() -> list[object]:
+            return [pod.dial(host)["original"] for host in HOSTS]
 
-    field.change(pod.object())
-    assert originals() == backends, "without the annotation it is translated"
-    field.change(pod.object(**dict([mesh.annotation])))
-    until("the pod is exempt", pod.is_exempt)
-    until("the hooks know it", lambda: not any(map(backends.__contains__, originals())))
-    assert originals() == [[host, PORT] for host in HOSTS], "the proxy sees the Service's address"
-    for host in HOSTS:
-        answer = pod.dial(host)
-        assert answer.get("name") == "a1", f"the proxy's own connection: {answer}"
-    assert translated_at_connect(field), "a pod beside keeps the socket hooks"
-    field.change(pod.object())
-    until("the pod has left the mesh", lambda: originals() == backends)
+        field.change(pod.object())
+        assert originals() == backends, "without the annotation it is translated"
+        field.change(pod.object(**dict([mesh.annotation])))
+        until("the pod is exempt", pod.is_exempt)
+        until("the hooks know it", lambda: not any(map(backends.__contains__, originals())))
+        assert originals() == [[host, PORT] for host in HOSTS], "the proxy sees the Service's address"
+        for host in HOSTS:
+            answer = pod.dial(host)
+            assert answer.get("name") == "a1", f"the proxy's own connection: {answer}"
+        assert translated_at_connect(field), "a pod beside keeps the socket hooks"
+        field.change(pod.object())
+        until("the pod has left the mesh", lambda: originals() == backends)
 
 
 def translated_at_connect(field: Field) -> bool:
@@ -203,9 +192,7 @@ def translated_at_connect(field: Field) -> bool:
 
 
 def test_meshes_can_be_ignored(field: Field) -> None:
-    with contextlib.ExitStack() as stack:
-        pod = MeshPod(field, LINKERD, stack)
-        stack.callback(field.delete, pod.object())
+    with meshed(field, LINKERD) as pod:
         field.agent.stop()
         field.agent.start(extra=("--mesh-pods", "false"))
         field.change(pod.object(**dict([LINKERD.annotation])))

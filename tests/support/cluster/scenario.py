@@ -66,6 +66,10 @@ def _line(at: str, behind: dict[str, Any]) -> str:
     return "; ".join(word for word in words if not word.endswith(": "))
 
 
+NONE = "none.yaml"
+"""A file without objects: an empty folder keeps its objects for a minute."""
+
+
 class FolderNode(cluster.Places):
     """The first node of a lab with its folder. A context manager; it does not start the agent."""
 
@@ -81,7 +85,7 @@ class FolderNode(cluster.Places):
 
     def __enter__(self) -> Self:
         self.folder.mkdir()
-        (self.folder / "none.yaml").touch()  # an empty folder keeps its objects for a minute
+        (self.folder / NONE).touch()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,11 +104,12 @@ class FolderNode(cluster.Places):
             (self.folder / file_of(obj)).unlink()
 
     def empty(self) -> None:
-        """Deletes all files and waits until the maps are empty: those of WRITTEN, and of all others
+        """Deletes all objects and waits until the maps are empty: those of WRITTEN, and of all others
         what belonged to Services, which is deleted a moment later.
         """
         for path in self.folder.glob("*.yaml"):
-            path.unlink()
+            if path.name != NONE:
+                path.unlink()
         until("the maps are empty", lambda: not any(map(self.agent.entries, WRITTEN)))
 
         def strays() -> object:

@@ -40,6 +40,8 @@ whatever has changed since. None of those that the kernel gives to hooked client
 nor of `--masquerade-ports`: a CNI that masquerades a pod keeps the port, which a client outside may
 have too.
 """
+BULK = 7000
+"""The port of a pod's `serve_bulk`."""
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
 
@@ -205,6 +207,13 @@ def may_see(field: Field, address: str) -> frozenset[str]:
         if field.agent.mode == "ipvs" and address in (ip4, ip6):
             return frozenset((address, gate(number, v6=address == ip6)))
     return frozenset((address,))
+
+
+def transfer(client: Place, to: str, size: int = 1 << 20) -> None:
+    """Sends bytes to a pod's BULK and back. Each side must receive what the other sent."""
+    host, port = split(to)
+    got = client.ask("bulk", host=host, port=port, size=size, family="6" if ":" in host else "4")
+    assert (got.get("there"), got.get("back")) == (True, True), got
 
 
 def there(place: Place, action: Callable[[], Any]) -> Any:

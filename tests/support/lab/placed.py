@@ -78,15 +78,23 @@ class Placed:
         family = "IPv6" if v6 else "IPv4"
         return endpoint_slice(owner, *self.endpoints(who, v6), ports=rows, family=family, name=name)
 
-    def web(self, number: int, who: str, protocol: str = "TCP", dual: bool = False, **options: Any) -> list[Object]:
-        """The Service web-NUMBER at 10.96.0.NUMBER (and fd00:10:96::NUMBER), port 80 → 8080."""
+    def web(
+        self,
+        number: int,
+        who: str,
+        protocol: str = "TCP",
+        dual: bool = False,
+        target: int = POD_PORTS[0],
+        **options: Any,
+    ) -> list[Object]:
+        """The Service web-NUMBER at 10.96.0.NUMBER (and fd00:10:96::NUMBER), port 80 → `target`."""
         name = f"web-{number}"
         ips = [f"10.96.0.{number}", f"fd00:10:96::{number}"][: 1 + dual]
         families = ("IPv4", "IPv6") if dual else ()
         row = port(80, protocol=protocol, node_port=options.pop("node_port", None))
         made = [service(name, row, cluster_ips=ips, families=families, **options)]
-        target = slice_port(POD_PORTS[0], protocol=protocol)
-        return made + [self.slice(name, who, target, v6=v6) for v6 in (False, True)[: 1 + dual]]
+        end = slice_port(target, protocol=protocol)
+        return made + [self.slice(name, who, end, v6=v6) for v6 in (False, True)[: 1 + dual]]
 
     def all_ways(self, number: int, who: str, protocol: str = "TCP", **options: Any) -> list[Object]:
         """A Service with every kind of address in both families; field.at() gives the addresses."""
