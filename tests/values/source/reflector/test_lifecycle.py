@@ -23,19 +23,7 @@ from kbpf.source.base import SourceState
 from kbpf.source.decode.decode import DecodedObject
 from tests.support.faults.scripted import Exchange, ScriptedServer, quiet
 from tests.support.lab.lab import until
-from tests.values.source.reflector.scripted import (
-    LISTED_A,
-    PAGES,
-    Run,
-    added,
-    bookmark,
-    error,
-    listed,
-    listed_a,
-    service,
-    status,
-    streamed,
-)
+from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, bookmark, status, step
 
 # --- no tight loop ---
 
@@ -43,19 +31,19 @@ from tests.values.source.reflector.scripted import (
 @pytest.mark.parametrize(
     ("name", "script"),
     [
-        ("watches that end at once", [streamed(then=Exchange.end)]),
-        ("watches that end after an event", [streamed(added("b", 11), then=Exchange.end)]),
-        ("watches that break", [streamed(bookmark(11), then=Exchange.reset)]),
-        ("410 in every watch", [streamed(error(410), then=Exchange.end), listed_a()]),
-        ("410 as every response", [status(410), listed_a()]),
-        ("500 as every response", [status(500)]),
+        ("watches that end at once", ["watch end"]),
+        ("watches that end after an event", ["watch +b@11 end"]),
+        ("watches that break", ["watch @11 reset"]),
+        ("410 in every watch", ["watch error=410 end", "watch +a@5 synced@10 end"]),
+        ("410 as every response", ["410", "watch +a@5 synced@10 end"]),
+        ("500 as every response", ["500"]),
         ("closed before the headers", [Exchange.cut]),
-        ("malformed lines", [streamed(b"rubbish\n", then=Exchange.end), listed_a()]),
-        ("lists, but refused watches", [status(400), listed_a()]),
+        ("malformed lines", ["watch rubbish end", "watch +a@5 synced@10 end"]),
+        ("lists, but refused watches", ["400", "watch +a@5 synced@10 end"]),
     ],
 )
 def test_no_tight_loop(start, name, script):
-    run = start(listed_a(), *(script * 20))
+    run = start("watch +a@5 synced@10 end", *(script * 20))
     run.server.wait(10)
     run.until(lambda: len(run.waits) >= 8)
     assert sum(run.waits[:8]) > 20, name
@@ -69,7 +57,7 @@ def test_watches_that_keep_ending_at_once_are_reported(start):
         seen.append(run.reflector.status().error)
         quiet(exchange)
 
-    run = start(listed_a(), *[streamed(then=Exchange.end)] * 8, fine, hold=True)
+    run = start("watch +a@5 synced@10 end", *["watch end"] * 8, fine, hold=True)
     run.reflector.start()
     run.until(lambda: seen)
     assert "each watch ends within 5 s" in seen[0]
@@ -82,8 +70,8 @@ def test_watch_that_lived_resets_the_backoff(start):
         run.now += 6
         exchange.end()
 
-    ends = streamed(then=Exchange.end)
-    run = start(*[status(500)] * 3, listed_a(), lives, ends, hold=True)
+    ends = "watch end"
+    run = start(*["500"] * 3, "watch +a@5 synced@10 end", lives, ends, hold=True)
     run.reflector.start()
     run.server.wait(7)
     # Three failures and a watch that ended at once; no wait after the watch that lived; then a wait
@@ -130,7 +118,7 @@ def full_listener() -> Iterator[str]:
     ("name", "script"),
     [
         ("while it waits for headers", [Exchange.hang]),
-        ("while it waits for the list", [streamed(added("a", 5))]),
+        ("while it waits for the list", ["watch +a@5"]),
         ("while it waits for data", [LISTED_A]),
         (
             "while it waits for a page",
@@ -176,7 +164,7 @@ def test_stop_during_the_tls_handshake(patient: None):
 
 def test_state_is_retrying_between_watches(start):
     wait = lambda stop, seconds: stop.wait(seconds and 3600.0)  # noqa: E731
-    run = start(listed_a(), streamed(then=Exchange.end), wait=wait)
+    run = start("watch +a@5 synced@10 end", "watch end", wait=wait)
     run.until(lambda: run.state is SourceState.RETRYING)
     assert run.reflector.status().error == ""
 
@@ -194,7 +182,7 @@ def test_stop_before_start_is_no_error():
 
 def test_failure_and_recovery_are_logged_once(start, caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
-    run = start(*[status(503, "not yet")] * 6, LISTED_A)
+    run = start(*["503 not yet"] * 6, LISTED_A)
     run.until_watching(7)
     run.until(lambda: "synced" in run.said)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -213,7 +201,7 @@ def test_internal_error_does_not_end_the_thread(start, caplog):
                 raise RuntimeError("no room")
             super().put(event)
 
-    with ScriptedServer(LISTED_A, listed(service("a", 5))) as server:
+    with ScriptedServer(step(LISTED_A), step("list@100 a@5")) as server:
         run = Faulty(server)
         run.reflector.start()
         try:
@@ -278,7 +266,7 @@ def test_number_of_remembered_reasons_is_limited():
 def test_the_same_failure_of_two_watches_is_one_line(caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
     with ScriptedServer() as server:
-        server.script = [status(503, "not yet")] * 8
+        server.script = [step("503 not yet")] * 8
         cluster = Cluster(Access(server.url, "the test"))
         soon = {"wait": lambda stop, seconds: stop.wait(0.05)}
         runs = [Reflector(cluster, each, lambda _: None, **soon) for each in (SERVICES, SLICES)]

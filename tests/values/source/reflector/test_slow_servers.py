@@ -12,17 +12,7 @@ from kbpf.errors import SourceError
 from kbpf.source.api.credentials import PageMemory
 from kbpf.source.base import SourceState
 from tests.support.faults.scripted import Exchange, Step, quiet
-from tests.values.source.reflector.scripted import (
-    LISTED_A,
-    PAGES,
-    added,
-    bookmark,
-    listed,
-    listed_a,
-    service,
-    status,
-    streamed,
-)
+from tests.values.source.reflector.scripted import LISTED_A, PAGES, added, bookmark, step
 
 # --- responses without an end ---
 
@@ -79,15 +69,15 @@ def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str)
     seen: list[str] = []
 
     def page(token: str) -> Step:
-        def step(exchange: Exchange) -> None:
+        def respond(exchange: Exchange) -> None:
             run.now += each
-            listed(service("a", 1), token=token)(exchange)
+            step(f"list@100 a@1 continue={token}")(exchange)
 
-        return step
+        return respond
 
     def last(exchange: Exchange) -> None:
         seen.append(run.reflector.status().error)
-        listed(service("a", 1))(exchange)
+        step("list@100 a@1")(exchange)
 
     run = start(PAGES, page("1"), page("2"), last, hold=True)
     run.reflector.start()
@@ -100,7 +90,7 @@ def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str)
 def test_error_response_counts_as_contact(start):
     def refuse(exchange: Exchange) -> None:
         run.now += 5
-        status(500)(exchange)
+        step("500")(exchange)
 
     run = start(refuse, hold=True)
     run.reflector.start()
@@ -123,13 +113,13 @@ def test_page_with_too_many_items_is_an_error(start, monkeypatch):
     monkeypatch.setattr("kbpf.source.api.pages.COUNT_ITEMS_FROM_BYTES", 10)
     monkeypatch.setattr("kbpf.source.decode.wire.MAX_PAGE_ITEMS", 100)
     many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
-    run = start(PAGES, lambda e: e.answer(200, many), listed(*[service("a", 1)] * 100))
+    run = start(PAGES, lambda e: e.answer(200, many), "list@100" + 100 * " a@1")
     run.until(lambda: "synced" in run.said)
     assert run.waits == [0.4]
 
 
 def test_list_is_a_problem_after_30_seconds(start):
-    def step(exchange: Exchange) -> None:
+    def respond(exchange: Exchange) -> None:
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
         assert run.state is SourceState.LISTING
@@ -142,7 +132,7 @@ def test_list_is_a_problem_after_30_seconds(start):
         exchange.line(bookmark(7, end=True))
         exchange.hang()
 
-    run = start(step, hold=True)
+    run = start(respond, hold=True)
     run.reflector.start()
     run.until(lambda: "synced" in run.said)
     assert run.reflector.status().problems == ()
@@ -158,8 +148,8 @@ def test_list_is_a_problem_after_30_seconds(start):
 def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, name, piece, steps, error):
     seen: list[str] = []
 
-    def step(exchange: Exchange) -> None:
-        listed_a(then=lambda e: None)(exchange)
+    def respond(exchange: Exchange) -> None:
+        step("watch +a@5 synced@10 open")(exchange)
         run.until(lambda: "synced" in run.said)
         with contextlib.suppress(OSError):
             for _ in range(steps):
@@ -172,7 +162,7 @@ def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start
         seen.append(run.reflector.status().error)
         quiet(exchange)
 
-    run = start(step, again, hold=True)
+    run = start(respond, again, hold=True)
     run.reflector.start()
     run.server.wait(2)
     run.until(lambda: seen)
@@ -185,8 +175,8 @@ def test_line_after_a_silent_minute_has_its_full_time(start):
     """Bookmarks come once a minute, and a large object comes in several chunks."""
     line = json.dumps(added("b", 11)).encode() + b"\n"
 
-    def step(exchange: Exchange) -> None:
-        listed_a(then=lambda e: None)(exchange)
+    def respond(exchange: Exchange) -> None:
+        step("watch +a@5 synced@10 open")(exchange)
         run.until(lambda: "synced" in run.said)
         run.now += 60
         for piece in (line[:40], line[40:80], line[80:]):
@@ -195,7 +185,7 @@ def test_line_after_a_silent_minute_has_its_full_time(start):
             run.now += 14
         exchange.hang()
 
-    run = start(step, quiet, hold=True)
+    run = start(respond, quiet, hold=True)
     run.reflector.start()
     run.until(lambda: "+b" in run.said or run.waits)
     assert run.said == ["+a", "synced", "+b"]
@@ -226,7 +216,7 @@ def test_silent_server_is_an_error(start):
 
 
 def test_silent_watch_is_resumed_without_a_failure(start, caplog):
-    run = start(LISTED_A, streamed(added("b", 11)), silence_timeout=0.1, response_timeout=60)
+    run = start(LISTED_A, "watch +b@11", silence_timeout=0.1, response_timeout=60)
     run.until(lambda: "+b" in run.said)
     assert run.asked(1) == "watch 10"
     assert "watch failed" not in caplog.text
@@ -234,7 +224,7 @@ def test_silent_watch_is_resumed_without_a_failure(start, caplog):
 
 
 def test_silent_streaming_list_is_an_error(start):
-    run = start(streamed(added("a", 5)), listed(service("a", 5)), silence_timeout=0.1)
+    run = start("watch +a@5", "list@100 a@5", silence_timeout=0.1)
     run.until(lambda: "synced" in run.said)
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits[:1] == [0.2]  # the silent watches that follow cause more
