@@ -25,7 +25,7 @@ from kbpf.agent.problem_book import AT_THIS_NODE, DOCS_HINT, ProblemBook
 from kbpf.config import load
 from kbpf.model.address import ANY4, ANY6, NodeAddresses, parse_addr
 from kbpf.model.config import Config
-from kbpf.model.desired import DesiredState, FrontendAddress, FrontendKind
+from kbpf.model.desired import DesiredState, FrontendAddress, FrontendKind, ServiceState
 from kbpf.model.events import Kind, Synced
 from kbpf.model.objects import (
     Endpoint,
@@ -45,7 +45,7 @@ from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE
-from tests.values.policy.services import addrs, gone, up
+from tests.values.policy.services import addrs, gone, service, up
 
 TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
@@ -72,8 +72,8 @@ PODS = EndpointSlice(
     (SlicePort("http", TCP, 8080),),
     packed_pods=pack_names(("shop-1", "")),
 )
-SHOP = Service("shop", "shop", "NodePort", addrs("10.96.0.50"), (ServicePort("", TCP, 80, 30050),))
-KUBERNETES = Service("default", "kubernetes", "ClusterIP", addrs("10.96.0.1"), (ServicePort("https", TCP, 443),))
+SHOP = service("shop/shop NodePort ip=10.96.0.50 node-port=30050")
+KUBERNETES = service("default/kubernetes ClusterIP ip=10.96.0.1 port=443")
 
 SERVED = ""
 API = "an address of the API server"
@@ -103,6 +103,10 @@ class Row(NamedTuple):
     external: str
     listed: str
     balancer: str
+
+    @property
+    def at(self) -> FrontendAddress:
+        return FrontendAddress(parse_addr(self.address), self.port, TCP)
 
 
 KINDS = [
@@ -155,19 +159,18 @@ def setting(word: str, address: str) -> Config:
 
 def web(kind: FrontendKind, address: str, port: int) -> Service:
     own = "fd00:96::2" if ":" in address else "10.96.0.2"
-    service = Service("ns", "web", "NodePort", addrs(own), (ServicePort("", TCP, port, 30099),))
-    match kind:
-        case FrontendKind.EXTERNAL_IP:
-            return replace(service, external_ips=addrs(address))
-        case FrontendKind.LOAD_BALANCER:
-            return replace(service, lb_vips=addrs(address))
-        case _:
-            return replace(service, cluster_ips=addrs(address))
+    words = {FrontendKind.EXTERNAL_IP: f"ip={own} external=", FrontendKind.LOAD_BALANCER: f"ip={own} vip="}
+    return service(f"web NodePort port={port} node-port=30099 {words.get(kind, 'ip=')}{address}")
+
+
+def state_of_web(state: DesiredState) -> ServiceState:
+    (found,) = (each for each in state.services.values() if each.key.name == "web")
+    return found
 
 
 def outcome(state: DesiredState, at: FrontendAddress) -> str:
     """ "" if the Service has the frontend, else the reasons why it does not."""
-    (service_state,) = (each for each in state.services.values() if each.key.name == "web")
+    service_state = state_of_web(state)
     words = [f"belongs to {winner}" for lost, winner in service_state.lost if lost == at]
     words += [reason for refused, reason in service_state.refused if refused == at]
     served = at in {frontend.at for frontend in service_state.frontends}
@@ -193,13 +196,11 @@ def state_of(service: Service, config: Config, device_listeners: Collection[Fron
 @pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
 def test_an_external_ip(row: Row, how: str) -> None:
     wanted = {"all": row.external, "off": OFF, "listed": row.listed, "another listed": OUTSIDE}[how]
-    service = web(FrontendKind.EXTERNAL_IP, row.address, row.port)
-    state = state_of(service, setting(how, row.address))
-    words = outcome(state, FrontendAddress(parse_addr(row.address), row.port, TCP))
+    state = state_of(web(FrontendKind.EXTERNAL_IP, row.address, row.port), setting(how, row.address))
+    words = outcome(state, row.at)
     assert wanted in words
     assert bool(wanted) == bool(words)
-    (key,) = (key for key in state.services if key.name == "web")
-    kinds = {frontend.kind for frontend in state.services[key].frontends}
+    kinds = {frontend.kind for frontend in state_of_web(state).frontends}
     assert {FrontendKind.CLUSTER_IP, FrontendKind.NODE_PORT} <= kinds, "the rest is served"
 
 
@@ -207,29 +208,26 @@ def test_an_external_ip(row: Row, how: str) -> None:
 @pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
 def test_a_load_balancer_address(row: Row, how: str) -> None:
     """The setting `--external-ips` applies to ExternalIPs only."""
-    service = web(FrontendKind.LOAD_BALANCER, row.address, row.port)
-    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
-    words = outcome(state_of(service, setting(how, row.address)), at)
+    state = state_of(web(FrontendKind.LOAD_BALANCER, row.address, row.port), setting(how, row.address))
+    words = outcome(state, row.at)
     assert row.balancer in words
     assert bool(row.balancer) == bool(words)
 
 
-@pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
 @pytest.mark.parametrize("is_listening", [True, False], ids=["listener", "no listener"])
-def test_a_cluster_ip_is_never_refused(row: Row, how: str, is_listening: bool) -> None:
+def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool) -> None:
     """But one that a device of this node has is left to the node if a process listens there."""
-    service = web(FrontendKind.CLUSTER_IP, row.address, row.port)
-    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
-    state = state_of(service, setting(how, row.address), {at} if is_listening else ())
-    (web_state,) = (each for each in state.services.values() if each.key.name == "web")
-    assert (web_state.refused, web_state.lost) == ((), ())
-    is_on_device = at.address in LOCAL
-    is_left = is_on_device and is_listening
-    served = [frontend for frontend in web_state.frontends if frontend.at == at]
-    assert [frontend.on_device for frontend in served] == ([] if is_left else [is_on_device])
-    assert web_state.left_to_node == ((at,) if is_left else ())
-    assert FrontendKind.NODE_PORT in {frontend.kind for frontend in web_state.frontends}
+    port = web(FrontendKind.CLUSTER_IP, row.address, row.port)
+    for how in SETTINGS:
+        found = state_of_web(state_of(port, setting(how, row.address), {row.at} if is_listening else ()))
+        assert (found.refused, found.lost) == ((), ())
+        is_on_device = row.at.address in LOCAL
+        is_left = is_on_device and is_listening
+        served = [frontend for frontend in found.frontends if frontend.at == row.at]
+        assert [frontend.on_device for frontend in served] == ([] if is_left else [is_on_device])
+        assert found.left_to_node == ((row.at,) if is_left else ())
+        assert FrontendKind.NODE_PORT in {frontend.kind for frontend in found.frontends}
 
 
 def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -275,7 +273,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest
 
 
 def test_service_kubernetes_may_use_api_server_addresses() -> None:
-    own = replace(KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1"))
+    own = service("default/kubernetes port=6443 external=192.0.2.1")
     state = compute_desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
     (service_state,) = state.services.values()
     assert not service_state.refused
@@ -283,10 +281,9 @@ def test_service_kubernetes_may_use_api_server_addresses() -> None:
 
 
 def test_api_server_port_of_another_protocol_is_not_reserved() -> None:
-    service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
-    service = replace(service, ports=(ServicePort("", Protocol.UDP, 6443, 30099),))
+    udp = service("web protocol=UDP port=6443 external=192.0.2.1")
     at = FrontendAddress(parse_addr("192.0.2.1"), 6443, Protocol.UDP)
-    assert outcome(state_of(service, Config()), at) == SERVED
+    assert outcome(state_of(udp, Config()), at) == SERVED
 
 
 # ---- over time -----------------------------------------------------------------------------------
@@ -353,16 +350,17 @@ def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> No
 
 
 DNS = FrontendAddress(parse_addr("10.96.0.10"), 53, TCP)
-DNS6 = FrontendAddress(parse_addr("fd00:96::a"), 53, TCP)
+DNS6 = DNS._replace(address=parse_addr("fd00:96::a"))
+EVERY4, EVERY6 = DNS._replace(address=ANY4), DNS._replace(address=ANY6)
 LISTENERS = {
     # what listens: the frontends of DNS and DNS6 that it serves
     "the address": ({DNS}, {DNS}),
-    "every IPv4 address": ({DNS._replace(address=ANY4)}, {DNS}),
-    "every IPv6 address": ({DNS._replace(address=ANY6)}, {DNS6}),
-    "every address": ({DNS._replace(address=ANY4), DNS._replace(address=ANY6)}, {DNS, DNS6}),
-    "another port": ({DNS._replace(port=54)}, set[FrontendAddress]()),
-    "another protocol": ({DNS._replace(protocol=Protocol.UDP)}, set[FrontendAddress]()),
-    "another address": ({DNS._replace(address=ANY4[:-1] + b"\1")}, set[FrontendAddress]()),
+    "every IPv4 address": ({EVERY4}, {DNS}),
+    "every IPv6 address": ({EVERY6}, {DNS6}),
+    "every address": ({EVERY4, EVERY6}, {DNS, DNS6}),
+    "another port": ({DNS._replace(port=54)}, set()),
+    "another protocol": ({DNS._replace(protocol=Protocol.UDP)}, set()),
+    "another address": ({DNS._replace(address=ANY4[:-1] + b"\1")}, set()),
 }
 
 
@@ -407,8 +405,7 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog: py
     server = EventServer()
     events_ = EventRecorder(server, "me")
     book = ProblemBook(events_)
-    service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
-    states = state_of(service, Config()).services
+    states = state_of(web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443), Config()).services
     line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
     with caplog.at_level("WARNING"):
         for _ in range(2):
@@ -458,14 +455,7 @@ def test_served_address_of_this_node_is_logged_once(name: str, caplog: pytest.Lo
 
 
 def test_node_port_source_ranges_apply_per_family() -> None:
-    service = Service(
-        "ns",
-        "web",
-        "LoadBalancer",
-        addrs("10.96.0.2", "fd00:96::2"),
-        (ServicePort("", TCP, 80, 30080),),
-        lb_vips=addrs("203.0.113.5"),
-    )
+    balanced = service("web ip=10.96.0.2,fd00:96::2 node-port=30080 vip=203.0.113.5")
     for text, families in {
         "": (),
         "10.0.0.0/8": (4,),
@@ -473,7 +463,7 @@ def test_node_port_source_ranges_apply_per_family() -> None:
         "0.0.0.0/0,fd00::/8": (6,),
     }.items():
         config = load.load_config({"--nodeport-source-ranges": text}, {})
-        state = compute_desired_state((service,), (), NODE, LOCAL, config)
+        state = compute_desired_state((balanced,), (), NODE, LOCAL, config)
         for key, found in state.services.items():
             limited = {f.kind for f in found.frontends if f.restricted}
             wanted = {FrontendKind.NODE_PORT} if key.family in families else set()
