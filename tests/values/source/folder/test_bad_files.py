@@ -58,13 +58,6 @@ def test_bad_object_is_rejected_until_corrected(run):
     assert run.problems == ()
 
 
-def test_removed_bad_object_is_deleted(run):
-    run.write("a.yaml", service("x", 0))
-    assert run.look() == ["!x", *SYNCED]
-    run.write("a.yaml", "")
-    assert run.settle() == ["-x"]
-
-
 def test_object_in_two_files_is_used_from_the_first_and_reported(run):
     run.write("b.yaml", service("web", 81))
     run.write("a.yaml", service("web", 80))
