@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set."""
+"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set.
 
-import itertools
+test_any_order.py compares those of random Services with a naive model.
+"""
+
 from typing import Any
 
 import msgspec
@@ -14,7 +16,6 @@ from kbpf.model.address import parse_addr
 from kbpf.model.events import Kind
 from kbpf.model.objects import (
     Algorithm,
-    Endpoint,
     EndpointSlice,
     Node,
     Protocol,
@@ -26,7 +27,6 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
-from tests.support import oracle
 from tests.values.policy.services import end, numbers, piece, service
 
 # ---- the annotations ---------------------------------------------------------------------------
@@ -268,60 +268,3 @@ def test_weights_of_entries_of_an_address(name: str):
     for pieces in ((one, two), (two, one)):
         found = ask(rules(text), *pieces)
         assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), weights)
-
-
-ENDS = st.builds(
-    Endpoint,
-    st.sampled_from([addr(n) for n in (1, 2, 3)]),
-    ready=st.booleans(),
-    node=st.sampled_from(["me", "you", ""]),
-    zone=st.sampled_from(["a", "b", ""]),
-)
-WEIGHT = st.sampled_from([0, 0, 1, 2, 6])
-
-
-def some_rules(names: list[Any]) -> st.SearchStrategy[Any]:
-    return st.dictionaries(st.sampled_from(names), WEIGHT, max_size=2).map(lambda found: tuple(found.items()))
-
-
-WEIGHTS = st.builds(
-    Weights,
-    some_rules([addr(n) for n in (1, 2)]),
-    some_rules(["web-1", "web-2"]),
-    some_rules(["me", "you"]),
-    some_rules(["a", "b"]),
-    WEIGHT,
-)
-PODS = st.sampled_from(["web-1", "web-2", "web-3", ""])
-PIECES = st.lists(st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=4), max_size=3)
-
-
-@given(PIECES, WEIGHTS)
-def test_weights_equal_those_of_the_naive_model_in_any_order_of_slices(pieces, weights):
-    made = [
-        replace(piece(tuple(e for e, _ in ends), name=f"s{n}"), packed_pods=pack_names([pod for _, pod in ends]))
-        for n, ends in enumerate(pieces)
-    ]
-    several = [ask(weights, *order) for order in itertools.permutations(made)]
-    for found in several:
-        assert (found.cluster, found.cluster_weights) == (several[0].cluster, several[0].cluster_weights)
-    plain = ask(None, *made)
-    possible = {
-        at: {
-            oracle.weight(weights, oracle.text(e.address), pod, e.node, e.zone)
-            for ends in pieces
-            for e, pod in ends
-            if (e.address, e.ready) == at
-        }
-        for at in {(b.address, True) for b in plain.cluster}
-    }
-    if any(len(each) > 1 for each in possible.values()):
-        return  # entries of one address with different weights: the rows above cover these
-    exact = {at[0]: each.pop() for at, each in possible.items()}
-    if not any(exact.values()):
-        assert (found.cluster, found.cluster_weights) == (plain.cluster, ())
-        return
-    assert {b.address for b in found.cluster} == {a for a, w in exact.items() if w}
-    shares = found.cluster_weights or (1,) * len(found.cluster)
-    for (one, x), (other, y) in itertools.combinations(zip(found.cluster, shares, strict=True), 2):
-        assert x * exact[other.address] == y * exact[one.address]
