@@ -11,7 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, Resource
-from kbpf.source.base import SourceState
+from kbpf.source.base import SourceState, SourceStatus
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step
 
 END = {"k8s.io/initial-events-end": "true"}
@@ -135,7 +135,7 @@ class Run:
 
     def __str__(self) -> str:
         """Events, requests, waits and state, for the message of a failed test."""
-        status = self.reflector.status()
+        status = self.status
         return "\n".join(
             (
                 f"  events: {' '.join(self.said)}",
@@ -149,9 +149,19 @@ class Run:
         self.server.wait(requests)
         self.until(lambda: self.state is SourceState.WATCHING)
 
+    def until_said(self, event: str, times: int = 1) -> None:
+        self.until(lambda: self.said.count(event) >= times)
+
+    def until_version(self, version: str) -> None:
+        self.until(lambda: self.status.resource_version == version)
+
+    @property
+    def status(self) -> SourceStatus:
+        return self.reflector.status()
+
     @property
     def state(self) -> SourceState:
-        return self.reflector.status().state
+        return self.status.state
 
     @property
     def said(self) -> list[str]:

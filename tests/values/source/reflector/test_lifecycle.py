@@ -54,7 +54,7 @@ def test_watches_that_keep_ending_at_once_are_reported(start):
     seen: list[str] = []
 
     def fine(exchange: Exchange) -> None:
-        seen.append(run.reflector.status().error)
+        seen.append(run.status.error)
         quiet(exchange)
 
     run = start("watch +a@5 synced@10 end", *["watch end"] * 8, fine, hold=True)
@@ -66,7 +66,7 @@ def test_watches_that_keep_ending_at_once_are_reported(start):
 def test_watch_that_lived_resets_the_backoff(start):
     def lives(exchange: Exchange) -> None:
         exchange.watch(bookmark(20))
-        run.until(lambda: run.reflector.status().resource_version == "20")
+        run.until_version("20")
         run.now += 6
         exchange.end()
 
@@ -131,7 +131,7 @@ def test_stop_during_a_request(start, patient, name, script):
     run.server.wait(len(script))
     time.sleep(0.05)
     stops(run.reflector)
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
 
 
 def test_stop_during_backoff(start):
@@ -166,7 +166,7 @@ def test_state_is_retrying_between_watches(start):
     wait = lambda stop, seconds: stop.wait(seconds and 3600.0)  # noqa: E731
     run = start("watch +a@5 synced@10 end", "watch end", wait=wait)
     run.until(lambda: run.state is SourceState.RETRYING)
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
 
 
 def test_stop_before_start_is_no_error():
@@ -184,7 +184,7 @@ def test_failure_and_recovery_are_logged_once(start, caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
     run = start(*["503 not yet"] * 6, LISTED_A)
     run.until_watching(7)
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in lines] == ["WARNING", "INFO", "INFO"]
     assert lines[0][1].startswith("watch failed name=services for=0s error=")

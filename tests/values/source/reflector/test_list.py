@@ -94,7 +94,7 @@ def test_optional_resource_without_permission_is_no_failure(start, caplog):
     run.until_watching(12)
     assert run.waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0]
     assert run.said == ["synced"]
-    assert run.reflector.status().failures == 0
+    assert run.status.failures == 0
     lines = [record.getMessage() for record in caplog.records]
     (line,) = (line for line in lines if "not permitted" in line)
     assert "manifests/components/mesh-pods" in line
@@ -117,7 +117,7 @@ def test_streaming_list_then_synced_then_watch(start):
     assert isinstance(first, Upsert)
     assert isinstance(first.object, Service)
     assert first.received_at == 1000.0
-    status = run.reflector.status()
+    status = run.status
     assert (status.kinds, status.synced, status.error) == ((Kind.SERVICE,), True, "")
     assert (status.state, status.failures) == (SourceState.WATCHING, 0)
     assert (status.resource_version, status.last_contact) == ("12", 1000.0)
@@ -149,7 +149,7 @@ def test_unsupported_field_selector_is_replaced_by_local_filtering(start):
         '400 field selector "spec.clusterIP!=None": field label not supported: spec.c',
         "watch +a@5 +headless@6:None synced@10",
     )
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert run.said == ["+a", "synced"]
     assert "fieldSelector" not in run.server.requests[1].query
     assert run.all_asked == ["stream", "stream"]
@@ -184,7 +184,7 @@ def test_new_list_makes_events_only_for_differences(start):
         "watch +a@1 +b@2 +c@3 synced@9 error=410",
         "watch +a@1 +c@8 +d@9 synced@10",
     )
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.said == ["+a", "+b", "+c", "synced", "+c", "+d", "-b", "synced"]
 
 
@@ -193,7 +193,7 @@ def test_object_deleted_during_a_streaming_list_stays_deleted(start):
         "watch +a@1 +b@2 -a@3 synced@4 error=410",
         "watch +b@2 synced@10",
     )
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.said == ["+a", "+b", "-a", "synced", "synced"]
 
 
@@ -221,7 +221,7 @@ def test_list_with_an_unreadable_object_deletes_nothing(start):
 def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
     """Without the list by pages, objects deleted meanwhile would stay until the next relist."""
     run = start("watch +a@5 synced@10 error=410 end", "watch rubbish +b@6 synced@20", "list@100 b@6")
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.said == ["+a", "synced", "+b", "-a", "synced"]
     assert run.all_asked[:3] == ["stream", "stream", "page"]
 
@@ -279,7 +279,7 @@ def test_page_that_continues_with_itself_is_an_error_with_backoff(start):
     run = start(PAGES, *["list@100 a@1 continue=t"] * 8)
     run.until(lambda: len(run.waits) >= 3)
     assert "synced" not in run.said
-    assert "same page" in run.reflector.status().error
+    assert "same page" in run.status.error
 
 
 # --- watching all Nodes or only our own ---
@@ -330,4 +330,4 @@ def test_cluster_that_outgrows_a_page_is_watched_by_own_node_only(start):
     )
     run.until_watching(5)
     assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]
-    assert run.reflector.status().drift == 0
+    assert run.status.drift == 0

@@ -29,8 +29,8 @@ def test_response_header_sent_slowly_times_out(start, monkeypatch):
 
     run = start(dribble, hold=True)
     run.reflector.start()
-    run.until(lambda: run.reflector.status().failures)
-    assert "the response header took too long" in run.reflector.status().error
+    run.until(lambda: run.status.failures)
+    assert "the response header took too long" in run.status.error
 
 
 def test_page_sent_slowly_times_out(start, monkeypatch):
@@ -45,8 +45,8 @@ def test_page_sent_slowly_times_out(start, monkeypatch):
         exchange.open = False
 
     run = start(PAGES, dribble)
-    run.until(lambda: run.reflector.status().failures)
-    assert "a page of services took too long" in run.reflector.status().error
+    run.until(lambda: run.status.failures)
+    assert "a page of services took too long" in run.status.error
 
 
 def test_page_over_the_size_limit_is_an_error(start, monkeypatch):
@@ -60,8 +60,8 @@ def test_page_over_the_size_limit_is_an_error(start, monkeypatch):
         exchange.open = False
 
     run = start(PAGES, endless)
-    run.until(lambda: run.reflector.status().failures)
-    assert "a page of services has more than 195 KiB" in run.reflector.status().error
+    run.until(lambda: run.status.failures)
+    assert "a page of services has more than 195 KiB" in run.status.error
 
 
 @pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
@@ -76,12 +76,12 @@ def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str)
         return respond
 
     def last(exchange: Exchange) -> None:
-        seen.append(run.reflector.status().error)
+        seen.append(run.status.error)
         step("list@100 a@1")(exchange)
 
     run = start(PAGES, page("1"), page("2"), last, hold=True)
     run.reflector.start()
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert error in seen[0]
     assert bool(error) == bool(seen[0])
     assert run.asked(3) == ("page" if error else "page after 2")
@@ -95,7 +95,7 @@ def test_error_response_counts_as_contact(start):
     run = start(refuse, hold=True)
     run.reflector.start()
     run.until(lambda: run.waits)
-    assert run.reflector.status().last_contact == 1005.0
+    assert run.status.last_contact == 1005.0
 
 
 def test_pages_of_all_watches_share_a_memory_limit():
@@ -114,7 +114,7 @@ def test_page_with_too_many_items_is_an_error(start, monkeypatch):
     monkeypatch.setattr("kbpf.source.decode.wire.MAX_PAGE_ITEMS", 100)
     many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
     run = start(PAGES, lambda e: e.answer(200, many), "list@100" + 100 * " a@1")
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert run.waits == [0.4]
 
 
@@ -123,19 +123,19 @@ def test_list_is_a_problem_after_30_seconds(start):
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
         assert run.state is SourceState.LISTING
-        assert run.reflector.status().problems == ()
+        assert run.status.problems == ()
         run.now += 30
-        assert run.reflector.status().problems == ()
+        assert run.status.problems == ()
         run.now += 1
-        (line,) = run.reflector.status().problems
+        (line,) = run.status.problems
         assert "listing services has taken more than 30 s" in line
         exchange.line(bookmark(7, end=True))
         exchange.hang()
 
     run = start(respond, hold=True)
     run.reflector.start()
-    run.until(lambda: "synced" in run.said)
-    assert run.reflector.status().problems == ()
+    run.until_said("synced")
+    assert run.status.problems == ()
 
 
 @pytest.mark.parametrize(
@@ -150,16 +150,16 @@ def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start
 
     def respond(exchange: Exchange) -> None:
         step("watch +a@5 synced@10 open")(exchange)
-        run.until(lambda: "synced" in run.said)
+        run.until_said("synced")
         with contextlib.suppress(OSError):
             for _ in range(steps):
                 run.now += 25
                 exchange.line(piece)
-                run.until(lambda: run.reflector.status().last_contact == run.now or len(run.server.requests) > 1)
+                run.until(lambda: run.status.last_contact == run.now or len(run.server.requests) > 1)
         exchange.hang()
 
     def again(exchange: Exchange) -> None:
-        seen.append(run.reflector.status().error)
+        seen.append(run.status.error)
         quiet(exchange)
 
     run = start(respond, again, hold=True)
@@ -177,11 +177,11 @@ def test_line_after_a_silent_minute_has_its_full_time(start):
 
     def respond(exchange: Exchange) -> None:
         step("watch +a@5 synced@10 open")(exchange)
-        run.until(lambda: "synced" in run.said)
+        run.until_said("synced")
         run.now += 60
         for piece in (line[:40], line[40:80], line[80:]):
             exchange.line(piece)
-            run.until(lambda: run.reflector.status().last_contact == run.now)
+            run.until(lambda: run.status.last_contact == run.now)
             run.now += 14
         exchange.hang()
 
@@ -189,7 +189,7 @@ def test_line_after_a_silent_minute_has_its_full_time(start):
     run.reflector.start()
     run.until(lambda: "+b" in run.said or run.waits)
     assert run.said == ["+a", "synced", "+b"]
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
     assert len(run.server.requests) == 1
 
 
@@ -210,14 +210,14 @@ def test_run_in_the_callers_thread_ends_with_stop(start):
 def test_silent_server_is_an_error(start):
     # Several responses may miss the very short timeout on a busy machine.
     run = start(Exchange.hang, *[LISTED_A] * 100, response_timeout=0.1)
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert run.waits[0] == 0.2
     assert run.all_asked[:2] == ["stream", "stream"]
 
 
 def test_silent_watch_is_resumed_without_a_failure(start, caplog):
     run = start(LISTED_A, "watch +b@11", silence_timeout=0.1, response_timeout=60)
-    run.until(lambda: "+b" in run.said)
+    run.until_said("+b")
     assert run.asked(1) == "watch 10"
     assert "watch failed" not in caplog.text
     assert run.said[:3] == ["+a", "synced", "+b"]
@@ -225,7 +225,7 @@ def test_silent_watch_is_resumed_without_a_failure(start, caplog):
 
 def test_silent_streaming_list_is_an_error(start):
     run = start("watch +a@5", "list@100 a@5", silence_timeout=0.1)
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits[:1] == [0.2]  # the silent watches that follow cause more
 

@@ -35,7 +35,7 @@ WENT_BACK = "the API server's version went back from"
 )
 def test_equal_versions_with_different_content_or_uid_are_a_change(start, name, before, after):
     run = start(streamed(before, *lines("synced@10 error=410")), streamed(after, *lines("synced@11")))
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.said == ["+a", "synced", "+a", "synced"], name
 
 
@@ -45,26 +45,26 @@ def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, nam
         f"watch +a@5 synced@10 {line}",
         "watch +a@3:10.96.0.2 synced@8 @9",
     )
-    run.until(lambda: run.said.count("synced") == 2)
-    run.until(lambda: run.reflector.status().resource_version == "9")
+    run.until_said("synced", 2)
+    run.until_version("9")
     assert run.all_asked == ["stream", "stream"], name
     assert [mark for mark in run.said[2:] if mark not in ("+b", "-b", "-a")] == ["+a", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
     assert run.waits == []
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
 
 
 def test_rewind_is_reported_from_the_last_received_version(start, caplog):
     """Even if both versions arrive in one chunk."""
     both = b"".join(json.dumps(bookmark(version)).encode() + b"\n" for version in (20, 7))
     run = start(streamed(*lines("+a@5 synced@10"), both), "watch +a@5 synced@15")
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert f"{WENT_BACK} '20' to '7'" in caplog.text
 
 
 def test_objects_unknown_to_a_restored_server_are_deleted(start, caplog):
     run = start("watch +a@5 synced@10 +new@12 error=410 end", "watch +a@5 synced@8")
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
     assert f"{WENT_BACK} '12' to '8' (first seen by watch services)" in caplog.text
@@ -78,7 +78,7 @@ def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, ca
         "list@11",
         "watch +a@5 synced@11",
     )
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
     assert [run.server.requests[n].query.get("limit") for n in range(5)] == [None, None, "1", "1", None]
     assert run.asked(4) == "stream"
@@ -87,7 +87,7 @@ def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, ca
 
 def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start, caplog):
     run = start("watch +a@5 synced@10 cut", *["503"] * 2, "list@30 a@5", "watch @31")
-    run.until(lambda: run.reflector.status().resource_version == "31")
+    run.until_version("31")
     check = run.server.requests[3]
     assert check.path == "/api/v1/namespaces/ns/services"
     assert check.query["fieldSelector"] == "spec.clusterIP!=None,metadata.name=a"
@@ -104,7 +104,7 @@ def test_an_object_that_changed_during_the_outage_is_reported_by_the_watch(start
         "list@30 a@5",
         "watch +b@25 @31",
     )
-    run.until(lambda: run.reflector.status().resource_version == "31")
+    run.until_version("31")
     assert run.asked(5) == "watch 11"
     assert run.said == ["+a", "synced", "+b", "+b"]
 
@@ -133,7 +133,7 @@ def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, capl
         f"list@30 {objects}",
         "watch +restored@4 synced@31",
     )
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.asked(4) == "stream"
     assert run.said[-1] == "synced"
     assert "+restored" in run.said
@@ -176,14 +176,14 @@ def relisted(start: Callable[..., Run], text: str) -> Run:
 
     def later(exchange: Exchange) -> None:
         exchange.watch(*lines("+a@5 +b@6 synced@10"))
-        run.until(lambda: "synced" in run.said)
+        run.until_said("synced")
         run.now += 4501.0
         exchange.line(bookmark(20))
         exchange.hang()
 
     run = start(later, f"watch {text}", hold=True)
     run.reflector.start()
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.all_asked == ["stream", "stream"]
     return run
 
@@ -203,7 +203,7 @@ DRIFT = [
 def test_relist_finds_and_counts_missed_changes(start, caplog, name, text, said, drift):
     run = relisted(start, f"{text} synced@30")
     assert run.said[3:-1] == said
-    assert run.reflector.status().drift == drift
+    assert run.status.drift == drift
     assert ("objects changed without an event" in caplog.text) == bool(drift)
     assert run.waits == []
 
@@ -214,7 +214,7 @@ def test_relists_are_spread_over_45_to_75_minutes(start, random, due):
 
     def soon_due(exchange: Exchange) -> None:
         exchange.watch(*lines("+a@5 synced@10"))
-        run.until(lambda: "synced" in run.said)
+        run.until_said("synced")
         run.now += due - 1
         exchange.line(bookmark(20))
         exchange.hang()
@@ -226,5 +226,5 @@ def test_relists_are_spread_over_45_to_75_minutes(start, random, due):
 
     run = start(soon_due, due_now, LISTED_A, hold=True, rng=lambda: random)
     run.reflector.start()
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.all_asked == ["stream", "watch 20", "stream"]

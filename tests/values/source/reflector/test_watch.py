@@ -14,7 +14,7 @@ from tests.values.source.reflector.scripted import LISTED_A, LOGIN, PAGES, added
 
 def test_410_in_the_watch_leads_to_a_new_list_at_once(start):
     run = start("watch +a@5 synced@10 error=410 end", "watch synced@20")
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.all_asked == ["stream", "stream"]
     assert run.said == ["+a", "synced", "-a", "synced"]
     assert run.waits == []
@@ -22,7 +22,7 @@ def test_410_in_the_watch_leads_to_a_new_list_at_once(start):
 
 def test_410_twice_waits_before_the_third_list(start):
     run = start("watch +a@5 synced@10 error=410 end", "watch +a@5 synced@10 error=410 end", LISTED_A)
-    run.until(lambda: run.said.count("synced") == 3)
+    run.until_said("synced", 3)
     assert run.all_asked == ["stream"] * 3
     assert run.waits == [0.4]
     assert run.said == ["+a", "synced", "synced", "synced"]
@@ -44,17 +44,17 @@ def test_410_between_pages_starts_the_list_over(start):
 
 def test_watch_that_ended_cleanly_resumes_at_the_last_bookmark_at_once(start):
     run = start("watch +a@5 synced@10 @33 end", "watch +b@40")
-    run.until(lambda: "+b" in run.said)
+    run.until_said("+b")
     assert run.all_asked == ["stream", "watch 33"]
     assert run.waits == []
-    assert run.reflector.status().failures == 0
+    assert run.status.failures == 0
 
 
 @pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
 def test_watch_cut_inside_a_line_resumes_after_the_last_complete_one(start, then):
     cut = json.dumps(added("c", 12)).encode()[:40]
     run = start(streamed(*lines("+a@5 synced@10 +b@11"), cut, then=then), "watch +c@12")
-    run.until(lambda: "+c" in run.said)
+    run.until_said("+c")
     assert run.all_asked == ["stream", "watch 11"]
     assert run.said == ["+a", "synced", "+b", "+c"]
     assert run.waits == [0.2]
@@ -63,14 +63,14 @@ def test_watch_cut_inside_a_line_resumes_after_the_last_complete_one(start, then
 @pytest.mark.parametrize("code", [500, 401, 429, 0])
 def test_an_error_in_the_watch_leads_to_a_new_list(start, code):
     run = start(f"watch +a@5 synced@10 error={code} end", LISTED_A)
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.all_asked == ["stream", "stream"]
     assert run.waits == [0.2]
 
 
 def test_malformed_line_in_a_watch_leads_to_a_new_list(start):
     run = start("watch +a@5 synced@10 rubbish +b@11 end", "watch +a@5 +b@11 synced@20")
-    run.until(lambda: "+b" in run.said)
+    run.until_said("+b")
     assert run.all_asked == ["stream", "stream"]
     assert run.said[:3] == ["+a", "synced", "+b"]
 
@@ -78,7 +78,7 @@ def test_malformed_line_in_a_watch_leads_to_a_new_list(start):
 def test_malformed_object_is_rejected_and_the_watch_continues(start):
     poison = added("bad", 11, ports=[{"port": 70000}])
     run = start(streamed(*lines("+a@5 synced@10"), poison, *lines("+b@12"), then=Exchange.end), "watch +c@13")
-    run.until(lambda: "+c" in run.said)
+    run.until_said("+c")
     assert run.said == ["+a", "synced", "!bad", "+b", "+c"]
     assert run.asked(1) == "watch 12"
     assert run.events[2] == Rejected(ObjectKey(Kind.SERVICE, "ns", "bad"), "spec.ports[0].port: 70000 is not a port")
@@ -86,7 +86,7 @@ def test_malformed_object_is_rejected_and_the_watch_continues(start):
 
 def test_service_that_becomes_headless_is_deleted(start):
     run = start("watch +a@5 synced@10 +a@11:None +b@12:None end")
-    run.until(lambda: "-a" in run.said)
+    run.until_said("-a")
     assert run.said == ["+a", "synced", "-a"]
 
 
@@ -96,9 +96,9 @@ def test_closed_idle_connection_is_reopened_without_a_failure(start):
         exchange.cut()
 
     run = start(respond, "watch +b@11")
-    run.until(lambda: "+b" in run.said)
+    run.until_said("+b")
     assert run.waits == []
-    assert run.reflector.status().failures == 0
+    assert run.status.failures == 0
 
 
 # --- refusals and outages ---
@@ -132,7 +132,7 @@ def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, n
     seen: list[str] = []
 
     def healed(exchange: Exchange) -> None:
-        seen.append(run.reflector.status().error)
+        seen.append(run.status.error)
         quiet(exchange)
 
     # Four times, because the first may fail on a reused connection, which is retried at once.
@@ -146,7 +146,7 @@ def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, n
     assert hint in line
     assert "\n" not in line
     assert run.said == ["+a", "synced"]
-    status = run.reflector.status()
+    status = run.status
     assert (status.failures, status.error, status.synced) == (0, "", True)
 
 
@@ -177,8 +177,8 @@ def test_refused_connection_is_an_error_and_no_event(start):
     run.server.__exit__()
     run.server.script = []
     run.server = ScriptedServer()  # on another port, so the old one refuses connections
-    run.until(lambda: run.reflector.status().failures >= 2)
-    assert "connection refused" in run.reflector.status().error
+    run.until(lambda: run.status.failures >= 2)
+    assert "connection refused" in run.status.error
     assert run.said == ["+a", "synced"]
 
 
@@ -192,5 +192,5 @@ def test_refused_connection_is_an_error_and_no_event(start):
 )
 def test_watch_refused_for_its_version_leads_to_a_new_list(start, code: int, message: str):
     run = start("watch +a@5 synced@10 end", f"{code} {message}", LISTED_A)
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.all_asked == ["stream", "watch 10", "stream"]
