@@ -473,17 +473,6 @@ def test_a_fwmarks_virtual_service_has_its_familys_wildcard():
     assert fwmark_service(6, MARK) == VirtualService(Protocol.TCP, ANY6, 0, MARK)
 
 
-def test_shared_elements_stay_until_both_services_are_gone():
-    ledger = DesiredElements()
-    one = service("one", "10.96.0.1:80", A)
-    two = service("two", "10.96.0.1:81", A)
-    plan(ledger, one, two)
-    first = plan(ledger, gone=(one.key,))
-    assert not names(first.old_elements) & {"virtual_ips", "hairpin_ips"}
-    second = plan(ledger, gone=(two.key,))
-    assert names(second.old_elements) >= {"virtual_ips", "hairpin_ips"}
-
-
 def test_a_frontend_that_moves_changes_its_virtual_service():
     ledger = DesiredElements()
     old, new = state("name=old A"), state("name=new B")

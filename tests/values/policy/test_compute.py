@@ -136,24 +136,6 @@ def test_conflict_over_an_address_changes_winner_and_loser():
     assert kept.feed(up(replace(PLAIN, affinity_timeout=5))) == {PLAIN_KEY}
 
 
-def test_loser_of_a_conflict_that_changes_stays_the_loser():
-    kept = Harness(up(THIEF), up(PLAIN))
-    assert kept.feed(up(replace(THIEF, affinity_timeout=5))) == {THIEF_KEY}
-    assert [str(at) for at, _ in kept.state("thief").refused] == ["10.96.0.9:80/TCP"]
-    assert kept.feed(up(replace(THIEF, external_ips=()))) == {THIEF_KEY}
-    assert kept.state("thief").refused == ()
-
-
-def test_withdrawn_claim_leaves_no_conflict():
-    kept = Harness(up(THIEF), up(PLAIN))
-    kept.feed(up(replace(THIEF, external_ips=())))
-    alone = kept.state("thief")
-    rival = service("rival ip=10.96.0.77 node-port=30080")
-    kept.feed(up(rival))
-    assert kept.state("thief") == alone
-    assert [str(at) for at, _ in kept.state("rival").lost] == ["0.0.0.0:30080/TCP"]
-
-
 def test_recreated_service_loses_to_an_older_one():
     one = service("plain ip=10.96.0.9 vip=9.9.9.9 created=old")
     two = service("web vip=9.9.9.9 created=new")
@@ -162,17 +144,6 @@ def test_recreated_service_loses_to_an_older_one():
     assert kept.feed(gone(one), up(replace(one, creation_timestamp=""))) == {PLAIN_KEY, WEB_KEY}
     assert [str(who) for _, who in kept.state("plain").lost] == ["ns/web"]
     assert kept.state("web").lost == ()
-
-
-def test_of_three_services_with_one_node_port_the_oldest_wins():
-    made = {"a": "created=old", "b": "created=new", "c": ""}
-    rivals = [service(f"{name} ip=10.96.1.{ord(name)} node-port=30080 {created}") for name, created in made.items()]
-    kept = Harness(*map(up, reversed(rivals)))
-    assert [len(kept.state(name).lost) for name in "abc"] == [0, 1, 1]
-    keys = {f"ns/{name}:http TCP IPv4" for name in "abc"}
-    assert kept.feed(gone(rivals[0])) == keys, "one goes, one wins, one loses to another"
-    assert kept.state("b").lost == ()
-    assert [str(who) for _, who in kept.state("c").lost] == ["ns/b"]
 
 
 def test_zone_change_recomputes_services_with_hints():

@@ -124,29 +124,12 @@ MISTAKES = [
         "kind: Service\n\tmetadata: {}\n",
         "not YAML: found a tab character that violates indentation (zz.yaml:2)",
     ),
-    source("a word", "hello\n", "kind: missing (zz.yaml:1)"),
-    source("a list", "- a\n- b\n", "kind: missing (zz.yaml:1)"),
     Mistake("an empty file", "", "", ()),
     source(
         "a field that is misspelt",
         service(f"{IP}, ports: [{{port: 80, targetport: 8080}}]"),
         f"{X_SAYS}spec.ports[0].targetport is not a field of a Service (zz.yaml:4); is targetPort meant?",
         X,
-    ),
-    source(
-        "a kind that is misspelt",
-        "kind: Servcie\nmetadata: {name: x}\n",
-        "kind: Servcie is not supported; is Service meant? (zz.yaml:1)",
-    ),
-    source(
-        "Endpoints",
-        "apiVersion: v1\nkind: Endpoints\nmetadata: {name: x}\n",
-        "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (zz.yaml:2)",
-    ),
-    source(
-        "an old version",
-        slice_of("").replace("/v1", "/v1beta1"),
-        "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1 (zz.yaml:1)",
     ),
     spec(
         "a port twice",
@@ -159,11 +142,6 @@ MISTAKES = [
         ODD,
         (f"{X_SAYS}spec.clusterIP: '010.096.000.011' has leading zeros; it is read as {X_IP}",),
         (X,),
-    ),
-    spec(
-        "a time below 0",
-        f"{IP}, {PORT}, sessionAffinity: ClientIP, sessionAffinityConfig: {{clientIP: {{timeoutSeconds: -5}}}}",
-        "sessionAffinityConfig.clientIP.timeoutSeconds: -5 is not between 1 and 86400",
     ),
     Mistake(
         "a ClusterIP that is taken",
@@ -212,18 +190,6 @@ MISTAKES = [
         slice_of("{addresses: ['fd00::1']}"),
         LEFT_OUT,
         ("EndpointSlice bad/x-1: endpoints[0].addresses: fd00::1 is not IPv4",),
-    ),
-    Mistake(
-        "a further address that is none",
-        slice_of("{addresses: [10.1.0.1, nonsense]}"),
-        LEFT_OUT,
-        ("EndpointSlice bad/x-1: endpoints[0].addresses[1]: 'nonsense' is not an IP address",),
-    ),
-    source(
-        "a key twice",
-        service(f"clusterIP: 10.96.0.12, {IP}, {PORT}"),
-        "clusterIP occurs twice; the last one is used (zz.yaml:4)",
-        X,
     ),
     source(
         "an object twice",
