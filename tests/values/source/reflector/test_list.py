@@ -138,12 +138,6 @@ def test_server_without_streaming_lists_is_listed_by_pages(start, code):
     assert run.waits == []
 
 
-def test_refused_streaming_list_is_not_requested_again(start):
-    run = start(PAGES, "list@100", "watch error=410 end", "list@100")
-    run.server.wait(5)
-    assert run.all_asked == ["stream", "page", "watch 100", "page", "watch 100"]
-
-
 def test_unsupported_field_selector_is_replaced_by_local_filtering(start):
     run = start(
         '400 field selector "spec.clusterIP!=None": field label not supported: spec.c',
@@ -153,16 +147,6 @@ def test_unsupported_field_selector_is_replaced_by_local_filtering(start):
     assert run.said == ["+a", "synced"]
     assert "fieldSelector" not in run.server.requests[1].query
     assert run.all_asked == ["stream", "stream"]
-
-
-@pytest.mark.parametrize("then", ["end", "cut", "reset"])
-def test_broken_streaming_list_is_not_synced_and_pages_follow(start, then):
-    run = start(f"watch +a@5 +b@6 {then}", "list@100 a@5")
-    run.until_watching(3)
-    assert run.all_asked == ["stream", "page", "watch 100"]
-    assert [mark for mark in run.said if mark == "synced"] == ["synced"]
-    assert run.said[-2:] == ["-b", "synced"]
-    assert run.waits == [0.2]
 
 
 def test_streaming_list_without_end_bookmark_times_out(start):
@@ -177,53 +161,6 @@ def test_streaming_list_without_end_bookmark_times_out(start):
     run.reflector.start()
     run.until_watching(3)
     assert run.all_asked == ["stream", "page", "watch 100"]
-
-
-def test_new_list_makes_events_only_for_differences(start):
-    run = start(
-        "watch +a@1 +b@2 +c@3 synced@9 error=410",
-        "watch +a@1 +c@8 +d@9 synced@10",
-    )
-    run.until_said("synced", 2)
-    assert run.said == ["+a", "+b", "+c", "synced", "+c", "+d", "-b", "synced"]
-
-
-def test_object_deleted_during_a_streaming_list_stays_deleted(start):
-    run = start(
-        "watch +a@1 +b@2 -a@3 synced@4 error=410",
-        "watch +b@2 synced@10",
-    )
-    run.until_said("synced", 2)
-    assert run.said == ["+a", "+b", "-a", "synced", "synced"]
-
-
-def test_list_with_a_failed_page_deletes_nothing(start):
-    run = start(
-        PAGES,
-        "list@100 a@1 b@2",
-        "watch error=410 end",
-        "list@100 b@2 continue=t",
-        "500",
-        "list@100 b@2 c@3 continue=t",
-        "list@200",
-    )
-    run.until_watching(8)
-    assert run.said == ["+a", "+b", "synced", "+c", "-a", "synced"]
-    assert run.all_asked[3:] == ["page", "page after t", "page", "page after t", "watch 200"]
-
-
-def test_list_with_an_unreadable_object_deletes_nothing(start):
-    run = start(PAGES, "list@100 a@1", "watch error=410 end", "list@100 b@2 nameless")
-    run.until_watching(5)
-    assert run.said == ["+a", "synced", "+b", "synced"]
-
-
-def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
-    """Without the list by pages, objects deleted meanwhile would stay until the next relist."""
-    run = start("watch +a@5 synced@10 error=410 end", "watch rubbish +b@6 synced@20", "list@100 b@6")
-    run.until_said("synced", 2)
-    assert run.said == ["+a", "synced", "+b", "-a", "synced"]
-    assert run.all_asked[:3] == ["stream", "stream", "page"]
 
 
 HTML = "the response is an HTML page"

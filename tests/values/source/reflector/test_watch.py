@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a watch, refusals and outages."""
+"""The end of a watch, refusals and outages; test_histories.py has most responses."""
 
 import json
 
@@ -7,25 +7,9 @@ import pytest
 
 from kbpf.model.events import Kind, ObjectKey, Rejected
 from tests.support.faults.scripted import Exchange, ScriptedServer, quiet
-from tests.values.source.reflector.scripted import LISTED_A, LOGIN, PAGES, added, lines, status, step, streamed
+from tests.values.source.reflector.scripted import LISTED_A, LOGIN, added, lines, status, step, streamed
 
 # --- the watch ends ---
-
-
-def test_410_in_the_watch_leads_to_a_new_list_at_once(start):
-    run = start("watch +a@5 synced@10 error=410 end", "watch synced@20")
-    run.until_said("synced", 2)
-    assert run.all_asked == ["stream", "stream"]
-    assert run.said == ["+a", "synced", "-a", "synced"]
-    assert run.waits == []
-
-
-def test_410_twice_waits_before_the_third_list(start):
-    run = start("watch +a@5 synced@10 error=410 end", "watch +a@5 synced@10 error=410 end", LISTED_A)
-    run.until_said("synced", 3)
-    assert run.all_asked == ["stream"] * 3
-    assert run.waits == [0.4]
-    assert run.said == ["+a", "synced", "synced", "synced"]
 
 
 def test_410_as_the_response_to_a_watch_leads_to_a_new_list_and_is_no_failure(start, caplog):
@@ -33,21 +17,6 @@ def test_410_as_the_response_to_a_watch_leads_to_a_new_list_and_is_no_failure(st
     run.until_watching(3)
     assert run.all_asked == ["stream", "watch 10", "stream"]
     assert "watch failed" not in caplog.text
-
-
-def test_410_between_pages_starts_the_list_over(start):
-    run = start(PAGES, "list@100 a@1 continue=t", "410", "list@100 b@2")
-    run.until_watching(5)
-    assert run.all_asked == ["stream", "page", "page after t", "page", "watch 100"]
-    assert run.said == ["+a", "+b", "-a", "synced"]
-
-
-def test_watch_that_ended_cleanly_resumes_at_the_last_bookmark_at_once(start):
-    run = start("watch +a@5 synced@10 @33 end", "watch +b@40")
-    run.until_said("+b")
-    assert run.all_asked == ["stream", "watch 33"]
-    assert run.waits == []
-    assert run.status.failures == 0
 
 
 @pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
@@ -60,21 +29,6 @@ def test_watch_cut_inside_a_line_resumes_after_the_last_complete_one(start, then
     assert run.waits == [0.2]
 
 
-@pytest.mark.parametrize("code", [500, 401, 429, 0])
-def test_an_error_in_the_watch_leads_to_a_new_list(start, code):
-    run = start(f"watch +a@5 synced@10 error={code} end", LISTED_A)
-    run.until_said("synced", 2)
-    assert run.all_asked == ["stream", "stream"]
-    assert run.waits == [0.2]
-
-
-def test_malformed_line_in_a_watch_leads_to_a_new_list(start):
-    run = start("watch +a@5 synced@10 rubbish +b@11 end", "watch +a@5 +b@11 synced@20")
-    run.until_said("+b")
-    assert run.all_asked == ["stream", "stream"]
-    assert run.said[:3] == ["+a", "synced", "+b"]
-
-
 def test_malformed_object_is_rejected_and_the_watch_continues(start):
     poison = added("bad", 11, ports=[{"port": 70000}])
     run = start(streamed(*lines("+a@5 synced@10"), poison, *lines("+b@12"), then=Exchange.end), "watch +c@13")
@@ -82,12 +36,6 @@ def test_malformed_object_is_rejected_and_the_watch_continues(start):
     assert run.said == ["+a", "synced", "!bad", "+b", "+c"]
     assert run.asked(1) == "watch 12"
     assert run.events[2] == Rejected(ObjectKey(Kind.SERVICE, "ns", "bad"), "spec.ports[0].port: 70000 is not a port")
-
-
-def test_service_that_becomes_headless_is_deleted(start):
-    run = start("watch +a@5 synced@10 +a@11:None +b@12:None end")
-    run.until_said("-a")
-    assert run.said == ["+a", "synced", "-a"]
 
 
 def test_closed_idle_connection_is_reopened_without_a_failure(start):
