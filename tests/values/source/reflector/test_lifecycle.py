@@ -28,25 +28,26 @@ from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, bookmar
 # --- no tight loop ---
 
 
-@pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        ("watches that end at once", ["watch end"]),
-        ("watches that end after an event", ["watch +b@11 end"]),
-        ("watches that break", ["watch @11 reset"]),
-        ("410 in every watch", ["watch error=410 end", "watch +a@5 synced@10 end"]),
-        ("410 as every response", ["410", "watch +a@5 synced@10 end"]),
-        ("500 as every response", ["500"]),
-        ("closed before the headers", [Exchange.cut]),
-        ("malformed lines", ["watch rubbish end", "watch +a@5 synced@10 end"]),
-        ("lists, but refused watches", ["400", "watch +a@5 synced@10 end"]),
-    ],
-)
-def test_no_tight_loop(start, name, script):
-    run = start("watch +a@5 synced@10 end", *(script * 20))
+LISTED = "watch +a@5 synced@10 end"
+LOOPS = {
+    "watches that end at once": ["watch end"],
+    "watches that end after an event": ["watch +b@11 end"],
+    "watches that break": ["watch @11 reset"],
+    "410 in every watch": ["watch error=410 end", LISTED],
+    "410 as every response": ["410", LISTED],
+    "500 as every response": ["500"],
+    "closed before the headers": [Exchange.cut],
+    "malformed lines": ["watch rubbish end", LISTED],
+    "lists, but refused watches": ["400", LISTED],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_tight_loop(start, name):
+    run = start(LISTED, *(LOOPS[name] * 20))
     run.server.wait(10)
     run.until(lambda: len(run.waits) >= 8)
-    assert sum(run.waits[:8]) > 20, name
+    assert sum(run.waits[:8]) > 20
     assert max(run.waits) >= 12
 
 
@@ -57,7 +58,7 @@ def test_watches_that_keep_ending_at_once_are_reported(start):
         seen.append(run.status.error)
         quiet(exchange)
 
-    run = start("watch +a@5 synced@10 end", *["watch end"] * 8, fine, hold=True)
+    run = start(LISTED, *["watch end"] * 8, fine, hold=True)
     run.reflector.start()
     run.until(lambda: seen)
     assert "each watch ends within 5 s" in seen[0]
@@ -70,8 +71,7 @@ def test_watch_that_lived_resets_the_backoff(start):
         run.now += 6
         exchange.end()
 
-    ends = "watch end"
-    run = start(*["500"] * 3, "watch +a@5 synced@10 end", lives, ends, hold=True)
+    run = start(*["500"] * 3, LISTED, lives, "watch end", hold=True)
     run.reflector.start()
     run.server.wait(7)
     # Three failures and a watch that ended at once; no wait after the watch that lived; then a wait
