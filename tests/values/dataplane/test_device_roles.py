@@ -13,43 +13,9 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     find_unmatched,
 )
 from kbpf.kernel.net.devices import Device
-from kbpf.kernel.net.uapi import ARPHRD_ETHER, ARPHRD_NONE
+from tests.values.dataplane.device_texts import devices
 
 SKIPPED = DeviceRole.SKIPPED
-LINK_TYPES = {"none": ARPHRD_NONE, "loopback": 772, "tunnel": 768, "infiniband": 32, "can": 280}
-
-
-def devices(text: str) -> tuple[dict[Device, str], dict[str, tuple[str, ...]]]:
-    """The devices of a node with their roles, and the operator's settings, from lines ``NAME KIND ROLE``.
-
-    The kind has suffixes: ``/pod`` for a peer in another namespace, ``/net`` for an address in a subnet, ``/down``
-    for a device that is down, ``/nf`` for a bridge whose packets pass netfilter. ``master=NAME`` and ``type=`` (the
-    link type, by default Ethernet) follow. Lines ``named`` and ``excluded`` are the settings, with patterns.
-    """
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    patterns = {words[0]: tuple(words[1:]) for words in lines if words[0] in ("named", "excluded")}
-    rows = [words for words in lines if words[0] not in patterns]
-    index = {words[0]: number for number, words in enumerate(rows, 2)}
-    listing = {Device(1, "lo", loopback=True, link_type=LINK_TYPES["loopback"]): "skipped"}
-    for name, word, role, *options in rows:
-        more = dict(option.split("=") for option in options)
-        link_type = more.get("type", str(ARPHRD_ETHER))
-        kind, *suffixes = word.split("/")
-        device = Device(
-            ifindex=index[name],
-            name=name,
-            kind="" if kind == "hardware" else kind,
-            up="down" not in suffixes,
-            link_type=LINK_TYPES.get(link_type) or int(link_type),
-            master=index[more["master"]] if "master" in more else 0,
-            peer_netns=3 if "pod" in suffixes else None,
-            has_subnet="net" in suffixes,
-            bridge_netfilter="nf" in suffixes,
-        )
-        listing[device] = role
-    return listing, {"patterns": patterns.get("named", ()), "excluded": patterns.get("excluded", ())}
-
-
 SHAPES = {
     "a node without pods": """
         eth0            hardware/net      host
