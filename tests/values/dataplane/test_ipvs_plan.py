@@ -631,11 +631,8 @@ def test_a_node_port_gives_way_to_an_exact_frontend(name: str):
     at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
     pool = planner.ledger.pools.get(at, ServerPool(""))
     assert " ".join(format_addr(end.address) for end, _ in pool.servers) == servers
-    answers = {
-        str(name)
-        for name, parts in planner.ledger.elements
-        if name in (SetName.SERVED, SetName.REFUSED, SetName.DROPPED) and shown(parts) == AT_NODE
-    }
+    outcomes = {SetName.SERVED, SetName.REFUSED, SetName.DROPPED}
+    answers = {str(name) for name, parts in planner.ledger.elements if name in outcomes and shown(parts) == AT_NODE}
     assert answers == ({outcome} if outcome else set())
 
 
@@ -658,28 +655,21 @@ def test_real_servers_sort_like_backends():
     assert isinstance(pool.servers[0][0], RealServer)
 
 
-@pytest.mark.parametrize(
-    ("taken", "left"),
-    [
-        ((1024, 29999), (30000, 65535)),
-        ((61000, 65535), (1024, 60999)),
-        ((20000, 30000), (30001, 65535)),
-        ((40000, 50000), (1024, 39999)),
-    ],
-)
-def test_masqueraded_ports_differ_from_those_of_mode_bpf(taken: tuple[int, int], left: tuple[int, int]):
-    assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == left
+LEFT = {(1024, 29999): (30000, 65535), (61000, 65535): (1024, 60999)}
+LEFT |= {(20000, 30000): (30001, 65535), (40000, 50000): (1024, 39999)}
+
+
+@pytest.mark.parametrize("taken", LEFT)
+def test_masqueraded_ports_differ_from_those_of_mode_bpf(taken: tuple[int, int]):
+    assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == LEFT[taken]
 
 
 def test_rules_match_before_they_change_a_packet():
     """nftables evaluates a rule in order: a mark set before a failing match stays set."""
-    made = [
-        one["add"]["rule"]["expr"]
-        for one in ruleset.create_table(ruleset.RulesetOptions())
-        if "rule" in one.get("add", {})
-    ]
-    assert len(made) > 50
-    for words in made:
+    added = [one["add"] for one in ruleset.create_table(ruleset.RulesetOptions()) if "add" in one]
+    rules = [one["rule"]["expr"] for one in added if "rule" in one]
+    assert len(rules) > 50
+    for words in rules:
         is_match = ["match" in word for word in words]
         assert is_match == sorted(is_match, reverse=True), words
 
