@@ -63,6 +63,7 @@ CONDITIONS = {
     "down": {"ready": False, "serving": False},
     "dead": {"ready": False, "serving": False, "terminating": True},
     "leaving": {"terminating": True},
+    "leaving-not-serving": {"terminating": True, "serving": False},
     "not-serving": {"serving": False},
 }
 

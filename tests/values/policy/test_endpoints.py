@@ -22,7 +22,7 @@ from kbpf.policy.endpoints import (
     select_endpoints,
 )
 from tests.support import oracle
-from tests.values.policy.services import HTTP, end, ends, numbers, piece, service
+from tests.values.policy.services import CONDITIONS, HTTP, end, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
 
@@ -295,18 +295,13 @@ def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(conditio
     assert line.text == text
 
 
-FLAG = st.booleans()
-HINTS = st.sampled_from([None, None, ("me",), ("you",), ("me", "you")])
-ZONES = st.sampled_from([None, None, ("a",), ("b",), ("a", "b")])
-ENDS = st.builds(
-    Endpoint,
-    address=st.sampled_from([end(n).address for n in (1, 2, 3, 4)]),
-    ready=FLAG,
-    serving=FLAG,
-    terminating=FLAG,
-    node=st.sampled_from(["me", "you", ""]),
-    zone_hints=ZONES,
-    node_hints=HINTS,
+HINTS = ["", "", ">me", ">you", ">me,you", ">a", ">b", ">a,b", ">me,a", ">you,a", ">me,b"]
+WORDS = st.builds(
+    "{}{}{}{}".format,
+    st.integers(1, 4),
+    st.sampled_from(["", "", "", *(f"/{condition}" for condition in CONDITIONS if condition)]),
+    st.sampled_from(["", "@me", "@you"]),
+    st.sampled_from(HINTS),
 )
 PORTS = st.lists(
     st.sampled_from([*HTTP, SlicePort("http", Protocol.TCP, 9090), SlicePort("x", Protocol.TCP, 1)]), max_size=2
@@ -318,34 +313,31 @@ SLICES = st.lists(
         st.sampled_from(["s1", "s2", "s3"]),
         st.just("web"),
         st.sampled_from([4, 4, 4, 6]),
-        st.lists(ENDS, max_size=5).map(tuple),
+        st.lists(WORDS, max_size=5).map(" ".join).map(ends),
         PORTS.map(tuple),
     ),
     max_size=3,
     unique_by=lambda piece: piece.name,
 )
 SERVICES = st.builds(
-    Service,
-    st.just("ns"),
-    st.just("web"),
+    "web {} {} {} {} {} {}".format,
     st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
-    st.just((parse_addr("10.96.0.1"),)),
-    st.sampled_from([(PORT,), (OPEN,)]),
-    external_ips=st.sampled_from([(), (parse_addr("1.1.1.1"),), (parse_addr("fd00::1"),)]),
-    lb_vips=st.sampled_from([(), (parse_addr("1.1.1.1"),)]),
-    external_local=FLAG,
-    internal_local=FLAG,
-)
+    st.sampled_from(["", "node-port=30080"]),
+    st.sampled_from(["", "external=1.1.1.1", "external=fd00::1"]),
+    st.sampled_from(["", "vip=1.1.1.1"]),
+    st.sampled_from(["", "internal-local"]),
+    st.sampled_from(["", "external-local"]),
+).map(service)
 NODES = st.builds(Node, st.sampled_from(["me", "me", ""]), zone=st.sampled_from(["a", "b", ""]))
 
 
 @settings(max_examples=400)
 @given(SLICES, SERVICES, NODES)
-def test_random_endpoints_are_selected_as_in_the_naive_model(slices, service, node):
-    port = service.ports[0]
-    expected = oracle.choice(slices, port, service, node, 4)
+def test_random_endpoints_are_selected_as_in_the_naive_model(slices, web, node):
+    port = web.ports[0]
+    expected = oracle.choice(slices, port, web, node, 4)
     for order in itertools.permutations(slices):
-        chosen = select_endpoints(order, port, service, node, 4)
+        chosen = select_endpoints(order, port, web, node, 4)
         for name in ("cluster", "local", "serving"):
             backends = getattr(chosen, name)
             assert list(backends) == sorted(set(backends))
@@ -355,8 +347,8 @@ def test_random_endpoints_are_selected_as_in_the_naive_model(slices, service, no
 
 @settings(max_examples=150)
 @given(SLICES, SERVICES, NODES)
-def test_the_reasons_agree_with_the_sets(slices, service, node):
-    chosen = select_endpoints(slices, service.ports[0], service, node, 4)
+def test_the_reasons_agree_with_the_sets(slices, web, node):
+    chosen = select_endpoints(slices, web.ports[0], web, node, 4)
     lines = chosen.explain()
     serves = {
         EndpointReason.READY,
