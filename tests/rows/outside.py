@@ -69,46 +69,26 @@ def rows() -> Iterator[Dial]:
         yield row("no endpoints", "ClusterIP", 6, REFUSED)
 
 
+RANGES = (
+    # the client, what it dials, the answer, and whether the backend sees its node's address
+    ("admitted", "outside", "VIP", 32, "a1 b1", True),
+    ("not admitted", "outside", "VIP", 33, DROPPED, False),
+    ("not admitted, UDP", "outside", "VIP", 34, DROPPED, False),
+    ("not for NodePorts", "outside", "NodePort", 33, "a1 b1", True),
+    ("not for external IPs", "outside", "ExternalIP", 33, "a1 b1", True),
+    ("a pod, not admitted", "a2!", "VIP", 33, DROPPED, False),
+    ("a pod, admitted", "a2!", "VIP", 35, "a1", True),
+    ("a hooked pod, admitted", "a2", "VIP", 35, "a1", True),
+    ("a hooked pod, not admitted", "a2", "VIP", 33, DROPPED, False),
+)
+
+
 def ranges() -> Iterator[Dial]:
-    for v6 in (False, True):
-        say, own = "v6" if v6 else "v4", (NODES6 if v6 else NODES4)[0]
-        out = "outside"
-        yield Dial(f"{say} source ranges, admitted", out, at("VIP", 32, v6), "a1 b1", "tcp", own)
-        yield Dial(f"{say} source ranges, not admitted", out, at("VIP", 33, v6), DROPPED, "tcp")
-        yield Dial(
-            f"{say} source ranges, not admitted, UDP", out, at("VIP", 34, v6), DROPPED, "udp"
-        )
-        yield Dial(
-            f"{say} source ranges do not restrict NodePorts",
-            out,
-            at("NodePort", 33, v6),
-            "a1 b1",
-            "tcp",
-            own,
-        )
-        yield Dial(f"{say} source ranges do not restrict external IPs", out,
-                   at("ExternalIP", 33, v6), "a1 b1", "tcp", own)
-        yield Dial(
-            f"{say} source ranges, a pod, not admitted", "a2!", at("VIP", 33, v6), DROPPED, "tcp"
-        )
-        yield Dial(
-            f"{say} source ranges, a pod, admitted", "a2!", at("VIP", 35, v6), "a1", "tcp", own
-        )
-        yield Dial(
-            f"{say} source ranges, a hooked pod, admitted",
-            "a2",
-            at("VIP", 35, v6),
-            "a1",
-            "tcp",
-            own,
-        )
-        yield Dial(
-            f"{say} source ranges, a hooked pod, not admitted",
-            "a2",
-            at("VIP", 33, v6),
-            DROPPED,
-            "tcp",
-        )
+    for v6, (what, client, kind, number, outcome, masqueraded) in product((False, True), RANGES):
+        own = (NODES6 if v6 else NODES4)[0] if masqueraded else ""
+        protocol = "udp" if number == 34 else "tcp"
+        name = f"{'v6' if v6 else 'v4'} source ranges, {what}"
+        yield Dial(name, client, at(kind, number, v6), outcome, protocol, own)
 
 
 def unhooked() -> Iterator[Dial]:

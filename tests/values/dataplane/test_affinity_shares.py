@@ -43,6 +43,16 @@ class FakeMap(dict[bytes, bytes]):
         return keys, values, U32.pack(end) if end < len(self) else None
 
 
+def entry(client: str, service: int, age_s: float = 0, owner: int = 0) -> tuple[bytes, bytes]:
+    """A client's entry for a Service, last used so many seconds ago."""
+    used = time.monotonic_ns() - int(age_s * 10**9)
+    return AFFINITY_KEY.pack(parse_addr(client), service, 0), AFFINITY.pack(used, 1, owner)
+
+
+def counts(table: dict[str, int]) -> dict[bytes, bytes]:
+    return {bytes(parse_addr(at)): U32.pack(count) for at, count in table.items()}
+
+
 AT_ONCE = float("inf")
 TIMEOUT = 100
 SERVICES = range(1000)
@@ -78,30 +88,23 @@ has its number in its last word, in little-endian order.
 @pytest.mark.parametrize("name", ROWS)
 def test_a_recount_corrects_the_counts(name: str, piece: int):
     entries, before, after = ROWS[name]
-    affinity, shares = FakeMap(), FakeMap()
+    affinity = FakeMap(entry(client, number, owner=owner) for number, (client, owner) in enumerate(entries))
+    shares = FakeMap(counts(before))
     affinity.piece = piece
-    for number, (client, owner) in enumerate(entries):
-        key = AFFINITY_KEY.pack(parse_addr(client), number, 0)
-        affinity[key] = AFFINITY.pack(time.monotonic_ns(), 1, owner)
-    shares |= {bytes(parse_addr(at)): U32.pack(count) for at, count in before.items()}
     counting = counted(affinity, shares)
     for number in range(len(entries) + 1):
         counting.advance(number * RECOUNT_INTERVAL_S, AT_ONCE)
-    assert shares == {bytes(parse_addr(at)): U32.pack(count) for at, count in after.items()}
+    assert shares == counts(after)
 
 
 def test_counts_made_during_a_recount_are_kept():
-    affinity, shares = FakeMap(), FakeMap()
+    affinity, shares = FakeMap(entry(ONE, number) for number in range(2)), FakeMap(counts({ONE: 5}))
     affinity.piece = 1
-    own = bytes(parse_addr(ONE))
-    for number in range(2):
-        affinity[AFFINITY_KEY.pack(own, number, 0)] = AFFINITY.pack(time.monotonic_ns(), 1, 0)
-    shares[own] = U32.pack(5)
     counting = counted(affinity, shares)
     counting.advance(0, AT_ONCE)
-    shares[own] = U32.pack(8)
+    shares |= counts({ONE: 8})
     counting.advance(RECOUNT_INTERVAL_S, AT_ONCE)
-    assert shares[own] == U32.pack(2 + 3)
+    assert shares == counts({ONE: 2 + 3})
 
 
 AGES = {
@@ -117,25 +120,17 @@ AGES = {
 @pytest.mark.parametrize("name", AGES)
 def test_expired_entries_are_deleted_and_not_counted(name: str):
     service, seconds, stays = AGES[name]
-    affinity, shares = FakeMap(), FakeMap()
-    own = bytes(parse_addr(ONE))
     now = time.monotonic_ns() + 10**15
-    used = now - int(seconds * 10**9)
-    affinity[AFFINITY_KEY.pack(own, service, 0)] = AFFINITY.pack(used, 1, 0)
-    shares[own] = U32.pack(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kbpf.dataplane.bpf.maps.affinity_shares.time.monotonic_ns", lambda: now)
+        patch.setattr(time, "monotonic_ns", lambda: now)
+        affinity, shares = FakeMap([entry(ONE, service, seconds)]), FakeMap(counts({ONE: 1}))
         counted(affinity, shares).advance(0, AT_ONCE)
     assert (len(affinity), len(shares)) == ((1, 1) if stays else (0, 0))
 
 
 def test_an_entry_used_again_during_the_recount_stays():
-    affinity, shares = FakeMap(), FakeMap()
-    own, key = bytes(parse_addr(ONE)), AFFINITY_KEY.pack(bytes(parse_addr(ONE)), 1, 0)
-    old, new = (AFFINITY.pack(time.monotonic_ns() - age * 10**9, 1, 0) for age in (TIMEOUT + 1, 0))
-    affinity[key] = old
-    shares[own] = U32.pack(1)
-    affinity.lookup = lambda _: new  # type: ignore[method-assign]
+    affinity, shares = FakeMap([entry(ONE, 1, TIMEOUT + 1)]), FakeMap(counts({ONE: 1}))
+    affinity.lookup = lambda _: entry(ONE, 1)[1]  # type: ignore[method-assign]
     counted(affinity, shares).advance(0, AT_ONCE)
     assert (len(affinity), len(shares)) == (1, 1)
 

@@ -18,20 +18,11 @@ def backend(number: int, protocol: Protocol = Protocol.TCP) -> Backend:
     return Backend(parse_addr(f"10.0.0.{number}"), 80, protocol)
 
 
-def test_ids_start_at_one():
-    ids = IdAllocator(NEW)
-    assert (ids.allocate_service(), ids.allocate_backend(), ids.allocate_set()) == (1, 1, 1)
-    assert (ids.allocate_service(), ids.allocate_backend(), ids.allocate_set()) == (2, 2, 2)
-
-
-def test_each_kind_of_id_has_its_own_counter():
-    ids = IdAllocator(Meta(5, 6, 7))
-    assert [
-        ids.allocate_service(),
-        ids.allocate_service(),
-        ids.allocate_backend(),
-        ids.allocate_set(),
-    ] == [5, 6, 6, 7]
+@pytest.mark.parametrize(("meta", "ids"), [(NEW, [1, 2, 1, 1]), (Meta(5, 6, 7), [5, 6, 6, 7])])
+def test_each_kind_of_id_has_its_own_counter_that_starts_at_one(meta: Meta, ids: list[int]):
+    found = IdAllocator(meta)
+    made = [found.allocate_service(), found.allocate_service(), found.allocate_backend(), found.allocate_set()]
+    assert made == ids
 
 
 def test_allocated_ids_have_to_be_saved():

@@ -4,7 +4,7 @@ express, and the differences made by a change.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,21 +36,14 @@ from kbpf.dataplane.ipvs.port_planner import FwmarkAllocator, NodePortConflicts
 from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
-from kbpf.model.objects import Algorithm, Cidr, Protocol
+from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
+from tests.values.dataplane.states import CLUSTER_IP, A, B, state
 
-UDP = Protocol.UDP
-A, B = "10.0.0.1:8080", "10.0.0.2:8080"
 BOTH = f"{A} {B}"
 NODE_IP, NODE_IP6 = "198.18.0.1", "fd00::1"
-CLUSTER, PORT, VIP, EXTERNAL = (
-    "10.96.0.1:80",
-    "NodePort=0.0.0.0:30080",
-    "LoadBalancer=192.0.2.1:80",
-    "ExternalIP=192.0.2.2:80",
-)
-ALL = f"{CLUSTER} {PORT} {VIP} {EXTERNAL}"
+ALL = "at=ClusterIP,NodePort,VIP,ExternalIP"
 MARK = 0x6B620001
 
 
@@ -94,50 +87,29 @@ def pools(programmed: ServicePortPlan) -> dict[str, str]:
 # ---- the outcome of a new connection -----------------------------------------------------------
 
 
-class Answer(NamedTuple):
-    """A Service port, and the servers ("a b") that outside clients reach at its ClusterIP and at
-    its external frontends, or "refused" or "dropped". `here`: the servers that the node and its
-    pods reach at external frontends by a fwmark; "" if the same, and the fwmark's virtual service,
-    if there is one, has no servers.
-    """
-
-    name: str
-    state: dict[str, Any]
-    cluster_ip: str
-    external: str
-    here: str = ""
-
-
 AB, JUST_A = "10.0.0.1 10.0.0.2", "10.0.0.1"
-ANSWERS = [
-    Answer("endpoints", {"to": BOTH}, AB, AB),
-    Answer("no endpoint anywhere", {}, "refused", "refused"),
-    Answer("internal Local, a local endpoint", {"to": BOTH, "local": A, "internal_local": True}, JUST_A, AB),
-    Answer("internal Local, remote endpoints only", {"to": BOTH, "internal_local": True}, "dropped", AB),
-    Answer("internal Local, no endpoint", {"internal_local": True}, "refused", "refused"),
-    Answer("external Local, a local endpoint", {"to": BOTH, "local": A, "external_local": True}, AB, JUST_A, AB),
-    Answer("external Local, remote endpoints only", {"to": BOTH, "external_local": True}, AB, "dropped", AB),
-    Answer("external Local, no endpoint", {"external_local": True}, "refused", "refused"),
-    Answer(
-        "both Local, a local endpoint",
-        {"to": BOTH, "local": A, "external_local": True, "internal_local": True},
-        JUST_A,
-        JUST_A,
-        AB,
-    ),
-    Answer(
-        "both Local, remote endpoints only",
-        {"to": BOTH, "external_local": True, "internal_local": True},
-        "dropped",
-        "dropped",
-        AB,
-    ),
-]
+ANSWERS = {
+    "A B": (AB, AB, ""),
+    "": ("refused", "refused", ""),
+    "A B local=A internal-local": (JUST_A, AB, ""),
+    "A B internal-local": ("dropped", AB, ""),
+    "internal-local": ("refused", "refused", ""),
+    "A B local=A external-local": (AB, JUST_A, AB),
+    "A B external-local": (AB, "dropped", AB),
+    "external-local": ("refused", "refused", ""),
+    "A B local=A external-local internal-local": (JUST_A, JUST_A, AB),
+    "A B external-local internal-local": ("dropped", "dropped", AB),
+}
+"""A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
+"refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if the
+same, and the fwmark's virtual service, if there is one, has no servers.
+"""
 
 
-def made(row: Answer, frontends: str = ALL) -> tuple[ServiceState, ServicePortPlan]:
-    state = service("web", frontends, **row.state)
-    return state, plan_service_port(state, ground(), MARK if needs_fwmark(state) else 0)
+def made(text: str, **more: Any) -> ServicePortPlan:
+    """The plan of a Service port on a node with these fields of ground()."""
+    port = state(text)
+    return plan_service_port(port, ground(**more), MARK if needs_fwmark(port) else 0)
 
 
 def answer(programmed: ServicePortPlan, at: str) -> str:
@@ -151,17 +123,18 @@ def answer(programmed: ServicePortPlan, at: str) -> str:
     return servers or name
 
 
-@pytest.mark.parametrize("row", ANSWERS, ids=lambda row: row.name)
-def test_the_outcome_of_a_new_connection(row: Answer):
-    _, programmed = made(row)
-    assert answer(programmed, "10.96.0.1 TCP 80") == row.cluster_ip
+@pytest.mark.parametrize("text", ANSWERS)
+def test_the_outcome_of_a_new_connection(text: str):
+    cluster_ip, external, here = ANSWERS[text]
+    programmed = made(f"{text} {ALL}")
+    assert answer(programmed, "10.96.0.1 TCP 80") == cluster_ip
     externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
-    assert [answer(programmed, at) for at in externals] == [row.external] * 3
+    assert [answer(programmed, at) for at in externals] == [external] * 3
     short = sets(programmed, SetName.SHORT_CIRCUITS).get("short_circuits", set())
-    assert short == ({f"{at} {MARK}" for at in externals} if row.here else set())
+    assert short == ({f"{at} {MARK}" for at in externals} if here else set())
     marked = {name: to for name, to in pools(programmed).items() if "mark" in name}
-    wanted = "rr,0 10.0.0.1:8080*1 10.0.0.2:8080*1" if row.here else "rr,0"
-    local = row.state.get("external_local", False)
+    wanted = "rr,0 10.0.0.1:8080*1 10.0.0.2:8080*1" if here else "rr,0"
+    local = "external-local" in text
     assert marked == ({f"mark {MARK:#x}": wanted} if local else {})
     noted = sets(programmed, SetName.FWMARKS).get("marks", set())
     ats = ("0.0.0.0 TCP 30080", *externals[1:])
@@ -169,14 +142,13 @@ def test_the_outcome_of_a_new_connection(row: Answer):
 
 
 def test_a_cluster_ip_alone_has_no_short_circuit():
-    state = service("web", CLUSTER, BOTH, external_local=True)
-    assert not needs_fwmark(state)
+    assert not needs_fwmark(state("A B external-local"))
 
 
 def test_a_short_circuit_no_longer_needed_gets_no_new_connections():
     """It stays for its established connections, with the current endpoints."""
-    before = plan_service_port(service("web", ALL, A, external_local=True), ground(), MARK)
-    after = plan_service_port(service("web", ALL, BOTH), ground(), MARK)
+    before = made(f"A {ALL} external-local")
+    after = plan_service_port(state(f"A B {ALL}"), ground(), MARK)
     kinds = SetName.FWMARKS, SetName.OWN_FWMARKS
     assert sets(after, *kinds) == sets(before, *kinds) != {}
     assert sets(after, SetName.SHORT_CIRCUITS) == {}
@@ -186,154 +158,121 @@ def test_a_short_circuit_no_longer_needed_gets_no_new_connections():
 def test_node_ports_use_addresses_of_their_family():
     v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
     assert set(pools(plan_service_port(v6, ground()))) == {"[fd00:96::1]:80/TCP", f"[{NODE_IP6}]:30080/TCP"}
-    assert set(pools(plan_service_port(service("web", PORT, A), ground()))) == {f"{NODE_IP}:30080/TCP"}
-    assert pools(plan_service_port(service("web", PORT, A), NodeContext())) == {}
+    assert set(pools(made("A at=NodePort"))) == {f"{NODE_IP}:30080/TCP"}
+    assert pools(plan_service_port(state("A at=NodePort"), NodeContext())) == {}
 
 
 def test_the_dummy_device_has_all_addresses_but_the_nodes():
-    state = service("web", f"{ALL} ExternalIP={NODE_IP}:80", A)
-    ips = sets(plan_service_port(state, ground()), SetName.VIRTUAL_IPS)["virtual_ips"]
-    assert ips == {"10.96.0.1", "192.0.2.1", "192.0.2.2"}
-    assert f"{NODE_IP}:80/TCP" in pools(plan_service_port(state, ground()))
+    port = service("web", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80 ExternalIP={NODE_IP}:80", A)
+    programmed = plan_service_port(port, ground())
+    assert sets(programmed, SetName.VIRTUAL_IPS)["virtual_ips"] == {"10.96.0.1", "192.0.2.1"}
+    assert f"{NODE_IP}:80/TCP" in pools(programmed)
 
 
 # ---- source ranges -----------------------------------------------------------------------------
 
-
-class Ranges(NamedTuple):
-    name: str
-    ranges: str
-    let_in: set[str]
-
-
-RANGES = [
-    Ranges("one", "203.0.113.0/24", {"203.0.113.0/24"}),
-    Ranges("one inside another", "10.0.0.0/8 10.1.0.0/16", {"10.0.0.0/8"}),
-    Ranges("with the node's address: the VIP is admitted too", "198.18.0.0/24", {"198.18.0.0/24", "192.0.2.1/32"}),
-    Ranges("all", "0.0.0.0/0", {"0.0.0.0/0"}),
-]
+RANGES = {
+    # the ranges, and the networks that are admitted
+    "203.0.113.0/24": {"203.0.113.0/24"},
+    "10.0.0.0/8,10.1.0.0/16": {"10.0.0.0/8"},
+    "198.18.0.0/24": {"198.18.0.0/24", "192.0.2.1/32"},  # with the node's address: the VIP, too
+    "0.0.0.0/0": {"0.0.0.0/0"},
+}
 
 
-@pytest.mark.parametrize("row", RANGES, ids=lambda row: row.name)
-def test_source_ranges_restrict_load_balancer_addresses_only(row: Ranges):
-    programmed = plan_service_port(service("web", ALL, A, ranges=row.ranges), ground())
-    found = sets(programmed, SetName.RESTRICTED, SetName.SOURCES)
+@pytest.mark.parametrize("ranges", RANGES)
+def test_source_ranges_restrict_load_balancer_addresses_only(ranges: str):
+    found = sets(made(f"A {ALL} ranges={ranges}"), SetName.RESTRICTED, SetName.SOURCES)
     assert found["restricted"] == {"192.0.2.1 TCP 80"}
-    assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in row.let_in}
+    assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in RANGES[ranges]}
 
 
 def test_node_ports_with_ranges_admit_these_and_the_node():
-    state = service("web", ALL, A)
+    port = state(f"A {ALL}")
     guarded = replace(
-        state,
-        frontends=tuple(replace(each, restricted=each.kind is FrontendKind.NODE_PORT) for each in state.frontends),
+        port,
+        frontends=tuple(replace(each, restricted=each.kind is FrontendKind.NODE_PORT) for each in port.frontends),
         node_port_ranges=(parse_cidr("203.0.113.0/24", ""),),
     )
     found = sets(plan_service_port(guarded, ground()), SetName.RESTRICTED, SetName.SOURCES)
-    (at,) = found["restricted"]
-    address, protocol, port = at.split()
-    assert (protocol, port) == ("TCP", "30080")
+    assert found["restricted"] == {f"{NODE_IP} TCP 30080"}
     let_in = {one.split(" ", 1)[0] for one in found["sources"]}
-    assert {"203.0.113.0/24", f"{address}/32"} <= let_in
+    assert {"203.0.113.0/24", f"{NODE_IP}/32"} <= let_in
     assert "0.0.0.0/0" not in let_in
 
 
 # ---- masquerading ------------------------------------------------------------------------------
 
 
-class Masquerade(NamedTuple):
-    """`always`: frontends that are masqueraded for all clients; `outside`: for clients that are not
-    pods.
-    """
-
-    name: str
-    state: dict[str, Any]
-    ground: dict[str, Any]
-    always: str = ""
-    outside: str = ""
-
-
-CLUSTER_IP = "10.96.0.1"
 EXTERNALS = "192.0.2.1 192.0.2.2 198.18.0.1"
-MASQUERADES = [
-    Masquerade("pods are not recognised", {}, {}, EXTERNALS),
-    Masquerade("pods of this node are known", {}, {"detects_local": True}, EXTERNALS, CLUSTER_IP),
-    Masquerade("masqueradeAll", {}, {"masquerade_all": True}, f"{CLUSTER_IP} {EXTERNALS}"),
-    Masquerade(
-        "masqueradeAll, pods known", {}, {"masquerade_all": True, "detects_local": True}, f"{CLUSTER_IP} {EXTERNALS}"
-    ),
-    Masquerade("external Local", {"external_local": True, "local": A}, {}),
-    Masquerade(
-        "external Local, pods known", {"external_local": True, "local": A}, {"detects_local": True}, "", CLUSTER_IP
-    ),
-    Masquerade("internal Local", {"internal_local": True, "local": A}, {}, EXTERNALS),
-]
+KNOWN, EVERYTHING = {"detects_local": True}, {"masquerade_all": True}
+MASQUERADES = {
+    "pods are not recognised": ("A B", {}, EXTERNALS, ""),
+    "pods of this node are known": ("A B", KNOWN, EXTERNALS, "10.96.0.1"),
+    "masqueradeAll": ("A B", EVERYTHING, f"10.96.0.1 {EXTERNALS}", ""),
+    "masqueradeAll, pods known": ("A B", EVERYTHING | KNOWN, f"10.96.0.1 {EXTERNALS}", ""),
+    "external Local": ("A B local=A external-local", {}, "", ""),
+    "external Local, pods known": ("A B local=A external-local", KNOWN, "", "10.96.0.1"),
+    "internal Local": ("A B local=A internal-local", {}, EXTERNALS, ""),
+}
+"""A Service port, the node, and the frontends masqueraded for all clients and for those that are not pods."""
 
 
-@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
-def test_which_frontends_are_masqueraded(row: Masquerade):
-    programmed = plan_service_port(service("web", ALL, BOTH, **row.state), ground(**row.ground))
-    found = sets(programmed, SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
+@pytest.mark.parametrize("name", MASQUERADES)
+def test_which_frontends_are_masqueraded(name: str):
+    text, node, always, outside = MASQUERADES[name]
+    found = sets(made(f"{text} {ALL}", **node), SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
     names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
-    assert names.get("masqueraded", set()) == set(row.always.split())
-    assert names.get("masqueraded_outside", set()) == set(row.outside.split())
+    assert names.get("masqueraded", set()) == set(always.split())
+    assert names.get("masqueraded_outside", set()) == set(outside.split())
 
 
 def test_hairpin_elements_exist_for_local_backends_only():
     """One element for each local address, whatever ports it serves: only local backends dial from
     this node.
     """
-    state = service("web", ALL, BOTH, external_local=True, on_node=(parse_addr("10.0.0.2"),))
-    found = sets(plan_service_port(state, ground(), MARK), SetName.HAIRPINS)["hairpin_ips"]
+    port = state(f"A B {ALL} external-local", on_node=(parse_addr("10.0.0.2"),))
+    found = sets(plan_service_port(port, ground(), MARK), SetName.HAIRPINS)["hairpin_ips"]
     assert found == {"10.0.0.2 10.0.0.2"}
 
 
 def test_connections_from_a_cluster_ip_of_a_device_are_masqueraded():
     """The node dials the address of its DNS cache from that same address."""
-    state = service("dns", f"{CLUSTER} {PORT}", BOTH, on_node=())
-    node_port, cluster_ip = state.frontends
-    state = replace(state, frontends=(node_port, replace(cluster_ip, on_device=True)))
+    port = state("A B at=ClusterIP,NodePort", on_node=())
+    node_port, cluster_ip = port.frontends
+    port = replace(port, frontends=(node_port, replace(cluster_ip, on_device=True)))
     context = ground(own_addresses=frozenset((cluster_ip.at.address,)))
-    found = sets(plan_service_port(state, context), SetName.HAIRPINS, SetName.VIRTUAL_IPS)
+    found = sets(plan_service_port(port, context), SetName.HAIRPINS, SetName.VIRTUAL_IPS)
     assert found == {"hairpin_ips": {"10.96.0.1 10.0.0.1", "10.96.0.1 10.0.0.2"}}
 
 
 # ---- schedulers --------------------------------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    name: str
-    state: dict[str, Any]
-    scheduler: str
-    pool: str
-    marked: str
+SPREADS = {
+    # the Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's
+    "plain": ("", "rr", "rr,0", "rr,0"),
+    "least connections": ("", "lc", "lc,0", "lc,0"),
+    "weights": ("weights=3,1", "rr", "wrr,0", "wrr,0"),
+    "weights and lc": ("weights=3,1", "lc", "wlc,0", "wlc,0"),
+    "weights and sh": ("weights=3,1", "sh", "sh,0", "sh,0"),
+    "Maglev": ("maglev", "rr", "mh,0", "mh,0"),
+    "affinity": ("affinity=10800", "rr", "rr,10800", "sh,0"),
+}
 
 
-SPREADS = [
-    Spread("plain", {}, "rr", "rr,0", "rr,0"),
-    Spread("least connections", {}, "lc", "lc,0", "lc,0"),
-    Spread("weights", {"cluster_weights": (3, 1)}, "rr", "wrr,0", "wrr,0"),
-    Spread("weights and lc", {"cluster_weights": (3, 1)}, "lc", "wlc,0", "wlc,0"),
-    Spread("weights and sh", {"cluster_weights": (3, 1)}, "sh", "sh,0", "sh,0"),
-    Spread("Maglev", {"algorithm": Algorithm.MAGLEV}, "rr", "mh,0", "mh,0"),
-    Spread("affinity", {"affinity_timeout": 10800}, "rr", "rr,10800", "sh,0"),
-]
+@pytest.mark.parametrize("name", SPREADS)
+def test_scheduler_and_weights(name: str):
+    text, scheduler, pool, marked = SPREADS[name]
+    found = pools(made(f"A B at=ClusterIP,VIP external-local {text}", scheduler=scheduler))
+    servers = f"{A}*3 {B}*1" if "weights" in text else f"{A}*1 {B}*1"
+    assert found["10.96.0.1:80/TCP"] == f"{pool} {servers}"
+    assert found[f"mark {MARK:#x}"] == f"{marked} {servers}"
 
 
-@pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.name)
-def test_scheduler_and_weights(row: Spread):
-    state = service("web", f"{CLUSTER} {VIP}", BOTH, external_local=True, **row.state)
-    found = pools(plan_service_port(state, ground(scheduler=row.scheduler), MARK))
-    weights = row.state.get("cluster_weights", (1, 1))
-    servers = " ".join(f"{at}*{w}" for at, w in zip(BOTH.split(), weights, strict=True))
-    assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
-    assert found[f"mark {MARK:#x}"] == f"{row.marked} {servers}"
-
-
-@pytest.mark.parametrize(("more", "by_port"), [({}, True), ({"affinity_timeout": 9}, False)])
-def test_maglev_hashes_the_port_unless_there_is_affinity(more: dict[str, Any], by_port: bool):
-    state = service("web", CLUSTER, BOTH, algorithm=Algorithm.MAGLEV, **more)
-    (pool,) = plan_service_port(state, ground()).pools.values()
+@pytest.mark.parametrize(("text", "by_port"), [("A B maglev", True), ("A B maglev affinity=9", False)])
+def test_maglev_hashes_the_port_unless_there_is_affinity(text: str, by_port: bool):
+    (pool,) = made(text).pools.values()
     assert pool.by_port == by_port
 
 
@@ -355,18 +294,18 @@ class Planner:
     def change(self, states: Mapping[ServicePortKey, ServiceState | None]) -> Changes:
         """Changes Service ports to these states; None: deleted."""
         keys = set(states)
-        for key, state in states.items():
+        for key, port in states.items():
             self.states.pop(key, None)
-            if state is not None:
-                self.states[key] = state
-            keys |= self.overlaps.update(key, state)
+            if port is not None:
+                self.states[key] = port
+            keys |= self.overlaps.update(key, port)
         return self.ledger.update({key: self._program(self.states.get(key)) for key in keys})
 
-    def _program(self, state: ServiceState | None) -> ServicePortPlan:
-        if state is None:
+    def _program(self, port: ServiceState | None) -> ServicePortPlan:
+        if port is None:
             return EMPTY_PLAN
-        mark = MARK + sum(state.key.name.encode()) if needs_fwmark(state) else 0
-        return plan_service_port(state, ground(), mark, self.overlaps.exact)
+        mark = MARK + sum(port.key.name.encode()) if needs_fwmark(port) else 0
+        return plan_service_port(port, ground(), mark, self.overlaps.exact)
 
 
 def names(elements: set[Element]) -> set[str]:
@@ -374,12 +313,12 @@ def names(elements: set[Element]) -> set[str]:
 
 
 def test_ownership_of_virtual_services_is_added_first_and_removed_last():
-    ledger, state = DesiredElements(), service("web", ALL, BOTH, external_local=True)
-    steps = plan(ledger, state).steps()
+    ledger, port = DesiredElements(), state(f"A B {ALL} external-local")
+    steps = plan(ledger, port).steps()
     assert {owned_service(e) for e in steps.added_first} - {None} == set(ledger.pools)
     assert names(steps.added_late) == {"served", "short_circuits"}
     assert not steps.removed_first | steps.removed_late | steps.removed_ownership
-    steps = plan(ledger, gone=(state.key,)).steps()
+    steps = plan(ledger, gone=(port.key,)).steps()
     assert names(steps.removed_ownership) == {"own", "own_marks"}
     assert {"served", "short_circuits", "virtual_ips"} <= names(steps.removed_late)
     assert not steps.removed_first | steps.added_first | steps.added_late
@@ -395,20 +334,20 @@ def test_a_refused_virtual_service_is_not_served_and_tried_again():
     """A virtual service that the kernel refuses is not recorded, and no connection is admitted to
     it; it is tried again with the next change of its Service port.
     """
-    ledger, state = DesiredElements(), service("web", ALL, BOTH, external_local=True, local=A)
-    changes = plan(ledger, state)
+    ledger, port = DesiredElements(), state(f"A B {ALL} local=A external-local")
+    changes = plan(ledger, port)
     refused = VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)
     short = next(virtual for virtual in ledger.pools if virtual.fwmark)
     assert {served("192.0.2.1:80"), served("10.96.0.1:80")} <= changes.new_elements
     owners = ledger.record_refusals({refused: None, short: None}, changes)
-    assert owners == {refused: state.key, short: state.key}
+    assert owners == {refused: port.key, short: port.key}
     assert {refused, short}.isdisjoint(ledger.pools)
     assert changes.old_elements == set(), "they were never programmed"
     assert served("192.0.2.1:80") not in changes.new_elements | ledger.elements
     assert served("10.96.0.1:80") in changes.new_elements & ledger.elements
     assert names(changes.steps().added_late) == {"served"}
     assert not {e for e in ledger.elements if e[0] is SetName.SHORT_CIRCUITS}
-    again = plan(ledger, state)
+    again = plan(ledger, port)
     assert again.new_pools.keys() == {refused, short}
     assert names(again.new_elements) == {"served", "short_circuits"}
     assert not again.changed_pools
@@ -417,8 +356,8 @@ def test_a_refused_virtual_service_is_not_served_and_tried_again():
 def test_a_lost_virtual_service_is_no_longer_served():
     """A virtual service that served before: its elements are removed with this change."""
     ledger = DesiredElements()
-    plan(ledger, service("web", f"{CLUSTER} {VIP}", A))
-    changes = plan(ledger, service("web", f"{CLUSTER} {VIP}", BOTH))
+    plan(ledger, state("A at=ClusterIP,VIP"))
+    changes = plan(ledger, state("A B at=ClusterIP,VIP"))
     lost = VirtualService(Protocol.TCP, parse_addr("10.96.0.1"), 80)
     ledger.record_refusals({lost: None}, changes)
     assert changes.old_elements == {served("10.96.0.1:80")}
@@ -427,8 +366,8 @@ def test_a_lost_virtual_service_is_no_longer_served():
 
 
 def test_the_state_held_by_the_kernel_after_a_refusal_is_recorded():
-    ledger, wanted = DesiredElements(), service("web", CLUSTER, BOTH)
-    plan(ledger, service("web", CLUSTER, A))
+    ledger, wanted = DesiredElements(), state("A B")
+    plan(ledger, state("A"))
     ((virtual, old),) = ledger.pools.items()
     changes = plan(ledger, wanted)
     assert ledger.record_refusals({virtual: old}, changes) == {virtual: wanted.key}
@@ -439,8 +378,8 @@ def test_the_state_held_by_the_kernel_after_a_refusal_is_recorded():
 
 def test_elements_admitted_early_are_removed_if_the_service_is_refused():
     """As if the virtual service had been a kube-proxy's before."""
-    ledger, state = DesiredElements(), service("web", CLUSTER, A)
-    plan(ledger, state)
+    ledger, port = DesiredElements(), state("A")
+    plan(ledger, port)
     (virtual,) = ledger.pools
     changes = ledger.diff(frozenset(), frozenset(), dict(ledger.pools), True)
     assert changes.immediate == {served("10.96.0.1:80")}
@@ -449,40 +388,32 @@ def test_elements_admitted_early_are_removed_if_the_service_is_refused():
     assert served("10.96.0.1:80") not in changes.new_elements
 
 
-class Strays(NamedTuple):
-    """An address of the dummy device, the elements that mention it, and whether it is removed as
-    unclaimed.
-    """
-
-    name: str
-    by: tuple[Element, ...]
-    stray: bool
-
-
 ADDRESS = parse_addr("10.96.0.9")
-STRAYS = [
-    Strays("no element mentions it", (), True),
-    Strays("an old virtual address, removed with its element", ((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
-    Strays("only an element of `served`", ((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
-    Strays("only a hairpin element", ((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
-]
+STRAYS = {
+    "no element mentions it": ((), True),
+    "an old virtual address, removed with its element": (((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
+    "only an element of `served`": (((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
+    "only a hairpin element": (((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
+}
+"""The elements that mention an address of the dummy device, and whether it is removed as unclaimed."""
 
 
-@pytest.mark.parametrize("row", STRAYS, ids=lambda row: row.name)
+@pytest.mark.parametrize("name", STRAYS)
 @pytest.mark.parametrize("sound", [True, False])
-def test_unclaimed_addresses_are_removed(row: Strays, sound: bool):
+def test_unclaimed_addresses_are_removed(name: str, sound: bool):
+    mentions, stray = STRAYS[name]
     ledger = DesiredElements()
-    plan(ledger, service("web", CLUSTER, A))
+    plan(ledger, state("A"))
     here = addresses(ledger) | {ADDRESS}
-    changes = ledger.diff(ledger.elements | {*row.by}, here, dict(ledger.pools), sound)
-    assert changes.unclaimed_addresses == ({ADDRESS} if row.stray and sound else set())
-    assert changes.old_elements == ({*row.by} if sound else set())
+    changes = ledger.diff(ledger.elements | {*mentions}, here, dict(ledger.pools), sound)
+    assert changes.unclaimed_addresses == ({ADDRESS} if stray and sound else set())
+    assert changes.old_elements == ({*mentions} if sound else set())
     assert not changes.new_elements
 
 
 def test_a_refused_fwmark_removes_only_its_elements():
-    state = service("web", ALL, BOTH, external_local=True, local=A)
-    whole = plan_service_port(state, ground(), MARK)
+    port = state(f"A B {ALL} local=A external-local")
+    whole = plan_service_port(port, ground(), MARK)
     virtual = fwmark_service(4, MARK)
     less = without_service(whole, virtual)
     assert whole.pools.keys() - less.pools.keys() == {virtual}
@@ -493,14 +424,14 @@ def test_a_refused_fwmark_removes_only_its_elements():
 
 
 def test_ownership_elements_round_trip():
-    for virtual in plan_service_port(service("web", ALL, BOTH, external_local=True), ground(), MARK).pools:
+    for virtual in plan_service_port(state(f"A B {ALL} external-local"), ground(), MARK).pools:
         assert owned_service(ownership_element(virtual)) == virtual
 
 
 def test_losing_the_last_endpoint_refuses_before_it_stops_serving():
     ledger = DesiredElements()
-    plan(ledger, service("web", CLUSTER, A))
-    changes = plan(ledger, service("web", CLUSTER))
+    plan(ledger, state("A"))
+    changes = plan(ledger, state(""))
     steps = changes.steps()
     assert (names(steps.added_first), names(steps.removed_late)) == ({"refused"}, {"served", "hairpin_ips"})
     assert len(changes.changed_pools) == 1
@@ -509,64 +440,32 @@ def test_losing_the_last_endpoint_refuses_before_it_stops_serving():
 
 def test_overlapping_ranges_are_replaced_in_one_step():
     ledger = DesiredElements()
-    plan(ledger, service("web", VIP, A, ranges="10.0.0.0/8"))
-    steps = plan(ledger, service("web", VIP, A, ranges="10.1.0.0/16")).steps()
+    plan(ledger, state("A at=VIP ranges=10.0.0.0/8"))
+    steps = plan(ledger, state("A at=VIP ranges=10.1.0.0/16")).steps()
     assert [names(step) for step in steps] == [{"sources"}, {"sources"}, set(), set(), set()]
 
 
-class Rooms(NamedTuple):
-    """A new element and an old one; whether the old one must be deleted first, because both have
-    the same key or overlap.
-    """
-
-    name: str
-    new: Element
-    old: Element
-    first: bool
-
-
 TEN, ELEVEN = parse_addr("10.96.0.10"), parse_addr("10.96.0.11")
-NETS = tuple(parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
-ROOMS = [
-    Rooms(
-        "another mark of the same frontend",
-        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
-        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 2)),
-        True,
-    ),
-    Rooms(
-        "the mark of another port",
-        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
-        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 81, 1)),
-        False,
-    ),
-    Rooms(
-        "another network of the same frontend",
-        (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
-        (SetName.SOURCES, (NETS[1], TEN, Protocol.TCP, 80)),
-        True,
-    ),
-    Rooms(
-        "a network of another address",
-        (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
-        (SetName.SOURCES, (NETS[1], ELEVEN, Protocol.TCP, 80)),
-        False,
-    ),
-    Rooms("another network of pods", (SetName.LOCAL_NETWORKS, (NETS[0],)), (SetName.LOCAL_NETWORKS, (NETS[1],)), True),
-    Rooms(
-        "elements without a conflict",
-        (SetName.REFUSED, (TEN, Protocol.TCP, 80)),
-        (SetName.DROPPED, (TEN, Protocol.TCP, 80)),
-        False,
-    ),
-]
+NET, INNER = (parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
+TEN_80 = (TEN, Protocol.TCP, 80)
+MARKS, SOURCES, NETWORKS = SetName.SHORT_CIRCUITS, SetName.SOURCES, SetName.LOCAL_NETWORKS
+ROOMS = {
+    # a new element and an old one, and whether the old one must be deleted first: the same key, or an overlap
+    "another mark of the same frontend": ((MARKS, (*TEN_80, 1)), (MARKS, (*TEN_80, 2)), True),
+    "the mark of another port": ((MARKS, (*TEN_80, 1)), (MARKS, (TEN, Protocol.TCP, 81, 1)), False),
+    "another network of the same frontend": ((SOURCES, (NET, *TEN_80)), (SOURCES, (INNER, *TEN_80)), True),
+    "a network of another address": ((SOURCES, (NET, *TEN_80)), (SOURCES, (INNER, ELEVEN, *TEN_80[1:])), False),
+    "another network of pods": ((NETWORKS, (NET,)), (NETWORKS, (INNER,)), True),
+    "elements without a conflict": ((SetName.REFUSED, TEN_80), (SetName.DROPPED, TEN_80), False),
+}
 
 
-@pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.name)
-def test_conflicting_elements_are_deleted_first(row: Rooms):
-    steps = Changes({row.new}, old_elements={row.old}, immediate={row.new}).steps()
-    assert (steps.added_first, steps.added_late) == ({row.new}, set())
-    assert (row.old in steps.removed_first, row.old in steps.removed_late) == (row.first, not row.first)
+@pytest.mark.parametrize("name", ROOMS)
+def test_conflicting_elements_are_deleted_first(name: str):
+    new, old, first = ROOMS[name]
+    steps = Changes({new}, old_elements={old}, immediate={new}).steps()
+    assert (steps.added_first, steps.added_late) == ({new}, set())
+    assert (old in steps.removed_first, old in steps.removed_late) == (first, not first)
 
 
 def test_a_fwmarks_virtual_service_has_its_familys_wildcard():
@@ -574,55 +473,35 @@ def test_a_fwmarks_virtual_service_has_its_familys_wildcard():
     assert fwmark_service(6, MARK) == VirtualService(Protocol.TCP, ANY6, 0, MARK)
 
 
-def test_shared_elements_stay_until_both_services_are_gone():
-    ledger = DesiredElements()
-    one = service("one", "10.96.0.1:80", A)
-    two = service("two", "10.96.0.1:81", A)
-    plan(ledger, one, two)
-    first = plan(ledger, gone=(one.key,))
-    assert not names(first.old_elements) & {"virtual_ips", "hairpin_ips"}
-    second = plan(ledger, gone=(two.key,))
-    assert names(second.old_elements) >= {"virtual_ips", "hairpin_ips"}
-
-
 def test_a_frontend_that_moves_changes_its_virtual_service():
     ledger = DesiredElements()
-    old, new = service("old", CLUSTER, A), service("new", CLUSTER, B)
+    old, new = state("name=old A"), state("name=new B")
     plan(ledger, old)
     changes = plan(ledger, new, gone=(old.key,))
     assert (len(changes.changed_pools), changes.new_pools, changes.old_pools) == (1, {}, {})
     assert (SetName.SERVED, (parse_addr("10.96.0.1"), Protocol.TCP, 80)) in ledger.elements
 
 
-class Cut(NamedTuple):
-    """Backends before and after a change, and those whose UDP flows are cut."""
-
-    name: str
-    protocol: Protocol
-    before: str
-    after: str
-    serving: str
-    cut: set[str]
-
-
-CUTS = [
-    Cut("UDP stops serving", UDP, BOTH, A, A, {"10.0.0.2"}),
-    Cut("UDP leaves the set but still serves", UDP, BOTH, A, BOTH, set()),
-    Cut("UDP, the last backend stops", UDP, A, "", "", {"10.0.0.1"}),
-    Cut("TCP stops serving", Protocol.TCP, BOTH, A, A, set()),
-    Cut("SCTP stops serving", Protocol.SCTP, BOTH, A, A, set()),
-]
+CUTS = {
+    # before, after, and the backends whose UDP flows are cut
+    "UDP stops serving": ("A B UDP", "A UDP", {"10.0.0.2"}),
+    "UDP leaves the set but still serves": ("A B UDP", "A serving=A,B UDP", set()),
+    "UDP, the last backend stops": ("A UDP", "UDP", {"10.0.0.1"}),
+    "TCP stops serving": ("A B", "A", set()),
+    "SCTP stops serving": ("A B SCTP", "A SCTP", set()),
+}
 
 
-@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
-def test_which_backends_udp_flows_are_cut(row: Cut):
+@pytest.mark.parametrize("name", CUTS)
+def test_which_backends_udp_flows_are_cut(name: str):
+    before, after, cut = CUTS[name]
     ledger = DesiredElements()
-    plan(ledger, service("dns", CLUSTER, row.before, row.protocol))
-    changes = plan(ledger, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
-    assert {format_addr(end.address) for _, end in changes.udp_cuts} == row.cut
+    plan(ledger, state(before))
+    changes = plan(ledger, state(after))
+    assert {format_addr(end.address) for _, end in changes.udp_cuts} == cut
     again = DesiredElements()  # after a restart, with the state read from the kernel
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
-    plan(again, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
+    plan(again, state(after))
     assert again.diff(again.elements, addresses(again), old, True).udp_cuts == changes.udp_cuts
 
 
@@ -632,12 +511,12 @@ def addresses(ledger: DesiredElements) -> frozenset[Addr]:
 
 
 STATES = [
-    service("web", ALL, BOTH),
-    service("web", CLUSTER, A),
-    service("web", ALL, "", ranges="10.0.0.0/8"),
-    service("web", ALL, BOTH, external_local=True, ranges="10.1.0.0/16"),
-    service("dns", "10.96.0.1:53", A, UDP),
-    service("dns", "10.96.0.1:53", BOTH, UDP, affinity_timeout=5),
+    state(f"A B {ALL}"),
+    state("A"),
+    state(f"{ALL} ranges=10.0.0.0/8"),
+    state(f"A B {ALL} external-local ranges=10.1.0.0/16"),
+    service("dns", "10.96.0.1:53", A, Protocol.UDP),
+    service("dns", "10.96.0.1:53", BOTH, Protocol.UDP, affinity_timeout=5),
     service("other", "10.96.0.2:80 NodePort=0.0.0.0:30099", BOTH, internal_local=True),
     service("thief", f"10.96.0.3:30080 ExternalIP={NODE_IP}:30080", A, external_local=True),
     service("thief", f"10.96.0.3:30099 LoadBalancer={NODE_IP}:30099", ranges="10.0.0.0/8"),
@@ -655,9 +534,9 @@ def test_the_final_state_does_not_depend_on_the_changes(rounds: list[list[tuple[
     ledger = planner.ledger
     last: dict[ServicePortKey, ServiceState] = {}
     for one in rounds:
-        batch = {state.key: (state, there) for state, there in one}
-        for key, (state, there) in batch.items():
-            last[key] = state
+        batch = {port.key: (port, there) for port, there in one}
+        for key, (port, there) in batch.items():
+            last[key] = port
             if not there:
                 del last[key]
         changes = planner.change({key: s if there else None for key, (s, there) in batch.items()})
@@ -689,7 +568,7 @@ def test_existing_virtual_services_are_admitted_with_their_address(there: bool):
     address is in `virtual_ips`, connections that are not in `served` are refused.
     """
     ledger = DesiredElements()
-    plan(ledger, service("web", CLUSTER, BOTH))
+    plan(ledger, state("A B"))
     pools = dict(ledger.pools) if there else {}
     steps = ledger.diff(frozenset(), frozenset(), pools, authoritative=True).steps()
     assert "virtual_ips" in names(steps.added_first)
@@ -698,8 +577,8 @@ def test_existing_virtual_services_are_admitted_with_their_address(there: bool):
 
 def test_a_non_authoritative_state_removes_no_services():
     ledger, known = DesiredElements(), DesiredElements()
-    plan(known, service("web", CLUSTER, A), service("lost", "10.96.0.9:80", A))
-    plan(ledger, service("web", CLUSTER, ""))
+    plan(known, state("A"), service("lost", "10.96.0.9:80", A))
+    plan(ledger, state(""))
     held = known.elements, addresses(known), known.pools
     changes = ledger.diff(*held, authoritative=False)
     assert {shown(parts) for _, parts in changes.old_elements} == {"10.96.0.1 TCP 80"}
@@ -715,61 +594,46 @@ EXACT = f"10.96.0.2:30080 ExternalIP={NODE_IP}:30080"
 AT_NODE = f"{NODE_IP} TCP 30080"
 
 
-class Overlap(NamedTuple):
-    """Changes in order ("-name": deleted); the servers at the node's address and port in the end,
-    and the outcome of a new connection there.
-    """
-
-    name: str
-    steps: tuple[ServiceState | str, ...]
-    servers: str
-    answer: str
-
-
-B_SERVES, B_EMPTY = service("b", EXACT, B), service("b", EXACT)
-OVERLAPS = [
-    Overlap("only a NodePort", (PORT_A,), "10.0.0.1", "served"),
-    Overlap("the exact frontend wins", (PORT_A, B_SERVES), "10.0.0.2", "served"),
-    Overlap("the exact frontend wins, created first", (B_SERVES, PORT_A), "10.0.0.2", "served"),
-    Overlap("it wins without endpoints, as in mode bpf", (PORT_A, B_EMPTY), "", "refused"),
-    Overlap("it gets endpoints later", (PORT_A, B_EMPTY, B_SERVES), "10.0.0.2", "served"),
-    Overlap("deleted: the NodePort serves again", (PORT_A, B_SERVES, "-b"), "10.0.0.1", "served"),
-    Overlap("the NodePort is deleted", (PORT_A, B_SERVES, "-a"), "10.0.0.2", "served"),
-    Overlap("both are deleted", (PORT_A, B_SERVES, "-a", "-b"), "", ""),
-    Overlap("both are deleted, the exact one first", (PORT_A, B_SERVES, "-b", "-a"), "", ""),
-    Overlap(
-        "another address does not conflict",
-        (PORT_A, service("b", "10.96.0.2:30080 ExternalIP=192.0.2.2:30080", B)),
-        "10.0.0.1",
-        "served",
-    ),
-    Overlap("another protocol does not conflict", (PORT_A, service("b", EXACT, B, UDP)), "10.0.0.1", "served"),
-    Overlap(
-        "one Service with both",
-        (service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A, ranges="10.0.0.0/8"),),
-        "10.0.0.1",
-        "served",
-    ),
-]
+STEPS = {
+    "port": PORT_A,
+    "exact": service("b", EXACT, B),
+    "empty": service("b", EXACT),
+    "elsewhere": service("b", "10.96.0.2:30080 ExternalIP=192.0.2.2:30080", B),
+    "udp": service("b", EXACT, B, Protocol.UDP),
+    "both": service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A, ranges="10.0.0.0/8"),
+}
+OVERLAPS = {
+    # changes in order ("-a": deleted), the servers at the node's address and port in the end, and the outcome there
+    "only a NodePort": ("port", "10.0.0.1", "served"),
+    "the exact frontend wins": ("port exact", "10.0.0.2", "served"),
+    "the exact frontend wins, created first": ("exact port", "10.0.0.2", "served"),
+    "it wins without endpoints, as in mode bpf": ("port empty", "", "refused"),
+    "it gets endpoints later": ("port empty exact", "10.0.0.2", "served"),
+    "deleted: the NodePort serves again": ("port exact -b", "10.0.0.1", "served"),
+    "the NodePort is deleted": ("port exact -a", "10.0.0.2", "served"),
+    "both are deleted": ("port exact -a -b", "", ""),
+    "both are deleted, the exact one first": ("port exact -b -a", "", ""),
+    "another address does not conflict": ("port elsewhere", "10.0.0.1", "served"),
+    "another protocol does not conflict": ("port udp", "10.0.0.1", "served"),
+    "one Service with both": ("both", "10.0.0.1", "served"),
+}
 
 
-@pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.name)
-def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_a_node_port_gives_way_to_an_exact_frontend(name: str):
+    steps, servers, outcome = OVERLAPS[name]
     planner = Planner()
-    for step in row.steps:
-        if isinstance(step, str):
-            planner.change({service(step[1:], CLUSTER).key: None})
+    for step in steps.split():
+        if step.startswith("-"):
+            planner.change({state(f"name={step[1:]}").key: None})
         else:
-            planner.change({step.key: step})
+            planner.change({STEPS[step].key: STEPS[step]})
     at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
     pool = planner.ledger.pools.get(at, ServerPool(""))
-    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
-    answers = {
-        str(name)
-        for name, parts in planner.ledger.elements
-        if name in (SetName.SERVED, SetName.REFUSED, SetName.DROPPED) and shown(parts) == AT_NODE
-    }
-    assert answers == ({row.answer} if row.answer else set())
+    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == servers
+    outcomes = {SetName.SERVED, SetName.REFUSED, SetName.DROPPED}
+    answers = {str(name) for name, parts in planner.ledger.elements if name in outcomes and shown(parts) == AT_NODE}
+    assert answers == ({outcome} if outcome else set())
 
 
 def test_node_elements_are_networks_and_addresses():
@@ -785,57 +649,50 @@ def test_node_elements_are_networks_and_addresses():
 def test_real_servers_sort_like_backends():
     """Real servers read from the kernel compare equal with planned ones."""
     (pool, *_) = plan_service_port(
-        service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"), ground()
+        service("web", CLUSTER_IP, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"), ground()
     ).pools.values()
     assert list(pool.servers) == sorted(pool.servers)
     assert isinstance(pool.servers[0][0], RealServer)
 
 
-@pytest.mark.parametrize(
-    ("taken", "left"),
-    [
-        ((1024, 29999), (30000, 65535)),
-        ((61000, 65535), (1024, 60999)),
-        ((20000, 30000), (30001, 65535)),
-        ((40000, 50000), (1024, 39999)),
-    ],
-)
-def test_masqueraded_ports_differ_from_those_of_mode_bpf(taken: tuple[int, int], left: tuple[int, int]):
-    assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == left
+LEFT = {(1024, 29999): (30000, 65535), (61000, 65535): (1024, 60999)}
+LEFT |= {(20000, 30000): (30001, 65535), (40000, 50000): (1024, 39999)}
+
+
+@pytest.mark.parametrize("taken", LEFT)
+def test_masqueraded_ports_differ_from_those_of_mode_bpf(taken: tuple[int, int]):
+    assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == LEFT[taken]
 
 
 def test_rules_match_before_they_change_a_packet():
     """nftables evaluates a rule in order: a mark set before a failing match stays set."""
-    made = [
-        one["add"]["rule"]["expr"]
-        for one in ruleset.create_table(ruleset.RulesetOptions())
-        if "rule" in one.get("add", {})
-    ]
-    assert len(made) > 50
-    for words in made:
+    added = [one["add"] for one in ruleset.create_table(ruleset.RulesetOptions()) if "add" in one]
+    rules = [one["rule"]["expr"] for one in added if "rule" in one]
+    assert len(rules) > 50
+    for words in rules:
         is_match = ["match" in word for word in words]
         assert is_match == sorted(is_match, reverse=True), words
 
 
 def test_a_fwmark_with_the_masquerade_bit_is_not_adopted():
     """--masquerade-bit was changed since."""
-    state = service("web", PORT, BOTH, external_local=True)
+    port = state("A B at=NodePort external-local")
     noted = [(SetName.FWMARKS, (ANY4, Protocol.TCP, 30080, MARK))]
     same, other = FwmarkAllocator(reserved_bits=1 << 1), FwmarkAllocator(reserved_bits=1 << 0)
     same.adopt(noted)
     other.adopt(noted)
-    assert same.allocate(state) == MARK
-    assert other.allocate(state) > MARK
+    assert same.allocate(port) == MARK
+    assert other.allocate(port) > MARK
 
 
 @pytest.mark.parametrize("bit", range(32))
 def test_fwmarks_never_contain_the_masquerade_bit(bit: int):
     """For every bit, and without iterating over excluded marks; each mark is used once."""
     marks = FwmarkAllocator(reserved_bits=1 << bit)
-    states = [service(f"s{i}", ALL, BOTH, external_local=True) for i in range(5)]
-    found = [marks.allocate(state) for state in states[:2]]
+    ports = [state(f"name=s{i} A B {ALL} external-local") for i in range(5)]
+    found = [marks.allocate(port) for port in ports[:2]]
     if bit < 16:  # the next one would have it
         marks.adopt([(SetName.OWN_FWMARKS, (ANY4, 0x6B620000 + (1 << bit) - 1))])
-    found += [marks.allocate(state) for state in states[2:]]
+    found += [marks.allocate(port) for port in ports[2:]]
     assert len(set(found)) == 5
     assert all(0 < mark < 1 << 32 and not mark & 1 << bit for mark in found)

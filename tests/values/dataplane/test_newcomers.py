@@ -9,45 +9,44 @@ from kbpf.dataplane.bpf.packet_path.newcomers import GRACE_S, Newcomers
 from kbpf.kernel.bpf.tc import AttachMethod
 from kbpf.kernel.net.devices import Device
 
-OLD, UPLINK = Device(1, "cali1", "veth"), Device(2, "eth0")
-NEW, PORT, VXLAN = Device(3, "cali3", "veth"), Device(4, "veth4", "veth"), Device(5, "vx0", "vxlan")
-LIMITER, OTHER_IFB = Device(8, "bwp47c1d8db460b", "ifb"), Device(9, "ifb0", "ifb")
-ROLES = {
-    1: DeviceRole.POD,
-    2: DeviceRole.HOST,
-    3: DeviceRole.POD,
-    4: DeviceRole.PORT,
-    5: DeviceRole.HOST,
-    8: DeviceRole.SKIPPED,
-    9: DeviceRole.SKIPPED,
+DEVICES = {
+    "old": Device(1, "cali1", "veth"),
+    "uplink": Device(2, "eth0"),
+    "new": Device(3, "cali3", "veth"),
+    "port": Device(4, "veth4", "veth"),
+    "vxlan": Device(5, "vx0", "vxlan"),
+    "limiter": Device(8, "bwp47c1d8db460b", "ifb"),
+    "other-ifb": Device(9, "ifb0", "ifb"),
 }
-CHOICES = {index: RoleChoice(role, "") for index, role in ROLES.items()}
+ROLES = {
+    DeviceRole.POD: "old new",
+    DeviceRole.HOST: "uplink vxlan",
+    DeviceRole.PORT: "port",
+    DeviceRole.SKIPPED: "limiter other-ifb",
+}
+CHOICES = {DEVICES[name].ifindex: RoleChoice(role, "") for role, names in ROLES.items() for name in names.split()}
 CLSACT, TCX = AttachMethod.CLSACT, AttachMethod.TCX
 
-Listing = tuple[float, tuple[Device, ...], set[int]]
-"""Seconds since the first listing, the devices, and those that wait."""
-
-ROWS: dict[str, tuple[AttachMethod, tuple[Listing, ...]]] = {
-    "devices of the first listing do not wait": (CLSACT, ((0, (OLD, LIMITER), set()),)),
+ALL = "old uplink limiter new port vxlan"
+ROWS: dict[str, tuple[AttachMethod, list[tuple[float, str, str]]]] = {
+    # listings: seconds since the first one, the devices, and those that wait
+    "devices of the first listing do not wait": (CLSACT, [(0, "old limiter", "")]),
     "new devices of pods and ports wait for a while": (
         CLSACT,
-        (
-            (0, (OLD, UPLINK, LIMITER), set()),
-            (10, (OLD, UPLINK, LIMITER, NEW, PORT, VXLAN), {3, 4}),
-            (10 + GRACE_S / 2, (OLD, UPLINK, LIMITER, NEW, PORT, VXLAN), {3, 4}),
-            (10 + GRACE_S, (OLD, UPLINK, LIMITER, NEW, PORT, VXLAN), set()),
-        ),
+        [
+            (0, "old uplink limiter", ""),
+            (10, ALL, "new port"),
+            (10 + GRACE_S / 2, ALL, "new port"),
+            (10 + GRACE_S, ALL, ""),
+        ],
     ),
-    "no pod was limited": (CLSACT, ((0, (OLD, OTHER_IFB), set()), (10, (OLD, OTHER_IFB, NEW), set()))),
-    "a limit is remembered": (
-        CLSACT,
-        ((0, (OLD,), set()), (1, (OLD, LIMITER), set()), (2, (OLD,), set()), (9, (OLD, NEW), {3})),
-    ),
+    "no pod was limited": (CLSACT, [(0, "old other-ifb", ""), (10, "old other-ifb new", "")]),
+    "a limit is remembered": (CLSACT, [(0, "old", ""), (1, "old limiter", ""), (2, "old", ""), (9, "old new", "new")]),
     "a device that ends and comes back is new": (
         CLSACT,
-        ((0, (OLD, NEW, LIMITER), set()), (5, (OLD, LIMITER), set()), (9, (NEW, LIMITER), {3})),
+        [(0, "old new limiter", ""), (5, "old limiter", ""), (9, "new limiter", "new")],
     ),
-    "with TCX nothing waits": (TCX, ((0, (OLD, LIMITER), set()), (9, (OLD, LIMITER, NEW), set()))),
+    "with TCX nothing waits": (TCX, [(0, "old limiter", ""), (9, "old limiter new", "")]),
 }
 
 
@@ -55,6 +54,7 @@ ROWS: dict[str, tuple[AttachMethod, tuple[Listing, ...]]] = {
 def test_who_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, listings = ROWS[name]
     known = Newcomers()
-    for seconds, devices, waiting in listings:
+    for seconds, names, waiting in listings:
         monkeypatch.setattr(newcomers.time, "monotonic", lambda at=seconds: 100 + at)
-        assert known.find_waiting(devices, CHOICES, method) == waiting, seconds
+        found = known.find_waiting(tuple(DEVICES[name] for name in names.split()), CHOICES, method)
+        assert found == {DEVICES[name].ifindex for name in waiting.split()}, seconds

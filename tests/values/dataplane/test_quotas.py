@@ -31,43 +31,36 @@ def tenant(namespace: str, name: str, first: int = 1, count: int = 2, **more) ->
     return type(made)(**{f: getattr(made, f) for f in made.__struct_fields__} | {"key": key})
 
 
+def tenants(text: str) -> dict[ServicePortKey, ServiceState]:
+    """Service ports as NAMESPACE/NAME@ADDRESSES; ``:1``: created in January; ``*20``: with 20 endpoints."""
+    made = {}
+    for word in text.split():
+        rest, _, count = word.partition("*")
+        rest, _, month = rest.partition(":")
+        name, _, first = rest.partition("@")
+        created = {"created": f"2026-0{month}-01T00:00:00Z"} if month else {}
+        state = tenant(*name.split("/"), int(first), int(count or 2), **created)
+        made[state.key] = state
+    return made
+
+
+XYZ = "a/x@0 a/y@1 a/z@2"
 LIMITED = {
-    "room for all": ((tenant("a", "x", 1), tenant("a", "y", 2)), set()),
-    "the last by name gets none": (tuple(tenant("a", name, at) for at, name in enumerate("xyz")), {"z"}),
-    "the youngest gets none": (
-        (
-            tenant("a", "x", 1, created="2026-03-01T00:00:00Z"),
-            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
-            tenant("a", "z", 3, created="2026-01-01T00:00:00Z"),
-        ),
-        {"x"},
-    ),
-    "the largest gets none, though it is the oldest": (
-        (
-            tenant("a", "x", 1, 20, created="2026-01-01T00:00:00Z"),
-            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
-            tenant("a", "z", 3, created="2026-03-01T00:00:00Z"),
-        ),
-        {"x"},
-    ),
-    "Service ports with the same addresses share a table": (tuple(tenant("a", name, 1) for name in "uvwxyz"), set()),
-    "each namespace has its own quota": (
-        tuple(tenant(namespace, f"{namespace}{at}", at) for namespace in "ab" for at in (1, 2)),
-        set(),
-    ),
-    "Service ports without a table do not count": (
-        (*(tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)), tenant("a", "x", 1)),
-        set(),
-    ),
+    "room for all": ("a/x@1 a/y@2", set()),
+    "the last by name gets none": (XYZ, {"z"}),
+    "the youngest gets none": ("a/x@1:3 a/y@2:2 a/z@3:1", {"x"}),
+    "the largest gets none, though it is the oldest": ("a/x@1:1*20 a/y@2:2 a/z@3:3", {"x"}),
+    "Service ports with the same addresses share a table": ("a/u@1 a/v@1 a/w@1 a/x@1 a/y@1 a/z@1", set()),
+    "each namespace has its own quota": ("a/a1@1 a/a2@2 b/b1@1 b/b2@2", set()),
 }
-"""Service ports of one namespace with a quota of two tables, and those that get no table."""
+"""Service ports with a quota of two tables for a namespace, and those that get no table."""
 
 
 @pytest.mark.parametrize("name", LIMITED)
 def test_tables_of_a_namespace_are_limited(name: str):
-    service_states, plain = LIMITED[name]
+    text, plain = LIMITED[name]
     limits = TableLimits(2 * TABLE + 1)
-    states = {state.key: state for state in service_states}
+    states = tenants(text)
     limits.update(states, states)
     assert {key.name for key in states if limits.reason_for_even_spread(key)} == plain
     for key, state in states.items():
@@ -80,9 +73,17 @@ def test_tables_of_a_namespace_are_limited(name: str):
             assert effective is state
 
 
+def test_service_ports_without_a_table_do_not_count():
+    limits = TableLimits(2 * TABLE + 1)
+    plain = [tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)]
+    states = {state.key: state for state in plain} | tenants("a/x@1")
+    limits.update(states, states)
+    assert not any(limits.reason_for_even_spread(key) for key in states)
+
+
 def test_a_waiting_service_port_gets_a_freed_table():
     limits = TableLimits(2 * TABLE)
-    states = {s.key: s for s in (tenant("a", name, at) for at, name in enumerate("xyz"))}
+    states = tenants(XYZ)
     limits.update(states, states)
     first, _, last = states
     gone = states.pop(first)
@@ -108,7 +109,7 @@ def test_too_many_backends_for_a_table_are_reported():
 
 def test_deleted_service_ports_leave_no_state():
     limits = TableLimits(TABLE)
-    states = {s.key: s for s in (tenant("a", name, at) for at, name in enumerate("xyz"))}
+    states = tenants(XYZ)
     limits.update(states, states)
     limits.update({}, states)
     assert limits.__dict__ == TableLimits(TABLE).__dict__

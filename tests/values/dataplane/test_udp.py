@@ -61,9 +61,16 @@ class FakeMap(dict[bytes, bytes]):
         return keys[at * self.key_size :][: self.key_size]
 
 
-def sockets() -> dict[str, FakeMap]:
-    """The maps of socket storage, empty."""
-    return {name: FakeMap() for name in ("udp_flows", "sock_peers", "former_peers")}
+def maps(**held: FakeMap) -> Any:
+    """The maps that are searched for flows: these, and the others empty."""
+    return {name: FakeMap() for name in ("udp_flows", "sock_peers", "former_peers", "flows")} | held
+
+
+def packed(one: Backend, protocol: Protocol = UDP) -> bytes:
+    return pack_target(one.address, one.port, protocol)
+
+
+FRONT = pack_target(parse_addr("10.96.0.1"), 53, UDP)
 
 
 def cuts_of(held: FakeMap) -> tuple[udp.UdpCutMap, AgentMaps]:
@@ -76,7 +83,7 @@ def tracked(client: int, backend: Backend, part: FlowDirection, protocol: Protoc
     """An entry of `flows`: one direction of a client's connection to Service 1."""
     own = pack_target(parse_addr("192.0.2.9"), client, protocol)
     front = pack_target(parse_addr("10.96.0.1"), 53, protocol)
-    end = pack_target(backend.address, backend.port, protocol)
+    end = packed(backend, protocol)
     ports = client.to_bytes(2, "big")
     return FLOW.pack(0, own, front, end, bytes(16), ports, ports, 1, 1, 0, 0, 0, part, 0, bytes(32), 0, 0, bytes(48))
 
@@ -114,8 +121,7 @@ ROWS = [
 def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
     flows = flow(*row.entries)
     flows.moves = {key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in row.anew}
-    maps: Any = {**sockets(), "flows": flows}
-    assert udp.cut(maps, udp.gone_if_in([(1, ONE), (1, SIX)], [])) == row.ended
+    assert udp.cut(maps(flows=flows), udp.gone_if_in([(1, ONE), (1, SIX)], [])) == row.ended
     gone = {ONE, SIX}
     left = {
         client
@@ -129,14 +135,13 @@ def test_flows_of_unconnected_sockets_end_with_their_backend():
     """They are counted once; the programs drop them (sock.c, is_cut())."""
     flows = FakeMap()
     for cookie, backends in enumerate(((ONE,), (ONE, TWO), (SIX,)), 1):
-        front = pack_target(parse_addr("10.96.0.1"), 53, UDP)
-        places = b"".join(UDP_FLOW.pack(1, 1, 1, front, pack_target(b.address, b.port, UDP), 1, 7) for b in backends)
+        places = b"".join(UDP_FLOW.pack(1, 1, 1, FRONT, packed(b), 1, 7) for b in backends)
         flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
-    maps: Any = {**sockets(), "udp_flows": flows, "flows": FakeMap()}
+    held = maps(udp_flows=flows)
     gone = udp.gone_if_in([(1, ONE), (1, SIX)], [])
-    assert udp.cut(maps, gone) == {4: 2, 6: 1}
-    assert udp.cut(maps, gone, count_flows=False) == {}
-    assert udp.find_stale_flows(maps, gone) == {(1, pack_target(b.address, 53, UDP)) for b in (ONE, SIX)}
+    assert udp.cut(held, gone) == {4: 2, 6: 1}
+    assert udp.cut(held, gone, count_flows=False) == {}
+    assert udp.find_stale_flows(held, gone) == {(1, packed(b)) for b in (ONE, SIX)}
 
 
 KEPT = udp.CUT_LIFETIME_NS / 1e9
@@ -159,21 +164,20 @@ def test_stopped_backends_are_kept_while_their_flows_may_exist(name: str, restar
     for second, backend in ends:
         if restarts:
             cuts, tables = cuts_of(held)
-        packed = pack_target(backend.address, backend.port, UDP)
         before, tables.calls = dict(held), 0
-        cuts.add([(1, packed)], int(second * 1e9))
+        cuts.add([(1, packed(backend))], int(second * 1e9))
         assert tables.fill["udp_cuts"] == len(held)
         assert tables.calls == 1 + bool(before.keys() - held.keys()), "each system call is counted"
-    wanted = [CUT_KEY.pack(1, pack_target(b.address, b.port, UDP)) for b in left]
+    wanted = [CUT_KEY.pack(1, packed(b)) for b in left]
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
 
 
 def test_more_stopped_backends_than_the_map_holds():
     held = FakeMap()
     cuts, _ = cuts_of(held)
-    cuts.add([(1, pack_target(b.address, b.port, UDP)) for b in (ONE, TWO, SIX)], 1)
+    cuts.add([(1, packed(b)) for b in (ONE, TWO, SIX)], 1)
     assert len(held) == held.max_entries
-    cuts.add([(1, pack_target(SIX.address, SIX.port, UDP))], 2)
+    cuts.add([(1, packed(SIX))], 2)
     assert len(held) == held.max_entries
 
 
@@ -211,8 +215,8 @@ def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch:
                 read[0] += 1
                 yield pair
 
-    maps: Any = {**sockets(), "flows": Watched(flows)}
-    passes = udp.UdpPasses(maps)
+    held = maps(flows=Watched(flows))
+    passes = udp.UdpPasses(held)
     passes.add({(1, ONE)}, set(), count_flows=True)
     steps = 0
     while passes.is_busy:
@@ -222,14 +226,14 @@ def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch:
         steps += 1
         if steps == 2:
             passes.add({(1, TWO)}, set(), count_flows=False)
-    assert maps["flows"] == {}
+    assert held["flows"] == {}
     assert [each.flows for each in passes.results] == [{4: count // 2}, {4: count // 2}]
 
 
 @pytest.mark.parametrize("method", ["items", "lookup", "delete"])
 def test_a_pass_that_failed_starts_again(monkeypatch: pytest.MonkeyPatch, method: str):
     flows = flow((1, ONE, UDP), (2, TWO, UDP))
-    passes = udp.UdpPasses(cast("Any", {**sockets(), "flows": flows}))
+    passes = udp.UdpPasses(maps(flows=flows))
     passes.add({(1, ONE)}, set(), count_flows=True)
 
     def fail(*_: Any) -> Any:
@@ -255,7 +259,7 @@ def test_sockets_that_cannot_be_listed_are_logged_once(caplog: pytest.LogCapture
             raise KernelError("the kernel refuses the iterator", errno=errno.EPERM)
 
     flows = flow((1, ONE, UDP), (2, TWO, UDP))
-    passes = udp.UdpPasses(cast("Any", {**sockets(), "sock_peers": Unlisted(), "flows": flows}))
+    passes = udp.UdpPasses(maps(sock_peers=Unlisted(), flows=flows))
     for backend in (ONE, TWO, SIX):
         passes.add({(1, backend), (2, backend)}, set(), count_flows=True)
         passes.advance(float("inf"))
@@ -281,19 +285,16 @@ def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.Monk
 
     peers, ended = Churning(), list[dict[int, int]]()
     for number in range(2):
-        frontend = pack_target(parse_addr("10.96.0.1"), 53, UDP)
-        backend = pack_target(ONE.address, ONE.port, UDP)
-        peers[bytes([number])] = PEER.pack(number, frontend, backend, 1, 1)
+        peers[bytes([number])] = PEER.pack(number, FRONT, packed(ONE), 1, 1)
     monkeypatch.setattr(udp, "_destroy_sockets", destroy)
-    maps: Any = {**sockets(), "sock_peers": peers, "flows": FakeMap()}
-    udp.cut(maps, lambda *_: True)
+    held = maps(sock_peers=peers)
+    udp.cut(held, lambda *_: True)
     assert ended == [{0: 1, 1: 1}]
 
 
 @pytest.mark.parametrize("flags", [0, 4])
 def test_flags_of_a_peer_do_not_hide_its_backend(monkeypatch: pytest.MonkeyPatch, flags: int):
     """enum peer_flags is in the last byte of struct target, which is 0 everywhere else."""
-    frontend = pack_target(parse_addr("10.96.0.1"), 53, UDP)
     ended: list[list[int]] = []
 
     def destroy(doomed: Mapping[int, list[Any]]) -> Counter[int]:
@@ -303,10 +304,10 @@ def test_flags_of_a_peer_do_not_hide_its_backend(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(udp, "_destroy_sockets", destroy)
     peers = FakeMap()
     for number, backend in enumerate((ONE, TWO)):
-        target = pack_target(backend.address, backend.port, UDP)[:19] + bytes([flags])
-        peers[bytes([number])] = PEER.pack(number, frontend, target, 1, 1)
-    maps: Any = {**sockets(), "sock_peers": peers, "flows": FakeMap()}
-    udp.cut(maps, udp.gone_if_in([(1, TWO)], []))
+        target = packed(backend)[:19] + bytes([flags])
+        peers[bytes([number])] = PEER.pack(number, FRONT, target, 1, 1)
+    held = maps(sock_peers=peers)
+    udp.cut(held, udp.gone_if_in([(1, TWO)], []))
     at = FrontendAddress(parse_addr("10.96.0.1"), 53, UDP)
-    udp.cut(maps, udp.gone_unless_in([(1, ONE)], [(1, at)]))
+    udp.cut(held, udp.gone_unless_in([(1, ONE)], [(1, at)]))
     assert ended == [[1], [1]]

@@ -4,7 +4,6 @@ decoded.
 """
 
 import socket
-from typing import Any
 
 import pytest
 from pyroute2.netlink.generic.ipvs import ipvsmsg
@@ -29,74 +28,58 @@ WEB = VirtualServiceKey(6, parse_addr("10.96.0.1"), 80)
 WEB6 = VirtualServiceKey(6, parse_addr("fd00::1"), 80)
 
 
-def read_by_pyroute2(body: bytes) -> dict[str, Any]:
-    """The attributes as pyroute2 reads them, by name without prefix, and the command as "cmd"."""
+SERVER = RealServerKey(parse_addr("10.0.0.1"), 8080)
+SERVER6 = RealServerKey(parse_addr("fd00::9"), 8080)
+BY_PORT = IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT
+
+
+def read_by_pyroute2(body: bytes) -> str:
+    """The command and the attributes as pyroute2 reads them, those of the service with "s."."""
     size = (len(HEADER) + len(body)).to_bytes(4, "little")
     message = ipvsmsg(size + HEADER[4:] + body)
     message.decode()
     assert message["version"] == 1
-    found: dict[str, Any] = {"cmd": message["cmd"]}
+    words = [f"cmd={message['cmd']}"]
     for _, value in message["attrs"]:
         for inner, what in value["attrs"]:
             short = inner.removeprefix("IPVS_").replace("SVC_ATTR_", "s.").replace("DEST_ATTR_", "")
-            found[short] = what
-    return found
+            words.append(f"{short}={what['flags']:#x}/{what['mask']:#x}" if short == "s.FLAGS" else f"{short}={what}")
+    return " ".join(words)
 
 
-V4 = {"s.AF": socket.AF_INET, "s.PROTOCOL": 6, "s.ADDR": "10.96.0.1", "s.PORT": 80}
-V6 = {"s.AF": socket.AF_INET6, "s.PROTOCOL": 6, "s.ADDR": "fd00::1", "s.PORT": 80}
-SERVER = {"FWD_METHOD": 0, "U_THRESH": 0, "L_THRESH": 0}
-
-
-def flags(value: int) -> dict[str, int]:
-    return {"flags": value, "mask": 0x19}
-
-
+V4 = f"s.AF={int(socket.AF_INET)} s.PROTOCOL=6 s.ADDR=10.96.0.1 s.PORT=80"
+V6 = f"s.AF={int(socket.AF_INET6)} s.PROTOCOL=6 s.ADDR=fd00::1 s.PORT=80"
+NEW, SET = IpvsCommand.IPVS_CMD_NEW_SERVICE, IpvsCommand.IPVS_CMD_SET_SERVICE
 ROWS = {
     "new": (
-        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr")),
-        {"cmd": 1, **V4, "s.SCHED_NAME": "rr", "s.FLAGS": flags(0), "s.TIMEOUT": 0, "s.NETMASK": "255.255.255.255"},
+        IpvsRequest(NEW, WEB, VirtualServiceSettings("rr")),
+        f"cmd=1 {V4} s.SCHED_NAME=rr s.FLAGS=0x0/0x19 s.TIMEOUT=0 s.NETMASK=255.255.255.255",
     ),
     "new, IPv6, persistent": (
-        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB6, VirtualServiceSettings("wrr", 10800)),
-        {"cmd": 1, **V6, "s.SCHED_NAME": "wrr", "s.FLAGS": flags(1), "s.TIMEOUT": 10800, "s.NETMASK": "128.0.0.0"},
+        IpvsRequest(NEW, WEB6, VirtualServiceSettings("wrr", 10800)),
+        f"cmd=1 {V6} s.SCHED_NAME=wrr s.FLAGS=0x1/0x19 s.TIMEOUT=10800 s.NETMASK=128.0.0.0",
     ),  # for IPv6, a 32-bit prefix length
     "set, by a hash": (
-        IpvsRequest(
-            IpvsCommand.IPVS_CMD_SET_SERVICE,
-            WEB,
-            VirtualServiceSettings(
-                "mh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT
-            ),
-        ),
-        {"cmd": 2, **V4, "s.SCHED_NAME": "mh", "s.FLAGS": flags(0x18), "s.TIMEOUT": 0, "s.NETMASK": "255.255.255.255"},
+        IpvsRequest(SET, WEB, VirtualServiceSettings("mh", 0, BY_PORT)),
+        f"cmd=2 {V4} s.SCHED_NAME=mh s.FLAGS=0x18/0x19 s.TIMEOUT=0 s.NETMASK=255.255.255.255",
     ),
     "by mark": (
-        IpvsRequest(
-            IpvsCommand.IPVS_CMD_NEW_SERVICE, VirtualServiceKey(6, ANY6, 0, 0x6B620001), VirtualServiceSettings("sh")
-        ),
-        {
-            "cmd": 1,
-            "s.AF": socket.AF_INET6,
-            "s.FWMARK": 0x6B620001,
-            "s.SCHED_NAME": "sh",
-            "s.FLAGS": flags(0),
-            "s.TIMEOUT": 0,
-            "s.NETMASK": "128.0.0.0",
-        },
+        IpvsRequest(NEW, VirtualServiceKey(6, ANY6, 0, 0x6B620001), VirtualServiceSettings("sh")),
+        f"cmd=1 s.AF={int(socket.AF_INET6)} s.FWMARK={0x6B620001} s.SCHED_NAME=sh s.FLAGS=0x0/0x19 s.TIMEOUT=0 "
+        "s.NETMASK=128.0.0.0",
     ),
-    "delete": (IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB), {"cmd": 3, **V4}),
+    "delete": (IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB), f"cmd=3 {V4}"),
     "a server": (
-        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 3),
-        {"cmd": 5, **V4, "ADDR_FAMILY": socket.AF_INET, "ADDR": "10.0.0.1", "PORT": 8080, "WEIGHT": 3, **SERVER},
+        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, SERVER, 3),
+        f"cmd=5 {V4} ADDR_FAMILY=2 ADDR=10.0.0.1 PORT=8080 FWD_METHOD=0 WEIGHT=3 U_THRESH=0 L_THRESH=0",
     ),
     "a server drained, IPv6": (
-        IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, WEB6, None, RealServerKey(parse_addr("fd00::9"), 8080), 0),
-        {"cmd": 6, **V6, "ADDR_FAMILY": socket.AF_INET6, "ADDR": "fd00::9", "PORT": 8080, "WEIGHT": 0, **SERVER},
+        IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, WEB6, None, SERVER6, 0),
+        f"cmd=6 {V6} ADDR_FAMILY=10 ADDR=fd00::9 PORT=8080 FWD_METHOD=0 WEIGHT=0 U_THRESH=0 L_THRESH=0",
     ),
     "a server gone": (
-        IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 80)),
-        {"cmd": 7, **V4, "ADDR_FAMILY": socket.AF_INET, "ADDR": "10.0.0.1", "PORT": 80, "WEIGHT": 0, **SERVER},
+        IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, WEB, None, SERVER),
+        f"cmd=7 {V4} ADDR_FAMILY=2 ADDR=10.0.0.1 PORT=8080 FWD_METHOD=0 WEIGHT=0 U_THRESH=0 L_THRESH=0",
     ),
 }
 
@@ -147,7 +130,7 @@ SERVICES = [
 
 @pytest.mark.parametrize(("service", "settings"), SERVICES, ids=str)
 def test_encoded_services_decode_equal(service: VirtualServiceKey, settings: VirtualServiceSettings):
-    body = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, settings))
+    body = ipvs.encode_request(IpvsRequest(NEW, service, settings))
     assert ipvs.decode_service(body) == (service, settings)
 
 
@@ -155,7 +138,7 @@ def test_service_stats_use_the_64_bit_counters():
     """The 64-bit counters are a separate attribute; the 32-bit ones before it may have
     overflowed.
     """
-    said = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr")))[4:]
+    said = ipvs.encode_request(IpvsRequest(NEW, WEB, VirtualServiceSettings("rr")))[4:]
     whole = ipvs.parse_attributes(said)[1]
     numbers = {1: 1 << 33, 2: 5, 3: 6, 4: 1 << 40, 5: (1 << 41) + 1, 6: 9}
     stats = b"".join(pack_attribute(kind, n.to_bytes(8, "little")) for kind, n in numbers.items())
@@ -173,23 +156,15 @@ def test_a_real_server_of_the_kernel_is_decoded(address: str):
     v4 = "." in address
     raw = addr[12:] + bytes(12) if v4 else bytes(addr)
     family = (socket.AF_INET if v4 else socket.AF_INET6).to_bytes(2, "little")
-    parts = [
-        (11, family),
-        (1, raw),
-        (2, b"\x1f\x90"),
-        (3, bytes(4)),
-        (4, b"\5\0\0\0"),
-        (7, b"\2\0\0\0"),
-        (8, b"\3\0\0\0"),
-        (9, bytes(4)),
-    ]
-    nested = pack_attribute(2 | 0x8000, b"".join(pack_attribute(kind, value) for kind, value in parts))
+    numbers = {3: 0, 4: 5, 7: 2, 8: 3, 9: 0}
+    parts = {11: family, 1: raw, 2: b"\x1f\x90"} | {kind: n.to_bytes(4, "little") for kind, n in numbers.items()}
+    nested = pack_attribute(2 | 0x8000, b"".join(pack_attribute(kind, value) for kind, value in parts.items()))
     load = ipvs.decode_server(b"\5\1\0\0" + nested, 4 if v4 else 6)
     assert load == RealServerStatus(RealServerKey(Addr(addr), 8080), 5, 2, 3)
 
 
 def test_errors_name_the_service_and_the_server():
-    change = IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 1)
+    change = IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, SERVER, 1)
     assert str(change) == "create real server 10.96.0.1:80/6 -> 10.0.0.1:8080"
     gone = IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, VirtualServiceKey(6, ANY6, 0, 7))
     assert str(gone) == "delete virtual service mark 0x7 IPv6"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services, slices and nodes to compute with."""
+"""Services, slices and nodes to compute with, most of them from short texts."""
+
+import ipaddress
 
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend
@@ -12,6 +14,7 @@ from kbpf.model.objects import (
     Pod,
     Protocol,
     Service,
+    ServicePort,
     SlicePort,
     pack_names,
 )
@@ -53,16 +56,82 @@ def end(number: int, **said) -> Endpoint:
     return Endpoint(parse_addr(f"10.1.0.{number}"), **said)
 
 
+CONDITIONS = {
+    "": {},
+    "unready": {"ready": False},
+    "draining": {"ready": False, "terminating": True},
+    "down": {"ready": False, "serving": False},
+    "dead": {"ready": False, "serving": False, "terminating": True},
+    "leaving": {"terminating": True},
+    "leaving-not-serving": {"terminating": True, "serving": False},
+    "not-serving": {"serving": False},
+}
+
+
+def ends(text: str) -> tuple[Endpoint, ...]:
+    """Endpoints as ``NUMBER/CONDITION@NODE,ZONE>HINT,HINT``; all but the number may be absent.
+
+    A hint of one letter names a zone, a longer one a node; ``1>`` has an empty list of hints.
+    """
+    made = []
+    for word in text.split():
+        rest, has_hints, hint_text = word.partition(">")
+        rest, _, place = rest.partition("@")
+        number, _, condition = rest.partition("/")
+        node, _, zone = place.partition(",")
+        hints = hint_text.split(",") if hint_text else []
+        zones, nodes = tuple(h for h in hints if len(h) == 1), tuple(h for h in hints if len(h) > 1)
+        given = {"zone_hints": zones, "node_hints": nodes} if has_hints else {}
+        made.append(end(int(number), node=node, zone=zone, **CONDITIONS[condition], **given))
+    return tuple(made)
+
+
 def piece(
-    *ends: Endpoint,
+    endpoints: str | tuple[Endpoint, ...],
     service: str = "web",
     name: str = "",
-    family: int = 4,
     ports: tuple[SlicePort, ...] = HTTP,
-    pods: tuple[str, ...] = (),
+    pods: str = "",
 ) -> EndpointSlice:
     """A slice of a Service; its name is SERVICE-1 by default."""
-    return EndpointSlice("ns", name or f"{service}-1", service, family, ends, ports, packed_pods=pack_names(pods))
+    listed = ends(endpoints) if isinstance(endpoints, str) else endpoints
+    packed = pack_names(tuple(pods.split()))
+    return EndpointSlice("ns", name or f"{service}-1", service, 4, listed, ports, packed_pods=packed)
+
+
+def cidrs(text: str) -> tuple[Cidr, ...]:
+    nets = [ipaddress.ip_network(word) for word in text.split()]
+    return tuple(Cidr(parse_addr(str(n.network_address)), n.prefixlen + (96 if n.version == 4 else 0)) for n in nets)
+
+
+def service(text: str) -> Service:
+    """A Service as ``NAMESPACE/NAME WORD ...``, by default a LoadBalancer at 10.96.0.1, port 80/TCP.
+
+    The words: its type, ``internal-local``, ``external-local``, and ``KEY=VALUE`` with the keys of `known`; lists
+    have commas.
+    """
+    full_name, *words = text.split()
+    namespace, _, name = full_name.rpartition("/")
+    known = {"ip": "10.96.0.1", "port": "80", "protocol": "TCP", "node-port": "0", "affinity": "0", "created": ""}
+    known |= {"external": "", "vip": "", "ranges": ""}
+    given = known | dict(word.split("=") for word in words if "=" in word)
+    assert given.keys() == known.keys(), text
+    (kind,) = [word for word in words if word in ("ClusterIP", "NodePort")] or ["LoadBalancer"]
+    listed = {key: value.replace(",", " ") for key, value in given.items()}
+    return Service(
+        namespace or "ns",
+        name,
+        kind,
+        addrs(*listed["ip"].split()),
+        (ServicePort("http", Protocol[given["protocol"]], int(given["port"]), int(given["node-port"])),),
+        external_ips=addrs(*listed["external"].split()),
+        lb_vips=addrs(*listed["vip"].split()),
+        source_ranges=cidrs(listed["ranges"]),
+        internal_local="internal-local" in words,
+        external_local="external-local" in words,
+        affinity_timeout=int(given["affinity"]),
+        creation_timestamp={"old": OLD, "new": NEW, "": ""}[given["created"]],
+    )
 
 
 def numbers(backends: tuple[Backend, ...]) -> tuple[int, ...]:

@@ -23,9 +23,9 @@ from kbpf.agent.listeners import (
 )
 from kbpf.agent.problem_book import AT_THIS_NODE, DOCS_HINT, ProblemBook
 from kbpf.config import load
-from kbpf.model.address import ANY4, ANY6, NodeAddresses, parse_addr
+from kbpf.model.address import ANY4, ANY6, NodeAddresses, format_addr, parse_addr
 from kbpf.model.config import Config
-from kbpf.model.desired import DesiredState, FrontendAddress, FrontendKind
+from kbpf.model.desired import DesiredState, FrontendAddress, FrontendKind, ServiceState
 from kbpf.model.events import Kind, Synced
 from kbpf.model.objects import (
     Endpoint,
@@ -45,7 +45,8 @@ from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE
-from tests.values.policy.services import addrs, gone, up
+from tests.support.plane import at
+from tests.values.policy.services import addrs, gone, service, up
 
 TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
@@ -72,78 +73,85 @@ PODS = EndpointSlice(
     (SlicePort("http", TCP, 8080),),
     packed_pods=pack_names(("shop-1", "")),
 )
-SHOP = Service("shop", "shop", "NodePort", addrs("10.96.0.50"), (ServicePort("", TCP, 80, 30050),))
-KUBERNETES = Service("default", "kubernetes", "ClusterIP", addrs("10.96.0.1"), (ServicePort("https", TCP, 443),))
+SHOP = service("shop/shop NodePort ip=10.96.0.50 node-port=30050")
+KUBERNETES = service("default/kubernetes ClusterIP ip=10.96.0.1 port=443")
 
-SERVED = ""
-API = "an address of the API server"
-OWN = "an address of this node"
-OTHERS = "an address of another node"
-LINK = "link-local"
-POD = "address of a Pod"
-LISTENS = "a process on this node listens"
 OFF, OUTSIDE = "is off", "not in a network of"
-SHOPS = "belongs to shop/shop"
-CLUSTER_IP = "ClusterIP of another Service"
-ENDS = "network or broadcast address"
-RESERVED = "in a reserved network"
+REFUSALS = {
+    "served": "",
+    "api": "an address of the API server",
+    "own": "an address of this node",
+    "others": "an address of another node",
+    "link-local": "link-local",
+    "pod": "address of a Pod",
+    "listens": "a process on this node listens",
+    "taken": "belongs to shop/shop",
+    "cluster-ip": "ClusterIP of another Service",
+    "edge": "network or broadcast address",
+    "reserved": "in a reserved network",
+}
 
 
 class Row(NamedTuple):
-    """An address with a port and the expected outcome: "" if served, else words of the refusal.
-
-    `external` is the outcome as an ExternalIP with `--external-ips all`, `listed` with the network
-    of the address in that list, `balancer` as a LoadBalancer address. With `off`, or with another
-    network in the list, no ExternalIP is served.
+    """An address, and the words of its refusal ("" if it is served): as an ExternalIP with `--external-ips all`, as one
+    with the network of the address in that list, and as a LoadBalancer address. With `off`, or with another network in
+    the list, no ExternalIP is served.
     """
 
-    what: str
-    address: str
-    port: int
+    at: FrontendAddress
     external: str
     listed: str
     balancer: str
 
+    @property
+    def address(self) -> str:
+        return format_addr(self.at.address)
 
-KINDS = [
-    Row("an unused address", "203.0.113.5", 80, SERVED, SERVED, SERVED),
-    Row("an unused address, IPv6", "2001:db8:9::5", 80, SERVED, SERVED, SERVED),
-    Row("the API server", "192.0.2.1", 6443, API, API, API),
-    Row("the API server, another port", "192.0.2.1", 443, SERVED, SERVED, SERVED),
-    Row("an API server on this node", "192.0.2.10", 6443, API, API, API),
-    Row("an API server that the agent connected to", "198.51.100.7", 6443, API, API, API),
-    Row("this node", "192.0.2.10", 80, OWN, SERVED, SERVED),
-    Row("this node, IPv6", "2001:db8::10", 80, OWN, SERVED, SERVED),
-    Row("this node, where sshd listens", "192.0.2.10", 22, OWN, LISTENS, LISTENS),
-    Row("this node, where kubelet listens", "192.0.2.10", 10250, OWN, LISTENS, LISTENS),
-    Row("this node, the Service's own NodePort", "192.0.2.10", 30099, SERVED, SERVED, SERVED),
-    Row("another node", "192.0.2.11", 80, OTHERS, SERVED, SERVED),
-    Row("another node, IPv6", "2001:db8::11", 80, OTHERS, SERVED, SERVED),
-    Row("another node, where its kubelet listens", "192.0.2.11", 10250, OTHERS, SERVED, SERVED),
-    Row("another node, the Service's own NodePort", "192.0.2.11", 30099, SERVED, SERVED, SERVED),
-    Row("this node, another Service's NodePort", "192.0.2.10", 30050, OWN, SHOPS, SHOPS),
-    Row("a VIP on a device", "192.0.2.200", 80, SERVED, SERVED, SERVED),
-    Row("a VIP on a device, where sshd listens", "192.0.2.200", 22, LISTENS, SERVED, SERVED),
-    Row("a bridge, where sshd listens", "172.17.0.1", 22, LISTENS, SERVED, SERVED),
-    Row("in this node's Pod network", "10.244.0.77", 80, POD, SERVED, POD),
-    Row("a Pod on another node", "10.9.9.9", 80, POD, SERVED, SERVED),
-    Row("an endpoint that is not a Pod", "7.7.7.7", 80, SERVED, SERVED, SERVED),
-    Row("metadata", "169.254.169.254", 80, LINK, LINK, LINK),
-    Row("link-local", "169.254.7.7", 80, LINK, LINK, LINK),
-    Row("link-local, IPv6", "fe80::7", 80, LINK, LINK, LINK),
-    Row("metadata, IPv6", "fd00:ec2::254", 80, LINK, LINK, LINK),
-    Row("metadata of Alibaba", "100.100.100.200", 80, LINK, LINK, LINK),
-    Row("another Service's ClusterIP", "10.96.0.50", 80, CLUSTER_IP, CLUSTER_IP, SHOPS),
-    Row("another's ClusterIP, at a port it lacks", "10.96.0.50", 22, CLUSTER_IP, CLUSTER_IP, SERVED),
-    Row("the node's broadcast address", "192.0.2.255", 80, ENDS, ENDS, SERVED),
-    Row("the node's network address", "192.0.2.0", 80, ENDS, ENDS, SERVED),
-    Row("a bridge's broadcast address", "172.17.255.255", 80, ENDS, ENDS, SERVED),
-    Row("another network's address", "198.51.100.0", 80, SERVED, SERVED, SERVED),
-    Row("240/4", "240.0.0.1", 80, RESERVED, SERVED, SERVED),
-    Row("0/8", "0.1.2.3", 80, RESERVED, SERVED, SERVED),
-    Row("IPv4-compatible", "::127.0.0.1", 80, RESERVED, SERVED, SERVED),
-    Row("site-local", "fec0::1", 80, RESERVED, SERVED, SERVED),
-]
+    @property
+    def port(self) -> int:
+        return self.at.port
+
+
+KINDS = {
+    "an unused address": ("203.0.113.5:80", "served served served"),
+    "an unused address, IPv6": ("[2001:db8:9::5]:80", "served served served"),
+    "the API server": ("192.0.2.1:6443", "api api api"),
+    "the API server, another port": ("192.0.2.1:443", "served served served"),
+    "an API server on this node": ("192.0.2.10:6443", "api api api"),
+    "an API server that the agent connected to": ("198.51.100.7:6443", "api api api"),
+    "this node": ("192.0.2.10:80", "own served served"),
+    "this node, IPv6": ("[2001:db8::10]:80", "own served served"),
+    "this node, where sshd listens": ("192.0.2.10:22", "own listens listens"),
+    "this node, where kubelet listens": ("192.0.2.10:10250", "own listens listens"),
+    "this node, the Service's own NodePort": ("192.0.2.10:30099", "served served served"),
+    "another node": ("192.0.2.11:80", "others served served"),
+    "another node, IPv6": ("[2001:db8::11]:80", "others served served"),
+    "another node, where its kubelet listens": ("192.0.2.11:10250", "others served served"),
+    "another node, the Service's own NodePort": ("192.0.2.11:30099", "served served served"),
+    "this node, another Service's NodePort": ("192.0.2.10:30050", "own taken taken"),
+    "a VIP on a device": ("192.0.2.200:80", "served served served"),
+    "a VIP on a device, where sshd listens": ("192.0.2.200:22", "listens served served"),
+    "a bridge, where sshd listens": ("172.17.0.1:22", "listens served served"),
+    "in this node's Pod network": ("10.244.0.77:80", "pod served pod"),
+    "a Pod on another node": ("10.9.9.9:80", "pod served served"),
+    "an endpoint that is not a Pod": ("7.7.7.7:80", "served served served"),
+    "metadata": ("169.254.169.254:80", "link-local link-local link-local"),
+    "link-local": ("169.254.7.7:80", "link-local link-local link-local"),
+    "link-local, IPv6": ("[fe80::7]:80", "link-local link-local link-local"),
+    "metadata, IPv6": ("[fd00:ec2::254]:80", "link-local link-local link-local"),
+    "metadata of Alibaba": ("100.100.100.200:80", "link-local link-local link-local"),
+    "another Service's ClusterIP": ("10.96.0.50:80", "cluster-ip cluster-ip taken"),
+    "another's ClusterIP, at a port it lacks": ("10.96.0.50:22", "cluster-ip cluster-ip served"),
+    "the node's broadcast address": ("192.0.2.255:80", "edge edge served"),
+    "the node's network address": ("192.0.2.0:80", "edge edge served"),
+    "a bridge's broadcast address": ("172.17.255.255:80", "edge edge served"),
+    "another network's address": ("198.51.100.0:80", "served served served"),
+    "240/4": ("240.0.0.1:80", "reserved served served"),
+    "0/8": ("0.1.2.3:80", "reserved served served"),
+    "IPv4-compatible": ("[::127.0.0.1]:80", "reserved served served"),
+    "site-local": ("[fec0::1]:80", "reserved served served"),
+}
+ROWS = {what: Row(at(place), *(REFUSALS[word] for word in words.split())) for what, (place, words) in KINDS.items()}
 SETTINGS = ("all", "off", "listed", "another listed")
 
 
@@ -155,19 +163,18 @@ def setting(word: str, address: str) -> Config:
 
 def web(kind: FrontendKind, address: str, port: int) -> Service:
     own = "fd00:96::2" if ":" in address else "10.96.0.2"
-    service = Service("ns", "web", "NodePort", addrs(own), (ServicePort("", TCP, port, 30099),))
-    match kind:
-        case FrontendKind.EXTERNAL_IP:
-            return replace(service, external_ips=addrs(address))
-        case FrontendKind.LOAD_BALANCER:
-            return replace(service, lb_vips=addrs(address))
-        case _:
-            return replace(service, cluster_ips=addrs(address))
+    words = {FrontendKind.EXTERNAL_IP: f"ip={own} external=", FrontendKind.LOAD_BALANCER: f"ip={own} vip="}
+    return service(f"web NodePort port={port} node-port=30099 {words.get(kind, 'ip=')}{address}")
+
+
+def state_of_web(state: DesiredState) -> ServiceState:
+    (found,) = (each for each in state.services.values() if each.key.name == "web")
+    return found
 
 
 def outcome(state: DesiredState, at: FrontendAddress) -> str:
     """ "" if the Service has the frontend, else the reasons why it does not."""
-    (service_state,) = (each for each in state.services.values() if each.key.name == "web")
+    service_state = state_of_web(state)
     words = [f"belongs to {winner}" for lost, winner in service_state.lost if lost == at]
     words += [reason for refused, reason in service_state.refused if refused == at]
     served = at in {frontend.at for frontend in service_state.frontends}
@@ -190,46 +197,41 @@ def state_of(service: Service, config: Config, device_listeners: Collection[Fron
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_an_external_ip(row: Row, how: str) -> None:
     wanted = {"all": row.external, "off": OFF, "listed": row.listed, "another listed": OUTSIDE}[how]
-    service = web(FrontendKind.EXTERNAL_IP, row.address, row.port)
-    state = state_of(service, setting(how, row.address))
-    words = outcome(state, FrontendAddress(parse_addr(row.address), row.port, TCP))
+    state = state_of(web(FrontendKind.EXTERNAL_IP, row.address, row.port), setting(how, row.address))
+    words = outcome(state, row.at)
     assert wanted in words
     assert bool(wanted) == bool(words)
-    (key,) = (key for key in state.services if key.name == "web")
-    kinds = {frontend.kind for frontend in state.services[key].frontends}
+    kinds = {frontend.kind for frontend in state_of_web(state).frontends}
     assert {FrontendKind.CLUSTER_IP, FrontendKind.NODE_PORT} <= kinds, "the rest is served"
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_load_balancer_address(row: Row, how: str) -> None:
     """The setting `--external-ips` applies to ExternalIPs only."""
-    service = web(FrontendKind.LOAD_BALANCER, row.address, row.port)
-    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
-    words = outcome(state_of(service, setting(how, row.address)), at)
+    state = state_of(web(FrontendKind.LOAD_BALANCER, row.address, row.port), setting(how, row.address))
+    words = outcome(state, row.at)
     assert row.balancer in words
     assert bool(row.balancer) == bool(words)
 
 
-@pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("is_listening", [True, False], ids=["listener", "no listener"])
-def test_a_cluster_ip_is_never_refused(row: Row, how: str, is_listening: bool) -> None:
+def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool) -> None:
     """But one that a device of this node has is left to the node if a process listens there."""
-    service = web(FrontendKind.CLUSTER_IP, row.address, row.port)
-    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
-    state = state_of(service, setting(how, row.address), {at} if is_listening else ())
-    (web_state,) = (each for each in state.services.values() if each.key.name == "web")
-    assert (web_state.refused, web_state.lost) == ((), ())
-    is_on_device = at.address in LOCAL
-    is_left = is_on_device and is_listening
-    served = [frontend for frontend in web_state.frontends if frontend.at == at]
-    assert [frontend.on_device for frontend in served] == ([] if is_left else [is_on_device])
-    assert web_state.left_to_node == ((at,) if is_left else ())
-    assert FrontendKind.NODE_PORT in {frontend.kind for frontend in web_state.frontends}
+    port = web(FrontendKind.CLUSTER_IP, row.address, row.port)
+    for how in SETTINGS:
+        found = state_of_web(state_of(port, setting(how, row.address), {row.at} if is_listening else ()))
+        assert (found.refused, found.lost) == ((), ())
+        is_on_device = row.at.address in LOCAL
+        is_left = is_on_device and is_listening
+        served = [frontend for frontend in found.frontends if frontend.at == row.at]
+        assert [frontend.on_device for frontend in served] == ([] if is_left else [is_on_device])
+        assert found.left_to_node == ((row.at,) if is_left else ())
+        assert FrontendKind.NODE_PORT in {frontend.kind for frontend in found.frontends}
 
 
 def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -275,7 +277,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest
 
 
 def test_service_kubernetes_may_use_api_server_addresses() -> None:
-    own = replace(KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1"))
+    own = service("default/kubernetes port=6443 external=192.0.2.1")
     state = compute_desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
     (service_state,) = state.services.values()
     assert not service_state.refused
@@ -283,10 +285,9 @@ def test_service_kubernetes_may_use_api_server_addresses() -> None:
 
 
 def test_api_server_port_of_another_protocol_is_not_reserved() -> None:
-    service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
-    service = replace(service, ports=(ServicePort("", Protocol.UDP, 6443, 30099),))
+    udp = service("web protocol=UDP port=6443 external=192.0.2.1")
     at = FrontendAddress(parse_addr("192.0.2.1"), 6443, Protocol.UDP)
-    assert outcome(state_of(service, Config()), at) == SERVED
+    assert outcome(state_of(udp, Config()), at) == ""
 
 
 # ---- over time -----------------------------------------------------------------------------------
@@ -296,10 +297,10 @@ STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "node", "servers", "
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.sampled_from(STEPS), max_size=12), st.sampled_from([k.address for k in KINDS]))
+@given(st.lists(st.sampled_from(STEPS), max_size=12), st.sampled_from([row.address for row in ROWS.values()]))
 def test_incremental_updates_equal_a_full_computation(steps: list[str], address: str) -> None:
     """Each step adds an object, or deletes it if it exists."""
-    port = next(row.port for row in KINDS if row.address == address)
+    port = next(row.port for row in ROWS.values() if row.address == address)
     objects = {
         "shop": SHOP,
         "kubernetes": KUBERNETES,
@@ -353,16 +354,17 @@ def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> No
 
 
 DNS = FrontendAddress(parse_addr("10.96.0.10"), 53, TCP)
-DNS6 = FrontendAddress(parse_addr("fd00:96::a"), 53, TCP)
+DNS6 = DNS._replace(address=parse_addr("fd00:96::a"))
+EVERY4, EVERY6 = DNS._replace(address=ANY4), DNS._replace(address=ANY6)
 LISTENERS = {
     # what listens: the frontends of DNS and DNS6 that it serves
     "the address": ({DNS}, {DNS}),
-    "every IPv4 address": ({DNS._replace(address=ANY4)}, {DNS}),
-    "every IPv6 address": ({DNS._replace(address=ANY6)}, {DNS6}),
-    "every address": ({DNS._replace(address=ANY4), DNS._replace(address=ANY6)}, {DNS, DNS6}),
-    "another port": ({DNS._replace(port=54)}, set[FrontendAddress]()),
-    "another protocol": ({DNS._replace(protocol=Protocol.UDP)}, set[FrontendAddress]()),
-    "another address": ({DNS._replace(address=ANY4[:-1] + b"\1")}, set[FrontendAddress]()),
+    "every IPv4 address": ({EVERY4}, {DNS}),
+    "every IPv6 address": ({EVERY6}, {DNS6}),
+    "every address": ({EVERY4, EVERY6}, {DNS, DNS6}),
+    "another port": ({DNS._replace(port=54)}, set()),
+    "another protocol": ({DNS._replace(protocol=Protocol.UDP)}, set()),
+    "another address": ({DNS._replace(address=ANY4[:-1] + b"\1")}, set()),
 }
 
 
@@ -407,8 +409,7 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog: py
     server = EventServer()
     events_ = EventRecorder(server, "me")
     book = ProblemBook(events_)
-    service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
-    states = state_of(service, Config()).services
+    states = state_of(web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443), Config()).services
     line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
     with caplog.at_level("WARNING"):
         for _ in range(2):
@@ -458,14 +459,7 @@ def test_served_address_of_this_node_is_logged_once(name: str, caplog: pytest.Lo
 
 
 def test_node_port_source_ranges_apply_per_family() -> None:
-    service = Service(
-        "ns",
-        "web",
-        "LoadBalancer",
-        addrs("10.96.0.2", "fd00:96::2"),
-        (ServicePort("", TCP, 80, 30080),),
-        lb_vips=addrs("203.0.113.5"),
-    )
+    balanced = service("web ip=10.96.0.2,fd00:96::2 node-port=30080 vip=203.0.113.5")
     for text, families in {
         "": (),
         "10.0.0.0/8": (4,),
@@ -473,7 +467,7 @@ def test_node_port_source_ranges_apply_per_family() -> None:
         "0.0.0.0/0,fd00::/8": (6,),
     }.items():
         config = load.load_config({"--nodeport-source-ranges": text}, {})
-        state = compute_desired_state((service,), (), NODE, LOCAL, config)
+        state = compute_desired_state((balanced,), (), NODE, LOCAL, config)
         for key, found in state.services.items():
             limited = {f.kind for f in found.frontends if f.restricted}
             wanted = {FrontendKind.NODE_PORT} if key.family in families else set()

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The desired state: the outcome of each dial, and which keys an event changes."""
-
-from typing import NamedTuple
+"""The desired state of Services, and which keys an event changes; what clients get: test_dials.py."""
 
 import pytest
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.desired import ServiceState
 from kbpf.model.events import Event
 from kbpf.model.objects import (
     Algorithm,
-    Cidr,
     Endpoint,
     EndpointSlice,
     Node,
@@ -25,117 +22,12 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state, compute_service_states
 from kbpf.policy.store import ObjectStore
-from tests.values.policy.services import LOCAL, NEW, OLD, RANGE, addrs, end, gone, piece, up
+from tests.values.policy.services import LOCAL, RANGE, addrs, cidrs, end, gone, piece, service, up
 
 ME = Node("me", addrs("10.0.0.1"), "a")
-
-PORT = ServicePort("http", Protocol.TCP, 80, 30080)
-
-POD_NETWORK = Cidr(parse_addr("10.1.0.0"), 120)
-
-
-WEB = Service(
-    "ns", "web", "LoadBalancer", addrs("10.96.0.1"), (PORT,), external_ips=addrs("1.1.1.1"), lb_vips=addrs("9.9.9.9")
-)
-INTERNAL = replace(WEB, internal_local=True)
-EXTERNAL = replace(WEB, external_local=True)
-PLAIN = Service("ns", "plain", "ClusterIP", addrs("10.96.0.9"), (replace(PORT, node_port=0),))
-
-
-READY_HERE, READY_THERE = end(1, node="me"), end(2, node="you")
-DRAINING_HERE = end(3, node="me", ready=False, terminating=True)
-DRAINING_THERE = end(4, node="you", ready=False, terminating=True)
-DOWN = end(5, ready=False, serving=False)
-
-
-class Dial(NamedTuple):
-    """A client ("pod", "host" or "outside") that dials `to`, and the answer.
-
-    The answer is the last bytes of the backends' addresses, or "refuse", "drop" or "pass".
-    """
-
-    name: str
-    service: Service
-    ends: tuple[Endpoint, ...]
-    client: str
-    to: str
-    answer: tuple[int, ...] | str
-
-
-OUTSIDE = ("9.9.9.9:80/TCP", "1.1.1.1:80/TCP", "0.0.0.0:30080/TCP")
-OWN = "10.96.0.1:80/TCP"
-
-
-def dials_outside(name: str, *rest) -> list[Dial]:
-    """One row each for the LB VIP, the ExternalIP and the NodePort of the Service."""
-    service, ends, client, answer = rest
-    kinds = ("LB VIP", "ExternalIP", "NodePort")
-    return [Dial(f"{kind}, {name}", service, ends, client, to, answer) for kind, to in zip(kinds, OUTSIDE, strict=True)]
-
-
-DIALS = [
-    Dial("ClusterIP, no endpoints: refuse", WEB, (), "pod", OWN, "refuse"),
-    Dial("ClusterIP, none usable: refuse", WEB, (DOWN,), "pod", OWN, "refuse"),
-    Dial("ClusterIP, usable ones: any of them", WEB, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
-    Dial("ClusterIP, only draining ones", WEB, (DRAINING_THERE,), "pod", OWN, (4,)),
-    Dial("ClusterIP, internal Local: the local ones", INTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1,)),
-    Dial("ClusterIP, internal Local, none local, some elsewhere: drop", INTERNAL, (READY_THERE,), "pod", OWN, "drop"),
-    Dial(
-        "ClusterIP, internal Local, none local, draining elsewhere: drop",
-        INTERNAL,
-        (DRAINING_THERE,),
-        "pod",
-        OWN,
-        "drop",
-    ),
-    Dial("ClusterIP, internal Local, none usable anywhere: refuse", INTERNAL, (DOWN,), "pod", OWN, "refuse"),
-    Dial("ClusterIP, internal Local, a draining one here", INTERNAL, (DRAINING_HERE, READY_THERE), "pod", OWN, (3,)),
-    Dial("ClusterIP, external Local does not apply", EXTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
-    Dial("ClusterIP, unknown port: not ours", WEB, (READY_HERE,), "pod", "10.96.0.1:81/TCP", "pass"),
-    Dial("ClusterIP, other protocol: not ours", WEB, (READY_HERE,), "pod", "10.96.0.1:80/UDP", "pass"),
-    Dial(
-        "an LB address with ipMode Proxy is not a VIP: not ours",
-        replace(WEB, lb_vips=()),
-        (READY_HERE,),
-        "pod",
-        OUTSIDE[0],
-        "pass",
-    ),
-    *dials_outside("no endpoints: refuse", WEB, (), "outside", "refuse"),
-    *dials_outside("none usable: refuse", EXTERNAL, (DOWN,), "outside", "refuse"),
-    *dials_outside("usable ones", WEB, (READY_HERE, READY_THERE), "outside", (1, 2)),
-    *dials_outside("internal Local does not apply", INTERNAL, (READY_HERE, READY_THERE), "outside", (1, 2)),
-    *dials_outside("external Local: local ones", EXTERNAL, (READY_HERE, READY_THERE), "outside", (1,)),
-    *dials_outside("external Local, a draining one here", EXTERNAL, (DRAINING_HERE, READY_THERE), "outside", (3,)),
-    *dials_outside("external Local, none local, client outside: drop", EXTERNAL, (READY_THERE,), "outside", "drop"),
-    *dials_outside(
-        "external Local, none local, draining elsewhere: drop", EXTERNAL, (DRAINING_THERE,), "outside", "drop"
-    ),
-    *dials_outside(
-        "external Local, pod on this node: short circuit", EXTERNAL, (READY_HERE, READY_THERE), "pod", (1, 2)
-    ),
-    *dials_outside("external Local, none local, this host: short circuit", EXTERNAL, (READY_THERE,), "host", (2,)),
-]
-
-
-def answer(state: DesiredState, client: str, to: str) -> tuple[int, ...] | str:
-    """What a data plane does with a dial, given this state: a model in a few lines."""
-    for service in state.services.values():
-        kinds = {str(f.at): f.kind for f in service.frontends}
-        if to in kinds:
-            internal = kinds[to] == "ClusterIP"
-            outside = client == "outside" and not internal and service.external_local
-            local = service.internal_local if internal else outside
-            backends = service.local if local else service.cluster
-            empty = "drop" if service.any_endpoints else "refuse"
-            return tuple(b.address[-1] for b in backends) or empty
-    return "pass"
-
-
-@pytest.mark.parametrize("dial", DIALS, ids=lambda dial: dial.name)
-def test_the_answer_to_a_dial(dial: Dial):
-    state = compute_desired_state([dial.service], [piece(*dial.ends)], ME, LOCAL, Config())
-    assert answer(state, dial.client, dial.to) == dial.answer
+WEB = service("web external=1.1.1.1 vip=9.9.9.9 node-port=30080")
+PLAIN = service("plain ClusterIP ip=10.96.0.9")
+(PORT,) = WEB.ports
 
 
 def test_source_ranges_restrict_only_vips():
@@ -146,7 +38,7 @@ def test_source_ranges_restrict_only_vips():
 def test_one_state_per_port_and_family():
     ports = (PORT, ServicePort("dns", Protocol.UDP, 53))
     dual = replace(WEB, cluster_ips=addrs("10.96.0.1", "fd00::1"), ports=ports)
-    states = tuple(compute_service_states(dual, [piece(READY_HERE)], ME))
+    states = tuple(compute_service_states(dual, [piece("1@me")], ME))
     assert [str(state.key) for state in states] == [
         "ns/web:http TCP IPv4",
         "ns/web:dns UDP IPv4",
@@ -157,21 +49,18 @@ def test_one_state_per_port_and_family():
 
 
 def test_state_carries_the_policies_and_affinity_of_its_service():
-    service = replace(EXTERNAL, internal_local=True, affinity_timeout=60)
-    (state,) = compute_service_states(service, [piece(READY_HERE, DRAINING_THERE)], ME)
+    web = service("web node-port=30080 internal-local external-local affinity=60")
+    (state,) = compute_service_states(web, [piece("1@me 4/draining@you")], ME)
     assert (state.internal_local, state.external_local, state.affinity_timeout) == (True, True, 60)
     assert [b.address[-1] for b in state.serving] == [1, 4]
     assert state.any_endpoints
 
 
 def test_annotations_are_used_in_a_full_computation_and_in_an_update():
-    first, second = end(1), end(2)
-    service = replace(WEB, algorithm=Algorithm.MAGLEV, weights=Weights(((first.address, 3),)))
-    config = Config("me")
-    whole = compute_desired_state([service], [piece(first, second)], ME, (), config)
-    world, kept = ObjectStore("me"), DesiredStateBuilder()
-    kept.update(world, world.apply([up(ME), up(service), up(piece(first, second))]), (), config)
-    for state in (*whole.services.values(), *kept.state.services.values()):
+    web = replace(WEB, algorithm=Algorithm.MAGLEV, weights=Weights(((end(1).address, 3),)))
+    whole = compute_desired_state([web], [piece("1 2")], ME, LOCAL, Config())
+    kept = Harness(up(ME), up(web), up(piece("1 2")))
+    for state in (*whole.services.values(), kept.state("web")):
         assert (state.algorithm, state.cluster_weights) == (Algorithm.MAGLEV, (3, 1))
         assert len(state.cluster) == 2
 
@@ -205,17 +94,17 @@ WEB_KEY, PLAIN_KEY = "ns/web:http TCP IPv4", "ns/plain:http TCP IPv4"
 
 
 def test_only_what_changed_is_reported():
-    kept = Harness(up(ME), up(WEB), up(PLAIN), up(piece(READY_HERE)))
+    kept = Harness(up(ME), up(WEB), up(PLAIN), up(piece("1@me")))
     before = kept.state("plain")
     assert kept.feed() == set()
-    assert kept.feed(up(piece(READY_HERE, READY_THERE))) == {WEB_KEY}
-    assert kept.feed(up(replace(piece(READY_HERE, READY_THERE), name="copy"))) == {WEB_KEY}, "a slice more"
-    assert kept.feed(up(replace(piece(READY_HERE), service="plain"))) == {WEB_KEY, PLAIN_KEY}
+    assert kept.feed(up(piece("1@me 2@you"))) == {WEB_KEY}
+    assert kept.feed(up(replace(piece("1@me 2@you"), name="copy"))) == {WEB_KEY}, "a slice more"
+    assert kept.feed(up(replace(piece("1@me"), service="plain"))) == {WEB_KEY, PLAIN_KEY}
     assert before.cluster == ()
 
 
 def test_equal_state_is_not_a_change_and_keeps_the_old_object():
-    kept = Harness(up(WEB), up(piece(READY_HERE)))
+    kept = Harness(up(WEB), up(piece("1@me")))
     before = kept.state("web")
     assert kept.feed(up(replace(ME, zone="elsewhere"))) == set(), "it is computed again"
     assert kept.state("web") is before
@@ -223,51 +112,17 @@ def test_equal_state_is_not_a_change_and_keeps_the_old_object():
 
 def test_what_slices_say_of_endpoints_is_a_change_of_their_service():
     """It decides nothing here, but `kbpf inspect` shows it."""
-    kept = Harness(up(WEB), up(piece(READY_HERE)))
+    kept = Harness(up(WEB), up(piece("1@me")))
     before = kept.state("web")
-    moved = piece(replace(READY_HERE, zone="elsewhere"))
+    moved = piece("1@me,elsewhere")
     assert kept.feed(up(moved)) == {WEB_KEY}
     after = kept.state("web")
-    assert (before.slices, after.slices) == ((piece(READY_HERE),), (moved,))
+    assert (before.slices, after.slices) == ((piece("1@me"),), (moved,))
     assert replace(after, slices=before.slices) == before
 
 
-def test_deleted_service_removes_its_keys():
-    kept = Harness(up(WEB), up(PLAIN), up(piece(READY_HERE)))
-    assert kept.feed(gone(WEB)) == {WEB_KEY}
-    assert {key.name for key in kept.desired.state.services} == {"plain"}
-    assert kept.feed(gone(WEB)) == set()
-    assert kept.feed(gone(PLAIN)) == {PLAIN_KEY}
-    assert kept.desired.state.services == {}
-
-
-def test_recreated_service_has_its_slices_again():
-    kept = Harness(up(WEB), up(piece(READY_HERE)))
-    before = kept.state("web")
-    kept.feed(gone(WEB))
-    assert kept.feed(up(WEB)) == {WEB_KEY}
-    assert kept.state("web") == before
-
-
-def test_removed_port_removes_its_key():
-    kept = Harness(up(replace(PLAIN, ports=(*PLAIN.ports, ServicePort("b", Protocol.TCP, 81)))))
-    assert kept.feed(up(PLAIN)) == {"ns/plain:b TCP IPv4"}
-
-
-THIEF = Service(
-    "evil", "thief", "ClusterIP", addrs("10.96.0.66"), (PORT,), external_ips=addrs("10.96.0.9"), creation_timestamp=OLD
-)
+THIEF = service("evil/thief ClusterIP ip=10.96.0.66 node-port=30080 external=10.96.0.9 created=old")
 THIEF_KEY = "evil/thief:http TCP IPv4"
-
-
-def test_external_ip_never_wins_over_a_cluster_ip():
-    for events in ((up(THIEF), up(PLAIN)), (up(PLAIN), up(THIEF))):
-        kept = Harness(*events)
-        assert kept.state("plain").lost == ()
-        assert [(str(at), why) for at, why in kept.state("thief").refused] == [
-            ("10.96.0.9:80/TCP", "it is the ClusterIP of another Service")
-        ]
-        assert "10.96.0.9:80/TCP" not in {str(f.at) for f in kept.state("thief").frontends}
 
 
 def test_conflict_over_an_address_changes_winner_and_loser():
@@ -281,28 +136,9 @@ def test_conflict_over_an_address_changes_winner_and_loser():
     assert kept.feed(up(replace(PLAIN, affinity_timeout=5))) == {PLAIN_KEY}
 
 
-def test_loser_of_a_conflict_that_changes_stays_the_loser():
-    kept = Harness(up(THIEF), up(PLAIN))
-    assert kept.feed(up(replace(THIEF, affinity_timeout=5))) == {THIEF_KEY}
-    assert [str(at) for at, _ in kept.state("thief").refused] == ["10.96.0.9:80/TCP"]
-    assert kept.feed(up(replace(THIEF, external_ips=()))) == {THIEF_KEY}
-    assert kept.state("thief").refused == ()
-
-
-def test_withdrawn_claim_leaves_no_conflict():
-    kept = Harness(up(THIEF), up(PLAIN))
-    kept.feed(up(replace(THIEF, external_ips=())))
-    alone = kept.state("thief")
-    rival = replace(PLAIN, name="rival", cluster_ips=addrs("10.96.0.77"), ports=(PORT,))
-    kept.feed(up(rival))
-    assert kept.state("thief") == alone
-    assert [str(at) for at, _ in kept.state("rival").lost] == ["0.0.0.0:30080/TCP"]
-
-
 def test_recreated_service_loses_to_an_older_one():
-    vip = addrs("9.9.9.9")
-    one = replace(PLAIN, lb_vips=vip, creation_timestamp=OLD)
-    two = replace(WEB, creation_timestamp=NEW, external_ips=())
+    one = service("plain ip=10.96.0.9 vip=9.9.9.9 created=old")
+    two = service("web vip=9.9.9.9 created=new")
     kept = Harness(up(one), up(two))
     assert kept.state("plain").lost == ()
     assert kept.feed(gone(one), up(replace(one, creation_timestamp=""))) == {PLAIN_KEY, WEB_KEY}
@@ -310,22 +146,8 @@ def test_recreated_service_loses_to_an_older_one():
     assert kept.state("web").lost == ()
 
 
-def test_of_three_services_with_one_node_port_the_oldest_wins():
-    rivals = [
-        Service("ns", name, "NodePort", addrs(f"10.96.1.{n}"), (PORT,), creation_timestamp=created)
-        for n, (name, created) in enumerate([("a", OLD), ("b", NEW), ("c", "")])
-    ]
-    kept = Harness(*map(up, reversed(rivals)))
-    assert [len(kept.state(name).lost) for name in "abc"] == [0, 1, 1]
-    keys = {f"ns/{name}:http TCP IPv4" for name in "abc"}
-    assert kept.feed(gone(rivals[0])) == keys, "one goes, one wins, one loses to another"
-    assert kept.state("b").lost == ()
-    assert [str(who) for _, who in kept.state("c").lost] == ["ns/b"]
-
-
 def test_zone_change_recomputes_services_with_hints():
-    hinted = piece(end(1, zone_hints=("a",)), end(2, zone_hints=("b",)))
-    kept = Harness(up(ME), up(WEB), up(PLAIN), up(hinted), up(piece(end(3), service="plain")))
+    kept = Harness(up(ME), up(WEB), up(PLAIN), up(piece("1>a 2>b")), up(piece("3", service="plain")))
     assert [b.address[-1] for b in kept.state("web").cluster] == [1]
     assert kept.feed(up(replace(ME, zone="b"))) == {WEB_KEY}
     assert [b.address[-1] for b in kept.state("web").cluster] == [2]
@@ -342,11 +164,12 @@ def test_new_node_addresses_change_no_service():
 
 
 def test_new_pod_networks_of_the_node_change_no_service():
+    pod_networks = cidrs("10.1.0.0/24")
     kept = Harness(up(ME), up(WEB), config=Config(detect_local_mode=LocalMode.NODE_CIDR))
     assert kept.desired.state.local_networks == ()
     before = kept.desired.node_state
-    assert kept.feed(up(replace(ME, pod_cidrs=(POD_NETWORK,)))) == set()
-    assert kept.desired.state.local_networks == (POD_NETWORK,)
+    assert kept.feed(up(replace(ME, pod_cidrs=pod_networks))) == set()
+    assert kept.desired.state.local_networks == pod_networks
     assert kept.desired.node_state != before
 
 
@@ -376,7 +199,7 @@ def test_update_looks_up_only_touched_services():
     many = [replace(PLAIN, name=f"s{n}", cluster_ips=addrs(f"10.96.1.{n}")) for n in range(100)]
     desired.update(world, world.apply(map(up, many)), LOCAL, Config())
     world.asked = 0
-    touched = world.apply([up(piece(READY_HERE, service="s7"))])
+    touched = world.apply([up(piece("1@me", service="s7"))])
     (changed,) = desired.update(world, touched, LOCAL, Config())
     assert (changed.name, world.asked) == ("s7", 1)
 

@@ -22,298 +22,158 @@ from kbpf.policy.endpoints import (
     select_endpoints,
 )
 from tests.support import oracle
-from tests.values.policy.services import HTTP, end, numbers, piece
+from tests.values.policy.services import CONDITIONS, HTTP, end, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
-PORT = ServicePort("http", Protocol.TCP, 80)
-OPEN = ServicePort("http", Protocol.TCP, 80, node_port=30080)
 
-CLUSTER = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,))
-INTERNAL_LOCAL = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), internal_local=True)
-EXTERNAL_LOCAL = Service("ns", "web", "NodePort", (parse_addr("10.96.0.1"),), (OPEN,), external_local=True)
-
-
-def here(number: int, **said) -> Endpoint:
-    return end(number, node="me", **said)
+CLUSTER = service("web ClusterIP")
+INTERNAL_LOCAL = service("web ClusterIP internal-local")
+EXTERNAL_LOCAL = service("web NodePort node-port=30080 external-local")
+(PORT,), (OPEN,) = CLUSTER.ports, EXTERNAL_LOCAL.ports
 
 
-def draining(number: int, **said) -> Endpoint:
-    return end(number, ready=False, serving=True, terminating=True, **said)
-
-
-def down(number: int, **said) -> Endpoint:
-    return end(number, ready=False, serving=False, **said)
-
-
-def ask(service: Service, *ends: Endpoint, node: Node = ME) -> EndpointSelection:
-    return select_endpoints((piece(*ends),), service.ports[0], service, node, 4)
+def ask(service: Service, endpoints: str | tuple[Endpoint, ...], node: Node = ME) -> EndpointSelection:
+    return select_endpoints((piece(endpoints),), service.ports[0], service, node, 4)
 
 
 class Row(NamedTuple):
-    """Endpoints, and the expected cluster set as the last byte of each address."""
+    """Endpoints on node me in zone a, in the words of ends(), and the numbers of the cluster set."""
 
     name: str
-    ends: tuple[Endpoint, ...]
+    ends: str
     cluster: tuple[int, ...]
     mode: TopologyMode = TopologyMode.NONE
-    node: Node = ME
     some: bool = True
 
 
 NODE, ZONE = TopologyMode.SAME_NODE, TopologyMode.SAME_ZONE
-MY_NODE, OTHER_NODE = {"node_hints": ("me",)}, {"node_hints": ("you",)}
-MY_ZONE, OTHER_ZONE = {"zone_hints": ("a",)}, {"zone_hints": ("b",)}
 
 CLUSTER_ROWS = [
-    Row("no endpoints: nothing, and refuse", (), (), some=False),
-    Row("all are ready: all serve, in order of address", (end(2), end(1)), (1, 2)),
-    Row("an endpoint that is not ready is left out", (end(1), down(2)), (1,)),
-    Row("nothing is ready or serving: nothing, and refuse", (down(1),), (), some=False),
-    Row("serving but not ready nor terminating: never", (end(1, ready=False),), (), some=False),
-    Row("a draining endpoint gets nothing while another is ready", (end(1), draining(2)), (1,)),
-    Row("no endpoint is ready: the draining ones serve", (draining(1), draining(2)), (1, 2)),
-    Row("the fallback leaves out endpoints that do not serve", (draining(1), down(2)), (1,)),
-    Row("terminating and no longer serving: never", (down(1, terminating=True),), (), some=False),
-    Row("ready while terminating (publishNotReadyAddresses) is ready", (end(1, terminating=True), end(2)), (1, 2)),
-    Row("ready counts even if serving is false", (end(1, serving=False),), (1,)),
-    Row("all hinted, one for this node: that one", (end(1, **MY_NODE), end(2, **OTHER_NODE)), (1,), NODE),
-    Row("a hint may name several nodes", (end(1, node_hints=("x", "me")), end(2, **OTHER_NODE)), (1,), NODE),
-    Row("one ready endpoint without node hint: all", (end(1, **MY_NODE), end(2)), (1, 2)),
-    Row("node hints for other nodes only: all", (end(1, **OTHER_NODE), end(2, **OTHER_NODE)), (1, 2)),
-    Row("all hinted, one for this zone: that one", (end(1, **MY_ZONE), end(2, **OTHER_ZONE)), (1,), ZONE),
-    Row("a hint may name several zones", (end(1, zone_hints=("b", "a")), end(2, **OTHER_ZONE)), (1,), ZONE),
-    Row("one ready endpoint without zone hint: all", (end(1, **MY_ZONE), end(2)), (1, 2)),
-    Row("zone hints for other zones only: all", (end(1, **OTHER_ZONE), end(2, **OTHER_ZONE)), (1, 2)),
-    Row("an empty list of hints is no hint", (end(1, **MY_ZONE), end(2, zone_hints=())), (1, 2)),
-    Row(
-        "node hints win over zone hints",
-        (end(1, node_hints=("me",), zone_hints=("b",)), end(2, node_hints=("you",), zone_hints=("a",))),
-        (1,),
-        NODE,
-    ),
-    Row(
-        "no node hint for us: zone hints decide",
-        (end(1, node_hints=("you",), zone_hints=("a",)), end(2, node_hints=("you",), zone_hints=("b",))),
-        (1,),
-        ZONE,
-    ),
-    Row(
-        "one node hint is missing: zone hints decide",
-        (end(1, node_hints=("me",), zone_hints=("b",)), end(2, zone_hints=("a",))),
-        (2,),
-        ZONE,
-    ),
-    Row(
-        "our Node has no zone: zone hints are ignored",
-        (end(1, **MY_ZONE), end(2, **OTHER_ZONE)),
-        (1, 2),
-        node=Node("me"),
-    ),
-    Row(
-        "our Node has no zone, not even one called ''",
-        (end(1, zone_hints=("",)), end(2, **OTHER_ZONE)),
-        (1, 2),
-        node=Node("me"),
-    ),
-    Row(
-        "an endpoint's own node and zone do not matter, only its hints",
-        (here(1, zone="a", **OTHER_ZONE), end(2, zone="b", **MY_ZONE)),
-        (2,),
-        ZONE,
-    ),
-    Row(
-        "an endpoint that is not ready disables nothing",
-        (end(1, **MY_ZONE), end(2, **OTHER_ZONE), down(3), draining(4)),
-        (1,),
-        ZONE,
-    ),
-    Row(
-        "a hinted endpoint that is not ready enables nothing",
-        (down(1, **MY_ZONE), draining(2, **MY_ZONE), end(3, **OTHER_ZONE)),
-        (3,),
-    ),
-    Row("the fallback ignores hints", (draining(1, **MY_ZONE), draining(2, **OTHER_ZONE)), (1, 2)),
-    Row(
-        "the fallback is for all nodes or none: hints never lead to it",
-        (draining(1, **MY_NODE), end(2, **OTHER_NODE)),
-        (2,),
-    ),
+    Row("no endpoints: nothing, and refuse", "", (), some=False),
+    Row("all are ready: all serve, in order of address", "2 1", (1, 2)),
+    Row("an endpoint that is not ready is left out", "1 2/down", (1,)),
+    Row("nothing is ready or serving: nothing, and refuse", "1/down", (), some=False),
+    Row("serving but not ready nor terminating: never", "1/unready", (), some=False),
+    Row("a draining endpoint gets nothing while another is ready", "1 2/draining", (1,)),
+    Row("no endpoint is ready: the draining ones serve", "1/draining 2/draining", (1, 2)),
+    Row("the fallback leaves out endpoints that do not serve", "1/draining 2/down", (1,)),
+    Row("terminating and no longer serving: never", "1/dead", (), some=False),
+    Row("ready while terminating (publishNotReadyAddresses) is ready", "1/leaving 2", (1, 2)),
+    Row("ready counts even if serving is false", "1/not-serving", (1,)),
+    Row("all hinted, one for this node: that one", "1>me 2>you", (1,), NODE),
+    Row("a hint may name several nodes", "1>they,me 2>you", (1,), NODE),
+    Row("one ready endpoint without node hint: all", "1>me 2", (1, 2)),
+    Row("node hints for other nodes only: all", "1>you 2>you", (1, 2)),
+    Row("all hinted, one for this zone: that one", "1>a 2>b", (1,), ZONE),
+    Row("a hint may name several zones", "1>b,a 2>b", (1,), ZONE),
+    Row("one ready endpoint without zone hint: all", "1>a 2", (1, 2)),
+    Row("zone hints for other zones only: all", "1>b 2>b", (1, 2)),
+    Row("an empty list of hints is no hint", "1>a 2>", (1, 2)),
+    Row("node hints win over zone hints", "1>me,b 2>you,a", (1,), NODE),
+    Row("no node hint for us: zone hints decide", "1>you,a 2>you,b", (1,), ZONE),
+    Row("one node hint is missing: zone hints decide", "1>me,b 2>a", (2,), ZONE),
+    Row("an endpoint's own node and zone do not matter, only its hints", "1@me,a>b 2@you,b>a", (2,), ZONE),
+    Row("an endpoint that is not ready disables nothing", "1>a 2>b 3/down 4/draining", (1,), ZONE),
+    Row("a hinted endpoint that is not ready enables nothing", "1/down>a 2/draining>a 3>b", (3,)),
+    Row("the fallback ignores hints", "1/draining>a 2/draining>b", (1, 2)),
+    Row("the fallback is for all nodes or none: hints never lead to it", "1/draining>me 2>you", (2,)),
 ]
 
 
 @pytest.mark.parametrize("row", CLUSTER_ROWS, ids=lambda row: row.name)
 def test_the_cluster_set(row: Row):
-    chosen = ask(CLUSTER, *row.ends, node=row.node)
+    chosen = ask(CLUSTER, row.ends)
     assert numbers(chosen.cluster) == row.cluster
     assert chosen.mode is row.mode
     assert chosen.any_endpoints is row.some
     assert chosen.local == ()
 
 
+@pytest.mark.parametrize("hint", ["a", ""])
+def test_on_a_node_without_a_zone_hints_for_zones_are_ignored(hint: str):
+    """Even hints for a zone called ''."""
+    chosen = ask(CLUSTER, (end(1, zone_hints=(hint,)), *ends("2>b")), Node("me"))
+    assert (numbers(chosen.cluster), chosen.mode) == ((1, 2), "")
+
+
 class LocalRow(NamedTuple):
     """Endpoints, and the expected local set, cluster set of a NodePort, and `any_endpoints`."""
 
     name: str
-    ends: tuple[Endpoint, ...]
+    ends: str
     local: tuple[int, ...]
     cluster: tuple[int, ...]
     some: bool = True
 
 
 LOCAL_ROWS = [
-    LocalRow("no endpoints: refuse", (), (), (), some=False),
-    LocalRow("local ones only", (here(1), end(2)), (1,), (1, 2)),
-    LocalRow("none here, some elsewhere: empty, and drop", (end(1, node="you"),), (), (1,)),
-    LocalRow("none here, one draining elsewhere: drop", (draining(1),), (), (1,)),
-    LocalRow("only unready ones elsewhere: refuse", (down(1),), (), (), some=False),
-    LocalRow("local and not ready is left out", (here(1), down(2, node="me")), (1,), (1,)),
-    LocalRow("local and draining, another local is ready", (here(1), draining(2, node="me")), (1,), (1,)),
-    LocalRow("local falls back although the cluster does not", (draining(1, node="me"), end(2)), (1,), (2,)),
-    LocalRow("the cluster falls back together with local", (draining(1, node="me"), draining(2)), (1,), (1, 2)),
-    LocalRow("local never falls back to another node", (down(1, node="me"), end(2)), (), (2,)),
-    LocalRow("local is independent of hints", (here(1, **OTHER_ZONE), end(2, **MY_ZONE)), (1,), (2,)),
-    LocalRow("the same name in other letters is another node", (end(1, node="Me"),), (), (1,)),
+    LocalRow("no endpoints: refuse", "", (), (), some=False),
+    LocalRow("local ones only", "1@me 2", (1,), (1, 2)),
+    LocalRow("none here, some elsewhere: empty, and drop", "1@you", (), (1,)),
+    LocalRow("none here, one draining elsewhere: drop", "1/draining", (), (1,)),
+    LocalRow("only unready ones elsewhere: refuse", "1/down", (), (), some=False),
+    LocalRow("local and not ready is left out", "1@me 2/down@me", (1,), (1,)),
+    LocalRow("local and draining, another local is ready", "1@me 2/draining@me", (1,), (1,)),
+    LocalRow("local falls back although the cluster does not", "1/draining@me 2", (1,), (2,)),
+    LocalRow("the cluster falls back together with local", "1/draining@me 2/draining", (1,), (1, 2)),
+    LocalRow("local never falls back to another node", "1/down@me 2", (), (2,)),
+    LocalRow("local is independent of hints", "1@me>b 2>a", (1,), (2,)),
+    LocalRow("the same name in other letters is another node", "1@Me", (), (1,)),
 ]
 
 
 @pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
 def test_the_local_set(row: LocalRow):
-    for service, cluster in ((EXTERNAL_LOCAL, row.cluster), (INTERNAL_LOCAL, ())):
-        chosen = ask(service, *row.ends)
-        assert numbers(chosen.local) == row.local
-        assert numbers(chosen.cluster) == cluster
+    for web, cluster in ((EXTERNAL_LOCAL, row.cluster), (INTERNAL_LOCAL, ())):
+        chosen = ask(web, row.ends)
+        assert (numbers(chosen.local), numbers(chosen.cluster)) == (row.local, cluster)
         assert chosen.any_endpoints is row.some
 
 
 def test_without_a_node_name_nothing_is_local_or_hinted_for_this_node():
-    chosen = ask(EXTERNAL_LOCAL, end(1, node="", node_hints=("",)), node=Node(""))
+    chosen = ask(EXTERNAL_LOCAL, (end(1, node="", node_hints=("",)),), Node(""))
     assert (chosen.local, chosen.mode, numbers(chosen.cluster)) == ((), "", (1,))
 
 
-class PolicyRow(NamedTuple):
-    """A Service's type, addresses and policies, and the sets it needs: "cluster local"."""
-
-    name: str
-    type: str
-    sets: str
-    node_port: int = 0
-    external: tuple[str, ...] = ()
-    vips: tuple[str, ...] = ()
-    internal_local: bool = False
-    external_local: bool = False
-    counts: bool = False
-
-
-POLICY_ROWS = [
-    PolicyRow("plain", "ClusterIP", "cluster"),
-    PolicyRow("internal Local, not reachable from outside: no cluster set", "ClusterIP", "local", internal_local=True),
-    PolicyRow(
-        "internal Local with a NodePort: the short circuit needs the cluster set",
-        "NodePort",
-        "cluster local",
-        node_port=30000,
-        internal_local=True,
-    ),
-    PolicyRow(
-        "internal Local with an external IP", "ClusterIP", "cluster local", external=("1.1.1.1",), internal_local=True
-    ),
-    PolicyRow("internal Local with an LB VIP", "LoadBalancer", "cluster local", vips=("1.1.1.1",), internal_local=True),
-    PolicyRow(
-        "internal Local with an external IP of the other family only",
-        "ClusterIP",
-        "local",
-        external=("fd00::1",),
-        internal_local=True,
-    ),
-    PolicyRow(
-        "internal Local with an unspecified external IP: that is not an address",
-        "ClusterIP",
-        "local",
-        external=("0.0.0.0",),
-        internal_local=True,
-    ),
-    PolicyRow(
-        "external Local on a NodePort", "NodePort", "cluster local", node_port=30000, external_local=True, counts=True
-    ),
-    PolicyRow(
-        "external Local on an LB VIP without node port",
-        "LoadBalancer",
-        "cluster local",
-        vips=("1.1.1.1",),
-        external_local=True,
-        counts=True,
-    ),
-    PolicyRow(
-        "external Local on a load balancer without an address yet", "LoadBalancer", "cluster", external_local=True
-    ),
-    PolicyRow(
-        "external Local on a load balancer with a VIP of the other family",
-        "LoadBalancer",
-        "cluster",
-        vips=("fd00::1",),
-        external_local=True,
-    ),
-    PolicyRow("external Local on a ClusterIP has no effect", "ClusterIP", "cluster", external_local=True),
-    PolicyRow(
-        "external Local on a ClusterIP with external IPs has an effect",
-        "ClusterIP",
-        "cluster local",
-        external=("1.1.1.1",),
-        external_local=True,
-        counts=True,
-    ),
-    PolicyRow(
-        "external Local on a ClusterIP with a VIP in its status has no effect",
-        "ClusterIP",
-        "cluster",
-        vips=("1.1.1.1",),
-        external_local=True,
-    ),
-    PolicyRow(
-        "both Local on a NodePort",
-        "NodePort",
-        "cluster local",
-        node_port=30000,
-        internal_local=True,
-        external_local=True,
-        counts=True,
-    ),
-]
+POLICY_ROWS = {
+    # a Service, its sets, and whether its external policy Local has an effect
+    "web ClusterIP": ("cluster", False),
+    "web ClusterIP internal-local": ("local", False),
+    "web NodePort node-port=30000 internal-local": ("cluster local", False),
+    "web ClusterIP external=1.1.1.1 internal-local": ("cluster local", False),
+    "web LoadBalancer vip=1.1.1.1 internal-local": ("cluster local", False),
+    "web ClusterIP external=fd00::1 internal-local": ("local", False),
+    "web ClusterIP external=0.0.0.0 internal-local": ("local", False),
+    "web NodePort node-port=30000 external-local": ("cluster local", True),
+    "web LoadBalancer vip=1.1.1.1 external-local": ("cluster local", True),
+    "web LoadBalancer external-local": ("cluster", False),
+    "web LoadBalancer vip=fd00::1 external-local": ("cluster", False),
+    "web ClusterIP external-local": ("cluster", False),
+    "web ClusterIP external=1.1.1.1 external-local": ("cluster local", True),
+    "web ClusterIP vip=1.1.1.1 external-local": ("cluster", False),
+    "web NodePort node-port=30000 internal-local external-local": ("cluster local", True),
+}
 
 
-@pytest.mark.parametrize("row", POLICY_ROWS, ids=lambda row: row.name)
-def test_traffic_policies_decide_which_sets_exist(row: PolicyRow):
-    port = ServicePort("http", Protocol.TCP, 80, row.node_port)
-    service = Service(
-        "ns",
-        "web",
-        row.type,
-        (parse_addr("10.96.0.1"),),
-        (port,),
-        external_ips=tuple(map(parse_addr, row.external)),
-        lb_vips=tuple(map(parse_addr, row.vips)),
-        internal_local=row.internal_local,
-        external_local=row.external_local,
-    )
-    chosen = ask(service, here(1), end(2))
-    sets = {"cluster": (1, 2) if "cluster" in row.sets else ()}
-    sets["local"] = (1,) if "local" in row.sets else ()
-    assert {"cluster": numbers(chosen.cluster), "local": numbers(chosen.local)} == sets
+@pytest.mark.parametrize("text", POLICY_ROWS)
+def test_traffic_policies_decide_which_sets_exist(text: str):
+    """With internal policy Local, what is reachable from outside still needs the cluster set: the short circuit."""
+    needed, counts = POLICY_ROWS[text]
+    web = service(text)
+    chosen = ask(web, "1@me 2")
+    assert numbers(chosen.cluster) == ((1, 2) if "cluster" in needed else ())
+    assert numbers(chosen.local) == ((1,) if "local" in needed else ())
     assert numbers(chosen.serving) == (1, 2)
-    assert is_external_local(service, port, 4) is row.counts
+    assert is_external_local(web, web.ports[0], 4) is counts
 
 
 def test_slices_of_the_other_family_are_ignored():
     six = EndpointSlice("ns", "web-6", "web", 6, (Endpoint(parse_addr("fd00::9")),), HTTP)
-    slices = (piece(end(2)), piece(end(1), name="web-2"), six)
-    assert numbers(select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2)
-    assert [str(b) for b in select_endpoints(slices, PORT, CLUSTER, ME, 6).cluster] == ["[fd00::9]:8080"]
-
-
-def test_each_slice_maps_a_port_name_to_its_own_number():
-    slices = (piece(end(1)), piece(end(2), ports=(SlicePort("http", Protocol.TCP, 9090),), name="b"))
+    slices = (piece("2"), piece("1", name="web-2"), six)
     chosen = select_endpoints(slices, PORT, CLUSTER, ME, 4)
-    assert [str(b) for b in chosen.cluster] == ["10.1.0.1:8080", "10.1.0.2:9090"]
+    assert numbers(chosen.cluster) == (1, 2)
+    assert [line.slice_name for line in chosen.explain()] == ["web-1", "web-2"]
+    assert [str(b) for b in select_endpoints(slices, PORT, CLUSTER, ME, 6).cluster] == ["[fd00::9]:8080"]
 
 
 @pytest.mark.parametrize(
@@ -328,44 +188,44 @@ def test_each_slice_maps_a_port_name_to_its_own_number():
     ids=["no ports", "other name", "other protocol", "no name", "number 0"],
 )
 def test_a_slice_without_the_port_has_no_endpoints_for_it(ports):
-    chosen = select_endpoints((piece(end(1), ports=ports),), PORT, CLUSTER, ME, 4)
+    chosen = select_endpoints((piece("1", ports=ports),), PORT, CLUSTER, ME, 4)
     assert (chosen.cluster, chosen.serving, chosen.any_endpoints) == ((), (), False)
+    (line,) = chosen.explain()
+    assert (line.reason, line.port, line.cluster) == (EndpointReason.NO_PORT, 0, False)
+    assert "'http' (TCP)" in line.text
 
 
 def test_empty_port_names_match_each_other():
     port = ServicePort("", Protocol.TCP, 80)
-    ports = (SlicePort("", Protocol.TCP, 8080),)
-    assert numbers(select_endpoints((piece(end(1), ports=ports),), port, CLUSTER, ME, 4).cluster) == (1,)
+    slices = (piece("1", ports=(SlicePort("", Protocol.TCP, 8080),)),)
+    assert numbers(select_endpoints(slices, port, CLUSTER, ME, 4).cluster) == (1,)
 
 
 def test_one_address_with_two_ports_is_two_backends():
-    slices = (piece(end(1)), piece(end(1), ports=(SlicePort("http", Protocol.TCP, 80),), name="b"))
+    slices = (piece("1"), piece("1", ports=(SlicePort("http", Protocol.TCP, 80),), name="b"))
     assert [b.port for b in select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster] == [80, 8080]
 
 
-RUNS, RUNS_TOO = end(1, node="you"), here(1, **MY_NODE)
-ENDS, ENDS_TOO = draining(1, node="me"), down(1, terminating=True)
+TWO_ENTRIES = {
+    # two entries of one address in two slices: the entry that is used
+    "none terminates: the last one": ("1@you", "1@me>me", "1@me>me"),
+    "none terminates: the last one, without its hint": ("1@me>me", "1@you", "1@you"),
+    "a Pod got the address of a terminating one (kubernetes #135593)": ("1@you", "1/draining@me", "1@you"),
+    "the same in the other order": ("1/draining@me", "1@you", "1@you"),
+    "the one that does not terminate, though down": ("1/down", "1/draining@me", "1/down"),
+    "all terminate: the first one": ("1/draining@me", "1/dead", "1/draining@me"),
+    "all terminate: the first one, though down": ("1/dead", "1/draining@me", "1/dead"),
+}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "wins"),
-    [
-        pytest.param(RUNS, RUNS_TOO, RUNS_TOO, id="none terminates: the last one"),
-        pytest.param(RUNS_TOO, RUNS, RUNS, id="none terminates: the last one, without its hint"),
-        pytest.param(RUNS, ENDS, RUNS, id="a Pod got the address of a terminating one (kubernetes #135593)"),
-        pytest.param(ENDS, RUNS, RUNS, id="the same in the other order"),
-        pytest.param(down(1), ENDS, down(1), id="the one that does not terminate, though down"),
-        pytest.param(ENDS, ENDS_TOO, ENDS, id="all terminate: the first one"),
-        pytest.param(ENDS_TOO, ENDS, ENDS_TOO, id="all terminate: the first one, though down"),
-    ],
-)
+@pytest.mark.parametrize("name", TWO_ENTRIES)
 @pytest.mark.parametrize("service", [CLUSTER, EXTERNAL_LOCAL], ids=["Cluster", "Local"])
-def test_one_of_two_entries_of_an_address_is_used(first: Endpoint, second: Endpoint, wins: Endpoint, service: Service):
-    port = service.ports[0]
+def test_one_of_two_entries_of_an_address_is_used(name: str, service: Service):
+    first, second, wins = TWO_ENTRIES[name]
     one, two = piece(first, name="a"), piece(second, name="b")
-    alone = sets(select_endpoints((piece(wins),), port, service, ME, 4))
-    for slices in ((one, two), (two, one), (piece(first, second),)):
-        assert sets(select_endpoints(slices, port, service, ME, 4)) == alone
+    alone = sets(ask(service, wins))
+    for slices in ((one, two), (two, one), (piece(f"{first} {second}"),)):
+        assert sets(select_endpoints(slices, service.ports[0], service, ME, 4)) == alone
 
 
 def sets(chosen: EndpointSelection) -> tuple[object, ...]:
@@ -373,118 +233,75 @@ def sets(chosen: EndpointSelection) -> tuple[object, ...]:
     return tuple(getattr(chosen, name) for name in names)
 
 
-def test_endpoint_in_two_slices_is_one_backend():
-    slices = (piece(end(1), end(2)), piece(end(2), end(3), name="web-2"))
-    assert numbers(select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2, 3)
-
-
 def test_local_endpoints_include_those_that_are_not_ready():
-    slices = (
-        piece(here(1), end(2), down(3, node="me"), end(4, node="other")),
-        piece(here(1), here(5), name="web-2"),
-        piece(here(6), name="web-6", family=6),
-    )
+    six = EndpointSlice("ns", "web-6", "web", 6, ends("6@me"), HTTP)
+    slices = (piece("1@me 2 3/down@me 4@other"), piece("1@me 5@me", name="web-2"), six)
     assert [a[-1] for a in local_endpoint_addresses(slices, ME, 4)] == [1, 3, 5]
     assert local_endpoint_addresses(slices, Node(""), 4) == ()
 
 
 def test_serving_set_ignores_policies_and_hints():
-    ends = (end(1, **MY_ZONE), end(2, **OTHER_ZONE), draining(3), down(4), end(5, ready=False))
-    chosen = ask(CLUSTER, *ends)
+    endpoints = "1>a 2>b 3/draining 4/down 5/unready"
+    chosen = ask(CLUSTER, endpoints)
     assert numbers(chosen.cluster) == (1,)
     assert numbers(chosen.serving) == (1, 2, 3, 5)
-    assert numbers(ask(INTERNAL_LOCAL, *ends).serving) == (1, 2, 3, 5)
+    assert numbers(ask(INTERNAL_LOCAL, endpoints).serving) == (1, 2, 3, 5)
 
 
 def test_equal_sets_share_one_tuple():
-    assert (plain := ask(CLUSTER, end(1), end(2))).serving is plain.cluster
-    assert (local := ask(EXTERNAL_LOCAL, here(1), end(2))).serving is local.cluster
+    assert (plain := ask(CLUSTER, "1 2")).serving is plain.cluster
+    assert (local := ask(EXTERNAL_LOCAL, "1@me 2")).serving is local.cluster
 
 
-class ReasonRow(NamedTuple):
-    """An endpoint among others, and the reason that `kbpf inspect` shows for it."""
-
-    name: str
-    service: Service
-    end: Endpoint
-    reason: EndpointReason
-    others: tuple[Endpoint, ...] = ()
-
-
-REASON_ROWS = [
-    ReasonRow("ready", CLUSTER, end(1), EndpointReason.READY),
-    ReasonRow("hinted for this node", CLUSTER, end(1, **MY_NODE), EndpointReason.SAME_NODE),
-    ReasonRow("hinted for this zone", CLUSTER, end(1, **MY_ZONE), EndpointReason.SAME_ZONE),
-    ReasonRow(
-        "hinted for others", CLUSTER, end(1, **OTHER_ZONE), EndpointReason.HINTED_ELSEWHERE, (end(2, **MY_ZONE),)
-    ),
-    ReasonRow("not ready", CLUSTER, down(1), EndpointReason.NOT_READY, (end(2),)),
-    ReasonRow("serving is not enough", CLUSTER, end(1, ready=False), EndpointReason.NOT_READY),
-    ReasonRow("draining, others are ready", CLUSTER, draining(1), EndpointReason.DRAINING, (end(2),)),
-    ReasonRow("draining, none is ready", CLUSTER, draining(1), EndpointReason.FALLBACK),
-    ReasonRow(
-        "draining here, none here is ready", EXTERNAL_LOCAL, draining(1, node="me"), EndpointReason.FALLBACK, (end(2),)
-    ),
-    ReasonRow("on another node, internal policy Local", INTERNAL_LOCAL, end(1, node="you"), EndpointReason.NOT_LOCAL),
-    ReasonRow("draining on another node, internal policy Local", INTERNAL_LOCAL, draining(1), EndpointReason.NOT_LOCAL),
-    ReasonRow("ready here, internal policy Local", INTERNAL_LOCAL, here(1), EndpointReason.LOCAL_ONLY),
-    ReasonRow(
-        "ready here, hints lead elsewhere, external policy Local",
-        EXTERNAL_LOCAL,
-        here(1, **OTHER_ZONE),
-        EndpointReason.LOCAL_ONLY,
-        (end(2, **MY_ZONE),),
-    ),
-    ReasonRow("another copy counts", EXTERNAL_LOCAL, end(1), EndpointReason.DUPLICATE, (here(1),)),
-]
+REASONS = {
+    # a Service, endpoints, and the reason that `kbpf inspect` shows for the first
+    "ready": (CLUSTER, "1", EndpointReason.READY),
+    "hinted for this node": (CLUSTER, "1>me", EndpointReason.SAME_NODE),
+    "hinted for this zone": (CLUSTER, "1>a", EndpointReason.SAME_ZONE),
+    "hinted for others": (CLUSTER, "1>b 2>a", EndpointReason.HINTED_ELSEWHERE),
+    "not ready": (CLUSTER, "1/down 2", EndpointReason.NOT_READY),
+    "serving is not enough": (CLUSTER, "1/unready", EndpointReason.NOT_READY),
+    "draining, others are ready": (CLUSTER, "1/draining 2", EndpointReason.DRAINING),
+    "draining, none is ready": (CLUSTER, "1/draining", EndpointReason.FALLBACK),
+    "draining here, none here is ready": (EXTERNAL_LOCAL, "1/draining@me 2", EndpointReason.FALLBACK),
+    "on another node, internal policy Local": (INTERNAL_LOCAL, "1@you", EndpointReason.NOT_LOCAL),
+    "draining on another node, internal policy Local": (INTERNAL_LOCAL, "1/draining", EndpointReason.NOT_LOCAL),
+    "ready here, internal policy Local": (INTERNAL_LOCAL, "1@me", EndpointReason.LOCAL_ONLY),
+    "ready here, hints lead elsewhere, external Local": (EXTERNAL_LOCAL, "1@me>b 2>a", EndpointReason.LOCAL_ONLY),
+    "another copy counts": (EXTERNAL_LOCAL, "1 1@me", EndpointReason.DUPLICATE),
+}
 
 
-@pytest.mark.parametrize("row", REASON_ROWS, ids=lambda row: row.name)
-def test_every_endpoint_has_a_reason(row: ReasonRow):
-    lines = ask(row.service, row.end, *row.others).explain()
-    assert [line.endpoint for line in lines] == [row.end, *row.others]
-    assert lines[0].reason is row.reason
+@pytest.mark.parametrize("name", REASONS)
+def test_every_endpoint_has_a_reason(name: str):
+    service, text, reason = REASONS[name]
+    lines = ask(service, text).explain()
+    assert tuple(line.endpoint for line in lines) == ends(text)
+    assert lines[0].reason is reason
     assert lines[0].text
     assert (lines[0].slice_name, lines[0].port) == ("web-1", 8080)
 
 
 @pytest.mark.parametrize(
-    ("conditions", "text"),
+    ("condition", "text"),
     [
-        ({"serving": False}, "not ready, not serving"),
-        ({"serving": True}, "not ready, serving"),
-        ({"serving": False, "terminating": True}, "not ready, not serving, terminating"),
+        ("down", "not ready, not serving"),
+        ("unready", "not ready, serving"),
+        ("dead", "not ready, not serving, terminating"),
     ],
 )
-def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(conditions: dict[str, bool], text: str):
-    line, _ = ask(CLUSTER, end(1, ready=False, **conditions), end(2)).explain()
+def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(condition: str, text: str):
+    line, _ = ask(CLUSTER, f"1/{condition} 2").explain()
     assert line.text == text
 
 
-def test_an_endpoint_in_a_slice_without_the_port_has_a_reason():
-    (line,) = select_endpoints((piece(end(1), ports=()),), PORT, CLUSTER, ME, 4).explain()
-    assert (line.reason, line.port, line.cluster) == (EndpointReason.NO_PORT, 0, False)
-    assert "'http' (TCP)" in line.text
-
-
-def test_an_endpoint_of_the_other_family_has_no_line():
-    slices = (piece(end(1)), piece(Endpoint(parse_addr("fd00::1")), name="web-6", family=6))
-    (line,) = select_endpoints(slices, PORT, CLUSTER, ME, 4).explain()
-    assert line.slice_name == "web-1"
-
-
-FLAG = st.booleans()
-HINTS = st.sampled_from([None, None, ("me",), ("you",), ("me", "you")])
-ZONES = st.sampled_from([None, None, ("a",), ("b",), ("a", "b")])
-ENDS = st.builds(
-    Endpoint,
-    address=st.sampled_from([end(n).address for n in (1, 2, 3, 4)]),
-    ready=FLAG,
-    serving=FLAG,
-    terminating=FLAG,
-    node=st.sampled_from(["me", "you", ""]),
-    zone_hints=ZONES,
-    node_hints=HINTS,
+HINTS = ["", "", ">me", ">you", ">me,you", ">a", ">b", ">a,b", ">me,a", ">you,a", ">me,b"]
+WORDS = st.builds(
+    "{}{}{}{}".format,
+    st.integers(1, 4),
+    st.sampled_from(["", "", "", *(f"/{condition}" for condition in CONDITIONS if condition)]),
+    st.sampled_from(["", "@me", "@you"]),
+    st.sampled_from(HINTS),
 )
 PORTS = st.lists(
     st.sampled_from([*HTTP, SlicePort("http", Protocol.TCP, 9090), SlicePort("x", Protocol.TCP, 1)]), max_size=2
@@ -496,34 +313,31 @@ SLICES = st.lists(
         st.sampled_from(["s1", "s2", "s3"]),
         st.just("web"),
         st.sampled_from([4, 4, 4, 6]),
-        st.lists(ENDS, max_size=5).map(tuple),
+        st.lists(WORDS, max_size=5).map(" ".join).map(ends),
         PORTS.map(tuple),
     ),
     max_size=3,
     unique_by=lambda piece: piece.name,
 )
 SERVICES = st.builds(
-    Service,
-    st.just("ns"),
-    st.just("web"),
+    "web {} {} {} {} {} {}".format,
     st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
-    st.just((parse_addr("10.96.0.1"),)),
-    st.sampled_from([(PORT,), (OPEN,)]),
-    external_ips=st.sampled_from([(), (parse_addr("1.1.1.1"),), (parse_addr("fd00::1"),)]),
-    lb_vips=st.sampled_from([(), (parse_addr("1.1.1.1"),)]),
-    external_local=FLAG,
-    internal_local=FLAG,
-)
+    st.sampled_from(["", "node-port=30080"]),
+    st.sampled_from(["", "external=1.1.1.1", "external=fd00::1"]),
+    st.sampled_from(["", "vip=1.1.1.1"]),
+    st.sampled_from(["", "internal-local"]),
+    st.sampled_from(["", "external-local"]),
+).map(service)
 NODES = st.builds(Node, st.sampled_from(["me", "me", ""]), zone=st.sampled_from(["a", "b", ""]))
 
 
 @settings(max_examples=400)
 @given(SLICES, SERVICES, NODES)
-def test_random_endpoints_are_selected_as_in_the_naive_model(slices, service, node):
-    port = service.ports[0]
-    expected = oracle.choice(slices, port, service, node, 4)
+def test_random_endpoints_are_selected_as_in_the_naive_model(slices, web, node):
+    port = web.ports[0]
+    expected = oracle.choice(slices, port, web, node, 4)
     for order in itertools.permutations(slices):
-        chosen = select_endpoints(order, port, service, node, 4)
+        chosen = select_endpoints(order, port, web, node, 4)
         for name in ("cluster", "local", "serving"):
             backends = getattr(chosen, name)
             assert list(backends) == sorted(set(backends))
@@ -533,8 +347,8 @@ def test_random_endpoints_are_selected_as_in_the_naive_model(slices, service, no
 
 @settings(max_examples=150)
 @given(SLICES, SERVICES, NODES)
-def test_the_reasons_agree_with_the_sets(slices, service, node):
-    chosen = select_endpoints(slices, service.ports[0], service, node, 4)
+def test_the_reasons_agree_with_the_sets(slices, web, node):
+    chosen = select_endpoints(slices, web.ports[0], web, node, 4)
     lines = chosen.explain()
     serves = {
         EndpointReason.READY,

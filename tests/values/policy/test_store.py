@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from kbpf.model.address import Addr, parse_addr
+from kbpf.model.address import parse_addr
 from kbpf.model.events import Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import (
     Cidr,
@@ -32,101 +32,131 @@ NAME = ServiceName("ns", "web")
 OTHER = ServiceName("ns", "other")
 
 
-def store(*events: Event) -> ObjectStore:
+def store(text: str) -> ObjectStore:
+    """A store after these events(), applied one by one."""
     world = ObjectStore("me")
-    world.apply(events)
+    for event in events(text):
+        world.apply([event])
     return world
 
 
+OBJECTS = {
+    "web": WEB,
+    "web-affine": replace(WEB, affinity_timeout=5),
+    "one": ONE,
+    "one-empty": replace(ONE, endpoints=()),
+    "one-of-other": replace(ONE, service="other"),
+    "two": TWO,
+    "pod": POD,
+    "pod-recreated": replace(POD, uid="99"),
+    "pod-elsewhere": replace(POD, node="you"),
+    "pod-nowhere": replace(POD, node=""),
+    "me": ME,
+    "me-in-zone-b": replace(ME, zone="b"),
+    "me-without-address": replace(ME, addresses=()),
+    "me-at-another-address": replace(ME, addresses=(parse_addr("10.0.0.2"),)),
+    "me-with-pods": replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)),
+    "me-skipped": replace(ME, skipped=("x",)),
+    "you": replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.2"),)),
+    "you-in-zone-c": replace(ME, name="you", zone="c", addresses=(parse_addr("10.0.0.2"),)),
+    "you-at-another-address": replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.3"),)),
+    "they": replace(ME, name="they", addresses=(parse_addr("10.0.0.2"),)),
+}
+
+
+def events(text: str) -> list[Event]:
+    """``web``: upserted; ``-web``: deleted; ``!web``: rejected; ``synced:Pod``: that kind is synced."""
+    made: list[Event] = []
+    for word in text.split():
+        if word.startswith("synced:"):
+            made.append(Synced(Kind(word.removeprefix("synced:"))))
+        elif word.startswith("!"):
+            made.append(Rejected(key(OBJECTS[word[1:]]), "bad"))
+        else:
+            made.append(gone(OBJECTS[word[1:]]) if word.startswith("-") else up(OBJECTS[word]))
+    return made
+
+
 class Row(NamedTuple):
-    """Earlier events, the events of one batch, and the expected ChangeSet of that batch."""
+    """Earlier events, those of one batch, and what the batch touches: Services by name, `all`, `pods`, addresses."""
 
     name: str
-    before: list[Event]
-    now: list[Event]
-    services: tuple[ServiceName, ...] = ()
-    everything: bool = False
-    pods: bool = False
-    addresses: tuple[Addr, ...] = ()
+    before: str
+    now: str
+    touched: str = ""
 
 
-YOU = replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.2"),))
-ALL = [up(ME), up(WEB), up(ONE), up(POD)]
+ALL = "me web one pod"
 ROWS = [
-    Row("nothing", ALL, []),
-    Row("a new Service", [], [up(WEB)], (NAME,), addresses=WEB.cluster_ips),
-    Row("a slice before its Service", [], [up(ONE)], (NAME,)),
-    Row("several things at once", [up(ME)], [up(WEB), up(ONE), up(TWO)], (NAME,), addresses=WEB.cluster_ips),
-    Row("the same again", ALL, [up(ME), up(WEB), up(ONE)]),
-    Row("the same again, received later", ALL, [Upsert(key(WEB), WEB, 5.0)]),
-    Row("a Service changes", ALL, [up(replace(WEB, affinity_timeout=5))], (NAME,)),
-    Row("a Service is deleted", ALL, [gone(WEB)], (NAME,), addresses=WEB.cluster_ips),
-    Row("an unknown Service is deleted", [], [gone(WEB)]),
-    Row("a slice changes", ALL, [up(replace(ONE, endpoints=()))], (NAME,)),
-    Row("a slice is deleted", ALL, [gone(ONE)], (NAME,)),
-    Row("an unknown slice is deleted", ALL, [gone(TWO)]),
-    Row("a slice moves to another Service", ALL, [up(replace(ONE, service="other"))], (NAME, OTHER)),
-    Row("a rejected Service touches nothing", ALL, [Rejected(key(WEB), "bad")]),
-    Row("Synced touches nothing", ALL, [Synced(Kind.SERVICE)]),
-    Row("our Node is added", [], [up(ME)], (), True),
-    Row("our Node moves to another zone", ALL, [up(replace(ME, zone="b"))], (), True),
-    Row("our Node loses its address", ALL, [up(replace(ME, addresses=()))], (), True),
-    Row("our Node gets pod networks", ALL, [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))], (), True),
-    Row("a field of our Node changes that policy does not read", ALL, [up(replace(ME, skipped=("x",)))]),
-    Row("our Node is deleted: its fields stay in use", ALL, [gone(ME)]),
-    Row("our Node is deleted and added again", [*ALL, gone(ME)], [up(ME)]),
-    Row(
-        "our Node is deleted and added with another address",
-        [*ALL, gone(ME)],
-        [up(replace(ME, addresses=(parse_addr("10.0.0.2"),)))],
-        (),
-        True,
-    ),
-    Row("another Node is added", ALL, [up(YOU)], addresses=YOU.addresses),
-    Row("another Node changes, but not its addresses", [*ALL, up(YOU)], [up(replace(YOU, zone="c"))]),
-    Row(
-        "another Node gets another address",
-        [*ALL, up(YOU)],
-        [up(replace(YOU, addresses=(parse_addr("10.0.0.3"),)))],
-        addresses=(*YOU.addresses, parse_addr("10.0.0.3")),
-    ),
-    Row("a third Node has an address of another Node", [*ALL, up(YOU)], [up(replace(YOU, name="they"))]),
-    Row("another Node is deleted", [*ALL, up(YOU)], [gone(YOU)], addresses=YOU.addresses),
-    Row("another Node is rejected: its fields stay in use", [*ALL, up(YOU)], [Rejected(key(YOU), "bad")]),
-    Row("a Pod is added", [], [up(POD)], pods=True),
-    Row("the same Pod again", ALL, [up(POD)]),
-    Row("a Pod is recreated with the same name", ALL, [up(replace(POD, uid="99"))], pods=True),
-    Row("a Pod is deleted", ALL, [gone(POD)], pods=True),
-    Row("an unknown Pod is deleted", [], [gone(POD)]),
-    Row("a Pod of another node", [], [up(replace(POD, node="you"))]),
-    Row("a Pod without a node, as a folder may have", [], [up(replace(POD, node=""))], pods=True),
-    Row("a rejected Pod touches nothing", ALL, [Rejected(key(POD), "bad")]),
-    Row("Pods are known for the first time", ALL, [Synced(Kind.POD)], pods=True),
-    Row("Pods are listed again", [*ALL, Synced(Kind.POD)], [Synced(Kind.POD)]),
-    Row("an unknown Node is deleted", ALL, [gone(replace(ME, name="you"))]),
+    Row("nothing", ALL, ""),
+    Row("a new Service", "", "web", "ns/web 10.96.0.1"),
+    Row("a slice before its Service", "", "one", "ns/web"),
+    Row("several things at once", "me", "web one two", "ns/web 10.96.0.1"),
+    Row("the same again", ALL, "me web one"),
+    Row("a Service changes", ALL, "web-affine", "ns/web"),
+    Row("a Service is deleted", ALL, "-web", "ns/web 10.96.0.1"),
+    Row("an unknown Service is deleted", "", "-web"),
+    Row("a slice changes", ALL, "one-empty", "ns/web"),
+    Row("a slice is deleted", ALL, "-one", "ns/web"),
+    Row("an unknown slice is deleted", ALL, "-two"),
+    Row("a slice moves to another Service", ALL, "one-of-other", "ns/web ns/other"),
+    Row("a rejected Service touches nothing", ALL, "!web"),
+    Row("Synced touches nothing", ALL, "synced:Service"),
+    Row("our Node is added", "", "me", "all"),
+    Row("our Node moves to another zone", ALL, "me-in-zone-b", "all"),
+    Row("our Node loses its address", ALL, "me-without-address", "all"),
+    Row("our Node gets pod networks", ALL, "me-with-pods", "all"),
+    Row("a field of our Node changes that policy does not read", ALL, "me-skipped"),
+    Row("our Node is deleted: its fields stay in use", ALL, "-me"),
+    Row("our Node is deleted and added again", f"{ALL} -me", "me"),
+    Row("our Node is deleted and added with another address", f"{ALL} -me", "me-at-another-address", "all"),
+    Row("another Node is added", ALL, "you", "10.0.0.2"),
+    Row("another Node changes, but not its addresses", f"{ALL} you", "you-in-zone-c"),
+    Row("another Node gets another address", f"{ALL} you", "you-at-another-address", "10.0.0.2 10.0.0.3"),
+    Row("a third Node has an address of another Node", f"{ALL} you", "they"),
+    Row("another Node is deleted", f"{ALL} you", "-you", "10.0.0.2"),
+    Row("another Node is rejected: its fields stay in use", f"{ALL} you", "!you"),
+    Row("a Pod is added", "", "pod", "pods"),
+    Row("the same Pod again", ALL, "pod"),
+    Row("a Pod is recreated with the same name", ALL, "pod-recreated", "pods"),
+    Row("a Pod is deleted", ALL, "-pod", "pods"),
+    Row("an unknown Pod is deleted", "", "-pod"),
+    Row("a Pod of another node", "", "pod-elsewhere"),
+    Row("a Pod without a node, as a folder may have", "", "pod-nowhere", "pods"),
+    Row("a rejected Pod touches nothing", ALL, "!pod"),
+    Row("Pods are known for the first time", ALL, "synced:Pod", "pods"),
+    Row("Pods are listed again", f"{ALL} synced:Pod", "synced:Pod"),
+    Row("an unknown Node is deleted", ALL, "-you"),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_touched(row: Row):
-    world = store(*row.before)
-    touched = world.apply(row.now)
-    assert touched == ChangeSet(set(row.services), row.everything, row.pods, set(row.addresses))
-    assert bool(touched) is (row.everything or row.pods or bool(row.services or row.addresses))
+    world = store(row.before)
+    words = row.touched.split()
+    services = {ServiceName(*word.split("/")) for word in words if "/" in word}
+    addresses = {parse_addr(word) for word in words if "." in word}
+    touched = world.apply(events(row.now))
+    assert touched == ChangeSet(services, "all" in words, "pods" in words, addresses)
+    assert bool(touched) is bool(words)
+
+
+def test_an_object_that_is_only_received_again_touches_nothing():
+    assert not store(ALL).apply([Upsert(key(WEB), WEB, 5.0)])
 
 
 def test_store_returns_the_current_objects():
-    world = store(up(TWO), up(WEB), up(ONE), up(ME))
+    world = store("two web one me")
     assert world.service(NAME) == WEB
     assert set(world.service_names()) == {NAME}
     assert world.slices(NAME) == (ONE, TWO)
     assert world.node == ME
-    world.apply([gone(ONE), gone(WEB), gone(ME)])
+    world.apply(events("-one -web -me"))
     assert world.service(NAME) is None
     assert not world.service_names()
     assert world.slices(NAME) == (TWO,)
     assert world.node == replace(ME, being_deleted=True)
-    world.apply([gone(TWO)])
+    world.apply(events("-two"))
     assert world.slices(NAME) == ()
 
 
@@ -136,30 +166,24 @@ def problems(world: ObjectStore) -> dict[ObjectKey, tuple[str, ...]]:
     return {each: lines for each, lines in known.items() if lines}
 
 
-def test_skipped_field_of_our_node_is_a_problem_until_corrected():
-    world = store(up(replace(ME, skipped=("spec.podCIDRs[0]: bad",))))
-    assert problems(world) == {key(ME): ("spec.podCIDRs[0]: bad",)}
-    world.apply([up(ME)])
-    assert problems(world) == {}
-
-
 def test_slice_that_moves_to_another_service_leaves_the_first():
-    world = store(up(ONE), up(replace(ONE, service="other")))
+    world = store("one one-of-other")
     assert world.slices(NAME) == ()
     assert [piece.name for piece in world.slices(OTHER)] == ["web-1"]
 
 
 def test_slices_of_one_name_in_two_namespaces_are_distinct():
-    world = store(up(ONE), up(replace(ONE, namespace="other")))
+    world = store("one")
+    world.apply([up(replace(ONE, namespace="other"))])
     assert world.slices(NAME) == (ONE,)
     assert len(world.slices(ServiceName("other", "web"))) == 1
 
 
 def test_node_is_empty_with_our_name_until_it_is_known():
-    world = store(up(replace(ME, name="you")))
+    world = store("you")
     assert world.node == Node("me")
     assert not world.node_known
-    world.apply([up(ME), gone(ME)])
+    world.apply(events("me -me"))
     assert world.node_known
 
 
@@ -178,57 +202,54 @@ def of_api_server(name: str, *ready: bool, service: str = "kubernetes") -> Endpo
     return EndpointSlice("default", name, service, 4, ends, ONE.ports)
 
 
-UP, TWO_UP = of_api_server("kubernetes", True), of_api_server("kubernetes", True, True)
-EMPTY, UNREADY = of_api_server("kubernetes"), of_api_server("kubernetes", False)
-SECOND, SECOND_EMPTY = of_api_server("second", True), of_api_server("second")
+OBJECTS |= {
+    "up": of_api_server("kubernetes", True),
+    "two-up": of_api_server("kubernetes", True, True),
+    "empty": of_api_server("kubernetes"),
+    "unready": of_api_server("kubernetes", False),
+    "second": of_api_server("second", True),
+    "second-empty": of_api_server("second"),
+    "second-of-other": of_api_server("second", True, service="other"),
+}
 KUBERNETES_ROWS = {
-    "a ready endpoint": ([up(UP)], (UP,)),
-    "a second ready endpoint": ([up(UP), up(TWO_UP)], (TWO_UP,)),
-    "empty from the start: nothing to keep": ([up(EMPTY)], ()),
-    "emptied: the last endpoint is kept": ([up(UP), up(EMPTY)], (UP,)),
-    "no longer ready": ([up(UP), up(UNREADY)], (UP,)),
-    "deleted": ([up(UP), gone(UP)], (UP,)),
-    "deleted and recreated": ([up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
-    "empty for a while": ([up(TWO_UP), up(EMPTY), up(EMPTY), up(UP)], (UP,)),
-    "one of two slices is emptied": ([up(UP), up(SECOND), up(SECOND_EMPTY)], (UP, SECOND_EMPTY)),
-    "two are deleted, one is recreated": ([up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)], (SECOND,)),
-    "one is deleted, then the other emptied: the later one is kept": (
-        [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)],
-        (SECOND,),
-    ),
-    "a slice moves to another Service": (
-        [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))],
-        (UP,),
-    ),
+    "a ready endpoint": ("up", "up"),
+    "a second ready endpoint": ("up two-up", "two-up"),
+    "empty from the start: nothing to keep": ("empty", ""),
+    "emptied: the last endpoint is kept": ("up empty", "up"),
+    "no longer ready": ("up unready", "up"),
+    "deleted": ("up -up", "up"),
+    "deleted and recreated": ("up -up two-up", "two-up"),
+    "empty for a while": ("two-up empty empty up", "up"),
+    "one of two slices is emptied": ("up second second-empty", "up second-empty"),
+    "two are deleted, one is recreated": ("up second -up -second second", "second"),
+    "one is deleted, then the other emptied: the later one is kept": ("up second -up second-empty", "second"),
+    "a slice moves to another Service": ("up second second-of-other", "up"),
 }
 """Events about the slices of Service kubernetes, and the slices in use after the last."""
 
 
 @pytest.mark.parametrize("name", KUBERNETES_ROWS)
 def test_service_kubernetes_keeps_its_last_endpoints(name: str):
-    events, in_force = KUBERNETES_ROWS[name]
-    world = ObjectStore("me")
-    for event in events:
-        world.apply([event])
-    assert world.slices(ServiceName("default", "kubernetes")) == in_force
+    text, in_force = KUBERNETES_ROWS[name]
+    found = store(text).slices(ServiceName("default", "kubernetes"))
+    assert found == tuple(OBJECTS[word] for word in in_force.split())
 
 
 def test_other_services_do_not_keep_their_last_endpoints():
-    world = store(up(ONE), up(replace(ONE, endpoints=())))
-    assert world.slices(NAME) == (replace(ONE, endpoints=()),)
+    assert store("one one-empty").slices(NAME) == (OBJECTS["one-empty"],)
 
 
 def test_rejected_object_keeps_its_previous_version():
-    world = store(*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label"))
+    world = store(f"{ALL} !web !one")
     assert world.service(NAME) == WEB
     assert world.slices(NAME) == (ONE,)
-    assert problems(world) == {key(WEB): ("no ports",), key(ONE): ("no label",)}
+    assert problems(world) == {key(WEB): ("bad",), key(ONE): ("bad",)}
     assert not world.all_usable
 
 
 def test_a_rejection_ends_with_an_upsert_or_a_delete():
-    world = store(*ALL, Rejected(key(WEB), "bad"), Rejected(key(TWO), "bad"))
-    assert world.apply([up(WEB), gone(TWO)]) == ChangeSet()
+    world = store(f"{ALL} !web !two")
+    assert world.apply(events("web -two")) == ChangeSet()
     assert problems(world) == {}
     assert world.all_usable
     world.apply([Rejected(key(WEB), "bad"), Rejected(key(WEB), "worse")])
@@ -236,8 +257,7 @@ def test_a_rejection_ends_with_an_upsert_or_a_delete():
 
 
 def test_rejection_of_another_node_is_no_problem():
-    world = store(Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad"))
-    assert problems(world) == {key(ME): ("bad",)}
+    assert problems(store("!you !me")) == {key(ME): ("bad",)}
 
 
 def test_skipped_endpoints_are_problems_until_the_slice_is_corrected_or_deleted():
@@ -248,7 +268,7 @@ def test_skipped_endpoints_are_problems_until_the_slice_is_corrected_or_deleted(
         key(ONE): ("bad", "endpoint 3: not an IP address"),
         key(TWO): ("endpoint 3: not an IP address",),
     }
-    world.apply([up(ONE), gone(TWO)])
+    world.apply(events("one -two"))
     assert problems(world) == {}
 
 
@@ -263,19 +283,16 @@ def test_skipped_fields_of_a_service_and_our_node_are_problems():
 
 
 def test_kinds_are_synced_one_by_one():
-    world = ObjectStore("me")
-    assert world.synced == frozenset()
-    world.apply([Synced(Kind.SERVICE), Synced(Kind.SLICE), Synced(Kind.SERVICE)])
-    assert world.synced == {Kind.SERVICE, Kind.SLICE}
+    assert store("").synced == frozenset()
+    assert store("synced:Service synced:EndpointSlice synced:Service").synced == {Kind.SERVICE, Kind.SLICE}
 
 
 def test_returned_values_do_not_change_later():
-    world = store(Rejected(key(WEB), "bad"), up(ONE))
+    world = store("!web one")
     slices, synced = world.slices(NAME), world.synced
-    world.apply([up(WEB), gone(ONE), Synced(Kind.NODE)])
+    world.apply(events("web -one synced:Node"))
     assert (slices, synced) == ((ONE,), frozenset())
 
 
 def test_rejected_pod_leaves_all_usable():
-    world = store(Rejected(key(POD), "bad"))
-    assert world.all_usable
+    assert store("!pod").all_usable

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set."""
+"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set.
 
-import itertools
-from typing import Any, NamedTuple
+test_any_order.py compares those of random Services with a naive model.
+"""
+
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kbpf.model.address import parse_addr
 from kbpf.model.events import Kind
 from kbpf.model.objects import (
     Algorithm,
-    Endpoint,
     EndpointSlice,
     Node,
     Protocol,
@@ -25,8 +27,7 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
-from tests.support import oracle
-from tests.values.policy.services import end, numbers, piece
+from tests.values.policy.services import end, numbers, piece, service
 
 # ---- the annotations ---------------------------------------------------------------------------
 
@@ -50,57 +51,48 @@ def said(annotations: dict[str, Any] | None) -> Service:
     return item.object
 
 
-class AnnotationRow(NamedTuple):
-    """The annotation, the rules parsed from it, and the parts that cannot be used."""
-
-    text: str
-    means: Weights | None
-    bad: str = ""
-
-
 A7, A9 = parse_addr("10.0.0.7"), parse_addr("fd00::9")
 ANNOTATIONS = [
-    AnnotationRow("web-0=3", Weights(pods=(("web-0", 3),))),
-    AnnotationRow(" web-0 = 3 ,web-1=2,\n", Weights(pods=(("web-0", 3), ("web-1", 2)))),
-    AnnotationRow("10.0.0.7=0", Weights(addresses=((A7, 0),))),
-    AnnotationRow("010.0.0.07=1", Weights(addresses=((A7, 1),))),
-    AnnotationRow("fd00::9=5, FD00:0::9=5", Weights(addresses=((A9, 5),))),
-    AnnotationRow("node:worker-2.example=2", Weights(nodes=(("worker-2.example", 2),))),
-    AnnotationRow("zone:EU_1a=2", Weights(zones=(("EU_1a", 2),))),
-    AnnotationRow("*=0", Weights(default=0)),
-    AnnotationRow("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), default=7)),
-    AnnotationRow(
+    # the annotation, the rules parsed from it, and the parts that cannot be used
+    ("web-0=3", Weights(pods=(("web-0", 3),)), ""),
+    (" web-0 = 3 ,web-1=2,\n", Weights(pods=(("web-0", 3), ("web-1", 2))), ""),
+    ("10.0.0.7=0", Weights(addresses=((A7, 0),)), ""),
+    ("010.0.0.07=1", Weights(addresses=((A7, 1),)), ""),
+    ("fd00::9=5, FD00:0::9=5", Weights(addresses=((A9, 5),)), ""),
+    ("node:worker-2.example=2", Weights(nodes=(("worker-2.example", 2),)), ""),
+    ("zone:EU_1a=2", Weights(zones=(("EU_1a", 2),)), ""),
+    ("*=0", Weights(default=0), ""),
+    ("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), default=7), ""),
+    (
         "web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1",
         Weights(((A7, 0),), (("web-0", 3),), (("worker-2", 2),), (("eu-1a", 2),), 1),
+        "",
     ),
-    AnnotationRow("web-0=3,web-1=x", Weights(pods=(("web-0", 3),)), "'web-1=x'"),
-    AnnotationRow("web-0=-1", None, "'web-0=-1'"),
-    AnnotationRow("web-0=1001", None, "'web-0=1001'"),
-    AnnotationRow("web-0=1.5", None, "'web-0=1.5'"),
-    AnnotationRow("web-0=٣", None, "'web-0=٣'"),
-    AnnotationRow("web-0=", None, "'web-0='"),
-    AnnotationRow("=3", None, "'=3'"),
-    AnnotationRow("3", None, "'3'"),
-    AnnotationRow("", None, "''"),
-    AnnotationRow("Web_0=3", None, "'Web_0=3'"),
-    AnnotationRow("node:=3", None, "'node:=3'"),
-    AnnotationRow("zone:-x=3", None, "'zone:-x=3'"),
-    AnnotationRow(f"zone:{'z' * 64}=3", None, f"'zone:{'z' * 59}'"),
-    AnnotationRow("web-0=1,web-0=2", Weights(pods=(("web-0", 1),)), "'web-0=2'"),
-    AnnotationRow("*=1,*=2", Weights(), "'*=2'"),
-    AnnotationRow("a=x,b=x,c=x,d=x,e=x", None, "'a=x', 'b=x', 'c=x' and 2 more"),
+    ("web-0=3,web-1=x", Weights(pods=(("web-0", 3),)), "'web-1=x'"),
+    ("web-0=-1", None, "'web-0=-1'"),
+    ("web-0=1001", None, "'web-0=1001'"),
+    ("web-0=1.5", None, "'web-0=1.5'"),
+    ("web-0=٣", None, "'web-0=٣'"),
+    ("web-0=", None, "'web-0='"),
+    ("=3", None, "'=3'"),
+    ("3", None, "'3'"),
+    ("", None, "''"),
+    ("Web_0=3", None, "'Web_0=3'"),
+    ("node:=3", None, "'node:=3'"),
+    ("zone:-x=3", None, "'zone:-x=3'"),
+    (f"zone:{'z' * 64}=3", None, f"'zone:{'z' * 59}'"),
+    ("web-0=1,web-0=2", Weights(pods=(("web-0", 1),)), "'web-0=2'"),
+    ("*=1,*=2", Weights(), "'*=2'"),
+    ("a=x,b=x,c=x,d=x,e=x", None, "'a=x', 'b=x', 'c=x' and 2 more"),
 ]
 
 
-@pytest.mark.parametrize("row", ANNOTATIONS, ids=lambda row: row.text[:30])
-def test_annotation_weights(row: AnnotationRow):
-    found = said({"kbpf.io/weights": row.text})
-    assert found.weights == row.means
-    if row.bad:
-        (line,) = found.skipped
-        assert line.startswith(AT + row.bad + FORM)
-    else:
-        assert found.skipped == ()
+@pytest.mark.parametrize(("text", "means", "bad"), ANNOTATIONS, ids=[row[0][:30] for row in ANNOTATIONS])
+def test_annotation_weights(text: str, means: Weights | None, bad: str):
+    found = said({"kbpf.io/weights": text})
+    assert found.weights == means
+    lines = [line.removeprefix(AT).partition(FORM)[0] for line in found.skipped]
+    assert lines == ([bad] if bad else [])
 
 
 @pytest.mark.parametrize(
@@ -187,52 +179,57 @@ PORT = ServicePort("http", Protocol.TCP, 80)
 ME = Node("me", zone="a")
 
 
-def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> EndpointSelection:
-    web = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), weights=weights, **service)
-    return select_endpoints(pieces, PORT, web, ME, 4)
+def ask(weights: Weights | None, *pieces: EndpointSlice, **more: Any) -> EndpointSelection:
+    return select_endpoints(pieces, PORT, replace(service("web ClusterIP"), weights=weights, **more), ME, 4)
 
 
 def addr(number: int) -> Any:
     return end(number).address
 
 
+def rules(text: str) -> Weights:
+    """Weights as RULE=WEIGHT: 1 is the address 10.1.0.1; web-1 a Pod; me and you are nodes; a and b zones; * all."""
+    addresses, pods, nodes, zones, default = [], [], [], [], 1
+    for word in text.split():
+        name, _, weight = word.partition("=")
+        if name == "*":
+            default = int(weight)
+        elif name.isdigit():
+            addresses.append((addr(int(name)), int(weight)))
+        else:
+            kind = pods if "-" in name else nodes if len(name) > 1 else zones
+            kind.append((name, int(weight)))
+    return Weights(tuple(addresses), tuple(pods), tuple(nodes), tuple(zones), default)
+
+
 ROWS = {
-    "no rule": (Weights(), (1, 2, 3), ()),
-    "equal weights": (Weights(default=9), (1, 2, 3), ()),
-    "by Pod": (Weights(pods=(("web-1", 3),)), (1, 2, 3), (3, 1, 1)),
-    "by address": (Weights(addresses=((addr(2), 5),)), (1, 2, 3), (1, 5, 1)),
-    "by node": (Weights(nodes=(("you", 4),)), (1, 2, 3), (1, 4, 4)),
-    "by zone": (Weights(zones=(("a", 2),)), (1, 2, 3), (2, 2, 1)),
-    "by default": (Weights(pods=(("web-1", 3),), default=2), (1, 2, 3), (3, 2, 2)),
-    "a common divisor is removed": (Weights(pods=(("web-1", 30),), default=20), (1, 2, 3), (3, 2, 2)),
-    "an address beats a Pod": (Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)), (1, 2, 3), (7, 1, 1)),
-    "a Pod beats a node": (Weights(pods=(("web-2", 7),), nodes=(("you", 3),)), (1, 2, 3), (1, 7, 3)),
-    "a node beats a zone": (Weights(nodes=(("me", 7),), zones=(("a", 3),)), (1, 2, 3), (7, 3, 1)),
-    "a zone beats the default": (Weights(zones=(("b", 7),), default=3), (1, 2, 3), (3, 3, 7)),
-    "0 from the more specific rule": (Weights(pods=(("web-2", 0),), nodes=(("you", 3),)), (1, 3), (1, 3)),
-    "0 gets nothing": (Weights(pods=(("web-1", 0),)), (2, 3), ()),
-    "all but one are 0": (Weights(pods=(("web-1", 9),), default=0), (1,), ()),
-    "all are 0: as without weights": (Weights(default=0), (1, 2, 3), ()),
-    "a rule for an unknown Pod": (Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
+    "no rule": ("", (1, 2, 3), ()),
+    "equal weights": ("*=9", (1, 2, 3), ()),
+    "by Pod": ("web-1=3", (1, 2, 3), (3, 1, 1)),
+    "by address": ("2=5", (1, 2, 3), (1, 5, 1)),
+    "by node": ("you=4", (1, 2, 3), (1, 4, 4)),
+    "by zone": ("a=2", (1, 2, 3), (2, 2, 1)),
+    "by default": ("web-1=3 *=2", (1, 2, 3), (3, 2, 2)),
+    "a common divisor is removed": ("web-1=30 *=20", (1, 2, 3), (3, 2, 2)),
+    "an address beats a Pod": ("1=7 web-1=3", (1, 2, 3), (7, 1, 1)),
+    "a Pod beats a node": ("web-2=7 you=3", (1, 2, 3), (1, 7, 3)),
+    "a node beats a zone": ("me=7 a=3", (1, 2, 3), (7, 3, 1)),
+    "a zone beats the default": ("b=7 *=3", (1, 2, 3), (3, 3, 7)),
+    "0 from the more specific rule": ("web-2=0 you=3", (1, 3), (1, 3)),
+    "0 gets nothing": ("web-1=0", (2, 3), ()),
+    "all but one are 0": ("web-1=9 *=0", (1,), ()),
+    "all are 0: as without weights": ("*=0", (1, 2, 3), ()),
+    "a rule for an unknown Pod": ("web-9=9", (1, 2, 3), ()),
 }
-"""Rules for three endpoints: which get connections (`who`), and with which weights (`each`).
+"""Rules for three endpoints, the endpoints that get connections, and their weights."""
 
-The endpoints are 10.1.0.1 (Pod web-1, node me, zone a), .2 (web-2, you, a) and .3 (web-3, you,
-b).
-"""
-
-THREE = piece(
-    end(1, node="me", zone="a"),
-    end(2, node="you", zone="a"),
-    end(3, node="you", zone="b"),
-    pods=("web-1", "web-2", "web-3"),
-)
+THREE = piece("1@me,a 2@you,a 3@you,b", pods="web-1 web-2 web-3")
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_weights_of_a_set(name: str):
-    weights, who, each = ROWS[name]
-    selection = ask(weights, THREE)
+    text, who, each = ROWS[name]
+    selection = ask(rules(text), THREE)
     assert (numbers(selection.cluster), selection.cluster_weights) == (who, each)
     assert numbers(selection.serving) == (1, 2, 3), "UDP flows stay with whoever serves"
     assert selection.any_endpoints
@@ -248,89 +245,26 @@ def test_without_weights_a_set_has_none():
 
 def test_cluster_set_and_local_set_are_weighted_separately():
     """With policy Local, a node whose only endpoint has weight 0 still serves with it."""
-    found = ask(
-        Weights(pods=(("web-1", 0), ("web-2", 2))), THREE, internal_local=True, external_ips=(parse_addr("192.0.2.1"),)
-    )
+    outside = {"internal_local": True, "external_ips": (parse_addr("192.0.2.1"),)}
+    found = ask(rules("web-1=0 web-2=2"), THREE, **outside)
     assert (numbers(found.cluster), found.cluster_weights) == ((2, 3), (2, 1))
     assert (numbers(found.local), found.local_weights) == ((1,), ())
     reasons = {line.endpoint.address[-1]: line.reason for line in found.explain()}
     assert reasons[1] is EndpointReason.LOCAL_ONLY
 
 
-def test_draining_endpoints_are_weighted():
-    away = {"ready": False, "serving": True, "terminating": True}
-    found = ask(Weights(pods=(("a", 5),)), piece(end(1, **away), end(2, **away), pods=("a", "b")))
-    assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (5, 1))
+ENTRIES = {
+    # two slices and the names of their Pods, the rules, and the weights of endpoints 1 and 2, in any order of slices
+    "draining ones": (("1/draining 2/draining", "a-1 b-1"), ("", ""), "a-1=5", (5, 1)),
+    "an address in two slices: the ready entry": (("1/down 2", "old-1 x-1"), ("1", "new-1"), "new-1=3 old-1=0", (3, 1)),
+    "equal entries: the last Pod name": (("1 2", "p-1 x-1"), ("1", "q-1"), "p-1=3 q-1=5", (5, 1)),
+}
 
 
-def test_address_in_two_slices_has_the_weight_of_the_ready_entry():
-    gone = piece(end(1, ready=False, serving=False), end(2), pods=("old", "x"), name="s1")
-    new = piece(end(1), pods=("new",), name="s2")
-    for pieces in ((gone, new), (new, gone)):
-        found = ask(Weights(pods=(("new", 3), ("old", 0))), *pieces)
-        assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (3, 1))
-
-
-def test_equal_entries_of_an_address_use_the_last_pod_name():
-    """In either order of the slices."""
-    first = piece(end(1), end(2), pods=("p", "x"), name="s1")
-    second = piece(end(1), pods=("q",), name="s2")
-    for pieces in ((first, second), (second, first)):
-        found = ask(Weights(pods=(("p", 3), ("q", 5))), *pieces)
-        assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (5, 1))
-
-
-ENDS = st.builds(
-    Endpoint,
-    st.sampled_from([addr(n) for n in (1, 2, 3)]),
-    ready=st.booleans(),
-    node=st.sampled_from(["me", "you", ""]),
-    zone=st.sampled_from(["a", "b", ""]),
-)
-WEIGHT = st.sampled_from([0, 0, 1, 2, 6])
-
-
-def rules(names: list[Any]) -> st.SearchStrategy[Any]:
-    return st.dictionaries(st.sampled_from(names), WEIGHT, max_size=2).map(lambda found: tuple(found.items()))
-
-
-WEIGHTS = st.builds(
-    Weights,
-    rules([addr(n) for n in (1, 2)]),
-    rules(["web-1", "web-2"]),
-    rules(["me", "you"]),
-    rules(["a", "b"]),
-    WEIGHT,
-)
-PODS = st.sampled_from(["web-1", "web-2", "web-3", ""])
-PIECES = st.lists(st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=4), max_size=3)
-
-
-@given(PIECES, WEIGHTS)
-def test_weights_equal_those_of_the_naive_model_in_any_order_of_slices(pieces, weights):
-    made = [
-        piece(*(e for e, _ in ends), pods=tuple(pod for _, pod in ends), name=f"s{n}") for n, ends in enumerate(pieces)
-    ]
-    several = [ask(weights, *order) for order in itertools.permutations(made)]
-    for found in several:
-        assert (found.cluster, found.cluster_weights) == (several[0].cluster, several[0].cluster_weights)
-    plain = ask(None, *made)
-    possible = {
-        at: {
-            oracle.weight(weights, oracle.text(e.address), pod, e.node, e.zone)
-            for ends in pieces
-            for e, pod in ends
-            if (e.address, e.ready) == at
-        }
-        for at in {(b.address, True) for b in plain.cluster}
-    }
-    if any(len(each) > 1 for each in possible.values()):
-        return  # entries of one address with different weights: the rows above cover these
-    exact = {at[0]: each.pop() for at, each in possible.items()}
-    if not any(exact.values()):
-        assert (found.cluster, found.cluster_weights) == (plain.cluster, ())
-        return
-    assert {b.address for b in found.cluster} == {a for a, w in exact.items() if w}
-    shares = found.cluster_weights or (1,) * len(found.cluster)
-    for (one, x), (other, y) in itertools.combinations(zip(found.cluster, shares, strict=True), 2):
-        assert x * exact[other.address] == y * exact[one.address]
+@pytest.mark.parametrize("name", ENTRIES)
+def test_weights_of_entries_of_an_address(name: str):
+    first, second, text, weights = ENTRIES[name]
+    one, two = (piece(listed, pods=pods, name=f"s{n}") for n, (listed, pods) in enumerate((first, second)))
+    for pieces in ((one, two), (two, one)):
+        found = ask(rules(text), *pieces)
+        assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), weights)

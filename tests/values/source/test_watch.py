@@ -48,47 +48,29 @@ def stream(*lines: bytes, version: str = "1") -> tuple[list[WatchMessage], Watch
     return watch.feed(b"".join(lines)), watch
 
 
-def test_added_object_is_returned_and_advances_the_version():
-    (said,), watch = stream(line("ADDED", service("web", "7")))
+CHANGES = [
+    # the type of an event, fields of the Service's spec, and the error of the object
+    ("ADDED", {}, ""),
+    ("DELETED", {}, ""),
+    ("MODIFIED", {"ports": [{"port": 70000}]}, "spec.ports[0].port: 70000 is not a port"),
+    ("MODIFIED", {"ports": 7}, "spec.ports: expected a list, got an integer"),
+]
+
+
+@pytest.mark.parametrize(("kind", "spec", "error"), CHANGES)
+def test_changed_object_is_returned_and_advances_the_version(kind: str, spec: dict[str, Any], error: str):
+    (said,), watch = stream(line(kind, service("web", "7", **spec)))
     assert isinstance(said, ObjectChanged)
-    assert isinstance(said.item.object, Service)
     assert said.item.key == ObjectKey(Kind.SERVICE, "ns", "web")
-    assert not said.deleted
+    assert (said.item.error, isinstance(said.item.object, Service)) == (error, not error)
+    assert said.deleted is (kind == "DELETED")
     assert watch.resource_version == "7"
 
 
-def test_deleted_object_is_returned_and_advances_the_version():
-    (said,), watch = stream(line("DELETED", service("web", "8")))
-    assert isinstance(said, ObjectChanged)
-    assert said.deleted
-    assert watch.resource_version == "8"
-
-
-def test_malformed_object_is_returned_with_its_error_and_advances_the_version():
-    (said,), watch = stream(line("MODIFIED", service("web", "9", ports=[{"port": 70000}])))
-    assert isinstance(said, ObjectChanged)
-    assert said.item.error == "spec.ports[0].port: 70000 is not a port"
-    assert said.item.key == ObjectKey(Kind.SERVICE, "ns", "web")
-    assert watch.resource_version == "9"
-
-
-def test_object_with_a_field_of_the_wrong_type_is_returned_with_its_error():
-    (said,), watch = stream(line("MODIFIED", service("web", "9", ports=7)))
-    assert isinstance(said, ObjectChanged)
-    assert said.item.error == "spec.ports: expected a list, got an integer"
-    assert watch.resource_version == "9"
-
-
-def test_bookmark_only_advances_the_version():
-    said, watch = stream(bookmark("20"))
-    assert said == []
-    assert watch.resource_version == "20"
-
-
-def test_initial_events_end_outside_a_list_is_an_ordinary_bookmark():
-    said, watch = stream(bookmark("20", END))
-    assert said == []
-    assert watch.resource_version == "20"
+@pytest.mark.parametrize("annotations", [None, END], ids=["plain", "the end of a list, outside of one"])
+def test_bookmark_only_advances_the_version(annotations: Any):
+    said, watch = stream(bookmark("20", annotations))
+    assert (said, watch.resource_version) == ([], "20")
 
 
 def test_streaming_list_takes_its_version_from_the_end_bookmark_only():
@@ -103,17 +85,16 @@ def test_streaming_list_takes_its_version_from_the_end_bookmark_only():
     assert watch.resource_version == "56"
 
 
-def test_error_410_means_expired():
-    said, _ = stream(error(410, "too old resource version"))
-    assert said == [VersionExpired("too old resource version")]
-
-
-def test_another_error_means_failed_with_its_code():
-    assert stream(error(500, "etcd"))[0] == [WatchFailed(500, "etcd")]
-
-
-def test_error_without_code_and_message_means_failed():
-    assert stream(line("ERROR", {}))[0] == [WatchFailed(0, "no message")]
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (error(410, "too old resource version"), VersionExpired("too old resource version")),
+        (error(500, "etcd"), WatchFailed(500, "etcd")),
+        (line("ERROR", {}), WatchFailed(0, "no message")),
+    ],
+)
+def test_error_410_means_expired_and_others_failed(sent: bytes, message: WatchMessage):
+    assert stream(sent)[0] == [message]
 
 
 MALFORMED = [

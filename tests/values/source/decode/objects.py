@@ -4,15 +4,13 @@
 from typing import Any
 
 import msgspec
+import yaml
 
 from kbpf.model.address import parse_addr
 from kbpf.model.events import Kind
-from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.objects import Cidr
 from kbpf.source.decode import decode
 
-TCP, UDP, SCTP = Protocol.TCP, Protocol.UDP, Protocol.SCTP
-
-HEADLESS = "service.kubernetes.io/headless"
 OF_SERVICE = "kubernetes.io/service-name"
 
 
@@ -29,3 +27,8 @@ def a(text: str) -> bytes:
 
 def cidr(text: str, bits: int) -> Cidr:
     return Cidr(parse_addr(text), bits)
+
+
+def fields(text: str) -> dict[str, Any]:
+    """Fields of an object, in YAML without the outer braces: ``type: NodePort, ports: [{port: 80}]``."""
+    return yaml.safe_load("{" + text + "}")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Nodes and Pods are decoded, and what holds for all objects."""
 
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from kbpf.errors import ObjectError
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Node, Pod
 from kbpf.source.decode import decode
-from tests.values.source.decode.objects import OF_SERVICE, a, cidr, read
+from tests.values.source.decode.objects import OF_SERVICE, a, cidr, fields, read
 
 
 def test_node_has_internal_addresses_first_zone_and_pod_networks():
@@ -43,20 +41,19 @@ def test_node_without_spec_and_status_has_defaults():
     assert read(Kind.NODE, {"metadata": {"name": "n1"}}).object == Node("n1")
 
 
-AUTOSCALER_TAINT = "ToBeDeletedByClusterAutoscaler"
-BEING_DELETED = [
-    ("deletion requested", {"deletionTimestamp": "2026-01-01T00:00:00Z"}, {}, True),
-    ("tainted by the autoscaler", {}, {"taints": [{"key": "a"}, {"key": AUTOSCALER_TAINT}]}, True),
-    ("another taint", {}, {"taints": [{"key": "node.kubernetes.io/unschedulable"}]}, False),
-    ("a taint without a key", {}, {"taints": [{"effect": "NoSchedule"}]}, False),
-    ("cordoned", {}, {"unschedulable": True}, False),
-]
+BEING_DELETED = {
+    "metadata: {name: n1, deletionTimestamp: '2026-01-01T00:00:00Z'}": True,
+    "spec: {taints: [{key: a}, {key: ToBeDeletedByClusterAutoscaler}]}": True,
+    "spec: {taints: [{key: node.kubernetes.io/unschedulable}]}": False,
+    "spec: {taints: [{effect: NoSchedule}]}": False,
+    "spec: {unschedulable: true}": False,
+}
 
 
-@pytest.mark.parametrize(("name", "meta", "spec", "leaving"), BEING_DELETED, ids=[r[0] for r in BEING_DELETED])
-def test_node_being_deleted(name, meta, spec, leaving):
-    item = read(Kind.NODE, {"metadata": {"name": "n1"} | meta, "spec": spec})
-    assert item.object == Node("n1", being_deleted=leaving)
+@pytest.mark.parametrize("text", BEING_DELETED)
+def test_node_being_deleted(text: str):
+    item = read(Kind.NODE, {"metadata": {"name": "n1"}} | fields(text))
+    assert item.object == Node("n1", being_deleted=BEING_DELETED[text])
 
 
 def test_podcidr_is_used_without_podcidrs():
@@ -66,63 +63,64 @@ def test_podcidr_is_used_without_podcidrs():
 
 
 UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
-OFF = {"kbpf.io/socket-lb": "off"}
-
-
-def marked(annotation: str, value: str, mesh: str) -> tuple[dict[str, Any], dict[str, Any], Pod | None]:
-    """A row of PODS: a Pod with this annotation, and the mesh that it belongs to, "" if to none."""
-    pod = Pod("ns", "x", UID, "n1", mesh) if mesh else None
-    return {"annotations": {annotation: value}, "uid": UID}, {"nodeName": "n1"}, pod
-
-
+OFF, LINKERD = "labels: {kbpf.io/socket-lb: 'off'}", "annotations: {linkerd.io/proxy-version: x}"
+POD = Pod("ns", "x", UID, "n1")
 PODS = {
-    "off": ({"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
-    "on no node yet": ({"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
-    "a uid not a UUID": ({"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
-    "no labels": ({"uid": UID}, {}, None),
-    "other labels": ({"labels": {"app": "x"}, "uid": UID}, {}, None),
-    "on": ({"labels": {"kbpf.io/socket-lb": "on"}, "uid": UID}, {}, None),
-    "an unknown value": ({"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
-    "no uid": ({"labels": OFF}, {}, "metadata.uid: missing"),
-    "a uid that is a path": ({"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
-    "a uid that is a pattern": ({"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
-    "a uid of a wrong type": ({"labels": OFF, "uid": 5}, {}, "metadata.uid"),
-    "Istio's sidecar": marked("sidecar.istio.io/status", '{"revision":"default"}', "Istio"),
-    "Istio's CNI": marked("ambient.istio.io/redirection", "enabled", "Istio ambient"),
-    "Istio's CNI, not yet": marked("ambient.istio.io/redirection", "pending", "Istio ambient"),
-    "Istio's CNI, not": marked("ambient.istio.io/redirection", "disabled", ""),
-    "Linkerd": marked("linkerd.io/proxy-version", "edge-26.11.1", "Linkerd"),
-    "Linkerd, only asked for": marked("linkerd.io/inject", "enabled", ""),
-    "Consul": marked("consul.hashicorp.com/transparent-proxy-status", "enabled", "Consul"),
-    "Consul's CNI": marked("consul.hashicorp.com/transparent-proxy-status", "complete", "Consul"),
-    "Consul, not transparent": marked("consul.hashicorp.com/connect-inject-status", "injected", ""),
-    "an empty mark": marked("sidecar.istio.io/status", "", ""),
-    "a mark of a wrong type": (
-        {"annotations": {"linkerd.io/proxy-version": 5}, "uid": UID},
-        {},
-        "metadata.annotations",
-    ),
-    "a mesh and the label": (
-        {"labels": OFF, "annotations": {"linkerd.io/proxy-version": "x"}, "uid": UID},
-        {"nodeName": "n1"},
-        Pod("ns", "x", UID, "n1"),
-    ),
-    "a mesh and no uid": ({"annotations": {"linkerd.io/proxy-version": "x"}}, {}, "metadata.uid: missing"),
+    # metadata of a Pod, and the result: a Pod, None if it is ignored, or words of the error
+    f"{OFF}, uid: {UID}": POD,
+    f"{OFF}, uid: abc1": Pod("ns", "x", "abc1", "n1"),
+    f"uid: {UID}": None,
+    f"labels: {{app: x}}, uid: {UID}": None,
+    f"labels: {{kbpf.io/socket-lb: 'on'}}, uid: {UID}": None,
+    f"labels: {{kbpf.io/socket-lb: 'OFF'}}, uid: {UID}": None,
+    OFF: "metadata.uid: missing",
+    f"{OFF}, uid: ../..": "metadata.uid: '../..'",
+    f"{OFF}, uid: '*'": "metadata.uid: '*'",
+    f"{OFF}, uid: 5": "metadata.uid",
+    f"annotations: {{linkerd.io/proxy-version: 5}}, uid: {UID}": "metadata.annotations",
+    f"{OFF}, {LINKERD}, uid: {UID}": POD,
+    LINKERD: "metadata.uid: missing",
 }
-"""metadata and spec of a Pod, and the result: a Pod, None if ignored, or words of the error."""
 
 
-@pytest.mark.parametrize("name", PODS)
-def test_pod_is_used_if_its_label_or_its_mesh_says_so(name: str):
-    metadata, spec, made = PODS[name]
-    meta = {"name": "x", "namespace": "ns", **metadata}
-    item = read(Kind.POD, {"metadata": meta, "spec": {**spec, "containers": [{"name": 5}]}})
-    if isinstance(made, str):
+@pytest.mark.parametrize("text", PODS)
+def test_pod_is_used_if_its_label_or_its_mesh_says_so(text: str):
+    result = PODS[text]
+    meta = {"name": "x", "namespace": "ns", **fields(text)}
+    item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1", "containers": [{"name": 5}]}})
+    if isinstance(result, str):
         assert item.object is None
-        assert made in item.error
+        assert result in item.error
     else:
-        assert (item.object, item.error) == (made, "")
+        assert (item.object, item.error) == (result, "")
     assert item.key == ObjectKey(Kind.POD, "ns", "x")
+
+
+def test_pod_may_be_on_no_node_yet():
+    item = read(Kind.POD, {"metadata": {"name": "x", "namespace": "ns", "uid": UID} | fields(OFF), "spec": {}})
+    assert item.object == Pod("ns", "x", UID)
+
+
+MESHES = [
+    # an annotation, its value, and the mesh of a Pod that has it
+    ("sidecar.istio.io/status", '{"revision":"default"}', "Istio"),
+    ("ambient.istio.io/redirection", "enabled", "Istio ambient"),
+    ("ambient.istio.io/redirection", "pending", "Istio ambient"),
+    ("ambient.istio.io/redirection", "disabled", ""),
+    ("linkerd.io/proxy-version", "edge-26.11.1", "Linkerd"),
+    ("linkerd.io/inject", "enabled", ""),
+    ("consul.hashicorp.com/transparent-proxy-status", "enabled", "Consul"),
+    ("consul.hashicorp.com/transparent-proxy-status", "complete", "Consul"),
+    ("consul.hashicorp.com/connect-inject-status", "injected", ""),
+    ("sidecar.istio.io/status", "", ""),
+]
+
+
+@pytest.mark.parametrize(("annotation", "value", "mesh"), MESHES)
+def test_mesh_of_a_pod(annotation: str, value: str, mesh: str):
+    meta = {"name": "x", "namespace": "ns", "uid": UID, "annotations": {annotation: value}}
+    item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1"}})
+    assert (item.object, item.error) == (Pod("ns", "x", UID, "n1", mesh) if mesh else None, "")
 
 
 @pytest.mark.parametrize(
@@ -136,30 +134,16 @@ def test_an_object_without_a_readable_name_raises(kind, data):
         decode.decode_object(kind, data)
 
 
+FIELDS = (
+    "spec status ports port endpoints addresses clusterIP clusterIPs type addressType conditions hints forZones name "
+    "loadBalancer"
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                [
-                    "spec",
-                    "status",
-                    "ports",
-                    "port",
-                    "endpoints",
-                    "addresses",
-                    "clusterIP",
-                    "clusterIPs",
-                    "type",
-                    "addressType",
-                    "conditions",
-                    "hints",
-                    "forZones",
-                    "name",
-                    "loadBalancer",
-                ]
-            ),
+            st.sampled_from(FIELDS.split()),
             inner,
             max_size=4,
         )

@@ -5,48 +5,44 @@ from typing import Any
 
 import pytest
 
-from kbpf.model.address import format_addr
 from kbpf.model.events import Kind, ObjectKey
-from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort
+from kbpf.model.objects import Endpoint, EndpointSlice
 from kbpf.source.decode import decode
-from tests.values.source.decode.objects import HEADLESS, OF_SERVICE, SCTP, TCP, UDP, a, read
+from tests.values.source.decode.objects import OF_SERVICE, a, fields, read
 
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
 
 
-def an_slice(labels: dict[str, str] | None = None, **fields: Any) -> decode.DecodedObject:
-    meta = {"name": "web-x", "namespace": "ns", "labels": {OF_SERVICE: "web"} | (labels or {})}
-    return read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"} | fields)
+def an_slice(labels: dict[str, str] | None = None, **given: Any) -> decode.DecodedObject:
+    meta = {"name": "web-x", "namespace": "ns", "labels": labels or {OF_SERVICE: "web"}}
+    return read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"} | given)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "endpoint"),
-    [
-        ("no conditions: ready and serving", {}, {}),
-        ("conditions null", {"conditions": None}, {}),
-        ("all unset: ready and serving", {"conditions": {}}, {}),
-        ("ready null is true", {"conditions": {"ready": None}}, {}),
-        ("serving unset is true, as in kube-proxy", {"conditions": {"ready": False}}, {"ready": False}),
-        (
-            "serving while terminating",
-            {"conditions": {"ready": False, "serving": True, "terminating": True}},
-            {"ready": False, "terminating": True},
-        ),
-        ("not serving though ready", {"conditions": {"ready": True, "serving": False}}, {"serving": False}),
-        ("node and zone", {"nodeName": "n1", "zone": "z1"}, {"node": "n1", "zone": "z1"}),
-        ("node and zone null", {"nodeName": None, "zone": None}, {}),
-        ("a zone that is too long for a label", {"zone": "z" * 700_000}, {"zone": "z" * 253 + "..."}),
-        ("hints for zones", {"hints": {"forZones": [{"name": "z1"}, {"name": "z2"}]}}, {"zone_hints": ("z1", "z2")}),
-        ("hints for nodes", {"hints": {"forNodes": [{"name": "n1"}]}}, {"node_hints": ("n1",)}),
-        ("hints null", {"hints": None}, {}),
-        ("empty hints mean none", {"hints": {"forZones": [], "forNodes": None}}, {}),
-        ("only the first address is used", {"addresses": ["10.1.0.1", "10.1.0.2"]}, {}),
-    ],
-)
-def test_endpoint(name, given, endpoint):
-    item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | given])
-    assert isinstance(item.object, EndpointSlice), name
-    assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **endpoint),)
+ENDPOINTS = {
+    # fields of an endpoint, and those of the Endpoint that differ from the defaults
+    "": {},
+    "conditions: null": {},
+    "conditions: {}": {},
+    "conditions: {ready: null}": {},
+    "conditions: {ready: false}": {"ready": False},  # serving unset is true, as in kube-proxy
+    "conditions: {ready: false, serving: true, terminating: true}": {"ready": False, "terminating": True},
+    "conditions: {ready: true, serving: false}": {"serving": False},
+    "nodeName: n1, zone: z1": {"node": "n1", "zone": "z1"},
+    "nodeName: null, zone: null": {},
+    f"zone: {'z' * 700_000}": {"zone": "z" * 253 + "..."},
+    "hints: {forZones: [{name: z1}, {name: z2}]}": {"zone_hints": ("z1", "z2")},
+    "hints: {forNodes: [{name: n1}]}": {"node_hints": ("n1",)},
+    "hints: null": {},
+    "hints: {forZones: [], forNodes: null}": {},
+    "addresses: [10.1.0.1, 10.1.0.2]": {},
+}
+
+
+@pytest.mark.parametrize("given", ENDPOINTS, ids=lambda text: text[:60])
+def test_endpoint(given: str):
+    item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | fields(given)])
+    assert isinstance(item.object, EndpointSlice)
+    assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **ENDPOINTS[given]),)
     assert item.object.skipped == ()
 
 
@@ -116,59 +112,52 @@ def test_at_most_100_bad_endpoints_have_a_line(bad: int, lines: int):
     assert len(named) == min(bad, 100)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.0", "100.64.0.1", "169.253.0.1", "223.255.255.255", "240.0.0.1"])
-def test_unusual_unicast_addresses_are_endpoints(address):
-    item = an_slice(endpoints=[{"addresses": [address]}])
-    assert isinstance(item.object, EndpointSlice)
-    assert item.object.skipped == ()
-
-
-@pytest.mark.parametrize("address", ["::2", "1::", "fec0::1", "fbff::1", "64:ff9b::a00:1"])
-def test_unusual_v6_unicast_addresses_are_endpoints(address):
-    item = an_slice(addressType="IPv6", endpoints=[{"addresses": [address]}])
-    assert isinstance(item.object, EndpointSlice)
-    assert item.object.skipped == ()
-
-
 @pytest.mark.parametrize(
-    ("name", "ports", "expected", "skipped"),
+    "address",
     [
-        ("null", None, (), ()),
-        ("TCP by default", [{"name": "a", "port": 1}], (SlicePort("a", TCP, 1),), ()),
-        ('"" is a name', [{"name": "", "port": 1}], (SlicePort("", TCP, 1),), ()),
-        ("a port without a name is ignored", [{"port": 1}, {"name": None, "port": 1}], (), ()),
-        ("a port without a number is ignored", [{"name": "a"}, {"name": "b", "port": 0}], (), ()),
-        (
-            "UDP and SCTP",
-            [{"name": "", "port": 1, "protocol": p} for p in ("UDP", "SCTP")],
-            (SlicePort("", UDP, 1), SlicePort("", SCTP, 1)),
-            (),
-        ),
-        (
-            "an unknown protocol is left out",
-            [{"name": "a", "port": 1, "protocol": "ICMP"}, {"name": "b", "port": 2}],
-            (SlicePort("b", TCP, 2),),
-            ("ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",),
-        ),
-        (
-            "a name that is not a DNS label is left out",
-            [{"name": "Http", "port": 1}, {"name": "b", "port": 2}],
-            (SlicePort("b", TCP, 2),),
-            ("ports[0].name: 'Http' is not a DNS label",),
-        ),
-        (
-            "a port number out of range is left out",
-            [{"name": "a", "port": 65536}],
-            (),
-            ("ports[0].port: 65536 is not a port",),
-        ),
+        "10.0.0.0",
+        "100.64.0.1",
+        "169.253.0.1",
+        "223.255.255.255",
+        "240.0.0.1",
+        "::2",
+        "1::",
+        "fec0::1",
+        "fbff::1",
+        "64:ff9b::a00:1",
     ],
 )
-def test_slice_ports(name, ports, expected, skipped):
-    item = an_slice(ports=ports)
-    assert isinstance(item.object, EndpointSlice), name
-    assert item.object.ports == expected
-    assert tuple(line.partition(" (")[0] for line in item.object.skipped) == skipped
+def test_unusual_unicast_addresses_are_endpoints(address: str):
+    item = an_slice(addressType="IPv6" if ":" in address else "IPv4", endpoints=[{"addresses": [address]}])
+    assert isinstance(item.object, EndpointSlice)
+    assert [end.address for end in item.object.endpoints] == [a(address)]
+    assert item.object.skipped == ()
+
+
+PORTS = {
+    # the ports, those that are used, and the lines about others
+    "null": ("", ""),
+    "[{name: a, port: 1}]": ("a 1/TCP", ""),
+    "[{name: '', port: 1}]": (" 1/TCP", ""),
+    "[{port: 1}, {name: null, port: 1}]": ("", ""),  # without a name
+    "[{name: a}, {name: b, port: 0}]": ("", ""),  # without a number
+    "[{name: u, port: 1, protocol: UDP}, {name: s, port: 1, protocol: SCTP}]": ("u 1/UDP, s 1/SCTP", ""),
+    "[{name: a, port: 1, protocol: ICMP}, {name: b, port: 2}]": (
+        "b 2/TCP",
+        "ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",
+    ),
+    "[{name: Http, port: 1}, {name: b, port: 2}]": ("b 2/TCP", "ports[0].name: 'Http' is not a DNS label"),
+    "[{name: a, port: 65536}]": ("", "ports[0].port: 65536 is not a port"),
+}
+
+
+@pytest.mark.parametrize("ports", PORTS)
+def test_slice_ports(ports: str):
+    used, skipped = PORTS[ports]
+    item = an_slice(**fields(f"ports: {ports}"))
+    assert isinstance(item.object, EndpointSlice)
+    assert ", ".join(f"{port.name} {port.port}/{port.protocol.name}" for port in item.object.ports) == used
+    assert " ".join(line.partition(" (")[0] for line in item.object.skipped) == skipped
 
 
 def test_a_slice_names_its_service_and_family():
@@ -177,16 +166,16 @@ def test_a_slice_names_its_service_and_family():
 
 
 @pytest.mark.parametrize(
-    ("name", "labels", "fields"),
+    "given",
     [
-        ("no Service", {OF_SERVICE: ""}, {}),
-        ("labelled headless", {HEADLESS: ""}, {}),
-        ("names instead of addresses", {}, {"addressType": "FQDN"}),
+        f"labels: {{{OF_SERVICE}: ''}}",
+        f"labels: {{{OF_SERVICE}: web, service.kubernetes.io/headless: ''}}",
+        "addressType: FQDN",
     ],
 )
-def test_slice_that_kube_proxy_skips_is_ignored(name, labels, fields):
-    item = an_slice(labels, **fields)
-    assert (item.object, item.error) == (None, ""), name
+def test_slice_that_kube_proxy_skips_is_ignored(given: str):
+    item = an_slice(**fields(given))
+    assert (item.object, item.error) == (None, "")
 
 
 def test_slice_without_labels_is_ignored():
@@ -194,20 +183,19 @@ def test_slice_without_labels_is_ignored():
     assert (item.object, item.error) == (None, "")
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"addressType": "IPv5"}, "addressType: 'IPv5' is not one of IPv4, IPv6, FQDN"),
-        ({"addressType": None}, "addressType: '' is not one of IPv4, IPv6, FQDN"),
-        ({"ports": [{"name": "a", "port": "80"}]}, "ports[0].port: expected an integer, got a string"),
-        ({"endpoints": [{"addresses": [1]}]}, "endpoints[0].addresses[0]: expected a string, got an integer"),
-        ({"endpoints": {}}, "endpoints: expected a list, got an object"),
-    ],
-    ids=lambda it: str(it)[:50],
-)
-def test_a_malformed_slice_is_one_error_that_names_the_field(fields, error):
-    item = an_slice(**fields)
-    assert (item.object, item.error) == (None, error)
+BAD_SLICES = {
+    "addressType: IPv5": "addressType: 'IPv5' is not one of IPv4, IPv6, FQDN",
+    "addressType: null": "addressType: '' is not one of IPv4, IPv6, FQDN",
+    "ports: [{name: a, port: '80'}]": "ports[0].port: expected an integer, got a string",
+    "endpoints: [{addresses: [1]}]": "endpoints[0].addresses[0]: expected a string, got an integer",
+    "endpoints: {}": "endpoints: expected a list, got an object",
+}
+
+
+@pytest.mark.parametrize("given", BAD_SLICES)
+def test_a_malformed_slice_is_one_error_that_names_the_field(given: str):
+    item = an_slice(**fields(given))
+    assert (item.object, item.error) == (None, BAD_SLICES[given])
     assert item.key == ObjectKey(Kind.SLICE, "ns", "web-x")
 
 
@@ -224,15 +212,8 @@ def test_trigger_time_of_a_slice(annotations, triggered):
 
 
 def test_repeated_strings_are_interned():
-    ends = [
-        {
-            "addresses": [f"10.1.0.{i}"],
-            "nodeName": "node-a",
-            "zone": "zone-a",
-            "hints": {"forZones": [{"name": "zone-a"}]},
-        }
-        for i in (1, 2)
-    ]
+    hinted = "nodeName: node-a, zone: zone-a, hints: {forZones: [{name: zone-a}]}"
+    ends = [{"addresses": [f"10.1.0.{i}"]} | fields(hinted) for i in (1, 2)]
     one, two = (an_slice(endpoints=ends, ports=[{"name": "http", "port": 80}]).object for _ in "12")
     assert isinstance(one, EndpointSlice)
     assert isinstance(two, EndpointSlice)
@@ -244,44 +225,31 @@ def test_repeated_strings_are_interned():
     assert first.zone_hints is second.zone_hints
 
 
-ODD_ADDRESSES = [
-    ({"clusterIP": "010.096.1.1"}, "spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1"),
-    ({"externalIPs": ["192.0.2.01"]}, "spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1"),
-    ({"clusterIP": "10.0.0.100"}, ""),
-    ({"clusterIP": "0fd0::10"}, ""),
-]
+ODD_ADDRESSES = {
+    "clusterIP: 010.096.1.1": "spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1",
+    "externalIPs: [192.0.2.01]": "spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1",
+    "clusterIP: 10.0.0.100": "",
+    "clusterIP: 0fd0::10": "",
+}
 
 
-@pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
-def test_leading_zeros_are_reported(spec, line):
-    item = decode.convert_object(
-        Kind.SERVICE,
-        {
-            "metadata": {"name": "x", "namespace": "n"},
-            "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec,
-        },
-    )
-    assert item.object.skipped == ((line,) if line else ())
+@pytest.mark.parametrize("spec", ODD_ADDRESSES)
+def test_leading_zeros_are_reported(spec: str):
+    given = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | fields(spec)
+    item = read(Kind.SERVICE, {"metadata": {"name": "x", "namespace": "n"}, "spec": given})
+    assert " ".join(item.object.skipped) == ODD_ADDRESSES[spec]
 
 
-ODD_ENDPOINTS = [
-    (["10.1.0.1"], ()),
-    (["10.1.0.01"], ("endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as 10.1.0.1",)),
-    (["10.1.0.1", "10.1.0.2"], ()),
-    (["10.1.0.1", "nonsense"], ("endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
-]
+ODD_ENDPOINTS = {
+    "10.1.0.1": "",
+    "10.1.0.01": "endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as 10.1.0.1",
+    "10.1.0.1 10.1.0.2": "",
+    "10.1.0.1 nonsense": "endpoints[0].addresses[1]: 'nonsense' is not an IP address",
+}
 
 
-@pytest.mark.parametrize(("addresses", "lines"), ODD_ENDPOINTS)
-def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses, lines):
-    item = decode.convert_object(
-        Kind.SLICE,
-        {
-            "metadata": {"name": "x-1", "namespace": "n", "labels": {"kubernetes.io/service-name": "x"}},
-            "addressType": "IPv4",
-            "endpoints": [{"addresses": addresses}],
-            "ports": [{"name": "", "port": 80}],
-        },
-    )
-    assert [format_addr(end.address) for end in item.object.endpoints] == ["10.1.0.1"]
-    assert item.object.skipped == lines
+@pytest.mark.parametrize("addresses", ODD_ENDPOINTS)
+def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses: str):
+    item = an_slice(endpoints=[{"addresses": addresses.split()}])
+    assert [end.address for end in item.object.endpoints] == [a("10.1.0.1")]
+    assert " ".join(item.object.skipped) == ODD_ENDPOINTS[addresses]

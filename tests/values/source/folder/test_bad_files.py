@@ -35,13 +35,6 @@ def test_unparsable_file_keeps_its_previous_objects(run):
     assert run.problems == ()
 
 
-def test_file_unparsable_from_the_start_does_not_affect_the_others(run):
-    run.write("a.yaml", "{")
-    run.write("b.yaml", WEB)
-    assert run.look() == ["+web", *SYNCED]
-    assert len(run.problems) == 1
-
-
 def test_bad_object_is_rejected_until_corrected(run):
     run.write("a.yaml", BOTH)
     run.look()
@@ -56,13 +49,6 @@ def test_bad_object_is_rejected_until_corrected(run):
     run.write("a.yaml", BOTH)
     assert run.settle() == ["+web"]
     assert run.problems == ()
-
-
-def test_removed_bad_object_is_deleted(run):
-    run.write("a.yaml", service("x", 0))
-    assert run.look() == ["!x", *SYNCED]
-    run.write("a.yaml", "")
-    assert run.settle() == ["-x"]
 
 
 def test_object_in_two_files_is_used_from_the_first_and_reported(run):
@@ -85,12 +71,6 @@ def test_of_two_files_with_one_object_the_first_by_name_wins(run):
     run.write("a.yaml", service("web", 80))
     assert run.settle() == ["+web"]
     assert run.problems == ("b.yaml: Service default/web is already in a.yaml; ignored here",)
-
-
-def test_object_twice_in_one_file_is_reported(run):
-    run.write("a.yaml", f"{WEB}---\n{WEB}")
-    assert run.look() == ["+web", *SYNCED]
-    assert run.problems == ("a.yaml: Service default/web is already in a.yaml; ignored here",)
 
 
 def test_missing_folder_is_an_error_at_start(tmp_path):

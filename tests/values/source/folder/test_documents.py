@@ -14,7 +14,6 @@ from kbpf.model.objects import EndpointSlice, Node, Protocol, Service, SlicePort
 from kbpf.policy.compute import compute_desired_state
 from kbpf.source.folder.documents import parse_documents
 from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
-from tests.values.source.folder.rows_documents import CONFLICTS, MISTAKES, UNUSED_KINDS, Conflict
 
 
 def test_file_of_two_documents_has_two_objects_with_defaults():
@@ -123,10 +122,43 @@ def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
     assert len(contents.objects) == 1
 
 
-@pytest.mark.parametrize("kind", UNUSED_KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Deployment",
+        "ServiceCIDR",
+        "ServiceAccount",
+        "ServiceMonitor",
+        "PodGroup",
+        "Role",
+        "NodePool",
+        "ConfigMap",
+        "Ingress",
+    ],
+)
 def test_unused_kind_is_ignored_without_a_problem(kind):
     contents = parse_documents("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
     assert (contents.ignored_kinds, contents.problems) == ((kind,), ())
+
+
+NOT_OURS = "Service default/web: metadata.annotations[kbpf.io/%s] is not an annotation of kbpf (a.yaml:5); %s"
+MISTAKES = [
+    # a text in WEB, what it is replaced by, and the problem
+    ("  name: web\n", "  name: old\n  name: web\n", "name occurs twice; the last one is used (a.yaml:5)"),
+    ("spec:\n", "spec:\n  clusterIP: 10.96.0.9\n", "clusterIP occurs twice; the last one is used (a.yaml:8)"),
+    (
+        "  name: web\n",
+        "  name: web\n  annotations: {kbpf.io/wieghts: '*=2'}\n",
+        NOT_OURS % ("wieghts", "is kbpf.io/weights meant?"),
+    ),
+    (
+        "  name: web\n",
+        "  name: web\n  annotations: {kbpf.io/color: red, mine/x: y}\n",
+        NOT_OURS % ("color", "it is ignored"),
+    ),
+    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/weights: '*=2'}\n", ""),
+    ("  - name: http\n", "  - &port {name: http}\n  - <<: *port\n", ""),
+]
 
 
 @pytest.mark.parametrize(("old", "new", "problem"), MISTAKES)
@@ -206,13 +238,25 @@ def winner(run: Run) -> str:
     return name
 
 
-@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.story)
-def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
-    for name, text in row.texts.items():
-        run.write(f"{name}.json", text)
-        os.utime(run.path / f"{name}.json", ns=(0, row.files[name]))
+OLD, LATER = "2024-01-01T00:00:00Z", 200 * 10**18
+CONFLICTS = {
+    # the mtime and the creationTimestamp of Services a and z, which claim one address, and the winner
+    "the older file": ((200, ""), (100, ""), "z"),
+    "one ns older": ((101, ""), (100, ""), "z"),
+    "equally old: by name": ((1, ""), (1, ""), "a"),
+    "creationTimestamp takes precedence": ((100, "2025-01-01T00:00:00Z"), (LATER, OLD), "z"),
+    "creationTimestamp and mtime": ((100, ""), (200, OLD), "a"),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_the_older_of_two_services_keeps_an_address(run: Run, name: str):
+    *ages, wins = CONFLICTS[name]
+    for file, (mtime, created) in zip("az", ages, strict=True):
+        run.write(f"{file}.json", service(file, **({"creationTimestamp": created} if created else {})))
+        os.utime(run.path / f"{file}.json", ns=(0, mtime))
     run.look()
-    assert winner(run) == row.wins
+    assert winner(run) == wins
 
 
 def test_rewritten_file_keeps_the_age_of_its_service(run: Run):

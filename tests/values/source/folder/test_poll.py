@@ -94,15 +94,6 @@ def test_file_missing_for_one_poll_keeps_its_objects(run):
     assert run.settle() == []
 
 
-def test_new_file_and_removed_file(run):
-    run.write("a.yaml", WEB)
-    run.look()
-    run.write("b.yaml", SLICE)
-    assert run.settle() == ["+web-1"]
-    (run.path / "a.yaml").unlink()
-    assert run.settle() == ["-web"]
-
-
 WEB_SAYS = "Service default/web: "
 UNKNOWN_FIELDS = {
     "a misspelt field": (
@@ -185,21 +176,6 @@ def test_invalid_name_is_rejected_in_one_line(run):
     assert "\n" not in line
 
 
-def test_object_removed_from_a_file_is_deleted(run):
-    run.write("a.yaml", BOTH)
-    run.look()
-    run.write("a.yaml", SLICE)
-    assert run.settle() == ["-web"]
-
-
-def test_object_moved_to_another_file_is_not_deleted(run):
-    run.write("a.yaml", BOTH)
-    run.look()
-    run.write("a.yaml", WEB)
-    run.write("z.yaml", SLICE)
-    assert run.settle() == []
-
-
 def test_file_replaced_by_rename_is_read(run):
     run.write("a.yaml", WEB)
     run.look()
@@ -220,8 +196,26 @@ def test_changed_symbolic_link_is_followed(run):
     assert run.settle() == ["+web"]
 
 
-def test_touched_file_makes_no_event(run):
-    run.write("a.yaml", WEB)
+CHANGES = {
+    # the files before, those that are written or removed (None), and the events
+    "a new file": ({"a.yaml": WEB}, {"b.yaml": SLICE}, ["+web-1"]),
+    "a removed file": ({"a.yaml": WEB, "b.yaml": SLICE}, {"a.yaml": None}, ["-web"]),
+    "an object is removed from a file": ({"a.yaml": BOTH}, {"a.yaml": SLICE}, ["-web"]),
+    "an object moves to another file": ({"a.yaml": BOTH}, {"a.yaml": WEB, "z.yaml": SLICE}, []),
+    "a file is written with the same text": ({"a.yaml": WEB}, {"a.yaml": WEB}, []),
+    "a bad object is removed": ({"a.yaml": service("x", 0)}, {"a.yaml": ""}, ["-x"]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_events_of_a_change(run, name: str):
+    before, now, events = CHANGES[name]
+    for file, text in before.items():
+        run.write(file, text)
     run.look()
-    os.utime(run.path / "a.yaml")
-    assert run.settle() == []
+    for file, text in now.items():
+        if text is None:
+            (run.path / file).unlink()
+        else:
+            run.write(file, text)
+    assert run.settle() == events

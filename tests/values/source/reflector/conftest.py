@@ -9,19 +9,19 @@ import pytest
 
 from tests.support.faults.scripted import ScriptedServer, Step
 from tests.support.lab.lab import until
-from tests.values.source.reflector.scripted import WATCH_THREADS, Run
+from tests.values.source.reflector.scripted import WATCH_THREADS, Run, step
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:
-    """start(step, ...) runs a reflector against that script and returns its Run.
+    """start(response, ...) runs a reflector against that script and returns its Run.
 
     With `hold` the test itself starts the reflector, so that the steps can use the Run.
     """
     ends: list[Callable[[], None]] = []
 
-    def begin(*script: Step, hold: bool = False, **options: Any) -> Run:
-        server = ScriptedServer(*script)
+    def begin(*script: Step | str, hold: bool = False, **options: Any) -> Run:
+        server = ScriptedServer(*(step(one) if isinstance(one, str) else one for one in script))
         server.__enter__()
         run = Run(server, **options)
         ends.extend((server.__exit__, run.reflector.stop))

@@ -11,7 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, Resource
-from kbpf.source.base import SourceState
+from kbpf.source.base import SourceState, SourceStatus
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step
 
 END = {"k8s.io/initial-events-end": "true"}
@@ -32,32 +32,68 @@ def added(name: str, version: int, **spec: Any) -> dict[str, Any]:
     return {"type": "ADDED", "object": service(name, version, **spec)}
 
 
-def deleted(name: str, version: int) -> dict[str, Any]:
-    return {"type": "DELETED", "object": service(name, version)}
-
-
 def bookmark(version: int, end: bool = False) -> dict[str, Any]:
     meta = {"resourceVersion": str(version), "annotations": END if end else None}
     return {"type": "BOOKMARK", "object": {"kind": "Service", "metadata": meta}}
 
 
-def error(code: int) -> dict[str, Any]:
-    return {"type": "ERROR", "object": {"kind": "Status", "code": code, "message": f"is {code}"}}
+def lines(text: str) -> list[Any]:
+    """Lines of a watch, or objects of a list.
+
+    ``+a@5`` and ``-a@5``: Service a of version 5 was added or deleted; ``+a@5:10.96.0.2``: with this ClusterIP;
+    ``a@5``: the object alone; ``nameless``: one without a name; ``@7``: a bookmark; ``synced@7``: the bookmark at the
+    end of a streaming list; ``error=410``: an error with this code; ``rubbish``: not JSON.
+    """
+    made: list[Any] = []
+    for word in text.split():
+        name, _, rest = word.lstrip("+-").partition("@")
+        version, _, cluster_ip = rest.partition(":")
+        spec = {"clusterIP": cluster_ip} if cluster_ip else {}
+        if word.startswith("error="):
+            code = int(word.removeprefix("error="))
+            made.append({"type": "ERROR", "object": {"kind": "Status", "code": code, "message": f"is {code}"}})
+        elif word in ("rubbish", "nameless"):
+            made.append(b"rubbish\n" if word == "rubbish" else {"metadata": {}, "spec": {}})
+        elif name in ("", "synced"):
+            made.append(bookmark(int(version), end=name == "synced"))
+        else:
+            found = service(name, int(version), **spec)
+            kind = {"+": "ADDED", "-": "DELETED"}.get(word[0])
+            made.append({"type": kind, "object": found} if kind else found)
+    return made
 
 
-def streamed(*lines: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
+ENDS: dict[str, Callable[[Exchange], None]] = {
+    "end": Exchange.end,
+    "cut": Exchange.cut,
+    "reset": Exchange.reset,
+    "open": lambda exchange: None,
+}
+
+
+def step(text: str) -> Step:
+    """A response: ``watch LINES``, then silence or ``end``, ``cut``, ``reset`` or ``open`` (the next step follows);
+    ``list@VERSION OBJECTS``, with ``continue=TOKEN``; or a status code and its message.
+    """
+    kind, _, rest = text.partition(" ")
+    if kind == "watch":
+        *_, last = rest.split() or [""]
+        return streamed(*lines(rest.removesuffix(last) if last in ENDS else rest), then=ENDS.get(last, Exchange.hang))
+    if kind.startswith("list@"):
+        objects, _, token = rest.partition("continue=")
+        body = {"metadata": {"resourceVersion": kind[5:], "continue": token}, "items": lines(objects)}
+        return lambda exchange: exchange.answer(200, body)
+    return status(int(kind), rest)
+
+
+def streamed(*sent: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
     """A watch that sends these lines and then ends, hangs or breaks."""
 
-    def step(exchange: Exchange) -> None:
-        exchange.watch(*lines)
+    def respond(exchange: Exchange) -> None:
+        exchange.watch(*sent)
         then(exchange)
 
-    return step
-
-
-def listed(*objects: dict[str, Any], version: int = 100, token: str = "") -> Step:
-    meta = {"resourceVersion": str(version), "continue": token}
-    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": list(objects)})
+    return respond
 
 
 def status(code: int, message: str = "", **headers: str) -> Step:
@@ -65,12 +101,8 @@ def status(code: int, message: str = "", **headers: str) -> Step:
     return lambda exchange: exchange.answer(code, body, **headers)
 
 
-LISTED_A = streamed(added("a", 5), bookmark(10, end=True))
+LISTED_A = "watch +a@5 synced@10"
 """A streaming list of one Service, `a`, then silence."""
-
-
-def listed_a(*lines: Any, then: Callable[[Exchange], None] = Exchange.end) -> Step:
-    return streamed(added("a", 5), bookmark(10, end=True), *lines, then=then)
 
 
 # --- the reflector under test ---
@@ -103,7 +135,7 @@ class Run:
 
     def __str__(self) -> str:
         """Events, requests, waits and state, for the message of a failed test."""
-        status = self.reflector.status()
+        status = self.status
         return "\n".join(
             (
                 f"  events: {' '.join(self.said)}",
@@ -117,9 +149,19 @@ class Run:
         self.server.wait(requests)
         self.until(lambda: self.state is SourceState.WATCHING)
 
+    def until_said(self, event: str, times: int = 1) -> None:
+        self.until(lambda: self.said.count(event) >= times)
+
+    def until_version(self, version: str) -> None:
+        self.until(lambda: self.status.resource_version == version)
+
+    @property
+    def status(self) -> SourceStatus:
+        return self.reflector.status()
+
     @property
     def state(self) -> SourceState:
-        return self.reflector.status().state
+        return self.status.state
 
     @property
     def said(self) -> list[str]:
@@ -144,7 +186,7 @@ class Run:
 WATCH_THREADS = {"services", "endpointslices", "nodes", "pods"}
 
 
-PAGES = status(422, "sendInitialEvents: Forbidden")
+PAGES = "422 sendInitialEvents: Forbidden"
 """A server without streaming lists."""
 
 

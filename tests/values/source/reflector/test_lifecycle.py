@@ -23,42 +23,31 @@ from kbpf.source.base import SourceState
 from kbpf.source.decode.decode import DecodedObject
 from tests.support.faults.scripted import Exchange, ScriptedServer, quiet
 from tests.support.lab.lab import until
-from tests.values.source.reflector.scripted import (
-    LISTED_A,
-    PAGES,
-    Run,
-    added,
-    bookmark,
-    error,
-    listed,
-    listed_a,
-    service,
-    status,
-    streamed,
-)
+from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, bookmark, status, step
 
 # --- no tight loop ---
 
 
-@pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        ("watches that end at once", [streamed(then=Exchange.end)]),
-        ("watches that end after an event", [streamed(added("b", 11), then=Exchange.end)]),
-        ("watches that break", [streamed(bookmark(11), then=Exchange.reset)]),
-        ("410 in every watch", [streamed(error(410), then=Exchange.end), listed_a()]),
-        ("410 as every response", [status(410), listed_a()]),
-        ("500 as every response", [status(500)]),
-        ("closed before the headers", [Exchange.cut]),
-        ("malformed lines", [streamed(b"rubbish\n", then=Exchange.end), listed_a()]),
-        ("lists, but refused watches", [status(400), listed_a()]),
-    ],
-)
-def test_no_tight_loop(start, name, script):
-    run = start(listed_a(), *(script * 20))
+LISTED = "watch +a@5 synced@10 end"
+LOOPS = {
+    "watches that end at once": ["watch end"],
+    "watches that end after an event": ["watch +b@11 end"],
+    "watches that break": ["watch @11 reset"],
+    "410 in every watch": ["watch error=410 end", LISTED],
+    "410 as every response": ["410", LISTED],
+    "500 as every response": ["500"],
+    "closed before the headers": [Exchange.cut],
+    "malformed lines": ["watch rubbish end", LISTED],
+    "lists, but refused watches": ["400", LISTED],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_tight_loop(start, name):
+    run = start(LISTED, *(LOOPS[name] * 20))
     run.server.wait(10)
     run.until(lambda: len(run.waits) >= 8)
-    assert sum(run.waits[:8]) > 20, name
+    assert sum(run.waits[:8]) > 20
     assert max(run.waits) >= 12
 
 
@@ -66,10 +55,10 @@ def test_watches_that_keep_ending_at_once_are_reported(start):
     seen: list[str] = []
 
     def fine(exchange: Exchange) -> None:
-        seen.append(run.reflector.status().error)
+        seen.append(run.status.error)
         quiet(exchange)
 
-    run = start(listed_a(), *[streamed(then=Exchange.end)] * 8, fine, hold=True)
+    run = start(LISTED, *["watch end"] * 8, fine, hold=True)
     run.reflector.start()
     run.until(lambda: seen)
     assert "each watch ends within 5 s" in seen[0]
@@ -78,12 +67,11 @@ def test_watches_that_keep_ending_at_once_are_reported(start):
 def test_watch_that_lived_resets_the_backoff(start):
     def lives(exchange: Exchange) -> None:
         exchange.watch(bookmark(20))
-        run.until(lambda: run.reflector.status().resource_version == "20")
+        run.until_version("20")
         run.now += 6
         exchange.end()
 
-    ends = streamed(then=Exchange.end)
-    run = start(*[status(500)] * 3, listed_a(), lives, ends, hold=True)
+    run = start(*["500"] * 3, LISTED, lives, "watch end", hold=True)
     run.reflector.start()
     run.server.wait(7)
     # Three failures and a watch that ended at once; no wait after the watch that lived; then a wait
@@ -130,7 +118,7 @@ def full_listener() -> Iterator[str]:
     ("name", "script"),
     [
         ("while it waits for headers", [Exchange.hang]),
-        ("while it waits for the list", [streamed(added("a", 5))]),
+        ("while it waits for the list", ["watch +a@5"]),
         ("while it waits for data", [LISTED_A]),
         (
             "while it waits for a page",
@@ -143,7 +131,7 @@ def test_stop_during_a_request(start, patient, name, script):
     run.server.wait(len(script))
     time.sleep(0.05)
     stops(run.reflector)
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
 
 
 def test_stop_during_backoff(start):
@@ -176,9 +164,9 @@ def test_stop_during_the_tls_handshake(patient: None):
 
 def test_state_is_retrying_between_watches(start):
     wait = lambda stop, seconds: stop.wait(seconds and 3600.0)  # noqa: E731
-    run = start(listed_a(), streamed(then=Exchange.end), wait=wait)
+    run = start("watch +a@5 synced@10 end", "watch end", wait=wait)
     run.until(lambda: run.state is SourceState.RETRYING)
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
 
 
 def test_stop_before_start_is_no_error():
@@ -194,9 +182,9 @@ def test_stop_before_start_is_no_error():
 
 def test_failure_and_recovery_are_logged_once(start, caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
-    run = start(*[status(503, "not yet")] * 6, LISTED_A)
+    run = start(*["503 not yet"] * 6, LISTED_A)
     run.until_watching(7)
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in lines] == ["WARNING", "INFO", "INFO"]
     assert lines[0][1].startswith("watch failed name=services for=0s error=")
@@ -213,7 +201,7 @@ def test_internal_error_does_not_end_the_thread(start, caplog):
                 raise RuntimeError("no room")
             super().put(event)
 
-    with ScriptedServer(LISTED_A, listed(service("a", 5))) as server:
+    with ScriptedServer(step(LISTED_A), step("list@100 a@5")) as server:
         run = Faulty(server)
         run.reflector.start()
         try:
@@ -278,7 +266,7 @@ def test_number_of_remembered_reasons_is_limited():
 def test_the_same_failure_of_two_watches_is_one_line(caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
     with ScriptedServer() as server:
-        server.script = [status(503, "not yet")] * 8
+        server.script = [step("503 not yet")] * 8
         cluster = Cluster(Access(server.url, "the test"))
         soon = {"wait": lambda stop, seconds: stop.wait(0.05)}
         runs = [Reflector(cluster, each, lambda _: None, **soon) for each in (SERVICES, SLICES)]

@@ -17,12 +17,6 @@ from tests.values.source.reflector.scripted import (
     PAGES,
     added,
     bookmark,
-    deleted,
-    error,
-    listed,
-    listed_a,
-    service,
-    status,
     streamed,
 )
 
@@ -73,7 +67,7 @@ RUNNING_ON_N1 = "spec.nodeName=n1,status.phase!=Succeeded,status.phase!=Failed"
     ids=("slices", "our node", "labelled pods of our node", "all pods of our node"),
 )
 def test_selectors_of_slices_our_node_and_exempt_pods(start, resource, path, selector):
-    run = start(PAGES, listed(), resource=resource)
+    run = start(PAGES, "list@100", resource=resource)
     run.server.wait(3)
     for request in run.server.requests:
         assert request.path == path
@@ -85,7 +79,7 @@ PODS = exempt_pod_resource("n1", with_meshes=True, is_optional=True)
 
 
 def test_only_metadata_of_pods_is_requested(start):
-    run = start(status(422, "sendInitialEvents: Forbidden"), listed(), streamed(then=Exchange.hang), resource=PODS)
+    run = start("422 sendInitialEvents: Forbidden", "list@100", "watch", resource=PODS)
     run.until_watching(3)
     kinds = ("PartialObjectMetadata", "PartialObjectMetadataList", "PartialObjectMetadata")
     assert [request.headers["accept"] for request in run.server.requests] == [
@@ -96,11 +90,11 @@ def test_only_metadata_of_pods_is_requested(start):
 def test_optional_resource_without_permission_is_no_failure(start, caplog):
     """It is tried again soon, because an API server that starts may refuse what it will permit."""
     caplog.set_level(logging.INFO, "kbpf.source")
-    run = start(*[status(403, "pods is forbidden")] * 11, streamed(bookmark(10, end=True)), resource=PODS)
+    run = start(*["403 pods is forbidden"] * 11, "watch synced@10", resource=PODS)
     run.until_watching(12)
     assert run.waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0]
     assert run.said == ["synced"]
-    assert run.reflector.status().failures == 0
+    assert run.status.failures == 0
     lines = [record.getMessage() for record in caplog.records]
     (line,) = (line for line in lines if "not permitted" in line)
     assert "manifests/components/mesh-pods" in line
@@ -108,22 +102,22 @@ def test_optional_resource_without_permission_is_no_failure(start, caplog):
 
 
 def test_optional_resource_that_was_permitted_is_tried_again_soon(start):
-    refusals = [status(403, "pods is forbidden")] * 3
-    restarted = streamed(bookmark(10, end=True), then=Exchange.cut)
-    run = start(*refusals, restarted, *refusals[:2], streamed(bookmark(30, end=True)), resource=PODS)
+    refusals = ["403 pods is forbidden"] * 3
+    restarted = "watch synced@10 cut"
+    run = start(*refusals, restarted, *refusals[:2], "watch synced@30", resource=PODS)
     run.until_watching(7)
     assert run.waits == [1.0, 2.0, 4.0, 0.2, 1.0, 2.0]
 
 
 def test_streaming_list_then_synced_then_watch(start):
-    run = start(streamed(added("a", 5), bookmark(10, end=True), added("b", 11), deleted("a", 12)))
+    run = start("watch +a@5 synced@10 +b@11 -a@12")
     run.until(lambda: len(run.events) == 4)
     assert run.said == ["+a", "synced", "+b", "-a"]
     first = run.events[0]
     assert isinstance(first, Upsert)
     assert isinstance(first.object, Service)
     assert first.received_at == 1000.0
-    status = run.reflector.status()
+    status = run.status
     assert (status.kinds, status.synced, status.error) == ((Kind.SERVICE,), True, "")
     assert (status.state, status.failures) == (SourceState.WATCHING, 0)
     assert (status.resource_version, status.last_contact) == ("12", 1000.0)
@@ -132,10 +126,10 @@ def test_streaming_list_then_synced_then_watch(start):
 @pytest.mark.parametrize("code", [400, 422])
 def test_server_without_streaming_lists_is_listed_by_pages(start, code):
     run = start(
-        status(code, "sendInitialEvents: Forbidden"),
-        listed(service("a", 5), token="t1"),
-        listed(service("b", 6), token="t2"),
-        listed(service("c", 7), version=100),
+        f"{code} sendInitialEvents: Forbidden",
+        "list@100 a@5 continue=t1",
+        "list@100 b@6 continue=t2",
+        "list@100 c@7",
     )
     run.until_watching(5)
     assert run.all_asked == ["stream", "page", "page after t1", "page after t2", "watch 100"]
@@ -144,98 +138,29 @@ def test_server_without_streaming_lists_is_listed_by_pages(start, code):
     assert run.waits == []
 
 
-def test_refused_streaming_list_is_not_requested_again(start):
-    run = start(PAGES, listed(), streamed(error(410), then=Exchange.end), listed())
-    run.server.wait(5)
-    assert run.all_asked == ["stream", "page", "watch 100", "page", "watch 100"]
-
-
 def test_unsupported_field_selector_is_replaced_by_local_filtering(start):
-    none = service("headless", 6, clusterIP="None")
     run = start(
-        status(400, 'field selector "spec.clusterIP!=None": field label not supported: spec.c'),
-        streamed(added("a", 5), {"type": "ADDED", "object": none}, bookmark(10, end=True)),
+        '400 field selector "spec.clusterIP!=None": field label not supported: spec.c',
+        "watch +a@5 +headless@6:None synced@10",
     )
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert run.said == ["+a", "synced"]
     assert "fieldSelector" not in run.server.requests[1].query
     assert run.all_asked == ["stream", "stream"]
 
 
-@pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
-def test_broken_streaming_list_is_not_synced_and_pages_follow(start, then):
-    run = start(streamed(added("a", 5), added("b", 6), then=then), listed(service("a", 5)))
-    run.until_watching(3)
-    assert run.all_asked == ["stream", "page", "watch 100"]
-    assert [mark for mark in run.said if mark == "synced"] == ["synced"]
-    assert run.said[-2:] == ["-b", "synced"]
-    assert run.waits == [0.2]
-
-
 def test_streaming_list_without_end_bookmark_times_out(start):
-    def step(exchange: Exchange) -> None:
+    def respond(exchange: Exchange) -> None:
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
         run.now += 121
         exchange.line(bookmark(7))
         exchange.hang()
 
-    run = start(step, listed(service("a", 5)), hold=True)
+    run = start(respond, "list@100 a@5", hold=True)
     run.reflector.start()
     run.until_watching(3)
     assert run.all_asked == ["stream", "page", "watch 100"]
-
-
-def test_new_list_makes_events_only_for_differences(start):
-    run = start(
-        streamed(added("a", 1), added("b", 2), added("c", 3), bookmark(9, end=True), error(410)),
-        streamed(added("a", 1), added("c", 8), added("d", 9), bookmark(10, end=True)),
-    )
-    run.until(lambda: run.said.count("synced") == 2)
-    assert run.said == ["+a", "+b", "+c", "synced", "+c", "+d", "-b", "synced"]
-
-
-def test_object_deleted_during_a_streaming_list_stays_deleted(start):
-    run = start(
-        streamed(added("a", 1), added("b", 2), deleted("a", 3), bookmark(4, end=True), error(410)),
-        streamed(added("b", 2), bookmark(10, end=True)),
-    )
-    run.until(lambda: run.said.count("synced") == 2)
-    assert run.said == ["+a", "+b", "-a", "synced", "synced"]
-
-
-def test_list_with_a_failed_page_deletes_nothing(start):
-    run = start(
-        PAGES,
-        listed(service("a", 1), service("b", 2)),
-        streamed(error(410), then=Exchange.end),
-        listed(service("b", 2), token="t"),
-        status(500),
-        listed(service("b", 2), service("c", 3), token="t"),
-        listed(version=200),
-    )
-    run.until_watching(8)
-    assert run.said == ["+a", "+b", "synced", "+c", "-a", "synced"]
-    assert run.all_asked[3:] == ["page", "page after t", "page", "page after t", "watch 200"]
-
-
-def test_list_with_an_unreadable_object_deletes_nothing(start):
-    nameless = {"metadata": {}, "spec": {}}
-    run = start(
-        PAGES, listed(service("a", 1)), streamed(error(410), then=Exchange.end), listed(service("b", 2), nameless)
-    )
-    run.until_watching(5)
-    assert run.said == ["+a", "synced", "+b", "synced"]
-
-
-def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
-    """Without the list by pages, objects deleted meanwhile would stay until the next relist."""
-    run = start(
-        listed_a(error(410)), streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)), listed(service("b", 6))
-    )
-    run.until(lambda: run.said.count("synced") == 2)
-    assert run.said == ["+a", "synced", "+b", "-a", "synced"]
-    assert run.all_asked[:3] == ["stream", "stream", "page"]
 
 
 HTML = "the response is an HTML page"
@@ -270,7 +195,7 @@ def test_response_that_is_not_a_list_is_an_error_that_describes_it(start, caplog
     body, pages, stream = NOT_LISTS[name]
     caplog.set_level(logging.WARNING, "kbpf.source")
     steps = (PAGES,) if how == "pages" else ()
-    run = start(*steps, lambda exchange: exchange.answer(200, body), listed(service("a", 1)))
+    run = start(*steps, lambda exchange: exchange.answer(200, body), "list@100 a@1")
     run.until_watching(len(steps) + 3)
     assert run.said == ["+a", "synced"]
     (line,) = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
@@ -288,10 +213,10 @@ def test_items_null_is_an_empty_list(start):
 
 
 def test_page_that_continues_with_itself_is_an_error_with_backoff(start):
-    run = start(PAGES, *[listed(service("a", 1), token="t")] * 8)
+    run = start(PAGES, *["list@100 a@1 continue=t"] * 8)
     run.until(lambda: len(run.waits) >= 3)
     assert "synced" not in run.said
-    assert "same page" in run.reflector.status().error
+    assert "same page" in run.status.error
 
 
 # --- watching all Nodes or only our own ---
@@ -302,8 +227,8 @@ NODES = {
     "one Node": (counted(0), ""),
     "a full page": (counted(PAGE_SIZE - 1), ""),
     "more than a page": (counted(PAGE_SIZE), OWN),
-    "a server without remainingItemCount": (listed(version=90), ""),
-    "listing is forbidden": (status(403, "nodes is forbidden"), OWN),
+    "a server without remainingItemCount": ("list@90", ""),
+    "listing is forbidden": ("403 nodes is forbidden", OWN),
 }
 """The response to the count of Nodes, and the field selector of the watch that follows."""
 
@@ -311,7 +236,7 @@ NODES = {
 @pytest.mark.parametrize("name", NODES)
 def test_all_nodes_are_watched_up_to_one_page(start, name: str):
     first_page, selector = NODES[name]
-    run = start(first_page, streamed(bookmark(100, end=True)), resource=node_resource("n1"))
+    run = start(first_page, "watch synced@100", resource=node_resource("n1"))
     run.until_watching(2)
     first, stream = run.server.requests
     assert first.query == {"limit": "1"}
@@ -335,11 +260,11 @@ def test_cluster_that_outgrows_a_page_is_watched_by_own_node_only(start):
         streamed(
             event, {"type": "ADDED", "object": node("n2")}, bookmark(10, end=True), then=lambda exchange: exchange.end()
         ),
-        status(410),
+        "410",
         counted(PAGE_SIZE),
         streamed(event, bookmark(20, end=True)),
         resource=node_resource("n1"),
     )
     run.until_watching(5)
     assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]
-    assert run.reflector.status().drift == 0
+    assert run.status.drift == 0

@@ -12,17 +12,7 @@ from kbpf.errors import SourceError
 from kbpf.source.api.credentials import PageMemory
 from kbpf.source.base import SourceState
 from tests.support.faults.scripted import Exchange, Step, quiet
-from tests.values.source.reflector.scripted import (
-    LISTED_A,
-    PAGES,
-    added,
-    bookmark,
-    listed,
-    listed_a,
-    service,
-    status,
-    streamed,
-)
+from tests.values.source.reflector.scripted import LISTED_A, PAGES, added, bookmark, step
 
 # --- responses without an end ---
 
@@ -39,8 +29,8 @@ def test_response_header_sent_slowly_times_out(start, monkeypatch):
 
     run = start(dribble, hold=True)
     run.reflector.start()
-    run.until(lambda: run.reflector.status().failures)
-    assert "the response header took too long" in run.reflector.status().error
+    run.until(lambda: run.status.failures)
+    assert "the response header took too long" in run.status.error
 
 
 def test_page_sent_slowly_times_out(start, monkeypatch):
@@ -55,8 +45,8 @@ def test_page_sent_slowly_times_out(start, monkeypatch):
         exchange.open = False
 
     run = start(PAGES, dribble)
-    run.until(lambda: run.reflector.status().failures)
-    assert "a page of services took too long" in run.reflector.status().error
+    run.until(lambda: run.status.failures)
+    assert "a page of services took too long" in run.status.error
 
 
 def test_page_over_the_size_limit_is_an_error(start, monkeypatch):
@@ -70,8 +60,8 @@ def test_page_over_the_size_limit_is_an_error(start, monkeypatch):
         exchange.open = False
 
     run = start(PAGES, endless)
-    run.until(lambda: run.reflector.status().failures)
-    assert "a page of services has more than 195 KiB" in run.reflector.status().error
+    run.until(lambda: run.status.failures)
+    assert "a page of services has more than 195 KiB" in run.status.error
 
 
 @pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
@@ -79,19 +69,19 @@ def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str)
     seen: list[str] = []
 
     def page(token: str) -> Step:
-        def step(exchange: Exchange) -> None:
+        def respond(exchange: Exchange) -> None:
             run.now += each
-            listed(service("a", 1), token=token)(exchange)
+            step(f"list@100 a@1 continue={token}")(exchange)
 
-        return step
+        return respond
 
     def last(exchange: Exchange) -> None:
-        seen.append(run.reflector.status().error)
-        listed(service("a", 1))(exchange)
+        seen.append(run.status.error)
+        step("list@100 a@1")(exchange)
 
     run = start(PAGES, page("1"), page("2"), last, hold=True)
     run.reflector.start()
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert error in seen[0]
     assert bool(error) == bool(seen[0])
     assert run.asked(3) == ("page" if error else "page after 2")
@@ -100,12 +90,12 @@ def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str)
 def test_error_response_counts_as_contact(start):
     def refuse(exchange: Exchange) -> None:
         run.now += 5
-        status(500)(exchange)
+        step("500")(exchange)
 
     run = start(refuse, hold=True)
     run.reflector.start()
     run.until(lambda: run.waits)
-    assert run.reflector.status().last_contact == 1005.0
+    assert run.status.last_contact == 1005.0
 
 
 def test_pages_of_all_watches_share_a_memory_limit():
@@ -123,29 +113,29 @@ def test_page_with_too_many_items_is_an_error(start, monkeypatch):
     monkeypatch.setattr("kbpf.source.api.pages.COUNT_ITEMS_FROM_BYTES", 10)
     monkeypatch.setattr("kbpf.source.decode.wire.MAX_PAGE_ITEMS", 100)
     many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
-    run = start(PAGES, lambda e: e.answer(200, many), listed(*[service("a", 1)] * 100))
-    run.until(lambda: "synced" in run.said)
+    run = start(PAGES, lambda e: e.answer(200, many), "list@100" + 100 * " a@1")
+    run.until_said("synced")
     assert run.waits == [0.4]
 
 
 def test_list_is_a_problem_after_30_seconds(start):
-    def step(exchange: Exchange) -> None:
+    def respond(exchange: Exchange) -> None:
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
         assert run.state is SourceState.LISTING
-        assert run.reflector.status().problems == ()
+        assert run.status.problems == ()
         run.now += 30
-        assert run.reflector.status().problems == ()
+        assert run.status.problems == ()
         run.now += 1
-        (line,) = run.reflector.status().problems
+        (line,) = run.status.problems
         assert "listing services has taken more than 30 s" in line
         exchange.line(bookmark(7, end=True))
         exchange.hang()
 
-    run = start(step, hold=True)
+    run = start(respond, hold=True)
     run.reflector.start()
-    run.until(lambda: "synced" in run.said)
-    assert run.reflector.status().problems == ()
+    run.until_said("synced")
+    assert run.status.problems == ()
 
 
 @pytest.mark.parametrize(
@@ -158,21 +148,21 @@ def test_list_is_a_problem_after_30_seconds(start):
 def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, name, piece, steps, error):
     seen: list[str] = []
 
-    def step(exchange: Exchange) -> None:
-        listed_a(then=lambda e: None)(exchange)
-        run.until(lambda: "synced" in run.said)
+    def respond(exchange: Exchange) -> None:
+        step("watch +a@5 synced@10 open")(exchange)
+        run.until_said("synced")
         with contextlib.suppress(OSError):
             for _ in range(steps):
                 run.now += 25
                 exchange.line(piece)
-                run.until(lambda: run.reflector.status().last_contact == run.now or len(run.server.requests) > 1)
+                run.until(lambda: run.status.last_contact == run.now or len(run.server.requests) > 1)
         exchange.hang()
 
     def again(exchange: Exchange) -> None:
-        seen.append(run.reflector.status().error)
+        seen.append(run.status.error)
         quiet(exchange)
 
-    run = start(step, again, hold=True)
+    run = start(respond, again, hold=True)
     run.reflector.start()
     run.server.wait(2)
     run.until(lambda: seen)
@@ -185,21 +175,21 @@ def test_line_after_a_silent_minute_has_its_full_time(start):
     """Bookmarks come once a minute, and a large object comes in several chunks."""
     line = json.dumps(added("b", 11)).encode() + b"\n"
 
-    def step(exchange: Exchange) -> None:
-        listed_a(then=lambda e: None)(exchange)
-        run.until(lambda: "synced" in run.said)
+    def respond(exchange: Exchange) -> None:
+        step("watch +a@5 synced@10 open")(exchange)
+        run.until_said("synced")
         run.now += 60
         for piece in (line[:40], line[40:80], line[80:]):
             exchange.line(piece)
-            run.until(lambda: run.reflector.status().last_contact == run.now)
+            run.until(lambda: run.status.last_contact == run.now)
             run.now += 14
         exchange.hang()
 
-    run = start(step, quiet, hold=True)
+    run = start(respond, quiet, hold=True)
     run.reflector.start()
     run.until(lambda: "+b" in run.said or run.waits)
     assert run.said == ["+a", "synced", "+b"]
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
     assert len(run.server.requests) == 1
 
 
@@ -220,22 +210,22 @@ def test_run_in_the_callers_thread_ends_with_stop(start):
 def test_silent_server_is_an_error(start):
     # Several responses may miss the very short timeout on a busy machine.
     run = start(Exchange.hang, *[LISTED_A] * 100, response_timeout=0.1)
-    run.until(lambda: "synced" in run.said)
+    run.until_said("synced")
     assert run.waits[0] == 0.2
     assert run.all_asked[:2] == ["stream", "stream"]
 
 
 def test_silent_watch_is_resumed_without_a_failure(start, caplog):
-    run = start(LISTED_A, streamed(added("b", 11)), silence_timeout=0.1, response_timeout=60)
-    run.until(lambda: "+b" in run.said)
+    run = start(LISTED_A, "watch +b@11", silence_timeout=0.1, response_timeout=60)
+    run.until_said("+b")
     assert run.asked(1) == "watch 10"
     assert "watch failed" not in caplog.text
     assert run.said[:3] == ["+a", "synced", "+b"]
 
 
 def test_silent_streaming_list_is_an_error(start):
-    run = start(streamed(added("a", 5)), listed(service("a", 5)), silence_timeout=0.1)
-    run.until(lambda: "synced" in run.said)
+    run = start("watch +a@5", "list@100 a@5", silence_timeout=0.1)
+    run.until_said("synced")
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits[:1] == [0.2]  # the silent watches that follow cause more
 

@@ -11,19 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.versions import is_rewind
 from tests.support.faults.scripted import Exchange
-from tests.values.source.reflector.scripted import (
-    LISTED_A,
-    Run,
-    added,
-    bookmark,
-    deleted,
-    error,
-    listed,
-    listed_a,
-    service,
-    status,
-    streamed,
-)
+from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed
 
 # --- a server whose version goes back, e.g. after a restore of etcd ---
 
@@ -46,39 +34,37 @@ WENT_BACK = "the API server's version went back from"
     ],
 )
 def test_equal_versions_with_different_content_or_uid_are_a_change(start, name, before, after):
-    run = start(streamed(before, bookmark(10, end=True), error(410)), streamed(after, bookmark(11, end=True)))
-    run.until(lambda: run.said.count("synced") == 2)
+    run = start(streamed(before, *lines("synced@10 error=410")), streamed(after, *lines("synced@11")))
+    run.until_said("synced", 2)
     assert run.said == ["+a", "synced", "+a", "synced"], name
 
 
-@pytest.mark.parametrize(
-    ("name", "line"), [("a bookmark", bookmark(7)), ("an event", added("b", 7)), ("a deletion", deleted("a", 7))]
-)
+@pytest.mark.parametrize(("name", "line"), [("a bookmark", "@7"), ("an event", "+b@7"), ("a deletion", "-a@7")])
 def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
     run = start(
-        listed_a(line, then=Exchange.hang),
-        streamed(added("a", 3, clusterIP="10.96.0.2"), bookmark(8, end=True), bookmark(9)),
+        f"watch +a@5 synced@10 {line}",
+        "watch +a@3:10.96.0.2 synced@8 @9",
     )
-    run.until(lambda: run.said.count("synced") == 2)
-    run.until(lambda: run.reflector.status().resource_version == "9")
+    run.until_said("synced", 2)
+    run.until_version("9")
     assert run.all_asked == ["stream", "stream"], name
     assert [mark for mark in run.said[2:] if mark not in ("+b", "-b", "-a")] == ["+a", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
     assert run.waits == []
-    assert run.reflector.status().error == ""
+    assert run.status.error == ""
 
 
 def test_rewind_is_reported_from_the_last_received_version(start, caplog):
     """Even if both versions arrive in one chunk."""
     both = b"".join(json.dumps(bookmark(version)).encode() + b"\n" for version in (20, 7))
-    run = start(listed_a(both, then=Exchange.hang), streamed(added("a", 5), bookmark(15, end=True)))
-    run.until(lambda: run.said.count("synced") == 2)
+    run = start(streamed(*lines("+a@5 synced@10"), both), "watch +a@5 synced@15")
+    run.until_said("synced", 2)
     assert f"{WENT_BACK} '20' to '7'" in caplog.text
 
 
 def test_objects_unknown_to_a_restored_server_are_deleted(start, caplog):
-    run = start(listed_a(added("new", 12), error(410)), streamed(added("a", 5), bookmark(8, end=True)))
-    run.until(lambda: run.said.count("synced") == 2)
+    run = start("watch +a@5 synced@10 +new@12 error=410 end", "watch +a@5 synced@8")
+    run.until_said("synced", 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
     assert f"{WENT_BACK} '12' to '8' (first seen by watch services)" in caplog.text
@@ -87,12 +73,12 @@ def test_objects_unknown_to_a_restored_server_are_deleted(start, caplog):
 def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, caplog):
     """A restored server may stay silent on a watch from a version it has not reached yet."""
     run = start(
-        listed_a(added("new", 12), then=Exchange.cut),
-        *[status(503)] * 2,
-        listed(version=11),
-        streamed(added("a", 5), bookmark(11, end=True)),
+        "watch +a@5 synced@10 +new@12 cut",
+        *["503"] * 2,
+        "list@11",
+        "watch +a@5 synced@11",
     )
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
     assert [run.server.requests[n].query.get("limit") for n in range(5)] == [None, None, "1", "1", None]
     assert run.asked(4) == "stream"
@@ -100,10 +86,8 @@ def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, ca
 
 
 def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start, caplog):
-    run = start(
-        listed_a(then=Exchange.cut), *[status(503)] * 2, listed(service("a", 5), version=30), streamed(bookmark(31))
-    )
-    run.until(lambda: run.reflector.status().resource_version == "31")
+    run = start("watch +a@5 synced@10 cut", *["503"] * 2, "list@30 a@5", "watch @31")
+    run.until_version("31")
     check = run.server.requests[3]
     assert check.path == "/api/v1/namespaces/ns/services"
     assert check.query["fieldSelector"] == "spec.clusterIP!=None,metadata.name=a"
@@ -114,26 +98,27 @@ def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start
 def test_an_object_that_changed_during_the_outage_is_reported_by_the_watch(start):
     """The one before it is compared instead."""
     run = start(
-        listed_a(added("b", 11), then=Exchange.cut),
-        *[status(503)] * 2,
-        listed(service("b", 25), version=30),
-        listed(service("a", 5), version=30),
-        streamed(added("b", 25), bookmark(31)),
+        "watch +a@5 synced@10 +b@11 cut",
+        *["503"] * 2,
+        "list@30 b@25",
+        "list@30 a@5",
+        "watch +b@25 @31",
     )
-    run.until(lambda: run.reflector.status().resource_version == "31")
+    run.until_version("31")
     assert run.asked(5) == "watch 11"
     assert run.said == ["+a", "synced", "+b", "+b"]
 
 
 NEWEST = [
-    ("it is older", (), [service("a", 3)], True),
-    ("it has other content", (), [service("a", 5, clusterIP="10.96.0.2")], False),
-    ("it has changed since", (), [service("a", 20)], False),
-    ("it is gone", (), [], False),
-    ("another one is sent", (), [service("b", 5)], False),
-    ("it cannot be read", (), [{"metadata": {}}], False),
-    ("a deletion came later", (added("b", 11), deleted("b", 12)), [service("a", 5)], False),
-    ("all were deleted", (deleted("a", 12),), [], False),
+    # events before the outage, the newest object afterwards, and whether the version certainly went back
+    ("it is older", "", "a@3", True),
+    ("it has other content", "", "a@5:10.96.0.2", False),
+    ("it has changed since", "", "a@20", False),
+    ("it is gone", "", "", False),
+    ("another one is sent", "", "b@5", False),
+    ("it cannot be read", "", "nameless", False),
+    ("a deletion came later", "+b@11 -b@12", "a@5", False),
+    ("all were deleted", "-a@12", "", False),
 ]
 
 
@@ -143,12 +128,12 @@ def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, capl
     change that we know of is compared.
     """
     run = start(
-        listed_a(*events, then=Exchange.cut),
-        *[status(503)] * 2,
-        listed(*objects, version=30),
-        streamed(added("restored", 4), bookmark(31, end=True)),
+        f"watch +a@5 synced@10 {events} cut",
+        *["503"] * 2,
+        f"list@30 {objects}",
+        "watch +restored@4 synced@31",
     )
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.asked(4) == "stream"
     assert run.said[-1] == "synced"
     assert "+restored" in run.said
@@ -183,42 +168,42 @@ def test_versions_are_compared_as_numbers(before, now, back):
 # --- the hourly relist ---
 
 
-def relisted(start: Callable[..., Run], *lines: Any) -> Run:
-    """A Run that lists `a` and `b` (versions 5 and 6, list version 10), then `lines` an hour later.
+def relisted(start: Callable[..., Run], text: str) -> Run:
+    """A Run that lists `a` and `b` (versions 5 and 6, list version 10), then `text` an hour later.
 
     A bookmark with version 20 comes before the second list.
     """
 
     def later(exchange: Exchange) -> None:
-        exchange.watch(added("a", 5), added("b", 6), bookmark(10, end=True))
-        run.until(lambda: "synced" in run.said)
+        exchange.watch(*lines("+a@5 +b@6 synced@10"))
+        run.until_said("synced")
         run.now += 4501.0
         exchange.line(bookmark(20))
         exchange.hang()
 
-    run = start(later, streamed(*lines), hold=True)
+    run = start(later, f"watch {text}", hold=True)
     run.reflector.start()
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.all_asked == ["stream", "stream"]
     return run
 
 
 DRIFT = [
-    ("no change", [added("a", 5), added("b", 6)], [], 0),
-    ("a change after the watch's version", [added("a", 5), added("b", 25)], ["+b"], 0),
-    ("a new object after it", [added("a", 5), added("b", 6), added("c", 25)], ["+c"], 0),
-    ("a missed change", [added("a", 5), added("b", 15)], ["+b"], 1),
-    ("a missed new object", [added("a", 5), added("b", 6), added("c", 15)], ["+c"], 1),
-    ("a missed deletion", [added("a", 5)], ["-b"], 1),
-    ("other content", [added("a", 5), added("b", 6, clusterIP="10.9.9.9")], ["+b"], 1),
+    ("no change", "+a@5 +b@6", [], 0),
+    ("a change after the watch's version", "+a@5 +b@25", ["+b"], 0),
+    ("a new object after it", "+a@5 +b@6 +c@25", ["+c"], 0),
+    ("a missed change", "+a@5 +b@15", ["+b"], 1),
+    ("a missed new object", "+a@5 +b@6 +c@15", ["+c"], 1),
+    ("a missed deletion", "+a@5", ["-b"], 1),
+    ("other content", "+a@5 +b@6:10.9.9.9", ["+b"], 1),
 ]
 
 
-@pytest.mark.parametrize(("name", "lines", "said", "drift"), DRIFT, ids=[row[0] for row in DRIFT])
-def test_relist_finds_and_counts_missed_changes(start, caplog, name, lines, said, drift):
-    run = relisted(start, *lines, bookmark(30, end=True))
+@pytest.mark.parametrize(("name", "text", "said", "drift"), DRIFT, ids=[row[0] for row in DRIFT])
+def test_relist_finds_and_counts_missed_changes(start, caplog, name, text, said, drift):
+    run = relisted(start, f"{text} synced@30")
     assert run.said[3:-1] == said
-    assert run.reflector.status().drift == drift
+    assert run.status.drift == drift
     assert ("objects changed without an event" in caplog.text) == bool(drift)
     assert run.waits == []
 
@@ -228,8 +213,8 @@ def test_relists_are_spread_over_45_to_75_minutes(start, random, due):
     """Nodes that started together would otherwise list together."""
 
     def soon_due(exchange: Exchange) -> None:
-        exchange.watch(added("a", 5), bookmark(10, end=True))
-        run.until(lambda: "synced" in run.said)
+        exchange.watch(*lines("+a@5 synced@10"))
+        run.until_said("synced")
         run.now += due - 1
         exchange.line(bookmark(20))
         exchange.hang()
@@ -241,5 +226,5 @@ def test_relists_are_spread_over_45_to_75_minutes(start, random, due):
 
     run = start(soon_due, due_now, LISTED_A, hold=True, rng=lambda: random)
     run.reflector.start()
-    run.until(lambda: run.said.count("synced") == 2)
+    run.until_said("synced", 2)
     assert run.all_asked == ["stream", "watch 20", "stream"]

@@ -16,42 +16,49 @@ from tests.values.source.transport.kubeconfigs import URL, b64, ok, write
 
 # --- kubeconfigs and the server's URL ---
 
-
-@pytest.mark.parametrize(
-    ("name", "cluster", "user", "expected"),
-    [
-        ("a token", {}, {"token": "t\n"}, {"token": "t"}),
-        ("a relative token file", {}, {"tokenFile": "tok"}, {"token_file": "DIR/tok"}),
-        ("an absolute token file", {}, {"tokenFile": "/x/tok"}, {"token_file": "/x/tok"}),
-        (
-            "a client certificate in files",
-            {},
-            {"client-certificate": "pki/c.crt", "client-key": "pki/c.key"},
-            {"cert_file": "DIR/pki/c.crt", "key_file": "DIR/pki/c.key"},
-        ),
-        (
-            "a client certificate inside",
-            {},
-            {"client-certificate-data": b64("C"), "client-key-data": b64("K")},
-            {"cert_data": b"C", "key_data": b"K"},
-        ),
-        ("basic", {}, {"username": "a", "password": "b:c"}, {"basic": b64("a:b:c")}),
-        ("a CA file", {"certificate-authority": "ca.crt"}, {}, {"ca_file": "DIR/ca.crt"}),
-        ("a CA inside", {"certificate-authority-data": b64("CA")}, {}, {"ca_data": b"CA"}),
-        ("another name", {"tls-server-name": "kube"}, {}, {"server_name": "kube"}),
-        ("no verification", {"insecure-skip-tls-verify": True}, {}, {"insecure": True}),
-        ("a path below the server", {"server": URL + "/k8s/c1/"}, {}, {"server": URL + "/k8s/c1"}),
-        ("an unknown field", {"extensions": []}, {"colour": "red"}, {}),
-    ],
+OF_CLUSTER = (
+    "server",
+    "certificate-authority",
+    "tls-server-name",
+    "insecure-skip-tls-verify",
+    "proxy-url",
+    "extensions",
 )
-def test_kubeconfig_is_read(tmp_path, name, cluster, user, expected):
-    path = write(tmp_path / "kc", cluster, user)
-    expected = {
-        field: value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
-        for field, value in expected.items()
-    }
-    base: dict[str, Any] = {"server": URL, "where": str(path), "user": "u"}
-    assert find_access(path) == Access(**(base | expected)), name
+
+
+def by_part(text: str) -> dict[str, dict[str, Any]]:
+    """Fields of a kubeconfig, in YAML without the outer braces, as those of its cluster and of its user."""
+    parts: dict[str, dict[str, Any]] = {"cluster": {}, "user": {}}
+    for name, value in yaml.safe_load("{" + text + "}").items():
+        parts["cluster" if name.startswith(OF_CLUSTER) else "user"][name] = value
+    return parts
+
+
+KUBECONFIGS = {
+    # fields of the cluster or the user, and those of the Access
+    'token: "t\\n"': {"token": "t"},
+    "tokenFile: tok": {"token_file": "DIR/tok"},
+    "tokenFile: /x/tok": {"token_file": "/x/tok"},
+    "client-certificate: pki/c.crt, client-key: pki/c.key": {"cert_file": "DIR/pki/c.crt", "key_file": "DIR/pki/c.key"},
+    f"client-certificate-data: {b64('C')}, client-key-data: {b64('K')}": {"cert_data": b"C", "key_data": b"K"},
+    "username: a, password: 'b:c'": {"basic": b64("a:b:c")},
+    "certificate-authority: ca.crt": {"ca_file": "DIR/ca.crt"},
+    f"certificate-authority-data: {b64('CA')}": {"ca_data": b"CA"},
+    "tls-server-name: kube": {"server_name": "kube"},
+    "insecure-skip-tls-verify: true": {"insecure": True},
+    f"server: {URL}/k8s/c1/": {"server": URL + "/k8s/c1"},
+    "extensions: [], colour: red": {},
+}
+
+
+@pytest.mark.parametrize("text", KUBECONFIGS)
+def test_kubeconfig_is_read(tmp_path, text):
+    path = write(tmp_path / "kc", **by_part(text))
+    expected: dict[str, Any] = {"server": URL, "where": str(path), "user": "u"} | KUBECONFIGS[text]
+    for field, value in expected.items():
+        if isinstance(value, str):
+            expected[field] = value.replace("DIR", str(tmp_path))
+    assert find_access(path) == Access(**expected)
 
 
 def test_current_context_selects_the_cluster(tmp_path):
@@ -162,22 +169,21 @@ def test_bad_kubeconfig_is_a_one_line_error_with_its_path(tmp_path, name, text, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "user", "error"),
-    [
-        ({"server": ""}, {}, "not the URL of an API server: ''"),
-        ({"server": "10.0.0.1:6443"}, {}, "write https://HOST:PORT"),
-        ({"server": "https://h:99999"}, {}, "not the URL of an API server: "),
-        ({"certificate-authority-data": "%"}, {}, "certificate-authority-data is not base64"),
-        ({"certificate-authority-data": "\u00e9"}, {}, "certificate-authority-data is not base64"),
-        ({"proxy-url": "http://p"}, {}, "sets proxy-url, which is not supported"),
-        ({}, {"as": "someone"}, "sets as, which is not supported"),
-    ],
-    ids=str,
-)
-def test_unusable_kubeconfig_is_refused(tmp_path, cluster, user, error):
-    with pytest.raises(ConfigError, match=error):
-        find_access(write(tmp_path / "kc", cluster, user))
+UNUSABLE = {
+    "server: ''": "not the URL of an API server: ''",
+    "server: '10.0.0.1:6443'": "write https://HOST:PORT",
+    "server: 'https://h:99999'": "not the URL of an API server: ",
+    "certificate-authority-data: '%'": "certificate-authority-data is not base64",
+    "certificate-authority-data: é": "certificate-authority-data is not base64",
+    "proxy-url: 'http://p'": "sets proxy-url, which is not supported",
+    "as: someone": "sets as, which is not supported",
+}
+
+
+@pytest.mark.parametrize("text", UNUSABLE)
+def test_unusable_kubeconfig_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=UNUSABLE[text]):
+        find_access(write(tmp_path / "kc", **by_part(text)))
 
 
 def test_missing_kubeconfig_is_an_error(tmp_path):
@@ -185,25 +191,20 @@ def test_missing_kubeconfig_is_an_error(tmp_path):
         find_access(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    ("cluster", "user", "error"),
-    [
-        ({"certificate-authority": "none"}, {}, "cannot use certificate-authority: No such file"),
-        ({"certificate-authority-data": b64("no PEM")}, {}, "cannot use certificate-authority"),
-        ({}, {"client-certificate": "none", "client-key": "none"}, "cannot use client-certificate"),
-        (
-            {},
-            {"client-certificate-data": b64("x"), "client-key-data": b64("y")},
-            "cannot use client-certificate or client-key",
-        ),
-        ({}, {"tokenFile": "none"}, "cannot read the token file: No such file"),
-        ({}, {"token": "two\nlines"}, "the token is empty or contains invalid characters"),
-    ],
-    ids=str,
-)
-def test_unreadable_credentials_are_an_error_at_start(tmp_path, cluster, user, error):
-    access = find_access(write(tmp_path / "kc", cluster, user))
-    with pytest.raises(ConfigError, match=error) as caught:
+UNREADABLE = {
+    "certificate-authority: none": "cannot use certificate-authority: No such file",
+    f"certificate-authority-data: {b64('no PEM')}": "cannot use certificate-authority",
+    "client-certificate: none, client-key: none": "cannot use client-certificate",
+    f"client-certificate-data: {b64('x')}, client-key-data: {b64('y')}": "cannot use client-certificate or client-key",
+    "tokenFile: none": "cannot read the token file: No such file",
+    'token: "two\\nlines"': "the token is empty or contains invalid characters",
+}
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_unreadable_credentials_are_an_error_at_start(tmp_path, text):
+    access = find_access(write(tmp_path / "kc", **by_part(text)))
+    with pytest.raises(ConfigError, match=UNREADABLE[text]) as caught:
         Cluster(access).check_credentials()
     assert str(tmp_path) in str(caught.value)
 
