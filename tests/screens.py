@@ -54,9 +54,9 @@ class Screen(NamedTuple):
 OBSERVE, TROUBLESHOOT = "docs/observe.md", "docs/troubleshoot.md"
 SCREENS = (
     Screen("demo", "kbpf demo", ("README.md",), columns=150),
-    Screen("service", "kbpf inspect service 10.96.0.10:80", (TROUBLESHOOT,), (OBSERVE,), 165),
-    Screen("trace", "kbpf trace default/client http://demo.default --confirm", ("README.md",), (OBSERVE,)),
-    Screen("failures", "kbpf inspect failures --since 10m", (TROUBLESHOOT,), (OBSERVE,), 160),
+    Screen("service", "kbpf inspect service 10.96.0.10:80", (OBSERVE, TROUBLESHOOT), (), 165),
+    Screen("trace", "kbpf trace default/client http://demo.default --confirm", ("README.md", OBSERVE)),
+    Screen("failures", "kbpf inspect failures --since 10m", (OBSERVE, TROUBLESHOOT), (), 160),
     Screen("monitor", "kbpf monitor --count 8", (), (OBSERVE,), 150),
     Screen("top", "kbpf top --once", (), (OBSERVE,)),
     Screen("top-clients", "kbpf top --once --by clients --interval 5s", (), (OBSERVE,)),
