@@ -81,8 +81,7 @@ def step(text: str) -> Step:
         return streamed(*lines(rest.removesuffix(last) if last in ENDS else rest), then=ENDS.get(last, Exchange.hang))
     if kind.startswith("list@"):
         objects, _, token = rest.partition("continue=")
-        body = {"metadata": {"resourceVersion": kind[5:], "continue": token}, "items": lines(objects)}
-        return lambda exchange: exchange.answer(200, body)
+        return listed(*lines(objects), version=kind[5:], token=token)
     return status(int(kind), rest)
 
 
@@ -94,6 +93,11 @@ def streamed(*sent: Any, then: Callable[[Exchange], None] = Exchange.hang) -> St
         then(exchange)
 
     return respond
+
+
+def listed(*objects: dict[str, Any], version: str = "100", token: str = "") -> Step:
+    meta = {"resourceVersion": version, "continue": token}
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": list(objects)})
 
 
 def status(code: int, message: str = "", **headers: str) -> Step:
