@@ -17,22 +17,12 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import FailingBackend
-from tests.programs.sockets.account import (
-    NOBODY,
-    UDP_PORT,
-    Bench,
-    fair,
-    quit_servers,
-    refused,
-    reset,
-    serve,
-    start,
-)
+from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, open_bench, refused, reset, start
 from tests.support.features import needs
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, Node, until
 from tests.support.packets.packets import icmp_error, udp
-from tests.support.plane import join_pod, sites, start_within, within
+from tests.support.plane import join_pod, within
 
 pytestmark = needs("tracing")
 FAIR, RUDE, DATAGRAMS = "10.96.0.1", "10.96.0.2", "10.96.0.4"
@@ -42,12 +32,8 @@ N = MIN_FAILURES
 
 @pytest.fixture(scope="module")
 def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
-    join_server = start_within(one, serve)
-    with sites(artifact_cache) as make:
-        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
-    until("the servers are ended", lambda: within(one, quit_servers))
-    join_server()
+    with open_bench(node, artifact_cache) as opened:
+        yield opened
 
 
 class Row(NamedTuple):
