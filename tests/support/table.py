@@ -13,7 +13,7 @@ def table(row: type[T], text: str) -> list[T]:
     of an enum's member, or text. Cells may be left out at the end of a line if the fields have defaults.
     """
     readers = [_reader(kind) for kind in get_type_hints(row).values()]
-    lines = (line.split(" | ") for line in text.splitlines() if line.strip())
+    lines = (f"{line} ".split(" | ") for line in text.splitlines() if line.strip())
     return [row(*(read(cell.strip()) for read, cell in zip(readers, cells, strict=False))) for cells in lines]
 
 
