@@ -45,6 +45,7 @@ from kbpf.takeover import conntrack_keepalive, detect
 from kbpf.takeover.detect import Detection, Responder
 from tests.support.faults.fake_ipvs import Node, fake_node, tcp
 from tests.support.plane import service
+from tests.support.table import table
 
 __all__ = ["fake_node"]
 
@@ -239,43 +240,67 @@ def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
 
 
 class End(NamedTuple):
-    """What happens to a Service with a short circuit to A and B and one connection to A through it.
-    Weights of the real servers of the virtual service by mark, while the connection exists (`busy`)
-    and once it has ended (`idle`); None: the virtual service is deleted.
+    """What becomes of a Service with a short circuit to A and B and one connection to A through it: its frontends,
+    policy, endpoints and, if they differ, those that serve. Weights of the real servers of the virtual service by
+    mark, while the connection exists (`busy`) and once it has ended (`idle`); deleted: it does not exist.
     """
 
     name: str
-    after: ServiceState | None
-    busy: dict[str, int] | None
-    idle: dict[str, int] | None = None
+    frontends: str
+    policy: str
+    to: str
+    busy: str
+    idle: str
+    serving: str = ""
 
 
 B = "10.244.1.3:80"
-FRONTENDS = f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80"
 UDP = Protocol.UDP
-BOTH_GO = service("m", FRONTENDS, f"{A} {B}", **LOCAL)
-BOTH_GO_UDP = service("m", FRONTENDS, f"{A} {B}", UDP, **LOCAL)
-ENDS = [
-    End("unchanged", BOTH_GO, {A: 1, B: 1}, {A: 1, B: 1}),
-    End("one endpoint is left", service("m", FRONTENDS, B, **LOCAL), {A: 0, B: 1}, {B: 1}),
-    End("no endpoint is left", service("m", FRONTENDS, **LOCAL), {A: 0}, {}),
-    End("no ready endpoint", service("m", FRONTENDS, serving=A, **LOCAL), {A: 0}, {}),
-    End("Cluster now", service("m", FRONTENDS, f"{A} {B}"), {A: 1, B: 1}),
-    End("Cluster now, one endpoint", service("m", FRONTENDS, B), {A: 0, B: 1}),
-    End("Cluster now, no endpoint", service("m", FRONTENDS), {A: 0}),
-    End(
-        "Cluster now, at another port",
-        service("m", f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80", A),
-        {A: 1},
-    ),
-    End("a ClusterIP alone", service("m", f"{VIP}:80", f"{A} {B}"), None),
-    End("deleted", None, None),
-    End("UDP, Cluster now", service("m", FRONTENDS, f"{A} {B}", UDP), {A: 1, B: 1}),
-    End("UDP, one stops serving", service("m", FRONTENDS, B, UDP, **LOCAL), {B: 1}, {B: 1}),
-    End("UDP, Cluster now, and it stops serving", service("m", FRONTENDS, B, UDP), None),
-    End("UDP, one is terminating", service("m", FRONTENDS, B, UDP, serving=f"{A} {B}", **LOCAL), {A: 0, B: 1}, {B: 1}),
-    End("UDP, none serves", service("m", FRONTENDS, "", UDP, **LOCAL), {}, {}),
-]
+FRONTENDS = {
+    "all": f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80",
+    "another port": f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80",
+    "ClusterIP": f"{VIP}:80",
+}
+ENDS = table(
+    End,
+    """
+unchanged                              | all          | Local   | A B  | A=1 B=1 | A=1 B=1
+one endpoint is left                   | all          | Local   | B    | A=0 B=1 | B=1
+no endpoint is left                    | all          | Local   | none | A=0     | none
+no ready endpoint                      | all          | Local   | none | A=0     | none | A
+Cluster now                            | all          | Cluster | A B  | A=1 B=1 | deleted
+Cluster now, one endpoint              | all          | Cluster | B    | A=0 B=1 | deleted
+Cluster now, no endpoint               | all          | Cluster | none | A=0     | deleted
+Cluster now, at another port           | another port | Cluster | A    | A=1     | deleted
+a ClusterIP alone                      | ClusterIP    | Cluster | A B  | deleted | deleted
+deleted                                | none         | Cluster | none | deleted | deleted
+UDP, Cluster now                       | all          | Cluster | A B  | A=1 B=1 | deleted
+UDP, one stops serving                 | all          | Local   | B    | B=1     | B=1
+UDP, Cluster now, and it stops serving | all          | Cluster | B    | deleted | deleted
+UDP, one is terminating                | all          | Local   | B    | A=0 B=1 | B=1  | A B
+UDP, none serves                       | all          | Local   | none | none    | none
+""",
+)
+
+
+def endpoints(names: str) -> str:
+    return " ".join({"A": A, "B": B}[name] for name in names.split() if name != "none")
+
+
+def marked(frontends: str = "all", policy: str = "Local", to: str = "A B", serving: str = "", udp: bool = False):
+    """The Service of a row."""
+    more: dict[str, Any] = {"external_local": policy == "Local"}
+    if serving:
+        more["serving"] = endpoints(serving)
+    return service("m", FRONTENDS[frontends], endpoints(to), UDP if udp else Protocol.TCP, **more)
+
+
+def weights(text: str) -> dict[str, int] | None:
+    pairs = (word.partition("=") for word in text.split() if word != "none")
+    return None if text == "deleted" else {endpoints(name): int(weight) for name, _, weight in pairs}
+
+
+BOTH_GO = marked()
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["", "and a restart"])
@@ -285,8 +310,10 @@ def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: 
     begins with the same or with another desired state.
     """
     node = fake_node
-    before = BOTH_GO_UDP if row.name.startswith("UDP") else BOTH_GO
-    first = () if row.after is None else (row.after,)
+    udp = row.name.startswith("UDP")
+    before = marked(udp=udp)
+    after = None if row.frontends == "none" else marked(row.frontends, row.policy, row.to, row.serving, udp)
+    first = () if after is None else (after,)
     node.start()
     node.apply(*first, nodes=NODE)
     goal = without_marks(node)
@@ -306,15 +333,15 @@ def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: 
             node.tick()
             node.plane.invalidate()
             node.apply(*first, nodes=NODE)
-            assert at_mark(node) == row.busy
+            assert at_mark(node) == weights(row.busy)
             assert {other.fwmark for other in node.ipvs.held} <= {0, one.fwmark}
             assert without_marks(node) == goal
         node.ipvs.connections.clear()
         node.tick()
         node.apply(*first, nodes=NODE)
-        assert at_mark(node) == row.idle
+        assert at_mark(node) == weights(row.idle)
         names = {name for name, _ in read(node)}
-        assert (row.idle is None) == names.isdisjoint((SetName.FWMARKS, SetName.OWN_FWMARKS))
+        assert (row.idle == "deleted") == names.isdisjoint((SetName.FWMARKS, SetName.OWN_FWMARKS))
 
 
 def test_policy_local_again_reuses_its_mark(fake_node: Node):
@@ -326,7 +353,7 @@ def test_policy_local_again_reuses_its_mark(fake_node: Node):
         (one,) = (one for one in node.ipvs.held if one.fwmark)
         (server, _) = node.ipvs.held[one][1]
         node.ipvs.connections[one, server] = (1, 0)
-        node.apply(service("m", FRONTENDS, A), nodes=NODE)
+        node.apply(marked(policy="Cluster", to="A"), nodes=NODE)
         node.tick()
         node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
         node.tick()
@@ -395,22 +422,15 @@ def listed(node: Node) -> list[str]:
     return sorted(node.run("nft", "list", "table", "inet", "kbpf").splitlines())
 
 
+@pytest.mark.parametrize("polled", [True, False], ids=["", "before the first poll"])
 @pytest.mark.parametrize("flush", FLUSHES.values(), ids=FLUSHES)
-def test_flushed_rules_are_restored(fake_node: Node, flush: str):
+def test_flushed_rules_are_restored(fake_node: Node, flush: str, polled: bool):
     fake_node.start()
     fake_node.apply(WEB, EMPTY)
-    fake_node.tick()
+    if polled:
+        fake_node.tick()
     before = listed(fake_node)
     fake_node.run("nft", flush)
-    fake_node.tick()
-    assert listed(fake_node) == before
-
-
-def test_flush_before_the_first_poll_is_restored(fake_node: Node):
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
-    before = listed(fake_node)
-    fake_node.run("nft", "flush", "table", "inet", "kbpf")
     fake_node.tick()
     assert listed(fake_node) == before
 
@@ -650,29 +670,35 @@ def test_check_reports_a_closed_input_chain(fake_node: Node, table: str, closed:
     assert bool(row.advice) is bool(closed)
 
 
-NEEDS_SCHEDULER = "IPVS scheduler rr"
-TRIED = [
-    ("IPVS", {}, "yes", ""),
-    (NEEDS_SCHEDULER, {}, "yes", "rr, wrr, mh, sh"),
-    ("dummy devices", {}, "yes", "loaded"),
-    ("IPVS scheduler mh", {"without": "mh"}, "no", "no module ip_vs_mh"),
-    ("IPVS", {"ipvs": False}, "no", "no modprobe is installed here"),
-    (NEEDS_SCHEDULER, {"ipvs": False}, "unknown", "no modprobe to ask"),
-    (NEEDS_SCHEDULER, {"sandbox": False}, "unknown", "no modprobe to ask"),
-    ("dummy devices", {"sandbox": False}, "unknown", "no modprobe to ask"),
-    (NEEDS_SCHEDULER, {"sandbox": False, "loaded": "ip_vs_rr"}, "yes", "rr"),
-]
+class Tried(NamedTuple):
+    """A row of `kbpf check` on a node that `lacks` something, or has a module `loaded`."""
+
+    row: str
+    result: str
+    detail: str
+    lacks: str = ""
+    loaded: str = "another"
 
 
-@pytest.mark.parametrize(("name", "case", "result", "detail"), TRIED)
+TRIED = table(
+    Tried,
+    """
+IPVS              | yes |
+IPVS scheduler rr | yes     | rr, wrr, mh, sh
+dummy devices     | yes     | loaded
+IPVS scheduler mh | no      | no module ip_vs_mh            | mh
+IPVS              | no      | no modprobe is installed here | IPVS
+IPVS scheduler rr | unknown | no modprobe to ask            | IPVS
+IPVS scheduler rr | unknown | no modprobe to ask            | sandboxes
+dummy devices     | unknown | no modprobe to ask            | sandboxes
+IPVS scheduler rr | yes     | rr                            | sandboxes | ip_vs_rr
+""",
+)
+
+
+@pytest.mark.parametrize("row", TRIED, ids=lambda row: f"{row.row} {row.lacks}".strip())
 def test_check_without_modprobe_tries_the_modules(
-    fake_node: Node,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    case: dict[str, Any],
-    result: str,
-    detail: str,
+    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Tried
 ):
     """As in our own image, which has no modprobe: the kernel loads a module when it is used."""
 
@@ -681,16 +707,15 @@ def test_check_without_modprobe_tries_the_modules(
 
     monkeypatch.setattr(modules, "find_modprobe", lambda: None)
     monkeypatch.setattr(modules, "SYS_MODULE", tmp_path)
-    (tmp_path / case.get("loaded", "another")).mkdir()
-    missing = case.get("without")
-    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == missing else 0
-    if not case.get("ipvs", True):
+    (tmp_path / row.loaded).mkdir()
+    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == row.lacks else 0
+    if row.lacks == "IPVS":
         monkeypatch.setattr(IpvsClient, "__init__", broken)
-    if not case.get("sandbox", True):
+    if row.lacks == "sandboxes":
         monkeypatch.setattr(sandbox, "run", broken)
-    row = check_row(fake_node, name)
-    assert (row.result, detail in row.detail) == (result, True)
-    assert bool(row.advice) is (result == "no")
+    shown = check_row(fake_node, row.row)
+    assert (shown.result, row.detail in shown.detail) == (row.result, True)
+    assert bool(shown.advice) is (row.result == "no")
     assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried in a sandbox"
 
 
@@ -730,8 +755,8 @@ def test_check_reports_missing_python3_nftables(fake_node: Node, monkeypatch: py
 
 
 BRIDGES = [
-    ("", None, "yes", "no bridge on this node"),
-    ("br0/bridge", None, "no", "br_netfilter is not loaded"),
+    ("", "", "yes", "no bridge on this node"),
+    ("br0/bridge", "", "no", "br_netfilter is not loaded"),
     ("br0/bridge", "0", "no", "bridge-nf-call-iptables is 0"),
     ("br0/bridge", "1", "yes", "bridge-nf-call-iptables is 1"),
 ]
@@ -739,17 +764,11 @@ BRIDGES = [
 
 @pytest.mark.parametrize(("bridge", "calls", "result", "detail"), BRIDGES)
 def test_check_reports_bridged_replies(
-    fake_node: Node,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bridge: str,
-    calls: str | None,
-    result: str,
-    detail: str,
+    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bridge: str, calls: str, result: str, detail: str
 ):
     setting = tmp_path / ipvs.BRIDGE_NF_CALL_IPTABLES.name
     (tmp_path / "net" / bridge).mkdir(parents=True)
-    if calls is not None:
+    if calls:
         setting.write_text(f"{calls}\n")
     monkeypatch.setattr(ipvs, "SYS_CLASS_NET", tmp_path / "net")
     monkeypatch.setattr(ipvs, "BRIDGE_NF_CALL_IPTABLES", setting)

@@ -136,11 +136,11 @@ class Flows:
     def talk(self, port: int, script: str) -> None:
         """Sends packets of the client's flow with this port. "?" and "<!" are datagrams, "<" marks
         packets of the backend, other words are TCP segments as in packets.Talk ("|": it
-        does not reach the other end), and "3s" lets three seconds pass.
+        does not reach the other end), "3s" lets three seconds pass, and "LIVES" is a handshake and data both ways.
         """
         own, vip = client(port), VIPS[self.kind]
         seen = own
-        for word in script.split():
+        for word in script.replace("LIVES", LIVES).split():
             if word.endswith("s"):
                 self.age(port, int(word[:-1]) * 10**9)
                 continue
