@@ -33,6 +33,7 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_ARRAY_OF_MAPS
+from kbpf.kernel.net import links
 from kbpf.kernel.system import netns
 from kbpf.model.address import Addr, family_of, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config, MapSizes
@@ -350,6 +351,18 @@ def join_pod(parent: Path, uid: str, container: str = "c1") -> None:
     folder = parent / "kubepods" / f"pod{uid}" / container
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextlib.contextmanager
+def network(prefix: str) -> Iterator[str]:
+    """A network namespace with a loopback device; yields its name, which begins like this."""
+    name = f"{prefix}{os.getpid()}"
+    links.create_namespace(name)
+    try:
+        ip("link set lo up", netns=name)
+        yield name
+    finally:
+        links.remove_namespace(name)
 
 
 LOCAL = tuple(f"10.99.0.{i}" for i in range(1, 61))

@@ -33,22 +33,27 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.objects import Algorithm, Cidr, Protocol
-from tests.support.plane import Site, desired, flush, service, sites, split
+from kbpf.model.objects import Cidr, Protocol
+from tests.support.plane import Site, desired, flush, service, services, sites, split
 
 A, B, C = (f"10.244.0.{i}:8080" for i in range(1, 4))
 WEB, KEPT, TABLE, OTHER = (f"10.96.0.{i}:80" for i in (1, 2, 4, 5))
 VIP = "192.0.2.1:80"
 NODE = "192.0.2.9"
 WORLD = desired(
-    service("web", f"{WEB} NodePort=0.0.0.0:30080", f"{A} {B}"),
-    service("kept", KEPT, f"{A} {C}", affinity_timeout=60),
-    service("dns", "10.96.0.3:53", A, Protocol.UDP, serving=f"{A} {B}"),
-    service("guarded", f"LoadBalancer={VIP}", A, ranges="10.0.0.0/8 192.0.2.0/24"),
-    service("maglev", TABLE, f"{A} {B}", algorithm=Algorithm.MAGLEV),
-    service("weighted", OTHER, f"{A} {B} {C}", cluster_weights=(1, 2, 3)),
-    service("near", "10.96.0.6:80", f"{A} {B}", local=A, internal_local=True),
-    service("empty", "10.96.0.7:80"),
+    *services(
+        """
+        web      10.96.0.1:80 NodePort=0.0.0.0:30080 -> A B
+        kept     10.96.0.2:80 -> A C affinity=60
+        dns:UDP  10.96.0.3:53 -> A serving=A,B
+        guarded  LoadBalancer=192.0.2.1:80 -> A ranges=10.0.0.0/8,192.0.2.0/24
+        maglev   10.96.0.4:80 -> A B algorithm=MAGLEV
+        weighted 10.96.0.5:80 -> A B C cluster_weights=1,2,3
+        near     10.96.0.6:80 -> A B local=A internal=Local
+        empty    10.96.0.7:80
+        """,
+        {"A": A, "B": B, "C": C},
+    ),
     nodes=NODE,
 )
 LOST = "10.96.0.99:99"
@@ -58,9 +63,7 @@ LOST = "10.96.0.99:99"
 def world(artifact_cache: Path) -> Iterator[tuple[Site, Config]]:
     with sites(artifact_cache) as make:
         site = make()
-        plane = site.open()
-        plane.apply(WORLD, None)
-        flush(plane)
+        plane = site.start(WORLD)
         yield site, plane._config
 
 
