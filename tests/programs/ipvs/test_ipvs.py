@@ -8,7 +8,6 @@ import errno
 import json
 import socket
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,12 +33,12 @@ from kbpf.kernel.net.ipvs import (
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.config import IPVS_DEVICE, Config, IpvsTimeoutSettings, LocalMode
-from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.desired import ServiceState
 from kbpf.model.metrics import ConnectionStats
-from kbpf.model.objects import Algorithm, Cidr, Protocol
+from kbpf.model.objects import Cidr, Protocol
 from tests.support.features import needs
 from tests.support.lab.lab import Lab, Place, ip, run, until
-from tests.support.plane import desired, service
+from tests.support.plane import desired, service, services
 from tests.support.table import table
 
 T = TypeVar("T")
@@ -111,17 +110,13 @@ class Bench:
         requests = [IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, one) for one in virtual]
         self.ipvs(lambda face: face.apply(requests, (errno.ESRCH,)))
 
-    def state(self, *services: ServiceState, **more: Any) -> DesiredState:
-        return msgspec.structs.replace(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), **more)
-
-    def apply(self, *services: ServiceState, sound: bool = True, **more: Any) -> Report:
+    def apply(self, *services: ServiceState, **more: Any) -> Report:
         """Programs exactly these Services."""
-        wanted = self.state(*services, **more)
-        return self.do(lambda: self.plane.apply(wanted, None, sound))
+        wanted = msgspec.structs.replace(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), **more)
+        return self.do(lambda: self.plane.apply(wanted, None))
 
     def kernel(self) -> dict[str, dict[str, int]]:
         """Virtual services, and the weights of their real servers."""
-
         return self.ipvs(
             lambda face: {
                 str(s): {str(load.server): load.weight for load in face.list_servers(s)}
@@ -167,34 +162,34 @@ class Row(NamedTuple):
 REFUSED, DROPPED = "ECONNREFUSED", "timeout"
 
 
-def services(bench: Bench) -> list[ServiceState]:
-    two, one = a_and_b(bench, 8080), f"{bench.a.ip}:8080"
-    v6 = a_and_b(bench, 8080, True)
-    udp, udp6 = a_and_b(bench, 5353), a_and_b(bench, 5353, True)
-    return [
-        service("web", f"{VIP4}:80 NodePort=0.0.0.0:30080 LoadBalancer={LB4}:80", two),
-        service("web6", f"[{VIP6}]:80 NodePort=[::]:30080", v6),
-        service("dns", f"{VIP4}:53 NodePort=0.0.0.0:30053", udp, protocol=UDP),
-        service("dns6", f"[{VIP6}]:53", udp6, protocol=UDP),
-        service("empty", f"{VIP4}:81 NodePort=0.0.0.0:30081 LoadBalancer={LB4}:81", ""),
-        service("empty6", f"[{VIP6}]:81", ""),
-        service("emptyu", f"{VIP4}:82", "", protocol=UDP),
-        service("inner", f"{VIP4}:83", two, internal_local=True, local=""),
-        service(
-            "outer", f"{VIP4}:84 NodePort=0.0.0.0:30084 LoadBalancer={LB4}:84", two, external_local=True, local=one
-        ),
-        service("none", f"{VIP4}:85 NodePort=0.0.0.0:30085 LoadBalancer={LB4}:85", two, external_local=True, local=""),
-        service(
-            "ranges", f"{VIP4}:86 LoadBalancer={LB4}:86 ExternalIP={EXT4}:86", two, ranges="198.18.0.1/32 10.244.1.2/32"
-        ),
-        service("self", f"{VIP4}:87 LoadBalancer={LB4}:87", one),
-        service("sticky", f"{VIP4}:88 LoadBalancer={LB4}:88", two, affinity_timeout=100),
-        service("stuck", f"{VIP4}:89 LoadBalancer={LB4}:89", two, affinity_timeout=100, external_local=True, local=""),
-        service("maglev", f"{VIP4}:90", two, algorithm=Algorithm.MAGLEV),
-        service("weighty", f"{VIP4}:91", two, cluster_weights=(3, 1)),
-        service("ports", f"{VIP4}:92 NodePort=0.0.0.0:30092", two, external_local=True, local=one),
-        service("ports6", f"[{VIP6}]:92 NodePort=[::]:30092", v6, external_local=True, local=""),
-    ]
+SERVICES = """
+web     10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80 -> A B
+web6    [fd00:96::1]:80 NodePort=[::]:30080 -> A6 B6
+dns:UDP 10.96.0.1:53 NodePort=0.0.0.0:30053 -> DNS-A DNS-B
+dns6:UDP [fd00:96::1]:53 -> DNS-A6 DNS-B6
+empty   10.96.0.1:81 NodePort=0.0.0.0:30081 LoadBalancer=192.0.2.1:81
+empty6  [fd00:96::1]:81
+emptyu:UDP 10.96.0.1:82
+inner   10.96.0.1:83 -> A B internal=Local
+outer   10.96.0.1:84 NodePort=0.0.0.0:30084 LoadBalancer=192.0.2.1:84 -> A B local=A external=Local
+none    10.96.0.1:85 NodePort=0.0.0.0:30085 LoadBalancer=192.0.2.1:85 -> A B external=Local
+ranges  10.96.0.1:86 LoadBalancer=192.0.2.1:86 ExternalIP=192.0.2.2:86 -> A B ranges=198.18.0.1/32,10.244.1.2/32
+self    10.96.0.1:87 LoadBalancer=192.0.2.1:87 -> A
+sticky  10.96.0.1:88 LoadBalancer=192.0.2.1:88 -> A B affinity=100
+stuck   10.96.0.1:89 LoadBalancer=192.0.2.1:89 -> A B affinity=100 external=Local
+maglev  10.96.0.1:90 -> A B algorithm=MAGLEV
+weighty 10.96.0.1:91 -> A B cluster_weights=3,1
+ports   10.96.0.1:92 NodePort=0.0.0.0:30092 -> A B local=A external=Local
+ports6  [fd00:96::1]:92 NodePort=[::]:30092 -> A6 B6 external=Local
+"""
+
+
+def all_services(bench: Bench) -> list[ServiceState]:
+    names = {}
+    for name, pod in (("A", bench.a), ("B", bench.b)):
+        names |= {name: f"{pod.ip}:8080", f"{name}6": f"[{pod.ip6}]:8080"}
+        names |= {f"DNS-{name}": f"{pod.ip}:5353", f"DNS-{name}6": f"[{pod.ip6}]:5353"}
+    return services(SERVICES, names)
 
 
 NODE, NODE6 = "198.18.0.1", "fd00:198:18::1"
@@ -260,7 +255,7 @@ weights                                  | outside | 10.96.0.1:91         | a b 
 @pytest.fixture(scope="module")
 def applied(bench: Bench) -> Bench:
     bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
-    bench.apply(*services(bench), local_networks=(PODS4, PODS6))
+    bench.apply(*all_services(bench), local_networks=(PODS4, PODS6))
     return bench
 
 
@@ -556,7 +551,7 @@ def test_strict_arp_answers_no_arp_for_virtual_addresses(applied: Bench):
 
     try:
         bench.start(strict_arp=True)
-        bench.apply(*services(bench))
+        bench.apply(*all_services(bench))
         assert bench.do(lambda: [sysctl.read(name) for name in settings]) == ["1", "2"]
         assert answer() == "EHOSTUNREACH"
         bench.do(lambda: [sysctl.write(name, "0") for name in settings])
@@ -597,7 +592,7 @@ def test_connection_timeouts_are_set(applied: Bench):
 def test_flushed_virtual_services_are_restored(applied: Bench):
     bench = applied
     bench.start()
-    bench.apply(*services(bench))
+    bench.apply(*all_services(bench))
     before = bench.kernel()
 
     def serves() -> bool:
@@ -712,11 +707,11 @@ def test_masquerade_source_is_the_kernels_choice(applied: Bench, v6: bool):
 
 def test_table_flushed_before_a_start_is_restored(applied: Bench):
     bench = applied
-    bench.apply(*services(bench))
+    bench.apply(*all_services(bench))
     before = bench.kernel()
     bench.nft("flush", "ruleset")
     bench.start()
-    bench.apply(*services(bench))
+    bench.apply(*all_services(bench))
     assert {k: v for k, v in bench.kernel().items() if "mark" not in k}.items() <= before.items()
     assert bench.outside.tcp(LB4, 80)["client"] in OWN
     assert bench.outside.tcp(VIP4, 81)["error"] == REFUSED
@@ -725,7 +720,7 @@ def test_table_flushed_before_a_start_is_restored(applied: Bench):
 def test_replies_pass_a_closed_forward_chain(applied: Bench):
     """Packets to backends are accepted by mark; replies need the rule in FORWARD."""
     bench = applied
-    bench.apply(*services(bench))
+    bench.apply(*all_services(bench))
     base = "type filter hook forward priority 0; policy drop;"
     closed = f"table ip filter {{ chain FORWARD {{ {base}\n}}\n}}\n"
     bench.nft("-f", "-", stdin=closed)
@@ -748,12 +743,12 @@ def test_restart_changes_nothing(applied: Bench):
     ats = ((NODE, 30092), (NODE6, 30092), (NODE, 30084), (LB4, 84))
     dials = [(place, *at) for place in (bench.node.host, bench.b) for at in ats]
     bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
-    bench.apply(*services(bench), **more)
+    bench.apply(*all_services(bench), **more)
     kept = [place.tcp(host, port, keep=f"r{i}").get("name") for i, (place, host, port) in enumerate(dials)]
     assert {*kept} <= {"a", "b"}, kept
     bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
     elements, kernel = bench.do(bench.plane._read_elements), bench.kernel()
-    assert bench.apply(*services(bench), **more).writes == {}
+    assert bench.apply(*all_services(bench), **more).writes == {}
     assert bench.do(bench.plane._read_elements) == elements
     assert bench.kernel() == kernel
     for i, (place, *_) in enumerate(dials):
@@ -763,93 +758,10 @@ def test_restart_changes_nothing(applied: Bench):
 
 def test_remove_leaves_nothing(applied: Bench):
     bench = applied
-    bench.apply(*services(bench))
+    bench.apply(*all_services(bench))
     assert IPVS_DEVICE in bench.kernel_state()
     assert "kbpf" in bench.kernel_state()
     bench.remove()
     assert bench.kernel_state() == ""
     assert not list(bench.folder.rglob("*"))
-    bench.start()
-
-
-SERVICE = """
-apiVersion: v1
-kind: Service
-metadata: {name: web, namespace: default}
-spec:
-  type: NodePort
-  clusterIP: 10.96.0.1
-  clusterIPs: [10.96.0.1]
-  ipFamilies: [IPv4]
-  ports: [{name: http, port: 80, nodePort: 30080, protocol: TCP}]
----
-apiVersion: discovery.k8s.io/v1
-kind: EndpointSlice
-metadata: {name: web-1, namespace: default, labels: {kubernetes.io/service-name: web}}
-addressType: IPv4
-ports: [{name: http, port: 8080, protocol: TCP}]
-endpoints: [{addresses: [POD], conditions: {ready: true}}]
----
-apiVersion: v1
-kind: Node
-metadata: {name: node-1}
-status: {addresses: [{type: InternalIP, address: 198.18.0.1}]}
-"""
-
-
-def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tmp_path: Path):
-    """`kbpf run --mode ipvs` serves, follows a change and survives a kill; cleanup removes all."""
-    bench = applied
-    bench.remove()
-    folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
-    folder.mkdir()
-    where = ("--state-dir", str(bench.folder), "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")
-    enter = ("nsenter", f"--net=/run/netns/{bench.node.netns}")
-    kbpf = (*enter, sys.executable, "-m", "kbpf")
-
-    def objects(pod: Place) -> None:
-        new = tmp_path / "new.yaml"
-        new.write_text(SERVICE.replace("POD", pod.ip))
-        new.rename(folder / "all.yaml")
-
-    def agent() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            [*kbpf, "run", "--mode", "ipvs", "--source", str(folder), "--hostname-override", "node-1", *where],
-            stderr=log,
-        )
-
-    def names(host: str, port: int, timeout: float = 30.0) -> set[str]:
-        return {str(bench.outside.tcp(host, port, timeout=timeout).get("name")) for _ in range(3)}
-
-    objects(bench.a)
-    first = agent()
-    try:
-        until("a serves", lambda: names(VIP4, 80, 1.0) == {"a"})
-        assert names(NODE, 30080) == {"a"}
-        objects(bench.b)
-        until("b serves", lambda: names(VIP4, 80, 1.0) == {"b"})
-    finally:
-        first.kill()
-        first.wait()
-    assert bench.outside.tcp(VIP4, 80, keep="lives")["name"] == "b"
-    inspect = ("inspect", "service", "web", "-o", "json", *where)
-    (row,) = json.loads(run(*kbpf, *inspect))["items"]
-    assert [f["kind"] for f in row["service"]["frontends"]] == ["ClusterIP", "NodePort"]
-    (one,) = row["cluster"]
-    assert [backend["address"] for backend in one["backends"]] == [bench.b.ip]
-    rows = json.loads(run(*kbpf, "inspect", "connections", "--service", "web", "-o", "json", *where))["items"]
-    assert {row["backend"] for row in rows} >= {f"{bench.b.ip}:8080"}
-    bench.outside.ask("drop", keep="lives")
-    objects(bench.a)
-    second = agent()
-    try:
-        until("a serves again", lambda: names(NODE, 30080, 1.0) == {"a"})
-        status = json.loads(run(*kbpf, "inspect", "status", "-o", "json", *where))
-        assert (status["ok"], status["mode"], status["mode_requested"]) == (True, "ipvs", "ipvs")
-    finally:
-        second.terminate()
-        assert second.wait(60) == 0
-    assert names(NODE, 30080) == {"a"}
-    run(*kbpf, "cleanup", *where)
-    assert bench.kernel_state() == ""
     bench.start()
