@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Accounting
-from kbpf.model.objects import Protocol
+from kbpf.model.desired import DesiredState
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, Node, Place, until
-from tests.support.plane import Site, desired, service, sites, start_within, within
+from tests.support.plane import Site, desired, services, sites, start_within, within
 
 FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
 REQUEST, REPLY = b"q" * 1_234, b"a" * 56_789
-UDP = Protocol.UDP
 TCP_CLOSING = 11
 FLOOD = 400
 
@@ -106,20 +105,23 @@ def quit_servers() -> bool:
         return s.connect_ex(("127.0.0.1", QUIT)) == 0
 
 
-def world(bench: Bench):
-    one, one6 = bench.one.ip, bench.one.ip6
-    return desired(
-        service("fair", "10.96.0.1:80", f"{one}:{FAIR}"),
-        service("fair6", "[fd00:96::1]:80", f"[{one6}]:{FAIR}"),
-        service("rude", "10.96.0.2:80", f"{one}:{RUDE}"),
-        service("first", "10.96.0.3:80", f"{one}:{FIRST}"),
-        service("dns", "10.96.0.4:53", f"{one}:{UDP_PORT}", UDP),
-        service("refusing", "10.96.0.5:80", f"{one}:{NOBODY}"),
-        service("silent", "10.96.0.6:80", "192.0.2.99:80"),
-        service("empty", "10.96.0.7:80"),
-        service("names", "10.96.0.9:80", f"{bench.two.ip}:8080"),
-        service("elsewhere", "10.96.0.8:80", f"{one}:{FAIR}", internal_local=True),
-    )
+SERVICES = """
+fair      10.96.0.1:80 -> one:9000
+fair6     [fd00:96::1]:80 -> one6:9000
+rude      10.96.0.2:80 -> one:9001
+first     10.96.0.3:80 -> one:9002
+dns:UDP   10.96.0.4:53 -> one:9003
+refusing  10.96.0.5:80 -> one:9009
+silent    10.96.0.6:80 -> 192.0.2.99:80
+empty     10.96.0.7:80
+elsewhere 10.96.0.8:80 -> one:9000 internal=Local
+names     10.96.0.9:80 -> two:8080
+"""
+
+
+def world(bench: Bench) -> DesiredState:
+    text = SERVICES.replace("one6", f"[{bench.one.ip6}]").replace("one", bench.one.ip).replace("two", bench.two.ip)
+    return desired(*services(text, {}))
 
 
 def start(bench: Bench, accounting: Accounting = Accounting.FULL, **more: object) -> BpfPlane:

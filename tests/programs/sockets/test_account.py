@@ -49,11 +49,12 @@ from kbpf.kernel.net import dial
 from kbpf.model.address import format_endpoint
 from kbpf.model.config import Accounting, Config, MapSizes, Serving
 from kbpf.model.metrics import ConnectionStats, Latency, ServiceLatencies
+from kbpf.model.objects import Protocol
 from kbpf.serve.kbpf_metrics import format_traffic
 from kbpf.views import service as view
 from kbpf.views import top
 from kbpf.views.top import By
-from tests.programs.sockets.account import FAIR, REPLY, REQUEST, UDP, Bench, fair, open_bench, refused, start
+from tests.programs.sockets.account import FAIR, REPLY, REQUEST, Bench, fair, open_bench, refused, start
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, until
 from tests.support.plane import Site, desired, flush, service, within
@@ -281,9 +282,13 @@ def make_collector(
     return MapCollector(Pins(site.pins), config, clock)
 
 
-def put_stats(site: Site, service_id: int, backend: int, total: ConnectionStats) -> None:
+def put_stats(site: Site, name: str | int, backend: str | int, **total: int) -> None:
+    """The counters of a Service (its name, or an id) and a backend (its port, or an id) become these."""
+    services, backends = ids(site)
+    service_id = services[name] if isinstance(name, str) else name
+    key = U32_PAIR.pack(service_id, backends[backend] if isinstance(backend, str) else backend)
     with site.pinned("counts") as counts:
-        counts.update(U32_PAIR.pack(service_id, backend), COUNTS.pack(*total))
+        counts.update(key, COUNTS.pack(*ConnectionStats(**total)))
 
 
 def empty(site: Site, name: str) -> None:
@@ -310,10 +315,10 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
     web = services["web"]
-    put_stats(site, web, backends["8081"], ConnectionStats(opened=5, bytes_in=10, rtts=1))
-    put_stats(site, web, backends["8082"], ConnectionStats(opened=7, reset=2))
-    put_stats(site, web, NO_BACKEND, ConnectionStats(no_endpoint=3))
-    put_stats(site, web, REMOVED_BACKENDS, ConnectionStats(opened=100))
+    put_stats(site, "web", "8081", opened=5, bytes_in=10, rtts=1)
+    put_stats(site, "web", "8082", opened=7, reset=2)
+    put_stats(site, "web", NO_BACKEND, no_endpoint=3)
+    put_stats(site, "web", REMOVED_BACKENDS, opened=100)
     with site.pinned("sock_peers") as peers, socket.socket() as own:
         key = own.fileno().to_bytes(4, "little")
         peers.update(key, PEER.pack(1, b"", b"", web, backends["8082"]))
@@ -330,7 +335,7 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
 
 @needs("tracing")
 def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
-    many = [service(f"evil/s{n}", f"10.96.1.{n}:53", "127.0.1.9:53", UDP) for n in range(9)]
+    many = [service(f"evil/s{n}", f"10.96.1.{n}:53", "127.0.1.9:53", Protocol.UDP) for n in range(9)]
     site.open().apply(desired(*many, service("shop/web", "10.96.0.1:80", "127.0.1.1:8081")), None)
 
     def press() -> None:
@@ -358,8 +363,8 @@ def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
         yield
 
     site.open().apply(desired(WEB), None)
-    services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
+    services, _ = ids(site)
+    put_stats(site, "web", "8081", opened=5)
     monkeypatch.setattr(ConnectionCount, "add", fake_add)
     stats = make_collector(site, backend_series=1).count(lambda: None)
     assert stats.connections == (None if silent else ((name_of("web"), len(COUNTED_MAPS)),))
@@ -374,9 +379,9 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
     plane.apply(desired(WEB, other), None)
     services, backends = ids(site)
     for number in ("8081", "8082"):
-        put_stats(site, services["web"], backends[number], ConnectionStats(opened=1, bytes_out=10))
-    put_stats(site, services["web"], NO_BACKEND, ConnectionStats(no_endpoint=3))
-    put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=1))
+        put_stats(site, "web", number, opened=1, bytes_out=10)
+    put_stats(site, "web", NO_BACKEND, no_endpoint=3)
+    put_stats(site, "other", "8083", opened=1)
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
     flush(plane)
     now = [0.0]
@@ -389,7 +394,7 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S
     # a connection that ended late
-    put_stats(site, services["web"], backends["8082"], ConnectionStats(opened=4))
+    put_stats(site, "web", backends["8082"], opened=4)
     wanted = {name_of("web"): ConnectionStats(opened=6, no_endpoint=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
@@ -405,7 +410,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     """Its name did not exist yet when names were read, but the Service is not a deleted one."""
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=1))
+    put_stats(site, "web", "8081", opened=1)
     now, calls = [0.0], [0]
     reader = make_collector(site, lambda: now[0])
     new = services["web"] + 1
@@ -413,7 +418,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     def pause() -> None:
         calls[0] += 1
         if calls[0] == last:
-            put_stats(site, new, backends["8081"], ConnectionStats(opened=1))
+            put_stats(site, new, "8081", opened=1)
 
     last = 0
     reader.count(pause)
@@ -425,8 +430,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
 
 def test_totals_outlive_the_agent(site: Site):
     site.open().apply(desired(WEB), None)
-    services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
+    put_stats(site, "web", "8081", opened=5)
     plane = site.open()
     plane.apply(desired(WEB), None)
     assert dict(plane.shared.count_traffic(lambda: None).totals) == {name_of("web"): ConnectionStats(opened=5)}
@@ -448,11 +452,10 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     site, limit = bench.site, 100
     sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
     start(bench, sizes=sizes)
-    names, _ = ids(site)
     empty(site, "counts")
-    put_stats(site, names["dns"], 2_000_000, ConnectionStats(opened=7))
+    put_stats(site, "dns", 2_000_000, opened=7)
     for number in range(1, limit):
-        put_stats(site, names["fair"], 1_000_000 + number, ConnectionStats(opened=1))
+        put_stats(site, "fair", 1_000_000 + number, opened=1)
     bench.act("reset", "10.96.0.2:80")
     assert len(site.entries("counts")) == limit, "new pairs are not counted"
     config = Config(sizes=sizes, system_namespaces=())
@@ -566,15 +569,15 @@ def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
     site.open().apply(desired(WEB, other, tenant), None)
-    services, backends = ids(site)
+    services, _ = ids(site)
     counts = (0, 2) + (0,) * 21 + (1,)
     with site.pinned("latencies") as latencies:
         raw = LATENCIES.pack(LATENCY.pack(struct.pack("=24Q", *counts), 70_500_000_000), bytes(LATENCY.size))
         for name in ("web", "other", "third"):
             latencies.update(U32.pack(services[name]), raw)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
-    put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=4))
-    put_stats(site, services["third"], backends["8084"], ConnectionStats(opened=1))
+    put_stats(site, "web", "8081", opened=5)
+    put_stats(site, "other", "8083", opened=4)
+    put_stats(site, "third", "8084", opened=1)
     third = ("tenant", "third", "", "TCP")
     expected = ServiceLatencies(Latency(counts, 70.5))
     for series, names in enumerate([set(), {name_of("web")}, {name_of("web"), third}]):
