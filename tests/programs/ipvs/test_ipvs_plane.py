@@ -39,15 +39,12 @@ from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.config import IPVS_DEVICE, IpvsTimeoutSettings
-from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive, detect
 from kbpf.takeover.detect import Detection, Responder
-from tests.support.faults.fake_ipvs import Node, fake_node, tcp
-from tests.support.plane import service
+from tests.support.faults.fake_ipvs import Node, tcp
+from tests.support.plane import service, services
 from tests.support.table import table
-
-__all__ = ["fake_node"]
 
 VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXY_DEVICE
 
@@ -160,38 +157,28 @@ def test_address_of_the_node_is_not_added_to_the_device(fake_node: Node):
 # ---- firewall marks of short circuits ------------------------------------------------------------
 
 NODE, A = "198.18.0.1", "10.244.1.2:80"
-LOCAL = {"external_local": True}
+NAMES = {"VIP": f"{VIP}:80", "PORT": "NodePort=0.0.0.0:30080", "A": A, "A6": "[fd00:244::2]:80", "B": "10.244.1.3:80"}
 MARKED = {
-    "a NodePort alone": [service("p", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL)],
-    "IPv6": [service("p", f"[{VIP6}]:80 NodePort=[::]:30080", "[fd00:244::2]:80", **LOCAL)],
-    "both families, TCP and UDP": [
-        service("p4", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
-        service("p6", f"[{VIP6}]:80 NodePort=[::]:30080", "[fd00:244::2]:80", **LOCAL),
-        service("u4", f"{VIP}:80 NodePort=0.0.0.0:30080", A, Protocol.UDP, **LOCAL),
-    ],
-    "an exact frontend meets a NodePort": [
-        service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
-        service("a", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
-    ],
-    "the exact frontend has a lower name": [
-        service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
-        service("z", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
-    ],
-    "all kinds": [
-        service(
-            "all", f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80 ExternalIP=192.0.2.2:80", A, **LOCAL
-        ),
-        service("other", "10.96.0.2:80 LoadBalancer=192.0.2.3:80", A, **LOCAL),
-    ],
+    "a NodePort alone": "p VIP PORT -> A external=Local",
+    "IPv6": "p [fd00:96::1]:80 NodePort=[::]:30080 -> A6 external=Local",
+    "both families, TCP and UDP": """p4 VIP PORT -> A external=Local
+        p6 [fd00:96::1]:80 NodePort=[::]:30080 -> A6 external=Local
+        u4:UDP VIP PORT -> A external=Local""",
+    "an exact frontend meets a NodePort": """a VIP PORT -> A external=Local
+        exact 10.96.0.2:30080 ExternalIP=198.18.0.1:30080 -> B external=Local""",
+    "the exact frontend has a lower name": """exact 10.96.0.2:30080 ExternalIP=198.18.0.1:30080 -> B external=Local
+        z VIP PORT -> A external=Local""",
+    "all kinds": """all VIP PORT LoadBalancer=192.0.2.1:80 ExternalIP=192.0.2.2:80 -> A external=Local
+        other 10.96.0.2:80 LoadBalancer=192.0.2.3:80 -> A external=Local""",
 }
 NODES = f"{NODE} 198.18.0.2 fd00:18::1"
 
 
 @pytest.mark.parametrize("sound", [True, False], ids=["authoritative", "not authoritative"])
-@pytest.mark.parametrize("states", MARKED.values(), ids=MARKED)
-def test_restart_keeps_all_marks(fake_node: Node, states: list[ServiceState], sound: bool):
+@pytest.mark.parametrize("text", MARKED.values(), ids=MARKED)
+def test_restart_keeps_all_marks(fake_node: Node, text: str, sound: bool):
     """A changed mark would mean a new virtual service, and connections end with the old one."""
-    node = fake_node
+    node, states = fake_node, services(text, NAMES)
     node.run("ip", "addr", "add", f"{NODE}/32", "dev", "lo")
     node.start()
     node.apply(*states, nodes=NODES)
@@ -223,7 +210,8 @@ def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
         s: f"NodePort=0.0.0.0:30082 {last}",
     }
     old, new = (
-        [service(name, f"{at} {more}", A, **LOCAL) for (name, at), more in some.items()] for some in (before, after)
+        [service(name, f"{at} {more}", A, external_local=True) for (name, at), more in some.items()]
+        for some in (before, after)
     )
     node.start()
     node.apply(*old, nodes=f"{NODE} 198.18.0.2")
@@ -344,10 +332,8 @@ def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: 
         assert (row.idle == "deleted") == names.isdisjoint((SetName.FWMARKS, SetName.OWN_FWMARKS))
 
 
-def test_policy_local_again_reuses_its_mark(fake_node: Node):
+def test_policy_local_again_reuses_its_mark(node: Node):
     """Also when the policy changes back while an older connection exists."""
-    node = fake_node
-    node.start()
     for _ in range(2):
         node.apply(BOTH_GO, nodes=NODE)
         (one,) = (one for one in node.ipvs.held if one.fwmark)
@@ -363,10 +349,9 @@ def test_policy_local_again_reuses_its_mark(fake_node: Node):
         assert at_mark(node) == {A: 1, B: 1}
 
 
-def test_removed_service_keeps_no_mark(fake_node: Node):
+def test_removed_service_keeps_no_mark(node: Node):
     """A fwmark is never given to another Service port, and nothing is remembered of the old one."""
-    node, seen = fake_node, set[int]()
-    node.start()
+    seen = set[int]()
     for count in range(1, 4):
         node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
         seen |= marks(node, 30080)
@@ -424,15 +409,14 @@ def listed(node: Node) -> list[str]:
 
 @pytest.mark.parametrize("polled", [True, False], ids=["", "before the first poll"])
 @pytest.mark.parametrize("flush", FLUSHES.values(), ids=FLUSHES)
-def test_flushed_rules_are_restored(fake_node: Node, flush: str, polled: bool):
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
+def test_flushed_rules_are_restored(node: Node, flush: str, polled: bool):
+    node.apply(WEB, EMPTY)
     if polled:
-        fake_node.tick()
-    before = listed(fake_node)
-    fake_node.run("nft", flush)
-    fake_node.tick()
-    assert listed(fake_node) == before
+        node.tick()
+    before = listed(node)
+    node.run("nft", flush)
+    node.tick()
+    assert listed(node) == before
 
 
 class RecordedCommands:
@@ -462,12 +446,10 @@ class RecordedCommands:
         return dict(words)
 
 
-def test_change_writes_only_what_changed_and_lists_nothing(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_change_writes_only_what_changed_and_lists_nothing(node: Node, monkeypatch: pytest.MonkeyPatch):
     """Whatever else is programmed: nothing is listed, neither for our own change, nor after it, nor
     when another table changes.
     """
-    node = fake_node
-    node.start()
     many = [service(f"m{i}", f"10.96.1.{i}:80", f"10.244.2.{i}:80") for i in range(1, 101)]
     node.apply(*many)
     node.tick()
@@ -488,14 +470,13 @@ def test_change_writes_only_what_changed_and_lists_nothing(fake_node: Node, monk
     assert node.ipvs.calls == {"changes": 1}
 
 
-def test_flushed_elements_come_back_after_invalidate(fake_node: Node):
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
-    before = listed(fake_node)
-    fake_node.run("nft", "flush", "set", "inet", "kbpf", "served4")
-    fake_node.plane.invalidate()
-    fake_node.apply(WEB, EMPTY)
-    assert listed(fake_node) == before
+def test_flushed_elements_come_back_after_invalidate(node: Node):
+    node.apply(WEB, EMPTY)
+    before = listed(node)
+    node.run("nft", "flush", "set", "inet", "kbpf", "served4")
+    node.plane.invalidate()
+    node.apply(WEB, EMPTY)
+    assert listed(node) == before
 
 
 def test_intact_table_has_as_many_rules_as_written(fake_node: Node):
@@ -504,18 +485,17 @@ def test_intact_table_has_as_many_rules_as_written(fake_node: Node):
     assert fake_node.do(fake_node.plane._kernel.is_table_intact)
 
 
-def test_flushed_virtual_services_are_restored(fake_node: Node):
+def test_flushed_virtual_services_are_restored(node: Node):
     """And a new IPVS socket is opened: after a reload of the module its netlink family has a new
     id.
     """
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
-    fake_node.tick()
-    before, opened = fake_node.ipvs.shown(), fake_node.ipvs.calls["opened"]
-    fake_node.ipvs.held.clear()
-    fake_node.tick()
-    assert fake_node.ipvs.shown() == before
-    assert fake_node.ipvs.calls["opened"] == opened + 1
+    node.apply(WEB, EMPTY)
+    node.tick()
+    before, opened = node.ipvs.shown(), node.ipvs.calls["opened"]
+    node.ipvs.held.clear()
+    node.tick()
+    assert node.ipvs.shown() == before
+    assert node.ipvs.calls["opened"] == opened + 1
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -660,11 +640,10 @@ def check_row(node: Node, name: str) -> CheckRow:
 
 
 @pytest.mark.parametrize(("table", "closed"), FIREWALLS.values(), ids=FIREWALLS)
-def test_check_reports_a_closed_input_chain(fake_node: Node, table: str, closed: str):
+def test_check_reports_a_closed_input_chain(node: Node, table: str, closed: str):
     """Packets to Services would not reach IPVS. Our own chains do not count as closed."""
-    fake_node.start()
-    fake_node.run("nft", table)
-    row = check_row(fake_node, "INPUT")
+    node.run("nft", table)
+    row = check_row(node, "INPUT")
     assert (row.result, row.needed, row.ipvs) == ("no" if closed else "yes", False, False)
     assert row.detail == (f"closed: {closed}" if closed else "")
     assert bool(row.advice) is bool(closed)
@@ -683,7 +662,7 @@ class Tried(NamedTuple):
 TRIED = table(
     Tried,
     """
-IPVS              | yes |
+IPVS              | yes     |
 IPVS scheduler rr | yes     | rr, wrr, mh, sh
 dummy devices     | yes     | loaded
 IPVS scheduler mh | no      | no module ip_vs_mh            | mh
@@ -827,17 +806,16 @@ def test_foreign_table_with_our_name_is_refused(fake_node: Node, made: str):
     assert listed(fake_node) == before
 
 
-def test_foreign_table_replacing_ours_is_an_error(fake_node: Node):
-    fake_node.start()
-    fake_node.apply(WEB)
-    fake_node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
-    before = listed(fake_node)
+def test_foreign_table_replacing_ours_is_an_error(node: Node):
+    node.apply(WEB)
+    node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
+    before = listed(node)
     with pytest.raises(KernelError, match="kbpf did not create"):
-        fake_node.tick()
+        node.tick()
     for _ in range(2):
         with pytest.raises(KernelError, match="kbpf did not create"):
-            fake_node.apply(WEB)
-    assert listed(fake_node) == before
+            node.apply(WEB)
+    assert listed(node) == before
 
 
 def test_empty_device_and_table_are_taken_over(fake_node: Node):
@@ -853,21 +831,20 @@ LEFT = {"all": "", "the table": f"ip link del {IPVS_DEVICE}", "the device": f"nf
 
 
 @pytest.mark.parametrize("gone", LEFT.values(), ids=LEFT)
-def test_remains_are_found_and_removed_without_a_state_folder(fake_node: Node, gone: str):
+def test_remains_are_found_and_removed_without_a_state_folder(node: Node, gone: str):
     """The folder may have been a container's, or lost at a reboot."""
-    fake_node.start()
-    fake_node.apply(WEB)
-    fake_node.plane.close()
-    shutil.rmtree(fake_node.folder)
+    node.apply(WEB)
+    node.plane.close()
+    shutil.rmtree(node.folder)
     if gone:
-        fake_node.run(*gone.split())
-    assert has_remains(fake_node)
-    shutil.rmtree(fake_node.folder)
-    assert run_cleanup(fake_node)
-    assert (fake_node.links(), fake_node.tables()) == (set(), set())
-    assert not fake_node.ipvs.held
-    assert not fake_node.folder.exists()
-    assert not has_remains(fake_node)
+        node.run(*gone.split())
+    assert has_remains(node)
+    shutil.rmtree(node.folder)
+    assert run_cleanup(node)
+    assert (node.links(), node.tables()) == (set(), set())
+    assert not node.ipvs.held
+    assert not node.folder.exists()
+    assert not has_remains(node)
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "forced"])
@@ -937,9 +914,7 @@ def test_addresses_of_our_device_are_not_the_nodes(fake_node: Node):
 # ---- UDP flows of deleted backends ---------------------------------------------------------------
 
 
-def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(node: Node):
 
     def apply(to: str, to6: str, **more: str) -> list[Mapping[int, int]]:
         node.apply(
