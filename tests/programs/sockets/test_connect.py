@@ -21,13 +21,13 @@ import pytest
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag, Reason
 from kbpf.model.address import parse_addr
-from kbpf.model.desired import FrontendAddress
+from kbpf.model.desired import DesiredState, FrontendAddress
 from kbpf.model.objects import Protocol
 from kbpf.views import trace
 from kbpf.views.trace_row import Client, Origin
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled, until
-from tests.support.plane import Site, desired, service, sites, within
+from tests.support.plane import Site, desired, services, sites, within
 from tests.support.table import table
 
 MPTCP = 262
@@ -65,32 +65,29 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     outsider.close()
 
 
-def world(pods: dict[str, Place], node: Node):
-    one, two = (f"{pods[name].ip}:8080" for name in ("one", "two"))
-    one6, two6 = (f"[{pods[name].ip6}]:8080" for name in ("one", "two"))
-    return desired(
-        service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80", one),
-        service("dns", "10.96.0.1:80 NodePort=0.0.0.0:30080", two, UDP),
-        service("web6", "[fd00:96::1]:80 NodePort=[::]:30080", one6),
-        service("dns6", "[fd00:96::1]:80", two6, UDP),
-        service("empty", "10.96.0.2:80 NodePort=0.0.0.0:30082 LoadBalancer=192.0.2.2:80"),
-        service("empty6", "[fd00:96::2]:80"),
-        service("near", "10.96.0.3:80 ExternalIP=192.0.2.3:80", one, local=two, internal_local=True),
-        service("elsewhere", "10.96.0.4:80 ExternalIP=192.0.2.4:80", one, internal_local=True),
-        service("empty-dns", "10.96.0.9:53", "", UDP),
-        service("nowhere", "10.96.0.5:80", internal_local=True),
-        service("serving", "10.96.0.7:80", internal_local=True, serving=one),
-        service(
-            "outer",
-            "10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 ExternalIP=192.0.2.7:80",
-            one,
-            external_local=True,
-        ),
-        service("guarded", f"10.96.0.8:80 LoadBalancer={ALONE}:7000", one, restricted=True),
-        service("taken", f"ExternalIP={ALONE}:7001", one),
-        service("shadow", f"NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80", one),
-        nodes=f"{node.ip} {node.ip6}",
-    )
+SERVICES = f"""
+web       10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80 -> one
+dns:UDP   10.96.0.1:80 NodePort=0.0.0.0:30080 -> two
+web6      [fd00:96::1]:80 NodePort=[::]:30080 -> one6
+dns6:UDP  [fd00:96::1]:80 -> two6
+empty     10.96.0.2:80 NodePort=0.0.0.0:30082 LoadBalancer=192.0.2.2:80
+empty6    [fd00:96::2]:80
+near      10.96.0.3:80 ExternalIP=192.0.2.3:80 -> one local=two internal=Local
+elsewhere 10.96.0.4:80 ExternalIP=192.0.2.4:80 -> one internal=Local
+nowhere   10.96.0.5:80 -> internal=Local
+outer     10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 ExternalIP=192.0.2.7:80 -> one external=Local
+serving   10.96.0.7:80 -> internal=Local serving=one
+guarded   10.96.0.8:80 LoadBalancer={ALONE}:7000 -> one ranges=203.0.113.0/24
+empty-dns:UDP 10.96.0.9:53
+taken     ExternalIP={ALONE}:7001 -> one
+shadow    NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80 -> one
+"""
+
+
+def world(pods: dict[str, Place], node: Node) -> DesiredState:
+    names = {name: f"{pods[name].ip}:8080" for name in ("one", "two")}
+    names |= {f"{name}6": f"[{pods[name].ip6}]:8080" for name in ("one", "two")}
+    return desired(*services(SERVICES, names), nodes=f"{node.ip} {node.ip6}")
 
 
 class Dial(NamedTuple):
@@ -384,26 +381,40 @@ def test_ping_socket_connects(bench: Bench, host: str, packets: bool):
 SPARE = range(61_000, 65_536)
 OWN_PORTS = itertools.count(3333)
 """Ports to bind to. Each is used once, because a socket that closed first stays in TIME_WAIT."""
-PORTS = {
-    "tcp": ("pod", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", True),
-    "tcp, IPv6": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "fd00:96::1", True),
-    "tcp, v4-mapped": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "::ffff:10.96.0.1", True),
-    "udp, connected": ("pod", socket.AF_INET, socket.SOCK_DGRAM, "10.96.0.1", True),
-    "to no Service": ("pod", socket.AF_INET, socket.SOCK_STREAM, "{one}", False),
-    "the host": pytest.param(
-        ("host", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", False), marks=needs("netns_cookie")
-    ),
-}
-"""Client, kind of socket, destination, and whether the socket gets a port of SPARE."""
 
 
-@pytest.mark.parametrize("row", PORTS.values(), ids=PORTS)
-def test_pod_gets_a_spare_port_while_another_data_plane_coexists(
-    bench: Bench, coexisting: None, row: tuple[str, int, int, str, bool]
-):
+class Chosen(NamedTuple):
+    """A connection, and whether its socket gets a port of SPARE."""
+
+    client: str
+    protocol: str
+    host: str
+    spare: bool
+
+
+PORTS = table(
+    Chosen,
+    """
+pod  | tcp | 10.96.0.1        | yes
+pod  | tcp | fd00:96::1       | yes
+pod  | tcp | ::ffff:10.96.0.1 | yes
+pod  | udp | 10.96.0.1        | yes
+pod  | tcp | a backend        | no
+host | tcp | 10.96.0.1        | no
+""",
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=needs("netns_cookie") if row.client == "host" else ()) for row in PORTS],
+    ids=lambda row: f"{row.client} {row.protocol} {row.host}",
+)
+def test_pod_gets_a_spare_port_while_another_data_plane_coexists(bench: Bench, coexisting: None, row: Chosen):
     """IPVS would take the replies for those of a connection that the pod made through IPVS."""
-    who, family, kind, host, spare = row
-    to = (bench["one"].ip, 8080) if host == "{one}" else (host, 80)
+    to = (bench["one"].ip, 8080) if row.host == "a backend" else (row.host, 80)
+    family = socket.AF_INET6 if ":" in row.host else socket.AF_INET
+    kind = socket.SOCK_DGRAM if row.protocol == "udp" else socket.SOCK_STREAM
 
     def dial(port: int = 0) -> tuple[bytes, int]:
         with socket.socket(family, kind) as s:
@@ -414,11 +425,11 @@ def test_pod_gets_a_spare_port_while_another_data_plane_coexists(
             s.sendall(b"bye\n")
             return s.recv(4096), s.getsockname()[1]
 
-    ports = [within(bench[who], dial)[1] for _ in range(3)]
-    assert [port in SPARE for port in ports] == [spare] * 3
+    ports = [within(bench[row.client], dial)[1] for _ in range(3)]
+    assert [port in SPARE for port in ports] == [row.spare] * 3
     assert len(set(ports)) > 1
     own = next(OWN_PORTS)
-    answer, port = within(bench[who], lambda: dial(own))
+    answer, port = within(bench[row.client], lambda: dial(own))
     assert (b'"name"' in answer, port) == (True, own)
 
 

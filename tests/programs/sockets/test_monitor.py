@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -59,10 +59,6 @@ def apply_world(bench: Bench) -> None:
 def _nothing_is_left(bench: Bench) -> Iterator[None]:
     yield
     assert left_behind(bench.site) == []
-
-
-def cgroup_id(bench: Bench) -> int:
-    return bench.client.cgroup.stat().st_ino
 
 
 class Row(NamedTuple):
@@ -131,16 +127,6 @@ def test_nothing_is_written_while_no_command_watches(bench: Bench) -> None:
         assert read(monitor) == []
 
 
-class Filtered(NamedTuple):
-    """A filter, and whether each of three events passes: a connection of the client to `fair`, one
-    of the Pod `two` to `fair`, and one of the client to a port that `empty` does not have.
-    """
-
-    name: str
-    fields: Callable[[Bench], dict[str, object]]
-    passes: tuple[bool, bool, bool]
-
-
 def service_id(bench: Bench, name: str) -> int:
     """The id of this Service's port."""
     rows = bench.site.entries("service_names").items()
@@ -148,36 +134,61 @@ def service_id(bench: Bench, name: str) -> int:
     return int(found)
 
 
-FILTERS = (
-    Filtered("none", lambda _: {}, (True, True, True)),
-    Filtered("a Service", lambda b: {"services": frozenset({service_id(b, "fair")})}, (True, True, False)),
-    Filtered(
-        "the frontend of a Service without this port",
-        lambda b: {"services": frozenset({service_id(b, "empty")}), "frontends": frozenset({parse_addr("10.96.0.7")})},
-        (False, False, True),
-    ),
-    Filtered("a cgroup", lambda b: {"cgroups": frozenset({cgroup_id(b)})}, (True, False, True)),
-    Filtered("the frontend's address", lambda _: {"address": parse_addr("10.96.0.1")}, (True, True, False)),
-    Filtered("the backend's address", lambda b: {"address": parse_addr(b.one.ip)}, (True, True, False)),
-    Filtered("an address and port", lambda _: {"address": parse_addr("10.96.0.1"), "port": 81}, (False, False, False)),
-    Filtered("a reason", lambda _: {"reasons": frozenset({Reason.UNKNOWN_PORT})}, (False, False, True)),
-    Filtered(
-        "two filters",
-        lambda b: {"services": frozenset({service_id(b, "fair")}), "cgroups": frozenset({cgroup_id(b)})},
-        (True, False, False),
-    ),
+def filters(bench: Bench, text: str) -> dict[str, Any]:
+    """The fields of an EventFilter: ``service=fair cgroup=client``."""
+    fields: dict[str, Any] = {}
+    for kind, _, value in (word.partition("=") for word in text.split()):
+        match kind:
+            case "service":
+                fields["services"] = frozenset({service_id(bench, value)})
+            case "frontend":
+                fields["frontends"] = frozenset({parse_addr(value)})
+            case "cgroup":
+                fields["cgroups"] = frozenset({bench.client.cgroup.stat().st_ino})
+            case "reason":
+                fields["reasons"] = frozenset({Reason[value]})
+            case "address":
+                fields[kind] = parse_addr(bench.one.ip if value == "one" else value)
+            case "port":
+                fields[kind] = int(value)
+    return fields
+
+
+class Filtered(NamedTuple):
+    """A filter, and whether each of three events passes: a connection of the client to `fair`, one
+    of the Pod `two` to `fair`, and one of the client to a port that `empty` does not have.
+    """
+
+    fields: str
+    first: bool
+    second: bool
+    third: bool
+
+
+FILTERS = table(
+    Filtered,
+    """
+                                 | yes | yes | yes
+service=fair                     | yes | yes | no
+service=empty frontend=10.96.0.7 | no  | no  | yes
+cgroup=client                    | yes | no  | yes
+address=10.96.0.1                | yes | yes | no
+address=one                      | yes | yes | no
+address=10.96.0.1 port=81        | no  | no  | no
+reason=UNKNOWN_PORT              | no  | no  | yes
+service=fair cgroup=client       | yes | no  | no
+""",
 )
 
 
 @needs("set_retval")
-@pytest.mark.parametrize("row", FILTERS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", FILTERS, ids=lambda row: row.fields or "all")
 def test_filters(bench: Bench, row: Filtered) -> None:
-    fields = row.fields(bench)
-    for place, to, passes in zip(
-        (bench.client, bench.two, bench.client),
-        (("10.96.0.1", 80), ("10.96.0.1", 80), ("10.96.0.7", 81)),
-        row.passes,
-        strict=True,
+    fields = filters(bench, row.fields)
+    for place, to, passes in (
+        (bench.client, ("10.96.0.1", 80), row.first),
+        (bench.two, ("10.96.0.1", 80), row.second),
+        (bench.client, ("10.96.0.7", 81), row.third),
     ):
         with watched(bench.site, **fields) as monitor:
             within(place, lambda to=to: fair(*to) if to[1] == 80 else refused(*to))
@@ -208,8 +219,7 @@ def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytes
 
 def test_filter_applies_before_the_rate(bench: Bench) -> None:
     """Events that the filter leaves out do not count against the rate."""
-    wanted = {"services": frozenset({service_id(bench, "fair")})}
-    with watched(bench.site, rate=1, **wanted) as monitor:
+    with watched(bench.site, rate=1, **filters(bench, "service=fair")) as monitor:
         bench.act("flood", "10.96.0.4:53")
         bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(monitor)] == ["default/fair"]
@@ -228,11 +238,10 @@ def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPat
 
 
 def test_filter_may_change(bench: Bench) -> None:
-    fair_only = {"services": frozenset({service_id(bench, "fair")})}
-    with watched(bench.site, **fair_only) as monitor:
+    with watched(bench.site, **filters(bench, "service=fair")) as monitor:
         bench.act("connects", "10.96.0.4:53")
         assert read(monitor) == []
-        monitor.set_filter(EventFilter(services=frozenset({service_id(bench, "dns")})))
+        monitor.set_filter(EventFilter(**filters(bench, "service=dns")))
         bench.act("connects", "10.96.0.4:53")
         bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(monitor)] == ["default/dns"]
@@ -252,10 +261,9 @@ def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[st
 
 
 def test_several_commands_watch_at_the_same_time(bench: Bench) -> None:
-    ids = [service_id(bench, name) for name in ("fair", "dns")]
     with (
-        watched(bench.site, services=frozenset({ids[0]})) as first,
-        watched(bench.site, services=frozenset({ids[1]})) as second,
+        watched(bench.site, **filters(bench, "service=fair")) as first,
+        watched(bench.site, **filters(bench, "service=dns")) as second,
     ):
         bench.act("fair", "10.96.0.1:80")
         bench.act("connects", "10.96.0.4:53")
