@@ -4,7 +4,7 @@
 import ctypes
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -158,6 +158,16 @@ class Flows:
             assert (returned or done.retval == TC_ACT_SHOT) == word.endswith("|"), (port, word)
             if not back:
                 seen = sent.source
+
+    def talk_all(self, ports: Iterable[int], script: str) -> None:
+        """The same for the flows with all these ports."""
+        for port in ports:
+            self.talk(port, script)
+
+    def states(self) -> dict[int, int]:
+        """The TCP state of each flow, by its port."""
+        entries = self.site.entries("flows").values()
+        return {Target.unpack(raw[fields.CLIENT]).port: raw[fields.STATE] for raw in entries if is_original(raw)}
 
     def ports(self) -> dict[int, int]:
         """Client ports that have a flow, and how many entries each has. An entry without the

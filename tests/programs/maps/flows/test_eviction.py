@@ -154,8 +154,7 @@ FULL = [(LIVES, "S", 0), (LIVES, "?", 0), ("? <! 3s ?", "S", 1), ("? <! 3s ?", "
 @pytest.mark.parametrize(("script", "word", "evicted"), FULL)
 def test_new_flow_does_not_evict_established_ones(flows: Flows, script: str, word: str, evicted: int) -> None:
     """Except that TCP and SCTP evict UDP streams, which are established more easily."""
-    for port in range(2000, 2000 + MOST):
-        flows.talk(port, script)
+    flows.talk_all(range(2000, 2000 + MOST), script)
     assert flows.ports() == flows.complete(range(2000, 2000 + MOST))
     ends = client(5000), VIPS[flows.kind]
     packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
@@ -185,8 +184,7 @@ def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows) -> No
     """While one CPU checks an oldest flow, which is not in the queue then, another may fill the
     queue. The flow is evicted then: without a key in the queue it would stay in the map for ever.
     """
-    for port in range(2000, 2000 + MOST):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(2000, 2000 + MOST), LIVES)
     before = {key for key, raw in flows.site.entries("flows").items() if is_original(raw)}
 
     def flood(host: int) -> None:
@@ -203,8 +201,7 @@ def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows) -> No
 
 def test_expired_flow_makes_room(flows: Flows) -> None:
     """An idle flow makes room although its state counts as established."""
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, "? <! 3s ?")
+    flows.talk_all(range(2000, 2000 + ROOM), "? <! 3s ?")
     flows.age(2003, HOUR // 2)
     flows.talk(5000, LIVES)
     assert flows.ports() == flows.complete([*(set(range(2000, 2000 + ROOM)) - {2003}), 5000])
@@ -213,10 +210,8 @@ def test_expired_flow_makes_room(flows: Flows) -> None:
 
 def test_syn_flood_evicts_only_its_own_flows(flows: Flows) -> None:
     """Spoofed SYNs from everywhere evict each other, and each finds room at first."""
-    for port in range(2000, 2000 + ROOM // 2):
-        flows.talk(port, LIVES)
-    for port in range(20_000, 20_000 + 20 * ROOM):
-        flows.talk(port, "S")
+    flows.talk_all(range(2000, 2000 + ROOM // 2), LIVES)
+    flows.talk_all(range(20_000, 20_000 + 20 * ROOM), "S")
     there = flows.ports()
     assert flows.complete(range(2000, 2000 + ROOM // 2)).items() <= there.items()
     assert ROOM // 2 < len(there) <= ROOM + 1
@@ -226,8 +221,7 @@ def test_syn_flood_evicts_only_its_own_flows(flows: Flows) -> None:
 
 def test_closed_connections_always_make_room(flows: Flows) -> None:
     """Many times as many as there is room for, without one entry too many."""
-    for port in range(20_000, 20_000 + 20 * ROOM):
-        flows.talk(port, f"{LIVES} FA <FA A")
+    flows.talk_all(range(20_000, 20_000 + 20 * ROOM), f"{LIVES} FA <FA A")
     there = flows.ports()
     assert len(there) in (ROOM - 1, ROOM, ROOM + 1)
     assert there == flows.complete(range(20_000 + 20 * ROOM - len(there), 20_000 + 20 * ROOM))
@@ -268,16 +262,14 @@ def test_reused_client_port_has_one_queue_entry(flows: Flows) -> None:
     """The new connection takes the queue entry of the old one, whose entries are deleted."""
     for _ in range(5 * ROOM):
         flows.talk(2000, f"{LIVES} FA <FA A")
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(2000, 2000 + ROOM), LIVES)
     assert flows.ports() == flows.complete(range(2000, 2000 + ROOM))
     assert flows.evicted() == 0
 
 
 def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows) -> None:
     """The client used its port again a moment ago; its queue entry is the oldest one."""
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, f"{LIVES} FA <FA A")
+    flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
     flows.talk(2000, "S")
     flows.age(2000, -HOUR)
     flows.talk(5000, LIVES)
@@ -315,11 +307,9 @@ def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room
 
 def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows) -> None:
     """The agent has deleted flows until their keys fill the queue."""
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(2000, 2000 + ROOM), LIVES)
     flows.delete_flows()
-    for port in range(3000, 3000 + ROOM):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(3000, 3000 + ROOM), LIVES)
     assert flows.ports() == flows.complete(range(3000, 3000 + ROOM))
     assert flows.evicted() == 0
 
@@ -328,10 +318,8 @@ def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows) -> None:
 def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int) -> None:
     """As after a restart with another --max-connections. The longest idle flow is evicted first."""
     ports = range(2000, 2000 + ROOM)
-    for port in ports:
-        flows.talk(port, LIVES)
-    for port in (ports[-2], ports[-4]):
-        flows.talk(port, "R")
+    flows.talk_all(ports, LIVES)
+    flows.talk_all((ports[-2], ports[-4]), "R")
     for number, port in enumerate(ports):
         flows.age(port, (ROOM - number) * MINUTE // 6)
     flows.start(room)
@@ -339,8 +327,7 @@ def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int) -
         assert held.max_entries == int(room * MAPS["flows"].entries_per_object)
     left = set(ports[-room:])
     assert flows.ports() == flows.complete([*left])
-    for port in range(5000, 5000 + room - len(left)):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(5000, 5000 + room - len(left)), LIVES)
     flows.talk(6000, LIVES)
     left -= {ports[-4], ports[-2]}
     there = flows.ports()
@@ -537,8 +524,7 @@ def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch: pytest.Monkey
     monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)
     node = Path("/run/netns") / str(flows.site.node)
-    for port in ports:
-        flows.talk(port, "?")
+    flows.talk_all(ports, "?")
     for _ in range(2):
         made = {key for port in ports for key in add_orphans(flows, port)}
         for port in ports:
