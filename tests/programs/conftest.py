@@ -2,13 +2,14 @@
 """Fixtures of the data plane tests: a node, whose pods are clients and backends."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kbpf.dataplane.bpf.packet_path import device_thread
 from tests.support.lab import namespace as namespaces
 from tests.support.lab.lab import PATIENCE, Lab, Node
-from tests.support.plane import artifact_cache, plane, site
+from tests.support.plane import Site, artifact_cache, plane, site, sites
 
 __all__ = ["artifact_cache", "plane", "site"]
 
@@ -34,3 +35,10 @@ def node() -> Iterator[Node]:
 def namespace() -> Iterator[namespaces.Namespace]:
     with namespaces.made() as made:
         yield made
+
+
+@pytest.fixture
+def node_site(node: Node, artifact_cache: Path) -> Iterator[Site]:
+    """A site for this test, whose hooks see the sockets of the node and of its pods."""
+    with sites(artifact_cache) as make:
+        yield make(cgroup=node.cgroup, node=node.netns)

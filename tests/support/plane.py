@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import itertools
+import math
 import os
 import pickle
 import shutil
@@ -17,20 +18,22 @@ import socket
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import U32, Reason, ServiceFlag, schema_hash
+from kbpf.dataplane.bpf.maps.layout import MAPS, U32, Reason, ServiceFlag, schema_hash
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_ARRAY_OF_MAPS
+from kbpf.kernel.net import links
 from kbpf.kernel.system import netns
 from kbpf.model.address import Addr, family_of, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config, MapSizes
@@ -44,7 +47,7 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
-from kbpf.model.objects import Protocol
+from kbpf.model.objects import Algorithm, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.build import artifacts
 from tests.support.features import lacking, require_listing
@@ -126,6 +129,37 @@ def service(
     )
 
 
+def services(text: str, names: Mapping[str, str]) -> list[ServiceState]:
+    """Service ports, one a line or after a semicolon: ``web:UDP 10.96.0.1:53 NodePort=0.0.0.0:30053 -> A B local=B
+    affinity=60``. A word that is in `names` stands for an address. Options: affinity, local, serving, ranges,
+    cluster_weights, local_weights, internal=Local, external=Local, algorithm; commas separate several values.
+    """
+    lines = text.replace(";", "\n").splitlines()
+    return [_parse_service(line, names) for line in lines if line.strip()]
+
+
+def _parse_service(line: str, names: Mapping[str, str]) -> ServiceState:
+    left, _, right = line.partition("->")
+    name, *frontends = left.split()
+    name, _, protocol = name.partition(":")
+    options = dict(word.split("=") for word in right.split() if "=" in word)
+    endpoints = [word for word in right.split() if "=" not in word]
+    more: dict[str, Any] = {f"{key}_local": True for key in ("internal", "external") if options.pop(key, "")}
+    for key, value in options.items():
+        values = [names.get(one, one) for one in value.split(",")]
+        match key:
+            case "affinity":
+                more["affinity_timeout"] = int(value)
+            case "cluster_weights" | "local_weights":
+                more[key] = tuple(map(int, values))
+            case "algorithm":
+                more[key] = Algorithm[value]
+            case _:
+                more[key] = " ".join(values)
+    at, to = (" ".join(names.get(word, word) for word in words) for words in (frontends, endpoints))
+    return service(name, at, to, Protocol[protocol or "TCP"], **more)
+
+
 def desired(*services: ServiceState, nodes: str = "") -> DesiredState:
     """The whole desired state; `nodes` are the addresses that serve NodePorts."""
     return DesiredState({one.key: one for one in services}, tuple(parse_addr(text) for text in nodes.split()))
@@ -180,6 +214,13 @@ class Site:
         else:
             netns.run_in(Path("/run/netns") / self.node, made.open)
         return made
+
+    def start(self, state: DesiredState, **settings: Any) -> BpfPlane:
+        """Starts the agent's plane, which programs this state and retires what is not part of it."""
+        plane = self.open(**settings)
+        plane.apply(state, None)
+        flush(plane)
+        return plane
 
     def close_planes(self) -> None:
         """Ends the agent's planes as if it were killed."""
@@ -250,6 +291,12 @@ class Site:
             remove_cgroup(self.cgroup)
 
 
+def size_maps(patch: pytest.MonkeyPatch, **entries: int) -> None:
+    """These maps begin with room for so many entries."""
+    for name, count in entries.items():
+        patch.setitem(MAPS, name, replace(MAPS[name], entries=count))
+
+
 def flush(plane: BpfPlane) -> None:
     """Retires everything now, without a grace period."""
     plane._state.grace_queue.delete_until(float("inf"))
@@ -306,6 +353,18 @@ def join_pod(parent: Path, uid: str, container: str = "c1") -> None:
     (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
+@contextlib.contextmanager
+def network(prefix: str) -> Iterator[str]:
+    """A network namespace with a loopback device; yields its name, which begins like this."""
+    name = f"{prefix}{os.getpid()}"
+    links.create_namespace(name)
+    try:
+        ip("link set lo up", netns=name)
+        yield name
+    finally:
+        links.remove_namespace(name)
+
+
 LOCAL = tuple(f"10.99.0.{i}" for i in range(1, 61))
 LOCAL6 = tuple(f"fd00:99::{i:x}" for i in range(1, 61))
 
@@ -336,6 +395,15 @@ def picks(place: Place, to: str, count: int = 1) -> list[str]:
     """`count` results of pick() in that place."""
     host, _, port = to.rpartition(":")
     return within(place, lambda: [pick(host.strip("[]"), int(port)) for _ in range(count)])
+
+
+def is_spread(seen: Counter[str], expected: dict[str, float]) -> bool:
+    """Whether picks show the expected backends, each about as often as expected. chi-square exceeds the bound with a
+    probability below 1e-6 (Laurent and Massart, lemma 1).
+    """
+    freedom, x = len(expected) - 1, -math.log(1e-6)
+    chi_square = sum((seen[one] - count) ** 2 / count for one, count in expected.items())
+    return seen.keys() == expected.keys() and chi_square < freedom + 2 * math.sqrt(freedom * x) + 2 * x
 
 
 def _act(place: Place, action: Callable[[], T], pin_cpu: int | None) -> T:

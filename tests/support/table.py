@@ -1,7 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of texts: a row a line, `what goes in → what comes out`."""
+"""Tables of tests as text: a line is a row."""
+
+from collections.abc import Callable
+from enum import EnumMeta
+from typing import Any, TypeVar, get_type_hints
+
+T = TypeVar("T")
 
 
-def table(text: str) -> list[tuple[str, str]]:
+def pairs(text: str) -> list[tuple[str, str]]:
+    """Rows of two texts: `what goes in → what comes out`."""
     rows = [line.partition(" →") for line in text.splitlines()]
     return [(before, after.removeprefix(" ")) for before, _, after in rows]
+
+
+def table(row: type[T], text: str) -> list[T]:
+    """A `row` (a NamedTuple) for each line, whose cells are separated by ``|``. A cell is read as its field's type
+    says: a number, yes or no, the name of an enum's member, or text. Cells may be left out at the end of a line if the
+    fields have defaults.
+    """
+    readers = [_reader(kind) for kind in get_type_hints(row).values()]
+    lines = (f"{line} ".split(" | ") for line in text.splitlines() if line.strip())
+    return [row(*(read(cell.strip()) for read, cell in zip(readers, cells, strict=False))) for cells in lines]
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    if kind is bool:
+        return {"yes": True, "no": False}.__getitem__
+    return kind.__getitem__ if isinstance(kind, EnumMeta) else kind if kind is int else str

@@ -4,8 +4,9 @@ and agents that are killed between any two calls. IPVS is a fake
 (tests/support/faults/fake_ipvs.py); nftables, netlink and addresses are real.
 """
 
+import contextlib
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -25,11 +26,9 @@ from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.address import Addr, format_addr, parse_addr
 from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import ServiceState
-from kbpf.model.objects import Algorithm, Protocol
-from tests.support.faults.fake_ipvs import Node, fake_node, tcp
-from tests.support.plane import desired, service
-
-__all__ = ["fake_node"]
+from kbpf.model.objects import Algorithm
+from tests.support.faults.fake_ipvs import Node, tcp
+from tests.support.plane import desired, service, services
 
 A, B = "10.244.1.2:80", "10.244.1.3:80"
 OWN = "198.18.0.1"
@@ -58,9 +57,7 @@ def refused(node: Node, *services: ServiceState, **more: Any) -> dict[str, str]:
 # ---- refused by the kernel -----------------------------------------------------------------------
 
 
-def test_refused_address_does_not_stop_other_services(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_refused_address_does_not_stop_other_services(node: Node):
     bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
     for round_, words in enumerate((refused(node, WEB, bad), refused(node, WEB, bad, touched=()))):
         assert words.keys() == {"bad"}, round_
@@ -75,9 +72,7 @@ def test_refused_address_does_not_stop_other_services(fake_node: Node):
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
 
 
-def test_repeated_refusal_makes_no_transaction(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_repeated_refusal_makes_no_transaction(node: Node):
     bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
     node.apply(WEB, bad)
     made = node.plane._kernel.nft_transactions
@@ -85,9 +80,8 @@ def test_repeated_refusal_makes_no_transaction(fake_node: Node):
     assert node.plane._kernel.nft_transactions == made
 
 
-def test_address_refused_at_first_is_added_later(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    node, real = fake_node, dummy.add_addresses
-    node.start()
+def test_address_refused_at_first_is_added_later(node: Node, monkeypatch: pytest.MonkeyPatch):
+    real = dummy.add_addresses
 
     def some(index: int, wanted: Sequence[Addr]) -> dict[Addr, KernelError]:
         barred = {parse_addr("10.96.0.2")} & {*wanted}
@@ -105,9 +99,7 @@ def test_address_refused_at_first_is_added_later(fake_node: Node, monkeypatch: p
     assert elements(node, SetName.SERVED) == {"10.96.0.1:80", "10.96.0.2:80"}
 
 
-def test_refused_address_later_on_the_node_is_served(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    node = fake_node
-    node.start()
+def test_refused_address_later_on_the_node_is_served(node: Node, monkeypatch: pytest.MonkeyPatch):
     no = KernelError("no", errno=errno.ENOMEM)
     with monkeypatch.context() as patch:
         patch.setattr(dummy, "add_addresses", lambda _, wanted: dict.fromkeys(wanted, no))
@@ -117,9 +109,7 @@ def test_refused_address_later_on_the_node_is_served(fake_node: Node, monkeypatc
     assert (node.addresses(), set(node.ipvs.shown())) == (set(), {"10.96.0.2:80/6"})
 
 
-def test_node_with_ipv6_disabled_serves_ipv4(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_node_with_ipv6_disabled_serves_ipv4(node: Node):
     v6 = service("web6", "[fd00:96::1]:80", "[fd00:244::2]:80")
     node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=1")
     assert refused(node, WEB, v6) == {}
@@ -161,9 +151,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.name)
-def test_refused_ipvs_request_is_retried_and_stops_no_other(fake_node: Node, row: Refusal):
-    node = fake_node
-    node.start()
+def test_refused_ipvs_request_is_retried_and_stops_no_other(node: Node, row: Refusal):
     both = service("web", "10.96.0.1:80", f"{A} {B}")
     node.ipvs.refuse = lambda change: errno.EINVAL if row.what(change) else 0
     for touched in (None, ()):
@@ -180,9 +168,7 @@ def test_refused_ipvs_request_is_retried_and_stops_no_other(fake_node: Node, row
     assert (node.ipvs.shown(), node.addresses()) == ({}, set())
 
 
-def test_refused_service_can_be_deleted(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_refused_service_can_be_deleted(node: Node):
     node.ipvs.refuse = lambda change: errno.ENOMEM if str(change.service)[:9] == "10.96.0.1" else 0
     assert refused(node, WEB, OTHER).keys() == {"web"}
     assert refused(node, OTHER, touched=[WEB.key]) == {}
@@ -190,19 +176,15 @@ def test_refused_service_can_be_deleted(fake_node: Node):
     assert elements(node, *SetName) == elements(fresh(node, OTHER), *SetName)
 
 
-def test_recreated_service_does_not_remember_drained_servers(fake_node: Node):
+def test_recreated_service_does_not_remember_drained_servers(node: Node):
     """Its real server was draining when the Service was deleted, and is added again later."""
-    node = fake_node
-    node.start()
     both, only_b = (service("web", "10.96.0.1:80", to) for to in (f"{A} {B}", B))
     for states in ([both], [only_b], [], [only_b], [both]):
         assert refused(node, *states) == {}
     assert node.ipvs.shown() == {"10.96.0.1:80/6": {A: 1, B: 1}}
 
 
-def test_missing_scheduler_is_replaced_at_once(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_missing_scheduler_is_replaced_at_once(node: Node):
     node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler == "mh" else 0
     hashed = service("web", "10.96.0.1:80", A, algorithm=Algorithm.MAGLEV)
     assert refused(node, hashed, OTHER) == {}
@@ -233,9 +215,7 @@ def test_missing_schedulers_fall_back_to_simpler_ones(fake_node: Node, asked: st
     assert [line for line in node.plane.status().problems if "scheduler" in line] == said
 
 
-def test_kernel_without_any_scheduler_refuses_all_services(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_kernel_without_any_scheduler_refuses_all_services(node: Node):
     node.ipvs.refuse = lambda c: errno.ENOENT if c.settings else 0
     words = refused(node, WEB, OTHER)
     assert words.keys() == {"web", "other"}
@@ -350,9 +330,7 @@ def test_state_of_an_earlier_agent_is_updated_once_known(fake_node: Node):
 # ---- state that others destroy -------------------------------------------------------------------
 
 
-def test_failed_repair_is_retried(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    node = fake_node
-    node.start()
+def test_failed_repair_is_retried(node: Node, monkeypatch: pytest.MonkeyPatch):
     node.apply(WEB)
     node.tick()
     before = elements(node, *SetName)
@@ -374,9 +352,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def test_deleted_device_is_recreated(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_deleted_device_is_recreated(node: Node):
     node.apply(WEB)
     node.run("ip", "link", "del", IPVS_DEVICE)
     node.tick()
@@ -427,6 +403,18 @@ class FaultClock:
 
         return call
 
+    @contextlib.contextmanager
+    def stop(self, after: int) -> Iterator[None]:
+        """Stops what is done in the block at this call. `stopped`: whether there was such a call."""
+        self.left, self.stopped = after, True
+        try:
+            yield
+            self.stopped = False
+        except type(self.error):
+            pass
+        finally:
+            self.left = -1
+
     def count(self) -> int:
         if self.left == 0:
             raise self.error
@@ -434,16 +422,18 @@ class FaultClock:
         return 0
 
 
-ONE = [
-    service("web", "10.96.0.1:80", f"{A} {B}"),
-    service("lb", "10.96.0.3:80 LoadBalancer=192.0.2.1:80", A, ranges="10.0.0.0/8"),
-    service("dns", "10.96.0.10:53", A, Protocol.UDP),
-]
-TWO = [
-    service("web", "10.96.0.1:80", A),
-    service("lb", "10.96.0.3:80 LoadBalancer=192.0.2.1:80", ranges="10.1.0.0/16"),
-    service("new", f"10.96.0.4:80 NodePort=0.0.0.0:30080 ExternalIP={OWN}:80", B, external_local=True),
-]
+ONE = services(
+    """web 10.96.0.1:80 -> A B
+    lb 10.96.0.3:80 LoadBalancer=192.0.2.1:80 -> A ranges=10.0.0.0/8
+    dns:UDP 10.96.0.10:53 -> A""",
+    {"A": A, "B": B},
+)
+TWO = services(
+    """web 10.96.0.1:80 -> A
+    lb 10.96.0.3:80 LoadBalancer=192.0.2.1:80 -> ranges=10.1.0.0/16
+    new 10.96.0.4:80 NodePort=0.0.0.0:30080 ExternalIP=198.18.0.1:80 -> B external=Local""",
+    {"A": A, "B": B},
+)
 
 
 def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
@@ -483,16 +473,11 @@ def killed(
     applies `then`. None if `new` was applied completely.
     """
     state_of_first_agent(node, old)
-    clock.left = after
-    try:
+    with clock.stop(after):
         node.plane.apply(desired(*new, nodes=OWN), None)
-    except Killed:
-        pass
-    else:
+    node.plane.close()
+    if not clock.stopped:
         return None
-    finally:
-        clock.left = -1
-        node.plane.close()
     node.plane.open()
     node.plane.apply(desired(*then, nodes=OWN), None)
     node.plane.tick(FOREVER)
@@ -578,15 +563,11 @@ def failed(node: Node, clock: FaultClock, way: Change, after: int, ticks: bool) 
         node.plane.open()
         node.plane.apply(desired(*way.knows, nodes=OWN), None, sound)
     touched = [one.key for one in (PORT, EXACT, LONE) if one.key.name in way.touched.split()]
-    wanted, clock.left = desired(*way.new, nodes=OWN), after
-    try:
+    wanted = desired(*way.new, nodes=OWN)
+    with clock.stop(after):
         node.plane.apply(wanted, touched, sound)
-    except KernelError:
-        pass
-    else:
+    if not clock.stopped:
         return None
-    finally:
-        clock.left = -1
     if ticks:
         node.plane.tick(FOREVER)
     node.plane.apply(wanted, touched, sound)
@@ -617,15 +598,10 @@ def stopped(node: Node, clock: FaultClock, after: int, ends: bool) -> Any:
     state_of_first_agent(node, [LOCAL])
     node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
     assert any(one.fwmark for one in node.ipvs.held)
-    clock.left = after
-    try:
+    with clock.stop(after):
         node.plane.tick(1.0)
-    except (KernelError, Killed):
-        pass
-    else:
+    if not clock.stopped:
         return None
-    finally:
-        clock.left = -1
     if ends:
         node.plane.close()
         node.plane.open()

@@ -39,14 +39,12 @@ from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.config import IPVS_DEVICE, IpvsTimeoutSettings
-from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive, detect
 from kbpf.takeover.detect import Detection, Responder
-from tests.support.faults.fake_ipvs import Node, fake_node, tcp
-from tests.support.plane import service
-
-__all__ = ["fake_node"]
+from tests.support.faults.fake_ipvs import Node, tcp
+from tests.support.plane import service, services
+from tests.support.table import table
 
 VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXY_DEVICE
 
@@ -159,38 +157,28 @@ def test_address_of_the_node_is_not_added_to_the_device(fake_node: Node):
 # ---- firewall marks of short circuits ------------------------------------------------------------
 
 NODE, A = "198.18.0.1", "10.244.1.2:80"
-LOCAL = {"external_local": True}
+NAMES = {"VIP": f"{VIP}:80", "PORT": "NodePort=0.0.0.0:30080", "A": A, "A6": "[fd00:244::2]:80", "B": "10.244.1.3:80"}
 MARKED = {
-    "a NodePort alone": [service("p", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL)],
-    "IPv6": [service("p", f"[{VIP6}]:80 NodePort=[::]:30080", "[fd00:244::2]:80", **LOCAL)],
-    "both families, TCP and UDP": [
-        service("p4", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
-        service("p6", f"[{VIP6}]:80 NodePort=[::]:30080", "[fd00:244::2]:80", **LOCAL),
-        service("u4", f"{VIP}:80 NodePort=0.0.0.0:30080", A, Protocol.UDP, **LOCAL),
-    ],
-    "an exact frontend meets a NodePort": [
-        service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
-        service("a", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
-    ],
-    "the exact frontend has a lower name": [
-        service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
-        service("z", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
-    ],
-    "all kinds": [
-        service(
-            "all", f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80 ExternalIP=192.0.2.2:80", A, **LOCAL
-        ),
-        service("other", "10.96.0.2:80 LoadBalancer=192.0.2.3:80", A, **LOCAL),
-    ],
+    "a NodePort alone": "p VIP PORT -> A external=Local",
+    "IPv6": "p [fd00:96::1]:80 NodePort=[::]:30080 -> A6 external=Local",
+    "both families, TCP and UDP": """p4 VIP PORT -> A external=Local
+        p6 [fd00:96::1]:80 NodePort=[::]:30080 -> A6 external=Local
+        u4:UDP VIP PORT -> A external=Local""",
+    "an exact frontend meets a NodePort": """a VIP PORT -> A external=Local
+        exact 10.96.0.2:30080 ExternalIP=198.18.0.1:30080 -> B external=Local""",
+    "the exact frontend has a lower name": """exact 10.96.0.2:30080 ExternalIP=198.18.0.1:30080 -> B external=Local
+        z VIP PORT -> A external=Local""",
+    "all kinds": """all VIP PORT LoadBalancer=192.0.2.1:80 ExternalIP=192.0.2.2:80 -> A external=Local
+        other 10.96.0.2:80 LoadBalancer=192.0.2.3:80 -> A external=Local""",
 }
 NODES = f"{NODE} 198.18.0.2 fd00:18::1"
 
 
 @pytest.mark.parametrize("sound", [True, False], ids=["authoritative", "not authoritative"])
-@pytest.mark.parametrize("states", MARKED.values(), ids=MARKED)
-def test_restart_keeps_all_marks(fake_node: Node, states: list[ServiceState], sound: bool):
+@pytest.mark.parametrize("text", MARKED.values(), ids=MARKED)
+def test_restart_keeps_all_marks(fake_node: Node, text: str, sound: bool):
     """A changed mark would mean a new virtual service, and connections end with the old one."""
-    node = fake_node
+    node, states = fake_node, services(text, NAMES)
     node.run("ip", "addr", "add", f"{NODE}/32", "dev", "lo")
     node.start()
     node.apply(*states, nodes=NODES)
@@ -222,7 +210,8 @@ def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
         s: f"NodePort=0.0.0.0:30082 {last}",
     }
     old, new = (
-        [service(name, f"{at} {more}", A, **LOCAL) for (name, at), more in some.items()] for some in (before, after)
+        [service(name, f"{at} {more}", A, external_local=True) for (name, at), more in some.items()]
+        for some in (before, after)
     )
     node.start()
     node.apply(*old, nodes=f"{NODE} 198.18.0.2")
@@ -239,43 +228,67 @@ def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
 
 
 class End(NamedTuple):
-    """What happens to a Service with a short circuit to A and B and one connection to A through it.
-    Weights of the real servers of the virtual service by mark, while the connection exists (`busy`)
-    and once it has ended (`idle`); None: the virtual service is deleted.
+    """What becomes of a Service with a short circuit to A and B and one connection to A through it: its frontends,
+    policy, endpoints and, if they differ, those that serve. Weights of the real servers of the virtual service by
+    mark, while the connection exists (`busy`) and once it has ended (`idle`); deleted: it does not exist.
     """
 
     name: str
-    after: ServiceState | None
-    busy: dict[str, int] | None
-    idle: dict[str, int] | None = None
+    frontends: str
+    policy: str
+    to: str
+    busy: str
+    idle: str
+    serving: str = ""
 
 
 B = "10.244.1.3:80"
-FRONTENDS = f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80"
 UDP = Protocol.UDP
-BOTH_GO = service("m", FRONTENDS, f"{A} {B}", **LOCAL)
-BOTH_GO_UDP = service("m", FRONTENDS, f"{A} {B}", UDP, **LOCAL)
-ENDS = [
-    End("unchanged", BOTH_GO, {A: 1, B: 1}, {A: 1, B: 1}),
-    End("one endpoint is left", service("m", FRONTENDS, B, **LOCAL), {A: 0, B: 1}, {B: 1}),
-    End("no endpoint is left", service("m", FRONTENDS, **LOCAL), {A: 0}, {}),
-    End("no ready endpoint", service("m", FRONTENDS, serving=A, **LOCAL), {A: 0}, {}),
-    End("Cluster now", service("m", FRONTENDS, f"{A} {B}"), {A: 1, B: 1}),
-    End("Cluster now, one endpoint", service("m", FRONTENDS, B), {A: 0, B: 1}),
-    End("Cluster now, no endpoint", service("m", FRONTENDS), {A: 0}),
-    End(
-        "Cluster now, at another port",
-        service("m", f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80", A),
-        {A: 1},
-    ),
-    End("a ClusterIP alone", service("m", f"{VIP}:80", f"{A} {B}"), None),
-    End("deleted", None, None),
-    End("UDP, Cluster now", service("m", FRONTENDS, f"{A} {B}", UDP), {A: 1, B: 1}),
-    End("UDP, one stops serving", service("m", FRONTENDS, B, UDP, **LOCAL), {B: 1}, {B: 1}),
-    End("UDP, Cluster now, and it stops serving", service("m", FRONTENDS, B, UDP), None),
-    End("UDP, one is terminating", service("m", FRONTENDS, B, UDP, serving=f"{A} {B}", **LOCAL), {A: 0, B: 1}, {B: 1}),
-    End("UDP, none serves", service("m", FRONTENDS, "", UDP, **LOCAL), {}, {}),
-]
+FRONTENDS = {
+    "all": f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80",
+    "another port": f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80",
+    "ClusterIP": f"{VIP}:80",
+}
+ENDS = table(
+    End,
+    """
+unchanged                              | all          | Local   | A B  | A=1 B=1 | A=1 B=1
+one endpoint is left                   | all          | Local   | B    | A=0 B=1 | B=1
+no endpoint is left                    | all          | Local   | none | A=0     | none
+no ready endpoint                      | all          | Local   | none | A=0     | none | A
+Cluster now                            | all          | Cluster | A B  | A=1 B=1 | deleted
+Cluster now, one endpoint              | all          | Cluster | B    | A=0 B=1 | deleted
+Cluster now, no endpoint               | all          | Cluster | none | A=0     | deleted
+Cluster now, at another port           | another port | Cluster | A    | A=1     | deleted
+a ClusterIP alone                      | ClusterIP    | Cluster | A B  | deleted | deleted
+deleted                                | none         | Cluster | none | deleted | deleted
+UDP, Cluster now                       | all          | Cluster | A B  | A=1 B=1 | deleted
+UDP, one stops serving                 | all          | Local   | B    | B=1     | B=1
+UDP, Cluster now, and it stops serving | all          | Cluster | B    | deleted | deleted
+UDP, one is terminating                | all          | Local   | B    | A=0 B=1 | B=1  | A B
+UDP, none serves                       | all          | Local   | none | none    | none
+""",
+)
+
+
+def endpoints(names: str) -> str:
+    return " ".join({"A": A, "B": B}[name] for name in names.split() if name != "none")
+
+
+def marked(frontends: str = "all", policy: str = "Local", to: str = "A B", serving: str = "", udp: bool = False):
+    """The Service of a row."""
+    more: dict[str, Any] = {"external_local": policy == "Local"}
+    if serving:
+        more["serving"] = endpoints(serving)
+    return service("m", FRONTENDS[frontends], endpoints(to), UDP if udp else Protocol.TCP, **more)
+
+
+def weights(text: str) -> dict[str, int] | None:
+    pairs = (word.partition("=") for word in text.split() if word != "none")
+    return None if text == "deleted" else {endpoints(name): int(weight) for name, _, weight in pairs}
+
+
+BOTH_GO = marked()
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["", "and a restart"])
@@ -285,8 +298,10 @@ def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: 
     begins with the same or with another desired state.
     """
     node = fake_node
-    before = BOTH_GO_UDP if row.name.startswith("UDP") else BOTH_GO
-    first = () if row.after is None else (row.after,)
+    udp = row.name.startswith("UDP")
+    before = marked(udp=udp)
+    after = None if row.frontends == "none" else marked(row.frontends, row.policy, row.to, row.serving, udp)
+    first = () if after is None else (after,)
     node.start()
     node.apply(*first, nodes=NODE)
     goal = without_marks(node)
@@ -306,27 +321,25 @@ def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: 
             node.tick()
             node.plane.invalidate()
             node.apply(*first, nodes=NODE)
-            assert at_mark(node) == row.busy
+            assert at_mark(node) == weights(row.busy)
             assert {other.fwmark for other in node.ipvs.held} <= {0, one.fwmark}
             assert without_marks(node) == goal
         node.ipvs.connections.clear()
         node.tick()
         node.apply(*first, nodes=NODE)
-        assert at_mark(node) == row.idle
+        assert at_mark(node) == weights(row.idle)
         names = {name for name, _ in read(node)}
-        assert (row.idle is None) == names.isdisjoint((SetName.FWMARKS, SetName.OWN_FWMARKS))
+        assert (row.idle == "deleted") == names.isdisjoint((SetName.FWMARKS, SetName.OWN_FWMARKS))
 
 
-def test_policy_local_again_reuses_its_mark(fake_node: Node):
+def test_policy_local_again_reuses_its_mark(node: Node):
     """Also when the policy changes back while an older connection exists."""
-    node = fake_node
-    node.start()
     for _ in range(2):
         node.apply(BOTH_GO, nodes=NODE)
         (one,) = (one for one in node.ipvs.held if one.fwmark)
         (server, _) = node.ipvs.held[one][1]
         node.ipvs.connections[one, server] = (1, 0)
-        node.apply(service("m", FRONTENDS, A), nodes=NODE)
+        node.apply(marked(policy="Cluster", to="A"), nodes=NODE)
         node.tick()
         node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
         node.tick()
@@ -336,10 +349,9 @@ def test_policy_local_again_reuses_its_mark(fake_node: Node):
         assert at_mark(node) == {A: 1, B: 1}
 
 
-def test_removed_service_keeps_no_mark(fake_node: Node):
+def test_removed_service_keeps_no_mark(node: Node):
     """A fwmark is never given to another Service port, and nothing is remembered of the old one."""
-    node, seen = fake_node, set[int]()
-    node.start()
+    seen = set[int]()
     for count in range(1, 4):
         node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
         seen |= marks(node, 30080)
@@ -395,24 +407,16 @@ def listed(node: Node) -> list[str]:
     return sorted(node.run("nft", "list", "table", "inet", "kbpf").splitlines())
 
 
+@pytest.mark.parametrize("polled", [True, False], ids=["", "before the first poll"])
 @pytest.mark.parametrize("flush", FLUSHES.values(), ids=FLUSHES)
-def test_flushed_rules_are_restored(fake_node: Node, flush: str):
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
-    fake_node.tick()
-    before = listed(fake_node)
-    fake_node.run("nft", flush)
-    fake_node.tick()
-    assert listed(fake_node) == before
-
-
-def test_flush_before_the_first_poll_is_restored(fake_node: Node):
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
-    before = listed(fake_node)
-    fake_node.run("nft", "flush", "table", "inet", "kbpf")
-    fake_node.tick()
-    assert listed(fake_node) == before
+def test_flushed_rules_are_restored(node: Node, flush: str, polled: bool):
+    node.apply(WEB, EMPTY)
+    if polled:
+        node.tick()
+    before = listed(node)
+    node.run("nft", flush)
+    node.tick()
+    assert listed(node) == before
 
 
 class RecordedCommands:
@@ -442,12 +446,10 @@ class RecordedCommands:
         return dict(words)
 
 
-def test_change_writes_only_what_changed_and_lists_nothing(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_change_writes_only_what_changed_and_lists_nothing(node: Node, monkeypatch: pytest.MonkeyPatch):
     """Whatever else is programmed: nothing is listed, neither for our own change, nor after it, nor
     when another table changes.
     """
-    node = fake_node
-    node.start()
     many = [service(f"m{i}", f"10.96.1.{i}:80", f"10.244.2.{i}:80") for i in range(1, 101)]
     node.apply(*many)
     node.tick()
@@ -468,14 +470,13 @@ def test_change_writes_only_what_changed_and_lists_nothing(fake_node: Node, monk
     assert node.ipvs.calls == {"changes": 1}
 
 
-def test_flushed_elements_come_back_after_invalidate(fake_node: Node):
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
-    before = listed(fake_node)
-    fake_node.run("nft", "flush", "set", "inet", "kbpf", "served4")
-    fake_node.plane.invalidate()
-    fake_node.apply(WEB, EMPTY)
-    assert listed(fake_node) == before
+def test_flushed_elements_come_back_after_invalidate(node: Node):
+    node.apply(WEB, EMPTY)
+    before = listed(node)
+    node.run("nft", "flush", "set", "inet", "kbpf", "served4")
+    node.plane.invalidate()
+    node.apply(WEB, EMPTY)
+    assert listed(node) == before
 
 
 def test_intact_table_has_as_many_rules_as_written(fake_node: Node):
@@ -484,18 +485,17 @@ def test_intact_table_has_as_many_rules_as_written(fake_node: Node):
     assert fake_node.do(fake_node.plane._kernel.is_table_intact)
 
 
-def test_flushed_virtual_services_are_restored(fake_node: Node):
+def test_flushed_virtual_services_are_restored(node: Node):
     """And a new IPVS socket is opened: after a reload of the module its netlink family has a new
     id.
     """
-    fake_node.start()
-    fake_node.apply(WEB, EMPTY)
-    fake_node.tick()
-    before, opened = fake_node.ipvs.shown(), fake_node.ipvs.calls["opened"]
-    fake_node.ipvs.held.clear()
-    fake_node.tick()
-    assert fake_node.ipvs.shown() == before
-    assert fake_node.ipvs.calls["opened"] == opened + 1
+    node.apply(WEB, EMPTY)
+    node.tick()
+    before, opened = node.ipvs.shown(), node.ipvs.calls["opened"]
+    node.ipvs.held.clear()
+    node.tick()
+    assert node.ipvs.shown() == before
+    assert node.ipvs.calls["opened"] == opened + 1
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -640,39 +640,44 @@ def check_row(node: Node, name: str) -> CheckRow:
 
 
 @pytest.mark.parametrize(("table", "closed"), FIREWALLS.values(), ids=FIREWALLS)
-def test_check_reports_a_closed_input_chain(fake_node: Node, table: str, closed: str):
+def test_check_reports_a_closed_input_chain(node: Node, table: str, closed: str):
     """Packets to Services would not reach IPVS. Our own chains do not count as closed."""
-    fake_node.start()
-    fake_node.run("nft", table)
-    row = check_row(fake_node, "INPUT")
+    node.run("nft", table)
+    row = check_row(node, "INPUT")
     assert (row.result, row.needed, row.ipvs) == ("no" if closed else "yes", False, False)
     assert row.detail == (f"closed: {closed}" if closed else "")
     assert bool(row.advice) is bool(closed)
 
 
-NEEDS_SCHEDULER = "IPVS scheduler rr"
-TRIED = [
-    ("IPVS", {}, "yes", ""),
-    (NEEDS_SCHEDULER, {}, "yes", "rr, wrr, mh, sh"),
-    ("dummy devices", {}, "yes", "loaded"),
-    ("IPVS scheduler mh", {"without": "mh"}, "no", "no module ip_vs_mh"),
-    ("IPVS", {"ipvs": False}, "no", "no modprobe is installed here"),
-    (NEEDS_SCHEDULER, {"ipvs": False}, "unknown", "no modprobe to ask"),
-    (NEEDS_SCHEDULER, {"sandbox": False}, "unknown", "no modprobe to ask"),
-    ("dummy devices", {"sandbox": False}, "unknown", "no modprobe to ask"),
-    (NEEDS_SCHEDULER, {"sandbox": False, "loaded": "ip_vs_rr"}, "yes", "rr"),
-]
+class Tried(NamedTuple):
+    """A row of `kbpf check` on a node that `lacks` something, or has a module `loaded`."""
+
+    row: str
+    result: str
+    detail: str
+    lacks: str = ""
+    loaded: str = "another"
 
 
-@pytest.mark.parametrize(("name", "case", "result", "detail"), TRIED)
+TRIED = table(
+    Tried,
+    """
+IPVS              | yes     |
+IPVS scheduler rr | yes     | rr, wrr, mh, sh
+dummy devices     | yes     | loaded
+IPVS scheduler mh | no      | no module ip_vs_mh            | mh
+IPVS              | no      | no modprobe is installed here | IPVS
+IPVS scheduler rr | unknown | no modprobe to ask            | IPVS
+IPVS scheduler rr | unknown | no modprobe to ask            | sandboxes
+dummy devices     | unknown | no modprobe to ask            | sandboxes
+IPVS scheduler rr | yes     | rr                            | sandboxes | ip_vs_rr
+""",
+)
+
+
+@pytest.mark.parametrize("row", TRIED, ids=lambda row: f"{row.row} {row.lacks}".strip())
 def test_check_without_modprobe_tries_the_modules(
-    fake_node: Node,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    case: dict[str, Any],
-    result: str,
-    detail: str,
+    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Tried
 ):
     """As in our own image, which has no modprobe: the kernel loads a module when it is used."""
 
@@ -681,16 +686,15 @@ def test_check_without_modprobe_tries_the_modules(
 
     monkeypatch.setattr(modules, "find_modprobe", lambda: None)
     monkeypatch.setattr(modules, "SYS_MODULE", tmp_path)
-    (tmp_path / case.get("loaded", "another")).mkdir()
-    missing = case.get("without")
-    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == missing else 0
-    if not case.get("ipvs", True):
+    (tmp_path / row.loaded).mkdir()
+    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == row.lacks else 0
+    if row.lacks == "IPVS":
         monkeypatch.setattr(IpvsClient, "__init__", broken)
-    if not case.get("sandbox", True):
+    if row.lacks == "sandboxes":
         monkeypatch.setattr(sandbox, "run", broken)
-    row = check_row(fake_node, name)
-    assert (row.result, detail in row.detail) == (result, True)
-    assert bool(row.advice) is (result == "no")
+    shown = check_row(fake_node, row.row)
+    assert (shown.result, row.detail in shown.detail) == (row.result, True)
+    assert bool(shown.advice) is (row.result == "no")
     assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried in a sandbox"
 
 
@@ -730,8 +734,8 @@ def test_check_reports_missing_python3_nftables(fake_node: Node, monkeypatch: py
 
 
 BRIDGES = [
-    ("", None, "yes", "no bridge on this node"),
-    ("br0/bridge", None, "no", "br_netfilter is not loaded"),
+    ("", "", "yes", "no bridge on this node"),
+    ("br0/bridge", "", "no", "br_netfilter is not loaded"),
     ("br0/bridge", "0", "no", "bridge-nf-call-iptables is 0"),
     ("br0/bridge", "1", "yes", "bridge-nf-call-iptables is 1"),
 ]
@@ -739,17 +743,11 @@ BRIDGES = [
 
 @pytest.mark.parametrize(("bridge", "calls", "result", "detail"), BRIDGES)
 def test_check_reports_bridged_replies(
-    fake_node: Node,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bridge: str,
-    calls: str | None,
-    result: str,
-    detail: str,
+    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bridge: str, calls: str, result: str, detail: str
 ):
     setting = tmp_path / ipvs.BRIDGE_NF_CALL_IPTABLES.name
     (tmp_path / "net" / bridge).mkdir(parents=True)
-    if calls is not None:
+    if calls:
         setting.write_text(f"{calls}\n")
     monkeypatch.setattr(ipvs, "SYS_CLASS_NET", tmp_path / "net")
     monkeypatch.setattr(ipvs, "BRIDGE_NF_CALL_IPTABLES", setting)
@@ -808,17 +806,16 @@ def test_foreign_table_with_our_name_is_refused(fake_node: Node, made: str):
     assert listed(fake_node) == before
 
 
-def test_foreign_table_replacing_ours_is_an_error(fake_node: Node):
-    fake_node.start()
-    fake_node.apply(WEB)
-    fake_node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
-    before = listed(fake_node)
+def test_foreign_table_replacing_ours_is_an_error(node: Node):
+    node.apply(WEB)
+    node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
+    before = listed(node)
     with pytest.raises(KernelError, match="kbpf did not create"):
-        fake_node.tick()
+        node.tick()
     for _ in range(2):
         with pytest.raises(KernelError, match="kbpf did not create"):
-            fake_node.apply(WEB)
-    assert listed(fake_node) == before
+            node.apply(WEB)
+    assert listed(node) == before
 
 
 def test_empty_device_and_table_are_taken_over(fake_node: Node):
@@ -834,21 +831,20 @@ LEFT = {"all": "", "the table": f"ip link del {IPVS_DEVICE}", "the device": f"nf
 
 
 @pytest.mark.parametrize("gone", LEFT.values(), ids=LEFT)
-def test_remains_are_found_and_removed_without_a_state_folder(fake_node: Node, gone: str):
+def test_remains_are_found_and_removed_without_a_state_folder(node: Node, gone: str):
     """The folder may have been a container's, or lost at a reboot."""
-    fake_node.start()
-    fake_node.apply(WEB)
-    fake_node.plane.close()
-    shutil.rmtree(fake_node.folder)
+    node.apply(WEB)
+    node.plane.close()
+    shutil.rmtree(node.folder)
     if gone:
-        fake_node.run(*gone.split())
-    assert has_remains(fake_node)
-    shutil.rmtree(fake_node.folder)
-    assert run_cleanup(fake_node)
-    assert (fake_node.links(), fake_node.tables()) == (set(), set())
-    assert not fake_node.ipvs.held
-    assert not fake_node.folder.exists()
-    assert not has_remains(fake_node)
+        node.run(*gone.split())
+    assert has_remains(node)
+    shutil.rmtree(node.folder)
+    assert run_cleanup(node)
+    assert (node.links(), node.tables()) == (set(), set())
+    assert not node.ipvs.held
+    assert not node.folder.exists()
+    assert not has_remains(node)
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "forced"])
@@ -918,9 +914,7 @@ def test_addresses_of_our_device_are_not_the_nodes(fake_node: Node):
 # ---- UDP flows of deleted backends ---------------------------------------------------------------
 
 
-def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(fake_node: Node):
-    node = fake_node
-    node.start()
+def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(node: Node):
 
     def apply(to: str, to6: str, **more: str) -> list[Mapping[int, int]]:
         node.apply(

@@ -4,9 +4,11 @@ from a neighbour show what it refuses, drops, passes and masquerades. IPVS is no
 virtual addresses are on the loopback device, where a listener accepts what passes.
 """
 
+import contextlib
 import errno
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from kbpf.model.objects import Cidr, Protocol
 from tests.support.lab.dial import SILENCE
 from tests.support.lab.lab import PATIENCE, Place, ip, run, settled
 from tests.support.packets.packets import sctp
+from tests.support.table import table
 
 T = TypeVar("T")
 STYLE = RulesetOptions("kbpf", 14)
@@ -68,10 +71,25 @@ class Bench:
         self.neighbour = Place("neighbour", self.there, None)
         for place in (self.node, self.neighbour):
             place.serve(80, 81, 82, 83, 90, 30080, udp=(80, 81, 82, 83, 90))
-        self.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
+        self.create_table()
 
     def do(self, action: Callable[[], T]) -> T:
         return netns.run_in(Path("/run/netns") / self.here, action)
+
+    def nft(self, *words: str, stdin: str | None = None) -> str:
+        return self.do(lambda: run("nft", *words, stdin=stdin))
+
+    def create_table(self, options: RulesetOptions = STYLE) -> None:
+        self.do(lambda: forward_rules.run_transaction(*ruleset.create_table(options)))
+
+    @contextlib.contextmanager
+    def another_table(self, name: str, chain: str) -> Iterator[None]:
+        """Adds a table of somebody else for the time of a block."""
+        self.nft("-f", "-", stdin=f"table {name} {{ chain other {{ {chain}\n}}\n}}\n")
+        try:
+            yield
+        finally:
+            self.nft("delete", "table", *name.split())
 
     def read(self) -> frozenset[Element]:
         return self.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(STYLE))))
@@ -97,43 +115,49 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def elements_at(name: SetName, address: str, port: int, *more: int) -> tuple[Element, ...]:
-    """One element for each protocol."""
-    return tuple((name, (parse_addr(address), p, port, *more)) for p in Protocol)
-
-
-def source_elements(network: str, bits: int, address: str, port: int) -> tuple[Element, ...]:
-    cidr = Cidr(parse_addr(network), bits)
-    return tuple((SetName.SOURCES, (cidr, *parts)) for _, parts in elements_at(SetName.OWN, address, port))
+def elements(text: str) -> tuple[Element, ...]:
+    """The elements of each line: a set, an address, a port and maybe a mark or a network of clients; one for each
+    protocol.
+    """
+    found = []
+    for name, address, port, *more in map(str.split, text.strip().splitlines()):
+        if SetName[name] is SetName.SOURCES:
+            found += [(SetName.SOURCES, (Cidr.parse(*more), parse_addr(address), p, int(port))) for p in Protocol]
+        else:
+            marks = [int(mark, 16) for mark in more]
+            found += [(SetName[name], (parse_addr(address), p, int(port), *marks)) for p in Protocol]
+    return tuple(found)
 
 
 IPS = tuple((SetName.VIRTUAL_IPS, (parse_addr(one),)) for one in (VIP, VIP6))
 EVERYTHING = (
     *IPS,
-    *elements_at(SetName.OWN, VIP, 80),
-    *elements_at(SetName.SERVED, VIP, 80),
-    *elements_at(SetName.SERVED, VIP6, 80),
-    *elements_at(SetName.REFUSED, VIP, 81),
-    *elements_at(SetName.REFUSED, VIP6, 81),
-    *elements_at(SetName.DROPPED, VIP, 82),
-    *elements_at(SetName.DROPPED, VIP6, 82),
-    *elements_at(SetName.REFUSED, OWN, 81),
-    *elements_at(SetName.DROPPED, OWN, 82),
-    *elements_at(SetName.SERVED, VIP, 83),
-    *elements_at(SetName.SERVED, VIP6, 83),
-    *elements_at(SetName.RESTRICTED, VIP, 83),
-    *elements_at(SetName.RESTRICTED, VIP6, 83),
-    *source_elements(VIP, 128, VIP, 83),
-    *source_elements("198.18.8.0", 120, VIP, 83),
-    *source_elements("fd00:7::", 64, VIP6, 83),
-    *source_elements("0.0.0.0", 96, VIP, 84),
-    *source_elements("::", 0, VIP6, 84),
-    *elements_at(SetName.SHORT_CIRCUITS, VIP, 85, 0x6B620001),
-    *elements_at(SetName.FWMARKS, VIP, 85, 0x6B620001),
-    *elements_at(SetName.FWMARKS, "0.0.0.0", 30085, 0x6B620001),
-    *elements_at(SetName.FWMARKS, "::", 30085, 0x6B620002),
-    *elements_at(SetName.MASQUERADED, VIP, 80),
-    *elements_at(SetName.MASQUERADED_OUTSIDE, VIP, 84),
+    *elements("""
+OWN                 10.96.0.1  80
+SERVED              10.96.0.1  80
+SERVED              fd00:96::1 80
+REFUSED             10.96.0.1  81
+REFUSED             fd00:96::1 81
+DROPPED             10.96.0.1  82
+DROPPED             fd00:96::1 82
+REFUSED             198.18.7.1 81
+DROPPED             198.18.7.1 82
+SERVED              10.96.0.1  83
+SERVED              fd00:96::1 83
+RESTRICTED          10.96.0.1  83
+RESTRICTED          fd00:96::1 83
+SOURCES             10.96.0.1  83 10.96.0.1/32
+SOURCES             10.96.0.1  83 198.18.8.0/24
+SOURCES             fd00:96::1 83 fd00:7::/64
+SOURCES             10.96.0.1  84 0.0.0.0/0
+SOURCES             fd00:96::1 84 ::/0
+SHORT_CIRCUITS      10.96.0.1  85    6b620001
+FWMARKS             10.96.0.1  85    6b620001
+FWMARKS             0.0.0.0    30085 6b620001
+FWMARKS             ::         30085 6b620002
+MASQUERADED         10.96.0.1  80
+MASQUERADED_OUTSIDE 10.96.0.1  84
+"""),
     (SetName.HAIRPINS, (parse_addr("fd00::1"), parse_addr("fd00::1"))),
     (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("10.1.0.0"), 112),)),
     (SetName.OWN_FWMARKS, (ANY4, 0x6B620001)),
@@ -150,9 +174,9 @@ def test_written_elements_are_read_back(bench: Bench):
 
 def test_creating_the_table_again_keeps_its_elements(bench: Bench):
     bench.set_elements(*EVERYTHING)
-    before = bench.do(lambda: run("nft", "list", "table", "inet", "kbpf"))
-    bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
-    assert bench.do(lambda: run("nft", "list", "table", "inet", "kbpf")) == before
+    before = bench.nft("list", "table", "inet", "kbpf")
+    bench.create_table()
+    assert bench.nft("list", "table", "inet", "kbpf") == before
 
 
 class Row(NamedTuple):
@@ -225,7 +249,7 @@ def test_masquerade_rules_use_random_ports_of_our_range(bench: Bench):
     """As kube-proxy's --random-fully: a client's next port cannot be predicted from its last one.
     The ports are not those of mode bpf.
     """
-    listed = bench.do(lambda: run("nft", "-j", "list", "chain", "inet", "kbpf", "postrouting"))
+    listed = bench.nft("-j", "list", "chain", "inet", "kbpf", "postrouting")
     expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one for e in one["rule"]["expr"]]
     masquerades = [e["masquerade"] for e in expressions if "masquerade" in e]
     assert len(masquerades) == 2 * (2 * 2 * 3 + 3)
@@ -241,9 +265,9 @@ def test_empty_sets_change_no_packet(bench: Bench):
 
 
 def test_established_connection_outlives_a_refusal(bench: Bench):
-    bench.set_elements(*IPS, *elements_at(SetName.SERVED, VIP, 80))
+    bench.set_elements(*IPS, *elements("SERVED 10.96.0.1 80"))
     bench.neighbour.tcp(VIP, 80, keep="k")
-    bench.set_elements(*IPS, *elements_at(SetName.REFUSED, VIP, 80))
+    bench.set_elements(*IPS, *elements("REFUSED 10.96.0.1 80"))
     assert bench.neighbour.ask("talk", keep="k")["name"] == "node"
     assert bench.neighbour.tcp(VIP, 80)["error"] == REFUSED
     bench.neighbour.ask("drop", keep="k")
@@ -277,32 +301,15 @@ def test_virtual_source_address_is_masqueraded_outside(bench: Bench, bind: str, 
 def test_hairpin_connection_is_masqueraded(bench: Bench, family: str, vip: str, to: str, seen: str):
     """Another table translates, as IPVS would; our table does not match its packets as its own."""
     itself = (SetName.HAIRPINS, (parse_addr(to), parse_addr(to)))
-    bench.do(
-        lambda: [
-            Path(f"/proc/sys/net/{name}").write_text("1") for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding")
-        ]
-    )
-    bench.do(
-        lambda: run(
-            "nft",
-            "-f",
-            "-",
-            stdin=f"""
-        table {family} ipvs {{ chain lead {{ type nat hook prerouting priority -100;
-            {family} daddr {vip} tcp dport 80 dnat to {to}
-        }}
-        }}
-        """,
-        )
-    )
-    try:
+    for setting in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+        bench.do(lambda s=setting: Path(f"/proc/sys/net/{s}").write_text("1"))
+    dnat = f"type nat hook prerouting priority -100; {family} daddr {vip} tcp dport 80 dnat to {to}"
+    with bench.another_table(f"{family} ipvs", dnat):
         bench.set_elements(*IPS, itself)
         answer = bench.neighbour.tcp(vip, 80)
         assert (answer["name"], answer["client"]) == ("neighbour", seen)
         bench.set_elements(*IPS)
         assert bench.neighbour.tcp(vip, 80, timeout=SILENCE)["error"] == "timeout"
-    finally:
-        bench.do(lambda: run("nft", "delete", "table", family, "ipvs"))
 
 
 ALIAS = "198.18.9.9"
@@ -310,114 +317,76 @@ ALIAS = "198.18.9.9"
 
 def test_packets_marked_by_mode_bpf_keep_their_source(bench: Bench):
     """The packet path of mode bpf uses the same mark bit while one mode replaces the other."""
-    bench.set_elements(*IPS, *elements_at(SetName.MASQUERADED, VIP, 80), (SetName.NODE_IPS, (parse_addr(OWN),)))
+    bench.set_elements(*IPS, *elements("MASQUERADED 10.96.0.1 80"), (SetName.NODE_IPS, (parse_addr(OWN),)))
     ip(f"addr add {ALIAS}/32 dev lo", netns=bench.here)
     ip(f"route add {ALIAS} via {OWN}", netns=bench.there)
-    bench.do(
-        lambda: run(
-            "nft",
-            "-f",
-            "-",
-            stdin="""
-        table inet bpf { chain out { type filter hook output priority -90;
-            tcp dport 80 meta mark set meta mark | 0x4000
-        }
-        }
-        """,
-        )
-    )
+    mark = "type filter hook output priority -90; tcp dport 80 meta mark set meta mark | 0x4000"
     try:
-        assert bench.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
+        with bench.another_table("inet bpf", mark):
+            assert bench.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
     finally:
-        bench.do(lambda: run("nft", "delete", "table", "inet", "bpf"))
         ip(f"addr del {ALIAS}/32 dev lo", netns=bench.here)
         ip(f"route del {ALIAS}", netns=bench.there)
 
 
-def rule_counts(bench: Bench, chain: str) -> list[int]:
-    """The packet counts of a chain's rules that have a counter."""
-    listed = json.loads(bench.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))
-    return [
-        e["counter"]["packets"]
-        for one in listed["nftables"]
-        if "rule" in one
-        for e in one["rule"]["expr"]
-        if "counter" in e
-    ]
-
-
 class Marked(NamedTuple):
-    """Options of the ruleset, a client and a port, and the mark that IPVS must see."""
+    """A client and a port, and the mark that IPVS must see; the ruleset's bit, and the devices of pods."""
 
     name: str
-    style: RulesetOptions
     client: str
     port: int
-    mark: int
+    mark: str
+    bit: int = 14
+    pods: str = ""
 
 
-SHORT = elements_at(SetName.SHORT_CIRCUITS, VIP, 80, 0x6B620001)
-MARKS = [
-    Marked("short circuit, from the node", STYLE, "node", 80, 0x6B620001),
-    Marked("short circuit, from outside", STYLE, "neighbour", 80, 0),
-    Marked("short circuit, a pod's device", RulesetOptions("kbpf", 14, "eth*"), "neighbour", 80, 0x6B620001),
-    Marked("masqueraded, from outside", STYLE, "neighbour", 81, 0x4000),
-    Marked("masqueraded, from the node", STYLE, "node", 81, 0x4000),
-    Marked("masqueraded, another bit", RulesetOptions("kbpf", 3), "neighbour", 81, 0x8),
-    Marked("masqueraded outside, from outside", STYLE, "neighbour", 82, 0x4000),
-    Marked("masqueraded outside, from the node", STYLE, "node", 82, 0),
-    Marked("masqueraded outside, a pod's device", RulesetOptions("kbpf", 14, "eth0"), "neighbour", 82, 0),
-]
+SHORT = elements("SHORT_CIRCUITS 10.96.0.1 80 6b620001")
+MARKS = table(
+    Marked,
+    """
+short circuit, from the node        | node      | 80 | 0x6b620001
+short circuit, from outside         | neighbour | 80 | 0
+short circuit, a pod's device       | neighbour | 80 | 0x6b620001 | 14 | eth*
+masqueraded, from outside           | neighbour | 81 | 0x4000
+masqueraded, from the node          | node      | 81 | 0x4000
+masqueraded, another bit            | neighbour | 81 | 0x8        | 3
+masqueraded outside, from outside   | neighbour | 82 | 0x4000
+masqueraded outside, from the node  | node      | 82 | 0
+masqueraded outside, a pod's device | neighbour | 82 | 0          | 14 | eth0
+""",
+)
 
 
 @pytest.mark.parametrize("row", MARKS, ids=lambda row: row.name)
 def test_mark_that_ipvs_sees(bench: Bench, row: Marked):
     """Another table matches the marks where IPVS would see them: after our chains."""
-    bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(row.style)))
-    served = (e for port in (80, 81, 82) for e in elements_at(SetName.SERVED, VIP, port))
-    bench.set_elements(
-        *IPS,
-        *served,
-        *SHORT,
-        *elements_at(SetName.MASQUERADED, VIP, 81),
-        *elements_at(SetName.MASQUERADED_OUTSIDE, VIP, 82),
-    )
+    bench.create_table(RulesetOptions("kbpf", row.bit, row.pods))
+    served = elements("SERVED 10.96.0.1 80\nSERVED 10.96.0.1 81\nSERVED 10.96.0.1 82")
+    masqueraded = elements("MASQUERADED 10.96.0.1 81\nMASQUERADED_OUTSIDE 10.96.0.1 82")
+    bench.set_elements(*IPS, *served, *SHORT, *masqueraded)
     hook, priority = ("output", -98) if row.client == "node" else ("input", 98)
-    bench.do(
-        lambda: run(
-            "nft",
-            "-f",
-            "-",
-            stdin=f"""
-        table inet see {{ chain seen {{ type filter hook {hook} priority {priority};
-            ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark {row.mark} counter
-            ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark != {row.mark} counter
-        }}
-        }}
-        """,
-        )
-    )
-    try:
+    syn = f"ip daddr {VIP} tcp dport {row.port} tcp flags syn"
+    rules = f"{syn} meta mark {row.mark} counter; {syn} meta mark != {row.mark} counter"
+    with bench.another_table("inet see", f"type filter hook {hook} priority {priority}; {rules}"):
         assert getattr(bench, row.client).tcp(VIP, row.port)["name"] == "node"
-        assert rule_counts(bench, "seen") == [1, 0]
-    finally:
-        bench.do(lambda: run("nft", "delete", "table", "inet", "see"))
-        bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
+        counts = re.findall(r"counter packets (\d+)", bench.nft("list", "table", "inet", "see"))
+        assert counts == ["1", "0"]
+    bench.create_table()
 
 
 def test_local_network_counts_as_pods(bench: Bench):
     """Clients of these networks get the mark, so the drop after it is not reached."""
     network = (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("198.18.7.0"), 120),))
-    elements = (*IPS, *elements_at(SetName.DROPPED, VIP, 80), *SHORT)
-    bench.set_elements(*elements)
+    dropped = (*IPS, *elements("DROPPED 10.96.0.1 80"), *SHORT)
+    bench.set_elements(*dropped)
     assert bench.neighbour.tcp(VIP, 80, timeout=0.5)["error"] == DROPPED
-    bench.set_elements(*elements, network)
+    bench.set_elements(*dropped, network)
     assert bench.neighbour.tcp(VIP, 80)["name"] == "node"
 
 
 def test_deleting_the_table_leaves_no_rule(bench: Bench):
-    before = bench.do(lambda: run("nft", "list", "ruleset"))
+    before = bench.nft("list", "ruleset")
     assert "table inet kbpf" in before
     bench.do(lambda: forward_rules.run_transaction(*ruleset.delete_table(STYLE)))
-    assert bench.do(lambda: run("nft", "list", "ruleset")) == ""
-    bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
+    assert bench.nft("list", "ruleset") == ""
+    bench.create_table()

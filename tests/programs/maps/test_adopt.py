@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -30,71 +30,63 @@ from kbpf.kernel.bpf import objects, probe, syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
-from kbpf.model.objects import Algorithm, Protocol
 from tests.support import plane as plane_support
 from tests.support.lab.lab import until
-from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, dump, flush, map_ids_read_by, service, sites
+from tests.support.plane import (
+    CGROUP_HOOKS,
+    HOOKS,
+    Site,
+    desired,
+    dump,
+    flush,
+    map_ids_read_by,
+    service,
+    services,
+    sites,
+    size_maps,
+)
+from tests.support.table import table
 
-UDP = Protocol.UDP
-MAGLEV = Algorithm.MAGLEV
 A, B, C, D = (f"10.244.0.{i}:8080" for i in range(1, 5))
-A6, B6 = "[fd00::1]:8080", "[fd00::2]:8080"
-WEB, MORE, VIP = "10.96.0.1:80", "NodePort=0.0.0.0:30080", "LoadBalancer=192.0.2.1:80"
+NAMES = {
+    **{"A": A, "B": B, "C": C, "D": D, "A6": "[fd00::1]:8080", "B6": "[fd00::2]:8080"},
+    **{"WEB": "10.96.0.1:80", "PORT": "NodePort=0.0.0.0:30080", "VIP": "LoadBalancer=192.0.2.1:80"},
+}
+WEB = NAMES["WEB"]
 EMPTY = desired()
+
+
+def state(text: str, nodes: str = "") -> DesiredState:
+    return desired(*services(text, NAMES), nodes=nodes)
+
 
 STATES: dict[str, DesiredState] = {
     "nothing": EMPTY,
-    "one Service": desired(service("web", WEB, A)),
-    "two frontends": desired(service("web", f"{WEB} {MORE}", f"{A} {B}"), nodes="192.0.2.9"),
-    "other endpoints": desired(service("web", f"{WEB} {MORE}", f"{C} {D}"), nodes="192.0.2.9 ::9"),
-    "affinity": desired(service("web", f"{WEB} {MORE}", f"{C} {D}", affinity_timeout=60)),
-    "another timeout": desired(service("web", f"{WEB} {MORE}", f"{C} {D}", affinity_timeout=90)),
-    "local policy": desired(
-        service("web", f"{WEB} {VIP}", f"{A} {B} {C}", local=B, internal_local=True),
-        service("six", "[fd00:96::1]:80", f"{A6} {B6}"),
+    "one Service": state("web WEB -> A"),
+    "two frontends": state("web WEB PORT -> A B", nodes="192.0.2.9"),
+    "other endpoints": state("web WEB PORT -> C D", nodes="192.0.2.9 ::9"),
+    "affinity": state("web WEB PORT -> C D affinity=60"),
+    "another timeout": state("web WEB PORT -> C D affinity=90"),
+    "local policy": state("web WEB VIP -> A B C local=B internal=Local; six [fd00:96::1]:80 -> A6 B6"),
+    "restricted": state("web WEB VIP -> A B C ranges=10.0.0.0/8,192.0.2.0/24"),
+    "restricted to others": state(
+        """web VIP -> A ranges=10.0.0.0/8,203.0.113.7/32
+        six LoadBalancer=[2001:db8::1]:80 -> A6 ranges=fd00::/8,::/0"""
     ),
-    "restricted": desired(service("web", f"{WEB} {VIP}", f"{A} {B} {C}", ranges="10.0.0.0/8 192.0.2.0/24")),
-    "restricted to others": desired(
-        service("web", VIP, f"{A}", ranges="10.0.0.0/8 203.0.113.7/32"),
-        service("six", "LoadBalancer=[2001:db8::1]:80", A6, ranges="fd00::/8 ::/0"),
+    "no endpoints": state("web WEB PORT; dns:UDP 10.96.0.2:53 -> A"),
+    "udp, one only serves": state("dns:UDP 10.96.0.2:53 -> A serving=A,B; web WEB -> A"),
+    "udp, others": state("dns:UDP 10.96.0.2:53 -> C serving=B,C"),
+    "the frontend is another Service's": state("new WEB -> A D; web 10.96.0.7:80 -> A B"),
+    "a Service that lost all its frontends": state("new WEB PORT -> B; web -> A B"),
+    "weights": state("web WEB PORT -> A B C cluster_weights=1,3,2 affinity=60; one 10.96.0.9:80 -> A"),
+    "other weights": state("web WEB VIP -> A B C local=A,B external=Local cluster_weights=2,3,2 local_weights=5,1"),
+    "Maglev": state(
+        """web WEB PORT -> A B C algorithm=MAGLEV
+        one 10.96.0.9:80 -> A algorithm=MAGLEV
+        none 10.96.0.10:80 -> algorithm=MAGLEV"""
     ),
-    "no endpoints": desired(service("web", f"{WEB} {MORE}"), service("dns", "10.96.0.2:53", A, UDP)),
-    "udp, one only serves": desired(service("dns", "10.96.0.2:53", A, UDP, serving=f"{A} {B}"), service("web", WEB, A)),
-    "udp, others": desired(service("dns", "10.96.0.2:53", C, UDP, serving=f"{B} {C}")),
-    "the frontend is another Service's": desired(
-        service("new", WEB, f"{A} {D}"), service("web", "10.96.0.7:80", f"{A} {B}")
-    ),
-    "a Service that lost all its frontends": desired(
-        service("new", f"{WEB} {MORE}", f"{B}"), service("web", "", f"{A} {B}")
-    ),
-    "weights": desired(
-        service("web", f"{WEB} {MORE}", f"{A} {B} {C}", cluster_weights=(1, 3, 2), affinity_timeout=60),
-        service("one", "10.96.0.9:80", A),
-    ),
-    "other weights": desired(
-        service(
-            "web",
-            f"{WEB} {VIP}",
-            f"{A} {B} {C}",
-            local=f"{A} {B}",
-            external_local=True,
-            cluster_weights=(2, 3, 2),
-            local_weights=(5, 1),
-        )
-    ),
-    "Maglev": desired(
-        service("web", f"{WEB} {MORE}", f"{A} {B} {C}", algorithm=MAGLEV),
-        service("one", "10.96.0.9:80", A, algorithm=MAGLEV),
-        service("none", "10.96.0.10:80", algorithm=MAGLEV),
-    ),
-    "Maglev with weights": desired(
-        service(
-            "web", f"{WEB} {MORE}", f"{A} {B} {C}", algorithm=MAGLEV, cluster_weights=(1, 3, 2), affinity_timeout=60
-        )
-    ),
-    "shared backends": desired(
-        service("web", WEB, f"{A} {B} {C}"), service("twin", "10.96.0.8:80", f"{A} {B} {C}", affinity_timeout=5)
-    ),
+    "Maglev with weights": state("web WEB PORT -> A B C algorithm=MAGLEV cluster_weights=1,3,2 affinity=60"),
+    "shared backends": state("web WEB -> A B C; twin 10.96.0.8:80 -> A B C affinity=5"),
 }
 
 
@@ -111,6 +103,12 @@ def quick_starts() -> Iterator[None]:
         yield
 
 
+def dump_first(site: Site, state: DesiredState) -> dict[str, Any]:
+    """The dump of a state that is the first one applied."""
+    site.start(state)
+    return site.dump()
+
+
 @pytest.fixture(scope="module")
 def dumps(artifact_cache: Path) -> dict[str, dict[str, Any]]:
     """The dump of each state when it is the first one applied."""
@@ -118,10 +116,7 @@ def dumps(artifact_cache: Path) -> dict[str, dict[str, Any]]:
     with sites(artifact_cache) as make:
         for name, state in STATES.items():
             site = make()
-            plane = site.open()
-            plane.apply(state, None)
-            flush(plane)
-            found[name] = site.dump()
+            found[name] = dump_first(site, state)
             site.remove()
     return found
 
@@ -130,16 +125,6 @@ def test_dumps_show_the_applied_state(dumps: dict[str, dict[str, Any]]):
     """So that equal dumps prove something."""
     assert dumps["nothing"] == {"frontends": {}, "node_addresses": [], "strays": {}}
     assert dumps["two frontends"]["frontends"].keys() == {"10.96.0.1:80/TCP", "0.0.0.0:30080/TCP"}
-    assert dumps["local policy"]["frontends"]["192.0.2.1:80/TCP"] == {
-        "service": "default/web",
-        "flags": "INTERNAL_LOCAL|ANY_ENDPOINTS|LOAD_BALANCER",
-        "timeout": 0,
-        "cluster": [f"{one}/TCP" for one in (A, B, C)],
-        "local": [f"{B}/TCP"],
-        "ranges": [],
-    }
-    assert dumps["restricted"]["frontends"]["192.0.2.1:80/TCP"]["ranges"] == ["10.0.0.0/104", "192.0.2.0/120"]
-    assert dumps["udp, one only serves"]["strays"] == {"backends": [f"{B}/UDP"]}
     different = [repr(d) for d in dumps.values()]
     assert len(set(different)) == len(different)
     assert "MISSING" not in repr(dumps)
@@ -281,22 +266,22 @@ def test_old_sets_wait_out_the_grace_period(site: Site):
 
 # ---- restart -----------------------------------------------------------------------------------
 
-OLD = desired(
-    service("web", f"{WEB} {MORE}", f"{A} {B}", affinity_timeout=60),
-    service("dns", "10.96.0.2:53", f"{A} {B}", UDP),
-    service("gone", "10.96.0.3:80", D),
-    service("gives", "10.96.0.4:80 10.96.0.5:80", C),
-    service("kept", "LoadBalancer=192.0.2.3:80", A, ranges="10.1.0.0/16 10.2.0.0/16"),
+OLD = state(
+    """web WEB PORT -> A B affinity=60
+    dns:UDP 10.96.0.2:53 -> A B
+    gone 10.96.0.3:80 -> D
+    gives 10.96.0.4:80 10.96.0.5:80 -> C
+    kept LoadBalancer=192.0.2.3:80 -> A ranges=10.1.0.0/16,10.2.0.0/16""",
     nodes="192.0.2.9",
 )
-NEW = desired(
-    service("web", f"{WEB} {VIP}", f"{B} {C}", affinity_timeout=60),
-    service("dns", "10.96.0.2:53", B, UDP, serving=f"{B} {C}"),
-    service("came", "10.96.0.6:80", f"{A} {D}"),
-    service("gives", "10.96.0.4:80", C),
-    service("takes", "10.96.0.5:80", D),
-    service("kept", "LoadBalancer=192.0.2.3:80", A, ranges="10.2.0.0/16 10.3.0.0/16"),
-    service("safe", "LoadBalancer=192.0.2.4:80", D, ranges="10.9.0.0/16"),
+NEW = state(
+    """web WEB VIP -> B C affinity=60
+    dns:UDP 10.96.0.2:53 -> B serving=B,C
+    came 10.96.0.6:80 -> A D
+    gives 10.96.0.4:80 -> C
+    takes 10.96.0.5:80 -> D
+    kept LoadBalancer=192.0.2.3:80 -> A ranges=10.2.0.0/16,10.3.0.0/16
+    safe LoadBalancer=192.0.2.4:80 -> D ranges=10.9.0.0/16""",
     nodes="192.0.2.8",
 )
 
@@ -330,9 +315,7 @@ def test_restart_without_changes_writes_nothing(site: Site, which: str):
 
 
 def test_changes_by_others_are_repaired_after_invalidate(site: Site):
-    plane = site.open()
-    plane.apply(OLD, None)
-    flush(plane)
+    plane = site.start(OLD)
     before, attached = site.dump(), links(site)
     plane.invalidate()
     assert dict(plane.apply(OLD, None).writes) == {}, "nothing had changed"
@@ -354,43 +337,65 @@ def test_changes_by_others_are_repaired_after_invalidate(site: Site):
     assert site.dump() == before
 
 
-DAMAGES = {
-    "services, a protocol": ("services", lambda key, raw: (key[:18] + b"\x63" + key[19:], raw)),
-    "services, padding of the key": ("services", lambda key, raw: (key[:19] + b"\x01", raw)),
-    "services, a whole value": ("services", lambda key, raw: (key, b"\xff" * len(raw))),
-    "services, a size": ("services", lambda key, raw: (key, raw[:16] + b"\xff" * 4 + raw[20:])),
-    "services, no flags": ("services", lambda key, raw: (key, raw[:4] + bytes(4) + raw[8:])),
-    "service_names": ("service_names", lambda key, raw: (key, b"\xff" * len(raw))),
-    "service_names, an id": ("service_names", lambda key, raw: (b"\xff" * 4, raw)),
-    "backends": ("backends", lambda key, raw: (key, b"\xff" * len(raw))),
-    "backends, an id": ("backends", lambda key, raw: (b"\xff" * 4, raw)),
-    "backend_slots, a set": ("backend_slots", lambda key, raw: (b"\xff" * 4 + key[4:], raw)),
-    "backend_slots": ("backend_slots", lambda key, raw: (key, b"\xff" * 4)),
-    "set_members": ("set_members", lambda key, raw: (b"\xff" * 8, raw)),
-    "meta": ("meta", lambda key, raw: (key, b"\xff" * len(raw))),
-    "meta, one number": ("meta", lambda key, raw: (key, raw[:4] + b"\0\0\0\x80" + raw[8:])),
-}
-"""What becomes of one entry of the map, or an entry that is added."""
-UNREPORTED = {"backend_slots, a set", "backend_slots", "set_members"}
-"""Not reported: an agent could have written such entries, only not for such a set."""
+class Damage(NamedTuple):
+    """Bytes (hexadecimal; *: repeated to the end) that replace others in the key or the value of an entry. With
+    another key it is an entry that is added. Not all are reported: an agent could have written some, only not for such
+    a set.
+    """
+
+    map: str
+    part: str
+    offset: int
+    new: str
+    is_reported: bool
+
+    def spoil(self, raw: bytes) -> bytes:
+        new = bytes.fromhex(self.new.rstrip("*"))
+        new *= len(raw) - self.offset if self.new.endswith("*") else 1
+        return raw[: self.offset] + new + raw[self.offset + len(new) :]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+DAMAGES = table(
+    Damage,
+    """
+services      | key   | 18 | 63       | yes
+services      | key   | 19 | 01       | yes
+services      | value | 0  | ff*      | yes
+services      | value | 16 | ffffffff | yes
+services      | value | 4  | 00000000 | yes
+service_names | value | 0  | ff*      | yes
+service_names | key   | 0  | ff*      | yes
+backends      | value | 0  | ff*      | yes
+backends      | key   | 0  | ff*      | yes
+backend_slots | key   | 0  | ffffffff | no
+backend_slots | value | 0  | ff*      | no
+set_members   | key   | 0  | ff*      | no
+meta          | value | 0  | ff*      | yes
+meta          | value | 4  | 00000080 | yes
+""",
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda row: f"{row.map} {row.part} {row.offset} {row.new}")
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
-def test_corrupt_entry_is_reported_and_rewritten(site: Site, damage: str, which: int, caplog: pytest.LogCaptureFixture):
+def test_corrupt_entry_is_reported_and_rewritten(
+    site: Site, damage: Damage, which: int, caplog: pytest.LogCaptureFixture
+):
     """Everything else is served meanwhile, and `kbpf inspect` works."""
-    plane = site.open()
-    plane.apply(OLD, None)
-    flush(plane)
+    plane = site.start(OLD)
     before = site.dump()
-    name, change = DAMAGES[damage]
-    with site.pinned(name) as held:
-        key, raw = change(*sorted(held.items())[which])
+    with site.pinned(damage.map) as held:
+        key, raw = sorted(held.items())[which]
+        if damage.part == "key":
+            key = damage.spoil(key)
+        else:
+            raw = damage.spoil(raw)
         held.update(key, raw)
     assert app.call(["inspect", "services", "--pin-dir", str(site.pins)]) == 0
     plane = site.open()
-    told = [r.getMessage() for r in caplog.records if "corrupt" in r.getMessage()]
-    assert [f"map={name} entries=1 keys={key.hex()}" in one for one in told] == ([] if damage in UNREPORTED else [True])
+    told = [message for message in caplog.messages if "corrupt" in message]
+    line = f"map={damage.map} entries=1 keys={key.hex()}"
+    assert [line in one for one in told] == [True] * damage.is_reported
     plane.apply(OLD, None)
     flush(plane)
     assert site.dump() == before
@@ -534,19 +539,27 @@ LOAD_MAP = b"\x18\x01" + bytes(14)  # r1 = a map, which the loader inserts
 EXIT = b"\x95" + bytes(7)
 
 
-def another_build(monkeypatch: pytest.MonkeyPatch, **changed: bytes) -> None:
-    """From now on the sources differ; `changed`: the bytecode of some programs."""
+def change_programs(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[artifact.Bytecode], artifact.Bytecode], **more: str
+) -> None:
+    """From now on all programs are changed like this."""
     real = compile.find_or_compile
 
     def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
         found, compiled = real(unit, cache)
-        programs = tuple(
-            msgspec.structs.replace(p, insns=changed[p.name], references=()) if p.name in changed else p
-            for p in found.programs
-        )
-        return msgspec.structs.replace(found, source="another", programs=programs), compiled
+        return msgspec.structs.replace(found, programs=tuple(map(change, found.programs)), **more), compiled
 
     monkeypatch.setattr(compile, "find_or_compile", obtain)
+
+
+def another_build(monkeypatch: pytest.MonkeyPatch, *invalid: str) -> None:
+    """From now on the sources differ; `invalid`: the programs that the kernel refuses."""
+
+    def change(program: artifact.Bytecode) -> artifact.Bytecode:
+        code = {"insns": INVALID, "references": ()} if program.name in invalid else {}
+        return msgspec.structs.replace(program, **code)
+
+    change_programs(monkeypatch, change, source="another")
 
 
 def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,7 +567,6 @@ def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     irrelevant to when it is loaded, pinned and attached, and verifying the real ones takes most of
     the time of a start.
     """
-    real = compile.find_or_compile
 
     def stub(program: artifact.Bytecode) -> artifact.Bytecode:
         names = sorted({reference.map for reference in program.references})
@@ -562,12 +574,7 @@ def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
         code = LOAD_MAP * len(names) + probe.encode_r0(1) + EXIT
         return artifact.Bytecode(program.name, code, loads)
 
-    def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
-        found, compiled = real(unit, cache)
-        programs = tuple(map(stub, found.programs))
-        return msgspec.structs.replace(found, programs=programs), compiled
-
-    monkeypatch.setattr(compile, "find_or_compile", obtain)
+    change_programs(monkeypatch, stub)
 
 
 def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch: pytest.MonkeyPatch):
@@ -587,7 +594,7 @@ def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch:
 def test_refused_required_program_changes_nothing(site: Site, monkeypatch: pytest.MonkeyPatch):
     site.open().apply(OLD, None)
     before, attached, pins = site.dump(), links(site), sorted(site.pins.rglob("*"))
-    another_build(monkeypatch, connect6=INVALID)
+    another_build(monkeypatch, "connect6")
     with pytest.raises(KernelError) as error:
         site.open()
     assert "\n" not in str(error.value)
@@ -598,7 +605,7 @@ def test_refused_required_program_changes_nothing(site: Site, monkeypatch: pytes
 
 
 def test_refused_optional_program_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch):
-    another_build(monkeypatch, getpeername4=INVALID, getpeername6=INVALID)
+    another_build(monkeypatch, "getpeername4", "getpeername6")
     site.open().apply(OLD, None)
     attached = links(site)
     assert attached.keys() == HOOKS - {"getpeername4", "getpeername6"}
@@ -735,47 +742,40 @@ def check_point(site: Site, old: dict[str, Any] | None, new: dict[str, Any]) -> 
 
 
 CASES = {
-    "the first start": None,
-    "a change": {},
-    "a change, and maps grow": {"grow": True},
-    "a change and another build": {"build": True},
-    "a change and another layout": {"build": True, "version": "services"},
-    "a change and another layout of slots": {"build": True, "version": "backend_slots"},
+    "the first start": "first",
+    "a change": "",
+    "a change, and maps grow": "grow",
+    "a change and another build": "build",
+    "a change and another layout": "build services",
+    "a change and another layout of slots": "build backend_slots",
 }
+"""What differs, and the map that has another layout."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kill_at_any_step_is_repaired_by_the_next_agent(
     artifact_cache: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ):
     """At no step does a frontend have half a set, or a hook no program."""
-    what = CASES[case] or {}
+    what, _, layout_of = case.partition(" ")
     programs_that_only_name_their_maps(monkeypatch)
-    if "grow" in what:
-        for name, entries in (("services", 6), ("backend_slots", 8), ("backends", 4)):
-            monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
-
-    def finish(site: Site) -> BpfPlane:
-        plane = site.open()
-        plane.apply(NEW, None)
-        flush(plane)
-        return plane
+    if what == "grow":
+        size_maps(monkeypatch, services=6, backend_slots=8, backends=4)
 
     with sites(artifact_cache) as make:
-        old, new = (dump_of(make(), state) for state in (OLD, NEW))
+        old, new = (dump_first(make(), state) for state in (OLD, NEW))
         for number in itertools.count():
             site = make()
-            if CASES[case] is not None:
+            if what != "first":
                 site.open().apply(OLD, None)
                 site.close_planes()
             with monkeypatch.context() as patch:
-                if "build" in what:
+                if what == "build":
                     another_build(patch)
-                if "version" in what:
-                    changed = replace(layout.MAPS[what["version"]], version=2)
-                    patch.setitem(layout.MAPS, what["version"], changed)
-                killed = killed_at(number, lambda site=site: finish(site))
-                known = None if CASES[case] is None else frontends_of(old)
+                if layout_of:
+                    patch.setitem(layout.MAPS, layout_of, replace(layout.MAPS[layout_of], version=2))
+                killed = killed_at(number, lambda site=site: site.start(NEW))
+                known = None if what == "first" else frontends_of(old)
                 check_point(site, known, frontends_of(new))
                 if killed:
                     plane = site.open()
@@ -789,14 +789,6 @@ def test_kill_at_any_step_is_repaired_by_the_next_agent(
                 break
     print(f"{number} points")
     assert number > 25, "there were many steps"
-
-
-def dump_of(site: Site, state: DesiredState) -> dict[str, Any]:
-    """The dump of a state that was applied first."""
-    plane = site.open()
-    plane.apply(state, None)
-    flush(plane)
-    return site.dump()
 
 
 def frontends_of(found: dict[str, Any]) -> dict[str, Any]:
@@ -823,7 +815,7 @@ def test_failed_write_is_repaired_by_the_same_agent(artifact_cache: Path, monkey
         return call
 
     with sites(artifact_cache) as make:
-        old, new = (dump_of(make(), state) for state in (OLD, NEW))
+        old, new = (dump_first(make(), state) for state in (OLD, NEW))
         for number in itertools.count():
             site, calls = make(), itertools.count()
             plane = site.open()
@@ -868,13 +860,17 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
     assert site.dump()["strays"] == {}
 
 
+def lose_names(site: Site) -> None:
+    with site.pinned("service_names") as names:
+        for key in site.entries("service_names"):
+            names.delete(key)
+
+
 def test_unclaimed_frontend_that_a_service_has_by_now_is_kept(site: Site):
     """Its first Service had lost its name, so nobody claimed it when the agent started."""
     state = desired(service("web", "10.96.0.1:80", ONE_BACKEND))
     site.open().apply(state, None)
-    with site.pinned("service_names") as names:
-        for key in site.entries("service_names"):
-            names.delete(key)
+    lose_names(site)
     plane = site.open()
     plane.apply(state, None, authoritative=False)
     plane.apply(state, set(), authoritative=True)
@@ -886,9 +882,7 @@ def test_unclaimed_frontend_that_a_service_has_by_now_is_kept(site: Site):
 def test_unclaimed_frontend_is_found_until_the_state_is_authoritative(site: Site):
     """Its Service has lost its name, and may be one that could not be read."""
     site.open().apply(desired(service("web", "10.96.0.1:8085", ONE_BACKEND)), None)
-    with site.pinned("service_names") as names:
-        for key in site.entries("service_names"):
-            names.delete(key)
+    lose_names(site)
     maps = ("services", "cluster_ips", "frontend_ports")
     before = {name: site.entries(name) for name in maps}
     plane = site.open()

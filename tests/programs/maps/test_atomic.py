@@ -10,7 +10,6 @@ The second half writes the same maps carelessly and expects the check to notice.
 """
 
 import bisect
-import dataclasses
 import errno
 import itertools
 import mmap
@@ -20,13 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import MAPS, Reason, ServiceValue, pack_target, unpack_ports
+from kbpf.dataplane.bpf.maps.layout import Reason, ServiceValue, pack_target, unpack_ports
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.state.contents import unpack_address
 from kbpf.kernel.bpf.objects import Map
@@ -43,7 +41,7 @@ from tests.support.plane import (
     pick,
     picks,
     service,
-    sites,
+    size_maps,
     start_within,
 )
 
@@ -56,13 +54,7 @@ MAX_DIALS = 1_000_000
 """A race of a few nanoseconds needs many tries; on a busy machine five seconds have to be
 enough.
 """
-START = {
-    "services": 16,
-    "service_names": 16,
-    "backend_slots": 64,
-    "backends": 16,
-    "set_members": 16,
-}
+START = {"services": 16, "service_names": 16, "backend_slots": 64, "backends": 16, "set_members": 16}
 
 
 class Connect(NamedTuple):
@@ -116,13 +108,10 @@ def host(node: Node) -> Place:
 
 
 @pytest.fixture
-def bench(node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(node: Node, host: Place, node_site: Site, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Maps start small, so that they grow during the test."""
-    for name, entries in START.items():
-        monkeypatch.setitem(MAPS, name, dataclasses.replace(MAPS[name], entries=entries))
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        yield Bench(node, site, site.open())
+    size_maps(monkeypatch, **START)
+    return Bench(node, node_site, node_site.open())
 
 
 # ---- the readers -------------------------------------------------------------------------------
@@ -376,28 +365,6 @@ def test_careless_writer_is_noticed(bench: Bench, way: str):
     wrong = history.wrong(dials)
     print(f"{len(wrong)} of {len(dials)} connects, {len(history.sets)} changes")
     assert len(wrong) > 10
-
-
-def test_check_allows_only_backends_in_force():
-    """The check itself, on a made-up history."""
-    a, b, c = (frozenset((name,)) for name in "abc")
-    history = History([a, b, c], [0, 100, 200], [10, 110, 210])
-    for connect, good in (
-        (Connect(20, 30, "a"), True),
-        (Connect(20, 30, "b"), False),
-        (Connect(20, 99, "b"), False),
-        (Connect(20, 100, "b"), True),
-        (Connect(105, 106, "a"), True),
-        (Connect(105, 106, "b"), True),
-        (Connect(111, 112, "a"), False),
-        (Connect(111, 112, "b"), True),
-        (Connect(105, 205, "c"), True),
-        (Connect(105, 205, "a"), True),
-        (Connect(211, 300, "b"), False),
-        (Connect(211, 300, "c"), True),
-        (Connect(211, 300, "ECONNREFUSED"), False),
-    ):
-        assert (history.wrong([connect]) == []) is good, connect
 
 
 # ---- maps that are written together --------------------------------------------------------------

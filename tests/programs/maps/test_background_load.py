@@ -9,14 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAM
-from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -31,9 +29,7 @@ from kbpf.model.config import SocketLb
 from kbpf.model.desired import ServiceState
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, ip, until
-from tests.support.plane import HOOKS, Site, desired, service, sites
-
-START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
+from tests.support.plane import HOOKS, Site, desired, service, sites, size_maps
 
 
 def many(count: int) -> list[ServiceState]:
@@ -92,8 +88,7 @@ class Start:
 
 @pytest.fixture
 def start(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    for name, entries in START.items():
-        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+    size_maps(monkeypatch, services=8, service_names=8, backend_slots=16, backends=8, set_members=8)
     where = f"kbps{os.getpid()}"
     with ExitStack() as stack:
         ip(f"netns add {where}")

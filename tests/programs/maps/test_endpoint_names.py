@@ -26,18 +26,28 @@ from kbpf.model.inspection import EndpointEntry, Part
 from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort, pack_names
 from kbpf.policy.endpoints import merge_endpoints
 from tests.support.lab.lab import until
-from tests.support.plane import SIZES, Site, desired, flush, service
+from tests.support.plane import SIZES, Site, desired, flush, service, size_maps
 
 MAP = endpoint_names.MAP_NAME
 PORT = 8080
 READY = Endpoint(parse_addr("10.244.0.1"), node="node-a", zone="zone-a")
 OTHER = Endpoint(parse_addr("10.244.0.2"), node="node-b", zone="zone-b")
 DRAINING = replace(READY, ready=False, terminating=True)
+ENDPOINTS = {
+    "ready": READY,
+    "other": OTHER,
+    "draining": DRAINING,
+    "draining-in-x": replace(DRAINING, zone="x"),
+    "not-ready": replace(READY, ready=False, serving=False),
+    "published": replace(READY, ready=False),
+    "on-c": replace(READY, node="c"),
+    "nowhere": replace(READY, node="", zone=""),
+}
 Names = dict[str, str]
 """Endpoint → Pod, node, zone and state, for each Service."""
 
 
-def piece(*pairs: tuple[Endpoint, str], name: str = "a") -> EndpointSlice:
+def slice_of(*pairs: tuple[Endpoint, str], name: str = "a") -> EndpointSlice:
     """A slice of these endpoints and their Pods."""
     protocol = service("web", "").key.protocol
     return EndpointSlice(
@@ -49,6 +59,17 @@ def piece(*pairs: tuple[Endpoint, str], name: str = "a") -> EndpointSlice:
         (SlicePort("", protocol, PORT),),
         packed_pods=pack_names([pod for _, pod in pairs]),
     )
+
+
+def piece(text: str, name: str = "a") -> EndpointSlice:
+    """The slice with these endpoints, as "ready=web-0 other=web-1": one of ENDPOINTS, and its Pod."""
+    words = (word.split("=") for word in text.split())
+    return slice_of(*((ENDPOINTS[kind], pod) for kind, pod in words), name=name)
+
+
+def slices(text: str) -> tuple[EndpointSlice, ...]:
+    """Slices separated by a plus."""
+    return tuple(piece(words, name) for words, name in zip(text.split("+"), "ab", strict=False)) if text else ()
 
 
 def web(*slices: EndpointSlice, name: str = "web", at: str = "10.96.0.1:80") -> ServiceState:
@@ -66,6 +87,14 @@ def name_all(plane: BpfPlane) -> None:
     """Runs all deferred work that is due now."""
     while (due := plane._names.due()) is not None and due <= time.monotonic():
         plane.tick(time.monotonic())
+
+
+def named(site: Site, state: DesiredState) -> BpfPlane:
+    """Starts an agent that programs this state and names its endpoints."""
+    plane = site.open()
+    plane.apply(state, None)
+    name_all(plane)
+    return plane
 
 
 def apply(plane: BpfPlane, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Any:
@@ -97,57 +126,35 @@ READY_NAME = "default/web-0 node-a zone-a ready"
 OTHER_NAME = "default/web-1 node-b zone-b ready"
 A, B = "10.244.0.1:8080", "10.244.0.2:8080"
 
-CHANGES: dict[str, tuple[list[tuple[EndpointSlice, ...]], Names]] = {
-    "one endpoint": ([(piece((READY, "web-0")),)], {A: READY_NAME}),
-    "one more": (
-        [(piece((READY, "web-0")),), (piece((READY, "web-0"), (OTHER, "web-1")),)],
-        {A: READY_NAME, B: OTHER_NAME},
-    ),
-    "one less": ([(piece((READY, "web-0"), (OTHER, "web-1")),), (piece((OTHER, "web-1")),)], {B: OTHER_NAME}),
-    "another Pod has the address now": (
-        [(piece((READY, "web-0")),), (piece((replace(READY, node="c"), "api-7")),)],
-        {A: "default/api-7 c zone-a ready"},
-    ),
-    "in the set while it terminates": (
-        [(piece((READY, "web-0")),), (piece((DRAINING, "web-0")),)],
-        {A: "default/web-0 node-a zone-a terminating, serving"},
-    ),
-    "in no set while it terminates": (
-        [(piece((DRAINING, "web-0"), (OTHER, "web-1")),)],
-        {A: "default/web-0 node-a zone-a terminating, serving", B: OTHER_NAME},
-    ),
+DRAINING_NAME = "default/web-0 node-a zone-a terminating, serving"
+
+CHANGES: dict[str, tuple[list[str], Names]] = {
+    "one endpoint": (["ready=web-0"], {A: READY_NAME}),
+    "one more": (["ready=web-0", "ready=web-0 other=web-1"], {A: READY_NAME, B: OTHER_NAME}),
+    "one less": (["ready=web-0 other=web-1", "other=web-1"], {B: OTHER_NAME}),
+    "another Pod has the address now": (["ready=web-0", "on-c=api-7"], {A: "default/api-7 c zone-a ready"}),
+    "in the set while it terminates": (["ready=web-0", "draining=web-0"], {A: DRAINING_NAME}),
+    "in no set while it terminates": (["draining=web-0 other=web-1"], {A: DRAINING_NAME, B: OTHER_NAME}),
     "not ready, so in no set": (
-        [(piece((replace(READY, ready=False, serving=False), "web-0"), (OTHER, "web-1")),)],
+        ["not-ready=web-0 other=web-1"],
         {A: "default/web-0 node-a zone-a not ready", B: OTHER_NAME},
     ),
-    "not a Pod, without a node": ([(piece((replace(READY, node="", zone=""), "")),)], {A: "   ready"}),
-    "in the second slice": (
-        [(piece((READY, "web-0")), piece((OTHER, "web-1"), name="b"))],
-        {A: READY_NAME, B: OTHER_NAME},
-    ),
+    "not a Pod, without a node": (["nowhere="], {A: "   ready"}),
+    "in the second slice": (["ready=web-0 + other=web-1"], {A: READY_NAME, B: OTHER_NAME}),
     "moved to the second slice": (
-        [
-            (piece((READY, "web-0")), piece((OTHER, "web-1"), name="b")),
-            (piece(), piece((READY, "web-0"), (OTHER, "web-1"), name="b")),
-        ],
+        ["ready=web-0 + other=web-1", " + ready=web-0 other=web-1"],
         {A: READY_NAME, B: OTHER_NAME},
     ),
     "in both slices, which disagree: the last that does not terminate": (
-        [(piece((READY, "web-0")), piece((replace(READY, node="c"), "new-0"), name="b"))],
+        ["ready=web-0 + on-c=new-0"],
         {A: "default/new-0 c zone-a ready"},
     ),
     "only a slice changes that does not count": (
-        [
-            (piece((DRAINING, "web-0")), piece((READY, "new-0"), name="b")),
-            (piece((replace(DRAINING, zone="x"), "web-0")), piece((READY, "new-0"), name="b")),
-        ],
+        ["draining=web-0 + ready=new-0", "draining-in-x=web-0 + ready=new-0"],
         {A: "default/new-0 node-a zone-a ready"},
     ),
-    "the slice that counted is gone": (
-        [(piece((DRAINING, "web-0")), piece((READY, "new-0"), name="b")), (piece((DRAINING, "web-0")),)],
-        {A: "default/web-0 node-a zone-a terminating, serving"},
-    ),
-    "no slice any more": ([(piece((READY, "web-0")),), ()], {}),
+    "the slice that counted is gone": (["draining=web-0 + ready=new-0", "draining=web-0"], {A: DRAINING_NAME}),
+    "no slice any more": (["ready=web-0", ""], {}),
 }
 
 
@@ -157,24 +164,20 @@ def test_the_map_has_what_the_slices_say(site: Site, name: str) -> None:
     steps, expected = CHANGES[name]
     plane = site.open()
     plane.apply(desired(), None)
-    for slices in steps:
-        apply(plane, web(*slices))
+    for step in steps:
+        apply(plane, web(*slices(step)))
     site.close_planes()
     assert read_names(site) == {"web": expected}
     written = site.entries(MAP)
-    plane = site.open()
-    plane.apply(desired(web(*steps[-1])), None)
-    name_all(plane)
+    plane = named(site, desired(web(*slices(steps[-1]))))
     assert site.entries(MAP) == written, "the Service port keeps its id"
-    assert "endpoint_names" not in plane.apply(desired(web(*steps[-1])), ()).writes
+    assert "endpoint_names" not in plane.apply(desired(web(*slices(steps[-1]))), ()).writes
 
 
 def test_state_changes_without_a_flip(site: Site) -> None:
-    plane = site.open()
-    plane.apply(desired(web(piece((READY, "web-0")))), None)
-    name_all(plane)
+    plane = named(site, desired(web(piece("ready=web-0"))))
     frontends, sets = site.entries("services"), site.entries("backend_slots")
-    report = apply(plane, web(piece((DRAINING, "web-0"))))
+    report = apply(plane, web(piece("draining=web-0")))
     assert dict(report.writes).keys() <= {MAP}
     assert (site.entries("services"), site.entries("backend_slots")) == (frontends, sets)
     assert read_names(site)["web"] == {A: "default/web-0 node-a zone-a terminating, serving"}
@@ -182,11 +185,8 @@ def test_state_changes_without_a_flip(site: Site) -> None:
 
 def test_services_that_disagree_have_their_own_names(site: Site) -> None:
     """One may publish addresses that are not ready."""
-    unready = replace(READY, ready=False)
-    states = (web(piece((READY, "web-0"))), web(piece((unready, "web-0")), name="twin", at="10.96.0.2:80"))
-    plane = site.open()
-    plane.apply(desired(*states), None)
-    name_all(plane)
+    states = (web(piece("ready=web-0")), web(piece("published=web-0"), name="twin", at="10.96.0.2:80"))
+    plane = named(site, desired(*states))
     assert len(site.entries("backends")) == 1
     expected = {"web": {A: READY_NAME}, "twin": {A: "default/web-0 node-a zone-a not ready, serving"}}
     assert read_names(site) == expected
@@ -197,10 +197,8 @@ def test_services_that_disagree_have_their_own_names(site: Site) -> None:
 
 def test_address_of_another_node_is_not_a_pods(site: Site) -> None:
     """A Pod with hostNetwork has its node's address: a client with that address may be anything."""
-    plane = site.open()
-    state = web(piece((READY, "web-0"), (OTHER, "agent-x")))
-    plane.apply(DesiredState({state.key: state}, other_node_addresses={OTHER.address}), None)
-    name_all(plane)
+    state = web(piece("ready=web-0 other=agent-x"))
+    named(site, DesiredState({state.key: state}, other_node_addresses={OTHER.address}))
     inspection = snapshot.read(site.pins, Part.ENDPOINTS)
     assert inspection.pods == {READY.address: "default/web-0"}
     assert read_names(site)["web"][B] == "default/agent-x node-b zone-b ready"
@@ -217,10 +215,10 @@ def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(AgentMaps, "_put", put)
     plane = site.open()
-    plane.apply(desired(web(piece((READY, "web-0")))), None)
+    plane.apply(desired(web(piece("ready=web-0"))), None)
     assert "services" in order
     assert MAP not in order
-    assert plane.apply(desired(web(piece((READY, "web-0")))), ()).refused == {}
+    assert plane.apply(desired(web(piece("ready=web-0"))), ()).refused == {}
     name_all(plane)
     assert order[-1] == MAP
     assert read_names(site)["web"] == {A: READY_NAME}
@@ -229,12 +227,12 @@ def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
 def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large Service is named in several pieces, between which other changes are written."""
     monkeypatch.setattr(endpoint_names, "BATCH_ENTRIES", 10)
-    many = piece(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100)))
+    many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100)))
     plane = site.open()
     plane.apply(desired(web(many)), None)
     plane._names._step()
     pieces = [len(site.entries(MAP))]
-    newer = piece((replace(OTHER, zone="z"), "web-0"))
+    newer = slice_of((replace(OTHER, zone="z"), "web-0"))
     while plane._names._step():
         pieces.append(len(site.entries(MAP)))
         if pieces[-1] == 50:
@@ -259,9 +257,7 @@ HOSTILE: dict[str, tuple[tuple[str, str, str], str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_names_are_shortened_and_stay_apart(site: Site, name: str) -> None:
     (pod, node, zone), shown = HOSTILE[name]
-    plane = site.open()
-    plane.apply(desired(web(piece((replace(READY, node=node, zone=zone), pod)))), None)
-    name_all(plane)
+    named(site, desired(web(slice_of((replace(READY, node=node, zone=zone), pod)))))
     (entry,) = read_endpoints(site)["web"]
     assert entry.pod == f"default/{shown}"
     assert len(f"{shown}{entry.node}{entry.zone}".encode()) <= layout.ENDPOINT_TEXT_SIZE - 2
@@ -278,8 +274,8 @@ def test_names_without_room_are_left_out(
 
     def endpoints(number: int) -> EndpointSlice:
         addresses = (parse_addr(f"10.{number}.0.{i}") for i in range(1, 31))
-        unready = replace(READY, ready=False, serving=False)
-        return piece((OTHER, "web"), *((replace(unready, address=one), "web-0") for one in addresses))
+        unready = ENDPOINTS["not-ready"]
+        return slice_of((OTHER, "web"), *((replace(unready, address=one), "web-0") for one in addresses))
 
     states = [web(endpoints(i), name=f"s{i}", at=f"10.96.0.{i}:80") for i in range(1, 4)]
     plane = site.open(sizes=few)
@@ -306,9 +302,9 @@ def test_names_without_room_are_left_out(
 
 
 def test_the_map_grows(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(layout.MAPS, MAP, replace_fields(layout.MAPS[MAP], entries=8))
+    size_maps(monkeypatch, endpoint_names=8)
     addresses = [parse_addr(f"10.244.1.{i}") for i in range(1, 101)]
-    many = piece(*((replace(READY, address=one), "web-0") for one in addresses))
+    many = slice_of(*((replace(READY, address=one), "web-0") for one in addresses))
     plane = site.open()
     plane.apply(desired(web(many)), None)
     while plane._names.due() is not None:
@@ -322,10 +318,7 @@ def test_error_costs_names_only(
     site: Site, monkeypatch: pytest.MonkeyPatch, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Later the map is read again, and completed."""
-    plane = site.open()
-    before = web(piece((READY, "web-0")))
-    plane.apply(desired(before), None)
-    name_all(plane)
+    plane = named(site, desired(web(piece("ready=web-0"))))
     real = getattr(AgentMaps, call)
 
     def refuse(self: AgentMaps, name: str, *arguments: Any, **more: Any) -> None:
@@ -333,7 +326,7 @@ def test_error_costs_names_only(
             raise KernelError("cannot write", errno=errno.ENOMEM)
         real(self, name, *arguments, **more)
 
-    after = web(piece((OTHER, "web-1")))
+    after = web(piece("other=web-1"))
     start = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(AgentMaps, call, refuse)
@@ -350,14 +343,11 @@ def test_error_costs_names_only(
 @pytest.mark.parametrize("authoritative", [True, False])
 def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritative: bool) -> None:
     """Not while some objects could not be read: they may belong to one of these."""
-    plane = site.open()
-    states = (web(piece((READY, "web-0"))), web(name="twin", at="10.96.0.2:80"))
-    twin = replace(states[1], slices=states[0].slices, cluster=states[0].cluster)
-    plane.apply(desired(states[0], twin), None)
-    name_all(plane)
+    one, twin = (web(piece("ready=web-0"), name=f"s{i}", at=f"10.96.0.{i}:80") for i in (1, 2))
+    named(site, desired(one, twin))
     assert len(site.entries(MAP)) == 2
     plane = site.open()
-    plane.apply(desired(states[0]), None, authoritative=authoritative)
+    plane.apply(desired(one), None, authoritative=authoritative)
     name_all(plane)
     assert len(site.entries(MAP)) == (1 if authoritative else 2)
 
@@ -375,7 +365,7 @@ def without_map(name: str) -> Iterator[None]:
 
 
 def test_upgrade_from_a_version_without_the_map(site: Site) -> None:
-    state = web(piece((READY, "web-0")))
+    state = web(piece("ready=web-0"))
     with without_map(MAP):
         site.open().apply(desired(state), None)
         before = site.dump()
@@ -387,10 +377,8 @@ def test_upgrade_from_a_version_without_the_map(site: Site) -> None:
 
 
 def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in ((MAP, 8), ("services", 32)):
-        spec = replace_fields(layout.MAPS[name], entries=size)
-        monkeypatch.setitem(layout.MAPS, name, spec)
-    many = piece(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41)))
+    size_maps(monkeypatch, endpoint_names=8, services=32)
+    many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41)))
     plane = site.open()
     plane.apply(desired(web(many)), None)
     while plane._names._step():

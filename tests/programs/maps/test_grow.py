@@ -5,7 +5,6 @@ import errno
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -25,7 +24,18 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import Node, Place, until
-from tests.support.plane import LOCAL, SIZES, Site, desired, flush, make_local, map_ids_read_by, picks, service, sites
+from tests.support.plane import (
+    LOCAL,
+    SIZES,
+    Site,
+    desired,
+    flush,
+    make_local,
+    map_ids_read_by,
+    picks,
+    service,
+    size_maps,
+)
 
 UDP = Protocol.UDP
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
@@ -37,11 +47,13 @@ def host(node: Node) -> Place:
     return node.host
 
 
+small = pytest.mark.usefixtures("small_maps")
+
+
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps start small."""
-    for name, entries in START.items():
-        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+    size_maps(monkeypatch, **START)
 
 
 def many(count: int, to: str = "10.0.0.1:80", **more) -> list[ServiceState]:
@@ -72,11 +84,9 @@ def is_freed(map_id: int) -> bool:
 # ---- growing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("small")
+@small
 def test_grown_maps_keep_all_entries(site: Site):
-    plane = site.open()
-    plane.apply(desired(*many(3, affinity_timeout=9)), None)
-    flush(plane)
+    plane = site.start(desired(*many(3, affinity_timeout=9)))
     assert sizes_of(site) == START
     before = site.dump()["frontends"]
     programs = site.hook_programs()
@@ -100,33 +110,26 @@ def test_grown_maps_keep_all_entries(site: Site):
     unread = old_ids - read_by_programs(site)
     assert len(unread) == 3
     until("the smaller maps are freed", lambda: all(map(is_freed, unread)))
+    sizes = sizes_of(site)
+    assert dict(site.open().apply(desired(*many(100, affinity_timeout=9)), None).writes) == {}, "after a restart"
+    assert (sizes_of(site), site.dump()) == (sizes, after)
 
 
-@pytest.mark.usefixtures("small")
-def test_restart_adopts_grown_maps(site: Site):
-    site.open().apply(desired(*many(100)), None)
-    sizes, before = sizes_of(site), site.dump()
-    assert dict(site.open().apply(desired(*many(100)), None).writes) == {}
-    assert (sizes_of(site), site.dump()) == (sizes, before)
-
-
-@pytest.mark.usefixtures("small")
+@small
 @pytest.mark.parametrize("restart", [False, True], ids=["while it runs", "at its start"])
-def test_grown_maps_serve_old_and_new_services(node: Node, host: Place, artifact_cache: Path, restart: bool):
+def test_grown_maps_serve_old_and_new_services(node_site: Site, host: Place, restart: bool):
     """Both the Services added with the growth and the earlier ones are reached."""
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        plane = site.open()
-        plane.apply(desired(*many(3, f"{LOCAL[1]}:1")), None)
-        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
-        if restart:
-            plane = site.open()
-        plane.apply(desired(*many(3, f"{LOCAL[1]}:1"), *many(60, f"{LOCAL[2]}:1")[3:]), None)
-        assert picks(host, "10.96.0.3:53") == [LOCAL[1]]
-        assert picks(host, "10.96.0.60:53") == [LOCAL[2]]
+    plane = node_site.open()
+    plane.apply(desired(*many(3, f"{LOCAL[1]}:1")), None)
+    assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+    if restart:
+        plane = node_site.open()
+    plane.apply(desired(*many(3, f"{LOCAL[1]}:1"), *many(60, f"{LOCAL[2]}:1")[3:]), None)
+    assert picks(host, "10.96.0.3:53") == [LOCAL[1]]
+    assert picks(host, "10.96.0.60:53") == [LOCAL[2]]
 
 
-@pytest.mark.usefixtures("small")
+@small
 def test_growing_stops_at_the_limit(site: Site):
     sizes = replace(SIZES, frontends=20)
     plane = site.open(sizes)
@@ -172,8 +175,15 @@ class Growing:
         """Ticks until `done`."""
         until(what, lambda: done() or self.tick())
 
+    def until_refused(self) -> None:
+        self.until("it is refused", lambda: self.plane.apply(self.state, ()).refused)
 
-def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
+    def until_served(self) -> None:
+        self.until("the large one is served", lambda: self.plane.apply(self.state, ()) and "big" in served(self.site))
+
+
+@small
+def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyPatch):
     """Each tick copies a few entries. Services added, changed and deleted meanwhile are programmed
     at once, and are right in the maps of both sizes.
     """
@@ -212,7 +222,7 @@ def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.
 
     until("the maps have grown", grown)
     assert copying > 4, "copied in several slices"
-    at.until("the large one is served", lambda: not at.change(*at.state.services.values()).deferred)
+    at.until_served()
     flush(at.plane)
     shown = site.dump()
     assert shown["strays"] == {}
@@ -224,7 +234,8 @@ def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.
     assert dict(site.open().apply(at.state, None).writes) == {}, "the next agent writes nothing"
 
 
-def test_change_after_all_is_copied_is_in_the_larger_maps(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
+@small
+def test_change_after_all_is_copied_is_in_the_larger_maps(site: Site, monkeypatch: pytest.MonkeyPatch):
     at = Growing(site, monkeypatch).begin()
     agent_maps = at.plane._agent_maps
 
@@ -239,17 +250,17 @@ def test_change_after_all_is_copied_is_in_the_larger_maps(site: Site, monkeypatc
     assert site.dump()["frontends"]["10.96.0.3:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
 
 
-def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
+@small
+def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch: pytest.MonkeyPatch):
     at = Growing(site, monkeypatch).begin()
     report = at.change(*many(40), at.big)
     assert (report.refused, set(report.deferred)) == ({}, {at.big.key.service})
     assert len(site.dump()["frontends"]) == 40
 
 
+@small
 @pytest.mark.parametrize("what", ["make_map", "_pin_temporarily", "_set_inner"])
-def test_failed_growth_refuses_only_what_does_not_fit(
-    site: Site, monkeypatch: pytest.MonkeyPatch, small: None, what: str
-):
+def test_failed_growth_refuses_only_what_does_not_fit(site: Site, monkeypatch: pytest.MonkeyPatch, what: str):
     def refuse(*_: object) -> None:
         raise KernelError("no memory", errno=errno.ENOMEM)
 
@@ -258,24 +269,20 @@ def test_failed_growth_refuses_only_what_does_not_fit(
     with monkeypatch.context() as patch:
         patch.setattr(pinning, what, refuse)
         at.begin()
-        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        at.until_refused()
         changed = (service("s0000", "10.96.0.1:53", "10.0.0.9:80", UDP), *at.small[1:])
-        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        at.until_refused()
         report = at.change(*changed, at.big)
         assert list(report.refused) == [at.big.key]
         assert "no memory" in report.refused[at.big.key]
         assert sizes_of(site) == START
         shown = site.dump()
         assert shown["frontends"]["10.96.0.1:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
-
-    def is_served() -> bool:
-        at.plane.apply(at.state, ())
-        return "big" in served(site)
-
-    at.until("it is served once there is memory", is_served)
+    at.until_served()
 
 
-def test_failed_growth_is_repeated_after_a_delay(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
+@small
+def test_failed_growth_is_repeated_after_a_delay(site: Site, monkeypatch: pytest.MonkeyPatch):
     attempts: list[str] = []
 
     def refuse(spec: MapSpec, _: int) -> Map:
@@ -287,7 +294,7 @@ def test_failed_growth_is_repeated_after_a_delay(site: Site, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(pinning, "make_map", refuse)
         at.begin()
-        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        at.until_refused()
         before = len(attempts)
         for _ in range(20):
             assert at.plane.apply(at.state, ()).refused
@@ -296,18 +303,12 @@ def test_failed_growth_is_repeated_after_a_delay(site: Site, monkeypatch: pytest
 
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0, perf_counter=time.perf_counter)
     monkeypatch.setattr(growth, "time", later)
-
-    def is_served() -> bool:
-        at.plane.apply(at.state, ())
-        return "big" in served(site)
-
-    at.until("it is served after the delay", is_served)
+    at.until_served()
 
 
+@small
 @pytest.mark.parametrize("fails", ["the map", "its larger copy"])
-def test_failed_write_while_maps_grow_fails_the_growth(
-    site: Site, monkeypatch: pytest.MonkeyPatch, small: None, fails: str
-):
+def test_failed_write_while_maps_grow_fails_the_growth(site: Site, monkeypatch: pytest.MonkeyPatch, fails: str):
     """Part of the batch was written, so the map and its copy differ. The change fails only if the
     map itself could not be written.
     """
@@ -332,7 +333,7 @@ def test_failed_write_while_maps_grow_fails_the_growth(
                 at.change(*at.small[2:], *changed, at.big)
         else:
             assert at.change(*at.small[2:], *changed, at.big).refused == {}
-    at.until("the large one is served", lambda: at.plane.apply(at.state, ()) and "big" in served(site))
+    at.until_served()
     flush(at.plane)
     shown = site.dump()
     assert served(site) == sorted(key.name for key in at.state.services)
@@ -345,21 +346,25 @@ def test_limit_below_the_initial_size_is_kept(site: Site):
     assert sizes_of(site)["services"] == 5
 
 
-def test_resized_lru_maps_keep_their_entries(node: Node, host: Place, artifact_cache: Path):
-    state = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        site.open(replace(SIZES, affinity=512)).apply(state, None)
-        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
-        before = site.entries("affinity")
-        assert len(before) == 1
-        for entries in (2048, 256):
-            site.open(replace(SIZES, affinity=entries)).apply(state, None)
-            with site.pinned("affinity") as found:
-                assert found.max_entries == entries
-                assert dict(found.items()) == before
-        assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
-        assert len(site.entries("affinity")) == 2, "the programs write to the new map"
+TWO_STICKY = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
+
+
+def open_with(site: Site, affinity: int) -> None:
+    """Starts an agent with room for so many affinities."""
+    site.open(replace(SIZES, affinity=affinity)).apply(TWO_STICKY, None)
+
+
+def test_resized_lru_maps_keep_their_entries(node_site: Site, host: Place):
+    open_with(node_site, 512)
+    assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+    before = node_site.entries("affinity")
+    assert len(before) == 1
+    for entries in (2048, 256):
+        open_with(node_site, entries)
+        assert node_site.pinned("affinity").max_entries == entries
+        assert node_site.entries("affinity") == before
+    assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
+    assert len(node_site.entries("affinity")) == 2, "the programs write to the new map"
 
 
 class Killed(Exception):
@@ -372,26 +377,23 @@ class Killed(Exception):
     ids=["before the apply", "before the hooks change over", "before it has caught up"],
 )
 def test_kill_during_resize_loses_no_affinity(
-    node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+    node_site: Site, host: Place, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ):
     """Entries from before the kill, and later ones by hooks that ran without an agent."""
 
     def killing(*_: object) -> None:
         raise Killed
 
-    state = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        site.open(replace(SIZES, affinity=512)).apply(state, None)
-        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, method, killing)
-            with pytest.raises(Killed):
-                site.open(replace(SIZES, affinity=1024)).apply(state, None)
-        site.close_planes()
-        assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
-        site.open(replace(SIZES, affinity=1024)).apply(state, None)
-        assert len(site.entries("affinity")) == 2
+    open_with(node_site, 512)
+    assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, killing)
+        with pytest.raises(Killed):
+            open_with(node_site, 1024)
+    node_site.close_planes()
+    assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
+    open_with(node_site, 1024)
+    assert len(node_site.entries("affinity")) == 2
 
 
 # ---- no room -----------------------------------------------------------------------------------
@@ -441,17 +443,13 @@ def test_freed_room_is_used_at_the_next_apply(site: Site):
 
 def test_service_that_grows_too_large_keeps_its_endpoints(site: Site):
     plane = site.open(replace(SIZES, slots=6))
-    two = "10.0.0.1:80 10.0.0.2:80"
-    small, big = (
-        service("web", "10.96.0.1:80", two),
-        service("web", "10.96.0.1:80", " ".join(f"10.0.1.{i}:80" for i in range(1, 8))),
-    )
-    plane.apply(desired(small), None)
+    big = service("web", "10.96.0.1:80", " ".join(f"10.0.1.{i}:80" for i in range(1, 8)))
+    plane.apply(desired(service("web", "10.96.0.1:80", TWO)), None)
     report = plane.apply(desired(big), {big.key})
     assert names(report.refused) == ["web"]
     assert "backend_slots" in report.refused[big.key]
     assert "--max-backends" in report.refused[big.key]
-    assert site.dump()["frontends"]["10.96.0.1:80/TCP"]["cluster"] == [f"{b}/TCP" for b in two.split()]
+    assert site.dump()["frontends"]["10.96.0.1:80/TCP"]["cluster"] == [f"{b}/TCP" for b in TWO.split()]
     gone = plane.apply(desired(), {big.key})
     assert gone.refused == {}, "no longer desired"
     flush(plane)
@@ -477,22 +475,19 @@ def test_old_sets_are_retired_early_to_make_room(site: Site, part: str):
     assert plane.apply(desired(other), ()).refused == {}
 
 
+TWO = "10.0.0.1:80 10.0.0.2:80"
 ROOM = {
-    "frontends": (service("web", "10.96.0.1:80 10.96.0.2:80 10.96.0.3:80", "10.0.0.1:80"), 2),
-    "slots": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", local="10.0.0.2:80"), 2),
-    "backends": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80"), 1),
-    "backends, local ones of their own": (service("web", "10.96.0.1:80", "10.0.0.1:80", local="10.0.0.2:80"), 1),
-    "backends that only serve": (
-        service("web", "10.96.0.1:53", "10.0.0.1:80", UDP, serving="10.0.0.1:80 10.0.0.2:80"),
-        1,
-    ),
-    "slots, as members": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", affinity_timeout=9), 1),
+    "frontends": (2, service("web", "10.96.0.1:80 10.96.0.2:80 10.96.0.3:80", "10.0.0.1:80")),
+    "slots": (2, service("web", "10.96.0.1:80", TWO, local="10.0.0.2:80")),
+    "backends": (1, service("web", "10.96.0.1:80", TWO)),
+    "backends, local ones of their own": (1, service("web", "10.96.0.1:80", "10.0.0.1:80", local="10.0.0.2:80")),
+    "backends that only serve": (1, service("web", "10.96.0.1:53", "10.0.0.1:80", UDP, serving=TWO)),
+    "slots, as members": (1, service("web", "10.96.0.1:80", TWO, affinity_timeout=9)),
 }
 
 
 def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
-    small = replace(layout.MAPS["source_ranges"], entries=3)
-    monkeypatch.setitem(layout.MAPS, "source_ranges", small)
+    size_maps(monkeypatch, source_ranges=3)
     vip, others = "LoadBalancer=192.0.2.1:80", "LoadBalancer=192.0.2.2:80"
     one = service("one", vip, "10.0.0.1:80", ranges="10.1.0.0/16 10.2.0.0/16")
     two = service("two", others, "10.0.0.1:80", ranges="10.1.0.0/16 10.2.0.0/16")
@@ -508,7 +503,7 @@ def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("name", ROOM)
 def test_limit_is_checked_before_writing(site: Site, name: str):
     """It is refused before anything is written, not by an error of the kernel half way."""
-    state, limit = ROOM[name]
+    limit, state = ROOM[name]
     field = name.partition(",")[0].partition(" ")[0]
     plane = site.open(replace(SIZES, **{field: limit}))
     fits = service("other", "10.97.0.1:80", "10.0.9.9:80")

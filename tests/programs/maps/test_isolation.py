@@ -48,13 +48,13 @@ from kbpf.model.config import MapSizes
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.features import lacking, needs
-from tests.support.lab.lab import Node, Place, ip, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import Node, Place, until
 from tests.support.packets.datagrams import MAC_B
 from tests.support.packets.packets import fragments, frame, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import run
-from tests.support.plane import Site, desired, service, sites, start_within
+from tests.support.plane import Site, desired, network, service, sites, start_within
+from tests.support.table import table
 
 VICTIMS = 10
 AFFINITY = 1024
@@ -281,43 +281,36 @@ class Ingress:
 @pytest.fixture
 def ingress(artifact_cache: Path) -> Iterator[Ingress]:
     """The device is an uplink."""
-    where = f"kbpi{os.getpid()}"
-    command("ip", "netns", "add", where)
-    inside = Path("/run/netns") / where
-    try:
-        ip("link set lo up", netns=where)
-        with sites(artifact_cache) as make:
-            site = make(node=where)
-            sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
-            plane = site.open(sizes, packet_path=True, masquerade_ports=SNAT_PORTS)
-            services = [
-                made
-                for v in (4, 6)
-                for protocol in (Protocol.TCP, Protocol.UDP)
-                for made in (
-                    service(
-                        f"{protocol}{v}",
-                        f"LoadBalancer={VIP[v]}",
-                        POD[v],
-                        protocol,
-                        local=POD[v],
-                        external_local=True,
-                        affinity_timeout=10_800 * (protocol == Protocol.TCP),
-                    ),
-                    service(f"none-{protocol}{v}", f"LoadBalancer={VIP[v]}0", "", protocol),
-                    service(f"masked-{protocol}{v}", f"LoadBalancer={VIP[v]}1", POD[v], protocol),
-                )
-            ]
-            own = (parse_addr("198.18.0.1"), parse_addr("fd00:198:18::1"))
-            state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
-            netns.run_in(inside, lambda: plane.apply(state, None))
-            pins = next(site.pins.glob("programs-tc-*"))
-            with Program.open(pins / "tc_ingress") as program, Program.open(pins / "tc_egress") as egress:
-                made = Ingress(site, program, egress, inside)
-                made.set_device(Role.HOST, DeviceFlag(0))
-                yield made
-    finally:
-        command("ip", "netns", "del", where)
+    with network("kbpi") as where, sites(artifact_cache) as make:
+        site, inside = make(node=where), Path("/run/netns") / where
+        sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
+        plane = site.open(sizes, packet_path=True, masquerade_ports=SNAT_PORTS)
+        services = [
+            made
+            for v in (4, 6)
+            for protocol in (Protocol.TCP, Protocol.UDP)
+            for made in (
+                service(
+                    f"{protocol}{v}",
+                    f"LoadBalancer={VIP[v]}",
+                    POD[v],
+                    protocol,
+                    local=POD[v],
+                    external_local=True,
+                    affinity_timeout=10_800 * (protocol == Protocol.TCP),
+                ),
+                service(f"none-{protocol}{v}", f"LoadBalancer={VIP[v]}0", "", protocol),
+                service(f"masked-{protocol}{v}", f"LoadBalancer={VIP[v]}1", POD[v], protocol),
+            )
+        ]
+        own = (parse_addr("198.18.0.1"), parse_addr("fd00:198:18::1"))
+        state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
+        netns.run_in(inside, lambda: plane.apply(state, None))
+        pins = next(site.pins.glob("programs-tc-*"))
+        with Program.open(pins / "tc_ingress") as program, Program.open(pins / "tc_egress") as egress:
+            made = Ingress(site, program, egress, inside)
+            made.set_device(Role.HOST, DeviceFlag(0))
+            yield made
 
 
 def test_client_network_is_limited_to_its_share_of_affinity(ingress: Ingress):
@@ -378,26 +371,16 @@ class Flood(NamedTuple):
     flags: DeviceFlag = DeviceFlag(0)
 
 
-FLOODS = [
-    Flood("an IPv4 address", 4, "192.0.2.{}", "203.0.113.1"),
-    Flood("an IPv6 network", 6, "[2001:db8:{:x}::1]", "[2001:db8:bad::{:x}]"),
-    Flood(
-        "a pod behind a bridge, victims in its IPv6 network",
-        6,
-        "[fd00:10:244:2::{:x}]",
-        "[fd00:10:244:2::bad]",
-        Role.POD,
-    ),
-    Flood("a pod with its own device that forges IPv4 addresses", 4, "192.0.2.{}", "{}", Role.POD, DeviceFlag.PEER),
-    Flood(
-        "a pod with its own device that forges IPv6 addresses",
-        6,
-        "[2001:db8:{:x}::1]",
-        "[2001:db8:bad:{:x}::1]",
-        Role.POD,
-        DeviceFlag.PEER,
-    ),
-]
+FLOODS = table(
+    Flood,
+    """
+an IPv4 address                                      | 4 | 192.0.2.{}            | 203.0.113.1
+an IPv6 network                                      | 6 | [2001:db8:{:x}::1]    | [2001:db8:bad::{:x}]
+a pod behind a bridge, victims in its IPv6 network   | 6 | [fd00:10:244:2::{:x}] | [fd00:10:244:2::bad]   | POD
+a pod with its own device that forges IPv4 addresses | 4 | 192.0.2.{}            | {}                     | POD | PEER
+a pod with its own device that forges IPv6 addresses | 6 | [2001:db8:{:x}::1]    | [2001:db8:bad:{:x}::1] | POD | PEER
+""",
+)
 
 
 FLOOD_SIZES = {name: MAPS[name].entries + 2_000 for name in ("fragments", "foreign_flows")}

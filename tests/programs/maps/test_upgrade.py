@@ -11,7 +11,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link, Map
 from tests.support.lab.lab import until
-from tests.support.plane import CGROUP_HOOKS, Site, desired, flush, service
+from tests.support.plane import CGROUP_HOOKS, Site, desired, flush, service, size_maps
 
 FORMER = "maps without arrays"
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_timeout=100)
@@ -32,6 +32,14 @@ def make_former(site: Site) -> None:
         (site.pins / "layout-former" / f"{name}-{spec.version}").rmdir()
 
 
+def upgrade(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The pins become those of an earlier version, with another version of this map."""
+    if name == FORMER:
+        make_former(site)
+    else:
+        another_version(monkeypatch, name)
+
+
 def link_ids(site: Site) -> dict[str, int]:
     """Of the links to the cgroup. Those at tracepoints cannot get another program: they are
     replaced.
@@ -49,10 +57,7 @@ def test_upgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatc
     before, links, ids = site.dump(), link_ids(site), site.entries("service_names")
     peers = site.pinned("sock_peers").id
     site.close_planes()
-    if name == FORMER:
-        make_former(site)
-    else:
-        another_version(monkeypatch, name)
+    upgrade(site, monkeypatch, name)
     plane = site.open()
     assert link_ids(site) == links, "nothing is attached again before the maps are filled"
     plane.apply(desired(WEB), None)
@@ -78,10 +83,7 @@ def test_connections_are_served_during_an_upgrade(
     client.ask("start_load", host="10.96.0.1", port=80)
     until("it is served", lambda: client.ask("peek_load")["names"].get(server.name))
     site.close_planes()
-    if name == FORMER:
-        make_former(site)
-    else:
-        another_version(monkeypatch, name)
+    upgrade(site, monkeypatch, name)
     plane = site.open()
     if killed:
         plane = site.open()
@@ -95,8 +97,7 @@ def test_connections_are_served_during_an_upgrade(
 @pytest.mark.parametrize("killed", [False, True], ids=["", "before the old maps were removed"])
 def test_downgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
     """The newer version has made shared maps larger meanwhile."""
-    for name in ("services", "backend_slots"):
-        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=8))
+    size_maps(monkeypatch, services=8, backend_slots=8)
     site.open().apply(desired(WEB), None)
     links = link_ids(site)
     many = desired(WEB, *(service(f"s{i}", f"10.96.1.{i}:80", "127.0.1.1:80") for i in range(40)))
@@ -121,7 +122,7 @@ def test_failed_growth_replaces_the_map_of_neither_version(site: Site, monkeypat
     def refuse(*_: object) -> None:
         raise KernelError("no memory", errno=errno.ENOMEM)
 
-    monkeypatch.setitem(layout.MAPS, "services", replace(layout.MAPS["services"], entries=8))
+    size_maps(monkeypatch, services=8)
     site.open().apply(desired(WEB), None)
     former_maps, services_id = site.maps, site.pinned("services").id
     another_version(monkeypatch, "reasons")

@@ -14,16 +14,15 @@ from typing import NamedTuple
 
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Accounting
-from kbpf.model.metrics import ConnectionStats
-from kbpf.model.objects import Protocol
+from kbpf.model.desired import DesiredState
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, Node, Place, until
-from tests.support.plane import Site, desired, service, sites, start_within, within
+from tests.support.plane import Site, desired, services, sites, start_within, within
 
 FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
 REQUEST, REPLY = b"q" * 1_234, b"a" * 56_789
-UDP = Protocol.UDP
 TCP_CLOSING = 11
+FLOOD = 400
 
 
 class Bench(NamedTuple):
@@ -33,6 +32,17 @@ class Bench(NamedTuple):
     client: Place
     one: Place
     two: Place
+
+    def fill(self, backend: str) -> str:
+        """The backend with the address of `one` or `one6` before its port."""
+        host, colon, number = backend.rpartition(":")
+        own = {"one": self.one.ip, "one6": f"[{self.one.ip6}]"}
+        return own.get(host, host) + colon + number
+
+    def act(self, does: str, to: str) -> bool:
+        """Whether the client has done what it should (see CLIENTS) at this frontend."""
+        host, _, number = to.rpartition(":")
+        return within(self.client, lambda: CLIENTS[does](host.strip("[]"), int(number))) is not False
 
 
 @contextlib.contextmanager
@@ -95,20 +105,23 @@ def quit_servers() -> bool:
         return s.connect_ex(("127.0.0.1", QUIT)) == 0
 
 
-def world(bench: Bench):
-    one, one6 = bench.one.ip, bench.one.ip6
-    return desired(
-        service("fair", "10.96.0.1:80", f"{one}:{FAIR}"),
-        service("fair6", "[fd00:96::1]:80", f"[{one6}]:{FAIR}"),
-        service("rude", "10.96.0.2:80", f"{one}:{RUDE}"),
-        service("first", "10.96.0.3:80", f"{one}:{FIRST}"),
-        service("dns", "10.96.0.4:53", f"{one}:{UDP_PORT}", UDP),
-        service("refusing", "10.96.0.5:80", f"{one}:{NOBODY}"),
-        service("silent", "10.96.0.6:80", "192.0.2.99:80"),
-        service("empty", "10.96.0.7:80"),
-        service("names", "10.96.0.9:80", f"{bench.two.ip}:8080"),
-        service("elsewhere", "10.96.0.8:80", f"{one}:{FAIR}", internal_local=True),
-    )
+SERVICES = """
+fair      10.96.0.1:80 -> one:9000
+fair6     [fd00:96::1]:80 -> one6:9000
+rude      10.96.0.2:80 -> one:9001
+first     10.96.0.3:80 -> one:9002
+dns:UDP   10.96.0.4:53 -> one:9003
+refusing  10.96.0.5:80 -> one:9009
+silent    10.96.0.6:80 -> 192.0.2.99:80
+empty     10.96.0.7:80
+elsewhere 10.96.0.8:80 -> one:9000 internal=Local
+names     10.96.0.9:80 -> two:8080
+"""
+
+
+def world(bench: Bench) -> DesiredState:
+    text = SERVICES.replace("one6", f"[{bench.one.ip6}]").replace("one", bench.one.ip).replace("two", bench.two.ip)
+    return desired(*services(text, {}))
 
 
 def start(bench: Bench, accounting: Accounting = Accounting.FULL, **more: object) -> BpfPlane:
@@ -230,110 +243,38 @@ def connected_datagrams(host: str, number: int) -> None:
             assert s.recv(4096) == b"?"
 
 
-class Connection(NamedTuple):
-    """A connection, and what must be added for which Service and backend: `one`, `none` or an
-    address. Round trips are counted, but their length is not compared. If `does` returns False, the
-    client was too slow, and the connection must be made again.
-    """
-
-    name: str
-    does: Callable[[str, int], bool | None]
-    to: str
-    service: str
-    backend: str
-    adds: ConnectionStats
+def connects(host: str, number: int) -> None:
+    """A connected UDP socket that sends nothing."""
+    with socket.socket(type=socket.SOCK_DGRAM) as s:
+        s.connect((host, number))
 
 
-REQUEST_AND_REPLY = {"bytes_in": len(REQUEST), "bytes_out": len(REPLY)}
-CONNECTIONS = [
-    Connection(
-        "in good order",
+def flood(host: str, number: int) -> None:
+    """FLOOD of these sockets."""
+    for _ in range(FLOOD):
+        connects(host, number)
+
+
+def fair_twice(host: str, number: int) -> None:
+    fair(host, number)
+    fair(host, number)
+
+
+CLIENTS: dict[str, Callable[[str, int], bool | None]] = {
+    each.__name__: each
+    for each in (
         fair,
-        "10.96.0.1:80",
-        "fair",
-        "one",
-        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
-    ),
-    Connection(
-        "in good order, IPv6",
-        fair,
-        "[fd00:96::1]:80",
-        "fair6",
-        "one",
-        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
-    ),
-    Connection(
-        "in good order, v4-mapped",
-        fair,
-        "[::ffff:10.96.0.1]:80",
-        "fair",
-        "one",
-        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
-    ),
-    Connection(
-        "the backend closes first",
-        listens,
-        "10.96.0.3:80",
-        "first",
-        "one",
-        ConnectionStats(opened=1, ended=1, rtts=1, bytes_out=len(REPLY)),
-    ),
-    Connection(
-        "both close at once",
-        closes_at_once,
-        "10.96.0.3:80",
-        "first",
-        "one",
-        ConnectionStats(opened=1, ended=1, rtts=1, bytes_out=len(REPLY)),
-    ),
-    Connection(
-        "reset by the backend",
+        fair_twice,
         reset,
-        "10.96.0.2:80",
-        "rude",
-        "one",
-        ConnectionStats(opened=1, ended=1, reset=1, rtts=1, bytes_in=len(REQUEST)),
-    ),
-    Connection(
-        "refused by the backend",
+        listens,
+        closes_at_once,
         refused,
-        "10.96.0.5:80",
-        "refusing",
-        "one",
-        ConnectionStats(opened=1, ended=1, refused=1),
-    ),
-    Connection(
-        "the client does not wait",
         gives_up,
-        "10.96.0.6:80",
-        "silent",
-        "192.0.2.99:80",
-        ConnectionStats(opened=1, ended=1),
-    ),
-    Connection(
-        "the backend does not answer",
         waits,
-        "10.96.0.6:80",
-        "silent",
-        "192.0.2.99:80",
-        ConnectionStats(opened=1, ended=1, unanswered=1),
-    ),
-    Connection("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)),
-    Connection(
-        "only elsewhere",
-        refused,
-        "10.96.0.8:80",
-        "elsewhere",
-        "none",
-        ConnectionStats(no_endpoint=1),
-    ),
-    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
-    Connection(
-        "datagrams, connected",
+        datagrams,
         connected_datagrams,
-        "10.96.0.4:53",
-        "dns",
-        "one",
-        ConnectionStats(opened=1),
-    ),
-]
+        connects,
+        flood,
+    )
+}
+"""If one returns False, the client was too slow, and the connection must be made again."""

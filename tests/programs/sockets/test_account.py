@@ -46,34 +46,19 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.net import dial
+from kbpf.model.address import format_endpoint
 from kbpf.model.config import Accounting, Config, MapSizes, Serving
 from kbpf.model.metrics import ConnectionStats, Latency, ServiceLatencies
+from kbpf.model.objects import Protocol
 from kbpf.serve.kbpf_metrics import format_traffic
 from kbpf.views import service as view
 from kbpf.views import top
 from kbpf.views.top import By
-from tests.programs.sockets.account import (
-    CONNECTIONS,
-    FAIR,
-    FIRST,
-    NOBODY,
-    REQUEST,
-    RUDE,
-    UDP,
-    UDP_PORT,
-    Bench,
-    Connection,
-    datagrams,
-    fair,
-    open_bench,
-    refused,
-    reset,
-    start,
-    waits,
-)
+from tests.programs.sockets.account import FAIR, REPLY, REQUEST, Bench, fair, open_bench, refused, start
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, until
 from tests.support.plane import Site, desired, flush, service, within
+from tests.support.table import table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -94,15 +79,14 @@ def served(bench: Bench) -> Bench:
 def read_counts(site: Site) -> dict[tuple[str, str], ConnectionStats]:
     """The counters by Service name and backend."""
     names = {U32.unpack(k)[0]: unpack_service_name(raw).name for k, raw in site.entries("service_names").items()}
-    addresses = {U32.unpack(k)[0]: Target.unpack(raw) for k, raw in site.entries("backends").items()}
+    addresses = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
+    for key, raw in site.entries("backends").items():
+        target = Target.unpack(raw)
+        addresses[U32.unpack(key)[0]] = format_endpoint(target.address, target.port)
     found = {}
     for key, raw in site.entries("counts").items():
         service_id, backend = U32_PAIR.unpack(key)
-        at = addresses.get(backend)
-        where = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}.get(backend) or (
-            "?" if at is None else f"{at.address.hex()}:{at.port}"
-        )
-        found[names.get(service_id, "?"), where] = ConnectionStats(*COUNTS.unpack(raw))
+        found[names.get(service_id, "?"), addresses.get(backend, "?")] = ConnectionStats(*COUNTS.unpack(raw))
     return found
 
 
@@ -116,19 +100,6 @@ def added(before: dict, after: dict) -> dict[tuple[str, str], ConnectionStats]:
     return found
 
 
-def where(bench: Bench, row: Connection) -> str:
-    if row.backend == "none":
-        return "none"
-    numbers = {"fair": FAIR, "fair6": FAIR, "rude": RUDE, "first": FIRST, "dns": UDP_PORT, "refusing": NOBODY}
-    host = bench.one.ip6 if row.service == "fair6" else bench.one.ip
-    text = f"{host}:{numbers[row.service]}" if row.backend == "one" else row.backend
-    host, _, number = text.rpartition(":")
-    packed = (
-        socket.inet_pton(socket.AF_INET6, host) if ":" in host else bytes(10) + b"\xff\xff" + socket.inet_aton(host)
-    )
-    return f"{packed.hex()}:{number}"
-
-
 def wait_for(look: Callable[[], object], wanted: object) -> None:
     """Waits for this value: the kernel ends a connection some time after close()."""
     with contextlib.suppress(AssertionError):
@@ -136,29 +107,68 @@ def wait_for(look: Callable[[], object], wanted: object) -> None:
     assert look() == wanted
 
 
-@pytest.mark.parametrize("row", CONNECTIONS, ids=lambda row: row.name)
-def test_connection_adds_its_counts(served: Bench, row: Connection):
-    site = served.site
-    host, _, number = row.to.rpartition(":")
+class Connection(NamedTuple):
+    """A client (see account.CLIENTS) and a frontend; for which Service and backend something is counted: what goes up
+    by one, and bytes. Round trips are counted, but their length is not compared.
+    """
+
+    does: str
+    to: str
+    service: str
+    backend: str
+    adds: str
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+CONNECTIONS = table(
+    Connection,
+    """
+fair                | 10.96.0.1:80          | fair      | one:9000      | opened ended rtts       | 1234 | 56789
+fair                | [fd00:96::1]:80       | fair6     | one6:9000     | opened ended rtts       | 1234 | 56789
+fair                | [::ffff:10.96.0.1]:80 | fair      | one:9000      | opened ended rtts       | 1234 | 56789
+listens             | 10.96.0.3:80          | first     | one:9002      | opened ended rtts       | 0    | 56789
+closes_at_once      | 10.96.0.3:80          | first     | one:9002      | opened ended rtts       | 0    | 56789
+reset               | 10.96.0.2:80          | rude      | one:9001      | opened ended reset rtts | 1234
+refused             | 10.96.0.5:80          | refusing  | one:9009      | opened ended refused
+gives_up            | 10.96.0.6:80          | silent    | 192.0.2.99:80 | opened ended
+waits               | 10.96.0.6:80          | silent    | 192.0.2.99:80 | opened ended unanswered
+refused             | 10.96.0.7:80          | empty     | none          | no_endpoint
+refused             | 10.96.0.8:80          | elsewhere | none          | no_endpoint
+datagrams           | 10.96.0.4:53          | dns       | one:9003      | opened
+connected_datagrams | 10.96.0.4:53          | dns       | one:9003      | opened
+""",
+)
+
+
+@pytest.mark.parametrize("accounting", [Accounting.FULL, pytest.param(Config().accounting, marks=needs("set_retval"))])
+@pytest.mark.parametrize("row", CONNECTIONS, ids=lambda row: f"{row.does} {row.to}")
+def test_connection_adds_its_counts(bench: Bench, row: Connection, accounting: Accounting):
+    """By default nothing is counted when a TCP connection ends."""
+    start(bench, accounting)
+    site = bench.site
+    counts = ConnectionStats(**dict.fromkeys(row.adds.split(), 1), bytes_in=row.bytes_in, bytes_out=row.bytes_out)
+    if accounting is not Accounting.FULL:
+        counts = counts._replace(ended=0, rtts=0, bytes_in=0, bytes_out=0)
     before: dict[tuple[str, str], ConnectionStats] = {}
 
     def is_made() -> bool:
         before.clear()
         before.update(read_counts(site))
-        return within(served.client, lambda: row.does(host.strip("[]"), int(number))) is not False
+        return bench.act(row.does, row.to)
 
     until("the connection is made", is_made)
-    wanted = {(row.service, where(served, row)): row.adds}
+    wanted = {(row.service, bench.fill(row.backend)): counts}
     wait_for(lambda: added(before, read_counts(site)), wanted)
     wait_for(lambda: site.entries("sock_peers"), {})
 
 
 def test_round_trip_time_is_measured(served: Bench):
     site = served.site
-    within(served.client, lambda: fair("10.96.0.1"))
+    served.act("fair", "10.96.0.1:80")
 
     def long_enough() -> bool:
-        totals = read_counts(site)["fair", where(served, CONNECTIONS[0])]
+        totals = read_counts(site)["fair", served.fill("one:9000")]
         return bool(totals.rtts) and 0 < totals.rtt_us < totals.rtts * PATIENCE * 1e6
 
     until("a round trip has a length", long_enough)
@@ -203,7 +213,7 @@ def test_bytes_sent_after_close_are_counted(served: Bench):
             s.sendall(REQUEST)
 
     within(served.client, leaves)
-    key = "fair", where(served, CONNECTIONS[0])
+    key = "fair", served.fill("one:9000")
     wait_for(lambda: added(before, read_counts(site)).get(key, ConnectionStats()).bytes_in, len(REQUEST))
 
 
@@ -219,40 +229,9 @@ def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
     start(bench, Accounting.OFF)
     assert "sock_ops" not in hooks_of(bench.site)
     before = read_counts(bench.site)
-    within(bench.client, lambda: fair("10.96.0.1"))
-    within(bench.client, lambda: refused("10.96.0.7"))
+    bench.act("fair", "10.96.0.1:80")
+    bench.act("refused", "10.96.0.7:80")
     assert added(before, read_counts(bench.site)) == {}
-    wait_for(lambda: bench.site.entries("sock_peers"), {})
-
-
-BEGINS = [
-    Connection("a connection", fair, "10.96.0.1:80", "fair", "one", ConnectionStats(opened=1)),
-    Connection(
-        "refused by the backend", refused, "10.96.0.5:80", "refusing", "one", ConnectionStats(opened=1, refused=1)
-    ),
-    Connection(
-        "not answered by the backend",
-        waits,
-        "10.96.0.6:80",
-        "silent",
-        "192.0.2.99:80",
-        ConnectionStats(opened=1, unanswered=1),
-    ),
-    Connection("reset by the backend", reset, "10.96.0.2:80", "rude", "one", ConnectionStats(opened=1, reset=1)),
-    Connection("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)),
-    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
-]
-
-
-@needs("set_retval")
-@pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
-def test_default_accounting_counts_connections_and_failures(bench: Bench, row: Connection):
-    start(bench, Config().accounting)
-    assert "sock_ops" not in hooks_of(bench.site)
-    host, _, number = row.to.rpartition(":")
-    before = read_counts(bench.site)
-    within(bench.client, lambda: row.does(host, int(number)))
-    assert added(before, read_counts(bench.site)) == {(row.service, where(bench, row)): row.adds}
     wait_for(lambda: bench.site.entries("sock_peers"), {})
 
 
@@ -286,7 +265,7 @@ def test_agent_without_the_sock_ops_hook_serves(
     start(bench)
     assert "sock_ops" not in hooks_of(bench.site)
     assert "counting the ends of TCP connections is not possible" in caplog.text
-    within(bench.client, lambda: fair("10.96.0.1"))
+    bench.act("fair", "10.96.0.1:80")
     wait_for(lambda: bench.site.entries("sock_peers"), {})
 
 
@@ -303,9 +282,19 @@ def make_collector(
     return MapCollector(Pins(site.pins), config, clock)
 
 
-def put_stats(site: Site, service_id: int, backend: int, total: ConnectionStats) -> None:
+def put_stats(site: Site, name: str | int, backend: str | int, **total: int) -> None:
+    """The counters of a Service (its name, or an id) and a backend (its port, or an id) become these."""
+    services, backends = ids(site)
+    service_id = services[name] if isinstance(name, str) else name
+    key = U32_PAIR.pack(service_id, backends[backend] if isinstance(backend, str) else backend)
     with site.pinned("counts") as counts:
-        counts.update(U32_PAIR.pack(service_id, backend), COUNTS.pack(*total))
+        counts.update(key, COUNTS.pack(*ConnectionStats(**total)))
+
+
+def empty(site: Site, name: str) -> None:
+    with site.pinned(name) as held:
+        for key in site.entries(name):
+            held.delete(key)
 
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
@@ -326,10 +315,10 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
     web = services["web"]
-    put_stats(site, web, backends["8081"], ConnectionStats(opened=5, bytes_in=10, rtts=1))
-    put_stats(site, web, backends["8082"], ConnectionStats(opened=7, reset=2))
-    put_stats(site, web, NO_BACKEND, ConnectionStats(no_endpoint=3))
-    put_stats(site, web, REMOVED_BACKENDS, ConnectionStats(opened=100))
+    put_stats(site, "web", "8081", opened=5, bytes_in=10, rtts=1)
+    put_stats(site, "web", "8082", opened=7, reset=2)
+    put_stats(site, "web", NO_BACKEND, no_endpoint=3)
+    put_stats(site, "web", REMOVED_BACKENDS, opened=100)
     with site.pinned("sock_peers") as peers, socket.socket() as own:
         key = own.fileno().to_bytes(4, "little")
         peers.update(key, PEER.pack(1, b"", b"", web, backends["8082"]))
@@ -346,7 +335,7 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
 
 @needs("tracing")
 def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
-    many = [service(f"evil/s{n}", f"10.96.1.{n}:53", "127.0.1.9:53", UDP) for n in range(9)]
+    many = [service(f"evil/s{n}", f"10.96.1.{n}:53", "127.0.1.9:53", Protocol.UDP) for n in range(9)]
     site.open().apply(desired(*many, service("shop/web", "10.96.0.1:80", "127.0.1.1:8081")), None)
 
     def press() -> None:
@@ -374,8 +363,8 @@ def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
         yield
 
     site.open().apply(desired(WEB), None)
-    services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
+    services, _ = ids(site)
+    put_stats(site, "web", "8081", opened=5)
     monkeypatch.setattr(ConnectionCount, "add", fake_add)
     stats = make_collector(site, backend_series=1).count(lambda: None)
     assert stats.connections == (None if silent else ((name_of("web"), len(COUNTED_MAPS)),))
@@ -390,9 +379,9 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
     plane.apply(desired(WEB, other), None)
     services, backends = ids(site)
     for number in ("8081", "8082"):
-        put_stats(site, services["web"], backends[number], ConnectionStats(opened=1, bytes_out=10))
-    put_stats(site, services["web"], NO_BACKEND, ConnectionStats(no_endpoint=3))
-    put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=1))
+        put_stats(site, "web", number, opened=1, bytes_out=10)
+    put_stats(site, "web", NO_BACKEND, no_endpoint=3)
+    put_stats(site, "other", "8083", opened=1)
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
     flush(plane)
     now = [0.0]
@@ -405,7 +394,7 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S
     # a connection that ended late
-    put_stats(site, services["web"], backends["8082"], ConnectionStats(opened=4))
+    put_stats(site, "web", backends["8082"], opened=4)
     wanted = {name_of("web"): ConnectionStats(opened=6, no_endpoint=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
@@ -421,7 +410,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     """Its name did not exist yet when names were read, but the Service is not a deleted one."""
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=1))
+    put_stats(site, "web", "8081", opened=1)
     now, calls = [0.0], [0]
     reader = make_collector(site, lambda: now[0])
     new = services["web"] + 1
@@ -429,7 +418,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     def pause() -> None:
         calls[0] += 1
         if calls[0] == last:
-            put_stats(site, new, backends["8081"], ConnectionStats(opened=1))
+            put_stats(site, new, "8081", opened=1)
 
     last = 0
     reader.count(pause)
@@ -441,8 +430,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
 
 def test_totals_outlive_the_agent(site: Site):
     site.open().apply(desired(WEB), None)
-    services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
+    put_stats(site, "web", "8081", opened=5)
     plane = site.open()
     plane.apply(desired(WEB), None)
     assert dict(plane.shared.count_traffic(lambda: None).totals) == {name_of("web"): ConnectionStats(opened=5)}
@@ -452,11 +440,9 @@ def test_full_map_counts_no_new_pairs_and_serves(bench: Bench):
     """Pairs that are in the map are still counted."""
     site = bench.site
     start(bench, sizes=MapSizes(affinity=4096, connections=4096, counts=1))
-    with site.pinned("counts") as counts:
-        for key in site.entries("counts"):
-            counts.delete(key)
-    within(bench.client, lambda: fair("10.96.0.1"))
-    within(bench.client, lambda: reset("10.96.0.2"))
+    empty(site, "counts")
+    bench.act("fair", "10.96.0.1:80")
+    bench.act("reset", "10.96.0.2:80")
     assert len(site.entries("counts")) == 1
     start(bench)
 
@@ -466,29 +452,24 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     site, limit = bench.site, 100
     sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
     start(bench, sizes=sizes)
-    names, _ = ids(site)
-    with site.pinned("counts") as counts:
-        for key in site.entries("counts"):
-            counts.delete(key)
-    put_stats(site, names["dns"], 2_000_000, ConnectionStats(opened=7))
+    empty(site, "counts")
+    put_stats(site, "dns", 2_000_000, opened=7)
     for number in range(1, limit):
-        put_stats(site, names["fair"], 1_000_000 + number, ConnectionStats(opened=1))
-    within(bench.client, lambda: reset("10.96.0.2"))
+        put_stats(site, "fair", 1_000_000 + number, opened=1)
+    bench.act("reset", "10.96.0.2:80")
     assert len(site.entries("counts")) == limit, "new pairs are not counted"
     config = Config(sizes=sizes, system_namespaces=())
     MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
     wanted = {("fair", "all"): limit - 1, ("dns", "?"): 7}
     assert {key: total.opened for key, total in read_counts(site).items()} == wanted
-    within(bench.client, lambda: fair("10.96.0.1"))
-    within(bench.client, lambda: reset("10.96.0.2"))
+    bench.act("fair", "10.96.0.1:80")
+    bench.act("reset", "10.96.0.2:80")
     found = {key: total.opened for key, total in read_counts(site).items() if key[0] != "rude"}
     assert found == wanted | {("fair", "all"): limit}
     assert [total.opened for key, total in read_counts(site).items() if key[0] == "rude"] == [1]
     totals = dict(MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
     assert totals[name_of("fair")].opened == limit
-    with site.pinned("counts") as counts:
-        for key in site.entries("counts"):
-            counts.delete(key)
+    empty(site, "counts")
     start(bench)
 
 
@@ -534,10 +515,8 @@ def test_latencies_of_each_connection_are_measured(served: Bench):
     site = served.site
     first = snapshot.read(site.pins, top.needs(By.SERVICES))
     before = read_latencies(site).get("fair", ServiceLatencies())
-    row = next(row for row in CONNECTIONS if row.service == "fair" and row.backend == "one")
-    host, _, number = row.to.rpartition(":")
     for _ in range(3):
-        within(served.client, lambda: row.does(host.strip("[]"), int(number)))
+        served.act("fair", "10.96.0.1:80")
 
     def added_values() -> tuple[int, int]:
         now = read_latencies(site).get("fair", ServiceLatencies())
@@ -563,26 +542,21 @@ def test_a_connection_without_packets_has_no_latency(served: Bench):
 
 
 def test_refused_connections_have_no_latency(served: Bench):
-    site = served.site
-    row = next(row for row in CONNECTIONS if row.service == "refusing")
-    host, _, number = row.to.rpartition(":")
-    within(served.client, lambda: row.does(host.strip("[]"), int(number)))
-    assert "refusing" not in read_latencies(site)
+    served.act("refused", "10.96.0.5:80")
+    assert "refusing" not in read_latencies(served.site)
 
 
 def test_full_map_measures_no_new_services(served: Bench):
     site = served.site
     size = MAPS["latencies"].entries
+    empty(site, "latencies")
     with site.pinned("latencies") as latencies:
-        for key, _ in list(latencies.items()):
-            latencies.delete(key)
         keys = struct.pack(f"={size}I", *range(1 << 30, (1 << 30) + size))
         latencies.update_batch(keys, bytes(LATENCIES.size * size))
-    row = next(row for row in CONNECTIONS if row.service == "fair" and row.backend == "one")
-    host, _, number = row.to.rpartition(":")
     before = read_counts(site)
-    within(served.client, lambda: row.does(host.strip("[]"), int(number)))
-    wait_for(lambda: added(before, read_counts(site)), {(row.service, where(served, row)): row.adds})
+    served.act("fair", "10.96.0.1:80")
+    counts = ConnectionStats(opened=1, ended=1, rtts=1, bytes_in=len(REQUEST), bytes_out=len(REPLY))
+    wait_for(lambda: added(before, read_counts(site)), {("fair", served.fill("one:9000")): counts})
     assert len(site.entries("latencies")) == size
     now = [0.0]
     reader = make_collector(site, lambda: now[0], Accounting.FULL)
@@ -595,15 +569,15 @@ def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
     site.open().apply(desired(WEB, other, tenant), None)
-    services, backends = ids(site)
+    services, _ = ids(site)
     counts = (0, 2) + (0,) * 21 + (1,)
     with site.pinned("latencies") as latencies:
         raw = LATENCIES.pack(LATENCY.pack(struct.pack("=24Q", *counts), 70_500_000_000), bytes(LATENCY.size))
         for name in ("web", "other", "third"):
             latencies.update(U32.pack(services[name]), raw)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
-    put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=4))
-    put_stats(site, services["third"], backends["8084"], ConnectionStats(opened=1))
+    put_stats(site, "web", "8081", opened=5)
+    put_stats(site, "other", "8083", opened=4)
+    put_stats(site, "third", "8084", opened=1)
     third = ("tenant", "third", "", "TCP")
     expected = ServiceLatencies(Latency(counts, 70.5))
     for series, names in enumerate([set(), {name_of("web")}, {name_of("web"), third}]):

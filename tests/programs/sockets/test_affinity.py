@@ -4,7 +4,6 @@
 The backends are addresses on each namespace's own loopback (see support/plane.py, pick()).
 """
 
-import math
 import select
 import socket
 import struct
@@ -28,6 +27,7 @@ from tests.support.plane import (
     Site,
     desired,
     flush,
+    is_spread,
     make_local,
     pick,
     picks,
@@ -109,19 +109,11 @@ def names(found: list[str]) -> set[int]:
 # ---- at random ---------------------------------------------------------------------------------
 
 
-def bound(cells: int) -> float:
-    """chi-square exceeds this with a probability below 1e-6 (Laurent and Massart, lemma 1)."""
-    freedom, x = cells - 1, -math.log(1e-6)
-    return freedom + 2 * math.sqrt(freedom * x) + 2 * x
-
-
 @pytest.mark.parametrize(("size", "dials"), [(1, 50), (2, 2000), (3, 3000), (7, 7000), (50, 5000)])
 def test_new_connections_spread_evenly(bench: Bench, size: int, dials: int):
     bench.serve(web(*range(size), timeout=0))
     seen = Counter(picks(bench.one, WEB, dials))
-    assert set(seen) == set(LOCAL[:size]), "all backends are used and no others"
-    expected = dials / size
-    assert sum((n - expected) ** 2 / expected for n in seen.values()) < bound(size), seen
+    assert is_spread(seen, dict.fromkeys(LOCAL[:size], dials / size)), seen
 
 
 def test_new_ipv6_connections_spread(bench: Bench):

@@ -4,15 +4,14 @@
 import errno
 import socket
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.maps.layout import AGENT_SOCKETS
 from kbpf.source.api.transport import SO_COOKIE
-from tests.support.lab.lab import Place, run
-from tests.support.plane import LOCAL, Site, desired, make_local, service, within
+from tests.support.lab.lab import Place
+from tests.support.plane import LOCAL, Site, desired, service, within
 
 WORLD = desired(
     service(
@@ -22,16 +21,6 @@ WORLD = desired(
     ),
     nodes="192.0.2.3",
 )
-
-
-@pytest.fixture
-def client(site: Site) -> Iterator[Place]:
-    """A client below the hooks, which reaches nothing unless its destination is translated."""
-    name = f"{site.name}x"
-    run("ip", "netns", "add", name)
-    make_local(name)
-    yield site.place("client", name)
-    run("ip", "netns", "del", name)
 
 
 def connect_result(site: Site, client: Place, to: str, claims: bool) -> str:

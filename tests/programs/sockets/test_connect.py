@@ -20,13 +20,15 @@ import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag, Reason
-from kbpf.model.desired import FrontendAddress
+from kbpf.model.address import parse_addr
+from kbpf.model.desired import DesiredState, FrontendAddress
 from kbpf.model.objects import Protocol
 from kbpf.views import trace
 from kbpf.views.trace_row import Client, Origin
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled, until
-from tests.support.plane import Site, desired, service, sites, split, within
+from tests.support.plane import Site, desired, services, sites, within
+from tests.support.table import table
 
 MPTCP = 262
 UDP = Protocol.UDP
@@ -63,32 +65,29 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     outsider.close()
 
 
-def world(pods: dict[str, Place], node: Node):
-    one, two = (f"{pods[name].ip}:8080" for name in ("one", "two"))
-    one6, two6 = (f"[{pods[name].ip6}]:8080" for name in ("one", "two"))
-    return desired(
-        service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80", one),
-        service("dns", "10.96.0.1:80 NodePort=0.0.0.0:30080", two, UDP),
-        service("web6", "[fd00:96::1]:80 NodePort=[::]:30080", one6),
-        service("dns6", "[fd00:96::1]:80", two6, UDP),
-        service("empty", "10.96.0.2:80 NodePort=0.0.0.0:30082 LoadBalancer=192.0.2.2:80"),
-        service("empty6", "[fd00:96::2]:80"),
-        service("near", "10.96.0.3:80 ExternalIP=192.0.2.3:80", one, local=two, internal_local=True),
-        service("elsewhere", "10.96.0.4:80 ExternalIP=192.0.2.4:80", one, internal_local=True),
-        service("empty-dns", "10.96.0.9:53", "", UDP),
-        service("nowhere", "10.96.0.5:80", internal_local=True),
-        service("serving", "10.96.0.7:80", internal_local=True, serving=one),
-        service(
-            "outer",
-            "10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 ExternalIP=192.0.2.7:80",
-            one,
-            external_local=True,
-        ),
-        service("guarded", f"10.96.0.8:80 LoadBalancer={ALONE}:7000", one, restricted=True),
-        service("taken", f"ExternalIP={ALONE}:7001", one),
-        service("shadow", f"NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80", one),
-        nodes=f"{node.ip} {node.ip6}",
-    )
+SERVICES = f"""
+web       10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80 -> one
+dns:UDP   10.96.0.1:80 NodePort=0.0.0.0:30080 -> two
+web6      [fd00:96::1]:80 NodePort=[::]:30080 -> one6
+dns6:UDP  [fd00:96::1]:80 -> two6
+empty     10.96.0.2:80 NodePort=0.0.0.0:30082 LoadBalancer=192.0.2.2:80
+empty6    [fd00:96::2]:80
+near      10.96.0.3:80 ExternalIP=192.0.2.3:80 -> one local=two internal=Local
+elsewhere 10.96.0.4:80 ExternalIP=192.0.2.4:80 -> one internal=Local
+nowhere   10.96.0.5:80 -> internal=Local
+outer     10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 ExternalIP=192.0.2.7:80 -> one external=Local
+serving   10.96.0.7:80 -> internal=Local serving=one
+guarded   10.96.0.8:80 LoadBalancer={ALONE}:7000 -> one ranges=203.0.113.0/24
+empty-dns:UDP 10.96.0.9:53
+taken     ExternalIP={ALONE}:7001 -> one
+shadow    NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80 -> one
+"""
+
+
+def world(pods: dict[str, Place], node: Node) -> DesiredState:
+    names = {name: f"{pods[name].ip}:8080" for name in ("one", "two")}
+    names |= {f"{name}6": f"[{pods[name].ip6}]:8080" for name in ("one", "two")}
+    return desired(*services(SERVICES, names), nodes=f"{node.ip} {node.ip6}")
 
 
 class Dial(NamedTuple):
@@ -104,72 +103,73 @@ class Dial(NamedTuple):
     protocol: str = "tcp"
 
 
-REFUSED, SILENCE = "ECONNREFUSED", "ETIMEDOUT"
+REFUSED = "ECONNREFUSED"
 GOES, NONE = Reason.TRANSLATED, Reason.NOT_A_SERVICE
 
-DIALS = [
-    Dial("pod to ClusterIP", "pod", "10.96.0.1:80", "one", GOES),
-    Dial("pod to ClusterIP over UDP is another Service", "pod", "10.96.0.1:80", "two", GOES, "udp"),
-    Dial("host to ClusterIP", "host", "10.96.0.1:80", "one", GOES),
-    Dial("pod to IPv6 ClusterIP", "pod", "[fd00:96::1]:80", "one", GOES),
-    Dial("pod to IPv6 ClusterIP over UDP", "pod", "[fd00:96::1]:80", "two", GOES, "udp"),
-    Dial("host to IPv6 ClusterIP", "host", "[fd00:96::1]:80", "one", GOES),
-    Dial("v4-mapped on an IPv6 socket", "pod", "[::ffff:10.96.0.1]:80", "one", GOES),
-    Dial("v4-mapped over UDP", "pod", "[::ffff:10.96.0.1]:80", "two", GOES, "udp"),
-    Dial("v4-mapped from the host", "host", "[::ffff:10.96.0.1]:80", "one", GOES),
-    Dial("a backend dials its own Service", "one", "10.96.0.1:80", "one", GOES),
-    Dial("ExternalIP", "pod", "192.0.2.1:80", "one", GOES),
-    Dial("another port of a ClusterIP", "pod", "10.96.0.1:81", REFUSED, Reason.UNKNOWN_PORT),
-    Dial("another port, IPv6", "host", "[fd00:96::1]:81", REFUSED, Reason.UNKNOWN_PORT),
-    Dial("another port, UDP", "pod", "10.96.0.3:80", REFUSED, Reason.UNKNOWN_PORT, "udp"),
-    Dial("another port, v4-mapped", "pod", "[::ffff:10.96.0.1]:81", REFUSED, Reason.UNKNOWN_PORT),
-    Dial("NodePort on a ClusterIP", "pod", "10.96.0.1:30080", REFUSED, Reason.UNKNOWN_PORT),
-    Dial("another port of an ExternalIP", "pod", ALONE + ":7002", REFUSED, NONE),
-    Dial("a plain address", "pod", "{two}:8080", "two", NONE),
-    Dial("a plain IPv6 address", "pod", "[{two6}]:8080", "two", NONE),
-    Dial("a plain v4-mapped address", "pod", "[::ffff:{two}]:8080", "two", NONE),
-    Dial("no endpoints: ClusterIP", "pod", "10.96.0.2:80", REFUSED, Reason.NO_ENDPOINTS),
-    Dial("no endpoints: v4-mapped", "pod", "[::ffff:10.96.0.2]:80", REFUSED, Reason.NO_ENDPOINTS),
-    Dial("no endpoints: IPv6", "host", "[fd00:96::2]:80", REFUSED, Reason.NO_ENDPOINTS),
-    Dial("no endpoints: NodePort", "host", "{node}:30082", REFUSED, Reason.NO_ENDPOINTS),
-    Dial("no endpoints: LB VIP", "pod", "192.0.2.2:80", REFUSED, Reason.NO_ENDPOINTS),
-    Dial("internal Local, one here", "pod", "10.96.0.3:80", "two", GOES),
-    Dial("internal Local is not for ExternalIPs", "pod", "192.0.2.3:80", "one", GOES),
-    Dial("internal Local, only elsewhere: silence", "pod", "10.96.0.4:80", SILENCE, Reason.NO_LOCAL_ENDPOINTS),
-    Dial("internal Local, only elsewhere, ExternalIP", "pod", "192.0.2.4:80", "one", GOES),
-    Dial("internal Local, none at all", "pod", "10.96.0.5:80", REFUSED, Reason.NO_ENDPOINTS),
-    Dial(
-        "internal Local, elsewhere and terminating: silence", "pod", "10.96.0.7:80", SILENCE, Reason.NO_LOCAL_ENDPOINTS
-    ),
-    Dial("external Local, pod to NodePort: cluster", "pod", "{node}:30086", "one", GOES),
-    Dial("external Local, host to NodePort: cluster", "host", "{node}:30086", "one", GOES),
-    Dial("external Local, pod to LB VIP: cluster", "pod", "192.0.2.6:80", "one", GOES),
-    Dial("external Local, host to LB VIP: cluster", "host", "192.0.2.6:80", "one", GOES),
-    Dial("external Local, ExternalIP: cluster", "pod", "192.0.2.7:80", "one", GOES),
-    Dial("external Local has no say about the ClusterIP", "pod", "10.96.0.6:80", "one", GOES),
-    Dial("pod to NodePort", "pod", "{node}:30080", "one", GOES),
-    Dial("pod to NodePort over UDP is another Service", "pod", "{node}:30080", "two", GOES, "udp"),
-    Dial("pod to IPv6 NodePort", "pod", "[{node6}]:30080", "one", GOES),
-    Dial("pod to v4-mapped NodePort", "pod", "[::ffff:{node}]:30080", "one", GOES),
-    Dial("host to NodePort", "host", "{node}:30080", "one", GOES),
-    Dial("host to NodePort on loopback", "host", "127.0.0.1:30080", "one", GOES),
-    Dial("host to NodePort on all of 127/8", "host", "127.99.0.1:30080", "one", GOES),
-    Dial("host to NodePort on ::1", "host", "[::1]:30080", "one", GOES),
-    Dial("host to NodePort on mapped loopback", "host", "[::ffff:127.0.0.1]:30080", "one", GOES),
-    Dial("host to NodePort on 0.0.0.0, its loopback", "host", "0.0.0.0:30080", "one", GOES),
-    Dial("host to NodePort on ::, its loopback", "host", "[::]:30080", "one", GOES),
-    Dial("pod to its own loopback", "pod", "127.0.0.1:30080", "pod", NONE),
-    Dial("pod to its own loopback over UDP", "pod", "127.0.0.1:30080", "pod", NONE, "udp"),
-    Dial("pod to its own ::1", "pod", "[::1]:30080", "pod", NONE),
-    Dial("pod to 0.0.0.0, its own loopback", "pod", "0.0.0.0:30080", "pod", NONE),
-    Dial("pod to ::, its own loopback", "pod", "[::]:30080", "pod", NONE),
-    Dial("pod to its own address at a node port", "pod", "{pod}:30080", "pod", NONE),
-    Dial("NodePort on a node address that has none", "pod", ALONE + ":30099", "host-1", NONE),
-    Dial("NodePort on a foreign address", "host", "{pod}:30080", "pod", NONE),
-    Dial("no IPv6 NodePort of an IPv4 Service", "host", "[{node6}]:30099", "host-1", NONE),
-    Dial("restricted LB VIP is left to the packet path", "pod", ALONE + ":7000", "host-1", Reason.NEEDS_SOURCE),
-    Dial("restriction is not for the ClusterIP", "pod", "10.96.0.8:80", "one", GOES),
-]
+DIALS = table(
+    Dial,
+    """
+pod to ClusterIP                             | pod  | 10.96.0.1:80             | one          | TRANSLATED
+pod to ClusterIP over UDP is another Service | pod  | 10.96.0.1:80             | two          | TRANSLATED    | udp
+host to ClusterIP                            | host | 10.96.0.1:80             | one          | TRANSLATED
+pod to IPv6 ClusterIP                        | pod  | [fd00:96::1]:80          | one          | TRANSLATED
+pod to IPv6 ClusterIP over UDP               | pod  | [fd00:96::1]:80          | two          | TRANSLATED    | udp
+host to IPv6 ClusterIP                       | host | [fd00:96::1]:80          | one          | TRANSLATED
+v4-mapped on an IPv6 socket                  | pod  | [::ffff:10.96.0.1]:80    | one          | TRANSLATED
+v4-mapped over UDP                           | pod  | [::ffff:10.96.0.1]:80    | two          | TRANSLATED    | udp
+v4-mapped from the host                      | host | [::ffff:10.96.0.1]:80    | one          | TRANSLATED
+a backend dials its own Service              | one  | 10.96.0.1:80             | one          | TRANSLATED
+ExternalIP                                   | pod  | 192.0.2.1:80             | one          | TRANSLATED
+another port of a ClusterIP                  | pod  | 10.96.0.1:81             | ECONNREFUSED | UNKNOWN_PORT
+another port, IPv6                           | host | [fd00:96::1]:81          | ECONNREFUSED | UNKNOWN_PORT
+another port, UDP                            | pod  | 10.96.0.3:80             | ECONNREFUSED | UNKNOWN_PORT  | udp
+another port, v4-mapped                      | pod  | [::ffff:10.96.0.1]:81    | ECONNREFUSED | UNKNOWN_PORT
+NodePort on a ClusterIP                      | pod  | 10.96.0.1:30080          | ECONNREFUSED | UNKNOWN_PORT
+another port of an ExternalIP                | pod  | 198.51.100.1:7002        | ECONNREFUSED | NOT_A_SERVICE
+a plain address                              | pod  | {two}:8080               | two          | NOT_A_SERVICE
+a plain IPv6 address                         | pod  | [{two6}]:8080            | two          | NOT_A_SERVICE
+a plain v4-mapped address                    | pod  | [::ffff:{two}]:8080      | two          | NOT_A_SERVICE
+no endpoints: ClusterIP                      | pod  | 10.96.0.2:80             | ECONNREFUSED | NO_ENDPOINTS
+no endpoints: v4-mapped                      | pod  | [::ffff:10.96.0.2]:80    | ECONNREFUSED | NO_ENDPOINTS
+no endpoints: IPv6                           | host | [fd00:96::2]:80          | ECONNREFUSED | NO_ENDPOINTS
+no endpoints: NodePort                       | host | {node}:30082             | ECONNREFUSED | NO_ENDPOINTS
+no endpoints: LB VIP                         | pod  | 192.0.2.2:80             | ECONNREFUSED | NO_ENDPOINTS
+internal Local, one here                     | pod  | 10.96.0.3:80             | two          | TRANSLATED
+internal Local is not for ExternalIPs        | pod  | 192.0.2.3:80             | one          | TRANSLATED
+internal Local, only elsewhere               | pod  | 10.96.0.4:80             | ETIMEDOUT    | NO_LOCAL_ENDPOINTS
+internal Local, only elsewhere, ExternalIP   | pod  | 192.0.2.4:80             | one          | TRANSLATED
+internal Local, none at all                  | pod  | 10.96.0.5:80             | ECONNREFUSED | NO_ENDPOINTS
+internal Local, terminating elsewhere        | pod  | 10.96.0.7:80             | ETIMEDOUT    | NO_LOCAL_ENDPOINTS
+external Local, pod to NodePort: cluster     | pod  | {node}:30086             | one          | TRANSLATED
+external Local, host to NodePort: cluster    | host | {node}:30086             | one          | TRANSLATED
+external Local, pod to LB VIP: cluster       | pod  | 192.0.2.6:80             | one          | TRANSLATED
+external Local, host to LB VIP: cluster      | host | 192.0.2.6:80             | one          | TRANSLATED
+external Local, ExternalIP: cluster          | pod  | 192.0.2.7:80             | one          | TRANSLATED
+external Local is not for the ClusterIP      | pod  | 10.96.0.6:80             | one          | TRANSLATED
+pod to NodePort                              | pod  | {node}:30080             | one          | TRANSLATED
+pod to NodePort over UDP is another Service  | pod  | {node}:30080             | two          | TRANSLATED    | udp
+pod to IPv6 NodePort                         | pod  | [{node6}]:30080          | one          | TRANSLATED
+pod to v4-mapped NodePort                    | pod  | [::ffff:{node}]:30080    | one          | TRANSLATED
+host to NodePort                             | host | {node}:30080             | one          | TRANSLATED
+host to NodePort on loopback                 | host | 127.0.0.1:30080          | one          | TRANSLATED
+host to NodePort on all of 127/8             | host | 127.99.0.1:30080         | one          | TRANSLATED
+host to NodePort on ::1                      | host | [::1]:30080              | one          | TRANSLATED
+host to NodePort on mapped loopback          | host | [::ffff:127.0.0.1]:30080 | one          | TRANSLATED
+host to NodePort on 0.0.0.0, its loopback    | host | 0.0.0.0:30080            | one          | TRANSLATED
+host to NodePort on ::, its loopback         | host | [::]:30080               | one          | TRANSLATED
+pod to its own loopback                      | pod  | 127.0.0.1:30080          | pod          | NOT_A_SERVICE
+pod to its own loopback over UDP             | pod  | 127.0.0.1:30080          | pod          | NOT_A_SERVICE | udp
+pod to its own ::1                           | pod  | [::1]:30080              | pod          | NOT_A_SERVICE
+pod to 0.0.0.0, its own loopback             | pod  | 0.0.0.0:30080            | pod          | NOT_A_SERVICE
+pod to ::, its own loopback                  | pod  | [::]:30080               | pod          | NOT_A_SERVICE
+pod to its own address at a node port        | pod  | {pod}:30080              | pod          | NOT_A_SERVICE
+NodePort on a node address that has none     | pod  | 198.51.100.1:30099       | host-1       | NOT_A_SERVICE
+NodePort on a foreign address                | host | {pod}:30080              | pod          | NOT_A_SERVICE
+no IPv6 NodePort of an IPv4 Service          | host | [{node6}]:30099          | host-1       | NOT_A_SERVICE
+restricted LB VIP is left to the packet path | pod  | 198.51.100.1:7000        | host-1       | NEEDS_SOURCE
+restriction is not for the ClusterIP         | pod  | 10.96.0.8:80             | one          | TRANSLATED
+""",
+)
 
 
 def marks(row: Dial) -> tuple[pytest.MarkDecorator, ...]:
@@ -177,7 +177,7 @@ def marks(row: Dial) -> tuple[pytest.MarkDecorator, ...]:
     host = row.to.rpartition(":")[0].strip("[]")
     at_home = is_loopback(host) or host in ("0.0.0.0", "::")
     return (
-        *([needs("set_retval")] if row.gets in (REFUSED, SILENCE) and row.why is not NONE else []),
+        *([needs("set_retval")] if row.gets in errno.errorcode.values() and row.why is not NONE else []),
         *([needs("netns_cookie")] if row.client == "host" and at_home else []),
     )
 
@@ -186,20 +186,23 @@ def is_loopback(host: str) -> bool:
     return host == "::1" or "127." in host
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
-def test_dial(bench: Bench, row: Dial):
+def destination(bench: Bench, row: Dial) -> tuple[str, int]:
     names = {name: place.ip for name, place in bench.places.items()}
     names |= {f"{name}6": place.ip6 for name, place in bench.places.items()}
-    to = row.to.format(**names, node=bench.node.ip, node6=bench.node.ip6)
-    host, _, port = to.rpartition(":")
-    host = host.strip("[]")
+    host, _, port = row.to.format(**names, node=bench.node.ip, node6=bench.node.ip6).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+each_dial = pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
+
+
+@each_dial
+def test_dial(bench: Bench, row: Dial):
+    host, port = destination(bench, row)
     before = bench.site.reasons()
     client = bench[row.client]
     with bench.site.telling():
-        if row.protocol == "tcp":
-            answer = client.tcp(host, int(port))
-        else:
-            answer = client.udp(host, int(port), connected=True)
+        answer = client.tcp(host, port) if row.protocol == "tcp" else client.udp(host, port, connected=True)
     counted = bench.site.reasons() - before
     del counted[Reason.REVERSED]  # getpeername() and recvfrom()
     if row.protocol == "udp":  # replies and packets of v4-mapped sockets pass hooks, too
@@ -210,22 +213,19 @@ def test_dial(bench: Bench, row: Dial):
     else:
         assert answer.get("name") == row.gets, str(answer)
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host) if row.why is NONE else host
-        assert answer["peer"] == [shown, int(port)], "getpeername() shows what was dialled"
-        assert answer.get("getpeername", answer["peer"]) == [shown, int(port)]
+        assert answer["peer"] == [shown, port], "getpeername() shows what was dialled"
+        assert answer.get("getpeername", answer["peer"]) == [shown, port]
         if row.client in ("pod", "one") and not is_loopback(shown):
             assert answer["client"] in (client.ip, client.ip6), "the backend sees the client itself"
     assert counted == ({row.why: 1} if row.protocol == "tcp" or row.why is not NONE else {})
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
+@each_dial
 def test_trace_predicts_each_dial(bench: Bench, row: Dial):
     """What `kbpf trace` says of a connection is what the table says, which test_dial proves."""
-    names = {name: place.ip for name, place in bench.places.items()}
-    names |= {f"{name}6": place.ip6 for name, place in bench.places.items()}
-    to = row.to.format(**names, node=bench.node.ip, node6=bench.node.ip6)
-    address, port = split(to)
+    host, port = destination(bench, row)
     client = Client(Origin.HOST if row.client == "host" else Origin.POD)
-    target = FrontendAddress(address, port, Protocol[row.protocol.upper()])
+    target = FrontendAddress(parse_addr(host), port, Protocol[row.protocol.upper()])
     seen = trace.build_trace(snapshot.read(bench.site.pins, trace.NEEDS), client, target)
     if row.why is Reason.NEEDS_SOURCE:
         assert "source ranges" in seen.steps[0].why
@@ -381,26 +381,40 @@ def test_ping_socket_connects(bench: Bench, host: str, packets: bool):
 SPARE = range(61_000, 65_536)
 OWN_PORTS = itertools.count(3333)
 """Ports to bind to. Each is used once, because a socket that closed first stays in TIME_WAIT."""
-PORTS = {
-    "tcp": ("pod", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", True),
-    "tcp, IPv6": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "fd00:96::1", True),
-    "tcp, v4-mapped": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "::ffff:10.96.0.1", True),
-    "udp, connected": ("pod", socket.AF_INET, socket.SOCK_DGRAM, "10.96.0.1", True),
-    "to no Service": ("pod", socket.AF_INET, socket.SOCK_STREAM, "{one}", False),
-    "the host": pytest.param(
-        ("host", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", False), marks=needs("netns_cookie")
-    ),
-}
-"""Client, kind of socket, destination, and whether the socket gets a port of SPARE."""
 
 
-@pytest.mark.parametrize("row", PORTS.values(), ids=PORTS)
-def test_pod_gets_a_spare_port_while_another_data_plane_coexists(
-    bench: Bench, coexisting: None, row: tuple[str, int, int, str, bool]
-):
+class Chosen(NamedTuple):
+    """A connection, and whether its socket gets a port of SPARE."""
+
+    client: str
+    protocol: str
+    host: str
+    spare: bool
+
+
+PORTS = table(
+    Chosen,
+    """
+pod  | tcp | 10.96.0.1        | yes
+pod  | tcp | fd00:96::1       | yes
+pod  | tcp | ::ffff:10.96.0.1 | yes
+pod  | udp | 10.96.0.1        | yes
+pod  | tcp | a backend        | no
+host | tcp | 10.96.0.1        | no
+""",
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=needs("netns_cookie") if row.client == "host" else ()) for row in PORTS],
+    ids=lambda row: f"{row.client} {row.protocol} {row.host}",
+)
+def test_pod_gets_a_spare_port_while_another_data_plane_coexists(bench: Bench, coexisting: None, row: Chosen):
     """IPVS would take the replies for those of a connection that the pod made through IPVS."""
-    who, family, kind, host, spare = row
-    to = (bench["one"].ip, 8080) if host == "{one}" else (host, 80)
+    to = (bench["one"].ip, 8080) if row.host == "a backend" else (row.host, 80)
+    family = socket.AF_INET6 if ":" in row.host else socket.AF_INET
+    kind = socket.SOCK_DGRAM if row.protocol == "udp" else socket.SOCK_STREAM
 
     def dial(port: int = 0) -> tuple[bytes, int]:
         with socket.socket(family, kind) as s:
@@ -411,11 +425,11 @@ def test_pod_gets_a_spare_port_while_another_data_plane_coexists(
             s.sendall(b"bye\n")
             return s.recv(4096), s.getsockname()[1]
 
-    ports = [within(bench[who], dial)[1] for _ in range(3)]
-    assert [port in SPARE for port in ports] == [spare] * 3
+    ports = [within(bench[row.client], dial)[1] for _ in range(3)]
+    assert [port in SPARE for port in ports] == [row.spare] * 3
     assert len(set(ports)) > 1
     own = next(OWN_PORTS)
-    answer, port = within(bench[who], lambda: dial(own))
+    answer, port = within(bench[row.client], lambda: dial(own))
     assert (b'"name"' in answer, port) == (True, own)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections that the agent makes itself show whether Services are translated."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.model.config import Config, SocketLb
 from kbpf.model.metrics import ConnectionProbe
 from tests.support.lab.lab import Node
-from tests.support.plane import LOCAL, Site, desired, make_local, service, sites, within
+from tests.support.plane import LOCAL, Site, desired, make_local, service, within
 
 A, B = LOCAL[:2]
 WORLD = desired(
@@ -22,17 +21,10 @@ WORLD = desired(
 )
 
 
-@pytest.fixture(scope="module")
-def with_addresses(node: Node) -> Node:
-    """The node, which has a route to each backend."""
+@pytest.fixture(scope="module", autouse=True)
+def routes(node: Node) -> None:
+    """The node has a route to each backend."""
     make_local(node.netns)
-    return node
-
-
-@pytest.fixture
-def own(with_addresses: Node, artifact_cache: Path) -> Iterator[Site]:
-    with sites(artifact_cache) as make:
-        yield make(cgroup=with_addresses.cgroup, node=with_addresses.netns)
 
 
 def flip(site: Site, port: int) -> None:
@@ -42,19 +34,19 @@ def flip(site: Site, port: int) -> None:
         map_.update(key, U64.pack(word ^ 1 << port % 64))
 
 
-def test_a_connection_of_the_agent_shows_whether_services_are_translated(own: Site, node: Node) -> None:
-    plane = own.open()
+def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_site: Site, node: Node) -> None:
+    plane = node_site.open()
     plane.apply(WORLD, None)
     config = plane._config
 
     def story() -> list[ConnectionProbe | None]:
-        prober = ConnectionProber(Pins(own.pins), config)
+        prober = ConnectionProber(Pins(node_site.pins), config)
         results = [prober.probe()]
-        flip(own, 80)
+        flip(node_site, 80)
         results.append(prober.probe())
         # one that has never succeeded proves nothing
-        results.append(ConnectionProber(Pins(own.pins), config).probe())
-        flip(own, 80)
+        results.append(ConnectionProber(Pins(node_site.pins), config).probe())
+        flip(node_site, 80)
         results.append(prober.probe())
         return results
 
@@ -66,13 +58,13 @@ def test_a_connection_of_the_agent_shows_whether_services_are_translated(own: Si
     assert line.startswith("10.96.1.1:80/TCP from the agent: connect() failed")
     assert new is None
     # neither the backend nor affinity has noticed anything
-    assert not own.entries("affinity")
+    assert not node_site.entries("affinity")
 
 
-def test_nothing_is_tried_without_hooks(own: Site, node: Node) -> None:
-    plane = own.open(socket_lb=SocketLb.OFF, packet_path=False)
+def test_nothing_is_tried_without_hooks(node_site: Site, node: Node) -> None:
+    plane = node_site.open(socket_lb=SocketLb.OFF, packet_path=False)
     plane.apply(WORLD, None)
-    prober = ConnectionProber(Pins(own.pins), plane._config)
+    prober = ConnectionProber(Pins(node_site.pins), plane._config)
     assert within(node.host, prober.probe) is None
 
 

@@ -23,7 +23,8 @@ from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import Place, cgroup2, run, until
-from tests.support.plane import HOOKS, LOCAL, Site, desired, make_local, picks, service
+from tests.support.plane import HOOKS, LOCAL, Site, desired, picks, service
+from tests.support.table import table
 
 T = TypeVar("T")
 ONE, TWO = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f", "1f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
@@ -43,42 +44,42 @@ def tree(site: Site) -> Callable[[str], Path]:
 
 
 class Cgroup(NamedTuple):
-    """A cgroup, and the uid (ONE, TWO or STATIC) of the pod whose folder it is; "": of no pod."""
+    """A cgroup, with the uid of a pod (ONE_: written with underscores), and the pod whose folder it is."""
 
     path: str
-    uid: str = ""
+    pod: str = ""
 
 
-ONE_, TWO_ = ONE.replace("-", "_"), TWO.replace("-", "_")
-FOLDERS = [
-    Cgroup(f"kubepods/pod{ONE}", ONE),
-    Cgroup(f"kubepods/burstable/pod{TWO}", TWO),
-    Cgroup(f"kubepods/besteffort/pod{STATIC}", STATIC),
-    Cgroup(f"kubepods/pod{ONE}/pod{TWO}"),
-    Cgroup(f"kubepods/pod{ONE}x"),
-    Cgroup(f"kubepods/pod{ONE_}"),
-    Cgroup(f"kubepods.slice/kubepods-pod{ONE_}.slice", ONE),
-    Cgroup(f"kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{TWO_}.slice", TWO),
-    Cgroup(f"kubepods.slice/kubepods-pod{ONE}.slice"),
-    Cgroup(f"kubepods.slice/kubepods-pod{TWO_}.scope"),
-    Cgroup(f"docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice", TWO),
-    Cgroup(f"system.slice/pod{ONE}"),
-    Cgroup(f"system.slice/foo-pod{ONE_}.slice"),
-]
+FOLDERS = table(
+    Cgroup,
+    """
+kubepods/pod{ONE}                                                                  | ONE
+kubepods/burstable/pod{TWO}                                                        | TWO
+kubepods/besteffort/pod{STATIC}                                                    | STATIC
+kubepods/pod{ONE}/pod{TWO}
+kubepods/pod{ONE}x
+kubepods/pod{ONE_}
+kubepods.slice/kubepods-pod{ONE_}.slice                                            | ONE
+kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{TWO_}.slice       | TWO
+kubepods.slice/kubepods-pod{ONE}.slice
+kubepods.slice/kubepods-pod{TWO_}.scope
+docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice | TWO
+system.slice/pod{ONE}
+system.slice/foo-pod{ONE_}.slice
+""",
+)
+UIDS = {"ONE": ONE, "TWO": TWO, "STATIC": STATIC, "ONE_": ONE.replace("-", "_"), "TWO_": TWO.replace("-", "_")}
 
 
 def test_pod_cgroups_are_found_by_kubelets_names(site: Site, tree: Callable[[str], Path]) -> None:
-    wanted = {(row.uid, row.path, tree(row.path).stat().st_ino) for row in FOLDERS}
+    wanted = set()
+    for row in FOLDERS:
+        path = row.path.format(**UIDS)
+        inode = tree(path).stat().st_ino
+        wanted |= {(UIDS[row.pod], path, inode)} if row.pod else set()
     found = find_pod_folders(site.cgroup, {ONE, TWO, STATIC})
-    assert {(uid, *folder[:2]) for uid, folder in found} == {row for row in wanted if row[0]}
+    assert {(uid, *folder[:2]) for uid, folder in found} == wanted
     assert not list(find_pod_folders(site.cgroup / "gone", {ONE}))
-
-
-class Matches(NamedTuple):
-    """Patterns, and which cgroups of CGROUPS match."""
-
-    patterns: tuple[str, ...]
-    found: tuple[str, ...]
 
 
 CGROUPS = (
@@ -89,30 +90,29 @@ CGROUPS = (
     "system.slice/sshd.service/istio",
     "mesh",
 )
-PATTERNS = [
-    Matches(("system.slice/istio*",), CGROUPS[1:3]),
-    Matches(("system.slice/istio-a.service",), CGROUPS[1:2]),
-    Matches(("*istio*",), (*CGROUPS[1:3], CGROUPS[4])),
-    Matches(("system.slice/istio-?.service", "mesh"), (*CGROUPS[1:3], CGROUPS[5])),
-    Matches(("system.slice/istio-[b-z]*",), CGROUPS[2:3]),
-    Matches(("mesh",), CGROUPS[5:]),
-    Matches(("mes",), ()),
-    Matches(("SYSTEM.slice",), ()),
-]
+PATTERNS = {
+    "system.slice/istio*": CGROUPS[1:3],
+    "system.slice/istio-a.service": CGROUPS[1:2],
+    "*istio*": (*CGROUPS[1:3], CGROUPS[4]),
+    "system.slice/istio-?.service mesh": (*CGROUPS[1:3], CGROUPS[5]),
+    "system.slice/istio-[b-z]*": CGROUPS[2:3],
+    "mesh": CGROUPS[5:],
+    "mes": (),
+    "SYSTEM.slice": (),
+}
 
 
-@pytest.mark.parametrize("row", PATTERNS, ids=lambda row: " ".join(row.patterns))
+@pytest.mark.parametrize(("patterns", "matches"), PATTERNS.items())
 def test_patterns_match_cgroup_paths(
-    site: Site, tree: Callable[[str], Path], row: Matches, monkeypatch: pytest.MonkeyPatch
+    site: Site, tree: Callable[[str], Path], patterns: str, matches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = {path: tree(path).stat().st_ino for path in CGROUPS}
     looked: list[str] = []
     inside = exemptions._list_children
     monkeypatch.setattr(exemptions, "_list_children", lambda root, at: looked.append(at) or inside(root, at))
-    assert {folder[:2] for folder in find_matching(site.cgroup, row.patterns)} == {
-        (path, ids[path]) for path in row.found
-    }
-    if row.patterns == ("mesh",):
+    found = {folder[:2] for folder in find_matching(site.cgroup, tuple(patterns.split()))}
+    assert found == {(path, ids[path]) for path in matches}
+    if patterns == "mesh":
         assert looked == [""], "folders below which nothing can match are not read"
 
 
@@ -213,24 +213,38 @@ def test_full_map_is_reported_and_retried(
 # ---- the programs --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def served(site: Site) -> Iterator[tuple[Site, Place]]:
-    """A client below the hooks, which reaches nothing unless its destination is translated."""
-    name = f"{site.name}x"
-    run("ip", "netns", "add", name)
-    make_local(name)
-    yield site, site.place("client", name)
-    run("ip", "netns", "del", name)
+def flags(site: Site) -> ConfigFlag:
+    """The flags that the hooks read."""
+    return ConfigFlag(site.entries("config")[bytes(4)][8])
 
 
 WORLD = desired(service("web", "10.96.0.1:80", f"{LOCAL[0]}:80", Protocol.UDP))
+PACKETS = [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF]
+
+
+@pytest.fixture
+def start(site: Site) -> Iterator[Callable[..., BpfPlane]]:
+    """Starts an agent with the packet path on a node of its own; by default it programs WORLD."""
+    name = f"{site.name}h"
+    run("ip", "netns", "add", name)
+
+    def start(applies: bool = True, **settings: Any) -> BpfPlane:
+        def act() -> BpfPlane:
+            plane = site.open(packet_path=True, **settings)
+            if applies:
+                plane.apply(WORLD, None)
+            return plane
+
+        return netns.run_in(Path("/run/netns") / name, act)
+
+    yield start
+    run("ip", "netns", "del", name)
 
 
 @pytest.mark.parametrize("level", ["its own", "above", "far above", "another"])
 def test_process_below_an_exempt_cgroup_is_not_translated(
-    served: tuple[Site, Place], tree: Callable[[str], Path], level: str
+    site: Site, client: Place, tree: Callable[[str], Path], level: str
 ) -> None:
-    site, client = served
     site.open().apply(WORLD, None)
     deep = tree("a/b/c/d/e/f/g/h/i/j/k/l")
     chosen = {
@@ -258,10 +272,9 @@ def test_process_below_an_exempt_cgroup_is_not_translated(
 
 
 def test_programs_without_optional_helpers_translate(
-    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch
+    site: Site, client: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a kernel without these helpers no process can be exempt."""
-    site, client = served
     has = missing_helpers()
     monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
     plane = site.open()
@@ -278,8 +291,7 @@ def test_programs_without_optional_helpers_translate(
     assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
 
 
-def test_exemption_without_the_packet_path_is_reported(served: tuple[Site, Place], tree: Callable[[str], Path]) -> None:
-    site, _ = served
+def test_exemption_without_the_packet_path_is_reported(site: Site, tree: Callable[[str], Path]) -> None:
     below = site.cgroup.relative_to(cgroup2())
     tree("mesh")
     plane = site.open(socket_lb_exempt=(f"{below}/mesh",))
@@ -289,19 +301,15 @@ def test_exemption_without_the_packet_path_is_reported(served: tuple[Site, Place
 
 @pytest.mark.parametrize("exempt_before", [False, True])
 def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
-    served: tuple[Site, Place], tree: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, exempt_before: bool
+    site: Site,
+    start: Callable[..., BpfPlane],
+    tree: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    exempt_before: bool,
 ) -> None:
     """Sockets are exempt only if packet programs may serve them: those of an earlier agent."""
-    site, _ = served
     exempt = (f"{site.cgroup.relative_to(cgroup2())}/mesh",)
     tree("mesh")
-    own = f"{site.name}h"
-    run("ip", "netns", "add", own)
-
-    def start() -> BpfPlane:
-        plane = site.open(packet_path=True, socket_lb_exempt=exempt)
-        plane.apply(WORLD, None)
-        return plane
 
     def refuse(unit: str, cache: Path) -> Any:
         if unit == "tc":
@@ -309,115 +317,78 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
         return obtain(unit, cache)
 
     obtain = compile.find_or_compile
-    try:
-        if exempt_before:
-            earlier = netns.run_in(Path("/run/netns") / own, start)
+    if exempt_before:
+        earlier = start(socket_lb_exempt=exempt)
 
-            def flag_is_set() -> bool:
-                earlier.tick(time.monotonic())
-                return ConfigFlag.EXEMPTIONS in ConfigFlag(site.entries("config")[bytes(4)][8])
+        def flag_is_set() -> bool:
+            earlier.tick(time.monotonic())
+            return ConfigFlag.EXEMPTIONS in flags(site)
 
-            until("the packet path serves exempt sockets", flag_is_set)
-            site.close_planes()
-        monkeypatch.setattr(compile, "find_or_compile", refuse)
-        plane = netns.run_in(Path("/run/netns") / own, start)
+        until("the packet path serves exempt sockets", flag_is_set)
+        site.close_planes()
+    monkeypatch.setattr(compile, "find_or_compile", refuse)
+    plane = start(socket_lb_exempt=exempt)
 
-        def reported() -> list[str]:
-            plane.tick(time.monotonic())
-            return [line for line in plane.status().problems if "exempt" in line]
+    def reported() -> list[str]:
+        plane.tick(time.monotonic())
+        return [line for line in plane.status().problems if "exempt" in line]
 
-        until("the exemption is reported", reported)
-        (line,) = reported()
-        assert line.startswith(
-            "exempt cgroups are served only by packet programs of an earlier agent"
-            if exempt_before
-            else "cgroups are not exempt yet"
-        )
-    finally:
-        run("ip", "netns", "del", own)
+    until("the exemption is reported", reported)
+    (line,) = reported()
+    assert line.startswith(
+        "exempt cgroups are served only by packet programs of an earlier agent"
+        if exempt_before
+        else "cgroups are not exempt yet"
+    )
 
 
-def test_exemption_outlasts_a_restart_until_the_first_apply(served: tuple[Site, Place]) -> None:
+def test_exemption_outlasts_a_restart_until_the_first_apply(
+    site: Site, start: Callable[..., BpfPlane], client: Place
+) -> None:
     """hostNamespaceOnly, then a start with `on`: nothing changes before everything is
     programmed.
     """
-    site, client = served
-    own = f"{site.name}h"
-    run("ip", "netns", "add", own)
-    try:
+    plane = start(socket_lb=SocketLb.HOST_NAMESPACE_ONLY)
 
-        def start(mode: SocketLb) -> BpfPlane:
-            return site.open(packet_path=True, socket_lb=mode)
+    def in_force() -> bool:
+        plane.tick(time.monotonic())
+        return ConfigFlag.HOST_ONLY in flags(site)
 
-        def in_own_netns(action: Callable[[], T]) -> T:
-            return netns.run_in(Path("/run/netns") / own, action)
-
-        plane = in_own_netns(lambda: start(SocketLb.HOST_NAMESPACE_ONLY))
-        in_own_netns(lambda: plane.apply(WORLD, None))
-
-        def in_force() -> bool:
-            plane.tick(time.monotonic())
-            return ConfigFlag.HOST_ONLY in ConfigFlag(site.entries("config")[bytes(4)][8])
-
-        until("the packet path serves", in_force)
-        assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
-        plane = in_own_netns(lambda: start(SocketLb.ON))
-        assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
-        in_own_netns(lambda: plane.apply(WORLD, None))
-        assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
-    finally:
-        run("ip", "netns", "del", own)
+    until("the packet path serves", in_force)
+    assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
+    start(applies=False, socket_lb=SocketLb.ON)
+    assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
+    start(socket_lb=SocketLb.ON)
+    assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
 
 
-@pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
+@pytest.mark.parametrize("mode", PACKETS)
 def test_sockets_are_translated_until_the_packet_path_serves(
-    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
+    site: Site, start: Callable[..., BpfPlane], client: Place, monkeypatch: pytest.MonkeyPatch, mode: SocketLb
 ) -> None:
-    site, client = served
-    own = f"{site.name}h"
-    run("ip", "netns", "add", own)
-    try:
-        site.open().apply(WORLD, None)
+    site.open().apply(WORLD, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
+        plane = start(socket_lb=mode)
+        plane.tick(time.monotonic())
+        assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
+        assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
 
-        def start() -> BpfPlane:
-            plane = site.open(packet_path=True, socket_lb=mode)
-            plane.apply(WORLD, None)
-            return plane
+    def left_alone() -> bool:
+        plane.tick(time.monotonic())
+        return picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
 
-        with monkeypatch.context() as patch:
-            patch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
-            plane = netns.run_in(Path("/run/netns") / own, start)
-            plane.tick(time.monotonic())
-            assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
-            assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
-
-        def left_alone() -> bool:
-            plane.tick(time.monotonic())
-            return picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
-
-        until("the packet path serves", left_alone)
-    finally:
-        run("ip", "netns", "del", own)
+    until("the packet path serves", left_alone)
 
 
-@pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
+@pytest.mark.parametrize("mode", PACKETS)
 def test_first_start_waits_for_the_packet_path(
-    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
+    start: Callable[..., BpfPlane], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
 ) -> None:
     """If no hook was ever attached, missing pins of hooks do not count as removed."""
-    site, _ = served
-    own = f"{site.name}h"
-    run("ip", "netns", "add", own)
     monkeypatch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
 
-    def start() -> None:
-        plane = site.open(packet_path=True, socket_lb=mode)
-        plane.apply(WORLD, None)
-        plane.tick(time.monotonic())
-        plane.write_status(b"{}")
-        plane.apply(WORLD, None)
-
-    try:
-        netns.run_in(Path("/run/netns") / own, start)
-    finally:
-        run("ip", "netns", "del", own)
+    plane = start(socket_lb=mode)
+    plane.tick(time.monotonic())
+    plane.write_status(b"{}")
+    plane.apply(WORLD, None)

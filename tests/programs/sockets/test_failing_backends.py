@@ -17,22 +17,13 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import FailingBackend
-from tests.programs.sockets.account import (
-    NOBODY,
-    UDP_PORT,
-    Bench,
-    fair,
-    quit_servers,
-    refused,
-    reset,
-    serve,
-    start,
-)
+from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, open_bench, refused, reset, start
 from tests.support.features import needs
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, Node, until
 from tests.support.packets.packets import icmp_error, udp
-from tests.support.plane import join_pod, sites, start_within, within
+from tests.support.plane import join_pod, within
+from tests.support.table import table
 
 pytestmark = needs("tracing")
 FAIR, RUDE, DATAGRAMS = "10.96.0.1", "10.96.0.2", "10.96.0.4"
@@ -42,37 +33,43 @@ N = MIN_FAILURES
 
 @pytest.fixture(scope="module")
 def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
-    join_server = start_within(one, serve)
-    with sites(artifact_cache) as make:
-        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
-    until("the servers are ended", lambda: within(one, quit_servers))
-    join_server()
+    with open_bench(node, artifact_cache) as opened:
+        yield opened
+
+
+ACTS: dict[str, tuple[Callable[[str, int], object], str, int]] = {
+    "refused": (refused, REFUSING, N),
+    "few": (refused, REFUSING, N - 1),
+    "fair": (fair, FAIR, N),
+    "reset": (reset, RUDE, N),
+    "empty": (refused, EMPTY, N),
+    "nothing": (refused, REFUSING, 0),
+}
+"""What clients do in an interval: how, where and how often they connect."""
 
 
 class Row(NamedTuple):
-    """For each interval how often a client connects: to a backend that refuses, to one that
-    accepts, to one that resets, and to a Service without backends. `failing`: how many backends are
-    failing after the last one.
-    """
+    """What clients do in each interval, and how many backends are failing after the last one."""
 
     name: str
-    intervals: tuple[tuple[int, int, int, int], ...]
+    intervals: str
     failing: int
 
 
-FULL = (N, 0, 0, 0)
-ROWS = (
-    Row("nothing fails", ((0, N, 0, 0),) * 4, 0),
-    Row("too short", (FULL, FULL), 0),
-    Row("two intervals after the first failure", (FULL, FULL, FULL), 1),
-    Row("it continues", (FULL, FULL, FULL, FULL), 1),
-    Row("too few", ((N - 1, 0, 0, 0),) * 4, 0),
-    Row("it stops", (FULL, FULL, FULL, (0, 0, 0, 0)), 0),
-    Row("it begins again", (FULL, FULL, FULL, (0, 0, 0, 0), FULL, FULL), 0),
-    Row("another backend works", ((N, N, 0, 0),) * 3, 1),
-    Row("resets do not count", ((0, 0, N, 0),) * 4, 0),
-    Row("a Service without backends has none", ((0, 0, 0, N),) * 4, 0),
+ROWS = table(
+    Row,
+    """
+nothing fails                         | fair fair fair fair                             | 0
+too short                             | refused refused                                 | 0
+two intervals after the first failure | refused refused refused                         | 1
+it continues                          | refused refused refused refused                 | 1
+too few                               | few few few few                                 | 0
+it stops                              | refused refused refused nothing                 | 0
+it begins again                       | refused refused refused nothing refused refused | 0
+another backend works                 | refused+fair refused+fair refused+fair          | 1
+resets do not count                   | reset reset reset reset                         | 0
+a Service without backends has none   | empty empty empty empty                         | 0
+""",
 )
 
 
@@ -82,12 +79,11 @@ def test_backends_that_keep_failing_are_found(bench: Bench, row: Row) -> None:
     start(bench, Accounting.CONNECTIONS)
     finder = FailingBackends(Pins(bench.site.pins))
     found: tuple[FailingBackend, ...] | None = ()
-    for to_refusing, to_fair, to_rude, to_empty in row.intervals:
+    intervals = row.intervals.split()
+    for interval in intervals:
 
-        def act(counts: tuple[int, ...] = (to_refusing, to_fair, to_rude, to_empty)) -> None:
-            for count, client, host in zip(
-                counts, (refused, fair, reset, refused), (REFUSING, FAIR, RUDE, EMPTY), strict=True
-            ):
+        def act(names: str = interval) -> None:
+            for client, host, count in (ACTS[name] for name in names.split("+")):
                 for number in range(count):
                     join_pod(bench.site.cgroup, f"client{number % 2}")
                     client(host, 80)
@@ -100,7 +96,7 @@ def test_backends_that_keep_failing_are_found(bench: Bench, row: Row) -> None:
         (backend,) = found
         assert backend.name == ("default", "refusing", "", "TCP")
         assert backend.backend == f"{bench.one.ip}:{NOBODY}"
-        assert backend.failed == backend.opened == N * (len(row.intervals) - 1)
+        assert backend.failed == backend.opened == N * (len(intervals) - 1)
         assert backend.seconds > 0
 
 

@@ -6,7 +6,7 @@ must be recorded of it: nothing else may be, and nothing of a connection that su
 """
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +18,11 @@ from kbpf.model.config import Accounting
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.views import failures as view
-from tests.programs.sockets.account import NOBODY, RUDE, Bench, fair, gives_up, open_bench, refused, reset, start, waits
+from tests.programs.sockets.account import NOBODY, Bench, open_bench, refused, start
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, until
 from tests.support.plane import desired, service, within
+from tests.support.table import table
 
 pytestmark = needs("tracing")
 
@@ -52,82 +53,47 @@ def forget(bench: Bench) -> None:
             failures.delete(key)
 
 
-def rejected(host: str, number: int) -> None:
-    """A connected UDP socket to a port that nobody has."""
-    with socket.socket(type=socket.SOCK_DGRAM) as s:
-        s.settimeout(PATIENCE)
-        s.connect((host, number))
-        s.send(b"?")
-        with pytest.raises(ConnectionRefusedError):
-            s.recv(1)
-
-
 class Failure(NamedTuple):
-    """How a connection fails, and what is recorded: the Service, the reason, what the client saw,
-    and the backend ("": none was chosen, and the socket has no address yet).
+    """How a connection fails (see account.CLIENTS), and what is recorded: the Service, the reason, what the client
+    saw, and the backend (none: nothing was chosen, and the socket has no address yet).
     """
 
-    name: str
-    does: Callable[[str, int], None]
+    does: str
     to: str
     service: str
+    backend: str
     reason: str
     saw: str
-    backend: str = ""
 
 
-REFUSED = "ECONNREFUSED"
-FAILURES = (
-    Failure("no endpoints", refused, "10.96.0.7:80", "default/empty", "no_endpoints", REFUSED),
-    Failure("no port", refused, "10.96.0.7:81", "default/empty", "unknown_port", REFUSED),
-    Failure("only elsewhere", refused, "10.96.0.8:80", "default/elsewhere", "no_local_endpoints", "ETIMEDOUT"),
-    Failure(
-        "refused by the backend",
-        refused,
-        "10.96.0.5:80",
-        "default/refusing",
-        "backend_refused",
-        REFUSED,
-        f"one:{NOBODY}",
-    ),
-    Failure(
-        "not answered",
-        waits,
-        "10.96.0.6:80",
-        "default/silent",
-        "backend_unanswered",
-        "ETIMEDOUT, unless a later SYN was answered",
-        "192.0.2.99:80",
-    ),
-    Failure("reset", reset, "10.96.0.2:80", "default/rude", "backend_reset", "ECONNRESET or ETIMEDOUT", f"one:{RUDE}"),
+FAILURES = table(
+    Failure,
+    """
+refused | 10.96.0.7:80 | empty     | none          | no_endpoints       | ECONNREFUSED
+refused | 10.96.0.7:81 | empty     | none          | unknown_port       | ECONNREFUSED
+refused | 10.96.0.8:80 | elsewhere | none          | no_local_endpoints | ETIMEDOUT
+refused | 10.96.0.5:80 | refusing  | one:9009      | backend_refused    | ECONNREFUSED
+waits   | 10.96.0.6:80 | silent    | 192.0.2.99:80 | backend_unanswered | ETIMEDOUT, unless a later SYN was answered
+reset   | 10.96.0.2:80 | rude      | one:9001      | backend_reset      | ECONNRESET or ETIMEDOUT
+""",
 )
 
 
 @needs("set_retval")
-@pytest.mark.parametrize("row", FAILURES, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", FAILURES, ids=lambda row: row.reason)
 def test_failure_is_recorded(served: Bench, row: Failure) -> None:
     forget(served)
-    host, _, number = row.to.rpartition(":")
     for _ in range(2):
-        within(served.client, lambda: row.does(host, int(number)))
+        served.act(row.does, row.to)
     (found,) = recorded(served)
-    assert (found.service, found.reason, found.client_saw) == (row.service, row.reason, row.saw)
+    assert (found.service, found.reason, found.client_saw) == (f"default/{row.service}", row.reason, row.saw)
     assert found.frontend == f"{row.to}/TCP"
-    assert found.backend == row.backend.replace("one", served.one.ip)
+    assert (found.backend or "none") == served.fill(row.backend)
     assert found.count == 2
-    assert found.address == (served.client.ip if row.backend else "")
+    assert found.address == (served.client.ip if found.backend else "")
     assert found.kind == "cgroup"
     assert str(served.client.cgroup).endswith(found.client)
     assert 0 <= found.last_seconds <= found.first_seconds < 60
-
-
-def test_rejected_datagram_is_recorded(served: Bench) -> None:
-    deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
-    served.site.open(accounting=Accounting.CONNECTIONS).apply(desired(deaf), None)
-    forget(served)
-    within(served.client, lambda: rejected("10.96.0.9", 53))
-    (found,) = recorded(served)
-    assert (found.service, found.reason) == ("default/deaf", "backend_refused")
 
 
 def count_refused(bench: Bench) -> int:
@@ -135,8 +101,8 @@ def count_refused(bench: Bench) -> int:
         return sum(ConnectionStats(*COUNTS.unpack(raw)).refused for _, raw in counts.items())
 
 
-def test_socket_counts_once_as_refused_however_often_it_sends(served: Bench) -> None:
-    """Otherwise a socket that sends errors to itself could make any backend look broken."""
+def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench) -> None:
+    """Each is recorded. But a socket that sends errors to itself must not make any backend look broken."""
     deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
     served.site.open(accounting=Accounting.CONNECTIONS).apply(desired(deaf), None)
     forget(served)
@@ -154,18 +120,17 @@ def test_socket_counts_once_as_refused_however_often_it_sends(served: Bench) -> 
 
     within(served.client, sends_often)
     (found,) = recorded(served)
-    assert found.count == 4
+    assert (found.service, found.reason, found.count) == ("default/deaf", "backend_refused", 4)
     assert count_refused(served) - before == 2, "once for each connect()"
 
 
 def test_connection_that_succeeds_records_nothing(served: Bench) -> None:
-
     def gives_up_early() -> bool:
         forget(served)
-        return within(served.client, lambda: gives_up("10.96.0.6", 80))
+        return served.act("gives_up", "10.96.0.6:80")
 
     until("a client gives up within the first second", gives_up_early)
-    within(served.client, lambda: fair("10.96.0.1"))
+    served.act("fair", "10.96.0.1:80")
     within(served.client, lambda: refused(served.one.ip, NOBODY))  # no Service
     assert served.site.entries("failures") == {}
 
@@ -174,8 +139,8 @@ def test_connection_that_succeeds_records_nothing(served: Bench) -> None:
 def test_accounting_off_records_nothing(bench: Bench) -> None:
     start(bench, Accounting.OFF)
     forget(bench)
-    within(bench.client, lambda: refused("10.96.0.7", 80))
-    within(bench.client, lambda: refused("10.96.0.5", 80))
+    bench.act("refused", "10.96.0.7:80")
+    bench.act("refused", "10.96.0.5:80")
     assert bench.site.entries("failures") == {}
 
 
@@ -198,17 +163,17 @@ def test_client_overwrites_only_its_own_failures(served: Bench) -> None:
 @needs("set_retval")
 def test_failures_survive_the_agent(served: Bench) -> None:
     forget(served)
-    within(served.client, lambda: refused("10.96.0.5", 80))
+    served.act("refused", "10.96.0.5:80")
     start(served, Accounting.CONNECTIONS)
-    within(served.client, lambda: refused("10.96.0.5", 80))
+    served.act("refused", "10.96.0.5:80")
     assert [row.count for row in recorded(served)] == [2]
 
 
 @needs("set_retval")
 def test_filters(served: Bench) -> None:
     forget(served)
-    within(served.client, lambda: refused("10.96.0.5", 80))
-    within(served.client, lambda: refused("10.96.0.7", 80))
+    served.act("refused", "10.96.0.5:80")
+    served.act("refused", "10.96.0.7:80")
     assert [row.service for row in recorded(served, service="default/empty")] == ["default/empty"]
     assert [row.service for row in recorded(served, service="refusing")] == ["default/refusing"]
     assert len(recorded(served, since=600)) == 2

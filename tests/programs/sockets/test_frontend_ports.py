@@ -7,7 +7,6 @@ lists, and a client connects to the addresses that it lists.
 """
 
 import errno
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -18,8 +17,8 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.objects import Protocol
 from tests.support.lab.events import read, watched
-from tests.support.lab.lab import Place, run
-from tests.support.plane import LOCAL, Site, desired, make_local, picks, service
+from tests.support.lab.lab import Place
+from tests.support.plane import LOCAL, Site, desired, picks, service
 
 BACKEND, NODE = LOCAL[0], LOCAL[-1]
 FIRST, SECOND = "10.96.0.1", "10.96.0.2"
@@ -69,16 +68,6 @@ HISTORIES = {
         )
     ],
 }
-
-
-@pytest.fixture
-def client(site: Site) -> Iterator[Place]:
-    """A client that reaches nothing unless its destination is translated."""
-    name = f"{site.name}x"
-    run("ip", "netns", "add", name)
-    make_local(name)
-    yield site.place("client", name)
-    run("ip", "netns", "del", name)
 
 
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

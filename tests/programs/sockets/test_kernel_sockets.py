@@ -6,7 +6,6 @@ take over the backend's address. tests/lab/traffic/test_kernel_sockets.py has a 
 import errno
 import os
 import socket
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -16,8 +15,8 @@ from kbpf.kernel.bpf import kernel_sockets
 from kbpf.kernel.bpf.kernel_sockets import find_member_bit, keeps_addresses
 from kbpf.model.address import parse_addr
 from tests.support.features import IPPROTO_MPTCP, needs
-from tests.support.lab.lab import PATIENCE, Place, run
-from tests.support.plane import LOCAL, Site, desired, make_local, service, within
+from tests.support.lab.lab import PATIENCE, Place
+from tests.support.plane import LOCAL, Site, desired, service, within
 
 RELEASES = [
     ("5.10.0-32-amd64", False),
@@ -46,17 +45,10 @@ def test_bit_is_found_on_kernels_without_the_corrections() -> None:
 
 
 @pytest.fixture
-def client(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A client of programs as they are loaded on a kernel without the corrections. Its packets
-    reach nothing unless the hooks translate their destination.
-    """
+def without_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are loaded as on a kernel without the corrections."""
     bit = find_member_bit("sock", "sk_kern_sock")
     monkeypatch.setattr(kernel_sockets, "find_bit", lambda: bit)
-    name = f"{site.name}x"
-    run("ip", "netns", "add", name)
-    make_local(name)
-    yield site.place("client", name)
-    run("ip", "netns", "del", name)
 
 
 WORLD = desired(service("web", "10.96.0.1:80", f"{LOCAL[0]}:80"))
@@ -74,6 +66,7 @@ def connect(client: Place, protocol: int = 0) -> str:
 
 
 @needs("mptcp")
+@pytest.mark.usefixtures("without_corrections")
 def test_kernel_socket_is_left_to_the_packet_path(site: Site, client: Place) -> None:
     """The TCP socket of an MPTCP socket is the kernel's. A process connects it, as for an SMB
     mount, so no cgroup identifies it.

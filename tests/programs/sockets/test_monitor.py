@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -31,38 +31,20 @@ from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import EventVerdict, Reason
 from kbpf.views.monitor import EventRow
-from tests.programs.sockets.account import (
-    FAIR,
-    NOBODY,
-    RUDE,
-    UDP_PORT,
-    Bench,
-    datagrams,
-    fair,
-    quit_servers,
-    refused,
-    reset,
-    serve,
-    waits,
-    world,
-)
+from tests.programs.sockets.account import FAIR, FLOOD, NOBODY, Bench, fair, open_bench, refused, world
 from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
 from tests.support.lab.lab import PATIENCE, Node, Place, remove_cgroup, until
 from tests.support.plane import desired, service, sites, start_within, within
 from tests.support.runtime.command import kbpf
+from tests.support.table import table
 
 
 @pytest.fixture(scope="module")
 def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
-    join_server = start_within(one, serve)
-    with sites(artifact_cache) as make:
-        made = Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
-        apply_world(made)
-        yield made
-    until("the servers are ended", lambda: within(one, quit_servers))
-    join_server()
+    with open_bench(node, artifact_cache) as opened:
+        apply_world(opened)
+        yield opened
 
 
 def apply_world(bench: Bench) -> None:
@@ -79,93 +61,50 @@ def _nothing_is_left(bench: Bench) -> Iterator[None]:
     assert left_behind(bench.site) == []
 
 
-def cgroup_id(bench: Bench) -> int:
-    return bench.client.cgroup.stat().st_ino
-
-
-def connected_udp(host: str, number: int) -> None:
-    with socket.socket(type=socket.SOCK_DGRAM) as s:
-        s.connect((host, number))
-
-
-def fair_twice(host: str, number: int) -> None:
-    fair(host, number)
-    fair(host, number)
-
-
 class Row(NamedTuple):
-    """What a client does at which frontend, and what is seen of it: verdicts with their reasons,
-    the Service and the backend ("": none was chosen).
+    """What a client does (see account.CLIENTS) at which frontend, and what is seen of it: the Service, the backend
+    (none: there is none), and verdicts with their reasons. `needs`: features of the kernel.
     """
 
-    name: str
-    does: Callable[[str, int], None]
+    does: str
     to: str
     service: str
+    backend: str
     events: str
-    backend: str = ""
     needs: str = ""
-    protocol: str = "TCP"
 
 
-NEW = "new translated"
-ROWS = (
-    Row("a connection", fair, "10.96.0.1:80", "default/fair", NEW, f"one:{FAIR}"),
-    Row("a connection over IPv6", fair, "[fd00:96::1]:80", "default/fair6", NEW, f"one6:{FAIR}"),
-    Row("affinity", fair_twice, "10.96.0.20:80", "shop/sticky", f"{NEW}, new translated_by_affinity", f"one:{FAIR}"),
-    Row("datagrams of one flow", datagrams, "10.96.0.4:53", "default/dns", NEW, f"one:{UDP_PORT}", protocol="UDP"),
-    Row("a connected UDP socket", connected_udp, "10.96.0.4:53", "default/dns", NEW, f"one:{UDP_PORT}", protocol="UDP"),
-    Row("no endpoints", refused, "10.96.0.7:80", "default/empty", "refused no_endpoints", needs="set_retval"),
-    Row("no such port", refused, "10.96.0.7:81", "", "refused unknown_port", needs="set_retval"),
-    Row(
-        "only elsewhere", refused, "10.96.0.8:80", "default/elsewhere", "dropped no_local_endpoints", needs="set_retval"
-    ),
-    Row(
-        "refused by the backend",
-        refused,
-        "10.96.0.5:80",
-        "default/refusing",
-        f"{NEW}, failed backend_refused",
-        f"one:{NOBODY}",
-        "tracing",
-    ),
-    Row(
-        "not answered",
-        waits,
-        "10.96.0.6:80",
-        "default/silent",
-        f"{NEW}, failed backend_unanswered",
-        "192.0.2.99:80",
-        "retransmissions",
-    ),
-    Row(
-        "reset by the backend",
-        reset,
-        "10.96.0.2:80",
-        "default/rude",
-        f"{NEW}, failed backend_reset",
-        f"one:{RUDE}",
-        "tracing",
-    ),
+ROWS = table(
+    Row,
+    """
+fair       | 10.96.0.1:80    | fair        | one:9000      | new translated
+fair       | [fd00:96::1]:80 | fair6       | one6:9000     | new translated
+fair_twice | 10.96.0.20:80   | shop/sticky | one:9000      | new translated, new translated_by_affinity
+datagrams  | 10.96.0.4:53    | dns         | one:9003      | new translated
+connects   | 10.96.0.4:53    | dns         | one:9003      | new translated
+refused    | 10.96.0.7:80    | empty       | none          | refused no_endpoints                      | set_retval
+refused    | 10.96.0.7:81    | none        | none          | refused unknown_port                      | set_retval
+refused    | 10.96.0.8:80    | elsewhere   | none          | dropped no_local_endpoints                | set_retval
+refused    | 10.96.0.5:80    | refusing    | one:9009      | new translated, failed backend_refused    | tracing
+waits      | 10.96.0.6:80    | silent      | 192.0.2.99:80 | new translated, failed backend_unanswered | retransmissions
+reset      | 10.96.0.2:80    | rude        | one:9001      | new translated, failed backend_reset      | tracing
+""",
 )
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=needs(row.needs) if row.needs else (), id=row.name) for row in ROWS]
+    "row", [pytest.param(r, marks=needs(r.needs) if r.needs else (), id=f"{r.does} {r.to}") for r in ROWS]
 )
 def test_events_are_seen(bench: Bench, row: Row) -> None:
-    host, _, number = row.to.rpartition(":")
     with watched(bench.site) as monitor:
-        within(bench.client, lambda: row.does(host.strip("[]"), int(number)))
+        bench.act(row.does, row.to)
         events = read(monitor)
         assert monitor.left_out == 0
     assert ", ".join(f"{e.verdict} {e.reason}" for e in events) == row.events
-    own = {"one": bench.one.ip, "one6": f"[{bench.one.ip6}]"}
-    backend_host, _, backend_port = row.backend.rpartition(":")
-    backend = f"{own.get(backend_host, backend_host)}:{backend_port}" if row.backend else ""
     for event in events:
-        assert (event.service, event.backend) == (row.service, backend)
-        assert event.frontend == f"{row.to}/{row.protocol}"
+        assert (event.service or "none").removeprefix("default/") == row.service
+        assert (event.backend or "none") == bench.fill(row.backend)
+        assert event.frontend == f"{row.to}/{'UDP' if row.to.endswith(':53') else 'TCP'}"
         assert (event.client_kind, event.seen_by) == ("cgroup", "socket")
         assert str(bench.client.cgroup).endswith(event.client)
         failed = event.verdict is EventVerdict.FAILED
@@ -180,22 +119,12 @@ def test_connection_to_no_service_is_no_event(bench: Bench) -> None:
 
 def test_nothing_is_written_while_no_command_watches(bench: Bench) -> None:
     with watched(bench.site) as monitor:
-        within(bench.client, lambda: fair("10.96.0.1"))
+        bench.act("fair", "10.96.0.1:80")
         assert len(read(monitor)) == 1
-    within(bench.client, lambda: fair("10.96.0.1"))
+    bench.act("fair", "10.96.0.1:80")
     assert left_behind(bench.site) == []
     with watched(bench.site) as monitor:
         assert read(monitor) == []
-
-
-class Filtered(NamedTuple):
-    """A filter, and whether each of three events passes: a connection of the client to `fair`, one
-    of the Pod `two` to `fair`, and one of the client to a port that `empty` does not have.
-    """
-
-    name: str
-    fields: Callable[[Bench], dict[str, object]]
-    passes: tuple[bool, bool, bool]
 
 
 def service_id(bench: Bench, name: str) -> int:
@@ -205,36 +134,61 @@ def service_id(bench: Bench, name: str) -> int:
     return int(found)
 
 
-FILTERS = (
-    Filtered("none", lambda _: {}, (True, True, True)),
-    Filtered("a Service", lambda b: {"services": frozenset({service_id(b, "fair")})}, (True, True, False)),
-    Filtered(
-        "the frontend of a Service without this port",
-        lambda b: {"services": frozenset({service_id(b, "empty")}), "frontends": frozenset({parse_addr("10.96.0.7")})},
-        (False, False, True),
-    ),
-    Filtered("a cgroup", lambda b: {"cgroups": frozenset({cgroup_id(b)})}, (True, False, True)),
-    Filtered("the frontend's address", lambda _: {"address": parse_addr("10.96.0.1")}, (True, True, False)),
-    Filtered("the backend's address", lambda b: {"address": parse_addr(b.one.ip)}, (True, True, False)),
-    Filtered("an address and port", lambda _: {"address": parse_addr("10.96.0.1"), "port": 81}, (False, False, False)),
-    Filtered("a reason", lambda _: {"reasons": frozenset({Reason.UNKNOWN_PORT})}, (False, False, True)),
-    Filtered(
-        "two filters",
-        lambda b: {"services": frozenset({service_id(b, "fair")}), "cgroups": frozenset({cgroup_id(b)})},
-        (True, False, False),
-    ),
+def filters(bench: Bench, text: str) -> dict[str, Any]:
+    """The fields of an EventFilter: ``service=fair cgroup=client``."""
+    fields: dict[str, Any] = {}
+    for kind, _, value in (word.partition("=") for word in text.split()):
+        match kind:
+            case "service":
+                fields["services"] = frozenset({service_id(bench, value)})
+            case "frontend":
+                fields["frontends"] = frozenset({parse_addr(value)})
+            case "cgroup":
+                fields["cgroups"] = frozenset({bench.client.cgroup.stat().st_ino})
+            case "reason":
+                fields["reasons"] = frozenset({Reason[value]})
+            case "address":
+                fields[kind] = parse_addr(bench.one.ip if value == "one" else value)
+            case "port":
+                fields[kind] = int(value)
+    return fields
+
+
+class Filtered(NamedTuple):
+    """A filter, and whether each of three events passes: a connection of the client to `fair`, one
+    of the Pod `two` to `fair`, and one of the client to a port that `empty` does not have.
+    """
+
+    fields: str
+    first: bool
+    second: bool
+    third: bool
+
+
+FILTERS = table(
+    Filtered,
+    """
+                                 | yes | yes | yes
+service=fair                     | yes | yes | no
+service=empty frontend=10.96.0.7 | no  | no  | yes
+cgroup=client                    | yes | no  | yes
+address=10.96.0.1                | yes | yes | no
+address=one                      | yes | yes | no
+address=10.96.0.1 port=81        | no  | no  | no
+reason=UNKNOWN_PORT              | no  | no  | yes
+service=fair cgroup=client       | yes | no  | no
+""",
 )
 
 
 @needs("set_retval")
-@pytest.mark.parametrize("row", FILTERS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", FILTERS, ids=lambda row: row.fields or "all")
 def test_filters(bench: Bench, row: Filtered) -> None:
-    fields = row.fields(bench)
-    for place, to, passes in zip(
-        (bench.client, bench.two, bench.client),
-        (("10.96.0.1", 80), ("10.96.0.1", 80), ("10.96.0.7", 81)),
-        row.passes,
-        strict=True,
+    fields = filters(bench, row.fields)
+    for place, to, passes in (
+        (bench.client, ("10.96.0.1", 80), row.first),
+        (bench.two, ("10.96.0.1", 80), row.second),
+        (bench.client, ("10.96.0.7", 81), row.third),
     ):
         with watched(bench.site, **fields) as monitor:
             within(place, lambda to=to: fair(*to) if to[1] == 80 else refused(*to))
@@ -254,7 +208,7 @@ def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytes
         assert {path.stat().st_ino for path in folder.rglob("*") if path.is_dir()} == ids
         with watched(bench.site, cgroups=ids) as monitor:
             within(place, lambda: fair("10.96.0.1"))
-            within(bench.client, lambda: fair("10.96.0.1"))
+            bench.act("fair", "10.96.0.1:80")
             (event,) = read(monitor)
         assert (event.client_kind, event.client) == ("pod", "shop/cart")
     finally:
@@ -263,20 +217,11 @@ def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytes
         remove_cgroup(folder)
 
 
-FLOOD = 400
-
-
-def flood(host: str, number: int) -> None:
-    for _ in range(FLOOD):
-        connected_udp(host, number)
-
-
 def test_filter_applies_before_the_rate(bench: Bench) -> None:
     """Events that the filter leaves out do not count against the rate."""
-    wanted = {"services": frozenset({service_id(bench, "fair")})}
-    with watched(bench.site, rate=1, **wanted) as monitor:
-        within(bench.client, lambda: flood("10.96.0.4", 53))
-        within(bench.client, lambda: fair("10.96.0.1"))
+    with watched(bench.site, rate=1, **filters(bench, "service=fair")) as monitor:
+        bench.act("flood", "10.96.0.4:53")
+        bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(monitor)] == ["default/fair"]
         assert monitor.left_out == 0
 
@@ -284,30 +229,29 @@ def test_filter_applies_before_the_rate(bench: Bench) -> None:
 def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kbpf.dataplane.bpf.inspect.monitor.RING_BYTES", 4096)
     with watched(bench.site, rate=100_000) as monitor:
-        within(bench.client, lambda: flood("10.96.0.4", 53))
+        bench.act("flood", "10.96.0.4:53")
         left_out = monitor.left_out
         assert left_out > 0
         assert len(read(monitor)) + left_out == FLOOD
-        within(bench.client, lambda: fair("10.96.0.1"))
+        bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(monitor)] == ["default/fair"]
 
 
 def test_filter_may_change(bench: Bench) -> None:
-    fair_only = {"services": frozenset({service_id(bench, "fair")})}
-    with watched(bench.site, **fair_only) as monitor:
-        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+    with watched(bench.site, **filters(bench, "service=fair")) as monitor:
+        bench.act("connects", "10.96.0.4:53")
         assert read(monitor) == []
-        monitor.set_filter(EventFilter(services=frozenset({service_id(bench, "dns")})))
-        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
-        within(bench.client, lambda: fair("10.96.0.1"))
+        monitor.set_filter(EventFilter(**filters(bench, "service=dns")))
+        bench.act("connects", "10.96.0.4:53")
+        bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(monitor)] == ["default/dns"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"address": parse_addr("10.96.0.4")}], ids=["all", "some"])
 def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[str, object]) -> None:
     with watched(bench.site, rate=10, **fields) as monitor:
-        within(bench.client, lambda: flood("10.96.0.4", 53))
-        within(bench.client, lambda: fair("10.96.0.1"))
+        bench.act("flood", "10.96.0.4:53")
+        bench.act("fair", "10.96.0.1:80")
         shown = len(read(monitor))
         assert 10 <= shown < FLOOD
         assert shown + monitor.left_out == FLOOD + (not fields)
@@ -317,15 +261,14 @@ def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[st
 
 
 def test_several_commands_watch_at_the_same_time(bench: Bench) -> None:
-    ids = [service_id(bench, name) for name in ("fair", "dns")]
     with (
-        watched(bench.site, services=frozenset({ids[0]})) as first,
-        watched(bench.site, services=frozenset({ids[1]})) as second,
+        watched(bench.site, **filters(bench, "service=fair")) as first,
+        watched(bench.site, **filters(bench, "service=dns")) as second,
     ):
-        within(bench.client, lambda: fair("10.96.0.1"))
-        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+        bench.act("fair", "10.96.0.1:80")
+        bench.act("connects", "10.96.0.4:53")
         second.close()
-        within(bench.client, lambda: fair("10.96.0.1"))
+        bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(first)] == ["default/fair"] * 2
 
 
@@ -335,7 +278,7 @@ def test_one_too_many_is_refused(bench: Bench) -> None:
     try:
         with pytest.raises(CapacityError, match=f"{MONITORS} commands watch"):
             Monitor(bench.site.pins, RATE, EventFilter())
-        within(bench.client, lambda: fair("10.96.0.1"))
+        bench.act("fair", "10.96.0.1:80")
         assert [len(read(monitor)) for monitor in monitors] == [1] * MONITORS
     finally:
         for monitor in monitors:
@@ -386,10 +329,10 @@ def test_killed_command_leaves_nothing_on(bench: Bench) -> None:
     left = left_behind(bench.site)
     assert left, "it could not clean up"
     expire(bench)
-    within(bench.client, lambda: fair("10.96.0.1"))
+    bench.act("fair", "10.96.0.1:80")
     with watched(bench.site) as monitor:
         assert len(left_behind(bench.site)) == len(left), "its ring buffer is gone"
-        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+        bench.act("connects", "10.96.0.4:53")
         assert [event.service for event in read(monitor)] == ["default/dns"]
 
 
@@ -399,7 +342,7 @@ def test_command_that_was_stopped_for_long_continues(bench: Bench) -> None:
         expire(bench)
         with watched(bench.site) as other:
             stopped.renew()
-            within(bench.client, lambda: fair("10.96.0.1"))
+            bench.act("fair", "10.96.0.1:80")
             assert [len(read(stopped)), len(read(other))] == [1, 1]
 
 
@@ -433,7 +376,7 @@ def test_command_ends_with_the_reader_of_its_output(bench: Bench) -> None:
 )
 def test_command_ends_after_some_events(bench: Bench, words: tuple[str, ...], service_name: str) -> None:
     process = command(bench, "-o", "json", "--count", "2", *words)
-    within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+    bench.act("connects", "10.96.0.4:53")
     for _ in range(3):
         within(bench.client, lambda: (fair("10.96.0.1"), fair("10.96.0.20")))
     out, err = process.communicate(timeout=PATIENCE)
@@ -446,7 +389,7 @@ def test_command_ends_after_some_events(bench: Bench, words: tuple[str, ...], se
 def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench) -> None:
     for time in ("1500ms", "15s", "50s"):  # more if a busy machine cannot make the flood meanwhile
         process = command(bench, "--for", time, "--rate", "10", "--verdict", "new")
-        within(bench.client, lambda: flood("10.96.0.4", 53))
+        bench.act("flood", "10.96.0.4:53")
         saw_all = is_monitored(bench)
         out, err = process.communicate(timeout=PATIENCE)
         if saw_all:
@@ -467,7 +410,7 @@ def test_events_after_the_last_poll_are_shown(
 
     def poll(*_: object) -> Iterator[None]:
         yield
-        within(bench.client, lambda: fair("10.96.0.1"))
+        bench.act("fair", "10.96.0.1:80")
 
     monkeypatch.setattr("kbpf.cli.monitor._poll", poll)
     with patient():
@@ -479,7 +422,7 @@ def test_command_works_while_the_agent_is_down(bench: Bench) -> None:
     bench.site.close_planes()
     try:
         process = command(bench, "--count", "1", "-o", "json")
-        within(bench.client, lambda: fair("10.96.0.1"))
+        bench.act("fair", "10.96.0.1:80")
         (line,) = process.communicate(timeout=PATIENCE)[0].splitlines()
         assert json.loads(line)["verdict"] == "new"
     finally:
@@ -495,31 +438,6 @@ def test_maps_that_were_removed_end_it(artifact_cache: Path) -> None:
             other.remove()
             with pytest.raises(NotFoundError, match="replaced or removed"):
                 monitor.renew()
-
-
-WRONG = {
-    ("--verdict", "refused", "--reason", "translated"): (2, "no event has both"),
-    ("--address", "nonsense"): (2, "no IP or IP:PORT"),
-    ("--address", ":80"): (2, "no IP or IP:PORT"),
-    ("--for", "soon"): (2, "not a time"),
-    ("--for", "0s"): (2, "longer than 0"),
-    ("-o", "yaml"): (2, "requires -o table, wide or json"),
-    ("--rate", "0"): (2, "greater than or equal to 1"),
-    ("--service", "default/fiar"): (1, "did you mean default/fair"),
-    ("--service", "default/fair", "-n", "shop"): (2, "shop contradicts the namespace"),
-    ("--service", "fair", "-n", "shop"): (1, "no Service shop/fair is programmed"),
-    ("--pod", "shop/nobody"): (1, "no Pod shop/nobody is on this node"),
-    ("--reason", "nonsense"): (2, "nonsense"),
-    ("--pin-dir", "/sys/fs/bpf/nothing"): (1, "nothing is pinned"),
-}
-
-
-@pytest.mark.parametrize("words", WRONG, ids=" ".join)
-def test_wrong_usage(bench: Bench, words: tuple[str, ...]) -> None:
-    code, message = WRONG[words]
-    done = kbpf("monitor", "--pin-dir", str(bench.site.pins), *words)
-    assert done.code == code
-    assert message in done.err
 
 
 # ---- kbpf top ------------------------------------------------------------------------------------
@@ -595,7 +513,7 @@ def test_pod_and_zone_of_a_backend_are_named(bench: Bench) -> None:
         names.update(key, pack_endpoint_name("fair-0", "node-1", "zone-a", 0))
     try:
         with watched(bench.site) as monitor:
-            within(bench.client, lambda: fair("10.96.0.1"))
+            bench.act("fair", "10.96.0.1:80")
             (event,) = read(monitor)
         assert event.backend_pod == "default/fair-0"
         rows = {
@@ -627,19 +545,41 @@ def test_top_refreshes_until_it_is_ended(bench: Bench) -> None:
     assert (process.returncode, err) == (130, "")
 
 
-TOP_WRONG = {
-    ("-o", "json"): (2, "requires --once"),
-    ("--once", "--interval", "1ms"): (2, "at least 100ms"),
-    ("--once", "--interval", "soon"): (2, "not a time"),
-    ("--once", "--service", "default/fiar"): (1, "did you mean default/fair"),
-    ("--once", "--by", "clients", "--service", "default/fiar"): (1, "did you mean default/fair"),
-    ("--once", "--service", "default/fair", "-n", "shop"): (2, "shop contradicts the namespace"),
-}
+class Wrong(NamedTuple):
+    words: str
+    code: int
+    message: str
 
 
-@pytest.mark.parametrize("words", TOP_WRONG, ids=" ".join)
-def test_wrong_usage_of_top(bench: Bench, words: tuple[str, ...]) -> None:
-    code, message = TOP_WRONG[words]
-    done = kbpf("top", "--pin-dir", str(bench.site.pins), *words)
-    assert done.code == code
-    assert message in done.err
+WRONG = table(
+    Wrong,
+    """
+monitor --verdict refused --reason translated  | 2 | no event has both
+monitor --address nonsense                     | 2 | no IP or IP:PORT
+monitor --address :80                          | 2 | no IP or IP:PORT
+monitor --for soon                             | 2 | not a time
+monitor --for 0s                               | 2 | longer than 0
+monitor -o yaml                                | 2 | requires -o table, wide or json
+monitor --rate 0                               | 2 | greater than or equal to 1
+monitor --service default/fiar                 | 1 | did you mean default/fair
+monitor --service default/fair -n shop         | 2 | shop contradicts the namespace
+monitor --service fair -n shop                 | 1 | no Service shop/fair is programmed
+monitor --pod shop/nobody                      | 1 | no Pod shop/nobody is on this node
+monitor --reason nonsense                      | 2 | nonsense
+monitor --pin-dir /sys/fs/bpf/nothing          | 1 | nothing is pinned
+top -o json                                    | 2 | requires --once
+top --once --interval 1ms                      | 2 | at least 100ms
+top --once --interval soon                     | 2 | not a time
+top --once --service default/fiar              | 1 | did you mean default/fair
+top --once --by clients --service default/fiar | 1 | did you mean default/fair
+top --once --service default/fair -n shop      | 2 | shop contradicts the namespace
+""",
+)
+
+
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.words)
+def test_wrong_usage(bench: Bench, row: Wrong) -> None:
+    command, *words = row.words.split()
+    done = kbpf(command, "--pin-dir", str(bench.site.pins), *words)
+    assert done.code == row.code
+    assert row.message in done.err

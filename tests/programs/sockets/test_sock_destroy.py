@@ -21,37 +21,19 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.kernel.bpf import syscalls
+from kbpf.kernel.bpf.btf import BTF_KIND_FUNC, Btf
 from kbpf.kernel.net import links
 from kbpf.kernel.system import netns
 from tests.support.features import needs
 
-BTF = Path("/sys/kernel/btf/vmlinux")
-FUNC = 12
 BPF_FUNC_SOCK_FROM_FILE = 162
 TRACING, TRACE_ITER = 26, 28
-LINK_CREATE, ITER_CREATE = 28, 33
-EXTRA = {1: 4, 3: 12, 4: 12, 5: 12, 6: 8, 13: 8, 14: 4, 15: 12, 17: 4, 19: 12}
-"""Bytes behind a BTF type by its kind; for some of them, per member (PER_MEMBER)."""
-PER_MEMBER = {4, 5, 6, 13, 15, 19}
 
 
-def function_ids(*names: str) -> dict[str, int]:
-    """The BTF ids of these functions of the kernel."""
-    raw = BTF.read_bytes()
-    header, types_at, types_size, strings_at = struct.unpack_from("=4xIIII", raw)
-    strings, position, end = header + strings_at, header + types_at, header + types_at + types_size
-    wanted = {name.encode() for name in names}
-    found, number = {}, 0
-    while position < end:
-        name_at, info, _ = struct.unpack_from("=III", raw, position)
-        kind, members, number = info >> 24 & 31, info & 0xFFFF, number + 1
-        if kind == FUNC:
-            at = strings + name_at
-            name = raw[at : raw.index(0, at)]
-            if name in wanted:
-                found[name.decode()] = number
-        position += 12 + EXTRA.get(kind, 0) * (members if kind in PER_MEMBER else 1)
-    return found
+def function_id(name: str) -> int:
+    """The BTF id of this function of the kernel."""
+    with Btf.load() as kernel:
+        return kernel.find(name, BTF_KIND_FUNC)
 
 
 def insn(op: int, dst: int = 0, src: int = 0, off: int = 0, imm: int = 0) -> bytes:
@@ -81,7 +63,7 @@ TARGETS = [
 
 def program(target: Target) -> bytes:
     """A program that destroys the socket, if there is one."""
-    destroy = function_ids("bpf_sock_destroy")["bpf_sock_destroy"]
+    destroy = function_id("bpf_sock_destroy")
     code = insn(0x79, 1, 1, target.offset)  # r1 = ctx->sk
     if target.by_file:
         code += insn(0x55, 1, 0, 2) + insn(0xB7, 0) + insn(0x95)  # if it is null, return 0
@@ -95,10 +77,9 @@ def program(target: Target) -> bytes:
 def load(target: Target) -> tuple[int, str]:
     """A descriptor and "", or -1 and the verifier's log."""
     log = ctypes.create_string_buffer(1 << 16)
-    where = function_ids(f"bpf_iter_{target.name}")[f"bpf_iter_{target.name}"]
     options = syscalls.ProgLoadOpts(
         expected_attach_type=TRACE_ITER,
-        attach_btf_id=where,
+        attach_btf_id=function_id(f"bpf_iter_{target.name}"),
         log_level=1,
         log_size=len(log),
         log_buf=ctypes.addressof(log),

@@ -25,14 +25,14 @@ from kbpf.takeover.detect import (
     parse_listeners,
     removal_error,
 )
-from tests.support.table import table
+from tests.support.table import pairs
 
 HEALTH, METRICS = "0.0.0.0 port 10256", "127.0.0.1 port 10249"
 RESPONDERS = {"kube-proxy": Responder.KUBE_PROXY, "kbpf": Responder.KBPF, "other": Responder.UNKNOWN}
 RUNS, UNKNOWN = "kube-proxy is running on this node", "cannot tell from here"
 
 
-ROWS = table(f"""\
+ROWS = pairs(f"""\
 on the node, no kube-proxy: →
 on the node, a kube-proxy: pid=7 health=kube-proxy metrics=kube-proxy → {RUNS} (pid 7)
 on the node, a kube-proxy with other ports: pid=7 → {RUNS} (pid 7)

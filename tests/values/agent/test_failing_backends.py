@@ -16,7 +16,7 @@ from kbpf.serve import events as serve_events
 from kbpf.serve.events import EventObject, EventRecorder
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.agent.recording import begun
 
 
@@ -40,7 +40,7 @@ def failing(service: str, number: int = 1, port: str = "http") -> FailingBackend
 MANY_EACH = "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 d/3"
 MANY = " ".join(f"ns{number}/a" for number in range(TOTAL_EVENTS + 5))
 OVER, TENTH = INTERVAL_S + 30, INTERVAL_S / TOTAL_EVENTS
-ROWS = table(f"""\
+ROWS = pairs(f"""\
 none: 0, 30 →
 one: 0 a/web → a/web
 once, while it continues: 0 a/web, 30 a/web, 60 a/web → a/web
@@ -109,7 +109,7 @@ def test_the_event_reaches_the_api_server() -> None:
     assert event["metadata"]["namespace"] == "shop"
 
 
-CLIENTS = table("""\
+CLIENTS = pairs("""\
 a/1 → 1
 a/1 a/1 → 1
 a/1 a/2 → 2
@@ -170,7 +170,7 @@ def probe(words: str, on_failure: Callable[[], object] = lambda: None) -> tuple[
     return check, [check.probe() for _ in shared.probes.copy()]
 
 
-PROBES = table("""\
+PROBES = pairs("""\
 nothing could be tried: untried → None differences, 0 faults
 all arrive: good → 0 differences, 0 faults
 one failure may be a moment's: bad → 1 differences, 0 faults
@@ -192,7 +192,7 @@ def test_connections_count_as_broken_after_two_failures(probes: str, found: str)
     assert f"{part and part.differences} differences, {len(check.failures)} faults" == found
 
 
-BREAKS = table("""\
+BREAKS = pairs("""\
 some fail: bad bad bad → False
 all fail once: none → False
 all fail twice: none none → True

@@ -18,9 +18,9 @@ from kbpf.takeover.kube_proxy_cleanup import (
     legacy_restore_input,
     nft_removal_commands,
 )
-from tests.support.table import table
+from tests.support.table import pairs
 
-CHAINS = table("""\
+CHAINS = pairs("""\
 nat KUBE-SERVICES → yes
 nat KUBE-NODEPORTS → yes
 nat KUBE-POSTROUTING → yes
@@ -67,7 +67,7 @@ def test_chain_is_recognized_by_table_and_name(chain: str, whose: str) -> None:
     assert not ListedChain("inet", table, name).is_from_kube_proxy, "iptables knows no such table"
 
 
-SETS = table("""\
+SETS = pairs("""\
 KUBE-CLUSTER-IP → yes
 KUBE-6-CLUSTER-IP → yes
 KUBE-LOAD-BALANCER-SOURCE-CIDR → yes
@@ -92,7 +92,7 @@ def test_ipset_is_recognized_by_name(name: str, whose: str) -> None:
     assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == whose.startswith("yes with ports")
 
 
-VIRTUAL = table("""\
+VIRTUAL = pairs("""\
 an address of the device: 6 10.96.0.1 443 → yes
 a NodePort at the node's address: 6 198.18.0.1 30080 → yes
 another protocol's port: 17 198.18.0.1 30080 → no

@@ -15,7 +15,7 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
-from tests.support.table import table
+from tests.support.table import pairs
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ FILES = {
     "eth0": "sys/net/ipv4/conf/eth0/rp_filter",
     "protocols": "net/protocols",
 }
-NODES = table("""\
+NODES = pairs("""\
 disjoint ranges: range=32768 60999; reserved= → masquerade ports yes: 61000 to 65535
 ranges that overlap in one port: range=32768 61000; reserved= → \
 masquerade ports no: may use 61000 to 61000 too; ip_local_reserved_ports
@@ -162,7 +162,7 @@ def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, needed: bo
     assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
 
 
-VERDICTS = table("""\
+VERDICTS = pairs("""\
 yes → bpf True None
 no → none False None
 unknown → none False None

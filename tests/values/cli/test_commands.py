@@ -22,12 +22,12 @@ from kbpf.dataplane import reader as dataplane
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.config import Config
 from tests.support.runtime.command import pipe_without_reader
-from tests.support.table import table
+from tests.support.table import pairs
 
 # ---- exit codes --------------------------------------------------------------------------------
 
 
-EXIT_ROWS = table("""\
+EXIT_ROWS = pairs("""\
 --help → 0 inspect
 --version → 0 VERSION
 run --help → 0 --nodeport-addresses
@@ -129,7 +129,7 @@ kind: KbpfConfiguration
 pinDir: /sys/fs/bpf/file
 ipvs: {stateDir: /run/file}
 """
-CLEANUP_ROWS = table("""\
+CLEANUP_ROWS = pairs("""\
 the file's locations: → /sys/fs/bpf/file /run/file
 a flag beats the file: --pin-dir=/sys/fs/bpf/flag → /sys/fs/bpf/flag /run/file
 a variable beats the file: KBPF_STATE_DIR=/run/variable → /sys/fs/bpf/file /run/variable
@@ -265,7 +265,7 @@ def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
     assert calls == [packet_path]
 
 
-INSPECT_ROWS = table("""\
+INSPECT_ROWS = pairs("""\
 inspect services → /sys/fs/bpf/file /run/file/kbpf-ipvs0
 inspect status → /sys/fs/bpf/file /run/file/kbpf-ipvs0
 inspect maps → /sys/fs/bpf/file /run/file/kbpf-ipvs0

@@ -4,9 +4,9 @@
 import pytest
 
 from kbpf.cli import app
-from tests.support.table import table
+from tests.support.table import pairs
 
-LINES = table("""\
+LINES = pairs("""\
 kbpf sch → schema
 kbpf inspect se → services service
 kbpf inspect service --pin → --pin-dir

@@ -14,7 +14,7 @@ from kbpf.demo.client import Request
 from kbpf.demo.phases import PHASES, PODS, PhaseRequests, evaluate
 from kbpf.model.config import Config
 from kbpf.model.events import Upsert
-from tests.support.table import table
+from tests.support.table import pairs
 
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 SOME = {"backend-1": 70, "backend-2": 70, "backend-3": 70}
@@ -45,7 +45,7 @@ def good() -> list[PhaseRequests]:
 
 
 SERVES, RESTARTS = 0, 1
-PROBLEMS = table("""\
+PROBLEMS = pairs("""\
 one refused that should not be: serves 1=99 2=90 3=110 ECONNREFUSED=1 → \
 1: three backends serve, outside: 1 of 300 connections failed: 1 x ECONNREFUSED
 nothing works: serves ENETUNREACH=300 → 300: 300 of 300

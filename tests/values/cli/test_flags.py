@@ -14,13 +14,13 @@ from kbpf.config import load
 from kbpf.config.settings import SETTINGS
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.config.documents import shown
 
 # ---- flags -------------------------------------------------------------------------------------
 
 
-FLAG_ROWS = table("""\
+FLAG_ROWS = pairs("""\
 no flag: → pin_dir = /sys/fs/bpf/kbpf
 a path: --pin-dir=/run/x → pin_dir = /run/x
 a variable: KBPF_PIN_DIR=/run/y → pin_dir = /run/y
@@ -97,7 +97,7 @@ def test_flag_or_variable_sets_a_field(given: str, value: str):
     assert f"{name} = {shown(found)}" == value
 
 
-WRONG = table("""\
+WRONG = pairs("""\
 --mode=iptables → iptables | --mode | auto or bpf
 KBPF_MODE=x → KBPF_MODE
 --pin-dir=kbpf → 'kbpf' | --pin-dir | /
@@ -181,7 +181,7 @@ def test_node_name_is_the_hostname_unless_set(monkeypatch: pytest.MonkeyPatch):
     assert arguments.with_node_name(said).node_name == "n1"
 
 
-COMMAND_LINES = table("""\
+COMMAND_LINES = pairs("""\
 --config=/c --hostname-override=n1 → --hostname-override=n1
 --masquerade-all → --masquerade-all=true
 --masquerade-all=false → --masquerade-all=false

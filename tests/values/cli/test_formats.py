@@ -17,7 +17,7 @@ from kbpf.model.inspection import CONNECTION_STATES
 from kbpf.views import packet_path
 from kbpf.views.page import Column, Kind, Page, format_duration
 from kbpf.views.page import format_size as bytes_text
-from tests.support.table import table
+from tests.support.table import pairs
 
 # ---- formats -----------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ def test_states_to_filter_by_are_those_shown():
     assert tuple(inspect.ConnectionState) == CONNECTION_STATES == tuple(state.name.lower() for state in TcpState)
 
 
-@pytest.mark.parametrize(("seconds", "text"), table("0.9 → 0s\n59 → 59s\n61 → 1m01s\n3600 → 1h00m\n90061 → 1d01h"))
+@pytest.mark.parametrize(("seconds", "text"), pairs("0.9 → 0s\n59 → 59s\n61 → 1m01s\n3600 → 1h00m\n90061 → 1d01h"))
 def test_format_duration(seconds: str, text: str):
     assert format_duration(float(seconds)) == text
 
@@ -126,7 +126,7 @@ def test_cells_are_sorted_by_value(cells: str):
     assert [row.name for row in page.refined(sort_by="name").rows] == texts
 
 
-@pytest.mark.parametrize(("count", "text"), table("0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB"))
+@pytest.mark.parametrize(("count", "text"), pairs("0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB"))
 def test_format_size(count: str, text: str):
     assert bytes_text(int(float(count))) == text
     assert bytes_text(None) == "-"

@@ -41,7 +41,7 @@ from kbpf.model.status import ModeChoice, encode
 from tests.support.faults.fake_maps import Entries, FakeMap, target
 from tests.support.golden import Golden
 from tests.support.json_schema import validate
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.cli.inspected_node import (
     BOOT,
     CGROUP_PATHS,
@@ -349,7 +349,7 @@ CORRUPT_ENTRIES: dict[str, Entries] = {
 }
 
 
-UNASKED = table("""\
+UNASKED = pairs("""\
 True outside 198.18.0.1:30080 →   confirmed: a packet, on a copy
 False outside 198.18.0.1:30080 →   DIFFERS: a packet, on a copy
 None outside 198.18.0.1:30080 →

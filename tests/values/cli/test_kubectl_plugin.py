@@ -29,7 +29,7 @@ from kbpf.views.top import TopRow
 from tests.support.lab.lab import until
 from tests.support.runtime import docs
 from tests.support.runtime.command import pipe_without_reader
-from tests.support.table import table
+from tests.support.table import pairs
 
 PLUGIN = docs.ROOT / "kubectl" / "kubectl-kbpf"
 FAKE_KUBECTL = """\
@@ -493,7 +493,7 @@ LINES = [
     ("status", [answer("get pods", listed()), answer("get nodes", listed())], f"{NO_POD}; see -n and -l"),
     *(
         (words, [], line)
-        for words, line in table("""\
+        for words, line in pairs("""\
 trace shop/client y --node node1 → shop/client is on node node2, not on node1
 trace outside y → outside can be on any node: choose one with --node NODE
 trace client y → client is no NAMESPACE/NAME of a Pod, host:NODE, outside, or IP

@@ -28,13 +28,13 @@ from kbpf.kernel.system import children, pods
 from tests.support.cluster import scenario
 from tests.support.faults.scripted import ScriptedServer
 from tests.support.lab.lab import until
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.source.reflector.scripted import listed, status
 
 # ---- secrets -------------------------------------------------------------------------------------
 
 PEM = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIIhidden\n-----END EC PRIVATE KEY-----"
-PATTERNS = table(r"""\
+PATTERNS = pairs(r"""\
 a URL: --master=https://me:hidden@192.0.2.1:6443/x → --master=https://REDACTED@192.0.2.1
 a user in a URL: http://hidden@proxy:3128 → http://REDACTED@proxy:3128
 a header: Authorization: Bearer hidden.token → Authorization: Bearer REDACTED

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import pytest
 
 from kbpf.cli import terminal
-from tests.support.table import table
+from tests.support.table import pairs
 
 SCRIPT = """
 from kbpf.cli import render, streams
@@ -76,7 +76,7 @@ TEXTS_OF = {
     "upper": PLAIN.upper(),
     "nothing": "",
 }
-ENVIRONMENTS = table("""\
+ENVIRONMENTS = pairs("""\
 colour: KBPF_PAGER= → alarmed
 NO_COLOR: KBPF_PAGER= NO_COLOR=1 → plain
 empty NO_COLOR: KBPF_PAGER= NO_COLOR= → alarmed
@@ -147,7 +147,7 @@ def test_a_page_that_is_drawn_again_and_again_knows_the_terminal():
     assert err == ""
 
 
-WIDTHS = table("""\
+WIDTHS = pairs("""\
 23 of 10 10, words 1 1 → 10 10
 23 of 10 20, words 1 1 → 10 10
 33 of 20 20, words 20 5 → 20 10

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of test_kube_proxy_file.py."""
 
-from tests.support.table import table
+from tests.support.table import pairs
 
-SAYS = table("""\
+SAYS = pairs("""\
 clientConnection: {kubeconfig: /k} → kubeconfig = /k
 clientConnection: {kubeconfig: ''} → kubeconfig = none
 hostnameOverride: ' Node-1 ' → node_name = node-1
@@ -123,7 +123,7 @@ mode: nftables; nodePortAddresses: [all] → all_node_port_addresses = true
 mode: nftables; nodePortAddresses: [all] → localhost_node_ports = false
 """)
 """Fields of kube-proxy's document → a field of Config and its value."""
-GATE = table("""\
+GATE = pairs("""\
 true [primary, localhost] → true
 false [primary, localhost] → false
 true [127.0.0.1/32] → true
@@ -136,7 +136,7 @@ true [all] → false
 true [all, localhost] → true
 """)
 """In mode nftables: the gate KubeProxyNFTablesLocalhostNodePorts, nodePortAddresses → localhost_node_ports."""
-WRONG = table("""\
+WRONG = pairs("""\
 mode: userspace → 'userspace' (.mode); use iptables
 mode: kernelspace → (.mode)
 bindAddress: here → 'here' (.bindAddress)
@@ -187,7 +187,7 @@ bindAddressHardFail: 'yes' → expected true or false, got a string (.bindAddres
 mode: x; oomScoreAdj: 5000; bindAddress: 1; clusterCIDR: z → (.bindAddress) | (.oomScoreAdj) | (.mode) | (.clusterCIDR)
 """)
 """Fields → words of each error."""
-NOT_USED = table("""\
+NOT_USED = pairs("""\
 featureGates: {A: true} → featureGates
 clientConnection: {acceptContentTypes: a/b} → clientConnection.acceptContentTypes
 clientConnection: {contentType: application/cbor} → clientConnection.contentType
@@ -207,7 +207,7 @@ udpIdleTimeout: 250ms → udpIdleTimeout
 """)
 
 
-EVENTS = table("""\
+EVENTS = pairs("""\
 mode missing: PROXY → KubeProxyDefaultMode
 mode empty: PROXY mode: '' → KubeProxyDefaultMode
 mode missing, NodePorts at primary addresses: PROXY nodePortAddresses: [primary] →

@@ -17,7 +17,7 @@ from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.source.api import kubeconfig
 from kbpf.source.api.kubeconfig import read_kubeconfig
 from kbpf.source.folder import documents
-from tests.support.table import table
+from tests.support.table import pairs
 
 
 def bomb(levels: int) -> str:
@@ -143,7 +143,7 @@ def test_problems_of_one_file_are_limited() -> None:
     assert time.process_time() - begun < 5.0
 
 
-DIALECT = table("""\
+DIALECT = pairs("""\
 1e6 → 1000000
 1E5 → 100000
 12e03 → 12000

@@ -9,7 +9,7 @@ import yaml
 from kbpf.config.settings import UNUSED_SETTINGS
 from kbpf.model.config import Config, Conntrack, LocalMode, Serving
 from tests.support.cluster import kubeadm
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.config.documents import (
     OWN,
     PROXY,
@@ -105,7 +105,7 @@ def test_every_unused_field_has_a_row():
     assert paths == {path for _, path in NOT_USED}
 
 
-DIAGNOSTICS = table("""\
+DIAGNOSTICS = pairs("""\
 mode: nftables → KbpfConfiguration.mode
 mode: ipvs → KbpfConfiguration.mode
 ipvs: {scheduler: wrr} → kbpf.io/algorithm

@@ -8,7 +8,7 @@ import pytest
 from kbpf.config import documents
 from kbpf.config.documents import KBPF_SETTINGS, KbpfConfiguration
 from kbpf.errors import ConfigErrors
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.config.documents import (
     OWN,
     P,
@@ -24,7 +24,7 @@ from tests.values.config.documents import (
 
 # ---- kbpf's own document -------------------------------------------------------------------------
 
-OURS = table("""\
+OURS = pairs("""\
 mode: ipvs → mode = ipvs
 master: https://192.0.2.1:6443 → master = https://192.0.2.1:6443
 source: /objects → source = /objects
@@ -86,7 +86,7 @@ def _paths(text: str) -> list[str]:
     return [f"{head}.{below[1]}" if below else head]
 
 
-OURS_WRONG = table("""\
+OURS_WRONG = pairs("""\
 mode: iptables → 'iptables' (.mode); use auto or bpf or ipvs
 pinDir: kbpf → 'kbpf' (.pinDir)
 packetPath: {masqueradePorts: 7} → got an integer (.packetPath.masqueradePorts)

@@ -12,7 +12,7 @@ from kbpf.config import load
 from kbpf.config.load import LoadedConfig
 from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, Setting
 from kbpf.model.config import MapSizes
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.config.documents import OWN, PROXY, complaints, field, ours, shown, told
 
 # ---- precedence ----------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_mistakes_in_flags_and_documents_are_reported_together():
     ]
 
 
-MODES = table("""\
+MODES = pairs("""\
  → false
 --proxy-mode=iptables → true
 --proxy-mode=ipvs → true
@@ -119,7 +119,7 @@ def with_flags(words: str) -> LoadedConfig:
     return load.load(dict(word.split("=", 1) for word in words.split()), {})
 
 
-QUESTIONABLE = table("""\
+QUESTIONABLE = pairs("""\
 --masquerade-ports=30500-31000 → --masquerade-ports 30500-31000 overlaps 30000-32767
 --masquerade-ports=1024-30000 → 30000
 --detect-local-mode=NodeCIDR --cluster-cidr=10.0.0.0/8 → --cluster-cidr is not used: pods are recognized by NodeCIDR
@@ -168,7 +168,7 @@ def test_reasonable_settings_have_no_diagnostic(flags: str):
     assert with_flags(flags).notes == ()
 
 
-IGNORED_IN_IPVS = table("""\
+IGNORED_IN_IPVS = pairs("""\
  →
 --socket-lb=off → --socket-lb
 --forwarding=direct --accounting=full → --forwarding --accounting

@@ -13,7 +13,7 @@ from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.config.documents import OWN, cidr, complaints, field, loaded, told
 
 ROOT = Path(__file__).parents[3]
@@ -119,7 +119,7 @@ def test_configuration_is_written_atomically(tmp_path: Path):
 
 # ---- durations -----------------------------------------------------------------------------------
 
-TIMES = table("""\
+TIMES = pairs("""\
 0 → 0.0 0s
 0s → 0.0 0s
 1s → 1.0 1s
@@ -162,7 +162,7 @@ def test_duration_of_a_million_digits_is_refused_at_once():
 # ---- docs/configuration.md -----------------------------------------------------------------------
 
 
-def table(heading: str) -> dict[str, list[str]]:
+def pairs(heading: str) -> dict[str, list[str]]:
     """The table below this heading: its first column without backquotes → the other columns."""
     text = (ROOT / "docs/configuration.md").read_text()
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.S | re.M)
@@ -175,7 +175,7 @@ def kube_proxys_fields() -> list[str]:
     """Of the table, and of the sentence below it about those that are not used."""
     text = (ROOT / "docs/configuration.md").read_text()
     unused = text.partition("\nNot used: ")[2].partition("\n\n")[0]
-    return [*table("KubeProxyConfiguration"), *re.findall("`(.*?)`", unused)]
+    return [*pairs("KubeProxyConfiguration"), *re.findall("`(.*?)`", unused)]
 
 
 def test_example_of_the_page_loads_and_its_error_is_the_actual_one():
@@ -195,11 +195,11 @@ def test_page_has_every_field_of_kube_proxys_document():
     named = kube_proxys_fields()
     assert sorted(named) == sorted(leaves)
     used = {path for setting in SETTINGS if setting.field for path in setting.kube_proxy.split()}
-    assert used <= set(table("KubeProxyConfiguration"))
+    assert used <= set(pairs("KubeProxyConfiguration"))
 
 
 def test_page_has_every_field_of_kbpfs_document_with_its_flag():
-    rows = table("KbpfConfiguration")
+    rows = pairs("KbpfConfiguration")
     assert list(rows) == list(KBPF_SETTINGS)
     for path, cells in rows.items():
         assert cells[0].strip("`") == KBPF_SETTINGS[path].name
@@ -207,7 +207,7 @@ def test_page_has_every_field_of_kbpfs_document_with_its_flag():
 
 def test_page_has_every_flag_of_kube_proxy_with_its_field_and_aliases():
     """The table of kbpf's document has the others."""
-    rows = table("Flags")
+    rows = pairs("Flags")
     assert list(rows) == [s.name for s in SETTINGS if s.field and not s.kbpf]
     for name, (path, others) in rows.items():
         setting = SETTINGS_BY_FLAG[name]
@@ -247,7 +247,7 @@ def test_default_in_the_help_is_the_actual_one():
 
 def test_defaults_on_the_page_are_the_actual_ones():
     made = write.kbpf_fields(Config())
-    for path, (_, default, _) in table("KbpfConfiguration").items():
+    for path, (_, default, _) in pairs("KbpfConfiguration").items():
         head, _, tail = path.partition(".")
         value = made.get(head, {}).get(tail, "") if tail else made.get(head, "")
         text = str(value).lower() if isinstance(value, bool) else str(value)

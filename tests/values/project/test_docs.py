@@ -22,12 +22,12 @@ from tests.support.cluster import kubeadm
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import FEATURES
 from tests.support.runtime import docs
-from tests.support.table import table
+from tests.support.table import pairs
 
 ROOT = docs.ROOT
 NEWS = tuple(sorted(f"news/{path.name}" for path in (docs.ROOT / "news").glob("*.md")))
 PAGES = (*docs.PAGES, "CHANGELOG.md", *NEWS)
-OTHERS = table("""\
+OTHERS = pairs("""\
 flanneld → --ip-masq-fully-random-disable
 helm → --take-ownership --set
 kubeadm → --skip-phases --patches
@@ -40,7 +40,7 @@ tools/same.py → --only --scale
 everybody → --help
 """)
 """Options of other programs."""
-BLOCKS = table("""\
+BLOCKS = pairs("""\
 README.md: make demo → tests/lab/cluster/test_docs.py
 README.md: kbpf run --source → tests/lab/cluster/test_docs.py
 README.md: kbpf inspect services → tests/lab/cluster/test_docs.py
@@ -344,7 +344,7 @@ def test_the_table_of_threads_is_complete():
 # ---- figures -------------------------------------------------------------------------------------
 
 
-FIGURES = table("""\
+FIGURES = pairs("""\
 short connections to a ClusterIP → kbpf |: short connections
 short connections to a NodePort → kbpf `stack` |: short connections
 requests on a kept connection to a NodePort → kbpf `stack` |: requests

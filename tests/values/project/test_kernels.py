@@ -15,7 +15,7 @@ from tests.kernels.debian import Kernel
 from tests.kernels.table import FAILS, LACKS, WORKS, Feature
 from tests.support.features import BY_KERNEL, FEATURES
 from tests.support.lab.lab import PATIENCE
-from tests.support.table import table
+from tests.support.table import pairs
 
 ALIVE = "echo 'Linux version 5.10'"
 EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";; esac; done'
@@ -73,7 +73,7 @@ JUNIT = """<testsuites><testsuite>
   <properties><property name="processed" value="314268"/></properties></testcase>
 </testsuite></testsuites>"""
 A, B = (Feature(name, (f"tests/programs/test_{name}.py",)) for name in "ab")
-CELLS = table("""\
+CELLS = pairs("""\
 test_a.py → FAILS: FAILS (1 of 2)
 test_b.py → lacks: lacks
 test_c.py → works: 1 (at most 314,268 insns)

@@ -7,7 +7,7 @@ from kbpf.model.address import family_of, parse_addr
 from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, SlicePort
 from kbpf.model.status import AgentStatus, SourceView
 from kbpf.serve.health import HealthVerdict
-from tests.support.table import table
+from tests.support.table import pairs
 
 SYNCED, NOW = 1_795_300_289_792_282_716, 1_795_300_297_135_646_100
 AT, THEN = "2026-11-21T22:31:37.1356461Z", "2026-11-21T22:31:29.792282716Z"
@@ -147,7 +147,7 @@ ENDPOINT_COUNTS = {
 """Slices, and the number of local endpoints counted in each family."""
 
 
-LISTEN_ROWS = table("""\
+LISTEN_ROWS = pairs("""\
 all | 10.0.0.1 → 0.0.0.0 ::
 10.0.0.1 fd00::1 | 10.0.0.1 fd00::1 → 10.0.0.1 fd00::1
 10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 → 10.0.0.1 10.0.0.2 ::

@@ -10,7 +10,7 @@ from kbpf.serve import events
 from kbpf.serve.events import EventObject, EventRecorder, KubeEvent, encode
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE, until
-from tests.support.table import table
+from tests.support.table import pairs
 
 NODE, WEB = EventObject("Node", "n1"), EventObject("Service", "web", "shop")
 AT = 1_795_300_297_135_646_117
@@ -52,7 +52,7 @@ def test_note_is_limited_in_bytes_and_a_long_name_is_truncated():
     assert len(said["metadata"]["name"]) == 253
 
 
-ROWS = table(f"""\
+ROWS = pairs(f"""\
 accepted: 201 → 1 asked, 1 sent, 0 dropped
 unreachable at first: None None 201 → 3 asked, 1 sent, 0 dropped
 overloaded at first: 429 503 201 → 3 asked, 1 sent, 0 dropped

@@ -36,7 +36,7 @@ from kbpf.serve.server import AgentServer
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.lab.web import get
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.serve.rows_health import ENDPOINT_COUNTS, HEALTH_ROWS, HISTORIES, LISTEN_ROWS, READY, WEB, WELL, piece
 
 
@@ -184,7 +184,7 @@ class Ports:
             work()
 
 
-PORT_ROWS = table("""\
+PORT_ROWS = pairs("""\
 another number: a=1, a=2 → 2=a
 the same again: a=1, a=1 → 1=a
 deleted: a=1, → none

@@ -45,7 +45,7 @@ from tests.support.faults.event_server import EventServer
 from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
-from tests.support.table import table
+from tests.support.table import pairs
 
 SYNC = [*(0.001 * 2**power for power in range(15)), math.inf]
 PROGRAMMING = [0, 0.25, 0.5, *range(1, 60), *range(60, 120, 5), *range(120, 301, 30), math.inf]
@@ -229,7 +229,7 @@ def replace_status(**change: object) -> AgentStatus:
     return msgspec.structs.replace(BUSY_STATUS, **({"config_error": ""} | change))
 
 
-SERIES = table("""\
+SERIES = pairs("""\
 2 of a/x=5 a/y=7 a/z=6 → a/y a/z
 2 of a/x=5! a/y=7 a/z=6 → a/x a/y
 2 of a/x=500 a/y=700 a/z=600 b/x=1 → a/y b/x
@@ -285,7 +285,7 @@ def test_the_process_has_its_usual_series():
 # ---- kube-proxy's series -----------------------------------------------------------------------
 
 
-KUBE_PROXY_FAMILIES = table("""\
+KUBE_PROXY_FAMILIES = pairs("""\
 kubeproxy_sync_proxy_rules_duration_seconds → histogram ip_family
 kubeproxy_sync_full_proxy_rules_duration_seconds → histogram ip_family
 kubeproxy_sync_partial_proxy_rules_duration_seconds → histogram ip_family

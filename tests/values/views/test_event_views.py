@@ -30,7 +30,7 @@ from kbpf.views import failures, monitor, top
 from kbpf.views.latency import LatencyRow, format_milliseconds
 from kbpf.views.top import By, TopRow, TopSummary
 from tests.support.golden import Golden
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.views.snapshots import TCP, key, snapshot
 
 PORT = ServicePort(1, ServicePortKey("shop", "prices", "http", TCP, 4))
@@ -262,7 +262,7 @@ def test_latencies_are_those_between_the_two_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "text"), table("0.244 → 0.244ms\n999 → 999ms\n1000 → 1s\n64000 → 64s\ninf → >64s")
+    ("milliseconds", "text"), pairs("0.244 → 0.244ms\n999 → 999ms\n1000 → 1s\n64000 → 64s\ninf → >64s")
 )
 def test_times(milliseconds: str, text: str) -> None:
     assert format_milliseconds(float(milliseconds)) == text

@@ -30,7 +30,7 @@ from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import maps, service, services, sources, status, trace_endpoints, verification
 from tests.support.faults.fake_maps import FakeMap
-from tests.support.table import table
+from tests.support.table import pairs
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
 
 CLUSTER_IP = int(ServiceFlag.CLUSTER_IP)
@@ -228,7 +228,7 @@ FRONTENDS = {
 }
 
 
-NAME_QUERIES = table(f"""\
+NAME_QUERIES = pairs(f"""\
 web → default/web shop/web
 web -n shop → shop/web
 shop/web → shop/web
@@ -289,7 +289,7 @@ def test_state_of_an_endpoint_is_its_conditions(row: str):
     assert EndpointEntry(backend(1), "", "", "", *given).state == words
 
 
-POD_INDEX = table("""\
+POD_INDEX = pairs("""\
 one Pod behind two Services: 1 10.244.0.1 a, 2 10.244.0.1 a → 10.244.0.1 default/a
 two Pods with the address of their node: 1 10.0.0.1 a, 2 10.0.0.1 b →
 the address of this node: 1 10.0.0.9 a, 1 10.244.0.1 b → 10.244.0.1 default/b

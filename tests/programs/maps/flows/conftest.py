@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of a small table of flows."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,21 +8,13 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.programs.maps.flows.table import PARTS, ROOM, Flows
-from tests.support.lab.lab import ip
-from tests.support.lab.lab import run as command
-from tests.support.plane import Site, sites
+from tests.support.plane import Site, network, sites
 
 
 @pytest.fixture(scope="module")
 def site(artifact_cache: Path) -> Iterator[Site]:
-    where = f"kbpo{os.getpid()}"
-    command("ip", "netns", "add", where)
-    try:
-        ip("link set lo up", netns=where)
-        with sites(artifact_cache) as make:
-            yield make(node=where)
-    finally:
-        command("ip", "netns", "del", where)
+    with network("kbpo") as where, sites(artifact_cache) as make:
+        yield make(node=where)
 
 
 @pytest.fixture(scope="module")

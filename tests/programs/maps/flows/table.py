@@ -4,7 +4,7 @@
 import ctypes
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -136,11 +136,11 @@ class Flows:
     def talk(self, port: int, script: str) -> None:
         """Sends packets of the client's flow with this port. "?" and "<!" are datagrams, "<" marks
         packets of the backend, other words are TCP segments as in packets.Talk ("|": it
-        does not reach the other end), and "3s" lets three seconds pass.
+        does not reach the other end), "3s" lets three seconds pass, and "LIVES" is a handshake and data both ways.
         """
         own, vip = client(port), VIPS[self.kind]
         seen = own
-        for word in script.split():
+        for word in script.replace("LIVES", LIVES).split():
             if word.endswith("s"):
                 self.age(port, int(word[:-1]) * 10**9)
                 continue
@@ -158,6 +158,16 @@ class Flows:
             assert (returned or done.retval == TC_ACT_SHOT) == word.endswith("|"), (port, word)
             if not back:
                 seen = sent.source
+
+    def talk_all(self, ports: Iterable[int], script: str) -> None:
+        """The same for the flows with all these ports."""
+        for port in ports:
+            self.talk(port, script)
+
+    def states(self) -> dict[int, int]:
+        """The TCP state of each flow, by its port."""
+        entries = self.site.entries("flows").values()
+        return {Target.unpack(raw[fields.CLIENT]).port: raw[fields.STATE] for raw in entries if is_original(raw)}
 
     def ports(self) -> dict[int, int]:
         """Client ports that have a flow, and how many entries each has. An entry without the

@@ -25,77 +25,88 @@ from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
-from kbpf.model.objects import Protocol
 from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, client
 from tests.support.lab.events import read, watched
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
+from tests.support.table import table
 
 MOST = 36
 """With the reserve of an eighth for connections that are needed."""
 
 HOUR = 60 * MINUTE
 
-OLDEST = {
-    "half open": ("S", True),
-    "SYN-ACK without further segments": ("S <SA", True),
-    "SYN that the backend denies": ("S <A|", True),
-    "established": (LIVES, False),
-    "the client has closed": (f"{LIVES} FA -60s", False),
-    "the backend has closed": (f"{LIVES} <FA -60s", False),
-    "both have closed": (f"{LIVES} FA <FA A", True),
-    "reset by the client": (f"{LIVES} R", True),
-    "reset by the backend": (f"{LIVES} <R", True),
-    "datagrams one way": ("?", True),
-    "request and reply": ("? <!", True),
-    "UDP both ways, request two seconds later": ("? <! 3s ?", False),
-    "UDP both ways, reply two seconds later": ("? <! 3s <!", False),
-    "one reply, two seconds later": ("? 3s <!", True),
-    "many datagrams at once": ("? <! -60s ? <! ? <! ?", True),
-    "established, and idle": (f"{LIVES} 3600s", False),
-    "recent handshake": ("S <SA A -60s", False),
-    "handshake not proven by the backend": ("S <SA A 6s", True),
-    "the client has closed, then silence": (f"{LIVES} FA 11s", True),
-    "the backend has closed, then silence": (f"{LIVES} <FA <A 11s", True),
-    "the client has closed, and gets data": (f"{LIVES} FA 11s <A+ A -60s", False),
-    "resets out of window": (f"{LIVES} R! <R!| 11s", False),
-    "forged without seeing the replies": ("S <SA A! A+! 6s", True),
-}
-"""The oldest flow, and whether it makes room. With "-60s" it stays recent, however long a test
-takes.
-"""
+
+class Oldest(NamedTuple):
+    """The oldest flow, and whether it makes room. With "-60s" it stays recent, however long a test takes."""
+
+    name: str
+    script: str
+    makes_room: bool
 
 
-@pytest.mark.parametrize("kind", OLDEST)
-def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, kind: str) -> None:
-    script, makes_room = OLDEST[kind]
+OLDEST = table(
+    Oldest,
+    """
+half open                                | S                       | yes
+SYN-ACK without further segments         | S <SA                   | yes
+SYN that the backend denies              | S <A|                   | yes
+established                              | LIVES                   | no
+the client has closed                    | LIVES FA -60s           | no
+the backend has closed                   | LIVES <FA -60s          | no
+both have closed                         | LIVES FA <FA A          | yes
+reset by the client                      | LIVES R                 | yes
+reset by the backend                     | LIVES <R                | yes
+datagrams one way                        | ?                       | yes
+request and reply                        | ? <!                    | yes
+UDP both ways, request two seconds later | ? <! 3s ?               | no
+UDP both ways, reply two seconds later   | ? <! 3s <!              | no
+one reply, two seconds later             | ? 3s <!                 | yes
+many datagrams at once                   | ? <! -60s ? <! ? <! ?   | yes
+established, and idle                    | LIVES 3600s             | no
+recent handshake                         | S <SA A -60s            | no
+handshake not proven by the backend      | S <SA A 6s              | yes
+the client has closed, then silence      | LIVES FA 11s            | yes
+the backend has closed, then silence     | LIVES <FA <A 11s        | yes
+the client has closed, and gets data     | LIVES FA 11s <A+ A -60s | no
+resets out of window                     | LIVES R! <R!| 11s       | no
+forged without seeing the replies        | S <SA A! A+! 6s         | yes
+""",
+)
+each_oldest = pytest.mark.parametrize("row", OLDEST, ids=lambda row: row.name)
+
+
+def fill(flows: Flows, script: str) -> None:
+    """Fills the table; the oldest flow is of this kind, and all others are established."""
     for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
         flows.talk(port, each)
+
+
+@each_oldest
+def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, row: Oldest) -> None:
+    fill(flows, row.script)
     assert flows.ports() == flows.complete(range(2000, 2000 + ROOM)), "there is room for all"
     flows.talk(5000, LIVES)
-    assert flows.ports() == flows.complete([*range(2000 + makes_room, 2000 + ROOM), 5000])
+    assert flows.ports() == flows.complete([*range(2000 + row.makes_room, 2000 + ROOM), 5000])
     assert flows.evicted() == 0
 
 
 DOUBTFUL = {
-    "the client has closed, then silence": 120,
-    "handshake not proven by the backend": 120,
-    "datagrams one way": 30,
-    "datagrams, the last one 20 s ago": 10,
-    "SYN that the backend denies": 0,
-    "both have closed": 0,
+    "LIVES FA 11s": 120,
+    "S <SA A 6s": 120,
+    "?": 30,
+    "? 20s": 10,
+    "S <A|": 0,
+    "LIVES FA <FA A": 0,
 }
 """The flow that is evicted, and for how many seconds its backend may still send to its port."""
 
 
-@pytest.mark.parametrize("kind", DOUBTFUL)
-def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, kind: str) -> None:
+@pytest.mark.parametrize(("script", "seconds"), DOUBTFUL.items())
+def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds: int) -> None:
     """Until then it gets no other flow, which could receive what the backend sends."""
-    script = {"datagrams, the last one 20 s ago": "? 20s"}.get(kind) or OLDEST[kind][0]
-    seconds = DOUBTFUL[kind] if flows.kind == "translated" else 0
-    for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
-        flows.talk(port, each)
-    protocol = Protocol.UDP if script.startswith("?") else Protocol.TCP
+    seconds *= flows.kind == "translated"
+    fill(flows, script)
     given = {
         snat_port(raw)
         for raw in flows.site.entries("flows").values()
@@ -112,7 +123,7 @@ def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, kind: str) -> None:
             value = node.lookup(U32.pack(0)) or b""
             try:
                 node.update(U32.pack(0), value[:36] + struct.pack("=HH", port, port) + value[40:])
-                build = udp if protocol is Protocol.UDP else lambda a, b: tcp(a, b, flags="S")
+                build = udp if script.startswith("?") else lambda a, b: tcp(a, b, flags="S")
                 packet = frame(build("203.0.113.7:9", VIPS["translated"]))
                 counted = flows.site.reasons()[Reason.NO_SNAT_PORT]
                 assert run(flows.programs["tc_ingress"], packet).retval == TC_ACT_SHOT
@@ -136,22 +147,14 @@ def snat_port(raw: bytes) -> int:
     return int.from_bytes(raw[fields.SNAT_PORT], "big")
 
 
-STREAM = "? <! 3s ?"
-FULL = {
-    "a SYN meets established connections": (LIVES, "S", 0),
-    "a datagram meets established connections": (LIVES, "?", 0),
-    "a SYN meets UDP streams": (STREAM, "S", 1),
-    "a datagram meets UDP streams": (STREAM, "?", 0),
-}
+FULL = [(LIVES, "S", 0), (LIVES, "?", 0), ("? <! 3s ?", "S", 1), ("? <! 3s ?", "?", 0)]
 """The flows that fill the table, the packet that begins a new one, and how many it evicts."""
 
 
-@pytest.mark.parametrize("kind", FULL)
-def test_new_flow_does_not_evict_established_ones(flows: Flows, kind: str) -> None:
+@pytest.mark.parametrize(("script", "word", "evicted"), FULL)
+def test_new_flow_does_not_evict_established_ones(flows: Flows, script: str, word: str, evicted: int) -> None:
     """Except that TCP and SCTP evict UDP streams, which are established more easily."""
-    script, word, evicted = FULL[kind]
-    for port in range(2000, 2000 + MOST):
-        flows.talk(port, script)
+    flows.talk_all(range(2000, 2000 + MOST), script)
     assert flows.ports() == flows.complete(range(2000, 2000 + MOST))
     ends = client(5000), VIPS[flows.kind]
     packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
@@ -181,8 +184,7 @@ def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows) -> No
     """While one CPU checks an oldest flow, which is not in the queue then, another may fill the
     queue. The flow is evicted then: without a key in the queue it would stay in the map for ever.
     """
-    for port in range(2000, 2000 + MOST):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(2000, 2000 + MOST), LIVES)
     before = {key for key, raw in flows.site.entries("flows").items() if is_original(raw)}
 
     def flood(host: int) -> None:
@@ -199,8 +201,7 @@ def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows) -> No
 
 def test_expired_flow_makes_room(flows: Flows) -> None:
     """An idle flow makes room although its state counts as established."""
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, "? <! 3s ?")
+    flows.talk_all(range(2000, 2000 + ROOM), "? <! 3s ?")
     flows.age(2003, HOUR // 2)
     flows.talk(5000, LIVES)
     assert flows.ports() == flows.complete([*(set(range(2000, 2000 + ROOM)) - {2003}), 5000])
@@ -209,10 +210,8 @@ def test_expired_flow_makes_room(flows: Flows) -> None:
 
 def test_syn_flood_evicts_only_its_own_flows(flows: Flows) -> None:
     """Spoofed SYNs from everywhere evict each other, and each finds room at first."""
-    for port in range(2000, 2000 + ROOM // 2):
-        flows.talk(port, LIVES)
-    for port in range(20_000, 20_000 + 20 * ROOM):
-        flows.talk(port, "S")
+    flows.talk_all(range(2000, 2000 + ROOM // 2), LIVES)
+    flows.talk_all(range(20_000, 20_000 + 20 * ROOM), "S")
     there = flows.ports()
     assert flows.complete(range(2000, 2000 + ROOM // 2)).items() <= there.items()
     assert ROOM // 2 < len(there) <= ROOM + 1
@@ -222,24 +221,22 @@ def test_syn_flood_evicts_only_its_own_flows(flows: Flows) -> None:
 
 def test_closed_connections_always_make_room(flows: Flows) -> None:
     """Many times as many as there is room for, without one entry too many."""
-    for port in range(20_000, 20_000 + 20 * ROOM):
-        flows.talk(port, f"{LIVES} FA <FA A")
+    flows.talk_all(range(20_000, 20_000 + 20 * ROOM), f"{LIVES} FA <FA A")
     there = flows.ports()
     assert len(there) in (ROOM - 1, ROOM, ROOM + 1)
     assert there == flows.complete(range(20_000 + 20 * ROOM - len(there), 20_000 + 20 * ROOM))
     assert flows.evicted() == 0
 
 
-@pytest.mark.parametrize("kind", OLDEST)
-def test_evictable_flow_does_not_count_as_live(flows: Flows, kind: str) -> None:
+@each_oldest
+def test_evictable_flow_does_not_count_as_live(flows: Flows, row: Oldest) -> None:
     """On a node with many short connections most entries belong to closed ones."""
-    script, evictable = OLDEST[kind]
-    flows.talk(2000, script)
+    flows.talk(2000, row.script)
     counted = MapCollector(Pins(flows.site.pins), Config()).count(lambda: None)
-    assert counted.flow_count == FlowCount(live=not evictable, capacity=ROOM)
+    assert counted.flow_count == FlowCount(live=not row.makes_room, capacity=ROOM)
     with flows.site.pinned("flows") as held:
         filled = tracked_connections.measure_fill(held, time.monotonic())
-    assert (filled.entries, filled.needed) == (1, not evictable)
+    assert (filled.entries, filled.needed) == (1, not row.makes_room)
 
 
 def test_expired_flows_do_not_count_as_live(flows: Flows) -> None:
@@ -265,16 +262,14 @@ def test_reused_client_port_has_one_queue_entry(flows: Flows) -> None:
     """The new connection takes the queue entry of the old one, whose entries are deleted."""
     for _ in range(5 * ROOM):
         flows.talk(2000, f"{LIVES} FA <FA A")
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(2000, 2000 + ROOM), LIVES)
     assert flows.ports() == flows.complete(range(2000, 2000 + ROOM))
     assert flows.evicted() == 0
 
 
 def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows) -> None:
     """The client used its port again a moment ago; its queue entry is the oldest one."""
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, f"{LIVES} FA <FA A")
+    flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
     flows.talk(2000, "S")
     flows.age(2000, -HOUR)
     flows.talk(5000, LIVES)
@@ -312,11 +307,9 @@ def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room
 
 def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows) -> None:
     """The agent has deleted flows until their keys fill the queue."""
-    for port in range(2000, 2000 + ROOM):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(2000, 2000 + ROOM), LIVES)
     flows.delete_flows()
-    for port in range(3000, 3000 + ROOM):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(3000, 3000 + ROOM), LIVES)
     assert flows.ports() == flows.complete(range(3000, 3000 + ROOM))
     assert flows.evicted() == 0
 
@@ -325,10 +318,8 @@ def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows) -> None:
 def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int) -> None:
     """As after a restart with another --max-connections. The longest idle flow is evicted first."""
     ports = range(2000, 2000 + ROOM)
-    for port in ports:
-        flows.talk(port, LIVES)
-    for port in (ports[-2], ports[-4]):
-        flows.talk(port, "R")
+    flows.talk_all(ports, LIVES)
+    flows.talk_all((ports[-2], ports[-4]), "R")
     for number, port in enumerate(ports):
         flows.age(port, (ROOM - number) * MINUTE // 6)
     flows.start(room)
@@ -336,8 +327,7 @@ def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int) -
         assert held.max_entries == int(room * MAPS["flows"].entries_per_object)
     left = set(ports[-room:])
     assert flows.ports() == flows.complete([*left])
-    for port in range(5000, 5000 + room - len(left)):
-        flows.talk(port, LIVES)
+    flows.talk_all(range(5000, 5000 + room - len(left)), LIVES)
     flows.talk(6000, LIVES)
     left -= {ports[-4], ports[-2]}
     there = flows.ports()
@@ -365,18 +355,21 @@ class Orphan(NamedTuple):
     is_deleted: bool
 
 
-ORPHANS = [
-    Orphan("a request, recent", "?", 29, False),
-    Orphan("a request", "?", 31, True),
-    Orphan("a reply, recent", "? <!", 29, False),
-    Orphan("a reply", "? <!", 31, True),
-    Orphan("a stream, recent", "? <! 3s ?", 115, False),
-    Orphan("a stream", "? <! 3s ?", 121, True),
-    Orphan("a SYN", "S", 121, True),
-    Orphan("TCP, recent", LIVES, 115, False),
-    Orphan("TCP", LIVES, 121, True),
-    Orphan("TCP, after its timeout", LIVES, 25 * 3600, True),
-]
+ORPHANS = table(
+    Orphan,
+    """
+a request, recent      | ?         | 29    | no
+a request              | ?         | 31    | yes
+a reply, recent        | ? <!      | 29    | no
+a reply                | ? <!      | 31    | yes
+a stream, recent       | ? <! 3s ? | 115   | no
+a stream               | ? <! 3s ? | 121   | yes
+a SYN                  | S         | 121   | yes
+TCP, recent            | LIVES     | 115   | no
+TCP                    | LIVES     | 121   | yes
+TCP, after its timeout | LIVES     | 90000 | yes
+""",
+)
 
 
 def add_orphans(flows: Flows, port: int) -> dict[bytes, bytes]:
@@ -455,18 +448,21 @@ class Over(NamedTuple):
     name: str
     script: str
     seconds: int
-    used: tuple[FlowDirection, ...]
     is_deleted: bool
+    used: str = ""
 
 
-OVER = [
-    Over("a request, expired", "?", 2 * 3600 + 29, (), False),
-    Over("a request, long expired", "?", 2 * 3600 + 31, (), True),
-    Over("TCP, expired", LIVES, 26 * 3600 - 1, (), False),
-    Over("TCP, long expired", LIVES, 26 * 3600 + 1, (), True),
-    Over("the client still sends", LIVES, 30 * 3600, (FlowDirection.ORIGINAL,), False),
-    Over("the backend still sends", LIVES, 30 * 3600, (FlowDirection.REPLY, FlowDirection.SNAT_REPLY), False),
-]
+OVER = table(
+    Over,
+    """
+a request, expired      | ?     | 7229   | no
+a request, long expired | ?     | 7231   | yes
+TCP, expired            | LIVES | 93599  | no
+TCP, long expired       | LIVES | 93601  | yes
+the client still sends  | LIVES | 108000 | no | ORIGINAL
+the backend still sends | LIVES | 108000 | no | REPLY SNAT_REPLY
+""",
+)
 
 
 @pytest.mark.parametrize("row", OVER, ids=lambda row: row.name)
@@ -478,7 +474,7 @@ def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over) -> None:
     with flows.site.pinned("flows") as held:
         use_all(held)
         for key, raw in list(held.items()):
-            if raw[fields.DIRECTION] in row.used:
+            if FlowDirection(raw[fields.DIRECTION]).name in row.used.split():
                 held.update(key, later.to_bytes(8, "little") + raw[8:])
         removed = sum(remove(held, row.seconds) for _ in range(2))
     assert removed == (PARTS[flows.kind] if row.is_deleted else 0)
@@ -528,8 +524,7 @@ def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch: pytest.Monkey
     monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)
     node = Path("/run/netns") / str(flows.site.node)
-    for port in ports:
-        flows.talk(port, "?")
+    flows.talk_all(ports, "?")
     for _ in range(2):
         made = {key for port in ports for key in add_orphans(flows, port)}
         for port in ports:

@@ -11,7 +11,6 @@ import pytest
 
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.flow_entries import is_original
 from kbpf.dataplane.bpf.maps.layout import FLOW, MAPS, U32, U64, FormerLayout, Reason, Target, TcpState
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
@@ -43,8 +42,7 @@ def another_layout(monkeypatch: pytest.MonkeyPatch, *former: FormerLayout) -> No
 def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
     """Each is converted and keeps its place in the queue: the longest idle one is evicted first."""
     ports = range(2000, 2000 + ROOM)
-    for port in ports:
-        flows.talk(port, LIVES)
+    flows.talk_all(ports, LIVES)
     flows.talk(ports[7], "R")
     flows.talk(ports[3], "R")
     for number, port in enumerate(ports):
@@ -73,12 +71,7 @@ def test_unfinished_upgrade_is_repeated(flows: Flows, monkeypatch: pytest.Monkey
     flows.talk(2000, "FA <FA A")
     flows.start(ROOM)
     assert flows.ports() == flows.complete([2000, 2001])
-    states = {
-        Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
-        for raw in flows.site.entries("flows").values()
-        if is_original(raw)
-    }
-    assert states == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
+    assert flows.states() == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
     monkeypatch.undo()
     flows.start(ROOM)
 
@@ -95,8 +88,7 @@ def test_kill_during_migration_leaves_every_flow_in_the_queue(
     be evicted.
     """
     ports = range(2000, 2008)
-    for port in ports:
-        flows.talk(port, LIVES)
+    flows.talk_all(ports, LIVES)
     for number, port in enumerate(ports):
         flows.age(port, number * MINUTE // 6)
     another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
@@ -172,12 +164,7 @@ def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch: pytest.Monk
     flows.talk(2000, "FA <FA A")
     flows.start(then)
     assert flows.ports() == flows.complete([2000, 3000])
-    states = {
-        Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
-        for raw in flows.site.entries("flows").values()
-        if is_original(raw)
-    }
-    assert states == {2000: TcpState.CLOSED, 3000: TcpState.ESTABLISHED}
+    assert flows.states() == {2000: TcpState.CLOSED, 3000: TcpState.ESTABLISHED}
     with flows.site.pinned("flows") as held:
         assert held.max_entries == int(then * MAPS["flows"].entries_per_object)
         known = dict(held.items())

@@ -3,9 +3,12 @@
 sees which backend got a datagram and which sender the client was shown.
 """
 
+import contextlib
+import itertools
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +20,7 @@ from kbpf.model.objects import Protocol
 from tests.support.lab.lab import PATIENCE, Node, Place, until
 from tests.support.plane import Site, desired, service, within
 
+_numbers = itertools.count()
 WEB, WEB6, DNS = "10.96.0.1:53", "[fd00:96::1]:53", "10.96.0.2:53"
 
 
@@ -56,6 +60,10 @@ class Bench:
             state=self.held,
         )
 
+    def web(self, to: str, dns: str = "", **more: Any) -> None:
+        """Programs a Service at WEB in front of these pods, and maybe one at DNS."""
+        self.serve(self.udp(WEB, to, **more), *([self.udp(DNS, dns)] if dns else []))
+
     def tick(self, now: float) -> bool:
         """Whether nothing more is due at `now`. Sockets are destroyed in slices, and a busy machine
         needs more than one.
@@ -84,6 +92,31 @@ class Bench:
 def flows_in(raw: bytes) -> int:
     """How many entries of a struct udp_flows are used."""
     return sum(bool(frontend[18]) for _, _, _, frontend, *_ in UDP_FLOW.iter_unpack(raw[8:]))
+
+
+@contextlib.contextmanager
+def kept(place: Place, host: str, connected: bool = False, port: int = 53) -> Iterator[Callable[..., str]]:
+    """A socket of that place, for a block, to which `one` has answered. Yields a function that sends again, and returns
+    who answers then: a server, "cut" if the socket was destroyed, or another error.
+    """
+    keep = f"socket {next(_numbers)}"
+
+    def answer_of(answer: dict[str, Any]) -> str:
+        if "error" in answer:
+            return "cut" if answer["error"] in ("ECONNABORTED", "EDESTADDRREQ") else str(answer["error"])
+        assert answer.get("peer", [host, port]) == [host, port], "the Service's address is shown"
+        return str(answer["name"])
+
+    def send(timeout: float = PATIENCE) -> str:
+        if connected:
+            return answer_of(place.ask("talk", keep=keep, timeout=timeout))
+        return answer_of(place.udp(host, port, keep=keep, timeout=timeout))
+
+    assert answer_of(place.udp(host, port, keep=keep, connected=connected)) == "one"
+    try:
+        yield send
+    finally:
+        place.ask("drop", keep=keep)
 
 
 def socket_of(place: Place, kind: int = socket.SOCK_DGRAM) -> socket.socket:

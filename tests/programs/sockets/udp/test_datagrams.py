@@ -12,7 +12,6 @@ from kbpf.dataplane.bpf.maps.layout import FLOWS_PER_SOCKET, Reason, pack_target
 from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
 from tests.programs.sockets.udp.bench import (
-    DNS,
     WEB,
     Bench,
     answer,
@@ -22,6 +21,7 @@ from tests.programs.sockets.udp.bench import (
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import flush, service, within
+from tests.support.table import table
 
 FLOW_IDLE_NS = 120 * 10**9
 
@@ -35,20 +35,23 @@ class Send(NamedTuple):
     gets: str = "one"
 
 
-SENDS = [
-    Send("pod to ClusterIP", "pod", "10.96.0.1:53"),
-    Send("host to ClusterIP", "host", "10.96.0.1:53"),
-    Send("pod to IPv6 ClusterIP", "pod", "[fd00:96::1]:53", "two"),
-    Send("v4-mapped on an IPv6 socket", "pod", "[::ffff:10.96.0.1]:53"),
-    Send("pod to NodePort", "pod", "{node}:30053"),
-    Send("host to NodePort on loopback", "host", "127.0.0.1:30053"),
-    Send("no endpoints", "pod", "10.96.0.3:53", "ECONNREFUSED"),
-    Send("no endpoints, v4-mapped", "pod", "[::ffff:10.96.0.3]:53", "ECONNREFUSED"),
-    Send("no endpoints, IPv6", "pod", "[fd00:96::3]:53", "ECONNREFUSED"),
-    Send("internal Local, only elsewhere", "pod", "10.96.0.4:53", "ETIMEDOUT"),
-    Send("a plain address", "pod", "{three}:8080", "three"),
-    Send("a plain v4-mapped address", "pod", "[::ffff:{three}]:8080", "three"),
-]
+SENDS = table(
+    Send,
+    """
+pod to ClusterIP               | pod  | 10.96.0.1:53
+host to ClusterIP              | host | 10.96.0.1:53
+pod to IPv6 ClusterIP          | pod  | [fd00:96::1]:53       | two
+v4-mapped on an IPv6 socket    | pod  | [::ffff:10.96.0.1]:53
+pod to NodePort                | pod  | {node}:30053
+host to NodePort on loopback   | host | 127.0.0.1:30053
+no endpoints                   | pod  | 10.96.0.3:53          | ECONNREFUSED
+no endpoints, v4-mapped        | pod  | [::ffff:10.96.0.3]:53 | ECONNREFUSED
+no endpoints, IPv6             | pod  | [fd00:96::3]:53       | ECONNREFUSED
+internal Local, only elsewhere | pod  | 10.96.0.4:53          | ETIMEDOUT
+a plain address                | pod  | {three}:8080          | three
+a plain v4-mapped address      | pod  | [::ffff:{three}]:8080 | three
+""",
+)
 
 
 def marks(row: Send) -> tuple[pytest.MarkDecorator, ...]:
@@ -89,7 +92,7 @@ def test_datagram_reaches_its_backend(bench: Bench, row: Send, connected: bool):
 
 
 def test_one_socket_talks_to_several_services(bench: Bench):
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "two"))
+    bench.web("one", dns="two")
     pod = bench["pod"]
     for host, name in 3 * (("10.96.0.1", "one"), ("10.96.0.2", "two"), (bench["three"].ip, "")):
         answer = pod.udp(host, 53 if name else 8080, keep="s")
@@ -101,7 +104,7 @@ def test_one_socket_talks_to_several_services(bench: Bench):
 
 def test_replies_in_any_order_show_their_frontend(bench: Bench):
     """Each reply shows the frontend that its request went to, not the one used last."""
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "two"))
+    bench.web("one", dns="two")
 
     def ask() -> dict[str, str]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -115,7 +118,7 @@ def test_replies_in_any_order_show_their_frontend(bench: Bench):
 
 
 def test_reply_of_a_shared_backend_shows_the_last_used_frontend(bench: Bench):
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    bench.web("one", dns="one")
     for host in ("10.96.0.1", "10.96.0.2", "10.96.0.1"):
         assert bench["pod"].udp(host, 53, keep="s")["peer"][0] == host
     bench["pod"].ask("drop", keep="s")
@@ -142,7 +145,7 @@ def test_flow_keeps_its_backend_while_it_serves(bench: Bench):
 @pytest.mark.parametrize("answers", [False, True], ids=["request", "reply"])
 def test_value_of_another_frontend_ends_no_flow(bench: Bench, answers: bool):
     """The kernel may give the memory of an entry to another key while a program reads it."""
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "two"))
+    bench.web("one", dns="two")
     web, dns = (pack_target(parse_addr(f"10.96.0.{i}"), 53, Protocol.UDP) for i in (1, 2))
     with socket_of(bench["pod"]) as s, bench.site.pinned("services") as services:
         assert answer(s)[0] == "one"
@@ -158,13 +161,13 @@ def test_value_of_another_frontend_ends_no_flow(bench: Bench, answers: bool):
 
 
 def test_idle_flow_chooses_a_new_backend(bench: Bench):
-    bench.serve(bench.udp(WEB, "one", serving="one two"))
+    bench.web("one", serving="one two")
     pod = bench["pod"]
     for by, next_ in ((0, "one"), (FLOW_IDLE_NS, "two")):
-        bench.serve(bench.udp(WEB, "one", serving="one two"))
+        bench.web("one", serving="one two")
         with socket_of(pod) as s:
             assert answer(s)[0] == "one"
-            bench.serve(bench.udp(WEB, "two", serving="one two"))
+            bench.web("two", serving="one two")
             age(bench, s, by)
             assert answer(s)[0] == next_
 
@@ -183,18 +186,18 @@ def age(bench: Bench, s: socket.socket, by: int) -> None:
 def test_requests_and_replies_keep_a_flow_alive(bench: Bench, asks: bool):
     """As with conntrack, replies keep the flow alive as well."""
     one = (bench["one"].ip, 8080)
-    bench.serve(bench.udp(WEB, "one", serving="one two"))
+    bench.web("one", serving="one two")
     with socket_of(bench["pod"]) as s:
         answer(s)
         age(bench, s, FLOW_IDLE_NS - 30 * 10**9)
         assert answer(s, *([] if asks else [one]))[1] == ("10.96.0.1", 53)
         age(bench, s, FLOW_IDLE_NS - 30 * 10**9)
-        bench.serve(bench.udp(WEB, "two", serving="one two"))
+        bench.web("two", serving="one two")
         assert answer(s)[0] == "one"
 
 
 def test_socket_connected_elsewhere_leaves_the_service(bench: Bench):
-    bench.serve(bench.udp(WEB, "one"))
+    bench.web("one")
     plain = (bench["two"].ip, 8080)
 
     def dial() -> list[Any]:
@@ -252,13 +255,13 @@ def test_failed_connect_keeps_the_peer(bench: Bench, failures: tuple[str, ...]):
 @pytest.mark.parametrize("address", ["{one}", "10.96.0.2"], ids=["its backend", "another Service"])
 def test_second_connect_shows_the_second_peer(bench: Bench, address: str):
     """Both destinations have the same backend."""
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    bench.web("one", dns="one")
     to = (address.format(one=bench["one"].ip), 8080 if address == "{one}" else 53)
     with socket_of(bench["pod"]) as s:
         s.connect(("10.96.0.1", 53))
         s.connect(to)
         assert s.getpeername() == to
-        bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+        bench.web("two", dns="one")
         assert talk(s) == ("one", to), "it no longer belongs to the Service whose backend was deleted"
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a backend, and of the state that UDP sockets hold."""
 
+import contextlib
 import errno
 import socket
 import time
@@ -18,22 +19,12 @@ from kbpf.dataplane.bpf.state.grace import GraceQueue
 from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX
-from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
-from tests.programs.sockets.udp.bench import (
-    DNS,
-    WEB,
-    WEB6,
-    Bench,
-    answer,
-    socket_of,
-)
+from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, kept, socket_of
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import desired, flush, service, within
-
-CUT = ("ECONNABORTED", "EDESTADDRREQ")  # errno of a destroyed socket, depending on the call
-
 
 # ---- the end of a backend ----------------------------------------------------------------------
 
@@ -49,7 +40,6 @@ class End(NamedTuple):
 ENDS = [
     End("another backend", lambda g: (g.udp(WEB, "two"),), "two"),
     End("zero endpoints", lambda g: (g.udp(WEB, ""),), "ECONNREFUSED"),
-    End("only an unready endpoint", lambda g: (g.udp(WEB, "", serving=""),), "ECONNREFUSED"),
     End("the Service is deleted", lambda _: (), ""),
 ]
 
@@ -58,19 +48,19 @@ ENDS = [
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
 def test_connected_sockets_of_a_deleted_backend_are_destroyed(bench: Bench, row: End, client: str):
     """In every network namespace, idle ones included, but only those connected to this Service."""
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    bench.web("one", dns="one")
     place = bench[client]
-    assert place.udp("10.96.0.1", 53, keep="via", connected=True)["name"] == "one"
-    assert place.udp("10.96.0.2", 53, keep="other", connected=True)["name"] == "one"
-    assert place.udp(bench["one"].ip, 8080, keep="plain", connected=True)["name"] == "one"
-    bench.take_udp_cuts()
-    bench.serve(*row.then(bench), bench.udp(DNS, "one"))
-    assert bench.take_cut_flows() == {4: 1}
-    assert place.ask("talk", keep="via").get("error") in CUT
-    assert place.ask("talk", keep="other").get("name") == "one", "another Service's socket lives"
-    assert place.ask("talk", keep="plain").get("name") == "one", "it never used a Service"
-    for keep in ("via", "other", "plain"):
-        place.ask("drop", keep=keep)
+    with (
+        kept(place, "10.96.0.1", connected=True) as via,
+        kept(place, "10.96.0.2", connected=True) as other,
+        kept(place, bench["one"].ip, connected=True, port=8080) as plain,
+    ):
+        bench.take_udp_cuts()
+        bench.serve(*row.then(bench), bench.udp(DNS, "one"))
+        assert bench.take_cut_flows() == {4: 1}
+        assert via() == "cut"
+        assert other() == "one", "another Service's socket lives"
+        assert plain() == "one", "it never used a Service"
 
 
 @pytest.mark.parametrize("how", ["destroyed", "dissolved"])
@@ -78,15 +68,15 @@ def test_formerly_connected_socket_chooses_a_new_backend(bench: Bench, how: str)
     """The backend left and still serves another Service. (An IPv6 socket then receives only from
     its old peer: the kernel forgets that address for sending only.)
     """
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    bench.web("one", dns="one")
     pod = bench["pod"]
     assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
     if how == "dissolved":
         pod.ask("dissolve", keep="s")
         assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one", "as long as it serves"
-    bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+    bench.web("two", dns="one")
     if how == "destroyed":
-        assert pod.ask("hear", keep="s")["error"] in CUT
+        assert pod.ask("hear", keep="s")["error"] in ("ECONNABORTED", "EDESTADDRREQ")
     answer = pod.udp("10.96.0.1", 53, keep="s")
     assert (answer.get("name"), answer.get("peer")) == ("two", ["10.96.0.1", 53])
     pod.ask("drop", keep="s")
@@ -94,55 +84,50 @@ def test_formerly_connected_socket_chooses_a_new_backend(bench: Bench, how: str)
 
 def test_ipv6_and_mapped_connected_sockets_are_destroyed(bench: Bench):
     bench.serve(bench.udp(WEB, "one"), bench.udp(WEB6, "one"))
-    pod = bench["pod"]
-    assert pod.udp("fd00:96::1", 53, keep="v6", connected=True)["name"] == "one"
-    assert pod.udp("::ffff:10.96.0.1", 53, keep="mapped", connected=True)["name"] == "one"
-    bench.take_udp_cuts()
-    bench.serve(bench.udp(WEB, "two"), bench.udp(WEB6, "two"))
-    assert bench.take_cut_flows() == {4: 1, 6: 1}
-    for keep in ("v6", "mapped"):
-        assert pod.ask("talk", keep=keep).get("error") in CUT, keep
-        pod.ask("drop", keep=keep)
+    hosts = ("fd00:96::1", "::ffff:10.96.0.1")
+    with kept(bench["pod"], hosts[0], connected=True) as v6, kept(bench["pod"], hosts[1], connected=True) as mapped:
+        bench.take_udp_cuts()
+        bench.serve(bench.udp(WEB, "two"), bench.udp(WEB6, "two"))
+        assert bench.take_cut_flows() == {4: 1, 6: 1}
+        assert (v6(), mapped()) == ("cut", "cut")
 
 
 def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets(bench: Bench):
-    bench.serve(bench.udp(WEB, "one"))
-    bench.serve(bench.udp(WEB, "two"))
-    bench.serve(bench.udp(WEB, "one"))
-    pod = bench["pod"]
-    assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
-    flush(bench.plane)
-    assert pod.ask("talk", keep="s").get("name") == "one"
-    pod.ask("drop", keep="s")
+    for backend in ("one", "two", "one"):
+        bench.web(backend)
+    with kept(bench["pod"], "10.96.0.1", connected=True) as s:
+        flush(bench.plane)
+        assert s() == "one"
 
 
 def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The pass that cuts clients off it takes longer than the change after which it serves again.
     A client connects as soon as that is written.
     """
-    pod, write = bench["pod"], commit.write
+    write = commit.write
+    with contextlib.ExitStack() as stack:
+        sockets = []
 
-    def connect_after(*arguments: Any) -> None:
-        write(*arguments)
-        assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+        def connect_after(*arguments: Any) -> None:
+            write(*arguments)
+            sockets.append(stack.enter_context(kept(bench["pod"], "10.96.0.1", connected=True)))
 
-    bench.serve(bench.udp(WEB, "one"))
-    with monkeypatch.context() as patch:
-        patch.setattr(udp.UdpPasses, "advance", lambda *_: None)
-        bench.plane.apply(desired(bench.udp(WEB, "two")), None)
-    with monkeypatch.context() as patch:
-        patch.setattr(commit, "write", connect_after)
-        bench.plane.apply(desired(bench.udp(WEB, "one")), None)
-    flush(bench.plane)
-    assert pod.ask("talk", keep="s").get("name") == "one"
-    pod.ask("drop", keep="s")
+        bench.web("one")
+        with monkeypatch.context() as patch:
+            patch.setattr(udp.UdpPasses, "advance", lambda *_: None)
+            bench.plane.apply(desired(bench.udp(WEB, "two")), None)
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "write", connect_after)
+            bench.plane.apply(desired(bench.udp(WEB, "one")), None)
+        flush(bench.plane)
+        assert [s() for s in sockets] == ["one"]
 
 
 def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Bench):
     """Old kernels give the same cookie to sockets of several network namespaces. Then an unrelated
     socket may have the cookie of one that is to be destroyed.
     """
-    bench.serve(bench.udp(WEB, "one two"))
+    bench.web("one two")
     with socket_of(bench["pod"]) as s:
         s.connect(("10.96.0.1", 53))
         name, _ = answer(s)
@@ -153,7 +138,7 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Benc
             assert value is not None
             address = V4_PREFIX + socket.inet_aton(bench[other].ip)
             peers.update(key, value[:28] + address + value[44:])
-        bench.serve(bench.udp(WEB, name))
+        bench.web(name)
         s.send(b"hello\n")
         assert s.recv(4096).decode().split('"')[3] == name
 
@@ -161,7 +146,7 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Benc
 @pytest.mark.parametrize("flag", range(4))
 def test_sockets_are_destroyed_whatever_their_flags_are(bench: Bench, flag: int):
     """As after a failure: the flags are in the storage of the socket (enum peer_flags)."""
-    bench.serve(bench.udp(WEB, "one"))
+    bench.web("one")
     with socket_of(bench["pod"]) as s:
         s.connect(("10.96.0.1", 53))
         with bench.site.pinned("sock_peers") as peers:
@@ -171,7 +156,7 @@ def test_sockets_are_destroyed_whatever_their_flags_are(bench: Bench, flag: int)
             cookie, frontend, backend, *rest = PEER.unpack(value)
             marked = backend[:-1] + bytes([1 << flag])
             peers.update(key, PEER.pack(cookie, frontend, marked, *rest))
-        bench.serve(bench.udp(WEB, "two"))
+        bench.web("two")
         assert s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNABORTED
 
 
@@ -180,25 +165,21 @@ def test_sockets_are_destroyed_whatever_their_flags_are(bench: Bench, flag: int)
     [pytest.param(row, marks=needs("set_retval") if row.next == "ECONNREFUSED" else (), id=row.name) for row in ENDS],
 )
 def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row: End):
-    bench.serve(bench.udp(WEB, "one"))
-    pod = bench["pod"]
-    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
-    bench.take_udp_cuts()
-    bench.serve(*row.then(bench))
-    (look,) = bench.take_udp_cuts()
-    assert look.flows == {4: 1}
-    assert 0 < look.seconds < PATIENCE
-    assert bench.take_udp_cuts() == [], "each is returned once"
-    flush(bench.plane)
-    bench.tick(time.monotonic())
-    assert [look.flows for look in bench.take_udp_cuts()] == [{4: 0}], "the second pass finds none"
-    if row.next:
-        answer = pod.udp("10.96.0.1", 53, keep="s")
-        assert (answer.get("name") or answer.get("error")) == row.next
-    bench.serve(bench.udp(WEB, "three"))
-    answer = pod.udp("10.96.0.1", 53, keep="s")
-    assert (answer.get("name"), answer.get("peer")) == ("three", ["10.96.0.1", 53])
-    pod.ask("drop", keep="s")
+    bench.web("one")
+    with kept(bench["pod"], "10.96.0.1") as s:
+        bench.take_udp_cuts()
+        bench.serve(*row.then(bench))
+        (look,) = bench.take_udp_cuts()
+        assert look.flows == {4: 1}
+        assert 0 < look.seconds < PATIENCE
+        assert bench.take_udp_cuts() == [], "each is returned once"
+        flush(bench.plane)
+        bench.tick(time.monotonic())
+        assert [look.flows for look in bench.take_udp_cuts()] == [{4: 0}], "the second pass finds none"
+        if row.next:
+            assert s() == row.next
+        bench.web("three")
+        assert s() == "three"
 
 
 def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(bench: Bench, monkeypatch: pytest.MonkeyPatch):
@@ -211,51 +192,43 @@ def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(bench: Bench, mo
         backends = " ".join(f"10.9.{number}.{host}:53" for host in range(1, 201))
         return service("other", DNS, backends, Protocol.UDP)
 
-    pod = bench["pod"]
     bench.serve(bench.udp(WEB, "one"), other(0))
-    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
-    with monkeypatch.context() as busy:
+    with monkeypatch.context() as busy, kept(bench["pod"], "10.96.0.1") as s:
         busy.setattr(plane_module, "SLICE_BUDGET_S", 0.0)
         for number in range(1, 16):
             served = bench.udp(WEB, "one" if number < 8 else "two")
             bench.plane.apply(desired(served, other(number)), None)
             assert len(bench.site.entries("udp_cuts")) <= 256
-        assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "two", "before any pass has ended"
-    bench.serve(bench.udp(WEB, "two"))
+        assert s() == "two", "before any pass has ended"
+    bench.web("two")
     flush(bench.plane)
     assert not bench.plane._udp_passes.is_busy
     assert bench.site.dump()["strays"] == {}
     assert len(bench.site.entries("udp_cuts")) <= 256
-    pod.ask("drop", keep="s")
 
 
 def test_late_reply_of_a_deleted_backend_is_not_translated(bench: Bench):
     """The backend no longer speaks for the Service."""
     one = (bench["one"].ip, 8080)
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    bench.web("one", dns="one")
     with socket_of(bench["pod"]) as s:
         service_seen = ("one", ("10.96.0.1", 53))
         assert [answer(s), answer(s, one)] == [service_seen, service_seen]
-        bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+        bench.web("two", dns="one")
         assert answer(s, one) == ("one", one)
 
 
 def test_terminating_backend_keeps_its_clients(bench: Bench):
     """It left the sets and still serves; kube-proxy leaves such flows alone."""
-    bench.serve(bench.udp(WEB, "one"))
+    bench.web("one")
     pod = bench["pod"]
-    pod.udp("10.96.0.1", 53, keep="connected", connected=True)
-    pod.udp("10.96.0.1", 53, keep="loose")
-    bench.serve(bench.udp(WEB, "two", serving="one two"))
-    flush(bench.plane)
-    assert pod.ask("talk", keep="connected")["name"] == "one"
-    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "one"
-    assert pod.udp("10.96.0.1", 53)["name"] == "two"
-    bench.serve(bench.udp(WEB, "two"))
-    assert pod.ask("talk", keep="connected").get("error") in CUT
-    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "two"
-    for keep in ("connected", "loose"):
-        pod.ask("drop", keep=keep)
+    with kept(pod, "10.96.0.1", connected=True) as connected, kept(pod, "10.96.0.1") as loose:
+        bench.web("two", serving="one two")
+        flush(bench.plane)
+        assert (connected(), loose()) == ("one", "one")
+        assert pod.udp("10.96.0.1", 53)["name"] == "two"
+        bench.web("two")
+        assert (connected(), loose()) == ("cut", "two")
 
 
 def test_tcp_connection_outlives_its_service(bench: Bench):
@@ -274,44 +247,40 @@ def raise_error(*_: Any) -> None:
 @pytest.mark.parametrize("fails", [False, True], ids=["", "an apply fails meanwhile"])
 def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool):
     """connect() read the frontend before the flip and finished after the first pass."""
-    bench.serve(bench.udp(WEB, "one"))
-    with bench.site.pinned("services") as services:
-        ((key, old),) = services.items()
-        bench.serve(bench.udp(WEB, "two"))
-        new = services.lookup(key)
-        assert new not in (None, old)
-        services.update(key, old)
-        assert bench["pod"].udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
-        services.update(key, new or b"")
-    if fails:
-        state = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
-        with monkeypatch.context() as patch:
-            patch.setattr(commit, "write", raise_error)
-            with pytest.raises(KernelError):
-                bench.plane.apply(state, state.services.keys())
-        bench.plane.apply(state, state.services.keys(), authoritative=False)
-    flush(bench.plane)
-    reply = bench["pod"].ask("talk", keep="s")
-    bench["pod"].ask("drop", keep="s")
-    assert reply.get("error") in CUT
+    bench.web("one")
+    with contextlib.ExitStack() as stack:
+        with bench.site.pinned("services") as services:
+            ((key, old),) = services.items()
+            bench.web("two")
+            new = services.lookup(key)
+            assert new not in (None, old)
+            services.update(key, old)
+            s = stack.enter_context(kept(bench["pod"], "10.96.0.1", connected=True))
+            services.update(key, new or b"")
+        if fails:
+            state = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+            with monkeypatch.context() as patch:
+                patch.setattr(commit, "write", raise_error)
+                with pytest.raises(KernelError):
+                    bench.plane.apply(state, state.services.keys())
+            bench.plane.apply(state, state.services.keys(), authoritative=False)
+        flush(bench.plane)
+        assert s() == "cut"
 
 
 def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(bench: Bench):
     """A backend was deleted while no agent ran."""
-    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    bench.web("one", dns="one")
     pod = bench["pod"]
-    pod.udp("10.96.0.1", 53, keep="gone", connected=True)
-    pod.udp("10.96.0.2", 53, keep="stays", connected=True)
-    pod.udp("10.96.0.1", 53, keep="loose")
-    again = bench.site.open()
-    assert pod.ask("talk", keep="gone")["name"] == "one", "not synced yet, so nothing is destroyed"
-    state: DesiredState = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
-    again.apply(state, None)
-    assert pod.ask("talk", keep="gone").get("error") in CUT
-    assert pod.ask("talk", keep="stays")["name"] == "one"
-    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "two"
-    for keep in ("gone", "stays", "loose"):
-        pod.ask("drop", keep=keep)
+    with (
+        kept(pod, "10.96.0.1", connected=True) as gone,
+        kept(pod, "10.96.0.2", connected=True) as stays,
+        kept(pod, "10.96.0.1") as loose,
+    ):
+        again = bench.site.open()
+        assert gone() == "one", "not synced yet, so nothing is destroyed"
+        again.apply(desired(bench.udp(WEB, "two"), bench.udp(DNS, "one")), None)
+        assert (gone(), stays(), loose()) == ("cut", "one", "two")
     again.apply(desired(), None)
     flush(again)
     bench.plane.close()
@@ -337,10 +306,6 @@ def test_sockets_are_cut_after_a_failed_apply(
     """
     dns, web = bench.udp(DNS, "one"), bench.udp(WEB, "two")
     bench.serve(bench.udp(WEB, "one"), dns, bench.udp("10.96.0.3:53", "one"))
-    pod, stays = bench["pod"], ("stays", "not read")
-    pod.udp("10.96.0.1", 53, keep="gone", connected=True)
-    for address, keep in zip(("10.96.0.2", "10.96.0.3"), stays, strict=True):
-        pod.udp(address, 53, keep=keep, connected=True)
     state = desired(dns) if removed else desired(web, dns)
     real = getattr(where, name)
 
@@ -349,22 +314,21 @@ def test_sockets_are_cut_after_a_failed_apply(
             real(*arguments, **more)
         raise_error()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(where, name, fail)
-        with pytest.raises(KernelError):
-            bench.plane.apply(state, {web.key})
-    bench.plane.apply(state, {web.key}, authoritative=False)
-    flush(bench.plane)
-    replies = {keep: pod.ask("talk", keep=keep) for keep in ("gone", *stays)}
-    for keep in replies:
-        pod.ask("drop", keep=keep)
-    assert replies["gone"].get("error") in CUT
-    assert [replies[keep].get("name") for keep in stays] == ["one", "one"]
+    with contextlib.ExitStack() as stack:
+        hosts = ("10.96.0.1", "10.96.0.2", "10.96.0.3")
+        sockets = [stack.enter_context(kept(bench["pod"], host, connected=True)) for host in hosts]
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fail)
+            with pytest.raises(KernelError):
+                bench.plane.apply(state, {web.key})
+        bench.plane.apply(state, {web.key}, authoritative=False)
+        flush(bench.plane)
+        assert [s() for s in sockets] == ["cut", "one", "one"]
 
 
 def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
     """The kernel drops replies from every address but the backend that connect() chose."""
-    bench.serve(bench.udp(WEB, "one two three"))
+    bench.web("one two three")
 
     def dial() -> int:
         answered = 0
@@ -379,36 +343,32 @@ def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
     assert within(bench["pod"], dial) == 40
 
 
-MOVES = [
-    ("the address goes to another Service", "192.0.2.9:53", "192.0.2.9:53"),
-    ("the port changes", "192.0.2.9:53", "192.0.2.9:54"),
-    ("the NodePort goes to another Service", "NodePort=0.0.0.0:30053", "NodePort=0.0.0.0:30053"),
-]
+MOVES = {
+    "the address goes to another Service": ("192.0.2.9:53", "", "192.0.2.9:53"),
+    "the port changes": ("192.0.2.9:53", "192.0.2.9:54", ""),
+    "the NodePort goes to another Service": ("{node}:30053", "", "{node}:30053"),
+}
+"""A frontend of the first Service, and what the first and the second Service have later."""
 
 
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
-@pytest.mark.parametrize(("name", "old", "new"), MOVES, ids=[m[0] for m in MOVES])
-def test_sockets_leave_a_frontend_that_moved(bench: Bench, name: str, old: str, new: str, connected: bool):
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_sockets_leave_a_frontend_that_moved(bench: Bench, move: tuple[str, str, str], connected: bool):
     """Both Services and their backends stay; only the address has moved."""
-    pod = bench["pod"]
-    host = bench.node.ip if "NodePort" in old else "192.0.2.9"
-    port = 30053 if "NodePort" in old else 53
-    kind = "" if "NodePort" in old else "ExternalIP="
+    old, first, second = move
 
     def state(number: int, also: str) -> ServiceState:
-        words = f"10.96.0.{number}:53 {kind}{also}" if also else f"10.96.0.{number}:53"
-        where = bench.to("one" if number == 1 else "two")
-        return service(f"moves{number}", words, where, Protocol.UDP)
+        kind = also.replace("{node}", "NodePort=0.0.0.0").replace("192", "ExternalIP=192")
+        to = bench.to("one" if number == 1 else "two")
+        return service(f"moves{number}", f"10.96.0.{number}:53 {kind}", to, Protocol.UDP)
 
     bench.serve(state(1, old), state(2, ""))
-    assert pod.udp(host, port, keep="old", connected=connected)["name"] == "one"
-    bench.serve(state(1, "" if old == new else new), state(2, new if old == new else ""))
-    silent = {"timeout": 0.5} if old != new else {}
-    again = pod.ask("talk", keep="old") if connected else pod.udp(host, port, keep="old", **silent)
-    pod.ask("drop", keep="old")
-    if connected:
-        assert again["error"] in CUT
-    elif old == new:
-        assert again["name"] == "two"
-    else:
-        assert again.get("name") is None, "no Service has this frontend any more"
+    host, _, port = old.format(node=bench.node.ip).rpartition(":")
+    with kept(bench["pod"], host, connected, int(port)) as s:
+        bench.serve(state(1, first), state(2, second))
+        if connected:
+            assert s() == "cut"
+        elif second:
+            assert s() == "two"
+        else:
+            assert s(timeout=0.5) == "timeout", "no Service has this frontend any more"
