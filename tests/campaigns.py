@@ -12,6 +12,7 @@ outcomes are appended to build/campaigns/runs.jsonl.
 import argparse
 import importlib
 import json
+import math
 import random
 import sys
 import time
@@ -29,7 +30,6 @@ CAMPAIGNS: Final[dict[str, str]] = {
     "texts": "tests.fuzz.inputs.texts:campaign",
     "policy": "tests.fuzz.long:policy",
     "conntrack": "tests.fuzz.long:conntrack",
-    "mutants": "tests.fuzz.long:mutants",
     "floods": "tests.fuzz.long:floods",
     "packets": "tests.fuzz.long:packets",
     "http-requests": "tests.fuzz.inputs.http_requests:requests",
@@ -43,6 +43,11 @@ CAMPAIGNS: Final[dict[str, str]] = {
 """Name → module:function, imported only when it runs: campaigns have different dependencies."""
 
 KEPT: Final = Path("build/campaigns/runs.jsonl")
+
+
+def deadline(minutes: float | None) -> float:
+    """The time on the monotonic clock `minutes` from now; infinite for None."""
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
 def find(name: str) -> Campaign:

@@ -16,12 +16,12 @@ from typing import Final
 import hypothesis
 from hypothesis import given, settings
 
+from tests.campaigns import deadline
 from tests.fuzz.floods.floods import KINDS, WAYS, Arena, Figures, room
 from tests.fuzz.packets import program_runs
 from tests.fuzz.packets.comparison import (
     ATTACKS,
     BATCH,
-    SEEDS,
     SHOWN,
     Finding,
     compare,
@@ -30,7 +30,6 @@ from tests.fuzz.packets.comparison import (
     random_sequences,
     shrunk,
 )
-from tests.fuzz.packets.mutants import MUTANTS, found
 from tests.fuzz.packets.twins import Twins
 from tests.fuzz.worlds import HINTS, POLICIES, World, questions, three_endpoints, two_endpoints
 from tests.fuzz.worlds import compare as compare_policy
@@ -56,11 +55,6 @@ def cache() -> Iterator[Path]:
         yield Path(folder)
 
 
-def deadline(minutes: float | None) -> float | None:
-    """The time on the monotonic clock `minutes` from now; None: no deadline."""
-    return None if minutes is None else time.monotonic() + 60 * minutes
-
-
 def packets(seed: int, minutes: float | None) -> None:
     """Sends PACKETS random packets through every program."""
     with cache() as folder:
@@ -69,7 +63,7 @@ def packets(seed: int, minutes: float | None) -> None:
             until = deadline(minutes)
             while made.tally.verdicts.total() < PACKETS:
                 print(made.run(AT_ONCE, until), flush=True)
-                if until is not None and time.monotonic() > until:
+                if time.monotonic() > until:
                     break
 
 
@@ -92,7 +86,7 @@ def policy(seed: int, minutes: float | None) -> None:
     for number in itertools.count(seed):
         hypothesis.seed(number)(some(given(questions())(check)))()
         print(f"{done} worlds", flush=True)
-        if done >= WORLDS or (until is not None and time.monotonic() > until):
+        if done >= WORLDS or time.monotonic() > until:
             break
     for judge in judges:
         judge.close()
@@ -125,19 +119,6 @@ def floods(seed: int, minutes: float | None) -> None:
     assert not faults, "; ".join(faults)
 
 
-def mutants(seed: int, minutes: float | None) -> None:
-    """Compares builds with each of MUTANTS with nf_conntrack. The sequences of the suite must
-    detect every mutant, so seed and minutes have no effect.
-    """
-    missed = []
-    for mutant in MUTANTS:
-        count, shortest = found(mutant, SEEDS)
-        print(f"{mutant.name}: {count} of {BATCH}, {shortest}", flush=True)
-        if not count:
-            missed.append(mutant.name)
-    assert not missed, missed
-
-
 def _show(findings: list[Finding]) -> list[Finding]:
     for each in findings:
         print(each, flush=True)
@@ -152,7 +133,7 @@ def conntrack(seed: int, minutes: float | None) -> None:
     wrong = attacks = 0
     with cache() as folder, Twins(folder) as twins:
         until = deadline(minutes)
-        while played < SEQUENCES and not (until is not None and time.monotonic() > until):
+        while played < SEQUENCES and time.monotonic() < until:
             differing, rows = compare(twins, random_sequences(rng, BATCH))
             wrong += len(differing)
             findings += _show(shrunk(twins, differing))

@@ -18,6 +18,7 @@ What must hold:
 
 import contextlib
 import json
+import math
 import random
 import tempfile
 import threading
@@ -34,6 +35,7 @@ from kbpf.source.api.kubeconfig import find_access
 from kbpf.source.api.reflector import RELIST_INTERVAL, Reflector
 from kbpf.source.api.resource import SERVICES, SLICES
 from kbpf.source.decode import decode
+from tests.campaigns import deadline
 from tests.fuzz.inputs.histories import OPERATIONS, same_policy
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Kube, Object
@@ -252,7 +254,7 @@ def history(server: ApiServer, space: str, seed: int, operations: int, alone: bo
     return made.done
 
 
-def histories(server: ApiServer, seed: int, count: int, operations: int, deadline: float | None) -> Counter[str]:
+def histories(server: ApiServer, seed: int, count: int, operations: int, until: float = math.inf) -> Counter[str]:
     """Runs `count` histories from this seed on, one in ALONE_EVERY alone; returns what they did."""
     done: Counter[str] = Counter()
     with server.kube() as kube:
@@ -260,7 +262,7 @@ def histories(server: ApiServer, seed: int, count: int, operations: int, deadlin
             kube.create(namespace(f"h{worker}"))
     with ThreadPoolExecutor(WORKERS) as pool:
         for first in range(0, count, ALONE_EVERY):
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > until:
                 break
             numbers = list(range(first + 1, min(first + ALONE_EVERY, count)))
             parts = [numbers[worker::WORKERS] for worker in range(WORKERS)]
@@ -282,6 +284,6 @@ def histories(server: ApiServer, seed: int, count: int, operations: int, deadlin
 
 def campaign(seed: int, minutes: float | None) -> None:
     """Runs HISTORIES of OPERATIONS each, from this seed on."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    until = deadline(minutes)
     with ApiServer() as server:
-        print(dict(histories(server, seed, HISTORIES, OPERATIONS, deadline)))
+        print(dict(histories(server, seed, HISTORIES, OPERATIONS, until)))

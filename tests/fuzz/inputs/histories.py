@@ -32,6 +32,7 @@ from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, SLICES, Resource
 from kbpf.source.api.transport import ReadTimeout
 from kbpf.source.decode import decode
+from tests.campaigns import deadline
 
 HISTORIES: Final = 10_000
 OPERATIONS: Final = 200
@@ -371,10 +372,10 @@ def same_policy(chance: random.Random, said: Sequence[Sequence[Event]], whole: S
 
 def campaign(seed: int, minutes: float | None) -> None:
     """Runs HISTORIES of them, from this seed on."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    until = deadline(minutes)
     events = done = 0
     for number in range(HISTORIES):
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > until:
             break
         try:
             events += history(seed + number)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
+from tests.campaigns import deadline
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
 from tests.support.lab.lab import PATIENCE
 
@@ -30,14 +31,11 @@ KINDS: Final = {"services": "Service", "endpointslices": "EndpointSlice", "nodes
 
 
 class Row(NamedTuple):
-    """A server. `heals`: nothing has to be reported, because the watches recover by themselves.
-    `slow`: takes too long for a test suite.
-    """
+    """A server. `heals`: nothing has to be reported, because the watches recover by themselves."""
 
     name: str
     step: Step
     heals: bool = False
-    slow: bool = False
 
 
 # --- an ordinary server ---
@@ -192,12 +190,12 @@ ROWS: Final = (
     Row("an endless line in the head", endless(HEAD + b"X: ", b"x" * 65536)),
     Row("an endless page", paged(endless(JSON + b"\r\n", b" " * 65536))),
     Row("an endless page of objects", paged(endless(JSON + b"\r\n" + META, b"{}," * 20_000))),
-    Row("a slow head, byte by byte", endless(HEAD, b"X", 1.0), slow=True),
-    Row("a slow error, byte by byte", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0), slow=True),
-    Row("a slow page, byte by byte", paged(endless(JSON + b"\r\n", b" ", 1.0)), slow=True),
-    Row("a slow list, byte by byte", endless(CHUNKED, chunk(b" "), 1.0), slow=True),
-    Row("a slow watch, byte by byte", listed(then=endless(b"", chunk(b"x"), 1.0)), slow=True),
-    Row("a list without an end", growing, slow=True),
+    Row("a slow head, byte by byte", endless(HEAD, b"X", 1.0)),
+    Row("a slow error, byte by byte", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0)),
+    Row("a slow page, byte by byte", paged(endless(JSON + b"\r\n", b" ", 1.0))),
+    Row("a slow list, byte by byte", endless(CHUNKED, chunk(b" "), 1.0)),
+    Row("a slow watch, byte by byte", listed(then=endless(b"", chunk(b"x"), 1.0))),
+    Row("a list without an end", growing),
     Row("a line of 64 MiB", sends(CHUNKED, *[chunk(b"x" * (1 << 20))] * 64)),
     Row("lines of 64 MiB in a watch", listed(*[b"x" * (1 << 20)] * 64)),
     Row("10^5 nested arrays, a page", page(b"[" * 100_000)),
@@ -233,7 +231,7 @@ ROWS: Final = (
     Row("a chunk's length without an end", endless(CHUNKED, b"f" * 65536)),
     Row("HTTP/2 preface", sends(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + b"\x00\x03" * 9)),
     Row("1xx without an end", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
-    Row("1xx every second", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 1.0), slow=True),
+    Row("1xx every second", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 1.0)),
     Row("102, 103", sends(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 5)),
     Row("switching protocols", sends(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n")),
     Row("redirects", status(302, Location="/elsewhere")),
@@ -241,13 +239,13 @@ ROWS: Final = (
     Row("204 No Content", status(204)),
     Row("a gzip bomb", page(bomb(), Content_Encoding="gzip")),
     Row("a page of 64 MiB in gzip, without an end", packed(bomb())),
-    Row("empty gzip members, without an end", packed(gzip.compress(b"")), slow=True),
+    Row("empty gzip members, without an end", packed(gzip.compress(b""))),
     Row("invalid gzip", page(b"{}", Content_Encoding="gzip")),
     Row("rubbish", sends(random.Random(1).randbytes(100_000))),
     Row("an SSH banner", sends(b"SSH-2.0-OpenSSH_9.2\r\n")),
     Row("invalid UTF-8", page(META + b'{"metadata":{"name":"\xff\xfe"}}]}'), heals=True),
     Row("1,000 headers", sends(HEAD + b"A: b\r\n" * 1000 + b"\r\n{}")),
-    Row("silence", Exchange.hang, slow=True),
+    Row("silence", Exchange.hang),
     Row("a reset after the head", lambda e: (e.head(200), e.reset())),
     Row("a reset in the list", lambda e: (e.watch(line("ADDED", named("a", 5))), e.reset())),
     Row("bookmarks that go back", listed(bookmark(1001), bookmark(7))),
@@ -255,11 +253,11 @@ ROWS: Final = (
     Row("other content each time, and 410", changing),
     Row("410 after each list", listed(line("ERROR", {"code": 410}), then=Exchange.end)),
     Row("410 always", status(410)),
-    Row("429 and an absurd Retry-After", status(429, Retry_After="99999999999999"), slow=True),
+    Row("429 and an absurd Retry-After", status(429, Retry_After="99999999999999")),
     Row("500 in the watch", listed(line("ERROR", {"code": 500, "message": "x"}), then=Exchange.end)),
     Row("401 always", status(401)),
     Row("403 with escape sequences", status(403, "\x1b[2J\x1b]0;x\x07")),
-    Row("endless pages", paged(next_page), slow=True),
+    Row("endless pages", paged(next_page)),
     Row("a page that continues with itself", page(b'{"metadata":{"continue":"x","resourceVersion":"5"},"items":[]}')),
 )
 BOUNDED: Final = tuple(
@@ -372,12 +370,12 @@ def survive(row: Row) -> str:
 
 def campaign(seed: int, minutes: float | None) -> None:
     """Runs all rows in an order that the seed decides; `minutes` ends it early."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    until = deadline(minutes)
     rows = list(ROWS)
     random.Random(seed).shuffle(rows)
     wrong = []
     for row in rows:
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > until:
             break
         try:
             print(f"{row.name}: {survive(row)}", flush=True)

@@ -12,6 +12,7 @@
 """
 
 import contextlib
+import math
 import random
 import socket
 import time
@@ -95,19 +96,19 @@ class ProgramRuns:
         for program in self._programs.values():
             program.close()
 
-    def run(self, count: int, until: float | None = None) -> Tally:
+    def run(self, count: int, until: float = math.inf) -> Tally:
         """Makes `count` runs, or fewer if `until` has come; raises AssertionError if an invariant
         fails.
         """
         return inside_of(self._name, lambda: self._run(count, until))
 
-    def _run(self, count: int, until: float | None) -> Tally:
+    def _run(self, count: int, until: float) -> Tally:
         direct = int(count * DIRECT)
         for done in range(count - direct):
             self._one(self._rng.choice(("tc_ingress", "tc_ingress", "tc_egress")))
             if done % BETWEEN_LOOKS == BETWEEN_LOOKS - 1:
                 self.look()
-                if until is not None and time.monotonic() > until:
+                if time.monotonic() > until:
                     break
         self.look()
         tails = [name for name in self._programs if name not in ("tc_ingress", "tc_egress")]
