@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import compile, flatten
-from tests.fuzz.packets.mutants import Mutant
+from tests.fuzz.packets.mutants import MUTANTS, Mutant
 from tests.mutations.groups import paths_of
 
-GOAL: Final = 80
-"""How many of a hundred must be noticed."""
+COMPARED: Final = ("tests/fuzz/packets/test_conntrack.py",)
+"""Judges MUTANTS, each of which it must notice: they prove that the comparison works."""
 
 
 def _programs(names: str) -> tuple[str, ...]:
@@ -602,4 +602,13 @@ PATCHES: Final = (
             "if (before == BPF_TCP_FIN_WAIT1 ||",
         ),
     ),
+    *(Patch(mutant, COMPARED) for mutant in MUTANTS),
 )
+
+
+GOALS: Final = {"c": 80, "conntrack": 100}
+"""Group → how many of a hundred must be noticed."""
+
+
+def patches(group: str) -> list[Patch]:
+    return [patch for patch in PATCHES if (patch.tests == COMPARED) == (group == "conntrack")]

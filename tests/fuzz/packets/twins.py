@@ -7,6 +7,7 @@ stack of this machine takes part.
 
 import contextlib
 import os
+import re
 import select
 import socket
 import struct
@@ -18,7 +19,6 @@ from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import DEVICE, FLOW, DeviceFlag, Target, TcpState
-from kbpf.kernel.net.netlink import Netlink, parse_attributes
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from tests.fuzz.packets.node import (
@@ -368,32 +368,6 @@ def _ruleset() -> str:
 
 # ---- tables of connections -----------------------------------------------------------------------
 
-_CONNTRACK, _GET, _DELETE = 12, 0x101, 0x102
-_ORIGINAL, _STATUS, _PROTOINFO, _TIMEOUT = 1, 3, 4, 7
-_ASSURED = 1 << 2
-TCP_STATES: Final = (
-    "NONE",
-    "SYN_SENT",
-    "SYN_RECV",
-    "ESTABLISHED",
-    "FIN_WAIT",
-    "CLOSE_WAIT",
-    "LAST_ACK",
-    "TIME_WAIT",
-    "CLOSE",
-    "SYN_SENT2",
-)
-SCTP_STATES: Final = (
-    "NONE",
-    "CLOSED",
-    "COOKIE_WAIT",
-    "COOKIE_ECHOED",
-    "ESTABLISHED",
-    "SHUTDOWN_SENT",
-    "SHUTDOWN_RECD",
-    "SHUTDOWN_ACK_SENT",
-    "HEARTBEAT_SENT",
-)
 _EARLY_DROP: Final = {
     6: ("FIN_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
     132: ("SHUTDOWN_SENT", "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT"),
@@ -436,32 +410,28 @@ class Row(NamedTuple):
     """Seconds."""
 
 
+_LISTED: Final = re.compile(
+    r"\w+ +(?P<protocol>\d+) (?P<left>\d+) (?:(?P<state>[A-Z]\w+) )?"
+    r"src=(?P<source>\S+) dst=(?P<to>\S+) sport=(?P<source_port>\d+) dport=(?P<to_port>\d+) "
+)
+
+
 def flush_conntrack() -> None:
     """Deletes all entries in the calling thread's network namespace."""
-    with Netlink(_CONNTRACK, "conntrack") as netlink:
-        netlink.request(_DELETE, struct.pack("=BBH", 0, 0, 0))
+    for family in ("ipv4", "ipv6"):
+        run("conntrack", "-F", "-f", family)
 
 
 def dump_conntrack() -> list[Row]:
     """TCP, UDP and SCTP entries in the calling thread's network namespace."""
-    with Netlink(_CONNTRACK, "conntrack") as netlink:
-        messages = netlink.dump(_GET, struct.pack("=BBH", 0, 0, 0))
     found = []
-    for message in messages:
-        told = parse_attributes(message.body[4:])
-        original = parse_attributes(told[_ORIGINAL])
-        where, what = parse_attributes(original[1]), parse_attributes(original[2])
-        protocol = what[1][0]
-        if protocol not in _EARLY_DROP:
-            continue
-        hosts = [where.get(kinds[0], where.get(kinds[1], b"")) for kinds in ((1, 3), (2, 4))]
-        kind = socket.AF_INET if len(hosts[0]) == 4 else socket.AF_INET6
-        source, to = (socket.inet_ntop(kind, host) for host in hosts)
-        ports = [int.from_bytes(what[port], "big") for port in (2, 3)]
-        assured = bool(int.from_bytes(told[_STATUS], "big") & _ASSURED)
-        left = int.from_bytes(told[_TIMEOUT], "big")
-        state = _state(protocol, told, assured)
-        found.append(Row(protocol, source, ports[0], to, ports[1], state, assured, left))
+    for line in "".join(run("conntrack", "-L", "-f", family) for family in ("ipv4", "ipv6")).splitlines():
+        if (told := _LISTED.match(line)) is None:
+            continue  # of ICMP
+        assured = "[ASSURED]" in line
+        state = told["state"] or ("STREAM" if assured else "DATAGRAMS")
+        numbers = {name: int(told[name]) for name in ("protocol", "source_port", "to_port", "left")}
+        found.append(Row(source=told["source"], to=told["to"], state=state, assured=assured, **numbers))
     return found
 
 
@@ -473,15 +443,6 @@ def _read_conntrack() -> dict[Key, tuple[Outcome, float]]:
         key = (row.protocol, end(row.source, row.source_port), end(row.to, row.to_port))
         found[key] = Outcome(row.state, needed, seconds), now - (seconds - row.left)
     return found
-
-
-def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
-    if protocol == 17:
-        return "STREAM" if assured else "DATAGRAMS"
-    info = parse_attributes(told.get(_PROTOINFO, b""))
-    (raw,) = info.values()
-    number = parse_attributes(raw)[1][0]
-    return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
 
 
 def _snat_of(raw: bytes) -> tuple[str, int]:
