@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +39,7 @@ class ConfinedAgent(PodAgent):
     """A PodAgent whose image has the virtual environment at the path of kbpf's image."""
 
     def image(self, rootfs: Path) -> Image:
-        usual = super().image(rootfs)
-        env = {**usual.env, "PYTHONPATH": str(ROOT)}
-        return Image(usual.root, usual.shown, usual.path, env, {Path("/opt/kbpf"): VENV})
+        return replace(super().image(rootfs), instead={Path("/opt/kbpf"): VENV})
 
 
 @pytest.fixture(scope="module")

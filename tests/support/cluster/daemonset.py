@@ -148,7 +148,7 @@ class PodAgent(Agent):
             made.root,
             made.shown,
             f"{scripts}:{made.path}",
-            {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1"},
+            {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
         )
 
     def wait_ready(self, spec: Object, seconds: float = 2 * PATIENCE) -> None:
