@@ -169,29 +169,3 @@ def test_the_uplink_is_listed_with_both_programs(field: Field) -> None:
     assert uplink["role"] == "host"
     assert uplink["ingress"]
     assert uplink["egress"]
-
-
-def test_a_second_agent_with_the_same_pins_is_refused(field: Field) -> None:
-    """The page, "The pod", third row."""
-    words = "another agent is at work here"
-    assert f"says `{words}`" in PAGE
-    agent = field.agent
-    command = (
-        sys.executable,
-        "-m",
-        "kbpf",
-        "run",
-        "--source",
-        str(field.folder),
-        "--pin-dir",
-        str(agent.pin_dir),
-        "--cgroup",
-        str(agent.node.cgroup),
-        "--mode",
-        "bpf",
-        "--healthz-bind-address=",
-        "--metrics-bind-address=",
-    )
-    done = subprocess.run(inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert words in done.stderr

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -544,10 +544,3 @@ def detach(pin: Path) -> None:
     """
     with contextlib.suppress(KernelError), Link.open(pin) as link:
         link.detach()
-
-
-@contextlib.contextmanager
-def lab(nodes: int = 2) -> Iterator[Lab]:
-    """A lab, removed at the end of the block."""
-    with Lab(nodes) as made:
-        yield made
