@@ -19,11 +19,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
 
 Campaign = Callable[[int, float | None], None]
 
-CAMPAIGNS: Final[dict[str, str]] = {
+CAMPAIGNS = {
     "servers": "tests.fuzz.inputs.hostile_servers:campaign",
     "histories": "tests.fuzz.inputs.histories:campaign",
     "api-histories": "tests.fuzz.inputs.api_histories:campaign",
@@ -42,7 +41,7 @@ CAMPAIGNS: Final[dict[str, str]] = {
 }
 """Name → module:function, imported only when it runs: campaigns have different dependencies."""
 
-KEPT: Final = Path("build/campaigns/runs.jsonl")
+KEPT = Path("build/campaigns/runs.jsonl")
 
 
 def deadline(minutes: float | None) -> float:

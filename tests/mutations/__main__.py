@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from tests.mutations import c_patches
 from tests.mutations.groups import GROUPS, ROOT, Group
 from tests.mutations.python import PythonMutant
 from tests.support.build.artifacts import ARTIFACTS
 
-PROCESSES: Final = 2
-SAMPLE: Final = {"c": 20}
-USUAL_SAMPLE: Final = 25
-PATIENCE_SECONDS: Final = 60.0
+PROCESSES = 2
+SAMPLE = {"c": 20}
+USUAL_SAMPLE = 25
+PATIENCE_SECONDS = 60.0
 """Added to ten times what the tests take without a mutant; then it hangs, which counts as
 noticed.
 """

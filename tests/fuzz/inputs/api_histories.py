@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Upsert
 from kbpf.source.api import credentials as source
@@ -43,21 +43,21 @@ from tests.support.cluster.kube_objects import endpoint, endpoint_slice, namespa
 from tests.support.faults.faults import Cut, FaultProxy
 from tests.support.lab.lab import PATIENCE, until
 
-HISTORIES: Final = 1_000
-WORKERS: Final = 6
-ALONE_EVERY: Final = 25
-NAMES: Final = 12
+HISTORIES = 1_000
+WORKERS = 6
+ALONE_EVERY = 25
+NAMES = 12
 """Objects of a kind that exist at the same time."""
-FAULTS: Final = 0.15
+FAULTS = 0.15
 """The share of operations that come with a fault."""
-SILENCE_SECONDS: Final = 2.0
+SILENCE_SECONDS = 2.0
 """The silence after which a watch counts as dead; some watches are frozen."""
-RELIST_ALONE_SECONDS: Final = 20.0
-PAUSE_SECONDS: Final = 0.05
+RELIST_ALONE_SECONDS = 20.0
+PAUSE_SECONDS = 0.05
 """The longest pause of a Reflector before a retry."""
-CATCH_UP_SECONDS: Final = PATIENCE
-KINDS: Final = {Kind.SERVICE: "Service", Kind.SLICE: "EndpointSlice"}
-STATUSES: Final = (500, 503, 429, 401, 410, 504)
+CATCH_UP_SECONDS = PATIENCE
+KINDS = {Kind.SERVICE: "Service", Kind.SLICE: "EndpointSlice"}
+STATUSES = (500, 503, 429, 401, 410, 504)
 
 
 def key_of(kind: Kind, obj: Object) -> ObjectKey:

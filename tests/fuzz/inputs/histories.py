@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from kbpf.errors import SourceError
@@ -34,11 +34,11 @@ from kbpf.source.api.transport import ReadTimeout
 from kbpf.source.decode import decode
 from tests.campaigns import deadline
 
-HISTORIES: Final = 10_000
-OPERATIONS: Final = 200
-NAMES: Final = [f"s{n}" for n in range(12)]
-PAGE: Final = 4
-END: Final = {"k8s.io/initial-events-end": "true"}
+HISTORIES = 10_000
+OPERATIONS = 200
+NAMES = [f"s{n}" for n in range(12)]
+PAGE = 4
+END = {"k8s.io/initial-events-end": "true"}
 
 Object = dict[str, Any]
 

@@ -16,18 +16,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from tests.campaigns import deadline
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
 from tests.support.lab.lab import PATIENCE
 
-MEMORY_MB: Final = 300.0
-VISIBLE_SECONDS: Final = PATIENCE
-HEAL_SECONDS: Final = PATIENCE
+MEMORY_MB = 300.0
+VISIBLE_SECONDS = PATIENCE
+HEAL_SECONDS = PATIENCE
 """Enough for a back-off of 30 s and for a Retry-After of 90 s."""
-END: Final = {"k8s.io/initial-events-end": "true"}
-KINDS: Final = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"}
+END = {"k8s.io/initial-events-end": "true"}
+KINDS = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"}
 
 
 class Row(NamedTuple):
@@ -161,14 +161,14 @@ def growing(exchange: Exchange) -> None:
     exchange.open = False
 
 
-MANY_LINES: Final = b"".join(
+MANY_LINES = b"".join(
     b"%x\r\n%s\r\n" % (len(data), data)
     for data in [json.dumps(line("ADDED", named(f"n{n}", n))).encode() + b"\n" for n in range(50)]
 )
-HEAD: Final = b"HTTP/1.1 200 OK\r\n"
-JSON: Final = HEAD + b"Content-Type: application/json\r\n"
-CHUNKED: Final = JSON + b"Transfer-Encoding: chunked\r\n\r\n"
-META: Final = b'{"metadata":{"resourceVersion":"5"},"items":['
+HEAD = b"HTTP/1.1 200 OK\r\n"
+JSON = HEAD + b"Content-Type: application/json\r\n"
+CHUNKED = JSON + b"Transfer-Encoding: chunked\r\n\r\n"
+META = b'{"metadata":{"resourceVersion":"5"},"items":['
 
 
 def chunk(data: bytes) -> bytes:
@@ -184,7 +184,7 @@ def packed(member: bytes) -> Step:
     return endless(HEAD + b"Content-Encoding: gzip\r\n\r\n", member)
 
 
-ROWS: Final = (
+ROWS = (
     Row("an endless error", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x" * 65536)),
     Row("an endless head", endless(HEAD, b"X-Filler: " + b"x" * 1000 + b"\r\n")),
     Row("an endless line in the head", endless(HEAD + b"X: ", b"x" * 65536)),
@@ -260,7 +260,7 @@ ROWS: Final = (
     Row("endless pages", paged(next_page)),
     Row("a page that continues with itself", page(b'{"metadata":{"continue":"x","resourceVersion":"5"},"items":[]}')),
 )
-BOUNDED: Final = tuple(
+BOUNDED = tuple(
     row
     for row in ROWS
     if row.name
@@ -309,7 +309,6 @@ class Child:
 
     def watch(self, seconds: float, until: Callable[[dict[str, Any]], bool]) -> float:
         """Seconds until a report fulfils this. Raises AssertionError, also for too much memory."""
-        assert self._process.stdout is not None
         begun = time.monotonic()
         while time.monotonic() - begun < seconds:
             if not select.select([self._process.stdout], [], [], 1.0)[0]:
@@ -326,7 +325,6 @@ class Child:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
         self._process.stdout.close()
 
 

@@ -8,18 +8,18 @@ bounded memory. Every request follows from the seed and its number.
 import contextlib
 import math
 import random
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 from kbpf.serve.http import HttpServer
 from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.campaigns import deadline
 from tests.support.lab.lab import PATIENCE
 
-REQUESTS: Final = 1_000_000
-BATCH: Final = 500
+REQUESTS = 1_000_000
+BATCH = 500
 """Requests sent between two honest probes."""
 
 # Parts of requests: words that are valid or nearly so, and then what cannot be written as a word.
@@ -67,8 +67,8 @@ VALUES = (
 )
 ENDS = (b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r", b"\n\r", b"\r\r\n")
 
-USUAL: Final = HttpResponse(200, b"ok\n")
-PAGE: Final = HttpResponse(200, b"# a page\n" * 20_000)
+USUAL = HttpResponse(200, b"ok\n")
+PAGE = HttpResponse(200, b"# a page\n" * 20_000)
 
 
 def pick(chance: random.Random, options: Sequence[bytes], first: float = 0.5) -> bytes:
@@ -146,10 +146,10 @@ def send(port: int, raw: bytes) -> None:
         sock.recv(4096)
 
 
-def resident() -> int:
-    """Resident memory of this process in bytes."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+def resident(process: int | str = "self") -> int:
+    """Resident memory of a process in bytes."""
+    with open(f"/proc/{process}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def run(seed: int, count: int, until: float = math.inf) -> dict[str, float]:

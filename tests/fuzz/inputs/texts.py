@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -28,11 +28,11 @@ from kbpf.source.folder import documents
 from kbpf.source.folder.folder import FolderSource
 from tests.campaigns import deadline
 
-TEXTS: Final = 1_000_000
-SLOW_SECONDS: Final = 2.0
+TEXTS = 1_000_000
+SLOW_SECONDS = 2.0
 """CPU time for one text, on a busy machine."""
 
-VALID: Final = (
+VALID = (
     """\
 apiVersion: v1
 kind: Service
@@ -65,7 +65,7 @@ ports: [{name: http, port: 8080}, {name: dns, port: 5353, protocol: UDP}]
     "status: {addresses: [{type: InternalIP, address: 192.0.2.7}]}}\n",
     "{kind: Pod, metadata: {name: p, uid: abc, labels: {kbpf.io/socket-lb: off}}, spec: {nodeName: n}}\n",
 )
-CONFIGURATION: Final = """\
+CONFIGURATION = """\
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: ipvs
@@ -80,15 +80,15 @@ socketLB: {mode: on, exempt: [a*]}
 packetPath: {masqueradePorts: 1024-2000}
 mapSizes: {connections: 5000}
 """
-KUBECONFIG: Final = """\
+KUBECONFIG = """\
 current-context: a
 clusters: [{name: c, cluster: {server: "https://192.0.2.1:6443", certificate-authority-data: YQ==}}]
 users: [{name: u, user: {token: t}}]
 contexts: [{name: a, context: {cluster: c, user: u}}]
 """
-SCALARS: Final = "null ~ true on -1 0 1e999 .inf .nan 0x1f 010 1_000 2001:db8::1 :: 10.0.0.0/33 2026-11-22 1:30:20"
-SIGNS: Final = "'' [] {} [[]] &a *a | >- ' \" # @ ` = << \\ é name ports spec kind"
-WORDS: Final = (
+SCALARS = "null ~ true on -1 0 1e999 .inf .nan 0x1f 010 1_000 2001:db8::1 :: 10.0.0.0/33 2026-11-22 1:30:20"
+SIGNS = "'' [] {} [[]] &a *a | >- ' \" # @ ` = << \\ é name ports spec kind"
+WORDS = (
     *SCALARS.split(),
     *SIGNS.split(),
     "<<: *a",
@@ -120,10 +120,10 @@ WORDS: Final = (
     "9" * 5000,
     "x" * 300,
 )
-STRINGS: Final = (
+STRINGS = (
     "x 80 10.0.0.1 ::1 fd00::5 0.0.0.0 10.0.0.0/0 None TCP UDP SCTP ClusterIP Local Cluster maglev *=0 a=1000,b=1001"
 )
-VALUES: Final[tuple[Any, ...]] = (
+VALUES = (
     *(None, True, -1, 0, 1.5, 1e308, 1 << 40, 1 << 80, 65535, 65536, [], {}, [None], [[]], {"a": None}),
     *STRINGS.split(),
     "",
@@ -251,8 +251,8 @@ def _plain() -> list[tuple[Kind, dict[str, Any]]]:
     return [(Kind(each["kind"]), each) for each in made]
 
 
-PLAIN: Final = _plain()
-TARGETS: Final[tuple[Callable[[random.Random, Path], None], ...]] = (
+PLAIN = _plain()
+TARGETS = (
     manifest,
     configuration,
     kubeconfig,

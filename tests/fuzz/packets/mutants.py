@@ -5,11 +5,11 @@ differences.py.
 """
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import kbpf
 
-PACKAGE: Final = Path(kbpf.__file__).parent
+PACKAGE = Path(kbpf.__file__).parent
 
 
 class Mutant(NamedTuple):
@@ -21,7 +21,7 @@ class Mutant(NamedTuple):
     new: str
 
 
-MUTANTS: Final = (
+MUTANTS = (
     Mutant("any reset closes", "tc/judge.h", "if (n->sequence != peer->ack && !sent)", "if (false)"),
     Mutant(
         "the window is not checked", "tc/judge.h", "if (!(flags & TCP_ACK) || !fits) {", "if (!(flags & TCP_ACK)) {"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import DEVICE, FLOW, DeviceFlag, Target, TcpState
@@ -44,19 +44,19 @@ from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker, parse_toke
 from tests.support.lab.lab import inside, ip, run, until
 from tests.support.packets.packets import frame, udp
 
-UNUSED_PORT: Final = 9
+UNUSED_PORT = 9
 """A port of the node that no masqueraded client can get: for unsolicited packets of a backend."""
-STREAM_SECONDS: Final = 2
+STREAM_SECONDS = 2
 FIRST_PORT, LAST_PORT = 2000, 60_000
 """Client ports, one for each sequence of a batch; masqueraded clients keep these."""
-MOST_AT_ONCE: Final = 300
+MOST_AT_ONCE = 300
 """Packets sent before their arrival is awaited: a CPU's backlog has room for 1,000."""
-PATIENCE: Final = 60.0
-LONGEST_PHASE: Final = STREAM_SECONDS - 0.1
+PATIENCE = 60.0
+LONGEST_PHASE = STREAM_SECONDS - 0.1
 """Seconds between two pauses: after 2 s a UDP flow is a stream."""
-LONGEST_BATCH: Final = 9.0
+LONGEST_BATCH = 9.0
 """The shortest timeout is 30 s, and one of 40 s would be read as 30 s once 10 s have passed."""
-SIZES: Final = MapSizes(connections=65_536, affinity=1024)
+SIZES = MapSizes(connections=65_536, affinity=1024)
 
 
 class Played(NamedTuple):
@@ -83,8 +83,8 @@ class Outcome(NamedTuple):
     """No packet has counted since the script's last pause."""
 
 
-NOTHING: Final = Outcome("none", False, 0)
-REUSED: Final = Outcome("CLOSED", False, 120)
+NOTHING = Outcome("none", False, 0)
+REUSED = Outcome("CLOSED", False, 120)
 """Of a connection whose entry is gone because another one has its port: a port is free once its
 connection is closed.
 """
@@ -368,13 +368,13 @@ def _ruleset() -> str:
 
 # ---- tables of connections -----------------------------------------------------------------------
 
-_EARLY_DROP: Final = {
+_EARLY_DROP = {
     6: ("FIN_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
     132: ("SHUTDOWN_SENT", "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT"),
     17: (),
 }
 """States in which Linux evicts an assured connection for others: can_early_drop()."""
-_SHORT: Final = (
+_SHORT = (
     "tcp_timeout_close",
     "tcp_timeout_last_ack",
     "sctp_timeout_closed",
@@ -384,13 +384,13 @@ _SHORT: Final = (
     "sctp_timeout_shutdown_recd",
     "sctp_timeout_shutdown_ack_sent",
 )
-QUIET_SECONDS: Final = 11
+QUIET_SECONDS = 11
 """kbpf's need of a connection is computed as if it had been idle for this time: entries that it
 keeps only for a while are evictable after 5 or 10 s."""
-SHORT_SECONDS: Final = 40
+SHORT_SECONDS = 40
 """For Linux's timeouts between 3 and 30 s."""
 
-CLASSES: Final = (30, SHORT_SECONDS, 60, 120, 210, 300, 3_600, 86_400)
+CLASSES = (30, SHORT_SECONDS, 60, 120, 210, 300, 3_600, 86_400)
 """Seconds: the timeouts of both nodes. A remaining time counts as the next larger one."""
 
 Key = tuple[int, str, str]
@@ -410,7 +410,7 @@ class Row(NamedTuple):
     """Seconds."""
 
 
-_LISTED: Final = re.compile(
+_LISTED = re.compile(
     r"\w+ +(?P<protocol>\d+) (?P<left>\d+) (?:(?P<state>[A-Z]\w+) )?"
     r"src=(?P<source>\S+) dst=(?P<to>\S+) sport=(?P<source_port>\d+) dport=(?P<to_port>\d+) "
 )

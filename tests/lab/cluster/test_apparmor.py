@@ -81,7 +81,6 @@ def served(house: FolderPod, number: int) -> None:
     finally:
         outside.close()
     status = house.agent.status()
-    assert status is not None
     assert (status["error"], status["packets"]["problem"]) == ("", ""), house.agent.tail()
     assert status["services"] >= number, status
 
@@ -93,7 +92,7 @@ def denied(since: int) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_agent_works_under_each_profile_without_denials(house: FolderPod, profile: str) -> None:
+def test_the_agent_works_under_each_profile_without_denials(house: FolderPod, profile: str):
     """Start, grow maps, adopt, check, destroy sockets, clean up, without a denial."""
     agent, (_, before) = house.agent, denied(0)
     agent.remove_pins()
@@ -215,7 +214,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("profile", ["", *PROFILES])
-def test_the_profiles_deny_and_allow_exactly_these_actions(house: FolderPod, profile: str) -> None:
+def test_the_profiles_deny_and_allow_exactly_these_actions(house: FolderPod, profile: str):
     """The container has CAP_SYS_ADMIN, so that only the profile can deny these actions."""
     house.agent.use_cache(house.agent.folder / "cache")  # a guest cannot write to the shared cache
     house.launch(template(house, profile, "-c", "import time; time.sleep(3600)"))

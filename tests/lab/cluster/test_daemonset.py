@@ -111,7 +111,7 @@ def adopted(agents: list[PodAgent]) -> None:
         assert "hooks attached changed=0" in said, "no hook is attached again"
 
 
-def test_a_rollout_restart_fails_no_connection(web: PodCluster) -> None:
+def test_a_rollout_restart_fails_no_connection(web: PodCluster):
     before = [agent.runs for agent in running(web)]
     with connections(web) as load:
         web.kubectl(*SPACE, "rollout", "restart", "ds", "kube-proxy")
@@ -153,7 +153,7 @@ def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return other
 
 
-def test_a_rolling_update_to_another_map_layout_and_back(web: PodCluster, another_version: Path) -> None:
+def test_a_rolling_update_to_another_map_layout_and_back(web: PodCluster, another_version: Path):
     """The new version has new maps, to which entries are copied, and its programs replace those at
     the hooks. The version it goes back to does not know the new layout: connections of the packet
     path end there (docs/limits.md), and no others.
@@ -191,11 +191,10 @@ def update(web: PodCluster, image: str, another_version: Path, load: Load) -> No
 def packet_problems(agent: PodAgent) -> tuple[str, list[str]]:
     """What is wrong with the packet path as a whole, and the devices that have no programs."""
     status = agent.status()
-    assert status is not None
     return status["packets"]["problem"], status["packets"]["failed"]
 
 
-def test_deleted_pods_are_replaced_without_failed_connections(web: PodCluster) -> None:
+def test_deleted_pods_are_replaced_without_failed_connections(web: PodCluster):
     agents = running(web)
     with connections(web) as load:
         said = web.kubectl(*SPACE, "delete", "pods", "-l", "k8s-app=kube-proxy", "--wait=false")
@@ -208,7 +207,7 @@ def test_deleted_pods_are_replaced_without_failed_connections(web: PodCluster) -
     adopted(agents)
 
 
-def test_all_objects_deleted_and_recreated_fail_no_connection(web: PodCluster) -> None:
+def test_all_objects_deleted_and_recreated_fail_no_connection(web: PodCluster):
     """Traffic continues without the ServiceAccount, the ConfigMap and the pods; changes made
     meanwhile are applied afterwards.
     """
@@ -229,7 +228,7 @@ def test_all_objects_deleted_and_recreated_fail_no_connection(web: PodCluster) -
         expect(web, client, f"{HOST}:80", "a1")
 
 
-def test_a_joining_node_is_served(web: PodCluster) -> None:
+def test_a_joining_node_is_served(web: PodCluster):
     """The new node serves as soon as its agent is synced; traffic of the others is not
     disturbed.
     """
@@ -243,7 +242,7 @@ def test_a_joining_node_is_served(web: PodCluster) -> None:
         expect(web, client, f"[{HOST6}]:80", "a1 b1 c1")
 
 
-def test_the_cleanup_daemonset_removes_kbpf_from_the_nodes(web: PodCluster) -> None:
+def test_the_cleanup_daemonset_removes_kbpf_from_the_nodes(web: PodCluster):
     """A cleanup DaemonSet's pod becomes ready once its node is clean. While an agent runs it
     neither becomes ready nor stops it. It finds the pins where the ConfigMap says.
     """
@@ -277,7 +276,7 @@ def test_the_cleanup_daemonset_removes_kbpf_from_the_nodes(web: PodCluster) -> N
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
-def test_probes_succeed_at_the_nodes_address(pods: PodCluster, probe: str) -> None:
+def test_probes_succeed_at_the_nodes_address(pods: PodCluster, probe: str):
     """Probed as by a kubelet: at the node's address."""
     agent = pods.pod_agents[1]
     (found,) = pods.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
@@ -286,7 +285,7 @@ def test_probes_succeed_at_the_nodes_address(pods: PodCluster, probe: str) -> No
     until("the probe succeeds", lambda: asked(agent, port, path) == 200)
 
 
-def test_without_rights_the_agent_is_alive_but_not_ready(pods: PodCluster) -> None:
+def test_without_rights_the_agent_is_alive_but_not_ready(pods: PodCluster):
     """So a rollout stops at this node and the probe says why. The pinned hooks keep serving."""
     agent = pods.pod_agents[1]
     account = "system:serviceaccount:kube-system:kube-proxy"
@@ -304,7 +303,7 @@ def test_without_rights_the_agent_is_alive_but_not_ready(pods: PodCluster) -> No
 
 
 @pytest.mark.parametrize("place", ["config.conf", "kbpf-settings"])
-def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster, place: str) -> None:
+def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster, place: str):
     """The commands find the agent's folders without flags, though its pins are elsewhere: by the
     file, or by the environment variables of the ConfigMap kbpf-settings.
     """
@@ -357,7 +356,7 @@ def list_services(agent: PodAgent) -> list[Object]:
     return [] if done.stderr else list(json.loads(done.stdout)["items"])
 
 
-def test_the_service_account_may_send_events(pods: PodCluster) -> None:
+def test_the_service_account_may_send_events(pods: PodCluster):
     """An Event of the agent's start is stored for both nodes."""
 
     def reported() -> set[str]:
@@ -370,7 +369,7 @@ def test_the_service_account_may_send_events(pods: PodCluster) -> None:
 # ---- what the container may do -----------------------------------------------------------
 
 
-def test_the_container_has_exactly_the_granted_capabilities(pods: PodCluster) -> None:
+def test_the_container_has_exactly_the_granted_capabilities(pods: PodCluster):
     """The fake kubelet grants exactly that, so the other tests prove that it is enough."""
     wanted = capabilities_here(CAPABILITIES)
     status = Path(f"/proc/{pods.pod_agents[0].pid}/status").read_text()
@@ -381,7 +380,7 @@ def test_the_container_has_exactly_the_granted_capabilities(pods: PodCluster) ->
     assert (facts["NoNewPrivs"], facts["Seccomp"]) == ("1", "2")
 
 
-def test_the_nodes_cgroup_root_is_found_in_a_cgroup_namespace(pods: PodCluster) -> None:
+def test_the_nodes_cgroup_root_is_found_in_a_cgroup_namespace(pods: PodCluster):
     """The container has its own cgroup namespace. Agents of the lab get --cgroup, since the root of
     a lab node is not a real one; here the container gets the machine's root mounted and no flag.
     """
@@ -391,7 +390,7 @@ def test_the_nodes_cgroup_root_is_found_in_a_cgroup_namespace(pods: PodCluster) 
     assert said == f"/host{cgroup2()}"
 
 
-def test_sysctls_of_the_node_are_set_from_the_container(pods: PodCluster) -> None:
+def test_sysctls_of_the_node_are_set_from_the_container(pods: PodCluster):
     """A container's own /proc/sys is read-only. The agent sets conntrack's time-outs to
     kube-proxy's values, and keeps the ports of masqueraded clients out of the range of the node's
     sockets.
@@ -435,7 +434,7 @@ error in its log, "" for none.
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_capabilities_that_the_agent_needs(pods: PodCluster, name: str) -> None:
+def test_capabilities_that_the_agent_needs(pods: PodCluster, name: str):
     """Without pins of an earlier agent. A pod's UDP socket is aborted when its backend is removed,
     or the log says why not.
     """

@@ -108,7 +108,7 @@ def in_use(cluster: KubeadmCluster, dialled: Node) -> Iterator[InUse]:
 
 def test_the_documented_steps_there_and_back_fail_no_connection(
     cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path
-) -> None:
+):
     shell = Shell(cluster, tmp_path, kubectl, kubeadm)
     with in_use(cluster, cluster.lab.nodes[1]) as use:
         to_kbpf(cluster, shell, use)
@@ -215,7 +215,7 @@ def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("cluster", MODES[:1], indirect=True)
 def test_a_failed_rollout_is_reverted_by_the_documented_steps(
     cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path, not_ready: Path
-) -> None:
+):
     """migration.md: the rollout stops at the first node, and kube-proxy is restored there.
 
     First with an image that does not exist in the registry; then with one that does not become

@@ -37,7 +37,7 @@ UPGRADES = sorted(
 )
 
 
-def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path) -> None:
+def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path):
     """docs/install.md: the phases that its commands skip exist."""
     assert [command for command, _ in UPGRADES] == ["apply", "node"]
     for command, phase in UPGRADES:
@@ -72,7 +72,7 @@ def said(value: Any) -> Any:
     return [said(each) for each in value] if isinstance(value, list) else value
 
 
-def test_names_accounts_and_rights_equal_kubeadms(made: Objects, ours: Objects) -> None:
+def test_names_accounts_and_rights_equal_kubeadms(made: Objects, ours: Objects):
     assert ours.keys() == made.keys() | OURS
     others = made.keys() - {("DaemonSet", "kube-proxy"), ("ConfigMap", "kube-proxy")}
     assert sorted(kind for kind, _ in others) == ["ClusterRoleBinding", "Role", "RoleBinding", "ServiceAccount"]
@@ -80,7 +80,7 @@ def test_names_accounts_and_rights_equal_kubeadms(made: Objects, ours: Objects) 
         assert said(ours[key]) == said(made[key])
 
 
-def test_the_config_map_equals_kubeadms_in_effect(made: Objects, ours: Objects) -> None:
+def test_the_config_map_equals_kubeadms_in_effect(made: Objects, ours: Objects):
     """Ours sets fewer fields, to equal values; the others are zero in kubeadm's."""
     theirs, own = (each["ConfigMap", "kube-proxy"] for each in (made, ours))
     assert own["metadata"]["labels"] == theirs["metadata"]["labels"]
@@ -106,7 +106,7 @@ def set_fields(value: Any) -> Iterator[object]:
         yield value
 
 
-def test_the_texts_of_other_tests_equal_kubeadms(made: Objects) -> None:
+def test_the_texts_of_other_tests_equal_kubeadms(made: Objects):
     """The texts of tests/support/cluster/kubeadm.py are literally those of kubeadm."""
     data = made["ConfigMap", "kube-proxy"]["data"]
     account = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -116,7 +116,7 @@ def test_the_texts_of_other_tests_equal_kubeadms(made: Objects) -> None:
     }
 
 
-def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(made: Objects, ours: Objects) -> None:
+def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(made: Objects, ours: Objects):
     """Names, labels, nodes, priority, account, file, flags and environment are equal; the rest of
     the template is ours. Our environment has one more variable, the file's path for commands in the
     pod.
@@ -228,7 +228,7 @@ pinDir: /sys/fs/bpf/mine
 
 def test_with_the_patch_kubeadm_installs_kbpf(
     kubeadm: Path, apiserver: ApiServer, admin: Kubectl, patches: Path, tmp_path: Path
-) -> None:
+):
     """`kubeadm init`: in the place of kube-proxy at once, and after it was there."""
     program = Kubeadm(kubeadm, apiserver, tmp_path)
     (tmp_path / "with").mkdir()
@@ -263,7 +263,7 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
     patches: Path,
     tmp_path: Path,
     words: tuple[str, ...],
-) -> None:
+):
     """A cluster of the previous minor version is upgraded. The DaemonSet does not change, so no
     node restarts its agent, nor do the rights and the ConfigMaps, except for the document of kbpf
     in `config.conf`, which is lost. Without the patch kube-proxy returns.
@@ -308,7 +308,7 @@ def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
     version: str,
     command: str,
     disabled: bool,
-) -> None:
+):
     """docs/install.md: `proxy.disabled` in the ClusterConfiguration, or the phase skipped, both
     without a patch. DaemonSet and ConfigMap stay as they are, with kbpf's document. Without either,
     kube-proxy returns.
@@ -337,7 +337,7 @@ def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
 
 def test_the_account_that_kubeadm_makes_has_the_rights_of_an_agent(
     kubeadm: Path, kubectl: Path, apiserver: ApiServer, admin: Kubectl, tmp_path: Path
-) -> None:
+):
     """So `kubeadm init --patches` needs no object of kbpf's own: system:node-proxier has all that
     the ClusterRole kbpf has.
     """
@@ -364,7 +364,7 @@ def unordered(value: Any) -> Any:
 
 def test_apply_turns_kube_proxy_into_kbpf_and_kubeadm_back(
     kubeadm: Path, apiserver: ApiServer, admin: Kubectl, tmp_path: Path
-) -> None:
+):
     """The same DaemonSet gets another template, so that the controller rolls it out, and the
     ConfigMap is untouched; done twice. `kubectl rollout restart` changes the template again, and
     applying kbpf does not undo that.

@@ -63,7 +63,7 @@ def refuses(agent: PodAgent, why: str) -> None:
     assert "service-endpoints" in run(*rules)
 
 
-def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
+def test_a_trial_serves_on_the_labelled_node(trial: Trial):
     agent = trial.pod_agents[0]
 
     def running() -> list[str]:
@@ -94,7 +94,7 @@ def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
 SECOND = "kbpf run --hostname-override=node-1 --healthz-bind-address= --metrics-bind-address=; test $? = 1"
 
 
-def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path) -> None:
+def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path):
     """migration.md command by command, with two agents on a node in between: the drop-in adopts."""
     there, back = docs.section("docs/migration.md", "## From the trial to the drop-in")
     shell = Shell(trial, tmp_path, kubectl)

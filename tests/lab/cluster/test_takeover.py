@@ -126,7 +126,6 @@ class World:
 
     def kbpf(self, home: Node, *words: str) -> str:
         """The output of a kbpf command on that node."""
-        assert home.agent is not None
         where = "--pin-dir", str(home.agent.pin_dir), "--state-dir", str(home.agent.state_dir)
         return command(*inside(home.netns, None, sys.executable, "-m", "kbpf", *words, *where))
 
@@ -175,9 +174,7 @@ class World:
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],
 )
-def test_replacing_kube_proxy_and_back_fails_no_connection(
-    programs: None, kube_proxy: Path, mode: str, ours: str
-) -> None:
+def test_replacing_kube_proxy_and_back_fails_no_connection(programs: None, kube_proxy: Path, mode: str, ours: str):
     """Starts on nodes whose conntrack has never been enabled. kube-proxy's rules enable it while
     kbpf's connections are established, so that conntrack sees them from the middle.
     """
@@ -266,7 +263,7 @@ def nothing_stays(world: World) -> None:
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],
 )
-def test_a_closed_forward_chain_cuts_no_connection(programs: None, kube_proxy: Path, mode: str, ours: str) -> None:
+def test_a_closed_forward_chain_cuts_no_connection(programs: None, kube_proxy: Path, mode: str, ours: str):
     """FORWARD has policy DROP, as with a CNI that relies on kube-proxy's rules. An outside client's
     connection to a pod is masqueraded, so kube-proxy's rules mark and accept its first packet.
     """

@@ -127,7 +127,7 @@ def counted(agent: Agent, words: str) -> int:
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda one: one.words)
-def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: Symptom) -> None:
+def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: Symptom):
     assert symptom.words in PAGE.replace("\n", " ")
     made = field.all_ways(71, symptom.endpoints, **symptom.options)
     field.create(*made)
@@ -148,7 +148,7 @@ def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: S
         field.settle()
 
 
-def test_a_service_with_another_proxys_label_is_not_found(field: Field) -> None:
+def test_a_service_with_another_proxys_label_is_not_found(field: Field):
     """`inspect service` finds no frontend of it."""
     assert f"the Service has the label `{LABEL}`" in PAGE.replace("\n", " ")
     made = field.all_ways(72, "a1", labels={LABEL: "another"})
@@ -161,7 +161,7 @@ def test_a_service_with_another_proxys_label_is_not_found(field: Field) -> None:
     field.settle()
 
 
-def test_the_uplink_is_listed_with_both_programs(field: Field) -> None:
+def test_the_uplink_is_listed_with_both_programs(field: Field):
     """The page, "From outside", step 1."""
     assert "`host`, with a program in both directions" in PAGE.replace("\n", " ")
     rows = json.loads(inspect(field.agent, "devices -o json").stdout)["items"]
