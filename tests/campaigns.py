@@ -12,24 +12,23 @@ outcomes are appended to build/campaigns/runs.jsonl.
 import argparse
 import importlib
 import json
+import math
 import random
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
 
 Campaign = Callable[[int, float | None], None]
 
-CAMPAIGNS: Final[dict[str, str]] = {
+CAMPAIGNS = {
     "servers": "tests.fuzz.inputs.hostile_servers:campaign",
     "histories": "tests.fuzz.inputs.histories:campaign",
     "api-histories": "tests.fuzz.inputs.api_histories:campaign",
     "texts": "tests.fuzz.inputs.texts:campaign",
     "policy": "tests.fuzz.long:policy",
     "conntrack": "tests.fuzz.long:conntrack",
-    "mutants": "tests.fuzz.long:mutants",
     "floods": "tests.fuzz.long:floods",
     "packets": "tests.fuzz.long:packets",
     "http-requests": "tests.fuzz.inputs.http_requests:requests",
@@ -42,7 +41,12 @@ CAMPAIGNS: Final[dict[str, str]] = {
 }
 """Name → module:function, imported only when it runs: campaigns have different dependencies."""
 
-KEPT: Final = Path("build/campaigns/runs.jsonl")
+KEPT = Path("build/campaigns/runs.jsonl")
+
+
+def deadline(minutes: float | None) -> float:
+    """The time on the monotonic clock `minutes` from now; infinite for None."""
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
 def find(name: str) -> Campaign:

@@ -7,9 +7,7 @@
 import json
 import os
 import subprocess
-import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from tests.conformance.cluster import lifecycle
 from tests.conformance.cluster.layout import Cluster, wait_for
 from tests.conformance.restarts import are_ready, pod
 from tests.conformance.versions import NEWEST
+from tests.support.cluster.kube_objects import port, service
 
 PLUGIN = report.ROOT / "kubectl" / "kubectl-kbpf"
 CLUSTER_IP, EMPTY_IP = "10.96.77.8", "10.96.77.9"
@@ -35,16 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             pod("server-1", "node1", image, args=["netexec", "--http-port=8080"]),
             pod("client", "node2", image, command=["bash", "-c", FAIL, f"{EMPTY_IP}:80"]),
             *(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Service",
-                    "metadata": {"name": name},
-                    "spec": {
-                        "clusterIP": address,
-                        "selector": {"app": name},
-                        "ports": [{"port": 80, "targetPort": 8080}],
-                    },
-                }
+                service(name, port(80, target=8080), cluster_ip=address, selector={"app": name})
                 for name, address in (("server", CLUSTER_IP), ("empty", EMPTY_IP))
             ),
         )
@@ -101,11 +91,3 @@ def test_a_user_without_the_right_gets_one_line(cluster: Cluster) -> None:
     assert f"kubectl kbpf: node1, node2: {reason}\n" in done.stderr
     rows = items(cluster, "status", "--as", "viewer", code=1)
     assert [(row["agent"], row["why"]) for row in rows] == [("unreachable", reason)] * 2
-
-
-def test_sysdump_has_an_archive_of_each_node(cluster: Cluster, tmp_path: Path) -> None:
-    path = tmp_path / "dump.tar"
-    run(cluster, "sysdump", "--output", str(path))
-    with tarfile.open(path) as tar:
-        names = {name.partition("/")[2] for name in tar.getnames()}
-    assert names == {"index.json", "node1.tar.gz", "node2.tar.gz"}

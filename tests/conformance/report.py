@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from tests.conformance.versions import VERSIONS
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 """Has the result of a run for each version and proxy in docs/conformance.md."""
 DOCUMENT = ROOT / "docs" / "conformance.md"
-BEGIN: Final = "<!-- begin: python -m tests.conformance report -->\n"
-END: Final = "<!-- end -->\n"
+BEGIN = "<!-- begin: python -m tests.conformance report -->\n"
+END = "<!-- end -->\n"
 PROXIES = ("kbpf", "kube-proxy-nftables", "kube-proxy-iptables")
 MAX_MESSAGE = 80
 """Characters of a message in the document; the recorded result has more."""

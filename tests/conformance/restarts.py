@@ -15,6 +15,7 @@ from tests.conformance import report
 from tests.conformance.cluster import kbpf, lifecycle, machines, nodes
 from tests.conformance.cluster.layout import Cluster, Object, wait_for
 from tests.conformance.versions import NEWEST
+from tests.support.cluster.kube_objects import port, service
 
 CLUSTER_IP, NODE_PORT = "10.96.77.7", 30077
 ASK = 'curl -s -m 2 "http://$0/hostname" >/dev/null && echo ok || echo failed'
@@ -57,17 +58,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         created.apply(
             pod("server-1", "node1", image, args=["netexec", "--http-port=8080"]),
             pod("server-2", "node2", image, args=["netexec", "--http-port=8080"]),
-            {
-                "apiVersion": "v1",
-                "kind": "Service",
-                "metadata": {"name": "server"},
-                "spec": {
-                    "type": "NodePort",
-                    "clusterIP": CLUSTER_IP,
-                    "selector": {"app": "server"},
-                    "ports": [{"port": 80, "targetPort": 8080, "nodePort": NODE_PORT}],
-                },
-            },
+            service(
+                "server",
+                port(80, target=8080, node_port=NODE_PORT),
+                type="NodePort",
+                cluster_ip=CLUSTER_IP,
+                selector={"app": "server"},
+            ),
         )
         are_ready(created)
         created.apply(pod("client", "node1", image, command=["bash", "-c", LOOPS, f"{CLUSTER_IP}:80"]))

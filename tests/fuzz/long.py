@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Final
 
 import hypothesis
 from hypothesis import given, settings
 
-from tests.fuzz.floods.floods import KINDS, WAYS, Arena, Figures, room
+from tests.campaigns import deadline
+from tests.fuzz.floods.floods import KINDS, Arena, Figures, room
 from tests.fuzz.packets import program_runs
 from tests.fuzz.packets.comparison import (
     ATTACKS,
     BATCH,
-    SEEDS,
     SHOWN,
     Finding,
     compare,
@@ -30,23 +29,22 @@ from tests.fuzz.packets.comparison import (
     random_sequences,
     shrunk,
 )
-from tests.fuzz.packets.mutants import MUTANTS, found
 from tests.fuzz.packets.twins import Twins
 from tests.fuzz.worlds import HINTS, POLICIES, World, questions, three_endpoints, two_endpoints
 from tests.fuzz.worlds import compare as compare_policy
 from tests.support.cluster.upstream import JUDGES, Judge
 
-FLOOD_SECONDS: Final = 60.0
-FLOOD_RATES: Final = (10_000, 0)
+FLOOD_SECONDS = 60.0
+FLOOD_RATES = (10_000, 0)
 """Frames per second; 0: as many as this machine can send."""
-UDP_CLIENTS: Final = 5_000
+UDP_CLIENTS = 5_000
 """New honest clients per second of a NodePort with two backends."""
-UDP_SECONDS: Final = 120.0
-SEQUENCES: Final = 100_000
-PACKETS: Final = 1_000_000
-WORLDS: Final = 1_000_000
-EXAMPLES_AT_ONCE: Final = 1_000
-AT_ONCE: Final = 50_000
+UDP_SECONDS = 120.0
+SEQUENCES = 100_000
+PACKETS = 1_000_000
+WORLDS = 1_000_000
+EXAMPLES_AT_ONCE = 1_000
+AT_ONCE = 50_000
 
 
 @contextmanager
@@ -54,11 +52,6 @@ def cache() -> Iterator[Path]:
     """A folder for compiled programs."""
     with tempfile.TemporaryDirectory(prefix="kbpf-campaign-") as folder:
         yield Path(folder)
-
-
-def deadline(minutes: float | None) -> float | None:
-    """The time on the monotonic clock `minutes` from now; None: no deadline."""
-    return None if minutes is None else time.monotonic() + 60 * minutes
 
 
 def packets(seed: int, minutes: float | None) -> None:
@@ -69,7 +62,7 @@ def packets(seed: int, minutes: float | None) -> None:
             until = deadline(minutes)
             while made.tally.verdicts.total() < PACKETS:
                 print(made.run(AT_ONCE, until), flush=True)
-                if until is not None and time.monotonic() > until:
+                if time.monotonic() > until:
                     break
 
 
@@ -92,50 +85,30 @@ def policy(seed: int, minutes: float | None) -> None:
     for number in itertools.count(seed):
         hypothesis.seed(number)(some(given(questions())(check)))()
         print(f"{done} worlds", flush=True)
-        if done >= WORLDS or (until is not None and time.monotonic() > until):
+        if done >= WORLDS or time.monotonic() > until:
             break
     for judge in judges:
         judge.close()
 
 
-def _load() -> str:
-    """The machine's load in the last minute, which limits the rates that are reached."""
-    return f"load {os.getloadavg()[0]:.1f}"
-
-
 def floods(seed: int, minutes: float | None) -> None:
-    """Each flood at each rate, and honest UDP, on kbpf and on a kube-proxy, in one table. `minutes`
-    are for all of them together. The seed chooses the forged clients; both nodes get the same.
+    """Each flood at each rate, and honest UDP, in one table. `minutes` are for all of them together.
+    The seed chooses the forged clients.
     """
-    runs = 2 * len(KINDS) * len(FLOOD_RATES) + 2 * UDP_SECONDS / FLOOD_SECONDS
+    runs = len(KINDS) * len(FLOOD_RATES) + UDP_SECONDS / FLOOD_SECONDS
     scale = 1.0 if minutes is None else min(1.0, 60 * minutes / runs / FLOOD_SECONDS)
     faults: list[str] = []
+
+    def show(figures: Figures) -> None:
+        print(figures, figures.reasons, flush=True)
+        faults.extend(figures.faults())
+
     print(Figures.HEAD, flush=True)
-    with cache() as folder:
-        for way in WAYS:
-            with Arena(folder, way, room(), seed) as arena:
-                for rate, kind in product(FLOOD_RATES, KINDS):
-                    figures = arena.flood(kind, rate, FLOOD_SECONDS * scale)
-                    print(figures, figures.reasons, flush=True)
-                    faults += figures.faults() if way == "kbpf" else []
-                figures = arena.many_clients(UDP_CLIENTS, UDP_SECONDS * scale)
-                print(figures, figures.reasons, flush=True)
-                if way == "kbpf":
-                    faults += figures.faults()
+    with cache() as folder, Arena(folder, room(), seed) as arena:
+        for rate, kind in product(FLOOD_RATES, KINDS):
+            show(arena.flood(kind, rate, FLOOD_SECONDS * scale))
+        show(arena.many_clients(UDP_CLIENTS, UDP_SECONDS * scale))
     assert not faults, "; ".join(faults)
-
-
-def mutants(seed: int, minutes: float | None) -> None:
-    """Compares builds with each of MUTANTS with nf_conntrack. The sequences of the suite must
-    detect every mutant, so seed and minutes have no effect.
-    """
-    missed = []
-    for mutant in MUTANTS:
-        count, shortest = found(mutant, SEEDS)
-        print(f"{mutant.name}: {count} of {BATCH}, {shortest}", flush=True)
-        if not count:
-            missed.append(mutant.name)
-    assert not missed, missed
 
 
 def _show(findings: list[Finding]) -> list[Finding]:
@@ -152,7 +125,7 @@ def conntrack(seed: int, minutes: float | None) -> None:
     wrong = attacks = 0
     with cache() as folder, Twins(folder) as twins:
         until = deadline(minutes)
-        while played < SEQUENCES and not (until is not None and time.monotonic() > until):
+        while played < SEQUENCES and time.monotonic() < until:
             differing, rows = compare(twins, random_sequences(rng, BATCH))
             wrong += len(differing)
             findings += _show(shrunk(twins, differing))

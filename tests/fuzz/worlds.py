@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice
 from tests.support.cluster.upstream import Json, Judge, Question, differences
 
 BATCH = 1_000
@@ -40,7 +41,7 @@ POLICIES: Sequence[Json] = (
 BOOLS, MAYBE = (True, False), (None, True, False)
 
 
-def endpoint(
+def end(
     address: str,
     conditions: Sequence[bool | None],
     node: str | None = None,
@@ -48,15 +49,9 @@ def endpoint(
     nodes: Sequence[str] = (),
 ) -> Json:
     """`conditions`: ready, serving, terminating; None leaves one out."""
-    names = ("ready", "serving", "terminating")
-    said = {key: one for key, one in zip(names, conditions, strict=True) if one is not None}
-    hints = {"forZones": zones, "forNodes": nodes}
-    return {
-        "addresses": [address],
-        "conditions": said,
-        **({"nodeName": node} if node is not None else {}),
-        "hints": {key: [{"name": name} for name in some] for key, some in hints.items() if some},
-    }
+    ready, serving, terminating = conditions
+    given = {"ready": ready, "serving": serving, "terminating": terminating}
+    return endpoint(address, **given, node=node, for_zones=zones, for_nodes=nodes)
 
 
 def world(name: str, policy: Json, *slices: Sequence[Json]) -> World:
@@ -77,14 +72,8 @@ def service(name: str, spec: Json, **more: Any) -> Json:
     return {"metadata": {"namespace": "ns", "name": name}, "spec": {**own, **spec}, **more}
 
 
-def piece(name: str, number: int, kind: str, ports: Sequence[Json], ends: Sequence[Json]) -> Json:
-    labels = {"kubernetes.io/service-name": name}
-    return {
-        "metadata": {"namespace": "ns", "name": f"{name}-{number}", "labels": labels},
-        "addressType": kind,
-        "ports": list(ports),
-        "endpoints": list(ends),
-    }
+def piece(name: str, number: int, family: str, ports: Sequence[Json], ends: Sequence[Json]) -> Json:
+    return endpoint_slice(name, *ends, ports=ports, family=family, name=f"{name}-{number}", namespace="ns")
 
 
 def compare(judges: Sequence[Judge], worlds: Iterator[World], node: str = "me", zone: str = "a") -> int:
@@ -105,7 +94,7 @@ def one_endpoint() -> Iterator[World]:
     """Each possible endpoint, with every policy."""
     all_ = itertools.product(POLICIES, itertools.product(MAYBE, repeat=3), (None, "me", "you"), HINTS)
     for i, (policy, conditions, node, hints) in enumerate(all_):
-        yield world(f"s{i}", policy, [endpoint(ADDRESSES[0], conditions, node, *hints)])
+        yield world(f"s{i}", policy, [end(ADDRESSES[0], conditions, node, *hints)])
 
 
 def two_endpoints(policies: Sequence[Json], hints: Sequence[tuple]) -> Iterator[World]:
@@ -114,7 +103,7 @@ def two_endpoints(policies: Sequence[Json], hints: Sequence[tuple]) -> Iterator[
     all_ = itertools.product(policies, kinds, kinds, ADDRESSES[:2], BOOLS)
     for i, (policy, first, second, other, apart) in enumerate(all_):
         ends = [
-            endpoint(at, conditions, node, *hinted)
+            end(at, conditions, node, *hinted)
             for at, (conditions, node, hinted) in ((ADDRESSES[0], first), (other, second))
         ]
         yield world(f"s{i}", policy, *([[ends[0]], [ends[1]]] if apart else [ends]))
@@ -142,7 +131,7 @@ def three_endpoints() -> Iterator[World]:
     )
     for i, (policy, chosen, (cut, same)) in enumerate(all_):
         ends = [
-            endpoint(ADDRESSES[at], conditions, node, *hints)
+            end(ADDRESSES[at], conditions, node, *hints)
             for at, (conditions, node, hints) in zip(same, chosen, strict=True)
         ]
         yield world(f"s{i}", policy, *filter(None, (ends[:cut], ends[cut:])))
@@ -176,7 +165,7 @@ FAMILY = st.sampled_from(["IPv4", "IPv6"])
 ENDPOINTS = {
     family: st.lists(
         st.builds(
-            endpoint,
+            end,
             st.sampled_from(addresses),
             st.sampled_from(list(itertools.product(MAYBE, repeat=3))),
             st.sampled_from([None, "me", "you"]),

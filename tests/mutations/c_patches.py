@@ -5,33 +5,33 @@ The mutant replaces the file in a copy of the tree, where it is compiled before 
 """
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import compile, flatten
-from tests.fuzz.packets.mutants import Mutant
+from tests.fuzz.packets.mutants import MUTANTS, Mutant
 from tests.mutations.groups import paths_of
 
-GOAL: Final = 80
-"""How many of a hundred must be noticed."""
+COMPARED = ("tests/fuzz/packets/test_conntrack.py",)
+"""Judges MUTANTS, each of which it must notice: they prove that the comparison works."""
 
 
 def _programs(names: str) -> tuple[str, ...]:
     return paths_of("programs", names)
 
 
-CHOICE: Final = _programs(
+CHOICE = _programs(
     "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots maps/atomic packets/path/"
 )
-SOCKETS: Final = _programs(
+SOCKETS = _programs(
     "sockets/connect sockets/udp/ packets/dials sockets/account sockets/exemptions"
     " sockets/agent_sockets sockets/kernel_sockets"
 )
-PACKETS: Final = _programs("packets/path/ packets/packet_devices packets/views/")
-FLOWS: Final = _programs("packets/path/ packets/views/ maps/flows/")
-CONNTRACK: Final = ("tests/lab/outside/test_conntrack.py",)
-ROOM: Final = _programs("maps/flows/ packets/path/")
-MONITOR: Final = _programs("sockets/monitor")
+PACKETS = _programs("packets/path/ packets/packet_devices packets/views/")
+FLOWS = _programs("packets/path/ packets/views/ maps/flows/")
+CONNTRACK = ("tests/lab/outside/test_conntrack.py",)
+ROOM = _programs("maps/flows/ packets/path/")
+MONITOR = _programs("sockets/monitor")
 
 
 class Patch(NamedTuple):
@@ -67,7 +67,7 @@ def _rows(file: str, tests: tuple[str, ...], *rows: tuple[str, str, str]) -> tup
     return tuple(Patch(Mutant(name, file, old, new), tests) for name, old, new in rows)
 
 
-PATCHES: Final = (
+PATCHES = (
     *_rows(
         "lib/addr.h",
         PACKETS,
@@ -625,4 +625,13 @@ PATCHES: Final = (
             "if (before == BPF_TCP_FIN_WAIT1 ||",
         ),
     ),
+    *(Patch(mutant, COMPARED) for mutant in MUTANTS),
 )
+
+
+GOALS = {"c": 80, "conntrack": 100}
+"""Group → how many of a hundred must be noticed."""
+
+
+def patches(group: str) -> list[Patch]:
+    return [patch for patch in PATCHES if (patch.tests == COMPARED) == (group == "conntrack")]

@@ -4,11 +4,11 @@ notice; and mutants that no test can notice.
 """
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from tests.mutations.python import PythonMutant, mutants
 
-ROOT: Final = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 
 def paths_of(suite: str, names: str) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ class Group(NamedTuple):
         return tuple(sorted(self.tests, key=lambda test: stem not in test))
 
 
-GROUPS: Final = (
+GROUPS = (
     Group(
         "policy",
         ("kbpf/policy",),
@@ -101,8 +101,8 @@ class Equivalent(NamedTuple):
     reason: str
 
 
-AT_A_TIME: Final = "how much is done at a time; the result is the same"
-EQUIVALENT: Final[tuple[Equivalent, ...]] = (
+AT_A_TIME = "how much is done at a time; the result is the same"
+EQUIVALENT = (
     Equivalent("kbpf/policy/compute.py", "STEP_BUDGET: Final = 512", "512", "513", AT_A_TIME),
     Equivalent("kbpf/policy/compute.py", "PORT_COST: Final = 8", "8", "9", AT_A_TIME),
     Equivalent(

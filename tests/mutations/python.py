@@ -8,10 +8,10 @@ of a call are swapped. Strings are kept (most are messages), and so are log call
 """
 
 import ast
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-OTHER: Final[dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]]] = {
+OTHER = {
     ast.Lt: (ast.LtE, ast.GtE),
     ast.LtE: (ast.Lt, ast.Gt),
     ast.Gt: (ast.GtE, ast.LtE),
@@ -25,7 +25,7 @@ OTHER: Final[dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]]] = {
 }
 """The replacements of each comparison."""
 
-OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
+OPERATORS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.FloorDiv,
@@ -70,8 +70,6 @@ def mutants(file: str, source: str) -> list[PythonMutant]:
         starts.append(starts[-1] + len(line))
     found: dict[tuple[int, int, str], PythonMutant] = {}
     for node, new in _changes(ast.parse(source), in_annotation=False):
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         old = source.encode()[start:end].decode()
@@ -166,7 +164,7 @@ def _call(node: ast.Call) -> Iterator[Change]:
                 yield node, ast.Call(node.func, [second, first, *more], node.keywords)
 
 
-CHANGES: Final[tuple[tuple[type | tuple[type, ...], Callable[..., Iterator[Change]]], ...]] = (
+CHANGES = (
     (ast.Compare, _comparison),
     (ast.BoolOp, _boolean),
     (ast.UnaryOp, _negation),

@@ -239,7 +239,6 @@ def family() -> str:
 def release() -> tuple[int, int]:
     """The running kernel's version: (6, 1) for 6.1.0-50-amd64."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    assert found is not None
     return int(found[1]), int(found[2])
 
 

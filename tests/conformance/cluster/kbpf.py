@@ -20,7 +20,7 @@ from tests.conformance.cluster.layout import POD_CIDRS, Cluster, Object
 from tests.conformance.cluster.nodes import import_images
 from tests.support.build import image
 from tests.support.cluster.kubectl import copy_of_manifests, kustomize
-from tests.support.runtime.pods import CAPABILITIES
+from tests.support.runtime.pods import capabilities_here
 
 TARGET = "slim"
 """The image with compiled programs: with the other one, each node would run the compiler."""
@@ -67,12 +67,5 @@ def _adapted(object_: Object) -> Object:
         (cgroup,) = (each for each in spec["volumes"] if each["name"] == "cgroup")
         cgroup["hostPath"]["path"] = NODE_CGROUP
         granted = container["securityContext"]["capabilities"]["add"]
-        granted[:] = [name for name in granted if CAPABILITIES[name] in _bounding_set()]
+        granted[:] = sorted(capabilities_here(granted))
     return object_
-
-
-def _bounding_set() -> set[int]:
-    """The numbers of the capabilities that this machine can grant."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapBnd:"))
-    bits = int(line.split()[1], 16)
-    return {number for number in range(bits.bit_length()) if bits >> number & 1}

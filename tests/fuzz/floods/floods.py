@@ -2,9 +2,7 @@
 """Floods against established connections and honest clients.
 
 A node as in node.py, but clients and pods are real: namespaces with sockets at the other ends of
-its devices. The node translates with kbpf, or with nf_conntrack and the rules of a real kube-proxy
-in mode nftables, which gets these Services from a real API server. Both may track nf_conntrack_max
-connections, as the machine has it.
+its devices. Its Services:
 
     192.0.2.2:80      TCP and UDP echo; the same by IPv6
     192.0.2.2:81      UDP without replies
@@ -23,15 +21,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Final
 
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.layout import FlowDirection, Reason
+from kbpf.dataplane.bpf.maps.layout import FlowDirection
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from tests.fuzz.floods.kube_proxy_node import FRONT, NODE_PORT, SECOND_POD, SILENT, serve_by_kube_proxy
 from tests.fuzz.packets.node import (
     BACK_PORT,
     CLIENT,
@@ -40,6 +36,7 @@ from tests.fuzz.packets.node import (
     OWN,
     POD,
     ROUTED_BY,
+    VIP,
     KbpfNode,
     build,
     end,
@@ -48,27 +45,28 @@ from tests.fuzz.packets.node import (
     mac_of,
     namespaces,
 )
-from tests.fuzz.packets.twins import dump_conntrack, flush_conntrack, set_timeouts
 from tests.support import plane
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside, ip, run
 
-SOURCE: Final = Path(__file__).with_name("flood.c")
-HONEST: Final = "198.51.100.8"
-KEPT_PORTS: Final = range(31_000, 32_000)
+FRONT = VIP["masked"]
+SECOND_POD = "10.244.1.3"
+SILENT, NODE_PORT = 81, 30_053
+SOURCE = Path(__file__).with_name("flood.c")
+HONEST = "198.51.100.8"
+KEPT_PORTS = range(31_000, 32_000)
 """Client ports of the established connections of CLIENT."""
-FORGED: Final = (ip_network("100.64.0.0/10"), ip_network("2001:db8:66:1::/64"))
-HONEST_A_SECOND: Final = 40
-THREADS: Final = 20
-ANSWER_SECONDS: Final = 5.0
+FORGED = (ip_network("100.64.0.0/10"), ip_network("2001:db8:66:1::/64"))
+HONEST_A_SECOND = 40
+THREADS = 20
+ANSWER_SECONDS = 5.0
 """Time limit of one exchange of an honest client; a lost SYN is retransmitted within it."""
-STALL_SECONDS: Final = 60.0
+STALL_SECONDS = 60.0
 """For how long the server of honest UDP clients may be stalled."""
-HELD_SECONDS: Final = 60
+HELD_SECONDS = 60
 """Seconds after which no port may still be held for a forged client."""
-SERVED: Final = 0.99
-HONEST_UDP: Final = "honest udp"
-WAYS: Final = ("kbpf", "kube-proxy")
-KINDS: Final = {
+SERVED = 0.99
+HONEST_UDP = "honest udp"
+KINDS = {
     "syn": ("syn", FRONT[4], FRONT_PORT),
     "syn + bad ack": ("ack", FRONT[4], FRONT_PORT),
     "syns with three numbers": ("syns", FRONT[4], FRONT_PORT),
@@ -81,15 +79,14 @@ KINDS: Final = {
     "ipv6 /64": ("syn6", FRONT[6], FRONT_PORT),
 }
 """The kind's name in flood.c, and its destination."""
-STREAMS: Final = "udp stream"
+STREAMS = "udp stream"
 """Each of its flows has replies and is still in use after 2 s, and keeps its entry and its port for
-120 s, with Linux as with kbpf. Once all ports are taken, honest UDP clients find none; TCP ones do.
+120 s, as with Linux. Once all ports are taken, honest UDP clients find none; TCP ones do.
 """
 
 
 @dataclass
 class Figures:
-    way: str
     kind: str
     rate: int
     sent: int = 0
@@ -104,13 +101,13 @@ class Figures:
     reasons: dict[str, int] = field(default_factory=dict)
 
     HEAD = (
-        "| node | flood | sent/s | established lost | honest TCP served | honest UDP served |"
-        " ports held | tracked |\n|---|---|---|---|---|---|---|---|"
+        "| flood | sent/s | established lost | honest TCP served | honest UDP served |"
+        " ports held | tracked |\n|---|---|---|---|---|---|---|"
     )
 
     def __str__(self) -> str:
         return (
-            f"| {self.way} | {self.kind} | {self.sent / self.seconds:,.0f} |"
+            f"| {self.kind} | {self.sent / self.seconds:,.0f} |"
             f" {self.lost} of {self.established} | {self.served['tcp']} of {self.honest['tcp']} |"
             f" {self.served['udp']} of {self.honest['udp']} |"
             f" {self.held} | {self.tracked} |"
@@ -129,7 +126,7 @@ class Figures:
             found.append(f"{self.reasons['NO_SNAT_PORT']} datagrams found no port")
         if self.held and self.kind != STREAMS:
             found.append(f"{self.held} ports are held for forged clients after {HELD_SECONDS} s")
-        return [f"{self.way}, {self.kind}: {text}" for text in found]
+        return [f"{self.kind}: {text}" for text in found]
 
 
 class Clients:
@@ -235,18 +232,17 @@ def _ask_udp(seconds: float) -> bool:
 
 
 class Arena:
-    """The node, its clients and its pods. `way`: one of WAYS. Each flood gets the next seed. Honest
-    clients wait for `answer_seconds`.
+    """The node, its clients and its pods. Each flood gets the next seed. Honest clients wait for
+    `answer_seconds`.
     """
 
-    def __init__(
-        self, cache: Path, way: str, connections: int, seed: int, answer_seconds: float = ANSWER_SECONDS
-    ) -> None:
-        self.cache, self.way, self.connections, self.seed = cache, way, connections, seed
+    kbpf: KbpfNode
+
+    def __init__(self, cache: Path, connections: int, seed: int, answer_seconds: float = ANSWER_SECONDS) -> None:
+        self.cache, self.connections, self.seed = cache, connections, seed
         self.answer_seconds = answer_seconds
         self.name = f"kby{os.getpid()}"
         self.outside, self.pods = f"{self.name}o", f"{self.name}p"
-        self.kbpf: KbpfNode | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Arena":
@@ -256,12 +252,8 @@ class Arena:
             run("cc", "-O2", "-o", str(self.program), str(SOURCE))
             stack.enter_context(namespaces(self.name, self.outside, self.pods))
             self._cable()
-            if self.way == "kbpf":
-                sizes = MapSizes(connections=self.connections)
-                self.kbpf = stack.enter_context(kbpf_node(self.cache, self.name, served(), sizes))
-            else:
-                serve_by_kube_proxy(stack, self.name, Path(folder))
-                inside_of(self.name, set_timeouts)
+            sizes = MapSizes(connections=self.connections)
+            self.kbpf = stack.enter_context(kbpf_node(self.cache, self.name, served(), sizes))
             self._serve(stack)
             self._stack = stack.pop_all()
         return self
@@ -307,17 +299,10 @@ class Arena:
         server = subprocess.Popen([*DIE_WITH_US, *command], stdout=subprocess.PIPE)
         stack.callback(server.wait)
         stack.callback(server.kill)
-        assert server.stdout is not None
         stack.callback(server.stdout.close)
         assert server.stdout.readline() == b"ready\n"
 
     # ---- floods --------------------------------------------------------------------------------
-
-    def forget(self) -> None:
-        if self.kbpf is not None:
-            self.kbpf.forget()
-        else:
-            inside_of(self.name, flush_conntrack)
 
     def send(
         self, kind: str, to: str, port: int, rate: int, seconds: float, wait: float = 3.0, most: int = 0
@@ -344,11 +329,11 @@ class Arena:
         return int(sent), int(back), float(took)
 
     def flood(self, name: str, rate: int, seconds: float) -> Figures:
-        self.forget()
+        self.kbpf.forget()
         kind, to, port = KINDS[name]
-        figures = Figures(self.way, name, rate)
+        figures = Figures(name, rate)
         clients = Clients(self.outside, self.answer_seconds)
-        before = self.reasons()
+        before = self.kbpf.site.reasons()
         try:
             clients.establish()
             clients.begin()
@@ -362,35 +347,27 @@ class Arena:
             figures.honest, figures.served = clients.tried, clients.served
         finally:
             clients.close()
-        figures.reasons = {each.name: count for each, count in (self.reasons() - before).items() if count}
+        figures.reasons = {each.name: count for each, count in (self.kbpf.site.reasons() - before).items() if count}
         return figures
 
     def many_clients(self, rate: int, seconds: float, most: int = 0) -> Figures:
         """Honest clients send one UDP datagram each to the NodePort; `served` counts the replies.
         At most `most` wait for one; 0: any number.
         """
-        self.forget()
-        figures = Figures(self.way, HONEST_UDP, rate)
-        before = self.reasons()
+        self.kbpf.forget()
+        figures = Figures(HONEST_UDP, rate)
+        before = self.kbpf.site.reasons()
         sent = self.send("udp", ROUTED_BY[4], NODE_PORT, rate, seconds, STALL_SECONDS, most)
         figures.sent, figures.served["udp"], figures.seconds = sent
         figures.honest["udp"] = figures.sent
         figures.tracked, _ = self.held()
-        figures.reasons = {each.name: count for each, count in (self.reasons() - before).items() if count}
+        figures.reasons = {each.name: count for each, count in (self.kbpf.site.reasons() - before).items() if count}
         return figures
-
-    def reasons(self) -> Counter[Reason]:
-        """The counters of kbpf's programs."""
-        return self.kbpf.site.reasons() if self.kbpf is not None else Counter()
 
     def held(self) -> tuple[int, int]:
         """Tracked connections, and node ports that will still be held for forged clients after
         HELD_SECONDS.
         """
-        if self.kbpf is None:
-            rows = inside_of(self.name, dump_conntrack)
-            left = [row for row in rows if row.left > HELD_SECONDS and _is_forged(row.source)]
-            return len(rows), len(left)
         now = time.monotonic_ns()
         later = now + HELD_SECONDS * flow_entries.NS_PER_SECOND
         entries = [raw for _, raw in self.kbpf.site.entries("flows").items()]
@@ -414,7 +391,7 @@ def _is_forged(text: str) -> bool:
 
 
 def room() -> int:
-    """The number of connections that either node may track."""
+    """How many connections Linux would track on this machine."""
     return int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
 
 

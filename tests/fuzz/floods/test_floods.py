@@ -22,7 +22,7 @@ of the flood expire, which takes 30 s and more.
 
 @pytest.fixture(scope="module")
 def arena(artifact_cache: Path) -> Iterator[Arena]:
-    with Arena(artifact_cache, "kbpf", CONNECTIONS, SEED, ANSWER_SECONDS) as made:
+    with Arena(artifact_cache, CONNECTIONS, SEED, ANSWER_SECONDS) as made:
         yield made
 
 

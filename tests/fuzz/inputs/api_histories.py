@@ -18,6 +18,7 @@ What must hold:
 
 import contextlib
 import json
+import math
 import random
 import tempfile
 import threading
@@ -26,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Upsert
 from kbpf.source.api import credentials as source
@@ -34,6 +35,7 @@ from kbpf.source.api.kubeconfig import find_access
 from kbpf.source.api.reflector import RELIST_INTERVAL, Reflector
 from kbpf.source.api.resource import SERVICES, SLICES
 from kbpf.source.decode import decode
+from tests.campaigns import deadline
 from tests.fuzz.inputs.histories import OPERATIONS, same_policy
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Kube, Object
@@ -41,21 +43,21 @@ from tests.support.cluster.kube_objects import endpoint, endpoint_slice, namespa
 from tests.support.faults.faults import Cut, FaultProxy
 from tests.support.lab.lab import PATIENCE, until
 
-HISTORIES: Final = 1_000
-WORKERS: Final = 6
-ALONE_EVERY: Final = 25
-NAMES: Final = 12
+HISTORIES = 1_000
+WORKERS = 6
+ALONE_EVERY = 25
+NAMES = 12
 """Objects of a kind that exist at the same time."""
-FAULTS: Final = 0.15
+FAULTS = 0.15
 """The share of operations that come with a fault."""
-SILENCE_SECONDS: Final = 2.0
+SILENCE_SECONDS = 2.0
 """The silence after which a watch counts as dead; some watches are frozen."""
-RELIST_ALONE_SECONDS: Final = 20.0
-PAUSE_SECONDS: Final = 0.05
+RELIST_ALONE_SECONDS = 20.0
+PAUSE_SECONDS = 0.05
 """The longest pause of a Reflector before a retry."""
-CATCH_UP_SECONDS: Final = PATIENCE
-KINDS: Final = {Kind.SERVICE: "Service", Kind.SLICE: "EndpointSlice"}
-STATUSES: Final = (500, 503, 429, 401, 410, 504)
+CATCH_UP_SECONDS = PATIENCE
+KINDS = {Kind.SERVICE: "Service", Kind.SLICE: "EndpointSlice"}
+STATUSES = (500, 503, 429, 401, 410, 504)
 
 
 def key_of(kind: Kind, obj: Object) -> ObjectKey:
@@ -252,7 +254,7 @@ def history(server: ApiServer, space: str, seed: int, operations: int, alone: bo
     return made.done
 
 
-def histories(server: ApiServer, seed: int, count: int, operations: int, deadline: float | None) -> Counter[str]:
+def histories(server: ApiServer, seed: int, count: int, operations: int, until: float = math.inf) -> Counter[str]:
     """Runs `count` histories from this seed on, one in ALONE_EVERY alone; returns what they did."""
     done: Counter[str] = Counter()
     with server.kube() as kube:
@@ -260,7 +262,7 @@ def histories(server: ApiServer, seed: int, count: int, operations: int, deadlin
             kube.create(namespace(f"h{worker}"))
     with ThreadPoolExecutor(WORKERS) as pool:
         for first in range(0, count, ALONE_EVERY):
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > until:
                 break
             numbers = list(range(first + 1, min(first + ALONE_EVERY, count)))
             parts = [numbers[worker::WORKERS] for worker in range(WORKERS)]
@@ -282,6 +284,6 @@ def histories(server: ApiServer, seed: int, count: int, operations: int, deadlin
 
 def campaign(seed: int, minutes: float | None) -> None:
     """Runs HISTORIES of OPERATIONS each, from this seed on."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    until = deadline(minutes)
     with ApiServer() as server:
-        print(dict(histories(server, seed, HISTORIES, OPERATIONS, deadline)))
+        print(dict(histories(server, seed, HISTORIES, OPERATIONS, until)))

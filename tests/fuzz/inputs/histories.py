@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from kbpf.errors import SourceError
@@ -32,12 +32,13 @@ from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, SLICES, Resource
 from kbpf.source.api.transport import ReadTimeout
 from kbpf.source.decode import decode
+from tests.campaigns import deadline
 
-HISTORIES: Final = 10_000
-OPERATIONS: Final = 200
-NAMES: Final = [f"s{n}" for n in range(12)]
-PAGE: Final = 4
-END: Final = {"k8s.io/initial-events-end": "true"}
+HISTORIES = 10_000
+OPERATIONS = 200
+NAMES = [f"s{n}" for n in range(12)]
+PAGE = 4
+END = {"k8s.io/initial-events-end": "true"}
 
 Object = dict[str, Any]
 
@@ -371,10 +372,10 @@ def same_policy(chance: random.Random, said: Sequence[Sequence[Event]], whole: S
 
 def campaign(seed: int, minutes: float | None) -> None:
     """Runs HISTORIES of them, from this seed on."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    until = deadline(minutes)
     events = done = 0
     for number in range(HISTORIES):
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > until:
             break
         try:
             events += history(seed + number)

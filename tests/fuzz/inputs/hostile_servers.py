@@ -16,28 +16,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
+from tests.campaigns import deadline
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
 from tests.support.lab.lab import PATIENCE
 
-MEMORY_MB: Final = 300.0
-VISIBLE_SECONDS: Final = PATIENCE
-HEAL_SECONDS: Final = PATIENCE
+MEMORY_MB = 300.0
+VISIBLE_SECONDS = PATIENCE
+HEAL_SECONDS = PATIENCE
 """Enough for a back-off of 30 s and for a Retry-After of 90 s."""
-END: Final = {"k8s.io/initial-events-end": "true"}
-KINDS: Final = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"}
+END = {"k8s.io/initial-events-end": "true"}
+KINDS = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"}
 
 
 class Row(NamedTuple):
-    """A server. `heals`: nothing has to be reported, because the watches recover by themselves.
-    `slow`: takes too long for a test suite.
-    """
+    """A server. `heals`: nothing has to be reported, because the watches recover by themselves."""
 
     name: str
     step: Step
     heals: bool = False
-    slow: bool = False
 
 
 # --- an ordinary server ---
@@ -163,14 +161,14 @@ def growing(exchange: Exchange) -> None:
     exchange.open = False
 
 
-MANY_LINES: Final = b"".join(
+MANY_LINES = b"".join(
     b"%x\r\n%s\r\n" % (len(data), data)
     for data in [json.dumps(line("ADDED", named(f"n{n}", n))).encode() + b"\n" for n in range(50)]
 )
-HEAD: Final = b"HTTP/1.1 200 OK\r\n"
-JSON: Final = HEAD + b"Content-Type: application/json\r\n"
-CHUNKED: Final = JSON + b"Transfer-Encoding: chunked\r\n\r\n"
-META: Final = b'{"metadata":{"resourceVersion":"5"},"items":['
+HEAD = b"HTTP/1.1 200 OK\r\n"
+JSON = HEAD + b"Content-Type: application/json\r\n"
+CHUNKED = JSON + b"Transfer-Encoding: chunked\r\n\r\n"
+META = b'{"metadata":{"resourceVersion":"5"},"items":['
 
 
 def chunk(data: bytes) -> bytes:
@@ -186,18 +184,18 @@ def packed(member: bytes) -> Step:
     return endless(HEAD + b"Content-Encoding: gzip\r\n\r\n", member)
 
 
-ROWS: Final = (
+ROWS = (
     Row("an endless error", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x" * 65536)),
     Row("an endless head", endless(HEAD, b"X-Filler: " + b"x" * 1000 + b"\r\n")),
     Row("an endless line in the head", endless(HEAD + b"X: ", b"x" * 65536)),
     Row("an endless page", paged(endless(JSON + b"\r\n", b" " * 65536))),
     Row("an endless page of objects", paged(endless(JSON + b"\r\n" + META, b"{}," * 20_000))),
-    Row("a slow head, byte by byte", endless(HEAD, b"X", 1.0), slow=True),
-    Row("a slow error, byte by byte", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0), slow=True),
-    Row("a slow page, byte by byte", paged(endless(JSON + b"\r\n", b" ", 1.0)), slow=True),
-    Row("a slow list, byte by byte", endless(CHUNKED, chunk(b" "), 1.0), slow=True),
-    Row("a slow watch, byte by byte", listed(then=endless(b"", chunk(b"x"), 1.0)), slow=True),
-    Row("a list without an end", growing, slow=True),
+    Row("a slow head, byte by byte", endless(HEAD, b"X", 1.0)),
+    Row("a slow error, byte by byte", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0)),
+    Row("a slow page, byte by byte", paged(endless(JSON + b"\r\n", b" ", 1.0))),
+    Row("a slow list, byte by byte", endless(CHUNKED, chunk(b" "), 1.0)),
+    Row("a slow watch, byte by byte", listed(then=endless(b"", chunk(b"x"), 1.0))),
+    Row("a list without an end", growing),
     Row("a line of 64 MiB", sends(CHUNKED, *[chunk(b"x" * (1 << 20))] * 64)),
     Row("lines of 64 MiB in a watch", listed(*[b"x" * (1 << 20)] * 64)),
     Row("10^5 nested arrays, a page", page(b"[" * 100_000)),
@@ -233,7 +231,7 @@ ROWS: Final = (
     Row("a chunk's length without an end", endless(CHUNKED, b"f" * 65536)),
     Row("HTTP/2 preface", sends(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + b"\x00\x03" * 9)),
     Row("1xx without an end", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
-    Row("1xx every second", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 1.0), slow=True),
+    Row("1xx every second", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 1.0)),
     Row("102, 103", sends(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 5)),
     Row("switching protocols", sends(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n")),
     Row("redirects", status(302, Location="/elsewhere")),
@@ -241,13 +239,13 @@ ROWS: Final = (
     Row("204 No Content", status(204)),
     Row("a gzip bomb", page(bomb(), Content_Encoding="gzip")),
     Row("a page of 64 MiB in gzip, without an end", packed(bomb())),
-    Row("empty gzip members, without an end", packed(gzip.compress(b"")), slow=True),
+    Row("empty gzip members, without an end", packed(gzip.compress(b""))),
     Row("invalid gzip", page(b"{}", Content_Encoding="gzip")),
     Row("rubbish", sends(random.Random(1).randbytes(100_000))),
     Row("an SSH banner", sends(b"SSH-2.0-OpenSSH_9.2\r\n")),
     Row("invalid UTF-8", page(META + b'{"metadata":{"name":"\xff\xfe"}}]}'), heals=True),
     Row("1,000 headers", sends(HEAD + b"A: b\r\n" * 1000 + b"\r\n{}")),
-    Row("silence", Exchange.hang, slow=True),
+    Row("silence", Exchange.hang),
     Row("a reset after the head", lambda e: (e.head(200), e.reset())),
     Row("a reset in the list", lambda e: (e.watch(line("ADDED", named("a", 5))), e.reset())),
     Row("bookmarks that go back", listed(bookmark(1001), bookmark(7))),
@@ -255,14 +253,14 @@ ROWS: Final = (
     Row("other content each time, and 410", changing),
     Row("410 after each list", listed(line("ERROR", {"code": 410}), then=Exchange.end)),
     Row("410 always", status(410)),
-    Row("429 and an absurd Retry-After", status(429, Retry_After="99999999999999"), slow=True),
+    Row("429 and an absurd Retry-After", status(429, Retry_After="99999999999999")),
     Row("500 in the watch", listed(line("ERROR", {"code": 500, "message": "x"}), then=Exchange.end)),
     Row("401 always", status(401)),
     Row("403 with escape sequences", status(403, "\x1b[2J\x1b]0;x\x07")),
-    Row("endless pages", paged(next_page), slow=True),
+    Row("endless pages", paged(next_page)),
     Row("a page that continues with itself", page(b'{"metadata":{"continue":"x","resourceVersion":"5"},"items":[]}')),
 )
-BOUNDED: Final = tuple(
+BOUNDED = tuple(
     row
     for row in ROWS
     if row.name
@@ -311,7 +309,6 @@ class Child:
 
     def watch(self, seconds: float, until: Callable[[dict[str, Any]], bool]) -> float:
         """Seconds until a report fulfils this. Raises AssertionError, also for too much memory."""
-        assert self._process.stdout is not None
         begun = time.monotonic()
         while time.monotonic() - begun < seconds:
             if not select.select([self._process.stdout], [], [], 1.0)[0]:
@@ -328,7 +325,6 @@ class Child:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
         self._process.stdout.close()
 
 
@@ -372,12 +368,12 @@ def survive(row: Row) -> str:
 
 def campaign(seed: int, minutes: float | None) -> None:
     """Runs all rows in an order that the seed decides; `minutes` ends it early."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    until = deadline(minutes)
     rows = list(ROWS)
     random.Random(seed).shuffle(rows)
     wrong = []
     for row in rows:
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > until:
             break
         try:
             print(f"{row.name}: {survive(row)}", flush=True)

@@ -11,34 +11,34 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kbpf.serve.http import MAX_CONNECTIONS, HttpServer
 from kbpf.serve.message import HttpRequest, HttpResponse
-from tests.fuzz.inputs.http_requests import probe, request
+from tests.fuzz.inputs.http_requests import probe, request, resident
 from tests.support.lab.lab import PATIENCE
 
-CONNECTIONS: Final = 10_000
-MOST_PROBE_SECONDS: Final = 0.05
+CONNECTIONS = 10_000
+MOST_PROBE_SECONDS = 0.05
 """Of the server's processor time, so that the load of this machine does not matter."""
 
-MOST_IDLE_SECONDS: Final = 3.0
+MOST_IDLE_SECONDS = 3.0
 """While neither the server nor the probe waits for a processor: a server that waits for one of its
 clients uses no processor time, but waits for longer than this, since its own time limits are 5 s
 and more.
 """
 
-MOST_MEMORY: Final = 20 << 20
-PAGE_BYTES: Final = 12 << 20
-COUNT_SECONDS: Final = 5.0
+MOST_MEMORY = 20 << 20
+PAGE_BYTES = 12 << 20
+COUNT_SECONDS = 5.0
 """Interval at which the large part of the page is generated, as with serve/collector.py."""
 
-FRESH_SECONDS: Final = 1.0
+FRESH_SECONDS = 1.0
 """Interval at which the small part is generated, as in serve/server.py."""
 
-READ_SECONDS: Final = 40.0
+READ_SECONDS = 40.0
 """Slow readers run for longer than the time limit of a response."""
 
 
@@ -69,11 +69,6 @@ class Remote(NamedTuple):
 
     pid: int
     port: int
-
-    def memory(self) -> int:
-        """Its resident memory in bytes."""
-        with open(f"/proc/{self.pid}/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @contextlib.contextmanager
@@ -129,7 +124,7 @@ def broken(sock: socket.socket, raw: bytes) -> None:
     sock.send(raw)
 
 
-NUISANCES: Final[tuple[Callable[[socket.socket, bytes], None], ...]] = (mute, slow, deaf, pipeline, broken)
+NUISANCES = (mute, slow, deaf, pipeline, broken)
 
 
 def open_one(at: Remote, number: int, seed: int) -> socket.socket:
@@ -147,7 +142,7 @@ def open_one(at: Remote, number: int, seed: int) -> socket.socket:
     return sock
 
 
-INTERRUPTED: Final = 2
+INTERRUPTED = 2
 """Probes whose time does not count: interrupts, such as those of packets for other tests, run on
 account of the server. A server that delays its clients does so more often: it generates the large
 page eight times while it is measured.
@@ -204,7 +199,7 @@ class LoadMeter:
             sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             while sock.recv(1 << 20):
                 pass
-        self._before = self._at.memory()
+        self._before = resident(self._at.pid)
 
     def measure(self) -> None:
         """Probes once."""
@@ -215,7 +210,7 @@ class LoadMeter:
         assert took - delayed - own_delay < MOST_IDLE_SECONDS
         # what the server does while the probe waits for a processor delays no probe
         self._took.append(min(worked, max(0.0, took - own_delay)))
-        self._most = max(self._most, self._at.memory() - self._before)
+        self._most = max(self._most, resident(self._at.pid) - self._before)
 
     def result(self) -> Result:
         """The result of all probes."""

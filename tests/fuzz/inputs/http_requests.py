@@ -6,119 +6,57 @@ bounded memory. Every request follows from the seed and its number.
 """
 
 import contextlib
+import math
 import random
+import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
 
 from kbpf.serve.http import HttpServer
 from kbpf.serve.message import HttpRequest, HttpResponse
+from tests.campaigns import deadline
 from tests.support.lab.lab import PATIENCE
 
-REQUESTS: Final = 1_000_000
-BATCH: Final = 500
+REQUESTS = 1_000_000
+BATCH = 500
 """Requests sent between two honest probes."""
 
-METHODS = (
-    b"GET",
-    b"HEAD",
-    b"POST",
-    b"OPTIONS",
-    b"",
-    b"get",
-    b"G\x00T",
-    b"CONNECT",
-    b"PRI",
-    b"M" * 300,
-    b"G-T",
-    b"G(T",
-    b"\xff",
-)
+# Parts of requests: words that are valid or nearly so, and then what cannot be written as a word.
+METHODS = (*b"GET HEAD POST OPTIONS get CONNECT PRI G-T G(T".split(), b"", b"G\x00T", b"M" * 300, b"\xff")
 TARGETS = (
-    b"/",
-    b"/healthz",
-    b"/metrics",
-    b"/livez?verbose=1",
-    b"//x",
-    b"/%",
-    b"/%zz",
-    b"/%00",
-    b"/" + b"%41" * 500,
-    b"*",
-    b"x:443",
-    b"http://h/x?y",
-    b"http://[",
-    b"http://[::1]:80/p",
-    b"http://h",
+    *b"/ /healthz /metrics /livez?verbose=1 //x /% /%zz /%00 * x:443 //[x/".split(),
+    *b"http://h/x?y http://[ http://[::1]:80/p http://h http://a:b:c/".split(),
+    b"",
     b"/a b",
     b"/\x1b[2J",
     b"/\xc3\xa9",
-    b"/?" + b"a=&" * 400,
-    b"",
     b"http://\xe2\x84\xa1/",
+    b"/" + b"%41" * 500,
+    b"/?" + b"a=&" * 400,
     b"/" + b"../" * 100,
-    b"//[x/",
-    b"http://a:b:c/",
 )
 VERSIONS = (
-    b"HTTP/1.1",
-    b"HTTP/1.1",
-    b"HTTP/1.0",
-    b"HTTP/2.0",
-    b"HTTP/1.2",
-    b"http/1.1",
-    b"HTTP/1",
+    *b"HTTP/1.1 HTTP/1.1 HTTP/1.0 HTTP/2.0 HTTP/1.2 http/1.1 HTTP/1 HTTP/11".split(),
     b"",
     b"HTTP/1.1 x",
-    b"HTTP/11",
     b"HTTP/1.\xb2",
 )
-NAMES = (
-    b"Host",
-    b"Content-Length",
-    b"Transfer-Encoding",
-    b"Connection",
-    b"Expect",
-    b"Upgrade",
-    b"content-LENGTH",
-    b"X",
-    b"X" * 200,
-    b"",
-    b"X Y",
-    b" X",
-    b"X\t",
-    b"X\x00",
-    b"\xe9",
-)
+KNOWN = b"Host Content-Length Transfer-Encoding Connection Expect".split()
+NAMES = (*KNOWN, *b"Upgrade content-LENGTH X".split(), b"X" * 200, b"", b"X Y", b" X", b"X\t", b"X\x00", b"\xe9")
 LENGTHS = (
-    b"0",
-    b"3",
-    b"-1",
-    b"+3",
-    b"0x3",
+    *b"0 3 -1 +3 0x3 3,4 65536 65537 1e3 000003 1_0".split(),
     b"3, 3",
-    b"3,4",
-    b"65536",
-    b"65537",
     b"9" * 4299,
     b"9" * 4301,
     b"9" * 7000,
-    b"1e3",
     b"\xb2",
     b"",
     b" 3 ",
-    b"000003",
-    b"1_0",
 )
 VALUES = (
-    b"close",
-    b"keep-alive",
-    b"x",
+    *b"close keep-alive x chunked 100-continue h2c".split(),
     b"",
-    b"chunked",
-    b"100-continue",
-    b"h2c",
     b"a\x00b",
     b"\xff\xfe",
     b"\x1b]0;x\x07",
@@ -129,17 +67,17 @@ VALUES = (
 )
 ENDS = (b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r", b"\n\r", b"\r\r\n")
 
-USUAL: Final = HttpResponse(200, b"ok\n")
-PAGE: Final = HttpResponse(200, b"# a page\n" * 20_000)
+USUAL = HttpResponse(200, b"ok\n")
+PAGE = HttpResponse(200, b"# a page\n" * 20_000)
 
 
-def pick(chance: random.Random, options: tuple[bytes, ...], first: float = 0.5) -> bytes:
+def pick(chance: random.Random, options: Sequence[bytes], first: float = 0.5) -> bytes:
     """One of the options, more often the first, so that most parts of some requests are valid."""
     return options[0] if chance.random() < first else chance.choice(options)
 
 
 def field(chance: random.Random, end: bytes) -> bytes:
-    name = chance.choice(NAMES[:5]) if chance.random() < 0.8 else chance.choice(NAMES)
+    name = chance.choice(KNOWN) if chance.random() < 0.8 else chance.choice(NAMES)
     value = chance.choice(LENGTHS if name.lower() == b"content-length" else VALUES)
     colon = b": " if chance.random() < 0.9 else chance.choice((b":", b" :", b"", b"::"))
     return name + colon + value + end
@@ -208,13 +146,13 @@ def send(port: int, raw: bytes) -> None:
         sock.recv(4096)
 
 
-def resident() -> int:
-    """Resident memory of this process in bytes."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+def resident(process: int | str = "self") -> int:
+    """Resident memory of a process in bytes."""
+    with open(f"/proc/{process}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, float]:
+def run(seed: int, count: int, until: float = math.inf) -> dict[str, float]:
     """Sends `count` requests; returns the measurements. Raises AssertionError with the number of
     the request that found something.
     """
@@ -230,7 +168,7 @@ def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, floa
                 assert not server.faults.count, f"faults before request {number} of seed {seed}"
                 start = start or (number >= 10 * BATCH and resident()) or 0
                 memory = max(memory, resident() - start) if start else 0
-                if time.monotonic() > deadline:
+                if time.monotonic() > until:
                     break
         worst = max(worst, probe(port))
         assert not server.faults.count
@@ -243,7 +181,7 @@ def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, floa
 
 
 def requests(seed: int, minutes: float | None) -> None:
-    deadline = float("inf") if minutes is None else time.monotonic() + minutes * 60
-    found = run(seed, REQUESTS, deadline)
+    until = deadline(minutes)
+    found = run(seed, REQUESTS, until)
     print(" ".join(f"{name}={value}" for name, value in found.items()), flush=True)
     assert found["memory_mb"] < 20

@@ -41,7 +41,6 @@ def main(url: str) -> None:
         reflector.start()
     while True:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None
         sources = [
             {
                 "name": status.name,

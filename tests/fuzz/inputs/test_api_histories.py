@@ -10,7 +10,7 @@ COUNT, OPERATIONS = 4, 60
 
 def test_histories_of_a_real_api_server_end_in_its_state():
     with ApiServer() as server:
-        done = histories(server, SEED, COUNT, OPERATIONS, None)
+        done = histories(server, SEED, COUNT, OPERATIONS)
     assert done["histories"] == COUNT
     assert done["created"] + done["changed"] + done["deleted"] == COUNT * OPERATIONS
     assert done["restored"] == 1

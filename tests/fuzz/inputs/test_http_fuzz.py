@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short runs of the campaigns `http-requests` and `http-load` (see tests/campaigns.py)."""
 
-import pytest
-
 from tests.fuzz.inputs import http_load, http_requests
 
 SEED = 11
@@ -23,8 +21,3 @@ def test_misbehaving_connections_do_not_delay_probes():
 
 def test_slow_readers_of_a_large_page_do_not_delay_probes():
     http_load.slow_readers(SEED, SECONDS).judge()
-
-
-def test_too_low_descriptor_limit_is_an_error():
-    with pytest.raises(RuntimeError, match="open files, the hard limit is"):
-        http_load.allow(1 << 40)

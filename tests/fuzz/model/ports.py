@@ -19,17 +19,17 @@ Connections are not silent for their whole time-out, and no packet is under way 
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, product
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-UNDER_WAY: Final = 1
+UNDER_WAY = 1
 """Packets in each direction between node and backend; further ones are lost."""
-FORGED: Final = 0
-CLOSES: Final = 1
+FORGED = 0
+CLOSES = 1
 """The client that may also end its connection by FINs; 2 only aborts."""
-HALF_OPEN: Final = ("new", "answered")
-OPEN: Final = ("established", "fin wait", "close wait", "last ack")
+HALF_OPEN = ("new", "answered")
+OPEN = ("established", "fin wait", "close wait", "last ack")
 
-AFTER_FIN: Final = {"established": "fin wait", "fin wait": "fin wait", "close wait": "last ack", "last ack": "last ack"}
+AFTER_FIN = {"established": "fin wait", "fin wait": "fin wait", "close wait": "last ack", "last ack": "last ack"}
 
 State = tuple[Any, ...]
 Step = tuple[str, State, str]

@@ -5,7 +5,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from tests.fuzz.packets.differences import complaint, equal, row_for
 from tests.fuzz.packets.node import BACKEND, DEVICES, PROTOCOLS, VARIANTS
@@ -18,19 +18,19 @@ from tests.fuzz.packets.segments import (
 )
 from tests.fuzz.packets.twins import Outcome, Played, Stalled, Twins
 
-BATCH: Final = 1_000
+BATCH = 1_000
 """Sequences played at once: one step of all of them takes a fraction of a second."""
-ATTACKS: Final = 250
+ATTACKS = 250
 """Attacks played at once: each is two sequences."""
-SEEDS: Final = (11, 12)
+SEEDS = (11, 12)
 """Seeds of the batches that the suite plays."""
-SMALLEST: Final = 50
-TRIES: Final = 5
+SMALLEST = 50
+TRIES = 5
 """A batch of at most SMALLEST sequences is played up to TRIES times. A machine that is too slow
 each time is too slow for the test.
 """
-STALLED: Final = "batches that stalled"
-SHOWN: Final = 10
+STALLED = "batches that stalled"
+SHOWN = 10
 """Differences that are shortened and reported; more of them seldom have other causes."""
 
 

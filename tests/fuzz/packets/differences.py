@@ -8,16 +8,16 @@ Whatever the rows allow, broken_promise() says what must never happen.
 
 import re
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from tests.fuzz.packets.twins import NOTHING, Outcome
 
 Condition = Callable[[str], object]
 
-_CLOSING: Final = ("FIN_WAIT", "CLOSE_WAIT", "LAST_ACK")
-_UP_TO_OPEN: Final = ("NEW", "ANSWERED", "UNPROVEN", "ESTABLISHED")
-_OPENING: Final = ("SYN_SENT", "SYN_SENT2", "SYN_RECV")
-SAME: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+_CLOSING = ("FIN_WAIT", "CLOSE_WAIT", "LAST_ACK")
+_UP_TO_OPEN = ("NEW", "ANSWERED", "UNPROVEN", "ESTABLISHED")
+_OPENING = ("SYN_SENT", "SYN_SENT2", "SYN_RECV")
+SAME = {
     "tcp": {
         "none": ("none",),
         "NEW": ("SYN_SENT",),
@@ -43,11 +43,11 @@ def having(pattern: str) -> Condition:
     return re.compile(pattern).search
 
 
-always: Final = having("")
-_RESET: Final = having(r"R")
-_AGAIN: Final = having(r"( |^)SA?\b.* (SA?\b|=)|<SA\b.*<(SA\b|=)|<S\b")
-_FLAWED: Final = having(r"!")
-_PROVEN: Final = {
+always = having("")
+_RESET = having(r"R")
+_AGAIN = having(r"( |^)SA?\b.* (SA?\b|=)|<SA\b.*<(SA\b|=)|<S\b")
+_FLAWED = having(r"!")
+_PROVEN = {
     "tcp": having(r"<(?!SA)\S*(\+|F|~near)|(\+|F)\S* .*<(?!SA)\S*(A|=)"),
     "udp": having(r"<"),
     "sctp": having(r"<(?!INIT|INITACK|ABORT|SHUTDONE)"),
@@ -67,7 +67,7 @@ class Row(NamedTuple):
     having: Condition = always
 
 
-ROWS: Final = (
+ROWS = (
     Row("segment after a reset", "tcp", ("CLOSING",), ("CLOSE",), _RESET),
     Row("reset before the handshake", "tcp", (), ("none",), _RESET),
     Row("segment before the answer", "tcp", _UP_TO_OPEN, (), having(r"(^| )S .*[FR]\S* (.* )?<SA")),

@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of the packet path without one rule, to prove that the comparison with nf_conntrack works:
-the sequences of the suite must detect each of them.
-
-A mutant replaces one line of the C code. A mutant that is not detected is a gap in differences.py;
-one whose line no longer exists was written for older code.
+"""Changes of the packet path, each of which takes a rule away. `make mutants only=conntrack` proves
+that the sequences of test_conntrack.py notice each of them: one that is not noticed is a gap in
+differences.py.
 """
 
-import random
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
-from typing import Final, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 import kbpf
-from kbpf.dataplane.bpf.programs import artifact, compile
-from kbpf.kernel.system import children
-from tests.fuzz.packets.comparison import ATTACKS, BATCH, compare, compare_attacks, random_attacks, random_sequences
-from tests.fuzz.packets.twins import Twins
 
-PACKAGE: Final = Path(kbpf.__file__).parent
+PACKAGE = Path(kbpf.__file__).parent
 
 
 class Mutant(NamedTuple):
@@ -33,7 +21,7 @@ class Mutant(NamedTuple):
     new: str
 
 
-MUTANTS: Final = (
+MUTANTS = (
     Mutant("any reset closes", "tc/judge.h", "if (n->sequence != peer->ack && !sent)", "if (false)"),
     Mutant(
         "the window is not checked", "tc/judge.h", "if (!(flags & TCP_ACK) || !fits) {", "if (!(flags & TCP_ACK)) {"
@@ -71,50 +59,3 @@ MUTANTS: Final = (
         "peer->tag = announced;\n\t\toriginal->state = STATE_ESTABLISHED;",
     ),
 )
-
-
-def build(mutant: Mutant, folder: Path, units: tuple[str, ...] = ("tc",)) -> None:
-    """Compiles the mutant into this folder, under the names of the regular builds."""
-    with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
-        copy = Path(name) / "kbpf"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        source = copy / "bpf" / mutant.file
-        text = source.read_text()
-        assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} is not as it was"
-        source.write_text(text.replace(mutant.old, mutant.new))
-        for unit in units:
-            _compile(mutant, unit, Path(name), folder)
-
-
-def _compile(mutant: Mutant, unit: str, tree: Path, folder: Path) -> None:
-    out = tree / "artifact"
-    subprocess.run(
-        children.python_command(compile.__name__, unit, str(out)),
-        env=children.child_environment() | {"PYTHONPATH": str(tree)},
-        check=True,
-        capture_output=True,
-    )
-    made = artifact.read(out)
-    assert made is not None
-    source_key = artifact.source_key(unit)
-    assert made.source != source_key, f"{mutant.name}: not the mutant was compiled"
-    artifact.store(msgspec.structs.replace(made, source=source_key), folder)
-
-
-def found(mutant: Mutant, seeds: tuple[int, ...]) -> tuple[int, str]:
-    """For the first seed that detects the mutant: how many sequences do, and the shortest
-    of them.
-    """
-    with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
-        folder = Path(name)
-        build(mutant, folder)
-        with Twins(folder) as twins:
-            for seed in seeds:
-                rng = random.Random(seed)
-                findings, _ = compare(twins, random_sequences(rng, BATCH))
-                if not findings:
-                    findings, _ = compare_attacks(twins, random_attacks(rng, ATTACKS))
-                if findings:
-                    shortest = min(findings, key=lambda each: len(each.sequence.script))
-                    return len(findings), str(shortest)
-    return 0, ""

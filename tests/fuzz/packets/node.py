@@ -22,7 +22,7 @@ import ctypes
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -36,25 +36,25 @@ from kbpf.model.objects import Protocol
 from tests.support.lab.lab import inside, ip, run, until
 from tests.support.plane import Site, desired, service, sites
 
-VARIANTS: Final = ("kept", "masked", "past")
-PROTOCOLS: Final = {"tcp": 6, "udp": 17, "sctp": 132}
-CLIENT: Final = {4: "198.51.100.7", 6: "2001:db8:9::7"}
-VIP: Final = {variant: {4: f"192.0.2.{n}", 6: f"2001:db8:1::{n}"} for n, variant in enumerate(VARIANTS, 1)}
-REFUSING: Final = {4: "192.0.2.9", 6: "2001:db8:1::9"}
-POD: Final = {
+VARIANTS = ("kept", "masked", "past")
+PROTOCOLS = {"tcp": 6, "udp": 17, "sctp": 132}
+CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
+VIP = {variant: {4: f"192.0.2.{n}", 6: f"2001:db8:1::{n}"} for n, variant in enumerate(VARIANTS, 1)}
+REFUSING = {4: "192.0.2.9", 6: "2001:db8:1::9"}
+POD = {
     "b0": {4: "10.244.1.2", 6: "fd00:244:1::2"},
     "o0": {4: "10.244.1.3", 6: "fd00:244:1::3"},
     "r0": {4: "10.244.2.2", 6: "fd00:244:2::2"},
 }
-OWN: Final = {"b0": {4: "10.244.1.1", 6: "fd00:244:1::1"}, "r0": {4: "10.244.2.1", 6: "fd00:244:2::1"}}
-ROUTED_BY: Final = {4: "198.18.1.1", 6: "fd00:18:1::1"}
+OWN = {"b0": {4: "10.244.1.1", 6: "fd00:244:1::1"}, "r0": {4: "10.244.2.1", 6: "fd00:244:2::1"}}
+ROUTED_BY = {4: "198.18.1.1", 6: "fd00:18:1::1"}
 """The node's address that clients route through."""
-BACKEND: Final = {"kept": "b0", "masked": "b0", "past": "r0"}
+BACKEND = {"kept": "b0", "masked": "b0", "past": "r0"}
 FRONT_PORT, BACK_PORT = 80, 8080
 
-NEIGHBOUR: Final = "02:00:00:00:00:aa"
+NEIGHBOUR = "02:00:00:00:00:aa"
 """The MAC address of all neighbours, set statically."""
-DEVICES: Final = ("c0", "b0", "o0", "r0")
+DEVICES = ("c0", "b0", "o0", "r0")
 T = TypeVar("T")
 
 

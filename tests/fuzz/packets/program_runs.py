@@ -12,6 +12,7 @@
 """
 
 import contextlib
+import math
 import random
 import socket
 import time
@@ -19,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 from kbpf.dataplane.bpf.hooks import loaded_packet_programs
 from kbpf.dataplane.bpf.maps import flow_entries
@@ -48,21 +48,21 @@ from tests.support.packets.test_run import (
     run,
 )
 
-VERDICTS: Final = {TC_ACT_UNSPEC: "next", TC_ACT_SHOT: "drop", TC_ACT_REDIRECT: "redirect"}
-ENTRIES: Final = 3
+VERDICTS = {TC_ACT_UNSPEC: "next", TC_ACT_SHOT: "drop", TC_ACT_REDIRECT: "redirect"}
+ENTRIES = 3
 """Entries of one connection, at most (flow.h)."""
-CONNECTIONS: Final = 512
+CONNECTIONS = 512
 """So few that flows have to be evicted."""
-PORTS: Final = (2000, 9000)
-BETWEEN_LOOKS: Final = 5_000
+PORTS = (2000, 9000)
+BETWEEN_LOOKS = 5_000
 """Runs between two checks of the maps."""
-DIRECT: Final = 0.02
+DIRECT = 0.02
 """Share of runs that start in the middle, with a program that is otherwise tail-called."""
-ENDS: Final = ("tc_sctp", "tc_end")
+ENDS = ("tc_sctp", "tc_end")
 """Programs that return what an earlier one has stored."""
-ICMP: Final = ("icmp", "icmp6")
-QUOTED: Final = frozenset(f"{icmp} embedded {what}" for icmp in ICMP for what in ("tcp", "udp", "sctp"))
-HEADERS: Final = "headers"
+ICMP = ("icmp", "icmp6")
+QUOTED = frozenset(f"{icmp} embedded {what}" for icmp in ICMP for what in ("tcp", "udp", "sctp"))
+HEADERS = "headers"
 
 
 @dataclass
@@ -95,19 +95,19 @@ class ProgramRuns:
         for program in self._programs.values():
             program.close()
 
-    def run(self, count: int, until: float | None = None) -> Tally:
+    def run(self, count: int, until: float = math.inf) -> Tally:
         """Makes `count` runs, or fewer if `until` has come; raises AssertionError if an invariant
         fails.
         """
         return inside_of(self._name, lambda: self._run(count, until))
 
-    def _run(self, count: int, until: float | None) -> Tally:
+    def _run(self, count: int, until: float) -> Tally:
         direct = int(count * DIRECT)
         for done in range(count - direct):
             self._one(self._rng.choice(("tc_ingress", "tc_ingress", "tc_egress")))
             if done % BETWEEN_LOOKS == BETWEEN_LOOKS - 1:
                 self.look()
-                if until is not None and time.monotonic() > until:
+                if time.monotonic() > until:
                     break
         self.look()
         tails = [name for name in self._programs if name not in ("tc_ingress", "tc_egress")]

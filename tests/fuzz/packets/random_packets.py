@@ -9,7 +9,6 @@ import random
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Final
 
 from tests.fuzz.packets.node import BACK_PORT, BACKEND, FRONT_PORT, OWN, POD, REFUSING, ROUTED_BY, VIP, end
 from tests.fuzz.packets.segments import CHUNKS
@@ -18,21 +17,21 @@ from tests.support.packets.datagrams import address, destination, fragments, hop
 from tests.support.packets.packets import ERRORS, echo, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import Packet, Sctp, Tcp, Udp, parse
 
-CLIENTS: Final = {
+CLIENTS = {
     4: ("198.51.100.7", "198.51.100.8", "203.0.113.200"),
     6: ("2001:db8:9::7", "2001:db8:9::8", "2001:db8:77::1"),
 }
-UNRELATED: Final = {
+UNRELATED = {
     4: ("203.0.113.1", "203.0.113.2", "100.64.3.4"),
     6: ("2001:db8:f::1", "2001:db8:f::2", "fd12:3456::9"),
 }
-ROUTER: Final = {4: "203.0.113.77", 6: "2001:db8:f::77"}
-FLAGS: Final = ("S", "S", "S", "SA", "A", "PA", "FA", "R", "RA", "F", "SFRPAUEC", "")
-REMEMBERED: Final = 512
-TOO_LONG: Final = 1500
+ROUTER = {4: "203.0.113.77", 6: "2001:db8:f::77"}
+FLAGS = ("S", "S", "S", "SA", "A", "PA", "FA", "R", "RA", "F", "SFRPAUEC", "")
+REMEMBERED = 512
+TOO_LONG = 1500
 """Bytes of data that no device of the node takes in one packet."""
 
-OURS: Final = tuple(
+OURS = tuple(
     address(text)
     for table in (*VIP.values(), REFUSING, *POD.values(), *OWN.values(), ROUTED_BY)
     for text in table.values()

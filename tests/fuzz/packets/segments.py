@@ -23,27 +23,27 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from tests.support.packets.packets import chunk, sctp, tcp, udp
 
-IDLE_SECONDS: Final = 2.2
+IDLE_SECONDS = 2.2
 """A little more than the 2 s after which Linux treats UDP packets as a stream."""
-MOST_PACKETS: Final = 12
-MOST_PAUSES: Final = 2
-PAUSE: Final = "."
-FAR: Final = 1 << 30
-OLD: Final = -(1 << 24)
-NEAR: Final = 1000
-NEW: Final = 50_000_000
-GUESS: Final = 0x0BAD_CAFE
+MOST_PACKETS = 12
+MOST_PAUSES = 2
+PAUSE = "."
+FAR = 1 << 30
+OLD = -(1 << 24)
+NEAR = 1000
+NEW = 50_000_000
+GUESS = 0x0BAD_CAFE
 """The ACK of a client that has received nothing from the backend."""
 
-_TOKEN: Final = re.compile(
+_TOKEN = re.compile(
     r"(?:(?P<device>\w\d):)?(?P<back><?)(?P<kind>=|[A-Z]+)(?:\+(?P<size>\d+))?"
     r"(?:~(?P<where>\w+))?(?:\^(?P<ack>\w+))?(?:!(?P<flaw>\w+))?"
 )
-_PLACES: Final = {"near": NEAR, "far": FAR, "old": OLD}
+_PLACES = {"near": NEAR, "far": FAR, "old": OLD}
 
 
 class Token(NamedTuple):
@@ -61,16 +61,9 @@ def parse_token(text: str) -> Token:
     match = _TOKEN.fullmatch(text)
     if match is None:
         raise ValueError(f"not a packet: {text!r}")
-    part = match.groupdict()
-    return Token(
-        part["back"] == "<",
-        part["kind"],
-        int(part["size"] or 0),
-        part["where"] or "",
-        part["ack"] or "",
-        part["flaw"] or "",
-        part["device"] or "",
-    )
+    part = match.groupdict("")
+    part |= {"back": part["back"] == "<", "size": int(part["size"] or 0)}
+    return Token(**part)
 
 
 @dataclass
@@ -164,7 +157,7 @@ def _plain(kind: int, body: bytes = b"") -> Callable[[int], bytes]:
     return lambda _: chunk(kind, body)
 
 
-CHUNKS: Final = {
+CHUNKS = {
     "INIT": _init(1),
     "INITACK": _init(2),
     "ECHO": _plain(10, b"cook"),
@@ -178,14 +171,14 @@ CHUNKS: Final = {
     "SHUTACK": _plain(8),
     "SHUTDONE": _plain(14),
 }
-BUILDERS: Final = {"tcp": tcp, "udp": udp, "sctp": sctp}
+BUILDERS = {"tcp": tcp, "udp": udp, "sctp": sctp}
 
 
 # ---- random scripts ----------------------------------------------------------------------------
 
-_FLAGS: Final = ("S", "SA", "A", "A", "A+100", "F", "FA", "R", "R", "RA", "PA+10", "=")
-_HANDSHAKES: Final = {"tcp": ("S", "<SA", "A"), "sctp": ("INIT", "<INITACK", "ECHO", "<ECHOACK"), "udp": ("U",)}
-_USUAL: Final = {
+_FLAGS = ("S", "SA", "A", "A", "A+100", "F", "FA", "R", "R", "RA", "PA+10", "=")
+_HANDSHAKES = {"tcp": ("S", "<SA", "A"), "sctp": ("INIT", "<INITACK", "ECHO", "<ECHOACK"), "udp": ("U",)}
+_USUAL = {
     "tcp": ("A", "A+100", "<A", "<A+100", "FA", "<FA", "A", "<A", "R", "<R"),
     "sctp": (
         "DATA",

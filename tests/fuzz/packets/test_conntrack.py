@@ -6,7 +6,7 @@ campaign `conntrack`. segments.py explains scripts, differences.py the rows.
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from tests.fuzz.packets.comparison import (
     ATTACKS,
     BATCH,
     SEEDS,
-    TRIES,
     compare,
     compare_attacks,
     play,
@@ -23,10 +22,9 @@ from tests.fuzz.packets.comparison import (
     random_sequences,
     shrunk,
 )
-from tests.fuzz.packets.differences import ROWS, complaint
-from tests.fuzz.packets.mutants import MUTANTS, PACKAGE
+from tests.fuzz.packets.differences import ROWS
 from tests.fuzz.packets.node import VARIANTS
-from tests.fuzz.packets.twins import LONGEST_PHASE, NOTHING, Outcome, Played, Stalled, Twins
+from tests.fuzz.packets.twins import Played, Twins
 
 STATES = Path(__file__).with_name("README.md")
 
@@ -64,15 +62,6 @@ SCRIPTS = [
     ("sctp", "INIT <INITACK", "ANSWERED", False, "COOKIE_WAIT"),
     ("sctp", "INIT <INITACK ECHO <ECHOACK", "ESTABLISHED", True, "ESTABLISHED"),
 ]
-
-
-DAY = 86_400
-OPEN = Outcome("ESTABLISHED", True, DAY)
-ESTABLISHED = Outcome("ESTABLISHED", True, DAY)
-UNPROVEN = Outcome("UNPROVEN", False, DAY)
-ANSWERED = Outcome("ANSWERED", False, 60)
-CLOSING = Outcome("CLOSING", False, 3600)
-CLOSED = Outcome("CLOSED", False, 120)
 
 
 @pytest.fixture(scope="module")
@@ -123,60 +112,7 @@ def test_forged_packets_change_nothing_that_they_do_not_change_in_conntrack(twin
     twins.check_reverse_path(False)
 
 
-WRONG = [
-    # script, a possible outcome of kbpf, Linux's outcome, and why that must be a finding
-    ("S <SA A A+100 <A F~far A", CLOSING, OPEN, "a difference that no row has"),
-    ("S <SA A <A", ESTABLISHED, OPEN, "established without proof by the backend"),
-    ("S <SA A A+100 <A", NOTHING, OPEN, "a connection that Linux needs is forgotten"),
-    ("S <SA <A+100~old A A+100", ANSWERED, OPEN, "not ended by anybody, and not kept as long"),
-]
-
-
-@pytest.mark.parametrize(("script", "kbpf", "linux", "why"), WRONG, ids=str)
-def test_wrong_outcome_is_a_finding(script: str, kbpf: Outcome, linux: Outcome, why: str):
-    assert complaint("tcp", script, kbpf, linux).endswith(why)
-
-
-class SlowTwins(Twins):
-    """Two nodes on a machine that takes 0.01 s for each sequence of a batch."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def play(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
-        self.sizes.append(len(sequences))
-        if len(sequences) * 0.01 > LONGEST_PHASE:
-            raise Stalled("too slow")
-        return [(NOTHING, NOTHING)] * len(sequences)
-
-
-def test_stalled_batch_is_replayed_in_halves_and_counted():
-    twins = SlowTwins()
-    outcomes, stalls = play(twins, [Played("U", "udp", 4, "kept")] * 400)
-    assert (len(outcomes), stalls, twins.sizes) == (400, 3, [400, 200, 100, 100, 200, 100, 100])
-
-
-def test_small_batch_is_replayed_a_few_times(monkeypatch: pytest.MonkeyPatch):
-    twins = SlowTwins()
-    monkeypatch.setattr("tests.fuzz.packets.test_conntrack.LONGEST_PHASE", 0.0)
-    with pytest.raises(Stalled):
-        play(twins, [Played("U", "udp", 4, "kept")] * 2)
-    assert twins.sizes == [2] * TRIES
-
-
-def test_slow_batch_raises_stalled(twins: Twins, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tests.fuzz.packets.twins.LONGEST_PHASE", 0.0)
-    with pytest.raises(Stalled, match=r"phase 0 took .* s, and may take 0.0 s"):
-        twins.play([Played("U <U", "udp", 4, "kept")])
-
-
 def test_each_intended_difference_is_documented():
     _, _, section = STATES.read_text().partition("## Intended differences")
     told = Counter(re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE))
     assert {row.name for row in ROWS} <= told.keys()
-
-
-def test_mutants_apply_to_the_current_code():
-    for mutant in MUTANTS:
-        text = (PACKAGE / "bpf" / mutant.file).read_text()
-        assert text.count(mutant.old) == 1, mutant.name

@@ -7,6 +7,7 @@ stack of this machine takes part.
 
 import contextlib
 import os
+import re
 import select
 import socket
 import struct
@@ -14,11 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import DEVICE, FLOW, DeviceFlag, Target, TcpState
-from kbpf.kernel.net.netlink import Netlink, parse_attributes
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from tests.fuzz.packets.node import (
@@ -44,19 +44,19 @@ from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker, parse_toke
 from tests.support.lab.lab import inside, ip, run, until
 from tests.support.packets.packets import frame, udp
 
-UNUSED_PORT: Final = 9
+UNUSED_PORT = 9
 """A port of the node that no masqueraded client can get: for unsolicited packets of a backend."""
-STREAM_SECONDS: Final = 2
+STREAM_SECONDS = 2
 FIRST_PORT, LAST_PORT = 2000, 60_000
 """Client ports, one for each sequence of a batch; masqueraded clients keep these."""
-MOST_AT_ONCE: Final = 300
+MOST_AT_ONCE = 300
 """Packets sent before their arrival is awaited: a CPU's backlog has room for 1,000."""
-PATIENCE: Final = 60.0
-LONGEST_PHASE: Final = STREAM_SECONDS - 0.1
+PATIENCE = 60.0
+LONGEST_PHASE = STREAM_SECONDS - 0.1
 """Seconds between two pauses: after 2 s a UDP flow is a stream."""
-LONGEST_BATCH: Final = 9.0
+LONGEST_BATCH = 9.0
 """The shortest timeout is 30 s, and one of 40 s would be read as 30 s once 10 s have passed."""
-SIZES: Final = MapSizes(connections=65_536, affinity=1024)
+SIZES = MapSizes(connections=65_536, affinity=1024)
 
 
 class Played(NamedTuple):
@@ -83,8 +83,8 @@ class Outcome(NamedTuple):
     """No packet has counted since the script's last pause."""
 
 
-NOTHING: Final = Outcome("none", False, 0)
-REUSED: Final = Outcome("CLOSED", False, 120)
+NOTHING = Outcome("none", False, 0)
+REUSED = Outcome("CLOSED", False, 120)
 """Of a connection whose entry is gone because another one has its port: a port is free once its
 connection is closed.
 """
@@ -368,39 +368,13 @@ def _ruleset() -> str:
 
 # ---- tables of connections -----------------------------------------------------------------------
 
-_CONNTRACK, _GET, _DELETE = 12, 0x101, 0x102
-_ORIGINAL, _STATUS, _PROTOINFO, _TIMEOUT = 1, 3, 4, 7
-_ASSURED = 1 << 2
-TCP_STATES: Final = (
-    "NONE",
-    "SYN_SENT",
-    "SYN_RECV",
-    "ESTABLISHED",
-    "FIN_WAIT",
-    "CLOSE_WAIT",
-    "LAST_ACK",
-    "TIME_WAIT",
-    "CLOSE",
-    "SYN_SENT2",
-)
-SCTP_STATES: Final = (
-    "NONE",
-    "CLOSED",
-    "COOKIE_WAIT",
-    "COOKIE_ECHOED",
-    "ESTABLISHED",
-    "SHUTDOWN_SENT",
-    "SHUTDOWN_RECD",
-    "SHUTDOWN_ACK_SENT",
-    "HEARTBEAT_SENT",
-)
-_EARLY_DROP: Final = {
+_EARLY_DROP = {
     6: ("FIN_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
     132: ("SHUTDOWN_SENT", "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT"),
     17: (),
 }
 """States in which Linux evicts an assured connection for others: can_early_drop()."""
-_SHORT: Final = (
+_SHORT = (
     "tcp_timeout_close",
     "tcp_timeout_last_ack",
     "sctp_timeout_closed",
@@ -410,13 +384,13 @@ _SHORT: Final = (
     "sctp_timeout_shutdown_recd",
     "sctp_timeout_shutdown_ack_sent",
 )
-QUIET_SECONDS: Final = 11
+QUIET_SECONDS = 11
 """kbpf's need of a connection is computed as if it had been idle for this time: entries that it
 keeps only for a while are evictable after 5 or 10 s."""
-SHORT_SECONDS: Final = 40
+SHORT_SECONDS = 40
 """For Linux's timeouts between 3 and 30 s."""
 
-CLASSES: Final = (30, SHORT_SECONDS, 60, 120, 210, 300, 3_600, 86_400)
+CLASSES = (30, SHORT_SECONDS, 60, 120, 210, 300, 3_600, 86_400)
 """Seconds: the timeouts of both nodes. A remaining time counts as the next larger one."""
 
 Key = tuple[int, str, str]
@@ -436,32 +410,28 @@ class Row(NamedTuple):
     """Seconds."""
 
 
+_LISTED = re.compile(
+    r"\w+ +(?P<protocol>\d+) (?P<left>\d+) (?:(?P<state>[A-Z]\w+) )?"
+    r"src=(?P<source>\S+) dst=(?P<to>\S+) sport=(?P<source_port>\d+) dport=(?P<to_port>\d+) "
+)
+
+
 def flush_conntrack() -> None:
     """Deletes all entries in the calling thread's network namespace."""
-    with Netlink(_CONNTRACK, "conntrack") as netlink:
-        netlink.request(_DELETE, struct.pack("=BBH", 0, 0, 0))
+    for family in ("ipv4", "ipv6"):
+        run("conntrack", "-F", "-f", family)
 
 
 def dump_conntrack() -> list[Row]:
     """TCP, UDP and SCTP entries in the calling thread's network namespace."""
-    with Netlink(_CONNTRACK, "conntrack") as netlink:
-        messages = netlink.dump(_GET, struct.pack("=BBH", 0, 0, 0))
     found = []
-    for message in messages:
-        told = parse_attributes(message.body[4:])
-        original = parse_attributes(told[_ORIGINAL])
-        where, what = parse_attributes(original[1]), parse_attributes(original[2])
-        protocol = what[1][0]
-        if protocol not in _EARLY_DROP:
-            continue
-        hosts = [where.get(kinds[0], where.get(kinds[1], b"")) for kinds in ((1, 3), (2, 4))]
-        kind = socket.AF_INET if len(hosts[0]) == 4 else socket.AF_INET6
-        source, to = (socket.inet_ntop(kind, host) for host in hosts)
-        ports = [int.from_bytes(what[port], "big") for port in (2, 3)]
-        assured = bool(int.from_bytes(told[_STATUS], "big") & _ASSURED)
-        left = int.from_bytes(told[_TIMEOUT], "big")
-        state = _state(protocol, told, assured)
-        found.append(Row(protocol, source, ports[0], to, ports[1], state, assured, left))
+    for line in "".join(run("conntrack", "-L", "-f", family) for family in ("ipv4", "ipv6")).splitlines():
+        if (told := _LISTED.match(line)) is None:
+            continue  # of ICMP
+        assured = "[ASSURED]" in line
+        state = told["state"] or ("STREAM" if assured else "DATAGRAMS")
+        numbers = {name: int(told[name]) for name in ("protocol", "source_port", "to_port", "left")}
+        found.append(Row(source=told["source"], to=told["to"], state=state, assured=assured, **numbers))
     return found
 
 
@@ -473,15 +443,6 @@ def _read_conntrack() -> dict[Key, tuple[Outcome, float]]:
         key = (row.protocol, end(row.source, row.source_port), end(row.to, row.to_port))
         found[key] = Outcome(row.state, needed, seconds), now - (seconds - row.left)
     return found
-
-
-def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
-    if protocol == 17:
-        return "STREAM" if assured else "DATAGRAMS"
-    info = parse_attributes(told.get(_PROTOINFO, b""))
-    (raw,) = info.values()
-    number = parse_attributes(raw)[1][0]
-    return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
 
 
 def _snat_of(raw: bytes) -> tuple[str, int]:

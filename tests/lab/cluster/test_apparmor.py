@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +39,7 @@ class ConfinedAgent(PodAgent):
     """A PodAgent whose image has the virtual environment at the path of kbpf's image."""
 
     def image(self, rootfs: Path) -> Image:
-        usual = super().image(rootfs)
-        env = {**usual.env, "PYTHONPATH": str(ROOT)}
-        return Image(usual.root, usual.shown, usual.path, env, {Path("/opt/kbpf"): VENV})
+        return replace(super().image(rootfs), instead={Path("/opt/kbpf"): VENV})
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,6 @@ def served(house: FolderPod, number: int) -> None:
     finally:
         outside.close()
     status = house.agent.status()
-    assert status is not None
     assert (status["error"], status["packets"]["problem"]) == ("", ""), house.agent.tail()
     assert status["services"] >= number, status
 
@@ -94,7 +92,7 @@ def denied(since: int) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_agent_works_under_each_profile_without_denials(house: FolderPod, profile: str) -> None:
+def test_the_agent_works_under_each_profile_without_denials(house: FolderPod, profile: str):
     """Start, grow maps, adopt, check, destroy sockets, clean up, without a denial."""
     agent, (_, before) = house.agent, denied(0)
     agent.remove_pins()
@@ -216,7 +214,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("profile", ["", *PROFILES])
-def test_the_profiles_deny_and_allow_exactly_these_actions(house: FolderPod, profile: str) -> None:
+def test_the_profiles_deny_and_allow_exactly_these_actions(house: FolderPod, profile: str):
     """The container has CAP_SYS_ADMIN, so that only the profile can deny these actions."""
     house.agent.use_cache(house.agent.folder / "cache")  # a guest cannot write to the shared cache
     house.launch(template(house, profile, "-c", "import time; time.sleep(3600)"))

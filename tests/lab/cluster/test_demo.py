@@ -104,15 +104,6 @@ def test_it_reaches_every_backend_and_leaves_no_traces(cache: Path):
     assert re.search(rf" {refuses['expected']} +default/client +10.244.0.14:8080", trace)
 
 
-def test_it_prints_the_counts_as_text(cache: Path):
-    child = demo("--requests", "60", cache=cache)
-    out, err = child.communicate(timeout=START_SECONDS)
-    assert (child.returncode, err) == (0, "")
-    assert "backend-4 refuses" in out
-    assert " 0 unexpected failures, " in out.splitlines()[-1]
-    assert all(name in out for name in BACKENDS)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_status_130(endless: subprocess.Popen[str], number: signal.Signals):
     endless.send_signal(number)

@@ -10,7 +10,9 @@ continue. test_takeover.py does the same without Kubernetes objects, in each mod
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,7 +20,8 @@ from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.support.cluster.daemonset import PodCluster
 from tests.support.cluster.kube_proxy import MODES, has_programmed
 from tests.support.cluster.kubeadm import Kubeadm
-from tests.support.lab.lab import PATIENCE, Place, inside, ip, run, until
+from tests.support.lab.kept import Kept
+from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, run, until
 from tests.support.lab.load import Load, under_load
 from tests.support.runtime import docs
 from tests.support.runtime.shell import Shell
@@ -77,50 +80,39 @@ def kube_proxy_serves(cluster: KubeadmCluster) -> None:
         until(f"kube-proxy's rules on {node.name}", lambda home=node: has_programmed(home, cluster.mode, NODE_PORT))
 
 
-class InUse:
-    """The cluster's clients, the connections each keeps open, and the load of new ones."""
+class InUse(NamedTuple):
+    """The load of new connections, and those that each client keeps open."""
 
-    def __init__(self, cluster: KubeadmCluster, load: Load) -> None:
-        first = cluster.lab.nodes[0].ip
-        self._clients = {cluster["a3"]: (HOST, 80), cluster["host-1"]: (HOST, 80)}
-        self._clients[cluster["outside"]] = (first, NODE_PORT)
-        self._load = load
-        self._kept = 0
-
-    def keep(self) -> None:
-        """Each client opens another connection and keeps it."""
-        self._kept += 1
-        for client, to in self._clients.items():
-            assert "name" in client.tcp(*to, keep=f"kept {self._kept}")
+    load: Load
+    kept: Kept
 
     def goes_on(self) -> None:
         """Checks that new connections succeed and all kept ones still work."""
-        self._load.goes_on()
-        for client in self._clients:
-            for number in range(1, self._kept + 1):
-                answer = client.ask("talk", keep=f"kept {number}")
-                assert "name" in answer, (client.name, number, answer)
+        self.load.goes_on()
+        self.kept.all_talk()
 
-    def let_go(self) -> None:
-        for client in self._clients:
-            for number in range(1, self._kept + 1):
-                client.ask("drop", keep=f"kept {number}")
-        self._kept = 0
+
+@contextmanager
+def in_use(cluster: KubeadmCluster, dialled: Node) -> Iterator[InUse]:
+    """Clients connect during the block, those outside to this node. No connection may fail."""
+    with (
+        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1") as sockets,
+        under_load(cluster, dialled.ip, "outside", port=NODE_PORT, answers="a1 b1") as packets,
+    ):
+        ways = {cluster["a3"]: (HOST, 80), cluster["host-1"]: (HOST, 80)}
+        outside = {cluster["outside"]: (cluster.lab.nodes[0].ip, NODE_PORT)}
+        use = InUse(Load((*sockets.places, *packets.places)), Kept(ways | outside))
+        use.kept.open()
+        yield use
 
 
 def test_the_documented_steps_there_and_back_fail_no_connection(
     cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path
-) -> None:
+):
     shell = Shell(cluster, tmp_path, kubectl, kubeadm)
-    worker = cluster.lab.nodes[1].ip
-    with (
-        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1") as sockets,
-        under_load(cluster, worker, "outside", port=NODE_PORT, answers="a1 b1") as packets,
-    ):
-        use = InUse(cluster, Load((*sockets.places, *packets.places)))
-        use.keep()
+    with in_use(cluster, cluster.lab.nodes[1]) as use:
         to_kbpf(cluster, shell, use)
-        use.keep()
+        use.kept.open()
         use.goes_on()
         upgraded(cluster, shell, use)
         back(cluster, shell, use)
@@ -199,8 +191,8 @@ def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     before = [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]]
     use.goes_on()
     assert [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]] == before
-    use.let_go()
-    use.keep()
+    use.kept.close()
+    use.kept.open()
     type_in(shell, use, clean)
     shell(f"kubectl -n kube-system rollout status ds kbpf-cleanup --timeout={PATIENCE:.0f}s")
     assert not any(list(agent.bpffs.iterdir()) for agent in cluster.pod_agents[:2])
@@ -223,7 +215,7 @@ def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("cluster", MODES[:1], indirect=True)
 def test_a_failed_rollout_is_reverted_by_the_documented_steps(
     cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path, not_ready: Path
-) -> None:
+):
     """migration.md: the rollout stops at the first node, and kube-proxy is restored there.
 
     First with an image that does not exist in the registry; then with one that does not become
@@ -238,13 +230,7 @@ def test_a_failed_rollout_is_reverted_by_the_documented_steps(
     cluster.kubelets.never_ready = {NOT_PUSHED, NOT_READY}
     before, other = container_of(cluster), second.runs
     *_, keep, clean, gone = docs.section("docs/migration.md", "## Back to kube-proxy")
-    touched, slow = cluster.lab.nodes[0].ip, 0.01
-    with (
-        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1", pause=slow) as sockets,
-        under_load(cluster, touched, "outside", port=NODE_PORT, answers="a1 b1", pause=slow) as packets,
-    ):
-        use = InUse(cluster, Load((*sockets.places, *packets.places)))
-        use.keep()
+    with in_use(cluster, cluster.lab.nodes[0]) as use:
         for image in (NOT_PUSHED, NOT_READY):
             tag = image.partition(":")[2]
             kustomization.write_text(told.replace("newTag: 0.1.0", f"newTag: {tag}"))
@@ -252,7 +238,7 @@ def test_a_failed_rollout_is_reverted_by_the_documented_steps(
             assert (first.is_running, second.runs) == (image == NOT_READY, other)
             if first.is_running:
                 until("the agent is synced", lambda: (first.status() or {}).get("synced"))
-                use.keep()
+                use.kept.open()
             (undo,) = docs.section("docs/migration.md", "## If it does not serve")
             assert "registry.k8s.io/kube-proxy" in type_in(shell, use, undo)
             assert container_of(cluster) == before
@@ -260,8 +246,8 @@ def test_a_failed_rollout_is_reverted_by_the_documented_steps(
             assert list(first.bpffs.iterdir()) == ([first.pin_dir] if image == NOT_READY else [])
         kube_proxy_serves(cluster)
         type_in(shell, use, keep)
-        use.let_go()
-        use.keep()
+        use.kept.close()
+        use.kept.open()
         type_in(shell, use, clean)
         assert list(first.bpffs.iterdir()) == []
         type_in(shell, use, gone)

@@ -6,10 +6,6 @@ the image.
 """
 
 import json
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +16,10 @@ from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import node
 from tests.support.cluster.kubeadm import Kubeadm
 from tests.support.cluster.kubectl import MANIFESTS, OVERLAYS, Kubectl
-from tests.support.lab.lab import PATIENCE
 from tests.support.runtime import docs
+from tests.support.runtime.shell import Clone
 
-DOC = MANIFESTS.parent / "docs" / "install.md"
-BLOCKS = [block for _, block in re.findall(r"^(```sh)\n(.*?)^```", DOC.read_text(), re.M | re.S)]
+BLOCKS = docs.blocks("docs/install.md")
 ELSEWHERE = {
     "buildah build": "tests/image",
     "kubeadm upgrade": "tests/lab/cluster/test_kubeadm.py",
@@ -71,36 +66,6 @@ def admin(apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path) 
         made("delete", "-k", str(overlay), "--ignore-not-found", "--wait=false")
     made("-n", "kube-system", "delete", "secret", "-l", "owner=helm", "--wait=false")
     made("delete", "node", "doc", "--ignore-not-found")
-
-
-class Clone:
-    """An operator's shell in a clone of the repository with manifests/."""
-
-    def __init__(self, folder: Path, apiserver: ApiServer, *programs: Path) -> None:
-        self._folder = folder
-        shutil.copytree(MANIFESTS, folder / "manifests")
-        (folder / "bin").mkdir()
-        for program in programs:
-            (folder / "bin" / program.name).symlink_to(program)
-        self._environment = {
-            "HOME": str(folder),
-            "PATH": f"{folder}/bin:{os.environ['PATH']}",
-            "KUBECONFIG": str(apiserver.kubeconfig(folder / "config", "admin")),
-        }
-
-    def __call__(self, command: str) -> str:
-        """The output of a command, which must succeed."""
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=self._folder,
-            env=self._environment,
-            text=True,
-            capture_output=True,
-            check=False,
-            timeout=2 * PATIENCE,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
 
 @pytest.fixture
@@ -153,7 +118,7 @@ def test_the_helm_drop_in_survives_uninstalling_the_trial(admin: Kubectl, clone:
     assert [each["metadata"]["name"] for each in found] == ["kube-proxy"]
 
 
-CLUSTERS = docs.blocks("docs/clusters.md")
+DELETE, MOUNT = docs.blocks("docs/clusters.md")
 TALOS = {
     "apiVersion": "apps/v1",
     "kind": "DaemonSet",
@@ -172,11 +137,10 @@ TALOS = {
 def test_kubeadm_new_follows_a_kube_proxy_that_is_not_kubeadms(admin: Kubectl, clone: Clone):
     """docs/clusters.md: its DaemonSet has to be deleted first."""
     (install,) = [block for block in OURS if "manifests/overlays/kubeadm-new\n" in block]
-    (delete,) = [block for block in CLUSTERS if "delete daemonset" in block]
     admin("apply", "-f", "-", stdin=json.dumps(TALOS))
     with pytest.raises(AssertionError, match=r"spec\.selector.*field is immutable"):
         clone(install)
-    clone(delete)
+    clone(DELETE)
     clone(install)
     (daemonset,) = admin.objects("-n", "kube-system", "get", "ds")
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
@@ -196,12 +160,7 @@ exec unshare --mount sh -c 'umount -l /sys/fs/bpf; "$@" && findmnt -no FSTYPE /s
 
 def test_a_node_of_kind_gets_a_bpffs(clone: Clone, tmp_path: Path):
     """docs/clusters.md"""
-    (block,) = [block for block in CLUSTERS if "docker exec" in block]
     docker = tmp_path / "bin" / "docker"
     docker.write_text(DOCKER)
     docker.chmod(0o755)
-    assert clone(block) == "bpf\n"
-
-
-def test_every_block_of_clusters_has_a_test():
-    assert len(CLUSTERS) == 2
+    assert clone(MOUNT) == "bpf\n"

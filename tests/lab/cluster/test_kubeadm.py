@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from tests.support.cluster.kubectl import OVERLAYS, Kubectl, call, copy_of_manif
 from tests.support.lab.lab import until
 from tests.support.runtime import docs
 
+Objects = dict[tuple[str, str], Object]
+"""By kind and name."""
 SPACE = "kube-system"
 PODS = "10.244.0.0/16,fd00:10:244::/56"
 ENDPOINT = "cluster.example:6443"
@@ -35,7 +37,7 @@ UPGRADES = sorted(
 )
 
 
-def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path) -> None:
+def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path):
     """docs/install.md: the phases that its commands skip exist."""
     assert [command for command, _ in UPGRADES] == ["apply", "node"]
     for command, phase in UPGRADES:
@@ -45,19 +47,19 @@ def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path) -> None:
 
 
 @pytest.fixture
-def made(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> dict[tuple[str, str], Object]:
+def made(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Objects:
     """The objects that kubeadm prints, by kind and name."""
     return named(Kubeadm(kubeadm, apiserver, tmp_path, endpoint=ENDPOINT, pods=PODS).kube_proxy())
 
 
 @pytest.fixture
-def ours(kubectl: Path, tmp_path: Path) -> dict[tuple[str, str], Object]:
+def ours(kubectl: Path, tmp_path: Path) -> Objects:
     """The objects of the overlay for a cluster without kube-proxy, as an operator fills it in."""
     manifests = copy_of_manifests(tmp_path / "ours", f"https://{ENDPOINT}", PODS)
     return named(kustomize(kubectl, manifests / "overlays" / "kubeadm-new"))
 
 
-def named(objects: list[Object]) -> dict[tuple[str, str], Object]:
+def named(objects: list[Object]) -> Objects:
     return {(each["kind"], each["metadata"]["name"]): each for each in objects}
 
 
@@ -70,32 +72,15 @@ def said(value: Any) -> Any:
     return [said(each) for each in value] if isinstance(value, list) else value
 
 
-def test_objects_have_the_names_of_kubeadms(
-    made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object]
-) -> None:
+def test_names_accounts_and_rights_equal_kubeadms(made: Objects, ours: Objects):
     assert ours.keys() == made.keys() | OURS
-    assert made.keys() >= {("DaemonSet", "kube-proxy"), ("ConfigMap", "kube-proxy")}
+    others = made.keys() - {("DaemonSet", "kube-proxy"), ("ConfigMap", "kube-proxy")}
+    assert sorted(kind for kind, _ in others) == ["ClusterRoleBinding", "Role", "RoleBinding", "ServiceAccount"]
+    for key in others:
+        assert said(ours[key]) == said(made[key])
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        ("ServiceAccount", "kube-proxy"),
-        ("ClusterRoleBinding", "kubeadm:node-proxier"),
-        ("Role", "kube-proxy"),
-        ("RoleBinding", "kube-proxy"),
-    ],
-    ids=lambda key: key[0],
-)
-def test_accounts_and_rights_equal_kubeadms(
-    made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object], key: tuple[str, str]
-) -> None:
-    assert said(ours[key]) == said(made[key])
-
-
-def test_the_config_map_equals_kubeadms_in_effect(
-    made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object]
-) -> None:
+def test_the_config_map_equals_kubeadms_in_effect(made: Objects, ours: Objects):
     """Ours sets fewer fields, to equal values; the others are zero in kubeadm's."""
     theirs, own = (each["ConfigMap", "kube-proxy"] for each in (made, ours))
     assert own["metadata"]["labels"] == theirs["metadata"]["labels"]
@@ -121,7 +106,7 @@ def set_fields(value: Any) -> Iterator[object]:
         yield value
 
 
-def test_the_texts_of_other_tests_equal_kubeadms(made: dict[tuple[str, str], Object]) -> None:
+def test_the_texts_of_other_tests_equal_kubeadms(made: Objects):
     """The texts of tests/support/cluster/kubeadm.py are literally those of kubeadm."""
     data = made["ConfigMap", "kube-proxy"]["data"]
     account = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -131,16 +116,14 @@ def test_the_texts_of_other_tests_equal_kubeadms(made: dict[tuple[str, str], Obj
     }
 
 
-def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(
-    made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object]
-) -> None:
+def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(made: Objects, ours: Objects):
     """Names, labels, nodes, priority, account, file, flags and environment are equal; the rest of
     the template is ours. Our environment has one more variable, the file's path for commands in the
     pod.
     """
     more = {"name": "KBPF_CONFIG", "value": "/var/lib/kube-proxy/config.conf"}
 
-    def facts(objects: dict[tuple[str, str], Object]) -> Object:
+    def facts(objects: Objects) -> Object:
         found = objects["DaemonSet", "kube-proxy"]
         spec = found["spec"]["template"]["spec"]
         (container,) = spec["containers"]
@@ -167,12 +150,28 @@ def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(
 
 @pytest.fixture
 def admin(kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path) -> Iterator[Kubectl]:
-    """kubectl as administrator; removes kbpf and kube-proxy after the test."""
+    """kubectl as administrator; removes kbpf, kube-proxy and the node after the test."""
     made = Kubectl(kubectl, apiserver, tmp_path)
     yield made
-    made("delete", "-k", str(OVERLAYS / "kubeadm"), "--ignore-not-found", "--wait=false")
-    made("-n", SPACE, "delete", "cm", "kbpf-settings", "--ignore-not-found")
+    made("delete", "-k", str(OVERLAYS / "kubeadm"), *GONE)
+    made("-n", SPACE, "delete", "cm", "kbpf-settings", *GONE)
+    name = ControlPlaneNode.name
+    made("-n", SPACE, "delete", f"node/{name}", f"pod/kube-apiserver-{name}", "--force", *GONE)
     Kubeadm(kubeadm, apiserver, tmp_path).remove_kube_proxy(made)
+
+
+GONE = ("--ignore-not-found", "--wait=false")
+
+
+def upgrade(
+    program: Path, server: ApiServer, admin: Kubectl, folder: Path, patches: Path | None = None
+) -> ControlPlaneNode:
+    """A control plane node on which this kubeadm upgrades the cluster."""
+    (folder / "none").mkdir()
+    node = ControlPlaneNode(program, server, folder, patches or folder / "none")
+    objects = {"apiVersion": "v1", "kind": "List", "items": node.objects()}
+    admin("apply", "-f", "-", stdin=json.dumps(objects))
+    return node
 
 
 @pytest.fixture
@@ -190,14 +189,46 @@ PATCHED = tuple(PATCH_BLOCK.splitlines()[2].split()[-2:])
 """The option of `kubeadm upgrade` there."""
 
 
+def apply_kbpf(admin: Kubectl) -> str:
+    return admin("apply", "-k", str(OVERLAYS / "kubeadm"))
+
+
+def state(admin: Kubectl, *names: str) -> list[Object]:
+    return admin.objects("-n", SPACE, "get", *names)
+
+
 def daemonset(admin: Kubectl) -> Object:
-    (found,) = admin.objects("-n", SPACE, "get", "ds/kube-proxy")
+    (found,) = state(admin, "ds/kube-proxy")
     return found
+
+
+def runs(admin: Kubectl) -> str:
+    """The program of the DaemonSet kube-proxy."""
+    (container,) = daemonset(admin)["spec"]["template"]["spec"]["containers"]
+    return str(container["command"][0])
+
+
+KUBE_PROXY = "/usr/local/bin/kube-proxy"
+
+
+def change_config(admin: Kubectl, change: Callable[[str], str]) -> None:
+    """Changes config.conf in the ConfigMap kube-proxy."""
+    (config_map,) = state(admin, "cm/kube-proxy")
+    config_map["data"]["config.conf"] = change(config_map["data"]["config.conf"])
+    admin("replace", "-f", "-", stdin=json.dumps(config_map))
+
+
+OWN_DOCUMENT = """
+---
+apiVersion: kbpf.io/v1alpha1
+kind: KbpfConfiguration
+pinDir: /sys/fs/bpf/mine
+"""
 
 
 def test_with_the_patch_kubeadm_installs_kbpf(
     kubeadm: Path, apiserver: ApiServer, admin: Kubectl, patches: Path, tmp_path: Path
-) -> None:
+):
     """`kubeadm init`: in the place of kube-proxy at once, and after it was there."""
     program = Kubeadm(kubeadm, apiserver, tmp_path)
     (tmp_path / "with").mkdir()
@@ -205,9 +236,8 @@ def test_with_the_patch_kubeadm_installs_kbpf(
     patched.install_kube_proxy()
     ours = daemonset(admin)["spec"]["template"]
     program.install_kube_proxy()
-    (container,) = daemonset(admin)["spec"]["template"]["spec"]["containers"]
-    assert container["command"][0] == "/usr/local/bin/kube-proxy"
-    admin("apply", "-k", str(OVERLAYS / "kubeadm"))
+    assert runs(admin) == KUBE_PROXY
+    apply_kbpf(admin)
     assert unordered(daemonset(admin)["spec"]["template"]) == unordered(ours)
     patched.install_kube_proxy()
     assert unordered(daemonset(admin)["spec"]["template"]) == unordered(ours)
@@ -221,6 +251,7 @@ UPGRADES_OF_THE_ADD_ON = [
     ("apply", "VERSION", "--yes", ControlPlaneNode.skipped),
 ]
 """`kubeadm upgrade` with these arguments."""
+KEPT = "cm/kbpf-settings clusterrole/kbpf clusterrolebinding/kbpf clusterrolebinding/kubeadm:node-proxier sa/kube-proxy"
 
 
 @pytest.mark.parametrize("words", UPGRADES_OF_THE_ADD_ON, ids=" ".join)
@@ -232,7 +263,7 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
     patches: Path,
     tmp_path: Path,
     words: tuple[str, ...],
-) -> None:
+):
     """A cluster of the previous minor version is upgraded. The DaemonSet does not change, so no
     node restarts its agent, nor do the rights and the ConfigMaps, except for the document of kbpf
     in `config.conf`, which is lost. Without the patch kube-proxy returns.
@@ -240,54 +271,30 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
     previous = Kubeadm(previous_kubeadm, apiserver, tmp_path, version=PREVIOUS_VERSION)
     previous.install_kube_proxy()
     previous.upload_config()
-    admin("apply", "-k", str(OVERLAYS / "kubeadm"))
+    apply_kbpf(admin)
     settings = ("create", "configmap", "kbpf-settings", "--from-literal=PIN_DIR=/sys/fs/bpf/mine")
     admin("-n", SPACE, *settings)
-    (config_map,) = admin.objects("-n", SPACE, "get", "cm/kube-proxy")
-    config = config_map["data"]["config.conf"].replace("masqueradeBit: null", "masqueradeBit: 13")
-    config_map["data"]["config.conf"] = f"{config}\n---\n{OWN_DOCUMENT}"
-    admin("replace", "-f", "-", stdin=json.dumps(config_map))
-    node = ControlPlaneNode(kubeadm, apiserver, tmp_path, patches)
-    objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": node.objects()})
+    change_config(admin, lambda text: text.replace("masqueradeBit: null", "masqueradeBit: 13") + OWN_DOCUMENT)
+    node = upgrade(kubeadm, apiserver, admin, tmp_path, patches)
     version = go_build.kubernetes_version()
     command = ("upgrade", *(version if word == "VERSION" else word for word in words))
-    kept = (
-        "cm/kbpf-settings",
-        "clusterrole/kbpf",
-        "clusterrolebinding/kbpf",
-        "clusterrolebinding/kubeadm:node-proxier",
-        "sa/kube-proxy",
-    )
 
-    def state() -> list[Object]:
-        found = admin.objects("-n", SPACE, "get", *kept)
-        return [{**each, "metadata": each["metadata"]["name"]} for each in found]
+    def kept() -> list[Object]:
+        return [{**each, "metadata": each["metadata"]["name"]} for each in state(admin, *KEPT.split())]
 
-    try:
-        admin("apply", "-f", "-", stdin=objects)
-        before, kept_before = daemonset(admin), state()
-        assert "Applied essential addon: kube-proxy" in node.run(*command, *PATCHED)
-        after = daemonset(admin)
-        assert after["spec"] == before["spec"]
-        assert after["metadata"]["generation"] == before["metadata"]["generation"]
-        assert state() == kept_before
-        (config_map,) = admin.objects("-n", SPACE, "get", "cm/kube-proxy")
-        assert config_map["data"]["config.conf"].count("masqueradeBit: 13") == 2
-        assert "KbpfConfiguration" not in config_map["data"]["config.conf"]
-        admin("apply", "-k", str(OVERLAYS / "kubeadm"))
-        assert daemonset(admin)["metadata"]["generation"] == before["metadata"]["generation"]
-        node.run(*command)
-        (container,) = daemonset(admin)["spec"]["template"]["spec"]["containers"]
-        assert container["command"][0] == "/usr/local/bin/kube-proxy"
-    finally:
-        admin("delete", "-f", "-", "--wait=false", "--force", "--ignore-not-found", stdin=objects)
-
-
-OWN_DOCUMENT = """\
-apiVersion: kbpf.io/v1alpha1
-kind: KbpfConfiguration
-pinDir: /sys/fs/bpf/mine
-"""
+    before, kept_before = daemonset(admin), kept()
+    assert "Applied essential addon: kube-proxy" in node.run(*command, *PATCHED)
+    after = daemonset(admin)
+    assert after["spec"] == before["spec"]
+    assert after["metadata"]["generation"] == before["metadata"]["generation"]
+    assert kept() == kept_before
+    (config_map,) = state(admin, "cm/kube-proxy")
+    assert config_map["data"]["config.conf"].count("masqueradeBit: 13") == 2
+    assert "KbpfConfiguration" not in config_map["data"]["config.conf"]
+    apply_kbpf(admin)
+    assert daemonset(admin)["metadata"]["generation"] == before["metadata"]["generation"]
+    node.run(*command)
+    assert runs(admin) == KUBE_PROXY
 
 
 @pytest.mark.parametrize("disabled", [True, False], ids=["disabled", "skipped"])
@@ -301,7 +308,7 @@ def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
     version: str,
     command: str,
     disabled: bool,
-) -> None:
+):
     """docs/install.md: `proxy.disabled` in the ClusterConfiguration, or the phase skipped, both
     without a patch. DaemonSet and ConfigMap stay as they are, with kbpf's document. Without either,
     kube-proxy returns.
@@ -309,42 +316,28 @@ def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
     is_previous = version == PREVIOUS_VERSION
     kubeadm = request.getfixturevalue("previous_kubeadm" if is_previous else "kubeadm")
     Kubeadm(kubeadm, apiserver, tmp_path, version=version).install_kube_proxy()
-    admin("apply", "-k", str(OVERLAYS / "kubeadm"))
-    (config_map,) = admin.objects("-n", SPACE, "get", "cm/kube-proxy")
-    config_map["data"]["config.conf"] += f"\n---\n{OWN_DOCUMENT}"
-    admin("replace", "-f", "-", stdin=json.dumps(config_map))
-    (tmp_path / "none").mkdir()
-    node = ControlPlaneNode(kubeadm, apiserver, tmp_path, tmp_path / "none")
-    objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": node.objects()})
+    apply_kbpf(admin)
+    change_config(admin, lambda text: text + OWN_DOCUMENT)
+    node = upgrade(kubeadm, apiserver, admin, tmp_path)
     words = ("upgrade", command, *([version, "--yes"] if command == "apply" else []))
     phases = node.skipped if disabled else f"{node.skipped},{dict(UPGRADES)[command]}"
 
-    def state() -> list[Object]:
-        return admin.objects("-n", SPACE, "get", "ds/kube-proxy", "cm/kube-proxy")
-
     def upload_config(is_disabled: bool) -> None:
-        program = Kubeadm(kubeadm, apiserver, tmp_path, disabled=is_disabled, version=version)
-        program.upload_config()
+        Kubeadm(kubeadm, apiserver, tmp_path, disabled=is_disabled, version=version).upload_config()
 
-    try:
-        admin("apply", "-f", "-", stdin=objects)
-        upload_config(disabled)
-        before = state()
-        output = node.run(*words, phases)
-        message = "Skipping the addon/kube-proxy phase. The addon is disabled."
-        assert (message in output) is disabled
-        assert state() == before
-        upload_config(False)
-        node.run(*words, node.skipped)
-        (container,) = daemonset(admin)["spec"]["template"]["spec"]["containers"]
-        assert container["command"][0] == "/usr/local/bin/kube-proxy"
-    finally:
-        admin("delete", "-f", "-", "--wait=false", "--force", "--ignore-not-found", stdin=objects)
+    upload_config(disabled)
+    before = state(admin, "ds/kube-proxy", "cm/kube-proxy")
+    message = "Skipping the addon/kube-proxy phase. The addon is disabled."
+    assert (message in node.run(*words, phases)) is disabled
+    assert state(admin, "ds/kube-proxy", "cm/kube-proxy") == before
+    upload_config(False)
+    node.run(*words, node.skipped)
+    assert runs(admin) == KUBE_PROXY
 
 
 def test_the_account_that_kubeadm_makes_has_the_rights_of_an_agent(
     kubeadm: Path, kubectl: Path, apiserver: ApiServer, admin: Kubectl, tmp_path: Path
-) -> None:
+):
     """So `kubeadm init --patches` needs no object of kbpf's own: system:node-proxier has all that
     the ClusterRole kbpf has.
     """
@@ -370,30 +363,30 @@ def unordered(value: Any) -> Any:
 
 
 def test_apply_turns_kube_proxy_into_kbpf_and_kubeadm_back(
-    kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
-) -> None:
-    """The same DaemonSet gets another template, and the ConfigMap is untouched; done twice."""
-    admin = Kubectl(kubectl, apiserver, tmp_path)
+    kubeadm: Path, apiserver: ApiServer, admin: Kubectl, tmp_path: Path
+):
+    """The same DaemonSet gets another template, so that the controller rolls it out, and the
+    ConfigMap is untouched; done twice. `kubectl rollout restart` changes the template again, and
+    applying kbpf does not undo that.
+    """
     program = Kubeadm(kubeadm, apiserver, tmp_path)
-    folder = str(OVERLAYS / "kubeadm")
 
     def found() -> tuple[Object, Object]:
-        one, other = admin.objects("-n", SPACE, "get", "ds/kube-proxy", "cm/kube-proxy")
+        one, other = state(admin, "ds/kube-proxy", "cm/kube-proxy")
         return one, other["data"]
 
-    try:
+    program.install_kube_proxy()
+    first, config = found()
+    for _ in range(2):
+        assert "daemonset.apps/kube-proxy configured" in apply_kbpf(admin)
+        ours, data = found()
+        (container,) = ours["spec"]["template"]["spec"]["containers"]
+        assert container["command"][:2] == ["kbpf", "run"]
+        assert container["securityContext"]["privileged"] is False
+        assert (ours["metadata"]["uid"], data) == (first["metadata"]["uid"], config)
+        admin("-n", SPACE, "rollout", "restart", "ds", "kube-proxy")
+        apply_kbpf(admin)
+        assert found()[0]["metadata"]["generation"] == ours["metadata"]["generation"] + 1
         program.install_kube_proxy()
-        first, config = found()
-        for _ in range(2):
-            assert "daemonset.apps/kube-proxy configured" in admin("apply", "-k", folder)
-            daemonset, data = found()
-            (container,) = daemonset["spec"]["template"]["spec"]["containers"]
-            assert container["command"][:2] == ["kbpf", "run"]
-            assert container["securityContext"]["privileged"] is False
-            assert (daemonset["metadata"]["uid"], data) == (first["metadata"]["uid"], config)
-            program.install_kube_proxy()
-            back, data = found()
-            assert (back["spec"], data) == (first["spec"], config)
-    finally:
-        admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
-        program.remove_kube_proxy(admin)
+        back, data = found()
+        assert (back["spec"], data) == (first["spec"], config)

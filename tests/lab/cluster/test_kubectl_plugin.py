@@ -65,7 +65,7 @@ def nodes(operator: Operator) -> list[str]:
     return [node.name for node in operator.cluster.lab.nodes[:2]]
 
 
-def test_status_has_a_row_for_each_node(operator: Operator) -> None:
+def test_status_has_a_row_for_each_node(operator: Operator):
     def succeeds() -> str:
         done = operator.run("status -o json")
         return done.stdout if done.returncode == 0 else ""
@@ -79,13 +79,13 @@ def test_status_has_a_row_for_each_node(operator: Operator) -> None:
     assert all(row["services"] >= 2 and row["version"] and row["pod"] for row in rows)
 
 
-def test_failures_name_the_node(operator: Operator) -> None:
+def test_failures_name_the_node(operator: Operator):
     (row,) = operator.items("failures --since 1h")
     assert (row["node"], row["service"], row["reason"]) == (nodes(operator)[0], "default/web-21", "no_endpoints")
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_trace_runs_on_the_node_of_the_client(operator: Operator, index: int) -> None:
+def test_trace_runs_on_the_node_of_the_client(operator: Operator, index: int):
     node = nodes(operator)[index]
     output = operator(f"trace host:{node} {SERVICE}")
     assert HOST in output
@@ -93,7 +93,7 @@ def test_trace_runs_on_the_node_of_the_client(operator: Operator, index: int) ->
     assert node in output
 
 
-def test_top_adds_up_the_nodes(operator: Operator) -> None:
+def test_top_adds_up_the_nodes(operator: Operator):
     """A client of each node connects all the time, if the machine lets it."""
 
     def rows() -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def test_top_adds_up_the_nodes(operator: Operator) -> None:
     assert (row["name"], row["bytes_in"]) == ("default/web-20", None)
 
 
-def test_sysdump_has_an_archive_of_each_node(operator: Operator) -> None:
+def test_sysdump_has_an_archive_of_each_node(operator: Operator):
     output = operator("sysdump --time-limit 400 --output nodes.tar")
     assert "2 of 2 nodes are complete: nodes.tar\n" in output
     parts = {}
@@ -116,7 +116,7 @@ def test_sysdump_has_an_archive_of_each_node(operator: Operator) -> None:
     assert all({"index.json", "check.json", "verify.json"} <= each for each in parts.values())
 
 
-def test_a_node_without_an_agent_is_a_row(operator: Operator) -> None:
+def test_a_node_without_an_agent_is_a_row(operator: Operator):
     cluster = operator.cluster
     last = cluster.lab.nodes[-1]
     cluster.register(last)

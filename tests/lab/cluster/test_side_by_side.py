@@ -16,6 +16,7 @@ from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.cluster.kubeadm import Kubeadm
 from tests.support.cluster.kubectl import OVERLAYS
 from tests.support.lab.dial import UNSERVED, Dial, check
+from tests.support.lab.kept import Kept
 from tests.support.lab.lab import inside, ip, run, until
 from tests.support.lab.load import under_load
 from tests.support.runtime import docs
@@ -47,13 +48,6 @@ def trial(programs: None, kubectl: Path, kube_proxy: Path) -> Iterator[Trial]:
             yield made
 
 
-def said_starting(trial: Trial) -> list[str]:
-    """The notes of kbpf's Events of its start, without kube-proxy's."""
-    rows = trial.kube.list("Event")["items"]
-    notes = [row.get("note", "") for row in rows if row["reason"] == "Starting"]
-    return [note for note in notes if note.startswith("kbpf ")]
-
-
 def refuses(agent: PodAgent, why: str) -> None:
     """Checks that the agent refuses to remove kube-proxy's rules. It asks kube-proxy, which has
     five seconds for an answer.
@@ -69,7 +63,7 @@ def refuses(agent: PodAgent, why: str) -> None:
     assert "service-endpoints" in run(*rules)
 
 
-def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
+def test_a_trial_serves_on_the_labelled_node(trial: Trial):
     agent = trial.pod_agents[0]
 
     def running() -> list[str]:
@@ -85,7 +79,6 @@ def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
         trial.settle(agent)
         check(trial, Dial("a pod is served by kbpf", "a2", f"{HOST}:80", "a1 b1"))
         refuses(agent, "kube-proxy is running on this node (it answers on ")
-        until("the base's rights are enough for an Event", lambda: said_starting(trial))
         for port in (10256, 10356):  # kube-proxy's and ours
             until(f"{port} is healthy", lambda port=port: asked(agent, port, "/healthz") == 200)
         trial.kubectl("label", "node", "node-1", "kbpf.io/node-")
@@ -101,17 +94,17 @@ def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
 SECOND = "kbpf run --hostname-override=node-1 --healthz-bind-address= --metrics-bind-address=; test $? = 1"
 
 
-def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path) -> None:
+def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path):
     """migration.md command by command, with two agents on a node in between: the drop-in adopts."""
     there, back = docs.section("docs/migration.md", "## From the trial to the drop-in")
     shell = Shell(trial, tmp_path, kubectl)
     type_in(shell, back.replace("--all", "node-1"))
     first, second = trial.pod_agents[:2]
     trial.settle(first)
-    clients = [trial[name] for name in ("host-1", "a2")]
-    with under_load(trial, HOST, *(client.name for client in clients)) as load:
-        for client in clients:
-            assert "name" in client.tcp(HOST, 80, keep="kept")
+    clients = ("host-1", "a2")
+    kept = Kept({trial[name]: (HOST, 80) for name in clients})
+    with under_load(trial, HOST, *clients) as load:
+        kept.open()
         said = trial.kubelets.try_out(first, ["sh", "-c", SECOND], {})
         assert "another agent is at work here (/sys/fs/bpf/kbpf)" in said
         load.goes_on()
@@ -125,8 +118,7 @@ def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path,
                 trial.beside.stop()  # as kubelet does when the DaemonSet's template changes
             shell(command)
             load.goes_on()
-        for client in clients:
-            assert "name" in client.ask("talk", keep="kept")
+        kept.all_talk()
         trial.settle(first, second)
         assert pinned(first) == maps
     assert [each["metadata"]["name"] for each in trial.kube.list("DaemonSet")["items"]] == ["kube-proxy"]

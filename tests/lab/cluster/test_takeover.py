@@ -17,10 +17,6 @@ import pytest
 import yaml
 
 from kbpf.dataplane.bpf.maps.layout import Reason
-from kbpf.kernel.net.netlink import Netlink
-from kbpf.kernel.netfilter import conntrack
-from kbpf.kernel.system import netns
-from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import (
     endpoint,
@@ -34,6 +30,7 @@ from tests.support.cluster.kube_proxy import MODES, KubeProxy
 from tests.support.cluster.scenario import file_of, put
 from tests.support.cluster.static_api import StaticApi
 from tests.support.features import IN_GUEST, needs
+from tests.support.lab.kept import Kept
 from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, inside, until
 from tests.support.lab.lab import run as command
 from tests.support.lab.load import Load
@@ -41,7 +38,7 @@ from tests.support.lab.load import Load
 NODE_PORT, VIP = 30080, "10.96.0.80"
 CLUSTER = "10.244.0.0/16,fd00:10:244::/32"
 PAUSE = 0.05 if IN_GUEST else 0.01
-JSON = ("--kube-api-content-type", "application/json") if IN_GUEST else ()
+JSON = ("--kube-api-content-type", "application/json")
 SLOWLY = 600.0
 """Seconds to wait: IPVS and conntrack keep closed connections for two minutes."""
 PROGRAMMED = SLOWLY if IN_GUEST else PATIENCE
@@ -69,45 +66,33 @@ class World:
             self.dials[place] = home.ip, NODE_PORT
         # Not the pod that makes the load: one of its ports could be used both through IPVS and
         # directly to the same backend (docs/ipvs.md).
-        self.holds = {**self.dials, first.pod("keeps"): (VIP, 80)}
+        self.held = Kept({**self.dials, first.pod("keeps"): (VIP, 80)})
         self.dials[first.pod("to the ClusterIP")] = VIP, 80
         options = ("--packet-path", "true", "--cluster-cidr", CLUSTER)
         self.agents = [Agent(each, *options) for each in self.homes]
         for agent in self.agents:
             agent.mode = mode
         self.proxies: list[KubeProxy] = []
-        self.held: list[tuple[Place, str]] = []
         stack.callback(self.stop_proxies)
         row = port(80, node_port=NODE_PORT)
         ends = [endpoint(pods[0].ip, node=first.name), endpoint(pods[1].ip, node=second.name)]
-        self.config = lab.folder / "kubeconfig"
-        self.source = self._serve_objects(
+        self._serve_objects(
             stack,
             *(node(each.name, each.ip, each.ip6) for each in lab.nodes),
             service("web", row, type="NodePort", cluster_ip=VIP),
             endpoint_slice("web", *ends, ports=[slice_port(8080)]),
         )
 
-    def _serve_objects(self, stack: ExitStack, *objects: Object) -> tuple[str, str]:
-        """Publishes the objects and returns kbpf's source arguments. A real API server does it;
-        under emulation, where that would take minutes to start, kube-proxy gets a stand-in and kbpf
-        a folder.
+    def _serve_objects(self, stack: ExitStack, *objects: Object) -> None:
+        """kube-proxy reads the objects from a stand-in for the API server, kbpf from a folder: under
+        emulation a real API server would take minutes to start.
         """
-        outside = self.lab.outside
-        assert outside is not None
-        if not IN_GUEST:
-            api = stack.enter_context(ApiServer(addresses=(self.lab.outside_ip,), netns=outside))
-            api.kubeconfig(self.config)
-            with api.kube() as kube:
-                for obj in objects:
-                    kube.create(obj)
-            return "--kubeconfig", str(self.config)
-        stack.enter_context(StaticApi(objects, self.lab.outside_ip, outside)).kubeconfig(self.config)
-        folder = self.lab.folder / "objects"
-        folder.mkdir()
+        api = stack.enter_context(StaticApi(objects, self.lab.outside_ip, str(self.lab.outside)))
+        self.config = api.kubeconfig(self.lab.folder / "kubeconfig")
+        self.objects = self.lab.folder / "objects"
+        self.objects.mkdir()
         for obj in objects:
-            put(folder, file_of(obj), yaml.safe_dump(obj))
-        return "--source", str(folder)
+            put(self.objects, file_of(obj), yaml.safe_dump(obj))
 
     # ---- load balancers --------------------------------------------------------------------
 
@@ -130,7 +115,7 @@ class World:
     def start_agents(self, *arguments: str) -> None:
         """Starts kbpf on each node and waits until it is synced."""
         for agent in self.agents:
-            agent.start(wait=False, extra=(*self.source, *arguments))
+            agent.start(wait=False, extra=("--source", str(self.objects), *arguments))
         for agent in self.agents:
             agent.wait_synced()
 
@@ -141,7 +126,6 @@ class World:
 
     def kbpf(self, home: Node, *words: str) -> str:
         """The output of a kbpf command on that node."""
-        assert home.agent is not None
         where = "--pin-dir", str(home.agent.pin_dir), "--state-dir", str(home.agent.state_dir)
         return command(*inside(home.netns, None, sys.executable, "-m", "kbpf", *words, *where))
 
@@ -180,26 +164,6 @@ class World:
             assert result["errors"] == [], name
             assert set(result["names"]) == {"a1", "b1"}, name
 
-    def hold(self) -> None:
-        """Clients open connections and keep them."""
-        for place, (host, number) in self.holds.items():
-            for _ in range(HELD):
-                keep = f"held {len(self.held)}"
-                answer = place.tcp(host, number, keep=keep)
-                assert "error" not in answer, (place.name, answer)
-                self.held.append((place, keep))
-
-    def all_talk(self) -> None:
-        """Checks that every held connection still works."""
-        for place, keep in self.held:
-            answer = place.ask("talk", keep=keep)
-            assert "error" not in answer, (place.name, keep, answer)
-
-    def let_go(self) -> None:
-        for place, keep in self.held:
-            place.ask("drop", keep=keep)
-        self.held = []
-
 
 @pytest.mark.timeout(SLOWLY * 6)
 @pytest.mark.parametrize(
@@ -210,9 +174,7 @@ class World:
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],
 )
-def test_replacing_kube_proxy_and_back_fails_no_connection(
-    programs: None, kube_proxy: Path, mode: str, ours: str
-) -> None:
+def test_replacing_kube_proxy_and_back_fails_no_connection(programs: None, kube_proxy: Path, mode: str, ours: str):
     """Starts on nodes whose conntrack has never been enabled. kube-proxy's rules enable it while
     kbpf's connections are established, so that conntrack sees them from the middle.
     """
@@ -220,15 +182,15 @@ def test_replacing_kube_proxy_and_back_fails_no_connection(
         world = World(stack, ours)
         world.start_agents()
         with world.load() as load:
-            world.hold()
+            world.held.open(HELD)
             kube_proxy_comes(world, mode, load)
-            world.let_go()
+            world.held.close()
             world.cleanup()
             load.goes_on()
-            world.hold()
+            world.held.open(HELD)
             kbpf_comes(world, mode, load)
-            world.hold()
-            world.all_talk()
+            world.held.open(HELD)
+            world.held.all_talk()
         if mode == "ipvs":
             nothing_stays(world)
 
@@ -242,15 +204,15 @@ def kube_proxy_comes(world: World, mode: str, load: Load) -> None:
     load.goes_on()
     world.stop_agents()
     world.start_proxies(mode)
-    world.all_talk()
+    world.held.all_talk()
     if world.mode == "ipvs":  # whose connections are in the same table as kube-proxy's
         assert all("nftables inet kbpf" in said for said in world.cleanup())
     else:
         assert all("frontends" in said for said in world.cleanup("--keep-connections"))
     before = world.led()
     load.goes_on()
-    world.hold()
-    world.all_talk()
+    world.held.open(HELD)
+    world.held.all_talk()
     assert world.led() == before
 
 
@@ -276,19 +238,19 @@ def kbpf_comes(world: World, mode: str, load: Load) -> None:
     if mode == "ipvs":
         assert world.everywhere("ipset", "list", "-name") == ""
     load.goes_on()
-    world.all_talk()
+    world.held.all_talk()
 
 
 def nothing_stays(world: World) -> None:
     """With its last connection all of kube-proxy's IPVS state is removed; new ones are served."""
-    world.let_go()
+    world.held.close()
     if world.mode == "bpf":
         until("IPVS has nothing", lambda: not any(map(Agent.virtual_services, world.agents)), SLOWLY)
         until("the table has gone", lambda: "kbpf-keepalive" not in world.rules(), SLOWLY)
         assert "kbpf-keepalive" not in world.everywhere("ip", "link")
     with world.load():
-        world.hold()
-    world.all_talk()
+        world.held.open(HELD)
+    world.held.all_talk()
 
 
 @pytest.mark.timeout(SLOWLY * 6)
@@ -301,35 +263,35 @@ def nothing_stays(world: World) -> None:
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],
 )
-def test_a_closed_forward_chain_cuts_no_connection(programs: None, kube_proxy: Path, mode: str, ours: str) -> None:
+def test_a_closed_forward_chain_cuts_no_connection(programs: None, kube_proxy: Path, mode: str, ours: str):
     """FORWARD has policy DROP, as with a CNI that relies on kube-proxy's rules. An outside client's
     connection to a pod is masqueraded, so kube-proxy's rules mark and accept its first packet.
     """
     with ExitStack() as stack:
         world = World(stack, ours)
         home = world.homes[0]
-        world.holds = {place: to for place, to in world.dials.items() if to == (home.ip, NODE_PORT)}
+        world.held = Kept({place: to for place, to in world.dials.items() if to == (home.ip, NODE_PORT)})
         command(*inside(home.netns, None, "iptables", "-w", "-P", "FORWARD", "DROP"))
         world.start_proxies(mode)
-        world.hold()
-        world.all_talk()
+        world.held.open(HELD)
+        world.held.all_talk()
         world.stop_proxies()
         world.start_agents()
         world.cleanup("--kube-proxy")
         assert "KUBE-FORWARD" not in world.rules()
-        world.all_talk()
+        world.held.all_talk()
         begun_by_kube_proxy = len(established(home))
         world.stop_agents()
         world.start_agents()
-        world.hold()
-        world.all_talk()
+        world.held.open(HELD)
+        world.held.all_talk()
         assert len(established(home)) == begun_by_kube_proxy == (mode != ours)
-        world.let_go()
-        netns.run_in(Path("/run/netns") / home.netns, forget_connections)
+        world.held.close()
+        command(*inside(home.netns, None, "conntrack", "-F"))  # which keeps closed ones for two minutes
         until("the rule has gone", lambda: not established(home), SLOWLY)
         assert "kbpf-keepalive" not in command(*inside(home.netns, None, "nft", "list", "tables"))
-        world.hold()
-        world.all_talk()
+        world.held.open(HELD)
+        world.held.all_talk()
 
 
 def established(home: Node) -> list[str]:
@@ -337,9 +299,3 @@ def established(home: Node) -> list[str]:
     saved = command(*inside(home.netns, None, "iptables-save", "-t", "filter"))
     rules = [line for line in saved.splitlines() if line.startswith("-A FORWARD")]
     return [rule for rule in rules if "--ctstate RELATED,ESTABLISHED" in rule]
-
-
-def forget_connections() -> None:
-    """Flushes conntrack, which would otherwise keep closed connections for two minutes."""
-    with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
-        netlink.request(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from tests.support.lab.lab import Lab, Node, inside, until
 from tests.support.lab.lab import run as command
 from tests.support.runtime import docs
 
-MODES = ("nftables", "iptables", "iptables-legacy")
+KINDS = {"nftables": "nft", "iptables": "nft", "iptables-legacy": "legacy"}
+"""Mode of kube-proxy → which programs of iptables have its rules."""
 OTHERS = """\
 *nat
 :CNI-HOSTPORT - [0:0]
@@ -130,24 +132,31 @@ def ground(programs: None, kube_proxy: Path) -> Iterator[Ground]:
         yield Ground(lab, api)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(
-    ground: Ground, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = "legacy" if mode == "iptables-legacy" else "nft"
-    if kind == "legacy":
-        monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
+@contextmanager
+def kube_proxy_among_others(ground: Ground, mode: str, patch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A kube-proxy that has written all of its rules, and runs during the block; the rules that
+    were there before.
+    """
+    if mode == "iptables-legacy":
+        patch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
     for v6, guard in (("", GUARD), ("6", "")):
-        ground.run(f"ip{v6}tables-{kind}-restore", stdin=OTHERS % guard)
+        ground.run(f"ip{v6}tables-{KINDS[mode]}-restore", stdin=OTHERS % guard)
     ground.run("nft", "-f", "-", stdin=TABLES)
-    before = ground.rules(kind)
+    before = ground.rules(KINDS[mode])
     with KubeProxy(ground.home, mode.removesuffix("-legacy"), ground.config) as proxy:
         until(f"its rules\n{proxy.tail()}", lambda: is_complete(ground, mode))
+        yield before
+
+
+@pytest.mark.parametrize("mode", KINDS)
+def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(ground: Ground, mode: str, monkeypatch: pytest.MonkeyPatch):
+    with kube_proxy_among_others(ground, mode, monkeypatch) as before:
         refused = ground.cleanup()
         assert refused.returncode == 1
         assert "kube-proxy is running on this node" in refused.stderr
         elsewhere = Path("/run/netns") / str(ground.home.lab.outside)
         assert netns.run_in(elsewhere, detect.detect)[::2] == ((), {})
+    kind = KINDS[mode]
     assert ground.rules(kind) != before
     done = ground.cleanup(*UNSEEN)
     assert (done.returncode, done.stderr) == (0, "")
@@ -159,19 +168,14 @@ def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(
     assert ground.rules(kind) == before
 
 
-def test_kube_proxys_own_cleanup_removes_its_legacy_rules(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kube_proxys_own_cleanup_removes_its_legacy_rules(ground: Ground, monkeypatch: pytest.MonkeyPatch):
     """docs/operate.md: for nodes on which our image lacks the programs of iptables-legacy."""
-    monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
-    for v6, guard in (("", GUARD), ("6", "")):
-        ground.run(f"ip{v6}tables-legacy-restore", "-w", stdin=OTHERS % guard)
-    before = ground.rules("legacy")
-    with KubeProxy(ground.home, "iptables", ground.config) as proxy:
-        until(f"its rules\n{proxy.tail()}", lambda: is_complete(ground, "iptables-legacy"))
+    with kube_proxy_among_others(ground, "iptables-legacy", monkeypatch) as before:
+        pass
     (said,) = (span for span in docs.spans("docs/operate.md") if "kubectl debug node" in span)
     _, _, command = said.partition(" -- ")
     assert command == "kube-proxy --cleanup"
-    words = (str(go_build.build("kube-proxy")), "--cleanup")
-    ground.run(*words)
+    ground.run(str(go_build.build("kube-proxy")), "--cleanup")
     assert ground.rules("legacy") == before
 
 
@@ -185,6 +189,5 @@ def is_complete(ground: Ground, mode: str) -> bool:
             for family in ("ip", "ip6")
         )
     wanted = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "KUBE-FORWARD")
-    kind = "legacy" if mode == "iptables-legacy" else "nft"
-    saved = [ground.saved(kind, v6) for v6 in ("", "6")]
+    saved = [ground.saved(KINDS[mode], v6) for v6 in ("", "6")]
     return all(f":{name}" in rules for name in wanted for rules in saved)

@@ -127,7 +127,7 @@ def counted(agent: Agent, words: str) -> int:
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda one: one.words)
-def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: Symptom) -> None:
+def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: Symptom):
     assert symptom.words in PAGE.replace("\n", " ")
     made = field.all_ways(71, symptom.endpoints, **symptom.options)
     field.create(*made)
@@ -148,7 +148,7 @@ def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: S
         field.settle()
 
 
-def test_a_service_with_another_proxys_label_is_not_found(field: Field) -> None:
+def test_a_service_with_another_proxys_label_is_not_found(field: Field):
     """`inspect service` finds no frontend of it."""
     assert f"the Service has the label `{LABEL}`" in PAGE.replace("\n", " ")
     made = field.all_ways(72, "a1", labels={LABEL: "another"})
@@ -161,7 +161,7 @@ def test_a_service_with_another_proxys_label_is_not_found(field: Field) -> None:
     field.settle()
 
 
-def test_the_uplink_is_listed_with_both_programs(field: Field) -> None:
+def test_the_uplink_is_listed_with_both_programs(field: Field):
     """The page, "From outside", step 1."""
     assert "`host`, with a program in both directions" in PAGE.replace("\n", " ")
     rows = json.loads(inspect(field.agent, "devices -o json").stdout)["items"]
@@ -169,29 +169,3 @@ def test_the_uplink_is_listed_with_both_programs(field: Field) -> None:
     assert uplink["role"] == "host"
     assert uplink["ingress"]
     assert uplink["egress"]
-
-
-def test_a_second_agent_with_the_same_pins_is_refused(field: Field) -> None:
-    """The page, "The pod", third row."""
-    words = "another agent is at work here"
-    assert f"says `{words}`" in PAGE
-    agent = field.agent
-    command = (
-        sys.executable,
-        "-m",
-        "kbpf",
-        "run",
-        "--source",
-        str(field.folder),
-        "--pin-dir",
-        str(agent.pin_dir),
-        "--cgroup",
-        str(agent.node.cgroup),
-        "--mode",
-        "bpf",
-        "--healthz-bind-address=",
-        "--metrics-bind-address=",
-    )
-    done = subprocess.run(inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert words in done.stderr

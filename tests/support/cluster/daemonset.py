@@ -148,7 +148,7 @@ class PodAgent(Agent):
             made.root,
             made.shown,
             f"{scripts}:{made.path}",
-            {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1"},
+            {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
         )
 
     def wait_ready(self, spec: Object, seconds: float = 2 * PATIENCE) -> None:
@@ -184,7 +184,6 @@ class PodAgent(Agent):
     @property
     def pid(self) -> int:
         """The container process's id in the machine's PID namespace; 0 before it runs."""
-        assert self._container is not None
         state = self._container.state()
         return int(state["pid"]) if state is not None else 0
 
@@ -197,13 +196,11 @@ class PodAgent(Agent):
 
     def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Runs a command in the pod like `kubectl exec`."""
-        assert self._container is not None
         return self._container.exec(*command)
 
     @property
     def runc_exec(self) -> tuple[str, ...]:
         """The command prefix that exec() uses."""
-        assert self._container is not None
         return self._container.runc_exec
 
     def use_cache(self, folder: Path) -> None:
@@ -244,14 +241,12 @@ class PodAgent(Agent):
         self._end("KILL")
 
     def _end(self, signal: str) -> int:
-        assert self._container is not None
         code = self._container.stop(signal)
         self.forget()
         return code
 
     def forget(self) -> None:
         """Removes the container, which must have ended."""
-        assert self._container is not None
         self._container.close()
         self.runs = ""
 

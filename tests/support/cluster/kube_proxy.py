@@ -9,10 +9,10 @@ it: its rules stay.
 import contextlib
 import subprocess
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from tests.support.build import go_build
-from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside, until
+from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Node, inside, until
 
 MODES = ("nftables", "iptables")
 """The modes that every kernel supports; "ipvs" needs IPVS and the program ipset."""
@@ -25,24 +25,12 @@ QUIET = (
 )
 
 
-class Home(Protocol):
-    """The place where it runs: a node of the lab, or any other network namespace."""
-
-    @property
-    def name(self) -> str:
-        """The name of the Node object."""
-
-    @property
-    def netns(self) -> str:
-        """The namespace's name below /run/netns."""
-
-
 class KubeProxy:
     """kube-proxy on one node; its log is in the kubeconfig's folder. `arguments` are
     further flags.
     """
 
-    def __init__(self, node: Home, mode: str, kubeconfig: Path, *arguments: str) -> None:
+    def __init__(self, node: Node, mode: str, kubeconfig: Path, *arguments: str) -> None:
         self.node, self.mode = node, mode
         self.log = kubeconfig.parent / f"kube-proxy-{node.name}.log"
         self._command = (
@@ -90,7 +78,6 @@ class KubeProxy:
     @property
     def pid(self) -> int:
         """The process id of the running kube-proxy."""
-        assert self._process is not None
         return self._process.pid
 
     @property
@@ -113,7 +100,7 @@ def _members(group: int) -> list[int]:
     return found
 
 
-def has_programmed(node: Home, mode: str, node_port: int) -> bool:
+def has_programmed(node: Node, mode: str, node_port: int) -> bool:
     """Whether rules of a kube-proxy in this mode exist for this TCP NodePort, whether or not they
     are what serves it now.
     """

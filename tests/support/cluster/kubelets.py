@@ -230,37 +230,24 @@ class Kubelets:
         """The volumes with objects of the API server, and the ServiceAccount's if it is mounted.
         Stores the environment variables that come from ConfigMaps.
         """
-        agent.env_from = self._env_from(spec)
+        maps = {each["metadata"]["name"]: each.get("data", {}) for each in self._kube.list("ConfigMap", SPACE)["items"]}
+        (container,) = spec["containers"]
+        agent.env_from = {
+            f"{source.get('prefix', '')}{key}": value
+            for source in container.get("envFrom", ())
+            for key, value in _data(maps, source["configMapRef"]).items()
+        }
         volumes = {}
         for volume in spec.get("volumes", ()):
             if given := volume.get("configMap"):
-                optional = given.get("optional", False)
-                volumes[volume["name"]] = self._config_map(agent, given["name"], optional)
+                name = given["name"] if given["name"] in maps else "none"
+                folder = volumes[volume["name"]] = agent.folder / "configmaps" / name
+                folder.mkdir(parents=True, exist_ok=True)
+                for file, text in _data(maps, given).items():
+                    put(folder, file, text)
         if not spec.get("automountServiceAccountToken", True):
             return volumes, None
         return volumes, self._account(agent, spec["serviceAccountName"])
-
-    def _env_from(self, spec: Object) -> dict[str, str]:
-        made: dict[str, str] = {}
-        maps = {each["metadata"]["name"]: each for each in self._kube.list("ConfigMap", SPACE)["items"]}
-        for container in spec["containers"]:
-            for source in container.get("envFrom", ()):
-                name = source["configMapRef"]["name"]
-                assert name in maps or source["configMapRef"].get("optional"), name
-                for key, value in maps.get(name, {}).get("data", {}).items():
-                    made[f"{source.get('prefix', '')}{key}"] = value
-        return made
-
-    def _config_map(self, agent: "PodAgent", name: str, optional: bool) -> Path:
-        there = {each["metadata"]["name"] for each in self._kube.list("ConfigMap", SPACE)["items"]}
-        missing = optional and name not in there
-        folder = agent.folder / "configmaps" / ("none" if missing else name)
-        folder.mkdir(parents=True, exist_ok=True)
-        if missing:
-            return folder
-        for file, text in self._kube.get("ConfigMap", name, SPACE)["data"].items():
-            put(folder, file, text)
-        return folder
 
     def _account(self, agent: "PodAgent", name: str) -> Path:
         folder = agent.folder / "serviceaccount"
@@ -269,6 +256,13 @@ class Kubelets:
         for file, text in files.items():  # an agent that runs may be reading them
             put(folder, file, text)
         return folder
+
+
+def _data(maps: Mapping[str, Mapping[str, str]], reference: Object) -> Mapping[str, str]:
+    """The files or variables of a ConfigMap, which must exist unless the reference is optional."""
+    name = reference["name"]
+    assert name in maps or reference.get("optional"), name
+    return maps.get(name, {})
 
 
 def record_revision(kube: Kube, owner: Object) -> None:
@@ -334,19 +328,9 @@ def digest(template: Object) -> str:
 
 
 def runs_on(spec: Object, given: Object) -> bool:
-    """Whether a DaemonSet's pod runs on this Node: its selector matches, its taints are
-    tolerated.
+    """Whether a DaemonSet's pod runs on this Node: its selector matches, and it tolerates all
+    taints if there is one.
     """
-    labels = given["metadata"].get("labels", {})
-    if not spec.get("nodeSelector", {}).items() <= labels.items():
-        return False
-    rows = spec.get("tolerations", [])
-    return all(any(_tolerates(row, taint) for row in rows) for taint in given["spec"].get("taints", []))
-
-
-def _tolerates(row: Object, taint: Object) -> bool:
-    if row.get("effect") not in (None, "", taint["effect"]):
-        return False
-    if row.get("operator", "Equal") == "Exists":
-        return row.get("key") in (None, "", taint["key"])
-    return row.get("key") == taint["key"] and row.get("value", "") == taint.get("value", "")
+    labels, taints = given["metadata"].get("labels", {}), given["spec"].get("taints")
+    matches = spec.get("nodeSelector", {}).items() <= labels.items()
+    return matches and (not taints or {"operator": "Exists"} in spec.get("tolerations", ()))

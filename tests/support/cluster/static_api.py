@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A minimal API server for kube-proxy and `kbpf trace`, with objects that never change.
 
-For kernels under emulation, where a real API server takes most of the time. kube-proxy is real (and
-requests JSON, `--kube-api-content-type`); lists, watches and Events are as its client library
-expects. Plain HTTP, in a network namespace.
+It serves at once, where a real API server takes seconds, and minutes under emulation. kube-proxy is
+real (and requests JSON, `--kube-api-content-type`); lists, watches and Events are as its client
+library expects. Plain HTTP, in a network namespace.
 """
 
 import re

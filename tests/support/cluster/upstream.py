@@ -58,7 +58,6 @@ class Judge:
     def send(self, question: Question, tries: int = 1) -> None:
         """Sends a question without waiting; receive() returns the answer."""
         stdin = self._process.stdin
-        assert stdin is not None
         fields = {name.replace("_", ""): value for name, value in question._asdict().items()}
         stdin.write(json.dumps({**fields, "tries": tries}) + "\n")
         stdin.flush()
@@ -76,7 +75,6 @@ class Judge:
 
     def _read(self) -> Json:
         stdout = self._process.stdout
-        assert stdout is not None
         answer: Json = json.loads(stdout.readline() or '{"Error": "the judge died"}')
         assert "Error" not in answer, answer
         return answer

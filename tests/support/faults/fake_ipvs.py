@@ -108,19 +108,16 @@ class FakeIpvs:
             case IpvsCommand.IPVS_CMD_NEW_SERVICE if there is not None:
                 return errno.EEXIST
             case IpvsCommand.IPVS_CMD_NEW_SERVICE:
-                assert settings is not None
                 self.held[service] = (settings, {})
                 return 0
         if there is None:
             return errno.ESRCH
         match command:
             case IpvsCommand.IPVS_CMD_SET_SERVICE:
-                assert settings is not None
                 self.held[service] = (settings, there[1])
             case IpvsCommand.IPVS_CMD_DEL_SERVICE:
                 del self.held[service]
             case IpvsCommand.IPVS_CMD_NEW_DEST | IpvsCommand.IPVS_CMD_SET_DEST | IpvsCommand.IPVS_CMD_DEL_DEST:
-                assert server is not None
                 return self._change_server(command, there[1], server, weight)
         return 0
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client's connection through the fault proxy, and the watches that run over it.
 
-Each connection has a thread. It reads a request, asks the owner for its faults, and forwards it
+Each connection has a thread. It reads a request, asks the proxy for its faults, and forwards it
 over a new connection to the real server. Rules:
 
 - Two threads never use one TLS object at the same time (OpenSSL forbids it). While a watch runs,
@@ -22,10 +22,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tests.support.faults import fault_wire as wire
 from tests.support.faults.fault_wire import Answer, Incoming, Object, Request
+
+if TYPE_CHECKING:
+    from tests.support.faults.faults import FaultProxy
 
 ObjectHook = Callable[[Request, Object], Object | None]
 LineHook = Callable[[Request, bytes], bytes | None]
@@ -53,20 +56,6 @@ class Decision:
     delay: float = 0.0  # seconds
     hold: tuple[threading.Event, ...] = ()  # wait for all of them
     answer: Answer | None = None
-
-
-class Owner(Protocol):
-    """The proxy as a connection sees it; called from the connections' threads."""
-
-    flow: threading.Event  # cleared: nothing moves
-    object_hook: ObjectHook | None
-    line_hook: LineHook | None
-
-    def decide(self, request: Request) -> Decision: ...
-    def dial(self) -> http.client.HTTPSConnection: ...
-    def opened(self, stream: "Stream") -> None: ...
-    def closed(self, stream: "Stream") -> None: ...
-    def ended(self, connection: "Connection") -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -139,7 +128,7 @@ class HangUps:
 class Connection:
     """A client's connection; run() is the body of its thread."""
 
-    def __init__(self, raw: socket.socket, context: ssl.SSLContext, owner: Owner) -> None:
+    def __init__(self, raw: socket.socket, context: ssl.SSLContext, owner: "FaultProxy") -> None:
         # As Go's servers do. Without it, data that wait for an ACK would be lost by a reset.
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)

@@ -193,7 +193,7 @@ class FaultProxy(Script):
         what = f"{number} watches of {resource or 'anything'}"
         self._wait(lambda: self.watches(resource) == number, what, seconds)
 
-    # Called by connections (fault_relay.Owner).
+    # Called by connections, from their threads.
 
     def dial(self) -> http.client.HTTPSConnection:
         """Return a connection to the real server."""
@@ -227,7 +227,6 @@ class FaultProxy(Script):
         _thread("proxy-accept", lambda: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
-        assert self._context is not None
         while True:
             try:
                 raw, _ = listener.accept()

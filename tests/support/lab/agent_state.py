@@ -108,12 +108,3 @@ class AgentState:
             for port in inspection.services
             for frontend in port.frontends
         }
-
-    def dump(self) -> dict[str, dict[str, str]]:
-        """All entries of the agent's maps, as hex."""
-        entries = {}
-        for path in sorted(self.map_path("").iterdir()):
-            with Map.open(path) as opened:
-                if opened.type not in (2, 6):
-                    entries[path.name] = {k.hex(): v.hex() for k, v in opened.items()}
-        return entries

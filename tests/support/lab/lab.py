@@ -22,11 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link
@@ -166,14 +166,12 @@ class Place:
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the prober in {self.name} died")
         return json.loads(line)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
@@ -285,7 +283,7 @@ class Node:
         remove_cgroup(self.cgroup)
 
 
-TRACEBACK_LINES: Final = 30
+TRACEBACK_LINES = 30
 """How many lines of a traceback are shown."""
 
 
@@ -440,7 +438,6 @@ class Agent(AgentState):
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
     @property
@@ -484,7 +481,6 @@ class Agent(AgentState):
             raise AssertionError(f"{error}\n{self.status()}\n{self.tail()}") from None
 
     def _is_synced(self) -> bool:
-        assert self._process is not None
         if self._process.poll() is not None:
             raise AssertionError(f"the agent ended: {self.tail()}")
         status = self.own_status()
@@ -497,7 +493,6 @@ class Agent(AgentState):
 
     def wait_ended(self, seconds: float = 2 * PATIENCE) -> int:
         """Waits until the process exits by itself; its exit code."""
-        assert self._process is not None
         return self._process.wait(seconds)
 
     def lines(self) -> list[str]:
@@ -513,12 +508,10 @@ class Agent(AgentState):
 
     def stop(self) -> int:
         """Sends SIGTERM, as kubelet does; the exit code."""
-        assert self._process is not None
         self._process.terminate()
         return self._process.wait(PATIENCE)
 
     def kill(self) -> None:
-        assert self._process is not None
         self._process.kill()
         self._process.wait()
 
@@ -544,10 +537,3 @@ def detach(pin: Path) -> None:
     """
     with contextlib.suppress(KernelError), Link.open(pin) as link:
         link.detach()
-
-
-@contextlib.contextmanager
-def lab(nodes: int = 2) -> Iterator[Lab]:
-    """A lab, removed at the end of the block."""
-    with Lab(nodes) as made:
-        yield made

@@ -289,7 +289,6 @@ def explain(table: Table, row: Dial) -> str:
             continue
         key = found.service.key
         service = world.service(key.service)
-        assert service is not None
         port = next(p for p in service.ports if (p.name, p.protocol) == (key.port, key.protocol))
         chosen = select_endpoints(world.slices(key.service), port, service, world.node, key.family)
         for end in chosen.explain():

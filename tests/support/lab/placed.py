@@ -6,7 +6,7 @@ just addresses (paper.py); both build the same objects.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tests.support.cluster.kube_objects import (
     Object,
@@ -30,23 +30,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Addressed(Protocol):
-    ip: str
-    ip6: str
-
-
-class Numbered(Protocol):
-    number: int
-
-    @property
-    def name(self) -> str: ...
-
-
 class Placed:
-    """Builds objects about `places`; `home` is the node of each place."""
+    """Builds objects about `places`, by their `ip` and `ip6`; `home` is the node of each place, with
+    a `name` and a `number`.
+    """
 
-    places: Mapping[str, Addressed]
-    home: Mapping[str, Numbered]
+    places: Mapping[str, Any]
+    home: Mapping[str, Any]
 
     def endpoints(self, who: str, v6: bool = False) -> list[Object]:
         """The endpoints of an EndpointSlice. `who` lists places separated by blanks, each with an

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tests.support.lab.lab import Node
 
 OVERLAY_MTU = 1450
-NETWORKS = ("routed", "vxlan", "bridged")
 _ANYBODY = "00:00:00:00:00:00"
 
 Lines = tuple[str, ...]

@@ -66,7 +66,6 @@ def predict(places: Places, row: Dial) -> Trace:
 
 
 def _trace_at(places: Places, node: Node, client: Client, row: Dial) -> Trace:
-    assert node.agent is not None
     inspection = snapshot.read(node.agent.pin_dir, trace.NEEDS)
     find_client_route = None
     if client.origin is not Origin.OUTSIDE:

@@ -1,43 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets in a network namespace, for servers and clients of the tests.
-
-A socket stays in the namespace that it was created in, so only its creation has to happen there: in
-a separate thread, because setns(2) moves the calling thread only, and nothing else must run in that
-thread afterwards.
+"""Sockets in a network namespace, for servers and clients of the tests. A socket stays in the
+namespace that it was created in, so only its creation has to happen there.
 """
 
-import ctypes
-import os
 import socket
-import threading
+from functools import partial
+from pathlib import Path
 
-_CLONE_NEWNET = 0x40000000
-_libc = ctypes.CDLL(None, use_errno=True)
+from kbpf.kernel.system.netns import run_in
 
 
 def socket_in(netns: str | None, family: socket.AddressFamily) -> socket.socket:
-    """Return a new TCP socket in the namespace /run/netns/NETNS, or in our own for None.
-
-    Raises OSError: no such namespace, or no permission to enter it.
-    """
-    if netns is None:
-        return socket.socket(family, socket.SOCK_STREAM)
-    made: list[socket.socket] = []
-    failed: list[OSError] = []
-
-    def make() -> None:
-        try:
-            _enter(f"/run/netns/{netns}")
-            made.append(socket.socket(family, socket.SOCK_STREAM))
-        except OSError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=make, name=f"socket-in-{netns}")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    """Return a new TCP socket in the namespace /run/netns/NETNS, or in our own for None."""
+    make = partial(socket.socket, family, socket.SOCK_STREAM)
+    return make() if netns is None else run_in(Path("/run/netns") / netns, make)
 
 
 def connect(netns: str | None, host: str, port: int, timeout: float | None) -> socket.socket:
@@ -75,10 +51,3 @@ def bound(netns: str | None, host: str, port: int) -> socket.socket:
 
 def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _enter(path: str) -> None:
-    with open(path, "rb") as namespace:
-        if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            errno = ctypes.get_errno()
-            raise OSError(errno, os.strerror(errno), path)

@@ -10,23 +10,54 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.daemonset import PodCluster
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.lab.lab import PATIENCE, inside
 
 
-class Shell:
-    """An operator's shell with these programs in its PATH."""
+class Clone:
+    """An operator's shell in a clone of the repository, with these programs in its PATH."""
 
-    def __init__(self, cluster: PodCluster, folder: Path, kubectl: Path, kubeadm: Path | None = None) -> None:
-        self._cluster, self._folder = cluster, folder
+    def __init__(self, folder: Path, server: ApiServer, *programs: Path) -> None:
+        self._folder = folder
         shutil.copytree(MANIFESTS, folder / "manifests")
         (folder / "bin").mkdir()
-        config = cluster.api.kubeconfig(folder / "config", "admin")
-        real = inside(cluster.api.netns, None, str(kubectl), f"--kubeconfig={config}")
+        for program in programs:
+            (folder / "bin" / program.name).symlink_to(program)
+        self._config = server.kubeconfig(folder / "config", "admin")
+
+    def __call__(self, command: str) -> str:
+        """The output of a command line, which must succeed. As in an ordinary shell, it continues
+        after a failed command, and the last status counts.
+        """
+        done = self.run(command)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    def run(self, command: str) -> "subprocess.CompletedProcess[str]":
+        path = f"{self._folder}/bin:{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=self._folder,
+            text=True,
+            env={"HOME": str(self._folder), "PATH": path, "KUBECONFIG": str(self._config)},
+            capture_output=True,
+            check=False,
+            timeout=2 * PATIENCE,
+        )
+
+
+class Shell(Clone):
+    """The same with `kubectl exec` and kubeadm. run() is for command lines that change nothing."""
+
+    def __init__(self, cluster: PodCluster, folder: Path, kubectl: Path, kubeadm: Path | None = None) -> None:
+        super().__init__(folder, cluster.api)
+        self._cluster = cluster
+        real = inside(cluster.api.netns, None, str(kubectl))
         if kubeadm is not None:
             command = inside(cluster.lab.nodes[0].netns, None, str(kubeadm))
-            self._program("kubeadm", f'exec {" ".join(command)} "$@" --kubeconfig={config}\n')
+            self._program("kubeadm", f'exec {" ".join(command)} "$@" --kubeconfig={self._config}\n')
         self._program(
             "kubectl",
             'if [[ " $* " = *" exec "* ]]; then\n'
@@ -38,26 +69,13 @@ class Shell:
         )
 
     def __call__(self, command: str) -> str:
-        """The output of a command line, which must succeed. As in an ordinary shell, it continues
-        after a failed command, and the last status counts.
-        """
-        done = self.run(command)
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        output = super().__call__(command)
         self._cluster.kubelets.sync()
-        return done.stdout
+        return output
 
     def run(self, command: str) -> "subprocess.CompletedProcess[str]":
-        """Runs a command line that changes nothing."""
         self._pods()
-        return subprocess.run(
-            ["bash", "-c", command],
-            cwd=self._folder,
-            text=True,
-            env={"HOME": str(self._folder), "PATH": f"{self._folder}/bin:{os.environ['PATH']}"},
-            capture_output=True,
-            check=False,
-            timeout=2 * PATIENCE,
-        )
+        return super().run(command)
 
     def _pods(self) -> None:
         """Writes the program `in-pod POD COMMAND...`; ds/kube-proxy is the first pod."""
