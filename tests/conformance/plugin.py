@@ -57,7 +57,7 @@ def items(cluster: Cluster, *arguments: str, code: int = 0) -> list[dict[str, An
     return list(json.loads(run(cluster, *arguments, "-o", "json", code=code).stdout)["items"])
 
 
-def test_status_has_a_row_for_each_node(cluster: Cluster) -> None:
+def test_status_has_a_row_for_each_node(cluster: Cluster):
     rows = items(cluster, "status")
     assert [(row["node"], row["agent"], row["mode"]) for row in rows] == [
         ("node1", "ok", "bpf"),
@@ -66,7 +66,7 @@ def test_status_has_a_row_for_each_node(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("client", "node"), [("default/server-1", "node1"), ("default/client", "node2")])
-def test_trace_runs_on_the_node_of_the_pod(cluster: Cluster, client: str, node: str) -> None:
+def test_trace_runs_on_the_node_of_the_pod(cluster: Cluster, client: str, node: str):
     """kbpf refuses a Pod of another node."""
     assert CLUSTER_IP in run(cluster, "trace", client, "default/server").stdout
     (other,) = {"node1", "node2"} - {node}
@@ -76,7 +76,7 @@ def test_trace_runs_on_the_node_of_the_pod(cluster: Cluster, client: str, node: 
     assert done.stderr == f"kubectl kbpf: {client} is on node {node}, not on {other}\n"
 
 
-def test_failures_name_the_pod_and_its_node(cluster: Cluster) -> None:
+def test_failures_name_the_pod_and_its_node(cluster: Cluster):
     def rows() -> set[tuple[str, str, str]]:
         found = items(cluster, "failures", "--service", "default/empty")
         return {(row["node"], row["client"], row["reason"]) for row in found}
@@ -85,7 +85,7 @@ def test_failures_name_the_pod_and_its_node(cluster: Cluster) -> None:
     assert rows() == {("node2", "default/client", "no_endpoints")}
 
 
-def test_a_user_without_the_right_gets_one_line(cluster: Cluster) -> None:
+def test_a_user_without_the_right_gets_one_line(cluster: Cluster):
     reason = "user viewer may not create pods/exec in kube-system: ask an administrator of the cluster for this right"
     done = run(cluster, "failures", "--as", "viewer", code=1)
     assert f"kubectl kbpf: node1, node2: {reason}\n" in done.stderr

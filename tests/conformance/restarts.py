@@ -148,12 +148,12 @@ def is_ready(cluster: Cluster) -> None:
 @pytest.mark.parametrize("restart", [restart_kubelet, restart_containerd, delete_kbpf])
 def test_no_request_fails_when_a_part_of_the_node_restarts(
     cluster: Cluster, load: Load, restart: Callable[[Cluster], None]
-) -> None:
+):
     restart(cluster)
     load.goes_on()
 
 
-def test_node_serves_again_after_a_reboot(cluster: Cluster) -> None:
+def test_node_serves_again_after_a_reboot(cluster: Cluster):
     """Everything on it is killed, and with its mounts its pins go. Its disk stays."""
     node = cluster.nodes[1]
     assert node.init is not None

@@ -94,19 +94,19 @@ DIALS = (("host", VIP, 80), ("pod", VIP, 80), ("client", NODE_IP, 30020), ("host
 
 
 @pytest.mark.parametrize(("client", "host", "number"), DIALS)
-def test_service_is_served(places: dict[str, Place], log: Path, client: str, host: str, number: int) -> None:
+def test_service_is_served(places: dict[str, Place], log: Path, client: str, host: str, number: int):
     answer = places[client].many(8, host, number)
     assert answer["names"] == {"pod": 8}, (answer, log.read_text())
 
 
-def test_node_is_bare() -> None:
+def test_node_is_bare():
     assert not Path("/proc/net/if_inet6").exists()
     for module in ("nf_conntrack", "nf_tables"):
         loaded = subprocess.run(["modprobe", module], capture_output=True, check=False)
         assert loaded.returncode, f"{module} must be missing"
 
 
-def test_agent_says_what_is_missing_and_has_no_error(log: Path) -> None:
+def test_agent_says_what_is_missing_and_has_no_error(log: Path):
     status = subprocess.run(
         [sys.executable, "-m", "kbpf", "inspect", "status", "-o", "json"], capture_output=True, check=True
     )
@@ -117,7 +117,7 @@ def test_agent_says_what_is_missing_and_has_no_error(log: Path) -> None:
     assert not [line for line in text.splitlines() if "ERROR" in line or "Traceback" in line]
 
 
-def test_check_finds_the_node_usable() -> None:
+def test_check_finds_the_node_usable():
     command = (sys.executable, "-m", "kbpf", "check", "--cache-dir", str(artifacts.compiled()))
     done = subprocess.run([*V1_ONLY, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

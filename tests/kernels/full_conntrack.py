@@ -28,7 +28,7 @@ def field() -> Iterator[Field]:
         yield made
 
 
-def test_new_connections_are_dropped_and_counted(field: Field) -> None:
+def test_new_connections_are_dropped_and_counted(field: Field):
     """None is let through untranslated, and those that exist continue."""
     client, to = field["outside"], at("NodePort", 12)
     for number in range(HELD):

@@ -17,5 +17,5 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
-def test_reflector_ends_with_the_objects_of_the_server(first: int) -> None:
+def test_reflector_ends_with_the_objects_of_the_server(first: int):
     assert sum(history(seed) for seed in range(first, first + 20)) > 500

@@ -88,9 +88,7 @@ def complaints(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.hang], ids=["refused", "hung"])
-def test_an_outage_deletes_nothing_and_changes_arrive_after_it(
-    web: Cluster, fault: Callable[[FaultProxy], None]
-) -> None:
+def test_an_outage_deletes_nothing_and_changes_arrive_after_it(web: Cluster, fault: Callable[[FaultProxy], None]):
     """The agent is killed and started during the outage; changes made during it are applied
     later.
     """
@@ -121,7 +119,7 @@ def test_an_outage_deletes_nothing_and_changes_arrive_after_it(
     web.delete(*web.web(22, ""))
 
 
-def test_an_ended_watch_resumes_at_its_version(web: Cluster) -> None:
+def test_an_ended_watch_resumes_at_its_version(web: Cluster):
     for how, who in zip(Cut, ("a2", "a3", "a1", "a2"), strict=True):
         web.settle()
         assert web.proxy.cut_watches(how) == 4, how
@@ -131,7 +129,7 @@ def test_an_ended_watch_resumes_at_its_version(web: Cluster) -> None:
         assert whole_lists(web.proxy) == 0, how
 
 
-def test_an_expired_version_causes_one_new_list_of_each_resource(web: Cluster) -> None:
+def test_an_expired_version_causes_one_new_list_of_each_resource(web: Cluster):
     with under_load(web, HOST, "a2") as load:
         web.proxy.expire_watches()
         load.goes_on()
@@ -149,7 +147,7 @@ def test_an_expired_version_causes_one_new_list_of_each_resource(web: Cluster) -
     assert whole_lists(web.proxy) == 8
 
 
-def test_a_new_list_deletes_objects_whose_deletion_was_missed(web: Cluster) -> None:
+def test_a_new_list_deletes_objects_whose_deletion_was_missed(web: Cluster):
     more = web.web(23, "a1")
     with web.given(*more):
         web.proxy.freeze_watches()
@@ -160,7 +158,7 @@ def test_a_new_list_deletes_objects_whose_deletion_was_missed(web: Cluster) -> N
         expect(web, "10.96.0.23:80", UNSERVED)
 
 
-def test_changes_arrive_after_a_network_outage(web: Cluster) -> None:
+def test_changes_arrive_after_a_network_outage(web: Cluster):
     """The link is down without a RST or an ICMP error; changes arrive once it is up again."""
     link = f"n{web.lab.nodes[0].number}"
     with under_load(web, HOST, "a2", "host-1") as load:
@@ -174,7 +172,7 @@ def test_changes_arrive_after_a_network_outage(web: Cluster) -> None:
 
 def test_an_etcd_restored_from_a_backup_restores_objects(
     programs: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """Objects created, changed or deleted since the backup return to their state in it. One warning
     is logged for all watches. Later changes arrive although their versions were used before.
     """
@@ -226,7 +224,7 @@ def test_an_etcd_restored_from_a_backup_restores_objects(
 # ---- permissions and objects ---------------------------------------------------------------------
 
 
-def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Cluster) -> None:
+def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Cluster):
     """One line for each resource, once. Granting what it says helps without a restart."""
     web.agent.stop()
     web.proxy.forget()
@@ -288,7 +286,7 @@ def grant(cluster: Cluster) -> None:
     assert status == 201, body
 
 
-def test_a_malformed_service(web: Cluster) -> None:
+def test_a_malformed_service(web: Cluster):
     """A new Service is not served, a known one keeps its last state; once repaired it is used."""
 
     def hook(_: Request, obj: Object) -> Object:
@@ -325,7 +323,7 @@ def fails(cluster: Cluster, code: int, *pattern: str) -> None:
     expect(cluster, f"{HOST}:80", "a1")
 
 
-def test_wrong_settings_are_errors(web: Cluster, tmp_path: Path) -> None:
+def test_wrong_settings_are_errors(web: Cluster, tmp_path: Path):
     """More settings: the tests named test_bad_inputs.py."""
     for setting, value, code, *said in (
         ("--kubeconfig", "/nowhere", 1, " ERROR kbpf ", "cannot read the kubeconfig", "/nowhere"),
@@ -338,7 +336,7 @@ def test_wrong_settings_are_errors(web: Cluster, tmp_path: Path) -> None:
         fails(web, code, *said)
 
 
-def test_programs_that_do_not_compile_are_one_error(web: Cluster, tmp_path: Path) -> None:
+def test_programs_that_do_not_compile_are_one_error(web: Cluster, tmp_path: Path):
     shutil.copytree(Path(kbpf.__file__).parent, tmp_path / "kbpf")
     with (tmp_path / "kbpf/bpf/lookup.h").open("a") as header:
         header.write("not_a_type nonsense;\n")

@@ -44,9 +44,7 @@ def cluster(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> I
         kube.clear()
 
 
-def test_the_objects_of_a_sysdump_are_the_clusters(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_objects_of_a_sysdump_are_the_clusters(cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     at = ("--kubeconfig", str(cluster))
     dump = tmp_path / "dump.tar.gz"
     assert app.call(["sysdump", str(dump), "--pin-dir", "/nowhere", *at]) == 0

@@ -156,7 +156,7 @@ def becomes(cluster: Kubeadm, what: str, address: str, answers: bool) -> None:
     until(what, lambda: ("name" in place.tcp(address, 30020, timeout=1.0)) is answers)
 
 
-def test_kubeadms_files_are_read_unchanged(cluster: Kubeadm) -> None:
+def test_kubeadms_files_are_read_unchanged(cluster: Kubeadm):
     """The ServiceAccount's token and role are enough; the Node may be created later."""
     said = "\n".join(cluster.agent.lines())
     assert "ignored, as kube-proxy does" not in said
@@ -170,7 +170,7 @@ def test_kubeadms_files_are_read_unchanged(cluster: Kubeadm) -> None:
         reaches(cluster, "a2", f"{address}:30020", "a1")
 
 
-def test_a_changed_file_restarts_the_agent_without_disturbing_traffic(cluster: Kubeadm) -> None:
+def test_a_changed_file_restarts_the_agent_without_disturbing_traffic(cluster: Kubeadm):
     own = cluster.lab.nodes[0].ip
     with under_load(cluster, "10.96.0.20", "a2") as load:
         with cluster.configured(f"nodePortAddresses: [{own}/32]"):
@@ -183,7 +183,7 @@ def test_a_changed_file_restarts_the_agent_without_disturbing_traffic(cluster: K
     reaches(cluster, "a2", f"{ON_EVERY}:30020", "a1")
 
 
-def test_our_document_is_read_in_addition_to_kube_proxys(cluster: Kubeadm) -> None:
+def test_our_document_is_read_in_addition_to_kube_proxys(cluster: Kubeadm):
     """A missing device is logged once, and found when it is created."""
     ours = "---\napiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npacketPath: {devices: [eth0, later0]}\n"
     home = cluster.lab.nodes[0].netns
@@ -213,7 +213,7 @@ def problems(cluster: Kubeadm) -> list[str]:
 PRIMARY = "nodePortAddresses: [primary]\ndetectLocalMode: NodeCIDR\nclusterCIDR: ''"
 
 
-def test_the_agent_follows_its_node_object(cluster: Kubeadm) -> None:
+def test_the_agent_follows_its_node_object(cluster: Kubeadm):
     """NodePorts answer on the Node's own addresses and follow its object, as do its zone and its
     pod networks. The last known values stay in force when the Node is deleted.
     """
@@ -270,7 +270,7 @@ oomScoreAdj: 300
 """
 
 
-def test_conntrack_and_oom_score_are_set_as_kube_proxy_sets_them(cluster: Kubeadm) -> None:
+def test_conntrack_and_oom_score_are_set_as_kube_proxy_sets_them(cluster: Kubeadm):
     names = ("tcp_timeout_established", "tcp_timeout_close_wait", "tcp_be_liberal", "udp_timeout", "udp_timeout_stream")
 
     def found() -> str:
@@ -288,7 +288,7 @@ def sysctl(cluster: Kubeadm, name: str) -> str:
     return run(*inside(cluster.lab.nodes[0].netns, None, "cat", path)).strip()
 
 
-def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path) -> None:
+def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path):
     said = run(str(kube_proxy), "--help")
     theirs = set(re.findall(r"^ +(?:-\w, )?(--[a-z0-9-]+)", said, re.M))
     ours = set(re.findall(r"--[a-z0-9-]+", arguments.build_parser().format_help()))
@@ -296,7 +296,7 @@ def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path) -> None:
     assert theirs <= ours
 
 
-def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, tmp_path: Path) -> None:
+def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, tmp_path: Path):
     """The real kube-proxy reads it in strict mode, without an unknown field."""
     theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
     run(str(kube_proxy), "--write-config-to", str(theirs))
@@ -313,7 +313,7 @@ def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, 
     assert after == before
 
 
-def test_foreign_map_changes_are_repaired_by_the_sweep(cluster: Kubeadm) -> None:
+def test_foreign_map_changes_are_repaired_by_the_sweep(cluster: Kubeadm):
     """The sweep of configSyncPeriod repairs it; nothing is compared earlier."""
     before = cluster.served()
     with cluster.configured("configSyncPeriod: 1s"):
@@ -336,7 +336,7 @@ def repairs(cluster: Kubeadm) -> int:
     return sum("another process had changed" in line for line in cluster.agent.lines())
 
 
-def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm) -> None:
+def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm):
     """At the highest verbosity, while the API server restarts and refuses the old token, so that the
     new one is read.
     """

@@ -37,7 +37,7 @@ def remains_of(field: Field) -> PreviousBpfPlane:
     return PreviousBpfPlane(Config(pin_dir=field.agent.pin_dir))
 
 
-def test_drain_ends_with_the_last_connection(field: Field) -> None:
+def test_drain_ends_with_the_last_connection(field: Field):
     client, host = field["outside"], field.lab.nodes[0].host
     kept = {
         "local": (client, at("NodePort", 81)),
@@ -84,7 +84,7 @@ def test_drain_ends_with_the_last_connection(field: Field) -> None:
     assert not remains_of(field).claim()
 
 
-def test_without_connections_drain_ends_at_once(field: Field) -> None:
+def test_without_connections_drain_ends_at_once(field: Field):
     host = field.lab.nodes[0].host
     row = Dial("served", "outside", at("VIP", 81), "a1", "tcp", NODES4[0])
     check(field, row)
@@ -103,7 +103,7 @@ def test_without_connections_drain_ends_at_once(field: Field) -> None:
     check(field, row)
 
 
-def test_an_agent_restarted_during_drain_serves_again(field: Field) -> None:
+def test_an_agent_restarted_during_drain_serves_again(field: Field):
     host = field.lab.nodes[0].host
     assert "name" in field["outside"].tcp(*split(at("NodePort", 82)), keep="k")
     field.agent.stop()
@@ -136,7 +136,7 @@ OTHER = """table ip NAME {
 
 
 @pytest.mark.parametrize("who", ["mode ipvs", "kube-proxy"])
-def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who: str) -> None:
+def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who: str):
     """The connection's SYN-ACK is lost while the packet programs are attached. Its SYN is repeated
     when they serve, and must go to the backend it had at first: a2, chosen by the other data plane.
     Ours would choose a1.

@@ -83,7 +83,7 @@ def shown(kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str], *more
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_endpoint_is_explained(kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_endpoint_is_explained(kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str]):
     rows = json.loads(shown(kubeconfig, f"default/{name}", capsys, "-o", "json"))["items"]
     found = []
     for row in rows:
@@ -94,7 +94,7 @@ def test_each_endpoint_is_explained(kubeconfig: Path, name: str, capsys: pytest.
     assert found == [line.strip() for line in ROWS[name].splitlines() if line.strip()]
 
 
-def test_the_table_has_a_line_for_each(kubeconfig: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_line_for_each(kubeconfig: Path, capsys: pytest.CaptureFixture[str]):
     head, first, *_ = shown(kubeconfig, "web", capsys).splitlines()
     assert head.split() == ["PORT", "ENDPOINT", "POD", "NODE", "ZONE", "STATE", "CLUSTER", "LOCAL", "WHY"]
     assert first.split()[:8] == ["http", "10.1.0.1:8080", "web-1", "here", "a", "ready", "yes", "no"]
@@ -105,7 +105,7 @@ def test_the_table_has_a_line_for_each(kubeconfig: Path, capsys: pytest.CaptureF
     [("default/none", "no Service default/none"), ("default/web --kubeconfig /none", "/none")],
     ids=["no such Service", "no such file"],
 )
-def test_errors_are_one_line(kubeconfig: Path, words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(kubeconfig: Path, words: str, says: str, capsys: pytest.CaptureFixture[str]):
     line = ["inspect", "endpoints", "--kubeconfig", str(kubeconfig), *words.split()]
     assert app.call([*line, "--hostname-override", "here"]) == 1
     err = capsys.readouterr().err

@@ -100,7 +100,7 @@ ROWS = (
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row.words))
-def test_commands(field: Field, row: Row) -> None:
+def test_commands(field: Field, row: Row):
     done = kbpf(field, *row.words)
     said = done.stdout + done.stderr
     assert done.returncode == row.code, (done.stdout, done.stderr)
@@ -108,7 +108,7 @@ def test_commands(field: Field, row: Row) -> None:
     assert missing == [], said
 
 
-def test_sysdump_has_what_the_mode_has(field: Field, tmp_path: Path) -> None:
+def test_sysdump_has_what_the_mode_has(field: Field, tmp_path: Path):
     path = tmp_path / "dump.tar.gz"
     done = kbpf(field, "sysdump", str(path), "--time-limit", f"{2 * PATIENCE:.0f}s")
     assert done.returncode == 0, done.stderr

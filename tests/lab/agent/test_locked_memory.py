@@ -85,7 +85,7 @@ def locked(limit: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_privileges_that_locked_memory_needs(house: FolderPod, row: Row) -> None:
+def test_the_privileges_that_locked_memory_needs(house: FolderPod, row: Row):
     agent, outside = house.agent, Place("outside", house.node.lab.outside, None)
     assert capabilities_here(row.granted.split()) == set(row.granted.split())
     launch(house, row)

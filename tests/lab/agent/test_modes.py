@@ -128,7 +128,7 @@ def known(field: Field) -> str:
 
 
 @pytest.mark.parametrize("mode", ["ipvs", "bpf"])
-def test_switching_the_mode_fails_no_connection(field: Field, mode: str) -> None:
+def test_switching_the_mode_fails_no_connection(field: Field, mode: str):
     """New connections work throughout, established ones continue, and nothing of the old mode
     stays.
     """
@@ -164,7 +164,7 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str) -> None
     serves(field)
 
 
-def test_a_second_agent_of_the_other_mode_does_not_start(field: Field) -> None:
+def test_a_second_agent_of_the_other_mode_does_not_start(field: Field):
     agent = field.agent
     other = Agent(field.lab.nodes[0], "--source", str(field.folder))
     other.state_dir, other.log = agent.state_dir, agent.log.with_suffix(".other")

@@ -112,7 +112,7 @@ def delete_virtual_services() -> None:
 
 
 @in_any_way
-def test_node_reboots(home: FolderNode) -> None:
+def test_node_reboots(home: FolderNode):
     """The state folder of an earlier boot survives, as a hostPath on a disk does, with files that
     the crash cut off. Objects change meanwhile.
     """
@@ -132,7 +132,7 @@ def test_node_reboots(home: FolderNode) -> None:
     home.write([endpoint_slice("web", endpoint(home["a1"].ip), ports=[slice_port(8080)])])
 
 
-def test_pod_network_comes_after_the_agent(home: FolderNode) -> None:
+def test_pod_network_comes_after_the_agent(home: FolderNode):
     """A CNI plugin makes a Pod's devices while the agent runs."""
     with running(home):
         late = home.agent.node.pod("late").serve(8080)
@@ -149,7 +149,7 @@ def test_pod_network_comes_after_the_agent(home: FolderNode) -> None:
         assert late.many(8, "10.96.0.20", 80)["names"] == {"a1": 8}
 
 
-def test_overlay_comes_after_the_agent(home: FolderNode) -> None:
+def test_overlay_comes_after_the_agent(home: FolderNode):
     """A CNI's daemon creates its overlay device, and its plugin a bridge, while the agent runs.
     Clients outside are masqueraded to the overlay's address, so replies come back through it.
     """
@@ -216,7 +216,7 @@ def overlay(*nodes: Node) -> Iterator[None]:
 
 
 @in_any_way
-def test_renamed_node(home: FolderNode) -> None:
+def test_renamed_node(home: FolderNode):
     """Endpoints of this node are those with its new name."""
     with running(home):
         serves(home, ("a2", "10.96.0.21", 80))
@@ -225,7 +225,7 @@ def test_renamed_node(home: FolderNode) -> None:
         serves(home, *V4, *V6)
 
 
-def test_addresses_of_the_node_change(home: FolderNode) -> None:
+def test_addresses_of_the_node_change(home: FolderNode):
     """NodePorts answer on the new address, and no longer on the old one. A pod of this node sees a
     masqueraded client as the node's new address.
     """
@@ -268,7 +268,7 @@ def readdress(netns: str, before: tuple[str, str], after: tuple[str, str]) -> No
 
 
 @in_any_way
-def test_ipv6_is_switched_off_and_on_by_sysctl(home: FolderNode) -> None:
+def test_ipv6_is_switched_off_and_on_by_sysctl(home: FolderNode):
     """The agent starts without IPv6 and serves IPv4; once IPv6 is on, it serves that too, without
     a restart.
     """

@@ -85,7 +85,7 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way) -> None:
+def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way):
     """All scenarios together."""
     names = scenario.names()
     with FolderNode(lab, tmp_path / "objects") as node:
@@ -95,7 +95,7 @@ def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way) ->
         node.empty()
 
 
-def test_an_api_server_leads_to_the_same_maps(cluster: Cluster) -> None:
+def test_an_api_server_leads_to_the_same_maps(cluster: Cluster):
     """Created in order, then in reverse order; deleted in the order of creation each time."""
     objects = [obj for obj in scenario.documents("shop") if obj["kind"] != "Node"]
     for obj in objects:

@@ -42,7 +42,7 @@ def hijacker(cluster: Cluster, external_ip: str) -> tuple[Object, Object]:
     return made, endpoint_slice("thief", endpoint(cluster["a1"].ip), ports=[slice_port(POD_PORTS[0])])
 
 
-def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Cluster) -> None:
+def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Cluster):
     host, number = server(cluster)
     words = f"{host}:{number}/TCP is not served: it is an address of the API server"
 
@@ -65,7 +65,7 @@ def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Clu
     until("no problem is reported", lambda: not problems())
 
 
-def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
+def test_an_address_of_another_node_is_refused(cluster: Cluster):
     """Refused while such a Node exists. All Nodes are watched, since there are few."""
     elsewhere = node("elsewhere", INNOCENT)
     at = f"{INNOCENT}:{server(cluster)[1]}/TCP"
@@ -88,7 +88,7 @@ def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
         assert at in cluster.served()
 
 
-def test_a_cluster_ip_on_a_device_is_left_to_the_node(cluster: Cluster) -> None:
+def test_a_cluster_ip_on_a_device_is_left_to_the_node(cluster: Cluster):
     """Pods and the node reach what listens there, on any port, and the Service while nothing does:
     after the address appears, after the process ends, and once the address is gone. A node-local
     DNS cache is in tests/lab/neighbours.
@@ -135,7 +135,7 @@ def answers(cluster: Cluster, seconds: float) -> str:
 
 
 @pytest.mark.parametrize("hooks", ["on", "off"])
-def test_the_agent_reaches_a_hijacked_api_server(cluster: Cluster, hooks: str) -> None:
+def test_the_agent_reaches_a_hijacked_api_server(cluster: Cluster, hooks: str):
     """`off`: the hooks do not translate the node's sockets; then tc_egress would."""
     agent, (host, number) = cluster.agent, server(cluster)
     arguments = ("--kubeconfig", str(cluster.kubeconfig()), "--socket-lb", hooks)

@@ -47,7 +47,7 @@ def strays(agent: Agent) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
-def test_no_connection_fails_when_the_agent_restarts(web: Cluster, end: Callable[[Agent], int | None]) -> None:
+def test_no_connection_fails_when_the_agent_restarts(web: Cluster, end: Callable[[Agent], int | None]):
     before = web.served()
     client = web["a3"]
     client.tcp(HOST, 80, keep="tcp")
@@ -69,7 +69,7 @@ def test_no_connection_fails_when_the_agent_restarts(web: Cluster, end: Callable
     assert "hooks attached changed=0" in said, "no hook is attached again"
 
 
-def test_datagrams_and_affinity_outlive_the_agent(cluster: Cluster) -> None:
+def test_datagrams_and_affinity_outlive_the_agent(cluster: Cluster):
     client = cluster["a3"]
     with cluster.given(*cluster.web(23, "a1", "UDP"), *cluster.web(22, "a1", affinity_seconds=3600)):
         client.udp("10.96.0.23", 80, keep="connected", connected=True)
@@ -88,7 +88,7 @@ def test_datagrams_and_affinity_outlive_the_agent(cluster: Cluster) -> None:
 
 
 @needs("socket_iterator")  # with which UDP sockets of deleted backends are found
-def test_changes_made_while_the_agent_is_down_are_applied(cluster: Cluster) -> None:
+def test_changes_made_while_the_agent_is_down_are_applied(cluster: Cluster):
     """Changed endpoints, a new Service, a deleted one, one with other ports; UDP sockets are
     aborted.
     """
@@ -114,7 +114,7 @@ def test_changes_made_while_the_agent_is_down_are_applied(cluster: Cluster) -> N
         until("no unreferenced entry is left", lambda: not strays(cluster.agent))
 
 
-def test_a_kill_during_writes_fails_no_connection(cluster: Cluster) -> None:
+def test_a_kill_during_writes_fails_no_connection(cluster: Cluster):
     """Killed at work and while starting, during many changes: no connection fails, and no entry is
     left behind.
     """
@@ -134,7 +134,7 @@ def test_a_kill_during_writes_fails_no_connection(cluster: Cluster) -> None:
     until("no unreferenced entry is left", lambda: not strays(cluster.agent))
 
 
-def test_an_upgrade_fails_no_connection(web: Cluster, tmp_path: Path) -> None:
+def test_an_upgrade_fails_no_connection(web: Cluster, tmp_path: Path):
     """An agent with other programs takes over, then the first one again."""
     copy = tmp_path / "kbpf"
     shutil.copytree(Path(kbpf.__file__).parent, copy)

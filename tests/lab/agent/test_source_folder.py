@@ -34,7 +34,7 @@ def _whole(node: FolderNode) -> Iterator[None]:
     node.settle()
 
 
-def test_added_changed_and_removed_files_are_applied(node: FolderNode) -> None:
+def test_added_changed_and_removed_files_are_applied(node: FolderNode):
     row, piece = web("10.96.0.99", "10.244.1.2")
     node.write([row])
     node.settle()
@@ -57,7 +57,7 @@ def web(cluster_ip: str, *addresses: str) -> list[Object]:
     return [service("web", cluster_ip=cluster_ip), endpoint_slice("web", *ends, ports=[slice_port(8080)])]
 
 
-def test_a_broken_file_keeps_its_last_objects(node: FolderNode) -> None:
+def test_a_broken_file_keeps_its_last_objects(node: FolderNode):
     """The problem names the line."""
     path = node.folder / "service-shop-front.yaml"
     good = path.read_text()
@@ -73,7 +73,7 @@ def test_a_broken_file_keeps_its_last_objects(node: FolderNode) -> None:
     until("no problem is reported", lambda: not node.agent.status()["problems"])
 
 
-def test_services_stay_while_the_folder_is_missing(node: FolderNode) -> None:
+def test_services_stay_while_the_folder_is_missing(node: FolderNode):
     """Its Services stay served; once the folder is back, it is read again."""
     away = node.folder.with_name("away")
     with under_load(node, "10.96.0.20", "a2") as load:
@@ -89,7 +89,7 @@ def test_services_stay_while_the_folder_is_missing(node: FolderNode) -> None:
         check(node, Dial("a change after the return", "a3", "10.96.0.99:80", "a1"))
 
 
-def test_an_agent_without_free_descriptors_goes_on(node: FolderNode) -> None:
+def test_an_agent_without_free_descriptors_goes_on(node: FolderNode):
     """It says so once for each thing that it cannot read, and recovers. (A traceback in the log
     fails the test.)
     """

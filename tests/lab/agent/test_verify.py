@@ -87,7 +87,7 @@ def lines(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_nothing_differs_with_the_settings_of_the_agent(node: FolderNode) -> None:
+def test_nothing_differs_with_the_settings_of_the_agent(node: FolderNode):
     """Of its flags only the pin folder is given; the others are those of the running agent."""
     code, out, err = verify(node, "--pin-dir", str(node.agent.pin_dir))
     assert (code, err) == (0, ""), (out, err)
@@ -98,7 +98,7 @@ def test_nothing_differs_with_the_settings_of_the_agent(node: FolderNode) -> Non
     assert document["proven"] == 4
 
 
-def test_connections_are_tried_from_the_cgroup_of_pods(node: FolderNode) -> None:
+def test_connections_are_tried_from_the_cgroup_of_pods(node: FolderNode):
     before = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))["proven"]
     folder = node.agent.node.cgroup / "kubepods" / f"pod{POD_UID}"
     folder.mkdir(parents=True)
@@ -111,13 +111,13 @@ def test_connections_are_tried_from_the_cgroup_of_pods(node: FolderNode) -> None
     assert after == 2 * before - 1
 
 
-def test_nothing_differs_while_the_agent_is_down(down: FolderNode) -> None:
+def test_nothing_differs_while_the_agent_is_down(down: FolderNode):
     document = verify_as_json(down, *flags(down))
     assert document["equal"], document
     assert document["readings"] == 1
 
 
-def test_a_contradiction_of_settings_is_named(node: FolderNode) -> None:
+def test_a_contradiction_of_settings_is_named(node: FolderNode):
     document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir), "--masquerade-all")
     assert [line.partition(":")[0] for line in lines(document)] == ["changed node "]
 
@@ -174,7 +174,7 @@ def churn(node: FolderNode) -> Iterator[Callable[[], int]]:
         node.settle()
 
 
-def test_changes_under_way_are_no_differences(node: FolderNode) -> None:
+def test_changes_under_way_are_no_differences(node: FolderNode):
     def verified_while_much_changes() -> bool:
         before = count()
         document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
@@ -187,7 +187,7 @@ def test_changes_under_way_are_no_differences(node: FolderNode) -> None:
             until("much has changed meanwhile", verified_while_much_changes)
 
 
-def test_a_damage_is_found_while_everything_changes(node: FolderNode) -> None:
+def test_a_damage_is_found_while_everything_changes(node: FolderNode):
     with churn(node):
         until("changes are programmed", lambda: node.agent.status()["applied"] > 20)
         with Map.open(node.agent.map_path("cluster_ips")) as map_:
@@ -325,7 +325,7 @@ ROWS = (
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=needs(row.feature) if row.feature else (), id=row.name) for row in ROWS]
 )
-def test_each_damage_is_named(down: FolderNode, row: Row) -> None:
+def test_each_damage_is_named(down: FolderNode, row: Row):
     with row.damage(down):
         document = verify_as_json(down, *flags(down))
     found = lines(document)

@@ -53,7 +53,7 @@ def verify(cluster: Cluster) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_nothing_differs_from_the_api(small: Hasty) -> None:
+def test_nothing_differs_from_the_api(small: Hasty):
     with small.given(*small.web(20, "a1 a2", dual=True), *small.web(21, "a1 a2", "UDP")):
         code, document = verify(small)
         assert code == 0, document
@@ -81,7 +81,7 @@ def stopped(agent: Agent, seconds: float | None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("seconds", "is_equal"), [(7.0, True), (None, False)], ids=["for a while", "for good"])
-def test_agent_that_is_stopped_may_catch_up(small: Hasty, seconds: float | None, is_equal: bool) -> None:
+def test_agent_that_is_stopped_may_catch_up(small: Hasty, seconds: float | None, is_equal: bool):
     """A busy node may not let it work for some seconds. One that hangs hides nothing."""
     late = small.web(31, "a1")
     with stopped(small.agent, seconds):
@@ -105,7 +105,7 @@ def failing_events(cluster: Cluster) -> list[Object]:
 
 
 @needs("tracing")
-def test_a_backend_that_keeps_failing_is_an_event_of_its_service(small: Hasty) -> None:
+def test_a_backend_that_keeps_failing_is_an_event_of_its_service(small: Hasty):
     """Once, on the Service, with the address that fails; and none for a Service that works."""
     broken = service("broken", port(80, "http"))
     slice_ = endpoint_slice("broken", endpoint(small["a1"].ip), ports=[slice_port(NOBODY, "http")])

@@ -110,11 +110,11 @@ def check_limits(cluster: CniCluster, number: int, client: str, v6: bool) -> Non
 @both_families
 @pytest.mark.parametrize("client", ["outside", "b1", "host-1"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_limit_holds(cluster: CniCluster, number: int, client: str, v6: bool) -> None:
+def test_a_limit_holds(cluster: CniCluster, number: int, client: str, v6: bool):
     check_limits(cluster, number, client, v6)
 
 
-def test_pods_that_are_created_beside_a_limited_one(cluster: CniCluster) -> None:
+def test_pods_that_are_created_beside_a_limited_one(cluster: CniCluster):
     """Without TCX the plugin needs the place of kbpf's qdisc, for a moment or for good."""
     node, cni = cluster.lab.nodes[0], cluster.cni
     assert isinstance(cni, Limited)
@@ -128,7 +128,7 @@ def test_pods_that_are_created_beside_a_limited_one(cluster: CniCluster) -> None
     assert [refusal for refusal in cni.refusals if refusal[0] < GRACE_S] == []
 
 
-def test_the_first_limited_pod_of_a_node(cluster: CniCluster) -> None:
+def test_the_first_limited_pod_of_a_node(cluster: CniCluster):
     """kbpf learns of the limits by it: without TCX it may be refused, but not for ever."""
     node = cluster.lab.nodes[1]
     node.pod(f"b{len(node.pods) + 1}")
@@ -136,7 +136,7 @@ def test_the_first_limited_pod_of_a_node(cluster: CniCluster) -> None:
 
 
 @both_families
-def test_what_a_limited_pod_sees(cluster: CniCluster, v6: bool) -> None:
+def test_what_a_limited_pod_sees(cluster: CniCluster, v6: bool):
     """Without TCX kbpf's programs have no place on its device, and the agent says so. Conntrack
     translates all the same.
     """

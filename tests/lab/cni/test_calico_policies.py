@@ -43,5 +43,5 @@ def cluster(request: pytest.FixtureRequest, cni_programs: None, kube_proxy: Path
 @pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
-def test_policies_judge_as_with_kube_proxy(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
+def test_policies_judge_as_with_kube_proxy(cluster: CniCluster, row: Row, protocol: str, v6: bool):
     check_policy(cluster, row, protocol, v6)

@@ -81,18 +81,18 @@ ROWS = (
 @families
 @protocols
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
-def test_dial(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
+def test_dial(cluster: CniCluster, row: Row, protocol: str, v6: bool):
     check(cluster, row, protocol, v6)
 
 
 @families
-def test_a_host_port_of_the_portmap_plugin(cluster: CniCluster, v6: bool) -> None:
+def test_a_host_port_of_the_portmap_plugin(cluster: CniCluster, v6: bool):
     answer = cluster["outside"].many(3, (NODES6 if v6 else NODES4)[0], HOST_PORT)
     assert answer["names"] == {"a1": 3}, answer
 
 
 @families
-def test_pods_and_daemons_change_under_load(cluster: CniCluster, v6: bool) -> None:
+def test_pods_and_daemons_change_under_load(cluster: CniCluster, v6: bool):
     """A pod is added meanwhile. Where the CNI has a daemon (flannel, kube-router), every node's
     ends and starts again before that.
     """
@@ -175,7 +175,7 @@ def set_and_wait(cluster: CniCluster, keys: list[str], value: int) -> None:
 
 @protocols
 @pytest.mark.parametrize("value", [1, 0], ids=["br_netfilter", "no br_netfilter"])
-def test_a_firewall_that_drops_invalid_packets(cluster: CniCluster, value: int, protocol: str) -> None:
+def test_a_firewall_that_drops_invalid_packets(cluster: CniCluster, value: int, protocol: str):
     rows = [row for row in ROWS if row.outcome != DROPPED]
     with br_netfilter(cluster, value), firewall(cluster):
         for row, v6 in product(rows, FAMILIES):

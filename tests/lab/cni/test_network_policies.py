@@ -140,5 +140,5 @@ ROWS = (
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
-def test_policies_judge_as_with_kube_proxy(cluster: CniCluster, row: Row, protocol: str) -> None:
+def test_policies_judge_as_with_kube_proxy(cluster: CniCluster, row: Row, protocol: str):
     check_policy(cluster, row, protocol, v6=False)

@@ -104,7 +104,7 @@ def has_programs(node: Node, agent: Agent) -> bool:
 
 
 @both_families
-def test_no_packet_is_invalid(field: BridgeField, v6: bool) -> None:
+def test_no_packet_is_invalid(field: BridgeField, v6: bool):
     for row in field.rows(v6):
         check(field, row)
 
@@ -116,7 +116,7 @@ def learned(node: Node) -> dict[str, str]:
 
 
 @both_families
-def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: bool) -> None:
+def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: bool):
     """a1 answers a2's SYN for an older connection, and hears a2's reset. No bridge takes the one
     pod for the other.
     """
@@ -148,7 +148,7 @@ def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: boo
 
 
 @both_families
-def test_a_client_goes_on_to_send_to_its_gateway(field: BridgeField, v6: bool) -> None:
+def test_a_client_goes_on_to_send_to_its_gateway(field: BridgeField, v6: bool):
     """The node returns packets to the bridge that they came from, so it tells the client of a
     shorter way (an ICMP redirect). For the Service there is none.
     """

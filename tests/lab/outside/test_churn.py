@@ -62,7 +62,7 @@ def restart(agent: Agent, how: str) -> None:
     agent.start(extra=("--max-connections", "200000") if how == "larger maps" else ())
 
 
-def test_no_connection_fails_while_endpoints_and_agents_change(field: Field) -> None:
+def test_no_connection_fails_while_endpoints_and_agents_change(field: Field):
     """Short connections from several processes; none may fail, whichever backend answers."""
     others = [obj for number in range(100, 180) for obj in field.web(number, "a1", node_port=None)]
     each = CONNECTIONS // len(TURNS) // len(CLIENTS)
@@ -84,7 +84,7 @@ DATAGRAMS, SOCKETS = 10_000, 500
 
 @both_families
 @pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
-def test_datagrams_from_many_ports_are_answered_at_their_sockets(field: Field, name: str, v6: bool) -> None:
+def test_datagrams_from_many_ports_are_answered_at_their_sockets(field: Field, name: str, v6: bool):
     """Each is answered at the socket that sent it, and the backend gets as many as were sent."""
     backend = field[name]
     before = backend.ask("seen")["udp"].get("8080", 0)
@@ -98,7 +98,7 @@ def test_datagrams_from_many_ports_are_answered_at_their_sockets(field: Field, n
     assert backend.ask("seen")["udp"]["8080"] == before + DATAGRAMS
 
 
-def test_new_flows_avoid_a_draining_backend(field: Field) -> None:
+def test_new_flows_avoid_a_draining_backend(field: Field):
     client = field["outside"]
     with field.given(*field.all_ways(76, "b1", "UDP")):
         to = split(at("NodePort", 76))
@@ -128,7 +128,7 @@ FRAGMENTED = 7001
 
 @both_families
 @pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
-def test_fragmented_datagrams_are_translated(field: Field, name: str, v6: bool) -> None:
+def test_fragmented_datagrams_are_translated(field: Field, name: str, v6: bool):
     """8 kB each way, in six fragments, of which only the first has ports."""
     own = field.lab.nodes[0].ip6 if v6 else field.lab.nodes[0].ip
     with (

@@ -48,7 +48,7 @@ def rows() -> Iterator[Dial]:
 
 
 @pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.name)
-def test_dial(field: Field, row: Dial) -> None:
+def test_dial(field: Field, row: Dial):
     check(field, row)
 
 
@@ -56,7 +56,7 @@ def filters(agent: Agent, direction: str) -> str:
     return run("tc", "-n", agent.node.netns, "filter", "show", "dev", "eth0", direction)
 
 
-def test_a_restart_keeps_the_clsact_filters(field: Field) -> None:
+def test_a_restart_keeps_the_clsact_filters(field: Field):
     for direction in ("ingress", "egress"):
         assert "direct-action" in filters(field.agent, direction)
         assert "kbpf" in filters(field.agent, direction)

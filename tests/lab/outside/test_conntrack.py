@@ -98,7 +98,7 @@ def _dump() -> list[Entry]:
 
 @both_families
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_connection_is_in_conntrack_only(field: Field, protocol: str, v6: bool) -> None:
+def test_a_connection_is_in_conntrack_only(field: Field, protocol: str, v6: bool):
     base, own = 10 if protocol == "tcp" else 20, (NODES6 if v6 else NODES4)[0]
     before = field.agent.reasons()[Reason.NEW_FLOW]
     for kind in ("NodePort", "VIP"):
@@ -132,7 +132,7 @@ def _send_from_each_port(first: int, to: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize("pod", ["a1", "b1"])
-def test_refused_packets_fill_no_table_and_are_no_connections(field: Field, pod: str, refusal: str) -> None:
+def test_refused_packets_fill_no_table_and_are_no_connections(field: Field, pod: str, refusal: str):
     """The entry is written before these rules see the packet. Without rules, each counts."""
     node, to = field.lab.nodes[0], at("NodePort", 21 if pod == "a1" else 22)
     dropping = REFUSALS[refusal].format("meta l4proto udp")
@@ -247,7 +247,7 @@ def _mac(towards: str) -> str:
 
 
 @pytest.mark.parametrize(("forgery", "v6"), FORGED)
-def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, forgery: Forgery, v6: bool) -> None:
+def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, forgery: Forgery, v6: bool):
     """A usual firewall accepts packets of established connections and errors about them."""
     node = field.lab.nodes[0]
     own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
@@ -300,7 +300,7 @@ NODE_PORTS = (30_015, 30_025)
 @pytest.mark.parametrize("port", [LOW, HIGH, *NODE_PORTS, HIGH + 1, PORT])
 def test_a_client_gets_a_port_of_no_other_flow_and_of_no_frontend(
     field: Field, port: int, kind: socket.SocketKind, pod: str, v6: bool
-) -> None:
+):
     """Conntrack does not know the flows of the node's sockets, which have ports up to HIGH. And a
     backend that replies to the node's address and a NodePort seems to dial that.
     """
@@ -334,9 +334,7 @@ def connected(place: Place | Node, port: int, to: str, kind: socket.SocketKind =
 
 @pytest.mark.parametrize("first", ["the node", "the client"])
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
-def test_a_client_and_a_socket_of_the_node_have_different_ports(
-    field: Field, kind: socket.SocketKind, first: str
-) -> None:
+def test_a_client_and_a_socket_of_the_node_have_different_ports(field: Field, kind: socket.SocketKind, first: str):
     """Both dial one backend of the other node from one port. The node has a route to it by the
     device that its socket sends by, so the socket's address need not change.
     """
@@ -360,7 +358,7 @@ def test_a_client_and_a_socket_of_the_node_have_different_ports(
         ip("route del 10.96.0.0/16 via 198.18.0.254", "route add unreachable 10.96.0.0/16", netns=node.netns)
 
 
-def test_ports_of_kube_proxys_clients_are_given_to_no_pod(field: Field) -> None:
+def test_ports_of_kube_proxys_clients_are_given_to_no_pod(field: Field):
     """kube-proxy's connections have ports of our range, from which pods get theirs that no hook
     serves.
     """
@@ -407,7 +405,7 @@ def _take_ports(backend: str, own: str) -> None:
             conntrack.entry("add", tuple_orig=there, tuple_reply=back, timeout=600)
 
 
-def test_a_client_without_a_free_port_is_dropped_and_counted(field: Field) -> None:
+def test_a_client_without_a_free_port_is_dropped_and_counted(field: Field):
     """The kernel would choose any port, maybe one of a flow of the node's sockets."""
     node, to = field.lab.nodes[0], at("NodePort", 22)
     restart(field.agent, "--masquerade-ports", "40000-64511")  # as few ports are left as may be
@@ -423,7 +421,7 @@ def test_a_client_without_a_free_port_is_dropped_and_counted(field: Field) -> No
 
 
 @both_families
-def test_a_packet_that_a_rule_drops_leaves_no_entry(field: Field, v6: bool) -> None:
+def test_a_packet_that_a_rule_drops_leaves_no_entry(field: Field, v6: bool):
     """A flood that a rule in raw keeps out must not fill the table."""
     node, to = field.lab.nodes[0], at("NodePort", 21, v6)
     chain = "type filter hook prerouting priority raw;"
@@ -454,9 +452,7 @@ def reset(client: socket.socket) -> None:
 @both_families
 @pytest.mark.parametrize("end", [close_after_the_server, reset])
 @pytest.mark.parametrize(("number", "pod"), [(11, "a1"), (12, "b1"), (14, "a1")])
-def test_a_port_is_reused_at_once(
-    field: Field, number: int, pod: str, end: Callable[[socket.socket], None], v6: bool
-) -> None:
+def test_a_port_is_reused_at_once(field: Field, number: int, pod: str, end: Callable[[socket.socket], None], v6: bool):
     """The entry of a connection that has ended makes way for one with NAT."""
     to = at("NodePort", number, v6)
     for _ in range(3):
@@ -467,7 +463,7 @@ def test_a_port_is_reused_at_once(
         assert entry.status & ConntrackStatus.IPS_DST_NAT
 
 
-def test_a_flow_is_not_taken_for_an_earlier_one_that_is_settled(field: Field) -> None:
+def test_a_flow_is_not_taken_for_an_earlier_one_that_is_settled(field: Field):
     """The client's port is used again after as many connections as the queue has room for, so the
     oldest key in it is that of the new connection, whose first packet has not left yet.
     """
@@ -482,7 +478,7 @@ def test_a_flow_is_not_taken_for_an_earlier_one_that_is_settled(field: Field) ->
 
 
 @both_families
-def test_a_flow_that_began_before_its_service_is_translated(field: Field, v6: bool) -> None:
+def test_a_flow_that_began_before_its_service_is_translated(field: Field, v6: bool):
     """Its entry has no NAT, and each datagram would keep it."""
     number = 56 if v6 else 55
     to = at("NodePort", number, v6)
@@ -501,7 +497,7 @@ def exchange(client: socket.socket) -> str:
     return ""
 
 
-def test_clients_of_two_frontends_may_have_the_same_port(field: Field) -> None:
+def test_clients_of_two_frontends_may_have_the_same_port(field: Field):
     """Both connections lead to one pod, from one address and port: conntrack changes one port."""
     with contextlib.ExitStack() as stack:
         ends = [at(kind, 14) for kind in ("NodePort", "VIP", "ExternalIP")]
@@ -513,7 +509,7 @@ def test_clients_of_two_frontends_may_have_the_same_port(field: Field) -> None:
 
 
 @both_families
-def test_udp_flows_of_a_deleted_service_end(field: Field, v6: bool) -> None:
+def test_udp_flows_of_a_deleted_service_end(field: Field, v6: bool):
     """They are refused, as the next datagram of a new client is."""
     client, number = field["outside"], 58 if v6 else 57
     names = {kind: at(kind, number, v6) for kind in ("NodePort", "VIP")}
@@ -533,7 +529,7 @@ def test_udp_flows_of_a_deleted_service_end(field: Field, v6: bool) -> None:
 
 
 @both_families
-def test_udp_flows_end_whose_backend_went_while_no_agent_ran(field: Field, v6: bool) -> None:
+def test_udp_flows_end_whose_backend_went_while_no_agent_ran(field: Field, v6: bool):
     client, number = field["outside"], 60 if v6 else 59
     to = at("NodePort", number, v6)
     with field.given(*field.all_ways(number, "a1", "UDP")):
@@ -556,7 +552,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_table_is_restored(field: Field, change: tuple[str, ...]) -> None:
+def test_the_table_is_restored(field: Field, change: tuple[str, ...]):
     node = field.lab.nodes[0]
 
     def listed() -> str:
@@ -584,7 +580,7 @@ def talk(client: Place, names: list[str]) -> None:
         assert "name" in client.ask("talk", keep=name), f"{name} must survive"
 
 
-def test_connections_survive_another_forwarding(field: Field) -> None:
+def test_connections_survive_another_forwarding(field: Field):
     """Those that conntrack translates, and those of the packet path."""
     client, node = field["outside"], field.lab.nodes[0]
     by_conntrack = keep(client, 11, 12, 14)
@@ -617,7 +613,7 @@ def kbpf(agent: Agent, *words: str) -> "subprocess.CompletedProcess[str]":
     return done
 
 
-def test_commands_name_the_option(field: Field) -> None:
+def test_commands_name_the_option(field: Field):
     assert re.search(r"forwarding +netfilter\n", kbpf(field.agent, "inspect", "status").stdout)
     assert "conntrack -L" in kbpf(field.agent, "inspect", "connections").stderr
     checked = json.loads(kbpf(field.agent, "check", "-o", "json").stdout)
@@ -627,7 +623,7 @@ def test_commands_name_the_option(field: Field) -> None:
         assert rows[name]["result"] == "yes"
 
 
-def test_cleanup_removes_the_table(field: Field) -> None:
+def test_cleanup_removes_the_table(field: Field):
     node, agent = field.lab.nodes[0], field.agent
     agent.stop()
     assert f"table inet {TABLE}" in kbpf(agent, "cleanup").stdout

@@ -39,14 +39,14 @@ def load(field: Field, rules: str) -> None:
 
 
 @both_families
-def test_a_policy_lets_packets_pass_to_pods(field: Field, v6: bool) -> None:
+def test_a_policy_lets_packets_pass_to_pods(field: Field, v6: bool):
     load(field, RULES)
     for row in (*masqueraded(v6), *plain(v6)):
         check(field, row)
 
 
 @both_families
-def test_without_a_policy_packets_to_local_pods_are_rejected(field: Field, v6: bool) -> None:
+def test_without_a_policy_packets_to_local_pods_are_rejected(field: Field, v6: bool):
     """kube-proxy's pass, by `ct status dnat accept`. Masqueraded packets to other nodes bypass the
     chain.
     """

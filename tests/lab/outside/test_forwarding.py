@@ -123,7 +123,7 @@ def ways(v6: bool) -> Iterator[Way]:
 
 @both_families
 @pytest.mark.usefixtures("shut")
-def test_which_packets_bypass_a_closed_forward_chain(field: Forwarding, v6: bool) -> None:
+def test_which_packets_bypass_a_closed_forward_chain(field: Forwarding, v6: bool):
     for row, past in ways(v6):
         before = met(field)
         if field.how in past:
@@ -147,9 +147,7 @@ HOPS = {"a1": 1, "b1": 2}
 @both_families
 @pytest.mark.parametrize(("base", "protocol"), [(10, "tcp"), (20, "udp")])
 @pytest.mark.parametrize(("number", "who"), [(1, "a1"), (2, "b1"), (3, "a1")])
-def test_each_node_lowers_the_ttl_once(
-    field: Forwarding, number: int, who: str, base: int, protocol: str, v6: bool
-) -> None:
+def test_each_node_lowers_the_ttl_once(field: Forwarding, number: int, who: str, base: int, protocol: str, v6: bool):
     """On every path the TTL falls by one per node, checksums are right, masqueraded packets have a
     port of the node, and each connection has one flow. Successive connections may get the same node
     port, or a client port that was used before.
@@ -186,7 +184,7 @@ def test_each_node_lowers_the_ttl_once(
 
 
 @pytest.mark.usefixtures("shut")
-def test_direct_connections_are_counted_by_netfilter(field: Forwarding) -> None:
+def test_direct_connections_are_counted_by_netfilter(field: Forwarding):
     """Direct connections are counted and dropped, so a count of 0 elsewhere means something."""
     for protocol in ("tcp", "udp"):
         before = met(field)

@@ -102,20 +102,20 @@ def closed(field: Field) -> Node:
 
 @both_families
 @pytest.mark.usefixtures("closed")
-def test_masqueraded_packets_pass_a_closed_forward(field: Field, v6: bool) -> None:
+def test_masqueraded_packets_pass_a_closed_forward(field: Field, v6: bool):
     for row in masqueraded(v6):
         check(field, row)
 
 
 @both_families
 @pytest.mark.usefixtures("closed")
-def test_other_packets_do_not_pass_a_closed_forward(field: Field, v6: bool) -> None:
+def test_other_packets_do_not_pass_a_closed_forward(field: Field, v6: bool):
     """As with kube-proxy: policy Local keeps the client's address and sets no mark."""
     for row in refused_by_policy(v6):
         check(field, row)
 
 
-def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node) -> None:
+def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node):
     for tool in POLICY:
         tables(closed, tool, "-P FORWARD ACCEPT")
     for tool in POLICY:
@@ -135,7 +135,7 @@ FLUSHES: dict[str, Callable[[Node], object]] = {
 
 
 @pytest.mark.parametrize("what", FLUSHES)
-def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str) -> None:
+def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str):
     FLUSHES[what](closed)
     guarded(closed)
     for row in masqueraded(False):
@@ -144,7 +144,7 @@ def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str) 
 
 @pytest.mark.parametrize("how", ["-I FORWARD", "-A FORWARD"])
 @both_families
-def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, how: str, v6: bool) -> None:
+def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, how: str, v6: bool):
     """The CNI's rule rejects traffic to one pod, whether it is inserted before ours or appended."""
     tool = POLICY[v6]
     pod = field["a1"].ip6 if v6 else field["a1"].ip
@@ -159,7 +159,7 @@ def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, ho
         check(field, Dial("to another pod", "outside", to, "a3", protocol, host))
 
 
-def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field) -> None:
+def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field):
     """As in Red Hat's iptables service: policy ACCEPT, and a last rule that rejects."""
     node = field.lab.nodes[0]
     tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
@@ -168,7 +168,7 @@ def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field) -> None
         check(field, row)
 
 
-def test_foreign_rules_are_left_unchanged(field: Field, closed: Node) -> None:
+def test_foreign_rules_are_left_unchanged(field: Field, closed: Node):
     """Our rules are added and removed without touching others; cleanup removes only ours."""
     for tool in POLICY:
         tables(
@@ -199,7 +199,7 @@ def _uncounted(lines: list[str]) -> list[str]:
     return [re.sub(r"\[\d+:\d+\]", "[]", line) for line in lines]
 
 
-def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node) -> None:
+def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node):
     field.agent.stop()
     field.agent.start(extra=("--packet-path", "false"))
     try:
@@ -225,7 +225,7 @@ def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
 
 
 @both_families
-def test_all_paths_work_with_foreign_rules(field: Field, ruled: str, v6: bool) -> None:
+def test_all_paths_work_with_foreign_rules(field: Field, ruled: str, v6: bool):
     """A CNI that masquerades pods even to other nodes' pods hides pod clients, as without kbpf. The
     kernel's MASQUERADE uses the node's address on the device towards the pod.
     """
@@ -357,7 +357,7 @@ def judged(field: Field) -> Iterator[None]:
 @both_families
 @pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
 @pytest.mark.usefixtures("judged")
-def test_no_packet_is_invalid_for_each_way_a_connection_ends(ends: Field, number: int, backend: str, v6: bool) -> None:
+def test_no_packet_is_invalid_for_each_way_a_connection_ends(ends: Field, number: int, backend: str, v6: bool):
     for kind in ("NodePort", "VIP"):
         for ending in ENDINGS:
             with connected(ends, at(kind, number, v6), backend) as (client, server):
@@ -372,7 +372,7 @@ def test_no_packet_is_invalid_for_each_way_a_connection_ends(ends: Field, number
 @pytest.mark.usefixtures("judged")
 def test_late_packets_are_not_invalid(
     field: Field, monkeypatch: pytest.MonkeyPatch, number: int, aborted: bool, v6: bool
-) -> None:
+):
     """Everything that the client sent after its SYN is repeated once the connection is closed."""
     for node in field.lab.nodes:  # or conntrack forgets a reset connection after 10 s
         on(node, "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
@@ -434,7 +434,7 @@ def dialled(
 @pytest.mark.usefixtures("judged")
 def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
     ends: Field, who: str, kind: str, number: int, backend: str, v6: bool
-) -> None:
+):
     """The backend still has an older connection from the client's port, so the client gets another
     one. Conntrack has seen the SYN, but must not take a later connection from the first port for
     the one that was never answered.
@@ -474,7 +474,7 @@ def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
 @both_families
 @pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1")])
 @pytest.mark.usefixtures("judged")
-def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, backend: str, v6: bool) -> None:
+def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, backend: str, v6: bool):
     """The backend is in TIME_WAIT. Without timestamps it takes the next SYN from that port only if
     its number is later, else the client has to end that state with a reset. Which of the two
     happens is chance: one of these connections needs the reset. The client's old end does not help,
@@ -507,7 +507,7 @@ def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, b
                 end.close()
 
 
-def test_an_invalid_packet_is_counted_by_the_rules(field: Field) -> None:
+def test_an_invalid_packet_is_counted_by_the_rules(field: Field):
     """The rules do count and drop invalid packets, so a count of 0 above means something."""
     node = field.lab.nodes[0]
     invalid(field, node)
@@ -520,7 +520,7 @@ def test_an_invalid_packet_is_counted_by_the_rules(field: Field) -> None:
 
 @both_families
 @pytest.mark.usefixtures("judged")
-def test_a_packet_above_the_path_mtu_is_not_invalid(ends: Field, v6: bool) -> None:
+def test_a_packet_above_the_path_mtu_is_not_invalid(ends: Field, v6: bool):
     """They are the only packets of a masqueraded flow that go to the stack: it sends the ICMP
     error.
     """
@@ -583,7 +583,7 @@ def came_by_x1(field: Field) -> int:
 
 @both_families
 @pytest.mark.usefixtures("second", "judged")
-def test_replies_on_another_device_are_translated(field: Field, v6: bool) -> None:
+def test_replies_on_another_device_are_translated(field: Field, v6: bool):
     for row in remote(v6):
         before = came_by_x1(field)
         check(field, row)
@@ -591,7 +591,7 @@ def test_replies_on_another_device_are_translated(field: Field, v6: bool) -> Non
 
 
 @pytest.mark.usefixtures("second", "judged")
-def test_replies_on_another_device_do_not_pass_strict_rp_filter(field: Field) -> None:
+def test_replies_on_another_device_do_not_pass_strict_rp_filter(field: Field):
     """Nor do those of masqueraded flows, which the kernel's own filter never sees: as with
     kube-proxy.
     """

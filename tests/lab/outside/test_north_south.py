@@ -64,7 +64,7 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_dial(field: Field, row: Dial) -> None:
+def test_dial(field: Field, row: Dial):
     check_prediction(field, row)
     check(field, row)
 
@@ -101,7 +101,7 @@ CLIENTS = pytest.mark.parametrize("name", ["outside", "a2!"])
 
 @both_families
 @CLIENTS
-def test_an_unknown_port_is_refused_by_the_cluster_ip(field: Field, name: str, v6: bool) -> None:
+def test_an_unknown_port_is_refused_by_the_cluster_ip(field: Field, name: str, v6: bool):
     """The RST and the ICMP error come from the ClusterIP."""
     host = split(at("ClusterIP", 11, v6))[0]
     reset, error = (refusal(field, name, "ClusterIP", each, v6) for each in ("tcp", "udp"))
@@ -112,7 +112,7 @@ def test_an_unknown_port_is_refused_by_the_cluster_ip(field: Field, name: str, v
 
 @both_families
 @CLIENTS
-def test_an_unknown_port_is_refused_by_a_bpf_program(field: Field, name: str, v6: bool) -> None:
+def test_an_unknown_port_is_refused_by_a_bpf_program(field: Field, name: str, v6: bool):
     """A BPF program refuses them and counts that. Its reply and the packet it quotes have correct
     checksums, whereas the kernel's stack quotes checksums that were left to a device.
     """
@@ -123,7 +123,7 @@ def test_an_unknown_port_is_refused_by_a_bpf_program(field: Field, name: str, v6
 
 
 @both_families
-def test_a_frame_to_all_machines_is_neither_served_nor_refused(field: Field, v6: bool) -> None:
+def test_a_frame_to_all_machines_is_neither_served_nor_refused(field: Field, v6: bool):
     """Each node would answer it. What the client sends to a node afterwards is refused."""
     outside = field["outside"]
     own = f"[{outside.ip6}]:4000" if v6 else f"{outside.ip}:4000"
@@ -145,7 +145,7 @@ def test_a_frame_to_all_machines_is_neither_served_nor_refused(field: Field, v6:
 @both_families
 @CLIENTS
 @pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
-def test_an_unknown_external_port_is_refused_by_the_node(field: Field, name: str, v6: bool) -> None:
+def test_an_unknown_external_port_is_refused_by_the_node(field: Field, name: str, v6: bool):
     """External addresses: the node's stack answers from its own address, as it has no route. It
     answers five packets of an IPv4 client at once, and then one a second (ip_error() of Linux).
     """
@@ -156,7 +156,7 @@ def test_an_unknown_external_port_is_refused_by_the_node(field: Field, name: str
 
 
 @both_families
-def test_a_refusal_is_intact_with_checksum_offload(field: Field, v6: bool) -> None:
+def test_a_refusal_is_intact_with_checksum_offload(field: Field, v6: bool):
     """The pod leaves checksums to its device (CHECKSUM_PARTIAL), and the device back to the pod has
     no offload either: the kernel computes them in a packet that has become an ICMP error.
     """
@@ -170,7 +170,7 @@ def test_a_refusal_is_intact_with_checksum_offload(field: Field, v6: bool) -> No
 
 
 @both_families
-def test_affinity_spans_all_addresses_of_a_service(field: Field, v6: bool) -> None:
+def test_affinity_spans_all_addresses_of_a_service(field: Field, v6: bool):
     names = set()
     for kind in ("NodePort", "VIP", "ExternalIP"):
         answer = field["outside"].many(8, *split(at(kind, 31, v6)))
@@ -233,7 +233,7 @@ NARROWS = {
 
 @both_families
 @pytest.mark.parametrize("case", NARROWS)
-def test_the_path_mtu_is_found(field: Field, far: Place, case: str, v6: bool) -> None:
+def test_the_path_mtu_is_found(field: Field, far: Place, case: str, v6: bool):
     number, backend, name = NARROWS[case]
     client, pod = field[name], field[backend]
     first, second = field.lab.nodes
@@ -285,7 +285,7 @@ TURNS: tuple[tuple[str, Callable[[Agent], object] | None], ...] = (
 
 
 @pytest.mark.parametrize("field", WITH_CONNTRACK[-1:], indirect=True)
-def test_no_connection_fails_while_endpoints_and_agents_change(field: Field) -> None:
+def test_no_connection_fails_while_endpoints_and_agents_change(field: Field):
     """For another `--forwarding` than in test_churn.py."""
     host, number = split(at("NodePort", 51))
     with (
@@ -307,7 +307,7 @@ def test_no_connection_fails_while_endpoints_and_agents_change(field: Field) -> 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!"])
 @pytest.mark.parametrize("field", WITH_CONNTRACK[::2], indirect=True)
-def test_a_udp_flow_changes_backend_when_its_backend_stops(field: Field, name: str, v6: bool) -> None:
+def test_a_udp_flow_changes_backend_when_its_backend_stops(field: Field, name: str, v6: bool):
     """Flows are deleted after the write that settle() waits for, so the test has to retry."""
     client = field[name]
     kind = "NodePort" if name == "outside" else "ClusterIP"
@@ -329,7 +329,7 @@ def flow(client: Place) -> dict[str, Any]:
     return client.ask("talk", keep="flow", timeout=1.0)
 
 
-def test_a_connection_outlives_its_endpoint(field: Field) -> None:
+def test_a_connection_outlives_its_endpoint(field: Field):
     client = field["outside"]
     with field.given(*field.all_ways(53, "a1 b1")):
         for number in range(6):
@@ -347,7 +347,7 @@ def has_programs(agent: Agent, name: str) -> bool:
     return any(each.name == name and each.ingress and each.egress for each in listing)
 
 
-def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field) -> None:
+def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field):
     home = field.lab.nodes[0]
     pod = home.pod("late").serve(8080)
     field.places["late"], field.home["late"] = pod, home
@@ -379,7 +379,7 @@ def served(field: Field) -> None:
 
 
 @pytest.mark.parametrize("how", ["--packet-path false", "kbpf cleanup"])
-def test_all_programs_are_detached_by(field: Field, how: str) -> None:
+def test_all_programs_are_detached_by(field: Field, how: str):
     served(field)
     agent = field.agent
     agent.stop()

@@ -86,7 +86,7 @@ def net(request: pytest.FixtureRequest) -> Iterator[PodNetwork]:
 
 @both_families
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_addresses_on_the_wire_of_a_remote_backend(net: PodNetwork, protocol: str, v6: bool) -> None:
+def test_addresses_on_the_wire_of_a_remote_backend(net: PodNetwork, protocol: str, v6: bool):
     first, second = net.lab.nodes
     client, pod = address(net["outside"], v6), address(net["b1"], v6)
     own = source_of(net, v6)
@@ -125,7 +125,7 @@ def test_addresses_on_the_wire_of_a_remote_backend(net: PodNetwork, protocol: st
 
 @both_families
 @pytest.mark.parametrize(("number", "protocol"), [(63, "tcp"), (64, "udp")])
-def test_a_local_backend_is_served_in_every_pod_network(net: PodNetwork, number: int, protocol: str, v6: bool) -> None:
+def test_a_local_backend_is_served_in_every_pod_network(net: PodNetwork, number: int, protocol: str, v6: bool):
     own = address(net.lab.nodes[0].host, v6)
     check(net, Dial("local backend", "outside", at("NodePort", number, v6), "a1", protocol, own))
 
@@ -139,7 +139,7 @@ def test_a_local_backend_is_served_in_every_pod_network(net: PodNetwork, number:
 @pytest.mark.parametrize("net", [(how, "routed") for how in FORWARDINGS], indirect=True, ids="-".join)
 def test_a_client_behind_a_device_without_link_header_is_served(
     net: PodNetwork, number: int, protocol: str, who: str, kind: str, v6: bool
-) -> None:
+):
     """External IPs by VXLAN-GPE, VIPs by tun. Service 67 has policy Local."""
     way = "gpe" if kind == "ExternalIP" else "tun"
     client = CLIENT_BY[way][v6]
@@ -160,7 +160,7 @@ def test_a_client_behind_a_device_without_link_header_is_served(
 
 
 @both_families
-def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool) -> None:
+def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool):
     """Pods and clients start with an MTU of 1500. Each sender gets the ICMP error for its
     packets.
     """
@@ -197,7 +197,7 @@ def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool) -> N
 @pytest.mark.parametrize(("number", "name"), [(62, "b1"), (64, "a1")], ids=["remote", "local"])
 def test_a_large_datagram_gets_an_icmp_error_with_the_path_mtu(
     net: PodNetwork, number: int, name: str, narrow: int, v6: bool
-) -> None:
+):
     """1500 bytes with "don't fragment": the ICMP error quotes the client's own packet, and a
     datagram of the MTU it names gets through.
     """
@@ -299,7 +299,7 @@ def narrow_route(net: PodNetwork, name: str, mtu: int) -> Iterator[None]:
 
 @both_families
 @behind_firewalld
-def test_a_transfer_finds_the_path_mtu_behind_firewalld(net: PodNetwork, v6: bool) -> None:
+def test_a_transfer_finds_the_path_mtu_behind_firewalld(net: PodNetwork, v6: bool):
     client, to = net["outside"], at("NodePort", 65, v6)
     forget(client, net["b1"])
     transfer(client, to)
@@ -309,7 +309,7 @@ def test_a_transfer_finds_the_path_mtu_behind_firewalld(net: PodNetwork, v6: boo
 
 @both_families
 @behind_firewalld
-def test_a_transfer_to_a_pod_of_the_node_finds_its_mtu_behind_firewalld(net: PodNetwork, v6: bool) -> None:
+def test_a_transfer_to_a_pod_of_the_node_finds_its_mtu_behind_firewalld(net: PodNetwork, v6: bool):
     """The node's route to the pod has the MTU; the pod's device has 1500."""
     client, to = net["outside"], at("NodePort", 66, v6)
     forget(client)
@@ -321,7 +321,7 @@ def test_a_transfer_to_a_pod_of_the_node_finds_its_mtu_behind_firewalld(net: Pod
 
 @both_families
 @behind_firewalld
-def test_a_pod_learns_of_a_narrow_link_in_front_of_the_node(net: PodNetwork, v6: bool) -> None:
+def test_a_pod_learns_of_a_narrow_link_in_front_of_the_node(net: PodNetwork, v6: bool):
     """A router in front of node-1 says that a reply was too long. node-2 does not know that router,
     and has a strict reverse path filter.
     """
@@ -344,9 +344,7 @@ def test_a_pod_learns_of_a_narrow_link_in_front_of_the_node(net: PodNetwork, v6:
 @both_families
 @node_sockets
 @pytest.mark.parametrize("kind", ["ClusterIP", "VIP"])
-def test_a_socket_of_the_node_has_the_address_of_the_device_to_the_backend(
-    net: PodNetwork, kind: str, v6: bool
-) -> None:
+def test_a_socket_of_the_node_has_the_address_of_the_device_to_the_backend(net: PodNetwork, kind: str, v6: bool):
     """As with MASQUERADE. Both nodes have a strict reverse path filter."""
     own = source_of(net, v6)
     for number, protocol in ((61, "tcp"), (62, "udp")):
@@ -355,7 +353,7 @@ def test_a_socket_of_the_node_has_the_address_of_the_device_to_the_backend(
 
 @both_families
 @node_sockets
-def test_a_transfer_of_the_node_finds_the_path_mtu(net: PodNetwork, v6: bool) -> None:
+def test_a_transfer_of_the_node_finds_the_path_mtu(net: PodNetwork, v6: bool):
     """The node's route to the Service has the MTU 1500, and so has the pod's device."""
     host, to = net["host-1"], at("ClusterIP", 65, v6)
     forget(host, net["b1"])
@@ -367,7 +365,7 @@ def test_a_transfer_of_the_node_finds_the_path_mtu(net: PodNetwork, v6: bool) ->
 @both_families
 @node_sockets
 @pytest.mark.parametrize("over", [1, 22, 50])
-def test_a_socket_of_the_node_gets_emsgsize(net: PodNetwork, over: int, v6: bool) -> None:
+def test_a_socket_of_the_node_gets_emsgsize(net: PodNetwork, over: int, v6: bool):
     """A datagram that is longer than the device to the backend, but not than that to the Service.
     `over`: by how many bytes. The next one, of the MTU, arrives.
     """
@@ -387,7 +385,7 @@ def test_a_socket_of_the_node_gets_emsgsize(net: PodNetwork, over: int, v6: bool
 
 @both_families
 @node_sockets
-def test_a_socket_of_the_node_that_may_fragment_does_so(net: PodNetwork, v6: bool) -> None:
+def test_a_socket_of_the_node_that_may_fragment_does_so(net: PodNetwork, v6: bool):
     """Linux's default: once the path MTU is known, the kernel sends fragments of that size."""
     host, to = net["host-1"], at("ClusterIP", 62, v6)
     family = socket.AF_INET6 if v6 else socket.AF_INET

@@ -137,7 +137,7 @@ SERVICES = ((11, "a1", "Cluster"), (12, "a2", "Cluster"), (13, "a1", "Local"), (
 @pytest.mark.parametrize(("number", "who", "policy"), SERVICES)
 def test_a_pod_of_either_interface_is_served(
     field: TwoInterfaces, number: int, who: str, policy: str, protocol: str, kind: str, v6: bool
-) -> None:
+):
     to = at(kind, number + (20 if protocol == "udp" else 0), v6)
     client = OUT6 if v6 else OUT4
     own = field.lab.nodes[0].ip6 if v6 else NODES4[0]
@@ -157,7 +157,7 @@ def split_host(end: str) -> str:
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_a_pod_of_the_node_is_served_if_the_rules_are_not_only_for_other_machines(
     field: TwoInterfaces, protocol: str, v6: bool
-) -> None:
+):
     """A CNI without the rules `to POD lookup main`: replies to a pod, too, are routed to eth1."""
     rule = ("ip", "-n", field.lab.nodes[0].netns, "-6" if v6 else "-4", "rule")
     words = ("to", PODS["a1"][v6], "lookup", "main", "pref", "512")
@@ -171,7 +171,7 @@ def test_a_pod_of_the_node_is_served_if_the_rules_are_not_only_for_other_machine
 
 @both_families
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_rules_that_change_while_a_connection_lasts(field: TwoInterfaces, protocol: str, v6: bool) -> None:
+def test_rules_that_change_while_a_connection_lasts(field: TwoInterfaces, protocol: str, v6: bool):
     """The CNI moves the pod's address to the other interface, and back."""
     rule = ("ip", "-n", field.lab.nodes[0].netns, "-6" if v6 else "-4", "rule")
     words = ("from", PODS["a2"][v6], "lookup", "2", "pref", "1536")
@@ -190,17 +190,17 @@ def test_rules_that_change_while_a_connection_lasts(field: TwoInterfaces, protoc
 
 
 @both_families
-def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(field: TwoInterfaces, v6: bool) -> None:
+def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(field: TwoInterfaces, v6: bool):
     transfer(field["outside"], at("NodePort", 61, v6))
 
 
 @both_families
-def test_an_error_of_a_pod_of_the_second_interface_arrives(field: TwoInterfaces, v6: bool) -> None:
+def test_an_error_of_a_pod_of_the_second_interface_arrives(field: TwoInterfaces, v6: bool):
     """No process listens on the pod's UDP port: its ICMP error names the Service's address."""
     check(field, Dial("closed port", "outside", at("NodePort", 62, v6), REFUSED, "udp"))
 
 
-def test_connections_of_the_pod_still_leave_by_the_second_interface(field: TwoInterfaces) -> None:
+def test_connections_of_the_pod_still_leave_by_the_second_interface(field: TwoInterfaces):
     with Wire(field.lab.nodes[0].netns, "eth1", tap=True) as second:
         field["a2"].tcp("10.244.9.9", 80, timeout=0.2)
         second.expect(lambda p: p.destination == "10.244.9.9:80")

@@ -74,7 +74,7 @@ def _clean(field: Guarded) -> Iterator[None]:
 @both_families
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)
 @pytest.mark.parametrize("kind", ["NodePort", "VIP"])
-def test_rules_before_dnat(field: Guarded, kind: str, rule: Rule, v6: bool) -> None:
+def test_rules_before_dnat(field: Guarded, kind: str, rule: Rule, v6: bool):
     """TCP and UDP to a local backend, a remote one, and a local one with policy Local."""
     node = field.lab.nodes[0]
     host, client = (NODES6 if v6 else NODES4)[0], OUT6 if v6 else OUT4
@@ -92,7 +92,7 @@ def test_rules_before_dnat(field: Guarded, kind: str, rule: Rule, v6: bool) -> N
         on(node, "nft", "delete", "table", "inet", "guard")
 
 
-def test_ports_of_external_frontends_are_known(field: Field) -> None:
+def test_ports_of_external_frontends_are_known(field: Field):
     """`kbpf check` and the agent look for rules that name them."""
     agent = field.agents[0]
     ports = read_external_ports(Pins(agent.pin_dir))

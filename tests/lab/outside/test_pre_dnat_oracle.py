@@ -130,7 +130,7 @@ def dial(client: Place, ends: list[tuple[str, int]]) -> list[list[str]]:
 
 @pytest.mark.parametrize("backend", NODE_PORTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_judges_as_with_kube_proxy(site: Site, rule: str, backend: str) -> None:
+def test_a_rule_judges_as_with_kube_proxy(site: Site, rule: str, backend: str):
     chain, text = RULES[rule]
     ends = list(zip(NODES4, NODE_PORTS[backend], strict=True))
     with contextlib.ExitStack() as stack:

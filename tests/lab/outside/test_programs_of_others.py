@@ -64,7 +64,7 @@ def rows(outcome: str = "") -> Iterator[Dial]:
             yield Dial(f"{to} {outcome or who}", "outside", to, outcome or who, "tcp", "" if outcome else own)
 
 
-def test_programs_before_and_behind_ours_disturb_no_node_port(field: Beside) -> None:
+def test_programs_before_and_behind_ours_disturb_no_node_port(field: Beside):
     with returning("later", OK) as program:
         later = [field.attach(program, direction) for direction in Direction]
         for row in rows():
@@ -103,7 +103,7 @@ def filters(field: Beside, device: str) -> Iterator[None]:
         run("tc", "-n", netns_name, "qdisc", "del", "dev", device, "clsact")
 
 
-def test_filters_on_the_device_of_a_pod_disturb_no_node_port(field: Beside) -> None:
+def test_filters_on_the_device_of_a_pod_disturb_no_node_port(field: Beside):
     """Pods see the node's address, and clients the frontend's: kbpf's programs run, too."""
     with filters(field, "p1"):
         before = count_packets(field, "p1")
@@ -135,7 +135,7 @@ def count_moves(field: Beside) -> int:
     return field.agent.log.read_text().count("moved=1")
 
 
-def test_program_in_front_is_named_and_passed(field: Beside, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_in_front_is_named_and_passed(field: Beside, capsys: pytest.CaptureFixture[str]):
     assert check_attached(field, capsys) == (0, [])
     with contextlib.ExitStack() as stack:
         program = stack.enter_context(returning("in_front", OK))
@@ -153,7 +153,7 @@ def test_program_in_front_is_named_and_passed(field: Beside, capsys: pytest.Capt
     until("it is logged", lambda: count_moves(field))
 
 
-def test_program_that_came_in_front_while_the_agent_was_down_is_passed(field: Beside) -> None:
+def test_program_that_came_in_front_while_the_agent_was_down_is_passed(field: Beside):
     field.agent.stop()
     with (
         returning("meanwhile", OK) as program,
@@ -167,7 +167,7 @@ def test_program_that_came_in_front_while_the_agent_was_down_is_passed(field: Be
             check(field, row)
 
 
-def test_no_connection_is_lost_while_ours_is_moved(field: Beside) -> None:
+def test_no_connection_is_lost_while_ours_is_moved(field: Beside):
     host, port = split(at("NodePort", 81, False))
     moves = count_moves(field)
     with (

@@ -109,7 +109,7 @@ class Tracer:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
-def test_a_prediction_is_confirmed(field: Field, row: Row) -> None:
+def test_a_prediction_is_confirmed(field: Field, row: Row):
     pin_dir = field.agent.pin_dir
     tracer = Tracer(field, row)
     seen = tracer.trace(pin_dir)
@@ -142,7 +142,7 @@ def matches(traces: Any) -> list[bool | None]:
     return [one["matches"] for trace in traces for one in trace["confirmations"]]
 
 
-def test_the_command_tries_it(field: Field) -> None:
+def test_the_command_tries_it(field: Field):
     code, traces, err = run(field, "host", "default/web-13", "--confirm", "--connect")
     assert (code, matches(traces)) == (0, [True, True] * 2), (traces, err)
     hops = {c["backend"]: c["next_hop"] for c in traces[0]["candidates"]}
@@ -152,19 +152,19 @@ def test_the_command_tries_it(field: Field) -> None:
     assert (code, matches(traces)) == (0, [True]), (traces, err)
 
 
-def test_an_outcome_that_differs_is_an_error(field: Field) -> None:
+def test_an_outcome_that_differs_is_an_error(field: Field):
     """The backend does not listen: kbpf does what is predicted, and the connection fails."""
     code, traces, err = run(field, "host", "10.96.0.40:80", "--confirm", "--connect")
     assert (code, matches(traces)) == (1, [True, False]), (traces, err)
     assert "ECONNREFUSED" in traces[0]["confirmations"][1]["outcome"]
 
 
-def test_what_cannot_be_tried_is_an_error(field: Field) -> None:
+def test_what_cannot_be_tried_is_an_error(field: Field):
     code, traces, _ = run(field, "outside", "198.18.0.1:30013", "--connect")
     assert (code, matches(traces)) == (1, [None])
 
 
-def test_a_change_since_the_prediction_is_noticed(field: Field) -> None:
+def test_a_change_since_the_prediction_is_noticed(field: Field):
     """What is tried is what is programmed now."""
     rows = (Row("outside", at("NodePort", 13), ""), Row("a2", at("ClusterIP", 13), ""))
     tracers = [Tracer(field, row) for row in rows]
@@ -197,7 +197,7 @@ def kubeconfig(field: Field, tmp_path: Path) -> Iterator[str]:
     field.delete(*own[:2], *local)
 
 
-def test_the_endpoints_have_reasons(field: Field, kubeconfig: str) -> None:
+def test_the_endpoints_have_reasons(field: Field, kubeconfig: str):
     code, traces, err = run(field, "host", "default/web-41", "--kubeconfig", kubeconfig)
     assert (code, err) == (0, ""), err
     (seen,) = traces
@@ -210,7 +210,7 @@ def test_the_endpoints_have_reasons(field: Field, kubeconfig: str) -> None:
     }
 
 
-def test_without_an_api_server_they_are_the_pinned_ones(field: Field, kubeconfig: str) -> None:
+def test_without_an_api_server_they_are_the_pinned_ones(field: Field, kubeconfig: str):
     """The maps have the conditions, and not what hints, policies and weights decided."""
     seen, err = expect_endpoints(
         field,
@@ -247,9 +247,7 @@ def expect_endpoints(field: Field, to: str, *expected: tuple[str, bool, str]) ->
     return shown[0], shown[1]
 
 
-def test_an_api_server_that_does_not_answer_costs_only_the_endpoints(
-    field: Field, kubeconfig: str, tmp_path: Path
-) -> None:
+def test_an_api_server_that_does_not_answer_costs_only_the_endpoints(field: Field, kubeconfig: str, tmp_path: Path):
     path = tmp_path / "other"
     path.write_text(re.sub(r"(198[.]18[.]0[.]1):[0-9]+", r"\1:9", Path(kubeconfig).read_text()))
     code, (seen,), err = run(field, "host", "10.96.0.13:80", "--kubeconfig", str(path))
@@ -257,7 +255,7 @@ def test_an_api_server_that_does_not_answer_costs_only_the_endpoints(
     assert "the API server does not say why endpoints are used: " in err
 
 
-def test_a_pod_of_another_node_is_named_with_its_node(field: Field, kubeconfig: str) -> None:
+def test_a_pod_of_another_node_is_named_with_its_node(field: Field, kubeconfig: str):
     code, _, err = run(field, "shop/cart", "10.96.0.13:80", "--kubeconfig", kubeconfig)
     assert code == 1
     assert "it is on node node-2: run this there" in err

@@ -85,7 +85,7 @@ def devices(request: pytest.FixtureRequest, field: Field) -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", ["local", "remote"])
 @pytest.mark.usefixtures("devices")
-def test_megabytes_arrive_intact_both_ways(field: Field, backend: str) -> None:
+def test_megabytes_arrive_intact_both_ways(field: Field, backend: str):
     """Of a client outside, and of a pod without hooks, which may be the backend itself."""
     before, number = [lost(agent) for agent in field.agents], BACKENDS[backend][0]
     for v6 in (False, True):
@@ -96,7 +96,7 @@ def test_megabytes_arrive_intact_both_ways(field: Field, backend: str) -> None:
 
 @both_families
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_large_packets_are_not_segmented(field: Field, backend: str, v6: bool) -> None:
+def test_large_packets_are_not_segmented(field: Field, backend: str, v6: bool):
     """GSO packets must not be segmented on the way: that would cost several times as much."""
     number, name = BACKENDS[backend]
     with (
@@ -125,7 +125,7 @@ RESTARTS: dict[str, tuple[Callable[[Agent], int | None], tuple[str, ...], str]] 
 
 
 @pytest.mark.parametrize("restart", RESTARTS)
-def test_transfers_continue_while_the_agent_restarts(field: Field, restart: str) -> None:
+def test_transfers_continue_while_the_agent_restarts(field: Field, restart: str):
     """No stream is reset or corrupted, or waits longer than a second for a retransmission."""
     client = field["outside"]
     end, arguments, said = RESTARTS[restart]

@@ -70,14 +70,14 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD)
 @families
-def test_the_kernel_accepts_built_packets(wire: Wire, client: str, server: str, odd: str) -> None:
+def test_the_kernel_accepts_built_packets(wire: Wire, client: str, server: str, odd: str):
     answer = wire.ask(echo(client, server, b"abcdefg", id=7, seq=8, **ODD[odd][":" in client]))
     wanted = parse(echo(server, client, b"abcdefg", id=7, seq=8, reply=True), l2=False)
     assert (answer.transport, answer.payload) == (wanted.transport, b"abcdefg")
 
 
 @families
-def test_the_kernel_reassembles_fragments(wire: Wire, client: str, server: str) -> None:
+def test_the_kernel_reassembles_fragments(wire: Wire, client: str, server: str):
     payload = os.urandom(3000)
     wire.send(*reversed(fragments(echo(client, server, payload, id=7), 1300)))
     pieces = [wire.expect()]
@@ -114,7 +114,7 @@ def again(packet: Packet) -> bytes:
 @families
 def test_packets_of_the_kernel_are_built_identically(
     kernel: tuple[str, Wire], wire: Wire, client: str, server: str, offloaded: bool
-) -> None:
+):
     """An echo, an ICMP error, a datagram, a SYN-ACK and a reset."""
     offload(kernel[0], "s0", "tx", offloaded)
     asked = (

@@ -38,12 +38,12 @@ def bound(cluster: Cluster) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_each_pod_and_each_node_keeps_its_backend(bound: Cluster) -> None:
+def test_each_pod_and_each_node_keeps_its_backend(bound: Cluster):
     assert {client: answers(bound, client) for client in BOUND} == {who: {name} for who, name in BOUND.items()}
     assert answers(bound, "a-net") == {BOUND["host-1"]}, "a host-network pod is the same client as the host"
 
 
-def test_clients_of_a_removed_backend_move_and_stay_moved(bound: Cluster) -> None:
+def test_clients_of_a_removed_backend_move_and_stay_moved(bound: Cluster):
     bound.change(bound.slice("web-100", "a2 b1"))
     moved = answers(bound, "a3")
     assert len(moved) == 1

@@ -52,16 +52,14 @@ CLIENTS = [("a3", HOST, "b1"), ("b2", HOST6, ""), ("host-1", MAPPED, "b1"), ("a-
 
 @finds_sockets
 @pytest.mark.parametrize(("client", "host", "rest"), CLIENTS)
-def test_connected_sockets_are_aborted_when_their_backend_stops(
-    dns: Cluster, client: str, host: str, rest: str
-) -> None:
+def test_connected_sockets_are_aborted_when_their_backend_stops(dns: Cluster, client: str, host: str, rest: str):
     begin(dns, client, host)
     become(dns, rest)
     assert end(dns, client, host) == (rest or REFUSED)
 
 
 @finds_sockets
-def test_a_deleted_service_aborts_its_sockets(dns: Cluster) -> None:
+def test_a_deleted_service_aborts_its_sockets(dns: Cluster):
     begin(dns, "a3", HOST)
     dns.delete(*dns.web(150, "a1", "UDP", dual=True))
     dns.settle()
@@ -69,7 +67,7 @@ def test_a_deleted_service_aborts_its_sockets(dns: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("client", "host"), [("a3", HOST), ("host-1", HOST6)])
-def test_unconnected_sockets_change_to_a_serving_backend(dns: Cluster, client: str, host: str) -> None:
+def test_unconnected_sockets_change_to_a_serving_backend(dns: Cluster, client: str, host: str):
     """The same socket throughout; replies come from the Service's address."""
 
     def ask() -> dict[str, object]:

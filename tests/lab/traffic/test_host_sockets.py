@@ -73,14 +73,14 @@ def rows(v6: bool) -> Iterator[Dial]:
 
 @both_families
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_processes_of_the_node_are_served(field: Field, v6: bool) -> None:
+def test_processes_of_the_node_are_served(field: Field, v6: bool):
     for row in rows(v6):
         check(field, row)
 
 
 @both_families
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_node_ports_of_another_node_pass_untranslated(field: Field, v6: bool) -> None:
+def test_node_ports_of_another_node_pass_untranslated(field: Field, v6: bool):
     """node-1 does not translate it; for node-2 it comes from an outside client."""
     own = NODES6[1] if v6 else NODES4[1]
     for protocol, base in (("tcp", 10), ("udp", 30)):
@@ -90,7 +90,7 @@ def test_node_ports_of_another_node_pass_untranslated(field: Field, v6: bool) ->
 
 @both_families
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_packets_that_leave_by_no_device_are_not_served(field: Field, v6: bool) -> None:
+def test_packets_that_leave_by_no_device_are_not_served(field: Field, v6: bool):
     """As in docs/limits.md: the node's own NodePort, and backends in the node's network."""
     for protocol, base in (("tcp", 10), ("udp", 30)):
         to = at("NodePort", base + 1, v6)
@@ -105,7 +105,7 @@ def test_packets_that_leave_by_no_device_are_not_served(field: Field, v6: bool) 
 @both_families
 @pytest.mark.parametrize("field", [ON], indirect=True)
 @pytest.mark.parametrize("who", ["host-1", "a2"])
-def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str) -> None:
+def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str):
     """Programs connect() a UDP socket to learn their source address: ping (port 1025), musl's
     getaddrinfo() (65535). The packet path refuses the first datagram instead.
     """
@@ -131,7 +131,7 @@ LETS_IN = {9: ("host-1",), 10: ("a2", "a2!")}
 
 @both_families
 @pytest.mark.parametrize("field", [ON, OFF], indirect=True)
-def test_a_vip_with_source_ranges_is_served_by_the_packet_path(field: Field, v6: bool) -> None:
+def test_a_vip_with_source_ranges_is_served_by_the_packet_path(field: Field, v6: bool):
     """The hooks pass it, since the source is not known at connect(). A hooked pod, an unhooked pod
     and the node are therefore checked by their packets. Backends see the node's address for a VIP.
     """

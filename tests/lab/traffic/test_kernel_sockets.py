@@ -154,7 +154,7 @@ def expected_peer(clusterip: str, pod: Place) -> str:
     return pod.ip if keeps_addresses(os.uname().release) else clusterip
 
 
-def test_mount_of_a_cluster_ip_follows_its_pod(field: Field, share: Path, tmp_path: Path) -> None:
+def test_mount_of_a_cluster_ip_follows_its_pod(field: Field, share: Path, tmp_path: Path):
     host = field["host-1"]
     first = NfsPod(field, "a1", share)
     with mounted(host, tmp_path / "mnt") as folder:
@@ -233,7 +233,7 @@ def test_kernel_socket_that_a_process_connects(
     connect: Callable[[Place, str], set[str]],
     service_ip: str,
     hosted_ip: str,
-) -> None:
+):
     """The first connection of an SMB mount is made by the process that mounts, so its cgroup says
     nothing.
     """

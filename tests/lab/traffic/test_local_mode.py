@@ -132,7 +132,7 @@ def own(place: Place, v6: bool) -> str:
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged", "odd"])
-def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
+def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool):
     """A client that is not a pod is masqueraded to the node's address."""
     sees = own(pods[name], v6) if name in mode.pods else (NODES6 if v6 else NODES4)[0]
     for protocol, number in (("tcp", 11), ("udp", 21)):
@@ -141,7 +141,7 @@ def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: 
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged"])
-def test_which_clients_use_the_short_circuit(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
+def test_which_clients_use_the_short_circuit(pods: Pods, mode: Mode, name: str, v6: bool):
     """Policy Local without a local endpoint: the device a packet arrives on decides."""
     for kind, (protocol, number) in product(("NodePort", "VIP"), (("tcp", 14), ("udp", 24))):
         to = at(kind, number, v6)

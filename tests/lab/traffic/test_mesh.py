@@ -162,7 +162,7 @@ def meshed(field: Field, mesh: Mesh) -> Iterator[MeshPod]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
-def test_a_redirected_pod_is_left_to_the_packet_path(field: Field, mesh: Mesh) -> None:
+def test_a_redirected_pod_is_left_to_the_packet_path(field: Field, mesh: Mesh):
     backends = [[address, 8080] for address in (field["a1"].ip, field["a1"].ip6)]
     with meshed(field, mesh) as pod:
 
@@ -191,7 +191,7 @@ def translated_at_connect(field: Field) -> bool:
         return first.destination == f"{field['a1'].ip}:8080"
 
 
-def test_meshes_can_be_ignored(field: Field) -> None:
+def test_meshes_can_be_ignored(field: Field):
     with meshed(field, LINKERD) as pod:
         field.agent.stop()
         field.agent.start(extra=("--mesh-pods", "false"))

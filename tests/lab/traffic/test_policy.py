@@ -24,6 +24,6 @@ def _served(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_dial(cluster: Cluster, row: Dial) -> None:
+def test_dial(cluster: Cluster, row: Dial):
     check_prediction(cluster, row)
     check(cluster, row)

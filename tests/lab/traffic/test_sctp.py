@@ -100,7 +100,7 @@ def rows() -> Iterator[Row]:
 
 
 @pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.name)
-def test_an_sctp_association_transfers_data(field: Field, row: Row) -> None:
+def test_an_sctp_association_transfers_data(field: Field, row: Row):
     place = field[row.client]
     host, port = row.to.rpartition(":")[0].strip("[]"), int(row.to.rpartition(":")[2])
     with endpoint(place, place.ip6 if ":" in host else place.ip) as client:

@@ -153,7 +153,7 @@ def check_kept(field: Field, kept: list[tuple[str, str, str]], before: str, mode
         pod.ask("drop", keep=name)
 
 
-def test_switching_between_all_modes_on_a_live_node(field: Field, capsys: pytest.CaptureFixture[str]) -> None:
+def test_switching_between_all_modes_on_a_live_node(field: Field, capsys: pytest.CaptureFixture[str]):
     run_hooked(field)
     before, pod, host = ON, field["a2"], field["host-1"]
     for mode in TURNS:
@@ -208,7 +208,7 @@ def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> 
     assert [name for name in names if name.startswith(("dial", "leave"))] == PROOF[mode]
 
 
-def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field) -> None:
+def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field):
     """The flow of a closed connection must not translate the replies of another connection from the
     same port: a pod may have been exempt before and not be any more.
     """
@@ -233,7 +233,7 @@ def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field) 
 
 @pytest.mark.parametrize("forwarding", FORWARDINGS)
 @pytest.mark.parametrize("to", [UDP4, UDP6], ids=["v4", "v6"])
-def test_clients_of_one_pod_with_and_without_hooks_may_use_one_udp_port(field: Field, to: str, forwarding: str) -> None:
+def test_clients_of_one_pod_with_and_without_hooks_may_use_one_udp_port(field: Field, to: str, forwarding: str):
     """The packet path knows a flow of that port for 30 s after a datagram of the one without."""
     restart(field, ON, *forward(forwarding))
 
@@ -329,7 +329,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("first", FOLDERS)
-def test_a_pod_with_the_label_is_left_to_the_packet_path(field: Field, kubelet: Kubelet, first: str) -> None:
+def test_a_pod_with_the_label_is_left_to_the_packet_path(field: Field, kubelet: Kubelet, first: str):
     run_hooked(field)
     uid = str(uuid.uuid4())
     folder = FOLDERS[first].format(uid=uid, uid_=uid.replace("-", "_"))
@@ -350,7 +350,7 @@ def test_a_pod_with_the_label_is_left_to_the_packet_path(field: Field, kubelet: 
     field.settle()
 
 
-def test_a_pattern_exempts_cgroups_created_later(field: Field, kubelet: Kubelet) -> None:
+def test_a_pattern_exempts_cgroups_created_later(field: Field, kubelet: Kubelet):
     below = kubelet.root.relative_to(_root(kubelet.root))
     here, later = f"system.slice/istio-{1}.service", "system.slice/istio-2.service"
     first, other = kubelet.run(here), kubelet.run("system.slice/sshd.service")
@@ -402,7 +402,7 @@ ANNOTATION = "ambient.istio.io/redirection"
 )
 def test_pods_of_an_api_server_are_exempt_on_their_node(
     cluster: Cluster, account: None, off: dict[str, Any], on: dict[str, Any]
-) -> None:
+):
     """A running Pod begins and ceases to be exempt; Pods of other nodes are not watched."""
     folders = {}
     for name, at in (("here", "node-1"), ("there", "node-2")):

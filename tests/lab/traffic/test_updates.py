@@ -14,7 +14,7 @@ def expect(cluster: Cluster, to: str, outcome: str, client: str = "a3", how: str
     check(cluster, Dial("current state", client, to, outcome, how))
 
 
-def test_connections_never_fail_while_endpoints_come_and_go(cluster: Cluster) -> None:
+def test_connections_never_fail_while_endpoints_come_and_go(cluster: Cluster):
     """From a pod on one node and the host of the other. All backends accept connections
     throughout.
     """
@@ -33,7 +33,7 @@ def test_connections_never_fail_while_endpoints_come_and_go(cluster: Cluster) ->
             each.goes_on()
 
 
-def test_a_removed_backend_gets_no_new_connections(cluster: Cluster) -> None:
+def test_a_removed_backend_gets_no_new_connections(cluster: Cluster):
     made = cluster.web(121, "a1 b1")
     with cluster.given(*made):
         expect(cluster, "10.96.0.121:80", "a1 b1")
@@ -46,7 +46,7 @@ def test_a_removed_backend_gets_no_new_connections(cluster: Cluster) -> None:
         expect(cluster, "10.96.0.121:80", "a2", "host-2")
 
 
-def test_established_connections_outlive_their_endpoint_and_their_service(cluster: Cluster) -> None:
+def test_established_connections_outlive_their_endpoint_and_their_service(cluster: Cluster):
     """As with kube-proxy, TCP connections are never cut, so that a terminating pod can
     finish them.
     """
@@ -62,7 +62,7 @@ def test_established_connections_outlive_their_endpoint_and_their_service(cluste
         client.ask("drop", keep="old")
 
 
-def test_an_address_moves_to_another_service(cluster: Cluster) -> None:
+def test_an_address_moves_to_another_service(cluster: Cluster):
     one, two = cluster.web(127, "a1"), cluster.web(127, "b1")
     two[0]["metadata"]["name"] = "heir"
     two[1] = cluster.slice("heir", "b1")
@@ -73,7 +73,7 @@ def test_an_address_moves_to_another_service(cluster: Cluster) -> None:
             expect(cluster, "10.96.0.127:80", "b1")
 
 
-def test_all_port_fields_change_in_one_update(cluster: Cluster) -> None:
+def test_all_port_fields_change_in_one_update(cluster: Cluster):
     """Number, protocol, name and target change; a port is removed, another added, one unchanged."""
     at = "10.96.0.128"
     before = (port(80, "web"), port(53, "dns"), port(9000, "old"), port(443, "same"))
@@ -98,7 +98,7 @@ def test_all_port_fields_change_in_one_update(cluster: Cluster) -> None:
         expect(cluster, f"{at}:53", "b1:8081", how="udp")
 
 
-def test_the_service_type_changes(cluster: Cluster) -> None:
+def test_the_service_type_changes(cluster: Cluster):
     """ClusterIP, NodePort, ClusterIP, ExternalName, headless, ExternalName, NodePort."""
     at = "10.96.0.130"
     clear = {"clusterIP": None, "clusterIPs": None}
@@ -132,7 +132,7 @@ def test_the_service_type_changes(cluster: Cluster) -> None:
         expect(cluster, f"{OWN}:30034", "a1", "host-1")
 
 
-def test_a_label_stops_serving_and_its_removal_resumes(cluster: Cluster) -> None:
+def test_a_label_stops_serving_and_its_removal_resumes(cluster: Cluster):
     def put(value: str | None) -> None:
         labels = {"service.kubernetes.io/service-proxy-name": value}
         cluster.kube.patch("Service", "web-131", {"metadata": {"labels": labels}})
@@ -146,7 +146,7 @@ def test_a_label_stops_serving_and_its_removal_resumes(cluster: Cluster) -> None
         expect(cluster, "10.96.0.131:80", "a1")
 
 
-def test_two_services_claim_one_external_ip(cluster: Cluster) -> None:
+def test_two_services_claim_one_external_ip(cluster: Cluster):
     """The older Service has it; the other gets it when the older one is deleted."""
     one = cluster.web(135, "a1", external_ips=["192.0.2.135"])
     two = cluster.web(136, "b1", external_ips=["192.0.2.135"])

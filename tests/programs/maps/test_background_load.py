@@ -210,9 +210,7 @@ def test_packet_path_is_loaded_first_beside_another_data_plane(start: Start):
 
 @needs("conntrack_nat")
 @pytest.mark.parametrize("lb", [SocketLb.ON, SocketLb.OFF], ids=["in the background", "at once"])
-def test_auto_loads_the_other_programs_if_one_is_refused(
-    start: Start, monkeypatch: pytest.MonkeyPatch, lb: SocketLb
-) -> None:
+def test_auto_loads_the_other_programs_if_one_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch, lb: SocketLb):
     """A kernel that refuses conntrack's functions for programs gets kbpf's own table."""
 
     def refuse(packets: PacketPath, code: Bytecode, *arguments: Any) -> Program:

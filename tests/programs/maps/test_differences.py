@@ -377,7 +377,7 @@ def restored(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("damage", "found"), DAMAGES.values(), ids=DAMAGES)
-def test_each_damage_is_named(world: tuple[Site, Config], damage: Damage, found: str) -> None:
+def test_each_damage_is_named(world: tuple[Site, Config], damage: Damage, found: str):
     site, config = world
     assert compare(site, config) == []
     with restored(site):
@@ -415,7 +415,7 @@ def flip_bit(raw: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_difference_is_what_an_agent_writes(world: tuple[Site, Config], seed: int) -> None:
+def test_a_difference_is_what_an_agent_writes(world: tuple[Site, Config], seed: int):
     """There are differences exactly if an agent that reads the maps again changes them, and none is
     left then.
     """
@@ -433,13 +433,13 @@ def test_a_difference_is_what_an_agent_writes(world: tuple[Site, Config], seed: 
         assert compare(site, config) == []
 
 
-def test_the_table_damages_every_map() -> None:
+def test_the_table_damages_every_map():
     named = {word for _, found in DAMAGES.values() for word in found.split()}
     assert named >= {*contents.MAPS_READ}
 
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(range(3), 2)])
-def test_no_difference_after_any_change(artifact_cache: Path, before: int, after: int) -> None:
+def test_no_difference_after_any_change(artifact_cache: Path, before: int, after: int):
     states = (desired(), WORLD, desired(service("web", WEB, C), service("new", KEPT, f"{B} {C}", affinity_timeout=5)))
     with sites(artifact_cache) as make:
         site = make()
@@ -451,7 +451,7 @@ def test_no_difference_after_any_change(artifact_cache: Path, before: int, after
         assert bool(compare(site, plane._config, states[before]))
 
 
-def test_unusable_maps_are_named(artifact_cache: Path) -> None:
+def test_unusable_maps_are_named(artifact_cache: Path):
     """A pin that is gone, and one of a map with other values."""
     with sites(artifact_cache) as make:
         site = make()

@@ -159,7 +159,7 @@ CHANGES: dict[str, tuple[list[str], Names]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_map_has_what_the_slices_say(site: Site, name: str) -> None:
+def test_the_map_has_what_the_slices_say(site: Site, name: str):
     """However it got there: step by step, at once, and after a restart."""
     steps, expected = CHANGES[name]
     plane = site.open()
@@ -174,7 +174,7 @@ def test_the_map_has_what_the_slices_say(site: Site, name: str) -> None:
     assert "endpoint_names" not in plane.apply(desired(web(*slices(steps[-1]))), ()).writes
 
 
-def test_state_changes_without_a_flip(site: Site) -> None:
+def test_state_changes_without_a_flip(site: Site):
     plane = named(site, desired(web(piece("ready=web-0"))))
     frontends, sets = site.entries("services"), site.entries("backend_slots")
     report = apply(plane, web(piece("draining=web-0")))
@@ -183,7 +183,7 @@ def test_state_changes_without_a_flip(site: Site) -> None:
     assert read_names(site)["web"] == {A: "default/web-0 node-a zone-a terminating, serving"}
 
 
-def test_services_that_disagree_have_their_own_names(site: Site) -> None:
+def test_services_that_disagree_have_their_own_names(site: Site):
     """One may publish addresses that are not ready."""
     states = (web(piece("ready=web-0")), web(piece("published=web-0"), name="twin", at="10.96.0.2:80"))
     plane = named(site, desired(*states))
@@ -195,7 +195,7 @@ def test_services_that_disagree_have_their_own_names(site: Site) -> None:
     assert len(site.entries(MAP)) == 1
 
 
-def test_address_of_another_node_is_not_a_pods(site: Site) -> None:
+def test_address_of_another_node_is_not_a_pods(site: Site):
     """A Pod with hostNetwork has its node's address: a client with that address may be anything."""
     state = web(piece("ready=web-0 other=agent-x"))
     named(site, DesiredState({state.key: state}, other_node_addresses={OTHER.address}))
@@ -204,7 +204,7 @@ def test_address_of_another_node_is_not_a_pods(site: Site) -> None:
     assert read_names(site)["web"][B] == "default/agent-x node-b zone-b ready"
 
 
-def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch):
     """Until a change is complete, nothing is read from or written to the map of names."""
     order: list[str] = []
     real = AgentMaps._put
@@ -224,7 +224,7 @@ def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
     assert read_names(site)["web"] == {A: READY_NAME}
 
 
-def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch):
     """A large Service is named in several pieces, between which other changes are written."""
     monkeypatch.setattr(endpoint_names, "BATCH_ENTRIES", 10)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100)))
@@ -255,7 +255,7 @@ HOSTILE: dict[str, tuple[tuple[str, str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_names_are_shortened_and_stay_apart(site: Site, name: str) -> None:
+def test_hostile_names_are_shortened_and_stay_apart(site: Site, name: str):
     (pod, node, zone), shown = HOSTILE[name]
     named(site, desired(web(slice_of((replace(READY, node=node, zone=zone), pod)))))
     (entry,) = read_endpoints(site)["web"]
@@ -265,9 +265,7 @@ def test_hostile_names_are_shortened_and_stay_apart(site: Site, name: str) -> No
     assert entry.is_pod(pod) == ("\0" not in pod and pod != "\ud800")
 
 
-def test_names_without_room_are_left_out(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """All are served; when others have left, the names appear."""
     monkeypatch.setattr(endpoint_names, "RETRY_DELAY_S", 0.0)
     few = replace_fields(SIZES, backends=64)
@@ -301,7 +299,7 @@ def test_names_without_room_are_left_out(
     assert caplog.text.count("names of endpoints find no room") == 1
 
 
-def test_the_map_grows(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_map_grows(site: Site, monkeypatch: pytest.MonkeyPatch):
     size_maps(monkeypatch, endpoint_names=8)
     addresses = [parse_addr(f"10.244.1.{i}") for i in range(1, 101)]
     many = slice_of(*((replace(READY, address=one), "web-0") for one in addresses))
@@ -316,7 +314,7 @@ def test_the_map_grows(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("call", ["put", "delete"])
 def test_error_costs_names_only(
     site: Site, monkeypatch: pytest.MonkeyPatch, call: str, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """Later the map is read again, and completed."""
     plane = named(site, desired(web(piece("ready=web-0"))))
     real = getattr(AgentMaps, call)
@@ -341,7 +339,7 @@ def test_error_costs_names_only(
 
 
 @pytest.mark.parametrize("authoritative", [True, False])
-def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritative: bool) -> None:
+def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritative: bool):
     """Not while some objects could not be read: they may belong to one of these."""
     one, twin = (web(piece("ready=web-0"), name=f"s{i}", at=f"10.96.0.{i}:80") for i in (1, 2))
     named(site, desired(one, twin))
@@ -364,7 +362,7 @@ def without_map(name: str) -> Iterator[None]:
         layout.MAPS.update(complete)
 
 
-def test_upgrade_from_a_version_without_the_map(site: Site) -> None:
+def test_upgrade_from_a_version_without_the_map(site: Site):
     state = web(piece("ready=web-0"))
     with without_map(MAP):
         site.open().apply(desired(state), None)
@@ -376,7 +374,7 @@ def test_upgrade_from_a_version_without_the_map(site: Site) -> None:
     assert read_names(site)["web"] == {A: READY_NAME}
 
 
-def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch):
     size_maps(monkeypatch, endpoint_names=8, services=32)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41)))
     plane = site.open()

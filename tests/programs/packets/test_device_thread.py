@@ -174,7 +174,7 @@ def begin(action: Callable[[], None]) -> threading.Thread:
 
 def test_passes_that_find_nothing_to_do_leave_the_processor_to_others(
     node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A pod may cause notifications all the time. A pass that attaches is followed at once."""
     pauses: list[float] = []
     monkeypatch.setattr(module, "wait_readable", lambda _, timeout: pauses.append(timeout))

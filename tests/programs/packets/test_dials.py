@@ -151,7 +151,7 @@ def check_refusal(found: Packet, own: str, front: str) -> None:
         if not needs_a_socket(row)
     ],
 )
-def test_first_packet_of_a_row(bench: Bench, table: Table, row: Dial) -> None:
+def test_first_packet_of_a_row(bench: Bench, table: Table, row: Dial):
     verdict, names = expected(row)
     *before, last = hops(row, sockets=False, packets=True)
     for hop in before:

@@ -124,7 +124,7 @@ METHODS = [
 @pytest.mark.parametrize(("method", "attach"), METHODS)
 def test_probe_names_the_program_that_keeps_packets_from_ours(
     site: Site, method: AttachMethod, attach: Callable[..., contextlib.AbstractContextManager[None]]
-) -> None:
+):
     def story() -> None:
         started(site, method)
         index = socket.if_nametoindex("up0")
@@ -147,7 +147,7 @@ def test_probe_names_the_program_that_keeps_packets_from_ours(
     run_in_new_namespaces(story)
 
 
-def test_probe_disturbs_nobody(site: Site) -> None:
+def test_probe_disturbs_nobody(site: Site):
     """No packet gets past the IP stack of this node or of its neighbour."""
 
     def counters() -> dict[str, int]:
@@ -187,7 +187,7 @@ def iter_frames(wire: socket.socket) -> Iterator[bytes]:
             yield wire.recv(2048)
 
 
-def test_only_one_of_many_alike_pod_devices_is_probed() -> None:
+def test_only_one_of_many_alike_pod_devices_is_probed():
     from kbpf.dataplane.bpf.programs.hook_probe import Point, select_representative
     from kbpf.kernel.bpf.tc import Runner
     from kbpf.kernel.net.devices import Device
@@ -214,7 +214,7 @@ def test_only_one_of_many_alike_pod_devices_is_probed() -> None:
 
 
 @needs("tcx")
-def test_check_says_which_hooks_are_not_reached(site: Site) -> None:
+def test_check_says_which_hooks_are_not_reached(site: Site):
     def story() -> None:
         started(site, AttachMethod.TCX)
         index = socket.if_nametoindex("up0")

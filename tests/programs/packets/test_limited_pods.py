@@ -60,7 +60,7 @@ def serve(site: Site, sizes: MapSizes = SIZES) -> BpfPlane:
     return plane
 
 
-def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogCaptureFixture):
     passes: list[float] = []
     sync, probe, probed = DeviceAttachments.sync, hook_probe.probe, []
 
@@ -107,7 +107,7 @@ def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogC
     run_in_new_namespaces(story)
 
 
-def test_old_programs_are_removed_although_a_device_fails(site: Site) -> None:
+def test_old_programs_are_removed_although_a_device_fails(site: Site):
     """The uplink has no place at egress, so it fails for good; what it has is swapped."""
 
     def story() -> None:

@@ -56,13 +56,13 @@ def ranges(site: Site) -> set[object]:
     return {unpack_source_range(key) for key in site.entries("source_ranges")}
 
 
-def test_map_of_ranges_follows_the_setting(site: Site) -> None:
+def test_map_of_ranges_follows_the_setting(site: Site):
     for given in (RANGES, RANGES, RANGES[:1], ()):
         site.open(node_port_source_ranges=given).apply(world(), None)
         assert ranges(site) == {(0, cidr) for cidr in given}
 
 
-def test_sockets_of_the_node_are_allowed_and_those_of_pods_left_to_the_packet_path(artifact_cache: Path) -> None:
+def test_sockets_of_the_node_are_allowed_and_those_of_pods_left_to_the_packet_path(artifact_cache: Path):
     state = restricted(service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP))
     home, other = (f"kbpo{os.getpid()}{letter}" for letter in "hp")
     with ExitStack() as own:
@@ -97,7 +97,7 @@ CLIENTS = {
 @pytest.mark.parametrize("who", CLIENTS)
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
 @pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp], ids=["tcp", "udp"])
-def test_packet_from_outside_is_checked_by_its_source(path: Path_, who: str, v: int, build: object) -> None:
+def test_packet_from_outside_is_checked_by_its_source(path: Path_, who: str, v: int, build: object):
     addresses, lets_in = CLIENTS[who]
     with path.counted(Reason.NOT_ALLOWED, not lets_in), path.counted(Reason.NEW_FLOW, lets_in):
         verdict, _ = path.ingress(build(end(addresses[v], 4711), end(NODE[v], 30080)))

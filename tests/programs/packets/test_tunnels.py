@@ -317,20 +317,20 @@ def world(request: pytest.FixtureRequest, artifact_cache: Path, all_tunnel_modul
 
 @PROTOCOLS
 @pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_backend_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol) -> None:
+def test_a_backend_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol):
     seen = world.dial(world.client, NODE[v6], 30000 + number, protocol)
     assert seen == address_on(number, 1, v6), "masqueraded to the address of the device"
 
 
 @pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_transfer_through_a_tunnel_is_whole(world: World, number: int, v6: bool) -> None:
+def test_a_transfer_through_a_tunnel_is_whole(world: World, number: int, v6: bool):
     """Large segments both ways, which devices merge and split."""
     world.dial(world.client, NODE[v6], 30000 + number, Protocol.TCP, SIZE)
 
 
 @PROTOCOLS
 @pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol) -> None:
+def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol):
     """It dials the address of the tunnel's device, and the backend is a pod of the node."""
     seen = world.dial(world.other, address_on(number, 1, v6), 30000, protocol)
     assert seen == GATE[v6]
@@ -340,7 +340,7 @@ def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool,
 @pytest.mark.parametrize(("number", "v6"), WAYS)
 def test_a_socket_of_the_node_reaches_a_backend_behind_a_tunnel(
     world: World, number: int, v6: bool, protocol: Protocol
-) -> None:
+):
     """No hook serves the socket, so its packets are translated at egress. They cannot take the
     stack again: those for a tunnel that needs a route, and is not ipip, are dropped, and counted.
     """

@@ -55,9 +55,7 @@ def connect_result(site: Site, client: Place, to: str, claims: bool) -> str:
         ("NodePort", "192.0.2.3:30080", "ENETUNREACH"),
     ],
 )
-def test_agent_socket_is_translated_at_cluster_ips_only(
-    site: Site, client: Place, kind: str, to: str, own: str
-) -> None:
+def test_agent_socket_is_translated_at_cluster_ips_only(site: Site, client: Place, kind: str, to: str, own: str):
     site.open().apply(WORLD, None)
     with site.pinned("services") as held:
         assert len(dict(held.items())) == 4
@@ -65,7 +63,7 @@ def test_agent_socket_is_translated_at_cluster_ips_only(
     assert connect_result(site, client, to, claims=True) == own
 
 
-def test_pinned_hooks_exempt_sockets_of_a_restarted_agent(site: Site, client: Place) -> None:
+def test_pinned_hooks_exempt_sockets_of_a_restarted_agent(site: Site, client: Place):
     """The old hooks stay attached until the first apply, which needs the API server."""
     site.open().apply(WORLD, None)
     site.open()
@@ -73,7 +71,7 @@ def test_pinned_hooks_exempt_sockets_of_a_restarted_agent(site: Site, client: Pl
     assert connect_result(site, client, "192.0.2.1:80", claims=True) == "ENETUNREACH"
 
 
-def test_oldest_claims_and_claims_of_an_earlier_agent_are_deleted(site: Site) -> None:
+def test_oldest_claims_and_claims_of_an_earlier_agent_are_deleted(site: Site):
     plane = site.open()
     for cookie in range(1, AGENT_SOCKETS + 11):
         plane.shared.claim_socket(cookie)
@@ -83,5 +81,5 @@ def test_oldest_claims_and_claims_of_an_earlier_agent_are_deleted(site: Site) ->
     assert not site.entries("agent_sockets")
 
 
-def test_claim_before_open_does_nothing(site: Site) -> None:
+def test_claim_before_open_does_nothing(site: Site):
     site.plane().shared.claim_socket(1)

@@ -34,7 +34,7 @@ def flip(site: Site, port: int) -> None:
         map_.update(key, U64.pack(word ^ 1 << port % 64))
 
 
-def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_site: Site, node: Node) -> None:
+def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_site: Site, node: Node):
     plane = node_site.open()
     plane.apply(WORLD, None)
     config = plane._config
@@ -61,12 +61,12 @@ def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_si
     assert not node_site.entries("affinity")
 
 
-def test_nothing_is_tried_without_hooks(node_site: Site, node: Node) -> None:
+def test_nothing_is_tried_without_hooks(node_site: Site, node: Node):
     plane = node_site.open(socket_lb=SocketLb.OFF, packet_path=False)
     plane.apply(WORLD, None)
     prober = ConnectionProber(Pins(node_site.pins), plane._config)
     assert within(node.host, prober.probe) is None
 
 
-def test_nothing_is_tried_without_maps(tmp_path: Path) -> None:
+def test_nothing_is_tried_without_maps(tmp_path: Path):
     assert ConnectionProber(Pins(tmp_path), Config()).probe() is None

@@ -71,7 +71,7 @@ system.slice/foo-pod{ONE_}.slice
 UIDS = {"ONE": ONE, "TWO": TWO, "STATIC": STATIC, "ONE_": ONE.replace("-", "_"), "TWO_": TWO.replace("-", "_")}
 
 
-def test_pod_cgroups_are_found_by_kubelets_names(site: Site, tree: Callable[[str], Path]) -> None:
+def test_pod_cgroups_are_found_by_kubelets_names(site: Site, tree: Callable[[str], Path]):
     wanted = set()
     for row in FOLDERS:
         path = row.path.format(**UIDS)
@@ -105,7 +105,7 @@ PATTERNS = {
 @pytest.mark.parametrize(("patterns", "matches"), PATTERNS.items())
 def test_patterns_match_cgroup_paths(
     site: Site, tree: Callable[[str], Path], patterns: str, matches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     ids = {path: tree(path).stat().st_ino for path in CGROUPS}
     looked: list[str] = []
     inside = exemptions._list_children
@@ -135,7 +135,7 @@ class Run:
         return {int.from_bytes(key, "little") for key in self.site.entries("exempt_cgroups")}
 
 
-def test_pod_is_polled_until_its_cgroup_exists(site: Site, plane: BpfPlane, tree: Callable[[str], Path]) -> None:
+def test_pod_is_polled_until_its_cgroup_exists(site: Site, plane: BpfPlane, tree: Callable[[str], Path]):
     run = Run(site, plane)
     run.exemptions.set_pods((), True, 100.0)
     assert run.exemptions.tick(100.0) is None, "no pod is exempt: nothing is due"
@@ -152,7 +152,7 @@ def test_pod_is_polled_until_its_cgroup_exists(site: Site, plane: BpfPlane, tree
     assert (run.ids(), run.notifications, run.exemptions.tick(101.0)) == (set(), [True, False], None)
 
 
-def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPlane) -> None:
+def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPlane):
     run = Run(site, plane)
     run.exemptions.set_pods((ONE,), True, 0.0)
     assert not run.exemptions.problems(1.0)
@@ -163,7 +163,7 @@ def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPla
     assert str(site.cgroup) in line
 
 
-def test_removed_cgroup_is_deleted_from_the_map(site: Site, plane: BpfPlane, tree: Callable[[str], Path]) -> None:
+def test_removed_cgroup_is_deleted_from_the_map(site: Site, plane: BpfPlane, tree: Callable[[str], Path]):
     run = Run(site, plane)
     folder = tree(f"kubepods/pod{ONE}")
     run.exemptions.set_pods((ONE,), True, 0.0)
@@ -175,7 +175,7 @@ def test_removed_cgroup_is_deleted_from_the_map(site: Site, plane: BpfPlane, tre
 
 def test_entries_of_an_earlier_agent_stay_until_pods_are_known(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path]
-) -> None:
+):
     run = Run(site, plane)
     folder, gone = tree(f"kubepods/pod{ONE}"), tree(f"kubepods/pod{TWO}")
     run.exemptions.set_pods((ONE, TWO), True, 0.0)
@@ -190,7 +190,7 @@ def test_entries_of_an_earlier_agent_stay_until_pods_are_known(
 
 def test_full_map_is_reported_and_retried(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     folder = tree(f"kubepods/pod{ONE}")
     run = Run(site, plane)
 
@@ -244,7 +244,7 @@ def start(site: Site) -> Iterator[Callable[..., BpfPlane]]:
 @pytest.mark.parametrize("level", ["its own", "above", "far above", "another"])
 def test_process_below_an_exempt_cgroup_is_not_translated(
     site: Site, client: Place, tree: Callable[[str], Path], level: str
-) -> None:
+):
     site.open().apply(WORLD, None)
     deep = tree("a/b/c/d/e/f/g/h/i/j/k/l")
     chosen = {
@@ -271,9 +271,7 @@ def test_process_below_an_exempt_cgroup_is_not_translated(
         inside.close()
 
 
-def test_programs_without_optional_helpers_translate(
-    site: Site, client: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_without_optional_helpers_translate(site: Site, client: Place, monkeypatch: pytest.MonkeyPatch):
     """On a kernel without these helpers no process can be exempt."""
     has = missing_helpers()
     monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
@@ -291,7 +289,7 @@ def test_programs_without_optional_helpers_translate(
     assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
 
 
-def test_exemption_without_the_packet_path_is_reported(site: Site, tree: Callable[[str], Path]) -> None:
+def test_exemption_without_the_packet_path_is_reported(site: Site, tree: Callable[[str], Path]):
     below = site.cgroup.relative_to(cgroup2())
     tree("mesh")
     plane = site.open(socket_lb_exempt=(f"{below}/mesh",))
@@ -306,7 +304,7 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
     tree: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     exempt_before: bool,
-) -> None:
+):
     """Sockets are exempt only if packet programs may serve them: those of an earlier agent."""
     exempt = (f"{site.cgroup.relative_to(cgroup2())}/mesh",)
     tree("mesh")
@@ -342,9 +340,7 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
     )
 
 
-def test_exemption_outlasts_a_restart_until_the_first_apply(
-    site: Site, start: Callable[..., BpfPlane], client: Place
-) -> None:
+def test_exemption_outlasts_a_restart_until_the_first_apply(site: Site, start: Callable[..., BpfPlane], client: Place):
     """hostNamespaceOnly, then a start with `on`: nothing changes before everything is
     programmed.
     """
@@ -365,7 +361,7 @@ def test_exemption_outlasts_a_restart_until_the_first_apply(
 @pytest.mark.parametrize("mode", PACKETS)
 def test_sockets_are_translated_until_the_packet_path_serves(
     site: Site, start: Callable[..., BpfPlane], client: Place, monkeypatch: pytest.MonkeyPatch, mode: SocketLb
-) -> None:
+):
     site.open().apply(WORLD, None)
     with monkeypatch.context() as patch:
         patch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
@@ -384,7 +380,7 @@ def test_sockets_are_translated_until_the_packet_path_serves(
 @pytest.mark.parametrize("mode", PACKETS)
 def test_first_start_waits_for_the_packet_path(
     start: Callable[..., BpfPlane], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
-) -> None:
+):
     """If no hook was ever attached, missing pins of hooks do not count as removed."""
     monkeypatch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
 

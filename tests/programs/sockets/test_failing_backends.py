@@ -75,7 +75,7 @@ a Service without backends has none   | empty empty empty empty                 
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_backends_that_keep_failing_are_found(bench: Bench, row: Row) -> None:
+def test_backends_that_keep_failing_are_found(bench: Bench, row: Row):
     start(bench, Accounting.CONNECTIONS)
     finder = FailingBackends(Pins(bench.site.pins))
     found: tuple[FailingBackend, ...] | None = ()
@@ -153,9 +153,7 @@ class Clients(NamedTuple):
     ],
     ids=lambda row: row.name,
 )
-def test_a_tenant_alone_makes_no_backend_of_others_failing(
-    bench: Bench, row: Clients, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Clients, monkeypatch: pytest.MonkeyPatch):
     names = {"a": "default/a", "b": "default/b", "other": "other/c"}
     names |= {f"evil{number}": f"evil/{number}" for number in (1, 2)}
     monkeypatch.setattr(pods, "list_pod_names", lambda: names)
@@ -178,7 +176,7 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(
         assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
 
 
-def test_a_backend_that_works_for_others_is_not_failing(bench: Bench) -> None:
+def test_a_backend_that_works_for_others_is_not_failing(bench: Bench):
     """Two frontends lead to one address: a Service counts for itself."""
     start(bench, Accounting.CONNECTIONS)
     finder = FailingBackends(Pins(bench.site.pins))
@@ -187,5 +185,5 @@ def test_a_backend_that_works_for_others_is_not_failing(bench: Bench) -> None:
         assert finder.find() == ()
 
 
-def test_nothing_is_known_without_maps(tmp_path: Path) -> None:
+def test_nothing_is_known_without_maps(tmp_path: Path):
     assert FailingBackends(Pins(tmp_path)).find() is None

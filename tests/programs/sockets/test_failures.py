@@ -81,7 +81,7 @@ reset   | 10.96.0.2:80 | rude      | one:9001      | backend_reset      | ECONNR
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", FAILURES, ids=lambda row: row.reason)
-def test_failure_is_recorded(served: Bench, row: Failure) -> None:
+def test_failure_is_recorded(served: Bench, row: Failure):
     forget(served)
     for _ in range(2):
         served.act(row.does, row.to)
@@ -101,7 +101,7 @@ def count_refused(bench: Bench) -> int:
         return sum(ConnectionStats(*COUNTS.unpack(raw)).refused for _, raw in counts.items())
 
 
-def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench) -> None:
+def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
     """Each is recorded. But a socket that sends errors to itself must not make any backend look broken."""
     deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
     served.site.open(accounting=Accounting.CONNECTIONS).apply(desired(deaf), None)
@@ -124,7 +124,7 @@ def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench) -> 
     assert count_refused(served) - before == 2, "once for each connect()"
 
 
-def test_connection_that_succeeds_records_nothing(served: Bench) -> None:
+def test_connection_that_succeeds_records_nothing(served: Bench):
     def gives_up_early() -> bool:
         forget(served)
         return served.act("gives_up", "10.96.0.6:80")
@@ -136,7 +136,7 @@ def test_connection_that_succeeds_records_nothing(served: Bench) -> None:
 
 
 @needs("set_retval")
-def test_accounting_off_records_nothing(bench: Bench) -> None:
+def test_accounting_off_records_nothing(bench: Bench):
     start(bench, Accounting.OFF)
     forget(bench)
     bench.act("refused", "10.96.0.7:80")
@@ -145,7 +145,7 @@ def test_accounting_off_records_nothing(bench: Bench) -> None:
 
 
 @needs("set_retval")
-def test_client_overwrites_only_its_own_failures(served: Bench) -> None:
+def test_client_overwrites_only_its_own_failures(served: Bench):
     """A container that fails everywhere has a bounded number of entries."""
     forget(served)
     within(served.two, lambda: refused("10.96.0.5", 80))
@@ -161,7 +161,7 @@ def test_client_overwrites_only_its_own_failures(served: Bench) -> None:
 
 
 @needs("set_retval")
-def test_failures_survive_the_agent(served: Bench) -> None:
+def test_failures_survive_the_agent(served: Bench):
     forget(served)
     served.act("refused", "10.96.0.5:80")
     start(served, Accounting.CONNECTIONS)
@@ -170,7 +170,7 @@ def test_failures_survive_the_agent(served: Bench) -> None:
 
 
 @needs("set_retval")
-def test_filters(served: Bench) -> None:
+def test_filters(served: Bench):
     forget(served)
     served.act("refused", "10.96.0.5:80")
     served.act("refused", "10.96.0.7:80")

@@ -32,11 +32,11 @@ RELEASES = [
 
 
 @pytest.mark.parametrize(("release", "keeps"), RELEASES)
-def test_release_with_the_corrections(release: str, keeps: bool) -> None:
+def test_release_with_the_corrections(release: str, keeps: bool):
     assert keeps_addresses(release) is keeps
 
 
-def test_bit_is_found_on_kernels_without_the_corrections() -> None:
+def test_bit_is_found_on_kernels_without_the_corrections():
     assert find_member_bit("sock", "sk_kern_sock") > 0, "Debian's kernels and ours have BTF"
     assert find_member_bit("sock", "no_such_member") == 0
     assert find_member_bit("no_such_struct", "sk_kern_sock") == 0
@@ -67,7 +67,7 @@ def connect(client: Place, protocol: int = 0) -> str:
 
 @needs("mptcp")
 @pytest.mark.usefixtures("without_corrections")
-def test_kernel_socket_is_left_to_the_packet_path(site: Site, client: Place) -> None:
+def test_kernel_socket_is_left_to_the_packet_path(site: Site, client: Place):
     """The TCP socket of an MPTCP socket is the kernel's. A process connects it, as for an SMB
     mount, so no cgroup identifies it.
     """

@@ -95,7 +95,7 @@ reset      | 10.96.0.2:80    | rude        | one:9001      | new translated, fai
 @pytest.mark.parametrize(
     "row", [pytest.param(r, marks=needs(r.needs) if r.needs else (), id=f"{r.does} {r.to}") for r in ROWS]
 )
-def test_events_are_seen(bench: Bench, row: Row) -> None:
+def test_events_are_seen(bench: Bench, row: Row):
     with watched(bench.site) as monitor:
         bench.act(row.does, row.to)
         events = read(monitor)
@@ -111,13 +111,13 @@ def test_events_are_seen(bench: Bench, row: Row) -> None:
         assert event.address.startswith(f"{bench.client.ip}:" if failed else "")
 
 
-def test_connection_to_no_service_is_no_event(bench: Bench) -> None:
+def test_connection_to_no_service_is_no_event(bench: Bench):
     with watched(bench.site) as monitor:
         within(bench.client, lambda: refused(bench.one.ip, NOBODY))
         assert read(monitor) == []
 
 
-def test_nothing_is_written_while_no_command_watches(bench: Bench) -> None:
+def test_nothing_is_written_while_no_command_watches(bench: Bench):
     with watched(bench.site) as monitor:
         bench.act("fair", "10.96.0.1:80")
         assert len(read(monitor)) == 1
@@ -183,7 +183,7 @@ service=fair cgroup=client       | yes | no  | no
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", FILTERS, ids=lambda row: row.fields or "all")
-def test_filters(bench: Bench, row: Filtered) -> None:
+def test_filters(bench: Bench, row: Filtered):
     fields = filters(bench, row.fields)
     for place, to, passes in (
         (bench.client, ("10.96.0.1", 80), row.first),
@@ -198,7 +198,7 @@ def test_filters(bench: Bench, row: Filtered) -> None:
 UID = "0a1b2c3d-0000-4000-8000-000000000001"
 
 
-def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pods, "list_pod_names", lambda: {UID: "shop/cart"})
     folder = node.cgroup / "kubepods"
     place = Place("cart", bench.client.netns, folder / f"pod{UID}" / "container")
@@ -217,7 +217,7 @@ def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytes
         remove_cgroup(folder)
 
 
-def test_filter_applies_before_the_rate(bench: Bench) -> None:
+def test_filter_applies_before_the_rate(bench: Bench):
     """Events that the filter leaves out do not count against the rate."""
     with watched(bench.site, rate=1, **filters(bench, "service=fair")) as monitor:
         bench.act("flood", "10.96.0.4:53")
@@ -226,7 +226,7 @@ def test_filter_applies_before_the_rate(bench: Bench) -> None:
         assert monitor.left_out == 0
 
 
-def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kbpf.dataplane.bpf.inspect.monitor.RING_BYTES", 4096)
     with watched(bench.site, rate=100_000) as monitor:
         bench.act("flood", "10.96.0.4:53")
@@ -237,7 +237,7 @@ def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPat
         assert [event.service for event in read(monitor)] == ["default/fair"]
 
 
-def test_filter_may_change(bench: Bench) -> None:
+def test_filter_may_change(bench: Bench):
     with watched(bench.site, **filters(bench, "service=fair")) as monitor:
         bench.act("connects", "10.96.0.4:53")
         assert read(monitor) == []
@@ -248,7 +248,7 @@ def test_filter_may_change(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"address": parse_addr("10.96.0.4")}], ids=["all", "some"])
-def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[str, object]) -> None:
+def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[str, object]):
     with watched(bench.site, rate=10, **fields) as monitor:
         bench.act("flood", "10.96.0.4:53")
         bench.act("fair", "10.96.0.1:80")
@@ -260,7 +260,7 @@ def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[st
 # ---- several, and killed ones --------------------------------------------------------------------
 
 
-def test_several_commands_watch_at_the_same_time(bench: Bench) -> None:
+def test_several_commands_watch_at_the_same_time(bench: Bench):
     with (
         watched(bench.site, **filters(bench, "service=fair")) as first,
         watched(bench.site, **filters(bench, "service=dns")) as second,
@@ -272,7 +272,7 @@ def test_several_commands_watch_at_the_same_time(bench: Bench) -> None:
         assert [event.service for event in read(first)] == ["default/fair"] * 2
 
 
-def test_one_too_many_is_refused(bench: Bench) -> None:
+def test_one_too_many_is_refused(bench: Bench):
     with patient():
         monitors = [Monitor(bench.site.pins, RATE, EventFilter()) for _ in range(MONITORS)]
     try:
@@ -322,7 +322,7 @@ def is_monitored(bench: Bench) -> bool:
     return f"monitored_until {MONITORS}" in left_behind(bench.site)
 
 
-def test_killed_command_leaves_nothing_on(bench: Bench) -> None:
+def test_killed_command_leaves_nothing_on(bench: Bench):
     process = command(bench, "--address", "10.96.0.1")
     process.kill()
     process.communicate()
@@ -336,7 +336,7 @@ def test_killed_command_leaves_nothing_on(bench: Bench) -> None:
         assert [event.service for event in read(monitor)] == ["default/dns"]
 
 
-def test_command_that_was_stopped_for_long_continues(bench: Bench) -> None:
+def test_command_that_was_stopped_for_long_continues(bench: Bench):
     """Another one has taken its place meanwhile."""
     with watched(bench.site) as stopped:
         expire(bench)
@@ -347,7 +347,7 @@ def test_command_that_was_stopped_for_long_continues(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.Signals) -> None:
+def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.Signals):
     process = command(bench)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("TIME ")
@@ -356,7 +356,7 @@ def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.S
     assert (process.returncode, out, err) == (128 + number, "", "")
 
 
-def test_command_ends_with_the_reader_of_its_output(bench: Bench) -> None:
+def test_command_ends_with_the_reader_of_its_output(bench: Bench):
     """Even while there are no events."""
     process = command(bench)
     assert process.stdout is not None
@@ -374,7 +374,7 @@ def test_command_ends_with_the_reader_of_its_output(bench: Bench) -> None:
     }.items(),
     ids=str,
 )
-def test_command_ends_after_some_events(bench: Bench, words: tuple[str, ...], service_name: str) -> None:
+def test_command_ends_after_some_events(bench: Bench, words: tuple[str, ...], service_name: str):
     process = command(bench, "-o", "json", "--count", "2", *words)
     bench.act("connects", "10.96.0.4:53")
     for _ in range(3):
@@ -386,7 +386,7 @@ def test_command_ends_after_some_events(bench: Bench, words: tuple[str, ...], se
     assert set(rows[0]) == {"apiVersion", "kind", *EventRow.__struct_fields__}
 
 
-def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench) -> None:
+def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench):
     for time in ("1500ms", "15s", "50s"):  # more if a busy machine cannot make the flood meanwhile
         process = command(bench, "--for", time, "--rate", "10", "--verdict", "new")
         bench.act("flood", "10.96.0.4:53")
@@ -405,7 +405,7 @@ def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench)
 
 def test_events_after_the_last_poll_are_shown(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """On a busy machine the last poll may be long before the end."""
 
     def poll(*_: object) -> Iterator[None]:
@@ -418,7 +418,7 @@ def test_events_after_the_last_poll_are_shown(
     assert "default/fair" in capsys.readouterr().out
 
 
-def test_command_works_while_the_agent_is_down(bench: Bench) -> None:
+def test_command_works_while_the_agent_is_down(bench: Bench):
     bench.site.close_planes()
     try:
         process = command(bench, "--count", "1", "-o", "json")
@@ -429,7 +429,7 @@ def test_command_works_while_the_agent_is_down(bench: Bench) -> None:
         apply_world(bench)
 
 
-def test_maps_that_were_removed_end_it(artifact_cache: Path) -> None:
+def test_maps_that_were_removed_end_it(artifact_cache: Path):
     with sites(artifact_cache) as make:
         other = make()
         other.open().apply(desired(service("web", "10.96.0.1:80", "10.0.0.1:80")), None)
@@ -484,7 +484,7 @@ def top(bench: Bench, *words: str, does: Callable[[], None]) -> dict[str, dict[s
 
 
 @needs("set_retval")
-def test_top_shows_rates(bench: Bench) -> None:
+def test_top_shows_rates(bench: Bench):
     def both() -> None:
         fair("10.96.0.1")
         refused("10.96.0.7")
@@ -506,7 +506,7 @@ def test_top_shows_rates(bench: Bench) -> None:
     assert rows[client]["open"] is None
 
 
-def test_pod_and_zone_of_a_backend_are_named(bench: Bench) -> None:
+def test_pod_and_zone_of_a_backend_are_named(bench: Bench):
     """As the agent writes them from the EndpointSlices."""
     key = pack_endpoint_key(service_id(bench, "fair"), parse_addr(bench.one.ip), FAIR, Protocol.TCP)
     with bench.site.pinned("endpoint_names") as names:
@@ -529,7 +529,7 @@ def test_pod_and_zone_of_a_backend_are_named(bench: Bench) -> None:
             names.delete(key)
 
 
-def test_top_refreshes_until_it_is_ended(bench: Bench) -> None:
+def test_top_refreshes_until_it_is_ended(bench: Bench):
     process = subprocess.Popen(
         [sys.executable, "-m", "kbpf", "top", "--pin-dir", str(bench.site.pins), "--interval", "100ms"],
         stdout=subprocess.PIPE,
@@ -578,7 +578,7 @@ top --once --service default/fair -n shop      | 2 | shop contradicts the namesp
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row.words)
-def test_wrong_usage(bench: Bench, row: Wrong) -> None:
+def test_wrong_usage(bench: Bench, row: Wrong):
     command, *words = row.words.split()
     done = kbpf(command, "--pin-dir", str(bench.site.pins), *words)
     assert done.code == row.code

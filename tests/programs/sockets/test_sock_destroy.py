@@ -142,7 +142,7 @@ def is_destroyed(one: socket.socket) -> bool:
         for target in TARGETS
     ],
 )
-def test_verifier_accepts_bpf_sock_destroy_by_iterator(target: Target) -> None:
+def test_verifier_accepts_bpf_sock_destroy_by_iterator(target: Target):
     fd, said = load(target)
     if fd >= 0:
         os.close(fd)
@@ -151,7 +151,7 @@ def test_verifier_accepts_bpf_sock_destroy_by_iterator(target: Target) -> None:
 
 
 @needs("sock_destroy")
-def test_udp_iterator_shows_only_its_creators_namespace(namespaces: list[Path]) -> None:
+def test_udp_iterator_shows_only_its_creators_namespace(namespaces: list[Path]):
     first, second = (connected(where) for where in namespaces)
     fd, said = load(TARGETS[0])
     assert fd >= 0, said

@@ -71,7 +71,7 @@ def backends(count: int) -> str:
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("weights", [(), (1, 2, 3), (1, 1, 8)])
-def test_shares_are_those_of_the_weights(bench: Bench, algorithm: Algorithm, weights: tuple[int, ...]) -> None:
+def test_shares_are_those_of_the_weights(bench: Bench, algorithm: Algorithm, weights: tuple[int, ...]):
     """test_slots.py counts that connections spread like this."""
     state = service("web", WEB, backends(3), UDP, algorithm=algorithm, cluster_weights=weights)
     bench.plane.apply(desired(state), None)
@@ -83,7 +83,7 @@ def test_shares_are_those_of_the_weights(bench: Bench, algorithm: Algorithm, wei
         assert candidate.share == pytest.approx(weight / sum(each), abs=0.005)
 
 
-def test_affinity_is_that_of_the_clients_own_network(bench: Bench) -> None:
+def test_affinity_is_that_of_the_clients_own_network(bench: Bench):
     state = service("web", WEB, backends(20), UDP, affinity_timeout=600)
     bench.plane.apply(desired(state), None)
     for place in (bench.node.host, bench.one, bench.two):
@@ -100,7 +100,7 @@ def test_affinity_is_that_of_the_clients_own_network(bench: Bench) -> None:
     bench.plane.apply(desired(), None)
 
 
-def test_which_sockets_no_hook_sees(bench: Bench) -> None:
+def test_which_sockets_no_hook_sees(bench: Bench):
     bench.plane.apply(desired(service("web", WEB, backends(1), UDP)), None)
     client, inspection = bench.client(bench.one), bench.inspect()
     outside = client._replace(cgroups=frozenset((1,)))
@@ -126,7 +126,7 @@ def test_which_sockets_no_hook_sees(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("driver", ["kubepods/burstable/pod{}", "kubepods.slice/kubepods-pod{}.slice"])
-def test_a_process_of_a_pod_is_found_by_its_cgroup(bench: Bench, driver: str) -> None:
+def test_a_process_of_a_pod_is_found_by_its_cgroup(bench: Bench, driver: str):
     uid = f"{os.getpid():08x}-1111-2222-3333-444444444444"
     name = uid.replace("-", "_") if driver.endswith("slice") else uid
     folder = bench.node.cgroup / driver.format(name) / "container"
@@ -151,7 +151,7 @@ def test_a_process_of_a_pod_is_found_by_its_cgroup(bench: Bench, driver: str) ->
 FORWARDING = ("net.ipv4.conf.all.forwarding", "net.ipv6.conf.all.forwarding")
 
 
-def test_routes_are_those_of_the_kernel(bench: Bench) -> None:
+def test_routes_are_those_of_the_kernel(bench: Bench):
     """Strict rp_filter and switched off forwarding are what a packet would meet."""
     where = Path("/run/netns") / bench.node.netns
 
@@ -186,7 +186,7 @@ def _is_strict(where: Path) -> bool:
     return netns.run_in(where, lambda: sysctl.read("net.ipv4.conf.all.rp_filter")) == "1"
 
 
-def test_a_client_without_a_route_sends_no_packet(bench: Bench) -> None:
+def test_a_client_without_a_route_sends_no_packet(bench: Bench):
     inspection = replace(bench.inspect(), socket_lb=SocketLb.OFF, packet_programs=True)
     to = FrontendAddress(*split(WEB), UDP)
     facts = NodeFacts(find_route, lambda *_: Route(error="no route"))

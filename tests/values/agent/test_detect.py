@@ -53,7 +53,7 @@ of the error that prevents the removal; without any it is allowed.
 
 
 @pytest.mark.parametrize(("sight", "why"), ROWS)
-def test_removal_is_refused_while_a_kube_proxy_may_run(sight: str, why: str) -> None:
+def test_removal_is_refused_while_a_kube_proxy_may_run(sight: str, why: str):
     words = sight.partition(": ")[2].split()
     found = dict(word.split("=") for word in words if "=" in word)
     places = {"health": HEALTH, "metrics": METRICS}
@@ -71,7 +71,7 @@ sys.stdin.read()
 """
 
 
-def test_processes_may_have_any_name() -> None:
+def test_processes_may_have_any_name():
     """A pod's process that is not named in UTF-8 does not hide a kube-proxy."""
     with contextlib.ExitStack() as stack:
         started = []
@@ -106,12 +106,12 @@ ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
 
 
 @pytest.mark.parametrize(("name", "answers", "wanted"), ANSWERS, ids=[name for name, *_ in ANSWERS])
-def test_identify_responder(name: str, answers: dict[str, ProbeAnswer], wanted: Responder) -> None:
+def test_identify_responder(name: str, answers: dict[str, ProbeAnswer], wanted: Responder):
     assert identify_responder(lambda path: answers.get(path, NOT_FOUND)) is wanted
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_an_answer_that_comes_byte_by_byte_is_cut_off(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_byte_by_byte_is_cut_off(head: bytes, monkeypatch: pytest.MonkeyPatch):
     """Whoever has a port of kube-proxy's must not hold up `kbpf check`."""
     monkeypatch.setattr(detect, "PROBE_TIMEOUT_S", 0.2)
     was_cut_off = []
@@ -151,7 +151,7 @@ TCP6 = [
 ]
 
 
-def test_parse_listeners() -> None:
+def test_parse_listeners():
     """/proc/net/tcp is in host byte order: little-endian on all machines kbpf is built for."""
     assert list(parse_listeners(iter([HEAD, *TCP]), KUBE_PROXY_PORTS)) == [("127.0.0.1", 10249), ("0.0.0.0", 10256)]
     assert list(parse_listeners(iter([HEAD, *TCP6]), KUBE_PROXY_PORTS)) == [

@@ -57,7 +57,7 @@ others do not wait: 0 {MANY_EACH}, {TENTH} {MANY_EACH} z/1 → a/1 a/2 a/3 b/1 b
 
 
 @pytest.mark.parametrize(("reports", "events"), ROWS)
-def test_services_get_events(reports: str, events: str) -> None:
+def test_services_get_events(reports: str, events: str):
     recorder = FakeRecorder()
     reporter = FailingBackendReporter(recorder)
     for report in reports.partition(": ")[2].split(", "):
@@ -68,7 +68,7 @@ def test_services_get_events(reports: str, events: str) -> None:
     assert all(event.kind == "Service" for event, _ in recorder.noted)
 
 
-def test_a_tenant_leaves_events_for_others() -> None:
+def test_a_tenant_leaves_events_for_others():
     """However many Services of a namespace fail, the recorder still has tokens."""
     recorder = FakeRecorder()
     reporter = FailingBackendReporter(recorder)
@@ -78,7 +78,7 @@ def test_a_tenant_leaves_events_for_others() -> None:
     assert len(reporter._reported) <= 2 * TOTAL_EVENTS < serve_events.BURST
 
 
-def test_the_note_names_backends_and_is_bounded() -> None:
+def test_the_note_names_backends_and_is_bounded():
     name = ServiceName("shop", "prices")
     note = format_note(name, [failing("shop/prices", number) for number in range(1, 9)])
     assert note == (
@@ -93,12 +93,12 @@ def test_the_note_names_backends_and_is_bounded() -> None:
     assert len(format_note(longest, backends)) < serve_events.MAX_NOTE_BYTES
 
 
-def test_the_note_has_no_control_characters() -> None:
+def test_the_note_has_no_control_characters():
     """A map that was damaged may hold any name."""
     assert "\n" not in format_note(ServiceName("a", "b"), [failing("a/b", 1, "x\n\x1b[2J")])
 
 
-def test_the_event_reaches_the_api_server() -> None:
+def test_the_event_reaches_the_api_server():
     server = EventServer(201)
     recorder = EventRecorder(server, "n1")
     FailingBackendReporter(recorder).report([failing("shop/prices")], 0.0)
@@ -131,7 +131,7 @@ evil/1*99 a/1*2 → 1
 
 
 @pytest.mark.parametrize(("clients", "independent"), CLIENTS)
-def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: str) -> None:
+def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: str):
     """Clients of a Service in namespace a, and how often they failed (else often enough); "-": a
     process of the node.
     """
@@ -183,7 +183,7 @@ a good one in between: bad good bad → 1 differences, 0 faults
 
 
 @pytest.mark.parametrize(("probes", "found"), PROBES)
-def test_connections_count_as_broken_after_two_failures(probes: str, found: str) -> None:
+def test_connections_count_as_broken_after_two_failures(probes: str, found: str):
     compared: list[bool] = []
     check, failed = probe(probes, lambda: compared.append(True))
     assert failed == [word == "bad" for word in probes.partition(": ")[2].split()]
@@ -203,12 +203,12 @@ one arrives again: none none bad → False
 
 
 @pytest.mark.parametrize(("probes", "broken"), BREAKS)
-def test_a_node_is_broken_if_nothing_is_translated(probes: str, broken: str) -> None:
+def test_a_node_is_broken_if_nothing_is_translated(probes: str, broken: str):
     """A tenant can have a Service that fails, but not make all others fail."""
     assert str(probe(probes)[0].is_broken) == broken
 
 
-def test_failing_backends_are_counted_and_unknown_is_no_zero() -> None:
+def test_failing_backends_are_counted_and_unknown_is_no_zero():
     recorder, shared = FakeRecorder(), FakeShared(GOOD)
     check = SelfCheck(Config(), lambda: shared, FailingBackendReporter(recorder))
     assert check.failing_backends is None
@@ -220,7 +220,7 @@ def test_failing_backends_are_counted_and_unknown_is_no_zero() -> None:
     assert check.failing_backends is None
 
 
-def test_the_agent_compares_everything_when_connections_fail() -> None:
+def test_the_agent_compares_everything_when_connections_fail():
     agent, plane = begun(0.0)
     agent.step([])
     assert plane.doubts == 0

@@ -60,7 +60,7 @@ nat PREROUTING → no
 
 
 @pytest.mark.parametrize(("chain", "whose"), CHAINS)
-def test_chain_is_recognized_by_table_and_name(chain: str, whose: str) -> None:
+def test_chain_is_recognized_by_table_and_name(chain: str, whose: str):
     (table, name), is_theirs = chain.split(), whose == "yes"
     assert is_kube_proxy_chain(table, name) == is_theirs
     assert ListedChain("ip6", table, name).is_from_kube_proxy == is_theirs
@@ -87,7 +87,7 @@ cali40masq-ipam-pools → no
 
 
 @pytest.mark.parametrize(("name", "whose"), SETS)
-def test_ipset_is_recognized_by_name(name: str, whose: str) -> None:
+def test_ipset_is_recognized_by_name(name: str, whose: str):
     assert bool(IP_SET_NAME.fullmatch(name)) == whose.startswith("yes")
     assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == whose.startswith("yes with ports")
 
@@ -104,14 +104,14 @@ a mark: 6 10.96.0.1 0 7 → no
 
 
 @pytest.mark.parametrize(("row", "whose"), VIRTUAL)
-def test_virtual_service_is_recognized_by_address_or_node_port(row: str, whose: str) -> None:
+def test_virtual_service_is_recognized_by_address_or_node_port(row: str, whose: str):
     protocol, address, *numbers = row.partition(": ")[2].split()
     service = VirtualServiceKey(int(protocol), parse_addr(address), *map(int, numbers))
     addresses, ports = frozenset((parse_addr("10.96.0.1"),)), frozenset(((6, 30080),))
     assert is_kube_proxy_service(service, addresses, ports) == (whose == "yes")
 
 
-def test_jumps_are_removed_before_their_targets() -> None:
+def test_jumps_are_removed_before_their_targets():
     base = ListedChain("ip", "nat", "PREROUTING", base=True)
     chains = [
         base,
@@ -127,7 +127,7 @@ def test_jumps_are_removed_before_their_targets() -> None:
     ]
 
 
-def test_only_jumps_to_chains_of_kube_proxy_are_found() -> None:
+def test_only_jumps_to_chains_of_kube_proxy_are_found():
     chain = ListedChain("ip", "filter", "FORWARD", base=True)
     listed = [
         {"chain": {"name": "FORWARD"}},
@@ -165,10 +165,10 @@ COMMIT
 """
 
 
-def test_input_of_iptables_restore() -> None:
+def test_input_of_iptables_restore():
     assert legacy_restore_input("nat", SAVED) == (TOLD, 2, 1)
 
 
-def test_no_input_for_iptables_restore_without_kube_proxy_chains() -> None:
+def test_no_input_for_iptables_restore_without_kube_proxy_chains():
     left = "\n".join(line for line in SAVED.splitlines() if "KUBE" not in line)
     assert legacy_restore_input("nat", left) == ("", 0, 0)

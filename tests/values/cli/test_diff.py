@@ -114,7 +114,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_shares(name: str) -> None:
+def test_shares(name: str):
     row = ROWS[name]
     found = run(PLAIN, row.after, row.node)
     after = shares(found)
@@ -125,13 +125,13 @@ def test_shares(name: str) -> None:
         assert (third.pod, third.node, third.zone, third.reason) == ("p-3", "b1", "b", row.why)
 
 
-def test_shares_of_one_state_are_its_difference_from_nothing() -> None:
+def test_shares_of_one_state_are_its_difference_from_nothing():
     assert shares(run({}, PLAIN)) == dict.fromkeys((1, 2, 3, 4), (None, 0.25))
     third = shares(run({}, with_weights(pods=(("p-3", 0),))))
     assert third == dict.fromkeys((1, 2, 4), (None, 0.3333))
 
 
-def test_a_set_that_becomes_empty_says_what_clients_see() -> None:
+def test_a_set_that_becomes_empty_says_what_clients_see():
     def sets(before: World, after: World) -> list[tuple[str, str | None, str | None]]:
         found = run(before, after)
         return [(d.set, d.before, d.after) for d in found if d.what == "set"]
@@ -192,7 +192,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_difference_of_two_worlds(name: str) -> None:
+def test_difference_of_two_worlds(name: str):
     before, after, rows = CHANGES[name]
     found = []
     for d in run(before, after):
@@ -208,13 +208,13 @@ GONE = {
 
 
 @pytest.mark.parametrize("what", GONE)
-def test_what_is_gone_is_the_reason(what: str) -> None:
+def test_what_is_gone_is_the_reason(what: str):
     (last,) = (d for d in run(PLAIN, GONE[what]) if d.name == "10.1.0.4:8080")
     assert last.reason == f"its {what} is gone"
     assert (last.pod, last.node, last.zone) == ("p-4", "b1", "b")
 
 
-def test_events_lead_from_one_world_to_the_other() -> None:
+def test_events_lead_from_one_world_to_the_other():
     after = {k: v for k, v in PLAIN.items() if not isinstance(v, Node)} | world(
         slice_of(FOUR[0]), slice_of(FOUR[1], service="new")
     )
@@ -227,7 +227,7 @@ def test_events_lead_from_one_world_to_the_other() -> None:
     assert make_events(after, after) == []
 
 
-def test_the_ports_of_one_service_are_separate() -> None:
+def test_the_ports_of_one_service_are_separate():
     two = replace(WEB, ports=(*WEB.ports, ServicePort("dns", Protocol.UDP, 53)))
     ports = (*HTTP, SlicePort("dns", Protocol.UDP, 5353))
     before = world(two, replace(slice_of(*FOUR), ports=ports), *NODES)

@@ -367,7 +367,7 @@ is tried where source ranges depend on the client's address, and where a socket 
 @pytest.mark.parametrize(("tried", "line"), UNASKED)
 def test_a_packet_is_tried_without_being_asked(
     node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tried: str, line: str
-) -> None:
+):
     """A connect() is not: it may give the client a backend by session affinity."""
     word, _, trace_of = tried.partition(" ")
     matches = {"True": True, "False": False}.get(word)

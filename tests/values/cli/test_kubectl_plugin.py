@@ -269,7 +269,7 @@ STATES = [
 
 
 @pytest.mark.parametrize(("row", "word", "why"), STATES, ids=range(len(STATES)))
-def test_state_of_a_node(operator: Operator, row: Row, word: str, why: str) -> None:
+def test_state_of_a_node(operator: Operator, row: Row, word: str, why: str):
     timeout = 2 if "within 2 s" in why else 60
     done = operator(f"status -o json --timeout {timeout}", row)
     made = {row["node"]: (row["agent"], row["why"]) for row in json.loads(done.out)["items"]}
@@ -291,7 +291,7 @@ TABLE = [
 ]
 
 
-def test_status_table(operator: Operator) -> None:
+def test_status_table(operator: Operator):
     """Values of other types and sizes are as if they were not measured; control characters are
     escaped; a node of mode ipvs has no failures.
     """
@@ -320,12 +320,12 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("agents", "name"), PLACES)
-def test_the_pod_of_a_node_with_several(operator: Operator, agents: Any, name: str) -> None:
+def test_the_pod_of_a_node_with_several(operator: Operator, agents: Any, name: str):
     done = operator("status --node node2 -o json", answer("get pods", listed(*agents)))
     assert [row["pod"] for row in json.loads(done.out)["items"]] == [name]
 
 
-def test_without_the_right_to_list_nodes_those_with_pods_are_shown(operator: Operator) -> None:
+def test_without_the_right_to_list_nodes_those_with_pods_are_shown(operator: Operator):
     error = FORBIDDEN.replace("create", "list").replace("pods/exec", "nodes")
     error = error.replace('in the namespace "kube-system"', "at the cluster scope")
     done = operator("status", answer("get nodes", "", error, 1))
@@ -341,7 +341,7 @@ FLAGS = "--context=c --kubeconfig=k --as=u"
 
 
 @pytest.mark.parametrize("words", [f"{FLAGS} status", f"status {FLAGS}"])
-def test_flags_of_kubectl_are_passed_on(operator: Operator, words: str) -> None:
+def test_flags_of_kubectl_are_passed_on(operator: Operator, words: str):
     done = operator(f"{words} -n agents -l app=x")
     start = "--kubeconfig=k --context=c --as=u"
     assert done.calls[0] == f"{start} get pods -n agents -l app=x -o json"
@@ -358,7 +358,7 @@ FAILED = (
 )
 
 
-def test_failures_of_all_nodes_are_in_one_list(operator: Operator) -> None:
+def test_failures_of_all_nodes_are_in_one_list(operator: Operator):
     done = operator("failures --since 2h --service shop/web", *FAILED)
     place = ["shop/web:80", "10.96.0.9:80/TCP", "10.244.1.5:8080/TCP"]
     why = ["shop/web-7", "node9", "backend refused", "ECONNREFUSED"]
@@ -371,12 +371,12 @@ def test_failures_of_all_nodes_are_in_one_list(operator: Operator) -> None:
     assert any("failures --service=shop/web --since=2h -o json" in call for call in done.calls)
 
 
-def test_no_failures(operator: Operator) -> None:
+def test_no_failures(operator: Operator):
     done = operator("failures")
     assert (done.code, done.out, done.err) == (0, "", "No resources found.\n")
 
 
-def test_failures_as_json(operator: Operator) -> None:
+def test_failures_as_json(operator: Operator):
     done = operator("failures -o json --limit 1", *FAILED)
     assert json.loads(done.out) == {
         "apiVersion": API_VERSION,
@@ -407,7 +407,7 @@ TOP = (
 )
 
 
-def test_top_adds_up_what_nodes_measure(operator: Operator) -> None:
+def test_top_adds_up_what_nodes_measure(operator: Operator):
     done = operator("top", *TOP)
     assert cells(done.out) == [
         ["SERVICE", "NODES", "NEW/S", "NO-BACKEND/S", "FAILED/S", "OPEN", "IN/S", "OUT/S", "WORST-P99"],
@@ -417,7 +417,7 @@ def test_top_adds_up_what_nodes_measure(operator: Operator) -> None:
     assert (done.code, done.err) == (0, "")
 
 
-def test_top_by_zones_is_a_matrix(operator: Operator) -> None:
+def test_top_by_zones_is_a_matrix(operator: Operator):
     """Nodes 1 and 2 are in zone a, node 10 in none."""
     nodes = answer("get nodes ", listed(node("node1", "a"), node("node2", "a"), node("node10")))
 
@@ -444,7 +444,7 @@ def test_top_by_zones_is_a_matrix(operator: Operator) -> None:
     ]
 
 
-def test_top_of_agents_without_it(operator: Operator) -> None:
+def test_top_of_agents_without_it(operator: Operator):
     done = operator("top", answer(" top ", "", NO_COMMAND, 2))
     assert done.err == ("kubectl kbpf: node1, node2, node10: its version of kbpf has no command top\n")
     assert (done.code, done.out) == (1, "")
@@ -464,14 +464,14 @@ RELAYED = answer(" trace ", "10.96.0.9:80 \x1b]0;title\x07 → b\n", "a note\n")
         ("fd00::7 --node node1", "agent-a", "fd00::7"),
     ],
 )
-def test_trace_runs_on_the_clients_node(operator: Operator, words: str, agent: str, source: str) -> None:
+def test_trace_runs_on_the_clients_node(operator: Operator, words: str, agent: str, source: str):
     done = operator(f"trace {words} shop/web", RELAYED)
     assert done.out == "10.96.0.9:80 \\x1b]0;title\\x07 → b\n"
     assert (done.code, done.err) == (0, "a note\n")
     assert done.calls[-1].endswith(f"exec pod/{agent} -c kube-proxy -- kbpf trace -o table -- {source} shop/web")
 
 
-def test_options_of_trace_are_passed_on(operator: Operator) -> None:
+def test_options_of_trace_are_passed_on(operator: Operator):
     done = operator("trace host:node1 x --confirm --connect -o json", RELAYED)
     assert done.calls[-1].endswith(" kbpf trace -o json --confirm --connect -- host x")
 
@@ -511,12 +511,12 @@ sysdump --output kubectl → cannot create kubectl: File exists
 
 
 @pytest.mark.parametrize(("words", "rows", "line"), LINES, ids=range(len(LINES)))
-def test_an_error_is_one_line(operator: Operator, words: str, rows: list[Row], line: str) -> None:
+def test_an_error_is_one_line(operator: Operator, words: str, rows: list[Row], line: str):
     done = operator(words, *rows)
     assert (done.code, done.out, done.err) == (1, "", f"kubectl kbpf: {line}\n")
 
 
-def test_without_kubectl(operator: Operator) -> None:
+def test_without_kubectl(operator: Operator):
     (operator.folder / "kubectl").unlink()
     done = operator("status")
     assert done.code == 1
@@ -524,7 +524,7 @@ def test_without_kubectl(operator: Operator) -> None:
 
 
 @pytest.mark.parametrize(("place", "agent"), [("node1", "agent-a"), ("shop/client", "agent-b")])
-def test_exec_returns_the_exit_code_of_kbpf(operator: Operator, place: str, agent: str) -> None:
+def test_exec_returns_the_exit_code_of_kbpf(operator: Operator, place: str, agent: str):
     errors = "kbpf: not well\ncommand terminated with exit code 7\n"
     done = operator(f"exec {place} -- check -o json", answer("kbpf check", "text\n", errors, 7))
     assert (done.code, done.out, done.err) == (7, "text\n", "kbpf: not well\n")
@@ -537,7 +537,7 @@ def start(operator: Operator, stdout: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environ)
 
 
-def test_an_interrupt_ends_it(operator: Operator) -> None:
+def test_an_interrupt_ends_it(operator: Operator):
     operator._answers.write_text(json.dumps([answer("inspect", "HANGS"), *CLUSTER]))
     operator._calls.write_text("")
     process = start(operator, subprocess.PIPE)
@@ -547,14 +547,14 @@ def test_an_interrupt_ends_it(operator: Operator) -> None:
     assert (process.returncode, out, err) == (130, "", "")
 
 
-def test_a_reader_that_has_exited_ends_it_quietly(operator: Operator) -> None:
+def test_a_reader_that_has_exited_ends_it_quietly(operator: Operator):
     operator._answers.write_text(json.dumps(CLUSTER))
     with pipe_without_reader() as gone, start(operator, gone) as process:
         assert process.communicate()[1] == ""
     assert process.returncode == -signal.SIGPIPE
 
 
-def test_a_full_disk_is_one_line(operator: Operator) -> None:
+def test_a_full_disk_is_one_line(operator: Operator):
     operator._answers.write_text(json.dumps(CLUSTER))
     with open("/dev/full", "w") as full, start(operator, full) as process:
         assert process.communicate()[1] == "kubectl kbpf: cannot write the output: No space left on device\n"
@@ -564,7 +564,7 @@ def test_a_full_disk_is_one_line(operator: Operator) -> None:
 # ---- sysdump -------------------------------------------------------------------------------------
 
 
-def test_sysdump_has_each_node_and_says_which_failed(operator: Operator) -> None:
+def test_sysdump_has_each_node_and_says_which_failed(operator: Operator):
     archive = gzip.compress(b"dump").decode("utf-8", "surrogateescape")
     rows = (
         answer("agent-a.* sysdump --time-limit=120s -$", archive, "31 of 31 parts are complete\n"),
@@ -597,7 +597,7 @@ def test_sysdump_has_each_node_and_says_which_failed(operator: Operator) -> None
 # ---- the file itself -----------------------------------------------------------------------------
 
 
-def test_it_needs_only_python_3_9() -> None:
+def test_it_needs_only_python_3_9():
     """An operator's machine has neither kbpf nor its packages."""
     tree = ast.parse(PLUGIN.read_text(), feature_version=(3, 9))
     names = {
@@ -611,7 +611,7 @@ def test_it_needs_only_python_3_9() -> None:
     assert f'API_VERSION = "{API_VERSION}"' in PLUGIN.read_text()
 
 
-def test_krew_manifest_names_the_file() -> None:
+def test_krew_manifest_names_the_file():
     manifest = yaml.safe_load((PLUGIN.parent / "kbpf.yaml").read_text())
     assert manifest["spec"]["version"] == f"v{__version__}"
     for platform in manifest["spec"]["platforms"]:

@@ -35,7 +35,7 @@ def programmed(name: str) -> Sets:
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_backends_are_those_that_an_agent_programs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_backends_are_those_that_an_agent_programs(name: str, capsys: pytest.CaptureFixture[str]):
     command = ["simulate", str(scenario.HERE / name), "--node", "node-1", "-o", "json"]
     assert app.call(command) == 0
     sets: Sets = defaultdict(set)
@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return objects
 
 
-def test_the_example_of_the_documents(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_documents(folder: Path, capsys: pytest.CaptureFixture[str]):
     (block,) = [b for b in docs.blocks("docs/operate.md", "") if "kbpf simulate" in b]
     command, _, shown = block.partition("\n")
     assert app.call(command.removeprefix("$ kbpf ").split()) == 0
@@ -94,7 +94,7 @@ def test_the_example_of_the_documents(folder: Path, capsys: pytest.CaptureFixtur
     assert out + err == shown
 
 
-def test_differences_of_some_nodes_name_them(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_of_some_nodes_name_them(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     after = shutil.copytree(folder, tmp_path / "after")
     text = (after / "shop.yaml").read_text()
     hinted = re.sub(r"zone: (\w), targetRef", r"hints: {forZones: [{name: \1}]}, zone: \1, targetRef", text)
@@ -108,7 +108,7 @@ def test_differences_of_some_nodes_name_them(folder: Path, tmp_path: Path, capsy
 
 def test_without_nodes_and_with_too_many(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(simulate, "MAX_NODES", 2)
     assert app.call(["simulate", "objects"]) == 0
     assert "computed for 2 of 3 Nodes; choose others with --node" in capsys.readouterr().err
@@ -118,9 +118,7 @@ def test_without_nodes_and_with_too_many(
 
 
 @pytest.mark.parametrize("words", [("--zone-down", "a"), ("--weight", "web-0=0", "--drain", "node-1"), ("--all",)])
-def test_options_that_are_gone_are_a_note(
-    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_are_gone_are_a_note(folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     assert app.call(["simulate", "objects"]) == 0
     plain = capsys.readouterr()
     assert app.call(["simulate", "objects", *words]) == 0
@@ -129,7 +127,7 @@ def test_options_that_are_gone_are_a_note(
     assert err == f"kbpf: {simulate.REMOVED}\n"
 
 
-def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     after = shutil.copytree(folder, tmp_path / "after")
     (after / "shop.yaml").write_text(OBJECTS + NODE.format(1, "a"))
     assert app.call(["diff", "objects", "after"]) == 0
@@ -141,7 +139,7 @@ def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path: Path, capsys: pyt
     assert "all would be gone: node-1, node-2, node-3" in capsys.readouterr().err
 
 
-def test_what_cannot_be_read_is_a_note(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_a_note(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "bad.yaml").write_text("apiVersion: v1\nkind: Service\nmetadata: {name: Bad_Name}\n")
     assert app.call(["diff", "objects", "objects", "-o", "json"]) == 0
     out, err = capsys.readouterr()
@@ -149,9 +147,7 @@ def test_what_cannot_be_read_is_a_note(folder: Path, capsys: pytest.CaptureFixtu
     assert "Bad_Name" in err
 
 
-def test_what_an_api_server_has_that_cannot_be_used_is_a_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_api_server_has_that_cannot_be_used_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     kubeconfig = tmp_path / "kubeconfig"
     services = (service(f"web-{n}", n, clusterIP="x") for n in range(origin.MAX_REJECTED + 2))
     with ScriptedServer(listed(), listed(*services), listed()) as server:
@@ -167,7 +163,7 @@ def test_what_an_api_server_has_that_cannot_be_used_is_a_note(
 
 def test_diff_is_silent_without_differences_and_lists_them_otherwise(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert app.call(["diff", "objects", "objects"]) == 0
     assert capsys.readouterr() == ("", "")
     before = shutil.copytree(folder, tmp_path / "before")

@@ -29,7 +29,7 @@ STREAMS = [
 
 
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{row[0]} {row[1]}")
-def test_redirected_stream(row: tuple) -> None:
+def test_redirected_stream(row: tuple):
     words, shell, code, err = row
     with pipe_without_reader() as gone:
         done = kbpf(*words.split(), shell=shell.format(gone=gone), pass_fds=(gone,))
@@ -37,7 +37,7 @@ def test_redirected_stream(row: tuple) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:strict", "utf-8:strict"])
-def test_unencodable_characters_are_question_marks(encoding: str) -> None:
+def test_unencodable_characters_are_question_marks(encoding: str):
     script = "from kbpf.cli import streams; streams.set_up(); print('a → b', '\\udcff')"
     done = python("-c", script, environ={"PYTHONIOENCODING": encoding})
     arrow = "→" if encoding.startswith("utf") else "?"
@@ -84,7 +84,7 @@ def test_bars_use_what_the_terminal_has(encoding: str, bar: str):
 @pytest.mark.parametrize(
     "line", ["", "run", "check", "compile", "cleanup", "demo", "inspect", "inspect services", "inspect status"]
 )
-def test_help_has_a_short_name(line: str) -> None:
+def test_help_has_a_short_name(line: str):
     short, long = (kbpf(*line.split(), flag) for flag in ("-h", "--help"))
     assert short == long
     assert short.code == 0

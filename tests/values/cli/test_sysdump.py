@@ -108,7 +108,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize(("row", "part"), SECRETS)
-def test_what_looks_like_a_secret_is_removed(row: str, part: str) -> None:
+def test_what_looks_like_a_secret_is_removed(row: str, part: str):
     text = row.partition(": ")[2]
     result = Redactor([]).redact(text.encode()).decode()
     assert part in result
@@ -140,7 +140,7 @@ KEPT = (
 
 
 @pytest.mark.parametrize("text", KEPT, ids=lambda text: text[:60])
-def test_what_is_no_secret_is_kept(text: str) -> None:
+def test_what_is_no_secret_is_kept(text: str):
     assert Redactor([]).redact(text.encode()) == text.encode()
 
 
@@ -162,7 +162,7 @@ def test_what_is_no_secret_is_kept(text: str) -> None:
         "AKIA-",
     ],
 )
-def test_many_beginnings_of_secrets_are_each_tried_once(text: str) -> None:
+def test_many_beginnings_of_secrets_are_each_tried_once(text: str):
     """Tenants write annotations and logs. One scan to the end for each beginning takes hours, as
     does one for each blank after it.
     """
@@ -188,7 +188,7 @@ users:
 """
 
 
-def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path) -> None:
+def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path):
     token_file, kubeconfig = tmp_path / "token", tmp_path / "kubeconfig"
     token_file.write_text("file-hidden\n")
     key = base64.b64encode(b"key-hidden").decode()
@@ -219,14 +219,14 @@ def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path) -> None
     assert redactor.redact(b"no public /etc/key.pem") == b"no public /etc/key.pem"
 
 
-def test_a_variable_that_is_not_utf8_is_removed() -> None:
+def test_a_variable_that_is_not_utf8_is_removed():
     environ = {"MY_TOKEN": os.fsdecode(b"hidden\xff"), "MY_URL": os.fsdecode(b"http://u:\xfehidden@h")}
     redactor = Redactor(find_secrets([], [], environ))
     assert redactor.redact(b"a hidden\xff u:\xfehidden b") == b"a REDACTED REDACTED b"
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "users: 3", "users: [{user: [1, null]}]", "\x00"])
-def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path) -> None:
+def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path):
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     assert Redactor(find_secrets([path], [], {})).redact(b"plain") == b"plain"
@@ -266,7 +266,7 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_objects_have_what_kbpf_reads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     written, read = READ[name]
     (tmp_path / "all.yaml").write_text("---\n".join(map(bounded_yaml.dump, written)))
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
@@ -278,7 +278,7 @@ def test_objects_have_what_kbpf_reads(
 
 def test_a_broken_file_loses_only_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     for name, text in (("a.yaml", "{"), ("b.json", json.dumps(NODE)), ("c.txt", "{"), ("d.json", "{")):
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
@@ -291,7 +291,7 @@ def test_a_broken_file_loses_only_itself(
 @pytest.mark.parametrize("name", scenario.names())
 def test_objects_of_a_folder_are_equivalent(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     folder = str(scenario.HERE / name)
     monkeypatch.setenv("KBPF_SOURCE", folder)
     assert objects.main() == 0
@@ -299,7 +299,7 @@ def test_objects_of_a_folder_are_equivalent(
     assert app.call(["diff", folder, str(tmp_path)]) == 0
 
 
-def test_objects_of_an_api_server_come_page_by_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_objects_of_an_api_server_come_page_by_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Also from one that cannot select Services by their ClusterIP."""
     unsupported = status(400, "field label not supported: spec.clusterIP")
     script = (listed(NODE), unsupported, listed(WEB, token="t"), listed(WEB), listed(SLICE))
@@ -321,7 +321,7 @@ clusters: [{name: c, cluster: {server: "%s"}}]
 """
 
 
-def test_an_api_server_that_is_down_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_api_server_that_is_down_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "kubeconfig"
     path.write_text(KUBECONFIG_OF_URL % "http://127.0.0.1:1")
     assert objects.main("--kubeconfig", str(path)) == 1
@@ -331,7 +331,7 @@ def test_an_api_server_that_is_down_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "127.0.0.1:1" in err
 
 
-def test_objects_that_are_cut_off_are_whole() -> None:
+def test_objects_that_are_cut_off_are_whole():
     texts = [f"name: n{i}\nlist:\n- 1\n- 2\n" for i in range(3)]
     data = "---\n".join([*texts, ""]).encode()
     for size in range(len(data) + 1):
@@ -347,7 +347,7 @@ def test_objects_that_are_cut_off_are_whole() -> None:
 
 def test_the_default_name_is_that_of_a_new_file_also_if_another_user_made_a_pipe_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "now")
     pipe = tmp_path / "kbpf-sysdump-n1-now.tar.gz"
@@ -393,7 +393,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_limited(name: str) -> None:
+def test_a_command_is_limited(name: str):
     collector, data, error = COMMANDS[name]
     collected = collector(limit())
     assert collected.data.startswith(data)
@@ -402,7 +402,7 @@ def test_a_command_is_limited(name: str) -> None:
     assert bool(collected.error) == bool(error)
 
 
-def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path):
     child = tmp_path / "child"
     text = (
         "import os, subprocess; p = subprocess.Popen(['sleep', '1000']);"
@@ -426,7 +426,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_end_of_a_log_is_kept(tmp_path: Path) -> None:
+def test_the_end_of_a_log_is_kept(tmp_path: Path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("1\n")
     two.write_text("line\n" * 1000)
@@ -450,9 +450,7 @@ LOGS = {
 """Folders of /var/log/pods, and whether their logs are those of agents."""
 
 
-def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in LOGS:
         (tmp_path / name / "kbpf").mkdir(parents=True)
         (tmp_path / name / "kbpf/0.log").write_text("x\n")
@@ -470,7 +468,7 @@ def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(
     assert parts.find_pod_logs(None) == []
 
 
-def test_sysctls_are_lines_without_secrets(tmp_path: Path) -> None:
+def test_sysctls_are_lines_without_secrets(tmp_path: Path):
     for name, text in (
         ("net/ipv4/ip_forward", "1\n"),
         ("net/x/stable_secret", "hidden"),
@@ -515,7 +513,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_limited(name: str) -> None:
+def test_an_answer_is_limited(name: str):
     answer, data, error = ANSWERS[name]
     collected = fetch(f"http://{serve(answer)}/metrics")(limit(seconds=60))
     assert collected.data == data
@@ -523,7 +521,7 @@ def test_an_answer_is_limited(name: str) -> None:
     assert bool(collected.error) == bool(error)
 
 
-def test_an_agent_that_does_not_answer_is_left() -> None:
+def test_an_agent_that_does_not_answer_is_left():
     done = threading.Event()
     collected = fetch(f"http://{serve(b'', done)}/metrics")(limit(seconds=1))
     done.set()
@@ -532,7 +530,7 @@ def test_an_agent_that_does_not_answer_is_left() -> None:
 
 
 @pytest.mark.parametrize("start", [b"", HEAD], ids=["the head", "the body"])
-def test_an_answer_that_comes_byte_by_byte_is_left(start: bytes) -> None:
+def test_an_answer_that_comes_byte_by_byte_is_left(start: bytes):
     """Of whatever listens there: no byte is late, and there is no end."""
     server, done = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
@@ -550,7 +548,7 @@ def test_an_answer_that_comes_byte_by_byte_is_left(start: bytes) -> None:
     assert collected.error == "took too long, and was ended"
 
 
-def test_a_bug_in_one_part_is_its_error() -> None:
+def test_a_bug_in_one_part_is_its_error():
     def broken(_: Limit) -> Collected:
         raise RuntimeError("on purpose")
 

@@ -180,7 +180,7 @@ KINDS = {"proxy": "(KubeProxyConfiguration.", "ours": "(KbpfConfiguration."}
 @pytest.mark.parametrize(("row", "code", "lines"), ROWS, ids=[row[0] for row in ROWS])
 def test_setting(
     row: str, code: str, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     given = row.partition(": ")[2]
     kind, _, text = given.partition(" ")
     if kind in HEADS:

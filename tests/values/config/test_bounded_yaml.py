@@ -88,7 +88,7 @@ READERS = [read_manifest, read_configuration, read_config_of_kubectl]
 @pytest.mark.parametrize("name", HOSTILE)
 def test_unbounded_yaml_is_refused_with_a_one_line_error(
     read: Callable[[str, Path], object], name: str, tmp_path: Path
-) -> None:
+):
     document, complaint = HOSTILE[name]
     text = document
     # A reader puts lines before the text. Unless it is a mapping, it must be its own document.
@@ -112,19 +112,19 @@ def test_unbounded_yaml_is_refused_with_a_one_line_error(
 )
 def test_too_long_file_is_refused(
     read: Callable[[str, Path], object], limits: Limits, error: type[KbpfError], tmp_path: Path
-) -> None:
+):
     with pytest.raises(error, match=r"limit|larger than"):
         read("# " + "x" * limits.size, tmp_path)
 
 
-def test_anchors_and_merge_keys_are_accepted() -> None:
+def test_anchors_and_merge_keys_are_accepted():
     (document,) = list(documents._load_yaml("a.yaml", f"kind: Service\n{FINE}".encode(), []))
     spec = document[3]["spec"]
     assert spec["ports"] == spec["other"] == [{"name": "http", "port": 80}]
     assert spec["sessionAffinity"] == "None"
 
 
-def test_deeply_nested_json_value_is_one_problem() -> None:
+def test_deeply_nested_json_value_is_one_problem():
     """Line numbers in JSON are found with a YAML parser, which must not get deeply nested input."""
     deep = "[" * 900 + "]" * 900
     bad = '{"kind":"Service","metadata":{"name":"x"},"spec":{"clusterIP":7,"portz":' + deep + "}}"
@@ -133,7 +133,7 @@ def test_deeply_nested_json_value_is_one_problem() -> None:
     assert any("portz" in line for line in contents.problems)
 
 
-def test_problems_of_one_file_are_limited() -> None:
+def test_problems_of_one_file_are_limited():
     fields = "".join(f"  f{n}: 1\n" for n in range(20_000))
     text = f"kind: Service\nmetadata: {{name: a}}\nspec:\n  clusterIP: 10.0.0.1\n{fields}"
     begun = time.process_time()
@@ -305,7 +305,7 @@ VALUES = [value_in_a_manifest, value_in_a_configuration, value_in_a_kubeconfig]
 @pytest.mark.parametrize(("text", "value"), DIALECT, ids=[text for text, _ in DIALECT])
 def test_scalar_has_the_same_value_in_all_readers(
     read: Callable[[str, Path], object], text: str, value: str, tmp_path: Path
-) -> None:
+):
     if value == "refused":
         with pytest.raises(KbpfError, match=r"not YAML|not a kubeconfig"):
             read(text, tmp_path)
@@ -315,7 +315,7 @@ def test_scalar_has_the_same_value_in_all_readers(
 
 
 @pytest.mark.parametrize("text", [text for text, _ in DIALECT])
-def test_dumped_text_is_read_as_text(text: str) -> None:
+def test_dumped_text_is_read_as_text(text: str):
     written = bounded_yaml.dump({"x": text, text or "name": 1})
     (read,) = bounded_yaml.load_all(written.encode(), CONFIGURATION)
     assert read == {"x": text, text or "name": 1}

@@ -57,7 +57,7 @@ def frontend(number: int) -> FrontendAddress:
 
 
 @pytest.mark.parametrize("row", FOUND, ids=str)
-def test_the_newest_id_with_a_frontend_is_adopted(row: Found) -> None:
+def test_the_newest_id_with_a_frontend_is_adopted(row: Found):
     maps = {name: Held() for name in contents.MAPS_READ}
     for number in row.named:
         maps["service_names"][U32.pack(number)] = pack_service_name(KEY)

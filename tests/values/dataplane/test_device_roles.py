@@ -334,7 +334,7 @@ def test_every_role_has_a_reason():
     }
 
 
-def test_devices_beyond_the_limit_are_left_out() -> None:
+def test_devices_beyond_the_limit_are_left_out():
     """The newest of pods. Devices without programs do not count."""
     pods = [Device(index, f"cali{index}", "veth", peer_netns=1) for index in range(3, 5000)]
     uplink, loopback = Device(6000, "eth0"), Device(1, "lo", loopback=True)

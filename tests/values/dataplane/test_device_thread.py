@@ -11,7 +11,7 @@ from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import Device
 
 
-def test_device_that_fails_for_good_is_tried_ever_more_rarely() -> None:
+def test_device_that_fails_for_good_is_tried_ever_more_rarely():
     retries, now, times = DeviceRetries(), 100.0, []
     assert retries.due == float("inf")
     retries.update(["bad"], now)
@@ -22,7 +22,7 @@ def test_device_that_fails_for_good_is_tried_ever_more_rarely() -> None:
     assert times == [1, 3, 7, 15, 31, 61, 91, 121]
 
 
-def test_each_device_has_a_pace_of_its_own() -> None:
+def test_each_device_has_a_pace_of_its_own():
     retries = DeviceRetries()
     for now in (100, 101, 103):
         retries.update(["bad"], now)
@@ -55,7 +55,7 @@ def test_hook_is_probed_once_unless_a_filter_takes_packets(
     up: bool,
     count: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     point, probed = Point(Device(3, "cali3", up=up), Direction.INGRESS, runners), []
 
     def lose(_: object, point: Point, *__: object) -> ProbeOutcome:
@@ -79,5 +79,5 @@ def test_hook_is_probed_once_unless_a_filter_takes_packets(
     ("kind", "handle", "is_table"),
     [("u32", 0x80000000, True), ("u32", 0x80000800, False), ("bpf", 0x1000, False)],
 )
-def test_hash_tables_of_u32_are_no_filters(kind: str, handle: int, is_table: bool) -> None:
+def test_hash_tables_of_u32_are_no_filters(kind: str, handle: int, is_table: bool):
     assert Filter(kind, 1, 3, handle, "", 0).is_hash_table is is_table

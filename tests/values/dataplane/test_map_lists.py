@@ -55,5 +55,5 @@ def words(table: Collection[str]) -> list[str]:
     ],
     ids=["kbpf verify", "rehearsal"],
 )
-def test_each_map_is_in_one_list(maps: Collection[str], lists: tuple[Collection[str], ...]) -> None:
+def test_each_map_is_in_one_list(maps: Collection[str], lists: tuple[Collection[str], ...]):
     assert listed(*lists) == sorted(maps)

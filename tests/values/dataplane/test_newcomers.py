@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[AttachMethod, list[tuple[float, str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_who_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits(name: str, monkeypatch: pytest.MonkeyPatch):
     method, listings = ROWS[name]
     known = Newcomers()
     for seconds, names, waiting in listings:

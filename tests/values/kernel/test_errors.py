@@ -16,21 +16,21 @@ def refuse(code: int) -> None:
     raise OSError(code, "in the kernel's words")
 
 
-def test_an_os_error_becomes_a_kernel_error() -> None:
+def test_an_os_error_becomes_a_kernel_error():
     with pytest.raises(KernelError) as caught, kernel_errors("cannot do it", "there"):
         refuse(errno.ENOBUFS)
     assert str(caught.value) == "cannot do it (there): ENOBUFS; in the kernel's words"
 
 
 @pytest.mark.parametrize("question", [probe.probe_netns_cookie, probe.probe_sock_destroy])
-def test_a_probe_without_a_socket_says_why(question: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_without_a_socket_says_why(question: object, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(socket, "socket", lambda *_: refuse(errno.ENOBUFS))
     assert question() == probe.Probe(False, "ENOBUFS")  # type: ignore[operator]
 
 
 def test_the_netns_cookie_is_unknown_only_without_kernel_support(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     for code, outcome in ((errno.ENOPROTOOPT, None), (errno.EAGAIN, KernelError)):
         monkeypatch.setattr(socket.socket, "getsockopt", lambda *_, code=code: refuse(code))
         if outcome is None:
@@ -40,9 +40,7 @@ def test_the_netns_cookie_is_unknown_only_without_kernel_support(
                 netns.read_cookie()
 
 
-def test_an_unexpected_os_error_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unexpected_os_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(app, "_dispatch", lambda _: netns.list_namespaces() and refuse(28))
     assert app.call(["run"]) == 1
     said = capsys.readouterr().err.splitlines()

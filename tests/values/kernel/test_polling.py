@@ -69,7 +69,7 @@ def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
 
 def test_changes_that_follow_each_other_are_reported_together(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """At once, and then not more often than CHANGE_INTERVAL_S; the last change is reported."""
     clock, seen, calls = [0], [0], []  # in ms; changes
 

@@ -35,7 +35,7 @@ def start(arguments: tuple[str, ...], executable: str) -> "subprocess.Popen[byte
     return child
 
 
-def test_a_process_that_began_later_is_another_one(stranger: int) -> None:
+def test_a_process_that_began_later_is_another_one(stranger: int):
     now = boottime()
     assert process.is_alive(stranger)
     assert process.is_alive(stranger, now)
@@ -43,7 +43,7 @@ def test_a_process_that_began_later_is_another_one(stranger: int) -> None:
     assert not process.is_alive(2**30, now)
 
 
-def test_only_the_command_of_the_process_itself_is_read(stranger: int) -> None:
+def test_only_the_command_of_the_process_itself_is_read(stranger: int):
     now = boottime()
     command = process.read_command(stranger, now)
     assert command is not None
@@ -54,7 +54,7 @@ def test_only_the_command_of_the_process_itself_is_read(stranger: int) -> None:
     assert process.read_command(2**30, now) is None
 
 
-def test_a_process_that_has_ended_is_not_read(stranger: int) -> None:
+def test_a_process_that_has_ended_is_not_read(stranger: int):
     os.kill(stranger, 9)
     until("it is a zombie", lambda: not process.is_alive(stranger))
     assert process.read_command(stranger, boottime()) is None

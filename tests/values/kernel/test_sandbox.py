@@ -11,7 +11,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.system import sandbox
 
 
-def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch):
     children: list[int] = []
     fork = os.fork
 
@@ -26,11 +26,11 @@ def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) ->
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_a_long_result_within_the_time() -> None:
+def test_a_long_result_within_the_time():
     assert sandbox.run(lambda: "x" * (1 << 20), new_netns=False, seconds=60) == "x" * (1 << 20)
 
 
-def test_the_kernel_kills_the_child_before_the_processes_of_its_cgroup() -> None:
+def test_the_kernel_kills_the_child_before_the_processes_of_its_cgroup():
     score = Path("/proc/self/oom_score_adj")
     before = score.read_text()
     assert sandbox.run(score.read_text, new_netns=False) == "1000\n"

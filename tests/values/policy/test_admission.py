@@ -198,7 +198,7 @@ def state_of(service: Service, config: Config, device_listeners: Collection[Fron
 
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_an_external_ip(row: Row, how: str) -> None:
+def test_an_external_ip(row: Row, how: str):
     wanted = {"all": row.external, "off": OFF, "listed": row.listed, "another listed": OUTSIDE}[how]
     state = state_of(web(FrontendKind.EXTERNAL_IP, row.address, row.port), setting(how, row.address))
     words = outcome(state, row.at)
@@ -210,7 +210,7 @@ def test_an_external_ip(row: Row, how: str) -> None:
 
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_load_balancer_address(row: Row, how: str) -> None:
+def test_a_load_balancer_address(row: Row, how: str):
     """The setting `--external-ips` applies to ExternalIPs only."""
     state = state_of(web(FrontendKind.LOAD_BALANCER, row.address, row.port), setting(how, row.address))
     words = outcome(state, row.at)
@@ -220,7 +220,7 @@ def test_a_load_balancer_address(row: Row, how: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("is_listening", [True, False], ids=["listener", "no listener"])
-def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool) -> None:
+def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool):
     """But one that a device of this node has is left to the node if a process listens there."""
     port = web(FrontendKind.CLUSTER_IP, row.address, row.port)
     for how in SETTINGS:
@@ -234,7 +234,7 @@ def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool) -> None:
         assert FrontendKind.NODE_PORT in {frontend.kind for frontend in found.frontends}
 
 
-def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest.LogCaptureFixture):
     """A node-local DNS cache: its address appears, it listens, it is killed, and starts again; then
     the address is removed. Ports at which it does not listen, and other addresses, stay served.
     """
@@ -276,7 +276,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest
     assert sum("served at its ClusterIP again" in line for line in lines) == 2
 
 
-def test_service_kubernetes_may_use_api_server_addresses() -> None:
+def test_service_kubernetes_may_use_api_server_addresses():
     own = service("default/kubernetes port=6443 external=192.0.2.1")
     state = compute_desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
     (service_state,) = state.services.values()
@@ -284,7 +284,7 @@ def test_service_kubernetes_may_use_api_server_addresses() -> None:
     assert len(service_state.frontends) == 2
 
 
-def test_api_server_port_of_another_protocol_is_not_reserved() -> None:
+def test_api_server_port_of_another_protocol_is_not_reserved():
     udp = service("web protocol=UDP port=6443 external=192.0.2.1")
     at = FrontendAddress(parse_addr("192.0.2.1"), 6443, Protocol.UDP)
     assert outcome(state_of(udp, Config()), at) == ""
@@ -298,7 +298,7 @@ STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "node", "servers", "
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(STEPS), max_size=12), st.sampled_from([row.address for row in ROWS.values()]))
-def test_incremental_updates_equal_a_full_computation(steps: list[str], address: str) -> None:
+def test_incremental_updates_equal_a_full_computation(steps: list[str], address: str):
     """Each step adds an object, or deletes it if it exists."""
     port = next(row.port for row in ROWS.values() if row.address == address)
     objects = {
@@ -337,7 +337,7 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], address:
 # ---- listeners and reports -----------------------------------------------------------------------
 
 
-def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> None:
+def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended():
     at = FrontendAddress(ANY4, 22, TCP)
     there = {at}
     listeners = Listeners(lambda: frozenset(there))
@@ -369,7 +369,7 @@ LISTENERS = {
 
 
 @pytest.mark.parametrize("what", LISTENERS)
-def test_listener_at_an_address_of_a_device(what: str) -> None:
+def test_listener_at_an_address_of_a_device(what: str):
     """It is found at once after there was no such address, and then four times a second; its end
     has no grace period, because the Service takes over.
     """
@@ -396,7 +396,7 @@ def test_listener_at_an_address_of_a_device(what: str) -> None:
 @pytest.mark.parametrize(
     ("count", "selected"), [(1, True), (MAX_SELECTED_PORTS, True), (MAX_SELECTED_PORTS + 1, False)]
 )
-def test_only_sockets_at_the_ports_are_read(count: int, selected: bool) -> None:
+def test_only_sockets_at_the_ports_are_read(count: int, selected: bool):
     """A node may have tens of thousands of UDP sockets, and they are read four times a second."""
     asked = []
     listeners = Listeners(lambda *ports: asked.append(ports) or frozenset())
@@ -405,7 +405,7 @@ def test_only_sockets_at_the_ports_are_read(count: int, selected: bool) -> None:
     assert asked == [({(TCP, port) for port in range(1, count + 1)},) if selected else ()]
 
 
-def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog: pytest.LogCaptureFixture):
     server = EventServer()
     events_ = EventRecorder(server, "me")
     book = ProblemBook(events_)
@@ -440,7 +440,7 @@ AT_NODE = {
 
 
 @pytest.mark.parametrize("name", AT_NODE)
-def test_served_address_of_this_node_is_logged_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_served_address_of_this_node_is_logged_once(name: str, caplog: pytest.LogCaptureFixture):
     """The log line warns, since connections to the node now reach the Service. The address is
     served, so `problems` does not list it.
     """
@@ -458,7 +458,7 @@ def test_served_address_of_this_node_is_logged_once(name: str, caplog: pytest.Lo
     assert not len(book.problems)
 
 
-def test_node_port_source_ranges_apply_per_family() -> None:
+def test_node_port_source_ranges_apply_per_family():
     balanced = service("web ip=10.96.0.2,fd00:96::2 node-port=30080 vip=203.0.113.5")
     for text, families in {
         "": (),

@@ -13,7 +13,7 @@ ROWS = [pytest.param(table, row, id=f"{table.name}: {row.name}") for table in TA
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS)
-def test_dial(table: Table, row: Dial) -> None:
+def test_dial(table: Table, row: Dial):
     verdict, names = expected(row)
     found = answer(table, row)
     assert (found.verdict, found.names(names)) == (verdict, names), explain(table, row)

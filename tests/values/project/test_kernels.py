@@ -35,7 +35,7 @@ EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";
 )
 def test_the_outcome_of_a_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int | None, why: str
-) -> None:
+):
     _stand_in(tmp_path, monkeypatch, script)
     log = tmp_path / "results" / "console.log"
     if why == "the guest hung":
@@ -87,7 +87,7 @@ RESULTS = {"FAILS": FAILS, "lacks": LACKS, "works": WORKS}
 
 
 @pytest.mark.parametrize(("tests", "expected"), CELLS)
-def test_the_cell_of_a_feature(tmp_path: Path, tests: str, expected: str) -> None:
+def test_the_cell_of_a_feature(tmp_path: Path, tests: str, expected: str):
     (tmp_path / "junit.xml").write_text(JUNIT)
     feature = Feature("x", tuple(f"tests/programs/{test}" for test in tests.split()))
     (found,) = table_of.results("5.10", "5.10.0-1", [feature], table_of.read(tmp_path / "junit.xml"))
@@ -97,14 +97,14 @@ def test_the_cell_of_a_feature(tmp_path: Path, tests: str, expected: str) -> Non
 
 
 @pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["no report", "empty report", "truncated report"])
-def test_without_a_complete_report_every_feature_fails(tmp_path: Path, text: str | None) -> None:
+def test_without_a_complete_report_every_feature_fails(tmp_path: Path, text: str | None):
     if text is not None:
         (tmp_path / "junit.xml").write_text(text)
     found = table_of.results("5.10", "5.10.0-1", [A, B], table_of.read(tmp_path / "junit.xml"))
     assert [one.result for one in found] == [FAILS, FAILS]
 
 
-def test_expected_check_rows_follow_from_the_feature_table() -> None:
+def test_expected_check_rows_follow_from_the_feature_table():
     """tests/support/features.py has it twice: by feature, and by Debian's kernels."""
     assert BY_KERNEL.keys() == debian.SUITES.keys()
     for family, rows in BY_KERNEL.items():

@@ -31,7 +31,7 @@ FROM, TO, FROM6, TO6 = f"{A}:4000", f"{B}:80", f"[{A6}]:4000", f"[{B6}]:80"
 SYN = tcp(FROM, TO, flags="S", mss=1460)
 
 
-def test_crc32c_is_as_published() -> None:
+def test_crc32c_is_as_published():
     """RFC 3720 appendix B.4."""
     assert crc32c(bytes(range(32))) == 0x46DD794E
 
@@ -64,7 +64,7 @@ WRONG: list[tuple[bytes, list[str]]] = [
 
 
 @pytest.mark.parametrize(("raw", "wrong"), WRONG)
-def test_wrong_headers_are_named(raw: bytes, wrong: list[str]) -> None:
+def test_wrong_headers_are_named(raw: bytes, wrong: list[str]):
     assert checksums(frame(raw)) == wrong
 
 
@@ -89,12 +89,12 @@ DIFFERENCES: list[tuple[bytes, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("got", "want", "words"), DIFFERENCES)
-def test_differences_are_described(got: bytes, want: bytes, words: str) -> None:
+def test_differences_are_described(got: bytes, want: bytes, words: str):
     assert difference(got, want, l2=False) == words
 
 
 @pytest.mark.parametrize("name", ["packets", "datagrams", "parse", "judge"])
-def test_builder_and_parser_import_nothing_of_kbpf_or_of_each_other(name: str) -> None:
+def test_builder_and_parser_import_nothing_of_kbpf_or_of_each_other(name: str):
     tree = ast.parse((SUPPORT / f"{name}.py").read_text())
     named = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     mine = {"packets", "datagrams"} if name in ("packets", "datagrams") else {"parse", "judge"}

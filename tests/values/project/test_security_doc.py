@@ -14,14 +14,14 @@ PROMISES = ("can and cannot do", "What each right is for", "What is not defended
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=["::".join(row) for row in NAMED])
-def test_a_named_test_exists(path: str, name: str) -> None:
+def test_a_named_test_exists(path: str, name: str):
     tree = ast.parse((ROOT / path).read_text())
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert name.startswith("test_")
     assert name in found
 
 
-def test_every_promise_names_a_test() -> None:
+def test_every_promise_names_a_test():
     sections = re.split(r"^## ", PAGE, flags=re.M)[1:]
     chosen = [text for text in sections if any(p in text.splitlines()[0] for p in PROMISES)]
     assert len(chosen) == 8
@@ -31,6 +31,6 @@ def test_every_promise_names_a_test() -> None:
         assert [each for each in promises if "`tests/" not in each] == []
 
 
-def test_the_page_is_linked() -> None:
+def test_the_page_is_linked():
     assert "(../docs/security.md)" in (ROOT / ".github/SECURITY.md").read_text()
     assert len(NAMED) > 30

@@ -35,7 +35,7 @@ def locked(lock: str = "requirements.lock") -> dict[str, tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("lock", WANTED)
-def test_everything_is_locked_with_hashes(lock: str) -> None:
+def test_everything_is_locked_with_hashes(lock: str):
     """All requirements of pyproject.toml are locked in an allowed version; each line has a hash."""
     found = locked(lock)
     assert all(hashes for _, hashes in found.values())
@@ -44,17 +44,17 @@ def test_everything_is_locked_with_hashes(lock: str) -> None:
         assert wanted.specifier.contains(found[wanted.name.lower().replace("_", "-")][0]), text
 
 
-def test_platform_wheels_have_a_hash_for_each_platform() -> None:
+def test_platform_wheels_have_a_hash_for_each_platform():
     """Wheels for amd64 and arm64, Python 3.11 and 3.13."""
     assert {len(locked()[name][1]) for name in ("msgspec", "pyyaml")} == {4}
 
 
-def test_tests_use_the_images_versions() -> None:
+def test_tests_use_the_images_versions():
     own, dev = locked(), locked("requirements-dev.lock")
     assert {name: dev[name] for name in own} == own
 
 
-def test_make_venv_installs_locked_packages() -> None:
+def test_make_venv_installs_locked_packages():
     installs = re.findall(r"pip install((?:\\\n|[^\n])*)", (ROOT / "Makefile").read_text())
     first, second, check = (re.sub(r"\\\n\s*", "", text) for text in installs)
     assert "--require-hashes --only-binary=:all: --no-deps" in check
@@ -63,7 +63,7 @@ def test_make_venv_installs_locked_packages() -> None:
     assert "--no-deps --no-build-isolation -e ." in second, "kbpf itself"
 
 
-def test_the_image_installs_locked_packages() -> None:
+def test_the_image_installs_locked_packages():
     installs = re.findall(r"pip install((?:[^&]|\\\n)*)", CONTAINERFILE)
     assert len(installs) == 2
     assert "--require-hashes --only-binary=:all: --no-deps" in installs[0]
@@ -79,7 +79,7 @@ BASES = [
 
 
 @pytest.mark.parametrize(("release", "base", "builds"), BASES)
-def test_a_release_names_its_base_by_digest(release: str, base: str, builds: bool) -> None:
+def test_a_release_names_its_base_by_digest(release: str, base: str, builds: bool):
     """Runs the Containerfile's own check in a shell."""
     (script,) = re.findall(r"^RUN (case .*?esac)$", CONTAINERFILE, re.M | re.S)
     done = subprocess.run(
@@ -93,7 +93,7 @@ def test_a_release_names_its_base_by_digest(release: str, base: str, builds: boo
     assert ("by digest" in done.stderr) is not builds
 
 
-def test_the_sbom_lists_all_components_once() -> None:
+def test_the_sbom_lists_all_components_once():
     """Made for this machine: it has Debian's packages and pip's distributions, once each."""
     folders = [path for path in sys.path if path.endswith("site-packages")]
     done = subprocess.run([str(ROOT / "tools" / "sbom"), *folders], capture_output=True, text=True, check=True)
@@ -115,7 +115,7 @@ NAMES_THE_VERSION = {
 
 
 @pytest.mark.parametrize("name", NAMES_THE_VERSION)
-def test_files_name_the_version_of_the_package(name: str) -> None:
+def test_files_name_the_version_of_the_package(name: str):
     assert set(re.findall(NAMES_THE_VERSION[name], (ROOT / name).read_text())) == {__version__}
 
 
@@ -141,7 +141,7 @@ def source_files() -> list[Path]:
     ]
 
 
-def test_every_source_file_names_its_licence() -> None:
+def test_every_source_file_names_its_licence():
     files = source_files()
     assert len(files) > 500
     line = re.compile(r"SPDX-License-Identifier: (Apache-2\.0|.*GPL-2\.0.*)")

@@ -243,7 +243,7 @@ busiest, and a share for each namespace.
 
 
 @pytest.mark.parametrize(("given", "shown"), SERIES)
-def test_which_services_have_series(given: str, shown: str) -> None:
+def test_which_services_have_series(given: str, shown: str):
     limit, _, words = given.partition(" of ")
     opened = [word.partition("=")[::2] for word in words.split()]
     totals = tuple(

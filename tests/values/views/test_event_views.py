@@ -77,7 +77,7 @@ def _utc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_utc")
-def test_lines_of_events(golden: Golden) -> None:
+def test_lines_of_events(golden: Golden):
     rows = [monitor.build_row(event) for event in events()]
     texts = []
     for wide in (False, True):
@@ -91,13 +91,13 @@ def test_lines_of_events(golden: Golden) -> None:
     golden("monitor.txt", "\n".join(texts) + "\n")
 
 
-def test_documents_have_a_schema() -> None:
+def test_documents_have_a_schema():
     kinds = (monitor.KIND, monitor.LEFT_OUT_KIND)
     definitions = build_schema(kinds)["$defs"]
     assert set(definitions["ConnectionEvent"]["required"]) == set(monitor.build_document(monitor.build_row(EVENT)))
 
 
-def test_every_refusal_and_drop_is_an_event() -> None:
+def test_every_refusal_and_drop_is_an_event():
     decisions = {Verdict.REFUSE: EventVerdict.REFUSED, Verdict.DROP: "dropped"}
     wanted = {r: decisions[r.verdict] for r in Reason if r.verdict in decisions}
     assert wanted.items() <= monitor.VERDICTS.items()
@@ -105,7 +105,7 @@ def test_every_refusal_and_drop_is_an_event() -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.NOTE, Verdict.TRANSLATE])
-def test_a_note_has_to_say_who_sees_it(verdict: Verdict) -> None:
+def test_a_note_has_to_say_who_sees_it(verdict: Verdict):
     """Without it `kbpf monitor` would never show it, or name a wrong error."""
     with pytest.raises(KeyError):
         Reason._new_member_(Reason, 99, verdict, "words")
@@ -190,7 +190,7 @@ def page(
     return text + "".join(f"{note}\n" for note in made.notes if note)
 
 
-def test_pages_of_top(golden: Golden) -> None:
+def test_pages_of_top(golden: Golden):
     texts = [
         f"# by {by}, counted: {counted}\n{page(by, counted)}"
         for by in (By.SERVICES, By.BACKENDS)
@@ -209,7 +209,7 @@ def test_pages_of_top(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("lists_sockets", [True, False])
-def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(lists_sockets: bool) -> None:
+def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(lists_sockets: bool):
     before, after = (
         replace(read(totals, when, ALL_COUNTERS), lists_sockets=lists_sockets)
         for totals, when in ((BEFORE, 10.0), (AFTER, 12.0))
@@ -237,7 +237,7 @@ def read_port(when: float, ports: Iterable[ServicePort]) -> Inspection:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_latencies_are_those_between_the_two_reads(name: str) -> None:
+def test_latencies_are_those_between_the_two_reads(name: str):
     before, after, expected = READS[name]
 
     def read_at(when: float, histograms: list[ServiceLatencies], opened: int) -> Inspection:
@@ -264,7 +264,7 @@ def test_latencies_are_those_between_the_two_reads(name: str) -> None:
 @pytest.mark.parametrize(
     ("milliseconds", "text"), pairs("0.244 → 0.244ms\n999 → 999ms\n1000 → 1s\n64000 → 64s\ninf → >64s")
 )
-def test_times(milliseconds: str, text: str) -> None:
+def test_times(milliseconds: str, text: str):
     assert format_milliseconds(float(milliseconds)) == text
     assert format_milliseconds(None) == "-"
 
@@ -281,7 +281,7 @@ def test_times(milliseconds: str, text: str) -> None:
 )
 def test_bytes_of_udp_are_known_only_once_a_packet_had_some(
     protocol: Protocol, before: int, after: int, rate: float | None
-) -> None:
+):
     name = ServicePortKey("shop", "dns", "", protocol, 4)
     inspections = [
         read_port(when, [ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),))])
@@ -291,7 +291,7 @@ def test_bytes_of_udp_are_known_only_once_a_packet_had_some(
     assert row.bytes_in == rate
 
 
-def test_clients_are_counted_from_events() -> None:
+def test_clients_are_counted_from_events():
     failed = replace(EVENT, reason=Reason.BACKEND_REFUSED)
     counts = top.ClientCounts()
     counts.add([EVENT, EVENT, failed])
@@ -306,7 +306,7 @@ def test_clients_are_counted_from_events() -> None:
     assert made.notes == ("", "sampled: 1,200 more events were not seen")
 
 
-def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.MonkeyPatch):
     """And hides no Pod."""
     monkeypatch.setattr(top, "MAX_CLIENTS", 1)
     counts = top.ClientCounts()
@@ -319,12 +319,12 @@ def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("values", "text"), [((), ""), ((0.0, 0.0), "▁▁"), ((0.0, 1.0, 2.0), "▁▅█"), ((None, 3.0), " █")]
 )
-def test_sparkline(values: tuple[float | None, ...], text: str) -> None:
+def test_sparkline(values: tuple[float | None, ...], text: str):
     assert top.format_sparkline(values) == text
 
 
 @pytest.mark.parametrize(("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))])
-def test_failures_say_what_is_not_seen(forwarding: str, notes: tuple[str, ...]) -> None:
+def test_failures_say_what_is_not_seen(forwarding: str, notes: tuple[str, ...]):
     """An empty list must not look like a node without failures."""
     inspection = Inspection("/pins", node=NodeEntry(forwarding=forwarding))
     assert failures.build_page(inspection, "", "", 0.0).notes == notes

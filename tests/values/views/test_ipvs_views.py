@@ -74,7 +74,7 @@ OPEN_OF = {
 
 
 @pytest.mark.parametrize("name", OPEN_OF)
-def test_connections_are_those_of_all_virtual_services(held: Inspection, name: str) -> None:
+def test_connections_are_those_of_all_virtual_services(held: Inspection, name: str):
     """Of each backend: the open ones, and all. Bytes: see ipvs_node.loads()."""
     (port,) = (p for p in held.services if p.key.name == name)
     assert ", ".join(f"{t.backend} {t.open} of {t.totals.opened}" for t in port.traffic) == OPEN_OF[name]

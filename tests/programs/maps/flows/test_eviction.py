@@ -83,7 +83,7 @@ def fill(flows: Flows, script: str) -> None:
 
 
 @each_oldest
-def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, row: Oldest) -> None:
+def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, row: Oldest):
     fill(flows, row.script)
     assert flows.ports() == flows.complete(range(2000, 2000 + ROOM)), "there is room for all"
     flows.talk(5000, LIVES)
@@ -103,7 +103,7 @@ DOUBTFUL = {
 
 
 @pytest.mark.parametrize(("script", "seconds"), DOUBTFUL.items())
-def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds: int) -> None:
+def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds: int):
     """Until then it gets no other flow, which could receive what the backend sends."""
     seconds *= flows.kind == "translated"
     fill(flows, script)
@@ -135,7 +135,7 @@ def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds:
 
 
 @pytest.mark.parametrize("ahead", [60, 0, -1, -3600, 60 - 2**16, 60 - 2 * 2**16])
-def test_port_is_in_doubt_until_the_time_of_its_mark(flows: Flows, ahead: int) -> None:
+def test_port_is_in_doubt_until_the_time_of_its_mark(flows: Flows, ahead: int):
     """However long ago that is. An empty map has marks of time 0."""
     now = time.monotonic_ns() // 10**9
     flows.mark_ports(max(0, now + ahead))
@@ -152,7 +152,7 @@ FULL = [(LIVES, "S", 0), (LIVES, "?", 0), ("? <! 3s ?", "S", 1), ("? <! 3s ?", "
 
 
 @pytest.mark.parametrize(("script", "word", "evicted"), FULL)
-def test_new_flow_does_not_evict_established_ones(flows: Flows, script: str, word: str, evicted: int) -> None:
+def test_new_flow_does_not_evict_established_ones(flows: Flows, script: str, word: str, evicted: int):
     """Except that TCP and SCTP evict UDP streams, which are established more easily."""
     flows.talk_all(range(2000, 2000 + MOST), script)
     assert flows.ports() == flows.complete(range(2000, 2000 + MOST))
@@ -180,7 +180,7 @@ def test_new_flow_does_not_evict_established_ones(flows: Flows, script: str, wor
 REPEATS = 100_000
 
 
-def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows) -> None:
+def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows):
     """While one CPU checks an oldest flow, which is not in the queue then, another may fill the
     queue. The flow is evicted then: without a key in the queue it would stay in the map for ever.
     """
@@ -199,7 +199,7 @@ def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows) -> No
     assert before & flows.site.entries("flows").keys() <= set(flows.drain())
 
 
-def test_expired_flow_makes_room(flows: Flows) -> None:
+def test_expired_flow_makes_room(flows: Flows):
     """An idle flow makes room although its state counts as established."""
     flows.talk_all(range(2000, 2000 + ROOM), "? <! 3s ?")
     flows.age(2003, HOUR // 2)
@@ -208,7 +208,7 @@ def test_expired_flow_makes_room(flows: Flows) -> None:
     assert flows.evicted() == 0
 
 
-def test_syn_flood_evicts_only_its_own_flows(flows: Flows) -> None:
+def test_syn_flood_evicts_only_its_own_flows(flows: Flows):
     """Spoofed SYNs from everywhere evict each other, and each finds room at first."""
     flows.talk_all(range(2000, 2000 + ROOM // 2), LIVES)
     flows.talk_all(range(20_000, 20_000 + 20 * ROOM), "S")
@@ -219,7 +219,7 @@ def test_syn_flood_evicts_only_its_own_flows(flows: Flows) -> None:
     assert flows.evicted() == 0
 
 
-def test_closed_connections_always_make_room(flows: Flows) -> None:
+def test_closed_connections_always_make_room(flows: Flows):
     """Many times as many as there is room for, without one entry too many."""
     flows.talk_all(range(20_000, 20_000 + 20 * ROOM), f"{LIVES} FA <FA A")
     there = flows.ports()
@@ -229,7 +229,7 @@ def test_closed_connections_always_make_room(flows: Flows) -> None:
 
 
 @each_oldest
-def test_evictable_flow_does_not_count_as_live(flows: Flows, row: Oldest) -> None:
+def test_evictable_flow_does_not_count_as_live(flows: Flows, row: Oldest):
     """On a node with many short connections most entries belong to closed ones."""
     flows.talk(2000, row.script)
     counted = MapCollector(Pins(flows.site.pins), Config()).count(lambda: None)
@@ -239,7 +239,7 @@ def test_evictable_flow_does_not_count_as_live(flows: Flows, row: Oldest) -> Non
     assert (filled.entries, filled.needed) == (1, not row.makes_room)
 
 
-def test_expired_flows_do_not_count_as_live(flows: Flows) -> None:
+def test_expired_flows_do_not_count_as_live(flows: Flows):
     """Metrics count live connections, because alarms are about these."""
     meter = MapCollector(Pins(flows.site.pins), Config())
     for port in range(20_000, 20_000 + 3 * ROOM):
@@ -258,7 +258,7 @@ def test_expired_flows_do_not_count_as_live(flows: Flows) -> None:
     assert unbounded == {"flows"} | lru, "an alarm for these would never end"
 
 
-def test_reused_client_port_has_one_queue_entry(flows: Flows) -> None:
+def test_reused_client_port_has_one_queue_entry(flows: Flows):
     """The new connection takes the queue entry of the old one, whose entries are deleted."""
     for _ in range(5 * ROOM):
         flows.talk(2000, f"{LIVES} FA <FA A")
@@ -267,7 +267,7 @@ def test_reused_client_port_has_one_queue_entry(flows: Flows) -> None:
     assert flows.evicted() == 0
 
 
-def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows) -> None:
+def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows):
     """The client used its port again a moment ago; its queue entry is the oldest one."""
     flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
     flows.talk(2000, "S")
@@ -279,7 +279,7 @@ def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows) -> None:
 
 @pytest.mark.parametrize("before", ["", f"{LIVES} FA <FA A"], ids=["new", "reused port"])
 @pytest.mark.parametrize("room", [0, 1, 2])
-def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room: int) -> None:
+def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room: int):
     """Not all entries can be written. No packet leaves half translated, and of the reply entries,
     which are written first, none stays.
     """
@@ -305,7 +305,7 @@ def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room
     assert [raw for raw in left if not is_original(raw)] == []
 
 
-def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows) -> None:
+def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows):
     """The agent has deleted flows until their keys fill the queue."""
     flows.talk_all(range(2000, 2000 + ROOM), LIVES)
     flows.delete_flows()
@@ -315,7 +315,7 @@ def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows) -> None:
 
 
 @pytest.mark.parametrize("room", [ROOM // 2, 2 * ROOM])
-def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int) -> None:
+def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int):
     """As after a restart with another --max-connections. The longest idle flow is evicted first."""
     ports = range(2000, 2000 + ROOM)
     flows.talk_all(ports, LIVES)
@@ -411,7 +411,7 @@ def remove(held: Map, seconds: float) -> int:
 
 
 @pytest.mark.parametrize("row", ORPHANS, ids=lambda row: row.name)
-def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orphan) -> None:
+def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orphan):
     """The flow's own reply entries stay although they are as old: a flow makes room with all its
     entries.
     """
@@ -427,7 +427,7 @@ def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orph
     assert flows.site.entries("flows") == complete | ({} if row.is_deleted else made)
 
 
-def test_reply_entries_without_original_entry_are_deleted(flows: Flows) -> None:
+def test_reply_entries_without_original_entry_are_deleted(flows: Flows):
     flows.talk(2000, "?")
     flows.talk(2001, "?")
     with flows.site.pinned("flows") as held:
@@ -466,7 +466,7 @@ the backend still sends | LIVES | 108000 | no | REPLY SNAT_REPLY
 
 
 @pytest.mark.parametrize("row", OVER, ids=lambda row: row.name)
-def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over) -> None:
+def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over):
     """Even if its key is not in the queue: another CPU has popped it before the entry existed."""
     flows.talk(2000, row.script)
     flows.drain()
@@ -482,7 +482,7 @@ def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over) -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "before v5.14"])
-def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool):
     """Another flow reused the port, or the backend, after the entry was read."""
     if not at_once:
         lib = LibbpfWithoutLookupAndDelete(syscalls.lib())
@@ -519,7 +519,7 @@ class LibbpfWithoutLookupAndDelete:
         return getattr(self._lib, name)
 
 
-def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch: pytest.MonkeyPatch):
     """A part of the map at each poll; then it starts over."""
     monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)

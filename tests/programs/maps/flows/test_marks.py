@@ -84,14 +84,14 @@ class Agent:
         self._collector.collect(self._maps, self._now, only_writers)
 
 
-def test_programs_mark_the_frontend_and_the_backend(flows: Flows, maps: dict[str, Map]) -> None:
+def test_programs_mark_the_frontend_and_the_backend(flows: Flows, maps: dict[str, Map]):
     """No more: clients cannot fill the filter. The agent computes the same hash."""
     flows.talk(2000, LIVES)
     flows.talk(2001, "?")
     assert marked(maps) == ends_of(flows)
 
 
-def test_packet_between_unmarked_ends_looks_for_no_flow(flows: Flows, maps: dict[str, Map]) -> None:
+def test_packet_between_unmarked_ends_looks_for_no_flow(flows: Flows, maps: dict[str, Map]):
     """The flow exists, and only its marks are gone: this shows that the filter decides."""
     flows.talk(2000, LIVES)
     assert is_translated(flows, 2000) == (True, True)
@@ -102,7 +102,7 @@ def test_packet_between_unmarked_ends_looks_for_no_flow(flows: Flows, maps: dict
     assert is_translated(flows, 2000) == (True, True)
 
 
-def test_in_new_maps_every_end_counts_as_marked(flows: Flows, maps: dict[str, Map]) -> None:
+def test_in_new_maps_every_end_counts_as_marked(flows: Flows, maps: dict[str, Map]):
     """Earlier programs, which knew no marks, may have written the flows."""
     flows.talk(2000, LIVES)
     for index in marked(maps):
@@ -116,7 +116,7 @@ def test_in_new_maps_every_end_counts_as_marked(flows: Flows, maps: dict[str, Ma
     assert marked(maps) == ends_of(flows)
 
 
-def test_marks_without_entries_expire(flows: Flows, maps: dict[str, Map]) -> None:
+def test_marks_without_entries_expire(flows: Flows, maps: dict[str, Map]):
     flows.talk(2000, LIVES)
     agent = Agent(maps)
     for _ in range(4):
@@ -128,7 +128,7 @@ def test_marks_without_entries_expire(flows: Flows, maps: dict[str, Map]) -> Non
     assert marked(maps) == set()
 
 
-def test_flow_that_begins_during_a_pass_stays_marked(flows: Flows, maps: dict[str, Map]) -> None:
+def test_flow_that_begins_during_a_pass_stays_marked(flows: Flows, maps: dict[str, Map]):
     """It begins before the pass, between its start and its first part, or after it."""
     agent = Agent(maps)
     for port in (2000, 2001, 2002):
@@ -139,7 +139,7 @@ def test_flow_that_begins_during_a_pass_stays_marked(flows: Flows, maps: dict[st
         assert is_translated(flows, port) == (True, True)
 
 
-def test_nothing_expires_while_other_programs_write_flows(flows: Flows, maps: dict[str, Map]) -> None:
+def test_nothing_expires_while_other_programs_write_flows(flows: Flows, maps: dict[str, Map]):
     """Their flows may be in another map, or without marks. A pass during which there are some
     counts as little as one that has begun before the start.
     """
@@ -153,9 +153,7 @@ def test_nothing_expires_while_other_programs_write_flows(flows: Flows, maps: di
     assert marked(maps) == set()
 
 
-def test_nothing_expires_after_a_part_that_failed(
-    flows: Flows, maps: dict[str, Map], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_expires_after_a_part_that_failed(flows: Flows, maps: dict[str, Map], monkeypatch: pytest.MonkeyPatch):
     """The kernel refused to read or delete entries, so some of them may be unmarked."""
 
     def fail(*_: object) -> int:

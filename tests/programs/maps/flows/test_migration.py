@@ -39,7 +39,7 @@ def another_layout(monkeypatch: pytest.MonkeyPatch, *former: FormerLayout) -> No
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
-def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
+def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool):
     """Each is converted and keeps its place in the queue: the longest idle one is evicted first."""
     ports = range(2000, 2000 + ROOM)
     flows.talk_all(ports, LIVES)
@@ -62,7 +62,7 @@ def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch: pytes
     flows.start(ROOM)
 
 
-def test_unfinished_upgrade_is_repeated(flows: Flows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_upgrade_is_repeated(flows: Flows, monkeypatch: pytest.MonkeyPatch):
     """The new maps existed, and the agent ended before any program used them."""
     flows.talk(2000, LIVES)
     another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
@@ -83,7 +83,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7, 8, 9, 20])
 def test_kill_during_migration_leaves_every_flow_in_the_queue(
     flows: Flows, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+):
     """After `steps` writes to the new maps. A flow that is not in the queue could never
     be evicted.
     """
@@ -140,7 +140,7 @@ ENDS = {
 
 @pytest.mark.parametrize("then", [2 * ROOM, ROOM], ids=["the new size", "the old size"])
 @pytest.mark.parametrize("where", ENDS)
-def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int) -> None:
+def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int):
     """Flows from before the kill, and later ones of the programs attached then; all are in the
     queue.
     """
@@ -173,7 +173,7 @@ def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch: pytest.Monk
     flows.start(ROOM)
 
 
-def test_flows_begun_before_the_change_over_are_migrated(flows: Flows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flows_begun_before_the_change_over_are_migrated(flows: Flows, monkeypatch: pytest.MonkeyPatch):
     """New flows are paused from then on, because one of its two devices would not know them."""
     publish, elsewhere = PacketPath.publish, PacketPath.uses_other_flows
     seen: list[tuple[dict[int, int], bool]] = []
@@ -209,7 +209,7 @@ def test_flows_begun_before_the_change_over_are_migrated(flows: Flows, monkeypat
 
 
 @pytest.mark.parametrize(("seconds", "begins"), [(3600, False), (-1, True)])
-def test_pause_of_new_flows_ends_by_itself(flows: Flows, seconds: int, begins: bool) -> None:
+def test_pause_of_new_flows_ends_by_itself(flows: Flows, seconds: int, begins: bool):
     flows.talk(2000, LIVES)
     with flows.site.pinned("new_flows_paused_until") as paused:
         paused.update(U32.pack(0), U64.pack(time.monotonic_ns() + seconds * 10**9))

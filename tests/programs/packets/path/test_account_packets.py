@@ -117,7 +117,7 @@ def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[i
 
 @both_policies
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
-def test_segments_add_their_counts(path: Path_, v: int, which: int, story: Story) -> None:
+def test_segments_add_their_counts(path: Path_, v: int, which: int, story: Story):
     before = read_counts(path, v, which)
     there, back = play(path, v, which, story.segments)
     after = read_counts(path, v, which)
@@ -130,7 +130,7 @@ def test_segments_add_their_counts(path: Path_, v: int, which: int, story: Story
     assert after[False] == before[False]
 
 
-def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
+def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int):
     before = read_counts(path, v, LOCAL)
     there, _ = play(path, v, LOCAL, OPEN + "A+1400 " * 200)
     added = minus(read_counts(path, v, LOCAL)[True], before[True])
@@ -138,7 +138,7 @@ def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
     assert added.bytes_in >= 256 << 10
 
 
-def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink: Path_, v: int) -> None:
+def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink: Path_, v: int):
     """The flow bypasses the stack until a segment arrives whose TTL expires. The entry that is then
     added matches replies to the client's own address.
     """
@@ -155,7 +155,7 @@ def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink
     assert added.bytes_out == len(reply)
 
 
-def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
+def test_bytes_of_datagrams_are_counted(path: Path_, v: int):
     own, size = client(v), 0
     before = read_counts(path, v, LOCAL, "udp")
     for _ in range(10):
@@ -172,7 +172,7 @@ def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
     [(NONE, ConnectionStats(no_endpoint=1)), (RESTRICTED, ConnectionStats(not_allowed=1))],
     ids=["no endpoints", "not allowed"],
 )
-def test_connection_without_backend_is_counted(path: Path_, v: int, which: int, adds: ConnectionStats) -> None:
+def test_connection_without_backend_is_counted(path: Path_, v: int, which: int, adds: ConnectionStats):
     before = read_counts(path, v, which)
     path.ingress(tcp(client(v), vip(v, which), flags="S"))
     after = read_counts(path, v, which)
@@ -204,7 +204,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failures_of_packets_are_recorded(path: Path_, v: int, name: str) -> None:
+def test_failures_of_packets_are_recorded(path: Path_, v: int, name: str):
     which, segments, reason = FAILURES[name]
     forget(path)
     if which == CLUSTER:
@@ -222,7 +222,7 @@ CLIENTS = {4: "198.51.100.{}", 6: "2001:db8:9:{}::1"}
 """IPv4 addresses, or addresses in IPv6 networks of 64 bits."""
 
 
-def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int) -> None:
+def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int):
     """One that tries all ports hides those of a sixteenth of the others, here a few of 32."""
     forget(path)
     others = {CLIENTS[v].format(number) for number in range(100, 132)}
@@ -238,7 +238,7 @@ def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Pat
     assert len(others & {row[2] for row in found}) >= len(others) * 3 // 4
 
 
-def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int) -> None:
+def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int):
     forget(path)
     before, own = read_counts(path, v, CLUSTER), client(v)
     for pause in (0, 0.6, 0.6):
@@ -248,7 +248,7 @@ def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int
     assert [row[1] for row in recorded(path)] == ["backend_unanswered"]
 
 
-def test_default_accounting_counts_opened_connections(path: Path_, v: int) -> None:
+def test_default_accounting_counts_opened_connections(path: Path_, v: int):
     set_flags(path, ConfigFlag(0))
     before = read_counts(path, v, CLUSTER)
     play(path, v, CLUSTER, OPEN + "A+100 <A+1000 FA <FA A")

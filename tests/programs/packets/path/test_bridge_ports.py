@@ -95,14 +95,14 @@ def has_programs(path: Path_) -> bool:
     return [found[name] for name in ("br9", "port9", "port8")] == [(True, True)] + [(True, False)] * 2
 
 
-def test_packet_is_translated_at_the_port(wire: Wire, v: int) -> None:
+def test_packet_is_translated_at_the_port(wire: Wire, v: int):
     own, data = client(v), os.urandom(32)
     wire.send(udp(own, vip(v, LOCAL), data))
     got = parsed(receive(wire.bridge, data))
     assert (got.source, got.destination) == (own, pod(v))
 
 
-def test_packet_of_a_flow_that_bypasses_the_stack_is_left_to_the_bridge(wire: Wire, v: int) -> None:
+def test_packet_of_a_flow_that_bypasses_the_stack_is_left_to_the_bridge(wire: Wire, v: int):
     """So that the rules of the bridge see it, and the bridge learns its sender's MAC address."""
     wire.path.node(NodeFlag.DIRECT)
     own = client(v)
@@ -115,7 +115,7 @@ def test_packet_of_a_flow_that_bypasses_the_stack_is_left_to_the_bridge(wire: Wi
             assert parsed(receive(gate, data)).destination == pod(v)
 
 
-def test_frame_to_another_machine_is_left_alone(wire: Wire, v: int) -> None:
+def test_frame_to_another_machine_is_left_alone(wire: Wire, v: int):
     before, data = wire.path.site.reasons(), os.urandom(32)
     wire.send(udp(client(v), vip(v, LOCAL)), to=OTHER_MAC)
     wire.send(tcp(client(v), pod(v), data, flags="S"))  # follows the first one
@@ -123,7 +123,7 @@ def test_frame_to_another_machine_is_left_alone(wire: Wire, v: int) -> None:
     assert wire.path.site.reasons() - before == {Reason.NOT_A_SERVICE: 1}
 
 
-def test_packet_is_counted_once(wire: Wire, v: int) -> None:
+def test_packet_is_counted_once(wire: Wire, v: int):
     before, data = wire.path.site.reasons(), os.urandom(32)
     wire.send(tcp(client(v), end(host_of(pod(v)), 9), data, flags="S"))
     receive(wire.bridge, data)
@@ -133,7 +133,7 @@ def test_packet_is_counted_once(wire: Wire, v: int) -> None:
     assert counted == {Reason.NOT_A_SERVICE: 1, Reason.NEW_FLOW: 1}
 
 
-def test_backend_that_is_a_frontend_is_not_translated_at_the_bridge(wire: Wire, v: int) -> None:
+def test_backend_that_is_a_frontend_is_not_translated_at_the_bridge(wire: Wire, v: int):
     before, own = wire.path.site.reasons(), client(v)
     for _ in range(2):
         data = os.urandom(32)

@@ -66,7 +66,7 @@ def bypassing(path: Path_, v: int, row: Bypass, kind: str) -> tuple[str, str]:
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("kind", WIRES)
 @pytest.mark.parametrize("about", ["request", "reply"])
-def test_error_bypasses_the_stack(uplink: Path_, v: int, row: Bypass, error: str, kind: str, about: str) -> None:
+def test_error_bypasses_the_stack(uplink: Path_, v: int, row: Bypass, error: str, kind: str, about: str):
     """About a request: from a router behind the node, and from the backend. Conntrack does not know
     the flow. About a reply: from a router in front of the node, and from the client. A masqueraded
     client's router is masqueraded, too: an overlay drops packets from addresses that its nodes do
@@ -91,7 +91,7 @@ def test_error_bypasses_the_stack(uplink: Path_, v: int, row: Bypass, error: str
 
 @every_bypass
 @pytest.mark.parametrize("why", ["TTL 1", "a node that does not forward"])
-def test_error_that_cannot_be_redirected_goes_up_the_stack(uplink: Path_, v: int, row: Bypass, why: str) -> None:
+def test_error_that_cannot_be_redirected_goes_up_the_stack(uplink: Path_, v: int, row: Bypass, why: str):
     own, source = bypassing(uplink, v, row, "udp")
     front, back = vip(v, row.which), pod(v)
     ttl = 1 if why == "TTL 1" else 64

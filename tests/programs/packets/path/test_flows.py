@@ -76,7 +76,7 @@ def init(tag: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", BEGINS)
-def test_connection_begun_under_another_data_plane_stays_its_own(path: Path_, v: int, kind: str) -> None:
+def test_connection_begun_under_another_data_plane_stays_its_own(path: Path_, v: int, kind: str):
     own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
     path.node(NodeFlag.PASSIVE)
     first = build(own, front, 7)
@@ -95,7 +95,7 @@ def translated(path: Path_, packet: bytes) -> bool:
     return got[:1] == packet[:1] and got != packet
 
 
-def test_datagrams_pass_only_while_passive(path: Path_, v: int) -> None:
+def test_datagrams_pass_only_while_passive(path: Path_, v: int):
     own, front = client(v), vip(v, LOCAL)
     question = ask(own, front)
     path.node(NodeFlag.PASSIVE)
@@ -104,7 +104,7 @@ def test_datagrams_pass_only_while_passive(path: Path_, v: int) -> None:
     assert translated(path, question)
 
 
-def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
+def test_existing_flow_is_translated_while_passive(path: Path_, v: int):
     """A new connection from the same port is the other data plane's."""
     own, front, back = ends_of(v, LOCAL)
     for word in ("S", "<SA"):
@@ -117,7 +117,7 @@ def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
         path.go_in(packet, packet)
 
 
-def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
+def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int):
     own, front, back = ends_of(v, LOCAL)
     path.node(NodeFlag.COEXISTING)
     _, got = path.ingress(tcp(own, front, flags="S"))
@@ -145,13 +145,13 @@ def exchange(
 @both_policies
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}], ids=["", "options", "ttl"])
-def test_request_and_reply(path: Path_, v: int, which: int, kind: str, more: dict[str, object]) -> None:
+def test_request_and_reply(path: Path_, v: int, which: int, kind: str, more: dict[str, object]):
     if v == 6:
         more = {"extensions": [packets.destination()]} if "options" in more else more
     exchange(path, v, client(v), which, which == CLUSTER, kind, **more)
 
 
-def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int) -> None:
+def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int):
     """At both ends of the range. Another client with the first one gets the port that is left."""
     first, middle, last = (next(SPARE_PORTS) for _ in range(3))
     path.node(NodeFlag(0), first, last)
@@ -160,7 +160,7 @@ def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int) -> None:
         assert parsed(out).source == end(NODE[v], port)
 
 
-def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int) -> None:
+def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int):
     """The second flow gets another client port, so that the backend can tell them apart."""
     own, back = client(v), pod(v)
     path.go_in(ask(own, vip(v, CLUSTER)), ask(own, back))
@@ -174,7 +174,7 @@ def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int) 
 
 
 @pytest.mark.parametrize("kind", BACK)
-def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind: str) -> None:
+def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind: str):
     own, back = client(v), pod(v)
     path.ingress(KINDS[kind](own, vip(v, LOCAL)))
     _, inside = path.ingress(KINDS[kind](own, vip(v, CLUSTER)))
@@ -185,7 +185,7 @@ def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind:
     path.go_out(inside, BACK[kind](vip(v, CLUSTER), own))
 
 
-def test_udp_without_checksum_stays_without(path: Path_, v: int) -> None:
+def test_udp_without_checksum_stays_without(path: Path_, v: int):
     own, front, back = ends_of(v, CLUSTER)
     _, inside = path.ingress(ask(own, front, checksum="zero"), complete=True)
     assert inside == ask(own, back, checksum="zero")
@@ -193,7 +193,7 @@ def test_udp_without_checksum_stays_without(path: Path_, v: int) -> None:
     assert out == ask(parsed(out).source, back, checksum="zero")
 
 
-def test_zero_udp_checksum_is_written_as_ones(path: Path_, v: int) -> None:
+def test_zero_udp_checksum_is_written_as_ones(path: Path_, v: int):
     """0 means "no checksum", and IPv6 would drop the packet (RFC 768, RFC 8200)."""
     own, front = client(v), vip(v, LOCAL)
     payloads = (struct.pack("!H", n) for n in range(1 << 16))
@@ -210,7 +210,7 @@ MARTIANS = {
 
 @pytest.mark.parametrize("kind", ["tcp", "udp", "sctp", "fragments"])
 @pytest.mark.parametrize(("v", "bad"), [(v, bad) for v in MARTIANS for bad in MARTIANS[v]])
-def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: str, kind: str) -> None:
+def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: str, kind: str):
     """It drops them, or does not forward them. An answer would go to a socket of this node or to
     other machines.
     """
@@ -236,7 +236,7 @@ RESUMED = 2 * 72 + FLOW.size + NEXT_HOP.size
 JUST_WRITTEN = 0x200
 
 
-def test_packet_whose_device_is_deleted_meanwhile_leaves_nothing_to_the_next_one(path: Path_) -> None:
+def test_packet_whose_device_is_deleted_meanwhile_leaves_nothing_to_the_next_one(path: Path_):
     """It has been sent back to tc_ingress, which does not parse such packets again."""
     packet, key = tcp(client(4), vip(4, LOCAL), flags="S"), U32.pack(0)
     usual = os.sched_getaffinity(0)
@@ -290,7 +290,7 @@ MASQUERADES = [
 
 
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
-def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masquerade) -> None:
+def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masquerade):
     path.set_loopback_role(row.role, row.local)
     path.node(row.flags)
     own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
@@ -325,7 +325,7 @@ DIRECT = [
 
 
 @pytest.mark.parametrize("row", DIRECT, ids=lambda row: row.name)
-def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v: int, row: Direct) -> None:
+def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v: int, row: Direct):
     """The answer, and an error about the datagram, come from where the pod has sent its last one.
     A datagram that others could forge changes nothing.
     """
@@ -372,7 +372,7 @@ def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int
 
 
 @pytest.mark.parametrize("which", [OWN, OTHER_OWN], ids=["masquerade address", "NodePort address"])
-def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: int) -> None:
+def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: int):
     """Its packets leave by no device that would translate the source, so an entry and a node port
     for it would only be in the way.
     """
@@ -393,7 +393,7 @@ def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: i
 @both_policies
 def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
     path: Path_, v: int, kind: str, remote: bool, which: int
-) -> None:
+):
     """The first packet, a later one, their replies and an error about each are marked; the mark is
     removed at egress. A local backend replies to the client, a remote one to the node.
     """
@@ -419,7 +419,7 @@ def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
     assert parsed(through(about)).destination == CLIENT[v]
 
 
-def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
+def test_packets_without_masquerade_are_not_marked(path: Path_, v: int):
     path.set_loopback_role(Role.POD)
     _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, IP)), OTHERS)
     assert mark == OTHERS, "a pod that connects to another one by ClusterIP"
@@ -429,7 +429,7 @@ def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
     assert mark == OTHERS | MARK, "a packet that another agent marked"
 
 
-def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int) -> None:
+def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int):
     """A pod that later sends from its server port is no longer part of the flow."""
     own, source = asked(path, v)
     answer = reply(pod(v), source)

@@ -48,7 +48,7 @@ from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 # ---- fragments -----------------------------------------------------------------------------------
 
 
-def test_fragments_are_translated(path: Path_, v: int) -> None:
+def test_fragments_are_translated(path: Path_, v: int):
     payload = os.urandom(3001)
     own, front, back = ends_of(v, CLUSTER)
     number = next(PORTS)
@@ -64,7 +64,7 @@ def test_fragments_are_translated(path: Path_, v: int) -> None:
     assert found.payload == payload
 
 
-def test_fragments_of_segments_are_translated(path: Path_, v: int) -> None:
+def test_fragments_of_segments_are_translated(path: Path_, v: int):
     """Only the first one has the numbers that tell whether it belongs to the connection."""
     own, _ = send_segments(path, v, "S <SA A A+ <A", which=LOCAL)
     front, back = vip(v, LOCAL), pod(v)
@@ -80,7 +80,7 @@ def test_fragments_of_segments_are_translated(path: Path_, v: int) -> None:
         assert (whole.source, whole.destination) == came
 
 
-def test_fragments_with_options_after_the_fragment_header(path: Path_) -> None:
+def test_fragments_with_options_after_the_fragment_header(path: Path_):
     """The fragment header names the destination options; only the first fragment has the
     protocol.
     """
@@ -95,7 +95,7 @@ def test_fragments_with_options_after_the_fragment_header(path: Path_) -> None:
     assert wrong_sums(reassembled(*out)) == []
 
 
-def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int) -> None:
+def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int):
     number = next(PORTS)
     whole = udp(client(v), vip(v, CLUSTER), bytes(3000), **_id(v, number))
     piece = fragments(whole, 1280, id=number)[1]
@@ -109,7 +109,7 @@ def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int) 
 @pytest.mark.parametrize("error", ERRORS)
 @both_policies
 @pytest.mark.parametrize("about", ["request", "refused request", "reply"])
-def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, about: str) -> None:
+def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, about: str):
     """About a request: from a router behind the node, or from the backend, whose error comes from
     the frontend. The client sees the packet that it sent. About a reply: from a router in front of
     the node, which the backend's network may not know: if the client is masqueraded, so is the
@@ -138,7 +138,7 @@ def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, abou
 
 
 @both_policies
-def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: int) -> None:
+def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: int):
     """As by nf_nat: its receiver would send everything for that address to the new gateway.
     ICMPv6's are not translated: they quote the packet only for information.
     """
@@ -158,7 +158,7 @@ def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: 
             assert path.run(program, packet)[0] == TC_ACT_SHOT
 
 
-def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int) -> None:
+def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int):
     own, source = established(path, v, "tcp")
     quote = (20 if v == 4 else 40) + 8
     for name, ends in (("tc_ingress", (source, pod(v))), ("tc_egress", (own, pod(v)))):
@@ -175,7 +175,7 @@ def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int) -
 # ---- SCTP ----------------------------------------------------------------------------------------
 
 
-def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int) -> None:
+def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int):
     own, front, back = client(v), vip(v, SAME), pod(v, 80)
     inside = path.go_in(sctp(own, front), sctp(own, back))
     path.go_out(inside, inside)
@@ -184,7 +184,7 @@ def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int) -> None:
 
 
 @pytest.mark.parametrize("length", [4, 60, 1400, 3001])
-def test_sctp_checksum_follows_changed_ports(path: Path_, v: int, length: int) -> None:
+def test_sctp_checksum_follows_changed_ports(path: Path_, v: int, length: int):
     """CRC32c covers the whole packet, of which the program reads the ports only."""
     chunks = b"\1" + os.urandom(length - 1)  # INIT
     tag = int.from_bytes(chunks[4:8], "big")  # which the backend repeats
@@ -195,20 +195,20 @@ def test_sctp_checksum_follows_changed_ports(path: Path_, v: int, length: int) -
     path.go_out(inside, sctp(front, own, chunks, tag=tag))
 
 
-def test_wrong_sctp_checksum_stays_wrong(path: Path_, v: int) -> None:
+def test_wrong_sctp_checksum_stays_wrong(path: Path_, v: int):
     """A packet that was damaged on its way must not become valid here."""
     own = client(v)
     _, got = path.ingress(sctp(own, vip(v, CLUSTER), checksum="wrong"))
     assert wrong_sums(got) == ["sctp"]
 
 
-def test_sctp_checksum_left_to_the_device_stays_zero(path: Path_, v: int) -> None:
+def test_sctp_checksum_left_to_the_device_stays_zero(path: Path_, v: int):
     """A pod's SCTP packet has no checksum yet (CHECKSUM_PARTIAL); a value there would be added."""
     _, got = path.ingress(sctp(client(v), vip(v, CLUSTER), checksum="zero"))
     assert parsed(got).transport.checksum == 0
 
 
-def test_sctp_fragments_with_a_changed_port_are_dropped(path: Path_, v: int) -> None:
+def test_sctp_fragments_with_a_changed_port_are_dropped(path: Path_, v: int):
     """The first fragment's checksum covers the others, whose length is not known yet."""
     number = next(PORTS)
     whole = sctp(client(v), vip(v, CLUSTER), b"\1" + os.urandom(1999), **_id(v, number))
@@ -240,13 +240,13 @@ UNRELATED = {
 
 @pytest.mark.parametrize("name", ["tc_ingress", "tc_egress"])
 @pytest.mark.parametrize("unrelated", UNRELATED)
-def test_unrelated_packets_pass_untouched(path: Path_, name: str, unrelated: str, v: int) -> None:
+def test_unrelated_packets_pass_untouched(path: Path_, name: str, unrelated: str, v: int):
     packet = UNRELATED[unrelated](v)
     path.expect_untouched(packet, name)
 
 
 @pytest.mark.parametrize("whose", ["empty", "another device's"])
-def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str) -> None:
+def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str):
     """Its entry is read from the map `devices`."""
     other = DEVICE.pack(Role.POD, 0, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16), 0)
     number = 0 if whose == "empty" else 1 + CACHED_DEVICES

@@ -119,7 +119,7 @@ ROWS = (
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_events_are_seen(path: Path_, v: int, row: Row) -> None:
+def test_events_are_seen(path: Path_, v: int, row: Row):
     with watched(path.site) as monitor:
         row.does(path, v, row.which)
         events = read(monitor)
@@ -135,7 +135,7 @@ def test_events_are_seen(path: Path_, v: int, row: Row) -> None:
     assert left_behind(path.site) == []
 
 
-def test_packets_of_known_flows_are_no_events(path: Path_, v: int) -> None:
+def test_packets_of_known_flows_are_no_events(path: Path_, v: int):
     play(path, v, LOCAL, OPEN)
     own = client(v)
     path.ingress(ask(own, vip(v, LOCAL)))
@@ -145,7 +145,7 @@ def test_packets_of_known_flows_are_no_events(path: Path_, v: int) -> None:
         assert read(monitor) == []
 
 
-def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int) -> None:
+def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int):
     """There is no route to the backend's network, so the first packet is dropped."""
     own = end(NODE[v], next(PORTS))
     with watched(path.site) as monitor:

@@ -122,7 +122,7 @@ NEIGHBOURS = {4: [CLIENT[4]], 6: [f"2001:db8:9::{n:x}" for n in range(1, 100)]}
 """Clients that have one common share of the ports: IPv6 clients of one network."""
 
 
-def test_client_is_limited_to_its_share_of_ports(path: Path_, v: int) -> None:
+def test_client_is_limited_to_its_share_of_ports(path: Path_, v: int):
     """All addresses of an IPv6 network have one common share. Another client still gets most of
     its share.
     """
@@ -153,7 +153,7 @@ REUSABLE = {
 }
 
 
-def test_port_in_time_wait_at_the_backend_is_not_the_first_choice(path: Path_, v: int) -> None:
+def test_port_in_time_wait_at_the_backend_is_not_the_first_choice(path: Path_, v: int):
     """The client's own port would be. Many clients may share one address of the node, each with
     its own timestamps.
     """
@@ -168,7 +168,7 @@ def test_port_in_time_wait_at_the_backend_is_not_the_first_choice(path: Path_, v
             assert (given == port) == is_first_choice
 
 
-def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
+def test_port_search_ends_in_the_largest_range(path: Path_, v: int):
     """The kernel ends a chain of tail calls at 33; the search must end before."""
     low, high = 1024, 65_535
     path.node(NodeFlag(0), low, high)
@@ -180,7 +180,7 @@ def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
             assert new_flow_port(path, v, client(v)) != 0
 
 
-def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
+def test_last_free_or_reusable_port_is_found(path: Path_, v: int):
     """Any of 112 ports is found, and so are ports that connections give up."""
     low, high = 40_000, 40_111
     path.node(NodeFlag(0), low, high)
@@ -205,7 +205,7 @@ def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
 
 
 @pytest.mark.parametrize(("age_", "given"), [(2, True), (-60, False)])
-def test_ports_of_denied_handshakes_are_the_last_choice(path: Path_, v: int, age_: int, given: bool) -> None:
+def test_ports_of_denied_handshakes_are_the_last_choice(path: Path_, v: int, age_: int, given: bool):
     """The backend seems to have older connections from all ports. Forged SYNs can make it look so:
     a SYN-ACK to one looks like that if another one came first.
     """
@@ -223,7 +223,7 @@ def test_ports_of_denied_handshakes_are_the_last_choice(path: Path_, v: int, age
         assert (new_flow_port(path, v, client(v)) != 0) == given
 
 
-def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int) -> None:
+def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int):
     """The kernel would wait for the other fragments before it stored anything. Here they hold their
     port as any unanswered datagram does: for 30 s, in which it may still be answered.
     """
@@ -244,7 +244,7 @@ def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int) ->
         assert len(entries_of(path, other)) == 3 * given
 
 
-def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> None:
+def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int):
     only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
     close(path, v, own, source)
@@ -256,7 +256,7 @@ def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> Non
         assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
 
 
-def test_recently_active_client_keeps_its_port(path: Path_, v: int) -> None:
+def test_recently_active_client_keeps_its_port(path: Path_, v: int):
     """The entry for its replies may show an older time."""
     set_only_port(path)
     own, _ = send_segments(path, v, "S <SA A")
@@ -276,7 +276,7 @@ LIVES = {"nothing": ("A",), "one side closes": ("A", "FA")}
 
 
 @pytest.mark.parametrize("way", [*LIVES, *CLOSES])
-def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) -> None:
+def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str):
     """The range has one port. That of an ended connection is reused, and before other ports are
     tried unless the backend closed first: then it still has the port in TIME_WAIT. A client's reset
     may have been lost on its way to the backend: then the port is reserved for 10 s.
@@ -300,7 +300,7 @@ def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) ->
     assert {owner(raw) for raw in entries_of(path, own)} == left, "all old entries are deleted"
 
 
-def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None:
+def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int):
     """After a change of the range, sockets of the node may use ports of the old one."""
     only_port, other = next(SPARE_PORTS), next(SPARE_PORTS)
     path.node(NodeFlag(0), only_port, only_port)
@@ -311,7 +311,7 @@ def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None
     assert len(entries_of(path, own)) == 3, "all old entries are deleted"
 
 
-def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int) -> None:
+def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int):
     """A SYN, its answer and a reset, all forged: the backend may still have the connection."""
     only_port = set_only_port(path)
     own, source = established(path, v, "tcp")
@@ -323,7 +323,7 @@ def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int) -> None:
     assert new_flow_port(path, v, client(v)) == only_port
 
 
-def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int) -> None:
+def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int):
     """Otherwise a backend could hold ports for ever: no other entry of the flow is left."""
     own = client(v)
     _, got = path.through(ask(own, vip(v, CLUSTER)))
@@ -344,7 +344,7 @@ def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int) -> Non
     assert path.ingress(late)[1] == late
 
 
-def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int) -> None:
+def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int):
     """The backend has an old connection from the first one, and says so by its ACK."""
     own, first = send_segments(path, v, "S <A|")
     TALKS[own] = Talk()

@@ -46,7 +46,7 @@ from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
-def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind: str, which: int) -> None:
+def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind: str, which: int):
     """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
     build = ALL_KINDS[kind]
     answer = ANSWERS[kind]
@@ -58,7 +58,7 @@ def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind:
     uplink.go_in(answer(back, own), answer(front, own))
 
 
-def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int) -> None:
+def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int):
     """The request left by loopback, so the reply must arrive there: rp_filter."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     expect_redirect(uplink, ask(own, front), ask(own, back), "tc_egress")
@@ -78,7 +78,7 @@ def tunnel(uplink: Path_) -> Iterator[Path_]:
 
 
 @pytest.mark.parametrize("is_error", [False, True], ids=["reply", "error"])
-def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path_, v: int, is_error: bool) -> None:
+def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path_, v: int, is_error: bool):
     """Before Linux 5.14 they precede a packet that leaves a tunnel. Delivered on another device, it
     would be the outer packet. These headers have the length of the inner packet, since here the
     kernel takes them for the packet's.
@@ -97,7 +97,7 @@ def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path
     expect_packet(got[len(outer) :], want)
 
 
-def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int) -> None:
+def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int):
     own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
     retval, got = uplink.egress(tcp(own, front, flags="S", seq=7))
     assert retval == TC_ACT_REDIRECT
@@ -129,7 +129,7 @@ def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) ->
 
 
 @pytest.mark.parametrize(("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"])
-def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: int, which: int, led: bool) -> None:
+def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: int, which: int, led: bool):
     """A process of the node used the port through a Service that has the API server's address; then
     the agent's socket has the port. The agent's sockets are translated at ClusterIPs only.
     """
@@ -146,7 +146,7 @@ def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: 
 
 
 @needs("came_in_by")
-def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> None:
+def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int):
     """It came in by another device and was handled there."""
     packet = ask(client(v), vip(v, CLUSTER))
     assert uplink.egress(packet, came_by=uplink.out) == (TC_ACT_UNSPEC, packet)
@@ -177,7 +177,7 @@ def through_overlay(path: Path_, v: int, kind: str, own: str, front: str) -> str
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_socket_of_the_node_gets_the_address_of_the_overlay(overlay: Path_, v: int, kind: str) -> None:
+def test_socket_of_the_node_gets_the_address_of_the_overlay(overlay: Path_, v: int, kind: str):
     """As with MASQUERADE. The reply comes back by the overlay, and goes where the socket sends."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     source = through_overlay(overlay, v, kind, own, front)
@@ -190,7 +190,7 @@ def test_socket_of_the_node_gets_the_address_of_the_overlay(overlay: Path_, v: i
     expect_packet(got, answer(front, own))
 
 
-def test_masqueraded_client_gets_the_address_of_the_overlay(overlay: Path_, v: int) -> None:
+def test_masqueraded_client_gets_the_address_of_the_overlay(overlay: Path_, v: int):
     """As with MASQUERADE: replies then come back through the overlay."""
     own, front, back = ends_of(v, CLUSTER)
     source = snat_source(overlay.ingress(ask(own, front))[1], OVERLAY[v])
@@ -198,7 +198,7 @@ def test_masqueraded_client_gets_the_address_of_the_overlay(overlay: Path_, v: i
     expect_redirect(overlay, reply(back, source), reply(front, own, ttl=63))
 
 
-def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int) -> None:
+def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int):
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     talk, source = Talk(), ""
     for word in ["S", "<SA", "A", "A+100", "<A+50", "FA", "<FA", "A"]:
@@ -209,12 +209,12 @@ def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int
     assert states(overlay, own) == {TcpState.CLOSED}
 
 
-def test_socket_with_the_overlays_address_keeps_its_port(overlay: Path_, v: int) -> None:
+def test_socket_with_the_overlays_address_keeps_its_port(overlay: Path_, v: int):
     own = end(OVERLAY[v], next(PORTS))
     assert through_overlay(overlay, v, "udp", own, vip(v, CLUSTER)) == own
 
 
-def test_socket_that_sends_by_the_overlay_keeps_its_address(overlay: Path_, v: int) -> None:
+def test_socket_that_sends_by_the_overlay_keeps_its_address(overlay: Path_, v: int):
     """It has chosen its address for this device, or has bound another one on purpose."""
     own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
     retval, got = overlay.egress(ask(own, front), device=overlay.out)
@@ -223,7 +223,7 @@ def test_socket_that_sends_by_the_overlay_keeps_its_address(overlay: Path_, v: i
 
 
 @pytest.mark.parametrize("by", ["router", "backend"])
-def test_error_to_a_socket_of_the_node_is_translated(overlay: Path_, v: int, by: str) -> None:
+def test_error_to_a_socket_of_the_node_is_translated(overlay: Path_, v: int, by: str):
     """The backend's own error has the frontend's address, so it is delivered on the device that the
     request left by; a router's stays on the device that it came by: rp_filter.
     """

@@ -53,7 +53,7 @@ def expect_error(path: Path_, name: str, packet: bytes, mtu: int = MTU) -> None:
 @every_bypass
 @pytest.mark.parametrize("kind", LONG)
 @needs("route_mtu")
-def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v: int, row: Bypass, kind: str) -> None:
+def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v: int, row: Bypass, kind: str):
     """The stack's own error would be invalid for conntrack, if `nf_conntrack_tcp_loose` is 0."""
     own, source = bypassing(uplink, v, row, kind)
     more = {"df": True} if v == 4 else {}
@@ -74,7 +74,7 @@ DAMAGED_LONG = {
 @every_bypass
 @pytest.mark.parametrize("damage", DAMAGED_LONG)
 @pytest.mark.parametrize("kind", LONG)
-def test_damaged_header_gets_no_error(uplink: Path_, row: Bypass, kind: str, damage: str) -> None:
+def test_damaged_header_gets_no_error(uplink: Path_, row: Bypass, kind: str, damage: str):
     """The packet is left to the stack, which discards it."""
     own, source = bypassing(uplink, 4, row, kind)
     for ends in ((own, vip(4, row.which)), (pod(4), source)):
@@ -86,7 +86,7 @@ def test_damaged_header_gets_no_error(uplink: Path_, row: Bypass, kind: str, dam
 
 @pytest.mark.parametrize("df", [False, True], ids=["", "DF"])
 @pytest.mark.parametrize("kind", LONG)
-def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: bool) -> None:
+def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: bool):
     """Whether it has set DF or not: nothing could fragment the packet behind the device. Before
     Linux 5.12 the MTU is not known, and the least one is named.
     """
@@ -98,7 +98,7 @@ def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: b
 
 
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
-def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_, v: int, kind: str) -> None:
+def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_, v: int, kind: str):
     """It holds the sum of the pseudo header. The device adds all bytes that follow, and stores the
     complement: it has to be what is there already, since the error's own checksum covers it.
     """

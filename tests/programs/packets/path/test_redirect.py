@@ -68,7 +68,7 @@ from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str) -> None:
+def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str):
     build = ALL_KINDS[kind]
     answer = ANSWERS[kind]
     own, front, back = ends_of(v, CLUSTER)
@@ -82,7 +82,7 @@ def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str) 
 
 
 @pytest.mark.parametrize("flow", ["of the node", "in the stack", "direct"])
-def test_pod_cannot_stop_answers_to_others(uplink: Path_, v: int, flow: str) -> None:
+def test_pod_cannot_stop_answers_to_others(uplink: Path_, v: int, flow: str):
     """It forges a datagram from them to the backend's own address."""
     own = end(NODE[v], next(PORTS)) if flow == "of the node" else client(v)
     front, back, pods_own = vip(v, IP), pod(v), DeviceFlag.LOCAL | DeviceFlag.PEER
@@ -105,7 +105,7 @@ def test_pod_cannot_stop_answers_to_others(uplink: Path_, v: int, flow: str) -> 
 
 
 @pytest.mark.parametrize("flow", ["of the node", "masqueraded"])
-def test_denied_answer_returns_as_a_reset(uplink: Path_, v: int, flow: str) -> None:
+def test_denied_answer_returns_as_a_reset(uplink: Path_, v: int, flow: str):
     """No packet of a flow past the stack passes conntrack here, but that of the backend's node."""
     own = end(NODE[v], next(PORTS)) if flow == "of the node" else client(v)
     way = "tc_egress" if flow == "of the node" else "tc_ingress"
@@ -144,7 +144,7 @@ def tagged(uplink: Path_) -> Iterator[Path_]:
     ip("link del in", netns=uplink.where)
 
 
-def test_priority_tag_is_not_forwarded(tagged: Path_, v: int) -> None:
+def test_priority_tag_is_not_forwarded(tagged: Path_, v: int):
     """802.1Q with VLAN 0, as some switches and clouds send it."""
     own, back = client(v), pod(v)
     data = os.urandom(32)
@@ -174,7 +174,7 @@ HOP = ("found", "check", "next", "ifindex", "own_mac", "next_mac", "length", "re
 
 
 @pytest.mark.parametrize(("name", "value"), TORN.values(), ids=TORN)
-def test_torn_next_hop_is_not_used(uplink: Path_, v: int, name: str, value: object) -> None:
+def test_torn_next_hop_is_not_used(uplink: Path_, v: int, name: str, value: object):
     """The program asks the kernel again and stores the answer."""
     own, front = client(v), vip(v, CLUSTER)
     uplink.ingress(udp(own, front))
@@ -221,19 +221,19 @@ NOT_REDIRECTED = [
 
 
 @pytest.mark.parametrize("row", NOT_REDIRECTED, ids=lambda row: row.name)
-def test_packet_that_the_stack_must_see_is_not_redirected(uplink: Path_, v: int, row: NotRedirected) -> None:
+def test_packet_that_the_stack_must_see_is_not_redirected(uplink: Path_, v: int, row: NotRedirected):
     uplink.set_loopback_role(row.role)
     own, front, back = ends_of(v, row.which)
     with uplink.forwarding(row.forwards):
         uplink.go_in(ask(own, front), ask(own, back))
 
 
-def test_packet_of_exactly_the_mtu_is_redirected(uplink: Path_, v: int) -> None:
+def test_packet_of_exactly_the_mtu_is_redirected(uplink: Path_, v: int):
     data = os.urandom(MTU - (28 if v == 4 else 48))
     expect_snat_redirect(uplink, udp(client(v), vip(v, CLUSTER), data), lambda a, b: udp(a, b, data, ttl=63), pod(v), v)
 
 
-def test_packet_to_be_fragmented_goes_up_the_stack(uplink: Path_) -> None:
+def test_packet_to_be_fragmented_goes_up_the_stack(uplink: Path_):
     """A packet longer than the MTU, without DF; others of its flow do not."""
     v = 4
     own, front, back = ends_of(v, CLUSTER)
@@ -269,7 +269,7 @@ WRAPS_AFTER_S = 2**52 / 10**9
     [(-30, True), (1 + CLOCK_GRANULARITY_S, False), (WRAPS_AFTER_S / 2 + 2, False), (WRAPS_AFTER_S - 64, False)],
     ids=["now", "a second ago", "26 days ago", "52 days ago"],
 )
-def test_next_hop_is_cached_for_a_second(uplink: Path_, v: int, found: float, still: bool) -> None:
+def test_next_hop_is_cached_for_a_second(uplink: Path_, v: int, found: float, still: bool):
     """Not every packet asks the kernel's tables; a change takes effect within a second."""
     own, front, back = ends_of(v, CLUSTER)
     source = expect_snat_redirect(uplink, ask(own, front), ask, back, v, ttl=63)
@@ -285,7 +285,7 @@ FIRSTS = {"ttl, v4": (4, {"ttl": 1}), "ttl, v6": (6, {"ttl": 1}), "size": (4, {"
 
 
 @pytest.mark.parametrize(("v", "first"), FIRSTS.values(), ids=FIRSTS)
-def test_later_packets_are_redirected_if_the_first_could_not_be(uplink: Path_, v: int, first: dict[str, int]) -> None:
+def test_later_packets_are_redirected_if_the_first_could_not_be(uplink: Path_, v: int, first: dict[str, int]):
     own, front, back = ends_of(v, CLUSTER)
     data, ttl = os.urandom(first.get("size", 1)), first.get("ttl", 64)
     inside = uplink.go_in(udp(own, front, data, ttl=ttl), udp(own, back, data, ttl=ttl))
@@ -294,7 +294,7 @@ def test_later_packets_are_redirected_if_the_first_could_not_be(uplink: Path_, v
 
 
 @pytest.mark.parametrize("role", Role)
-def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, role: Role) -> None:
+def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, role: Role):
     uplink.node(NodeFlag.DIRECT)
     uplink.set_loopback_role(role)
     own, front, back = ends_of(v, LOCAL)
@@ -307,7 +307,7 @@ def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, rol
 
 
 @pytest.mark.parametrize("kind", BACK)
-def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch):
     """A connection that a kube-proxy masquerades: we translate nothing of it, and its port is
     taken.
     """
@@ -333,7 +333,7 @@ def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, mon
     assert node not in {owner(one.raw) for one in shown}
 
 
-def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pytest.MonkeyPatch):
     """Also ports that were given while its programs were being attached; later ones are
     not read.
     """
@@ -349,7 +349,7 @@ def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pyte
     assert [end(NODE[4], one) in held for one in ports] == [True] * host.PORT_RESERVATION_POLLS + [False]
 
 
-def test_masqueraded_flows_are_published_to_conntrack(path: Path_, v: int) -> None:
+def test_masqueraded_flows_are_published_to_conntrack(path: Path_, v: int):
     """Each masqueraded flow once, with the source the backend sees; no ended and no local flows."""
     path.delete_flows()
     own, source = established(path, v, "tcp")

@@ -46,7 +46,7 @@ from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_
 
 @pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}], ids=["", "options"])
 @pytest.mark.parametrize("data", [b"", b"fast open"], ids=["", "data"])
-def test_syn_is_refused_with_a_reset(path: Path_, v: int, more: dict[str, object], data: bytes) -> None:
+def test_syn_is_refused_with_a_reset(path: Path_, v: int, more: dict[str, object], data: bytes):
     more = more if v == 4 else {}
     own, front = client(v), vip(v, NONE)
     syn = tcp(own, front, data, flags="S", seq=0xFFFFFFF0, mss=1460, ttl=2, **more)
@@ -66,7 +66,7 @@ LONG = {
 @pytest.mark.parametrize("build", [udp, sctp])
 @pytest.mark.parametrize("size", [0, 1, 1000])
 @pytest.mark.parametrize("long", LONG)
-def test_datagram_is_refused_with_an_icmp_error(path: Path_, v: int, build: object, size: int, long: str) -> None:
+def test_datagram_is_refused_with_an_icmp_error(path: Path_, v: int, build: object, size: int, long: str):
     own, front = client(v), vip(v, NONE)
     data = bytes(size) if build is udp else packets.SCTP_INIT + bytes(size)
     sent = build(own, front, data, **LONG[long][v])
@@ -95,7 +95,7 @@ DAMAGES += [(6, damage, b"") for damage in DAMAGED6.values()]
 @pytest.mark.parametrize(("v", "damage", "options"), DAMAGES)
 def test_damaged_header_is_left_to_the_stack(
     path: Path_, v: int, kind: str, damage: Callable[[bytes], bytes], options: bytes
-) -> None:
+):
     """It discards the packet. An answer would go to a source that may be wrong, and quote the
     damage.
     """
@@ -105,7 +105,7 @@ def test_damaged_header_is_left_to_the_stack(
 HOUR = 3600 * 10**9
 
 
-def test_only_the_first_fragment_is_refused(path: Path_, v: int) -> None:
+def test_only_the_first_fragment_is_refused(path: Path_, v: int):
     """As a kernel does: later fragments lack the header that the client needs to match
     the error.
     """
@@ -172,7 +172,7 @@ def refusals(path: Path_) -> Iterator[Refusals]:
 
 
 @pytest.mark.parametrize("kind", FIRST)
-def test_refusals_stop_when_the_bucket_is_empty(refusals: Refusals, v: int, kind: str) -> None:
+def test_refusals_stop_when_the_bucket_is_empty(refusals: Refusals, v: int, kind: str):
     """They resume as the bucket refills, up to its burst. The other bucket is independent."""
     other = {"tcp": "udp"}.get(kind, "tcp")
     refusals.set(BUCKET[kind], 50)
@@ -186,7 +186,7 @@ def test_refusals_stop_when_the_bucket_is_empty(refusals: Refusals, v: int, kind
 
 
 @pytest.mark.parametrize("kind", ["udp", "sctp"])
-def test_each_client_has_its_own_limit_of_icmp_errors(refusals: Refusals, v: int, kind: str) -> None:
+def test_each_client_has_its_own_limit_of_icmp_errors(refusals: Refusals, v: int, kind: str):
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 50)
     hosts = [OTHERS[v].format(100 + n + (50 if kind == "udp" else 0)) for n in range(2)]
@@ -199,7 +199,7 @@ def test_each_client_has_its_own_limit_of_icmp_errors(refusals: Refusals, v: int
     assert refusals.answers(v, "tcp", [hosts[1]] * 20) == 20, "resets have their own"
 
 
-def test_one_client_takes_half_of_the_resets(refusals: Refusals, v: int) -> None:
+def test_one_client_takes_half_of_the_resets(refusals: Refusals, v: int):
     """A container that dials a refused port all the time leaves the other half to others."""
     refusals.set(RefusalLimit.RESET, 50)
     refusals.set(RefusalLimit.PEER_RESET, 25)
@@ -209,7 +209,7 @@ def test_one_client_takes_half_of_the_resets(refusals: Refusals, v: int) -> None
         assert all(peers.delete(peer_key(host, RefusalLimit.PEER_RESET)) for host in hosts)
 
 
-def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: int) -> None:
+def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: int):
     """A client whose entry was evicted may get six errors again, within the node's limit."""
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 8)
@@ -232,7 +232,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_refusal_limits_are_the_kernels_settings(path: Path_, name: str) -> None:
+def test_refusal_limits_are_the_kernels_settings(path: Path_, name: str):
     rate, rate6, interval, interval6 = SETTINGS[name]
     settings = {
         "net.ipv4.icmp_msgs_per_sec": "1000",
@@ -261,7 +261,7 @@ def test_refusal_limits_are_the_kernels_settings(path: Path_, name: str) -> None
 
 
 @pytest.mark.parametrize("why", [Reason.NO_ENDPOINTS, Reason.UNKNOWN_PORT], ids=lambda r: r.name)
-def test_sctp_without_checksum_is_dropped_not_refused(path: Path_, v: int, why: Reason) -> None:
+def test_sctp_without_checksum_is_dropped_not_refused(path: Path_, v: int, why: Reason):
     """The device would fill in a CRC in the quoted packet, too, and break the error's own
     checksum.
     """
@@ -301,7 +301,7 @@ def known_flow(path: Path_, v: int) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", FIRST)
 @pytest.mark.parametrize("asked", ASKED)
-def test_frame_that_is_not_to_this_machine_passes_untouched(path: Path_, v: int, kind: str, asked: str) -> None:
+def test_frame_that_is_not_to_this_machine_passes_untouched(path: Path_, v: int, kind: str, asked: str):
     """Each machine of the segment would answer it (RFC 1122, 3.2.2), and the stack drops it."""
     maps = ("flows", "fragments", "failures", "counts")
     sent = ASKED[asked](path, v, kind)

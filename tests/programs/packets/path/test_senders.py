@@ -142,7 +142,7 @@ ROWS = [
 
 @both_policies
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(map(str, row)))
-def test_segment_counts_only_where_the_route_to_its_sender_leads(node: Node, v: int, which: int, row: Row) -> None:
+def test_segment_counts_only_where_the_route_to_its_sender_leads(node: Node, v: int, which: int, row: Row):
     """All its numbers are right: the attacker has seen them, or guessed well."""
     own, talk = client(v), Talk()
     source = node.converse(row.before, talk, own, which)
@@ -159,7 +159,7 @@ def test_segment_counts_only_where_the_route_to_its_sender_leads(node: Node, v: 
 
 @pytest.mark.parametrize("kind", ["udp", "sctp"])
 @pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
-def test_answer_counts_only_from_the_backends_device(node: Node, v: int, kind: str, device: str) -> None:
+def test_answer_counts_only_from_the_backends_device(node: Node, v: int, kind: str, device: str):
     own = client(v)
     question, answer = {
         "udp": (ask, reply),
@@ -184,7 +184,7 @@ BEGINS = {
 
 @pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
 @pytest.mark.parametrize("sender", BEGINS)
-def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
+def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str):
     """What does not is left to the stack, untouched and uncounted: it drops it, or whoever it
     really belongs to gets the answer.
     """
@@ -201,7 +201,7 @@ def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str) -> None:
 
 @pytest.mark.parametrize("route", ["default dev out", "unreachable default"])
 @pytest.mark.parametrize("sender", ["a pod", "a pod, forged by another one"])
-def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, sender: str, route: str) -> None:
+def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, sender: str, route: str):
     """`ip rule iif`, as of egress gateways: the packets of this device take another table."""
     _, device, begins = BEGINS[sender]
     name = {OTHER: "pod9", BACKEND: "pod8"}[device]
@@ -231,7 +231,7 @@ FORGED = {
 
 @both_policies
 @pytest.mark.parametrize("forged", FORGED)
-def test_a_packet_past_the_service_ends_no_connection(node: Node, v: int, which: int, forged: str) -> None:
+def test_a_packet_past_the_service_ends_no_connection(node: Node, v: int, which: int, forged: str):
     """The client has closed its side and waits for the answer. Whoever can send as the backend does
     not know the number of the client's SYN.
     """
@@ -251,9 +251,7 @@ def test_a_packet_past_the_service_ends_no_connection(node: Node, v: int, which:
 
 @both_policies
 @pytest.mark.parametrize("device", [OTHER, BACKEND])
-def test_a_datagram_to_the_backend_itself_belongs_to_no_others_flow(
-    node: Node, v: int, which: int, device: str
-) -> None:
+def test_a_datagram_to_the_backend_itself_belongs_to_no_others_flow(node: Node, v: int, which: int, device: str):
     own = client(v)
     node.come(ask(own, vip(v, which)), UPLINK)
     forged = reply(own, pod(v))
@@ -261,7 +259,7 @@ def test_a_datagram_to_the_backend_itself_belongs_to_no_others_flow(
 
 
 @both_policies
-def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -> None:
+def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int):
     """From the port of an earlier connection through the Service."""
     own, talk = client(v), Talk()
     node.converse(f"{LIVE} FA <FA A", talk, own, which)
@@ -278,7 +276,7 @@ def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int) -
 
 @both_policies
 @pytest.mark.parametrize("answer", ["SA", "RA"], ids=["accepts", "refuses"])
-def test_backend_remembers_the_earlier_connection(node: Node, v: int, answer: str, which: int) -> None:
+def test_backend_remembers_the_earlier_connection(node: Node, v: int, answer: str, which: int):
     """It is in TIME_WAIT, and answers the SYN with an ACK (RFC 9293, 3.10.7.4). Only the client's
     reset of its new connection ends that.
     """
@@ -296,7 +294,7 @@ def test_backend_remembers_the_earlier_connection(node: Node, v: int, answer: st
         node.expect_untouched(packet, device)
 
 
-def test_backend_remembers_a_masqueraded_connection(node: Node, v: int) -> None:
+def test_backend_remembers_a_masqueraded_connection(node: Node, v: int):
     """The node itself connects to the backend, from the port that the connection had here."""
     own, talk = client(v), Talk()
     source = node.converse(f"{LIVE} <FA FA <A", talk, own, CLUSTER)
@@ -306,7 +304,7 @@ def test_backend_remembers_a_masqueraded_connection(node: Node, v: int) -> None:
 
 
 @pytest.mark.parametrize(("segments", "late"), [("FA <FA", "<FA"), ("<FA FA", "<A")])
-def test_backend_closes_after_a_forged_syn(node: Node, v: int, segments: str, late: str) -> None:
+def test_backend_closes_after_a_forged_syn(node: Node, v: int, segments: str, late: str):
     """The connection has ended, but not all of it is acknowledged: what the backend repeats is for
     the client's connection through the Service.
     """
@@ -320,7 +318,7 @@ def test_backend_closes_after_a_forged_syn(node: Node, v: int, segments: str, la
 
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
 @pytest.mark.parametrize("device", [BACKEND, OTHER, UPLINK])
-def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int, kind: str, device: str) -> None:
+def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int, kind: str, device: str):
     """Whoever may send the first one has its ports remembered for its own later ones only."""
     own, talk = client(v), Talk()
     if kind == "tcp":
@@ -338,7 +336,7 @@ def test_later_fragments_count_only_from_the_backends_device(node: Node, v: int,
             assert got[8:24] == front if v == 6 else got[12:16] == front[12:]
 
 
-def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: int) -> None:
+def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: int):
     """Its port was used through a Service before, when its packets came by a device that is gone:
     another pod had its address, or a bridge's ports had programs.
     """
@@ -361,7 +359,7 @@ def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: in
             cache.update(slot, cached)
 
 
-def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int) -> None:
+def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int):
     own = client(v)
     syn = Talk().segment("S", own, vip(v, CLUSTER))
     node.come(syn, UPLINK)
@@ -372,7 +370,7 @@ def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int) ->
         assert (node.path.site.reasons() - before)[Reason.BACKEND_UNANSWERED] == counted
 
 
-def test_a_forged_datagram_does_not_end_a_pods_direct_exchange(node: Node, v: int) -> None:
+def test_a_forged_datagram_does_not_end_a_pods_direct_exchange(node: Node, v: int):
     """A pod has asked the Service, and then the backend itself: answers pass unchanged."""
     own = end(NEAR[v], next(PORTS))
     question, answer = ask(own, vip(v, LOCAL)), reply(pod(v), own)
@@ -383,7 +381,7 @@ def test_a_forged_datagram_does_not_end_a_pods_direct_exchange(node: Node, v: in
     assert node.come(answer, BACKEND)[1] == answer
 
 
-def test_a_strict_reverse_path_filter_holds_for_redirected_packets_too(node: Node, v: int) -> None:
+def test_a_strict_reverse_path_filter_holds_for_redirected_packets_too(node: Node, v: int):
     """The kernel's own one does not see them. It has none for IPv6."""
     node.strict(UPLINK2, True)
     own = client(v)
@@ -396,7 +394,7 @@ def test_a_strict_reverse_path_filter_holds_for_redirected_packets_too(node: Nod
     node.strict(UPLINK2, False)
 
 
-def test_a_client_that_moves_to_another_device_keeps_its_connection(node: Node, v: int) -> None:
+def test_a_client_that_moves_to_another_device_keeps_its_connection(node: Node, v: int):
     """Host devices are exchangeable: with several uplinks each packet may come by any."""
     own, talk, source, uplinks = client(v), Talk(), "", itertools.cycle((UPLINK, UPLINK2))
     for word in ("S", "<SA", "A", "A+", "<A", "A+", "<A+", "FA", "<FA", "A"):

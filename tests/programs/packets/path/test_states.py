@@ -88,7 +88,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize("where", SCALES)
-def test_window_scale_of_a_syn(path: Path_, v: int, where: str) -> None:
+def test_window_scale_of_a_syn(path: Path_, v: int, where: str):
     options, data, shift = SCALES[where]
     own = client(v)
     path.ingress(tcp(own, vip(v, LOCAL), data, flags="S", tcp_options=options))
@@ -99,7 +99,7 @@ def test_window_scale_of_a_syn(path: Path_, v: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("story", ALIVE)
-def test_connection_that_may_be_alive_keeps_its_entries(path: Path_, v: int, story: str) -> None:
+def test_connection_that_may_be_alive_keeps_its_entries(path: Path_, v: int, story: str):
     """Only the two ends know whether a SYN or a RST is genuine; until they react, nothing
     changes.
     """
@@ -191,14 +191,14 @@ STATES = {
 
 @both_policies
 @pytest.mark.parametrize("script", STATES)
-def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str) -> None:
+def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str):
     own, _ = send_segments(path, v, script, which=which)
     assert states(path, own) == {STATES[script]}
 
 
 @both_policies
 @pytest.mark.parametrize("word", ["<A", "<A+", "<FA", "<SA!", "<RA!", "<R"])
-def test_denied_answer_becomes_a_reset_of_the_client(path: Path_, v: int, which: int, word: str) -> None:
+def test_denied_answer_becomes_a_reset_of_the_client(path: Path_, v: int, which: int, word: str):
     """With number 0, it ends the handshake for conntrack, and nothing for the backend. Conntrack
     has not seen the answer to a masqueraded client, and sees its reset on its way to egress. An
     answer without ACK says nothing about a connection.
@@ -214,7 +214,7 @@ def test_denied_answer_becomes_a_reset_of_the_client(path: Path_, v: int, which:
 
 
 @both_policies
-def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int) -> None:
+def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int):
     """The client uses its port again: the entries are replaced. Unless it is masqueraded, the
     backend sees the same port as before. Late packets of the old connection do not end the new one.
     """
@@ -236,7 +236,7 @@ def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int) 
 
 
 @both_policies
-def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int) -> None:
+def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int):
     """It may be forged: the client still waits for the end of an answer, of which a segment was
     lost. nf_conntrack ignores it, too.
     """
@@ -254,7 +254,7 @@ def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int) -
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool) -> None:
+def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool):
     """The node itself now answers at the address, and the client uses the same port."""
     own, source = established(path, v, "tcp")
     if closed:
@@ -273,7 +273,7 @@ def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, clos
 
 
 @pytest.mark.parametrize(("script", "gives"), [("S", True), ("S <SA", True), ("S <SA A", False), ("S <SA A <A", False)])
-def test_handshake_gives_up_its_port_when_none_is_free(path: Path_, v: int, script: str, gives: bool) -> None:
+def test_handshake_gives_up_its_port_when_none_is_free(path: Path_, v: int, script: str, gives: bool):
     """The range has one port, as if a flood had taken all others. A handshake gives its port to a
     new client; one that has acknowledged the backend's number keeps it until it expires.
     """
@@ -297,7 +297,7 @@ LOST = ["replies to the node", "packets in the stack"]
 
 @pytest.mark.parametrize("missing", LOST)
 @pytest.mark.parametrize("script", ["S", "S <SA", f"{LIVE} R", f"{LIVE} FA"])
-def test_syn_of_a_flow_with_a_missing_entry_begins_again(path: Path_, v: int, script: str, missing: str) -> None:
+def test_syn_of_a_flow_with_a_missing_entry_begins_again(path: Path_, v: int, script: str, missing: str):
     """Whatever deleted an entry (another CPU, an agent), the client must not wait for ever."""
     own, source = send_segments(path, v, script)
     lose_entry(path, v, own, source, missing)
@@ -312,7 +312,7 @@ def test_syn_of_a_flow_with_a_missing_entry_begins_again(path: Path_, v: int, sc
 @pytest.mark.parametrize(("seconds", "again"), [(-60, False), (2, True)])
 def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
     path: Path_, v: int, seconds: int, again: bool, missing: str
-) -> None:
+):
     """Not every datagram checks for them, because some clients send forever without a reply."""
     own, source = asked(path, v)
     lose_entry(path, v, own, source, missing)
@@ -323,7 +323,7 @@ def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, lives: bool) -> None:
+def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, lives: bool):
     """A client may send forever from one port, while another pod may have the address by now."""
     own, front, back = ends_of(v, LOCAL)
     question = ask(own, front)
@@ -339,7 +339,7 @@ def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, li
 
 @both_policies
 @pytest.mark.parametrize(("seconds", "answered"), [(0, True), (10, False)])
-def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int, seconds: int, answered: bool) -> None:
+def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int, seconds: int, answered: bool):
     """The agent cuts a flow after the client's datagram. The answer still reaches the client, who
     does not wait for it after some seconds; the next datagram begins a new flow.
     """
@@ -364,7 +364,7 @@ def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int,
         path.ingress(ask(own, front))
 
 
-def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int) -> None:
+def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int):
     """Another program left the source of the client's packets as it was, so the backend's packets
     go to the client and are seen at egress only.
     """
@@ -378,7 +378,7 @@ def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int) -> None:
     assert found == {TcpState.CLOSED}
 
 
-def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int) -> None:
+def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int):
     own = client(v)
     answered, tag = TcpState.ANSWERED, packets.SCTP_TAG
     rows = (  # a chunk of the backend, the tag of its packet → the state
@@ -396,7 +396,7 @@ def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int) -> N
         assert states(path, own) == {want}, chunk
 
 
-def test_sctp_association_outlives_its_backend(path: Path_, v: int) -> None:
+def test_sctp_association_outlives_its_backend(path: Path_, v: int):
     """As a TCP connection does. Only an INIT begins one."""
     own = client(v)
     data = sctp(own, vip(v, CLUSTER), b"\0" * 8)
@@ -414,7 +414,7 @@ def test_sctp_association_outlives_its_backend(path: Path_, v: int) -> None:
                 backends.update(key, value)
 
 
-def test_icmp_error_does_not_count_as_an_answer(path: Path_, v: int) -> None:
+def test_icmp_error_does_not_count_as_an_answer(path: Path_, v: int):
     """A router that cannot deliver the SYN sent the error; the backend has not answered."""
     own = client(v)
     _, sent = path.through(tcp(own, vip(v, CLUSTER), flags="S"))
@@ -425,7 +425,7 @@ def test_icmp_error_does_not_count_as_an_answer(path: Path_, v: int) -> None:
 
 @pytest.mark.parametrize("seen", [FinFlag.CLIENT, FinFlag.BACKEND, 0])
 @pytest.mark.parametrize("last", ["A", "<A"])
-def test_simultaneous_fins_close_the_flow(path: Path_, v: int, last: str, seen: int) -> None:
+def test_simultaneous_fins_close_the_flow(path: Path_, v: int, last: str, seen: int):
     """Two CPUs each saw one FIN, or one has overwritten what the other wrote; the next ACK of
     either side closes the entries.
     """
@@ -449,7 +449,7 @@ OVERWRITTEN = {
 
 
 @pytest.mark.parametrize("row", OVERWRITTEN)
-def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path_, v: int, row: str) -> None:
+def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path_, v: int, row: str):
     """Two CPUs noted segments of one side at once, and the lower number remained."""
     of_client, field, script = OVERWRITTEN[row]
     own, source = send_segments(path, v, f"{LIVE} A+ <A <A+ A")
@@ -469,9 +469,7 @@ def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path
 
 @pytest.mark.parametrize("answer", ["<SA A A+ <A", "<RA"])
 @pytest.mark.parametrize("last", ["A", "FA", "<FA"])
-def test_a_client_may_use_the_port_of_a_connection_that_never_ended(
-    path: Path_, v: int, last: str, answer: str
-) -> None:
+def test_a_client_may_use_the_port_of_a_connection_that_never_ended(path: Path_, v: int, last: str, answer: str):
     """At most one side's FIN was seen, and both sides have forgotten the connection since then. As
     in nf_conntrack, the backend's answer to a SYN proves that; a refusal does if one side has
     closed.
@@ -484,7 +482,7 @@ def test_a_client_may_use_the_port_of_a_connection_that_never_ended(
 
 
 @pytest.mark.parametrize("word", ["A+", "<A+"])
-def test_a_syn_counts_until_either_side_has_sent(path: Path_, v: int, word: str) -> None:
+def test_a_syn_counts_until_either_side_has_sent(path: Path_, v: int, word: str):
     """Whoever forges a SYN and its answer needs no number. But what is in the window between the
     two proves that the connection lives.
     """
@@ -498,7 +496,7 @@ def test_a_syn_counts_until_either_side_has_sent(path: Path_, v: int, word: str)
 
 
 @pytest.mark.parametrize("quiet", ["question", "answer"])
-def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str) -> None:
+def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str):
     """Datagrams in one direction for a long time do not refresh the entry of the other
     direction.
     """
@@ -510,7 +508,7 @@ def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str) -> 
     assert parsed(path.through(ask(own, vip(v, CLUSTER)))[1]).source == source, "the same flow"
 
 
-def test_replies_to_the_node_keep_a_flow_alive(path: Path_, v: int) -> None:
+def test_replies_to_the_node_keep_a_flow_alive(path: Path_, v: int):
     """With redirected packets they are all that is seen of a backend that keeps sending."""
     own, source = asked(path, v)
     expire(path, own, lambda found: source not in found)

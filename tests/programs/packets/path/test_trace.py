@@ -74,7 +74,7 @@ def predicted(path: Path_, v: int, row: Row) -> Trace:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_trace_says_what_the_programs_do(path: Path_, v: int, row: Row) -> None:
+def test_trace_says_what_the_programs_do(path: Path_, v: int, row: Row):
     seen = predicted(path, v, row)
     assert (seen.seen_by, seen.reason) == ("packet", row.why.name.lower()), seen
     before, own = path.site.reasons(), client(v)
@@ -112,7 +112,7 @@ def contents(site: Site) -> dict[str, object]:
 
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_rehearsal_does_the_same(path: Path_, rehearsal: Rehearsal, v: int, protocol: Protocol, row: Row) -> None:
+def test_a_rehearsal_does_the_same(path: Path_, rehearsal: Rehearsal, v: int, protocol: Protocol, row: Row):
     to = FrontendAddress(parse_addr(f"{NET[v]}{row.which}"), row.port, protocol)
     arrival = Arrival(1, bytes(6), False, parse_addr(CLIENT[v]))
     seen = path.inside(lambda: rehearsal.run(arrival, to, 0))
@@ -124,7 +124,7 @@ def test_a_rehearsal_does_the_same(path: Path_, rehearsal: Rehearsal, v: int, pr
         assert (out.source.address == parse_addr(NODE[v])) is row.masqueraded
 
 
-def test_a_rehearsal_leaves_nothing(path: Path_, rehearsal: Rehearsal) -> None:
+def test_a_rehearsal_leaves_nothing(path: Path_, rehearsal: Rehearsal):
     before = contents(path.site)
     arrival = Arrival(1, bytes(6), False, parse_addr(CLIENT[4]))
     targets = [FrontendAddress(parse_addr(f"{NET[4]}{row.which}"), row.port, Protocol.TCP) for row in ROWS]

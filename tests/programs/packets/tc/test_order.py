@@ -55,7 +55,7 @@ def test_a_program_in_front_is_passed_a_few_times_an_hour(
     how: AttachMethod,
     direction: Direction,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     now = [0.0]
     monkeypatch.setattr(attach.time, "monotonic", lambda: now[0])
     devices = DeviceAttachments(net.folder, patterns=("here",), method=how)
@@ -80,7 +80,7 @@ def test_a_program_in_front_is_passed_a_few_times_an_hour(
 
 @needs("tcx")
 @both_directions
-def test_an_upgrade_moves_the_link_of_an_earlier_version(net: Net, ours: Program, direction: Direction) -> None:
+def test_an_upgrade_moves_the_link_of_an_earlier_version(net: Net, ours: Program, direction: Direction):
     """Earlier versions attached their links after the programs that were there."""
     devices = DeviceAttachments(net.folder, patterns=("here",))
     with idle("theirs") as theirs, idle("older") as older:

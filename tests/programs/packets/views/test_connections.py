@@ -53,7 +53,7 @@ print(json.dumps([run(program, bytes(64), context=SkbContext(mark=int(m)).pack()
 """
 
 
-def test_idle_timeouts_match_the_programs(tmp_path: Path) -> None:
+def test_idle_timeouts_match_the_programs(tmp_path: Path):
     """timeout_of() itself runs, for every protocol and state, and for states without a name."""
     shutil.copytree(SOURCES, tmp_path, dirs_exist_ok=True)
     (tmp_path / "scratch.c").write_text(TRACK)
@@ -111,7 +111,7 @@ EXCHANGES = [
 
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.name)
-def test_connection_is_shown_as_one_row(wire: Wire, show, exchange: Exchange, v: int) -> None:
+def test_connection_is_shown_as_one_row(wire: Wire, show, exchange: Exchange, v: int):
     wire.talk(v, exchange.which, 2000, exchange.script)
     (row,) = show("connections")
     names = {MASKED: "masked", LOCAL: "local"}
@@ -132,7 +132,7 @@ def test_connection_is_shown_as_one_row(wire: Wire, show, exchange: Exchange, v:
 
 @needs("socket_iterator")  # otherwise the number of open connections is unknown
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.name)
-def test_closed_connection_is_not_counted_as_open(wire: Wire, call: Run, show, exchange: Exchange) -> None:
+def test_closed_connection_is_not_counted_as_open(wire: Wire, call: Run, show, exchange: Exchange):
     """In no view and in no metric, although its entries still exist."""
     wire.talk(4, exchange.which, 2000, exchange.script)
     is_open = int(exchange.state != "closed")
@@ -147,7 +147,7 @@ def test_closed_connection_is_not_counted_as_open(wire: Wire, call: Run, show, e
     assert open_now == ({name: 1} if is_open else {})
 
 
-def test_changed_client_port_is_shown(wire: Wire, show) -> None:
+def test_changed_client_port_is_shown(wire: Wire, show):
     """Two frontends of one backend, used from one client port: the backend sees two ports."""
     wire.talk(4, LOCAL, 2000, "? <!")
     wire.talk(4, ALSO, 2000, "? <!")
@@ -159,7 +159,7 @@ def test_changed_client_port_is_shown(wire: Wire, show) -> None:
 
 
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
-def test_connection_of_the_node_shows_its_device(wire: Wire, show, call: Run, v: int) -> None:
+def test_connection_of_the_node_shows_its_device(wire: Wire, show, call: Run, v: int):
     """The hooks left the socket alone; its SYN is seen at egress."""
     syn = tcp(end(NODE[v], 2000), end(f"{VIP[v]}{MASKED}", 80), flags="S")
     wire.path.egress(syn)
@@ -171,7 +171,7 @@ def test_connection_of_the_node_shows_its_device(wire: Wire, show, call: Run, v:
 
 
 @pytest.mark.parametrize("other", [f"{VIP[4]}{MASKED}", POD[4]], ids=["question", "answer"])
-def test_connection_is_as_recent_as_its_newest_entry(wire: Wire, show, other: str) -> None:
+def test_connection_is_as_recent_as_its_newest_entry(wire: Wire, show, other: str):
     """Datagrams in one direction do not refresh the entry of the other direction."""
     wire.talk(4, MASKED, 2000, "? <!")
     age(wire, 20)
@@ -257,7 +257,7 @@ def measure(site: Site, output: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_connections_of_a_full_map_take_tens_of_megabytes(full_site: Site, site: Site, output: str) -> None:
+def test_connections_of_a_full_map_take_tens_of_megabytes(full_site: Site, site: Site, output: str):
     """More than without connections: Python and the libraries depend on the machine."""
     site.open().apply(world(), None)
     lines, megabytes = measure(full_site, output)

@@ -26,7 +26,7 @@ from tests.support.lab.lab import run as command
 from tests.support.plane import Site
 
 
-def test_nat_and_affinity_show_what_packets_have_written(wire: Wire, show) -> None:
+def test_nat_and_affinity_show_what_packets_have_written(wire: Wire, show):
     for port in (61_100, 61_101):
         wire.talk(4, MASKED, port, "S <SA A")
     wire.talk(4, MASKED, 61_102, "S <RA")
@@ -45,7 +45,7 @@ def test_nat_and_affinity_show_what_packets_have_written(wire: Wire, show) -> No
     assert (kept["client"], kept["kind"], kept["service"]) == (CLIENT[6], "address", "default/kept-udp6")
 
 
-def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
+def test_devices_show_role_and_programs(wire: Wire, show, call: Run):
     rows = {row["device"]: row for row in show("devices")}
     parts = {name: (row["role"], row["reason"]) for name, row in rows.items()}
     assert parts["lo"] == ("skipped", "loopback")
@@ -68,7 +68,7 @@ def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
     assert "bridge of pods" in call("devices")[1]
 
 
-def test_devices_in_another_network_namespace_is_an_error(wire: Wire, capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_in_another_network_namespace_is_an_error(wire: Wire, capsys: pytest.CaptureFixture[str]):
     assert app.call(["inspect", "devices", "--pin-dir", str(wire.site.pins)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -76,7 +76,7 @@ def test_devices_in_another_network_namespace_is_an_error(wire: Wire, capsys: py
     assert "nsenter" in err
 
 
-def test_check_reports_a_dropping_forward_chain_of_another_table(wire: Wire) -> None:
+def test_check_reports_a_dropping_forward_chain_of_another_table(wire: Wire):
     """It is in a table that iptables and CNIs do not use, so kbpf does not change it."""
 
     def row() -> CheckRow:
@@ -103,7 +103,7 @@ def packets_of_status(call: Run) -> Any:
     return json.loads(call("status", "-o", "json")[1])["packets"]
 
 
-def test_status_counts_connections_entries_and_devices(wire: Wire, call: Run) -> None:
+def test_status_counts_connections_entries_and_devices(wire: Wire, call: Run):
     before = packets_of_status(call)
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
@@ -122,7 +122,7 @@ def test_status_counts_connections_entries_and_devices(wire: Wire, call: Run) ->
 
 def test_compile_error_is_shown_in_the_status(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """From the failure to the agent's status, and from there to the view."""
     obtain = compile.find_or_compile
 
@@ -142,7 +142,7 @@ def test_compile_error_is_shown_in_the_status(
     assert "failed: no such header (tc.c); install it" in capsys.readouterr().out
 
 
-def test_problems_of_the_device_thread_are_in_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_of_the_device_thread_are_in_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch):
     failed = {f"d{i:02}": f"why {i}" for i in range(MAX_FAILED_DEVICES + 5)}
     thread = DeviceReconcilerStatus(failed=failed, problem="no answer")
     monkeypatch.setattr(DeviceReconciler, "status", lambda _: thread)
@@ -153,9 +153,7 @@ def test_problems_of_the_device_thread_are_in_the_status(wire: Wire, monkeypatch
 
 
 @pytest.mark.parametrize("has_status", [True, False], ids=["agent's status", "no status"])
-def test_views_report_that_the_packet_path_is_off(
-    site: Site, capsys: pytest.CaptureFixture[str], has_status: bool
-) -> None:
+def test_views_report_that_the_packet_path_is_off(site: Site, capsys: pytest.CaptureFixture[str], has_status: bool):
     plane = site.open()
     plane.apply(world(), None)
     if has_status:
