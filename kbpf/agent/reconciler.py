@@ -101,7 +101,9 @@ class Reconciler:
         return self.computer.is_busy or bool(self._dirty) or self.applier.is_deferred
 
     def reconcile(self) -> None:
-        """Runs one round."""
+        """Runs one round: queues touched Services, computes small ones, compares everything if that is due,
+        programs what has changed, and goes on with a large one.
+        """
         if self.state is State.WAITING:
             if not self.store.synced >= REQUIRED_KINDS:
                 return

@@ -38,8 +38,8 @@ struct client {
 	u64 netns;               /* cookie; 0 for packets */
 	u32 owner;               /* types.h */
 	bool outside; /* neither this node nor one of its pods: the external policy applies */
-	const u32
-		*tuple; /* of its packet (struct tuple), whose sender is the key; NULL: a socket */
+	/* The struct tuple of its packet, whose sender is the key; NULL: a socket. */
+	const u32 *tuple;
 };
 
 struct choice {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* The maps that both units or only the socket hooks use; those of the packet path alone are in
  * tc/. For each map: key -> value, which side (agent or programs) writes it and which deletes
- * entries, and what happens when it is full.
+ * entries, and what happens when it is full. To add one: docs/contributing.md, "A map".
  *
  * The sizes here only satisfy the compiler; the loader sets the real ones (layout.py). Plain hashes
  * are not preallocated, so unused capacity costs only its buckets.

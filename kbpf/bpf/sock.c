@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* The socket hooks: eight cgroup programs that translate Service addresses for the sockets of the
  * node and its pods. A ninth, sock_ops(), is attached only with --accounting full. The programs of
- * trace.h notice failures, and run only then.
+ * trace.h are at tracepoints of the kernel, and run when a connection fails.
  *
  * connect() to a frontend is directed to a backend once; no packet is rewritten afterwards.
  * Unconnected UDP is directed for each datagram, to the same backend as long as the flow is in use

@@ -92,6 +92,7 @@ int tc_ingress(struct __sk_buff *skb)
 		return leave_to_bridge(skb);
 	if (translation.masqueraded)
 		mark_masqueraded(skb, true);
+	/* It is of no live flow. tc_recheck decides if the flow may be over. */
 	if (translation.restart == RESTART_CHECK ||
 	    (starts_flow(p) && (result == INGRESS_OVER || may_begin(&p->tuple.to))))
 		return start_flow(skb, s, translation.restart, TAIL_CHOOSE);

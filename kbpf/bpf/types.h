@@ -227,7 +227,7 @@ struct unconfirmed_key {
 	u64 time;
 };
 
-/* Connection states of all protocols; flow.h says which packet leads to which state. */
+/* Connection states of all protocols; docs/design/packets.md says which packet leads to which. */
 enum tcp_state {
 	STATE_NEW = 0,         /* the client has sent, the backend has not answered */
 	STATE_ESTABLISHED = 1, /* confirmed by the backend; UDP: a stream in both directions */
@@ -464,7 +464,8 @@ enum verdict {
 	DROP = 3,      /* the client sees a timeout */
 };
 
-/* Why it decided so; index into the map `reasons`. */
+/* Why it decided so; index into the map `reasons`. Append only: docs/contributing.md, "A reason".
+ */
 enum reason {
 	NOT_A_SERVICE = 0,
 	TRANSLATED = 1, /* this and the next two: only at sockets, packets count NEW_FLOW */
@@ -496,7 +497,7 @@ enum reason {
 	BACKEND_RESET =
 		27,   /* a connection that the backend had accepted ended otherwise than by FINs */
 	INVALID = 28, /* not of the connection that has its ports (judge.h): dropped */
-	REASONS = 29,
+	REASONS = 29, /* at most 64: struct monitor */
 };
 
 /* ---- accounting (account.h) ---- */

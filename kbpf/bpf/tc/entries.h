@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* The entries of a flow in the map: finds, locks and deletes them, and reserves ports that a
+/* The entries of a flow (flow.h) in the map: finds, locks and deletes them, and notes ports that a
  * backend may still send to.
  */
 #pragma once
@@ -9,6 +9,8 @@
 #include "lib/hash.h"
 #include "tc/flow.h"
 
+/* slot of a flow's key -> the lock for taking that key over: try_lock_key(). Only programs use it.
+ */
 BPF_TABLE("array", u32, struct port_slot, port_slots, PORT_SLOTS);
 
 static __always_inline bool same_flow(const struct flow *a, const struct flow *b)

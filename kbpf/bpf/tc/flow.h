@@ -19,9 +19,9 @@
  *   reply         client', backend      original packets as they leave, and replies
  *   SNAT reply    snat, backend         replies to the node
  *
- * The last one exists only with SNAT. The reply entry is then for packets in the stack, of which a
- * flow that bypasses the stack (enum flow_path) may have none. Those packets update another entry
- * as they arrive, and this one as they leave.
+ * The last one exists only with SNAT. The reply entry is then for packets in the stack: in a flow
+ * that bypasses it (enum flow_path) only those that are too long. They update another entry as they
+ * arrive, and this one as they leave.
  *
  * A key does not depend on the direction of the packet: one lookup finds its flow, or that it has
  * none. Lookups are most of what a packet costs here, because each reads two cold cache lines.

@@ -36,19 +36,23 @@ static __always_inline int send_path_mtu(struct __sk_buff *skb, struct scratch *
 	return go(skb, TAIL_REFUSE);
 }
 
+/* Sends on what translate_in() has translated. A packet of a flow that bypasses the stack goes to
+ * the next device with both addresses changed. If it is too long for that device, its sender is
+ * told the MTU, or, if it may be fragmented, it goes up the stack like all others: there the source
+ * changes when it leaves. Packets for the node's own sockets are delivered on the device that they
+ * expect. */
 static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *s,
-					 const struct device *device, struct translation *result)
+					 const struct device *device, struct translation *t)
 {
-	struct tuple *new = &result->to_stack;
+	struct tuple *new = &t->to_stack;
 	struct packet *p = &s->packet;
 	struct device *to = NULL;
-	bool bypasses = result->path != PATH_STACK && !result->host_device;
+	bool bypasses = t->path != PATH_STACK && !t->host_device;
 	int action = TC_ACT_UNSPEC;
 	u32 mtu = 0, l3 = p->l3;
 
 	if (bypasses)
-		to = next_hop_of_flow(skb, p, &result->to_device, &result->flow->out, &s->hop,
-				      result->now);
+		to = next_hop_of_flow(skb, p, &t->to_device, &t->flow->out, &s->hop, t->now);
 	if (to && needs_stack(device, to)) /* the route has changed, or replies come another way */
 		to = NULL;
 	if (!to && bypasses)
@@ -57,15 +61,15 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	if (mtu && p->fragment != LATER && mtu < wire_length(skb, p) && dont_fragment(skb, p))
 		return send_path_mtu(skb, s, mtu);
 	if (to)
-		new = &result->to_device;
-	account_bytes(result->flow, skb->len - p->l3, p->tcp_flags, result->reply);
-	if (rewrite(skb, p, new, to ? p->ttl - 1 : p->ttl)) /* forwarding's only other duty */
+		new = &t->to_device;
+	account_bytes(t->flow, skb->len - p->l3, p->tcp_flags, t->reply);
+	if (rewrite(skb, p, new, to ? p->ttl - 1 : p->ttl)) /* as a router does */
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (to)
 		action = redirect_packet(skb, device, to, &s->hop);
-	else if (result->host_device)
-		action = deliver_to_host(skb, device, result->host_device, &l3);
-	else if (result->masqueraded)
+	else if (t->host_device)
+		action = deliver_to_host(skb, device, t->host_device, &l3);
+	else if (t->masqueraded)
 		mark_masqueraded(skb, true);
 	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : l3);
 }

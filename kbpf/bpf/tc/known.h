@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Packets of known flows: updates the state of their flow. flow.h says what each packet changes,
- * and when.
+/* The state of known flows: what an ordinary packet updates, when a client's packet begins the flow
+ * again, and how other programs return to tc_ingress, tc_egress and tc_host. judge.h decides about
+ * packets that are not ordinary.
  */
 #pragma once
 

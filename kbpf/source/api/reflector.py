@@ -498,6 +498,7 @@ class Reflector:
         return self._forbidden_backoff.next_delay()
 
     def _record_failure(self, error: SourceError) -> None:
+        """Logs and counts it. The status stays `authoritative`: what was listed is complete, only old."""
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"
         line = str(SourceError(what, error.where or self._cluster.url, error.hint))
         reason = f"{error.what} {error.where} {error.hint}"

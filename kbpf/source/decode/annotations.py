@@ -6,6 +6,8 @@
 
 An annotation is optional, so an invalid one harms only itself: invalid parts are skipped, with one
 line for each annotation, and the Service is served without them.
+
+To add one: docs/contributing.md, "An annotation of Services".
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the writes from the programmed to the desired state, in an order that is safe for readers.
+planner.py chooses the Service ports and checks their room; WritePlan collects their writes here.
 
 The order, and why (BpfPlane._apply(), MapState.write() and commit.py execute it):
  1. the packet path's maps of the node (PacketPathLifecycle.write_node());
