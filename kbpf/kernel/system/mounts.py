@@ -242,7 +242,11 @@ def mount_bpffs(path: Path) -> None:
         raise KernelError(
             "cannot create the mount point for a bpffs", str(path), PIN_DIR_HINT, error.errno or 0
         ) from error
-    if files := sorted(os.listdir(path)):
+    try:
+        files = sorted(os.listdir(path))
+    except OSError as error:
+        raise KernelError("cannot read the pin folder", str(path), "run as root", error.errno or 0) from error
+    if files:
         more = ", ..." if len(files) > MAX_NAMED_FILES else ""
         raise KernelError(
             f"will not mount a bpffs over a folder with files: {', '.join(files[:MAX_NAMED_FILES])}{more}",

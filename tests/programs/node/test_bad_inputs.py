@@ -141,7 +141,7 @@ OF_FOLDERS = {
 FILE = "not a folder ({file}); give the folder that `kbpf run` was given with --pin-dir"
 BAD_INPUTS = msgspec.convert(yaml.safe_load(TEXT), dict[str, Input])
 for command, before in OF_FOLDERS.items():
-    for where in ("{closed}/pins", *(["{closed}"] if before != AGENT else [])):
+    for where in ("{closed}/pins", "{closed}"):
         line = f"cannot read the pin folder ({where}): EACCES; run as root"
         BAD_INPUTS[f"nobody: {command} {where}"] = Input(f"{command} --pin-dir {where}", line, 1, before, True)
     if before != AGENT:
