@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from kbpf.config import load
-from tests.values.config.documents import PROXY, field
+from tests.values.config.documents import PROXY, document, field, shown
 from tests.values.config.rows_kube_proxy_file import SAYS, WRONG
 
 SAID_OTHERWISE = {
     "mode: ''": "iptables",
     "detectLocalMode: ''": "ClusterCIDR",
-    "iptables: {minSyncPeriod: 0s}": 1.0,
+    "iptables: {minSyncPeriod: 0s}": "1.0",
 }
 """Settings that kube-proxy writes differently: values that we leave unset, and one other
 default.
 """
 
 REFUSED_LATER = {
-    "mode: ipvs\nipvs: {scheduler: best}",
+    "mode: ipvs; ipvs: {scheduler: best}",
     "hostnameOverride: ' '",
-    "detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: a/b}",
+    "detectLocalMode: BridgeInterface; detectLocal: {bridgeInterface: a/b}",
 }
 """Files that kube-proxy reads and writes, but cannot run with."""
 
@@ -34,11 +34,11 @@ REFUSED_LATER = {
 def made(kube_proxy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Text of a row → the settings that kube-proxy writes; b"" where it refuses."""
     folder = tmp_path_factory.mktemp("rows")
-    texts = list(dict.fromkeys(row.text for row in (*SAYS, *WRONG)))
+    texts = list(dict.fromkeys(text for text, _ in (*SAYS, *WRONG)))
 
     def ask(number: int) -> bytes:
         given, written = folder / f"{number}.in", folder / f"{number}.out"
-        given.write_text(PROXY + texts[number])
+        given.write_text(PROXY + document(texts[number]))
         command = (str(kube_proxy), "--config", str(given), "--write-config-to", str(written))
         done = subprocess.run(command, capture_output=True, check=False)
         return written.read_bytes() if done.returncode == 0 else b""
@@ -49,13 +49,14 @@ def made(kube_proxy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def test_kube_proxy_reads_the_same_settings(made: dict[str, bytes]):
     found = {}
-    for row in SAYS:
-        assert made[row.text], f"kube-proxy refuses {row.text}"
-        value = field(load.load({}, {}, made[row.text]).config, row.field)
-        if value != row.value:
-            found[row.text] = value
+    for text, says in SAYS:
+        assert made[text], f"kube-proxy refuses {text}"
+        name, _, value = says.partition(" = ")
+        read = shown(field(load.load({}, {}, made[text]).config, name))
+        if read != value:
+            found[text] = read
     assert found == SAID_OTHERWISE
 
 
 def test_kube_proxy_refuses_the_same_files(made: dict[str, bytes]):
-    assert {row.text for row in WRONG if made[row.text]} == REFUSED_LATER
+    assert {text for text, _ in WRONG if made[text]} == REFUSED_LATER
