@@ -240,7 +240,6 @@ NOT_HERE = {
     "kubectl -n kube-system logs": "needs a kubelet",
     "kubectl debug node/NODE --profile=sysadmin --image=registry.k8s.io/kube-proxy:v1.37.1 -- "
     "kube-proxy --cleanup": "needs a kubelet; what it runs: tests/lab/cluster/test_takeover_cleanup.py",
-    "kubectl apply -k": "of the overlays: tests/lab/cluster/test_install_doc.py",
     "kubectl delete -k": "of the overlays: tests/lab/cluster/test_install_doc.py",
     "kubectl -n kube-system rollout status ds kbpf-cleanup": "of its DaemonSet: test_daemonset.py",
     "kbpf ...": "any",
