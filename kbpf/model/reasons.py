@@ -179,5 +179,5 @@ class Reason(IntEnum):
         28,
         Verdict.DROP,
         "dropped: not part of the connection that uses its ports, which it may have been earlier; "
-        "or forged; or an ICMP redirect. conntrack calls such packets invalid, or drops them, too",
+        "or forged. conntrack calls such packets invalid, too",
     )

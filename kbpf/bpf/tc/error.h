@@ -51,8 +51,9 @@ static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s
 }
 
 /* Whether an error tells its receiver to send everything for an address to another gateway: with
- * the frontend's address, that would be past this node. nf_nat drops them, too. IPv6 has none: its
- * redirects name the address themselves, and are no errors. */
+ * the frontend's address, that would be past this node. Dropped without being counted, as by
+ * nf_nat: the receiver misses nothing. IPv6 has none: its redirects name the address themselves,
+ * and are no errors. */
 static __always_inline bool is_redirect(const struct packet *p)
 {
 	return p->icmp_type == ICMP_REDIRECT;
@@ -88,7 +89,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	}
 	if (is_redirect(p))
-		return finish(TC_ACT_SHOT, INVALID);
+		return TC_ACT_SHOT;
 	if (translation.path != PATH_STACK && !translation.host_device) {
 		hidden = translation.masqueraded && !translation.reply;
 		outer = outer_of(p, &tuple, &translation.to_device, hidden);
@@ -128,7 +129,7 @@ int tc_icmp_out(struct __sk_buff *skb)
 	if (!is_rewrite(result))
 		return TC_ACT_UNSPEC;
 	if (is_redirect(&s->packet))
-		return finish(TC_ACT_SHOT, INVALID);
+		return TC_ACT_SHOT;
 	outer = outer_of(&s->packet, &tuple, &after, result == EGRESS_MASQUERADE);
 	if (rewrite_error(skb, s, &after, &outer, s->packet.ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
