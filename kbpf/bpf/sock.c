@@ -201,13 +201,37 @@ static __always_inline bool is_kernel_socket(struct bpf_sock *sk)
 	return bits >> bit % 8 & 1;
 }
 
-/* Whether the packet path has to serve this socket, so that its mount keeps the Service's address.
- * By packets a socket does not reach a backend in the node's own network: such a mount is
- * translated, and stays with the backend. */
-static __always_inline bool needs_own_address(struct bpf_sock_addr *ctx, struct target *backend)
+/* Whether the packet path has to serve this socket: the kernel's own, so that its mount keeps the
+ * Service's address; or one of the node that is bound to a device (as systemd-resolved's while it
+ * connects), by which no route may lead to the backend. By packets a socket does not reach a
+ * backend in the node's own network: such a mount is translated, and stays with the backend. */
+static __always_inline bool needs_own_address(struct bpf_sock_addr *ctx, u64 netns,
+					      struct target *backend)
 {
-	return is_kernel_socket(ctx->sk) && (config_flags() & CONFIG_KERNEL_SOCKETS) &&
+	u32 flags = config_flags();
+
+	return (((flags & CONFIG_KERNEL_SOCKETS) && is_kernel_socket(ctx->sk)) ||
+		((flags & CONFIG_PACKET_PATH) && ctx->sk && ctx->sk->bound_dev_if &&
+		 is_host(netns))) &&
 	       !find_node_address(&backend->address);
+}
+
+/* Whether the socket is bound to a loopback address, but the backend has another one: the kernel
+ * would say that the address is invalid. Left alone, such a connection is refused. */
+static __always_inline bool is_bound_to_loopback(struct bpf_sock *sk, const struct target *backend)
+{
+	struct address own;
+
+	if (!sk)
+		return false;
+	own = v4_mapped(sk->src_ip4);
+	if (sk->family == AF_INET6) {
+		own.word[0] = sk->src_ip6[0];
+		own.word[1] = sk->src_ip6[1];
+		own.word[2] = sk->src_ip6[2];
+		own.word[3] = sk->src_ip6[3];
+	}
+	return is_loopback(&own) && !is_loopback(&backend->address);
 }
 
 /* Whether the hooks leave this socket alone. Its packets keep the Service's address, and the packet
@@ -268,7 +292,8 @@ static __always_inline enum verdict choose_for_socket(struct bpf_sock_addr *ctx,
 		return PASS;
 	}
 	v = choose(to, &client, c);
-	if ((v == TRANSLATE && needs_own_address(ctx, &c->backend)) ||
+	if ((v == TRANSLATE && (needs_own_address(ctx, netns, &c->backend) ||
+				is_bound_to_loopback(ctx->sk, &c->backend))) ||
 	    (connects && is_udp_probe(to, c))) {
 		c->reason = LEFT_TO_PACKETS;
 		return PASS;
@@ -296,23 +321,6 @@ static __always_inline bool needs_reserved_port(void *ctx, enum verdict v)
 static __always_inline __be16 random_reserved_port(void)
 {
 	return __builtin_bswap16(RESERVED_PORT_LOW + bpf_get_prandom_u32() % RESERVED_PORTS);
-}
-
-/* connect(): replaces `to` by the backend. Since Linux v6.1 the hooks also run for ping sockets,
- * which have no port. */
-static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx, struct target *to,
-						      enum reason *reason)
-{
-	struct choice c = {};
-	enum verdict v = PASS;
-
-	if (to->protocol == IPPROTO_TCP || to->protocol == IPPROTO_UDP)
-		v = choose_for_socket(ctx, to, true, &c);
-	record_peer(ctx, v, to, &c);
-	if (v == TRANSLATE)
-		*to = c.backend;
-	*reason = c.reason;
-	return v;
 }
 
 /* Whether this is still a frontend of this Service. */
@@ -465,6 +473,27 @@ static __always_inline bool find_flow(struct bpf_sock *sk, const struct target *
 	flow->last_sent = now;
 	/* Compare again: another thread may have reused the element in between (create_flow()). */
 	return same_target(&flow->frontend, to);
+}
+
+/* connect(): replaces `to` by the backend. A UDP socket that has sent to this frontend keeps its
+ * backend. Since Linux v6.1 the hooks also run for ping sockets, which have no port. */
+static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx, struct target *to,
+						      enum reason *reason)
+{
+	struct choice c = {};
+	enum verdict v = PASS;
+
+	if (to->protocol == IPPROTO_UDP && find_flow(ctx->sk, to, bpf_ktime_get_ns(), &c)) {
+		c.reason = TRANSLATED_BY_FLOW;
+		v = TRANSLATE;
+	} else if (to->protocol == IPPROTO_TCP || to->protocol == IPPROTO_UDP) {
+		v = choose_for_socket(ctx, to, true, &c);
+	}
+	record_peer(ctx, v, to, &c);
+	if (v == TRANSLATE)
+		*to = c.backend;
+	*reason = c.reason;
+	return v;
 }
 
 /* A socket that is connected to this frontend and also names it in sendmsg() keeps the backend of

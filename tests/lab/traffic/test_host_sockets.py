@@ -6,6 +6,7 @@ Every device has a strict reverse path filter. The node needs its default route:
 Service leave by it, and are translated there.
 """
 
+import socket
 from collections.abc import Iterator
 from itertools import product
 
@@ -15,8 +16,9 @@ from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from tests.support.cluster.cluster import HOST_PORT, UNROUTED
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, both_families, check, split
-from tests.support.lab.lab import Agent, inside, ip, until
+from tests.support.lab.lab import PATIENCE, Agent, inside, ip, until
 from tests.support.lab.lab import run as command
+from tests.support.plane import within
 
 OFF, ON = "off", "on"
 STRICT = "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done"
@@ -119,6 +121,30 @@ def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str):
         answer = field[who].udp(host, port, connected=True)
         assert answer == {"error": REFUSED, "at_once": False}, field.agent.tail(5)
         assert field.agent.reasons()[Reason.UNKNOWN_PORT] == before + 1
+
+
+@both_families
+@pytest.mark.parametrize("field", [ON], indirect=True)
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+@pytest.mark.parametrize("for_good", [True, False], ids=["for good", "while it connects"])
+def test_sockets_that_are_bound_to_a_device_are_served(field: Field, v6: bool, kind: int, for_good: bool):
+    """The device leads to the Service, but not to the backend on this node. systemd-resolved binds
+    its sockets while they connect, if a link has DNS servers of its own.
+    """
+    until("the packet path serves", lambda: ConfigFlag.PACKET_PATH in config_flags(field.agent))
+    host, port = split(at("ClusterIP", 31 if kind == socket.SOCK_DGRAM else 11, v6))
+
+    def ask() -> str:
+        with socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, kind) as s:
+            s.settimeout(PATIENCE)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"eth0")
+            s.connect((host, port))
+            if not for_good:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"")
+            s.sendall(b"bye\n")
+            return s.recv(4096).decode()
+
+    assert '"a1"' in within(field["host-1"], ask)
 
 
 def config_flags(agent: Agent) -> ConfigFlag:

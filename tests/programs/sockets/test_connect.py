@@ -464,6 +464,27 @@ def test_localhost_node_ports_can_be_switched_off(bench: Bench):
     assert bench["host"].tcp("127.0.0.1", 30080)["name"] == "one"
 
 
+@needs("netns_cookie")
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+@pytest.mark.parametrize("own", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_socket_bound_to_loopback_is_refused_at_a_node_port(bench: Bench, own: str, kind: int):
+    """From that address it reaches no backend, and no process of the node listens on the port."""
+
+    def dial() -> int:
+        with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET, kind) as s:
+            s.settimeout(PATIENCE)
+            s.bind((own, 0))
+            try:
+                s.connect(("::1" if ":" in own else "127.0.0.1", 30080))
+                s.sendall(b"bye\n")
+                s.recv(4096)
+            except OSError as error:
+                return error.errno
+            return 0
+
+    assert within(bench["host"], dial) == errno.ECONNREFUSED
+
+
 OWN_PORT = 20_678
 """Outside of the range from which the kernel takes the ports of other sockets."""
 

@@ -124,6 +124,22 @@ def test_reply_of_a_shared_backend_shows_the_last_used_frontend(bench: Bench):
     bench["pod"].ask("drop", keep="s")
 
 
+def test_connect_keeps_the_backend_of_earlier_datagrams(bench: Bench):
+    bench.serve(bench.udp(WEB, "one two three"))
+
+    def ask() -> tuple[str, ...]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.settimeout(PATIENCE)
+            s.sendto(b"hello\n", ("10.96.0.1", 53))
+            first = s.recv(4096)
+            s.connect(("10.96.0.1", 53))
+            s.send(b"hello\n")
+            return tuple(data.decode().split('"')[3] for data in (first, s.recv(4096)))
+
+    pairs = {within(bench["pod"], ask) for _ in range(30)}
+    assert pairs == {(name, name) for name in ("one", "two", "three")}
+
+
 def test_flow_keeps_its_backend_while_it_serves(bench: Bench):
     three = bench.udp(WEB, "one two three")
     bench.serve(three)
