@@ -151,8 +151,15 @@ def remove_kube_proxy(force: bool = False, dry_run: bool = False) -> Iterator[Re
             detect.require_no_kube_proxy()
     nft_works = forward_rules.probe_nf_tables().works
     own_services = (ipvs_cleanup.read_owned_services() if nft_works else None) or ()
-    descriptions = takeover_cleanup.remove(own_services, dry_run)
+    notes: list[str] = []
+    descriptions = takeover_cleanup.remove(own_services, dry_run, notes.append)
     yield from (RemovedItem("kube-proxy", description) for description in descriptions)
+    if notes:
+        notes.append(
+            "if a CNI adds these rules, remove externalSetMarkChain from its configuration first; run this again "
+            "when they are gone (docs/migration.md)"
+        )
+        print(*(f"kbpf: {line}" for line in notes), sep="\n", file=sys.stderr)
     if not nft_works or dry_run:
         return
     for family in conntrack_keepalive.list_families():

@@ -2,9 +2,10 @@
 """Removes what a stopped kube-proxy leaves on a node.
 
 kube-proxy does not remove its rules when it stops, in any mode. This module removes them and
-nothing else: chains and sets that have one of kube-proxy's names, and rules in other chains only
-if they jump to those. The chain KUBE-FIREWALL stays, because kubelet uses it too: it protects the
-node's loopback addresses.
+nothing else: chains and sets that have one of kube-proxy's names, and its own jumps to those from
+the kernel's chains. Chains to which rules of others jump stay, with what they need: a CNI may have
+been told to use KUBE-MARK-MASQ. The chain KUBE-FIREWALL stays, because kubelet uses it too: it
+protects the node's loopback addresses.
 
 The rules in nf_tables (iptables-nft, and kube-proxy's own table in mode nftables) are removed
 through libnftables in one transaction. Tables of iptables-legacy, if any exist, are changed with
@@ -15,8 +16,9 @@ All functions act on the network namespace of the calling thread.
 """
 
 import contextlib
+import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
@@ -67,6 +69,20 @@ IP_SET_NAME: Final = re.compile(
 """Two of the IPv6 names are truncated to the 31 characters that an ipset name may have."""
 NFACCT_COUNTERS: Final = ("ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts")
 FAMILIES: Final = ("ip", "ip6")
+KERNEL_CHAINS: Final = frozenset(("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"))
+MARK_CHAIN: Final = "KUBE-MARK-MASQ"
+MASQUERADE_CHAIN: Final = "KUBE-POSTROUTING"
+"""It masquerades the packets that went through MARK_CHAIN."""
+OWN_COMMENT: Final = re.compile("kube(rnetes|-proxy) ")
+"""Comments of kube-proxy's jumps."""
+LEGACY_RULE: Final = re.compile(
+    r'-A (\S+)(?:((?:(?: -m conntrack --ctstate NEW)? -m comment --comment "kube(?:rnetes|-proxy) [^"]*")? -j \S+)|.*)'
+)
+"""A line of iptables-save; the second group matches jumps like kube-proxy's."""
+
+
+Note = Callable[[str], object]
+"""Is told what stays, and for which rule."""
 
 
 def is_kube_proxy_chain(table: str, name: str) -> bool:
@@ -74,100 +90,138 @@ def is_kube_proxy_chain(table: str, name: str) -> bool:
     return name in FIXED_CHAINS.get(table, ()) or (table == "nat" and bool(SERVICE_CHAIN.fullmatch(name)))
 
 
-class ListedChain(NamedTuple):
-    """A chain of nf_tables. `base`: it is attached to a hook."""
+class ListedRule(NamedTuple):
+    """A rule of an iptables table. `name`: its handle in nf_tables; in legacy tables the rule itself,
+    as iptables-save shows it. `target`: the chain that it jumps to, or "". `is_plain`: it has only
+    matches and comments that kube-proxy gives to its jumps.
+    """
 
-    family: str
-    table: str
+    chain: str
     name: str
-    base: bool = False
+    target: str
+    is_plain: bool
+    matches_set: bool
+
+
+class Removal(NamedTuple):
+    """What is removed from an iptables table. `rules`: rules in chains that stay. `foreign_jumps`:
+    rules of others for which some of kube-proxy's chains stay.
+    """
+
+    chains: Sequence[str]
+    rules: Sequence[ListedRule]
+    foreign_jumps: Sequence[ListedRule]
 
     @property
-    def is_from_kube_proxy(self) -> bool:
-        """Whether kube-proxy created it."""
-        return self.family in FAMILIES and is_kube_proxy_chain(self.table, self.name)
+    def opens_forward(self) -> bool:
+        """Whether kube-proxy accepts forwarded packets by it where FORWARD drops by default."""
+        return "KUBE-FORWARD" in (*self.chains, *(rule.target for rule in self.rules))
 
-    @property
-    def accepts_forwarded(self) -> bool:
-        """Whether kube-proxy accepts forwarded packets in it where FORWARD drops by default."""
-        return (self.table, self.name) == ("filter", "KUBE-FORWARD")
+    def __str__(self) -> str:
+        jump_count = sum(rule.chain in KERNEL_CHAINS for rule in self.rules)
+        return f"{len(self.chains)} chains, {jump_count} jumps to them"
 
 
-class Jump(NamedTuple):
-    """A rule in a chain that is not kube-proxy's, with one of kube-proxy's chains as its target."""
-
-    chain: ListedChain
-    handle: int
+def plan_removal(table: str, chains: Collection[str], list_rules: Callable[[str], Iterable[ListedRule]]) -> Removal:
+    """Decides what is removed from a table with these chains. `list_rules` is asked only for the
+    rules of chains that stay: kube-proxy's may have 100,000.
+    """
+    kube_proxy_chains = [chain for chain in chains if is_kube_proxy_chain(table, chain)]
+    if not kube_proxy_chains:
+        return Removal((), (), ())
+    others = [chain for chain in chains if not is_kube_proxy_chain(table, chain)]
+    jumps = [rule for chain in others for rule in list_rules(chain) if is_kube_proxy_chain(table, rule.target)]
+    foreign_jumps = [
+        rule for rule in jumps if not (rule.is_plain and rule.chain in KERNEL_CHAINS and rule.target != MARK_CHAIN)
+    ]
+    removed, needed = [], set[str]()
+    queue = [rule.target for rule in foreign_jumps]
+    while queue:
+        chain = queue.pop()
+        if chain in needed or not is_kube_proxy_chain(table, chain):
+            continue
+        needed.add(chain)
+        if chain == MARK_CHAIN:
+            queue.append(MASQUERADE_CHAIN)
+        for rule in list_rules(chain):
+            # These go with the sets that they match.
+            if rule.matches_set:
+                removed.append(rule)
+            else:
+                queue.append(rule.target)
+    removed += [
+        rule
+        for rule in jumps
+        if rule not in foreign_jumps and not (rule.target == MASQUERADE_CHAIN and MARK_CHAIN in needed)
+    ]
+    return Removal([chain for chain in kube_proxy_chains if chain not in needed], removed, foreign_jumps)
 
 
 # ---- nf_tables -----------------------------------------------------------------------------------
 
 
-def nft_removal_commands(chains: Sequence[ListedChain], jumps: Iterable[Jump]) -> Iterator[Json]:
-    """Yields the commands that remove kube-proxy's chains among `chains`, and `jumps` to them.
+def nft_removal_commands(family: str, table: str, removal: Removal) -> Iterator[Json]:
+    """Yields the commands that remove this from a table.
 
     The order is jumps, rules in the chains, chains, so that nothing is deleted while it is
     referenced.
     """
-    kube_proxy_chains = [chain for chain in chains if chain.is_from_kube_proxy]
-    for chain, handle in jumps:
-        location = {"family": chain.family, "table": chain.table, "chain": chain.name}
-        yield {"delete": {"rule": {**location, "handle": handle}}}
+    location = {"family": family, "table": table}
+    for rule in removal.rules:
+        yield {"delete": {"rule": {**location, "chain": rule.chain, "handle": int(rule.name)}}}
     for verb in ("flush", "delete"):
-        for family, table, name, _ in kube_proxy_chains:
-            yield {verb: {"chain": {"family": family, "table": table, "name": name}}}
+        for chain in removal.chains:
+            yield {verb: {"chain": {**location, "name": chain}}}
 
 
-def find_jumps(chain: ListedChain, listing: Iterable[Json]) -> Iterator[Jump]:
-    """Yields the rules in this listing of a chain that jump to one of kube-proxy's chains."""
-    for rule in (entry["rule"] for entry in listing if "rule" in entry):
-        targets = (
-            expression[verb]["target"]
-            for expression in rule.get("expr", ())
-            for verb in ("jump", "goto")
-            if verb in expression
-        )
-        if any(is_kube_proxy_chain(chain.table, target) for target in targets):
-            yield Jump(chain, int(rule["handle"]))
+def list_nft_rules(family: str, table: str, chain: str) -> Iterator[ListedRule]:
+    """Lists the rules of a chain of nf_tables."""
+    for rule in nft.list_rules(family, table, chain):
+        names = {part.name for part in rule.expressions if not part.is_neutral}
+        comment = rule.comment or next((part.comment for part in rule.expressions if part.comment), "")
+        is_own = bool(OWN_COMMENT.match(comment))
+        is_plain = names <= ({"immediate", "match conntrack"} if is_own else {"immediate"}) and (is_own or not comment)
+        target = next((part.jumps_to for part in rule.expressions if part.jumps_to), "")
+        yield ListedRule(chain, str(rule.handle), target, is_plain, "match set" in names)
 
 
-def _remove_nft(dry_run: bool = False) -> Iterator[str]:
+def _remove_nft(dry_run: bool = False, note: Note = str) -> Iterator[str]:
     if not forward_rules.probe_nf_tables().works:
         return
-    chains = list(_list_chains())
-    kube_proxy_chains = [chain for chain in chains if chain.is_from_kube_proxy]
-    used_tables = {(chain.family, chain.table) for chain in kube_proxy_chains}
-    # kube-proxy adds jumps to base chains only (INPUT, FORWARD, ...).
-    jumps = [
-        jump
-        for chain in chains
-        if chain.base and (chain.family, chain.table) in used_tables
-        for jump in find_jumps(chain, _list_rules(chain))
-    ]
+    chains: dict[tuple[str, str], list[str]] = {}
+    for chain in forward_rules.list_chains():
+        if chain["family"] in FAMILIES:
+            chains.setdefault((chain["family"], chain["table"]), []).append(chain["name"])
+    removals = {
+        location: plan_removal(location[1], names, functools.partial(list_nft_rules, *location))
+        for location, names in sorted(chains.items())
+    }
     tables = [family for family in FAMILIES if _has_table(family)]
     commands = [
-        *nft_removal_commands(chains, jumps),
+        *(command for location, removal in removals.items() for command in nft_removal_commands(*location, removal)),
         *({"delete": {"table": {"family": family, "name": NFT_TABLE}}} for family in tables),
     ]
+    for (family, table), removal in removals.items():
+        for rule in removal.foreign_jumps:
+            place = f"{family} {table} {rule.chain}"
+            note(f"{rule.target} stays: a rule in {place} jumps to it: {forward_rules.show_rule(place, rule.name)}")
     if not commands:
         return
-    if not dry_run:
-        _commit_nft_removal(kube_proxy_chains, tables, commands)
-    for family, table in sorted(used_tables):
-        location = (family, table)
-        chain_count = sum((chain.family, chain.table) == location for chain in kube_proxy_chains)
-        jump_count = sum((jump.chain.family, jump.chain.table) == location for jump in jumps)
-        yield f"{family} {table}: {chain_count} chains, {jump_count} jumps to them"
+    _commit_nft_removal(removals, tables, commands, dry_run)
+    for (family, table), removal in removals.items():
+        if removal.chains or removal.rules:
+            yield f"{family} {table}: {removal}"
     yield from (f"table {family} {NFT_TABLE}" for family in tables)
 
 
 def _commit_nft_removal(
-    kube_proxy_chains: Sequence[ListedChain], tables: Sequence[str], commands: Sequence[Json]
+    removals: Mapping[tuple[str, str], Removal], tables: Sequence[str], commands: Sequence[Json], dry_run: bool
 ) -> None:
-    """Runs `commands`, which remove these chains and kube-proxy's own table in the families
-    `tables`, so that connections which they translate continue.
+    """Runs `commands`, which remove these chains and rules, and kube-proxy's own table in the
+    families `tables`, so that connections which they translate continue. With `dry_run` the kernel
+    only checks the commands.
     """
-    touched = {chain.family for chain in kube_proxy_chains} | set(tables)
+    touched = {family for (family, _), removal in removals.items() if removal.chains or removal.rules} | set(tables)
     translated_families = [
         family for family in FAMILIES if family in touched and conntrack.has_dnat_connections(family)
     ]
@@ -175,11 +229,14 @@ def _commit_nft_removal(
     keepalive_commands = [
         command for family in translated_families for command in conntrack_keepalive.table_commands(family)
     ]
-    _accept_established(
-        {*translated_families, *conntrack_keepalive.list_families()}
-        & {chain.family for chain in kube_proxy_chains if chain.accepts_forwarded}
+    if not dry_run:
+        _accept_established(
+            {*translated_families, *conntrack_keepalive.list_families()}
+            & {family for (family, _), removal in removals.items() if removal.opens_forward}
+        )
+    forward_rules.run_transaction(
+        *keepalive_commands, *commands, hint="remove the rule that jumps to a KUBE-* chain", dry_run=dry_run
     )
-    forward_rules.run_transaction(*keepalive_commands, *commands, hint="remove the rule that jumps to a KUBE-* chain")
 
 
 def _accept_established(families: Collection[str]) -> None:
@@ -194,16 +251,6 @@ def _accept_established(families: Collection[str]) -> None:
         conntrack_keepalive.reconcile_forward_rules(forward_rules.list_forward_chains())
 
 
-def _list_chains() -> Iterator[ListedChain]:
-    for chain in forward_rules.list_chains():
-        yield ListedChain(chain["family"], chain["table"], chain["name"], "hook" in chain)
-
-
-def _list_rules(chain: ListedChain) -> list[Json]:
-    spec = {"family": chain.family, "table": chain.table, "name": chain.name}
-    return forward_rules.run_transaction({"list": {"chain": spec}})
-
-
 def _has_table(family: str) -> bool:
     return nft.has_table(family, NFT_TABLE)
 
@@ -211,45 +258,46 @@ def _has_table(family: str) -> bool:
 # ---- iptables-legacy -----------------------------------------------------------------------------
 
 
-def legacy_restore_input(table: str, save_output: str) -> tuple[str, int, int]:
-    """Returns (input for iptables-restore, number of chains, number of jumps) that removes
-    kube-proxy's chains from a table, given the output of iptables-save; the input is "" if there
-    are none.
-    """
-    lines = save_output.splitlines()
-    chain_names = [fields[0][1:] for fields in map(str.split, lines) if fields and fields[0][0] == ":"]
-    chains = [name for name in chain_names if is_kube_proxy_chain(table, name)]
-    jumps = [line for line in lines if _is_jump(line, table)]
-    if not chains:
-        return "", 0, 0
+def plan_legacy_removal(table: str, save_output: str) -> Removal:
+    """plan_removal() for the output of iptables-save."""
+    lines = save_output.split("\n")
+    chains = [line.split()[0][1:] for line in lines if line.startswith(":")]
+    rules: dict[str, list[ListedRule]] = {}
+    for line in lines:
+        if match := LEGACY_RULE.fullmatch(line):
+            bare = iptables_legacy.COMMENT.sub("", line)
+            target = re.search(" -[jg] (\\S+)", bare)
+            rules.setdefault(match[1], []).append(
+                ListedRule(match[1], line, target[1] if target else "", bool(match[2]), " --match-set " in bare)
+            )
+    return plan_removal(table, chains, lambda chain: rules.get(chain, ()))
+
+
+def legacy_restore_input(table: str, removal: Removal) -> str:
+    """Returns the input for iptables-restore that removes this from a table; "" if it is nothing."""
+    if not (removal.chains or removal.rules):
+        return ""
     script = [
         f"*{table}",
-        *(f":{name} - [0:0]" for name in chains),
+        *(f":{name} - [0:0]" for name in removal.chains),
         # With --noflush, ":NAME" flushes only this chain, so that -X can delete it.
-        *(line.replace("-A", "-D", 1) for line in jumps),
-        *(f"-X {name}" for name in chains),
+        *(rule.name.replace("-A", "-D", 1) for rule in removal.rules),
+        *(f"-X {name}" for name in removal.chains),
         "COMMIT\n",
     ]
-    return "\n".join(script), len(chains), len(jumps)
+    return "\n".join(script)
 
 
-def _is_jump(line: str, table: str) -> bool:
-    """Whether this line appends a rule to another chain that jumps to one of kube-proxy's."""
-    fields = line.split()
-    if fields[:1] != ["-A"] or is_kube_proxy_chain(table, fields[1]):
-        return False
-    index = next((i for i, field in enumerate(fields) if field in ("-j", "-g")), len(fields))
-    return is_kube_proxy_chain(table, "".join(fields[index + 1 : index + 2]))
-
-
-def _remove_legacy(dry_run: bool = False) -> Iterator[str]:
+def _remove_legacy(dry_run: bool, note: Note) -> Iterator[str]:
     for family in FAMILIES:
         for table in (name for name in iptables_legacy.list_tables(family) if name in FIXED_CHAINS):
-            script, chains, jumps = legacy_restore_input(table, iptables_legacy.save(family, table))
-            if script:
+            removal = plan_legacy_removal(table, iptables_legacy.save(family, table))
+            for rule in removal.foreign_jumps:
+                note(f"{rule.target} stays: a rule in {family} {table}, legacy, jumps to it: {rule.name}")
+            if script := legacy_restore_input(table, removal):
                 if not dry_run:
                     _commit_legacy_removal(family, script)
-                yield f"{family} {table}, legacy: {chains} chains, {jumps} jumps to them"
+                yield f"{family} {table}, legacy: {removal}"
 
 
 def _commit_legacy_removal(family: str, script: str) -> None:
@@ -363,7 +411,9 @@ def _remove_sets(dry_run: bool = False) -> Iterator[str]:
 # ---- all of it -----------------------------------------------------------------------------------
 
 
-def remove(own_services: Collection[ipvs.VirtualServiceKey] = (), dry_run: bool = False) -> Iterator[str]:
+def remove(
+    own_services: Collection[ipvs.VirtualServiceKey] = (), dry_run: bool = False, note: Note = str
+) -> Iterator[str]:
     """Removes everything that kube-proxy left, and yields a line for each thing that was removed;
     with `dry_run` for each thing that would be. That leaves out the table of
     conntrack_keepalive.py, which is ours.
@@ -371,8 +421,8 @@ def remove(own_services: Collection[ipvs.VirtualServiceKey] = (), dry_run: bool 
     `own_services`: virtual services that kbpf's own table lists as its own.
     """
     retained = _retain_busy_services(own_services, dry_run)
-    yield from _remove_nft(dry_run)
-    yield from _remove_legacy(dry_run)
+    yield from _remove_nft(dry_run, note)
+    yield from _remove_legacy(dry_run, note)
     yield from _remove_ipvs(retained, own_services, dry_run)
     yield from _remove_sets(dry_run)
     remove_counters = nfacct.find if dry_run else nfacct.delete
@@ -386,7 +436,12 @@ def has_rules() -> bool:
     if forward_rules.probe_nf_tables().works:
         if any(map(_has_table, FAMILIES)):
             return True
-        if any(chain.is_from_kube_proxy and chain.name == "KUBE-SERVICES" for chain in _list_chains()):
+        if any(
+            chain["name"] == "KUBE-SERVICES"
+            and chain["family"] in FAMILIES
+            and is_kube_proxy_chain(chain["table"], chain["name"])
+            for chain in forward_rules.list_chains()
+        ):
             return True
     return any(
         ":KUBE-SERVICES " in iptables_legacy.save(family, "nat")

@@ -352,3 +352,15 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
             errno.ENOENT if is_missing else 0,
         )
     return list(reply["nftables"]) if reply else []
+
+
+def show_rule(location: str, handle: str) -> str:
+    """A rule of a chain ("ip nat PREROUTING") as `nft -a -s` shows it; "" if it cannot be shown."""
+    import nftables
+
+    library = nftables.Nftables()
+    library.set_handle_output(True)
+    library.set_stateless_output(True)
+    with _library_lock:
+        _, listing, _ = library.cmd(f"list chain {location}")
+    return next((line.strip() for line in listing.splitlines() if line.endswith(f"# handle {handle}")), "")

@@ -4,6 +4,7 @@
 All functions act on the network namespace of the calling process.
 """
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,7 @@ FAMILIES: Final = {
     "ip": (Path("/proc/thread-self/net/ip_tables_names"), "iptables-legacy"),
     "ip6": (Path("/proc/thread-self/net/ip6_tables_names"), "ip6tables-legacy"),
 }
+COMMENT: Final = re.compile(r'--comment ("(?:[^"\\]|\\.)*"|\S+)')
 HINT: Final = "install the package iptables, or run this where it is installed"
 _TIMEOUT_S: Final = 300.0
 

@@ -98,12 +98,13 @@ def count_rules(family: str, table: str, limit: int) -> int:
 class Expression(NamedTuple):
     """A part of a rule. `name`: of the instruction ("counter", "cmp"), or of iptables' match or
     target with "match " or "target " before it. `refuses`: it drops or rejects. `jumps_to`: a
-    chain, or "".
+    chain, or "". `comment`: the text of iptables' match of this name.
     """
 
     name: str
     refuses: bool = False
     jumps_to: str = ""
+    comment: str = ""
 
     @property
     def is_neutral(self) -> bool:
@@ -160,7 +161,7 @@ def _parse_comment(user_data: bytes) -> str:
 def _parse_expression(attrs: dict[int, bytes]) -> Expression:
     name = parse_string(attrs[uapi.NFTA_EXPR_NAME])
     data = parse_attributes(attrs.get(uapi.NFTA_EXPR_DATA, b""))
-    refuses, jumps_to = name == "reject", ""
+    refuses, jumps_to, comment = name == "reject", "", ""
     match name:
         case "immediate":
             value = parse_attributes(data.get(uapi.NFTA_IMMEDIATE_DATA, b""))
@@ -170,6 +171,8 @@ def _parse_expression(attrs: dict[int, bytes]) -> Expression:
             jumps_to = parse_string(verdict.get(uapi.NFTA_VERDICT_CHAIN, b""))
         case "match":
             name = f"match {parse_string(data[uapi.NFTA_MATCH_NAME])}"
+            if name == "match comment":
+                comment = parse_string(data.get(uapi.NFTA_MATCH_INFO, b""))
         case "target":
             name = f"target {parse_string(data[uapi.NFTA_TARGET_NAME])}"
             refuses = name == "target REJECT"
@@ -180,7 +183,7 @@ def _parse_expression(attrs: dict[int, bytes]) -> Expression:
         case "objref":
             if _parse_be(data.get(uapi.NFTA_OBJREF_IMM_TYPE, b"")) == uapi.NFT_OBJECT_COUNTER:
                 name = "counter"
-    return Expression(name, refuses, jumps_to)
+    return Expression(name, refuses, jumps_to, comment)
 
 
 def list_chains() -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ and CNIs have them for packets with forged sources. Of iptables-legacy, the tabl
 are checked.
 """
 
-import re
 from typing import Any, Final, NamedTuple
 
 from kbpf.errors import KernelError
@@ -93,7 +92,6 @@ def find_legacy_chains() -> EarlyChains:
     return EarlyChains(tuple(names), tuple(unreadable))
 
 
-COMMENT: Final = re.compile(r'--comment ("(?:[^"\\]|\\.)*"|\S+)')
 OTHER_CHAINS: Final = ("-A INPUT ", "-A FORWARD ", "-A OUTPUT ", "-A POSTROUTING ")
 
 
@@ -101,7 +99,7 @@ def _may_refuse_in_prerouting(line: str) -> bool:
     """`line`: of iptables-save. Every chain that is not one of the kernel's counts, whatever leads
     to it.
     """
-    line = COMMENT.sub("", line)
+    line = iptables_legacy.COMMENT.sub("", line)
     if line.startswith(":PREROUTING DROP"):
         return True
     if not line.startswith("-A ") or line.startswith(OTHER_CHAINS) or "-m rpfilter" in line:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removing what a kube-proxy in mode ipvs left in a network namespace, and nothing else; and the
-table `kbpf-keepalive`, which stays as long as connections that a kube-proxy translated.
+"""Removing what a kube-proxy in mode ipvs left in a network namespace, and nothing else; what rules
+of others need; and the table `kbpf-keepalive`, which stays as long as connections that a kube-proxy
+translated.
 
 Its other modes are tested with a real kube-proxy: tests/lab/cluster/test_takeover_cleanup.py.
 """
@@ -21,6 +22,7 @@ from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.host import HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.node import KEEPALIVE_POLL_INTERVAL_S
+from kbpf.errors import KernelError
 from kbpf.kernel.net import ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceKey, VirtualServiceSettings
 from kbpf.kernel.net.netlink import Netlink
@@ -35,6 +37,7 @@ from kbpf.takeover import kube_proxy_cleanup as takeover_cleanup
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
 from tests.support.lab.namespace import Namespace
+from tests.support.table import pairs
 
 
 @pytest.fixture
@@ -64,11 +67,20 @@ def names(bench: Namespace) -> set[str]:
     return {row["ifname"] for row in json.loads(bench.run("ip -j link"))}
 
 
-def remove(bench: Namespace) -> list[str]:
-    """Removes what kube-proxy left. A dry run before it lists the same, and removes nothing."""
-    listed = [bench.do(lambda: list(takeover_cleanup.remove(dry_run=True))) for _ in range(2)]
-    removed = bench.do(lambda: list(takeover_cleanup.remove()))
-    assert listed == [removed, removed]
+def remove(bench: Namespace, notes: list[str] | None = None) -> list[str]:
+    """Removes what kube-proxy left. A dry run before it lists the same, and removes nothing. `notes`:
+    gets what stays.
+    """
+
+    def listed(dry_run: bool) -> tuple[list[str], list[str]]:
+        kept: list[str] = []
+        return bench.do(lambda: list(takeover_cleanup.remove(dry_run=dry_run, note=kept.append))), kept
+
+    dry = [listed(True) for _ in range(2)]
+    removed, kept = listed(False)
+    assert dry == [(removed, kept)] * 2
+    if notes is not None:
+        notes += kept
     return removed
 
 
@@ -79,6 +91,102 @@ def test_ip_sets_and_device_are_removed_and_others_stay(bench: Namespace):
     assert bench.do(ipset.list_names) == ("KUBE-MINE", "mine")
     assert names(bench) == {"lo", "mine"}
     assert remove(bench) == []
+
+
+# ---- what rules of others need -------------------------------------------------------------------
+
+KUBE_PROXY = """\
+:KUBE-SERVICES -
+:KUBE-NODEPORTS -
+:KUBE-SVC-ERIFXISQEP7F7OF4 -
+:KUBE-SEP-ERIFXISQEP7F7OF4 -
+:KUBE-MARK-MASQ -
+:KUBE-POSTROUTING -
+-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A OUTPUT -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A POSTROUTING -m comment --comment "kubernetes postrouting rules" -j KUBE-POSTROUTING
+-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-ERIFXISQEP7F7OF4
+-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS
+-A KUBE-SVC-ERIFXISQEP7F7OF4 -j KUBE-SEP-ERIFXISQEP7F7OF4
+-A KUBE-SEP-ERIFXISQEP7F7OF4 -s 10.244.1.2/32 -j KUBE-MARK-MASQ
+-A KUBE-SEP-ERIFXISQEP7F7OF4 -p tcp -m tcp -j DNAT --to-destination 10.244.1.2:80
+-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000
+-A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN
+-A KUBE-POSTROUTING -m set --match-set KUBE-LOOP-BACK dst,dst,src -j MASQUERADE
+-A KUBE-POSTROUTING -j MASQUERADE
+"""
+MARKED = "KUBE-MARK-MASQ KUBE-POSTROUTING"
+SERVICE = f"KUBE-SEP-ERIFXISQEP7F7OF4 KUBE-SVC-ERIFXISQEP7F7OF4 {MARKED}"
+NEEDS = pairs(f"""\
+-A MINE -s 10.244.1.0/24 -p tcp -m tcp --dport 81 -j KUBE-MARK-MASQ → {MARKED}
+-A MINE -m comment --comment "kubernetes service portals" -j KUBE-MARK-MASQ → {MARKED}
+-A MINE -j KUBE-MARK-MASQ → {MARKED}
+-A PREROUTING -p tcp -m tcp --dport 81 -j KUBE-MARK-MASQ → {MARKED}
+-A PREROUTING -j KUBE-MARK-MASQ → {MARKED}
+-A MINE -g KUBE-POSTROUTING → KUBE-POSTROUTING
+-A MINE -j KUBE-SVC-ERIFXISQEP7F7OF4 → {SERVICE}
+-A MINE -j KUBE-SERVICES → KUBE-NODEPORTS KUBE-SERVICES {SERVICE}
+-A OUTPUT -o eth7 -j KUBE-SERVICES → KUBE-NODEPORTS KUBE-SERVICES {SERVICE}
+-A OUTPUT -m conntrack --ctstate NEW -j KUBE-NODEPORTS → KUBE-NODEPORTS
+-A PREROUTING -m comment --comment mine -j KUBE-NODEPORTS → KUBE-NODEPORTS
+-A MINE -m comment --comment "-j KUBE-MARK-MASQ" -j RETURN →
+-A OUTPUT -j KUBE-SERVICES → (as kube-proxy writes it)
+""")
+"""A rule → the chains of kube-proxy that stay for it. `(...)`: none, and the rule is not foreign."""
+
+
+@pytest.mark.parametrize("tool", ["nft", "legacy"])
+@pytest.mark.parametrize(("rule", "needed"), NEEDS)
+def test_chains_that_rules_of_others_need_stay(bench: Namespace, tool: str, rule: str, needed: str):
+    """With all of their rules but those that match IP sets, which are removed."""
+    make_sets(bench, {"KUBE-LOOP-BACK": "hash:ip,port,ip"})
+    bench.run(f"iptables-{tool}-restore", stdin=f"*nat\n:MINE -\n{KUBE_PROXY}{rule}\nCOMMIT\n")
+    is_foreign, stay = not needed.startswith("("), needed.split() if needed.startswith("KUBE") else []
+    jumps = [line for line in KUBE_PROXY.splitlines() if line.startswith("-A POSTROUTING") and MARKED in needed]
+    contents = [line for line in KUBE_PROXY.splitlines() if line.startswith("-A") and line.split()[1] in stay]
+    contents = [line for line in contents if "--match-set" not in line]
+    notes: list[str] = []
+    removed = remove(bench, notes)
+    saved = bench.run(f"iptables-{tool}-save -t nat").splitlines()
+    assert sorted(line.split()[0][1:] for line in saved if line.startswith(":KUBE")) == sorted(stay)
+    assert {line for line in saved if line.startswith("-A")} == {*[rule] * is_foreign, *contents, *jumps}
+    counts = f"{6 - len(stay)} chains, {3 + (not is_foreign) - len(jumps)} jumps"
+    assert removed == [f"ip nat{', legacy' * (tool == 'legacy')}: {counts} to them", "1 ip sets"]
+    assert len(notes) == bool(stay)
+    assert all(name in note for note in notes for name in (rule.split()[1], rule.rpartition(" ")[2]))
+    again: list[str] = []
+    assert remove(bench, again) == []
+    assert again == notes
+
+
+def test_cleanup_names_the_rules_of_others(bench: Namespace, capsys: pytest.CaptureFixture[str]):
+    make_sets(bench, {"KUBE-LOOP-BACK": "hash:ip,port,ip"})
+    rule = "-A MINE -p tcp -m tcp --dport 81 -j KUBE-MARK-MASQ"
+    for tool in ("nft", "legacy"):
+        bench.run(f"iptables-{tool}-restore", stdin=f"*nat\n:MINE -\n{KUBE_PROXY}{rule}\nCOMMIT\n")
+    said = set()
+    for dry_run in (True, False, True):
+        bench.do(lambda dry_run=dry_run: list(cleanup.remove_kube_proxy(force=True, dry_run=dry_run)))
+        said.add(re.sub(r"handle \d+", "handle", capsys.readouterr().err))
+    assert said == {
+        "kbpf: KUBE-MARK-MASQ stays: a rule in ip nat MINE jumps to it: "
+        "tcp dport 81 counter jump KUBE-MARK-MASQ # handle\n"
+        f"kbpf: KUBE-MARK-MASQ stays: a rule in ip nat, legacy, jumps to it: {rule}\n"
+        "kbpf: if a CNI adds these rules, remove externalSetMarkChain from its configuration first; run this again "
+        "when they are gone (docs/migration.md)\n"
+    }
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_dry_run_is_refused_as_the_removal_is(bench: Namespace, dry_run: bool):
+    """By the kernel: this does not look for jumps in maps."""
+    make_sets(bench, {"KUBE-LOOP-BACK": "hash:ip,port,ip"})
+    bench.run("iptables-nft-restore", stdin=f"*nat\n:MINE -\n{KUBE_PROXY}COMMIT\n")
+    bench.run("nft -f -", stdin="add rule ip nat MINE tcp dport vmap { 81 : jump KUBE-MARK-MASQ }")
+    before = bench.run("nft list ruleset")
+    with pytest.raises(KernelError, match="nftables refused the transaction"):
+        bench.do(lambda: list(takeover_cleanup.remove(dry_run=dry_run)))
+    assert bench.run("nft list ruleset") == before
 
 
 def test_ports_of_an_ip_set_are_listed(bench: Namespace):
@@ -355,6 +463,16 @@ def test_established_connections_pass_a_closed_forward_until_they_end(bench: Nam
     bench.do(forget_connections)
     assert bench.do(conntrack_keepalive.remove_unneeded) == (left,)
     assert forward(bench, left) == others
+
+
+def test_established_connections_pass_although_kube_forward_stays(bench: Namespace, left: str):
+    """A rule of others needs it, but kube-proxy's jump to it from FORWARD goes."""
+    rule = "-A FORWARD -i eth7 -j KUBE-FORWARD"
+    bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", rule))
+    remove(bench)
+    saved = bench.run(f"{POLICY[left]}-nft-save -t filter").splitlines()
+    assert [line for line in saved if line.startswith("-A FORWARD")] == [THEIRS, rule, PASSES]
+    assert sum(line.startswith("-A KUBE-FORWARD") for line in saved) == 3
 
 
 def test_ipvs_connections_pass_a_closed_forward(bench: Namespace):

@@ -10,13 +10,13 @@ from kbpf.model.address import parse_addr
 from kbpf.takeover.conntrack_keepalive import NODE_PORT_SET_NAME
 from kbpf.takeover.kube_proxy_cleanup import (
     IP_SET_NAME,
-    Jump,
-    ListedChain,
-    find_jumps,
+    ListedRule,
+    Removal,
     is_kube_proxy_chain,
     is_kube_proxy_service,
     legacy_restore_input,
     nft_removal_commands,
+    plan_legacy_removal,
 )
 from tests.support.table import pairs
 
@@ -61,10 +61,7 @@ nat PREROUTING → no
 
 @pytest.mark.parametrize(("chain", "whose"), CHAINS)
 def test_chain_is_recognized_by_table_and_name(chain: str, whose: str):
-    (table, name), is_theirs = chain.split(), whose == "yes"
-    assert is_kube_proxy_chain(table, name) == is_theirs
-    assert ListedChain("ip6", table, name).is_from_kube_proxy == is_theirs
-    assert not ListedChain("inet", table, name).is_from_kube_proxy, "iptables knows no such table"
+    assert is_kube_proxy_chain(*chain.split()) == (whose == "yes")
 
 
 SETS = pairs("""\
@@ -112,32 +109,13 @@ def test_virtual_service_is_recognized_by_address_or_node_port(row: str, whose: 
 
 
 def test_jumps_are_removed_before_their_targets():
-    base = ListedChain("ip", "nat", "PREROUTING", base=True)
-    chains = [
-        base,
-        ListedChain("ip", "nat", "KUBE-SERVICES"),
-        ListedChain("ip", "nat", "mine"),
-        ListedChain("inet", "nat", "KUBE-SERVICES"),
-    ]
+    removal = Removal(["KUBE-SERVICES"], [ListedRule("PREROUTING", "7", "KUBE-SERVICES", True, False)], [])
     where = {"family": "ip", "table": "nat"}
-    assert list(nft_removal_commands(chains, [Jump(base, 7)])) == [
+    assert list(nft_removal_commands("ip", "nat", removal)) == [
         {"delete": {"rule": {**where, "chain": "PREROUTING", "handle": 7}}},
         {"flush": {"chain": {**where, "name": "KUBE-SERVICES"}}},
         {"delete": {"chain": {**where, "name": "KUBE-SERVICES"}}},
     ]
-
-
-def test_only_jumps_to_chains_of_kube_proxy_are_found():
-    chain = ListedChain("ip", "filter", "FORWARD", base=True)
-    listed = [
-        {"chain": {"name": "FORWARD"}},
-        {"rule": {"handle": 1, "expr": [{"counter": {}}, {"jump": {"target": "KUBE-FORWARD"}}]}},
-        {"rule": {"handle": 2, "expr": [{"xt": None}, {"goto": {"target": "KUBE-SERVICES"}}]}},
-        {"rule": {"handle": 3, "expr": [{"jump": {"target": "KUBE-FIREWALL"}}]}},
-        {"rule": {"handle": 4, "expr": [{"drop": None}]}},
-        {"rule": {"handle": 5}},
-    ]
-    assert list(find_jumps(chain, listed)) == [Jump(chain, 1), Jump(chain, 2)]
 
 
 SAVED = """\
@@ -166,9 +144,35 @@ COMMIT
 
 
 def test_input_of_iptables_restore():
-    assert legacy_restore_input("nat", SAVED) == (TOLD, 2, 1)
+    removal = plan_legacy_removal("nat", SAVED)
+    assert legacy_restore_input("nat", removal) == TOLD
+    assert str(removal) == "2 chains, 1 jumps to them"
+
+
+JUMPS = pairs("""\
+-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES → yes
+-A INPUT -m conntrack --ctstate NEW -m comment --comment "kubernetes load balancer firewall" -j KUBE-SERVICES → yes
+-A INPUT -m comment --comment "kube-proxy firewall rules" -j KUBE-SERVICES → yes
+-A OUTPUT -j KUBE-SERVICES → yes
+-A MINE -m comment --comment "kubernetes service portals" -j KUBE-SERVICES → no
+-A OUTPUT -m comment --comment mine -j KUBE-SERVICES → no
+-A OUTPUT -m comment --comment "kubernetes" -m comment --comment "a \\" quote" -j KUBE-SERVICES → no
+-A OUTPUT -m comment --comment "kubernetes service portals" -o eth7 -j KUBE-SERVICES → no
+-A OUTPUT -m conntrack --ctstate NEW -j KUBE-SERVICES → no
+-A OUTPUT -g KUBE-SERVICES → no
+-A OUTPUT -m comment --comment "kubernetes service portals" -j MINE → no jump to one of its chains
+-A OUTPUT -m comment --comment "-j KUBE-SERVICES" -j MINE → no jump to one of its chains
+""")
+"""A rule → whether it is kube-proxy's."""
+
+
+@pytest.mark.parametrize(("rule", "whose"), JUMPS)
+def test_jumps_of_kube_proxy_are_told_from_those_of_others(rule: str, whose: str):
+    removal = plan_legacy_removal("nat", f":{rule.split()[1]} -\n:KUBE-SERVICES -\n{rule}\n")
+    found = [[line.name for line in lines] for lines in (removal.rules, removal.foreign_jumps)]
+    assert found == [[rule] * (whose == "yes"), [rule] * (whose == "no")]
 
 
 def test_no_input_for_iptables_restore_without_kube_proxy_chains():
     left = "\n".join(line for line in SAVED.splitlines() if "KUBE" not in line)
-    assert legacy_restore_input("nat", left) == ("", 0, 0)
+    assert legacy_restore_input("nat", plan_legacy_removal("nat", left)) == ""
