@@ -18,7 +18,7 @@ from kbpf.model.config import Config
 
 CLUSTER: Final = "Where Services come from"
 NODE: Final = "This node"
-CONNTRACK: Final = "The kernel's conntrack, as kube-proxy sets it"
+CONNTRACK: Final = "The kernel's conntrack, as kube-proxy sets it (flows in kbpf's own maps have fixed timeouts)"
 SERVING: Final = "Health and metrics"
 LOGGING: Final = "Logging"
 SIZES: Final = "Map sizes (maximum number of entries)"
