@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets the kernel's conntrack limits and timeouts as kube-proxy does at its start.
 
-kbpf itself does not need them, but CNIs and the node's own connections do, and without kube-proxy
-nothing else sets them. The rules are those of kube-proxy's conntrack/sysctls.go:
+They govern the flows that conntrack translates (`--forwarding netfilter`), not those in kbpf's
+maps. CNIs and the node's own connections need them, and without kube-proxy nothing else sets them.
+The rules are those of kube-proxy's conntrack/sysctls.go:
 
 - Only values that differ are written, in kube-proxy's order. The number of entries is written even
   if it was higher before.

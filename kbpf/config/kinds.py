@@ -220,11 +220,6 @@ def feature_gate_values(text: str, where: str) -> dict[str, bool]:
     return values
 
 
-def external_ips_gate(text: str, where: str) -> tuple[Cidr, ...] | None:
-    """Returns () if the gates disable ExternalIPs, else None."""
-    return None if feature_gate_values(text, where).get(EXTERNAL_IPS_GATE, True) else ()
-
-
 def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
     """One network, or one of each family; kube-proxy rejects more in a file."""
     cidrs = networks(text, where)
@@ -238,8 +233,8 @@ LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
 """What `localhost` means in nodePortAddresses."""
 
 NODE_PORT_KEYWORDS: Final = ("primary", "localhost", "all")
-NodePorts = str | tuple[Cidr | str, ...]
-"""The keyword `all`, or networks, possibly with the keyword `primary` first."""
+NodePorts = tuple[Cidr | str, ...]
+"""The keywords `primary` and `all`, if given, and the networks."""
 
 
 def node_ports(text: str, where: str) -> NodePorts:
@@ -258,7 +253,7 @@ def node_port_list(items: Sequence[str], where: str) -> NodePorts:
     keywords = [item for item in items if item in ("primary", "all")]
     groups = [LOOPBACK if item == "localhost" else (item,) for item in items]
     cidrs = _parse_cidrs([text for group in groups for text in group if text not in keywords], where)
-    return "all" if "all" in keywords else (*keywords[:1], *cidrs)
+    return (*keywords, *cidrs)
 
 
 def bind_address(text: str, where: str) -> Addr | None:
@@ -422,7 +417,7 @@ NETWORKS: Final = Kind(networks, "CIDRS", LIST, lambda cidrs: [str(cidr) for cid
 CLUSTER_CIDRS: Final = Kind(networks, "CIDRS", write=_join_cidrs)
 NODE_PORTS: Final = Kind(node_ports, "CIDRS", repeatable=True)
 EXTERNAL_IPS: Final = Kind(external_ips, "all|off|CIDRS", ON_OFF, _write_external_ips)
-FEATURE_GATES: Final = Kind(external_ips_gate, "NAME=true|false")
+FEATURE_GATES: Final = Kind(feature_gate_values, "NAME=true|false")
 PORTS: Final = Kind(ports, "LOW-HIGH", write=lambda ports: f"{ports[0]}-{ports[1]}")
 BIND_ADDRESS: Final = Kind(bind_address, "IP", write=lambda addr: format_addr(addr) if addr else "0.0.0.0")
 HEALTHZ: Final = Kind(healthz, "IP:PORT", accepts_empty=True)

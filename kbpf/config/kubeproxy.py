@@ -5,8 +5,8 @@ The structs mirror the file; a zero value (or null) means kube-proxy's default. 
 turns a document into settings, with kube-proxy's defaults and checks; `find_diagnostics()` yields
 what is accepted but not used. Both name the path in the document.
 
-A setting that depends on the mode (nodePortAddresses, masqueradeBit, the periods) is read as
-kube-proxy reads it in that mode; "" means iptables.
+A setting that depends on the mode (masqueradeBit, the periods) is read as kube-proxy reads it in
+that mode; "" means iptables. load.py decides where NodePorts answer, for flags and this file alike.
 """
 
 import contextlib
@@ -20,13 +20,10 @@ from kbpf.config.documents import KUBE_PROXY
 from kbpf.config.settings import SETTINGS, UNUSED_SETTINGS, UnusedSetting
 from kbpf.config.values import ConfigValues, Diagnostic
 from kbpf.errors import ConfigError
-from kbpf.model.address import family_of
-from kbpf.model.objects import Cidr
 
 PROXY_MODES: Final = ("iptables", "nftables", "ipvs")
 DEFAULT_SYNC_PERIOD: Final = 30.0
 DEFAULT_MASQUERADE_BIT: Final = 14
-LOOPBACK4, LOOPBACK6 = (kinds.cidr(text, "") for text in kinds.LOOPBACK)
 
 
 def json_name(name: str) -> str:
@@ -180,9 +177,11 @@ def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
         values.set("config_sync_period", "configSyncPeriod", period)
     _read_servers(document, values)
     _read_mode(document, values)
-    _read_node_ports(document, values)
-    if not document.feature_gates.get(kinds.EXTERNAL_IPS_GATE, True):
-        values.set("external_ips", f"featureGates.{kinds.EXTERNAL_IPS_GATE}", ())
+    if document.node_port_addresses:
+        values.parse("node_ports", "nodePortAddresses", document.node_port_addresses, kinds.node_port_list)
+    is_enabled = document.iptables.localhost_node_ports is not False
+    values.set("localhost_node_ports", "iptables.localhostNodePorts", is_enabled)
+    values.set("feature_gates", "featureGates", document.feature_gates)
     _read_detect_local(document, values)
     return values
 
@@ -284,46 +283,6 @@ def _read_ipvs_timeouts(document: KubeProxyConfiguration, values: ConfigValues) 
                 values.set(f"ipvs_times.{field}", path, kinds.whole_seconds(text, path))
 
 
-def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    """Where NodePorts answer. If unset: on all addresses, in mode nftables on the primary ones. On
-    loopback: in mode iptables if the networks include it, and in mode nftables, with a feature
-    gate of kube-proxy 1.37, if one of them is a loopback network.
-    """
-    entries = document.node_port_addresses or (("primary",) if document.mode == "nftables" else ())
-    loopback = not entries
-    if not entries:
-        values.set("node_ports", "nodePortAddresses", "all")
-    else:
-        node_ports = values.parse("node_ports", "nodePortAddresses", entries, kinds.node_port_list)
-        loopback = node_ports == "all"
-        if isinstance(node_ports, tuple):
-            networks = [cidr for cidr in node_ports if isinstance(cidr, Cidr)]
-            ipv4_networks = [cidr for cidr in networks if family_of(cidr.address) == 4]
-            has_ipv4 = ipv4_networks or "primary" in node_ports
-            loopback = not has_ipv4 or any(map(_holds_loopback, ipv4_networks))
-    if document.mode == "nftables":
-        gate = document.feature_gates.get(kinds.LOCALHOST_GATE, False)
-        path = f"featureGates.{kinds.LOCALHOST_GATE}"
-        values.set("localhost_node_ports", path, gate and any(map(_is_loopback, entries)))
-        return
-    is_enabled = document.iptables.localhost_node_ports is not False and document.mode in ("", "iptables")
-    values.set("localhost_node_ports", "iptables.localhostNodePorts", is_enabled and loopback)
-
-
-def _holds_loopback(cidr: Cidr) -> bool:
-    """The check of kube-proxy: the network starts in 127.0.0.0/8, or contains its first address."""
-    return cidr.contains(LOOPBACK4.address) or LOOPBACK4.contains(cidr.address)
-
-
-def _is_loopback(entry: str) -> bool:
-    """Whether the entry is `localhost` or a network of loopback addresses only."""
-    with contextlib.suppress(ConfigError):  # already reported
-        if entry not in kinds.NODE_PORT_KEYWORDS:
-            network = kinds.cidr(entry, "")
-            return LOOPBACK4.contains(network.address) or network == LOOPBACK6
-    return entry == "localhost"
-
-
 def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     mode = document.detect_local_mode
     values.parse("detect_local_mode", "detectLocalMode", mode, kinds.local_mode)
@@ -389,16 +348,6 @@ def _is_set(unused: UnusedSetting, fields: Mapping[str, Any]) -> bool:
     return unused.path not in IS_SET or bool(IS_SET[unused.path](value))
 
 
-def _default_mode_matters(document: KubeProxyConfiguration) -> bool:
-    """Whether the mode is unset and NodePorts would answer on other addresses in mode nftables."""
-    if document.mode:
-        return False
-    now, later = ConfigValues(), ConfigValues()
-    _read_node_ports(document, now)
-    _read_node_ports(msgspec.structs.replace(document, mode="nftables"), later)
-    return now.fields != later.fields
-
-
 def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     """Yields a line for each field that is accepted but not used, and for what kube-proxy warns
     about.
@@ -408,13 +357,6 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
         if unused.path and _is_set(unused, fields):
             text = f"{KUBE_PROXY}.{unused.path} is accepted but not used: {unused.why}"
             yield Diagnostic(text, is_warning=unused.path in WARNED_FIELDS)
-    if _default_mode_matters(document):
-        yield Diagnostic(
-            f"{KUBE_PROXY}.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40 on as "
-            "nftables, where NodePorts answer on other addresses; set mode: iptables or "
-            "mode: nftables",
-            event="KubeProxyDefaultMode",
-        )
     if document.mode in PROXY_MODES:
         yield Diagnostic(
             f"{KUBE_PROXY}.mode: {document.mode} only sets defaults; the data plane is "
@@ -427,24 +369,12 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
             "(KbpfConfiguration.mode); BPF chooses at random, or by kbpf.io/algorithm",
             is_warning=bool(document.ipvs.scheduler),
         )
-    yield from _find_node_port_diagnostics(document)
-    yield from _find_detect_local_diagnostics(document)
-
-
-def _find_node_port_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     if not document.node_port_addresses and document.mode != "nftables":
         yield Diagnostic(
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
             'node; consider ["primary"]'
         )
-    gate = document.mode == "nftables" and document.feature_gates.get(kinds.LOCALHOST_GATE)
-    if "localhost" in document.node_port_addresses and document.mode in ("nftables", "ipvs") and not gate:
-        gate_condition = f" without the feature gate {kinds.LOCALHOST_GATE}"
-        yield Diagnostic(
-            f"{KUBE_PROXY}.nodePortAddresses: localhost has no effect in mode {document.mode}"
-            f"{gate_condition if document.mode == 'nftables' else ''}, as with kube-proxy; "
-            "KbpfConfiguration.localhostNodePorts: true makes NodePorts answer on loopback"
-        )
+    yield from _find_detect_local_diagnostics(document)
 
 
 def _find_detect_local_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from kbpf.config import documents, durations, kinds, kubeproxy
 from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments, KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
-from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
+from kbpf.config.settings import DEFAULT, REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
 from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
 from kbpf.errors import ConfigError, ConfigErrors, closest_name
 from kbpf.kernel.system import mounts
@@ -38,6 +38,7 @@ from kbpf.model.config import (
     Serving,
     SocketLb,
 )
+from kbpf.model.objects import Cidr
 
 MIN_CONNECTIONS: Final = 1000
 """A new connection tries to evict one of the 32 oldest, so there must be many more than that."""
@@ -110,6 +111,7 @@ def _read_flags(
     """Reads flags and environment variables."""
     values = ConfigValues()
     ignored: list[str] = []
+    proxy_mode = flag_values.get("--proxy-mode") or environ.get("KBPF_PROXY_MODE") or "iptables"
     notes += _find_unknown_variables(environ)
     notes += _find_removed_settings(flag_values, environ)
     for setting in SETTINGS:
@@ -122,6 +124,8 @@ def _read_flags(
             continue
         if has_kube_proxy_document and setting.is_ignored_with_kube_proxy_document:
             ignored.append(origin)
+        elif setting.proxy_modes and proxy_mode not in setting.proxy_modes:
+            notes.append(Diagnostic(f"{origin} is not used: kube-proxy's mode is {proxy_mode}"))
         elif not setting.field:
             notes.append(Diagnostic(f"{origin} is accepted but not used: {setting.help}"))
         else:
@@ -166,7 +170,7 @@ def _find_removed_settings(flag_values: Mapping[str, str], environ: Mapping[str,
 
 def _find_unused_gates(origin: str, text: str) -> Iterator[Diagnostic]:
     with contextlib.suppress(ConfigError):  # already reported
-        if unused := sorted(kinds.feature_gate_values(text, origin).keys() - {kinds.EXTERNAL_IPS_GATE}):
+        if unused := sorted(kinds.feature_gate_values(text, origin).keys() - kinds.USED_GATES):
             yield Diagnostic(f"{origin}: {', '.join(unused)} is accepted but not used")
 
 
@@ -185,26 +189,61 @@ def _build_config(values: ConfigValues) -> Config:
     sizes = parts["sizes"]
     slots = min(SLOTS_PER_BACKEND * sizes.backends, kinds.MAX_ENTRIES)
     parts["sizes"] = replace(sizes, slots=max(sizes.slots, slots))
-    plain = {k: v for k, v in values.fields.items() if "." not in k and k != "node_ports"}
+    plain = {k: v for k, v in values.fields.items() if "." not in k}
+    if not plain.pop("feature_gates", {}).get(kinds.EXTERNAL_IPS_GATE, True):
+        plain.setdefault("external_ips", ())
+    plain.pop("node_ports", None)
+    plain |= _resolve_node_ports(values, plain.get("proxy_mode"))
+    if plain.get("cluster_cidrs") and not plain.get("detect_local_mode"):
+        plain["detect_local_mode"] = LocalMode.CLUSTER_CIDR
+    for mode, name in LOCAL_MODE_FLAGS.items():
+        if plain.get("detect_local_mode") != mode:
+            plain.pop(SETTINGS_BY_FLAG[name].field, None)
     result = Config(**plain, **parts)
-    default = "all" if result.proxy_mode in ("iptables", "ipvs") else "primary"
-    match values.get("node_ports", default):
-        case "all":
-            result = replace(result, all_node_port_addresses=True)
-        case tuple(entries):
-            networks = tuple(entry for entry in entries if entry != "primary")
-            with_primary = bool(networks) and "primary" in entries
-            result = replace(result, node_port_addresses=networks, primary_node_ports=with_primary)
-    if result.cluster_cidrs and not result.detect_local_mode:
-        result = replace(result, detect_local_mode=LocalMode.CLUSTER_CIDR)
     return replace(result, ignored_in_ipvs=ignored_in_ipvs(result))
 
 
-REQUIRED_FLAGS: Final = {
+LOOPBACK4, LOOPBACK6 = (kinds.cidr(text, "") for text in kinds.LOOPBACK)
+
+
+def _resolve_node_ports(values: ConfigValues, mode: str | None) -> dict[str, Any]:
+    """Where NodePorts answer, by kube-proxy's rules in this mode; None: no mode and no document of
+    kube-proxy, so that kbpf's defaults apply. If unset: on all addresses, in mode nftables and by
+    default on the primary ones. On loopback (nodeport_addresses.go): in mode iptables if the
+    networks include it, and in mode nftables, with a feature gate of kube-proxy 1.37, if one of
+    them is a loopback network. KbpfConfiguration overrides this.
+    """
+    entries = values.get("node_ports", ("primary",) if mode in (None, "nftables") else ("all",))
+    networks = tuple(entry for entry in entries if isinstance(entry, Cidr))
+    localhost = values.get("localhost_node_ports", DEFAULT.localhost_node_ports)
+    if values.origins.get("localhost_node_ports", "").startswith(KBPF):
+        pass
+    elif mode == "nftables":
+        localhost = values.get("feature_gates", {}).get(kinds.LOCALHOST_GATE, False) and _lists_loopback(entries)
+    elif mode == "ipvs":
+        localhost = False
+    elif "all" not in entries and (mode is not None or "node_ports" in values.fields):
+        ipv4 = [network for network in networks if family_of(network.address) == 4]
+        # A family without networks is served on all addresses.
+        in_networks = any(n.contains(LOOPBACK4.address) or LOOPBACK4.contains(n.address) for n in ipv4)
+        localhost = localhost and (in_networks or not (ipv4 or "primary" in entries))
+    result = {"localhost_node_ports": localhost, "all_node_port_addresses": "all" in entries}
+    if "all" in entries:
+        return result
+    return {**result, "node_port_addresses": networks, "primary_node_ports": bool(networks) and "primary" in entries}
+
+
+def _lists_loopback(entries: kinds.NodePorts) -> bool:
+    networks = (entry for entry in entries if isinstance(entry, Cidr))
+    return any(LOOPBACK4.contains(network.address) or network == LOOPBACK6 for network in networks)
+
+
+LOCAL_MODE_FLAGS: Final = {
+    LocalMode.CLUSTER_CIDR: "--cluster-cidr",
     LocalMode.BRIDGE_INTERFACE: "--pod-bridge-interface",
     LocalMode.INTERFACE_NAME_PREFIX: "--pod-interface-name-prefix",
 }
-"""The flag that a mode requires. ClusterCIDR does not require a network; without one it detects
+"""The flag that only this mode uses. ClusterCIDR does not require a network; without one it detects
 nothing, as in kube-proxy, whose configuration files often omit it."""
 
 
@@ -230,8 +269,9 @@ def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[Confi
             "choose a value up to --sync-period: otherwise waiting changes would make the agent unhealthy",
         )
     yield from _find_port_conflicts(config, origin_of)
-    for mode, name in REQUIRED_FLAGS.items():
-        if config.detect_local_mode is mode and not getattr(config, SETTINGS_BY_FLAG[name].field):
+    for mode, name in LOCAL_MODE_FLAGS.items():
+        is_required = config.detect_local_mode is mode and mode is not LocalMode.CLUSTER_CIDR
+        if is_required and not getattr(config, SETTINGS_BY_FLAG[name].field):
             yield ConfigError(f"{mode} needs a name", origin_of("detect_local_mode"), f"add {name}")
     if config.socket_lb is not SocketLb.ON and not config.packet_path:
         yield ConfigError(
@@ -274,6 +314,29 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
             is_warning=True,
             event="IPVSDeprecation",
         )
+    mode = values.get("proxy_mode", None)
+    if mode == "" and _resolve_node_ports(values, "") != _resolve_node_ports(values, "nftables"):
+        yield Diagnostic(
+            f"{KUBE_PROXY}.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40 on as "
+            "nftables, where NodePorts answer on other addresses; set mode: iptables or "
+            "mode: nftables",
+            event="KubeProxyDefaultMode",
+        )
+    is_ineffective = mode in ("nftables", "ipvs") and not config.localhost_node_ports
+    if is_ineffective and _lists_loopback(values.get("node_ports", ())):
+        gate_condition = f" without the feature gate {kinds.LOCALHOST_GATE}" if mode == "nftables" else ""
+        yield Diagnostic(
+            f"{origin_of('node_ports')}: localhost has no effect in mode {mode}{gate_condition}, as with kube-proxy; "
+            f"{KBPF}.localhostNodePorts: true makes NodePorts answer on loopback"
+        )
+    wanted_by = values.origins.get("localhost_node_ports", KUBE_PROXY)
+    is_wanted = values.get("localhost_node_ports", False) and not wanted_by.startswith(KUBE_PROXY)
+    if is_wanted and not config.localhost_node_ports:
+        yield Diagnostic(
+            f"{wanted_by} has no effect, as with kube-proxy: --proxy-mode or --nodeport-addresses excludes loopback; "
+            f"{KBPF}.localhostNodePorts: true makes NodePorts answer there",
+            is_warning=True,
+        )
     low, high = config.masquerade_ports
     if config.packet_path and low < DEFAULT_NODE_PORT_RANGE.stop and high >= DEFAULT_NODE_PORT_RANGE.start:
         yield Diagnostic(
@@ -308,7 +371,7 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
             "addresses of both families: NodePorts answer on all addresses of the other one",
             is_warning=True,
         )
-    if config.cluster_cidrs and config.detect_local_mode is not LocalMode.CLUSTER_CIDR:
+    if values.get("cluster_cidrs", ()) and not config.cluster_cidrs:
         yield Diagnostic(f"{origin_of('cluster_cidrs')} is not used: pods are recognized by {config.detect_local_mode}")
 
 

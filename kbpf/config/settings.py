@@ -18,7 +18,7 @@ from kbpf.model.config import Config
 
 CLUSTER: Final = "Where Services come from"
 NODE: Final = "This node"
-CONNTRACK: Final = "The kernel's conntrack, as kube-proxy sets it"
+CONNTRACK: Final = "The kernel's conntrack, as kube-proxy sets it (flows in kbpf's own maps have fixed timeouts)"
 SERVING: Final = "Health and metrics"
 LOGGING: Final = "Logging"
 SIZES: Final = "Map sizes (maximum number of entries)"
@@ -35,9 +35,9 @@ class Setting:
     has no effect here, and then `text` says why. `group` and `text`: its heading in the help, and
     the help. `aliases`: other names of the flag. `kbpf`: the path in KbpfConfiguration.
     `kube_proxy`: the paths in KubeProxyConfiguration, separated by blanks; kubeproxy.py reads those
-    that depend on other fields. `only`: the mode without which the setting has no effect. Paths of
-    BPF objects are not marked: mode auto uses them, and so does an agent of mode ipvs that drains
-    what mode bpf left.
+    that depend on other fields. `proxy_modes`: kube-proxy's modes in which the flag counts; () for
+    all. `only`: the mode without which the setting has no effect. Paths of BPF objects are not
+    marked: mode auto uses them, and so does an agent of mode ipvs that drains what mode bpf left.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Setting:
     kbpf: str = ""
     kube_proxy: str = ""
     only: str = ""
+    proxy_modes: tuple[str, ...] = ()
 
     @property
     def environment_variable(self) -> str:
@@ -305,7 +306,8 @@ SETTINGS: Final = (
         "localhost_node_ports",
         kinds.BOOLEAN,
         NODE,
-        "whether NodePorts answer on loopback, to processes of the host (default true)",
+        "whether NodePorts answer on loopback, to processes of the host (default true); only if "
+        "--nodeport-addresses includes loopback or is unset, and not with --proxy-mode nftables or ipvs",
         ("--iptables-localhost-nodeports",),
         kbpf="localhostNodePorts",
         kube_proxy="iptables.localhostNodePorts",
@@ -321,10 +323,12 @@ SETTINGS: Final = (
     ),
     Setting(
         "--feature-gates",
-        "external_ips",
+        "feature_gates",
         kinds.FEATURE_GATES,
         NODE,
-        "kube-proxy's feature gates: AllowServiceExternalIPs=false means --external-ips off; others are ignored",
+        "kube-proxy's feature gates: AllowServiceExternalIPs=false means --external-ips off; "
+        "KubeProxyNFTablesLocalhostNodePorts=true: NodePorts answer on loopback in mode nftables if "
+        "--nodeport-addresses lists it; others are ignored",
         kube_proxy="featureGates",
     ),
     Setting(
@@ -430,12 +434,36 @@ SETTINGS: Final = (
         kbpf="packetPath.masqueradePorts",
     ),
     Setting(
+        "--iptables-masquerade-bit",
+        "masquerade_bit",
+        kinds.BIT,
+        NODE,
+        "--masquerade-bit, except in kube-proxy's mode nftables",
+        kube_proxy="iptables.masqueradeBit",
+        proxy_modes=("iptables", "ipvs"),
+    ),
+    *(
+        Setting(
+            f"--{mode}-{name}",
+            field,
+            kind,
+            NODE,
+            f"--{name}, in kube-proxy's mode {' or '.join(modes)}",
+            kube_proxy=" ".join(f"{mode}.{path}" for mode in modes),
+            proxy_modes=modes,
+        )
+        for name, field, kind, path in (
+            ("sync-period", "serving.late_seconds", kinds.DOUBLED_PERIOD, "syncPeriod"),
+            ("min-sync-period", "min_sync_period", kinds.SECONDS, "minSyncPeriod"),
+        )
+        for mode, modes in (("iptables", ("iptables", "nftables")), ("ipvs", ("ipvs",)))
+    ),
+    Setting(
         "--masquerade-bit",
         "masquerade_bit",
         kinds.BIT,
         NODE,
         "the bit of the packet mark that requests SNAT in the host's stack (default 14, as in kube-proxy)",
-        ("--iptables-masquerade-bit",),
         kube_proxy="iptables.masqueradeBit nftables.masqueradeBit",
     ),
     Setting(
@@ -497,7 +525,6 @@ SETTINGS: Final = (
         kinds.SECONDS,
         NODE,
         "minimum time between two writes of changes (default 0s)",
-        ("--iptables-min-sync-period", "--ipvs-min-sync-period"),
         kube_proxy="iptables.minSyncPeriod ipvs.minSyncPeriod nftables.minSyncPeriod",
     ),
     Setting(
@@ -602,7 +629,6 @@ SETTINGS: Final = (
         kinds.DOUBLED_PERIOD,
         SERVING,
         "the agent is unhealthy if a change has waited for twice this time (default 30s)",
-        ("--iptables-sync-period", "--ipvs-sync-period"),
         kube_proxy="iptables.syncPeriod ipvs.syncPeriod nftables.syncPeriod",
     ),
     Setting(

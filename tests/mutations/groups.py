@@ -127,13 +127,6 @@ EQUIVALENT = (
         "they are computed more often, and used only where `is_restricted`",
     ),
     Equivalent(
-        "kbpf/config/kinds.py",
-        'return "all" if "all" in keywords else (*keywords[:1], *cidrs)',
-        "1",
-        "2",
-        "it contains `primary` once, or nothing",
-    ),
-    Equivalent(
         "kbpf/source/decode/decode.py",
         "LARGE_OBJECT_BYTES: Final = 256 << 10",
         "256",

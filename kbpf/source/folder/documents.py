@@ -129,7 +129,19 @@ def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedO
     if kind == Kind.SLICE and isinstance(ports, list):
         value["ports"] = [{"name": "", **port} if isinstance(port, dict) else port for port in ports]
     item = decode.convert_object(Kind(kind), value)
+    if kind == Kind.SERVICE and item.object is None and not item.error and _lacks_address(value):
+        item = item._replace(error="spec.clusterIP: missing; write an address, since no API server assigns one")
     return item._replace(error=path + item.error) if item.error else item
+
+
+def _lacks_address(value: dict[str, Any]) -> bool:
+    """Whether this Service has no address, and would be used if an API server had assigned one."""
+    spec = value.get("spec") or {}
+    if spec.get("clusterIP") or any(spec.get("clusterIPs") or ()):
+        return False
+    spec = {**spec, "clusterIP": "192.0.2.1", "clusterIPs": None}
+    item = decode.convert_object(Kind.SERVICE, {**value, "spec": spec})
+    return item.object is not None or bool(item.error)
 
 
 def load_objects(name: str, data: bytes, problems: list[str]) -> Iterator[LocatedValue]:

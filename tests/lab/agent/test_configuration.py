@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ import yaml
 
 from kbpf.cli import arguments
 from kbpf.cli.app import call
-from kbpf.config import load
+from kbpf.config import kinds, load
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.kernel.bpf.objects import Map
+from kbpf.model.config import LocalMode
 from tests.support.cluster import kubeadm
 from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import Object
@@ -29,6 +31,8 @@ from tests.support.lab.lab import inside, ip, run, until
 from tests.support.lab.load import under_load
 from tests.support.lab.web import get
 from tests.support.prometheus import parse
+from tests.values.config.test_flags_and_file import FIELDS, MODES
+from tests.values.config.test_written_file import TEXTS
 
 SPACE = "kube-system"
 PODS = "10.244.0.0/16,fd00:10:244::/48"
@@ -294,6 +298,35 @@ def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path):
     ours = set(re.findall(r"--[a-z0-9-]+", arguments.build_parser().format_help()))
     assert len(theirs) > 50
     assert theirs <= ours
+
+
+NODE_PORT_FLAGS = (
+    {},
+    *({"--nodeport-addresses": text} for text in ("10.0.0.0/8", "primary,localhost")),
+    {"--nodeport-addresses": "10.0.0.0/8", "--iptables-localhost-nodeports": "true"},
+    {"--nodeport-addresses": "localhost", "--feature-gates": f"{kinds.LOCALHOST_GATE}=true"},
+)
+MIN_SYNC = {"--iptables-min-sync-period": "0.25s", "--ipvs-min-sync-period": "0.5s"}
+"""kbpf's default is another one."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flags_mean_what_the_real_kube_proxy_makes_of_them(kube_proxy: Path, tmp_path: Path, mode: str):
+    """kube-proxy writes its flags as a file, which kbpf reads as it reads the flags. All flags at once, twice, with
+    the first and the last sample of each.
+    """
+    theirs = set(re.findall(r"^ +(?:-\w, )?(--[a-z0-9-]+)", run(str(kube_proxy), "--help"), re.M))
+    rows = {name: row for row in FIELDS for name in {row.name, *row.aliases} & theirs}
+    assert len(rows) > 30
+    for given in (*({name: TEXTS[row.kind][i] for name, row in rows.items()} for i in (0, -1)), *NODE_PORT_FLAGS):
+        flags = given | MIN_SYNC | {"--proxy-mode": mode}
+        if "--metrics-bind-address" in flags:
+            flags["--metrics-bind-address"] = "192.0.2.1:7"  # kube-proxy accepts only one
+        written = tmp_path / "written"
+        run(str(kube_proxy), *map("=".join, flags.items()), "--write-config-to", str(written))
+        ours = load.load_config({rows[name].name: text for name, text in flags.items()}, {})
+        local = ours.detect_local_mode or LocalMode.CLUSTER_CIDR  # kube-proxy writes this default
+        assert replace(ours, detect_local_mode=local) == load.load({}, {}, written.read_bytes()).config, flags
 
 
 def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, tmp_path: Path):

@@ -155,7 +155,7 @@ def test_every_flag_is_in_the_help_of_run():
 
 
 def test_every_flag_names_a_field_of_the_config():
-    known = set(Config.__slots__) | {"node_ports"}
+    known = set(Config.__slots__) | {"node_ports", "feature_gates"}
     for flag in SETTINGS:
         head, _, tail = (flag.field or "mode").partition(".")  # no field: unused, kube-proxy's
         assert tail in getattr(Config(), head).__slots__ if tail else head in known
@@ -192,13 +192,13 @@ COMMAND_LINES = pairs("""\
 -v4 → -v=4
 --v=4 → -v=4
 --v 4 → -v=4
---iptables-masquerade-bit 3 → --masquerade-bit=3
+--iptables-masquerade-bit 3 → --iptables-masquerade-bit=3
 --iptables-localhost-nodeports=false → --localhost-nodeports=false
 --logging-format json → --log-format=json
---ipvs-min-sync-period 5s → --min-sync-period=5s
+--ipvs-min-sync-period 5s → --ipvs-min-sync-period=5s
 --conntrack-tcp-be-liberal → --conntrack-tcp-be-liberal=true
 --feature-gates=A=true,B=false → --feature-gates=A=true,B=false
---masquerade_all --iptables_masquerade_bit=3 → --masquerade-all=true --masquerade-bit=3
+--masquerade_all --iptables_masquerade_bit=3 → --masquerade-all=true --iptables-masquerade-bit=3
 --pod_bridge_interface=a_b → --pod-bridge-interface=a_b
 --nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,::/0 → --nodeport-addresses=10.0.0.0/8,fd00::/8,::/0
 --device eth0 --device=bond* → --device=eth0,bond*

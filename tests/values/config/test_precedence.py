@@ -126,6 +126,9 @@ QUESTIONABLE = pairs("""\
 --cluster-cidr=10.0.0.0/8,fd00::/48 --nodeport-addresses=10.0.0.0/8 → --nodeport-addresses has IPv4 networks only
 --feature-gates=A=true,AllowServiceExternalIPs=false → --feature-gates: A is accepted but not used
 --profiling=true → --profiling is accepted but not used
+--localhost-nodeports=true --nodeport-addresses=10.0.0.0/8 → --localhost-nodeports has no effect, as with kube-proxy
+--proxy-mode=nftables --nodeport-addresses=localhost → --nodeport-addresses: localhost has no effect in mode nftables
+--ipvs-sync-period=5s → --ipvs-sync-period is not used: kube-proxy's mode is iptables
 """)
 
 

@@ -96,6 +96,8 @@ GIVEN_WITH = {
     "--pod-bridge-interface": {"--detect-local-mode": "BridgeInterface"},
     "--pod-interface-name-prefix": {"--detect-local-mode": "InterfaceNamePrefix"},
     "--min-sync-period": {"--sync-period": "2h"},
+    "--iptables-min-sync-period": {"--iptables-sync-period": "2h"},
+    "--ipvs-min-sync-period": {"--ipvs-sync-period": "2h"},
 }
 """Flag → other flags without which it is refused, or has no effect."""
 

@@ -85,6 +85,33 @@ def test_bad_field_is_an_error_with_its_line(old, new, error):
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
 
 
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("{type: NodePort, ports: [{port: 80}]}", True),
+        ("{clusterIP: '', ports: [{port: 80}]}", True),
+        ("{clusterIPs: [], ports: [{port: 80}]}", True),
+        ("{clusterIPs: [''], ports: [{port: 80}]}", True),
+        ("", True),
+        ("{clusterIP: None, ports: [{port: 80}]}", False),
+        ("{clusterIPs: [None], ports: [{port: 80}]}", False),
+        ("{type: ExternalName, externalName: example.com}", False),
+        ("{ports: [{port: 0}]}", True),
+    ],
+)
+def test_service_without_an_address_is_an_error_unless_it_needs_none(spec: str, problem: bool):
+    """An API server would assign one; nothing does in a folder."""
+    (found,) = parse_documents("a.yaml", f"kind: Service\nmetadata: {{name: web}}\nspec: {spec}\n".encode()).objects
+    error = "spec.clusterIP: missing; write an address, since no API server assigns one (a.yaml:3)"
+    assert (found.item.object, found.item.error) == (None, error if problem else "")
+
+
+def test_service_of_another_proxy_needs_no_address():
+    text = "kind: Service\nmetadata: {name: web, labels: {service.kubernetes.io/service-proxy-name: x}}\n"
+    (found,) = parse_documents("a.yaml", text.encode()).objects
+    assert (found.item.object, found.item.error) == (None, "")
+
+
 def test_line_numbers_in_later_documents_lists_and_json():
     bad = service("b", 0)
     (_, second) = parse_documents("a.yaml", f"{WEB}---\n{bad}\n".encode()).objects

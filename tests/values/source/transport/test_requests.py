@@ -48,6 +48,13 @@ def test_credentials_are_sent(connect, fields, header):
         assert headers(server) == [header]
 
 
+def test_a_proxy_of_the_environment_is_ignored(connect, monkeypatch: pytest.MonkeyPatch):
+    for name in ("http_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with ScriptedServer(ok) as server:
+        assert connect(server.url).request("/x").status == 200
+
+
 def test_a_token_file_is_read_for_each_request(connect, tmp_path):
     token = tmp_path / "token"
     token.write_text("one\n")
