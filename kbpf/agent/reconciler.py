@@ -90,8 +90,9 @@ class Reconciler:
             self.computer.record_arrivals(events, touched)
 
     def set_node_addresses(self, addresses: tuple[Addr, ...]) -> None:
-        if addresses != self.node_addresses:
-            self.node_addresses = addresses
+        old, self.node_addresses = self.node_addresses, addresses
+        # Tuples compare without the attributes of NodeAddresses.
+        if (addresses, getattr(addresses, "__dict__", {})) != (old, getattr(old, "__dict__", {})):
             self._pending.all_services = True
             self._dirty.all = True  # the data plane also compares what depends on addresses
 

@@ -6,19 +6,23 @@ it enters the program and formatted where it is displayed, nowhere in between.
 """
 
 import socket
-from typing import Final, NewType
+from typing import TYPE_CHECKING, Final, NewType
 
 from kbpf.errors import ObjectError
+
+if TYPE_CHECKING:
+    from kbpf.model.objects import Cidr
 
 Addr = NewType("Addr", bytes)
 """16 bytes in network order; IPv4 is v4-mapped."""
 
 
 class NodeAddresses(tuple[Addr, ...]):
-    """The addresses of a node. `subnet_ends`: the network and broadcast addresses of their IPv4
-    subnets.
+    """The addresses of a node. `networks`: those of which it has all addresses (AnyIP).
+    `subnet_ends`: the network and broadcast addresses of its IPv4 subnets.
     """
 
+    networks: "tuple[Cidr, ...]" = ()
     subnet_ends: frozenset[Addr] = frozenset()
 
 
@@ -67,6 +71,13 @@ def family_of(addr: Addr | bytes) -> int:
 def is_loopback(addr: Addr) -> bool:
     """Whether it is in 127.0.0.0/8, or ::1."""
     return addr.startswith(_LOOPBACK4) or addr == LOOPBACK6
+
+
+def is_link_local6(addr: Addr) -> bool:
+    """Whether it is in fe80::/10, and so means nothing without a device. 169.254.0.0/16 is unlike
+    that in Linux.
+    """
+    return addr[0] == 0xFE and addr[1] & 0xC0 == 0x80
 
 
 def format_endpoint(addr: Addr | bytes, port: int) -> str:

@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, NodeAddresses, family_of, parse_addr
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, NodeAddresses, family_of, is_link_local6, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind
 from kbpf.model.objects import (
@@ -58,8 +58,8 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
     """The addresses that are not available to Services.
 
     `api_servers`: endpoints of default/kubernetes, and servers that the agent connected to.
-    `node_addresses`: those of our Node object. `local_addresses`: those and all others on devices
-    of this machine, and `subnet_ends` the network and broadcast addresses of its subnets.
+    `node_addresses`: those of our Node object. `local_addresses`: those and all others of this
+    machine. `subnet_ends` and `local_networks`: see NodeAddresses.
     `listeners`: where processes of this node listen; a wildcard is ANY4 or ANY6.
     `device_listeners`: those of find_device_frontends() at which a process listens now.
     `pod_networks`: networks of this node's pods. `external_ips`: the setting.
@@ -69,6 +69,7 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
     node_addresses: frozenset[Addr] = frozenset()
     local_addresses: frozenset[Addr] = frozenset()
     subnet_ends: frozenset[Addr] = frozenset()
+    local_networks: tuple[Cidr, ...] = ()
     listeners: frozenset[FrontendAddress] = frozenset()
     device_listeners: frozenset[FrontendAddress] = frozenset()
     pod_networks: tuple[Cidr, ...] = ()
@@ -94,11 +95,13 @@ def compute_reserved(
         for port in slice_.ports
         if port.protocol is Protocol.TCP
     }
+    local = local_addresses if isinstance(local_addresses, NodeAddresses) else NodeAddresses(local_addresses)
     return ReservedAddresses(
         frozenset(endpoints | set(api_servers)),
         frozenset(node.addresses),
-        frozenset(node.addresses) | frozenset(local_addresses),
-        local_addresses.subnet_ends if isinstance(local_addresses, NodeAddresses) else frozenset(),
+        frozenset(node.addresses) | frozenset(local),
+        local.subnet_ends,
+        local.networks,
         frozenset(listeners),
         frozenset(device_listeners),
         node.pod_cidrs,
@@ -131,8 +134,11 @@ def refusal_reason(
         reason = _external_ip_refusal(address, reserved, is_listed, has_cluster_ip)
     if reason:
         return reason
-    if address in reserved.local_addresses:
-        return _node_address_refusal(port, frontend, reserved, is_external and not is_listed)
+    is_local = address in reserved.local_addresses
+    if is_local or any(cidr.contains(address) for cidr in reserved.local_networks):
+        reason = _node_address_refusal(port, frontend, reserved, is_external and not is_listed)
+        if is_local or reason:
+            return reason
     is_own_node_port = port.node_port == frontend.at.port
     if is_external and not is_listed and has_node(address) and not is_own_node_port:
         return "it is an address of another node, which --external-ips does not list"
@@ -183,7 +189,7 @@ def _unconditional_refusal(frontend: Frontend, reserved: ReservedAddresses) -> s
     address, port, protocol = frontend.at
     if protocol is Protocol.TCP and (address, port) in reserved.api_servers:
         return "it is an address of the API server"
-    if address in METADATA_SERVICES or _is_link_local(address):
+    if address in METADATA_SERVICES or address.startswith(_LINK_LOCAL4) or is_link_local6(address):
         return "it is a link-local address or that of a cloud metadata service"
     return ""
 
@@ -223,7 +229,3 @@ def _node_address_refusal(port: ServicePort, frontend: Frontend, reserved: Reser
 def _is_listed(address: Addr, reserved: ReservedAddresses) -> bool:
     networks = reserved.external_ips
     return isinstance(networks, tuple) and any(cidr.contains(address) for cidr in networks)
-
-
-def _is_link_local(address: Addr) -> bool:
-    return address.startswith(_LINK_LOCAL4) or (address[0] == 0xFE and address[1] & 0xC0 == 0x80)

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from kbpf.model.address import ANY4, ANY6, LOOPBACK6, V4_PREFIX, Addr, family_of, is_loopback
+from kbpf.model.address import ANY4, ANY6, LOOPBACK6, V4_PREFIX, Addr, family_of, is_link_local6, is_loopback
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Cidr, Node, Service, ServicePort
@@ -166,7 +166,7 @@ def node_port_problem(local_addresses: Collection[Addr], config: Config) -> str:
         reachable = [
             addr
             for addr in local_addresses
-            if family_of(addr) == family and not is_loopback(addr) and not _is_link_local(addr)
+            if family_of(addr) == family and not is_loopback(addr) and not is_link_local6(addr)
         ]
         if not networks or not reachable or any(n.contains(loopback) for n in networks):
             continue
@@ -269,10 +269,6 @@ def _usable_addresses(addresses: Iterable[Addr], family: int) -> set[Addr]:
 
 def _is_usable(addr: Addr, family: int) -> bool:
     return family_of(addr) == family and addr not in _UNSPECIFIED
-
-
-def _is_link_local(addr: Addr) -> bool:
-    return addr[0] == 0xFE and addr[1] & 0xC0 == 0x80
 
 
 def _is_listed(addr: Addr, networks: Iterable[Cidr]) -> bool:

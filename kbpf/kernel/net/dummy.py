@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net import uapi
-from kbpf.kernel.net.addresses import IFADDRMSG
+from kbpf.kernel.net.addresses import IFADDRMSG, address_of
 from kbpf.kernel.net.netlink import (
     NetlinkRequest,
     Rtnetlink,
@@ -25,7 +25,7 @@ from kbpf.kernel.net.netlink import (
     parse_attributes,
     parse_string,
 )
-from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
+from kbpf.model.address import Addr, family_of, format_addr, is_link_local6
 
 # Without duplicate address detection, which would delay the use of an address by a second.
 ADDRESS_FLAGS: Final = uapi.IFA_F_NODAD | uapi.IFA_F_PERMANENT | uapi.IFA_F_NOPREFIXROUTE
@@ -135,7 +135,7 @@ def remove(name: str) -> bool:
 
 def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr], frozenset[Addr]]:
     """Returns the addresses of this device, and those of all others except `excluded_devices`.
-    Loopback addresses are included, link-local ones are not.
+    Loopback addresses are included, link-local ones of IPv6 are not.
     """
     with Rtnetlink() as netlink:
         messages = netlink.dump(uapi.RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
@@ -143,12 +143,10 @@ def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr
     own: set[Addr] = set()
     foreign: set[Addr] = set()
     for message in messages:
-        _, _, _, scope, message_ifindex = IFADDRMSG.unpack_from(message.body)
-        if message.msg_type != uapi.RTM_NEWADDR or scope == uapi.RT_SCOPE_LINK or message_ifindex in excluded_indexes:
+        message_ifindex = IFADDRMSG.unpack_from(message.body)[4]
+        address = address_of(message.body) if message.msg_type == uapi.RTM_NEWADDR else None
+        if address is None or is_link_local6(address) or message_ifindex in excluded_indexes:
             continue
-        attrs = parse_attributes(message.body[IFADDRMSG.size :])
-        raw = attrs.get(uapi.IFA_LOCAL, attrs.get(uapi.IFA_ADDRESS, b""))
-        address = Addr(V4_PREFIX + raw) if len(raw) == 4 else Addr(raw)
         (own if message_ifindex == ifindex else foreign).add(address)
     return frozenset(own), frozenset(foreign)
 

@@ -288,16 +288,22 @@ def _parse_messages(data: bytes) -> Iterator[Message]:
         data = data[(length + 3) & ~3 :]
 
 
-def watch(groups: int, on_change: Callable[[], None], stop: threading.Event) -> None:
+def watch(
+    groups: int,
+    on_change: Callable[[], None],
+    stop: threading.Event,
+    concerns: Callable[[Notifications], bool] = lambda _: True,
+) -> None:
     """Calls `on_change` at once, for changes before it listened, and after notifications for
-    `groups`, at most once in CHANGE_INTERVAL_S, until `stop` is set. Run it in a separate thread.
+    `groups` that it `concerns`, at most once in CHANGE_INTERVAL_S, until `stop` is set. Run it in a
+    separate thread.
     """
     with Rtnetlink(groups) as netlink:
         on_change()
         while not stop.is_set():
             threads.heartbeat()
-            if wait_readable([netlink.socket.fileno()], STOP_POLL_INTERVAL_S):
-                netlink.receive_notifications()
+            is_readable = wait_readable([netlink.socket.fileno()], STOP_POLL_INTERVAL_S)
+            if is_readable and concerns(netlink.receive_notifications()):
                 on_change()
                 stop.wait(CHANGE_INTERVAL_S)
 

@@ -9,14 +9,11 @@ from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net import uapi
+from kbpf.kernel.net.addresses import RTMSG
 from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute, parse_attributes, parse_int32
 from kbpf.model.address import V4_PREFIX, Addr, family_of
 from kbpf.model.inspection import Route
 
-_RTMSG: Final = struct.Struct("=BBBBBBBBI")
-"""struct rtmsg: family, lengths of destination and source, tos, table, protocol, scope, type,
-flags.
-"""
 _U32: Final = struct.Struct("=I")
 ERROR_WORDS: Final = {
     errno.EXDEV: "rp_filter drops it: the route to its source uses another device",
@@ -34,7 +31,7 @@ def find_route(to: Addr, source: Addr | None = None, came_in_by: int = 0) -> Rou
     is_v4 = family_of(to) == 4
     width = 32 if is_v4 else 128
     source = source if source is not None and family_of(source) == family_of(to) else None
-    body = _RTMSG.pack(
+    body = RTMSG.pack(
         socket.AF_INET if is_v4 else socket.AF_INET6, width, width if source else 0, 0, 0, 0, 0, 0, 0
     ) + pack_attribute(uapi.RTA_DST, _wire(to))
     if source is not None:
@@ -53,8 +50,8 @@ def find_route(to: Addr, source: Addr | None = None, came_in_by: int = 0) -> Rou
 
 
 def _parse(body: bytes) -> Route:
-    kind = _RTMSG.unpack_from(body)[7]
-    attributes = parse_attributes(body[_RTMSG.size :])
+    kind = RTMSG.unpack_from(body)[7]
+    attributes = parse_attributes(body[RTMSG.size :])
     ifindex = parse_int32(attributes.get(uapi.RTA_OIF))
     if kind not in (uapi.RTN_UNICAST, uapi.RTN_LOCAL):
         return Route(error=f"its route is of type {kind}, which is no way to a host")

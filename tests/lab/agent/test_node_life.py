@@ -5,6 +5,7 @@ other addresses, IPv6. The objects are files, so that other kernels run this too
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -252,6 +253,32 @@ def test_addresses_of_the_node_change(home: FolderNode):
         finally:
             readdress(netns, (NEW, NEW6), (OLD, OLD6))
             home.write([node("node-1", OLD, OLD6)])
+
+
+VIPS = (
+    "addr add 198.18.1.2/32 dev lo scope host",
+    "addr add 198.18.1.3/32 dev eth0 scope link",
+    "route add local 198.18.1.4/32 dev lo",
+    "addr add fd00:198:18:1::3/128 dev lo",
+    "route add local fd00:198:18:1::4/128 dev lo table local",
+)
+
+
+@in_any_way
+def test_node_ports_answer_on_all_addresses_of_the_node(home: FolderNode):
+    """Of any scope, and those that no device has. They come while the agent runs, and go."""
+    netns, vips = home.agent.node.netns, re.findall(r"(\S+)/", " ".join(VIPS))
+    ways = [f"route add {vip} via {OLD6 if ':' in vip else OLD}" for vip in vips]
+    dials = [(client, vip, 30020) for vip in vips for client in ("outside", "a2", "host-1")]
+    ip(*ways, netns=home.agent.node.lab.outside)
+    with running(home, "--nodeport-addresses", "all"):
+        serves(home, *V4, *V6)
+        ip(*VIPS, netns=netns)
+        becomes_served(home, *dials)
+        serves(home, *dials)
+        ip(*(vip.replace(" add ", " del ") for vip in VIPS), netns=netns)
+        until("none is served any more", lambda: is_unserved(home, *dials))
+    ip(*(way.replace(" add ", " del ") for way in ways), netns=home.agent.node.lab.outside)
 
 
 def readdress(netns: str, before: tuple[str, str], after: tuple[str, str]) -> None:

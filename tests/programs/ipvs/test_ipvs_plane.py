@@ -54,9 +54,9 @@ VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXY_DEVI
 
 def after_kube_proxy(node: Node) -> None:
     """A kube-proxy in mode ipvs served these addresses, a NodePort, and a Service that is gone."""
-    node.run("ip", "link", "add", KUBE, "type", "bridge")
+    node.run("ip", "link", "add", KUBE, "up", "type", "bridge")
     for address in (VIP, VIP6, "10.96.0.9"):
-        node.run("ip", "addr", "add", address, "dev", KUBE)
+        node.run("ip", "addr", "add", address, "dev", KUBE, *(("nodad",) if ":" in address else ()))
     node.run("ip", "addr", "add", "198.18.0.1/32", "dev", "lo")
     for frontend in (tcp(VIP, 80), tcp(VIP6, 80), tcp("10.96.0.9", 80), tcp("198.18.0.1", 30080)):
         node.ipvs.held[frontend] = (VirtualServiceSettings("rr"), {})
@@ -903,8 +903,8 @@ def folders(node: Node) -> set[str]:
 def test_addresses_of_our_device_are_not_the_nodes(fake_node: Node):
     """IPv6 addresses there look like the node's own. Addresses of a foreign dummy device are."""
     node = fake_node
-    node.run("ip", "link", "add", "theirs", "type", "bridge")
-    node.run("ip", "addr", "add", "fd00:99::1/128", "dev", "theirs")
+    node.run("ip", "link", "add", "theirs", "up", "type", "bridge")
+    node.run("ip", "addr", "add", "fd00:99::1/128", "dev", "theirs", "nodad")
     node.start()
     node.apply(service("s6", f"[{VIP6}]:80", "[fd00:244::2]:80"))
     assert node.addresses() == {VIP6}

@@ -3,17 +3,21 @@
 they may serve a ClusterIP.
 """
 
+import contextlib
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.dataplane.node import read_node_addresses
 from kbpf.kernel.net import sock_diag
+from kbpf.kernel.net.addresses import watch_addresses
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
+from tests.support.lab.lab import until
 from tests.support.lab.namespace import Namespace
 
 
@@ -93,3 +97,73 @@ def test_ends_of_the_nodes_subnets(namespace: Namespace):
     ends = namespace.do(read_node_addresses).subnet_ends
     wanted = "192.0.2.64 192.0.2.127 10.0.0.0 10.1.255.255 10.4.255.255"
     assert {format_addr(end) for end in ends} == set(wanted.split())
+
+
+ADDRESSES = {
+    "global": ("addr add 198.18.1.1/32 dev lo", "198.18.1.1"),
+    "of scope host": ("addr add 198.18.1.2/32 dev lo scope host", "198.18.1.2"),
+    "of scope link": ("addr add 198.18.1.3/32 dev dev0 scope link", "198.18.1.3"),
+    "loopback of scope global": ("addr add 127.5.0.1/32 dev lo scope global", ""),
+    "link-local, IPv4": ("addr add 169.254.20.10/32 dev dev0 scope link", "169.254.20.10"),
+    "link-local, IPv6": ("addr add fe80::7/128 dev lo scope global", ""),
+    "secondary": ("addr add 192.0.2.1/24 dev dev0; addr add 192.0.2.2/24 dev dev0", "192.0.2.1 192.0.2.2"),
+    "with a peer": ("addr add 10.7.0.1 peer 10.7.0.2/32 dev dev0", "10.7.0.1"),
+    "IPv6": ("addr add fd00:5::1/64 dev lo", "fd00:5::1"),
+    "deprecated": ("addr add fd00:5::1/64 dev lo preferred_lft 0", "fd00:5::1"),
+    "tentative": ("addr add fd00:5::1/64 dev dev0", ""),
+    "AnyIP": ("route add local 198.18.1.5/32 dev lo", "198.18.1.5"),
+    "AnyIP, IPv6": ("route add local fd00:5::5/128 dev lo table local", "fd00:5::5"),
+    "AnyIP of a network": ("route add local 10.9.0.0/24 dev lo", "10.9.0.0/24"),
+    "AnyIP of a network, IPv6": ("route add local fd00:9::/64 dev lo table local", "fd00:9::/64"),
+    "an address twice": ("addr add 198.18.1.1/32 dev lo; addr add 198.18.1.1/32 dev dev0", "198.18.1.1"),
+    "also an address of a Service": (
+        "link add kube-ipvs0 type bridge; addr add 198.18.1.1/32 dev kube-ipvs0; addr add 198.18.1.1/32 dev lo",
+        "198.18.1.1",
+    ),
+    "a local route of another table": ("route add local 198.18.1.5/32 dev lo table 100", ""),
+    "a route": ("route add 198.18.1.5/32 dev lo", ""),
+}
+
+
+@pytest.mark.parametrize(("commands", "wanted"), ADDRESSES.values(), ids=ADDRESSES)
+def test_the_nodes_addresses_are_those_that_the_kernel_accepts(namespace: Namespace, commands: str, wanted: str):
+    """The expected networks are those of which the node has all addresses."""
+    namespace.ip("link set lo up", "link add dev0 type bridge", "link set dev0 up", *commands.split("; "))
+    found = namespace.do(read_node_addresses)
+    assert [*map(format_addr, found), *map(str, found.networks)] == wanted.split()
+
+
+@contextlib.contextmanager
+def watched(namespace: Namespace) -> Iterator[list[tuple[str, ...]]]:
+    """The node's addresses at each notification of a change, from now on."""
+    stop, seen = threading.Event(), list[tuple[str, ...]]()
+
+    def read() -> None:
+        seen.append(tuple(map(format_addr, read_node_addresses())))
+
+    thread = threading.Thread(target=lambda: namespace.do(lambda: watch_addresses(read, stop)))
+    thread.start()
+    try:
+        until("the watch has begun", lambda: seen)
+        seen.clear()
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_changes_of_the_nodes_addresses_are_seen(namespace: Namespace):
+    """The kernel reports an address before it has the local route. Routes to other machines are
+    no such change.
+    """
+    namespace.ip("link set lo up", "link add dev0 type bridge", "link set dev0 up")
+    with watched(namespace) as seen:
+        namespace.ip("route add 198.51.100.0/24 dev dev0", "route del 198.51.100.0/24 dev dev0")
+        for do, wanted in (("add", ("198.18.1.2",)), ("del", ())):
+            namespace.ip(f"addr {do} 198.18.1.2/32 dev lo scope host")
+            until("the address is seen", lambda wanted=wanted: seen[-1:] == [wanted])
+        assert len(seen) == 2, "at once, and nothing else"
+        namespace.ip("route add local 198.18.1.5/32 dev lo")
+        until("a local route is seen", lambda: seen[-1:] == [("198.18.1.5",)])
+        namespace.ip("addr add fd00:5::1/64 dev lo")
+        until("IPv6 is seen", lambda: seen[-1:] == [("198.18.1.5", "fd00:5::1")])

@@ -255,6 +255,17 @@ def test_unused_generation_is_closed(node: Site, first: Generation, second: Gene
         assert third.closed
 
 
+def test_devices_are_described_again_on_request(node: Site, first: Generation):
+    """For example, when the addresses of the Node object change, but no device does."""
+    node.reconciler.wake()
+    node.ready(first)
+    node.written_devices.clear()
+    node.reconciler.wake()
+    until("they are described", lambda: node.written_devices)
+    node.reconciler.close()
+    node.reconciler.wake()
+
+
 # ---- changes -----------------------------------------------------------------------------------
 
 

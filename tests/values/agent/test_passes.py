@@ -11,11 +11,11 @@ from kbpf.agent.agent import Agent
 from kbpf.agent.applier import RETRY_INTERVAL_S
 from kbpf.agent.inbox import Wake
 from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS
-from kbpf.model.address import parse_addr
+from kbpf.model.address import NodeAddresses, parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
-from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, SlicePort
+from kbpf.model.objects import Cidr, Endpoint, EndpointSlice, Protocol, SlicePort
 from kbpf.serve.health import HealthTracker
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import SourceStatus
@@ -141,12 +141,13 @@ def test_sweep_compares_everything_every_15_minutes(clock: Clock, caplog: pytest
 def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     """Even an address without NodePorts, such as a VIP that moves to this node."""
     agent, plane = begun(0.0)
-    vip = (parse_addr("192.0.2.1"),)
-    for found in (vip, vip, ()):
+    vip, network = (parse_addr("192.0.2.1"),), NodeAddresses()
+    network.networks = (Cidr.parse("192.0.2.0/24"),)
+    for found in (vip, vip, (), network, network, ()):
         monkeypatch.setattr(module.addresses, "local_addresses", lambda *_, f=found: f)
         agent.step([Wake("addresses")])
     agent.step([service("a")])
-    assert plane.applied[1:] == [None, None, {"a"}]
+    assert plane.applied[1:] == [None, None, None, None, {"a"}]
 
 
 def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(clock: Clock, caplog: pytest.LogCaptureFixture):

@@ -4,6 +4,7 @@ order.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, DEVICE, NODE, U32, Dev
 from kbpf.dataplane.bpf.maps.layout import Role as Told
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
 from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device, pack_devices
+from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
@@ -280,6 +282,18 @@ def test_only_changed_devices_are_written():
         *["put device_cache"] * 2,
     ]
     assert told.maps["devices"].entries == {U32.pack(2): pack_device(moved, HOST, Config())}
+
+
+def test_other_addresses_of_the_node_alone_are_written_to_the_devices():
+    """The device thread writes them: no device changes, so it has to be told."""
+    told, woken = Maps(), []
+    packets = PacketPath.__new__(PacketPath)
+    devices = DeviceMap(Config(), told.maps)
+    packets._node_and_device_maps = NodeMap(Config(), told.maps), devices
+    packets._reconciler = SimpleNamespace(wake=lambda: woken.append(devices.preferred_sources))  # type: ignore[assignment]
+    for own in ("192.0.2.1", "192.0.2.1", "192.0.2.7"):
+        packets.write_node(state(own=own))
+    assert woken == [(parse_addr("192.0.2.1"),), (parse_addr("192.0.2.7"),)]
 
 
 def test_a_port_has_the_values_of_its_bridge():

@@ -52,8 +52,11 @@ TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
 OTHER_NODE = Node("other", addrs("192.0.2.11", "2001:db8::11"))
 LOCAL = NodeAddresses(addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1"))
+LOCAL.networks = (parse_cidr("198.18.7.0/24", ""), parse_cidr("10.244.0.128/25", ""))
 LOCAL.subnet_ends = frozenset(addrs("192.0.2.0", "192.0.2.255", "172.17.255.255"))
-"""The Node's addresses, a VIP that keepalived or kube-vip has put on a device, and a bridge."""
+"""The Node's addresses, a VIP that keepalived or kube-vip has put on a device, and a bridge. Local
+routes of whole networks, one of them a part of the Pods' network.
+"""
 SERVERS: tuple[ApiServerAddress, ...] = ((parse_addr("198.51.100.7"), 6443),)
 LISTENING = frozenset(FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 22), (ANY4, 10250)))
 API_SLICE = EndpointSlice(
@@ -132,6 +135,10 @@ KINDS = {
     "a VIP on a device": ("192.0.2.200:80", "served served served"),
     "a VIP on a device, where sshd listens": ("192.0.2.200:22", "listens served served"),
     "a bridge, where sshd listens": ("172.17.0.1:22", "listens served served"),
+    "in a local network": ("198.18.7.9:80", "served served served"),
+    "in a local network, where sshd listens": ("198.18.7.9:22", "listens served served"),
+    "in a local network of Pods": ("10.244.0.177:80", "pod served pod"),
+    "in a local network of Pods, where sshd listens": ("10.244.0.177:22", "listens served pod"),
     "in this node's Pod network": ("10.244.0.77:80", "pod served pod"),
     "a Pod on another node": ("10.9.9.9:80", "pod served served"),
     "an endpoint that is not a Pod": ("7.7.7.7:80", "served served served"),

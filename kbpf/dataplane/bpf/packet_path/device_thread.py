@@ -184,8 +184,13 @@ class DeviceReconciler:
                 self._thread = threads.start("devices", self._run, THREAD_STALL_TIMEOUT_S)
         if unused_generation is not None:  # the thread never saw it
             unused_generation.close()
-        os.eventfd_write(self._wake_fd, 1)
+        self.wake()
         self._wait_for_swap()
+
+    def wake(self) -> None:
+        """Starts a pass, which describes the devices again. The first publish() does the same."""
+        if self._thread is not None:
+            os.eventfd_write(self._wake_fd, 1)
 
     def _wait_for_swap(self) -> None:
         with self._condition:
@@ -321,7 +326,7 @@ class DeviceReconciler:
             return self._stopping
 
     def _read_wake(self) -> bool:
-        """Whether publish() or close() woke the thread. Resets the eventfd."""
+        """Whether wake() or close() woke the thread. Resets the eventfd."""
         try:
             return bool(os.eventfd_read(self._wake_fd))
         except BlockingIOError:
