@@ -103,7 +103,7 @@ class Reconciler:
 
     def reconcile(self) -> None:
         """Runs one round: queues touched Services, computes small ones, compares everything if that is due,
-        programs what has changed, and goes on with a large one.
+        programs the changes, and computes the next part of a large Service.
         """
         if self.state is State.WAITING:
             if not self.store.synced >= REQUIRED_KINDS:

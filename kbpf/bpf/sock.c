@@ -201,10 +201,11 @@ static __always_inline bool is_kernel_socket(struct bpf_sock *sk)
 	return bits >> bit % 8 & 1;
 }
 
-/* Whether the packet path has to serve this socket: the kernel's own, so that its mount keeps the
- * Service's address; or one of the node that is bound to a device (as systemd-resolved's while it
- * connects), by which no route may lead to the backend. By packets a socket does not reach a
- * backend in the node's own network: such a mount is translated, and stays with the backend. */
+/* Whether the packet path has to serve this socket: one of the kernel's own, so that its mount
+ * keeps the Service's address; or one of the node that is bound to a device, since its route to the
+ * backend may use another one (systemd-resolved binds its sockets while they connect). By packets a
+ * socket does not reach a backend in the node's own network: such a mount is translated, and stays
+ * with the backend. */
 static __always_inline bool needs_own_address(struct bpf_sock_addr *ctx, u64 netns,
 					      struct target *backend)
 {

@@ -82,7 +82,7 @@ LEGACY_RULE: Final = re.compile(
 
 
 Note = Callable[[str], object]
-"""Is told what stays, and for which rule."""
+"""Receives a line for each rule that keeps a chain."""
 
 
 def is_kube_proxy_chain(table: str, name: str) -> bool:
@@ -104,8 +104,8 @@ class ListedRule(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """What is removed from an iptables table. `rules`: rules in chains that stay. `foreign_jumps`:
-    rules of others for which some of kube-proxy's chains stay.
+    """What is removed from an iptables table. `rules`: those in chains that stay. `foreign_jumps`:
+    rules that are not kube-proxy's but jump to its chains, which stay for them.
     """
 
     chains: Sequence[str]

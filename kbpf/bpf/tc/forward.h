@@ -36,11 +36,11 @@ static __always_inline int send_path_mtu(struct __sk_buff *skb, struct scratch *
 	return go(skb, TAIL_REFUSE);
 }
 
-/* Sends on what translate_in() has translated. A packet of a flow that bypasses the stack goes to
- * the next device with both addresses changed. If it is too long for that device, its sender is
- * told the MTU, or, if it may be fragmented, it goes up the stack like all others: there the source
- * changes when it leaves. Packets for the node's own sockets are delivered on the device that they
- * expect. */
+/* Sends on what translate_in() has translated. If the flow bypasses the stack, the packet goes
+ * to the next device with both addresses changed. If it is too long for that device, the stack
+ * fragments it, or its sender gets an ICMP error with the MTU. All other packets go up the stack,
+ * and their source changes when they leave it. Packets for the node's own sockets are delivered on
+ * the device that the sockets send by. */
 static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *s,
 					 const struct device *device, struct translation *t)
 {

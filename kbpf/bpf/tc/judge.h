@@ -317,9 +317,9 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 
 /* Whether a packet answers a SYN that the client, or with SNAT this node, has sent past the
  * Service, from the port of this flow, which ends or has ended: is_direct_connection(). The backend
- * accepts or refuses it, or it is in TIME_WAIT. Then it acknowledges the earlier connection (RFC
- * 9293, 3.10.7.4), and the client's reset of the new one has to end that: nobody else waits for
- * this ACK once all of the flow is acknowledged. */
+ * accepts or refuses it, or it is in TIME_WAIT. In TIME_WAIT it sends an ACK of the earlier
+ * connection (RFC 9293, 3.10.7.4), and only a reset from the new one ends that state. The earlier
+ * connection does not need the ACK once all of it is acknowledged. */
 static __always_inline bool answers_direct(const struct flow *flow, const struct flow *original,
 					   const struct packet *p)
 {

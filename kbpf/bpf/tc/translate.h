@@ -92,9 +92,9 @@ enum ingress_result {
 	INGRESS_TRANSLATED = 4,
 };
 
-/* Translates a packet at ingress, into `s`. `flags`: the packet's of TCP, and JUST_WRITTEN, JUDGED
- * or FROM_ICMP_ERROR. In order: which side has sent it, whether the flow is over or begins again,
- * both translations, the state. */
+/* Translates a packet at ingress, into `s`. `flags`: its TCP flags, with JUST_WRITTEN, JUDGED or
+ * FROM_ICMP_ERROR. Decides which side has sent it and whether the flow begins again, then
+ * translates the packet and updates the state. */
 static __always_inline enum ingress_result translate_in(struct tuple *t, const struct packet *p,
 							u32 flags, struct translation *s)
 {

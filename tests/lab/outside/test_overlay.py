@@ -44,7 +44,7 @@ from tests.support.lab.field import (
     there,
     transfer,
 )
-from tests.support.lab.lab import PATIENCE, Node, ip, until
+from tests.support.lab.lab import PATIENCE, Node, Place, ip, until
 from tests.support.lab.podnet import gate
 from tests.support.packets.judge import checksums
 from tests.support.packets.packets import icmp_error, udp
@@ -300,7 +300,11 @@ def narrow_route(net: PodNetwork, name: str, mtu: int) -> Iterator[None]:
 @both_families
 @behind_firewalld
 def test_a_transfer_finds_the_path_mtu_behind_firewalld(net: PodNetwork, v6: bool):
-    client, to = net["outside"], at("NodePort", 65, v6)
+    expect_path_mtu(net, net["outside"], at("NodePort", 65, v6))
+
+
+def expect_path_mtu(net: PodNetwork, client: Place, to: str) -> None:
+    """A transfer to a Service with the backend b1 finds it."""
     forget(client, net["b1"])
     transfer(client, to)
     assert learned(client, split(to)[0]) == mtu_of(net)
@@ -355,11 +359,7 @@ def test_a_socket_of_the_node_has_the_address_of_the_device_to_the_backend(net: 
 @node_sockets
 def test_a_transfer_of_the_node_finds_the_path_mtu(net: PodNetwork, v6: bool):
     """The node's route to the Service has the MTU 1500, and so has the pod's device."""
-    host, to = net["host-1"], at("ClusterIP", 65, v6)
-    forget(host, net["b1"])
-    transfer(host, to)
-    assert learned(host, split(to)[0]) == mtu_of(net)
-    forget(host, net["b1"])
+    expect_path_mtu(net, net["host-1"], at("ClusterIP", 65, v6))
 
 
 @both_families
