@@ -72,7 +72,8 @@ int tc_ingress(struct __sk_buff *skb)
 	    (!flags && !parse_for(skb, device, p, true)))
 		return TC_ACT_UNSPEC;
 	if (!flags && skb->pkt_type != PACKET_HOST)
-		return answers_refused(p) ? judge_answer_to_refused(skb, s) : TC_ACT_UNSPEC;
+		return answers_refused(p) ? judge_answer_to_refused(skb, s, BEGIN_ANSWER)
+					  : TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */
 		return go(skb, TAIL_ICMP_IN);
 	if (!flags)
@@ -87,7 +88,7 @@ int tc_ingress(struct __sk_buff *skb)
 	if (result == INGRESS_UNJUDGED)
 		return ask_judge(skb, s, TAIL_INGRESS);
 	if (!flags && answers_refused(p))
-		return judge_answer_to_refused(skb, s);
+		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
 	if (result == INGRESS_BRIDGED)
 		return leave_to_bridge(skb);
 	if (translation.masqueraded)
@@ -126,6 +127,8 @@ int tc_egress(struct __sk_buff *skb)
 			       skb->ingress_ifindex, &to, &masqueraded);
 	if (result == EGRESS_UNJUDGED)
 		return ask_judge(skb, s, TAIL_EGRESS);
+	if (result == EGRESS_DENIED)
+		return finish(TC_ACT_SHOT, INVALID);
 	if (is_rewrite(result) && rewrite(skb, p, &to, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (masqueraded)

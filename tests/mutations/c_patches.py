@@ -327,6 +327,7 @@ PATCHES = (
         ),
         ("any pod changes it", "s->pod_device && flow->out.ifindex == s->pod_device", "1"),
         ("a datagram changes it for masqueraded flows", "!has_snat(flow) && s->pod", "s->pod"),
+        ("others use a client's port", "? EGRESS_DENIED", "? EGRESS_UNKNOWN"),
         (
             "a SYN to the backend itself belongs to the flow",
             "if (!reply && is_direct_connection(flow, p, flags))",
@@ -385,8 +386,14 @@ PATCHES = (
     *_rows(
         "tc/conntrack.h",
         CONNTRACK,
-        ("forged answers pass", "event ? !same_target(&p->tuple.from, &event->client)", "event ? false"),
-        ("forged answers of the node pass", ": is_nodes_own(&from, n);", ": false;"),
+        ("forged answers pass", "return !same_target(&p->tuple.from, &event->client);", "return false;"),
+        ("forged answers of the node pass", "return may_confirm(p) && is_nodes_own(&from, n);", "return false;"),
+        (
+            "forged ACKs pass",
+            "if (!n || !(n->flags & NODE_NETFILTER))",
+            "if (!n || !may_confirm(p))",
+        ),
+        ("errors about refused packets pass", "!is_unanswered(skb, &p)", "true"),
         ("a port of another flow is taken", "if (has_flow(&reply))", "if (false)"),
     ),
     *_rows(
@@ -429,6 +436,12 @@ PATCHES = (
         ("outer addresses of ICMP errors are not translated", "outer.from.address = after->from.address;", ";"),
         ("a masqueraded client's router is not masqueraded", "if (hidden || same_address(", "if (same_address("),
         ("ICMP redirects are translated", "return p->icmp_type == ICMP_REDIRECT;", "return false;"),
+        (
+            "errors to others than the sender are translated",
+            "return same_address(&t->to.address, &s->packet.tuple.to.address);",
+            "return true;",
+        ),
+        ("any pod sends errors for others", "if (!arrives_by(skb, p, skb->ifindex, &s->hop))", "if (0)"),
         (
             "errors about flows that bypass the stack take it",
             "translation.path != PATH_STACK && !translation.host_device",

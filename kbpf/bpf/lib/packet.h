@@ -292,6 +292,29 @@ static __always_inline void set_plain(struct __sk_buff *skb, struct packet *p, u
 			    start->window, length - sizeof(start->ip));
 }
 
+#define IP_OPTIONS 40 /* bytes, and so the number of options at most */
+#define IP_OPTION_LSRR 131
+#define IP_OPTION_SSRR 137
+
+/* Whether the sender wants to choose the route of an IPv4 packet. The stack drops such packets
+ * unless accept_source_route is set; a redirect would not. */
+static __always_inline bool has_source_route(struct __sk_buff *skb, const struct packet *p)
+{
+	u32 at = p->l3 + sizeof(struct ip4_header);
+
+	for (int i = 0; i < IP_OPTIONS; i++) {
+		u8 option[2]; /* kind, length */
+
+		if (at >= p->l4 || bpf_skb_load_bytes(skb, at, option, sizeof(option)) ||
+		    !option[0])
+			return false;
+		if (option[0] == IP_OPTION_LSRR || option[0] == IP_OPTION_SSRR)
+			return true;
+		at += option[0] == 1 || !option[1] ? 1 : option[1];
+	}
+	return false;
+}
+
 static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 {
 	struct ip4_header ip;
@@ -308,6 +331,8 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	if ((ip.version_length & 0x0f) < 5)
 		return false;
 	p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
+	if (p->l4 != p->l3 + sizeof(ip) && has_source_route(skb, p))
+		return false;
 	fragment = __builtin_bswap16(ip.fragment);
 	if (fragment & IP_OFFSET)
 		p->fragment = LATER;

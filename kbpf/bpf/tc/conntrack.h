@@ -137,6 +137,22 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 	return v6 ? *a : v4;
 }
 
+/* Whether this is a packet of a client to which nothing has been answered yet. */
+static __always_inline bool is_unanswered(struct __sk_buff *skb, const struct packet *p)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->tuple.to.protocol};
+	bool answered = true;
+	void *ct;
+
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &p->tuple, p->v6, &opts);
+	if (!ct)
+		return false;
+	if (opts.direction != IP_CT_DIR_REPLY)
+		answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
+	bpf_ct_release(ct);
+	return !answered;
+}
+
 #define CLIENT_PORT_TRIES 16
 #define QUEUE_TRIES 3 /* another CPU may fill the queue */
 
@@ -234,8 +250,9 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 
 /* Whether a packet answers one that has not left this node. Its sender cannot have received that
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
- * accept established connections would then let pass what they have refused. An answer from an
- * address of this node is forged as well: its own sockets' packets do not arrive by a device. */
+ * accept established connections would then let pass what they have refused. A plain ACK is enough:
+ * conntrack ignores it before a SYN-ACK, but remembers a reply. An answer from an address of this
+ * node is forged as well: its own sockets' packets do not arrive by a device. */
 static __always_inline bool answers_refused(const struct packet *p)
 {
 	u32 zero = 0;
@@ -243,17 +260,21 @@ static __always_inline bool answers_refused(const struct packet *p)
 	struct address from = p->tuple.from.address;
 	struct event *event;
 
-	if (!n || !may_confirm(p))
+	if (!n || !(n->flags & NODE_NETFILTER))
 		return false;
 	event = find_unconfirmed(&p->tuple);
-	return event ? !same_target(&p->tuple.from, &event->client) : is_nodes_own(&from, n);
+	if (event)
+		return !same_target(&p->tuple.from, &event->client);
+	return may_confirm(p) && is_nodes_own(&from, n);
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow may have left encrypted. Only
- * tc_conntrack can ask. */
-static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct scratch *s)
+ * tc_conntrack can ask. `begin`: BEGIN_ANSWER, or BEGIN_ERROR if conntrack decides whether there
+ * was an answer. */
+static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct scratch *s,
+						   u8 begin)
 {
-	s->begin = BEGIN_ANSWER;
+	s->begin = begin;
 	return go(skb, TAIL_CONNTRACK);
 }
 
@@ -355,9 +376,11 @@ int tc_conntrack(struct __sk_buff *skb)
 
 	if (!s)
 		return TC_ACT_UNSPEC;
-	if (s->begin & BEGIN_ANSWER)
-		return is_decrypted(skb) ? TC_ACT_UNSPEC : finish(TC_ACT_SHOT, INVALID);
 	p = s->packet;
+	if (s->begin & (BEGIN_ANSWER | BEGIN_ERROR))
+		return is_decrypted(skb) || ((s->begin & BEGIN_ERROR) && !is_unanswered(skb, &p))
+			       ? TC_ACT_UNSPEC
+			       : finish(TC_ACT_SHOT, INVALID);
 	if (!(s->begin & BEGIN_UNTRACKED)) {
 		tracked = find_tracked(skb, &p, false);
 		if (tracked == TRACKED_YES)

@@ -40,14 +40,24 @@ static __always_inline int rewrite_error(struct __sk_buff *skb, struct scratch *
 	       rewrite(skb, &s->packet, outer, ttl);
 }
 
-/* The tuple of a packet that would travel like the error. False: the error passes. */
+/* The tuple of a packet that would travel like the error. False: the error passes. As in
+ * nf_conntrack, an error goes to the sender of what it quotes: otherwise a client could send errors
+ * from this node's address to anybody. */
 static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s, struct tuple *t)
 {
 	if (!is_icmp_error(&s->packet) || !parse_inner(skb, &s->packet, &s->inner) ||
 	    !s->inner.tuple.to.protocol)
 		return false;
 	*t = reversed(&s->inner.tuple);
-	return true;
+	return same_address(&t->to.address, &s->packet.tuple.to.address);
+}
+
+/* Whether conntrack would see an error that the programs cannot read: its fragments are reassembled
+ * later. No node sends errors that long. */
+static __always_inline bool is_hidden_error(const struct packet *p)
+{
+	return (has_hidden_ports(p) || (is_icmp_error(p) && p->fragment == FIRST)) &&
+	       uses_conntrack();
 }
 
 /* Whether an error tells its receiver to send everything for an address to another gateway: with
@@ -74,11 +84,12 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (!s || !device)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
+	if (is_hidden_error(p))
+		return finish(TC_ACT_SHOT, INVALID);
 	if (!parse_error(skb, s, &tuple))
-		return has_hidden_ports(p) && uses_conntrack() ? finish(TC_ACT_SHOT, INVALID)
-							       : TC_ACT_UNSPEC;
+		return TC_ACT_UNSPEC;
 	if (uses_conntrack() && find_unconfirmed(&tuple))
-		return judge_answer_to_refused(skb, s);
+		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
 	translation.port_of = bridge_of_port(device, skb->ifindex);
 	result = translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &translation);
 	if (result == INGRESS_BRIDGED)
@@ -86,8 +97,14 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (result != INGRESS_TRANSLATED) {
 		if (translation.masqueraded)
 			mark_masqueraded(skb, true);
-		return TC_ACT_UNSPEC;
+		if (!uses_conntrack() || !may_be_service(&tuple.to))
+			return TC_ACT_UNSPEC;
+		p->tuple = tuple; /* the client's error may be about an answer that it never got */
+		return judge_answer_to_refused(skb, s, BEGIN_ERROR);
 	}
+	/* In the name of an end of the flow, or past the kernel's own filter. */
+	if (!arrives_by(skb, p, skb->ifindex, &s->hop))
+		return TC_ACT_UNSPEC;
 	if (is_redirect(p))
 		return TC_ACT_SHOT;
 	if (translation.path != PATH_STACK && !translation.host_device) {

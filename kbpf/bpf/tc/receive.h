@@ -6,6 +6,7 @@
 #include "lib/hash.h"
 #include "lib/icmp.h"
 #include "lib/packet.h"
+#include "tc/conntrack.h"
 #include "tc/devices.h"
 #include "tc/flow.h"
 #include "tc/tails.h"
@@ -147,7 +148,8 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	if (is_plain_tcp(skb, l2, &plain)) {
 		struct tuple tuple = tuple_of_plain(&plain);
 
-		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple))
+		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple) &&
+		    !(in && uses_conntrack() && find_unconfirmed(&tuple)))
 			return false;
 		set_plain(skb, p, l2, &plain, &tuple);
 		return true;

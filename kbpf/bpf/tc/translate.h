@@ -200,9 +200,10 @@ enum egress_result {
 	EGRESS_UNCHANGED = 1,  /* of a flow of ours, but already correct */
 	EGRESS_HOST_FLOW = 2,  /* sent by this node, and it has a flow */
 	EGRESS_UNJUDGED = 3,   /* tc_judge has to see it first */
-	EGRESS_REPLY = 4,      /* gets the frontend's address */
-	EGRESS_MASQUERADE = 5, /* gets the node's address */
-	EGRESS_REROUTE = 6,    /* EGRESS_REPLY, but it may have to leave by another device */
+	EGRESS_DENIED = 4,     /* others use the port of a client that is masqueraded */
+	EGRESS_REPLY = 5,      /* gets the frontend's address */
+	EGRESS_MASQUERADE = 6, /* gets the node's address */
+	EGRESS_REROUTE = 7,    /* EGRESS_REPLY, but it may have to leave by another device */
 };
 
 static __always_inline bool is_rewrite(enum egress_result result)
@@ -230,8 +231,13 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 								 : EGRESS_UNKNOWN;
 	if (is_over(flow, now) || (flow->fins & FIN_DIRECT)) /* begins_direct() */
 		return EGRESS_UNKNOWN;
+	/* A CNI masquerades pods, and may keep a port that one has chosen: conntrack does not know
+	 * our flows. The backend's answer would go to the client that has the port. */
 	if (!reply && !is_from_client(flow, arrival))
-		return EGRESS_UNKNOWN;
+		return has_snat(flow) && !flow->host_device &&
+				       same_address(&t->from.address, &flow->snat)
+			       ? EGRESS_DENIED
+			       : EGRESS_UNKNOWN;
 	if (!reply && is_direct_connection(flow, p, flags)) {
 		flow->syn = p->tcp.next;
 		return EGRESS_UNKNOWN;

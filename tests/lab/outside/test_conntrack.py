@@ -192,6 +192,16 @@ def _error(kind: str, e: Ends) -> list[bytes]:
     return [packets.icmp_error(kind, e.pod, quoted)]
 
 
+def _error_in_fragments(mtu: int, e: Ends) -> list[bytes]:
+    quoted = packets.udp(e.masqueraded, e.backend, b"x")
+    return packets.fragments(packets.icmp_error("port unreachable", e.pod, quoted, df=False), mtu)
+
+
+def _error_of_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
+    """About an answer that it never got."""
+    return [packets.icmp_error("host unreachable", split(e.client)[0], build(e.frontend, e.client))]
+
+
 OPTIONS = packets.destination()
 FORGERIES = {
     "an answer": Forgery(_answer),
@@ -203,7 +213,12 @@ FORGERIES = {
     ),
     "a SYN-ACK": Forgery(lambda e: [_syn_ack(e)], number=11),
     "a SYN-ACK in fragments": Forgery(lambda e: packets.fragments(_syn_ack(e), 28), number=11, v6=(False,)),
+    "an ACK": Forgery(lambda e: [packets.tcp(e.backend, e.masqueraded, flags="A", seq=5000, ack=7)], number=11),
     "an ICMP error": Forgery(partial(_error, "port unreachable")),
+    "an ICMP error in fragments": Forgery(partial(_error_in_fragments, 28), v6=(False,)),
+    "an ICMPv6 error in fragments": Forgery(partial(_error_in_fragments, 56), v6=(True,)),
+    "an ICMP error of the client": Forgery(partial(_error_of_client, packets.udp)),
+    "an ICMP error of the client, TCP": Forgery(partial(_error_of_client, packets.tcp), number=11),
     "an ICMP redirect": Forgery(
         lambda e: [packets.icmp(e.pod, split(e.masqueraded)[0], 5, 1, 0, packets.udp(e.masqueraded, e.backend, b"x"))],
         v6=(False,),

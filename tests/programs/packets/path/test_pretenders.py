@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets with which a client or a pod pretends: in another's name, to somebody who has nothing to do
+with it, from another's port, or on a way of its own choice.
+"""
+
+import pytest
+
+from tests.programs.packets.path.single_packets import (
+    CLUSTER,
+    NEAR,
+    POD,
+    SENT,
+    Path_,
+    client,
+    established,
+    host_of,
+    parsed,
+    pod,
+    vip,
+)
+from tests.programs.packets.path.test_bypassing_errors import BYPASSES, Bypass, bypassing
+from tests.programs.packets.path.test_senders import BACKEND, OTHER, UPLINK, Node, node
+from tests.support.packets.packets import icmp, icmp_error, tcp, udp
+from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
+
+__all__ = ["node"]
+HOST_UNREACHABLE = {4: (3, 1), 6: (1, 3)}
+LSRR = bytes([131, 7, 4, 203, 0, 113, 77])
+
+
+def error_to(v: int, to: str, by: str, sent: bytes) -> bytes:
+    return icmp(by, to, *HOST_UNREACHABLE[v], 0, sent)
+
+
+@pytest.mark.parametrize("row", BYPASSES, ids=lambda row: row.name)
+def test_an_error_to_another_than_the_sender_is_not_redirected(uplink: Path_, v: int, row: Bypass):
+    """It would leave with the node's own source address, past FORWARD and rp_filter. conntrack: "outer
+    address does not match".
+    """
+    own, _ = bypassing(uplink, v, row, "udp")
+    packet = error_to(v, NEAR[v], host_of(own), SENT["udp"](vip(v, row.which), own))
+    assert uplink.ingress(packet) == (TC_ACT_UNSPEC, packet)
+
+
+def test_an_error_to_another_than_the_sender_is_not_masqueraded(path: Path_, v: int):
+    own, _ = established(path, v, "udp", CLUSTER)
+    packet = error_to(v, NEAR[v], host_of(own), SENT["udp"](vip(v, CLUSTER), own))
+    assert path.ingress(packet) == (TC_ACT_UNSPEC, packet)
+    assert path.egress(packet) == (TC_ACT_UNSPEC, packet)
+
+
+def test_a_pod_sends_no_error_in_the_name_of_anothers_backend(node: Node, v: int):
+    """A strict rp_filter of the kernel would drop it, which a redirect bypasses."""
+    own = client(v)
+    _, sent = node.come(SENT["udp"](own, vip(v, CLUSTER)), UPLINK)
+    error = icmp_error("port unreachable", POD[v], udp(parsed(sent).source, pod(v), b"?"))
+    assert node.come(error, OTHER) == (TC_ACT_UNSPEC, error)
+    _, to_client = node.come(error, BACKEND)
+    assert parsed(to_client).destination == host_of(own)
+
+
+def test_a_masqueraded_pod_does_not_speak_in_anothers_flow(node: Node, v: int):
+    """The CNI's MASQUERADE keeps the source port that the pod has bound, since conntrack does not know
+    our flow. The backend's answer to the pod would go to the client that has the port.
+    """
+    own = client(v)
+    _, sent = node.come(SENT["udp"](own, vip(v, CLUSTER)), UPLINK)
+    of_pod = udp(parsed(sent).source, pod(v), b"question of the pod")
+    verdict, _ = node.path.egress(of_pod, came_by=node.devices[OTHER])
+    assert verdict == TC_ACT_SHOT
+    assert node.path.egress(of_pod, came_by=node.devices[UPLINK]) == (TC_ACT_UNSPEC, of_pod), "the client's own"
+
+
+def test_a_source_routed_packet_is_left_to_the_stack(uplink: Path_):
+    """Which drops it unless accept_source_route is set."""
+    for options in (LSRR, bytes([137, *LSRR[1:]]), bytes([1] * 8) + LSRR):
+        packet = tcp(client(4), vip(4, CLUSTER), flags="S", options=options)
+        assert uplink.ingress(packet) == (TC_ACT_UNSPEC, packet)
+    record_route = bytes([7, 7, 4, 0, 0, 0, 0])
+    _, got = uplink.ingress(tcp(client(4), vip(4, CLUSTER), flags="S", options=record_route))
+    assert parsed(got).destination == pod(4)
