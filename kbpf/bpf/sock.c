@@ -19,6 +19,7 @@
 #include "account.h"
 #include "failures.h"
 #include "latency.h"
+#include "cluster_netns.h"
 
 /* A flow of an unconnected socket keeps its backend this long after its last datagram. This is the
  * timeout of nf_conntrack for UDP streams, so clients see what they see with kube-proxy. */
@@ -293,6 +294,10 @@ static __always_inline enum verdict choose_for_socket(struct bpf_sock_addr *ctx,
 		return PASS;
 	}
 	v = choose(to, &client, c);
+	if (v != PASS && !is_netns_of_cluster(ctx->sk, netns)) {
+		c->reason = OTHER_NETWORK;
+		return PASS;
+	}
 	if ((v == TRANSLATE && (needs_own_address(ctx, netns, &c->backend) ||
 				is_bound_to_loopback(ctx->sk, &c->backend))) ||
 	    (connects && is_udp_probe(to, c))) {

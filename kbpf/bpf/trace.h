@@ -27,14 +27,6 @@ static __always_inline void *traced_socket(const u64 *arguments)
 	return (void *)arguments[0];
 }
 
-static __always_inline u64 read_pointer(u64 address)
-{
-	u64 value = 0;
-
-	probe_read_kernel(&value, sizeof(value), (void *)address);
-	return value;
-}
-
 static __always_inline u8 read_state(u64 sk)
 {
 	u8 state = 0;
@@ -55,11 +47,11 @@ static __always_inline int read_error(u64 sk)
  * word holds a class id of cgroup v1 then. */
 static __always_inline u64 read_cgroup_id(u64 sk)
 {
-	u64 cgroup = read_pointer(sk + place_of_cgroup());
+	u64 cgroup = read_u64(sk + place_of_cgroup());
 
 	if (!cgroup || (cgroup & 1))
 		return 0;
-	return read_pointer(read_pointer(cgroup + place_of_cgroup_node()) + place_of_node_id());
+	return read_u64(read_u64(cgroup + place_of_cgroup_node()) + place_of_node_id());
 }
 
 static __always_inline void read_client(u64 sk, const struct peer *peer, struct target *client)

@@ -497,7 +497,8 @@ enum reason {
 	BACKEND_RESET =
 		27,   /* a connection that the backend had accepted ended otherwise than by FINs */
 	INVALID = 28, /* not of the connection that has its ports (judge.h): dropped */
-	REASONS = 29, /* at most 64: struct monitor */
+	OTHER_NETWORK = 29, /* a socket of a network that is not this cluster's (cluster_netns.h) */
+	REASONS = 30,       /* at most 64: struct monitor */
 };
 
 /* ---- accounting (account.h) ---- */

@@ -188,6 +188,12 @@ def _try_optional_features() -> Iterator[tuple[str, Probe, str]]:
         "that served it has gone: mount the Pod's address, or use --socket-lb off",
     )
     yield (
+        "networks of other clusters",
+        kernel_members.probe_networks(),
+        "the kernel needs Linux 5.14, CONFIG_DEBUG_INFO_BTF, and to allow BPF programs to read its memory; "
+        "without that a cluster inside a pod gets our Services instead of its own: exempt such pods",
+    )
+    yield (
         "SOCK_DESTROY for UDP",
         probe.probe_sock_destroy(),
         "the kernel needs CONFIG_INET_UDP_DIAG and CONFIG_INET_DIAG_DESTROY; without it UDP "

@@ -138,18 +138,25 @@ def find_caller(text: str, inspection: Inspection, cluster: "Cluster | None") ->
             "network namespace are not known: run this on the node itself",
         )
     try:
-        netns_cookie, addresses = _read_netns(process)
+        netns_cookie, addresses, is_of_cluster = _read_netns(process)
     except KernelError as error:
         return Caller(client, process, f"the Pod's address and network are not known: {error}")
-    return Caller(client._replace(netns=netns_cookie, addresses=addresses), process)
+    client = client._replace(netns=netns_cookie, addresses=addresses, is_of_cluster=is_of_cluster)
+    return Caller(client, process)
 
 
-def _read_netns(process: pods.PodProcess) -> tuple[int | None, tuple[Addr, ...]]:
-    """The cookie of a Pod's network namespace, and its addresses."""
+def _read_netns(process: pods.PodProcess) -> tuple[int | None, tuple[Addr, ...], bool]:
+    """The cookie of a Pod's network namespace, its addresses, and whether it leads to this node."""
+    from kbpf.kernel.bpf import kernel_members
     from kbpf.kernel.net.addresses import local_addresses
+    from kbpf.kernel.net.devices import has_way_to
     from kbpf.kernel.system import netns
 
-    return netns.run_in(process.netns, lambda: (netns.read_cookie(), local_addresses()))
+    def read() -> tuple[int | None, tuple[Addr, ...], bool]:
+        is_of_cluster = has_way_to(Path("/proc/self/ns/net")) or not kernel_members.probe_networks().works
+        return netns.read_cookie(), local_addresses(), is_of_cluster
+
+    return netns.run_in(process.netns, read)
 
 
 def _find_node_of_pod(text: str, inspection: Inspection, cluster: "Cluster | None") -> str:

@@ -181,3 +181,8 @@ class Reason(IntEnum):
         "dropped: not part of the connection that uses its ports, which it may have been earlier; "
         "or forged. conntrack calls such packets invalid, too",
     )
+    OTHER_NETWORK = (
+        29,
+        Verdict.PASS,
+        "sockets left alone: no device of their network namespace leads to this node, as in a cluster inside a pod",
+    )

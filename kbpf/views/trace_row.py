@@ -25,7 +25,7 @@ class Client(NamedTuple):
     """A client. `name`: ``namespace/name`` of a Pod, otherwise "". `cgroups`: the ids of its cgroup
     and of its ancestors; empty if they are not known, and for a client outside. `addresses`: empty
     if they are not known. `netns`: the cookie of a Pod's network namespace; None if it could not be
-    read.
+    read. `is_of_cluster`: whether a device of it leads to this node.
     """
 
     origin: Origin
@@ -33,6 +33,7 @@ class Client(NamedTuple):
     cgroups: frozenset[int] = frozenset()
     addresses: tuple[Addr, ...] = ()
     netns: int | None = None
+    is_of_cluster: bool = True
 
     def __str__(self) -> str:
         address = ", ".join(map(format_addr, self.addresses))

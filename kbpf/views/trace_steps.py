@@ -113,6 +113,8 @@ class Tracer:
             return "no hook of the kernel sees SCTP sockets"
         if hook is None or not hook.attached:
             return f"the hook {name} is not attached"
+        if not self._client.is_of_cluster:
+            return "not a namespace of this cluster: no device of it leads to this node"
         is_below = not cgroups or not hook.cgroup_id or hook.cgroup_id in cgroups
         why = "" if is_below else f"its cgroup is not below {hook.cgroup or 'that of the hooks'}"
         is_exempt = cgroups & inspection.exempt_ids

@@ -63,6 +63,26 @@ PLACE_OF(error, 0x6b627103)       /* sock.sk_err */
 PLACE_OF(cgroup, 0x6b627104)      /* sock.sk_cgrp_data */
 PLACE_OF(cgroup_node, 0x6b627105) /* cgroup.kn */
 PLACE_OF(node_id, 0x6b627106)     /* kernfs_node.id */
+/* 0 if the hooks may not read the kernel's memory, or it has no BTF (cluster_netns.h): */
+PLACE_OF(net, 0x6b627107)           /* sock_common.skc_net */
+PLACE_OF(net_devices, 0x6b627108)   /* net.dev_base_head */
+PLACE_OF(net_cookie, 0x6b627109)    /* net.net_cookie */
+PLACE_OF(device_entry, 0x6b62710a)  /* net_device.dev_list */
+PLACE_OF(device_net, 0x6b62710b)    /* net_device.nd_net */
+PLACE_OF(device_ops, 0x6b62710c)    /* net_device.rtnl_link_ops */
+PLACE_OF(device_lower, 0x6b62710d)  /* net_device.adj_list, whose second list is `lower` */
+PLACE_OF(device_driver, 0x6b62710e) /* what the driver keeps: netdev_priv() */
+PLACE_OF(ops_kind, 0x6b62710f)      /* rtnl_link_ops.kind */
+PLACE_OF(lower_entry, 0x6b627110)   /* netdev_adjacent.list */
+
+/* 0 if it cannot be read. */
+static __always_inline u64 read_u64(u64 address)
+{
+	u64 value = 0;
+
+	probe_read_kernel(&value, sizeof(value), (void *)address);
+	return value;
+}
 
 /* Linux v5.8, 457f44363a88: copies a record into a ring buffer; an error if it is full. */
 static __always_inline long ringbuf_output(void *ring, void *data, u64 size)

@@ -56,6 +56,11 @@ class Btf:
                 return int(words[index + 2]) & _BIT_OFFSET_MASK
         return 0
 
+    def find_size(self, struct_name: str) -> int:
+        """The size of a struct in bytes; 0 if there is none."""
+        type_id = self.find(struct_name, BTF_KIND_STRUCT)
+        return int(_lib().btf__resolve_size(self._handle, type_id)) if type_id else 0
+
     def close(self) -> None:
         _lib().btf__free(self._handle)
         self._handle = 0
@@ -103,6 +108,8 @@ def _lib() -> Any:
     lib.btf__type_by_id.restype = ctypes.c_void_p
     lib.btf__name_by_offset.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
     lib.btf__name_by_offset.restype = ctypes.c_char_p
+    lib.btf__resolve_size.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
+    lib.btf__resolve_size.restype = ctypes.c_int64
     lib.btf__free.argtypes = (ctypes.c_void_p,)
     lib.btf__free.restype = None
     return lib

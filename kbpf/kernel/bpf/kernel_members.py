@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program at a tracepoint (bpf/trace.h) has to know about the running kernel: the type of
-the tracepoint, and where its structs have the members that the program reads. Both are in the
-kernel's BTF.
+"""What programs that read the kernel's memory have to know about the running kernel: where its
+structs have their members and, for a program at a tracepoint (bpf/trace.h), the type of the
+tracepoint. Both are in the kernel's BTF.
 """
 
 import struct
@@ -9,7 +9,7 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import probe
+from kbpf.kernel.bpf import kernel_sockets, probe
 from kbpf.kernel.bpf.btf import BTF_KIND_TYPEDEF, Btf
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import (
@@ -21,6 +21,7 @@ from kbpf.kernel.bpf.uapi import (
     BPF_FUNC_sk_storage_get,
 )
 from kbpf.kernel.probe_result import Probe
+from kbpf.kernel.system import netns
 
 MEMBERS: Final = {
     0x6B627101: ("sock_common", "skc_state"),
@@ -33,7 +34,23 @@ MEMBERS: Final = {
 """Number of the call of place_of_*() in lib/compat.h → struct and member. struct sock_common is the
 start of struct sock.
 """
-
+NETWORK_MEMBERS: Final = {
+    0x6B627107: ("sock_common", "skc_net"),
+    0x6B627108: ("net", "dev_base_head"),
+    0x6B627109: ("net", "net_cookie"),
+    0x6B62710A: ("net_device", "dev_list"),
+    0x6B62710B: ("net_device", "nd_net"),
+    0x6B62710C: ("net_device", "rtnl_link_ops"),
+    0x6B62710D: ("net_device", "adj_list"),
+    0x6B62710E: ("net_device", "priv"),
+    0x6B62710F: ("rtnl_link_ops", "kind"),
+    0x6B627110: ("netdev_adjacent", "list"),
+}
+"""The same for the hooks (bpf/cluster_netns.h), which work without them."""
+NETDEV_ALIGN: Final = 32
+"""Before net_device.priv (Linux v6.10), what a driver keeps follows the struct at a multiple of
+this.
+"""
 
 TRACEPOINTS: Final = ("tcp_receive_reset", "tcp_retransmit_skb", "inet_sk_error_report")
 
@@ -63,6 +80,34 @@ def replacements() -> dict[bytes, bytes]:
     the kernel's BTF lacks a member.
     """
     return _read_types().places
+
+
+@cache
+def network_replacements() -> dict[bytes, bytes]:
+    """The same for the hooks. All places are 0 if the kernel's BTF lacks one, or if hooks may not
+    read the kernel's memory.
+    """
+    places = _find_network_members() if kernel_sockets.probe_read().works else {}
+    return {probe.encode_call(number): probe.encode_r0(places.get(number, 0)) for number in NETWORK_MEMBERS}
+
+
+def _find_network_members() -> dict[int, int]:
+    """Number of the call → the place in bytes; empty if the kernel's BTF lacks one."""
+    try:
+        with Btf.load() as kernel:
+            places = {number: kernel.find_member_bit(*member) // 8 for number, member in NETWORK_MEMBERS.items()}
+            private = next(number for number, (_, member) in NETWORK_MEMBERS.items() if member == "priv")
+            places[private] = places[private] or -(-kernel.find_size("net_device") // NETDEV_ALIGN) * NETDEV_ALIGN
+    except KernelError:
+        return {}
+    return places if all(places.values()) else {}
+
+
+def probe_networks() -> Probe:
+    """Whether the hooks leave sockets of other networks alone."""
+    if (read := kernel_sockets.probe_read()).works and _find_network_members():
+        return Probe(True) if netns.read_cookie() else Probe(False, "the kernel has no SO_NETNS_COOKIE")
+    return read if not read.works else Probe(False, kernel_sockets.NO_BTF)
 
 
 def find_tracepoint(name: str) -> int:

@@ -45,7 +45,7 @@ def find_bit() -> int:
     """Returns the place of sk_kern_sock in struct sock, in bits; 0 if programs must not look at it:
     this kernel needs no care, or does not allow it.
     """
-    if keeps_addresses(os.uname().release) or not _probe_read().works:
+    if keeps_addresses(os.uname().release) or not probe_read().works:
         return 0
     return find_member_bit("sock", "sk_kern_sock")
 
@@ -54,13 +54,13 @@ def probe_kernel_sockets() -> Probe:
     """Whether mounts keep the Service's address."""
     if keeps_addresses(os.uname().release):
         return Probe(True)
-    read = _probe_read()
+    read = probe_read()
     if not read.works:
         return read
     return Probe(True) if find_bit() else Probe(False, NO_BTF)
 
 
-def _probe_read() -> Probe:
+def probe_read() -> Probe:
     """Whether connect hooks may read the kernel's memory: not with lockdown=confidentiality."""
     insns = (
         (0xBF, 0xA1, 0, 0),  # r1 = r10

@@ -3,11 +3,13 @@
 
 import socket
 import struct
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.addresses import IFADDRMSG, source_address_of
 from kbpf.kernel.net.netlink import (
@@ -124,6 +126,20 @@ def list_devices() -> tuple[Device, ...]:
         for device in [_parse_device(message, subnets, sources, settings, rp_filter)]
     }
     return tuple(devices[ifindex] for ifindex in sorted(devices))
+
+
+def has_way_to(namespace: Path) -> bool:
+    """Whether a device of this thread's network namespace leads to another one:
+    is_netns_of_cluster() of bpf/cluster_netns.h, seen from inside.
+    """
+    devices = [device for device in list_devices() if not device.loopback]
+    opening = kernel_errors("cannot open the network namespace", str(namespace))
+    with opening, namespace.open("rb") as file, Rtnetlink() as netlink:
+        # struct rtgenmsg, padded
+        fd = pack_attribute(uapi.NETNSA_FD, file.fileno().to_bytes(4, sys.byteorder))
+        reply = netlink.request(uapi.RTM_GETNSID, bytes(4) + fd)
+    number = parse_int32(parse_attributes(reply[0].body[4:]).get(uapi.NETNSA_NSID, b""))
+    return any(device.kind in ("", "openvswitch") or device.peer_netns == number for device in devices)
 
 
 def _subnet_ifindex(message: Message) -> tuple[int, ...]:

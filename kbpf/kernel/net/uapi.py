@@ -54,6 +54,7 @@ RTM_GETQDISC: Final = 38
 RTM_NEWTFILTER: Final = 44
 RTM_DELTFILTER: Final = 45
 RTM_GETTFILTER: Final = 46
+RTM_GETNSID: Final = 90
 RTN_UNICAST: Final = 1
 RTN_LOCAL: Final = 2
 RT_TABLE_LOCAL: Final = 255
@@ -91,6 +92,10 @@ IFLA_BR_NF_CALL_IPTABLES: Final = 36
 IFLA_BR_NF_CALL_IP6TABLES: Final = 37
 IFLA_INET6_ADDR_GEN_MODE: Final = 8
 IN6_ADDR_GEN_MODE_NONE: Final = 1
+
+# linux/net_namespace.h
+NETNSA_NSID: Final = 1
+NETNSA_FD: Final = 3
 
 # linux/if_addr.h
 IFA_ADDRESS: Final = 1

@@ -22,7 +22,7 @@ from kbpf.kernel.bpf.uapi import BPF_FUNC_get_current_cgroup_id
 from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import Place, cgroup2, run, until
+from tests.support.lab.lab import Place, cgroup2, ip, run, until
 from tests.support.plane import HOOKS, LOCAL, Site, desired, picks, service
 from tests.support.table import table
 
@@ -223,10 +223,13 @@ PACKETS = [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF]
 
 
 @pytest.fixture
-def start(site: Site) -> Iterator[Callable[..., BpfPlane]]:
-    """Starts an agent with the packet path on a node of its own; by default it programs WORLD."""
+def start(site: Site, client: Place) -> Iterator[Callable[..., BpfPlane]]:
+    """Starts an agent with the packet path on a node of its own, whose pod is the client; by default
+    it programs WORLD.
+    """
     name = f"{site.name}h"
     run("ip", "netns", "add", name)
+    ip(f"link add pod netns {name} type veth peer name eth1 netns {client.netns}")
 
     def start(applies: bool = True, **settings: Any) -> BpfPlane:
         def act() -> BpfPlane:

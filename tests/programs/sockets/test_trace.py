@@ -113,6 +113,7 @@ def test_which_sockets_no_hook_sees(bench: Bench):
         (bench.trace(outside, inspection), "not below"),
         (bench.trace(client, exempt), "exempt"),
         (bench.trace(client, host_only), "hostNamespaceOnly"),
+        (bench.trace(client._replace(is_of_cluster=False), inspection), "not a namespace of this cluster"),
     ):
         assert (seen.seen_by, seen.verdict) == ("nothing", "pass")
         assert why in seen.steps[0].why

@@ -212,7 +212,9 @@ class ProgramSet:
 
     def _load_code(self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int) -> Program:
         if not (tracepoint := tracepoint_of(code.name)):
-            insns = relocate(code, maps, self._missing_helpers)
+            is_hook = kind == BPF_PROG_TYPE_CGROUP_SOCK_ADDR
+            places = kernel_members.network_replacements() if is_hook else NO_REPLACEMENTS
+            insns = relocate(code, maps, self._missing_helpers, places)
             return Program.load(code.name, kind, attach_type, insns)
         insns = relocate(code, maps, self._missing_helpers, kernel_members.replacements())
         type_id = kernel_members.find_tracepoint(tracepoint)
