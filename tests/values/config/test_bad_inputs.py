@@ -129,6 +129,14 @@ another kind: file apiVersion: kubelet.config.k8s.io/v1beta1; kind: KubeletConfi
     kind: 'KubeletConfiguration' is not supported ({F}); write KubeProxyConfiguration or KbpfConfiguration
 an empty file: file  → 2
     the file is empty ({F}); write a document of kind KubeProxyConfiguration or KbpfConfiguration
+a comment alone: file # nothing; --- → 2
+    the file is empty ({F}); write a document of kind KubeProxyConfiguration or KbpfConfiguration
+a list: file - a → 2
+    a document is not an object ({F}); begin it with apiVersion and kind
+no version: file kind: KubeProxyConfiguration → 2
+    KubeProxyConfiguration.apiVersion: None is not supported ({F}); write kubeproxy.config.k8s.io/v1alpha1
+another version: file kind: KbpfConfiguration; apiVersion: v1 → 2
+    KbpfConfiguration.apiVersion: 'v1' is not supported ({F}); write kbpf.io/v1alpha1
 not YAML: file {{{{ → 2
     not YAML: did not find expected node content ({F}:2)
 one kind twice: file PROXY; ---; apiVersion: kubeproxy.config.k8s.io/v1alpha1; kind: KubeProxyConfiguration → 2
@@ -165,6 +173,8 @@ its variable: KBPF_SOURCE_SPEED=x → 0
     warning: KBPF_SOURCE_SPEED has no effect: `--source` is a folder of YAML
 its field: ours sourceSpeed: [x] → 0
     warning: KbpfConfiguration.sourceSpeed has no effect: `--source` is a folder of YAML
+a field of a section: ours mapSizes: {counts: x} → 0
+    warning: KbpfConfiguration.mapSizes.counts has no effect: 131072 pairs are counted
 a folder and a server: --source / --kubeconfig x → 2
     a folder and an API server cannot both be the source (--source); leave out --source, or --kubeconfig and --master
 """

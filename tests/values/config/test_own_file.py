@@ -13,7 +13,6 @@ from tests.values.config.documents import (
     OWN,
     P,
     assert_mistakes,
-    complaints,
     document,
     field,
     loaded,
@@ -118,26 +117,6 @@ def test_errors_come_with_the_warnings():
     assert f"({P}oomScoreAdj)" in str(error)
     (warning,) = caught.value.warnings
     assert warning == f"{P}clusterCIDRs is an unknown field; is clusterCIDR meant?"
-
-
-FILES = [
-    ("", "the file is empty"),
-    ("# nothing\n---\n", "the file is empty"),
-    ("a: [", "not YAML"),
-    ("- a", "not an object"),
-    ("kind: KubeProxyConfiguration", "KubeProxyConfiguration.apiVersion: None"),
-    ("kind: KubeProxyConfiguration\napiVersion: kubeproxy.config.k8s.io/v1", "v1alpha1"),
-    ("kind: KbpfConfiguration\napiVersion: v1", "kbpf.io/v1alpha1"),
-    ("kind: ConfigMap\napiVersion: v1", "'ConfigMap' is not supported"),
-    (f"{OWN}---\n{OWN}", "KbpfConfiguration occurs twice"),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), FILES, ids=[words for _, words in FILES])
-def test_other_file_is_refused(text: str, words: str):
-    (line,) = complaints(text)
-    assert words in line
-    assert "--config" in line
 
 
 def test_json_is_accepted():

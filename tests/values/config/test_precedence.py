@@ -10,10 +10,10 @@ import pytest
 
 from kbpf.config import load
 from kbpf.config.load import LoadedConfig
-from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS, Setting
+from kbpf.config.settings import SETTINGS
 from kbpf.model.config import MapSizes
 from tests.support.table import pairs
-from tests.values.config.documents import OWN, PROXY, complaints, field, ours, shown, told
+from tests.values.config.documents import OWN, PROXY, complaints, field, shown, told
 
 # ---- precedence ----------------------------------------------------------------------------------
 
@@ -136,21 +136,6 @@ QUESTIONABLE = pairs("""\
 def test_questionable_setting_is_one_diagnostic(flags: str, words: str):
     (note,) = with_flags(flags).notes
     assert words in note.text
-
-
-@pytest.mark.parametrize("setting", REMOVED_SETTINGS, ids=lambda setting: setting.name)
-def test_removed_setting_is_one_note(setting: Setting):
-    section, _, name = setting.kbpf.rpartition(".")
-    text = f"{section}: {{{name}: x}}" if section else f"{name}: x"
-    for made, origin in (
-        (load.load({setting.name: "x"}, {}), setting.name),
-        (load.load({}, {setting.environment_variable: "x"}), setting.environment_variable),
-        (ours(text), f"KbpfConfiguration.{setting.kbpf}"),
-    ):
-        (note,) = made.notes
-        assert note.text == f"{origin} has no effect: {setting.text}"
-        assert note.is_warning
-        assert made.config == load.load_config({}, {})
 
 
 REASONABLE = """\

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error of a netlink socket is a KernelError."""
+"""Every error of a netlink socket is a KernelError, and changes of the network come together."""
 
 import errno
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import kbpf
 from kbpf.errors import KernelError
-from kbpf.kernel.net import addresses, uapi
+from kbpf.kernel.net import addresses, netlink, uapi
 from kbpf.kernel.net.netlink import NetlinkRequest, Rtnetlink
 from kbpf.kernel.system import modules
 
@@ -103,3 +106,54 @@ def test_a_modprobe_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(KernelError, match="modprobe did not finish within"):
         modules.load(("ip_vs",))
     assert modules.probe_module("no_such_module").works is None
+
+
+def test_changes_that_follow_each_other_are_reported_together(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """At once, and then not more often than CHANGE_INTERVAL_S; the last change is reported."""
+    clock, seen, calls = [0], [0], []  # in ms; changes
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            clock[0] += round(timeout * 1000)
+            return False
+
+    class Flood:
+        """A change each 10 ms, 100 of them."""
+
+        def __init__(self, _: int) -> None:
+            self.socket = self
+
+        def fileno(self) -> int:
+            return -1
+
+        def __enter__(self) -> "Flood":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def receive_notifications(self) -> None:
+            seen[0] = min(100, clock[0] // 10)
+
+    def wait(_: object, timeout: float) -> list[int]:
+        if seen[0] == 100:
+            stop.set()
+            return []
+        clock[0] = max(clock[0], 10 * (seen[0] + 1))
+        return [-1]
+
+    stop = Stop()
+    monkeypatch.setattr(netlink, "Rtnetlink", Flood)
+    monkeypatch.setattr(netlink, "wait_readable", wait)
+    netlink.watch(uapi.RTMGRP_LINK, lambda: calls.append((clock[0], seen[0])), stop)
+    assert len(calls) <= 2 + 1.0 / netlink.CHANGE_INTERVAL_S
+    assert calls[1][0] == 10
+    assert calls[-1][1] == 100
+
+
+def test_nothing_uses_select():
+    """In the agent it would fail only on large nodes."""
+    texts = {path: path.read_text() for path in Path(kbpf.__file__).parent.rglob("*.py")}
+    assert not [path for path, text in texts.items() if "select.select(" in text]

@@ -20,8 +20,8 @@ def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch):
         return children[-1]
 
     monkeypatch.setattr(os, "fork", noted)
-    with pytest.raises(KernelError, match="has not finished within 2 s"):
-        sandbox.run(threading.Event().wait, new_netns=False, seconds=2.0)
+    with pytest.raises(KernelError, match="has not finished within 1 s"):
+        sandbox.run(threading.Event().wait, new_netns=False, seconds=1.0)
     (child,) = children
     assert not Path(f"/proc/{child}").exists()
 

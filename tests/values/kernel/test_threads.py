@@ -44,16 +44,6 @@ def test_failed_work_is_restarted_and_logged(caplog: pytest.LogCaptureFixture):
     assert "t-fails" not in {one.name for one in threads.list_threads()}
 
 
-def test_work_that_returns_is_done():
-    done = threading.Event()
-    threads.start("t-done", done.set)
-    assert done.wait(PATIENCE)
-    until(
-        "it is in the table no more",
-        lambda: "t-done" not in {t.name for t in threads.list_threads()},
-    )
-
-
 def test_work_that_keeps_failing_is_reported_until_it_recovers(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     go_on, stop = threading.Event(), threading.Event()
@@ -107,7 +97,3 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KernelError, match="cannot start the thread t-none"):
         threads.start("t-none", lambda: None)
     assert not [one for one in threads.list_threads() if one.name == "t-none"]
-
-
-def test_a_heartbeat_of_an_unsupervised_thread_is_ignored():
-    threads.heartbeat()

@@ -134,8 +134,9 @@ def service(text: str) -> Service:
     )
 
 
-def numbers(backends: tuple[Backend, ...]) -> tuple[int, ...]:
-    return tuple(backend.address[-1] for backend in backends)
+def numbers(backends: tuple[Backend, ...]) -> str:
+    """The backends as in ends(): ``1 2`` is 10.1.0.1 and 10.1.0.2."""
+    return " ".join(str(backend.address[-1]) for backend in backends)
 
 
 OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"

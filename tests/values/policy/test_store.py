@@ -21,6 +21,7 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
+from tests.support.table import table
 from tests.values.policy.services import gone, key, up
 
 WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
@@ -78,61 +79,66 @@ def events(text: str) -> list[Event]:
 
 
 class Row(NamedTuple):
-    """Earlier events, those of one batch, and what the batch touches: Services by name, `all`, `pods`, addresses."""
+    """Earlier events (ALL: those of `ALL`), those of one batch, and what the batch touches: Services by name, `all`,
+    `pods`, addresses.
+    """
 
     name: str
-    before: str
-    now: str
+    before: str = ""
+    now: str = ""
     touched: str = ""
 
 
 ALL = "me web one pod"
-ROWS = [
-    Row("nothing", ALL, ""),
-    Row("a new Service", "", "web", "ns/web 10.96.0.1"),
-    Row("a slice before its Service", "", "one", "ns/web"),
-    Row("several things at once", "me", "web one two", "ns/web 10.96.0.1"),
-    Row("the same again", ALL, "me web one"),
-    Row("a Service changes", ALL, "web-affine", "ns/web"),
-    Row("a Service is deleted", ALL, "-web", "ns/web 10.96.0.1"),
-    Row("an unknown Service is deleted", "", "-web"),
-    Row("a slice changes", ALL, "one-empty", "ns/web"),
-    Row("a slice is deleted", ALL, "-one", "ns/web"),
-    Row("an unknown slice is deleted", ALL, "-two"),
-    Row("a slice moves to another Service", ALL, "one-of-other", "ns/web ns/other"),
-    Row("a rejected Service touches nothing", ALL, "!web"),
-    Row("Synced touches nothing", ALL, "synced:Service"),
-    Row("our Node is added", "", "me", "all"),
-    Row("our Node moves to another zone", ALL, "me-in-zone-b", "all"),
-    Row("our Node loses its address", ALL, "me-without-address", "all"),
-    Row("our Node gets pod networks", ALL, "me-with-pods", "all"),
-    Row("a field of our Node changes that policy does not read", ALL, "me-skipped"),
-    Row("our Node is deleted: its fields stay in use", ALL, "-me"),
-    Row("our Node is deleted and added again", f"{ALL} -me", "me"),
-    Row("our Node is deleted and added with another address", f"{ALL} -me", "me-at-another-address", "all"),
-    Row("another Node is added", ALL, "you", "10.0.0.2"),
-    Row("another Node changes, but not its addresses", f"{ALL} you", "you-in-zone-c"),
-    Row("another Node gets another address", f"{ALL} you", "you-at-another-address", "10.0.0.2 10.0.0.3"),
-    Row("a third Node has an address of another Node", f"{ALL} you", "they"),
-    Row("another Node is deleted", f"{ALL} you", "-you", "10.0.0.2"),
-    Row("another Node is rejected: its fields stay in use", f"{ALL} you", "!you"),
-    Row("a Pod is added", "", "pod", "pods"),
-    Row("the same Pod again", ALL, "pod"),
-    Row("a Pod is recreated with the same name", ALL, "pod-recreated", "pods"),
-    Row("a Pod is deleted", ALL, "-pod", "pods"),
-    Row("an unknown Pod is deleted", "", "-pod"),
-    Row("a Pod of another node", "", "pod-elsewhere"),
-    Row("a Pod without a node, as a folder may have", "", "pod-nowhere", "pods"),
-    Row("a rejected Pod touches nothing", ALL, "!pod"),
-    Row("Pods are known for the first time", ALL, "synced:Pod", "pods"),
-    Row("Pods are listed again", f"{ALL} synced:Pod", "synced:Pod"),
-    Row("an unknown Node is deleted", ALL, "-you"),
-]
+ROWS = table(
+    Row,
+    """
+nothing                                               | ALL
+a new Service                                         |                | web                    | ns/web 10.96.0.1
+a slice before its Service                            |                | one                    | ns/web
+several things at once                                | me             | web one two            | ns/web 10.96.0.1
+the same again                                        | ALL            | me web one
+a Service changes                                     | ALL            | web-affine             | ns/web
+a Service is deleted                                  | ALL            | -web                   | ns/web 10.96.0.1
+an unknown Service is deleted                         |                | -web
+a slice changes                                       | ALL            | one-empty              | ns/web
+a slice is deleted                                    | ALL            | -one                   | ns/web
+an unknown slice is deleted                           | ALL            | -two
+a slice moves to another Service                      | ALL            | one-of-other           | ns/web ns/other
+a rejected Service touches nothing                    | ALL            | !web
+Synced touches nothing                                | ALL            | synced:Service
+our Node is added                                     |                | me                     | all
+our Node moves to another zone                        | ALL            | me-in-zone-b           | all
+our Node loses its address                            | ALL            | me-without-address     | all
+our Node gets pod networks                            | ALL            | me-with-pods           | all
+a field of our Node changes that policy does not read | ALL            | me-skipped
+our Node is deleted: its fields stay in use           | ALL            | -me
+our Node is deleted and added again                   | ALL -me        | me
+our Node is deleted and added with another address    | ALL -me        | me-at-another-address  | all
+another Node is added                                 | ALL            | you                    | 10.0.0.2
+another Node changes, but not its addresses           | ALL you        | you-in-zone-c
+another Node gets another address                     | ALL you        | you-at-another-address | 10.0.0.2 10.0.0.3
+a third Node has an address of another Node           | ALL you        | they
+another Node is deleted                               | ALL you        | -you                   | 10.0.0.2
+another Node is rejected: its fields stay in use      | ALL you        | !you
+a Pod is added                                        |                | pod                    | pods
+the same Pod again                                    | ALL            | pod
+a Pod is recreated with the same name                 | ALL            | pod-recreated          | pods
+a Pod is deleted                                      | ALL            | -pod                   | pods
+an unknown Pod is deleted                             |                | -pod
+a Pod of another node                                 |                | pod-elsewhere
+a Pod without a node, as a folder may have            |                | pod-nowhere            | pods
+a rejected Pod touches nothing                        | ALL            | !pod
+Pods are known for the first time                     | ALL            | synced:Pod             | pods
+Pods are listed again                                 | ALL synced:Pod | synced:Pod
+an unknown Node is deleted                            | ALL            | -you
+""",
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_touched(row: Row):
-    world = store(row.before)
+    world = store(row.before.replace("ALL", ALL))
     words = row.touched.split()
     services = {ServiceName(*word.split("/")) for word in words if "/" in word}
     addresses = {parse_addr(word) for word in words if "." in word}
@@ -211,28 +217,39 @@ OBJECTS |= {
     "second-empty": of_api_server("second"),
     "second-of-other": of_api_server("second", True, service="other"),
 }
-KUBERNETES_ROWS = {
-    "a ready endpoint": ("up", "up"),
-    "a second ready endpoint": ("up two-up", "two-up"),
-    "empty from the start: nothing to keep": ("empty", ""),
-    "emptied: the last endpoint is kept": ("up empty", "up"),
-    "no longer ready": ("up unready", "up"),
-    "deleted": ("up -up", "up"),
-    "deleted and recreated": ("up -up two-up", "two-up"),
-    "empty for a while": ("two-up empty empty up", "up"),
-    "one of two slices is emptied": ("up second second-empty", "up second-empty"),
-    "two are deleted, one is recreated": ("up second -up -second second", "second"),
-    "one is deleted, then the other emptied: the later one is kept": ("up second -up second-empty", "second"),
-    "a slice moves to another Service": ("up second second-of-other", "up"),
-}
-"""Events about the slices of Service kubernetes, and the slices in use after the last."""
 
 
-@pytest.mark.parametrize("name", KUBERNETES_ROWS)
-def test_service_kubernetes_keeps_its_last_endpoints(name: str):
-    text, in_force = KUBERNETES_ROWS[name]
-    found = store(text).slices(ServiceName("default", "kubernetes"))
-    assert found == tuple(OBJECTS[word] for word in in_force.split())
+class KubernetesRow(NamedTuple):
+    """Events about the slices of Service kubernetes, and the slices in use after the last."""
+
+    name: str
+    events: str
+    used: str = ""
+
+
+KUBERNETES_ROWS = table(
+    KubernetesRow,
+    """
+a ready endpoint                                              | up                           | up
+a second ready endpoint                                       | up two-up                    | two-up
+empty from the start: nothing to keep                         | empty
+emptied: the last endpoint is kept                            | up empty                     | up
+no longer ready                                               | up unready                   | up
+deleted                                                       | up -up                       | up
+deleted and recreated                                         | up -up two-up                | two-up
+empty for a while                                             | two-up empty empty up        | up
+one of two slices is emptied                                  | up second second-empty       | up second-empty
+two are deleted, one is recreated                             | up second -up -second second | second
+one is deleted, then the other emptied: the later one is kept | up second -up second-empty   | second
+a slice moves to another Service                              | up second second-of-other    | up
+""",
+)
+
+
+@pytest.mark.parametrize("row", KUBERNETES_ROWS, ids=lambda row: row.name)
+def test_service_kubernetes_keeps_its_last_endpoints(row: KubernetesRow):
+    found = store(row.events).slices(ServiceName("default", "kubernetes"))
+    assert found == tuple(OBJECTS[word] for word in row.used.split())
 
 
 def test_other_services_do_not_keep_their_last_endpoints():

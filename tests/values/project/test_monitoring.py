@@ -8,6 +8,7 @@ reasons and maps.
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,17 +172,24 @@ def test_every_series_is_documented(page: dict[str, Family]):
         assert f"`{name}`" in text, name
 
 
+KNOWN = CHOICE_COUNTERS | FAILURE_COUNTERS
+
+
+@cache
+def default_page() -> dict[str, Family]:
+    """The metrics of an agent with the default accounting."""
+    counted = msgspec.structs.replace(COUNTS.traffic, counted_fields=KNOWN, latencies=())
+    return page_of_metrics(plane=COUNTS._replace(traffic=counted), proxy_metrics=busy())
+
+
 def needs(text: str, page: dict[str, Family]) -> set[str]:
     """The settings that an agent needs to export all series of this expression."""
-    known = CHOICE_COUNTERS | FAILURE_COUNTERS
-    counted = msgspec.structs.replace(COUNTS.traffic, counted_fields=known, latencies=())
-    exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), proxy_metrics=busy())
-    needed = set()
+    exported, needed = default_page(), set()
     for match in SELECTOR.finditer(text):
         chosen = {label: value for label, _, value in MATCHER.findall(match[2] or "")}
         missing = family_of(page, match[1]) and not family_of(exported, match[1])
         reasons = chosen["reason"].split("|") if "reason" in chosen else FAILURES
-        if missing or (match[1] in FAILED and not known.issuperset(reasons)):
+        if missing or (match[1] in FAILED and not KNOWN.issuperset(reasons)):
             needed.add("--accounting full")
         if match[1].startswith("kbpf_backend_"):
             needed.add("--metrics-backends")

@@ -3,7 +3,6 @@
 instead of a mutant that is silently not tested.
 """
 
-import ast
 from collections import Counter
 
 import pytest
@@ -33,10 +32,6 @@ def test_a_group_has_files_and_tests(group: Group):
     assert group.sources()
     assert all(path.is_file() for path in group.sources())
     assert all((ROOT / test).exists() for test in group.tests)
-    found = group.mutants()
-    assert len(found) > 100
-    for mutant in found[:: len(found) // 20]:
-        ast.parse(mutant.applied((ROOT / mutant.file).read_text()))
 
 
 def test_equivalent_mutants_match_the_current_code():

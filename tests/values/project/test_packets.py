@@ -41,20 +41,14 @@ INNER6 = tcp(FROM6, TO6, b"abc", checksum="wrong")
 
 WRONG: list[tuple[bytes, list[str]]] = [
     (tcp(FROM, TO, b"abc", checksum="wrong"), ["tcp"]),
-    (tcp(FROM6, TO6, b"abc", checksum="wrong"), ["tcp"]),
     (tcp(FROM, TO, ip_checksum="wrong"), ["ip"]),
-    (tcp(FROM, TO, ip_checksum=0x1234, checksum=0x1234), ["ip", "tcp"]),
-    (udp(FROM, TO, b"abc", checksum="wrong"), ["udp"]),
     (udp(FROM, TO, b"abc", checksum="zero"), []),
     (udp(FROM6, TO6, b"abc", checksum="zero"), ["udp"]),
     (sctp(FROM, TO, checksum="wrong"), ["sctp"]),
-    (sctp(FROM6, TO6, checksum="zero"), ["sctp"]),
     (icmp(A, B, 8, checksum="wrong"), ["icmp"]),
     (icmp(A6, B6, 128, checksum="wrong"), ["icmp6"]),
     (icmp_error("port unreachable", B, INNER), ["icmp embedded ip", "icmp embedded udp"]),
-    (icmp_error("port unreachable", B, INNER, quote=28), ["icmp embedded ip"]),
     (icmp_error("port unreachable", B6, INNER6), ["icmp6 embedded tcp"]),
-    (icmp_error("port unreachable", B6, INNER6, quote=60), []),
     (datagram(A, B, 17, struct.pack("!HHHH", 1, 2, 30, 0)), ["udp length"]),
     (datagram(A, B, 6, bytes(12)), ["tcp header"]),
     (SYN[:-4], ["ip length"]),
@@ -74,11 +68,6 @@ DIFFERENCES: list[tuple[bytes, bytes, str]] = [
         tcp(FROM, TO, flags="SA", checksum=1),
         tcp(FROM, f"{B}:81", flags="S", checksum=2),
         "tcp destination port: 80, want 81; tcp flags: SA, want S; tcp checksum: 0x0001, want 0x0002",
-    ),
-    (
-        icmp_error("port unreachable", B, udp(FROM, TO, checksum=0), checksum=0),
-        icmp_error("port unreachable", B, udp(FROM, f"{B}:9", checksum=0), checksum=0),
-        "embedded udp destination port: 80, want 9",
     ),
     (
         sctp(FROM, TO, chunk(1, b"1"), checksum=0),

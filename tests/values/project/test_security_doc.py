@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/security.md: each promise names a test, and each test that it names exists."""
 
-import ast
 import re
 
 import pytest
@@ -15,10 +14,8 @@ PROMISES = ("can and cannot do", "What each right is for", "What is not defended
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=["::".join(row) for row in NAMED])
 def test_a_named_test_exists(path: str, name: str):
-    tree = ast.parse((ROOT / path).read_text())
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert name.startswith("test_")
-    assert name in found
+    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M)
 
 
 def test_every_promise_names_a_test():

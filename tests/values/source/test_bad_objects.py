@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operator's mistakes in a folder of objects: the lines of the agent's log and of its status.
+"""An operator's mistakes in a folder of objects, one of each form: the lines of the agent's log and of its status.
 
-Another Service in the folder must stay served in every row.
+Another Service in the folder must stay served in every row. Other mistakes are rows of test_documents.py (the file),
+decode/ (fields) and tests/values/policy/test_admission.py (addresses).
 """
 
 import logging
 from collections.abc import Callable, Collection
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +80,6 @@ REFUSED = "Service bad/x: {}; " + DOCS_HINT
 IP, X_IP = "clusterIP: 10.96.0.11", "10.96.0.11"
 PORT = "ports: [{port: 80}]"
 X = f"bad/x {X_IP}:80/TCP"
-TAKEN = "bad/x TCP IPv4: {} is not served: it is taken by Service shop/web"
 X_SAYS = "Service bad/x: "
 
 
@@ -88,31 +87,11 @@ def service(spec: str, meta: str = "name: x, namespace: bad") -> str:
     return f"apiVersion: v1\nkind: Service\nmetadata: {{{meta}}}\nspec: {{{spec}}}\n"
 
 
-def annotated(key: str, value: str) -> str:
-    return service(f"{IP}, {PORT}", f"name: x, namespace: bad, annotations: {{{key}: '{value}'}}")
-
-
-def slice_of(endpoints: str) -> str:
-    return (
-        "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata: {name: x-1, namespace: "
-        "bad, labels: {kubernetes.io/service-name: x}}\naddressType: IPv4\nports: [{port: 80}]\n"
-        f"endpoints: [{endpoints}]\n"
-    )
-
-
 def source(name: str, text: str, line: str, *served: str) -> Mistake:
     """A row with a problem of the file, reported by the folder source."""
     return Mistake(name, text, SOURCE, (line,), served)
 
 
-def spec(name: str, text: str, line: str) -> Mistake:
-    """A row with a Service that is left out as a whole."""
-    return Mistake(name, service(text), LEFT_OUT, (f"{X_SAYS}spec.{line} (zz.yaml:4)",))
-
-
-LAUGHS = "a: &a [x, x, x]\nb: &b [*a, *a, *a]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("bcdefghijk")
-)
 MISTAKES = [
     source(
         "malformed YAML",
@@ -120,21 +99,16 @@ MISTAKES = [
         "not YAML: did not find expected ',' or '}' (zz.yaml:3)",
     ),
     source(
-        "tabs",
-        "kind: Service\n\tmetadata: {}\n",
-        "not YAML: found a tab character that violates indentation (zz.yaml:2)",
-    ),
-    Mistake("an empty file", "", "", ()),
-    source(
         "a field that is misspelt",
         service(f"{IP}, ports: [{{port: 80, targetport: 8080}}]"),
         f"{X_SAYS}spec.ports[0].targetport is not a field of a Service (zz.yaml:4); is targetPort meant?",
         X,
     ),
-    spec(
+    Mistake(
         "a port twice",
-        f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]",
-        "ports[1].port: 80/TCP is used twice",
+        service(f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]"),
+        LEFT_OUT,
+        (f"{X_SAYS}spec.ports[1].port: 80/TCP is used twice (zz.yaml:4)",),
     ),
     Mistake(
         "leading zeros",
@@ -147,21 +121,7 @@ MISTAKES = [
         "a ClusterIP that is taken",
         service(f"clusterIP: 10.96.0.10, {PORT}"),
         REFUSED,
-        (TAKEN.format("10.96.0.10:80/TCP"),),
-    ),
-    Mistake(
-        "a NodePort that is taken",
-        service(f"type: NodePort, {IP}, ports: [{{port: 80, nodePort: 30080}}]"),
-        REFUSED,
-        (TAKEN.format("0.0.0.0:30080/TCP"),),
-        (X,),
-    ),
-    Mistake(
-        "an ExternalIP that is a ClusterIP",
-        service(f"{IP}, {PORT}, externalIPs: [10.96.0.10]"),
-        REFUSED,
-        ("bad/x TCP IPv4: 10.96.0.10:80/TCP is not served: it is the ClusterIP of another Service",),
-        (X,),
+        ("bad/x TCP IPv4: 10.96.0.10:80/TCP is not served: it is taken by Service shop/web",),
     ),
     Mistake(
         "an ExternalIP where a process listens",
@@ -184,40 +144,6 @@ MISTAKES = [
             f"{X_SAYS}spec.externalIPs[3]: ::1 is a loopback address",
         ),
         (X, "bad/x [fd00::11]:80/TCP"),
-    ),
-    Mistake(
-        "an endpoint of the other family",
-        slice_of("{addresses: ['fd00::1']}"),
-        LEFT_OUT,
-        ("EndpointSlice bad/x-1: endpoints[0].addresses: fd00::1 is not IPv4",),
-    ),
-    source(
-        "an object twice",
-        f"{service(f'{IP}, {PORT}')}---\n{service(f'{IP}, {PORT}')}",
-        "zz.yaml: Service bad/x is already in zz.yaml; ignored here",
-        X,
-    ),
-    source("a billion laughs", LAUGHS, "not YAML: more than 500000 nodes, with aliases expanded (zz.yaml:7)"),
-    source("a tag that runs code", "kind: !!python/object/apply:os.system ['touch x']\n", "kind: missing (zz.yaml:1)"),
-    Mistake(
-        "weights",
-        annotated("kbpf.io/weights", "a b=c"),
-        LEFT_OUT,
-        (
-            f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT, "
-            "separated by commas, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
-            "and a whole number from 0 to 1000",
-        ),
-        (X,),
-    ),
-    source(
-        "a misspelt annotation",
-        annotated("kbpf.io/wieghts", "*=2"),
-        f"{X_SAYS}metadata."
-        "annotations[kbpf.io/wieghts] is not an annotation of kbpf (zz.yaml:3); is "
-        "kbpf.io/weights "
-        "meant?",
-        X,
     ),
     Mistake(
         "escape codes",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Nodes and Pods are decoded, and what holds for all objects."""
 
+from typing import NamedTuple
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -10,20 +12,23 @@ from kbpf.errors import ObjectError
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Node, Pod
 from kbpf.source.decode import decode
+from tests.support.table import table
 from tests.values.source.decode.objects import OF_SERVICE, a, cidr, fields, read
 
 
 def test_node_has_internal_addresses_first_zone_and_pod_networks():
-    meta = {"name": "n1", "labels": {"topology.kubernetes.io/zone": "z1"}, "resourceVersion": "3"}
-    rows = [
-        {"type": "Hostname", "address": "n1"},
-        {"type": "ExternalIP", "address": "198.51.100.1"},
-        {"type": "InternalIP", "address": "10.0.0.1"},
-        {"type": "InternalIP", "address": "not-an-address"},
-        {"type": "InternalIP", "address": "fd00::1"},
-    ]
-    spec = {"podCIDR": "10.1.0.0/24", "podCIDRs": ["10.1.0.0/24", "fd00:1::/64", "x"]}
-    item = read(Kind.NODE, {"metadata": meta, "spec": spec, "status": {"addresses": rows}})
+    obj = """
+        metadata: {name: n1, labels: {topology.kubernetes.io/zone: z1}, resourceVersion: '3'},
+        spec: {podCIDR: 10.1.0.0/24, podCIDRs: [10.1.0.0/24, 'fd00:1::/64', x]},
+        status: {addresses: [
+            {type: Hostname, address: n1},
+            {type: ExternalIP, address: 198.51.100.1},
+            {type: InternalIP, address: 10.0.0.1},
+            {type: InternalIP, address: not-an-address},
+            {type: InternalIP, address: 'fd00::1'},
+        ]}
+    """
+    item = read(Kind.NODE, fields(obj))
     assert item.key == ObjectKey(Kind.NODE, "", "n1")
     assert item.object == Node(
         name="n1",
@@ -101,26 +106,36 @@ def test_pod_may_be_on_no_node_yet():
     assert item.object == Pod("ns", "x", UID)
 
 
-MESHES = [
-    # an annotation, its value, and the mesh of a Pod that has it
-    ("sidecar.istio.io/status", '{"revision":"default"}', "Istio"),
-    ("ambient.istio.io/redirection", "enabled", "Istio ambient"),
-    ("ambient.istio.io/redirection", "pending", "Istio ambient"),
-    ("ambient.istio.io/redirection", "disabled", ""),
-    ("linkerd.io/proxy-version", "edge-26.11.1", "Linkerd"),
-    ("linkerd.io/inject", "enabled", ""),
-    ("consul.hashicorp.com/transparent-proxy-status", "enabled", "Consul"),
-    ("consul.hashicorp.com/transparent-proxy-status", "complete", "Consul"),
-    ("consul.hashicorp.com/connect-inject-status", "injected", ""),
-    ("sidecar.istio.io/status", "", ""),
-]
+class Mesh(NamedTuple):
+    """An annotation, its value, and the mesh of a Pod that has it."""
+
+    annotation: str
+    value: str = ""
+    mesh: str = ""
 
 
-@pytest.mark.parametrize(("annotation", "value", "mesh"), MESHES)
-def test_mesh_of_a_pod(annotation: str, value: str, mesh: str):
-    meta = {"name": "x", "namespace": "ns", "uid": UID, "annotations": {annotation: value}}
+MESHES = table(
+    Mesh,
+    """
+sidecar.istio.io/status                        | {"revision":"default"} | Istio
+sidecar.istio.io/status
+ambient.istio.io/redirection                   | enabled                | Istio ambient
+ambient.istio.io/redirection                   | pending                | Istio ambient
+ambient.istio.io/redirection                   | disabled
+linkerd.io/proxy-version                       | edge-26.11.1           | Linkerd
+linkerd.io/inject                              | enabled
+consul.hashicorp.com/transparent-proxy-status  | enabled                | Consul
+consul.hashicorp.com/transparent-proxy-status  | complete               | Consul
+consul.hashicorp.com/connect-inject-status     | injected
+""",
+)
+
+
+@pytest.mark.parametrize("row", MESHES, ids=lambda row: f"{row.annotation}={row.value}")
+def test_mesh_of_a_pod(row: Mesh):
+    meta = {"name": "x", "namespace": "ns", "uid": UID, "annotations": {row.annotation: row.value}}
     item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1"}})
-    assert (item.object, item.error) == (Pod("ns", "x", UID, "n1", mesh) if mesh else None, "")
+    assert (item.object, item.error) == (Pod("ns", "x", UID, "n1", row.mesh) if row.mesh else None, "")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How EndpointSlices are decoded, as kube-proxy does."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Endpoint, EndpointSlice
 from kbpf.source.decode import decode
+from tests.support.table import pairs, table
 from tests.values.source.decode.objects import OF_SERVICE, a, fields, read
 
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
@@ -46,56 +47,47 @@ def test_endpoint(given: str):
     assert item.object.skipped == ()
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "pod"),
-    [
-        ("Pod", "web-0", "web-0"),
-        ("Pod", "w" * 253, "w" * 253),
-        ("Pod", "w" * 254, ""),
-        ("Pod", "a\nb", ""),
-        ("Node", "web-0", ""),
-        ("Pod", None, ""),
-    ],
-    ids=["a Pod", "as long as possible", "too long", "two lines", "no Pod", "no name"],
-)
-def test_pod_of_an_endpoint(kind, name, pod):
-    reference = {"kind": kind, "name": name}
-    item = an_slice(endpoints=[{"addresses": ["10.1.0.1"], "targetRef": reference}])
+def test_pods_of_endpoints():
+    """Each endpoint keeps its Pod's name when another is left out, has no Pod or an invalid name."""
+    names = {"web-0": "web-0", "w" * 253: "w" * 253, "w" * 254: "", "a\nb": "", None: "", "web-5": "web-5"}
+    refs = [{"kind": "Pod", "name": name} for name in names] + [None, {}, {"kind": "Node", "name": "web-0"}]
+    ends = [{"addresses": [f"10.0.0.{n}"], "targetRef": ref} for n, ref in enumerate(refs)]
+    ends.insert(1, {"addresses": ["bad"], "targetRef": {"kind": "Pod", "name": "left-out"}})
+    item = an_slice(endpoints=ends)
     assert isinstance(item.object, EndpointSlice)
-    assert item.object.pods == (pod,)
+    assert item.object.pods == (*names.values(), "", "", "")
+    assert [end.address[-1] for end in item.object.endpoints] == list(range(9))
 
 
-@pytest.mark.parametrize(
-    ("family", "addresses", "why"),
-    [
-        (4, ["10.1.0.300"], "'10.1.0.300' is not an IP address"),
-        (4, ["pod.example"], "'pod.example' is not an IP address"),
-        (4, ["9" * 5000 + ".0.0.1"], f"'{'9' * 64}' is not an IP address"),
-        (4, [], "no address"),
-        (4, None, "no address"),
-        (4, ["fd00::1"], "fd00::1 is not IPv4"),
-        (6, ["10.1.0.1"], "10.1.0.1 is not IPv6"),
-        (6, ["::ffff:10.1.0.1"], "::ffff:10.1.0.1 is not IPv6"),
-        (4, ["0.0.0.0"], "0.0.0.0 is the unspecified address"),
-        (6, ["::"], ":: is the unspecified address"),
-        (4, ["127.0.0.1"], "127.0.0.1 is a loopback address"),
-        (6, ["::1"], "::1 is a loopback address"),
-        (4, ["169.254.169.254"], "169.254.169.254 is a link-local address"),
-        (6, ["fe80::1"], "fe80::1 is a link-local address"),
-        (6, ["febf::1"], "febf::1 is a link-local address"),
-        (4, ["224.0.0.1"], "224.0.0.1 is not a unicast address"),
-        (4, ["239.1.1.1"], "239.1.1.1 is not a unicast address"),
-        (4, ["255.255.255.255"], "255.255.255.255 is not a unicast address"),
-        (6, ["ff02::1"], "ff02::1 is not a unicast address"),
-    ],
-    ids=lambda it: str(it)[:30],
-)
-def test_bad_endpoint_is_left_out_with_a_reason(family, addresses, why):
+BAD_ENDPOINTS = pairs("""\
+[10.1.0.300] → '10.1.0.300' is not an IP address
+[pod.example] → 'pod.example' is not an IP address
+[] → no address
+null → no address
+['fd00::1'] → fd00::1 is not IPv4
+[0.0.0.0] → 0.0.0.0 is the unspecified address
+[127.0.0.1] → 127.0.0.1 is a loopback address
+[169.254.169.254] → 169.254.169.254 is a link-local address
+[224.0.0.1] → 224.0.0.1 is not a unicast address
+[239.1.1.1] → 239.1.1.1 is not a unicast address
+[255.255.255.255] → 255.255.255.255 is not a unicast address
+IPv6 [10.1.0.1] → 10.1.0.1 is not IPv6
+IPv6 ['::ffff:10.1.0.1'] → ::ffff:10.1.0.1 is not IPv6
+IPv6 ['::'] → :: is the unspecified address
+IPv6 ['::1'] → ::1 is a loopback address
+IPv6 ['fe80::1'] → fe80::1 is a link-local address
+IPv6 ['febf::1'] → febf::1 is a link-local address
+IPv6 ['ff02::1'] → ff02::1 is not a unicast address
+""")
+BAD_ENDPOINTS.append((f"[{'9' * 5000}.0.0.1]", f"'{'9' * 64}' is not an IP address"))
+
+
+@pytest.mark.parametrize(("given", "why"), BAD_ENDPOINTS, ids=lambda text: text[:30])
+def test_bad_endpoint_is_left_out_with_a_reason(given: str, why: str):
+    family = 6 if given.startswith("IPv6 ") else 4
     good = ["10.1.0.1", "10.1.0.2"] if family == 4 else ["fd00::1", "fd00::2"]
-    item = an_slice(
-        addressType=f"IPv{family}",
-        endpoints=[{"addresses": [good[0]]}, {"addresses": addresses}, {"addresses": [good[1]]}],
-    )
+    listed = [{"addresses": [good[0]]}, fields(f"addresses: {given.removeprefix('IPv6 ')}"), {"addresses": [good[1]]}]
+    item = an_slice(addressType=f"IPv{family}", endpoints=listed)
     assert isinstance(item.object, EndpointSlice)
     assert [end.address for end in item.object.endpoints] == [a(text) for text in good]
     (line,) = item.object.skipped
@@ -112,21 +104,10 @@ def test_at_most_100_bad_endpoints_have_a_line(bad: int, lines: int):
     assert len(named) == min(bad, 100)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "10.0.0.0",
-        "100.64.0.1",
-        "169.253.0.1",
-        "223.255.255.255",
-        "240.0.0.1",
-        "::2",
-        "1::",
-        "fec0::1",
-        "fbff::1",
-        "64:ff9b::a00:1",
-    ],
-)
+UNUSUAL = "10.0.0.0 100.64.0.1 169.253.0.1 223.255.255.255 240.0.0.1 ::2 1:: fec0::1 fbff::1 64:ff9b::a00:1"
+
+
+@pytest.mark.parametrize("address", UNUSUAL.split())
 def test_unusual_unicast_addresses_are_endpoints(address: str):
     item = an_slice(addressType="IPv6" if ":" in address else "IPv4", endpoints=[{"addresses": [address]}])
     assert isinstance(item.object, EndpointSlice)
@@ -134,30 +115,38 @@ def test_unusual_unicast_addresses_are_endpoints(address: str):
     assert item.object.skipped == ()
 
 
-PORTS = {
-    # the ports, those that are used, and the lines about others
-    "null": ("", ""),
-    "[{name: a, port: 1}]": ("a 1/TCP", ""),
-    "[{name: '', port: 1}]": (" 1/TCP", ""),
-    "[{port: 1}, {name: null, port: 1}]": ("", ""),  # without a name
-    "[{name: a}, {name: b, port: 0}]": ("", ""),  # without a number
-    "[{name: u, port: 1, protocol: UDP}, {name: s, port: 1, protocol: SCTP}]": ("u 1/UDP, s 1/SCTP", ""),
-    "[{name: a, port: 1, protocol: ICMP}, {name: b, port: 2}]": (
-        "b 2/TCP",
-        "ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",
-    ),
-    "[{name: Http, port: 1}, {name: b, port: 2}]": ("b 2/TCP", "ports[0].name: 'Http' is not a DNS label"),
-    "[{name: a, port: 65536}]": ("", "ports[0].port: 65536 is not a port"),
-}
+class Ports(NamedTuple):
+    """The ports of a slice, those that are used, and the lines about others."""
+
+    given: str
+    used: str = ""
+    skipped: str = ""
 
 
-@pytest.mark.parametrize("ports", PORTS)
-def test_slice_ports(ports: str):
-    used, skipped = PORTS[ports]
-    item = an_slice(**fields(f"ports: {ports}"))
+PORTS = table(
+    Ports,
+    """
+null
+[{name: a, port: 1}] | a 1/TCP
+[{name: '', port: 1}] | 1/TCP
+[{port: 1}, {name: null, port: 1}]
+[{name: a}, {name: b, port: 0}]
+[{name: u, port: 1, protocol: UDP}, {name: s, port: 1, protocol: SCTP}] | u 1/UDP, s 1/SCTP
+[{name: a, port: 1, protocol: ICMP}, {name: b, port: 2}] | b 2/TCP | ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP
+[{name: Http, port: 1}, {name: b, port: 2}] | b 2/TCP | ports[0].name: 'Http' is not a DNS label
+[{name: a, port: 65536}] |  | ports[0].port: 65536 is not a port
+""",
+)
+
+
+@pytest.mark.parametrize("row", PORTS, ids=lambda row: row.given)
+def test_slice_ports(row: Ports):
+    """A port without a name or a number serves nobody."""
+    item = an_slice(**fields(f"ports: {row.given}"))
     assert isinstance(item.object, EndpointSlice)
-    assert ", ".join(f"{port.name} {port.port}/{port.protocol.name}" for port in item.object.ports) == used
-    assert " ".join(line.partition(" (")[0] for line in item.object.skipped) == skipped
+    words = [f"{port.name} {port.port}/{port.protocol.name}".strip() for port in item.object.ports]
+    assert ", ".join(words) == row.used
+    assert " ".join(line.partition(" (")[0] for line in item.object.skipped) == row.skipped
 
 
 def test_a_slice_names_its_service_and_family():
@@ -183,19 +172,19 @@ def test_slice_without_labels_is_ignored():
     assert (item.object, item.error) == (None, "")
 
 
-BAD_SLICES = {
-    "addressType: IPv5": "addressType: 'IPv5' is not one of IPv4, IPv6, FQDN",
-    "addressType: null": "addressType: '' is not one of IPv4, IPv6, FQDN",
-    "ports: [{name: a, port: '80'}]": "ports[0].port: expected an integer, got a string",
-    "endpoints: [{addresses: [1]}]": "endpoints[0].addresses[0]: expected a string, got an integer",
-    "endpoints: {}": "endpoints: expected a list, got an object",
-}
+BAD_SLICES = pairs("""\
+addressType: IPv5 → addressType: 'IPv5' is not one of IPv4, IPv6, FQDN
+addressType: null → addressType: '' is not one of IPv4, IPv6, FQDN
+ports: [{name: a, port: '80'}] → ports[0].port: expected an integer, got a string
+endpoints: [{addresses: [1]}] → endpoints[0].addresses[0]: expected a string, got an integer
+endpoints: {} → endpoints: expected a list, got an object
+""")
 
 
-@pytest.mark.parametrize("given", BAD_SLICES)
-def test_a_malformed_slice_is_one_error_that_names_the_field(given: str):
+@pytest.mark.parametrize(("given", "error"), BAD_SLICES)
+def test_a_malformed_slice_is_one_error_that_names_the_field(given: str, error: str):
     item = an_slice(**fields(given))
-    assert (item.object, item.error) == (None, BAD_SLICES[given])
+    assert (item.object, item.error) == (None, error)
     assert item.key == ObjectKey(Kind.SLICE, "ns", "web-x")
 
 
@@ -225,31 +214,31 @@ def test_repeated_strings_are_interned():
     assert first.zone_hints is second.zone_hints
 
 
-ODD_ADDRESSES = {
-    "clusterIP: 010.096.1.1": "spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1",
-    "externalIPs: [192.0.2.01]": "spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1",
-    "clusterIP: 10.0.0.100": "",
-    "clusterIP: 0fd0::10": "",
-}
+ODD_ADDRESSES = pairs("""\
+clusterIP: 010.096.1.1 → spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1
+externalIPs: [192.0.2.01] → spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1
+clusterIP: 10.0.0.100 →
+clusterIP: 0fd0::10 →
+""")
 
 
-@pytest.mark.parametrize("spec", ODD_ADDRESSES)
-def test_leading_zeros_are_reported(spec: str):
+@pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
+def test_leading_zeros_are_reported(spec: str, line: str):
     given = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | fields(spec)
     item = read(Kind.SERVICE, {"metadata": {"name": "x", "namespace": "n"}, "spec": given})
-    assert " ".join(item.object.skipped) == ODD_ADDRESSES[spec]
+    assert " ".join(item.object.skipped) == line
 
 
-ODD_ENDPOINTS = {
-    "10.1.0.1": "",
-    "10.1.0.01": "endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as 10.1.0.1",
-    "10.1.0.1 10.1.0.2": "",
-    "10.1.0.1 nonsense": "endpoints[0].addresses[1]: 'nonsense' is not an IP address",
-}
+ODD_ENDPOINTS = pairs("""\
+10.1.0.1 →
+10.1.0.01 → endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as 10.1.0.1
+10.1.0.1 10.1.0.2 →
+10.1.0.1 nonsense → endpoints[0].addresses[1]: 'nonsense' is not an IP address
+""")
 
 
-@pytest.mark.parametrize("addresses", ODD_ENDPOINTS)
-def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses: str):
+@pytest.mark.parametrize(("addresses", "line"), ODD_ENDPOINTS)
+def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses: str, line: str):
     item = an_slice(endpoints=[{"addresses": addresses.split()}])
     assert [end.address for end in item.object.endpoints] == [a("10.1.0.1")]
-    assert " ".join(item.object.skipped) == ODD_ENDPOINTS[addresses]
+    assert " ".join(item.object.skipped) == line

@@ -71,6 +71,16 @@ class Run:
         first = self.look()
         return first + self.look()
 
+    def place(self, text: str, name: str = "a.yaml") -> list[str]:
+        """Writes a file and polls once."""
+        self.write(name, text)
+        return self.look()
+
+    def change(self, text: str, name: str = "a.yaml") -> list[str]:
+        """Writes a file and polls twice, after which a change is read."""
+        self.write(name, text)
+        return self.settle()
+
     @property
     def said(self) -> list[str]:
         marks = {Upsert: "+", Delete: "-", Rejected: "!"}

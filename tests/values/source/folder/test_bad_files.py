@@ -21,40 +21,21 @@ from tests.values.source.folder.folder import BOTH, NODE, SYNCED, WEB, Run, serv
 # --- bad files ---
 
 
-def test_unparsable_file_keeps_its_previous_objects(run):
-    run.write("a.yaml", BOTH)
-    run.write("b.yaml", service("other"))
-    run.look()
-    run.write("a.yaml", WEB + "\tspec: {")
-    assert run.settle() == []
-    (problem,) = run.problems
-    assert "not YAML" in problem
-    assert "(a.yaml:11)" in problem
-    run.write("a.yaml", WEB)
-    assert run.settle() == ["-web-1"]
-    assert run.problems == ()
-
-
 def test_bad_object_is_rejected_until_corrected(run):
-    run.write("a.yaml", BOTH)
-    run.look()
-    run.write("a.yaml", BOTH.replace("port: 80\n", "port: 0\n"))
-    assert run.settle() == ["!web"]
+    run.place(BOTH)
+    assert run.change(BOTH.replace("port: 80\n", "port: 0\n")) == ["!web"]
     rejected = run.events[0]
     assert isinstance(rejected, Rejected)
     assert rejected.error == "spec.ports[0].port: 0 is not a port (a.yaml:10)"
     assert run.problems == (f"Service default/web: {rejected.error}",)
-    run.write("b.yaml", NODE)
-    assert run.settle() == ["+n1"]  # and not rejected again
-    run.write("a.yaml", BOTH)
-    assert run.settle() == ["+web"]
+    assert run.change(NODE, "b.yaml") == ["+n1"]  # and not rejected again
+    assert run.change(BOTH) == ["+web"]
     assert run.problems == ()
 
 
 def test_object_in_two_files_is_used_from_the_first_and_reported(run):
     run.write("b.yaml", service("web", 81))
-    run.write("a.yaml", service("web", 80))
-    assert run.look() == ["+web", *SYNCED]
+    assert run.place(service("web", 80)) == ["+web", *SYNCED]
     first = run.events[0]
     assert isinstance(first, Upsert)
     assert isinstance(first.object, Service)
@@ -63,14 +44,6 @@ def test_object_in_two_files_is_used_from_the_first_and_reported(run):
     (run.path / "a.yaml").unlink()
     assert run.settle() == ["+web"]
     assert run.problems == ()
-
-
-def test_of_two_files_with_one_object_the_first_by_name_wins(run):
-    run.write("b.yaml", service("web", 81))
-    run.look()
-    run.write("a.yaml", service("web", 80))
-    assert run.settle() == ["+web"]
-    assert run.problems == ("b.yaml: Service default/web is already in a.yaml; ignored here",)
 
 
 def test_missing_folder_is_an_error_at_start(tmp_path):
@@ -83,8 +56,7 @@ def test_vanished_folder_keeps_all_objects(tmp_path, caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
     (tmp_path / "objects").mkdir()
     run = Run(tmp_path / "objects")
-    run.write("a.yaml", WEB)
-    run.look()
+    run.place(WEB)
     run.path.rename(tmp_path / "away")
     assert run.settle() == []
     status = run.folder.status()
@@ -102,8 +74,7 @@ def test_vanished_folder_keeps_all_objects(tmp_path, caplog):
 
 
 def test_unreadable_file_keeps_its_objects(run, monkeypatch):
-    run.write("a.yaml", WEB)
-    run.look()
+    run.place(WEB)
     real, denied = open, [True]
 
     def guarded(path: Path, mode: str) -> object:
@@ -123,10 +94,8 @@ def test_unreadable_file_keeps_its_objects(run, monkeypatch):
 def test_problems_and_ignored_kinds_are_logged_once(run, caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
     run.write("a.yaml", "kind: Deployment\n---\nkind: Deployment\n")
-    run.write("b.yaml", "{")
-    run.look()
-    run.write("c.yaml", f"kind: Deployment\n---\n{WEB}")
-    run.settle()
+    run.place("{", "b.yaml")
+    run.change(f"kind: Deployment\n---\n{WEB}", "c.yaml")
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "kind=Deployment" in line]) == 1
     assert len([line for line in lines if "b.yaml:2" in line]) == 1
@@ -140,17 +109,14 @@ def test_problems_and_ignored_kinds_are_logged_once(run, caplog):
 def test_one_bad_file_spoils_only_itself(run, text):
     """The bad file sorts first, and had a valid object before."""
     run.write("aaa.yaml", service("kept"))
-    run.write("b.yaml", WEB)
-    run.look()
+    run.place(WEB, "b.yaml")
     (run.path / "aaa.yaml").write_bytes(text)
     run.write("b.yaml", WEB.replace("port: 80", "port: 81"))
-    run.write("c.yaml", service("new"))
-    assert run.settle() == ["+web", "+new"]
+    assert run.change(service("new"), "c.yaml") == ["+web", "+new"]
     (problem,) = run.problems
     assert "aaa.yaml" in problem
     assert not run.folder.status().authoritative
-    run.write("aaa.yaml", service("kept"))
-    assert run.settle() == []
+    assert run.change(service("kept"), "aaa.yaml") == []
     assert run.problems == ()
 
 
@@ -162,8 +128,7 @@ def test_internal_error_in_one_file_does_not_affect_the_others(run, monkeypatch,
 
     monkeypatch.setattr("kbpf.source.folder.folder.parse_documents", broken)
     run.write("a.yaml", WEB)
-    run.write("b.yaml", service("b"))
-    assert run.look() == ["+b", *SYNCED]
+    assert run.place(service("b"), "b.yaml") == ["+b", *SYNCED]
     assert run.settle() == []
     (problem,) = run.problems
     assert problem.startswith("cannot read the file: RuntimeError('on purpose') (a.yaml)")
@@ -178,8 +143,7 @@ class Clock:
 def clocked(tmp_path) -> tuple[Run, Clock]:
     run, clock = Run(tmp_path), Clock()
     run.folder = FolderSource(tmp_path, run.put, "n1", clock=lambda: clock.now, empty_grace=60.0)
-    run.write("a.yaml", WEB)
-    run.look()
+    run.place(WEB)
     (tmp_path / "a.yaml").unlink()
     return run, clock
 
@@ -203,8 +167,7 @@ def test_emptied_folder_keeps_its_objects_for_a_grace_period(clocked, caplog):
 def test_file_that_returns_within_the_grace_period_makes_no_event(clocked):
     run, clock = clocked
     assert run.settle() == []
-    run.write("a.yaml", WEB)
-    assert run.settle() == []
+    assert run.change(WEB) == []
     assert run.problems == ()
     assert run.folder.status().authoritative
     (run.path / "a.yaml").unlink()
@@ -215,8 +178,7 @@ def test_file_that_returns_within_the_grace_period_makes_no_event(clocked):
 def test_without_grace_period_an_emptied_folder_deletes_its_objects(tmp_path):
     run = Run(tmp_path)
     run.folder = FolderSource(tmp_path, run.put, "n1", empty_grace=0.0)
-    run.write("a.yaml", WEB)
-    run.look()
+    run.place(WEB)
     (tmp_path / "a.yaml").unlink()
     assert run.settle() == ["-web"]
 

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is read from a file of YAML, and the age of Services in a folder."""
 
-import json
 import os
+from typing import NamedTuple
 
 import pytest
 
 from kbpf.errors import ObjectError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
-from kbpf.model.objects import EndpointSlice, Node, Protocol, Service, SlicePort
-from kbpf.policy.compute import compute_desired_state
+from kbpf.model.objects import EndpointSlice, Protocol, Service, SlicePort
 from kbpf.source.folder.documents import parse_documents
+from tests.support.table import pairs, table
 from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
 
 
@@ -27,78 +26,69 @@ def test_file_of_two_documents_has_two_objects_with_defaults():
     assert [end.address for end in one.endpoints] == [parse_addr("10.1.0.1")]
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "text"),
-    [
-        ("YAML", "a.yaml", WEB),
-        ("YAML between document markers", "a.yaml", f"---\n{WEB}---\n"),
-        ("JSON", "a.json", service("web")),
-        ("JSON in YAML", "a.yml", service("web")),
-        ("a List", "a.yaml", "kind: List\napiVersion: v1\nitems:\n- " + service("web")),
-        (
-            "a typed list, as the API returns it",
-            "a.json",
-            json.dumps(
-                {"kind": "ServiceList", "items": [{k: v for k, v in json.loads(service("web")).items() if k != "kind"}]}
-            ),
-        ),
-        ("another namespace", "a.json", service("web", namespace="default")),
-    ],
-)
-def test_service_is_read_from(name, file, text):
+FILES = {
+    "YAML": ("a.yaml", WEB),
+    "YAML between document markers": ("a.yaml", f"---\n{WEB}---\n"),
+    "JSON": ("a.json", service("web")),
+    "JSON in YAML": ("a.yml", service("web")),
+    "a List": ("a.yaml", "kind: List\napiVersion: v1\nitems:\n- " + service("web")),
+    "a typed list, as the API returns it": (
+        "a.json",
+        '{"kind": "ServiceList", "items": [' + service("web").replace('"kind": "Service", ', "") + "]}",
+    ),
+    "another namespace": ("a.json", service("web", namespace="default")),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_service_is_read_from(name: str):
+    file, text = FILES[name]
     (found,) = parse_documents(file, text.encode()).objects
-    assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web"), name
+    assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
     assert isinstance(found.item.object, Service)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("2001:10:1:2:3:4:5:6", "2001:10:1:2:3:4:5:6"),  # YAML 1.1: a number of base 60
-        ("fd00::10", "fd00::10"),
-        ("fd00:10:96::1", "fd00:10:96::1"),
-        ("10.96.0.1", "10.96.0.1"),
-    ],
-)
-def test_addresses_need_no_quotes(text, value):
-    text = WEB.replace("clusterIP: 10.96.0.1", f"clusterIP: {text}")
-    (found,) = parse_documents("a.yaml", text.encode()).objects
+@pytest.mark.parametrize("text", ["2001:10:1:2:3:4:5:6", "fd00::10", "fd00:10:96::1", "10.96.0.1"])
+def test_addresses_need_no_quotes(text: str):
+    """The first would be a number of base 60 in YAML 1.1."""
+    (found,) = parse_documents("a.yaml", WEB.replace("10.96.0.1", text).encode()).objects
     assert found.item.error == ""
     assert isinstance(found.item.object, Service)
-    assert found.item.object.cluster_ips == (parse_addr(value),)
+    assert found.item.object.cluster_ips == (parse_addr(text),)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        ("port: 80", 'port: "80"', "spec.ports[0].port: expected an integer, got a string (a.yaml:10)"),
-        ("port: 80", "port: 70000", "spec.ports[0].port: 70000 is not a port (a.yaml:10)"),
-        ("port: 80", "port: 80.5", "spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)"),
-        ("name: http", "name: 80", "spec.ports[0].name: expected a string, got an integer (a.yaml:9)"),
-        ("name: http", "name: no", "spec.ports[0].name: expected a string, got a boolean (a.yaml:9)"),
-        ("10.96.0.1", "10.96.0", "spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)"),
-    ],
-)
-def test_bad_field_is_an_error_with_its_line(old, new, error):
-    (found,) = parse_documents("a.yaml", WEB.replace(old, new).encode()).objects
+BAD_FIELDS = pairs("""\
+port: "80" → spec.ports[0].port: expected an integer, got a string (a.yaml:10)
+port: 80.5 → spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)
+name: 80 → spec.ports[0].name: expected a string, got an integer (a.yaml:9)
+name: no → spec.ports[0].name: expected a string, got a boolean (a.yaml:9)
+clusterIP: 10.96.0 → spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)
+""")
+
+
+@pytest.mark.parametrize(("field", "error"), BAD_FIELDS)
+def test_bad_field_is_an_error_with_its_line(field: str, error: str):
+    """The field replaces its namesake in WEB (the last one)."""
+    old = {"port": "port: 80", "name": "name: http", "clusterIP": "clusterIP: 10.96.0.1"}[field.partition(":")[0]]
+    (found,) = parse_documents("a.yaml", WEB.replace(old, field).encode()).objects
     assert found.item.error == error
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
 
 
-@pytest.mark.parametrize(
-    ("spec", "problem"),
-    [
-        ("{type: NodePort, ports: [{port: 80}]}", True),
-        ("{clusterIP: '', ports: [{port: 80}]}", True),
-        ("{clusterIPs: [], ports: [{port: 80}]}", True),
-        ("{clusterIPs: [''], ports: [{port: 80}]}", True),
-        ("", True),
-        ("{clusterIP: None, ports: [{port: 80}]}", False),
-        ("{clusterIPs: [None], ports: [{port: 80}]}", False),
-        ("{type: ExternalName, externalName: example.com}", False),
-        ("{ports: [{port: 0}]}", True),
-    ],
-)
+NEED_AN_ADDRESS = {
+    "{type: NodePort, ports: [{port: 80}]}": True,
+    "{clusterIP: '', ports: [{port: 80}]}": True,
+    "{clusterIPs: [], ports: [{port: 80}]}": True,
+    "{clusterIPs: [''], ports: [{port: 80}]}": True,
+    "": True,
+    "{clusterIP: None, ports: [{port: 80}]}": False,
+    "{clusterIPs: [None], ports: [{port: 80}]}": False,
+    "{type: ExternalName, externalName: example.com}": False,
+    "{ports: [{port: 0}]}": True,
+}
+
+
+@pytest.mark.parametrize(("spec", "problem"), NEED_AN_ADDRESS.items())
 def test_service_without_an_address_is_an_error_unless_it_needs_none(spec: str, problem: bool):
     """An API server would assign one; nothing does in a folder."""
     (found,) = parse_documents("a.yaml", f"kind: Service\nmetadata: {{name: web}}\nspec: {spec}\n".encode()).objects
@@ -121,48 +111,35 @@ def test_line_numbers_in_later_documents_lists_and_json():
     assert second.item.error == "items[1].spec.ports[0].port: 0 is not a port (a.json:3)"
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("- a\n- b\n", "kind: missing (a.yaml:1)"),
-        ("just words\n", "kind: missing (a.yaml:1)"),
-        ("metadata: {name: x}\n", "kind: missing (a.yaml:1)"),
-        ("kind: Service\nmetadata: {}\n", "not a Service: metadata.name: missing (a.yaml:1)"),
-        ("kind: Service\n", "not a Service: object missing required field metadata (a.yaml:1)"),
-        ("kind: Servcie\n", "kind: Servcie is not supported; is Service meant? (a.yaml:1)"),
-        ("\nkind: service\n", "kind: service is not supported; is Service meant? (a.yaml:2)"),
-        ("kind: EndpointSlices\n", "kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)"),
-        (
-            "kind: Endpoints\napiVersion: v1\n",
-            "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)",
-        ),
-        ("kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n", "a occurs twice; the last one is used (a.yaml:4)"),
-        (
-            "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1beta1\n",
-            "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1 (a.yaml:2)",
-        ),
-    ],
-)
+BAD_DOCUMENTS = pairs("""\
+[a, b] → kind: missing (a.yaml:1)
+just words → kind: missing (a.yaml:1)
+metadata: {name: x} → kind: missing (a.yaml:1)
+kind: !!python/object/apply:os.system [touch x] → kind: missing (a.yaml:1)
+{kind: Service, metadata: {}} → not a Service: metadata.name: missing (a.yaml:1)
+kind: Service → not a Service: object missing required field metadata (a.yaml:1)
+kind: Servcie → kind: Servcie is not supported; is Service meant? (a.yaml:1)
+# a comment;kind: service → kind: service is not supported; is Service meant? (a.yaml:2)
+kind: EndpointSlices → kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)
+kind: Endpoints → kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)
+kind: ConfigMap;data:;  a: 1;  a: 2 → a occurs twice; the last one is used (a.yaml:4)
+kind: EndpointSlice;apiVersion: discovery.k8s.io/v2 → apiVersion: 'discovery.k8s.io/v2' is not supported; write
+""")
+"""A document, with ; between its lines → the problem."""
+
+
+@pytest.mark.parametrize(("text", "error"), BAD_DOCUMENTS)
 def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
-    contents = parse_documents("a.yaml", f"{text}---\n{WEB}".encode())
-    assert contents.problems == (error,)
+    contents = parse_documents("a.yaml", f"{text}\n---\n{WEB}".replace(";", "\n").encode())
+    (problem,) = contents.problems
+    assert problem.startswith(error)
     assert len(contents.objects) == 1
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Deployment",
-        "ServiceCIDR",
-        "ServiceAccount",
-        "ServiceMonitor",
-        "PodGroup",
-        "Role",
-        "NodePool",
-        "ConfigMap",
-        "Ingress",
-    ],
-)
+UNUSED = "Deployment ServiceCIDR ServiceAccount ServiceMonitor PodGroup Role NodePool ConfigMap Ingress"
+
+
+@pytest.mark.parametrize("kind", UNUSED.split())
 def test_unused_kind_is_ignored_without_a_problem(kind):
     contents = parse_documents("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
     assert (contents.ignored_kinds, contents.problems) == ((kind,), ())
@@ -251,60 +228,66 @@ def test_missing_own_node_is_a_problem_if_other_nodes_exist(run: Run, files: tup
 
 
 def winner(run: Run) -> str:
-    """The name of the Service that has 10.96.0.9 after the events so far."""
+    """The name of the oldest Service after the events so far: of several that claim one address it gets it."""
     services = {e.key: e.object for e in run.all if isinstance(e, Upsert)}
     for event in run.all:
         if isinstance(event, Delete):
             services.pop(event.key, None)
-    listed = [one for one in services.values() if isinstance(one, Service)]
-    state = compute_desired_state(listed, (), Node("n1"), (), Config())
-    (name,) = {key.name for key, found in state.services.items() if found.frontends}
-    losers = {key.name: found.lost for key, found in state.services.items() if found.lost}
-    assert all(str(by) == f"default/{name}" for lost in losers.values() for _, by in lost)
-    assert len(losers) == len(listed) - 1
-    return name
+    assert all(isinstance(one, Service) and one.creation_timestamp for one in services.values())
+    return min(services.values(), key=lambda one: (one.creation_timestamp, one.name)).name
 
 
-OLD, LATER = "2024-01-01T00:00:00Z", 200 * 10**18
-CONFLICTS = {
-    # the mtime and the creationTimestamp of Services a and z, which claim one address, and the winner
-    "the older file": ((200, ""), (100, ""), "z"),
-    "one ns older": ((101, ""), (100, ""), "z"),
-    "equally old: by name": ((1, ""), (1, ""), "a"),
-    "creationTimestamp takes precedence": ((100, "2025-01-01T00:00:00Z"), (LATER, OLD), "z"),
-    "creationTimestamp and mtime": ((100, ""), (200, OLD), "a"),
-}
+LATER = 200 * 10**18
 
 
-@pytest.mark.parametrize("name", CONFLICTS)
-def test_the_older_of_two_services_keeps_an_address(run: Run, name: str):
-    *ages, wins = CONFLICTS[name]
-    for file, (mtime, created) in zip("az", ages, strict=True):
-        run.write(f"{file}.json", service(file, **({"creationTimestamp": created} if created else {})))
-        os.utime(run.path / f"{file}.json", ns=(0, mtime))
+class Conflict(NamedTuple):
+    """The mtime and the creationTimestamp of Services a and z, which claim one address, and the winner."""
+
+    name: str
+    a: str
+    z: str
+    winner: str
+
+
+CONFLICTS = table(
+    Conflict,
+    """
+the older file                      | 200                      | 100                      | z
+one ns older                        | 101                      | 100                      | z
+equally old: by name                | 1                        | 1                        | a
+creationTimestamp takes precedence  | 100 2025-01-01T00:00:00Z | LATER 2024-01-01T00:00:00Z | z
+creationTimestamp and mtime         | 100                      | 200 2024-01-01T00:00:00Z | a
+""",
+)
+
+
+def write(run: Run, name: str, text: str, mtime: int) -> None:
+    run.write(name, text)
+    os.utime(run.path / name, ns=(0, mtime))
+
+
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.name)
+def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
+    for file, age in (("a", row.a), ("z", row.z)):
+        mtime, _, created = age.replace("LATER", str(LATER)).partition(" ")
+        meta = {"creationTimestamp": created} if created else {}
+        write(run, f"{file}.json", service(file, **meta), int(mtime))
     run.look()
-    assert winner(run) == wins
+    assert winner(run) == row.winner
 
 
 def test_rewritten_file_keeps_the_age_of_its_service(run: Run):
-    run.write("z.json", service("z"))
-    os.utime(run.path / "z.json", ns=(0, 100))
+    write(run, "z.json", service("z"), 100)
     run.look()
-    run.write("a.json", service("a"))
-    os.utime(run.path / "a.json", ns=(0, 200))
-    assert run.settle() == ["+a"]
-    assert winner(run) == "z"
-    run.write("z.json", service("z", port=80) + "\n")
-    os.utime(run.path / "z.json", ns=(0, 300))
-    assert run.settle() == [], "it is as old as it was"
-    assert winner(run) == "z"
+    write(run, "a.json", service("a"), 200)
+    assert (run.settle(), winner(run)) == (["+a"], "z")
+    write(run, "z.json", service("z") + "\n", 300)
+    assert (run.settle(), winner(run)) == ([], "z")
     (run.path / "z.json").rename(run.path / "b.json")
     run.settle()
     assert winner(run) == "z"
     (run.path / "b.json").unlink()
-    assert run.settle() == ["-z"]
-    assert winner(run) == "a"
-    run.write("z.json", service("z"))
-    os.utime(run.path / "z.json", ns=(0, 400))
+    assert (run.settle(), winner(run)) == (["-z"], "a")
+    write(run, "z.json", service("z"), 400)
     run.settle()
     assert winner(run) == "a", "it has come anew"

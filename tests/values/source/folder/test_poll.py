@@ -4,11 +4,13 @@
 import logging
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from kbpf.model.events import Rejected
 from kbpf.source.base import SourceState
+from tests.support.table import table
 from tests.values.source.folder.folder import BOTH, NODE, SLICE, SYNCED, WEB, service
 
 # --- events of the folder ---
@@ -34,8 +36,7 @@ def test_an_empty_folder_is_synced(run):
 
 
 def test_only_our_own_node_is_an_event(run):
-    run.write("n.yaml", f"{NODE}---\n{NODE.replace('n1', 'n2')}")
-    assert run.look() == ["+n1", *SYNCED]
+    assert run.place(f"{NODE}---\n{NODE.replace('n1', 'n2')}", "n.yaml") == ["+n1", *SYNCED]
 
 
 def test_objects_outside_the_api_selectors_are_ignored(run):
@@ -44,32 +45,25 @@ def test_objects_outside_the_api_selectors_are_ignored(run):
     run.write("b.yaml", other % "service.kubernetes.io/headless")
     run.write("c.yaml", WEB.replace("10.96.0.1", "None"))
     run.write("d.yaml", WEB.replace("  clusterIP: 10.96.0.1\n", ""))
-    run.write("e.yaml", SLICE.replace("IPv4", "FQDN"))
-    assert run.look() == SYNCED
+    assert run.place(SLICE.replace("IPv4", "FQDN"), "e.yaml") == SYNCED
 
 
 def test_change_is_read_once_the_file_is_unchanged_for_two_polls(run):
-    run.write("a.yaml", BOTH)
-    run.look()
-    run.write("a.yaml", BOTH.replace("8080", "8081"))
-    assert run.look() == []
+    run.place(BOTH)
+    assert run.place(BOTH.replace("8080", "8081")) == []
     assert run.look() == ["+web-1"]
     assert run.look() == []
 
 
 def test_file_being_written_is_not_read(run):
-    run.write("a.yaml", WEB)
-    run.look()
+    run.place(WEB)
     for size in range(10, len(BOTH), 60):
-        run.write("a.yaml", BOTH[:size])
-        assert run.look() == []
-    run.write("a.yaml", BOTH)
-    assert run.settle() == ["+web-1"]
+        assert run.place(BOTH[:size]) == []
+    assert run.change(BOTH) == ["+web-1"]
 
 
 def test_file_that_changes_during_a_read_is_ignored_until_stable(run, monkeypatch):
-    run.write("a.yaml", BOTH)
-    run.look()
+    run.place(BOTH)
     real, writers = open, [lambda: run.write("a.yaml", WEB)]
 
     def opened(path: Path, mode: str) -> object:
@@ -81,85 +75,65 @@ def test_file_that_changes_during_a_read_is_ignored_until_stable(run, monkeypatc
     run.look()
     monkeypatch.setattr("kbpf.source.folder.folder.open", opened, raising=False)
     assert run.look() == []
-    run.write("a.yaml", BOTH)
-    assert run.settle() == []
+    assert run.change(BOTH) == []
 
 
 def test_file_missing_for_one_poll_keeps_its_objects(run):
-    run.write("a.yaml", WEB)
-    run.look()
+    run.place(WEB)
     (run.path / "a.yaml").rename(run.path / "a.yaml~")
     assert run.look() == []
     (run.path / "a.yaml~").rename(run.path / "a.yaml")
     assert run.settle() == []
 
 
-WEB_SAYS = "Service default/web: "
-UNKNOWN_FIELDS = {
-    "a misspelt field": (
-        "  clusterIP:",
-        "  internalTraficPolicy: Local\n  clusterIP:",
-        WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); is internalTrafficPolicy meant?",
-    ),
-    "wrong case": (
-        "  clusterIP:",
-        "  clusterIp: 10.96.0.1\n  clusterIP:",
-        WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?",
-    ),
-    "unlike any field": (
-        "    port: 80",
-        "    port: 80\n    cow: {a: 1}",
-        WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored",
-    ),
-    "a top-level field": (
-        "addressType:",
-        "adressType: IPv4\naddressType:",
-        "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); is addressType meant?",
-    ),
-    "an endpoint's condition": (
-        "[10.1.0.1]",
-        "[10.1.0.1]\n  conditions: {raedy: false}",
-        "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
-        "EndpointSlice (a.yaml:20); is ready meant?",
-    ),
-    "a hint": (
-        "[10.1.0.1]",
-        "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
-        "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
-        "EndpointSlice (a.yaml:20); is forZones meant?",
-    ),
-    "a selector has any key": ("  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
-    "metadata is not checked": ("metadata:\n  name: web\n", "metadata:\n  lables: {}\n  name: web\n", ""),
-    "known fields that are not read": (
-        "  clusterIP:",
-        "  trafficDistribution: PreferSameZone\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:",
-        "",
-    ),
-    "a name with a line feed": (
-        "  clusterIP:",
-        '  "a\\nb": 1\n  clusterIP:',
-        WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored",
-    ),
-}
-"""A replacement in BOTH, and the one problem line it makes ("": none)."""
+class UnknownField(NamedTuple):
+    """A text in BOTH, the lines that replace it (with ; between them), the field that is a problem with its line (none:
+    no problem), and the field that is meant.
+    """
+
+    old: str
+    new: str
+    field: str = ""
+    line: int = 0
+    meant: str = ""
 
 
-@pytest.mark.parametrize("name", UNKNOWN_FIELDS)
-def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, name: str):
-    old, new, line = UNKNOWN_FIELDS[name]
-    run.write("a.yaml", BOTH.replace(old, new, 1))
-    assert run.look() == ["+web", "+web-1", *SYNCED]
-    assert run.problems == ((line,) if line else ())
-    run.write("b.yaml", NODE)
-    run.settle()
+UNKNOWN_FIELDS = table(
+    UnknownField,
+    r"""
+clusterIP:   | internalTraficPolicy: Local;  clusterIP:      | spec.internalTraficPolicy    | 7  | internalTrafficPolicy
+clusterIP:   | clusterIp: 10.96.0.1;  clusterIP:             | spec.clusterIp                | 7  | clusterIP
+port: 80     | port: 80;    cow: {a: 1}                      | spec.ports[0].cow             | 11
+addressType: | adressType: IPv4;addressType:                 | adressType                    | 17 | addressType
+[10.1.0.1]   | [10.1.0.1];  conditions: {raedy: false}       | endpoints[0].conditions.raedy | 20 | ready
+[10.1.0.1]   | [10.1.0.1];  hints: {forZone: [{name: a}]}    | endpoints[0].hints.forZone    | 20 | forZones
+clusterIP:   | "a\nb": 1;  clusterIP:                        | spec.a\nb                     | 1
+clusterIP:   | selector: {any: thing};  clusterIP:
+metadata:    | metadata:;  lables: {}
+clusterIP:   | trafficDistribution: PreferSameZone;  clusterIP:
+clusterIP:   | sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}};  clusterIP:
+""",
+)
+
+
+@pytest.mark.parametrize("row", UNKNOWN_FIELDS, ids=lambda row: row.new)
+def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, row: UnknownField):
+    """A selector has any keys, and those of metadata are not checked."""
+    assert run.place(BOTH.replace(row.old, row.new.replace(";", "\n"), 1)) == ["+web", "+web-1", *SYNCED]
+    subject, kind = "EndpointSlice default/web-1", "an EndpointSlice"
+    if row.field.startswith("spec"):
+        subject, kind = "Service default/web", "a Service"
+    hint = f"is {row.meant} meant?" if row.meant else "it is ignored"
+    line = f"{subject}: {row.field} is not a field of {kind} (a.yaml:{row.line}); {hint}"
+    assert run.problems == ((line,) if row.field else ())
+    run.change(NODE, "b.yaml")
     warned = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == len(run.problems), "once"
 
 
 def test_unknown_field_of_a_rejected_list_item_is_named(run):
     bad = service("b", 0).replace('"spec"', '"sepc": 1, "spec"')
-    run.write("a.json", f'{{"kind": "List", "items": [\n{bad}\n]}}')
-    assert run.look() == ["!b", *SYNCED]
+    assert run.place(f'{{"kind": "List", "items": [\n{bad}\n]}}', "a.json") == ["!b", *SYNCED]
     assert run.problems == (
         "Service default/b: items[0].sepc is not a field of a Service (a.json:2); is spec meant?",
         "Service default/b: items[0].spec.ports[0].port: 0 is not a port (a.json:2)",
@@ -167,8 +141,7 @@ def test_unknown_field_of_a_rejected_list_item_is_named(run):
 
 
 def test_invalid_name_is_rejected_in_one_line(run):
-    run.write("a.json", service("we\nb"))
-    run.look()
+    run.place(service("we\nb"), "a.json")
     assert isinstance(run.events[0], Rejected)
     (line,) = run.problems
     assert line.startswith(r"Service default/we\nb: metadata.name: 'we\nb' is not a DNS label (")
@@ -177,8 +150,7 @@ def test_invalid_name_is_rejected_in_one_line(run):
 
 
 def test_file_replaced_by_rename_is_read(run):
-    run.write("a.yaml", WEB)
-    run.look()
+    run.place(WEB)
     run.write("new", WEB.replace("port: 80", "port: 81"))
     os.replace(run.path / "new", run.path / "a.yaml")
     assert run.settle() == ["+web"]

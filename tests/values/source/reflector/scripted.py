@@ -113,12 +113,13 @@ LISTED_A = "watch +a@5 synced@10"
 
 
 class Run:
-    """A reflector in its thread, its events, and its waits (recorded, not waited)."""
+    """A reflector in its thread, its events, its waits (recorded, not waited), and its error at each request."""
 
     def __init__(self, server: ScriptedServer, resource: Resource = SERVICES, **options: Any):
         self.server = server
         self.events: list[Event] = []
         self.waits: list[float] = []
+        self.errors: list[str] = []
         self.now = 1000.0
         options = {"clock": lambda: self.now, "rng": lambda: 1.0, "wait": self._wait} | options
         cluster = Cluster(Access(server.url, "the test"))

@@ -43,6 +43,29 @@ HISTORIES = [
     ),
     *(
         History(
+            f"{refusal} as the response to a watch: a new list",
+            f"watch +a@5 synced@10 end | {refusal} | {LISTED_A}",
+            "stream, watch 10, stream",
+            "+a synced synced",
+            (0.4,),
+        )
+        for refusal in (
+            "400 invalid resource version",
+            "422 resourceVersion: Invalid value",
+            "504 Too large resource version: 10, current: 4",  # etcd was restored from a backup
+        )
+    ),
+    *(
+        History(
+            f"{code} to a streaming list: pages",
+            f"{code} sendInitialEvents: Forbidden | list@100 a@5 continue=t1 | list@100 b@6 continue=t2 | list@100 c@7",
+            "stream, page, page after t1, page after t2, watch 100",
+            "+a +b +c synced",
+        )
+        for code in (400, 422)
+    ),
+    *(
+        History(
             f"error {code} in a watch: a new list",
             f"watch +a@5 synced@10 error={code} end | {LISTED_A}",
             "stream, stream",
@@ -58,6 +81,8 @@ HISTORIES = [
         "+a synced +b synced",
         (0.2,),
     ),
+    History("a rejected object can be deleted", "watch +a@5 synced@10 +a@11:bad -a@12", "stream", "+a synced !a -a"),
+    History("an unknown object is not deleted", "watch synced@10 -a@11 +b@12", "stream", "synced +b"),
     History(
         "a Service becomes headless: deleted", "watch +a@5 synced@10 +a@11:None +b@12:None", "stream", "+a synced -a"
     ),
@@ -99,11 +124,11 @@ HISTORIES = [
         (0.4, 0.8),
     ),
     History(
-        "a list with an unreadable object deletes nothing",
-        f"{PAGES} | list@100 a@1 | watch error=410 end | list@100 b@2 nameless",
-        "stream, page, watch 100, page, watch 100",
-        "+a synced +b synced",
-        (0.4,),
+        "a list with an unreadable object deletes nothing, the next one does",
+        f"{PAGES} | list@100 a@1 | watch error=410 end | list@100 b@2 nameless | watch error=410 end | list@100 b@2",
+        "stream, page, watch 100, page, watch 100, page, watch 100",
+        "+a synced +b synced -a synced",
+        (0.4, 0.8),
     ),
     History(
         "a streaming list with a malformed line: pages follow, or deletions would be missed",

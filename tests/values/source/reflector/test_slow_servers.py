@@ -5,95 +5,75 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from kbpf.errors import SourceError
 from kbpf.source.api.credentials import PageMemory
 from kbpf.source.base import SourceState
-from tests.support.faults.scripted import Exchange, Step, quiet
-from tests.values.source.reflector.scripted import LISTED_A, PAGES, added, bookmark, step
+from tests.support.faults.scripted import Exchange
+from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, added, bookmark, step
 
 # --- responses without an end ---
 
 
-def test_response_header_sent_slowly_times_out(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.transport.HEADERS_TIMEOUT", 0.3)
+def endless(head: bytes, piece: bytes, pause: float) -> Callable[[Exchange], None]:
+    """A step: `head`, and then this piece again and again."""
 
-    def dribble(exchange: Exchange) -> None:
+    def respond(exchange: Exchange) -> None:
         with contextlib.suppress(OSError):
-            for byte in b"HTTP/1.1 200 OK\r\nX-Filler: " + b"x" * 10_000:
-                exchange.sock.sendall(bytes([byte]))
-                time.sleep(0.05)
-        exchange.open = False
-
-    run = start(dribble, hold=True)
-    run.reflector.start()
-    run.until(lambda: run.status.failures)
-    assert "the response header took too long" in run.status.error
-
-
-def test_page_sent_slowly_times_out(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.reflector.PAGE_TIMEOUT", 0.3)
-
-    def dribble(exchange: Exchange) -> None:
-        exchange.head(200, Content_Length="100000")
-        with contextlib.suppress(OSError):
-            for _ in range(10_000):
-                exchange.sock.sendall(b" ")
-                time.sleep(0.05)
-        exchange.open = False
-
-    run = start(PAGES, dribble)
-    run.until(lambda: run.status.failures)
-    assert "a page of services took too long" in run.status.error
-
-
-def test_page_over_the_size_limit_is_an_error(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.reflector.MAX_PAGES_BYTES", 200_000)
-
-    def endless(exchange: Exchange) -> None:
-        exchange.head(200)
-        with contextlib.suppress(OSError):
+            exchange.sock.sendall(head)
             while True:
-                exchange.sock.sendall(b" " * 4096)
+                exchange.sock.sendall(piece)
+                time.sleep(pause)
         exchange.open = False
 
-    run = start(PAGES, endless)
+    return respond
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+ENDLESS = {
+    # a limit, the response to a page, and the error
+    "a header": ("transport.HEADERS_TIMEOUT", 0.3, endless(OK + b"X-Filler: ", b"x", 0.05), "the response header took"),
+    "a page": ("reflector.PAGE_TIMEOUT", 0.3, endless(OK + b"\r\n", b" ", 0.05), "a page of services took too long"),
+    "a page, at once": (
+        "reflector.MAX_PAGES_BYTES",
+        200_000,
+        endless(OK + b"\r\n", b" " * 4096, 0),
+        "a page of services has more than 195 KiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_response_without_an_end_is_an_error(start, monkeypatch, name: str):
+    limit, value, respond, error = ENDLESS[name]
+    monkeypatch.setattr(f"kbpf.source.api.{limit}", value)
+    run = start(PAGES, respond)
     run.until(lambda: run.status.failures)
-    assert "a page of services has more than 195 KiB" in run.status.error
+    assert error in run.status.error
 
 
 @pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
 def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str):
-    seen: list[str] = []
+    def page(exchange: Exchange, run: Run) -> None:
+        run.now += each
+        step(f"list@100 a@1 continue={len(run.server.requests) - 1}")(exchange)
 
-    def page(token: str) -> Step:
-        def respond(exchange: Exchange) -> None:
-            run.now += each
-            step(f"list@100 a@1 continue={token}")(exchange)
-
-        return respond
-
-    def last(exchange: Exchange) -> None:
-        seen.append(run.status.error)
-        step("list@100 a@1")(exchange)
-
-    run = start(PAGES, page("1"), page("2"), last, hold=True)
-    run.reflector.start()
+    run = start(PAGES, page, page, "list@100 a@1")
     run.until_said("synced")
-    assert error in seen[0]
-    assert bool(error) == bool(seen[0])
+    assert error in run.errors[3]
+    assert bool(error) == bool(run.errors[3])
     assert run.asked(3) == ("page" if error else "page after 2")
 
 
 def test_error_response_counts_as_contact(start):
-    def refuse(exchange: Exchange) -> None:
+    def refuse(exchange: Exchange, run: Run) -> None:
         run.now += 5
         step("500")(exchange)
 
-    run = start(refuse, hold=True)
-    run.reflector.start()
+    run = start(refuse)
     run.until(lambda: run.waits)
     assert run.status.last_contact == 1005.0
 
@@ -119,7 +99,7 @@ def test_page_with_too_many_items_is_an_error(start, monkeypatch):
 
 
 def test_list_is_a_problem_after_30_seconds(start):
-    def respond(exchange: Exchange) -> None:
+    def respond(exchange: Exchange, run: Run) -> None:
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
         assert run.state is SourceState.LISTING
@@ -132,8 +112,7 @@ def test_list_is_a_problem_after_30_seconds(start):
         exchange.line(bookmark(7, end=True))
         exchange.hang()
 
-    run = start(respond, hold=True)
-    run.reflector.start()
+    run = start(respond)
     run.until_said("synced")
     assert run.status.problems == ()
 
@@ -146,9 +125,7 @@ def test_list_is_a_problem_after_30_seconds(start):
     ],
 )
 def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, name, piece, steps, error):
-    seen: list[str] = []
-
-    def respond(exchange: Exchange) -> None:
+    def respond(exchange: Exchange, run: Run) -> None:
         step("watch +a@5 synced@10 open")(exchange)
         run.until_said("synced")
         with contextlib.suppress(OSError):
@@ -158,16 +135,10 @@ def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start
                 run.until(lambda: run.status.last_contact == run.now or len(run.server.requests) > 1)
         exchange.hang()
 
-    def again(exchange: Exchange) -> None:
-        seen.append(run.status.error)
-        quiet(exchange)
-
-    run = start(respond, again, hold=True)
-    run.reflector.start()
-    run.server.wait(2)
-    run.until(lambda: seen)
-    assert error in seen[0]
-    assert bool(error) == bool(seen[0])
+    run = start(respond)
+    run.until(lambda: len(run.errors) == 2)
+    assert error in run.errors[1]
+    assert bool(error) == bool(run.errors[1])
     assert run.asked(1) == "watch 10"
 
 
@@ -175,7 +146,7 @@ def test_line_after_a_silent_minute_has_its_full_time(start):
     """Bookmarks come once a minute, and a large object comes in several chunks."""
     line = json.dumps(added("b", 11)).encode() + b"\n"
 
-    def respond(exchange: Exchange) -> None:
+    def respond(exchange: Exchange, run: Run) -> None:
         step("watch +a@5 synced@10 open")(exchange)
         run.until_said("synced")
         run.now += 60
@@ -185,8 +156,7 @@ def test_line_after_a_silent_minute_has_its_full_time(start):
             run.now += 14
         exchange.hang()
 
-    run = start(respond, quiet, hold=True)
-    run.reflector.start()
+    run = start(respond)
     run.until(lambda: "+b" in run.said or run.waits)
     assert run.said == ["+a", "synced", "+b"]
     assert run.status.error == ""
@@ -239,13 +209,8 @@ def test_page_may_take_longer_than_the_silence_timeout(start):
         exchange.closing(1.2)
         exchange.sock.sendall(body)
 
-    def watch(exchange: Exchange) -> None:
-        seen.append((run.all_asked, list(run.waits)))
-        quiet(exchange)
-
-    seen: list[tuple[list[str], list[float]]] = []
-    run = start(PAGES, slow, watch, silence_timeout=0.5, hold=True)
-    run.reflector.start()
-    run.until(lambda: seen)
-    assert seen[0] == (["stream", "page", "watch 100"], [])
+    run = start(PAGES, slow, silence_timeout=0.5)
+    run.until(lambda: len(run.errors) >= 3)
+    assert run.all_asked[:3] == ["stream", "page", "watch 100"]
+    assert run.errors[:3] == [""] * 3
     assert run.said == ["synced"]

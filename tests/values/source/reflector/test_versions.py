@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -11,6 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.versions import is_rewind
 from tests.support.faults.scripted import Exchange
+from tests.support.table import table
 from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed
 
 # --- a server whose version goes back, e.g. after a restore of etcd ---
@@ -109,28 +110,39 @@ def test_an_object_that_changed_during_the_outage_is_reported_by_the_watch(start
     assert run.said == ["+a", "synced", "+b", "+b"]
 
 
-NEWEST = [
-    # events before the outage, the newest object afterwards, and whether the version certainly went back
-    ("it is older", "", "a@3", True),
-    ("it has other content", "", "a@5:10.96.0.2", False),
-    ("it has changed since", "", "a@20", False),
-    ("it is gone", "", "", False),
-    ("another one is sent", "", "b@5", False),
-    ("it cannot be read", "", "nameless", False),
-    ("a deletion came later", "+b@11 -b@12", "a@5", False),
-    ("all were deleted", "-a@12", "", False),
-]
+class Newest(NamedTuple):
+    """Events before the outage, the newest object afterwards, and whether the version certainly went back."""
+
+    name: str
+    events: str
+    objects: str
+    warns: bool
 
 
-@pytest.mark.parametrize(("name", "events", "objects", "warns"), NEWEST, ids=[row[0] for row in NEWEST])
-def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, name, events, objects, warns):
+NEWEST = table(
+    Newest,
+    """
+it is older             |             | a@3           | yes
+it has other content    |             | a@5:10.96.0.2 | no
+it has changed since    |             | a@20          | no
+it is gone              |             |               | no
+another one is sent     |             | b@5           | no
+it cannot be read       |             | nameless      | no
+a deletion came later   | +b@11 -b@12 | a@5           | no
+all were deleted        | -a@12       |               | no
+""",
+)
+
+
+@pytest.mark.parametrize("row", NEWEST, ids=lambda row: row.name)
+def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, row: Newest):
     """The restored server's version is higher than ours again: other objects were written. The last
     change that we know of is compared.
     """
     run = start(
-        f"watch +a@5 synced@10 {events} cut",
+        f"watch +a@5 synced@10 {row.events} cut",
         *["503"] * 2,
-        f"list@30 {objects}",
+        f"list@30 {row.objects}",
         "watch +restored@4 synced@31",
     )
     run.until_said("synced", 2)
@@ -138,7 +150,7 @@ def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, capl
     assert run.said[-1] == "synced"
     assert "+restored" in run.said
     assert run.said.count("+a") == run.said.count("-a") == 1, "the new list does not have it"
-    assert caplog.text.count(WENT_BACK) == warns
+    assert caplog.text.count(WENT_BACK) == row.warns
 
 
 def test_rewind_seen_by_four_watches_is_one_warning(caplog):
@@ -148,21 +160,10 @@ def test_rewind_seen_by_four_watches_is_one_warning(caplog):
     assert caplog.text.count(WENT_BACK) == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "back"),
-    [
-        ("10", "9", True),
-        ("10", "10", False),
-        ("9", "10", False),
-        ("", "5", False),
-        ("10", "", False),
-        ("10", "x", False),
-        ("x", "1", False),
-        ("9" * 30, "1", False),
-    ],
-)
-def test_versions_are_compared_as_numbers(before, now, back):
-    assert is_rewind(before, now) == back
+def test_versions_are_compared_as_numbers():
+    assert is_rewind("10", "9")
+    for before, now in (("10", "10"), ("9", "10"), ("", "5"), ("10", ""), ("10", "x"), ("x", "1"), ("9" * 30, "1")):
+        assert not is_rewind(before, now), (before, now)
 
 
 # --- the hourly relist ---
@@ -174,37 +175,48 @@ def relisted(start: Callable[..., Run], text: str) -> Run:
     A bookmark with version 20 comes before the second list.
     """
 
-    def later(exchange: Exchange) -> None:
+    def later(exchange: Exchange, run: Run) -> None:
         exchange.watch(*lines("+a@5 +b@6 synced@10"))
         run.until_said("synced")
         run.now += 4501.0
         exchange.line(bookmark(20))
         exchange.hang()
 
-    run = start(later, f"watch {text}", hold=True)
-    run.reflector.start()
+    run = start(later, f"watch {text}")
     run.until_said("synced", 2)
     assert run.all_asked == ["stream", "stream"]
     return run
 
 
-DRIFT = [
-    ("no change", "+a@5 +b@6", [], 0),
-    ("a change after the watch's version", "+a@5 +b@25", ["+b"], 0),
-    ("a new object after it", "+a@5 +b@6 +c@25", ["+c"], 0),
-    ("a missed change", "+a@5 +b@15", ["+b"], 1),
-    ("a missed new object", "+a@5 +b@6 +c@15", ["+c"], 1),
-    ("a missed deletion", "+a@5", ["-b"], 1),
-    ("other content", "+a@5 +b@6:10.9.9.9", ["+b"], 1),
-]
+class Drift(NamedTuple):
+    """The second list, the event that it makes, and how many changes the watch has missed."""
+
+    name: str
+    listed: str
+    said: str = ""
+    missed: int = 0
 
 
-@pytest.mark.parametrize(("name", "text", "said", "drift"), DRIFT, ids=[row[0] for row in DRIFT])
-def test_relist_finds_and_counts_missed_changes(start, caplog, name, text, said, drift):
-    run = relisted(start, f"{text} synced@30")
-    assert run.said[3:-1] == said
-    assert run.status.drift == drift
-    assert ("objects changed without an event" in caplog.text) == bool(drift)
+DRIFT = table(
+    Drift,
+    """
+no change                          | +a@5 +b@6
+a change after the watch's version | +a@5 +b@25         | +b
+a new object after it              | +a@5 +b@6 +c@25    | +c
+a missed change                    | +a@5 +b@15         | +b | 1
+a missed new object                | +a@5 +b@6 +c@15    | +c | 1
+a missed deletion                  | +a@5               | -b | 1
+other content                      | +a@5 +b@6:10.9.9.9 | +b | 1
+""",
+)
+
+
+@pytest.mark.parametrize("row", DRIFT, ids=lambda row: row.name)
+def test_relist_finds_and_counts_missed_changes(start, caplog, row: Drift):
+    run = relisted(start, f"{row.listed} synced@30")
+    assert run.said[3:-1] == row.said.split()
+    assert run.status.drift == row.missed
+    assert ("objects changed without an event" in caplog.text) == bool(row.missed)
     assert run.waits == []
 
 
@@ -212,19 +224,18 @@ def test_relist_finds_and_counts_missed_changes(start, caplog, name, text, said,
 def test_relists_are_spread_over_45_to_75_minutes(start, random, due):
     """Nodes that started together would otherwise list together."""
 
-    def soon_due(exchange: Exchange) -> None:
+    def soon_due(exchange: Exchange, run: Run) -> None:
         exchange.watch(*lines("+a@5 synced@10"))
         run.until_said("synced")
         run.now += due - 1
         exchange.line(bookmark(20))
         exchange.hang()
 
-    def due_now(exchange: Exchange) -> None:
+    def due_now(exchange: Exchange, run: Run) -> None:
         run.now += 1
         exchange.watch(bookmark(21))
         exchange.hang()
 
-    run = start(soon_due, due_now, LISTED_A, hold=True, rng=lambda: random)
-    run.reflector.start()
+    run = start(soon_due, due_now, LISTED_A, rng=lambda: random)
     run.until_said("synced", 2)
     assert run.all_asked == ["stream", "watch 20", "stream"]

@@ -3,6 +3,7 @@
 
 import json
 import socket
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kbpf.errors import ConfigError, SourceError
 from kbpf.source.api.credentials import Cluster, default_node_name
 from kbpf.source.api.kubeconfig import Access, find_access, in_cluster_access
 from tests.support.faults.scripted import ScriptedServer
+from tests.support.table import pairs
 from tests.values.source.transport.kubeconfigs import URL, b64, ok, write
 
 # --- kubeconfigs and the server's URL ---
@@ -34,31 +36,30 @@ def by_part(text: str) -> dict[str, dict[str, Any]]:
     return parts
 
 
-KUBECONFIGS = {
-    # fields of the cluster or the user, and those of the Access
-    'token: "t\\n"': {"token": "t"},
-    "tokenFile: tok": {"token_file": "DIR/tok"},
-    "tokenFile: /x/tok": {"token_file": "/x/tok"},
-    "client-certificate: pki/c.crt, client-key: pki/c.key": {"cert_file": "DIR/pki/c.crt", "key_file": "DIR/pki/c.key"},
-    f"client-certificate-data: {b64('C')}, client-key-data: {b64('K')}": {"cert_data": b"C", "key_data": b"K"},
-    "username: a, password: 'b:c'": {"basic": b64("a:b:c")},
-    "certificate-authority: ca.crt": {"ca_file": "DIR/ca.crt"},
-    f"certificate-authority-data: {b64('CA')}": {"ca_data": b"CA"},
-    "tls-server-name: kube": {"server_name": "kube"},
-    "insecure-skip-tls-verify: true": {"insecure": True},
-    f"server: {URL}/k8s/c1/": {"server": URL + "/k8s/c1"},
-    "extensions: [], colour: red": {},
-}
+KUBECONFIGS = pairs(f"""\
+token: "t\\n" → token = t
+tokenFile: tok → token_file = DIR/tok
+tokenFile: /x/tok → token_file = /x/tok
+client-certificate: pki/c.crt, client-key: pki/c.key → cert_file = DIR/pki/c.crt, key_file = DIR/pki/c.key
+client-certificate-data: {b64("C")}, client-key-data: {b64("K")} → cert_data = C, key_data = K
+username: a, password: 'b:c' → basic = {b64("a:b:c")}
+certificate-authority: ca.crt → ca_file = DIR/ca.crt
+certificate-authority-data: {b64("CA")} → ca_data = CA
+tls-server-name: kube → server_name = kube
+insecure-skip-tls-verify: true → insecure = True
+server: {URL}/k8s/c1/ → server = {URL}/k8s/c1
+extensions: [], colour: red →
+""")
+"""Fields of the cluster or the user → the fields of the Access that differ from the defaults."""
 
 
-@pytest.mark.parametrize("text", KUBECONFIGS)
-def test_kubeconfig_is_read(tmp_path, text):
+@pytest.mark.parametrize(("text", "expected"), KUBECONFIGS)
+def test_kubeconfig_is_read(tmp_path, text, expected):
     path = write(tmp_path / "kc", **by_part(text))
-    expected: dict[str, Any] = {"server": URL, "where": str(path), "user": "u"} | KUBECONFIGS[text]
-    for field, value in expected.items():
-        if isinstance(value, str):
-            expected[field] = value.replace("DIR", str(tmp_path))
-    assert find_access(path) == Access(**expected)
+    plain, found = asdict(Access(URL, str(path), user="u")), asdict(find_access(path))
+    changed = {field: value for field, value in found.items() if value != plain[field]}
+    texts = [f"{field} = {v.decode() if isinstance(v, bytes) else v}" for field, v in changed.items()]
+    assert ", ".join(texts) == expected.replace("DIR", str(tmp_path))
 
 
 def test_current_context_selects_the_cluster(tmp_path):
@@ -133,39 +134,30 @@ def test_outside_a_pod_a_kubeconfig_or_source_is_required():
         find_access(None, "", {})
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [
-        ("empty", "", "not a kubeconfig"),
-        ("no YAML", "{", "not a kubeconfig"),
-        ("bytes", "\x00", "not a kubeconfig"),
-        ("no mapping", "[]", "not a kubeconfig: expected an object, got a list"),
-        ("no context", "{}", "no current-context"),
-        ("another context", "{current-context: x}", "no context 'x' .*it has: none"),
-        (
-            "no such cluster",
-            "{current-context: x, contexts: [{name: x, context: {cluster: v}}], clusters: [{name: z, cluster: {}}]}",
-            "no cluster 'v' .*it has: z",
-        ),
-        (
-            "no such user",
-            "{current-context: x, contexts: [{name: x, context: {cluster: v, user: u}}],"
-            " clusters: [{name: v, cluster: {}}]}",
-            "no user 'u'",
-        ),
-        (
-            "a wrong type",
-            "{clusters: [{name: x, cluster: {server: 5}}]}",
-            r"clusters\[0\].cluster.server: expected a string, got an integer",
-        ),
-    ],
-)
-def test_bad_kubeconfig_is_a_one_line_error_with_its_path(tmp_path, name, text, error):
+BAD_KUBECONFIGS = {
+    "": "not a kubeconfig",
+    "{": "not a kubeconfig",
+    "\x00": "not a kubeconfig",
+    "[]": "not a kubeconfig: expected an object, got a list",
+    "{}": "no current-context",
+    "{current-context: x}": "no context 'x' .*it has: none",
+    "{clusters: [{name: x, cluster: {server: 5}}]}": r"clusters\[0\].cluster.server: expected a string, got an integer",
+    "{current-context: x, contexts: [{name: x, context: {cluster: v}}], clusters: [{name: z, cluster: {}}]}": (
+        "no cluster 'v' .*it has: z"
+    ),
+    "{current-context: x, contexts: [{name: x, context: {cluster: v, user: u}}], clusters: [{name: v, cluster: {}}]}": (
+        "no user 'u'"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BAD_KUBECONFIGS)
+def test_bad_kubeconfig_is_a_one_line_error_with_its_path(tmp_path, text):
     path = tmp_path / "kc"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=error) as caught:
+    with pytest.raises(ConfigError, match=BAD_KUBECONFIGS[text]) as caught:
         find_access(path)
-    assert str(path) in str(caught.value), name
+    assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
