@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from kbpf.model.desired import ServiceState
+from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from tests.support.plane import service
 
@@ -55,3 +55,9 @@ def state(text: str, **more: Any) -> ServiceState:
         **{flag.replace("-", "_"): True for flag in FLAGS.intersection(flags)},
         **more,
     )
+
+
+def changed(before: str | None, after: str | None) -> tuple[ServiceState | None, ServiceState | None, ServicePortKey]:
+    """Both states of a row (None: no Service port), and their key."""
+    old, new = (None if text is None else state(text) for text in (before, after))
+    return old, new, (old or new).key

@@ -19,7 +19,6 @@ from kbpf.dataplane.ipvs.plan import (
     NODE_KEY,
     Element,
     NodeContext,
-    RealServer,
     ServerPool,
     ServicePortPlan,
     SetName,
@@ -27,19 +26,18 @@ from kbpf.dataplane.ipvs.plan import (
     fwmark_service,
     needs_fwmark,
     owned_service,
-    ownership_element,
     plan_node,
     plan_service_port,
     without_service,
 )
 from kbpf.dataplane.ipvs.port_planner import FwmarkAllocator, NodePortConflicts
-from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint, parse_addr
+from kbpf.model.address import ANY4, Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
-from tests.values.dataplane.states import CLUSTER_IP, A, B, state
+from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
 NODE_IP, NODE_IP6 = "198.18.0.1", "fd00::1"
@@ -74,13 +72,14 @@ def sets(programmed: ServicePortPlan, *names: SetName) -> dict[str, set[str]]:
 
 
 def pools(programmed: ServicePortPlan) -> dict[str, str]:
-    """Virtual service → its scheduler, persistence and servers, as text."""
+    """Virtual service → its scheduler, persistence, `port` if it hashes the client's, and servers, as text."""
     found = {}
     for virtual, pool in programmed.pools.items():
         at = format_endpoint(virtual.address, virtual.port)
         name = f"mark {virtual.fwmark:#x}" if virtual.fwmark else f"{at}/{virtual.protocol.name}"
         servers = [f"{format_endpoint(*end)}*{weight}" for end, weight in pool.servers]
-        found[name] = " ".join([f"{pool.scheduler},{pool.persistence}", *servers])
+        spread = f"{pool.scheduler},{pool.persistence}{',port' * pool.by_port}"
+        found[name] = " ".join([spread, *servers])
     return found
 
 
@@ -255,8 +254,9 @@ SPREADS = {
     "least connections": ("", "lc", "lc,0", "lc,0"),
     "weights": ("weights=3,1", "rr", "wrr,0", "wrr,0"),
     "weights and lc": ("weights=3,1", "lc", "wlc,0", "wlc,0"),
-    "weights and sh": ("weights=3,1", "sh", "sh,0", "sh,0"),
-    "Maglev": ("maglev", "rr", "mh,0", "mh,0"),
+    "weights and sh": ("weights=3,1", "sh", "sh,0,port", "sh,0,port"),
+    "Maglev hashes the port": ("maglev", "rr", "mh,0,port", "mh,0,port"),
+    "Maglev with affinity does not": ("maglev affinity=9", "rr", "mh,9", "sh,0"),
     "affinity": ("affinity=10800", "rr", "rr,10800", "sh,0"),
 }
 
@@ -268,12 +268,6 @@ def test_scheduler_and_weights(name: str):
     servers = f"{A}*3 {B}*1" if "weights" in text else f"{A}*1 {B}*1"
     assert found["10.96.0.1:80/TCP"] == f"{pool} {servers}"
     assert found[f"mark {MARK:#x}"] == f"{marked} {servers}"
-
-
-@pytest.mark.parametrize(("text", "by_port"), [("A B maglev", True), ("A B maglev affinity=9", False)])
-def test_maglev_hashes_the_port_unless_there_is_affinity(text: str, by_port: bool):
-    (pool,) = made(text).pools.values()
-    assert pool.by_port == by_port
 
 
 # ---- changes -----------------------------------------------------------------------------------
@@ -312,17 +306,42 @@ def names(elements: set[Element]) -> set[str]:
     return {name for name, _ in elements}
 
 
-def test_ownership_of_virtual_services_is_added_first_and_removed_last():
-    ledger, port = DesiredElements(), state(f"A B {ALL} external-local")
-    steps = plan(ledger, port).steps()
-    assert {owned_service(e) for e in steps.added_first} - {None} == set(ledger.pools)
-    assert names(steps.added_late) == {"served", "short_circuits"}
-    assert not steps.removed_first | steps.removed_late | steps.removed_ownership
-    steps = plan(ledger, gone=(port.key,)).steps()
-    assert names(steps.removed_ownership) == {"own", "own_marks"}
-    assert {"served", "short_circuits", "virtual_ips"} <= names(steps.removed_late)
-    assert not steps.removed_first | steps.added_first | steps.added_late
-    assert (dict(ledger.pools), ledger.elements, ledger.plans) == ({}, frozenset(), {})
+ORDERS = {
+    # before, after (None: deleted), and the sets of each step that gain or lose elements
+    "a new Service port: what owns its virtual services is added first": (
+        None,
+        f"A B {ALL} external-local",
+        "added first: dropped hairpin_ips marks own own_marks virtual_ips; added late: served short_circuits",
+    ),
+    "deleted: what owns them is removed last": (
+        f"A B {ALL} external-local",
+        None,
+        "removed late: dropped hairpin_ips marks served short_circuits virtual_ips; removed ownership: own own_marks",
+    ),
+    "without endpoints it refuses before it stops serving": (
+        "A",
+        "",
+        "added first: refused; removed late: hairpin_ips served",
+    ),
+    "overlapping ranges are replaced in one step": (
+        "A at=VIP ranges=10.0.0.0/8",
+        "A at=VIP ranges=10.1.0.0/16",
+        "removed first: sources; added first: sources",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_of_the_steps(name: str):
+    before, after, expected = ORDERS[name]
+    ledger, (old, new, key) = DesiredElements(), changed(before, after)
+    if old:
+        plan(ledger, old)
+    steps = (plan(ledger, new) if new else plan(ledger, gone=(key,))).steps()
+    found = [f"{step.replace('_', ' ')}: {' '.join(sorted(names(of)))}" for step, of in steps._asdict().items() if of]
+    assert "; ".join(found) == expected
+    assert {owned_service(element) for element in ledger.elements} - {None} == set(ledger.pools)
+    assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
 
 def served(at: str) -> Element:
@@ -423,28 +442,6 @@ def test_a_refused_fwmark_removes_only_its_elements():
     assert without_service(less, virtual) == less
 
 
-def test_ownership_elements_round_trip():
-    for virtual in plan_service_port(state(f"A B {ALL} external-local"), ground(), MARK).pools:
-        assert owned_service(ownership_element(virtual)) == virtual
-
-
-def test_losing_the_last_endpoint_refuses_before_it_stops_serving():
-    ledger = DesiredElements()
-    plan(ledger, state("A"))
-    changes = plan(ledger, state(""))
-    steps = changes.steps()
-    assert (names(steps.added_first), names(steps.removed_late)) == ({"refused"}, {"served", "hairpin_ips"})
-    assert len(changes.changed_pools) == 1
-    assert not changes.old_pools
-
-
-def test_overlapping_ranges_are_replaced_in_one_step():
-    ledger = DesiredElements()
-    plan(ledger, state("A at=VIP ranges=10.0.0.0/8"))
-    steps = plan(ledger, state("A at=VIP ranges=10.1.0.0/16")).steps()
-    assert [names(step) for step in steps] == [{"sources"}, {"sources"}, set(), set(), set()]
-
-
 TEN, ELEVEN = parse_addr("10.96.0.10"), parse_addr("10.96.0.11")
 NET, INNER = (parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
 TEN_80 = (TEN, Protocol.TCP, 80)
@@ -466,11 +463,6 @@ def test_conflicting_elements_are_deleted_first(name: str):
     steps = Changes({new}, old_elements={old}, immediate={new}).steps()
     assert (steps.added_first, steps.added_late) == ({new}, set())
     assert (old in steps.removed_first, old in steps.removed_late) == (first, not first)
-
-
-def test_a_fwmarks_virtual_service_has_its_familys_wildcard():
-    assert fwmark_service(4, MARK) == VirtualService(Protocol.TCP, ANY4, 0, MARK)
-    assert fwmark_service(6, MARK) == VirtualService(Protocol.TCP, ANY6, 0, MARK)
 
 
 def test_a_frontend_that_moves_changes_its_virtual_service():
@@ -644,15 +636,6 @@ def test_node_elements_are_networks_and_addresses():
         "node_ips": {NODE_IP, NODE_IP6},
     }
     assert NODE_KEY not in desired(*STATES).services
-
-
-def test_real_servers_sort_like_backends():
-    """Real servers read from the kernel compare equal with planned ones."""
-    (pool, *_) = plan_service_port(
-        service("web", CLUSTER_IP, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"), ground()
-    ).pools.values()
-    assert list(pool.servers) == sorted(pool.servers)
-    assert isinstance(pool.servers[0][0], RealServer)
 
 
 LEFT = {(1024, 29999): (30000, 65535), (61000, 65535): (1024, 60999)}

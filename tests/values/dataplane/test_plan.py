@@ -21,7 +21,6 @@ from kbpf.dataplane.bpf.state import plan
 from kbpf.dataplane.bpf.state.commit import write
 from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S, GraceQueue
 from kbpf.dataplane.bpf.state.plan import (
-    EMPTY,
     ProgrammedPort,
     ProgrammedSet,
     Retired,
@@ -39,7 +38,7 @@ from kbpf.model.desired import EVEN_SPREAD, Backend, FrontendAddress, ServicePor
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 from kbpf.policy.slots import compute_slots
 from tests.support.plane import at, backends, service
-from tests.values.dataplane.states import CLUSTER_IP, FRONTENDS, A, B, C, state
+from tests.values.dataplane.states import CLUSTER_IP, FRONTENDS, A, B, C, changed, state
 
 UDP = Protocol.UDP
 
@@ -161,6 +160,7 @@ ROWS = {
     "Maglev with one backend": (NO, "A maglev", "name web; backends A; slots 1; flip ClusterIP"),
     "Maglev without endpoints": ("maglev", "maglev", ""),
     "from random to Maglev without endpoints: a flip": ("", "maglev", "flip ClusterIP"),
+    "affinity without endpoints: a flip": ("", "affinity=9", "flip ClusterIP"),
     "deleted": ("A B local=A", NO, "remove ClusterIP; retire 2 1"),
     "TCP clients are never cut": ("A B", "A", "slots 1; flip ClusterIP; retire 2"),
     "UDP clients of a removed backend are cut": ("A B UDP", "A UDP", "slots 1; flip ClusterIP; retire 2; cut B"),
@@ -176,12 +176,6 @@ ROWS = {
 }
 
 
-def changed(before: str | None, after: str | None) -> tuple[ServiceState | None, ServiceState | None, ServicePortKey]:
-    """Both states of a row, and their key."""
-    old, new = (None if text is None else state(text) for text in (before, after))
-    return old, new, (old or new).key
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_the_writes_of_a_change(name: str):
     before, after, writes = ROWS[name]
@@ -195,25 +189,6 @@ def test_the_writes_of_a_change(name: str):
         1 for one in (old,) if one and one.affinity_timeout and not (new and new.affinity_timeout)
     }
     assert found.retired.names == ([] if new else [1])
-
-
-@pytest.mark.parametrize("has_affinity", [False, True])
-@pytest.mark.parametrize("text", ["A B", "A B weights=1,2"])
-def test_a_set_without_backends_matches_any_spread_and_affinity(text: str, has_affinity: bool):
-    """It has neither slots nor members that these could change."""
-    _, spread = state(text).sets[0]
-    assert EMPTY.matches((), spread, has_affinity)
-    assert not EMPTY.matches(backends(A), spread, has_affinity)
-
-
-def test_a_new_set_has_a_new_id():
-    """A new set has a new id, also when the same endpoints come back."""
-    agent, seen = Agent(), set()
-    for to in ("A", "B", "A", "B", "", "A"):
-        for number, _ in agent.plan(state(to)).slots:
-            assert number not in seen
-            seen.add(number)
-    assert len(seen) == 5
 
 
 def test_the_flags_of_each_frontend():

@@ -69,11 +69,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("why", FAILURES, ids=lambda why: why.name)
-@pytest.mark.parametrize("renamed", [False, True], ids=["", "renamed"])
-def test_fallback_reason(why: Failure, renamed: bool, monkeypatch: pytest.MonkeyPatch):
-    """The name of a check is only for display."""
-    if renamed:
-        monkeypatch.setattr(CheckRow, "name", "another name")
+def test_fallback_reason(why: Failure):
     assert fallback_reason(why.error, rows(why.checks)) is why.reason
 
 
