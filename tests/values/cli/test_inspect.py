@@ -199,6 +199,7 @@ FORMATS = """\
 services -o name
 services -A -o name
 services -n kube-system -o name
+services -n none -o json
 devices -o name --limit 3
 backends -o name
 maps -o wide --limit 1
@@ -255,11 +256,17 @@ def test_traces(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
 IPVS_COMMANDS = (
     "services -o wide",
     "services -o json",
-    *commands("service web", "service local", wide=False),
+    *commands("service web", "service local", "service sticky", "service none", wide=False),
     *commands("backends", wide=False),
     "connections -o wide",
     "connections -o json",
     "connections --client 198.18.0.254 --limit 1",
+    "connections --service web",
+    "connections --service default/sticky",
+    "connections --service other",
+    "connections --service web --state closed",
+    "connections --backend 10.244.1.2",
+    "connections --state closed",
     *commands("status", wide=False),
     "maps",
 )

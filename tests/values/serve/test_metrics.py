@@ -3,20 +3,16 @@
 parser.
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from kbpf.config.write import format_configz
 from kbpf.errors import KernelError
-from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.metrics import (
     ALL_COUNTERS,
@@ -35,9 +31,8 @@ from kbpf.model.metrics import (
     TrafficStats,
     UdpCuts,
 )
-from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
-from kbpf.serve.exposition import Histogram, format_labels, format_number
+from kbpf.serve.exposition import Histogram, format_number
 from kbpf.serve.kbpf_metrics import FAILURES
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
@@ -390,11 +385,6 @@ def test_format_number(value: float, text: str):
     assert format_number(value) == text
 
 
-def test_format_labels():
-    assert format_labels() == ""
-    assert format_labels(a="b", c='d"\\\n') == '{a="b",c="d\\"\\\\\\n"}'
-
-
 def test_histogram_bounds_are_inclusive():
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1):
@@ -422,11 +412,6 @@ def test_page_without_status_and_with_failing_data_plane():
     assert "kubeproxy_sync_proxy_rules_duration_seconds" in families
     assert "kbpf_healthy" in families
     assert "kbpf_map_entries" not in families
-
-
-def test_no_connection_series_without_accounting():
-    families = page(plane=Counts(traffic=TrafficStats(totals=TRAFFIC.totals, counted_fields=IPVS_COUNTERS)))
-    assert not {"kbpf_connections", "kbpf_service_connections"} & families.keys()
 
 
 OUTCOMES = ("connections_total", "failures_total", "bytes_total", "retransmits_total", "round_trip_seconds")
@@ -489,19 +474,6 @@ def test_rejected_configuration_is_one_event():
     notes(server, 1)
     desk.stop()
     assert notes(server, 0) == [("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")]
-
-
-def test_configz_shows_the_current_configuration():
-    made = replace(Config(), cluster_cidrs=(Cidr(parse_addr("10.1.0.0"), 112),), masquerade_bit=5)
-    shown = json.loads(format_configz(made))
-    theirs = shown["kubeproxy.config.k8s.io"]
-    assert theirs["kind"] == "KubeProxyConfiguration"
-    assert theirs["clusterCIDR"] == "10.1.0.0/16"
-    assert theirs["iptables"]["masqueradeBit"] == 5
-    assert theirs["nodePortAddresses"] == ["primary"]
-    ours = shown["kbpf.io"]
-    assert ours["kind"] == "KbpfConfiguration"
-    assert ours["mapSizes"]["frontends"] == Config().sizes.frontends
 
 
 def test_latencies_are_histograms_by_service():

@@ -316,13 +316,6 @@ def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.Monk
     assert counts.left_out == 2
 
 
-@pytest.mark.parametrize(
-    ("values", "text"), [((), ""), ((0.0, 0.0), "▁▁"), ((0.0, 1.0, 2.0), "▁▅█"), ((None, 3.0), " █")]
-)
-def test_sparkline(values: tuple[float | None, ...], text: str):
-    assert top.format_sparkline(values) == text
-
-
 @pytest.mark.parametrize(("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))])
 def test_failures_say_what_is_not_seen(forwarding: str, notes: tuple[str, ...]):
     """An empty list must not look like a node without failures."""

@@ -26,9 +26,9 @@ from kbpf.model.inspection import (
     index_pods,
 )
 from kbpf.model.metrics import ALL_COUNTERS, CHOICE_COUNTERS, FAILURE_COUNTERS, ConnectionStats
-from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.objects import Protocol
 from kbpf.model.status import SourceView, ThreadView
-from kbpf.views import maps, service, services, sources, status, trace_endpoints, verification
+from kbpf.views import maps, service, status, trace_endpoints, verification
 from tests.support.faults.fake_maps import FakeMap
 from tests.support.table import pairs
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
@@ -97,48 +97,6 @@ def test_advice_that_fits_several_differences_is_given_once():
 
 
 # ---- services ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("address", "families", "nowhere"),
-    [
-        ("0.0.0.0", {4, 6}, False),
-        ("0.0.0.0", {6}, True),
-        ("::", {4}, True),
-        ("::", {6}, False),
-        ("0.0.0.0", None, False),
-        ("10.96.0.1", set(), False),
-    ],
-)
-def test_node_port_without_an_address_of_its_family_is_not_served(
-    address: str, families: set[int] | None, nowhere: bool
-):
-    is_cluster_ip = address == "10.96.0.1"
-    flags = CLUSTER_IP if is_cluster_ip else int(ServiceFlag.NODE_PORT)
-    held = snapshot(
-        frontends={at(address, 30080): value(1, flags=flags)},
-        names={1: key("web")},
-        node_ports=None if families is None else frozenset(families),
-    )
-    (row,) = services.build_rows(held)
-    (frontend,) = row.frontends
-    assert frontend.nowhere is nowhere
-    texts = [column.text(row) for column in services.COLUMNS]
-    assert any("not served" in text for text in texts) is nowhere
-    page = service.format_page(service.build_details(held, "web"))
-    assert ("not served: no address of this node" in page) is nowhere
-
-
-def test_slot_without_a_backend_is_counted_as_missing():
-    one = snapshot(
-        frontends={at("10.96.0.1"): value(1, size=3)},
-        names={1: key("web")},
-        sets={1: {0: 5, 1: 6}},
-        backends={5: backend(1)},
-    )
-    (detail,) = service.build_details(one, "web")
-    assert [(p.id, p.address) for p in detail.cluster[0].backends] == [(5, "10.244.0.1"), (6, ""), (0, "")]
-    assert detail.cluster[0].missing == 2
 
 
 UNCOUNTED = "IN, OUT, RETRANSMITS, ROUND-TRIP"
@@ -345,19 +303,6 @@ def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
         source, thread = seen.sources[0], seen.threads[0]
         cells = [column.text(source) for column in status.SOURCE_COLUMNS[1:3]]
         assert [*cells, status.THREAD_COLUMNS[1].text(thread)] == wanted
-
-
-def test_inconsistent_source_ranges_are_shown():
-    restricted = int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)
-    held = snapshot(
-        frontends={at("192.0.2.1"): value(1, flags=restricted), at("10.96.0.1"): value(1)},
-        names={1: key("web")},
-        ranges=((2, Cidr(parse_addr("0.0.0.0"), 96)),),
-    )
-    assert [(r.service, r.ranges, r.addresses) for r in sources.build_rows(held)] == [
-        ("default/web:http", (), ("192.0.2.1:80/TCP",)),
-        ("id 2, not named", ("0.0.0.0/0",), ()),
-    ]
 
 
 # ---- targets of check --attached ---------------------------------------------------------------
