@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from msgspec.structs import replace
 
 from kbpf.checks import neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow, sum_up
@@ -184,29 +183,35 @@ def test_check_verdict(given: str, verdict: str):
     assert f"{made.mode} {made.usable} {made.attached}" == verdict
 
 
-IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
-NO_IPVS = CheckRow(Check.IPVS, "no", False, "", "", ipvs=True)
-BESIDE = CheckRow(Check.OTHER_KBPF, "no", True, "", "")
-UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
+ROWS = {
+    "yes": check_row("yes"),
+    "no": check_row("no"),
+    "ipvs": CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True),
+    "no-ipvs": CheckRow(Check.IPVS, "no", False, "", "", ipvs=True),
+    "dummy?": CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True),
+    "kbpf": CheckRow(Check.OTHER_KBPF, "no", True, "", ""),
+    "balancer": CheckRow(Check.BALANCERS, "no", True, "", ""),
+    "(kbpf)": CheckRow(Check.OTHER_KBPF, "no", False, "", ""),
+    "kbpf?": CheckRow(Check.OTHER_KBPF, "unknown", True, "", ""),
+}
+MODES = pairs("""\
+yes ipvs → bpf: mode ipvs can be used
+yes no-ipvs → bpf: mode ipvs cannot be used: IPVS
+no ipvs → ipvs: mode bpf cannot be used
+no no-ipvs → none: mode ipvs cannot be used: IPVS
+no no-ipvs dummy? → none: mode ipvs cannot be used: IPVS
+no ipvs dummy? → ipvs: this machine, unless this is missing (not known): dummy devices
+kbpf ipvs → none: mode bpf cannot be used: no other kbpf
+balancer ipvs → none: no other load balancer
+(kbpf) ipvs → bpf: mode bpf can be used
+kbpf? ipvs → ipvs: mode bpf cannot be used
+""")
+"""ROWS → what `--mode auto` would choose (none where a neighbour makes mode bpf refuse), and words of the page."""
 
 
-@pytest.mark.parametrize(
-    ("rows", "mode", "says"),
-    [
-        ([check_row("yes"), IPVS], "bpf", "mode ipvs can be used"),
-        ([check_row("yes"), NO_IPVS], "bpf", "mode ipvs cannot be used: IPVS"),
-        ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
-        ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
-        ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
-        ([check_row("no"), IPVS, UNSURE], "ipvs", "this machine, unless this is missing (not known): dummy devices"),
-        ([BESIDE, IPVS], "none", "mode bpf cannot be used: no other kbpf"),
-        ([replace(BESIDE, check=Check.BALANCERS), IPVS], "none", "no other load balancer"),
-        ([replace(BESIDE, needed=False), IPVS], "bpf", "mode bpf can be used"),
-        ([replace(BESIDE, result="unknown"), IPVS], "ipvs", "mode bpf cannot be used"),
-    ],
-)
-def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
-    """`mode` is what `--mode auto` would choose: none where a neighbour makes mode bpf refuse."""
+@pytest.mark.parametrize(("given", "expected"), MODES)
+def test_check_verdict_on_the_modes(given: str, expected: str):
+    rows, (mode, _, says) = [ROWS[word] for word in given.split()], expected.partition(": ")
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
     assert says in check.format_page(made, rows)
@@ -232,15 +237,8 @@ def test_check_document_has_names_instead_of_ids():
 
 def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     """So that a good node has few rows, and a lacking feature has a name and advice."""
-    given = [
-        CheckRow(Check.HOOK, result, needed, "", "", subject=name)
-        for name, result, needed in (
-            ("connect4", "yes", True),
-            ("sendmsg4", "no", True),
-            ("trace", "yes", False),
-            ("release", "unknown", False),
-        )
-    ]
+    hooks = {"connect4": "yes", "sendmsg4": "no", "trace": "yes", "release": "unknown"}
+    given = [CheckRow(Check.HOOK, hooks[name], name.endswith("4"), "", "", subject=name) for name in hooks]
     working, refused, unknown = sum_up(given)
     assert (working.name, working.result, working.needed) == ("hooks", "yes", True)
     assert working.detail == "connect4, trace"

@@ -18,7 +18,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.desired import Backend
 from kbpf.model.objects import Protocol
 
 UDP, TCP = Protocol.UDP, Protocol.TCP
@@ -290,24 +290,3 @@ def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.Monk
     held = maps(sock_peers=peers)
     udp.cut(held, lambda *_: True)
     assert ended == [{0: 1, 1: 1}]
-
-
-@pytest.mark.parametrize("flags", [0, 4])
-def test_flags_of_a_peer_do_not_hide_its_backend(monkeypatch: pytest.MonkeyPatch, flags: int):
-    """enum peer_flags is in the last byte of struct target, which is 0 everywhere else."""
-    ended: list[list[int]] = []
-
-    def destroy(doomed: Mapping[int, list[Any]]) -> Counter[int]:
-        ended.append(sorted(doomed))
-        return Counter()
-
-    monkeypatch.setattr(udp, "_destroy_sockets", destroy)
-    peers = FakeMap()
-    for number, backend in enumerate((ONE, TWO)):
-        target = packed(backend)[:19] + bytes([flags])
-        peers[bytes([number])] = PEER.pack(number, FRONT, target, 1, 1)
-    held = maps(sock_peers=peers)
-    udp.cut(held, udp.gone_if_in([(1, TWO)], []))
-    at = FrontendAddress(parse_addr("10.96.0.1"), 53, UDP)
-    udp.cut(held, udp.gone_unless_in([(1, ONE)], [(1, at)]))
-    assert ended == [[1], [1]]
