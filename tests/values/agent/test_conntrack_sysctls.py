@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sysctls of the kernel's conntrack: their values, and what happens if one cannot be set."""
 
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -211,16 +209,7 @@ def test_sysctls_are_set_once_the_module_is_loaded(machine: Machine, caplog: pyt
     assert machine.values()["max"] == 131_072
 
 
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """Restores the logger after a command that configures it."""
-    ours = logging.getLogger("kbpf")
-    before = ours.handlers[:], ours.level, ours.propagate
-    yield
-    ours.handlers[:], ours.level, ours.propagate = before
-
-
-def test_init_only_sets_the_sysctls_and_exits(machine: Machine, quiet: None):
+def test_init_only_sets_the_sysctls_and_exits(machine: Machine):
     machine.load()
     assert app.call(["run", "--init-only", "--conntrack-min", "200000", "-v=0"]) == 0
     assert machine.values()["max"] == 200_000

@@ -67,17 +67,19 @@ def test_status_is_published_once_it_is_written(clock: Clock):
 
 def test_an_error_of_the_status_is_logged_once_until_it_changes(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent, plane = begun(0.0)
-    for error in ("no memory", "no memory", "no space", "", "no space"):
-        plane.write_status = lambda _, error=error: _raise_unless_empty(error)
+
+    errors = ["no memory", "no memory", "no space", "", "no space"]
+
+    def write_status(_: bytes) -> None:
+        if error := errors.pop(0):
+            raise KernelError(error)
+
+    plane.write_status = write_status
+    while errors:
         clock.now += 10.0
         agent.step([])
     lines = [line for line in caplog.messages if line.startswith("cannot write the status")]
     assert lines == [f"cannot write the status: no {what}" for what in ("memory", "space", "space")]
-
-
-def _raise_unless_empty(error: str) -> None:
-    if error:
-        raise KernelError(error)
 
 
 class UnknownPods:

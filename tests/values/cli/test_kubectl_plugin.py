@@ -261,8 +261,8 @@ STATES = [
     (on_b("nonsense"), "unreachable", "its answer is not JSON"),
     (on_b("[" * 100_000), "unreachable", "its answer is not JSON"),
     (on_b({**status(), "apiVersion": "kbpf.io/v2"}), "unreachable", OTHER_VERSION),
-    (on_b("HANGS"), "unreachable", "no answer within 2 s"),
-    (on_b("HANGS", "closed"), "unreachable", "no answer within 2 s"),
+    (on_b("HANGS"), "unreachable", "no answer within 1 s"),
+    (on_b("HANGS", "closed"), "unreachable", "no answer within 1 s"),
     (on_b("FLOODS"), "unreachable", "the answer is larger than 16MiB"),
 ]
 """An answer of the cluster, and what the row of node2 says."""
@@ -270,7 +270,7 @@ STATES = [
 
 @pytest.mark.parametrize(("row", "word", "why"), STATES, ids=range(len(STATES)))
 def test_state_of_a_node(operator: Operator, row: Row, word: str, why: str):
-    timeout = 2 if "within 2 s" in why else 60
+    timeout = 1 if "within 1 s" in why else 60
     done = operator(f"status -o json --timeout {timeout}", row)
     made = {row["node"]: (row["agent"], row["why"]) for row in json.loads(done.out)["items"]}
     assert made["node2"] == (word, why)

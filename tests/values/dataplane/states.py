@@ -57,7 +57,7 @@ def state(text: str, **more: Any) -> ServiceState:
     )
 
 
-def changed(before: str | None, after: str | None) -> tuple[ServiceState | None, ServiceState | None, ServicePortKey]:
-    """Both states of a row (None: no Service port), and their key."""
-    old, new = (None if text is None else state(text) for text in (before, after))
+def changed(before: str, after: str) -> tuple[ServiceState | None, ServiceState | None, ServicePortKey]:
+    """Both states of a row ("-": no Service port), and their key."""
+    old, new = (None if text == "-" else state(text) for text in (before, after))
     return old, new, (old or new).key

@@ -4,7 +4,7 @@ express, and the differences made by a change.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +37,7 @@ from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, Servi
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
+from tests.support.table import table
 from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
@@ -86,23 +87,33 @@ def pools(programmed: ServicePortPlan) -> dict[str, str]:
 # ---- the outcome of a new connection -----------------------------------------------------------
 
 
-AB, JUST_A = "10.0.0.1 10.0.0.2", "10.0.0.1"
-ANSWERS = {
-    "A B": (AB, AB, ""),
-    "": ("refused", "refused", ""),
-    "A B local=A internal-local": (JUST_A, AB, ""),
-    "A B internal-local": ("dropped", AB, ""),
-    "internal-local": ("refused", "refused", ""),
-    "A B local=A external-local": (AB, JUST_A, AB),
-    "A B external-local": (AB, "dropped", AB),
-    "external-local": ("refused", "refused", ""),
-    "A B local=A external-local internal-local": (JUST_A, JUST_A, AB),
-    "A B external-local internal-local": ("dropped", "dropped", AB),
-}
-"""A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
-"refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if the
-same, and the fwmark's virtual service, if there is one, has no servers.
-"""
+class Answers(NamedTuple):
+    """A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
+    "refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if
+    the same, and the fwmark's virtual service, if there is one, has no servers.
+    """
+
+    text: str
+    cluster_ip: str
+    external: str
+    here: str = ""
+
+
+ANSWERS = table(
+    Answers,
+    """\
+A B | 10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 |
+ | refused | refused |
+A B local=A internal-local | 10.0.0.1 | 10.0.0.1 10.0.0.2 |
+A B internal-local | dropped | 10.0.0.1 10.0.0.2 |
+internal-local | refused | refused |
+A B local=A external-local | 10.0.0.1 10.0.0.2 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local | 10.0.0.1 10.0.0.2 | dropped | 10.0.0.1 10.0.0.2
+external-local | refused | refused |
+A B local=A external-local internal-local | 10.0.0.1 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local internal-local | dropped | dropped | 10.0.0.1 10.0.0.2
+""",
+)
 
 
 def made(text: str, **more: Any) -> ServicePortPlan:
@@ -122,9 +133,8 @@ def answer(programmed: ServicePortPlan, at: str) -> str:
     return servers or name
 
 
-@pytest.mark.parametrize("text", ANSWERS)
-def test_the_outcome_of_a_new_connection(text: str):
-    cluster_ip, external, here = ANSWERS[text]
+@pytest.mark.parametrize(("text", "cluster_ip", "external", "here"), ANSWERS)
+def test_the_outcome_of_a_new_connection(text: str, cluster_ip: str, external: str, here: str):
     programmed = made(f"{text} {ALL}")
     assert answer(programmed, "10.96.0.1 TCP 80") == cluster_ip
     externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
@@ -203,27 +213,42 @@ def test_node_ports_with_ranges_admit_these_and_the_node():
 # ---- masquerading ------------------------------------------------------------------------------
 
 
-EXTERNALS = "192.0.2.1 192.0.2.2 198.18.0.1"
-KNOWN, EVERYTHING = {"detects_local": True}, {"masquerade_all": True}
-MASQUERADES = {
-    "pods are not recognised": ("A B", {}, EXTERNALS, ""),
-    "pods of this node are known": ("A B", KNOWN, EXTERNALS, "10.96.0.1"),
-    "masqueradeAll": ("A B", EVERYTHING, f"10.96.0.1 {EXTERNALS}", ""),
-    "masqueradeAll, pods known": ("A B", EVERYTHING | KNOWN, f"10.96.0.1 {EXTERNALS}", ""),
-    "external Local": ("A B local=A external-local", {}, "", ""),
-    "external Local, pods known": ("A B local=A external-local", KNOWN, "", "10.96.0.1"),
-    "internal Local": ("A B local=A internal-local", {}, EXTERNALS, ""),
-}
-"""A Service port, the node, and the frontends masqueraded for all clients and for those that are not pods."""
+class Masquerade(NamedTuple):
+    """A Service port, settings of the node, and the frontends masqueraded for all clients and for those that are not
+    pods.
+    """
+
+    rule: str
+    text: str
+    node: str
+    always: str
+    outside: str
 
 
-@pytest.mark.parametrize("name", MASQUERADES)
-def test_which_frontends_are_masqueraded(name: str):
-    text, node, always, outside = MASQUERADES[name]
-    found = sets(made(f"{text} {ALL}", **node), SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
+MASQUERADES = table(
+    Masquerade,
+    """\
+pods are not recognised | A B |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
+pods of this node are known | A B | detects_local | 192.0.2.1 192.0.2.2 198.18.0.1 | 10.96.0.1
+masqueradeAll | A B | masquerade_all | 10.96.0.1 192.0.2.1 192.0.2.2 198.18.0.1 |
+masqueradeAll, pods known | A B | detects_local masquerade_all | 10.96.0.1 192.0.2.1 192.0.2.2 198.18.0.1 |
+external Local | A B local=A external-local |  |  |
+external Local, pods known | A B local=A external-local | detects_local |  | 10.96.0.1
+internal Local | A B local=A internal-local |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
+""",
+)
+
+
+@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.rule)
+def test_which_frontends_are_masqueraded(row: Masquerade):
+    found = sets(
+        made(f"{row.text} {ALL}", **dict.fromkeys(row.node.split(), True)),
+        SetName.MASQUERADED,
+        SetName.MASQUERADED_OUTSIDE,
+    )
     names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
-    assert names.get("masqueraded", set()) == set(always.split())
-    assert names.get("masqueraded_outside", set()) == set(outside.split())
+    assert names.get("masqueraded", set()) == set(row.always.split())
+    assert names.get("masqueraded_outside", set()) == set(row.outside.split())
 
 
 def test_hairpin_elements_exist_for_local_backends_only():
@@ -248,26 +273,37 @@ def test_connections_from_a_cluster_ip_of_a_device_are_masqueraded():
 # ---- schedulers --------------------------------------------------------------------------------
 
 
-SPREADS = {
-    # the Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's
-    "plain": ("", "rr", "rr,0", "rr,0"),
-    "least connections": ("", "lc", "lc,0", "lc,0"),
-    "weights": ("weights=3,1", "rr", "wrr,0", "wrr,0"),
-    "weights and lc": ("weights=3,1", "lc", "wlc,0", "wlc,0"),
-    "weights and sh": ("weights=3,1", "sh", "sh,0,port", "sh,0,port"),
-    "Maglev hashes the port": ("maglev", "rr", "mh,0,port", "mh,0,port"),
-    "Maglev with affinity does not": ("maglev affinity=9", "rr", "mh,9", "sh,0"),
-    "affinity": ("affinity=10800", "rr", "rr,10800", "sh,0"),
-}
+class Spread(NamedTuple):
+    """The Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's."""
+
+    rule: str
+    text: str
+    scheduler: str
+    pool: str
+    marked: str
 
 
-@pytest.mark.parametrize("name", SPREADS)
-def test_scheduler_and_weights(name: str):
-    text, scheduler, pool, marked = SPREADS[name]
-    found = pools(made(f"A B at=ClusterIP,VIP external-local {text}", scheduler=scheduler))
-    servers = f"{A}*3 {B}*1" if "weights" in text else f"{A}*1 {B}*1"
-    assert found["10.96.0.1:80/TCP"] == f"{pool} {servers}"
-    assert found[f"mark {MARK:#x}"] == f"{marked} {servers}"
+SPREADS = table(
+    Spread,
+    """\
+plain |  | rr | rr,0 | rr,0
+least connections |  | lc | lc,0 | lc,0
+weights | weights=3,1 | rr | wrr,0 | wrr,0
+weights and lc | weights=3,1 | lc | wlc,0 | wlc,0
+weights and sh | weights=3,1 | sh | sh,0,port | sh,0,port
+Maglev hashes the port | maglev | rr | mh,0,port | mh,0,port
+Maglev with affinity does not | maglev affinity=9 | rr | mh,9 | sh,0
+affinity | affinity=10800 | rr | rr,10800 | sh,0
+""",
+)
+
+
+@pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.rule)
+def test_scheduler_and_weights(row: Spread):
+    found = pools(made(f"A B at=ClusterIP,VIP external-local {row.text}", scheduler=row.scheduler))
+    servers = f"{A}*3 {B}*1" if "weights" in row.text else f"{A}*1 {B}*1"
+    assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
+    assert found[f"mark {MARK:#x}"] == f"{row.marked} {servers}"
 
 
 # ---- changes -----------------------------------------------------------------------------------
@@ -306,40 +342,38 @@ def names(elements: set[Element]) -> set[str]:
     return {name for name, _ in elements}
 
 
-ORDERS = {
-    # before, after (None: deleted), and the sets of each step that gain or lose elements
-    "a new Service port: what owns its virtual services is added first": (
-        None,
-        f"A B {ALL} external-local",
-        "added first: dropped hairpin_ips marks own own_marks virtual_ips; added late: served short_circuits",
-    ),
-    "deleted: what owns them is removed last": (
-        f"A B {ALL} external-local",
-        None,
-        "removed late: dropped hairpin_ips marks served short_circuits virtual_ips; removed ownership: own own_marks",
-    ),
-    "without endpoints it refuses before it stops serving": (
-        "A",
-        "",
-        "added first: refused; removed late: hairpin_ips served",
-    ),
-    "overlapping ranges are replaced in one step": (
-        "A at=VIP ranges=10.0.0.0/8",
-        "A at=VIP ranges=10.1.0.0/16",
-        "removed first: sources; added first: sources",
-    ),
-}
+class Order(NamedTuple):
+    """A Service port before and after a change ("-": none), and the sets of each step that gain or lose elements."""
+
+    rule: str
+    before: str
+    after: str
+    expected: str
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_the_order_of_the_steps(name: str):
-    before, after, expected = ORDERS[name]
-    ledger, (old, new, key) = DesiredElements(), changed(before, after)
+ORDERS = table(
+    Order,
+    """\
+a new Service port: what owns its virtual services is added first | - \
+| A B at=ClusterIP,NodePort,VIP,ExternalIP external-local \
+| added first: dropped hairpin_ips marks own own_marks virtual_ips; added late: served short_circuits
+deleted: what owns them is removed last | A B at=ClusterIP,NodePort,VIP,ExternalIP external-local | - \
+| removed late: dropped hairpin_ips marks served short_circuits virtual_ips; removed ownership: own own_marks
+without endpoints it refuses before it stops serving | A |  | added first: refused; removed late: hairpin_ips served
+overlapping ranges are replaced in one step | A at=VIP ranges=10.0.0.0/8 | A at=VIP ranges=10.1.0.0/16 \
+| removed first: sources; added first: sources
+""",
+)
+
+
+@pytest.mark.parametrize("row", ORDERS, ids=lambda row: row.rule)
+def test_the_order_of_the_steps(row: Order):
+    ledger, (old, new, key) = DesiredElements(), changed(row.before, row.after)
     if old:
         plan(ledger, old)
     steps = (plan(ledger, new) if new else plan(ledger, gone=(key,))).steps()
     found = [f"{step.replace('_', ' ')}: {' '.join(sorted(names(of)))}" for step, of in steps._asdict().items() if of]
-    assert "; ".join(found) == expected
+    assert "; ".join(found) == row.expected
     assert {owned_service(element) for element in ledger.elements} - {None} == set(ledger.pools)
     assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
@@ -474,26 +508,28 @@ def test_a_frontend_that_moves_changes_its_virtual_service():
     assert (SetName.SERVED, (parse_addr("10.96.0.1"), Protocol.TCP, 80)) in ledger.elements
 
 
-CUTS = {
-    # before, after, and the backends whose UDP flows are cut
-    "UDP stops serving": ("A B UDP", "A UDP", {"10.0.0.2"}),
-    "UDP leaves the set but still serves": ("A B UDP", "A serving=A,B UDP", set()),
-    "UDP, the last backend stops": ("A UDP", "UDP", {"10.0.0.1"}),
-    "TCP stops serving": ("A B", "A", set()),
-    "SCTP stops serving": ("A B SCTP", "A SCTP", set()),
-}
+CUTS = table(
+    Order,
+    """\
+UDP stops serving | A B UDP | A UDP | 10.0.0.2
+UDP leaves the set but still serves | A B UDP | A serving=A,B UDP |
+UDP, the last backend stops | A UDP | UDP | 10.0.0.1
+TCP stops serving | A B | A |
+SCTP stops serving | A B SCTP | A SCTP |
+""",
+)
+"""What is expected: the backends whose UDP flows are cut."""
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_which_backends_udp_flows_are_cut(name: str):
-    before, after, cut = CUTS[name]
+@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.rule)
+def test_which_backends_udp_flows_are_cut(row: Order):
     ledger = DesiredElements()
-    plan(ledger, state(before))
-    changes = plan(ledger, state(after))
-    assert {format_addr(end.address) for _, end in changes.udp_cuts} == cut
+    plan(ledger, state(row.before))
+    changes = plan(ledger, state(row.after))
+    assert {format_addr(end.address) for _, end in changes.udp_cuts} == set(row.expected.split())
     again = DesiredElements()  # after a restart, with the state read from the kernel
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
-    plan(again, state(after))
+    plan(again, state(row.after))
     assert again.diff(again.elements, addresses(again), old, True).udp_cuts == changes.udp_cuts
 
 
@@ -594,38 +630,50 @@ STEPS = {
     "udp": service("b", EXACT, B, Protocol.UDP),
     "both": service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A, ranges="10.0.0.0/8"),
 }
-OVERLAPS = {
-    # changes in order ("-a": deleted), the servers at the node's address and port in the end, and the outcome there
-    "only a NodePort": ("port", "10.0.0.1", "served"),
-    "the exact frontend wins": ("port exact", "10.0.0.2", "served"),
-    "the exact frontend wins, created first": ("exact port", "10.0.0.2", "served"),
-    "it wins without endpoints, as in mode bpf": ("port empty", "", "refused"),
-    "it gets endpoints later": ("port empty exact", "10.0.0.2", "served"),
-    "deleted: the NodePort serves again": ("port exact -b", "10.0.0.1", "served"),
-    "the NodePort is deleted": ("port exact -a", "10.0.0.2", "served"),
-    "both are deleted": ("port exact -a -b", "", ""),
-    "both are deleted, the exact one first": ("port exact -b -a", "", ""),
-    "another address does not conflict": ("port elsewhere", "10.0.0.1", "served"),
-    "another protocol does not conflict": ("port udp", "10.0.0.1", "served"),
-    "one Service with both": ("both", "10.0.0.1", "served"),
-}
 
 
-@pytest.mark.parametrize("name", OVERLAPS)
-def test_a_node_port_gives_way_to_an_exact_frontend(name: str):
-    steps, servers, outcome = OVERLAPS[name]
+class Overlap(NamedTuple):
+    """Changes in order ("-a": deleted), and the servers at the node's address and port in the end, and the outcome."""
+
+    rule: str
+    steps: str
+    servers: str = ""
+    outcome: str = ""
+
+
+OVERLAPS = table(
+    Overlap,
+    """\
+only a NodePort | port | 10.0.0.1 | served
+the exact frontend wins | port exact | 10.0.0.2 | served
+the exact frontend wins, created first | exact port | 10.0.0.2 | served
+it wins without endpoints, as in mode bpf | port empty |  | refused
+it gets endpoints later | port empty exact | 10.0.0.2 | served
+deleted: the NodePort serves again | port exact -b | 10.0.0.1 | served
+the NodePort is deleted | port exact -a | 10.0.0.2 | served
+both are deleted | port exact -a -b |  |
+both are deleted, the exact one first | port exact -b -a |  |
+another address does not conflict | port elsewhere | 10.0.0.1 | served
+another protocol does not conflict | port udp | 10.0.0.1 | served
+one Service with both | both | 10.0.0.1 | served
+""",
+)
+
+
+@pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.rule)
+def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
     planner = Planner()
-    for step in steps.split():
+    for step in row.steps.split():
         if step.startswith("-"):
             planner.change({state(f"name={step[1:]}").key: None})
         else:
             planner.change({STEPS[step].key: STEPS[step]})
     at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
     pool = planner.ledger.pools.get(at, ServerPool(""))
-    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == servers
+    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
     outcomes = {SetName.SERVED, SetName.REFUSED, SetName.DROPPED}
     answers = {str(name) for name, parts in planner.ledger.elements if name in outcomes and shown(parts) == AT_NODE}
-    assert answers == ({outcome} if outcome else set())
+    assert answers == ({row.outcome} if row.outcome else set())
 
 
 def test_node_elements_are_networks_and_addresses():
