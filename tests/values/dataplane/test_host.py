@@ -12,6 +12,7 @@ from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_strin
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT, BaseChain, ChainRule, masquerade_comment, refuses_all
 from kbpf.kernel.system import sysctl
+from tests.support.table import pairs, table
 
 MARK = 0x4000
 
@@ -143,30 +144,33 @@ class Place(NamedTuple):
     hands_over: bool = False
 
 
-PLACES = [
-    Place("", False, False, 0, False),
-    Place("", True, True, 0, False),
-    Place("o", True, True, 0, True),
-    Place("...", True, True, 3, False),
-    Place("...o", True, True, 3, True),
-    Place("o...", True, True, 3, False),  # foreign rules were appended after ours
-    Place("..o.", True, True, 3, False),
-    Place("...m", True, True, 3, False),
-    Place("...oo", True, True, 3, False),
-    Place("...mo", True, True, 3, False),
-    Place("..!", False, True, 2, False),
-    Place("..o!", False, True, 2, True),
-    Place("..!o", False, True, 2, False),
-    Place("..o!..", True, True, 2, True),
-    Place("o..", False, False, 2, False),
-    Place("...h", True, True, 3, False, True),
-    Place("...ho", True, True, 3, True, True),
-    Place("...oh", True, True, 3, True, True),
-    Place("..oh!", False, True, 2, True, True),
-    Place("..h!o", False, True, 2, False, True),
-    Place("..h.o", True, True, 3, True, False),
-    Place("..hh", True, True, 2, False, False),
-]
+PLACES = table(
+    Place,
+    """\
+ | no | no | 0 | no
+ | yes | yes | 0 | no
+o | yes | yes | 0 | yes
+... | yes | yes | 3 | no
+...o | yes | yes | 3 | yes
+o... | yes | yes | 3 | no
+..o. | yes | yes | 3 | no
+...m | yes | yes | 3 | no
+...oo | yes | yes | 3 | no
+...mo | yes | yes | 3 | no
+..! | no | yes | 2 | no
+..o! | no | yes | 2 | yes
+..!o | no | yes | 2 | no
+..o!.. | yes | yes | 2 | yes
+o.. | no | no | 2 | no
+...h | yes | yes | 3 | no | yes
+...ho | yes | yes | 3 | yes | yes
+...oh | yes | yes | 3 | yes | yes
+..oh! | no | yes | 2 | yes | yes
+..h!o | no | yes | 2 | no | yes
+..h.o | yes | yes | 3 | yes
+..hh | yes | yes | 2 | no
+""",
+)
 
 
 @pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
@@ -180,16 +184,18 @@ def test_the_position_of_our_rule(row: Place):
         assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
 
 
-@pytest.mark.parametrize(
-    ("text", "ports", "written"),
-    [
-        ("", set(), ""),
-        ("80", {80}, "80"),
-        ("80,81,82", {80, 81, 82}, "80-82"),
-        ("8080,148,321-323", {148, 321, 322, 323, 8080}, "148,321-323,8080"),
-        ("61000-61002,61003-61004", {61000, 61001, 61002, 61003, 61004}, "61000-61004"),
-    ],
-)
-def test_ports_as_the_kernel_writes_them(text: str, ports: set[int], written: str):
-    assert sysctl.parse_ports(text) == ports
-    assert sysctl.format_ports(ports) == written
+PORTS = pairs("""\
+ →
+80 → 80
+80 81 82 → 80-82
+148 321 322 323 8080 → 148,321-323,8080
+61000 61001 61002 61003 61004 → 61000-61004
+""")
+
+
+@pytest.mark.parametrize(("ports", "written"), PORTS)
+def test_ports_as_the_kernel_writes_them(ports: str, written: str):
+    numbers = set(map(int, ports.split()))
+    assert sysctl.parse_ports(written) == numbers
+    assert sysctl.parse_ports("8080,148,321-323") == {148, 321, 322, 323, 8080}, "in any order"
+    assert sysctl.format_ports(numbers) == written

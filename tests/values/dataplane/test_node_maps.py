@@ -20,11 +20,10 @@ from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from kbpf.source.decode.fields import parse_cidr
+from tests.support.table import table
 from tests.values.dataplane.device_texts import devices
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
-LOCAL, PEER, NOTHING = DeviceFlag.LOCAL, DeviceFlag.PEER, DeviceFlag(0)
-TUNNEL, NBMA, BY_KEY = DeviceFlag.TUNNEL, DeviceFlag.NBMA, DeviceFlag.IPIP
 MAC = bytes.fromhex("02aabbccddee")
 
 ETH0 = Device(2, "eth0", mac=MAC)
@@ -36,52 +35,59 @@ PREFIX = Config(detect_local_mode=LocalMode.INTERFACE_NAME_PREFIX, pod_interface
 NETWORKS = Config(detect_local_mode=LocalMode.CLUSTER_CIDR)
 
 
+CONFIGS = {"": Config(), "bridge": BRIDGE, "prefix": PREFIX, "networks": NETWORKS}
+
+
 class Row(NamedTuple):
-    """A device with its role, as in device_texts.py, and its flags in the map."""
+    """A device with its role, as in device_texts.py, its flags in the map, and how local pods are recognised."""
 
     name: str
     device: str
-    flags: DeviceFlag
-    config: Config = Config()
+    flags: str = ""
+    config: str = ""
 
 
-ROWS = [
-    Row("hardware is an uplink", "eth0 hardware host", NOTHING),
-    Row("an overlay is an uplink", "wg0 wireguard host type=none", NOTHING),
-    Row("a tunnel without a remote address", "tunl0 ipip host type=tunnel", TUNNEL | NBMA | BY_KEY),
-    Row("a tunnel to one remote address", "tun-1080 ipip/p2p host type=tunnel", TUNNEL),
-    Row("a gre tunnel", "gre1 gre host type=gre", TUNNEL | NBMA),
-    Row("a sit tunnel", "sit0 sit host type=sit", TUNNEL | NBMA),
-    Row("a tunnel over IPv6", "ip6tnl1 ip6tnl host type=tunnel6", TUNNEL | NBMA),
-    Row("a gre tunnel to one remote address", "gre2 gre/p2p host type=gre", TUNNEL),
-    Row("a gre tunnel over IPv6", "ip6gre1 ip6gre host type=ip6gre", TUNNEL | NBMA),
-    Row("a tunnel of Ethernet frames is none of IP in IP", "gretap1 gretap host", NOTHING),
-    Row("neither is VXLAN", "vxlan.calico vxlan host", NOTHING),
-    Row("a bridge of pods has no peer", "cni0 bridge pod", LOCAL),
-    Row("a veth into a pod", "cali1 veth/pod pod", LOCAL | PEER),
-    Row("a netkit into a pod", "lxc1 netkit/pod pod", LOCAL | PEER),
-    Row("a veth that is the node's uplink", "eth1 veth/pod/net host", NOTHING),
-    Row("an uplink with a strict reverse path filter", "eth2 hardware/strict host", DeviceFlag.STRICT),
-    Row("where Cilium's routes to all pods lead", "cilium_host veth host peer=21", DeviceFlag.PODS),
-    Row("a veth whose peer is on the node", "cali2 veth pod peer=9", LOCAL),
-    Row("by bridge: the bridge itself", "cni0 bridge pod", LOCAL, BRIDGE),
-    Row("by bridge: also a bridge with an uplink", "cni0 bridge host", LOCAL, BRIDGE),
-    Row("by bridge: not a pod's own device", "cali1 veth/pod pod", PEER, BRIDGE),
-    Row("by bridge: not hardware", "eth0 hardware host", NOTHING, BRIDGE),
-    Row("by prefix: a device with the prefix", "cali1 veth/pod pod", LOCAL | PEER, PREFIX),
-    Row("by prefix: in any role", "cali2 veth host peer=9", LOCAL, PREFIX),
-    Row("by prefix: not a bridge of pods", "cni0 bridge pod", NOTHING, PREFIX),
-    Row("by networks: by device while none is known", "cali1 veth/pod pod", LOCAL | PEER, NETWORKS),
-]
+ROWS = table(
+    Row,
+    """\
+hardware is an uplink | eth0 hardware host |
+an overlay is an uplink | wg0 wireguard host type=none |
+a tunnel without a remote address | tunl0 ipip host type=tunnel | TUNNEL NBMA IPIP
+a tunnel to one remote address | tun-1080 ipip/p2p host type=tunnel | TUNNEL
+a gre tunnel | gre1 gre host type=gre | TUNNEL NBMA
+a sit tunnel | sit0 sit host type=sit | TUNNEL NBMA
+a tunnel over IPv6 | ip6tnl1 ip6tnl host type=tunnel6 | TUNNEL NBMA
+a gre tunnel to one remote address | gre2 gre/p2p host type=gre | TUNNEL
+a gre tunnel over IPv6 | ip6gre1 ip6gre host type=ip6gre | TUNNEL NBMA
+a tunnel of Ethernet frames is none of IP in IP | gretap1 gretap host |
+neither is VXLAN | vxlan.calico vxlan host |
+a bridge of pods has no peer | cni0 bridge pod | LOCAL
+a veth into a pod | cali1 veth/pod pod | LOCAL PEER
+a netkit into a pod | lxc1 netkit/pod pod | LOCAL PEER
+a veth that is the node's uplink | eth1 veth/pod/net host |
+an uplink with a strict reverse path filter | eth2 hardware/strict host | STRICT
+where Cilium's routes to all pods lead | cilium_host veth host peer=21 | PODS
+a veth whose peer is on the node | cali2 veth pod peer=9 | LOCAL
+by bridge: the bridge itself | cni0 bridge pod | LOCAL | bridge
+by bridge: also a bridge with an uplink | cni0 bridge host | LOCAL | bridge
+by bridge: not a pod's own device | cali1 veth/pod pod | PEER | bridge
+by bridge: not hardware | eth0 hardware host |  | bridge
+by prefix: a device with the prefix | cali1 veth/pod pod | LOCAL PEER | prefix
+by prefix: in any role | cali2 veth host peer=9 | LOCAL | prefix
+by prefix: not a bridge of pods | cni0 bridge pod |  | prefix
+by networks: by device while none is known | cali1 veth/pod pod | LOCAL PEER | networks
+""",
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_flags_of_a_device(row: Row):
     _, (found, role) = devices(row.device)[0].items()
-    device = replace(found, mac=MAC)
-    packed_role, length, flags, mac, *_ = DEVICE.unpack(pack_device(device, DeviceRole(role), row.config))
-    assert (packed_role, DeviceFlag(flags)) == (Told.HOST if role == "host" else Told.POD, row.flags)
-    assert length == (0 if device.kind == "wireguard" or row.flags & TUNNEL else 14)
+    device, told = replace(found, mac=MAC), DeviceRole(role)
+    packed_role, length, flags, mac, *_ = DEVICE.unpack(pack_device(device, told, CONFIGS[row.config]))
+    assert packed_role == (Told.HOST if role == "host" else Told.POD)
+    assert {flag.name for flag in DeviceFlag if flag & flags} == set(row.flags.split())
+    assert length == (0 if device.kind == "wireguard" or "TUNNEL" in row.flags else 14)
     assert mac == MAC
 
 

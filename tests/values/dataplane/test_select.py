@@ -19,6 +19,7 @@ from kbpf.errors import AttachError, CompileError, KbpfError, KernelError, PinsR
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
 from kbpf.takeover.previous import DRAIN_RETRY_INTERVAL_S
+from tests.support.table import table
 
 NOTHING = DesiredState({})
 
@@ -37,35 +38,54 @@ def rows(text: str) -> Sequence[CheckRow]:
 
 
 KERNEL = KernelError("the map cannot be made", "", "", 1)
+ERRORS = {
+    "map": KERNEL,
+    "compile": CompileError("syntax"),
+    "load": ProgramLoadError("connect4"),
+    "attach": AttachError("connect4"),
+    "lock": KernelError("lock", "", "", 11),
+    "gone": PinsRemovedError("gone"),
+}
 
 
 class Failure(NamedTuple):
-    """An error of mode bpf, the rows of `kbpf check`, and the expected reason for the fallback."""
+    """An error of mode bpf, the rows of `kbpf check`, and the expected reason for the fallback, "" for none."""
 
     name: str
-    error: KbpfError
+    raised: str
     checks: str
-    reason: FallbackReason | None
+    expected: str = ""
+
+    @property
+    def error(self) -> KbpfError:
+        return ERRORS[self.raised]
+
+    @property
+    def reason(self) -> FallbackReason | None:
+        return FallbackReason[self.expected] if self.expected else None
 
 
-FAILURES = [
-    Failure("no bpf(2)", KERNEL, "BPF_SYSCALL", FallbackReason.NO_BPF),
-    Failure("no bpffs", KERNEL, "BPFFS", FallbackReason.NO_BPF),
-    Failure("no libbpf", KERNEL, "LIBBPF", FallbackReason.NO_LIBRARY),
-    Failure("no privileges", KERNEL, "PRIVILEGES BPF_SYSCALL=unknown", FallbackReason.NO_PRIVILEGES),
-    Failure("no cgroup v2", KERNEL, "good CGROUP", FallbackReason.NO_CGROUP),
-    Failure("BCC missing, nothing cached", CompileError("no BCC"), "good COMPILER", FallbackReason.NO_COMPILER),
-    Failure("damaged sources", CompileError("no sock.c"), "good SOURCES", FallbackReason.COMPILE_FAILED),
-    Failure("compile failure", CompileError("syntax"), "good", FallbackReason.COMPILE_FAILED),
-    Failure("verifier refusal", ProgramLoadError("connect4"), "good", FallbackReason.PROGRAM_REFUSED),
-    Failure("attach failure", AttachError("connect4"), "good", FallbackReason.ATTACH_FAILED),
-    Failure("a hook missing", ProgramLoadError("connect4"), "good HOOK:connect4", FallbackReason.NO_FEATURE),
-    Failure("a feature missing", ProgramLoadError("a map"), "good FEATURES", FallbackReason.NO_FEATURE),
-    Failure("an unknown result counts as missing", KERNEL, "CGROUP=unknown", FallbackReason.NO_CGROUP),
-    Failure("another error", KERNEL, "good", None),
-    Failure("another agent is running", KernelError("lock", "", "", 11), "good", None),
-    Failure("the pins were removed", PinsRemovedError("gone"), "BPF_SYSCALL", None),
-]
+FAILURES = table(
+    Failure,
+    """\
+no bpf(2) | map | BPF_SYSCALL | NO_BPF
+no bpffs | map | BPFFS | NO_BPF
+no libbpf | map | LIBBPF | NO_LIBRARY
+no privileges | map | PRIVILEGES BPF_SYSCALL=unknown | NO_PRIVILEGES
+no cgroup v2 | map | good CGROUP | NO_CGROUP
+BCC missing, nothing cached | compile | good COMPILER | NO_COMPILER
+damaged sources | compile | good SOURCES | COMPILE_FAILED
+compile failure | compile | good | COMPILE_FAILED
+verifier refusal | load | good | PROGRAM_REFUSED
+attach failure | attach | good | ATTACH_FAILED
+a hook missing | load | good HOOK:connect4 | NO_FEATURE
+a feature missing | load | good FEATURES | NO_FEATURE
+an unknown result counts as missing | map | CGROUP=unknown | NO_CGROUP
+another error | map | good |
+another agent is running | lock | good |
+the pins were removed | gone | BPF_SYSCALL |
+""",
+)
 
 
 @pytest.mark.parametrize("why", FAILURES, ids=lambda why: why.name)
