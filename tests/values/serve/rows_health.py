@@ -115,36 +115,41 @@ WEB = Service(
 )
 
 
-def piece(ends: str, ports: int = 1, name: str = "a") -> EndpointSlice:
-    """A slice with endpoints on n1: `10.0.0.1`, or `10.0.0.1@n2/unready/terminating`."""
+def slices(text: str) -> tuple[EndpointSlice, ...]:
+    """Slices separated by semicolons, with endpoints on n1: `10.0.0.1`, or `10.0.0.1@n2/unready/terminating` (`@-`: on
+    no node). `ports=2`: the slice has two.
+    """
     made = []
-    for text in ends.split():
-        at, *conditions = text.split("/")
-        address, _, node = at.partition("@")
-        is_ready, is_terminating = "unready" not in conditions, "terminating" in conditions
-        made.append(Endpoint(parse_addr(address), is_ready, True, is_terminating, node or "n1"))
-    family = family_of(made[0].address) if made else 4
-    numbered = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(ports))
-    return EndpointSlice("default", name, "web", family, tuple(made), numbered)
+    for number, part in enumerate(filter(None, text.split(";"))):
+        ends, _, ports = part.partition("ports=")
+        endpoints = []
+        for word in ends.split():
+            at, *conditions = word.split("/")
+            address, _, node = at.partition("@")
+            is_ready, is_terminating = "unready" not in conditions, "terminating" in conditions
+            where = (node or "n1").strip("-")
+            endpoints.append(Endpoint(parse_addr(address), is_ready, True, is_terminating, where))
+        numbered = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(int(ports or 1)))
+        family = family_of(endpoints[0].address)
+        made.append(EndpointSlice("default", f"s{number}", "web", family, tuple(endpoints), numbered))
+    return tuple(made)
 
 
-ENDPOINT_COUNTS = {
-    "no slices": ((), 0, 0),
-    "one on this node": ((piece("10.0.0.1"),), 1, 0),
-    "one on another node": ((piece("10.0.0.1@n2"),), 0, 0),
-    "on no node": ((replace(piece("10.0.0.1"), endpoints=(Endpoint(parse_addr("10.0.0.1")),)),), 0, 0),
-    "one that is not ready": ((piece("10.0.0.1/unready"),), 0, 0),
-    "one that terminates and still serves": ((piece("10.0.0.1/unready/terminating"),), 0, 0),
-    "one with two ports": ((piece("10.0.0.1", 2),), 1, 0),
-    "a slice without ports": ((piece("10.0.0.1", 0),), 0, 0),
-    "one in two slices": ((piece("10.0.0.1"), piece("10.0.0.1 10.0.0.2", name="b")), 2, 0),
-    "one that terminates, and one with two ports at its address on another node": (
-        (piece("10.0.0.1@n2", 2), piece("10.0.0.1/terminating", name="b")), 0, 0),
-    "one address, ready and unready, with different ports": (
-        (piece("10.0.0.1"), piece("10.0.0.1/unready", 2, "b")), 0, 0),
-    "both families": ((piece("10.0.0.1"), piece("fd00::2 fd00::3", name="b")), 1, 2),
-}
-"""Slices, and the number of local endpoints counted in each family."""
+ENDPOINT_COUNTS = pairs("""\
+no slices: → 0 0
+one on this node: 10.0.0.1 → 1 0
+one on another node: 10.0.0.1@n2 → 0 0
+on no node: 10.0.0.1@- → 0 0
+one that is not ready: 10.0.0.1/unready → 0 0
+one that terminates and still serves: 10.0.0.1/unready/terminating → 0 0
+one with two ports: 10.0.0.1 ports=2 → 1 0
+a slice without ports: 10.0.0.1 ports=0 → 0 0
+one in two slices: 10.0.0.1; 10.0.0.1 10.0.0.2 → 2 0
+one that terminates, and one with two ports at its address elsewhere: 10.0.0.1@n2 ports=2; 10.0.0.1/terminating → 0 0
+one address, ready and unready, with different ports: 10.0.0.1; 10.0.0.1/unready ports=2 → 0 0
+both families: 10.0.0.1; fd00::2 fd00::3 → 1 2
+""")
+"""Slices → the number of local endpoints counted in each family."""
 
 
 LISTEN_ROWS = pairs("""\

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kbpf.errors import ConfigError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
-from kbpf.model.objects import EndpointSlice, ServiceName
+from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus
 from kbpf.policy.health_check import HealthCheck, compute_health_check
 from kbpf.serve import server as desk_module
@@ -37,7 +37,16 @@ from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.lab.web import get
 from tests.support.table import pairs
-from tests.values.serve.rows_health import ENDPOINT_COUNTS, HEALTH_ROWS, HISTORIES, LISTEN_ROWS, READY, WEB, WELL, piece
+from tests.values.serve.rows_health import (
+    ENDPOINT_COUNTS,
+    HEALTH_ROWS,
+    HISTORIES,
+    LISTEN_ROWS,
+    READY,
+    WEB,
+    WELL,
+    slices,
+)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +130,15 @@ def test_service_health_response(endpoints: int, healthy: bool, status: int):
     assert json.loads(answer.body)["localEndpoints"] == endpoints
 
 
-@pytest.mark.parametrize(("slices", "v4", "v6"), ENDPOINT_COUNTS.values(), ids=ENDPOINT_COUNTS)
-def test_local_endpoints_are_counted(slices: tuple[EndpointSlice, ...], v4: int, v6: int):
-    assert compute_health_check(WEB, slices, "n1") == HealthCheck(31_999, v4, v6)
+@pytest.mark.parametrize(("ends", "counts"), ENDPOINT_COUNTS)
+def test_local_endpoints_are_counted(ends: str, counts: str):
+    found = compute_health_check(WEB, slices(ends.partition(":")[2].strip()), "n1")
+    assert found == HealthCheck(31_999, *map(int, counts.split()))
 
 
 def test_single_family_service_reports_its_count_in_both_families():
     single = replace(WEB, cluster_ips=WEB.cluster_ips[:1])
-    assert compute_health_check(single, (piece("10.0.0.1"),), "n1") == HealthCheck(31_999, 1, 1)
+    assert compute_health_check(single, slices("10.0.0.1"), "n1") == HealthCheck(31_999, 1, 1)
 
 
 def test_service_without_health_check_port_has_no_check():
