@@ -26,6 +26,7 @@ from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.layout import (
     MAPS,
     U32,
+    ConfigFlag,
     schema_hash,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -247,6 +248,23 @@ host http://web.default:81
 host default/wbe
 outside default/local:8443
 """.splitlines()
+
+
+def test_what_is_not_counted(
+    node: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Even if the maps hold numbers from an earlier --accounting. Open connections are not known if the kernel lists no
+    sockets, as one without BTF.
+    """
+    asked = ("service web -o json", "service web", "service dns -n kube-system")
+    texts = []
+    for flags in (ConfigFlag.ACCOUNTING | ConfigFlag.TRACING, ConfigFlag.ACCOUNTING, ConfigFlag(0)):
+        monkeypatch.setitem(CONTENTS, "config", {bytes(4): layout.CONFIG.pack(0, flags, 0)})
+        texts.append(f"# {flags.name or 'off'}\n\n{transcript(capsys, *asked)}")
+    batches = FakeMap.batches
+    monkeypatch.setattr(FakeMap, "batches", lambda self: refuse(1)() if self.name == "sock_peers" else batches(self))
+    texts.append(f"# no sockets\n\n{transcript(capsys, *asked)}")
+    golden("inspect/not-counted.txt", "\n".join(texts))
 
 
 def test_traces(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):

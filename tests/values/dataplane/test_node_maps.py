@@ -20,7 +20,7 @@ from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from kbpf.source.decode.fields import parse_cidr
-from tests.support.table import table
+from tests.support.table import pairs, table
 from tests.values.dataplane.device_texts import devices
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
@@ -91,26 +91,26 @@ def test_the_flags_of_a_device(row: Row):
     assert mac == MAC
 
 
-SOURCES = {
-    "no addresses": ("", "", ("::", "::")),
-    "no addresses on the device, some on the node": ("", "192.0.2.1 fd00::1", ("::", "::")),
-    "the kernel's first choice": ("10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
-    "a preferred address on the device": ("10.0.0.1 10.0.0.2", "10.0.0.2", ("10.0.0.2", "::")),
-    "a preferred address that is not on the device": ("10.0.0.1 fd00::1", "10.9.9.9 fd00::1", ("10.0.0.1", "fd00::1")),
-}
-"""A device's addresses, the node's preferred ones, and the masquerading source of each family."""
+SOURCES = pairs("""\
+no addresses: | → :: ::
+no addresses on the device, some on the node: | 192.0.2.1 fd00::1 → :: ::
+the kernel's first choice: 10.0.0.1 10.0.0.2 fd00::1 | → 10.0.0.1 fd00::1
+a preferred address on the device: 10.0.0.1 10.0.0.2 | 10.0.0.2 → 10.0.0.2 ::
+a preferred address that is not on the device: 10.0.0.1 fd00::1 | 10.9.9.9 fd00::1 → 10.0.0.1 fd00::1
+""")
+"""A device's addresses | the node's preferred ones → the masquerading source of each family."""
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_masquerading_source_of_a_device(name: str):
-    sources, preferred, gets = SOURCES[name]
+def addrs(text: str) -> tuple[Addr, ...]:
+    return tuple(map(parse_addr, text.split()))
 
-    def addrs(text: str) -> tuple[Addr, ...]:
-        return tuple(parse_addr(word) for word in text.split())
 
+@pytest.mark.parametrize(("given", "gets"), SOURCES)
+def test_the_masquerading_source_of_a_device(given: str, gets: str):
+    sources, preferred = given.partition(": ")[2].split("|")
     device = replace(ETH0, sources=addrs(sources))
     fields = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
-    assert fields[-3:-1] == tuple(bytes(parse_addr(one)) for one in gets)
+    assert fields[-3:-1] == tuple(map(bytes, addrs(gets)))
 
 
 class Table:
@@ -168,7 +168,7 @@ def state(*networks: str, own: str = "") -> DesiredState:
     """A desired state with only the node's part."""
     return DesiredState(
         {},
-        masquerade_addresses=tuple(map(parse_addr, own.split())),
+        masquerade_addresses=addrs(own),
         local_networks=tuple(parse_cidr(text, "") for text in networks),
     )
 
@@ -178,53 +178,50 @@ def nets(*texts: str) -> set[Cidr]:
 
 
 FLAGS = {
-    "nothing": (Config(), (), NodeFlag(0)),
-    "masquerade all": (Config(masquerade_all=True), (), NodeFlag.MASQUERADE_ALL),
-    "direct": (Config(forwarding="direct"), (), NodeFlag.DIRECT),
-    "by bridge": (BRIDGE, (), NodeFlag.DETECTS_LOCAL),
-    "by prefix": (PREFIX, (), NodeFlag.DETECTS_LOCAL),
-    "by networks, none known": (NETWORKS, (), NodeFlag(0)),
-    "by networks": (NETWORKS, ("10.1.0.0/24",), NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
+    "nothing": (Config(), "", NodeFlag(0)),
+    "masquerade all": (Config(masquerade_all=True), "", NodeFlag.MASQUERADE_ALL),
+    "direct": (Config(forwarding="direct"), "", NodeFlag.DIRECT),
+    "by bridge": (BRIDGE, "", NodeFlag.DETECTS_LOCAL),
+    "by prefix": (PREFIX, "", NodeFlag.DETECTS_LOCAL),
+    "by networks, none known": (NETWORKS, "", NodeFlag(0)),
+    "by networks": (NETWORKS, "10.1.0.0/24", NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
 }
 """The settings, the known pod networks, and the node's flags."""
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_the_flags_of_the_node(name: str):
-    config, networks, flags = FLAGS[name]
+@pytest.mark.parametrize(("config", "networks", "flags"), FLAGS.values(), ids=FLAGS)
+def test_the_flags_of_the_node(config: Config, networks: str, flags: NodeFlag):
     told = Maps()
-    NodeMap(config, told.maps).write(state(*networks, own="192.0.2.1 2001:db8::1"))
+    NodeMap(config, told.maps).write(state(*networks.split(), own="192.0.2.1 2001:db8::1"))
     four, six = parse_addr("192.0.2.1"), parse_addr("2001:db8::1")
     assert told.node == (four, six, flags, 1024, 29_999, 1 << 14)
-    assert told.networks == nets(*networks)
+    assert told.networks == nets(*networks.split())
 
 
 YIELDS, FOLLOWS = NodeFlag.PASSIVE, NodeFlag.COEXISTING
-STANCES = {
-    "no other data plane": (False, None, NodeFlag(0)),
-    "no other data plane any more": (False, YIELDS, NodeFlag(0)),
-    "another one, no flags yet": (True, None, YIELDS),
-    "another one, an earlier agent was passive": (True, YIELDS, YIELDS),
-    "another one, an earlier agent served": (True, NodeFlag.DIRECT, FOLLOWS),
-    "another one, an earlier agent coexisted": (True, FOLLOWS, FOLLOWS),
-}
-"""Whether another data plane is on the node, the flags of an earlier agent (None: none), and the
-flags that are written.
-"""
+STANCES = pairs("""\
+no other data plane: alone →
+no other data plane any more: alone PASSIVE →
+another one, no flags yet: followed → PASSIVE
+another one, an earlier agent was passive: followed PASSIVE → PASSIVE
+another one, an earlier agent served: followed DIRECT → COEXISTING
+another one, an earlier agent coexisted: followed COEXISTING → COEXISTING
+""")
+"""Whether another data plane is on the node, the flags of an earlier agent → the flags that are written."""
 
 
-@pytest.mark.parametrize("name", STANCES)
-def test_the_node_flags_for_another_data_plane(name: str):
-    followed, before, wanted = STANCES[name]
+@pytest.mark.parametrize(("stance", "wanted"), STANCES)
+def test_the_node_flags_for_another_data_plane(stance: str, wanted: str):
+    followed, *earlier = stance.partition(": ")[2].split()
     told = Maps()
-    if before is not None:
+    for before in earlier:
         facts = NodeMap(Config(), told.maps)
         facts.write(state(own="192.0.2.1"))
-        facts.set_mode(before)
+        facts.set_mode(NodeFlag[before])
         told.take()
-    facts = NodeMap(Config(), told.maps, followed)
+    facts = NodeMap(Config(), told.maps, followed == "followed")
     facts.write(state(own="192.0.2.1"))
-    assert told.node[2] == wanted
+    assert (told.node[2].name or "") == wanted
 
 
 def test_a_mode_change_writes_only_the_node_flags():
@@ -327,17 +324,6 @@ def test_devices_of_an_earlier_agent_are_adopted():
     assert told.cached == {2: 2}
 
 
-CACHED = {
-    "one slot for each": ((), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
-    "high numbers": ((), (1024, 70_001), {0: 1024, 70_001 % 1024: 70_001}),
-    "of several, the lowest ifindex": ((), (5, 1029, 2053), {5: 5}),
-    "a new device does not evict": ((5,), (5, 1029), {5: 5}),
-    "the first device is deleted": ((5, 1029), (1029,), {5: 1029}),
-    "all are deleted": ((5, 6), (), {}),
-}
-"""Devices by ifindex, before and now, and the resulting cache: slot → ifindex."""
-
-
 def test_a_device_cache_slot_is_changed_in_safe_steps():
     """A program may still read a slot while it is changed, so the ifindex is cleared first, then
     the value is written, then the new ifindex.
@@ -362,16 +348,28 @@ def test_a_device_cache_slot_is_changed_in_safe_steps():
     ]
 
 
-@pytest.mark.parametrize("name", CACHED)
-def test_which_device_has_a_cache_slot(name: str):
-    before, now, places = CACHED[name]
+CACHED = pairs("""\
+one slot for each: → 2 5 1023 → 2=2 5=5 1023=1023
+high numbers: → 1024 70001 → 0=1024 369=70001
+of several, the lowest ifindex: → 5 1029 2053 → 5=5
+a new device does not evict: 5 → 5 1029 → 5=5
+the first device is deleted: 5 1029 → 1029 → 5=1029
+all are deleted: 5 6 → →
+""")
+"""Devices by ifindex, before → now → the resulting cache: slot=ifindex."""
+
+
+@pytest.mark.parametrize(("earlier", "later"), CACHED)
+def test_which_device_has_a_cache_slot(earlier: str, later: str):
+    given, expected = later.split("→")
+    before, now = (tuple(map(int, text.split())) for text in (earlier.partition(":")[2], given))
     told = Maps()
     facts = DeviceMap(Config(), told.maps)
     for numbers in (before, now, now):  # a slot that becomes free is used by the next write only
         there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
         facts.write(there, {number: RoleChoice(HOST, "") for number in numbers})
-    assert told.cached == places
-    for place, number in places.items():
+    assert " ".join(f"{place}={number}" for place, number in sorted(told.cached.items())) == expected.strip()
+    for place, number in told.cached.items():
         value = told.maps["device_cache"].entries[U32.pack(place)]
         assert value == U32.pack(number) + told.maps["devices"].entries[U32.pack(number)]
 

@@ -3,7 +3,6 @@
 constructed snapshots: states that a kernel cannot be made to show.
 """
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -25,7 +24,6 @@ from kbpf.model.inspection import (
     Verification,
     index_pods,
 )
-from kbpf.model.metrics import ALL_COUNTERS, CHOICE_COUNTERS, FAILURE_COUNTERS, ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import maps, service, status, trace_endpoints, verification
@@ -97,77 +95,6 @@ def test_advice_that_fits_several_differences_is_given_once():
 
 
 # ---- services ----------------------------------------------------------------------------------
-
-
-UNCOUNTED = "IN, OUT, RETRANSMITS, ROUND-TRIP"
-ACCOUNTING_ROWS = [
-    ("all of TCP", TCP, ALL_COUNTERS, "4 - - 1 0 0 9B 0B 0 2ms", ""),
-    ("all of UDP", UDP, ALL_COUNTERS, "4 - - 1 - - 9B 0B - -", ""),
-    ("connections and failures", TCP, CHOICE_COUNTERS | FAILURE_COUNTERS, "4 - - 1 0 0 - - - -", UNCOUNTED),
-    (
-        "the kernel tells no failures",
-        TCP,
-        CHOICE_COUNTERS,
-        "4 - - - - - - - - -",
-        f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
-    ),
-    (
-        "no counters",
-        TCP,
-        frozenset(),
-        "- - - - - - - - - -",
-        f"OPENED, NO-ENDPOINT, NOT-ALLOWED, REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
-    ),
-]
-"""A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
-
-
-@pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row[0])
-def test_uncounted_values_are_null_not_zero(row: tuple):
-    """Even if the map holds numbers from an earlier --accounting."""
-    _story, protocol, counted, expected, expected_line = row
-    expected_cells = expected.split()
-    held = snapshot(
-        frontends={at("10.96.0.1", protocol=protocol): value(1)},
-        names={1: key("web", protocol=protocol)},
-        backends={5: backend(1)},
-        totals={(1, 5): ConnectionStats(opened=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
-        open={(1, 5): 3},
-        counted=counted,
-    )
-    (detail,) = service.build_details(held, "web")
-    (shown,) = detail.traffic
-    line = service.EndpointLine("", "", traffic=shown)
-    cells = [c.text(line) for c in service.TRAFFIC_COLUMNS]
-    assert cells == ["3", *expected_cells]
-    plain = msgspec.to_builtins(shown)
-    assert plain["open"] == 3
-    nulls = {name for name, number in plain.items() if number is None}
-    assert ("opened" in nulls) == (expected_cells[0] == "-")
-    assert ("reset" in nulls) == (expected_cells[5] == "-")
-    assert ("round_trips" in nulls) == (expected_cells[9] == "-")
-    line = f"  not counted: {expected_line}; --accounting full"
-    assert (line in service.format_page([detail]).split("\n")) == bool(expected_line)
-    assert ("not counted" in service.format_page([detail])) == bool(expected_line)
-
-
-def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets():
-    """A kernel without BTF; those of the packet path alone would be too few."""
-    held = snapshot(
-        frontends={at("10.96.0.1"): value(1)},
-        names={1: key("web")},
-        backends={5: backend(1)},
-        totals={(1, 5): ConnectionStats(opened=4)},
-        open={(1, 5): 3},
-        counted=ALL_COUNTERS,
-        lists_sockets=False,
-    )
-    (detail,) = service.build_details(held, "web")
-    (shown,) = detail.traffic
-    assert shown.open is None
-    lines = service.format_page([detail]).split("\n")
-    assert "  OPEN is not known: this kernel does not list sockets" in lines
-    assert not any("not counted" in line for line in lines)
 
 
 LONG_POD = f"dns-{120 * 'x'}-7f9c"
