@@ -489,19 +489,22 @@ def test_latencies_are_histograms_by_service():
     assert "kbpf_service_connect_duration_seconds" not in without
 
 
-QUANTILES = [
-    # values by index of their bucket, share, the quantile
-    ({}, 0.5, None),
-    ({0: 1}, 0.5, 2.0**-16),
-    ({3: 99, 5: 1}, 0.5, 2.0**-13),
-    ({3: 99, 5: 1}, 0.99, 2.0**-13),
-    ({3: 98, 5: 2}, 0.99, 2.0**-11),
-    ({23: 1}, 0.5, math.inf),
-]
+QUANTILES = pairs("""\
+50 % of none → None
+50 % of 0*1 → -16
+50 % of 3*99 5*1 → -13
+99 % of 3*99 5*1 → -13
+99 % of 3*98 5*2 → -11
+50 % of 23*1 → inf
+""")
+"""A share of values, by the index of their bucket → the quantile as a power of 2."""
 
 
-@pytest.mark.parametrize(("values", "share", "quantile"), QUANTILES, ids=str)
-def test_quantile_of_a_latency(values: dict[int, int], share: float, quantile: float | None):
-    counts = tuple(values.get(index, 0) for index in range(24))
-    assert Latency(counts, 1.0).quantile(share) == quantile
-    assert Latency(counts, 1.0).plus(Latency(counts, 2.0)).quantile(share) == quantile
+@pytest.mark.parametrize(("given", "power"), QUANTILES)
+def test_quantile_of_a_latency(given: str, power: str):
+    share, _, values = given.partition(" % of ")
+    buckets = [0] * 24
+    for index, _, count in (word.partition("*") for word in values.split() if "*" in word):
+        buckets[int(index)] = int(count)
+    latency, quantile = Latency(tuple(buckets), 1.0), None if power == "None" else 2.0 ** float(power)
+    assert latency.quantile(int(share) / 100) == latency.plus(latency).quantile(int(share) / 100) == quantile
