@@ -31,31 +31,40 @@ from kbpf.model.status import DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
 from kbpf.views.packet_path import availability, connections, devices, nat
 from tests.support.faults.fake_maps import FakeMap, target
+from tests.support.table import pairs
 from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
 FAILED = PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1)
-STATUS_ROWS = {
-    "healthy": (AGENT, True, ATTACHED, (True, True)),
-    "its process does not exist": (AGENT, False, ATTACHED, (False, False)),
-    "silent for 10 s": (replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
-    "silent for 9 s": (replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
-    "not synced yet": (replace(AGENT, synced=False), True, ATTACHED, (False, True)),
-    "a hook is missing": (AGENT, True, (MISSING[0], *ATTACHED[1:]), (False, True)),
-    "a Service port is refused": (replace(AGENT, refused=1), True, ATTACHED, (False, True)),
-    "a change was not written": (replace(AGENT, error="no"), True, ATTACHED, (False, True)),
-    "a device failed": (replace(AGENT, packets=FAILED), True, ATTACHED, (False, True)),
-    "problems are not refusals": (replace(AGENT, problem_count=3), True, ATTACHED, (True, True)),
-    "no agent has ever run": (None, False, ATTACHED, (False, False)),
-}
-"""The agent's status, process and hooks, and the view's (ok, running)."""
+STATUS_ROWS = pairs("""\
+healthy: → ok, runs
+its process does not exist: dead →
+silent for 10 s: heartbeat=4990 →
+silent for 9 s: heartbeat=4991 → ok, runs
+not synced yet: synced= → runs
+a hook is missing: unhooked → runs
+a Service port is refused: refused=1 → runs
+a change was not written: error=no → runs
+a device failed: failed → runs
+problems are not refusals: problem_count=3 → ok, runs
+no agent has ever run: never dead →
+""")
+"""The agent's status, process and hooks → what the view says."""
 
 
-@pytest.mark.parametrize("name", STATUS_ROWS)
-def test_status_ok_and_running(name: str):
-    agent, alive, hooks, says = STATUS_ROWS[name]
-    held = snapshot(status=agent, agent_alive=alive, hooks=hooks, packet_programs=True)
-    seen = status.build_view(held)
-    assert (seen.ok, seen.running) == says
+@pytest.mark.parametrize(("given", "says"), STATUS_ROWS)
+def test_status_ok_and_running(given: str, says: str):
+    words = given.partition(":")[2].split()
+    fields = {name: type(getattr(AGENT, name))(value) for name, value in (w.split("=") for w in words if "=" in w)}
+    agent = replace(AGENT, packets=FAILED if "failed" in words else None, **fields)
+    seen = status.build_view(
+        snapshot(
+            status=None if "never" in words else agent,
+            agent_alive="dead" not in words,
+            hooks=(MISSING[0], *ATTACHED[1:]) if "unhooked" in words else ATTACHED,
+            packet_programs=True,
+        )
+    )
+    assert ", ".join(["ok"] * seen.ok + ["runs"] * seen.running) == says
     assert set(seen.counters) == {reason.name.lower() for reason in Reason}
     assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
 
