@@ -143,22 +143,21 @@ def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
     assert (rules.masqueraded, rules.forwarded.result) == (row, forward.unmasqueraded)
 
 
-@pytest.mark.parametrize(
-    ("result", "needed", "usable", "packet_path"),
-    [
-        ("yes", False, True, True),
-        ("no", False, True, False),
-        ("unknown", False, True, False),
-        ("no", True, False, False),
-    ],
-)
-def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, needed: bool, usable: bool, packet_path: bool):
-    rows = [check_row("yes"), CheckRow(Check.HOOK, result, needed, "", "", True, subject="y")]
+HOOKS = pairs("""\
+(yes) → the packet path can be used
+(no) → the packet path cannot be used: hook y
+(unknown) → the packet path cannot be used: hook y
+no → mode bpf cannot be used: hook y
+""")
+"""The row of a packet hook, in parentheses if not needed → words of the page."""
+
+
+@pytest.mark.parametrize(("result", "says"), HOOKS)
+def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, says: str):
+    rows = [check_row("yes"), CheckRow(Check.HOOK, result.strip("()"), result.isalpha(), "", "", True, subject="y")]
     made = compute_verdict(rows)
-    assert (made.usable, made.packet_path) == (usable, packet_path)
-    page = check.format_page(made, rows)
-    assert ("the packet path can be used" in page) == packet_path
-    assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
+    assert (made.usable, made.packet_path) == (not result.isalpha(), result == "(yes)")
+    assert says in check.format_page(made, rows)
 
 
 VERDICTS = pairs("""\
