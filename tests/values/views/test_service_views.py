@@ -51,30 +51,29 @@ def backends(*indexes: int) -> BackendSet:
     return BackendSet(1, len(indexes), slots)
 
 
-USES = [
-    # (members of the cluster set, of the local set, a policy is Local, the reason of endpoint 1)
-    ((1,), (), False, "used: ready"),
-    ((1,), (1,), True, "used: ready"),
-    ((1,), (2,), True, "used by policy Cluster: ready"),
-    ((1,), (), True, "used by policy Cluster: ready"),
-    ((), (1,), True, "used by policy Local: ready"),
-    ((2,), (2,), True, trace_endpoints.UNKNOWN),
-]
+USES = pairs("""\
+1 | → used: ready
+1 | 1 Local → used: ready
+1 | 2 Local → used by policy Cluster: ready
+1 | Local → used by policy Cluster: ready
+ | 1 Local → used by policy Local: ready
+2 | 2 Local → unknown
+""")
+"""Members of the cluster set | of the local set, and whether a policy is Local → the reason of endpoint 1."""
 
 
-@pytest.mark.parametrize(("cluster", "local", "is_local", "why"), USES)
-def test_trace_names_the_policy_that_uses_an_endpoint(
-    cluster: tuple[int, ...], local: tuple[int, ...], is_local: bool, why: str
-):
+@pytest.mark.parametrize(("sets", "why"), USES)
+def test_trace_names_the_policy_that_uses_an_endpoint(sets: str, why: str):
+    cluster, local = (map(int, part.replace("Local", "").split()) for part in sets.split("|"))
     frontend = FrontendEntry(at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local))
     port = ServicePort(
         1,
         key("web"),
         (frontend,),
-        external_local=is_local,
+        external_local="Local" in sets,
         endpoints={backend(1): EndpointEntry(backend(1), node="node-2")},
     )
-    assert [row.why for row in trace_endpoints.build_rows(port)] == [why]
+    assert [row.why for row in trace_endpoints.build_rows(port)] == [why.replace("unknown", trace_endpoints.UNKNOWN)]
 
 
 def test_advice_that_fits_several_differences_is_given_once():
@@ -198,23 +197,25 @@ def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str)
 # ---- maps, programs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "entries", "fill", "alarm"),
-    [
-        ("services", 79, 79.0, False),
-        ("services", 80, 80.0, True),
-        ("affinity", 100, 100.0, True),
-        ("source_ranges", 80, 80.0, True),
-        ("node", None, None, False),
-        ("flow_queue", None, None, False),
-        ("flows", 100, 100.0, False),
-    ],
-)
-def test_map_alarm_is_at_80_percent(name: str, entries: int | None, fill: float | None, alarm: bool):
-    contents = {bytes([i]): b"" for i in range(100 if entries is None else entries)}
+FILLS = pairs("""\
+services 79 → 79.0%
+services 80 → 80.0% !
+affinity 100 → 100.0% !
+source_ranges 80 → 80.0% !
+node → -
+flow_queue → -
+flows 100 → 100.0%
+""")
+"""A map with room for 100 entries, and how many it has → its cell FILL; `!` is the alarm."""
+
+
+@pytest.mark.parametrize(("given", "fill"), FILLS)
+def test_map_alarm_is_at_80_percent(given: str, fill: str):
+    name, *entries = given.split()
+    contents = {bytes([i]): b"" for i in range(int(*entries or (100,)))}
     (row,) = maps.build_rows(snapshot(maps=(read_map(name, FakeMap(name, contents, 100)),)))
-    assert (row.entries, row.max_entries, row.fill_percent, row.alarm) == (entries, 100, fill, alarm)
-    assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
+    assert (row.entries, row.alarm) == (int(entries[0]) if entries else None, "!" in fill)
+    assert [column.text(row).strip() for column in maps.COLUMNS if column.title == "FILL"] == [fill]
 
 
 def test_every_map_has_a_purpose():
