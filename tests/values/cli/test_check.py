@@ -14,7 +14,7 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
-from tests.support.table import pairs
+from tests.support.table import pairs, table
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -81,64 +81,57 @@ def test_check_row_of_a_node(node: str, expected: str, tmp_path: Path, monkeypat
     assert not row.needed
 
 
-class Chains(NamedTuple):
-    """The chains in nf_tables and iptables, and the expected row FORWARD.
+PROBES = {
+    "": Probe(True),
+    "no library": Probe(None, "python3-nftables is missing"),
+    "no nf_tables": Probe(None, "has no nf_tables"),
+}
+CHAINS = {"": (), "open": (BaseChain("ip", "filter", "FORWARD", False),)}
+CHAINS["drops"] = (BaseChain("ip", "filter", "FORWARD", True),)
 
-    `row` is its result, words of its detail and of its advice; `unmasqueraded` the result for
-    packets that the agent's rule does not accept, as `kbpf trace` says it. `others` are chains of
-    other tables that drop, `legacy` the families with rules of iptables-legacy.
+
+class Chains(NamedTuple):
+    """The expected row FORWARD: its result, words of its detail and of its advice. The result for packets that the
+    agent's rule does not accept, as `kbpf trace` says it. The chain in iptables, chains of other tables that drop, and
+    families with rules of iptables-legacy.
     """
 
     name: str
-    row: tuple[str, str, str]
+    result: str
+    detail: str
+    advice: str
     unmasqueraded: str
-    available: Probe = Probe(True)
-    chains: tuple[BaseChain, ...] = ()
-    others: tuple[str, ...] = ()
-    legacy: tuple[str, ...] = ()
+    chain: str = ""
+    others: str = ""
+    legacy: str = ""
 
 
-OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filter", "FORWARD", True)
-FORWARDS = [
-    Chains("no chain", ("yes", "no chain drops", ""), "yes"),
-    Chains("policy accept", ("yes", "no chain drops", ""), "yes", chains=(OPEN,)),
-    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), "unknown", chains=(SHUT,)),
-    Chains(
-        "another table that drops",
-        ("no", "not read inet fw forward,", "with mark 0x4000"),
-        "no",
-        others=("inet fw forward",),
-    ),
-    Chains(
-        "iptables-legacy",
-        ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
-        "no",
-        chains=(SHUT,),
-        legacy=("ip6",),
-    ),
-    Chains(
-        "no library",
-        ("unknown", "python3", "install python3-nftables"),
-        "unknown",
-        Probe(None, "python3-nftables is missing"),
-    ),
-    Chains("no nf_tables", ("unknown", "no nf_tables", ""), "unknown", Probe(None, "has no nf_tables")),
-]
+FORWARDS = table(
+    Chains,
+    """\
+no chain | yes | no chain drops |  | yes
+policy accept | yes | no chain drops |  | yes | open
+policy drop | yes | drops by default: ip filter FORWARD |  | unknown | drops
+another table that drops | no | not read inet fw forward, | with mark 0x4000 | no |  | inet fw forward
+iptables-legacy | no | ip6 filter (iptables-legacy) | with mark 0x4000 | no | drops |  | ip6
+no library | unknown | python3 | install python3-nftables | unknown
+no nf_tables | unknown | no nf_tables |  | unknown
+""",
+)
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
 def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
     netfilter = packet_path.forward_rules
-    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: forward.available)
-    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: forward.chains)
-    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: forward.others)
-    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: forward.legacy)
+    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: PROBES.get(forward.name, PROBES[""]))
+    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: CHAINS[forward.chain])
+    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: (forward.others,) * bool(forward.others))
+    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: tuple(forward.legacy.split()))
     (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere")) if r.name == "FORWARD"]
-    result, detail, advice = forward.row
-    assert row.result == result
-    assert detail in row.detail
-    assert advice in row.advice
-    assert bool(row.advice) == bool(advice)
+    assert row.result == forward.result
+    assert forward.detail in row.detail
+    assert forward.advice in row.advice
+    assert bool(row.advice) == bool(forward.advice)
     rules = packet_path.check_rules_of_others(Path("/nowhere"))
     assert (rules.masqueraded, rules.forwarded.result) == (row, forward.unmasqueraded)
 

@@ -46,48 +46,51 @@ HEALTH_ROWS = [
 
 
 AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
-STARTING = replace(AGENT, synced=False)
+VERDICTS = {"well": WELL, "late": LATE, "first": FIRST}
+READY = pairs("""\
+serving: well → kbpf serves
+no status yet: first; none → kbpf is not ready: the data plane is being opened
+not all kinds are listed yet: first; starting; services+; nodes → kbpf is not ready: nodes not listed yet
+listing is forbidden: first; starting; pods no; nodes; services 403 → kbpf is not ready: services not listed yet: 403
+pods are not waited for: first; starting; pods 403 pods → kbpf is not ready: the first pass is not complete
+the kernel refuses the first pass: first; starting; error=no room; services+ → \
+kbpf is not ready: not programmed: no room
+devices are still to be attached: well; starting → kbpf is not ready: the first pass is not complete
+late: late → kbpf is not ready: changes are waiting to be programmed
+late, with an error: late; error=no room → kbpf is not ready: changes are waiting to be programmed: no room
+an error with escape codes: late; error=no \x1b[2J\u202eroom → \
+kbpf is not ready: changes are waiting to be programmed: no \\x1b[2J\\u202eroom
+a system Service is not programmed: well; refused_system=kube-system/dns → \
+kbpf is not ready: not programmed: kube-system/dns; see `kbpf inspect status`
+five system Services are not programmed: well; refused_system=x/a x/b x/c x/d x/e → \
+kbpf is not ready: not programmed: x/a, x/b, x/c and 2 more; see `kbpf inspect status`
+the API server is unreachable, programmed Services are served: well; services+ refused → kbpf serves
+the configuration file is valid: well; config_error= → kbpf serves
+the configuration file is invalid: well; config_error=not YAML\x1b → \
+kbpf serves, but its configuration file was rejected: not YAML\\x1b
+""")
+"""The verdict and facts of the status: watches with their errors (`+`: listed), and fields → the response."""
 
 
-def watch(name: str, error: str = "", synced: bool = False) -> SourceView:
-    return SourceView(name, "retrying", synced, "", error)
-
-
-READY = [
-    # name, verdict, the agent's status, the text of the response
-    ("serving", WELL, AGENT, "kbpf serves"),
-    ("no status yet", FIRST, None, "kbpf is not ready: the data plane is being opened"),
-    ("not all kinds are listed yet", FIRST,
-     replace(STARTING, sources=(watch("services", synced=True), watch("nodes"))),
-     "kbpf is not ready: nodes not listed yet"),
-    ("listing is forbidden", FIRST,
-     replace(STARTING, sources=(watch("pods", "no"), watch("nodes"), watch("services", "403"))),
-     "kbpf is not ready: services not listed yet: 403"),
-    ("pods are not waited for", FIRST, replace(STARTING, sources=(watch("pods", "403 pods"),)),
-     "kbpf is not ready: the first pass is not complete"),
-    ("the kernel refuses the first pass", FIRST,
-     replace(STARTING, error="no room", sources=(watch("services", synced=True),)),
-     "kbpf is not ready: not programmed: no room"),
-    ("devices are still to be attached", WELL, STARTING,
-     "kbpf is not ready: the first pass is not complete"),
-    ("late", LATE, AGENT, "kbpf is not ready: changes are waiting to be programmed"),
-    ("late, with an error", LATE, replace(AGENT, error="no room"),
-     "kbpf is not ready: changes are waiting to be programmed: no room"),
-    ("an error with escape codes", LATE, replace(AGENT, error="no \x1b[2J\u202eroom\n"),
-     "kbpf is not ready: changes are waiting to be programmed: no \\x1b[2J\\u202eroom\\n"),
-    ("a system Service is not programmed", WELL,
-     replace(AGENT, refused_system=("kube-system/dns",)),
-     "kbpf is not ready: not programmed: kube-system/dns; see `kbpf inspect status`"),
-    ("five system Services are not programmed", WELL,
-     replace(AGENT, refused_system=tuple(f"kube-system/{name}" for name in "abcde")),
-     "kbpf is not ready: not programmed: kube-system/a, kube-system/b, kube-system/c and 2 more; "
-     "see `kbpf inspect status`"),
-    ("the API server is unreachable: programmed Services are served", WELL,
-     replace(AGENT, sources=(watch("services", "refused", synced=True),)), "kbpf serves"),
-    ("the configuration file is valid", WELL, replace(AGENT, config_error=""), "kbpf serves"),
-    ("the configuration file is invalid", WELL, replace(AGENT, config_error="not YAML\x1b"),
-     "kbpf serves, but its configuration file was rejected: not YAML\\x1b"),
-]
+def ready_case(text: str) -> tuple[HealthVerdict, AgentStatus | None]:
+    """The verdict and the status of a row."""
+    verdict, *facts = text.partition(": ")[2].split("; ")
+    made, sources = AGENT, []
+    for fact in facts:
+        name, _, value = fact.partition("=")
+        match name:
+            case "none":
+                return VERDICTS[verdict], None
+            case "starting":
+                made = replace(made, synced=False)
+            case "refused_system":
+                made = replace(made, refused_system=tuple(value.split()))
+            case "error" | "config_error":
+                made = replace(made, **{name: value})
+            case _:
+                kind, _, error = fact.partition(" ")
+                sources.append(SourceView(kind.rstrip("+"), "retrying", kind.endswith("+"), "", error))
+    return VERDICTS[verdict], replace(made, sources=tuple(sources))
 
 
 HISTORIES = {

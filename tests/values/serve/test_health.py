@@ -19,7 +19,6 @@ from kbpf.errors import ConfigError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.objects import ServiceName
-from kbpf.model.status import AgentStatus
 from kbpf.policy.health_check import HealthCheck, compute_health_check
 from kbpf.serve import server as desk_module
 from kbpf.serve.health import (
@@ -45,6 +44,7 @@ from tests.values.serve.rows_health import (
     READY,
     WEB,
     WELL,
+    ready_case,
     slices,
 )
 
@@ -73,9 +73,9 @@ def test_go_time_format(moment: int | None, text: str):
     assert format_go_time(moment) == text
 
 
-@pytest.mark.parametrize(("name", "verdict", "status", "text"), READY, ids=[r[0] for r in READY])
-def test_readyz_responses(name: str, verdict: HealthVerdict, status: AgentStatus | None, text: str):
-    answer = readyz(verdict, status)
+@pytest.mark.parametrize(("case", "text"), READY)
+def test_readyz_responses(case: str, text: str):
+    answer = readyz(*ready_case(case))
     assert answer == HttpResponse(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
 
 
