@@ -303,23 +303,77 @@ def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
 
 # ---- previous data planes ------------------------------------------------------------------------
 
-OTHER = {"bpf": "ipvs", "ipvs": "bpf"}
+
+class Calls(NamedTuple):
+    """The requested mode, the previous data planes on the node, the call that fails (PLANE VERB), the steps, and
+    all calls of the planes. Steps: ``apply?`` is not authoritative, ``unready``: the plane does not serve, ``open!``:
+    it fails.
+    """
+
+    rule: str
+    mode: str
+    there: str
+    fails: str
+    steps: str
+    does: str
 
 
-@pytest.mark.parametrize(("mode", "previous"), [("bpf", "ipvs"), ("bpf", "kube-proxy"), ("ipvs", "bpf")])
-def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str, previous: str):
-    old = f"old {previous}"
-    house = Harness(mode, there=previous)
-    house.chosen.open()
-    assert house.does == [f"{old} take", f"{mode} follows", f"{mode} open"]
-    house.look(0.0)
-    house.chosen.apply(NOTHING, None)
-    house.look(5.0)
-    assert house.chosen.status().problems == ("some go on",)
-    house.look(12.0)
-    house.look(20.0)
-    assert house.does[3:] == [f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone"]
-    assert house.chosen.status().problems == ()
+SEQUENCES = table(
+    Calls,
+    """\
+ipvs is drained once bpf serves | bpf | ipvs |  | open; look 0; apply; look 5; look 12; look 20 | old ipvs take, \
+bpf follows, bpf open, bpf apply, old ipvs retire, old ipvs retire, old ipvs close, bpf is alone
+so is a kube-proxy | bpf | kube-proxy |  | open; look 0; apply; look 5; look 12; look 20 | old kube-proxy take, \
+bpf follows, bpf open, bpf apply, old kube-proxy retire, old kube-proxy retire, old kube-proxy close, bpf is alone
+so is bpf | ipvs | bpf |  | open; look 0; apply; look 5; look 12; look 20 | old bpf take, \
+ipvs follows, ipvs open, ipvs apply, old bpf retire, old bpf retire, old bpf close, ipvs is alone
+mode ipvs drains no kube-proxy | ipvs | kube-proxy |  | open; apply; look 0 | ipvs open, ipvs apply
+a failed claim releases earlier ones | bpf | ipvs kube-proxy | kube-proxy take | open! \
+| old ipvs take, old kube-proxy take, old ipvs close
+nothing is opened while an agent of the other mode runs | ipvs | bpf | bpf take | open! | old bpf take
+nothing is drained before the state is authoritative and bpf ready | bpf | ipvs |  \
+| open; apply?; look 0; unready; apply; look 0; ready; look 1 \
+| old ipvs take, bpf follows, bpf open, bpf apply, bpf apply, old ipvs retire
+nor before ipvs is ready | ipvs | bpf |  | open; apply?; look 0; unready; apply; look 0; ready; look 1 \
+| old bpf take, ipvs follows, ipvs open, ipvs apply, ipvs apply, old bpf retire
+a drain is left to the next agent | ipvs | bpf |  | open; apply; look 0; close \
+| old bpf take, ipvs follows, ipvs open, ipvs apply, old bpf retire, old bpf close, ipvs close
+""",
+)
+
+
+@pytest.mark.parametrize("row", SEQUENCES, ids=lambda row: row.rule)
+def test_the_order_of_calls(row: Calls):
+    house = Harness(row.mode, there=row.there)
+    if row.fails:
+        name, verb = row.fails.split()
+        house.rest[name].fails[verb] = [KernelError("no")]
+    for step in row.steps.split("; "):
+        match step.split():
+            case ["open"]:
+                house.chosen.open()
+            case ["open!"]:
+                with pytest.raises(KernelError):
+                    house.chosen.open()
+            case ["apply" | "apply?" as kind]:
+                house.chosen.apply(NOTHING, None, kind == "apply")
+            case ["look", now]:
+                house.look(float(now))
+            case ["close"]:
+                house.chosen.close()
+            case [kind]:
+                house.bpf.ready_result = house.ipvs.ready_result = kind == "ready"
+    assert ", ".join(house.does) == row.does
+
+
+def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():
+    """Otherwise IPVS would wait for its own lock."""
+    house = Harness("auto", there="ipvs")
+    house.bpf.fails["open"] = [ProgramLoadError("connect4")]
+    house.start()
+    assert ", ".join(house.does) == (
+        "old ipvs take, bpf follows, bpf open, old ipvs close, bpf close, ipvs open, ipvs apply"
+    )
 
 
 def test_bpf_coexists_until_both_previous_data_planes_are_drained():
@@ -334,41 +388,6 @@ def test_bpf_coexists_until_both_previous_data_planes_are_drained():
     assert house.does[-2:] == ["old kube-proxy close", "bpf is alone"]
 
 
-def test_mode_ipvs_does_not_drain_a_kube_proxy():
-    house = Harness("ipvs", there="kube-proxy")
-    house.start()
-    assert house.does == ["ipvs open", "ipvs apply"]
-
-
-def test_failed_claim_releases_earlier_claims():
-    house = Harness("bpf", there="ipvs kube-proxy")
-    house.rest["kube-proxy"].fails["take"] = [KernelError("no")]
-    with pytest.raises(KernelError):
-        house.chosen.open()
-    assert house.does == ["old ipvs take", "old kube-proxy take", "old ipvs close"]
-
-
-@pytest.mark.parametrize("mode", OTHER)
-def test_nothing_is_drained_before_the_state_is_authoritative_and_the_plane_ready(mode: str):
-    house = Harness(mode, there=OTHER[mode])
-    house.start(sound=False)
-    plane = house.bpf if mode == "bpf" else house.ipvs
-    plane.ready_result = False
-    house.chosen.apply(NOTHING, set())
-    house.look(0.0)
-    assert not [line for line in house.does if "retire" in line]
-    plane.ready_result = True
-    house.look(1.0)
-    assert house.does[-1] == f"old {OTHER[mode]} retire"
-
-
-def test_close_during_a_drain_leaves_it_to_the_next_agent():
-    house = Harness("ipvs", there="bpf")
-    house.start()
-    house.chosen.close()
-    assert house.does[-3:] == ["old bpf retire", "old bpf close", "ipvs close"]
-
-
 def test_failed_drain_is_a_problem_and_retried():
     house = Harness("ipvs", there="bpf")
     house.rest["bpf"].fails["retire"] = [KernelError("busy")]
@@ -378,21 +397,3 @@ def test_failed_drain_is_a_problem_and_retried():
     assert house.does.count("old bpf retire") == 1, "not due yet"
     house.look(DRAIN_RETRY_INTERVAL_S)
     assert house.chosen.status().problems == ("some go on",)
-
-
-def test_nothing_is_opened_while_an_agent_of_the_other_mode_runs():
-    house = Harness("ipvs", there="bpf")
-    house.rest["bpf"].fails["take"] = [KernelError("another agent is at work")]
-    with pytest.raises(KernelError):
-        house.chosen.open()
-    assert house.does == ["old bpf take"]
-
-
-def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():
-    """Otherwise IPVS would wait for its own lock."""
-    house = Harness("auto", there="ipvs")
-    house.bpf.fails["open"] = [ProgramLoadError("connect4")]
-    house.start()
-    assert ", ".join(house.does) == (
-        "old ipvs take, bpf follows, bpf open, old ipvs close, bpf close, ipvs open, ipvs apply"
-    )
