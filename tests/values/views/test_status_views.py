@@ -3,6 +3,7 @@
 made to show.
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from kbpf.kernel.bpf.tc import Attachment, AttachMethod
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import parse_addr
 from kbpf.model.inspection import ConnectionQuery, DeviceEntry, Fill, NodeEntry, ServicePort
-from kbpf.model.objects import Protocol
 from kbpf.model.reasons import Reason
 from kbpf.model.status import DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
@@ -131,27 +131,40 @@ def tracking(*found: TrackedConnection) -> FlowTable:
 
 
 SNATTED = "198.18.0.1:61000"
-CONNECTION_ROWS = {
-    "the original entry is lost": (track(parts=REPLY), "lost=('flow',)"),
-    "the reply entry is lost": (track(parts=ORIGINAL), "lost=('reply',)"),
-    "the SNAT entry is lost": (track(snat=SNATTED, parts=ORIGINAL | REPLY), "lost=('source',)"),
-    "all but the SNAT entry are lost": (track(snat=SNATTED, parts=SNAT_REPLY), "lost=('flow','reply')"),
-    "a new connection may not have its other entry yet": (track(parts=REPLY, idle=0.5), "lost=()"),
-    "another source port at the backend": (track(port=7), "seen_as=198.51.100.7:7"),
-    "just before it expires": (track(left=0.001), "expired=False"),
-    "just after it expired": (track(left=-0.001), "expired=True"),
-    "an unknown path, from another version": (track(way=9), "path=9"),
-    "an unknown state, from another version": (track(state=9), "state=9"),
-    "from the node, through a device that is gone": (track(device=1 << 30), "device=#1073741824"),
-    "SCTP": (track(protocol=Protocol.SCTP), "protocol=SCTP"),
-    "a last use in the future": (track(idle=-5), "idle_seconds=0.0"),
-}
-"""An entry, and some fields of its row. tests/golden/inspect/connections.txt has the usual ones."""
+CONNECTION_ROWS = pairs("""\
+the original entry is lost: parts=reply → lost=('flow',)
+the reply entry is lost: parts=original → lost=('reply',)
+the SNAT entry is lost: snat parts=original|reply → lost=('source',)
+all but the SNAT entry are lost: snat parts=snat → lost=('flow','reply')
+a new connection may not have its other entry yet: parts=reply idle=0.5 → lost=()
+another source port at the backend: port=7 → seen_as=198.51.100.7:7
+just before it expires: left=0.001 → expired=False
+just after it expired: left=-0.001 → expired=True
+an unknown path, from another version: way=9 → path=9
+an unknown state, from another version: state=9 → state=9
+from the node, through a device that is gone: device=1073741824 → device=#1073741824
+SCTP: protocol=132 → protocol=SCTP
+a last use in the future: idle=-5 → idle_seconds=0.0
+""")
+"""What is special about an entry, as arguments of track() → some fields of its row.
+tests/golden/inspect/connections.txt has the usual ones.
+"""
+PARTS = {"original": ORIGINAL, "reply": REPLY, "snat": SNAT_REPLY}
 
 
-@pytest.mark.parametrize(("entry", "fields"), CONNECTION_ROWS.values(), ids=CONNECTION_ROWS)
-def test_connection_row(entry: TrackedConnection, fields: str):
-    (row,) = tracking(entry).find(ConnectionQuery(expired=True)).rows
+@pytest.mark.parametrize(("entry", "fields"), CONNECTION_ROWS)
+def test_connection_row(entry: str, fields: str):
+    given: dict[str, Any] = {}
+    for word in entry.partition(": ")[2].split():
+        name, _, value = word.partition("=")
+        match name:
+            case "snat":
+                given[name] = SNATTED
+            case "parts":
+                given[name] = sum(PARTS[part] for part in value.split("|"))
+            case _:
+                given[name] = json.loads(value)
+    (row,) = tracking(track(**given)).find(ConnectionQuery(expired=True)).rows
     for field in fields.split():
         name, _, value = field.partition("=")
         assert str(getattr(row, name)).replace(" ", "") == value
@@ -191,24 +204,31 @@ def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
     ]
 
 
-NO_CLSACT = PacketStatus(True, "no clsact")
-PATHS = {
-    "attached": (PacketStatus(True), True, "on", ""),
-    "disabled": (PacketStatus(False), False, "off", "--packet-path false"),
-    "failed to load": (NO_CLSACT, False, "failed", "no clsact"),
-    "failed to attach": (NO_CLSACT, True, "failed", "no clsact"),
-    "not attached yet": (PacketStatus(True), False, "off", "not attached yet"),
-    "no status, but programs": (None, True, "on", ""),
-    "no status and no programs": (None, False, "off", "no packet programs"),
-    "disabled, but programs are pinned until the next start": (PacketStatus(False), True, "on", ""),
+PACKETS = {
+    "on": PacketStatus(True),
+    "off": PacketStatus(False),
+    "no-clsact": PacketStatus(True, "no clsact"),
+    "unknown": None,
 }
-"""The agent's PacketStatus, whether programs are pinned, and the view's state and reason."""
+PATHS = pairs("""\
+attached: on pinned → on
+disabled: off → off --packet-path false
+failed to load: no-clsact → failed no clsact
+failed to attach: no-clsact pinned → failed no clsact
+not attached yet: on → off not attached yet
+no status, but programs: unknown pinned → on
+no status and no programs: unknown → off no packet programs
+disabled, but programs are pinned until the next start: off pinned → on
+""")
+"""The agent's PacketStatus, whether programs are pinned → the view's state and words of the reason."""
 
 
-@pytest.mark.parametrize(("packets", "pinned", "state", "why"), PATHS.values(), ids=PATHS)
-def test_packet_path_state(packets: PacketStatus | None, pinned: bool, state: str, why: str):
-    said = replace(AGENT, packets=packets)
-    held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=pinned, fill=Fill(1, 1, 1, 9))
+@pytest.mark.parametrize(("given", "expected"), PATHS)
+def test_packet_path_state(given: str, expected: str):
+    name, *pinned = given.partition(": ")[2].split()
+    state, _, why = expected.partition(" ")
+    said = replace(AGENT, packets=PACKETS[name])
+    held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=bool(pinned), fill=Fill(1, 1, 1, 9))
     seen = availability.build_view(held)
     assert seen.state == state
     assert why in seen.reason
