@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
-from kbpf.dataplane.ipvs.ipvs_cleanup import ruleset_options
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
     NODE_KEY,
@@ -30,9 +28,8 @@ from kbpf.dataplane.ipvs.plan import (
     plan_service_port,
     without_service,
 )
-from kbpf.dataplane.ipvs.port_planner import FwmarkAllocator, NodePortConflicts
-from kbpf.model.address import ANY4, Addr, format_addr, format_endpoint, parse_addr
-from kbpf.model.config import Config
+from kbpf.dataplane.ipvs.port_planner import NodePortConflicts
+from kbpf.model.address import Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
@@ -684,46 +681,3 @@ def test_node_elements_are_networks_and_addresses():
         "node_ips": {NODE_IP, NODE_IP6},
     }
     assert NODE_KEY not in desired(*STATES).services
-
-
-LEFT = {(1024, 29999): (30000, 65535), (61000, 65535): (1024, 60999)}
-LEFT |= {(20000, 30000): (30001, 65535), (40000, 50000): (1024, 39999)}
-
-
-@pytest.mark.parametrize("taken", LEFT)
-def test_masqueraded_ports_differ_from_those_of_mode_bpf(taken: tuple[int, int]):
-    assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == LEFT[taken]
-
-
-def test_rules_match_before_they_change_a_packet():
-    """nftables evaluates a rule in order: a mark set before a failing match stays set."""
-    added = [one["add"] for one in ruleset.create_table(ruleset.RulesetOptions()) if "add" in one]
-    rules = [one["rule"]["expr"] for one in added if "rule" in one]
-    assert len(rules) > 50
-    for words in rules:
-        is_match = ["match" in word for word in words]
-        assert is_match == sorted(is_match, reverse=True), words
-
-
-def test_a_fwmark_with_the_masquerade_bit_is_not_adopted():
-    """--masquerade-bit was changed since."""
-    port = state("A B at=NodePort external-local")
-    noted = [(SetName.FWMARKS, (ANY4, Protocol.TCP, 30080, MARK))]
-    same, other = FwmarkAllocator(reserved_bits=1 << 1), FwmarkAllocator(reserved_bits=1 << 0)
-    same.adopt(noted)
-    other.adopt(noted)
-    assert same.allocate(port) == MARK
-    assert other.allocate(port) > MARK
-
-
-@pytest.mark.parametrize("bit", range(32))
-def test_fwmarks_never_contain_the_masquerade_bit(bit: int):
-    """For every bit, and without iterating over excluded marks; each mark is used once."""
-    marks = FwmarkAllocator(reserved_bits=1 << bit)
-    ports = [state(f"name=s{i} A B {ALL} external-local") for i in range(5)]
-    found = [marks.allocate(port) for port in ports[:2]]
-    if bit < 16:  # the next one would have it
-        marks.adopt([(SetName.OWN_FWMARKS, (ANY4, 0x6B620000 + (1 << bit) - 1))])
-    found += [marks.allocate(port) for port in ports[2:]]
-    assert len(set(found)) == 5
-    assert all(0 < mark < 1 << 32 and not mark & 1 << bit for mark in found)
