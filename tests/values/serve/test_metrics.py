@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/metrics: kube-proxy's series exactly as in kube-proxy, and kbpf's own, read with an independent
-parser.
+"""/metrics: kube-proxy's series and kbpf's own, read with an independent parser. tests/lab/agent/test_observe.py
+compares types, labels and buckets with a real kube-proxy's.
 """
 
 import math
@@ -41,10 +41,6 @@ from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
 from tests.support.table import pairs
-
-SYNC = [*(0.001 * 2**power for power in range(15)), math.inf]
-PROGRAMMING = [0, 0.25, 0.5, *range(1, 60), *range(60, 120, 5), *range(120, 301, 30), math.inf]
-REQUESTS = [0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, math.inf]
 
 STATUS = AgentStatus(
     version="9.9",
@@ -181,7 +177,7 @@ BUCKET = re.compile(r'le="([^"]+)"')
 
 def transcript(text: str) -> str:
     """The page without values that no test can set. Of adjacent buckets with the same count only
-    the first one is shown; all bounds are in KUBE_PROXY_FAMILIES.
+    the first one is shown.
     """
     lines: list[str] = []
     same_count = groupby(VARYING.sub(r"\1 (varies)", text).splitlines(), lambda line: BUCKET.sub("", line))
@@ -280,33 +276,6 @@ def test_the_process_has_its_usual_series():
 # ---- kube-proxy's series -----------------------------------------------------------------------
 
 
-KUBE_PROXY_FAMILIES = pairs("""\
-kubeproxy_sync_proxy_rules_duration_seconds → histogram ip_family
-kubeproxy_sync_full_proxy_rules_duration_seconds → histogram ip_family
-kubeproxy_sync_partial_proxy_rules_duration_seconds → histogram ip_family
-kubeproxy_network_programming_duration_seconds → histogram ip_family
-kubeproxy_sync_proxy_rules_last_timestamp_seconds → gauge ip_family
-kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds → gauge ip_family
-kubeproxy_sync_proxy_rules_endpoint_changes_pending → gauge
-kubeproxy_sync_proxy_rules_endpoint_changes_total → counter
-kubeproxy_sync_proxy_rules_service_changes_pending → gauge
-kubeproxy_sync_proxy_rules_service_changes_total → counter
-kubeproxy_sync_proxy_rules_no_local_endpoints_total → gauge ip_family traffic_policy
-kubeproxy_conntrack_reconciler_sync_duration_seconds → histogram ip_family
-kubeproxy_conntrack_reconciler_deleted_entries_total → counter ip_family
-kubeproxy_proxy_healthz_total → counter code
-kubeproxy_proxy_livez_total → counter code
-rest_client_requests_total → counter code method host
-rest_client_request_duration_seconds → histogram verb host
-""")
-"""The families that kube-proxy 1.37 has in all its modes → their types and labels."""
-BOUNDS = {
-    "kubeproxy_network_programming_duration_seconds": PROGRAMMING,
-    "rest_client_request_duration_seconds": REQUESTS,
-}
-"""The buckets of the histograms whose buckets are not SYNC."""
-
-
 def busy() -> KubeProxyMetrics:
     record = KubeProxyMetrics(lambda: 1_700_000_000.25)
     record.record_queued()
@@ -329,15 +298,6 @@ def busy() -> KubeProxyMetrics:
     record.record_api_request("a:6443", "POST", "201", 0.03)
     record.record_changes(1, 4)
     return record
-
-
-@pytest.mark.parametrize(("name", "columns"), KUBE_PROXY_FAMILIES)
-def test_families_of_kube_proxy(name: str, columns: str):
-    family = page(proxy_metrics=busy())[name]
-    kind, *labels = columns.split()
-    assert (family.kind, family.label_names - {"le"}) == (kind, set(labels))
-    assert family.bounds == (BOUNDS.get(name, SYNC) if kind == "histogram" else [])
-    assert family.help.startswith("[ALPHA] ")
 
 
 class TickingClock:
