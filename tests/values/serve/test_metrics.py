@@ -384,9 +384,7 @@ def test_counters_that_are_not_counted_have_no_series(golden: Golden):
     found = []
     for name, counted in COUNTED.items():
         text = format_page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=counted)))
-        series = (
-            line for line in transcript(text).splitlines() if re.match(r"kbpf_service_\w+_(total|trip_seconds)", line)
-        )
+        series = re.findall(r"^kbpf_service_\w+_(?:total|trip_seconds)\w*\{.*$", transcript(text), re.MULTILINE)
         found += [f"# {name}", *series]
     golden("metrics/counted", "\n".join(found) + "\n")
 
