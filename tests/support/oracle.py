@@ -157,25 +157,6 @@ def asked_for(service: Any, port: Any, fam: int, cluster_ips: set[str]) -> dict[
     return found
 
 
-def node_port_addresses(node: Any, local_addresses: Any, config: Any) -> set[str]:
-    local = {ipaddress.ip_address(text(a)) for a in local_addresses}
-    networks = [network(c) for c in config.node_port_addresses]
-    if not config.all_node_port_addresses and not networks and node.addresses:
-        own = [ipaddress.ip_address(text(a)) for a in node.addresses]
-        firsts = [[ip for ip in own if ip.version == v][:1] for v in (4, 6)]
-        chosen = {ip for first in firsts for ip in first}
-    elif config.all_node_port_addresses:
-        chosen = local
-    else:
-        chosen = {
-            ip
-            for ip in local
-            if not [n for n in networks if n.version == ip.version]
-            or any(ip in n for n in networks if n.version == ip.version)
-        }
-    return {str(ip) for ip in chosen if not ip.is_loopback and not ip.is_unspecified}
-
-
 def state(services: Any, slices: Any, node: Any, config: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
     """The whole state: (namespace, name, port name, protocol, family) → its frontends and sets."""
     claims, found = [], {}

@@ -3,7 +3,6 @@
 is an error here.
 """
 
-import math
 import re
 from typing import NamedTuple
 
@@ -57,9 +56,6 @@ def parse(text: str) -> dict[str, Family]:
             found[current] = Family(kind, helps[current], {})
         else:
             _add(found[current], current, line)
-    for name, family in found.items():
-        if family.kind == "histogram":
-            _check(name, family)
     return found
 
 
@@ -77,20 +73,3 @@ def _add(family: Family, current: str, line: str) -> None:
     assert len(labels) == len(pairs) == len({k for k, _ in pairs}), line
     assert (name, labels) not in family.samples, f"comes twice: {line}"
     family.samples[name, labels] = float(match["value"])
-
-
-def _check(name: str, family: Family) -> None:
-    """Checks that buckets are cumulative, and that the last one is +Inf and equals _count."""
-    series: dict[Labels, list[tuple[float, float]]] = {}
-    for (sample, labels), value in family.samples.items():
-        if sample == f"{name}_bucket":
-            bound = next(float(v) for k, v in labels if k == "le")
-            rest = frozenset(pair for pair in labels if pair[0] != "le")
-            series.setdefault(rest, []).append((bound, value))
-    for labels, buckets in series.items():
-        buckets.sort()
-        counts = [count for _, count in buckets]
-        assert counts == sorted(counts), name
-        assert math.isinf(buckets[-1][0]), name
-        assert counts[-1] == family.samples[f"{name}_count", labels], name
-        assert (f"{name}_sum", labels) in family.samples, name

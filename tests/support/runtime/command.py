@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TIMEOUT = 600.0
 """Seconds, for what hangs: a start takes half a second, or many on a busy machine."""
@@ -35,18 +35,9 @@ def pipe_without_reader() -> Iterator[int]:
         os.close(write)
 
 
-def kbpf(
-    *words: str,
-    shell: str = "",
-    nobody: bool = False,
-    cwd: Path | None = None,
-    environ: Mapping[str, str] = EMPTY,
-    pass_fds: Sequence[int] = (),
-) -> Done:
-    """Runs kbpf with these arguments. `shell` is shell syntax after the command, such as `>&-` or
-    `| head -1`; the exit status is kbpf's own.
-    """
-    return python("-m", "kbpf", *words, shell=shell, nobody=nobody, cwd=cwd, environ=environ, pass_fds=pass_fds)
+def kbpf(*words: str, **given: Any) -> Done:
+    """Runs kbpf with these arguments; the others are those of python()."""
+    return python("-m", "kbpf", *words, **given)
 
 
 def python(
@@ -57,7 +48,9 @@ def python(
     environ: Mapping[str, str] = EMPTY,
     pass_fds: Sequence[int] = (),
 ) -> Done:
-    """Like kbpf(), for any Python program."""
+    """Runs Python with these arguments. `shell` is shell syntax after the command, such as `>&-` or
+    `| head -1`; the exit status is the program's own.
+    """
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if nobody else []
     command = [*drop, sys.executable, *words]
     script = f'"$@" {shell}; exit ${{PIPESTATUS[0]}}'

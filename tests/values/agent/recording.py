@@ -6,14 +6,15 @@ from collections.abc import Collection
 from kbpf.agent.agent import Agent
 from kbpf.dataplane.base import Report, TickResult
 from kbpf.errors import KernelError
-from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
-from kbpf.model.objects import Node, Protocol, Service, ServicePort
+from kbpf.model.events import Kind, Synced, Upsert
+from kbpf.model.objects import Node
 from kbpf.serve.server import AgentServer
 from tests.support.faults.fake_plane import FakePlane
 from tests.support.prometheus import Family, parse
+from tests.values.policy import services as texts
+from tests.values.policy.services import up
 
 
 class RecordingPlane(FakePlane):
@@ -65,13 +66,11 @@ class Clock:
 
 
 def service(name: str) -> Upsert:
-    ports = (ServicePort("", Protocol.TCP, 80),)
-    address = parse_addr(f"10.96.0.{ord(name)}")
-    return Upsert(ObjectKey(Kind.SERVICE, "ns", name), Service("ns", name, "ClusterIP", (address,), ports))
+    return up(texts.service(f"{name} ClusterIP ip=10.96.0.{ord(name)}"))
 
 
 SYNCED = [Synced(kind) for kind in Kind]
-NODE = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+NODE = up(Node("me"))
 
 
 def begun(period: float, server: AgentServer | None = None) -> tuple[Agent, RecordingPlane]:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sysctls of the kernel's conntrack: their values, and what happens if one cannot be set."""
 
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,33 +12,30 @@ from kbpf.cli import app
 from kbpf.errors import KernelError
 from kbpf.kernel.system import sysctl
 from kbpf.model.config import Conntrack
+from tests.support.table import pairs
 
 TIMES = "tcp_timeout_established=86400 tcp_timeout_close_wait=3600"
-ROWS = {
-    "kube-proxy's defaults on a small machine": (Conntrack(), 2, f"max=131072 {TIMES}"),
-    "16 CPUs": (Conntrack(), 16, f"max=524288 {TIMES}"),
-    "64 CPUs: over the limit": (Conntrack(), 64, f"max=1048576 {TIMES}"),
-    "32 CPUs: at the limit": (Conntrack(), 32, f"max=1048576 {TIMES}"),
-    "the minimum may exceed the limit": (Conntrack(least=2_000_000), 2, f"max=2000000 {TIMES}"),
-    "0 entries per CPU: the number is left alone despite the minimum": (Conntrack(max_per_core=0), 16, TIMES),
-    "no minimum": (Conntrack(max_per_core=10, least=0), 3, f"max=30 {TIMES}"),
-    "nothing": (Conntrack(0, 0, 0, 0, False, 0, 0), 8, ""),
-    "all": (
-        Conntrack(1, 1, 2, 3, True, 4, 5),
-        1,
-        "max=1 tcp_timeout_established=2 tcp_timeout_close_wait=3 tcp_be_liberal=1 udp_timeout=4 udp_timeout_stream=5",
-    ),
-}
-"""Settings, the number of CPUs, and the expected sysctls in order, without their prefix."""
+ROWS = pairs(f"""\
+kube-proxy's defaults on a small machine: 2 CPUs → max=131072 {TIMES}
+16 CPUs: 16 CPUs → max=524288 {TIMES}
+over the limit: 64 CPUs → max=1048576 {TIMES}
+at the limit: 32 CPUs → max=1048576 {TIMES}
+the minimum may exceed the limit: 2 CPUs least=2000000 → max=2000000 {TIMES}
+0 entries per CPU, the number is left alone despite the minimum: 16 CPUs max_per_core=0 → {TIMES}
+no minimum: 3 CPUs max_per_core=10 least=0 → max=30 {TIMES}
+nothing: 8 CPUs max_per_core=0 tcp_established=0 tcp_close_wait=0 →
+all: 1 CPUs max_per_core=1 least=1 tcp_established=2 tcp_close_wait=3 tcp_be_liberal=1 udp=4 udp_stream=5 → \
+max=1 tcp_timeout_established=2 tcp_timeout_close_wait=3 tcp_be_liberal=1 udp_timeout=4 udp_timeout_stream=5
+""")
+"""A machine and settings → the sysctls in order, without their prefix."""
 
 
-@pytest.mark.parametrize("case", ROWS)
-def test_settings_for_a_machine(case: str):
-    config, cpus, expected = ROWS[case]
-    found = compute_settings(config, cpus)
-    assert [f"{name}={value}" for name, value in found] == [
-        f"net.netfilter.nf_conntrack_{word}" for word in expected.split()
-    ]
+@pytest.mark.parametrize(("machine", "expected"), ROWS)
+def test_settings_for_a_machine(machine: str, expected: str):
+    cpus, _, *words = machine.partition(": ")[2].split()
+    given = {name: int(value) for name, value in (word.split("=") for word in words)}
+    found = compute_settings(Conntrack(**given), int(cpus))
+    assert " ".join(f"{name.removeprefix('net.netfilter.nf_conntrack_')}={value}" for name, value in found) == expected
 
 
 class Machine:
@@ -211,16 +206,7 @@ def test_sysctls_are_set_once_the_module_is_loaded(machine: Machine, caplog: pyt
     assert machine.values()["max"] == 131_072
 
 
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """Restores the logger after a command that configures it."""
-    ours = logging.getLogger("kbpf")
-    before = ours.handlers[:], ours.level, ours.propagate
-    yield
-    ours.handlers[:], ours.level, ours.propagate = before
-
-
-def test_init_only_sets_the_sysctls_and_exits(machine: Machine, quiet: None):
+def test_init_only_sets_the_sysctls_and_exits(machine: Machine):
     machine.load()
     assert app.call(["run", "--init-only", "--conntrack-min", "200000", "-v=0"]) == 0
     assert machine.values()["max"] == 200_000

@@ -85,29 +85,38 @@ def test_processes_may_have_any_name():
         assert set(detect.detect().pids) & set(started) == {started[1]}
 
 
-NOT_FOUND = (404, b"404 page not found\n")
-WELL = (200, b'{"lastUpdated":"T","currentTime":"T","nodeEligible":true,"healthy":true}')
-ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
-    ("kube-proxy's health", {"/healthz": WELL}, Responder.KUBE_PROXY),
-    ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, Responder.KUBE_PROXY),
-    ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, Responder.KUBE_PROXY),
-    ("kbpf's health", {"/readyz": (200, b"kbpf serves\n"), "/healthz": WELL}, Responder.KBPF),
-    ("kbpf's health, not ready yet", {"/readyz": (503, b"kbpf is not ready: why\n"), "/healthz": WELL}, Responder.KBPF),
-    ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"), "/proxyMode": (200, b"ipvs")}, Responder.KBPF),
-    ("another program", {"/healthz": (200, b"ok"), "/readyz": (200, b"ok")}, Responder.UNKNOWN),
-    ("another program's JSON", {"/healthz": (200, b"[1]")}, Responder.UNKNOWN),
-    (
-        "a program that answers every path with 200",
-        dict.fromkeys(("/readyz", "/proxyMode", "/healthz"), (200, b"")),
-        Responder.UNKNOWN,
-    ),
-    ("no HTTP", dict.fromkeys(("/readyz", "/proxyMode", "/healthz")), Responder.UNKNOWN),
-]
+CONTENTS: dict[str, ProbeAnswer] = {
+    "well": (200, b'{"lastUpdated":"T","currentTime":"T","nodeEligible":true,"healthy":true}'),
+    "late": (503, b'{"lastUpdated":"T","currentTime":"T","nodeEligible":true,"healthy":true}'),
+    "ok": (200, b"ok"),
+    "json": (200, b"[1]"),
+    "serves": (200, b"kbpf serves\n"),
+    "starts": (503, b"kbpf is not ready: why\n"),
+    "nftables": (200, b"nftables"),
+    "ipvs": (200, b"ipvs"),
+    "empty": (200, b""),
+    "no-http": None,
+}
+ANSWERS = pairs("""\
+kube-proxy's health: healthz=well → kube-proxy
+kube-proxy's health, late: healthz=late → kube-proxy
+kube-proxy's metrics: healthz=ok proxyMode=nftables → kube-proxy
+kbpf's health: readyz=serves healthz=well → kbpf
+kbpf's health, not ready yet: readyz=starts healthz=well → kbpf
+kbpf's metrics, mode ipvs: readyz=serves proxyMode=ipvs → kbpf
+another program: healthz=ok readyz=ok → other
+another program's JSON: healthz=json → other
+a program that answers every path with 200: readyz=empty proxyMode=empty healthz=empty → other
+no HTTP: readyz=no-http proxyMode=no-http healthz=no-http → other
+""")
+"""What is answered at each path, 404 at others → who it is."""
 
 
-@pytest.mark.parametrize(("name", "answers", "wanted"), ANSWERS, ids=[name for name, *_ in ANSWERS])
-def test_identify_responder(name: str, answers: dict[str, ProbeAnswer], wanted: Responder):
-    assert identify_responder(lambda path: answers.get(path, NOT_FOUND)) is wanted
+@pytest.mark.parametrize(("answers", "who"), ANSWERS)
+def test_identify_responder(answers: str, who: str):
+    words = (word.split("=") for word in answers.partition(": ")[2].split())
+    found = {f"/{path}": CONTENTS[name] for path, name in words}
+    assert identify_responder(lambda path: found.get(path, (404, b"404 page not found\n"))) is RESPONDERS[who]
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])

@@ -19,16 +19,15 @@ from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change
 from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
-from kbpf.model.events import Kind, ObjectKey, Upsert
 from kbpf.model.objects import Algorithm, Cidr, Endpoint, EndpointSlice, Node, Protocol, Service, ServicePort, SlicePort
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from kbpf.source.decode.annotations import parse_weights
 from tests.support.runtime.lines import lines_run
+from tests.values.policy.services import up
 
 SIZES = (256, 512, 1024)
 SLOPE = 1.1
-NAME = ("ns", "web")
 TCP = Protocol.TCP
 
 
@@ -38,7 +37,7 @@ def address(number: int, net: int = 10) -> Addr:
 
 def service(**more: Any) -> Service:
     given = {"ports": (ServicePort("p0", TCP, 80, 30080),), "lb_vips": (address(1, 192),), **more}
-    return Service(*NAME, "LoadBalancer", (address(1, 11),), **given)
+    return Service("ns", "web", "LoadBalancer", (address(1, 11),), **given)
 
 
 def piece(ends: int, ports: int = 1, number: int = 0) -> EndpointSlice:
@@ -95,9 +94,7 @@ def program(objects: Callable[[int], Objects], size: int) -> None:
     """All the agent's work for a Service and its slices except the system calls."""
     made, slices = objects(size)
     world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
-    events = [Upsert(ObjectKey(Kind.SERVICE, *NAME), made)]
-    events += [Upsert(ObjectKey(Kind.SLICE, "ns", each.name), each) for each in slices]
-    touched = world.apply(events)
+    touched = world.apply([up(each) for each in (made, *slices)])
     keys = desired.update(world, touched, (), config)
     states = desired.state.services
     limits, ids = TableLimits(), IdAllocator(Meta(1, 1, 1))
@@ -142,10 +139,9 @@ def test_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
         services = [replace(one, name=f"s{at}") for at, one in enumerate(services)]
         node = NODES[name](size)
         node = node if ours else replace(node, name="other")
-        events = [Upsert(ObjectKey(Kind.SERVICE, "ns", one.name), one) for one in services]
+        events = [up(one) for one in services]
         desired.update(world, world.apply(events), (), config)
-        event = Upsert(ObjectKey(Kind.NODE, "", node.name), node)
-        return lines_run(lambda: desired.update(world, world.apply([event]), (), config))
+        return lines_run(lambda: desired.update(world, world.apply([up(node)]), (), config))
 
     assert slope(cost) <= SLOPE
 
@@ -166,7 +162,7 @@ def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
             )
             for at in range(size)
         ]
-        events = [Upsert(ObjectKey(Kind.SERVICE, "ns", one.name), one) for one in services]
+        events = [up(one) for one in services]
 
         def run() -> None:
             for name in sorted(desired.begin_update(world, world.apply(events), (), config)):

@@ -15,7 +15,7 @@ from kbpf.model.address import NodeAddresses, parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
-from kbpf.model.objects import Cidr, Endpoint, EndpointSlice, Protocol, SlicePort
+from kbpf.model.objects import Cidr, Endpoint, Protocol
 from kbpf.serve.health import HealthTracker
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import SourceStatus
@@ -28,6 +28,7 @@ from tests.values.agent.recording import (
     metrics,
     service,
 )
+from tests.values.policy.services import piece, up
 
 
 class FakeSource:
@@ -41,11 +42,8 @@ class FakeSource:
 
 def large(name: str) -> list[Upsert]:
     """A Service with enough endpoints to be computed in steps."""
-    ends = tuple(
-        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False) for n in range(LARGE_SERVICE_ENDPOINTS)
-    )
-    slice_ = EndpointSlice("ns", name, name, 4, ends, (SlicePort("", Protocol.TCP, 80),))
-    return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), slice_)]
+    ends = tuple(Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}")) for n in range(LARGE_SERVICE_ENDPOINTS))
+    return [service(name), up(piece(ends, name))]
 
 
 @pytest.mark.parametrize(("mode", "count"), [("bpf", 1), ("ipvs", 0)])

@@ -5,29 +5,25 @@ import time
 from datetime import UTC, datetime
 
 import pytest
+from msgspec.structs import replace
 
 from kbpf.agent.recorder import Recorder
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
-from kbpf.model.events import Delete, Event, Kind, ObjectKey, Upsert
+from kbpf.model.events import Event, Upsert
 from kbpf.model.objects import (
     Cidr,
-    Endpoint,
-    EndpointSlice,
     Node,
-    Protocol,
-    Service,
     ServiceName,
-    ServicePort,
-    SlicePort,
 )
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.health_check import HealthCheck
 from kbpf.policy.store import ObjectStore
 from kbpf.serve.server import AgentServer
 from tests.support.prometheus import Family, parse
+from tests.values.policy.services import addrs, gone, key, piece, service, up
 
-WEB = ServiceName("a", "web")
+WEB = ServiceName("ns", "web")
 HERE, THERE = "n1", "n2"
 
 
@@ -72,38 +68,26 @@ class Rig:
         return parse(self.desk.format_metrics().decode())
 
 
-def service(policy: str = "", port: int = 31_999) -> Upsert:
-    object_ = Service(
-        "a",
-        "web",
-        "LoadBalancer",
-        (parse_addr("10.96.0.1"),),
-        (ServicePort("", Protocol.TCP, 80, 30_080),),
-        external_local=policy != "internal",
-        internal_local=policy == "internal",
-        health_check_node_port=port,
-    )
-    return Upsert(ObjectKey(Kind.SERVICE, "a", "web"), object_)
+def web(policy: str = "external", port: int = 31_999) -> Upsert:
+    return up(replace(service(f"web node-port=30080 {policy}-local"), health_check_node_port=port))
 
 
 def endpoints(*nodes: str, triggered: str = "") -> Upsert:
-    ends = tuple(Endpoint(parse_addr(f"10.244.0.{i}"), True, True, False, node) for i, node in enumerate(nodes, 1))
-    slice_ = EndpointSlice("a", "s", "web", 4, ends, (SlicePort("", Protocol.TCP, 8080),))
-    return Upsert(ObjectKey(Kind.SLICE, "a", "s"), slice_, 1.0, triggered)
+    slice_ = piece(" ".join(f"{i}@{node}" for i, node in enumerate(nodes, 1)))
+    return Upsert(key(slice_), slice_, 1.0, triggered)
 
 
-def gone(kind: Kind, name: str) -> Delete:
-    return Delete(ObjectKey(kind, "a" if kind is not Kind.NODE else "", name))
+WEB_GONE, SLICE_GONE = gone(service("web")), gone(piece(""))
 
 
 def test_health_check_follows_its_service_and_endpoints():
     rig = Rig()
-    rig.hear(service())
+    rig.hear(web())
     rig.hear(endpoints(HERE, THERE))
     rig.hear(endpoints(HERE, HERE))
-    rig.hear(service(port=31_000))
+    rig.hear(web(port=31_000))
     rig.hear(endpoints(THERE))
-    rig.hear(gone(Kind.SERVICE, "web"))
+    rig.hear(WEB_GONE)
     told = [checks.get(WEB) for checks, _ in rig.desk.told]
     assert told == [
         HealthCheck(31_999, 0, 0),
@@ -117,7 +101,7 @@ def test_health_check_follows_its_service_and_endpoints():
 
 def test_health_checks_change_only_once_programmed():
     rig = Rig()
-    rig.hear(service(), endpoints(HERE), programmed=False)
+    rig.hear(web(), endpoints(HERE), programmed=False)
     assert not rig.desk.told
     rig.end()
     assert [checks for checks, _ in rig.desk.told] == [{WEB: HealthCheck(31_999, 1, 1)}]
@@ -125,9 +109,9 @@ def test_health_checks_change_only_once_programmed():
 
 def test_health_checks_are_set_only_if_they_change():
     rig = Rig()
-    rig.hear(service(), endpoints(HERE))
+    rig.hear(web(), endpoints(HERE))
     rig.hear(endpoints(HERE))
-    rig.hear(service())
+    rig.hear(web())
     rig.hear(endpoints(HERE, THERE))  # one local endpoint, as before
     rig.end()
     assert len(rig.desk.told) == 1
@@ -145,11 +129,11 @@ WHERE = [
 @pytest.mark.parametrize(("name", "settings", "addresses", "at"), WHERE, ids=[row[0] for row in WHERE])
 def test_health_checks_listen_at_node_port_addresses(name, settings, addresses, at):
     rig = Rig(Config(node_name=HERE, **settings))
-    rig.hear(Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE, tuple(map(parse_addr, addresses)))))
+    rig.hear(up(Node(HERE, addrs(*addresses))))
     assert not rig.desk.told, "there is none"
-    rig.hear(service())
+    rig.hear(web())
     assert rig.desk.told[-1][1] == at
-    rig.hear(gone(Kind.SERVICE, "web"))
+    rig.hear(WEB_GONE)
     assert rig.desk.told[-1] == ({}, None)
 
 
@@ -157,12 +141,12 @@ def test_services_with_policy_local_without_local_endpoints_are_counted():
     rig = Rig()
     name = "kubeproxy_sync_proxy_rules_no_local_endpoints_total"
     for events, external, internal in (
-        ((service(), endpoints(THERE)), 1, 0),
+        ((web(), endpoints(THERE)), 1, 0),
         ((endpoints(HERE),), 0, 0),
-        ((service("internal"), endpoints(THERE)), 0, 1),
+        ((web("internal"), endpoints(THERE)), 0, 1),
         ((endpoints(),), 0, 0),  # no endpoints at all: refused, not dropped
         ((endpoints(THERE),), 0, 1),
-        ((gone(Kind.SERVICE, "web"),), 0, 0),
+        ((WEB_GONE,), 0, 0),
     ):
         rig.hear(*events)
         family = rig.page()[name]
@@ -173,19 +157,19 @@ def test_services_with_policy_local_without_local_endpoints_are_counted():
 
 def test_services_without_endpoints_are_counted():
     rig = Rig()
-    rig.hear(service())
+    rig.hear(web())
     assert rig.tally.without_endpoints == 1
     rig.hear(endpoints(THERE))
     assert rig.tally.without_endpoints == 0
-    rig.hear(gone(Kind.SLICE, "s"))
+    rig.hear(SLICE_GONE)
     assert rig.tally.without_endpoints == 1
-    rig.hear(gone(Kind.SERVICE, "web"))
+    rig.hear(WEB_GONE)
     assert rig.tally.without_endpoints == 0
 
 
 def test_changes_are_pending_until_programmed():
     rig = Rig()
-    rig.hear(service(), endpoints(HERE), Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE)), programmed=False)
+    rig.hear(web(), endpoints(HERE), up(Node(HERE)), programmed=False)
     prefix = "kubeproxy_sync_proxy_rules"
     for kind in ("service", "endpoint"):
         assert rig.page()[f"{prefix}_{kind}_changes_total"].value() == 1
@@ -210,7 +194,7 @@ def test_programming_duration_starts_at_the_trigger_time_of_the_slice():
         found = rig.page()[name].samples
         return found[f"{name}_count", frozenset({("ip_family", "IPv4")})]
 
-    rig.hear(service())
+    rig.hear(web())
     for nodes, triggered, count in (
         ((HERE,), stamp(-3600), 0),  # before this process started: not its work
         ((THERE,), "", 0),
@@ -239,17 +223,16 @@ def test_time_from_event_to_map_is_a_histogram():
 
 def test_node_eligible_is_0_while_the_node_is_being_deleted():
     rig = Rig()
-    key = ObjectKey(Kind.NODE, "", HERE)
 
     def is_eligible() -> float:
         return rig.page()["kbpf_node_eligible"].value()
 
     assert is_eligible()  # no Node object yet
-    rig.hear(Upsert(key, Node(HERE)))
+    rig.hear(up(Node(HERE)))
     assert is_eligible()
-    rig.hear(Upsert(key, Node(HERE, being_deleted=True)))
+    rig.hear(up(Node(HERE, being_deleted=True)))
     assert not is_eligible()
-    rig.hear(Upsert(key, Node(HERE)))
+    rig.hear(up(Node(HERE)))
     assert is_eligible()
-    rig.hear(Delete(key))
+    rig.hear(gone(Node(HERE)))
     assert not is_eligible()

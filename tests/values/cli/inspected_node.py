@@ -37,8 +37,13 @@ NOW, BOOT, NS = 100_000.0, 200_000.0, 1_000_000_000
 HOST_NETNS = 4026531840
 
 
-def frontends(*rows: tuple[str, ServiceValue, int]) -> Entries:
-    return {key: value.pack(key) for to, value, protocol in rows if (key := target(to, protocol))}
+def frontends(text: str) -> Entries:
+    """Lines ``PROTOCOL FRONTEND SERVICE FLAGS TIMEOUT``, then set and size for both policies, and the table."""
+    found = {}
+    for protocol, to, service, flags, *numbers in map(str.split, text.splitlines()):
+        key, bits = target(to, Protocol[protocol]), sum(ServiceFlag[name] for name in flags.split("|") if name != "-")
+        found[key] = ServiceValue(int(service), bits, *map(int, numbers)).pack(key)
+    return found
 
 
 def flow(
@@ -78,24 +83,23 @@ def affinity(client: bytes, kind: int, service: int, backend: int, age: float, c
     return {key: layout.AFFINITY.pack(int((NOW - age) * NS), backend, cgroup)}
 
 
-def endpoint(service: int, text: str, protocol: int = TCP) -> Entries:
-    """The name of an endpoint: its address, Pod, node, zone, and conditions, r(eady), s(erving), t(erminating); `-`:
-    none.
+def endpoints(text: str) -> Entries:
+    """Names of endpoints: lines ``PROTOCOL SERVICE ENDPOINT POD NODE ZONE CONDITIONS``, r(eady), s(erving),
+    t(erminating); `-`: none.
     """
-    at, pod, *where, letters = text.split()
-    node, zone = (word.removeprefix("-") for word in where)
-    conditions = sum(condition for condition in EndpointCondition if condition.name[0].lower() in letters)
-    key = layout.ENDPOINT_KEY.pack(service, target(at, protocol))
-    return {key: layout.pack_endpoint_name(pod, node, zone, conditions)}
+    found = {}
+    for protocol, service, at, pod, *where, letters in map(str.split, text.splitlines()):
+        node, zone = (word.removeprefix("-") for word in where)
+        conditions = sum(condition for condition in EndpointCondition if condition.name[0].lower() in letters)
+        key = layout.ENDPOINT_KEY.pack(int(service), target(at, Protocol[protocol]))
+        found[key] = layout.pack_endpoint_name(pod.replace("ESC", "\x1b"), node, zone, conditions)
+    return found
 
 
 def device(role: int, flags: int) -> bytes:
     return layout.DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), 0)
 
 
-CLUSTER, NODE_PORT = ServiceFlag.CLUSTER_IP, ServiceFlag.NODE_PORT
-VIP = ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED
-LOCAL = ServiceFlag.EXTERNAL_LOCAL | ServiceFlag.MAGLEV
 STATUS = AgentStatus(
     version="9.9",
     pid=42,
@@ -131,28 +135,30 @@ CGROUP_PATHS = {
 }
 
 
-def failure(times: str, ends: str, service: int, reason: Reason) -> Entries:
-    """A failure: how many seconds ago the last and the first were, how many; the client's cgroup and address, the
-    frontend, the backend (`-`: none).
+def failures(text: str) -> Entries:
+    """Lines: how many seconds ago the last and the first were, how many; the client's cgroup and address, the frontend,
+    the backend (`-`: none); the Service and the reason.
     """
-    last, first, count = map(int, times.split())
-    cgroup, *targets = ends.split()
-    packed = (target(text) if text != "-" else bytes(20) for text in targets)
-    event = layout.EVENT.pack(int((NOW - last) * NS), CGROUPS.get(cgroup, 0), *packed, service, 0, reason)
-    return {layout.CLIENT_SLOT.pack(bytes(16), last): layout.FAILURE.pack(int((NOW - first) * NS), count, event)}
+    found = {}
+    for last, first, count, cgroup, *ends, service, reason in map(str.split, text.splitlines()):
+        packed = (target(end) if end != "-" else bytes(20) for end in ends)
+        times = int((NOW - int(last)) * NS), int((NOW - int(first)) * NS)
+        event = layout.EVENT.pack(times[0], CGROUPS.get(cgroup, 0), *packed, int(service), 0, Reason[reason])
+        found[layout.CLIENT_SLOT.pack(bytes(16), int(last))] = layout.FAILURE.pack(times[1], int(count), event)
+    return found
 
 
 CONTENTS: dict[str, Entries] = {
-    "services": frontends(
-        ("10.96.0.1:80", ServiceValue(1, CLUSTER, 0, 1, 3, 0, 0), TCP),
-        ("0.0.0.0:30080", ServiceValue(1, NODE_PORT, 0, 1, 3, 0, 0), TCP),
-        ("192.0.2.9:80", ServiceValue(1, ServiceFlag.EXTERNAL_IP, 0, 1, 3, 0, 0), TCP),
-        ("10.96.0.2:443", ServiceValue(2, CLUSTER | LOCAL, 600, 2, 3, 3, 1, 9), TCP),
-        ("192.0.2.5:443", ServiceValue(2, VIP | LOCAL, 600, 2, 3, 3, 1, 9), TCP),
-        ("[fd00:96::1]:53", ServiceValue(3, CLUSTER, 0, 4, 2, 0, 0), UDP),
-        ("[::]:30053", ServiceValue(3, NODE_PORT, 0, 5, 1, 0, 0), UDP),
-        ("10.96.0.9:80", ServiceValue(8, 0, 0, 0, 0, 0, 0), TCP),
-    ),
+    "services": frontends("""\
+TCP 10.96.0.1:80 1 CLUSTER_IP 0 1 3 0 0
+TCP 0.0.0.0:30080 1 NODE_PORT 0 1 3 0 0
+TCP 192.0.2.9:80 1 EXTERNAL_IP 0 1 3 0 0
+TCP 10.96.0.2:443 2 CLUSTER_IP|EXTERNAL_LOCAL|MAGLEV 600 2 3 3 1 9
+TCP 192.0.2.5:443 2 LOAD_BALANCER|RESTRICTED|EXTERNAL_LOCAL|MAGLEV 600 2 3 3 1 9
+UDP [fd00:96::1]:53 3 CLUSTER_IP 0 4 2 0 0
+UDP [::]:30053 3 NODE_PORT 0 5 1 0 0
+TCP 10.96.0.9:80 8 - 0 0 0 0 0
+"""),
     "service_names": names(
         {
             1: ServicePortKey("default", "web", "http", TCP, 4),
@@ -168,15 +174,15 @@ CONTENTS: dict[str, Entries] = {
         U32.pack(7): target("[fd00:10::7]:53", UDP),
         U32.pack(8): target("10.244.0.8:8080"),
     },
-    "endpoint_names": {
-        **endpoint(1, "10.244.0.5:8080 web-7f9c-x2v8k node-1 zone-a rs"),
-        **endpoint(1, "10.244.0.6:8080 web-7f9c-7qzkd node-2 zone-b st"),
-        **endpoint(1, "10.244.0.9:8080 web-7f9c-new1 node-1 zone-a -"),
-        **endpoint(2, "10.244.0.6:8080 web-7f9c-7qzkd node-2 zone-b rst"),
-        **endpoint(2, "10.244.0.10:8080 web-7f9c-w1w1w node-2 zone-b rs"),
-        **endpoint(3, "[fd00:10::7]:53 coredns-6d4b\x1b[31m - - rs", UDP),
-        **endpoint(9, "10.244.0.77:1 stale - - -"),
-    },
+    "endpoint_names": endpoints("""\
+TCP 1 10.244.0.5:8080 web-7f9c-x2v8k node-1 zone-a rs
+TCP 1 10.244.0.6:8080 web-7f9c-7qzkd node-2 zone-b st
+TCP 1 10.244.0.9:8080 web-7f9c-new1 node-1 zone-a -
+TCP 2 10.244.0.6:8080 web-7f9c-7qzkd node-2 zone-b rst
+TCP 2 10.244.0.10:8080 web-7f9c-w1w1w node-2 zone-b rs
+UDP 3 [fd00:10::7]:53 coredns-6d4bESC[31m - - rs
+TCP 9 10.244.0.77:1 stale - - -
+"""),
     "node_addresses": {parse_addr("198.18.0.1"): bytes(4)},
     "affinity": {
         **affinity(parse_addr("198.51.100.7"), ClientKind.ADDRESS, 2, 5, 60.0),
@@ -238,14 +244,14 @@ CONTENTS: dict[str, Entries] = {
             *(layout.LATENCY.pack(struct.pack("=24Q", 0, 90, 8, 2, *20 * [0]), 100_000_000) for _ in range(2))
         )
     },
-    "failures": {
-        **failure("2 90 14", "pod 10.244.0.9:40000 10.96.0.1:80 10.244.0.5:8080", 1, Reason.BACKEND_REFUSED),
-        **failure("41 41 1", "service - 10.96.0.2:443 -", 2, Reason.NO_LOCAL_ENDPOINTS),
-        **failure("300 900 3", "nameless - 10.96.0.1:81 -", 0, Reason.UNKNOWN_PORT),
-        **failure("400 400 1", "gone [fd00:10::9]:5 [fd00:96::1]:53 [fd00:10::7]:53", 3, Reason.BACKEND_UNANSWERED),
-        **failure("600 700 2", "- 198.51.100.7:2000 192.0.2.9:80 10.244.0.6:8080", 1, Reason.BACKEND_RESET),
-        **failure("650 650 1", "- 198.51.100.7:2001 192.0.2.5:443 -", 2, Reason.NOT_ALLOWED),
-    },
+    "failures": failures("""\
+2 90 14 pod 10.244.0.9:40000 10.96.0.1:80 10.244.0.5:8080 1 BACKEND_REFUSED
+41 41 1 service - 10.96.0.2:443 - 2 NO_LOCAL_ENDPOINTS
+300 900 3 nameless - 10.96.0.1:81 - 0 UNKNOWN_PORT
+400 400 1 gone [fd00:10::9]:5 [fd00:96::1]:53 [fd00:10::7]:53 3 BACKEND_UNANSWERED
+600 700 2 - 198.51.100.7:2000 192.0.2.9:80 10.244.0.6:8080 1 BACKEND_RESET
+650 650 1 - 198.51.100.7:2001 192.0.2.5:443 - 2 NOT_ALLOWED
+"""),
     "reasons": {U32.pack(reason): (2 * reason).to_bytes(8, "little") * 2 for reason in Reason},
     "agent_status": {bytes(4): pack_entry(1, encode(STATUS))},
 }

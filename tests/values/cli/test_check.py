@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from msgspec.structs import replace
 
 from kbpf.checks import neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow, sum_up
@@ -15,7 +14,7 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
-from tests.support.table import pairs
+from tests.support.table import pairs, table
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -82,84 +81,76 @@ def test_check_row_of_a_node(node: str, expected: str, tmp_path: Path, monkeypat
     assert not row.needed
 
 
-class Chains(NamedTuple):
-    """The chains in nf_tables and iptables, and the expected row FORWARD.
+PROBES = {
+    "": Probe(True),
+    "no library": Probe(None, "python3-nftables is missing"),
+    "no nf_tables": Probe(None, "has no nf_tables"),
+}
+CHAINS = {"": (), "open": (BaseChain("ip", "filter", "FORWARD", False),)}
+CHAINS["drops"] = (BaseChain("ip", "filter", "FORWARD", True),)
 
-    `row` is its result, words of its detail and of its advice; `unmasqueraded` the result for
-    packets that the agent's rule does not accept, as `kbpf trace` says it. `others` are chains of
-    other tables that drop, `legacy` the families with rules of iptables-legacy.
+
+class Chains(NamedTuple):
+    """The expected row FORWARD: its result, words of its detail and of its advice. The result for packets that the
+    agent's rule does not accept, as `kbpf trace` says it. The chain in iptables, chains of other tables that drop, and
+    families with rules of iptables-legacy.
     """
 
     name: str
-    row: tuple[str, str, str]
+    result: str
+    detail: str
+    advice: str
     unmasqueraded: str
-    available: Probe = Probe(True)
-    chains: tuple[BaseChain, ...] = ()
-    others: tuple[str, ...] = ()
-    legacy: tuple[str, ...] = ()
+    chain: str = ""
+    others: str = ""
+    legacy: str = ""
 
 
-OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filter", "FORWARD", True)
-FORWARDS = [
-    Chains("no chain", ("yes", "no chain drops", ""), "yes"),
-    Chains("policy accept", ("yes", "no chain drops", ""), "yes", chains=(OPEN,)),
-    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), "unknown", chains=(SHUT,)),
-    Chains(
-        "another table that drops",
-        ("no", "not read inet fw forward,", "with mark 0x4000"),
-        "no",
-        others=("inet fw forward",),
-    ),
-    Chains(
-        "iptables-legacy",
-        ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
-        "no",
-        chains=(SHUT,),
-        legacy=("ip6",),
-    ),
-    Chains(
-        "no library",
-        ("unknown", "python3", "install python3-nftables"),
-        "unknown",
-        Probe(None, "python3-nftables is missing"),
-    ),
-    Chains("no nf_tables", ("unknown", "no nf_tables", ""), "unknown", Probe(None, "has no nf_tables")),
-]
+FORWARDS = table(
+    Chains,
+    """\
+no chain | yes | no chain drops |  | yes
+policy accept | yes | no chain drops |  | yes | open
+policy drop | yes | drops by default: ip filter FORWARD |  | unknown | drops
+another table that drops | no | not read inet fw forward, | with mark 0x4000 | no |  | inet fw forward
+iptables-legacy | no | ip6 filter (iptables-legacy) | with mark 0x4000 | no | drops |  | ip6
+no library | unknown | python3 | install python3-nftables | unknown
+no nf_tables | unknown | no nf_tables |  | unknown
+""",
+)
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
 def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
     netfilter = packet_path.forward_rules
-    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: forward.available)
-    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: forward.chains)
-    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: forward.others)
-    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: forward.legacy)
+    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: PROBES.get(forward.name, PROBES[""]))
+    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: CHAINS[forward.chain])
+    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: (forward.others,) * bool(forward.others))
+    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: tuple(forward.legacy.split()))
     (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere")) if r.name == "FORWARD"]
-    result, detail, advice = forward.row
-    assert row.result == result
-    assert detail in row.detail
-    assert advice in row.advice
-    assert bool(row.advice) == bool(advice)
+    assert row.result == forward.result
+    assert forward.detail in row.detail
+    assert forward.advice in row.advice
+    assert bool(row.advice) == bool(forward.advice)
     rules = packet_path.check_rules_of_others(Path("/nowhere"))
     assert (rules.masqueraded, rules.forwarded.result) == (row, forward.unmasqueraded)
 
 
-@pytest.mark.parametrize(
-    ("result", "needed", "usable", "packet_path"),
-    [
-        ("yes", False, True, True),
-        ("no", False, True, False),
-        ("unknown", False, True, False),
-        ("no", True, False, False),
-    ],
-)
-def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, needed: bool, usable: bool, packet_path: bool):
-    rows = [check_row("yes"), CheckRow(Check.HOOK, result, needed, "", "", True, subject="y")]
+HOOKS = pairs("""\
+(yes) → the packet path can be used
+(no) → the packet path cannot be used: hook y
+(unknown) → the packet path cannot be used: hook y
+no → mode bpf cannot be used: hook y
+""")
+"""The row of a packet hook, in parentheses if not needed → words of the page."""
+
+
+@pytest.mark.parametrize(("result", "says"), HOOKS)
+def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, says: str):
+    rows = [check_row("yes"), CheckRow(Check.HOOK, result.strip("()"), result.isalpha(), "", "", True, subject="y")]
     made = compute_verdict(rows)
-    assert (made.usable, made.packet_path) == (usable, packet_path)
-    page = check.format_page(made, rows)
-    assert ("the packet path can be used" in page) == packet_path
-    assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
+    assert (made.usable, made.packet_path) == (not result.isalpha(), result == "(yes)")
+    assert says in check.format_page(made, rows)
 
 
 VERDICTS = pairs("""\
@@ -184,29 +175,35 @@ def test_check_verdict(given: str, verdict: str):
     assert f"{made.mode} {made.usable} {made.attached}" == verdict
 
 
-IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
-NO_IPVS = CheckRow(Check.IPVS, "no", False, "", "", ipvs=True)
-BESIDE = CheckRow(Check.OTHER_KBPF, "no", True, "", "")
-UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
+ROWS = {
+    "yes": check_row("yes"),
+    "no": check_row("no"),
+    "ipvs": CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True),
+    "no-ipvs": CheckRow(Check.IPVS, "no", False, "", "", ipvs=True),
+    "dummy?": CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True),
+    "kbpf": CheckRow(Check.OTHER_KBPF, "no", True, "", ""),
+    "balancer": CheckRow(Check.BALANCERS, "no", True, "", ""),
+    "(kbpf)": CheckRow(Check.OTHER_KBPF, "no", False, "", ""),
+    "kbpf?": CheckRow(Check.OTHER_KBPF, "unknown", True, "", ""),
+}
+MODES = pairs("""\
+yes ipvs → bpf: mode ipvs can be used
+yes no-ipvs → bpf: mode ipvs cannot be used: IPVS
+no ipvs → ipvs: mode bpf cannot be used
+no no-ipvs → none: mode ipvs cannot be used: IPVS
+no no-ipvs dummy? → none: mode ipvs cannot be used: IPVS
+no ipvs dummy? → ipvs: this machine, unless this is missing (not known): dummy devices
+kbpf ipvs → none: mode bpf cannot be used: no other kbpf
+balancer ipvs → none: no other load balancer
+(kbpf) ipvs → bpf: mode bpf can be used
+kbpf? ipvs → ipvs: mode bpf cannot be used
+""")
+"""ROWS → what `--mode auto` would choose (none where a neighbour makes mode bpf refuse), and words of the page."""
 
 
-@pytest.mark.parametrize(
-    ("rows", "mode", "says"),
-    [
-        ([check_row("yes"), IPVS], "bpf", "mode ipvs can be used"),
-        ([check_row("yes"), NO_IPVS], "bpf", "mode ipvs cannot be used: IPVS"),
-        ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
-        ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
-        ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
-        ([check_row("no"), IPVS, UNSURE], "ipvs", "this machine, unless this is missing (not known): dummy devices"),
-        ([BESIDE, IPVS], "none", "mode bpf cannot be used: no other kbpf"),
-        ([replace(BESIDE, check=Check.BALANCERS), IPVS], "none", "no other load balancer"),
-        ([replace(BESIDE, needed=False), IPVS], "bpf", "mode bpf can be used"),
-        ([replace(BESIDE, result="unknown"), IPVS], "ipvs", "mode bpf cannot be used"),
-    ],
-)
-def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
-    """`mode` is what `--mode auto` would choose: none where a neighbour makes mode bpf refuse."""
+@pytest.mark.parametrize(("given", "expected"), MODES)
+def test_check_verdict_on_the_modes(given: str, expected: str):
+    rows, (mode, _, says) = [ROWS[word] for word in given.split()], expected.partition(": ")
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
     assert says in check.format_page(made, rows)
@@ -232,15 +229,8 @@ def test_check_document_has_names_instead_of_ids():
 
 def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     """So that a good node has few rows, and a lacking feature has a name and advice."""
-    given = [
-        CheckRow(Check.HOOK, result, needed, "", "", subject=name)
-        for name, result, needed in (
-            ("connect4", "yes", True),
-            ("sendmsg4", "no", True),
-            ("trace", "yes", False),
-            ("release", "unknown", False),
-        )
-    ]
+    hooks = {"connect4": "yes", "sendmsg4": "no", "trace": "yes", "release": "unknown"}
+    given = [CheckRow(Check.HOOK, hooks[name], name.endswith("4"), "", "", subject=name) for name in hooks]
     working, refused, unknown = sum_up(given)
     assert (working.name, working.result, working.needed) == ("hooks", "yes", True)
     assert working.detail == "connect4, trace"

@@ -129,6 +129,22 @@ kind: KbpfConfiguration
 pinDir: /sys/fs/bpf/file
 ipvs: {stateDir: /run/file}
 """
+PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+
+
+def written(text: str) -> str:
+    """A file from lines separated by ` / `. FILE and PROXYS stand for the documents above, EMPTY for nothing;
+    FILE OLD>NEW: with this replaced.
+    """
+    parts = []
+    for line in text.split(" / "):
+        name, _, change = line.partition(" ")
+        old, _, new = change.partition(">")
+        document = {"FILE": FILE, "PROXYS": PROXYS, "EMPTY": ""}.get(name)
+        parts.append(f"{line}\n" if document is None else document.replace(old, new) if old else document)
+    return "".join(parts)
+
+
 CLEANUP_ROWS = pairs("""\
 the file's locations: → /sys/fs/bpf/file /run/file
 a flag beats the file: --pin-dir=/sys/fs/bpf/flag → /sys/fs/bpf/flag /run/file
@@ -164,63 +180,55 @@ def cleaned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: 
     return code, tuple(map(str, looked))
 
 
-PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 LOCATIONS = ("/sys/fs/bpf/file", "/run/file")
 ALL = "pin_dir cgroup cache_dir state_dir"
 
 
-MISTAKES = {
-    "no mistake": (FILE, "", ""),
-    "a value of kube-proxy's document": (f"{FILE}---\n{PROXYS}mode: best\n", "'best'", ""),
-    "a value in each document": (
-        f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
-        "KubeProxyConfiguration.oomScoreAdj",
-        "",
-    ),
-    "a value of kbpf's document": (f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm", ""),
-    "an unknown field of kbpf's document": (f"{FILE}colour: red\n", "KbpfConfiguration.colour", ""),
-    "the version of kube-proxy's document": (f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9", ""),
-    "kube-proxy's document twice": (f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice", ""),
-    "contradicting values": (f"{FILE}socketLB: {{mode: off}}\npacketPath: {{enabled: false}}\n", "", ""),
-    "a location's value": (f"{FILE}pinDir: not/absolute\n", "not/absolute", "pin_dir"),
-    "a location's type": (f"{FILE}cgroup: 5\n", "got an integer", "cgroup"),
-    "a location's spelling": (FILE.replace("pinDir", "pinDirs"), "is pinDir meant", "pin_dir"),
-    "a location twice, one of them misspelt": (f"{FILE}pinDirs: /x\n", "is pinDir meant", ""),
-    "the spelling of the section ipvs": (FILE.replace("ipvs", "ipv"), "is ipvs meant", "state_dir"),
-    "the spelling of a location in the section ipvs": (
-        FILE.replace("stateDir", "stateDirs"),
-        "is stateDir meant",
-        "state_dir",
-    ),
-    "the type of the section ipvs": (FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object", "state_dir"),
-    "the version of kbpf's document": (f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
-    "kbpf's document twice": (f"{FILE}---\n{FILE}", "occurs twice", ALL),
-    "a document of another kind": (f"{FILE}---\nkind: Pod\n", "'Pod'", ""),
-    "an unknown kind in place of kbpf's document": (FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
-    "YAML": (f"{FILE}---\na: b: c\n", "not YAML", ALL),
-    "an empty file": ("", "the file is empty", ALL),
-}
-"""A file, words of its error, and the locations that cannot be read because of it."""
+MISTAKES = pairs("""\
+no mistake: FILE → |
+a value of kube-proxy's document: FILE / --- / PROXYS / mode: best → 'best' |
+a value in each document: FILE / algorithm: x / --- / PROXYS / oomScoreAdj: a → KubeProxyConfiguration.oomScoreAdj |
+a value of kbpf's document: FILE / algorithm: best → KbpfConfiguration.algorithm |
+an unknown field of kbpf's document: FILE / colour: red → KbpfConfiguration.colour |
+the version of kube-proxy's document: FILE / --- / PROXYS v1alpha1>v9 → /v9 |
+kube-proxy's document twice: FILE / --- / PROXYS / --- / PROXYS → occurs twice |
+contradicting values: FILE / socketLB: {mode: off} / packetPath: {enabled: false} → |
+a location's value: FILE / pinDir: not/absolute → not/absolute | pin_dir
+a location's type: FILE / cgroup: 5 → got an integer | cgroup
+a location's spelling: FILE pinDir>pinDirs → is pinDir meant | pin_dir
+a location twice, one of them misspelt: FILE / pinDirs: /x → is pinDir meant |
+the spelling of the section ipvs: FILE ipvs>ipv → is ipvs meant | state_dir
+the spelling of a location in the section ipvs: FILE stateDir>stateDirs → is stateDir meant | state_dir
+the type of the section ipvs: FILE ipvs: {>ipvs: [5] # → expected an object | state_dir
+the version of kbpf's document: FILE v1alpha1>v9 / --- / PROXYS → /v9 | ALL
+kbpf's document twice: FILE / --- / FILE → occurs twice | ALL
+a document of another kind: FILE / --- / kind: Pod → 'Pod' |
+an unknown kind in place of kbpf's document: FILE KbpfC>C → 'Configuration' | ALL
+YAML: FILE / --- / a: b: c → not YAML | ALL
+an empty file: EMPTY → the file is empty | ALL
+""")
+"""A file → words of its error | the locations that cannot be read because of it."""
 
 
-@pytest.mark.parametrize(("text", "told", "names"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("mistake", "expected"), MISTAKES)
 def test_locations_are_read_despite_other_mistakes(
-    text: str,
-    told: str,
-    names: str,
+    mistake: str,
+    expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     """And `kbpf cleanup` needs only them."""
+    told, names = (part.strip().replace("ALL", ALL) for part in expected.split("|"))
+    text = written(mistake.partition(": ")[2])
     parsed = locations.parse_locations(text.encode(), "FILE")
     assert told in "; ".join(map(str, parsed.errors))
     assert bool(parsed.errors) == bool(told)
     assert parsed.unreadable.keys() == set(names.split())
     if names != ALL:
-        expected = dict(zip(("pin_dir", "state_dir"), LOCATIONS, strict=True))
+        usual = dict(zip(("pin_dir", "state_dir"), LOCATIONS, strict=True))
         assert {name: str(value) for name, value in parsed.values.items()} == {
-            name: value for name, value in expected.items() if name not in names.split()
+            name: value for name, value in usual.items() if name not in names.split()
         }
     is_cleaned = not {"pin_dir", "state_dir"} & {*names.split()}
     assert cleaned(monkeypatch, tmp_path, text) == ((0, LOCATIONS) if is_cleaned else (1, ()))
@@ -238,19 +246,19 @@ def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(
     assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *LOCATIONS[1:]))
 
 
-CHECK_ROWS = [
-    ("no file", None, True),
-    ("no setting", FILE, True),
-    ("switched on", f"{FILE}packetPath: {{enabled: true}}\n", True),
-    ("switched off", f"{FILE}packetPath: {{enabled: false}}\n", False),
-    ("switched off, and a mistake", f"{FILE}packetPath: {{enabled: false}}\ncolour: red\n", False),
-    ("not YAML", f"{FILE}packetPath: {{enabled: false}}\n---\na: b: c\n", True),
-]
+CHECK_ROWS = pairs("""\
+no setting: FILE → yes
+switched on: FILE / packetPath: {enabled: true} → yes
+switched off: FILE / packetPath: {enabled: false} → no
+switched off, and a mistake: FILE / packetPath: {enabled: false} / colour: red → no
+not YAML: FILE / packetPath: {enabled: false} / --- / a: b: c → yes
+no file: → yes
+""")
 
 
-@pytest.mark.parametrize(("name", "text", "packet_path"), CHECK_ROWS, ids=[r[0] for r in CHECK_ROWS])
+@pytest.mark.parametrize(("text", "packet_path"), CHECK_ROWS)
 def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
-    name: str, text: str | None, packet_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, packet_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     row = CheckRow(Check.KUBE_PROXY, "yes", False, "", "")
     for module in (bpf_checks, ipvs_checks):
@@ -259,10 +267,10 @@ def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
     monkeypatch.setattr(neighbours, "kube_proxy_row", lambda: row)
     calls: list[object] = []
     monkeypatch.setattr(neighbours, "refusal_rows", lambda *given: calls.append(given[2]) or ())
-    (tmp_path / "config.conf").write_text(text or "")
-    given = ("--config", str(tmp_path / "config.conf")) if text is not None else ()
-    app.call(["check", *given])
-    assert calls == [packet_path]
+    file, text = tmp_path / "config.conf", text.partition(": ")[2]
+    file.write_text(written(text))
+    app.call(["check", *(["--config", str(file)] if text else [])])
+    assert calls == [packet_path == "yes"]
 
 
 INSPECT_ROWS = pairs("""\
@@ -311,34 +319,35 @@ def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     assert looked_for(monkeypatch, *command.split(), *given)[0] == flagged
 
 
-VALIDATED = [
-    ("valid", FILE, (), 0, "", 0),
-    ("empty", "", (), 1, "the file is empty", 1),
-    ("two errors", f"{FILE}mode: x\nalgorithm: z\n", (), 1, "unknown value 'x' (KbpfConfiguration.mode)", 2),
-    ("a warning", f"{FILE}packetPath: {{devices: [a], excludeDevices: [a]}}\n", (), 0, "kbpf: warning: ", 1),
-    ("an error and a warning", f"{FILE}mode: x\nmode: y\n", (), 1, "warning: line ", 2),
-    ("not YAML", "a: b: c", (), 1, "not YAML", 1),
-    ("a folder of another machine", f"{FILE}cgroup: /nowhere\n", (), 0, "", 0),
-    ("a folder of this machine", f"{FILE}cgroup: /nowhere\n", ("--node",), 1, "no such cgroup v2 folder: /nowhere", 1),
-    ("no file", None, (), 1, "cannot read the configuration", 1),
-]
-"""Name, text, options, exit code, words on stderr and the number of its lines."""
+VALIDATED = pairs("""\
+valid: FILE → 0 0
+empty: EMPTY → 1 1 the file is empty
+two errors: FILE / mode: x / algorithm: z → 1 2 unknown value 'x' (KbpfConfiguration.mode)
+a warning: FILE / packetPath: {devices: [a], excludeDevices: [a]} → 0 1 kbpf: warning:
+an error and a warning: FILE / mode: x / mode: y → 1 2 warning: line
+not YAML: a: b: c → 1 1 not YAML
+a folder of another machine: FILE / cgroup: /nowhere → 0 0
+a folder of this machine, with --node: FILE / cgroup: /nowhere → 1 1 no such cgroup v2 folder: /nowhere
+no file: → 1 1 cannot read the configuration
+""")
+"""A file → the exit code, and the number of lines on stderr with words of them."""
 
 
-@pytest.mark.parametrize("row", VALIDATED, ids=lambda row: row[0])
+@pytest.mark.parametrize(("given", "expected"), VALIDATED)
 def test_config_validate(
-    row: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    _, text, options, code, words, lines = row
+    rule, _, text = given.partition(": ")
+    code, lines, *words = expected.split(" ", 2)
     monkeypatch.setenv("KBPF_MODE", "nonsense")
     file = tmp_path / "config.conf"
-    if text is not None:
-        file.write_text(text)
-    assert app.call(["config", "validate", str(file), *options]) == code
+    if text:
+        file.write_text(written(text))
+    assert app.call(["config", "validate", str(file), *(["--node"] if "--node" in rule else [])]) == int(code)
     out, err = capsys.readouterr()
-    assert out == (f"{file} is valid\n" if code == 0 else "")
-    assert words in err
-    assert err.count("\n") == lines
+    assert out == (f"{file} is valid\n" if code == "0" else "")
+    assert "".join(words) in err
+    assert err.count("\n") == int(lines)
 
 
 BAD_FILES = [

@@ -2,18 +2,14 @@
 """How the demo evaluates what its clients sent, and the objects of its folder."""
 
 import socket
-import threading
 from collections.abc import Mapping
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kbpf.cli import origin
-from kbpf.demo import client, manifests
+from kbpf.demo import client
 from kbpf.demo.client import Request
-from kbpf.demo.phases import PHASES, PODS, PhaseRequests, evaluate
-from kbpf.model.config import Config
-from kbpf.model.events import Upsert
+from kbpf.demo.phases import PHASES, PhaseRequests, evaluate
 from tests.support.table import pairs
 
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
@@ -108,38 +104,11 @@ def test_lost_datagram_is_a_problem():
     assert evaluate(phases, 300).problems == ("1 of 90 datagrams failed: 1 x timeout",)
 
 
-def serve_once(answer: bytes) -> tuple[str, int]:
-    """A server for one connection that answers like this."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def run() -> None:
-        with listener, listener.accept()[0] as connection:
+def test_an_answer_that_is_no_http_is_an_error():
+    """tests/lab/cluster/test_demo.py has answers and refusals."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        asked = pool.submit(client.request, listener.getsockname(), False)
+        with listener.accept()[0] as connection:
             connection.recv(4096)
-            connection.sendall(answer)
-
-    threading.Thread(target=run, daemon=True).start()
-    return listener.getsockname()
-
-
-def test_a_request_has_its_answer_or_the_name_of_its_error():
-    answered = client.request(serve_once(b"HTTP/1.0 200 OK\r\n\r\nbackend-1\n"), False)
-    assert (answered.backend, answered.error) == ("backend-1", "")
-    assert answered.start < answered.connected < answered.end
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-    refused = client.request(address, False)
-    assert (refused.backend, refused.error, refused.connected) == ("", "ECONNREFUSED", 0.0)
-    assert client.request(serve_once(b"what?"), False).error == "EPROTO"
-
-
-def test_objects_are_accepted_by_the_agent(tmp_path: Path):
-    broken = manifests.BackendPod(4, refuses=True)
-    (tmp_path / "service.yaml").write_text(manifests.SERVICE)
-    (tmp_path / "endpoints.yaml").write_text(manifests.endpoint_slices([*PODS, broken]))
-    problems: list[str] = []
-    events = origin.read_world(str(tmp_path), Config(node_name=manifests.NODE), problems)
-    assert problems == []
-    made = {str(e.key): e.object for e in events if isinstance(e, Upsert)}
-    slices = [made[f"EndpointSlice default/demo-{i}"] for i in (1, 2)]
-    assert [len(each.endpoints) for each in slices] == [3, 1]
-    assert [len(each.ports) for each in slices] == [2, 1]
+            connection.sendall(b"what?")
+        assert asked.result().error == "EPROTO"

@@ -3,7 +3,6 @@
 shares computed by hand, and all else that clients of a node notice.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
@@ -12,160 +11,121 @@ from msgspec.structs import replace
 from kbpf.cli.differences import ModelObject, World, WorldChange, make_events
 from kbpf.model.config import Config
 from kbpf.model.events import ObjectKey
-from kbpf.model.objects import (
-    Endpoint,
-    EndpointSlice,
-    Node,
-    Protocol,
-    Service,
-    ServicePort,
-    SlicePort,
-    Weights,
-    pack_names,
-)
+from kbpf.model.objects import Node, Protocol, Service, ServicePort, SlicePort
+from kbpf.source.decode.annotations import parse_weights
 from kbpf.views.differences import DifferenceRow
-from tests.values.policy.services import HTTP, addrs, key
+from tests.support.table import pairs, table
+from tests.values.policy.services import HTTP, addrs, key, piece, service
 
-WEB = Service("shop", "web", "ClusterIP", addrs("10.96.0.1"), (ServicePort("http", Protocol.TCP, 80),))
 NODES = (Node("a1", addrs("192.0.2.1"), "a"), Node("a2", addrs("192.0.2.2"), "a"), Node("b1", addrs("192.0.2.3"), "b"))
+FOUR = "1@a1,a 2@a2,a 3@b1,b 4@b1,b"
+"""Endpoints of the Pods p-1 to p-4, as in ends(): on two nodes in zone a, and one in zone b."""
 
 
-def end(number: int, node: str, **said: object) -> Endpoint:
-    """The endpoint 10.1.0.NUMBER of the Pod p-NUMBER, in the zone of its node's first letter."""
-    return Endpoint(*addrs(f"10.1.0.{number}"), node=node, zone=node[:1], **said)  # type: ignore[arg-type]
+def worlds(*objects: ModelObject) -> dict[ObjectKey, ModelObject]:
+    return {key(each): each for each in objects}
 
 
-def slice_of(*ends: Endpoint, service: str = "web") -> EndpointSlice:
-    pods = pack_names([f"p-{endpoint.address[-1]}" for endpoint in ends])
-    return EndpointSlice("shop", f"{service}-1", service, 4, ends, HTTP, (), pods)
+def world(text: str = "", ends: str = "", weights: str = "") -> dict[ObjectKey, ModelObject]:
+    """The ClusterIP Service web with these words of service(), these endpoints or FOUR, and the nodes."""
+    web = replace(service(f"web ClusterIP {text}"), weights=parse_weights(weights, []))
+    pods = " ".join(f"p-{word[0]}" for word in (ends or FOUR).split())
+    return worlds(web, piece(ends or FOUR, pods=pods), *NODES)
 
 
-def world(*objects: ModelObject) -> dict[ObjectKey, ModelObject]:
-    return {key(obj): obj for obj in objects}
+def run(before: World, after: World, node: str = "a1") -> list[DifferenceRow]:
+    return [row for _, row in WorldChange(before, after, Config()).compute(node)]
 
 
-FOUR = (end(1, "a1"), end(2, "a2"), end(3, "b1"), end(4, "b1"))
-PLAIN = world(WEB, slice_of(*FOUR), *NODES)
-CONFIG = Config()
-Shares = dict[int, tuple[float | None, float | None]]
-"""Last byte of the backend's address → its share before and after."""
-
-
-def shares(differences: Iterable[DifferenceRow], set_name: str = "cluster") -> Shares:
-    return {
-        int(d.name.partition(":")[0].rpartition(".")[2]): (d.share_before, d.share_after)
-        for d in differences
-        if d.what == "backend" and d.set == set_name
-    }
-
-
-def run(before: World, after: World, node: str = "a1", config: Config = CONFIG) -> list[DifferenceRow]:
-    return [row for _, row in WorldChange(before, after, config).compute(node)]
-
-
-def with_ends(*ends: Endpoint) -> dict[ObjectKey, ModelObject]:
-    return PLAIN | world(slice_of(*ends))
-
-
-def not_ready(endpoint: Endpoint) -> Endpoint:
-    return replace(endpoint, ready=False, serving=False)
-
-
-def terminating(endpoint: Endpoint) -> Endpoint:
-    return replace(endpoint, ready=False, terminating=True)
-
-
-def with_weights(**weights: object) -> dict[ObjectKey, ModelObject]:
-    return PLAIN | world(replace(WEB, weights=Weights(**weights)))  # type: ignore[arg-type]
-
-
-HINTED = with_ends(*(replace(end, zone_hints=(end.zone,)) for end in FOUR))
-DRAINED = with_ends(*FOUR[:2], *map(terminating, FOUR[2:]))
+def shares(differences: list[DifferenceRow]) -> str:
+    """Last byte of each backend's address=its share before>after."""
+    found = (d for d in differences if d.what == "backend" and d.set == "cluster")
+    return " ".join(f"{d.name.split(':')[0].split('.')[-1]}={d.share_before}>{d.share_after}" for d in found)
 
 
 class Row(NamedTuple):
-    """The state afterwards, a node, and what becomes of the four endpoints' shares, each 1/4
-    before. `why`: of the third backend.
+    """The endpoints and weights afterwards, a node, and what becomes of the four endpoints' shares there. `why`: of the
+    third backend.
     """
 
-    after: World
+    rule: str
+    ends: str
+    weights: str
     node: str
     shares: str
     why: str = ""
 
 
-HALVES = "1=0.5 2=0.5 3=None 4=None"
-ROWS = {
-    "zone b is down": Row(with_ends(*FOUR[:2], *map(not_ready, FOUR[2:])), "a1", HALVES, "not ready, not serving"),
-    "a node is drained": Row(DRAINED, "b1", HALVES, "terminating: other endpoints get new connections"),
-    "all nodes are drained: terminating endpoints serve": Row(with_ends(*map(terminating, FOUR)), "a1", ""),
-    "weight 0": Row(
-        with_weights(pods=(("p-3", 0),)),
-        "a1",
-        "1=0.3333 2=0.3333 3=None 4=0.3333",
-        "its weight is 0: no new connections",
-    ),
-    "weight of a zone": Row(with_weights(zones=(("b", 3),)), "a1", "1=0.125 2=0.125 3=0.375 4=0.375"),
-    "same zone, in zone a": Row(
-        HINTED, "a1", HALVES, "ready, but PreferSameZone prefers other endpoints for this node"
-    ),
-    "same zone, in zone b": Row(HINTED, "b1", "1=None 2=None 3=0.5 4=0.5"),
-}
+ROWS = table(
+    Row,
+    """\
+zone b is down | 1@a1,a 2@a2,a 3/down@b1,b 4/down@b1,b |  | a1 | 1=0.25>0.5 2=0.25>0.5 3=0.25>None 4=0.25>None \
+| not ready, not serving
+a node is drained | 1@a1,a 2@a2,a 3/draining@b1,b 4/draining@b1,b |  | b1 \
+| 1=0.25>0.5 2=0.25>0.5 3=0.25>None 4=0.25>None | terminating: other endpoints get new connections
+all nodes are drained: terminating endpoints serve | 1/draining@a1,a 2/draining@a2,a 3/draining@b1,b 4/draining@b1,b \
+|  | a1 |
+weight 0 |  | p-3=0 | a1 | 1=0.25>0.3333 2=0.25>0.3333 3=0.25>None 4=0.25>0.3333 | its weight is 0: no new connections
+weight of a zone |  | zone:b=3 | a1 | 1=0.25>0.125 2=0.25>0.125 3=0.25>0.375 4=0.25>0.375
+same zone, in zone a | 1@a1,a>a 2@a2,a>a 3@b1,b>b 4@b1,b>b |  | a1 \
+| 1=0.25>0.5 2=0.25>0.5 3=0.25>None 4=0.25>None | ready, but PreferSameZone prefers other endpoints for this node
+same zone, in zone b | 1@a1,a>a 2@a2,a>a 3@b1,b>b 4@b1,b>b |  | b1 | 1=0.25>None 2=0.25>None 3=0.25>0.5 4=0.25>0.5
+""",
+)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_shares(name: str):
-    row = ROWS[name]
-    found = run(PLAIN, row.after, row.node)
-    after = shares(found)
-    assert " ".join(f"{number}={share}" for number, (_, share) in after.items()) == row.shares
-    assert {before for before, _ in after.values()} <= {0.25}
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+def test_shares(row: Row):
+    found = run(world(), world("", row.ends, row.weights), row.node)
+    assert shares(found) == row.shares
     if row.why:
         (third,) = (d for d in found if d.name == "10.1.0.3:8080")
         assert (third.pod, third.node, third.zone, third.reason) == ("p-3", "b1", "b", row.why)
 
 
 def test_shares_of_one_state_are_its_difference_from_nothing():
-    assert shares(run({}, PLAIN)) == dict.fromkeys((1, 2, 3, 4), (None, 0.25))
-    third = shares(run({}, with_weights(pods=(("p-3", 0),))))
-    assert third == dict.fromkeys((1, 2, 4), (None, 0.3333))
+    assert shares(run({}, world())) == "1=None>0.25 2=None>0.25 3=None>0.25 4=None>0.25"
+    assert shares(run({}, world(weights="p-3=0"))) == "1=None>0.3333 2=None>0.3333 4=None>0.3333"
 
 
-def test_a_set_that_becomes_empty_says_what_clients_see():
-    def sets(before: World, after: World) -> list[tuple[str, str | None, str | None]]:
-        found = run(before, after)
-        return [(d.set, d.before, d.after) for d in found if d.what == "set"]
+SETS = pairs("""\
+ | 1/down@a1,a → cluster: 1 backend, empty: refused
+internal-local | 1/down@a1,a 2@a2,a → local: 1 backend, empty: dropped
+internal-local | 1/draining@a1,a 2@a2,a →
+""")
+"""Words of the Service | its endpoints → the set that becomes empty if the first one is no longer ready. One of this
+node serves while it terminates.
+"""
 
-    nothing = with_ends(*map(not_ready, FOUR))
-    assert sets(PLAIN, nothing) == [("cluster", "4 backends", "empty: refused")]
-    local = world(replace(WEB, internal_local=True))
-    gone = with_ends(not_ready(FOUR[0]), *FOUR[1:])
-    assert sets(PLAIN | local, gone | local) == [("local", "1 backend", "empty: dropped")]
-    # One of this node serves while it terminates.
-    drained = with_ends(terminating(FOUR[0]), *FOUR[1:])
-    assert sets(PLAIN | local, drained | local) == []
+
+@pytest.mark.parametrize(("given", "expected"), SETS)
+def test_a_set_that_becomes_empty_says_what_clients_see(given: str, expected: str):
+    text, ends = (part.strip() for part in given.split("|"))
+    before = ends.replace("/down", "").replace("/draining", "")
+    found = [d for d in run(world(text, before), world(text, ends)) if d.what == "set"]
+    assert "; ".join(f"{d.set}: {d.before}, {d.after}" for d in found) == expected
 
 
 # ---- two worlds ----------------------------------------------------------------------------------
 
-OLDER = replace(WEB, creation_timestamp="2024-01-01T00:00:00Z")
-EXTERNAL = replace(WEB, name="ext", cluster_ips=addrs("10.96.0.9"), external_ips=addrs("203.0.113.9"))
+OLD_IP = world("external=203.0.113.9 created=old")
+NO_SERVICE = {k: v for k, v in world().items() if not isinstance(v, Service)}
 GONE_BACKENDS = "".join(f"\nbackend 10.1.0.{n}:8080: 0.25 → None" for n in (1, 2, 3, 4))
 CHANGES = {
-    "nothing": (PLAIN, PLAIN, ""),
+    "nothing": (world(), world(), ""),
     "a Service is gone": (
-        PLAIN,
-        {k: v for k, v in PLAIN.items() if not isinstance(v, Service)},
+        world(),
+        NO_SERVICE,
         f"frontend 10.96.0.1:80/TCP: ClusterIP → \nset : 4 backends → {GONE_BACKENDS}",
     ),
     "another ClusterIP": (
-        PLAIN,
-        PLAIN | world(replace(WEB, cluster_ips=addrs("10.96.0.7"))),
+        world(),
+        world("ip=10.96.0.7"),
         "frontend 10.96.0.1:80/TCP: ClusterIP → \nfrontend 10.96.0.7:80/TCP:  → ClusterIP",
     ),
     "policy and affinity": (
-        PLAIN,
-        PLAIN | world(replace(WEB, internal_local=True, affinity_timeout=60)),
+        world(),
+        world("internal-local affinity=60"),
         "setting internal policy: Cluster → Local\n"
         "setting affinity: none → 60 s\n"
         f"set : 4 backends → {GONE_BACKENDS}\n"
@@ -173,27 +133,22 @@ CHANGES = {
         "backend 10.1.0.1:8080: None → 1.0",
     ),
     "an address that an older Service has": (
-        PLAIN | world(replace(OLDER, external_ips=addrs("203.0.113.9"))),
-        PLAIN
-        | world(
-            replace(OLDER, external_ips=addrs("203.0.113.9")),
-            replace(EXTERNAL, creation_timestamp="2025-01-01T00:00:00Z"),
-        ),
+        OLD_IP,
+        OLD_IP | worlds(service("ext ClusterIP ip=10.96.0.9 external=203.0.113.9 created=new")),
         "frontend 10.96.0.9:80/TCP:  → ClusterIP\n"
-        "setting lost frontends:  → 203.0.113.9:80/TCP to shop/web\n"
+        "setting lost frontends:  → 203.0.113.9:80/TCP to ns/web\n"
         "set :  → empty: refused",
     ),
     "the node's zone and address": (
-        PLAIN,
-        PLAIN | world(Node("a1", addrs("192.0.2.11"), "b")),
+        world(),
+        world() | worlds(Node("a1", addrs("192.0.2.11"), "b")),
         "node NodePort addresses: 192.0.2.1 → 192.0.2.11\nnode SNAT addresses: 192.0.2.1 → 192.0.2.11",
     ),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_difference_of_two_worlds(name: str):
-    before, after, rows = CHANGES[name]
+@pytest.mark.parametrize(("before", "after", "rows"), CHANGES.values(), ids=CHANGES)
+def test_difference_of_two_worlds(before: World, after: World, rows: str):
     found = []
     for d in run(before, after):
         was, is_ = (d.share_before, d.share_after) if d.what == "backend" else (d.before, d.after)
@@ -201,25 +156,19 @@ def test_difference_of_two_worlds(name: str):
     assert "\n".join(found) == rows
 
 
-GONE = {
-    "Service port": {k: v for k, v in PLAIN.items() if not isinstance(v, Service)},
-    "endpoint": PLAIN | world(slice_of(*FOUR[:3])),
-}
+GONE = {"Service port": NO_SERVICE, "endpoint": world("", "1@a1,a 2@a2,a 3@b1,b")}
 
 
 @pytest.mark.parametrize("what", GONE)
 def test_what_is_gone_is_the_reason(what: str):
-    (last,) = (d for d in run(PLAIN, GONE[what]) if d.name == "10.1.0.4:8080")
-    assert last.reason == f"its {what} is gone"
-    assert (last.pod, last.node, last.zone) == ("p-4", "b1", "b")
+    (last,) = (d for d in run(world(), GONE[what]) if d.name == "10.1.0.4:8080")
+    assert (last.reason, last.pod, last.node, last.zone) == (f"its {what} is gone", "p-4", "b1", "b")
 
 
 def test_events_lead_from_one_world_to_the_other():
-    after = {k: v for k, v in PLAIN.items() if not isinstance(v, Node)} | world(
-        slice_of(FOUR[0]), slice_of(FOUR[1], service="new")
-    )
-    result = dict(PLAIN)
-    for event in make_events(PLAIN, after):
+    after = {k: v for k, v in world("", "1").items() if not isinstance(v, Node)} | worlds(piece("2", "new"))
+    result = dict(world())
+    for event in make_events(world(), after):
         result.pop(event.key, None)  # type: ignore[union-attr]
         if hasattr(event, "object"):
             result[event.key] = event.object  # type: ignore[union-attr]
@@ -228,8 +177,8 @@ def test_events_lead_from_one_world_to_the_other():
 
 
 def test_the_ports_of_one_service_are_separate():
-    two = replace(WEB, ports=(*WEB.ports, ServicePort("dns", Protocol.UDP, 53)))
+    web = service("web ClusterIP")
+    two = replace(web, ports=(*web.ports, ServicePort("dns", Protocol.UDP, 53)))
     ports = (*HTTP, SlicePort("dns", Protocol.UDP, 5353))
-    before = world(two, replace(slice_of(*FOUR), ports=ports), *NODES)
-    after = before | world(replace(slice_of(*FOUR[:2]), ports=ports))
+    before, after = (worlds(two, piece(ends, ports=ports), *NODES) for ends in ("1 2", "1"))
     assert {(d.port, d.protocol) for d in run(before, after)} == {("http", "TCP"), ("dns", "UDP")}

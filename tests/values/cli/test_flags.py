@@ -231,41 +231,39 @@ def test_write_config_to_writes_the_settings_and_exits(tmp_path: Path):
     assert written[1]["pinDir"] == "/p"
 
 
-FORMS = [
-    ("flag", "", ("--log-format", "json"), True),
-    ("file", "logging: {format: json}", (), True),
-    ("text", "", (), False),
-]
+FORMS = pairs("""\
+flag: json --log-format=json →
+file: json → logging: {format: json}
+text: text →
+""")
 
 
-@pytest.mark.parametrize(("name", "more", "flags", "is_json"), FORMS, ids=[f[0] for f in FORMS])
+@pytest.mark.parametrize(("form", "more"), FORMS)
 def test_diagnostics_of_a_file_have_the_log_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: str, flags: tuple[str, ...], is_json: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, more: str
 ):
     """Also with `--write-config-to`, and for warnings next to errors."""
-    head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
-    source, target = tmp_path / "in", tmp_path / "out"
-    command = ["run", "--config", str(source), "--write-config-to", str(target), *flags]
-    lines = []
-    for wrong, code in (("", 0), ("\noomScoreAdj: 5000\nbindAddress: x", 2)):
-        source.write_text(f"{head}{more}\nportRange: 1-2\nclusterCIDRs: x{wrong}")
-        assert app.call(command) == code
-        lines.append(capsys.readouterr().err.splitlines())
-    if is_json:
-        made = [[json.loads(line) for line in each] for each in lines]
-        told = [[(one["level"], one["message"]) for one in each] for each in made]
-        assert all(set(one) == {"time", "level", "logger", "message"} for each in made for one in each)
-    else:
-        found = re.compile(r"kbpf run: (?:(warning|info): )?(.*)")
-        told = [[(m[1] or "error", m[2]) for line in each if (m := found.fullmatch(line))] for each in lines]
-        assert [len(each) for each in told] == [len(each) for each in lines]
-    unknown = ("warning", "KubeProxyConfiguration.clusterCIDRs is an unknown field; is clusterCIDR meant?")
-    assert unknown in told[0]
-    assert unknown in told[1]
-    assert {level for level, _ in told[0]} == {"warning", "info"}
-    assert [level for level, _ in told[1]] == ["error", "error", "warning"]
-    for place, message in zip(("bindAddress", "oomScoreAdj"), told[1], strict=False):
-        assert f"(KubeProxyConfiguration.{place})" in message[1]
+    _, log_format, *flags = form.split()
+    source = tmp_path / "in"
+    head = f"apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n{more}\nclusterCIDRs: x\n"
+    for wrong, code, levels in (
+        ("", 0, "warning info info info"),
+        ("oomScoreAdj: 5000\nbindAddress: x", 2, "error error warning"),
+    ):
+        source.write_text(head + wrong)
+        assert app.call(["run", "--config", str(source), "--write-config-to", str(tmp_path / "out"), *flags]) == code
+        lines = capsys.readouterr().err.splitlines()
+        if log_format == "json":
+            records = [json.loads(line) for line in lines]
+            assert all(record.keys() == {"time", "level", "logger", "message"} for record in records)
+            told = [(record["level"], record["message"]) for record in records]
+        else:
+            told = [re.fullmatch(r"kbpf run: (?:(warning|info): )?(.*)", line).groups("error") for line in lines]
+        assert " ".join(level for level, _ in told) == levels
+        unknown = "KubeProxyConfiguration.clusterCIDRs is an unknown field; is clusterCIDR meant?"
+        assert ("warning", unknown) in told
+    assert "(KubeProxyConfiguration.bindAddress)" in told[0][1]
+    assert "(KubeProxyConfiguration.oomScoreAdj)" in told[1][1]
 
 
 def test_error_about_an_unreadable_file_has_the_log_format(capsys: pytest.CaptureFixture[str]):

@@ -4,7 +4,6 @@
 import json
 import logging
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,10 +35,9 @@ ROWS = [
 """A message, its arguments, and the expected text."""
 
 
-def record(row: Row, is_fault: bool = False) -> logging.LogRecord:
+def record(row: Row) -> logging.LogRecord:
     message, values, _ = row
-    level, fault = logging.ERROR if is_fault else logging.INFO, sys.exc_info() if is_fault else None
-    made = logging.LogRecord("kbpf.x", level, "", 0, message, values, fault)
+    made = logging.LogRecord("kbpf.x", logging.INFO, "", 0, message, values, None)
     made.created = 1_795_325_653.9
     return made
 
@@ -56,19 +54,6 @@ def test_record_is_one_line(row: Row):
         "logger": "kbpf.x",
         "message": row[2],
     }
-
-
-def test_internal_error_is_logged_with_its_traceback():
-    try:
-        raise ValueError("on purpose")
-    except ValueError:
-        text, line = (form.format(record(ROWS[0], True)) for form in (TextFormatter(), JsonFormatter()))
-    head, *below = text.splitlines()
-    assert head == "2026-11-22T05:34:13Z ERROR kbpf.x started node=n1"
-    assert below[0].startswith("Traceback")
-    assert below[-1] == "ValueError: on purpose"
-    assert "\n" not in line
-    assert json.loads(line)["fault"] == "\n".join(below)
 
 
 def test_fatal_error_has_the_log_format(capsys: pytest.CaptureFixture[str]):

@@ -17,6 +17,7 @@ from kbpf.dataplane.bpf.state import adopt, contents
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
+from tests.support.table import table
 
 KEY = ServicePortKey("ns", "web", "http", Protocol.TCP, 4)
 
@@ -33,23 +34,26 @@ class Found(NamedTuple):
     reuse (0: none), and the ids whose names are to be removed.
     """
 
-    named: tuple[int, ...]
-    dialled: tuple[int, ...]
+    named: str
+    dialled: str
     programmed: int
     unused: int
-    strays: set[int]
+    strays: str = ""
 
 
-FOUND = [
-    Found((5,), (5,), 5, 0, set()),
-    Found((5,), (), 0, 5, set()),
-    Found((5, 7), (5,), 5, 0, {7}),
-    Found((7, 5), (5,), 5, 0, {7}),
-    Found((5, 7), (5, 7), 7, 0, {5}),
-    Found((7, 5), (5, 7), 7, 0, {5}),
-    Found((5, 7), (), 0, 7, {5}),
-    Found((7, 5), (), 0, 7, {5}),
-]
+FOUND = table(
+    Found,
+    """\
+5 | 5 | 5 | 0
+5 |  | 0 | 5
+5 7 | 5 | 5 | 0 | 7
+7 5 | 5 | 5 | 0 | 7
+5 7 | 5 7 | 7 | 0 | 5
+7 5 | 5 7 | 7 | 0 | 5
+5 7 |  | 0 | 7 | 5
+7 5 |  | 0 | 7 | 5
+""",
+)
 
 
 def frontend(number: int) -> FrontendAddress:
@@ -59,9 +63,10 @@ def frontend(number: int) -> FrontendAddress:
 @pytest.mark.parametrize("row", FOUND, ids=str)
 def test_the_newest_id_with_a_frontend_is_adopted(row: Found):
     maps = {name: Held() for name in contents.MAPS_READ}
-    for number in row.named:
+    named, dialled, strays = (list(map(int, text.split())) for text in (row.named, row.dialled, row.strays))
+    for number in named:
         maps["service_names"][U32.pack(number)] = pack_service_name(KEY)
-    for number in row.dialled:
+    for number in dialled:
         at = frontend(number)
         key = pack_target(at.address, at.port, at.protocol)
         value = ServiceValue(number, int(ServiceFlag.CLUSTER_IP), 0, 0, 0, 0, 0)
@@ -71,6 +76,6 @@ def test_the_newest_id_with_a_frontend_is_adopted(row: Found):
     if row.programmed:
         assert found.programmed[KEY].id == row.programmed
     assert found.unused_names == ({KEY: row.unused} if row.unused else {})
-    assert found.unclaimed_names == row.strays
-    assert found.unclaimed_frontends == {frontend(number) for number in row.dialled if number != row.programmed}
-    assert found.highest_service == max(row.named)
+    assert found.unclaimed_names == {*strays}
+    assert found.unclaimed_frontends == {frontend(number) for number in dialled if number != row.programmed}
+    assert found.highest_service == max(named)

@@ -4,7 +4,7 @@ tests/programs/maps/test_isolation.py has real maps and the programs that count.
 """
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,6 +16,7 @@ from kbpf.dataplane.bpf.maps.affinity_shares import (
 )
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, OWNER_ADDRESS, OWNER_DEVICE, U32
 from kbpf.model.address import parse_addr
+from tests.support.table import table
 
 ONE, OTHER, NEAR, FAR = "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"
 NETWORK = "2001:db8::"
@@ -49,8 +50,9 @@ def entry(client: str, service: int, age_s: float = 0, owner: int = 0) -> tuple[
     return AFFINITY_KEY.pack(parse_addr(client), service, 0), AFFINITY.pack(used, 1, owner)
 
 
-def counts(table: dict[str, int]) -> dict[bytes, bytes]:
-    return {bytes(parse_addr(at)): U32.pack(count) for at, count in table.items()}
+def counts(text: str) -> dict[bytes, bytes]:
+    words = (word.split("=") for word in text.split())
+    return {bytes(parse_addr(NAMES[name])): U32.pack(int(count)) for name, count in words}
 
 
 AT_ONCE = float("inf")
@@ -64,47 +66,60 @@ def counted(affinity: FakeMap, shares: FakeMap) -> AffinityShares:
     return AffinityShares(lambda: maps, lambda: dict.fromkeys(SERVICES, TIMEOUT))
 
 
-ROWS = {
-    "no entries, no counts": ((), {}, {}),
-    "a correct count stays": (((ONE, 0), (ONE, 0)), {ONE: 2}, {ONE: 2}),
-    "one entry is gone": (((ONE, 0),), {ONE: 2}, {ONE: 1}),
-    "all entries are gone": ((), {ONE: 2, OTHER: 1}, {}),
-    "an IPv6 network": (((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
-    "entries without a count": (((FAR, 0),), {}, {}),
-    "pods behind a bridge": (((NEAR, OWNER_ADDRESS), (NETWORK, 0)), {NEAR: 9, NETWORK: 9}, {NEAR: 1, NETWORK: 1}),
-    "a pod with its own device, and another owner with its address": (
-        ((ONE, OWNER_DEVICE | 7), (FAR, OWNER_DEVICE | 7), (ONE, 0)),
-        {"ffff:ffff::700:80": 1, ONE: 2},
-        {"ffff:ffff::700:80": 2, ONE: 1},
-    ),
-    "sockets of a cgroup": ((("::1", 7), ("::2", 7), ("::3", 7)), {"ffff:ffff::700:0": 9}, {"ffff:ffff::700:0": 3}),
-}
-"""Entries (client, owner), and the counts before and after a recount. The key of a device or cgroup
-has its number in its last word, in little-endian order.
-"""
+NAMES = {"one": ONE, "other": OTHER, "near": NEAR, "far": FAR, "network": NETWORK, "near2": "2001:db8::2"}
+NAMES |= {"device7": "ffff:ffff::700:80", "cgroup7": "ffff:ffff::700:0"}
+OWNERS = {"": 0, "address": OWNER_ADDRESS, "device": OWNER_DEVICE | 7, "cgroup": 7}
+
+
+class Row(NamedTuple):
+    """Entries CLIENT/OWNER, and the counts before and after a recount. The key of a device or cgroup has its number in
+    its last word, in little-endian order.
+    """
+
+    rule: str
+    entries: str
+    before: str
+    after: str = ""
+
+
+ROWS = table(
+    Row,
+    """\
+no entries, no counts |  |
+a correct count stays | one one | one=2 | one=2
+one entry is gone | one | one=2 | one=1
+all entries are gone |  | one=2 other=1
+an IPv6 network | near near2 far | network=9 | network=2
+entries without a count | far |
+pods behind a bridge | near/address network | near=9 network=9 | near=1 network=1
+a pod with its own device, and another owner with its address | one/device far/device one | device7=1 one=2 \
+| device7=2 one=1
+sockets of a cgroup | one/cgroup other/cgroup near/cgroup | cgroup7=9 | cgroup7=3
+""",
+)
 
 
 @pytest.mark.parametrize("piece", [1, 100])
-@pytest.mark.parametrize("name", ROWS)
-def test_a_recount_corrects_the_counts(name: str, piece: int):
-    entries, before, after = ROWS[name]
-    affinity = FakeMap(entry(client, number, owner=owner) for number, (client, owner) in enumerate(entries))
-    shares = FakeMap(counts(before))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+def test_a_recount_corrects_the_counts(row: Row, piece: int):
+    entries = [word.partition("/") for word in row.entries.split()]
+    affinity = FakeMap(entry(NAMES[name], n, owner=OWNERS[owner]) for n, (name, _, owner) in enumerate(entries))
+    shares = FakeMap(counts(row.before))
     affinity.piece = piece
     counting = counted(affinity, shares)
     for number in range(len(entries) + 1):
         counting.advance(number * RECOUNT_INTERVAL_S, AT_ONCE)
-    assert shares == counts(after)
+    assert shares == counts(row.after)
 
 
 def test_counts_made_during_a_recount_are_kept():
-    affinity, shares = FakeMap(entry(ONE, number) for number in range(2)), FakeMap(counts({ONE: 5}))
+    affinity, shares = FakeMap(entry(ONE, number) for number in range(2)), FakeMap(counts("one=5"))
     affinity.piece = 1
     counting = counted(affinity, shares)
     counting.advance(0, AT_ONCE)
-    shares |= counts({ONE: 8})
+    shares |= counts("one=8")
     counting.advance(RECOUNT_INTERVAL_S, AT_ONCE)
-    assert shares == counts({ONE: 2 + 3})
+    assert shares == counts("one=5"), "2 entries, and 3 that were counted meanwhile"
 
 
 AGES = {
@@ -123,13 +138,13 @@ def test_expired_entries_are_deleted_and_not_counted(name: str):
     now = time.monotonic_ns() + 10**15
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic_ns", lambda: now)
-        affinity, shares = FakeMap([entry(ONE, service, seconds)]), FakeMap(counts({ONE: 1}))
+        affinity, shares = FakeMap([entry(ONE, service, seconds)]), FakeMap(counts("one=1"))
         counted(affinity, shares).advance(0, AT_ONCE)
     assert (len(affinity), len(shares)) == ((1, 1) if stays else (0, 0))
 
 
 def test_an_entry_used_again_during_the_recount_stays():
-    affinity, shares = FakeMap([entry(ONE, 1, TIMEOUT + 1)]), FakeMap(counts({ONE: 1}))
+    affinity, shares = FakeMap([entry(ONE, 1, TIMEOUT + 1)]), FakeMap(counts("one=1"))
     affinity.lookup = lambda _: entry(ONE, 1)[1]  # type: ignore[method-assign]
     counted(affinity, shares).advance(0, AT_ONCE)
     assert (len(affinity), len(shares)) == (1, 1)

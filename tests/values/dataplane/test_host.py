@@ -12,6 +12,7 @@ from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_strin
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT, BaseChain, ChainRule, masquerade_comment, refuses_all
 from kbpf.kernel.system import sysctl
+from tests.support.table import pairs, table
 
 MARK = 0x4000
 
@@ -45,11 +46,6 @@ def xt(kind: str, name: str) -> bytes:
     return expression(kind, attribute(uapi.NFTA_MATCH_NAME, name.encode() + b"\0"))
 
 
-def lookup(register: int) -> bytes:
-    """A lookup in a set; in a verdict map if the register is that of the verdict."""
-    return expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", register)))
-
-
 def named(kind: int) -> bytes:
     """A use of an object that is defined elsewhere in the table."""
     return expression("objref", attribute(uapi.NFTA_OBJREF_IMM_TYPE, struct.pack(">I", kind)))
@@ -60,7 +56,7 @@ COMMENT, REJECT = xt("match", "comment"), xt("target", "REJECT")
 DROP, ACCEPT, JUMP = verdict(uapi.NF_DROP), verdict(uapi.NF_ACCEPT), verdict(-3, "cali-FORWARD")
 TO_A_POD = expression("payload") + expression("cmp")
 LOAD = expression("immediate", attribute(uapi.NFTA_IMMEDIATE_DATA, attribute(1, bytes(4))))
-VERDICT_MAP, SET = lookup(uapi.NFT_REG_VERDICT), lookup(1)
+VERDICT_MAP = expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT)))
 EXPRESSIONS = {
     "iptables -j REJECT": (COUNTER + REJECT, True),
     "iptables -m comment -j REJECT": (COMMENT + COUNTER + REJECT, True),
@@ -84,11 +80,11 @@ EXPRESSIONS = {
 """The expressions of a rule, and whether they refuse all packets."""
 
 
-def rule(expressions: bytes, chain: str = "c", comment: str = "") -> nft.Rule:
-    text = comment.encode() + b"\0"
+def rule(expressions: bytes) -> nft.Rule:
+    text = KEEPALIVE_COMMENT.encode() + b"\0"
     return nft._parse_rule(
         {
-            uapi.NFTA_RULE_CHAIN: chain.encode() + b"\0",
+            uapi.NFTA_RULE_CHAIN: b"c\0",
             uapi.NFTA_RULE_HANDLE: struct.pack(">Q", 7),
             uapi.NFTA_RULE_EXPRESSIONS: expressions,
             uapi.NFTA_RULE_USERDATA: b"\5\1x" + bytes((0, len(text))) + text,
@@ -99,7 +95,7 @@ def rule(expressions: bytes, chain: str = "c", comment: str = "") -> nft.Rule:
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_which_rules_refuse_all_packets(name: str):
     expressions, refuses = EXPRESSIONS[name]
-    parsed = rule(expressions, comment=KEEPALIVE_COMMENT)
+    parsed = rule(expressions)
     assert (parsed.chain, parsed.handle, parsed.comment) == ("c", 7, KEEPALIVE_COMMENT)
     assert refuses_all(parsed.expressions) == refuses
 
@@ -125,71 +121,12 @@ def test_rules_of_each_family_are_read(family: str, monkeypatch: pytest.MonkeyPa
     assert len({body[0] for body in asked}) == 1
 
 
-RPF = xt("match", "rpfilter") + DROP, expression("fib") + expression("cmp") + DROP
-MAY_REFUSE = {
-    "no rule": ((), False),
-    "policy drop": ((), True),
-    "drop": ((rule(DROP),), True),
-    "drop to one pod": ((rule(TO_A_POD + DROP),), True),
-    "iptables -j REJECT": ((rule(TO_A_POD + REJECT),), True),
-    "accept": ((rule(TO_A_POD + ACCEPT),), False),
-    "by a verdict map": ((rule(VERDICT_MAP),), True),
-    "accept a set": ((rule(SET + ACCEPT),), False),
-    "reverse path filters": (tuple(map(rule, RPF)), False),
-    "in a chain that it jumps to": ((rule(verdict(-3, "d")), rule(DROP, "d")), True),
-    "in a chain behind that": ((rule(verdict(-3, "d")), rule(verdict(-4, "e"), "d"), rule(DROP, "e")), True),
-    "jumps in a circle": ((rule(verdict(-3, "d")), rule(verdict(-3, "c"), "d")), False),
-    "in a chain that nothing leads to": ((rule(ACCEPT), rule(DROP, "d")), False),
-}
-"""The rules of a table, and whether its base chain `c` may refuse a packet."""
-
-
-@pytest.mark.parametrize("name", MAY_REFUSE)
-def test_which_chains_may_refuse_before_dnat(name: str, monkeypatch: pytest.MonkeyPatch):
-    rules, refuses = MAY_REFUSE[name]
-    policy = "drop" if name == "policy drop" else "accept"
-    chain = {"family": "inet", "table": "t", "name": "c", "type": "filter", "policy": policy}
-    places = {
-        "early": {"hook": "prerouting", "prio": -300},
-        "behind DNAT": {"hook": "prerouting", "prio": -100},
-        "later": {"hook": "input", "prio": -300},
-        "at a device": {"hook": "ingress", "prio": 0},
-        "of kube-proxy": {"hook": "prerouting", "prio": -300, "table": "kube-proxy"},
-        "no base chain": {},
-    }
-    monkeypatch.setattr(nft, "list_chains", lambda: [{**chain, "name": "c", **place} for place in places.values()])
-    monkeypatch.setattr(nft, "count_rules", lambda *_: len(rules))
-    monkeypatch.setattr(nft, "list_rules", lambda *_: iter(rules))
-    assert pre_dnat_rules.find_chains() == (2 * refuses * ("inet t c",), ())
-    if policy == "accept" and rules:
-        monkeypatch.setattr(pre_dnat_rules, "MAX_RULES", len(rules) - 1)
-        line = f"inet t c (more than {len(rules) - 1} rules)"
-        assert pre_dnat_rules.find_chains() == ((), (line, line))
-
-
-SAVED = {
-    ":PREROUTING ACCEPT [7:9]": False,
-    ":PREROUTING DROP [0:0]": True,
-    ":OUTPUT DROP [0:0]": False,
-    "-A PREROUTING -p tcp -m tcp --dport 30080 -j DROP": True,
-    "-A PREROUTING -s 192.0.2.1/32 -j REJECT --reject-with icmp-port-unreachable": True,
-    "-A PREROUTING -p tcp -m tcp --dport 22 -j ACCEPT": False,
-    "-A PREROUTING -m rpfilter --validmark --invert -j DROP": False,
-    "-A mine -j DROP": True,
-    "-A OUTPUT -p tcp -m tcp --dport 30080 -j DROP": False,
-    "-A PREROUTING -j DROP-LISTED": False,
-    "COMMIT": False,
-}
-"""Lines of iptables-legacy-save, and whether they may refuse packets in PREROUTING."""
-
-
-@pytest.mark.parametrize("line", SAVED)
-def test_which_lines_of_iptables_legacy_may_refuse(line: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_chain_whose_name_begins_like_a_verdict_is_none(monkeypatch: pytest.MonkeyPatch):
+    """tests/programs/node/test_pre_dnat_rules.py has what real rules refuse."""
     legacy = pre_dnat_rules.iptables_legacy
     monkeypatch.setattr(legacy, "list_tables", lambda family: ("raw",) * (family == "ip"))
-    monkeypatch.setattr(legacy, "save", lambda *_: f"*raw\n{line}\n")
-    named = ("ip raw (iptables-legacy) PREROUTING",)
-    assert pre_dnat_rules.find_legacy_chains() == (named * SAVED[line], ())
+    monkeypatch.setattr(legacy, "save", lambda *_: "*raw\n-A PREROUTING -j DROP-LISTED\n")
+    assert pre_dnat_rules.find_legacy_chains() == ((), ())
 
 
 class Place(NamedTuple):
@@ -207,30 +144,33 @@ class Place(NamedTuple):
     hands_over: bool = False
 
 
-PLACES = [
-    Place("", False, False, 0, False),
-    Place("", True, True, 0, False),
-    Place("o", True, True, 0, True),
-    Place("...", True, True, 3, False),
-    Place("...o", True, True, 3, True),
-    Place("o...", True, True, 3, False),  # foreign rules were appended after ours
-    Place("..o.", True, True, 3, False),
-    Place("...m", True, True, 3, False),
-    Place("...oo", True, True, 3, False),
-    Place("...mo", True, True, 3, False),
-    Place("..!", False, True, 2, False),
-    Place("..o!", False, True, 2, True),
-    Place("..!o", False, True, 2, False),
-    Place("..o!..", True, True, 2, True),
-    Place("o..", False, False, 2, False),
-    Place("...h", True, True, 3, False, True),
-    Place("...ho", True, True, 3, True, True),
-    Place("...oh", True, True, 3, True, True),
-    Place("..oh!", False, True, 2, True, True),
-    Place("..h!o", False, True, 2, False, True),
-    Place("..h.o", True, True, 3, True, False),
-    Place("..hh", True, True, 2, False, False),
-]
+PLACES = table(
+    Place,
+    """\
+ | no | no | 0 | no
+ | yes | yes | 0 | no
+o | yes | yes | 0 | yes
+... | yes | yes | 3 | no
+...o | yes | yes | 3 | yes
+o... | yes | yes | 3 | no
+..o. | yes | yes | 3 | no
+...m | yes | yes | 3 | no
+...oo | yes | yes | 3 | no
+...mo | yes | yes | 3 | no
+..! | no | yes | 2 | no
+..o! | no | yes | 2 | yes
+..!o | no | yes | 2 | no
+..o!.. | yes | yes | 2 | yes
+o.. | no | no | 2 | no
+...h | yes | yes | 3 | no | yes
+...ho | yes | yes | 3 | yes | yes
+...oh | yes | yes | 3 | yes | yes
+..oh! | no | yes | 2 | yes | yes
+..h!o | no | yes | 2 | no | yes
+..h.o | yes | yes | 3 | yes
+..hh | yes | yes | 2 | no
+""",
+)
 
 
 @pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
@@ -244,16 +184,18 @@ def test_the_position_of_our_rule(row: Place):
         assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
 
 
-@pytest.mark.parametrize(
-    ("text", "ports", "written"),
-    [
-        ("", set(), ""),
-        ("80", {80}, "80"),
-        ("80,81,82", {80, 81, 82}, "80-82"),
-        ("8080,148,321-323", {148, 321, 322, 323, 8080}, "148,321-323,8080"),
-        ("61000-61002,61003-61004", {61000, 61001, 61002, 61003, 61004}, "61000-61004"),
-    ],
-)
-def test_ports_as_the_kernel_writes_them(text: str, ports: set[int], written: str):
-    assert sysctl.parse_ports(text) == ports
-    assert sysctl.format_ports(ports) == written
+PORTS = pairs("""\
+ →
+80 → 80
+80 81 82 → 80-82
+148 321 322 323 8080 → 148,321-323,8080
+61000 61001 61002 61003 61004 → 61000-61004
+""")
+
+
+@pytest.mark.parametrize(("ports", "written"), PORTS)
+def test_ports_as_the_kernel_writes_them(ports: str, written: str):
+    numbers = set(map(int, ports.split()))
+    assert sysctl.parse_ports(written) == numbers
+    assert sysctl.parse_ports("8080,148,321-323") == {148, 321, 322, 323, 8080}, "in any order"
+    assert sysctl.format_ports(numbers) == written

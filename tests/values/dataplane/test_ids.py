@@ -75,18 +75,6 @@ def test_a_restart_after_a_wrap_gives_out_no_held_id():
     assert [ids.allocate_set(), ids.allocate_set()] == [3, 4]
 
 
-def test_a_backend_keeps_its_id_while_it_is_held():
-    table = BackendTable(IdAllocator(NEW))
-    one, two, three = map(backend, (1, 2, 3))
-    assert table.acquire((one, two)) == [(1, one), (2, two)]
-    assert table.acquire((two, three)) == [(3, three)], "only new backends are written"
-    assert (table.id_of(two), len(table)) == (2, 3)
-    assert table.release((one, two)) == [1]
-    assert table.release((two, three)) == [2, 3]
-    assert len(table) == 0
-    assert table.acquire((one,)) == [(4, one)], "a backend that returns gets a new id"
-
-
 def test_backends_differ_by_protocol():
     table = BackendTable(IdAllocator(NEW))
     table.acquire((backend(1), backend(1, Protocol.UDP)))

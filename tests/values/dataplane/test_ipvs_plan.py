@@ -4,22 +4,19 @@ express, and the differences made by a change.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
-from kbpf.dataplane.ipvs.ipvs_cleanup import ruleset_options
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
     NODE_KEY,
     Element,
     NodeContext,
-    RealServer,
     ServerPool,
     ServicePortPlan,
     SetName,
@@ -27,19 +24,18 @@ from kbpf.dataplane.ipvs.plan import (
     fwmark_service,
     needs_fwmark,
     owned_service,
-    ownership_element,
     plan_node,
     plan_service_port,
     without_service,
 )
-from kbpf.dataplane.ipvs.port_planner import FwmarkAllocator, NodePortConflicts
-from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint, parse_addr
-from kbpf.model.config import Config
+from kbpf.dataplane.ipvs.port_planner import NodePortConflicts
+from kbpf.model.address import Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
-from tests.values.dataplane.states import CLUSTER_IP, A, B, state
+from tests.support.table import table
+from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
 NODE_IP, NODE_IP6 = "198.18.0.1", "fd00::1"
@@ -74,36 +70,47 @@ def sets(programmed: ServicePortPlan, *names: SetName) -> dict[str, set[str]]:
 
 
 def pools(programmed: ServicePortPlan) -> dict[str, str]:
-    """Virtual service → its scheduler, persistence and servers, as text."""
+    """Virtual service → its scheduler, persistence, `port` if it hashes the client's, and servers, as text."""
     found = {}
     for virtual, pool in programmed.pools.items():
         at = format_endpoint(virtual.address, virtual.port)
         name = f"mark {virtual.fwmark:#x}" if virtual.fwmark else f"{at}/{virtual.protocol.name}"
         servers = [f"{format_endpoint(*end)}*{weight}" for end, weight in pool.servers]
-        found[name] = " ".join([f"{pool.scheduler},{pool.persistence}", *servers])
+        spread = f"{pool.scheduler},{pool.persistence}{',port' * pool.by_port}"
+        found[name] = " ".join([spread, *servers])
     return found
 
 
 # ---- the outcome of a new connection -----------------------------------------------------------
 
 
-AB, JUST_A = "10.0.0.1 10.0.0.2", "10.0.0.1"
-ANSWERS = {
-    "A B": (AB, AB, ""),
-    "": ("refused", "refused", ""),
-    "A B local=A internal-local": (JUST_A, AB, ""),
-    "A B internal-local": ("dropped", AB, ""),
-    "internal-local": ("refused", "refused", ""),
-    "A B local=A external-local": (AB, JUST_A, AB),
-    "A B external-local": (AB, "dropped", AB),
-    "external-local": ("refused", "refused", ""),
-    "A B local=A external-local internal-local": (JUST_A, JUST_A, AB),
-    "A B external-local internal-local": ("dropped", "dropped", AB),
-}
-"""A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
-"refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if the
-same, and the fwmark's virtual service, if there is one, has no servers.
-"""
+class Answers(NamedTuple):
+    """A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
+    "refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if
+    the same, and the fwmark's virtual service, if there is one, has no servers.
+    """
+
+    text: str
+    cluster_ip: str
+    external: str
+    here: str = ""
+
+
+ANSWERS = table(
+    Answers,
+    """\
+A B | 10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 |
+ | refused | refused |
+A B local=A internal-local | 10.0.0.1 | 10.0.0.1 10.0.0.2 |
+A B internal-local | dropped | 10.0.0.1 10.0.0.2 |
+internal-local | refused | refused |
+A B local=A external-local | 10.0.0.1 10.0.0.2 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local | 10.0.0.1 10.0.0.2 | dropped | 10.0.0.1 10.0.0.2
+external-local | refused | refused |
+A B local=A external-local internal-local | 10.0.0.1 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local internal-local | dropped | dropped | 10.0.0.1 10.0.0.2
+""",
+)
 
 
 def made(text: str, **more: Any) -> ServicePortPlan:
@@ -123,9 +130,8 @@ def answer(programmed: ServicePortPlan, at: str) -> str:
     return servers or name
 
 
-@pytest.mark.parametrize("text", ANSWERS)
-def test_the_outcome_of_a_new_connection(text: str):
-    cluster_ip, external, here = ANSWERS[text]
+@pytest.mark.parametrize(("text", "cluster_ip", "external", "here"), ANSWERS)
+def test_the_outcome_of_a_new_connection(text: str, cluster_ip: str, external: str, here: str):
     programmed = made(f"{text} {ALL}")
     assert answer(programmed, "10.96.0.1 TCP 80") == cluster_ip
     externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
@@ -204,27 +210,42 @@ def test_node_ports_with_ranges_admit_these_and_the_node():
 # ---- masquerading ------------------------------------------------------------------------------
 
 
-EXTERNALS = "192.0.2.1 192.0.2.2 198.18.0.1"
-KNOWN, EVERYTHING = {"detects_local": True}, {"masquerade_all": True}
-MASQUERADES = {
-    "pods are not recognised": ("A B", {}, EXTERNALS, ""),
-    "pods of this node are known": ("A B", KNOWN, EXTERNALS, "10.96.0.1"),
-    "masqueradeAll": ("A B", EVERYTHING, f"10.96.0.1 {EXTERNALS}", ""),
-    "masqueradeAll, pods known": ("A B", EVERYTHING | KNOWN, f"10.96.0.1 {EXTERNALS}", ""),
-    "external Local": ("A B local=A external-local", {}, "", ""),
-    "external Local, pods known": ("A B local=A external-local", KNOWN, "", "10.96.0.1"),
-    "internal Local": ("A B local=A internal-local", {}, EXTERNALS, ""),
-}
-"""A Service port, the node, and the frontends masqueraded for all clients and for those that are not pods."""
+class Masquerade(NamedTuple):
+    """A Service port, settings of the node, and the frontends masqueraded for all clients and for those that are not
+    pods.
+    """
+
+    rule: str
+    text: str
+    node: str
+    always: str
+    outside: str
 
 
-@pytest.mark.parametrize("name", MASQUERADES)
-def test_which_frontends_are_masqueraded(name: str):
-    text, node, always, outside = MASQUERADES[name]
-    found = sets(made(f"{text} {ALL}", **node), SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
+MASQUERADES = table(
+    Masquerade,
+    """\
+pods are not recognised | A B |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
+pods of this node are known | A B | detects_local | 192.0.2.1 192.0.2.2 198.18.0.1 | 10.96.0.1
+masqueradeAll | A B | masquerade_all | 10.96.0.1 192.0.2.1 192.0.2.2 198.18.0.1 |
+masqueradeAll, pods known | A B | detects_local masquerade_all | 10.96.0.1 192.0.2.1 192.0.2.2 198.18.0.1 |
+external Local | A B local=A external-local |  |  |
+external Local, pods known | A B local=A external-local | detects_local |  | 10.96.0.1
+internal Local | A B local=A internal-local |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
+""",
+)
+
+
+@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.rule)
+def test_which_frontends_are_masqueraded(row: Masquerade):
+    found = sets(
+        made(f"{row.text} {ALL}", **dict.fromkeys(row.node.split(), True)),
+        SetName.MASQUERADED,
+        SetName.MASQUERADED_OUTSIDE,
+    )
     names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
-    assert names.get("masqueraded", set()) == set(always.split())
-    assert names.get("masqueraded_outside", set()) == set(outside.split())
+    assert names.get("masqueraded", set()) == set(row.always.split())
+    assert names.get("masqueraded_outside", set()) == set(row.outside.split())
 
 
 def test_hairpin_elements_exist_for_local_backends_only():
@@ -249,31 +270,37 @@ def test_connections_from_a_cluster_ip_of_a_device_are_masqueraded():
 # ---- schedulers --------------------------------------------------------------------------------
 
 
-SPREADS = {
-    # the Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's
-    "plain": ("", "rr", "rr,0", "rr,0"),
-    "least connections": ("", "lc", "lc,0", "lc,0"),
-    "weights": ("weights=3,1", "rr", "wrr,0", "wrr,0"),
-    "weights and lc": ("weights=3,1", "lc", "wlc,0", "wlc,0"),
-    "weights and sh": ("weights=3,1", "sh", "sh,0", "sh,0"),
-    "Maglev": ("maglev", "rr", "mh,0", "mh,0"),
-    "affinity": ("affinity=10800", "rr", "rr,10800", "sh,0"),
-}
+class Spread(NamedTuple):
+    """The Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's."""
+
+    rule: str
+    text: str
+    scheduler: str
+    pool: str
+    marked: str
 
 
-@pytest.mark.parametrize("name", SPREADS)
-def test_scheduler_and_weights(name: str):
-    text, scheduler, pool, marked = SPREADS[name]
-    found = pools(made(f"A B at=ClusterIP,VIP external-local {text}", scheduler=scheduler))
-    servers = f"{A}*3 {B}*1" if "weights" in text else f"{A}*1 {B}*1"
-    assert found["10.96.0.1:80/TCP"] == f"{pool} {servers}"
-    assert found[f"mark {MARK:#x}"] == f"{marked} {servers}"
+SPREADS = table(
+    Spread,
+    """\
+plain |  | rr | rr,0 | rr,0
+least connections |  | lc | lc,0 | lc,0
+weights | weights=3,1 | rr | wrr,0 | wrr,0
+weights and lc | weights=3,1 | lc | wlc,0 | wlc,0
+weights and sh | weights=3,1 | sh | sh,0,port | sh,0,port
+Maglev hashes the port | maglev | rr | mh,0,port | mh,0,port
+Maglev with affinity does not | maglev affinity=9 | rr | mh,9 | sh,0
+affinity | affinity=10800 | rr | rr,10800 | sh,0
+""",
+)
 
 
-@pytest.mark.parametrize(("text", "by_port"), [("A B maglev", True), ("A B maglev affinity=9", False)])
-def test_maglev_hashes_the_port_unless_there_is_affinity(text: str, by_port: bool):
-    (pool,) = made(text).pools.values()
-    assert pool.by_port == by_port
+@pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.rule)
+def test_scheduler_and_weights(row: Spread):
+    found = pools(made(f"A B at=ClusterIP,VIP external-local {row.text}", scheduler=row.scheduler))
+    servers = f"{A}*3 {B}*1" if "weights" in row.text else f"{A}*1 {B}*1"
+    assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
+    assert found[f"mark {MARK:#x}"] == f"{row.marked} {servers}"
 
 
 # ---- changes -----------------------------------------------------------------------------------
@@ -312,17 +339,40 @@ def names(elements: set[Element]) -> set[str]:
     return {name for name, _ in elements}
 
 
-def test_ownership_of_virtual_services_is_added_first_and_removed_last():
-    ledger, port = DesiredElements(), state(f"A B {ALL} external-local")
-    steps = plan(ledger, port).steps()
-    assert {owned_service(e) for e in steps.added_first} - {None} == set(ledger.pools)
-    assert names(steps.added_late) == {"served", "short_circuits"}
-    assert not steps.removed_first | steps.removed_late | steps.removed_ownership
-    steps = plan(ledger, gone=(port.key,)).steps()
-    assert names(steps.removed_ownership) == {"own", "own_marks"}
-    assert {"served", "short_circuits", "virtual_ips"} <= names(steps.removed_late)
-    assert not steps.removed_first | steps.added_first | steps.added_late
-    assert (dict(ledger.pools), ledger.elements, ledger.plans) == ({}, frozenset(), {})
+class Order(NamedTuple):
+    """A Service port before and after a change ("-": none), and the sets of each step that gain or lose elements."""
+
+    rule: str
+    before: str
+    after: str
+    expected: str
+
+
+ORDERS = table(
+    Order,
+    """\
+a new Service port: what owns its virtual services is added first | - \
+| A B at=ClusterIP,NodePort,VIP,ExternalIP external-local \
+| added first: dropped hairpin_ips marks own own_marks virtual_ips; added late: served short_circuits
+deleted: what owns them is removed last | A B at=ClusterIP,NodePort,VIP,ExternalIP external-local | - \
+| removed late: dropped hairpin_ips marks served short_circuits virtual_ips; removed ownership: own own_marks
+without endpoints it refuses before it stops serving | A |  | added first: refused; removed late: hairpin_ips served
+overlapping ranges are replaced in one step | A at=VIP ranges=10.0.0.0/8 | A at=VIP ranges=10.1.0.0/16 \
+| removed first: sources; added first: sources
+""",
+)
+
+
+@pytest.mark.parametrize("row", ORDERS, ids=lambda row: row.rule)
+def test_the_order_of_the_steps(row: Order):
+    ledger, (old, new, key) = DesiredElements(), changed(row.before, row.after)
+    if old:
+        plan(ledger, old)
+    steps = (plan(ledger, new) if new else plan(ledger, gone=(key,))).steps()
+    found = [f"{step.replace('_', ' ')}: {' '.join(sorted(names(of)))}" for step, of in steps._asdict().items() if of]
+    assert "; ".join(found) == row.expected
+    assert {owned_service(element) for element in ledger.elements} - {None} == set(ledger.pools)
+    assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
 
 def served(at: str) -> Element:
@@ -423,28 +473,6 @@ def test_a_refused_fwmark_removes_only_its_elements():
     assert without_service(less, virtual) == less
 
 
-def test_ownership_elements_round_trip():
-    for virtual in plan_service_port(state(f"A B {ALL} external-local"), ground(), MARK).pools:
-        assert owned_service(ownership_element(virtual)) == virtual
-
-
-def test_losing_the_last_endpoint_refuses_before_it_stops_serving():
-    ledger = DesiredElements()
-    plan(ledger, state("A"))
-    changes = plan(ledger, state(""))
-    steps = changes.steps()
-    assert (names(steps.added_first), names(steps.removed_late)) == ({"refused"}, {"served", "hairpin_ips"})
-    assert len(changes.changed_pools) == 1
-    assert not changes.old_pools
-
-
-def test_overlapping_ranges_are_replaced_in_one_step():
-    ledger = DesiredElements()
-    plan(ledger, state("A at=VIP ranges=10.0.0.0/8"))
-    steps = plan(ledger, state("A at=VIP ranges=10.1.0.0/16")).steps()
-    assert [names(step) for step in steps] == [{"sources"}, {"sources"}, set(), set(), set()]
-
-
 TEN, ELEVEN = parse_addr("10.96.0.10"), parse_addr("10.96.0.11")
 NET, INNER = (parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
 TEN_80 = (TEN, Protocol.TCP, 80)
@@ -468,11 +496,6 @@ def test_conflicting_elements_are_deleted_first(name: str):
     assert (old in steps.removed_first, old in steps.removed_late) == (first, not first)
 
 
-def test_a_fwmarks_virtual_service_has_its_familys_wildcard():
-    assert fwmark_service(4, MARK) == VirtualService(Protocol.TCP, ANY4, 0, MARK)
-    assert fwmark_service(6, MARK) == VirtualService(Protocol.TCP, ANY6, 0, MARK)
-
-
 def test_a_frontend_that_moves_changes_its_virtual_service():
     ledger = DesiredElements()
     old, new = state("name=old A"), state("name=new B")
@@ -482,26 +505,28 @@ def test_a_frontend_that_moves_changes_its_virtual_service():
     assert (SetName.SERVED, (parse_addr("10.96.0.1"), Protocol.TCP, 80)) in ledger.elements
 
 
-CUTS = {
-    # before, after, and the backends whose UDP flows are cut
-    "UDP stops serving": ("A B UDP", "A UDP", {"10.0.0.2"}),
-    "UDP leaves the set but still serves": ("A B UDP", "A serving=A,B UDP", set()),
-    "UDP, the last backend stops": ("A UDP", "UDP", {"10.0.0.1"}),
-    "TCP stops serving": ("A B", "A", set()),
-    "SCTP stops serving": ("A B SCTP", "A SCTP", set()),
-}
+CUTS = table(
+    Order,
+    """\
+UDP stops serving | A B UDP | A UDP | 10.0.0.2
+UDP leaves the set but still serves | A B UDP | A serving=A,B UDP |
+UDP, the last backend stops | A UDP | UDP | 10.0.0.1
+TCP stops serving | A B | A |
+SCTP stops serving | A B SCTP | A SCTP |
+""",
+)
+"""What is expected: the backends whose UDP flows are cut."""
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_which_backends_udp_flows_are_cut(name: str):
-    before, after, cut = CUTS[name]
+@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.rule)
+def test_which_backends_udp_flows_are_cut(row: Order):
     ledger = DesiredElements()
-    plan(ledger, state(before))
-    changes = plan(ledger, state(after))
-    assert {format_addr(end.address) for _, end in changes.udp_cuts} == cut
+    plan(ledger, state(row.before))
+    changes = plan(ledger, state(row.after))
+    assert {format_addr(end.address) for _, end in changes.udp_cuts} == set(row.expected.split())
     again = DesiredElements()  # after a restart, with the state read from the kernel
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
-    plan(again, state(after))
+    plan(again, state(row.after))
     assert again.diff(again.elements, addresses(again), old, True).udp_cuts == changes.udp_cuts
 
 
@@ -602,38 +627,50 @@ STEPS = {
     "udp": service("b", EXACT, B, Protocol.UDP),
     "both": service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A, ranges="10.0.0.0/8"),
 }
-OVERLAPS = {
-    # changes in order ("-a": deleted), the servers at the node's address and port in the end, and the outcome there
-    "only a NodePort": ("port", "10.0.0.1", "served"),
-    "the exact frontend wins": ("port exact", "10.0.0.2", "served"),
-    "the exact frontend wins, created first": ("exact port", "10.0.0.2", "served"),
-    "it wins without endpoints, as in mode bpf": ("port empty", "", "refused"),
-    "it gets endpoints later": ("port empty exact", "10.0.0.2", "served"),
-    "deleted: the NodePort serves again": ("port exact -b", "10.0.0.1", "served"),
-    "the NodePort is deleted": ("port exact -a", "10.0.0.2", "served"),
-    "both are deleted": ("port exact -a -b", "", ""),
-    "both are deleted, the exact one first": ("port exact -b -a", "", ""),
-    "another address does not conflict": ("port elsewhere", "10.0.0.1", "served"),
-    "another protocol does not conflict": ("port udp", "10.0.0.1", "served"),
-    "one Service with both": ("both", "10.0.0.1", "served"),
-}
 
 
-@pytest.mark.parametrize("name", OVERLAPS)
-def test_a_node_port_gives_way_to_an_exact_frontend(name: str):
-    steps, servers, outcome = OVERLAPS[name]
+class Overlap(NamedTuple):
+    """Changes in order ("-a": deleted), and the servers at the node's address and port in the end, and the outcome."""
+
+    rule: str
+    steps: str
+    servers: str = ""
+    outcome: str = ""
+
+
+OVERLAPS = table(
+    Overlap,
+    """\
+only a NodePort | port | 10.0.0.1 | served
+the exact frontend wins | port exact | 10.0.0.2 | served
+the exact frontend wins, created first | exact port | 10.0.0.2 | served
+it wins without endpoints, as in mode bpf | port empty |  | refused
+it gets endpoints later | port empty exact | 10.0.0.2 | served
+deleted: the NodePort serves again | port exact -b | 10.0.0.1 | served
+the NodePort is deleted | port exact -a | 10.0.0.2 | served
+both are deleted | port exact -a -b |  |
+both are deleted, the exact one first | port exact -b -a |  |
+another address does not conflict | port elsewhere | 10.0.0.1 | served
+another protocol does not conflict | port udp | 10.0.0.1 | served
+one Service with both | both | 10.0.0.1 | served
+""",
+)
+
+
+@pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.rule)
+def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
     planner = Planner()
-    for step in steps.split():
+    for step in row.steps.split():
         if step.startswith("-"):
             planner.change({state(f"name={step[1:]}").key: None})
         else:
             planner.change({STEPS[step].key: STEPS[step]})
     at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
     pool = planner.ledger.pools.get(at, ServerPool(""))
-    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == servers
+    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
     outcomes = {SetName.SERVED, SetName.REFUSED, SetName.DROPPED}
     answers = {str(name) for name, parts in planner.ledger.elements if name in outcomes and shown(parts) == AT_NODE}
-    assert answers == ({outcome} if outcome else set())
+    assert answers == ({row.outcome} if row.outcome else set())
 
 
 def test_node_elements_are_networks_and_addresses():
@@ -644,55 +681,3 @@ def test_node_elements_are_networks_and_addresses():
         "node_ips": {NODE_IP, NODE_IP6},
     }
     assert NODE_KEY not in desired(*STATES).services
-
-
-def test_real_servers_sort_like_backends():
-    """Real servers read from the kernel compare equal with planned ones."""
-    (pool, *_) = plan_service_port(
-        service("web", CLUSTER_IP, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"), ground()
-    ).pools.values()
-    assert list(pool.servers) == sorted(pool.servers)
-    assert isinstance(pool.servers[0][0], RealServer)
-
-
-LEFT = {(1024, 29999): (30000, 65535), (61000, 65535): (1024, 60999)}
-LEFT |= {(20000, 30000): (30001, 65535), (40000, 50000): (1024, 39999)}
-
-
-@pytest.mark.parametrize("taken", LEFT)
-def test_masqueraded_ports_differ_from_those_of_mode_bpf(taken: tuple[int, int]):
-    assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == LEFT[taken]
-
-
-def test_rules_match_before_they_change_a_packet():
-    """nftables evaluates a rule in order: a mark set before a failing match stays set."""
-    added = [one["add"] for one in ruleset.create_table(ruleset.RulesetOptions()) if "add" in one]
-    rules = [one["rule"]["expr"] for one in added if "rule" in one]
-    assert len(rules) > 50
-    for words in rules:
-        is_match = ["match" in word for word in words]
-        assert is_match == sorted(is_match, reverse=True), words
-
-
-def test_a_fwmark_with_the_masquerade_bit_is_not_adopted():
-    """--masquerade-bit was changed since."""
-    port = state("A B at=NodePort external-local")
-    noted = [(SetName.FWMARKS, (ANY4, Protocol.TCP, 30080, MARK))]
-    same, other = FwmarkAllocator(reserved_bits=1 << 1), FwmarkAllocator(reserved_bits=1 << 0)
-    same.adopt(noted)
-    other.adopt(noted)
-    assert same.allocate(port) == MARK
-    assert other.allocate(port) > MARK
-
-
-@pytest.mark.parametrize("bit", range(32))
-def test_fwmarks_never_contain_the_masquerade_bit(bit: int):
-    """For every bit, and without iterating over excluded marks; each mark is used once."""
-    marks = FwmarkAllocator(reserved_bits=1 << bit)
-    ports = [state(f"name=s{i} A B {ALL} external-local") for i in range(5)]
-    found = [marks.allocate(port) for port in ports[:2]]
-    if bit < 16:  # the next one would have it
-        marks.adopt([(SetName.OWN_FWMARKS, (ANY4, 0x6B620000 + (1 << bit) - 1))])
-    found += [marks.allocate(port) for port in ports[2:]]
-    assert len(set(found)) == 5
-    assert all(0 < mark < 1 << 32 and not mark & 1 << bit for mark in found)

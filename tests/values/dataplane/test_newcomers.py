@@ -25,36 +25,26 @@ ROLES = {
     DeviceRole.SKIPPED: "limiter other-ifb",
 }
 CHOICES = {DEVICES[name].ifindex: RoleChoice(role, "") for role, names in ROLES.items() for name in names.split()}
-CLSACT, TCX = AttachMethod.CLSACT, AttachMethod.TCX
-
 ALL = "old uplink limiter new port vxlan"
-ROWS: dict[str, tuple[AttachMethod, list[tuple[float, str, str]]]] = {
-    # listings: seconds since the first one, the devices, and those that wait
-    "devices of the first listing do not wait": (CLSACT, [(0, "old limiter", "")]),
-    "new devices of pods and ports wait for a while": (
-        CLSACT,
-        [
-            (0, "old uplink limiter", ""),
-            (10, ALL, "new port"),
-            (10 + GRACE_S / 2, ALL, "new port"),
-            (10 + GRACE_S, ALL, ""),
-        ],
-    ),
-    "no pod was limited": (CLSACT, [(0, "old other-ifb", ""), (10, "old other-ifb new", "")]),
-    "a limit is remembered": (CLSACT, [(0, "old", ""), (1, "old limiter", ""), (2, "old", ""), (9, "old new", "new")]),
-    "a device that ends and comes back is new": (
-        CLSACT,
-        [(0, "old new limiter", ""), (5, "old limiter", ""), (9, "new limiter", "new")],
-    ),
-    "with TCX nothing waits": (TCX, [(0, "old limiter", ""), (9, "old limiter new", "")]),
-}
+ROWS = f"""\
+devices of the first listing do not wait: CLSACT; 0 old limiter
+new devices of pods and ports wait: CLSACT; 0 old uplink limiter; 10 {ALL} = new port; 11 {ALL} = new port
+and not for ever: CLSACT; 0 old uplink limiter; 10 {ALL} = new port; {10 + GRACE_S} {ALL}
+no pod was limited: CLSACT; 0 old other-ifb; 10 old other-ifb new
+a limit is remembered: CLSACT; 0 old; 1 old limiter; 2 old; 9 old new = new
+a device that ends and comes back is new: CLSACT; 0 old new limiter; 5 old limiter; 9 new limiter = new
+with TCX nothing waits: TCX; 0 old limiter; 9 old limiter new
+""".splitlines()
+"""How programs are attached, and listings: seconds since the first one, the devices = those that wait."""
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_who_waits(name: str, monkeypatch: pytest.MonkeyPatch):
-    method, listings = ROWS[name]
+@pytest.mark.parametrize("row", ROWS)
+def test_who_waits(row: str, monkeypatch: pytest.MonkeyPatch):
+    method, *listings = row.partition(": ")[2].split("; ")
     known = Newcomers()
-    for seconds, names, waiting in listings:
-        monkeypatch.setattr(newcomers.time, "monotonic", lambda at=seconds: 100 + at)
-        found = known.find_waiting(tuple(DEVICES[name] for name in names.split()), CHOICES, method)
+    for listing in listings:
+        there, _, waiting = listing.partition(" = ")
+        seconds, *names = there.split()
+        monkeypatch.setattr(newcomers.time, "monotonic", lambda at=float(seconds): 100 + at)
+        found = known.find_waiting(tuple(DEVICES[name] for name in names), CHOICES, AttachMethod[method])
         assert found == {DEVICES[name].ifindex for name in waiting.split()}, seconds

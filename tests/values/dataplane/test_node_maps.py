@@ -20,11 +20,10 @@ from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from kbpf.source.decode.fields import parse_cidr
+from tests.support.table import pairs, table
 from tests.values.dataplane.device_texts import devices
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
-LOCAL, PEER, NOTHING = DeviceFlag.LOCAL, DeviceFlag.PEER, DeviceFlag(0)
-TUNNEL, NBMA, BY_KEY = DeviceFlag.TUNNEL, DeviceFlag.NBMA, DeviceFlag.IPIP
 MAC = bytes.fromhex("02aabbccddee")
 
 ETH0 = Device(2, "eth0", mac=MAC)
@@ -36,75 +35,82 @@ PREFIX = Config(detect_local_mode=LocalMode.INTERFACE_NAME_PREFIX, pod_interface
 NETWORKS = Config(detect_local_mode=LocalMode.CLUSTER_CIDR)
 
 
+CONFIGS = {"": Config(), "bridge": BRIDGE, "prefix": PREFIX, "networks": NETWORKS}
+
+
 class Row(NamedTuple):
-    """A device with its role, as in device_texts.py, and its flags in the map."""
+    """A device with its role, as in device_texts.py, its flags in the map, and how local pods are recognised."""
 
     name: str
     device: str
-    flags: DeviceFlag
-    config: Config = Config()
+    flags: str = ""
+    config: str = ""
 
 
-ROWS = [
-    Row("hardware is an uplink", "eth0 hardware host", NOTHING),
-    Row("an overlay is an uplink", "wg0 wireguard host type=none", NOTHING),
-    Row("a tunnel without a remote address", "tunl0 ipip host type=tunnel", TUNNEL | NBMA | BY_KEY),
-    Row("a tunnel to one remote address", "tun-1080 ipip/p2p host type=tunnel", TUNNEL),
-    Row("a gre tunnel", "gre1 gre host type=gre", TUNNEL | NBMA),
-    Row("a sit tunnel", "sit0 sit host type=sit", TUNNEL | NBMA),
-    Row("a tunnel over IPv6", "ip6tnl1 ip6tnl host type=tunnel6", TUNNEL | NBMA),
-    Row("a gre tunnel to one remote address", "gre2 gre/p2p host type=gre", TUNNEL),
-    Row("a gre tunnel over IPv6", "ip6gre1 ip6gre host type=ip6gre", TUNNEL | NBMA),
-    Row("a tunnel of Ethernet frames is none of IP in IP", "gretap1 gretap host", NOTHING),
-    Row("neither is VXLAN", "vxlan.calico vxlan host", NOTHING),
-    Row("a bridge of pods has no peer", "cni0 bridge pod", LOCAL),
-    Row("a veth into a pod", "cali1 veth/pod pod", LOCAL | PEER),
-    Row("a netkit into a pod", "lxc1 netkit/pod pod", LOCAL | PEER),
-    Row("a veth that is the node's uplink", "eth1 veth/pod/net host", NOTHING),
-    Row("an uplink with a strict reverse path filter", "eth2 hardware/strict host", DeviceFlag.STRICT),
-    Row("where Cilium's routes to all pods lead", "cilium_host veth host peer=21", DeviceFlag.PODS),
-    Row("a veth whose peer is on the node", "cali2 veth pod peer=9", LOCAL),
-    Row("by bridge: the bridge itself", "cni0 bridge pod", LOCAL, BRIDGE),
-    Row("by bridge: also a bridge with an uplink", "cni0 bridge host", LOCAL, BRIDGE),
-    Row("by bridge: not a pod's own device", "cali1 veth/pod pod", PEER, BRIDGE),
-    Row("by bridge: not hardware", "eth0 hardware host", NOTHING, BRIDGE),
-    Row("by prefix: a device with the prefix", "cali1 veth/pod pod", LOCAL | PEER, PREFIX),
-    Row("by prefix: in any role", "cali2 veth host peer=9", LOCAL, PREFIX),
-    Row("by prefix: not a bridge of pods", "cni0 bridge pod", NOTHING, PREFIX),
-    Row("by networks: by device while none is known", "cali1 veth/pod pod", LOCAL | PEER, NETWORKS),
-]
+ROWS = table(
+    Row,
+    """\
+hardware is an uplink | eth0 hardware host |
+an overlay is an uplink | wg0 wireguard host type=none |
+a tunnel without a remote address | tunl0 ipip host type=tunnel | TUNNEL NBMA IPIP
+a tunnel to one remote address | tun-1080 ipip/p2p host type=tunnel | TUNNEL
+a gre tunnel | gre1 gre host type=gre | TUNNEL NBMA
+a sit tunnel | sit0 sit host type=sit | TUNNEL NBMA
+a tunnel over IPv6 | ip6tnl1 ip6tnl host type=tunnel6 | TUNNEL NBMA
+a gre tunnel to one remote address | gre2 gre/p2p host type=gre | TUNNEL
+a gre tunnel over IPv6 | ip6gre1 ip6gre host type=ip6gre | TUNNEL NBMA
+a tunnel of Ethernet frames is none of IP in IP | gretap1 gretap host |
+neither is VXLAN | vxlan.calico vxlan host |
+a bridge of pods has no peer | cni0 bridge pod | LOCAL
+a veth into a pod | cali1 veth/pod pod | LOCAL PEER
+a netkit into a pod | lxc1 netkit/pod pod | LOCAL PEER
+a veth that is the node's uplink | eth1 veth/pod/net host |
+an uplink with a strict reverse path filter | eth2 hardware/strict host | STRICT
+where Cilium's routes to all pods lead | cilium_host veth host peer=21 | PODS
+a veth whose peer is on the node | cali2 veth pod peer=9 | LOCAL
+by bridge: the bridge itself | cni0 bridge pod | LOCAL | bridge
+by bridge: also a bridge with an uplink | cni0 bridge host | LOCAL | bridge
+by bridge: not a pod's own device | cali1 veth/pod pod | PEER | bridge
+by bridge: not hardware | eth0 hardware host |  | bridge
+by prefix: a device with the prefix | cali1 veth/pod pod | LOCAL PEER | prefix
+by prefix: in any role | cali2 veth host peer=9 | LOCAL | prefix
+by prefix: not a bridge of pods | cni0 bridge pod |  | prefix
+by networks: by device while none is known | cali1 veth/pod pod | LOCAL PEER | networks
+""",
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_flags_of_a_device(row: Row):
     _, (found, role) = devices(row.device)[0].items()
-    device = replace(found, mac=MAC)
-    packed_role, length, flags, mac, *_ = DEVICE.unpack(pack_device(device, DeviceRole(role), row.config))
-    assert (packed_role, DeviceFlag(flags)) == (Told.HOST if role == "host" else Told.POD, row.flags)
-    assert length == (0 if device.kind == "wireguard" or row.flags & TUNNEL else 14)
+    device, told = replace(found, mac=MAC), DeviceRole(role)
+    packed_role, length, flags, mac, *_ = DEVICE.unpack(pack_device(device, told, CONFIGS[row.config]))
+    assert packed_role == (Told.HOST if role == "host" else Told.POD)
+    assert {flag.name for flag in DeviceFlag if flag & flags} == set(row.flags.split())
+    assert length == (0 if device.kind == "wireguard" or "TUNNEL" in row.flags else 14)
     assert mac == MAC
 
 
-SOURCES = {
-    "no addresses": ("", "", ("::", "::")),
-    "no addresses on the device, some on the node": ("", "192.0.2.1 fd00::1", ("::", "::")),
-    "the kernel's first choice": ("10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
-    "a preferred address on the device": ("10.0.0.1 10.0.0.2", "10.0.0.2", ("10.0.0.2", "::")),
-    "a preferred address that is not on the device": ("10.0.0.1 fd00::1", "10.9.9.9 fd00::1", ("10.0.0.1", "fd00::1")),
-}
-"""A device's addresses, the node's preferred ones, and the masquerading source of each family."""
+SOURCES = pairs("""\
+no addresses: | → :: ::
+no addresses on the device, some on the node: | 192.0.2.1 fd00::1 → :: ::
+the kernel's first choice: 10.0.0.1 10.0.0.2 fd00::1 | → 10.0.0.1 fd00::1
+a preferred address on the device: 10.0.0.1 10.0.0.2 | 10.0.0.2 → 10.0.0.2 ::
+a preferred address that is not on the device: 10.0.0.1 fd00::1 | 10.9.9.9 fd00::1 → 10.0.0.1 fd00::1
+""")
+"""A device's addresses | the node's preferred ones → the masquerading source of each family."""
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_masquerading_source_of_a_device(name: str):
-    sources, preferred, gets = SOURCES[name]
+def addrs(text: str) -> tuple[Addr, ...]:
+    return tuple(map(parse_addr, text.split()))
 
-    def addrs(text: str) -> tuple[Addr, ...]:
-        return tuple(parse_addr(word) for word in text.split())
 
+@pytest.mark.parametrize(("given", "gets"), SOURCES)
+def test_the_masquerading_source_of_a_device(given: str, gets: str):
+    sources, preferred = given.partition(": ")[2].split("|")
     device = replace(ETH0, sources=addrs(sources))
     fields = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
-    assert fields[-3:-1] == tuple(bytes(parse_addr(one)) for one in gets)
+    assert fields[-3:-1] == tuple(map(bytes, addrs(gets)))
 
 
 class Table:
@@ -162,7 +168,7 @@ def state(*networks: str, own: str = "") -> DesiredState:
     """A desired state with only the node's part."""
     return DesiredState(
         {},
-        masquerade_addresses=tuple(map(parse_addr, own.split())),
+        masquerade_addresses=addrs(own),
         local_networks=tuple(parse_cidr(text, "") for text in networks),
     )
 
@@ -172,53 +178,50 @@ def nets(*texts: str) -> set[Cidr]:
 
 
 FLAGS = {
-    "nothing": (Config(), (), NodeFlag(0)),
-    "masquerade all": (Config(masquerade_all=True), (), NodeFlag.MASQUERADE_ALL),
-    "direct": (Config(forwarding="direct"), (), NodeFlag.DIRECT),
-    "by bridge": (BRIDGE, (), NodeFlag.DETECTS_LOCAL),
-    "by prefix": (PREFIX, (), NodeFlag.DETECTS_LOCAL),
-    "by networks, none known": (NETWORKS, (), NodeFlag(0)),
-    "by networks": (NETWORKS, ("10.1.0.0/24",), NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
+    "nothing": (Config(), "", NodeFlag(0)),
+    "masquerade all": (Config(masquerade_all=True), "", NodeFlag.MASQUERADE_ALL),
+    "direct": (Config(forwarding="direct"), "", NodeFlag.DIRECT),
+    "by bridge": (BRIDGE, "", NodeFlag.DETECTS_LOCAL),
+    "by prefix": (PREFIX, "", NodeFlag.DETECTS_LOCAL),
+    "by networks, none known": (NETWORKS, "", NodeFlag(0)),
+    "by networks": (NETWORKS, "10.1.0.0/24", NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
 }
 """The settings, the known pod networks, and the node's flags."""
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_the_flags_of_the_node(name: str):
-    config, networks, flags = FLAGS[name]
+@pytest.mark.parametrize(("config", "networks", "flags"), FLAGS.values(), ids=FLAGS)
+def test_the_flags_of_the_node(config: Config, networks: str, flags: NodeFlag):
     told = Maps()
-    NodeMap(config, told.maps).write(state(*networks, own="192.0.2.1 2001:db8::1"))
+    NodeMap(config, told.maps).write(state(*networks.split(), own="192.0.2.1 2001:db8::1"))
     four, six = parse_addr("192.0.2.1"), parse_addr("2001:db8::1")
     assert told.node == (four, six, flags, 1024, 29_999, 1 << 14)
-    assert told.networks == nets(*networks)
+    assert told.networks == nets(*networks.split())
 
 
 YIELDS, FOLLOWS = NodeFlag.PASSIVE, NodeFlag.COEXISTING
-STANCES = {
-    "no other data plane": (False, None, NodeFlag(0)),
-    "no other data plane any more": (False, YIELDS, NodeFlag(0)),
-    "another one, no flags yet": (True, None, YIELDS),
-    "another one, an earlier agent was passive": (True, YIELDS, YIELDS),
-    "another one, an earlier agent served": (True, NodeFlag.DIRECT, FOLLOWS),
-    "another one, an earlier agent coexisted": (True, FOLLOWS, FOLLOWS),
-}
-"""Whether another data plane is on the node, the flags of an earlier agent (None: none), and the
-flags that are written.
-"""
+STANCES = pairs("""\
+no other data plane: alone →
+no other data plane any more: alone PASSIVE →
+another one, no flags yet: followed → PASSIVE
+another one, an earlier agent was passive: followed PASSIVE → PASSIVE
+another one, an earlier agent served: followed DIRECT → COEXISTING
+another one, an earlier agent coexisted: followed COEXISTING → COEXISTING
+""")
+"""Whether another data plane is on the node, the flags of an earlier agent → the flags that are written."""
 
 
-@pytest.mark.parametrize("name", STANCES)
-def test_the_node_flags_for_another_data_plane(name: str):
-    followed, before, wanted = STANCES[name]
+@pytest.mark.parametrize(("stance", "wanted"), STANCES)
+def test_the_node_flags_for_another_data_plane(stance: str, wanted: str):
+    followed, *earlier = stance.partition(": ")[2].split()
     told = Maps()
-    if before is not None:
+    for before in earlier:
         facts = NodeMap(Config(), told.maps)
         facts.write(state(own="192.0.2.1"))
-        facts.set_mode(before)
+        facts.set_mode(NodeFlag[before])
         told.take()
-    facts = NodeMap(Config(), told.maps, followed)
+    facts = NodeMap(Config(), told.maps, followed == "followed")
     facts.write(state(own="192.0.2.1"))
-    assert told.node[2] == wanted
+    assert (told.node[2].name or "") == wanted
 
 
 def test_a_mode_change_writes_only_the_node_flags():
@@ -321,17 +324,6 @@ def test_devices_of_an_earlier_agent_are_adopted():
     assert told.cached == {2: 2}
 
 
-CACHED = {
-    "one slot for each": ((), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
-    "high numbers": ((), (1024, 70_001), {0: 1024, 70_001 % 1024: 70_001}),
-    "of several, the lowest ifindex": ((), (5, 1029, 2053), {5: 5}),
-    "a new device does not evict": ((5,), (5, 1029), {5: 5}),
-    "the first device is deleted": ((5, 1029), (1029,), {5: 1029}),
-    "all are deleted": ((5, 6), (), {}),
-}
-"""Devices by ifindex, before and now, and the resulting cache: slot → ifindex."""
-
-
 def test_a_device_cache_slot_is_changed_in_safe_steps():
     """A program may still read a slot while it is changed, so the ifindex is cleared first, then
     the value is written, then the new ifindex.
@@ -356,16 +348,28 @@ def test_a_device_cache_slot_is_changed_in_safe_steps():
     ]
 
 
-@pytest.mark.parametrize("name", CACHED)
-def test_which_device_has_a_cache_slot(name: str):
-    before, now, places = CACHED[name]
+CACHED = pairs("""\
+one slot for each: → 2 5 1023 → 2=2 5=5 1023=1023
+high numbers: → 1024 70001 → 0=1024 369=70001
+of several, the lowest ifindex: → 5 1029 2053 → 5=5
+a new device does not evict: 5 → 5 1029 → 5=5
+the first device is deleted: 5 1029 → 1029 → 5=1029
+all are deleted: 5 6 → →
+""")
+"""Devices by ifindex, before → now → the resulting cache: slot=ifindex."""
+
+
+@pytest.mark.parametrize(("earlier", "later"), CACHED)
+def test_which_device_has_a_cache_slot(earlier: str, later: str):
+    given, expected = later.split("→")
+    before, now = (tuple(map(int, text.split())) for text in (earlier.partition(":")[2], given))
     told = Maps()
     facts = DeviceMap(Config(), told.maps)
     for numbers in (before, now, now):  # a slot that becomes free is used by the next write only
         there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
         facts.write(there, {number: RoleChoice(HOST, "") for number in numbers})
-    assert told.cached == places
-    for place, number in places.items():
+    assert " ".join(f"{place}={number}" for place, number in sorted(told.cached.items())) == expected.strip()
+    for place, number in told.cached.items():
         value = told.maps["device_cache"].entries[U32.pack(place)]
         assert value == U32.pack(number) + told.maps["devices"].entries[U32.pack(number)]
 

@@ -18,6 +18,7 @@ from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.fairness import take_turns
 from kbpf.model.objects import Algorithm, Protocol, ServiceName
 from tests.support.plane import backends, service
+from tests.support.table import pairs
 
 MAGLEV = Algorithm.MAGLEV
 TABLE = 251
@@ -124,16 +125,20 @@ def key(namespace: str, name: str) -> ServicePortKey:
 
 def test_the_order_in_which_service_ports_are_programmed():
     """Deletions first, then system namespaces, then small before large, old before new, by name."""
+    one, two = "10.0.0.1:80", "10.0.0.1:80 10.0.0.2:80"
     wanted = [
-        (key("zz", "gone"), None),
-        (key("default", "kubernetes"), tenant("default", "kubernetes", 1, 3)),
-        (key("kube-system", "kube-dns"), tenant("kube-system", "kube-dns", 1, 30)),
-        (key("b", "small"), service("small", "10.96.0.1:80", "10.0.0.1:80", created="2")),
-        (key("a", "small"), service("small", "10.96.0.1:80", "10.0.0.1:80", created="3")),
-        (key("a", "undated"), service("undated", "10.96.0.1:80", "10.0.0.1:80")),
-        (key("b", "undated"), service("undated", "10.96.0.1:80", "10.0.0.1:80")),
-        (key("a", "large"), service("large", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80")),
-        (key("a", "maglev"), tenant("a", "maglev", 1, 2)),
+        (key(*name.split("/")), state)
+        for name, state in {
+            "zz/gone": None,
+            "default/kubernetes": tenant("default", "kubernetes", 1, 3),
+            "kube-system/kube-dns": tenant("kube-system", "kube-dns", 1, 30),
+            "b/small": service("small", "10.96.0.1:80", one, created="2"),
+            "a/small": service("small", "10.96.0.1:80", one, created="3"),
+            "a/undated": service("undated", "10.96.0.1:80", one),
+            "b/undated": service("undated", "10.96.0.1:80", one),
+            "a/large": service("large", "10.96.0.1:80", two),
+            "a/maglev": tenant("a", "maglev", 1, 2),
+        }.items()
     ]
     config = Config()
     mixed = [*wanted[1::2], *wanted[0::2]]
@@ -141,19 +146,21 @@ def test_the_order_in_which_service_ports_are_programmed():
     assert [str(each) for each, _ in order] == [str(each) for each, _ in wanted]
 
 
-@pytest.mark.parametrize(
-    ("name", "namespaces", "system"),
-    [
-        ("default/kubernetes", (), True),
-        ("default/web", ("kube-system",), False),
-        ("kube-system/x", ("kube-system",), True),
-        ("kube-system/x", ("dns",), False),
-        ("dns/x", ("kube-system", "dns"), True),
-    ],
-)
-def test_which_services_are_system_services(name: str, namespaces: tuple[str, ...], system: bool):
-    made = ServiceName(*name.split("/"))
-    assert is_system_service(made, Config(system_namespaces=namespaces)) is system
+SYSTEM = pairs("""\
+default/kubernetes → yes
+default/web kube-system → no
+kube-system/x kube-system → yes
+kube-system/x dns → no
+dns/x kube-system dns → yes
+""")
+"""A Service and the system namespaces → whether it is a system Service."""
+
+
+@pytest.mark.parametrize(("given", "system"), SYSTEM)
+def test_which_services_are_system_services(given: str, system: str):
+    name, *namespaces = given.split()
+    found = is_system_service(ServiceName(*name.split("/")), Config(system_namespaces=tuple(namespaces)))
+    assert found == (system == "yes")
 
 
 # ---- budgets -------------------------------------------------------------------------------------
@@ -198,18 +205,18 @@ def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
     assert used + 30 <= budgets.max_fill("modest", "backend_slots", 30, limit)
 
 
-@pytest.mark.parametrize(
-    ("rows", "limit", "shown"),
-    [
-        ("a/1 a/2 a/3 b/1", 2, "a/1 b/1"),
-        ("a/1 a/2 a/3 a/4 b/1 c/1", 4, "a/1 b/1 c/1 a/2"),
-        ("a/1 a/2 b/1 b/2 c/1", 4, "a/1 b/1 c/1 a/2"),
-        ("b/1 c/1 a/1 a/2", 2, "b/1 c/1"),
-        ("a/1 b/1", 4, "a/1 b/1"),
-        ("", 4, ""),
-    ],
-)
-def test_namespaces_take_turns(rows: str, limit: int, shown: str):
+TURNS = pairs("""\
+2 of a/1 a/2 a/3 b/1 → a/1 b/1
+4 of a/1 a/2 a/3 a/4 b/1 c/1 → a/1 b/1 c/1 a/2
+4 of a/1 a/2 b/1 b/2 c/1 → a/1 b/1 c/1 a/2
+2 of b/1 c/1 a/1 a/2 → b/1 c/1
+4 of a/1 b/1 → a/1 b/1
+4 of →
+""")
+
+
+@pytest.mark.parametrize(("given", "shown"), TURNS)
+def test_namespaces_take_turns(given: str, shown: str):
     """Each has its share of a short list, and what it does not need goes to others."""
-    chosen = take_turns(rows.split(), lambda row: row.partition("/")[0])[:limit]
-    assert chosen == shown.split()
+    limit, _, *rows = given.split()
+    assert list(take_turns(rows, lambda row: row.partition("/")[0]))[: int(limit)] == shown.split()

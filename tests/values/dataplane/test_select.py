@@ -19,6 +19,7 @@ from kbpf.errors import AttachError, CompileError, KbpfError, KernelError, PinsR
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
 from kbpf.takeover.previous import DRAIN_RETRY_INTERVAL_S
+from tests.support.table import table
 
 NOTHING = DesiredState({})
 
@@ -37,43 +38,58 @@ def rows(text: str) -> Sequence[CheckRow]:
 
 
 KERNEL = KernelError("the map cannot be made", "", "", 1)
+ERRORS = {
+    "map": KERNEL,
+    "compile": CompileError("syntax"),
+    "load": ProgramLoadError("connect4"),
+    "attach": AttachError("connect4"),
+    "lock": KernelError("lock", "", "", 11),
+    "gone": PinsRemovedError("gone"),
+}
 
 
 class Failure(NamedTuple):
-    """An error of mode bpf, the rows of `kbpf check`, and the expected reason for the fallback."""
+    """An error of mode bpf, the rows of `kbpf check`, and the expected reason for the fallback, "" for none."""
 
     name: str
-    error: KbpfError
+    raised: str
     checks: str
-    reason: FallbackReason | None
+    expected: str = ""
+
+    @property
+    def error(self) -> KbpfError:
+        return ERRORS[self.raised]
+
+    @property
+    def reason(self) -> FallbackReason | None:
+        return FallbackReason[self.expected] if self.expected else None
 
 
-FAILURES = [
-    Failure("no bpf(2)", KERNEL, "BPF_SYSCALL", FallbackReason.NO_BPF),
-    Failure("no bpffs", KERNEL, "BPFFS", FallbackReason.NO_BPF),
-    Failure("no libbpf", KERNEL, "LIBBPF", FallbackReason.NO_LIBRARY),
-    Failure("no privileges", KERNEL, "PRIVILEGES BPF_SYSCALL=unknown", FallbackReason.NO_PRIVILEGES),
-    Failure("no cgroup v2", KERNEL, "good CGROUP", FallbackReason.NO_CGROUP),
-    Failure("BCC missing, nothing cached", CompileError("no BCC"), "good COMPILER", FallbackReason.NO_COMPILER),
-    Failure("damaged sources", CompileError("no sock.c"), "good SOURCES", FallbackReason.COMPILE_FAILED),
-    Failure("compile failure", CompileError("syntax"), "good", FallbackReason.COMPILE_FAILED),
-    Failure("verifier refusal", ProgramLoadError("connect4"), "good", FallbackReason.PROGRAM_REFUSED),
-    Failure("attach failure", AttachError("connect4"), "good", FallbackReason.ATTACH_FAILED),
-    Failure("a hook missing", ProgramLoadError("connect4"), "good HOOK:connect4", FallbackReason.NO_FEATURE),
-    Failure("a feature missing", ProgramLoadError("a map"), "good FEATURES", FallbackReason.NO_FEATURE),
-    Failure("an unknown result counts as missing", KERNEL, "CGROUP=unknown", FallbackReason.NO_CGROUP),
-    Failure("another error", KERNEL, "good", None),
-    Failure("another agent is running", KernelError("lock", "", "", 11), "good", None),
-    Failure("the pins were removed", PinsRemovedError("gone"), "BPF_SYSCALL", None),
-]
+FAILURES = table(
+    Failure,
+    """\
+no bpf(2) | map | BPF_SYSCALL | NO_BPF
+no bpffs | map | BPFFS | NO_BPF
+no libbpf | map | LIBBPF | NO_LIBRARY
+no privileges | map | PRIVILEGES BPF_SYSCALL=unknown | NO_PRIVILEGES
+no cgroup v2 | map | good CGROUP | NO_CGROUP
+BCC missing, nothing cached | compile | good COMPILER | NO_COMPILER
+damaged sources | compile | good SOURCES | COMPILE_FAILED
+compile failure | compile | good | COMPILE_FAILED
+verifier refusal | load | good | PROGRAM_REFUSED
+attach failure | attach | good | ATTACH_FAILED
+a hook missing | load | good HOOK:connect4 | NO_FEATURE
+a feature missing | load | good FEATURES | NO_FEATURE
+an unknown result counts as missing | map | CGROUP=unknown | NO_CGROUP
+another error | map | good |
+another agent is running | lock | good |
+the pins were removed | gone | BPF_SYSCALL |
+""",
+)
 
 
 @pytest.mark.parametrize("why", FAILURES, ids=lambda why: why.name)
-@pytest.mark.parametrize("renamed", [False, True], ids=["", "renamed"])
-def test_fallback_reason(why: Failure, renamed: bool, monkeypatch: pytest.MonkeyPatch):
-    """The name of a check is only for display."""
-    if renamed:
-        monkeypatch.setattr(CheckRow, "name", "another name")
+def test_fallback_reason(why: Failure):
     assert fallback_reason(why.error, rows(why.checks)) is why.reason
 
 
@@ -287,23 +303,77 @@ def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
 
 # ---- previous data planes ------------------------------------------------------------------------
 
-OTHER = {"bpf": "ipvs", "ipvs": "bpf"}
+
+class Calls(NamedTuple):
+    """The requested mode, the previous data planes on the node, the call that fails (PLANE VERB), the steps, and
+    all calls of the planes. Steps: ``apply?`` is not authoritative, ``unready``: the plane does not serve, ``open!``:
+    it fails.
+    """
+
+    rule: str
+    mode: str
+    there: str
+    fails: str
+    steps: str
+    does: str
 
 
-@pytest.mark.parametrize(("mode", "previous"), [("bpf", "ipvs"), ("bpf", "kube-proxy"), ("ipvs", "bpf")])
-def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str, previous: str):
-    old = f"old {previous}"
-    house = Harness(mode, there=previous)
-    house.chosen.open()
-    assert house.does == [f"{old} take", f"{mode} follows", f"{mode} open"]
-    house.look(0.0)
-    house.chosen.apply(NOTHING, None)
-    house.look(5.0)
-    assert house.chosen.status().problems == ("some go on",)
-    house.look(12.0)
-    house.look(20.0)
-    assert house.does[3:] == [f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone"]
-    assert house.chosen.status().problems == ()
+SEQUENCES = table(
+    Calls,
+    """\
+ipvs is drained once bpf serves | bpf | ipvs |  | open; look 0; apply; look 5; look 12; look 20 | old ipvs take, \
+bpf follows, bpf open, bpf apply, old ipvs retire, old ipvs retire, old ipvs close, bpf is alone
+so is a kube-proxy | bpf | kube-proxy |  | open; look 0; apply; look 5; look 12; look 20 | old kube-proxy take, \
+bpf follows, bpf open, bpf apply, old kube-proxy retire, old kube-proxy retire, old kube-proxy close, bpf is alone
+so is bpf | ipvs | bpf |  | open; look 0; apply; look 5; look 12; look 20 | old bpf take, \
+ipvs follows, ipvs open, ipvs apply, old bpf retire, old bpf retire, old bpf close, ipvs is alone
+mode ipvs drains no kube-proxy | ipvs | kube-proxy |  | open; apply; look 0 | ipvs open, ipvs apply
+a failed claim releases earlier ones | bpf | ipvs kube-proxy | kube-proxy take | open! \
+| old ipvs take, old kube-proxy take, old ipvs close
+nothing is opened while an agent of the other mode runs | ipvs | bpf | bpf take | open! | old bpf take
+nothing is drained before the state is authoritative and bpf ready | bpf | ipvs |  \
+| open; apply?; look 0; unready; apply; look 0; ready; look 1 \
+| old ipvs take, bpf follows, bpf open, bpf apply, bpf apply, old ipvs retire
+nor before ipvs is ready | ipvs | bpf |  | open; apply?; look 0; unready; apply; look 0; ready; look 1 \
+| old bpf take, ipvs follows, ipvs open, ipvs apply, ipvs apply, old bpf retire
+a drain is left to the next agent | ipvs | bpf |  | open; apply; look 0; close \
+| old bpf take, ipvs follows, ipvs open, ipvs apply, old bpf retire, old bpf close, ipvs close
+""",
+)
+
+
+@pytest.mark.parametrize("row", SEQUENCES, ids=lambda row: row.rule)
+def test_the_order_of_calls(row: Calls):
+    house = Harness(row.mode, there=row.there)
+    if row.fails:
+        name, verb = row.fails.split()
+        house.rest[name].fails[verb] = [KernelError("no")]
+    for step in row.steps.split("; "):
+        match step.split():
+            case ["open"]:
+                house.chosen.open()
+            case ["open!"]:
+                with pytest.raises(KernelError):
+                    house.chosen.open()
+            case ["apply" | "apply?" as kind]:
+                house.chosen.apply(NOTHING, None, kind == "apply")
+            case ["look", now]:
+                house.look(float(now))
+            case ["close"]:
+                house.chosen.close()
+            case [kind]:
+                house.bpf.ready_result = house.ipvs.ready_result = kind == "ready"
+    assert ", ".join(house.does) == row.does
+
+
+def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():
+    """Otherwise IPVS would wait for its own lock."""
+    house = Harness("auto", there="ipvs")
+    house.bpf.fails["open"] = [ProgramLoadError("connect4")]
+    house.start()
+    assert ", ".join(house.does) == (
+        "old ipvs take, bpf follows, bpf open, old ipvs close, bpf close, ipvs open, ipvs apply"
+    )
 
 
 def test_bpf_coexists_until_both_previous_data_planes_are_drained():
@@ -318,41 +388,6 @@ def test_bpf_coexists_until_both_previous_data_planes_are_drained():
     assert house.does[-2:] == ["old kube-proxy close", "bpf is alone"]
 
 
-def test_mode_ipvs_does_not_drain_a_kube_proxy():
-    house = Harness("ipvs", there="kube-proxy")
-    house.start()
-    assert house.does == ["ipvs open", "ipvs apply"]
-
-
-def test_failed_claim_releases_earlier_claims():
-    house = Harness("bpf", there="ipvs kube-proxy")
-    house.rest["kube-proxy"].fails["take"] = [KernelError("no")]
-    with pytest.raises(KernelError):
-        house.chosen.open()
-    assert house.does == ["old ipvs take", "old kube-proxy take", "old ipvs close"]
-
-
-@pytest.mark.parametrize("mode", OTHER)
-def test_nothing_is_drained_before_the_state_is_authoritative_and_the_plane_ready(mode: str):
-    house = Harness(mode, there=OTHER[mode])
-    house.start(sound=False)
-    plane = house.bpf if mode == "bpf" else house.ipvs
-    plane.ready_result = False
-    house.chosen.apply(NOTHING, set())
-    house.look(0.0)
-    assert not [line for line in house.does if "retire" in line]
-    plane.ready_result = True
-    house.look(1.0)
-    assert house.does[-1] == f"old {OTHER[mode]} retire"
-
-
-def test_close_during_a_drain_leaves_it_to_the_next_agent():
-    house = Harness("ipvs", there="bpf")
-    house.start()
-    house.chosen.close()
-    assert house.does[-3:] == ["old bpf retire", "old bpf close", "ipvs close"]
-
-
 def test_failed_drain_is_a_problem_and_retried():
     house = Harness("ipvs", there="bpf")
     house.rest["bpf"].fails["retire"] = [KernelError("busy")]
@@ -362,21 +397,3 @@ def test_failed_drain_is_a_problem_and_retried():
     assert house.does.count("old bpf retire") == 1, "not due yet"
     house.look(DRAIN_RETRY_INTERVAL_S)
     assert house.chosen.status().problems == ("some go on",)
-
-
-def test_nothing_is_opened_while_an_agent_of_the_other_mode_runs():
-    house = Harness("ipvs", there="bpf")
-    house.rest["bpf"].fails["take"] = [KernelError("another agent is at work")]
-    with pytest.raises(KernelError):
-        house.chosen.open()
-    assert house.does == ["old bpf take"]
-
-
-def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():
-    """Otherwise IPVS would wait for its own lock."""
-    house = Harness("auto", there="ipvs")
-    house.bpf.fails["open"] = [ProgramLoadError("connect4")]
-    house.start()
-    assert ", ".join(house.does) == (
-        "old ipvs take, bpf follows, bpf open, old ipvs close, bpf close, ipvs open, ipvs apply"
-    )

@@ -8,6 +8,7 @@ from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.layout import MAPS, STATUS_SIZE
 from kbpf.dataplane.bpf.maps.status_entries import HEADER_SIZE, pack_entry
 from kbpf.model.status import MAX_PROBLEMS, MAX_STATUS_BYTES, AgentStatus, decode, encode
+from tests.support.table import pairs
 from tests.values.views.snapshots import AGENT
 
 SPEC = MAPS["agent_status"]
@@ -49,23 +50,27 @@ def test_text_is_the_last_or_the_one_before_and_never_a_mixture(count: int, size
     assert status_entries.read(map_) == b"the next"
 
 
-@pytest.mark.parametrize(
-    ("entries", "text"),
-    [
-        ([b"", b""], b""),
-        ([b"", pack_entry(1, b"x")], b"x"),
-        ([pack_entry(7, b"old"), pack_entry(8, b"new")], b"new"),
-        ([pack_entry(9, b"new"), pack_entry(8, b"old")], b"new"),
-        ([b"\xff" * STATUS_SIZE, pack_entry(8, b"old")], b"old"),
-        ([b"\xff" * STATUS_SIZE, b"{" * STATUS_SIZE], b""),
-        ([pack_entry(1, b""), b""], b""),
-    ],
-)
-def test_newest_complete_entry_is_read(entries: list[bytes], text: bytes):
+ENTRIES = pairs("""\
+- - →
+- 1:x → x
+7:old 8:new → new
+9:new 8:old → new
+ff 8:old → old
+ff {{ →
+1: - →
+""")
+"""What the map holds: a number and a text, nothing, or bytes without sense → the text that is read."""
+
+
+@pytest.mark.parametrize(("entries", "text"), ENTRIES)
+def test_newest_complete_entry_is_read(entries: str, text: str):
     map_ = Overwritten()
-    for key, entry in zip(map_.values, entries, strict=True):
+    for key, word in zip(map_.values, entries.split(), strict=True):
+        number, colon, body = word.partition(":")
+        senseless = {"-": b"", "ff": b"\xff" * STATUS_SIZE, "{{": b"{" * STATUS_SIZE}
+        entry = pack_entry(int(number), body.encode()) if colon else senseless[word]
         map_.values[key] = entry.ljust(STATUS_SIZE, b"\0")
-    assert status_entries.read(map_) == text
+    assert status_entries.read(map_) == text.encode()
 
 
 LONG = "x" * 1000

@@ -18,11 +18,13 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.desired import Backend
 from kbpf.model.objects import Protocol
+from tests.support.table import pairs, table
 
 UDP, TCP = Protocol.UDP, Protocol.TCP
 ONE, TWO, SIX = (Backend(parse_addr(at), 53, UDP) for at in ("10.0.0.1", "10.0.0.2", "fd00::1"))
+BACKENDS = {"one": ONE, "two": TWO, "six": SIX}
 
 
 class FakeMap(dict[bytes, bytes]):
@@ -99,36 +101,42 @@ def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
 
 
 class Row(NamedTuple):
-    """Flows of the packet path, the clients whose flow is replaced meanwhile, and the counts."""
+    """Flows of the packet path as CLIENT:BACKEND, with TCP if it is TCP; the clients whose flow is replaced meanwhile;
+    and the numbers of ended flows of IPv4 and IPv6.
+    """
 
     name: str
-    entries: tuple[tuple[int, Backend, Protocol], ...]
-    ended: dict[int, int]
-    anew: tuple[int, ...] = ()
+    entries: str
+    anew: str
+    four: int
+    six: int
 
 
-ROWS = [
-    Row("no flows", (), {}),
-    Row("to a serving backend", ((1, TWO, UDP),), {}),
-    Row("a flow counts once, though it has two entries", ((1, ONE, UDP), (2, TWO, UDP)), {4: 1}),
-    Row("families are counted separately", ((1, ONE, UDP), (2, ONE, UDP), (3, SIX, UDP)), {4: 2, 6: 1}),
-    Row("TCP continues", ((1, ONE, TCP),), {}),
-    Row("a replaced flow is not ended", ((1, ONE, UDP), (2, ONE, UDP)), {4: 1}, anew=(2,)),
-]
+ROWS = table(
+    Row,
+    """\
+no flows |  |  | 0 | 0
+to a serving backend | 1:two |  | 0 | 0
+a flow counts once, though it has two entries | 1:one 2:two |  | 1 | 0
+families are counted separately | 1:one 2:one 3:six |  | 2 | 1
+TCP continues | 1:one:TCP |  | 0 | 0
+a replaced flow is not ended | 1:one 2:one | 2 | 1 | 0
+""",
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
-    flows = flow(*row.entries)
-    flows.moves = {key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in row.anew}
-    assert udp.cut(maps(flows=flows), udp.gone_if_in([(1, ONE), (1, SIX)], [])) == row.ended
-    gone = {ONE, SIX}
-    left = {
-        client
-        for client, backend, protocol in row.entries
-        if backend not in gone or protocol is TCP or client in row.anew
-    }
-    assert {key[0] for key in flows} == left
+    entries = []
+    for word in row.entries.split():
+        client, backend, *protocol = word.split(":")
+        entries.append((int(client), BACKENDS[backend], TCP if protocol else UDP))
+    flows, anew = flow(*entries), set(map(int, row.anew.split()))
+    flows.moves = {key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in anew}
+    ended = udp.cut(maps(flows=flows), udp.gone_if_in([(1, ONE), (1, SIX)], []))
+    assert ended == {family: count for family, count in ((4, row.four), (6, row.six)) if count}
+    left = {client for client, backend, protocol in entries if backend == TWO or protocol is TCP}
+    assert {key[0] for key in flows} == left | anew
 
 
 def test_flows_of_unconnected_sockets_end_with_their_backend():
@@ -144,31 +152,31 @@ def test_flows_of_unconnected_sockets_end_with_their_backend():
     assert udp.find_stale_flows(held, gone) == {(1, packed(b)) for b in (ONE, SIX)}
 
 
-KEPT = udp.CUT_LIFETIME_NS / 1e9
-CUTS = {
-    "one backend": (((1, ONE),), (ONE,)),
-    "a backend that stops again": (((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
-    "removed when no flow can be as old": (((1, ONE), (1 + KEPT, TWO)), (TWO,)),
-    "kept until then": (((1, ONE), (KEPT, TWO)), (ONE, TWO)),
-    "the oldest is evicted": (((1, ONE), (2, TWO), (3, SIX)), (TWO, SIX)),
-}
-"""Backends that stop at these seconds, and those in the map afterwards, in this order."""
+KEPT = udp.CUT_LIFETIME_NS // 10**9
+CUTS = pairs(f"""\
+one backend: 1 one → one
+a backend that stops again: 1 one, 2 two, 3 one → two one
+removed when no flow can be as old: 1 one, {1 + KEPT} two → two
+kept until then: 1 one, {KEPT} two → one two
+the oldest is evicted: 1 one, 2 two, 3 six → two six
+""")
+"""Backends that stop at these seconds → those in the map afterwards, in this order."""
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize(("ends", "left"), CUTS)
 @pytest.mark.parametrize("restarts", [False, True])
-def test_stopped_backends_are_kept_while_their_flows_may_exist(name: str, restarts: bool):
-    ends, left = CUTS[name]
+def test_stopped_backends_are_kept_while_their_flows_may_exist(ends: str, left: str, restarts: bool):
     held = FakeMap()
     cuts, tables = cuts_of(held)
-    for second, backend in ends:
+    for end in ends.partition(": ")[2].split(", "):
+        second, name = end.split()
         if restarts:
             cuts, tables = cuts_of(held)
         before, tables.calls = dict(held), 0
-        cuts.add([(1, packed(backend))], int(second * 1e9))
+        cuts.add([(1, packed(BACKENDS[name]))], int(second) * 10**9)
         assert tables.fill["udp_cuts"] == len(held)
         assert tables.calls == 1 + bool(before.keys() - held.keys()), "each system call is counted"
-    wanted = [CUT_KEY.pack(1, packed(b)) for b in left]
+    wanted = [CUT_KEY.pack(1, packed(BACKENDS[name])) for name in left.split()]
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
 
 
@@ -290,24 +298,3 @@ def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.Monk
     held = maps(sock_peers=peers)
     udp.cut(held, lambda *_: True)
     assert ended == [{0: 1, 1: 1}]
-
-
-@pytest.mark.parametrize("flags", [0, 4])
-def test_flags_of_a_peer_do_not_hide_its_backend(monkeypatch: pytest.MonkeyPatch, flags: int):
-    """enum peer_flags is in the last byte of struct target, which is 0 everywhere else."""
-    ended: list[list[int]] = []
-
-    def destroy(doomed: Mapping[int, list[Any]]) -> Counter[int]:
-        ended.append(sorted(doomed))
-        return Counter()
-
-    monkeypatch.setattr(udp, "_destroy_sockets", destroy)
-    peers = FakeMap()
-    for number, backend in enumerate((ONE, TWO)):
-        target = packed(backend)[:19] + bytes([flags])
-        peers[bytes([number])] = PEER.pack(number, FRONT, target, 1, 1)
-    held = maps(sock_peers=peers)
-    udp.cut(held, udp.gone_if_in([(1, TWO)], []))
-    at = FrontendAddress(parse_addr("10.96.0.1"), 53, UDP)
-    udp.cut(held, udp.gone_unless_in([(1, ONE)], [(1, at)]))
-    assert ended == [[1], [1]]

@@ -46,48 +46,51 @@ HEALTH_ROWS = [
 
 
 AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
-STARTING = replace(AGENT, synced=False)
+VERDICTS = {"well": WELL, "late": LATE, "first": FIRST}
+READY = pairs("""\
+serving: well → kbpf serves
+no status yet: first; none → kbpf is not ready: the data plane is being opened
+not all kinds are listed yet: first; starting; services+; nodes → kbpf is not ready: nodes not listed yet
+listing is forbidden: first; starting; pods no; nodes; services 403 → kbpf is not ready: services not listed yet: 403
+pods are not waited for: first; starting; pods 403 pods → kbpf is not ready: the first pass is not complete
+the kernel refuses the first pass: first; starting; error=no room; services+ → \
+kbpf is not ready: not programmed: no room
+devices are still to be attached: well; starting → kbpf is not ready: the first pass is not complete
+late: late → kbpf is not ready: changes are waiting to be programmed
+late, with an error: late; error=no room → kbpf is not ready: changes are waiting to be programmed: no room
+an error with escape codes: late; error=no \x1b[2J\u202eroom → \
+kbpf is not ready: changes are waiting to be programmed: no \\x1b[2J\\u202eroom
+a system Service is not programmed: well; refused_system=kube-system/dns → \
+kbpf is not ready: not programmed: kube-system/dns; see `kbpf inspect status`
+five system Services are not programmed: well; refused_system=x/a x/b x/c x/d x/e → \
+kbpf is not ready: not programmed: x/a, x/b, x/c and 2 more; see `kbpf inspect status`
+the API server is unreachable, programmed Services are served: well; services+ refused → kbpf serves
+the configuration file is valid: well; config_error= → kbpf serves
+the configuration file is invalid: well; config_error=not YAML\x1b → \
+kbpf serves, but its configuration file was rejected: not YAML\\x1b
+""")
+"""The verdict and facts of the status: watches with their errors (`+`: listed), and fields → the response."""
 
 
-def watch(name: str, error: str = "", synced: bool = False) -> SourceView:
-    return SourceView(name, "retrying", synced, "", error)
-
-
-READY = [
-    # name, verdict, the agent's status, the text of the response
-    ("serving", WELL, AGENT, "kbpf serves"),
-    ("no status yet", FIRST, None, "kbpf is not ready: the data plane is being opened"),
-    ("not all kinds are listed yet", FIRST,
-     replace(STARTING, sources=(watch("services", synced=True), watch("nodes"))),
-     "kbpf is not ready: nodes not listed yet"),
-    ("listing is forbidden", FIRST,
-     replace(STARTING, sources=(watch("pods", "no"), watch("nodes"), watch("services", "403"))),
-     "kbpf is not ready: services not listed yet: 403"),
-    ("pods are not waited for", FIRST, replace(STARTING, sources=(watch("pods", "403 pods"),)),
-     "kbpf is not ready: the first pass is not complete"),
-    ("the kernel refuses the first pass", FIRST,
-     replace(STARTING, error="no room", sources=(watch("services", synced=True),)),
-     "kbpf is not ready: not programmed: no room"),
-    ("devices are still to be attached", WELL, STARTING,
-     "kbpf is not ready: the first pass is not complete"),
-    ("late", LATE, AGENT, "kbpf is not ready: changes are waiting to be programmed"),
-    ("late, with an error", LATE, replace(AGENT, error="no room"),
-     "kbpf is not ready: changes are waiting to be programmed: no room"),
-    ("an error with escape codes", LATE, replace(AGENT, error="no \x1b[2J\u202eroom\n"),
-     "kbpf is not ready: changes are waiting to be programmed: no \\x1b[2J\\u202eroom\\n"),
-    ("a system Service is not programmed", WELL,
-     replace(AGENT, refused_system=("kube-system/dns",)),
-     "kbpf is not ready: not programmed: kube-system/dns; see `kbpf inspect status`"),
-    ("five system Services are not programmed", WELL,
-     replace(AGENT, refused_system=tuple(f"kube-system/{name}" for name in "abcde")),
-     "kbpf is not ready: not programmed: kube-system/a, kube-system/b, kube-system/c and 2 more; "
-     "see `kbpf inspect status`"),
-    ("the API server is unreachable: programmed Services are served", WELL,
-     replace(AGENT, sources=(watch("services", "refused", synced=True),)), "kbpf serves"),
-    ("the configuration file is valid", WELL, replace(AGENT, config_error=""), "kbpf serves"),
-    ("the configuration file is invalid", WELL, replace(AGENT, config_error="not YAML\x1b"),
-     "kbpf serves, but its configuration file was rejected: not YAML\\x1b"),
-]
+def ready_case(text: str) -> tuple[HealthVerdict, AgentStatus | None]:
+    """The verdict and the status of a row."""
+    verdict, *facts = text.partition(": ")[2].split("; ")
+    made, sources = AGENT, []
+    for fact in facts:
+        name, _, value = fact.partition("=")
+        match name:
+            case "none":
+                return VERDICTS[verdict], None
+            case "starting":
+                made = replace(made, synced=False)
+            case "refused_system":
+                made = replace(made, refused_system=tuple(value.split()))
+            case "error" | "config_error":
+                made = replace(made, **{name: value})
+            case _:
+                kind, _, error = fact.partition(" ")
+                sources.append(SourceView(kind.rstrip("+"), "retrying", kind.endswith("+"), "", error))
+    return VERDICTS[verdict], replace(made, sources=tuple(sources))
 
 
 HISTORIES = {
@@ -115,36 +118,41 @@ WEB = Service(
 )
 
 
-def piece(ends: str, ports: int = 1, name: str = "a") -> EndpointSlice:
-    """A slice with endpoints on n1: `10.0.0.1`, or `10.0.0.1@n2/unready/terminating`."""
+def slices(text: str) -> tuple[EndpointSlice, ...]:
+    """Slices separated by semicolons, with endpoints on n1: `10.0.0.1`, or `10.0.0.1@n2/unready/terminating` (`@-`: on
+    no node). `ports=2`: the slice has two.
+    """
     made = []
-    for text in ends.split():
-        at, *conditions = text.split("/")
-        address, _, node = at.partition("@")
-        is_ready, is_terminating = "unready" not in conditions, "terminating" in conditions
-        made.append(Endpoint(parse_addr(address), is_ready, True, is_terminating, node or "n1"))
-    family = family_of(made[0].address) if made else 4
-    numbered = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(ports))
-    return EndpointSlice("default", name, "web", family, tuple(made), numbered)
+    for number, part in enumerate(filter(None, text.split(";"))):
+        ends, _, ports = part.partition("ports=")
+        endpoints = []
+        for word in ends.split():
+            at, *conditions = word.split("/")
+            address, _, node = at.partition("@")
+            is_ready, is_terminating = "unready" not in conditions, "terminating" in conditions
+            where = (node or "n1").strip("-")
+            endpoints.append(Endpoint(parse_addr(address), is_ready, True, is_terminating, where))
+        numbered = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(int(ports or 1)))
+        family = family_of(endpoints[0].address)
+        made.append(EndpointSlice("default", f"s{number}", "web", family, tuple(endpoints), numbered))
+    return tuple(made)
 
 
-ENDPOINT_COUNTS = {
-    "no slices": ((), 0, 0),
-    "one on this node": ((piece("10.0.0.1"),), 1, 0),
-    "one on another node": ((piece("10.0.0.1@n2"),), 0, 0),
-    "on no node": ((replace(piece("10.0.0.1"), endpoints=(Endpoint(parse_addr("10.0.0.1")),)),), 0, 0),
-    "one that is not ready": ((piece("10.0.0.1/unready"),), 0, 0),
-    "one that terminates and still serves": ((piece("10.0.0.1/unready/terminating"),), 0, 0),
-    "one with two ports": ((piece("10.0.0.1", 2),), 1, 0),
-    "a slice without ports": ((piece("10.0.0.1", 0),), 0, 0),
-    "one in two slices": ((piece("10.0.0.1"), piece("10.0.0.1 10.0.0.2", name="b")), 2, 0),
-    "one that terminates, and one with two ports at its address on another node": (
-        (piece("10.0.0.1@n2", 2), piece("10.0.0.1/terminating", name="b")), 0, 0),
-    "one address, ready and unready, with different ports": (
-        (piece("10.0.0.1"), piece("10.0.0.1/unready", 2, "b")), 0, 0),
-    "both families": ((piece("10.0.0.1"), piece("fd00::2 fd00::3", name="b")), 1, 2),
-}
-"""Slices, and the number of local endpoints counted in each family."""
+ENDPOINT_COUNTS = pairs("""\
+no slices: → 0 0
+one on this node: 10.0.0.1 → 1 0
+one on another node: 10.0.0.1@n2 → 0 0
+on no node: 10.0.0.1@- → 0 0
+one that is not ready: 10.0.0.1/unready → 0 0
+one that terminates and still serves: 10.0.0.1/unready/terminating → 0 0
+one with two ports: 10.0.0.1 ports=2 → 1 0
+a slice without ports: 10.0.0.1 ports=0 → 0 0
+one in two slices: 10.0.0.1; 10.0.0.1 10.0.0.2 → 2 0
+one that terminates, and one with two ports at its address elsewhere: 10.0.0.1@n2 ports=2; 10.0.0.1/terminating → 0 0
+one address, ready and unready, with different ports: 10.0.0.1; 10.0.0.1/unready ports=2 → 0 0
+both families: 10.0.0.1; fd00::2 fd00::3 → 1 2
+""")
+"""Slices → the number of local endpoints counted in each family."""
 
 
 LISTEN_ROWS = pairs("""\

@@ -284,10 +284,11 @@ def test_slow_second_request_on_a_connection_times_out(site: Site, clock: list[f
 def test_slow_reader_gets_all_pages(site: Site):
     with reads_nothing(site) as sock:
         until("the response begins", lambda: sock.recv(1, socket.MSG_PEEK))
-        found = b""
-        while found.count(b"x") < 6 * len(PAGE) and (data := sock.recv(1 << 20)):
-            found += data
-    assert found.count(b"HTTP/1.1 200 OK") == 6
+        parts, seen = list[bytes](), 0
+        while seen < 6 * len(PAGE) and (data := sock.recv(1 << 20)):
+            parts.append(data)
+            seen += data.count(b"x")
+    assert b"".join(parts).count(b"HTTP/1.1 200 OK") == 6
 
 
 def test_accept_is_retried_after_running_out_of_descriptors(
@@ -295,40 +296,28 @@ def test_accept_is_retried_after_running_out_of_descriptors(
 ):
     refused = threading.Event()
 
-    class ExhaustedListener:
+    class ExhaustedListener(socket.socket):
         """A listening socket whose first accept() fails with EMFILE."""
-
-        def __init__(self, sock: socket.socket) -> None:
-            self._sock = sock
-
-        def fileno(self) -> int:
-            return self._sock.fileno()
 
         def accept(self) -> tuple[socket.socket, object]:
             if refused.is_set():
-                return self._sock.accept()
+                return super().accept()
             refused.set()
             raise OSError(24, "Too many open files")
 
-        def close(self) -> None:
-            self._sock.close()
-
-    monkeypatch.setattr(http, "bind", lambda *_: ExhaustedListener(bind("127.0.0.1", 0)))
-    bind = socket_that_listens
-    poor = site.server.listen("127.0.0.1", 0, answer)
-    other = Site(site.server, poor.sock._sock.getsockname()[1])  # type: ignore[attr-defined]
+    listener = ExhaustedListener()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    listener.setblocking(False)
+    monkeypatch.setattr(http, "bind", lambda *_: listener)
+    site.server.listen("127.0.0.1", 0, answer)
+    other = Site(site.server, listener.getsockname()[1])
     with other.connect() as sock:
         sock.sendall(b"GET /late HTTP/1.0\r\n\r\n")
         assert refused.wait(PATIENCE)
         # In the server's thread, which has begun the pause by then.
         site.server.call_soon(lambda: clock.append(clock.pop() + http.ACCEPT_PAUSE_S))
         assert everything(sock).endswith(b"GET /late")
-
-
-def socket_that_listens(host: str, port: int) -> socket.socket:
-    made = socket.create_server((host, port))
-    made.setblocking(False)
-    return made
 
 
 # ---- internal errors ---------------------------------------------------------------------------

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/metrics: kube-proxy's series exactly as in kube-proxy, and kbpf's own, read with an independent
-parser.
+"""/metrics: kube-proxy's series and kbpf's own, read with an independent parser. tests/lab/agent/test_observe.py
+compares types, labels and buckets with a real kube-proxy's.
 """
 
-import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from kbpf.config.write import format_configz
 from kbpf.errors import KernelError
-from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.metrics import (
     ALL_COUNTERS,
@@ -35,10 +30,8 @@ from kbpf.model.metrics import (
     TrafficStats,
     UdpCuts,
 )
-from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
-from kbpf.serve.exposition import Histogram, format_labels, format_number
-from kbpf.serve.kbpf_metrics import FAILURES
+from kbpf.serve.exposition import Histogram, format_number
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
 from tests.support.faults.event_server import EventServer
@@ -46,10 +39,6 @@ from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
 from tests.support.table import pairs
-
-SYNC = [*(0.001 * 2**power for power in range(15)), math.inf]
-PROGRAMMING = [0, 0.25, 0.5, *range(1, 60), *range(60, 120, 5), *range(120, 301, 30), math.inf]
-REQUESTS = [0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, math.inf]
 
 STATUS = AgentStatus(
     version="9.9",
@@ -186,7 +175,7 @@ BUCKET = re.compile(r'le="([^"]+)"')
 
 def transcript(text: str) -> str:
     """The page without values that no test can set. Of adjacent buckets with the same count only
-    the first one is shown; all bounds are in KUBE_PROXY_FAMILIES.
+    the first one is shown.
     """
     lines: list[str] = []
     same_count = groupby(VARYING.sub(r"\1 (varies)", text).splitlines(), lambda line: BUCKET.sub("", line))
@@ -285,33 +274,6 @@ def test_the_process_has_its_usual_series():
 # ---- kube-proxy's series -----------------------------------------------------------------------
 
 
-KUBE_PROXY_FAMILIES = pairs("""\
-kubeproxy_sync_proxy_rules_duration_seconds → histogram ip_family
-kubeproxy_sync_full_proxy_rules_duration_seconds → histogram ip_family
-kubeproxy_sync_partial_proxy_rules_duration_seconds → histogram ip_family
-kubeproxy_network_programming_duration_seconds → histogram ip_family
-kubeproxy_sync_proxy_rules_last_timestamp_seconds → gauge ip_family
-kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds → gauge ip_family
-kubeproxy_sync_proxy_rules_endpoint_changes_pending → gauge
-kubeproxy_sync_proxy_rules_endpoint_changes_total → counter
-kubeproxy_sync_proxy_rules_service_changes_pending → gauge
-kubeproxy_sync_proxy_rules_service_changes_total → counter
-kubeproxy_sync_proxy_rules_no_local_endpoints_total → gauge ip_family traffic_policy
-kubeproxy_conntrack_reconciler_sync_duration_seconds → histogram ip_family
-kubeproxy_conntrack_reconciler_deleted_entries_total → counter ip_family
-kubeproxy_proxy_healthz_total → counter code
-kubeproxy_proxy_livez_total → counter code
-rest_client_requests_total → counter code method host
-rest_client_request_duration_seconds → histogram verb host
-""")
-"""The families that kube-proxy 1.37 has in all its modes → their types and labels."""
-BOUNDS = {
-    "kubeproxy_network_programming_duration_seconds": PROGRAMMING,
-    "rest_client_request_duration_seconds": REQUESTS,
-}
-"""The buckets of the histograms whose buckets are not SYNC."""
-
-
 def busy() -> KubeProxyMetrics:
     record = KubeProxyMetrics(lambda: 1_700_000_000.25)
     record.record_queued()
@@ -334,15 +296,6 @@ def busy() -> KubeProxyMetrics:
     record.record_api_request("a:6443", "POST", "201", 0.03)
     record.record_changes(1, 4)
     return record
-
-
-@pytest.mark.parametrize(("name", "columns"), KUBE_PROXY_FAMILIES)
-def test_families_of_kube_proxy(name: str, columns: str):
-    family = page(proxy_metrics=busy())[name]
-    kind, *labels = columns.split()
-    assert (family.kind, family.label_names - {"le"}) == (kind, set(labels))
-    assert family.bounds == (BOUNDS.get(name, SYNC) if kind == "histogram" else [])
-    assert family.help.startswith("[ALPHA] ")
 
 
 class TickingClock:
@@ -390,11 +343,6 @@ def test_format_number(value: float, text: str):
     assert format_number(value) == text
 
 
-def test_format_labels():
-    assert format_labels() == ""
-    assert format_labels(a="b", c='d"\\\n') == '{a="b",c="d\\"\\\\\\n"}'
-
-
 def test_histogram_bounds_are_inclusive():
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1):
@@ -424,27 +372,21 @@ def test_page_without_status_and_with_failing_data_plane():
     assert "kbpf_map_entries" not in families
 
 
-def test_no_connection_series_without_accounting():
-    families = page(plane=Counts(traffic=TrafficStats(totals=TRAFFIC.totals, counted_fields=IPVS_COUNTERS)))
-    assert not {"kbpf_connections", "kbpf_service_connections"} & families.keys()
+COUNTED = {
+    "no counter": frozenset[str](),
+    "choices": CHOICE_COUNTERS,
+    "choices and failures": CHOICE_COUNTERS | FAILURE_COUNTERS,
+    "counters of IPVS": IPVS_COUNTERS,
+}
 
 
-OUTCOMES = ("connections_total", "failures_total", "bytes_total", "retransmits_total", "round_trip_seconds")
-COUNTER_SETS = [
-    ("no counter", frozenset(), ()),
-    ("connection counters", CHOICE_COUNTERS | FAILURE_COUNTERS, ("connections_total", "failures_total")),
-    ("counters of IPVS", IPVS_COUNTERS, ("connections_total", "bytes_total")),
-    ("all counters", ALL_COUNTERS, OUTCOMES),
-]
-
-
-@pytest.mark.parametrize(("name", "known", "there"), COUNTER_SETS, ids=[row[0] for row in COUNTER_SETS])
-def test_counters_that_are_not_counted_have_no_series(name: str, known: frozenset[str], there: Sequence[str]):
-    families = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
-    assert {one for one in OUTCOMES if f"kbpf_service_{one}" in families} == set(there)
-    failures = families.get("kbpf_service_failures_total")
-    reasons = {dict(labels)["reason"] for _, labels in failures.samples} if failures else set()
-    assert reasons == {reason for reason in FAILURES if reason in known}
+def test_counters_that_are_not_counted_have_no_series(golden: Golden):
+    found = []
+    for name, counted in COUNTED.items():
+        text = format_page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=counted)))
+        series = re.findall(r"^kbpf_service_\w+_(?:total|trip_seconds)\w*\{.*$", transcript(text), re.MULTILINE)
+        found += [f"# {name}", *series]
+    golden("metrics/counted", "\n".join(found) + "\n")
 
 
 def notes(server: EventServer, count: int) -> list[tuple[str, str, str]]:
@@ -491,19 +433,6 @@ def test_rejected_configuration_is_one_event():
     assert notes(server, 0) == [("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")]
 
 
-def test_configz_shows_the_current_configuration():
-    made = replace(Config(), cluster_cidrs=(Cidr(parse_addr("10.1.0.0"), 112),), masquerade_bit=5)
-    shown = json.loads(format_configz(made))
-    theirs = shown["kubeproxy.config.k8s.io"]
-    assert theirs["kind"] == "KubeProxyConfiguration"
-    assert theirs["clusterCIDR"] == "10.1.0.0/16"
-    assert theirs["iptables"]["masqueradeBit"] == 5
-    assert theirs["nodePortAddresses"] == ["primary"]
-    ours = shown["kbpf.io"]
-    assert ours["kind"] == "KbpfConfiguration"
-    assert ours["mapSizes"]["frontends"] == Config().sizes.frontends
-
-
 def test_latencies_are_histograms_by_service():
     """A value of at most 2^-15 s is in the second bucket, one above 64 s in the last."""
     families = page()
@@ -517,19 +446,22 @@ def test_latencies_are_histograms_by_service():
     assert "kbpf_service_connect_duration_seconds" not in without
 
 
-QUANTILES = [
-    # values by index of their bucket, share, the quantile
-    ({}, 0.5, None),
-    ({0: 1}, 0.5, 2.0**-16),
-    ({3: 99, 5: 1}, 0.5, 2.0**-13),
-    ({3: 99, 5: 1}, 0.99, 2.0**-13),
-    ({3: 98, 5: 2}, 0.99, 2.0**-11),
-    ({23: 1}, 0.5, math.inf),
-]
+QUANTILES = pairs("""\
+50 % of none → None
+50 % of 0*1 → -16
+50 % of 3*99 5*1 → -13
+99 % of 3*99 5*1 → -13
+99 % of 3*98 5*2 → -11
+50 % of 23*1 → inf
+""")
+"""A share of values, by the index of their bucket → the quantile as a power of 2."""
 
 
-@pytest.mark.parametrize(("values", "share", "quantile"), QUANTILES, ids=str)
-def test_quantile_of_a_latency(values: dict[int, int], share: float, quantile: float | None):
-    counts = tuple(values.get(index, 0) for index in range(24))
-    assert Latency(counts, 1.0).quantile(share) == quantile
-    assert Latency(counts, 1.0).plus(Latency(counts, 2.0)).quantile(share) == quantile
+@pytest.mark.parametrize(("given", "power"), QUANTILES)
+def test_quantile_of_a_latency(given: str, power: str):
+    share, _, values = given.partition(" % of ")
+    buckets = [0] * 24
+    for index, _, count in (word.partition("*") for word in values.split() if "*" in word):
+        buckets[int(index)] = int(count)
+    latency, quantile = Latency(tuple(buckets), 1.0), None if power == "None" else 2.0 ** float(power)
+    assert latency.quantile(int(share) / 100) == latency.plus(latency).quantile(int(share) / 100) == quantile

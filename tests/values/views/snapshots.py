@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constructed inspections: read from fakes of the maps, or given as values."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U32_PAIR, ServiceValue
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.inspection import HookEntry, Inspection, Part
 from kbpf.model.metrics import ConnectionStats
-from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.objects import Protocol
 from kbpf.model.status import AgentStatus
 from tests.support.faults.fake_maps import Entries, FakeMap, slots
 from tests.support.faults.fake_maps import names as pack_names
@@ -33,9 +33,7 @@ def snapshot(
     backends: Mapping[int, Backend] = {},
     totals: Mapping[IdPair, ConnectionStats] = {},
     open: Mapping[IdPair, int] = {},
-    affinity: Entries | None = None,
     endpoints: Entries | None = None,
-    ranges: Iterable[tuple[int, Cidr]] = (),
     **more: Any,
 ) -> Inspection:
     """The first parameters are contents of maps, by id; the others are fields of Inspection."""
@@ -51,14 +49,13 @@ def snapshot(
         "backends": {U32.pack(i): pack(backend) for i, backend in backends.items()},
         "counts": {U32_PAIR.pack(*ids): layout.COUNTS.pack(*row) for ids, row in totals.items()},
         "sock_peers": {U32.pack(i): layout.PEER.pack(0, bytes(20), bytes(20), *ids) for i, ids in enumerate(peers)},
-        "affinity": affinity or {},
         "endpoint_names": endpoints or {},
-        "source_ranges": {layout.pack_source_range(*row): bytes(4) for row in ranges},
     }
     maps: Any = {name: FakeMap(name, contents.get(name, {})) for name in MAPS}
-    parts = Part.SERVICES | Part.RANGES | Part.TRAFFIC | Part.AFFINITY
-    parts |= Part.ENDPOINTS
-    values = services.read(maps, parts) | {"monotonic": 1000.0, "boottime": 5000.0}
+    values = services.read(maps, Part.SERVICES | Part.TRAFFIC | Part.ENDPOINTS) | {
+        "monotonic": 1000.0,
+        "boottime": 5000.0,
+    }
     return Inspection("/pins", **(values | more))
 
 

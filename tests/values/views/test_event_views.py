@@ -2,7 +2,7 @@
 """The lines of `kbpf monitor`, and the pages of `kbpf top`, from given events and counters."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -28,10 +28,11 @@ from kbpf.model.objects import Protocol
 from kbpf.model.reasons import EventVerdict, Reason, Verdict
 from kbpf.views import failures, monitor, top
 from kbpf.views.latency import LatencyRow, format_milliseconds
-from kbpf.views.top import By, TopRow, TopSummary
+from kbpf.views.page import Page
+from kbpf.views.top import By, TopSummary
 from tests.support.golden import Golden
 from tests.support.table import pairs
-from tests.values.views.snapshots import TCP, key, snapshot
+from tests.values.views.snapshots import TCP, UDP, key, snapshot
 
 PORT = ServicePort(1, ServicePortKey("shop", "prices", "http", TCP, 4))
 FRONTEND = FrontendAddress(parse_addr("10.96.12.3"), 80, Protocol.TCP)
@@ -119,6 +120,10 @@ NAMES = {
     3: key("idle"),
     4: key("dns", "kube-system"),
     5: key("broken"),
+    6: key("new", "udp", UDP),
+    7: key("old", "udp", UDP),
+    8: key("quiet", "udp", UDP),
+    9: key("sctp", "udp", Protocol.SCTP),
 }
 BACKENDS = {i: Backend(parse_addr(f"10.244.0.{i}"), 8080, TCP) for i in (5, 6, 7, 8)}
 ENDPOINTS = {
@@ -131,6 +136,7 @@ BEFORE = {
     (1, 0xFFFF_FFFF): ConnectionStats(opened=7),
     (3, 7): ConnectionStats(opened=9),
     (4, 7): ConnectionStats(opened=1000),
+    (7, 7): ConnectionStats(bytes_in=4096),
 }
 AFTER = {
     (1, 5): ConnectionStats(opened=130, refused=3, bytes_in=3048, bytes_out=3 << 20),
@@ -140,32 +146,38 @@ AFTER = {
     (3, 7): ConnectionStats(opened=9),
     (4, 7): ConnectionStats(opened=3),
     (5, 0): ConnectionStats(no_endpoint=400),
+    (6, 7): ConnectionStats(opened=1, bytes_in=4096),
+    (7, 7): ConnectionStats(opened=1, bytes_in=4096),
+    (8, 7): ConnectionStats(opened=1),
+    (9, 7): ConnectionStats(opened=1),
 }
-"""The counters of `dns` began again."""
+"""The counters of `dns` began again. Bytes of UDP are known only once a packet had some."""
 OPEN = {(1, 5): 3, (2, 8): 1, (4, 7): 2}
 
 
-def latencies(connect: dict[int, int], round_trip: dict[int, int]) -> ServiceLatencies:
-    """Histograms with these numbers of values up to 2^exponent seconds."""
+def latencies(text: str) -> ServiceLatencies | None:
+    """``-12*90 -9*10 / -13*1``: how many values there are up to 2^exponent s, of connect() and of round trips."""
 
-    def histogram(counts: dict[int, int]) -> Latency:
+    def histogram(part: str) -> Latency:
+        counts = dict(map(int, word.split("*")) for word in part.split())
         return Latency(tuple(counts.get(i - LATENCY_EXPONENT, 0) for i in range(BUCKETS)))
 
-    return ServiceLatencies(histogram(connect), histogram(round_trip))
+    connect, _, round_trip = text.partition("/")
+    return ServiceLatencies(histogram(connect), histogram(round_trip)) if text else None
 
 
 BUCKETS = len(Latency().counts)
-LATENCIES = latencies({-12: 90, -9: 10}, {-13: 1})
+LATENCIES = latencies("-12*90 -9*10 / -13*1")
 
 
-def read(totals: dict[tuple[int, int], ConnectionStats], when: float, counted: frozenset[str]):
+def read(totals: dict[tuple[int, int], ConnectionStats], when: float, counted: frozenset[str], **more: object):
     inspection = snapshot(names=NAMES, backends=BACKENDS, totals=totals, open=OPEN)
     measured = LATENCIES if totals is AFTER and counted == ALL_COUNTERS else None
     services = tuple(
         msgspec.structs.replace(port, endpoints=ENDPOINTS, latencies=measured) if port.id == 1 else port
         for port in inspection.services
     )
-    return replace(inspection, services=services, monotonic=when, counted=counted)
+    return replace(inspection, services=services, monotonic=when, counted=counted, **more)
 
 
 COUNTED = {
@@ -177,17 +189,35 @@ COUNTED = {
 }
 
 
-def page(
-    by: By, counted: str, service: str = "", limit: int = 0, namespace: str = "", in_conntrack: bool = False
-) -> str:
-    before, after = (read(totals, when, COUNTED[counted]) for totals, when in ((BEFORE, 10.0), (AFTER, 12.0)))
-    rows = top.build_rows(before, after, by, service, namespace)
-    histories = {(row.service, row.name): [0.0, None, 1.0, 4.0, row.new] for row in rows}
-    shown = histories if not limit else None
-    summary = TopSummary(by, 2.0, None)
-    made = top.build_page(rows, summary, after.counted, in_conntrack, limit, shown)
+def shown(made: Page) -> str:
     text = "".join(render.render_page(made, Output.TABLE))
     return text + "".join(f"{note}\n" for note in made.notes if note)
+
+
+def page(
+    by: By,
+    counted: str,
+    service: str = "",
+    limit: int = 0,
+    namespace: str = "",
+    in_conntrack: bool = False,
+    lists_sockets: bool = True,
+) -> str:
+    before, after = (
+        read(totals, when, COUNTED[counted], lists_sockets=lists_sockets)
+        for totals, when in ((BEFORE, 10.0), (AFTER, 12.0))
+    )
+    rows = top.build_rows(before, after, by, service, namespace)
+    histories = {(row.service, row.name): [0.0, None, 1.0, 4.0, row.new] for row in rows}
+    summary = TopSummary(by, 2.0, None)
+    return shown(top.build_page(rows, summary, after.counted, in_conntrack, limit, histories if not limit else None))
+
+
+def clients() -> str:
+    counts = top.ClientCounts()
+    counts.add([EVENT, EVENT, replace(EVENT, reason=Reason.BACKEND_REFUSED)])
+    counts.add([UNKNOWN, PACKET])
+    return shown(top.build_page(counts.build_rows(2.0), TopSummary(By.CLIENTS, 2.0, 1200), frozenset()))
 
 
 def test_pages_of_top(golden: Golden):
@@ -201,6 +231,8 @@ def test_pages_of_top(golden: Golden):
     texts.append(f"# one namespace\n{page(By.SERVICES, 'full', namespace='kube-system')}")
     texts.append(f"# two rows\n{page(By.SERVICES, 'full', limit=2)}")
     texts.append(f"# with conntrack\n{page(By.SERVICES, 'full', limit=1, in_conntrack=True)}")
+    texts.append(f"# no list of sockets\n{page(By.SERVICES, 'full', limit=1, lists_sockets=False)}")
+    texts.append(f"# by clients\n{clients()}")
     before, after = read(BEFORE, 10.0, ALL_COUNTERS), read(AFTER, 12.0, ALL_COUNTERS)
     rows = top.build_rows(before, after, By.SERVICES)
     made = top.build_page(rows, TopSummary(By.SERVICES, 2.0, None), after.counted)
@@ -208,56 +240,36 @@ def test_pages_of_top(golden: Golden):
     golden("top.txt", "\n".join(texts))
 
 
-@pytest.mark.parametrize("lists_sockets", [True, False])
-def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(lists_sockets: bool):
-    before, after = (
-        replace(read(totals, when, ALL_COUNTERS), lists_sockets=lists_sockets)
-        for totals, when in ((BEFORE, 10.0), (AFTER, 12.0))
+READS = pairs("""\
+none: | →
+first: | -10*3 / -9*3 → 0.977 0.977 1.953 1.953
+only new ones: -10*90 | -10*90 0*1 → 1000 1000 - -
+no new ones: -10*90 | -10*90 →
+of another agent: -10*90 | -10*1 →
+two families: , | -10*1, -2*1 → 0.977 250 - -
+""")
+"""Latencies of a Service's ports before | after → those in between: percentiles of connect(), then of round trips."""
+
+
+def read_port(when: float, text: str, opened: int) -> Inspection:
+    traffic = (BackendTraffic(1, None, "all", 0, ConnectionStats(opened=opened)),)
+    ports = (
+        ServicePort(
+            family, ServicePortKey("shop", "web", "", TCP, family), traffic=traffic, latencies=latencies(each.strip())
+        )
+        for family, each in zip((4, 6), text.split(","), strict=False)
     )
-    rows = top.build_rows(before, after, By.SERVICES)
-    assert [row.open is None for row in rows] == [not lists_sockets] * len(rows)
-    note = "OPEN is not known: this kernel does not list sockets"
-    made = top.build_page(rows, TopSummary(By.SERVICES, 2.0, None), after.counted)
-    assert (note in made.notes) is not lists_sockets
-
-
-NONE = ServiceLatencies()
-READS = {
-    "none": ([NONE], [NONE], None),
-    "first": ([NONE], [latencies({-10: 3}, {-9: 3})], (0.977, 0.977, 1.953, 1.953)),
-    "only new ones": ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})], (1000.0, 1000.0, None, None)),
-    "no new ones": ([latencies({-10: 90}, {})], [latencies({-10: 90}, {})], None),
-    "of another agent": ([latencies({-10: 90}, {})], [latencies({-10: 1}, {})], None),
-    "two families": ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})], (0.977, 250.0, None, None)),
-}
-
-
-def read_port(when: float, ports: Iterable[ServicePort]) -> Inspection:
     return Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=tuple(ports))
 
 
-@pytest.mark.parametrize("name", READS)
-def test_latencies_are_those_between_the_two_reads(name: str):
-    before, after, expected = READS[name]
-
-    def read_at(when: float, histograms: list[ServiceLatencies], opened: int) -> Inspection:
-        traffic = (BackendTraffic(1, None, "all", 0, ConnectionStats(opened=opened)),)
-        return read_port(
-            when,
-            (
-                ServicePort(
-                    family,
-                    ServicePortKey("shop", "web", "", TCP, family),
-                    traffic=traffic,
-                    latencies=None if each == NONE else each,
-                )
-                for family, each in zip((4, 6), histograms, strict=False)
-            ),
-        )
-
-    (row,) = top.build_rows(read_at(10.0, before, 0), read_at(12.0, after, 4), By.SERVICES)
-    assert row.latency == (None if expected is None else LatencyRow(*expected))
-    (row,) = top.build_rows(read_at(10.0, before, 0), read_at(12.0, after, 4), By.BACKENDS)
+@pytest.mark.parametrize(("histograms", "expected"), READS)
+def test_latencies_are_those_between_the_two_reads(histograms: str, expected: str):
+    before, after = histograms.partition(": ")[2].split("|")
+    reads = read_port(10.0, before, 0), read_port(12.0, after, 4)
+    (row,) = top.build_rows(*reads, By.SERVICES)
+    values = [None if word == "-" else float(word) for word in expected.split()]
+    assert row.latency == (LatencyRow(*values) if values else None)
+    (row,) = top.build_rows(*reads, By.BACKENDS)
     assert row.latency is None
 
 
@@ -269,43 +281,6 @@ def test_times(milliseconds: str, text: str):
     assert format_milliseconds(None) == "-"
 
 
-@pytest.mark.parametrize(
-    ("protocol", "before", "after", "rate"),
-    [
-        (Protocol.TCP, 0, 0, 0.0),
-        (Protocol.UDP, 0, 0, None),
-        (Protocol.UDP, 0, 4096, 2048.0),
-        (Protocol.UDP, 4096, 4096, 0.0),
-        (Protocol.SCTP, 0, 0, 0.0),
-    ],
-)
-def test_bytes_of_udp_are_known_only_once_a_packet_had_some(
-    protocol: Protocol, before: int, after: int, rate: float | None
-):
-    name = ServicePortKey("shop", "dns", "", protocol, 4)
-    inspections = [
-        read_port(when, [ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),))])
-        for when, stats in ((10.0, ConnectionStats(bytes_in=before)), (12.0, ConnectionStats(opened=1, bytes_in=after)))
-    ]
-    (row,) = top.build_rows(*inspections, By.SERVICES)
-    assert row.bytes_in == rate
-
-
-def test_clients_are_counted_from_events():
-    failed = replace(EVENT, reason=Reason.BACKEND_REFUSED)
-    counts = top.ClientCounts()
-    counts.add([EVENT, EVENT, failed])
-    counts.add([UNKNOWN, PACKET])
-    rows = counts.build_rows(2.0)
-    assert rows == (
-        TopRow("", "shop/cart-5d6f", "", 1.0, 0.0, 0.5, None, None, None),
-        TopRow("", "/system.slice/cron.service", "", 0.0, 0.5, 0.0, None, None, None),
-        TopRow("", "203.0.113.77", "", 0.5, 0.0, 0.0, None, None, None),
-    )
-    made = top.build_page(rows, TopSummary(By.CLIENTS, 2.0, 1200), frozenset())
-    assert made.notes == ("", "sampled: 1,200 more events were not seen")
-
-
 def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.MonkeyPatch):
     """And hides no Pod."""
     monkeypatch.setattr(top, "MAX_CLIENTS", 1)
@@ -314,13 +289,6 @@ def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.Monk
     rows = counts.build_rows(1.0)
     assert [(row.name, row.new) for row in rows] == [("shop/cart-5d6f", 2.0), ("203.0.113.77", 1.0)]
     assert counts.left_out == 2
-
-
-@pytest.mark.parametrize(
-    ("values", "text"), [((), ""), ((0.0, 0.0), "▁▁"), ((0.0, 1.0, 2.0), "▁▅█"), ((None, 3.0), " █")]
-)
-def test_sparkline(values: tuple[float | None, ...], text: str):
-    assert top.format_sparkline(values) == text
 
 
 @pytest.mark.parametrize(("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))])

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kbpf import __version__
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, FrontendKind, ServicePortKey
 from kbpf.model.inspection import (
@@ -22,11 +23,12 @@ from kbpf.model.inspection import (
 from kbpf.model.metrics import ALL_COUNTERS, CHOICE_COUNTERS, ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import Reason
-from kbpf.model.status import AgentStatus
 from kbpf.views import html_page
+from tests.support.golden import Golden
 from tests.values.views.snapshots import AGENT
 
 VOID = frozenset(("meta", "br"))
+ROWS = ("h1", "h2", "p", "tr")
 EVIL = '"><script>alert(1)</script>\x1b[31m'
 
 
@@ -45,6 +47,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.texts += ["\n"] * (tag in ROWS)
         self.links += [value or "" for name, value in attrs if name in ("src", "href")]
         if tag not in VOID:
             self.open.append(tag)
@@ -53,7 +56,8 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        if self.open[-1:] != ["style"]:
+            self.texts.append(" ".join(data.split()))
 
 
 def backend(number: int) -> Backend:
@@ -75,48 +79,8 @@ def port(name: str, count: int = 2, opened: int = 0, refused: int = 0) -> Servic
 
 
 def page(**parts: object) -> Reader:
-    return Reader(html_page.format_html(Inspection("pins", counted=ALL_COUNTERS, **parts), "now"))
-
-
-def test_services_with_failures_come_first():
-    services = (port("quiet", opened=9), port("failing", opened=3, refused=2), port("idle"))
-    names = [text for text in page(services=services).texts if text.startswith("shop/")]
-    assert names == ["shop/failing", "shop/quiet", "shop/idle"]
-
-
-def test_backends_have_their_shares_and_failures():
-    texts = "|".join(page(services=(port("web", 4, opened=5, refused=2),)).texts)
-    assert "10.244.1.1:8000: 25%, 5 open|, 2 failed" in texts
-    assert "10.244.1.1:8003: 25%, 0 open" in texts
-
-
-def test_what_is_not_counted_is_no_number():
-    inspection = Inspection("pins", services=(port("web", refused=0),), counted=CHOICE_COUNTERS)
-    cells = re.findall(r"<td class=\"number\">([^<]*)</td>", html_page.format_html(inspection, "now"))
-    assert cells == ["0", "0", "0", "-", "-", "-"]
-
-
-@pytest.mark.parametrize("lists_sockets", [True, False])
-def test_open_connections_are_no_number_if_the_kernel_lists_no_sockets(lists_sockets: bool):
-    services = (port("web", opened=5),)
-    texts = "|".join(page(services=services, lists_sockets=lists_sockets).texts)
-    assert ("0 open" in texts) is lists_sockets
-    assert ("5 open" in texts) is lists_sockets
-    assert ("|-|" in texts) is not lists_sockets
-
-
-@pytest.mark.parametrize(
-    ("agent", "age", "text"),
-    [
-        (AGENT, 1.0, "The agent runs. Mode bpf"),
-        (AGENT, 90.0, "The agent is down: this is what it had programmed 1m30s ago. Mode bpf"),
-        (None, 1.0, "No agent has written its status. Mode -"),
-    ],
-)
-def test_page_says_how_old_it_is_if_the_agent_is_down(agent: AgentStatus | None, age: float, text: str):
-    boottime = AGENT.heartbeat + age
-    reader = page(status=agent, agent_alive=age < 90, boottime=boottime)
-    assert any(text in line for line in reader.texts)
+    given = {"counted": ALL_COUNTERS, "status": AGENT, "boottime": AGENT.heartbeat + 1, **parts}
+    return Reader(html_page.format_html(Inspection("pins", **given), "now"))
 
 
 def failure(service: ServicePort, pod: str, last: float = 2.0, number: int = 80) -> FailureEntry:
@@ -131,10 +95,34 @@ def test_no_text_becomes_markup():
     assert any("<script>" in text for text in reader.texts)
 
 
-def test_page_needs_nothing_from_elsewhere():
-    reader = page(services=(port("web"),))
-    assert reader.links == []
-    assert reader.tags.isdisjoint(("script", "link", "img", "iframe", "object"))
+MAPS = tuple(MapEntry(f"map-{n}", "hash", n, 1000, True, 1, "p") for n in range(html_page.MAX_MAPS + 2))
+PAGES: dict[str, dict[str, object]] = {
+    "Services with failures come first, and the fullest maps": {
+        "services": (port("quiet", opened=9), port("failing", 4, opened=3, refused=2), port("idle")),
+        "failures": (failure(port("failing"), "shop/cart"),),
+        "maps": MAPS,
+        "agent_alive": True,
+        "monotonic": 5.0,
+    },
+    "the agent is down": {"boottime": AGENT.heartbeat + 90},
+    "no agent has run": {"status": None},
+    "what is not known is no number": {
+        "services": (port("web", opened=5),),
+        "counted": CHOICE_COUNTERS,
+        "lists_sockets": False,
+    },
+}
+
+
+def test_texts_of_a_page(golden: Golden):
+    found = []
+    for name, parts in PAGES.items():
+        reader = page(**parts)
+        assert reader.links == [], "it needs nothing from elsewhere"
+        assert reader.tags.isdisjoint(("script", "link", "img", "iframe", "object"))
+        text = " ".join(filter(None, reader.texts)).replace(__version__, "VERSION")
+        found += [f"# {name}", *filter(None, map(str.strip, text.splitlines())), ""]
+    golden("page.txt", "\n".join(found))
 
 
 @pytest.mark.parametrize("count", [html_page.MAX_SERVICES - 1, html_page.MAX_SERVICES + 3])
@@ -154,17 +142,3 @@ def test_long_lists_are_cut_and_say_so(count: int):
     assert (f"and {left_out} more Services" in texts) is bool(left_out)
     assert texts.count("shop/a") == html_page.MAX_FAILURES - 1
     assert texts.count("other/b") == 1
-
-
-def test_the_fullest_maps_are_shown():
-    count = html_page.MAX_MAPS + 2
-    maps = tuple(MapEntry(f"map-{n}", "hash", n, 1000, True, 1, "p") for n in range(count))
-    texts = page(maps=maps).texts
-    shown = [text for text in texts if text.startswith("map-")]
-    assert shown == [f"map-{n}" for n in range(count - 1, 1, -1)]
-    assert "and 2 more maps" in texts
-
-
-def test_an_empty_node_has_a_page():
-    texts = page().texts
-    assert {"no Services", "no failed connections"} <= set(texts)

@@ -12,16 +12,12 @@ from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.statefile import ProgrammedPort, StateFile
 from kbpf.dataplane.reader import Locations
 from kbpf.errors import NotFoundError
-from kbpf.kernel.net.ipvs import IpvsConnection
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress
-from kbpf.model.inspection import Connection, ConnectionQuery, Inspection
-from kbpf.model.objects import Protocol
 from kbpf.model.status import encode
 from kbpf.views import services, status
 from tests.support.plane import service as state
 from tests.values.views.ipvs_node import (
-    CONNECTIONS,
     FWMARK,
     HELD,
     NODE,
@@ -31,18 +27,12 @@ from tests.values.views.ipvs_node import (
     A,
     B,
     C,
-    end,
     loads,
     virtual,
 )
 from tests.values.views.snapshots import AGENT
 
 HERE = Path("/state")
-
-
-@pytest.fixture
-def held() -> Inspection:
-    return ipvs.build_inspection(HERE, PORTS, HELD)
 
 
 @pytest.mark.parametrize("port", [80, 30080])
@@ -63,72 +53,6 @@ def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path: Path,
 def test_backends_missing_in_the_kernel_are_not_shown():
     (row,) = services.build_rows(ipvs.build_inspection(HERE, PORTS[:1], {}))
     assert (row.name, row.backends_cluster) == ("web", 0)
-
-
-OPEN_OF = {
-    "web": f"{A} 3 of 10, {B} 0 of 4",  # of the ClusterIP and the NodePort; closed ones are not open
-    "local": f"{A} 2 of 5, {C} 0 of 0",  # of the VIP, and of the short circuit
-    "sticky": f"{A} 7 of 20, {B} 0 of 0",  # UDP
-    "none": "",
-}
-
-
-@pytest.mark.parametrize("name", OPEN_OF)
-def test_connections_are_those_of_all_virtual_services(held: Inspection, name: str):
-    """Of each backend: the open ones, and all. Bytes: see ipvs_node.loads()."""
-    (port,) = (p for p in held.services if p.key.name == name)
-    assert ", ".join(f"{t.backend} {t.open} of {t.totals.opened}" for t in port.traffic) == OPEN_OF[name]
-    for row in port.traffic:
-        assert row.totals.bytes_in == 100 * row.totals.opened
-        assert row.totals.bytes_out == 1_000 * row.totals.opened
-
-
-# ---- connections ---------------------------------------------------------------------------------
-
-
-PARSED = """\
-TCP 198.18.0.254:40000 198.18.0.1:30080 10.244.1.2:8080 ESTABLISHED 899
-UDP 10.244.1.3:40001 10.96.0.3:53 10.244.1.2:8080 UDP 299
-TCP fd00:198:18::fe:40002 fd00:96::1:80 fd00:10:244:1::2:8080 TIME_WAIT 3
-TCP 198.18.0.254:40003 203.0.113.1:80 10.0.0.1:80 SYN_RECV 59
-""".splitlines()
-
-
-def test_connections_of_the_kernel_are_parsed():
-    """Not those that are templates of persistence."""
-    for connection, line in zip(CONNECTIONS, PARSED, strict=True):
-        protocol, *ends, state, seconds = line.split()
-        at = [end(text) for text in ends]
-        assert connection == IpvsConnection(Protocol[protocol], *at, state, int(seconds))
-
-
-def find(held: Inspection, monkeypatch: pytest.MonkeyPatch, query: ConnectionQuery) -> list[Connection]:
-    monkeypatch.setattr(ipvs, "list_connections", lambda: CONNECTIONS)
-    assert held.connections is not None
-    return list(held.connections.find(query).rows)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "ports"),
-    [
-        (ConnectionQuery(service="web"), "40000"),
-        (ConnectionQuery(service="default/sticky"), "40001"),
-        (ConnectionQuery(client=parse_addr("198.18.0.254")), "40000 40003"),
-        (ConnectionQuery(backend=parse_addr("10.244.1.2")), "40000 40001"),
-        (ConnectionQuery(state="closed"), "40002"),
-        (ConnectionQuery(service="web", state="closed"), ""),
-    ],
-)
-def test_connections_are_filtered(
-    held: Inspection, monkeypatch: pytest.MonkeyPatch, wanted: ConnectionQuery, ports: str
-):
-    found = find(held, monkeypatch, wanted)
-    assert sorted(row.client.rpartition(":")[2] for row in found) == ports.split()
-
-
-def test_connections_of_an_unknown_service_are_an_error(held: Inspection, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(NotFoundError):
-        find(held, monkeypatch, ConnectionQuery(service="other"))
 
 
 # ---- state files of the agent --------------------------------------------------------------------

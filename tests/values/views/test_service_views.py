@@ -3,7 +3,6 @@
 constructed snapshots: states that a kernel cannot be made to show.
 """
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -25,10 +24,9 @@ from kbpf.model.inspection import (
     Verification,
     index_pods,
 )
-from kbpf.model.metrics import ALL_COUNTERS, CHOICE_COUNTERS, FAILURE_COUNTERS, ConnectionStats
-from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.objects import Protocol
 from kbpf.model.status import SourceView, ThreadView
-from kbpf.views import maps, service, services, sources, status, trace_endpoints, verification
+from kbpf.views import maps, service, status, trace_endpoints, verification
 from tests.support.faults.fake_maps import FakeMap
 from tests.support.table import pairs
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
@@ -53,30 +51,29 @@ def backends(*indexes: int) -> BackendSet:
     return BackendSet(1, len(indexes), slots)
 
 
-USES = [
-    # (members of the cluster set, of the local set, a policy is Local, the reason of endpoint 1)
-    ((1,), (), False, "used: ready"),
-    ((1,), (1,), True, "used: ready"),
-    ((1,), (2,), True, "used by policy Cluster: ready"),
-    ((1,), (), True, "used by policy Cluster: ready"),
-    ((), (1,), True, "used by policy Local: ready"),
-    ((2,), (2,), True, trace_endpoints.UNKNOWN),
-]
+USES = pairs("""\
+1 | → used: ready
+1 | 1 Local → used: ready
+1 | 2 Local → used by policy Cluster: ready
+1 | Local → used by policy Cluster: ready
+ | 1 Local → used by policy Local: ready
+2 | 2 Local → unknown
+""")
+"""Members of the cluster set | of the local set, and whether a policy is Local → the reason of endpoint 1."""
 
 
-@pytest.mark.parametrize(("cluster", "local", "is_local", "why"), USES)
-def test_trace_names_the_policy_that_uses_an_endpoint(
-    cluster: tuple[int, ...], local: tuple[int, ...], is_local: bool, why: str
-):
+@pytest.mark.parametrize(("sets", "why"), USES)
+def test_trace_names_the_policy_that_uses_an_endpoint(sets: str, why: str):
+    cluster, local = (map(int, part.replace("Local", "").split()) for part in sets.split("|"))
     frontend = FrontendEntry(at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local))
     port = ServicePort(
         1,
         key("web"),
         (frontend,),
-        external_local=is_local,
+        external_local="Local" in sets,
         endpoints={backend(1): EndpointEntry(backend(1), node="node-2")},
     )
-    assert [row.why for row in trace_endpoints.build_rows(port)] == [why]
+    assert [row.why for row in trace_endpoints.build_rows(port)] == [why.replace("unknown", trace_endpoints.UNKNOWN)]
 
 
 def test_advice_that_fits_several_differences_is_given_once():
@@ -97,119 +94,6 @@ def test_advice_that_fits_several_differences_is_given_once():
 
 
 # ---- services ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("address", "families", "nowhere"),
-    [
-        ("0.0.0.0", {4, 6}, False),
-        ("0.0.0.0", {6}, True),
-        ("::", {4}, True),
-        ("::", {6}, False),
-        ("0.0.0.0", None, False),
-        ("10.96.0.1", set(), False),
-    ],
-)
-def test_node_port_without_an_address_of_its_family_is_not_served(
-    address: str, families: set[int] | None, nowhere: bool
-):
-    is_cluster_ip = address == "10.96.0.1"
-    flags = CLUSTER_IP if is_cluster_ip else int(ServiceFlag.NODE_PORT)
-    held = snapshot(
-        frontends={at(address, 30080): value(1, flags=flags)},
-        names={1: key("web")},
-        node_ports=None if families is None else frozenset(families),
-    )
-    (row,) = services.build_rows(held)
-    (frontend,) = row.frontends
-    assert frontend.nowhere is nowhere
-    texts = [column.text(row) for column in services.COLUMNS]
-    assert any("not served" in text for text in texts) is nowhere
-    page = service.format_page(service.build_details(held, "web"))
-    assert ("not served: no address of this node" in page) is nowhere
-
-
-def test_slot_without_a_backend_is_counted_as_missing():
-    one = snapshot(
-        frontends={at("10.96.0.1"): value(1, size=3)},
-        names={1: key("web")},
-        sets={1: {0: 5, 1: 6}},
-        backends={5: backend(1)},
-    )
-    (detail,) = service.build_details(one, "web")
-    assert [(p.id, p.address) for p in detail.cluster[0].backends] == [(5, "10.244.0.1"), (6, ""), (0, "")]
-    assert detail.cluster[0].missing == 2
-
-
-UNCOUNTED = "IN, OUT, RETRANSMITS, ROUND-TRIP"
-ACCOUNTING_ROWS = [
-    ("all of TCP", TCP, ALL_COUNTERS, "4 - - 1 0 0 9B 0B 0 2ms", ""),
-    ("all of UDP", UDP, ALL_COUNTERS, "4 - - 1 - - 9B 0B - -", ""),
-    ("connections and failures", TCP, CHOICE_COUNTERS | FAILURE_COUNTERS, "4 - - 1 0 0 - - - -", UNCOUNTED),
-    (
-        "the kernel tells no failures",
-        TCP,
-        CHOICE_COUNTERS,
-        "4 - - - - - - - - -",
-        f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
-    ),
-    (
-        "no counters",
-        TCP,
-        frozenset(),
-        "- - - - - - - - - -",
-        f"OPENED, NO-ENDPOINT, NOT-ALLOWED, REFUSED, UNANSWERED, RESET, {UNCOUNTED}",
-    ),
-]
-"""A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
-
-
-@pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row[0])
-def test_uncounted_values_are_null_not_zero(row: tuple):
-    """Even if the map holds numbers from an earlier --accounting."""
-    _story, protocol, counted, expected, expected_line = row
-    expected_cells = expected.split()
-    held = snapshot(
-        frontends={at("10.96.0.1", protocol=protocol): value(1)},
-        names={1: key("web", protocol=protocol)},
-        backends={5: backend(1)},
-        totals={(1, 5): ConnectionStats(opened=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
-        open={(1, 5): 3},
-        counted=counted,
-    )
-    (detail,) = service.build_details(held, "web")
-    (shown,) = detail.traffic
-    line = service.EndpointLine("", "", traffic=shown)
-    cells = [c.text(line) for c in service.TRAFFIC_COLUMNS]
-    assert cells == ["3", *expected_cells]
-    plain = msgspec.to_builtins(shown)
-    assert plain["open"] == 3
-    nulls = {name for name, number in plain.items() if number is None}
-    assert ("opened" in nulls) == (expected_cells[0] == "-")
-    assert ("reset" in nulls) == (expected_cells[5] == "-")
-    assert ("round_trips" in nulls) == (expected_cells[9] == "-")
-    line = f"  not counted: {expected_line}; --accounting full"
-    assert (line in service.format_page([detail]).split("\n")) == bool(expected_line)
-    assert ("not counted" in service.format_page([detail])) == bool(expected_line)
-
-
-def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets():
-    """A kernel without BTF; those of the packet path alone would be too few."""
-    held = snapshot(
-        frontends={at("10.96.0.1"): value(1)},
-        names={1: key("web")},
-        backends={5: backend(1)},
-        totals={(1, 5): ConnectionStats(opened=4)},
-        open={(1, 5): 3},
-        counted=ALL_COUNTERS,
-        lists_sockets=False,
-    )
-    (detail,) = service.build_details(held, "web")
-    (shown,) = detail.traffic
-    assert shown.open is None
-    lines = service.format_page([detail]).split("\n")
-    assert "  OPEN is not known: this kernel does not list sockets" in lines
-    assert not any("not counted" in line for line in lines)
 
 
 LONG_POD = f"dns-{120 * 'x'}-7f9c"
@@ -313,23 +197,25 @@ def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str)
 # ---- maps, programs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "entries", "fill", "alarm"),
-    [
-        ("services", 79, 79.0, False),
-        ("services", 80, 80.0, True),
-        ("affinity", 100, 100.0, True),
-        ("source_ranges", 80, 80.0, True),
-        ("node", None, None, False),
-        ("flow_queue", None, None, False),
-        ("flows", 100, 100.0, False),
-    ],
-)
-def test_map_alarm_is_at_80_percent(name: str, entries: int | None, fill: float | None, alarm: bool):
-    contents = {bytes([i]): b"" for i in range(100 if entries is None else entries)}
+FILLS = pairs("""\
+services 79 → 79.0%
+services 80 → 80.0% !
+affinity 100 → 100.0% !
+source_ranges 80 → 80.0% !
+node → -
+flow_queue → -
+flows 100 → 100.0%
+""")
+"""A map with room for 100 entries, and how many it has → its cell FILL; `!` is the alarm."""
+
+
+@pytest.mark.parametrize(("given", "fill"), FILLS)
+def test_map_alarm_is_at_80_percent(given: str, fill: str):
+    name, *entries = given.split()
+    contents = {bytes([i]): b"" for i in range(int(*entries or (100,)))}
     (row,) = maps.build_rows(snapshot(maps=(read_map(name, FakeMap(name, contents, 100)),)))
-    assert (row.entries, row.max_entries, row.fill_percent, row.alarm) == (entries, 100, fill, alarm)
-    assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
+    assert (row.entries, row.alarm) == (int(entries[0]) if entries else None, "!" in fill)
+    assert [column.text(row).strip() for column in maps.COLUMNS if column.title == "FILL"] == [fill]
 
 
 def test_every_map_has_a_purpose():
@@ -345,19 +231,6 @@ def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
         source, thread = seen.sources[0], seen.threads[0]
         cells = [column.text(source) for column in status.SOURCE_COLUMNS[1:3]]
         assert [*cells, status.THREAD_COLUMNS[1].text(thread)] == wanted
-
-
-def test_inconsistent_source_ranges_are_shown():
-    restricted = int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)
-    held = snapshot(
-        frontends={at("192.0.2.1"): value(1, flags=restricted), at("10.96.0.1"): value(1)},
-        names={1: key("web")},
-        ranges=((2, Cidr(parse_addr("0.0.0.0"), 96)),),
-    )
-    assert [(r.service, r.ranges, r.addresses) for r in sources.build_rows(held)] == [
-        ("default/web:http", (), ("192.0.2.1:80/TCP",)),
-        ("id 2, not named", ("0.0.0.0/0",), ()),
-    ]
 
 
 # ---- targets of check --attached ---------------------------------------------------------------

@@ -3,6 +3,7 @@
 made to show.
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -14,51 +15,56 @@ from kbpf.dataplane.bpf.inspect.devices import NO_PATTERNS, build
 from kbpf.dataplane.bpf.inspect.snapshot import read_packet_path
 from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
 from kbpf.dataplane.bpf.maps.layout import (
-    DEVICE,
     FLOW_HEAD,
     NODE,
-    U32,
-    DeviceFlag,
     FlowPath,
     NodeFlag,
-    Role,
     TcpState,
-    pack_network,
 )
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.tc import Attachment, AttachMethod
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import parse_addr
 from kbpf.model.inspection import ConnectionQuery, DeviceEntry, Fill, NodeEntry, ServicePort
-from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
 from kbpf.model.status import DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
 from kbpf.views.packet_path import availability, connections, devices, nat
 from tests.support.faults.fake_maps import FakeMap, target
+from tests.support.table import pairs
 from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
-STATUS_ROWS = {
-    "healthy": (AGENT, True, ATTACHED, (True, True)),
-    "its process does not exist": (AGENT, False, ATTACHED, (False, False)),
-    "silent for 10 s": (replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
-    "silent for 9 s": (replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
-    "not synced yet": (replace(AGENT, synced=False), True, ATTACHED, (False, True)),
-    "a hook is missing": (AGENT, True, (MISSING[0], *ATTACHED[1:]), (False, True)),
-    "a Service port is refused": (replace(AGENT, refused=1), True, ATTACHED, (False, True)),
-    "a change was not written": (replace(AGENT, error="no"), True, ATTACHED, (False, True)),
-    "problems are not refusals": (replace(AGENT, problem_count=3), True, ATTACHED, (True, True)),
-    "no agent has ever run": (None, False, ATTACHED, (False, False)),
-}
-"""The agent's status, process and hooks, and the view's (ok, running)."""
+FAILED = PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1)
+STATUS_ROWS = pairs("""\
+healthy: → ok, runs
+its process does not exist: dead →
+silent for 10 s: heartbeat=4990 →
+silent for 9 s: heartbeat=4991 → ok, runs
+not synced yet: synced= → runs
+a hook is missing: unhooked → runs
+a Service port is refused: refused=1 → runs
+a change was not written: error=no → runs
+a device failed: failed → runs
+problems are not refusals: problem_count=3 → ok, runs
+no agent has ever run: never dead →
+""")
+"""The agent's status, process and hooks → what the view says."""
 
 
-@pytest.mark.parametrize("name", STATUS_ROWS)
-def test_status_ok_and_running(name: str):
-    agent, alive, hooks, says = STATUS_ROWS[name]
-    held = snapshot(status=agent, agent_alive=alive, hooks=hooks)
-    seen = status.build_view(held)
-    assert (seen.ok, seen.running) == says
+@pytest.mark.parametrize(("given", "says"), STATUS_ROWS)
+def test_status_ok_and_running(given: str, says: str):
+    words = given.partition(":")[2].split()
+    fields = {name: type(getattr(AGENT, name))(value) for name, value in (w.split("=") for w in words if "=" in w)}
+    agent = replace(AGENT, packets=FAILED if "failed" in words else None, **fields)
+    seen = status.build_view(
+        snapshot(
+            status=None if "never" in words else agent,
+            agent_alive="dead" not in words,
+            hooks=(MISSING[0], *ATTACHED[1:]) if "unhooked" in words else ATTACHED,
+            packet_programs=True,
+        )
+    )
+    assert ", ".join(["ok"] * seen.ok + ["runs"] * seen.running) == says
     assert set(seen.counters) == {reason.name.lower() for reason in Reason}
     assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
 
@@ -125,31 +131,40 @@ def tracking(*found: TrackedConnection) -> FlowTable:
 
 
 SNATTED = "198.18.0.1:61000"
-CONNECTION_ROWS = {
-    "all entries exist": (track(), "lost=() seen_as=198.51.100.7:2000"),
-    "masqueraded": (track(snat=SNATTED), f"seen_as={SNATTED} masqueraded=True"),
-    "the original entry is lost": (track(parts=REPLY), "lost=('flow',)"),
-    "the reply entry is lost": (track(parts=ORIGINAL), "lost=('reply',)"),
-    "the SNAT entry is lost": (track(snat=SNATTED, parts=ORIGINAL | REPLY), "lost=('source',)"),
-    "all but the SNAT entry are lost": (track(snat=SNATTED, parts=SNAT_REPLY), "lost=('flow','reply')"),
-    "a new connection may not have its other entry yet": (track(parts=REPLY, idle=0.5), "lost=()"),
-    "another source port at the backend": (track(port=7), "seen_as=198.51.100.7:7"),
-    "just before it expires": (track(left=0.001), "expired=False"),
-    "just after it expired": (track(left=-0.001), "expired=True"),
-    "from device to device": (track(way=FlowPath.DIRECT), "path=direct"),
-    "an unknown path, from another version": (track(way=9), "path=9"),
-    "an unknown state, from another version": (track(state=9), "state=9"),
-    "from the node, through loopback": (track(device=1), "device=lo"),
-    "from the node, through a device that is gone": (track(device=1 << 30), "device=#1073741824"),
-    "SCTP": (track(protocol=Protocol.SCTP), "protocol=SCTP"),
-    "a last use in the future": (track(idle=-5), "idle_seconds=0.0"),
-}
-"""An entry, and some fields of its row."""
+CONNECTION_ROWS = pairs("""\
+the original entry is lost: parts=reply → lost=('flow',)
+the reply entry is lost: parts=original → lost=('reply',)
+the SNAT entry is lost: snat parts=original|reply → lost=('source',)
+all but the SNAT entry are lost: snat parts=snat → lost=('flow','reply')
+a new connection may not have its other entry yet: parts=reply idle=0.5 → lost=()
+another source port at the backend: port=7 → seen_as=198.51.100.7:7
+just before it expires: left=0.001 → expired=False
+just after it expired: left=-0.001 → expired=True
+an unknown path, from another version: way=9 → path=9
+an unknown state, from another version: state=9 → state=9
+from the node, through a device that is gone: device=1073741824 → device=#1073741824
+SCTP: protocol=132 → protocol=SCTP
+a last use in the future: idle=-5 → idle_seconds=0.0
+""")
+"""What is special about an entry, as arguments of track() → some fields of its row.
+tests/golden/inspect/connections.txt has the usual ones.
+"""
+PARTS = {"original": ORIGINAL, "reply": REPLY, "snat": SNAT_REPLY}
 
 
-@pytest.mark.parametrize(("entry", "fields"), CONNECTION_ROWS.values(), ids=CONNECTION_ROWS)
-def test_connection_row(entry: TrackedConnection, fields: str):
-    (row,) = tracking(entry).find(ConnectionQuery(expired=True)).rows
+@pytest.mark.parametrize(("entry", "fields"), CONNECTION_ROWS)
+def test_connection_row(entry: str, fields: str):
+    given: dict[str, Any] = {}
+    for word in entry.partition(": ")[2].split():
+        name, _, value = word.partition("=")
+        match name:
+            case "snat":
+                given[name] = SNATTED
+            case "parts":
+                given[name] = sum(PARTS[part] for part in value.split("|"))
+            case _:
+                given[name] = json.loads(value)
+    (row,) = tracking(track(**given)).find(ConnectionQuery(expired=True)).rows
     for field in fields.split():
         name, _, value = field.partition("=")
         assert str(getattr(row, name)).replace(" ", "") == value
@@ -189,24 +204,31 @@ def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
     ]
 
 
-NO_CLSACT = PacketStatus(True, "no clsact")
-PATHS = {
-    "attached": (PacketStatus(True), True, "on", ""),
-    "disabled": (PacketStatus(False), False, "off", "--packet-path false"),
-    "failed to load": (NO_CLSACT, False, "failed", "no clsact"),
-    "failed to attach": (NO_CLSACT, True, "failed", "no clsact"),
-    "not attached yet": (PacketStatus(True), False, "off", "not attached yet"),
-    "no status, but programs": (None, True, "on", ""),
-    "no status and no programs": (None, False, "off", "no packet programs"),
-    "disabled, but programs are pinned until the next start": (PacketStatus(False), True, "on", ""),
+PACKETS = {
+    "on": PacketStatus(True),
+    "off": PacketStatus(False),
+    "no-clsact": PacketStatus(True, "no clsact"),
+    "unknown": None,
 }
-"""The agent's PacketStatus, whether programs are pinned, and the view's state and reason."""
+PATHS = pairs("""\
+attached: on pinned → on
+disabled: off → off --packet-path false
+failed to load: no-clsact → failed no clsact
+failed to attach: no-clsact pinned → failed no clsact
+not attached yet: on → off not attached yet
+no status, but programs: unknown pinned → on
+no status and no programs: unknown → off no packet programs
+disabled, but programs are pinned until the next start: off pinned → on
+""")
+"""The agent's PacketStatus, whether programs are pinned → the view's state and words of the reason."""
 
 
-@pytest.mark.parametrize(("packets", "pinned", "state", "why"), PATHS.values(), ids=PATHS)
-def test_packet_path_state(packets: PacketStatus | None, pinned: bool, state: str, why: str):
-    said = replace(AGENT, packets=packets)
-    held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=pinned, fill=Fill(1, 1, 1, 9))
+@pytest.mark.parametrize(("given", "expected"), PATHS)
+def test_packet_path_state(given: str, expected: str):
+    name, *pinned = given.partition(": ")[2].split()
+    state, _, why = expected.partition(" ")
+    said = replace(AGENT, packets=PACKETS[name])
+    held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=bool(pinned), fill=Fill(1, 1, 1, 9))
     seen = availability.build_view(held)
     assert seen.state == state
     assert why in seen.reason
@@ -221,28 +243,22 @@ def test_forwarding_says_why_auto_is_not_netfilter():
     assert "stack: no BTF" in text
 
 
-def test_failed_device_makes_the_status_not_ok():
-    held = snapshot(status=replace(AGENT, packets=FAILED), agent_alive=True, hooks=ATTACHED, packet_programs=True)
-    assert not status.build_view(held).ok
-
-
 IN, OUT = (Attachment(2, direction, AttachMethod.TCX, 7) for direction in Direction)
 UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
 EXCLUDED = PacketStatus(True, excluded=("eth*",))
 
 
-ON, FAILED = PacketStatus(True), PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1)
+ON = PacketStatus(True)
 DEVICE_ROWS = {
-    "an uplink": (UPLINK, (IN, OUT), ON, "host", "tc_x (tcx)", ""),
     "a pod's veth": (POD, (IN, OUT), ON, "pod", "tc_x (tcx)", ""),
     "no program at ingress": (UPLINK, (OUT,), ON, "host", "", "missing"),
     "no programs": (UPLINK, (), ON, "host", "", "missing"),
-    "excluded": (UPLINK, (), EXCLUDED, "skipped", "", ""),
     "excluded, but with a program": (UPLINK, (IN,), EXCLUDED, "skipped", "tc_x (tcx)", "should have no program"),
     "not in the list of devices": (UPLINK, (), PacketStatus(True, devices=("up*",)), "skipped", "", ""),
-    "failed to attach": (UPLINK, (), FAILED, "host", "", "no clsact"),
 }
-"""A device, its programs, the agent's PacketStatus; the row's role, ingress program and words of the problem."""
+"""A device, its programs, the agent's PacketStatus; the row's role, ingress program and words of the problem. The
+usual ones are in tests/golden/inspect/devices.txt.
+"""
 
 
 @pytest.mark.parametrize("name", DEVICE_ROWS)
@@ -301,17 +317,7 @@ PODS = [
 
 @pytest.mark.parametrize(("flags", "pods"), PODS)
 def test_detection_of_local_pods(flags: NodeFlag, pods: str):
-    networks = (Cidr(parse_addr("10.244.0.0"), 112), Cidr(parse_addr("fd00::"), 64))
-    local = DeviceFlag.LOCAL | DeviceFlag.PEER
-    contents = {
-        "node": {bytes(4): NODE.pack(bytes(16), bytes(16), flags, 0, 0, 0, 0)},
-        "devices": {
-            U32.pack(i): DEVICE.pack(role, 14, device_flags, bytes(6), bytes(16), bytes(16), 0)
-            for i, role, device_flags in ((2, Role.POD, local), (3, Role.HOST, 0))
-        },
-        "local_networks": {pack_network(network): bytes(4) for network in networks},
-    }
-    maps: Any = {name: FakeMap(name, entries) for name, entries in contents.items()}
-    seen = sources.build_view(snapshot(**read_packet_path(maps)))
-    assert (seen.pods, seen.local_devices) == (pods, 1)
-    assert seen.local_networks == ("10.244.0.0/16", "fd00::/64")
+    node = NODE.pack(bytes(16), bytes(16), flags, 0, 0, 0, 0)
+    maps: Any = {name: FakeMap(name, {}) for name in ("devices", "local_networks")}
+    seen = sources.build_view(snapshot(**read_packet_path({**maps, "node": FakeMap("node", {bytes(4): node})})))
+    assert seen.pods == pods
