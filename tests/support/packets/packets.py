@@ -203,7 +203,6 @@ def icmp_error(
     packet: bytes,
     *,
     mtu: int = 0,
-    pointer: int = 0,
     quote: int | None = None,
     **ip: Unpack[Ip],
 ) -> bytes:
@@ -215,7 +214,7 @@ def icmp_error(
     to = str(ip_address(packet[8:24] if v6 else packet[12:16]))
     kinds = ERRORS[kind][v6]
     most = (1280 - 48 if v6 else 576 - 28) if quote is None else quote
-    return icmp(by, to, *kinds, mtu or pointer << (0 if v6 else 24), packet[:most], **ip)
+    return icmp(by, to, *kinds, mtu, packet[:most], **ip)
 
 
 # ---- neighbours --------------------------------------------------------------------------------

@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 _MASK = 0xFFFFFFFF
 
 
-class HostError(OSError):
-    """An ICMP error about a packet that we sent."""
-
-    def __init__(self, packet: Packet) -> None:
-        super().__init__(str(packet))
-        self.packet = packet
-
-
 class Stream:
     """TCP as far as a lab needs it: no packet is lost there, so nothing but the SYN is repeated.
     Each received segment must have correct checksums.
@@ -146,7 +138,7 @@ class Stream:
         wrong = checksums(found)
         assert not wrong, f"wrong checksums {wrong}: {found}"
         if found.embedded is not None:
-            raise HostError(found)
+            raise OSError(f"an ICMP error: {found}")
         if "R" in found.flags:
             self._closed = True
             raise refused(f"{found}")

@@ -5,7 +5,6 @@ the frames that arrive.
     with Wire("netns", "eth0", "198.18.0.50/24", gateways=("198.18.0.1",)) as wire:
         wire.send(udp("198.18.0.50:4000", "10.96.0.1:53", b"?"))
         answer = wire.expect(lambda p: p.source == "10.96.0.1:53")
-        wire.dial_tcp("198.18.0.50:4001", "10.96.0.1:80", b"hello\\n")
 
 It answers ARP and neighbour solicitations for its own addresses. These must not be configured in
 the kernel of that namespace, which must not forward either. The networks of the addresses are
@@ -50,8 +49,6 @@ _OTHER_HOST = 3
 _VIRTIO = struct.Struct("=BBHHHH")
 """struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset."""
 _NEEDS_CSUM = 1
-_GSO = {(4, 6): 1, (6, 6): 4, (4, 17): 5, (6, 17): 5}
-_SUM_AT = {6: 16, 17: 6}
 _NOISE = frozenset((130, 131, 132, 133, 134, 135, 136, 137, 143))
 """ICMPv6 types of multicast listener discovery and neighbour discovery."""
 _PATIENCE = 30.0
@@ -61,11 +58,6 @@ _STATISTICS = 6
 
 def any_packet(_: Packet) -> bool:
     return True
-
-
-def between(source: str, to: str) -> Predicate:
-    """Matches packets from `source` to `to`, addresses with ports if they have any."""
-    return lambda p: p.source == source and p.destination == to
 
 
 def finished(frame: bytes, start: int, offset: int) -> bytes:
@@ -78,22 +70,6 @@ def finished(frame: bytes, start: int, offset: int) -> bytes:
         return frame[:at] + struct.pack("<I", packets.crc32c(blank)) + frame[at + 4 :]
     done = packets.internet_checksum(frame[start:]) or 0xFFFF
     return frame[:at] + struct.pack("!H", done) + frame[at + 2 :]
-
-
-def offloaded(packet: Packet, gso: int) -> tuple[bytes, bytes]:
-    """The virtio_net_hdr of a GSO packet, and its frame with only the pseudo header summed."""
-    ip, frame = packet.ip, packet.raw
-    assert ip is not None
-    sum_at = _SUM_AT.get(ip.protocol)
-    assert sum_at is not None, "only TCP and UDP have GSO"
-    start = len(frame) - len(packet.segment)
-    addresses = packets.address(ip.source) + packets.address(ip.destination)
-    pseudo = addresses + struct.pack("!II", len(packet.segment), ip.protocol)
-    partial = packets.internet_checksum(pseudo) ^ 0xFFFF
-    at, headers = start + sum_at, len(frame) - len(packet.payload)
-    kind = _GSO[ip.version, ip.protocol]
-    header = _VIRTIO.pack(_NEEDS_CSUM, kind, headers, gso, start, sum_at)
-    return header, frame[:at] + struct.pack("!H", partial) + frame[at + 2 :]
 
 
 class Wire:
@@ -162,33 +138,21 @@ class Wire:
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def send(self, *sent: bytes, to: str | None = None, gso: int = 0) -> None:
-        """Sends packets that begin with IP. `to`: the MAC of the next hop; resolved if not given.
-        `gso`: sends a GSO packet with this many bytes per segment (TCP or UDP), its checksum left
-        to the hardware. A packet of more than a page arrives as a non-linear skb.
-        """
+    def send(self, *sent: bytes, to: str | None = None) -> None:
+        """Sends packets that begin with IP. `to`: the MAC of the next hop; resolved if not given."""
         for packet in sent:
             if self._l2:
                 frame = packets.frame(packet, to or self._neighbours.next_hop(packet), self.mac)
             else:
                 frame = packet
-            self.send_frame(frame, gso)
+            self.send_frame(frame)
 
-    def send_frame(self, frame: bytes, gso: int = 0) -> None:
-        """Sends a frame as it is, or as a GSO packet; see send()."""
-        if gso:
-            header, frame = offloaded(parse(frame, self._l2), gso)
-        else:
-            header = bytes(_VIRTIO.size)
+    def send_frame(self, frame: bytes) -> None:
         if self._l2:
             kind = int.from_bytes(frame[12:14], "big")
         else:
             kind = _ETH_P_IPV6 if frame[0] >> 4 == 6 else _ETH_P_IP
-        self._socket.sendto(header + frame, (self.device, kind))
-
-    def neighbour(self, address: str, asking: str, seconds: float = _PATIENCE) -> str:
-        """Resolves the MAC of an address on this link; `asking` is our address that asks."""
-        return self._neighbours.resolve(address, asking, seconds)
+        self._socket.sendto(bytes(_VIRTIO.size) + frame, (self.device, kind))
 
     # ---- receiving -----------------------------------------------------------------------------
 
@@ -289,16 +253,6 @@ class Wire:
         lines = [str(heard) for heard in self._heard] + [f"broken: {b}" for b in self._broken]
         return f"{self.device} heard " + ("; ".join(lines) or "nothing")
 
-    # ---- exchanges -----------------------------------------------------------------------------
-
-    def ask(self, packet: bytes, seconds: float = _PATIENCE) -> Packet:
-        """Sends a packet and returns the first reply from its destination."""
-        asked = parse(packet, l2=False)
-        back = between(asked.destination, asked.source)
-        self.forget(back)
-        self.send(packet)
-        return self.expect(lambda p: back(p) and p.protocol == asked.protocol, seconds)
-
     @contextlib.contextmanager
     def connected(self, source: str, to: str, seconds: float = _PATIENCE) -> Iterator[Stream]:
         """A TCP connection, reset at the end unless it was closed."""
@@ -308,11 +262,3 @@ class Wire:
             yield stream
         finally:
             stream.reset()
-
-    def dial_tcp(self, source: str, to: str, payload: bytes = b"", seconds: float = _PATIENCE) -> bytes:
-        """Connects, sends, closes its side; returns all bytes until the peer closes too. Raises
-        ConnectionRefusedError, ConnectionResetError, TimeoutError, or HostError with an ICMP error.
-        """
-        with self.connected(source, to, seconds) as stream:
-            stream.send(payload)
-            return stream.close()
