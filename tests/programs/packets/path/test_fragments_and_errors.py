@@ -39,6 +39,7 @@ from tests.programs.packets.path.single_packets import (
     vip,
     wrong_sums,
 )
+from tests.support.lab.events import read, watched
 from tests.support.packets import packets
 from tests.support.packets.datagrams import MAC_A
 from tests.support.packets.judge import checksums, reassembled
@@ -254,3 +255,12 @@ def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str):
     with path.counted(Reason.NEW_FLOW):
         path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
         path.set_loopback_role(Role.HOST)
+
+
+def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int):
+    """There is no route to the backend's network, so the first packet is dropped."""
+    own = end(NODE[v], next(PORTS))
+    with watched(path.site) as monitor:
+        path.egress(tcp(own, vip(v, CLUSTER), flags="S"))
+        events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+    assert events == [("new", "new_flow", own), ("dropped", "no_route", own)]
