@@ -40,8 +40,8 @@ from tests.programs.packets.path.single_packets import (
     NONE,
     REMOTE,
     RESTRICTED,
+    Flow,
     Path_,
-    age,
     ask,
     client,
     end,
@@ -50,7 +50,7 @@ from tests.programs.packets.path.single_packets import (
     vip,
 )
 from tests.support.lab.events import left_behind, read, watched
-from tests.support.packets.packets import Talk, tcp, udp
+from tests.support.packets.packets import tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 
@@ -116,20 +116,19 @@ STORIES = [
 
 def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[int]]:
     """Lengths of the client's and of the backend's packets as they arrived."""
-    own, source, talk = client(v), "", Talk()
+    flow = Flow(path, v, which)
     lengths: tuple[list[int], list[int]] = ([], [])
     before = ""
     for word in story.split():
         if word == before == "S":
-            age(path, own, -60)  # it is repeated at once, however long this takes
+            flow.age(-60)  # it is repeated at once, however long this takes
         before = word
         back = word.startswith("<")
-        ends = (pod(v), source) if back else (own, vip(v, which))
-        packet = talk.segment(word, *ends)
+        packet = flow.packet(word)
         lengths[back].append(len(packet))
         _, out = path.through(packet)
         if not back:
-            source = parsed(out).source
+            flow.source = parsed(out).source
     return lengths
 
 
@@ -193,14 +192,13 @@ def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(uplink
     """The flow bypasses the stack until a segment arrives whose TTL expires. The entry that is then
     added matches replies to the client's own address.
     """
-    own, talk = client(v), Talk()
-    before, source = read_counts(uplink, v, CLUSTER), ""
+    flow, before = Flow(uplink, v), read_counts(uplink, v, CLUSTER)
     for word, ttl in (*((word, 64) for word in (*OPEN.split(), "A+700")), ("A+7", 1)):
-        ends = (pod(v), source) if "<" in word else (own, vip(v, CLUSTER))
-        retval, got = uplink.ingress(talk.segment(word, *ends, ttl=ttl))
+        retval, got = uplink.ingress(flow.packet(word, ttl=ttl))
         assert retval == (TC_ACT_UNSPEC if ttl == 1 else TC_ACT_REDIRECT)
-        source = source or parsed(got).source
-    reply = talk.segment("<FA+10", pod(v), own)
+        flow.source = flow.source or parsed(got).source
+    flow.source = flow.own
+    reply = flow.packet("<FA+10")
     uplink.ingress(reply)
     added = minus(read_counts(uplink, v, CLUSTER)[True], before[True])
     assert added.bytes_out == len(reply)

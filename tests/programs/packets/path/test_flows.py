@@ -40,21 +40,17 @@ from tests.programs.packets.path.single_packets import (
     ROUTER,
     SENT,
     SPARE_PORTS,
+    Flow,
     Path_,
-    age,
     ask,
-    asked,
     both_policies,
     client,
     end,
     ends_of,
-    entries_of,
-    expire,
     masked,
     parsed,
     pod,
     reply,
-    segment,
     snat_source,
     vip,
     wrong_sums,
@@ -106,13 +102,10 @@ def test_datagrams_pass_only_while_passive(path: Path_, v: int):
 
 def test_existing_flow_is_translated_while_passive(path: Path_, v: int):
     """A new connection from the same port is the other data plane's."""
-    own, front, back = ends_of(v, LOCAL)
-    for word in ("S", "<SA"):
-        segment(path, v, own, word, own, LOCAL)
+    flow = Flow(path, v, LOCAL).send("S <SA")
     path.node(NodeFlag.PASSIVE)
-    path.go_in(tcp(own, front, b"data"), tcp(own, back, b"data"))
-    for word in ("A", "FA", "<FA", "A"):
-        segment(path, v, own, word, own, LOCAL)
+    flow.send("A A+ FA <FA A")
+    own, front = flow.own, flow.front
     for packet in (tcp(own, front, flags="S", seq=9), tcp(own, front, b"data", seq=10)):
         path.go_in(packet, packet)
 
@@ -345,7 +338,7 @@ def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v:
         elif word == "answer":
             path.go_out(path.go_in(answer, answer), reply(answered_by, own))
         elif word == "pause":
-            age(path, own, 40)
+            Flow(path, v, own=own).age(40)
         else:
             told = icmp_error("port unreachable", CLIENT[v], reply(front, own))
             path.ingress(told)
@@ -384,7 +377,7 @@ def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: i
             path.go_in(udp(own, front), udp(own, back))
         finally:
             addresses.delete(parse_addr(OTHER[v]))
-    assert {raw[DIRECTION] for raw in entries_of(path, own)} == {FlowDirection.ORIGINAL, FlowDirection.REPLY}
+    assert {raw[DIRECTION] for raw in Flow(path, v, own=own).entries()} == {FlowDirection.ORIGINAL, FlowDirection.REPLY}
     path.go_out(udp(back, own), udp(front, own))
 
 
@@ -431,8 +424,8 @@ def test_packets_without_masquerade_are_not_marked(path: Path_, v: int):
 
 def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int):
     """A pod that later sends from its server port is no longer part of the flow."""
-    own, source = asked(path, v)
-    answer = reply(pod(v), source)
+    flow = Flow(path, v).send("?")
+    answer = flow.packet("<!")
     assert marked(path, "tc_ingress", answer, 0)[1] == MARK
-    expire(path, own)
+    flow.expire()
     assert marked(path, "tc_ingress", answer, 0) == (answer, 0), "nor translated"

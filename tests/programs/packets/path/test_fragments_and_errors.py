@@ -19,7 +19,6 @@ from tests.programs.packets.path.single_packets import (
     ROUTER,
     SAME,
     SENT,
-    TALKS,
     Path_,
     _id,
     both_policies,
@@ -35,7 +34,6 @@ from tests.programs.packets.path.single_packets import (
     pod,
     quoted,
     reply,
-    send_segments,
     vip,
     wrong_sums,
 )
@@ -67,11 +65,10 @@ def test_fragments_are_translated(path: Path_, v: int):
 
 def test_fragments_of_segments_are_translated(path: Path_, v: int):
     """Only the first one has the numbers that tell whether it belongs to the connection."""
-    own, _ = send_segments(path, v, "S <SA A A+ <A", which=LOCAL)
-    front, back = vip(v, LOCAL), pod(v)
-    for word, ends, came in (("A+3000", (own, front), (own, back)), ("<A+3000", (back, own), (front, own))):
+    flow = established(path, v, LOCAL)
+    for word, came in (("A+3000", (flow.own, flow.back)), ("<A+3000", (flow.front, flow.own))):
         number, out = next(PORTS), []
-        sent = TALKS[own].segment(word, *ends, **_id(v, number))
+        sent = flow.packet(word, **_id(v, number))
         for piece in fragments(sent, 1280, id=number):
             for program in ("tc_ingress", "tc_egress"):
                 verdict, piece = path.run(program, piece)  # noqa: PLW2901
@@ -116,8 +113,8 @@ def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, abou
     the node, which the backend's network may not know: if the client is masqueraded, so is the
     router.
     """
-    own, source = established(path, v, kind, which)
-    build, front, back = SENT[kind], vip(v, which), pod(v)
+    flow, build = established(path, v, which, kind), SENT[kind]
+    own, source, front, back = flow.own, flow.source, flow.front, flow.back
     ends, inside_ends, out_ends = (source, back), (own, back), (own, front)
     if about == "reply":
         ends, inside_ends, out_ends = (front, own), (back, own), (back, source)
@@ -143,7 +140,8 @@ def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: 
     """As by nf_nat: its receiver would send everything for that address to the new gateway.
     ICMPv6's are not translated: they quote the packet only for information.
     """
-    own, source = established(path, 4, "tcp", which)
+    flow = established(path, 4, which)
+    own, source = flow.own, flow.source
 
     def redirect(sent: bytes, to: str) -> bytes:
         return icmp(ROUTER[4], to.partition(":")[0], 5, 1, address(NODE[4]), sent)
@@ -160,16 +158,16 @@ def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: 
 
 
 def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int):
-    own, source = established(path, v, "tcp")
+    flow = established(path, v)
     quote = (20 if v == 4 else 40) + 8
-    for name, ends in (("tc_ingress", (source, pod(v))), ("tc_egress", (own, pod(v)))):
+    for name, ends in (("tc_ingress", (flow.source, flow.back)), ("tc_egress", (flow.own, flow.back))):
         error = icmp_error("too big", ROUTER[v], tcp(*ends), mtu=1280, quote=quote)
         retval, got = path.run(name, error, complete=True)
         found = parsed(got)
         assert retval == TC_ACT_UNSPEC
         assert checksums(found) == []
-        assert found.embedded.source == own
-        want = pod(v) if name == "tc_ingress" else vip(v, CLUSTER)
+        assert found.embedded.source == flow.own
+        want = flow.back if name == "tc_ingress" else flow.front
         assert found.embedded.destination == want
 
 
