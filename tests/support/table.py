@@ -27,4 +27,4 @@ def table(row: type[T], text: str) -> list[T]:
 def _reader(kind: Any) -> Callable[[str], Any]:
     if kind is bool:
         return {"yes": True, "no": False}.__getitem__
-    return kind.__getitem__ if isinstance(kind, EnumMeta) else kind if kind is int else str
+    return kind.__members__.__getitem__ if isinstance(kind, EnumMeta) else kind if kind is int else str

@@ -36,7 +36,6 @@ from tests.support.packets.datagrams import (  # noqa: F401  for importers of th
     crc32c,
     datagram,
     destination,
-    fragment_header,
     fragments,
     frame,
     hop_by_hop,

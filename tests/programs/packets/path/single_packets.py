@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,8 @@ POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 NEAR = {4: "10.244.7.7", 6: "fd00:10:244:7::7"}
 """A client in a local network."""
 NET = {4: "192.0.2.", 6: "2001:db8::"}
-CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE, CHAINED = range(1, 12)
+Vip = IntEnum("Vip", "CLUSTER LOCAL NONE RESTRICTED SAME MASKED IP OWN OTHER_OWN REMOTE CHAINED")
+CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE, CHAINED = Vip
 """The last part of a VIP: policy Cluster, Local, no endpoints, no client allowed; port 80 → 80 with
 policy Local and Cluster; a ClusterIP; backends that are the node itself, at its masquerade address
 and at OTHER; policy Local without an endpoint on this node; a backend that is the VIP LOCAL."""
@@ -91,9 +93,15 @@ SPARE_PORTS = itertools.count(50_000)
 
 NO_FLAG = DeviceFlag(0)
 T = TypeVar("T")
+F = TypeVar("F", bound=IntFlag)
 
 
 both_policies = pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+
+
+def flags_of(kind: type[F], words: str) -> F:
+    """The flags with these names."""
+    return kind(sum(kind[word] for word in words.split()))
 
 
 def end(host: str, port: int) -> str:

@@ -39,9 +39,9 @@ from tests.programs.packets.path.single_packets import (
     NET,
     NONE,
     REMOTE,
-    RESTRICTED,
     Flow,
     Path_,
+    Vip,
     ask,
     client,
     end,
@@ -52,6 +52,7 @@ from tests.programs.packets.path.single_packets import (
 from tests.support.lab.events import left_behind, read, watched
 from tests.support.packets.packets import tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
+from tests.support.table import table
 
 
 @pytest.fixture(autouse=True)
@@ -84,34 +85,36 @@ def minus(after: ConnectionStats, before: ConnectionStats) -> ConnectionStats:
 
 
 class Story(NamedTuple):
-    """Segments in the notation of packets.Talk; what they add to the counters, except for bytes; and
-    the event that is seen and recorded, if they fail. `uncounted`: how many of each side's last
-    segments are not counted yet.
+    """Segments in the notation of packets.Talk; what they count once each, beside bytes; and the event
+    that is seen and recorded, if they fail. How many of each side's last segments are not counted yet.
     """
 
     name: str
-    which: int
+    which: Vip
     segments: str
-    adds: ConnectionStats
+    adds: str
     failure: str = ""
-    uncounted: tuple[int, int] = (0, 0)
+    uncounted: int = 0
+    uncounted_back: int = 0
 
 
-Stats = ConnectionStats
 OPEN = "S <SA A "
 NEW = "new new_flow"
-STORIES = [
-    Story("in order", CLUSTER, OPEN + "A+100 <A+1000 FA <FA A", Stats(opened=1, ended=1), uncounted=(1, 0)),
-    Story("in order, the backend first", LOCAL, OPEN + "A+7 <FA+900 FA <A", Stats(opened=1, ended=1), uncounted=(0, 1)),
-    Story("refused by the backend", CLUSTER, "S <RA", Stats(opened=1, ended=1, refused=1), "failed backend_refused"),
-    Story("reset by it", CLUSTER, OPEN + "A+9 <A+50 <R", Stats(opened=1, ended=1, reset=1), "failed backend_reset"),
-    Story("reset by it, Local", LOCAL, OPEN + "A+9 <A+5 <R", Stats(opened=1, ended=1, reset=1), "failed backend_reset"),
-    Story("reset by the client", CLUSTER, OPEN + "A+100 <A+50 R", Stats(opened=1, ended=1)),
-    Story("still open", LOCAL, OPEN + "A+100 <A+50", Stats(opened=1), uncounted=(3, 2)),
-    Story("repeated SYN", LOCAL, "S S <SA A FA <FA A", Stats(opened=1, ended=1), uncounted=(1, 0)),
-    Story("no endpoints", NONE, "S", Stats(no_endpoint=1), "refused no_endpoints"),
-    Story("not allowed", RESTRICTED, "S", Stats(not_allowed=1), "dropped not_allowed"),
-]
+STORIES = table(
+    Story,
+    """
+in order | CLUSTER | S <SA A A+100 <A+1000 FA <FA A | opened ended |  | 1
+in order, the backend first | LOCAL | S <SA A A+7 <FA+900 FA <A | opened ended |  | 0 | 1
+refused by the backend | CLUSTER | S <RA | opened ended refused | failed backend_refused
+reset by it | CLUSTER | S <SA A A+9 <A+50 <R | opened ended reset | failed backend_reset
+reset by it, Local | LOCAL | S <SA A A+9 <A+5 <R | opened ended reset | failed backend_reset
+reset by the client | CLUSTER | S <SA A A+100 <A+50 R | opened ended
+still open | LOCAL | S <SA A A+100 <A+50 | opened |  | 3 | 2
+repeated SYN | LOCAL | S S <SA A FA <FA A | opened ended |  | 1
+no endpoints | NONE | S | no_endpoint | refused no_endpoints
+not allowed | RESTRICTED | S | not_allowed | dropped not_allowed
+""",
+)
 
 
 def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[int]]:
@@ -165,14 +168,14 @@ def expect_events(path: Path_, v: int, which: int, events: str, backend: bool = 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_segments_add_their_counts_and_are_seen(path: Path_, v: int, story: Story):
     forget(path)
-    before, begins = read_counts(path, v, story.which), story.adds.opened > 0
+    before, begins = read_counts(path, v, story.which), "opened" in story.adds
     events = ", ".join(filter(None, (NEW * begins, story.failure)))
     with expect_events(path, v, story.which, events, backend=begins):
         sent = play(path, v, story.which, story.segments)
     after = read_counts(path, v, story.which)
-    ends = (len(lengths) - number for lengths, number in zip(sent, story.uncounted, strict=True))
-    there, back = (sum(lengths[:end]) * begins for lengths, end in zip(sent, ends, strict=True))
-    assert minus(after[begins], before[begins]) == story.adds._replace(bytes_in=there, bytes_out=back)
+    there, back = (sum(lengths[: len(lengths) - late]) * begins for lengths, late in zip(sent, story[-2:], strict=True))
+    adds = dict.fromkeys(story.adds.split(), 1)
+    assert minus(after[begins], before[begins]) == ConnectionStats(**adds, bytes_in=there, bytes_out=back)
     assert after[not begins] == before[not begins]
     (*reasons,) = story.failure.split()[1:]
     found = recorded(path)

@@ -39,6 +39,7 @@ from tests.programs.packets.path.single_packets import (
     SPARE_PORTS,
     Flow,
     Path_,
+    Vip,
     ask,
     client,
     end,
@@ -61,6 +62,7 @@ from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.table import table
 
 # ---- redirected past the stack -------------------------------------------------------------------
 
@@ -205,17 +207,20 @@ class NotRedirected(NamedTuple):
     """A packet that goes up the stack although others are redirected."""
 
     name: str
-    which: int = CLUSTER
+    which: Vip = CLUSTER
     role: Role = Role.HOST
     forwards: bool = True
 
 
-NOT_REDIRECTED = [
-    NotRedirected("Local policy", which=LOCAL),
-    NotRedirected("a ClusterIP that is not masqueraded", which=IP),
-    NotRedirected("from a pod", role=Role.POD),
-    NotRedirected("a node that does not forward", forwards=False),
-]
+NOT_REDIRECTED = table(
+    NotRedirected,
+    """
+Local policy | LOCAL
+a ClusterIP that is not masqueraded | IP
+from a pod | CLUSTER | POD
+a node that does not forward | CLUSTER | HOST | no
+""",
+)
 
 
 @pytest.mark.parametrize("row", NOT_REDIRECTED, ids=lambda row: row.name)

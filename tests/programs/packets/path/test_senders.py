@@ -2,6 +2,7 @@
 """Packets with forged source addresses: what counts is the device that they arrive on."""
 
 import itertools
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import fragments, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.table import table
 
 BACKEND, OTHER, UPLINK, UPLINK2 = "backend", "other", "uplink", "uplink2"
 """The backend's device, another pod's, the device of the default route, and one without a route."""
@@ -157,38 +159,51 @@ def test_answer_counts_only_from_the_backends_device(node: Node, v: int, kind: s
     assert flow.states() == {TcpState.ANSWERED if device == BACKEND else TcpState.NEW}
 
 
-BEGINS = {
-    "a client outside": (CLIENT, UPLINK, True),
-    "a client outside, by another uplink": (CLIENT, UPLINK2, True),
-    "a client outside, forged by a pod": (CLIENT, OTHER, False),
-    "a pod": (NEAR, OTHER, True),
-    "a pod, forged by another one": (NEAR, BACKEND, False),
-    "a pod, forged outside": (NEAR, UPLINK, False),
-}
+class Sender(NamedTuple):
+    """Who has the source of a packet, a client outside or the pod at the device `other`; the device that
+    it arrives on; and whether it begins a flow.
+    """
+
+    name: str
+    source: str
+    device: str
+    begins: bool
+
+
+SENDERS = table(
+    Sender,
+    """
+a client outside | outside | uplink | yes
+a client outside, by another uplink | outside | uplink2 | yes
+a client outside, forged by a pod | outside | other | no
+a pod | pod | other | yes
+a pod, forged by another one | pod | backend | no
+a pod, forged outside | pod | uplink | no
+""",
+)
 
 
 @pytest.mark.parametrize("kind", FIRST)
-@pytest.mark.parametrize("sender", BEGINS)
-def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: str):
+@pytest.mark.parametrize("sender", SENDERS, ids=lambda sender: sender.name)
+def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: Sender):
     """What does not is left to the stack, untouched and uncounted: it drops it, or whoever it
     really belongs to gets the answer.
     """
-    hosts, device, begins = BEGINS[sender]
-    flow = Flow(node.path, v, own=end(hosts[v], next(PORTS)))
+    flow = Flow(node.path, v, own=end((CLIENT if sender.source == "outside" else NEAR)[v], next(PORTS)))
     packet, before = FIRST[kind](flow.own, flow.front), node.path.site.reasons()
-    verdict, got = node.come(packet, device)
-    assert (node.path.site.reasons() - before)[Reason.NEW_FLOW] == begins
-    assert (got == packet) == (not begins)
-    assert bool(flow.entries()) == begins
+    verdict, got = node.come(packet, sender.device)
+    assert (node.path.site.reasons() - before)[Reason.NEW_FLOW] == sender.begins
+    assert (got == packet) == (not sender.begins)
+    assert bool(flow.entries()) == sender.begins
     assert verdict != TC_ACT_SHOT
 
 
 @pytest.mark.parametrize("route", ["default dev out", "unreachable default"])
-@pytest.mark.parametrize("sender", ["a pod", "a pod, forged by another one"])
-def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, sender: str, route: str):
+@pytest.mark.parametrize(("name", "device", "begins"), [("pod9", OTHER, True), ("pod8", BACKEND, False)])
+def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(
+    node: Node, v: int, name: str, device: str, begins: bool, route: str
+):
     """`ip rule iif`, as of egress gateways: the packets of this device take another table."""
-    _, device, begins = BEGINS[sender]
-    name = {OTHER: "pod9", BACKEND: "pod8"}[device]
     flow = Flow(node.path, v, own=end(NEAR[v], next(PORTS)))
     words = ("ip", "-n", node.path.where, f"-{v}")
     command(*words, "rule", "add", "iif", name, "lookup", "77", "pref", "9")
@@ -201,35 +216,57 @@ def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(node: Node, v: int, 
     assert bool(flow.entries()) == begins
 
 
-FORGED = {
-    "a SYN by another pod": [(OTHER, "S", 0)],
-    "data by another pod": [(OTHER, "A", 0)],
-    "a SYN by the backend": [(BACKEND, "S", 0)],
-    "data by the backend": [(BACKEND, "A", 0)],
-    "a SYN from where the client is": [(UPLINK, "S", 0)],
-    **{f"an answer to no SYN, {ack}": [(BACKEND, "SA", ack)] for ack in (0, 101, 1001)},
-    **{f"an answer to another SYN, {ack}": [(UPLINK, "S", 0), (BACKEND, "SA", ack)] for ack in (0, 101, 1001)},
-}
-"""Device, flags and ACK of packets between the client and the backend's own address."""
+class Past(NamedTuple):
+    """Packets between the client's port and the backend's own address, after a connection through the
+    Service: device, flags, number and ^ACK; "=" is the last ACK of that connection, "!" behind a packet
+    that is dropped. `end`: alive if that connection goes on afterwards.
+    """
+
+    name: str
+    before: str
+    packets: str
+    end: str = ""
+
+
+PAST = table(
+    Past,
+    """
+a SYN by another pod | LIVE FA | other:S99 | alive
+data by another pod | LIVE FA | other:A1000 | alive
+a SYN by the backend | LIVE FA | backend:S99 | alive
+data by the backend | LIVE FA | backend:A1000 | alive
+a SYN from where the client is | LIVE FA | uplink:S99 | alive
+answers to no SYN | LIVE FA | backend:<SA99^0! backend:<SA99^101! backend:<SA99^1001! | alive
+answers to another SYN | LIVE FA | uplink:S99 backend:<SA99^0! backend:<SA99^101! backend:<SA99^1001! | alive
+a new connection | LIVE FA <FA A | other:<SA7^100! uplink:S99 backend:<SA7^100 uplink:A100^8 backend:<A8^100
+a backend in TIME_WAIT, it accepts | LIVE <FA FA <A | uplink:S99 backend:<= uplink:R1 uplink:S99 backend:<SA7^100
+a backend in TIME_WAIT, it refuses | LIVE <FA FA <A | uplink:S99 backend:<= uplink:R1 uplink:S99 backend:<RA7^100
+""",
+)
 
 
 @both_policies
-@pytest.mark.parametrize("forged", FORGED)
-def test_a_packet_past_the_service_ends_no_connection(node: Node, v: int, which: int, forged: str):
-    """The client has closed its side and waits for the answer. Whoever can send as the backend does
-    not know the number of the client's SYN.
+@pytest.mark.parametrize("row", PAST, ids=lambda row: row.name)
+def test_packets_past_the_service_end_no_connection_through_it(node: Node, v: int, which: int, row: Past):
+    """Whoever can send as the backend does not know the number of the client's SYN. Once the
+    connection has ended, the client may connect to the backend itself, which may remember it: it
+    answers the SYN with an ACK (RFC 9293, 3.10.7.4), until the client resets its new connection.
     """
-    flow = node.converse(v, which, f"{LIVE} FA")
-    for device, flags, ack in FORGED[forged]:
-        ends = (flow.back, flow.own) if flags == "SA" else (flow.own, flow.back)
-        packet = tcp(*ends, flags=flags, seq=1000 if flags == "A" else 99, ack=ack)
-        verdict, got = node.come(packet, device)
-        if flags == "SA":
-            assert verdict == TC_ACT_SHOT
+    flow = node.converse(v, which, row.before.replace("LIVE", LIVE))
+    late = flow.packet("<A+") if row.end else b""
+    flow.source = flow.own
+    remembered = flow.packet("<A")
+    for step in row.packets.split():
+        device, back, flags, seq, ack, dropped = re.fullmatch(r"(\w+):(<?)([A-Z]+|=)(\d*)\^?(\d*)(!?)", step).groups()
+        ends = (flow.back, flow.own) if back else (flow.own, flow.back)
+        packet = remembered if flags == "=" else tcp(*ends, flags=flags, seq=int(seq), ack=int(ack or 0))
+        if dropped:
+            assert node.come(packet, device)[0] == TC_ACT_SHOT, step
         else:
-            assert (verdict, got) == (TC_ACT_UNSPEC, packet)
-    _, got = node.come(flow.packet("<A+"), BACKEND)
-    assert parsed(got).source == flow.front
+            node.expect_untouched(packet, device)
+    if row.end:
+        _, got = node.come(late, BACKEND)
+        assert parsed(got).source == flow.front
 
 
 @both_policies
@@ -237,41 +274,6 @@ def test_a_packet_past_the_service_ends_no_connection(node: Node, v: int, which:
 def test_a_datagram_to_the_backend_itself_belongs_to_no_others_flow(node: Node, v: int, which: int, device: str):
     flow = node.converse(v, which, "?")
     node.expect_untouched(reply(flow.own, flow.back), device)
-
-
-@both_policies
-def test_client_connects_to_the_backend_itself(node: Node, v: int, which: int):
-    """From the port of an earlier connection through the Service."""
-    own = node.converse(v, which, f"{LIVE} FA <FA A").own
-    answer = tcp(pod(v), own, flags="SA", seq=7, ack=100)
-    assert node.come(answer, OTHER)[0] == TC_ACT_SHOT, "forged by another pod"
-    for packet, device in (
-        (tcp(own, pod(v), flags="S", seq=99), UPLINK),
-        (answer, BACKEND),
-        (tcp(own, pod(v), b"?", flags="A", seq=100, ack=8), UPLINK),
-        (tcp(pod(v), own, b"!", flags="A", seq=8, ack=101), BACKEND),
-    ):
-        node.expect_untouched(packet, device)
-
-
-@both_policies
-@pytest.mark.parametrize("answer", ["SA", "RA"], ids=["accepts", "refuses"])
-def test_backend_remembers_the_earlier_connection(node: Node, v: int, answer: str, which: int):
-    """It is in TIME_WAIT, and answers the SYN with an ACK (RFC 9293, 3.10.7.4). Only the client's
-    reset of its new connection ends that.
-    """
-    flow = node.converse(v, which, f"{LIVE} <FA FA <A")
-    own = flow.source = flow.own
-    remembered = flow.packet("<A")
-    syn = tcp(own, pod(v), flags="S", seq=99)
-    for packet, device in (
-        (syn, UPLINK),
-        (remembered, BACKEND),
-        (tcp(own, pod(v), flags="R", seq=1), UPLINK),
-        (syn, UPLINK),
-        (tcp(pod(v), own, flags=answer, seq=7, ack=100), BACKEND),
-    ):
-        node.expect_untouched(packet, device)
 
 
 def test_backend_remembers_a_masqueraded_connection(node: Node, v: int):

@@ -41,12 +41,12 @@ from tests.programs.packets.path.single_packets import (
 from tests.support.packets import packets
 from tests.support.packets.packets import Talk, icmp_error, sctp, tcp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.table import pairs
 
 # ---- TCP's states --------------------------------------------------------------------------------
 
 
-HANDSHAKE = "S <SA A"
-LIVE = f"{HANDSHAKE} A+ <A"
+LIVE = "S <SA A A+ <A"
 ALIVE = {
     "the SYN-ACK was lost": "S <SA S",
     "forged SYN": f"{LIVE} S!",
@@ -95,80 +95,84 @@ def test_connection_that_may_be_alive_keeps_its_entries(path: Path_, v: int, sto
     assert flow.states() <= {TcpState.ESTABLISHED, TcpState.CLOSING}
 
 
-PROVEN, UNPROVEN = TcpState.ESTABLISHED, TcpState.UNPROVEN
-STATES = {
-    "S": TcpState.NEW,
-    # The backend has an older connection with these ports: nothing of it reaches the new client.
-    **{
-        f"S {old}|": TcpState.NEW
-        for old in ("<A", "<A!", "<A+", "<A!+", "<FA", "<FA!+", "<SA!", "<R", "<R!", "<RA!", "<A| <SA!| <A+")
-    },
-    "S <A| <SA A": UNPROVEN,
-    "S <SA": TcpState.ANSWERED,
-    "S <RA": TcpState.CLOSED,
-    "S <SA R": TcpState.CLOSED,
-    # The client alone proves nothing, whether its segments are forged, damaged or genuine.
-    "S <SA A! A+! FA! R!": TcpState.ANSWERED,
-    "S <SA A!~": TcpState.ANSWERED,
-    "S <SA A": UNPROVEN,
-    "S <SA A~": UNPROVEN,
-    "S <SA A A+ A+": UNPROVEN,
-    # A backend that answered a SYN repeats its SYN-ACK or an ACK, whatever it receives.
-    "S <SA S! <A": TcpState.ANSWERED,
-    "S <SA A! <A <SA <A": TcpState.ANSWERED,
-    # It may have another connection by now, or none: nothing counts before the client's ACK.
-    "S <SA <A+": TcpState.ANSWERED,
-    "S <SA <FA": TcpState.ANSWERED,
-    "S <SA SA": TcpState.ANSWERED,
-    "S <SA A <SA": UNPROVEN,
-    "S <SA A <A <SA A <A": UNPROVEN,
-    # Proof: the backend sends data, or acknowledges some.
-    "S <SA A <A+": PROVEN,
-    "S <SA A+ <A": PROVEN,
-    "S <SA A+~ <A": UNPROVEN,
-    # FIN and RST count if their sequence numbers are plausible.
-    **{
-        f"{LIVE} {forged}": PROVEN
-        for forged in (
-            "FA!",
-            "<FA!|",
-            "R!",
-            "<R!|",
-            "RA!",
-            "<RA!|",
-            "S!",
-            "SA!",
-            "<SA!|",
-            "FA!~",
-            "R!~",
-            "A!",
-            "A+!",
-            "A+! R!",
-            "R! <R!| FA! <FA!|",
-            "A! <R!|",
-            "A! <FA!| FA!",
-            "<A!| R! <A",
-        )
-    },
-    f"{LIVE} FA": TcpState.CLOSING,
-    f"{LIVE} <FA": TcpState.CLOSING,
-    f"{LIVE} FA <A <A+": TcpState.CLOSING,
-    f"{LIVE} FA S! <A": TcpState.CLOSING,
-    f"{LIVE} FA <SA <A": TcpState.CLOSING,  # the backend had not received the client's ACK yet
-    f"{HANDSHAKE} FA": TcpState.CLOSING,
-    f"{HANDSHAKE} <FA": TcpState.CLOSING,
-    f"{LIVE} FA <FA A": TcpState.CLOSED,
-    f"{LIVE} <FA FA <A": TcpState.CLOSED,
-    f"{LIVE} FA <FA R! <R!| A": TcpState.CLOSED,
-    f"{LIVE} R": TcpState.CLOSED,
-    f"{LIVE} R <FA": TcpState.CLOSED,
-    f"{LIVE} <R": TcpState.CLOSED,
-    f"{LIVE} <RA": TcpState.CLOSED,
-    f"{LIVE} A+ RA": TcpState.CLOSED,  # data was still unacknowledged
-    f"{HANDSHAKE} FA <FA": TcpState.CLOSED,
-    # The client uses the port again; we do not know whether its old connection is gone.
-    f"{LIVE} R S": TcpState.NEW,
-}
+SCRIPTS = """
+S → NEW
+The backend has an older connection with these ports: nothing of it reaches the new client.
+S <A| → NEW
+S <A!| → NEW
+S <A+| → NEW
+S <A!+| → NEW
+S <FA| → NEW
+S <FA!+| → NEW
+S <SA!| → NEW
+S <R| → NEW
+S <R!| → NEW
+S <RA!| → NEW
+S <A| <SA!| <A+| → NEW
+S <A| <SA A → UNPROVEN
+S <SA → ANSWERED
+S <RA → CLOSED
+S <SA R → CLOSED
+The client alone proves nothing, whether its segments are forged, damaged or genuine.
+S <SA A! A+! FA! R! → ANSWERED
+S <SA A!~ → ANSWERED
+S <SA A → UNPROVEN
+S <SA A~ → UNPROVEN
+S <SA A A+ A+ → UNPROVEN
+A backend that answered a SYN repeats its SYN-ACK or an ACK, whatever it receives.
+S <SA S! <A → ANSWERED
+S <SA A! <A <SA <A → ANSWERED
+It may have another connection by now, or none: nothing counts before the client's ACK.
+S <SA <A+ → ANSWERED
+S <SA <FA → ANSWERED
+S <SA SA → ANSWERED
+S <SA A <SA → UNPROVEN
+S <SA A <A <SA A <A → UNPROVEN
+Proof: the backend sends data, or acknowledges some.
+S <SA A <A+ → ESTABLISHED
+S <SA A+ <A → ESTABLISHED
+S <SA A+~ <A → UNPROVEN
+FIN and RST count if their sequence numbers are plausible.
+LIVE FA! → ESTABLISHED
+LIVE <FA!| → ESTABLISHED
+LIVE R! → ESTABLISHED
+LIVE <R!| → ESTABLISHED
+LIVE RA! → ESTABLISHED
+LIVE <RA!| → ESTABLISHED
+LIVE S! → ESTABLISHED
+LIVE SA! → ESTABLISHED
+LIVE <SA!| → ESTABLISHED
+LIVE FA!~ → ESTABLISHED
+LIVE R!~ → ESTABLISHED
+LIVE A! → ESTABLISHED
+LIVE A+! → ESTABLISHED
+LIVE A+! R! → ESTABLISHED
+LIVE R! <R!| FA! <FA!| → ESTABLISHED
+LIVE A! <R!| → ESTABLISHED
+LIVE A! <FA!| FA! → ESTABLISHED
+LIVE <A!| R! <A → ESTABLISHED
+LIVE FA → CLOSING
+LIVE <FA → CLOSING
+LIVE FA <A <A+ → CLOSING
+LIVE FA S! <A → CLOSING
+The backend had not received the client's ACK yet.
+LIVE FA <SA <A → CLOSING
+S <SA A FA → CLOSING
+S <SA A <FA → CLOSING
+LIVE FA <FA A → CLOSED
+LIVE <FA FA <A → CLOSED
+LIVE FA <FA R! <R!| A → CLOSED
+LIVE R → CLOSED
+LIVE R <FA → CLOSED
+LIVE <R → CLOSED
+LIVE <RA → CLOSED
+Data is still unacknowledged.
+LIVE A+ RA → CLOSED
+S <SA A FA <FA → CLOSED
+The client uses the port again; we do not know whether its old connection is gone.
+LIVE R S → NEW
+"""
+STATES = {script.replace("LIVE", LIVE): TcpState[state] for script, state in pairs(SCRIPTS) if state}
 """Segments of a connection → the state of all its entries."""
 
 
@@ -342,7 +346,7 @@ def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int):
         (packets.SCTP_INIT_ACK, tag, answered),
         (packets.chunk(6), tag, answered),
         (packets.chunk(11), tag + 1, answered),
-        (packets.chunk(11), tag, PROVEN),
+        (packets.chunk(11), tag, TcpState.ESTABLISHED),
     )
     for chunk, given, want in rows:
         path.ingress(sctp(flow.own, flow.front))

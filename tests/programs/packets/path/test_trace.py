@@ -17,45 +17,34 @@ from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_QUEUE, BPF_MAP_TYPE_SK_STORAGE
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
-from tests.programs.packets.path.single_packets import (
-    CLIENT,
-    CLUSTER,
-    IP,
-    LOCAL,
-    NET,
-    NODE,
-    NONE,
-    POD,
-    REMOTE,
-    RESTRICTED,
-    SAME,
-    Path_,
-)
+from tests.programs.packets.path.single_packets import CLIENT, NET, NODE, POD, Path_, Vip
 from tests.support.plane import Site
-
-PASSES = Reason.NOT_A_SERVICE
+from tests.support.table import table
 
 
 class Row(NamedTuple):
     """A SYN to a VIP and port: why the programs decide, and whether the backend sees the node."""
 
     name: str
-    which: int
+    which: Vip
     why: Reason
     masqueraded: bool = False
     port: int = 80
 
 
-ROWS = (
-    Row("policy Cluster", CLUSTER, Reason.NEW_FLOW, masqueraded=True),
-    Row("policy Local, an endpoint here", LOCAL, Reason.NEW_FLOW),
-    Row("policy Local, the same port", SAME, Reason.NEW_FLOW),
-    Row("policy Local, only elsewhere", REMOTE, Reason.NO_LOCAL_ENDPOINTS),
-    Row("no endpoints", NONE, Reason.NO_ENDPOINTS),
-    Row("not in the source ranges", RESTRICTED, Reason.NOT_ALLOWED),
-    Row("a ClusterIP, no pods are detected", IP, Reason.NEW_FLOW),
-    Row("another port of a ClusterIP", IP, Reason.UNKNOWN_PORT, port=81),
-    Row("another port of a VIP", CLUSTER, PASSES, port=81),
+ROWS = table(
+    Row,
+    """
+policy Cluster | CLUSTER | NEW_FLOW | yes
+policy Local, an endpoint here | LOCAL | NEW_FLOW
+policy Local, the same port | SAME | NEW_FLOW
+policy Local, only elsewhere | REMOTE | NO_LOCAL_ENDPOINTS
+no endpoints | NONE | NO_ENDPOINTS
+not in the source ranges | RESTRICTED | NOT_ALLOWED
+a ClusterIP, no pods are detected | IP | NEW_FLOW
+another port of a ClusterIP | IP | UNKNOWN_PORT | no | 81
+another port of a VIP | CLUSTER | NOT_A_SERVICE | no | 81
+""",
 )
 
 

@@ -28,6 +28,7 @@ from tests.programs.packets.views.wire import ALSO, HIGH, LOCAL, LOW, MASKED, VI
 from tests.support.features import needs
 from tests.support.packets.packets import tcp
 from tests.support.plane import Site, sites
+from tests.support.table import table
 
 # ---- timeouts in the C code ----------------------------------------------------------------------
 
@@ -80,28 +81,34 @@ def test_idle_timeouts_match_the_programs(tmp_path: Path):
 
 
 class Exchange(NamedTuple):
-    """Packets of a connection; the state shown, and its idle timeout in seconds."""
+    """Packets of a connection through "masked" or "local"; the state shown, its idle timeout in seconds."""
 
-    which: int
+    to: str
     script: str
     state: str
     timeout: int
 
+    @property
+    def which(self) -> int:
+        return MASKED if self.to == "masked" else LOCAL
+
     def service(self, v: int) -> str:
-        protocol = "udp" if "?" in self.script else "tcp"
-        return f"default/{'masked' if self.which == MASKED else 'local'}-{protocol}{v}"
+        return f"default/{self.to}-{'udp' if '?' in self.script else 'tcp'}{v}"
 
 
-EXCHANGES = [
-    Exchange(MASKED, "S", "new", 120),
-    Exchange(MASKED, "S <SA", "answered", 60),
-    Exchange(MASKED, "S <SA A FA", "closing", 3600),
-    Exchange(MASKED, "S <RA", "closed", 120),
-    Exchange(MASKED, "S <SA A", "unproven", 86_400),
-    Exchange(MASKED, "?", "new", 30),
-    Exchange(LOCAL, "S <SA A+ <A", "established", 86_400),
-    Exchange(LOCAL, "? <!", "answered", 30),
-]
+EXCHANGES = table(
+    Exchange,
+    """
+masked | S | new | 120
+masked | S <SA | answered | 60
+masked | S <SA A FA | closing | 3600
+masked | S <RA | closed | 120
+masked | S <SA A | unproven | 86400
+masked | ? | new | 30
+local | S <SA A+ <A | established | 86400
+local | ? <! | answered | 30
+""",
+)
 
 
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
