@@ -24,6 +24,7 @@ from tests.programs.packets.path.single_packets import (
     BACK,
     CLIENT,
     CLUSTER,
+    FIRST,
     IP,
     KINDS,
     LOCAL,
@@ -204,7 +205,7 @@ MARTIANS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["tcp", "udp", "sctp", "fragments"])
+@pytest.mark.parametrize("kind", [*FIRST, "fragments"])
 @pytest.mark.parametrize(("v", "bad"), [(v, bad) for v in MARTIANS for bad in MARTIANS[v]])
 def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: str, kind: str):
     """It drops them, or does not forward them. An answer would go to a socket of this node or to
@@ -216,13 +217,8 @@ def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: s
     before = path.site.reasons(), [path.site.entries(name) for name in maps]
     for to in (vip(v, CLUSTER), vip(v, LOCAL), vip(v, NONE), end(f"{NET[v]}{IP}", 81)):
         own = end(bad, next(PORTS))
-        sent = {
-            "tcp": lambda a, b: [tcp(a, b, flags="S")],
-            "udp": lambda a, b: [ask(a, b)],
-            "sctp": lambda a, b: [sctp(a, b)],
-            "fragments": lambda a, b: packets.fragments(udp(a, b, bytes(2000)), 1280, id=7),
-        }[kind](own, to)
-        for packet in sent:
+        whole = FIRST[kind](own, to) if kind in FIRST else udp(own, to, bytes(2000))
+        for packet in packets.fragments(whole, 1280, id=7):
             path.expect_untouched(packet)
     assert (path.site.reasons(), [path.site.entries(name) for name in maps]) == before
 
