@@ -17,7 +17,7 @@ from kbpf.policy.frontends import node_port_addresses
 from tests.fuzz.worlds import POLICIES, World, compare, one_endpoint, questions, three_endpoints, two_endpoints
 from tests.support.cluster.upstream import JUDGES, Judge
 
-EXAMPLES = 2_000
+EXAMPLES = 600
 """Each example has up to 20 worlds; the campaign `policy` compares a million worlds."""
 EACH = 13
 """One world of three endpoints in EACH is compared; the campaign compares all of them."""

@@ -139,7 +139,7 @@ def of_c(patch: c_patches.Patch, base: Path) -> Judge:
             shutil.copytree(base, name, dirs_exist_ok=True)
             tree.compile(patch.units, Path(name))
             by = tree.judge(patch.tests, **{ARTIFACTS: name})
-        return Outcome(patch.mutant.name, bool(by), time.monotonic() - began, by)
+        return Outcome(patch.name, bool(by), time.monotonic() - began, by)
 
     return judge
 

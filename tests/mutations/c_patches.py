@@ -4,51 +4,47 @@
 The mutant replaces the file in a copy of the tree, where it is compiled before the tests run.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import compile, flatten
-from tests.fuzz.packets.mutants import MUTANTS, Mutant
 from tests.mutations.groups import paths_of
 
-COMPARED = ("tests/fuzz/packets/test_conntrack.py",)
-"""Judges MUTANTS, each of which it must notice: they prove that the comparison works."""
-
-
-def _programs(names: str) -> tuple[str, ...]:
-    return paths_of("programs", names)
-
-
-CHOICE = _programs(
-    "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots maps/atomic packets/path/"
-)
-SOCKETS = _programs(
-    "sockets/connect sockets/udp/ packets/dials sockets/account sockets/exemptions"
-    " sockets/agent_sockets sockets/kernel_sockets"
-)
-PACKETS = _programs("packets/path/ packets/packet_devices packets/views/")
-FLOWS = _programs("packets/path/ packets/views/ maps/flows/")
-CONNTRACK = ("tests/lab/outside/test_conntrack.py",)
-ROOM = _programs("maps/flows/ packets/path/")
-MONITOR = _programs("sockets/monitor")
+FLOWS = "packets/path/ packets/views/ maps/flows/"
+PROGRAMS = {
+    "CHOICE": "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots maps/atomic packets/path/",
+    "SOCKETS": "sockets/connect sockets/udp/ packets/dials sockets/account sockets/exemptions sockets/agent_sockets"
+    " sockets/kernel_sockets",
+    "PACKETS": "packets/path/ packets/packet_devices packets/views/",
+    "FLOWS": FLOWS,
+    "SHARES": f"{FLOWS} maps/isolation",
+    "ROOM": "maps/flows/ packets/path/",
+    "MONITOR": "sockets/monitor",
+}
+TESTS = {name: paths_of("programs", names) for name, names in PROGRAMS.items()} | {
+    "CONNTRACK": ("tests/lab/outside/test_conntrack.py",),
+    "COMPARED": ("tests/fuzz/packets/test_conntrack.py",),
+}
+"""COMPARED must notice each of its mutants: they prove that the comparison works."""
 
 
 class Patch(NamedTuple):
-    """A mutant, and the tests that judge it."""
+    """A mutant: its name, the file below the root, the text that is replaced, the replacement, and
+    the tests that judge it.
+    """
 
-    mutant: Mutant
+    name: str
+    file: str
+    old: str
+    new: str
     tests: tuple[str, ...]
-
-    @property
-    def file(self) -> str:
-        """The file's path below the root."""
-        return f"kbpf/bpf/{self.mutant.file}"
 
     def applied(self, source: str) -> str:
         """The text of the file with the mutant."""
-        assert source.count(self.mutant.old) == 1, self.mutant.name
-        return source.replace(self.mutant.old, self.mutant.new)
+        assert source.count(self.old) == 1, self.name
+        return source.replace(self.old, self.new)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -63,588 +59,654 @@ def build_base(folder: Path) -> None:
         compile.find_or_compile(unit, folder)
 
 
-def _rows(file: str, tests: tuple[str, ...], *rows: tuple[str, str, str]) -> tuple[Patch, ...]:
-    return tuple(Patch(Mutant(name, file, old, new), tests) for name, old, new in rows)
+def _read(text: str) -> Iterator[Patch]:
+    """A file below kbpf/bpf and its judges after "#"; then for each mutant its name, and the lines that
+    are replaced and those that replace them, as in a diff.
+    """
+    for part in text.split("\n# ")[1:]:
+        head, *lines = part.splitlines()
+        file, tests = head.split()
+        while lines:
+            name, sides = lines.pop(0), {"-": list[str](), "+": list[str]()}
+            while lines and lines[0][0] in sides:
+                mark, _, line = lines.pop(0).partition(" ")
+                sides[mark].append(line)
+            yield Patch(name, f"kbpf/bpf/{file}", "\n".join(sides["-"]), "\n".join(sides["+"]), TESTS[tests])
 
 
-PATCHES = (
-    *_rows(
-        "lib/addr.h",
-        PACKETS,
-        ("broadcast and multicast sources are accepted", ">= 224", ">= 240"),
-        (
-            "0.0.0.0/8 sources are accepted",
-            "!(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127",
-            "(a->word[3] & 0xff) == 127",
-        ),
-        ("IPv6 multicast sources are accepted", "is_link_local(a) || (a->word[0] & 0xff) == 0xff", "is_link_local(a)"),
-        ("IPv6 link-local sources are accepted", "is_loopback(a) || is_link_local(a) ||", "is_loopback(a) ||"),
-    ),
-    *_rows(
-        "lib/addr.h",
-        ROOM,
-        ("a newer time of another CPU counts as very old", "now > then ? now - then : 0", "now - then"),
-    ),
-    *_rows(
-        "lookup.h",
-        CHOICE,
-        (
-            "NodePorts on loopback without the setting",
-            "(config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns)",
-            "is_host(netns)",
-        ),
-        (
-            "NodePorts on loopback in pods",
-            "(config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns)",
-            "config_flags() & CONFIG_LOCALHOST_NODE_PORTS",
-        ),
-        ("NodePorts on all addresses", "return find_node_address(a) != NULL;", "return true;"),
-        (
-            "the wildcard address is a frontend",
-            "is_any(&key.address) ? MISSING : read_service(&key, out)",
-            "read_service(&key, out)",
-        ),
-        ("the value of another key is used", "check_of_service(key, out) == out->check ? STEADY : UNSTEADY", "STEADY"),
-        ("a port of another word counts", "word = number / 64;", "word = number / 63;"),
-        ("affinity does not end", "elapsed(last->last_used, now) > timeout)", "false)"),
-        ("affinity with a backend that left the set", "find_member(&member) ? member.backend : 0", "member.backend"),
-        ("affinity of one Service counts for others", "key.service = service->id;\n\tlast.last_used", "last.last_used"),
-        ("affinity is not counted as a reason", "*reason = TRANSLATED_BY_AFFINITY;", "*reason = TRANSLATED;"),
-        (
-            "one affinity entry more than the share",
-            "c && c->affinity_share && *share >= c->affinity_share",
-            "c && c->affinity_share && *share > c->affinity_share",
-        ),
-        ("an existing entry counts again in the share", "(stored || take_share(client))", "take_share(client)"),
-        ("the share is not counted", "(stored || take_share(client))", "true"),
-        ("the Maglev table is not used", "if (set->table) {", "if (false) {"),
-        ("Maglev chooses at random", "client->tuple && (service->flags & SERVICE_MAGLEV)", "false"),
-        (
-            "Maglev with affinity hashes the port",
-            "service->affinity_timeout ? CLIENT_WORDS : TUPLE_WORDS",
-            "TUPLE_WORDS",
-        ),
-        (
-            "the last slot is never chosen",
-            "((u64)bpf_get_prandom_u32() * size) >> 32",
-            "((u64)bpf_get_prandom_u32() * (size - (size > 1))) >> 32",
-        ),
-        ("the internal policy is ignored", "return service->flags & SERVICE_INTERNAL_LOCAL;", "return false;"),
-        (
-            "the internal policy applies to all frontends",
-            "if (service->flags & SERVICE_CLUSTER_IP)\n\t\treturn service->flags & SERVICE_INTERNAL_LOCAL;",
-            "if (service->flags & SERVICE_INTERNAL_LOCAL)\n\t\treturn true;",
-        ),
-        (
-            "there is no short circuit",
-            "client->outside && (service->flags & SERVICE_EXTERNAL_LOCAL)",
-            "service->flags & SERVICE_EXTERNAL_LOCAL",
-        ),
-        ("NodePorts use the Service's ranges", "\t\tkey.service = 0;\n", "\t\t;\n"),
-        ("unknown ports of a ClusterIP pass", "return is_cluster_ip ? REFUSE : PASS;", "return PASS;"),
-        (
-            "source ranges are ignored",
-            "(service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, client)",
-            "false",
-        ),
-        (
-            "a socket with unknown source is refused",
-            "return client->tuple ? DROP : PASS;",
-            "return client->tuple ? DROP : REFUSE;",
-        ),
-        (
-            "the local set has the cluster set's size",
-            "local ? service.local_size : service.cluster_size",
-            "service.cluster_size",
-        ),
-        ("no local endpoint counts as no endpoint", "local && (service.flags & SERVICE_ANY_ENDPOINTS)", "false"),
-    ),
-    *_rows(
-        "tc/flow.h",
-        FLOWS,
-        ("SCTP expires as UDP does", "flow->client.protocol == IPPROTO_SCTP ? 210 : 120", "120"),
-        (
-            "a direct connection waits for a backend in TIME_WAIT",
-            "return !both_closed(flow) || (reply && flow->syn);",
-            "return !both_closed(flow);",
-        ),
-        ("an answered datagram expires late", "return 30 * SECOND;", "return 120 * SECOND;"),
-        ("an established connection expires after an hour", "return 24 * 3600 * SECOND;", "return 3600 * SECOND;"),
-        ("a closing connection expires early", "return 3600 * SECOND;", "return 360 * SECOND;"),
-        ("an answered SYN expires late", "\t\treturn 60 * SECOND;", "\t\treturn 600 * SECOND;"),
-        (
-            "one FIN closes",
-            "(flow->fins & FIN_CLIENT) && (flow->fins & FIN_BACKEND)",
-            "(flow->fins & FIN_CLIENT) || (flow->fins & FIN_BACKEND)",
-        ),
-        (
-            "a handshake is not half open",
-            "flow->state == STATE_NEW || flow->state == STATE_ANSWERED;",
-            "flow->state == STATE_NEW;",
-        ),
-        ("a closing flow is never evictable", "return quiet > CLOSING_SECONDS * SECOND;", "return false;"),
-        (
-            "an unproven flow is never evictable",
-            "flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND",
-            "false",
-        ),
-        ("the end of a window is not tested", "in_order(n->sequence, limit) &&", ""),
-        ("the start of a window is not tested", "in_order(own->next - own->room, n->next) &&", ""),
-        ("an ACK of what was not sent counts", "in_order(n->ack, last) &&", ""),
-        ("packets count on any device", "if (flow->arrival != arrival)\n\t\treturn false;", ""),
-        ("SCTP needs no tag", ": p->sctp.tag == flow->seen.sctp.tag", ": true"),
-        (
-            "a late reply makes no stream",
-            "return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;",
-            "return false;",
-        ),
-    ),
-    *_rows(
-        "tc/judge.h",
-        FLOWS,
-        ("the side that closes first is not recorded", "FIN_BACKEND | FIN_BACKEND_FIRST;", "FIN_BACKEND;"),
-        (
-            "the FINs that two CPUs have seen are not merged",
-            "original->fins |= own->fin | peer->fin;",
-            "original->fins |= own->fin;",
-        ),
-        (
-            "a SYN does not restart a closed flow",
-            "if (original->state != STATE_CLOSED || both_closed(original))",
-            "if (true)",
-        ),
-        (
-            "the backend's old segments reach a new client",
-            "\t\toriginal->fins |= FIN_RESERVED;\n\t\treturn TAKEN;",
-            "\t\treturn IGNORED;",
-        ),
-        ("conntrack waits for an answer that was denied", "\t\t\ttails.call(skb, TAIL_REFUSE);\n", ""),
-        ("any SYN-ACK is an answer", " ||\n\t    !answers_syn(original, n, flags)", ""),
-        ("segments are not compared with the other side", "if (!(flags & TCP_ACK) || !fits)", "if (false)"),
-        (
-            "a limit that another CPU has lowered stays",
-            "matches_both(own, peer, n, is_half_open(original))",
-            "matches_both(own, peer, n, true)",
-        ),
-        ("a RST counts with any number", "if (n->sequence != peer->ack && !sent)", "if (false)"),
-        ("the port of a refused connection is reserved", "end_backend(original, backend, client);", ""),
-        (
-            "the backend proves a handshake that its client has not ended",
-            "if (reply || !in_order(own->ack, n->ack))",
-            "if (!in_order(own->ack, n->ack))",
-        ),
-        ("the backend's segments outside of the window reach the client", "(result == OUTSIDE && reply)", "false"),
-        (
-            "any device may speak for the backend",
-            "arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop)",
-            "true",
-        ),
-        ("an INIT-ACK's tag is not stored", "peer->tag = announced;", ";"),
-        (
-            "what the backend repeats is taken for the answer to a forged SYN",
-            "return !original || (both_closed(original) && is_acknowledged(original, flow));",
-            "return true;",
-        ),
-        ("any SYN-ACK of the backend answers a direct SYN", "return p->tcp.ack == flow->syn;", "return true;"),
-    ),
-    *_rows(
-        "tc/receive.h",
-        FLOWS,
-        ("fragments of martians are recorded", "if (is_martian(&p->tuple.from.address))\n\t\treturn false;", ""),
-        ("first fragments are not recorded", "fragments.update(&slot, &fragment);", ";"),
-        (
-            "fragments of another datagram match",
-            "!stored || stored->id != fragment.id || stored->hash != fragment.hash",
-            "!stored",
-        ),
-        (
-            "frames that are not to this machine are translated",
-            "(in && skb->pkt_type != PACKET_HOST && !uses_conntrack())",
-            "false",
-        ),
-        ("frames for other machines are translated at a bridge's port", "if (!has_own_mac(skb, device))", "if (0)"),
-        ("a packet is handled at the port and at the bridge", "if (skb->tc_index != HANDLED_AT_PORT)", ""),
-    ),
-    *_rows(
-        "tc/devices.h",
-        (*FLOWS, "tests/programs/maps/test_isolation.py"),
-        ("a pod is known by its address", "in && (in->flags & DEVICE_PEER)", "false"),
-        ("pods behind a bridge share a network", "? OWNER_ADDRESS : OWNER_NETWORK", "? OWNER_NETWORK : OWNER_NETWORK"),
-    ),
-    *_rows(
-        "tc/entries.h",
-        FLOWS,
-        ("no port is in doubt", "if (!has_snat(flow) || !may_be_answered(flow, now))", "if (true)"),
-        (
-            "a port in doubt is in doubt for ever",
-            "return until && *until > seconds_of(now);",
-            "return until && *until;",
-        ),
-        (
-            "a port is in doubt again after eighteen hours",
-            "return until && *until > seconds_of(now);",
-            "return until && (u16)(*until - seconds_of(now) - 1) <= DOUBT_SECONDS;",
-        ),
-    ),
-    *_rows(
-        "tc/known.h",
-        FLOWS,
-        ("UDP stays with a deleted backend", "if (!backend_exists(flow->backend_id))\n\t\t\treturn RESTART_YES;", ""),
-        (
-            "an unanswered datagram never restarts its flow",
-            "\n\t\t       (flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND);",
-            " RESTART_NO;",
-        ),
-        (
-            "a datagram to the Service does not change where a pod's answers come from",
-            "return (flow->fins & FIN_DIRECT) ||\n",
-            "return\n",
-        ),
-        (
-            "fragments count from any device",
-            "return arrival == flow->arrival && flow->state != STATE_NEW;",
-            "return true;",
-        ),
-        ("a client never gets another port", "if ((flow->fins & FIN_RESERVED) &&\n", "if (false &&\n"),
-        (
-            "the time of a packet is not recorded",
-            "\tflow->last_used = now;\n\tif (flow->client.protocol == IPPROTO_TCP)",
-            "\tif (flow->client.protocol == IPPROTO_TCP)",
-        ),
-        (
-            "a packet at egress does not refresh its flow",
-            "\tif (flow->client.protocol == IPPROTO_UDP)\n\t\tflow->last_used = now;",
-            "",
-        ),
-    ),
-    *_rows(
-        "tc/translate.h",
-        FLOWS,
-        (
-            "a datagram to the backend does not change it either",
-            "if (idle || !begins_direct(flow, flags, s))",
-            "if (1)",
-        ),
-        ("any pod changes it", "s->pod_device && flow->out.ifindex == s->pod_device", "1"),
-        ("a datagram changes it for masqueraded flows", "!has_snat(flow) && s->pod", "s->pod"),
-        ("others use a client's port", "? EGRESS_DENIED", "? EGRESS_UNKNOWN"),
-        (
-            "a SYN to the backend itself belongs to the flow",
-            "if (!reply && is_direct_connection(flow, p, flags))",
-            "if (false)",
-        ),
-        (
-            "packets are redirected at a bridge's port",
-            "if (s->port_of && is_redirected_from(flow, s->port_of))",
-            "if (0)",
-        ),
-        ("replies keep the backend's address", "new->from = flow->frontend;", ";"),
-        ("replies keep the translated client port", "new->to.port = flow->client.port;", ";"),
-    ),
-    *_rows(
-        "tc/forward.h",
-        FLOWS,
-        ("the TTL is not decremented", "to ? p->ttl - 1 : p->ttl", "p->ttl"),
-    ),
-    *_rows(
-        "tc/devices.h",
-        FLOWS,
-        ("marks are not set", "skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;", ";"),
-        ("marks are not cleared", "skb->mark & ~n->mark", "skb->mark"),
-        (
-            "the node's own sources are translated",
-            "return find_node_address(a) || same_address(a, &n->snat4)",
-            "return same_address(a, &n->snat4)",
-        ),
-        (
-            "the masquerade address as a source is translated",
-            "return find_node_address(a) || same_address(a, &n->snat4)",
-            "return find_node_address(a)",
-        ),
-    ),
-    *_rows(
-        "tc/begin.h",
-        FLOWS,
-        (
-            "a hairpin connection is not masqueraded",
-            "if (same_address(client, &c->backend.address))\n\t\treturn true;",
-            "",
-        ),
-        ("external Local is masqueraded", "return !(c->flags & SERVICE_EXTERNAL_LOCAL);", "return true;"),
-        ("masquerade-all is ignored", "return n->flags & NODE_MASQUERADE_ALL;", "return false;"),
-        ("local networks are inverted", "return !local_networks.lookup(&key);", "return local_networks.lookup(&key);"),
-        ("local devices are masqueraded", "return !(device->flags & DEVICE_LOCAL);", "return true;"),
-        ("a pause of new flows is ignored", "return until && *until > now;", "return false;"),
-        (
-            "martian sources are translated",
-            "if (is_martian(&s->packet.tuple.from.address) ||\n\t    is_nodes_own",
-            "if (is_nodes_own",
-        ),
-        ("a backend at a node address is masqueraded", "is_nodes_own(&flow->backend.address, n))", "false)"),
-        ("no client is outside", "client.outside = !(device->flags & DEVICE_LOCAL);", "client.outside = false;"),
-    ),
-    *_rows(
-        "tc/conntrack.h",
-        CONNTRACK,
-        ("forged answers pass", "return !same_target(&p->tuple.from, &event->client);", "return false;"),
-        ("forged answers of the node pass", "return may_confirm(p) && is_nodes_own(&from, n);", "return false;"),
-        (
-            "forged ACKs pass",
-            "if (!n || !(n->flags & NODE_NETFILTER))",
-            "if (!n || !may_confirm(p))",
-        ),
-        ("errors about refused packets pass", "!is_unanswered(skb, &p)", "true"),
-        ("a port of another flow is taken", "if (has_flow(&reply))", "if (false)"),
-    ),
-    *_rows(
-        "tc/ports.h",
-        FLOWS,
-        (
-            "the client port is never changed",
-            "if (i || (n->flags & NODE_COEXISTING) ||",
-            "if ((n->flags & NODE_COEXISTING) ||",
-        ),
-        (
-            "the client's port is never kept",
-            "if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))",
-            "if (search == SEARCH_RANDOM)",
-        ),
-        ("the last port is never kept", "index >= s.count ||", "index + 1 >= s.count ||"),
-        (
-            "ports of half-closed connections are given away",
-            "return entry->state == STATE_CLOSED && /*",
-            "return is_ending(entry) && /*",
-        ),
-        (
-            "ports of datagrams are given away",
-            "entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED)",
-            "false",
-        ),
-        ("ports in doubt are taken", "doubtful = is_in_doubt(backend, flow->snat_port, now);", "doubtful = false;"),
-        (
-            "a port in the backend's TIME_WAIT is taken first",
-            "return !fresh || !(entry->fins & FIN_BACKEND_FIRST);",
-            "return true;",
-        ),
-        ("FINs need no acknowledgement", "is_acknowledged(original, reply_entry)", "true"),
-        ("each client may have all ports", "size < SHARED_PORTS ? 1 : SHARES", "1"),
-        ("reply entries stay when there is no room", "\trelease_replies(&s->flow);\n", ""),
-    ),
-    *_rows(
-        "tc/error.h",
-        FLOWS,
-        ("outer addresses of ICMP errors are not translated", "outer.from.address = after->from.address;", ";"),
-        ("a masqueraded client's router is not masqueraded", "if (hidden || same_address(", "if (same_address("),
-        ("ICMP redirects are translated", "return p->icmp_type == ICMP_REDIRECT;", "return false;"),
-        (
-            "errors to others than the sender are translated",
-            "return same_address(&t->to.address, &s->packet.tuple.to.address);",
-            "return true;",
-        ),
-        ("any pod sends errors for others", "if (!arrives_by(skb, p, skb->ifindex, &s->hop))", "if (0)"),
-        (
-            "errors about flows that bypass the stack take it",
-            "translation.path != PATH_STACK && !translation.host_device",
-            "0",
-        ),
-    ),
-    *_rows(
-        "tc/flow.h",
-        FLOWS,
-        ("frontends are not marked", "*frontend = generations->current;", ";"),
-        ("backends are not marked", "*backend = generations->current;", ";"),
-        (
-            "the destination's mark is not tested",
-            "(is_marked(&t->to, generations) || is_marked(&t->from, generations))",
-            "is_marked(&t->from, generations)",
-        ),
-        (
-            "the source's mark is not tested",
-            "(is_marked(&t->to, generations) || is_marked(&t->from, generations))",
-            "is_marked(&t->to, generations)",
-        ),
-        ("marks of earlier generations count", "*mark >= generations->oldest", "*mark"),
-    ),
-    *_rows(
-        "tc/evict.h",
-        ROOM,
-        (
-            "recent handshakes are evicted",
-            "if (is_half_open(flow) && elapsed(flow->last_used, now) < SECOND)",
-            "if (false)",
-        ),
-        ("needed flows are evicted", "else if (!is_needed(flow, now))\n\t\t\tbreak;", "else\n\t\t\tbreak;"),
-        (
-            "needed flows lose their place in the queue",
-            "if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */\n"
-            "\t\t\tin_use = true;\n\t\t\tbreak;\n\t\t}",
-            "",
-        ),
-        (
-            "keys of deleted flows stay counted",
-            "__sync_fetch_and_add(total, -1);\n\t\t\treturn; /* it is gone already */",
-            "return;",
-        ),
-        ("UDP streams are not evicted for TCP", "if ((!for_udp && flow->client.protocol == IPPROTO_UDP) ||", "if ("),
-        ("a live flow is overwritten", "if (!is_over(old, flow->last_used) && !both_closed(old))", "if (false)"),
-        (
-            "no flow is evicted",
-            "return is_over_limit(total, n) ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);\n}\n\n/* Makes",
-            "return go(skb, TAIL_CLAIM);\n}\n\n/* Makes",
-        ),
-    ),
-    *_rows(
-        "tc/hop.h",
-        PACKETS,
-        ("a next hop is cached for a minute", "< minute + second", "< 2 * minute"),
-        ("a next hop is never cached", "age + minute < minute + second", "false"),
-        ("a next hop is cached again after 26 days", "age + minute < minute + second", "(s32)age < (s32)second"),
-        ("a torn next hop is used", "check_of_next_hop(hop) == hop->check", "true"),
-        ("a packet with TTL 1 is forwarded", "!any_packet && p->ttl <= 1", "false"),
-        ("a packet longer than the MTU is redirected", " && wire_length(skb, p) <= hop->max_length", ""),
-    ),
-    *_rows(
-        "lib/rewrite.h",
-        PACKETS,
-        ("UDP without a checksum gets one", "flags |= BPF_F_MARK_MANGLED_0; /* 0 means", ";/*"),
-        ("skb->csum of IPv6 is not updated", "bpf_csum_update(skb, (__sum16)~fold(diff));", ";"),
-        ("ports of later fragments are written", "|| p->fragment == LATER)\n\t\treturn 0;", ")\n\t\treturn 0;"),
-    ),
-    *_rows(
-        "lib/icmp.h",
-        PACKETS,
-        ("parameter problems do not count as errors", " ||\n\t\t       p->icmp_type == ICMP_PARAMETERPROB;", ";"),
-        (
-            "packet too big does not count as an error",
-            "p->icmp_type >= ICMPV6_DEST_UNREACH",
-            "p->icmp_type > ICMPV6_PKT_TOOBIG",
-        ),
-    ),
-    *_rows(
-        "tc/refuse.h",
-        PACKETS,
-        (
-            "a reset acknowledges too little",
-            "__builtin_bswap32(p->tcp.next) : 0",
-            "__builtin_bswap32(p->tcp.next - 1) : 0",
-        ),
-        ("the limits of a sender share a bucket", "sender.word[0] ^= peer << 4;", ""),
-        (
-            "ICMP errors have no limit for each peer",
-            "each && each->interval && !take_peer_token",
-            "false && !take_peer_token",
-        ),
-        (
-            "refusals have no limit",
-            "return !all || !all->interval || take_token(&all->spent, all->interval, all->burst, now);",
-            "return true;",
-        ),
-        ("a first refusal costs nothing", "first = now + limit->interval;", "first = now;"),
-        ("later fragments are refused", "return p->fragment != LATER && (", "return ("),
-    ),
-    *_rows(
-        "monitor.h",
-        MONITOR,
-        (
-            "events are written though no command watches",
-            "return until && *until && *until > bpf_ktime_get_ns();",
-            "return true;",
-        ),
-        ("all reasons are shown", "!(monitor->reasons >> (event->reason & 63) & 1))", "false)"),
-        (
-            "the rate is not limited",
-            "if (!take_token(&monitor->spent, monitor->interval, monitor->burst, event->time) ||",
-            "if (",
-        ),
-        ("what is left out is not counted", "__sync_fetch_and_add(&monitor->left_out, 1);", ";"),
-    ),
-    *_rows(
-        "lib/packet.h",
-        PACKETS,
-        ("options are the payload", "p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;", "p->l4 = p->l3 + 20;"),
-        ("extension headers are read too long", ": (extension.words + 1) * 8;", ": (extension.words + 2) * 8;"),
-        ("the first fragment counts as unfragmented", "else if (fragment & IP_MF)\n\t\tp->fragment = FIRST;", ""),
-        (
-            "an ABORT is proof",
-            "chunk == SCTP_CID_INIT_ACK || chunk == SCTP_CID_ABORT || chunk == SCTP_CID_ERROR",
-            "chunk == SCTP_CID_INIT_ACK || chunk == SCTP_CID_ERROR",
-        ),
-        (
-            "v4-mapped addresses on the wire are accepted",
-            "if (is_v4(&ip.source) || is_v4(&ip.destination))\n\t\treturn false;",
-            "",
-        ),
-    ),
-    *_rows(
-        "sock.c",
-        SOCKETS,
-        ("the previous peer is shown", "sock_peers.sk_storage_delete(sk);\n\t\treturn;", "return;"),
-        ("only the own cgroup is exempt", "if (is_exempt_cgroup(id))\n\t\t\treturn true;", ""),
-        ("pods are translated with hostNamespaceOnly", "(flags & CONFIG_HOST_ONLY) && !is_host(netns)", "false"),
-        ("the agent is translated at all frontends", "c->service && !(c->flags & SERVICE_CLUSTER_IP) &&", "false &&"),
-        (
-            "the agent is not translated at ClusterIPs",
-            "c->service && !(c->flags & SERVICE_CLUSTER_IP) &&",
-            "c->service &&",
-        ),
-        (
-            "UDP connect() to a ClusterIP's other port fails",
-            "to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&",
-            "false &&",
-        ),
-        ("a cut does not include its own tick", "flow->chosen_at <= *when", "flow->chosen_at < *when"),
-        ("a flow is never cut", "return when && flow->chosen_at <= *when;", "return false;"),
-        (
-            "a flow stays with a deleted frontend",
-            "!find_backend(&id) || !is_frontend_of(&flow->frontend, flow->service)",
-            "!find_backend(&id)",
-        ),
-        (
-            "a torn frontend value ends a flow",
-            "return result == UNSTEADY || (result == STEADY && steady.id == id);",
-            "return result == STEADY && steady.id == id;",
-        ),
-        ("a flow is never idle", "elapsed(last_used(flow), now) > FLOW_IDLE_NS ||", "false ||"),
-        (
-            "replies do not keep a flow",
-            "flow->last_sent > flow->last_received ? flow->last_sent : flow->last_received",
-            "flow->last_sent",
-        ),
-        ("the first place is always reused", "if (used < first) {", "if (false) {"),
-        (
-            "a reply matches the oldest request",
-            "flow->last_sent >= newest && flow->frontend.protocol",
-            "!newest && flow->frontend.protocol",
-        ),
-        ("a connected socket chooses again", "if (find_peer(sk, to, &c) || find_flow", "if (find_flow"),
-        (
-            "the former peer is forgotten",
-            "if (!peer || !same_target(&peer->backend, from))\n\t\tpeer = former_peer_of(sk);",
-            "",
-        ),
-        (
-            "a FIN counts as a byte",
-            "payload(ctx->bytes_acked, 1 + fin_was_acked(before))",
-            "payload(ctx->bytes_acked, 1)",
-        ),
-        (
-            "CLOSING has no acknowledged FIN",
-            "state == BPF_TCP_FIN_WAIT2 || state == BPF_TCP_CLOSING ||",
-            "state == BPF_TCP_FIN_WAIT2 ||",
-        ),
-        (
-            "a reset does not count as broken",
-            "if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||",
-            "if (before == BPF_TCP_FIN_WAIT1 ||",
-        ),
-    ),
-    *(Patch(mutant, COMPARED) for mutant in MUTANTS),
+PATCHES = tuple(
+    _read("""
+# lib/addr.h PACKETS
+broadcast and multicast sources are accepted
+- >= 224
++ >= 240
+0.0.0.0/8 sources are accepted
+- !(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127
++ (a->word[3] & 0xff) == 127
+IPv6 multicast sources are accepted
+- is_link_local(a) || (a->word[0] & 0xff) == 0xff
++ is_link_local(a)
+IPv6 link-local sources are accepted
+- is_loopback(a) || is_link_local(a) ||
++ is_loopback(a) ||
+# lib/addr.h ROOM
+a newer time of another CPU counts as very old
+- now > then ? now - then : 0
++ now - then
+# lookup.h CHOICE
+NodePorts on loopback without the setting
+- (config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns)
++ is_host(netns)
+NodePorts on loopback in pods
+- (config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns)
++ config_flags() & CONFIG_LOCALHOST_NODE_PORTS
+NodePorts on all addresses
+- return find_node_address(a) != NULL;
++ return true;
+the wildcard address is a frontend
+- is_any(&key.address) ? MISSING : read_service(&key, out)
++ read_service(&key, out)
+the value of another key is used
+- check_of_service(key, out) == out->check ? STEADY : UNSTEADY
++ STEADY
+a port of another word counts
+- word = number / 64;
++ word = number / 63;
+affinity does not end
+- elapsed(last->last_used, now) > timeout)
++ false)
+affinity with a backend that left the set
+- find_member(&member) ? member.backend : 0
++ member.backend
+affinity of one Service counts for others
+- key.service = service->id;
+- 	last.last_used
++ last.last_used
+affinity is not counted as a reason
+- *reason = TRANSLATED_BY_AFFINITY;
++ *reason = TRANSLATED;
+one affinity entry more than the share
+- c && c->affinity_share && *share >= c->affinity_share
++ c && c->affinity_share && *share > c->affinity_share
+an existing entry counts again in the share
+- (stored || take_share(client))
++ take_share(client)
+the share is not counted
+- (stored || take_share(client))
++ true
+the Maglev table is not used
+- if (set->table) {
++ if (false) {
+Maglev chooses at random
+- client->tuple && (service->flags & SERVICE_MAGLEV)
++ false
+Maglev with affinity hashes the port
+- service->affinity_timeout ? CLIENT_WORDS : TUPLE_WORDS
++ TUPLE_WORDS
+the last slot is never chosen
+- ((u64)bpf_get_prandom_u32() * size) >> 32
++ ((u64)bpf_get_prandom_u32() * (size - (size > 1))) >> 32
+the internal policy is ignored
+- return service->flags & SERVICE_INTERNAL_LOCAL;
++ return false;
+the internal policy applies to all frontends
+- if (service->flags & SERVICE_CLUSTER_IP)
+- 		return service->flags & SERVICE_INTERNAL_LOCAL;
++ if (service->flags & SERVICE_INTERNAL_LOCAL)
++ 		return true;
+there is no short circuit
+- client->outside && (service->flags & SERVICE_EXTERNAL_LOCAL)
++ service->flags & SERVICE_EXTERNAL_LOCAL
+NodePorts use the Service's ranges
+- 		key.service = 0;
+-
++ 		;
++
+unknown ports of a ClusterIP pass
+- return is_cluster_ip ? REFUSE : PASS;
++ return PASS;
+source ranges are ignored
+- (service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, client)
++ false
+a socket with unknown source is refused
+- return client->tuple ? DROP : PASS;
++ return client->tuple ? DROP : REFUSE;
+the local set has the cluster set's size
+- local ? service.local_size : service.cluster_size
++ service.cluster_size
+no local endpoint counts as no endpoint
+- local && (service.flags & SERVICE_ANY_ENDPOINTS)
++ false
+# tc/flow.h FLOWS
+SCTP expires as UDP does
+- flow->client.protocol == IPPROTO_SCTP ? 210 : 120
++ 120
+a direct connection waits for a backend in TIME_WAIT
+- return !both_closed(flow) || (reply && flow->syn);
++ return !both_closed(flow);
+an answered datagram expires late
+- return 30 * SECOND;
++ return 120 * SECOND;
+an established connection expires after an hour
+- return 24 * 3600 * SECOND;
++ return 3600 * SECOND;
+a closing connection expires early
+- return 3600 * SECOND;
++ return 360 * SECOND;
+an answered SYN expires late
+- 		return 60 * SECOND;
++ 		return 600 * SECOND;
+one FIN closes
+- (flow->fins & FIN_CLIENT) && (flow->fins & FIN_BACKEND)
++ (flow->fins & FIN_CLIENT) || (flow->fins & FIN_BACKEND)
+a handshake is not half open
+- flow->state == STATE_NEW || flow->state == STATE_ANSWERED;
++ flow->state == STATE_NEW;
+a closing flow is never evictable
+- return quiet > CLOSING_SECONDS * SECOND;
++ return false;
+an unproven flow is never evictable
+- flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND
++ false
+the end of a window is not tested
+- in_order(n->sequence, limit) &&
+the start of a window is not tested
+- in_order(own->next - own->room, n->next) &&
+an ACK of what was not sent counts
+- in_order(n->ack, last) &&
+packets count on any device
+- if (flow->arrival != arrival)
+- 		return false;
+SCTP needs no tag
+- : p->sctp.tag == flow->seen.sctp.tag
++ : true
+a late reply makes no stream
+- return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;
++ return false;
+# tc/judge.h FLOWS
+the side that closes first is not recorded
+- FIN_BACKEND | FIN_BACKEND_FIRST;
++ FIN_BACKEND;
+the FINs that two CPUs have seen are not merged
+- original->fins |= own->fin | peer->fin;
++ original->fins |= own->fin;
+a SYN does not restart a closed flow
+- if (original->state != STATE_CLOSED || both_closed(original))
++ if (true)
+the backend's old segments reach a new client
+- 		original->fins |= FIN_RESERVED;
+- 		return TAKEN;
++ 		return IGNORED;
+conntrack waits for an answer that was denied
+- 			tails.call(skb, TAIL_REFUSE);
+-
+any SYN-ACK is an answer
+-  ||
+- 	    !answers_syn(original, n, flags)
+segments are not compared with the other side
+- if (!(flags & TCP_ACK) || !fits)
++ if (false)
+a limit that another CPU has lowered stays
+- matches_both(own, peer, n, is_half_open(original))
++ matches_both(own, peer, n, true)
+a RST counts with any number
+- if (n->sequence != peer->ack && !sent)
++ if (false)
+the port of a refused connection is reserved
+- end_backend(original, backend, client);
+the backend proves a handshake that its client has not ended
+- if (reply || !in_order(own->ack, n->ack))
++ if (!in_order(own->ack, n->ack))
+the backend's segments outside of the window reach the client
+- (result == OUTSIDE && reply)
++ false
+any device may speak for the backend
+- arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop)
++ true
+an INIT-ACK's tag is not stored
+- peer->tag = announced;
++ ;
+what the backend repeats is taken for the answer to a forged SYN
+- return !original || (both_closed(original) && is_acknowledged(original, flow));
++ return true;
+any SYN-ACK of the backend answers a direct SYN
+- return p->tcp.ack == flow->syn;
++ return true;
+# tc/receive.h FLOWS
+fragments of martians are recorded
+- if (is_martian(&p->tuple.from.address))
+- 		return false;
+first fragments are not recorded
+- fragments.update(&slot, &fragment);
++ ;
+fragments of another datagram match
+- !stored || stored->id != fragment.id || stored->hash != fragment.hash
++ !stored
+frames that are not to this machine are translated
+- (in && skb->pkt_type != PACKET_HOST && !uses_conntrack())
++ false
+frames for other machines are translated at a bridge's port
+- if (!has_own_mac(skb, device))
++ if (0)
+a packet is handled at the port and at the bridge
+- if (skb->tc_index != HANDLED_AT_PORT)
+# tc/devices.h SHARES
+a pod is known by its address
+- in && (in->flags & DEVICE_PEER)
++ false
+pods behind a bridge share a network
+- ? OWNER_ADDRESS : OWNER_NETWORK
++ ? OWNER_NETWORK : OWNER_NETWORK
+# tc/entries.h FLOWS
+no port is in doubt
+- if (!has_snat(flow) || !may_be_answered(flow, now))
++ if (true)
+a port in doubt is in doubt for ever
+- return until && *until > seconds_of(now);
++ return until && *until;
+a port is in doubt again after eighteen hours
+- return until && *until > seconds_of(now);
++ return until && (u16)(*until - seconds_of(now) - 1) <= DOUBT_SECONDS;
+# tc/known.h FLOWS
+UDP stays with a deleted backend
+- if (!backend_exists(flow->backend_id))
+- 			return RESTART_YES;
+an unanswered datagram never restarts its flow
+-
+- 		       (flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND);
++  RESTART_NO;
+a datagram to the Service does not change where a pod's answers come from
+- return (flow->fins & FIN_DIRECT) ||
+-
++ return
++
+fragments count from any device
+- return arrival == flow->arrival && flow->state != STATE_NEW;
++ return true;
+a client never gets another port
+- if ((flow->fins & FIN_RESERVED) &&
+-
++ if (false &&
++
+the time of a packet is not recorded
+- 	flow->last_used = now;
+- 	if (flow->client.protocol == IPPROTO_TCP)
++ 	if (flow->client.protocol == IPPROTO_TCP)
+a packet at egress does not refresh its flow
+- 	if (flow->client.protocol == IPPROTO_UDP)
+- 		flow->last_used = now;
+# tc/translate.h FLOWS
+a datagram to the backend does not change it either
+- if (idle || !begins_direct(flow, flags, s))
++ if (1)
+any pod changes it
+- s->pod_device && flow->out.ifindex == s->pod_device
++ 1
+a datagram changes it for masqueraded flows
+- !has_snat(flow) && s->pod
++ s->pod
+others use a client's port
+- ? EGRESS_DENIED
++ ? EGRESS_UNKNOWN
+a SYN to the backend itself belongs to the flow
+- if (!reply && is_direct_connection(flow, p, flags))
++ if (false)
+packets are redirected at a bridge's port
+- if (s->port_of && is_redirected_from(flow, s->port_of))
++ if (0)
+replies keep the backend's address
+- new->from = flow->frontend;
++ ;
+replies keep the translated client port
+- new->to.port = flow->client.port;
++ ;
+# tc/forward.h FLOWS
+the TTL is not decremented
+- to ? p->ttl - 1 : p->ttl
++ p->ttl
+# tc/devices.h FLOWS
+marks are not set
+- skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
++ ;
+marks are not cleared
+- skb->mark & ~n->mark
++ skb->mark
+the node's own sources are translated
+- return find_node_address(a) || same_address(a, &n->snat4)
++ return same_address(a, &n->snat4)
+the masquerade address as a source is translated
+- return find_node_address(a) || same_address(a, &n->snat4)
++ return find_node_address(a)
+# tc/begin.h FLOWS
+a hairpin connection is not masqueraded
+- if (same_address(client, &c->backend.address))
+- 		return true;
+external Local is masqueraded
+- return !(c->flags & SERVICE_EXTERNAL_LOCAL);
++ return true;
+masquerade-all is ignored
+- return n->flags & NODE_MASQUERADE_ALL;
++ return false;
+local networks are inverted
+- return !local_networks.lookup(&key);
++ return local_networks.lookup(&key);
+local devices are masqueraded
+- return !(device->flags & DEVICE_LOCAL);
++ return true;
+a pause of new flows is ignored
+- return until && *until > now;
++ return false;
+martian sources are translated
+- if (is_martian(&s->packet.tuple.from.address) ||
+- 	    is_nodes_own
++ if (is_nodes_own
+a backend at a node address is masqueraded
+- is_nodes_own(&flow->backend.address, n))
++ false)
+no client is outside
+- client.outside = !(device->flags & DEVICE_LOCAL);
++ client.outside = false;
+# tc/conntrack.h CONNTRACK
+forged answers pass
+- return !same_target(&p->tuple.from, &event->client);
++ return false;
+forged answers of the node pass
+- return may_confirm(p) && is_nodes_own(&from, n);
++ return false;
+forged ACKs pass
+- if (!n || !(n->flags & NODE_NETFILTER))
++ if (!n || !may_confirm(p))
+errors about refused packets pass
+- !is_unanswered(skb, &p)
++ true
+a port of another flow is taken
+- if (has_flow(&reply))
++ if (false)
+# tc/ports.h FLOWS
+the client port is never changed
+- if (i || (n->flags & NODE_COEXISTING) ||
++ if ((n->flags & NODE_COEXISTING) ||
+the client's port is never kept
+- if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
++ if (search == SEARCH_RANDOM)
+the last port is never kept
+- index >= s.count ||
++ index + 1 >= s.count ||
+ports of half-closed connections are given away
+- return entry->state == STATE_CLOSED && /*
++ return is_ending(entry) && /*
+ports of datagrams are given away
+- entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED)
++ false
+ports in doubt are taken
+- doubtful = is_in_doubt(backend, flow->snat_port, now);
++ doubtful = false;
+a port in the backend's TIME_WAIT is taken first
+- return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
++ return true;
+FINs need no acknowledgement
+- is_acknowledged(original, reply_entry)
++ true
+each client may have all ports
+- size < SHARED_PORTS ? 1 : SHARES
++ 1
+reply entries stay when there is no room
+- 	release_replies(&s->flow);
+-
+# tc/error.h FLOWS
+outer addresses of ICMP errors are not translated
+- outer.from.address = after->from.address;
++ ;
+a masqueraded client's router is not masqueraded
+- if (hidden || same_address(
++ if (same_address(
+ICMP redirects are translated
+- return p->icmp_type == ICMP_REDIRECT;
++ return false;
+errors to others than the sender are translated
+- return same_address(&t->to.address, &s->packet.tuple.to.address);
++ return true;
+any pod sends errors for others
+- if (!arrives_by(skb, p, skb->ifindex, &s->hop))
++ if (0)
+errors about flows that bypass the stack take it
+- translation.path != PATH_STACK && !translation.host_device
++ 0
+# tc/flow.h FLOWS
+frontends are not marked
+- *frontend = generations->current;
++ ;
+backends are not marked
+- *backend = generations->current;
++ ;
+the destination's mark is not tested
+- (is_marked(&t->to, generations) || is_marked(&t->from, generations))
++ is_marked(&t->from, generations)
+the source's mark is not tested
+- (is_marked(&t->to, generations) || is_marked(&t->from, generations))
++ is_marked(&t->to, generations)
+marks of earlier generations count
+- *mark >= generations->oldest
++ *mark
+# tc/evict.h ROOM
+recent handshakes are evicted
+- if (is_half_open(flow) && elapsed(flow->last_used, now) < SECOND)
++ if (false)
+needed flows are evicted
+- else if (!is_needed(flow, now))
+- 			break;
++ else
++ 			break;
+needed flows lose their place in the queue
+- if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */
+- 			in_use = true;
+- 			break;
+- 		}
+keys of deleted flows stay counted
+- __sync_fetch_and_add(total, -1);
+- 			return; /* it is gone already */
++ return;
+UDP streams are not evicted for TCP
+- if ((!for_udp && flow->client.protocol == IPPROTO_UDP) ||
++ if (
+a live flow is overwritten
+- if (!is_over(old, flow->last_used) && !both_closed(old))
++ if (false)
+no flow is evicted
+- return is_over_limit(total, n) ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
+- }
+-
+- /* Makes
++ return go(skb, TAIL_CLAIM);
++ }
++
++ /* Makes
+# tc/hop.h PACKETS
+a next hop is cached for a minute
+- < minute + second
++ < 2 * minute
+a next hop is never cached
+- age + minute < minute + second
++ false
+a next hop is cached again after 26 days
+- age + minute < minute + second
++ (s32)age < (s32)second
+a torn next hop is used
+- check_of_next_hop(hop) == hop->check
++ true
+a packet with TTL 1 is forwarded
+- !any_packet && p->ttl <= 1
++ false
+a packet longer than the MTU is redirected
+-  && wire_length(skb, p) <= hop->max_length
+# lib/rewrite.h PACKETS
+UDP without a checksum gets one
+- flags |= BPF_F_MARK_MANGLED_0; /* 0 means
++ ;/*
+skb->csum of IPv6 is not updated
+- bpf_csum_update(skb, (__sum16)~fold(diff));
++ ;
+ports of later fragments are written
+- || p->fragment == LATER)
+- 		return 0;
++ )
++ 		return 0;
+# lib/icmp.h PACKETS
+parameter problems do not count as errors
+-  ||
+- 		       p->icmp_type == ICMP_PARAMETERPROB;
++ ;
+packet too big does not count as an error
+- p->icmp_type >= ICMPV6_DEST_UNREACH
++ p->icmp_type > ICMPV6_PKT_TOOBIG
+# tc/refuse.h PACKETS
+a reset acknowledges too little
+- __builtin_bswap32(p->tcp.next) : 0
++ __builtin_bswap32(p->tcp.next - 1) : 0
+the limits of a sender share a bucket
+- sender.word[0] ^= peer << 4;
+ICMP errors have no limit for each peer
+- each && each->interval && !take_peer_token
++ false && !take_peer_token
+refusals have no limit
+- return !all || !all->interval || take_token(&all->spent, all->interval, all->burst, now);
++ return true;
+a first refusal costs nothing
+- first = now + limit->interval;
++ first = now;
+later fragments are refused
+- return p->fragment != LATER && (
++ return (
+# monitor.h MONITOR
+events are written though no command watches
+- return until && *until && *until > bpf_ktime_get_ns();
++ return true;
+all reasons are shown
+- !(monitor->reasons >> (event->reason & 63) & 1))
++ false)
+the rate is not limited
+- if (!take_token(&monitor->spent, monitor->interval, monitor->burst, event->time) ||
++ if (
+what is left out is not counted
+- __sync_fetch_and_add(&monitor->left_out, 1);
++ ;
+# lib/packet.h PACKETS
+options are the payload
+- p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
++ p->l4 = p->l3 + 20;
+extension headers are read too long
+- : (extension.words + 1) * 8;
++ : (extension.words + 2) * 8;
+the first fragment counts as unfragmented
+- else if (fragment & IP_MF)
+- 		p->fragment = FIRST;
+an ABORT is proof
+- chunk == SCTP_CID_INIT_ACK || chunk == SCTP_CID_ABORT || chunk == SCTP_CID_ERROR
++ chunk == SCTP_CID_INIT_ACK || chunk == SCTP_CID_ERROR
+v4-mapped addresses on the wire are accepted
+- if (is_v4(&ip.source) || is_v4(&ip.destination))
+- 		return false;
+# sock.c SOCKETS
+the previous peer is shown
+- sock_peers.sk_storage_delete(sk);
+- 		return;
++ return;
+only the own cgroup is exempt
+- if (is_exempt_cgroup(id))
+- 			return true;
+pods are translated with hostNamespaceOnly
+- (flags & CONFIG_HOST_ONLY) && !is_host(netns)
++ false
+the agent is translated at all frontends
+- c->service && !(c->flags & SERVICE_CLUSTER_IP) &&
++ false &&
+the agent is not translated at ClusterIPs
+- c->service && !(c->flags & SERVICE_CLUSTER_IP) &&
++ c->service &&
+UDP connect() to a ClusterIP's other port fails
+- to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
++ false &&
+a cut does not include its own tick
+- flow->chosen_at <= *when
++ flow->chosen_at < *when
+a flow is never cut
+- return when && flow->chosen_at <= *when;
++ return false;
+a flow stays with a deleted frontend
+- !find_backend(&id) || !is_frontend_of(&flow->frontend, flow->service)
++ !find_backend(&id)
+a torn frontend value ends a flow
+- return result == UNSTEADY || (result == STEADY && steady.id == id);
++ return result == STEADY && steady.id == id;
+a flow is never idle
+- elapsed(last_used(flow), now) > FLOW_IDLE_NS ||
++ false ||
+replies do not keep a flow
+- flow->last_sent > flow->last_received ? flow->last_sent : flow->last_received
++ flow->last_sent
+the first place is always reused
+- if (used < first) {
++ if (false) {
+a reply matches the oldest request
+- flow->last_sent >= newest && flow->frontend.protocol
++ !newest && flow->frontend.protocol
+a connected socket chooses again
+- if (find_peer(sk, to, &c) || find_flow
++ if (find_flow
+the former peer is forgotten
+- if (!peer || !same_target(&peer->backend, from))
+- 		peer = former_peer_of(sk);
+a FIN counts as a byte
+- payload(ctx->bytes_acked, 1 + fin_was_acked(before))
++ payload(ctx->bytes_acked, 1)
+CLOSING has no acknowledged FIN
+- state == BPF_TCP_FIN_WAIT2 || state == BPF_TCP_CLOSING ||
++ state == BPF_TCP_FIN_WAIT2 ||
+a reset does not count as broken
+- if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||
++ if (before == BPF_TCP_FIN_WAIT1 ||
+# tc/judge.h COMPARED
+any reset closes
+- if (n->sequence != peer->ack && !sent)
++ if (false)
+the window is not checked
+- if (!(flags & TCP_ACK) || !fits) {
++ if (!(flags & TCP_ACK)) {
+the client's ACK establishes
+- original->state = STATE_UNPROVEN;
++ original->state = STATE_ESTABLISHED;
+any segment of the backend is proof
+- (n->next != own->next || n->ack != own->ack))
++ true)
+any SYN-ACK answers
+-  ||
+- 	    !answers_syn(original, n, flags)) {
++ ) {
+any device
+- if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop))
++ if (true)
+any tag
+- if (own->tag && p->sctp.tag != own->tag)
++ if (false)
+UDP is a stream when answered
+- original->state = before == STATE_NEW ? STATE_ANSWERED : STATE_ESTABLISHED;
++ original->state = STATE_ESTABLISHED;
+# tc/flow.h COMPARED
+UDP is a stream from its third datagram on
+- return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;
++ return true;
+# tc/judge.h COMPARED
+SCTP is established by the INIT ACK
+- peer->tag = announced;
+- 		original->state = STATE_ANSWERED;
++ peer->tag = announced;
++ 		original->state = STATE_ESTABLISHED;
+""")
 )
-
 
 GOALS = {"c": 80, "conntrack": 100}
 """Group → how many of a hundred must be noticed."""
 
 
 def patches(group: str) -> list[Patch]:
-    return [patch for patch in PATCHES if (patch.tests == COMPARED) == (group == "conntrack")]
+    return [patch for patch in PATCHES if (patch.tests == TESTS["COMPARED"]) == (group == "conntrack")]

@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from typing import NamedTuple
 
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import FlowDirection
@@ -47,6 +48,7 @@ from tests.fuzz.packets.node import (
 )
 from tests.support import plane
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside, ip, run
+from tests.support.table import table
 
 FRONT = VIP["masked"]
 SECOND_POD = "10.244.1.3"
@@ -66,19 +68,30 @@ HELD_SECONDS = 60
 """Seconds after which no port may still be held for a forged client."""
 SERVED = 0.99
 HONEST_UDP = "honest udp"
-KINDS = {
-    "syn": ("syn", FRONT[4], FRONT_PORT),
-    "syn + bad ack": ("ack", FRONT[4], FRONT_PORT),
-    "syns with three numbers": ("syns", FRONT[4], FRONT_PORT),
-    "udp answered": ("udp", FRONT[4], FRONT_PORT),
-    "udp stream": ("stream", FRONT[4], FRONT_PORT),
-    "udp unanswered": ("udp", FRONT[4], SILENT),
-    "rst": ("rst", FRONT[4], FRONT_PORT),
-    "icmp errors": ("icmp", FRONT[4], FRONT_PORT),
-    "first fragments": ("fragment", FRONT[4], FRONT_PORT),
-    "ipv6 /64": ("syn6", FRONT[6], FRONT_PORT),
-}
-"""The kind's name in flood.c, and its destination."""
+
+
+class Kind(NamedTuple):
+    """A flood: its name in flood.c, and the family and port of its destination."""
+
+    name: str
+    sends: str
+    family: int = 4
+    port: int = FRONT_PORT
+
+
+ROWS = """
+syn | syn
+syn + bad ack | ack
+syns with three numbers | syns
+udp answered | udp
+udp stream | stream
+udp unanswered | udp | 4 | 81
+rst | rst
+icmp errors | icmp
+first fragments | fragment
+ipv6 /64 | syn6 | 6
+"""
+KINDS = {kind.name: kind for kind in table(Kind, ROWS)}
 STREAMS = "udp stream"
 """Each of its flows has replies and is still in use after 2 s, and keeps its entry and its port for
 120 s, as with Linux. Once all ports are taken, honest UDP clients find none; TCP ones do.
@@ -330,7 +343,7 @@ class Arena:
 
     def flood(self, name: str, rate: int, seconds: float) -> Figures:
         self.kbpf.forget()
-        kind, to, port = KINDS[name]
+        kind = KINDS[name]
         figures = Figures(name, rate)
         clients = Clients(self.outside, self.answer_seconds)
         before = self.kbpf.site.reasons()
@@ -338,7 +351,7 @@ class Arena:
             clients.establish()
             clients.begin()
             try:
-                figures.sent, _, figures.seconds = self.send(kind, to, port, rate, seconds)
+                figures.sent, _, figures.seconds = self.send(kind.sends, FRONT[kind.family], kind.port, rate, seconds)
             finally:
                 clients.end()
             figures.tracked, figures.held = self.held()

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""10,000 connections that misbehave, and slow readers of a page of 12 MB, against the server in a
-separate process. An honest probe must wait for less than 50 ms of the server's work for others, and
-the server's memory may grow by 20 MB at most.
+"""10,000 connections that misbehave, against the server in a separate process. An honest probe must
+wait for less than 50 ms of the server's work for others, and the server's memory may grow by 20 MB
+at most.
 """
 
 import contextlib
 import os
-import random
 import resource
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kbpf.serve.http import MAX_CONNECTIONS, HttpServer
-from kbpf.serve.message import HttpRequest, HttpResponse
-from tests.fuzz.inputs.http_requests import probe, request, resident
+from kbpf.serve.http import HttpServer
+from tests.fuzz.inputs.http_requests import handler, probe, request, resident
 from tests.support.lab.lab import PATIENCE
 
 CONNECTIONS = 10_000
@@ -31,37 +28,6 @@ and more.
 """
 
 MOST_MEMORY = 20 << 20
-PAGE_BYTES = 12 << 20
-COUNT_SECONDS = 5.0
-"""Interval at which the large part of the page is generated, as with serve/collector.py."""
-
-FRESH_SECONDS = 1.0
-"""Interval at which the small part is generated, as in serve/server.py."""
-
-READ_SECONDS = 40.0
-"""Slow readers run for longer than the time limit of a response."""
-
-
-class Page:
-    """/metrics as the agent generates it: a small part, and a large one that several
-    pages share.
-    """
-
-    def __init__(self) -> None:
-        self._counted, self._count_due = b"", 0.0
-        self._answer, self._due = HttpResponse(200, b""), 0.0
-
-    def answer(self, asked: HttpRequest) -> HttpResponse:
-        """The page for /metrics, and a short text for other paths."""
-        if asked.path != "/metrics":
-            return HttpResponse(200, b"ok\n")
-        now = time.monotonic()
-        if now >= self._count_due:
-            self._counted, self._count_due = os.urandom(1) * PAGE_BYTES, now + COUNT_SECONDS
-        if now >= self._due:
-            own = b"# made\n" * 1000
-            self._answer, self._due = (HttpResponse(200, own, body_tail=self._counted), now + FRESH_SECONDS)
-        return self._answer
 
 
 class Remote(NamedTuple):
@@ -79,7 +45,7 @@ def remote() -> Iterator[Remote]:
     if not pid:
         server = HttpServer()
         server.start()
-        port = server.listen("127.0.0.1", 0, Page().answer).sock.getsockname()[1]
+        port = server.listen("127.0.0.1", 0, handler).sock.getsockname()[1]
         os.write(writer, str(port).encode())
         signal.pause()
         os._exit(0)
@@ -144,8 +110,7 @@ def open_one(at: Remote, number: int, seed: int) -> socket.socket:
 
 INTERRUPTED = 2
 """Probes whose time does not count: interrupts, such as those of packets for other tests, run on
-account of the server. A server that delays its clients does so more often: it generates the large
-page eight times while it is measured.
+account of the server. A server that delays its clients does so more often.
 """
 
 
@@ -232,34 +197,7 @@ def connections(seed: int, count: int = CONNECTIONS) -> Result:
         return meter.result()
 
 
-def slow_readers(seed: int, seconds: float = READ_SECONDS) -> Result:
-    """As many clients as the server admits request the page at random times and read little of it;
-    the ones that it disconnects come back.
-    """
-    chance = random.Random(seed)
-    with remote() as at, contextlib.ExitStack() as stack:
-        meter = LoadMeter(at)
-        readers: list[socket.socket] = []
-        end = time.monotonic() + seconds
-        number = 2  # deaf(), as in open_one()
-        while time.monotonic() < end:
-            if len(readers) < MAX_CONNECTIONS - 8:
-                readers.append(stack.enter_context(open_one(at, number, seed)))
-            reader = chance.choice(readers)
-            try:
-                if not reader.recv(chance.randrange(1, 4096)):
-                    raise ConnectionError
-            except BlockingIOError:
-                pass
-            except OSError:
-                reader.close()
-                readers.remove(reader)
-            meter.measure()
-        return meter.result()
-
-
 def campaign(seed: int, minutes: float | None) -> None:
-    """Runs both once."""
-    for name, found in (("connections", connections(seed)), ("slow readers", slow_readers(seed))):
-        print(f"{name}: {found}", flush=True)
-        found.judge()
+    found = connections(seed)
+    print(found, flush=True)
+    found.judge()

@@ -32,8 +32,10 @@ OPEN = ("established", "fin wait", "close wait", "last ack")
 AFTER_FIN = {"established": "fin wait", "fin wait": "fin wait", "close wait": "last ack", "last ack": "last ack"}
 
 State = tuple[Any, ...]
-Step = tuple[str, State, str]
-"""What happens, the state after it, and what must not have happened in it ("": nothing)."""
+Step = tuple[tuple[Any, ...], State, str]
+"""What happens, the state after it, and what must not have happened in it ("": nothing). What
+happens begins with "!" if the attacker does it, with "~" if it may never happen, else with "".
+"""
 
 
 class Entry(NamedTuple):
@@ -72,8 +74,8 @@ class World:
         self.weaker, self.fault = weaker, ""
 
     def frozen(self) -> State:
-        up, down = (tuple(sorted(set(each))) for each in (self.up, self.down))
-        return tuple(self.clients), tuple(self.entries), tuple(self.sockets), up, down
+        up, down = (sorted(set(each)) if each else () for each in (self.up, self.down))
+        return tuple(self.clients), tuple(self.entries), tuple(self.sockets), tuple(up), tuple(down)
 
     # ---- the node --------------------------------------------------------------------------------
 
@@ -292,14 +294,12 @@ def tcp_start(ports: int = 1, forgotten: bool = False) -> State:
 
 
 def tcp_steps(state: State, weaker: str) -> Iterator[Step]:
-    """All that may happen next. "!": the attacker does it; "~": it may never happen."""
+    """All that may happen next."""
     world = World(state, weaker)
-    for mark, action, *arguments in chain(
-        _clients(world), _backend(world), _packets(world), _node(world), _attacker(world)
-    ):
+    for what in chain(_clients(world), _backend(world), _packets(world), _node(world), _attacker(world)):
+        _, action, *arguments = what
         after = World(state, weaker)
         getattr(after, action)(*arguments)
-        what = " ".join(map(str, (mark, action, *arguments))).replace("_", " ")
         yield what, after.frozen(), after.fault
 
 
@@ -396,23 +396,23 @@ def udp_steps(state: State, weaker: str) -> Iterator[Step]:
         may_take = client not in owners and (owners[port] is None or weaker == "frees asked")
         if (mine or may_take) and len(up) < UNDER_WAY:
             questions = tuple(sorted({*up, (port, client)}))
-            yield (f"client {client} asks, port {port}", (own(port, client), questions, down, asked), "")
+            yield ("", "client", client, "asks, port", port), (own(port, client), questions, down, asked), ""
     for each in up:
         rest = tuple(other for other in up if other != each)
-        yield f"lost: {each}", (owners, rest, down, asked), ""
-        yield f"backend gets {each}", (owners, rest, down, tuple(sorted({*asked, each}))), ""
+        yield ("", "lost:", each), (owners, rest, down, asked), ""
+        yield ("", "backend gets", each), (owners, rest, down, tuple(sorted({*asked, each}))), ""
     for each in asked:
         rest = tuple(other for other in asked if other != each)
-        yield f"backend answers {each}", (owners, up, tuple(sorted({*down, each})), rest), ""
+        yield ("", "backend answers", each), (owners, up, tuple(sorted({*down, each})), rest), ""
     for port, client in down:
         rest = tuple(other for other in down if other != (port, client))
         wrong = owners[port] not in (None, client)
         fault = "a client receives an answer to another" if wrong else ""
-        yield f"node gets {port, client}", (owners, up, rest, asked), fault
+        yield ("", "node gets", (port, client)), (owners, up, rest, asked), fault
     for port, owner in enumerate(owners):
         is_due = any(each[0] == port for each in (*up, *down, *asked))
         if owner and (weaker == "evicts without reserving" or not is_due):
-            yield f"port {port} is evicted or expires", (own(port, None), up, down, asked), ""
+            yield ("", "port", port, "is evicted or expires"), (own(port, None), up, down, asked), ""
 
 
 def explore(
@@ -422,18 +422,18 @@ def explore(
     list if there is none. From a state that `waits`, steps that nobody has to wait for must lead to
     one that does not.
     """
-    came: dict[State, tuple[State, str] | None] = {start: None}
+    came: dict[State, tuple[State, tuple[Any, ...]] | None] = {start: None}
     before: dict[State, list[State]] = {}
     queue = deque([start])
     while queue:
         state = queue.popleft()
         for what, after, fault in steps(state):
             if fault:
-                return len(came), [*_way(came, state), what, fault]
+                return len(came), [*_way(came, state), _say(what), fault]
             if after not in came:
                 came[after] = state, what
                 queue.append(after)
-            if not what.startswith(("!", "~")):
+            if not what[0]:
                 before.setdefault(after, []).append(state)
     hopeful = [state for state in came if not waits(state)]
     seen = set(hopeful)
@@ -459,5 +459,9 @@ def _way(came: dict[State, Any], state: State) -> list[str]:
     found = []
     while (link := came[state]) is not None:
         state = link[0]
-        found.append(link[1])
+        found.append(_say(link[1]))
     return found[::-1]
+
+
+def _say(what: tuple[Any, ...]) -> str:
+    return " ".join(map(str, what)).strip().replace("_", " ")

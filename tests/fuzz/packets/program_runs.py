@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kbpf.dataplane.bpf.hooks import loaded_packet_programs
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import U64, FlowDirection, TcpState
 from kbpf.errors import KernelError
@@ -56,10 +55,6 @@ CONNECTIONS = 512
 PORTS = (2000, 9000)
 BETWEEN_LOOKS = 5_000
 """Runs between two checks of the maps."""
-DIRECT = 0.02
-"""Share of runs that start in the middle, with a program that is otherwise tail-called."""
-ENDS = ("tc_sctp", "tc_end")
-"""Programs that return what an earlier one has stored."""
 ICMP = ("icmp", "icmp6")
 QUOTED = frozenset(f"{icmp} embedded {what}" for icmp in ICMP for what in ("tcp", "udp", "sctp"))
 HEADERS = "headers"
@@ -87,7 +82,7 @@ class ProgramRuns:
         self._node, self._name, self._rng = node, name, rng
         self._packets = Packets(rng)
         folder = next(node.site.pins.glob("programs-tc-*"))
-        self._programs = {p.name: Program.open(folder / p.name) for p in loaded_packet_programs(uses_conntrack=False)}
+        self._programs = {name: Program.open(folder / name) for name in ("tc_ingress", "tc_egress")}
         self._places = inside_of(name, lambda: [(socket.if_nametoindex(each), mac_of(name, each)) for each in DEVICES])
         self.tally = Tally()
 
@@ -102,17 +97,13 @@ class ProgramRuns:
         return inside_of(self._name, lambda: self._run(count, until))
 
     def _run(self, count: int, until: float) -> Tally:
-        direct = int(count * DIRECT)
-        for done in range(count - direct):
+        for done in range(count):
             self._one(self._rng.choice(("tc_ingress", "tc_ingress", "tc_egress")))
             if done % BETWEEN_LOOKS == BETWEEN_LOOKS - 1:
                 self.look()
                 if time.monotonic() > until:
                     break
         self.look()
-        tails = [name for name in self._programs if name not in ("tc_ingress", "tc_egress")]
-        for _ in range(direct):
-            self._from_the_middle(self._rng.choice(tails))
         self._node.forget()
         return self.tally
 
@@ -141,22 +132,6 @@ class ProgramRuns:
         worse = set() if HEADERS in before else wrong(done.packet_out) - before - QUOTED - quoted
         assert not worse, f"worse: {worse}: {story}"
         self._packets.learn(done.packet_out[14:])
-
-    def _from_the_middle(self, name: str) -> None:
-        """`flow_scratch` holds data of another packet, so only the verdict is checked."""
-        rng = self._rng
-        ifindex, own_mac = rng.choice(self._places)
-        context = SkbContext(ifindex=ifindex)
-        sent = framed(self._packets.next(), own_mac)
-        try:
-            done = run(self._programs[name], sent, context=context.pack())
-        except KernelError:
-            self.tally.refused += 1
-            return
-        if name in ENDS and done.retval == 0:
-            return  # no packet has reached it on this CPU
-        assert done.retval in VERDICTS, f"{name}: verdict {done.retval} for {sent.hex()}"
-        self.tally.verdicts[VERDICTS[done.retval]] += 1
 
     # ---- the maps ------------------------------------------------------------------------------
 

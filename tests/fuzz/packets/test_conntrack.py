@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,43 +26,58 @@ from tests.fuzz.packets.comparison import (
 from tests.fuzz.packets.differences import ROWS
 from tests.fuzz.packets.node import VARIANTS
 from tests.fuzz.packets.twins import Played, Twins
+from tests.support.table import table
 
 STATES = Path(__file__).with_name("README.md")
 
-SCRIPTS = [
-    # script, kbpf's state, whether it is needed, Linux's state
-    ("tcp", "S", "NEW", False, "SYN_SENT"),
-    ("tcp", "S c0:S~old c0:<RA~old^old", "NEW", False, "SYN_SENT"),
-    ("tcp", "S <SA", "ANSWERED", False, "SYN_RECV"),
-    ("tcp", "S <SA A", "UNPROVEN", False, "ESTABLISHED"),
-    ("tcp", "S <SA A!sum", "UNPROVEN", False, "SYN_RECV"),
-    ("tcp", "S <SA A^far", "ANSWERED", False, "SYN_RECV"),
-    ("tcp", "S+10 <SA <A+10 <A+10 A", "UNPROVEN", False, "ESTABLISHED"),  # TCP Fast Open
-    ("tcp", "S <SA <FA~near A", "UNPROVEN", False, "ESTABLISHED"),
-    ("tcp", "S <SA <A~near <FA~near A", "UNPROVEN", False, "ESTABLISHED"),
-    ("tcp", "S <SA <FA A", "CLOSING", False, "CLOSE_WAIT"),
-    ("tcp", "S <SA <A~near <RA~near^far", "ANSWERED", False, "SYN_RECV"),
-    ("tcp", "S <SA A A+100 <A", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A <A+100 A", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A A+100 <A R~far", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A A+100 <A R~near", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A A+100 <A <R~far", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A A+100 <A F~far", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A A+100 <A S~new", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A <A+100 <SA", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A <A+100 A <SA <A+100 A", "ESTABLISHED", True, "ESTABLISHED"),
-    ("tcp", "S <SA A A+100 <A R", "CLOSED", False, "CLOSE"),
-    ("tcp", "S <SA A A+100 <A <RA", "CLOSED", False, "CLOSE"),
-    ("tcp", "S <SA A A+100 <A FA <FA A", "CLOSED", False, "TIME_WAIT"),
-    ("udp", "U", "NEW", False, "DATAGRAMS"),
-    ("udp", "U <U", "ANSWERED", False, "DATAGRAMS"),
-    ("udp", "U <U U <U", "ANSWERED", False, "DATAGRAMS"),
-    ("udp", "U <U . U", "ESTABLISHED", True, "STREAM"),
-    ("udp", "U . <U", "ANSWERED", False, "DATAGRAMS"),
-    ("sctp", "INIT", "NEW", False, "CLOSED"),
-    ("sctp", "INIT <INITACK", "ANSWERED", False, "COOKIE_WAIT"),
-    ("sctp", "INIT <INITACK ECHO <ECHOACK", "ESTABLISHED", True, "ESTABLISHED"),
-]
+
+class Known(NamedTuple):
+    """A script; kbpf's state, and whether it is kept when others need room; Linux's state."""
+
+    protocol: str
+    script: str
+    state: str
+    needed: bool
+    linux: str
+
+
+SCRIPTS = table(
+    Known,
+    """
+tcp | S | NEW | no | SYN_SENT
+tcp | S c0:S~old c0:<RA~old^old | NEW | no | SYN_SENT
+tcp | S <SA | ANSWERED | no | SYN_RECV
+tcp | S <SA A | UNPROVEN | no | ESTABLISHED
+tcp | S <SA A!sum | UNPROVEN | no | SYN_RECV
+tcp | S <SA A^far | ANSWERED | no | SYN_RECV
+tcp | S+10 <SA <A+10 <A+10 A | UNPROVEN | no | ESTABLISHED
+tcp | S <SA <FA~near A | UNPROVEN | no | ESTABLISHED
+tcp | S <SA <A~near <FA~near A | UNPROVEN | no | ESTABLISHED
+tcp | S <SA <FA A | CLOSING | no | CLOSE_WAIT
+tcp | S <SA <A~near <RA~near^far | ANSWERED | no | SYN_RECV
+tcp | S <SA A A+100 <A | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A <A+100 A | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A A+100 <A R~far | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A A+100 <A R~near | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A A+100 <A <R~far | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A A+100 <A F~far | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A A+100 <A S~new | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A <A+100 <SA | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A <A+100 A <SA <A+100 A | ESTABLISHED | yes | ESTABLISHED
+tcp | S <SA A A+100 <A R | CLOSED | no | CLOSE
+tcp | S <SA A A+100 <A <RA | CLOSED | no | CLOSE
+tcp | S <SA A A+100 <A FA <FA A | CLOSED | no | TIME_WAIT
+udp | U | NEW | no | DATAGRAMS
+udp | U <U | ANSWERED | no | DATAGRAMS
+udp | U <U U <U | ANSWERED | no | DATAGRAMS
+udp | U <U . U | ESTABLISHED | yes | STREAM
+udp | U . <U | ANSWERED | no | DATAGRAMS
+sctp | INIT | NEW | no | CLOSED
+sctp | INIT <INITACK | ANSWERED | no | COOKIE_WAIT
+sctp | INIT <INITACK ECHO <ECHOACK | ESTABLISHED | yes | ESTABLISHED
+""",
+)
+"""`S+10`: TCP Fast Open."""
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +88,10 @@ def twins(artifact_cache: Path) -> Iterator[Twins]:
 
 def test_known_sequences_have_the_listed_states(twins: Twins):
     cases = [
-        (Played(script, protocol, family, variant), (state, needed, linux))
-        for protocol, script, state, needed, linux in SCRIPTS
+        (Played(known.script, known.protocol, family, variant), known[2:])
+        for known in SCRIPTS
         for family in (4, 6)
-        for variant in (VARIANTS if protocol != "sctp" else ("kept",))
+        for variant in (VARIANTS if known.protocol != "sctp" else ("kept",))
     ]
     outcomes, _ = play(twins, [sequence for sequence, _ in cases])
     wrong = [

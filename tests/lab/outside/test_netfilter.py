@@ -21,6 +21,7 @@ from itertools import product
 import pytest
 
 from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
+from tests.fuzz.packets.node import mac_of
 from tests.fuzz.packets.twins import dump_conntrack
 from tests.lab.outside.netfilter import (
     OURS,
@@ -368,32 +369,26 @@ def test_no_packet_is_invalid_for_each_way_a_connection_ends(ends: Field, number
 
 
 @both_families
-@pytest.mark.parametrize("number", [11, 12, 14])
-@pytest.mark.parametrize("aborted", [False, True], ids=["FIN", "RST"])
+@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
+@pytest.mark.parametrize("ending", [client_closes, client_aborts], ids=["FIN", "RST"])
 @pytest.mark.usefixtures("judged")
 def test_late_packets_are_not_invalid(
-    field: Field, monkeypatch: pytest.MonkeyPatch, number: int, aborted: bool, v6: bool
+    ends: Field, number: int, backend: str, ending: Callable[[socket.socket, socket.socket], None], v6: bool
 ):
     """Everything that the client sent after its SYN is repeated once the connection is closed."""
-    for node in field.lab.nodes:  # or conntrack forgets a reset connection after 10 s
+    for node in ends.lab.nodes:  # or conntrack forgets a reset connection after 10 s
         on(node, "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
-    sent: list[bytes] = []
-    own = ("[fd00:198:18::c8]" if v6 else "198.18.0.200") + f":{4000 + number + 100 * aborted}"
-    with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", "fd00:198:18::c8/64") as wire:
-        send = wire.send
-        with wire.connected(own, at("NodePort", number, v6)) as stream:
-            monkeypatch.setattr(wire, "send", lambda one: (sent.append(one), send(one)))
-            stream.send(b"hello\n")
-            assert b"name" in stream.receive(lambda data: b"}" in data)
-            if aborted:
-                stream.reset()
-            else:
-                stream.send(b"bye\n")
-                stream.close()
-        before = {node.number: seen(node) for node in field.lab.nodes}
-        for one in sent:
-            send(one)
-        on_the_way = field.lab.nodes[0 if number != 12 else 1]
+    to = at("NodePort", number, v6)
+    with Wire(ends.lab.outside, ends.lab.prefix, tap=True) as tap:
+        with connected(ends, to, backend) as (client, server):
+            moved(client, server, 100)
+            ending(client, server)
+        sent = [packet.raw for packet in tap.heard if packet.destination == to and packet.flags != "S"]
+        assert len(sent) >= 3
+        before = {node.number: seen(node) for node in ends.lab.nodes}
+        for frame in sent:
+            tap.send_frame(frame)
+        on_the_way = ends.lab.nodes[backend == "b1"]
         until("the late packets have arrived", lambda: seen(on_the_way) >= before[on_the_way.number] + len(sent))
 
 
@@ -513,8 +508,9 @@ def test_an_invalid_packet_is_counted_by_the_rules(field: Field):
     node = field.lab.nodes[0]
     invalid(field, node)
     ip(f"route add {field['a1'].ip}/32 via {node.ip}", netns=field.lab.outside)
-    with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", gateways=(node.ip,)) as wire:
-        wire.send(packets.tcp("198.18.0.200:4999", f"{field['a1'].ip}:8080", flags="SA", ack=1))
+    with Wire(field.lab.outside, field.lab.prefix) as wire:
+        answer = packets.tcp("198.18.0.200:4999", f"{field['a1'].ip}:8080", flags="SA", ack=1)
+        wire.send(answer, to=mac_of(node.netns, "eth0"))
         until("the packet is dropped", lambda: dropped(node) == 1)
     ip(f"route del {field['a1'].ip}/32", netns=field.lab.outside)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.fuzz.packets.node import mac_of
 from tests.lab.outside.netfilter import on
 from tests.lab.outside.pod_network import (
     CLIENT_BY,
@@ -330,14 +331,21 @@ def test_a_pod_learns_of_a_narrow_link_in_front_of_the_node(net: PodNetwork, v6:
     and has a strict reverse path filter.
     """
     pod, own, mtu = net["b1"], source_of(net, v6), 1290
-    client = "[fd00:198:18::c8]:4700" if v6 else "198.18.0.200:4700"
+    outside = net["outside"].ip6 if v6 else net["outside"].ip
     router = "fd00:198:19::c9" if v6 else "203.0.113.201"
     to = at("NodePort", 62, v6)
     forget(pod)
-    with Wire(net.lab.outside, net.lab.prefix, "198.18.0.200/24", "fd00:198:18::c8/64") as wire:
-        wire.send(udp(client, to, b"hello\n"))
-        wire.expect(lambda p: p.source == to)
-        wire.send(icmp_error("too big", router, udp(to, client, bytes(1400)), mtu=mtu))
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    with (
+        there(net["outside"], lambda: socket.socket(family, socket.SOCK_DGRAM)) as client,
+        Wire(net.lab.outside, net.lab.prefix) as wire,
+    ):
+        client.settimeout(PATIENCE)
+        client.bind((outside, 4700))
+        client.sendto(b"hello\n", split(to))
+        client.recv(100)
+        reply = udp(to, f"[{outside}]:4700" if v6 else f"{outside}:4700", bytes(1400))
+        wire.send(icmp_error("too big", router, reply, mtu=mtu), to=mac_of(net.lab.nodes[0].netns, "eth0"))
         until("the pod learns the MTU", lambda: learned(pod, own) == mtu)
     forget(pod)
 

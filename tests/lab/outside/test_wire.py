@@ -19,6 +19,8 @@ from tests.support.packets.wire import Wire
 
 CLIENT, SERVER = "198.18.9.7", "198.18.9.1"
 CLIENT6, SERVER6 = "fd00:198:18:9::7", "fd00:198:18:9::1"
+MAC = "02:00:00:00:00:01"
+"""Of the server."""
 WEB, DNS, CLOSED = 80, 53, 9
 families = pytest.mark.parametrize(("client", "server"), [(CLIENT, SERVER), (CLIENT6, SERVER6)], ids=["v4", "v6"])
 
@@ -36,9 +38,10 @@ def kernel() -> Iterator[tuple[str, Wire]]:
         for setting in ("ipv4/icmp_ratelimit", "ipv6/icmp/ratelimit"):
             run(*inside(theirs, None, "sh", "-c", f"echo 0 > /proc/sys/net/{setting}"))
         ip(
-            f"link add s0 type veth peer name c0 netns {ours}",
+            f"link add s0 address {MAC} type veth peer name c0 address 02:00:00:00:00:02 netns {ours}",
             *("link set lo up", f"addr add {SERVER}/24 dev s0", f"addr add {SERVER6}/64 dev s0 nodad"),
             "link set s0 up",
+            *(f"neigh add {each} lladdr 02:00:00:00:00:02 dev s0 nud permanent" for each in (CLIENT, CLIENT6)),
             netns=theirs,
         )
         ip("link set c0 up", netns=ours)
@@ -46,7 +49,7 @@ def kernel() -> Iterator[tuple[str, Wire]]:
         server = Place("server", theirs, None)
         stack.callback(server.close)
         server.serve(WEB, udp=(DNS,))
-        yield theirs, stack.enter_context(Wire(ours, "c0", f"{CLIENT}/24", f"{CLIENT6}/64"))
+        yield theirs, stack.enter_context(Wire(ours, "c0"))
 
 
 @pytest.fixture
@@ -71,7 +74,8 @@ ODD = {
 @pytest.mark.parametrize("odd", ODD)
 @families
 def test_the_kernel_accepts_built_packets(wire: Wire, client: str, server: str, odd: str):
-    answer = wire.ask(echo(client, server, b"abcdefg", id=7, seq=8, **ODD[odd][":" in client]))
+    wire.send(echo(client, server, b"abcdefg", id=7, seq=8, **ODD[odd][":" in client]), to=MAC)
+    answer = wire.expect(lambda p: p.ip.source == server)
     wanted = parse(echo(server, client, b"abcdefg", id=7, seq=8, reply=True), l2=False)
     assert (answer.transport, answer.payload) == (wanted.transport, b"abcdefg")
 
@@ -79,7 +83,7 @@ def test_the_kernel_accepts_built_packets(wire: Wire, client: str, server: str, 
 @families
 def test_the_kernel_reassembles_fragments(wire: Wire, client: str, server: str):
     payload = os.urandom(3000)
-    wire.send(*reversed(fragments(echo(client, server, payload, id=7), 1300)))
+    wire.send(*reversed(fragments(echo(client, server, payload, id=7), 1300)), to=MAC)
     pieces = [wire.expect()]
     while pieces[-1].ip is not None and pieces[-1].ip.more:
         pieces.append(wire.expect())
@@ -125,9 +129,9 @@ def test_packets_of_the_kernel_are_built_identically(
         tcp(end(client, 4016), end(server, WEB), flags="S", mss=1400),
     )
     for packet in asked:
-        wire.send(packet)
+        wire.send(packet, to=MAC)
         answer = wire.expect(lambda p: p.ip.source == server)
         assert checksums(answer) == []
         assert difference(parse(answer.packet, l2=False), parse(again(answer), l2=False)) == ""
         assert answer.packet == again(answer)
-    wire.send(tcp(end(client, 4016), end(server, WEB), flags="R", seq=1001))
+    wire.send(tcp(end(client, 4016), end(server, WEB), flags="R", seq=1001), to=MAC)

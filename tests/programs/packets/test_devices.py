@@ -304,16 +304,19 @@ def agent(node: Net, kit: Kit, how: AttachMethod) -> Agent:
     return Agent(node, kit, how)
 
 
-def test_chosen_devices_get_their_programs_once(node: Net, agent: Agent, how: AttachMethod):
+def test_chosen_devices_get_their_programs_once_from_each_agent(node: Net, agent: Agent, how: AttachMethod):
     first = agent.expect(ROLES, added=10)
     assert {a.method for a in first.attachments} == {how}
     assert agent.devices.status() == first
-    assert set(agent.expect(ROLES).attachments) == set(first.attachments)
+    for same in (agent, Agent(node, agent.kit, how)):
+        assert set(same.expect(ROLES).attachments) == set(first.attachments)
     for name, role in ROLES.items():
         for direction in Direction:
             assert node.tcx(direction, name) == [program_id(agent.kit[role])] * (how is AttachMethod.TCX)
             assert node.filters(direction, name) == ["kbpf"] * (how is AttachMethod.CLSACT)
     assert node.tcx(Direction.INGRESS, "port0") == node.filters(Direction.INGRESS, "port0") == []
+    with idle() as host, idle() as pod:
+        Agent(node, {HOST: host, POD: pod}, how).expect(ROLES, replaced=10)
 
 
 @needs("br_netfilter")
@@ -332,14 +335,6 @@ def test_ports_of_a_bridge_get_the_program_for_ingress_while_br_netfilter_is_in_
     node.ip("link set port1 nomaster")
     node.inside(lambda: set_br_netfilter("0"))
     agent.expect(ROLES | {"port1": POD}, added=1, replaced=11, removed=1)
-
-
-def test_next_agent_adopts_and_replaces_programs(node: Net, agent: Agent, how: AttachMethod):
-    first = agent.expect(ROLES, added=10)
-    same = Agent(node, agent.kit, how).expect(ROLES)
-    assert set(same.attachments) == set(first.attachments)
-    with idle() as host, idle() as pod:
-        Agent(node, {HOST: host, POD: pod}, how).expect(ROLES, replaced=10)
 
 
 def test_sync_follows_added_changed_and_deleted_devices(node: Net, pods: str, kit: Kit, how: AttachMethod):
@@ -395,17 +390,6 @@ def test_device_deleted_after_the_listing_is_no_failure(node: Net, agent: Agent)
     node.ip("link del cali0")
     report = node.inside(lambda: agent.devices.sync(listing, lambda _, role, __: agent.kit[role]))
     agent.expect_places(report, roles("up0 here far", "cni0"))
-
-
-def test_device_deleted_during_the_sync_is_no_failure(node: Net, agent: Agent):
-    agent.sync()
-
-    def pick(device: Device, role: DeviceRole, direction: Direction) -> Program:
-        if device.name == "cali0" and direction is Direction.INGRESS:
-            node.ip("link del cali0")
-        return agent.kit[HOST]
-
-    agent.expect_places(agent.sync(pick), roles("up0 here far cni0", ""))
 
 
 def test_remove_leaves_only_foreign_attachments(node: Net, agent: Agent):

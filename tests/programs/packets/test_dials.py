@@ -162,14 +162,16 @@ def test_first_packet_of_a_row(bench: Bench, table: Table, row: Dial):
     bench.serve(table, last.number)
     bench.path.set_loopback_role(Role.HOST if last.outside else Role.POD)
     # With 25 tries a backend, the probability that one is never chosen is 1 in 10^11.
+    before = bench.path.site.reasons()
     outcomes = {dial(bench, row, last) for _ in range(25 * len(names) if len(names) > 1 else 3)}
+    counted = {reason.name.lower() for reason in bench.path.site.reasons() - before}
     predicted = bench.predict(row, last)
     why = f"{outcomes}\n{explain(table, row)}\n{predicted}"
     assert {one.verdict for one in outcomes} == {verdict}, why
     backends = {one: Backend(*split(one.to), target(row).protocol) for one in outcomes if one.to}
     assert {named(each, names) for each in backends.values()} == names, why
     sources = {candidate.backend: candidate.source for candidate in predicted.candidates}
-    assert (predicted.seen_by, predicted.verdict) == ("packet", verdict), why
+    assert (predicted.seen_by, predicted.verdict, {predicted.reason}) == ("packet", verdict, counted), why
     assert set(sources) == {one.to for one in outcomes if one.to}, why
     assert all(abs(c.share - 1 / len(names)) < 0.001 for c in predicted.candidates), why
     for one, backend in backends.items():

@@ -33,9 +33,10 @@ from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site
+from tests.support.table import table
 
 FRONTENDS = (parse_addr("192.0.2.1"), parse_addr("2001:db8:1::1"))
-NEXT, OK, SHOT, PIPE = -1, 0, 2, 3
+OK = 0
 
 
 class Row(NamedTuple):
@@ -48,19 +49,22 @@ class Row(NamedTuple):
     in_front: bool
     direction: Direction
     taken: bool
-    filter_takes: bool | None = None  # if not as in TCX
+    filter_takes: bool
 
 
-ROWS = [
-    Row("ok_in_front", OK, True, Direction.INGRESS, taken=True),
-    Row("shot_in_front", SHOT, True, Direction.INGRESS, taken=True),
-    Row("next_in_front", NEXT, True, Direction.INGRESS, taken=False),
-    Row("pipe_in_front", PIPE, True, Direction.INGRESS, taken=True, filter_takes=False),
-    Row("ok_behind", OK, False, Direction.INGRESS, taken=False),
-    Row("ok_in_front", OK, True, Direction.EGRESS, taken=True),
-    Row("next_in_front", NEXT, True, Direction.EGRESS, taken=False),
-    Row("ok_behind", OK, False, Direction.EGRESS, taken=False),
-]
+ROWS = table(
+    Row,
+    """
+ok_in_front | 0 | yes | INGRESS | yes | yes
+shot_in_front | 2 | yes | INGRESS | yes | yes
+next_in_front | -1 | yes | INGRESS | no | no
+pipe_in_front | 3 | yes | INGRESS | yes | no
+ok_behind | 0 | no | INGRESS | no | no
+ok_in_front | 0 | yes | EGRESS | yes | yes
+next_in_front | -1 | yes | EGRESS | no | no
+ok_behind | 0 | no | EGRESS | no | no
+""",
+)
 
 
 def returning(name: str, result: int) -> Program:
@@ -133,9 +137,7 @@ def test_probe_names_the_program_that_keeps_packets_from_ours(
             assert all(outcome.reached for outcome in probe_all(site).values()), row
             with returning(row.name, row.result) as program, attach(index, row, program):
                 for (direction, family), outcome in probe_all(site).items():
-                    takes = row.taken
-                    if method is AttachMethod.CLSACT and row.filter_takes is not None:
-                        takes = row.filter_takes
+                    takes = row.taken if method is AttachMethod.TCX else row.filter_takes
                     taken = takes and direction is row.direction
                     assert outcome.reached is not taken, (row, direction, family)
                     if taken:
@@ -226,7 +228,7 @@ def test_check_says_which_hooks_are_not_reached(site: Site):
         working = "kbpf's programs see them at ingress and egress; tried on 1 devices"
         assert rows() == [("packets", "yes", working)]
         for direction in Direction:
-            row = Row("theirs", OK, True, direction, taken=True)
+            row = Row("theirs", OK, True, direction, True, True)
             with returning("theirs", OK) as program, tcx(index, row, program):
                 number = program.read_info().id
                 assert rows() == [

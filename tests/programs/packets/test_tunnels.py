@@ -11,10 +11,10 @@ namespace is the other node and all its pods.
 
 import os
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,8 +29,8 @@ from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.features import TUNNEL_MODULES, needs, tunnel_modules
 from tests.support.lab.events import read, watched
-from tests.support.lab.field import FORWARDINGS
-from tests.support.lab.lab import PATIENCE, ip, let_forward, run, settled, until
+from tests.support.lab.field import BULK, FORWARDINGS, transfer
+from tests.support.lab.lab import Place, ip, let_forward, run, settled, until
 from tests.support.plane import Site, desired, service, sites
 
 pytestmark = needs("tunnels")
@@ -97,7 +97,8 @@ WAYS = [
     for v6 in (False, True)
     if (tunnel.next6 if v6 else tunnel.next4)
 ]
-PROTOCOLS = pytest.mark.parametrize("protocol", list(Protocol)[:2], ids=lambda p: p.name.lower())
+every_way = pytest.mark.parametrize(("number", "v6"), WAYS)
+PROTOCOLS = ("tcp", "udp")
 
 
 def pod_of(number: int, v6: bool) -> str:
@@ -120,13 +121,15 @@ class World:
     site: Site
 
     def __init__(self, own: ExitStack) -> None:
-        self._own = own
         prefix = f"kbtn{os.getpid()}"
         self.client, self.node, self.other, self.pod = (f"{prefix}{letter}" for letter in ("c", "n", "o", "p"))
+        self.places: dict[str, Place] = {}
         for name in (self.client, self.node, self.other, self.pod):
             run("ip", "netns", "add", name)
             own.callback(run, "ip", "netns", "del", name)
             ip("link set lo up", netns=name)
+            self.places[name] = Place(name, name, None)
+            own.callback(self.places[name].close)
         let_forward(self.node)
         self._veth("eth0", self.client, "24", "64", NODE, CLIENT)
         for net4, net6 in (("198.18.6", "fd00:198:6:"), ("198.18.7", "fd00:198:7:")):
@@ -147,10 +150,11 @@ class World:
             self._underlay8(where, this, that)
             for number, tunnel in enumerate(TUNNELS, 1):
                 self._tunnel(tunnel, number, where, this, that)
-        for v6 in (False, True):
-            self.serve(self.pod, pod_of(0, v6))
-        for number, v6 in (way.values for way in WAYS):
-            self.serve(self.other, pod_of(number, v6))
+        pods = [(self.pod, host) for host in own_pod] + [(self.other, pod_of(*way.values)) for way in WAYS]
+        for name, host in pods:
+            self.places[name].serve(8080, udp=(8080,), address=host)
+        for name in (self.pod, self.other):
+            self.places[name].ask("serve_bulk", ports=[BULK])
 
     def _veth(self, name: str, peer: str, length4: str, length6: str, *ends: tuple[str, str]) -> None:
         ip(f"link add {name} type veth peer name {name} netns {peer}", netns=self.node)
@@ -208,89 +212,26 @@ class World:
         names = ("eth0", "und6", "und7", "cali0", *(tunnel.name for tunnel in TUNNELS))
         return all(counts[name] == 2 for name in names)
 
-    def socket_in(self, where: str, v6: bool, protocol: Protocol) -> socket.socket:
-        kind = socket.SOCK_STREAM if protocol is Protocol.TCP else socket.SOCK_DGRAM
-        family = socket.AF_INET6 if v6 else socket.AF_INET
-        made = self.inside(where, lambda: socket.socket(family, kind))
-        made.settimeout(PATIENCE)
-        return made
-
-    def serve(self, where: str, host: str) -> None:
-        """Servers on port 8080: of UDP the sender's address, of TCP also what the client sent."""
-        for protocol in (Protocol.TCP, Protocol.UDP):
-            server = self.socket_in(where, ":" in host, protocol)
-            server.settimeout(None)
-            until("the address is usable", lambda s=server: _bind(s, host))
-            if protocol is Protocol.TCP:
-                server.listen()
-            target = _serve_udp if protocol is Protocol.UDP else _serve_tcp
-            thread = threading.Thread(target=target, args=(server,), daemon=True)
-            thread.start()
-            self._own.callback(server.close)
-
-    def dial(self, where: str, host: str, port: int, protocol: Protocol, size: int = 0) -> str:
-        """The client's address as the server sees it; the client must see the address it dialled.
-        With `size`, checks that as many bytes come back as were sent.
-        """
-        with self.socket_in(where, ":" in host, protocol) as client:
-            client.connect((host, port))
-            if protocol is Protocol.UDP:
-                client.send(b"who?")
-                return client.recv(100).decode()
-            seen = client.recv(100).decode().rstrip("\n")
-            sender = threading.Thread(target=lambda: _send(client, size))
-            sender.start()
-            received = 0
-            while data := client.recv(1 << 16):
-                received += len(data)
-            sender.join()
-            assert received == size
-            return seen
+    def dial(self, where: str, host: str, port: int, protocol: str) -> str:
+        """The client's address as the server sees it; the client must see the address it dialled."""
+        answer = getattr(self.places[where], protocol)(host, port)
+        assert answer.get("peer") == [host, port], answer
+        return str(answer["client"])
 
 
-def _bind(server: socket.socket, host: str) -> bool:
-    with suppress(OSError):
-        server.bind((host, 8080))
-        return True
-    return False
-
-
-def _send(client: socket.socket, size: int) -> None:
-    client.sendall(bytes(size))
-    client.shutdown(socket.SHUT_WR)
-
-
-def _serve_udp(server: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            _, sender = server.recvfrom(100)
-            server.sendto(sender[0].encode(), sender)
-
-
-def _serve_tcp(server: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            threading.Thread(target=_echo, args=server.accept(), daemon=True).start()
-
-
-def _echo(connection: socket.socket, peer: tuple[str, int]) -> None:
-    with suppress(OSError), connection:
-        connection.sendall(f"{peer[0]}\n".encode())
-        while data := connection.recv(1 << 16):
-            connection.sendall(data)
+def vip_of(number: int, v6: bool) -> str:
+    return f"2001:db8::{number + 1}" if v6 else f"192.0.2.{number + 1}"
 
 
 def services() -> Iterator[ServiceState]:
-    """NodePort 30000 + number, for the pod behind the tunnel of that number; VIP 192.0.2.number."""
-    for number in range(len(TUNNELS) + 1):
-        for v6 in (False, True):
-            for protocol in (Protocol.TCP, Protocol.UDP):
-                vip = f"2001:db8::{number + 1}" if v6 else f"192.0.2.{number + 1}"
-                frontends = (
-                    f"NodePort={endpoint('::' if v6 else '0.0.0.0', 30000 + number)} LoadBalancer={endpoint(vip, 80)}"
-                )
-                to = endpoint(pod_of(number, v6), 8080)
-                yield service(f"s{number}-{v6:d}", frontends, to, protocol)
+    """For the pod behind the tunnel of each number: NodePorts 30000 and 31000 + number, and ports 80
+    and 81 of a VIP; the latter are for transfers.
+    """
+    ports = ((Protocol.TCP, 0, 8080), (Protocol.UDP, 0, 8080), (Protocol.TCP, 1, BULK))
+    for number, v6, (protocol, which, target) in product(range(len(TUNNELS) + 1), (False, True), ports):
+        node_port = endpoint("::" if v6 else "0.0.0.0", 30000 + 1000 * which + number)
+        frontends = f"NodePort={node_port} LoadBalancer={endpoint(vip_of(number, v6), 80 + which)}"
+        yield service(f"s{number}-{v6:d}-{which}", frontends, endpoint(pod_of(number, v6), target), protocol)
 
 
 @pytest.fixture(scope="module")
@@ -315,47 +256,37 @@ def world(request: pytest.FixtureRequest, artifact_cache: Path, all_tunnel_modul
         yield made
 
 
-@PROTOCOLS
-@pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_backend_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol):
-    seen = world.dial(world.client, NODE[v6], 30000 + number, protocol)
-    assert seen == address_on(number, 1, v6), "masqueraded to the address of the device"
+@every_way
+def test_a_backend_behind_a_tunnel_is_served(world: World, number: int, v6: bool):
+    """Also with large segments both ways, which devices merge and split."""
+    for protocol in PROTOCOLS:
+        seen = world.dial(world.client, NODE[v6], 30000 + number, protocol)
+        assert seen == address_on(number, 1, v6), "masqueraded to the address of the device"
+    transfer(world.places[world.client], endpoint(NODE[v6], 31000 + number), SIZE)
 
 
-@pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_transfer_through_a_tunnel_is_whole(world: World, number: int, v6: bool):
-    """Large segments both ways, which devices merge and split."""
-    world.dial(world.client, NODE[v6], 30000 + number, Protocol.TCP, SIZE)
-
-
-@PROTOCOLS
-@pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool, protocol: Protocol):
+@every_way
+def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool):
     """It dials the address of the tunnel's device, and the backend is a pod of the node."""
-    seen = world.dial(world.other, address_on(number, 1, v6), 30000, protocol)
-    assert seen == GATE[v6]
+    for protocol in PROTOCOLS:
+        assert world.dial(world.other, address_on(number, 1, v6), 30000, protocol) == GATE[v6]
 
 
-@PROTOCOLS
-@pytest.mark.parametrize(("number", "v6"), WAYS)
-def test_a_socket_of_the_node_reaches_a_backend_behind_a_tunnel(
-    world: World, number: int, v6: bool, protocol: Protocol
-):
+@every_way
+def test_a_socket_of_the_node_reaches_a_backend_behind_a_tunnel(world: World, number: int, v6: bool):
     """No hook serves the socket, so its packets are translated at egress. They cannot take the
     stack again: those for a tunnel that needs a route, and is not ipip, are dropped, and counted.
     """
-    vip = f"2001:db8::{number + 1}" if v6 else f"192.0.2.{number + 1}"
+    vip = vip_of(number, v6)
     if "nbma" not in TUNNELS[number - 1].name:
-        size = SIZE if protocol is Protocol.TCP else 0
-        assert world.dial(world.node, vip, 80, protocol, size) == address_on(number, 1, v6)
+        for protocol in PROTOCOLS:
+            assert world.dial(world.node, vip, 80, protocol) == address_on(number, 1, v6)
+        transfer(world.places[world.node], endpoint(vip, 81), SIZE)
         return
-    before = world.site.reasons()[Reason.NO_ROUTE]
-    with watched(world.site) as monitor, world.socket_in(world.node, v6, protocol) as client:
-        client.settimeout(0.5)
-        with suppress(TimeoutError):
-            client.connect((vip, 80))
-            client.send(b"who?")
-        reasons = [event.reason for event in read(monitor)]
-    assert reasons[0] == "new_flow"
-    assert {*reasons[1:]} == {"no_route"}
-    assert world.site.reasons()[Reason.NO_ROUTE] > before
+    for protocol in PROTOCOLS:
+        before = world.site.reasons()[Reason.NO_ROUTE]
+        with watched(world.site) as monitor:
+            answer = getattr(world.places[world.node], protocol)(vip, 80, timeout=0.5)
+            reasons = [event.reason for event in read(monitor)]
+        assert (answer["error"], reasons[0], {*reasons[1:]}) == ("timeout", "new_flow", {"no_route"})
+        assert world.site.reasons()[Reason.NO_ROUTE] > before

@@ -175,26 +175,17 @@ def destination(options: bytes = b"") -> Extension:
     return _padded(DESTINATION, options)
 
 
-def routing(*stops: str, left: int | None = None, kind: int = 2) -> Extension:
-    """A routing header with further stops in the order of visit: type 0, 2 (RFC 6275), or 4, a
-    segment list (RFC 8754), which is stored in reverse order.
-    """
+def routing(*stops: str, left: int | None = None) -> Extension:
+    """A routing header of type 2 with further stops in the order of visit (RFC 6275)."""
     left = len(stops) if left is None else left
-    addresses = [address(stop) for stop in stops]
-    last = bytes([len(stops) - 1, 0, 0, 0]) if kind == 4 else bytes(4)
-    body = b"".join(reversed(addresses) if kind == 4 else addresses)
-    return Extension(ROUTING, bytes([2 * len(stops), kind, left]) + last + body, stops[-1] if left else "")
-
-
-def fragment_header(offset: int = 0, more: bool = False, id: int = 1) -> Extension:
-    """A fragment header; `offset` in bytes, a multiple of eight. 0 and not more: an atomic
-    fragment.
-    """
-    return Extension(FRAGMENT, b"\0" + struct.pack("!HI", offset | more, id))
+    body = bytes(4) + b"".join(map(address, stops))
+    return Extension(ROUTING, bytes([2 * len(stops), 2, left]) + body, stops[-1] if left else "")
 
 
 def fragments(packet: bytes, mtu: int, id: int = 1) -> list[bytes]:
-    """The packet's fragments for this MTU, as a router or, for IPv6, the sender makes them."""
+    """The packet's fragments for this MTU, as a router or, for IPv6, the sender makes them; but IPv4
+    options are in the first one only.
+    """
     if packet[0] >> 4 == 6:
         return _fragments6(packet, mtu, id)
     size = (packet[0] & 0x0F) * 4
@@ -204,8 +195,7 @@ def fragments(packet: bytes, mtu: int, id: int = 1) -> list[bytes]:
         return [packet]
     assert not flags & 0x4000, "the packet has DF set"
     base, last = (flags & 0x1FFF) * 8, flags & 0x2000
-    later = header[:20] + _copied(header[20:])
-    later = bytes([0x40 | len(later) // 4]) + later[1:]
+    later = b"\x45" + header[1:20]
     made, at = [], 0
     while at < len(body):
         own = later if at else header
@@ -216,16 +206,6 @@ def fragments(packet: bytes, mtu: int, id: int = 1) -> list[bytes]:
         made.append(_with_header_sum(sized + own[8:]) + body[at : at + step])
         at += step
     return made
-
-
-def _copied(options: bytes) -> bytes:
-    """The IPv4 options that are copied to every fragment: those with the high bit set."""
-    kept, at = b"", 0
-    while at < len(options) and options[at] != 0:
-        size = 1 if options[at] == 1 else options[at + 1]
-        kept += options[at : at + size] if options[at] & 0x80 else b""
-        at += size
-    return kept + bytes(-len(kept) % 4)
 
 
 def _fragments6(packet: bytes, mtu: int, id: int) -> list[bytes]:

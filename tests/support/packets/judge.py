@@ -63,9 +63,8 @@ def _wrong(packet: Packet) -> Iterator[str]:
 def _last_stop(ip: Ip) -> str:
     """The destination in the checksum's pseudo header: the last stop of a routing header."""
     for name, body in reversed(ip.extensions):
-        if name == "routing" and body[1] in (0, 2, 4) and body[2] > 0:
-            stops = [str(ip_address(body[i : i + 16])) for i in range(7, len(body) - 15, 16)]
-            return stops[0] if body[1] == 4 else stops[-1]
+        if name == "routing" and body[1] in (0, 2) and body[2] > 0:
+            return str(ip_address(body[-16:]))
     return ip.destination
 
 

@@ -36,7 +36,6 @@ from tests.support.packets.datagrams import (  # noqa: F401  for importers of th
     crc32c,
     datagram,
     destination,
-    fragment_header,
     fragments,
     frame,
     hop_by_hop,
@@ -203,7 +202,6 @@ def icmp_error(
     packet: bytes,
     *,
     mtu: int = 0,
-    pointer: int = 0,
     quote: int | None = None,
     **ip: Unpack[Ip],
 ) -> bytes:
@@ -215,7 +213,7 @@ def icmp_error(
     to = str(ip_address(packet[8:24] if v6 else packet[12:16]))
     kinds = ERRORS[kind][v6]
     most = (1280 - 48 if v6 else 576 - 28) if quote is None else quote
-    return icmp(by, to, *kinds, mtu or pointer << (0 if v6 else 24), packet[:most], **ip)
+    return icmp(by, to, *kinds, mtu, packet[:most], **ip)
 
 
 # ---- neighbours --------------------------------------------------------------------------------
@@ -225,19 +223,3 @@ def arp(operation: int, source_mac: str, source: str, to_mac: str, to: str) -> b
     """An ARP packet (operation 1: who has `to`; 2: the reply) without its Ethernet header."""
     head = struct.pack("!HHBBH", 1, 0x0800, 6, 4, operation)
     return head + mac(source_mac) + address(source) + mac(to_mac) + address(to)
-
-
-def solicited(target: str) -> tuple[str, str]:
-    """The solicited-node multicast address of a target and its MAC."""
-    low = address(target)[-3:]
-    return str(ip_address(address("ff02::1:ff00:0")[:13] + low)), "33:33:ff:" + low.hex(":")
-
-
-def neighbour_solicitation(source_mac: str, source: str, target: str) -> bytes:
-    body = address(target) + b"\x01\x01" + mac(source_mac)
-    return icmp(source, solicited(target)[0], 135, embedded=body, ttl=255)
-
-
-def neighbour_advertisement(target_mac: str, target: str, to: str) -> bytes:
-    body = address(target) + b"\x02\x01" + mac(target_mac)
-    return icmp(target, to, 136, 0, 0x60000000, body, ttl=255)

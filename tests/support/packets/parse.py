@@ -79,16 +79,6 @@ class Tcp:
     reserved: int
     options: bytes
 
-    @property
-    def mss(self) -> int | None:
-        """The value of the MSS option, None without one."""
-        at = 0
-        while at + 1 < len(self.options) and self.options[at] != 0:
-            if self.options[at] == 2:
-                return int.from_bytes(self.options[at + 2 : at + 4], "big")
-            at += 1 if self.options[at] == 1 else max(2, self.options[at + 1])
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class Udp:
@@ -117,11 +107,6 @@ class Icmp:
     code: int
     checksum: int
     rest: bytes
-
-    @property
-    def number(self) -> int:
-        """`rest` as a number: the MTU of "too big", or id and sequence of an echo."""
-        return int.from_bytes(self.rest, "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ number that it processes differs between kernels, which prune states by differen
 
 import ctypes
 import re
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -109,43 +108,3 @@ def _load(name: str, insns: bytes, level: int, btf_fds: Sequence[int]) -> tuple[
     count = ctypes.c_size_t(len(insns) // 8)
     fd = syscalls.lib().bpf_prog_load(kind, name[:15].encode(), objects.LICENSE, insns, count, ctypes.byref(opts))
     return int(fd), log.value.decode("ascii", "replace")
-
-
-def fall_back(insns: bytes) -> list[tuple[int, int]]:
-    """Back-edges by an instruction that is not a jump: (from, to). check_cfg() of Linux 5.10 and
-    6.1 refuses such a program; newer kernels accept it. Like check_cfg(), this walks depth-first,
-    the fall-through edge first.
-    """
-    code = [struct.unpack_from("=BBhi", insns, at) for at in range(0, len(insns), 8)]
-    on_the_way, done = {0}, set[int]()
-    way = [(0, _leads(code, 0))]
-    found = []
-    while way:
-        at, leads = way[-1]
-        to, is_jump = next(leads, (-1, False))
-        if to < 0:
-            way.pop()
-            on_the_way.discard(at)
-            done.add(at)
-        elif to in on_the_way and not is_jump:
-            found.append((at, to))
-        elif to not in on_the_way | done:
-            on_the_way.add(to)
-            way.append((to, _leads(code, to)))
-    return found
-
-
-def _leads(code: list[tuple[int, int, int, int]], at: int) -> Iterator[tuple[int, bool]]:
-    """The successors of an instruction, and whether each is an edge of a branch (its fall-through
-    included).
-    """
-    opcode, _, offset, _ = code[at]
-    kind, is_branch = opcode & 0xF0, opcode & 0x07 in (0x05, 0x06)  # BPF_JMP, BPF_JMP32
-    if is_branch and kind == 0x90:  # exit
-        return
-    if not is_branch or kind == 0x80:  # a call
-        yield at + 1, False
-        return
-    if kind:  # all except JA
-        yield at + 1, True
-    yield at + offset + 1, True

@@ -2,21 +2,19 @@
 """A peer that does not use the kernel's stack: it sends hand-made frames from a device and parses
 the frames that arrive.
 
-    with Wire("netns", "eth0", "198.18.0.50/24", gateways=("198.18.0.1",)) as wire:
-        wire.send(udp("198.18.0.50:4000", "10.96.0.1:53", b"?"))
+    with Wire("netns", "eth0") as wire:
+        wire.send(udp("198.18.0.50:4000", "10.96.0.1:53", b"?"), to="02:00:00:00:00:01")
         answer = wire.expect(lambda p: p.source == "10.96.0.1:53")
-        wire.dial_tcp("198.18.0.50:4001", "10.96.0.1:80", b"hello\\n")
 
-It answers ARP and neighbour solicitations for its own addresses. These must not be configured in
-the kernel of that namespace, which must not forward either. The networks of the addresses are
-on-link; everything else is reached by the gateways.
+It resolves no addresses: a test knows the MAC of the next hop, and the neighbour has an entry for
+an address that the kernel of the namespace does not have.
 
 Received packets look as a network card would send them: checksums that the sending kernel has left
 to the hardware (CHECKSUM_PARTIAL, the default between veths) are completed here, so that a checksum
 is wrong only if a program made it so. A GSO packet, larger than the MTU, stays one packet with
 `Packet.gso` set. ARP, neighbour discovery and multicast listener reports are not recorded.
 
-`tap=True` only captures, on any device of any namespace, in both directions. Incoming packets are
+`tap=True` captures in both directions, on any device of any namespace. Incoming packets are
 captured before the TC programs see them, outgoing ones after.
 """
 
@@ -27,31 +25,27 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from kbpf.kernel.system import netns
 from tests.support.packets import packets
-from tests.support.packets.neighbours import Neighbours
 from tests.support.packets.parse import Icmp, Packet, parse
-from tests.support.packets.stream import Stream
 
 Predicate = Callable[[Packet], bool]
 
 _SOL_PACKET, _ADD_MEMBERSHIP, _VNET_HDR, _IGNORE_OUTGOING = 263, 1, 15, 23
 _PROMISC, _ALLMULTI = 1, 2
 _SO_RCVBUFFORCE = 33
-_ETH_P_ALL, _ETH_P_ARP, _ETH_P_IP, _ETH_P_IPV6 = 3, 0x0806, 0x0800, 0x86DD
+_ETH_P_ALL = 3
 _WITH_ETHERNET = (1, 772)
 """ARPHRD_ETHER and ARPHRD_LOOPBACK; packets of other devices (tun, PPP) have no link header."""
 _OTHER_HOST = 3
 _VIRTIO = struct.Struct("=BBHHHH")
 """struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset."""
 _NEEDS_CSUM = 1
-_GSO = {(4, 6): 1, (6, 6): 4, (4, 17): 5, (6, 17): 5}
-_SUM_AT = {6: 16, 17: 6}
 _NOISE = frozenset((130, 131, 132, 133, 134, 135, 136, 137, 143))
 """ICMPv6 types of multicast listener discovery and neighbour discovery."""
 _PATIENCE = 30.0
@@ -61,11 +55,6 @@ _STATISTICS = 6
 
 def any_packet(_: Packet) -> bool:
     return True
-
-
-def between(source: str, to: str) -> Predicate:
-    """Matches packets from `source` to `to`, addresses with ports if they have any."""
-    return lambda p: p.source == source and p.destination == to
 
 
 def finished(frame: bytes, start: int, offset: int) -> bytes:
@@ -80,38 +69,14 @@ def finished(frame: bytes, start: int, offset: int) -> bytes:
     return frame[:at] + struct.pack("!H", done) + frame[at + 2 :]
 
 
-def offloaded(packet: Packet, gso: int) -> tuple[bytes, bytes]:
-    """The virtio_net_hdr of a GSO packet, and its frame with only the pseudo header summed."""
-    ip, frame = packet.ip, packet.raw
-    assert ip is not None
-    sum_at = _SUM_AT.get(ip.protocol)
-    assert sum_at is not None, "only TCP and UDP have GSO"
-    start = len(frame) - len(packet.segment)
-    addresses = packets.address(ip.source) + packets.address(ip.destination)
-    pseudo = addresses + struct.pack("!II", len(packet.segment), ip.protocol)
-    partial = packets.internet_checksum(pseudo) ^ 0xFFFF
-    at, headers = start + sum_at, len(frame) - len(packet.payload)
-    kind = _GSO[ip.version, ip.protocol]
-    header = _VIRTIO.pack(_NEEDS_CSUM, kind, headers, gso, start, sum_at)
-    return header, frame[:at] + struct.pack("!H", partial) + frame[at + 2 :]
-
-
 class Wire:
     """A peer on one device; see the module docstring."""
 
-    def __init__(
-        self,
-        netns: str | None,
-        device: str,
-        *addresses: str,
-        gateways: tuple[str, ...] = (),
-        tap: bool = False,
-    ) -> None:
+    def __init__(self, netns: str | None, device: str, tap: bool = False) -> None:
         self.netns = netns
         self.device = device
         self.mac = ""
         """The device's MAC once it is open; "" if its link has none."""
-        self._neighbours = Neighbours(device, addresses, gateways, self.send_frame)
         self._tap = tap
         self._stack = contextlib.ExitStack()
         self._changed = threading.Condition()
@@ -131,7 +96,7 @@ class Wire:
             stack.callback(self._socket.close)
             _, _, _, kind, mac = self._socket.getsockname()
             self._l2 = kind in _WITH_ETHERNET
-            self.mac = self._neighbours.mac = mac.hex(":") if self._l2 else ""
+            self.mac = mac.hex(":") if self._l2 else ""
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
             self._thread = threading.Thread(target=self._read, args=(reading,), name=f"wire-{self.device}")
@@ -162,33 +127,14 @@ class Wire:
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def send(self, *sent: bytes, to: str | None = None, gso: int = 0) -> None:
-        """Sends packets that begin with IP. `to`: the MAC of the next hop; resolved if not given.
-        `gso`: sends a GSO packet with this many bytes per segment (TCP or UDP), its checksum left
-        to the hardware. A packet of more than a page arrives as a non-linear skb.
-        """
+    def send(self, *sent: bytes, to: str) -> None:
+        """Sends packets that begin with IP. `to`: the MAC of the next hop."""
         for packet in sent:
-            if self._l2:
-                frame = packets.frame(packet, to or self._neighbours.next_hop(packet), self.mac)
-            else:
-                frame = packet
-            self.send_frame(frame, gso)
+            self.send_frame(packets.frame(packet, to, self.mac))
 
-    def send_frame(self, frame: bytes, gso: int = 0) -> None:
-        """Sends a frame as it is, or as a GSO packet; see send()."""
-        if gso:
-            header, frame = offloaded(parse(frame, self._l2), gso)
-        else:
-            header = bytes(_VIRTIO.size)
-        if self._l2:
-            kind = int.from_bytes(frame[12:14], "big")
-        else:
-            kind = _ETH_P_IPV6 if frame[0] >> 4 == 6 else _ETH_P_IP
-        self._socket.sendto(header + frame, (self.device, kind))
-
-    def neighbour(self, address: str, asking: str, seconds: float = _PATIENCE) -> str:
-        """Resolves the MAC of an address on this link; `asking` is our address that asks."""
-        return self._neighbours.resolve(address, asking, seconds)
+    def send_frame(self, frame: bytes) -> None:
+        kind = int.from_bytes(frame[12:14], "big")
+        self._socket.sendto(bytes(_VIRTIO.size) + frame, (self.device, kind))
 
     # ---- receiving -----------------------------------------------------------------------------
 
@@ -222,10 +168,7 @@ class Wire:
         if flags & _NEEDS_CSUM:
             frame = finished(frame, start, offset)
         packet = replace(parse(frame, self._l2), gso=gso)
-        if packet.arp or self._is_noise(packet):
-            if not self._tap:
-                self._neighbours.receive(packet)
-        elif packet.ip:
+        if packet.ip and not self._is_noise(packet):
             with self._changed:
                 self._heard.append(packet)
                 self._changed.notify_all()
@@ -288,31 +231,3 @@ class Wire:
         """The packets that have arrived, for the message of a failed test."""
         lines = [str(heard) for heard in self._heard] + [f"broken: {b}" for b in self._broken]
         return f"{self.device} heard " + ("; ".join(lines) or "nothing")
-
-    # ---- exchanges -----------------------------------------------------------------------------
-
-    def ask(self, packet: bytes, seconds: float = _PATIENCE) -> Packet:
-        """Sends a packet and returns the first reply from its destination."""
-        asked = parse(packet, l2=False)
-        back = between(asked.destination, asked.source)
-        self.forget(back)
-        self.send(packet)
-        return self.expect(lambda p: back(p) and p.protocol == asked.protocol, seconds)
-
-    @contextlib.contextmanager
-    def connected(self, source: str, to: str, seconds: float = _PATIENCE) -> Iterator[Stream]:
-        """A TCP connection, reset at the end unless it was closed."""
-        stream = Stream(self, source, to, seconds)
-        stream.open()
-        try:
-            yield stream
-        finally:
-            stream.reset()
-
-    def dial_tcp(self, source: str, to: str, payload: bytes = b"", seconds: float = _PATIENCE) -> bytes:
-        """Connects, sends, closes its side; returns all bytes until the peer closes too. Raises
-        ConnectionRefusedError, ConnectionResetError, TimeoutError, or HostError with an ICMP error.
-        """
-        with self.connected(source, to, seconds) as stream:
-            stream.send(payload)
-            return stream.close()

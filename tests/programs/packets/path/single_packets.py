@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,8 @@ POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 NEAR = {4: "10.244.7.7", 6: "fd00:10:244:7::7"}
 """A client in a local network."""
 NET = {4: "192.0.2.", 6: "2001:db8::"}
-CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE, CHAINED = range(1, 12)
+Vip = IntEnum("Vip", "CLUSTER LOCAL NONE RESTRICTED SAME MASKED IP OWN OTHER_OWN REMOTE CHAINED")
+CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE, CHAINED = Vip
 """The last part of a VIP: policy Cluster, Local, no endpoints, no client allowed; port 80 → 80 with
 policy Local and Cluster; a ClusterIP; backends that are the node itself, at its masquerade address
 and at OTHER; policy Local without an endpoint on this node; a backend that is the VIP LOCAL."""
@@ -91,9 +93,15 @@ SPARE_PORTS = itertools.count(50_000)
 
 NO_FLAG = DeviceFlag(0)
 T = TypeVar("T")
+F = TypeVar("F", bound=IntFlag)
 
 
 both_policies = pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+
+
+def flags_of(kind: type[F], words: str) -> F:
+    """The flags with these names."""
+    return kind(sum(kind[word] for word in words.split()))
 
 
 def end(host: str, port: int) -> str:
@@ -363,15 +371,6 @@ def snat_source(packet: bytes, host: str) -> str:
     return source
 
 
-def asked(path: Path_, v: int) -> tuple[str, str]:
-    """Sends the first datagram of a masqueraded flow; returns the client and the source that the
-    backend sees.
-    """
-    own = client(v)
-    _, inside = path.ingress(ask(own, vip(v, CLUSTER)))
-    return own, masked(path, inside, ask, pod(v), v)
-
-
 def masked(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
     """Runs egress for a packet that gets a source of the node; checks the result and returns it."""
     source = snat_source(path.egress(packet)[1], NODE[v])
@@ -417,70 +416,75 @@ SENT = {
 }
 
 
-def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[str, str]:
-    """A flow with packets in both directions: the client, and the source that the backend sees."""
-    own = client(v)
-    verdict, out = path.through(KINDS[kind](own, vip(v, which)))
-    assert verdict != TC_ACT_SHOT
-    source = parsed(out).source
-    path.through(BACK[kind](pod(v), source))
-    if kind == "tcp":
-        TALKS[own] = Talk(1000, 1000).answered()  # as KINDS and BACK have them
-        for word in ("A+", "<A"):
-            segment(path, v, own, word, source, which)
-        assert states(path, own) == {TcpState.ESTABLISHED}
-    return own, source
-
-
-def delete_entry(path: Path_, own: str, these: tuple[str, str]) -> None:
-    """Deletes the entry of this client's flow between these ends."""
-    with path.site.pinned("flows") as flows:
-        gone = [key for key, raw in flows.items() if owner(raw) == own and set(ends(key)) == set(these)]
-        assert [flows.delete(key) for key in gone] == [True]
-
-
-TALKS: dict[str, Talk] = {}
-"""By client."""
-
-
-def segment(path: Path_, v: int, own: str, word: str, source: str = "", which: int = CLUSTER) -> str:
-    """Sends one segment of the client, or of the backend to `source`; returns its translated
-    source. "|" behind the word: it does not reach the other end, and "" is returned. It is dropped,
-    or has become a reset of the client, for conntrack.
+class Flow:
+    """What one client sends through a VIP, with the answers: segments of a connection with right
+    numbers, or datagrams, and their entries. `source`: what the backend sees.
     """
-    back = word.startswith("<")
-    ends = (pod(v), source) if back else (own, vip(v, which))
-    packet = TALKS.setdefault(own, Talk()).segment(word, *ends)
-    verdict, out = path.through(packet)
-    found = parsed(out)
-    reset = back and (found.flags, found.destination) == ("R", pod(v))
-    assert (reset or verdict == TC_ACT_SHOT) == word.endswith("|"), word
-    if word.endswith("|"):
-        return ""
-    assert found.destination == (own if back else pod(v))
-    assert not back or found.source == vip(v, which)
-    return found.source
+
+    def __init__(self, path: Path_, v: int, which: int = CLUSTER, own: str = "") -> None:
+        self.path, self.talk, self.source = path, Talk(), ""
+        self.sources: set[str] = set()
+        self.own, self.front, self.back = own or client(v), vip(v, which), pod(v)
+
+    def packet(self, word: str, **ip: Any) -> bytes:
+        """The next segment of this connection in the notation of Talk, or a datagram: "?", "<!"."""
+        ends = (self.back, self.source or self.own) if word.startswith("<") else (self.own, self.front)
+        if word in ("?", "<!"):
+            return udp(*ends, word[-1:].encode(), **ip)
+        return self.talk.segment(word, *ends, **ip)
+
+    def send(self, script: str) -> "Flow":
+        """Sends these packets up the stack and out again. Only a SYN may get another source than the
+        packet before. "|" behind a word: it does not reach the other end. It is dropped, or has
+        become a reset of the client, for conntrack.
+        """
+        for word in script.split():
+            back = word.startswith("<")
+            verdict, out = self.path.through(self.packet(word))
+            found = parsed(out)
+            reset = back and (found.flags, found.destination) == ("R", self.back)
+            assert (reset or verdict == TC_ACT_SHOT) == word.endswith("|"), word
+            if word.endswith("|"):
+                continue
+            if not back and ("S" in word or not self.source):
+                self.source = found.source
+                self.sources.add(found.source)
+            expected = (self.front, self.own) if back else (self.source, self.back)
+            assert (found.source, found.destination) == expected, word
+        return self
+
+    def entries(self) -> list[bytes]:
+        return [raw for raw in self.path.site.entries("flows").values() if owner(raw) == self.own]
+
+    def states(self) -> set[int]:
+        """The states in the entries, without those that only reserve a port."""
+        fields = [FLOW.unpack(raw) for raw in self.entries()]
+        return {raw[9] for raw in fields if raw[9] != TcpState.CLOSED or not raw[10] & FinFlag.RESERVED}
+
+    def change(self, change: Callable[[bytes], bytes], chosen: Callable[[tuple[str, str]], bool] = bool) -> None:
+        """Changes the entries between chosen ends; deletes them if that leaves nothing."""
+        with self.path.site.pinned("flows") as flows:
+            for key, raw in list(flows.items()):
+                if owner(raw) == self.own and chosen(ends(key)):
+                    if new := change(raw):
+                        flows.update(key, new)
+                    else:
+                        flows.delete(key)
+
+    def expire(self, chosen: Callable[[tuple[str, str]], bool] = bool) -> None:
+        """Makes the entries between chosen ends look idle for ever."""
+        self.change(lambda raw: bytes(8) + raw[8:], chosen)
+
+    def age(self, seconds: int) -> None:
+        """Makes all entries look idle for `seconds`."""
+        self.change(lambda raw: struct.pack("=Q", struct.unpack_from("=Q", raw)[0] - seconds * 10**9) + raw[8:])
 
 
-def send_segments(
-    path: Path_, v: int, script: str, own: str = "", source: str = "", which: int = CLUSTER
-) -> tuple[str, str]:
-    """Sends these segments of one connection; returns the client and the source the
-    backend sees.
-    """
-    own = own or client(v)
-    for word in script.split():
-        seen = segment(path, v, own, word, source, which)
-        source = source or seen
-    return own, source
-
-
-CLOSES = {
-    "both close, the client first": ("FA", "<FA", "A"),
-    "both close, the backend first": ("<FA", "FA", "<A"),
-    "the client resets": ("R",),
-    "the backend resets": ("<RA",),
-}
+def established(path: Path_, v: int, which: int = CLUSTER, kind: str = "tcp") -> Flow:
+    """A flow with packets in both directions."""
+    flow = Flow(path, v, which).send("S <SA A A+ <A" if kind == "tcp" else "? <!")
+    assert kind != "tcp" or flow.states() == {TcpState.ESTABLISHED}
+    return flow
 
 
 def owner(raw: bytes) -> str:
@@ -493,43 +497,6 @@ def ends(key: bytes) -> tuple[str, str]:
     """Both addresses and ports of an entry's key."""
     one, other = (Target.unpack(half) for half in FLOW_KEY.unpack(key))
     return end(format_addr(one.address), one.port), end(format_addr(other.address), other.port)
-
-
-def change_entries(path: Path_, own: str, change: Callable[[bytes], bytes]) -> None:
-    """Changes the entries of this client's flow."""
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            if owner(raw) == own:
-                flows.update(key, change(raw))
-
-
-def expire(path: Path_, own: str, chosen: Callable[[tuple[str, str]], bool] = bool) -> None:
-    """Makes the entries of this client's flow look idle for ever, of those between chosen ends."""
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            if owner(raw) == own and chosen(ends(key)):
-                flows.update(key, bytes(8) + raw[8:])
-
-
-def age(path: Path_, own: str, seconds: int) -> None:
-    """Makes this client's flow look idle for `seconds`."""
-
-    def older(raw: bytes) -> bytes:
-        (used,) = struct.unpack_from("=Q", raw)
-        return struct.pack("=Q", used - seconds * 10**9) + raw[8:]
-
-    change_entries(path, own, older)
-
-
-def entries_of(path: Path_, own: str) -> list[bytes]:
-    """The entries of this client's flow."""
-    return [raw for raw in path.site.entries("flows").values() if owner(raw) == own]
-
-
-def states(path: Path_, own: str) -> set[int]:
-    """The states in the entries of this client's flow, without those that only reserve a port."""
-    fields = [FLOW.unpack(raw) for raw in entries_of(path, own)]
-    return {raw[9] for raw in fields if raw[9] != TcpState.CLOSED or not raw[10] & FinFlag.RESERVED}
 
 
 def with_length(packet: bytes, length: int) -> bytes:

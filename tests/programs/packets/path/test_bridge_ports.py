@@ -95,13 +95,6 @@ def has_programs(path: Path_) -> bool:
     return [found[name] for name in ("br9", "port9", "port8")] == [(True, True)] + [(True, False)] * 2
 
 
-def test_packet_is_translated_at_the_port(wire: Wire, v: int):
-    own, data = client(v), os.urandom(32)
-    wire.send(udp(own, vip(v, LOCAL), data))
-    got = parsed(receive(wire.bridge, data))
-    assert (got.source, got.destination) == (own, pod(v))
-
-
 def test_packet_of_a_flow_that_bypasses_the_stack_is_left_to_the_bridge(wire: Wire, v: int):
     """So that the rules of the bridge see it, and the bridge learns its sender's MAC address."""
     wire.path.node(NodeFlag.DIRECT)
@@ -123,12 +116,13 @@ def test_frame_to_another_machine_is_left_alone(wire: Wire, v: int):
     assert wire.path.site.reasons() - before == {Reason.NOT_A_SERVICE: 1}
 
 
-def test_packet_is_counted_once(wire: Wire, v: int):
-    before, data = wire.path.site.reasons(), os.urandom(32)
+def test_packet_is_translated_at_the_port_and_counted_once(wire: Wire, v: int):
+    before, data, own = wire.path.site.reasons(), os.urandom(32), client(v)
     wire.send(tcp(client(v), end(host_of(pod(v)), 9), data, flags="S"))
     receive(wire.bridge, data)
-    wire.send(udp(client(v), vip(v, LOCAL), data := os.urandom(32)))  # follows the first one
-    receive(wire.bridge, data)
+    wire.send(udp(own, vip(v, LOCAL), data := os.urandom(32)))  # follows the first one
+    got = parsed(receive(wire.bridge, data))
+    assert (got.source, got.destination) == (own, pod(v))
     counted = wire.path.site.reasons() - before
     assert counted == {Reason.NOT_A_SERVICE: 1, Reason.NEW_FLOW: 1}
 

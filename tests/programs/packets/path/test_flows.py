@@ -24,6 +24,7 @@ from tests.programs.packets.path.single_packets import (
     BACK,
     CLIENT,
     CLUSTER,
+    FIRST,
     IP,
     KINDS,
     LOCAL,
@@ -40,21 +41,19 @@ from tests.programs.packets.path.single_packets import (
     ROUTER,
     SENT,
     SPARE_PORTS,
+    Flow,
     Path_,
-    age,
+    Vip,
     ask,
-    asked,
     both_policies,
     client,
     end,
     ends_of,
-    entries_of,
-    expire,
+    flags_of,
     masked,
     parsed,
     pod,
     reply,
-    segment,
     snat_source,
     vip,
     wrong_sums,
@@ -62,6 +61,7 @@ from tests.programs.packets.path.single_packets import (
 from tests.support.packets import packets
 from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
 from tests.support.packets.test_run import TC_ACT_UNSPEC, SkbContext, run
+from tests.support.table import table
 
 # ---- next to another data plane --------------------------------------------------------------
 
@@ -106,13 +106,10 @@ def test_datagrams_pass_only_while_passive(path: Path_, v: int):
 
 def test_existing_flow_is_translated_while_passive(path: Path_, v: int):
     """A new connection from the same port is the other data plane's."""
-    own, front, back = ends_of(v, LOCAL)
-    for word in ("S", "<SA"):
-        segment(path, v, own, word, own, LOCAL)
+    flow = Flow(path, v, LOCAL).send("S <SA")
     path.node(NodeFlag.PASSIVE)
-    path.go_in(tcp(own, front, b"data"), tcp(own, back, b"data"))
-    for word in ("A", "FA", "<FA", "A"):
-        segment(path, v, own, word, own, LOCAL)
+    flow.send("A A+ FA <FA A")
+    own, front = flow.own, flow.front
     for packet in (tcp(own, front, flags="S", seq=9), tcp(own, front, b"data", seq=10)):
         path.go_in(packet, packet)
 
@@ -208,7 +205,7 @@ MARTIANS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["tcp", "udp", "sctp", "fragments"])
+@pytest.mark.parametrize("kind", [*FIRST, "fragments"])
 @pytest.mark.parametrize(("v", "bad"), [(v, bad) for v in MARTIANS for bad in MARTIANS[v]])
 def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: str, kind: str):
     """It drops them, or does not forward them. An answer would go to a socket of this node or to
@@ -220,13 +217,8 @@ def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: s
     before = path.site.reasons(), [path.site.entries(name) for name in maps]
     for to in (vip(v, CLUSTER), vip(v, LOCAL), vip(v, NONE), end(f"{NET[v]}{IP}", 81)):
         own = end(bad, next(PORTS))
-        sent = {
-            "tcp": lambda a, b: [tcp(a, b, flags="S")],
-            "udp": lambda a, b: [ask(a, b)],
-            "sctp": lambda a, b: [sctp(a, b)],
-            "fragments": lambda a, b: packets.fragments(udp(a, b, bytes(2000)), 1280, id=7),
-        }[kind](own, to)
-        for packet in sent:
+        whole = FIRST[kind](own, to) if kind in FIRST else udp(own, to, bytes(2000))
+        for packet in packets.fragments(whole, 1280, id=7):
             path.expect_untouched(packet)
     assert (path.site.reasons(), [path.site.entries(name) for name in maps]) == before
 
@@ -258,41 +250,46 @@ def test_packet_whose_device_is_deleted_meanwhile_leaves_nothing_to_the_next_one
 
 
 class Masquerade(NamedTuple):
-    """Whether the backend sees an address of the node, as with kube-proxy."""
+    """Whether the backend sees an address of the node, as with kube-proxy. `client`: the backend
+    itself, or one that is near (in a local network); `local`: no if the name of a pod's device is not
+    that of local pods.
+    """
 
     name: str
     role: Role
-    which: int
+    which: Vip
     is_masked: bool
-    flags: NodeFlag = NodeFlag(0)
-    client: str = ""  # "itself": the backend; "near": in a local network
-    local: DeviceFlag | None = None
+    flags: str = ""
+    client: str = ""
+    local: bool = True
 
 
-DETECTS, BY_NETWORK = NodeFlag.DETECTS_LOCAL, NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
-MASQUERADES = [
-    Masquerade("ClusterIP, from a pod", Role.POD, IP, False),
-    Masquerade("ClusterIP, from outside", Role.HOST, IP, False),
-    Masquerade("ClusterIP, masqueradeAll", Role.POD, IP, True, NodeFlag.MASQUERADE_ALL),
-    Masquerade("ClusterIP, outside, local detection", Role.HOST, IP, True, DETECTS),
-    Masquerade("ClusterIP, a pod, local detection", Role.POD, IP, False, DETECTS),
-    Masquerade("ClusterIP, a pod device of another name", Role.POD, IP, True, DETECTS, "", NO_FLAG),
-    Masquerade("ClusterIP, outside, in a local network", Role.HOST, IP, False, BY_NETWORK, "near"),
-    Masquerade("ClusterIP, a pod, in no local network", Role.POD, IP, True, BY_NETWORK),
-    Masquerade("ClusterIP, hairpin", Role.POD, IP, True, client="itself"),
-    Masquerade("Cluster policy, from outside", Role.HOST, CLUSTER, True),
-    Masquerade("Cluster policy, from a pod", Role.POD, CLUSTER, True),
-    Masquerade("Local policy, from outside", Role.HOST, LOCAL, False),
-    Masquerade("Local policy, from a pod", Role.POD, LOCAL, False),
-    Masquerade("Local policy, masqueradeAll", Role.HOST, LOCAL, False, NodeFlag.MASQUERADE_ALL),
-    Masquerade("Local policy, hairpin", Role.POD, LOCAL, True, client="itself"),
-]
+MASQUERADES = table(
+    Masquerade,
+    """
+ClusterIP, from a pod | POD | IP | no
+ClusterIP, from outside | HOST | IP | no
+ClusterIP, masqueradeAll | POD | IP | yes | MASQUERADE_ALL
+ClusterIP, outside, local detection | HOST | IP | yes | DETECTS_LOCAL
+ClusterIP, a pod, local detection | POD | IP | no | DETECTS_LOCAL
+ClusterIP, a pod device of another name | POD | IP | yes | DETECTS_LOCAL |  | no
+ClusterIP, outside, in a local network | HOST | IP | no | DETECTS_LOCAL LOCAL_NETWORKS | near
+ClusterIP, a pod, in no local network | POD | IP | yes | DETECTS_LOCAL LOCAL_NETWORKS
+ClusterIP, hairpin | POD | IP | yes |  | itself
+Cluster policy, from outside | HOST | CLUSTER | yes
+Cluster policy, from a pod | POD | CLUSTER | yes
+Local policy, from outside | HOST | LOCAL | no
+Local policy, from a pod | POD | LOCAL | no
+Local policy, masqueradeAll | HOST | LOCAL | no | MASQUERADE_ALL
+Local policy, hairpin | POD | LOCAL | yes |  | itself
+""",
+)
 
 
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
 def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masquerade):
-    path.set_loopback_role(row.role, row.local)
-    path.node(row.flags)
+    path.set_loopback_role(row.role, None if row.local else NO_FLAG)
+    path.node(flags_of(NodeFlag, row.flags))
     own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
     exchange(path, v, own or client(v), row.which, row.is_masked)
 
@@ -303,25 +300,27 @@ class Direct(NamedTuple):
     name: str
     sends: str
     answered_by: str
-    device: DeviceFlag = DeviceFlag.LOCAL | DeviceFlag.PEER
-    flags: NodeFlag = NodeFlag(0)
+    device: str = "LOCAL PEER"
+    flags: str = ""
 
 
-SHARED = DeviceFlag.LOCAL
-DIRECT = [
-    Direct("to the Service", "service", "service"),
-    Direct("then directly", "service direct", "backend"),
-    Direct("and again", "service direct direct", "backend"),
-    Direct("and to the Service again", "service direct service", "service"),
-    Direct("directly first", "direct service", "service"),
-    Direct("its answer, then directly", "service answer direct", "backend"),
-    Direct("directly, then its late answer", "service direct answer service answer", "service"),
-    Direct("after a long pause", "service pause direct", "backend"),
-    Direct("an error of the pod about an answer", "service error", "service"),
-    Direct("by a device that pods share", "service direct", "service", SHARED),
-    Direct("from outside", "service direct", "service", DeviceFlag(0)),
-    Direct("masqueraded", "service direct", "service", flags=NodeFlag.MASQUERADE_ALL),
-]
+DIRECT = table(
+    Direct,
+    """
+to the Service | service | service
+then directly | service direct | backend
+and again | service direct direct | backend
+and to the Service again | service direct service | service
+directly first | direct service | service
+its answer, then directly | service answer direct | backend
+directly, then its late answer | service direct answer service answer | service
+after a long pause | service pause direct | backend
+an error of the pod about an answer | service error | service
+by a device that pods share | service direct | service | LOCAL
+from outside | service direct | service |
+masqueraded | service direct | service | LOCAL PEER | MASQUERADE_ALL
+""",
+)
 
 
 @pytest.mark.parametrize("row", DIRECT, ids=lambda row: row.name)
@@ -329,8 +328,8 @@ def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v:
     """The answer, and an error about the datagram, come from where the pod has sent its last one.
     A datagram that others could forge changes nothing.
     """
-    path.set_loopback_role(Role.POD if row.device else Role.HOST, row.device)
-    path.node(row.flags)
+    path.set_loopback_role(Role.POD if row.device else Role.HOST, flags_of(DeviceFlag, row.device))
+    path.node(flags_of(NodeFlag, row.flags))
     own, back, front = client(v), pod(v), vip(v, IP)
     direct, answer, answered_by = ask(own, back), reply(back, own), front
     for word in row.sends.split():
@@ -341,11 +340,11 @@ def test_datagrams_to_a_service_and_to_its_backend_from_one_port(path: Path_, v:
             path.go_in(direct, direct)
             if row.answered_by == "backend":
                 path.go_out(direct, direct)
-            answered_by = back if row.device & DeviceFlag.PEER and not row.flags else front
+            answered_by = back if "PEER" in row.device and not row.flags else front
         elif word == "answer":
             path.go_out(path.go_in(answer, answer), reply(answered_by, own))
         elif word == "pause":
-            age(path, own, 40)
+            Flow(path, v, own=own).age(40)
         else:
             told = icmp_error("port unreachable", CLIENT[v], reply(front, own))
             path.ingress(told)
@@ -384,7 +383,7 @@ def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: i
             path.go_in(udp(own, front), udp(own, back))
         finally:
             addresses.delete(parse_addr(OTHER[v]))
-    assert {raw[DIRECTION] for raw in entries_of(path, own)} == {FlowDirection.ORIGINAL, FlowDirection.REPLY}
+    assert {raw[DIRECTION] for raw in Flow(path, v, own=own).entries()} == {FlowDirection.ORIGINAL, FlowDirection.REPLY}
     path.go_out(udp(back, own), udp(front, own))
 
 
@@ -431,8 +430,8 @@ def test_packets_without_masquerade_are_not_marked(path: Path_, v: int):
 
 def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int):
     """A pod that later sends from its server port is no longer part of the flow."""
-    own, source = asked(path, v)
-    answer = reply(pod(v), source)
+    flow = Flow(path, v).send("?")
+    answer = flow.packet("<!")
     assert marked(path, "tc_ingress", answer, 0)[1] == MARK
-    expire(path, own)
+    flow.expire()
     assert marked(path, "tc_ingress", answer, 0) == (answer, 0), "nor translated"

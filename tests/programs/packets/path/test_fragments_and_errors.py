@@ -12,14 +12,12 @@ from tests.programs.packets.path.single_packets import (
     CLUSTER,
     ERRORS,
     LOCAL,
-    NET,
     NODE,
     POD,
     PORTS,
     ROUTER,
     SAME,
     SENT,
-    TALKS,
     Path_,
     _id,
     both_policies,
@@ -35,10 +33,10 @@ from tests.programs.packets.path.single_packets import (
     pod,
     quoted,
     reply,
-    send_segments,
     vip,
     wrong_sums,
 )
+from tests.support.lab.events import read, watched
 from tests.support.packets import packets
 from tests.support.packets.datagrams import MAC_A
 from tests.support.packets.judge import checksums, reassembled
@@ -66,11 +64,10 @@ def test_fragments_are_translated(path: Path_, v: int):
 
 def test_fragments_of_segments_are_translated(path: Path_, v: int):
     """Only the first one has the numbers that tell whether it belongs to the connection."""
-    own, _ = send_segments(path, v, "S <SA A A+ <A", which=LOCAL)
-    front, back = vip(v, LOCAL), pod(v)
-    for word, ends, came in (("A+3000", (own, front), (own, back)), ("<A+3000", (back, own), (front, own))):
+    flow = established(path, v, LOCAL)
+    for word, came in (("A+3000", (flow.own, flow.back)), ("<A+3000", (flow.front, flow.own))):
         number, out = next(PORTS), []
-        sent = TALKS[own].segment(word, *ends, **_id(v, number))
+        sent = flow.packet(word, **_id(v, number))
         for piece in fragments(sent, 1280, id=number):
             for program in ("tc_ingress", "tc_egress"):
                 verdict, piece = path.run(program, piece)  # noqa: PLW2901
@@ -115,8 +112,8 @@ def test_icmp_error(path: Path_, v: int, kind: str, error: str, which: int, abou
     the node, which the backend's network may not know: if the client is masqueraded, so is the
     router.
     """
-    own, source = established(path, v, kind, which)
-    build, front, back = SENT[kind], vip(v, which), pod(v)
+    flow, build = established(path, v, which, kind), SENT[kind]
+    own, source, front, back = flow.own, flow.source, flow.front, flow.back
     ends, inside_ends, out_ends = (source, back), (own, back), (own, front)
     if about == "reply":
         ends, inside_ends, out_ends = (front, own), (back, own), (back, source)
@@ -142,7 +139,8 @@ def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: 
     """As by nf_nat: its receiver would send everything for that address to the new gateway.
     ICMPv6's are not translated: they quote the packet only for information.
     """
-    own, source = established(path, 4, "tcp", which)
+    flow = established(path, 4, which)
+    own, source = flow.own, flow.source
 
     def redirect(sent: bytes, to: str) -> bytes:
         return icmp(ROUTER[4], to.partition(":")[0], 5, 1, address(NODE[4]), sent)
@@ -159,16 +157,16 @@ def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: 
 
 
 def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int):
-    own, source = established(path, v, "tcp")
+    flow = established(path, v)
     quote = (20 if v == 4 else 40) + 8
-    for name, ends in (("tc_ingress", (source, pod(v))), ("tc_egress", (own, pod(v)))):
+    for name, ends in (("tc_ingress", (flow.source, flow.back)), ("tc_egress", (flow.own, flow.back))):
         error = icmp_error("too big", ROUTER[v], tcp(*ends), mtu=1280, quote=quote)
         retval, got = path.run(name, error, complete=True)
         found = parsed(got)
         assert retval == TC_ACT_UNSPEC
         assert checksums(found) == []
-        assert found.embedded.source == own
-        want = pod(v) if name == "tc_ingress" else vip(v, CLUSTER)
+        assert found.embedded.source == flow.own
+        want = flow.back if name == "tc_ingress" else flow.front
         assert found.embedded.destination == want
 
 
@@ -219,30 +217,30 @@ def test_sctp_fragments_with_a_changed_port_are_dropped(path: Path_, v: int):
 
 # ---- packets of no flow --------------------------------------------------------------------------
 
-UNRELATED = {
-    "arp": lambda v: arp(1, MAC_A, "198.51.100.7", "00:00:00:00:00:00", "192.0.2.1"),
-    "a ping to a VIP": lambda v: echo(CLIENT[v], f"{NET[v]}1"),
-    "an unknown address": lambda v: tcp(client(v), end(ROUTER[v], 80), flags="S"),
-    "an unknown port": lambda v: tcp(client(v), end(f"{NET[v]}1", 81), flags="S"),
-    "a segment of no flow": lambda v: tcp(client(v), vip(v, CLUSTER), b"data", flags="PA"),
-    "a SYN|ACK of no flow": lambda v: tcp(client(v), vip(v, CLUSTER), flags="SA"),
-    "another protocol": lambda v: packets.datagram(CLIENT[v], f"{NET[v]}1", 47, bytes(40)),
-    "an error of no flow": lambda v: icmp_error("too big", ROUTER[v], tcp(vip(v, CLUSTER), client(v)), mtu=1280),
-    "an error about a ping": lambda v: icmp_error("host unreachable", ROUTER[v], echo(NODE[v], CLIENT[v])),
-    "an error about next to nothing": lambda v: icmp_error(
-        "host unreachable", ROUTER[v], udp(vip(v, CLUSTER), client(v)), quote=12
-    ),
-    "a header cut short": lambda v: packets.datagram(CLIENT[v], f"{NET[v]}1", 17, b"\1\2"),
-    # A port outside of the range, because another test's flow may have any port of the range.
-    "a reply of no flow": lambda v: reply(pod(v), end(NODE[v], 60_999)),
-}
+
+def unrelated(v: int) -> dict[str, bytes]:
+    front, about = vip(v, CLUSTER), (vip(v, CLUSTER), client(v))
+    return {
+        "arp": arp(1, MAC_A, "198.51.100.7", "00:00:00:00:00:00", "192.0.2.1"),
+        "a ping to a VIP": echo(CLIENT[v], host_of(front)),
+        "an unknown address": tcp(client(v), end(ROUTER[v], 80), flags="S"),
+        "an unknown port": tcp(client(v), end(host_of(front), 81), flags="S"),
+        "a segment of no flow": tcp(client(v), front, b"data", flags="PA"),
+        "a SYN|ACK of no flow": tcp(client(v), front, flags="SA"),
+        "another protocol": packets.datagram(CLIENT[v], host_of(front), 47, bytes(40)),
+        "an error of no flow": icmp_error("too big", ROUTER[v], tcp(*about), mtu=1280),
+        "an error about a ping": icmp_error("host unreachable", ROUTER[v], echo(NODE[v], CLIENT[v])),
+        "an error about next to nothing": icmp_error("host unreachable", ROUTER[v], udp(*about), quote=12),
+        "a header cut short": packets.datagram(CLIENT[v], host_of(front), 17, b"\1\2"),
+        # A port outside of the range, because another test's flow may have any port of the range.
+        "a reply of no flow": reply(pod(v), end(NODE[v], 60_999)),
+    }
 
 
 @pytest.mark.parametrize("name", ["tc_ingress", "tc_egress"])
-@pytest.mark.parametrize("unrelated", UNRELATED)
-def test_unrelated_packets_pass_untouched(path: Path_, name: str, unrelated: str, v: int):
-    packet = UNRELATED[unrelated](v)
-    path.expect_untouched(packet, name)
+def test_unrelated_packets_pass_untouched(path: Path_, name: str, v: int):
+    for what, packet in unrelated(v).items():
+        assert path.run(name, packet) == (TC_ACT_UNSPEC, packet), what
 
 
 @pytest.mark.parametrize("whose", ["empty", "another device's"])
@@ -254,3 +252,12 @@ def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str):
     with path.counted(Reason.NEW_FLOW):
         path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
         path.set_loopback_role(Role.HOST)
+
+
+def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int):
+    """There is no route to the backend's network, so the first packet is dropped."""
+    own = end(NODE[v], next(PORTS))
+    with watched(path.site) as monitor:
+        path.egress(tcp(own, vip(v, CLUSTER), flags="S"))
+        events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+    assert events == [("new", "new_flow", own), ("dropped", "no_route", own)]

@@ -24,35 +24,21 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
-    CLOSES,
-    CLUSTER,
     NODE,
     POD,
     PORTS,
     ROUTER,
     SPARE_PORTS,
-    TALKS,
+    Flow,
     Path_,
     _id,
-    age,
-    ask,
-    change_entries,
-    client,
-    delete_entry,
     end,
-    entries_of,
     established,
-    owner,
     parsed,
-    pod,
     port_of,
-    reply,
-    send_segments,
     set_only_port,
-    states,
-    vip,
 )
-from tests.support.packets.packets import Talk, fragments, tcp, udp
+from tests.support.packets.packets import Talk, fragments, udp
 from tests.support.packets.shares import ports_of
 from tests.support.packets.test_run import TC_ACT_SHOT
 
@@ -90,9 +76,9 @@ def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> N
             flows.update(flow_key(backend, node[:16] + number + node[18:]), value)
 
 
-def new_flow_port(path: Path_, v: int, own: str) -> int:
-    """The node port that a SYN of this client gets; 0: none."""
-    verdict, inside = path.ingress(tcp(own, vip(v, CLUSTER), flags="S"))
+def new_flow_port(path: Path_, v: int, own: str = "") -> int:
+    """The node port that a SYN of this client, or of a new one, gets; 0: none."""
+    verdict, inside = path.ingress(Flow(path, v, own=own).packet("S"))
     if verdict == TC_ACT_SHOT:
         return 0
     return port_of(parsed(path.egress(inside)[1]).source)
@@ -177,7 +163,7 @@ def test_port_search_ends_in_the_largest_range(path: Path_, v: int):
             path, v, ports_of(CLIENT[v], low, high), state=TcpState.ANSWERED, used=time.monotonic_ns() + 60 * 10**9
         )
         with path.counted(Reason.NO_SNAT_PORT, 0):
-            assert new_flow_port(path, v, client(v)) != 0
+            assert new_flow_port(path, v) != 0
 
 
 def test_last_free_or_reusable_port_is_found(path: Path_, v: int):
@@ -190,18 +176,19 @@ def test_last_free_or_reusable_port_is_found(path: Path_, v: int):
         for number, (kind, fields) in enumerate(REUSABLE.items()):
             port = mine[number * 28]
             if fields is None:
-                delete_entry(path, end(ROUTER[v], 9), (end(NODE[v], port), pod(v)))
+                node = end(NODE[v], port)
+                Flow(path, v, own=end(ROUTER[v], 9)).change(lambda _: b"", lambda both: node in both)  # noqa: B023
             else:
                 used = time.monotonic_ns() - int(fields.get("age", 0)) * 10**9
                 fill_ports(path, v, [port], **{"used": max(used, 0), **fields})
-            assert new_flow_port(path, v, client(v)) == port, kind
+            assert new_flow_port(path, v) == port, kind
             fill_ports(path, v, [port])
         closed = {"state": TcpState.CLOSED}
         rows = ((60, {"state": TcpState.UNPROVEN}), (60, {"state": TcpState.CLOSING}), (-60, closed))
         for age_, fields in rows:
             used = time.monotonic_ns() - age_ * 10**9
             fill_ports(path, v, [mine[99]], used=used, **fields)
-            assert new_flow_port(path, v, client(v)) == 0, "the backend may have a connection"
+            assert new_flow_port(path, v) == 0, "the backend may have a connection"
 
 
 @pytest.mark.parametrize(("age_", "given"), [(2, True), (-60, False)])
@@ -220,7 +207,7 @@ def test_ports_of_denied_handshakes_are_the_last_choice(path: Path_, v: int, age
             fins=FinFlag.RESERVED,
             used=time.monotonic_ns() - age_ * 10**9,
         )
-        assert (new_flow_port(path, v, client(v)) != 0) == given
+        assert (new_flow_port(path, v) != 0) == given
 
 
 def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int):
@@ -228,143 +215,135 @@ def test_first_fragments_hold_their_port_like_a_datagram(path: Path_, v: int):
     port as any unanswered datagram does: for 30 s, in which it may still be answered.
     """
     set_only_port(path)
-    own = client(v)
+    flow = Flow(path, v)
     for _ in range(3):
         number = next(PORTS)
-        whole = udp(own, vip(v, CLUSTER), os.urandom(2000), **_id(v, number))
-        first = fragments(whole, 1280, id=number)[0]
-        path.through(first)
-        age(path, own, 3)
-    assert states(path, own) == {TcpState.NEW}
+        whole = udp(flow.own, flow.front, os.urandom(2000), **_id(v, number))
+        path.through(fragments(whole, 1280, id=number)[0])
+        flow.age(3)
+    assert flow.states() == {TcpState.NEW}
     for seconds, given in ((20, False), (10, True)):  # after the 3 s before
-        age(path, own, seconds)
-        other = client(v)
-        path.ingress(ask(other, vip(v, CLUSTER)))
-        assert (entries_of(path, own) == []) == given
-        assert len(entries_of(path, other)) == 3 * given
+        flow.age(seconds)
+        other = Flow(path, v)
+        path.ingress(other.packet("?"))
+        assert (flow.entries() == []) == given
+        assert len(other.entries()) == 3 * given
 
 
 def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int):
     only_port = set_only_port(path)
-    own, source = established(path, v, "tcp")
-    close(path, v, own, source)
+    established(path, v).send("FA <FA A")
     with path.site.pinned("port_slots") as slots:
         for holders, given in ((1, 0), (0, only_port)):
             for key, _ in list(slots.items()):
                 slots.update(key, PORT_SLOT.pack(holders))
-            assert new_flow_port(path, v, client(v)) == given
+            assert new_flow_port(path, v) == given
         assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
 
 
 def test_recently_active_client_keeps_its_port(path: Path_, v: int):
     """The entry for its replies may show an older time."""
     set_only_port(path)
-    own, _ = send_segments(path, v, "S <SA A")
-    age(path, own, -60)
+    flow = Flow(path, v).send("S <SA A")
+    flow.age(-60)
 
     def older(raw: bytes) -> bytes:
         old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
         changed = old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :]
         return changed if raw[DIRECTION] == FlowDirection.SNAT_REPLY else raw
 
-    change_entries(path, own, older)
-    assert new_flow_port(path, v, client(v)) == 0
-    assert len(entries_of(path, own)) == 3
+    flow.change(older)
+    assert new_flow_port(path, v) == 0
+    assert len(flow.entries()) == 3
 
 
-LIVES = {"nothing": ("A",), "one side closes": ("A", "FA")}
+@pytest.mark.parametrize(("script", "gives"), [("S", True), ("S <SA", True), ("S <SA A", False), ("S <SA A <A", False)])
+def test_handshake_gives_up_its_port_when_none_is_free(path: Path_, v: int, script: str, gives: bool):
+    """The range has one port, as if a flood had taken all others. A handshake gives its port to a
+    new client; one that has acknowledged the backend's number keeps it until it expires.
+    """
+    only_port = set_only_port(path)
+    flow = Flow(path, v).send(script)
+    flow.age(-60)  # so that it stays young, however long this test takes
+    assert new_flow_port(path, v) == only_port * gives
+    assert (flow.entries() == []) == gives
 
 
-@pytest.mark.parametrize("way", [*LIVES, *CLOSES])
+LIVES = {"nothing": "A", "one side closes": "A FA"}
+WAYS = LIVES | {
+    "both close, the client first": "FA <FA A",
+    "both close, the backend first": "<FA FA <A",
+    "the client resets": "R",
+    "the backend resets": "<RA",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str):
     """The range has one port. That of an ended connection is reused, and before other ports are
     tried unless the backend closed first: then it still has the port in TIME_WAIT. A client's reset
     may have been lost on its way to the backend: then the port is reserved for 10 s.
     """
     only_port = set_only_port(path)
-    own, source = established(path, v, "tcp")
-    assert source == end(NODE[v], only_port)
-    send_segments(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
-    age(path, own, -60)  # so that it stays young, however long this takes
-    first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in entries_of(path, own)}
-    before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
-    retval, _ = path.ingress(tcp(other, vip(v, CLUSTER), flags="S"))
-    reserved = way not in CLOSES or way == "the client resets"
-    assert (retval == TC_ACT_SHOT) == reserved
-    assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == reserved
+    flow = established(path, v)
+    assert flow.source == end(NODE[v], only_port)
+    flow.send(WAYS[way])
+    flow.age(-60)  # so that it stays young, however long this takes
+    first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in flow.entries()}
+    reserved = way in LIVES or way == "the client resets"
+    with path.counted(Reason.NO_SNAT_PORT, reserved):
+        assert new_flow_port(path, v) == (0 if reserved else only_port)
     if way == "the client resets":
-        age(path, own, 71)
-        path.ingress(tcp(other, vip(v, CLUSTER), flags="S"))
+        flow.age(71)
+        assert new_flow_port(path, v) == only_port
     assert first == {FinFlag.BACKEND_FIRST if "backend first" in way else FinFlag(0)}
-    left = set() if way in CLOSES else {own}
-    assert {owner(raw) for raw in entries_of(path, own)} == left, "all old entries are deleted"
+    assert (flow.entries() == []) == (way not in LIVES), "all old entries are deleted"
 
 
 def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int):
     """After a change of the range, sockets of the node may use ports of the old one."""
     only_port, other = next(SPARE_PORTS), next(SPARE_PORTS)
     path.node(NodeFlag(0), only_port, only_port)
-    own, source = established(path, v, "tcp")
-    close(path, v, own, source)
+    flow = established(path, v).send("FA <FA A")
     path.node(NodeFlag(0), other, other)
-    assert open_again(path, v, own) == end(NODE[v], other)
-    assert len(entries_of(path, own)) == 3, "all old entries are deleted"
+    assert flow.send("S").source == end(NODE[v], other)
+    assert len(flow.entries()) == 3, "all old entries are deleted"
 
 
 def test_port_of_a_replaced_connection_is_reserved(path: Path_, v: int):
     """A SYN, its answer and a reset, all forged: the backend may still have the connection."""
     only_port = set_only_port(path)
-    own, source = established(path, v, "tcp")
-    TALKS[own] = Talk(1 << 30, 3 << 30)
-    send_segments(path, v, "S <SA A <RA", own, source)
-    assert states(path, own) == {TcpState.CLOSED}
-    assert new_flow_port(path, v, client(v)) == 0
-    age(path, own, 121)
-    assert new_flow_port(path, v, client(v)) == only_port
+    flow = established(path, v)
+    flow.talk = Talk(1 << 30, 3 << 30)
+    assert flow.send("S <SA A <RA").states() == {TcpState.CLOSED}
+    assert new_flow_port(path, v) == 0
+    flow.age(121)
+    assert new_flow_port(path, v) == only_port
 
 
 def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int):
     """Otherwise a backend could hold ports for ever: no other entry of the flow is left."""
-    own = client(v)
-    _, got = path.through(ask(own, vip(v, CLUSTER)))
-    source = parsed(got).source
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
-                fins = bytes([raw[FINS] | FinFlag.RESERVED])
-                flows.update(key, raw[:FINS] + fins + raw[FINS + 1 :])
-            elif owner(raw) == own:
-                flows.delete(key)
+    flow = Flow(path, v).send("?")
+
+    def reservation(raw: bytes) -> bytes:
+        fins = bytes([raw[FINS] | FinFlag.RESERVED])
+        return raw[:FINS] + fins + raw[FINS + 1 :] if raw[DIRECTION] == FlowDirection.SNAT_REPLY else b""
+
+    flow.change(reservation)
+    answer = flow.packet("<!")
     for _ in range(2):
-        age(path, own, 14)
-        _, got = path.ingress(reply(pod(v), source))
-        assert parsed(got).destination == own
-    age(path, own, 14)
-    late = reply(pod(v), source)
-    assert path.ingress(late)[1] == late
+        flow.age(14)
+        assert parsed(path.ingress(answer)[1]).destination == flow.own
+    flow.age(14)
+    assert path.ingress(answer)[1] == answer
 
 
 def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int):
     """The backend has an old connection from the first one, and says so by its ACK."""
-    own, first = send_segments(path, v, "S <A|")
-    TALKS[own] = Talk()
-    _, second = send_segments(path, v, "S <SA A A+ <A", own)
-    assert second != first
-    ports = {port_of(second): TcpState.ESTABLISHED}
-    held = {
-        FLOW.unpack(raw)[5]: raw[STATE] for raw in entries_of(path, own) if raw[DIRECTION] == FlowDirection.SNAT_REPLY
-    }
+    flow = Flow(path, v).send("S <A|")
+    flow.talk = Talk()
+    flow.send("S <SA A A+ <A")
+    assert len(flow.sources) == 2
+    ports = {port_of(flow.source): TcpState.ESTABLISHED}
+    held = {FLOW.unpack(raw)[5]: raw[STATE] for raw in flow.entries() if raw[DIRECTION] == FlowDirection.SNAT_REPLY}
     assert {int.from_bytes(port, "big"): state for port, state in held.items()} == ports
-
-
-def close(path: Path_, v: int, own: str, source: str, which: int = CLUSTER) -> None:
-    """Both sides close, the client first."""
-    send_segments(path, v, "FA <FA A", own, source, which)
-    assert states(path, own) == {TcpState.CLOSED}
-
-
-def open_again(path: Path_, v: int, own: str, which: int = CLUSTER) -> str:
-    """The source that the backend sees in this client's SYN."""
-    _, out = path.through(tcp(own, vip(v, which), flags="S"))
-    assert parsed(out).destination == pod(v)
-    return parsed(out).source

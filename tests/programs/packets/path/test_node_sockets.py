@@ -19,12 +19,12 @@ from tests.programs.packets.path.single_packets import (
     POD,
     PORTS,
     ROUTER,
+    Flow,
     Path_,
     ask,
     client,
     end,
     ends_of,
-    entries_of,
     expect_packet,
     expect_redirect,
     expect_sums,
@@ -34,12 +34,11 @@ from tests.programs.packets.path.single_packets import (
     raw_socket,
     reply,
     snat_source,
-    states,
     vip,
     with_length,
 )
 from tests.support.features import needs
-from tests.support.packets.packets import Talk, icmp_error, tcp
+from tests.support.packets.packets import icmp_error, tcp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
@@ -141,7 +140,7 @@ def test_agent_socket_does_not_match_a_flow_of_another_socket(uplink: Path_, v: 
         assert syn_destination(uplink, v, front, own, is_agents=True) == want
 
     uplink.inside(all_of_it)
-    left = entries_of(uplink, end(NODE[v], own))
+    left = Flow(uplink, v, own=end(NODE[v], own)).entries()
     assert bool(left) == led, "later packets do not match that flow, either"
 
 
@@ -199,14 +198,11 @@ def test_masqueraded_client_gets_the_address_of_the_overlay(overlay: Path_, v: i
 
 
 def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int):
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
-    talk, source = Talk(), ""
-    for word in ["S", "<SA", "A", "A+100", "<A+50", "FA", "<FA", "A"]:
-        reply = word.startswith("<")
-        packet = talk.segment(word, *((back, source) if reply else (own, front)))
-        _, got = overlay.run("tc_ingress" if reply else "tc_egress", packet)
-        source = source or parsed(got).source
-    assert states(overlay, own) == {TcpState.CLOSED}
+    flow = Flow(overlay, v, own=end(NODE[v], next(PORTS)))
+    for word in ("S", "<SA", "A", "A+100", "<A+50", "FA", "<FA", "A"):
+        _, got = overlay.run("tc_ingress" if "<" in word else "tc_egress", flow.packet(word))
+        flow.source = flow.source or parsed(got).source
+    assert flow.states() == {TcpState.CLOSED}
 
 
 def test_socket_with_the_overlays_address_keeps_its_port(overlay: Path_, v: int):

@@ -37,14 +37,14 @@ def test_an_error_to_another_than_the_sender_is_not_redirected(uplink: Path_, v:
     """It would leave with the node's own source address, past FORWARD and rp_filter. conntrack: "outer
     address does not match".
     """
-    own, _ = bypassing(uplink, v, row, "udp")
-    packet = error_to(v, NEAR[v], host_of(own), SENT["udp"](vip(v, row.which), own))
+    flow = bypassing(uplink, v, row, "udp")
+    packet = error_to(v, NEAR[v], host_of(flow.own), SENT["udp"](flow.front, flow.own))
     assert uplink.ingress(packet) == (TC_ACT_UNSPEC, packet)
 
 
 def test_an_error_to_another_than_the_sender_is_not_masqueraded(path: Path_, v: int):
-    own, _ = established(path, v, "udp", CLUSTER)
-    packet = error_to(v, NEAR[v], host_of(own), SENT["udp"](vip(v, CLUSTER), own))
+    flow = established(path, v, kind="udp")
+    packet = error_to(v, NEAR[v], host_of(flow.own), SENT["udp"](flow.front, flow.own))
     assert path.ingress(packet) == (TC_ACT_UNSPEC, packet)
     assert path.egress(packet) == (TC_ACT_UNSPEC, packet)
 

@@ -37,13 +37,13 @@ from tests.programs.packets.path.single_packets import (
     PORTS,
     SENT,
     SPARE_PORTS,
+    Flow,
     Path_,
+    Vip,
     ask,
-    change_entries,
     client,
     end,
     ends_of,
-    entries_of,
     established,
     expect_packet,
     expect_redirect,
@@ -55,7 +55,6 @@ from tests.programs.packets.path.single_packets import (
     port_of,
     raw_socket,
     reply,
-    send_segments,
     set_only_port,
     vip,
 )
@@ -63,6 +62,7 @@ from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.table import table
 
 # ---- redirected past the stack -------------------------------------------------------------------
 
@@ -207,17 +207,20 @@ class NotRedirected(NamedTuple):
     """A packet that goes up the stack although others are redirected."""
 
     name: str
-    which: int = CLUSTER
+    which: Vip = CLUSTER
     role: Role = Role.HOST
     forwards: bool = True
 
 
-NOT_REDIRECTED = [
-    NotRedirected("Local policy", which=LOCAL),
-    NotRedirected("a ClusterIP that is not masqueraded", which=IP),
-    NotRedirected("from a pod", role=Role.POD),
-    NotRedirected("a node that does not forward", forwards=False),
-]
+NOT_REDIRECTED = table(
+    NotRedirected,
+    """
+Local policy | LOCAL
+a ClusterIP that is not masqueraded | IP
+from a pod | CLUSTER | POD
+a node that does not forward | CLUSTER | HOST | no
+""",
+)
 
 
 @pytest.mark.parametrize("row", NOT_REDIRECTED, ids=lambda row: row.name)
@@ -255,7 +258,7 @@ def age_next_hops(path: Path_, own: str, seconds: float) -> None:
         hop["check"] = check_of(hop)
         return raw[: -NEXT_HOP.size] + NEXT_HOP.pack(*hop.values())
 
-    change_entries(path, own, older)
+    Flow(path, 4, own=own).change(older)
 
 
 CLOCK_GRANULARITY_S = 0.011
@@ -352,19 +355,18 @@ def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pyte
 def test_masqueraded_flows_are_published_to_conntrack(path: Path_, v: int):
     """Each masqueraded flow once, with the source the backend sees; no ended and no local flows."""
     path.delete_flows()
-    own, source = established(path, v, "tcp")
-    ended, gone = established(path, v, "tcp")
-    send_segments(path, v, "FA <FA", ended, gone)
-    established(path, v, "udp", LOCAL)
+    flow = established(path, v)
+    ended = established(path, v).send("FA <FA")
+    established(path, v, LOCAL, "udp")
     with path.site.pinned("flows") as flows:
         path.inside(lambda: snat_ports.publish_our_ports(flows))
         told = list(snat_ports.masqueraded_connections(raw for _, raw in flows.items()))
-        ours = ConntrackFlow(6, parse_addr(NODE[v]), port_of(source), parse_addr(POD[v]), 8080)
+        ours = ConntrackFlow(6, parse_addr(NODE[v]), port_of(flow.source), parse_addr(POD[v]), 8080)
         assert told.count(ours) == 1
         assert path.inside(lambda: conntrack.reserve([ours], 60)) == 0, "it exists already"
-        over = ours._replace(source_port=port_of(gone))
+        over = ours._replace(source_port=port_of(ended.source))
         assert path.inside(lambda: conntrack.release([over])) == 0, "it never existed"
         assert path.inside(lambda: conntrack.release([ours])) == 1
         snat_ports.delete_ended(flows)
-    assert entries_of(path, ended) == []
-    assert len(entries_of(path, own)) == 3
+    assert ended.entries() == []
+    assert len(flow.entries()) == 3

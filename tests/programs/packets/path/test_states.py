@@ -22,46 +22,31 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
-    CLOSES,
     CLUSTER,
     LOCAL,
     NET,
     NODE,
     ROUTER,
-    TALKS,
+    Flow,
     Path_,
-    age,
-    ask,
-    asked,
     both_policies,
-    change_entries,
     client,
-    delete_entry,
-    end,
-    ends,
-    ends_of,
-    entries_of,
     established,
     expect_packet,
-    expire,
+    host_of,
     parsed,
     pod,
-    reply,
-    segment,
-    send_segments,
-    set_only_port,
-    states,
     vip,
 )
 from tests.support.packets import packets
 from tests.support.packets.packets import Talk, icmp_error, sctp, tcp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.table import pairs
 
 # ---- TCP's states --------------------------------------------------------------------------------
 
 
-HANDSHAKE = "S <SA A"
-LIVE = f"{HANDSHAKE} A+ <A"
+LIVE = "S <SA A A+ <A"
 ALIVE = {
     "the SYN-ACK was lost": "S <SA S",
     "forged SYN": f"{LIVE} S!",
@@ -92,7 +77,7 @@ def test_window_scale_of_a_syn(path: Path_, v: int, where: str):
     options, data, shift = SCALES[where]
     own = client(v)
     path.ingress(tcp(own, vip(v, LOCAL), data, flags="S", tcp_options=options))
-    (original,) = [raw for raw in entries_of(path, own) if is_original(raw)]
+    (original,) = filter(is_original, Flow(path, v, own=own).entries())
     scale = TCP_SIDE.unpack(FLOW.unpack(original)[14])[6]
     assert scale & 15 == shift
     assert bool(scale) == bool(shift), "whether there was one"
@@ -104,96 +89,97 @@ def test_connection_that_may_be_alive_keeps_its_entries(path: Path_, v: int, sto
     changes.
     """
     with path.counted(Reason.NEW_FLOW):
-        own, source = send_segments(path, v, ALIVE[story])
-        assert source.startswith(end(NODE[v], 0)[:-1])
-        for word in ("S", "A+") if "used again" in story else ("A+",):
-            assert segment(path, v, own, word) == source, word
-        segment(path, v, own, "<A", source)
-    assert states(path, own) <= {TcpState.ESTABLISHED, TcpState.CLOSING}
+        flow = Flow(path, v).send(ALIVE[story] + (" S A+ <A" if "used again" in story else " A+ <A"))
+    assert flow.sources == {flow.source}
+    assert host_of(flow.source) == NODE[v]
+    assert flow.states() <= {TcpState.ESTABLISHED, TcpState.CLOSING}
 
 
-PROVEN, UNPROVEN = TcpState.ESTABLISHED, TcpState.UNPROVEN
-STATES = {
-    "S": TcpState.NEW,
-    # The backend has an older connection with these ports: nothing of it reaches the new client.
-    **{
-        f"S {old}|": TcpState.NEW
-        for old in ("<A", "<A!", "<A+", "<A!+", "<FA", "<FA!+", "<SA!", "<R", "<R!", "<RA!", "<A| <SA!| <A+")
-    },
-    "S <A| <SA A": UNPROVEN,
-    "S <SA": TcpState.ANSWERED,
-    "S <RA": TcpState.CLOSED,
-    "S <SA R": TcpState.CLOSED,
-    # The client alone proves nothing, whether its segments are forged, damaged or genuine.
-    "S <SA A! A+! FA! R!": TcpState.ANSWERED,
-    "S <SA A!~": TcpState.ANSWERED,
-    "S <SA A": UNPROVEN,
-    "S <SA A~": UNPROVEN,
-    "S <SA A A+ A+": UNPROVEN,
-    # A backend that answered a SYN repeats its SYN-ACK or an ACK, whatever it receives.
-    "S <SA S! <A": TcpState.ANSWERED,
-    "S <SA A! <A <SA <A": TcpState.ANSWERED,
-    # It may have another connection by now, or none: nothing counts before the client's ACK.
-    "S <SA <A+": TcpState.ANSWERED,
-    "S <SA <FA": TcpState.ANSWERED,
-    "S <SA SA": TcpState.ANSWERED,
-    "S <SA A <SA": UNPROVEN,
-    "S <SA A <A <SA A <A": UNPROVEN,
-    # Proof: the backend sends data, or acknowledges some.
-    "S <SA A <A+": PROVEN,
-    "S <SA A+ <A": PROVEN,
-    "S <SA A+~ <A": UNPROVEN,
-    # FIN and RST count if their sequence numbers are plausible.
-    **{
-        f"{LIVE} {forged}": PROVEN
-        for forged in (
-            "FA!",
-            "<FA!|",
-            "R!",
-            "<R!|",
-            "RA!",
-            "<RA!|",
-            "S!",
-            "SA!",
-            "<SA!|",
-            "FA!~",
-            "R!~",
-            "A!",
-            "A+!",
-            "A+! R!",
-            "R! <R!| FA! <FA!|",
-            "A! <R!|",
-            "A! <FA!| FA!",
-            "<A!| R! <A",
-        )
-    },
-    f"{LIVE} FA": TcpState.CLOSING,
-    f"{LIVE} <FA": TcpState.CLOSING,
-    f"{LIVE} FA <A <A+": TcpState.CLOSING,
-    f"{LIVE} FA S! <A": TcpState.CLOSING,
-    f"{LIVE} FA <SA <A": TcpState.CLOSING,  # the backend had not received the client's ACK yet
-    f"{HANDSHAKE} FA": TcpState.CLOSING,
-    f"{HANDSHAKE} <FA": TcpState.CLOSING,
-    f"{LIVE} FA <FA A": TcpState.CLOSED,
-    f"{LIVE} <FA FA <A": TcpState.CLOSED,
-    f"{LIVE} FA <FA R! <R!| A": TcpState.CLOSED,
-    f"{LIVE} R": TcpState.CLOSED,
-    f"{LIVE} R <FA": TcpState.CLOSED,
-    f"{LIVE} <R": TcpState.CLOSED,
-    f"{LIVE} <RA": TcpState.CLOSED,
-    f"{LIVE} A+ RA": TcpState.CLOSED,  # data was still unacknowledged
-    f"{HANDSHAKE} FA <FA": TcpState.CLOSED,
-    # The client uses the port again; we do not know whether its old connection is gone.
-    f"{LIVE} R S": TcpState.NEW,
-}
+SCRIPTS = """
+S → NEW
+The backend has an older connection with these ports: nothing of it reaches the new client.
+S <A| → NEW
+S <A!| → NEW
+S <A+| → NEW
+S <A!+| → NEW
+S <FA| → NEW
+S <FA!+| → NEW
+S <SA!| → NEW
+S <R| → NEW
+S <R!| → NEW
+S <RA!| → NEW
+S <A| <SA!| <A+| → NEW
+S <A| <SA A → UNPROVEN
+S <SA → ANSWERED
+S <RA → CLOSED
+S <SA R → CLOSED
+The client alone proves nothing, whether its segments are forged, damaged or genuine.
+S <SA A! A+! FA! R! → ANSWERED
+S <SA A!~ → ANSWERED
+S <SA A → UNPROVEN
+S <SA A~ → UNPROVEN
+S <SA A A+ A+ → UNPROVEN
+A backend that answered a SYN repeats its SYN-ACK or an ACK, whatever it receives.
+S <SA S! <A → ANSWERED
+S <SA A! <A <SA <A → ANSWERED
+It may have another connection by now, or none: nothing counts before the client's ACK.
+S <SA <A+ → ANSWERED
+S <SA <FA → ANSWERED
+S <SA SA → ANSWERED
+S <SA A <SA → UNPROVEN
+S <SA A <A <SA A <A → UNPROVEN
+Proof: the backend sends data, or acknowledges some.
+S <SA A <A+ → ESTABLISHED
+S <SA A+ <A → ESTABLISHED
+S <SA A+~ <A → UNPROVEN
+FIN and RST count if their sequence numbers are plausible.
+LIVE FA! → ESTABLISHED
+LIVE <FA!| → ESTABLISHED
+LIVE R! → ESTABLISHED
+LIVE <R!| → ESTABLISHED
+LIVE RA! → ESTABLISHED
+LIVE <RA!| → ESTABLISHED
+LIVE S! → ESTABLISHED
+LIVE SA! → ESTABLISHED
+LIVE <SA!| → ESTABLISHED
+LIVE FA!~ → ESTABLISHED
+LIVE R!~ → ESTABLISHED
+LIVE A! → ESTABLISHED
+LIVE A+! → ESTABLISHED
+LIVE A+! R! → ESTABLISHED
+LIVE R! <R!| FA! <FA!| → ESTABLISHED
+LIVE A! <R!| → ESTABLISHED
+LIVE A! <FA!| FA! → ESTABLISHED
+LIVE <A!| R! <A → ESTABLISHED
+LIVE FA → CLOSING
+LIVE <FA → CLOSING
+LIVE FA <A <A+ → CLOSING
+LIVE FA S! <A → CLOSING
+The backend had not received the client's ACK yet.
+LIVE FA <SA <A → CLOSING
+S <SA A FA → CLOSING
+S <SA A <FA → CLOSING
+LIVE FA <FA A → CLOSED
+LIVE <FA FA <A → CLOSED
+LIVE FA <FA R! <R!| A → CLOSED
+LIVE R → CLOSED
+LIVE R <FA → CLOSED
+LIVE <R → CLOSED
+LIVE <RA → CLOSED
+Data is still unacknowledged.
+LIVE A+ RA → CLOSED
+S <SA A FA <FA → CLOSED
+The client uses the port again; we do not know whether its old connection is gone.
+LIVE R S → NEW
+"""
+STATES = {script.replace("LIVE", LIVE): TcpState[state] for script, state in pairs(SCRIPTS) if state}
 """Segments of a connection → the state of all its entries."""
 
 
 @both_policies
 @pytest.mark.parametrize("script", STATES)
 def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str):
-    own, _ = send_segments(path, v, script, which=which)
-    assert states(path, own) == {STATES[script]}
+    assert Flow(path, v, which).send(script).states() == {STATES[script]}
 
 
 @both_policies
@@ -203,7 +189,7 @@ def test_denied_answer_becomes_a_reset_of_the_client(path: Path_, v: int, which:
     has not seen the answer to a masqueraded client, and sees its reset on its way to egress. An
     answer without ACK says nothing about a connection.
     """
-    _, source = send_segments(path, v, "S", which=which)
+    source = Flow(path, v, which).send("S").source
     verdict, out = path.through(Talk().segment(word, pod(v), source))
     if word == "<R":
         assert verdict == TC_ACT_SHOT
@@ -218,20 +204,17 @@ def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int):
     """The client uses its port again: the entries are replaced. Unless it is masqueraded, the
     backend sees the same port as before. Late packets of the old connection do not end the new one.
     """
-    own, source = established(path, v, "tcp", which)
-    send_segments(path, v, "FA <FA A", own, source, which)
-    there = len(entries_of(path, own))
+    flow = established(path, v, which).send("FA <FA A")
+    there, before = len(flow.entries()), flow.source
     with path.counted(Reason.NEW_FLOW):
-        again = segment(path, v, own, "S", which=which)
-        assert segment(path, v, own, "S", which=which) == again, "the SYN is repeated"
-    assert (again == own) == (which == LOCAL)
-    assert [FLOW.unpack(raw)[9:11] for raw in entries_of(path, own)] == [(TcpState.NEW, 0)] * there
-    send_segments(path, v, "<SA A+ <A", own, again, which)
-    if again != source:
-        path.ingress(tcp(pod(v), source, flags="RA"))
-    question = {own, vip(v, which)}
-    entries = path.site.entries("flows").items()
-    (raw,) = [raw for key, raw in entries if set(ends(key)) == question]
+        again = flow.send("S").source
+        assert flow.send("S").source == again, "the SYN is repeated"
+    assert (again == flow.own) == (which == LOCAL)
+    assert [FLOW.unpack(raw)[9:11] for raw in flow.entries()] == [(TcpState.NEW, 0)] * there
+    flow.send("<SA A+ <A")
+    if again != before:
+        path.ingress(tcp(pod(v), before, flags="RA"))
+    (raw,) = filter(is_original, flow.entries())
     assert FLOW.unpack(raw)[9] == TcpState.ESTABLISHED
 
 
@@ -240,56 +223,42 @@ def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int):
     """It may be forged: the client still waits for the end of an answer, of which a segment was
     lost. nf_conntrack ignores it, too.
     """
-    own, source = send_segments(path, v, "S <SA A A+ <A FA", which=which)
-    last = TALKS[own].segment("<FA", pod(v), source)
+    flow = Flow(path, v, which).send("S <SA A A+ <A FA")
+    last, syn = flow.packet("<FA"), tcp(flow.own, flow.front, flags="S", seq=99)
     path.through(last)
     with path.counted(Reason.NEW_FLOW, 0):
-        path.through(tcp(own, vip(v, which), flags="S", seq=99))
-    assert states(path, own) == {TcpState.CLOSED}
+        path.through(syn)
+    assert flow.states() == {TcpState.CLOSED}
     _, got = path.through(last)
-    assert parsed(got).source == vip(v, which)
-    send_segments(path, v, "A", own, source, which)
+    assert parsed(got).source == flow.front
+    flow.send("A")
     with path.counted(Reason.NEW_FLOW):
-        path.ingress(tcp(own, vip(v, which), flags="S", seq=99))
+        path.ingress(syn)
 
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool):
     """The node itself now answers at the address, and the client uses the same port."""
-    own, source = established(path, v, "tcp")
-    if closed:
-        send_segments(path, v, "FA <FA A", own, source)
+    flow = established(path, v).send("FA <FA A" if closed else "")
     key = pack_target(parse_addr(f"{NET[v]}{CLUSTER}"), 80, 6)
     with path.site.pinned("services") as frontends:
         value = frontends.lookup(key)
         frontends.delete(key)
         try:
             for flags in ("S", "A"):
-                packet = tcp(own, vip(v, CLUSTER), flags=flags)
+                packet = tcp(flow.own, flow.front, flags=flags)
                 assert (path.ingress(packet)[1] == packet) == closed, flags
         finally:
             frontends.update(key, value)
-    assert (entries_of(path, own) == []) == closed
+    assert (flow.entries() == []) == closed
 
 
-@pytest.mark.parametrize(("script", "gives"), [("S", True), ("S <SA", True), ("S <SA A", False), ("S <SA A <A", False)])
-def test_handshake_gives_up_its_port_when_none_is_free(path: Path_, v: int, script: str, gives: bool):
-    """The range has one port, as if a flood had taken all others. A handshake gives its port to a
-    new client; one that has acknowledged the backend's number keeps it until it expires.
-    """
-    set_only_port(path)
-    own, _ = send_segments(path, v, script)
-    age(path, own, -60)  # so that it stays young, however long this test takes
-    syn = tcp(client(v), vip(v, CLUSTER), flags="S")
-    assert path.ingress(syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
-    assert (entries_of(path, own) == []) == gives
-    age(path, own, 70)  # no longer, since the machine may have started just now
-    assert path.ingress(syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
-
-
-def lose_entry(path: Path_, v: int, own: str, source: str, missing: str) -> None:
+def lose_entry(flow: Flow, missing: str) -> None:
     """Deletes one entry of a masqueraded flow."""
-    delete_entry(path, own, (source if missing == "replies to the node" else own, pod(v)))
+    before = len(flow.entries())
+    gone = {flow.source if missing == "replies to the node" else flow.own, flow.back}
+    flow.change(lambda _: b"", lambda both: {*both} == gone)
+    assert len(flow.entries()) == before - 1
 
 
 LOST = ["replies to the node", "packets in the stack"]
@@ -299,13 +268,13 @@ LOST = ["replies to the node", "packets in the stack"]
 @pytest.mark.parametrize("script", ["S", "S <SA", f"{LIVE} R", f"{LIVE} FA"])
 def test_syn_of_a_flow_with_a_missing_entry_begins_again(path: Path_, v: int, script: str, missing: str):
     """Whatever deleted an entry (another CPU, an agent), the client must not wait for ever."""
-    own, source = send_segments(path, v, script)
-    lose_entry(path, v, own, source, missing)
+    flow = Flow(path, v).send(script)
+    lose_entry(flow, missing)
     with path.counted(Reason.NEW_FLOW):
-        TALKS.pop(own)
-        own, source = send_segments(path, v, LIVE, own)
-        assert source.startswith(end(NODE[v], 0)[:-1])
-    assert states(path, own) == {TcpState.ESTABLISHED}
+        flow.talk = Talk()
+        flow.send(LIVE)
+    assert host_of(flow.source) == NODE[v]
+    assert flow.states() == {TcpState.ESTABLISHED}
 
 
 @pytest.mark.parametrize("missing", LOST)
@@ -314,27 +283,24 @@ def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
     path: Path_, v: int, seconds: int, again: bool, missing: str
 ):
     """Not every datagram checks for them, because some clients send forever without a reply."""
-    own, source = asked(path, v)
-    lose_entry(path, v, own, source, missing)
-    age(path, own, seconds)
+    flow = Flow(path, v).send("?")
+    lose_entry(flow, missing)
+    flow.age(seconds)
     with path.counted(Reason.NEW_FLOW, again):
-        _, inside = path.ingress(ask(own, vip(v, CLUSTER)))
-        assert parsed(inside).destination == pod(v)
+        _, inside = path.ingress(flow.packet("?"))
+        assert parsed(inside).destination == flow.back
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, lives: bool):
     """A client may send forever from one port, while another pod may have the address by now."""
-    own, front, back = ends_of(v, LOCAL)
-    question = ask(own, front)
-    path.go_in(question, ask(own, back))
-    path.go_out(reply(back, own), reply(front, own))
-    (backend,) = backends_of(path, own)
+    flow = Flow(path, v, LOCAL).send("? <!")
+    (backend,) = backends_of(flow)
     if not lives:
-        change_entries(path, own, of_a_deleted_backend)
+        flow.change(of_a_deleted_backend)
     with path.counted(Reason.NEW_FLOW, not lives):
-        path.go_in(question, ask(own, back))
-    assert backends_of(path, own) == {backend}
+        flow.send("?")
+    assert backends_of(flow) == {backend}
 
 
 @both_policies
@@ -343,43 +309,36 @@ def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int,
     """The agent cuts a flow after the client's datagram. The answer still reaches the client, who
     does not wait for it after some seconds; the next datagram begins a new flow.
     """
-    own, front, back = ends_of(v, which)
-    _, asked = path.ingress(ask(own, front))
-    source = parsed(path.egress(asked)[1]).source
-    age(path, own, seconds)
+    flow = Flow(path, v, which).send("?")
+    flow.age(seconds)
     with contextlib.ExitStack() as held:
         maps = {
             name: held.enter_context(path.site.pinned(name))
             for name in ("flows", "udp_flows", "sock_peers", "former_peers")
         }
-        gone = {FLOW.unpack(raw)[2] for raw in entries_of(path, own)}
+        gone = {FLOW.unpack(raw)[2] for raw in flow.entries()}
         udp_cut.cut(maps, lambda _, frontend, __: frontend in gone, count_flows=False)
-    assert not any(is_original(raw) for raw in entries_of(path, own))
-    left = {raw[DIRECTION] for raw in entries_of(path, own)}
+    left = {raw[DIRECTION] for raw in flow.entries()}
     reserved = {FlowDirection.SNAT_REPLY} if which == CLUSTER else set()
     assert left == reserved | ({FlowDirection.REPLY} if answered else set())
-    _, got = path.through(reply(back, source))
-    assert parsed(got).source == (front if answered else back)
+    _, got = path.through(flow.packet("<!"))
+    assert parsed(got).source == (flow.front if answered else flow.back)
     with path.counted(Reason.NEW_FLOW):
-        path.ingress(ask(own, front))
+        path.ingress(flow.packet("?"))
 
 
 def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int):
     """Another program left the source of the client's packets as it was, so the backend's packets
     go to the client and are seen at egress only.
     """
-    own, talk = client(v), Talk()
+    flow = Flow(path, v)
     for word in f"{LIVE} FA <FA A".split():
-        back = word.startswith("<")
-        packet = talk.segment(word, *((pod(v), own) if back else (own, vip(v, CLUSTER))))
-        path.run("tc_egress" if back else "tc_ingress", packet)
-    question = {own, vip(v, CLUSTER)}
-    found = {raw[STATE] for key, raw in path.site.entries("flows").items() if set(ends(key)) == question}
-    assert found == {TcpState.CLOSED}
+        path.run("tc_egress" if word.startswith("<") else "tc_ingress", flow.packet(word))
+    assert {raw[STATE] for raw in filter(is_original, flow.entries())} == {TcpState.CLOSED}
 
 
 def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int):
-    own = client(v)
+    flow = Flow(path, v, LOCAL)
     answered, tag = TcpState.ANSWERED, packets.SCTP_TAG
     rows = (  # a chunk of the backend, the tag of its packet → the state
         (packets.SCTP_INIT_ACK, tag + 1, TcpState.NEW),
@@ -387,13 +346,13 @@ def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int):
         (packets.SCTP_INIT_ACK, tag, answered),
         (packets.chunk(6), tag, answered),
         (packets.chunk(11), tag + 1, answered),
-        (packets.chunk(11), tag, PROVEN),
+        (packets.chunk(11), tag, TcpState.ESTABLISHED),
     )
     for chunk, given, want in rows:
-        path.ingress(sctp(own, vip(v, LOCAL)))
-        verdict, _ = path.egress(sctp(pod(v), own, chunk, tag=given))
+        path.ingress(sctp(flow.own, flow.front))
+        verdict, _ = path.egress(sctp(flow.back, flow.own, chunk, tag=given))
         assert (verdict == TC_ACT_SHOT) == (want is TcpState.NEW)
-        assert states(path, own) == {want}, chunk
+        assert flow.states() == {want}, chunk
 
 
 def test_sctp_association_outlives_its_backend(path: Path_, v: int):
@@ -416,11 +375,11 @@ def test_sctp_association_outlives_its_backend(path: Path_, v: int):
 
 def test_icmp_error_does_not_count_as_an_answer(path: Path_, v: int):
     """A router that cannot deliver the SYN sent the error; the backend has not answered."""
-    own = client(v)
-    _, sent = path.through(tcp(own, vip(v, CLUSTER), flags="S"))
+    flow = Flow(path, v)
+    _, sent = path.through(flow.packet("S"))
     _, got = path.ingress(icmp_error("host unreachable", ROUTER[v], sent))
     assert parsed(got).destination == CLIENT[v], "it goes to the client"
-    assert states(path, own) == {TcpState.NEW}
+    assert flow.states() == {TcpState.NEW}
 
 
 @pytest.mark.parametrize("seen", [FinFlag.CLIENT, FinFlag.BACKEND, 0])
@@ -429,12 +388,11 @@ def test_simultaneous_fins_close_the_flow(path: Path_, v: int, last: str, seen: 
     """Two CPUs each saw one FIN, or one has overwritten what the other wrote; the next ACK of
     either side closes the entries.
     """
-    own, source = send_segments(path, v, f"{LIVE} FA <FA")
-    assert states(path, own) == {TcpState.CLOSED}
-    ends = bytes((TcpState.CLOSING, seen))
-    change_entries(path, own, lambda raw: raw[:STATE] + ends + raw[STATE + 2 :])
-    segment(path, v, own, last, source)
-    assert states(path, own) == {TcpState.CLOSED}
+    flow = Flow(path, v).send(f"{LIVE} FA <FA")
+    assert flow.states() == {TcpState.CLOSED}
+    closing = bytes((TcpState.CLOSING, seen))
+    flow.change(lambda raw: raw[:STATE] + closing + raw[STATE + 2 :])
+    assert flow.send(last).states() == {TcpState.CLOSED}
 
 
 SEEN = FLOW.size - NEXT_HOP.size - 40
@@ -452,7 +410,7 @@ OVERWRITTEN = {
 def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path_, v: int, row: str):
     """Two CPUs noted segments of one side at once, and the lower number remained."""
     of_client, field, script = OVERWRITTEN[row]
-    own, source = send_segments(path, v, f"{LIVE} A+ <A <A+ A")
+    flow = Flow(path, v).send(f"{LIVE} A+ <A <A+ A")
 
     def overwrite(raw: bytes) -> bytes:
         side = list(struct.unpack_from("=6I", raw, SEEN))
@@ -462,9 +420,8 @@ def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path
             side[LIMIT] = side[NEXT]
         return raw[:SEEN] + struct.pack("=6I", *side) + raw[SEEN + 24 :]
 
-    change_entries(path, own, overwrite)
-    send_segments(path, v, f"{script} {' '.join(CLOSES['both close, the client first'])}", own, source)
-    assert states(path, own) == {TcpState.CLOSED}
+    flow.change(overwrite)
+    assert flow.send(f"{script} FA <FA A").states() == {TcpState.CLOSED}
 
 
 @pytest.mark.parametrize("answer", ["<SA A A+ <A", "<RA"])
@@ -474,11 +431,10 @@ def test_a_client_may_use_the_port_of_a_connection_that_never_ended(path: Path_,
     in nf_conntrack, the backend's answer to a SYN proves that; a refusal does if one side has
     closed.
     """
-    own, source = send_segments(path, v, f"{LIVE} {last}")
-    TALKS[own] = Talk(1 << 30, 3 << 30)
-    send_segments(path, v, f"S {answer}", own, source)
+    flow = Flow(path, v).send(f"{LIVE} {last}")
+    flow.talk = Talk(1 << 30, 3 << 30)
     ended = "F" in last and "R" in answer
-    assert states(path, own) == {TcpState.CLOSED if ended else TcpState.ESTABLISHED}
+    assert flow.send(f"S {answer}").states() == {TcpState.CLOSED if ended else TcpState.ESTABLISHED}
 
 
 @pytest.mark.parametrize("word", ["A+", "<A+"])
@@ -486,13 +442,12 @@ def test_a_syn_counts_until_either_side_has_sent(path: Path_, v: int, word: str)
     """Whoever forges a SYN and its answer needs no number. But what is in the window between the
     two proves that the connection lives.
     """
-    own, source = send_segments(path, v, LIVE)
-    real, forged = TALKS[own], Talk(1 << 30, 3 << 30)
+    flow = Flow(path, v).send(LIVE)
+    real, forged = flow.talk, Talk(1 << 30, 3 << 30)
     for talk, script in ((forged, "S"), (real, word), (forged, "<SA|"), (real, "A+ <A <A+ A")):
         time.sleep(0.003)  # times are compared in milliseconds
-        TALKS[own] = talk
-        send_segments(path, v, script, own, source)
-        assert states(path, own) == {TcpState.ESTABLISHED}
+        flow.talk = talk
+        assert flow.send(script).states() == {TcpState.ESTABLISHED}
 
 
 @pytest.mark.parametrize("quiet", ["question", "answer"])
@@ -500,20 +455,17 @@ def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str):
     """Datagrams in one direction for a long time do not refresh the entry of the other
     direction.
     """
-    own, source = asked(path, v)
-    end_of_it = vip(v, CLUSTER) if quiet == "question" else source
-    expire(path, own, lambda found: end_of_it in found)
-    inside = path.go_in(reply(pod(v), source), reply(pod(v), own))
-    path.go_out(inside, reply(vip(v, CLUSTER), own))
-    assert parsed(path.through(ask(own, vip(v, CLUSTER)))[1]).source == source, "the same flow"
+    flow = Flow(path, v).send("?")
+    flow.expire(lambda both: (flow.front if quiet == "question" else flow.source) in both)
+    flow.send("<! ?")
 
 
 def test_replies_to_the_node_keep_a_flow_alive(path: Path_, v: int):
     """With redirected packets they are all that is seen of a backend that keeps sending."""
-    own, source = asked(path, v)
-    expire(path, own, lambda found: source not in found)
+    flow = Flow(path, v).send("?")
+    flow.expire(lambda both: flow.source not in both)
     with path.counted(Reason.NEW_FLOW, 0):
-        path.ingress(ask(own, vip(v, CLUSTER)))
+        path.ingress(flow.packet("?"))
 
 
 def of_a_deleted_backend(raw: bytes) -> bytes:
@@ -521,6 +473,6 @@ def of_a_deleted_backend(raw: bytes) -> bytes:
     return FLOW.pack(*had[:8], 0xFFFF_FFFF, *had[9:])
 
 
-def backends_of(path: Path_, own: str) -> set[int]:
-    """The backends' ids in the entries of this client's flow."""
-    return {FLOW.unpack(raw)[8] for raw in entries_of(path, own)}
+def backends_of(flow: Flow) -> set[int]:
+    """The backends' ids in the entries."""
+    return {FLOW.unpack(raw)[8] for raw in flow.entries()}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kbpf trace` of packets from outside: it says what the programs do with such a packet, and
-`--confirm` tries it on a copy of them, which leaves nothing behind.
+"""`kbpf trace --confirm` tries a packet from outside on a copy of the programs, which leaves nothing
+behind. Its predictions are compared with the programs in test_dials.py.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import MAPS, Reason
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.rehearsal import Arrival, Rehearsal
@@ -18,79 +17,35 @@ from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_QUEUE, BPF_MAP_TYPE_SK_STORAGE
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
-from kbpf.views import trace
-from kbpf.views.trace_row import Client, Origin, Trace
-from tests.programs.packets.path.single_packets import (
-    CLIENT,
-    CLUSTER,
-    IP,
-    LOCAL,
-    NET,
-    NODE,
-    NONE,
-    POD,
-    REMOTE,
-    RESTRICTED,
-    SAME,
-    Path_,
-    client,
-    parsed,
-    vip,
-)
-from tests.support.packets.packets import tcp
-from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.programs.packets.path.single_packets import CLIENT, NET, NODE, POD, Path_, Vip
 from tests.support.plane import Site
-
-PASSES = Reason.NOT_A_SERVICE
+from tests.support.table import table
 
 
 class Row(NamedTuple):
     """A SYN to a VIP and port: why the programs decide, and whether the backend sees the node."""
 
     name: str
-    which: int
+    which: Vip
     why: Reason
     masqueraded: bool = False
     port: int = 80
 
 
-ROWS = (
-    Row("policy Cluster", CLUSTER, Reason.NEW_FLOW, masqueraded=True),
-    Row("policy Local, an endpoint here", LOCAL, Reason.NEW_FLOW),
-    Row("policy Local, the same port", SAME, Reason.NEW_FLOW),
-    Row("policy Local, only elsewhere", REMOTE, Reason.NO_LOCAL_ENDPOINTS),
-    Row("no endpoints", NONE, Reason.NO_ENDPOINTS),
-    Row("not in the source ranges", RESTRICTED, Reason.NOT_ALLOWED),
-    Row("a ClusterIP, no pods are detected", IP, Reason.NEW_FLOW),
-    Row("another port of a ClusterIP", IP, Reason.UNKNOWN_PORT, port=81),
-    Row("another port of a VIP", CLUSTER, PASSES, port=81),
+ROWS = table(
+    Row,
+    """
+policy Cluster | CLUSTER | NEW_FLOW | yes
+policy Local, an endpoint here | LOCAL | NEW_FLOW
+policy Local, the same port | SAME | NEW_FLOW
+policy Local, only elsewhere | REMOTE | NO_LOCAL_ENDPOINTS
+no endpoints | NONE | NO_ENDPOINTS
+not in the source ranges | RESTRICTED | NOT_ALLOWED
+a ClusterIP, no pods are detected | IP | NEW_FLOW
+another port of a ClusterIP | IP | UNKNOWN_PORT | no | 81
+another port of a VIP | CLUSTER | NOT_A_SERVICE | no | 81
+""",
 )
-
-
-def predicted(path: Path_, v: int, row: Row) -> Trace:
-    to = FrontendAddress(parse_addr(f"{NET[v]}{row.which}"), row.port, Protocol.TCP)
-    from_outside = Client(Origin.OUTSIDE, addresses=(parse_addr(CLIENT[v]),))
-    return trace.build_trace(snapshot.read(path.site.pins, trace.NEEDS), from_outside, to)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_trace_says_what_the_programs_do(path: Path_, v: int, row: Row):
-    seen = predicted(path, v, row)
-    assert (seen.seen_by, seen.reason) == ("packet", row.why.name.lower()), seen
-    before, own = path.site.reasons(), client(v)
-    to = vip(v, row.which).removesuffix("80") + str(row.port)
-    retval, inside = path.ingress(tcp(own, to, flags="S"))
-    assert (path.site.reasons() - before)[row.why] == 1
-    if row.why is Reason.NEW_FLOW:
-        assert retval == TC_ACT_UNSPEC
-        assert [c.backend for c in seen.candidates] == [parsed(inside).destination]
-        assert POD[v] in seen.candidates[0].backend
-        _, out = path.egress(inside)
-        is_node = NODE[v] in parsed(out).source
-        (source,) = [step.result for step in seen.steps if step.step == "source"]
-        assert (is_node, source == "an address of this node") == (row.masqueraded,) * 2
-    elif row.why.verdict == "drop":
-        assert (retval, seen.client_sees) == (TC_ACT_SHOT, "ETIMEDOUT")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from tests.programs.packets.tc.net import (
     Net,
     both_directions,
     both_ways,
-    counting,
     program_id,
     refused,
 )
@@ -138,15 +137,6 @@ def test_a_pin_that_is_deleted_while_the_list_is_read_is_not_in_it(
     monkeypatch.setattr(TcAttacher, "_list_entries", late)
     monkeypatch.setattr(Path, "exists", lambda _: True)
     assert net.ours(None, TcAttacher.list_all) == net.attached()
-
-
-@both_ways
-def test_programs_outlive_the_process_that_attached_them(net: Net, seen: Map, how: AttachMethod):
-    with counting(seen, 0) as program:
-        net.attach(how, program)
-    with net.wire(Direction.INGRESS) as wire:
-        wire.send(FRAME)
-    until("the frame is counted", lambda: counts(seen)[0] == 1)
 
 
 @needs("tcx")

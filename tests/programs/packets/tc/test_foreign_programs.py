@@ -115,14 +115,6 @@ def test_clsact_filter_of_an_earlier_version_is_moved(
     assert net.misplaced() == [False]
 
 
-def test_own_clsact_stays_while_others_use_it(net: Net, programs: list[Program], foreign: Path):
-    net.attach(AttachMethod.CLSACT, programs[0])
-    add_foreign(net, foreign, Direction.EGRESS, 7)
-    net.detach_all()
-    assert len(net.filters(Direction.EGRESS)) == 1
-    assert net.qdiscs() == "clsact"
-
-
 def test_clsact_recreated_by_others_stays(net: Net, programs: list[Program]):
     """Also when what was attached to the former one is detached."""
     index = net.index("here")

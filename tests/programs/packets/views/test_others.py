@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 
-from kbpf.agent.agent import Agent
 from kbpf.checks import packet_path
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
-from kbpf.dataplane.bpf.programs import compile
-from kbpf.errors import CompileError
-from kbpf.model.config import Config
 from kbpf.model.status import MAX_FAILED_DEVICES, DeviceFailure, encode
 from tests.programs.node.commands.world import agent_status
 from tests.programs.packets.path.single_packets import CLIENT, NODE, POD
@@ -46,25 +42,20 @@ def test_nat_and_affinity_show_what_packets_have_written(wire: Wire, show):
 
 
 def test_devices_show_role_and_programs(wire: Wire, show, call: Run):
+    fields = ("role", "reason", "l2_header", "problem")
     rows = {row["device"]: row for row in show("devices")}
-    parts = {name: (row["role"], row["reason"]) for name, row in rows.items()}
-    assert parts["lo"] == ("skipped", "loopback")
-    by_netfilter = Path("/proc/sys/net/bridge").exists()  # then it is on, by default
-    assert parts["port0"] == (
-        ("port", "port of cni0, with br_netfilter") if by_netfilter else ("skipped", "port of cni0")
-    )
-    assert parts["cni0"] == ("pod", "bridge of pods, ports: 1")
-    assert parts["out0"] == ("host", "veth")
-    for name in ("cni0", "out0"):
-        assert rows[name]["ingress"].startswith("tc_ingress (")
-        assert rows[name]["egress"].startswith("tc_egress (")
-        assert rows[name]["l2_header"] == 14
-        assert rows[name]["problem"] == ""
-    assert rows["cni0"]["flags"] == ["pods"]
-    assert rows["out0"]["flags"] == []
-    assert rows["port0"]["egress"] == rows["port0"]["problem"] == ""
-    assert rows["port0"]["ingress"].startswith("tc_ingress (") == by_netfilter
-    assert rows["port0"]["l2_header"] == (14 if by_netfilter else None)
+    parts = {
+        name: [*map(row.get, fields), *(row[way].partition(" (")[0] for way in ("ingress", "egress"))]
+        for name, row in rows.items()
+    }
+    assert parts["lo"][:2] == ["skipped", "loopback"]
+    assert parts["cni0"] == ["pod", "bridge of pods, ports: 1", 14, "", "tc_ingress", "tc_egress"]
+    assert parts["out0"] == ["host", "veth", 14, "", "tc_ingress", "tc_egress"]
+    if Path("/proc/sys/net/bridge").exists():  # then br_netfilter is on, by default
+        assert parts["port0"] == ["port", "port of cni0, with br_netfilter", 14, "", "tc_ingress", ""]
+    else:
+        assert parts["port0"] == ["skipped", "port of cni0", None, "", "", ""]
+    assert (rows["cni0"]["flags"], rows["out0"]["flags"]) == (["pods"], [])
     assert "bridge of pods" in call("devices")[1]
 
 
@@ -118,28 +109,6 @@ def test_status_counts_connections_entries_and_devices(wire: Wire, call: Run):
         assert flows.delete(key_between(flows, CLIENT[4], f"{VIP[4]}{MASKED}", 2000))
     seen = packets_of_status(call)
     assert seen["entries_lost"] == seen["created"] - 1
-
-
-def test_compile_error_is_shown_in_the_status(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """From the failure to the agent's status, and from there to the view."""
-    obtain = compile.find_or_compile
-
-    def refuse(unit: str, cache: Path) -> Any:
-        if unit == "tc":
-            raise CompileError("no such header", "tc.c", "install it")
-        return obtain(unit, cache)
-
-    monkeypatch.setattr(compile, "find_or_compile", refuse)
-    plane = site.open(packet_path=True, devices=("up*",), excluded_devices=("wg0",))
-    plane.apply(world(), None)
-    said = Agent(Config(pin_dir=site.pins, packet_path=True), plane, lambda _: ()).status().packets
-    assert (said.enabled, said.devices, said.excluded) == (True, ("up*",), ("wg0",))
-    assert "no such header (tc.c); install it" in said.problem
-    plane.write_status(encode(agent_status(packets=said)))
-    assert app.call(["inspect", "status", "--pin-dir", str(site.pins)]) == 1
-    assert "failed: no such header (tc.c); install it" in capsys.readouterr().out
 
 
 def test_problems_of_the_device_thread_are_in_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch):

@@ -8,8 +8,7 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from tests.programs.packets.path.single_packets import CLIENT, NET, POD, Path_, end, masquerading, parsed
-from tests.support.packets.packets import Talk, udp
+from tests.programs.packets.path.single_packets import CLIENT, NET, POD, Flow, Path_, end, masquerading
 from tests.support.plane import desired, service
 
 VIP = NET
@@ -46,22 +45,8 @@ class Wire:
         self.path, self.site, self.plane = path, path.site, path.plane
 
     def talk(self, v: int, which: int, port: int, script: str) -> None:
-        """Sends the packets of a connection to a VIP. `script`: segments in the notation of
-        packets.Talk, separated by blanks, or ``?`` and ``!`` for datagrams; ``<`` marks those of
-        the backend.
-        """
-        client, vip, pod = end(CLIENT[v], port), end(f"{VIP[v]}{which}", 80), end(POD[v], 8080)
-        seen, talk = client, Talk()
-        for word in script.split():
-            datagram = word.strip("<") in "?!"
-            ends = (pod, seen) if "<" in word else (client, vip)
-            packet = udp(*ends, b"x") if datagram else talk.segment(word, *ends)
-            out = parsed(self.path.through(packet)[1])
-            if "<" in word:
-                assert (out.source, out.destination) == (vip, client)
-            else:
-                assert out.destination == pod
-                seen = out.source
+        """Sends these packets of a client with this port through a VIP."""
+        Flow(self.path, v, which, end(CLIENT[v], port)).send(script)
 
 
 Run = Callable[..., tuple[int, str, str]]
