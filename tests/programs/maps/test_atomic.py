@@ -39,7 +39,6 @@ from tests.support.plane import (
     desired,
     make_local,
     pick,
-    picks,
     service,
     size_maps,
     start_within,
@@ -185,7 +184,7 @@ class Story:
     """What changes. `sizes` of the sets, in turn; `others`: Services that are added and deleted."""
 
     name: str
-    sizes: tuple[int, ...] = (5,)
+    sizes: tuple[int, ...]
     affinity: int = 0
     others: int = 0
     protocol: Protocol = Protocol.UDP
@@ -199,9 +198,7 @@ class Story:
 
 
 STORIES = [
-    Story("endpoints change"),
     Story("between 1 and 50 endpoints", sizes=(1, 50)),
-    Story("one endpoint", sizes=(1,)),
     Story("other Services are added and deleted", sizes=(1, 9), others=30),
     Story("with affinity", sizes=(2, 20), affinity=60),
     Story("TCP, with servers that answer", sizes=(1, 50), others=5, protocol=Protocol.TCP),
@@ -258,15 +255,6 @@ def test_connects_during_changes_get_a_current_backend(bench: Bench, story: Stor
     assert (bench.site.reasons() - before).total() >= len(dials), "these programs translated"
 
 
-def test_connects_after_a_change_get_only_the_new_set(bench: Bench):
-    """No connect after the change sees the old set."""
-    story = STORIES[0]
-    for backends in itertools.islice(story.sets(), 20):
-        state = web(backends, story)
-        bench.plane.apply(desired(state), None)
-        assert set(picks(bench.node.host, f"{HOST}:{PORT}", 50)) <= set(backends)
-
-
 def test_frontends_are_not_confused_while_all_are_overwritten(bench: Bench):
     """The kernel overwrites an element in two steps. A concurrent look-up may find neither the old
     nor the new element if others of the same bucket were written (lookup.h, service_at()), and the
@@ -314,7 +302,7 @@ def test_frontends_are_not_confused_while_all_are_overwritten(bench: Bench):
     assert seen == {Reason.TRANSLATED: dials // 2, Reason.NO_ENDPOINTS: dials // 2}
 
 
-# ---- careless writers that the check must notice -----------------------------------------------
+# ---- a careless writer that the check must notice -----------------------------------------------
 
 
 class Careless:
@@ -342,23 +330,15 @@ class Careless:
         for index, one in enumerate(backends):
             self.slots.update(struct.pack("=II", self.set, index), self.ids[one])
 
-    def delete_and_write(self, backends: list[str]) -> None:
-        """The frontend is missing for a moment."""
-        self.services.delete(self.key)
-        for index, one in enumerate(backends):
-            self.slots.update(struct.pack("=II", self.set, index), self.ids[one])
-        self.frontend(len(backends))
 
-
-@pytest.mark.parametrize("way", ["in_place", "delete_and_write"])
-def test_careless_writer_is_noticed(bench: Bench, way: str):
-    story = Story("careless", sizes=(1, 50))
+def test_careless_writer_is_noticed(bench: Bench):
+    story = STORIES[0]
     bench.plane.apply(desired(web(list(LOCAL), story)), None)
     writer, history, sets = Careless(bench), History(), story.sets()
 
     def step() -> None:
         backends = next(sets)
-        history.change(frozenset(backends), lambda: getattr(writer, way)(backends))
+        history.change(frozenset(backends), lambda: writer.in_place(backends))
 
     step()
     dials = play(bench, history, story.protocol, step)
