@@ -14,9 +14,6 @@ from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf.maps import agent_maps as growth
 from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.layout import MapSpec
-from kbpf.dataplane.bpf.maps.migrate import MapMigration
-from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.socket_hooks import SocketPrograms
 from kbpf.dataplane.bpf.state.planner import LARGE_ENTRIES
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
@@ -341,11 +338,6 @@ def test_failed_write_while_maps_grow_fails_the_growth(site: Site, monkeypatch: 
     assert shown["frontends"]["10.98.0.2:53/UDP"]["cluster"] == ["10.0.0.1:80/UDP"]
 
 
-def test_limit_below_the_initial_size_is_kept(site: Site):
-    site.open(replace(SIZES, frontends=5))
-    assert sizes_of(site)["services"] == 5
-
-
 TWO_STICKY = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
 
 
@@ -365,35 +357,6 @@ def test_resized_lru_maps_keep_their_entries(node_site: Site, host: Place):
         assert node_site.entries("affinity") == before
     assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
     assert len(node_site.entries("affinity")) == 2, "the programs write to the new map"
-
-
-class Killed(Exception):
-    """Raised where the agent is killed."""
-
-
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [(BpfPlane, "apply"), (SocketPrograms, "publish"), (MapMigration, "catch_up")],
-    ids=["before the apply", "before the hooks change over", "before it has caught up"],
-)
-def test_kill_during_resize_loses_no_affinity(
-    node_site: Site, host: Place, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
-):
-    """Entries from before the kill, and later ones by hooks that ran without an agent."""
-
-    def killing(*_: object) -> None:
-        raise Killed
-
-    open_with(node_site, 512)
-    assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, method, killing)
-        with pytest.raises(Killed):
-            open_with(node_site, 1024)
-    node_site.close_planes()
-    assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
-    open_with(node_site, 1024)
-    assert len(node_site.entries("affinity")) == 2
 
 
 # ---- no room -----------------------------------------------------------------------------------
@@ -476,14 +439,6 @@ def test_old_sets_are_retired_early_to_make_room(site: Site, part: str):
 
 
 TWO = "10.0.0.1:80 10.0.0.2:80"
-ROOM = {
-    "frontends": (2, service("web", "10.96.0.1:80 10.96.0.2:80 10.96.0.3:80", "10.0.0.1:80")),
-    "slots": (2, service("web", "10.96.0.1:80", TWO, local="10.0.0.2:80")),
-    "backends": (1, service("web", "10.96.0.1:80", TWO)),
-    "backends, local ones of their own": (1, service("web", "10.96.0.1:80", "10.0.0.1:80", local="10.0.0.2:80")),
-    "backends that only serve": (1, service("web", "10.96.0.1:53", "10.0.0.1:80", UDP, serving=TWO)),
-    "slots, as members": (1, service("web", "10.96.0.1:80", TWO, affinity_timeout=9)),
-}
 
 
 def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
@@ -498,29 +453,6 @@ def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
     plane.apply(desired(two), {one.key})
     assert plane.apply(desired(two), ()).refused == {}
     assert site.dump()["frontends"]["192.0.2.2:80/TCP"]["ranges"] == ["10.1.0.0/112", "10.2.0.0/112"]
-
-
-@pytest.mark.parametrize("name", ROOM)
-def test_limit_is_checked_before_writing(site: Site, name: str):
-    """It is refused before anything is written, not by an error of the kernel half way."""
-    limit, state = ROOM[name]
-    field = name.partition(",")[0].partition(" ")[0]
-    plane = site.open(replace(SIZES, **{field: limit}))
-    fits = service("other", "10.97.0.1:80", "10.0.9.9:80")
-    report = plane.apply(desired(state, *((fits,) if limit > 1 else ())), None)
-    assert names(report.refused) == ["web"]
-    flag = "backends" if field == "slots" else field  # there are four slots for each
-    assert f"--max-{flag}" in report.refused[state.key]
-    assert served(site) == (["other"] if limit > 1 else [])
-
-
-def test_unchanged_backends_need_no_second_entry(site: Site):
-    """Seven of ten backends: those that stay need no second entry."""
-    plane = site.open(replace(SIZES, backends=10))
-    to = [f"10.0.0.{i}:80" for i in range(1, 9)]
-    for count in (7, 8, 6):
-        state = service("web", "10.96.0.1:80", " ".join(to[:count]))
-        assert plane.apply(desired(state), None).refused == {}, count
 
 
 def test_frontend_moved_from_a_refused_service_stays_moved(site: Site):
