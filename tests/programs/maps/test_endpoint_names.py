@@ -4,10 +4,8 @@
 It is written between other changes, so a test says when: name_all() runs what is deferred.
 """
 
-import contextlib
 import errno
 import time
-from collections.abc import Iterator
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -299,18 +297,6 @@ def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyP
     assert caplog.text.count("names of endpoints find no room") == 1
 
 
-def test_the_map_grows(site: Site, monkeypatch: pytest.MonkeyPatch):
-    size_maps(monkeypatch, endpoint_names=8)
-    addresses = [parse_addr(f"10.244.1.{i}") for i in range(1, 101)]
-    many = slice_of(*((replace(READY, address=one), "web-0") for one in addresses))
-    plane = site.open()
-    plane.apply(desired(web(many)), None)
-    while plane._names.due() is not None:
-        plane.tick(time.monotonic())
-    assert len(read_endpoints(site)["web"]) == 100
-    assert plane.fill()[MAP][0] == 100
-
-
 @pytest.mark.parametrize("call", ["put", "delete"])
 def test_error_costs_names_only(
     site: Site, monkeypatch: pytest.MonkeyPatch, call: str, caplog: pytest.LogCaptureFixture
@@ -348,30 +334,6 @@ def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritati
     plane.apply(desired(one), None, authoritative=authoritative)
     name_all(plane)
     assert len(site.entries(MAP)) == (1 if authoritative else 2)
-
-
-@contextlib.contextmanager
-def without_map(name: str) -> Iterator[None]:
-    """Takes the map out of the layout, and puts it back in its place: views list maps in order."""
-    complete = dict(layout.MAPS)
-    del layout.MAPS[name]
-    try:
-        yield
-    finally:
-        layout.MAPS.clear()
-        layout.MAPS.update(complete)
-
-
-def test_upgrade_from_a_version_without_the_map(site: Site):
-    state = web(piece("ready=web-0"))
-    with without_map(MAP):
-        site.open().apply(desired(state), None)
-        before = site.dump()
-    plane = site.open()
-    plane.apply(desired(state), None)
-    assert site.dump() == before
-    name_all(plane)
-    assert read_names(site)["web"] == {A: READY_NAME}
 
 
 def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch):
