@@ -58,11 +58,15 @@ def refused(node: Node, *services: ServiceState, **more: Any) -> dict[str, str]:
 
 
 def test_refused_address_does_not_stop_other_services(node: Node):
+    """Its repetition makes no transaction."""
     bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
-    for round_, words in enumerate((refused(node, WEB, bad), refused(node, WEB, bad, touched=()))):
-        assert words.keys() == {"bad"}, round_
-        assert "ff0e::1" in words["bad"]
-        assert "EADDRNOTAVAIL" in words["bad"]
+    words = refused(node, WEB, bad)
+    assert words.keys() == {"bad"}
+    assert "ff0e::1" in words["bad"]
+    assert "EADDRNOTAVAIL" in words["bad"]
+    made = node.plane._kernel.nft_transactions
+    assert refused(node, WEB, bad, touched=()) == words
+    assert node.plane._kernel.nft_transactions == made
     assert refused(node, WEB, bad, OTHER, touched=[OTHER.key]).keys() == {"bad"}
     assert node.addresses() == {"10.96.0.1", "10.96.0.2", "fd00:96::1"}
     assert node.ipvs.shown().keys() == {"10.96.0.1:80/6", "10.96.0.2:80/6", "[fd00:96::1]:80/6"}
@@ -70,14 +74,6 @@ def test_refused_address_does_not_stop_other_services(node: Node):
     assert "default/bad TCP IPv6" in "".join(node.plane.status().problems)
     assert refused(node, WEB, OTHER, touched=[bad.key]) == {}
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
-
-
-def test_repeated_refusal_makes_no_transaction(node: Node):
-    bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
-    node.apply(WEB, bad)
-    made = node.plane._kernel.nft_transactions
-    assert refused(node, WEB, bad, touched=()).keys() == {"bad"}
-    assert node.plane._kernel.nft_transactions == made
 
 
 def test_address_refused_at_first_is_added_later(node: Node, monkeypatch: pytest.MonkeyPatch):
@@ -168,14 +164,6 @@ def test_refused_ipvs_request_is_retried_and_stops_no_other(node: Node, row: Ref
     assert (node.ipvs.shown(), node.addresses()) == ({}, set())
 
 
-def test_refused_service_can_be_deleted(node: Node):
-    node.ipvs.refuse = lambda change: errno.ENOMEM if str(change.service)[:9] == "10.96.0.1" else 0
-    assert refused(node, WEB, OTHER).keys() == {"web"}
-    assert refused(node, OTHER, touched=[WEB.key]) == {}
-    assert node.addresses() == {"10.96.0.2"}
-    assert elements(node, *SetName) == elements(fresh(node, OTHER), *SetName)
-
-
 def test_recreated_service_does_not_remember_drained_servers(node: Node):
     """Its real server was draining when the Service was deleted, and is added again later."""
     both, only_b = (service("web", "10.96.0.1:80", to) for to in (f"{A} {B}", B))
@@ -222,15 +210,6 @@ def test_kernel_without_any_scheduler_refuses_all_services(node: Node):
     assert "ENOENT" in words["web"]
 
 
-def fresh(node: Node, *services: ServiceState) -> Node:
-    """Programs these as a first agent would."""
-    node.plane.close()
-    node.do(lambda: cleanup.remove(node.config))
-    node.start()
-    node.apply(*services)
-    return node
-
-
 # ---- addresses of the node -----------------------------------------------------------------------
 
 
@@ -259,29 +238,6 @@ def test_untouched_service_follows_the_nodes_addresses(fake_node: Node):
     node.run("ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
     node.apply(vip, OTHER, touched=[OTHER.key])
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
-
-
-# ---- NodePorts and exact frontends at the same address and port ----------------------------------
-
-
-def test_node_port_outlives_an_external_ip_on_the_same_port(fake_node: Node):
-    node, at = fake_node, f"{OWN}:30080/6"
-    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
-    node.start()
-    a = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
-    b = service("b", f"10.96.0.2:30080 ExternalIP={OWN}:30080", B)
-    for touched, states, server in (
-        (None, (a,), A),
-        ([b.key], (a, b), B),
-        ([b.key], (a,), A),
-        ([b.key], (a, b), B),
-        ([a.key], (b,), B),
-        ([b.key], (), None),
-    ):
-        node.apply(*states, nodes=OWN, touched=touched)
-        alive = {one for one, weight in node.ipvs.shown().get(at, {}).items() if weight}
-        assert alive == ({server} if server else set())
-    assert node.ipvs.shown() == {}
 
 
 # ---- a start with incomplete knowledge -----------------------------------------------------------

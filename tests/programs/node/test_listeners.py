@@ -15,6 +15,7 @@ from kbpf.dataplane.node import read_node_addresses
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.net.addresses import watch_addresses
 from kbpf.model.address import format_addr, parse_addr
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import until
@@ -79,13 +80,13 @@ def check_listing(row: Row) -> None:
 
 
 def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(namespace: Namespace):
-    """kube-proxy and kube-router put all ClusterIPs on a device, and leave it when they end: a
+    """kube-proxy, kube-router and our mode ipvs put all ClusterIPs on a device, and leave it when they end: a
     ClusterIP there must not be left to a process that listens at its port on all addresses.
     """
-    for number, device in enumerate(("kube-ipvs0", "kube-dummy-if", "nodelocaldns"), 1):
+    for number, device in enumerate(("kube-ipvs0", "kube-dummy-if", IPVS_DEVICE, "nodelocaldns"), 1):
         namespace.ip(f"link add {device} type bridge", f"addr add 10.96.0.{number}/32 dev {device}")
     addresses = namespace.do(read_node_addresses)
-    assert addresses == (parse_addr("10.96.0.3"),)
+    assert addresses == (parse_addr("10.96.0.4"),)
     assert not addresses.subnet_ends
 
 
