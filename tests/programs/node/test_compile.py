@@ -17,7 +17,7 @@ import pytest
 
 from kbpf.dataplane.bpf.hooks import HOOKS, UNITS, program_names
 from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.programs import artifact, compile
+from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.errors import CompileError
 
@@ -58,9 +58,7 @@ class Tree:
         assert old in text
         path.write_text(text.replace(old, new, 1))
 
-    def obtain(
-        self, *before: str, cache: Path | None = None, path: Path | None = None, unit: str = "sock", warning: str = ""
-    ) -> str:
+    def obtain(self, *before: str, cache: Path | None = None, path: Path | None = None, unit: str = "sock") -> str:
         """What a new process prints for the unit. `path` comes first on its PYTHONPATH."""
         done = subprocess.run(
             [*before, sys.executable, "-c", OBTAIN, str(cache or self.cache), unit],
@@ -72,9 +70,7 @@ class Tree:
             timeout=240,
         )
         assert done.returncode == 0, done.stderr
-        said = done.stderr.splitlines()
-        assert len(said) == bool(warning), "the compiler's output is not passed on"
-        assert warning in done.stderr
+        assert done.stderr == "", "the compiler's output is not passed on"
         assert done.stdout.count("\n") == 1
         return done.stdout.strip()
 
@@ -151,22 +147,6 @@ def test_changed_sources_are_compiled_again(tree: Tree):
     assert tree.obtain() == FOUND, "the earlier artifact is still cached"
 
 
-def test_another_compiler_version_compiles_again(
-    built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    made, _ = built
-    artifact.store(made, tmp_path)
-    assert compile.find_or_compile("sock", tmp_path) == (made, False)
-    monkeypatch.setattr(compile, "find_toolchain", lambda: "bcc 99")
-    assert artifact.find("sock", tmp_path, "bcc 99") is None
-    _, compiled = compile.find_or_compile("sock", tmp_path)
-    assert compiled
-
-
-def test_unwritable_cache_is_a_warning(tree: Tree):
-    assert tree.obtain(cache=Path("/proc/no/cache"), warning="cannot be stored") == COMPILED
-
-
 # ---- what is installed ---------------------------------------------------------------------------
 
 
@@ -182,13 +162,6 @@ def test_compiles_without_kernel_and_libc_headers(tree: Tree, unit: str):
     )
     said = tree.obtain("unshare", "-m", "sh", "-ec", hide, "sh", unit=unit)
     assert said == f"compiled {len(program_names(unit))}"
-
-
-def test_cached_artifact_is_used_without_bcc(built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch):
-    made, cache = built
-    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
-    assert compile.find_toolchain() is None
-    assert compile.find_or_compile("sock", cache) == (made, False)
 
 
 def test_error_without_bcc_and_cache_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -210,7 +183,6 @@ PREFIX = "CompileError: cannot compile the BPF programs: "
 @pytest.mark.parametrize(
     ("name", "old", "new", "what"),
     [
-        ("lookup.h", "slot.index =", "slot.indx =", "no member named 'indx' in 'struct slot'"),
         ("types.h", "\tu32 set;\n", "\tu32 set\n", "expected ';'"),
         ("sock.c", "int recvmsg6(", "int recvmsg6(nothing *x, ", "unknown type name 'nothing'"),
         ("maps.h", "struct slot, u32,", "struct slod, u32,", "slod"),

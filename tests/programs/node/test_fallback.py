@@ -32,8 +32,7 @@ from tests.support.lab.web import get
 
 DENY = Path(__file__).parents[2] / "support" / "faults" / "deny.py"
 LINK_CREATE = 28
-UPDATE_BATCH = 26
-"""From enum bpf_cmd: BPF_LINK_CREATE is new in Linux 5.7, BPF_MAP_UPDATE_BATCH in 5.6."""
+"""From enum bpf_cmd: BPF_LINK_CREATE is new in Linux 5.7."""
 VIP = "10.96.0.1"
 HAS_IPVS = not lacking("ipvs")
 
@@ -143,7 +142,6 @@ CAUSES = (
         FallbackReason.NO_LIBRARY,
         wrapper=lambda bench: bench.python("sitecustomize.py", NO_LIBBPF),
     ),
-    Cause("a kernel before 5.6", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, UPDATE_BATCH)),
     Cause("a kernel before 5.7", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, LINK_CREATE)),
     Cause(
         "only a part of cgroup v2",

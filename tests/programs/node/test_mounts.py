@@ -76,16 +76,6 @@ def test_cgroup_root_of_a_mountinfo(row: Row):
     assert "\n" not in str(error.value)
 
 
-def test_mountinfo_fields():
-    assert parse_mountinfo(f"{HYBRID}\n{PLACE}\n{POD}") == (
-        Mount(Path("/sys/fs/cgroup"), "/", "tmpfs"),
-        Mount(Path("/sys/fs/cgroup/unified"), "/", "cgroup2"),
-        Mount(Path("/sys/fs/cgroup/cpu"), "/", "cgroup"),
-        Mount(Path("/mnt/my cgroups"), "/", "cgroup2"),
-        Mount(Path("/sys/fs/cgroup"), "/kubepods/pod1", "cgroup2"),
-    )
-
-
 @pytest.mark.parametrize("name", ["größe", "日本", "tab\tand space", "back\\slash", "no\udcff text"])
 def test_escaped_paths_in_mountinfo_are_decoded(name: str):
     """The kernel escapes blanks and backslashes, and leaves other bytes alone."""
@@ -221,11 +211,3 @@ def test_existing_bpffs_is_left_alone():
     finally:
         pins.rmdir()
         pins.parent.rmdir()
-
-
-def test_pin_folder_that_cannot_be_created_is_an_error(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(KernelError, match="cannot create") as error:
-        ensure_bpffs(tmp_path / "file" / "pins")
-    assert error.value.errno
-    assert str(tmp_path / "file" / "pins") in str(error.value)

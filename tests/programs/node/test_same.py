@@ -80,27 +80,3 @@ def test_planted_change_is_found_and_an_unchanged_tree_is_equal(row: Planted, co
     assert code == 1, text
     assert f"{row.comparison}: different: " in text
     assert row.word in text
-
-
-def test_other_inputs_are_no_difference(copy: Path):
-    generator = copy / "tests/same.py"
-    generator.write_text(generator.read_text().replace("10.244.0.", "10.245.0."))
-    code, text = same(ROOT, copy, "--only", "messages")
-    assert code == 1
-    assert "messages: other inputs: " in text
-    assert "messages: different: " not in text
-
-
-@pytest.mark.parametrize(
-    ("new", "line"),
-    [
-        ("no-such-revision", "same: no-such-revision is neither a folder nor a revision\n"),
-        (
-            "/",
-            "same: /: configs: {python}: Error while finding module specification for "
-            "'tests.same' (ModuleNotFoundError: No module named 'tests')\n",
-        ),
-    ],
-)
-def test_error_is_one_line(new: str, line: str):
-    assert same(ROOT, new, "--only", "configs") == (2, line.format(python=sys.executable))
