@@ -228,11 +228,6 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 # ---- the ways ------------------------------------------------------------------------------------
 
 
-def at_once(bench: Bench, row: Row) -> None:
-    bench.apply(row.before, None)
-    bench.apply(row.after, None)
-
-
 def backwards(bench: Bench, row: Row) -> None:
     bench.apply(row.before[::-1], None)
     bench.apply(row.after[::-1], None)
@@ -277,7 +272,7 @@ def back_and_forth(bench: Bench, row: Row) -> None:
         bench.apply(states, None)
 
 
-WAYS = (at_once, backwards, by_events, twice, restarted, back_and_forth)
+WAYS = (backwards, by_events, twice, restarted, back_and_forth)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

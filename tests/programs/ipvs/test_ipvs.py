@@ -474,26 +474,6 @@ def test_client_port_in_time_wait_reaches_the_current_backend(applied: Bench):
             assert [netns.run_in(outside, dial) for _ in range(3)] == [(name, 0)] * 3
 
 
-def test_node_ports_are_served_at_selected_addresses_only(applied: Bench):
-    """At each selected address; not at other addresses of the node or at virtual ones."""
-    bench, own = applied, ("198.18.0.101", "198.18.0.102")
-    ip(*(f"addr add {one}/24 dev eth0" for one in own), netns=bench.node.netns)
-    try:
-        both = service("ports", f"{VIP4}:80 NodePort=0.0.0.0:30095", a_and_b(bench, 8080))
-        selected = (NODE, own[0])
-        nodes = tuple(parse_addr(text) for text in selected)
-        bench.apply(both, node_addresses=nodes)
-        for host in selected:
-            assert bench.outside.tcp(host, 30095).get("name") in ("a", "b"), host
-            assert bench.node.host.tcp(host, 30095).get("name") in ("a", "b"), host
-        for host in (own[1], VIP4):
-            assert bench.outside.tcp(host, 30095).get("error") == REFUSED, host
-        bench.apply(both, node_addresses=nodes[:1])
-        assert bench.outside.tcp(own[0], 30095).get("error") == REFUSED
-    finally:
-        ip(*(f"addr del {one}/24 dev eth0" for one in own), netns=bench.node.netns)
-
-
 THEIRS = """
 table inet theirs {
     set kbpf { type ipv4_addr
@@ -537,40 +517,6 @@ def test_foreign_virtual_services_and_tables_stay(applied: Bench):
         bench.delete_virtual_services(theirs)
         bench.nft("flush", "ruleset")
         bench.start()
-
-
-PLAIN4, PLAIN6 = "203.0.113.2", "fd00:203::2"
-
-
-@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
-def test_masquerade_source_is_the_kernels_choice(applied: Bench, v6: bool):
-    """The backend sees the same address of the node as with a plain virtual service and one
-    masquerade rule, as kube-proxy has.
-    """
-    bench = applied
-    l3, bits, plain, own = ("ip6", 128, PLAIN6, VIP6) if v6 else ("ip", 32, PLAIN4, VIP4)
-    pod, router = (bench.a.ip6, bench.node.ip6) if v6 else (bench.a.ip, bench.node.ip)
-    web = service("web", f"[{own}]:80", f"[{pod}]:8080") if v6 else service("web", f"{own}:80", f"{pod}:8080")
-    bench.apply(web, local_networks=(PODS4, PODS6))
-    virtual, server = (VirtualServiceKey(6, parse_addr(plain), 80), RealServerKey(parse_addr(pod), 8080))
-    rule = (
-        f"table {l3} plain {{ chain postrouting {{ type nat hook postrouting priority 100;"
-        f" ct original {l3} daddr {plain} masquerade\n}}\n}}\n"
-    )
-
-    ip(f"addr add {plain}/{bits} dev lo", netns=bench.node.netns)
-    ip(f"route add {plain}/{bits} via {router}", netns=bench.lab.outside)
-    bench.nft("-f", "-", stdin=rule)
-    bench.add_virtual_service(virtual, server)
-    try:
-        seen = [bench.outside.tcp(to, 80) for to in (plain, own)]
-        assert [one.get("name") for one in seen] == ["a", "a"], seen
-        assert seen[0]["client"] == seen[1]["client"] in OWN
-    finally:
-        bench.delete_virtual_services(virtual)
-        bench.nft("delete", "table", l3, "plain")
-        ip(f"route del {plain}/{bits}", netns=bench.lab.outside)
-        ip(f"addr del {plain}/{bits} dev lo", netns=bench.node.netns)
 
 
 def test_replies_pass_a_closed_forward_chain(applied: Bench):

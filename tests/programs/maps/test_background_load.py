@@ -181,22 +181,16 @@ def test_agent_closed_during_the_load_leaves_the_hooks(start: Start):
     assert start.uses_pinned_maps()
 
 
-ALONE = [
-    pytest.param({"socket_lb": SocketLb.OFF}, id="no hooks"),
-    pytest.param({"socket_lb": SocketLb.HOST_NAMESPACE_ONLY}, id="no hooks for pods"),
-]
-
-
-@pytest.mark.parametrize("settings", ALONE)
-def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, settings: dict[str, Any]):
+@pytest.mark.parametrize("lb", [SocketLb.OFF, SocketLb.HOST_NAMESPACE_ONLY], ids=["no hooks", "no hooks for pods"])
+def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, lb: SocketLb):
     """Whether mode bpf can be used depends on it."""
     start.resume.set()
-    start.open(**settings)
+    start.open(socket_lb=lb)
     assert start.loads == 1
     start.error = KernelError("refused by hand")
     start.site.remove()
     with pytest.raises(KernelError, match="refused by hand"):
-        start.open(**settings)
+        start.open(socket_lb=lb)
 
 
 def test_packet_path_is_loaded_first_beside_another_data_plane(start: Start):
@@ -226,10 +220,6 @@ def test_auto_loads_the_other_programs_if_one_is_refused(start: Start, monkeypat
     start.apply()
     until("the packet path serves", start.ready)
     packets = start.plane.status().packets
-    assert (packets.problem, packets.forwarding, packets.fallback) == (
-        "",
-        "stack",
-        "refused by hand",
-    )
+    assert (packets.problem, packets.forwarding, packets.fallback) == ("", "stack", "refused by hand")
     start.do(lambda: start.plane.maintain_host(time.monotonic()))
     assert not start.do(nat_table.exists)
