@@ -5,6 +5,7 @@ each of WAYS. What is programmed is read back by the readers of `kbpf inspect`, 
 memory.
 """
 
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -123,6 +124,18 @@ ROWS = [
         "web LB/TCP: A B\nweb VIP/TCP: A B",
     ),
     Row("Maglev", "web VIP -> A", "web VIP -> A algorithm=MAGLEV", "web VIP/TCP MAGLEV: A"),
+    Row(
+        "Maglev with weights and affinity",
+        "web VIP -> A B algorithm=MAGLEV",
+        "web VIP -> A B C algorithm=MAGLEV cluster_weights=1,3,2 affinity=60",
+        "web VIP/TCP affinity=60 MAGLEV: A B C",
+    ),
+    Row(
+        "two Services have the same backends",
+        "web VIP -> A B",
+        "web VIP -> A B C; twin 10.96.0.8:80 -> A B C affinity=5",
+        "twin 10.96.0.8:80/TCP affinity=5: A B C\nweb VIP/TCP: A B C",
+    ),
 ]
 
 
@@ -283,3 +296,12 @@ def test_change_is_programmed_in_every_way(bench: Bench, row: Row):
         bench.apply([], None)
         way(bench, row)
         assert bench.show() == row.expected, way.__name__
+
+
+def test_rows_follow_each_other(bench: Bench):
+    """Whatever was programmed before, by this agent or by the last one."""
+    for number, row in enumerate(random.Random(1).sample(2 * ROWS, 2 * len(ROWS))):
+        if number % 4 == 0:
+            bench.start()
+        bench.apply(row.after, None)
+        assert bench.show() == row.expected, row.name
