@@ -24,7 +24,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import Reason, ServiceValue, pack_target, unpack_ports
+from kbpf.dataplane.bpf.maps.layout import U32_PAIR, Reason, ServiceValue, pack_target, unpack_ports
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.state.contents import unpack_address
 from kbpf.kernel.bpf.objects import Map
@@ -302,43 +302,26 @@ def test_frontends_are_not_confused_while_all_are_overwritten(bench: Bench):
     assert seen == {Reason.TRANSLATED: dials // 2, Reason.NO_ENDPOINTS: dials // 2}
 
 
-# ---- a careless writer that the check must notice -----------------------------------------------
-
-
-class Careless:
-    """Writes the maps in no particular order, through its own descriptors."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.services = bench.site.pinned("services")
-        self.slots = bench.site.pinned("backend_slots")
-        ids = {v[12:16]: k for k, v in bench.site.entries("backends").items()}
-        self.ids = {address: ids[socket.inet_aton(address)] for address in LOCAL}
-        ((self.key, value),) = self.services.items()
-        self.value = list(ServiceValue.unpack(value))
-        self.set = self.value[3]
-
-    def frontend(self, size: int) -> None:
-        self.value[4] = size
-        self.services.update(self.key, ServiceValue(*self.value).pack(self.key))
-
-    def in_place(self, backends: list[str]) -> None:
-        """Always the same set: first the size, then slot by slot."""
-        old = self.value[4]
-        for index in range(len(backends), old):
-            self.slots.delete(struct.pack("=II", self.set, index))
-        self.frontend(len(backends))
-        for index, one in enumerate(backends):
-            self.slots.update(struct.pack("=II", self.set, index), self.ids[one])
+# ---- a writer that the check must notice -------------------------------------------------------
 
 
 def test_careless_writer_is_noticed(bench: Bench):
-    story = STORIES[0]
+    """It always writes the same set: first the size, then slot by slot."""
+    story, history = STORIES[0], History()
     bench.plane.apply(desired(web(list(LOCAL), story)), None)
-    writer, history, sets = Careless(bench), History(), story.sets()
+    frontends, slots, sets = bench.site.pinned("services"), bench.site.pinned("backend_slots"), story.sets()
+    ids = {value[12:16]: key for key, value in bench.site.entries("backends").items()}
+    ((key, raw),) = frontends.items()
+    value = ServiceValue.unpack(raw)
+
+    def write(backends: list[str]) -> None:
+        frontends.update(key, value._replace(cluster_size=len(backends)).pack(key))
+        for index, one in enumerate(backends):
+            slots.update(U32_PAIR.pack(value.cluster_set, index), ids[socket.inet_aton(one)])
 
     def step() -> None:
         backends = next(sets)
-        history.change(frozenset(backends), lambda: writer.in_place(backends))
+        history.change(frozenset(backends), lambda: write(backends))
 
     step()
     dials = play(bench, history, story.protocol, step)

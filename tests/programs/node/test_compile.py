@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import HOOKS, UNITS, program_names
-from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.hooks import UNITS, program_names
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.errors import CompileError
@@ -91,29 +90,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Path]:
 
 
 # ---- the artifact --------------------------------------------------------------------------------
-
-
-def test_artifact_has_every_program_and_matches_the_map_layouts(built: tuple[Artifact, Path]):
-    made, _ = built
-    assert [one.name for one in made.programs] == [h.name for h in HOOKS]
-    assert made.maps
-    for shape in made.maps:
-        spec = layout.ALL_MAPS[shape.name]
-        assert (shape.key_size, shape.value_size) == (spec.key_size, spec.value_size)
-
-
-def test_bytecode_refers_to_maps_by_name(built: tuple[Artifact, Path]):
-    """Each instruction that loads a map refers to it by name, and its immediate value is 0."""
-    made, _ = built
-    for program in made.programs:
-        insns = enumerate(struct.iter_unpack("=BBhi", program.insns))
-        loads = {i: value for i, (code, registers, _, value) in insns if code == 0x18 and registers >> 4 in (1, 2)}
-        assert loads == {reference.insn: 0 for reference in program.references}
-        names = {reference.map for reference in program.references}
-        assert names <= layout.ALL_MAPS.keys()
-        assert not names & {name for name, spec in layout.MAPS.items() if spec.grows}, (
-            "maps that grow are found through their arrays only"
-        )
 
 
 def test_the_same_sources_give_the_same_bytes(built: tuple[Artifact, Path], tmp_path: Path):

@@ -201,25 +201,6 @@ def test_program_of_kbpf_is_recognized_by_several_names(name: str, maps: str, is
         assert unpinned.is_kbpf_program(program, name) is is_kbpf
 
 
-def test_pins_are_not_read_for_each_program_of_others(site: Site, monkeypatch: pytest.MonkeyPatch):
-    """A node may have hundreds of filters, and a pin for each of its devices."""
-    reads: list[Pins] = []
-    read = unpinned._read_pinned_ids
-    monkeypatch.setattr(unpinned, "_read_pinned_ids", lambda pins: reads.append(pins) or read(pins))
-    own = unpinned.OwnPrograms(Pins(site.pins))
-    with contextlib.ExitStack() as stack:
-        for name in ("tc_ingress", "policy"):
-            for _ in range(20):
-                program = stack.enter_context(loaded(name, "config flows"))
-                assert not own.is_unpinned(program, "tc_ingress")
-        assert reads == []
-        program = stack.enter_context(loaded("tc_ingress", "tails flows"))
-        for _ in range(20):
-            assert own.is_unpinned(program, "tc_ingress")
-            assert not own.contains(program)
-        assert len(reads) == 1
-
-
 @needs("tcx")
 @alone
 def test_first_start_beside_calico_on_a_device_is_refused(site: Site):
