@@ -6,7 +6,7 @@ and agents that are killed between any two calls. IPVS is a fake
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,7 +23,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy
 from kbpf.kernel.net.ipvs import IpvsCommand, IpvsRequest
 from kbpf.kernel.netfilter import forward_rules
-from kbpf.model.address import Addr, format_addr, parse_addr
+from kbpf.model.address import format_addr
 from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Algorithm
@@ -74,25 +74,6 @@ def test_refused_address_does_not_stop_other_services(node: Node):
     assert "default/bad TCP IPv6" in "".join(node.plane.status().problems)
     assert refused(node, WEB, OTHER, touched=[bad.key]) == {}
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
-
-
-def test_address_refused_at_first_is_added_later(node: Node, monkeypatch: pytest.MonkeyPatch):
-    real = dummy.add_addresses
-
-    def some(index: int, wanted: Sequence[Addr]) -> dict[Addr, KernelError]:
-        barred = {parse_addr("10.96.0.2")} & {*wanted}
-        no = KernelError("no", errno=errno.ENOMEM)
-        return real(index, {*wanted} - barred) | dict.fromkeys(barred, no)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dummy, "add_addresses", some)
-        assert refused(node, WEB, OTHER).keys() == {"other"}
-        assert node.ipvs.shown().keys() == {"10.96.0.1:80/6"}
-        assert "10.96.0.2:80" not in elements(node, *SetName)
-    assert refused(node, WEB, OTHER, touched=()) == {}
-    assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
-    assert node.ipvs.shown().keys() == {"10.96.0.1:80/6", "10.96.0.2:80/6"}
-    assert elements(node, SetName.SERVED) == {"10.96.0.1:80", "10.96.0.2:80"}
 
 
 def test_refused_address_later_on_the_node_is_served(node: Node, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,6 @@ plane's memory. The expected dump of a state is that of a plane to which it was 
 tests/programs/conformance has the changes that are not interrupted.
 """
 
-import errno
 import functools
 import itertools
 import os
@@ -521,46 +520,6 @@ def frontends_of(found: dict[str, Any]) -> dict[str, Any]:
 def folders(site: Site) -> list[str]:
     """Kinds of entries in the pin folder."""
     return sorted(path.name.split("-")[0] for path in site.pins.iterdir())
-
-
-def test_failed_write_is_repaired_by_the_same_agent(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whichever write fails, the agent reads the maps again, because it does not know
-    their state.
-    """
-    real = {name: getattr(Map, name) for name in ("update_batch", "delete_batch", "update")}
-
-    def fails(name: str, calls: Iterator[int], at: int) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            if next(calls) == at:
-                raise KernelError("cannot write", "map", errno=errno.ENOMEM)
-            return real[name](*arguments)
-
-        return call
-
-    with sites(artifact_cache) as make:
-        old, new = (dump_first(make(), state) for state in (OLD, NEW))
-        for number in itertools.count():
-            site, calls = make(), itertools.count()
-            plane = site.open()
-            plane.apply(OLD, None)
-            with monkeypatch.context() as patch:
-                for name in real:
-                    patch.setattr(Map, name, fails(name, calls, number))
-                try:
-                    plane.apply(NEW, NEW.services.keys() | OLD.services.keys())
-                except KernelError as error:
-                    text = str(error)
-                else:
-                    text = ""
-            check_point(site, frontends_of(old), frontends_of(new))
-            plane.apply(NEW, ())
-            flush(plane)
-            assert site.dump() == new, number
-            site.close()
-            if not text:
-                break
-            assert text == "cannot write (map): ENOMEM"
-    assert number > 5, "there were many writes"
 
 
 TWO = state("web 10.96.0.1:80 -> A; db 10.96.0.2:80 -> A")

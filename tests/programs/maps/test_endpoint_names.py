@@ -273,27 +273,21 @@ def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyP
         unready = ENDPOINTS["not-ready"]
         return slice_of((OTHER, "web"), *((replace(unready, address=one), "web-0") for one in addresses))
 
-    states = [web(endpoints(i), name=f"s{i}", at=f"10.96.0.{i}:80") for i in range(1, 4)]
+    states = {f"s{i}": web(endpoints(i), name=f"s{i}", at=f"10.96.0.{i}:80") for i in range(1, 4)}
     plane = site.open(sizes=few)
 
-    def settles(*expected: int) -> None:
-        """Ticks until the Services have these numbers of names. Further ticks change nothing."""
+    def has_names(*expected: int) -> bool:
+        plane.tick(time.monotonic())
+        return sorted(map(len, read_endpoints(site).values())) == [*expected]
 
-        def are_named() -> bool:
-            plane.tick(time.monotonic())
-            return sorted(map(len, read_endpoints(site).values())) == [*expected]
-
-        until(f"there are {expected} names", are_named)
-        assert all(are_named() for _ in range(20))
-
-    assert plane.apply(desired(*states), None).refused == {}
-    settles(0, 0, 31)
+    assert plane.apply(desired(*states.values()), None).refused == {}
+    until("one has names", lambda: has_names(0, 0, 31))
+    assert all(has_names(0, 0, 31) for _ in range(20)), "further ticks change nothing"
     (named,) = (name for name, entries in read_endpoints(site).items() if entries)
-    remaining = [state for state in states if state.key.name != named]
-    gone = next(state.key for state in states if state.key.name == named)
-    plane.apply(desired(*remaining), [gone])
+    gone = states.pop(named).key
+    plane.apply(desired(*states.values()), [gone])
     flush(plane)
-    settles(0, 31)
+    until("another one has names", lambda: has_names(0, 31))
     assert caplog.text.count("names of endpoints find no room") == 1
 
 

@@ -40,38 +40,13 @@ def another_layout(monkeypatch: pytest.MonkeyPatch, *former: FormerLayout) -> No
 
 @pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
 def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool):
-    """Each is converted and keeps its place in the queue: the longest idle one is evicted first."""
     ports = range(2000, 2000 + ROOM)
     flows.talk_all(ports, LIVES)
-    flows.talk(ports[7], "R")
-    flows.talk(ports[3], "R")
-    for number, port in enumerate(ports):
-        flows.age(port, (ROOM - number) * MINUTE // 6)
     another_layout(monkeypatch, *([FormerLayout(1, FLOW.size, marked)] if knows else []))
     flows.start(ROOM)
     assert flows.ports() == (flows.complete(ports) if knows else {})
     assert {raw[fields.SERVICE] for raw in flows.site.entries("flows").values()} <= {U32.pack(MARKED)}
     assert flows.tracked() == (ROOM if knows else 0)
-    if knows:
-        for port in (5000, 5001, 5002):
-            flows.talk(port, LIVES)
-        assert ports[3] not in flows.ports()
-        assert ports[7] not in flows.ports()
-        assert flows.ports().keys() >= {*ports[8:], 5000, 5001, 5002}
-    monkeypatch.undo()
-    flows.start(ROOM)
-
-
-def test_unfinished_upgrade_is_repeated(flows: Flows, monkeypatch: pytest.MonkeyPatch):
-    """The new maps existed, and the agent ended before any program used them."""
-    flows.talk(2000, LIVES)
-    another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
-    flows.site.open(MapSizes(connections=ROOM), packet_path=True).close()
-    flows.talk(2001, LIVES)
-    flows.talk(2000, "FA <FA A")
-    flows.start(ROOM)
-    assert flows.ports() == flows.complete([2000, 2001])
-    assert flows.states() == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
     monkeypatch.undo()
     flows.start(ROOM)
 
