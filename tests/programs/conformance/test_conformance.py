@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -171,16 +170,6 @@ def _show(port: ServicePort, frontend: FrontendEntry) -> str:
 # ---- the data planes -----------------------------------------------------------------------------
 
 
-class Bench(Protocol):
-    """A data plane under test. start() is also a restart."""
-
-    def start(self) -> object: ...
-
-    def apply(self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None) -> Report: ...
-
-    def show(self) -> list[str]: ...
-
-
 class BpfBench:
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -228,6 +217,10 @@ class IpvsBench:
                 )
                 assert at >= {(frontend.at.protocol, host, frontend.at.port) for host in hosts}
         return show(inspect.build_inspection(folder, ports, servers).services)
+
+
+Bench = BpfBench | IpvsBench
+"""A data plane under test. start() is also a restart."""
 
 
 @pytest.fixture(params=["bpf", "fake-ipvs", pytest.param("ipvs", marks=needs("ipvs"))])

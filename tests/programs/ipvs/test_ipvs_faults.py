@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace as replace_fields
 
 from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
 from kbpf.dataplane.ipvs import ruleset
@@ -153,34 +154,31 @@ def test_recreated_service_does_not_remember_drained_servers(node: Node):
     assert node.ipvs.shown() == {"10.96.0.1:80/6": {A: 1, B: 1}}
 
 
-def test_missing_scheduler_is_replaced_at_once(node: Node):
-    node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler == "mh" else 0
-    hashed = service("web", "10.96.0.1:80", A, algorithm=Algorithm.MAGLEV)
-    assert refused(node, hashed, OTHER) == {}
-    (settings, servers) = node.ipvs.held[tcp("10.96.0.1", 80)]
-    assert (settings.scheduler, {str(one) for one in servers}) == ("wrr", {A})
-    now = service("other", "10.96.0.2:80", B, algorithm=Algorithm.MAGLEV)
-    assert refused(node, hashed, now, touched=[now.key]) == {}
-    assert node.ipvs.held[tcp("10.96.0.2", 80)][0].scheduler == "wrr"
+LACKS = [
+    ("lblc", "", "lblc", "wrr"),
+    ("lblc", "", "lblc wrr", "rr"),
+    ("mh", "", "mh wrr", "rr"),
+    ("", "MAGLEV", "mh", "wrr"),
+]
 
 
-LACKS = [("lblc", {"lblc"}, "wrr"), ("lblc", {"lblc", "wrr"}, "rr"), ("mh", {"mh", "wrr"}, "rr")]
-
-
-@pytest.mark.parametrize(("asked", "lacks", "gets"), LACKS)
-def test_missing_schedulers_fall_back_to_simpler_ones(fake_node: Node, asked: str, lacks: set[str], gets: str):
+@pytest.mark.parametrize(("asked", "algorithm", "missing", "gets"), LACKS)
+def test_missing_schedulers_fall_back_to_simpler_ones(
+    fake_node: Node, asked: str, algorithm: str, missing: str, gets: str
+):
     """Each is reported once; the scheduler in use then counts as the configured one."""
-    node = fake_node
-    node.start(replace(node.config, ipvs_scheduler=asked))
+    node, lacks = fake_node, missing.split()
+    web, other = (replace_fields(one, algorithm=Algorithm[algorithm or "RANDOM"]) for one in (WEB, OTHER))
+    node.start(replace(node.config, ipvs_scheduler=asked or node.config.ipvs_scheduler))
     node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler in lacks else 0
-    assert refused(node, WEB) == {}
-    assert refused(node, WEB, OTHER, touched=[OTHER.key]) == {}
+    assert refused(node, web) == {}
+    assert refused(node, web, other, touched=[other.key]) == {}
     assert {settings.scheduler for settings, _ in node.ipvs.held.values()} == {gets}
     said = [line for line in node.plane.status().problems if "scheduler" in line]
     assert len(said) == len(lacks)
     assert gets in said[-1]
     node.plane.invalidate()
-    assert node.apply(WEB, OTHER).writes == {}, "nothing has changed"
+    assert node.apply(web, other).writes == {}, "nothing has changed"
     assert [line for line in node.plane.status().problems if "scheduler" in line] == said
 
 
