@@ -461,8 +461,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("ticks", [False, True], ids=["applied again", "repaired before"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda row: row.name)
+@pytest.mark.parametrize(("way", "ticks"), [*((way, False) for way in WAYS), (WAYS[2], True), (WAYS[4], True)])
 def test_apply_after_a_failed_apply_is_complete(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Change, ticks: bool
 ):

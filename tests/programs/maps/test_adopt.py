@@ -468,8 +468,7 @@ def check_point(site: Site, old: dict[str, Any] | None, new: dict[str, Any]) -> 
 CASES = {
     "the first start": "first",
     "a change, and maps grow": "grow",
-    "a change and another build": "build",
-    "a change and another layout": "build services",
+    "a change, another build and another layout": "build services",
 }
 """What differs, and the map that has another layout."""
 

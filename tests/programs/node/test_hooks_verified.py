@@ -161,8 +161,9 @@ def test_lost_pins_of_maps_are_restored_while_it_runs(
     assert caplog.text.count("removed pins of maps were restored maps=") == 1
 
 
-@pytest.mark.parametrize("may_open_by_id", [True, False], ids=["", "without CAP_SYS_ADMIN"])
-@pytest.mark.parametrize("what", LOST_PINS)
+@pytest.mark.parametrize(
+    ("what", "may_open_by_id"), [*((what, True) for what in LOST_PINS), ("affinity", False), ("all", False)]
+)
 def test_start_with_lost_pins_of_maps_serves_again(
     site: Site, what: str, may_open_by_id: bool, monkeypatch: pytest.MonkeyPatch
 ):

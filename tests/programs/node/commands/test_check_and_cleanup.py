@@ -261,18 +261,17 @@ def test_cleanup_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_p
 # ---- compile -----------------------------------------------------------------------------------
 
 
-def test_compile_command_compiles_once(tmp_path: Path, capsys):
-    def compiled(*more: str) -> dict:
-        assert app.call(["compile", "--cache-dir", str(tmp_path), "-o", "json", *more]) == 0
-        return {made["unit"]: made for made in json.loads(capsys.readouterr().out)["items"]}
+def test_compile_command_compiles_what_is_missing_or_all(artifact_cache: Path, tmp_path: Path, capsys):
+    shutil.copytree(artifact_cache, tmp_path / "cache")
 
-    first = compiled()
-    assert first.keys() == {"sock", "tc"}
-    assert all(made["compiled"] for made in first.values())
-    assert first["sock"]["programs"] == len(HOOK_NAMES)
-    assert all(Path(m["path"]).stat().st_size == m["bytes"] for m in first.values())
-    assert not any(made["compiled"] for made in compiled().values())
-    assert all(made["compiled"] for made in compiled("--force").values())
+    def compiled(*more: str) -> list[dict]:
+        assert app.call(["compile", "--cache-dir", str(tmp_path / "cache"), "-o", "json", *more]) == 0
+        return json.loads(capsys.readouterr().out)["items"]
+
+    for options, is_compiled in (((), False), (("--force",), True)):
+        found = compiled(*options)
+        assert {made["unit"]: made["compiled"] for made in found} == {"sock": is_compiled, "tc": is_compiled}
+        assert all(Path(made["path"]).stat().st_size == made["bytes"] for made in found)
 
 
 def test_compile_into_an_impossible_folder_exits_with_1(capsys):
