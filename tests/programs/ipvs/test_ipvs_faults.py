@@ -461,7 +461,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "ticks"), [*((way, False) for way in WAYS), (WAYS[2], True), (WAYS[4], True)])
+@pytest.mark.parametrize(
+    ("way", "ticks"),
+    [*((way, False) for way in WAYS), (WAYS[2], True), (WAYS[4], True)],
+    ids=lambda one: getattr(one, "name", "repaired before" if one else "applied again"),
+)
 def test_apply_after_a_failed_apply_is_complete(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Change, ticks: bool
 ):
