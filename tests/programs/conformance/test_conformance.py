@@ -234,11 +234,6 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 # ---- the ways ------------------------------------------------------------------------------------
 
 
-def backwards(bench: Bench, row: Row) -> None:
-    bench.apply(row.before[::-1], None)
-    bench.apply(row.after[::-1], None)
-
-
 def by_events(bench: Bench, row: Row) -> None:
     """Service ports change one by one; those that are removed first."""
     states: dict[ServicePortKey, ServiceState] = {}
@@ -273,12 +268,7 @@ def restarted(bench: Bench, row: Row) -> None:
     assert bench.apply(row.after, None).writes == {}
 
 
-def back_and_forth(bench: Bench, row: Row) -> None:
-    for states in (row.after, row.before, row.after):
-        bench.apply(states, None)
-
-
-WAYS = (backwards, by_events, twice, restarted, back_and_forth)
+WAYS = (by_events, twice, restarted)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
