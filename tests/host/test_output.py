@@ -17,7 +17,6 @@ from kbpf.config import output
 from tests.support.lab.lab import PATIENCE
 from tests.support.runtime.command import kbpf
 
-NOBODY = 65534
 OLD, NEW = "old: text, and a longer one\n", "new: text\n"
 WRITE = f"import sys, pathlib, kbpf.config.output as output; output.write(pathlib.Path(sys.argv[1]), {NEW!r})"
 
@@ -145,17 +144,9 @@ def test_permissions_are_respected(name: str):
     try:
         target = file(folder / "target", file_mode)
         folder.chmod(folder_mode)
-        child = os.fork()
-        if child == 0:
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-            try:
-                output.write(target, NEW)
-                os._exit(0)
-            except PermissionError:
-                os._exit(13)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert (code, target.read_text()) == ((0, NEW) if written else (13, OLD))
+        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", WRITE]
+        done = subprocess.run([*as_nobody, str(target)], capture_output=True, text=True, check=False)
+        assert ("PermissionError" in done.stderr, target.read_text()) == (not written, NEW if written else OLD)
         assert os.listdir(folder) == ["target"]
     finally:
         subprocess.run(["rm", "-r", str(folder)], check=True)

@@ -302,13 +302,6 @@ def test_connections_and_bytes_are_counted_by_service(applied: Bench):
     until("connections and bytes are counted", is_counted)
 
 
-def test_affinity_keeps_one_backend(applied: Bench):
-    for port in (88, 89):
-        place = applied.outside if port == 88 else applied.b
-        names = {place.tcp(LB4, port)["name"] for _ in range(6)}
-        assert len(names) == 1, port
-
-
 def test_connections_follow_weights(applied: Bench):
     """With weights 3 and 1 the first backend gets three of every four connections."""
     for _ in range(3):

@@ -154,10 +154,6 @@ def flip_port(port: int) -> Damage:
     return damage
 
 
-def both(*damages: Damage) -> Damage:
-    return lambda site: [damage(site) for damage in damages]
-
-
 FAR, ONE = U32.pack(4_000), U32.pack(1)
 OLD = pack_service_name(ServicePortKey("default", "old", "", Protocol.TCP, 4))
 ELSEWHERE = target("10.9.9.9:53", Protocol.UDP)
@@ -233,15 +229,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         """changed services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP / 10.96.0.1:80/TCP leads to default/old TCP
         changed services default/web TCP IPv4: NodePort 0.0.0.0:30080/TCP / """,
     ),
-    "name and frontends removed": (
-        both(
-            delete("service_names", service_id(WEB)),
-            delete("services", target(WEB)),
-            delete("services", target("0.0.0.0:30080")),
-        ),
-        """missing services default/web TCP IPv4: NodePort 0.0.0.0:30080/TCP, ClusterIP 10.96.0.1:80/TCP /
-        stale backend_slots set""",
-    ),
     "name added": (
         put("service_names", FAR, OLD),
         """stale service_names id 4000:  / default/old TCP IPv4
@@ -306,7 +293,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         """stale backends backend 4000:  / 10.9.9.9:53
         changed meta""",
     ),
-    "backend of an unknown protocol": (put("backends", FAR, target("10.9.9.9:53", 99)), "damaged backends : "),
     # set_members
     "member removed": (
         delete("set_members", member(KEPT, backend_id(C))),
@@ -315,10 +301,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "member added": (
         put("set_members", member(KEPT, FAR), ONE),
         "stale set_members default/kept TCP IPv4:  / cluster set: backend 4000",
-    ),
-    "member of a set without affinity": (
-        put("set_members", member(WEB, FAR), ONE),
-        "stale set_members set %:  / backend 4000",
     ),
     # source_ranges
     "range removed": (

@@ -422,23 +422,3 @@ def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
     plane.apply(desired(two), {one.key})
     assert plane.apply(desired(two), ()).refused == {}
     assert site.dump()["frontends"]["192.0.2.2:80/TCP"]["ranges"] == ["10.1.0.0/112", "10.2.0.0/112"]
-
-
-def test_frontend_moved_from_a_refused_service_stays_moved(site: Site):
-    """The old owner does not take it back once there is room for it."""
-    plane = site.open(replace(SIZES, slots=6))
-    first, shared = "10.96.0.1:80", "10.96.0.2:80"
-    many_more = " ".join(f"10.0.1.{i}:80" for i in range(1, 7))
-    plane.apply(desired(service("old", f"{first} {shared}", "10.0.0.1:80")), None)
-    new = service("new", shared, "10.0.0.9:80")
-    big = desired(service("old", first, many_more), new)
-    report = plane.apply(big, big.services.keys())
-    assert names(report.refused) == ["old"]
-    flush(plane)
-    assert site.dump()["frontends"]["10.96.0.2:80/TCP"]["service"] == "default/new"
-    fits = desired(service("old", first, "10.0.1.1:80"), new)
-    assert plane.apply(fits, ()).refused == {}
-    flush(plane)
-    frontends = site.dump()["frontends"]
-    assert frontends["10.96.0.2:80/TCP"]["cluster"] == ["10.0.0.9:80/TCP"]
-    assert frontends["10.96.0.1:80/TCP"]["cluster"] == ["10.0.1.1:80/TCP"]

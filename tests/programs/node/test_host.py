@@ -378,17 +378,6 @@ def test_concurrently_changed_chain_is_an_error_and_the_next_poll_succeeds(bench
     assert bench.chains["ip"].has_masquerade_rule(0x4000)
 
 
-def test_failed_transaction_keeps_the_old_rule(bench: Bench):
-    """The old rule is deleted and the new one added in one transaction."""
-    close(bench)
-    bench.poll()
-    chain = bench.chains["ip"]
-    wrong = replace(chain, rules=(*chain.rules, forward_rules.ChainRule(999, forward_rules.masquerade_comment(1))))
-    with pytest.raises(KernelError):
-        bench.do(lambda: forward_rules.accept_marked(wrong, 2))
-    assert bench.chains["ip"] == chain
-
-
 def test_missing_python3_nftables_is_logged_once(bench: Bench, logged, monkeypatch):
     close(bench)
     monkeypatch.setitem(sys.modules, "nftables", None)
