@@ -7,7 +7,7 @@ It is written between other changes, so a test says when: name_all() runs what i
 import errno
 import time
 from dataclasses import replace as replace_fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort, pack_names
 from kbpf.policy.endpoints import merge_endpoints
 from tests.support.lab.lab import until
 from tests.support.plane import SIZES, Site, desired, flush, service, size_maps
+from tests.support.table import table
 
 MAP = endpoint_names.MAP_NAME
 PORT = 8080
@@ -124,42 +125,50 @@ READY_NAME = "default/web-0 node-a zone-a ready"
 OTHER_NAME = "default/web-1 node-b zone-b ready"
 A, B = "10.244.0.1:8080", "10.244.0.2:8080"
 
-DRAINING_NAME = "default/web-0 node-a zone-a terminating, serving"
 
-CHANGES: dict[str, tuple[list[str], Names]] = {
-    "one endpoint": (["ready=web-0"], {A: READY_NAME}),
-    "one more": (["ready=web-0", "ready=web-0 other=web-1"], {A: READY_NAME, B: OTHER_NAME}),
-    "one less": (["ready=web-0 other=web-1", "other=web-1"], {B: OTHER_NAME}),
-    "another Pod has the address now": (["ready=web-0", "on-c=api-7"], {A: "default/api-7 c zone-a ready"}),
-    "in the set while it terminates": (["ready=web-0", "draining=web-0"], {A: DRAINING_NAME}),
-    "in no set while it terminates": (["draining=web-0 other=web-1"], {A: DRAINING_NAME, B: OTHER_NAME}),
-    "not ready, so in no set": (
-        ["not-ready=web-0 other=web-1"],
-        {A: "default/web-0 node-a zone-a not ready", B: OTHER_NAME},
-    ),
-    "not a Pod, without a node": (["nowhere="], {A: "   ready"}),
-    "in the second slice": (["ready=web-0 + other=web-1"], {A: READY_NAME, B: OTHER_NAME}),
-    "moved to the second slice": (
-        ["ready=web-0 + other=web-1", " + ready=web-0 other=web-1"],
-        {A: READY_NAME, B: OTHER_NAME},
-    ),
-    "in both slices, which disagree: the last that does not terminate": (
-        ["ready=web-0 + on-c=new-0"],
-        {A: "default/new-0 c zone-a ready"},
-    ),
-    "only a slice changes that does not count": (
-        ["draining=web-0 + ready=new-0", "draining-in-x=web-0 + ready=new-0"],
-        {A: "default/new-0 node-a zone-a ready"},
-    ),
-    "the slice that counted is gone": (["draining=web-0 + ready=new-0", "draining=web-0"], {A: DRAINING_NAME}),
-    "no slice any more": (["ready=web-0", ""], {}),
-}
+class Change(NamedTuple):
+    """Slices after each step, and the names in the end: an endpoint, its Pod, node, zone and state."""
+
+    name: str
+    steps: str
+    names: str = ""
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_map_has_what_the_slices_say(site: Site, name: str):
+CHANGES = table(
+    Change,
+    """
+one endpoint | ready=web-0 | A default/web-0 node-a zone-a ready
+one more | ready=web-0; ready=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a ready; B default/web-1 node-b zone-b ready
+one less | ready=web-0 other=web-1; other=web-1 | B default/web-1 node-b zone-b ready
+another Pod has the address now | ready=web-0; on-c=api-7 | A default/api-7 c zone-a ready
+in the set while it terminates | ready=web-0; draining=web-0 | A default/web-0 node-a zone-a terminating, serving
+in no set while it terminates | draining=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a terminating, serving; B default/web-1 node-b zone-b ready
+not ready, so in no set | not-ready=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a not ready; B default/web-1 node-b zone-b ready
+not a Pod, without a node | nowhere= | A    ready
+in the second slice | ready=web-0 + other=web-1 | \
+    A default/web-0 node-a zone-a ready; B default/web-1 node-b zone-b ready
+moved to the second slice | ready=web-0 + other=web-1; + ready=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a ready; B default/web-1 node-b zone-b ready
+in both slices, which disagree: the last that does not terminate | ready=web-0 + on-c=new-0 | \
+    A default/new-0 c zone-a ready
+only a slice changes that does not count | draining=web-0 + ready=new-0; draining-in-x=web-0 + ready=new-0 | \
+    A default/new-0 node-a zone-a ready
+the slice that counted is gone | draining=web-0 + ready=new-0; draining=web-0 | \
+    A default/web-0 node-a zone-a terminating, serving
+no slice any more | ready=web-0;
+""",
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_the_map_has_what_the_slices_say(site: Site, change: Change):
     """However it got there: step by step, at once, and after a restart."""
-    steps, expected = CHANGES[name]
+    steps = change.steps.split(";")
+    named_ends = (one.split(" ", 1) for one in change.names.split("; ") if one)
+    expected = {{"A": A, "B": B}[end]: name for end, name in named_ends}
     plane = site.open()
     plane.apply(desired(), None)
     for step in steps:
