@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -36,6 +37,7 @@ from tests.programs.packets.tc.net import NEXT, both_directions, idle, insn
 from tests.support.features import needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import HOOKS, Site
+from tests.support.table import table
 
 SOCK_ADDR = 18
 PASS = insn(0xB7, imm=1) + insn(0x95)
@@ -167,20 +169,30 @@ def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site):
         assert len(reported(plane)) == 1
 
 
-NAMED_MAPS = [
-    ("tc_ingress", "tails reasons", True),
-    ("tc_egress", "services_outer tails", True),
-    ("connect4", "config sock_peers", True),
-    ("sendmsg4", "affinity frontend_ports", True),
-    ("connect4", "backend_slots_outer sock_peers", True),
-    ("tc_ingress", "config flows devices node", False),
-    ("tc_egress", "counts", False),
-    ("connect4", "services counts meta config", False),
-    ("tc_ingress", "tails", False),
-    ("connect4", "sock_peers theirs", False),
-    ("tc_ingress", "", False),
-]
-"""The name of a program, its maps, and whether it is taken for one of kbpf."""
+class Loaded(NamedTuple):
+    """The name of a program, its maps, and whether it is taken for one of kbpf."""
+
+    name: str
+    maps: str
+    is_kbpf: bool
+
+
+LOADED = table(
+    Loaded,
+    """
+tc_ingress | tails reasons                  | yes
+tc_egress  | services_outer tails           | yes
+connect4   | config sock_peers              | yes
+sendmsg4   | affinity frontend_ports        | yes
+connect4   | backend_slots_outer sock_peers | yes
+tc_ingress | config flows devices node      | no
+tc_egress  | counts                         | no
+connect4   | services counts meta config    | no
+tc_ingress | tails                          | no
+connect4   | sock_peers theirs              | no
+tc_ingress |                                | no
+""",
+)
 
 
 @contextlib.contextmanager
@@ -195,10 +207,10 @@ def loaded(name: str, map_names: str = "") -> Iterator[int]:
         yield stack.enter_context(program).read_info().id
 
 
-@pytest.mark.parametrize(("name", "maps", "is_kbpf"), NAMED_MAPS)
-def test_program_of_kbpf_is_recognized_by_several_names(name: str, maps: str, is_kbpf: bool):
-    with loaded(name, maps) as program:
-        assert unpinned.is_kbpf_program(program, name) is is_kbpf
+@pytest.mark.parametrize("row", LOADED, ids=lambda row: f"{row.name} {row.maps}")
+def test_program_of_kbpf_is_recognized_by_several_names(row: Loaded):
+    with loaded(row.name, row.maps) as program:
+        assert unpinned.is_kbpf_program(program, row.name) is row.is_kbpf
 
 
 @needs("tcx")

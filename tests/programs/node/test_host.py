@@ -28,10 +28,11 @@ from tests.support.features import needs
 from tests.support.lab.lab import run
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import Site, desired, service
+from tests.support.table import table
 
-USUAL = (32768, 60999)
+USUAL = "32768 60999"
 CONFIG = Config(masquerade_ports=(61_000, 65_535))
-WIDE = (1024, 65535)
+WIDE = "1024 65535"
 
 
 class Bench(Namespace):
@@ -54,8 +55,8 @@ class Bench(Namespace):
         for _ in range(int(30 / HOST_POLL_INTERVAL_S)):
             self.poll()
 
-    def set(self, local: tuple[int, int], reserved: str) -> None:
-        self.do(lambda: sysctl.write(sysctl.LOCAL_PORT_RANGE, f"{local[0]} {local[1]}"))
+    def set(self, local: str, reserved: str) -> None:
+        self.do(lambda: sysctl.write(sysctl.LOCAL_PORT_RANGE, local))
         self.do(lambda: sysctl.write(sysctl.RESERVED_PORTS, reserved))
 
     @property
@@ -201,23 +202,26 @@ class Ports(NamedTuple):
     """The local port range, and the reserved ports before, with and after the agent."""
 
     name: str
-    local: tuple[int, int]
-    before: str
-    during: str
-    after: str
+    local: str
+    before: str = ""
+    during: str = ""
+    after: str = ""
 
 
-PORTS = [
-    Ports("outside the local range", USUAL, "", "", ""),
-    Ports("outside, with other reserved ports", USUAL, "8080", "8080", "8080"),
-    Ports("inside the local range", WIDE, "", "61000-65535", ""),
-    Ports("one port inside", (32768, 61000), "", "61000-65535", ""),
-    Ports("ports reserved by others stay", WIDE, "8080,9000-9010", "8080,9000-9010,61000-65535", "8080,9000-9010"),
-    Ports("adjacent to ports of others", WIDE, "60000-60999", "60000-65535", "60000-60999"),
-    Ports("some reserved by others", WIDE, "62000-62999", "61000-65535", "62000-62999"),
-    Ports("all reserved by others", WIDE, "61000-65535", "61000-65535", "61000-65535"),
-    Ports("more than all reserved", WIDE, "50000-65535", "50000-65535", "50000-65535"),
-]
+PORTS = table(
+    Ports,
+    """
+outside the local range            | 32768 60999
+outside, with other reserved ports | 32768 60999 | 8080           | 8080                       | 8080
+inside the local range             | 1024 65535  |                | 61000-65535
+one port inside                    | 32768 61000 |                | 61000-65535
+ports reserved by others stay      | 1024 65535  | 8080,9000-9010 | 8080,9000-9010,61000-65535 | 8080,9000-9010
+adjacent to ports of others        | 1024 65535  | 60000-60999    | 60000-65535                | 60000-60999
+some reserved by others            | 1024 65535  | 62000-62999    | 61000-65535                | 62000-62999
+all reserved by others             | 1024 65535  | 61000-65535    | 61000-65535                | 61000-65535
+more than all reserved             | 1024 65535  | 50000-65535    | 50000-65535                | 50000-65535
+""",
+)
 
 
 @pytest.mark.parametrize("row", PORTS, ids=lambda row: row.name)
