@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.kernel.system import children
+from tests.support.table import table
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -147,25 +148,37 @@ def test_an_agent_that_executes_itself_keeps_its_arguments(trap: Trap, tmp_path:
 
 
 OTHERS = str(children.PACKAGE_ROOT)
-CLEAN = [
-    ({"PATH": "/usr/bin:/bin"}, "PATH", "/usr/bin:/bin"),
-    ({"PATH": ":/usr/bin:.:bin:../x:/bin:"}, "PATH", "/usr/bin:/bin"),
-    ({"PATH": "."}, "PATH", os.defpath),
-    ({}, "PATH", None),
-    ({"PYTHONPATH": f"{OTHERS}:.::x:/srv/lib"}, "PYTHONPATH", f"{OTHERS}:/srv/lib"),
-    ({"PYTHONPATH": "."}, "PYTHONPATH", OTHERS),
-    ({"PYTHONSTARTUP": "x"}, "PYTHONSTARTUP", None),
-    ({"PYTHONHOME": "x"}, "PYTHONHOME", None),
-    ({"PYTHONINSPECT": "1"}, "PYTHONINSPECT", None),
-    ({"HOME": "/root", "AWS_PROFILE": "x"}, "AWS_PROFILE", "x"),
-]
-"""The caller's environment, and the value of a variable in the child's."""
 
 
-@pytest.mark.parametrize("row", CLEAN, ids=lambda row: f"{row[0]}")
-def test_the_childs_environment_has_no_relative_paths(row: tuple):
-    inherited, name, value = row
-    assert children.child_environment(inherited).get(name) == value
+class Variable(NamedTuple):
+    """The caller's environment, and the value of a variable in the child's; "-": it has none."""
+
+    inherited: str
+    name: str
+    value: str
+
+
+CLEAN = table(
+    Variable,
+    f"""
+PATH=/usr/bin:/bin             | PATH          | /usr/bin:/bin
+PATH=:/usr/bin:.:bin:../x:/bin: | PATH          | /usr/bin:/bin
+PATH=.                         | PATH          | {os.defpath}
+                               | PATH          | -
+PYTHONPATH={OTHERS}:.::x:/srv/lib | PYTHONPATH    | {OTHERS}:/srv/lib
+PYTHONPATH=.                   | PYTHONPATH    | {OTHERS}
+PYTHONSTARTUP=x                | PYTHONSTARTUP | -
+PYTHONHOME=x                   | PYTHONHOME    | -
+PYTHONINSPECT=1                | PYTHONINSPECT | -
+HOME=/root AWS_PROFILE=x       | AWS_PROFILE   | x
+""",
+)
+
+
+@pytest.mark.parametrize("row", CLEAN, ids=lambda row: row.inherited)
+def test_the_childs_environment_has_no_relative_paths(row: Variable):
+    inherited = dict(word.split("=") for word in row.inherited.split())
+    assert children.child_environment(inherited).get(row.name, "-") == row.value
 
 
 def test_an_installed_kbpf_needs_no_python_path(monkeypatch: pytest.MonkeyPatch):
