@@ -277,27 +277,6 @@ def kept(bench: Namespace) -> tuple[VirtualServiceKey, ...]:
 
 
 @needs("ipvs")
-def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Namespace, talk: Talk):
-    """With weight 0, so it gets no new ones. It is removed with its last connection and
-    its device.
-    """
-    assert remove(bench) == ["1 virtual services of IPVS", "device kube-ipvs0"]
-    assert served(bench) == {BUSY: [0]}
-    assert names(bench) == {"lo", "kbpf-keepalive"}
-    assert kept(bench) == (BUSY,)
-    assert bench.do(takeover_cleanup.count_connections) == 1
-    talk.exchange()
-    assert bench.do(conntrack_keepalive.remove_unneeded) == ()
-    assert remove(bench) == []
-    talk.exchange()
-    # IPVS forgets the connection, which it would otherwise remember for two minutes
-    tell_ipvs(bench, IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, BUSY, server=AT))
-    assert bench.do(conntrack_keepalive.remove_unneeded) == ("ip",)
-    assert served(bench) == {}
-    assert names(bench) == {"lo"}
-
-
-@needs("ipvs")
 def test_returning_kube_proxy_keeps_its_virtual_services(bench: Namespace, talk: Talk):
     remove(bench)
     bench.ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0")
