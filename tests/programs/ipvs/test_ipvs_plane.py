@@ -158,43 +158,6 @@ def test_restart_keeps_all_marks(fake_node: Node, text: str, sound: bool):
         assert (listed(node), node.ipvs.held) == before
 
 
-def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
-    """While no agent ran, an address was added to the node and another one removed, and two
-    Services took over frontends of other Services: an exact one, and a NodePort.
-    """
-    node = fake_node
-    p, q, r, s = ("p", f"{VIP}:80"), ("q", f"{VIP}:81"), ("r", f"{VIP}:82"), ("s", f"{VIP}:83")
-    lb, other, last = (f"LoadBalancer=192.0.2.1:{port}" for port in (80, 82, 83))
-    before = {
-        p: "NodePort=0.0.0.0:30080",
-        q: f"NodePort=0.0.0.0:30081 {lb}",
-        r: f"NodePort=0.0.0.0:30082 {other}",
-        s: last,
-    }
-    after = {
-        p: f"NodePort=0.0.0.0:30080 {lb}",
-        q: "NodePort=0.0.0.0:30081",
-        r: other,
-        s: f"NodePort=0.0.0.0:30082 {last}",
-    }
-    old, new = (
-        [service(name, f"{at} {more}", A, external_local=True) for (name, at), more in some.items()]
-        for some in (before, after)
-    )
-    node.start()
-    node.apply(*old, nodes=f"{NODE} 198.18.0.2")
-    old_marks = [marks(node, port) for port in (30080, 30081, 82, 83)]
-    assert len(set[int]().union(*old_marks)) == 4
-    for sound in (False, True):
-        node.start()
-        node.apply(*new, nodes="198.18.0.2 198.18.0.3", sound=sound)
-        assert [marks(node, port) for port in (30080, 30081, 82, 83)] == old_marks
-        assert marks(node, 80) == old_marks[0]
-        stays = set() if sound else old_marks[2]  # at the removed address
-        assert marks(node, 30082) == old_marks[3] | stays
-        assert {one.fwmark for one in node.ipvs.held} == {0}.union(*old_marks)
-
-
 class End(NamedTuple):
     """What becomes of a Service with a short circuit to A and B and one connection to A through it: its frontends,
     policy, endpoints and, if they differ, those that serve. Weights of the real servers of the virtual service by
@@ -464,28 +427,16 @@ def test_flushed_virtual_services_are_restored(node: Node):
 
 
 def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(node: Node):
+    """tests/values/dataplane/test_ipvs_plan.py: which backends' flows end."""
 
-    def apply(to: str, to6: str, **more: str) -> list[Mapping[int, int]]:
-        node.apply(
-            service("dns", f"{VIP}:53", to, Protocol.UDP, **more),
-            service("dns6", f"[{VIP6}]:53", to6, Protocol.UDP),
-            service("web", f"{VIP}:80", to),
-        )
+    def apply(to: str) -> list[Mapping[int, int]]:
+        node.apply(service("dns", f"{VIP}:53", to, Protocol.UDP), service("web", f"{VIP}:80", to))
         return [look.flows for look in node.tick().udp_cuts]
 
-    one, two, three = "10.244.1.2:53", "10.244.1.3:53", "[fd00:244::2]:53"
-    assert apply(f"{one} {two}", three) == []
-    for virtual, to, flows in (
-        (udp(VIP, 53), ("10.244.1.2", 53), (1, 4)),
-        (udp(VIP, 53), ("10.244.1.3", 53), (0, 9)),
-        (udp(VIP6, 53), ("fd00:244::2", 53), (2, 0)),
-        (tcp(VIP, 80), ("10.244.1.2", 53), (50, 50)),
-    ):
-        node.ipvs.connections[virtual, RealServerKey(parse_addr(to[0]), to[1])] = flows
-    assert apply(two, three, serving=f"{one} {two}") == [], "it is terminating and keeps its flows"
-    assert apply(two, three) == [{4: 5}], "it has stopped serving"
-    assert apply(two, three) == []
-    assert apply("", "") == [{4: 9, 6: 2}]
+    assert apply("10.244.1.2:53 10.244.1.3:53") == []
+    for virtual, flows in ((udp(VIP, 53), (1, 4)), (tcp(VIP, 80), (50, 50))):
+        node.ipvs.connections[virtual, RealServerKey(parse_addr("10.244.1.2"), 53)] = flows
+    assert apply("10.244.1.3:53") == [{4: 5}]
     assert node.tick().udp_cuts == ()
 
 
