@@ -139,15 +139,6 @@ def test_change_runs_the_same_lines_in_a_large_cluster(clusters: dict[int, Clust
             cluster.settle()
 
 
-def test_many_endpoints_are_written_in_few_calls(clusters: dict[int, Cluster]):
-    cluster = clusters[FEW]
-    cluster.settle()
-    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(1000))
-    report = cluster.change(numbered_service(6, crowd))
-    assert dict(report.writes) == {"meta": 1, "backends": 1000, "backend_slots": 1000, "services": 1}
-    assert report.syscalls == 4
-
-
 def test_thousand_services_are_written_in_few_calls(clusters: dict[int, Cluster]):
     cluster = clusters[FEW]
     cluster.settle()

@@ -10,12 +10,9 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.system.mounts import (
-    Mount,
-    ensure_bpffs,
     find_cgroup_root,
     is_bpffs,
     is_cgroup2,
-    list_mounts,
     parse_mountinfo,
 )
 from tests.support.lab.lab import V1_ONLY, cgroup2, inside, remove_cgroup, run
@@ -195,19 +192,3 @@ def test_container_on_a_node_without_bpffs_mounts_none():
     assert "the file system mounted here is not a bpffs (/sys/fs/bpf)" in said
     assert "on the node: mount -t bpf -o mode=700 bpf /sys/fs/bpf" in said
     assert kinds == "['sysfs']"
-
-
-def test_existing_bpffs_is_left_alone():
-    pins = BPFFS / f"kbpf-test-{os.getpid()}" / "below"
-
-    def mounted() -> list[Mount]:
-        return [one for one in list_mounts() if one.path.is_relative_to(BPFFS)]
-
-    before = mounted()
-    try:
-        ensure_bpffs(pins)
-        assert is_bpffs(pins)
-        assert mounted() == before
-    finally:
-        pins.rmdir()
-        pins.parent.rmdir()
