@@ -9,7 +9,6 @@ child process, which needs root.
 import json
 import re
 import shutil
-import socket
 import struct
 import sys
 from collections.abc import Mapping
@@ -25,9 +24,8 @@ from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
 from kbpf.kernel.bpf import uapi
-from kbpf.model.address import ANY4, V4_PREFIX, parse_addr
+from kbpf.model.address import ANY4
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import FrontendKind, ServicePortKey
 from kbpf.model.metrics import LATENCY_EXPONENT, ConnectionStats
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import run
@@ -236,43 +234,6 @@ def test_the_cookie_mask_matches_the_shift_in_c():
 
 
 # ---- packing and unpacking ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["10.96.0.1", "fd00::1", "0.0.0.0", "::"])
-def test_a_target_packs_and_unpacks(text: str):
-    at = layout.Target(parse_addr(text), 0x1F90, Protocol.TCP)
-    raw = at.pack()
-    family = socket.AF_INET6 if ":" in text else socket.AF_INET
-    plain = socket.inet_pton(family, text)
-    assert raw == (plain if len(plain) == 16 else V4_PREFIX + plain) + b"\x1f\x90\x06\x00"
-    assert layout.Target.unpack(raw) == at
-
-
-def test_a_service_value_packs_and_unpacks():
-    value = layout.ServiceValue(1, 2, 3, 4, 5, 6, 7, 8, 2**32 - 1)
-    numbers = "".join(f"0{n}000000" for n in range(1, 9))
-    raw = value.pack(layout.pack_target(ANY4, 80, 6))
-    assert raw[:-4].hex() == numbers + "ffffffff"
-    assert layout.ServiceValue.unpack(raw) == value
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        ServicePortKey("default", "web", "http", Protocol.TCP, 4),
-        ServicePortKey("n" * 63, "s" * 63, "p" * 63, Protocol.UDP, 6),
-        ServicePortKey("default", "web", "", Protocol.TCP, 6),
-    ],
-)
-def test_service_names_round_trip(key: ServicePortKey):
-    raw = layout.pack_service_name(key)
-    assert len(raw) == layout.SERVICE_NAME.size
-    assert layout.unpack_service_name(raw) == key
-
-
-def test_each_kind_of_frontend_has_a_distinct_flag():
-    assert layout.KIND_FLAGS.keys() == set(FrontendKind)
-    assert len(set(layout.KIND_FLAGS.values())) == len(FrontendKind)
 
 
 def test_the_largest_accepted_sizes_fit_a_map():

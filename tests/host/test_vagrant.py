@@ -55,13 +55,6 @@ def test_vagrant_accepts_the_vagrantfile(folder: Path, tmp_path: Path):
     assert set(machines) == PROFILES[folder], said[1].stderr
 
 
-@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
-def test_provisioning_scripts_exist(folder: Path):
-    names = re.findall(r'path: "([^"]+)"', (folder / "Vagrantfile").read_text())
-    assert names
-    assert [name for name in names if not (folder / name).is_file()] == []
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_shellcheck_accepts_the_script(script: Path):
     run("shellcheck", str(script))

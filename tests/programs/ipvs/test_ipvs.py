@@ -5,9 +5,7 @@ serve; connections come from the node, its pods and outside.
 
 import contextlib
 import errno
-import json
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,9 +28,9 @@ from kbpf.kernel.net.ipvs import (
     VirtualServiceKey,
     VirtualServiceSettings,
 )
-from kbpf.kernel.system import netns, sysctl
+from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
-from kbpf.model.config import IPVS_DEVICE, Config, IpvsTimeoutSettings, LocalMode
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import ServiceState
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
@@ -123,12 +121,6 @@ class Bench:
                 for s, _ in face.list_services()
             }
         )
-
-    def kernel_state(self) -> str:
-        """All state that a plane has in the node's network namespace."""
-        links = run("ip", "-n", self.node.netns, "-br", "link", "show", "type", "dummy")
-        rules = self.nft("list", "tables")
-        return "".join((*map(str, self.kernel().items()), links, rules))
 
 
 @pytest.fixture(scope="module")
@@ -310,13 +302,6 @@ def test_connections_and_bytes_are_counted_by_service(applied: Bench):
     until("connections and bytes are counted", is_counted)
 
 
-def test_affinity_keeps_one_backend(applied: Bench):
-    for port in (88, 89):
-        place = applied.outside if port == 88 else applied.b
-        names = {place.tcp(LB4, port)["name"] for _ in range(6)}
-        assert len(names) == 1, port
-
-
 def test_connections_follow_weights(applied: Bench):
     """With weights 3 and 1 the first backend gets three of every four connections."""
     for _ in range(3):
@@ -409,48 +394,12 @@ def test_connection_outlives_its_drained_backend(applied: Bench, row: Drain):
         place.ask("drop", keep=f"k{i}")
 
 
-def test_change_to_policy_cluster_keeps_short_circuit_connections(applied: Bench):
-    """A connection through a short circuit continues, and the short circuit is deleted after it."""
-    bench, two = applied, a_and_b(applied, 8080)
-    local, cluster = (
-        service("policy", f"{VIP4}:74 NodePort=0.0.0.0:30074", two, external_local=is_local)
-        for is_local in (True, False)
-    )
-
-    def dial() -> socket.socket:
-        made = socket.create_connection((NODE, 30074), timeout=30)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return made
-
-    def talk() -> str:
-        connection.sendall(b"hello\n")
-        return str(json.loads(connection.recv(4096))["name"])
-
-    def marks() -> set[str]:
-        bench.do(lambda: bench.plane.tick(bench.plane._clock()))
-        return {at for at in bench.kernel() if at.startswith("mark")}
-
-    bench.start()
-    bench.apply(local)
-    connection = bench.do(dial)
-    name, mark = talk(), marks()
-    assert len(mark) == 1
-    for state in (cluster, local, cluster):  # no new connections: IPVS remembers each for 2 minutes
-        bench.apply(state)
-        assert (talk(), marks()) == (name, mark)
-        bench.start()
-        bench.apply(state)
-        assert (talk(), marks()) == (name, mark)
-    connection.close()  # by a reset, which IPVS remembers for 10 s
-    until("the short circuit is gone", lambda: not marks(), seconds=120)
-    assert bench.node.host.tcp(NODE, 30074).get("name") in ("a", "b")
-
-
 def test_udp_client_moves_at_once(applied: Bench):
     """A client's socket moves when its backend stops serving, and is refused without any
     backend.
     """
     bench, at = applied, f"{VIP4}:72"
+    bench.start()
     b_only, a_only = f"{bench.b.ip}:5353", f"{bench.a.ip}:5353"
     bench.apply(service("moves", at, b_only, protocol=UDP))
     assert bench.outside.udp(VIP4, 72, keep="u", connected=True)["name"] == "b"
@@ -463,26 +412,6 @@ def test_udp_client_moves_at_once(applied: Bench):
     until("a answers", lambda: again() == "a")
     bench.apply(service("moves", at, "", protocol=UDP))
     until("it is refused", lambda: again() == REFUSED)
-
-
-def test_reused_client_port_reaches_the_current_backend(applied: Bench):
-    """Whether the port's last connection has ended or not, and whichever pod serves by then."""
-    bench, at = applied, f"{VIP4}:73"
-
-    def dial() -> str:
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            s.settimeout(30)
-            s.bind((OUT, 20000))  # no port that the kernel gives to others
-            s.connect((VIP4, 73))
-            s.sendall(b"hello\n")
-            return str(json.loads(s.recv(4096))["name"])
-
-    outside = Path("/run/netns") / str(bench.lab.outside)
-    for name in ("a", "b") * 4:
-        bench.apply(service("port", at, f"{getattr(bench, name).ip}:8080"))
-        assert [netns.run_in(outside, dial) for _ in range(3)] == [name] * 3
 
 
 RETRANSMITTED = 100
@@ -538,94 +467,6 @@ def test_client_port_in_time_wait_reaches_the_current_backend(applied: Bench):
             assert [netns.run_in(outside, dial) for _ in range(3)] == [(name, 0)] * 3
 
 
-def test_strict_arp_answers_no_arp_for_virtual_addresses(applied: Bench):
-    """The node must not answer ARP requests for addresses of its dummy device."""
-    bench, lab = applied, applied.lab
-    settings = ("net.ipv4.conf.all.arp_ignore", "net.ipv4.conf.all.arp_announce")
-    ip(f"route add {LB4}/32 dev {lab.prefix}", netns=lab.outside)
-
-    def answer() -> str:
-        run("ip", "-n", str(lab.outside), "neigh", "flush", "dev", lab.prefix)
-        got = bench.outside.tcp(LB4, 80, timeout=30.0)
-        return str(got.get("error", "served"))
-
-    try:
-        bench.start(strict_arp=True)
-        bench.apply(*all_services(bench))
-        assert bench.do(lambda: [sysctl.read(name) for name in settings]) == ["1", "2"]
-        assert answer() == "EHOSTUNREACH"
-        bench.do(lambda: [sysctl.write(name, "0") for name in settings])
-        bench.start()
-        assert bench.do(lambda: [sysctl.read(name) for name in settings]) == ["0", "0"]
-        assert answer() == "served"
-    finally:
-        ip(f"route del {LB4}/32 dev {lab.prefix}", netns=lab.outside)
-
-
-def test_ipvs_sysctls_are_set(applied: Bench):
-    """Settings of IPVS: conntrack entries, and expiry of connections with their real server."""
-    names = [f"net.ipv4.vs.{name}" for name in ("conntrack", "expire_nodest_conn", "expire_quiescent_template")]
-    applied.do(lambda: [sysctl.write(name, "0") for name in names])
-    applied.start()
-    assert applied.do(lambda: [sysctl.read(name) for name in names]) == ["1", "1", "1"]
-
-
-def test_connection_timeouts_are_set(applied: Bench):
-    """0 keeps the kernel's value."""
-    bench = applied
-
-    before = bench.ipvs(IpvsClient.read_timeouts)
-    assert all(before)
-    steps = (
-        (IpvsTimeoutSettings(7200, 60, 10), (7200, 60, 10)),
-        (IpvsTimeoutSettings(udp=20), (7200, 60, 20)),
-        (IpvsTimeoutSettings(), (7200, 60, 20)),
-    )
-    try:
-        for settings, times in steps:
-            bench.start(ipvs_times=settings)
-            assert bench.ipvs(IpvsClient.read_timeouts) == times
-    finally:
-        bench.ipvs(lambda face: face.set_timeouts(before))
-
-
-def test_flushed_virtual_services_are_restored(applied: Bench):
-    bench = applied
-    bench.start()
-    bench.apply(*all_services(bench))
-    before = bench.kernel()
-
-    def serves() -> bool:
-        return bench.plane._kernel.services.check_service(next(iter(bench.plane._elements.pools)))
-
-    assert bench.do(serves)
-    bench.delete_virtual_services(*(one for one, _ in bench.ipvs(IpvsClient.list_services)))
-    assert not bench.do(serves)
-    bench.do(lambda: bench.plane.tick(0.0))
-    assert bench.do(serves)
-    assert bench.kernel() == before
-
-
-def test_node_ports_are_served_at_selected_addresses_only(applied: Bench):
-    """At each selected address; not at other addresses of the node or at virtual ones."""
-    bench, own = applied, ("198.18.0.101", "198.18.0.102")
-    ip(*(f"addr add {one}/24 dev eth0" for one in own), netns=bench.node.netns)
-    try:
-        both = service("ports", f"{VIP4}:80 NodePort=0.0.0.0:30095", a_and_b(bench, 8080))
-        selected = (NODE, own[0])
-        nodes = tuple(parse_addr(text) for text in selected)
-        bench.apply(both, node_addresses=nodes)
-        for host in selected:
-            assert bench.outside.tcp(host, 30095).get("name") in ("a", "b"), host
-            assert bench.node.host.tcp(host, 30095).get("name") in ("a", "b"), host
-        for host in (own[1], VIP4):
-            assert bench.outside.tcp(host, 30095).get("error") == REFUSED, host
-        bench.apply(both, node_addresses=nodes[:1])
-        assert bench.outside.tcp(own[0], 30095).get("error") == REFUSED
-    finally:
-        ip(*(f"addr del {one}/24 dev eth0" for one in own), netns=bench.node.netns)
-
-
 THEIRS = """
 table inet theirs {
     set kbpf { type ipv4_addr
@@ -671,52 +512,6 @@ def test_foreign_virtual_services_and_tables_stay(applied: Bench):
         bench.start()
 
 
-PLAIN4, PLAIN6 = "203.0.113.2", "fd00:203::2"
-
-
-@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
-def test_masquerade_source_is_the_kernels_choice(applied: Bench, v6: bool):
-    """The backend sees the same address of the node as with a plain virtual service and one
-    masquerade rule, as kube-proxy has.
-    """
-    bench = applied
-    l3, bits, plain, own = ("ip6", 128, PLAIN6, VIP6) if v6 else ("ip", 32, PLAIN4, VIP4)
-    pod, router = (bench.a.ip6, bench.node.ip6) if v6 else (bench.a.ip, bench.node.ip)
-    web = service("web", f"[{own}]:80", f"[{pod}]:8080") if v6 else service("web", f"{own}:80", f"{pod}:8080")
-    bench.apply(web, local_networks=(PODS4, PODS6))
-    virtual, server = (VirtualServiceKey(6, parse_addr(plain), 80), RealServerKey(parse_addr(pod), 8080))
-    rule = (
-        f"table {l3} plain {{ chain postrouting {{ type nat hook postrouting priority 100;"
-        f" ct original {l3} daddr {plain} masquerade\n}}\n}}\n"
-    )
-
-    ip(f"addr add {plain}/{bits} dev lo", netns=bench.node.netns)
-    ip(f"route add {plain}/{bits} via {router}", netns=bench.lab.outside)
-    bench.nft("-f", "-", stdin=rule)
-    bench.add_virtual_service(virtual, server)
-    try:
-        seen = [bench.outside.tcp(to, 80) for to in (plain, own)]
-        assert [one.get("name") for one in seen] == ["a", "a"], seen
-        assert seen[0]["client"] == seen[1]["client"] in OWN
-    finally:
-        bench.delete_virtual_services(virtual)
-        bench.nft("delete", "table", l3, "plain")
-        ip(f"route del {plain}/{bits}", netns=bench.lab.outside)
-        ip(f"addr del {plain}/{bits} dev lo", netns=bench.node.netns)
-
-
-def test_table_flushed_before_a_start_is_restored(applied: Bench):
-    bench = applied
-    bench.apply(*all_services(bench))
-    before = bench.kernel()
-    bench.nft("flush", "ruleset")
-    bench.start()
-    bench.apply(*all_services(bench))
-    assert {k: v for k, v in bench.kernel().items() if "mark" not in k}.items() <= before.items()
-    assert bench.outside.tcp(LB4, 80)["client"] in OWN
-    assert bench.outside.tcp(VIP4, 81)["error"] == REFUSED
-
-
 def test_replies_pass_a_closed_forward_chain(applied: Bench):
     """Packets to backends are accepted by mark; replies need the rule in FORWARD."""
     bench = applied
@@ -754,14 +549,3 @@ def test_restart_changes_nothing(applied: Bench):
     for i, (place, *_) in enumerate(dials):
         assert place.ask("talk", keep=f"r{i}").get("name") == kept[i], dials[i][1:]
         place.ask("drop", keep=f"r{i}")
-
-
-def test_remove_leaves_nothing(applied: Bench):
-    bench = applied
-    bench.apply(*all_services(bench))
-    assert IPVS_DEVICE in bench.kernel_state()
-    assert "kbpf" in bench.kernel_state()
-    bench.remove()
-    assert bench.kernel_state() == ""
-    assert not list(bench.folder.rglob("*"))
-    bench.start()

@@ -4,41 +4,24 @@ IPVS is a fake (tests/support/faults/fake_ipvs.py). Packets through virtual serv
 kernels that have IPVS: test_ipvs.py.
 """
 
-import os
-import re
-import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from errno import ENOENT, EROFS
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
 from pyroute2 import IPSet
 
-from kbpf.checks import ipvs
-from kbpf.checks.row import CheckRow
-from kbpf.cli import app, cleanup
-from kbpf.dataplane.ipvs import ipvs_cleanup, ruleset
-from kbpf.dataplane.ipvs.ipvs_cleanup import PreviousIpvsPlane
+from kbpf.cli import cleanup
+from kbpf.dataplane.ipvs import ipvs_cleanup
 from kbpf.dataplane.ipvs.plan import Element, SetName
-from kbpf.dataplane.node import read_node_addresses
-from kbpf.errors import KernelError
-from kbpf.kernel.net import addresses, dummy
 from kbpf.kernel.net.ipvs import (
-    ConnectionTimeouts,
-    IpvsClient,
     RealServerKey,
     VirtualServiceKey,
     VirtualServiceSettings,
 )
-from kbpf.kernel.netfilter import forward_rules, iptables_legacy, nft
-from kbpf.kernel.probe_result import Probe
-from kbpf.kernel.system import modules, sandbox, sysctl
+from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.model.address import parse_addr
-from kbpf.model.config import IPVS_DEVICE, IpvsTimeoutSettings
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive, detect
 from kbpf.takeover.detect import Detection, Responder
@@ -60,18 +43,6 @@ def after_kube_proxy(node: Node) -> None:
     node.run("ip", "addr", "add", "198.18.0.1/32", "dev", "lo")
     for frontend in (tcp(VIP, 80), tcp(VIP6, 80), tcp("10.96.0.9", 80), tcp("198.18.0.1", 30080)):
         node.ipvs.held[frontend] = (VirtualServiceSettings("rr"), {})
-
-
-def test_addresses_on_kube_proxys_device_are_not_the_nodes(fake_node: Node):
-    after_kube_proxy(fake_node)
-    fake_node.start()
-    assert fake_node.do(addresses.local_addresses) == tuple(
-        sorted(map(parse_addr, (VIP, VIP6, "10.96.0.9", "198.18.0.1")))
-    )
-    only_own = fake_node.do(lambda: addresses.local_addresses(KUBE))
-    assert only_own == (parse_addr("198.18.0.1"),)
-    held = fake_node.do(fake_node.plane._kernel.read_node_addresses)
-    assert held == set(map(parse_addr, ("198.18.0.1", "127.0.0.1", "::1")))
 
 
 def test_take_over_of_a_kube_proxy_in_mode_ipvs(fake_node: Node):
@@ -146,12 +117,9 @@ def dial(address: str, port: int) -> str:
         return "answered"
 
 
-def test_address_of_the_node_is_not_added_to_the_device(fake_node: Node):
-    after_kube_proxy(fake_node)
-    fake_node.run("ip", "addr", "add", VIP, "dev", "lo")
-    fake_node.start()
-    fake_node.apply(service("s", f"{VIP}:80", "10.244.1.2:80"))
-    assert fake_node.addresses() == set()
+def run_cleanup(node: Node) -> list[str]:
+    """The paths that `kbpf cleanup` reports."""
+    return [one.path for one in node.do(lambda: list(cleanup.remove_ipvs(node.config)))]
 
 
 # ---- firewall marks of short circuits ------------------------------------------------------------
@@ -188,43 +156,6 @@ def test_restart_keeps_all_marks(fake_node: Node, text: str, sound: bool):
         node.start()
         assert node.apply(*reversed(states), nodes=NODES, sound=sound).writes == {}
         assert (listed(node), node.ipvs.held) == before
-
-
-def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
-    """While no agent ran, an address was added to the node and another one removed, and two
-    Services took over frontends of other Services: an exact one, and a NodePort.
-    """
-    node = fake_node
-    p, q, r, s = ("p", f"{VIP}:80"), ("q", f"{VIP}:81"), ("r", f"{VIP}:82"), ("s", f"{VIP}:83")
-    lb, other, last = (f"LoadBalancer=192.0.2.1:{port}" for port in (80, 82, 83))
-    before = {
-        p: "NodePort=0.0.0.0:30080",
-        q: f"NodePort=0.0.0.0:30081 {lb}",
-        r: f"NodePort=0.0.0.0:30082 {other}",
-        s: last,
-    }
-    after = {
-        p: f"NodePort=0.0.0.0:30080 {lb}",
-        q: "NodePort=0.0.0.0:30081",
-        r: other,
-        s: f"NodePort=0.0.0.0:30082 {last}",
-    }
-    old, new = (
-        [service(name, f"{at} {more}", A, external_local=True) for (name, at), more in some.items()]
-        for some in (before, after)
-    )
-    node.start()
-    node.apply(*old, nodes=f"{NODE} 198.18.0.2")
-    old_marks = [marks(node, port) for port in (30080, 30081, 82, 83)]
-    assert len(set[int]().union(*old_marks)) == 4
-    for sound in (False, True):
-        node.start()
-        node.apply(*new, nodes="198.18.0.2 198.18.0.3", sound=sound)
-        assert [marks(node, port) for port in (30080, 30081, 82, 83)] == old_marks
-        assert marks(node, 80) == old_marks[0]
-        stays = set() if sound else old_marks[2]  # at the removed address
-        assert marks(node, 30082) == old_marks[3] | stays
-        assert {one.fwmark for one in node.ipvs.held} == {0}.union(*old_marks)
 
 
 class End(NamedTuple):
@@ -479,12 +410,6 @@ def test_flushed_elements_come_back_after_invalidate(node: Node):
     assert listed(node) == before
 
 
-def test_intact_table_has_as_many_rules_as_written(fake_node: Node):
-    style = fake_node.start()._options
-    assert sum("rule" in command.get("add", {}) for command in ruleset.create_table(style)) > 50
-    assert fake_node.do(fake_node.plane._kernel.is_table_intact)
-
-
 def test_flushed_virtual_services_are_restored(node: Node):
     """And a new IPVS socket is opened: after a reload of the module its netlink family has a new
     id.
@@ -498,445 +423,20 @@ def test_flushed_virtual_services_are_restored(node: Node):
     assert node.ipvs.calls["opened"] == opened + 1
 
 
-# ---- settings ------------------------------------------------------------------------------------
-
-TIMES = [
-    (IpvsTimeoutSettings(), ConnectionTimeouts(900, 120, 300)),
-    (IpvsTimeoutSettings(tcp=86_400), ConnectionTimeouts(86_400, 120, 300)),
-    (IpvsTimeoutSettings(7200, 60, 10), ConnectionTimeouts(7200, 60, 10)),
-]
-
-
-@pytest.mark.parametrize(("asked", "there"), TIMES)
-def test_connection_timeouts_are_set(fake_node: Node, asked: IpvsTimeoutSettings, there: ConnectionTimeouts):
-    fake_node.start(replace(fake_node.config, ipvs_times=asked))
-    assert fake_node.ipvs.times == there
-
-
-VS = {"net.ipv4.vs.conntrack": "1", "net.ipv4.vs.expire_nodest_conn": "1", "net.ipv4.vs.expire_quiescent_template": "1"}
-ARP = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2"}
-
-
-@pytest.mark.parametrize(("strict", "wanted"), [(False, VS), (True, VS | ARP)])
-def test_sysctls_are_set_where_they_differ(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, strict: bool, wanted: dict[str, str]
-):
-    """This kernel has no net.ipv4.vs. Settings that are already right are not written."""
-    there = dict.fromkeys(VS | ARP, "0") | {"net.ipv4.vs.conntrack": "1"}
-    written: dict[str, str] = {}
-    monkeypatch.setattr(sysctl, "read", lambda name: there.get(name, "1"))
-    monkeypatch.setattr(sysctl, "write", written.__setitem__)
-    fake_node.start(replace(fake_node.config, strict_arp=strict))
-    assert there | written == there | wanted
-    assert "net.ipv4.vs.conntrack" not in written
-    assert fake_node.plane.status().problems == ()
-
-
-def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    """In a container /proc/sys may be read-only."""
-
-    def write(name: str, value: str) -> None:
-        raise KernelError(f"cannot set {name} to {value}", "/proc/sys", errno=EROFS)
-
-    monkeypatch.setattr(sysctl, "read", lambda _: "0")
-    monkeypatch.setattr(sysctl, "write", write)
-    fake_node.start()
-    fake_node.apply(WEB)
-    said = fake_node.plane.status().problems
-    assert sum("net.ipv4.vs." in line for line in said) == len(VS)
-    assert len(said) == len(set(said))
-    assert VIP in fake_node.addresses()
-
-
-# ---- warnings about firewalls --------------------------------------------------------------------
-
-WALLS = {
-    "none": ("table ip filter { chain FORWARD { type filter hook forward priority 0; policy drop; }; }", ()),
-    "INPUT": (
-        "table inet fw { chain in { type filter hook input priority 0; policy drop; }; }",
-        ("INPUT is closed by inet fw in",),
-    ),
-    "FORWARD": (
-        "table inet fw { chain on { type filter hook forward priority 0; policy drop; }; }",
-        ("FORWARD is closed by inet fw on, which is not touched; let packets with mark 0x4000 pass there",),
-    ),
-    "both": (
-        "table inet fw { chain in { type filter hook input priority 0; drop; }; "
-        "chain on { type filter hook forward priority 0; policy drop; }; }",
-        ("FORWARD is closed by inet fw on", "INPUT is closed by inet fw in"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("table", "lines"), WALLS.values(), ids=WALLS)
-def test_closed_firewall_chains_are_reported_when_they_change(
-    fake_node: Node, caplog: pytest.LogCaptureFixture, table: str, lines: tuple[str, ...]
-):
-    """Each is logged once, until it is removed and added again; the status has the current ones."""
-    node, logged = fake_node, lambda: firewall_lines(caplog.messages)
-    node.run("nft", table)
-    node.start()
-    assert beginnings(logged(), lines)
-    node.apply(WEB)
-    for _ in range(2):
-        node.run("nft", "add table inet somebody; delete table inet somebody")
-        node.tick()
-    assert beginnings(logged(), lines)
-    assert beginnings(firewall_lines(node.plane.status().problems), lines)
-    name = table.split("{", maxsplit=1)[0].strip()
-    node.run("nft", "delete", *name.split())
-    node.tick()
-    assert firewall_lines(node.plane.status().problems) == []
-    node.run("nft", table)
-    node.tick()
-    assert beginnings(logged(), lines * 2)
-
-
-def firewall_lines(lines: Iterable[str]) -> list[str]:
-    """The lines about firewalls."""
-    return [line for line in lines if re.match("INPUT is|FORWARD is closed by|iptables-", line)]
-
-
-def beginnings(lines: list[str], wanted: tuple[str, ...]) -> bool:
-    """Whether the lines begin with these texts, one by one."""
-    return len(lines) == len(wanted) and all(map(str.startswith, lines, wanted))
-
-
-def test_iptables_legacy_filter_table_is_reported(fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "names").write_text("filter\n")
-    monkeypatch.setitem(iptables_legacy.FAMILIES, "ip", (tmp_path / "names", ""))
-    fake_node.start()
-    forward, inputs = firewall_lines(fake_node.plane.status().problems)
-    assert "for ip, which is not looked at; if its FORWARD drops" in forward
-    assert "if its INPUT drops" in inputs
-
-
-@pytest.mark.parametrize("flags", [(), ("--forwarding", "--accounting")])
-def test_ignored_settings_are_logged_once(fake_node: Node, caplog: pytest.LogCaptureFixture, flags: tuple[str, ...]):
-    caplog.set_level("INFO")
-    fake_node.start(replace(fake_node.config, ignored_in_ipvs=flags))
-    fake_node.apply(WEB)
-    fake_node.tick()
-    line = f"settings without effect in mode ipvs: {', '.join(flags)} (docs/ipvs.md)"
-    assert [one for one in caplog.messages if "without effect" in one] == ([line] if flags else [])
-
-
-# ---- kbpf check ----------------------------------------------------------------------------------
-
-HOOK = "type filter hook input priority 0"
-FIREWALLS = {
-    "no INPUT chain": ("table inet fw { chain in { type filter hook forward priority 0; }; }", ""),
-    "open": (f"table inet fw {{ chain in {{ {HOOK}; }}; }}", ""),
-    "closed": (f"table inet fw {{ chain in {{ {HOOK}; policy drop; }}; }}", "inet fw in"),
-    "last rule": (f"table ip fw {{ chain in {{ {HOOK}; tcp dport 22 accept; reject; }}; }}", "ip fw in"),
-}
-
-
-def check_row(node: Node, name: str) -> CheckRow:
-    """The row of this name; a scheduler that works is named in the detail of one row for all."""
-    rows = node.do(lambda: list(ipvs.rows()))
-    found = [one for one in rows if one.name == name]
-    return (found or [one for one in rows if one.name == "IPVS schedulers"])[0]
-
-
-@pytest.mark.parametrize(("table", "closed"), FIREWALLS.values(), ids=FIREWALLS)
-def test_check_reports_a_closed_input_chain(node: Node, table: str, closed: str):
-    """Packets to Services would not reach IPVS. Our own chains do not count as closed."""
-    node.run("nft", table)
-    row = check_row(node, "INPUT")
-    assert (row.result, row.needed, row.ipvs) == ("no" if closed else "yes", False, False)
-    assert row.detail == (f"closed: {closed}" if closed else "")
-    assert bool(row.advice) is bool(closed)
-
-
-class Tried(NamedTuple):
-    """A row of `kbpf check` on a node that `lacks` something, or has a module `loaded`."""
-
-    row: str
-    result: str
-    detail: str
-    lacks: str = ""
-    loaded: str = "another"
-
-
-TRIED = table(
-    Tried,
-    """
-IPVS              | yes     |
-IPVS scheduler rr | yes     | rr, wrr, mh, sh
-dummy devices     | yes     | loaded
-IPVS scheduler mh | no      | no module ip_vs_mh            | mh
-IPVS              | no      | no modprobe is installed here | IPVS
-IPVS scheduler rr | unknown | no modprobe to ask            | IPVS
-IPVS scheduler rr | unknown | no modprobe to ask            | sandboxes
-dummy devices     | unknown | no modprobe to ask            | sandboxes
-IPVS scheduler rr | yes     | rr                            | sandboxes | ip_vs_rr
-""",
-)
-
-
-@pytest.mark.parametrize("row", TRIED, ids=lambda row: f"{row.row} {row.lacks}".strip())
-def test_check_without_modprobe_tries_the_modules(
-    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Tried
-):
-    """As in our own image, which has no modprobe: the kernel loads a module when it is used."""
-
-    def broken(*_: Any) -> Any:
-        raise KernelError("cannot make a network namespace", errno=ENOENT)
-
-    monkeypatch.setattr(modules, "find_modprobe", lambda: None)
-    monkeypatch.setattr(modules, "SYS_MODULE", tmp_path)
-    (tmp_path / row.loaded).mkdir()
-    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == row.lacks else 0
-    if row.lacks == "IPVS":
-        monkeypatch.setattr(IpvsClient, "__init__", broken)
-    if row.lacks == "sandboxes":
-        monkeypatch.setattr(sandbox, "run", broken)
-    shown = check_row(fake_node, row.row)
-    assert (shown.result, row.detail in shown.detail) == (row.result, True)
-    assert bool(shown.advice) is (row.result == "no")
-    assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried in a sandbox"
-
-
-NFCT = [
-    ("conntrack is missing", {"net.ipv4.vs.expire_nodest_conn": "0"}, "no"),
-    ("all settings exist", VS, "yes"),
-    ("IPVS is not loaded, or hidden", {}, "unknown"),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "result"), NFCT, ids=[row[0] for row in NFCT])
-def test_ipvs_without_conntrack_refuses_to_start(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, str], result: str
-):
-    """An agent must refuse to start there; a warning is not enough."""
-
-    def read(setting: str) -> str:
-        if setting.startswith("net.ipv4.vs.") and setting not in settings:
-            raise KernelError(f"cannot read the setting {setting}", "/proc/sys", errno=ENOENT)
-        return "1"
-
-    monkeypatch.setattr(sysctl, "read", read)
-    row = check_row(fake_node, "IPVS with conntrack")
-    assert (row.result, row.ipvs, "CONFIG_IP_VS_NFCT" in row.advice) == (result, True, result == "no")
-    if result == "no":
-        with pytest.raises(KernelError, match=r"cannot masquerade.*CONFIG_IP_VS_NFCT.*mode bpf"):
-            fake_node.start()
-        assert (fake_node.links(), fake_node.tables()) == (set(), set())
-    else:
-        fake_node.start()
-
-
-def test_check_reports_missing_python3_nftables(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(forward_rules, "probe_nf_tables", lambda: Probe(None, "python3-nftables is missing"))
-    row = check_row(fake_node, "nf_tables")
-    assert (row.result, row.advice.split(";")[0]) == ("no", "install python3-nftables")
-
-
-BRIDGES = [
-    ("", "", "yes", "no bridge on this node"),
-    ("br0/bridge", "", "no", "br_netfilter is not loaded"),
-    ("br0/bridge", "0", "no", "bridge-nf-call-iptables is 0"),
-    ("br0/bridge", "1", "yes", "bridge-nf-call-iptables is 1"),
-]
-
-
-@pytest.mark.parametrize(("bridge", "calls", "result", "detail"), BRIDGES)
-def test_check_reports_bridged_replies(
-    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bridge: str, calls: str, result: str, detail: str
-):
-    setting = tmp_path / ipvs.BRIDGE_NF_CALL_IPTABLES.name
-    (tmp_path / "net" / bridge).mkdir(parents=True)
-    if calls:
-        setting.write_text(f"{calls}\n")
-    monkeypatch.setattr(ipvs, "SYS_CLASS_NET", tmp_path / "net")
-    monkeypatch.setattr(ipvs, "BRIDGE_NF_CALL_IPTABLES", setting)
-    row = check_row(fake_node, "bridged replies")
-    assert (row.result, row.detail) == (result, detail)
-
-
-# ---- foreign objects with our names --------------------------------------------------------------
-
-TABLE = "inet kbpf"
-DEVICES = {
-    "of another kind": f"link add {IPVS_DEVICE} type veth peer name other",
-    "with addresses": f"link add {IPVS_DEVICE} type bridge\naddr add 192.0.2.7/32 dev {IPVS_DEVICE}",
-    "another agent's": f"link add {IPVS_DEVICE} type bridge\nlink set {IPVS_DEVICE} alias somebody",
-}
-CHAINS = "{ chain input { type filter hook input priority 0; tcp dport 23 drop; }; }"
-TABLES = {
-    "a chain of ours": f"table {TABLE} {CHAINS}",
-    "a set of ours": f"table {TABLE} {{ set served4 {{ type ipv4_addr; }}; }}",
-}
-
-
-def has_remains(node: Node) -> bool:
-    """Whether the next agent of mode bpf finds state of mode ipvs."""
-    found = PreviousIpvsPlane(node.config)
-    try:
-        return node.do(found.claim)
-    finally:
-        found.close()
-
-
-def run_cleanup(node: Node) -> list[str]:
-    """The paths that `kbpf cleanup` reports."""
-    return [one.path for one in node.do(lambda: list(cleanup.remove_ipvs(node.config)))]
-
-
-@pytest.mark.parametrize("made", DEVICES.values(), ids=DEVICES)
-def test_foreign_device_with_our_name_is_refused(fake_node: Node, made: str):
-    fake_node.run("ip", "-batch", "-", stdin=made)
-    before = fake_node.run("ip", "-d", "addr", "show", "dev", IPVS_DEVICE)
-    with pytest.raises(KernelError, match=rf"kbpf did not create.*{IPVS_DEVICE}"):
-        fake_node.start()
-    shutil.rmtree(fake_node.folder)
-    assert not has_remains(fake_node)
-    assert run_cleanup(fake_node) == []
-    assert fake_node.run("ip", "-d", "addr", "show", "dev", IPVS_DEVICE) == before
-
-
-@pytest.mark.parametrize("made", TABLES.values(), ids=TABLES)
-def test_foreign_table_with_our_name_is_refused(fake_node: Node, made: str):
-    fake_node.run("nft", made)
-    before = listed(fake_node)
-    with pytest.raises(KernelError, match=f"kbpf did not create.*{TABLE}"):
-        fake_node.start()
-    assert run_cleanup(fake_node) == [f"device {IPVS_DEVICE}"]
-    assert listed(fake_node) == before
-
-
-def test_foreign_table_replacing_ours_is_an_error(node: Node):
-    node.apply(WEB)
-    node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
-    before = listed(node)
-    with pytest.raises(KernelError, match="kbpf did not create"):
-        node.tick()
-    for _ in range(2):
-        with pytest.raises(KernelError, match="kbpf did not create"):
-            node.apply(WEB)
-    assert listed(node) == before
-
-
-def test_empty_device_and_table_are_taken_over(fake_node: Node):
-    """We may have been killed before we added our alias or rules."""
-    fake_node.run("ip", "link", "add", IPVS_DEVICE, "type", "bridge")
-    fake_node.run("nft", "add", "table", *TABLE.split())
-    fake_node.start()
-    assert f"alias {dummy.ALIAS}" in fake_node.run("ip", "link", "show", IPVS_DEVICE)
-    fake_node.start()
-
-
-LEFT = {"all": "", "the table": f"ip link del {IPVS_DEVICE}", "the device": f"nft delete table {TABLE}"}
-
-
-@pytest.mark.parametrize("gone", LEFT.values(), ids=LEFT)
-def test_remains_are_found_and_removed_without_a_state_folder(node: Node, gone: str):
-    """The folder may have been a container's, or lost at a reboot."""
-    node.apply(WEB)
-    node.plane.close()
-    shutil.rmtree(node.folder)
-    if gone:
-        node.run(*gone.split())
-    assert has_remains(node)
-    shutil.rmtree(node.folder)
-    assert run_cleanup(node)
-    assert (node.links(), node.tables()) == (set(), set())
-    assert not node.ipvs.held
-    assert not node.folder.exists()
-    assert not has_remains(node)
-
-
-@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "forced"])
-def test_cleanup_with_a_running_agent_removes_nothing(
-    fake_node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str], force: tuple[str, ...]
-):
-    """The agent would restore everything within seconds, with its lock in a deleted folder."""
-    node = fake_node
-    node.run(
-        "nft", "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }"
-    )
-    node.start()
-    node.apply(WEB)
-    node.tick()
-
-    def node_state() -> tuple[Any, ...]:
-        rules_ = sorted(node.run("nft", "list", "ruleset").splitlines())
-        return rules_, node.addresses(), node.ipvs.shown(), folders(node)
-
-    before = node_state()
-    assert "kbpf: masqueraded" in "".join(before[0])
-    where = {"--pin-dir": tmp_path / "pins", "--state-dir": node.folder}
-    words = ["cleanup", *force, *(str(one) for pair in where.items() for one in pair)]
-    assert node.do(lambda: app.call(words)) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "nothing was removed: an agent in mode ipvs is running" in err
-    assert "--force does not help" in err
-    assert node_state() == before
-    node.plane.close()
-    assert node.do(lambda: app.call(words)) == 0
-    assert (node.links(), node.tables()) == (set(), {"ip filter"})
-    assert not node.ipvs.held
-
-
-def test_state_folder_of_another_user_is_refused(fake_node: Node):
-    """The folder may be anywhere (--state-dir); another user could create it first and hold its
-    lock.
-    """
-    folder = fake_node.folder / IPVS_DEVICE
-    folder.mkdir(parents=True)
-    os.chown(folder, 65534, 65534)
-    with pytest.raises(KernelError, match="cannot trust the folder: uid 65534 owns it") as error:
-        fake_node.start()
-    assert str(folder) in str(error.value)
-    assert (fake_node.links(), fake_node.tables()) == (set(), set()), "nothing is created"
-    folder.rmdir()
-    fake_node.start()
-    assert folder.stat().st_mode & 0o7777 == 0o700
-
-
-def folders(node: Node) -> set[str]:
-    return {path.name for path in node.folder.iterdir()}
-
-
-def test_addresses_of_our_device_are_not_the_nodes(fake_node: Node):
-    """IPv6 addresses there look like the node's own. Addresses of a foreign dummy device are."""
-    node = fake_node
-    node.run("ip", "link", "add", "theirs", "up", "type", "bridge")
-    node.run("ip", "addr", "add", "fd00:99::1/128", "dev", "theirs", "nodad")
-    node.start()
-    node.apply(service("s6", f"[{VIP6}]:80", "[fd00:244::2]:80"))
-    assert node.addresses() == {VIP6}
-    assert node.do(read_node_addresses) == (parse_addr("fd00:99::1"),)
-
-
 # ---- UDP flows of deleted backends ---------------------------------------------------------------
 
 
 def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(node: Node):
+    """tests/values/dataplane/test_ipvs_plan.py: which backends' flows end."""
 
-    def apply(to: str, to6: str, **more: str) -> list[Mapping[int, int]]:
-        node.apply(
-            service("dns", f"{VIP}:53", to, Protocol.UDP, **more),
-            service("dns6", f"[{VIP6}]:53", to6, Protocol.UDP),
-            service("web", f"{VIP}:80", to),
-        )
+    def apply(to: str) -> list[Mapping[int, int]]:
+        node.apply(service("dns", f"{VIP}:53", to, Protocol.UDP), service("web", f"{VIP}:80", to))
         return [look.flows for look in node.tick().udp_cuts]
 
-    one, two, three = "10.244.1.2:53", "10.244.1.3:53", "[fd00:244::2]:53"
-    assert apply(f"{one} {two}", three) == []
-    for virtual, to, flows in (
-        (udp(VIP, 53), ("10.244.1.2", 53), (1, 4)),
-        (udp(VIP, 53), ("10.244.1.3", 53), (0, 9)),
-        (udp(VIP6, 53), ("fd00:244::2", 53), (2, 0)),
-        (tcp(VIP, 80), ("10.244.1.2", 53), (50, 50)),
-    ):
-        node.ipvs.connections[virtual, RealServerKey(parse_addr(to[0]), to[1])] = flows
-    assert apply(two, three, serving=f"{one} {two}") == [], "it is terminating and keeps its flows"
-    assert apply(two, three) == [{4: 5}], "it has stopped serving"
-    assert apply(two, three) == []
-    assert apply("", "") == [{4: 9, 6: 2}]
+    assert apply("10.244.1.2:53 10.244.1.3:53") == []
+    for virtual, flows in ((udp(VIP, 53), (1, 4)), (tcp(VIP, 80), (50, 50))):
+        node.ipvs.connections[virtual, RealServerKey(parse_addr("10.244.1.2"), 53)] = flows
+    assert apply("10.244.1.3:53") == [{4: 5}]
     assert node.tick().udp_cuts == ()
 
 

@@ -189,17 +189,38 @@ class Row(NamedTuple):
 
 
 PASSES, REFUSED, DROPPED = "node", "ECONNREFUSED", "timeout"
-ROWS = [
-    *(Row(client, to, 80, PASSES) for client in ("node", "neighbour") for to in (VIP, VIP6)),
-    *(Row(client, to, 81, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
-    *(Row(client, to, 82, DROPPED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
-    *(Row(client, to, 90, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6)),
-    *(Row(client, OWN, 90, PASSES) for client in ("node", "neighbour")),  # in no set
-    Row("node", VIP, 83, PASSES),  # from the address itself
-    Row("neighbour", VIP, 83, DROPPED),
-    Row("node", VIP6, 83, DROPPED),
-    Row("neighbour", VIP6, 83, PASSES),
-]
+ROWS = table(
+    Row,
+    """
+node      | 10.96.0.1  | 80 | node
+node      | fd00:96::1 | 80 | node
+neighbour | 10.96.0.1  | 80 | node
+neighbour | fd00:96::1 | 80 | node
+node      | 10.96.0.1  | 81 | ECONNREFUSED
+node      | fd00:96::1 | 81 | ECONNREFUSED
+node      | 198.18.7.1 | 81 | ECONNREFUSED
+neighbour | 10.96.0.1  | 81 | ECONNREFUSED
+neighbour | fd00:96::1 | 81 | ECONNREFUSED
+neighbour | 198.18.7.1 | 81 | ECONNREFUSED
+node      | 10.96.0.1  | 82 | timeout
+node      | fd00:96::1 | 82 | timeout
+node      | 198.18.7.1 | 82 | timeout
+neighbour | 10.96.0.1  | 82 | timeout
+neighbour | fd00:96::1 | 82 | timeout
+neighbour | 198.18.7.1 | 82 | timeout
+node      | 10.96.0.1  | 90 | ECONNREFUSED
+node      | fd00:96::1 | 90 | ECONNREFUSED
+neighbour | 10.96.0.1  | 90 | ECONNREFUSED
+neighbour | fd00:96::1 | 90 | ECONNREFUSED
+node      | 198.18.7.1 | 90 | node
+neighbour | 198.18.7.1 | 90 | node
+node      | 10.96.0.1  | 83 | node
+neighbour | 10.96.0.1  | 83 | timeout
+node      | fd00:96::1 | 83 | timeout
+neighbour | fd00:96::1 | 83 | node
+""",
+)
+"""The node's own address at port 90 is in no set; port 83 is open to the VIP itself and to fd00:7::/64."""
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])

@@ -18,10 +18,9 @@ from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAM
 from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.artifact import Bytecode
 from kbpf.dataplane.bpf.programs.loader import LoadedPrograms
-from kbpf.errors import CompileError, KernelError, ProgramLoadError
+from kbpf.errors import CompileError, KbpfError, KernelError, ProgramLoadError
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.kernel.system import netns
@@ -44,7 +43,7 @@ class Start:
     def __init__(self, name: str, site: Site) -> None:
         self.name, self.site = name, site
         self.begun, self.resume = threading.Event(), threading.Event()
-        self.error: KernelError | None = None
+        self.error: KbpfError | None = None
         self.loads = 0
         self.plane = self.open()
 
@@ -137,12 +136,16 @@ def test_packet_programs_read_maps_that_grew_meanwhile(start: Start):
     assert len(start.site.dump()["frontends"]) == 100
 
 
-def test_failed_load_of_the_packet_path_is_reported_and_retried(start: Start):
-    start.error = KernelError("refused by hand")
+ERRORS = [KernelError("refused by hand"), CompileError("no such header", "tc.c", "install it")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_failed_load_of_the_packet_path_is_reported_and_retried(start: Start, error: KbpfError):
+    start.error = error
     start.resume.set()
     start.apply(*many(3))
     until("the error is reported", start.ready)
-    assert "refused by hand" in start.plane.status().packets.problem
+    assert str(error) in start.plane.status().packets.problem
     assert start.hooks() == HOOKS
     start.error = None
     start.do(start.plane.invalidate)
@@ -150,20 +153,6 @@ def test_failed_load_of_the_packet_path_is_reported_and_retried(start: Start):
     until("the packet path is ready", start.ready)
     assert start.plane.status().packets.problem == ""
     assert start.attached().keys() == {"here", "far"}
-
-
-def test_compile_error_of_the_packet_path_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch):
-    obtain = compile.find_or_compile
-
-    def refuse(unit: str, cache: Path) -> Any:
-        if unit == "tc":
-            raise CompileError("no such header", "tc.c", "install it")
-        return obtain(unit, cache)
-
-    monkeypatch.setattr(compile, "find_or_compile", refuse)
-    start.apply(*many(3))
-    until("the error is reported", start.ready)
-    assert "no such header" in start.plane.status().packets.problem
 
 
 def test_agent_closed_during_the_load_leaves_the_hooks(start: Start):
@@ -181,22 +170,16 @@ def test_agent_closed_during_the_load_leaves_the_hooks(start: Start):
     assert start.uses_pinned_maps()
 
 
-ALONE = [
-    pytest.param({"socket_lb": SocketLb.OFF}, id="no hooks"),
-    pytest.param({"socket_lb": SocketLb.HOST_NAMESPACE_ONLY}, id="no hooks for pods"),
-]
-
-
-@pytest.mark.parametrize("settings", ALONE)
-def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, settings: dict[str, Any]):
+@pytest.mark.parametrize("lb", [SocketLb.OFF, SocketLb.HOST_NAMESPACE_ONLY], ids=["no hooks", "no hooks for pods"])
+def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, lb: SocketLb):
     """Whether mode bpf can be used depends on it."""
     start.resume.set()
-    start.open(**settings)
+    start.open(socket_lb=lb)
     assert start.loads == 1
     start.error = KernelError("refused by hand")
     start.site.remove()
     with pytest.raises(KernelError, match="refused by hand"):
-        start.open(**settings)
+        start.open(socket_lb=lb)
 
 
 def test_packet_path_is_loaded_first_beside_another_data_plane(start: Start):
@@ -226,10 +209,6 @@ def test_auto_loads_the_other_programs_if_one_is_refused(start: Start, monkeypat
     start.apply()
     until("the packet path serves", start.ready)
     packets = start.plane.status().packets
-    assert (packets.problem, packets.forwarding, packets.fallback) == (
-        "",
-        "stack",
-        "refused by hand",
-    )
+    assert (packets.problem, packets.forwarding, packets.fallback) == ("", "stack", "refused by hand")
     start.do(lambda: start.plane.maintain_host(time.monotonic()))
     assert not start.do(nat_table.exists)

@@ -139,65 +139,12 @@ def test_change_runs_the_same_lines_in_a_large_cluster(clusters: dict[int, Clust
             cluster.settle()
 
 
-LIMITS = {
-    "one more endpoint, TCP": {"meta": 1, "backends": 1, "backend_slots": 3, "services": 1},
-    "one endpoint less, TCP": {"meta": 1, "backend_slots": 1, "services": 1},
-    "no endpoints": {"services": 1},
-    "a new Service": {"meta": 1, "service_names": 1, "backend_slots": 2, "services": 1, "cluster_ips": 1},
-    "a Service is deleted": {"services": 1, "cluster_ips": 1},
-    "nothing": {},
-}
-
-
-@pytest.mark.parametrize("name", LIMITS)
-def test_change_writes_only_what_changed(clusters: dict[int, Cluster], name: str):
-    """Only what changed: an endpoint costs its own set, never another Service's."""
-    cluster = clusters[FEW]
-    new = numbered_service(50_000)
-    cluster.change(*(numbered_service(i) for i in range(6)), new)
-    if "new" in name:
-        cluster.change(new.key)
-    cluster.settle()
-    assert dict(cluster.change(CHANGES[name]).writes) == LIMITS[name]
-
-
-def test_many_endpoints_are_written_in_few_calls(clusters: dict[int, Cluster]):
-    cluster = clusters[FEW]
-    cluster.settle()
-    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(1000))
-    report = cluster.change(numbered_service(6, crowd))
-    assert dict(report.writes) == {"meta": 1, "backends": 1000, "backend_slots": 1000, "services": 1}
-    assert report.syscalls == 4
-
-
 def test_thousand_services_are_written_in_few_calls(clusters: dict[int, Cluster]):
     cluster = clusters[FEW]
     cluster.settle()
     report = cluster.change(*(numbered_service(i) for i in range(20_000, 21_000)))
     assert report.writes["services"] == 1000
     assert report.syscalls == 5, "meta, names, slots, frontends, their IPs; the backends exist"
-
-
-def test_large_service_ports_come_after_small_ones_one_at_a_time(site: Site, monkeypatch: pytest.MonkeyPatch):
-    """With time slices that are over at once, an apply() with small Service ports programs only
-    these, and an empty one continues with a large one.
-    """
-    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 0.0)
-    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
-    cluster = Cluster(site.open(), {})
-    cluster.plane.apply(DesiredState({}), None)
-    large = [numbered_service(2 * i, crowd) for i in range(4)]
-    cluster.services.update({state.key: state for state in large})
-    named = {state.key for state in large}
-    for number in range(4):
-        small = numbered_service(100 + number)
-        cluster.services[small.key] = small
-        report = cluster.plane.apply(DesiredState(cluster.services), {*named, small.key})
-        assert (len(report.deferred), report.writes["services"]) == (4 - number, 1), number
-        report = cluster.plane.apply(DesiredState(cluster.services), ())
-        assert (len(report.deferred), report.writes["services"]) == (3 - number, 1), number
-        named = set()
-    assert cluster.plane.apply(DesiredState(cluster.services), None).writes == {}
 
 
 def test_deferred_service_port_does_not_take_back_a_lost_address(site: Site, monkeypatch: pytest.MonkeyPatch):

@@ -4,12 +4,10 @@
 It is written between other changes, so a test says when: name_all() runs what is deferred.
 """
 
-import contextlib
 import errno
 import time
-from collections.abc import Iterator
 from dataclasses import replace as replace_fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -27,6 +25,7 @@ from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort, pack_names
 from kbpf.policy.endpoints import merge_endpoints
 from tests.support.lab.lab import until
 from tests.support.plane import SIZES, Site, desired, flush, service, size_maps
+from tests.support.table import table
 
 MAP = endpoint_names.MAP_NAME
 PORT = 8080
@@ -126,42 +125,50 @@ READY_NAME = "default/web-0 node-a zone-a ready"
 OTHER_NAME = "default/web-1 node-b zone-b ready"
 A, B = "10.244.0.1:8080", "10.244.0.2:8080"
 
-DRAINING_NAME = "default/web-0 node-a zone-a terminating, serving"
 
-CHANGES: dict[str, tuple[list[str], Names]] = {
-    "one endpoint": (["ready=web-0"], {A: READY_NAME}),
-    "one more": (["ready=web-0", "ready=web-0 other=web-1"], {A: READY_NAME, B: OTHER_NAME}),
-    "one less": (["ready=web-0 other=web-1", "other=web-1"], {B: OTHER_NAME}),
-    "another Pod has the address now": (["ready=web-0", "on-c=api-7"], {A: "default/api-7 c zone-a ready"}),
-    "in the set while it terminates": (["ready=web-0", "draining=web-0"], {A: DRAINING_NAME}),
-    "in no set while it terminates": (["draining=web-0 other=web-1"], {A: DRAINING_NAME, B: OTHER_NAME}),
-    "not ready, so in no set": (
-        ["not-ready=web-0 other=web-1"],
-        {A: "default/web-0 node-a zone-a not ready", B: OTHER_NAME},
-    ),
-    "not a Pod, without a node": (["nowhere="], {A: "   ready"}),
-    "in the second slice": (["ready=web-0 + other=web-1"], {A: READY_NAME, B: OTHER_NAME}),
-    "moved to the second slice": (
-        ["ready=web-0 + other=web-1", " + ready=web-0 other=web-1"],
-        {A: READY_NAME, B: OTHER_NAME},
-    ),
-    "in both slices, which disagree: the last that does not terminate": (
-        ["ready=web-0 + on-c=new-0"],
-        {A: "default/new-0 c zone-a ready"},
-    ),
-    "only a slice changes that does not count": (
-        ["draining=web-0 + ready=new-0", "draining-in-x=web-0 + ready=new-0"],
-        {A: "default/new-0 node-a zone-a ready"},
-    ),
-    "the slice that counted is gone": (["draining=web-0 + ready=new-0", "draining=web-0"], {A: DRAINING_NAME}),
-    "no slice any more": (["ready=web-0", ""], {}),
-}
+class Change(NamedTuple):
+    """Slices after each step, and the names in the end: an endpoint, its Pod, node, zone and state."""
+
+    name: str
+    steps: str
+    names: str = ""
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_map_has_what_the_slices_say(site: Site, name: str):
+CHANGES = table(
+    Change,
+    """
+one endpoint | ready=web-0 | A default/web-0 node-a zone-a ready
+one more | ready=web-0; ready=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a ready; B default/web-1 node-b zone-b ready
+one less | ready=web-0 other=web-1; other=web-1 | B default/web-1 node-b zone-b ready
+another Pod has the address now | ready=web-0; on-c=api-7 | A default/api-7 c zone-a ready
+in the set while it terminates | ready=web-0; draining=web-0 | A default/web-0 node-a zone-a terminating, serving
+in no set while it terminates | draining=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a terminating, serving; B default/web-1 node-b zone-b ready
+not ready, so in no set | not-ready=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a not ready; B default/web-1 node-b zone-b ready
+not a Pod, without a node | nowhere= | A    ready
+in the second slice | ready=web-0 + other=web-1 | \
+    A default/web-0 node-a zone-a ready; B default/web-1 node-b zone-b ready
+moved to the second slice | ready=web-0 + other=web-1; + ready=web-0 other=web-1 | \
+    A default/web-0 node-a zone-a ready; B default/web-1 node-b zone-b ready
+in both slices, which disagree: the last that does not terminate | ready=web-0 + on-c=new-0 | \
+    A default/new-0 c zone-a ready
+only a slice changes that does not count | draining=web-0 + ready=new-0; draining-in-x=web-0 + ready=new-0 | \
+    A default/new-0 node-a zone-a ready
+the slice that counted is gone | draining=web-0 + ready=new-0; draining=web-0 | \
+    A default/web-0 node-a zone-a terminating, serving
+no slice any more | ready=web-0;
+""",
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_the_map_has_what_the_slices_say(site: Site, change: Change):
     """However it got there: step by step, at once, and after a restart."""
-    steps, expected = CHANGES[name]
+    steps = change.steps.split(";")
+    named_ends = (one.split(" ", 1) for one in change.names.split("; ") if one)
+    expected = {{"A": A, "B": B}[end]: name for end, name in named_ends}
     plane = site.open()
     plane.apply(desired(), None)
     for step in steps:
@@ -275,40 +282,22 @@ def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyP
         unready = ENDPOINTS["not-ready"]
         return slice_of((OTHER, "web"), *((replace(unready, address=one), "web-0") for one in addresses))
 
-    states = [web(endpoints(i), name=f"s{i}", at=f"10.96.0.{i}:80") for i in range(1, 4)]
+    states = {f"s{i}": web(endpoints(i), name=f"s{i}", at=f"10.96.0.{i}:80") for i in range(1, 4)}
     plane = site.open(sizes=few)
 
-    def settles(*expected: int) -> None:
-        """Ticks until the Services have these numbers of names. Further ticks change nothing."""
-
-        def are_named() -> bool:
-            plane.tick(time.monotonic())
-            return sorted(map(len, read_endpoints(site).values())) == [*expected]
-
-        until(f"there are {expected} names", are_named)
-        assert all(are_named() for _ in range(20))
-
-    assert plane.apply(desired(*states), None).refused == {}
-    settles(0, 0, 31)
-    (named,) = (name for name, entries in read_endpoints(site).items() if entries)
-    remaining = [state for state in states if state.key.name != named]
-    gone = next(state.key for state in states if state.key.name == named)
-    plane.apply(desired(*remaining), [gone])
-    flush(plane)
-    settles(0, 31)
-    assert caplog.text.count("names of endpoints find no room") == 1
-
-
-def test_the_map_grows(site: Site, monkeypatch: pytest.MonkeyPatch):
-    size_maps(monkeypatch, endpoint_names=8)
-    addresses = [parse_addr(f"10.244.1.{i}") for i in range(1, 101)]
-    many = slice_of(*((replace(READY, address=one), "web-0") for one in addresses))
-    plane = site.open()
-    plane.apply(desired(web(many)), None)
-    while plane._names.due() is not None:
+    def has_names(*expected: int) -> bool:
         plane.tick(time.monotonic())
-    assert len(read_endpoints(site)["web"]) == 100
-    assert plane.fill()[MAP][0] == 100
+        return sorted(map(len, read_endpoints(site).values())) == [*expected]
+
+    assert plane.apply(desired(*states.values()), None).refused == {}
+    until("one has names", lambda: has_names(0, 0, 31))
+    assert all(has_names(0, 0, 31) for _ in range(20)), "further ticks change nothing"
+    (named,) = (name for name, entries in read_endpoints(site).items() if entries)
+    gone = states.pop(named).key
+    plane.apply(desired(*states.values()), [gone])
+    flush(plane)
+    until("another one has names", lambda: has_names(0, 31))
+    assert caplog.text.count("names of endpoints find no room") == 1
 
 
 @pytest.mark.parametrize("call", ["put", "delete"])
@@ -348,30 +337,6 @@ def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritati
     plane.apply(desired(one), None, authoritative=authoritative)
     name_all(plane)
     assert len(site.entries(MAP)) == (1 if authoritative else 2)
-
-
-@contextlib.contextmanager
-def without_map(name: str) -> Iterator[None]:
-    """Takes the map out of the layout, and puts it back in its place: views list maps in order."""
-    complete = dict(layout.MAPS)
-    del layout.MAPS[name]
-    try:
-        yield
-    finally:
-        layout.MAPS.clear()
-        layout.MAPS.update(complete)
-
-
-def test_upgrade_from_a_version_without_the_map(site: Site):
-    state = web(piece("ready=web-0"))
-    with without_map(MAP):
-        site.open().apply(desired(state), None)
-        before = site.dump()
-    plane = site.open()
-    plane.apply(desired(state), None)
-    assert site.dump() == before
-    name_all(plane)
-    assert read_names(site)["web"] == {A: READY_NAME}
 
 
 def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch):

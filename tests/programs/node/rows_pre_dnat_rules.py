@@ -4,6 +4,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.table import table
+
 FIREWALLD = Path(__file__).parents[2] / "golden/firewalls/firewalld-1.3.3.nft"
 """What firewalld 1.3.3 (Debian 12, backend nftables) writes for a device in zone public and the
 pods' network in zone trusted, as `nft list ruleset` shows it.
@@ -30,19 +32,40 @@ def in_table(text: str, family: str = "inet") -> str:
 
 
 C = ("inet t c",)
+
+
+class Rule(NamedTuple):
+    """A rule in a base chain, and whether the warning names the chain."""
+
+    what: str
+    rule: str
+    is_named: bool
+    hook: str = "prerouting priority raw"
+
+    def row(self) -> Row:
+        return Row(self.what, at(self.rule, f"type filter hook {self.hook}"), C * self.is_named)
+
+
+RULES = table(
+    Rule,
+    """
+NodePorts            | tcp dport 30000-32767 drop                | yes
+one NodePort         | udp dport 30080 reject                    | yes
+TCP, by a reset      | tcp dport 30080 reject with tcp reset     | yes
+another port         | tcp dport 22 drop                         | yes
+a list of sources    | ip saddr 198.51.100.0/24 drop             | yes
+in mangle            | tcp dport 30080 drop                      | yes | prerouting priority mangle
+behind DNAT          | tcp dport 30080 drop                      | no  | prerouting priority filter
+at input             | tcp dport 30080 drop                      | no  | input priority raw
+no refusal           | tcp dport 30080 accept                    | no
+a mark and a counter | counter meta mark set 1 ct state new log  | no
+by a verdict map     | tcp dport vmap { 30080 : drop }           | yes
+by policy            | tcp dport 80 accept                       | yes | prerouting priority raw; policy drop
+""",
+)
 ROWS = [
     Row("nothing", ""),
-    Row("NodePorts", at("tcp dport 30000-32767 drop"), C),
-    Row("one NodePort", at("udp dport 30080 reject"), C),
-    Row("TCP, by a reset", at("tcp dport 30080 reject with tcp reset"), C),
-    Row("another port", at("tcp dport 22 drop"), C),
-    Row("a list of sources", at("ip saddr 198.51.100.0/24 drop"), C),
-    Row("in mangle", at("tcp dport 30080 drop", "type filter hook prerouting priority mangle"), C),
-    Row("behind DNAT", at("tcp dport 30080 drop", "type filter hook prerouting priority filter")),
-    Row("at input", at("tcp dport 30080 drop", "type filter hook input priority raw")),
-    Row("no refusal", at("tcp dport 30080 accept")),
-    Row("a mark and a counter", at("counter meta mark set 1 ct state new log")),
-    Row("by a verdict map", at("tcp dport vmap { 30080 : drop }"), C),
+    *(rule.row() for rule in RULES),
     Row(
         "in a chain that it jumps to",
         "table inet t { chain d { tcp dport 30080 drop; }\n"
@@ -59,7 +82,6 @@ ROWS = [
         "in a chain that nothing leads to",
         "table inet t { chain d { tcp dport 30080 drop; }\nchain c { type filter hook prerouting priority raw; } }",
     ),
-    Row("by policy", at("tcp dport 80 accept", "type filter hook prerouting priority raw; policy drop"), C),
     Row(
         "at ingress of a device",
         "table netdev t { chain c { type filter hook ingress device lo priority 0; tcp dport 30080 drop; } }",
@@ -159,10 +181,16 @@ LEGACY = [
 ]
 
 
+FORWARD_RULES = table(
+    Rule,
+    """
+a policy        | counter                                    | yes | forward priority 0; policy drop
+a last rule     | ct state established accept; counter drop   | yes | forward priority 0
+a rule for some | ip saddr 192.0.2.1 drop                    | no  | forward priority 0
+at input        | counter                                    | no  | input priority 0; policy drop
+""",
+)
 FORWARD = [
     Row("firewalld", FIREWALLD.read_text(), ("inet firewalld filter_FORWARD",)),
-    Row("a policy", at("counter", "type filter hook forward priority 0; policy drop"), C),
-    Row("a last rule", at("ct state established accept\ncounter drop", "type filter hook forward priority 0"), C),
-    Row("a rule for some", at("ip saddr 192.0.2.1 drop", "type filter hook forward priority 0")),
-    Row("at input", at("counter", "type filter hook input priority 0; policy drop")),
+    *(rule.row() for rule in FORWARD_RULES),
 ]

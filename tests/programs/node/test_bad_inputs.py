@@ -29,21 +29,21 @@ AGENT = " ERROR kbpf "
 
 
 class Place:
-    """Folders for the rows: `{empty}`, `{data}` with files, `{file}`, and `{closed}`,
-    root's only.
+    """Folders for the rows: `{empty}`, `{data}` with files, `{ours}` with the pins' names, `{file}`, and
+    `{closed}`, root's only.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.chmod(0o755)
-        for name in ("empty", "data", "closed/pins"):
+        for name in ("empty", "data", "closed/pins", "ours/links"):
             (root / name).mkdir(parents=True)
         for name in ("data/b", "data/a", "file"):
             (root / name).write_text("x")
         (root / "closed").chmod(0o700)
 
     def fill(self, text: str) -> str:
-        names = {name: self.root / name for name in ("empty", "data", "file", "closed")}
+        names = {name: self.root / name for name in ("empty", "data", "file", "closed", "ours")}
         return text.replace("{run}", RUN).format(**names, cgroups=cgroup2())
 
     def shown(self) -> list[str]:
@@ -116,6 +116,14 @@ neither a folder nor a server:
 cleanup of data:
   command: cleanup --pin-dir {data}
   line: "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})"
+  before: "kbpf: "
+cleanup of a folder outside a bpffs:
+  command: cleanup --pin-dir {ours}
+  line: "nothing was removed: the folder is in no bpffs ({ours})"
+  before: "kbpf: "
+options of cleanup that contradict each other:
+  command: cleanup --kube-proxy --keep-connections
+  line: "--kube-proxy, --keep-connections and --cache cannot be combined; run `kbpf cleanup` once for each"
   before: "kbpf: "
 "nobody: a configuration of others":
   command: cleanup --config {closed}

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import HOOKS, UNITS, program_names
-from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.programs import artifact, compile
+from kbpf.dataplane.bpf.hooks import UNITS, program_names
+from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.errors import CompileError
 
@@ -58,9 +57,7 @@ class Tree:
         assert old in text
         path.write_text(text.replace(old, new, 1))
 
-    def obtain(
-        self, *before: str, cache: Path | None = None, path: Path | None = None, unit: str = "sock", warning: str = ""
-    ) -> str:
+    def obtain(self, *before: str, cache: Path | None = None, path: Path | None = None, unit: str = "sock") -> str:
         """What a new process prints for the unit. `path` comes first on its PYTHONPATH."""
         done = subprocess.run(
             [*before, sys.executable, "-c", OBTAIN, str(cache or self.cache), unit],
@@ -72,9 +69,7 @@ class Tree:
             timeout=240,
         )
         assert done.returncode == 0, done.stderr
-        said = done.stderr.splitlines()
-        assert len(said) == bool(warning), "the compiler's output is not passed on"
-        assert warning in done.stderr
+        assert done.stderr == "", "the compiler's output is not passed on"
         assert done.stdout.count("\n") == 1
         return done.stdout.strip()
 
@@ -95,29 +90,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Path]:
 
 
 # ---- the artifact --------------------------------------------------------------------------------
-
-
-def test_artifact_has_every_program_and_matches_the_map_layouts(built: tuple[Artifact, Path]):
-    made, _ = built
-    assert [one.name for one in made.programs] == [h.name for h in HOOKS]
-    assert made.maps
-    for shape in made.maps:
-        spec = layout.ALL_MAPS[shape.name]
-        assert (shape.key_size, shape.value_size) == (spec.key_size, spec.value_size)
-
-
-def test_bytecode_refers_to_maps_by_name(built: tuple[Artifact, Path]):
-    """Each instruction that loads a map refers to it by name, and its immediate value is 0."""
-    made, _ = built
-    for program in made.programs:
-        insns = enumerate(struct.iter_unpack("=BBhi", program.insns))
-        loads = {i: value for i, (code, registers, _, value) in insns if code == 0x18 and registers >> 4 in (1, 2)}
-        assert loads == {reference.insn: 0 for reference in program.references}
-        names = {reference.map for reference in program.references}
-        assert names <= layout.ALL_MAPS.keys()
-        assert not names & {name for name, spec in layout.MAPS.items() if spec.grows}, (
-            "maps that grow are found through their arrays only"
-        )
 
 
 def test_the_same_sources_give_the_same_bytes(built: tuple[Artifact, Path], tmp_path: Path):
@@ -151,22 +123,6 @@ def test_changed_sources_are_compiled_again(tree: Tree):
     assert tree.obtain() == FOUND, "the earlier artifact is still cached"
 
 
-def test_another_compiler_version_compiles_again(
-    built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    made, _ = built
-    artifact.store(made, tmp_path)
-    assert compile.find_or_compile("sock", tmp_path) == (made, False)
-    monkeypatch.setattr(compile, "find_toolchain", lambda: "bcc 99")
-    assert artifact.find("sock", tmp_path, "bcc 99") is None
-    _, compiled = compile.find_or_compile("sock", tmp_path)
-    assert compiled
-
-
-def test_unwritable_cache_is_a_warning(tree: Tree):
-    assert tree.obtain(cache=Path("/proc/no/cache"), warning="cannot be stored") == COMPILED
-
-
 # ---- what is installed ---------------------------------------------------------------------------
 
 
@@ -182,13 +138,6 @@ def test_compiles_without_kernel_and_libc_headers(tree: Tree, unit: str):
     )
     said = tree.obtain("unshare", "-m", "sh", "-ec", hide, "sh", unit=unit)
     assert said == f"compiled {len(program_names(unit))}"
-
-
-def test_cached_artifact_is_used_without_bcc(built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch):
-    made, cache = built
-    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
-    assert compile.find_toolchain() is None
-    assert compile.find_or_compile("sock", cache) == (made, False)
 
 
 def test_error_without_bcc_and_cache_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -210,7 +159,6 @@ PREFIX = "CompileError: cannot compile the BPF programs: "
 @pytest.mark.parametrize(
     ("name", "old", "new", "what"),
     [
-        ("lookup.h", "slot.index =", "slot.indx =", "no member named 'indx' in 'struct slot'"),
         ("types.h", "\tu32 set;\n", "\tu32 set\n", "expected ';'"),
         ("sock.c", "int recvmsg6(", "int recvmsg6(nothing *x, ", "unknown type name 'nothing'"),
         ("maps.h", "struct slot, u32,", "struct slod, u32,", "slod"),

@@ -24,16 +24,13 @@ from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.kernel.bpf import probe, syscalls
 from kbpf.kernel.bpf.objects import Program
-from tests.support import prometheus
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, service, slice_port
 from tests.support.features import lacking
 from tests.support.lab.lab import V1_ONLY, Agent, Lab, Place, inside, ip, run, until
-from tests.support.lab.web import get
 
 DENY = Path(__file__).parents[2] / "support" / "faults" / "deny.py"
 LINK_CREATE = 28
-UPDATE_BATCH = 26
-"""From enum bpf_cmd: BPF_LINK_CREATE is new in Linux 5.7, BPF_MAP_UPDATE_BATCH in 5.6."""
+"""From enum bpf_cmd: BPF_LINK_CREATE is new in Linux 5.7."""
 VIP = "10.96.0.1"
 HAS_IPVS = not lacking("ipvs")
 
@@ -143,7 +140,6 @@ CAUSES = (
         FallbackReason.NO_LIBRARY,
         wrapper=lambda bench: bench.python("sitecustomize.py", NO_LIBBPF),
     ),
-    Cause("a kernel before 5.6", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, UPDATE_BATCH)),
     Cause("a kernel before 5.7", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, LINK_CREATE)),
     Cause(
         "only a part of cgroup v2",
@@ -199,23 +195,9 @@ def test_agent_falls_back_to_ipvs_and_reports_the_reason(bench: Bench, cause: Ca
         assert (choice["reason"], bool(choice["detail"])) == (str(cause.reason), True)
         (said,) = [line for line in agent.lines() if "BPF is unavailable on this node" in line]
         assert f"{cause.reason}: {choice['detail']}" in said
-        labels = {("mode", "ipvs"), ("requested", "auto"), ("reason", str(cause.reason))}
-        # The page may be a second old, from before the fallback.
-        until("/metrics has the mode", lambda: modes(bench) & labels == labels)
         until("nothing of BPF is pinned", lambda: not any(agent.pin_dir.glob("*")))
         tables = run(*inside(bench.home.netns, None, "nft", "list", "tables"))
         assert nat_table.TABLE not in tables
-
-
-def modes(bench: Bench) -> prometheus.Labels:
-    """The labels of kbpf_mode_info on /metrics; none before the agent has written its status."""
-    page = get(bench.home.netns, "127.0.0.1", 10249, "/metrics").body.decode()
-    family = prometheus.parse(page).get("kbpf_mode_info")
-    if family is None:
-        return frozenset()
-    (((_, labels), value),) = family.samples.items()
-    assert value == 1
-    return labels
 
 
 def test_next_start_tries_bpf_again(bench: Bench):

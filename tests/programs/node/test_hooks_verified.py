@@ -120,16 +120,6 @@ def test_programs_of_another_pin_folder_refuse_the_start(site: Site, monkeypatch
         other.close()
 
 
-def test_foreign_program_with_our_name_does_not_refuse_the_start(site: Site):
-    """A program with the name of one of ours that uses none of our maps."""
-    code = b"\xb7\x00\x00\x00\x01\x00\x00\x00" + b"\x95\x00\x00\x00\x00\x00\x00\x00"
-    descriptor = os.open(site.cgroup, os.O_RDONLY)
-    with objects.Program.load("connect4", 18, CONNECT4, code) as program, Link.attach(program, descriptor, CONNECT4):
-        site.open().apply(WEB, None)
-        assert len(programs(site.cgroup)) == 2
-    os.close(descriptor)
-
-
 def test_removed_pins_end_the_agent(site: Site):
     plane = site.open()
     plane.apply(WEB, None)
@@ -143,9 +133,6 @@ def test_removed_pins_end_the_agent(site: Site):
 
 
 LOST_PINS = {
-    "services": "services",
-    "flows": "flows",
-    "config": "config",
     "affinity": "affinity",
     "an outer map": "backend_slots_outer",
     "a map and its outer map": "services services_outer",
@@ -174,8 +161,9 @@ def test_lost_pins_of_maps_are_restored_while_it_runs(
     assert caplog.text.count("removed pins of maps were restored maps=") == 1
 
 
-@pytest.mark.parametrize("may_open_by_id", [True, False], ids=["", "without CAP_SYS_ADMIN"])
-@pytest.mark.parametrize("what", LOST_PINS)
+@pytest.mark.parametrize(
+    ("what", "may_open_by_id"), [*((what, True) for what in LOST_PINS), ("affinity", False), ("all", False)]
+)
 def test_start_with_lost_pins_of_maps_serves_again(
     site: Site, what: str, may_open_by_id: bool, monkeypatch: pytest.MonkeyPatch
 ):

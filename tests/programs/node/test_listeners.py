@@ -6,7 +6,7 @@ they may serve a ClusterIP.
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -15,45 +15,40 @@ from kbpf.dataplane.node import read_node_addresses
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.net.addresses import watch_addresses
 from kbpf.model.address import format_addr, parse_addr
+from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import until
 from tests.support.lab.namespace import Namespace
+from tests.support.table import table
 
 
 class Row(NamedTuple):
     """A socket bound to a free port, and the addresses that are listed."""
 
     what: str
-    family: int
-    kind: int
+    protocol: Protocol
     bind: str
     told: str
-    then: Callable[[socket.socket], object] = lambda _: None
+    then: str = ""
     v6_only: bool = False
 
 
-def listen(sock: socket.socket) -> None:
-    sock.listen()
-
-
-def connect(sock: socket.socket) -> None:
-    sock.connect(("127.0.0.1", 9))
-
-
-V4, V6, TCP, UDP = socket.AF_INET, socket.AF_INET6, socket.SOCK_STREAM, socket.SOCK_DGRAM
-ROWS = [
-    Row("TCP", V4, TCP, "127.0.0.1", "127.0.0.1", listen),
-    Row("TCP everywhere", V4, TCP, "0.0.0.0", "0.0.0.0", listen),
-    Row("TCP IPv6", V6, TCP, "::1", "::1", listen),
-    Row("TCP of both families", V6, TCP, "::", ":: 0.0.0.0", listen),
-    Row("TCP of IPv6 only", V6, TCP, "::", "::", listen, True),
-    Row("UDP of both families", V6, UDP, "::", ":: 0.0.0.0"),
-    Row("UDP of IPv6 only", V6, UDP, "::", "::", v6_only=True),
-    Row("TCP, only bound", V4, TCP, "127.0.0.1", ""),
-    Row("UDP", V4, UDP, "127.0.0.1", "127.0.0.1"),
-    Row("UDP with a peer", V4, UDP, "127.0.0.1", "", connect),
-]
+ROWS = table(
+    Row,
+    """
+TCP                  | TCP | 127.0.0.1 | 127.0.0.1  | listen
+TCP everywhere       | TCP | 0.0.0.0   | 0.0.0.0    | listen
+TCP IPv6             | TCP | ::1       | ::1        | listen
+TCP of both families | TCP | ::        | :: 0.0.0.0 | listen
+TCP of IPv6 only     | TCP | ::        | ::         | listen | yes
+UDP of both families | UDP | ::        | :: 0.0.0.0
+UDP of IPv6 only     | UDP | ::        | ::         |        | yes
+TCP, only bound      | TCP | 127.0.0.1 |
+UDP                  | UDP | 127.0.0.1 | 127.0.0.1
+UDP with a peer      | UDP | 127.0.0.1 |            | connect
+""",
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
@@ -63,13 +58,16 @@ def test_listening_socket_is_listed(namespace: Namespace, row: Row):
 
 
 def check_listing(row: Row) -> None:
-    with socket.socket(row.family, row.kind) as sock:
-        if row.family == V6:
+    family = socket.AF_INET6 if ":" in row.bind else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM if row.protocol is Protocol.TCP else socket.SOCK_DGRAM) as sock:
+        if ":" in row.bind:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, row.v6_only)
         sock.bind((row.bind, 0))
-        row.then(sock)
-        port = sock.getsockname()[1]
-        protocol = Protocol.TCP if row.kind == TCP else Protocol.UDP
+        if row.then == "listen":
+            sock.listen()
+        elif row.then == "connect":
+            sock.connect(("127.0.0.1", 9))
+        port, protocol = sock.getsockname()[1], row.protocol
         found = {at for at in sock_diag.list_listeners() if (at.port, at.protocol) == (port, protocol)}
         at_port = sock_diag.list_listeners([(protocol, port), (Protocol.SCTP, port)])
         assert at_port == found, "if only this port is read"
@@ -79,13 +77,13 @@ def check_listing(row: Row) -> None:
 
 
 def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(namespace: Namespace):
-    """kube-proxy and kube-router put all ClusterIPs on a device, and leave it when they end: a
+    """kube-proxy, kube-router and our mode ipvs put all ClusterIPs on a device, and leave it when they end: a
     ClusterIP there must not be left to a process that listens at its port on all addresses.
     """
-    for number, device in enumerate(("kube-ipvs0", "kube-dummy-if", "nodelocaldns"), 1):
+    for number, device in enumerate(("kube-ipvs0", "kube-dummy-if", IPVS_DEVICE, "nodelocaldns"), 1):
         namespace.ip(f"link add {device} type bridge", f"addr add 10.96.0.{number}/32 dev {device}")
     addresses = namespace.do(read_node_addresses)
-    assert addresses == (parse_addr("10.96.0.3"),)
+    assert addresses == (parse_addr("10.96.0.4"),)
     assert not addresses.subnet_ends
 
 

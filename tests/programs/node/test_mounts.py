@@ -10,12 +10,9 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.system.mounts import (
-    Mount,
-    ensure_bpffs,
     find_cgroup_root,
     is_bpffs,
     is_cgroup2,
-    list_mounts,
     parse_mountinfo,
 )
 from tests.support.lab.lab import V1_ONLY, cgroup2, inside, remove_cgroup, run
@@ -74,16 +71,6 @@ def test_cgroup_root_of_a_mountinfo(row: Row):
     assert "mount" in error.value.hint, "it says what to do"
     assert "ipvs" not in error.value.hint, "there is no such mode yet"
     assert "\n" not in str(error.value)
-
-
-def test_mountinfo_fields():
-    assert parse_mountinfo(f"{HYBRID}\n{PLACE}\n{POD}") == (
-        Mount(Path("/sys/fs/cgroup"), "/", "tmpfs"),
-        Mount(Path("/sys/fs/cgroup/unified"), "/", "cgroup2"),
-        Mount(Path("/sys/fs/cgroup/cpu"), "/", "cgroup"),
-        Mount(Path("/mnt/my cgroups"), "/", "cgroup2"),
-        Mount(Path("/sys/fs/cgroup"), "/kubepods/pod1", "cgroup2"),
-    )
 
 
 @pytest.mark.parametrize("name", ["größe", "日本", "tab\tand space", "back\\slash", "no\udcff text"])
@@ -205,27 +192,3 @@ def test_container_on_a_node_without_bpffs_mounts_none():
     assert "the file system mounted here is not a bpffs (/sys/fs/bpf)" in said
     assert "on the node: mount -t bpf -o mode=700 bpf /sys/fs/bpf" in said
     assert kinds == "['sysfs']"
-
-
-def test_existing_bpffs_is_left_alone():
-    pins = BPFFS / f"kbpf-test-{os.getpid()}" / "below"
-
-    def mounted() -> list[Mount]:
-        return [one for one in list_mounts() if one.path.is_relative_to(BPFFS)]
-
-    before = mounted()
-    try:
-        ensure_bpffs(pins)
-        assert is_bpffs(pins)
-        assert mounted() == before
-    finally:
-        pins.rmdir()
-        pins.parent.rmdir()
-
-
-def test_pin_folder_that_cannot_be_created_is_an_error(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(KernelError, match="cannot create") as error:
-        ensure_bpffs(tmp_path / "file" / "pins")
-    assert error.value.errno
-    assert str(tmp_path / "file" / "pins") in str(error.value)

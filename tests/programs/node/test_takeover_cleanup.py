@@ -189,13 +189,6 @@ def test_dry_run_is_refused_as_the_removal_is(bench: Namespace, dry_run: bool):
     assert bench.run("nft list ruleset") == before
 
 
-def test_ports_of_an_ip_set_are_listed(bench: Namespace):
-    make_sets(bench, OURS, 30080, 32767)
-    assert bench.do(lambda: ipset.list_ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
-    assert bench.do(lambda: ipset.list_ports("KUBE-CLUSTER-IP")) == frozenset()
-    assert bench.do(lambda: ipset.list_ports("no such set")) == frozenset()
-
-
 def tcp_service(address: str, port: int, protocol: int = socket.IPPROTO_TCP) -> VirtualServiceKey:
     return VirtualServiceKey(protocol, parse_addr(address), port)
 
@@ -281,27 +274,6 @@ def talk(bench: Namespace) -> Iterator[Talk]:
 
 def kept(bench: Namespace) -> tuple[VirtualServiceKey, ...]:
     return bench.do(lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families()))
-
-
-@needs("ipvs")
-def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Namespace, talk: Talk):
-    """With weight 0, so it gets no new ones. It is removed with its last connection and
-    its device.
-    """
-    assert remove(bench) == ["1 virtual services of IPVS", "device kube-ipvs0"]
-    assert served(bench) == {BUSY: [0]}
-    assert names(bench) == {"lo", "kbpf-keepalive"}
-    assert kept(bench) == (BUSY,)
-    assert bench.do(takeover_cleanup.count_connections) == 1
-    talk.exchange()
-    assert bench.do(conntrack_keepalive.remove_unneeded) == ()
-    assert remove(bench) == []
-    talk.exchange()
-    # IPVS forgets the connection, which it would otherwise remember for two minutes
-    tell_ipvs(bench, IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, BUSY, server=AT))
-    assert bench.do(conntrack_keepalive.remove_unneeded) == ("ip",)
-    assert served(bench) == {}
-    assert names(bench) == {"lo"}
 
 
 @needs("ipvs")
@@ -417,11 +389,15 @@ def forward(bench: Namespace, family: str) -> list[str]:
     return [line for line in lines if line.startswith("-A FORWARD")]
 
 
-@pytest.fixture(params=POLICY)
+@pytest.fixture
 def left(request: pytest.FixtureRequest, bench: Namespace) -> str:
-    """A family with a translated connection, as a kube-proxy leaves it."""
-    translate_one(bench, request.param)
-    return str(request.param)
+    """A family with a translated connection, as a kube-proxy leaves it: IPv4 unless `both_families`."""
+    family = getattr(request, "param", "ip")
+    translate_one(bench, family)
+    return str(family)
+
+
+both_families = pytest.mark.parametrize("left", POLICY, indirect=True)
 
 
 def stop_kube_proxy(bench: Namespace, family: str, how: str = "a policy") -> list[str]:
@@ -432,6 +408,7 @@ def stop_kube_proxy(bench: Namespace, family: str, how: str = "a policy") -> lis
     return [THEIRS, *filter(None, [last])]
 
 
+@both_families
 def test_keepalive_table_stays_as_long_as_a_connection(bench: Namespace, left: str, tmp_path: Path):
     """The agent checks when it starts and then every KEEPALIVE_POLL_INTERVAL_S seconds."""
     agent = HostIntegration(Pins(tmp_path), Config())
@@ -452,6 +429,7 @@ def test_keepalive_table_stays_as_long_as_a_connection(bench: Namespace, left: s
     assert f"table {left} theirs" in bench.run("nft list tables")
 
 
+@both_families
 @pytest.mark.parametrize("how", CLOSED)
 def test_established_connections_pass_a_closed_forward_until_they_end(bench: Namespace, left: str, how: str):
     """One rule accepts it, before any rule that refuses all; iptables-nft-save can still
@@ -512,6 +490,7 @@ def test_forward_gets_no_rule(bench: Namespace, why: str):
     assert forward(bench, "ip") == others
 
 
+@both_families
 def test_agent_restores_the_forward_rule(bench: Namespace, left: str, tmp_path: Path):
     """The agent did not add the rule. It restores it next to its own rule, in either order."""
     stop_kube_proxy(bench, left)

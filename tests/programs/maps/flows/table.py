@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps.flow_entries import is_original
@@ -42,6 +43,7 @@ NODE, POD = "198.18.0.1", "10.244.1.2:8080"
 VIPS = {"kept": "192.0.2.1:80", "translated": "192.0.2.2:80"}
 """One VIP keeps the client's address, the other one translates it; so a flow has 2 or 3 entries."""
 PARTS = {"kept": 2, "translated": 3}
+both_kinds = pytest.mark.parametrize("flows", PARTS, indirect=True)
 MINUTE = 60 * 10**9
 
 

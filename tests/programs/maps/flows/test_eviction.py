@@ -25,7 +25,7 @@ from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
-from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, client
+from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, both_kinds, client
 from tests.support.lab.events import read, watched
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
@@ -82,6 +82,7 @@ def fill(flows: Flows, script: str) -> None:
         flows.talk(port, each)
 
 
+@both_kinds
 @each_oldest
 def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, row: Oldest):
     fill(flows, row.script)
@@ -105,7 +106,6 @@ DOUBTFUL = {
 @pytest.mark.parametrize(("script", "seconds"), DOUBTFUL.items())
 def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds: int):
     """Until then it gets no other flow, which could receive what the backend sends."""
-    seconds *= flows.kind == "translated"
     fill(flows, script)
     given = {
         snat_port(raw)
@@ -134,6 +134,7 @@ def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds:
                 node.update(U32.pack(0), value)
 
 
+@both_kinds
 @pytest.mark.parametrize("ahead", [60, 0, -1, -3600, 60 - 2**16, 60 - 2 * 2**16])
 def test_port_is_in_doubt_until_the_time_of_its_mark(flows: Flows, ahead: int):
     """However long ago that is. An empty map has marks of time 0."""
@@ -242,17 +243,14 @@ def test_evictable_flow_does_not_count_as_live(flows: Flows, row: Oldest):
 def test_expired_flows_do_not_count_as_live(flows: Flows):
     """Metrics count live connections, because alarms are about these."""
     meter = MapCollector(Pins(flows.site.pins), Config())
-    for port in range(20_000, 20_000 + 3 * ROOM):
-        flows.talk(port, f"{LIVES} FA <FA A")
+    flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
+    for port in range(2000, 2000 + ROOM):
         flows.age(port, HOUR)
-    flows.talk(2000, LIVES)
-    entries = len(flows.site.entries("flows"))
-    assert entries >= (ROOM - 1) * PARTS[flows.kind], "the map is full"
-    assert meter.count(lambda: None).flow_count == FlowCount(live=1, capacity=ROOM)
+    assert meter.count(lambda: None).flow_count == FlowCount(live=0, capacity=ROOM)
     off = MapCollector(Pins(flows.site.pins), Config(packet_path=False))
     assert off.count(lambda: None).flow_count is None, "then the map has its minimum size"
     told = {table.name: table for table in meter.read({}).tables}
-    assert told["flows"].entries == entries
+    assert told["flows"].entries == ROOM * PARTS[flows.kind]
     unbounded = {name for name, table in told.items() if table.limit is None}
     lru = {name for name, spec in MAPS.items() if spec.map_type == uapi.BPF_MAP_TYPE_LRU_HASH}
     assert unbounded == {"flows"} | lru, "an alarm for these would never end"
@@ -277,6 +275,7 @@ def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows):
     assert 2001 not in flows.ports()
 
 
+@both_kinds
 @pytest.mark.parametrize("before", ["", f"{LIVES} FA <FA A"], ids=["new", "reused port"])
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room: int):
@@ -410,6 +409,7 @@ def remove(held: Map, seconds: float) -> int:
     return sum(flow_gc.remove_unused(held, *batch, at) for batch in list(held.batches()))
 
 
+@both_kinds
 @pytest.mark.parametrize("row", ORPHANS, ids=lambda row: row.name)
 def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orphan):
     """The flow's own reply entries stay although they are as old: a flow makes room with all its

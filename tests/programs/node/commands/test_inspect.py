@@ -5,11 +5,10 @@ import json
 
 import pytest
 
-from kbpf.model.config import MapSizes
 from kbpf.model.status import encode
 from tests.programs.node.commands.world import HOOK_NAMES, STARTED, WORLD, agent_status, boottime
 from tests.support.lab.lab import cgroup2, remove_cgroup, until
-from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, service
+from tests.support.plane import CGROUP_HOOKS, HOOKS, Site
 
 
 @pytest.fixture
@@ -34,17 +33,6 @@ def test_what_was_written_is_shown(written, run, golden):
     golden("inspect/written.txt", "\n".join(pages))
 
 
-def test_each_set_of_a_service_is_shown_with_its_backends(written, show):
-    (detail,) = show("service", "near")
-    (cluster,), (local,) = detail["cluster"], detail["local"]
-    assert {b["address"] for b in cluster["backends"]} == {"10.244.0.1", "10.244.0.9"}
-    assert [(b["address"], b["port"]) for b in local["backends"]] == [("10.244.0.1", 8080)]
-    assert cluster["id"] != local["id"]
-    assert cluster["missing"] == 0
-    guarded = next(row for row in show("services") if row["name"] == "guarded")
-    assert [f["restricted"] for f in guarded["frontends"]] == [False, True]
-
-
 def test_affinity_lists_the_host_after_a_connection(written, show, site: Site):
     site.place("host").tcp("10.96.0.2", 80)
     (row,) = show("affinity")
@@ -67,13 +55,6 @@ def test_maps_show_their_entries(written, show):
     assert {name for name, row in rows.items() if row["entries"] is None} >= {"flow_queue", "node"}
     assert rows["services"]["bytes"] > 0
     assert not any(row["alarm"] for row in rows.values())
-
-
-def test_nearly_full_map_raises_an_alarm(site: Site, show):
-    # The agent may not grow past 5 frontends, of which 4 are used.
-    opened = site.open(MapSizes(frontends=5))
-    opened.apply(desired(*(service(f"s{i}", f"10.96.0.{i}:80", "10.244.0.1:80") for i in range(1, 5))), None)
-    assert {row["name"] for row in show("maps") if row["alarm"]} == {"services", "service_names", "cluster_ips"}
 
 
 def test_programs_show_hook_and_cgroup(written, show, site: Site):
@@ -141,24 +122,9 @@ def test_status_shows_the_programs_counters(written, run, site: Site):
     assert (counters["no_endpoints"], counters["translated"]) == (2, 0)
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ({"pid": 1 << 22}, "process"),  # above the highest process id
-        ({"refused": 2}, "2 of them NOT PROGRAMMED"),
-        ({"error": "cannot write"}, "cannot write"),
-    ],
-)
-def test_status_of_an_unhealthy_agent_exits_with_1(written, run, said, words: str):
+def test_status_of_an_agent_that_has_ended_exits_with_1(written, run):
     """tests/values/views/test_status_views.py has the other causes."""
-    written.write_status(encode(agent_status(**said)))
+    written.write_status(encode(agent_status(pid=1 << 22)))  # above the highest process id
     code, out, err = run("inspect", "status")
     assert (code, err) == (1, "")
-    assert words in out
-
-
-def test_status_without_an_agents_status_exits_with_1(site: Site, run):
-    site.open().apply(WORLD, None)
-    code, out, _ = run("inspect", "status")
-    assert code == 1
-    assert "no status" in out
+    assert "process" in out

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kube-proxy on the same node is named by `kbpf check`, `kbpf inspect status` and two metrics: a
-process of that name, an answer as kube-proxy gives it, and rules that one left.
+process of that name, and rules that one left. tests/values/agent/test_detect.py has its answers.
 """
 
 import contextlib
-import http.server
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +16,9 @@ from kbpf.checks import neighbours
 from kbpf.dataplane import reader as inspect
 from kbpf.dataplane.reader import Locations
 from kbpf.model.inspection import Part
-from kbpf.takeover import detect, neighbour
+from kbpf.takeover import neighbour
 from tests.programs.node.test_hooks_verified import WEB, alone
-from tests.support.lab.lab import PATIENCE, ip, run, until
+from tests.support.lab.lab import run, until
 from tests.support.plane import Site
 
 
@@ -50,29 +48,6 @@ def process(folder: Path) -> Iterator[None]:
             running.kill()
 
 
-class _ProxyMode(http.server.BaseHTTPRequestHandler):
-    """What kube-proxy's pkg/proxy serves on 10249."""
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/proxyMode" else 404)
-        self.end_headers()
-        if self.path == "/proxyMode":
-            self.wfile.write(b"nftables")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def port(_: Path) -> Iterator[None]:
-    ip("link set lo up")
-    detect.PROBE_TIMEOUT_S = PATIENCE  # type: ignore[misc]  # of this process only
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 10249), _ProxyMode) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield
-        server.shutdown()
-
-
 class Row(NamedTuple):
     what: Callable[[Path], contextlib.AbstractContextManager[None]]
     line: str
@@ -87,7 +62,6 @@ ROWS = [
         rules, "a kube-proxy has left rules on this node, which no process updates", neighbour.CLEANUP_HINT, rules=True
     ),
     Row(process, "a kube-proxy runs on this node (pid ", neighbour.STOP_HINT, running=True),
-    Row(port, "a kube-proxy runs on this node (answers on 127.0.0.1 port 10249)", neighbour.STOP_HINT, running=True),
 ]
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kbpf sysdump`: the archive of a node that an agent serves, of one whose agent is down, in mode
-ipvs, without rights, and of one where nothing works. No secret gets into any of them.
+"""`kbpf sysdump`: the archive of a node that an agent serves, of one whose agent is down, without
+rights, and of one where nothing works. No secret gets into any of them. Mode ipvs:
+tests/lab/agent/test_ipvs_commands.py.
 """
 
 import base64
@@ -22,7 +23,6 @@ from kbpf.cli.dump.parts import NETWORK_MODULE, RULES_MODULE
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.system import children
 from tests.support import plane
-from tests.support.features import needs
 from tests.support.lab.lab import Agent, Lab, inside, run
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import Site
@@ -224,14 +224,13 @@ stringData: {any: PASSWORD}
 """.replace("PASSWORD", PASSWORD)
 
 
-@pytest.fixture(params=["bpf", pytest.param("ipvs", marks=needs("ipvs"))])
-def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Agent]:
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
     folder = tmp_path / "objects"
     folder.mkdir()
     (folder / "web.yaml").write_text(OBJECTS)
     with Lab(1, "sd", apart=True) as lab:
         made = Agent(lab.nodes[0], "--source", str(folder))
-        made.mode = request.param
         made.start()
         yield made
         made.close()
@@ -261,12 +260,7 @@ def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path):
     assert dump.error("objects/cluster.yaml") == ""
     (share,) = json.loads(dump.files["simulate.json"])["items"]
     assert (share["name"], share["share_after"]) == ("10.244.1.2:8080", 1.0)
-    if agent.mode == "ipvs":
-        assert b"10.96.0.20" in dump.files["rules/nft.txt"]
-        assert b"0A600014" in dump.files["network/proc/ip_vs.txt"]
-        assert "mode ipvs" in dump.error("inspect/maps.json")
-    else:
-        assert json.loads(dump.files["inspect/maps.json"])["items"]
+    assert json.loads(dump.files["inspect/maps.json"])["items"]
 
     with tarfile.open(path) as tar:
         tar.extractall(tmp_path)
@@ -280,7 +274,7 @@ def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path):
 
 
 def frontends(agent: Agent) -> object:
-    return agent.behind() if agent.mode == "ipvs" else plane.dump(agent.entries)["frontends"]
+    return plane.dump(agent.entries)["frontends"]
 
 
 # ---- without iproute2 and nft --------------------------------------------------------------------
