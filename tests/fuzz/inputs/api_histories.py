@@ -214,13 +214,13 @@ class History:
         faults: dict[str, Callable[[], object]] = {
             "cut": lambda: self._proxy.cut_watches(self._chance.choice(list(Cut))),
             "expired": self._proxy.expire_watches,
-            "error": lambda: self._proxy.answer(self._chance.choice(STATUSES), self._chance.randint(1, 3), verb=None),
+            "error": lambda: self._proxy.answer(self._chance.choice(STATUSES), self._chance.randint(1, 3)),
             "no stream": lambda: self._proxy.refuse_initial_events(self._chance.choice((400, 422))),
             "slow": lambda: self._proxy.delay(0.3 * self._chance.random(), 2),
             "frozen": self._proxy.freeze_watches,
             "outage": self._proxy.refuse,
             "rubbish": lambda: self._proxy.send(b'{"type":"MODIFIED","object":{"metadata":\n'),
-            "doubles": lambda: self._proxy.rewrite_lines(lambda _, line: line * 2),
+            "doubles": lambda: self._proxy.rewrite_lines(lambda line: line * 2),
             "healed": self._proxy.heal,
         }
         name = self._chance.choice([*faults, "healed", "healed"])

@@ -189,7 +189,7 @@ def dial(site: Site, number: int) -> dict:
 def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(2, "ob", apart=True))
-        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
         kube = stack.enter_context(api.kube())
         for each in lab.nodes:
             kube.create(node(each.name, each.ip, each.ip6))
