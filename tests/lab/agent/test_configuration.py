@@ -18,8 +18,6 @@ import yaml
 from kbpf.cli import arguments
 from kbpf.cli.app import call
 from kbpf.config import kinds, load
-from kbpf.dataplane.bpf.maps import layout
-from kbpf.kernel.bpf.objects import Map
 from kbpf.model.config import LocalMode
 from tests.support.cluster import kubeadm
 from tests.support.cluster.cluster import Cluster
@@ -27,10 +25,8 @@ from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import node
 from tests.support.cluster.kubeadm import Mount
 from tests.support.lab.dial import Dial, check
-from tests.support.lab.lab import inside, ip, run, until
+from tests.support.lab.lab import inside, run, until
 from tests.support.lab.load import under_load
-from tests.support.lab.web import get
-from tests.support.prometheus import parse
 from tests.values.config.test_flags_and_file import FIELDS, MODES
 from tests.values.config.test_written_file import TEXTS
 
@@ -127,10 +123,10 @@ class Kubeadm(Cluster):
         assert self.agent.status()["pid"] == pid
 
     @contextlib.contextmanager
-    def configured(self, more: str, ours: str = "") -> Iterator[None]:
+    def configured(self, more: str) -> Iterator[None]:
         """In this block the agent runs with other settings."""
         with self.begins_anew():
-            self.put(self.config(more) + ours)
+            self.put(self.config(more))
         try:
             yield
         finally:
@@ -185,30 +181,6 @@ def test_a_changed_file_restarts_the_agent_without_disturbing_traffic(cluster: K
         load.goes_on()
     cluster.settle()
     reaches(cluster, "a2", f"{ON_EVERY}:30020", "a1")
-
-
-def test_our_document_is_read_in_addition_to_kube_proxys(cluster: Kubeadm):
-    """A missing device is logged once, and found when it is created."""
-    ours = "---\napiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npacketPath: {devices: [eth0, later0]}\n"
-    home = cluster.lab.nodes[0].netns
-    with cluster.configured("", ours):
-        cluster.says("--device later0 matches no device")
-        until(
-            "the missing device is a problem",
-            lambda: any("later0" in line for line in problems(cluster)),
-        )
-        ip("link add later0 type veth peer name later1", netns=home)
-        try:
-            cluster.says("--device later0 matches a device now")
-            until("no problem is reported", lambda: not problems(cluster))
-            told = [line for line in cluster.agent.lines() if "--device later0 matches no" in line]
-            assert len(told) == 1
-        finally:
-            ip("link del later0", netns=home)
-
-
-def problems(cluster: Kubeadm) -> list[str]:
-    return [line for line in cluster.agent.status()["problems"] if line.startswith("--device")]
 
 
 # ---- the node ------------------------------------------------------------------------------------
@@ -344,29 +316,6 @@ def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, 
         config["nodePortAddresses"] = config["nodePortAddresses"] or []
         config["ipvs"]["scheduler"] = config["ipvs"]["scheduler"] or "rr"
     assert after == before
-
-
-def test_foreign_map_changes_are_repaired_by_the_sweep(cluster: Kubeadm):
-    """The sweep of configSyncPeriod repairs it; nothing is compared earlier."""
-    before = cluster.served()
-    with cluster.configured("configSyncPeriod: 1s"):
-        path = cluster.agent.pin_dir / f"maps-{layout.schema_hash()}" / "services"
-        with Map.open(path) as services:
-            for key, _ in list(services.items()):
-                services.delete(key)
-        cluster.says("another process had changed the programmed state; repaired: ")
-        until("all is served again", lambda: cluster.served() == before)
-        reaches(cluster, "a2", "10.96.0.20:80", "a1")
-        for _ in range(2):
-            looks, said = cluster.agent.status()["applied"] + 2, repairs(cluster)
-            until("another sweep is done", lambda: cluster.agent.status()["applied"] >= looks)  # noqa: B023
-        assert repairs(cluster) == said, "the second sweep must find nothing"
-        page = get(cluster.agent.node.netns, "127.0.0.1", 10249, "/metrics").body.decode()
-        assert parse(page)["kbpf_drift_entries_total"].value() > 0
-
-
-def repairs(cluster: Kubeadm) -> int:
-    return sum("another process had changed" in line for line in cluster.agent.lines())
 
 
 def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm):
