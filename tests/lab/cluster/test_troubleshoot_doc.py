@@ -159,13 +159,3 @@ def test_a_service_with_another_proxys_label_is_not_found(field: Field):
     assert "web-72" in done.stderr
     field.delete(*made)
     field.settle()
-
-
-def test_the_uplink_is_listed_with_both_programs(field: Field):
-    """The page, "From outside", step 1."""
-    assert "`host`, with a program in both directions" in PAGE.replace("\n", " ")
-    rows = json.loads(inspect(field.agent, "devices -o json").stdout)["items"]
-    (uplink,) = (row for row in rows if row["device"] == "eth0")
-    assert uplink["role"] == "host"
-    assert uplink["ingress"]
-    assert uplink["egress"]

@@ -117,6 +117,10 @@ cleanup of data:
   command: cleanup --pin-dir {data}
   line: "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})"
   before: "kbpf: "
+demo in a folder that is no cgroup:
+  command: demo --cgroup {empty}
+  line: not a cgroup v2 folder ({empty}); give one with --cgroup
+  before: "kbpf: "
 "nobody: a configuration of others":
   command: cleanup --config {closed}
   line: "cannot read the configuration: Permission denied ({closed}); give --config FILE"
