@@ -5,14 +5,15 @@ Which requests follow a fault, and when, is tested in tests/values/source; rando
 and lists in tests/fuzz/inputs/test_api_histories.py.
 """
 
-import json
 import re
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
 from kbpf.cli import app
 from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.kube import path_of
 from tests.support.lab.dial import UNSERVED, Dial, check
 from tests.support.lab.lab import ip, until
 from tests.support.lab.load import under_load
@@ -82,7 +83,13 @@ def test_an_etcd_restored_from_a_backup_restores_objects(web: Cluster):
     assert len(warnings) == 1, warnings
 
 
-BINDINGS = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
+BINDING = """
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: nobody}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: system:node-proxier}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: nobody}]
+"""
 
 
 def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Cluster):
@@ -95,7 +102,7 @@ def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Clus
             assert web.api.url in line
             assert f"grant list and watch on {resource} to nobody (ClusterRole system:node-proxier)" in line
         expect(web, f"{HOST}:80", "a1")
-        grant(web)
+        web.create(yaml.safe_load(BINDING))
         web.agent.wait_synced()
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
@@ -114,7 +121,7 @@ def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Clus
         # It fails while the last heartbeat of the agent is old.
         until("the status is good", lambda: app.call(command) == 0)
     finally:
-        web.kube.request("DELETE", f"{BINDINGS}/nobody")
+        web.kube.request("DELETE", path_of("ClusterRoleBinding", name="nobody"))
         web.agent.stop()
         web.start(web.agent)
 
@@ -131,17 +138,3 @@ def refusal(cluster: Cluster, resource: str) -> str:
 
 
 AFTER = re.compile(r" for=(\d+)s ")
-
-
-def grant(cluster: Cluster) -> None:
-    group = "rbac.authorization.k8s.io"
-    binding = {
-        "apiVersion": f"{group}/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": "nobody"},
-        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": "system:node-proxier"},
-        "subjects": [{"apiGroup": group, "kind": "User", "name": "nobody"}],
-    }
-    kind = {"Content-Type": "application/json"}
-    status, body = cluster.kube.request("POST", BINDINGS, json.dumps(binding).encode(), kind)
-    assert status == 201, body

@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Self
 
+import yaml
+
 from tests.support.build import go_build
 from tests.support.cluster.certs import Authority
 from tests.support.cluster.kube import Kube
@@ -52,16 +54,19 @@ USERS = {  # our name → the user's name and groups in Kubernetes
     "kbpf": ("system:kube-proxy", ""),
     "nobody": ("nobody", ""),
 }
-RBAC = "/apis/rbac.authorization.k8s.io/v1"
-JSON = {"Content-Type": "application/json"}
-_GROUP = "rbac.authorization.k8s.io"
-PODS = {
-    "clusterroles": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]},
-    "clusterrolebindings": {
-        "roleRef": {"apiGroup": _GROUP, "kind": "ClusterRole", "name": "kbpf-pods"},
-        "subjects": [{"apiGroup": _GROUP, "kind": "User", "name": "system:kube-proxy"}],
-    },
-}
+PODS = """
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: kbpf-pods}
+rules: [{apiGroups: [""], resources: [pods], verbs: [list, watch]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: kbpf-pods}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: kbpf-pods}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: system:kube-proxy}]
+"""
+"""The rights of the user kbpf on Pods, which kube-proxy's role lacks."""
 
 
 class ServerDied(Exception):
@@ -124,7 +129,8 @@ class ApiServer:
             self._start_etcd()
             self._start_server()
             with self.kube() as kube:
-                grant_pods(kube)
+                for obj in yaml.safe_load_all(PODS):
+                    kube.create(obj)
         except BaseException:
             self.stop()
             raise
@@ -270,15 +276,6 @@ class ApiServer:
         command = [*inside, str(go_build.build(name)), *flags]
         self._children[name] = _Child(name, command, self.folder)
         return self._children[name]
-
-
-def grant_pods(kube: Kube) -> None:
-    """Grant the user kbpf the rights on Pods that kube-proxy's role lacks."""
-    for kind, more in PODS.items():
-        body = json.dumps({"metadata": {"name": "kbpf-pods"}, **more}).encode()
-        status, answer = kube.request("POST", f"{RBAC}/{kind}", body, JSON)
-        if status != 201:
-            raise ServerDied(f"{kind}: {status} {answer[:300]!r}")
 
 
 class _Child:

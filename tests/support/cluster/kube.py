@@ -26,6 +26,9 @@ Row = TypeVar("Row")
 _KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resource, namespaced
     "Namespace": ("/api/v1", "namespaces", False),
     "Node": ("/api/v1", "nodes", False),
+    "Secret": ("/api/v1", "secrets", True),
+    "ClusterRole": ("/apis/rbac.authorization.k8s.io/v1", "clusterroles", False),
+    "ClusterRoleBinding": ("/apis/rbac.authorization.k8s.io/v1", "clusterrolebindings", False),
     "Service": ("/api/v1", "services", True),
     "Pod": ("/api/v1", "pods", True),
     "ServiceAccount": ("/api/v1", "serviceaccounts", True),
@@ -133,9 +136,9 @@ class Kube:
     def get(self, kind: str, name: str, namespace: str = "default") -> Object:
         return self._send("GET", path_of(kind, namespace, name))
 
-    def token(self, account: str, namespace: str) -> str:
+    def token(self, account: str, namespace: str, **spec: Object) -> str:
         """Return a new token of a ServiceAccount, requested as a kubelet does."""
-        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         path = path_of("ServiceAccount", namespace, account)
         answer = self._send("POST", f"{path}/token", wanted)
         return str(answer["status"]["token"])
