@@ -21,7 +21,6 @@ from kbpf.config import kinds, load
 from kbpf.model.config import LocalMode
 from tests.support.cluster import kubeadm
 from tests.support.cluster.cluster import Cluster
-from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import node
 from tests.support.cluster.kubeadm import Mount
 from tests.support.lab.dial import Dial, check
@@ -32,12 +31,18 @@ from tests.values.config.test_written_file import TEXTS
 
 SPACE = "kube-system"
 PODS = "10.244.0.0/16,fd00:10:244::/48"
-RBAC = "rbac.authorization.k8s.io"
-BINDING = {
-    "metadata": {"name": "kubeadm:node-proxier"},
-    "roleRef": {"apiGroup": RBAC, "kind": "ClusterRole", "name": "system:node-proxier"},
-    "subjects": [{"kind": "ServiceAccount", "name": "kube-proxy", "namespace": SPACE}],
-}
+OBJECTS = """
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: kube-proxy, namespace: kube-system}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: "kubeadm:node-proxier"}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: system:node-proxier}
+subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]
+"""
+"""Of kubeadm."""
 ON_EVERY = "10.244.1.1"
 """An address of the node that its Node object does not list."""
 
@@ -54,44 +59,26 @@ class Kubeadm(Cluster):
         """The objects of kubeadm, the mounts of kubelet, the agent."""
         self.account = Mount(self.lab.folder / "account")
         self.mount = Mount(self.lab.folder / "kube-proxy")
-        body = json.dumps({"metadata": {"name": "kube-proxy"}}).encode()
-        self._post(f"/api/v1/namespaces/{SPACE}/serviceaccounts", body)
-        self._post(f"/apis/{RBAC}/v1/clusterrolebindings", json.dumps(BINDING).encode())
+        for obj in yaml.safe_load_all(OBJECTS):
+            self.kube.create(obj)
         self.secret = ""
         self.new_token()
         self.put(self.config())
         self.agent.start(wait=False, extra=("--config", str(self.mount.folder / "config.conf")))
         self.agent.wait_synced()
 
-    def _post(self, path: str, body: bytes) -> Object:
-        status, answer = self.kube.request("POST", path, body, {"Content-Type": "application/json"})
-        assert status == 201, answer
-        return json.loads(answer)
-
     def new_token(self) -> None:
         """Creates a token bound to a new Secret, and revokes the previous one by deleting its
         Secret.
         """
         before, self.secret = self.secret, f"{self.secret}x"
-        made = self._post(
-            f"/api/v1/namespaces/{SPACE}/secrets",
-            json.dumps({"metadata": {"name": self.secret}}).encode(),
-        )
-        reference = {"kind": "Secret", "apiVersion": "v1", "name": self.secret}
-        asked = {
-            "apiVersion": "authentication.k8s.io/v1",
-            "kind": "TokenRequest",
-            "spec": {"boundObjectRef": {**reference, "uid": made["metadata"]["uid"]}},
-        }
-        answer = self._post(
-            f"/api/v1/namespaces/{SPACE}/serviceaccounts/kube-proxy/token",
-            json.dumps(asked).encode(),
-        )
-        authority = self.api.authority.crt.read_text()
-        self.account.put(ca_crt=authority, token=answer["status"]["token"])
+        reference = {"kind": "Secret", "apiVersion": "v1"}
+        made = self.kube.create({**reference, "metadata": {"name": self.secret, "namespace": SPACE}})
+        bound = {**reference, "name": self.secret, "uid": made["metadata"]["uid"]}
+        token = self.kube.token("kube-proxy", SPACE, boundObjectRef=bound)
+        self.account.put(ca_crt=self.api.authority.crt.read_text(), token=token)
         if before:
-            status, _ = self.kube.request("DELETE", f"/api/v1/namespaces/{SPACE}/secrets/{before}")
-            assert status == 200
+            self.kube.delete("Secret", before, SPACE)
 
     def config(self, more: str = "") -> str:
         """kubeadm's configuration, with the fields of `more` replaced."""
@@ -333,7 +320,11 @@ def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm):
 
         # At last comes "watch recovered", which the slowest of the watches logs.
         expected = {"debug", "warning", "info"}
-        until("all levels are logged", lambda: expected <= {line["level"] for line in told()})
+        until(
+            "all levels are logged",
+            lambda: expected <= {line["level"] for line in told()},
+            state=lambda: cluster.agent.tail(12),
+        )
         lines = told()
     assert all({"time", "level", "logger", "message"} == line.keys() for line in lines)
     token = (cluster.account.folder / "token").read_text()
