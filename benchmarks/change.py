@@ -20,8 +20,8 @@ SERVICES, ENDPOINTS, CHANGES, PAUSE = 10_000, 10, 2_000, 0.005
 
 def run() -> dict[str, Any]:
     """Returns the latencies in milliseconds."""
-    with Lab(1, "bench") as lab, ApiServer(addresses=(lab.outside_ip,)) as server:
-        config = server.kubeconfig(lab.folder / "kubeconfig", url=server.url_at(lab.outside_ip))
+    with Lab(1, "bench") as lab, ApiServer(address=lab.outside_ip) as server:
+        config = server.kubeconfig(lab.folder / "kubeconfig")
         kube = server.kube()
         kube.create(node("node-1", lab.nodes[0].ip))
         say(f"creating {SERVICES} x {ENDPOINTS}")

@@ -122,7 +122,7 @@ class World:
         with self._stack:
             enter = self._stack.enter_context
             self.lab = enter(Lab(2 * len(self._names), "np", apart=True))
-            api = enter(ApiServer(addresses=(self.lab.outside_ip,), netns=self.lab.outside))
+            api = enter(ApiServer(address=self.lab.outside_ip, netns=self.lab.outside))
             self.config = api.kubeconfig(self.lab.folder / "kubeconfig")
             sysctl(self.lab.outside, ipv4__tcp_max_tw_buckets=0)
             with api.kube() as kube:

@@ -148,8 +148,8 @@ def run() -> dict[str, Any]:
     words.
     """
     results: dict[str, Any] = {}
-    with Lab(1, "bench") as lab, ApiServer(addresses=(lab.outside_ip,)) as server:
-        config = server.kubeconfig(lab.folder / "kubeconfig", url=server.url_at(lab.outside_ip))
+    with Lab(1, "bench") as lab, ApiServer(address=lab.outside_ip) as server:
+        config = server.kubeconfig(lab.folder / "kubeconfig")
         kube = server.kube()
         pod = lab.nodes[0].pod("server").serve(8080)
         agent = Agent(lab.nodes[0], "--kubeconfig", str(config))

@@ -10,8 +10,8 @@ from tests.chaos import errnos, kills, soak
 from tests.chaos.world import World
 
 SEED = 20261122
-KILLS = 5
-PAUSES = 3
+KILLS = 3
+PAUSES = 2
 LIMITS_MB = (20, 30, 60)
 ROUND_SECONDS = 5.0
 
@@ -23,7 +23,7 @@ def world() -> Iterator[World]:
         yield made
 
 
-@pytest.mark.parametrize("fault", errnos.faults(16, SEED), ids=str)
+@pytest.mark.parametrize("fault", errnos.faults(8, SEED), ids=str)
 def test_agent_survives_or_explains_a_failed_system_call(world: World, fault: errnos.Fault):
     errnos.run(world, fault)
 

@@ -18,30 +18,31 @@ import yaml
 from kbpf.cli import arguments
 from kbpf.cli.app import call
 from kbpf.config import kinds, load
-from kbpf.dataplane.bpf.maps import layout
-from kbpf.kernel.bpf.objects import Map
 from kbpf.model.config import LocalMode
 from tests.support.cluster import kubeadm
 from tests.support.cluster.cluster import Cluster
-from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import node
 from tests.support.cluster.kubeadm import Mount
 from tests.support.lab.dial import Dial, check
-from tests.support.lab.lab import inside, ip, run, until
+from tests.support.lab.lab import inside, run, until
 from tests.support.lab.load import under_load
-from tests.support.lab.web import get
-from tests.support.prometheus import parse
 from tests.values.config.test_flags_and_file import FIELDS, MODES
 from tests.values.config.test_written_file import TEXTS
 
 SPACE = "kube-system"
 PODS = "10.244.0.0/16,fd00:10:244::/48"
-RBAC = "rbac.authorization.k8s.io"
-BINDING = {
-    "metadata": {"name": "kubeadm:node-proxier"},
-    "roleRef": {"apiGroup": RBAC, "kind": "ClusterRole", "name": "system:node-proxier"},
-    "subjects": [{"kind": "ServiceAccount", "name": "kube-proxy", "namespace": SPACE}],
-}
+OBJECTS = """
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: kube-proxy, namespace: kube-system}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: "kubeadm:node-proxier"}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: system:node-proxier}
+subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]
+"""
+"""Of kubeadm."""
 ON_EVERY = "10.244.1.1"
 """An address of the node that its Node object does not list."""
 
@@ -58,44 +59,26 @@ class Kubeadm(Cluster):
         """The objects of kubeadm, the mounts of kubelet, the agent."""
         self.account = Mount(self.lab.folder / "account")
         self.mount = Mount(self.lab.folder / "kube-proxy")
-        body = json.dumps({"metadata": {"name": "kube-proxy"}}).encode()
-        self._post(f"/api/v1/namespaces/{SPACE}/serviceaccounts", body)
-        self._post(f"/apis/{RBAC}/v1/clusterrolebindings", json.dumps(BINDING).encode())
+        for obj in yaml.safe_load_all(OBJECTS):
+            self.kube.create(obj)
         self.secret = ""
         self.new_token()
         self.put(self.config())
         self.agent.start(wait=False, extra=("--config", str(self.mount.folder / "config.conf")))
         self.agent.wait_synced()
 
-    def _post(self, path: str, body: bytes) -> Object:
-        status, answer = self.kube.request("POST", path, body, {"Content-Type": "application/json"})
-        assert status == 201, answer
-        return json.loads(answer)
-
     def new_token(self) -> None:
         """Creates a token bound to a new Secret, and revokes the previous one by deleting its
         Secret.
         """
         before, self.secret = self.secret, f"{self.secret}x"
-        made = self._post(
-            f"/api/v1/namespaces/{SPACE}/secrets",
-            json.dumps({"metadata": {"name": self.secret}}).encode(),
-        )
-        reference = {"kind": "Secret", "apiVersion": "v1", "name": self.secret}
-        asked = {
-            "apiVersion": "authentication.k8s.io/v1",
-            "kind": "TokenRequest",
-            "spec": {"boundObjectRef": {**reference, "uid": made["metadata"]["uid"]}},
-        }
-        answer = self._post(
-            f"/api/v1/namespaces/{SPACE}/serviceaccounts/kube-proxy/token",
-            json.dumps(asked).encode(),
-        )
-        authority = self.api.authority.crt.read_text()
-        self.account.put(ca_crt=authority, token=answer["status"]["token"])
+        reference = {"kind": "Secret", "apiVersion": "v1"}
+        made = self.kube.create({**reference, "metadata": {"name": self.secret, "namespace": SPACE}})
+        bound = {**reference, "name": self.secret, "uid": made["metadata"]["uid"]}
+        token = self.kube.token("kube-proxy", SPACE, boundObjectRef=bound)
+        self.account.put(ca_crt=self.api.authority.crt.read_text(), token=token)
         if before:
-            status, _ = self.kube.request("DELETE", f"/api/v1/namespaces/{SPACE}/secrets/{before}")
-            assert status == 200
+            self.kube.delete("Secret", before, SPACE)
 
     def config(self, more: str = "") -> str:
         """kubeadm's configuration, with the fields of `more` replaced."""
@@ -127,10 +110,10 @@ class Kubeadm(Cluster):
         assert self.agent.status()["pid"] == pid
 
     @contextlib.contextmanager
-    def configured(self, more: str, ours: str = "") -> Iterator[None]:
+    def configured(self, more: str) -> Iterator[None]:
         """In this block the agent runs with other settings."""
         with self.begins_anew():
-            self.put(self.config(more) + ours)
+            self.put(self.config(more))
         try:
             yield
         finally:
@@ -185,30 +168,6 @@ def test_a_changed_file_restarts_the_agent_without_disturbing_traffic(cluster: K
         load.goes_on()
     cluster.settle()
     reaches(cluster, "a2", f"{ON_EVERY}:30020", "a1")
-
-
-def test_our_document_is_read_in_addition_to_kube_proxys(cluster: Kubeadm):
-    """A missing device is logged once, and found when it is created."""
-    ours = "---\napiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npacketPath: {devices: [eth0, later0]}\n"
-    home = cluster.lab.nodes[0].netns
-    with cluster.configured("", ours):
-        cluster.says("--device later0 matches no device")
-        until(
-            "the missing device is a problem",
-            lambda: any("later0" in line for line in problems(cluster)),
-        )
-        ip("link add later0 type veth peer name later1", netns=home)
-        try:
-            cluster.says("--device later0 matches a device now")
-            until("no problem is reported", lambda: not problems(cluster))
-            told = [line for line in cluster.agent.lines() if "--device later0 matches no" in line]
-            assert len(told) == 1
-        finally:
-            ip("link del later0", netns=home)
-
-
-def problems(cluster: Kubeadm) -> list[str]:
-    return [line for line in cluster.agent.status()["problems"] if line.startswith("--device")]
 
 
 # ---- the node ------------------------------------------------------------------------------------
@@ -346,29 +305,6 @@ def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, 
     assert after == before
 
 
-def test_foreign_map_changes_are_repaired_by_the_sweep(cluster: Kubeadm):
-    """The sweep of configSyncPeriod repairs it; nothing is compared earlier."""
-    before = cluster.served()
-    with cluster.configured("configSyncPeriod: 1s"):
-        path = cluster.agent.pin_dir / f"maps-{layout.schema_hash()}" / "services"
-        with Map.open(path) as services:
-            for key, _ in list(services.items()):
-                services.delete(key)
-        cluster.says("another process had changed the programmed state; repaired: ")
-        until("all is served again", lambda: cluster.served() == before)
-        reaches(cluster, "a2", "10.96.0.20:80", "a1")
-        for _ in range(2):
-            looks, said = cluster.agent.status()["applied"] + 2, repairs(cluster)
-            until("another sweep is done", lambda: cluster.agent.status()["applied"] >= looks)  # noqa: B023
-        assert repairs(cluster) == said, "the second sweep must find nothing"
-        page = get(cluster.agent.node.netns, "127.0.0.1", 10249, "/metrics").body.decode()
-        assert parse(page)["kbpf_drift_entries_total"].value() > 0
-
-
-def repairs(cluster: Kubeadm) -> int:
-    return sum("another process had changed" in line for line in cluster.agent.lines())
-
-
 def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm):
     """At the highest verbosity, while the API server restarts and refuses the old token, so that the
     new one is read.
@@ -384,7 +320,11 @@ def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm):
 
         # At last comes "watch recovered", which the slowest of the watches logs.
         expected = {"debug", "warning", "info"}
-        until("all levels are logged", lambda: expected <= {line["level"] for line in told()})
+        until(
+            "all levels are logged",
+            lambda: expected <= {line["level"] for line in told()},
+            state=lambda: cluster.agent.tail(12),
+        )
         lines = told()
     assert all({"time", "level", "logger", "message"} == line.keys() for line in lines)
     token = (cluster.account.folder / "token").read_text()

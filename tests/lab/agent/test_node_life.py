@@ -22,7 +22,7 @@ OLD, OLD6, NEW, NEW6 = "198.18.0.1", "fd00:198:18::1", "198.18.0.77", "fd00:198:
 RENAMED = "node-renamed"
 
 
-WAYS = ("auto", "stack", "direct") if MODE == "bpf" else ("auto",)
+WAYS = ("auto", "direct") if MODE == "bpf" else ("auto",)
 in_any_way = pytest.mark.parametrize("home", WAYS[:1], indirect=True)
 """For tests in which packets take no other path by another `--forwarding`."""
 

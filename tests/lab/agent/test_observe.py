@@ -26,9 +26,7 @@ from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Kube, Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
-from tests.support.features import lacking
-from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, until
-from tests.support.lab.sockets import bound, connect
+from tests.support.lab.lab import Agent, Lab, Node, Place, until
 from tests.support.lab.web import Got, get
 from tests.support.prometheus import Family, parse
 from tests.support.runtime import docs
@@ -174,14 +172,6 @@ def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, st
     return [target["labels"] for target in until("promtool has computed the targets", discover)]
 
 
-def dial(site: Site, number: int) -> dict:
-    """Makes a connection from outside; returns the answer, {} if there is none."""
-    with contextlib.suppress(OSError), connect(site.ours.lab.outside, site.ours.ip, number, 1) as s:
-        s.sendall(b"x\n")
-        return {"name": s.recv(100)}
-    return {}
-
-
 # ---- fixtures ------------------------------------------------------------------------------------
 
 
@@ -189,7 +179,7 @@ def dial(site: Site, number: int) -> dict:
 def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(2, "ob", apart=True))
-        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
         kube = stack.enter_context(api.kube())
         for each in lab.nodes:
             kube.create(node(each.name, each.ip, each.ip6))
@@ -265,12 +255,6 @@ def test_answers_equal_those_of_kube_proxy(site: Site, number: int, method: str,
             assert plain(ours) == plain(theirs), path
 
 
-def test_health_checks_answer_over_both_families(site: Site):
-    for each in site.nodes:
-        for host in (each.ip, each.ip6):
-            assert get(each.netns, host, HEALTH, "/healthz").status == 200
-
-
 def test_metrics_are_served_to_this_node_only(site: Site):
     for each in site.nodes:
         with pytest.raises(ConnectionRefusedError):
@@ -312,36 +296,6 @@ def test_service_health_checks_equal_those_of_kube_proxy(site: Site, web: str):
     site.kube.patch("Service", "web", {"spec": {"externalTrafficPolicy": "Cluster"}})
     until("neither answers any more", lambda: [check(site, n) for n in site.nodes] == [None, None])
     assert get(site.ours.netns, "127.0.0.1", METRICS, "/metrics").status == 200
-
-
-def test_a_health_check_port_in_use_is_reported_and_retried(site: Site):
-    number = 31_998
-    taken = bound(site.ours.netns, "0.0.0.0", number)
-    taken.listen()
-    try:
-        site.kube.create(
-            service("late", port(80), type="LoadBalancer", external_policy="Local", health_check_node_port=number)
-        )
-        [event] = until("the Event is stored", lambda: said_of(site, "Service", "late"))
-        assert event["reason"] == "FailedToStartServiceHealthcheck"
-        assert (event["type"], event["action"]) == ("Warning", "Listen")
-        assert f"on port {number}" in event["note"]
-        assert 'node node-1 failed to start healthcheck "default/late"' in event["note"]
-        page = until_metrics(site, "kbpf_service_health_checks_failed", 1)
-        assert page["kbpf_service_health_checks"].value() == 1
-        # A health check listens on both families or on none.
-        with pytest.raises(ConnectionRefusedError):
-            get(site.ours.netns, site.ours.ip6, number)
-    finally:
-        taken.close()
-
-    def answers() -> bool:
-        with contextlib.suppress(OSError):
-            return get(site.ours.netns, site.ours.ip, number).status == 503
-        return False
-
-    until("the health check has its port", answers)
-    until_metrics(site, "kbpf_service_health_checks_failed", 0)
 
 
 # ---- the node ----------------------------------------------------------------------------------
@@ -509,35 +463,6 @@ def serve(site: Site, name: str, target: int, **options: Any) -> Place:
     return pod
 
 
-def test_connections_are_counted_by_service(site: Site):
-    number, outside = 30_080, site.ours.lab.outside
-    serve(site, "counted", 8080, type="NodePort", node_port=number)
-    until("the Service is served", lambda: "name" in dial(site, number))
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(connect(outside, site.ours.ip, number, PATIENCE))
-        until("they are counted as tracked", lambda: total(site, "kbpf_tracked_connections") >= 3)
-        until("so are their flows", lambda: total(site, "kbpf_map_entries", map="flows") >= 3)
-        if not lacking("socket_iterator"):  # otherwise the number of open ones is unknown
-            until("they are counted", lambda: total(site, "kbpf_service_connections", service="counted") >= 3)
-            assert site.metrics()["kbpf_connections"].value() >= 3
-    for name, labels, least in (
-        ("kbpf_service_connections_total", {}, 4),
-        ("kbpf_service_bytes_total", {"direction": "in"}, 1),
-        ("kbpf_service_bytes_total", {"direction": "out"}, 1),
-    ):
-        until(f"{name} {labels}", lambda: total(site, name, service="counted", **labels) >= least)  # noqa: B023
-    page = site.metrics()
-    assert page["kbpf_tracked_connections_limit"].value() == 131_072
-    assert page["kbpf_map_limit_entries"].value(map="services") == 262_144
-    limited = {dict(own)["map"] for _, own in page["kbpf_map_limit_entries"].samples}
-    assert {"services", "backends"} <= limited
-    assert not {"flows", "affinity"} & limited
-    assert page["kbpf_synced"].value() == page["kbpf_healthy"].value() == 1
-    assert page["kbpf_source_watching"].value(source="services") == 1
-    assert page["kbpf_mode_info"].value(mode="bpf") == 1
-
-
 def test_connection_outcomes_are_counted_by_service(site: Site):
     pod = serve(site, "answered", 8080, cluster_ip="10.96.0.77")
     serve(site, "closed", 8081, cluster_ip="10.96.0.78")
@@ -560,14 +485,3 @@ def test_connection_outcomes_are_counted_by_service(site: Site):
     ):
         until(f"{name} {labels}", lambda: total(site, name, **labels) >= least)  # noqa: B023
     assert not total(site, "kbpf_service_failures_total", service="answered", reason="unanswered")
-
-
-def test_at_info_log_lines_do_not_grow_with_objects(site: Site):
-    before = len(site.agent.lines())
-    wanted = [service(f"many-{i}", port(80)) for i in range(200)]
-    site.kube.create_many(wanted)
-    site.kube.create_many([endpoint_slice(f"many-{i}", endpoint(f"10.244.9.{i}")) for i in range(200)])
-    until_metrics(site, "kbpf_services", 201)
-    clear(site.kube)
-    until_metrics(site, "kbpf_services", 1)
-    assert len(site.agent.lines()) - before < 20, site.agent.tail(40)

@@ -5,7 +5,6 @@ With KBPF_TEST_SCREENSHOT=FILE its picture is kept, as docs/screens/page.png.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,12 +58,5 @@ def test_page_shows_services_and_failures(node: FolderNode, tmp_path: Path):
     text = browse(node, tmp_path, "--dump-dom")
     for expected in ("kbpf on node-1", "healthy", "10.96.0.20:80/TCP", "no endpoints", "ECONNREFUSED"):
         assert expected in text, expected
-
-
-def test_picture(node: FolderNode, tmp_path: Path):
-    picture = tmp_path / "page.png"
-    browse(node, tmp_path, f"--screenshot={picture}")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 20_000, "an empty page is smaller"
     if copy := os.environ.get("KBPF_TEST_SCREENSHOT"):
-        shutil.copy(picture, copy)
+        browse(node, tmp_path, f"--screenshot={copy}")

@@ -19,24 +19,6 @@ Objects = list[Object]
 Way = Callable[[FolderNode, Objects], None]
 
 
-def all_at_once(node: FolderNode, objects: Objects) -> None:
-    """In one file that exists before the agent starts."""
-    node.write(objects, "all.yaml")
-    node.agent.start()
-
-
-def doubled(node: FolderNode, objects: Objects) -> None:
-    """Everything, nothing, everything again; and each object is in a second file, which is
-    ignored.
-    """
-    node.agent.start()
-    node.write(objects)
-    node.settle()
-    node.empty()
-    node.write(objects)
-    node.write(objects, "zz-again.yaml")
-
-
 def by_a_detour(node: FolderNode, objects: Objects) -> None:
     """Each object is different at first: other ports, other endpoints, another zone. Its last state
     arrives in a random but reproducible order, a third at a time.
@@ -62,7 +44,7 @@ def through_restarts(node: FolderNode, objects: Objects) -> None:
         node.agent.start()
 
 
-WAYS = (all_at_once, doubled, by_a_detour, through_restarts)
+WAYS = (by_a_detour, through_restarts)
 
 
 def detour(obj: Object) -> Object:

@@ -4,7 +4,6 @@ the agent still reaches the API server, even through hooks that were pinned befo
 """
 
 import urllib.parse
-from collections.abc import Iterable
 
 import pytest
 
@@ -17,12 +16,11 @@ from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import (
     endpoint,
     endpoint_slice,
-    node,
     port,
     service,
     slice_port,
 )
-from tests.support.lab.lab import PATIENCE, Place, ip, until
+from tests.support.lab.lab import PATIENCE, until
 
 INNOCENT = "198.51.100.9"
 """An ExternalIP that is allowed; the hijacked address gets the same backends."""
@@ -63,68 +61,6 @@ def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Clu
 
         assert {event["note"] for event in until("an Event is stored", told)} == {words}
     until("no problem is reported", lambda: not problems())
-
-
-def test_an_address_of_another_node_is_refused(cluster: Cluster):
-    """Refused while such a Node exists. All Nodes are watched, since there are few."""
-    elsewhere = node("elsewhere", INNOCENT)
-    at = f"{INNOCENT}:{server(cluster)[1]}/TCP"
-
-    def problems() -> list[str]:
-        status = cluster.agent.status()
-        assert status is not None
-        words = f"{at} is not served: it is an address of another node"
-        return [line for line in status["problems"] if words in line]
-
-    with cluster.given(*hijacker(cluster, INNOCENT)):
-        assert at in cluster.served()
-        cluster.kube.create(elsewhere)
-        try:
-            until("the refusal is a problem", problems)
-            assert at not in cluster.served()
-        finally:
-            cluster.kube.delete("Node", "elsewhere")
-        until("no problem is reported", lambda: not problems())
-        assert at in cluster.served()
-
-
-def test_a_cluster_ip_on_a_device_is_left_to_the_node(cluster: Cluster):
-    """Pods and the node reach what listens there, on any port, and the Service while nothing does:
-    after the address appears, after the process ends, and once the address is gone. A node-local
-    DNS cache is in tests/lab/neighbours.
-    """
-    address, home, where = "10.96.0.30", cluster["host-1"], cluster.lab.nodes[0].netns
-    clients = (cluster["a3"], home)
-    local = Place("local", where, cluster.lab.nodes[0].cgroup / "local")
-    with cluster.given(*cluster.web(30, "a1")):
-        assert {client.tcp(address, 80).get("name") for client in clients} == {"a1"}
-        assert "error" in clients[0].tcp(address, 8089), "a port that no Service has"
-        pod = clients[0].netns
-        ip("route del unreachable 10.96.0.0/16", netns=pod)  # which shows missing translation
-        ip("link add nodelocal type bridge", f"addr add {address}/32 dev nodelocal", netns=where)
-        try:
-            answers_from(clients, address, "a1")
-            local.serve(80, 8089, udp=(80,), address=address)
-            lines = [f"{address}:80/TCP of Service default/web-30"]
-            until(  # written once all maps are
-                "the status has it", lambda: (cluster.agent.status() or {})["left_to_node"] == lines
-            )
-            assert f"{address}:80/TCP" not in cluster.served()
-            for client in clients:
-                assert client.tcp(address, 80)["name"] == local.name
-                assert client.udp(address, 80)["name"] == local.name
-                assert client.tcp(address, 8089)["name"] == local.name
-            local.close()
-            answers_from(clients, address, "a1")
-        finally:
-            ip("link del nodelocal", netns=where)
-            ip("route add unreachable 10.96.0.0/16", netns=pod)
-        answers_from(clients, address, "a1")
-
-
-def answers_from(clients: Iterable[Place], address: str, name: str) -> None:
-    for client in clients:
-        until(f"{name} answers", lambda at=client: at.tcp(address, 80).get("name") == name)
 
 
 def answers(cluster: Cluster, seconds: float) -> str:

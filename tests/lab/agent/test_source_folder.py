@@ -73,6 +73,33 @@ def test_a_broken_file_keeps_its_last_objects(node: FolderNode):
     until("no problem is reported", lambda: not node.agent.status()["problems"])
 
 
+def test_a_malformed_service(node: FolderNode):
+    """A new Service is not served, a known one keeps its last state; both are once they are repaired."""
+    known, piece = web("10.96.0.99", "10.244.1.2")
+    new = service("new", cluster_ip="10.96.0.97")
+    node.write([known, piece])
+    node.settle()
+    for obj in (known, new):
+        obj["spec"]["ports"][0]["port"] = "eighty"
+    node.write([known, new, web("", "10.244.1.3")[1]])
+    node.settle()
+    said = [f"Service default/{name}: spec.ports[0].port: expected an integer, got a string" for name in ("new", "web")]
+    until(
+        "both are reported",
+        lambda: all(any(each in problem for problem in node.agent.status()["problems"]) for each in said),
+        state=lambda: node.agent.status()["problems"],
+    )
+    check(node, Dial("new", "a3", "10.96.0.97:80", UNSERVED))
+    check(node, Dial("known, with another endpoint", "a3", "10.96.0.99:80", "a2"))
+    check(node, Dial("another Service", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
+    for obj in (known, new):
+        obj["spec"]["ports"][0]["port"] = 81
+    node.write([known, new])
+    node.settle()
+    check(node, Dial("known", "a3", "10.96.0.99:81", "a2"))
+    check(node, Dial("new", "a3", "10.96.0.97:81", REFUSED))
+
+
 def test_services_stay_while_the_folder_is_missing(node: FolderNode):
     """Its Services stay served; once the folder is back, it is read again."""
     away = node.folder.with_name("away")

@@ -7,6 +7,7 @@ of the maps: tests/programs/maps/test_differences.py.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,9 +26,10 @@ from kbpf.kernel.system import netns
 from tests.programs.packets.test_hook_probe import OK, returning
 from tests.support import plane
 from tests.support.cluster import scenario
+from tests.support.cluster.cluster import Cluster, Places
 from tests.support.cluster.scenario import FolderNode, Object
 from tests.support.features import needs
-from tests.support.lab.lab import Lab, detach, inside, until
+from tests.support.lab.lab import Agent, Lab, detach, inside, until
 
 CONNECT4 = 10
 POD_UID = "0f4a1c1e-5d0b-4c52-9a57-3d6a2a1f9b10"
@@ -63,7 +65,7 @@ def flags(node: FolderNode) -> list[str]:
     ]
 
 
-def verify(node: FolderNode, *arguments: str) -> tuple[int, str, str]:
+def verify(node: Places, *arguments: str) -> tuple[int, str, str]:
     command = (sys.executable, "-m", "kbpf", "verify", *arguments)
     place = node.agent.node
     done = subprocess.run(
@@ -72,7 +74,7 @@ def verify(node: FolderNode, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def verify_as_json(node: FolderNode, *arguments: str) -> dict[str, Any]:
+def verify_as_json(node: Places, *arguments: str) -> dict[str, Any]:
     code, out, err = verify(node, *arguments, "-o", "json")
     assert out, err
     document = json.loads(out)
@@ -196,6 +198,51 @@ def test_a_damage_is_found_while_everything_changes(node: FolderNode):
             document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
             map_.update(key, bytes((1, 0, 0, 0)))
         assert lines(document) == ["missing cluster_ips : 10.96.0.20 / "]
+
+
+# ---- with an API server --------------------------------------------------------------------------
+
+
+def test_nothing_differs_from_the_api(cluster: Cluster):
+    with cluster.given(*cluster.web(20, "a1 a2", dual=True), *cluster.web(21, "a1 a2", "UDP")):
+        document = verify_as_json(cluster, "--pin-dir", str(cluster.agent.pin_dir))
+        assert (document["equal"], document["notes"]) == (True, []), document
+        assert document["proven"] >= 3
+
+
+@contextlib.contextmanager
+def stopped(agent: Agent, seconds: float | None) -> Iterator[None]:
+    """The agent is stopped for this long, at most in this block."""
+    is_over = threading.Event()
+
+    def go_on() -> None:
+        is_over.wait(seconds)
+        os.kill(agent.pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=go_on)
+    os.kill(agent.pid, signal.SIGSTOP)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(("seconds", "is_equal"), [(7.0, True), (None, False)], ids=["for a while", "for good"])
+def test_agent_that_is_stopped_may_catch_up(cluster: Cluster, seconds: float | None, is_equal: bool):
+    """A busy node may not let it work for some seconds. One that hangs hides nothing."""
+    late = cluster.web(31, "a1")
+    with stopped(cluster.agent, seconds):
+        cluster.create(*late)
+        try:
+            document = verify_as_json(cluster, "--pin-dir", str(cluster.agent.pin_dir))
+        finally:
+            cluster.delete(*late)
+    cluster.settle()
+    assert document["equal"] is is_equal, document
+    is_named = any(row["subject"].startswith("default/web-31") for row in document["items"])
+    assert is_named is not is_equal
 
 
 # ---- damages while the agent is down -------------------------------------------------------------

@@ -12,14 +12,12 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.build import artifacts
-from tests.support.cluster.daemonset import ROOT, PodAgent, PodCluster, answered, asked
-from tests.support.cluster.kube import Object
+from tests.support.cluster.daemonset import ROOT, PodAgent, PodCluster
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import lacking
 from tests.support.lab.dial import UNSERVED, Dial, check
@@ -194,40 +192,6 @@ def packet_problems(agent: PodAgent) -> tuple[str, list[str]]:
     return status["packets"]["problem"], status["packets"]["failed"]
 
 
-def test_deleted_pods_are_replaced_without_failed_connections(web: PodCluster):
-    agents = running(web)
-    with connections(web) as load:
-        said = web.kubectl(*SPACE, "delete", "pods", "-l", "k8s-app=kube-proxy", "--wait=false")
-        assert said.count(" deleted") == len(agents), said
-        for agent in agents:
-            web.kubelets.delete_pod(agent)
-        load.goes_on()
-        web.kubelets.sync()
-    assert running(web) == agents
-    adopted(agents)
-
-
-def test_all_objects_deleted_and_recreated_fail_no_connection(web: PodCluster):
-    """Traffic continues without the ServiceAccount, the ConfigMap and the pods; changes made
-    meanwhile are applied afterwards.
-    """
-    agents = running(web)
-    folder = str(web.overlay)
-    with connections(web) as load:
-        web.kubectl("delete", "-k", folder)
-        web.kubelets.sync()
-        assert not running(web)
-        load.goes_on()
-        web.kube.replace(web.slice("web-20", "a1"))
-        expect(web, "b2", f"{HOST}:80", "a1 b1")
-        web.kubectl("apply", "-k", folder)
-        web.kubelets.sync()
-        assert running(web) == agents
-    adopted(agents)
-    for client in ("a2", "b2"):
-        expect(web, client, f"{HOST}:80", "a1")
-
-
 def test_a_joining_node_is_served(web: PodCluster):
     """The new node serves as soon as its agent is synced; traffic of the others is not
     disturbed.
@@ -275,65 +239,24 @@ def test_the_cleanup_daemonset_removes_kbpf_from_the_nodes(web: PodCluster):
         web.kubelets.sync()
 
 
-@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
-def test_probes_succeed_at_the_nodes_address(pods: PodCluster, probe: str):
-    """Probed as by a kubelet: at the node's address."""
-    agent = pods.pod_agents[1]
-    (found,) = pods.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
-    probe_of = found["spec"]["template"]["spec"]["containers"][0][probe]["httpGet"]
-    port, path = probe_of["port"], probe_of["path"]
-    until("the probe succeeds", lambda: asked(agent, port, path) == 200)
-
-
-def test_without_rights_the_agent_is_alive_but_not_ready(pods: PodCluster):
-    """So a rollout stops at this node and the probe says why. The pinned hooks keep serving."""
-    agent = pods.pod_agents[1]
-    account = "system:serviceaccount:kube-system:kube-proxy"
-    assert pods.kubectl.may("list", "services", account)
-    pods.kubectl("delete", "clusterrolebinding", "kbpf", "kubeadm:node-proxier")
-    until("the API server applies the deletion", lambda: not pods.kubectl.may("list", "services", account))
-    assert agent.stop() == 0
-    pods.kubelets.launch(agent)
-    until("readyz reports 403", lambda: "403" in answered(agent, 10256, "/readyz")[1])
-    code, said = answered(agent, 10256, "/readyz")
-    assert (code, asked(agent, 10256, "/livez"), asked(agent, 10256, "/healthz")) == (503, 200, 200)
-    assert re.match(r"kbpf is not ready: \w+ not listed yet", said), said
-    pods.kubectl("apply", "-k", str(pods.overlay))
-    until("the agent is ready", lambda: asked(agent, 10256, "/readyz") == 200)
-
-
-@pytest.mark.parametrize("place", ["config.conf", "kbpf-settings"])
-def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster, place: str):
-    """The commands find the agent's folders without flags, though its pins are elsewhere: by the
-    file, or by the environment variables of the ConfigMap kbpf-settings.
+def test_kbpf_commands_in_the_pod_use_the_folders_of_kbpf_settings(web: PodCluster):
+    """The commands find the agent's pins, which are elsewhere, without flags: by the environment
+    variables of the ConfigMap kbpf-settings. (By the file: the cleanup DaemonSet above.)
     """
     agents = running(web)
     (daemonset,) = web.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
-    (told,) = web.kubectl.objects(*SPACE, "get", "cm", "kube-proxy")
-    own = {"apiVersion": "kbpf.io/v1alpha1", "kind": "KbpfConfiguration"}
-    text = json.dumps({**own, "pinDir": "/sys/fs/bpf/elsewhere"})
-    told = {"data": {"config.conf": f"{told['data']['config.conf']}\n---\n{text}\n"}}
     web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy")
     web.kubelets.sync()
     try:
         for agent in agents:
             agent.pin_dir = agent.pin_dir.rename(agent.bpffs / "elsewhere")
-        if place == "config.conf":
-            web.kubectl(*SPACE, "patch", "cm", "kube-proxy", "--type=merge", "-p", json.dumps(told))
-        else:
-            setting = "--from-literal=PIN_DIR=/sys/fs/bpf/elsewhere"
-            web.kubectl(*SPACE, "create", "configmap", "kbpf-settings", setting)
+        setting = "--from-literal=PIN_DIR=/sys/fs/bpf/elsewhere"
+        web.kubectl(*SPACE, "create", "configmap", "kbpf-settings", setting)
         kept = {key: daemonset["metadata"][key] for key in ("name", "namespace", "labels")}
         web.kube.create({**daemonset, "metadata": kept, "status": {}})
         web.kubelets.sync()
         adopted(agents)
-        services = until(
-            "the list has no note, such as that the agent is down",
-            partial(list_services, agents[0]),
-            state=lambda: agents[0].exec("kbpf", "inspect", "services"),
-        )
-        assert "web-20" in {row["name"] for row in services}
-        for command in (("inspect", "status"), ("check", "--attached")):
+        for command in (("inspect", "status"), ("inspect", "service", "default/web-20"), ("check", "--attached")):
             until(
                 f"{command} succeeds",
                 lambda command=command: agents[0].exec("kbpf", *command).returncode == 0,
@@ -347,13 +270,6 @@ def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster, pl
             agent.pin_dir = agent.bpffs / "kbpf"
             if (agent.bpffs / "elsewhere").exists():
                 (agent.bpffs / "elsewhere").rename(agent.pin_dir)
-
-
-def list_services(agent: PodAgent) -> list[Object]:
-    """The items of `kbpf inspect services`; none if it prints something else, too."""
-    done = agent.exec("kbpf", "inspect", "services", "-o", "json")
-    assert done.returncode == 0, done.stderr
-    return [] if done.stderr else list(json.loads(done.stdout)["items"])
 
 
 def test_the_service_account_may_send_events(pods: PodCluster):
@@ -421,7 +337,6 @@ DEFAULT, NONE = {"type": "RuntimeDefault"}, {"type": "Unconfined"}
 
 ROWS = {
     "as in manifests/": ("BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", DEFAULT, True, ""),
-    "with our profile": ("BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", OURS, True, ""),
     "without NET_ADMIN": ("BPF PERFMON SYS_ADMIN", DEFAULT, True, "cannot destroy a UDP socket (sock_diag): EPERM"),
     "without SYS_ADMIN": ("BPF NET_ADMIN PERFMON", OURS, True, "cannot enter the network namespace"),
     "without SYS_ADMIN and BPF": ("NET_ADMIN PERFMON", NONE, False, "cannot create the map"),

@@ -4,7 +4,7 @@ cluster in use: kubeadm's own objects and a real kube-proxy on each node are rep
 kbpf by kubeadm's again.
 
 Pods, nodes and an outside client connect throughout, and no connection may fail; established ones
-continue. test_takeover.py does the same without Kubernetes objects, in each mode of kube-proxy.
+continue. test_takeover.py does the same without Kubernetes objects, in other modes of kube-proxy.
 """
 
 import re
@@ -18,7 +18,7 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.support.cluster.daemonset import PodCluster
-from tests.support.cluster.kube_proxy import MODES, has_programmed
+from tests.support.cluster.kube_proxy import has_programmed
 from tests.support.cluster.kubeadm import Kubeadm
 from tests.support.lab.kept import Kept
 from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, run, until
@@ -26,6 +26,8 @@ from tests.support.lab.load import Load, under_load
 from tests.support.runtime import docs
 from tests.support.runtime.shell import Shell
 
+MODE = "nftables"
+"""Of kube-proxy."""
 HOST, NODE_PORT = "10.96.0.20", 30020
 NOT_OURS = {"conntrack": {"maxPerCore": 0, "min": 0, "tcpCloseWaitTimeout": "0s", "tcpEstablishedTimeout": "0s"}}
 """kube-proxy must not set these: they are sysctls of the whole machine."""
@@ -34,21 +36,18 @@ BITS = {"iptables": {"masqueradeBit": 16}, "nftables": {"masqueradeBit": 17}}
 
 
 class KubeadmCluster(PodCluster):
-    """Two nodes of a cluster made by kubeadm, with its kube-proxy in this mode; a third node has
-    not joined.
-    """
+    """Two nodes of a cluster made by kubeadm, with its kube-proxy; a third node has not joined."""
 
-    def __init__(self, kubectl: Path, kubeadm: Path, mode: str) -> None:
+    def __init__(self, kubectl: Path, kubeadm: Path) -> None:
         super().__init__(kubectl, 3, "k")
         self._program = kubeadm
-        self.mode = mode
 
     def bring_up(self) -> None:
         self.prepare()
         for home in self.lab.nodes:
             for each in (home.netns, *(pod.netns for pod in home.pods)):
                 ip("route del unreachable 10.96.0.0/16", netns=each)
-        proxy = {"mode": self.mode, **NOT_OURS, **BITS}
+        proxy = {"mode": MODE, **NOT_OURS, **BITS}
         self.kubeadm = Kubeadm(self._program, self.api, self.lab.folder, proxy=proxy)
         self.kubeadm.upload_config()
         self.kubeadm.install_kube_proxy()
@@ -58,12 +57,10 @@ class KubeadmCluster(PodCluster):
         return "".join(run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2])
 
 
-@pytest.fixture(params=MODES)
-def cluster(
-    request: pytest.FixtureRequest, programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path
-) -> Iterator[KubeadmCluster]:
-    """A cluster for each mode of kube-proxy, which serves a Service with a backend on each node."""
-    with KubeadmCluster(kubectl, kubeadm, request.param) as made:
+@pytest.fixture
+def cluster(programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path) -> Iterator[KubeadmCluster]:
+    """A cluster in which kube-proxy serves a Service with a backend on each node."""
+    with KubeadmCluster(kubectl, kubeadm) as made:
         outside = Place("outside", made.lab.outside, None)
         made.places["outside"], made.home["outside"] = outside, made.lab.nodes[0]
         try:
@@ -77,7 +74,7 @@ def cluster(
 def kube_proxy_serves(cluster: KubeadmCluster) -> None:
     """Waits until kube-proxy's rules are on each node."""
     for node in cluster.lab.nodes[:2]:
-        until(f"kube-proxy's rules on {node.name}", lambda home=node: has_programmed(home, cluster.mode, NODE_PORT))
+        until(f"kube-proxy's rules on {node.name}", lambda home=node: has_programmed(home, MODE, NODE_PORT))
 
 
 class InUse(NamedTuple):
@@ -212,7 +209,6 @@ def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return other
 
 
-@pytest.mark.parametrize("cluster", MODES[:1], indirect=True)
 def test_a_failed_rollout_is_reverted_by_the_documented_steps(
     cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path, not_ready: Path
 ):

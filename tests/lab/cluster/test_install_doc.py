@@ -102,22 +102,6 @@ def test_each_install_block_leaves_its_daemonset(
     assert "kbpf" in " ".join(container["command"])
 
 
-def test_the_helm_drop_in_survives_uninstalling_the_trial(admin: Kubectl, clone: Clone, before: Kubeadm):
-    """Both releases are installed as on the page; then the trial is uninstalled."""
-    before.install_kube_proxy()
-    for told in ("values-side-by-side.yaml", "--take-ownership"):
-        (block,) = [each for each in OURS if told in each]
-        clone("\n".join(line for line in block.splitlines() if "label nodes" not in line))
-    trial, drop_in = ("kbpf-side-by-side", "kbpf")
-    clone("helm uninstall kbpf-trial -n kube-system")
-    for kind in ("clusterrole", "clusterrolebinding"):
-        there = {each["metadata"]["name"] for each in admin.objects("get", kind)}
-        assert drop_in in there
-        assert trial not in there
-    found = admin.objects("-n", "kube-system", "get", "ds")
-    assert [each["metadata"]["name"] for each in found] == ["kube-proxy"]
-
-
 DELETE, MOUNT = docs.blocks("docs/clusters.md")
 TALOS = {
     "apiVersion": "apps/v1",

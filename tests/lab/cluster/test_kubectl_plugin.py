@@ -6,7 +6,6 @@ tests/conformance/plugin.py does with real kubelets.
 
 import json
 import subprocess
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 
 from tests.support.cluster.daemonset import PodCluster
 from tests.support.lab.lab import until
-from tests.support.lab.load import under_load
 from tests.support.runtime import docs
 from tests.support.runtime.shell import Shell
 
@@ -91,29 +89,6 @@ def test_trace_runs_on_the_node_of_the_client(operator: Operator, index: int):
     assert HOST in output
     output = operator(f"exec {node} -- inspect status")
     assert node in output
-
-
-def test_top_adds_up_the_nodes(operator: Operator):
-    """A client of each node connects all the time, if the machine lets it."""
-
-    def rows() -> list[dict[str, Any]]:
-        return [row for row in operator.items("top") if row["nodes"] == 2 and row["new"] > 0]
-
-    with under_load(operator.cluster, HOST, "a2", "b2"):
-        (row,) = until("both nodes have new connections", rows)
-    assert (row["name"], row["bytes_in"]) == ("default/web-20", None)
-
-
-def test_sysdump_has_an_archive_of_each_node(operator: Operator):
-    output = operator("sysdump --time-limit 400 --output nodes.tar")
-    assert "2 of 2 nodes are complete: nodes.tar\n" in output
-    parts = {}
-    with tarfile.open(operator.folder / "nodes.tar") as tar:
-        for name in nodes(operator):
-            (member,) = (each for each in tar.getnames() if each.endswith(f"/{name}.tar.gz"))
-            with tarfile.open(fileobj=tar.extractfile(member), mode="r:gz") as archive:
-                parts[name] = {each.partition("/")[2] for each in archive.getnames()}
-    assert all({"index.json", "check.json", "verify.json"} <= each for each in parts.values())
 
 
 def test_a_node_without_an_agent_is_a_row(operator: Operator):

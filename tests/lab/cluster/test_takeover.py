@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real kube-proxy, in each mode, is replaced by kbpf and returns, on nodes in use: the steps of
-docs/migration.md. Mode ipvs of either needs a kernel with IPVS (tests/kernels).
+"""A real kube-proxy in mode iptables or ipvs is replaced by kbpf and returns, on nodes in use: the steps of
+docs/migration.md. Mode ipvs of either needs a kernel with IPVS (tests/kernels); test_drop_in.py has
+mode nftables, with Kubernetes objects.
 
 New connections are made throughout, from outside to NodePorts of both nodes and from a pod to the
 ClusterIP, and none may fail. Others are held open across each step, and must all survive it, even
@@ -26,7 +27,7 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
-from tests.support.cluster.kube_proxy import MODES, KubeProxy
+from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.cluster.scenario import file_of, put
 from tests.support.cluster.static_api import StaticApi
 from tests.support.features import IN_GUEST, needs
@@ -169,7 +170,7 @@ class World:
 @pytest.mark.parametrize(
     ("mode", "ours"),
     [
-        *((mode, "bpf") for mode in MODES),
+        ("iptables", "bpf"),
         pytest.param("ipvs", "bpf", marks=needs("ipvs")),
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],

@@ -82,7 +82,8 @@ class Ground:
             kube.create(node(self.home.name, self.home.ip, self.home.ip6))
             for obj in objects():
                 kube.create(obj)
-            kube.set_load_balancer("kept", ["192.0.2.1", "2001:db8::1"])
+            ingress = [{"ip": "192.0.2.1"}, {"ip": "2001:db8::1"}]
+            kube.patch("Service", "kept", {"status": {"loadBalancer": {"ingress": ingress}}}, sub="status")
 
     def run(self, *words: str, stdin: str | None = None) -> str:
         return command(*inside(self.home.netns, None, *words), stdin=stdin)
@@ -128,7 +129,7 @@ def objects() -> Iterator[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def ground(programs: None, kube_proxy: Path) -> Iterator[Ground]:
-    with Lab(1, "lo", apart=True) as lab, ApiServer(addresses=(lab.outside_ip,), netns=lab.outside) as api:
+    with Lab(1, "lo", apart=True) as lab, ApiServer(address=lab.outside_ip, netns=lab.outside) as api:
         yield Ground(lab, api)
 
 

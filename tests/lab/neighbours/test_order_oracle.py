@@ -108,7 +108,7 @@ class Recorder:
 def site(programs: None, kube_proxy: Path) -> Iterator[tuple[Place, list[Recorder]]]:
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(len(PROXIES), "oo", apart=True))
-        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
         kube = stack.enter_context(api.kube())
         config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
         for each in lab.nodes:

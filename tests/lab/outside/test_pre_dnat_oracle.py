@@ -70,7 +70,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
     """node-1 with kube-proxy, node-2 with kbpf."""
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(2, "po", apart=True))
-        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
         kube = stack.enter_context(api.kube())
         config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
         for each in lab.nodes:

@@ -125,6 +125,10 @@ options of cleanup that contradict each other:
   command: cleanup --kube-proxy --keep-connections
   line: "--kube-proxy, --keep-connections and --cache cannot be combined; run `kbpf cleanup` once for each"
   before: "kbpf: "
+demo in a folder that is no cgroup:
+  command: demo --cgroup {empty}
+  line: not a cgroup v2 folder ({empty}); give one with --cgroup
+  before: "kbpf: "
 "nobody: a configuration of others":
   command: cleanup --config {closed}
   line: "cannot read the configuration: Permission denied ({closed}); give --config FILE"

@@ -16,7 +16,6 @@ Nodes and the load balancers' status). Rules:
 """
 
 import base64
-import ipaddress
 import json
 import secrets
 import shutil
@@ -28,6 +27,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Self
+
+import yaml
 
 from tests.support.build import go_build
 from tests.support.cluster.certs import Authority
@@ -53,16 +54,19 @@ USERS = {  # our name → the user's name and groups in Kubernetes
     "kbpf": ("system:kube-proxy", ""),
     "nobody": ("nobody", ""),
 }
-RBAC = "/apis/rbac.authorization.k8s.io/v1"
-JSON = {"Content-Type": "application/json"}
-_GROUP = "rbac.authorization.k8s.io"
-PODS = {
-    "clusterroles": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]},
-    "clusterrolebindings": {
-        "roleRef": {"apiGroup": _GROUP, "kind": "ClusterRole", "name": "kbpf-pods"},
-        "subjects": [{"apiGroup": _GROUP, "kind": "User", "name": "system:kube-proxy"}],
-    },
-}
+PODS = """
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: kbpf-pods}
+rules: [{apiGroups: [""], resources: [pods], verbs: [list, watch]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: kbpf-pods}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: kbpf-pods}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: system:kube-proxy}]
+"""
+"""The rights of the user kbpf on Pods, which kube-proxy's role lacks."""
 
 
 class ServerDied(Exception):
@@ -72,28 +76,17 @@ class ServerDied(Exception):
 class ApiServer:
     """One API server; a context manager, or start() and stop().
 
-    `addresses` are further addresses that clients dial, for example from other network namespaces.
-    The certificate is valid for them, the server listens on all addresses unless `bind` is given,
-    and the Service `kubernetes` gets one of them as its endpoint. `netns` names a namespace below
-    /run/netns to run in, in which `lo` must be up.
+    `address` is another IPv4 address that clients dial, for example from other network namespaces:
+    the server then listens on all addresses, and the Service `kubernetes` gets this endpoint.
+    `netns` names a namespace below /run/netns to run in, in which `lo` must be up.
     """
 
-    def __init__(
-        self,
-        *,
-        bind: str | None = None,
-        addresses: Sequence[str] = (),
-        netns: str | None = None,
-        service_cidrs: str = DUAL_STACK,
-        extra: Sequence[str] = (),
-    ) -> None:
-        self.bind = bind or ("::" if addresses else "127.0.0.1")
-        self.addresses = tuple(addresses)
+    def __init__(self, *, address: str = "", netns: str | None = None) -> None:
+        self._address = address
+        self._bind = "::" if address else "127.0.0.1"
         self.netns = netns
         self.port = 0
         self.tokens = {user: secrets.token_hex(16) for user in USERS}
-        self._service_cidrs = service_cidrs
-        self._extra = tuple(extra)
         self._folder: Path | None = None
         self._authority: Authority | None = None
         self._held: socket.socket | None = None
@@ -108,8 +101,7 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """The URL for clients: with the first of `addresses`, else with the bound address."""
-        return self.url_at(self.addresses[0] if self.addresses else self.bind)
+        return f"https://{self._address or self._bind}:{self.port}"
 
     @property
     def token(self) -> str:
@@ -130,17 +122,6 @@ class ApiServer:
             raise RuntimeError("the API server has not been started")
         return self._folder
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of etcd and kube-apiserver, as far as they run."""
-        return tuple(child.pid for child in self._children.values())
-
-    def url_at(self, address: str) -> str:
-        """Return the URL for one of the certificate's addresses."""
-        wild = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
-        host = wild.get(address, address)
-        return f"https://[{host}]:{self.port}" if ":" in host else f"https://{host}:{self.port}"
-
     def start(self) -> None:
         """Start etcd and the API server; return once Services can be created."""
         try:
@@ -148,7 +129,8 @@ class ApiServer:
             self._start_etcd()
             self._start_server()
             with self.kube() as kube:
-                grant_pods(kube)
+                for obj in yaml.safe_load_all(PODS):
+                    kube.create(obj)
         except BaseException:
             self.stop()
             raise
@@ -209,23 +191,12 @@ class ApiServer:
         """Return a client; the caller closes it."""
         return Kube(self.url, self.tokens[user], self.authority.crt, netns=self.netns)
 
-    def kubeconfig(
-        self,
-        path: Path,
-        user: str = "kbpf",
-        *,
-        url: str | None = None,
-        tls_server_name: str | None = None,
-    ) -> Path:
-        """Write a kubeconfig (as JSON, which is YAML) that verifies TLS, and return its path.
-
-        `url` is another URL to use, such as a fault proxy's. `tls_server_name` is the name to
-        verify if that address is not in the certificate (`localhost` is in all of ours).
+    def kubeconfig(self, path: Path, user: str = "kbpf", *, url: str | None = None) -> Path:
+        """Write a kubeconfig (as JSON, which is YAML) that verifies TLS, and return its path; `url` is
+        another URL to use, such as a fault proxy's.
         """
         crt = base64.b64encode(self.authority.crt.read_bytes()).decode()
         cluster = {"server": url or self.url, "certificate-authority-data": crt}
-        if tls_server_name:
-            cluster["tls-server-name"] = tls_server_name
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -241,12 +212,11 @@ class ApiServer:
     def _prepare(self) -> None:
         """Create what survives a restart: the folder, the port, the certificates, the tokens."""
         folder = self._folder = Path(tempfile.mkdtemp(prefix="kbpf-apiserver-"))
-        self._held = sockets.bound(self.netns, self.bind, self.port)
+        self._held = sockets.bound(self.netns, self._bind, self.port)
         self.port = self._held.getsockname()[1]
         self._authority = Authority(folder)
-        first = [str(_network(cidr)[1]) for cidr in self._service_cidrs.split(",")]
-        hosts = {"localhost", "127.0.0.1", "::1", "kubernetes.default.svc", *first}
-        self._authority.issue("server", hosts | {*self.addresses} | ({self.bind} - {"::"}))
+        hosts = {"localhost", "127.0.0.1", "kubernetes.default.svc", "10.96.0.1", "fd00:10:96::1"}
+        self._authority.issue("server", hosts | ({self._address} - {""}))
         self._authority.issue("accounts", {"localhost"})  # for its key: it signs service accounts
         rows = [
             f"{self.tokens[user]},{name},{user}{f',{group}' if group else ''}" for user, (name, group) in USERS.items()
@@ -281,15 +251,14 @@ class ApiServer:
                 time.sleep(0.05)
 
     def _flags(self) -> tuple[str, ...]:
-        advertised = self._advertised()
         return (
             "--etcd-servers=unix://client:1",
-            f"--bind-address={self.bind}",
+            f"--bind-address={self._bind}",
             f"--secure-port={self.port}",
             "--permit-port-sharing",  # with the socket that holds the port
             # A loopback address is refused as an endpoint of the Service `kubernetes`.
-            f"--advertise-address={advertised or '127.0.0.1'}",
-            *(() if advertised else ("--endpoint-reconciler-type=none",)),
+            f"--advertise-address={self._address or '127.0.0.1'}",
+            *(() if self._address else ("--endpoint-reconciler-type=none",)),
             "--cert-dir=certificates",
             "--tls-cert-file=server.crt",
             "--tls-private-key-file=server.key",
@@ -299,30 +268,14 @@ class ApiServer:
             "--service-account-issuer=https://kubernetes.default.svc",
             "--service-account-key-file=accounts.crt",
             "--service-account-signing-key-file=accounts.key",
-            f"--service-cluster-ip-range={self._service_cidrs}",
-            *self._extra,
+            f"--service-cluster-ip-range={DUAL_STACK}",
         )
-
-    def _advertised(self) -> str | None:
-        """Return the first of our addresses of the first Service range's family."""
-        wanted = _network(self._service_cidrs.split(",")[0]).version
-        rows = map(ipaddress.ip_address, self.addresses)
-        return next((str(row) for row in rows if row.version == wanted), None)
 
     def _child(self, name: str, *flags: str) -> "_Child":
         inside = ["nsenter", f"--net=/run/netns/{self.netns}", "--"] if self.netns else []
         command = [*inside, str(go_build.build(name)), *flags]
         self._children[name] = _Child(name, command, self.folder)
         return self._children[name]
-
-
-def grant_pods(kube: Kube) -> None:
-    """Grant the user kbpf the rights on Pods that kube-proxy's role lacks."""
-    for kind, more in PODS.items():
-        body = json.dumps({"metadata": {"name": "kbpf-pods"}, **more}).encode()
-        status, answer = kube.request("POST", f"{RBAC}/{kind}", body, JSON)
-        if status != 201:
-            raise ServerDied(f"{kind}: {status} {answer[:300]!r}")
 
 
 class _Child:
@@ -341,11 +294,6 @@ class _Child:
             stdout=self._log,
             stderr=self._log,
         )
-
-    @property
-    def pid(self) -> int:
-        """Its process id: setpriv and nsenter execute the program without a fork."""
-        return self._process.pid
 
     def check(self, deadline: float, why: str) -> None:
         """Raise ServerDied if it has exited, or if the deadline (monotonic) has passed."""
@@ -367,7 +315,3 @@ class _Child:
     def _tail(self) -> str:
         lines = self._path.read_text(errors="replace").splitlines()[-25:]
         return "; the end of its log:\n" + "\n".join(lines)
-
-
-def _network(cidr: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
-    return ipaddress.ip_network(cidr.strip())

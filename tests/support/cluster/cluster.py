@@ -34,7 +34,6 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
-from tests.support.faults.faults import FaultProxy
 from tests.support.lab.lab import MODE, PATIENCE, Agent, Lab, Node, Place, ip, until
 from tests.support.lab.placed import HOST_PORT, POD_PORTS, Placed
 from tests.support.lab.podnet import gate
@@ -124,33 +123,30 @@ class Places(Placed):
 
 
 class Cluster(Places):
-    """The lab of the module docstring, a context manager. `faulty`: agents use a fault proxy."""
+    """The lab of the module docstring, a context manager."""
 
     def __init__(
         self,
         nodes: int = 2,
         name: str = "",
         pods: int = 3,
-        faulty: bool = False,
         network: str = "routed",
         arguments: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self._arguments = arguments
-        self._shape = (nodes, name, pods, faulty, network)
+        self._shape = (nodes, name, pods, network)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        nodes, name, pods, faulty, network = self._shape
+        nodes, name, pods, network = self._shape
         with self._stack:
             enter = self._stack.enter_context
             self.lab = enter(Lab(nodes, name, apart=True, network=network))
             for letter, each in zip("abcdef", self.lab.nodes, strict=False):
                 self.settle_in(letter, each, pods, *self._arguments)
-            outside = self.lab.outside_ip
-            self.api = enter(ApiServer(addresses=(outside,), netns=self.lab.outside))
+            self.api = enter(ApiServer(address=self.lab.outside_ip, netns=self.lab.outside))
             self.kube = enter(self.api.kube())
-            self.proxy = enter(FaultProxy(self.api, bind=outside)) if faulty else None
             self.bring_up()
             self._stack = self._stack.pop_all()
         return self
@@ -168,9 +164,9 @@ class Cluster(Places):
         self._stack.close()
 
     def kubeconfig(self, user: str = "kbpf") -> Path:
-        """The kubeconfig for the agents; it points to the fault proxy if there is one."""
+        """The kubeconfig for the agents."""
         path = self.lab.folder / f"kubeconfig-{user}"
-        return self.api.kubeconfig(path, user, url=self.proxy.url if self.proxy else None)
+        return self.api.kubeconfig(path, user)
 
     def start(self, agent: Agent, wait: bool = True, user: str = "kbpf") -> None:
         """Starts an agent that has ended."""

@@ -15,7 +15,6 @@ import pytest
 from tests.support.build import go_build
 from tests.support.build.programs import CNI_PLUGINS
 from tests.support.cluster.apiserver import ApiServer
-from tests.support.faults.faults import FaultProxy
 
 BUILDS = {
     "programs": go_build.DEFAULT,
@@ -89,9 +88,3 @@ def apiserver(programs: None) -> Iterator[ApiServer]:
     """A running API server shared by all tests, which delete their objects or use unique names."""
     with ApiServer() as server:
         yield server
-
-
-@pytest.fixture
-def faults(apiserver: ApiServer) -> Iterator[FaultProxy]:
-    with FaultProxy(apiserver) as proxy:
-        yield proxy

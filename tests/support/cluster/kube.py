@@ -10,14 +10,13 @@ import http.client
 import json
 import select
 import ssl
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlsplit
 
-from tests.support.faults.fault_wire import chunks, lines
 from tests.support.lab import sockets
 from tests.support.lab.lab import PATIENCE
 
@@ -27,6 +26,9 @@ Row = TypeVar("Row")
 _KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resource, namespaced
     "Namespace": ("/api/v1", "namespaces", False),
     "Node": ("/api/v1", "nodes", False),
+    "Secret": ("/api/v1", "secrets", True),
+    "ClusterRole": ("/apis/rbac.authorization.k8s.io/v1", "clusterroles", False),
+    "ClusterRoleBinding": ("/apis/rbac.authorization.k8s.io/v1", "clusterrolebindings", False),
     "Service": ("/api/v1", "services", True),
     "Pod": ("/api/v1", "pods", True),
     "ServiceAccount": ("/api/v1", "serviceaccounts", True),
@@ -63,7 +65,6 @@ class Target:
     port: int
     ca: Path
     netns: str | None = None
-    tls_server_name: str | None = None
 
 
 class Connection(http.client.HTTPSConnection):
@@ -77,8 +78,7 @@ class Connection(http.client.HTTPSConnection):
     def connect(self) -> None:
         target = self._target
         raw = sockets.connect(target.netns, target.host, target.port, self.timeout)
-        name = target.tls_server_name or target.host
-        self.sock = self._verify.wrap_socket(raw, server_hostname=name)
+        self.sock = self._verify.wrap_socket(raw, server_hostname=target.host)
 
 
 class Kube:
@@ -91,16 +91,13 @@ class Kube:
         ca: Path,
         *,
         netns: str | None = None,
-        tls_server_name: str | None = None,
-        timeout: float = PATIENCE,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "https" or parts.hostname is None or parts.port is None:
             raise ValueError(f"not https://HOST:PORT: {url}")
-        self.target = Target(parts.hostname, parts.port, ca, netns, tls_server_name)
+        self.target = Target(parts.hostname, parts.port, ca, netns)
         self._url = url
         self._token = token
-        self._timeout = timeout
         self._kept: Connection | None = None
 
     def __enter__(self) -> Self:
@@ -139,51 +136,16 @@ class Kube:
     def get(self, kind: str, name: str, namespace: str = "default") -> Object:
         return self._send("GET", path_of(kind, namespace, name))
 
-    def token(self, account: str, namespace: str) -> str:
+    def token(self, account: str, namespace: str, **spec: Object) -> str:
         """Return a new token of a ServiceAccount, requested as a kubelet does."""
-        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         path = path_of("ServiceAccount", namespace, account)
         answer = self._send("POST", f"{path}/token", wanted)
         return str(answer["status"]["token"])
 
-    def list(self, kind: str, namespace: str | None = None, query: Mapping[str, str] | None = None) -> Object:
+    def list(self, kind: str, namespace: str | None = None) -> Object:
         """GET a list as the server returns it, by default of all namespaces."""
-        return self._send("GET", f"{path_of(kind, namespace)}?{urlencode(query or {})}")
-
-    def watch(
-        self,
-        kind: str,
-        namespace: str | None = None,
-        query: Mapping[str, str] | None = None,
-        seconds: float = PATIENCE,
-    ) -> Generator[Object, None, None]:
-        """Yield the events of a watch over its own connection until the server ends it.
-
-        Raises TimeoutError if nothing arrives for `seconds`, ConnectionError if it ends early.
-        """
-        connection = Connection(self.target, seconds)
-        try:
-            path = f"{path_of(kind, namespace)}?{urlencode({'watch': 'true', **(query or {})})}"
-            connection.request("GET", path, headers=self._headers())
-            response = connection.getresponse()
-            if response.status != 200:
-                raise KubeError(response.status, f"watch {kind}", response.read())
-            for line in lines(chunks(response.fp)):
-                yield json.loads(line)
-        finally:
-            connection.close()
-
-    def set_load_balancer(
-        self,
-        name: str,
-        addresses: Sequence[str],
-        namespace: str = "default",
-        ip_mode: str | None = None,
-    ) -> Object:
-        """Set status.loadBalancer.ingress as a cloud's controller does."""
-        mode = {"ipMode": ip_mode} if ip_mode else {}
-        status = {"loadBalancer": {"ingress": [{"ip": ip} | mode for ip in addresses]}}
-        return self.patch("Service", name, {"status": status}, namespace, "status")
+        return self._send("GET", path_of(kind, namespace))
 
     def clear(self) -> None:
         """Delete all Services (except default/kubernetes), EndpointSlices and Nodes."""
@@ -255,9 +217,7 @@ class Kube:
         """Do all rows over several connections at once; raise the first error."""
 
         def work(part: Sequence[Row]) -> None:
-            name, netns = self.target.tls_server_name, self.target.netns
-            ca = self.target.ca
-            with Kube(self._url, self._token, ca, netns=netns, tls_server_name=name) as kube:
+            with Kube(self._url, self._token, self.target.ca, netns=self.target.netns) as kube:
                 for row in part:
                     do(kube, row)
 
@@ -270,7 +230,7 @@ class Kube:
             if not select.select([self._kept.sock], [], [], 0)[0]:
                 return self._kept
             self.close()  # readable between two requests: the server has closed it
-        self._kept = Connection(self.target, self._timeout)
+        self._kept = Connection(self.target, PATIENCE)
         return self._kept
 
     def _headers(self) -> dict[str, str]:

@@ -20,11 +20,10 @@ def port(
     *,
     target: int | str | None = None,
     node_port: int | None = None,
-    app_protocol: str | None = None,
 ) -> Object:
     """Return a port of a Service; `target` is a number, or the name of a container port."""
     row = {"port": number, "protocol": protocol, "targetPort": number if target is None else target}
-    return row | _given(name=name or None, nodePort=node_port, appProtocol=app_protocol)
+    return row | _given(name=name or None, nodePort=node_port)
 
 
 def service(
@@ -40,10 +39,7 @@ def service(
     internal_policy: str | None = None,
     affinity_seconds: int | None = None,
     source_ranges: Sequence[str] = (),
-    load_balancer_class: str | None = None,
     health_check_node_port: int | None = None,
-    traffic_distribution: str | None = None,
-    publish_not_ready: bool | None = None,
     external_name: str | None = None,
     selector: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
@@ -70,10 +66,7 @@ def service(
         sessionAffinity="ClientIP" if affine else None,
         sessionAffinityConfig=config if affine else None,
         loadBalancerSourceRanges=list(source_ranges) or None,
-        loadBalancerClass=load_balancer_class,
         healthCheckNodePort=health_check_node_port,
-        trafficDistribution=traffic_distribution,
-        publishNotReadyAddresses=publish_not_ready,
         externalName=external_name,
         selector=dict(selector) if selector else None,
     )
@@ -148,19 +141,17 @@ def node(
     zone: str | None = None,
     pod_cidrs: Sequence[str] = (),
     labels: Mapping[str, str] | None = None,
-    annotations: Mapping[str, str] | None = None,
-    ready: bool = True,
 ) -> Object:
     """Return a Node with InternalIP addresses, its zone as the well-known label."""
     own = {"kubernetes.io/hostname": name} | ({ZONE: zone} if zone else {}) | dict(labels or {})
     status = {
         "addresses": [{"type": "InternalIP", "address": address} for address in addresses],
-        "conditions": [{"type": "Ready", "status": str(ready)}],
+        "conditions": [{"type": "Ready", "status": "True"}],
     }
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": own} | _given(annotations=_copied(annotations)),
+        "metadata": {"name": name, "labels": own},
         "spec": _given(podCIDR=pod_cidrs[0] if pod_cidrs else None, podCIDRs=list(pod_cidrs) or None),
         "status": status,
     }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real kube-proxy on a node of the lab, in any of its modes, next to kbpf or instead of it.
+"""A real kube-proxy on a node of the lab, in any of its modes (ipvs needs IPVS and the program ipset),
+next to kbpf or instead of it.
 
 Built from its Go module (`go_build`). It runs in the node's network namespace, so its rules and
 conntrack entries belong to that namespace and are removed with it. It is stopped as kubelet stops
@@ -14,8 +15,6 @@ from typing import Self
 from tests.support.build import go_build
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Node, inside, until
 
-MODES = ("nftables", "iptables")
-"""The modes that every kernel supports; "ipvs" needs IPVS and the program ipset."""
 QUIET = (
     # Not these sysctls: they are the whole machine's, not the namespace's.
     "--conntrack-max-per-core=0",

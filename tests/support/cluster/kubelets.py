@@ -54,7 +54,7 @@ class Kubelets:
         self._count = 0
 
     def sync(self) -> None:
-        """Ends pods that should not run, have an old template or were deleted; then starts missing
+        """Ends pods that should not run or have an old template; then starts missing
         ones and waits until each is ready by its probe: node by node, like a rolling update, which
         stops at a pod that does not become ready.
         """
@@ -79,7 +79,7 @@ class Kubelets:
         if agent.runs and not agent.is_running:
             agent.forget()
         stays = wanted and agent.runs == digest(wanted[0]["spec"]["template"])
-        if agent.runs and not (stays and self._is_wanted(self._pods.get(name, ""))):
+        if agent.runs and not stays:
             assert agent.stop() == 0, agent.tail()
         if not agent.runs:
             self._remove_pod(self._pods.pop(name, ""))
@@ -140,10 +140,6 @@ class Kubelets:
         volumes, account = self._needs(agent, spec)
         return agent.try_out(spec, volumes, account, paths)
 
-    def delete_pod(self, agent: "PodAgent") -> None:
-        """What follows `kubectl delete pod`: ends the pod; sync() makes another."""
-        assert agent.stop() == 0, agent.tail()
-
     def runc(self) -> dict[str, tuple[str, ...]]:
         """Pod → the command prefix that runs a command in its container, like `kubectl exec`."""
         running = {name: agent for name, agent in self._agents.items() if agent.is_running}
@@ -173,11 +169,6 @@ class Kubelets:
         return there
 
     # ---- objects written to the API server -------------------------------------------------
-
-    def _is_wanted(self, name: str) -> bool:
-        """Whether this Pod exists and is not being deleted."""
-        pods = {each["metadata"]["name"]: each for each in self._kube.list("Pod", SPACE)["items"]}
-        return name in pods and "deletionTimestamp" not in pods[name]["metadata"]
 
     def _create_pod(self, node_name: str, owner: str, template: Object) -> str:
         self._count += 1

@@ -111,7 +111,7 @@ class CniCluster(Field):
         enter = self.own.enter_context
         if self.cni.modules:
             enter(tunnel_modules(*self.cni.modules))
-        self.api = enter(ApiServer(addresses=(self.lab.outside_ip,), netns=self.lab.outside))
+        self.api = enter(ApiServer(address=self.lab.outside_ip, netns=self.lab.outside))
         self.kube = enter(self.api.kube())
         self.proxy = None
         kubeconfig = self.kubeconfig("admin")

@@ -13,27 +13,23 @@ over a new connection to the real server. Rules:
 
 import contextlib
 import http.client
-import json
 import select
 import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from tests.support.faults import fault_wire as wire
-from tests.support.faults.fault_wire import Answer, Incoming, Object, Request
+from tests.support.faults.fault_wire import Answer, Incoming
 
 if TYPE_CHECKING:
     from tests.support.faults.faults import FaultProxy
 
-ObjectHook = Callable[[Request, Object], Object | None]
-LineHook = Callable[[Request, bytes], bytes | None]
-
-_TYPES = {"ADDED", "MODIFIED", "DELETED"}
+LineHook = Callable[[bytes], bytes]
 
 
 class Cut(Enum):
@@ -54,7 +50,6 @@ class Decision:
     """The faults of a request: what happens before it is forwarded, or instead."""
 
     delay: float = 0.0  # seconds
-    hold: tuple[threading.Event, ...] = ()  # wait for all of them
     answer: Answer | None = None
 
 
@@ -62,7 +57,6 @@ class Decision:
 class Stream:
     """A running watch: JSON lines sent to one client."""
 
-    request: Request
     client: ssl.SSLSocket
     upstream: socket.socket
     flow: threading.Event = field(default_factory=threading.Event)  # cleared: frozen
@@ -163,9 +157,8 @@ class Connection:
         _shut(self._socket, socket.SHUT_RD)
 
     def _serve(self, incoming: Incoming) -> bool:
-        request = wire.named(incoming)
-        decision = self._owner.decide(request)
-        self._wait(self._owner.flow, *decision.hold)
+        decision = self._owner.decide(incoming)
+        self._wait(self._owner.flow)
         self._aborted.wait(decision.delay)
         if decision.answer is not None:
             self._socket.sendall(decision.answer.response())
@@ -175,23 +168,14 @@ class Connection:
                 upstream.request(incoming.method, incoming.target, incoming.body, incoming.forwarded())
                 bare = upstream.sock
                 answer = upstream.getresponse()
-                if request.verb == "watch" and answer.status == 200:
-                    return self._watch(Stream(request, self._socket, bare), answer)
+                if incoming.query.get("watch") in {"1", "true"} and answer.status == 200:
+                    return self._watch(Stream(self._socket, bare), answer)
                 body = answer.read()
             except (OSError, http.client.HTTPException) as error:
                 raise UpstreamBroke(str(error)) from error
         self._wait(self._owner.flow)
-        self._socket.sendall(wire.response(answer.status, wire.kept_headers(answer), self._body(request, body)))
+        self._socket.sendall(wire.response(answer.status, wire.kept_headers(answer), body))
         return True
-
-    def _body(self, request: Request, body: bytes) -> bytes:
-        """Return the body of a list with its objects rewritten, any other body unchanged."""
-        hook = self._owner.object_hook
-        if hook is None or request.verb != "list" or not body.startswith(b"{"):
-            return body
-        whole = json.loads(body)
-        rows = [hook(request, obj) for obj in whole.get("items", ())]
-        return json.dumps(whole | {"items": [row for row in rows if row is not None]}).encode()
 
     def _watch(self, stream: Stream, answer: http.client.HTTPResponse) -> bool:
         """Relay a watch to its end; returns whether the connection can serve another request."""
@@ -209,18 +193,13 @@ class Connection:
         return stream.finish()
 
     def _relay(self, stream: Stream, answer: http.client.HTTPResponse) -> None:
-        is_json = answer.getheader("Content-Type", "").startswith("application/json")
-        parts = wire.chunks(answer.fp)
-        rows: Iterator[bytes | None] = parts
-        if is_json:
-            rows = (self._line(stream.request, line) for line in wire.lines(parts))
         try:
-            for row in rows:
+            for line in wire.lines(wire.chunks(answer.fp)):
                 self._wait(self._owner.flow, stream.flow, until=stream)
                 if stream.how is not None:
                     return
-                if row is not None:
-                    stream.send(row)
+                hook = self._owner.line_hook
+                stream.send(line if hook is None else hook(line))
             broken = False
         except (OSError, ValueError):
             broken = True
@@ -228,15 +207,6 @@ class Connection:
         if broken and stream.how is None:
             raise UpstreamBroke("the watch ended early")
         stream.how = stream.how or Cut.END
-
-    def _line(self, request: Request, line: bytes) -> bytes | None:
-        """Return a line as rewritten by the test's hooks, None to leave it out."""
-        object_hook, line_hook = self._owner.object_hook, self._owner.line_hook
-        if object_hook is not None and (event := json.loads(line))["type"] in _TYPES:
-            if (obj := object_hook(request, event["object"])) is None:
-                return None
-            line = json.dumps(event | {"object": obj}).encode() + b"\n"
-        return line if line_hook is None else line_hook(request, line)
 
     def _wait(self, *events: threading.Event, until: Stream | None = None) -> None:
         """Wait until all are set or the stream ends; raise if the connection is aborted."""

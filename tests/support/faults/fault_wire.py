@@ -8,7 +8,6 @@ without its end, a line cut in the middle, a stream that breaks where a real one
 
 import http.client
 import json
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
@@ -16,7 +15,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 Object = dict[str, Any]
 
-_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade"}
 _NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding"}  # no gzip: bodies are rewritten
 _REASONS = {
@@ -35,23 +33,6 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A client's request in the API server's terms; `at` is time.monotonic().
-
-    `verb` is get, list, watch, create, update, patch or delete. `resource` is as in URLs, with its
-    subresource (services/status), or the whole path if there is none. Header names are lower case.
-    """
-
-    at: float
-    verb: str
-    resource: str
-    namespace: str | None
-    name: str | None
-    query: Mapping[str, str]
-    headers: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class Incoming:
     """A request as received, to be forwarded."""
 
@@ -59,6 +40,10 @@ class Incoming:
     target: str
     headers: Mapping[str, str]
     body: bytes
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(urlsplit(self.target).query, keep_blank_values=True))
 
     def forwarded(self) -> dict[str, str]:
         """Return the headers that are sent to the real server."""
@@ -71,11 +56,9 @@ class Answer:
 
     status: int
     message: str
-    retry_after: int | None = None
 
     def status_object(self) -> Object:
         """Return it as the API's Status object."""
-        details = {} if self.retry_after is None else {"retryAfterSeconds": self.retry_after}
         return {
             "kind": "Status",
             "apiVersion": "v1",
@@ -83,15 +66,12 @@ class Answer:
             "status": "Failure",
             "message": self.message,
             "reason": _REASONS.get(self.status, "Unknown"),
-            "details": details,
+            "details": {},
             "code": self.status,
         }
 
     def response(self) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self.retry_after is not None:
-            headers["Retry-After"] = str(self.retry_after)
-        return response(self.status, headers, json.dumps(self.status_object()).encode())
+        return response(self.status, {"Content-Type": "application/json"}, json.dumps(self.status_object()).encode())
 
 
 def read_request(file: IO[bytes]) -> Incoming | None:
@@ -109,27 +89,6 @@ def read_request(file: IO[bytes]) -> Incoming | None:
     if "transfer-encoding" in headers:
         raise ValueError("chunked request bodies are not supported")
     return Incoming(method, target, headers, file.read(int(headers.get("content-length", "0"))))
-
-
-def named(incoming: Incoming) -> Request:
-    """Return the request in the API server's terms."""
-    url = urlsplit(incoming.target)
-    parts = url.path.strip("/").split("/")
-    rest = parts[{"api": 2, "apis": 3}.get(parts[0], len(parts)) :]
-    namespace = None
-    if len(rest) > 2 and rest[0] == "namespaces":
-        namespace, rest = rest[1], rest[2:]
-    query = dict(parse_qsl(url.query, keep_blank_values=True))
-    name = rest[1] if len(rest) > 1 else None
-    return Request(
-        at=time.monotonic(),
-        verb=_verb(incoming.method, name or not rest, query),
-        resource="/".join([rest[0], *rest[2:]]) if rest else url.path,
-        namespace=namespace,
-        name=name,
-        query=query,
-        headers=incoming.headers,
-    )
 
 
 def response(status: int, headers: Mapping[str, str], body: bytes) -> bytes:
@@ -183,11 +142,3 @@ def _whole(line: bytes) -> bytes:
     if not line.endswith(b"\n"):
         raise ConnectionError("the body broke off")
     return line
-
-
-def _verb(method: str, single: object, query: Mapping[str, str]) -> str:
-    if method != "GET":
-        return _VERBS.get(method, method.lower())
-    if query.get("watch") in {"1", "true"}:
-        return "watch"
-    return "get" if single else "list"

@@ -2,15 +2,9 @@
 """A proxy in front of the real API server that injects the faults of real clusters.
 
 It terminates TLS with a certificate of the server's own CA, so that a client only needs another URL
-(`kubeconfig`), and forwards every request unchanged. It speaks HTTP/1.1 only; its hooks can rewrite
-JSON only. Faults can be switched from any thread at any time, and stay until their count is used up
-or until `heal`. Rules:
-
-- A request is counted (`requests`, `count`) once it has been read, whether or not it is answered.
-- While the real server is down, clients' connections are reset.
-
-Script (fault_script.py) has the faults of single requests (answer, hold, delay,
-refuse_initial_events) and the record of requests (requests, count, wait_for_requests, forget).
+(`kubeconfig`), and forwards every request unchanged. It speaks HTTP/1.1 and JSON only. Faults can be
+switched from any thread at any time, and stay until their count is used up or until `heal`. While
+the real server is down, clients' connections are reset.
 """
 
 import contextlib
@@ -19,44 +13,43 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Connection as ServerConnection
-from tests.support.cluster.kube import Kube
-from tests.support.faults.fault_relay import Connection, Cut, HangUps, LineHook, ObjectHook, Stream
-from tests.support.faults.fault_script import WAIT_SECONDS, Script
-from tests.support.faults.fault_wire import Answer, Object, Request
+from tests.support.faults.fault_relay import Connection, Cut, Decision, HangUps, LineHook, Stream
+from tests.support.faults.fault_wire import Answer, Incoming, Object
 from tests.support.lab import sockets
+from tests.support.lab.lab import PATIENCE
 
-__all__ = ["Cut", "FaultProxy", "Request"]
+__all__ = ["Cut", "FaultProxy"]
+HOST = "127.0.0.1"
 
 
-class FaultProxy(Script):
-    """A context manager, or start() and stop(). The parameters are those of ApiServer."""
+@dataclass(slots=True)
+class _Rule:
+    """A fault of `left` more requests (None: of all), or only of requests for a streaming list."""
 
-    def __init__(
-        self,
-        server: ApiServer,
-        *,
-        bind: str = "127.0.0.1",
-        addresses: Sequence[str] = (),
-        netns: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.bind = bind
-        self.addresses = tuple(addresses)
-        self.netns = netns or server.netns
+    decision: Decision
+    left: int | None
+    is_about_streaming: bool = False
+
+
+class FaultProxy:
+    """A context manager, or start() and stop()."""
+
+    def __init__(self, server: ApiServer) -> None:
         self.port = 0
         self.flow = threading.Event()
-        self.object_hook: ObjectHook | None = None
         self.line_hook: LineHook | None = None
+        self._changed = threading.Condition()  # guards all attributes below
         self._server = server
+        self._rules: list[_Rule] = []
         self._streams: list[Stream] = []
         self._connections: set[Connection] = set()
-        self._accepted = 0
         self._stop = threading.Event()
         self._hang_ups = HangUps()
         self._held: socket.socket | None = None
@@ -70,18 +63,11 @@ class FaultProxy(Script):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    @property
-    def url(self) -> str:
-        """The URL that clients use instead of the server's."""
-        host = self.addresses[0] if self.addresses else self.bind
-        return f"https://[{host}]:{self.port}" if ":" in host else f"https://{host}:{self.port}"
-
     def start(self) -> None:
         """Listen on a free port; once only."""
-        self._held = sockets.bound(self.netns, self.bind, 0)
+        self._held = sockets.bound(None, HOST, 0)
         self.port = self._held.getsockname()[1]
-        hosts = {"localhost", "127.0.0.1", "::1", self.bind, *self.addresses}
-        certificate = self._server.authority.issue(f"proxy-{self.port}", hosts)
+        certificate = self._server.authority.issue(f"proxy-{self.port}", {HOST})
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(certificate.crt, certificate.key)
         _thread("proxy-hang-ups", lambda: self._hang_ups.run(self._stop))
@@ -92,20 +78,34 @@ class FaultProxy(Script):
         self.refuse()
         self.flow.set()
         try:
-            self._wait(lambda: not self._connections, "connections ended", WAIT_SECONDS)
+            with self._changed:
+                assert self._changed.wait_for(lambda: not self._connections, PATIENCE), "connections have not ended"
         finally:
             self._stop.set()
             if self._held is not None:
                 self._held.close()
 
-    def kube(self, user: str = "admin") -> Kube:
-        """Return a client that goes through the proxy."""
-        crt = self._server.authority.crt
-        return Kube(self.url, self._server.tokens[user], crt, netns=self.netns)
-
     def kubeconfig(self, path: Path, user: str = "kbpf") -> Path:
         """Write a kubeconfig that points here."""
-        return self._server.kubeconfig(path, user, url=self.url)
+        return self._server.kubeconfig(path, user, url=f"https://{HOST}:{self.port}")
+
+    # Faults of the next requests.
+
+    def answer(self, status: int, times: int) -> None:
+        """Answer the next requests with an error."""
+        self._add(_Rule(Decision(answer=Answer(status, "injected by a test")), times))
+
+    def refuse_initial_events(self, status: int) -> None:
+        """Behave like a server without streaming lists: refuse watches with sendInitialEvents."""
+        message = "sendInitialEvents is forbidden for watch unless the WatchList gate is enabled"
+        self._add(_Rule(Decision(answer=Answer(status, message)), None, is_about_streaming=True))
+
+    def delay(self, seconds: float, times: int) -> None:
+        self._add(_Rule(Decision(delay=seconds), times))
+
+    def _add(self, rule: _Rule) -> None:
+        with self._changed:
+            self._rules.append(rule)
 
     # Faults of the whole connection.
 
@@ -126,10 +126,10 @@ class FaultProxy(Script):
         self.flow.clear()
 
     def heal(self) -> None:
-        """Remove all faults; held requests and frozen watches continue."""
-        self.object_hook = self.line_hook = None
-        self.release()
+        """Remove all faults; frozen watches continue."""
+        self.line_hook = None
         with self._changed:
+            self._rules.clear()
             streams, listening = tuple(self._streams), self._listener is not None
         if not listening:
             self._listen()
@@ -139,61 +139,52 @@ class FaultProxy(Script):
 
     # Faults of running watches.
 
-    def cut_watches(self, how: Cut = Cut.END, resource: str | None = None) -> int:
-        """End running watches and return how many."""
-        streams = self._running(resource)
-        for stream in streams:
+    def cut_watches(self, how: Cut) -> None:
+        """End running watches."""
+        for stream in self._running():
             stream.cut(how)
-        return len(streams)
 
-    def freeze_watches(self, resource: str | None = None) -> None:
+    def freeze_watches(self) -> None:
         """Stop forwarding to running watches but leave them open; later watches are not
         affected.
         """
-        for stream in self._running(resource):
+        for stream in self._running():
             stream.flow.clear()
 
-    def send(self, line: bytes | Object, resource: str | None = None) -> None:
+    def send(self, line: bytes | Object) -> None:
         """Insert a line into running watches; bytes are sent unchanged."""
         data = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
-        for stream in self._running(resource):
+        for stream in self._running():
             stream.send(data)
 
-    def expire_watches(self, resource: str | None = None) -> None:
+    def expire_watches(self) -> None:
         """Send the ERROR event 410 and end the watches, as the server does for an expired
         version.
         """
-        status = Answer(410, "too old resource version: 1 (2)").status_object()
-        self.send({"type": "ERROR", "object": status}, resource)
-        self.cut_watches(Cut.END, resource)
-
-    # Faults of contents.
-
-    def rewrite_objects(self, hook: ObjectHook) -> None:
-        """Pass each object of lists and watches through the hook; None leaves it out."""
-        self.object_hook = hook
+        self.send({"type": "ERROR", "object": Answer(410, "too old resource version: 1 (2)").status_object()})
+        self.cut_watches(Cut.END)
 
     def rewrite_lines(self, hook: LineHook) -> None:
-        """Pass each line of watches, with its line end, through the hook; None leaves it out."""
+        """Pass each line of watches, with its line end, through the hook."""
         self.line_hook = hook
 
-    # What clients have done.
-
-    @property
-    def accepted(self) -> int:
-        """The number of connections that clients have made."""
-        with self._changed:
-            return self._accepted
-
-    def watches(self, resource: str | None = None) -> int:
-        return len(self._running(resource))
-
-    def wait_for_watches(self, number: int, resource: str | None = None, seconds: float = WAIT_SECONDS) -> None:
-        """Wait until exactly this many watches run; raises TimeoutError."""
-        what = f"{number} watches of {resource or 'anything'}"
-        self._wait(lambda: self.watches(resource) == number, what, seconds)
-
     # Called by connections, from their threads.
+
+    def decide(self, request: Incoming) -> Decision:
+        """Return the faults of a request."""
+        delay = 0.0
+        with self._changed:
+            for rule in tuple(self._rules):
+                if rule.is_about_streaming and "sendInitialEvents" not in request.query:
+                    continue
+                if rule.left is not None:
+                    rule.left -= 1
+                    if rule.left == 0:
+                        self._rules.remove(rule)
+                delay += rule.decision.delay
+                if rule.decision.answer is not None:
+                    return Decision(delay, rule.decision.answer)
+        return Decision(delay)
 
     def dial(self) -> http.client.HTTPSConnection:
         """Return a connection to the real server."""
@@ -203,7 +194,6 @@ class FaultProxy(Script):
         """Register a watch."""
         with self._changed:
             self._streams.append(stream)
-            self._changed.notify_all()
         self._hang_ups.add(stream)
 
     def closed(self, stream: Stream) -> None:
@@ -211,7 +201,6 @@ class FaultProxy(Script):
         self._hang_ups.remove(stream)
         with self._changed:
             self._streams.remove(stream)
-            self._changed.notify_all()
 
     def ended(self, connection: Connection) -> None:
         """Unregister a connection."""
@@ -220,7 +209,7 @@ class FaultProxy(Script):
             self._changed.notify_all()
 
     def _listen(self) -> None:
-        listener = sockets.bound(self.netns, self.bind, self.port)
+        listener = sockets.bound(None, HOST, self.port)
         listener.listen(64)
         with self._changed:
             self._listener = listener
@@ -232,9 +221,6 @@ class FaultProxy(Script):
                 raw, _ = listener.accept()
             except OSError:
                 return  # closed by refuse()
-            with self._changed:
-                self._accepted += 1
-                self._changed.notify_all()
             with contextlib.suppress(OSError):  # the client is gone already
                 connection = Connection(raw, self._context, self)
                 with self._changed:
@@ -243,11 +229,10 @@ class FaultProxy(Script):
                         connection.abort()
                 _thread("proxy-connection", connection.run)
 
-    def _running(self, resource: str | None) -> list[Stream]:
+    def _running(self) -> list[Stream]:
         """The watches without those that were cut, which their threads may not have ended yet."""
         with self._changed:
-            running = [stream for stream in self._streams if stream.how is None]
-        return [stream for stream in running if resource in {None, stream.request.resource}]
+            return [stream for stream in self._streams if stream.how is None]
 
 
 def _thread(name: str, run: Callable[[], None]) -> None:
