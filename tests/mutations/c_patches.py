@@ -421,6 +421,11 @@ PATCHES = (
         ),
         ("FINs need no acknowledgement", "is_acknowledged(original, reply_entry)", "true"),
         ("each client may have all ports", "size < SHARED_PORTS ? 1 : SHARES", "1"),
+        (
+            "a client that gets no port sends from its former one",
+            "\t\tforget_former(&s->flow);\n\t\treturn drop_flow",
+            "\t\treturn drop_flow",
+        ),
         ("reply entries stay when there is no room", "\trelease_replies(&s->flow);\n", ""),
     ),
     *_rows(

@@ -337,6 +337,20 @@ def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, li
     assert backends_of(path, own) == {backend}
 
 
+def test_client_whose_port_is_in_doubt_does_not_send_from_it(path: Path_, v: int):
+    """The backend of its connection has stopped serving, but may still send: its next SYN finds no
+    other port.
+    """
+    set_only_port(path)
+    own, _ = established(path, v, "tcp")
+    change_entries(path, own, of_a_deleted_backend)
+    for each in (own, client(v)):
+        with path.counted(Reason.NO_SNAT_PORT):
+            assert path.ingress(tcp(each, vip(v, CLUSTER), flags="S"))[0] == TC_ACT_SHOT
+    assert entries_of(path, own) == []
+    path.expect_untouched(TALKS[own].segment("A+", own, vip(v, CLUSTER)))
+
+
 @both_policies
 @pytest.mark.parametrize(("seconds", "answered"), [(0, True), (10, False)])
 def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int, seconds: int, answered: bool):
