@@ -226,6 +226,11 @@ PATCHES = (
             "matches_both(own, peer, n, is_half_open(original))",
             "matches_both(own, peer, n, true)",
         ),
+        (
+            "a refusal ends a connection",
+            "(flags & (TCP_SYN | TCP_ACK | TCP_RST)) == (TCP_SYN | TCP_ACK)",
+            "(flags & (TCP_SYN | TCP_RST)) && (flags & TCP_ACK)",
+        ),
         ("a RST counts with any number", "if (n->sequence != peer->ack && !sent)", "if (false)"),
         ("the port of a refused connection is reserved", "end_backend(original, backend, client);", ""),
         (

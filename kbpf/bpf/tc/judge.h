@@ -104,16 +104,16 @@ static __always_inline void end_backend(struct flow *original, struct tcp_side *
 
 /* Whether this segment of the backend, which is outside of the window, answers a SYN in a
  * connection that is not new: the backend has forgotten it, or it would have sent an ACK. As in
- * nf_conntrack, neither side may have sent anything in the window since the SYN. A refusal, which
- * is easier to forge, passes but ends no connection that is established. */
+ * nf_conntrack, neither side may have sent anything in the window since the SYN. A refusal passes,
+ * but ends nothing: to forge a SYN and its refusal takes no number of the connection, and the port
+ * would be free while both ends still have it. */
 static __always_inline bool answers_later_syn(const struct flow *original, const struct flow *reply,
 					      const struct segment *n, u32 flags)
 {
-	u32 kinds = original->state == STATE_CLOSING ? TCP_SYN | TCP_RST : TCP_SYN;
 	u32 syn_at = original->seen.tcp.syn_at;
 
-	return (flags & kinds) && (flags & TCP_ACK) && n->ack == original->syn &&
-	       in_order(milliseconds_of(original->last_used), syn_at) &&
+	return (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == (TCP_SYN | TCP_ACK) &&
+	       n->ack == original->syn && in_order(milliseconds_of(original->last_used), syn_at) &&
 	       in_order(milliseconds_of(reply->last_used), syn_at);
 }
 

@@ -481,18 +481,34 @@ def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path
     assert states(path, own) == {TcpState.CLOSED}
 
 
-@pytest.mark.parametrize("answer", ["<SA A A+ <A", "<RA"])
+@pytest.mark.parametrize("answer", ["<SA", "<RA S <SA"], ids=["accepts", "refuses once"])
 @pytest.mark.parametrize("last", ["A", "FA", "<FA"])
 def test_a_client_may_use_the_port_of_a_connection_that_never_ended(path: Path_, v: int, last: str, answer: str):
     """At most one side's FIN was seen, and both sides have forgotten the connection since then. As
-    in nf_conntrack, the backend's answer to a SYN proves that; a refusal does if one side has
-    closed.
+    in nf_conntrack, the backend's answer to a SYN proves that. A refusal passes, but proves nothing.
     """
     own, source = send_segments(path, v, f"{LIVE} {last}")
     TALKS[own] = Talk(1 << 30, 3 << 30)
-    send_segments(path, v, f"S {answer}", own, source)
-    ended = "F" in last and "R" in answer
-    assert states(path, own) == {TcpState.CLOSED if ended else TcpState.ESTABLISHED}
+    send_segments(path, v, f"S {answer} A A+ <A", own, source)
+    assert states(path, own) == {TcpState.ESTABLISHED}
+
+
+@pytest.mark.parametrize("forged", ["S <RA", "S <RA S <RA", "S <SRA|"])
+@pytest.mark.parametrize(("fin", "rest"), [("FA", "<A+ A"), ("<FA", "A+ <A"), ("", "A+ <A")])
+def test_a_forged_refusal_frees_no_port(path: Path_, v: int, fin: str, rest: str, forged: str):
+    """Whoever forges SYNs and their refusals needs no number. Both ends still have the connection.
+    Nor does the backend count as failing.
+    """
+    set_only_port(path)
+    own, source = send_segments(path, v, f"{LIVE} {fin}")
+    real, TALKS[own] = TALKS[own], Talk(1 << 30, 3 << 30)
+    with path.counted(Reason.BACKEND_RESET, 0):
+        send_segments(path, v, forged, own, source)
+    age(path, own, 11)
+    assert path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))[0] == TC_ACT_SHOT
+    TALKS[own] = real
+    send_segments(path, v, rest, own, source)
+    assert states(path, own) == {TcpState.CLOSING if fin else TcpState.ESTABLISHED}
 
 
 @pytest.mark.parametrize("word", ["A+", "<A+"])
