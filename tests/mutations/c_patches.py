@@ -246,6 +246,11 @@ PATCHES = (
         ),
         ("an INIT-ACK's tag is not stored", "peer->tag = announced;", ";"),
         (
+            "what the backend sends of another association reaches the client",
+            "(state == STATE_NEW || p->sctp.tag != peer->tag)",
+            "state == STATE_NEW",
+        ),
+        (
             "what the backend repeats is taken for the answer to a forged SYN",
             "return !original || (both_closed(original) && is_acknowledged(original, flow));",
             "return true;",

@@ -277,7 +277,8 @@ static __always_inline enum judgment judge_sctp(const struct packet *p, u32 flag
 		peer->tag = peer->next;
 	}
 	if (own->tag && p->sctp.tag != own->tag)
-		return reply && state == STATE_NEW ? DENIED : IGNORED;
+		/* An ABORT may have the tag of the packet that it answers (RFC 9260, 8.5.1). */
+		return reply && (state == STATE_NEW || p->sctp.tag != peer->tag) ? DENIED : IGNORED;
 	if (reply && announced && is_half_open(original)) {
 		peer->tag = announced;
 		original->state = STATE_ANSWERED;
@@ -332,7 +333,7 @@ static __always_inline bool answers_direct(const struct flow *flow, const struct
 }
 
 /* A reply to the node matches another entry when it leaves the stack, where it is judged again:
- * that one has to know the same numbers. */
+ * that one has to know the same numbers or tags. */
 static __always_inline void copy_to_reply_entry(const struct flow *flow)
 {
 	struct flow *entry = entry_at(flow, DIRECTION_REPLY);
@@ -395,8 +396,9 @@ int tc_judge(struct __sk_buff *skb)
 		if (original->state == STATE_CLOSED && before != STATE_CLOSED)
 			flush_rest(other);
 	}
-	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY &&
-	    flow->client.protocol == IPPROTO_TCP)
+	if (flow->direction == DIRECTION_SNAT_REPLY &&
+	    (flow->client.protocol == IPPROTO_SCTP ||
+	     (flow->client.protocol == IPPROTO_TCP && result == COUNTED)))
 		copy_to_reply_entry(flow);
 	if (result >= DENIED || (result == OUTSIDE && reply)) {
 		action = drop_flow(flow, INVALID);

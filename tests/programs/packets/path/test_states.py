@@ -401,13 +401,65 @@ def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int):
         (packets.SCTP_INIT_ACK, tag, answered),
         (packets.chunk(6), tag, answered),
         (packets.chunk(11), tag + 1, answered),
+        (packets.chunk(6, flags=1), packets.SCTP_BACK_TAG, answered),  # RFC 9260, 8.5.1
         (packets.chunk(11), tag, PROVEN),
+        (packets.chunk(0, bytes(20)), tag + 1, PROVEN),
+        (packets.SCTP_INIT, 0, PROVEN),
     )
     for chunk, given, want in rows:
         path.ingress(sctp(own, vip(v, LOCAL)))
         verdict, _ = path.egress(sctp(pod(v), own, chunk, tag=given))
-        assert (verdict == TC_ACT_SHOT) == (want is TcpState.NEW)
+        assert (verdict == TC_ACT_SHOT) == (given in (tag + 1, 0))
         assert states(path, own) == {want}, chunk
+
+
+def test_no_other_client_gets_data_of_an_association(path: Path_, v: int):
+    """The backend has accepted the first client's cookie, and its answer is late. For lack of ports
+    the second client gets the same one.
+    """
+    set_only_port(path)
+    first, other = client(v), client(v)
+    _, out = path.through(sctp(first, vip(v, CLUSTER)))
+    source = parsed(out).source
+    path.through(sctp(pod(v), source, packets.SCTP_INIT_ACK, tag=packets.SCTP_TAG))
+    path.through(sctp(first, vip(v, CLUSTER), packets.chunk(10, b"cookie"), tag=packets.SCTP_BACK_TAG))
+    age(path, first, 2)
+    _, out = path.through(sctp(other, vip(v, CLUSTER), _init(777)))
+    assert parsed(out).source == source
+    path.through(sctp(pod(v), source, packets.SCTP_INIT_ACK, tag=777))
+    late = sctp(pod(v), source, packets.chunk(0, bytes(12) + b"secret"), tag=packets.SCTP_TAG)
+    assert path.through(late)[0] == TC_ACT_SHOT
+
+
+@both_policies
+def test_sctp_association_is_restarted(path: Path_, v: int, which: int):
+    """By the client, with another tag (RFC 9260, 5.2.2). A later INIT, which may be forged, changes
+    nothing.
+    """
+    own, front, old, new = client(v), vip(v, which), packets.SCTP_TAG, 777
+    data, done = packets.chunk(0, bytes(20)), packets.chunk(11)
+    _, out = path.through(sctp(own, front))
+    source = parsed(out).source
+    for chunk, tag, passes in (
+        (packets.SCTP_INIT_ACK, old, True),
+        (done, old, True),
+        (_init(new), 0, True),
+        (data, old, True),
+        (packets.SCTP_INIT_ACK, new, True),
+        (data, old, True),
+        (done, new, True),
+        (data, old, False),
+        (_init(new + 1), 0, True),
+        (data, new, True),
+        (data, new + 2, False),
+    ):
+        ends = (pod(v), source) if tag else (own, front)
+        assert (path.through(sctp(*ends, chunk, tag=tag))[0] != TC_ACT_SHOT) == passes, (chunk, tag)
+    assert states(path, own) == {PROVEN}
+
+
+def _init(tag: int) -> bytes:
+    return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
 
 
 def test_sctp_association_outlives_its_backend(path: Path_, v: int):
