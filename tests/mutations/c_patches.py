@@ -255,6 +255,11 @@ PATCHES = (
             "return !original || (both_closed(original) && is_acknowledged(original, flow));",
             "return true;",
         ),
+        (
+            "a SYN past the Service and its answer end a half-closed connection",
+            "(original && original->state != STATE_CLOSED)",
+            "(original && !is_ending(original))",
+        ),
         ("any SYN-ACK of the backend answers a direct SYN", "return p->tcp.ack == flow->syn;", "return true;"),
     ),
     *_rows(

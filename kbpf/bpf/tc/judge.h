@@ -317,15 +317,17 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 }
 
 /* Whether a packet answers a SYN that the client, or with SNAT this node, has sent past the
- * Service, from the port of this flow, which ends or has ended: is_direct_connection(). The backend
- * accepts or refuses it, or it is in TIME_WAIT. In TIME_WAIT it sends an ACK of the earlier
- * connection (RFC 9293, 3.10.7.4), and only a reset from the new one ends that state. The earlier
- * connection does not need the ACK once all of it is acknowledged. */
+ * Service, from the port of this flow, which has ended: is_direct_connection(). As long as only one
+ * side has closed, both packets may be forged. The backend accepts or refuses it, or it is in
+ * TIME_WAIT. In TIME_WAIT it sends an ACK of the earlier connection (RFC 9293, 3.10.7.4), and only
+ * a reset from the new one ends that state. The earlier connection does not need the ACK once all
+ * of it is acknowledged. */
 static __always_inline bool answers_direct(const struct flow *flow, const struct flow *original,
 					   const struct packet *p)
 {
 	if (flow->direction == DIRECTION_ORIGINAL || flow->client.protocol != IPPROTO_TCP ||
-	    !flow->syn || !(p->tcp_flags & TCP_ACK) || (original && !is_ending(original)))
+	    !flow->syn || !(p->tcp_flags & TCP_ACK) ||
+	    (original && original->state != STATE_CLOSED))
 		return false;
 	if (p->tcp_flags & (TCP_SYN | TCP_RST))
 		return p->tcp.ack == flow->syn;
@@ -353,7 +355,6 @@ int tc_judge(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	enum judgment result = DENIED;
 	u64 now = now_ns();
-	struct flow_key key;
 	struct packet *p;
 	u32 arrival;
 	int action;
@@ -377,8 +378,7 @@ int tc_judge(struct __sk_buff *skb)
 	before = original ? original->state : flow->state;
 	if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop)) {
 		if (reply && answers_direct(flow, original, p)) {
-			key = entry_key(flow, flow->direction);
-			flows.delete(&key);
+			release_entry(flow, flow->direction);
 			return resume(skb, s, s->resume_tail, JUDGED);
 		}
 		result = judge(skb, p, p->tcp_flags, reply, flow, other, now);
