@@ -162,6 +162,11 @@ PATCHES = (
     *_rows(
         "tc/flow.h",
         FLOWS,
+        (
+            "a SYN with FIN or RST begins a connection",
+            "(flags & (TCP_SYN | TCP_ACK | TCP_FIN | TCP_RST)) == TCP_SYN",
+            "(flags & (TCP_SYN | TCP_ACK)) == TCP_SYN",
+        ),
         ("SCTP expires as UDP does", "flow->client.protocol == IPPROTO_SCTP ? 210 : 120", "120"),
         (
             "a direct connection waits for a backend in TIME_WAIT",

@@ -226,7 +226,7 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 	u8 state = original->state;
 	bool fits;
 
-	if (!reply && (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_SYN)
+	if (!reply && is_syn(flags))
 		return judge_syn(skb, p, original, peer, now);
 	fits = matches_both(own, peer, n, is_half_open(original));
 	if (reply && (state == STATE_NEW || (state == STATE_ANSWERED && (flags & TCP_SYN)) ||

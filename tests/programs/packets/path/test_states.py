@@ -253,6 +253,17 @@ def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int):
         path.ingress(tcp(own, vip(v, which), flags="S", seq=99))
 
 
+@pytest.mark.parametrize("flags", ["SF", "SR", "SFR"])
+@pytest.mark.parametrize("before", ["", "S <A|", f"{LIVE} R", f"{LIVE} FA <FA A"])
+def test_a_syn_with_fin_or_reset_begins_nothing(path: Path_, v: int, before: str, flags: str):
+    """nf_conntrack calls it invalid. After the same segments, a SYN would begin a connection."""
+    own, _ = send_segments(path, v, before)
+    known = states(path, own)
+    with path.counted(Reason.NEW_FLOW, 0):
+        path.through(tcp(own, vip(v, CLUSTER), flags=flags, seq=99))
+    assert states(path, own) == known
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool):
     """The node itself now answers at the address, and the client uses the same port."""
