@@ -178,6 +178,9 @@ no local endpoint counts as no endpoint
 - local && (service.flags & SERVICE_ANY_ENDPOINTS)
 + false
 # tc/flow.h FLOWS
+a SYN with FIN or RST begins a connection
+- (flags & (TCP_SYN | TCP_ACK | TCP_FIN | TCP_RST)) == TCP_SYN
++ (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN
 SCTP expires as UDP does
 - flow->client.protocol == IPPROTO_SCTP ? 210 : 120
 + 120
@@ -249,6 +252,9 @@ segments are not compared with the other side
 a limit that another CPU has lowered stays
 - matches_both(own, peer, n, is_half_open(original))
 + matches_both(own, peer, n, true)
+a refusal ends a connection
+- (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == (TCP_SYN | TCP_ACK)
++ (flags & (TCP_SYN | TCP_RST)) && (flags & TCP_ACK)
 a RST counts with any number
 - if (n->sequence != peer->ack && !sent)
 + if (false)
@@ -266,9 +272,15 @@ any device may speak for the backend
 an INIT-ACK's tag is not stored
 - peer->tag = announced;
 + ;
+what the backend sends of another association reaches the client
+- (state == STATE_NEW || p->sctp.tag != peer->tag)
++ state == STATE_NEW
 what the backend repeats is taken for the answer to a forged SYN
 - return !original || (both_closed(original) && is_acknowledged(original, flow));
 + return true;
+a SYN past the Service and its answer end a half-closed connection
+- (original && original->state != STATE_CLOSED)
++ (original && !is_ending(original))
 any SYN-ACK of the backend answers a direct SYN
 - return p->tcp.ack == flow->syn;
 + return true;
@@ -450,6 +462,10 @@ FINs need no acknowledgement
 each client may have all ports
 - size < SHARED_PORTS ? 1 : SHARES
 + 1
+a client that gets no port sends from its former one
+- 	forget_former(&s->flow);
+- 		return drop_flow
++ 	return drop_flow
 reply entries stay when there is no room
 - 	release_replies(&s->flow);
 -

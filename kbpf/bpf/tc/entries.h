@@ -142,20 +142,23 @@ static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
 		*until = seconds_of(end) + 1;
 }
 
+/* Deletes an entry, unless another CPU is just taking its key over for another flow. */
+static __always_inline void release_entry(const struct flow *flow, u32 direction)
+{
+	struct flow_key key = entry_key(flow, direction);
+	struct port_slot *slot = try_lock_key(&key);
+
+	if (!slot)
+		return;
+	delete_entry(flow, direction);
+	unlock_key(slot);
+}
+
 /* Deletes the entries that match the replies of a flow. */
 static __always_inline void release_replies(const struct flow *flow)
 {
-	struct port_slot *slot;
-	struct flow_key key;
-
-	if (has_snat(flow)) {
-		key = snat_reply_key(flow);
-		slot = try_lock_key(&key);
-		if (slot) {
-			delete_entry(flow, DIRECTION_SNAT_REPLY);
-			unlock_key(slot);
-		}
-	}
+	if (has_snat(flow))
+		release_entry(flow, DIRECTION_SNAT_REPLY);
 	delete_entry(flow, DIRECTION_REPLY);
 }
 

@@ -397,7 +397,13 @@ static __always_inline bool is_ordinary(const struct flow *flow, const struct pa
 						     : p->sctp.tag == flow->seen.sctp.tag);
 }
 
+/* Whether a segment may begin a connection. With FIN or RST it is invalid, as for nf_conntrack. */
+static __always_inline bool is_syn(u32 flags)
+{
+	return (flags & (TCP_SYN | TCP_ACK | TCP_FIN | TCP_RST)) == TCP_SYN;
+}
+
 static __always_inline bool starts_flow(const struct packet *p)
 {
-	return p->protocol == IPPROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
+	return p->protocol == IPPROTO_UDP || is_syn(p->tcp_flags);
 }

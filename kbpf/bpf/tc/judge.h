@@ -104,16 +104,16 @@ static __always_inline void end_backend(struct flow *original, struct tcp_side *
 
 /* Whether this segment of the backend, which is outside of the window, answers a SYN in a
  * connection that is not new: the backend has forgotten it, or it would have sent an ACK. As in
- * nf_conntrack, neither side may have sent anything in the window since the SYN. A refusal, which
- * is easier to forge, passes but ends no connection that is established. */
+ * nf_conntrack, neither side may have sent anything in the window since the SYN. A refusal passes,
+ * but ends nothing: to forge a SYN and its refusal takes no number of the connection, and the port
+ * would be free while both ends still have it. */
 static __always_inline bool answers_later_syn(const struct flow *original, const struct flow *reply,
 					      const struct segment *n, u32 flags)
 {
-	u32 kinds = original->state == STATE_CLOSING ? TCP_SYN | TCP_RST : TCP_SYN;
 	u32 syn_at = original->seen.tcp.syn_at;
 
-	return (flags & kinds) && (flags & TCP_ACK) && n->ack == original->syn &&
-	       in_order(milliseconds_of(original->last_used), syn_at) &&
+	return (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == (TCP_SYN | TCP_ACK) &&
+	       n->ack == original->syn && in_order(milliseconds_of(original->last_used), syn_at) &&
 	       in_order(milliseconds_of(reply->last_used), syn_at);
 }
 
@@ -226,7 +226,7 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 	u8 state = original->state;
 	bool fits;
 
-	if (!reply && (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_SYN)
+	if (!reply && is_syn(flags))
 		return judge_syn(skb, p, original, peer, now);
 	fits = matches_both(own, peer, n, is_half_open(original));
 	if (reply && (state == STATE_NEW || (state == STATE_ANSWERED && (flags & TCP_SYN)) ||
@@ -277,7 +277,8 @@ static __always_inline enum judgment judge_sctp(const struct packet *p, u32 flag
 		peer->tag = peer->next;
 	}
 	if (own->tag && p->sctp.tag != own->tag)
-		return reply && state == STATE_NEW ? DENIED : IGNORED;
+		/* An ABORT may have the tag of the packet that it answers (RFC 9260, 8.5.1). */
+		return reply && (state == STATE_NEW || p->sctp.tag != peer->tag) ? DENIED : IGNORED;
 	if (reply && announced && is_half_open(original)) {
 		peer->tag = announced;
 		original->state = STATE_ANSWERED;
@@ -316,15 +317,17 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 }
 
 /* Whether a packet answers a SYN that the client, or with SNAT this node, has sent past the
- * Service, from the port of this flow, which ends or has ended: is_direct_connection(). The backend
- * accepts or refuses it, or it is in TIME_WAIT. In TIME_WAIT it sends an ACK of the earlier
- * connection (RFC 9293, 3.10.7.4), and only a reset from the new one ends that state. The earlier
- * connection does not need the ACK once all of it is acknowledged. */
+ * Service, from the port of this flow, which has ended: is_direct_connection(). As long as only one
+ * side has closed, both packets may be forged. The backend accepts or refuses it, or it is in
+ * TIME_WAIT. In TIME_WAIT it sends an ACK of the earlier connection (RFC 9293, 3.10.7.4), and only
+ * a reset from the new one ends that state. The earlier connection does not need the ACK once all
+ * of it is acknowledged. */
 static __always_inline bool answers_direct(const struct flow *flow, const struct flow *original,
 					   const struct packet *p)
 {
 	if (flow->direction == DIRECTION_ORIGINAL || flow->client.protocol != IPPROTO_TCP ||
-	    !flow->syn || !(p->tcp_flags & TCP_ACK) || (original && !is_ending(original)))
+	    !flow->syn || !(p->tcp_flags & TCP_ACK) ||
+	    (original && original->state != STATE_CLOSED))
 		return false;
 	if (p->tcp_flags & (TCP_SYN | TCP_RST))
 		return p->tcp.ack == flow->syn;
@@ -332,7 +335,7 @@ static __always_inline bool answers_direct(const struct flow *flow, const struct
 }
 
 /* A reply to the node matches another entry when it leaves the stack, where it is judged again:
- * that one has to know the same numbers. */
+ * that one has to know the same numbers or tags. */
 static __always_inline void copy_to_reply_entry(const struct flow *flow)
 {
 	struct flow *entry = entry_at(flow, DIRECTION_REPLY);
@@ -352,7 +355,6 @@ int tc_judge(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	enum judgment result = DENIED;
 	u64 now = now_ns();
-	struct flow_key key;
 	struct packet *p;
 	u32 arrival;
 	int action;
@@ -376,8 +378,7 @@ int tc_judge(struct __sk_buff *skb)
 	before = original ? original->state : flow->state;
 	if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop)) {
 		if (reply && answers_direct(flow, original, p)) {
-			key = entry_key(flow, flow->direction);
-			flows.delete(&key);
+			release_entry(flow, flow->direction);
 			return resume(skb, s, s->resume_tail, JUDGED);
 		}
 		result = judge(skb, p, p->tcp_flags, reply, flow, other, now);
@@ -395,8 +396,9 @@ int tc_judge(struct __sk_buff *skb)
 		if (original->state == STATE_CLOSED && before != STATE_CLOSED)
 			flush_rest(other);
 	}
-	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY &&
-	    flow->client.protocol == IPPROTO_TCP)
+	if (flow->direction == DIRECTION_SNAT_REPLY &&
+	    (flow->client.protocol == IPPROTO_SCTP ||
+	     (flow->client.protocol == IPPROTO_TCP && result == COUNTED)))
 		copy_to_reply_entry(flow);
 	if (result >= DENIED || (result == OUTSIDE && reply)) {
 		action = drop_flow(flow, INVALID);

@@ -44,7 +44,7 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 		return (flow->fins & FIN_DIRECT) ||
 		       (flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND);
 	}
-	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
+	if (!is_syn(flags))
 		return RESTART_NO;
 	/* If the backend has answered, the mark may be forged, but the client's ACK comes soon. */
 	if ((flow->fins & FIN_RESERVED) &&

@@ -237,6 +237,18 @@ static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
 }
 
+/* A new flow that gets no entries has replaced one of the same client and frontend, whose reply
+ * entries are gone (claim_original()). Its original entry must go, too, since another client may
+ * get its port. What has a reply entry is of another CPU, which has just begun the same flow. */
+static __always_inline void forget_former(const struct flow *flow)
+{
+	struct flow_key key = original_key(flow);
+	struct flow *former = flows.lookup(&key);
+
+	if (former && former->direction == DIRECTION_ORIGINAL && !entry_at(former, DIRECTION_REPLY))
+		flows.delete(&key);
+}
+
 /* Writes the entries of a new flow: that for replies to the node, that for its packets in the stack
  * and its replies, and the original one. A search for a port of the node continues here (`search`).
  */
@@ -262,8 +274,10 @@ int tc_claim(struct __sk_buff *skb)
 	}
 	if (has_snat(&s->flow))
 		reason = claim_port(skb, s, n);
-	if (reason != NEW_FLOW) /* there is nothing to release */
+	if (reason != NEW_FLOW) { /* there is nothing to release */
+		forget_former(&s->flow);
 		return drop_flow(&s->flow, reason);
+	}
 	reason = claim_reply(&s->flow, n, now_ns(), s->begin & BEGIN_OTHER_PORT);
 	if (reason == NEW_FLOW)
 		reason = publish(s, skb->ifindex);
@@ -271,5 +285,6 @@ int tc_claim(struct __sk_buff *skb)
 	if (reason == NEW_FLOW)
 		return resume_new(skb, s);
 	release_replies(&s->flow);
+	forget_former(&s->flow);
 	return finish(TC_ACT_SHOT, reason);
 }

@@ -58,9 +58,10 @@ from tests.programs.packets.path.single_packets import (
     set_only_port,
     vip,
 )
+from tests.programs.packets.path.test_node_ports import fill_ports
 from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
-from tests.support.packets.packets import frame, tcp, udp
+from tests.support.packets.packets import Talk, frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 from tests.support.table import table
 
@@ -115,6 +116,30 @@ def test_denied_answer_returns_as_a_reset(uplink: Path_, v: int, flow: str):
     verdict, got = uplink.ingress(tcp(pod(v), source, flags="A", ack=7))
     assert verdict == TC_ACT_REDIRECT
     expect_packet(got, tcp(source, pod(v), flags="R", seq=0))
+
+
+def test_client_that_gets_no_port_sends_from_no_port_of_others(uplink: Path_, v: int):
+    """Its next SYN has released the port of its ended connection, and found no other one. The port
+    gets another client.
+    """
+    only_port, other = next(SPARE_PORTS), next(SPARE_PORTS)
+    uplink.node(NodeFlag(0), only_port, only_port)
+    own, source, talk = client(v), "", Talk()
+    for word in ("S", "<SA", "A+", "<A", "FA", "<FA", "A"):
+        ends = (pod(v), source) if word[0] == "<" else (own, vip(v, CLUSTER))
+        _, got = uplink.ingress(talk.segment(word, *ends))
+        source = source or parsed(got).source
+    assert source == end(NODE[v], only_port)
+    uplink.node(NodeFlag(0), other, other)
+    fill_ports(uplink, v, [other])
+    with uplink.counted(Reason.NO_SNAT_PORT):
+        assert uplink.ingress(tcp(own, vip(v, CLUSTER), flags="S"))[0] == TC_ACT_SHOT
+    uplink.node(NodeFlag(0), only_port, only_port)
+    _, got = uplink.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
+    assert parsed(got).source == source, "the released port"
+    for word in ("A", "A+", "A+!", "R!", "FA"):
+        _, got = uplink.ingress(talk.segment(word, own, vip(v, CLUSTER)))
+        assert parsed(got).source != source, word
 
 
 VLAN_VALID = 1 << 4

@@ -238,6 +238,7 @@ data by the backend | LIVE FA | backend:A1000 | alive
 a SYN from where the client is | LIVE FA | uplink:S99 | alive
 answers to no SYN | LIVE FA | backend:<SA99^0! backend:<SA99^101! backend:<SA99^1001! | alive
 answers to another SYN | LIVE FA | uplink:S99 backend:<SA99^0! backend:<SA99^101! backend:<SA99^1001! | alive
+the answer to a forged SYN | LIVE FA | uplink:S99 backend:<SA99^100! | alive
 a new connection | LIVE FA <FA A | other:<SA7^100! uplink:S99 backend:<SA7^100 uplink:A100^8 backend:<A8^100
 a backend in TIME_WAIT, it accepts | LIVE <FA FA <A | uplink:S99 backend:<= uplink:R1 uplink:S99 backend:<SA7^100
 a backend in TIME_WAIT, it refuses | LIVE <FA FA <A | uplink:S99 backend:<= uplink:R1 uplink:S99 backend:<RA7^100

@@ -36,6 +36,7 @@ from tests.programs.packets.path.single_packets import (
     host_of,
     parsed,
     pod,
+    set_only_port,
     vip,
 )
 from tests.support.packets import packets
@@ -236,6 +237,17 @@ def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int):
         path.ingress(syn)
 
 
+@pytest.mark.parametrize("flags", ["SF", "SR", "SFR"])
+@pytest.mark.parametrize("before", ["", "S <A|", f"{LIVE} R", f"{LIVE} FA <FA A"])
+def test_a_syn_with_fin_or_reset_begins_nothing(path: Path_, v: int, before: str, flags: str):
+    """nf_conntrack calls it invalid. After the same segments, a SYN would begin a connection."""
+    flow = Flow(path, v).send(before)
+    known = flow.states()
+    with path.counted(Reason.NEW_FLOW, 0):
+        path.through(tcp(flow.own, flow.front, flags=flags, seq=99))
+    assert flow.states() == known
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool):
     """The node itself now answers at the address, and the client uses the same port."""
@@ -303,6 +315,20 @@ def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, li
     assert backends_of(flow) == {backend}
 
 
+def test_client_whose_port_is_in_doubt_does_not_send_from_it(path: Path_, v: int):
+    """The backend of its connection has stopped serving, but may still send: its next SYN finds no
+    other port.
+    """
+    set_only_port(path)
+    flow = established(path, v)
+    flow.change(of_a_deleted_backend)
+    for each in (flow.own, client(v)):
+        with path.counted(Reason.NO_SNAT_PORT):
+            assert path.ingress(tcp(each, flow.front, flags="S"))[0] == TC_ACT_SHOT
+    assert flow.entries() == []
+    path.expect_untouched(flow.packet("A+"))
+
+
 @both_policies
 @pytest.mark.parametrize(("seconds", "answered"), [(0, True), (10, False)])
 def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int, seconds: int, answered: bool):
@@ -339,20 +365,72 @@ def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int):
 
 def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int):
     flow = Flow(path, v, LOCAL)
-    answered, tag = TcpState.ANSWERED, packets.SCTP_TAG
+    answered, proven, tag = TcpState.ANSWERED, TcpState.ESTABLISHED, packets.SCTP_TAG
     rows = (  # a chunk of the backend, the tag of its packet → the state
         (packets.SCTP_INIT_ACK, tag + 1, TcpState.NEW),
         (packets.chunk(11), tag + 1, TcpState.NEW),
         (packets.SCTP_INIT_ACK, tag, answered),
         (packets.chunk(6), tag, answered),
         (packets.chunk(11), tag + 1, answered),
-        (packets.chunk(11), tag, TcpState.ESTABLISHED),
+        (packets.chunk(6, flags=1), packets.SCTP_BACK_TAG, answered),  # RFC 9260, 8.5.1
+        (packets.chunk(11), tag, proven),
+        (packets.chunk(0, bytes(20)), tag + 1, proven),
+        (packets.SCTP_INIT, 0, proven),
     )
     for chunk, given, want in rows:
         path.ingress(sctp(flow.own, flow.front))
         verdict, _ = path.egress(sctp(flow.back, flow.own, chunk, tag=given))
-        assert (verdict == TC_ACT_SHOT) == (want is TcpState.NEW)
+        assert (verdict == TC_ACT_SHOT) == (given in (tag + 1, 0))
         assert flow.states() == {want}, chunk
+
+
+def test_no_other_client_gets_data_of_an_association(path: Path_, v: int):
+    """The backend has accepted the first client's cookie, and its answer is late. For lack of ports
+    the second client gets the same one.
+    """
+    set_only_port(path)
+    first, other = Flow(path, v), Flow(path, v)
+    _, out = path.through(sctp(first.own, first.front))
+    source = parsed(out).source
+    path.through(sctp(first.back, source, packets.SCTP_INIT_ACK, tag=packets.SCTP_TAG))
+    path.through(sctp(first.own, first.front, packets.chunk(10, b"cookie"), tag=packets.SCTP_BACK_TAG))
+    first.age(2)
+    _, out = path.through(sctp(other.own, other.front, _init(777)))
+    assert parsed(out).source == source
+    path.through(sctp(other.back, source, packets.SCTP_INIT_ACK, tag=777))
+    late = sctp(first.back, source, packets.chunk(0, bytes(12) + b"secret"), tag=packets.SCTP_TAG)
+    assert path.through(late)[0] == TC_ACT_SHOT
+
+
+@both_policies
+def test_sctp_association_is_restarted(path: Path_, v: int, which: int):
+    """By the client, with another tag (RFC 9260, 5.2.2). A later INIT, which may be forged, changes
+    nothing.
+    """
+    flow, old, new = Flow(path, v, which), packets.SCTP_TAG, 777
+    data, done = packets.chunk(0, bytes(20)), packets.chunk(11)
+    _, out = path.through(sctp(flow.own, flow.front))
+    source = parsed(out).source
+    for chunk, tag, passes in (
+        (packets.SCTP_INIT_ACK, old, True),
+        (done, old, True),
+        (_init(new), 0, True),
+        (data, old, True),
+        (packets.SCTP_INIT_ACK, new, True),
+        (data, old, True),
+        (done, new, True),
+        (data, old, False),
+        (_init(new + 1), 0, True),
+        (data, new, True),
+        (data, new + 2, False),
+    ):
+        ends = (flow.back, source) if tag else (flow.own, flow.front)
+        assert (path.through(sctp(*ends, chunk, tag=tag))[0] != TC_ACT_SHOT) == passes, (chunk, tag)
+    assert flow.states() == {TcpState.ESTABLISHED}
+
+
+def _init(tag: int) -> bytes:
+    return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
 
 
 def test_sctp_association_outlives_its_backend(path: Path_, v: int):
@@ -424,17 +502,32 @@ def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path
     assert flow.send(f"{script} FA <FA A").states() == {TcpState.CLOSED}
 
 
-@pytest.mark.parametrize("answer", ["<SA A A+ <A", "<RA"])
+@pytest.mark.parametrize("answer", ["<SA", "<RA S <SA"], ids=["accepts", "refuses once"])
 @pytest.mark.parametrize("last", ["A", "FA", "<FA"])
 def test_a_client_may_use_the_port_of_a_connection_that_never_ended(path: Path_, v: int, last: str, answer: str):
     """At most one side's FIN was seen, and both sides have forgotten the connection since then. As
-    in nf_conntrack, the backend's answer to a SYN proves that; a refusal does if one side has
-    closed.
+    in nf_conntrack, the backend's answer to a SYN proves that. A refusal passes, but proves nothing.
     """
     flow = Flow(path, v).send(f"{LIVE} {last}")
     flow.talk = Talk(1 << 30, 3 << 30)
-    ended = "F" in last and "R" in answer
-    assert flow.send(f"S {answer}").states() == {TcpState.CLOSED if ended else TcpState.ESTABLISHED}
+    assert flow.send(f"S {answer} A A+ <A").states() == {TcpState.ESTABLISHED}
+
+
+@pytest.mark.parametrize("forged", ["S <RA", "S <RA S <RA", "S <SRA|"])
+@pytest.mark.parametrize(("fin", "rest"), [("FA", "<A+ A"), ("<FA", "A+ <A"), ("", "A+ <A")])
+def test_a_forged_refusal_frees_no_port(path: Path_, v: int, fin: str, rest: str, forged: str):
+    """Whoever forges SYNs and their refusals needs no number. Both ends still have the connection.
+    Nor does the backend count as failing.
+    """
+    set_only_port(path)
+    flow = Flow(path, v).send(f"{LIVE} {fin}")
+    real, flow.talk = flow.talk, Talk(1 << 30, 3 << 30)
+    with path.counted(Reason.BACKEND_RESET, 0):
+        flow.send(forged)
+    flow.age(11)
+    assert path.ingress(tcp(client(v), flow.front, flags="S"))[0] == TC_ACT_SHOT
+    flow.talk = real
+    assert flow.send(rest).states() == {TcpState.CLOSING if fin else TcpState.ESTABLISHED}
 
 
 @pytest.mark.parametrize("word", ["A+", "<A+"])
