@@ -36,7 +36,7 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
 
 
 LAB = """
-traffic/services traffic/policy traffic/affinity traffic/updates traffic/sctp traffic/datagrams traffic/local_mode
+traffic/dials traffic/updates traffic/sctp traffic/local_mode
 outside/north_south outside/pre_dnat agent/source_folder agent/node_life
 """
 """The lab's tests that run in both modes."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.host import read_external_ports
-from kbpf.dataplane.bpf.maps.pinning import Pins
 from tests.lab.outside.netfilter import flush_conntrack, objects, on
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import (
@@ -34,18 +32,18 @@ from tests.support.lab.modes import PACKETS
 
 
 class Rule(NamedTuple):
-    """`match`: of nft, with the client `c` and the port `p` that it dials. More rules, compared with a
-    real kube-proxy: test_pre_dnat_oracle.py.
+    """A rule about the Service at this kind of address. `match`: of nft, with the client `c` and the port `p` that it
+    dials. More rules, compared with a real kube-proxy: tests/lab/neighbours/test_beside_kube_proxy.py.
     """
 
-    what: str
+    kind: str
     priority: str
     match: str
 
 
 RULES = (
-    Rule("port, in raw", "raw", "{protocol} dport {p}"),
-    Rule("client, in mangle", "mangle", "{ip} saddr {c} {protocol} dport {p}"),
+    Rule("NodePort", "raw", "{protocol} dport {p}"),
+    Rule("VIP", "mangle", "{ip} saddr {c} {protocol} dport {p}"),
 )
 
 
@@ -55,7 +53,7 @@ class Guarded(Field):
     guarded: bool
 
 
-@pytest.fixture(scope="module", params=WITH_CONNTRACK)
+@pytest.fixture(scope="module", params=[how for how in WITH_CONNTRACK if how != "direct"])
 def field(request: pytest.FixtureRequest) -> Iterator[Guarded]:
     with Guarded(*forward(request.param), name="pd") as made:
         made.guarded = PACKETS or request.param == "netfilter"
@@ -72,15 +70,14 @@ def _clean(field: Guarded) -> Iterator[None]:
 
 
 @both_families
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)
-@pytest.mark.parametrize("kind", ["NodePort", "VIP"])
-def test_rules_before_dnat(field: Guarded, kind: str, rule: Rule, v6: bool):
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
+def test_rules_before_dnat(field: Guarded, rule: Rule, v6: bool):
     """TCP and UDP to a local backend, a remote one, and a local one with policy Local."""
     node = field.lab.nodes[0]
     host, client = (NODES6 if v6 else NODES4)[0], OUT6 if v6 else OUT4
     backends = ((1, "a1", host), (2, "b1", host), (4, "a1", client))
     for (protocol, base), (number, pod, seen) in product((("tcp", 10), ("udp", 20)), backends):
-        to = at(kind, base + number, v6)
+        to = at(rule.kind, base + number, v6)
         match = rule.match.format(protocol=protocol, ip="ip6" if v6 else "ip", c=client, p=split(to)[1])
         hook = f"type filter hook prerouting priority {rule.priority};"
         text = f"table inet guard {{\nchain c {{ {hook}\n{match} counter drop\n}}\n}}\n"
@@ -90,15 +87,3 @@ def test_rules_before_dnat(field: Guarded, kind: str, rule: Rule, v6: bool):
         (count,) = re.findall(r"counter packets (\d+)", on(node, "nft", "list", "table", "inet", "guard"))
         assert (int(count) > 0) == field.guarded
         on(node, "nft", "delete", "table", "inet", "guard")
-
-
-def test_ports_of_external_frontends_are_known(field: Field):
-    """`kbpf check` and the agent look for rules that name them."""
-    agent = field.agents[0]
-    ports = read_external_ports(Pins(agent.pin_dir))
-    dialled = {
-        int(at(kind, number, False).rpartition(":")[2])
-        for kind in ("NodePort", "ExternalIP", "VIP")
-        for number in (11, 12, 14, 15, 21, 22, 24, 25)
-    }
-    assert dialled & ports == (set() if PACKETS else dialled)  # mode ipvs pins nothing

@@ -6,14 +6,13 @@ device does not have the pod prefix (odd). No client is in a hooked cgroup.
 """
 
 from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 import pytest
 
 from tests.support.cluster.kube_objects import node
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, both_families, check
+from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, check, crossed
 from tests.support.lab.lab import Place, ip, settled
 
 POD_NETS = ("10.244.1.0/24", "fd00:10:244:1::/64")
@@ -130,22 +129,19 @@ def own(place: Place, v6: bool) -> str:
     return place.ip6 if v6 else place.ip
 
 
-@both_families
+@crossed
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged", "odd"])
-def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool):
+def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: str, protocol: str, v6: bool):
     """A client that is not a pod is masqueraded to the node's address."""
     sees = own(pods[name], v6) if name in mode.pods else (NODES6 if v6 else NODES4)[0]
-    for protocol, number in (("tcp", 11), ("udp", 21)):
-        check(pods, Dial(f"from {name}", name, at("ClusterIP", number, v6), "a1", protocol, sees))
+    to = at("ClusterIP", 11 if protocol == "tcp" else 21, v6)
+    check(pods, Dial(f"from {name}", name, to, "a1", protocol, sees))
 
 
-@both_families
+@crossed
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged"])
-def test_which_clients_use_the_short_circuit(pods: Pods, mode: Mode, name: str, v6: bool):
+def test_which_clients_use_the_short_circuit(pods: Pods, mode: Mode, name: str, protocol: str, v6: bool):
     """Policy Local without a local endpoint: the device a packet arrives on decides."""
-    for kind, (protocol, number) in product(("NodePort", "VIP"), (("tcp", 14), ("udp", 24))):
-        to = at(kind, number, v6)
-        if name in mode.circuit:
-            check(pods, Dial(name, name, to, "b1", protocol, own(pods[name], v6)))
-        else:
-            check(pods, Dial(name, name, to, DROPPED, protocol))
+    outcome, sees = ("b1", own(pods[name], v6)) if name in mode.circuit else (DROPPED, "")
+    for kind in ("NodePort", "VIP"):
+        check(pods, Dial(name, name, at(kind, 14 if protocol == "tcp" else 24, v6), outcome, protocol, sees))

@@ -49,6 +49,7 @@ class Bench:
     site: Site
     plane: BpfPlane
     host: Place
+    host_pod: Place
     one: Place
     two: Place
 
@@ -83,7 +84,7 @@ def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
         make_local(netns)
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        yield Bench(node, site, site.open(), node.host, one, two)
+        yield Bench(node, site, site.open(), node.host, node.host_network_pod("host pod"), one, two)
 
 
 @pytest.fixture
@@ -149,8 +150,8 @@ def test_ipv6_and_v4_mapped_clients_keep_their_backend(bench: Bench):
 
 
 def test_each_client_has_its_own_affinity(bench: Bench):
-    """Each pod is a client, and the host is one. The last backend of one does not affect
-    another.
+    """Each pod is a client, and the host is one, with the pods in its network. The last backend of
+    one does not affect another.
     """
     bench.serve(web(1))
     picks(bench.one, WEB)
@@ -159,7 +160,7 @@ def test_each_client_has_its_own_affinity(bench: Bench):
     bench.serve(web(3))
     picks(bench.host, WEB)
     bench.serve(web(*range(20)))
-    for place, backend in ((bench.one, 1), (bench.two, 2), (bench.host, 3)):
+    for place, backend in ((bench.one, 1), (bench.two, 2), (bench.host, 3), (bench.host_pod, 3)):
         assert names(picks(place, WEB, 10)) == {backend}
     entries = bench.entries()
     assert len({client for client, *_ in entries}) == len(entries) == 3

@@ -45,6 +45,8 @@ BULK = 7000
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
 
+crossed = pytest.mark.parametrize(("protocol", "v6"), [("tcp", False), ("udp", True)], ids=["tcp v4", "udp v6"])
+"""Programs tell protocols and families apart in different places. tests/programs/packets has all four."""
 both_families = pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
 
 
