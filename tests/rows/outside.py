@@ -6,12 +6,13 @@ The nodes, the pods and the client are those of tests/support/lab/field.py, with
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 from tests.support.cluster.kube_objects import Object, slice_port
 from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import DROPPED, KINDS, NODES4, NODES6, OUT4, OUT6, at
+from tests.support.lab.field import DROPPED, NODES4, NODES6, OUT4, OUT6, at
 from tests.support.lab.placed import HOST_PORT, Placed
+from tests.support.table import table
 
 SETS = {1: "a1", 2: "b1", 3: "a1 b1"}
 """Local, remote, both: TCP Services at 10 + number, UDP at 20 + number."""
@@ -39,91 +40,86 @@ def objects(placed: Placed) -> list[Object]:
     return made
 
 
+class Row(NamedTuple):
+    """Dials of a client by every protocol and family, at each of these kinds of address. `number`: of the TCP Service,
+    that of UDP is 10 more. `sees`: the address that the backend sees: of this place, or of a node (host-1, host-2).
+    """
+
+    what: str
+    client: str
+    kinds: str
+    number: int
+    outcome: str
+    sees: str = ""
+    node_number: int = 1
+
+
+TEMPLATES = table(
+    Row,
+    """
+Cluster, a1: masqueraded                | outside | NodePort ExternalIP VIP           | 1 | a1           | host-1
+Cluster, b1: masqueraded                | outside | NodePort ExternalIP VIP           | 2 | b1           | host-1
+Cluster, a1 b1: masqueraded             | outside | NodePort ExternalIP VIP           | 3 | a1 b1        | host-1
+Local: the client's own address         | outside | NodePort ExternalIP VIP           | 4 | a1           | outside
+no endpoints                            | outside | NodePort ExternalIP VIP ClusterIP | 6 | ECONNREFUSED
+a backend in the node's network         | outside | NodePort ExternalIP VIP           | 7 | a-net        | outside
+a backend in the other node's network   | outside | NodePort ExternalIP VIP           | 8 | b-net        | host-1
+at the other node                       | outside | NodePort                          | 1 | a1           | host-2  | 2
+Local, at the other node                | outside | NodePort                          | 4 | b1           | outside | 2
+Local, no local endpoint                | outside | NodePort VIP                      | 5 | timeout
+a local backend: no masquerading        | outside | ClusterIP                         | 1 | a1           | outside
+a pod                                   | a2!     | NodePort ExternalIP VIP           | 3 | a1 b1        | host-1
+a pod                                   | a2!     | ClusterIP                         | 3 | a1 b1        | a2
+hairpin                                 | a1!     | NodePort ExternalIP VIP ClusterIP | 1 | a1           | host-1
+a pod, no endpoints                     | a2!     | NodePort ExternalIP VIP ClusterIP | 6 | ECONNREFUSED
+Local, no local endpoint: short circuit | a2!     | NodePort                          | 5 | b1           | a2
+the other node's NodePort               | a2!     | NodePort                          | 1 | a1           | host-2  | 2
+a pod, a backend in the node's network  | a2!     | NodePort                          | 7 | a-net        | a2
+""",
+)
+"""a2! is masqueraded by its node for all addresses but ClusterIPs, as kube-proxy does."""
+RANGES = table(
+    Row,
+    """
+admitted                   | outside | VIP        | 32 | a1 b1   | host-1
+not admitted               | outside | VIP        | 33 | timeout
+not for NodePorts          | outside | NodePort   | 33 | a1 b1   | host-1
+not for external IPs       | outside | ExternalIP | 33 | a1 b1   | host-1
+a pod, not admitted        | a2!     | VIP        | 33 | timeout
+a pod, admitted            | a2!     | VIP        | 35 | a1      | host-1
+a hooked pod, admitted     | a2      | VIP        | 35 | a1      | host-1
+a hooked pod, not admitted | a2      | VIP        | 33 | timeout
+""",
+)
+ADDRESSES = {
+    "": ("", ""),
+    "outside": (OUT4, OUT6),
+    "a2": ("10.244.1.3", "fd00:10:244:1::3"),
+    **{f"host-{number}": own for number, own in enumerate(zip(NODES4, NODES6, strict=True), 1)},
+}
+
+
+def dials(row: Row, protocol: str, v6: bool, number: int) -> Iterator[Dial]:
+    for kind in row.kinds.split():
+        name = f"{protocol} {'v6' if v6 else 'v4'} {kind}: {row.what}"
+        to = at(kind, number, v6, row.node_number)
+        yield Dial(name, row.client, to, row.outcome, protocol, ADDRESSES[row.sees][v6])
+
+
 def rows() -> Iterator[Dial]:
     for protocol, v6 in product(("tcp", "udp"), (False, True)):
         base = 10 if protocol == "tcp" else 20
-        own = (NODES6 if v6 else NODES4)[0]
-        client = OUT6 if v6 else OUT4
-        say = f"{protocol} {'v6' if v6 else 'v4'}"
-
-        def row(
-            what: str, kind: str, number: int, outcome: str, sees: str = "", **more: Any
-        ) -> Dial:
-            to = at(kind, base + number, v6, **more)  # noqa: B023
-            return Dial(f"{say} {kind}: {what}", "outside", to, outcome, protocol, sees)  # noqa: B023
-
-        for kind in KINDS[:3]:
-            for number, who in SETS.items():
-                yield row(f"Cluster, {who}: masqueraded", kind, number, who, own)
-            yield row("Local: the client's own address", kind, 4, "a1", client)
-            yield row("no endpoints", kind, 6, REFUSED)
-            yield row("a backend in the node's network", kind, 7, "a-net", client)
-            yield row("a backend in the other node's network", kind, 8, "b-net", own)
-        yield row(
-            "at the other node", "NodePort", 1, "a1", (NODES6 if v6 else NODES4)[1], node_number=2
-        )
-        yield row("Local, at the other node", "NodePort", 4, "b1", client, node_number=2)
-        for kind in ("NodePort", "VIP"):
-            yield row("Local, no local endpoint", kind, 5, DROPPED)
-        yield row("a local backend: the client's own address", "ClusterIP", 1, "a1", client)
-        yield row("no endpoints", "ClusterIP", 6, REFUSED)
+        for row in TEMPLATES:
+            yield from dials(row, protocol, v6, base + row.number)
+        unknown = at("ClusterIP", 11, v6).removesuffix(":80") + ":81"
+        for who in ("outside", "a2!"):
+            name = f"{protocol} {'v6' if v6 else 'v4'} ClusterIP: unknown port, {who}"
+            yield Dial(name, who, unknown, REFUSED, protocol)
+    for v6 in (False, True):
+        for row in RANGES:
+            ranged = row._replace(what=f"source ranges, {row.what}")
+            yield from dials(ranged, "tcp", v6, row.number)
+        yield from dials(Row("source ranges, not admitted", "outside", "VIP", 34, DROPPED), "udp", v6, 34)
 
 
-RANGES = (
-    # the client, what it dials, the answer, and whether the backend sees its node's address
-    ("admitted", "outside", "VIP", 32, "a1 b1", True),
-    ("not admitted", "outside", "VIP", 33, DROPPED, False),
-    ("not admitted, UDP", "outside", "VIP", 34, DROPPED, False),
-    ("not for NodePorts", "outside", "NodePort", 33, "a1 b1", True),
-    ("not for external IPs", "outside", "ExternalIP", 33, "a1 b1", True),
-    ("a pod, not admitted", "a2!", "VIP", 33, DROPPED, False),
-    ("a pod, admitted", "a2!", "VIP", 35, "a1", True),
-    ("a hooked pod, admitted", "a2", "VIP", 35, "a1", True),
-    ("a hooked pod, not admitted", "a2", "VIP", 33, DROPPED, False),
-)
-
-
-def ranges() -> Iterator[Dial]:
-    for v6, (what, client, kind, number, outcome, masqueraded) in product((False, True), RANGES):
-        own = (NODES6 if v6 else NODES4)[0] if masqueraded else ""
-        protocol = "udp" if number == 34 else "tcp"
-        name = f"{'v6' if v6 else 'v4'} source ranges, {what}"
-        yield Dial(name, client, at(kind, number, v6), outcome, protocol, own)
-
-
-def unhooked() -> Iterator[Dial]:
-    """a2 is 10.244.1.3. Its node masquerades it for all addresses but ClusterIPs, as kube-proxy
-    does.
-    """
-    for protocol, v6 in product(("tcp", "udp"), (False, True)):
-        base = 10 if protocol == "tcp" else 20
-        say = f"{protocol} {'v6' if v6 else 'v4'}"
-        pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-        own, other = NODES6 if v6 else NODES4
-
-        for kind in KINDS:
-            to = at(kind, base + 3, v6)
-            sees = pod if kind == "ClusterIP" else own
-            yield Dial(f"{say} {kind}", "a2!", to, "a1 b1", protocol, sees)
-            to = at(kind, base + 1, v6)
-            yield Dial(f"{say} {kind} hairpin", "a1!", to, "a1", protocol, own)
-            yield Dial(
-                f"{say} {kind} no endpoints", "a2!", at(kind, base + 6, v6), REFUSED, protocol
-            )
-        to = at("NodePort", base + 5, v6)
-        yield Dial(f"{say} Local, no local endpoint: short circuit", "a2!", to, "b1", protocol, pod)
-        to = at("NodePort", base + 1, v6, 2)
-        yield Dial(f"{say} the other node's NodePort", "a2!", to, "a1", protocol, other)
-        to = at("NodePort", base + 7, v6)
-        yield Dial(f"{say} a backend in the node's network", "a2!", to, "a-net", protocol, pod)
-
-
-def unknown_ports() -> Iterator[Dial]:
-    """ClusterIPs at a port that no Service has."""
-    for protocol, v6, who in product(("tcp", "udp"), (False, True), ("outside", "a2!")):
-        to = at("ClusterIP", 11, v6).removesuffix(":80") + ":81"
-        say = f"{protocol} {'v6' if v6 else 'v4'}"
-        yield Dial(f"{say} ClusterIP: unknown port, {who}", who, to, REFUSED, protocol)
-
-
-ROWS = (*rows(), *ranges(), *unhooked(), *unknown_ports())
+ROWS = tuple(rows())

@@ -7,11 +7,9 @@ the client's own node. Clients are served by the socket hooks only; the packet p
 """
 
 from tests.support.cluster.kube_objects import Object
-from tests.support.lab.dial import CLOSED, DROPPED, REFUSED, UNSERVED, Dial
+from tests.support.lab.dial import Dial
 from tests.support.lab.placed import Placed
-
-OWN, OWN6 = "198.18.0.1", "[fd00:198:18::1]"  # node-1
-OTHER, OTHER6 = "198.18.0.2", "[fd00:198:18::2]"  # node-2
+from tests.support.table import table
 
 
 def ingress(objects: list[Object], *addresses: str, mode: str | None = None) -> list[Object]:
@@ -89,107 +87,112 @@ def objects(placed: Placed) -> list[Object]:
     return [*conditions(placed), *hints(placed), *external(placed)]
 
 
-CONDITIONS = (
-    Dial("ready and unset serve, unready and dying do not", "a3", "10.96.0.40:80", "a1 b2"),
-    Dial("no endpoint is ready or serving", "a3", "10.96.0.41:80", REFUSED),
-    Dial("all terminate: the serving ones are used", "a3", "10.96.0.42:80", "a1 b1"),
-    Dial("one is ready: terminating ones are not used", "a3", "10.96.0.43:80", "b1"),
-    Dial("publishNotReadyAddresses: the slice's ready", "a3", "10.96.0.44:80", "a1 b1"),
-    Dial("internal Local", "a3", "10.96.0.45:80", "a1 a2"),
-    Dial("internal Local, from a host", "host-1", "10.96.0.45:80", "a1 a2"),
-    Dial("internal Local, the other node", "b3", "10.96.0.45:80", "b1"),
-    Dial("internal Local, from a host-network pod", "b-net", "10.96.0.45:80", "b1"),
-    Dial("internal Local, no local endpoint: dropped", "b3", "10.96.0.46:80", DROPPED),
-    Dial("internal Local, no local endpoint, from a host", "host-2", "10.96.0.46:80", DROPPED),
-    Dial("internal Local, no local endpoint, from a host-network pod", "b-net", "10.96.0.46:80",
-         DROPPED),
-    Dial("internal Local, no local endpoint, IPv6", "b3", "[fd00:10:96::46]:80", DROPPED),
-    Dial("internal Local, IPv6, local endpoints", "a3", "[fd00:10:96::46]:80", "a1 a2"),
-    Dial("internal Local, UDP, local endpoints", "a3", "10.96.0.47:80", "a1 a2", "udp"),
-    Dial("internal Local, UDP, no local endpoint", "b3", "10.96.0.47:80", DROPPED, "udp"),
-    Dial("internal Local, UDP connected, no local endpoint", "b3", "10.96.0.47:80", DROPPED,
-         "udp-connected"),
-    Dial("internal Local, none anywhere: refused", "a3", "10.96.0.48:80", REFUSED),
-    Dial("internal Local, a local one drains, a ready one is remote", "a3", "10.96.0.49:80", "a1"),
-    Dial("internal Local, at the node of the ready one", "b3", "10.96.0.49:80", "b1"),
-    Dial("internal Local, the local one is not ready", "a3", "10.96.0.50:80", DROPPED),
-    Dial("internal Local, none is ready anywhere", "a3", "10.96.0.51:80", REFUSED),
-    Dial("internal Local applies to the ClusterIP", "a3", "10.96.0.52:80", "a1"),
-    Dial("internal Local does not apply to the NodePort", "a3", f"{OWN}:30052", "a1 b1"),
-    Dial("internal Local, no local endpoint: not for the NodePort", "host-1", f"{OWN}:30053", "b1"),
+CONDITIONS = table(
+    Dial,
+    """
+ready and unset serve, unready and dying do not            | a3     | 10.96.0.40:80       | a1 b2
+no endpoint is ready or serving                            | a3     | 10.96.0.41:80       | ECONNREFUSED
+all terminate: the serving ones are used                   | a3     | 10.96.0.42:80       | a1 b1
+one is ready: terminating ones are not used                | a3     | 10.96.0.43:80       | b1
+publishNotReadyAddresses: the slice's ready                | a3     | 10.96.0.44:80       | a1 b1
+internal Local                                             | a3     | 10.96.0.45:80       | a1 a2
+internal Local, from a host                                | host-1 | 10.96.0.45:80       | a1 a2
+internal Local, the other node                             | b3     | 10.96.0.45:80       | b1
+internal Local, from a host-network pod                    | b-net  | 10.96.0.45:80       | b1
+internal Local, no local endpoint: dropped                 | b3     | 10.96.0.46:80       | ETIMEDOUT
+internal Local, no local endpoint, from a host             | host-2 | 10.96.0.46:80       | ETIMEDOUT
+internal Local, no local endpoint, from a host-network pod | b-net  | 10.96.0.46:80       | ETIMEDOUT
+internal Local, no local endpoint, IPv6                    | b3     | [fd00:10:96::46]:80 | ETIMEDOUT
+internal Local, IPv6, local endpoints                      | a3     | [fd00:10:96::46]:80 | a1 a2
+internal Local, UDP, local endpoints                       | a3     | 10.96.0.47:80       | a1 a2        | udp
+internal Local, UDP, no local endpoint                     | b3     | 10.96.0.47:80       | ETIMEDOUT    | udp
+internal Local, UDP connected, no local endpoint           | b3     | 10.96.0.47:80       | ETIMEDOUT    | udp-connected
+internal Local, none anywhere: refused                     | a3     | 10.96.0.48:80       | ECONNREFUSED
+internal Local, a local one drains, a ready one is remote  | a3     | 10.96.0.49:80       | a1
+internal Local, at the node of the ready one               | b3     | 10.96.0.49:80       | b1
+internal Local, the local one is not ready                 | a3     | 10.96.0.50:80       | ETIMEDOUT
+internal Local, none is ready anywhere                     | a3     | 10.96.0.51:80       | ECONNREFUSED
+internal Local applies to the ClusterIP                    | a3     | 10.96.0.52:80       | a1
+internal Local does not apply to the NodePort              | a3     | 198.18.0.1:30052    | a1 b1
+internal Local, no local endpoint: not for the NodePort    | host-1 | 198.18.0.1:30053    | b1
+""",
 )
 
-HINTS = (
-    Dial("hinted for zone-1", "a3", "10.96.0.60:80", "a1 a2"),
-    Dial("hinted for zone-2", "b3", "10.96.0.60:80", "b1"),
-    Dial("hinted for zone-2, from a host", "host-2", "10.96.0.60:80", "b1"),
-    Dial("an endpoint without a hint: hints are ignored", "b3", "10.96.0.61:80", "a1 a2 b1"),
-    Dial("no hint for our zone: hints are ignored", "a3", "10.96.0.62:80", "a1 b1"),
-    Dial("hinted for node-1", "a3", "10.96.0.63:80", "a1 a2"),
-    Dial("hinted for node-2", "b3", "10.96.0.63:80", "b1"),
-    Dial("hints for nodes take precedence over zones", "a3", "10.96.0.64:80", "a1"),
-    Dial("hints for nodes take precedence, node-2", "b3", "10.96.0.64:80", "a2 b1"),
-    Dial("no hint for our node: hints for zones", "a3", "10.96.0.65:80", "a1 a2"),
-    Dial("only ready endpoints need hints", "a3", "10.96.0.66:80", "a2"),
-    Dial("internal Local takes precedence over hints", "a3", "10.96.0.67:80", "a1"),
-    Dial("the hint of a draining endpoint is ignored", "b3", "10.96.0.68:80", "b1"),
-    Dial("only a draining endpoint for our zone: ignored", "a3", "10.96.0.68:80", "b1"),
+HINTS = table(
+    Dial,
+    """
+hinted for zone-1                              | a3     | 10.96.0.60:80 | a1 a2
+hinted for zone-2                              | b3     | 10.96.0.60:80 | b1
+hinted for zone-2, from a host                 | host-2 | 10.96.0.60:80 | b1
+an endpoint without a hint: hints are ignored  | b3     | 10.96.0.61:80 | a1 a2 b1
+no hint for our zone: hints are ignored        | a3     | 10.96.0.62:80 | a1 b1
+hinted for node-1                              | a3     | 10.96.0.63:80 | a1 a2
+hinted for node-2                              | b3     | 10.96.0.63:80 | b1
+hints for nodes take precedence over zones     | a3     | 10.96.0.64:80 | a1
+hints for nodes take precedence, node-2        | b3     | 10.96.0.64:80 | a2 b1
+no hint for our node: hints for zones          | a3     | 10.96.0.65:80 | a1 a2
+only ready endpoints need hints                | a3     | 10.96.0.66:80 | a2
+internal Local takes precedence over hints     | a3     | 10.96.0.67:80 | a1
+the hint of a draining endpoint is ignored     | b3     | 10.96.0.68:80 | b1
+only a draining endpoint for our zone: ignored | a3     | 10.96.0.68:80 | b1
+""",
 )
 
-NODE_PORTS = (
-    Dial("host to its node's address", "host-1", f"{OWN}:30070", "a1 b1"),
-    Dial("host to its node's address, IPv6", "host-1", f"{OWN6}:30070", "a1 b1"),
-    Dial("the other host", "host-2", f"{OTHER}:30070", "a1 b1"),
-    Dial("host to 127.0.0.1", "host-1", "127.0.0.1:30070", "a1 b1"),
-    Dial("host to 127.1.2.3", "host-1", "127.1.2.3:30070", "a1 b1"),
-    Dial("host to ::1", "host-1", "[::1]:30070", "a1 b1"),
-    Dial("a pod in the host's network to 127.0.0.1", "a-net", "127.0.0.1:30070", "a1 b1"),
-    Dial("an IPv6 socket to 127.0.0.1", "host-1", "[::ffff:127.0.0.1]:30070", "a1 b1"),
-    Dial("pod to its node's address", "a3", f"{OWN}:30070", "a1 b1"),
-    Dial("pod to its node's address, IPv6", "b3", f"{OTHER6}:30070", "a1 b1"),
-    Dial("pod to its own 127.0.0.1: its own server", "a3", "127.0.0.1:30070", "a3:30070",
-         backend_sees="127.0.0.1"),
-    Dial("pod to its own ::1", "a3", "[::1]:30070", "a3:30070", backend_sees="::1"),
-    Dial("another pod to its own 127.0.0.1: no server", "a2", "127.0.0.1:30070", CLOSED),
-    Dial("NodePort at a pod network address: not served", "host-1", "10.244.1.1:30070",
-         CLOSED),
-    Dial("UDP, host", "host-1", f"{OWN}:30071", "a1 b1", "udp"),
-    Dial("UDP, host, 127.0.0.1", "host-1", "127.0.0.1:30071", "a1 b1", "udp"),
-    Dial("UDP, pod, IPv6, connected", "a3", f"{OWN6}:30071", "a1 b1", "udp-connected"),
-    Dial("no endpoints", "host-1", f"{OWN}:30072", REFUSED),
-    Dial("external Local, no local endpoint: the short circuit, host", "host-1", f"{OWN}:30073",
-         "b1"),
-    Dial("external Local, no local endpoint: the short circuit, pod", "a3", f"{OWN}:30073", "b1"),
-    Dial("external Local, no local endpoint: 127.0.0.1", "host-1", "127.0.0.1:30073", "b1"),
-    Dial("external Local does not apply to the ClusterIP", "a3", "10.96.0.73:80", "b1"),
+NODE_PORTS = table(
+    Dial,
+    """
+host to its node's address                                 | host-1 | 198.18.0.1:30070         | a1 b1
+host to its node's address, IPv6                           | host-1 | [fd00:198:18::1]:30070   | a1 b1
+the other host                                             | host-2 | 198.18.0.2:30070         | a1 b1
+host to 127.0.0.1                                          | host-1 | 127.0.0.1:30070          | a1 b1
+host to 127.1.2.3                                          | host-1 | 127.1.2.3:30070          | a1 b1
+host to ::1                                                | host-1 | [::1]:30070              | a1 b1
+a pod in the host's network to 127.0.0.1                   | a-net  | 127.0.0.1:30070          | a1 b1
+an IPv6 socket to 127.0.0.1                                | host-1 | [::ffff:127.0.0.1]:30070 | a1 b1
+pod to its node's address                                  | a3     | 198.18.0.1:30070         | a1 b1
+pod to its node's address, IPv6                            | b3     | [fd00:198:18::2]:30070   | a1 b1
+pod to its own 127.0.0.1: its own server                   | a3     | 127.0.0.1:30070 | a3:30070 | tcp | 127.0.0.1
+pod to its own ::1                                         | a3     | [::1]:30070 | a3:30070 | tcp | ::1
+another pod to its own 127.0.0.1: no server                | a2     | 127.0.0.1:30070          | ECONNREFUSED by a host
+NodePort at a pod network address: not served              | host-1 | 10.244.1.1:30070         | ECONNREFUSED by a host
+UDP, host                                                  | host-1 | 198.18.0.1:30071 | a1 b1 | udp
+UDP, host, 127.0.0.1                                       | host-1 | 127.0.0.1:30071 | a1 b1 | udp
+UDP, pod, IPv6, connected                                  | a3     | [fd00:198:18::1]:30071 | a1 b1 | udp-connected
+no endpoints                                               | host-1 | 198.18.0.1:30072         | ECONNREFUSED
+external Local, no local endpoint: the short circuit, host | host-1 | 198.18.0.1:30073         | b1
+external Local, no local endpoint: the short circuit, pod  | a3     | 198.18.0.1:30073         | b1
+external Local, no local endpoint: 127.0.0.1               | host-1 | 127.0.0.1:30073          | b1
+external Local does not apply to the ClusterIP             | a3     | 10.96.0.73:80            | b1
+""",
 )
 
-EXTERNAL = (
-    Dial("external IP, pod", "a3", "192.0.2.74:80", "a1 b1"),
-    Dial("external IP, host", "host-2", "192.0.2.74:80", "a1 b1"),
-    Dial("external IP on a device of the node", "host-1", "198.51.100.74:80", "a1 b1"),
-    Dial("external IP, another port", "a3", "192.0.2.74:81", UNSERVED),
-    Dial("external IP, Local, no local endpoint, pod", "a3", "192.0.2.75:80", "b1"),
-    Dial("external IP, Local, no local endpoint, host", "host-1", "192.0.2.75:80", "b1"),
-    Dial("external IP, Local, none anywhere", "a3", "192.0.2.84:80", REFUSED),
-    Dial("LB VIP, pod", "a3", "192.0.2.76:80", "a1 b1"),
-    Dial("LB VIP, host", "host-1", "192.0.2.76:80", "a1 b1"),
-    Dial("LB VIP, IPv6", "a3", "[2001:db8::76]:80", "a1 b1"),
-    Dial("LB VIP, Local, no local endpoint, pod", "a3", "192.0.2.77:80", "b1"),
-    Dial("LB VIP, Local, no local endpoint, host", "host-1", "192.0.2.77:80", "b1"),
-    Dial("LB VIP, Local, its NodePort", "a3", f"{OWN}:30077", "b1"),
-    Dial("source ranges: left alone, pod", "a3", "192.0.2.78:80", UNSERVED),
-    Dial("source ranges: left alone, host", "host-1", "192.0.2.78:80", UNSERVED),
-    Dial("source ranges do not restrict the ClusterIP", "a3", "10.96.0.78:80", "a1"),
-    Dial("source ranges do not restrict the NodePort", "host-1", f"{OWN}:30078", "a1"),
-    Dial("source ranges that admit every client", "a3", "192.0.2.79:80", "a1"),
-    Dial("ipMode Proxy: left alone", "a3", "192.0.2.80:80", UNSERVED),
-    Dial("ipMode Proxy: the ClusterIP is served", "a3", "10.96.0.80:80", "a1"),
-    Dial("LB VIP without endpoints", "a3", "192.0.2.81:80", REFUSED),
-    Dial("LB VIP, Local: a remote ready endpoint, not a local draining one", "a3",
-         "192.0.2.82:80", "b1"),
-    Dial("LB VIP, Local, all terminate: a remote serving one", "a3", "192.0.2.83:80",
-         "b1"),
+EXTERNAL = table(
+    Dial,
+    """
+external IP, pod                                                 | a3     | 192.0.2.74:80     | a1 b1
+external IP, host                                                | host-2 | 192.0.2.74:80     | a1 b1
+external IP on a device of the node                              | host-1 | 198.51.100.74:80  | a1 b1
+external IP, another port                                        | a3     | 192.0.2.74:81     | EHOSTUNREACH
+external IP, Local, no local endpoint, pod                       | a3     | 192.0.2.75:80     | b1
+external IP, Local, no local endpoint, host                      | host-1 | 192.0.2.75:80     | b1
+external IP, Local, none anywhere                                | a3     | 192.0.2.84:80     | ECONNREFUSED
+LB VIP, pod                                                      | a3     | 192.0.2.76:80     | a1 b1
+LB VIP, host                                                     | host-1 | 192.0.2.76:80     | a1 b1
+LB VIP, IPv6                                                     | a3     | [2001:db8::76]:80 | a1 b1
+LB VIP, Local, no local endpoint, pod                            | a3     | 192.0.2.77:80     | b1
+LB VIP, Local, no local endpoint, host                           | host-1 | 192.0.2.77:80     | b1
+LB VIP, Local, its NodePort                                      | a3     | 198.18.0.1:30077  | b1
+source ranges: left alone, pod                                   | a3     | 192.0.2.78:80     | EHOSTUNREACH
+source ranges: left alone, host                                  | host-1 | 192.0.2.78:80     | EHOSTUNREACH
+source ranges do not restrict the ClusterIP                      | a3     | 10.96.0.78:80     | a1
+source ranges do not restrict the NodePort                       | host-1 | 198.18.0.1:30078  | a1
+source ranges that admit every client                            | a3     | 192.0.2.79:80     | a1
+ipMode Proxy: left alone                                         | a3     | 192.0.2.80:80     | EHOSTUNREACH
+ipMode Proxy: the ClusterIP is served                            | a3     | 10.96.0.80:80     | a1
+LB VIP without endpoints                                         | a3     | 192.0.2.81:80     | ECONNREFUSED
+LB VIP, Local: a remote ready endpoint, not a local draining one | a3     | 192.0.2.82:80     | b1
+LB VIP, Local, all terminate: a remote serving one               | a3     | 192.0.2.83:80     | b1
+""",
 )
 
 ROWS = (*CONDITIONS, *HINTS, *NODE_PORTS, *EXTERNAL)

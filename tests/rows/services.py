@@ -5,8 +5,9 @@ The nodes and their pods are those of tests/support/cluster/cluster.py.
 """
 
 from tests.support.cluster.kube_objects import Object, port, service, slice_port
-from tests.support.lab.dial import REFUSED, UNSERVED, Dial
+from tests.support.lab.dial import Dial
 from tests.support.lab.placed import Placed
+from tests.support.table import table
 
 TWO = ("IPv4", "IPv6")
 
@@ -60,53 +61,55 @@ def objects(placed: Placed) -> list[Object]:
     ]
 
 
-WEB, WEB6, MAPPED = "10.96.0.20:80", "[fd00:10:96::20]:80", "[::ffff:10.96.0.20]:80"
-
-ROWS = (
-    Dial("a pod to backends on both nodes", "a3", WEB, "a1 a2 b1"),
-    Dial("a pod on the other node", "b2", WEB, "a1 a2 b1"),
-    Dial("a host", "host-1", WEB, "a1 a2 b1"),
-    Dial("the other host", "host-2", WEB, "a1 a2 b1"),
-    Dial("a pod in the host's network", "a-net", WEB, "a1 a2 b1"),
-    Dial("a backend: itself and the others", "a1", WEB, "a1 a2 b1"),
-    Dial("a pod over IPv6", "a3", WEB6, "a1 b1"),
-    Dial("a host over IPv6", "host-2", WEB6, "a1 b1"),
-    Dial("a pod in the host's network over IPv6", "b-net", WEB6, "a1 b1"),
-    Dial("an IPv6 socket that dials IPv4", "a3", MAPPED, "a1 a2 b1"),
-    Dial("an IPv6 socket that dials IPv4, from a host", "host-1", MAPPED, "a1 a2 b1"),
-    Dial("an unknown port of a Service", "a3", "10.96.0.20:81", REFUSED),
-    Dial("an address that no Service has", "host-1", "10.96.0.99:80", UNSERVED),
-    Dial("TCP and UDP on one number: TCP", "a3", "10.96.0.21:53", "a1:8081 b1:8081"),
-    Dial("TCP and UDP on one number: UDP", "a3", "10.96.0.21:53", "a1:8080 b1:8080", "udp"),
-    Dial("TCP and UDP on one number: UDP, connected", "b2", "10.96.0.21:53", "a1:8080 b1:8080",
-         "udp-connected"),
-    Dial("UDP from a host", "host-1", "10.96.0.21:53", "a1:8080 b1:8080", "udp"),
-    Dial("UDP from an IPv6 socket to IPv4", "a3", "[::ffff:10.96.0.21]:53", "a1 b1", "udp"),
-    Dial("TCP only: not UDP", "a3", WEB, REFUSED, "udp"),
-    Dial("UDP only: not TCP", "a3", "10.96.0.23:80", REFUSED),
-    Dial("hairpin: a pod reaches itself", "a1", "10.96.0.22:80", "a1"),
-    Dial("hairpin over IPv6", "a1", "[fd00:10:96::22]:80", "a1"),
-    Dial("hairpin over UDP", "a1", "10.96.0.23:80", "a1", "udp"),
-    Dial("hairpin over UDP, connected, IPv6", "a1", "[fd00:10:96::23]:80", "a1", "udp-connected"),
-    Dial("a pod to backends in the hosts' network", "a1", "10.96.0.24:80", "a-net b-net"),
-    Dial("a host to backends in the hosts' network", "host-2", "10.96.0.24:80", "a-net b-net"),
-    Dial("a host-network backend to both", "a-net", "10.96.0.24:80", "a-net b-net"),
-    Dial("backends in the hosts' network over UDP", "a1", "10.96.0.24:80", "a-net b-net", "udp"),
-    Dial("no endpoints", "a1", "10.96.0.25:80", REFUSED),
-    Dial("no endpoints, from a host", "host-1", "10.96.0.25:80", REFUSED),
-    Dial("no endpoints, IPv6", "a1", "[fd00:10:96::25]:80", REFUSED),
-    Dial("no endpoints, IPv4 from an IPv6 socket", "a1", "[::ffff:10.96.0.25]:80", REFUSED),
-    Dial("no endpoints, UDP", "a1", "10.96.0.26:80", REFUSED, "udp"),
-    Dial("no endpoints, UDP, connected", "a1", "10.96.0.26:80", REFUSED, "udp-connected"),
-    Dial("no endpoints, UDP, IPv6", "host-1", "[fd00:10:96::26]:80", REFUSED, "udp"),
-    Dial("no slice", "a1", "10.96.0.27:80", REFUSED),
-    Dial("no slice has a port with the Service's port name", "a1", "10.96.0.37:80", REFUSED),
-    Dial("one family has endpoints: IPv4", "a1", "10.96.0.28:80", "b1"),
-    Dial("one family has endpoints: not IPv6", "a1", "[fd00:10:96::28]:80", REFUSED),
-    Dial("a named target port differs per slice", "a3", "10.96.0.29:80", "a1:8080 b1:8081"),
-    Dial("endpoints in two slices, one in both", "b2", "10.96.0.30:80", "a1 a2 b1"),
-    Dial("each port to its own target", "a3", "10.96.0.31:80", "a1:8080"),
-    Dial("each port to its own target, the other", "a3", "10.96.0.31:443", "a1:8081"),
-    Dial("label service-proxy-name: not served", "a3", "10.96.0.33:80", UNSERVED),
-    Dial("label headless: not served", "a3", "10.96.0.34:80", UNSERVED),
+ROWS = tuple(
+    table(
+        Dial,
+        """
+a pod to backends on both nodes                  | a3     | 10.96.0.20:80          | a1 a2 b1
+a pod on the other node                          | b2     | 10.96.0.20:80          | a1 a2 b1
+a host                                           | host-1 | 10.96.0.20:80          | a1 a2 b1
+the other host                                   | host-2 | 10.96.0.20:80          | a1 a2 b1
+a pod in the host's network                      | a-net  | 10.96.0.20:80          | a1 a2 b1
+a backend: itself and the others                 | a1     | 10.96.0.20:80          | a1 a2 b1
+a pod over IPv6                                  | a3     | [fd00:10:96::20]:80    | a1 b1
+a host over IPv6                                 | host-2 | [fd00:10:96::20]:80    | a1 b1
+a pod in the host's network over IPv6            | b-net  | [fd00:10:96::20]:80    | a1 b1
+an IPv6 socket that dials IPv4                   | a3     | [::ffff:10.96.0.20]:80 | a1 a2 b1
+an IPv6 socket that dials IPv4, from a host      | host-1 | [::ffff:10.96.0.20]:80 | a1 a2 b1
+an unknown port of a Service                     | a3     | 10.96.0.20:81          | ECONNREFUSED
+an address that no Service has                   | host-1 | 10.96.0.99:80          | EHOSTUNREACH
+TCP and UDP on one number: TCP                   | a3     | 10.96.0.21:53          | a1:8081 b1:8081
+TCP and UDP on one number: UDP                   | a3     | 10.96.0.21:53          | a1:8080 b1:8080 | udp
+TCP and UDP on one number: UDP, connected        | b2     | 10.96.0.21:53          | a1:8080 b1:8080 | udp-connected
+UDP from a host                                  | host-1 | 10.96.0.21:53          | a1:8080 b1:8080 | udp
+UDP from an IPv6 socket to IPv4                  | a3     | [::ffff:10.96.0.21]:53 | a1 b1           | udp
+TCP only: not UDP                                | a3     | 10.96.0.20:80          | ECONNREFUSED    | udp
+UDP only: not TCP                                | a3     | 10.96.0.23:80          | ECONNREFUSED
+hairpin: a pod reaches itself                    | a1     | 10.96.0.22:80          | a1
+hairpin over IPv6                                | a1     | [fd00:10:96::22]:80    | a1
+hairpin over UDP                                 | a1     | 10.96.0.23:80          | a1              | udp
+hairpin over UDP, connected, IPv6                | a1     | [fd00:10:96::23]:80    | a1              | udp-connected
+a pod to backends in the hosts' network          | a1     | 10.96.0.24:80          | a-net b-net
+a host to backends in the hosts' network         | host-2 | 10.96.0.24:80          | a-net b-net
+a host-network backend to both                   | a-net  | 10.96.0.24:80          | a-net b-net
+backends in the hosts' network over UDP          | a1     | 10.96.0.24:80          | a-net b-net     | udp
+no endpoints                                     | a1     | 10.96.0.25:80          | ECONNREFUSED
+no endpoints, from a host                        | host-1 | 10.96.0.25:80          | ECONNREFUSED
+no endpoints, IPv6                               | a1     | [fd00:10:96::25]:80    | ECONNREFUSED
+no endpoints, IPv4 from an IPv6 socket           | a1     | [::ffff:10.96.0.25]:80 | ECONNREFUSED
+no endpoints, UDP                                | a1     | 10.96.0.26:80          | ECONNREFUSED    | udp
+no endpoints, UDP, connected                     | a1     | 10.96.0.26:80          | ECONNREFUSED    | udp-connected
+no endpoints, UDP, IPv6                          | host-1 | [fd00:10:96::26]:80    | ECONNREFUSED    | udp
+no slice                                         | a1     | 10.96.0.27:80          | ECONNREFUSED
+no slice has a port with the Service's port name | a1     | 10.96.0.37:80          | ECONNREFUSED
+one family has endpoints: IPv4                   | a1     | 10.96.0.28:80          | b1
+one family has endpoints: not IPv6               | a1     | [fd00:10:96::28]:80    | ECONNREFUSED
+a named target port differs per slice            | a3     | 10.96.0.29:80          | a1:8080 b1:8081
+endpoints in two slices, one in both             | b2     | 10.96.0.30:80          | a1 a2 b1
+each port to its own target                      | a3     | 10.96.0.31:80          | a1:8080
+each port to its own target, the other           | a3     | 10.96.0.31:443         | a1:8081
+label service-proxy-name: not served             | a3     | 10.96.0.33:80          | EHOSTUNREACH
+label headless: not served                       | a3     | 10.96.0.34:80          | EHOSTUNREACH
+""",
+    )
 )
