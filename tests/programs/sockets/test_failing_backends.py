@@ -176,14 +176,5 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
         assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
 
 
-def test_a_backend_that_works_for_others_is_not_failing(bench: Bench):
-    """Two frontends lead to one address: a Service counts for itself."""
-    start(bench, Accounting.CONNECTIONS)
-    finder = FailingBackends(Pins(bench.site.pins))
-    for _ in range(4):
-        within(bench.client, lambda: [fair(FAIR) for _ in range(N)])
-        assert finder.find() == ()
-
-
 def test_nothing_is_known_without_maps(tmp_path: Path):
     assert FailingBackends(Pins(tmp_path)).find() is None

@@ -136,15 +136,6 @@ def test_connection_that_succeeds_records_nothing(served: Bench):
 
 
 @needs("set_retval")
-def test_accounting_off_records_nothing(bench: Bench):
-    start(bench, Accounting.OFF)
-    forget(bench)
-    bench.act("refused", "10.96.0.7:80")
-    bench.act("refused", "10.96.0.5:80")
-    assert bench.site.entries("failures") == {}
-
-
-@needs("set_retval")
 def test_client_overwrites_only_its_own_failures(served: Bench):
     """A container that fails everywhere has a bounded number of entries."""
     forget(served)

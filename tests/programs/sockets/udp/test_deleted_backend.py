@@ -21,10 +21,10 @@ from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
-from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, kept, socket_of
+from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, kept, socket_of, talk
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
-from tests.support.plane import desired, flush, service, within
+from tests.support.plane import desired, flush, service
 
 # ---- the end of a backend ----------------------------------------------------------------------
 
@@ -139,8 +139,7 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Benc
             address = V4_PREFIX + socket.inet_aton(bench[other].ip)
             peers.update(key, value[:28] + address + value[44:])
         bench.web(name)
-        s.send(b"hello\n")
-        assert s.recv(4096).decode().split('"')[3] == name
+        assert talk(s)[0] == name
 
 
 @pytest.mark.parametrize("flag", range(4))
@@ -329,18 +328,10 @@ def test_sockets_are_cut_after_a_failed_apply(
 def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
     """The kernel drops replies from every address but the backend that connect() chose."""
     bench.web("one two three")
-
-    def dial() -> int:
-        answered = 0
-        for _ in range(40):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-                s.settimeout(PATIENCE)
-                s.connect(("10.96.0.1", 53))
-                s.sendto(b"hello\n", ("10.96.0.1", 53))
-                answered += bool(s.recv(4096))
-        return answered
-
-    assert within(bench["pod"], dial) == 40
+    for _ in range(40):
+        with socket_of(bench["pod"]) as s:
+            s.connect(("10.96.0.1", 53))
+            assert answer(s)[1] == ("10.96.0.1", 53)
 
 
 MOVES = {
