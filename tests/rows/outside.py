@@ -8,36 +8,31 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from tests.support.cluster.kube_objects import Object, slice_port
+from tests.support.cluster.kube_objects import Object
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import DROPPED, NODES4, NODES6, OUT4, OUT6, at
-from tests.support.lab.placed import HOST_PORT, Placed
+from tests.support.lab.placed import Placed
 from tests.support.table import table
 
-SETS = {1: "a1", 2: "b1", 3: "a1 b1"}
-"""Local, remote, both: TCP Services at 10 + number, UDP at 20 + number."""
+SERVICES = """
+11 21:UDP -> a1
+12 22:UDP -> b1
+13 23:UDP -> a1 b1
+14 24:UDP -> a1 b1 external=Local
+15 25:UDP -> b1 external=Local
+16 26:UDP ->
+17 27:UDP -> a-net target=9080
+18 28:UDP -> b-net target=9080
+31        -> a1 a2 a3 b1 b2 affinity=3600
+32        -> a1 b1 ranges=198.18.0.0/24,fd00:198:18::/64
+33        -> a1 b1 ranges=198.51.100.0/24,2001:db8:9::/64
+34:UDP    -> a1 ranges=198.51.100.0/24,2001:db8:9::/64
+35        -> a1 ranges=10.244.1.0/24,fd00:10:244:1::/64
+"""
 
 
 def objects(placed: Placed) -> list[Object]:
-    every, made = placed.all_ways, []
-    local = {"external_policy": "Local"}
-    for base, protocol in ((10, "TCP"), (20, "UDP")):
-        for number, who in SETS.items():
-            made += every(base + number, who, protocol)
-        made += every(base + 4, "a1 b1", protocol, **local)
-        made += every(base + 5, "b1", protocol, **local)
-        made += every(base + 6, "", protocol)
-        for number, who in ((7, "a-net"), (8, "b-net")):
-            service = every(base + number, "", protocol)[0]
-            port = slice_port(HOST_PORT, protocol=protocol)
-            name = service["metadata"]["name"]
-            made += [service, *(placed.slice(name, who, port, v6=v6) for v6 in (False, True))]
-    made += every(31, "a1 a2 a3 b1 b2", affinity_seconds=3600)
-    made += every(32, "a1 b1", source_ranges=["198.18.0.0/24", "fd00:198:18::/64"])
-    made += every(33, "a1 b1", source_ranges=["198.51.100.0/24", "2001:db8:9::/64"])
-    made += every(34, "a1", "UDP", source_ranges=["198.51.100.0/24", "2001:db8:9::/64"])
-    made += every(35, "a1", source_ranges=["10.244.1.0/24", "fd00:10:244:1::/64"])
-    return made
+    return placed.all_of(SERVICES)
 
 
 class Row(NamedTuple):

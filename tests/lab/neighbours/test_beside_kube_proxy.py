@@ -28,6 +28,7 @@ from tests.support.features import needs
 from tests.support.lab.field import OUT4, there
 from tests.support.lab.lab import Agent, Lab, Node, Place, inside, run, until
 from tests.support.lab.podnet import gate
+from tests.support.table import table
 
 pytestmark = needs("conntrack_nat")
 
@@ -83,45 +84,49 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
 
 # ---- rules ---------------------------------------------------------------------------------------
 
-RAW = "type filter hook prerouting priority raw;"
-MANGLE = "type filter hook prerouting priority mangle;"
-FORWARD = "type filter hook forward priority 0;"
-NEW = "tcp dport {p} ct state new"
-RULES = {
-    "raw: drop the NodePort": (RAW, "tcp dport {p} counter drop"),
-    "mangle: reject": (MANGLE, "tcp dport {p} counter reject with tcp reset"),
-    "raw: drop the client": (RAW, f"ip saddr {OUT4} tcp dport {{p}} counter drop"),
-    "raw: drop other clients": (RAW, f"ip saddr != {OUT4} tcp dport {{p}} counter drop"),
-    "raw: drop by destination": (RAW, "ip daddr {h} tcp dport {p} counter drop"),
-    "raw: count the last packets": (RAW, "tcp dport {p} tcp flags & fin == fin counter"),
-    "mangle: drop the pod's port": (MANGLE, f"tcp dport 8080 ip saddr {OUT4} counter drop"),
-    "mangle: drop what is invalid": (MANGLE, "tcp dport {p} ct state invalid counter drop"),
-    "mangle: drop new without SYN": (MANGLE, f"{NEW} tcp flags & (syn|ack) != syn counter drop"),
-    "mangle: accept established only": (
-        MANGLE,
-        "tcp dport {p} ct state established accept\ntcp dport {p} counter drop",
-    ),
-    "mangle: one new connection": (MANGLE, f"{NEW} limit rate over 1/hour burst 1 packets counter drop"),
-    "forward: drop unless translated": (
-        FORWARD,
-        f"ip saddr {OUT4} ct status dnat accept\nip saddr {OUT4} counter drop",
-    ),
-    "forward: drop the NodePort": (FORWARD, "tcp dport {p} counter drop"),
-    "forward: drop the pod's port": (FORWARD, "tcp dport 8080 counter drop"),
-    "forward: original destination": (FORWARD, "meta l4proto tcp ct original proto-dst {p} counter drop"),
-}
-"""Chain and rules, with address and port `h` and `p` that the client dials."""
+
+class Rule(NamedTuple):
+    """A hook and a priority, and what nft matches there: `c` is the client, `h` and `p` what it dials."""
+
+    name: str
+    hook: str
+    priority: str
+    match: str
+
+
+RULES = table(
+    Rule,
+    """
+the NodePort     | prerouting | raw    | tcp dport {p} counter drop
+reject           | prerouting | mangle | tcp dport {p} counter reject with tcp reset
+the client       | prerouting | raw    | ip saddr {c} tcp dport {p} counter drop
+other clients    | prerouting | raw    | ip saddr != {c} tcp dport {p} counter drop
+by destination   | prerouting | raw    | ip daddr {h} tcp dport {p} counter drop
+count the last   | prerouting | raw    | tcp dport {p} tcp flags & fin == fin counter
+the pod's port   | prerouting | mangle | tcp dport 8080 ip saddr {c} counter drop
+invalid          | prerouting | mangle | tcp dport {p} ct state invalid counter drop
+new without SYN  | prerouting | mangle | tcp dport {p} ct state new tcp flags & (syn|ack) != syn counter drop
+established only | prerouting | mangle | tcp dport {p} ct state established accept; tcp dport {p} counter drop
+one an hour      | prerouting | mangle | tcp dport {p} ct state new limit rate over 1/hour burst 1 packets counter drop
+untranslated     | forward    | 0      | ip saddr {c} ct status dnat accept; ip saddr {c} counter drop
+the NodePort     | forward    | 0      | tcp dport {p} counter drop
+the pod's port   | forward    | 0      | tcp dport 8080 counter drop
+original port    | forward    | 0      | meta l4proto tcp ct original proto-dst {p} counter drop
+""",
+)
 BACKENDS = ("Cluster", "remote")
 DIALS = 3
 
 
 @contextlib.contextmanager
-def judged(home: Node, rule: str) -> Iterator[None]:
+def judged(home: Node, rule: Rule) -> Iterator[None]:
     """The node has this rule, for each of the backends."""
     there(home, flush_conntrack)
-    head, text = RULES[rule]
-    chains = (f"chain {name} {{ {head}\n{text.format(h=home.ip, p=node_port(name, home))}\n}}\n" for name in BACKENDS)
-    on(home, "nft", "-f", "-", stdin=f"table inet judge {{\n{''.join(chains)}}}\n")
+    text = "table inet judge {\n"
+    for name in BACKENDS:
+        match = rule.match.format(h=home.ip, p=node_port(name, home), c=OUT4)
+        text += f"chain {name} {{ type filter hook {rule.hook} priority {rule.priority}; {match}; }}\n"
+    on(home, "nft", "-f", "-", stdin=text + "}\n")
     try:
         yield
     finally:
@@ -141,8 +146,8 @@ def dial(client: Place, ends: list[tuple[str, int]]) -> list[str]:
     return results
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_judges_as_with_kube_proxy(site: Site, rule: str):
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.hook} {rule.priority}: {rule.name}")
+def test_a_rule_judges_as_with_kube_proxy(site: Site, rule: Rule):
     """With `--forwarding netfilter`."""
     homes = site.nodes[::2]
     with contextlib.ExitStack() as stack:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
-from tests.support.cluster.cluster import HOST_PORT, UNROUTED
+from tests.support.cluster.cluster import UNROUTED
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, check, crossed, split
 from tests.support.lab.lab import PATIENCE, ip, set_rp_filter, until
@@ -22,25 +22,26 @@ from tests.support.plane import within
 from tests.support.table import table
 
 OFF, ON = "off", "on"
-NOT_IN = ["198.51.100.0/24", "2001:db8:9::/64"]
-NODE_1 = ["198.18.0.1/32", "fd00:198:18::1/128"]
-POD_2 = ["10.244.1.3/32", "fd00:10:244:1::3/128"]
+SERVICES = """
+11 31:UDP -> a1
+12 32:UDP -> b1
+13 33:UDP -> a1 b1
+14 34:UDP -> b1 external=Local
+16 36:UDP ->
+17 37:UDP -> a-net target=9080
+18 38:UDP -> a1 b1 ranges=198.51.100.0/24,2001:db8:9::/64
+19 39:UDP -> a1 b1 ranges=198.18.0.1/32,fd00:198:18::1/128
+20 40:UDP -> a1 b1 ranges=10.244.1.3/32,fd00:10:244:1::3/128
+"""
+"""A backend in the node's network (17); source ranges that admit no client of this test (18), the node (19), and the
+pod a2 (20).
+"""
 
 
 @pytest.fixture(scope="module", params=[OFF, ON])
 def field(request: pytest.FixtureRequest) -> Iterator[Field]:
-    """Services by number: local backend (11), remote (12), both (13), policy Local (14), no
-    endpoints (16), host-network backend (17). The source ranges of the VIP admit no client of this
-    test (18), the node (19), the pod a2 (20). UDP Services are at number + 20.
-    """
     with Field("--socket-lb", request.param, name="hs", pods=(2, 1)) as made:
-        for base, protocol in ((10, "TCP"), (30, "UDP")):
-            for number, who in ((1, "a1"), (2, "b1"), (3, "a1 b1"), (6, "")):
-                made.create(*made.all_ways(base + number, who, protocol))
-            made.create(*made.all_ways(base + 4, "b1", protocol, external_policy="Local"))
-            made.create(*made.all_ways(base + 7, "a-net", protocol, target=HOST_PORT))
-            for number, ranges in ((8, NOT_IN), (9, NODE_1), (10, POD_2)):
-                made.create(*made.all_ways(base + number, "a1 b1", protocol, source_ranges=ranges))
+        made.create(*made.all_of(SERVICES))
         made.settle()
         for node in made.lab.nodes:
             ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=node.netns)

@@ -22,7 +22,7 @@ from tests.support.table import table
 
 pytestmark = needs("sctp")
 
-SETS = ((71, "a1", "Cluster"), (72, "b1", "Cluster"), (73, "a1 b1", "Local"))
+SERVICES = "71:SCTP -> a1\n72:SCTP -> b1\n73:SCTP -> a1 b1 external=Local"
 SERVERS = ("a1", "b1")
 PORT = 8080
 MESSAGE = bytes(range(256)) * 20
@@ -64,8 +64,7 @@ def hang_up(listener: socket.socket) -> None:
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
     with Field(name="sc", pods=(2, 1)) as made, contextlib.ExitStack() as own:
-        for number, who, policy in SETS:
-            made.create(*made.all_ways(number, who, "SCTP", external_policy=policy))
+        made.create(*made.all_of(SERVICES))
         made.settle()
         for name in SERVERS:
             for address in (made[name].ip, made[name].ip6):

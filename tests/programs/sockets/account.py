@@ -8,16 +8,15 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Accounting
 from kbpf.model.desired import DesiredState
 from tests.support.lab import prober
-from tests.support.lab.lab import PATIENCE, Node, Place, until
-from tests.support.plane import Site, desired, services, sites, start_within, within
+from tests.support.lab.lab import PATIENCE, Place, until
+from tests.support.plane import Site, desired, services, within
 
 FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
 REQUEST, REPLY = b"q" * 1_234, b"a" * 56_789
@@ -43,18 +42,6 @@ class Bench(NamedTuple):
         """Whether the client has done what it should (see CLIENTS) at this frontend."""
         host, _, number = to.rpartition(":")
         return within(self.client, lambda: CLIENTS[does](host.strip("[]"), int(number))) is not False
-
-
-@contextlib.contextmanager
-def open_bench(node: Node, cache: Path) -> Iterator[Bench]:
-    """Its servers run until the end of the block; no agent has started yet."""
-    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
-    two.serve(8080)
-    join_server = start_within(one, serve)
-    with sites(cache) as make:
-        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
-    until("the servers are ended", lambda: within(one, quit_servers))
-    join_server()
 
 
 def serve() -> None:

@@ -6,7 +6,7 @@ whether a backend then counts as failing. The servers and clients are those of t
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import FailingBackend
-from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, open_bench, refused, reset, start
+from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, refused, reset, start
 from tests.support.features import needs
 from tests.support.lab import prober
-from tests.support.lab.lab import PATIENCE, Node, until
+from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
 from tests.support.plane import join_pod, within
 from tests.support.table import table
@@ -29,12 +29,6 @@ pytestmark = needs("tracing")
 FAIR, RUDE, DATAGRAMS = "10.96.0.1", "10.96.0.2", "10.96.0.4"
 REFUSING, EMPTY = "10.96.0.5", "10.96.0.7"
 N = MIN_FAILURES
-
-
-@pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    with open_bench(node, artifact_cache) as opened:
-        yield opened
 
 
 ACTS: dict[str, tuple[Callable[[str, int], object], str, int]] = {

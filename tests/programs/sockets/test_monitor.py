@@ -30,19 +30,17 @@ from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import EventVerdict, Reason
 from kbpf.views.monitor import EventRow
-from tests.programs.sockets.account import FAIR, FLOOD, NOBODY, Bench, fair, open_bench, refused, world
+from tests.programs.sockets.account import FAIR, FLOOD, NOBODY, Bench, fair, refused, world
 from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
-from tests.support.lab.lab import PATIENCE, Node, Place, until
+from tests.support.lab.lab import PATIENCE, Place, until
 from tests.support.plane import desired, service, sites, start_within, within
 from tests.support.table import table
 
 
-@pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    with open_bench(node, artifact_cache) as opened:
-        apply_world(opened)
-        yield opened
+@pytest.fixture(scope="module", autouse=True)
+def _world(bench: Bench) -> None:
+    apply_world(bench)
 
 
 def apply_world(bench: Bench) -> None:

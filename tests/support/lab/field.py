@@ -42,6 +42,7 @@ have too.
 """
 BULK = 7000
 """The port of a pod's `serve_bulk`."""
+BULK_SERVICES = f"41 -> a1 target={BULK}\n42 -> b1 target={BULK}\n43 -> a1 external=Local target={BULK}"
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
 

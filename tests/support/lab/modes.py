@@ -44,7 +44,7 @@ CANNOT: dict[str, str] = {
     # tests/lab/outside/test_north_south.py
     r"test_affinity_spans_all_addresses_of_a_service": FRONTENDS,
     r"test_north_south.*short circuit": PODS,
-    r"test_an_unknown_port_is_refused_by_a_bpf_program": MAPS,
+    r"test_which_packets_bypass_a_closed_forward_chain": MAPS,
     r"test_an_unknown_external_port_is_refused_by_the_node": OTHER_PORTS,
     r"test_a_device_added_later_is_served_and_forgotten_when_deleted": MAPS,
     r"test_all_programs_are_detached_by": MAPS,
