@@ -36,8 +36,8 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
 
 
 LAB = """
-traffic/services traffic/policy traffic/affinity traffic/updates traffic/sctp traffic/datagrams traffic/local_mode
-outside/north_south outside/pre_dnat agent/source_folder agent/node_life
+traffic/dials traffic/updates traffic/sctp traffic/local_mode
+outside/north_south agent/source_folder agent/node_life
 """
 """The lab's tests that run in both modes."""
 
@@ -90,8 +90,8 @@ FEATURES = (
         "bridges",
         _of(
             "tests/lab/outside/test_br_netfilter.py",
-            "no_packet_is_invalid[a bridge of pods-v4]",
-            "no_packet_is_invalid[a bridge of pods-v6]",
+            "no_packet_is_invalid[a bridge of pods-tcp v4]",
+            "no_packet_is_invalid[a bridge of pods-udp v6]",
         ),
     ),
     Feature("bare node", ("tests/kernels/bare_node.py",), boot=BARE),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.cni.test_network_policies import BACKENDS, ROWS
+from tests.lab.cni.test_network_policies import ROWS, SERVICES
 from tests.support.cni.calico import CALICO, device_of
 from tests.support.cni.calico_rules import Workload
 from tests.support.cni.cluster import CniCluster
@@ -32,10 +32,7 @@ def cluster(request: pytest.FixtureRequest, cni_programs: None, kube_proxy: Path
             device = device_of(made[backend].netns)
             cni.police(made.home[backend], Workload(device, ingress=admitted))
         cni.police(made.home["a3"], Workload(device_of(a3.netns), egress=(b2.ip, b2.ip6)))
-        for base, protocol in ((10, "TCP"), (20, "UDP")):
-            for number, who in BACKENDS.items():
-                made.create(*made.all_ways(base + number, who, protocol))
-            made.create(*made.all_ways(base + 5, "a1 b1", protocol, external_policy="Local"))
+        made.create(*made.all_of(SERVICES))
         made.settle()
         yield made
 

@@ -16,13 +16,19 @@ import pytest
 
 from tests.support.cluster.kube_objects import Object
 from tests.support.cni.cluster import CniCluster
-from tests.support.cni.dials import ADMITTED, REJECTED, WAIT, Row, check_policy
+from tests.support.cni.dials import WAIT, Row, check_policy
 from tests.support.cni.networks import CNIS
 from tests.support.lab.field import OUT4
 from tests.support.lab.lab import until
+from tests.support.table import table
 
-BACKENDS = {1: "a1", 2: "b1", 3: "b2", 4: "a2"}
-"""TCP Services 11 to 14, UDP 21 to 24; 15 and 25 have a1 and b1, with the policy Local."""
+SERVICES = """
+11 21:UDP -> a1
+12 22:UDP -> b1
+13 23:UDP -> b2
+14 24:UDP -> a2
+15 25:UDP -> a1 b1 external=Local
+"""
 
 
 def pod(name: str, cluster: CniCluster) -> Object:
@@ -87,10 +93,7 @@ def cluster(
             }
             made.kube.patch("Pod", name, {"status": status}, "default", "status")
         made.create(*POLICIES)
-        for base, protocol in ((10, "TCP"), (20, "UDP")):
-            for number, who in BACKENDS.items():
-                made.create(*made.all_ways(base + number, who, protocol))
-            made.create(*made.all_ways(base + 5, "a1 b1", protocol, external_policy="Local"))
+        made.create(*made.all_of(SERVICES))
         made.settle()
         for backend in ("a1", "b1"):
             for client, is_judged in (("b2", "error"), ("a2", "name")):
@@ -104,38 +107,42 @@ def cluster(
         yield made
 
 
-ROWS = (
-    Row("a2", "ClusterIP", 1, ADMITTED),
-    Row("a2", "ClusterIP", 2, ADMITTED),
-    Row("a2!", "ClusterIP", 1, ADMITTED),
-    Row("a2!", "ClusterIP", 2, ADMITTED),
-    Row("b2", "ClusterIP", 1, REJECTED),
-    Row("b2", "ClusterIP", 2, REJECTED),
-    Row("a3", "ClusterIP", 1, REJECTED),
-    Row("a3!", "ClusterIP", 1, REJECTED),
-    Row("a3!", "ClusterIP", 2, REJECTED),
-    Row("a3", "ClusterIP", 3, ADMITTED),
-    Row("a3!", "ClusterIP", 3, ADMITTED),
-    Row("a3", "ClusterIP", 4, REJECTED),
-    Row("a3!", "ClusterIP", 4, REJECTED),
-    Row("a3", "NodePort", 3, ADMITTED),
-    Row("a3!", "NodePort", 3, ADMITTED),
-    Row("a3", "NodePort", 4, REJECTED),
-    Row("a3!", "NodePort", 4, REJECTED),
-    Row("a2", "NodePort", 1, ADMITTED),
-    Row("a2!", "NodePort", 1, ADMITTED),
-    Row("a3", "NodePort", 1, REJECTED),
-    Row("host-1", "ClusterIP", 1, ADMITTED),
-    Row("host-1", "ClusterIP", 2, REJECTED),
-    Row("outside", "NodePort", 1, ADMITTED),
-    Row("outside", "NodePort", 2, ADMITTED, node_number=2),
-    Row("outside", "NodePort", 2, REJECTED),  # it comes from node-1, a remote node
-    Row("outside", "NodePort", 3, ADMITTED),
-    Row("outside", "NodePort", 5, ADMITTED),
-    Row("outside", "NodePort", 5, ADMITTED, node_number=2),
-    Row("outside", "VIP", 1, ADMITTED),
-    Row("outside", "ExternalIP", 1, ADMITTED),
+ROWS = table(
+    Row,
+    """
+a2      | ClusterIP  | 1 | admitted
+a2      | ClusterIP  | 2 | admitted
+a2!     | ClusterIP  | 1 | admitted
+a2!     | ClusterIP  | 2 | admitted
+b2      | ClusterIP  | 1 | rejected
+b2      | ClusterIP  | 2 | rejected
+a3      | ClusterIP  | 1 | rejected
+a3!     | ClusterIP  | 1 | rejected
+a3!     | ClusterIP  | 2 | rejected
+a3      | ClusterIP  | 3 | admitted
+a3!     | ClusterIP  | 3 | admitted
+a3      | ClusterIP  | 4 | rejected
+a3!     | ClusterIP  | 4 | rejected
+a3      | NodePort   | 3 | admitted
+a3!     | NodePort   | 3 | admitted
+a3      | NodePort   | 4 | rejected
+a3!     | NodePort   | 4 | rejected
+a2      | NodePort   | 1 | admitted
+a2!     | NodePort   | 1 | admitted
+a3      | NodePort   | 1 | rejected
+host-1  | ClusterIP  | 1 | admitted
+host-1  | ClusterIP  | 2 | rejected
+outside | NodePort   | 1 | admitted
+outside | NodePort   | 2 | admitted | client | 2
+outside | NodePort   | 2 | rejected
+outside | NodePort   | 3 | admitted
+outside | NodePort   | 5 | admitted
+outside | NodePort   | 5 | admitted | client | 2
+outside | VIP        | 1 | admitted
+outside | ExternalIP | 1 | admitted
+""",
 )
+"""What node-1 masquerades comes from a remote node for b1."""
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])

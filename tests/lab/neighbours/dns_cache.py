@@ -8,15 +8,8 @@ these are imitated from cmd/node-cache/app/cache_app.go and pkg/netif/netif.go:
   follow a sync interval later.
 - On SIGTERM the device is removed, then the rules, then CoreDNS ends.
 - On SIGKILL all of them stay.
-
-With $KBPF_TEST_NODE_CACHE, the path of a node-cache binary, that program runs instead. It uses a
-device of its name that exists already, whatever its kind, so it works without dummy devices too.
-The Go proxy does not have its module; in a clone of kubernetes/dns:
-
-    CGO_ENABLED=0 go build -mod=vendor ./cmd/node-cache
 """
 
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -25,7 +18,6 @@ from tests.support.build import go_build
 from tests.support.lab.lab import DIE_WITH_US, Node, Place, inside, run
 
 DEVICE = "nodelocaldns"
-NODE_CACHE = "KBPF_TEST_NODE_CACHE"
 WHERE = "where.cluster.local"
 """A name that the cache answers itself, unlike the servers behind it."""
 AT_CACHE, AT_SERVER = "192.0.2.53", "192.0.2.1"
@@ -81,33 +73,18 @@ class NodeCache:
         self._corefile = node.lab.folder / "Corefile.cache"
         self._corefile.write_text(text)
         self._process: subprocess.Popen[bytes] | None = None
-        self._binary = os.environ.get(NODE_CACHE)
 
     def start(self) -> None:
         """Starts it; its device may be left of the time before."""
         if not self._has_device():
             self._run("ip", "link", "add", DEVICE, "type", "bridge")  # or dummy, if the kernel can
-        if self._binary:
-            # It watches the folder of its base Corefile: when that changes, it writes the other one
-            # again, which CoreDNS may then read when it is empty.
-            base = self._corefile.with_name("node-cache") / "Corefile.base"
-            base.parent.mkdir(exist_ok=True)
-            base.write_bytes(self._corefile.read_bytes())
-            flags = (  # node-cache multiplies the sync interval by a second
-                f"-localip={self._address} -interfacename={DEVICE} -upstreamsvc=kube-dns-upstream"
-                f" -conf={self._corefile} -basecorefile={base}"
-                " -metrics-listen-address=127.0.0.1:9353 -syncinterval=1ns"
-            )
-            self._process = _start(self._place, self._binary, *flags.split())
-            return
         if not self.has_address():
             self._run("ip", "addr", "add", f"{self._address}/32", "dev", DEVICE)
         self._process = _start(self._place, str(go_build.build("coredns")), "-conf", str(self._corefile))
 
     def add_rules(self) -> None:
         """What node-cache does after a sync interval."""
-        if not self._binary:
-            self._iptables("-I")
+        self._iptables("-I")
 
     def has_rules(self) -> bool:
         return self._address in self._run("iptables-save", "-t", "raw")
@@ -119,7 +96,7 @@ class NodeCache:
     def end(self, number: signal.Signals) -> None:
         """Ends it by SIGTERM or SIGKILL."""
         assert self._process is not None
-        if number == signal.SIGTERM and not self._binary:
+        if number == signal.SIGTERM:
             self._run("ip", "link", "del", DEVICE)
             self._iptables("-D")
         self._process.send_signal(number)

@@ -3,14 +3,16 @@
 
 import re
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
 from kbpf.dataplane.bpf.maps.layout import DEVICE, DeviceFlag
 from tests.support.cluster.cluster import Object
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import DROPPED, NODES4, NODES6, OUT4, OUT6, Field, at
-from tests.support.lab.lab import Node, inside, ip, until
+from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at
+from tests.support.lab.lab import Node, inside, ip, set_rp_filter, until
 from tests.support.lab.lab import run as command
 
 POLICY = ("iptables", "ip6tables")
@@ -21,13 +23,12 @@ def objects(field: Field) -> list[Object]:
     """A local backend (11), remote (12), local with policy Local (14), another local pod (15); UDP
     at number + 10.
     """
-    every, made = field.all_ways, []
-    for base, protocol in ((10, "TCP"), (20, "UDP")):
-        made += every(base + 1, "a1", protocol)
-        made += every(base + 2, "b1", protocol)
-        made += every(base + 4, "a1 b1", protocol, external_policy="Local")
-        made += every(base + 5, "a3", protocol)
-    return made
+    return field.all_of("""
+        11 21:UDP -> a1
+        12 22:UDP -> b1
+        14 24:UDP -> a1 b1 external=Local
+        15 25:UDP -> a3
+    """)
 
 
 def on(node: Node, *words: str, stdin: str | None = None) -> str:
@@ -67,34 +68,21 @@ def guarded(node: Node) -> None:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def masqueraded(v6: bool) -> Iterator[Dial]:
+def masqueraded(protocol: str, v6: bool) -> Iterator[Dial]:
     """Every path on which the backend sees node-1."""
-    own, say = (NODES6 if v6 else NODES4)[0], "v6" if v6 else "v4"
-    for protocol, base in (("tcp", 10), ("udp", 20)):
-        for kind in ("NodePort", "ExternalIP", "VIP"):
-            for number, who in ((1, "a1"), (2, "b1")):
-                to = at(kind, base + number, v6)
-                yield Dial(f"{say} {kind} to {who}", "outside", to, who, protocol, own)
-        to = at("ClusterIP", base + 1, v6)
-        yield Dial(f"{say} a pod to itself", "a1!", to, "a1", protocol, own)
+    own, base = (NODES6 if v6 else NODES4)[0], 10 if protocol == "tcp" else 20
+    for kind, (number, who) in product(("NodePort", "ExternalIP", "VIP"), ((1, "a1"), (2, "b1"))):
+        yield Dial(f"{kind} to {who}", "outside", at(kind, base + number, v6), who, protocol, own)
+    yield Dial("a pod to itself", "a1!", at("ClusterIP", base + 1, v6), "a1", protocol, own)
 
 
-def plain(v6: bool) -> Iterator[Dial]:
+def plain(protocol: str, v6: bool) -> Iterator[Dial]:
     """Every path on which the backend sees the client."""
-    say, client = ("v6", OUT6) if v6 else ("v4", OUT4)
-    pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-    for protocol, base in (("tcp", 10), ("udp", 20)):
-        to = at("NodePort", base + 4, v6)
-        yield Dial(f"{say} policy Local", "outside", to, "a1", protocol, client)
-        for number, who in ((1, "a1"), (2, "b1")):
-            to = at("ClusterIP", base + number, v6)
-            yield Dial(f"{say} unhooked pod to {who}", "a2!", to, who, protocol, pod)
-
-
-def refused_by_policy(v6: bool) -> Iterator[Dial]:
-    """Packets that are not masqueraded are dropped: only a rule of the CNI may accept them."""
-    for row in plain(v6):
-        yield Dial(row.name, row.client, row.to, DROPPED, row.protocol)
+    client, pod = (OUT6, "fd00:10:244:1::3") if v6 else (OUT4, "10.244.1.3")
+    base = 10 if protocol == "tcp" else 20
+    yield Dial("policy Local", "outside", at("NodePort", base + 4, v6), "a1", protocol, client)
+    for number, who in ((1, "a1"), (2, "b1")):
+        yield Dial(f"unhooked pod to {who}", "a2!", at("ClusterIP", base + number, v6), who, protocol, pod)
 
 
 # ---- rules of CNIs and of kube-proxy -------------------------------------------------------------
@@ -104,7 +92,7 @@ def strict(field: Field, node: Node) -> None:
     """rp_filter=1: a device accepts only packets whose replies would leave by it. The agent reads
     these settings at any change of a device, and now and then.
     """
-    on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done")
+    set_rp_filter(node.netns, 1)
     agent = field.agents[field.lab.nodes.index(node)]
     ip("link set lo alias strict", netns=node.netns)
 
@@ -242,6 +230,17 @@ def kube_proxy(field: Field, node: Node) -> None:
         )
 
 
+FIREWALLD = (Path(__file__).parents[2] / "golden/firewalls/firewalld-1.3.3.nft").read_text()
+"""What firewalld 1.3.3 has written for node-1: its FORWARD chain accepts what conntrack has translated, and rejects
+what no policy allows.
+"""
+
+
+def firewalld(field: Field, node: Node) -> None:
+    if node.number == 1:
+        on(node, "nft", "-f", "-", stdin=FIREWALLD)
+
+
 RULES = {
     "strict rp_filter": strict,
     "no invalid ones": invalid,
@@ -249,6 +248,7 @@ RULES = {
     "flannel": flannel,
     "Calico": calico,
     "kube-proxy's leftovers": kube_proxy,
+    "firewalld": firewalld,
 }
 
 

@@ -2,52 +2,52 @@
 """The packet path attached as filters on clsact, as on kernels without TCX: the core flows."""
 
 from collections.abc import Iterator
-from itertools import product
 
 import pytest
 
-from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import DROPPED, NODES4, NODES6, OUT4, OUT6, Field, at, check
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import Field, check
 from tests.support.lab.lab import Agent, run
+from tests.support.table import table
 
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    """Services 81 (local backend), 82 (remote), 83 (policy Local), 84 (no endpoints), 85 (policy
-    Local, remote backend); UDP: 91 to 95.
-    """
     with Field(name="cl", pods=(2, 1), module="tests.support.runtime.clsact_agent") as made:
-        for base, protocol in ((80, "TCP"), (90, "UDP")):
-            for number, (who, policy) in enumerate(SETS, 1):
-                options = {"external_policy": policy}
-                made.create(*made.all_ways(base + number, who, protocol, **options))
+        made.create(*made.all_of(SERVICES))
         made.settle()
         yield made
 
 
-SETS = (("a1", "Cluster"), ("b1", "Cluster"), ("a1 b1", "Local"), ("", "Cluster"), ("b1", "Local"))
+SERVICES = """
+81 91:UDP -> a1
+82 92:UDP -> b1
+83 93:UDP -> a1 b1 external=Local
+84 94:UDP ->
+85 95:UDP -> b1 external=Local
+"""
+ROWS = table(
+    Dial,
+    """
+a local backend              | outside | 198.18.0.1:30081       | a1           | tcp | 198.18.0.1
+a remote one                 | outside | 198.18.0.1:30082       | b1           | tcp | 198.18.0.1
+policy Local                 | outside | 198.18.0.1:30083       | a1           | tcp | 198.18.0.254
+no endpoints                 | outside | 198.18.0.1:30084       | ECONNREFUSED | tcp
+Local, no local endpoint     | outside | 198.18.0.1:30085       | timeout      | tcp
+a pod without hooks          | a2!     | 10.96.0.82:80          | b1           | tcp | 10.244.1.3
+hairpin                      | a1!     | 192.0.2.81:80          | a1           | tcp | 198.18.0.1
+a local backend, UDP         | outside | [fd00:198:18::1]:30091 | a1           | udp | fd00:198:18::1
+a remote one, UDP            | outside | [fd00:198:18::1]:30092 | b1           | udp | fd00:198:18::1
+policy Local, UDP            | outside | [fd00:198:18::1]:30093 | a1           | udp | fd00:198:18::fe
+no endpoints, UDP            | outside | [fd00:198:18::1]:30094 | ECONNREFUSED | udp
+Local, no local one, UDP     | outside | [fd00:198:18::1]:30095 | timeout      | udp
+a pod without hooks, UDP     | a2!     | [fd00:10:96::92]:80    | b1           | udp | fd00:10:244:1::3
+hairpin, UDP                 | a1!     | [2001:db8::91]:80      | a1           | udp | fd00:198:18::1
+""",
+)
 
 
-def rows() -> Iterator[Dial]:
-    for protocol, v6 in product(("tcp", "udp"), (False, True)):
-        base = 80 if protocol == "tcp" else 90
-        own, client = ((NODES6 if v6 else NODES4)[0]), (OUT6 if v6 else OUT4)
-        say = f"{protocol} {'v6' if v6 else 'v4'}"
-        for number, who, sees in (
-            (1, "a1", own),
-            (2, "b1", own),
-            (3, "a1", client),
-            (4, REFUSED, ""),
-            (5, DROPPED, ""),
-        ):
-            to = at("NodePort", base + number, v6)
-            yield Dial(f"{say} NodePort {who} as {sees}", "outside", to, who, protocol, sees)
-        pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-        yield Dial(f"{say} a pod without hooks", "a2!", at("ClusterIP", base + 2, v6), "b1", protocol, pod)
-        yield Dial(f"{say} hairpin", "a1!", at("VIP", base + 1, v6), "a1", protocol, own)
-
-
-@pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_dial(field: Field, row: Dial):
     check(field, row)
 
@@ -62,8 +62,7 @@ def test_a_restart_keeps_the_clsact_filters(field: Field):
         assert "kbpf" in filters(field.agent, direction)
     before = [filters(field.agent, direction) for direction in ("ingress", "egress")]
     field.agent.stop()
-    row = next(rows())
-    check(field, row)
+    check(field, ROWS[0])
     field.agent.start()
     assert [filters(field.agent, direction) for direction in ("ingress", "egress")] == before
-    check(field, row)
+    check(field, ROWS[0])

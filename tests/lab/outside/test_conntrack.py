@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--forwarding netfilter`: conntrack keeps and translates the connections. What clients see is in
-test_north_south.py, and which rules are in force in test_pre_dnat.py.
+test_north_south.py, and which rules are in force in neighbours/test_beside_kube_proxy.py.
 """
 
 import contextlib
@@ -30,8 +30,22 @@ from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
 from tests.lab.outside.netfilter import flush_conntrack, objects, on
 from tests.support.features import needs
+from tests.support.lab import sockets
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import DROPPED, NODES4, NODES6, OUT4, OUT6, Field, at, both_families, check, split, there
+from tests.support.lab.field import (
+    DROPPED,
+    NODES4,
+    NODES6,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+    crossed,
+    split,
+    there,
+)
 from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run, until
 from tests.support.lab.prober import retransmitted
 from tests.support.packets import packets
@@ -96,8 +110,7 @@ def _dump() -> list[Entry]:
 # ---- whose state it is ---------------------------------------------------------------------------
 
 
-@both_families
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@crossed
 def test_a_connection_is_in_conntrack_only(field: Field, protocol: str, v6: bool):
     base, own = 10 if protocol == "tcp" else 20, (NODES6 if v6 else NODES4)[0]
     before = field.agent.reasons()[Reason.NEW_FLOW]
@@ -310,17 +323,18 @@ NODE_PORTS = (30_015, 30_025)
 """Of other Services, by TCP and by UDP."""
 
 
-@pytest.mark.parametrize(("pod", "v6"), [("a1", True), ("b1", False)], ids=["local, v6", "remote, v4"])
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+@pytest.mark.parametrize(
+    ("number", "pod", "v6"), [(11, "a1", True), (12, "b1", False), (21, "a1", False), (22, "b1", True)]
+)
 @pytest.mark.parametrize("port", [LOW, HIGH, *NODE_PORTS, HIGH + 1, PORT])
 def test_a_client_gets_a_port_of_no_other_flow_and_of_no_frontend(
-    field: Field, port: int, kind: socket.SocketKind, pod: str, v6: bool
+    field: Field, port: int, number: int, pod: str, v6: bool
 ):
     """Conntrack does not know the flows of the node's sockets, which have ports up to HIGH. And a
     backend that replies to the node's address and a NodePort seems to dial that.
     """
-    numbers = {"a1": 11, "b1": 12} if kind is socket.SOCK_STREAM else {"a1": 21, "b1": 22}
-    frontends = [at(way, numbers[pod], v6) for way in ("NodePort", "VIP")]
+    kind = socket.SOCK_STREAM if number < 20 else socket.SOCK_DGRAM
+    frontends = [at(way, number, v6) for way in ("NodePort", "VIP")]
     seen = []
     for to in frontends:
         with connected(field["outside"], port, to, kind) as client:
@@ -336,12 +350,7 @@ def test_a_client_gets_a_port_of_no_other_flow_and_of_no_frontend(
 
 def connected(place: Place | Node, port: int, to: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
     """A socket of this place with this port; no hook serves it."""
-    family = socket.AF_INET6 if ":" in split(to)[0] else socket.AF_INET
-    client = there(place, lambda: socket.socket(family, kind))
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    client.bind(("", port))
-    client.settimeout(PATIENCE)
-    client.connect(split(to))
+    client = sockets.connect(place.netns, *split(to), PATIENCE, port, kind)
     if kind is socket.SOCK_STREAM:  # that a lost SYN is retransmitted would hide it
         assert retransmitted(client) == 0
     return client
@@ -435,13 +444,11 @@ def test_a_client_without_a_free_port_is_dropped_and_counted(field: Field):
     restart(field.agent)
 
 
-@both_families
-def test_a_packet_that_a_rule_drops_leaves_no_entry(field: Field, v6: bool):
+def test_a_packet_that_a_rule_drops_leaves_no_entry(field: Field):
     """A flood that a rule in raw keeps out must not fill the table."""
-    node, to = field.lab.nodes[0], at("NodePort", 21, v6)
-    chain = "type filter hook prerouting priority raw;"
-    rule = f"udp dport {split(to)[1]} counter drop"
-    on(node, "nft", "-f", "-", stdin=f"table inet guard {{\nchain c {{ {chain}\n{rule}\n}}\n}}\n")
+    node, to = field.lab.nodes[0], at("NodePort", 21)
+    rule = f"type filter hook prerouting priority raw; udp dport {split(to)[1]} counter drop"
+    on(node, "nft", "-f", "-", stdin=f"table inet guard {{ chain c {{ {rule}; }}; }}")
     check(field, Dial("dropped", "outside", to, DROPPED, "udp"))
     on(node, "nft", "delete", "table", "inet", "guard")
     until("the entry is gone", lambda: not entries(field, to), 3)
@@ -464,9 +471,8 @@ def reset(client: socket.socket) -> None:
     client.close()
 
 
-@both_families
 @pytest.mark.parametrize("end", [close_after_the_server, reset])
-@pytest.mark.parametrize(("number", "pod"), [(11, "a1"), (12, "b1"), (14, "a1")])
+@pytest.mark.parametrize(("number", "pod", "v6"), [(11, "a1", False), (12, "b1", True), (14, "a1", False)])
 def test_a_port_is_reused_at_once(field: Field, number: int, pod: str, end: Callable[[socket.socket], None], v6: bool):
     """The entry of a connection that has ended makes way for one with NAT."""
     to = at("NodePort", number, v6)
@@ -510,14 +516,6 @@ def exchange(client: socket.socket) -> str:
     with contextlib.suppress(ConnectionRefusedError):
         return json.loads(client.recv(1000))["name"]
     return ""
-
-
-def test_clients_of_two_frontends_may_have_the_same_port(field: Field):
-    """Both connections lead to one pod, from one address and port: conntrack changes one port."""
-    with contextlib.ExitStack() as stack:
-        ends = [at(kind, 14) for kind in ("NodePort", "VIP", "ExternalIP")]
-        clients = [stack.enter_context(connected(field["outside"], PORT, to)) for to in ends]
-        assert [exchange(client) for client in clients] == ["a1"] * 3
 
 
 # ---- UDP flows whose backend or frontend is gone -------------------------------------------------

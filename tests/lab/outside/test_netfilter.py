@@ -24,6 +24,7 @@ from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
 from tests.fuzz.packets.node import mac_of
 from tests.fuzz.packets.twins import dump_conntrack
 from tests.lab.outside.netfilter import (
+    FIREWALLD,
     OURS,
     POLICY,
     RULES,
@@ -36,11 +37,10 @@ from tests.lab.outside.netfilter import (
     on,
     ours,
     plain,
-    refused_by_policy,
     strict,
     tables,
 )
-from tests.support.cluster.kube_objects import slice_port
+from tests.support.lab import sockets
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import (
     DROPPED,
@@ -51,11 +51,12 @@ from tests.support.lab.field import (
     at,
     both_families,
     check,
+    crossed,
     forward,
     split,
     there,
 )
-from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, until
+from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, set_rp_filter, until
 from tests.support.lab.lab import run as command
 from tests.support.packets import packets
 from tests.support.packets.wire import Wire
@@ -78,7 +79,7 @@ def _clean(field: Field) -> Iterator[None]:
     for node in field.lab.nodes:
         on(node, "nft", "flush", "ruleset")
         there(node, flush_conntrack)
-        on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done")
+        set_rp_filter(node.netns, 0)
         ip("link set lo alias loose", netns=node.netns)  # the agent reads them again: strict()
     for agent in field.agents:
         if not agent.is_running:
@@ -101,19 +102,21 @@ def closed(field: Field) -> Node:
     return node
 
 
-@both_families
+@crossed
 @pytest.mark.usefixtures("closed")
-def test_masqueraded_packets_pass_a_closed_forward(field: Field, v6: bool):
-    for row in masqueraded(v6):
+def test_masqueraded_packets_pass_a_closed_forward(field: Field, protocol: str, v6: bool):
+    for row in masqueraded(protocol, v6):
         check(field, row)
 
 
-@both_families
+@crossed
 @pytest.mark.usefixtures("closed")
-def test_other_packets_do_not_pass_a_closed_forward(field: Field, v6: bool):
-    """As with kube-proxy: policy Local keeps the client's address and sets no mark."""
-    for row in refused_by_policy(v6):
-        check(field, row)
+def test_other_packets_do_not_pass_a_closed_forward(field: Field, protocol: str, v6: bool):
+    """As with kube-proxy: policy Local keeps the client's address and sets no mark. Only a rule of the CNI may accept
+    them.
+    """
+    for row in plain(protocol, v6):
+        check(field, replace(row, outcome=DROPPED))
 
 
 def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node):
@@ -121,8 +124,6 @@ def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node):
         tables(closed, tool, "-P FORWARD ACCEPT")
     for tool in POLICY:
         until(f"no rule of ours in {tool}", lambda tool=tool: ours(closed, tool) == [])
-    for row in plain(False):
-        check(field, row)
 
 
 FLUSHES: dict[str, Callable[[Node], object]] = {
@@ -139,12 +140,9 @@ FLUSHES: dict[str, Callable[[Node], object]] = {
 def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str):
     FLUSHES[what](closed)
     guarded(closed)
-    for row in masqueraded(False):
-        check(field, row)
 
 
-@pytest.mark.parametrize("how", ["-I FORWARD", "-A FORWARD"])
-@both_families
+@pytest.mark.parametrize(("how", "v6"), [("-I FORWARD", False), ("-A FORWARD", True)])
 def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, how: str, v6: bool):
     """The CNI's rule rejects traffic to one pod, whether it is inserted before ours or appended."""
     tool = POLICY[v6]
@@ -165,7 +163,7 @@ def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field):
     node = field.lab.nodes[0]
     tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
     until("our rule is before it", lambda: ours(node, "iptables") == [1])
-    for row in masqueraded(False):
+    for row in masqueraded("tcp", False):
         check(field, row)
 
 
@@ -225,12 +223,12 @@ def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
         assert dropped(node) == 0, on(node, "nft", "list", "ruleset")
 
 
-@both_families
-def test_all_paths_work_with_foreign_rules(field: Field, ruled: str, v6: bool):
+@crossed
+def test_all_paths_work_with_foreign_rules(field: Field, ruled: str, protocol: str, v6: bool):
     """A CNI that masquerades pods even to other nodes' pods hides pod clients, as without kbpf. The
     kernel's MASQUERADE uses the node's address on the device towards the pod.
     """
-    for row in (*masqueraded(v6), *plain(v6)):
+    for row in (*masqueraded(protocol, v6), *plain(protocol, v6)):
         sees = row.backend_sees
         if ruled == "a CNI's masquerade" and row.client == "a2!" and row.outcome == "b1":
             sees = (NODES6 if v6 else NODES4)[0]
@@ -245,6 +243,23 @@ def _is_own(address: str) -> bool:
     return address in (NODES4[0], NODES6[0])
 
 
+@both_families
+@pytest.mark.parametrize("field", ["stack"], indirect=True)
+def test_firewalld_without_a_policy_rejects_packets_to_local_pods(field: Field, v6: bool):
+    """kube-proxy's pass, by `ct status dnat accept`. Masqueraded packets to other nodes bypass the
+    chain.
+    """
+    node = field.lab.nodes[0]
+    rules = FIREWALLD.replace("jump filter_FWD_policy_to-pods\n", "return\n")
+    assert rules != FIREWALLD
+    on(node, "nft", "-f", "-", stdin=rules)
+    own, admin_prohibited = (NODES6[0], "EACCES") if v6 else (NODES4[0], "EHOSTUNREACH")
+    check(field, Dial("to another node", "outside", at("NodePort", 12, v6), "b1", "tcp", own))
+    for number in (11, 14):  # policy Cluster and Local
+        answer = field["outside"].many(3, *split(at("NodePort", number, v6)), protocol="tcp")
+        assert (answer["names"], set(answer["errors"])) == ({}, {admin_prohibited})
+
+
 # ---- what conntrack sees of connections ----------------------------------------------------------
 
 PORT = 7000
@@ -255,29 +270,37 @@ BYTES = 1 << 20
 @pytest.fixture(scope="module")
 def ends(field: Field) -> Field:
     """Services 41 (local), 42 (remote) and 43 (local, policy Local), with target port PORT."""
-    for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
-        more = {"external_policy": "Local"} if number == 43 else {}
-        service, *_ = field.all_ways(number, "", **more)
-        slices = (field.slice(f"web-{number}", who, slice_port(PORT), v6=v6) for v6 in (0, 1))
-        field.create(service, *slices)
+    services = ("41 -> a1", "42 -> b1", "43 -> a1 external=Local")
+    field.create(*field.all_of("\n".join(f"{line} target={PORT}" for line in services)))
     field.settle()
     return field
+
+
+def listening(place: Place, v6: bool) -> socket.socket:
+    """A server of this place."""
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    listener: socket.socket = there(place, lambda: socket.create_server(("", PORT), family=family))
+    listener.settimeout(PATIENCE)
+    return listener
+
+
+def dialled(
+    client: Place, to: tuple[str, int], port: int, listener: socket.socket
+) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection from this port; 0: from any."""
+    made = sockets.connect(client.netns, *to, PATIENCE, port)
+    server, _ = listener.accept()
+    server.settimeout(PATIENCE)
+    return made, server
 
 
 @contextlib.contextmanager
 def connected(field: Field, to: str, backend: str) -> Iterator[tuple[socket.socket, ...]]:
     """The client's socket and the backend's, connected through a Service."""
-    host, number = split(to)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(there(field[backend], lambda: socket.create_server(("", PORT), family=family)))
-        client = stack.enter_context(there(field["outside"], lambda: socket.socket(family, socket.SOCK_STREAM)))
-        for each in (listener, client):
-            each.settimeout(PATIENCE)
-        client.connect((host, number))
-        server = stack.enter_context(listener.accept()[0])
-        server.settimeout(PATIENCE)
-        yield client, server
+    with listening(field[backend], ":" in split(to)[0]) as listener:
+        client, server = dialled(field["outside"], split(to), 0, listener)
+        with client, server:
+            yield client, server
 
 
 def moved(sender: socket.socket, receiver: socket.socket, size: int = BYTES) -> None:
@@ -356,8 +379,7 @@ def judged(field: Field) -> Iterator[None]:
         assert dropped(node) == 0, on(node, "nft", "list", "ruleset")
 
 
-@both_families
-@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
+@pytest.mark.parametrize(("number", "backend", "v6"), [(41, "a1", False), (42, "b1", True), (43, "a1", False)])
 @pytest.mark.usefixtures("judged")
 def test_no_packet_is_invalid_for_each_way_a_connection_ends(ends: Field, number: int, backend: str, v6: bool):
     for kind in ("NodePort", "VIP"):
@@ -368,8 +390,7 @@ def test_no_packet_is_invalid_for_each_way_a_connection_ends(ends: Field, number
                 ending(client, server)
 
 
-@both_families
-@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
+@pytest.mark.parametrize(("number", "backend", "v6"), [(41, "a1", True), (42, "b1", False), (43, "a1", True)])
 @pytest.mark.parametrize("ending", [client_closes, client_aborts], ids=["FIN", "RST"])
 @pytest.mark.usefixtures("judged")
 def test_late_packets_are_not_invalid(
@@ -407,25 +428,13 @@ def vanish(end: socket.socket) -> None:
     end.close()
 
 
-def dialled(
-    client: Place, to: tuple[str, int], port: int, listener: socket.socket
-) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection from this port; 0: from any."""
-    family = socket.AF_INET6 if ":" in to[0] else socket.AF_INET
-    made = there(client, lambda: socket.socket(family, socket.SOCK_STREAM))
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.settimeout(PATIENCE)
-    made.bind(("", port))
-    made.connect(to)
-    server, _ = listener.accept()
-    server.settimeout(PATIENCE)
-    return made, server
-
-
-@both_families
 @pytest.mark.parametrize(
-    ("who", "kind", "number", "backend"),
-    [("a2!", "ClusterIP", 41, "a1"), ("a2!", "ClusterIP", 42, "b1"), ("outside", "NodePort", 43, "a1")],
+    ("who", "kind", "number", "backend", "v6"),
+    [
+        ("a2!", "ClusterIP", 41, "a1", False),
+        ("a2!", "ClusterIP", 42, "b1", True),
+        ("outside", "NodePort", 43, "a1", False),
+    ],
 )
 @pytest.mark.usefixtures("judged")
 def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
@@ -439,13 +448,11 @@ def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
     own = (pod.ip6 if v6 else pod.ip, PORT)
     home = ends.home[backend]
     route = f"{own[0]} via {home.ip6 if v6 else home.ip}"
-    family = socket.AF_INET6 if v6 else socket.AF_INET
     with contextlib.ExitStack() as stack:
         if who == "outside":
             ip(f"route add {route}", netns=ends.lab.outside)
             stack.callback(ip, f"route del {route}", netns=ends.lab.outside)
-        listener = stack.enter_context(there(pod, lambda: socket.create_server(("", PORT), family=family)))
-        listener.settimeout(PATIENCE)
+        listener = stack.enter_context(listening(pod, v6))
         older, held = dialled(client, own, 0, listener)
         port = older.getsockname()[1]
         vanish(older)
@@ -467,8 +474,7 @@ def test_conntrack_does_not_wait_for_an_answer_that_is_denied(
             other.close()
 
 
-@both_families
-@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1")])
+@pytest.mark.parametrize(("number", "backend", "v6"), [(41, "a1", False), (42, "b1", True)])
 @pytest.mark.usefixtures("judged")
 def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, backend: str, v6: bool):
     """The backend is in TIME_WAIT. Without timestamps it takes the next SYN from that port only if
@@ -478,7 +484,6 @@ def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, b
     """
     pod, client = ends[backend], ends["a2!"]
     own, through = (pod.ip6 if v6 else pod.ip, PORT), split(at("ClusterIP", number, v6))
-    family = socket.AF_INET6 if v6 else socket.AF_INET
     silent = f"""table inet silent {{
         chain output {{
             type filter hook output priority 0
@@ -491,8 +496,7 @@ def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, b
         stack.callback(command, *in_client, "nft", "delete", "table", "inet", "silent")
         command(*in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=0")
         stack.callback(command, *in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=1")
-        listener = stack.enter_context(there(pod, lambda: socket.create_server(("", PORT), family=family)))
-        listener.settimeout(PATIENCE)
+        listener = stack.enter_context(listening(pod, v6))
         for _ in range(16):
             port = 0
             for to in (through, own):
@@ -515,26 +519,6 @@ def test_an_invalid_packet_is_counted_by_the_rules(field: Field):
     ip(f"route del {field['a1'].ip}/32", netns=field.lab.outside)
 
 
-@both_families
-@pytest.mark.usefixtures("judged")
-def test_a_packet_above_the_path_mtu_is_not_invalid(ends: Field, v6: bool):
-    """They are the only packets of a masqueraded flow that go to the stack: it sends the ICMP
-    error.
-    """
-    first, second = ends.lab.nodes
-    pod, hop = (ends["b1"].ip6, second.ip6) if v6 else (ends["b1"].ip, second.ip)
-    route = f"{pod}/{128 if v6 else 32} via {hop}"
-    ip(f"route add {route} mtu lock 1300", netns=first.netns)
-    try:
-        with connected(ends, at("NodePort", 42, v6), "b1") as (client, server):
-            moved(client, server)
-            moved(server, client)
-    finally:
-        ip(f"route del {route}", netns=first.netns)
-        for family in ("-4", "-6"):
-            command("ip", "-n", str(ends.lab.outside), family, "route", "flush", "cache")
-
-
 # ---- replies that arrive on another device -------------------------------------------------------
 
 
@@ -544,7 +528,7 @@ def second(field: Field) -> Iterator[None]:
     first, other = field.lab.nodes
     ip(f"link add x1 type veth peer name x2 netns {other.netns}", netns=first.netns)
     for node in (first, other):
-        on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done")
+        set_rp_filter(node.netns, 0)
     for number, node in enumerate((first, other), 1):
         ip(
             f"addr add 198.19.0.{number}/30 dev x{number}",
@@ -565,9 +549,9 @@ def second(field: Field) -> Iterator[None]:
     ip("route add 10.244.1.0/24 via 198.18.0.1", "route add fd00:10:244:1::/64 via fd00:198:18::1", netns=other.netns)
 
 
-def remote(v6: bool) -> Iterator[Dial]:
+def remote(protocol: str, v6: bool) -> Iterator[Dial]:
     """The paths to node-2's pod."""
-    return (row for row in (*masqueraded(v6), *plain(v6)) if row.outcome == "b1")
+    return (row for row in (*masqueraded(protocol, v6), *plain(protocol, v6)) if row.outcome == "b1")
 
 
 def came_by_x1(field: Field) -> int:
@@ -578,10 +562,10 @@ def came_by_x1(field: Field) -> int:
     return int(found[1])
 
 
-@both_families
+@crossed
 @pytest.mark.usefixtures("second", "judged")
-def test_replies_on_another_device_are_translated(field: Field, v6: bool):
-    for row in remote(v6):
+def test_replies_on_another_device_are_translated(field: Field, protocol: str, v6: bool):
+    for row in remote(protocol, v6):
         before = came_by_x1(field)
         check(field, row)
         assert came_by_x1(field) > before, f"{row.name}: replies must arrive on x1"
@@ -593,5 +577,5 @@ def test_replies_on_another_device_do_not_pass_strict_rp_filter(field: Field):
     kube-proxy.
     """
     strict(field, field.lab.nodes[0])
-    for row in remote(False):
+    for row in remote("tcp", False):
         check(field, replace(row, outcome=DROPPED))

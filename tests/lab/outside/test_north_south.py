@@ -1,73 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packet path with real sockets: clients outside the cluster, and pods without socket hooks.
 
-Nodes, pods and the client are those of tests/support/lab/field.py; the rows are those of
-tests/rows/outside.py.
+Nodes, pods and the client are those of tests/support/lab/field.py; the rows are those of tests/rows/outside.py: TCP by
+IPv4 and UDP by IPv6, since programs tell protocols and families apart in different places. All are in
+tests/programs/packets/test_dials.py.
 """
 
 import contextlib
+import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from tests.lab.outside.netfilter import flush_conntrack, on
 from tests.lab.outside.pod_network import forget, learned
 from tests.rows.outside import ROWS, objects
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial
 from tests.support.lab.field import (
     BULK,
+    BULK_SERVICES,
+    DROPPED,
     NODES4,
+    OUT4,
+    OUT6,
     WAIT,
     WITH_CONNTRACK,
     Field,
     at,
     both_families,
     check,
+    crossed,
     forward,
     may_see,
     split,
     there,
     transfer,
 )
-from tests.support.lab.lab import Agent, Place, inside, ip, settled, until
+from tests.support.lab.lab import Agent, Place, inside, ip, set_rp_filter, settled, until
 from tests.support.lab.lab import run as command
-from tests.support.lab.load import under_load
+from tests.support.lab.modes import PACKETS
 from tests.support.lab.offloads import offload
 from tests.support.lab.prediction import check_prediction
-from tests.support.packets.datagrams import BROADCAST
 from tests.support.packets.judge import checksums
-from tests.support.packets.packets import tcp, udp
 from tests.support.packets.parse import Packet
 from tests.support.packets.wire import Wire
+from tests.support.table import table
 
 
 @pytest.fixture(scope="module", params=WITH_CONNTRACK)
 def field(request: pytest.FixtureRequest) -> Iterator[Field]:
-    """The Services of the rows, and those of bulk transfers: 41 (local), 42 (remote), 43 (local,
-    policy Local).
-    """
+    """The Services of the rows, and those of bulk transfers."""
     with Field(*forward(request.param)) as made:
         made.create(*objects(made))
-        for number, who, policy in ((41, "a1", "Cluster"), (42, "b1", "Cluster"), (43, "a1", "Local")):
-            made.create(*made.all_ways(number, who, target=BULK, external_policy=policy))
+        made.create(*made.all_of(BULK_SERVICES))
         for name in ("a1", "b1"):
             made[name].ask("serve_bulk", ports=[BULK])
         made.settle()
         yield made
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+CROSSED = [row for row in ROWS if (row.protocol == "udp") == ("[" in row.to)]
+
+
+@pytest.mark.parametrize("row", CROSSED, ids=lambda row: row.name)
 def test_dial(field: Field, row: Dial):
     check_prediction(field, row)
     check(field, row)
 
+
+# ---- rules of the host ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def rules(field: Field, *chains: str) -> Iterator[None]:
+    """node-1 has these chains of nftables."""
+    node, text = field.lab.nodes[0], "\n".join(f"chain c{number} {{ {chain}; }}" for number, chain in enumerate(chains))
+    on(node, "nft", "-f", "-", stdin=f"table inet guard {{\n{text}\n}}\n")
+    try:
+        yield
+    finally:
+        on(node, "nft", "delete", "table", "inet", "guard")
+        there(node, flush_conntrack)
+
+
+def counted(field: Field) -> int:
+    """How many packets these rules have counted."""
+    listed = on(field.lab.nodes[0], "nft", "list", "table", "inet", "guard")
+    return sum(map(int, re.findall(r"counter packets (\d+)", listed)))
+
+
+class Way(NamedTuple):
+    """A connection, the client that its backend sees (host-1: the node), and the `--forwarding` settings with which it
+    bypasses the stack. With the other settings netfilter drops it.
+    """
+
+    name: str
+    client: str
+    kind: str
+    number: int
+    backend: str
+    sees: str
+    past: str
+
+
+WAYS = table(
+    Way,
+    """
+NodePort, another node   | outside | NodePort   | 2 | b1 | host-1  | stack direct
+ExternalIP, another node | outside | ExternalIP | 2 | b1 | host-1  | stack direct
+VIP, another node        | outside | VIP        | 2 | b1 | host-1  | stack direct
+a pod of this node       | outside | NodePort   | 1 | a1 | host-1  | direct
+policy Local             | outside | VIP        | 4 | a1 | outside | direct
+a pod to itself          | a1!     | ClusterIP  | 1 | a1 | host-1  | direct
+a pod to its neighbour   | a2!     | ClusterIP  | 1 | a1 | a2      | direct
+a pod to another node's  | a2!     | ClusterIP  | 2 | b1 | a2      | direct
+a pod by a NodePort      | a2!     | NodePort   | 2 | b1 | host-1  | direct
+""",
+)
+"""Masqueraded connections to other nodes bypass the stack, unless conntrack translates them."""
+HOOKS = ("prerouting", "input", "forward", "output", "postrouting")
+CLOSED = [
+    *(f"type filter hook {hook} priority -300; meta l4proto {{ tcp, udp }} counter" for hook in HOOKS),
+    "type filter hook forward priority 0; policy drop",
+]
+"""All hooks count packets, and a table in which the agent keeps no rule drops all forwarded ones."""
+
+
+@pytest.fixture
+def strict(field: Field) -> Iterator[None]:
+    """Every device has a strict reverse path filter."""
+    for value in (1, 0):
+        for node in field.lab.nodes:
+            set_rp_filter(node.netns, value)
+        if value:
+            yield
+
+
+@crossed
+@pytest.mark.usefixtures("strict")
+def test_which_packets_bypass_a_closed_forward_chain(field: Field, protocol: str, v6: bool):
+    for way in WAYS:
+        sees, to = field[way.sees], at(way.kind, way.number + (10 if protocol == "tcp" else 20), v6)
+        is_past = field.arguments[-1] in way.past.split()
+        outcome = way.backend if is_past else DROPPED
+        with rules(field, *CLOSED):
+            check(field, Dial(way.name, way.client, to, outcome, protocol, sees.ip6 if v6 else sees.ip))
+            assert (counted(field) == 0) is is_past, f"{way.name}: what netfilter sees is dropped"
+
+
+@both_families
+@pytest.mark.parametrize("field", WITH_CONNTRACK[::2], indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("NodePort", "priority raw; {protocol} dport {p}"),
+        ("VIP", "priority mangle; {ip} saddr {c} {protocol} dport {p}"),
+    ],
+    ids=["NodePort", "VIP"],
+)
+def test_rules_before_dnat(field: Field, kind: str, rule: str, v6: bool):
+    """With `--forwarding netfilter` and in mode ipvs they guard NodePorts and VIPs, as with kube-proxy.
+    Otherwise they do not, as `kbpf check` and docs/limits.md say. More rules:
+    tests/lab/neighbours/test_beside_kube_proxy.py.
+    """
+    is_guarded = PACKETS or "netfilter" in field.arguments
+    node, client, ip = (field.lab.nodes[0].ip6, OUT6, "ip6") if v6 else (NODES4[0], OUT4, "ip")
+    for number, pod, sees in ((11, "a1", node), (22, "b1", node), (24, "a1", client)):
+        protocol, to = "tcp" if number < 20 else "udp", at(kind, number, v6)
+        match = rule.format(protocol=protocol, ip=ip, c=client, p=split(to)[1])
+        with rules(field, f"type filter hook prerouting {match} counter drop"):
+            check(field, Dial(match, "outside", to, DROPPED if is_guarded else pod, protocol, sees))
+            assert (counted(field) > 0) == is_guarded
+
+
+# ---- refusals ------------------------------------------------------------------------------------
 
 PORT_UNREACHABLE = {False: ("icmp", 3, 3), True: ("icmp6", 1, 4)}
 NO_ROUTE = {False: ("icmp", 3, 1), True: ("icmp6", 1, 0)}
@@ -96,54 +211,25 @@ def refusal(field: Field, name: str, kind: str, protocol: str, v6: bool, repeat:
         return dial() or tap.expect(is_reply)
 
 
-CLIENTS = pytest.mark.parametrize("name", ["outside", "a2!"])
+by_clients = pytest.mark.parametrize(("name", "v6"), [("outside", False), ("a2!", True)])
 
 
-@both_families
-@CLIENTS
+@by_clients
 def test_an_unknown_port_is_refused_by_the_cluster_ip(field: Field, name: str, v6: bool):
-    """The RST and the ICMP error come from the ClusterIP."""
-    host = split(at("ClusterIP", 11, v6))[0]
+    """The RST and the ICMP error come from the ClusterIP. A BPF program sends and counts them. They and the packet that
+    the error quotes have correct checksums, whereas the kernel's stack quotes checksums that were left to a device.
+    """
+    before = Counter() if PACKETS else field.agent.reasons()
     reset, error = (refusal(field, name, "ClusterIP", each, v6) for each in ("tcp", "udp"))
-    assert reset.ip.source == error.ip.source == host
+    assert reset.ip.source == error.ip.source == split(at("ClusterIP", 11, v6))[0]
     assert set(reset.transport.flags) == set("RA")
     assert (error.protocol, error.transport.type, error.transport.code) == PORT_UNREACHABLE[v6]
+    if not PACKETS:
+        assert checksums(reset) == checksums(error) == []
+        assert (field.agent.reasons() - before)[Reason.UNKNOWN_PORT] == 2
 
 
-@both_families
-@CLIENTS
-def test_an_unknown_port_is_refused_by_a_bpf_program(field: Field, name: str, v6: bool):
-    """A BPF program refuses them and counts that. Its reply and the packet it quotes have correct
-    checksums, whereas the kernel's stack quotes checksums that were left to a device.
-    """
-    before = field.agent.reasons()[Reason.UNKNOWN_PORT]
-    for protocol in ("tcp", "udp"):
-        assert checksums(refusal(field, name, "ClusterIP", protocol, v6)) == []
-    assert field.agent.reasons()[Reason.UNKNOWN_PORT] - before == 2
-
-
-@both_families
-def test_a_frame_to_all_machines_is_neither_served_nor_refused(field: Field, v6: bool):
-    """Each node would answer it. What the client sends to a node afterwards is refused."""
-    outside = field["outside"]
-    own = f"[{outside.ip6}]:4000" if v6 else f"{outside.ip}:4000"
-    unknown = split(at("ClusterIP", 11, v6))[0]
-    asked = [
-        build(own, to)
-        for build in (udp, lambda a, b: tcp(a, b, flags="S"))
-        for to in (at("NodePort", 11, v6), f"[{unknown}]:81" if v6 else f"{unknown}:81")
-    ]
-    before = field.agent.reasons()
-    with Wire(outside.netns, field.lab.prefix, tap=True) as wire:
-        wire.send(*asked, to=BROADCAST)
-        refusal(field, "outside", "ClusterIP", "udp", v6)
-        wire.none(0, lambda packet: packet.destination == own)
-    counted = field.agent.reasons() - before
-    assert (counted[Reason.UNKNOWN_PORT], counted[Reason.NEW_FLOW]) == (1, 0)
-
-
-@both_families
-@CLIENTS
+@by_clients
 @pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
 def test_an_unknown_external_port_is_refused_by_the_node(field: Field, name: str, v6: bool):
     """External addresses: the node's stack answers from its own address, as it has no route. It
@@ -170,6 +256,7 @@ def test_a_refusal_is_intact_with_checksum_offload(field: Field, v6: bool):
 
 
 @both_families
+@pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
 def test_affinity_spans_all_addresses_of_a_service(field: Field, v6: bool):
     names = set()
     for kind in ("NodePort", "VIP", "ExternalIP"):
@@ -221,20 +308,19 @@ def narrow(where: str | None, route: str, after: str) -> Iterator[None]:
 
 
 NARROWS = {
-    "before the pod": (41, "a1", "outside"),
-    "between the nodes": (42, "b1", "outside"),
-    "behind the other node": (42, "b1", "outside"),
-    "before the pod, Local": (43, "a1", "outside"),
-    "before the client": (41, "a1", "far"),
-    "before the client, remote": (42, "b1", "far"),
-    "before the client, Local": (43, "a1", "far"),
+    "before the pod": (41, "a1", "outside", False),
+    "between the nodes": (42, "b1", "outside", True),
+    "behind the other node": (42, "b1", "outside", False),
+    "before the pod, Local": (43, "a1", "outside", True),
+    "before the client": (41, "a1", "far", True),
+    "before the client, remote": (42, "b1", "far", False),
+    "before the client, Local": (43, "a1", "far", True),
 }
 
 
-@both_families
 @pytest.mark.parametrize("case", NARROWS)
-def test_the_path_mtu_is_found(field: Field, far: Place, case: str, v6: bool):
-    number, backend, name = NARROWS[case]
+def test_the_path_mtu_is_found(field: Field, far: Place, case: str):
+    number, backend, name, v6 = NARROWS[case]
     client, pod = field[name], field[backend]
     first, second = field.lab.nodes
     address = pod.ip6 if v6 else pod.ip
@@ -274,38 +360,7 @@ def _runs(field: Field) -> Iterator[None]:
             agent.start()
 
 
-TURNS: tuple[tuple[str, Callable[[Agent], object] | None], ...] = (
-    ("a1 a2", None),
-    ("b1 a2/draining", Agent.stop),
-    ("a1 b1 b2", None),
-    ("b2/draining a1/draining", Agent.kill),
-    ("a1 a2 b1", None),
-)
-"""Which backends serve, and how the agent ends before it is started again."""
-
-
-@pytest.mark.parametrize("field", WITH_CONNTRACK[-1:], indirect=True)
-def test_no_connection_fails_while_endpoints_and_agents_change(field: Field):
-    """For another `--forwarding` than in test_churn.py."""
-    host, number = split(at("NodePort", 51))
-    with (
-        field.given(*field.all_ways(51, "a1"), *field.all_ways(55, "b1 b2", "UDP")),
-        under_load(field, host, "outside", port=number, answers="a1 a2 b1 b2") as outer,
-        under_load(field, "10.96.0.51", "a2!", answers="a1 a2 b1 b2") as inner,
-        under_load(field, "10.96.0.55", "a1!", protocol="udp", answers="b1 b2") as udp,
-    ):
-        for who, end in TURNS:
-            field.change(field.slice("web-51", who))
-            if end is not None:
-                assert end(field.agent) in (0, None)
-                outer.goes_on()
-                field.agent.start()
-            for load in (outer, inner, udp):
-                load.goes_on(5)
-
-
-@both_families
-@pytest.mark.parametrize("name", ["outside", "a2!"])
+@by_clients
 @pytest.mark.parametrize("field", WITH_CONNTRACK[::2], indirect=True)
 def test_a_udp_flow_changes_backend_when_its_backend_stops(field: Field, name: str, v6: bool):
     """Flows are deleted after the write that settle() waits for, so the test has to retry."""
@@ -347,6 +402,7 @@ def has_programs(agent: Agent, name: str) -> bool:
     return any(each.name == name and each.ingress and each.egress for each in listing)
 
 
+@pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
 def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field):
     home = field.lab.nodes[0]
     pod = home.pod("late").serve(8080)
@@ -378,6 +434,7 @@ def served(field: Field) -> None:
     check(field, Dial("VIP served", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))
 
 
+@pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
 @pytest.mark.parametrize("how", ["--packet-path false", "kbpf cleanup"])
 def test_all_programs_are_detached_by(field: Field, how: str):
     served(field)

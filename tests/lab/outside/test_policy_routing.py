@@ -16,6 +16,7 @@ import pytest
 
 from kbpf.kernel.system import netns, sysctl
 from tests.lab.outside.netfilter import tables
+from tests.lab.outside.pod_network import host_of
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import (
     BULK,
@@ -27,6 +28,7 @@ from tests.support.lab.field import (
     at,
     both_families,
     check,
+    crossed,
     forward,
     split,
     transfer,
@@ -119,11 +121,9 @@ class TwoInterfaces(Field):
 def field(request: pytest.FixtureRequest) -> Iterator[TwoInterfaces]:
     with TwoInterfaces(*forward(request.param)) as made:
         for number, who, policy in SERVICES:
-            for base, protocol in ((0, "TCP"), (20, "UDP")):
-                ways = made.all_ways(base + number, who, protocol, external_policy=policy)
-                made.create(*ways)
+            made.create(*made.all_of(f"{number} {number + 20}:UDP -> {who} external={policy}"))
         made["a2"].ask("serve_bulk", ports=[BULK])
-        made.create(*made.all_ways(61, "a2", target=BULK), *made.all_ways(62, "a2", "UDP", target=9))
+        made.create(*made.all_of(f"61 -> a2 target={BULK}\n62:UDP -> a2 target=9"))
         made.settle()
         yield made
 
@@ -131,30 +131,20 @@ def field(request: pytest.FixtureRequest) -> Iterator[TwoInterfaces]:
 SERVICES = ((11, "a1", "Cluster"), (12, "a2", "Cluster"), (13, "a1", "Local"), (14, "a2", "Local"))
 
 
-@both_families
-@pytest.mark.parametrize("kind", ["NodePort", "VIP"])
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@crossed
 @pytest.mark.parametrize(("number", "who", "policy"), SERVICES)
 def test_a_pod_of_either_interface_is_served(
-    field: TwoInterfaces, number: int, who: str, policy: str, protocol: str, kind: str, v6: bool
+    field: TwoInterfaces, number: int, who: str, policy: str, protocol: str, v6: bool
 ):
-    to = at(kind, number + (20 if protocol == "udp" else 0), v6)
-    client = OUT6 if v6 else OUT4
-    own = field.lab.nodes[0].ip6 if v6 else NODES4[0]
+    to = at("NodePort", number + (20 if protocol == "udp" else 0), v6)
+    client, own = (OUT6, field.lab.nodes[0].ip6) if v6 else (OUT4, NODES4[0])
     sees = own if policy == "Cluster" else client
     with Wire(field.lab.nodes[0].netns, "eth1", tap=True) as second:
         check(field, Dial("two interfaces", "outside", to, who, protocol, sees))
-        host, _ = split(to)
-        second.none(0, lambda p: split_host(p.source) == host)
+        second.none(0, lambda p: host_of(p.source) == split(to)[0])
 
 
-def split_host(end: str) -> str:
-    """The host of an address with a port, or the address."""
-    return split(end)[0] if "]" in end or end.count(":") == 1 else end
-
-
-@both_families
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@crossed
 def test_a_pod_of_the_node_is_served_if_the_rules_are_not_only_for_other_machines(
     field: TwoInterfaces, protocol: str, v6: bool
 ):
@@ -169,8 +159,7 @@ def test_a_pod_of_the_node_is_served_if_the_rules_are_not_only_for_other_machine
         run(*rule, "add", *words)
 
 
-@both_families
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@crossed
 def test_rules_that_change_while_a_connection_lasts(field: TwoInterfaces, protocol: str, v6: bool):
     """The CNI moves the pod's address to the other interface, and back."""
     rule = ("ip", "-n", field.lab.nodes[0].netns, "-6" if v6 else "-4", "rule")
@@ -185,18 +174,14 @@ def test_rules_that_change_while_a_connection_lasts(field: TwoInterfaces, protoc
             run(*rule, verb, *words)
             for _ in range(3):
                 assert client.ask("talk", keep="kept").get("name") == "a2", verb
-        second.none(0, lambda p: split_host(p.source) == to[0])
+        second.none(0, lambda p: host_of(p.source) == to[0])
     client.ask("drop", keep="kept")
 
 
 @both_families
-def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(field: TwoInterfaces, v6: bool):
-    transfer(field["outside"], at("NodePort", 61, v6))
-
-
-@both_families
-def test_an_error_of_a_pod_of_the_second_interface_arrives(field: TwoInterfaces, v6: bool):
+def test_transfers_and_errors_of_a_pod_of_the_second_interface_arrive(field: TwoInterfaces, v6: bool):
     """No process listens on the pod's UDP port: its ICMP error names the Service's address."""
+    transfer(field["outside"], at("NodePort", 61, v6))
     check(field, Dial("closed port", "outside", at("NodePort", 62, v6), REFUSED, "udp"))
 
 

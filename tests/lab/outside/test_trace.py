@@ -26,10 +26,11 @@ from tests.support.build import artifacts
 from tests.support.cluster.kube_objects import node, slice_port
 from tests.support.cluster.static_api import StaticApi
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import OUT4, Field, at
+from tests.support.lab.field import OUT4, Field
 from tests.support.lab.lab import inside, until
 from tests.support.lab.paper import target
 from tests.support.lab.prediction import client_of, own_cgroup
+from tests.support.table import table
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +49,35 @@ class Row(NamedTuple):
     client: str
     to: str
     outcome: str
-    by: str = "socket"
+    by: str
     protocol: str = "tcp"
 
 
-ROWS = (
-    Row("outside", at("NodePort", 13, v6=True), "translate", "packet"),
-    Row("outside", at("VIP", 23), "translate", "packet", "udp"),
-    Row("outside", at("NodePort", 15), "drop", "packet"),
-    Row("outside", at("NodePort", 16), "refuse", "packet"),
-    Row("outside", at("ExternalIP", 26), "refuse", "packet", "udp"),
-    Row("outside", at("NodePort", 17), "translate", "packet"),
-    Row("outside", "192.0.2.33:80", "drop", "packet"),
-    Row("outside", "10.96.0.11:81", "refuse", "packet"),
-    Row("outside", "198.18.0.1:22", "pass", "packet"),
-    Row("a2!", at("ClusterIP", 13), "translate", "packet"),
-    Row("a1!", at("ClusterIP", 11), "translate", "packet"),
-    Row("a2", at("ClusterIP", 13, v6=True), "translate"),
-    Row("a2", at("ClusterIP", 23), "translate", protocol="udp"),
-    Row("a2", at("ClusterIP", 16), "refuse"),
-    Row("a2", at("NodePort", 15), "translate"),
-    Row("a2", "192.0.2.35:80", "translate", "packet"),
-    Row("a2", "10.244.1.2:8080", "pass"),
-    Row("host-1", at("ClusterIP", 13), "translate"),
-    Row("host-1", "127.0.0.1:30013", "translate"),
-    Row("a-net", at("ClusterIP", 12), "translate"),
-    Row("a2!", "10.96.0.40:80", "translate", "packet"),
+ROWS = table(
+    Row,
+    """
+outside | [fd00:198:18::1]:30013 | translate | packet
+outside | 192.0.2.23:80          | translate | packet | udp
+outside | 198.18.0.1:30015       | drop      | packet
+outside | 203.0.113.26:80        | refuse    | packet | udp
+outside | 198.18.0.1:30017       | translate | packet
+outside | 192.0.2.33:80          | drop      | packet
+outside | 10.96.0.11:81          | refuse    | packet
+outside | 198.18.0.1:22          | pass      | packet
+a2!     | 10.96.0.13:80          | translate | packet
+a1!     | 10.96.0.11:80          | translate | packet
+a2      | [fd00:10:96::13]:80    | translate | socket
+a2      | 10.96.0.23:80          | translate | socket | udp
+a2      | 10.96.0.16:80          | refuse    | socket
+a2      | 198.18.0.1:30015       | translate | socket
+a2      | 192.0.2.35:80          | translate | packet
+a2      | 10.244.1.2:8080        | pass      | socket
+host-1  | 127.0.0.1:30013        | translate | socket
+a-net   | 10.96.0.12:80          | translate | socket
+a2!     | 10.96.0.40:80          | translate | packet
+""",
 )
+"""Of the Services of tests/rows/outside.py."""
 
 
 class Tracer:
@@ -166,7 +169,7 @@ def test_what_cannot_be_tried_is_an_error(field: Field):
 
 def test_a_change_since_the_prediction_is_noticed(field: Field):
     """What is tried is what is programmed now."""
-    rows = (Row("outside", at("NodePort", 13), ""), Row("a2", at("ClusterIP", 13), ""))
+    rows = (Row("outside", "198.18.0.1:30013", "", "packet"), Row("a2", "10.96.0.13:80", "", "socket"))
     tracers = [Tracer(field, row) for row in rows]
     seen = [tracer.trace(field.agent.pin_dir) for tracer in tracers]
     own = field.all_ways(13, "a1 b1")

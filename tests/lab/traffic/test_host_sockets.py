@@ -9,112 +9,109 @@ Service leave by it, and are translated there.
 import socket
 from collections.abc import Iterator
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
-from tests.support.cluster.cluster import HOST_PORT, UNROUTED
+from tests.support.cluster.cluster import UNROUTED
 from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, both_families, check, split
-from tests.support.lab.lab import PATIENCE, Agent, inside, ip, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, check, crossed, split
+from tests.support.lab.lab import PATIENCE, ip, set_rp_filter, until
 from tests.support.plane import within
+from tests.support.table import table
 
 OFF, ON = "off", "on"
-STRICT = "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done"
-NOT_IN = ["198.51.100.0/24", "2001:db8:9::/64"]
-NODE_1 = ["198.18.0.1/32", "fd00:198:18::1/128"]
-POD_2 = ["10.244.1.3/32", "fd00:10:244:1::3/128"]
+SERVICES = """
+11 31:UDP -> a1
+12 32:UDP -> b1
+13 33:UDP -> a1 b1
+14 34:UDP -> b1 external=Local
+16 36:UDP ->
+17 37:UDP -> a-net target=9080
+18 38:UDP -> a1 b1 ranges=198.51.100.0/24,2001:db8:9::/64
+19 39:UDP -> a1 b1 ranges=198.18.0.1/32,fd00:198:18::1/128
+20 40:UDP -> a1 b1 ranges=10.244.1.3/32,fd00:10:244:1::3/128
+"""
+"""A backend in the node's network (17); source ranges that admit no client of this test (18), the node (19), and the
+pod a2 (20).
+"""
 
 
 @pytest.fixture(scope="module", params=[OFF, ON])
 def field(request: pytest.FixtureRequest) -> Iterator[Field]:
-    """Services by number: local backend (11), remote (12), both (13), policy Local (14), no
-    endpoints (16), host-network backend (17). The source ranges of the VIP admit no client of this
-    test (18), the node (19), the pod a2 (20). UDP Services are at number + 20.
-    """
     with Field("--socket-lb", request.param, name="hs", pods=(2, 1)) as made:
-        for base, protocol in ((10, "TCP"), (30, "UDP")):
-            for number, who in ((1, "a1"), (2, "b1"), (3, "a1 b1"), (6, "")):
-                made.create(*made.all_ways(base + number, who, protocol))
-            made.create(*made.all_ways(base + 4, "b1", protocol, external_policy="Local"))
-            made.create(*made.all_ways(base + 7, "a-net", protocol, target=HOST_PORT))
-            for number, ranges in ((8, NOT_IN), (9, NODE_1), (10, POD_2)):
-                made.create(*made.all_ways(base + number, "a1 b1", protocol, source_ranges=ranges))
+        made.create(*made.all_of(SERVICES))
         made.settle()
         for node in made.lab.nodes:
             ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=node.netns)
-            command(*inside(node.netns, None, "sh", "-c"), STRICT)
+            set_rp_filter(node.netns, 1)
         yield made
 
 
-def rows(v6: bool) -> Iterator[Dial]:
-    """What a process on node-1 dials. Backends see the node's address, which is the
-    process's own.
+class Row(NamedTuple):
+    """What a process on node-1 dials: a kind of address of a Service."""
+
+    name: str
+    kind: str
+    number: int
+    outcome: str
+
+
+ROWS = table(
+    Row,
     """
-    say, own = ("v6", NODES6[0]) if v6 else ("v4", NODES4[0])
-    for protocol, base in (("tcp", 10), ("udp", 30)):
-
-        def row(what: str, kind: str, number: int, outcome: str) -> Dial:
-            to = at(kind, base + number, v6)  # noqa: B023
-            return Dial(f"{say} {kind}: {what}", "host-1", to, outcome, protocol, own)  # noqa: B023
-
-        for kind in ("ClusterIP", "ExternalIP", "VIP"):
-            yield row("a pod of this node", kind, 1, "a1")
-            yield row("a pod of another node", kind, 2, "b1")
-            yield row("pods of both nodes", kind, 3, "a1 b1")
-            yield row("no endpoints", kind, 6, REFUSED)
-        yield row("Local, no local endpoint: the node uses the short circuit", "VIP", 4, "b1")
-        unknown = at("ClusterIP", base + 1, v6).removesuffix(":80") + ":81"
-        yield Dial(f"{say} unknown port", "host-1", unknown, REFUSED, protocol)
-        yield row("source ranges that admit the node", "VIP", 9, "a1 b1")
-        yield row("source ranges that do not admit the node", "VIP", 8, DROPPED)
-        yield row("source ranges do not restrict ClusterIPs", "ClusterIP", 8, "a1 b1")
-        yield row("source ranges do not restrict external IPs", "ExternalIP", 8, "a1 b1")
+a pod of this node                                        | ClusterIP  | 1 | a1
+a pod of another node                                     | ExternalIP | 2 | b1
+pods of both nodes                                        | VIP        | 3 | a1 b1
+no endpoints                                              | ExternalIP | 6 | ECONNREFUSED
+Local, no local endpoint: the node uses the short circuit | VIP        | 4 | b1
+source ranges that admit the node                         | VIP        | 9 | a1 b1
+source ranges that do not admit the node                  | VIP        | 8 | timeout
+source ranges do not restrict ClusterIPs                  | ClusterIP  | 8 | a1 b1
+source ranges do not restrict external IPs                | ExternalIP | 8 | a1 b1
+""",
+)
 
 
-@both_families
+def base(protocol: str) -> int:
+    return 10 if protocol == "tcp" else 30
+
+
+@crossed
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_processes_of_the_node_are_served(field: Field, v6: bool):
-    for row in rows(v6):
-        check(field, row)
+def test_processes_of_the_node_are_served(field: Field, protocol: str, v6: bool):
+    """Backends see the node's address, which is the process's own. NodePorts of another node come
+    from an outside client there.
+    """
+    own, other = NODES6 if v6 else NODES4
+    for row in ROWS:
+        to = at(row.kind, base(protocol) + row.number, v6)
+        check(field, Dial(row.name, "host-1", to, row.outcome, protocol, own))
+    unknown = at("ClusterIP", base(protocol) + 1, v6).removesuffix(":80") + ":81"
+    check(field, Dial("unknown port", "host-1", unknown, REFUSED, protocol))
+    check(field, Dial("another node", "host-1", at("NodePort", base(protocol) + 1, v6, 2), "a1", protocol, other))
 
 
-@both_families
+@crossed
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_node_ports_of_another_node_pass_untranslated(field: Field, v6: bool):
-    """node-1 does not translate it; for node-2 it comes from an outside client."""
-    own = NODES6[1] if v6 else NODES4[1]
-    for protocol, base in (("tcp", 10), ("udp", 30)):
-        to = at("NodePort", base + 1, v6, 2)
-        check(field, Dial("the other node", "host-1", to, "a1", protocol, own))
-
-
-@both_families
-@pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_packets_that_leave_by_no_device_are_not_served(field: Field, v6: bool):
+def test_packets_that_leave_by_no_device_are_not_served(field: Field, protocol: str, v6: bool):
     """As in docs/limits.md: the node's own NodePort, and backends in the node's network."""
-    for protocol, base in (("tcp", 10), ("udp", 30)):
-        to = at("NodePort", base + 1, v6)
-        check(field, Dial("the node's own NodePort", "host-1", to, REFUSED, protocol))
-        for kind in ("ClusterIP", "VIP"):
-            before = field.agent.reasons()[Reason.NO_ROUTE]
-            to = at(kind, base + 7, v6)
-            check(field, Dial("a backend in the node's network", "host-1", to, DROPPED, protocol))
-            until("it is counted", lambda: field.agent.reasons()[Reason.NO_ROUTE] > before)  # noqa: B023
+    to = at("NodePort", base(protocol) + 1, v6)
+    check(field, Dial("the node's own NodePort", "host-1", to, REFUSED, protocol))
+    before = field.agent.reasons()[Reason.NO_ROUTE]
+    to = at("VIP", base(protocol) + 7, v6)
+    check(field, Dial("a backend in the node's network", "host-1", to, DROPPED, protocol))
+    until("it is counted", lambda: field.agent.reasons()[Reason.NO_ROUTE] > before)
 
 
-@both_families
 @pytest.mark.parametrize("field", [ON], indirect=True)
-@pytest.mark.parametrize("who", ["host-1", "a2"])
+@pytest.mark.parametrize(("who", "v6"), [("host-1", False), ("a2", True)])
 def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str):
     """Programs connect() a UDP socket to learn their source address: ping (port 1025), musl's
     getaddrinfo() (65535). The packet path refuses the first datagram instead.
     """
-    until(
-        "the packet path is known to serve",
-        lambda: ConfigFlag.PACKET_PATH in config_flags(field.agent),
-    )
+    until("the packet path serves", lambda: ConfigFlag.PACKET_PATH in field.agent.config_flags())
     host, _ = split(at("ClusterIP", 11, v6))
     for port in (1025, 65535, 80):  # 80 exists for TCP only
         before = field.agent.reasons()[Reason.UNKNOWN_PORT]
@@ -123,16 +120,16 @@ def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str):
         assert field.agent.reasons()[Reason.UNKNOWN_PORT] == before + 1
 
 
-@both_families
+@crossed
 @pytest.mark.parametrize("field", [ON], indirect=True)
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
 @pytest.mark.parametrize("for_good", [True, False], ids=["for good", "while it connects"])
-def test_sockets_that_are_bound_to_a_device_are_served(field: Field, v6: bool, kind: int, for_good: bool):
+def test_sockets_that_are_bound_to_a_device_are_served(field: Field, protocol: str, v6: bool, for_good: bool):
     """The device leads to the Service, but not to the backend on this node. systemd-resolved binds
     its sockets while they connect, if a link has DNS servers of its own.
     """
-    until("the packet path serves", lambda: ConfigFlag.PACKET_PATH in config_flags(field.agent))
-    host, port = split(at("ClusterIP", 31 if kind == socket.SOCK_DGRAM else 11, v6))
+    until("the packet path serves", lambda: ConfigFlag.PACKET_PATH in field.agent.config_flags())
+    host, port = split(at("ClusterIP", base(protocol) + 1, v6))
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
 
     def ask() -> str:
         with socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, kind) as s:
@@ -147,30 +144,20 @@ def test_sockets_that_are_bound_to_a_device_are_served(field: Field, v6: bool, k
     assert '"a1"' in within(field["host-1"], ask)
 
 
-def config_flags(agent: Agent) -> ConfigFlag:
-    (raw,) = agent.entries("config").values()
-    return ConfigFlag(int.from_bytes(raw[8:12], "little"))
-
-
 LETS_IN = {9: ("host-1",), 10: ("a2", "a2!")}
 
 
-@both_families
-@pytest.mark.parametrize("field", [ON, OFF], indirect=True)
-def test_a_vip_with_source_ranges_is_served_by_the_packet_path(field: Field, v6: bool):
+@crossed
+def test_a_vip_with_source_ranges_is_served_by_the_packet_path(field: Field, protocol: str, v6: bool):
     """The hooks pass it, since the source is not known at connect(). A hooked pod, an unhooked pod
     and the node are therefore checked by their packets. Backends see the node's address for a VIP.
     """
     own = NODES6[0] if v6 else NODES4[0]
-    rows = product(("host-1", "a2", "a2!"), LETS_IN, (("tcp", 10), ("udp", 30)))
-    for who, number, (protocol, base) in rows:
+    for who, number in product(("host-1", "a2", "a2!"), LETS_IN):
         lets_in = who in LETS_IN[number]
         outcome = "a1 b1" if lets_in else DROPPED
         before = field.agent.reasons()
-        check(
-            field,
-            Dial(f"{who}, {number}", who, at("VIP", base + number, v6), outcome, protocol, own),
-        )
+        check(field, Dial(f"{who}, {number}", who, at("VIP", base(protocol) + number, v6), outcome, protocol, own))
         reason = Reason.NEW_FLOW if lets_in else Reason.NOT_ALLOWED
         # A packet without an answer may be counted later.
         until("it is counted", lambda: field.agent.reasons()[reason] > before[reason])  # noqa: B023

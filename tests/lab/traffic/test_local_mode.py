@@ -6,15 +6,15 @@ device does not have the pod prefix (odd). No client is in a hooked cgroup.
 """
 
 from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 import pytest
 
 from tests.support.cluster.kube_objects import node
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, both_families, check
+from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, check, crossed
 from tests.support.lab.lab import Place, ip, settled
+from tests.support.table import table
 
 POD_NETS = ("10.244.1.0/24", "fd00:10:244:1::/64")
 BRIDGED = ("10.244.1.130", "fd00:10:244:1::82")
@@ -22,35 +22,24 @@ ODD = ("10.99.0.2", "fd00:99::2")
 
 
 class Mode(NamedTuple):
-    """The agent's arguments, and which clients count as pods, for ClusterIPs and the short
-    circuit.
+    """The agent's arguments, and which clients count as pods, for ClusterIPs and for the short circuit."""
+
+    name: str
+    arguments: str
+    pods: str
+    circuit: str
+
+
+MODES = table(
+    Mode,
     """
-
-    arguments: tuple[str, ...]
-    pods: frozenset[str]
-    circuit: frozenset[str]
-
-
-CABLES = frozenset(("a2!", "bridged", "odd"))
-MODES = {
-    "none": Mode((), frozenset(("outside", *CABLES)), CABLES),
-    "ClusterCIDR": Mode(
-        ("--detect-local-mode", "ClusterCIDR", "--cluster-cidr", ",".join(POD_NETS)),
-        frozenset(("a2!", "bridged")),
-        CABLES,
-    ),
-    "NodeCIDR": Mode(("--detect-local-mode", "NodeCIDR"), frozenset(("a2!", "bridged")), CABLES),
-    "BridgeInterface": Mode(
-        ("--detect-local-mode", "BridgeInterface", "--pod-bridge-interface", "cni0"),
-        frozenset(("bridged",)),
-        frozenset(("bridged",)),
-    ),
-    "InterfaceNamePrefix": Mode(
-        ("--detect-local-mode", "InterfaceNamePrefix", "--pod-interface-name-prefix", "p"),
-        frozenset(("a2!",)),
-        frozenset(("a2!",)),
-    ),
-}
+none                |                                                  | outside a2! bridged odd | a2! bridged odd
+ClusterCIDR         | --cluster-cidr 10.244.1.0/24,fd00:10:244:1::/64  | a2! bridged             | a2! bridged odd
+NodeCIDR            |                                                  | a2! bridged             | a2! bridged odd
+BridgeInterface     | --pod-bridge-interface cni0                      | bridged                 | bridged
+InterfaceNamePrefix | --pod-interface-name-prefix p                    | a2!                     | a2!
+""",
+)
 """Without a mode no client of a ClusterIP is masqueraded."""
 
 
@@ -112,40 +101,37 @@ def pods() -> Iterator[Pods]:
         made.unhook("odd", made.odd, *ODD, made.lab.nodes[0])
         first = made.lab.nodes[0]
         made.create(node(first.name, first.ip, first.ip6, pod_cidrs=POD_NETS))
-        for base, protocol in ((10, "TCP"), (20, "UDP")):
-            made.create(*made.all_ways(base + 1, "a1", protocol))
-            made.create(*made.all_ways(base + 4, "b1", protocol, external_policy="Local"))
+        made.create(*made.all_of("11 21:UDP -> a1\n14 24:UDP -> b1 external=Local"))
         made.settle()
         yield made
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=MODES, ids=lambda mode: mode.name)
 def mode(request: pytest.FixtureRequest, pods: Pods) -> Mode:
+    mode: Mode = request.param
+    detects = () if mode.name == "none" else ("--detect-local-mode", mode.name, *mode.arguments.split())
     pods.agent.stop()
-    pods.agent.start(extra=MODES[request.param].arguments)
-    return MODES[request.param]
+    pods.agent.start(extra=detects)
+    return mode
 
 
 def own(place: Place, v6: bool) -> str:
     return place.ip6 if v6 else place.ip
 
 
-@both_families
+@crossed
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged", "odd"])
-def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool):
+def test_client_address_seen_through_a_cluster_ip(pods: Pods, mode: Mode, name: str, protocol: str, v6: bool):
     """A client that is not a pod is masqueraded to the node's address."""
-    sees = own(pods[name], v6) if name in mode.pods else (NODES6 if v6 else NODES4)[0]
-    for protocol, number in (("tcp", 11), ("udp", 21)):
-        check(pods, Dial(f"from {name}", name, at("ClusterIP", number, v6), "a1", protocol, sees))
+    sees = own(pods[name], v6) if name in mode.pods.split() else (NODES6 if v6 else NODES4)[0]
+    to = at("ClusterIP", 11 if protocol == "tcp" else 21, v6)
+    check(pods, Dial(f"from {name}", name, to, "a1", protocol, sees))
 
 
-@both_families
+@crossed
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged"])
-def test_which_clients_use_the_short_circuit(pods: Pods, mode: Mode, name: str, v6: bool):
+def test_which_clients_use_the_short_circuit(pods: Pods, mode: Mode, name: str, protocol: str, v6: bool):
     """Policy Local without a local endpoint: the device a packet arrives on decides."""
-    for kind, (protocol, number) in product(("NodePort", "VIP"), (("tcp", 14), ("udp", 24))):
-        to = at(kind, number, v6)
-        if name in mode.circuit:
-            check(pods, Dial(name, name, to, "b1", protocol, own(pods[name], v6)))
-        else:
-            check(pods, Dial(name, name, to, DROPPED, protocol))
+    outcome, sees = ("b1", own(pods[name], v6)) if name in mode.circuit.split() else (DROPPED, "")
+    for kind in ("NodePort", "VIP"):
+        check(pods, Dial(name, name, at(kind, 14 if protocol == "tcp" else 24, v6), outcome, protocol, sees))

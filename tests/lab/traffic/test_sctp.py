@@ -16,12 +16,13 @@ import pytest
 
 from kbpf.kernel.system import netns
 from tests.support.features import IPPROTO_SCTP, needs
-from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at, may_see
+from tests.support.lab.field import NODES4, NODES6, Field, at, both_families, may_see, split
 from tests.support.lab.lab import PATIENCE, Place
+from tests.support.table import table
 
 pytestmark = needs("sctp")
 
-SETS = ((1, "a1", "Cluster"), (2, "b1", "Cluster"), (3, "a1 b1", "Local"))
+SERVICES = "71:SCTP -> a1\n72:SCTP -> b1\n73:SCTP -> a1 b1 external=Local"
 SERVERS = ("a1", "b1")
 PORT = 8080
 MESSAGE = bytes(range(256)) * 20
@@ -63,9 +64,7 @@ def hang_up(listener: socket.socket) -> None:
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
     with Field(name="sc", pods=(2, 1)) as made, contextlib.ExitStack() as own:
-        for number, who, policy in SETS:
-            options = {"external_policy": policy}
-            made.create(*made.all_ways(70 + number, who, "SCTP", **options))
+        made.create(*made.all_of(SERVICES))
         made.settle()
         for name in SERVERS:
             for address in (made[name].ip, made[name].ip6):
@@ -78,36 +77,38 @@ def field() -> Iterator[Field]:
 
 
 class Row(NamedTuple):
-    """Which client dials what, which backend answers, and the client address it sees."""
+    """A client, the Service that it dials by this kind of address, the backend that answers, and whether that sees the
+    node's address instead of the client's.
+    """
 
-    name: str
     client: str
-    to: str
+    kind: str
+    number: int
     backend: str
-    sees: str
+    is_masqueraded: bool
 
 
-def rows() -> Iterator[Row]:
-    for v6 in (False, True):
-        own, out = (NODES6 if v6 else NODES4)[0], OUT6 if v6 else OUT4
-        pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-        say = "v6" if v6 else "v4"
-        for kind in ("NodePort", "VIP"):
-            yield Row(f"{say} {kind}, a pod here", "outside", at(kind, 71, v6), "a1", own)
-            yield Row(f"{say} {kind}, a pod elsewhere", "outside", at(kind, 72, v6), "b1", own)
-            yield Row(f"{say} {kind}, Local", "outside", at(kind, 73, v6), "a1", out)
-        yield Row(f"{say} a pod to a ClusterIP, elsewhere", "a2!", at("ClusterIP", 72, v6), "b1", pod)
+ROWS = table(
+    Row,
+    """
+outside | NodePort  | 71 | a1 | yes
+outside | VIP       | 72 | b1 | yes
+outside | NodePort  | 73 | a1 | no
+a2!     | ClusterIP | 72 | b1 | no
+""",
+)
 
 
-@pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.name)
-def test_an_sctp_association_transfers_data(field: Field, row: Row):
-    place = field[row.client]
-    host, port = row.to.rpartition(":")[0].strip("[]"), int(row.to.rpartition(":")[2])
-    with endpoint(place, place.ip6 if ":" in host else place.ip) as client:
+@both_families
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.client} {row.kind} {row.number}")
+def test_an_sctp_association_transfers_data(field: Field, row: Row, v6: bool):
+    place, (host, port) = field[row.client], split(at(row.kind, row.number, v6))
+    own = place.ip6 if v6 else place.ip
+    with endpoint(place, own) as client:
         client.connect((host, port))
         backend, seen = client.recv(4096).decode().split()
         assert backend == row.backend
-        assert seen in may_see(field, row.sees)
+        assert seen in may_see(field, (NODES6 if v6 else NODES4)[0] if row.is_masqueraded else own)
         assert client.getpeername()[:2] == (host, port)
         client.sendall(MESSAGE)
         back = b""

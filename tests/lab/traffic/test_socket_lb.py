@@ -8,7 +8,6 @@ translated; if they carry the Service's, the hooks did not and the packet path h
 
 import contextlib
 import json
-import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +19,8 @@ from kbpf.cli import app
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag
 from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import KubeError
-from tests.support.lab.field import FORWARDINGS, Field, forward, split, there
-from tests.support.lab.lab import PATIENCE, Agent, Place, remove_cgroup, until
+from tests.support.lab.field import Field, split, there
+from tests.support.lab.lab import Agent, Place, remove_cgroup, until
 from tests.support.packets.wire import Wire
 from tests.support.plane import HOOKS
 
@@ -31,7 +30,6 @@ NONE = ConfigFlag(0)
 HOOKED, PACKETS = "hooks", "packets"
 TCP4, TCP6 = "10.96.0.1:80", "[fd00:10:96::1]:80"
 UDP4, UDP6 = "10.96.0.2:80", "[fd00:10:96::2]:80"
-PORT = 40_000
 DIALS = (("tcp", TCP4), ("tcp", TCP6), ("udp", UDP4), ("udp", UDP6), ("udp-connected", UDP4))
 
 
@@ -49,7 +47,7 @@ def restart(field: Field, mode: str, *more: str) -> None:
     flag = {ON: NONE, HOST_ONLY: ConfigFlag.HOST_ONLY, OFF: ConfigFlag.SOCKET_LB_OFF}[mode]
     until(
         f"{mode} is in force",
-        lambda: config_flags(field.agent) & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKET_LB_OFF) == flag,
+        lambda: field.agent.config_flags() & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKET_LB_OFF) == flag,
     )
 
 
@@ -111,16 +109,11 @@ def command(field: Field, capsys: pytest.CaptureFixture[str], *arguments: str) -
     return code, capsys.readouterr().out
 
 
-def config_flags(agent: Agent) -> ConfigFlag:
-    (raw,) = agent.entries("config").values()
-    return ConfigFlag(int.from_bytes(raw[8:12], "little"))
-
-
 # ---- modes ---------------------------------------------------------------------------------------
 
 PROVEN = (f"{TCP4}/TCP", f"{UDP4}/UDP", f"{TCP6}/TCP", f"{UDP6}/UDP")
-TURNS = (HOST_ONLY, OFF, ON, OFF, HOST_ONLY, ON)
-"""Starting from "on": each mode is entered from each other mode once."""
+TURNS = (HOST_ONLY, OFF, ON)
+"""Starting from "on". The other changes: tests/programs/sockets/test_exemptions.py."""
 
 
 def keep(field: Field, label: str) -> list[tuple[str, str, str]]:
@@ -208,94 +201,7 @@ def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> 
     assert [name for name in names if name.startswith(("dial", "leave"))] == PROOF[mode]
 
 
-def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field):
-    """The flow of a closed connection must not translate the replies of another connection from the
-    same port: a pod may have been exempt before and not be any more.
-    """
-    run_hooked(field)
-    backend = (field["a1"].ip, 8080)
-
-    def talk(to: tuple[str, int], port: int) -> int:
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            client.settimeout(PATIENCE)
-            client.bind(("", port))
-            client.connect(to)
-            client.sendall(b"bye\n")
-            assert json.loads(client.recv(4096))["name"] == "a1"
-            assert client.recv(1) == b"", "the server closes first"
-            return int(client.getsockname()[1])
-
-    port = there(field["a2!"], lambda: talk(split(TCP4), 0))
-    there(field["a2!"], lambda: talk(backend, port))
-    there(field["a2!"], lambda: talk(split(TCP4), port))
-
-
-@pytest.mark.parametrize("forwarding", FORWARDINGS)
-@pytest.mark.parametrize("to", [UDP4, UDP6], ids=["v4", "v6"])
-def test_clients_of_one_pod_with_and_without_hooks_may_use_one_udp_port(field: Field, to: str, forwarding: str):
-    """The packet path knows a flow of that port for 30 s after a datagram of the one without."""
-    restart(field, ON, *forward(forwarding))
-
-    def unhooked() -> None:
-        family = socket.AF_INET6 if "[" in to else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as client:
-            client.settimeout(PATIENCE)
-            client.bind(("", PORT))
-            client.connect(split(to))
-            client.send(b"hello\n")
-            assert json.loads(client.recv(4096))["name"] == "a1"
-
-    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    before = there(field["a2"], path.read_text)
-    there(field["a2"], lambda: path.write_text(f"{PORT} {PORT}"))  # the hooked client's
-    try:
-        for _ in range(2):
-            there(field["a2"], unhooked)
-            answer = field["a2"].many(2, *split(to), protocol="udp", connected=True)
-            assert answer["names"] == {"a1": 2}, answer
-    finally:
-        there(field["a2"], lambda: path.write_text(before))
-
-
 # ---- exemptions ----------------------------------------------------------------------------------
-
-
-class Kubelet:
-    """Pods with cgroups as kubelet makes them, in the network namespace of a2."""
-
-    def __init__(self, field: Field) -> None:
-        self.field = field
-        self.root = field.home["a2"].cgroup
-        self._places: list[Place] = []
-
-    def run(self, folder: str) -> Place:
-        """A container in this pod cgroup, a folder below the node's cgroup."""
-        pod = self.field["a2"]
-        made = Place(f"in {folder}", pod.netns, self.root / folder / "container")
-        made.ip, made.ip6 = pod.ip, pod.ip6
-        self._places.append(made)
-        return made
-
-    def end(self, place: Place) -> None:
-        place.close()
-        assert place.cgroup is not None
-        for folder in place.cgroup.parents:
-            if folder == self.root or any(each.is_dir() for each in folder.iterdir()):
-                break
-            remove_cgroup(folder)
-        self._places.remove(place)
-
-    def close(self) -> None:
-        for place in tuple(self._places):
-            self.end(place)
-
-
-@pytest.fixture
-def kubelet(field: Field) -> Iterator[Kubelet]:
-    made = Kubelet(field)
-    yield made
-    made.close()
 
 
 def pod_object(uid: str, label: str | None = "off") -> dict[str, Any]:
@@ -315,122 +221,69 @@ def exempt(agent: Agent, *folders: Path) -> Callable[[], bool]:
 
     def so() -> bool:
         found = {int.from_bytes(key, "little") for key in agent.entries("exempt_cgroups")}
-        flag = ConfigFlag.EXEMPTIONS in config_flags(agent)
+        flag = ConfigFlag.EXEMPTIONS in agent.config_flags()
         return found == {folder.stat().st_ino for folder in folders} and flag == bool(folders)
 
     return so
 
 
-FOLDERS = {
-    "cgroup": "kubepods/burstable/pod{uid}",
-    "label": "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{uid_}.slice",
-}
-"""What comes first, and the pod's folder by kubelet's driver cgroupfs or systemd."""
-
-
-@pytest.mark.parametrize("first", FOLDERS)
-def test_a_pod_with_the_label_is_left_to_the_packet_path(field: Field, kubelet: Kubelet, first: str):
+def test_a_pod_with_the_label_is_left_to_the_packet_path(field: Field):
+    """Which cgroups and when: tests/programs/sockets/test_exemptions.py."""
     run_hooked(field)
-    uid = str(uuid.uuid4())
-    folder = FOLDERS[first].format(uid=uid, uid_=uid.replace("-", "_"))
-    place = kubelet.run(folder) if first == "cgroup" else None
-    if place is not None:
+    uid, pod = str(uuid.uuid4()), field["a2"]
+    pods = field.home["a2"].cgroup / "kubepods"
+    folder = pods / f"burstable/pod{uid}"
+    place = Place("labelled", pod.netns, folder / "container")
+    place.ip, place.ip6 = pod.ip, pod.ip6
+    try:
         check(field, place, HOOKED)
-    field.change(pod_object(uid))
-    place = place or kubelet.run(folder)
-    until("the pod is exempt", exempt(field.agent, kubelet.root / folder))
-    check(field, place, PACKETS)
-    check(field, field["a2"], HOOKED)
-    restart(field, ON)
-    check(field, place, PACKETS)
-    field.change(pod_object(uid, label=None))
-    until("nothing is exempt", exempt(field.agent))
-    check(field, place, HOOKED)
+        field.change(pod_object(uid))
+        until("the pod is exempt", exempt(field.agent, folder))
+        check(field, place, PACKETS)
+        check(field, pod, HOOKED)
+        restart(field, ON)
+        check(field, place, PACKETS)
+        field.change(pod_object(uid, label=None))
+        until("nothing is exempt", exempt(field.agent))
+        check(field, place, HOOKED)
+    finally:
+        place.close()
+        remove_cgroup(pods)
     field.delete(pod_object(uid))
     field.settle()
-
-
-def test_a_pattern_exempts_cgroups_created_later(field: Field, kubelet: Kubelet):
-    below = kubelet.root.relative_to(_root(kubelet.root))
-    here, later = f"system.slice/istio-{1}.service", "system.slice/istio-2.service"
-    first, other = kubelet.run(here), kubelet.run("system.slice/sshd.service")
-    restart(field, ON, "--socket-lb-exempt", f"nothing,{below}/system.slice/istio*")
-    until("the first is exempt", exempt_paths(field, kubelet, here))
-    check(field, first, PACKETS)
-    check(field, other, HOOKED)
-    second = kubelet.run(later)
-    until("the second is exempt", exempt_paths(field, kubelet, here, later))
-    check(field, second, PACKETS)
-    restart(field, ON)
-    until("nothing is exempt", exempt(field.agent))
-    check(field, first, HOOKED)
-
-
-def exempt_paths(field: Field, kubelet: Kubelet, *folders: str) -> Callable[[], bool]:
-    """A condition: these cgroups are exempt and, as they match the pattern too, their
-    containers.
-    """
-    there = [kubelet.root / folder for folder in folders]
-    return exempt(field.agent, *there, *(folder / "container" for folder in there))
-
-
-def _root(cgroup: Path) -> Path:
-    return next(p for p in cgroup.parents if not (p.parent / "cgroup.procs").exists())
 
 
 # ---- from an API server --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def account(cluster: Cluster) -> None:
-    """The API server admits no Pod without this ServiceAccount."""
-    made = {"kind": "ServiceAccount", "metadata": {"name": "default", "namespace": "default"}}
-    with contextlib.suppress(KubeError):  # it exists from another test
-        cluster.kube.create({"apiVersion": "v1", **made})
-
-
-ANNOTATION = "ambient.istio.io/redirection"
-
-
-@pytest.mark.parametrize(
-    ("off", "on"),
-    [
-        ({"labels": {LABEL: None}}, {"labels": {LABEL: "off"}}),
-        ({"labels": {LABEL: None}, "annotations": {ANNOTATION: None}}, {"annotations": {ANNOTATION: "enabled"}}),
-    ],
-    ids=("label", "mesh"),
-)
-def test_pods_of_an_api_server_are_exempt_on_their_node(
-    cluster: Cluster, account: None, off: dict[str, Any], on: dict[str, Any]
-):
+def test_pods_of_an_api_server_are_exempt_on_their_node(cluster: Cluster):
     """A running Pod begins and ceases to be exempt; Pods of other nodes are not watched."""
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": "default"}}
+    with contextlib.suppress(KubeError):  # without it no Pod is admitted; it exists from another test
+        cluster.kube.create(account)
+    agent, pods = cluster.agents[0], cluster.home["a2"].cgroup / "kubepods"
     folders = {}
     for name, at in (("here", "node-1"), ("there", "node-2")):
-        uid = cluster.kube.create(_without_uid(name, at))["metadata"]["uid"]
-        folders[name] = cluster.home["a2"].cgroup / f"kubepods/burstable/pod{uid}"
+        made = pod_object("")
+        del made["metadata"]["uid"]
+        made["metadata"]["name"], made["spec"]["nodeName"] = name, at
+        folders[name] = pods / f"pod{cluster.kube.create(made)['metadata']['uid']}"
         folders[name].mkdir(parents=True)
-    agent = cluster.agents[0]
+
+    def label(value: str | None) -> None:
+        cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: value}}}, "default")
+
     try:
         until("the pod of this node is exempt", exempt(agent, folders["here"]))
-        cluster.kube.patch("Pod", "here", {"metadata": off}, "default")
+        label(None)
         until("nothing is exempt", exempt(agent))
-        cluster.kube.patch("Pod", "here", {"metadata": on}, "default")
+        label("off")
         until("the pod is exempt again", exempt(agent, folders["here"]))
         agent.kill()
         cluster.start(agent)
         assert exempt(agent, folders["here"])()
     finally:
-        for name, folder in folders.items():
+        for name in folders:
             cluster.kube.request("DELETE", f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0")
-            folder.rmdir()
         until("nothing is exempt after the deletion", exempt(agent))
-        for folder in folders["here"].parents[:2]:
-            folder.rmdir()
-
-
-def _without_uid(name: str, node: str) -> dict[str, Any]:
-    made = pod_object("")
-    made["metadata"] = {**made["metadata"], "name": name}
-    del made["metadata"]["uid"]
-    made["spec"]["nodeName"] = node
-    return made
+        remove_cgroup(pods)

@@ -8,16 +8,15 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Accounting
 from kbpf.model.desired import DesiredState
 from tests.support.lab import prober
-from tests.support.lab.lab import PATIENCE, Node, Place, until
-from tests.support.plane import Site, desired, services, sites, start_within, within
+from tests.support.lab.lab import PATIENCE, Place, until
+from tests.support.plane import Site, desired, services, within
 
 FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
 REQUEST, REPLY = b"q" * 1_234, b"a" * 56_789
@@ -43,18 +42,6 @@ class Bench(NamedTuple):
         """Whether the client has done what it should (see CLIENTS) at this frontend."""
         host, _, number = to.rpartition(":")
         return within(self.client, lambda: CLIENTS[does](host.strip("[]"), int(number))) is not False
-
-
-@contextlib.contextmanager
-def open_bench(node: Node, cache: Path) -> Iterator[Bench]:
-    """Its servers run until the end of the block; no agent has started yet."""
-    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
-    two.serve(8080)
-    join_server = start_within(one, serve)
-    with sites(cache) as make:
-        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
-    until("the servers are ended", lambda: within(one, quit_servers))
-    join_server()
 
 
 def serve() -> None:
@@ -133,12 +120,17 @@ def start(bench: Bench, accounting: Accounting = Accounting.FULL, **more: object
 # ---- how a client may behave: each runs in the client's namespace ------------------------------
 
 
+def opened(host: str, number: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """A socket that is connected to the frontend."""
+    s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
+    s.settimeout(PATIENCE)
+    s.connect((host, number))
+    return s
+
+
 def fair(host: str, number: int = 80) -> None:
     """Sends a request, closes its direction first, and reads the reply to the end."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as s:
-        s.settimeout(PATIENCE)
-        s.connect((host, number))
+    with opened(host, number) as s:
         s.sendall(REQUEST)
         s.shutdown(socket.SHUT_WR)
         while s.recv(65536):
@@ -147,9 +139,7 @@ def fair(host: str, number: int = 80) -> None:
 
 def reset(host: str, number: int = 80) -> None:
     """Sends a request and is reset by the server."""
-    with socket.socket() as s:
-        s.settimeout(PATIENCE)
-        s.connect((host, number))
+    with opened(host, number) as s:
         s.sendall(REQUEST)
         with contextlib.suppress(ConnectionResetError):
             assert not s.recv(1)
@@ -157,9 +147,7 @@ def reset(host: str, number: int = 80) -> None:
 
 def listens(host: str, number: int = 80) -> None:
     """Sends nothing, reads to the end, and closes after the backend."""
-    with socket.socket() as s:
-        s.settimeout(PATIENCE)
-        s.connect((host, number))
+    with opened(host, number) as s:
         while s.recv(65536):
             pass
 
@@ -181,9 +169,7 @@ def closes_at_once(host: str, number: int = 80) -> None:
 
     nft(LOSES_FINS)
     try:
-        with socket.socket() as s:
-            s.settimeout(PATIENCE)
-            s.connect((host, number))
+        with opened(host, number) as s:
             s.shutdown(socket.SHUT_WR)
             nft("delete chain inet fins in")
             while s.recv(65536):
@@ -235,9 +221,7 @@ def datagrams(host: str, number: int) -> None:
 
 def connected_datagrams(host: str, number: int) -> None:
     """Two datagrams of a connected socket."""
-    with socket.socket(type=socket.SOCK_DGRAM) as s:
-        s.settimeout(PATIENCE)
-        s.connect((host, number))
+    with opened(host, number, socket.SOCK_DGRAM) as s:
         for _ in range(2):
             s.send(b"?")
             assert s.recv(4096) == b"?"
@@ -245,8 +229,7 @@ def connected_datagrams(host: str, number: int) -> None:
 
 def connects(host: str, number: int) -> None:
     """A connected UDP socket that sends nothing."""
-    with socket.socket(type=socket.SOCK_DGRAM) as s:
-        s.connect((host, number))
+    opened(host, number, socket.SOCK_DGRAM).close()
 
 
 def flood(host: str, number: int) -> None:
@@ -260,21 +243,7 @@ def fair_twice(host: str, number: int) -> None:
     fair(host, number)
 
 
-CLIENTS: dict[str, Callable[[str, int], bool | None]] = {
-    each.__name__: each
-    for each in (
-        fair,
-        fair_twice,
-        reset,
-        listens,
-        closes_at_once,
-        refused,
-        gives_up,
-        waits,
-        datagrams,
-        connected_datagrams,
-        connects,
-        flood,
-    )
-}
+_ALL = (fair, fair_twice, reset, listens, closes_at_once, refused, gives_up, waits)
+_ALL_BY_UDP = (datagrams, connected_datagrams, connects, flood)
+CLIENTS: dict[str, Callable[[str, int], bool | None]] = {each.__name__: each for each in (*_ALL, *_ALL_BY_UDP)}
 """If one returns False, the client was too slow, and the connection must be made again."""

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the socket hooks: a client whose connections show where they are translated to."""
+"""Fixtures of the socket hooks: a client whose connections show where they are translated to, and the servers of the
+connections that are counted.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.lab.lab import Place, ip, run
-from tests.support.plane import Site, make_local
+from tests.programs.sockets import account
+from tests.support.lab.lab import Node, Place, ip, run, until
+from tests.support.plane import Site, make_local, sites, start_within, within
 
 
 @pytest.fixture
@@ -18,3 +22,15 @@ def client(site: Site) -> Iterator[Place]:
     make_local(name)
     yield site.place("client", name)
     run("ip", "netns", "del", name)
+
+
+@pytest.fixture(scope="module")
+def bench(node: Node, artifact_cache: Path) -> Iterator[account.Bench]:
+    """Its servers run until the end of the file; no agent has started yet."""
+    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
+    two.serve(8080)
+    join_server = start_within(one, account.serve)
+    with sites(artifact_cache) as make:
+        yield account.Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
+    until("the servers are ended", lambda: within(one, account.quit_servers))
+    join_server()

@@ -12,7 +12,6 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from kbpf.dataplane.bpf import map_metrics as metrics
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.map_metrics import (
     ALL_BACKENDS,
-    COUNTED_MAPS,
     NO_BACKEND,
     REMOVED_BACKENDS,
     SOCKET_STORAGE_MAPS,
@@ -54,20 +52,14 @@ from kbpf.serve.kbpf_metrics import format_traffic
 from kbpf.views import service as view
 from kbpf.views import top
 from kbpf.views.top import By
-from tests.programs.sockets.account import FAIR, REPLY, REQUEST, Bench, fair, open_bench, refused, start
+from tests.programs.sockets.account import FAIR, REPLY, REQUEST, Bench, fair, opened, refused, start
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE, Node, until
+from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import Site, desired, flush, service, within
 from tests.support.table import table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
-
-
-@pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    with open_bench(node, artifact_cache) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -207,9 +199,7 @@ def test_bytes_sent_after_close_are_counted(served: Bench):
     before = read_counts(site)
 
     def leaves() -> None:
-        with socket.socket() as s:
-            s.settimeout(PATIENCE)
-            s.connect(("10.96.0.1", 80))
+        with opened("10.96.0.1", 80) as s:
             s.sendall(REQUEST)
 
     within(served.client, leaves)
@@ -228,10 +218,13 @@ def hooks_of(site: Site) -> set[str]:
 def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
     start(bench, Accounting.OFF)
     assert "sock_ops" not in hooks_of(bench.site)
+    empty(bench.site, "failures")
     before = read_counts(bench.site)
     bench.act("fair", "10.96.0.1:80")
     bench.act("refused", "10.96.0.7:80")
+    bench.act("refused", "10.96.0.5:80")
     assert added(before, read_counts(bench.site)) == {}
+    assert bench.site.entries("failures") == {}
     wait_for(lambda: bench.site.entries("sock_peers"), {})
 
 
@@ -352,23 +345,22 @@ def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
         assert sorted(found) == ["evil", "shop"]
 
 
-@pytest.mark.parametrize("silent", [*SOCKET_STORAGE_MAPS, ""])
+@pytest.mark.parametrize("silent", SOCKET_STORAGE_MAPS)
 def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
     site: Site, monkeypatch: pytest.MonkeyPatch, silent: str
 ):
-    def fake_add(count: ConnectionCount, map_: Map, _: bool) -> Iterator[None]:
+    add = ConnectionCount.add
+
+    def refuse(count: ConnectionCount, map_: Map, last: bool) -> Iterator[None]:
         if map_.name == silent:
             raise KernelError("cannot list sockets", errno=errno.EOPNOTSUPP)
-        count.services.update([services["web"]])
-        yield
+        return add(count, map_, last)
 
     site.open().apply(desired(WEB), None)
-    services, _ = ids(site)
     put_stats(site, "web", "8081", opened=5)
-    monkeypatch.setattr(ConnectionCount, "add", fake_add)
+    monkeypatch.setattr(ConnectionCount, "add", refuse)
     stats = make_collector(site, backend_series=1).count(lambda: None)
-    assert stats.connections == (None if silent else ((name_of("web"), len(COUNTED_MAPS)),))
-    assert [backend.open_connections for backend in stats.backends] == [None if silent else 0]
+    assert (stats.connections, [backend.open_connections for backend in stats.backends]) == (None, [None])
     assert dict(stats.totals) == {name_of("web"): ConnectionStats(opened=5)}
 
 
@@ -474,30 +466,35 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
 
 
 class Shares(NamedTuple):
-    """Entries of Service ports, by namespace and id, out of 100; which of the ports are
-    summed up.
-    """
+    """Entries of Service ports, ``namespace/id=entries``, out of 100; which of the ports are summed up."""
 
     name: str
-    ports: dict[str, dict[int, int]]
-    chosen: list[int]
+    ports: str
+    chosen: str = ""
 
 
-SHARES = [
-    Shares("three quarters full: no port", {"a": {1: 75}}, []),
-    Shares("one namespace: its largest port", {"a": {1: 60, 2: 30}}, [1]),
-    Shares("other namespaces keep theirs", {"a": {1: 50, 2: 30}, "b": {3: 10}, "c": {4: 10}}, [1]),
-    Shares("as many ports as needed", {"a": {1: 20, 2: 20, 3: 20, 4: 20, 5: 16}}, [4, 3]),
-    Shares("two namespaces fill the map", {"a": {1: 50}, "b": {2: 50}}, [1]),
-    Shares("ports of one entry stay as they are", {"a": dict.fromkeys(range(100), 1)}, []),
-]
+SHARES = table(
+    Shares,
+    """
+three quarters full: no port      | a/1=75
+one namespace: its largest port   | a/1=60 a/2=30                      | 1
+other namespaces keep theirs      | a/1=50 a/2=30 b/3=10 c/4=10        | 1
+as many ports as needed           | a/1=20 a/2=20 a/3=20 a/4=20 a/5=16 | 3 4
+two namespaces fill the map       | a/1=50 b/2=50                      | 1
+""",
+)
 
 
 @pytest.mark.parametrize("row", SHARES, ids=lambda row: row.name)
 def test_service_ports_over_their_share_are_summed_up(row: Shares):
-    ports = {i: (name, size) for name, own in row.ports.items() for i, size in own.items()}
+    found = re.findall(r"(\w)/(\d+)=(\d+)", row.ports)
+    ports = {int(number): (namespace, int(size)) for namespace, number, size in found}
     entries = sum(size for _, size in ports.values())
-    assert sorted(select_over_share(ports, entries, 100)) == sorted(row.chosen)
+    assert sorted(select_over_share(ports, entries, 100)) == sorted(map(int, row.chosen.split()))
+
+
+def test_ports_of_one_entry_are_not_summed_up():
+    assert select_over_share(dict.fromkeys(range(100), ("a", 1)), 100, 100) == []
 
 
 def read_latencies(site: Site) -> dict[str, ServiceLatencies]:
@@ -534,16 +531,12 @@ def test_latencies_of_each_connection_are_measured(served: Bench):
     assert 0 < shown.latency.connect_p50_ms <= shown.latency.connect_p99_ms <= 1000
 
 
-def test_a_connection_without_packets_has_no_latency(served: Bench):
+def test_connections_without_packets_and_refused_ones_have_no_latency(served: Bench):
     """As the agent, `kbpf verify` and `kbpf trace --confirm` make them."""
-    before = read_latencies(served.site).get("fair", ServiceLatencies())
+    before = read_latencies(served.site)
     within(served.client, lambda: dial.try_connect(("10.96.0.1", 80), socket.SOCK_STREAM, sends=False))
-    assert read_latencies(served.site).get("fair", ServiceLatencies()) == before
-
-
-def test_refused_connections_have_no_latency(served: Bench):
     served.act("refused", "10.96.0.5:80")
-    assert "refusing" not in read_latencies(served.site)
+    assert read_latencies(served.site) == before
 
 
 def test_full_map_measures_no_new_services(served: Bench):

@@ -4,7 +4,6 @@
 The backends are addresses on each namespace's own loopback (see support/plane.py, pick()).
 """
 
-import select
 import socket
 import struct
 import time
@@ -20,7 +19,7 @@ from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import PATIENCE, Node, Place, until
+from tests.support.lab.lab import Node, Place, until
 from tests.support.plane import (
     LOCAL,
     LOCAL6,
@@ -49,6 +48,7 @@ class Bench:
     site: Site
     plane: BpfPlane
     host: Place
+    host_pod: Place
     one: Place
     two: Place
 
@@ -83,7 +83,7 @@ def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
         make_local(netns)
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        yield Bench(node, site, site.open(), node.host, one, two)
+        yield Bench(node, site, site.open(), node.host, node.host_network_pod("host pod"), one, two)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def names(found: list[str]) -> set[int]:
 # ---- at random ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "dials"), [(1, 50), (2, 2000), (3, 3000), (7, 7000), (50, 5000)])
+@pytest.mark.parametrize(("size", "dials"), [(2, 2000), (50, 5000)])
 def test_new_connections_spread_evenly(bench: Bench, size: int, dials: int):
     bench.serve(web(*range(size), timeout=0))
     seen = Counter(picks(bench.one, WEB, dials))
@@ -121,12 +121,6 @@ def test_new_ipv6_connections_spread(bench: Bench):
     bench.serve(service("web", WEB6, to, Protocol.UDP))
     assert min(Counter(picks(bench.host, WEB6, 300)).values()) > 30
     assert set(picks(bench.host, WEB6, 100)) == set(LOCAL6[:3])
-
-
-def test_every_frontend_reaches_every_backend(bench: Bench):
-    bench.serve(web(1, 2, 3, timeout=0))
-    for to in (WEB, NODE_PORT.format(node=bench.node.ip), EXTERNAL):
-        assert names(picks(bench.one, to, 100)) == {1, 2, 3}
 
 
 # ---- the same as last time ---------------------------------------------------------------------
@@ -149,8 +143,8 @@ def test_ipv6_and_v4_mapped_clients_keep_their_backend(bench: Bench):
 
 
 def test_each_client_has_its_own_affinity(bench: Bench):
-    """Each pod is a client, and the host is one. The last backend of one does not affect
-    another.
+    """Each pod is a client, and the host is one, with the pods in its network. The last backend of
+    one does not affect another.
     """
     bench.serve(web(1))
     picks(bench.one, WEB)
@@ -159,7 +153,7 @@ def test_each_client_has_its_own_affinity(bench: Bench):
     bench.serve(web(3))
     picks(bench.host, WEB)
     bench.serve(web(*range(20)))
-    for place, backend in ((bench.one, 1), (bench.two, 2), (bench.host, 3)):
+    for place, backend in ((bench.one, 1), (bench.two, 2), (bench.host, 3), (bench.host_pod, 3)):
         assert names(picks(place, WEB, 10)) == {backend}
     entries = bench.entries()
     assert len({client for client, *_ in entries}) == len(entries) == 3
@@ -236,14 +230,6 @@ def test_affinity_applies_within_the_set_in_use(bench: Bench):
     assert names(picks(bench.one, EXTERNAL, 5)) == {3}, "it is in the cluster set as well"
 
 
-def test_affinity_switched_on_applies_to_existing_endpoints(bench: Bench):
-    bench.serve(web(1, 2, 3, timeout=0))
-    assert names(picks(bench.one, WEB, 100)) == {1, 2, 3}
-    bench.serve(web(1, 2, 3))
-    flush(bench.plane)
-    assert len(set(picks(bench.one, WEB, 50))) == 1
-
-
 def test_affinity_switched_off_spreads_and_is_deleted(bench: Bench):
     other = service("other", "10.96.0.2:53", f"{LOCAL[1]}:1", Protocol.UDP, affinity_timeout=HOUR)
     bench.serve(web(1, 2, 3), other)
@@ -259,25 +245,16 @@ def test_affinity_switched_off_spreads_and_is_deleted(bench: Bench):
 
 def test_datagrams_of_new_sockets_keep_the_backend(bench: Bench):
     bench.serve(web(1, 2, 3))
+    picks(bench.one, WEB)
+    before = bench.site.reasons()
 
-    def send() -> Counter[int]:
-        servers = {}
-        for n in (1, 2, 3):
-            s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            s.bind((LOCAL[n], 1))
-            servers[s] = n
-        seen: Counter[int] = Counter()
+    def send() -> None:
         for _ in range(20):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
                 client.sendto(b"x", ("10.96.0.1", 53))
-            for ready in select.select(list(servers), [], [], PATIENCE)[0]:
-                ready.recv(10)
-                seen[servers[ready]] += 1
-        return seen
 
-    seen = within(bench.one, send)
-    assert list(seen.values()) == [20]
-    assert names(picks(bench.one, WEB, 5)) == set(seen), "connected ones, too"
+    within(bench.one, send)
+    assert bench.site.reasons() - before == {Reason.TRANSLATED_BY_AFFINITY: 20}
 
 
 def test_affinity_holds_across_two_cpus(bench: Bench):
@@ -287,5 +264,5 @@ def test_affinity_holds_across_two_cpus(bench: Bench):
     bench.serve(service("web", WEB, " ".join(f"{a}:1" for a in LOCAL[:8]), Protocol.UDP, affinity_timeout=HOUR))
     host, _, port = WEB.rpartition(":")
     first = set(picks(bench.one, WEB, 1))
-    waiting = [start_within(bench.one, lambda: {pick(host, int(port)) for _ in range(60_000)}, cpu) for cpu in range(2)]
+    waiting = [start_within(bench.one, lambda: {pick(host, int(port)) for _ in range(20_000)}, cpu) for cpu in range(2)]
     assert [result() for result in waiting] == [first, first]

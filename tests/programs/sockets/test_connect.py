@@ -10,6 +10,7 @@ those that a row expects to be left alone.
 import contextlib
 import errno
 import itertools
+import select
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,15 +19,11 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag, Reason
-from kbpf.model.address import parse_addr
-from kbpf.model.desired import DesiredState, FrontendAddress
+from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from kbpf.views import trace
-from kbpf.views.trace_row import Client, Origin
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled, until
+from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled
 from tests.support.plane import Site, desired, services, sites, within
 from tests.support.table import table
 
@@ -193,10 +190,7 @@ def destination(bench: Bench, row: Dial) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-each_dial = pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
-
-
-@each_dial
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
 def test_dial(bench: Bench, row: Dial):
     host, port = destination(bench, row)
     before = bench.site.reasons()
@@ -218,25 +212,6 @@ def test_dial(bench: Bench, row: Dial):
         if row.client in ("pod", "one") and not is_loopback(shown):
             assert answer["client"] in (client.ip, client.ip6), "the backend sees the client itself"
     assert counted == ({row.why: 1} if row.protocol == "tcp" or row.why is not NONE else {})
-
-
-@each_dial
-def test_trace_predicts_each_dial(bench: Bench, row: Dial):
-    """What `kbpf trace` says of a connection is what the table says, which test_dial proves."""
-    host, port = destination(bench, row)
-    client = Client(Origin.HOST if row.client == "host" else Origin.POD)
-    target = FrontendAddress(parse_addr(host), port, Protocol[row.protocol.upper()])
-    seen = trace.build_trace(snapshot.read(bench.site.pins, trace.NEEDS), client, target)
-    if row.why is Reason.NEEDS_SOURCE:
-        assert "source ranges" in seen.steps[0].why
-        assert seen.seen_by == "nothing", "there is no packet path here"
-        return
-    assert seen.reason == row.why.name.lower(), seen
-    assert seen.client_sees == (row.gets if row.why not in (GOES, NONE) else "")
-    backends = {candidate.backend for candidate in seen.candidates}
-    place = bench.places.get(row.gets) if row.why is GOES else None
-    assert backends <= ({f"{place.ip}:8080", f"[{place.ip6}]:8080"} if place else set())
-    assert bool(backends) == (row.why is GOES)
 
 
 def test_socket_outside_the_cgroup_is_not_translated(bench: Bench):
@@ -269,32 +244,17 @@ def test_mptcp_connects_as_tcp(bench: Bench, host: str):
 
 
 @needs("set_retval")
-def test_socket_can_connect_after_a_refusal(bench: Bench):
-    """A refused connect() leaves no state that hinders the next one."""
+def test_nonblocking_socket_can_connect_after_a_refusal(bench: Bench):
+    """It is refused at once, which leaves no state that hinders the next connect()."""
 
-    def dial() -> tuple[int, bytes, str]:
-        with socket.socket() as s:
-            s.settimeout(PATIENCE)
-            first = s.connect_ex(("10.96.0.2", 80))
-            s.connect(("10.96.0.1", 80))
-            s.sendall(b"bye\n")
-            return first, s.recv(4096), s.getpeername()[0]
-
-    first, answer, peer = within(bench["pod"], dial)
-    assert first == errno.ECONNREFUSED
-    assert b'"one"' in answer
-    assert peer == "10.96.0.1"
-
-
-@needs("set_retval")
-def test_nonblocking_connect_is_refused_at_once(bench: Bench):
-    def dial(host: str) -> int:
+    def dial() -> tuple[int, int, str]:
         with socket.socket() as s:
             s.setblocking(False)
-            return s.connect_ex((host, 80))
+            codes = s.connect_ex(("10.96.0.2", 80)), s.connect_ex(("10.96.0.1", 80))
+            select.select([], [s], [], PATIENCE)
+            return *codes, s.getpeername()[0]
 
-    assert within(bench["pod"], lambda: dial("10.96.0.2")) == errno.ECONNREFUSED
-    assert within(bench["pod"], lambda: dial("10.96.0.1")) == errno.EINPROGRESS
+    assert within(bench["pod"], dial) == (errno.ECONNREFUSED, errno.EINPROGRESS, "10.96.0.1")
 
 
 @contextlib.contextmanager
@@ -306,13 +266,6 @@ def config_flag(bench: Bench, flag: ConfigFlag) -> Iterator[None]:
         config.update(bytes(4), CONFIG.pack(netns, flags | flag, share))
         yield
         config.update(bytes(4), before)
-
-
-@pytest.fixture
-def coexisting(bench: Bench) -> Iterator[None]:
-    """Another data plane has connections on this node."""
-    with config_flag(bench, ConfigFlag.COEXISTING):
-        yield
 
 
 @pytest.fixture
@@ -384,12 +337,13 @@ OWN_PORTS = itertools.count(3333)
 
 
 class Chosen(NamedTuple):
-    """A connection, and whether its socket gets a port of SPARE."""
+    """A connection, whether its socket gets a port of SPARE, and whether another data plane has connections."""
 
     client: str
     protocol: str
     host: str
     spare: bool
+    coexisting: bool = True
 
 
 PORTS = table(
@@ -401,6 +355,7 @@ pod  | tcp | ::ffff:10.96.0.1 | yes
 pod  | udp | 10.96.0.1        | yes
 pod  | tcp | a backend        | no
 host | tcp | 10.96.0.1        | no
+pod  | tcp | 10.96.0.1        | no | no
 """,
 )
 
@@ -408,9 +363,9 @@ host | tcp | 10.96.0.1        | no
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=needs("netns_cookie") if row.client == "host" else ()) for row in PORTS],
-    ids=lambda row: f"{row.client} {row.protocol} {row.host}",
+    ids=lambda row: f"{row.client} {row.protocol} {row.host}{'' if row.coexisting else ', alone'}",
 )
-def test_pod_gets_a_spare_port_while_another_data_plane_coexists(bench: Bench, coexisting: None, row: Chosen):
+def test_pod_gets_a_spare_port_while_another_data_plane_coexists(bench: Bench, row: Chosen):
     """IPVS would take the replies for those of a connection that the pod made through IPVS."""
     to = (bench["one"].ip, 8080) if row.host == "a backend" else (row.host, 80)
     family = socket.AF_INET6 if ":" in row.host else socket.AF_INET
@@ -425,30 +380,13 @@ def test_pod_gets_a_spare_port_while_another_data_plane_coexists(bench: Bench, c
             s.sendall(b"bye\n")
             return s.recv(4096), s.getsockname()[1]
 
-    ports = [within(bench[row.client], dial)[1] for _ in range(3)]
-    assert [port in SPARE for port in ports] == [row.spare] * 3
-    assert len(set(ports)) > 1
-    own = next(OWN_PORTS)
-    answer, port = within(bench[row.client], lambda: dial(own))
-    assert (b'"name"' in answer, port) == (True, own)
-
-
-def test_kernel_chooses_the_port_without_another_data_plane(bench: Bench):
-    def dial() -> int:
-        with socket.create_connection(("10.96.0.1", 80), PATIENCE) as s:
-            port: int = s.getsockname()[1]
-            return port
-
-    assert within(bench["pod"], dial) not in SPARE
-
-
-def test_closed_socket_is_deleted_from_sock_peers(bench: Bench):
-    """The entry goes when the connection has ended on both sides, some time after close()."""
-    known = set(bench.site.entries("sock_peers"))
-    bench["pod"].tcp("10.96.0.1", 80, keep="kept")
-    (own,) = set(bench.site.entries("sock_peers")) - known
-    bench["pod"].ask("drop", keep="kept")
-    until("it is freed", lambda: own not in bench.site.entries("sock_peers"))
+    with config_flag(bench, ConfigFlag.COEXISTING if row.coexisting else ConfigFlag(0)):
+        ports = [within(bench[row.client], dial)[1] for _ in range(3)]
+        assert [port in SPARE for port in ports] == [row.spare] * 3
+        assert len(set(ports)) > 1
+        own = next(OWN_PORTS)
+        answer, port = within(bench[row.client], lambda: dial(own))
+        assert (b'"name"' in answer, port) == (True, own)
 
 
 @needs("netns_cookie")

@@ -173,6 +173,18 @@ def test_removed_cgroup_is_deleted_from_the_map(site: Site, plane: BpfPlane, tre
     assert run.ids() == set()
 
 
+def test_cgroups_that_appear_later_are_matched_by_patterns(site: Site, plane: BpfPlane, tree: Callable[[str], Path]):
+    below = site.cgroup.relative_to(cgroup2())
+    run = Run(site, plane, f"{below}/system.slice/istio*")
+    tree("system.slice/sshd.service")
+    first = tree("system.slice/istio-1.service").stat().st_ino
+    run.exemptions.set_pods((), True, 0.0)
+    assert run.ids() == {first}
+    second = tree("system.slice/istio-2.service").stat().st_ino
+    assert run.exemptions.tick(exemptions.PATTERN_POLL_INTERVAL_S) == 2 * exemptions.PATTERN_POLL_INTERVAL_S
+    assert run.ids() == {first, second}
+
+
 def test_entries_of_an_earlier_agent_stay_until_pods_are_known(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path]
 ):

@@ -6,7 +6,7 @@ whether a backend then counts as failing. The servers and clients are those of t
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import FailingBackend
-from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, open_bench, refused, reset, start
+from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, refused, reset, start
 from tests.support.features import needs
 from tests.support.lab import prober
-from tests.support.lab.lab import PATIENCE, Node, until
+from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
 from tests.support.plane import join_pod, within
 from tests.support.table import table
@@ -29,12 +29,6 @@ pytestmark = needs("tracing")
 FAIR, RUDE, DATAGRAMS = "10.96.0.1", "10.96.0.2", "10.96.0.4"
 REFUSING, EMPTY = "10.96.0.5", "10.96.0.7"
 N = MIN_FAILURES
-
-
-@pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    with open_bench(node, artifact_cache) as opened:
-        yield opened
 
 
 ACTS: dict[str, tuple[Callable[[str, int], object], str, int]] = {
@@ -174,15 +168,6 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
     assert bool(found) is row.failing
     with bench.site.pinned("failures") as failures:
         assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
-
-
-def test_a_backend_that_works_for_others_is_not_failing(bench: Bench):
-    """Two frontends lead to one address: a Service counts for itself."""
-    start(bench, Accounting.CONNECTIONS)
-    finder = FailingBackends(Pins(bench.site.pins))
-    for _ in range(4):
-        within(bench.client, lambda: [fair(FAIR) for _ in range(N)])
-        assert finder.find() == ()
 
 
 def test_nothing_is_known_without_maps(tmp_path: Path):

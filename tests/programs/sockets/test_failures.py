@@ -6,8 +6,6 @@ must be recorded of it: nothing else may be, and nothing of a connection that su
 """
 
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -18,19 +16,13 @@ from kbpf.model.config import Accounting
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.views import failures as view
-from tests.programs.sockets.account import NOBODY, Bench, open_bench, refused, start
+from tests.programs.sockets.account import NOBODY, Bench, refused, start
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE, Node, until
+from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import desired, service, within
 from tests.support.table import table
 
 pytestmark = needs("tracing")
-
-
-@pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    with open_bench(node, artifact_cache) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -133,15 +125,6 @@ def test_connection_that_succeeds_records_nothing(served: Bench):
     served.act("fair", "10.96.0.1:80")
     within(served.client, lambda: refused(served.one.ip, NOBODY))  # no Service
     assert served.site.entries("failures") == {}
-
-
-@needs("set_retval")
-def test_accounting_off_records_nothing(bench: Bench):
-    start(bench, Accounting.OFF)
-    forget(bench)
-    bench.act("refused", "10.96.0.7:80")
-    bench.act("refused", "10.96.0.5:80")
-    assert bench.site.entries("failures") == {}
 
 
 @needs("set_retval")

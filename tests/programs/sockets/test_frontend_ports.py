@@ -2,8 +2,8 @@
 """`frontend_ports`: a destination whose port no Service uses is passed after one look-up, and a
 Service is found as long as it has a frontend.
 
-Each row is a sequence of desired states. After each state the map must hold the ports that it
-lists, and a client connects to the addresses that it lists.
+Each row is a desired state. Then the map must hold the ports that it lists, and a client connects
+to the addresses that it lists.
 """
 
 import errno
@@ -19,65 +19,54 @@ from kbpf.model.objects import Protocol
 from tests.support.lab.events import read, watched
 from tests.support.lab.lab import Place
 from tests.support.plane import LOCAL, Site, desired, picks, service
+from tests.support.table import table
 
 BACKEND, NODE = LOCAL[0], LOCAL[-1]
 FIRST, SECOND = "10.96.0.1", "10.96.0.2"
 
 
-def web(name: str, frontends: str, protocol: Protocol = Protocol.UDP):
-    return service(name, frontends, f"{BACKEND}:9", protocol)
-
-
 class Step(NamedTuple):
-    """A desired state (``name frontends`` a line), the ports that the map then holds, and where
-    connect() leads for each destination.
+    """Services (``name frontends`` each), the ports that the map then holds, and where connect() leads
+    for destinations. Steps of one name follow each other.
     """
 
-    services: dict[str, str]
-    ports: set[int]
-    dials: dict[str, str]
+    name: str
+    services: str
+    ports: str
+    dials: str
 
 
-PASSES, REFUSED = "ENETUNREACH", "ECONNREFUSED"
-ONE = {"one": f"{FIRST}:53"}
-TWO = {"two": f"{SECOND}:53"}
-
-HISTORIES = {
-    "no Service": [Step({}, set(), {f"{FIRST}:53": PASSES})],
-    "a Service is added and deleted": [
-        Step(ONE, {53}, {f"{FIRST}:53": BACKEND, f"{SECOND}:53": PASSES}),
-        Step({}, set(), {f"{FIRST}:53": PASSES}),
-    ],
-    "an unknown port is refused at a ClusterIP and passes elsewhere": [
-        Step(ONE, {53}, {f"{FIRST}:54": REFUSED, f"{SECOND}:54": PASSES})
-    ],
-    "of two Services with one port one is deleted": [
-        Step(ONE | TWO, {53}, {f"{FIRST}:53": BACKEND, f"{SECOND}:53": BACKEND}),
-        Step(TWO, {53}, {f"{SECOND}:53": BACKEND, f"{FIRST}:53": PASSES}),
-    ],
-    "a Service changes its port": [
-        Step(ONE, {53}, {f"{FIRST}:53": BACKEND}),
-        Step({"one": f"{FIRST}:65535"}, {65_535}, {f"{FIRST}:65535": BACKEND}),
-        Step({"one": f"{FIRST}:1"}, {1}, {f"{FIRST}:1": BACKEND, f"{FIRST}:65535": REFUSED}),
-    ],
-    "every kind of frontend counts": [
-        Step(
-            {"one": f"{FIRST}:53 NodePort=0.0.0.0:30053 ExternalIP=192.0.2.1:54 LoadBalancer=192.0.2.2:55"},
-            {53, 54, 55, 30_053},
-            {f"{FIRST}:53": BACKEND, "192.0.2.1:54": BACKEND, "192.0.2.2:55": BACKEND, f"{NODE}:30053": BACKEND},
-        )
-    ],
-}
+STEPS = table(
+    Step,
+    """
+no Service        |                                    |       | 10.96.0.1:53 passes
+added and deleted | one 10.96.0.1:53                   | 53    | 10.96.0.1:53 backend, 10.96.0.2:53 passes
+added and deleted |                                    |       | 10.96.0.1:53 passes
+an unknown port   | one 10.96.0.1:53                   | 53    | 10.96.0.1:54 refused, 10.96.0.2:54 passes
+two with one port | one 10.96.0.1:53; two 10.96.0.2:53 | 53    | 10.96.0.1:53 backend, 10.96.0.2:53 backend
+two with one port | two 10.96.0.2:53                   | 53    | 10.96.0.2:53 backend, 10.96.0.1:53 passes
+another port      | one 10.96.0.1:53                   | 53    | 10.96.0.1:53 backend
+another port      | one 10.96.0.1:65535                | 65535 | 10.96.0.1:65535 backend
+another port      | one 10.96.0.1:1                    | 1     | 10.96.0.1:1 backend, 10.96.0.1:65535 refused
+a NodePort        | one NodePort=0.0.0.0:30053         | 30053 | 10.99.0.60:30053 backend
+an external IP    | one ExternalIP=192.0.2.1:54        | 54    | 192.0.2.1:54 backend
+a load balancer   | one LoadBalancer=192.0.2.2:55      | 55    | 192.0.2.2:55 backend
+""",
+)
+GETS = {"passes": "ENETUNREACH", "refused": "ECONNREFUSED", "backend": BACKEND}
+ONE, TWO = "one 10.96.0.1:53", "two 10.96.0.2:53"
+BOTH = f"{ONE}; {TWO}"
 
 
-@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-def test_history_of_frontend_ports(site: Site, client: Place, history: list[Step]):
+@pytest.mark.parametrize("name", dict.fromkeys(step.name for step in STEPS))
+def test_history_of_frontend_ports(site: Site, client: Place, name: str):
     plane = site.open()
-    for step in history:
-        plane.apply(state(step.services), None)
-        assert ports(site) == step.ports
-        for to, gets in step.dials.items():
-            assert picks(client, to) == [gets], to
+    for step in STEPS:
+        if step.name == name:
+            plane.apply(state(step.services), None)
+            assert ports(site) == set(map(int, step.ports.split()))
+            for to, gets in (words.split() for words in step.dials.split(", ")):
+                assert picks(client, to) == [GETS[gets]], to
 
 
 def test_destination_of_no_service_is_counted(site: Site, client: Place):
@@ -89,7 +78,7 @@ def test_destination_of_no_service_is_counted(site: Site, client: Place):
 
 def test_map_missing_in_an_older_version_is_filled_at_start(site: Site):
     """The agent sets the bits before it attaches programs that read them."""
-    site.open().apply(state(ONE | TWO), None)
+    site.open().apply(state(BOTH), None)
     with site.pinned("frontend_ports") as words:
         for word in range(words.max_entries):
             words.update(U32.pack(word), U64.pack(0))
@@ -102,7 +91,7 @@ def test_failed_write_hides_no_frontend(site: Site, plane: BpfPlane, monkeypatch
     frontend is deleted; the next change repairs everything.
     """
     plane.apply(state(ONE), None)
-    for target in ({"two": f"{SECOND}:54"}, {}):
+    for target in (f"two {SECOND}:54", ""):
         for fails in ("frontend_ports", "services", "cluster_ips"):
             with monkeypatch.context() as patch:
                 refuse_writes(patch, fails)
@@ -118,17 +107,17 @@ def test_failed_write_hides_no_frontend(site: Site, plane: BpfPlane, monkeypatch
 def test_value_of_another_key_is_not_used(site: Site, client: Place):
     """The kernel may give the memory of an entry to another key while a program reads it."""
     plane = site.open()
-    plane.apply(state(ONE | {"two": f"{SECOND}:53"}), None)
+    plane.apply(state(BOTH), None)
     with site.pinned("services") as services:
         (first, _), (_, other) = sorted(services.items())
         services.update(first, other)
     with watched(site) as monitor:
-        assert picks(client, f"{FIRST}:53") == [REFUSED]
+        assert picks(client, f"{FIRST}:53") == ["ECONNREFUSED"]
         assert {event.reason for event in read(monitor)} == {"unsteady_read"}
     assert site.reasons()[Reason.UNSTEADY_READ]
     assert not site.reasons()[Reason.SET_VANISHED]
     plane.invalidate()
-    plane.apply(state(ONE | TWO), None)
+    plane.apply(state(BOTH), None)
     assert picks(client, f"{FIRST}:53") == [BACKEND]
 
 
@@ -146,8 +135,9 @@ def test_only_changed_words_are_packed():
 # ---- helpers -----------------------------------------------------------------------------------
 
 
-def state(services: dict[str, str]):
-    return desired(*(web(name, text) for name, text in services.items()), nodes=NODE)
+def state(services: str):
+    made = (text.strip().partition(" ") for text in services.split(";") if text)
+    return desired(*(service(name, at, f"{BACKEND}:9", Protocol.UDP) for name, _, at in made), nodes=NODE)
 
 
 def ports(site: Site) -> set[int]:

@@ -24,27 +24,23 @@ from kbpf.cli import app
 from kbpf.dataplane.bpf.inspect.monitor import Monitor
 from kbpf.dataplane.bpf.maps.layout import MONITORS, U32, U64, pack_endpoint_key, pack_endpoint_name
 from kbpf.errors import CapacityError, NotFoundError
-from kbpf.kernel.system import pods
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting
 from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import EventVerdict, Reason
 from kbpf.views.monitor import EventRow
-from tests.programs.sockets.account import FAIR, FLOOD, NOBODY, Bench, fair, open_bench, refused, world
+from tests.programs.sockets.account import FAIR, FLOOD, NOBODY, Bench, fair, refused, world
 from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
-from tests.support.lab.lab import PATIENCE, Node, Place, remove_cgroup, until
+from tests.support.lab.lab import PATIENCE, Place, until
 from tests.support.plane import desired, service, sites, start_within, within
-from tests.support.runtime.command import kbpf
 from tests.support.table import table
 
 
-@pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    with open_bench(node, artifact_cache) as opened:
-        apply_world(opened)
-        yield opened
+@pytest.fixture(scope="module", autouse=True)
+def _world(bench: Bench) -> None:
+    apply_world(bench)
 
 
 def apply_world(bench: Bench) -> None:
@@ -182,39 +178,14 @@ service=fair cgroup=client       | yes | no  | no
 
 
 @needs("set_retval")
-@pytest.mark.parametrize("row", FILTERS, ids=lambda row: row.fields or "all")
-def test_filters(bench: Bench, row: Filtered):
-    fields = filters(bench, row.fields)
-    for place, to, passes in (
-        (bench.client, ("10.96.0.1", 80), row.first),
-        (bench.two, ("10.96.0.1", 80), row.second),
-        (bench.client, ("10.96.0.7", 81), row.third),
-    ):
-        with watched(bench.site, **fields) as monitor:
-            within(place, lambda to=to: fair(*to) if to[1] == 80 else refused(*to))
-            assert len(read(monitor)) == passes
-
-
-UID = "0a1b2c3d-0000-4000-8000-000000000001"
-
-
-def test_pod_is_found_by_its_cgroup(bench: Bench, node: Node, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pods, "list_pod_names", lambda: {UID: "shop/cart"})
-    folder = node.cgroup / "kubepods"
-    place = Place("cart", bench.client.netns, folder / f"pod{UID}" / "container")
-    try:
-        (uid,) = pods.find_uids("cart")
-        ids = pods.find_cgroup_ids(uid, above=False)
-        assert {path.stat().st_ino for path in folder.rglob("*") if path.is_dir()} == ids
-        with watched(bench.site, cgroups=ids) as monitor:
-            within(place, lambda: fair("10.96.0.1"))
-            bench.act("fair", "10.96.0.1:80")
-            (event,) = read(monitor)
-        assert (event.client_kind, event.client) == ("pod", "shop/cart")
-    finally:
-        place.close()
-        remove_cgroup(folder / f"pod{UID}")
-        remove_cgroup(folder)
+def test_filters(bench: Bench):
+    with watched(bench.site) as monitor:
+        for place, does, number in ((bench.client, fair, 1), (bench.two, fair, 1), (bench.client, refused, 7)):
+            within(place, lambda does=does, number=number: does(f"10.96.0.{number}", 81 if number == 7 else 80))
+        events = list(monitor.read())
+    for row in FILTERS:
+        passes = list(map(EventFilter(**filters(bench, row.fields)).admits, events))
+        assert passes == [row.first, row.second, row.third], row
 
 
 def test_filter_applies_before_the_rate(bench: Bench):
@@ -364,26 +335,38 @@ def test_command_ends_with_the_reader_of_its_output(bench: Bench):
     assert process.wait(PATIENCE) in (-signal.SIGPIPE, 141)
 
 
-@pytest.mark.parametrize(
-    ("words", "service_name"),
-    {
-        ("--service", "default/fair"): "default/fair",
-        ("--service", "fair", "-n", "default"): "default/fair",
-        ("-n", "shop"): "shop/sticky",
-        ("-n", "shop", "-A", "--service", "fair"): "default/fair",
-    }.items(),
-    ids=str,
+class Asked(NamedTuple):
+    """Options of the command, and the Service whose events it shows."""
+
+    words: str
+    service: str
+
+
+ASKED = table(
+    Asked,
+    """
+--service default/fair     | default/fair
+--service fair -n default  | default/fair
+-n shop                    | shop/sticky
+-n shop -A --service fair  | default/fair
+""",
 )
-def test_command_ends_after_some_events(bench: Bench, words: tuple[str, ...], service_name: str):
-    process = command(bench, "-o", "json", "--count", "2", *words)
+
+
+@pytest.mark.parametrize("row", ASKED, ids=lambda row: row.words)
+def test_command_ends_after_some_events(bench: Bench, row: Asked):
+    """Also while no agent runs."""
+    bench.site.close_planes()
+    process = command(bench, "-o", "json", "--count", "2", *row.words.split())
     bench.act("connects", "10.96.0.4:53")
     for _ in range(3):
         within(bench.client, lambda: (fair("10.96.0.1"), fair("10.96.0.20")))
     out, err = process.communicate(timeout=PATIENCE)
+    apply_world(bench)
     assert (process.returncode, err) == (0, "")
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert [row["service"] for row in rows] == [service_name] * 2
-    assert set(rows[0]) == {"apiVersion", "kind", *EventRow.__struct_fields__}
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [event["service"] for event in events] == [row.service] * 2
+    assert set(events[0]) == {"apiVersion", "kind", *EventRow.__struct_fields__}
 
 
 def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench):
@@ -416,17 +399,6 @@ def test_events_after_the_last_poll_are_shown(
     with patient():
         assert app.call(["monitor", "--for", "1s", "--pin-dir", str(bench.site.pins)]) == 0
     assert "default/fair" in capsys.readouterr().out
-
-
-def test_command_works_while_the_agent_is_down(bench: Bench):
-    bench.site.close_planes()
-    try:
-        process = command(bench, "--count", "1", "-o", "json")
-        bench.act("fair", "10.96.0.1:80")
-        (line,) = process.communicate(timeout=PATIENCE)[0].splitlines()
-        assert json.loads(line)["verdict"] == "new"
-    finally:
-        apply_world(bench)
 
 
 def test_maps_that_were_removed_end_it(artifact_cache: Path):
@@ -578,8 +550,7 @@ top --once --service default/fair -n shop      | 2 | shop contradicts the namesp
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row.words)
-def test_wrong_usage(bench: Bench, row: Wrong):
-    command, *words = row.words.split()
-    done = kbpf(command, "--pin-dir", str(bench.site.pins), *words)
-    assert done.code == row.code
-    assert row.message in done.err
+def test_wrong_usage(bench: Bench, capsys: pytest.CaptureFixture[str], row: Wrong):
+    name, *words = row.words.split()
+    assert app.call([name, "--pin-dir", str(bench.site.pins), *words]) == row.code
+    assert row.message in capsys.readouterr().err

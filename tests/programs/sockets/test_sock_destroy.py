@@ -26,7 +26,6 @@ from kbpf.kernel.net import links
 from kbpf.kernel.system import netns
 from tests.support.features import needs
 
-BPF_FUNC_SOCK_FROM_FILE = 162
 TRACING, TRACE_ITER = 26, 28
 
 
@@ -41,23 +40,20 @@ def insn(op: int, dst: int = 0, src: int = 0, off: int = 0, imm: int = 0) -> byt
 
 
 class Target(NamedTuple):
-    """An iterator; the offset in its context of the socket, or of a socket's file (`by_file`);
-    which sockets it shows; the verifier's error for passing the socket to the kfunc, "" if it
-    accepts.
+    """An iterator; the offset in its context of the socket; which sockets it shows; the verifier's
+    error for passing the socket to the kfunc, "" if it accepts.
     """
 
     name: str
     offset: int
     shows: str
     refused: str = ""
-    by_file: bool = False
 
 
 TARGETS = [
     Target("udp", 8, "one network namespace"),
     Target("bpf_sk_storage_map", 16, "all with storage in one map", "must be referenced or trusted"),
     Target("sockmap", 24, "all in one map", "must be referenced or trusted"),
-    Target("task_file", 24, "those of all tasks", "must be referenced or trusted", True),
 ]
 
 
@@ -65,12 +61,7 @@ def program(target: Target) -> bytes:
     """A program that destroys the socket, if there is one."""
     destroy = function_id("bpf_sock_destroy")
     code = insn(0x79, 1, 1, target.offset)  # r1 = ctx->sk
-    if target.by_file:
-        code += insn(0x55, 1, 0, 2) + insn(0xB7, 0) + insn(0x95)  # if it is null, return 0
-        code += insn(0x85, imm=BPF_FUNC_SOCK_FROM_FILE)
-        code += insn(0x55, 0, 0, 2) + insn(0xB7, 0) + insn(0x95)
-        code += insn(0x79, 1, 0, 24)  # r1 = socket->sk
-    code += insn(0x55, 1, 0, 2) + insn(0xB7, 0) + insn(0x95)
+    code += insn(0x55, 1, 0, 2) + insn(0xB7, 0) + insn(0x95)  # if it is null, return 0
     return code + insn(0x85, 0, 2, 0, destroy) + insn(0xB7, 0) + insn(0x95)
 
 

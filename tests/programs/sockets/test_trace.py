@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kbpf trace` of sockets: shares, the affinity of a Pod, and which sockets no hook sees.
+"""`kbpf trace` of sockets: the affinity of a Pod, and which sockets no hook sees.
 
-tests/programs/sockets/test_connect.py has a table of dials, and the lab dials its own rows.
+test_slots.py compares shares, and the lab the rows that it dials.
 """
 
 import os
@@ -19,7 +19,7 @@ from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.inspection import Inspection, Route
-from kbpf.model.objects import Algorithm, Protocol
+from kbpf.model.objects import Protocol
 from kbpf.views import trace
 from kbpf.views.trace_row import Client, NodeFacts, Origin, Trace
 from tests.support.lab.lab import Node, Place, cgroup2, ip
@@ -67,20 +67,6 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
 
 def backends(count: int) -> str:
     return " ".join(f"{address}:1" for address in LOCAL[:count])
-
-
-@pytest.mark.parametrize("algorithm", Algorithm)
-@pytest.mark.parametrize("weights", [(), (1, 2, 3), (1, 1, 8)])
-def test_shares_are_those_of_the_weights(bench: Bench, algorithm: Algorithm, weights: tuple[int, ...]):
-    """test_slots.py counts that connections spread like this."""
-    state = service("web", WEB, backends(3), UDP, algorithm=algorithm, cluster_weights=weights)
-    bench.plane.apply(desired(state), None)
-    seen = bench.trace(bench.client(bench.one))
-    each = weights or (1, 1, 1)
-    assert [candidate.backend for candidate in seen.candidates] == backends(3).split()
-    for candidate, weight in zip(seen.candidates, each, strict=True):
-        # A Maglev table is off by one slot at most.
-        assert candidate.share == pytest.approx(weight / sum(each), abs=0.005)
 
 
 def test_affinity_is_that_of_the_clients_own_network(bench: Bench):

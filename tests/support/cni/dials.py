@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to Services in a CniCluster, as rows: what each side must see."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tests.support.cni.cluster import CniCluster
 from tests.support.lab.dial import explain
 from tests.support.lab.field import DROPPED, at, split
 
-CLIENT = "the client's address"
-NODE = "an address of the client's node, or of the node dialled from outside"
-BRIDGED = "NODE if both pods are on the node's bridge, where replies would not pass the node; else CLIENT"
-ADMITTED, REJECTED = "admitted", "rejected"
-"""Outcomes of a row about NetworkPolicies."""
 WAIT = 1.0
 
 
@@ -19,27 +14,32 @@ def create_services(cluster: CniCluster) -> None:
     """TCP Services 11 to 15, UDP 21 to 25: local, remote, both, Local, Local without a local
     backend.
     """
-    for base, protocol in ((10, "TCP"), (20, "UDP")):
-        for number, who in ((1, "a1"), (2, "b1"), (3, "a1 b1")):
-            cluster.create(*cluster.all_ways(base + number, who, protocol))
-        local = {"external_policy": "Local"}
-        cluster.create(*cluster.all_ways(base + 4, "a1 b1", protocol, **local))
-        cluster.create(*cluster.all_ways(base + 5, "b1", protocol, **local))
+    cluster.create(
+        *cluster.all_of("""
+            11 21:UDP -> a1
+            12 22:UDP -> b1
+            13 23:UDP -> a1 b1
+            14 24:UDP -> a1 b1 external=Local
+            15 25:UDP -> b1 external=Local
+        """)
+    )
     cluster.settle()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A connection: its client, the kind of address that it dials, the Service (0 to 9, in the
-    protocol's row of ten) and the node; which backends answer, and which address they see. With
-    check_policy(), `outcome` is what the policies say, and `sees` does not matter.
+    protocol's row of ten) and the node; which backends answer, and whose address they see. With
+    check_policy(), `outcome` is admitted or rejected, and `sees` does not matter.
+
+    `sees`: client; node (the client's, or the one dialled from outside); bridged: node if both pods are on the node's
+    bridge, where replies would not pass the node, else client.
     """
 
     client: str
     kind: str
     number: int
     outcome: str
-    sees: str = CLIENT
+    sees: str = "client"
     node_number: int = 1
 
 
@@ -69,8 +69,8 @@ def check(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
         home = cluster.lab.nodes[row.node_number - 1]
     node, own = cluster.addresses(home), {client.ip6 if v6 else client.ip}
     for name, _, seen, peer, peer_port in answer["seen"]:
-        bridged = row.sees == BRIDGED and cluster.cni.is_bridged and cluster.home[name] is home
-        assert seen in (node if row.sees == NODE or bridged else own), (name, seen, why())
+        bridged = row.sees == "bridged" and cluster.cni.is_bridged and cluster.home[name] is home
+        assert seen in (node if row.sees == "node" or bridged else own), (name, seen, why())
         assert (peer, peer_port) == split(to), why()
 
 
@@ -85,7 +85,7 @@ def check_policy(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None
             programmed = explain(cluster, row.client, split(to)[0])
         return f"{row}\n{to}: got {answer}\n{programmed}"
 
-    if row.outcome == ADMITTED:
+    if row.outcome == "admitted":
         assert sum(answer["names"].values()) == 2, why()
     else:
         assert not answer["names"], why()

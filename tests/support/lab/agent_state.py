@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kbpf.dataplane.bpf.maps import status_entries
-from kbpf.dataplane.bpf.maps.layout import Reason, schema_hash
+from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag, Reason, schema_hash
 from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.errors import KbpfError
@@ -69,6 +69,11 @@ class AgentState:
     def reasons(self) -> Counter[Reason]:
         """How often its programs have counted each reason, over all CPUs."""
         return read_reasons(self.map_path("reasons"))
+
+    def config_flags(self) -> ConfigFlag:
+        """The flags that the programs read."""
+        (raw,) = self.entries("config").values()
+        return ConfigFlag(CONFIG.unpack(raw)[1])
 
     def elements(self) -> dict[str, list[tuple[Any, ...]]]:
         """The elements of mode ipvs' nftables table, by set."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.support.cluster.cluster import Places
-from tests.support.lab.lab import Place
 from tests.support.lab.modes import PACKETS, SILENCE
 
 REFUSED = "ECONNREFUSED"
@@ -135,10 +134,3 @@ def explain(places: Places, client: str, host: str) -> str:
         counted = {reason.name: count for reason, count in agent.reasons().items() if count}
         lines.append(f"counted: {counted}")
     return "\n".join([*lines, agent.tail(5)])
-
-
-def spread(place: Place, host: str, number: int, count: int = 300) -> dict[str, int]:
-    """How often each backend answered."""
-    answer = place.many(count, host, number)
-    assert not answer["errors"], answer
-    return dict(answer["names"])

@@ -42,9 +42,12 @@ have too.
 """
 BULK = 7000
 """The port of a pod's `serve_bulk`."""
+BULK_SERVICES = f"41 -> a1 target={BULK}\n42 -> b1 target={BULK}\n43 -> a1 external=Local target={BULK}"
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
 
+crossed = pytest.mark.parametrize(("protocol", "v6"), [("tcp", False), ("udp", True)], ids=["tcp v4", "udp v6"])
+"""Programs tell protocols and families apart in different places. tests/programs/packets has all four."""
 both_families = pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
 
 

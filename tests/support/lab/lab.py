@@ -89,6 +89,12 @@ def let_forward(where: str) -> None:
     )
 
 
+def set_rp_filter(where: str, value: int) -> None:
+    """Sets the reverse path filter of all devices of this network namespace: 0 is off, 1 strict."""
+    script = f"for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $f; done"
+    run(*inside(where, None, "sh", "-c", script))
+
+
 def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
     """The command line that runs a command in a network namespace and a cgroup.
 

@@ -25,40 +25,33 @@ SILENCE = 0.7
 LOOPBACK = "NodePort on loopback: the kernel drops packets that IPVS has translated"
 EPERM = "a refused or dropped datagram of the node itself is always EPERM"
 FRONTENDS = "affinity is separate for each frontend"
-DELETED = "connections end with their Service"
 LEFT_ALONE = "VIPs that the socket hooks leave to the packet path: here source ranges are enforced"
 PODS = "without --detect-local-mode pods are not recognised (as with kube-proxy)"
 OTHER_PORTS = "other ports of external addresses are refused: the addresses are on the node here"
 SOCKETS = "a connected UDP socket is not aborted: its next datagram goes to another backend"
-UNHEARD = "an unconnected UDP socket gets no ICMP errors"
 MAPS = "about the maps, the programs or the packets of BPF"
 
 CANNOT: dict[str, str] = {
-    # tests/lab/traffic/test_policy.py
-    r"test_policy.*host to 127\.": LOOPBACK,
-    r"test_policy.*host to ::1": LOOPBACK,
-    r"test_policy.*to 127\.0\.0\.1\]": LOOPBACK,
-    r"test_policy.*UDP, host, 127\.0\.0\.1": LOOPBACK,
-    r"test_policy.*no local endpoint: 127\.0\.0\.1": LOOPBACK,
-    r"test_policy.*source ranges: left alone": LEFT_ALONE,
-    r"test_policy.*external IP, another port": OTHER_PORTS,
-    # tests/lab/traffic/test_services.py
-    r"test_services.*no endpoints, UDP, IPv6": EPERM,
+    # tests/lab/traffic/test_dials.py
+    r"test_dials.*host to 127\.": LOOPBACK,
+    r"test_dials.*host to ::1": LOOPBACK,
+    r"test_dials.*to 127\.0\.0\.1\]": LOOPBACK,
+    r"test_dials.*UDP, host, 127\.0\.0\.1": LOOPBACK,
+    r"test_dials.*no local endpoint: 127\.0\.0\.1": LOOPBACK,
+    r"test_dials.*source ranges: left alone": LEFT_ALONE,
+    r"test_dials.*external IP, another port": OTHER_PORTS,
+    r"test_dials.*no endpoints, UDP, IPv6": EPERM,
     # tests/lab/outside/test_north_south.py
     r"test_affinity_spans_all_addresses_of_a_service": FRONTENDS,
     r"test_north_south.*short circuit": PODS,
-    r"test_an_unknown_port_is_refused_by_a_bpf_program": MAPS,
+    r"test_which_packets_bypass_a_closed_forward_chain": MAPS,
     r"test_an_unknown_external_port_is_refused_by_the_node": OTHER_PORTS,
     r"test_a_device_added_later_is_served_and_forgotten_when_deleted": MAPS,
     r"test_all_programs_are_detached_by": MAPS,
     # tests/lab/traffic/test_local_mode.py
     r"test_which_clients_use_the_short_circuit\[none-": PODS,
-    # tests/lab/traffic/test_datagrams.py
-    r"test_connected_sockets_are_aborted_when_their_backend_stops": SOCKETS,
-    r"test_a_deleted_service_aborts_its_sockets": SOCKETS,
-    r"test_unconnected_sockets_change_to_a_serving_backend": UNHEARD,
     # tests/lab/traffic/test_updates.py
-    r"test_established_connections_outlive_their_endpoint_and_their_service": DELETED,
+    r"test_udp_sockets_of_a_backend_that_stops_are_aborted": SOCKETS,
 }
 """Regular expression for a test's id → why it is skipped, in order of the files."""
 

@@ -5,7 +5,7 @@
 just addresses (paper.py); both build the same objects.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.support.cluster.kube_objects import (
@@ -101,3 +101,25 @@ class Placed:
         rows = [{"ip": f"192.0.2.{number}"}, {"ip": f"2001:db8::{number}"}]
         made[0]["status"] = {"loadBalancer": {"ingress": rows}}
         return made
+
+    def all_of(self, text: str) -> list[Object]:
+        """The objects of all_ways(), a line for Services with the same endpoints:
+        ``11 21:UDP -> a1 b1 external=Local ranges=10.0.0.0/8,fd00::/8 target=7000 affinity=60``.
+        """
+        made = []
+        for numbers, _, rest in (line.partition(" ->") for line in text.splitlines() if line.strip()):
+            said = dict(word.split("=") for word in rest.split() if "=" in word)
+            options = {OPTIONS[name][0]: OPTIONS[name][1](value) for name, value in said.items()}
+            who = " ".join(word for word in rest.split() if "=" not in word)
+            for number, _, protocol in (word.partition(":") for word in numbers.split()):
+                made += self.all_ways(int(number), who, protocol or "TCP", **options)
+        return made
+
+
+OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "external": ("external_policy", str),
+    "ranges": ("source_ranges", lambda text: text.split(",")),
+    "target": ("target", int),
+    "affinity": ("affinity_seconds", int),
+}
+"""What may be said in all_of(), and the argument of all_ways()."""

@@ -6,7 +6,6 @@ kbpf. A server answers each line (TCP) or datagram (UDP) with its name and the c
 it sees it, so that a test knows what each side sees.
 """
 
-import contextlib
 import ctypes
 import errno
 import hashlib
@@ -362,31 +361,6 @@ class Client:
                 "seconds": [round(each, 2) for each in seconds],
             }
 
-    def datagrams(self, host, port, sockets, each, family="4", timeout=PATIENCE):
-        """Sends `each` datagrams on each of `sockets` connected sockets, in turns; returns how
-        often each server answered. A surplus answer is an error.
-        """
-        names, errors = Counter(), Counter()
-        with contextlib.ExitStack() as stack:
-            opened = []
-            for _ in range(sockets):
-                s = stack.enter_context(self._socket(family, socket.SOCK_DGRAM))
-                s.settimeout(timeout)
-                s.connect((host, port))
-                opened.append(s)
-            for _ in range(each):
-                for s in opened:
-                    try:
-                        s.send(b"hello")
-                        names[json.loads(s.recv(4096))["name"]] += 1
-                    except OSError as error:
-                        errors[errno_name(error)] += 1
-            for s in opened:
-                s.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    errors[f"one more: {s.recv(4096)}"] += 1
-        return {"names": names, "errors": errors}
-
     def start_stream(self, keep, host, port, family="4", timeout=PATIENCE):
         """Starts an endless stream to a Server.bulk() and back, in both directions at once."""
         s = self._socket(family, socket.SOCK_STREAM)
@@ -531,29 +505,18 @@ class Load:
         return self.result()
 
 
+NAMES = """
+tcp udp begin go_on talk hear dissolve drop many start_load stop_load peek_load bulk
+start_stream peek_stream stop_stream
+"""
+"""The methods of Client that may be called."""
+
+
 def main():
     server, client = Server(), Client([int(port) for port in sys.argv[1:]])
     handlers = {"serve": server.serve, "seen": server.seen}
     handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
-    for name in (
-        "tcp",
-        "udp",
-        "begin",
-        "go_on",
-        "talk",
-        "hear",
-        "dissolve",
-        "drop",
-        "many",
-        "start_load",
-        "stop_load",
-        "peek_load",
-        "bulk",
-        "datagrams",
-        "start_stream",
-        "peek_stream",
-        "stop_stream",
-    ):
+    for name in NAMES.split():
         handlers[name] = getattr(client, name)
     print(json.dumps({"pid": os.getpid()}), flush=True)
     for line in sys.stdin:

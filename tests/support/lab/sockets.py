@@ -10,19 +10,32 @@ from pathlib import Path
 from kbpf.kernel.system.netns import run_in
 
 
-def socket_in(netns: str | None, family: socket.AddressFamily) -> socket.socket:
-    """Return a new TCP socket in the namespace /run/netns/NETNS, or in our own for None."""
-    make = partial(socket.socket, family, socket.SOCK_STREAM)
+def socket_in(netns: str | None, family: socket.AddressFamily, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """Return a new socket in the namespace /run/netns/NETNS, or in our own for None."""
+    make = partial(socket.socket, family, kind)
     return make() if netns is None else run_in(Path("/run/netns") / netns, make)
 
 
-def connect(netns: str | None, host: str, port: int, timeout: float | None) -> socket.socket:
-    """Return a TCP connection from the namespace to a literal address (names: localhost only)."""
+def connect(
+    netns: str | None,
+    host: str,
+    port: int,
+    timeout: float | None,
+    own_port: int = 0,
+    kind: int = socket.SOCK_STREAM,
+) -> socket.socket:
+    """Return a socket that is connected from the namespace, and maybe from this port, to a literal address (names:
+    localhost only).
+    """
     host = "127.0.0.1" if host == "localhost" else host
-    made = socket_in(netns, family_of(host))
+    made = socket_in(netns, family_of(host), kind)
     try:
         made.settimeout(timeout)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if kind == socket.SOCK_STREAM:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if own_port:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(("", own_port))
         made.connect((host, port))
     except BaseException:
         made.close()

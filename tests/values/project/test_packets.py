@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge of packets finds what is wrong, and shares no code with the builder.
-tests/lab/outside/test_wire.py compares builder and parser with the kernel.
+"""The judge of packets finds what is wrong, and shares no code with the builder. The kernel judges both:
+tests/fuzz/packets sends the same packets through nf_conntrack.
 """
 
 import ast

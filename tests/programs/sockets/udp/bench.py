@@ -138,16 +138,17 @@ def answer(s: socket.socket, to: tuple[str, int] = ("10.96.0.1", 53)) -> tuple[s
     address.
     """
     s.sendto(b"hello\n", to)
-    return _receive(s)
+    return receive(s)
 
 
 def talk(s: socket.socket) -> tuple[str, Any]:
     """Sends a datagram from a connected socket; returns the replying server and its address."""
     s.send(b"hello\n")
-    return _receive(s)
+    return receive(s)
 
 
-def _receive(s: socket.socket) -> tuple[str, Any]:
+def receive(s: socket.socket) -> tuple[str, Any]:
+    """The replying server and its address."""
     s.settimeout(PATIENCE)
     data, sender = s.recvfrom(4096)
     return data.decode().split('"')[3], sender

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,27 +20,36 @@ from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
-from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, kept, socket_of
+from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, kept, socket_of, talk
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
-from tests.support.plane import desired, flush, service, within
+from tests.support.plane import desired, flush, service
+from tests.support.table import table
 
 # ---- the end of a backend ----------------------------------------------------------------------
 
 
 class End(NamedTuple):
-    """What happens after `one` served a Service."""
+    """What happens after `one` served a Service: who serves it then (gone: it is deleted), and who gets the next
+    datagram of an unconnected socket.
+    """
 
     name: str
-    then: Callable[[Bench], tuple[ServiceState, ...]]
-    next: str  # the server that gets the next datagram of an unconnected socket
+    then: str
+    next: str = ""
+
+    def services(self, bench: Bench) -> list[ServiceState]:
+        return [] if self.then == "gone" else [bench.udp(WEB, self.then)]
 
 
-ENDS = [
-    End("another backend", lambda g: (g.udp(WEB, "two"),), "two"),
-    End("zero endpoints", lambda g: (g.udp(WEB, ""),), "ECONNREFUSED"),
-    End("the Service is deleted", lambda _: (), ""),
-]
+ENDS = table(
+    End,
+    """
+another backend        | two  | two
+zero endpoints         |      | ECONNREFUSED
+the Service is deleted | gone
+""",
+)
 
 
 @pytest.mark.parametrize("client", ["pod", "host"])
@@ -56,7 +64,7 @@ def test_connected_sockets_of_a_deleted_backend_are_destroyed(bench: Bench, row:
         kept(place, bench["one"].ip, connected=True, port=8080) as plain,
     ):
         bench.take_udp_cuts()
-        bench.serve(*row.then(bench), bench.udp(DNS, "one"))
+        bench.serve(*row.services(bench), bench.udp(DNS, "one"))
         assert bench.take_cut_flows() == {4: 1}
         assert via() == "cut"
         assert other() == "one", "another Service's socket lives"
@@ -139,8 +147,7 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Benc
             address = V4_PREFIX + socket.inet_aton(bench[other].ip)
             peers.update(key, value[:28] + address + value[44:])
         bench.web(name)
-        s.send(b"hello\n")
-        assert s.recv(4096).decode().split('"')[3] == name
+        assert talk(s)[0] == name
 
 
 @pytest.mark.parametrize("flag", range(4))
@@ -168,7 +175,7 @@ def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row
     bench.web("one")
     with kept(bench["pod"], "10.96.0.1") as s:
         bench.take_udp_cuts()
-        bench.serve(*row.then(bench))
+        bench.serve(*row.services(bench))
         (look,) = bench.take_udp_cuts()
         assert look.flows == {4: 1}
         assert 0 < look.seconds < PATIENCE
@@ -329,46 +336,48 @@ def test_sockets_are_cut_after_a_failed_apply(
 def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
     """The kernel drops replies from every address but the backend that connect() chose."""
     bench.web("one two three")
-
-    def dial() -> int:
-        answered = 0
-        for _ in range(40):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-                s.settimeout(PATIENCE)
-                s.connect(("10.96.0.1", 53))
-                s.sendto(b"hello\n", ("10.96.0.1", 53))
-                answered += bool(s.recv(4096))
-        return answered
-
-    assert within(bench["pod"], dial) == 40
+    for _ in range(40):
+        with socket_of(bench["pod"]) as s:
+            s.connect(("10.96.0.1", 53))
+            assert answer(s)[1] == ("10.96.0.1", 53)
 
 
-MOVES = {
-    "the address goes to another Service": ("192.0.2.9:53", "", "192.0.2.9:53"),
-    "the port changes": ("192.0.2.9:53", "192.0.2.9:54", ""),
-    "the NodePort goes to another Service": ("{node}:30053", "", "{node}:30053"),
-}
-"""A frontend of the first Service, and what the first and the second Service have later."""
+class Move(NamedTuple):
+    """A frontend of the first Service, and what the first and the second Service have later."""
+
+    name: str
+    before: str
+    first: str
+    second: str = ""
+
+
+MOVES = table(
+    Move,
+    """
+the address goes to another Service  | 192.0.2.9:53 |              | 192.0.2.9:53
+the port changes                     | 192.0.2.9:53 | 192.0.2.9:54
+the NodePort goes to another Service | {node}:30053 |              | {node}:30053
+""",
+)
 
 
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_sockets_leave_a_frontend_that_moved(bench: Bench, move: tuple[str, str, str], connected: bool):
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)
+def test_sockets_leave_a_frontend_that_moved(bench: Bench, move: Move, connected: bool):
     """Both Services and their backends stay; only the address has moved."""
-    old, first, second = move
 
     def state(number: int, also: str) -> ServiceState:
         kind = also.replace("{node}", "NodePort=0.0.0.0").replace("192", "ExternalIP=192")
         to = bench.to("one" if number == 1 else "two")
         return service(f"moves{number}", f"10.96.0.{number}:53 {kind}", to, Protocol.UDP)
 
-    bench.serve(state(1, old), state(2, ""))
-    host, _, port = old.format(node=bench.node.ip).rpartition(":")
+    bench.serve(state(1, move.before), state(2, ""))
+    host, _, port = move.before.format(node=bench.node.ip).rpartition(":")
     with kept(bench["pod"], host, connected, int(port)) as s:
-        bench.serve(state(1, first), state(2, second))
+        bench.serve(state(1, move.first), state(2, move.second))
         if connected:
             assert s() == "cut"
-        elif second:
+        elif move.second:
             assert s() == "two"
         else:
             assert s(timeout=0.5) == "timeout", "no Service has this frontend any more"

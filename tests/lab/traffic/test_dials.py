@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoints serve which client, tried with real sockets: the rows of tests/rows/policy.py."""
+"""What answers at a Service's addresses and which endpoints serve which client, tried with real sockets: the rows of
+tests/rows/services.py and tests/rows/policy.py.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.rows.policy import ROWS, objects
+from tests.rows import policy, services
 from tests.support.cluster.cluster import Cluster
 from tests.support.lab.dial import Dial, check
 from tests.support.lab.lab import ip
@@ -19,11 +21,11 @@ def _served(cluster: Cluster) -> Iterator[None]:
         ip("addr replace 198.51.100.74/32 dev lo", netns=agent.node.netns)
     # a3 listens on the NodePorts itself: its own loopback must not be translated.
     cluster["a3"].serve(30070, udp=(30071,))
-    with cluster.given(*objects(cluster)):
+    with cluster.given(*services.objects(cluster), *policy.objects(cluster)):
         yield
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*services.ROWS, *policy.ROWS], ids=lambda row: row.name)
 def test_dial(cluster: Cluster, row: Dial):
     check_prediction(cluster, row)
     check(cluster, row)
