@@ -414,6 +414,7 @@ PATCHES = (
             "false",
         ),
         ("ports in doubt are taken", "doubtful = is_in_doubt(backend, flow->snat_port, now);", "doubtful = false;"),
+        ("ports of the node's servers are taken", "if (is_for_socket(skb, flow)) {", "if (false) {"),
         (
             "a port in the backend's TIME_WAIT is taken first",
             "return !fresh || !(entry->fins & FIN_BACKEND_FIRST);",

@@ -63,10 +63,10 @@ static __always_inline void delete_entry(const struct flow *flow, u32 direction)
 }
 
 /* Makes this CPU the only one that decides about the entry at this key; NULL: another CPU does. A
- * free key belongs to the CPU that inserts its entry first. A key that is taken over from another
- * flow needs this lock: otherwise two CPUs could both take it, or one could delete what the other
- * has just written. This never waits: there are other ports to try, and the agent deletes entries
- * that are left over (flow_gc.py).
+ * free key for client' belongs to the CPU that inserts its entry first. A port of the node, and a
+ * key that is taken over from another flow, need this lock: otherwise two CPUs could both take it,
+ * or one could delete what the other has just written. This never waits: there are other ports to
+ * try, and the agent deletes entries that are left over (flow_gc.py).
  *
  * Linux before v5.12 has no atomic operation that returns a value (BPF_FETCH), so this adds first
  * and reads afterwards. If several CPUs add at once, each may read more than 1, and none gets the

@@ -5,6 +5,7 @@
 #include "types.h"
 #include "lib/compat.h"
 #include "lib/hash.h"
+#include "tc/devices.h"
 #include "tc/entries.h"
 #include "tc/flow.h"
 #include "tc/known.h"
@@ -150,11 +151,24 @@ static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 
 			      is_acknowledged(original, reply_entry)));
 }
 
-/* Claims a port of the node for this flow, among those that its client may use; the node's own
- * sockets do not use this range. SEARCH_RANDOM tries flow->snat_port (the client's own port) first,
- * if it is in the share; the others begin there. False: none was found, and the search may continue
- * from flow->snat_port. */
-static __always_inline bool claim_node_port(struct flow *flow, const struct node *n, u32 search)
+/* Whether this packet would go to a socket of the node if it did not belong to a flow. The backend
+ * may be a machine, and its port the one from which that talks to a server of the node: the server
+ * would lose what it is sent to a client that has its port. */
+static __always_inline bool is_for_socket(struct __sk_buff *skb, const struct flow *flow)
+{
+	struct tuple reply = {.from = flow->backend, .to = flow->client};
+
+	reply.to.address = flow->snat;
+	reply.to.port = flow->snat_port;
+	return has_socket(skb, &reply);
+}
+
+/* Claims a port of the node for this flow, among those that its client may use; sockets of
+ * the node connect from other ports. SEARCH_RANDOM tries flow->snat_port (the client's own port)
+ * first, if it is in the share; the others begin there. False: none was found, and the search may
+ * continue from flow->snat_port. */
+static __always_inline bool claim_node_port(struct __sk_buff *skb, struct flow *flow,
+					    const struct node *n, u32 search)
 {
 	struct share s = share_of(flow, n);
 	struct port_slot *slot = NULL;
@@ -162,7 +176,7 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	u64 now = flow->last_used;
 	struct flow_key key;
 	u32 index = index_of_port(&s, flow->snat_port), backend = hash_of_backend(flow);
-	bool doubtful, written;
+	bool doubtful, written = false;
 
 	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
 		index = bpf_get_prandom_u32() % s.count;
@@ -170,8 +184,6 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 		flow->snat_port = port_at(&s, index);
 		key = snat_reply_key(flow);
 		doubtful = is_in_doubt(backend, flow->snat_port, now);
-		if (!doubtful && !flows.insert(&key, flow))
-			return true;
 		slot = doubtful ? NULL : try_lock_key(&key);
 		if (slot) {
 			other = flows.lookup(&key);
@@ -187,20 +199,25 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 		flow->snat_port = port_at(&s, index);
 		return false;
 	}
-	if (other) /* the rest of the flow that loses its port */
-		delete_other_entries(other);
-	written = !flows.update(&key, flow);
+	if (is_for_socket(skb, flow)) {
+		flow->snat_port = port_at(&s, (index + 1) % s.count);
+	} else {
+		if (other) /* the rest of the flow that loses its port */
+			delete_other_entries(other);
+		written = !flows.update(&key, flow);
+	}
 	unlock_key(slot);
 	return written;
 }
 
 /* Why the last port of a search failed: it is taken or in doubt, or the map took no entry. */
-static __always_inline enum reason no_port_reason(const struct flow *flow)
+static __always_inline enum reason no_port_reason(struct __sk_buff *skb, const struct flow *flow)
 {
 	struct flow_key key = snat_reply_key(flow);
 
 	if (flows.lookup(&key) ||
-	    is_in_doubt(hash_of_backend(flow), flow->snat_port, flow->last_used))
+	    is_in_doubt(hash_of_backend(flow), flow->snat_port, flow->last_used) ||
+	    is_for_socket(skb, flow))
 		return NO_SNAT_PORT;
 	return NOT_TRACKED;
 }
@@ -215,10 +232,10 @@ static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scra
 	flow->direction = DIRECTION_SNAT_REPLY;
 	if (is_loopback(&flow->snat)) /* still ADDRESS_NOT_CHOSEN */
 		return NO_SNAT_PORT;
-	if (claim_node_port(flow, n, s->search))
+	if (claim_node_port(skb, flow, n, s->search))
 		return NEW_FLOW;
 	if (s->search == SEARCH_LAST)
-		return no_port_reason(flow);
+		return no_port_reason(skb, flow);
 	s->search++;
 	tails.call(skb, TAIL_CLAIM);
 	return NO_SNAT_PORT;
@@ -237,9 +254,8 @@ static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
 }
 
-/* Writes the entries of a new flow: that for replies to the node, that for its packets in the stack
- * and its replies, and the original one. A search for a port of the node continues here (`search`).
- */
+/* Writes the first entry of a new flow with SNAT, which is for replies to the node. A search for a
+ * port of the node continues here (`search`). */
 int tc_claim(struct __sk_buff *skb)
 {
 	u32 zero = 0;
@@ -264,6 +280,20 @@ int tc_claim(struct __sk_buff *skb)
 		reason = claim_port(skb, s, n);
 	if (reason != NEW_FLOW) /* there is nothing to release */
 		return drop_flow(&s->flow, reason);
+	return go(skb, TAIL_PUBLISH);
+}
+
+/* Writes the entry for the packets of a new flow in the stack and its replies, and the original
+ * one. */
+int tc_publish(struct __sk_buff *skb)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+	struct scratch *s = get_scratch();
+	enum reason reason;
+
+	if (!n || !s)
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	reason = claim_reply(&s->flow, n, now_ns(), s->begin & BEGIN_OTHER_PORT);
 	if (reason == NEW_FLOW)
 		reason = publish(s, skb->ifindex);

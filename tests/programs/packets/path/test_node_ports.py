@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import os
+import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -54,7 +55,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.packets.packets import Talk, fragments, tcp, udp
 from tests.support.packets.shares import ports_of
-from tests.support.packets.test_run import TC_ACT_SHOT
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT
 
 # ---- ports of the node ---------------------------------------------------------------------------
 
@@ -254,6 +255,50 @@ def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int):
                 slots.update(key, PORT_SLOT.pack(holders))
             assert new_flow_port(path, v, client(v)) == given
         assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
+
+
+SOCKETS = {
+    "tcp: a server": ("tcp", "the node's", False),
+    "tcp: a server on all addresses": ("tcp", "any", False),
+    "tcp: a connection": ("tcp", "the node's", True),
+    "udp: a server": ("udp", "the node's", False),
+    "udp: a server on all addresses": ("udp", "any", False),
+    "udp: a connected socket": ("udp", "the node's", True),
+}
+
+
+@pytest.mark.parametrize("row", SOCKETS)
+def test_port_of_a_socket_of_the_node_is_left_alone(uplink: Path_, v: int, row: str):
+    """A backend may be a machine, and its port the one from which it talks to a server of the node.
+    The server would lose what it is sent to a client with its port.
+    """
+    protocol, address, connects = SOCKETS[row]
+    number = next(SPARE_PORTS), next(SPARE_PORTS)
+
+    def taken() -> socket.socket:
+        made = socket.socket(
+            socket.AF_INET if v == 4 and address != "any" else socket.AF_INET6,
+            socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM,
+        )
+        made.setblocking(False)
+        made.bind((NODE[v] if address != "any" else "::", number[0]))
+        if connects:
+            made.connect_ex((POD[v], 8080))
+        elif protocol == "tcp":
+            made.listen()
+        return made
+
+    own, to_server = client(v, number[0]), (pod(v), end(NODE[v], number[0]))
+    begins, sent = {
+        "tcp": (tcp(own, vip(v, CLUSTER), flags="S"), tcp(*to_server, b"secret", flags="PA", seq=7000, ack=9000)),
+        "udp": (ask(own, vip(v, CLUSTER)), udp(*to_server, b"secret")),
+    }[protocol]
+    uplink.node(NodeFlag(0), *number)
+    with uplink.inside(taken):
+        verdict, got = uplink.ingress(begins)
+        uplink.expect_untouched(sent)
+    assert (verdict, parsed(got).source) == (TC_ACT_REDIRECT, end(NODE[v], number[1]))
+    uplink.delete_flows()
 
 
 def test_recently_active_client_keeps_its_port(path: Path_, v: int):
