@@ -32,14 +32,56 @@ static __always_inline bool write_client_port(const struct flow *flow)
 	return true;
 }
 
+/* Whether a flow gives up its port to another, judged by one of its entries. The port of a
+ * connection that the backend may still have stays reserved, and so does that of a datagram that it
+ * may still answer: the answer would reach the wrong client. When ports are short, a handshake
+ * gives up its port, since it is no connection yet, and what the backend sends for an older one
+ * will not reach the new client (judge_answer()). If it has sent such a thing already
+ * (FIN_RESERVED), the port is taken a second later, and only if there is no other: whoever forges
+ * SYNs can cause that mark. */
+static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
+					     bool fresh)
+{
+	u64 quiet = elapsed(entry->last_used, now);
+
+	if (expired(entry, now))
+		return true;
+	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED))
+		return false;
+	if (is_half_open(entry) && (entry->fins & FIN_RESERVED))
+		return quiet > SECOND && search == SEARCH_LAST;
+	if (is_half_open(entry))
+		return (quiet > SECOND && search > SEARCH_RANDOM) || search == SEARCH_LAST;
+	if (both_closed(entry))
+		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
+	return entry->state == STATE_CLOSED && /* by the client's RST */
+	       quiet > RESET_SECONDS * SECOND;
+}
+
+/* The same as entry_frees_port() for the whole flow: its client may have sent after its backend. */
+static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
+					    bool fresh)
+{
+	struct flow *original;
+
+	if (!entry_frees_port(reply_entry, now, search, fresh))
+		return false;
+	original = entry_at(reply_entry, DIRECTION_ORIGINAL);
+	return !original || (entry_frees_port(original, now, search, fresh) &&
+			     (!both_closed(original) || expired(original, now) ||
+			      is_acknowledged(original, reply_entry)));
+}
+
 /* Inserts the entry that matches replies to client'. Any result other than NEW_FLOW: it has none,
  * and NO_SNAT_PORT that all ports that were tried belong to other flows. If another flow of this
  * client to the same backend (through another frontend) has the key, client' gets another port, and
- * so it does without SNAT if the backend has an older connection with this one (`other_port`).
- * While coexisting with another data plane the port always changes: its conntrack may hold the
- * client's own port and would translate the replies. The kernel refuses a write (-EBUSY, Linux 5.11
- * and later) if this CPU was interrupted during another one to the same group of buckets; the next
- * port is most likely in another group. */
+ * so it does without SNAT if the backend has an older connection with this one (`other_port`). A
+ * handshake or reset flow gives up its key as it gives up a port of the node, or whoever forges
+ * SYNs of a client could take all of the client's ports. While coexisting with another data plane
+ * the port always changes: its conntrack may hold the client's own port and would translate the
+ * replies. The kernel refuses a write (-EBUSY, Linux 5.11 and later) if this CPU was interrupted
+ * during another one to the same group of buckets; the next port is most likely in another group.
+ */
 static __always_inline enum reason claim_reply(struct flow *flow, const struct node *n, u64 now,
 					       bool other_port)
 {
@@ -66,6 +108,13 @@ static __always_inline enum reason claim_reply(struct flow *flow, const struct n
 		     same_target(&other->client, &flow->client) &&
 		     (other->state == STATE_NEW || other->client.protocol == IPPROTO_UDP)))
 			error = flows.update(&key, flow);
+		else if (!expired(other, now) &&
+			 flow_frees_port(other, now,
+					 i + 1 < REPLY_PORT_TRIES ? SEARCH_RANDOM + 1 : SEARCH_LAST,
+					 false)) {
+			delete_other_entries(other);
+			error = flows.update(&key, flow);
+		}
 		unlock_key(slot);
 	}
 	if (!error)
@@ -109,46 +158,6 @@ static __always_inline __be16 port_at(const struct share *s, u32 index)
 static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 {
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
-}
-
-/* Whether a flow gives up its port to another, judged by one of its entries. The port of a
- * connection that the backend may still have stays reserved, and so does that of a datagram that it
- * may still answer: the answer would reach the wrong client. When ports are short, a handshake
- * gives up its port, since it is no connection yet, and what the backend sends for an older one
- * will not reach the new client (judge_answer()). If it has sent such a thing already
- * (FIN_RESERVED), the port is taken a second later, and only if there is no other: whoever forges
- * SYNs can cause that mark. */
-static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
-					     bool fresh)
-{
-	u64 quiet = elapsed(entry->last_used, now);
-
-	if (expired(entry, now))
-		return true;
-	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED))
-		return false;
-	if (is_half_open(entry) && (entry->fins & FIN_RESERVED))
-		return quiet > SECOND && search == SEARCH_LAST;
-	if (is_half_open(entry))
-		return (quiet > SECOND && search > SEARCH_RANDOM) || search == SEARCH_LAST;
-	if (both_closed(entry))
-		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
-	return entry->state == STATE_CLOSED && /* by the client's RST */
-	       quiet > RESET_SECONDS * SECOND;
-}
-
-/* The same as entry_frees_port() for the whole flow: its client may have sent after its backend. */
-static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
-					    bool fresh)
-{
-	struct flow *original;
-
-	if (!entry_frees_port(reply_entry, now, search, fresh))
-		return false;
-	original = entry_at(reply_entry, DIRECTION_ORIGINAL);
-	return !original || (entry_frees_port(original, now, search, fresh) &&
-			     (!both_closed(original) || expired(original, now) ||
-			      is_acknowledged(original, reply_entry)));
 }
 
 /* Whether this packet would go to a socket of the node if it did not belong to a flow. The backend

@@ -27,6 +27,8 @@ from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLOSES,
     CLUSTER,
+    IP,
+    LOCAL,
     NODE,
     POD,
     PORTS,
@@ -55,7 +57,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.packets.packets import Talk, fragments, tcp, udp
 from tests.support.packets.shares import ports_of
-from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- ports of the node ---------------------------------------------------------------------------
 
@@ -255,6 +257,23 @@ def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int):
                 slots.update(key, PORT_SLOT.pack(holders))
             assert new_flow_port(path, v, client(v)) == given
         assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
+
+
+@pytest.mark.parametrize(
+    ("script", "age_", "given"),
+    [("S", 30, True), ("S <SA", 30, True), ("S <SA R", 30, True), ("S <SA R", -60, False), ("S <SA A", 30, False)],
+)
+def test_handshake_at_another_frontend_locks_no_client_out(path: Path_, v: int, script: str, age_: int, given: bool):
+    """The same backend sees the client's own port of both. There is one other port, where another
+    such flow is. Whoever forges SYNs of the client can make both.
+    """
+    only_port, own = set_only_port(path), client(v)
+    for source in (own, client(v, only_port)):
+        send_segments(path, v, script, source, which=IP)
+        age(path, source, age_)
+    verdict, _ = path.ingress(tcp(own, vip(v, LOCAL), flags="S", seq=5))
+    assert (verdict == TC_ACT_UNSPEC) == given
+    path.delete_flows()
 
 
 SOCKETS = {
