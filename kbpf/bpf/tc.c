@@ -14,7 +14,7 @@
  *      │                           └─ may be new ─► tc_choose ─ tc_route ─ tc_enqueue ─ tc_evict ─┐
  *      │                                              ├─ no backend ─► tc_refuse                  │
  *      │                                              └─ coexisting ─► tc_coexist                 │
- *      └─────────── known now ────────────────────────────────── tc_claim ────────────────────────┘
+ *      └─────────── known now ───────────────────── tc_publish ─ tc_claim ────────────────────────┘
  *
  *  tc_egress  ─ parse ─ find flow ─┬─ known ─ (tc_judge) ─ rewrite source ─┬─► out
  *                                  │                          └─ by the wrong device ─► tc_reroute
@@ -25,7 +25,7 @@
  *  tc_recheck, tc_coexist, tc_choose, tc_route, tc_delete_flow   tc/begin.h
  *  tc_conntrack                                                  tc/conntrack.h
  *  tc_enqueue, tc_evict                                          tc/evict.h
- *  tc_claim                                                      tc/ports.h
+ *  tc_claim, tc_publish                                          tc/ports.h
  *  tc_host, tc_host_choose                                       tc/host.h
  *  tc_judge                                                      tc/judge.h
  *  tc_icmp_in, tc_icmp_out                                       tc/error.h

@@ -451,7 +451,8 @@ struct first_fragment {
 #define DOUBTS 16            /* places in each */
 
 /* doubtful_ports: until when the backend may send to a flow that is gone (seconds,
- * CLOCK_MONOTONIC). 32 bits: fewer would wrap around while the node is up. */
+ * CLOCK_MONOTONIC). 32 bits: fewer would wrap around while the node is up. The first element has a
+ * secret instead (agent_maps.py): a word for each of a struct target. */
 struct doubts {
 	u32 until[DOUBTS];
 };

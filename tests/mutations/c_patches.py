@@ -310,6 +310,9 @@ pods behind a bridge share a network
 - ? OWNER_ADDRESS : OWNER_NETWORK
 + ? OWNER_NETWORK : OWNER_NETWORK
 # tc/entries.h FLOWS
+a tenant can tell which ports it puts in doubt
+- keyed[i] = words[i] ^ secret->until[i];
++ keyed[i] = words[i];
 no port is in doubt
 - if (!has_snat(flow) || !may_be_answered(flow, now))
 + if (true)
@@ -429,7 +432,7 @@ forged ACKs pass
 - if (!n || !(n->flags & NODE_NETFILTER))
 + if (!n || !may_confirm(p))
 errors about refused packets pass
-- !is_unanswered(skb, &p)
+- !is_unanswered(skb, p)
 + true
 a port of another flow is taken
 - if (has_flow(&reply))
@@ -453,6 +456,9 @@ ports of datagrams are given away
 ports in doubt are taken
 - doubtful = is_in_doubt(backend, flow->snat_port, now);
 + doubtful = false;
+ports of the node's servers are taken
+- if (is_for_socket(skb, flow)) {
++ if (false) {
 a port in the backend's TIME_WAIT is taken first
 - return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
 + return true;

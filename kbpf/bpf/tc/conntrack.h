@@ -27,7 +27,6 @@
 #include "tc/scratch.h"
 #include "tc/tails.h"
 
-#define CURRENT_NETNS (-1)
 #define IP_CT_DIR_REPLY 1
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
@@ -87,13 +86,15 @@ struct ct_tuple6 {
 
 /* Calls one of the first two functions for packets from `t->from` to `t->to`. */
 #define CALL_FOR_TUPLE(function, skb, t, v6, opts)                                                 \
+	CALL_WITH(function, skb, t, v6, opts, sizeof(*(opts)))
+#define CALL_WITH(function, skb, t, v6, opts, last)                                                \
 	({                                                                                         \
 		struct ct_tuple4 _t4 = {(t)->from.address.word[3], (t)->to.address.word[3],        \
 					(t)->from.port, (t)->to.port};                             \
 		struct ct_tuple6 _t6 = {(t)->from.address, (t)->to.address, (t)->from.port,        \
 					(t)->to.port};                                             \
-		(v6) ? function(skb, &_t6, sizeof(_t6), opts, sizeof(*(opts)))                     \
-		     : function(skb, &_t4, sizeof(_t4), opts, sizeof(*(opts)));                    \
+		(v6) ? function(skb, &_t6, sizeof(_t6), opts, last)                                \
+		     : function(skb, &_t4, sizeof(_t4), opts, last);                               \
 	})
 
 enum tracked {
@@ -153,6 +154,19 @@ static __always_inline bool is_unanswered(struct __sk_buff *skb, const struct pa
 	return !answered;
 }
 
+/* Whether conntrack or, for a masqueraded client, a socket of the node has these ends. */
+static __always_inline bool is_taken(struct __sk_buff *skb, void *ends, u32 size,
+				     struct ct_opts *opts, bool masqueraded)
+{
+	void *ct = bpf_skb_ct_lookup(skb, ends, size, opts, sizeof(*opts));
+
+	if (ct) {
+		bpf_ct_release(ct);
+		return true;
+	}
+	return masqueraded && has_socket_at(skb, ends, size, opts->protocol);
+}
+
 #define CLIENT_PORT_TRIES 16
 #define QUEUE_TRIES 3 /* another CPU may fill the queue */
 
@@ -161,14 +175,14 @@ static __always_inline bool is_unanswered(struct __sk_buff *skb, const struct pa
  *
  *  - it is in the packet path's range, of which the flows of the node's sockets have ports. The
  *    kernel does not know these flows: the client could receive or forge their packets;
- *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort. */
+ *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort;
+ *  - a socket of the node has it: is_for_socket(). */
 static __always_inline bool may_have_port(struct __sk_buff *skb, const struct packet *p,
 					  const struct flow *flow, const struct node *n, u32 port)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
 	struct tuple reply = {.from = flow->backend, .to = flow->client};
 	bool masqueraded = has_snat(flow);
-	void *ct;
 
 	reply.to.port = __builtin_bswap16(port);
 	if (masqueraded &&
@@ -178,10 +192,7 @@ static __always_inline bool may_have_port(struct __sk_buff *skb, const struct pa
 		reply.to.address = flow->snat;
 	if (has_flow(&reply))
 		return false;
-	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &reply, p->v6, &opts);
-	if (ct)
-		bpf_ct_release(ct);
-	return !ct;
+	return !CALL_WITH(is_taken, skb, &reply, p->v6, &opts, masqueraded);
 }
 
 /* The port of a client for its backend, in host byte order: its own, or else a random one above the
@@ -370,19 +381,19 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	struct address backend, source;
 	enum tracked tracked;
-	struct packet p;
+	struct packet *p;
 	u16 port = 0;
 	void *ct;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
-	p = s->packet;
+	p = &s->packet;
 	if (s->begin & (BEGIN_ANSWER | BEGIN_ERROR))
-		return is_decrypted(skb) || ((s->begin & BEGIN_ERROR) && !is_unanswered(skb, &p))
+		return is_decrypted(skb) || ((s->begin & BEGIN_ERROR) && !is_unanswered(skb, p))
 			       ? TC_ACT_UNSPEC
 			       : finish(TC_ACT_SHOT, INVALID);
 	if (!(s->begin & BEGIN_UNTRACKED)) {
-		tracked = find_tracked(skb, &p, false);
+		tracked = find_tracked(skb, p, false);
 		if (tracked == TRACKED_YES)
 			return TC_ACT_UNSPEC;
 		s->begin |= BEGIN_UNTRACKED | (tracked == TRACKED_STALE ? BEGIN_STALE : 0);
@@ -390,25 +401,25 @@ int tc_conntrack(struct __sk_buff *skb)
 	}
 	if (is_loopback(&s->flow.snat)) /* still ADDRESS_NOT_CHOSEN */
 		return drop_flow(&s->flow, NO_SNAT_PORT);
-	if ((s->begin & BEGIN_STALE) && find_tracked(skb, &p, true) == TRACKED_STALE)
-		find_tracked(skb, &p, false);
-	port = choose_client_port(skb, &p, &s->flow);
+	if ((s->begin & BEGIN_STALE) && find_tracked(skb, p, true) == TRACKED_STALE)
+		find_tracked(skb, p, false);
+	port = choose_client_port(skb, p, &s->flow);
 	if (!port)
 		return drop_flow(&s->flow, NO_SNAT_PORT);
-	opts.protocol = p.protocol;
-	ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p.tuple, p.v6, &opts);
+	opts.protocol = p->protocol;
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p->tuple, p->v6, &opts);
 	if (!ct)
 		return drop_flow(&s->flow, TABLE_FULL);
 	bpf_ct_set_timeout(ct, NEW_ENTRY_MS);
-	backend = nf_address(&s->flow.backend.address, p.v6);
+	backend = nf_address(&s->flow.backend.address, p->v6);
 	bpf_ct_set_nat_info(ct, &backend, __builtin_bswap16(s->flow.backend.port),
 			    NF_NAT_MANIP_DST);
 	source = has_snat(&s->flow) ? s->flow.snat : s->flow.client.address;
-	source = nf_address(&source, p.v6);
+	source = nf_address(&source, p->v6);
 	bpf_ct_set_nat_info(ct, &source, port, NF_NAT_MANIP_SRC);
 	ct = bpf_ct_insert_entry(ct);
 	if (!ct) /* another CPU may have begun the same flow */
-		return find_tracked(skb, &p, false) == TRACKED_YES
+		return find_tracked(skb, p, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, NOT_TRACKED);
 	bpf_ct_release(ct);

@@ -5,6 +5,9 @@
 #include "types.h"
 #include "maps.h"
 #include "lib/addr.h"
+#include "lib/packet.h"
+
+#define CURRENT_NETNS (-1)
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("array", u32, struct cached_device, device_cache, CACHED_DEVICES);
@@ -52,6 +55,42 @@ static __always_inline u32 owner_of_packet(const struct device *in, u32 ifindex)
 static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
 {
 	return find_node_address(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
+}
+
+/* Whether a socket of the node receives packets with these ends (struct bpf_sock_tuple), if they
+ * are to an address of the node: one of a server, a connection (also in TIME_WAIT) or the kernel,
+ * such as VXLAN's. Not found are sockets that are bound to another device, and SCTP's. */
+static __always_inline bool has_socket_at(struct __sk_buff *skb, void *ends, u32 size, u8 protocol)
+{
+	struct bpf_sock *socket = NULL;
+
+	if (protocol == IPPROTO_TCP)
+		socket = bpf_skc_lookup_tcp(skb, ends, size, CURRENT_NETNS, 0);
+	else if (protocol == IPPROTO_UDP)
+		socket = bpf_sk_lookup_udp(skb, ends, size, CURRENT_NETNS, 0);
+	if (!socket)
+		return false;
+	bpf_sk_release(socket);
+	return true;
+}
+
+/* The same for the ends of a packet. */
+static __always_inline bool has_socket(struct __sk_buff *skb, const struct tuple *t)
+{
+	struct bpf_sock_tuple ends = {};
+
+	if (is_v4(&t->to.address)) {
+		ends.ipv4.saddr = t->from.address.word[3];
+		ends.ipv4.daddr = t->to.address.word[3];
+		ends.ipv4.sport = t->from.port;
+		ends.ipv4.dport = t->to.port;
+		return has_socket_at(skb, &ends, sizeof(ends.ipv4), t->to.protocol);
+	}
+	*(struct address *)ends.ipv6.saddr = t->from.address;
+	*(struct address *)ends.ipv6.daddr = t->to.address;
+	ends.ipv6.sport = t->from.port;
+	ends.ipv6.dport = t->to.port;
+	return has_socket_at(skb, &ends, sizeof(ends.ipv6), t->to.protocol);
 }
 
 static __always_inline bool uses_conntrack(void)

@@ -63,10 +63,10 @@ static __always_inline void delete_entry(const struct flow *flow, u32 direction)
 }
 
 /* Makes this CPU the only one that decides about the entry at this key; NULL: another CPU does. A
- * free key belongs to the CPU that inserts its entry first. A key that is taken over from another
- * flow needs this lock: otherwise two CPUs could both take it, or one could delete what the other
- * has just written. This never waits: there are other ports to try, and the agent deletes entries
- * that are left over (flow_gc.py).
+ * free key for client' belongs to the CPU that inserts its entry first. A port of the node, and a
+ * key that is taken over from another flow, need this lock: otherwise two CPUs could both take it,
+ * or one could delete what the other has just written. This never waits: there are other ports to
+ * try, and the agent deletes entries that are left over (flow_gc.py).
  *
  * Linux before v5.12 has no atomic operation that returns a value (BPF_FETCH), so this adds first
  * and reads afterwards. If several CPUs add at once, each may read more than 1, and none gets the
@@ -95,15 +95,26 @@ static __always_inline void unlock_key(struct port_slot *slot)
  */
 BPF_TABLE("array", u32, struct doubts, doubtful_ports, 64);
 
+/* Keyed, or a tenant could compute which of its own flows put the ports of another's backend in
+ * doubt. */
 static __always_inline u32 hash_of_backend(const struct flow *flow)
 {
-	return hash_words((const u32 *)&flow->backend, sizeof(struct target) / sizeof(u32));
+	const u32 *words = (const u32 *)&flow->backend;
+	u32 zero = 0, keyed[sizeof(struct target) / sizeof(u32)];
+	struct doubts *secret = doubtful_ports.lookup(&zero);
+
+	if (!secret)
+		return 0;
+#pragma unroll
+	for (int i = 0; i < sizeof(keyed) / sizeof(u32); i++)
+		keyed[i] = words[i] ^ secret->until[i];
+	return hash_words(keyed, sizeof(keyed) / sizeof(u32));
 }
 
 static __always_inline u32 *doubt_of(u32 backend, __be16 port)
 {
 	u32 hash = hash_end(hash_word(backend, port), sizeof(struct target) + sizeof(u32));
-	u32 index = hash / DOUBTS % DOUBTFUL_PORTS;
+	u32 index = 1 + hash / DOUBTS % (DOUBTFUL_PORTS - 1);
 	struct doubts *doubts = doubtful_ports.lookup(&index);
 
 	return doubts ? &doubts->until[hash % DOUBTS] : NULL;

@@ -5,6 +5,7 @@
 #include "types.h"
 #include "lib/compat.h"
 #include "lib/hash.h"
+#include "tc/devices.h"
 #include "tc/entries.h"
 #include "tc/flow.h"
 #include "tc/known.h"
@@ -31,14 +32,56 @@ static __always_inline bool write_client_port(const struct flow *flow)
 	return true;
 }
 
+/* Whether a flow gives up its port to another, judged by one of its entries. The port of a
+ * connection that the backend may still have stays reserved, and so does that of a datagram that it
+ * may still answer: the answer would reach the wrong client. When ports are short, a handshake
+ * gives up its port, since it is no connection yet, and what the backend sends for an older one
+ * will not reach the new client (judge_answer()). If it has sent such a thing already
+ * (FIN_RESERVED), the port is taken a second later, and only if there is no other: whoever forges
+ * SYNs can cause that mark. */
+static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
+					     bool fresh)
+{
+	u64 quiet = elapsed(entry->last_used, now);
+
+	if (expired(entry, now))
+		return true;
+	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED))
+		return false;
+	if (is_half_open(entry) && (entry->fins & FIN_RESERVED))
+		return quiet > SECOND && search == SEARCH_LAST;
+	if (is_half_open(entry))
+		return (quiet > SECOND && search > SEARCH_RANDOM) || search == SEARCH_LAST;
+	if (both_closed(entry))
+		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
+	return entry->state == STATE_CLOSED && /* by the client's RST */
+	       quiet > RESET_SECONDS * SECOND;
+}
+
+/* The same as entry_frees_port() for the whole flow: its client may have sent after its backend. */
+static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
+					    bool fresh)
+{
+	struct flow *original;
+
+	if (!entry_frees_port(reply_entry, now, search, fresh))
+		return false;
+	original = entry_at(reply_entry, DIRECTION_ORIGINAL);
+	return !original || (entry_frees_port(original, now, search, fresh) &&
+			     (!both_closed(original) || expired(original, now) ||
+			      is_acknowledged(original, reply_entry)));
+}
+
 /* Inserts the entry that matches replies to client'. Any result other than NEW_FLOW: it has none,
  * and NO_SNAT_PORT that all ports that were tried belong to other flows. If another flow of this
  * client to the same backend (through another frontend) has the key, client' gets another port, and
- * so it does without SNAT if the backend has an older connection with this one (`other_port`).
- * While coexisting with another data plane the port always changes: its conntrack may hold the
- * client's own port and would translate the replies. The kernel refuses a write (-EBUSY, Linux 5.11
- * and later) if this CPU was interrupted during another one to the same group of buckets; the next
- * port is most likely in another group. */
+ * so it does without SNAT if the backend has an older connection with this one (`other_port`). A
+ * handshake or reset flow gives up its key as it gives up a port of the node, or whoever forges
+ * SYNs of a client could take all of the client's ports. While coexisting with another data plane
+ * the port always changes: its conntrack may hold the client's own port and would translate the
+ * replies. The kernel refuses a write (-EBUSY, Linux 5.11 and later) if this CPU was interrupted
+ * during another one to the same group of buckets; the next port is most likely in another group.
+ */
 static __always_inline enum reason claim_reply(struct flow *flow, const struct node *n, u64 now,
 					       bool other_port)
 {
@@ -65,6 +108,13 @@ static __always_inline enum reason claim_reply(struct flow *flow, const struct n
 		     same_target(&other->client, &flow->client) &&
 		     (other->state == STATE_NEW || other->client.protocol == IPPROTO_UDP)))
 			error = flows.update(&key, flow);
+		else if (!expired(other, now) &&
+			 flow_frees_port(other, now,
+					 i + 1 < REPLY_PORT_TRIES ? SEARCH_RANDOM + 1 : SEARCH_LAST,
+					 false)) {
+			delete_other_entries(other);
+			error = flows.update(&key, flow);
+		}
 		unlock_key(slot);
 	}
 	if (!error)
@@ -110,51 +160,24 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
 }
 
-/* Whether a flow gives up its port to another, judged by one of its entries. The port of a
- * connection that the backend may still have stays reserved, and so does that of a datagram that it
- * may still answer: the answer would reach the wrong client. When ports are short, a handshake
- * gives up its port, since it is no connection yet, and what the backend sends for an older one
- * will not reach the new client (judge_answer()). If it has sent such a thing already
- * (FIN_RESERVED), the port is taken a second later, and only if there is no other: whoever forges
- * SYNs can cause that mark. */
-static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
-					     bool fresh)
+/* Whether this packet would go to a socket of the node if it did not belong to a flow. The backend
+ * may be a machine, and its port the one from which that talks to a server of the node: the server
+ * would lose what it is sent to a client that has its port. */
+static __always_inline bool is_for_socket(struct __sk_buff *skb, const struct flow *flow)
 {
-	u64 quiet = elapsed(entry->last_used, now);
+	struct tuple reply = {.from = flow->backend, .to = flow->client};
 
-	if (expired(entry, now))
-		return true;
-	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_REPLACED))
-		return false;
-	if (is_half_open(entry) && (entry->fins & FIN_RESERVED))
-		return quiet > SECOND && search == SEARCH_LAST;
-	if (is_half_open(entry))
-		return (quiet > SECOND && search > SEARCH_RANDOM) || search == SEARCH_LAST;
-	if (both_closed(entry))
-		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
-	return entry->state == STATE_CLOSED && /* by the client's RST */
-	       quiet > RESET_SECONDS * SECOND;
+	reply.to.address = flow->snat;
+	reply.to.port = flow->snat_port;
+	return has_socket(skb, &reply);
 }
 
-/* The same as entry_frees_port() for the whole flow: its client may have sent after its backend. */
-static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
-					    bool fresh)
-{
-	struct flow *original;
-
-	if (!entry_frees_port(reply_entry, now, search, fresh))
-		return false;
-	original = entry_at(reply_entry, DIRECTION_ORIGINAL);
-	return !original || (entry_frees_port(original, now, search, fresh) &&
-			     (!both_closed(original) || expired(original, now) ||
-			      is_acknowledged(original, reply_entry)));
-}
-
-/* Claims a port of the node for this flow, among those that its client may use; the node's own
- * sockets do not use this range. SEARCH_RANDOM tries flow->snat_port (the client's own port) first,
- * if it is in the share; the others begin there. False: none was found, and the search may continue
- * from flow->snat_port. */
-static __always_inline bool claim_node_port(struct flow *flow, const struct node *n, u32 search)
+/* Claims a port of the node for this flow, among those that its client may use; sockets of
+ * the node connect from other ports. SEARCH_RANDOM tries flow->snat_port (the client's own port)
+ * first, if it is in the share; the others begin there. False: none was found, and the search may
+ * continue from flow->snat_port. */
+static __always_inline bool claim_node_port(struct __sk_buff *skb, struct flow *flow,
+					    const struct node *n, u32 search)
 {
 	struct share s = share_of(flow, n);
 	struct port_slot *slot = NULL;
@@ -162,7 +185,7 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	u64 now = flow->last_used;
 	struct flow_key key;
 	u32 index = index_of_port(&s, flow->snat_port), backend = hash_of_backend(flow);
-	bool doubtful, written;
+	bool doubtful, written = false;
 
 	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
 		index = bpf_get_prandom_u32() % s.count;
@@ -170,8 +193,6 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 		flow->snat_port = port_at(&s, index);
 		key = snat_reply_key(flow);
 		doubtful = is_in_doubt(backend, flow->snat_port, now);
-		if (!doubtful && !flows.insert(&key, flow))
-			return true;
 		slot = doubtful ? NULL : try_lock_key(&key);
 		if (slot) {
 			other = flows.lookup(&key);
@@ -187,20 +208,25 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 		flow->snat_port = port_at(&s, index);
 		return false;
 	}
-	if (other) /* the rest of the flow that loses its port */
-		delete_other_entries(other);
-	written = !flows.update(&key, flow);
+	if (is_for_socket(skb, flow)) {
+		flow->snat_port = port_at(&s, (index + 1) % s.count);
+	} else {
+		if (other) /* the rest of the flow that loses its port */
+			delete_other_entries(other);
+		written = !flows.update(&key, flow);
+	}
 	unlock_key(slot);
 	return written;
 }
 
 /* Why the last port of a search failed: it is taken or in doubt, or the map took no entry. */
-static __always_inline enum reason no_port_reason(const struct flow *flow)
+static __always_inline enum reason no_port_reason(struct __sk_buff *skb, const struct flow *flow)
 {
 	struct flow_key key = snat_reply_key(flow);
 
 	if (flows.lookup(&key) ||
-	    is_in_doubt(hash_of_backend(flow), flow->snat_port, flow->last_used))
+	    is_in_doubt(hash_of_backend(flow), flow->snat_port, flow->last_used) ||
+	    is_for_socket(skb, flow))
 		return NO_SNAT_PORT;
 	return NOT_TRACKED;
 }
@@ -215,10 +241,10 @@ static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scra
 	flow->direction = DIRECTION_SNAT_REPLY;
 	if (is_loopback(&flow->snat)) /* still ADDRESS_NOT_CHOSEN */
 		return NO_SNAT_PORT;
-	if (claim_node_port(flow, n, s->search))
+	if (claim_node_port(skb, flow, n, s->search))
 		return NEW_FLOW;
 	if (s->search == SEARCH_LAST)
-		return no_port_reason(flow);
+		return no_port_reason(skb, flow);
 	s->search++;
 	tails.call(skb, TAIL_CLAIM);
 	return NO_SNAT_PORT;
@@ -249,9 +275,8 @@ static __always_inline void forget_former(const struct flow *flow)
 		flows.delete(&key);
 }
 
-/* Writes the entries of a new flow: that for replies to the node, that for its packets in the stack
- * and its replies, and the original one. A search for a port of the node continues here (`search`).
- */
+/* Writes the first entry of a new flow with SNAT, which is for replies to the node. A search for a
+ * port of the node continues here (`search`). */
 int tc_claim(struct __sk_buff *skb)
 {
 	u32 zero = 0;
@@ -278,6 +303,20 @@ int tc_claim(struct __sk_buff *skb)
 		forget_former(&s->flow);
 		return drop_flow(&s->flow, reason);
 	}
+	return go(skb, TAIL_PUBLISH);
+}
+
+/* Writes the entry for the packets of a new flow in the stack and its replies, and the original
+ * one. */
+int tc_publish(struct __sk_buff *skb)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+	struct scratch *s = get_scratch();
+	enum reason reason;
+
+	if (!n || !s)
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	reason = claim_reply(&s->flow, n, now_ns(), s->begin & BEGIN_OTHER_PORT);
 	if (reason == NEW_FLOW)
 		reason = publish(s, skb->ifindex);

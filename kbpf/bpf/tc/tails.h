@@ -30,7 +30,8 @@ enum tail {
 	TAIL_CONNTRACK = 17, /* only with --forwarding netfilter */
 	TAIL_END = 18,
 	TAIL_EGRESS = 19,
-	TAILS = 20,
+	TAIL_PUBLISH = 20,
+	TAILS = 21,
 };
 
 BPF_TABLE("prog", u32, u32, tails, TAILS);

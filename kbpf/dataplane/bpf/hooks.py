@@ -103,6 +103,7 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_host_choose", tail=5),
     PacketProgram("tc_route", tail=7),
     PacketProgram("tc_claim", tail=8),
+    PacketProgram("tc_publish", tail=20),
     PacketProgram("tc_enqueue", tail=10),
     PacketProgram("tc_evict", tail=11),
     PacketProgram("tc_delete_flow", tail=12),
@@ -114,7 +115,7 @@ PACKET_PROGRAMS: Final = (
     PacketProgram(CONNTRACK_PROGRAM, tail=17),
     PacketProgram("tc_end", tail=18),
 )
-TAIL_CALL_SLOTS: Final = 20
+TAIL_CALL_SLOTS: Final = 21
 
 UNITS: Final = ("sock", "tc")
 

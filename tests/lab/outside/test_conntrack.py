@@ -53,6 +53,8 @@ from tests.support.packets.datagrams import BROADCAST, Extension
 
 pytestmark = needs("conntrack_nat")
 
+SERVER_PORT = 40_300
+"""Of a server of node-1."""
 PORT = 40_400
 """The client's own port."""
 
@@ -346,6 +348,23 @@ def test_a_client_gets_a_port_of_no_other_flow_and_of_no_frontend(
     frontend_ports = {split(end.partition("/")[0])[1] for end in field.served(field.agent)}
     assert min(seen) > HIGH
     assert not frontend_ports & {*seen}
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
+def test_a_client_gets_no_port_of_a_server_of_the_node(field: Field, kind: socket.SocketKind, v6: bool):
+    """Its backend may be a machine, and talk to that server from the backend's port."""
+    node, own = field.lab.nodes[0], (NODES6 if v6 else NODES4)[0]
+    to = at("NodePort", 12 if kind is socket.SOCK_STREAM else 22, v6)
+    with there(node, lambda: socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, kind)) as server:
+        server.bind((own, SERVER_PORT))
+        if kind is socket.SOCK_STREAM:
+            server.listen()
+        with connected(field["outside"], SERVER_PORT, to, kind) as client:
+            assert exchange(client) == "b1"
+            (entry,) = entries(field, to)
+    assert entry.seen_port > HIGH
+    assert entry.seen_port != SERVER_PORT
 
 
 def connected(place: Place | Node, port: int, to: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:

@@ -82,7 +82,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(pods, "list_pod_names", lambda: {UIDS["pod"]: "shop/cart-5d6f"})
     monkeypatch.setattr(pods, "find_cgroup_ids", lambda uid: frozenset((CGROUPS["pod"], 77)))
     monkeypatch.setattr(pods, "find_process", lambda uid: pods.PodProcess(7, Path("/pod")))
-    monkeypatch.setattr(trace, "_read_netns", lambda _: (99, (parse_addr("10.244.0.9"),)))
+    monkeypatch.setattr(trace, "_read_netns", lambda _: (99, (parse_addr("10.244.0.9"),), True))
     monkeypatch.setattr(trace, "read_facts", lambda *_: FACTS_OF_NODE)
     for module in (snapshot, ipvs):
         monkeypatch.setattr(module, "is_alive", lambda *_: True)

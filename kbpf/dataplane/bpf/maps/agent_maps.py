@@ -11,13 +11,14 @@ their size.
 """
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf.maps import flow_marks, pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.maps.layout import DOUBTS, MAPS
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import CapacityError, KbpfError, KernelError, LastError
@@ -34,6 +35,9 @@ BATCH_KEY_BYTES: Final = 1 << 21
 
 FLOW_MAPS: Final = frozenset(("flows", "flow_queue"))
 """Tracked connections, and the queue with a key of each."""
+
+SECRET_MARK: Final = b"\xff" * 4
+"""The end of the first element of `doubtful_ports` if it has the secret: a time that never comes."""
 
 MAX_FILL: Final = 0.8
 """A map that would be fuller than this is at least doubled."""
@@ -76,7 +80,16 @@ class AgentMaps:
         for name, size in sizes.items():
             if name in resized_maps:
                 self._resize(name, size)
+        self._write_secret()
         return opened_maps.adopted
+
+    def _write_secret(self) -> None:
+        """Writes the key of hash_of_backend() (bpf/tc/entries.h), unless the map has one: with another
+        key the ports that are in doubt would not be found.
+        """
+        doubts = self.maps["doubtful_ports"]
+        if (doubts.lookup(bytes(4)) or b"")[-len(SECRET_MARK) :] != SECRET_MARK:
+            doubts.update(bytes(4), os.urandom(DOUBTS.size - len(SECRET_MARK)) + SECRET_MARK)
 
     @property
     def pinned(self) -> dict[str, Map]:

@@ -86,8 +86,8 @@ def relocate(
     replacements: Mapping[bytes, bytes] = NO_REPLACEMENTS,
 ) -> bytes:
     """Adapts bytecode to these maps and this kernel: inserts the descriptors of the maps, and
-    replaces calls of the helpers in `missing` by r0 = 0, that of kernel_socket_bit() by its result,
-    and the instructions in `replacements`.
+    replaces calls of the helpers in `missing` by r0 = 0, those of kernel_socket_bit() and of the places
+    that hooks read (lib/compat.h) by their results, and the instructions in `replacements`.
     """
     insns = bytearray(code.insns)
     # struct bpf_insn: opcode, registers (low half: dst, high half: src), s16 offset, s32 immediate
@@ -100,6 +100,7 @@ def relocate(
     kernel_socket_bit = probe.encode_call(KERNEL_SOCKET_BIT_CALL)
     if kernel_socket_bit in insns:
         results[kernel_socket_bit] = probe.encode_r0(kernel_sockets.find_bit())
+        results |= kernel_members.network_replacements()
     for offset in range(0, len(insns) if results else 0, 8):
         if (call := bytes(insns[offset : offset + 8])) in results:
             insns[offset : offset + 8] = results[call]
@@ -212,9 +213,7 @@ class ProgramSet:
 
     def _load_code(self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int) -> Program:
         if not (tracepoint := tracepoint_of(code.name)):
-            is_hook = kind == BPF_PROG_TYPE_CGROUP_SOCK_ADDR
-            places = kernel_members.network_replacements() if is_hook else NO_REPLACEMENTS
-            insns = relocate(code, maps, self._missing_helpers, places)
+            insns = relocate(code, maps, self._missing_helpers)
             return Program.load(code.name, kind, attach_type, insns)
         insns = relocate(code, maps, self._missing_helpers, kernel_members.replacements())
         type_id = kernel_members.find_tracepoint(tracepoint)

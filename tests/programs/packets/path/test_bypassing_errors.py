@@ -40,7 +40,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.features import lacking, needs
 from tests.support.packets.datagrams import BROADCAST, frame, internet_checksum
-from tests.support.packets.packets import chunk, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import SCTP_TAG, chunk, icmp_error, sctp, tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, run
 
 
@@ -119,7 +119,7 @@ def test_error_that_cannot_be_redirected_goes_up_the_stack(uplink: Path_, v: int
 LONG = {
     "tcp": lambda a, b, **ip: tcp(a, b, bytes(MTU), flags="A", **ip),
     "udp": lambda a, b, **ip: udp(a, b, bytes(MTU), **ip),
-    "sctp": lambda a, b, **ip: sctp(a, b, chunk(1, bytes(MTU)), **ip),
+    "sctp": lambda a, b, **ip: sctp(a, b, chunk(0, bytes(MTU)), tag=SCTP_TAG, **ip),
 }
 QUOTES = {"tcp": 20, "udp": 8, "sctp": 20}
 """How many bytes behind the IP header the errors quote."""
@@ -153,7 +153,7 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v:
         assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
-SHORT = FIRST | {"tcp": tcp}
+SHORT = FIRST | {"tcp": tcp, "sctp": lambda a, b, **ip: sctp(a, b, chunk(0), tag=SCTP_TAG, **ip)}
 DAMAGED_LONG = {
     "checksum": lambda kind, a, b: DAMAGED["checksum"](LONG[kind](a, b, df=True)),
     "longer than the packet": lambda kind, a, b: DAMAGED["too long"](LONG[kind](a, b, df=True)),

@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import os
+import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, FINS, STATE, flow_key
 from kbpf.dataplane.bpf.maps.layout import (
+    DOUBTFUL_PORTS,
     FLOW,
     PORT_SLOT,
     FinFlag,
@@ -24,6 +26,10 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
+    CLUSTER,
+    IP,
+    LOCAL,
+    MASKED,
     NODE,
     POD,
     PORTS,
@@ -32,15 +38,19 @@ from tests.programs.packets.path.single_packets import (
     Flow,
     Path_,
     _id,
+    ask,
+    client,
     end,
     established,
     parsed,
+    pod,
     port_of,
     set_only_port,
+    vip,
 )
-from tests.support.packets.packets import Talk, fragments, udp
+from tests.support.packets.packets import Talk, fragments, tcp, udp
 from tests.support.packets.shares import ports_of
-from tests.support.packets.test_run import TC_ACT_SHOT
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- ports of the node ---------------------------------------------------------------------------
 
@@ -241,6 +251,66 @@ def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int):
         assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
 
 
+@pytest.mark.parametrize(
+    ("script", "age_", "given"),
+    [("S", 30, True), ("S <SA", 30, True), ("S <SA R", 30, True), ("S <SA R", -60, False), ("S <SA A", 30, False)],
+)
+def test_handshake_at_another_frontend_locks_no_client_out(path: Path_, v: int, script: str, age_: int, given: bool):
+    """The same backend sees the client's own port of both. There is one other port, where another
+    such flow is. Whoever forges SYNs of the client can make both.
+    """
+    only_port, own = set_only_port(path), client(v)
+    for source in (own, client(v, only_port)):
+        Flow(path, v, IP, source).send(script).age(age_)
+    verdict, _ = path.ingress(tcp(own, vip(v, LOCAL), flags="S", seq=5))
+    assert (verdict == TC_ACT_UNSPEC) == given
+    path.delete_flows()
+
+
+SOCKETS = {
+    "tcp: a server": ("tcp", "the node's", False),
+    "tcp: a server on all addresses": ("tcp", "any", False),
+    "tcp: a connection": ("tcp", "the node's", True),
+    "udp: a server": ("udp", "the node's", False),
+    "udp: a server on all addresses": ("udp", "any", False),
+    "udp: a connected socket": ("udp", "the node's", True),
+}
+
+
+@pytest.mark.parametrize("row", SOCKETS)
+def test_port_of_a_socket_of_the_node_is_left_alone(uplink: Path_, v: int, row: str):
+    """A backend may be a machine, and its port the one from which it talks to a server of the node.
+    The server would lose what it is sent to a client with its port.
+    """
+    protocol, address, connects = SOCKETS[row]
+    number = next(SPARE_PORTS), next(SPARE_PORTS)
+
+    def taken() -> socket.socket:
+        made = socket.socket(
+            socket.AF_INET if v == 4 and address != "any" else socket.AF_INET6,
+            socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM,
+        )
+        made.setblocking(False)
+        made.bind((NODE[v] if address != "any" else "::", number[0]))
+        if connects:
+            made.connect_ex((POD[v], 8080))
+        elif protocol == "tcp":
+            made.listen()
+        return made
+
+    own, to_server = client(v, number[0]), (pod(v), end(NODE[v], number[0]))
+    begins, sent = {
+        "tcp": (tcp(own, vip(v, CLUSTER), flags="S"), tcp(*to_server, b"secret", flags="PA", seq=7000, ack=9000)),
+        "udp": (ask(own, vip(v, CLUSTER)), udp(*to_server, b"secret")),
+    }[protocol]
+    uplink.node(NodeFlag(0), *number)
+    with uplink.inside(taken):
+        verdict, got = uplink.ingress(begins)
+        uplink.expect_untouched(sent)
+    assert (verdict, parsed(got).source) == (TC_ACT_REDIRECT, end(NODE[v], number[1]))
+    uplink.delete_flows()
+
+
 def test_recently_active_client_keeps_its_port(path: Path_, v: int):
     """The entry for its replies may show an older time."""
     set_only_port(path)
@@ -347,3 +417,52 @@ def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int):
     ports = {port_of(flow.source): TcpState.ESTABLISHED}
     held = {FLOW.unpack(raw)[5]: raw[STATE] for raw in flow.entries() if raw[DIRECTION] == FlowDirection.SNAT_REPLY}
     assert {int.from_bytes(port, "big"): state for port, state in held.items()} == ports
+
+
+def hash_of(words: Iterable[int], value: int) -> int:
+    """hash_words() of lib/hash.h, beginning with this value, without hash_end()."""
+    for word in words:
+        mixed = word * 0xCC9E2D51 & 0xFFFFFFFF
+        value ^= (mixed << 15 | mixed >> 17) * 0x1B873593 & 0xFFFFFFFF
+        value = ((value << 13 | value >> 19) * 5 + 0xE6546B64) & 0xFFFFFFFF
+    return value
+
+
+def end_of_hash(value: int, size: int) -> int:
+    value ^= size
+    value = (value ^ value >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    value = (value ^ value >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return value ^ value >> 16
+
+
+def place_of(v: int, backend_port: int, port: int) -> tuple[int, int]:
+    """Where the doubt about this port of the node is kept if the secret is 0: doubt_of()."""
+    words = struct.unpack("<5I", pack_target(parse_addr(POD[v]), backend_port, socket.IPPROTO_TCP))
+    backend = end_of_hash(hash_of(words, 0x6B627066), 20)
+    value = end_of_hash(hash_of((int.from_bytes(port.to_bytes(2), "little"),), backend), 24)
+    return 1 + value // 16 % (DOUBTFUL_PORTS - 1), value % 16
+
+
+@pytest.mark.parametrize("is_secret", [True, False])
+def test_a_tenant_puts_no_port_of_anothers_backend_in_doubt(path: Path_, v: int, is_secret: bool):
+    """With ports of its own backend whose doubts it could keep at the same places, if it could tell."""
+    mine = {place_of(v, 80, port): port for port in range(1024, 65536)}
+    theirs = {place_of(v, 8080, port): port for port in range(20_000, 50_000)}
+    place = min(mine.keys() & theirs.keys())
+    path.node(NodeFlag(0), mine[place], mine[place])
+    flow = Flow(path, v, MASKED)
+    flow.back = pod(v, 80)
+    with path.site.pinned("doubtful_ports") as doubts, contextlib.ExitStack() as stack:
+        secret = doubts.lookup(bytes(4)) or b""
+        assert len(set(secret)) > 16, "random bytes"
+        stack.callback(doubts.update, bytes(4), secret)
+        if not is_secret:
+            doubts.update(bytes(4), bytes(len(secret)))
+        flow.send("S <SA A A+ <A")
+        flow.talk = Talk(1 << 30, 3 << 30)
+        flow.send("S <SA A A+ <A FA <FA A")
+        path.through(Talk(5, 6).segment("S", flow.own, flow.front))
+        path.delete_flows()
+        path.node(NodeFlag(0), theirs[place], theirs[place])
+        verdict, _ = path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
+    assert (verdict == TC_ACT_SHOT) != is_secret
