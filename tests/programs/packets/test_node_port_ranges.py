@@ -70,6 +70,7 @@ def test_sockets_of_the_node_are_allowed_and_those_of_pods_left_to_the_packet_pa
             ip(f"netns add {name}")
             own.callback(ip, f"netns del {name}")
             make_local(name)
+        ip(f"link add pod netns {home} type veth peer name eth0 netns {other}")
         site = own.enter_context(sites(artifact_cache))(node=home)
         plane = site.open(node_port_source_ranges=RANGES)
         netns.run_in(Path("/run/netns") / home, lambda: plane.apply(desired(state, nodes=NODE[4]), None))
