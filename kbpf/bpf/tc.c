@@ -71,11 +71,11 @@ int tc_ingress(struct __sk_buff *skb)
 	if (!device || (!flags && device->bridge && passes_bridge(skb, device)) ||
 	    (!flags && !parse_for(skb, device, p, true)))
 		return TC_ACT_UNSPEC;
-	if (!flags && skb->pkt_type != PACKET_HOST)
+	if (skb->pkt_type == PACKET_HOST && !p->tuple.from.protocol)
+		return go(skb, TAIL_ICMP_IN); /* an ICMP error, or hidden ports: parse_for() */
+	if (!flags && (skb->pkt_type != PACKET_HOST || has_source_route(skb, p)))
 		return answers_refused(p) ? judge_answer_to_refused(skb, s, BEGIN_ANSWER)
 					  : TC_ACT_UNSPEC;
-	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */
-		return go(skb, TAIL_ICMP_IN);
 	if (!flags)
 		s->end = 0;
 	translation.arrival = skb->ifindex;

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kbpf check --attached`: proves with real connections that the attached hooks work.
 
-A child process in the hooked cgroup enters a new network namespace. There it adds the addresses of
-a Service's backends, and nothing else, to the loopback device, listens on them itself and dials
-the Service. A connection can arrive only if a hook translates it, and where it arrives shows which
-backend was chosen. No packet leaves the namespace, so the real backends notice nothing. (A
-connect() in the node's own namespace would either reach a real backend or prove little: only UDP
-works without a packet, and it shows only the address that getpeername() returns.)
+A child process in the hooked cgroup enters a new network namespace, which a pair of devices connects
+to the node, like a pod's. There it adds the addresses of a Service's backends to the loopback
+device, listens on them itself and dials the Service. A connection can arrive only if a hook
+translates it, and where it arrives shows which backend was chosen. No packet leaves the namespace,
+so the real backends notice nothing. (A connect() in the node's own namespace would either reach a
+real backend or prove little: only UDP works without a packet, and it shows only the address that
+getpeername() returns.)
 
 With --socket-lb hostNamespaceOnly it is reversed: only sockets in the node's own network namespace
 are translated. Then the child connects in the node's namespace without sending a packet
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.checks.row import Check, CheckRow
+from kbpf.dataplane.bpf.packet_path.device_roles import OWN_PREFIX
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dial
 from kbpf.kernel.system import cgroups, netns, sandbox
@@ -98,7 +100,7 @@ def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterat
     has_peer_name_hooks = any(f.name.startswith("getpeername") and f.attached for f in inspection.hooks)
     for frontend, backends in dial_targets:
         try:
-            destination, peer_name = _run_in_cgroup(partial(_dial, frontend, backends), cgroup)
+            destination, peer_name = _dial_in_sandbox(frontend, backends, cgroup)
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
             yield CheckRow(Check.DIAL, "no", True, str(error), hint, subject=str(frontend))
@@ -141,13 +143,22 @@ def _host_only_rows(dial_targets: Sequence[DialTarget], host_netns: int, cgroup:
     for frontend, backends in dial_targets[:1]:
         check, subject = Check.NO_DIAL_FROM_POD, str(frontend)
         try:
-            destination, _ = _run_in_cgroup(partial(_dial, frontend, backends), cgroup)
+            destination, _ = _dial_in_sandbox(frontend, backends, cgroup)
         except KernelError:
             detail = "not translated at connect(); left to the packet path"
             yield CheckRow(check, "yes", True, detail, "", subject=subject)
             continue
         detail = f"arrived at {destination[0]} port {destination[1]}"
         yield CheckRow(check, "no", True, detail, "see the agent's log", subject=subject)
+
+
+def _dial_in_sandbox(
+    frontend: FrontendAddress, backends: tuple[Backend, ...], cgroup: Path
+) -> tuple[SocketAddress, SocketAddress]:
+    """See _run_in_cgroup()."""
+    with open("/proc/thread-self/ns/net") as own:
+        action = partial(_dial, frontend, backends, Path(f"/proc/self/fd/{own.fileno()}"))
+        return _run_in_cgroup(action, cgroup)
 
 
 def _run_in_cgroup(
@@ -189,12 +200,15 @@ def _dial_row(
     return CheckRow(Check.DIAL, "yes", True, detail, "", subject=subject)
 
 
-def _dial(frontend: FrontendAddress, backends: tuple[Backend, ...]) -> tuple[SocketAddress, SocketAddress]:
-    """Runs in the sandbox: adds the backends' addresses and dials the Service."""
+def _dial(
+    frontend: FrontendAddress, backends: tuple[Backend, ...], node_netns: Path
+) -> tuple[SocketAddress, SocketAddress]:
+    """Runs in the sandbox: connects it to the node, adds the backends' addresses and dials the Service."""
     from kbpf.kernel.net.links import Links
 
     prefix = 32 if family_of(frontend.address) == 4 else 128
     with Links() as links:
+        links.add_veth("eth0", f"{OWN_PREFIX}{os.urandom(4).hex()}", node_netns)
         links.set_up("lo")
         for address in {b.address for b in backends}:
             links.add_address("lo", format_addr(address), prefix)

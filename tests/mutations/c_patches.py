@@ -489,8 +489,11 @@ errors to others than the sender are translated
 - return same_address(&t->to.address, &s->packet.tuple.to.address);
 + return true;
 any pod sends errors for others
-- if (!arrives_by(skb, p, skb->ifindex, &s->hop))
-+ if (0)
+- !arrives_by(skb, p, skb->ifindex, &s->hop)
++ false
+errors of routers without a route are left alone
+- same_address(&p->tuple.from.address, &tuple.from.address)) &&
++ true) &&
 errors about flows that bypass the stack take it
 - translation.path != PATH_STACK && !translation.host_device
 + 0

@@ -302,6 +302,8 @@ static __always_inline bool has_source_route(struct __sk_buff *skb, const struct
 {
 	u32 at = p->l3 + sizeof(struct ip4_header);
 
+	if (p->v6)
+		return false;
 	for (int i = 0; i < IP_OPTIONS; i++) {
 		u8 option[2]; /* kind, length */
 
@@ -331,8 +333,6 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	if ((ip.version_length & 0x0f) < 5)
 		return false;
 	p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
-	if (p->l4 != p->l3 + sizeof(ip) && has_source_route(skb, p))
-		return false;
 	fragment = __builtin_bswap16(ip.fragment);
 	if (fragment & IP_OFFSET)
 		p->fragment = LATER;

@@ -138,20 +138,20 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 	return v6 ? *a : v4;
 }
 
-/* Whether this is a packet of a client to which nothing has been answered yet. */
+/* Whether this is a packet of a client of a Service to which nothing has been answered yet. */
 static __always_inline bool is_unanswered(struct __sk_buff *skb, const struct packet *p)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->tuple.to.protocol};
-	bool answered = true;
+	u32 status = 0;
 	void *ct;
 
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &p->tuple, p->v6, &opts);
 	if (!ct)
 		return false;
 	if (opts.direction != IP_CT_DIR_REPLY)
-		answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
+		status = *(volatile u32 *)(ct + offset_of_status());
 	bpf_ct_release(ct);
-	return !answered;
+	return (status & (IPS_DST_NAT | IPS_SEEN_REPLY)) == IPS_DST_NAT;
 }
 
 /* Whether conntrack or, for a masqueraded client, a socket of the node has these ends. */

@@ -153,16 +153,17 @@ static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
 		*until = seconds_of(end) + 1;
 }
 
-/* Deletes an entry, unless another CPU is just taking its key over for another flow. */
-static __always_inline void release_entry(const struct flow *flow, u32 direction)
+/* Deletes an entry. False: another CPU may just be taking its key over for another flow. */
+static __always_inline bool release_entry(const struct flow *flow, u32 direction)
 {
 	struct flow_key key = entry_key(flow, direction);
 	struct port_slot *slot = try_lock_key(&key);
 
 	if (!slot)
-		return;
+		return false;
 	delete_entry(flow, direction);
 	unlock_key(slot);
+	return true;
 }
 
 /* Deletes the entries that match the replies of a flow. */

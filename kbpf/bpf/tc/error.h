@@ -87,7 +87,9 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (is_hidden_error(p))
 		return finish(TC_ACT_SHOT, INVALID);
 	if (!parse_error(skb, s, &tuple))
-		return TC_ACT_UNSPEC;
+		return is_icmp_error(p) && has_hidden_ports(&s->inner) && uses_conntrack()
+			       ? finish(TC_ACT_SHOT, INVALID)
+			       : TC_ACT_UNSPEC;
 	if (uses_conntrack() && find_unconfirmed(&tuple))
 		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
 	translation.port_of = bridge_of_port(device, skb->ifindex);
@@ -102,8 +104,11 @@ int tc_icmp_in(struct __sk_buff *skb)
 		p->tuple = tuple; /* the client's error may be about an answer that it never got */
 		return judge_answer_to_refused(skb, s, BEGIN_ERROR);
 	}
-	/* In the name of an end of the flow, or past the kernel's own filter. */
-	if (!arrives_by(skb, p, skb->ifindex, &s->hop))
+	/* In the name of an end of the flow, or past the kernel's own filter. A router may have an
+	 * address to which this node has no route. */
+	if ((!is_exchangeable(device) || (device->flags & DEVICE_STRICT) ||
+	     same_address(&p->tuple.from.address, &tuple.from.address)) &&
+	    !arrives_by(skb, p, skb->ifindex, &s->hop))
 		return TC_ACT_UNSPEC;
 	if (is_redirect(p))
 		return TC_ACT_SHOT;

@@ -156,8 +156,10 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 	if (ifindex <= LOOPBACK_IFINDEX) /* sent by this node */
 		return true;
 	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here, 0);
-	/* The device forwards nothing, or the route encapsulates: the kernel tells no device. */
-	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED || result == BPF_FIB_LKUP_RET_UNSUPP_LWT)
+	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED) /* this node is no router */
+		return true;
+	/* The route encapsulates, and the kernel does not tell its device. */
+	if (result == BPF_FIB_LKUP_RET_UNSUPP_LWT)
 		return is_exchangeable(in);
 	found = !result || result > BPF_FIB_LKUP_RET_FWD_DISABLED;
 	if (found && hop->ifindex == here)

@@ -378,8 +378,9 @@ int tc_judge(struct __sk_buff *skb)
 	before = original ? original->state : flow->state;
 	if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop)) {
 		if (reply && answers_direct(flow, original, p)) {
-			release_entry(flow, flow->direction);
-			return resume(skb, s, s->resume_tail, JUDGED);
+			return release_entry(flow, flow->direction)
+				       ? resume(skb, s, s->resume_tail, JUDGED)
+				       : drop_flow(flow, NOT_TRACKED); /* it is repeated */
 		}
 		result = judge(skb, p, p->tcp_flags, reply, flow, other, now);
 	}

@@ -209,11 +209,13 @@ static __always_inline bool claim_node_port(struct __sk_buff *skb, struct flow *
 		return false;
 	}
 	if (is_for_socket(skb, flow)) {
-		flow->snat_port = port_at(&s, (index + 1) % s.count);
+		if (search != SEARCH_LAST) /* there the reason needs it */
+			flow->snat_port = port_at(&s, (index + 1) % s.count);
 	} else {
 		if (other) /* the rest of the flow that loses its port */
 			delete_other_entries(other);
-		written = !flows.update(&key, flow);
+		/* The agent inserts reservations without the lock. */
+		written = !(other ? flows.update(&key, flow) : flows.insert(&key, flow));
 	}
 	unlock_key(slot);
 	return written;

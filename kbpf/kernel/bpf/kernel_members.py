@@ -107,7 +107,7 @@ def probe_networks() -> Probe:
     """Whether the hooks leave sockets of other networks alone."""
     if (read := kernel_sockets.probe_read()).works and _find_network_members():
         return Probe(True) if netns.read_cookie() else Probe(False, "the kernel has no SO_NETNS_COOKIE")
-    return read if not read.works else Probe(False, kernel_sockets.NO_BTF)
+    return read if not read.works else Probe(False, "the kernel has no BTF, or it lacks what the hooks read")
 
 
 def find_tracepoint(name: str) -> int:

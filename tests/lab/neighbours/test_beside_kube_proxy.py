@@ -55,7 +55,7 @@ class Site(NamedTuple):
 def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(len(PROXIES), "po", apart=True))
-        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
         kube = stack.enter_context(api.kube())
         config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
         for each in lab.nodes:

@@ -50,6 +50,7 @@ from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run,
 from tests.support.lab.prober import retransmitted
 from tests.support.packets import packets
 from tests.support.packets.datagrams import BROADCAST, Extension
+from tests.support.packets.wire import Wire
 
 pytestmark = needs("conntrack_nat")
 
@@ -202,8 +203,8 @@ def _syn_ack(e: Ends) -> bytes:
     return packets.tcp(e.backend, e.masqueraded, flags="SA", seq=5000, ack=1001, df=False)
 
 
-def _error(kind: str, e: Ends) -> list[bytes]:
-    quoted = packets.udp(e.masqueraded, e.backend, b"x")
+def _error(kind: str, e: Ends, **ip: Any) -> list[bytes]:
+    quoted = packets.udp(e.masqueraded, e.backend, b"x", **ip)
     return [packets.icmp_error(kind, e.pod, quoted)]
 
 
@@ -217,7 +218,7 @@ def _error_of_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
     return [packets.icmp_error("host unreachable", split(e.client)[0], build(e.frontend, e.client))]
 
 
-OPTIONS = packets.destination()
+OPTIONS, LSRR = packets.destination(), bytes([131, 7, 4, 203, 0, 113, 77])
 FORGERIES = {
     "an answer": Forgery(_answer),
     "an answer in a broadcast frame": Forgery(_answer, to_mac=BROADCAST),
@@ -230,6 +231,11 @@ FORGERIES = {
     "a SYN-ACK in fragments": Forgery(lambda e: packets.fragments(_syn_ack(e), 28), number=11, v6=(False,)),
     "an ACK": Forgery(lambda e: [packets.tcp(e.backend, e.masqueraded, flags="A", seq=5000, ack=7)], number=11),
     "an ICMP error": Forgery(partial(_error, "port unreachable")),
+    "an answer with a source route": Forgery(partial(_answer, options=LSRR), v6=(False,)),
+    "an ICMP error about a source route": Forgery(partial(_error, "port unreachable", options=LSRR), v6=(False,)),
+    "an ICMP error about five extension headers": Forgery(
+        partial(_error, "port unreachable", extensions=[OPTIONS] * 5), v6=(True,)
+    ),
     "an ICMP error in fragments": Forgery(partial(_error_in_fragments, 28), v6=(False,)),
     "an ICMPv6 error in fragments": Forgery(partial(_error_in_fragments, 56), v6=(True,)),
     "an ICMP error of the client": Forgery(partial(_error_of_client, packets.udp)),
@@ -307,6 +313,20 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, f
         assert set(accepted(node)) == {0}
     finally:
         on(node, "nft", "delete", "table", "inet", "guard")
+
+
+@pytest.mark.parametrize("port", [30_021, 31_999], ids=["a NodePort's number", "another"])
+def test_an_error_about_a_one_way_flow_of_a_pod_passes(field: Field, port: int):
+    """No Service: this node forwards only one direction, so conntrack has seen no answer."""
+    node = field.lab.nodes[0]
+    ends = f"{OUT4}:{FORGED_PORT}", f"{field['a1'].ip}:{port}"
+    mac = there(node, partial(_mac, OUT4))
+    error = packets.icmp_error("host unreachable", OUT4, packets.udp(*reversed(ends), b"x"))
+    before = field.agent.reasons()[Reason.INVALID]
+    with Wire(field["a1"].netns, "eth0", tap=True) as pod:
+        there(field["outside"], partial(_send, [packets.udp(*ends, b"hello\n"), error], NODES4[0], mac))
+        pod.expect(lambda packet: packet.protocol == "icmp" and packet.source == OUT4)
+    assert field.agent.reasons()[Reason.INVALID] == before
 
 
 def accepted(node: Node) -> list[int]:

@@ -141,6 +141,7 @@ def node(
     zone: str | None = None,
     pod_cidrs: Sequence[str] = (),
     labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
 ) -> Object:
     """Return a Node with InternalIP addresses, its zone as the well-known label."""
     own = {"kubernetes.io/hostname": name} | ({ZONE: zone} if zone else {}) | dict(labels or {})
@@ -151,7 +152,7 @@ def node(
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": own},
+        "metadata": {"name": name, "labels": own, "annotations": dict(annotations or {})},
         "spec": _given(podCIDR=pod_cidrs[0] if pod_cidrs else None, podCIDRs=list(pod_cidrs) or None),
         "status": status,
     }

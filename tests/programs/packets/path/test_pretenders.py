@@ -20,6 +20,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.programs.packets.path.test_bypassing_errors import BYPASSES, Bypass, bypassing
 from tests.programs.packets.path.test_senders import BACKEND, OTHER, UPLINK, Node, node
+from tests.support.lab.lab import ip
 from tests.support.packets.packets import icmp, icmp_error, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
@@ -57,6 +58,19 @@ def test_a_pod_sends_no_error_in_the_name_of_anothers_backend(node: Node, v: int
     assert node.come(error, OTHER) == (TC_ACT_UNSPEC, error)
     _, to_client = node.come(error, BACKEND)
     assert parsed(to_client).destination == host_of(own)
+
+
+def test_an_error_of_a_router_without_a_route_reaches_the_client(node: Node):
+    """Routers have addresses of their own, to which nothing else leads."""
+    own = client(4)
+    _, sent = node.come(SENT["udp"](own, vip(4, CLUSTER)), UPLINK)
+    error = icmp_error("too big", "100.64.0.1", sent, mtu=1400)
+    ip("route add blackhole 100.64.0.0/10", netns=node.path.where)
+    try:
+        _, got = node.path.ingress(error, device=node.devices[UPLINK])
+    finally:
+        ip("route del blackhole 100.64.0.0/10", netns=node.path.where)
+    assert parsed(got).destination == host_of(own)
 
 
 def test_a_masqueraded_pod_does_not_speak_in_anothers_flow(node: Node, v: int):
