@@ -108,6 +108,11 @@ class Icmp:
     checksum: int
     rest: bytes
 
+    @property
+    def number(self) -> int:
+        """`rest` as a number: the MTU of "too big", or id and sequence of an echo."""
+        return int.from_bytes(self.rest, "big")
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
