@@ -272,6 +272,7 @@ def writes(number: int) -> Case:
             patch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=8))
         sizes = MapSizes(frontends=64, slots=2048, backends=64, connections=64, affinity=64)
         site, old = make(), None
+        patch.setattr(os, "urandom", bytes)  # a secret of the programs
         plane = site.open(sizes, lambda: now[0])
         for how, new in events:
             recorder.lines.append(f"# {how}")

@@ -131,7 +131,7 @@ QUICK = (
             *_of("tests/programs/packets/tc/test_attach.py", "program_sees_each_packet_of_its_direction_once"),
             *_of(
                 "tests/programs/packets/test_devices.py",
-                "chosen_devices_get_their_programs_once",
+                "chosen_devices_get_their_programs_once_from_each_agent",
                 "monitor_reports_each_change",
             ),
         ),
