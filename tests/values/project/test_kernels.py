@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.kernels import __main__ as guests
 from tests.kernels import debian, machine
 from tests.kernels import table as table_of
 from tests.kernels.debian import Kernel
@@ -111,3 +112,11 @@ def test_expected_check_rows_follow_from_the_feature_table():
         this = (99, 0) if family == "newest" else tuple(map(int, family.split(".")))
         lacks = {f.check for f in FEATURES.values() if f.since > this or this in f.unbuilt}
         assert rows == lacks - {""}, family
+
+
+def test_each_test_of_a_guest_exists():
+    """A guest that collects nothing would fail minutes later."""
+    for test in {test for feature in (*guests.FEATURES, *guests.QUICK) for test in feature.tests}:
+        path, _, name = test.partition("::")
+        assert Path(path).exists(), test
+        assert not name or f"\ndef {name.partition('[')[0]}(" in Path(path).read_text(), test
