@@ -18,7 +18,7 @@
 
 /* A namespace with more devices before the one that leads to the node counts as the cluster's. The
  * modules of tunnels may add nine to each namespace. */
-#define MAX_NETNS_DEVICES 16
+#define MAX_NETNS_DEVICES 12
 
 /* struct list_head `lower` follows `upper` in net_device.adj_list. */
 #define SIZE_OF_LIST_HEAD 16

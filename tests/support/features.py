@@ -187,6 +187,12 @@ FEATURES = {
     "netns_cookie": Feature(
         "SO_NETNS_COOKIE", lambda: probe.probe_netns_cookie().works, (5, 14), check="SO_NETNS_COOKIE"
     ),
+    "networks": Feature(
+        "the network of a socket",
+        lambda: kernel_members.probe_networks().works,
+        (5, 14),
+        check="networks of other clusters",
+    ),
     "coarse_clock": Feature("bpf_ktime_get_coarse_ns", _coarse_clock, (5, 11), check="bpf_ktime_get_coarse_ns"),
     "memory_by_cgroup": Feature("maps that count against the memory cgroup", _counted_by_cgroup, (5, 11)),
     "sock_destroy": Feature(
@@ -218,6 +224,7 @@ BY_KERNEL = {
         "TCX",
         "bpf_set_retval",
         "SO_NETNS_COOKIE",
+        "networks of other clusters",
         "bpf_ktime_get_coarse_ns",
         "NAT by conntrack",
     },

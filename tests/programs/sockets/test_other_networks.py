@@ -100,7 +100,7 @@ def inner(bench: Bench, request: pytest.FixtureRequest) -> Iterator[Place]:
             place.close()
 
 
-@needs("netns_cookie")
+@needs("networks")
 @needs("set_retval")
 @pytest.mark.parametrize(
     ("inner", "is_ours"),
@@ -129,6 +129,7 @@ def test_trace_sees_the_same_from_inside(bench: Bench, inner: Place, is_ours: bo
     assert netns.run_in(here, lambda: has_way_to(node)) == is_ours
 
 
+@needs("networks")
 def test_kernel_tells_the_network_of_a_socket():
     """Otherwise all namespaces count as the cluster's, and the rows above could not fail."""
     assert kernel_members.probe_networks().works
