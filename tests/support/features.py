@@ -188,7 +188,7 @@ FEATURES = {
         "SO_NETNS_COOKIE", lambda: probe.probe_netns_cookie().works, (5, 14), check="SO_NETNS_COOKIE"
     ),
     "networks": Feature(
-        "the network of a socket",
+        "the networks of other clusters",
         lambda: kernel_members.probe_networks().works,
         (5, 14),
         check="networks of other clusters",
