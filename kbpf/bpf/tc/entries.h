@@ -95,8 +95,8 @@ static __always_inline void unlock_key(struct port_slot *slot)
  */
 BPF_TABLE("array", u32, struct doubts, doubtful_ports, 64);
 
-/* Keyed, or a tenant could compute which of its own flows put the ports of another's backend in
- * doubt. */
+/* The key is secret. Without one, a tenant could choose flows whose doubts share their places with
+ * the ports of another tenant's backend. */
 static __always_inline u32 hash_of_backend(const struct flow *flow)
 {
 	const u32 *words = (const u32 *)&flow->backend;

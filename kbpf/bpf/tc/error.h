@@ -41,8 +41,8 @@ static __always_inline int rewrite_error(struct __sk_buff *skb, struct scratch *
 }
 
 /* The tuple of a packet that would travel like the error. False: the error passes. As in
- * nf_conntrack, an error goes to the sender of what it quotes: otherwise a client could send errors
- * from this node's address to anybody. */
+ * nf_conntrack, an error must be addressed to the sender of the packet that it quotes. Otherwise a
+ * client could send errors from this node's address to any host. */
 static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s, struct tuple *t)
 {
 	if (!is_icmp_error(&s->packet) || !parse_inner(skb, &s->packet, &s->inner) ||

@@ -37,8 +37,8 @@ static __always_inline bool write_client_port(const struct flow *flow)
  * may still answer: the answer would reach the wrong client. When ports are short, a handshake
  * gives up its port, since it is no connection yet, and what the backend sends for an older one
  * will not reach the new client (judge_answer()). If it has sent such a thing already
- * (FIN_RESERVED), the port is taken a second later, and only if there is no other: whoever forges
- * SYNs can cause that mark. */
+ * (FIN_RESERVED), the port is taken a second later, and only if there is no other: forged SYNs can
+ * set that mark. */
 static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
 					     bool fresh)
 {

@@ -445,7 +445,7 @@ def place_of(v: int, backend_port: int, port: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("is_secret", [True, False])
 def test_a_tenant_puts_no_port_of_anothers_backend_in_doubt(path: Path_, v: int, is_secret: bool):
-    """With ports of its own backend whose doubts it could keep at the same places, if it could tell."""
+    """The tenant's own backend has ports whose doubts would be kept at the same places without a secret."""
     mine = {place_of(v, 80, port): port for port in range(1024, 65536)}
     theirs = {place_of(v, 8080, port): port for port in range(20_000, 50_000)}
     place = min(mine.keys() & theirs.keys())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets with which a client or a pod pretends: in another's name, to somebody who has nothing to do
-with it, from another's port, or on a way of its own choice.
+"""Forged packets of clients and pods: ICMP errors with a false sender or receiver, packets from another
+client's port, and source routes.
 """
 
 import pytest
