@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from kbpf.config.settings import UNUSED_SETTINGS
+from kbpf.errors import ConfigErrors
 from kbpf.model.config import Config, Conntrack, LocalMode, Serving
 from tests.support.cluster import kubeadm
 from tests.support.table import pairs
@@ -23,7 +24,7 @@ from tests.values.config.documents import (
     shown,
     told,
 )
-from tests.values.config.rows_kube_proxy_file import EVENTS, GATE, NOT_USED, SAYS, WRONG
+from tests.values.config.rows_kube_proxy_file import EVENTS, GATE, NOT_USED, PATHS, SAYS, WRONG
 
 
 def test_kubeadms_file_has_kube_proxys_defaults_and_no_warnings():
@@ -82,6 +83,16 @@ def test_gate_for_node_ports_on_loopback(text: str, value: str):
 @pytest.mark.parametrize(("text", "words"), WRONG)
 def test_all_mistakes_are_reported_at_once_with_their_paths(text: str, words: str):
     assert_mistakes(PROXY + document(text), words, P)
+
+
+@pytest.mark.parametrize(("text", "paths"), PATHS)
+def test_errors_name_the_paths_that_kube_proxy_names(text: str, paths: str):
+    found = []
+    try:
+        proxy(document(text))
+    except ConfigErrors as errors:
+        found = [error.where.removeprefix(P) for error in errors.errors]
+    assert sorted(found) == sorted(paths.split())
 
 
 @pytest.mark.parametrize(("text", "path"), NOT_USED, ids=[path for _, path in NOT_USED])
