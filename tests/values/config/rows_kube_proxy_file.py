@@ -124,18 +124,35 @@ mode: nftables; nodePortAddresses: [all] → localhost_node_ports = false
 """)
 """Fields of kube-proxy's document → a field of Config and its value."""
 GATE = pairs("""\
-true [primary, localhost] → true
-false [primary, localhost] → false
-true [127.0.0.1/32] → true
-true ['::1/128'] → true
-true [primary] → false
-true [10.0.0.0/8] → false
-true [0.0.0.0/0] → false
-true ['::/0'] → false
-true [all] → false
-true [all, localhost] → true
+true [primary, localhost] → true true
+null [primary, localhost] → false true
+false [primary, localhost] → false false
+null [primary] → false false
+null [localhost] → false true
+true [127.0.0.0/8] → true true
+true [127.0.0.1/32] → true true
+true [127.0.0.0/32] → true false
+true [127.0.1.0/24] → true false
+true [127.0.0.0/24] → true true
+true [127.128.0.0/9] → true false
+true [126.0.0.0/7] → false true
+true [0.0.0.0/1] → false true
+true [128.0.0.0/1] → false false
+true ['::1/128'] → true true
+true ['::/127'] → false true
+true ['::/64'] → false true
+true ['::/1'] → false true
+true ['::2/127'] → false false
+true [primary] → false false
+true [10.0.0.0/8] → false false
+true [0.0.0.0/0] → false false
+true ['::/0'] → false false
+true [0.0.0.0/0, 0.0.0.0/1] → false true
+true [all] → false false
+true [all, localhost] → true true
 """)
-"""In mode nftables: the gate KubeProxyNFTablesLocalhostNodePorts, nodePortAddresses → localhost_node_ports."""
+"""In mode nftables: the gate KubeProxyNFTablesLocalhostNodePorts (null: unset), nodePortAddresses →
+localhost_node_ports with kubernetesVersion 1.37 and 1.38 (nodeport_addresses.go)."""
 WRONG = pairs("""\
 mode: userspace → 'userspace' (.mode); use iptables
 mode: kernelspace → (.mode)

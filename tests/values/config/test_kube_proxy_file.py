@@ -72,12 +72,14 @@ def test_field_of_kube_proxys_document(text: str, value: str):
     assert f"{name} = {shown(field(proxy(document(text)).config, name))}" == value
 
 
-@pytest.mark.parametrize(("text", "value"), GATE)
-def test_gate_for_node_ports_on_loopback(text: str, value: str):
+@pytest.mark.parametrize(("text", "values"), GATE)
+def test_gate_for_node_ports_on_loopback(text: str, values: str):
     gate, _, addresses = text.partition(" ")
-    gates = f"featureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}"
-    made = proxy(f"mode: nftables\n{gates}\nnodePortAddresses: {addresses}")
-    assert shown(made.config.localhost_node_ports) == value
+    gates = f"featureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}\n" if gate != "null" else ""
+    file = f"{PROXY}mode: nftables\n{gates}nodePortAddresses: {addresses}\n---\n{OWN}kubernetesVersion: "
+    made = [loaded(f"{file}'{version}'").config for version in ("1.37", "1.38")]
+    assert [shown(each.localhost_node_ports) for each in made] == values.split()
+    assert proxy(f"mode: nftables\n{gates}nodePortAddresses: {addresses}").config == made[0]
 
 
 @pytest.mark.parametrize(("text", "words"), WRONG)
