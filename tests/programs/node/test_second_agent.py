@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from kbpf.checks import neighbours
-from kbpf.checks.verdict import compute_verdict
 from kbpf.cli import cleanup
+from kbpf.cli.check import compute_verdict
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
