@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kbpf inspect ...`: shows pinned maps, or IPVS. The agent need not run.
+"""`kbpf inspect ...`: shows pinned maps, or IPVS. The agent need not run. `kbpf page` shows some of
+them as one HTML page, for a person with a browser.
 
 Each view is a row of VIEWS; their commands share all that is not in the row.
 """
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -310,3 +313,21 @@ def _show(
 for _view in VIEWS:
     app.command(_view.name)(_make_command(_view))
 app.command("endpoints")(endpoints)
+
+
+# ---- one HTML page -------------------------------------------------------------------------------
+
+
+def print_page(
+    config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir, state_dir: StateDir = DEFAULT.state_dir
+) -> None:
+    """Print the state of this node as an HTML page: Services, backends, failed connections, maps.
+    The page needs no other file.
+    """
+    from kbpf.dataplane import reader as dataplane
+    from kbpf.views import html_page
+
+    locations = dataplane.Locations.of_settings(pin_dir, state_dir)
+    inspection = dataplane.read(locations, html_page.NEEDS)
+    text = html_page.format_html(inspection, time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+    sys.stdout.write(text.encode("ascii", "xmlcharrefreplace").decode())

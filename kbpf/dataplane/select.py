@@ -187,7 +187,7 @@ def select_data_plane(config: Config, find_reason: Callable[[KbpfError], str | N
         return PreviousIpvsPlane(config)
 
     def previous_kube_proxy() -> PreviousDataPlane:
-        from kbpf.takeover.previous import KubeProxyDrain
+        from kbpf.takeover.kube_proxy_drain import KubeProxyDrain
 
         return KubeProxyDrain(config)
 

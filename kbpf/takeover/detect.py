@@ -6,8 +6,8 @@ enough alone: a pod without hostPID sees only its own processes, k3s runs kube-p
 of another name, and a kube-proxy may use other ports. kbpf serves the same ports; it is recognized
 by /readyz, which kube-proxy does not have.
 
-KubeProxyState and KubeProxyWatch add whether a kube-proxy left rules. KubeProxyDrain (previous.py) decides what the
-agent does about it, kube_proxy_cleanup.py what may be removed.
+KubeProxyState and KubeProxyWatch add whether a kube-proxy left rules. kube_proxy_drain.py decides
+what the agent does about it, kube_proxy_cleanup.py what may be removed.
 """
 
 import contextlib

@@ -141,6 +141,8 @@ class NodeFacts(NamedTuple):
     before_dnat: Sequence[Step] = ()
 
 
+# ---- how they are shown --------------------------------------------------------------------------
+
 STEP_COLUMNS: Final = (Column("STEP", "step"), Column("RESULT", "result"), Column("WHY", "why"))
 BACKEND_COLUMN: Final = Column("BACKEND", "backend")
 SHARE_COLUMN: Final = Column("SHARE", lambda c: f"{c.share:.1%}", right=True)
@@ -156,7 +158,6 @@ FAILURE_COLUMNS: Final = (
 )
 ENDPOINT_COLUMNS: Final = tuple(column for column in endpoints.COLUMNS if column.title not in ("PORT", "SLICE"))
 """A trace is of one port."""
-
 
 KIND: Final = Kind("TraceList", Trace)
 

@@ -315,6 +315,8 @@ def is_failure(reason: Reason) -> bool:
     return reason.verdict in (Verdict.REFUSE, Verdict.DROP)
 
 
+# ---- mode ipvs -----------------------------------------------------------------------------------
+
 NOT_LOOKED_AT: Final = Step(
     "not looked at",
     "routing, netfilter and masquerading",

@@ -18,12 +18,12 @@ from kbpf.dataplane.base import PlaneStatus, Report, SharedAccess, TickResult
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
+from kbpf.dataplane.bpf.exemptions import AgentSockets
 from kbpf.dataplane.bpf.failing_backends import FailingBackends
 from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps, MapGrowth
-from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.maps.pin_watch import PinWatch
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs import foreign, unpinned

@@ -37,7 +37,7 @@ from typing import Final, assert_never
 
 from kbpf.errors import ObjectError, SourceError
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.backoff import Backoff
+from kbpf.kernel.system.polling import Backoff
 from kbpf.model.events import Kind, ObjectKey, Synced
 from kbpf.source.api import watch
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
