@@ -25,6 +25,7 @@ PROGRAMS = {
 }
 TESTS = {name: paths_of("programs", names) for name, names in PROGRAMS.items()} | {
     "CONNTRACK": ("tests/lab/outside/test_conntrack.py",),
+    "BRIDGE": ("tests/lab/outside/test_br_netfilter.py",),
     "COMPARED": ("tests/fuzz/packets/test_conntrack.py",),
 }
 """COMPARED must notice each of its mutants: they prove that the comparison works."""
@@ -284,6 +285,18 @@ a SYN past the Service and its answer end a half-closed connection
 any SYN-ACK of the backend answers a direct SYN
 - return p->tcp.ack == flow->syn;
 + return true;
+# tc/receive.h BRIDGE
+forged answers pass in frames for others
+- else if (!uses_conntrack())
++ else
+# tc/receive.h CONNTRACK
+forged ACKs pass
+- !(in && answers_refused(&tuple)))
++ true)
+# tc.c FLOWS
+frames that are not to this machine are translated
+- (skb->pkt_type != PACKET_HOST || has_source_route(skb, p))
++ has_source_route(skb, p)
 # tc/receive.h FLOWS
 fragments of martians are recorded
 - if (is_martian(&p->tuple.from.address))
@@ -294,12 +307,9 @@ first fragments are not recorded
 fragments of another datagram match
 - !stored || stored->id != fragment.id || stored->hash != fragment.hash
 + !stored
-frames that are not to this machine are translated
-- (in && skb->pkt_type != PACKET_HOST && !uses_conntrack())
-+ false
 frames for other machines are translated at a bridge's port
-- if (!has_own_mac(skb, device))
-+ if (0)
+- if (has_own_mac(skb, device))
++ if (1)
 a packet is handled at the port and at the bridge
 - if (skb->tc_index != HANDLED_AT_PORT)
 # tc/devices.h SHARES
@@ -363,6 +373,9 @@ a datagram changes it for masqueraded flows
 others use a client's port
 - ? EGRESS_DENIED
 + ? EGRESS_UNKNOWN
+others use a port of the node's socket
+- return flow->host_device || (has_snat(flow) &&
++ return false || (has_snat(flow) &&
 a SYN to the backend itself belongs to the flow
 - if (!reply && is_direct_connection(flow, p, flags))
 + if (false)
@@ -380,6 +393,9 @@ the TTL is not decremented
 - to ? p->ttl - 1 : p->ttl
 + p->ttl
 # tc/devices.h FLOWS
+martian sources are translated
+- return is_martian(a) || is_nodes_own(a, n);
++ return is_nodes_own(a, n);
 marks are not set
 - skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
 + ;
@@ -411,10 +427,6 @@ local devices are masqueraded
 a pause of new flows is ignored
 - return until && *until > now;
 + return false;
-martian sources are translated
-- if (is_martian(&s->packet.tuple.from.address) ||
-- 	    is_nodes_own
-+ if (is_nodes_own
 a backend at a node address is masqueraded
 - is_nodes_own(&flow->backend.address, n))
 + false)
@@ -423,14 +435,11 @@ no client is outside
 + client.outside = false;
 # tc/conntrack.h CONNTRACK
 forged answers pass
-- return !same_target(&p->tuple.from, &event->client);
-+ return false;
+- return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
++ return !event && is_nodes_own(&from, n);
 forged answers of the node pass
-- return may_confirm(p) && is_nodes_own(&from, n);
-+ return false;
-forged ACKs pass
-- if (!n || !(n->flags & NODE_NETFILTER))
-+ if (!n || !may_confirm(p))
+- return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
++ return event && !same_target(&t->from, &event->client);
 errors about refused packets pass
 - !is_unanswered(skb, p)
 + true
@@ -476,6 +485,12 @@ reply entries stay when there is no room
 - 	release_replies(&s->flow);
 -
 # tc/error.h FLOWS
+errors of martians bypass the stack
+- is_impossible_source(&p->tuple.from.address, n) ||
++ false ||
+errors with a source route bypass the stack
+- || has_source_route(skb, p))
++ )
 outer addresses of ICMP errors are not translated
 - outer.from.address = after->from.address;
 + ;

@@ -262,21 +262,19 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 /* Whether a packet answers one that has not left this node. Its sender cannot have received that
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
  * accept established connections would then let pass what they have refused. A plain ACK is enough:
- * conntrack ignores it before a SYN-ACK, but remembers a reply. An answer from an address of this
+ * conntrack ignores it before a SYN-ACK, but remembers a reply. A packet from an address of this
  * node is forged as well: its own sockets' packets do not arrive by a device. */
-static __always_inline bool answers_refused(const struct packet *p)
+static __always_inline bool answers_refused(const struct tuple *t)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
-	struct address from = p->tuple.from.address;
+	struct address from = t->from.address;
 	struct event *event;
 
 	if (!n || !(n->flags & NODE_NETFILTER))
 		return false;
-	event = find_unconfirmed(&p->tuple);
-	if (event)
-		return !same_target(&p->tuple.from, &event->client);
-	return may_confirm(p) && is_nodes_own(&from, n);
+	event = find_unconfirmed(t);
+	return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow may have left encrypted. Only

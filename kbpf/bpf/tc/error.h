@@ -74,6 +74,8 @@ static __always_inline bool is_redirect(const struct packet *p)
 int tc_icmp_in(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex), *to = NULL;
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
 	struct tuple tuple, outer, *after;
 	struct translation translation = {};
 	struct scratch *s = get_scratch();
@@ -81,7 +83,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	struct packet *p;
 	bool hidden;
 
-	if (!s || !device)
+	if (!s || !device || !n)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	if (is_hidden_error(p))
@@ -92,6 +94,8 @@ int tc_icmp_in(struct __sk_buff *skb)
 			       : TC_ACT_UNSPEC;
 	if (uses_conntrack() && find_unconfirmed(&tuple))
 		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
+	if (skb->pkt_type != PACKET_HOST)
+		return TC_ACT_UNSPEC;
 	translation.port_of = bridge_of_port(device, skb->ifindex);
 	result = translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &translation);
 	if (result == INGRESS_BRIDGED)
@@ -104,8 +108,10 @@ int tc_icmp_in(struct __sk_buff *skb)
 		p->tuple = tuple; /* the client's error may be about an answer that it never got */
 		return judge_answer_to_refused(skb, s, BEGIN_ERROR);
 	}
-	/* In the name of an end of the flow, or past the kernel's own filter. A router may have an
+	/* In the name of an end of the flow, or past the kernel's own checks. A router may have an
 	 * address to which this node has no route. */
+	if (is_impossible_source(&p->tuple.from.address, n) || has_source_route(skb, p))
+		return TC_ACT_UNSPEC;
 	if ((!is_exchangeable(device) || (device->flags & DEVICE_STRICT) ||
 	     same_address(&p->tuple.from.address, &tuple.from.address)) &&
 	    !arrives_by(skb, p, skb->ifindex, &s->hop))

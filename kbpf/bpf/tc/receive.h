@@ -92,9 +92,10 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 		return true;
 	}
 	if (skb->pkt_type == PACKET_OTHERHOST) {
-		if (!has_own_mac(skb, device))
+		if (has_own_mac(skb, device))
+			bpf_skb_change_type(skb, PACKET_HOST); /* as the bridge will do */
+		else if (!uses_conntrack())
 			return true;
-		bpf_skb_change_type(skb, PACKET_HOST); /* as the bridge will do */
 	}
 	skb->tc_index = HANDLED_AT_PORT;
 	return false;
@@ -103,14 +104,14 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 /* VLAN frames are seen again on the VLAN's own device. Of the others, only frames to this machine
  * are handled at ingress (`in`): the stack forwards and answers no others. A promiscuous device
  * receives frames to other machines, and each machine of a segment would answer a broadcast (RFC
- * 1122, 3.2.2). conntrack sees broadcasts nevertheless, so beside it they are parsed, too:
- * answers_refused(). */
+ * 1122, 3.2.2). conntrack sees broadcasts nevertheless, and all frames at ports of a bridge. So
+ * beside it they are parsed, too: answers_refused(). */
 static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 {
 	if (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK))
 		return true;
-	return skb->pkt_type == PACKET_OTHERHOST ||
-	       (in && skb->pkt_type != PACKET_HOST && !uses_conntrack());
+	return in ? skb->pkt_type != PACKET_HOST && !uses_conntrack()
+		  : skb->pkt_type == PACKET_OTHERHOST;
 }
 
 /* Leaves a packet at a port to the bridge's program. */
@@ -149,7 +150,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 		struct tuple tuple = tuple_of_plain(&plain);
 
 		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple) &&
-		    !(in && uses_conntrack() && find_unconfirmed(&tuple)))
+		    !(in && answers_refused(&tuple)))
 			return false;
 		set_plain(skb, p, l2, &plain, &tuple);
 		return true;
