@@ -68,9 +68,10 @@ int tc_ingress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	flags = take_resumed(s); /* even if the device is gone: it is not for the next packet */
-	if (!device || (!flags && device->bridge && passes_bridge(skb, device)) ||
-	    (!flags && !parse_for(skb, device, p, true)))
+	if (!device || (!flags && device->bridge && passes_bridge(skb, device)))
 		return TC_ACT_UNSPEC;
+	if (!flags && !parse_for(skb, device, p, true))
+		return has_hidden_packet(skb) ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol)
 		return go(skb, TAIL_ICMP_IN); /* an ICMP error, or hidden ports: parse_for() */
 	if (!flags && (skb->pkt_type != PACKET_HOST || has_source_route(skb, p)))

@@ -290,6 +290,9 @@ forged answers pass in frames for others
 - else if (!uses_conntrack())
 + else
 # tc/receive.h CONNTRACK
+forged answers pass behind two priority tags
+- !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
++ false;
 forged ACKs pass
 - !(in && answers_refused(&tuple)))
 + true)

@@ -11,7 +11,10 @@
 #include "tc/flow.h"
 #include "tc/tails.h"
 
+#define ETH_P_8021Q 0x8100
+#define ETH_P_8021AD 0x88a8
 #define VLAN_VID_MASK 0x0fff
+#define INNER_TAG 14 /* offset: the outer tag is in the skb's metadata */
 #define PACKET_HOST 0
 #define PACKET_OTHERHOST 3
 
@@ -112,6 +115,19 @@ static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 		return true;
 	return in ? skb->pkt_type != PACKET_HOST && !uses_conntrack()
 		  : skb->pkt_type == PACKET_OTHERHOST;
+}
+
+/* Whether conntrack will see a packet that this program cannot read: the kernel removes a first
+ * priority tag (VLAN 0) before it, and a second one behind it (__netif_receive_skb_core()). */
+static __always_inline bool has_hidden_packet(struct __sk_buff *skb)
+{
+	__be16 inner;
+
+	return (skb->protocol == __builtin_bswap16(ETH_P_8021Q) ||
+		skb->protocol == __builtin_bswap16(ETH_P_8021AD)) &&
+	       skb->vlan_present && !(skb->vlan_tci & VLAN_VID_MASK) &&
+	       !bpf_skb_load_bytes(skb, INNER_TAG, &inner, sizeof(inner)) &&
+	       !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
 }
 
 /* Leaves a packet at a port to the bridge's program. */

@@ -187,7 +187,7 @@ class Ends(NamedTuple):
 
 class Forgery(NamedTuple):
     """Packets that seem to belong to a refused connection to Service `number`, and the place that
-    sends them. `to_mac`: instead of the node's.
+    sends them. `to_mac`: instead of the node's. `tags`: VLAN tags of their frames.
     """
 
     packets: Callable[[Ends], list[bytes]]
@@ -195,6 +195,7 @@ class Forgery(NamedTuple):
     number: int = 21
     v6: tuple[bool, ...] = (False, True)
     to_mac: str = ""
+    tags: bytes = b""
 
 
 def _answer(e: Ends, **ip: Any) -> list[bytes]:
@@ -224,10 +225,15 @@ def _error_of_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
     return [packets.icmp_error("host unreachable", split(e.client)[0], build(e.frontend, e.client))]
 
 
+PRIORITY_TAG, SERVICE_TAG = bytes.fromhex("81006000"), bytes.fromhex("88a80000")
 OPTIONS, LSRR = packets.destination(), bytes([131, 7, 4, 203, 0, 113, 77])
 FORGERIES = {
     "an answer": Forgery(_answer),
     "an answer in a broadcast frame": Forgery(_answer, to_mac=BROADCAST),
+    "an answer behind a priority tag": Forgery(_answer, tags=PRIORITY_TAG),
+    "an answer behind two priority tags": Forgery(_answer, tags=PRIORITY_TAG * 2),
+    "an answer behind three tags": Forgery(_answer, tags=PRIORITY_TAG + SERVICE_TAG + PRIORITY_TAG),
+    "an ACK of a pod behind two tags": Forgery(_ack_of_node, "a1", 16, tags=PRIORITY_TAG + SERVICE_TAG),
     "an answer in fragments": Forgery(lambda e: packets.fragments(*_answer(e, df=False), 28), v6=(False,)),
     "an answer behind five extension headers": Forgery(partial(_answer, extensions=[OPTIONS] * 5), v6=(True,)),
     "an answer behind an authentication header": Forgery(
@@ -275,13 +281,14 @@ meta l4proto {{ tcp, udp }} th dport {HOST_PORT} counter drop; }}
 """
 
 
-def send_frames(frames: list[bytes], node: str, mac: str) -> None:
+def send_frames(frames: list[bytes], node: str, mac: str, tags: bytes = b"") -> None:
     """Sends packets to this MAC address by the device that leads to the node."""
     route = json.loads(run("ip", "-j", "route", "get", node))[0]
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as device:
         device.bind((route["dev"], 0))
         for one in frames:
-            device.send(packets.frame(one, to=mac))
+            frame = packets.frame(one, to=mac)
+            device.send(frame[:12] + tags + frame[12:])
 
 
 def mac_towards(towards: str) -> str:
@@ -317,7 +324,7 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, f
         until("the entry is written", lambda: len(entries(field, to)) == 1)
         before = field.agent.reasons()[Reason.INVALID]
         to_mac = forgery.to_mac or macs[forgery.by]
-        there(field[forgery.by], partial(send_frames, forgery.packets(ends), own, to_mac))
+        there(field[forgery.by], partial(send_frames, forgery.packets(ends), own, to_mac, forgery.tags))
         until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
         (entry,) = entries(field, to)
         assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
