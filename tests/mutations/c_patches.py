@@ -437,6 +437,9 @@ no client is outside
 - client.outside = !(device->flags & DEVICE_LOCAL);
 + client.outside = false;
 # tc/conntrack.h CONNTRACK
+errors about requests to the node pass
+- || is_nodes_own(&p->tuple.from.address, n))
++ )
 forged answers pass
 - return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
 + return !event && is_nodes_own(&from, n);
@@ -450,6 +453,9 @@ a port of another flow is taken
 - if (has_flow(&reply))
 + if (false)
 # tc/ports.h FLOWS
+a client gets the port of a frontend
+- (is_frontend_port(reply.to.port) && is_frontend(&reply.to)) ||
++ false ||
 the client port is never changed
 - if (i || (n->flags & NODE_COEXISTING) ||
 + if ((n->flags & NODE_COEXISTING) ||
@@ -469,7 +475,7 @@ ports in doubt are taken
 - doubtful = is_in_doubt(backend, flow->snat_port, now);
 + doubtful = false;
 ports of the node's servers are taken
-- if (is_for_socket(skb, flow)) {
+- if (is_used_here(skb, flow)) {
 + if (false) {
 a port in the backend's TIME_WAIT is taken first
 - return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
@@ -594,14 +600,15 @@ ports of later fragments are written
 - 		return 0;
 + )
 + 		return 0;
+# lib/icmp.h CONNTRACK
+errors of no known type do not count
+- p->icmp_type < ICMPV6_NO_ERROR
++ p->icmp_type < 5
 # lib/icmp.h PACKETS
 parameter problems do not count as errors
 -  ||
 - 		       p->icmp_type == ICMP_PARAMETERPROB;
 + ;
-packet too big does not count as an error
-- p->icmp_type >= ICMPV6_DEST_UNREACH
-+ p->icmp_type > ICMPV6_PKT_TOOBIG
 # tc/refuse.h PACKETS
 a reset acknowledges too little
 - __builtin_bswap32(p->tcp.next) : 0

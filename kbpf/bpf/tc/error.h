@@ -103,9 +103,12 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (result != INGRESS_TRANSLATED) {
 		if (translation.masqueraded)
 			mark_masqueraded(skb, true);
-		if (!uses_conntrack() || !may_be_service(&tuple.to))
+		if (!uses_conntrack() ||
+		    (!may_be_service(&tuple.to) && !is_nodes_own(&tuple.from.address, n)))
 			return TC_ACT_UNSPEC;
-		p->tuple = tuple; /* the client's error may be about an answer that it never got */
+		/* The client's error may be about an answer that it never got, or an error to the
+		 * client about a request that the node itself has refused. */
+		p->tuple = tuple;
 		return judge_answer_to_refused(skb, s, BEGIN_ERROR);
 	}
 	/* In the name of an end of the flow, or past the kernel's own checks. A router may have an

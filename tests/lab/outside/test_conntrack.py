@@ -225,6 +225,10 @@ def _error_of_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
     return [packets.icmp_error("host unreachable", split(e.client)[0], build(e.frontend, e.client))]
 
 
+def _error_to_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
+    return [packets.icmp_error("host unreachable", e.pod, build(e.client, e.backend))]
+
+
 PRIORITY_TAG, SERVICE_TAG = bytes.fromhex("81006000"), bytes.fromhex("88a80000")
 OPTIONS, LSRR = packets.destination(), bytes([131, 7, 4, 203, 0, 113, 77])
 FORGERIES = {
@@ -236,6 +240,10 @@ FORGERIES = {
     "an ACK of a pod behind two tags": Forgery(_ack_of_node, "a1", 16, tags=PRIORITY_TAG + SERVICE_TAG),
     "an answer in fragments": Forgery(lambda e: packets.fragments(*_answer(e, df=False), 28), v6=(False,)),
     "an answer behind five extension headers": Forgery(partial(_answer, extensions=[OPTIONS] * 5), v6=(True,)),
+    "an answer behind five extension headers in a broadcast frame": Forgery(
+        partial(_answer, extensions=[OPTIONS] * 5), v6=(True,), to_mac=BROADCAST
+    ),
+    "an ICMP error in a broadcast frame": Forgery(partial(_error, "port unreachable"), to_mac=BROADCAST),
     "an answer behind an authentication header": Forgery(
         partial(_answer, extensions=[Extension(51, bytes([4]) + bytes(22))]), v6=(True,)
     ),
@@ -252,6 +260,12 @@ FORGERIES = {
     "an ICMPv6 error in fragments": Forgery(partial(_error_in_fragments, 56), v6=(True,)),
     "an ICMP error of the client": Forgery(partial(_error_of_client, packets.udp)),
     "an ICMP error of the client, TCP": Forgery(partial(_error_of_client, packets.tcp), number=11),
+    "an ICMPv6 message of no known type": Forgery(
+        lambda e: [
+            packets.icmp(e.pod, split(e.masqueraded)[0], 100, 0, 0, packets.udp(e.masqueraded, e.backend, b"x"))
+        ],
+        v6=(True,),
+    ),
     "an ICMP redirect": Forgery(
         lambda e: [packets.icmp(e.pod, split(e.masqueraded)[0], 5, 1, 0, packets.udp(e.masqueraded, e.backend, b"x"))],
         v6=(False,),
@@ -261,6 +275,8 @@ FORGERIES = {
         lambda e: [packets.icmp_error("prohibited", e.pod, packets.udp(e.client, e.backend, b"x"))], by="a1", number=24
     ),
     "an answer of the node": Forgery(lambda e: [packets.udp(e.backend, e.client, b"x")], number=26),
+    "an ICMP error about a request to the node": Forgery(partial(_error_to_client, packets.udp), number=26),
+    "an ICMP error about a SYN to the node": Forgery(partial(_error_to_client, packets.tcp), "a1", 16),
     "an ACK of the node": Forgery(_ack_of_node, number=16),
     "an ACK of the node by a pod": Forgery(_ack_of_node, by="a1", number=16),
 }
