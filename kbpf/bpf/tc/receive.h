@@ -140,12 +140,19 @@ static __always_inline int leave_to_bridge(struct __sk_buff *skb)
 /* Offset of the IP header of a packet on a tunnel. Headers of the outer packet may precede it: at
  * ingress before v5.14 (needs_stack()), and on gre devices without a remote address at ingress and
  * at egress. Only the kernel knows their length; what follows them is as long as the IP header
- * says. That is 0 in a packet of more than 64 KiB (BIG TCP), which has no such headers. */
+ * says. That is 0 in a packet of more than 64 KiB (BIG TCP), which has no such headers. Without
+ * them, bytes behind the end of the packet must not look like some: its first bytes are then those
+ * of the IP header. In an outer header they differ, since it is for a longer packet. */
 static __always_inline u32 offset_in_tunnel(struct __sk_buff *skb)
 {
 	bool v6 = skb->protocol == __builtin_bswap16(ETH_P_IPV6);
+	u64 first = 0, own = 1;
 	__be16 length = 0;
 
+	bpf_skb_load_bytes(skb, 0, &first, sizeof(first));
+	load_bytes_relative(skb, 0, &own, sizeof(own), BPF_HDR_START_NET);
+	if (first == own)
+		return 0;
 	load_bytes_relative(skb, v6 ? 4 : 2, &length, sizeof(length), BPF_HDR_START_NET);
 	return length ? skb->len - __builtin_bswap16(length) - (v6 ? 40 : 0) : 0;
 }
