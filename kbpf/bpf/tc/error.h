@@ -143,15 +143,24 @@ int tc_icmp_in(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
-/* Translates an error that leaves the stack. */
+/* Translates an error that leaves the stack. As in tc_icmp_in, it may be a packet that hides its
+ * ports. */
 int tc_icmp_out(struct __sk_buff *skb)
 {
 	struct tuple tuple, after, outer;
 	struct scratch *s = get_scratch();
 	enum egress_result result;
 	bool masqueraded = false;
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
 
-	if (!s || !parse_error(skb, s, &tuple))
+	if (!s || !n)
+		return TC_ACT_UNSPEC;
+	/* A CNI has masqueraded it, and may have kept the port of a client: EGRESS_DENIED. */
+	if (has_hidden_ports(&s->packet) && skb->ingress_ifindex &&
+	    is_nodes_own(&s->packet.tuple.from.address, n))
+		return finish(TC_ACT_SHOT, INVALID);
+	if (!parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
 	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, skb->ifindex, 0, &after,
 			       &masqueraded);
