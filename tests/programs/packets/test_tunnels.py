@@ -31,6 +31,7 @@ from tests.support.features import TUNNEL_MODULES, needs, tunnel_modules
 from tests.support.lab.events import read, watched
 from tests.support.lab.field import BULK, FORWARDINGS, transfer
 from tests.support.lab.lab import Place, ip, let_forward, run, settled, until
+from tests.support.packets.packets import udp
 from tests.support.plane import Site, desired, service, sites
 
 pytestmark = needs("tunnels")
@@ -270,6 +271,24 @@ def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool)
     """It dials the address of the tunnel's device, and the backend is a pod of the node."""
     for protocol in PROTOCOLS:
         assert world.dial(world.other, address_on(number, 1, v6), 30000, protocol) == GATE[v6]
+
+
+@every_way
+def test_bytes_behind_a_packet_do_not_hide_it(world: World, number: int, v6: bool):
+    """They are not taken for outer headers. The kernel cuts them off after the program has run."""
+    name = TUNNELS[number - 1].name
+    if "nbma" in name:  # nothing can be sent past the routes
+        return
+    front = endpoint(address_on(number, 1, v6), 30000)
+    datagram = udp(endpoint(address_on(number, 2, v6), 41_000), front, b"hello")
+    before = world.site.reasons()[Reason.NEW_FLOW]
+
+    def send() -> None:
+        with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as device:
+            device.sendto(datagram + bytes(64), (name, 0x86DD if v6 else 0x0800))
+
+    world.inside(world.other, send)
+    until("it begins a flow", lambda: world.site.reasons()[Reason.NEW_FLOW] > before)
 
 
 @every_way

@@ -88,6 +88,8 @@ QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("
 """Checksums that are not rewritten: as a rule most of the quoted packet they cover is missing."""
 LOW, HIGH = 61_000, 65_535
 """SNAT ports. A masqueraded flow gets any of them and keeps it during the tests that follow."""
+TAKEN_PORT = 49_998
+"""Of a frontend at the node's address."""
 SPARE_PORTS = itertools.count(50_000)
 """Node ports outside of LOW to HIGH, so no other test's flow has them."""
 
@@ -301,6 +303,8 @@ def services() -> Iterator[object]:
             return service(name, at, to, protocol, **more)  # noqa: B023
 
         yield one(CLUSTER, pod(v))
+        at_node = f"LoadBalancer={end(NODE[v], TAKEN_PORT)}"
+        yield service(f"at-node-{protocol.name.lower()}", at_node, pod(v), protocol)
         yield one(LOCAL, pod(v), local=pod(v), external_local=True)
         yield one(NONE, "")
         yield one(RESTRICTED, pod(v), restricted=True)

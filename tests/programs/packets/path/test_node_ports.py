@@ -25,6 +25,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
+    ALL_KINDS,
     CLIENT,
     CLUSTER,
     IP,
@@ -35,6 +36,7 @@ from tests.programs.packets.path.single_packets import (
     PORTS,
     ROUTER,
     SPARE_PORTS,
+    TAKEN_PORT,
     Flow,
     Path_,
     _id,
@@ -308,6 +310,15 @@ def test_port_of_a_socket_of_the_node_is_left_alone(uplink: Path_, v: int, row: 
         verdict, got = uplink.ingress(begins)
         uplink.expect_untouched(sent)
     assert (verdict, parsed(got).source) == (TC_ACT_REDIRECT, end(NODE[v], number[1]))
+    uplink.delete_flows()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
+def test_port_of_a_frontend_is_left_alone(uplink: Path_, v: int, kind: str):
+    """For the same reason: the backend may be a client of that frontend."""
+    uplink.node(NodeFlag(0), TAKEN_PORT, TAKEN_PORT + 1)
+    _, got = uplink.ingress(ALL_KINDS[kind](client(v, TAKEN_PORT), vip(v, CLUSTER)))
+    assert parsed(got).source == end(NODE[v], TAKEN_PORT + 1)
     uplink.delete_flows()
 
 
