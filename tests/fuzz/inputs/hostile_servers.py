@@ -15,7 +15,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tests.campaigns import deadline
@@ -161,24 +161,20 @@ def growing(exchange: Exchange) -> None:
     exchange.open = False
 
 
-MANY_LINES = b"".join(
-    b"%x\r\n%s\r\n" % (len(data), data)
-    for data in [json.dumps(line("ADDED", named(f"n{n}", n))).encode() + b"\n" for n in range(50)]
-)
 HEAD = b"HTTP/1.1 200 OK\r\n"
 JSON = HEAD + b"Content-Type: application/json\r\n"
 CHUNKED = JSON + b"Transfer-Encoding: chunked\r\n\r\n"
 META = b'{"metadata":{"resourceVersion":"5"},"items":['
 
 
+BOMB = gzip.compress(b" " * (64 << 20))
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def bomb() -> bytes:
-    return gzip.compress(b" " * (64 << 20))
-
-
+MANY_LINES = b"".join(chunk(json.dumps(line("ADDED", named(f"n{n}", n))).encode() + b"\n") for n in range(50))
 BOUNDED = (
     Row("an endless error", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x" * 65536)),
     Row("an endless page of objects", paged(endless(JSON + b"\r\n" + META, b"{}," * 20_000))),
@@ -196,7 +192,7 @@ BOUNDED = (
     ),
     Row("HTTP/2 preface", sends(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + b"\x00\x03" * 9)),
     Row("redirects", status(302, Location="/elsewhere")),
-    Row("a page of 64 MiB in gzip, without an end", endless(HEAD + b"Content-Encoding: gzip\r\n\r\n", bomb())),
+    Row("a page of 64 MiB in gzip, without an end", endless(HEAD + b"Content-Encoding: gzip\r\n\r\n", BOMB)),
     Row("other content each time, and 410", changing),
 )
 """Rows that take a few seconds, one of each kind."""
@@ -207,7 +203,7 @@ ROWS = (
     Row("2,000,000 items", page(META + b"{}," * 2_000_000 + b"{}]}")),
     Row("a length that is too long, and the end", sends(JSON + b"Content-Length: 99\r\n\r\n{}")),
     Row("1xx without an end", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
-    Row("a gzip bomb", page(bomb(), Content_Encoding="gzip")),
+    Row("a gzip bomb", page(BOMB, Content_Encoding="gzip")),
     Row("410 always", status(410)),
     Row("an endless line in the head", endless(HEAD + b"X: ", b"x" * 65536)),
     Row("an endless page", paged(endless(JSON + b"\r\n", b" " * 65536))),
@@ -275,7 +271,7 @@ class Child:
                 return time.monotonic() - begun
         raise AssertionError(f"not within {seconds:.0f} s: {self.report}")
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
@@ -291,31 +287,17 @@ def is_healthy(report: dict[str, Any]) -> bool:
     )
 
 
-@contextlib.contextmanager
-def child_of(url: str) -> Iterator[Child]:
-    made = Child(url)
-    try:
-        yield made
-    finally:
-        made.end()
-
-
 def survive(row: Row) -> str:
     """Runs one row; returns how it went. Raises AssertionError."""
     with ScriptedServer() as server:
         script = _Always(row.step)
         server.script = script  # type: ignore[assignment]
-        with child_of(server.url) as child:
-            if row.heals:
-                told = child.watch(VISIBLE_SECONDS, is_healthy)
-            else:
-                told = child.watch(VISIBLE_SECONDS, is_error_reported)
+        with contextlib.closing(Child(server.url)) as child:
+            told = child.watch(VISIBLE_SECONDS, is_healthy if row.heals else is_error_reported)
             hold = time.monotonic() + 1.0
             child.watch(VISIBLE_SECONDS, lambda _: time.monotonic() > hold)
             script.step = ordinary
-            healed = child.watch(
-                HEAL_SECONDS, lambda report: is_healthy(report) and (row.heals or report["known"] >= 1)
-            )
+            healed = child.watch(HEAL_SECONDS, lambda r: is_healthy(r) and (row.heals or r["known"] >= 1))
             return f"visible {told:.1f} s, well {healed:.1f} s, {child.peak:.0f} MB"
 
 

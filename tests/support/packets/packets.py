@@ -14,7 +14,7 @@ Imports nothing of kbpf and shares no code with parse.py, so that each can check
 
 import struct
 from ipaddress import ip_address
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from tests.support.packets.datagrams import (  # noqa: F401  for importers of this module, too
     BROADCAST,
@@ -46,6 +46,7 @@ from tests.support.packets.datagrams import (  # noqa: F401  for importers of th
     stored,
     summed,
 )
+from tests.support.table import table
 
 # ---- transports --------------------------------------------------------------------------------
 
@@ -60,7 +61,6 @@ def tcp(
     flags: str = "A",
     seq: int = 1000,
     ack: int = 0,
-    window: int = 64240,
     mss: int | None = None,
     tcp_options: bytes = b"",
     urgent: int = 0,
@@ -73,7 +73,7 @@ def tcp(
     options += bytes(-len(options) % 4)
     bits = sum(1 << _FLAGS.index(letter) for letter in flags)
     word = (20 + len(options)) // 4 << 12 | bits
-    header = struct.pack("!HHIIHHHH", port, to_port, seq, ack, word, window, 0, urgent)
+    header = struct.pack("!HHIIHHHH", port, to_port, seq, ack, word, 64240, 0, urgent)
     body = summed(TCP, host, to_host, header + options + payload, 16, checksum, ip)
     return datagram(host, to_host, TCP, body, **ip)
 
@@ -89,11 +89,6 @@ class Talk:
     def __init__(self, client: int = 1000, server: int = 70_000) -> None:
         self._first = {False: client, True: server}
         self._next = dict(self._first)
-
-    def answered(self) -> "Talk":
-        """Sets the state after SYN and SYN-ACK with the first sequence numbers."""
-        self._next = {back: number + 1 for back, number in self._first.items()}
-        return self
 
     def segment(self, word: str, source: str, to: str, **ip: Unpack[Ip]) -> bytes:
         """The segment that the word describes, between these endpoints."""
@@ -123,11 +118,16 @@ def chunk(kind: int, body: bytes = b"", flags: int = 0) -> bytes:
     return struct.pack("!BBH", kind, flags, 4 + len(body)) + body + bytes(-len(body) % 4)
 
 
-SCTP_INIT = chunk(1, struct.pack("!IIHHI", 0x11223344, 65536, 10, 10, 1))
-"""The first chunk of an association; its packet has the tag 0."""
+def sctp_init(tag: int, kind: int = 1) -> bytes:
+    """The first chunk of an association, whose packet has the tag 0; or, as kind 2, the answer. `tag`: of the packets
+    to its sender.
+    """
+    return chunk(kind, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
+
+
 SCTP_TAG, SCTP_BACK_TAG = 0x11223344, 0x55667788
 """The tags of packets to the client and to the server."""
-SCTP_INIT_ACK = chunk(2, struct.pack("!IIHHI", SCTP_BACK_TAG, 65536, 10, 10, 1))
+SCTP_INIT, SCTP_INIT_ACK = sctp_init(SCTP_TAG), sctp_init(SCTP_BACK_TAG, 2)
 
 
 def sctp(
@@ -169,31 +169,32 @@ def icmp(
     return datagram(source, to, ICMP, message[:2] + struct.pack("!H", right) + message[4:], **ip)
 
 
-def echo(
-    source: str,
-    to: str,
-    payload: bytes = b"",
-    *,
-    id: int = 1,
-    seq: int = 1,
-    reply: bool = False,
-    **ip: Unpack[Ip],
-) -> bytes:
-    request, answer = (128, 129) if ":" in source else (8, 0)
-    return icmp(source, to, answer if reply else request, 0, id << 16 | seq, payload, **ip)
+def echo(source: str, to: str, payload: bytes = b"", *, id: int = 1, seq: int = 1, **ip: Unpack[Ip]) -> bytes:
+    """A ping."""
+    return icmp(source, to, 128 if ":" in source else 8, 0, id << 16 | seq, payload, **ip)
 
 
-ERRORS = {
-    "net unreachable": ((3, 0), (1, 0)),
-    "host unreachable": ((3, 1), (1, 3)),
-    "port unreachable": ((3, 3), (1, 4)),
-    "prohibited": ((3, 13), (1, 1)),
-    "too big": ((3, 4), (2, 0)),
-    "time exceeded": ((11, 0), (3, 0)),
-    "reassembly timed out": ((11, 1), (3, 1)),
-    "parameter problem": ((12, 0), (4, 0)),
-}
-"""Type and code, IPv4 and IPv6."""
+class Error(NamedTuple):
+    """Type and code of an ICMP error, IPv4 and IPv6."""
+
+    name: str
+    type4: int
+    code4: int
+    type6: int
+    code6: int
+
+
+ROWS = """
+net unreachable | 3 | 0 | 1 | 0
+host unreachable | 3 | 1 | 1 | 3
+port unreachable | 3 | 3 | 1 | 4
+prohibited | 3 | 13 | 1 | 1
+too big | 3 | 4 | 2 | 0
+time exceeded | 11 | 0 | 3 | 0
+reassembly timed out | 11 | 1 | 3 | 1
+parameter problem | 12 | 0 | 4 | 0
+"""
+ERRORS = {error.name: error for error in table(Error, ROWS)}
 
 
 def icmp_error(
@@ -211,7 +212,7 @@ def icmp_error(
     """
     v6 = packet[0] >> 4 == 6
     to = str(ip_address(packet[8:24] if v6 else packet[12:16]))
-    kinds = ERRORS[kind][v6]
+    kinds = ERRORS[kind][3:] if v6 else ERRORS[kind][1:3]
     most = (1280 - 48 if v6 else 576 - 28) if quote is None else quote
     return icmp(by, to, *kinds, mtu, packet[:most], **ip)
 

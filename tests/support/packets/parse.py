@@ -26,17 +26,6 @@ class Ethernet:
 
 
 @dataclass(frozen=True, slots=True)
-class Arp:
-    """An ARP packet; operation 1 is a request, 2 a reply."""
-
-    operation: int
-    source_mac: str
-    source: str
-    destination_mac: str
-    destination: str
-
-
-@dataclass(frozen=True, slots=True)
 class Ip:
     """The IP header of either family. A field that the family lacks is 0, empty or, for the
     checksum, None.
@@ -131,7 +120,6 @@ class Packet:
 
     raw: bytes = field(repr=False, compare=False)
     ethernet: Ethernet | None = None
-    arp: Arp | None = None
     ip: Ip | None = None
     transport: Tcp | Udp | Sctp | Icmp | Cut | None = None
     embedded: "Packet | None" = None
@@ -147,9 +135,9 @@ class Packet:
 
     @property
     def protocol(self) -> str:
-        """``tcp``, ``icmp6``, ``arp``, a protocol number, or ""."""
+        """``tcp``, ``icmp6``, a protocol number, or ""."""
         if self.ip is None:
-            return "arp" if self.arp else ""
+            return ""
         return PROTOCOLS.get(self.ip.protocol, str(self.ip.protocol))
 
     @property
@@ -167,8 +155,7 @@ class Packet:
         return self._end("destination")
 
     def _end(self, which: str) -> str:
-        found = self.ip or self.arp
-        host = getattr(found, which) if found else ""
+        host = getattr(self.ip, which, "")
         port = getattr(self.transport, f"{which}_port", None)
         if port is None:
             return str(host)
@@ -200,10 +187,6 @@ def parse(raw: bytes, l2: bool = True) -> Packet:
     ethernet = Ethernet(raw[:6].hex(":"), raw[6:12].hex(":"), kind)
     if kind in (0x0800, 0x86DD):
         return _ip(raw, raw[14:], ethernet, quoted=False)
-    if kind == 0x0806 and len(raw) >= 42:
-        operation, source_mac, source, to_mac, to = struct.unpack_from("!6xH6s4s6s4s", raw, 14)
-        arp = Arp(operation, source_mac.hex(":"), _text(source), to_mac.hex(":"), _text(to))
-        return Packet(raw, ethernet, arp, trailer=raw[42:])
     return Packet(raw, ethernet, payload=raw[14:])
 
 

@@ -48,8 +48,9 @@ from tests.programs.packets.path.single_packets import (
     set_only_port,
     vip,
 )
+from tests.support.packets.murmur import murmur3
 from tests.support.packets.packets import Talk, fragments, tcp, udp
-from tests.support.packets.shares import ports_of
+from tests.support.packets.shares import SEED, ports_of
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- ports of the node ---------------------------------------------------------------------------
@@ -419,27 +420,10 @@ def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int):
     assert {int.from_bytes(port, "big"): state for port, state in held.items()} == ports
 
 
-def hash_of(words: Iterable[int], value: int) -> int:
-    """hash_words() of lib/hash.h, beginning with this value, without hash_end()."""
-    for word in words:
-        mixed = word * 0xCC9E2D51 & 0xFFFFFFFF
-        value ^= (mixed << 15 | mixed >> 17) * 0x1B873593 & 0xFFFFFFFF
-        value = ((value << 13 | value >> 19) * 5 + 0xE6546B64) & 0xFFFFFFFF
-    return value
-
-
-def end_of_hash(value: int, size: int) -> int:
-    value ^= size
-    value = (value ^ value >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    value = (value ^ value >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return value ^ value >> 16
-
-
 def place_of(v: int, backend_port: int, port: int) -> tuple[int, int]:
     """Where the doubt about this port of the node is kept if the secret is 0: doubt_of()."""
-    words = struct.unpack("<5I", pack_target(parse_addr(POD[v]), backend_port, socket.IPPROTO_TCP))
-    backend = end_of_hash(hash_of(words, 0x6B627066), 20)
-    value = end_of_hash(hash_of((int.from_bytes(port.to_bytes(2), "little"),), backend), 24)
+    backend = murmur3(pack_target(parse_addr(POD[v]), backend_port, socket.IPPROTO_TCP), SEED)
+    value = murmur3(struct.pack("!H2x", port), backend, 24)
     return 1 + value // 16 % (DOUBTFUL_PORTS - 1), value % 16
 
 
