@@ -24,8 +24,8 @@ from tests.programs.packets.path.single_packets import (
     NEAR,
     NODE,
     Path_,
+    all_services,
     masquerading,
-    services,
     serving_node,
 )
 from tests.support.lab.lab import ip, until
@@ -40,7 +40,7 @@ def v(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def path(artifact_cache: Path) -> Iterator[Path_]:
-    state = masquerading(desired(*services()))
+    state = masquerading(desired(*all_services()))
     sizes = replace(SIZES, connections=8192)
     with serving_node(artifact_cache, "k", state, sizes=sizes, masquerade_ports=(LOW, HIGH)) as made:
         with made.site.pinned("local_networks") as networks:

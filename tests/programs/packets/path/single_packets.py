@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum, IntFlag
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,8 +41,7 @@ from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import DesiredState
-from kbpf.model.objects import Protocol
+from kbpf.model.desired import DesiredState, ServiceState
 from tests.support.features import lacking
 from tests.support.lab.lab import PATIENCE, ip
 from tests.support.packets.datagrams import MAC_B, internet_checksum
@@ -63,7 +63,7 @@ from tests.support.packets.test_run import (
     SkbContext,
     run,
 )
-from tests.support.plane import SIZES, Site, service, sites
+from tests.support.plane import SIZES, Site, services, sites
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
@@ -291,58 +291,49 @@ def masquerading(state: DesiredState) -> DesiredState:
     return replace(state, masquerade_addresses=tuple(map(parse_addr, NODE.values())))
 
 
-def services() -> Iterator[object]:
-    protocols = (Protocol.TCP, Protocol.UDP, Protocol.SCTP)
-    for v, protocol in itertools.product((4, 6), protocols):
+SERVICES = """
+s1: CLUSTER -> pod
+s2: LOCAL -> pod local=pod external=Local
+s3: NONE ->
+s4: RESTRICTED -> pod restricted=yes
+s5: SAME -> port80 local=port80 external=Local
+s6: MASKED -> port80
+s7: ip -> pod
+s8: OWN -> own
+s9: OTHER_OWN -> other
+s10: REMOTE -> pod external=Local
+s11: CHAINED -> vip local=vip external=Local
+"""
+"""Named by the number of the Vip; of each protocol and family."""
 
-        def one(which: int, to: str, kind: str = "LoadBalancer", **more: object) -> object:
-            at = f"{kind}={vip(v, which)}" if kind else vip(v, which)  # noqa: B023
-            name = f"s{which}-{protocol.name.lower()}"  # noqa: B023
-            return service(name, at, to, protocol, **more)  # noqa: B023
 
-        yield one(CLUSTER, pod(v))
-        yield one(LOCAL, pod(v), local=pod(v), external_local=True)
-        yield one(NONE, "")
-        yield one(RESTRICTED, pod(v), restricted=True)
-        yield one(MASKED, pod(v, 80))
-        yield one(SAME, pod(v, 80), local=pod(v, 80), external_local=True)
-        yield one(IP, pod(v), "")
-        yield one(OWN, end(NODE[v], 8080))
-        yield one(OTHER_OWN, end(OTHER[v], 8080))
-        yield one(REMOTE, pod(v), external_local=True)
-        yield one(CHAINED, vip(v, LOCAL), local=vip(v, LOCAL), external_local=True)
+def all_services() -> Iterator[ServiceState]:
+    for v, protocol in itertools.product((4, 6), ("TCP", "UDP", "SCTP")):
+        names = {which.name: f"LoadBalancer={vip(v, which)}" for which in Vip}
+        names |= {"ip": vip(v, IP), "vip": vip(v, LOCAL), "pod": pod(v), "port80": pod(v, 80)}
+        names |= {"own": end(NODE[v], 8080), "other": end(OTHER[v], 8080)}
+        yield from services(SERVICES.replace(":", f"-{protocol.lower()}:{protocol}"), names)
 
 
 # ---- request and reply ---------------------------------------------------------------------------
 
 
-def ask(source: str, to: str, **ip: object) -> bytes:
-    return udp(source, to, b"?", **ip)
-
-
-def reply(source: str, to: str, **ip: object) -> bytes:
-    return udp(source, to, b"!", **ip)
-
-
+ask, reply = partial(udp, payload=b"?"), partial(udp, payload=b"!")
 KINDS = {
-    "tcp": lambda a, b, **ip: tcp(a, b, b"data", flags="S", mss=1460, **ip),
-    "tcp, odd length": lambda a, b, **ip: tcp(a, b, b"odd", flags="S", **ip),
-    "udp": lambda a, b, **ip: udp(a, b, b"question", **ip),
+    "tcp": partial(tcp, payload=b"data", flags="S", mss=1460),
+    "tcp, odd length": partial(tcp, payload=b"odd", flags="S"),
+    "udp": partial(udp, payload=b"question"),
     "udp, nothing in it": udp,
 }
-FIRST = {
-    "udp": ask,
-    "sctp": sctp,
-    "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
-}
+FIRST = {"udp": ask, "sctp": sctp, "tcp": partial(tcp, flags="S")}
 """What begins a flow."""
 ALL_KINDS = KINDS | {"sctp": sctp}
 BACK = {
-    "tcp": lambda a, b, **ip: tcp(a, b, flags="SA", ack=1001, mss=1460, **ip),
-    "udp": lambda a, b, **ip: udp(a, b, b"the answer", **ip),
+    "tcp": partial(tcp, flags="SA", ack=1001, mss=1460),
+    "udp": partial(udp, payload=b"the answer"),
 }
 ANSWERS = BACK | {
-    "sctp": lambda a, b, **ip: sctp(a, b, SCTP_INIT_ACK, tag=SCTP_TAG, **ip),
+    "sctp": partial(sctp, chunks=SCTP_INIT_ACK, tag=SCTP_TAG),
     "tcp, odd length": BACK["tcp"],
     "udp, nothing in it": BACK["udp"],
 }
@@ -410,10 +401,7 @@ def _id(v: int, number: int) -> dict[str, int]:
 
 
 ERRORS = ("too big", "host unreachable", "time exceeded", "parameter problem")
-SENT = {
-    "tcp": lambda a, b, **more: tcp(a, b, bytes(1000), flags="A", **more),
-    "udp": lambda a, b, **more: udp(a, b, bytes(1000), **more),
-}
+SENT = {"tcp": partial(tcp, payload=bytes(1000), flags="A"), "udp": partial(udp, payload=bytes(1000))}
 
 
 class Flow:

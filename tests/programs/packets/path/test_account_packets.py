@@ -307,10 +307,3 @@ def test_other_events_are_seen(path: Path_, v: int, name: str):
     does, which, events, has = OTHERS[name]
     with expect_events(path, v, which, events, **has):
         does(path, v, which)
-
-
-def test_packets_of_known_flows_are_no_events(path: Path_, v: int):
-    own = client(v)
-    path.ingress(ask(own, vip(v, LOCAL)))
-    with expect_events(path, v, LOCAL, ""):
-        path.ingress(ask(own, vip(v, LOCAL)))

@@ -3,6 +3,7 @@
 their flow leaves by: the sender gets the MTU.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -117,9 +118,9 @@ def test_error_that_cannot_be_redirected_goes_up_the_stack(uplink: Path_, v: int
 # ---- packets that are too long ---------------------------------------------------------------------
 
 LONG = {
-    "tcp": lambda a, b, **ip: tcp(a, b, bytes(MTU), flags="A", **ip),
-    "udp": lambda a, b, **ip: udp(a, b, bytes(MTU), **ip),
-    "sctp": lambda a, b, **ip: sctp(a, b, chunk(0, bytes(MTU)), tag=SCTP_TAG, **ip),
+    "tcp": partial(tcp, payload=bytes(MTU), flags="A"),
+    "udp": partial(udp, payload=bytes(MTU)),
+    "sctp": partial(sctp, chunks=chunk(0, bytes(MTU)), tag=SCTP_TAG),
 }
 QUOTES = {"tcp": 20, "udp": 8, "sctp": 20}
 """How many bytes behind the IP header the errors quote."""
@@ -153,7 +154,7 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v:
         assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
-SHORT = FIRST | {"tcp": tcp, "sctp": lambda a, b, **ip: sctp(a, b, chunk(0), tag=SCTP_TAG, **ip)}
+SHORT = FIRST | {"tcp": tcp, "sctp": partial(sctp, chunks=chunk(0), tag=SCTP_TAG)}
 DAMAGED_LONG = {
     "checksum": lambda kind, a, b: DAMAGED["checksum"](LONG[kind](a, b, df=True)),
     "longer than the packet": lambda kind, a, b: DAMAGED["too long"](LONG[kind](a, b, df=True)),
