@@ -30,7 +30,7 @@ from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import PATIENCE, ip, until
-from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites
+from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites, size_maps
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
 
@@ -126,8 +126,7 @@ class Node:
 
 @pytest.fixture
 def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    for name, entries in START.items():
-        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+    size_maps(monkeypatch, **START)
     monkeypatch.setattr(device_thread, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
     where = f"kbpd{os.getpid()}"

@@ -32,6 +32,7 @@ from tests.support.lab.events import read, watched
 from tests.support.lab.field import BULK, FORWARDINGS, transfer
 from tests.support.lab.lab import Place, ip, let_forward, run, settled, until
 from tests.support.plane import Site, desired, service, sites
+from tests.support.table import table
 
 pytestmark = needs("tunnels")
 T = TypeVar("T")
@@ -58,39 +59,27 @@ class Tunnel(NamedTuple):
     name: str
     link: str
     next4: str
-    next6: str
-    extra: str = ""
+    next6: str = ""
 
 
-TUNNELS = (
-    # Calico: the module's own device, and routes of BIRD "via NODE dev tunl0 onlink"
-    # (confd/etc/calico/confd/templates/bird_ipam.cfg.template)
-    Tunnel("tunl0", "", "via {net4_6}.{other} dev tunl0 onlink", ""),
-    # kube-router: a tunnel for each node of another subnet (pkg/tunnels/linux_tunnels.go)
-    Tunnel("tun-other", "type ipip local {net4_7}.{own} remote {net4_7}.{other}", "dev tun-other", ""),
-    Tunnel(
-        "gre-nbma",
-        "type gre local {net4_6}.{own} ttl 64",
-        "via {next} dev gre-nbma onlink",
-        "",
-        "neigh add {next} lladdr {net4_6}.{other} dev gre-nbma nud permanent",
-    ),
-    Tunnel(
-        "gre-key",
-        "type gre local {net4_7}.{own} remote {net4_7}.{other} ttl 64 key 7 csum",
-        "dev gre-key",
-        "dev gre-key",
-    ),
-    Tunnel("sit-nbma", "type sit local {net4_6}.{own} ttl 64", "", "via ::{net4_6}.{other} dev sit-nbma"),
-    Tunnel("sit-other", "type sit local {net4_7}.{own} remote {net4_7}.{other} ttl 64", "", "dev sit-other"),
-    Tunnel("ip6-nbma", "type ip6tnl local {net6_8}:{own} mode ip6ip6", "", "via {net6_8}:{other} dev ip6-nbma onlink"),
-    Tunnel(
-        "ip6-other",
-        "type ip6tnl local {net6_7}:{own} remote {net6_7}:{other} mode any",
-        "dev ip6-other",
-        "dev ip6-other",
-    ),
+TUNNELS = table(
+    Tunnel,
+    """
+tunl0 |  | via {net4_6}.{other} dev tunl0 onlink
+tun-other | type ipip local {net4_7}.{own} remote {net4_7}.{other} | dev tun-other
+gre-nbma | type gre local {net4_6}.{own} ttl 64 | via {next} dev gre-nbma onlink
+gre-key | type gre local {net4_7}.{own} remote {net4_7}.{other} ttl 64 key 7 csum | dev gre-key | dev gre-key
+sit-nbma | type sit local {net4_6}.{own} ttl 64 |  | via ::{net4_6}.{other} dev sit-nbma
+sit-other | type sit local {net4_7}.{own} remote {net4_7}.{other} ttl 64 |  | dev sit-other
+ip6-nbma | type ip6tnl local {net6_8}:{own} mode ip6ip6 |  | via {net6_8}:{other} dev ip6-nbma onlink
+ip6-other | type ip6tnl local {net6_7}:{own} remote {net6_7}:{other} mode any | dev ip6-other | dev ip6-other
+""",
 )
+"""tunl0: Calico, the module's own device, and routes of BIRD "via NODE dev tunl0 onlink"
+(confd/etc/calico/confd/templates/bird_ipam.cfg.template). tun-other: kube-router, a tunnel for each node of another
+subnet (pkg/tunnels/linux_tunnels.go).
+"""
+GRE_NEIGHBOUR = "neigh add {next} lladdr {net4_6}.{other} dev gre-nbma nud permanent"
 WAYS = [
     pytest.param(number, v6, id=f"{tunnel.name}-{'v6' if v6 else 'v4'}")
     for number, tunnel in enumerate(TUNNELS, 1)
@@ -187,7 +176,7 @@ class World:
                 continue
             own, values["next"] = (address_on(number, end, v6) for end in (this, that))
             flags = f"/128 dev {tunnel.name} nodad" if v6 else f"/32 dev {tunnel.name}"
-            lines += [f"addr add {own}{flags}", *([tunnel.extra] if tunnel.extra else [])]
+            lines += [f"addr add {own}{flags}", *([GRE_NEIGHBOUR] if tunnel.name == "gre-nbma" else [])]
             to = (values["next"], pod_of(number, v6)) if this == 1 else (values["next"],)
             lines += [f"route add {each} {next_hop}" for each in to]
             if this == 2:
