@@ -34,6 +34,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState, ServiceState
 from tests.support.lab.lab import inside, ip, run, until
+from tests.support.packets.datagrams import end
 from tests.support.plane import Site, desired, services, sites
 
 VARIANTS = ("kept", "masked", "past")
@@ -61,11 +62,6 @@ T = TypeVar("T")
 def inside_of(name: str, action: Callable[[], T]) -> T:
     """Runs `action` in the network namespace of this name."""
     return netns.run_in(Path("/run/netns") / name, action)
-
-
-def end(host: str, port: int) -> str:
-    """``host:port``, IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def mac_of(where: str, device: str) -> str:

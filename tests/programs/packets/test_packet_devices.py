@@ -29,6 +29,7 @@ from kbpf.kernel.bpf.tc import Attachment, TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
+from tests.programs.packets.tc.net import programs_on_devices
 from tests.support.lab.lab import PATIENCE, ip, until
 from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites, size_maps
 
@@ -71,15 +72,8 @@ class Node:
 
     def attached(self) -> dict[str, set[int]]:
         """Ids of the attached programs, by device."""
-
-        def read() -> dict[str, set[int]]:
-            found: dict[str, set[int]] = {}
-            with TcAttacher(self.site.pins / "devices") as tc:
-                for one in tc.list_all():
-                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program_id)
-            return found
-
-        return netns.run_in(Path("/run/netns") / self.name, read)
+        devices = self.site.pins / "devices"
+        return netns.run_in(Path("/run/netns") / self.name, lambda: programs_on_devices(devices))
 
     def failed(self) -> list[str]:
         """The devices that the status reports as failed."""

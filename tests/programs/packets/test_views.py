@@ -113,9 +113,7 @@ def served(artifact_cache: Path) -> Iterator[Path_]:
 @pytest.fixture
 def path(served: Path_) -> Iterator[Path_]:
     """No flows, and loopback is an uplink."""
-    for name in ("flows", "affinity"):
-        with served.site.pinned(name) as found:
-            found.delete_batch(b"".join(key for key, _ in found.items()))
+    served.clear("flows", "affinity")
     served.set_loopback_role(Role.HOST)
     said = agent_status(packets=served.plane.status().packets)
     served.plane.write_status(encode(said))

@@ -59,6 +59,11 @@ def mac(text: str) -> bytes:
     return bytes.fromhex(text.replace(":", ""))
 
 
+def end(host: str, port: int) -> str:
+    """``10.0.0.1:80`` or ``[fd00::1]:80``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split(endpoint: str) -> tuple[str, int]:
     """Host and port of ``10.0.0.1:80`` or ``[fd00::1]:80``."""
     host, _, port = endpoint.rpartition(":")

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds errors in a packet, describes how two packets differ, and reassembles fragments.
+"""Finds errors in a packet, and reassembles fragments.
 
-    assert checksums(packet) == []         # else ["tcp", "icmp embedded ip", ...]
-    assert difference(packet, want) == ""  # else "ip ttl: 64, want 63; tcp checksum: ..."
+    assert checksums(packet) == []  # else ["tcp", "icmp embedded ip", ...]
 
 Shares no code with the builder, so that each can check the other.
 """
 
 import struct
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from ipaddress import ip_address
-from typing import Any
 
 from tests.support.packets.parse import Cut, Icmp, Ip, Packet, Sctp, Tcp, Udp, parse
 
@@ -83,47 +80,6 @@ def _crc32c(data: bytes) -> int:
         for _ in range(8):
             crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
     return crc ^ 0xFFFFFFFF
-
-
-def difference(got: Packet | bytes, want: Packet | bytes, l2: bool = True) -> str:
-    """Empty if all fields are equal, else ``field: got, want other`` for each difference."""
-    packets = [p if isinstance(p, Packet) else parse(p, l2) for p in (got, want)]
-    pairs = [dict(_flat(p)) for p in packets]
-    names = [*pairs[1], *(name for name in pairs[0] if name not in pairs[1])]
-    found = []
-    for name in names:
-        ours, theirs = (pair.get(name, "nothing") for pair in pairs)
-        if ours != theirs:
-            found.append(f"{name}: {_say(name, ours, theirs)}, want {_say(name, theirs, ours)}")
-    if not found and packets[0].raw != packets[1].raw:  # padding, reserved bits
-        raws = [p.raw for p in packets]
-        return f"some bytes: {_say('', *raws)}, want {_say('', *reversed(raws))}"
-    return "; ".join(found)
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for one in fields(value):
-        if not one.compare:
-            continue
-        part = getattr(value, one.name)
-        name = one.name.replace("_", " ")
-        if one.name == "transport" and part is not None:
-            name = type(part).__name__.lower()
-        if is_dataclass(part):
-            yield from _flat(part, f"{path}{name} ")
-        elif part is not None:
-            yield f"{path}{name}", part
-
-
-def _say(name: str, value: Any, other: Any) -> str:
-    if isinstance(value, bytes):
-        pairs = zip(value, other, strict=False) if isinstance(other, bytes) else ()
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
-        more = f" from byte {at}" if at else ""
-        return f"{len(value)} bytes{more} {value[at : at + 12].hex()}".rstrip()
-    if name.endswith("checksum") and isinstance(value, int):
-        return f"{value:#06x}"
-    return str(value) or "none"
 
 
 def reassembled(*pieces: bytes) -> bytes:

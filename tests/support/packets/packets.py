@@ -14,7 +14,7 @@ Imports nothing of kbpf and shares no code with parse.py, so that each can check
 
 import struct
 from ipaddress import ip_address
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 from tests.support.packets.datagrams import (  # noqa: F401  for importers of this module, too
     BROADCAST,
@@ -46,7 +46,6 @@ from tests.support.packets.datagrams import (  # noqa: F401  for importers of th
     stored,
     summed,
 )
-from tests.support.table import table
 
 # ---- transports --------------------------------------------------------------------------------
 
@@ -174,27 +173,19 @@ def echo(source: str, to: str, payload: bytes = b"", *, id: int = 1, seq: int = 
     return icmp(source, to, 128 if ":" in source else 8, 0, id << 16 | seq, payload, **ip)
 
 
-class Error(NamedTuple):
-    """Type and code of an ICMP error, IPv4 and IPv6."""
-
-    name: str
-    type4: int
-    code4: int
-    type6: int
-    code6: int
-
-
 ROWS = """
-net unreachable | 3 | 0 | 1 | 0
-host unreachable | 3 | 1 | 1 | 3
-port unreachable | 3 | 3 | 1 | 4
-prohibited | 3 | 13 | 1 | 1
-too big | 3 | 4 | 2 | 0
-time exceeded | 11 | 0 | 3 | 0
-reassembly timed out | 11 | 1 | 3 | 1
-parameter problem | 12 | 0 | 4 | 0
+net unreachable 3 0 1 0
+host unreachable 3 1 1 3
+port unreachable 3 3 1 4
+prohibited 3 13 1 1
+too big 3 4 2 0
+time exceeded 11 0 3 0
+reassembly timed out 11 1 3 1
+parameter problem 12 0 4 0
 """
-ERRORS = {error.name: error for error in table(Error, ROWS)}
+"""Name, and type and code in IPv4 and in IPv6."""
+SPLIT = [row.rsplit(maxsplit=4) for row in ROWS.strip().splitlines()]
+ERRORS = {name: tuple(map(int, numbers)) for name, *numbers in SPLIT}
 
 
 def icmp_error(
@@ -212,7 +203,7 @@ def icmp_error(
     """
     v6 = packet[0] >> 4 == 6
     to = str(ip_address(packet[8:24] if v6 else packet[12:16]))
-    kinds = ERRORS[kind][3:] if v6 else ERRORS[kind][1:3]
+    kinds = ERRORS[kind][2:] if v6 else ERRORS[kind][:2]
     most = (1280 - 48 if v6 else 576 - 28) if quote is None else quote
     return icmp(by, to, *kinds, mtu, packet[:most], **ip)
 

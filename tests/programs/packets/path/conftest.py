@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kbpf.dataplane.bpf.maps.layout import (
-    CACHED_DEVICE,
     NETWORK_KEY,
     U32,
     NodeFlag,
@@ -85,7 +84,4 @@ def uplink(path: Path_) -> Iterator[Path_]:
     path.out, path.macs = index, path.macs | {index: "02:00:00:00:00:01"}
     yield path
     path.forward(False)
-    with path.site.pinned("devices") as devices:
-        devices.delete(U32.pack(index))
-    path.cache(index, bytes(CACHED_DEVICE.size))
-    ip("link del out", netns=path.where)
+    path.delete_device("out", index)

@@ -44,8 +44,8 @@ from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState, ServiceState
 from tests.support.features import lacking
 from tests.support.lab.lab import PATIENCE, ip
-from tests.support.packets.datagrams import MAC_B, internet_checksum
-from tests.support.packets.judge import checksums, difference
+from tests.support.packets.datagrams import MAC_B, end, internet_checksum
+from tests.support.packets.judge import checksums
 from tests.support.packets.packets import (
     SCTP_INIT_ACK,
     SCTP_TAG,
@@ -104,10 +104,6 @@ def flags_of(kind: type[F], words: str) -> F:
     return kind(sum(kind[word] for word in words.split()))
 
 
-def end(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def host_of(endpoint: str) -> str:
     return endpoint.rpartition(":")[0].strip("[]")
 
@@ -123,7 +119,8 @@ def wrong_sums(packet: bytes) -> list[str]:
 
 def expect_packet(got: bytes, want: bytes) -> None:
     """Expects this packet, with the right checksums."""
-    assert difference(got, want, l2=False) == ""
+    assert parsed(got) == parsed(want)
+    assert got == want
     expect_sums(got)
 
 
@@ -143,9 +140,9 @@ def pod(v: int, port: int = 8080) -> str:
     return end(POD[v], port)
 
 
-def ends_of(v: int, which: int) -> tuple[str, str, str]:
-    """A new client, the frontend that it dials, and the backend."""
-    return client(v), vip(v, which), pod(v)
+def ends_of(v: int, which: int = CLUSTER, host: dict[int, str] = CLIENT) -> tuple[str, str, str]:
+    """A new client, outside or at this host, the frontend that it dials, and the backend."""
+    return end(host[v], next(PORTS)), vip(v, which), pod(v)
 
 
 class Path_:
@@ -193,11 +190,18 @@ class Path_:
         with self.site.pinned("device_cache") as cache:
             cache.update(U32.pack(ifindex % CACHED_DEVICES), value)
 
-    def delete_flows(self) -> None:
-        """Deletes the flows of earlier tests."""
-        with self.site.pinned("flows") as entries:
-            for key, _ in list(entries.items()):
-                entries.delete(key)
+    def clear(self, *maps: str) -> None:
+        """Deletes what earlier tests have left in these maps."""
+        for name in maps:
+            with self.site.pinned(name) as entries:
+                entries.delete_batch(b"".join(key for key, _ in entries.items()))
+
+    def delete_device(self, name: str, ifindex: int) -> None:
+        """Deletes the device and what is known about it."""
+        with self.site.pinned("devices") as devices:
+            devices.delete(U32.pack(ifindex))
+        self.cache(ifindex, bytes(CACHED_DEVICE.size))
+        ip(f"link del {name}", netns=self.where)
 
     def set_loopback_role(self, role: Role, flags: DeviceFlag | None = None) -> None:
         """Makes loopback a device of this role."""

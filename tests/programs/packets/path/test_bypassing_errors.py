@@ -21,13 +21,12 @@ from tests.programs.packets.path.single_packets import (
     MTU,
     NODE,
     POD,
-    PORTS,
     ROUTER,
     SENT,
     Flow,
     Path_,
     ask,
-    end,
+    ends_of,
     expect_packet,
     expect_redirect,
     expect_sums,
@@ -35,7 +34,6 @@ from tests.programs.packets.path.single_packets import (
     mtu_of,
     parsed,
     quoted,
-    vip,
     with_length,
     wrong_sums,
 )
@@ -181,7 +179,7 @@ def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: b
     """Whether it has set DF or not: nothing could fragment the packet behind the device. Before
     Linux 5.12 the MTU is not known, and the least one is named.
     """
-    own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
+    own, front, _ = ends_of(v, CLUSTER, NODE)
     assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     more = {"df": df} if v == 4 else {}
     mtu = 1280 if lacking("route_mtu") else MTU
@@ -193,7 +191,7 @@ def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_
     """It holds the sum of the pseudo header. The device adds all bytes that follow, and stores the
     complement: it has to be what is there already, since the error's own checksum covers it.
     """
-    own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
+    own, front, _ = ends_of(v, CLUSTER, NODE)
     assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     whole = LONG[kind](own, front, checksum="zero")
     header = 20 if v == 4 else 40

@@ -213,5 +213,14 @@ class Net:
         ip(f"netns del {self.name}")
 
 
+def programs_on_devices(folder: Path) -> dict[str, set[int]]:
+    """Ids of the attached programs by the names of their devices, in the calling thread's network namespace."""
+    found: dict[str, set[int]] = {}
+    with TcAttacher(folder) as tc:
+        for one in tc.list_all():
+            found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program_id)
+    return found
+
+
 def program_id(program: Program) -> int:
     return program.read_info().id
