@@ -34,7 +34,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState, ServiceState
 from tests.support.lab.lab import inside, ip, run, until
-from tests.support.packets.datagrams import end
+from tests.support.packets.packets import end
 from tests.support.plane import Site, desired, services, sites
 
 VARIANTS = ("kept", "masked", "past")

@@ -37,8 +37,8 @@ from tests.fuzz.packets.node import (
     namespaces,
 )
 from tests.fuzz.packets.random_packets import Packets, is_a_services
-from tests.support.packets.judge import checksums
 from tests.support.packets.packets import MAC_A, mac
+from tests.support.packets.parse import checksums
 from tests.support.packets.test_run import (
     TC_ACT_REDIRECT,
     TC_ACT_SHOT,

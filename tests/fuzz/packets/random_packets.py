@@ -12,8 +12,19 @@ from collections import deque
 from tests.fuzz.packets.node import BACK_PORT, BACKEND, FRONT_PORT, OWN, POD, REFUSING, ROUTED_BY, VIP, end
 from tests.fuzz.packets.segments import CHUNKS
 from tests.support.packets import packets
-from tests.support.packets.datagrams import address, destination, fragments, hop_by_hop, routing
-from tests.support.packets.packets import ERRORS, echo, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import (
+    ERRORS,
+    address,
+    destination,
+    echo,
+    fragments,
+    hop_by_hop,
+    icmp_error,
+    routing,
+    sctp,
+    tcp,
+    udp,
+)
 from tests.support.packets.parse import Packet, Sctp, Tcp, Udp, parse
 
 CLIENTS = {

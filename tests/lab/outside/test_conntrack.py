@@ -49,7 +49,7 @@ from tests.support.lab.field import (
 from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run, until
 from tests.support.lab.prober import retransmitted
 from tests.support.packets import packets
-from tests.support.packets.datagrams import BROADCAST, Extension
+from tests.support.packets.packets import BROADCAST, Extension
 from tests.support.packets.wire import Wire
 
 pytestmark = needs("conntrack_nat")

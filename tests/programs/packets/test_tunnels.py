@@ -31,7 +31,7 @@ from tests.support.features import TUNNEL_MODULES, needs, tunnel_modules
 from tests.support.lab.events import read, watched
 from tests.support.lab.field import BULK, FORWARDINGS, transfer
 from tests.support.lab.lab import Place, ip, let_forward, run, settled, until
-from tests.support.packets.datagrams import end
+from tests.support.packets.packets import end
 from tests.support.plane import Site, desired, service, sites
 from tests.support.table import table
 

@@ -34,7 +34,6 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
-from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServiceState
@@ -49,6 +48,7 @@ from tests.programs.packets.path.single_packets import (
     Flow,
     Path_,
     end,
+    host_of,
     masquerading,
     serving_node,
 )
@@ -80,26 +80,9 @@ def world() -> DesiredState:
     return masquerading(desired(*made))
 
 
-def talk(path: Path_, v: int, which: int, port: int, script: str) -> None:
+def talk(path: Path_, v: int, which: int, port: int, script: str) -> Flow:
     """Sends these packets of a client with this port through a VIP."""
-    Flow(path, v, which, end(CLIENT[v], port)).send(script)
-
-
-def key_between(found: Map, one: str, other: str, port: int = 0) -> bytes:
-    """The key of the only entry with these two addresses and, if given, this port."""
-    both = {bytes(parse_addr(one)), bytes(parse_addr(other))}
-    keys = [key for key, _ in found.items() if {key[:16], key[20:36]} == both]
-    ports = port.to_bytes(2, "big")
-    (key,) = [key for key in keys if not port or ports in (key[16:18], key[36:38])]
-    return key
-
-
-def age(path: Path_, seconds: float) -> None:
-    """Makes all flows idle for `seconds`, at most since the clock began."""
-    with path.site.pinned("flows") as found:
-        for key, raw in list(found.items()):
-            last = max(0, int.from_bytes(raw[:8], "little") - int(seconds * 1e9))
-            found.update(key, last.to_bytes(8, "little") + raw[8:])
+    return Flow(path, v, which, end(CLIENT[v], port)).send(script)
 
 
 @pytest.fixture(scope="module")
@@ -290,14 +273,9 @@ def test_connection_of_the_node_shows_its_device(path: Path_, show, call, v: int
 @pytest.mark.parametrize("other", [f"{NET[4]}{MASKED}", POD[4]], ids=["question", "answer"])
 def test_connection_is_as_recent_as_its_newest_entry(path: Path_, show, other: str):
     """Datagrams in one direction do not refresh the entry of the other direction."""
-    talk(path, 4, MASKED, 2000, "? <!")
-    age(path, 20)
-    talk(path, 4, MASKED, 2000, "?")
-    with path.site.pinned("flows") as found:
-        lives = key_between(found, CLIENT[4], other)
-        for key, raw in list(found.items()):
-            if key != lives:
-                found.update(key, bytes(8) + raw[8:])
+    flow = talk(path, 4, MASKED, 2000, "? <!")
+    flow.age(20)
+    flow.send("?").expire(lambda both: {*map(host_of, both)} != {CLIENT[4], other})
     (row,) = show("connections")
     assert row["idle_seconds"] < 20
     assert row["expires_seconds"] > 10
@@ -357,17 +335,16 @@ def packets_of_status(call) -> Any:
 
 def test_status_counts_connections_entries_and_devices(path: Path_, call):
     before = packets_of_status(call)
-    talk(path, 4, MASKED, 2000, "S <SA A+ <A")
-    talk(path, 4, MASKED, 2001, "?")
+    flow, other = talk(path, 4, MASKED, 2000, "S <SA A+ <A"), talk(path, 4, MASKED, 2001, "?")
     seen = packets_of_status(call)
     assert (seen["state"], seen["reason"], seen["failed"]) == ("on", "", [])
     assert (seen["connections"], seen["entries"], seen["max_connections"]) == (2, 2, 4096)
     assert (seen["host_devices"], seen["pod_devices"], seen["alarm"]) == (2, 1, False)
     assert (seen["created"] - before["created"], seen["evicted"]) == (2, before["evicted"])
-    age(path, 31)
+    flow.age(31)
+    other.age(31)
     assert packets_of_status(call)["connections"] == 1
-    with path.site.pinned("flows") as flows:
-        assert flows.delete(key_between(flows, CLIENT[4], f"{NET[4]}{MASKED}", 2000))
+    flow.change(lambda _: b"", lambda both: flow.front in both)
     seen = packets_of_status(call)
     assert seen["entries_lost"] == seen["created"] - 1
 

@@ -44,18 +44,19 @@ from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState, ServiceState
 from tests.support.features import lacking
 from tests.support.lab.lab import PATIENCE, ip
-from tests.support.packets.datagrams import MAC_B, end, internet_checksum
-from tests.support.packets.judge import checksums
 from tests.support.packets.packets import (
+    MAC_B,
     SCTP_INIT_ACK,
     SCTP_TAG,
     Talk,
+    end,
     frame,
+    internet_checksum,
     sctp,
     tcp,
     udp,
 )
-from tests.support.packets.parse import Packet, parse
+from tests.support.packets.parse import Packet, checksums, parse
 from tests.support.packets.test_run import (
     TC_ACT_REDIRECT,
     TC_ACT_SHOT,

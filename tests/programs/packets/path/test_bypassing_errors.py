@@ -38,8 +38,17 @@ from tests.programs.packets.path.single_packets import (
     wrong_sums,
 )
 from tests.support.features import lacking, needs
-from tests.support.packets.datagrams import BROADCAST, frame, internet_checksum
-from tests.support.packets.packets import SCTP_TAG, chunk, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import (
+    BROADCAST,
+    SCTP_TAG,
+    chunk,
+    frame,
+    icmp_error,
+    internet_checksum,
+    sctp,
+    tcp,
+    udp,
+)
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, run
 
 

@@ -33,8 +33,7 @@ from tests.programs.packets.path.single_packets import (
     vip,
 )
 from tests.support.packets import packets
-from tests.support.packets.datagrams import BROADCAST, MAC_A, MAC_B
-from tests.support.packets.packets import fragments, frame, sctp, tcp, udp
+from tests.support.packets.packets import BROADCAST, MAC_A, MAC_B, fragments, frame, sctp, tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, run
 
 # ---- refusals ------------------------------------------------------------------------------------
