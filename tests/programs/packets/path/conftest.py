@@ -37,7 +37,7 @@ def v(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def path(artifact_cache: Path) -> Iterator[Path_]:
     state = masquerading(desired(*all_services()))
     sizes = replace(SIZES, connections=8192)
@@ -46,6 +46,12 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
             networks.update(NETWORK_KEY.pack(96 + 16, parse_addr(NEAR[4])), U32.pack(1))
             networks.update(NETWORK_KEY.pack(64, parse_addr(NEAR[6])), U32.pack(1))
         yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_flows(path: Path_) -> None:
+    """Flows of other files have no ports."""
+    path.clear("flows")
 
 
 @pytest.fixture(autouse=True)
