@@ -12,12 +12,12 @@ from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import artifact, compile
 from tests.mutations.groups import paths_of
 
-FLOWS = "packets/path/ packets/views/ maps/flows/"
+FLOWS = "packets/path/ packets/views maps/flows/"
 PROGRAMS = {
     "CHOICE": "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots maps/atomic packets/path/",
     "SOCKETS": "sockets/connect sockets/udp/ packets/dials sockets/account sockets/exemptions sockets/agent_sockets"
     " sockets/kernel_sockets",
-    "PACKETS": "packets/path/ packets/packet_devices packets/views/",
+    "PACKETS": "packets/path/ packets/packet_devices packets/views",
     "FLOWS": FLOWS,
     "SHARES": f"{FLOWS} maps/isolation",
     "ROOM": "maps/flows/ packets/path/",

@@ -50,7 +50,7 @@ from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run,
 from tests.support.lab.placed import HOST_PORT
 from tests.support.lab.prober import retransmitted
 from tests.support.packets import packets
-from tests.support.packets.datagrams import BROADCAST, Extension
+from tests.support.packets.packets import BROADCAST, Extension
 from tests.support.packets.wire import Wire
 
 pytestmark = needs("conntrack_nat")

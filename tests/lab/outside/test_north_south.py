@@ -50,8 +50,7 @@ from tests.support.lab.lab import run as command
 from tests.support.lab.modes import PACKETS
 from tests.support.lab.offloads import offload
 from tests.support.lab.prediction import check_prediction
-from tests.support.packets.judge import checksums
-from tests.support.packets.parse import Packet
+from tests.support.packets.parse import Packet, checksums
 from tests.support.packets.wire import Wire
 from tests.support.table import table
 
