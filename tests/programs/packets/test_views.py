@@ -33,7 +33,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
-from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
+from kbpf.dataplane.bpf.programs.artifact import SOURCES, flatten
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServiceState
