@@ -57,7 +57,7 @@ class KubeadmCluster(PodCluster):
         return "".join(run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path) -> Iterator[KubeadmCluster]:
     """A cluster in which kube-proxy serves a Service with a backend on each node."""
     with KubeadmCluster(kubectl, kubeadm) as made:

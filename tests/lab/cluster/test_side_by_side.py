@@ -36,7 +36,7 @@ class Trial(PodCluster):
         self.overlay = OVERLAYS / "side-by-side"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trial(programs: None, kubectl: Path, kube_proxy: Path) -> Iterator[Trial]:
     """The trial's cluster, with kube-proxy and a Service that it serves on the first node."""
     with Trial(kubectl, 3, "t") as made:
