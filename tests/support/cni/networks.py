@@ -17,6 +17,8 @@ In all of them a node's pods are in 10.244.n.0/24 and fd00:10:244:n::/64, from .
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
+import yaml
+
 from tests.support.cni.plugins import Conf, Sandbox, read
 from tests.support.lab.lab import Node as LabNode
 from tests.support.lab.lab import inside, ip, run
@@ -110,13 +112,10 @@ class Cni(Routed):
     inside = cable
 
 
-def _ipam(node: Node) -> Conf:
-    return {
-        "type": "host-local",
-        "dataDir": str(node.folder / f"ipam-{node.name}"),
-        "ranges": [[{"subnet": cidr}] for cidr in pod_cidrs(node)],
-        "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
-    }
+def _ipam(node: Node) -> str:
+    v4, v6 = pod_cidrs(node)
+    return f"""{{type: host-local, dataDir: {node.folder}/ipam-{node.name},
+        ranges: [[{{subnet: {v4}}}], [{{subnet: "{v6}"}}]], routes: [{{dst: 0.0.0.0/0}}, {{dst: "::/0"}}]}}"""
 
 
 def route_to(node: Node, others: "Sequence[Node]", families: tuple[int, ...] = (4, 6)) -> None:
@@ -126,7 +125,7 @@ def route_to(node: Node, others: "Sequence[Node]", families: tuple[int, ...] = (
         ip(*lines, netns=node.netns)
 
 
-PORTMAP = {"type": "portmap", "capabilities": {"portMappings": True}}
+PORTMAP = "{type: portmap, capabilities: {portMappings: true}}"
 
 
 class Bridge(Cni):
@@ -135,24 +134,15 @@ class Bridge(Cni):
     masquerades = False
 
     def conf(self, node: Node) -> Conf:
-        bridge = {
-            "type": "bridge",
-            "bridge": "cni0",
-            "isGateway": True,
-            "ipMasq": False,
-            "hairpinMode": True,
-            "ipam": _ipam(node),
-        }
-        return {
-            "cniVersion": "1.0.0",
-            "name": "net",
-            "plugins": [
-                bridge,
-                PORTMAP,
-                {"type": "bandwidth", "capabilities": {"bandwidth": True}},
-                {"type": "firewall", "backend": "iptables"},
-            ],
-        }
+        return yaml.safe_load(f"""
+            cniVersion: 1.0.0
+            name: net
+            plugins:
+            - {{type: bridge, bridge: cni0, isGateway: true, ipMasq: false, hairpinMode: true, ipam: {_ipam(node)}}}
+            - {PORTMAP}
+            - {{type: bandwidth, capabilities: {{bandwidth: true}}}}
+            - {{type: firewall, backend: iptables}}
+        """)
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
         route_to(node, others)
@@ -165,8 +155,11 @@ class Ptp(Cni):
     masquerades = False
 
     def conf(self, node: Node) -> Conf:
-        ptp = {"type": "ptp", "ipMasq": False, "ipam": _ipam(node), "mtu": 1500}
-        return {"cniVersion": "0.3.1", "name": self.name, "plugins": [ptp, PORTMAP]}
+        return yaml.safe_load(f"""
+            cniVersion: 0.3.1
+            name: {self.name}
+            plugins: [{{type: ptp, ipMasq: false, ipam: {_ipam(node)}, mtu: 1500}}, {PORTMAP}]
+        """)
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
         route_to(node, others)
@@ -220,14 +213,17 @@ class Flannel(Cni):
 
     def conf(self, node: Node) -> Conf:
         """As in kube-flannel.yml, with folders of this node's own."""
-        flannel = {
-            "type": "flannel",
-            "subnetFile": str(self._subnet_file(node)),
-            "dataDir": str(node.folder / f"flannel-{node.name}"),
-            "ipam": {"dataDir": str(node.folder / f"ipam-{node.name}")},
-            "delegate": {"hairpinMode": True, "isDefaultGateway": True},
-        }
-        return {"name": "cbr0", "cniVersion": "0.3.1", "plugins": [flannel, PORTMAP]}
+        return yaml.safe_load(f"""
+            name: cbr0
+            cniVersion: 0.3.1
+            plugins:
+            - type: flannel
+              subnetFile: {self._subnet_file(node)}
+              dataDir: {node.folder}/flannel-{node.name}
+              ipam: {{dataDir: {node.folder}/ipam-{node.name}}}
+              delegate: {{hairpinMode: true, isDefaultGateway: true}}
+            - {PORTMAP}
+        """)
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
         net_conf = node.folder / f"net-conf-{node.name}.json"
@@ -259,15 +255,20 @@ class KubeRouter(Cni):
         """The file that kubeadm-kuberouter.yaml installs; kube-router writes the pod networks into
         it.
         """
-        bridge = {
-            "type": "bridge",
-            "bridge": "kube-bridge",
-            "isDefaultGateway": True,
-            "hairpinMode": True,
-            "ipam": {"type": "host-local", "dataDir": str(node.folder / f"ipam-{node.name}")},
-        }
-        row = {"cniVersion": "0.3.0", "name": "mynet", "plugins": [bridge, PORTMAP]}
-        self.file(node).write_text(json.dumps(row))
+        self.file(node).write_text(f"""{{
+            "cniVersion": "0.3.0",
+            "name": "mynet",
+            "plugins": [
+                {{
+                    "type": "bridge",
+                    "bridge": "kube-bridge",
+                    "isDefaultGateway": true,
+                    "hairpinMode": true,
+                    "ipam": {{"type": "host-local", "dataDir": "{node.folder}/ipam-{node.name}"}}
+                }},
+                {{"type": "portmap", "capabilities": {{"portMappings": true}}}}
+            ]
+        }}""")
 
     def file(self, node: Node) -> "Path":
         return node.folder / f"kube-router-{node.name}.conflist"
