@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of CNIs and of kube-proxy, and helpers that read and write rules on a node."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -12,8 +13,7 @@ from kbpf.dataplane.bpf.maps.layout import DEVICE, DeviceFlag
 from tests.support.cluster.cluster import Object
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at
-from tests.support.lab.lab import Node, inside, ip, set_rp_filter, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import Node, Place, ip, on, set_rp_filter, until
 
 POLICY = ("iptables", "ip6tables")
 OURS = "kbpf: masqueraded, mark 0x4000"
@@ -31,8 +31,14 @@ def objects(field: Field) -> list[Object]:
     """)
 
 
-def on(node: Node, *words: str, stdin: str | None = None) -> str:
-    return command(*inside(node.netns, None, *words), stdin=stdin)
+@contextlib.contextmanager
+def nft_table(node: Node | Place, name: str, chains: str) -> Iterator[None]:
+    """The node or pod has a table with these chains, such as "inet guard"."""
+    on(node, "nft", "-f", "-", stdin=f"table {name} {{\n{chains}\n}}\n")
+    try:
+        yield
+    finally:
+        on(node, "nft", "delete", "table", *name.split())
 
 
 def flush_conntrack() -> None:

@@ -33,7 +33,7 @@ class PodNetwork(Field):
     """Two nodes with a pod network of this kind, one pod on each."""
 
     def __init__(self, kind: str, *arguments: str) -> None:
-        super().__init__(*arguments, name="ov", pods=(1, 1))
+        super().__init__(*arguments, name="ov", pods=(1, 1), agents=1)
         self.kind = kind
 
     def prepare(self) -> None:

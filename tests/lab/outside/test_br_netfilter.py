@@ -14,13 +14,12 @@ import pytest
 
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from tests.lab.outside.netfilter import invalid, masqueraded, objects, plain
+from tests.lab.outside.netfilter import invalid, masqueraded, nft_table, objects, plain
 from tests.support.cluster.cluster import UNROUTED
 from tests.support.features import needs
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import Field, at, both_families, check, crossed, split, there
-from tests.support.lab.lab import Agent, Lab, Node, inside, ip, settled, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import Agent, Lab, Node, ip, on, settled, until
 from tests.support.packets.packets import tcp
 from tests.support.packets.wire import Wire
 
@@ -76,7 +75,6 @@ class BridgeField(Field):
 
 KINDS = {
     "a bridge of pods": ("vxlan", False),
-    "a bridge of pods, direct": ("vxlan", False, "--forwarding", "direct"),
     "a bridge of pods that an overlay joins": ("bridged", False),
     "a bridge with the uplink, no hooks": ("routed", True, "--device", "br0", "--socket-lb", "off"),
 }
@@ -109,7 +107,7 @@ def test_no_packet_is_invalid(field: BridgeField, protocol: str, v6: bool):
 
 def learned(node: Node) -> dict[str, str]:
     """MAC address → the port of a bridge behind which the node has seen it."""
-    told = json.loads(command(*inside(node.netns, None, "bridge", "-j", "fdb", "show")))
+    told = json.loads(on(node, "bridge", "-j", "fdb", "show"))
     return {each["mac"]: each["ifname"] for each in told if "permanent" not in each["state"]}
 
 
@@ -119,30 +117,22 @@ def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: boo
     pod for the other.
     """
     node, (pod, client) = field.lab.nodes[0], (field["a1"], field["a2!"])
-    quiet = """table inet quiet {
-        chain input {
-            type filter hook input priority 0
-            tcp dport 8080 tcp flags & (syn|ack) == syn drop
-        }
-    }"""
+    quiet = "chain input { type filter hook input priority 0; tcp dport 8080 tcp flags & (syn|ack) == syn drop; }"
     family = socket.AF_INET6 if v6 else socket.AF_INET
-    command(*inside(pod.netns, None, "nft", "-f", "-"), stdin=quiet)
-    try:
-        with (
-            Wire(pod.netns, "eth0", tap=True) as wire,
-            there(client, lambda: socket.socket(family, socket.SOCK_STREAM)) as one,
-        ):
-            one.setblocking(False)
-            one.connect_ex(split(at("ClusterIP", 11, v6)))
-            syn = wire.expect(lambda p: p.flags == "S")
-            before = learned(node)
-            answer = tcp(syn.destination, syn.source, flags="A", seq=7, ack=8)
-            wire.send(answer, to=syn.raw[6:12].hex(":"))
-            reset = wire.expect(lambda p: p.flags == "R")
-            assert (reset.source, reset.destination) == (syn.source, syn.destination)
-            assert learned(node) == before
-    finally:
-        command(*inside(pod.netns, None, "nft", "delete", "table", "inet", "quiet"))
+    with (
+        nft_table(pod, "inet quiet", quiet),
+        Wire(pod.netns, "eth0", tap=True) as wire,
+        there(client, lambda: socket.socket(family, socket.SOCK_STREAM)) as one,
+    ):
+        one.setblocking(False)
+        one.connect_ex(split(at("ClusterIP", 11, v6)))
+        syn = wire.expect(lambda p: p.flags == "S")
+        before = learned(node)
+        answer = tcp(syn.destination, syn.source, flags="A", seq=7, ack=8)
+        wire.send(answer, to=syn.raw[6:12].hex(":"))
+        reset = wire.expect(lambda p: p.flags == "R")
+        assert (reset.source, reset.destination) == (syn.source, syn.destination)
+        assert learned(node) == before
 
 
 @both_families

@@ -11,8 +11,6 @@ import contextlib
 import re
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,8 +31,8 @@ from tests.lab.outside.netfilter import (
     guarded,
     invalid,
     masqueraded,
+    nft_table,
     objects,
-    on,
     ours,
     plain,
     strict,
@@ -56,7 +54,7 @@ from tests.support.lab.field import (
     split,
     there,
 )
-from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, set_rp_filter, until
+from tests.support.lab.lab import PATIENCE, Node, Place, ip, on, set_rp_filter, until
 from tests.support.lab.lab import run as command
 from tests.support.packets import packets
 from tests.support.packets.wire import Wire
@@ -182,8 +180,7 @@ def test_foreign_rules_are_left_unchanged(field: Field, closed: Node):
     before = [re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M) for tool in POLICY]
     field.agent.stop()
     guarded(closed)  # it stays, like all state of a stopped agent
-    clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
-    done = subprocess.run(inside(closed.netns, None, *clean), capture_output=True, text=True, check=False)
+    done = field.agent.kbpf("cleanup")
     assert done.returncode == 0, done.stderr
     assert "rule in ip filter FORWARD" in done.stdout
     assert "rule in ip6 filter FORWARD" in done.stdout
@@ -484,18 +481,13 @@ def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, b
     """
     pod, client = ends[backend], ends["a2!"]
     own, through = (pod.ip6 if v6 else pod.ip, PORT), split(at("ClusterIP", number, v6))
-    silent = f"""table inet silent {{
-        chain output {{
-            type filter hook output priority 0
-            {"ip6" if v6 else "ip"} daddr {through[0]} tcp flags & rst == rst drop
-        }}
-    }}"""
+    family = "ip6" if v6 else "ip"
+    silent = f"""chain output {{ type filter hook output priority 0
+        {family} daddr {through[0]} tcp flags & rst == rst drop; }}"""
     with contextlib.ExitStack() as stack:
-        in_client = inside(client.netns, None)
-        command(*in_client, "nft", "-f", "-", stdin=silent)
-        stack.callback(command, *in_client, "nft", "delete", "table", "inet", "silent")
-        command(*in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=0")
-        stack.callback(command, *in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=1")
+        stack.enter_context(nft_table(client, "inet silent", silent))
+        on(client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=0")
+        stack.callback(on, client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=1")
         listener = stack.enter_context(listening(pod, v6))
         for _ in range(16):
             port = 0

@@ -68,7 +68,7 @@ class TwoInterfaces(Field):
     """node-1 has a second interface, eth1, behind which is a router of its own."""
 
     def __init__(self, *arguments: str) -> None:
-        super().__init__(*arguments, name="aw", pods=(2, 1))
+        super().__init__(*arguments, name="aw", pods=(2, 1), agents=1)
 
     def prepare(self) -> None:
         node, router = self.lab.nodes[0], f"{self.lab.prefix}gw"

@@ -13,7 +13,7 @@ import pytest
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
 from tests.support.lab.dial import REFUSED
 from tests.support.lab.field import Field
-from tests.support.lab.lab import Place, ip, let_forward, run
+from tests.support.lab.lab import Place, ip, let_forward, on
 
 RULES = """
 table ip inner {
@@ -61,7 +61,7 @@ def inner(field: Field) -> Iterator[Place]:
             netns=netns,
         )
         places.append(Place(name, netns, node.cgroup / name))
-    run("nsenter", f"--net=/run/netns/{node.netns}", "nft", "-f", "-", stdin=RULES)
+    on(node, "nft", "-f", "-", stdin=RULES)
     places[1].serve(8080, udp=(8080,))
     yield places[0]
     for place in places:

@@ -47,7 +47,7 @@ class Pods(Field):
     """The node and pods of the module docstring. The agent is restarted for each mode."""
 
     def __init__(self) -> None:
-        super().__init__(name="lm", pods=(2, 1))
+        super().__init__(name="lm", pods=(2, 1), agents=1)
 
     def prepare(self) -> None:
         home = self.lab.nodes[0]

@@ -106,6 +106,11 @@ def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
     return [*enter, "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh", *command]
 
 
+def on(where: "Node | Place", *command: str, stdin: str | None = None) -> str:
+    """The output of run() in the network namespace of a node or pod."""
+    return run(*inside(where.netns, None, *command), stdin=stdin)
+
+
 def until(
     what: str,
     check: Callable[[], Any],
@@ -511,6 +516,12 @@ class Agent(AgentState):
 
     def tail(self, lines: int = 15) -> str:
         return "\n".join(self.lines()[-lines:])
+
+    def kbpf(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Runs a command of kbpf on the agent's node, with its folders."""
+        command = inside(self.node.netns, self.node.cgroup / "host", sys.executable, "-m", "kbpf", *words)
+        folders = {"KBPF_PIN_DIR": str(self.pin_dir), "KBPF_STATE_DIR": str(self.state_dir)}
+        return subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, check=False)
 
     def stop(self) -> int:
         """Sends SIGTERM, as kubelet does; the exit code."""
