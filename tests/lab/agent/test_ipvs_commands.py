@@ -5,8 +5,6 @@ or says in one line that this mode does not have it.
 
 import json
 import re
-import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 
 from tests.support.features import needs
 from tests.support.lab.field import Field, at, split
-from tests.support.lab.lab import PATIENCE, inside
+from tests.support.lab.lab import PATIENCE
 
 pytestmark = needs("ipvs")
 
@@ -36,29 +34,14 @@ class IpvsField(Field):
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    """Services 81 (a1, KEPT), 84 (no endpoints)."""
     with IpvsField(name="ic", pods=(2,)) as made:
-        made.create(*made.all_ways(81, "a1"), *made.all_ways(84, ""))
+        made.create(*made.all_of("81 -> a1\n84 ->"))
         made.settle()
         for client, to in KEPT:
             assert "name" in made[client].tcp(*split(to), keep="kept")
         yield made
         for client, _ in KEPT:
             assert "name" in made[client].ask("talk", keep="kept")
-
-
-def kbpf(field: Field, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command on the node, with its folders."""
-    agent, node = field.agent, field.lab.nodes[0]
-    folders = ("--pin-dir", str(agent.pin_dir), "--state-dir", str(agent.state_dir))
-    command = (sys.executable, "-m", "kbpf", *words, *folders)
-    return subprocess.run(
-        inside(node.netns, node.cgroup / "host", *command),
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE,
-        check=False,
-    )
 
 
 class Row(NamedTuple):
@@ -101,7 +84,7 @@ ROWS = (
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row.words))
 def test_commands(field: Field, row: Row):
-    done = kbpf(field, *row.words)
+    done = field.agent.kbpf(*row.words)
     said = done.stdout + done.stderr
     assert done.returncode == row.code, (done.stdout, done.stderr)
     missing = [pattern for pattern in row.shows if not re.search(pattern, said, re.MULTILINE)]
@@ -110,7 +93,7 @@ def test_commands(field: Field, row: Row):
 
 def test_sysdump_has_what_the_mode_has(field: Field, tmp_path: Path):
     path = tmp_path / "dump.tar.gz"
-    done = kbpf(field, "sysdump", str(path), "--time-limit", f"{2 * PATIENCE:.0f}s")
+    done = field.agent.kbpf("sysdump", str(path), "--time-limit", f"{2 * PATIENCE:.0f}s")
     assert done.returncode == 0, done.stderr
     with tarfile.open(path) as tar:
         names = {member.name.partition("/")[2] for member in tar}

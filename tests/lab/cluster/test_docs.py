@@ -102,7 +102,7 @@ def healthy_at_last(run: Callable[[], Done]) -> Done:
     return until("the agent is healthy", lambda: (done := run()).returncode == 0 and done, state=run)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     with Lab(1, "dc", apart=True) as lab:
         made = Bench(lab)
@@ -166,6 +166,7 @@ def test_documented_kbpf_run_flags_are_accepted(bench: Bench, command: str):
         assert "--kubeconfig" in done.stdout
         return
     written = bench.conf.parent / "written"
+    written.unlink(missing_ok=True)
     text = command.replace("FILE", str(written if "--write" in command else bench.conf))
     if "--write" not in text:
         text += f" --write-config-to {written}"
@@ -179,7 +180,7 @@ def test_documented_kbpf_run_flags_are_accepted(bench: Bench, command: str):
 
 @pytest.fixture(scope="module")
 def cluster(programs: None, kubectl: Path) -> Iterator[PodCluster]:
-    with PodCluster(kubectl, 3, "dc") as made:
+    with PodCluster(kubectl, 2, "dc") as made:
         healthy_at_last(lambda: made.pod_agents[0].exec("kbpf", "inspect", "status"))
         yield made
 
