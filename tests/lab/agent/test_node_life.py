@@ -154,10 +154,12 @@ def test_overlay_comes_after_the_agent(home: FolderNode):
         bridged = home["bridged"]
         device = f"p{len(here.pods)}"
         ip(
-            "link add cni0 type bridge",
-            "link set cni0 up",
-            f"link set {device} master cni0",
-            f"route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}",
+            f"""
+            link add cni0 type bridge
+            link set cni0 up
+            link set {device} master cni0
+            route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}
+            """,
             netns=here.netns,
         )
         for number, name in enumerate(backends, 40):
@@ -192,10 +194,12 @@ def overlay(*nodes: Node) -> Iterator[None]:
     pairs = (nodes, nodes[::-1])
     for this, other in pairs:
         ip(
-            f"link add flannel.1 type vxlan id 1 dstport 8472 local {this.ip} remote {other.ip}",
-            f"addr add {overlay_address(this)}/32 dev flannel.1",
-            "link set flannel.1 up",
-            f"route replace 10.244.{other.number}.0/24 via {overlay_address(other)} dev flannel.1 onlink",
+            f"""
+            link add flannel.1 type vxlan id 1 dstport 8472 local {this.ip} remote {other.ip}
+            addr add {overlay_address(this)}/32 dev flannel.1
+            link set flannel.1 up
+            route replace 10.244.{other.number}.0/24 via {overlay_address(other)} dev flannel.1 onlink
+            """,
             netns=this.netns,
         )
     try:
@@ -273,12 +277,14 @@ def test_node_ports_answer_on_all_addresses_of_the_node(home: FolderNode):
 def readdress(netns: str, before: tuple[str, str], after: tuple[str, str]) -> None:
     """Replaces the addresses of eth0; with the last one of a family its routes go."""
     ip(
-        f"addr del {before[0]}/24 dev eth0",
-        f"addr del {before[1]}/64 dev eth0",
-        f"addr add {after[0]}/24 dev eth0",
-        f"addr add {after[1]}/64 dev eth0 nodad",
-        "route replace default via 198.18.0.254",
-        "route replace default via fd00:198:18::fe",
+        f"""
+        addr del {before[0]}/24 dev eth0
+        addr del {before[1]}/64 dev eth0
+        addr add {after[0]}/24 dev eth0
+        addr add {after[1]}/64 dev eth0 nodad
+        route replace default via 198.18.0.254
+        route replace default via fd00:198:18::fe
+        """,
         netns=netns,
     )
 

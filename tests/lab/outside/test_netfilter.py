@@ -31,6 +31,7 @@ from tests.lab.outside.netfilter import (
     guarded,
     invalid,
     masqueraded,
+    nft,
     nft_table,
     objects,
     ours,
@@ -159,7 +160,7 @@ def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, ho
 def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field):
     """As in Red Hat's iptables service: policy ACCEPT, and a last rule that rejects."""
     node = field.lab.nodes[0]
-    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
+    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT\n-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
     until("our rule is before it", lambda: ours(node, "iptables") == [1])
     for row in masqueraded("tcp", False):
         check(field, row)
@@ -171,10 +172,12 @@ def test_foreign_rules_are_left_unchanged(field: Field, closed: Node):
         tables(
             closed,
             tool,
-            "-N OTHERS",
-            "-A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT",
-            '-A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS',
-            "-A FORWARD -p tcp --dport 1 -j DROP",
+            """
+            -N OTHERS
+            -A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT
+            -A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS
+            -A FORWARD -p tcp --dport 1 -j DROP
+            """,
         )
     guarded(closed)
     before = [re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M) for tool in POLICY]
@@ -249,7 +252,7 @@ def test_firewalld_without_a_policy_rejects_packets_to_local_pods(field: Field, 
     node = field.lab.nodes[0]
     rules = FIREWALLD.replace("jump filter_FWD_policy_to-pods\n", "return\n")
     assert rules != FIREWALLD
-    on(node, "nft", "-f", "-", stdin=rules)
+    nft(node, rules)
     own, admin_prohibited = (NODES6[0], "EACCES") if v6 else (NODES4[0], "EHOSTUNREACH")
     check(field, Dial("to another node", "outside", at("NodePort", 12, v6), "b1", "tcp", own))
     for number in (11, 14):  # policy Cluster and Local
@@ -523,14 +526,20 @@ def second(field: Field) -> Iterator[None]:
         set_rp_filter(node.netns, 0)
     for number, node in enumerate((first, other), 1):
         ip(
-            f"addr add 198.19.0.{number}/30 dev x{number}",
-            f"link set x{number} up",
-            f"addr add fd00:198:19::{number}/64 dev x{number} nodad",
+            f"""
+            addr add 198.19.0.{number}/30 dev x{number}
+            link set x{number} up
+            addr add fd00:198:19::{number}/64 dev x{number} nodad
+            """,
             netns=node.netns,
         )
     ip(
-        *("route add 198.18.0.1/32 via 198.19.0.1", "route replace 10.244.1.0/24 via 198.19.0.1"),
-        *("route add fd00:198:18::1/128 via fd00:198:19::1", "route replace fd00:10:244:1::/64 via fd00:198:19::1"),
+        """
+        route add 198.18.0.1/32 via 198.19.0.1
+        route replace 10.244.1.0/24 via 198.19.0.1
+        route add fd00:198:18::1/128 via fd00:198:19::1
+        route replace fd00:10:244:1::/64 via fd00:198:19::1
+        """,
         netns=other.netns,
     )
     listed = command("ip", "-n", first.netns, "-o", "link", "show", "x1")

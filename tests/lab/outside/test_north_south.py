@@ -275,14 +275,22 @@ def far(field: Field) -> Iterator[Place]:
     lab.add_netns(where)
     ip(f"link add far type veth peer name eth0 netns {where}", netns=lab.outside)
     ip(
-        *("addr add 198.51.100.1/24 dev far", "addr add fd00:198:51::1/64 dev far nodad"),
-        "link set far up",
+        """
+        addr add 198.51.100.1/24 dev far
+        addr add fd00:198:51::1/64 dev far nodad
+        link set far up
+        """,
         netns=lab.outside,
     )
     ip(
-        *(f"addr add {FAR4}/24 dev eth0", f"addr add {FAR6}/64 dev eth0 nodad"),
-        *("link set lo up", "link set eth0 up"),
-        *("route add default via 198.51.100.1", "route add default via fd00:198:51::1"),
+        f"""
+        addr add {FAR4}/24 dev eth0
+        addr add {FAR6}/64 dev eth0 nodad
+        link set lo up
+        link set eth0 up
+        route add default via 198.51.100.1
+        route add default via fd00:198:51::1
+        """,
         netns=where,
     )
     settled(lab.outside, "fd00:198:51::1")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.fuzz.packets.node import mac_of
+from tests.lab.outside.netfilter import nft
 from tests.lab.outside.pod_network import (
     CLIENT_BY,
     FOUND,
@@ -246,7 +247,7 @@ def behind_firewalld(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture
 def firewalld(net: PodNetwork) -> Iterator[None]:
     for node in net.lab.nodes:
-        on(node, "nft", "-f", "-", stdin=counting_invalid(FIREWALLD))
+        nft(node, counting_invalid(FIREWALLD))
     yield
     counts = [dropped(node) for node in net.lab.nodes]
     for node in net.lab.nodes:

@@ -54,9 +54,11 @@ class OneAgent(Field):
         nodes = self.lab.nodes
         for node, other, own in zip(nodes, reversed(nodes), TUNNEL_ENDS, strict=True):
             ip(
-                f"addr add {own}/32 dev tunl0",
-                "link set tunl0 up",
-                f"route replace 10.244.{other.number}.0/24 via {other.ip} dev tunl0 onlink",
+                f"""
+                addr add {own}/32 dev tunl0
+                link set tunl0 up
+                route replace 10.244.{other.number}.0/24 via {other.ip} dev tunl0 onlink
+                """,
                 netns=node.netns,
             )
 

@@ -122,13 +122,15 @@ class Calico(Cni):
         run(*inside(node.netns, None, "sysctl", "-qw", *settings))
         ip(f"link set {device} up", netns=node.netns)
         ip(
-            "link set lo up",
-            "link set eth0 up",
-            "route add 169.254.1.1 dev eth0 scope link",
-            "route add default via 169.254.1.1 dev eth0",
-            f"route add default via {HOST_LINK_LOCAL} dev eth0",
-            f"addr add {pod.v4}/32 dev eth0",
-            f"addr add {pod.v6}/128 dev eth0 nodad",
+            f"""
+            link set lo up
+            link set eth0 up
+            route add 169.254.1.1 dev eth0 scope link
+            route add default via 169.254.1.1 dev eth0
+            route add default via {HOST_LINK_LOCAL} dev eth0
+            addr add {pod.v4}/32 dev eth0
+            addr add {pod.v6}/128 dev eth0 nodad
+            """,
             netns=pod.netns,
         )
         ip(f"route add {pod.v4}/32 dev {device} scope link", f"route add {pod.v6}/128 dev {device}", netns=node.netns)

@@ -205,9 +205,11 @@ class Flannel(Cni):
         gateway = gate(node.number, v6=True)
         ip(f"addr replace {gateway}/64 dev cni0 nodad", netns=node.netns)
         ip(
-            "link set lo up",
-            f"addr add {pod.v6}/64 dev eth0 nodad",
-            f"route add default via {gateway}",
+            f"""
+            link set lo up
+            addr add {pod.v6}/64 dev eth0 nodad
+            route add default via {gateway}
+            """,
             netns=pod.netns,
         )
 

@@ -353,10 +353,12 @@ class Lab:
         )
         ip("link set outside master br0", "link set outside up", netns=self.fabric)
         ip(
-            "link set lo up",
-            f"addr add {self.outside_ip}/24 dev {self.prefix}",
-            f"addr add fd00:198:18::fe/64 dev {self.prefix} nodad",
-            f"link set {self.prefix} up",
+            f"""
+            link set lo up
+            addr add {self.outside_ip}/24 dev {self.prefix}
+            addr add fd00:198:18::fe/64 dev {self.prefix} nodad
+            link set {self.prefix} up
+            """,
             netns=self.outside,
         )
         settled(self.outside, "fd00:198:18::fe")
@@ -377,9 +379,11 @@ class Lab:
         node.cgroup.mkdir()
         self.add_netns(node.netns)
         ip(
-            f"link add n{number} type veth peer name eth0 netns {node.netns}",
-            f"link set n{number} master br0",
-            f"link set n{number} up",
+            f"""
+            link add n{number} type veth peer name eth0 netns {node.netns}
+            link set n{number} master br0
+            link set n{number} up
+            """,
             netns=self.fabric,
         )
         let_forward(node.netns)
