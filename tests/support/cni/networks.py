@@ -231,15 +231,11 @@ class Flannel(Cni):
         net_conf = node.folder / f"net-conf-{node.name}.json"
         row = {"Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": self._is_dual, "Backend": {"Type": self._backend}}
         net_conf.write_text(json.dumps(row))
-        return (
-            "--kube-subnet-mgr",
-            "--ip-masq",
-            "--iface=eth0",
-            "--healthz-port=0",
-            f"--kubeconfig-file={kubeconfig}",
-            f"--net-config-path={net_conf}",
-            f"--subnet-file={self._subnet_file(node)}",
-        )
+        words = f"""
+            --kube-subnet-mgr --ip-masq --iface=eth0 --healthz-port=0
+            --kubeconfig-file={kubeconfig} --net-config-path={net_conf} --subnet-file={self._subnet_file(node)}
+        """
+        return tuple(words.split())
 
     def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
         return self._subnet_file(node).exists() and has_routes(node, others)
@@ -279,20 +275,14 @@ class KubeRouter(Cni):
         return read(self.file(node))
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
-        return (
-            f"--kubeconfig={kubeconfig}",
-            f"--hostname-override={node.name}",
-            "--run-router=true",
-            "--run-firewall=true",
-            "--run-service-proxy=false",
-            "--enable-ipv6=true",
-            "--enable-overlay=false",
-            "--bgp-graceful-restart=true",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            "--service-cluster-ip-range=fd00:10:96::/112",
-            "--service-external-ip-range=203.0.113.0/24",
-            "--service-external-ip-range=2001:db8:1::/64",
-        )
+        words = f"""
+            --kubeconfig={kubeconfig} --hostname-override={node.name}
+            --run-router=true --run-firewall=true --run-service-proxy=false
+            --enable-ipv6=true --enable-overlay=false --bgp-graceful-restart=true
+            --service-cluster-ip-range=10.96.0.0/16 --service-cluster-ip-range=fd00:10:96::/112
+            --service-external-ip-range=203.0.113.0/24 --service-external-ip-range=2001:db8:1::/64
+        """
+        return tuple(words.split())
 
     def environment(self, node: Node) -> dict[str, str]:
         file = {"KUBE_ROUTER_CNI_CONF_FILE": str(self.file(node))}
