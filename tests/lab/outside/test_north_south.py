@@ -310,20 +310,33 @@ def narrow(where: str | None, route: str, after: str) -> Iterator[None]:
         ip(after, netns=where)
 
 
-NARROWS = {
-    "before the pod": (41, "a1", "outside", False),
-    "between the nodes": (42, "b1", "outside", True),
-    "behind the other node": (42, "b1", "outside", False),
-    "before the pod, Local": (43, "a1", "outside", True),
-    "before the client": (41, "a1", "far", True),
-    "before the client, remote": (42, "b1", "far", False),
-    "before the client, Local": (43, "a1", "far", True),
-}
+class Narrow(NamedTuple):
+    """Where the link is narrow, the Service, its backend, and the client that dials it."""
+
+    where: str
+    number: int
+    backend: str
+    client: str
+    v6: bool
 
 
-@pytest.mark.parametrize("case", NARROWS)
-def test_the_path_mtu_is_found(field: Field, far: Place, case: str):
-    number, backend, name, v6 = NARROWS[case]
+NARROWS = table(
+    Narrow,
+    """
+before the pod            | 41 | a1 | outside | no
+between the nodes         | 42 | b1 | outside | yes
+behind the other node     | 42 | b1 | outside | no
+before the pod, Local     | 43 | a1 | outside | yes
+before the client         | 41 | a1 | far     | yes
+before the client, remote | 42 | b1 | far     | no
+before the client, Local  | 43 | a1 | far     | yes
+""",
+)
+
+
+@pytest.mark.parametrize("row", NARROWS, ids=lambda row: row.where)
+def test_the_path_mtu_is_found(field: Field, far: Place, row: Narrow):
+    case, number, backend, name, v6 = row
     client, pod = field[name], field[backend]
     first, second = field.lab.nodes
     address = pod.ip6 if v6 else pod.ip
