@@ -17,10 +17,11 @@ from kbpf.dataplane.bpf.maps.layout import NODE, NodeFlag
 from kbpf.errors import KernelError
 from kbpf.model.config import Config
 from tests.lab.outside.netfilter import nft_table
-from tests.support.lab.dial import REFUSED, UNSERVED, Dial
+from tests.support.lab.dial import Dial
 from tests.support.lab.field import NODES4, Field, at, check, forward, split, there
 from tests.support.lab.lab import PATIENCE, Agent, on, run, until
 from tests.support.runtime.yielding_agent import CLSACT, HOLD
+from tests.support.table import table
 
 
 @pytest.fixture
@@ -33,6 +34,18 @@ def field() -> Iterator[Field]:
 
 def remains_of(field: Field) -> PreviousBpfPlane:
     return PreviousBpfPlane(Config(pin_dir=field.agent.pin_dir))
+
+
+UNTRANSLATED = table(
+    Dial,
+    """
+NodePort               | outside | 198.18.0.1:30081 | ECONNREFUSED
+VIP                    | outside | 192.0.2.81:80    | EHOSTUNREACH
+a port that it had not | outside | 10.96.0.81:9     | EHOSTUNREACH
+a pod                  | a2!     | 10.96.0.81:80    | EHOSTUNREACH
+a pod with hooks       | a2      | 10.96.0.81:80    | EHOSTUNREACH
+""",
+)
 
 
 def test_drain_ends_with_the_last_connection(field: Field):
@@ -57,13 +70,7 @@ def test_drain_ends_with_the_last_connection(field: Field):
         assert "name" in place.ask("talk", keep=name), name
     (said,) = remains.problems()
     assert "3 connections" in said  # the one made by a socket hook is not a flow
-    for row in (
-        Dial("NodePort", "outside", at("NodePort", 81), REFUSED),
-        Dial("VIP", "outside", at("VIP", 81), UNSERVED),
-        Dial("a port that it had not", "outside", at("ClusterIP", 81).replace(":80", ":9"), UNSERVED),
-        Dial("a pod", "a2!", at("ClusterIP", 81), UNSERVED),
-        Dial("a pod with hooks", "a2", at("ClusterIP", 81), UNSERVED),
-    ):
+    for row in UNTRANSLATED:
         check(field, row)
     assert "error" in field["a2!"].ask("talk", keep="udp", timeout=5.0), "UDP is not drained"
     for name, (place, _) in kept.items():

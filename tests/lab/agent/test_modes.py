@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.features import needs
-from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import NODES4, Field, at, check, split
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import Field, at, check, split
 from tests.support.lab.kept import Kept
 from tests.support.lab.lab import Agent, on, run, until
 from tests.support.lab.load import under_load
+from tests.support.table import pairs, table
 
 pytestmark = needs("ipvs")
 
@@ -49,30 +50,35 @@ def become(agent: Agent, mode: str) -> None:
     agent.start()
 
 
+ROWS = table(
+    Dial,
+    """
+NodePort, local  | outside | 198.18.0.1:30081 | a1           | tcp | 198.18.0.1
+NodePort, remote | outside | 198.18.0.1:30082 | b1           | tcp | 198.18.0.1
+VIP, Local       | outside | 192.0.2.85:80    | a1           | tcp | 198.18.0.254
+no endpoints     | outside | 192.0.2.84:80    | ECONNREFUSED
+a pod            | a3      | 10.96.0.82:80    | b1           | tcp | 10.244.1.4
+UDP              | outside | 198.18.0.1:30093 | a1 b1        | udp | 198.18.0.1
+""",
+)
+
+
 def serves(field: Field) -> None:
     """Checks new connections from all kinds of clients."""
-    own = NODES4[0]
-    for row in (
-        Dial("NodePort, local", "outside", at("NodePort", 81), "a1", "tcp", own),
-        Dial("NodePort, remote", "outside", at("NodePort", 82), "b1", "tcp", own),
-        Dial("VIP, Local", "outside", at("VIP", 85), "a1", "tcp", "198.18.0.254"),
-        Dial("no endpoints", "outside", at("VIP", 84), REFUSED),
-        Dial("a pod", "a3", at("ClusterIP", 82), "b1", "tcp", field["a3"].ip),
-        Dial("UDP", "outside", at("NodePort", 93), "a1 b1", "udp", own),
-    ):
+    for row in ROWS:
         check(field, row)
 
 
-KEPT = (
-    ("outside", "NodePort", 81),
-    ("outside", "NodePort", 82),
-    ("outside", "VIP", 83),
-    ("outside", "VIP", 85),
-    ("a2", "ClusterIP", 81),
-    ("a2", "ClusterIP", 82),
-    ("a2!", "ClusterIP", 82),
-    ("host-1", "ClusterIP", 82),
-)
+KEPT = pairs("""\
+outside → 198.18.0.1:30081
+outside → 198.18.0.1:30082
+outside → 192.0.2.83:80
+outside → 192.0.2.85:80
+a2 → 10.96.0.81:80
+a2 → 10.96.0.82:80
+a2! → 10.96.0.82:80
+host-1 → 10.96.0.82:80
+""")
 """Connections that stay open during the switch: the client, and the Service it dials.
 
 No pod has both these and new ones. A connection translated by a socket hook goes to its backend directly. If IPVS sent
@@ -105,7 +111,7 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str):
     """
     if field.agent.mode == mode:  # if this test is run alone
         become(field.agent, OTHER[mode])
-    kept = Kept(*((field[client], split(at(kind, number))) for client, kind, number in KEPT))
+    kept = Kept(*((field[client], split(to)) for client, to in KEPT))
     kept.open()
     with contextlib.ExitStack() as stack:
         loads = [
