@@ -105,7 +105,7 @@ def healthy_at_last(run: Callable[[], Done]) -> Done:
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with Lab(1, "dc", apart=True) as lab:
+    with Lab(1, "db", apart=True) as lab:
         made = Bench(lab)
         try:
             yield made
