@@ -30,9 +30,15 @@ from tests.support.features import DEBIAN
 BUILD = machine.ROOT / "build" / "kernels"
 
 
-def _of(path: str, *tests: str) -> tuple[str, ...]:
-    """These tests of a file, without `test_`."""
-    return tuple(f"{path}::test_{name}" for name in tests)
+def _features(text: str) -> tuple[Feature, ...]:
+    """A feature for each name. Its lines have a file or folder each, and the tests in that, without `test_`, if those
+    are not all.
+    """
+    tests: dict[str, tuple[str, ...]] = {}
+    for name, path, names in re.findall(r"^(\S.*?)  +(\S+?)(?:: (.+))?$", text, re.M):
+        own = tuple(f"{path}::test_{each}" for each in names.split("; ")) if names else (path,)
+        tests[name] = (*tests.get(name, ()), *own)
+    return tuple(Feature(name, found) for name, found in tests.items())
 
 
 LAB = """
@@ -57,43 +63,36 @@ loading        tests/programs/node/test_verifier.py
 check          tests/programs/node/test_features.py
 tcp            tests/programs/sockets/test_connect.py
 udp            tests/programs/sockets/udp
-mounts         tests/lab/traffic/test_kernel_sockets.py tests/programs/sockets/test_kernel_sockets.py
-attaching      tests/programs/packets/tc tests/programs/packets/test_devices.py \
-               tests/programs/packets/test_hook_probe.py
+mounts         tests/lab/traffic/test_kernel_sockets.py
+mounts         tests/programs/sockets/test_kernel_sockets.py
+attaching      tests/programs/packets/tc
+attaching      tests/programs/packets/test_devices.py
+attaching      tests/programs/packets/test_hook_probe.py
 second agent   tests/programs/node/test_second_agent.py
 packets        tests/programs/packets/path
 lab            tests/lab/outside/test_clsact.py
 tunnels        tests/programs/packets/test_tunnels.py
-ipvs           tests/programs/ipvs/test_ipvs.py tests/programs/conformance tests/programs/node/test_takeover_cleanup.py
+ipvs           tests/programs/ipvs/test_ipvs.py
+ipvs           tests/programs/conformance
+ipvs           tests/programs/node/test_takeover_cleanup.py
 fallback       tests/programs/node/test_fallback.py
 ipvs-commands  tests/lab/agent/test_ipvs_commands.py
 modes          tests/lab/agent/test_modes.py
-rights         tests/programs/sockets/test_sock_destroy.py tests/programs/node/test_capabilities.py
+rights         tests/programs/sockets/test_sock_destroy.py
+rights         tests/programs/node/test_capabilities.py
 apparmor       tests/lab/cluster/test_apparmor.py
 memory         tests/lab/agent/test_locked_memory.py
 takeover       tests/lab/cluster/test_takeover.py
 full table     tests/kernels/full_conntrack.py
 conntrack      tests/lab/outside/test_conntrack.py
+provisioning   tests/host/test_vagrant.py: a_machine_is_provisioned
+provisioning   tests/host/test_vagrant.py: a_machine_of_busybox_is_provisioned; a_command_enters_a_root
+bridges        tests/lab/outside/test_br_netfilter.py: no_packet_is_invalid[a bridge of pods-tcp v4]
+bridges        tests/lab/outside/test_br_netfilter.py: no_packet_is_invalid[a bridge of pods-udp v6]
 """
+"""All kinds of bridges take some 20 minutes in an emulator."""
 FEATURES = (
-    *(Feature(name, tuple(files.split())) for name, files in re.findall(r"^(.+?)  +(.+)$", FILES, re.M)),
-    Feature(
-        "provisioning",
-        _of(
-            "tests/host/test_vagrant.py",
-            "a_machine_is_provisioned",
-            "a_machine_of_busybox_is_provisioned",
-            "a_command_enters_a_root",
-        ),
-    ),
-    Feature(  # all kinds of bridges take some 20 minutes in an emulator
-        "bridges",
-        _of(
-            "tests/lab/outside/test_br_netfilter.py",
-            "no_packet_is_invalid[a bridge of pods-tcp v4]",
-            "no_packet_is_invalid[a bridge of pods-udp v6]",
-        ),
-    ),
+    *_features(FILES),
     Feature("bare node", ("tests/kernels/bare_node.py",), boot=BARE),
     Feature(
         "overlays", ("tests/lab/cni/test_cnis.py",), programs=(*go_build.DEFAULT, *CNI_PLUGINS, "flannel", "flanneld")
@@ -105,48 +104,22 @@ FEATURES = (
 PROGRAMS = "programs"
 MODES = ("bpf", "ipvs")
 MINUTES, QUICK_MINUTES = 240, 60
-QUICK = (
-    FEATURES[0],
-    Feature(
-        "check",
-        _of(
-            "tests/programs/node/test_features.py",
-            "feature_table_matches_this_kernel",
-            "check_rows_report_exactly_the_lacking_features",
-            "check_reports_whether_mode_ipvs_is_usable",
-        ),
-    ),
-    Feature("provisioning", _of("tests/host/test_vagrant.py", "a_machine_of_busybox_is_provisioned")),
-    Feature("tcp", _of("tests/programs/sockets/test_connect.py", "dial")),
-    Feature(
-        "udp",
-        _of(
-            "tests/programs/sockets/udp/test_deleted_backend.py",
-            "connected_sockets_of_a_deleted_backend_are_destroyed[the Service is deleted-pod]",
-        ),
-    ),
-    Feature(
-        "attaching",
-        (
-            *_of("tests/programs/packets/tc/test_attach.py", "program_sees_each_packet_of_its_direction_once"),
-            *_of(
-                "tests/programs/packets/test_devices.py",
-                "chosen_devices_get_their_programs_once_from_each_agent",
-                "monitor_reports_each_change",
-            ),
-        ),
-    ),
-    Feature(
-        "ipvs",
-        _of(
-            "tests/programs/ipvs/test_ipvs.py",
-            "connection_reaches_its_backends",
-            "connection_outlives_its_drained_backend[ClusterIP, outside]",
-            "udp_client_moves_at_once",
-            "restart_changes_nothing",
-        ),
-    ),
-)
+QUICK = _features("""
+loading       tests/programs/node/test_verifier.py
+check         tests/programs/node/test_features.py: feature_table_matches_this_kernel
+check         tests/programs/node/test_features.py: check_rows_report_exactly_the_lacking_features
+check         tests/programs/node/test_features.py: check_reports_whether_mode_ipvs_is_usable
+provisioning  tests/host/test_vagrant.py: a_machine_of_busybox_is_provisioned
+tcp           tests/programs/sockets/test_connect.py: dial
+udp           tests/programs/sockets/udp/test_deleted_backend.py: \
+connected_sockets_of_a_deleted_backend_are_destroyed[the Service is deleted-pod]
+attaching     tests/programs/packets/tc/test_attach.py: program_sees_each_packet_of_its_direction_once
+attaching     tests/programs/packets/test_devices.py: chosen_devices_get_their_programs_once_from_each_agent
+attaching     tests/programs/packets/test_devices.py: monitor_reports_each_change
+ipvs          tests/programs/ipvs/test_ipvs.py: connection_reaches_its_backends
+ipvs          tests/programs/ipvs/test_ipvs.py: connection_outlives_its_drained_backend[ClusterIP, outside]
+ipvs          tests/programs/ipvs/test_ipvs.py: udp_client_moves_at_once; restart_changes_nothing
+""")
 """Some tests of some features: seven minutes in emulators, much longer while other tests run."""
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 

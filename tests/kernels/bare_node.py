@@ -38,15 +38,19 @@ def places() -> Iterator[dict[str, Place]]:
             netns = f"bare-{name}-{os.getpid()}"
             run("ip", "netns", "add", netns)
             ip(
-                f"link add {name} type veth peer name eth0 netns {netns}",
-                f"addr add {near}/24 dev {name}",
-                f"link set {name} up",
+                f"""
+                link add {name} type veth peer name eth0 netns {netns}
+                addr add {near}/24 dev {name}
+                link set {name} up
+                """,
             )
             ip(
-                "link set lo up",
-                f"addr add {far}/24 dev eth0",
-                "link set eth0 up",
-                f"route add default via {near}",
+                f"""
+                link set lo up
+                addr add {far}/24 dev eth0
+                link set eth0 up
+                route add default via {near}
+                """,
                 netns=netns,
             )
             made[name] = Place(name, netns, None)

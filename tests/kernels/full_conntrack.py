@@ -22,7 +22,7 @@ HELD = 8
 
 @pytest.fixture
 def field() -> Iterator[Field]:
-    with Field("--forwarding", "netfilter", name="fc") as made:
+    with Field("--forwarding", "netfilter", name="fc", agents=1) as made:
         made.create(*objects(made))
         made.settle()
         yield made

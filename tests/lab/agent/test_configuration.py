@@ -24,7 +24,7 @@ from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube_objects import node
 from tests.support.cluster.kubeadm import Mount
 from tests.support.lab.dial import Dial, check
-from tests.support.lab.lab import inside, run, until
+from tests.support.lab.lab import on, run, until
 from tests.support.lab.load import under_load
 from tests.values.config.test_flags_and_file import FIELDS, MODES
 from tests.values.config.test_written_file import TEXTS
@@ -248,7 +248,7 @@ def test_conntrack_and_oom_score_are_set_as_kube_proxy_sets_them(cluster: Kubead
 
 def sysctl(cluster: Kubeadm, name: str) -> str:
     path = f"/proc/sys/net/netfilter/{name}"
-    return run(*inside(cluster.lab.nodes[0].netns, None, "cat", path)).strip()
+    return on(cluster.lab.nodes[0], "cat", path).strip()
 
 
 def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path):

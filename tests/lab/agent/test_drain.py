@@ -16,24 +16,36 @@ from kbpf.dataplane.bpf.drain import PreviousBpfPlane
 from kbpf.dataplane.bpf.maps.layout import NODE, NodeFlag
 from kbpf.errors import KernelError
 from kbpf.model.config import Config
-from tests.support.lab.dial import REFUSED, UNSERVED, Dial
+from tests.lab.outside.netfilter import nft_table
+from tests.support.lab.dial import Dial
 from tests.support.lab.field import NODES4, Field, at, check, forward, split, there
-from tests.support.lab.lab import PATIENCE, Agent, run, until
+from tests.support.lab.lab import PATIENCE, Agent, on, run, until
 from tests.support.runtime.yielding_agent import CLSACT, HOLD
+from tests.support.table import table
 
 
 @pytest.fixture
 def field() -> Iterator[Field]:
-    """Services 81 (local backend), 82 (remote); UDP at 91."""
-    with Field(*forward("stack"), name="rm", pods=(2, 1)) as made:
-        made.create(*made.all_ways(81, "a1"), *made.all_ways(82, "b1"))
-        made.create(*made.all_ways(91, "a1", "UDP"))
+    with Field(*forward("stack"), name="rm", pods=(2, 1), agents=1) as made:
+        made.create(*made.all_of("81 91:UDP -> a1\n82 -> b1"))
         made.settle()
         yield made
 
 
 def remains_of(field: Field) -> PreviousBpfPlane:
     return PreviousBpfPlane(Config(pin_dir=field.agent.pin_dir))
+
+
+UNTRANSLATED = table(
+    Dial,
+    """
+NodePort               | outside | 198.18.0.1:30081 | ECONNREFUSED
+VIP                    | outside | 192.0.2.81:80    | EHOSTUNREACH
+a port that it had not | outside | 10.96.0.81:9     | EHOSTUNREACH
+a pod                  | a2!     | 10.96.0.81:80    | EHOSTUNREACH
+a pod with hooks       | a2      | 10.96.0.81:80    | EHOSTUNREACH
+""",
+)
 
 
 def test_drain_ends_with_the_last_connection(field: Field):
@@ -58,13 +70,7 @@ def test_drain_ends_with_the_last_connection(field: Field):
         assert "name" in place.ask("talk", keep=name), name
     (said,) = remains.problems()
     assert "3 connections" in said  # the one made by a socket hook is not a flow
-    for row in (
-        Dial("NodePort", "outside", at("NodePort", 81), REFUSED),
-        Dial("VIP", "outside", at("VIP", 81), UNSERVED),
-        Dial("a port that it had not", "outside", at("ClusterIP", 81).replace(":80", ":9"), UNSERVED),
-        Dial("a pod", "a2!", at("ClusterIP", 81), UNSERVED),
-        Dial("a pod with hooks", "a2", at("ClusterIP", 81), UNSERVED),
-    ):
+    for row in UNTRANSLATED:
         check(field, row)
     assert "error" in field["a2!"].ask("talk", keep="udp", timeout=5.0), "UDP is not drained"
     for name, (place, _) in kept.items():
@@ -100,7 +106,7 @@ def test_an_agent_restarted_during_drain_serves_again(field: Field):
         check(field, Dial("again", "a2", at("ClusterIP", number), who, "tcp", field["a2"].ip))
 
 
-OTHER = """table ip NAME {
+OTHER = """
   chain before {
     type nat hook prerouting priority -100;
     ip daddr 198.18.0.1 tcp dport 30081 dnat to POD:8080
@@ -113,7 +119,6 @@ OTHER = """table ip NAME {
     type filter hook postrouting priority 300;
     ip protocol tcp ct status dnat tcp flags & (syn|ack) == syn|ack drop
   }
-}
 """
 
 
@@ -132,9 +137,7 @@ def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who:
     assert there(home.host, remains.claim)
     until("everything is removed", lambda: there(home.host, lambda: remains.drain(1e9)) is None)
     remains.close()
-    nft = ("nsenter", f"--net=/run/netns/{home.netns}", "nft")
     table = "kube-proxy" if who == "kube-proxy" else "other"
-    run(*nft, "-f", "-", stdin=OTHER.replace("POD", field["a2"].ip).replace("NAME", table))
     row = Dial("new", "outside", at("NodePort", 81), "a1", "tcp", NODES4[0])
     agent.state_dir.mkdir(exist_ok=True)
     if who == "mode ipvs":
@@ -143,7 +146,7 @@ def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who:
         (agent.state_dir / CLSACT).touch()
     (agent.state_dir / HOLD).touch()
     agent.module = "tests.support.runtime.yielding_agent"
-    try:
+    with nft_table(home, f"ip {table}", OTHER.replace("POD", field["a2"].ip)):
         agent.start(wait=False)
         until("the agent is passive", lambda: NodeFlag.PASSIVE in stance(agent))
         field["outside"].ask("begin", host=NODES4[0], port=30081, keep="begun")
@@ -154,15 +157,13 @@ def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who:
         until("the agent serves", lambda: NodeFlag.PASSIVE not in stance(agent))
         check(field, row)
         assert "error" in field["outside"].ask("go_on", keep="begun", timeout=0.1)
-        run(*nft, "flush", "chain", "ip", table, "lose")
+        on(home, "nft", "flush", "chain", "ip", table, "lose")
         # the longer it has waited, the later the SYN is repeated
         answer = field["outside"].ask("go_on", keep="begun", timeout=2 * PATIENCE)
         assert answer.get("name") == "a2"
         assert field["outside"].ask("talk", keep="begun")["name"] == "a2"
         check(field, row)
         until("the agent no longer coexists", lambda: stance(agent) == NodeFlag(0))
-    finally:
-        run(*nft, "delete", "table", "ip", table)
 
 
 def stance(agent: Agent) -> NodeFlag:

@@ -5,8 +5,6 @@ or says in one line that this mode does not have it.
 
 import json
 import re
-import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,8 @@ import pytest
 
 from tests.support.features import needs
 from tests.support.lab.field import Field, at, split
-from tests.support.lab.lab import PATIENCE, inside
+from tests.support.lab.lab import PATIENCE
+from tests.support.table import table
 
 pytestmark = needs("ipvs")
 
@@ -36,9 +35,8 @@ class IpvsField(Field):
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    """Services 81 (a1, KEPT), 84 (no endpoints)."""
     with IpvsField(name="ic", pods=(2,)) as made:
-        made.create(*made.all_ways(81, "a1"), *made.all_ways(84, ""))
+        made.create(*made.all_of("81 -> a1\n84 ->"))
         made.settle()
         for client, to in KEPT:
             assert "name" in made[client].tcp(*split(to), keep="kept")
@@ -47,70 +45,52 @@ def field() -> Iterator[Field]:
             assert "name" in made[client].ask("talk", keep="kept")
 
 
-def kbpf(field: Field, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command on the node, with its folders."""
-    agent, node = field.agent, field.lab.nodes[0]
-    folders = ("--pin-dir", str(agent.pin_dir), "--state-dir", str(agent.state_dir))
-    command = (sys.executable, "-m", "kbpf", *words, *folders)
-    return subprocess.run(
-        inside(node.netns, node.cgroup / "host", *command),
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE,
-        check=False,
-    )
-
-
 class Row(NamedTuple):
     """A command, its exit code, and patterns that its output has."""
 
-    words: tuple[str, ...]
+    words: str
     code: int
-    shows: tuple[str, ...]
+    shows: str
 
 
 ABSENT = r"^kbpf: the agent of this node is in mode ipvs, which does not have this \(.*\)[^\n]*\n\Z"
-ROWS = (
-    Row(("inspect", "status"), 0, ("mode +ipvs",)),
-    Row(("inspect", "services"), 0, (r"10\.96\.0\.81:80", r"10\.96\.0\.84:80")),
-    Row(
-        ("inspect", "service", "10.96.0.81"),
-        0,
-        (
-            r"10\.96\.0\.81:80/TCP +ClusterIP +1/1 +2 +- +-",
-            r"10\.244\.1\.2:8080 .* ready +100\.0% +2 +2 +- +- +-",
-            "not counted in mode ipvs: ",
-        ),
-    ),
-    Row(("top", "--once"), 0, (r"default/web-81 +0 +- +- +2 ", "mode ipvs counts connections and bytes only")),
-    Row(("trace", "host", at("ClusterIP", 81)), 0, ("IPVS",)),
-    Row(("trace", "outside", at("NodePort", 81)), 0, ("IPVS",)),
-    Row(("trace", "host", at("ClusterIP", 84)), 0, ("IPVS", "no endpoints")),
-    Row(
-        ("trace", "--confirm", "host", at("ClusterIP", 81)), 1, ("IPVS cannot be tried without packets: use --connect",)
-    ),
-    Row(("trace", "--connect", "host", at("ClusterIP", 81)), 0, ("connect",)),
-    Row(("verify",), 1, (r"^kbpf: .* in mode ipvs, which `kbpf verify` does not know .*\n\Z",)),
-    *(
-        Row(words, 1, (ABSENT,))
-        for words in (("inspect", "failures"), ("monitor", "--for", "1s"), ("top", "--once", "--by", "clients"))
-    ),
-    Row(("page",), 0, (r"10\.96\.0\.81", r"</html>")),
+FRONTEND, BACKEND = (
+    r"10\.96\.0\.81:80/TCP +ClusterIP +1/1 +2 +- +-",
+    r"10\.244\.1\.2:8080 .* ready +100\.0% +2 +2 +- +- +-",
+)
+ROWS = table(
+    Row,
+    rf"""
+inspect status                     | 0 | mode +ipvs
+inspect services                   | 0 | 10\.96\.0\.81:80 ; 10\.96\.0\.84:80
+inspect service 10.96.0.81         | 0 | {FRONTEND} ; {BACKEND} ; not counted in mode ipvs:
+top --once                         | 0 | default/web-81 +0 +- +- +2  ; mode ipvs counts connections and bytes only
+trace host 10.96.0.81:80           | 0 | IPVS
+trace outside 198.18.0.1:30081     | 0 | IPVS
+trace host 10.96.0.84:80           | 0 | IPVS ; no endpoints
+trace --confirm host 10.96.0.81:80 | 1 | IPVS cannot be tried without packets: use --connect
+trace --connect host 10.96.0.81:80 | 0 | connect
+verify                             | 1 | ^kbpf: .* in mode ipvs, which `kbpf verify` does not know .*\n\Z
+inspect failures                   | 1 | {ABSENT}
+monitor --for 1s                   | 1 | {ABSENT}
+top --once --by clients            | 1 | {ABSENT}
+page                               | 0 | 10\.96\.0\.81 ; </html>
+""",
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row.words))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.words)
 def test_commands(field: Field, row: Row):
-    done = kbpf(field, *row.words)
+    done = field.agent.kbpf(*row.words.split())
     said = done.stdout + done.stderr
     assert done.returncode == row.code, (done.stdout, done.stderr)
-    missing = [pattern for pattern in row.shows if not re.search(pattern, said, re.MULTILINE)]
+    missing = [pattern for pattern in row.shows.split(" ; ") if not re.search(pattern, said, re.MULTILINE)]
     assert missing == [], said
 
 
 def test_sysdump_has_what_the_mode_has(field: Field, tmp_path: Path):
     path = tmp_path / "dump.tar.gz"
-    done = kbpf(field, "sysdump", str(path), "--time-limit", f"{2 * PATIENCE:.0f}s")
+    done = field.agent.kbpf("sysdump", str(path), "--time-limit", f"{2 * PATIENCE:.0f}s")
     assert done.returncode == 0, done.stderr
     with tarfile.open(path) as tar:
         names = {member.name.partition("/")[2] for member in tar}

@@ -17,11 +17,10 @@ from tests.support.features import without
 from tests.support.lab.lab import Lab, Place
 from tests.support.runtime.folder_pod import FolderPod
 from tests.support.runtime.pods import capabilities_here
+from tests.support.table import table
 
 pytestmark = without("memory_by_cgroup")
 
-KERNELS_OWN = 64 << 10
-"""The default RLIMIT_MEMLOCK of these kernels, in bytes."""
 ALL = "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE"
 
 
@@ -34,23 +33,20 @@ class Row(NamedTuple):
     granted: str
     limit: int
     seccomp: bool
-    said: str
+    said: str = ""
 
 
-WANTED = "grant CAP_SYS_RESOURCE"
-ROWS = [
-    Row("as in manifests/", ALL, KERNELS_OWN, True, ""),
-    Row("without SYS_ADMIN", ALL.replace(" SYS_ADMIN", ""), KERNELS_OWN, False, ""),
-    Row("without SYS_RESOURCE", ALL.replace(" SYS_RESOURCE", ""), KERNELS_OWN, True, WANTED),
-    Row("with neither", "BPF NET_ADMIN PERFMON", KERNELS_OWN, False, WANTED),
-    Row(
-        "without SYS_RESOURCE, by a runtime that sets no limit",
-        ALL.replace(" SYS_RESOURCE", ""),
-        resource.RLIM_INFINITY,
-        True,
-        "",
-    ),
-]
+ROWS = table(
+    Row,
+    """
+as in manifests/               | BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE | 65536 | yes
+without SYS_ADMIN              | BPF NET_ADMIN PERFMON SYS_RESOURCE           | 65536 | no
+without SYS_RESOURCE           | BPF NET_ADMIN PERFMON SYS_ADMIN              | 65536 | yes | grant CAP_SYS_RESOURCE
+with neither                   | BPF NET_ADMIN PERFMON                        | 65536 | no  | grant CAP_SYS_RESOURCE
+without SYS_RESOURCE, no limit     | BPF NET_ADMIN PERFMON SYS_ADMIN              | -1    | yes
+""",
+)
+"""The default RLIMIT_MEMLOCK of these kernels, and a runtime that sets none (resource.RLIM_INFINITY)."""
 
 
 def launch(house: FolderPod, row: Row) -> None:

@@ -5,15 +5,16 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.support.features import needs
-from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import NODES4, Field, at, check, split
-from tests.support.lab.lab import PATIENCE, Agent, run, until
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import Field, at, check, split
+from tests.support.lab.kept import Kept
+from tests.support.lab.lab import Agent, on, run, until
 from tests.support.lab.load import under_load
+from tests.support.table import pairs, table
 
 pytestmark = needs("ipvs")
 
@@ -24,26 +25,21 @@ SLOWLY = 240.0
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    """Services 81 (local backend), 82 (remote), 83 (both), 84 (no endpoints), 85 (policy Local,
-    both); UDP at 93.
-    """
-    with Field(name="md", pods=(3, 1)) as made:
-        for number, who, policy in SETS:
-            made.create(*made.all_ways(number, who, external_policy=policy))
-        made.create(*made.all_ways(93, "a1 b1", "UDP"))
+    with Field(name="md", pods=(3, 1), agents=1) as made:
+        made.create(*made.all_of(SERVICES))
         pod = made["a3"]
         made.unhook("a3!", pod.netns, pod.ip, pod.ip6, made.home["a3"])
         made.settle()
         yield made
 
 
-SETS = (
-    (81, "a1", "Cluster"),
-    (82, "b1", "Cluster"),
-    (83, "a1 b1", "Cluster"),
-    (84, "", "Cluster"),
-    (85, "a1 b1", "Local"),
-)
+SERVICES = """
+81 -> a1
+82 -> b1
+83 93:UDP -> a1 b1
+84 ->
+85 -> a1 b1 external=Local
+"""
 
 
 def become(agent: Agent, mode: str) -> None:
@@ -54,58 +50,40 @@ def become(agent: Agent, mode: str) -> None:
     agent.start()
 
 
+ROWS = table(
+    Dial,
+    """
+NodePort, local  | outside | 198.18.0.1:30081 | a1           | tcp | 198.18.0.1
+NodePort, remote | outside | 198.18.0.1:30082 | b1           | tcp | 198.18.0.1
+VIP, Local       | outside | 192.0.2.85:80    | a1           | tcp | 198.18.0.254
+no endpoints     | outside | 192.0.2.84:80    | ECONNREFUSED
+a pod            | a3      | 10.96.0.82:80    | b1           | tcp | 10.244.1.4
+UDP              | outside | 198.18.0.1:30093 | a1 b1        | udp | 198.18.0.1
+""",
+)
+
+
 def serves(field: Field) -> None:
     """Checks new connections from all kinds of clients."""
-    own = NODES4[0]
-    for row in (
-        Dial("NodePort, local", "outside", at("NodePort", 81), "a1", "tcp", own),
-        Dial("NodePort, remote", "outside", at("NodePort", 82), "b1", "tcp", own),
-        Dial("VIP, Local", "outside", at("VIP", 85), "a1", "tcp", "198.18.0.254"),
-        Dial("no endpoints", "outside", at("VIP", 84), REFUSED),
-        Dial("a pod", "a3", at("ClusterIP", 82), "b1", "tcp", field["a3"].ip),
-        Dial("UDP", "outside", at("NodePort", 93), "a1 b1", "udp", own),
-    ):
+    for row in ROWS:
         check(field, row)
 
 
-class Kept:
-    """Connections that stay open during the switch: the client, and the Service it dials.
+KEPT = pairs("""\
+outside → 198.18.0.1:30081
+outside → 198.18.0.1:30082
+outside → 192.0.2.83:80
+outside → 192.0.2.85:80
+a2 → 10.96.0.81:80
+a2 → 10.96.0.82:80
+a2! → 10.96.0.82:80
+host-1 → 10.96.0.82:80
+""")
+"""Connections that stay open during the switch: the client, and the Service it dials.
 
-    No pod has both these and new ones. A connection translated by a socket hook goes to its backend
-    directly. If IPVS sent a new one from the same port to the same backend, it would get the
-    replies of both (docs/ipvs.md).
-    """
-
-    WAYS = (
-        ("outside", "NodePort", 81),
-        ("outside", "NodePort", 82),
-        ("outside", "VIP", 83),
-        ("outside", "VIP", 85),
-        ("a2", "ClusterIP", 81),
-        ("a2", "ClusterIP", 82),
-        ("a2!", "ClusterIP", 82),
-        ("host-1", "ClusterIP", 82),
-    )
-
-    def __init__(self, field: Field) -> None:
-        self.field = field
-        for client, kind, number in self.WAYS:
-            answer = field[client].tcp(*split(at(kind, number)), keep=f"{client}{kind}{number}")
-            assert "name" in answer, (client, kind, number, answer)
-
-    def talk(self) -> dict[str, Any]:
-        """The connections that no longer work, with their answers."""
-        found = {}
-        for client, kind, number in self.WAYS:
-            keep = f"{client}{kind}{number}"
-            answer = self.field[client].ask("talk", keep=keep, timeout=PATIENCE)
-            if "name" not in answer:
-                found[f"{client} {kind} {number}"] = answer
-        return found
-
-    def end(self) -> None:
-        for client, kind, number in self.WAYS:
-            self.field[client].ask("drop", keep=f"{client}{kind}{number}")
+No pod has both these and new ones. A connection translated by a socket hook goes to its backend directly. If IPVS sent
+a new one from the same port to the same backend, it would get the replies of both (docs/ipvs.md).
+"""
 
 
 def left(agent: Agent) -> list[str]:
@@ -113,7 +91,7 @@ def left(agent: Agent) -> list[str]:
     if agent.mode == "bpf":
         links = json.loads(run("ip", "-n", agent.node.netns, "-j", "link", "show"))
         found = [link["ifname"] for link in links if link["ifname"] == "kbpf-ipvs0"]
-        tables = run("nsenter", f"--net=/run/netns/{agent.node.netns}", "nft", "list", "tables")
+        tables = on(agent.node, "nft", "list", "tables")
         found += [line for line in tables.splitlines() if "kbpf" in line]
         found += list(agent.virtual_services())
         return found + [str(path) for path in agent.state_dir.glob("*")]
@@ -123,8 +101,7 @@ def left(agent: Agent) -> list[str]:
 
 def known(field: Field) -> str:
     """The IPVS connections of the node, for the error message of a failed test."""
-    where = f"--net=/run/netns/{field.agent.node.netns}"
-    return run("nsenter", where, "cat", "/proc/net/ip_vs_conn")[:20_000]
+    return on(field.agent.node, "cat", "/proc/net/ip_vs_conn")[:20_000]
 
 
 @pytest.mark.parametrize("mode", ["ipvs", "bpf"])
@@ -134,7 +111,8 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str):
     """
     if field.agent.mode == mode:  # if this test is run alone
         become(field.agent, OTHER[mode])
-    kept = Kept(field)
+    kept = Kept(*((field[client], split(to)) for client, to in KEPT))
+    kept.open()
     with contextlib.ExitStack() as stack:
         loads = [
             stack.enter_context(under_load(field, *to, pause=0.05, **how))
@@ -149,7 +127,7 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str):
                 load.goes_on()
         except AssertionError as error:
             raise AssertionError(f"{error}\n{field.agent.tail(40)}\n{known(field)}") from None
-    assert kept.talk() == {}
+    kept.all_talk()
     serves(field)
     status = field.agent.status()
     assert status is not None
@@ -159,7 +137,7 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str):
         "reason": "",
         "detail": "",
     }
-    kept.end()
+    kept.close()
     until("nothing is left of the other mode", lambda: left(field.agent) == [], SLOWLY)
     serves(field)
 

@@ -13,7 +13,7 @@ import pytest
 
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest
 from kbpf.kernel.system import netns
-from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, service, slice_port
 from tests.support.cluster.scenario import FolderNode
 from tests.support.lab.lab import MODE, Lab, Node, Place, ip, run, until
 from tests.support.lab.podnet import gate
@@ -42,11 +42,7 @@ def home(
         made.write(
             [
                 node("node-1", OLD, OLD6),
-                service(
-                    "web", port(80, node_port=30020), type="NodePort", cluster_ips=("10.96.0.20", "fd00:10:96::20")
-                ),
-                endpoint_slice("web", endpoint(backends[0].ip), ports=[slice_port(8080)]),
-                endpoint_slice("web", endpoint(backends[0].ip6), ports=[slice_port(8080)], family="IPv6"),
+                *made.web(20, "a1", dual=True, type="NodePort", node_port=30020),
                 service("local", cluster_ip="10.96.0.21", internal_policy="Local"),
                 endpoint_slice(
                     "local",
@@ -125,24 +121,20 @@ def test_node_reboots(home: FolderNode):
     stale.mkdir(parents=True, exist_ok=True)
     for name in ("lock", "status", "services"):
         (stale / name).write_text('[{"key":')
-    home.write([endpoint_slice("web", endpoint(home["a2"].ip), ports=[slice_port(8080)])])
+    home.write([home.slice("web-20", "a2")])
     with running(home):
         serves(home, *V4, backend="a2")
         serves(home, *V6)
         assert not home.agent.status()["problems"]
-    home.write([endpoint_slice("web", endpoint(home["a1"].ip), ports=[slice_port(8080)])])
+    home.write([home.slice("web-20", "a1")])
 
 
 def test_pod_network_comes_after_the_agent(home: FolderNode):
     """A CNI plugin makes a Pod's devices while the agent runs."""
     with running(home):
         late = home.agent.node.pod("late").serve(8080)
-        home.write(
-            [
-                service("late", port(80, node_port=30030), type="NodePort", cluster_ip="10.96.0.30"),
-                endpoint_slice("late", endpoint(late.ip), ports=[slice_port(8080)]),
-            ]
-        )
+        home.places["late"], home.home["late"] = late, home.agent.node
+        home.write(home.web(30, "late", type="NodePort", node_port=30030))
         home.settle()
         dials = (("host-1", "10.96.0.30", 80), ("outside", OLD, 30030))
         becomes_served(home, *dials)
@@ -156,23 +148,22 @@ def test_overlay_comes_after_the_agent(home: FolderNode):
     """
     here, there = home.agent.node, home.agent.node.lab.nodes[1]
     with running(home), overlay(here, there):
-        backends = {"remote": there.pod("remote").serve(8080)}
-        backends["bridged"] = bridged = here.pod("bridged").serve(8080)
+        backends = {"remote": there, "bridged": here}
+        for name, where in backends.items():
+            home.places[name], home.home[name] = where.pod(name).serve(8080), where
+        bridged = home["bridged"]
         device = f"p{len(here.pods)}"
         ip(
-            "link add cni0 type bridge",
-            "link set cni0 up",
-            f"link set {device} master cni0",
-            f"route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}",
+            f"""
+            link add cni0 type bridge
+            link set cni0 up
+            link set {device} master cni0
+            route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}
+            """,
             netns=here.netns,
         )
-        for number, (name, backend) in enumerate(backends.items(), 40):
-            home.write(
-                [
-                    service(name, port(80, node_port=30000 + number), type="NodePort", cluster_ip=f"10.96.0.{number}"),
-                    endpoint_slice(name, endpoint(backend.ip), ports=[slice_port(8080)]),
-                ]
-            )
+        for number, name in enumerate(backends, 40):
+            home.write(home.web(number, name, type="NodePort", node_port=30000 + number))
         home.settle()
         for number, name in enumerate(backends, 40):
             dials = (("host-1", f"10.96.0.{number}", 80), ("outside", OLD, 30000 + number))
@@ -203,10 +194,12 @@ def overlay(*nodes: Node) -> Iterator[None]:
     pairs = (nodes, nodes[::-1])
     for this, other in pairs:
         ip(
-            f"link add flannel.1 type vxlan id 1 dstport 8472 local {this.ip} remote {other.ip}",
-            f"addr add {overlay_address(this)}/32 dev flannel.1",
-            "link set flannel.1 up",
-            f"route replace 10.244.{other.number}.0/24 via {overlay_address(other)} dev flannel.1 onlink",
+            f"""
+            link add flannel.1 type vxlan id 1 dstport 8472 local {this.ip} remote {other.ip}
+            addr add {overlay_address(this)}/32 dev flannel.1
+            link set flannel.1 up
+            route replace 10.244.{other.number}.0/24 via {overlay_address(other)} dev flannel.1 onlink
+            """,
             netns=this.netns,
         )
     try:
@@ -284,12 +277,14 @@ def test_node_ports_answer_on_all_addresses_of_the_node(home: FolderNode):
 def readdress(netns: str, before: tuple[str, str], after: tuple[str, str]) -> None:
     """Replaces the addresses of eth0; with the last one of a family its routes go."""
     ip(
-        f"addr del {before[0]}/24 dev eth0",
-        f"addr del {before[1]}/64 dev eth0",
-        f"addr add {after[0]}/24 dev eth0",
-        f"addr add {after[1]}/64 dev eth0 nodad",
-        "route replace default via 198.18.0.254",
-        "route replace default via fd00:198:18::fe",
+        f"""
+        addr del {before[0]}/24 dev eth0
+        addr del {before[1]}/64 dev eth0
+        addr add {after[0]}/24 dev eth0
+        addr add {after[1]}/64 dev eth0 nodad
+        route replace default via 198.18.0.254
+        route replace default via fd00:198:18::fe
+        """,
         netns=netns,
     )
 

@@ -105,7 +105,7 @@ def plain(got: Got) -> tuple[int, dict[str, str], str]:
 # ---- health checks of Services -----------------------------------------------------------------
 
 
-def check(site: Site, which: Node, v6: bool = False) -> tuple[int, dict[str, str], str] | None:
+def check(which: Node, v6: bool = False) -> tuple[int, dict[str, str], str] | None:
     host = which.ip6 if v6 else which.ip
     with contextlib.suppress(OSError):
         return plain(get(which.netns, host, CHECK, "/any/path?x"))
@@ -116,19 +116,11 @@ def agree(site: Site, status: int, weight: int, v6: bool = False) -> None:
     """Waits until both answer this status and weight, with equal bodies."""
 
     def said() -> bool:
-        both = [check(site, each, v6) for each in site.nodes]
+        both = [check(each, v6) for each in site.nodes]
         head = both[0] and (both[0][0], both[0][1]["X-Load-Balancing-Endpoint-Weight"])
         return both[0] == both[1] and head == (status, str(weight))
 
     until(f"both answer {status} with weight {weight}", said)
-
-
-def until_metrics(site: Site, name: str, value: float, **labels: str) -> dict[str, Family]:
-    def page() -> dict[str, Family] | None:
-        found = site.metrics()
-        return found if found[name].value(**labels) == value else None
-
-    return until(f"{name} {labels} is {value}", page)
 
 
 # ---- events ------------------------------------------------------------------------------------
@@ -294,7 +286,7 @@ def test_service_health_checks_equal_those_of_kube_proxy(site: Site, web: str):
     site.kube.replace(endpoint_slice("web", *two))
     agree(site, 200, 2)
     site.kube.patch("Service", "web", {"spec": {"externalTrafficPolicy": "Cluster"}})
-    until("neither answers any more", lambda: [check(site, n) for n in site.nodes] == [None, None])
+    until("neither answers any more", lambda: [*map(check, site.nodes)] == [None, None])
     assert get(site.ours.netns, "127.0.0.1", METRICS, "/metrics").status == 200
 
 

@@ -6,7 +6,6 @@ With KBPF_TEST_SCREENSHOT=FILE its picture is kept, as docs/screens/page.png.
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from tests.support.cluster import scenario
 from tests.support.cluster.scenario import FolderNode
 from tests.support.lab.dial import REFUSED, Dial, check
-from tests.support.lab.lab import PATIENCE, Lab, run
+from tests.support.lab.lab import PATIENCE, Lab
 
 BROWSER = (
     "chromium",
@@ -46,7 +45,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
 def browse(node: FolderNode, folder: Path, *options: str) -> str:
     """What Chromium prints of the page. It runs with a new profile."""
     page = folder / "page.html"
-    page.write_text(run(sys.executable, "-m", "kbpf", "page", "--pin-dir", str(node.agent.pin_dir)))
+    page.write_text(node.agent.kbpf("page").stdout)
     profile = f"--user-data-dir={folder / 'profile'}"
     command = ("timeout", f"{PATIENCE:.0f}", *BROWSER, profile, *options, page.as_uri())
     done = subprocess.run(command, capture_output=True, text=True, check=False)

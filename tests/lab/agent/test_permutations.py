@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import scenario
-from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import Object
 from tests.support.cluster.scenario import FolderNode
 from tests.support.lab.lab import Lab
@@ -75,20 +74,3 @@ def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way):
         node.settle()
         assert scenario.lines(node.agent) == scenario.expected(*names)
         node.empty()
-
-
-def test_an_api_server_leads_to_the_same_maps(cluster: Cluster):
-    """Created in order, then in reverse order; deleted in the order of creation each time."""
-    objects = [obj for obj in scenario.documents("shop") if obj["kind"] != "Node"]
-    for obj in objects:
-        obj["metadata"]["namespace"] = "default"
-    want = [
-        line.replace(" shop/", " default/").replace(" kube-system/", " default/") for line in scenario.expected("shop")
-    ]
-    cluster.settle()  # an earlier test may just have deleted its Services
-    before = set(scenario.lines(cluster.agent))
-    for order in (objects, objects[::-1]):
-        with cluster.given(*order):
-            assert set(scenario.lines(cluster.agent)) == before | set(want)
-        cluster.settle()
-        assert set(scenario.lines(cluster.agent)) == before

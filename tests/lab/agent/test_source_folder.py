@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kbpf run --source DIR`: a folder of YAML in place of an API server, tried with real sockets."""
+"""`kbpf run --source DIR`: a folder of YAML in place of an API server, tried with real sockets. How it is read:
+tests/values/source/folder.
+"""
 
 import resource
 from collections.abc import Iterator
@@ -24,53 +26,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def _whole(node: FolderNode) -> Iterator[None]:
-    """Restores the folder after each test."""
-    yield
-    for path in node.folder.glob("*.yaml"):
-        path.unlink()
-    node.write(scenario.documents("shop"))
-    node.settle()
-
-
-def test_added_changed_and_removed_files_are_applied(node: FolderNode):
-    row, piece = web("10.96.0.99", "10.244.1.2")
-    node.write([row])
-    node.settle()
-    check(node, Dial("no slice yet", "a3", "10.96.0.99:80", REFUSED))
-    node.write([piece])
-    node.settle()
-    check(node, Dial("a slice was added", "a3", "10.96.0.99:80", "a1"))
-    node.write([web("10.96.0.98", "10.244.1.2")[0], web("", "10.244.1.3")[1]])
-    node.settle()
-    check(node, Dial("another address", "a3", "10.96.0.99:80", UNSERVED))
-    check(node, Dial("another endpoint", "a3", "10.96.0.98:80", "a2"))
-    node.remove([row])
-    node.settle()
-    check(node, Dial("the Service was deleted", "a3", "10.96.0.98:80", UNSERVED))
-
-
 def web(cluster_ip: str, *addresses: str) -> list[Object]:
     """A Service and its slice."""
     ends = [endpoint(address) for address in addresses]
     return [service("web", cluster_ip=cluster_ip), endpoint_slice("web", *ends, ports=[slice_port(8080)])]
-
-
-def test_a_broken_file_keeps_its_last_objects(node: FolderNode):
-    """The problem names the line."""
-    path = node.folder / "service-shop-front.yaml"
-    good = path.read_text()
-    scenario.put(node.folder, path.name, "kind: Service\n  spec: {")
-    node.settle()
-    check(node, Dial("the last good state", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
-    check(node, Dial("another file", "a3", "10.96.0.10:53", "a2:8081"))
-    place = f"{path.name}:2"
-    until("the problem is reported", lambda: [place in each for each in node.agent.status()["problems"]] == [True])
-    assert len([each for each in node.agent.lines() if place in each]) == 1, "once, not at every poll"
-    scenario.put(node.folder, path.name, good)
-    node.settle()
-    until("no problem is reported", lambda: not node.agent.status()["problems"])
 
 
 def test_a_malformed_service(node: FolderNode):
@@ -98,22 +57,6 @@ def test_a_malformed_service(node: FolderNode):
     node.settle()
     check(node, Dial("known", "a3", "10.96.0.99:81", "a2"))
     check(node, Dial("new", "a3", "10.96.0.97:81", REFUSED))
-
-
-def test_services_stay_while_the_folder_is_missing(node: FolderNode):
-    """Its Services stay served; once the folder is back, it is read again."""
-    away = node.folder.with_name("away")
-    with under_load(node, "10.96.0.20", "a2") as load:
-        node.folder.rename(away)
-        until(
-            "the missing folder is reported",
-            lambda: "cannot read the folder" in node.agent.status()["sources"][0]["error"],
-        )
-        load.goes_on()
-        away.rename(node.folder)
-        node.write(web("10.96.0.99", "10.244.1.2"))
-        node.settle()
-        check(node, Dial("a change after the return", "a3", "10.96.0.99:80", "a1"))
 
 
 def test_an_agent_without_free_descriptors_goes_on(node: FolderNode):

@@ -8,8 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +25,10 @@ from tests.programs.packets.test_hook_probe import OK, returning
 from tests.support import plane
 from tests.support.cluster import scenario
 from tests.support.cluster.cluster import Cluster, Places
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, service, slice_port
 from tests.support.cluster.scenario import FolderNode, Object
 from tests.support.features import needs
-from tests.support.lab.lab import Agent, Lab, detach, inside, until
+from tests.support.lab.lab import Agent, Lab, detach, until
 
 CONNECT4 = 10
 POD_UID = "0f4a1c1e-5d0b-4c52-9a57-3d6a2a1f9b10"
@@ -59,26 +58,16 @@ def flags(node: FolderNode) -> list[str]:
     """The agent's own; it runs with the default of none of them."""
     agent = node.agent
     return [
-        *("--hostname-override", agent.node.name, "--pin-dir", str(agent.pin_dir)),
-        *("--cgroup", str(agent.node.cgroup), "--state-dir", str(agent.state_dir)),
+        *("--hostname-override", agent.node.name, "--cgroup", str(agent.node.cgroup)),
         *("--source", str(node.folder)),
     ]
 
 
-def verify(node: Places, *arguments: str) -> tuple[int, str, str]:
-    command = (sys.executable, "-m", "kbpf", "verify", *arguments)
-    place = node.agent.node
-    done = subprocess.run(
-        inside(place.netns, place.cgroup / "host", *command), capture_output=True, text=True, check=False, timeout=120
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def verify_as_json(node: Places, *arguments: str) -> dict[str, Any]:
-    code, out, err = verify(node, *arguments, "-o", "json")
-    assert out, err
-    document = json.loads(out)
-    assert code == (0 if document["equal"] else 1), (document, err)
+    done = node.agent.kbpf("verify", *arguments, "-o", "json")
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    assert done.returncode == (0 if document["equal"] else 1), (document, done.stderr)
     return document
 
 
@@ -90,22 +79,22 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def test_nothing_differs_with_the_settings_of_the_agent(node: FolderNode):
-    """Of its flags only the pin folder is given; the others are those of the running agent."""
-    code, out, err = verify(node, "--pin-dir", str(node.agent.pin_dir))
-    assert (code, err) == (0, ""), (out, err)
-    assert out.startswith("no differences: compared Service ports: 9, ")
-    document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
+    """Only its folders are given; its other settings are those of the running agent."""
+    done = node.agent.kbpf("verify")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("no differences: compared Service ports: 9, ")
+    document = verify_as_json(node)
     assert (document["total"], document["notes"], document["changing"]) == (0, [], [])
     # TCP and UDP of IPv4, TCP of IPv6, and the packets
     assert document["proven"] == 4
 
 
 def test_connections_are_tried_from_the_cgroup_of_pods(node: FolderNode):
-    before = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))["proven"]
+    before = verify_as_json(node)["proven"]
     folder = node.agent.node.cgroup / "kubepods" / f"pod{POD_UID}"
     folder.mkdir(parents=True)
     try:
-        after = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))["proven"]
+        after = verify_as_json(node)["proven"]
         assert [path.name for path in folder.parent.glob("*/")] == [folder.name], "left behind"
     finally:
         folder.rmdir()
@@ -120,7 +109,7 @@ def test_nothing_differs_while_the_agent_is_down(down: FolderNode):
 
 
 def test_a_contradiction_of_settings_is_named(node: FolderNode):
-    document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir), "--masquerade-all")
+    document = verify_as_json(node, "--masquerade-all")
     assert [line.partition(":")[0] for line in lines(document)] == ["changed node "]
 
 
@@ -132,23 +121,12 @@ CHANGES = 500
 
 
 def churning_service(number: int) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": f"churn-{number}"},
-        "spec": {"clusterIP": f"10.96.{8 + number // 250}.{number % 250 + 1}", "ports": [{"port": 80}]},
-    }
+    return service(f"churn-{number}", cluster_ip=f"10.96.8.{number + 1}")
 
 
 def churning_slice(number: int, turn: int) -> Object:
-    return {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {"name": f"churn-{number}", "labels": {"kubernetes.io/service-name": f"churn-{number}"}},
-        "addressType": "IPv4",
-        "ports": [{"port": 8080}],
-        "endpoints": [{"addresses": [f"10.250.{turn % 250}.{number % 250 + 1}"]}, {"addresses": ["10.250.250.250"]}],
-    }
+    ends = (endpoint(address) for address in (f"10.250.{turn % 250}.{number + 1}", "10.250.250.250"))
+    return endpoint_slice(f"churn-{number}", *ends, ports=[slice_port(8080)])
 
 
 @contextlib.contextmanager
@@ -179,7 +157,7 @@ def churn(node: FolderNode) -> Iterator[Callable[[], int]]:
 def test_changes_under_way_are_no_differences(node: FolderNode):
     def verified_while_much_changes() -> bool:
         before = count()
-        document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
+        document = verify_as_json(node)
         assert document["equal"], lines(document)
         return count() > before + CHANGES
 
@@ -195,7 +173,7 @@ def test_a_damage_is_found_while_everything_changes(node: FolderNode):
         with Map.open(node.agent.map_path("cluster_ips")) as map_:
             key = next(key for key, _ in map_.items() if key.endswith(bytes((10, 96, 0, 20))))
             map_.delete(key)
-            document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
+            document = verify_as_json(node)
             map_.update(key, bytes((1, 0, 0, 0)))
         assert lines(document) == ["missing cluster_ips : 10.96.0.20 / "]
 
@@ -205,7 +183,7 @@ def test_a_damage_is_found_while_everything_changes(node: FolderNode):
 
 def test_nothing_differs_from_the_api(cluster: Cluster):
     with cluster.given(*cluster.web(20, "a1 a2", dual=True), *cluster.web(21, "a1 a2", "UDP")):
-        document = verify_as_json(cluster, "--pin-dir", str(cluster.agent.pin_dir))
+        document = verify_as_json(cluster)
         assert (document["equal"], document["notes"]) == (True, []), document
         assert document["proven"] >= 3
 
@@ -236,7 +214,7 @@ def test_agent_that_is_stopped_may_catch_up(cluster: Cluster, seconds: float | N
     with stopped(cluster.agent, seconds):
         cluster.create(*late)
         try:
-            document = verify_as_json(cluster, "--pin-dir", str(cluster.agent.pin_dir))
+            document = verify_as_json(cluster)
         finally:
             cluster.delete(*late)
     cluster.settle()
@@ -317,10 +295,10 @@ def stranger_before_ours(node: FolderNode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_service(node: FolderNode) -> Iterator[None]:
-    service = churning_service(0)
-    node.write([service])
+    added = [churning_service(0)]
+    node.write(added)
     yield
-    node.remove([service])
+    node.remove(added)
 
 
 class Row(NamedTuple):

@@ -24,6 +24,7 @@ from tests.support.features import needs
 from tests.support.lab.lab import Lab, Place, until
 from tests.support.runtime.folder_pod import FolderPod
 from tests.support.runtime.pods import Image
+from tests.support.table import table
 
 pytestmark = needs("apparmor")
 
@@ -199,18 +200,21 @@ class Row(NamedTuple):
     no_sys_admin: str
 
 
-ROWS = [
-    Row("mount", "", "EACCES", "EACCES"),
-    Row("execute what it has written", "", "EACCES", "EACCES"),
-    Row("write outside its folders", "", "EACCES", "EACCES"),
-    Row("trace the agent", "", "EACCES", "EACCES"),
-    Row("enter a pod's network namespace", "", "", "EPERM"),
-    Row("write to /tmp", "", "", ""),
-    Row("write to its cache", "", "", ""),
-    Row("write network sysctls", "", "", ""),
-    Row("write to the cgroup hierarchy", "EROFS", "EROFS", "EROFS"),
-    Row("make a pin", "", "", ""),
-]
+ROWS = table(
+    Row,
+    """
+mount                         |       | EACCES | EACCES
+execute what it has written   |       | EACCES | EACCES
+write outside its folders     |       | EACCES | EACCES
+trace the agent               |       | EACCES | EACCES
+enter a pod's network namespace |     |        | EPERM
+write to /tmp                 |       |        |
+write to its cache            |       |        |
+write network sysctls         |       |        |
+write to the cgroup hierarchy | EROFS | EROFS  | EROFS
+make a pin                    |       |        |
+""",
+)
 
 
 @pytest.mark.parametrize("profile", ["", *PROFILES])

@@ -8,7 +8,6 @@ with what the pod's spec grants and nothing else.
 
 import contextlib
 import json
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,9 +21,8 @@ from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import lacking
 from tests.support.lab.dial import UNSERVED, Dial, check
 from tests.support.lab.kept import Kept
-from tests.support.lab.lab import PATIENCE, Place, cgroup2, inside, run, until
+from tests.support.lab.lab import PATIENCE, Place, cgroup2, on, run, until
 from tests.support.lab.load import THREADS, Load, under_load
-from tests.support.runtime.pods import CAPABILITIES, capabilities_here
 
 HOST, HOST6 = "10.96.0.20", "fd00:10:96::20"
 NODE_PORT = 30020
@@ -82,7 +80,7 @@ def connections(cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside"), 
     """
     worker = cluster.lab.nodes[1].ip
     ways = {"a3": (HOST, 80), "outside": (worker, NODE_PORT)}
-    established = Kept({cluster[name]: ways[name] for name in kept})
+    established = Kept(*((cluster[name], ways[name]) for name in kept))
     established.open()
     try:
         with (
@@ -272,28 +270,7 @@ def test_kbpf_commands_in_the_pod_use_the_folders_of_kbpf_settings(web: PodClust
                 (agent.bpffs / "elsewhere").rename(agent.pin_dir)
 
 
-def test_the_service_account_may_send_events(pods: PodCluster):
-    """An Event of the agent's start is stored for both nodes."""
-
-    def reported() -> set[str]:
-        rows = pods.kube.list("Event")["items"]
-        return {row["regarding"]["name"] for row in rows if row["reason"] == "Starting"}
-
-    until("both agents have sent one", lambda: {"node-1", "node-2"} <= reported())
-
-
 # ---- what the container may do -----------------------------------------------------------
-
-
-def test_the_container_has_exactly_the_granted_capabilities(pods: PodCluster):
-    """The fake kubelet grants exactly that, so the other tests prove that it is enough."""
-    wanted = capabilities_here(CAPABILITIES)
-    status = Path(f"/proc/{pods.pod_agents[0].pid}/status").read_text()
-    facts = dict(re.findall(r"^(\w+):\t(\S+)$", status, re.M))
-    for kind in ("CapPrm", "CapEff", "CapBnd"):
-        assert int(facts[kind], 16) == sum(1 << CAPABILITIES[name] for name in wanted), kind
-    assert (int(facts["CapInh"], 16), int(facts["CapAmb"], 16)) == (0, 0)
-    assert (facts["NoNewPrivs"], facts["Seccomp"]) == ("1", "2")
 
 
 def test_the_nodes_cgroup_root_is_found_in_a_cgroup_namespace(pods: PodCluster):
@@ -327,8 +304,8 @@ def test_sysctls_of_the_node_are_set_from_the_container(pods: PodCluster):
 def node_file(agent: PodAgent, path: str, text: str | None = None) -> str:
     """A file's text in the node's network namespace; `text` is written to it first, if given."""
     if text is not None:
-        run(*inside(agent.node.netns, None, "sh", "-c", f"echo '{text}' > {path}"))
-    return run(*inside(agent.node.netns, None, "cat", path)).strip()
+        on(agent.node, "sh", "-c", f"echo '{text}' > {path}")
+    return on(agent.node, "cat", path).strip()
 
 
 OURS = {"type": "Localhost", "localhostProfile": "kbpf.json"}

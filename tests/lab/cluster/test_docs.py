@@ -22,6 +22,7 @@ from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, s
 from tests.support.lab.lab import PATIENCE, Agent, Lab, inside, until
 from tests.support.runtime import docs
 from tests.support.runtime.shell import Shell
+from tests.support.table import pairs
 
 SAID = sorted({span for page in docs.PAGES for span in docs.spans(page)})
 BIN = Path(sys.executable).parent
@@ -102,9 +103,9 @@ def healthy_at_last(run: Callable[[], Done]) -> Done:
     return until("the agent is healthy", lambda: (done := run()).returncode == 0 and done, state=run)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with Lab(1, "dc", apart=True) as lab:
+    with Lab(1, "db", apart=True) as lab:
         made = Bench(lab)
         try:
             yield made
@@ -166,6 +167,7 @@ def test_documented_kbpf_run_flags_are_accepted(bench: Bench, command: str):
         assert "--kubeconfig" in done.stdout
         return
     written = bench.conf.parent / "written"
+    written.unlink(missing_ok=True)
     text = command.replace("FILE", str(written if "--write" in command else bench.conf))
     if "--write" not in text:
         text += f" --write-config-to {written}"
@@ -179,7 +181,7 @@ def test_documented_kbpf_run_flags_are_accepted(bench: Bench, command: str):
 
 @pytest.fixture(scope="module")
 def cluster(programs: None, kubectl: Path) -> Iterator[PodCluster]:
-    with PodCluster(kubectl, 3, "dc") as made:
+    with PodCluster(kubectl, 2, "dc") as made:
         healthy_at_last(lambda: made.pod_agents[0].exec("kbpf", "inspect", "status"))
         yield made
 
@@ -231,34 +233,37 @@ def test_a_sysdump_from_a_pod_is_complete_where_a_pod_can_be(shell: Shell):
     assert {path: error for path, error in failed.items() if error} == {}
 
 
-NOT_HERE = {
-    "kubectl -n kube-system logs": "needs a kubelet",
-    "kubectl debug node/NODE --profile=sysadmin --image=registry.k8s.io/kube-proxy:v1.37.1 -- "
-    "kube-proxy --cleanup": "needs a kubelet; what it runs: tests/lab/cluster/test_takeover_cleanup.py",
-    "kubectl delete -k": "of the overlays: tests/lab/cluster/test_install_doc.py",
-    "kubectl -n kube-system rollout status ds kbpf-cleanup": "of its DaemonSet: test_daemonset.py",
-    "kbpf compile --cache-dir build/artifacts": "takes long: tests/programs/node/commands/test_check_and_cleanup.py",
-    "kbpf ...": "any",
-    "kbpf inspect ...": "any",
-    "kbpf cleanup": "ends what others look at: test_readme_without_a_cluster",
-    "kbpf cleanup --keep-connections": "tests/lab/cluster/test_takeover.py",
-    "kbpf inspect": "a group: its commands are here",
-    "kbpf diff": "of two states: tests/lab/agent/test_cluster_objects.py",
-    "kbpf diff cluster objects/": "tests/lab/agent/test_cluster_objects.py",
-    "kbpf sysdump": "writes a file; the block in troubleshoot.md is run",
-    "kbpf monitor": "does not end: tests/programs/sockets/test_monitor.py",
-    "kbpf top": "does not end",
-    "kbpf top --by clients": "does not end",
-    "kbpf simulate": "without what to simulate: tests/values/cli/test_simulate.py",
-    "kbpf trace": "without from and to",
-    "kbpf inspect endpoints": "without a Service",
-    "kbpf inspect service": "without a Service",
-    "kbpf demo": "not in a pod: tests/lab/cluster/test_demo.py",
-    "kbpf --install-completion": "changes the user's shell",
-    "kbpf --show-completion": "asks which shell calls it: tests/values/cli/test_completion.py",
-    "kubectl exec": "a name",
-    "kubectl -n kube-system rollout undo ds kube-proxy": "ends kbpf",
-}
+NOT_HERE = dict(
+    pairs("""\
+kubectl -n kube-system logs → needs a kubelet
+kubectl debug node/NODE --profile=sysadmin --image=registry.k8s.io/kube-proxy:v1.37.1 -- \
+kube-proxy --cleanup → needs a kubelet; what it runs: tests/lab/cluster/test_takeover_cleanup.py
+kubectl delete -k → of the overlays: tests/lab/cluster/test_install_doc.py
+kubectl -n kube-system rollout status ds kbpf-cleanup → of its DaemonSet: test_daemonset.py
+kbpf compile --cache-dir build/artifacts → takes long: tests/programs/node/commands/test_check_and_cleanup.py
+kbpf ... → any
+kbpf inspect ... → any
+kbpf cleanup → ends what others look at: test_readme_without_a_cluster
+kbpf cleanup --keep-connections → tests/lab/cluster/test_takeover.py
+kbpf inspect → a group: its commands are here
+kbpf diff → of two states: tests/lab/agent/test_cluster_objects.py
+kbpf diff cluster objects/ → tests/lab/agent/test_cluster_objects.py
+kbpf sysdump → writes a file; the block in troubleshoot.md is run
+kbpf monitor → does not end: tests/programs/sockets/test_monitor.py
+kbpf top → does not end
+kbpf top --by clients → does not end
+kbpf simulate → without what to simulate: tests/values/cli/test_simulate.py
+kbpf trace → without from and to
+kbpf inspect endpoints → without a Service
+kbpf inspect service → without a Service
+kbpf demo → not in a pod: tests/lab/cluster/test_demo.py
+kbpf --install-completion → changes the user's shell
+kbpf --show-completion → asks which shell calls it: tests/values/cli/test_completion.py
+kubectl exec → a name
+kubectl -n kube-system rollout undo ds kube-proxy → ends kbpf
+""")
+)
+"""Command → why it is not run here."""
 KUBECTL = [each for each in SAID if re.match(r"kubectl (?!kbpf)", each)]  # not of the plugin
 KBPF = [each for each in SAID if re.match(r"kbpf (?!run)", each) and ":" not in each]
 

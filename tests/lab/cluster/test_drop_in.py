@@ -21,7 +21,7 @@ from tests.support.cluster.daemonset import PodCluster
 from tests.support.cluster.kube_proxy import has_programmed
 from tests.support.cluster.kubeadm import Kubeadm
 from tests.support.lab.kept import Kept
-from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, run, until
+from tests.support.lab.lab import PATIENCE, Node, Place, ip, on, until
 from tests.support.lab.load import Load, under_load
 from tests.support.runtime import docs
 from tests.support.runtime.shell import Shell
@@ -54,10 +54,10 @@ class KubeadmCluster(PodCluster):
         self.kubelets.sync()
 
     def rules(self) -> str:
-        return "".join(run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2])
+        return "".join(on(node, "nft", "list", "ruleset") for node in self.lab.nodes[:2])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path) -> Iterator[KubeadmCluster]:
     """A cluster in which kube-proxy serves a Service with a backend on each node."""
     with KubeadmCluster(kubectl, kubeadm) as made:
@@ -96,9 +96,9 @@ def in_use(cluster: KubeadmCluster, dialled: Node) -> Iterator[InUse]:
         under_load(cluster, HOST, "a2", "host-2", answers="a1 b1") as sockets,
         under_load(cluster, dialled.ip, "outside", port=NODE_PORT, answers="a1 b1") as packets,
     ):
-        ways = {cluster["a3"]: (HOST, 80), cluster["host-1"]: (HOST, 80)}
-        outside = {cluster["outside"]: (cluster.lab.nodes[0].ip, NODE_PORT)}
-        use = InUse(Load((*sockets.places, *packets.places)), Kept(ways | outside))
+        ways = ((cluster[name], (HOST, 80)) for name in ("a3", "host-1"))
+        outside = cluster["outside"], (cluster.lab.nodes[0].ip, NODE_PORT)
+        use = InUse(Load((*sockets.places, *packets.places)), Kept(*ways, outside))
         use.kept.open()
         yield use
 

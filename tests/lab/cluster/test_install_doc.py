@@ -5,7 +5,6 @@ Without a kubelet, the result to check is the DaemonSet that each block leaves. 
 the image.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,25 +102,23 @@ def test_each_install_block_leaves_its_daemonset(
 
 
 DELETE, MOUNT = docs.blocks("docs/clusters.md")
-TALOS = {
-    "apiVersion": "apps/v1",
-    "kind": "DaemonSet",
-    "metadata": {"name": "kube-proxy", "namespace": "kube-system"},
-    "spec": {
-        "selector": {"matchLabels": {"k8s-app": "kube-proxy", "tier": "node"}},
-        "template": {
-            "metadata": {"labels": {"k8s-app": "kube-proxy", "tier": "node"}},
-            "spec": {"containers": [{"name": "kube-proxy", "image": "none"}]},
-        },
-    },
-}
+TALOS = """
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: kube-proxy, namespace: kube-system}
+spec:
+  selector: {matchLabels: {k8s-app: kube-proxy, tier: node}}
+  template:
+    metadata: {labels: {k8s-app: kube-proxy, tier: node}}
+    spec: {containers: [{name: kube-proxy, image: none}]}
+"""
 """The names and the selector of Talos' kube-proxy (siderolabs/talos ad882317, k8stemplates)."""
 
 
 def test_kubeadm_new_follows_a_kube_proxy_that_is_not_kubeadms(admin: Kubectl, clone: Clone):
     """docs/clusters.md: its DaemonSet has to be deleted first."""
     (install,) = [block for block in OURS if "manifests/overlays/kubeadm-new\n" in block]
-    admin("apply", "-f", "-", stdin=json.dumps(TALOS))
+    admin("apply", "-f", "-", stdin=TALOS)
     with pytest.raises(AssertionError, match=r"spec\.selector.*field is immutable"):
         clone(install)
     clone(DELETE)

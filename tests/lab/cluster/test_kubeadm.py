@@ -169,8 +169,7 @@ def upgrade(
     """A control plane node on which this kubeadm upgrades the cluster."""
     (folder / "none").mkdir()
     node = ControlPlaneNode(program, server, folder, patches or folder / "none")
-    objects = {"apiVersion": "v1", "kind": "List", "items": node.objects()}
-    admin("apply", "-f", "-", stdin=json.dumps(objects))
+    admin("apply", "-f", "-", stdin=node.objects)
     return node
 
 
@@ -299,9 +298,7 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
     ("version", "command", "disabled"),
     [
         (PREVIOUS_VERSION, "apply", True),
-        (PREVIOUS_VERSION, "node", False),
-        (support.VERSION, "apply", False),
-        (support.VERSION, "node", True),
+        (support.VERSION, "node", False),
     ],
 )
 def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(

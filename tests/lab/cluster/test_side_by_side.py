@@ -36,7 +36,7 @@ class Trial(PodCluster):
         self.overlay = OVERLAYS / "side-by-side"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trial(programs: None, kubectl: Path, kube_proxy: Path) -> Iterator[Trial]:
     """The trial's cluster, with kube-proxy and a Service that it serves on the first node."""
     with Trial(kubectl, 3, "t") as made:
@@ -102,7 +102,7 @@ def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path,
     first, second = trial.pod_agents[:2]
     trial.settle(first)
     clients = ("host-1", "a2")
-    kept = Kept({trial[name]: (HOST, 80) for name in clients})
+    kept = Kept(*((trial[name], (HOST, 80)) for name in clients))
     with under_load(trial, HOST, *clients) as load:
         kept.open()
         said = trial.kubelets.try_out(first, ["sh", "-c", SECOND], {})

@@ -9,7 +9,6 @@ if the policy of FORWARD is DROP.
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,8 +31,7 @@ from tests.support.cluster.scenario import file_of, put
 from tests.support.cluster.static_api import StaticApi
 from tests.support.features import IN_GUEST, needs
 from tests.support.lab.kept import Kept
-from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, inside, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, on, until
 from tests.support.lab.load import Load
 
 NODE_PORT, VIP = 30080, "10.96.0.80"
@@ -67,7 +65,7 @@ class World:
             self.dials[place] = home.ip, NODE_PORT
         # Not the pod that makes the load: one of its ports could be used both through IPVS and
         # directly to the same backend (docs/ipvs.md).
-        self.held = Kept({**self.dials, first.pod("keeps"): (VIP, 80)})
+        self.held = Kept(*self.dials.items(), (first.pod("keeps"), (VIP, 80)))
         self.dials[first.pod("to the ClusterIP")] = VIP, 80
         options = ("--packet-path", "true", "--cluster-cidr", CLUSTER)
         self.agents = [Agent(each, *options) for each in self.homes]
@@ -125,21 +123,18 @@ class World:
         for agent in self.agents:
             assert agent.stop() == 0
 
-    def kbpf(self, home: Node, *words: str) -> str:
-        """The output of a kbpf command on that node."""
-        where = "--pin-dir", str(home.agent.pin_dir), "--state-dir", str(home.agent.state_dir)
-        return command(*inside(home.netns, None, sys.executable, "-m", "kbpf", *words, *where))
-
     def cleanup(self, *options: str) -> list[str]:
         """The output of `kbpf cleanup` on each node."""
-        return [self.kbpf(home, "cleanup", *options) for home in self.homes]
+        found = [agent.kbpf("cleanup", *options) for agent in self.agents]
+        assert not any(done.returncode for done in found), found
+        return [done.stdout for done in found]
 
     def rules(self) -> str:
         return self.everywhere("nft", "list", "ruleset")
 
     def everywhere(self, *words: str) -> str:
         """The joined output of a command run on each node."""
-        return "".join(command(*inside(home.netns, None, *words)) for home in self.homes)
+        return "".join(on(home, *words) for home in self.homes)
 
     def led(self) -> list[int]:
         """How many flows the packet path of each node has created; empty in mode ipvs."""
@@ -271,8 +266,8 @@ def test_a_closed_forward_chain_cuts_no_connection(programs: None, kube_proxy: P
     with ExitStack() as stack:
         world = World(stack, ours)
         home = world.homes[0]
-        world.held = Kept({place: to for place, to in world.dials.items() if to == (home.ip, NODE_PORT)})
-        command(*inside(home.netns, None, "iptables", "-w", "-P", "FORWARD", "DROP"))
+        world.held = Kept(*(way for way in world.dials.items() if way[1] == (home.ip, NODE_PORT)))
+        on(home, "iptables", "-w", "-P", "FORWARD", "DROP")
         world.start_proxies(mode)
         world.held.open(HELD)
         world.held.all_talk()
@@ -288,15 +283,15 @@ def test_a_closed_forward_chain_cuts_no_connection(programs: None, kube_proxy: P
         world.held.all_talk()
         assert len(established(home)) == begun_by_kube_proxy == (mode != ours)
         world.held.close()
-        command(*inside(home.netns, None, "conntrack", "-F"))  # which keeps closed ones for two minutes
+        on(home, "conntrack", "-F")  # which keeps closed ones for two minutes
         until("the rule has gone", lambda: not established(home), SLOWLY)
-        assert "kbpf-keepalive" not in command(*inside(home.netns, None, "nft", "list", "tables"))
+        assert "kbpf-keepalive" not in on(home, "nft", "list", "tables")
         world.held.open(HELD)
         world.held.all_talk()
 
 
 def established(home: Node) -> list[str]:
     """The rules in FORWARD that accept established connections, as `iptables-save` prints them."""
-    saved = command(*inside(home.netns, None, "iptables-save", "-t", "filter"))
+    saved = on(home, "iptables-save", "-t", "filter")
     rules = [line for line in saved.splitlines() if line.startswith("-A FORWARD")]
     return [rule for rule in rules if "--ctstate RELATED,ESTABLISHED" in rule]

@@ -19,8 +19,7 @@ from tests.support.build import go_build
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
-from tests.support.lab.lab import Lab, Node, inside, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import Lab, Node, inside, on, until
 from tests.support.runtime import docs
 
 KINDS = {"nftables": "nft", "iptables": "nft", "iptables-legacy": "legacy"}
@@ -86,7 +85,7 @@ class Ground:
             kube.patch("Service", "kept", {"status": {"loadBalancer": {"ingress": ingress}}}, sub="status")
 
     def run(self, *words: str, stdin: str | None = None) -> str:
-        return command(*inside(self.home.netns, None, *words), stdin=stdin)
+        return on(self.home, *words, stdin=stdin)
 
     def cleanup(self, *more: str) -> subprocess.CompletedProcess[str]:
         """Runs it with a pin folder that does not exist: no state of kbpf is needed."""

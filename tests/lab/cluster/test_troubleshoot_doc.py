@@ -4,8 +4,6 @@ show its cause.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,7 @@ from tests.support.lab.dial import DROPPED as AT_ONCE
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.dial import check as check_at_once
 from tests.support.lab.field import DROPPED, NODES4, OUT4, Field, at, check
-from tests.support.lab.lab import Agent, inside, until
+from tests.support.lab.lab import Agent, until
 from tests.support.runtime import docs
 
 PAGE = (docs.ROOT / "docs" / "troubleshoot.md").read_text()
@@ -96,21 +94,14 @@ SYMPTOMS = msgspec.convert(
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    with Field("--forwarding", "stack", name="tr", pods=(2, 1)) as made:
+    with Field("--forwarding", "stack", name="tr", pods=(2, 1), agents=1) as made:
         yield made
-
-
-def inspect(agent: Agent, command: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `kbpf inspect` on the agent's node."""
-    words = (sys.executable, "-m", "kbpf", "inspect", *command.split(), "--pin-dir", str(agent.pin_dir))
-    where = inside(agent.node.netns, None, *words)
-    return subprocess.run(where, capture_output=True, text=True, check=False)
 
 
 def counted(agent: Agent, words: str) -> int:
     """The counter that `kbpf inspect status` shows with this description."""
     (reason,) = (reason for reason in Reason if reason.words == words)
-    counters = json.loads(inspect(agent, "status -o json").stdout)["counters"]
+    counters = json.loads(agent.kbpf("inspect", "status", "-o", "json").stdout)["counters"]
     return int(counters[reason.name.lower()])
 
 
@@ -129,7 +120,7 @@ def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: S
         (check if symptom.client == "outside" else check_at_once)(field, row)
         if symptom.command == "status":  # a packet without an answer may be counted later
             until("it is counted", lambda: counted(field.agent, symptom.shows) > before)
-        shown = inspect(field.agent, symptom.command).stdout
+        shown = field.agent.kbpf("inspect", *symptom.command.split()).stdout
         assert symptom.shows in shown
     finally:
         field.delete(*made)
@@ -142,7 +133,7 @@ def test_a_service_with_another_proxys_label_is_not_found(field: Field):
     made = field.all_ways(72, "a1", labels={LABEL: "another"})
     field.create(*made)
     field.settle()
-    done = inspect(field.agent, "service default/web-72")
+    done = field.agent.kbpf("inspect", "service", "default/web-72")
     assert (done.returncode, done.stdout) == (1, "")
     assert "web-72" in done.stderr
     field.delete(*made)

@@ -19,8 +19,8 @@ from tests.support.lab.field import at, both_families, split
 from tests.support.lab.lab import Node, run, until
 from tests.support.lab.podnet import Pod
 
-RATE, BURST, SIZE = 1_000_000, 100_000, 1_000_000
-"""Bytes a second, bytes at once, and bytes of a transfer, which takes nearly a second then."""
+RATE, BURST, SIZE = 3_000_000, 100_000, 1_000_000
+"""Bytes a second, bytes at once, and bytes of a transfer, which takes a third of a second then."""
 BULK = 7000
 RECEIVES = {"ingressRate": 8 * RATE, "ingressBurst": 8 * BURST}
 SENDS = {"egressRate": 8 * RATE, "egressBurst": 8 * BURST}

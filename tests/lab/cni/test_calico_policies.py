@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calico's NetworkPolicies about Services' traffic, in the rules of both of its data planes
-(imitated: tests/support/cni/calico.py), with kbpf and with the real kube-proxy. The rows and the
-policies are those of kube-router's.
+(imitated: tests/support/cni/calico.py), with kbpf, and in one of them with the real kube-proxy. The
+rows and the policies are those of kube-router's.
 """
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,9 @@ from tests.support.cni.calico import CALICO, device_of
 from tests.support.cni.calico_rules import Workload
 from tests.support.cni.cluster import CniCluster
 from tests.support.cni.dials import Row, check_policy
-from tests.support.lab.field import OUT4, OUT6
+from tests.support.lab.field import OUT4, OUT6, crossed
 
-KINDS = [*product(CALICO, ("kbpf", "nftables"))]
+KINDS = [*((name, "kbpf") for name in CALICO), (next(iter(CALICO)), "nftables")]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)
@@ -37,8 +36,7 @@ def cluster(request: pytest.FixtureRequest, cni_programs: None, kube_proxy: Path
         yield made
 
 
-@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@crossed
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
 def test_policies_judge_as_with_kube_proxy(cluster: CniCluster, row: Row, protocol: str, v6: bool):
     check_policy(cluster, row, protocol, v6)

@@ -21,7 +21,7 @@ from tests.support.cni.dials import Row, check, create_services
 from tests.support.cni.networks import CNIS, FLANNEL_IPIP
 from tests.support.features import IN_GUEST, needs
 from tests.support.lab.field import DROPPED, NODES4, NODES6, at, split
-from tests.support.lab.lab import PATIENCE, inside, run, until
+from tests.support.lab.lab import PATIENCE, on, until
 from tests.support.lab.load import under_load
 from tests.support.table import table
 
@@ -128,7 +128,7 @@ INVALID = "FORWARD -m conntrack --ctstate INVALID -j DROP"
 
 def on_nodes(cluster: CniCluster, *commands: str) -> None:
     for node, command in product(cluster.lab.nodes, commands):
-        run(*inside(node.netns, None, *command.split()))
+        on(node, *command.split())
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.support.cluster.kube_objects import Object
 from tests.support.cni.cluster import CniCluster
 from tests.support.cni.dials import WAIT, Row, check_policy
 from tests.support.cni.networks import CNIS
@@ -31,45 +31,37 @@ SERVICES = """
 """
 
 
-def pod(name: str, cluster: CniCluster) -> Object:
-    """A Pod without its status."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "default", "labels": {"app": name}},
-        "spec": {
-            "nodeName": cluster.home[name].name,
-            "automountServiceAccountToken": False,
-            "containers": [{"name": "web", "image": "none"}],
-        },
-    }
-
-
-def network_policy(name: str, pods: list[str], **spec: object) -> Object:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {
-            "podSelector": {"matchExpressions": [{"key": "app", "operator": "In", "values": pods}]},
-            **spec,
-        },
-    }
-
-
-def app(name: str) -> Object:
-    return {"podSelector": {"matchLabels": {"app": name}}}
-
-
-POLICIES = (
-    network_policy(
-        "backends",
-        ["a1", "b1"],
-        policyTypes=["Ingress"],
-        ingress=[{"from": [app("a2"), {"ipBlock": {"cidr": f"{OUT4}/32"}}]}],
-    ),
-    network_policy("client", ["a3"], policyTypes=["Egress"], egress=[{"to": [app("b2")]}]),
-)
+POD = """
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: default, labels: {{app: {name}}}}}
+spec: {{nodeName: {node}, automountServiceAccountToken: false, containers: [{{name: web, image: none}}]}}
+"""
+STATUS = """
+status:
+  phase: Running
+  hostIP: {node.ip}
+  hostIPs: [{{ip: {node.ip}}}, {{ip: "{node.ip6}"}}]
+  podIP: {pod.ip}
+  podIPs: [{{ip: {pod.ip}}}, {{ip: "{pod.ip6}"}}]
+"""
+POLICIES = f"""
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {{name: backends, namespace: default}}
+spec:
+  podSelector: {{matchExpressions: [{{key: app, operator: In, values: [a1, b1]}}]}}
+  policyTypes: [Ingress]
+  ingress: [{{from: [{{podSelector: {{matchLabels: {{app: a2}}}}}}, {{ipBlock: {{cidr: {OUT4}/32}}}}]}}]
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {{name: client, namespace: default}}
+spec:
+  podSelector: {{matchLabels: {{app: a3}}}}
+  policyTypes: [Egress]
+  egress: [{{to: [{{podSelector: {{matchLabels: {{app: b2}}}}}}]}}]
+"""
 
 
 @pytest.fixture(scope="module", params=["kbpf", "nftables"])
@@ -82,17 +74,10 @@ def cluster(
         a3 = made["a3"]
         made.unhook("a3!", a3.netns, a3.ip, a3.ip6, made.home["a3"])
         for name in ("a1", "a2", "a3", "b1", "b2"):
-            made.create(pod(name, made))
-            place, home = made[name], made.home[name]
-            status = {
-                "phase": "Running",
-                "hostIP": home.ip,
-                "hostIPs": [{"ip": home.ip}, {"ip": home.ip6}],
-                "podIP": place.ip,
-                "podIPs": [{"ip": place.ip}, {"ip": place.ip6}],
-            }
-            made.kube.patch("Pod", name, {"status": status}, "default", "status")
-        made.create(*POLICIES)
+            pod, home = made[name], made.home[name]
+            made.create(yaml.safe_load(POD.format(name=name, node=home.name)))
+            made.kube.patch("Pod", name, yaml.safe_load(STATUS.format(node=home, pod=pod)), "default", "status")
+        made.create(*yaml.safe_load_all(POLICIES))
         made.create(*made.all_of(SERVICES))
         made.settle()
         for backend in ("a1", "b1"):

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 from tests.support.build import go_build
-from tests.support.lab.lab import DIE_WITH_US, Node, Place, inside, run
+from tests.support.lab.lab import DIE_WITH_US, Node, Place, inside, on, run
 
 DEVICE = "nodelocaldns"
 WHERE = "where.cluster.local"
@@ -128,4 +128,4 @@ class NodeCache:
                     run(*command, verb, *words)
 
     def _run(self, *command: str) -> str:
-        return run(*inside(self._node.netns, None, *command))
+        return on(self._node, *command)

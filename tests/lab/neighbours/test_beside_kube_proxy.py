@@ -19,14 +19,14 @@ from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_HASH
-from tests.lab.outside.netfilter import flush_conntrack, on
+from tests.lab.outside.netfilter import flush_conntrack, nft_table
 from tests.programs.packets.tc.net import NEXT, PAIR, recording
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.features import needs
 from tests.support.lab.field import OUT4, there
-from tests.support.lab.lab import Agent, Lab, Node, Place, inside, run, until
+from tests.support.lab.lab import Agent, Lab, Node, Place, inside, on, run, until
 from tests.support.lab.podnet import gate
 from tests.support.table import table
 
@@ -122,15 +122,12 @@ DIALS = 3
 def judged(home: Node, rule: Rule) -> Iterator[None]:
     """The node has this rule, for each of the backends."""
     there(home, flush_conntrack)
-    text = "table inet judge {\n"
+    text = ""
     for name in BACKENDS:
         match = rule.match.format(h=home.ip, p=node_port(name, home), c=OUT4)
         text += f"chain {name} {{ type filter hook {rule.hook} priority {rule.priority}; {match}; }}\n"
-    on(home, "nft", "-f", "-", stdin=text + "}\n")
-    try:
+    with nft_table(home, "inet judge", text):
         yield
-    finally:
-        on(home, "nft", "delete", "table", "inet", "judge")
 
 
 def dial(client: Place, ends: list[tuple[str, int]]) -> list[str]:

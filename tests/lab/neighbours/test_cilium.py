@@ -52,7 +52,7 @@ CASES = [
 class CiliumField(Field):
     def __init__(self, case: Case) -> None:
         modules = {AttachMethod.TCX: "kbpf", AttachMethod.CLSACT: CLSACT_AGENT}
-        super().__init__(*forward(case.forwarding), name="ci", module=modules[case.method])
+        super().__init__(*forward(case.forwarding), name="ci", module=modules[case.method], agents=1)
         self.case = case
         self.links: dict[tuple[str, str, Direction], Link] = {}
         self.seen: dict[str, Map] = {}

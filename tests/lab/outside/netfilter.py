@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of CNIs and of kube-proxy, and helpers that read and write rules on a node."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -12,8 +13,7 @@ from kbpf.dataplane.bpf.maps.layout import DEVICE, DeviceFlag
 from tests.support.cluster.cluster import Object
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at
-from tests.support.lab.lab import Node, inside, ip, set_rp_filter, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import Node, Place, ip, on, set_rp_filter, until
 
 POLICY = ("iptables", "ip6tables")
 OURS = "kbpf: masqueraded, mark 0x4000"
@@ -31,8 +31,18 @@ def objects(field: Field) -> list[Object]:
     """)
 
 
-def on(node: Node, *words: str, stdin: str | None = None) -> str:
-    return command(*inside(node.netns, None, *words), stdin=stdin)
+def nft(node: Node | Place, commands: str) -> None:
+    on(node, "nft", "-f", "-", stdin=commands)
+
+
+@contextlib.contextmanager
+def nft_table(node: Node | Place, name: str, chains: str) -> Iterator[None]:
+    """The node or pod has a table with these chains, such as "inet guard"."""
+    nft(node, f"table {name} {{\n{chains}\n}}\n")
+    try:
+        yield
+    finally:
+        on(node, "nft", "delete", "table", *name.split())
 
 
 def flush_conntrack() -> None:
@@ -40,9 +50,9 @@ def flush_conntrack() -> None:
         conntrack.flush()
 
 
-def tables(node: Node, tool: str, *lines: str) -> None:
+def tables(node: Node, tool: str, lines: str) -> None:
     """Runs iptables commands, each line without the tool's name."""
-    for line in lines:
+    for line in lines.strip().splitlines():
         on(node, f"{tool}-nft", "-w", *re.findall(r'[^\s"]+|"[^"]*"', line))
 
 
@@ -108,12 +118,9 @@ def invalid(field: Field, node: Node) -> None:
     sends when a packet leaves by the device it came in by, are not dropped: they occur without kbpf
     too.
     """
-    on(
+    nft(
         node,
-        "nft",
-        "-f",
-        "-",
-        stdin="""
+        """
         table inet strict {
             chain judge {
                 icmpv6 type nd-redirect return
@@ -129,12 +136,9 @@ def invalid(field: Field, node: Node) -> None:
 def masquerade(field: Field, node: Node) -> None:
     """As the bridge plugin's ipMasq: pods are masqueraded, even to other nodes' pods."""
     invalid(field, node)
-    on(
+    nft(
         node,
-        "nft",
-        "-f",
-        "-",
-        stdin=f"""
+        f"""
         table inet cni {{ chain postrouting {{ type nat hook postrouting priority srcnat;
             ip saddr 10.244.{node.number}.0/24 oifname != "p*" counter masquerade
             ip6 saddr fd00:10:244:{node.number}::/64 oifname != "p*" counter masquerade
@@ -153,19 +157,21 @@ def flannel(field: Field, node: Node) -> None:
         tables(
             node,
             tool,
-            "-t nat -N FLANNEL-POSTRTG",
-            "-t nat -A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG -s {own} -d {cluster} -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG -s {cluster} -d {own} -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {own} -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG -s {cluster} ! -d {multicast} -j {out}",
-            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {cluster} -j {out}",
-            "-t nat -A POSTROUTING -j FLANNEL-POSTRTG",
-            "-N FLANNEL-FWD",
-            f"-A FLANNEL-FWD -s {cluster} -j ACCEPT",
-            f"-A FLANNEL-FWD -d {cluster} -j ACCEPT",
-            "-A FORWARD -j FLANNEL-FWD",
-            "-P FORWARD DROP",
+            f"""
+            -t nat -N FLANNEL-POSTRTG
+            -t nat -A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -j RETURN
+            -t nat -A FLANNEL-POSTRTG -s {own} -d {cluster} -j RETURN
+            -t nat -A FLANNEL-POSTRTG -s {cluster} -d {own} -j RETURN
+            -t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {own} -j RETURN
+            -t nat -A FLANNEL-POSTRTG -s {cluster} ! -d {multicast} -j {out}
+            -t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {cluster} -j {out}
+            -t nat -A POSTROUTING -j FLANNEL-POSTRTG
+            -N FLANNEL-FWD
+            -A FLANNEL-FWD -s {cluster} -j ACCEPT
+            -A FLANNEL-FWD -d {cluster} -j ACCEPT
+            -A FORWARD -j FLANNEL-FWD
+            -P FORWARD DROP
+            """,
         )
 
 
@@ -176,37 +182,40 @@ def calico(field: Field, node: Node) -> None:
     """
     strict(field, node)
     invalid(field, node)
-    for tool, pool, friends in (
-        ("iptables", "10.244.0.0/16", ("198.18.0.0/24", "10.244.0.0/16")),
-        ("ip6tables", "fd00:10:244::/48", ("fd00:198:18::/64", "fd00:10:244::/48")),
+    for tool, pool, nodes in (
+        ("iptables", "10.244.0.0/16", "198.18.0.0/24"),
+        ("ip6tables", "fd00:10:244::/48", "fd00:198:18::/64"),
     ):
         known = "-m conntrack --ctstate"
         tables(
             node,
             tool,
-            "-t raw -N cali-PREROUTING",
-            "-t raw -I PREROUTING -j cali-PREROUTING",
-            "-t raw -A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000",
-            "-t raw -A cali-PREROUTING -i p+ -j MARK --set-xmark 0x40000/0x40000",
-            "-t raw -A cali-PREROUTING -m mark --mark 0x40000/0x40000 -m rpfilter --validmark --invert -j DROP",
-            "-N cali-tw",
-            f"-A cali-tw {known} RELATED,ESTABLISHED -j ACCEPT",
-            f"-A cali-tw {known} INVALID -j DROP",
-            *(f"-A cali-tw -s {net} -j MARK --set-xmark 0x10000/0x10000" for net in friends),
-            "-A cali-tw -m mark --mark 0x10000/0x10000 -j RETURN",
-            "-A cali-tw -j DROP",
-            "-N cali-FORWARD",
-            "-I FORWARD -j cali-FORWARD",
-            "-A cali-FORWARD -j MARK --set-xmark 0x0/0xe0000",
-            "-A cali-FORWARD -o p+ -j cali-tw",
-            f"-A cali-FORWARD -i p+ {known} INVALID -j DROP",
-            "-A cali-FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT",
-            f"-A cali-FORWARD -i p+ {known} RELATED,ESTABLISHED -j ACCEPT",
-            "-A cali-FORWARD -i p+ -j ACCEPT",
-            "-t nat -N cali-POSTROUTING",
-            "-t nat -I POSTROUTING -j cali-POSTROUTING",
-            f"-t nat -A cali-POSTROUTING -s {pool} ! -d {pool} -j MASQUERADE --random-fully",
-            "-P FORWARD DROP",
+            f"""
+            -t raw -N cali-PREROUTING
+            -t raw -I PREROUTING -j cali-PREROUTING
+            -t raw -A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000
+            -t raw -A cali-PREROUTING -i p+ -j MARK --set-xmark 0x40000/0x40000
+            -t raw -A cali-PREROUTING -m mark --mark 0x40000/0x40000 -m rpfilter --validmark --invert -j DROP
+            -N cali-tw
+            -A cali-tw {known} RELATED,ESTABLISHED -j ACCEPT
+            -A cali-tw {known} INVALID -j DROP
+            -A cali-tw -s {nodes} -j MARK --set-xmark 0x10000/0x10000
+            -A cali-tw -s {pool} -j MARK --set-xmark 0x10000/0x10000
+            -A cali-tw -m mark --mark 0x10000/0x10000 -j RETURN
+            -A cali-tw -j DROP
+            -N cali-FORWARD
+            -I FORWARD -j cali-FORWARD
+            -A cali-FORWARD -j MARK --set-xmark 0x0/0xe0000
+            -A cali-FORWARD -o p+ -j cali-tw
+            -A cali-FORWARD -i p+ {known} INVALID -j DROP
+            -A cali-FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT
+            -A cali-FORWARD -i p+ {known} RELATED,ESTABLISHED -j ACCEPT
+            -A cali-FORWARD -i p+ -j ACCEPT
+            -t nat -N cali-POSTROUTING
+            -t nat -I POSTROUTING -j cali-POSTROUTING
+            -t nat -A cali-POSTROUTING -s {pool} ! -d {pool} -j MASQUERADE --random-fully
+            -P FORWARD DROP
+            """,
         )
 
 
@@ -217,16 +226,18 @@ def kube_proxy(field: Field, node: Node) -> None:
         tables(
             node,
             tool,
-            "-N KUBE-FORWARD",
-            "-I FORWARD -j KUBE-FORWARD",
-            "-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP",
-            "-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT",
-            "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-            "-t nat -N KUBE-POSTROUTING",
-            "-t nat -I POSTROUTING -j KUBE-POSTROUTING",
-            "-t nat -A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN",
-            "-t nat -A KUBE-POSTROUTING -j MARK --xor-mark 0x4000",
-            "-t nat -A KUBE-POSTROUTING -j MASQUERADE --random-fully",
+            """
+            -N KUBE-FORWARD
+            -I FORWARD -j KUBE-FORWARD
+            -A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP
+            -A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT
+            -A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+            -t nat -N KUBE-POSTROUTING
+            -t nat -I POSTROUTING -j KUBE-POSTROUTING
+            -t nat -A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN
+            -t nat -A KUBE-POSTROUTING -j MARK --xor-mark 0x4000
+            -t nat -A KUBE-POSTROUTING -j MASQUERADE --random-fully
+            """,
         )
 
 
@@ -238,7 +249,7 @@ what no policy allows.
 
 def firewalld(field: Field, node: Node) -> None:
     if node.number == 1:
-        on(node, "nft", "-f", "-", stdin=FIREWALLD)
+        nft(node, FIREWALLD)
 
 
 RULES = {

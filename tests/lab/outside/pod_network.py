@@ -33,7 +33,7 @@ class PodNetwork(Field):
     """Two nodes with a pod network of this kind, one pod on each."""
 
     def __init__(self, kind: str, *arguments: str) -> None:
-        super().__init__(*arguments, name="ov", pods=(1, 1))
+        super().__init__(*arguments, name="ov", pods=(1, 1), agents=1)
         self.kind = kind
 
     def prepare(self) -> None:
@@ -64,9 +64,11 @@ class PodNetwork(Field):
         if self.kind == "vxlan":
             return
         ip(
-            f"rule add from 10.244.{n}.0/24 to {other.ip} lookup 100",
-            f"route add {other.ip}/32 {way4} table 100",
-            f"route add {other.ip6}/128 {way6} table 100",
+            f"""
+            rule add from 10.244.{n}.0/24 to {other.ip} lookup 100
+            route add {other.ip}/32 {way4} table 100
+            route add {other.ip6}/128 {way6} table 100
+            """,
             netns=node.netns,
         )
         rule = f"rule add from fd00:10:244:{n}::/64 to {other.ip6} lookup 100"
@@ -111,22 +113,28 @@ class PodNetwork(Field):
         for node, other, router in zip(self.lab.nodes, self.lab.nodes[::-1], routers, strict=True):
             n, m = node.number, other.number
             ip(
-                f"link add r0 type veth peer name e0 netns {router}",
-                f"addr add 172.31.{n}.1/24 dev r0",
-                f"addr add fd00:31:{n}::1/64 dev r0 nodad",
-                "link set r0 up",
+                f"""
+                link add r0 type veth peer name e0 netns {router}
+                addr add 172.31.{n}.1/24 dev r0
+                addr add fd00:31:{n}::1/64 dev r0 nodad
+                link set r0 up
+                """,
                 netns=node.netns,
             )
             ip(
-                f"addr add 172.31.{n}.254/24 dev e0",
-                f"addr add fd00:31:{n}::fe/64 dev e0 nodad",
-                f"addr add 172.31.3.{n}/24 dev mid",
-                f"addr add fd00:31:3::{n}/64 dev mid nodad",
-                *("link set lo up", "link set e0 up", "link set mid up"),
-                f"route add 10.244.{n}.0/24 via 172.31.{n}.1",
-                f"route add fd00:10:244:{n}::/64 via fd00:31:{n}::1",
-                f"route add {node.ip} via 172.31.{n}.1",
-                f"route add {node.ip6} via fd00:31:{n}::1",
+                f"""
+                addr add 172.31.{n}.254/24 dev e0
+                addr add fd00:31:{n}::fe/64 dev e0 nodad
+                addr add 172.31.3.{n}/24 dev mid
+                addr add fd00:31:3::{n}/64 dev mid nodad
+                link set lo up
+                link set e0 up
+                link set mid up
+                route add 10.244.{n}.0/24 via 172.31.{n}.1
+                route add fd00:10:244:{n}::/64 via fd00:31:{n}::1
+                route add {node.ip} via 172.31.{n}.1
+                route add {node.ip6} via fd00:31:{n}::1
+                """,
                 netns=router,
             )
             self._route(node, other, f"via 172.31.{n}.254", f"via fd00:31:{n}::fe")
@@ -138,12 +146,14 @@ class PodNetwork(Field):
         for node, router in zip(self.lab.nodes[::-1], routers, strict=True):
             m, n = node.number, 3 - node.number
             ip(
-                f"route add 172.31.{m}.0/24 via 172.31.3.{m}",
-                f"route add fd00:31:{m}::/64 via fd00:31:3::{m}",
-                f"route add 10.244.{m}.0/24 via 172.31.3.{m}",
-                f"route add fd00:10:244:{m}::/64 via fd00:31:3::{m}",
-                f"route add {node.ip} via 172.31.3.{m}",
-                f"route add {node.ip6} via fd00:31:3::{m}",
+                f"""
+                route add 172.31.{m}.0/24 via 172.31.3.{m}
+                route add fd00:31:{m}::/64 via fd00:31:3::{m}
+                route add 10.244.{m}.0/24 via 172.31.3.{m}
+                route add fd00:10:244:{m}::/64 via fd00:31:3::{m}
+                route add {node.ip} via 172.31.3.{m}
+                route add {node.ip6} via fd00:31:3::{m}
+                """,
                 netns=router,
             )
 
@@ -167,10 +177,12 @@ class PodNetwork(Field):
         for kind, (device, net4, net6, encap) in ways.items():
             own4, own6 = CLIENT_BY[kind]
             ip(
-                f"addr add {own4}/32 dev {device}",
-                f"addr add {own6}/128 dev {device} nodad",
-                f"route replace {net4} {encap} dev {device} src {own4}",
-                f"route replace {net6} {encap} dev {device} src {own6}",
+                f"""
+                addr add {own4}/32 dev {device}
+                addr add {own6}/128 dev {device} nodad
+                route replace {net4} {encap} dev {device} src {own4}
+                route replace {net6} {encap} dev {device} src {own6}
+                """,
                 netns=outside,
             )
             back = encap.replace(NODES4[0], OUT4)

@@ -17,14 +17,13 @@ from kbpf.dataplane.bpf.inspect import attached
 from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.netfilter.conntrack import ConntrackStatus
-from tests.lab.outside.netfilter import flush_conntrack, invalid, masqueraded, objects, on, plain
+from tests.lab.outside.netfilter import flush_conntrack, invalid, masqueraded, nft_table, objects, plain
 from tests.lab.outside.test_conntrack import GUARD, entries, mac_towards, send_frames
 from tests.support.cluster.cluster import UNROUTED
 from tests.support.features import needs
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at, both_families, check, crossed, split, there
-from tests.support.lab.lab import Agent, Lab, Node, inside, ip, settled, until
-from tests.support.lab.lab import run as command
+from tests.support.lab.lab import Agent, Lab, Node, ip, on, settled, until
 from tests.support.packets.packets import BROADCAST, tcp, udp
 from tests.support.packets.wire import Wire
 
@@ -80,7 +79,6 @@ class BridgeField(Field):
 
 KINDS = {
     "a bridge of pods": ("vxlan", False),
-    "a bridge of pods, direct": ("vxlan", False, "--forwarding", "direct"),
     "a bridge of pods that an overlay joins": ("bridged", False),
     "a bridge with the uplink, no hooks": ("routed", True, "--device", "br0", "--socket-lb", "off"),
 }
@@ -113,7 +111,7 @@ def test_no_packet_is_invalid(field: BridgeField, protocol: str, v6: bool):
 
 def learned(node: Node) -> dict[str, str]:
     """MAC address → the port of a bridge behind which the node has seen it."""
-    told = json.loads(command(*inside(node.netns, None, "bridge", "-j", "fdb", "show")))
+    told = json.loads(on(node, "bridge", "-j", "fdb", "show"))
     return {each["mac"]: each["ifname"] for each in told if "permanent" not in each["state"]}
 
 
@@ -123,30 +121,22 @@ def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: boo
     pod for the other.
     """
     node, (pod, client) = field.lab.nodes[0], (field["a1"], field["a2!"])
-    quiet = """table inet quiet {
-        chain input {
-            type filter hook input priority 0
-            tcp dport 8080 tcp flags & (syn|ack) == syn drop
-        }
-    }"""
+    quiet = "chain input { type filter hook input priority 0; tcp dport 8080 tcp flags & (syn|ack) == syn drop; }"
     family = socket.AF_INET6 if v6 else socket.AF_INET
-    command(*inside(pod.netns, None, "nft", "-f", "-"), stdin=quiet)
-    try:
-        with (
-            Wire(pod.netns, "eth0", tap=True) as wire,
-            there(client, lambda: socket.socket(family, socket.SOCK_STREAM)) as one,
-        ):
-            one.setblocking(False)
-            one.connect_ex(split(at("ClusterIP", 11, v6)))
-            syn = wire.expect(lambda p: p.flags == "S")
-            before = learned(node)
-            answer = tcp(syn.destination, syn.source, flags="A", seq=7, ack=8)
-            wire.send(answer, to=syn.raw[6:12].hex(":"))
-            reset = wire.expect(lambda p: p.flags == "R")
-            assert (reset.source, reset.destination) == (syn.source, syn.destination)
-            assert learned(node) == before
-    finally:
-        command(*inside(pod.netns, None, "nft", "delete", "table", "inet", "quiet"))
+    with (
+        nft_table(pod, "inet quiet", quiet),
+        Wire(pod.netns, "eth0", tap=True) as wire,
+        there(client, lambda: socket.socket(family, socket.SOCK_STREAM)) as one,
+    ):
+        one.setblocking(False)
+        one.connect_ex(split(at("ClusterIP", 11, v6)))
+        syn = wire.expect(lambda p: p.flags == "S")
+        before = learned(node)
+        answer = tcp(syn.destination, syn.source, flags="A", seq=7, ack=8)
+        wire.send(answer, to=syn.raw[6:12].hex(":"))
+        reset = wire.expect(lambda p: p.flags == "R")
+        assert (reset.source, reset.destination) == (syn.source, syn.destination)
+        assert learned(node) == before
 
 
 @needs("conntrack_nat")
@@ -161,8 +151,7 @@ def test_a_pod_forges_no_answer_to_a_refused_client(field: BridgeField, v6: bool
     client, masqueraded, backend = (
         f"[{host}]:{port}" if v6 else f"{host}:{port}" for host, port in ((out, 43_200), (gate, 43_200), (pod, 8080))
     )
-    on(node, "nft", "-f", "-", stdin=GUARD)
-    try:
+    with nft_table(node, "inet guard", GUARD):
         mac = there(node, partial(mac_towards, out))
         there(field["outside"], partial(send_frames, [udp(client, to, b"hello\n")], own, mac))
         until("the entry is written", lambda: len(entries(field, to)) == 1)
@@ -171,9 +160,7 @@ def test_a_pod_forges_no_answer_to_a_refused_client(field: BridgeField, v6: bool
         until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
         (entry,) = entries(field, to)
         assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
-    finally:
-        on(node, "nft", "delete", "table", "inet", "guard")
-        there(node, flush_conntrack)
+    there(node, flush_conntrack)
 
 
 @both_families

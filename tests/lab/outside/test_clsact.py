@@ -13,7 +13,7 @@ from tests.support.table import table
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    with Field(name="cl", pods=(2, 1), module="tests.support.runtime.clsact_agent") as made:
+    with Field(name="cl", pods=(2, 1), agents=1, module="tests.support.runtime.clsact_agent") as made:
         made.create(*made.all_of(SERVICES))
         made.settle()
         yield made

@@ -9,8 +9,6 @@ import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -28,12 +26,11 @@ from kbpf.kernel.netfilter.conntrack import ConntrackStatus
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
-from tests.lab.outside.netfilter import flush_conntrack, objects, on
+from tests.lab.outside.netfilter import flush_conntrack, nft_table, objects
 from tests.support.features import needs
 from tests.support.lab import sockets
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import (
-    DROPPED,
     NODES4,
     NODES6,
     OUT4,
@@ -46,7 +43,7 @@ from tests.support.lab.field import (
     split,
     there,
 )
-from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run, until
+from tests.support.lab.lab import PATIENCE, Agent, Node, Place, ip, on, run, until
 from tests.support.lab.placed import HOST_PORT
 from tests.support.lab.prober import retransmitted
 from tests.support.packets import packets
@@ -64,7 +61,7 @@ PORT = 40_400
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
     # without the agent's own connections, which count as opened
-    with Field("--forwarding", "netfilter", "--verify-period", "0s", name="ct") as made:
+    with Field("--forwarding", "netfilter", "--verify-period", "0s", name="ct", agents=1) as made:
         # by default an entry lives for ten seconds after a reset
         on(made.lab.nodes[0], "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
         rest = made.all_of(f"16 26:UDP -> a-net target={HOST_PORT}")
@@ -84,7 +81,6 @@ class Entry(NamedTuple):
     client's port as the backend sees it.
     """
 
-    protocol: int
     frontend: tuple[str, int]
     status: ConntrackStatus
     seen_port: int
@@ -92,23 +88,23 @@ class Entry(NamedTuple):
 
 def entries(field: Field, to: str) -> list[Entry]:
     """Those of connections to this frontend."""
-    return [entry for entry in there(field.lab.nodes[0], _dump) if entry.frontend == split(to)]
+    dump = partial(_dump, socket.AF_INET6 if "[" in to else socket.AF_INET)
+    return [entry for entry in there(field.lab.nodes[0], dump) if entry.frontend == split(to)]
 
 
-def _dump() -> list[Entry]:
+def _dump(family: int) -> list[Entry]:
     found = []
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with NFCTSocket(nfgen_family=family) as conntrack:
-            for message in conntrack.dump():
-                original = message.get_attr("CTA_TUPLE_ORIG")
-                address = original.get_attr("CTA_TUPLE_IP")
-                ports = original.get_attr("CTA_TUPLE_PROTO")
-                host = address.get_attr("CTA_IP_V4_DST") or address.get_attr("CTA_IP_V6_DST")
-                frontend = host, ports.get_attr("CTA_PROTO_DST_PORT")
-                status = ConntrackStatus(message.get_attr("CTA_STATUS"))
-                replies = message.get_attr("CTA_TUPLE_REPLY").get_attr("CTA_TUPLE_PROTO")
-                seen_port = replies.get_attr("CTA_PROTO_DST_PORT")
-                found.append(Entry(ports.get_attr("CTA_PROTO_NUM"), frontend, status, seen_port))
+    with NFCTSocket(nfgen_family=family) as conntrack:
+        for message in conntrack.dump():
+            original = message.get_attr("CTA_TUPLE_ORIG")
+            address = original.get_attr("CTA_TUPLE_IP")
+            ports = original.get_attr("CTA_TUPLE_PROTO")
+            host = address.get_attr("CTA_IP_V4_DST") or address.get_attr("CTA_IP_V6_DST")
+            frontend = host, ports.get_attr("CTA_PROTO_DST_PORT")
+            status = ConntrackStatus(message.get_attr("CTA_STATUS"))
+            replies = message.get_attr("CTA_TUPLE_REPLY").get_attr("CTA_TUPLE_PROTO")
+            seen_port = replies.get_attr("CTA_PROTO_DST_PORT")
+            found.append(Entry(frontend, status, seen_port))
     return found
 
 
@@ -148,16 +144,13 @@ def _send_from_each_port(first: int, to: tuple[str, int]) -> None:
             client.sendto(b"x", to)
 
 
-@pytest.mark.parametrize("refusal", REFUSALS)
-@pytest.mark.parametrize("pod", ["a1", "b1"])
+@pytest.mark.parametrize(("refusal", "pod"), [*zip(REFUSALS, ("a1", "b1") * 2, strict=True)])
 def test_refused_packets_fill_no_table_and_are_no_connections(field: Field, pod: str, refusal: str):
     """The entry is written before these rules see the packet. Without rules, each counts."""
     node, to = field.lab.nodes[0], at("NodePort", 21 if pod == "a1" else 22)
     dropping = REFUSALS[refusal].format("meta l4proto udp")
-    table = f"table inet guard {{ chain c {{ {dropping}; }}; }}" if dropping else ""
-    on(node, "nft", "-f", "-", stdin=table)
-    reasons, counts = field.agent.reasons(), opened(field)
-    try:
+    with nft_table(node, "inet guard", f"chain c {{ {dropping}; }}" if dropping else ""):
+        reasons, counts = field.agent.reasons(), opened(field)
         # other ports, since late replies to the clients without a rule would be replies to these
         first = 20_000 if dropping else 40_000
         there(field["outside"], partial(_send_from_each_port, first, split(to)))
@@ -166,8 +159,8 @@ def test_refused_packets_fill_no_table_and_are_no_connections(field: Field, pod:
         # each CPU may take a place at the same time
         most = UNCONFIRMED_FLOWS + (os.cpu_count() or 1) if dropping else CLIENTS
         assert len(entries(field, to)) <= most
-    finally:
-        on(node, "nft", "-f", "-", stdin="table inet guard {}\ndelete table inet guard\n")
+        if refusal == "before conntrack":
+            until("the entries are gone", lambda: not entries(field, to), 3)
     before = field.agent.reasons()[Reason.NEW_FLOW]
     check(field, Dial("served again", "outside", to, pod, "udp", NODES4[0]))
     assert field.agent.reasons()[Reason.NEW_FLOW] - before == 3
@@ -286,14 +279,13 @@ FORGED = [
     for v6 in forgery.v6
 ]
 FORGED_PORT = 43_000
-GUARD = f"""table inet guard {{
+GUARD = f"""
 chain c {{ type filter hook forward priority 0; ct state established,related counter accept
 ct status dnat counter drop
 ip saddr 10.244.0.0/16 counter drop
 ip6 saddr fd00:10:244::/48 counter drop; }}
 chain i {{ type filter hook input priority 0; ct state established,related counter accept
 meta l4proto {{ tcp, udp }} th dport {HOST_PORT} counter drop; }}
-}}
 """
 
 
@@ -334,8 +326,7 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, f
     macs = {
         name: there(node, partial(mac_towards, towards)) for name, towards in (("outside", out), ("a1", field["a1"].ip))
     }
-    on(node, "nft", "-f", "-", stdin=GUARD)
-    try:
+    with nft_table(node, "inet guard", GUARD):
         there(field["outside"], partial(send_frames, [request], own, macs["outside"]))
         until("the entry is written", lambda: len(entries(field, to)) == 1)
         before = field.agent.reasons()[Reason.INVALID]
@@ -345,8 +336,6 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, f
         (entry,) = entries(field, to)
         assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
         assert set(accepted(node)) == {0}
-    finally:
-        on(node, "nft", "delete", "table", "inet", "guard")
 
 
 @pytest.mark.parametrize("port", [30_021, 31_999], ids=["a NodePort's number", "another"])
@@ -460,34 +449,27 @@ def test_ports_of_kube_proxys_clients_are_given_to_no_pod(field: Field):
     serves.
     """
     node, pod = field.lab.nodes[0], field["a1"].ip
-    rules = f"""table ip old {{
+    rules = f"""
     chain p {{ type nat hook prerouting priority dstnat; udp dport 7777 dnat to {pod}:8080; }}
     chain q {{ type nat hook postrouting priority srcnat
-    udp dport 8080 ct status dnat snat to {NODES4[0]}:20000; }}
-    }}"""
-    on(node, "nft", "-f", "-", stdin=rules)
+    udp dport 8080 ct status dnat snat to {NODES4[0]}:20000; }}"""
     dials = partial(connected, kind=socket.SOCK_DGRAM)
-    with contextlib.ExitStack() as stack:
+    with nft_table(node, "ip old", rules), contextlib.ExitStack() as stack:
         old = stack.enter_context(dials(field["outside"], 46_000, f"{NODES4[0]}:7777"))
         assert exchange(old) == "a1"
         restart(field.agent, "--masquerade-ports", "20000-20001")
-        try:
-            until("its port is reserved", lambda: any(map(is_port_reservation, field.agent.entries("flows").values())))
-            before = field.agent.reasons()[Reason.NO_SNAT_PORT]
-            one, other = (
-                stack.enter_context(dials(field["a2"], port, at("NodePort", 21))) for port in (46_001, 46_002)
-            )
-            assert exchange(one) == "a1"
-            other.send(b"hello\n")
-            until("it gets no port", lambda: field.agent.reasons()[Reason.NO_SNAT_PORT] > before)
-            for client in (old, one):
-                assert exchange(client) == "a1"
-            other.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                other.recv(1000)
-        finally:
-            on(node, "nft", "delete", "table", "ip", "old")
-            restart(field.agent)
+        stack.callback(restart, field.agent)
+        until("its port is reserved", lambda: any(map(is_port_reservation, field.agent.entries("flows").values())))
+        before = field.agent.reasons()[Reason.NO_SNAT_PORT]
+        one, other = (stack.enter_context(dials(field["a2"], port, at("NodePort", 21))) for port in (46_001, 46_002))
+        assert exchange(one) == "a1"
+        other.send(b"hello\n")
+        until("it gets no port", lambda: field.agent.reasons()[Reason.NO_SNAT_PORT] > before)
+        for client in (old, one):
+            assert exchange(client) == "a1"
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(1000)
 
 
 def _take_ports(backend: str, own: str) -> None:
@@ -515,16 +497,6 @@ def test_a_client_without_a_free_port_is_dropped_and_counted(field: Field):
         there(node, flush_conntrack)
         assert exchange(client) == "b1"
     restart(field.agent)
-
-
-def test_a_packet_that_a_rule_drops_leaves_no_entry(field: Field):
-    """A flood that a rule in raw keeps out must not fill the table."""
-    node, to = field.lab.nodes[0], at("NodePort", 21)
-    rule = f"type filter hook prerouting priority raw; udp dport {split(to)[1]} counter drop"
-    on(node, "nft", "-f", "-", stdin=f"table inet guard {{ chain c {{ {rule}; }}; }}")
-    check(field, Dial("dropped", "outside", to, DROPPED, "udp"))
-    on(node, "nft", "delete", "table", "inet", "guard")
-    until("the entry is gone", lambda: not entries(field, to), 3)
 
 
 # ---- entries that are in the way -----------------------------------------------------------------
@@ -691,18 +663,10 @@ def restart(agent: Agent, *arguments: str) -> None:
     agent.start(extra=arguments)
 
 
-def kbpf(agent: Agent, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Runs this command on the agent's node."""
-    command = (sys.executable, "-m", "kbpf", *words, "--pin-dir", str(agent.pin_dir))
-    done = subprocess.run(inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def test_commands_name_the_option(field: Field):
-    assert re.search(r"forwarding +netfilter\n", kbpf(field.agent, "inspect", "status").stdout)
-    assert "conntrack -L" in kbpf(field.agent, "inspect", "connections").stderr
-    checked = json.loads(kbpf(field.agent, "check", "-o", "json").stdout)
+    assert re.search(r"forwarding +netfilter\n", field.agent.kbpf("inspect", "status").stdout)
+    assert "conntrack -L" in field.agent.kbpf("inspect", "connections").stderr
+    checked = json.loads(field.agent.kbpf("check", "-o", "json").stdout)
     rows = {row["name"]: row for row in checked["items"]}
     assert rows["--forwarding"]["detail"].startswith("netfilter: ")
     for name in ("NAT by conntrack", "no bypassed rules before DNAT"):
@@ -712,7 +676,7 @@ def test_commands_name_the_option(field: Field):
 def test_cleanup_removes_the_table(field: Field):
     node, agent = field.lab.nodes[0], field.agent
     agent.stop()
-    assert f"table inet {TABLE}" in kbpf(agent, "cleanup").stdout
+    assert f"table inet {TABLE}" in agent.kbpf("cleanup").stdout
     assert "kbpf" not in on(node, "nft", "list", "tables")
     agent.start()
     check(field, Dial("served", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))

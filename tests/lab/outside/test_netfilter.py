@@ -11,8 +11,6 @@ import contextlib
 import re
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,8 +31,9 @@ from tests.lab.outside.netfilter import (
     guarded,
     invalid,
     masqueraded,
+    nft,
+    nft_table,
     objects,
-    on,
     ours,
     plain,
     strict,
@@ -56,7 +55,7 @@ from tests.support.lab.field import (
     split,
     there,
 )
-from tests.support.lab.lab import PATIENCE, Node, Place, inside, ip, set_rp_filter, until
+from tests.support.lab.lab import PATIENCE, Node, Place, ip, on, set_rp_filter, until
 from tests.support.lab.lab import run as command
 from tests.support.packets import packets
 from tests.support.packets.wire import Wire
@@ -161,7 +160,7 @@ def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, ho
 def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field):
     """As in Red Hat's iptables service: policy ACCEPT, and a last rule that rejects."""
     node = field.lab.nodes[0]
-    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
+    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT\n-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
     until("our rule is before it", lambda: ours(node, "iptables") == [1])
     for row in masqueraded("tcp", False):
         check(field, row)
@@ -173,17 +172,18 @@ def test_foreign_rules_are_left_unchanged(field: Field, closed: Node):
         tables(
             closed,
             tool,
-            "-N OTHERS",
-            "-A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT",
-            '-A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS',
-            "-A FORWARD -p tcp --dport 1 -j DROP",
+            """
+            -N OTHERS
+            -A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT
+            -A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS
+            -A FORWARD -p tcp --dport 1 -j DROP
+            """,
         )
     guarded(closed)
     before = [re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M) for tool in POLICY]
     field.agent.stop()
     guarded(closed)  # it stays, like all state of a stopped agent
-    clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
-    done = subprocess.run(inside(closed.netns, None, *clean), capture_output=True, text=True, check=False)
+    done = field.agent.kbpf("cleanup")
     assert done.returncode == 0, done.stderr
     assert "rule in ip filter FORWARD" in done.stdout
     assert "rule in ip6 filter FORWARD" in done.stdout
@@ -252,7 +252,7 @@ def test_firewalld_without_a_policy_rejects_packets_to_local_pods(field: Field, 
     node = field.lab.nodes[0]
     rules = FIREWALLD.replace("jump filter_FWD_policy_to-pods\n", "return\n")
     assert rules != FIREWALLD
-    on(node, "nft", "-f", "-", stdin=rules)
+    nft(node, rules)
     own, admin_prohibited = (NODES6[0], "EACCES") if v6 else (NODES4[0], "EHOSTUNREACH")
     check(field, Dial("to another node", "outside", at("NodePort", 12, v6), "b1", "tcp", own))
     for number in (11, 14):  # policy Cluster and Local
@@ -484,18 +484,13 @@ def test_direct_connections_from_ports_of_ended_ones(ends: Field, number: int, b
     """
     pod, client = ends[backend], ends["a2!"]
     own, through = (pod.ip6 if v6 else pod.ip, PORT), split(at("ClusterIP", number, v6))
-    silent = f"""table inet silent {{
-        chain output {{
-            type filter hook output priority 0
-            {"ip6" if v6 else "ip"} daddr {through[0]} tcp flags & rst == rst drop
-        }}
-    }}"""
+    family = "ip6" if v6 else "ip"
+    silent = f"""chain output {{ type filter hook output priority 0
+        {family} daddr {through[0]} tcp flags & rst == rst drop; }}"""
     with contextlib.ExitStack() as stack:
-        in_client = inside(client.netns, None)
-        command(*in_client, "nft", "-f", "-", stdin=silent)
-        stack.callback(command, *in_client, "nft", "delete", "table", "inet", "silent")
-        command(*in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=0")
-        stack.callback(command, *in_client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=1")
+        stack.enter_context(nft_table(client, "inet silent", silent))
+        on(client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=0")
+        stack.callback(on, client, "sysctl", "-qw", "net.ipv4.tcp_timestamps=1")
         listener = stack.enter_context(listening(pod, v6))
         for _ in range(16):
             port = 0
@@ -531,14 +526,20 @@ def second(field: Field) -> Iterator[None]:
         set_rp_filter(node.netns, 0)
     for number, node in enumerate((first, other), 1):
         ip(
-            f"addr add 198.19.0.{number}/30 dev x{number}",
-            f"link set x{number} up",
-            f"addr add fd00:198:19::{number}/64 dev x{number} nodad",
+            f"""
+            addr add 198.19.0.{number}/30 dev x{number}
+            link set x{number} up
+            addr add fd00:198:19::{number}/64 dev x{number} nodad
+            """,
             netns=node.netns,
         )
     ip(
-        *("route add 198.18.0.1/32 via 198.19.0.1", "route replace 10.244.1.0/24 via 198.19.0.1"),
-        *("route add fd00:198:18::1/128 via fd00:198:19::1", "route replace fd00:10:244:1::/64 via fd00:198:19::1"),
+        """
+        route add 198.18.0.1/32 via 198.19.0.1
+        route replace 10.244.1.0/24 via 198.19.0.1
+        route add fd00:198:18::1/128 via fd00:198:19::1
+        route replace fd00:10:244:1::/64 via fd00:198:19::1
+        """,
         netns=other.netns,
     )
     listed = command("ip", "-n", first.netns, "-o", "link", "show", "x1")

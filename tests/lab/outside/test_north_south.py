@@ -8,22 +8,18 @@ tests/programs/packets/test_dials.py.
 
 import contextlib
 import re
-import struct
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import attached
 from kbpf.dataplane.bpf.maps.layout import Reason
-from kbpf.dataplane.bpf.maps.pinning import Pins
-from tests.lab.outside.netfilter import flush_conntrack, on
+from tests.lab.outside.netfilter import flush_conntrack
 from tests.lab.outside.pod_network import forget, learned
 from tests.rows.outside import ROWS, objects
-from tests.support.cluster.kube_objects import Object, port, slice_port
+from tests.support.cluster.kube_objects import Object, port
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial
 from tests.support.lab.field import (
     BULK,
@@ -45,7 +41,7 @@ from tests.support.lab.field import (
     there,
     transfer,
 )
-from tests.support.lab.lab import Agent, Place, inside, ip, set_rp_filter, settled, until
+from tests.support.lab.lab import Place, inside, ip, on, set_rp_filter, settled, until
 from tests.support.lab.lab import run as command
 from tests.support.lab.modes import PACKETS
 from tests.support.lab.offloads import offload
@@ -279,14 +275,22 @@ def far(field: Field) -> Iterator[Place]:
     lab.add_netns(where)
     ip(f"link add far type veth peer name eth0 netns {where}", netns=lab.outside)
     ip(
-        *("addr add 198.51.100.1/24 dev far", "addr add fd00:198:51::1/64 dev far nodad"),
-        "link set far up",
+        """
+        addr add 198.51.100.1/24 dev far
+        addr add fd00:198:51::1/64 dev far nodad
+        link set far up
+        """,
         netns=lab.outside,
     )
     ip(
-        *(f"addr add {FAR4}/24 dev eth0", f"addr add {FAR6}/64 dev eth0 nodad"),
-        *("link set lo up", "link set eth0 up"),
-        *("route add default via 198.51.100.1", "route add default via fd00:198:51::1"),
+        f"""
+        addr add {FAR4}/24 dev eth0
+        addr add {FAR6}/64 dev eth0 nodad
+        link set lo up
+        link set eth0 up
+        route add default via 198.51.100.1
+        route add default via fd00:198:51::1
+        """,
         netns=where,
     )
     settled(lab.outside, "fd00:198:51::1")
@@ -306,20 +310,33 @@ def narrow(where: str | None, route: str, after: str) -> Iterator[None]:
         ip(after, netns=where)
 
 
-NARROWS = {
-    "before the pod": (41, "a1", "outside", False),
-    "between the nodes": (42, "b1", "outside", True),
-    "behind the other node": (42, "b1", "outside", False),
-    "before the pod, Local": (43, "a1", "outside", True),
-    "before the client": (41, "a1", "far", True),
-    "before the client, remote": (42, "b1", "far", False),
-    "before the client, Local": (43, "a1", "far", True),
-}
+class Narrow(NamedTuple):
+    """Where the link is narrow, the Service, its backend, and the client that dials it."""
+
+    where: str
+    number: int
+    backend: str
+    client: str
+    v6: bool
 
 
-@pytest.mark.parametrize("case", NARROWS)
-def test_the_path_mtu_is_found(field: Field, far: Place, case: str):
-    number, backend, name, v6 = NARROWS[case]
+NARROWS = table(
+    Narrow,
+    """
+before the pod            | 41 | a1 | outside | no
+between the nodes         | 42 | b1 | outside | yes
+behind the other node     | 42 | b1 | outside | no
+before the pod, Local     | 43 | a1 | outside | yes
+before the client         | 41 | a1 | far     | yes
+before the client, remote | 42 | b1 | far     | no
+before the client, Local  | 43 | a1 | far     | yes
+""",
+)
+
+
+@pytest.mark.parametrize("row", NARROWS, ids=lambda row: row.where)
+def test_the_path_mtu_is_found(field: Field, far: Place, row: Narrow):
+    case, number, backend, name, v6 = row
     client, pod = field[name], field[backend]
     first, second = field.lab.nodes
     address = pod.ip6 if v6 else pod.ip
@@ -347,34 +364,6 @@ def test_the_path_mtu_is_found(field: Field, far: Place, case: str):
 
 # ---- changes -------------------------------------------------------------------------------------
 
-POD_UDP = slice_port(8080, protocol="UDP")
-
-
-@pytest.fixture(autouse=True)
-def _runs(field: Field) -> Iterator[None]:
-    """Makes sure that the agents run after each test."""
-    yield
-    for agent in field.agents:
-        if not agent.is_running:
-            agent.start()
-
-
-@by_clients
-@pytest.mark.parametrize("field", WITH_CONNTRACK[::2], indirect=True)
-def test_a_udp_flow_changes_backend_when_its_backend_stops(field: Field, name: str, v6: bool):
-    """Flows are deleted after the write that settle() waits for, so the test has to retry."""
-    client = field[name]
-    kind = "NodePort" if name == "outside" else "ClusterIP"
-    with field.given(*field.all_ways(52, "a1", "UDP")):
-        first = client.udp(*split(at(kind, 52, v6)), keep="flow", connected=True)
-        assert first.get("name") == "a1", first
-        for who in ("b1", "a1", "b1"):
-            field.change(*(field.slice("web-52", who, POD_UDP, v6=six) for six in (False, True)))
-            until(f"{who} answers", lambda who=who: flow(client).get("name") == who)
-        field.change(*(field.slice("web-52", "", POD_UDP, v6=six) for six in (False, True)))
-        until("datagrams are refused", lambda: flow(client) == {"error": REFUSED})
-        client.ask("drop", keep="flow")
-
 
 @by_clients
 @pytest.mark.parametrize("ports", [[], [port(81, protocol="UDP")]], ids=["Service deleted", "port removed"])
@@ -393,15 +382,9 @@ def test_a_udp_flow_ends_with_its_service_port_although_its_slices_stay(
         else:
             field.delete(row)
             field.settle()
-        until("nobody answers", lambda: "name" not in flow(client))
+        # the agent deletes old flows after it has written the frontends
+        until("nobody answers", lambda: "name" not in client.ask("talk", keep="flow", timeout=1.0))
         client.ask("drop", keep="flow")
-
-
-def flow(client: Place) -> dict[str, Any]:
-    """Sends another datagram of the flow. The agent deletes old flows after it has written the
-    frontends: a datagram in between goes to the old backend, and its reply may find no flow.
-    """
-    return client.ask("talk", keep="flow", timeout=1.0)
 
 
 def test_a_connection_outlives_its_endpoint(field: Field):
@@ -416,59 +399,16 @@ def test_a_connection_outlives_its_endpoint(field: Field):
         check(field, Dial("new connections", "outside", at("NodePort", 53), "a2", "tcp", NODES4[0]))
 
 
-def has_programs(agent: Agent, name: str) -> bool:
-    """Whether the device has the programs for both directions."""
-    listing = there(agent.node.host, lambda: attached.read_devices(Pins(agent.pin_dir), 0, None))
-    return any(each.name == name and each.ingress and each.egress for each in listing)
-
-
 @pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
-def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field):
-    home = field.lab.nodes[0]
-    pod = home.pod("late").serve(8080)
-    field.places["late"], field.home["late"] = pod, home
-    client = field.unhook("late!", pod.netns, pod.ip, pod.ip6, home)
-    name = f"p{len(home.pods)}"
-    ifindex = command("ip", "-n", home.netns, "-o", "link", "show", name)
-    key = struct.pack("=I", int(ifindex.partition(":")[0]))
-    until("the agent knows the device", lambda: key in field.agent.entries("devices"))
-    until("both programs are attached", lambda: has_programs(field.agent, name))
-    until("the pod is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=1.0))
-    with field.given(*field.all_ways(54, "late")):
-        check(field, Dial("from the new pod", "late!", at("ClusterIP", 13), "a1 b1", "tcp", pod.ip))
-        check(field, Dial("to the new pod", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))
-        check(field, Dial("hairpin", "late!", at("VIP", 54), "late", "tcp", NODES4[0]))
-    ip(f"link del {name}", netns=home.netns)
-    until("the agent has deleted the device", lambda: key not in field.agent.entries("devices"))
-
-
-def unserved(field: Field) -> None:
-    """Checks that node-1's own stack answers and that none of our programs is on its devices."""
-    check(field, Dial("NodePort refused", "outside", at("NodePort", 11), REFUSED))
-    check(field, Dial("VIP unserved", "outside", at("VIP", 11), UNSERVED))
-    assert "clsact" not in command("tc", "-n", field.agent.node.netns, "qdisc", "show")
-
-
-def served(field: Field) -> None:
-    check(field, Dial("NodePort served", "outside", at("NodePort", 11), "a1", "tcp", NODES4[0]))
-    check(field, Dial("VIP served", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))
-
-
-@pytest.mark.parametrize("field", WITH_CONNTRACK[:1], indirect=True)
-@pytest.mark.parametrize("how", ["--packet-path false", "kbpf cleanup"])
-def test_all_programs_are_detached_by(field: Field, how: str):
-    served(field)
+def test_without_the_packet_path_all_programs_are_detached(field: Field):
     agent = field.agent
     agent.stop()
-    if how == "kbpf cleanup":
-        kbpf = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(agent.pin_dir))
-        command(*inside(agent.node.netns, None, *kbpf))
-        assert not agent.pin_dir.exists()
-        unserved(field)
-    else:
-        agent.start(extra=how.split())
-        unserved(field)
-        check(field, Dial("socket hooks still serve", "a2", "10.96.0.11:80", "a1", "tcp", field["a2"].ip))
-        agent.stop()
+    agent.start(extra=("--packet-path", "false"))
+    check(field, Dial("the node's stack answers", "outside", at("NodePort", 11), REFUSED))
+    check(field, Dial("VIP unserved", "outside", at("VIP", 11), UNSERVED))
+    assert "clsact" not in command("tc", "-n", agent.node.netns, "qdisc", "show")
+    check(field, Dial("socket hooks still serve", "a2", "10.96.0.11:80", "a1", "tcp", field["a2"].ip))
+    agent.stop()
     agent.start()
-    served(field)
+    for kind in ("NodePort", "VIP"):
+        check(field, Dial("served again", "outside", at(kind, 11), "a1", "tcp", NODES4[0]))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.kernel.system import netns, sysctl
-from tests.lab.outside.netfilter import tables
+from tests.lab.outside.netfilter import POLICY, tables
 from tests.lab.outside.pod_network import host_of
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import (
@@ -37,29 +37,24 @@ from tests.support.lab.lab import Node, ip, let_forward, run
 from tests.support.packets.wire import Wire
 
 VPC = "10.244.0.0/16"
-TABLES = {
-    "iptables": (
-        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i eth0 -m addrtype'
-        " --dst-type LOCAL --limit-iface-in -j CONNMARK --set-mark 0x80/0x80",
-        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i p+ -j CONNMARK --restore-mark --mask 0x80',
-        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i vlan+ -j CONNMARK'
-        " --restore-mark --mask 0x80",
-        "-A FORWARD -m conntrack --ctstate INVALID -j DROP",
-    )
-}
-TABLES["ip6tables"] = TABLES["iptables"]
-SNAT = (
-    "-t nat -N AWS-SNAT-CHAIN-0",
-    '-t nat -A POSTROUTING -m comment --comment "AWS SNAT CHAIN" -j AWS-SNAT-CHAIN-0',
-    f"-t nat -A AWS-SNAT-CHAIN-0 -d {VPC} -j RETURN",
-    "-t nat -A AWS-SNAT-CHAIN-0 ! -o vlan+ -m addrtype ! --dst-type LOCAL -j SNAT --to-source"
-    f" {NODES4[0]} --random-fully",
-    "-t nat -N AWS-CONNMARK-CHAIN-0",
-    "-t nat -A PREROUTING -i p+ -j AWS-CONNMARK-CHAIN-0",
-    f"-t nat -A AWS-CONNMARK-CHAIN-0 -d {VPC} -j RETURN",
-    "-t nat -A AWS-CONNMARK-CHAIN-0 -j CONNMARK --set-xmark 0x80/0x80",
-    "-t nat -A PREROUTING -j CONNMARK --restore-mark --mask 0x80",
-)
+RULES = """
+-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i eth0 -m addrtype --dst-type LOCAL \
+--limit-iface-in -j CONNMARK --set-mark 0x80/0x80
+-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i p+ -j CONNMARK --restore-mark --mask 0x80
+-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i vlan+ -j CONNMARK --restore-mark --mask 0x80
+-A FORWARD -m conntrack --ctstate INVALID -j DROP
+"""
+SNAT = f"""
+-t nat -N AWS-SNAT-CHAIN-0
+-t nat -A POSTROUTING -m comment --comment "AWS SNAT CHAIN" -j AWS-SNAT-CHAIN-0
+-t nat -A AWS-SNAT-CHAIN-0 -d {VPC} -j RETURN
+-t nat -A AWS-SNAT-CHAIN-0 ! -o vlan+ -m addrtype ! --dst-type LOCAL -j SNAT --to-source {NODES4[0]} --random-fully
+-t nat -N AWS-CONNMARK-CHAIN-0
+-t nat -A PREROUTING -i p+ -j AWS-CONNMARK-CHAIN-0
+-t nat -A AWS-CONNMARK-CHAIN-0 -d {VPC} -j RETURN
+-t nat -A AWS-CONNMARK-CHAIN-0 -j CONNMARK --set-xmark 0x80/0x80
+-t nat -A PREROUTING -j CONNMARK --restore-mark --mask 0x80
+"""
 """For connections that pods begin; only for IPv4."""
 PODS = {"a1": ("10.244.1.2", "fd00:10:244:1::2"), "a2": ("10.244.1.3", "fd00:10:244:1::3")}
 
@@ -68,35 +63,42 @@ class TwoInterfaces(Field):
     """node-1 has a second interface, eth1, behind which is a router of its own."""
 
     def __init__(self, *arguments: str) -> None:
-        super().__init__(*arguments, name="aw", pods=(2, 1))
+        super().__init__(*arguments, name="aw", pods=(2, 1), agents=1)
 
     def prepare(self) -> None:
         node, router = self.lab.nodes[0], f"{self.lab.prefix}gw"
         self.lab.add_netns(router)
         let_forward(router)
         ip(
-            f"link add eth1 type veth peer name eni netns {router}",
-            "addr add 10.9.2.9/24 dev eth1",
-            "addr add fd00:9:2::9/64 dev eth1 nodad",
-            "link set eth1 up",
+            f"""
+            link add eth1 type veth peer name eni netns {router}
+            addr add 10.9.2.9/24 dev eth1
+            addr add fd00:9:2::9/64 dev eth1 nodad
+            link set eth1 up
+            """,
             netns=node.netns,
         )
         ip(f"link add gw type veth peer name gw netns {self.lab.fabric}", netns=router)
         ip("link set gw master br0", "link set gw up", netns=self.lab.fabric)
         ip(
-            "link set lo up",
-            *("addr add 10.9.2.1/24 dev eni", "addr add fd00:9:2::1/64 dev eni nodad"),
-            *("addr add 198.18.0.253/24 dev gw", "addr add fd00:198:18::fd/64 dev gw nodad"),
-            *("link set eni up", "link set gw up"),
+            """
+            link set lo up
+            addr add 10.9.2.1/24 dev eni
+            addr add fd00:9:2::1/64 dev eni nodad
+            addr add 198.18.0.253/24 dev gw
+            addr add fd00:198:18::fd/64 dev gw nodad
+            link set eni up
+            link set gw up
+            """,
             netns=router,
         )
         for family, pod in zip("46", PODS["a2"], strict=True):
             for rule in (f"from {pod} lookup main pref 10", "blackhole pref 20"):
                 run("ip", "-n", router, f"-{family}", "rule", "add", "iif", "eni", *rule.split())
         self._route(node)
-        for tool, lines in TABLES.items():
-            tables(node, tool, *lines)
-        tables(node, "iptables", *SNAT)
+        for tool in POLICY:
+            tables(node, tool, RULES)
+        tables(node, "iptables", SNAT)
         where = Path("/run/netns") / node.netns
         netns.run_in(where, lambda: sysctl.write("net.ipv4.conf.eth0.rp_filter", "2"))
 

@@ -52,8 +52,8 @@ class Beside(Field):
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Beside]:
-    with Beside(name="po", pods=(2, 1), module="tests.support.runtime.hasty_agent") as made:
-        made.create(*made.all_ways(81, "a1"), *made.all_ways(82, "b1"))
+    with Beside(name="po", pods=(2, 1), agents=1, module="tests.support.runtime.hasty_agent") as made:
+        made.create(*made.all_of("81 -> a1\n82 -> b1"))
         made.settle()
         yield made
 

@@ -35,7 +35,7 @@ from tests.support.table import table
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    with Field("--verify-period", "0s", name="tr") as made:  # whose probes are counted
+    with Field("--verify-period", "0s", name="tr", agents=1) as made:  # whose probes are counted
         made.create(*objects(made))
         deaf = made.web(40, "")
         made.create(deaf[0], made.slice("web-40", "a1", slice_port(8099)))

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.lab.outside.netfilter import nft
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
 from tests.support.lab.dial import REFUSED
 from tests.support.lab.field import Field
-from tests.support.lab.lab import Place, ip, let_forward, run
+from tests.support.lab.lab import Place, ip, let_forward
 
 RULES = """
 table ip inner {
@@ -49,19 +50,23 @@ def inner(field: Field) -> Iterator[Place]:
         netns = f"{field.lab.prefix}i{index}"
         field.lab.add_netns(netns)
         ip(
-            f"link add i{index} type veth peer name eth0 netns {netns}",
-            f"addr add 10.250.{index}.1/24 dev i{index}",
-            f"link set i{index} up",
+            f"""
+            link add i{index} type veth peer name eth0 netns {netns}
+            addr add 10.250.{index}.1/24 dev i{index}
+            link set i{index} up
+            """,
             netns=node.netns,
         )
         ip(
-            f"addr add 10.250.{index}.2/24 dev eth0",
-            "link set eth0 up",
-            f"route add default via 10.250.{index}.1",
+            f"""
+            addr add 10.250.{index}.2/24 dev eth0
+            link set eth0 up
+            route add default via 10.250.{index}.1
+            """,
             netns=netns,
         )
         places.append(Place(name, netns, node.cgroup / name))
-    run("nsenter", f"--net=/run/netns/{node.netns}", "nft", "-f", "-", stdin=RULES)
+    nft(node, RULES)
     places[1].serve(8080, udp=(8080,))
     yield places[0]
     for place in places:

@@ -23,7 +23,7 @@ from tests.support.cluster.cluster import HOST_PORT, UNROUTED
 from tests.support.cluster.kube_objects import port, service, slice_port
 from tests.support.features import IPPROTO_MPTCP, needs, tunnel_modules
 from tests.support.lab.field import NODES4, Field, there
-from tests.support.lab.lab import Node, Place, cgroup2, inside, ip, run, until
+from tests.support.lab.lab import Place, cgroup2, inside, ip, run, until
 from tests.support.lab.podnet import gate
 from tests.support.runtime import pods
 
@@ -44,7 +44,7 @@ class OneAgent(Field):
     """
 
     def __init__(self, *arguments: str, is_tunnelled: bool) -> None:
-        super().__init__(*arguments, name="ks", pods=(1, 1))
+        super().__init__(*arguments, name="ks", pods=(1, 1), agents=1)
         self._is_tunnelled = is_tunnelled
 
     def prepare(self) -> None:
@@ -54,15 +54,13 @@ class OneAgent(Field):
         nodes = self.lab.nodes
         for node, other, own in zip(nodes, reversed(nodes), TUNNEL_ENDS, strict=True):
             ip(
-                f"addr add {own}/32 dev tunl0",
-                "link set tunl0 up",
-                f"route replace 10.244.{other.number}.0/24 via {other.ip} dev tunl0 onlink",
+                f"""
+                addr add {own}/32 dev tunl0
+                link set tunl0 up
+                route replace 10.244.{other.number}.0/24 via {other.ip} dev tunl0 onlink
+                """,
                 netns=node.netns,
             )
-
-    def settle_in(self, letter: str, home: Node, pods: int, *arguments: str) -> None:
-        super().settle_in(letter, home, pods, *arguments)
-        del self.agents[1:]
 
 
 @pytest.fixture(scope="module", params=["routed", pytest.param("ipip", marks=needs("tunnels"))])

@@ -47,15 +47,17 @@ class Pods(Field):
     """The node and pods of the module docstring. The agent is restarted for each mode."""
 
     def __init__(self) -> None:
-        super().__init__(name="lm", pods=(2, 1))
+        super().__init__(name="lm", pods=(2, 1), agents=1)
 
     def prepare(self) -> None:
         home = self.lab.nodes[0]
         ip(
-            "link add cni0 type bridge",
-            "link set cni0 up",
-            "addr add 10.244.1.129/25 dev cni0",
-            "addr add fd00:10:244:1::81/121 dev cni0 nodad",
+            """
+            link add cni0 type bridge
+            link set cni0 up
+            addr add 10.244.1.129/25 dev cni0
+            addr add fd00:10:244:1::81/121 dev cni0 nodad
+            """,
             netns=home.netns,
         )
         settled(home.netns, "fd00:10:244:1::81")
@@ -63,17 +65,21 @@ class Pods(Field):
         ip("link set v0 master cni0", netns=home.netns)
         self.odd = self._pod("odd", "x0", ODD, (24, 64))
         ip(
-            "addr add 10.99.0.1/32 dev x0",
-            f"route add {ODD[0]}/32 dev x0",
-            "addr add fe80::1/64 dev x0 nodad",
-            f"route add {ODD[1]}/128 dev x0",
+            f"""
+            addr add 10.99.0.1/32 dev x0
+            route add {ODD[0]}/32 dev x0
+            addr add fe80::1/64 dev x0 nodad
+            route add {ODD[1]}/128 dev x0
+            """,
             netns=home.netns,
         )
         ip("route add default via 10.244.1.129", "route add default via fd00:10:244:1::81", netns=self.bridged)
         ip(
-            "route add 10.99.0.1 dev eth0",
-            "route add default via 10.99.0.1",
-            "route add default via fe80::1 dev eth0",
+            """
+            route add 10.99.0.1 dev eth0
+            route add default via 10.99.0.1
+            route add default via fe80::1 dev eth0
+            """,
             netns=self.odd,
         )
 
@@ -83,10 +89,12 @@ class Pods(Field):
         self.lab.add_netns(netns)
         ip(f"link add {device} type veth peer name eth0 netns {netns}", f"link set {device} up", netns=home)
         ip(
-            "link set lo up",
-            f"addr add {own[0]}/{bits[0]} dev eth0",
-            f"addr add {own[1]}/{bits[1]} dev eth0 nodad",
-            "link set eth0 up",
+            f"""
+            link set lo up
+            addr add {own[0]}/{bits[0]} dev eth0
+            addr add {own[1]}/{bits[1]} dev eth0 nodad
+            link set eth0 up
+            """,
             netns=netns,
         )
         settled(netns, own[1])

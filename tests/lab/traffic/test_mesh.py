@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.lab.traffic.test_socket_lb import pod_object
 from tests.rows import services as rows
 from tests.support.lab.field import Field
 from tests.support.lab.lab import (
@@ -130,13 +131,7 @@ class MeshPod:
         assert process.stdout.readline() == b"serves\n"
 
     def object(self, **annotations: str) -> dict[str, Any]:
-        metadata = {"name": "meshed", "namespace": "default", "uid": self.uid}
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": metadata | {"annotations": annotations},
-            "spec": {"nodeName": "node-1", "containers": [{"name": "app", "image": "x"}]},
-        }
+        return pod_object("meshed", uid=self.uid, annotations=annotations)
 
     def is_exempt(self) -> bool:
         keys = self._field.agent.entries("exempt_cgroups")

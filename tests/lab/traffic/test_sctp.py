@@ -63,7 +63,7 @@ def hang_up(listener: socket.socket) -> None:
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    with Field(name="sc", pods=(2, 1)) as made, contextlib.ExitStack() as own:
+    with Field(name="sc", pods=(2, 1), agents=1) as made, contextlib.ExitStack() as own:
         made.create(*made.all_of(SERVICES))
         made.settle()
         for name in SERVERS:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kbpf.cli import app
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag
@@ -204,14 +205,19 @@ def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> 
 # ---- exemptions ----------------------------------------------------------------------------------
 
 
-def pod_object(uid: str, label: str | None = "off") -> dict[str, Any]:
-    labels = {} if label is None else {LABEL: label}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "sidecar", "namespace": "default", "uid": uid, "labels": labels},
-        "spec": {"nodeName": "node-1", "containers": [{"name": "c", "image": "x"}]},
-    }
+POD = """
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: default}}
+spec: {{nodeName: {node}, containers: [{{name: c, image: x}}]}}
+"""
+OFF_LABEL = {LABEL: "off"}
+
+
+def pod_object(name: str = "sidecar", node: str = "node-1", **metadata: object) -> dict[str, Any]:
+    made = yaml.safe_load(POD.format(name=name, node=node))
+    made["metadata"] |= metadata
+    return made
 
 
 def exempt(agent: Agent, *folders: Path) -> Callable[[], bool]:
@@ -237,19 +243,19 @@ def test_a_pod_with_the_label_is_left_to_the_packet_path(field: Field):
     place.ip, place.ip6 = pod.ip, pod.ip6
     try:
         check(field, place, HOOKED)
-        field.change(pod_object(uid))
+        field.change(pod_object(uid=uid, labels=OFF_LABEL))
         until("the pod is exempt", exempt(field.agent, folder))
         check(field, place, PACKETS)
         check(field, pod, HOOKED)
         restart(field, ON)
         check(field, place, PACKETS)
-        field.change(pod_object(uid, label=None))
+        field.change(pod_object(uid=uid))
         until("nothing is exempt", exempt(field.agent))
         check(field, place, HOOKED)
     finally:
         place.close()
         remove_cgroup(pods)
-    field.delete(pod_object(uid))
+    field.delete(pod_object())
     field.settle()
 
 
@@ -264,10 +270,8 @@ def test_pods_of_an_api_server_are_exempt_on_their_node(cluster: Cluster):
     agent, pods = cluster.agents[0], cluster.home["a2"].cgroup / "kubepods"
     folders = {}
     for name, at in (("here", "node-1"), ("there", "node-2")):
-        made = pod_object("")
-        del made["metadata"]["uid"]
-        made["metadata"]["name"], made["spec"]["nodeName"] = name, at
-        folders[name] = pods / f"pod{cluster.kube.create(made)['metadata']['uid']}"
+        made = cluster.kube.create(pod_object(name, at, labels=OFF_LABEL))
+        folders[name] = pods / f"pod{made['metadata']['uid']}"
         folders[name].mkdir(parents=True)
 
     def label(value: str | None) -> None:

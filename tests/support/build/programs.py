@@ -25,31 +25,39 @@ class Program:
     version_variable: str = ""  # gets the version of the package's module, without "v"
 
 
-_PLUGINS = "github.com/containernetworking/plugins/plugins"
-PROGRAMS = {
-    "etcd": Program("etcd", "go.etcd.io/etcd/server/v3", in_assets=True),
-    "etcdctl": Program("etcdtools", "go.etcd.io/etcd/etcdctl/v3"),
-    "etcdutl": Program("etcdtools", "go.etcd.io/etcd/etcdutl/v3"),
-    "kube-apiserver": Program("apiserver", "k8s.io/kubernetes/cmd/kube-apiserver", in_assets=True),
-    "kube-proxy": Program("apiserver", "k8s.io/kubernetes/cmd/kube-proxy"),
-    "kubeadm": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm"),
-    "kubectl": Program("apiserver", "k8s.io/kubernetes/cmd/kubectl"),
-    "judge": Program("apiserver", "./judge"),
-    "judge-1.36": Program("apiserver", "./judge", pins=PREVIOUS),
-    "kubeadm-1.36": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", pins=PREVIOUS),
-    "coredns": Program("coredns", "."),
-    "helm": Program("helm", "helm.sh/helm/v3/cmd/helm"),
-    "bridge": Program("cni", f"{_PLUGINS}/main/bridge"),
-    "ptp": Program("cni", f"{_PLUGINS}/main/ptp"),
-    "host-local": Program("cni", f"{_PLUGINS}/ipam/host-local"),
-    "loopback": Program("cni", f"{_PLUGINS}/main/loopback"),
-    "portmap": Program("cni", f"{_PLUGINS}/meta/portmap"),
-    "bandwidth": Program("cni", f"{_PLUGINS}/meta/bandwidth"),
-    "firewall": Program("cni", f"{_PLUGINS}/meta/firewall"),
-    "flannel": Program("cni", f"{_PLUGINS}/meta/flannel", pins="flannel.mod"),
-    "flanneld": Program("flannel", "github.com/flannel-io/flannel", cgo=True),
-    "kube-router": Program("kuberouter", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"),
-}
+def _programs(text: str) -> dict[str, Program]:
+    """A program on each line: its name, module, package, and fields with another value than the default."""
+    found = {}
+    for name, module, package, *fields in map(str.split, text.strip().splitlines()):
+        options = (field.partition("=") for field in fields)
+        found[name] = Program(module, package, **{key: value or True for key, _, value in options})
+    return found
+
+
+PROGRAMS = _programs("""
+etcd            etcd         go.etcd.io/etcd/server/v3                                      in_assets
+etcdctl         etcdtools    go.etcd.io/etcd/etcdctl/v3
+etcdutl         etcdtools    go.etcd.io/etcd/etcdutl/v3
+kube-apiserver  apiserver    k8s.io/kubernetes/cmd/kube-apiserver                           in_assets
+kube-proxy      apiserver    k8s.io/kubernetes/cmd/kube-proxy
+kubeadm         apiserver    k8s.io/kubernetes/cmd/kubeadm
+kubectl         apiserver    k8s.io/kubernetes/cmd/kubectl
+judge           apiserver    ./judge
+judge-1.36      apiserver    ./judge                                                        pins=previous.mod
+kubeadm-1.36    apiserver    k8s.io/kubernetes/cmd/kubeadm                                  pins=previous.mod
+coredns         coredns      .
+helm            helm         helm.sh/helm/v3/cmd/helm
+bridge          cni          github.com/containernetworking/plugins/plugins/main/bridge
+ptp             cni          github.com/containernetworking/plugins/plugins/main/ptp
+host-local      cni          github.com/containernetworking/plugins/plugins/ipam/host-local
+loopback        cni          github.com/containernetworking/plugins/plugins/main/loopback
+portmap         cni          github.com/containernetworking/plugins/plugins/meta/portmap
+bandwidth       cni          github.com/containernetworking/plugins/plugins/meta/bandwidth
+firewall        cni          github.com/containernetworking/plugins/plugins/meta/firewall
+flannel         cni          github.com/containernetworking/plugins/plugins/meta/flannel    pins=flannel.mod
+flanneld        flannel      github.com/flannel-io/flannel                                  cgo
+kube-router     kuberouter   github.com/cloudnativelabs/kube-router/v2/cmd/kube-router
+""")
 """For all tests except tests/conformance."""
 RARE = {"kube-router"}
 """Programs that `make test` does not need."""

@@ -16,7 +16,6 @@ Nodes and the load balancers' status). Rules:
 """
 
 import base64
-import json
 import secrets
 import shutil
 import signal
@@ -67,6 +66,14 @@ roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: kbpf-pod
 subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: system:kube-proxy}]
 """
 """The rights of the user kbpf on Pods, which kube-proxy's role lacks."""
+KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+clusters: [{{name: tests, cluster: {{server: "{server}", certificate-authority-data: {crt}}}}}]
+users: [{{name: {user}, user: {{token: "{token}"}}}}]
+contexts: [{{name: tests, context: {{cluster: tests, user: {user}}}}}]
+current-context: tests
+"""
 
 
 class ServerDied(Exception):
@@ -192,21 +199,13 @@ class ApiServer:
         return Kube(self.url, self.tokens[user], self.authority.crt, netns=self.netns)
 
     def kubeconfig(self, path: Path, user: str = "kbpf", *, url: str | None = None) -> Path:
-        """Write a kubeconfig (as JSON, which is YAML) that verifies TLS, and return its path; `url` is
-        another URL to use, such as a fault proxy's.
+        """Write a kubeconfig that verifies TLS, and return its path; `url` is another URL to use, such as a fault
+        proxy's.
         """
         crt = base64.b64encode(self.authority.crt.read_bytes()).decode()
-        cluster = {"server": url or self.url, "certificate-authority-data": crt}
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "tests", "cluster": cluster}],
-            "users": [{"name": user, "user": {"token": self.tokens[user]}}],
-            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": user}}],
-            "current-context": "tests",
-        }
+        text = KUBECONFIG.format(server=url or self.url, crt=crt, user=user, token=self.tokens[user])
         path.touch(mode=0o600)
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        path.write_text(text)
         return path
 
     def _prepare(self) -> None:

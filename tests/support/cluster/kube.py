@@ -14,31 +14,46 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 from tests.support.lab import sockets
 from tests.support.lab.lab import PATIENCE
+from tests.support.table import table
 
 Object = dict[str, Any]
 Row = TypeVar("Row")
 
-_KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resource, namespaced
-    "Namespace": ("/api/v1", "namespaces", False),
-    "Node": ("/api/v1", "nodes", False),
-    "Secret": ("/api/v1", "secrets", True),
-    "ClusterRole": ("/apis/rbac.authorization.k8s.io/v1", "clusterroles", False),
-    "ClusterRoleBinding": ("/apis/rbac.authorization.k8s.io/v1", "clusterrolebindings", False),
-    "Service": ("/api/v1", "services", True),
-    "Pod": ("/api/v1", "pods", True),
-    "ServiceAccount": ("/api/v1", "serviceaccounts", True),
-    "ConfigMap": ("/api/v1", "configmaps", True),
-    "DaemonSet": ("/apis/apps/v1", "daemonsets", True),
-    "ControllerRevision": ("/apis/apps/v1", "controllerrevisions", True),
-    "EndpointSlice": ("/apis/discovery.k8s.io/v1", "endpointslices", True),
-    "Event": ("/apis/events.k8s.io/v1", "events", True),
-    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies", True),
-    "ServiceCIDR": ("/apis/networking.k8s.io/v1", "servicecidrs", False),
+
+class _Kind(NamedTuple):
+    name: str
+    group: str
+    resource: str
+    is_namespaced: bool
+
+
+_KINDS = {
+    kind.name: kind
+    for kind in table(
+        _Kind,
+        """
+Namespace          | /api/v1                            | namespaces          | no
+Node               | /api/v1                            | nodes               | no
+Secret             | /api/v1                            | secrets             | yes
+ClusterRole        | /apis/rbac.authorization.k8s.io/v1 | clusterroles        | no
+ClusterRoleBinding | /apis/rbac.authorization.k8s.io/v1 | clusterrolebindings | no
+Service            | /api/v1                            | services            | yes
+Pod                | /api/v1                            | pods                | yes
+ServiceAccount     | /api/v1                            | serviceaccounts     | yes
+ConfigMap          | /api/v1                            | configmaps          | yes
+DaemonSet          | /apis/apps/v1                      | daemonsets          | yes
+ControllerRevision | /apis/apps/v1                      | controllerrevisions | yes
+EndpointSlice      | /apis/discovery.k8s.io/v1          | endpointslices      | yes
+Event              | /apis/events.k8s.io/v1             | events              | yes
+NetworkPolicy      | /apis/networking.k8s.io/v1         | networkpolicies     | yes
+ServiceCIDR        | /apis/networking.k8s.io/v1         | servicecidrs        | no
+""",
+    )
 }
 
 
@@ -239,7 +254,7 @@ class Kube:
 
 def path_of(kind: str, namespace: str | None = None, name: str | None = None) -> str:
     """Return the URL path of a kind's list (in all namespaces for None) or of one object."""
-    group, resource, namespaced = _KINDS[kind]
+    _, group, resource, namespaced = _KINDS[kind]
     space = f"/namespaces/{quote(namespace)}" if namespaced and namespace else ""
     return f"{group}{space}/{resource}" + (f"/{quote(name)}" if name else "")
 

@@ -5,9 +5,10 @@
 tests/lab/cluster/test_kubeadm.py compares the texts here with the program's output.
 """
 
-import json
 import shutil
 from pathlib import Path
+
+import yaml
 
 from tests.support.build import go_build
 from tests.support.cluster.apiserver import ApiServer
@@ -106,6 +107,19 @@ users:
   user:
     tokenFile: {account}/token
 """
+_CLUSTER = """\
+apiVersion: kubeadm.k8s.io/v1beta4
+kind: InitConfiguration
+localAPIEndpoint: {{advertiseAddress: 198.51.100.1}}
+nodeRegistration: {{criSocket: "unix:///run/containerd/containerd.sock"}}
+---
+apiVersion: kubeadm.k8s.io/v1beta4
+kind: ClusterConfiguration
+kubernetesVersion: {version}
+controlPlaneEndpoint: {endpoint}
+networking: {{podSubnet: "{pods}"}}
+"""
+"""kubeadm's configuration, complete so that it detects nothing on this machine."""
 
 
 def config(cluster_cidr: str, kubeconfig: Path | str = KUBECONFIG) -> str:
@@ -144,12 +158,16 @@ class Kubeadm:
         self._program, self._netns, self._folder = program, server.netns, folder
         self._admin = server.kubeconfig(folder / "kubeconfig-kubeadm", "admin")
         self._config = folder / "kubeadm.yaml"
-        objects = _cluster(endpoint or server.url.removeprefix("https://"), pods, proxy, version)
+        endpoint = endpoint or server.url.removeprefix("https://")
+        objects = [*yaml.safe_load_all(_CLUSTER.format(endpoint=endpoint, pods=pods, version=version))]
+        if proxy is not None:
+            kind = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
+            objects.append(kind | proxy)
         if disabled:
             objects[1]["proxy"] = {"disabled": True}
         if patches is not None:
             objects[0]["patches"] = {"directory": str(patches)}
-        self._config.write_text("\n---\n".join(map(json.dumps, objects)))
+        self._config.write_text(yaml.safe_dump_all(objects))
 
     def install_kube_proxy(self) -> None:
         """Creates kube-proxy's objects, or restores them."""
@@ -195,6 +213,24 @@ class ControlPlaneNode:
     """
 
     name = "control-plane"
+    objects = """
+apiVersion: v1
+kind: Node
+# kubeadm 1.36 waits a minute for a Node to have this label, before it patches it.
+metadata: {name: control-plane, labels: {kubernetes.io/hostname: control-plane}}
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: kube-apiserver-control-plane
+  namespace: kube-system
+  labels: {component: kube-apiserver, tier: control-plane}
+  annotations:
+    kubernetes.io/config.mirror: "0"
+    kubeadm.kubernetes.io/kube-apiserver.advertise-address.endpoint: "198.51.100.1:6443"
+spec: {nodeName: control-plane, containers: [{name: kube-apiserver, image: kube-apiserver}]}
+"""
+    """The Node, and the Pod with the address of its API server."""
     skipped = "--skip-phases=preflight,control-plane,kubelet-config,addon/coredns"
     """What pulls images, waits for kubelet to start static pods, and changes files of kubelet."""
 
@@ -210,58 +246,11 @@ class ControlPlaneNode:
             "containerRuntimeEndpoint: unix:///run/containerd/containerd.sock\n"
         )
 
-    def objects(self) -> list[Object]:
-        """The Node, and the Pod with the address of its API server."""
-        container = {"name": "kube-apiserver", "image": "kube-apiserver"}
-        # kubeadm 1.36 waits a minute for a Node to have this label, before it patches it.
-        labels = {"kubernetes.io/hostname": self.name}
-        return [
-            {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": labels}},
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {
-                    "name": f"kube-apiserver-{self.name}",
-                    "namespace": "kube-system",
-                    "labels": {"component": "kube-apiserver", "tier": "control-plane"},
-                    "annotations": {
-                        "kubernetes.io/config.mirror": "0",
-                        "kubeadm.kubernetes.io/kube-apiserver.advertise-address.endpoint": "198.51.100.1:6443",
-                    },
-                },
-                "spec": {"nodeName": self.name, "containers": [container]},
-            },
-        ]
-
     def run(self, *arguments: str) -> str:
         """The output of `kubeadm ARGUMENTS` on this node."""
         script = 'hostname "$1"; root=$2; shift 2; exec chroot "$root" /kubeadm "$@"'
         words = ("unshare", "--uts", "sh", "-c", script, "sh", self.name, str(self._root))
         return call(inside(self._netns, None, *words, *arguments), self._root)
-
-
-def _cluster(endpoint: str, pods: str, proxy: Object | None, version: str) -> list[Object]:
-    """kubeadm's configuration, complete so that it detects nothing on this machine."""
-    api = "kubeadm.k8s.io/v1beta4"
-    made: list[Object] = [
-        {
-            "apiVersion": api,
-            "kind": "InitConfiguration",
-            "localAPIEndpoint": {"advertiseAddress": "198.51.100.1"},
-            "nodeRegistration": {"criSocket": "unix:///run/containerd/containerd.sock"},
-        },
-        {
-            "apiVersion": api,
-            "kind": "ClusterConfiguration",
-            "kubernetesVersion": version,
-            "controlPlaneEndpoint": endpoint,
-            "networking": {"podSubnet": pods},
-        },
-    ]
-    if proxy is not None:
-        kind = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
-        made.append(kind | proxy)
-    return made
 
 
 class Mount:

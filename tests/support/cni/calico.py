@@ -13,6 +13,8 @@ import hashlib
 import subprocess
 from typing import TYPE_CHECKING, Literal
 
+import yaml
+
 from tests.support.cni import calico_rules
 from tests.support.cni.calico_rules import Network, Workload
 from tests.support.cni.networks import PODS4, PODS6, PORTMAP, Cni, Node, pod_cidrs, route_to
@@ -45,7 +47,7 @@ class Calico(Cni):
 
     def conf(self, node: Node) -> Conf:
         """The part of calico's list that is not imitated."""
-        return {"cniVersion": "1.0.0", "name": "k8s-pod-network", "plugins": [PORTMAP]}
+        return yaml.safe_load(f"{{cniVersion: 1.0.0, name: k8s-pod-network, plugins: [{PORTMAP}]}}")
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
         keys = "net.ipv4.conf.all.rp_filter=1", "net.ipv4.conf.default.rp_filter=1"
@@ -120,13 +122,15 @@ class Calico(Cni):
         run(*inside(node.netns, None, "sysctl", "-qw", *settings))
         ip(f"link set {device} up", netns=node.netns)
         ip(
-            "link set lo up",
-            "link set eth0 up",
-            "route add 169.254.1.1 dev eth0 scope link",
-            "route add default via 169.254.1.1 dev eth0",
-            f"route add default via {HOST_LINK_LOCAL} dev eth0",
-            f"addr add {pod.v4}/32 dev eth0",
-            f"addr add {pod.v6}/128 dev eth0 nodad",
+            f"""
+            link set lo up
+            link set eth0 up
+            route add 169.254.1.1 dev eth0 scope link
+            route add default via 169.254.1.1 dev eth0
+            route add default via {HOST_LINK_LOCAL} dev eth0
+            addr add {pod.v4}/32 dev eth0
+            addr add {pod.v6}/128 dev eth0 nodad
+            """,
             netns=pod.netns,
         )
         ip(f"route add {pod.v4}/32 dev {device} scope link", f"route add {pod.v6}/128 dev {device}", netns=node.netns)

@@ -17,6 +17,8 @@ In all of them a node's pods are in 10.244.n.0/24 and fd00:10:244:n::/64, from .
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
+import yaml
+
 from tests.support.cni.plugins import Conf, Sandbox, read
 from tests.support.lab.lab import Node as LabNode
 from tests.support.lab.lab import inside, ip, run
@@ -110,13 +112,10 @@ class Cni(Routed):
     inside = cable
 
 
-def _ipam(node: Node) -> Conf:
-    return {
-        "type": "host-local",
-        "dataDir": str(node.folder / f"ipam-{node.name}"),
-        "ranges": [[{"subnet": cidr}] for cidr in pod_cidrs(node)],
-        "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
-    }
+def _ipam(node: Node) -> str:
+    v4, v6 = pod_cidrs(node)
+    return f"""{{type: host-local, dataDir: {node.folder}/ipam-{node.name},
+        ranges: [[{{subnet: {v4}}}], [{{subnet: "{v6}"}}]], routes: [{{dst: 0.0.0.0/0}}, {{dst: "::/0"}}]}}"""
 
 
 def route_to(node: Node, others: "Sequence[Node]", families: tuple[int, ...] = (4, 6)) -> None:
@@ -126,7 +125,7 @@ def route_to(node: Node, others: "Sequence[Node]", families: tuple[int, ...] = (
         ip(*lines, netns=node.netns)
 
 
-PORTMAP = {"type": "portmap", "capabilities": {"portMappings": True}}
+PORTMAP = "{type: portmap, capabilities: {portMappings: true}}"
 
 
 class Bridge(Cni):
@@ -135,24 +134,15 @@ class Bridge(Cni):
     masquerades = False
 
     def conf(self, node: Node) -> Conf:
-        bridge = {
-            "type": "bridge",
-            "bridge": "cni0",
-            "isGateway": True,
-            "ipMasq": False,
-            "hairpinMode": True,
-            "ipam": _ipam(node),
-        }
-        return {
-            "cniVersion": "1.0.0",
-            "name": "net",
-            "plugins": [
-                bridge,
-                PORTMAP,
-                {"type": "bandwidth", "capabilities": {"bandwidth": True}},
-                {"type": "firewall", "backend": "iptables"},
-            ],
-        }
+        return yaml.safe_load(f"""
+            cniVersion: 1.0.0
+            name: net
+            plugins:
+            - {{type: bridge, bridge: cni0, isGateway: true, ipMasq: false, hairpinMode: true, ipam: {_ipam(node)}}}
+            - {PORTMAP}
+            - {{type: bandwidth, capabilities: {{bandwidth: true}}}}
+            - {{type: firewall, backend: iptables}}
+        """)
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
         route_to(node, others)
@@ -165,8 +155,11 @@ class Ptp(Cni):
     masquerades = False
 
     def conf(self, node: Node) -> Conf:
-        ptp = {"type": "ptp", "ipMasq": False, "ipam": _ipam(node), "mtu": 1500}
-        return {"cniVersion": "0.3.1", "name": self.name, "plugins": [ptp, PORTMAP]}
+        return yaml.safe_load(f"""
+            cniVersion: 0.3.1
+            name: {self.name}
+            plugins: [{{type: ptp, ipMasq: false, ipam: {_ipam(node)}, mtu: 1500}}, {PORTMAP}]
+        """)
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
         route_to(node, others)
@@ -212,36 +205,37 @@ class Flannel(Cni):
         gateway = gate(node.number, v6=True)
         ip(f"addr replace {gateway}/64 dev cni0 nodad", netns=node.netns)
         ip(
-            "link set lo up",
-            f"addr add {pod.v6}/64 dev eth0 nodad",
-            f"route add default via {gateway}",
+            f"""
+            link set lo up
+            addr add {pod.v6}/64 dev eth0 nodad
+            route add default via {gateway}
+            """,
             netns=pod.netns,
         )
 
     def conf(self, node: Node) -> Conf:
         """As in kube-flannel.yml, with folders of this node's own."""
-        flannel = {
-            "type": "flannel",
-            "subnetFile": str(self._subnet_file(node)),
-            "dataDir": str(node.folder / f"flannel-{node.name}"),
-            "ipam": {"dataDir": str(node.folder / f"ipam-{node.name}")},
-            "delegate": {"hairpinMode": True, "isDefaultGateway": True},
-        }
-        return {"name": "cbr0", "cniVersion": "0.3.1", "plugins": [flannel, PORTMAP]}
+        return yaml.safe_load(f"""
+            name: cbr0
+            cniVersion: 0.3.1
+            plugins:
+            - type: flannel
+              subnetFile: {self._subnet_file(node)}
+              dataDir: {node.folder}/flannel-{node.name}
+              ipam: {{dataDir: {node.folder}/ipam-{node.name}}}
+              delegate: {{hairpinMode: true, isDefaultGateway: true}}
+            - {PORTMAP}
+        """)
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
         net_conf = node.folder / f"net-conf-{node.name}.json"
         row = {"Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": self._is_dual, "Backend": {"Type": self._backend}}
         net_conf.write_text(json.dumps(row))
-        return (
-            "--kube-subnet-mgr",
-            "--ip-masq",
-            "--iface=eth0",
-            "--healthz-port=0",
-            f"--kubeconfig-file={kubeconfig}",
-            f"--net-config-path={net_conf}",
-            f"--subnet-file={self._subnet_file(node)}",
-        )
+        words = f"""
+            --kube-subnet-mgr --ip-masq --iface=eth0 --healthz-port=0
+            --kubeconfig-file={kubeconfig} --net-config-path={net_conf} --subnet-file={self._subnet_file(node)}
+        """
+        return tuple(words.split())
 
     def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
         return self._subnet_file(node).exists() and has_routes(node, others)
@@ -259,15 +253,20 @@ class KubeRouter(Cni):
         """The file that kubeadm-kuberouter.yaml installs; kube-router writes the pod networks into
         it.
         """
-        bridge = {
-            "type": "bridge",
-            "bridge": "kube-bridge",
-            "isDefaultGateway": True,
-            "hairpinMode": True,
-            "ipam": {"type": "host-local", "dataDir": str(node.folder / f"ipam-{node.name}")},
-        }
-        row = {"cniVersion": "0.3.0", "name": "mynet", "plugins": [bridge, PORTMAP]}
-        self.file(node).write_text(json.dumps(row))
+        self.file(node).write_text(f"""{{
+            "cniVersion": "0.3.0",
+            "name": "mynet",
+            "plugins": [
+                {{
+                    "type": "bridge",
+                    "bridge": "kube-bridge",
+                    "isDefaultGateway": true,
+                    "hairpinMode": true,
+                    "ipam": {{"type": "host-local", "dataDir": "{node.folder}/ipam-{node.name}"}}
+                }},
+                {{"type": "portmap", "capabilities": {{"portMappings": true}}}}
+            ]
+        }}""")
 
     def file(self, node: Node) -> "Path":
         return node.folder / f"kube-router-{node.name}.conflist"
@@ -276,20 +275,14 @@ class KubeRouter(Cni):
         return read(self.file(node))
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
-        return (
-            f"--kubeconfig={kubeconfig}",
-            f"--hostname-override={node.name}",
-            "--run-router=true",
-            "--run-firewall=true",
-            "--run-service-proxy=false",
-            "--enable-ipv6=true",
-            "--enable-overlay=false",
-            "--bgp-graceful-restart=true",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            "--service-cluster-ip-range=fd00:10:96::/112",
-            "--service-external-ip-range=203.0.113.0/24",
-            "--service-external-ip-range=2001:db8:1::/64",
-        )
+        words = f"""
+            --kubeconfig={kubeconfig} --hostname-override={node.name}
+            --run-router=true --run-firewall=true --run-service-proxy=false
+            --enable-ipv6=true --enable-overlay=false --bgp-graceful-restart=true
+            --service-cluster-ip-range=10.96.0.0/16 --service-cluster-ip-range=fd00:10:96::/112
+            --service-external-ip-range=203.0.113.0/24 --service-external-ip-range=2001:db8:1::/64
+        """
+        return tuple(words.split())
 
     def environment(self, node: Node) -> dict[str, str]:
         file = {"KUBE_ROUTER_CNI_CONF_FILE": str(self.file(node))}

@@ -53,15 +53,23 @@ both_families = pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
 
 class Field(Cluster):
     """The nodes of the module docstring. `arguments` are the agents' flags, `pods` the number of
-    pods of each node, and `module` is the Python module that runs as the agent (lab.Agent).
+    pods of each node, and `module` is the Python module that runs as the agent (lab.Agent). Only the
+    first `agents` nodes have one.
     """
 
-    def __init__(self, *arguments: str, name: str = "ns", pods: Sequence[int] = (3, 2), module: str = "kbpf") -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        name: str = "ns",
+        pods: Sequence[int] = (3, 2),
+        module: str = "kbpf",
+        agents: int = 2,
+    ) -> None:
         super().__init__()
         self.arguments = arguments
         self.module = module
         self.own = contextlib.ExitStack()
-        self._named, self._pods = name, pods
+        self._named, self._pods, self._agents = name, pods, agents
 
     def __enter__(self) -> Self:
         with self.own:
@@ -73,6 +81,7 @@ class Field(Cluster):
                 self.agents[-1].module = self.module
                 for pod in () if PACKETS else home.pods:
                     ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=pod.netns)
+            del self.agents[self._agents :]
             self.unhook("outside", self.lab.outside, OUT4, OUT6, self.lab.nodes[0])
             for name in ("a1", "a2")[: self._pods[0]]:
                 pod = self[name]

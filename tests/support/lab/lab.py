@@ -106,6 +106,11 @@ def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
     return [*enter, "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh", *command]
 
 
+def on(where: "Node | Place", *command: str, stdin: str | None = None) -> str:
+    """The output of run() in the network namespace of a node or pod."""
+    return run(*inside(where.netns, None, *command), stdin=stdin)
+
+
 def until(
     what: str,
     check: Callable[[], Any],
@@ -348,10 +353,12 @@ class Lab:
         )
         ip("link set outside master br0", "link set outside up", netns=self.fabric)
         ip(
-            "link set lo up",
-            f"addr add {self.outside_ip}/24 dev {self.prefix}",
-            f"addr add fd00:198:18::fe/64 dev {self.prefix} nodad",
-            f"link set {self.prefix} up",
+            f"""
+            link set lo up
+            addr add {self.outside_ip}/24 dev {self.prefix}
+            addr add fd00:198:18::fe/64 dev {self.prefix} nodad
+            link set {self.prefix} up
+            """,
             netns=self.outside,
         )
         settled(self.outside, "fd00:198:18::fe")
@@ -372,9 +379,11 @@ class Lab:
         node.cgroup.mkdir()
         self.add_netns(node.netns)
         ip(
-            f"link add n{number} type veth peer name eth0 netns {node.netns}",
-            f"link set n{number} master br0",
-            f"link set n{number} up",
+            f"""
+            link add n{number} type veth peer name eth0 netns {node.netns}
+            link set n{number} master br0
+            link set n{number} up
+            """,
             netns=self.fabric,
         )
         let_forward(node.netns)
@@ -511,6 +520,12 @@ class Agent(AgentState):
 
     def tail(self, lines: int = 15) -> str:
         return "\n".join(self.lines()[-lines:])
+
+    def kbpf(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Runs a command of kbpf on the agent's node, with its folders."""
+        command = inside(self.node.netns, self.node.cgroup / "host", sys.executable, "-m", "kbpf", *words)
+        folders = {"KBPF_PIN_DIR": str(self.pin_dir), "KBPF_STATE_DIR": str(self.state_dir)}
+        return subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, check=False)
 
     def stop(self) -> int:
         """Sends SIGTERM, as kubelet does; the exit code."""

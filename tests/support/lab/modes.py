@@ -46,8 +46,7 @@ CANNOT: dict[str, str] = {
     r"test_north_south.*short circuit": PODS,
     r"test_which_packets_bypass_a_closed_forward_chain": MAPS,
     r"test_an_unknown_external_port_is_refused_by_the_node": OTHER_PORTS,
-    r"test_a_device_added_later_is_served_and_forgotten_when_deleted": MAPS,
-    r"test_all_programs_are_detached_by": MAPS,
+    r"test_without_the_packet_path_all_programs_are_detached": MAPS,
     # tests/lab/traffic/test_local_mode.py
     r"test_which_clients_use_the_short_circuit\[none-": PODS,
     # tests/lab/traffic/test_updates.py

@@ -40,10 +40,11 @@ MASKED = [
     "/sys/firmware",
 ]
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
-CAPABILITIES = {"NET_ADMIN": 12, "SYS_ADMIN": 21, "SYS_RESOURCE": 24, "PERFMON": 38, "BPF": 39}
-"""The capabilities that manifests/ request, and their numbers."""
-ALL_CAPABILITIES = {**CAPABILITIES, "DAC_OVERRIDE": 1, "KILL": 5, "NET_RAW": 13, "SYS_MODULE": 16}
-"""For a privileged container: these and all that a kube-proxy needs."""
+CAPABILITIES = {
+    **{"NET_ADMIN": 12, "SYS_ADMIN": 21, "SYS_RESOURCE": 24, "PERFMON": 38, "BPF": 39},
+    **{"DAC_OVERRIDE": 1, "KILL": 5, "NET_RAW": 13, "SYS_MODULE": 16},
+}
+"""The numbers of the capabilities that manifests/ request, and of more that a kube-proxy needs."""
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"]
 
@@ -137,7 +138,7 @@ class _Rights:
 def _rights(security: Object) -> _Rights:
     if security["privileged"]:
         assert security == {"privileged": True}, security
-        granted = [f"CAP_{name}" for name in sorted(capabilities_here(ALL_CAPABILITIES))]
+        granted = [f"CAP_{name}" for name in sorted(capabilities_here(CAPABILITIES))]
         return _Rights(granted, True, True, False, {"type": "Unconfined"})
     wanted = set(security["capabilities"].get("add", ()))
     assert security["capabilities"]["drop"] == ["ALL"]
@@ -156,7 +157,7 @@ def capabilities_here(names: Iterable[str]) -> set[str]:
     """Those of these capabilities that this process has."""
     status = Path("/proc/self/status").read_text()
     (bits,) = re.findall(r"^CapPrm:\s*([0-9a-f]+)$", status, re.M)
-    return {name for name in names if int(bits, 16) >> ALL_CAPABILITIES[name] & 1}
+    return {name for name in names if int(bits, 16) >> CAPABILITIES[name] & 1}
 
 
 def _environment(rows: Sequence[Object], host: Host) -> dict[str, str]:
