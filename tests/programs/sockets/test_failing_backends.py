@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that keep failing, with real sockets. A row is what clients do in each interval, and
-whether a backend then counts as failing. The servers and clients are those of test_account.py.
+"""Backends that keep failing, and which failures are kept, with real sockets. A row is what clients
+do in each interval, and whether a backend then counts as failing. The servers and clients are those
+of test_account.py, which has a failure of each kind.
 """
 
 import contextlib
@@ -13,16 +14,18 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.failing_backends import MIN_FAILURES, FailingBackends
+from kbpf.dataplane.bpf.maps.layout import COUNTS, FAILURES_PER_CLIENT
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
-from kbpf.model.metrics import FailingBackend
-from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, refused, reset, start
+from kbpf.model.metrics import ConnectionStats, FailingBackend
+from kbpf.model.objects import Protocol
+from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, empty, fair, recorded, refused, reset, start
 from tests.support.features import needs
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
-from tests.support.plane import join_pod, within
+from tests.support.plane import desired, join_pod, service, within
 from tests.support.table import table
 
 pytestmark = needs("tracing")
@@ -168,6 +171,77 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
     assert bool(found) is row.failing
     with bench.site.pinned("failures") as failures:
         assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
+
+
+# ---- `kbpf inspect failures` ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(bench: Bench) -> Bench:
+    start(bench, Accounting.CONNECTIONS)
+    empty(bench.site, "failures")
+    return bench
+
+
+def count_refused(bench: Bench) -> int:
+    with bench.site.pinned("counts") as counts:
+        return sum(ConnectionStats(*COUNTS.unpack(raw)).refused for _, raw in counts.items())
+
+
+def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
+    """Each is recorded. But a socket that sends errors to itself must not make any backend look broken."""
+    deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
+    served.site.open(accounting=Accounting.CONNECTIONS).apply(desired(deaf), None)
+    empty(served.site, "failures")
+    before = count_refused(served)
+
+    def sends_often() -> None:
+        with socket.socket(type=socket.SOCK_DGRAM) as s:
+            s.settimeout(PATIENCE)
+            for _ in range(2):
+                s.connect(("10.96.0.9", 53))
+                for _ in range(2):  # the kernel limits ICMP errors to six at once
+                    s.send(b"?")
+                    with pytest.raises(ConnectionRefusedError):
+                        s.recv(1)
+
+    within(served.client, sends_often)
+    (found,) = recorded(served)
+    assert (found.service, found.reason, found.count) == ("default/deaf", "backend_refused", 4)
+    assert count_refused(served) - before == 2, "once for each connect()"
+
+
+@needs("set_retval")
+def test_client_overwrites_only_its_own_failures(served: Bench):
+    """A container that fails everywhere has a bounded number of entries."""
+    within(served.two, lambda: refused("10.96.0.5", 80))
+
+    def fails_everywhere() -> None:
+        for number in range(1000, 1400):
+            refused("10.96.0.7", number)
+
+    within(served.client, fails_everywhere)
+    rows = recorded(served)
+    assert [row.service for row in rows if row.reason == "backend_refused"] == ["default/refusing"]
+    assert FAILURES_PER_CLIENT // 2 < len(rows) <= FAILURES_PER_CLIENT + 1
+
+
+@needs("set_retval")
+def test_failures_survive_the_agent(served: Bench):
+    served.act("refused", "10.96.0.5:80")
+    start(served, Accounting.CONNECTIONS)
+    served.act("refused", "10.96.0.5:80")
+    assert [row.count for row in recorded(served)] == [2]
+
+
+@needs("set_retval")
+def test_filters(served: Bench):
+    served.act("refused", "10.96.0.5:80")
+    served.act("refused", "10.96.0.7:80")
+    assert [row.service for row in recorded(served, service="default/empty")] == ["default/empty"]
+    assert [row.service for row in recorded(served, service="refusing")] == ["default/refusing"]
+    assert len(recorded(served, since=600)) == 2
+    assert recorded(served, pod="default/web") == []
 
 
 def test_nothing_is_known_without_maps(tmp_path: Path):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of sockets, as they happen: `kbpf monitor`.
 
-The same servers and clients as in test_account.py. A row names what a client does, and the one
-event that must be seen of it.
+The same servers and clients as in test_account.py, which has the events of each kind of connection.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from kbpf.cli import app
@@ -28,9 +26,9 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting
 from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
-from kbpf.model.reasons import EventVerdict, Reason
+from kbpf.model.reasons import Reason
 from kbpf.views.monitor import EventRow
-from tests.programs.sockets.account import FAIR, FLOOD, NOBODY, Bench, fair, refused, world
+from tests.programs.sockets.account import FAIR, FLOOD, Bench, fair, refused, start
 from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
 from tests.support.lab.lab import PATIENCE, Place, until
@@ -40,77 +38,13 @@ from tests.support.table import table
 
 @pytest.fixture(scope="module", autouse=True)
 def _world(bench: Bench) -> None:
-    apply_world(bench)
-
-
-def apply_world(bench: Bench) -> None:
-    sticky = service("sticky", "10.96.0.20:80", f"{bench.one.ip}:{FAIR}", affinity_timeout=600)
-    key = sticky.key._replace(namespace="shop")
-    state = world(bench)
-    state.services[key] = msgspec.structs.replace(sticky, key=key)
-    bench.site.open(accounting=Accounting.CONNECTIONS).apply(state, None)
+    start(bench, Accounting.CONNECTIONS)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(bench: Bench) -> Iterator[None]:
     yield
     assert left_behind(bench.site) == []
-
-
-class Row(NamedTuple):
-    """What a client does (see account.CLIENTS) at which frontend, and what is seen of it: the Service, the backend
-    (none: there is none), and verdicts with their reasons. `needs`: features of the kernel.
-    """
-
-    does: str
-    to: str
-    service: str
-    backend: str
-    events: str
-    needs: str = ""
-
-
-ROWS = table(
-    Row,
-    """
-fair       | 10.96.0.1:80    | fair        | one:9000      | new translated
-fair       | [fd00:96::1]:80 | fair6       | one6:9000     | new translated
-fair_twice | 10.96.0.20:80   | shop/sticky | one:9000      | new translated, new translated_by_affinity
-datagrams  | 10.96.0.4:53    | dns         | one:9003      | new translated
-connects   | 10.96.0.4:53    | dns         | one:9003      | new translated
-refused    | 10.96.0.7:80    | empty       | none          | refused no_endpoints                      | set_retval
-refused    | 10.96.0.7:81    | none        | none          | refused unknown_port                      | set_retval
-refused    | 10.96.0.8:80    | elsewhere   | none          | dropped no_local_endpoints                | set_retval
-refused    | 10.96.0.5:80    | refusing    | one:9009      | new translated, failed backend_refused    | tracing
-waits      | 10.96.0.6:80    | silent      | 192.0.2.99:80 | new translated, failed backend_unanswered | retransmissions
-reset      | 10.96.0.2:80    | rude        | one:9001      | new translated, failed backend_reset      | tracing
-""",
-)
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(r, marks=needs(r.needs) if r.needs else (), id=f"{r.does} {r.to}") for r in ROWS]
-)
-def test_events_are_seen(bench: Bench, row: Row):
-    with watched(bench.site) as monitor:
-        bench.act(row.does, row.to)
-        events = read(monitor)
-        assert monitor.left_out == 0
-    assert ", ".join(f"{e.verdict} {e.reason}" for e in events) == row.events
-    for event in events:
-        assert (event.service or "none").removeprefix("default/") == row.service
-        assert (event.backend or "none") == bench.fill(row.backend)
-        assert event.frontend == f"{row.to}/{'UDP' if row.to.endswith(':53') else 'TCP'}"
-        assert (event.client_kind, event.seen_by) == ("cgroup", "socket")
-        assert str(bench.client.cgroup).endswith(event.client)
-        failed = event.verdict is EventVerdict.FAILED
-        assert event.address.startswith(f"{bench.client.ip}:" if failed else "")
-
-
-def test_connection_to_no_service_is_no_event(bench: Bench):
-    with watched(bench.site) as monitor:
-        within(bench.client, lambda: refused(bench.one.ip, NOBODY))
-        assert read(monitor) == []
 
 
 def test_nothing_is_written_while_no_command_watches(bench: Bench):
@@ -362,7 +296,7 @@ def test_command_ends_after_some_events(bench: Bench, row: Asked):
     for _ in range(3):
         within(bench.client, lambda: (fair("10.96.0.1"), fair("10.96.0.20")))
     out, err = process.communicate(timeout=PATIENCE)
-    apply_world(bench)
+    start(bench, Accounting.CONNECTIONS)
     assert (process.returncode, err) == (0, "")
     events = [json.loads(line) for line in out.splitlines()]
     assert [event["service"] for event in events] == [row.service] * 2

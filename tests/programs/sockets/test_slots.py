@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -47,6 +47,7 @@ from tests.support.plane import (
     sites,
     split,
 )
+from tests.support.table import table
 
 MAGLEV = Algorithm.MAGLEV
 UDP, TCP, SCTP = Protocol.UDP, Protocol.TCP, Protocol.SCTP
@@ -89,8 +90,6 @@ SEED = 0x6B627066
 VIP = {4: "192.0.2.1", 6: "2001:db8::1"}
 PODS = {4: "10.244.1.{}", 6: "fd00:10:244:1::{:x}"}
 BUILD = {TCP: lambda a, b: tcp(a, b, flags="S", mss=1460), UDP: lambda a, b: udp(a, b, b"question"), SCTP: sctp}
-both = pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
-SIZES = {2: 251, 7: 251, 11: 1021}
 
 
 def end(host: str, port: int) -> str:
@@ -176,12 +175,12 @@ def expected(state: ServiceState, client: str, port: int, size: int) -> str:
     """The backend by a table and a hash that do not come from the code under test."""
     (frontend,) = state.frontends
     named = [(one.address, one.port, int(one.protocol)) for one in state.cluster]
-    table = oracle.maglev(named, state.cluster_weights, size)
+    slots = oracle.maglev(named, state.cluster_weights, size)
     said = packed(client)
     if not state.affinity_timeout:
         flow = struct.pack("!HBxHBx", port, int(frontend.at.protocol), frontend.at.port, int(frontend.at.protocol))
         said += flow[:4] + bytes(frontend.at.address) + flow[4:]
-    chosen: Backend = state.cluster[table[murmur3(said, SEED) % size]]
+    chosen: Backend = state.cluster[slots[murmur3(said, SEED) % size]]
     return str(chosen)
 
 
@@ -192,69 +191,73 @@ CLIENTS = {
 FLOWS = [(n, port) for n in range(4) for port in (1, 1024, 33000, 40001, 40002, 65535)]
 
 
-@pytest.mark.parametrize(("v", "protocol", "count"), [(4, TCP, 2), (6, TCP, 11), (4, SCTP, 7), (6, UDP, 7)])
-def test_maglev_backend_of_a_packet_follows_from_its_flow(one: Path_, v: int, protocol: Protocol, count: int):
-    state = web(v, range(1, count + 1), protocol, port=80 if protocol is SCTP else 8080)
-    one.serve(state)
-    seen = set()
-    for n, port in FLOWS:
-        client = CLIENTS[v][n]
-        found = one.chosen(end(client, port), end(VIP[v], 80), protocol)
-        assert found == expected(state, client, port, SIZES[count])
-        seen.add(found)
-    assert len(seen) > 1
+class Row(NamedTuple):
+    """A set of backends with Maglev: how many, their weights, the seconds of affinity, and the size of its table."""
+
+    v: int
+    protocol: Protocol
+    count: int
+    size: int
+    weights: str = ""
+    affinity: int = 0
 
 
-@both
-def test_weighted_maglev_uses_the_larger_table(one: Path_, v: int):
-    state = web(v, range(1, 5), cluster_weights=(1, 5, 2, 2))
-    one.serve(state)
-    for n, port in FLOWS:
-        found = one.chosen(end(CLIENTS[v][n], port), end(VIP[v], 80))
-        assert found == expected(state, CLIENTS[v][n], port, 1021)
+ROWS = table(
+    Row,
+    """
+4 | TCP  | 2  | 251
+6 | TCP  | 11 | 1021
+4 | SCTP | 7  | 251
+6 | UDP  | 7  | 251
+4 | TCP  | 4  | 1021 | 1 5 2 2
+6 | TCP  | 4  | 1021 | 1 5 2 2
+4 | TCP  | 7  | 251  |         | 60
+6 | TCP  | 7  | 251  |         | 60
+""",
+)
 
 
-@both
-def test_maglev_with_affinity_hashes_the_client_address_only(one: Path_, other: Path_, v: int):
-    """All nodes choose the same backend for a client, whatever its port and the frontend."""
-    plain = web(v, range(1, 8), affinity_timeout=60)
-    for node in (one, other):
-        node.serve(plain)
-    chosen = {}
-    for n, port in FLOWS:
-        client = CLIENTS[v][n]
-        first = one.chosen(end(client, port), end(VIP[v], 80))
-        assert first == expected(plain, client, port, 251)
-        assert chosen.setdefault(client, first) == first
-        other.forget()
-        assert other.chosen(end(client, port), end(VIP[v], 80)) == first
-    assert len(set(chosen.values())) > 1
-
-
-@both
-def test_two_nodes_choose_the_same_maglev_backend(one: Path_, other: Path_, v: int):
-    state = web(v, range(1, 8))
-    ids = []
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: f"{row.protocol.name}{row.v} {row.count} {row.weights or row.affinity}"
+)
+def test_maglev_backend_of_a_packet_follows_from_its_flow(one: Path_, other: Path_, row: Row):
+    """On both nodes, whose ids differ. With affinity it follows from the client's address alone."""
+    port = 80 if row.protocol is SCTP else 8080
+    weights = tuple(map(int, row.weights.split()))
+    state = web(
+        row.v,
+        range(1, row.count + 1),
+        row.protocol,
+        port=port,
+        cluster_weights=weights,
+        affinity_timeout=row.affinity,
+    )
+    ids, seen = [], set()
     for node in (one, other):
         node.serve(state)
         (value,) = [ServiceValue.unpack(raw) for raw in node.site.entries("services").values()]
         ids.append((value.cluster_set, *sorted(node.site.entries("backends"))))
+        for n, number in FLOWS:
+            if row.affinity and node is other:
+                node.forget()
+            client = CLIENTS[row.v][n]
+            found = node.chosen(end(client, number), end(VIP[row.v], 80), row.protocol)
+            assert found == expected(state, client, number, row.size)
+            seen.add(found)
+    assert len(seen) > 1
     assert ids[0] != ids[1]
-    found = [[node.chosen(end(CLIENTS[v][n], port), end(VIP[v], 80)) for n, port in FLOWS] for node in (one, other)]
-    assert found[0] == found[1]
 
 
-@both
-def test_maglev_keeps_flows_of_remaining_backends(one: Path_, v: int):
-    flows = [(client, port) for client in CLIENTS[v] for port in range(20_000, 20_100)]
+def test_maglev_keeps_flows_of_remaining_backends(one: Path_):
+    flows = [(client, port) for client in CLIENTS[6] for port in range(20_000, 20_100)]
 
     def all_chosen(numbers: Sequence[int]) -> list[str]:
-        one.serve(web(v, numbers))
-        return [one.chosen(end(client, port), end(VIP[v], 80)) for client, port in flows]
+        one.serve(web(6, numbers))
+        return [one.chosen(end(client, port), end(VIP[6], 80)) for client, port in flows]
 
     before = all_chosen(range(1, 9))
     after = all_chosen([1, 2, 3, 5, 6, 7, 8])
-    gone = end(PODS[v].format(4), 8080)
+    gone = end(PODS[6].format(4), 8080)
     assert gone not in after
     moved = sum(a not in (b, gone) for a, b in zip(before, after, strict=True))
     assert moved <= 0.15 * len(flows), "with random choices six of seven would move"
