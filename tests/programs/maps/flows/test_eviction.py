@@ -34,8 +34,6 @@ from tests.support.table import table
 MOST = 36
 """With the reserve of an eighth for connections that are needed."""
 
-HOUR = 60 * MINUTE
-
 
 class Oldest(NamedTuple):
     """The oldest flow, and whether it makes room. With "-60s" it stays recent, however long a test takes."""
@@ -61,9 +59,11 @@ datagrams one way                        | ?                       | yes
 request and reply                        | ? <!                    | yes
 UDP both ways, request two seconds later | ? <! 3s ?               | no
 UDP both ways, reply two seconds later   | ? <! 3s <!              | no
+UDP both ways, then idle                 | ? <! 3s ? 1800s         | yes
 one reply, two seconds later             | ? 3s <!                 | yes
 many datagrams at once                   | ? <! -60s ? <! ? <! ?   | yes
 established, and idle                    | LIVES 3600s             | no
+both have closed, and idle               | LIVES FA <FA A 3600s    | yes
 recent handshake                         | S <SA A -60s            | no
 handshake not proven by the backend      | S <SA A 6s              | yes
 the client has closed, then silence      | LIVES FA 11s            | yes
@@ -73,7 +73,6 @@ resets out of window                     | LIVES R! <R!| 11s       | no
 forged without seeing the replies        | S <SA A! A+! 6s         | yes
 """,
 )
-each_oldest = pytest.mark.parametrize("row", OLDEST, ids=lambda row: row.name)
 
 
 def fill(flows: Flows, script: str) -> None:
@@ -82,11 +81,21 @@ def fill(flows: Flows, script: str) -> None:
         flows.talk(port, each)
 
 
+def flow_count(flows: Flows, **settings: Any) -> FlowCount | None:
+    """What the agent counts with these settings."""
+    return MapCollector(Pins(flows.site.pins), Config(**settings)).count(lambda: None).flow_count
+
+
 @both_kinds
-@each_oldest
+@pytest.mark.parametrize("row", OLDEST, ids=lambda row: row.name)
 def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, row: Oldest):
     fill(flows, row.script)
     assert flows.ports() == flows.complete(range(2000, 2000 + ROOM)), "there is room for all"
+    live = ROOM - row.makes_room
+    assert flow_count(flows) == FlowCount(live=live, capacity=ROOM), "metrics count live connections"
+    with flows.site.pinned("flows") as held:
+        filled = tracked_connections.measure_fill(held, time.monotonic())
+    assert (filled.entries, filled.needed) == (ROOM, live)
     flows.talk(5000, LIVES)
     assert flows.ports() == flows.complete([*range(2000 + row.makes_room, 2000 + ROOM), 5000])
     assert flows.evicted() == 0
@@ -200,15 +209,6 @@ def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows):
     assert before & flows.site.entries("flows").keys() <= set(flows.drain())
 
 
-def test_expired_flow_makes_room(flows: Flows):
-    """An idle flow makes room although its state counts as established."""
-    flows.talk_all(range(2000, 2000 + ROOM), "? <! 3s ?")
-    flows.age(2003, HOUR // 2)
-    flows.talk(5000, LIVES)
-    assert flows.ports() == flows.complete([*(set(range(2000, 2000 + ROOM)) - {2003}), 5000])
-    assert flows.evicted() == 0
-
-
 def test_syn_flood_evicts_only_its_own_flows(flows: Flows):
     """Spoofed SYNs from everywhere evict each other, and each finds room at first."""
     flows.talk_all(range(2000, 2000 + ROOM // 2), LIVES)
@@ -229,31 +229,14 @@ def test_closed_connections_always_make_room(flows: Flows):
     assert flows.evicted() == 0
 
 
-@each_oldest
-def test_evictable_flow_does_not_count_as_live(flows: Flows, row: Oldest):
-    """On a node with many short connections most entries belong to closed ones."""
-    flows.talk(2000, row.script)
-    counted = MapCollector(Pins(flows.site.pins), Config()).count(lambda: None)
-    assert counted.flow_count == FlowCount(live=not row.makes_room, capacity=ROOM)
-    with flows.site.pinned("flows") as held:
-        filled = tracked_connections.measure_fill(held, time.monotonic())
-    assert (filled.entries, filled.needed) == (1, not row.makes_room)
-
-
-def test_expired_flows_do_not_count_as_live(flows: Flows):
-    """Metrics count live connections, because alarms are about these."""
-    meter = MapCollector(Pins(flows.site.pins), Config())
+def test_limit_of_the_table_is_shown(flows: Flows):
+    """If the packet path is off, the map has its minimum size. An alarm for a full LRU map would never end."""
     flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
-    for port in range(2000, 2000 + ROOM):
-        flows.age(port, HOUR)
-    assert meter.count(lambda: None).flow_count == FlowCount(live=0, capacity=ROOM)
-    off = MapCollector(Pins(flows.site.pins), Config(packet_path=False))
-    assert off.count(lambda: None).flow_count is None, "then the map has its minimum size"
-    told = {table.name: table for table in meter.read({}).tables}
+    assert flow_count(flows, packet_path=False) is None
+    told = {table.name: table for table in MapCollector(Pins(flows.site.pins), Config()).read({}).tables}
     assert told["flows"].entries == ROOM * PARTS[flows.kind]
-    unbounded = {name for name, table in told.items() if table.limit is None}
     lru = {name for name, spec in MAPS.items() if spec.map_type == uapi.BPF_MAP_TYPE_LRU_HASH}
-    assert unbounded == {"flows"} | lru, "an alarm for these would never end"
+    assert {name for name, table in told.items() if table.limit is None} == {"flows"} | lru
 
 
 def test_reused_client_port_has_one_queue_entry(flows: Flows):
@@ -269,7 +252,7 @@ def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows):
     """The client used its port again a moment ago; its queue entry is the oldest one."""
     flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
     flows.talk(2000, "S")
-    flows.age(2000, -HOUR)
+    flows.age(2000, -60 * MINUTE)
     flows.talk(5000, LIVES)
     assert {2000, 5000} <= flows.ports().keys()
     assert 2001 not in flows.ports()
