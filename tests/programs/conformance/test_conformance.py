@@ -26,7 +26,7 @@ from kbpf.model.objects import Algorithm
 from tests.support.faults.fake_ipvs import Node, fake_node, real_node
 from tests.support.features import needs
 from tests.support.plane import Site, desired, flush, services
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 __all__ = ["fake_node", "real_node"]
 
@@ -236,7 +236,7 @@ def restarted(bench: Bench, row: Row) -> None:
 WAYS = (by_events, twice, restarted)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_change_is_programmed_in_every_way(bench: Bench, row: Row):
     way: Callable[[Bench, Row], None]
     for way in WAYS:

@@ -38,6 +38,7 @@ from tests.support.plane import (
     make_local,
     pick,
     service,
+    services,
     size_maps,
     start_within,
 )
@@ -303,10 +304,13 @@ def test_frontends_are_not_confused_while_all_are_overwritten(bench: Bench):
 # ---- maps that are written together --------------------------------------------------------------
 
 VERSIONS = [
-    desired(service("web", "10.96.0.1:80", "10.0.0.1:80"), service("dns", "10.96.0.2:53", "")),
-    desired(service("web", "10.96.0.1:81 10.96.0.1:82", "10.0.0.1:80")),
-    desired(service("web", "10.96.0.3:80", "10.0.0.1:80"), service("db", "10.96.0.1:5432", "")),
-    desired(),
+    desired(*services(text, {}))
+    for text in (
+        "web 10.96.0.1:80 -> 10.0.0.1:80; dns 10.96.0.2:53",
+        "web 10.96.0.1:81 10.96.0.1:82 -> 10.0.0.1:80",
+        "web 10.96.0.3:80 -> 10.0.0.1:80; db 10.96.0.1:5432",
+        "",
+    )
 ]
 
 

@@ -31,7 +31,7 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from tests.support.plane import Site, desired, flush, services, sites, split
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 WORLD = desired(
     *services(
@@ -246,7 +246,7 @@ def restored(site: Site) -> Iterator[None]:
                 map_.update(key, value)
 
 
-@pytest.mark.parametrize("row", DAMAGES, ids=lambda row: row.name)
+@each_row(DAMAGES)
 def test_each_damage_is_named(world: tuple[Site, Config], row: Damage):
     site, config = world
     assert compare(site, config) == []

@@ -73,7 +73,7 @@ from tests.support.features import needs
 from tests.support.lab.events import read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import Site, desired, flush, service, within
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -339,8 +339,7 @@ def put_stats(site: Site, name: str | int, backend: str | int, **total: int) -> 
     services, backends = ids(site)
     service_id = services[name] if isinstance(name, str) else name
     key = U32_PAIR.pack(service_id, backends[backend] if isinstance(backend, str) else backend)
-    with site.pinned("counts") as counts:
-        counts.update(key, COUNTS.pack(*ConnectionStats(**total)))
+    site.put("counts", key, COUNTS.pack(*ConnectionStats(**total)))
 
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
@@ -358,7 +357,7 @@ def name_of(text: str) -> tuple[str, str, str, str]:
 
 @needs("socket_iterator")
 def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     services, backends = ids(site)
     web = services["web"]
     put_stats(site, "web", "8081", opened=5, bytes_in=10, rtts=1)
@@ -382,7 +381,7 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
 @needs("tracing")
 def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
     many = [service(f"evil/s{n}", f"10.96.1.{n}:53", "127.0.1.9:53", Protocol.UDP) for n in range(9)]
-    site.open().apply(desired(*many, service("shop/web", "10.96.0.1:80", "127.0.1.1:8081")), None)
+    site.start(desired(*many, service("shop/web", "10.96.0.1:80", "127.0.1.1:8081")))
 
     def press() -> None:
         for number in range(3 * len(many)):
@@ -409,7 +408,7 @@ def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
             raise KernelError("cannot list sockets", errno=errno.EOPNOTSUPP)
         return add(count, map_, last)
 
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     put_stats(site, "web", "8081", opened=5)
     monkeypatch.setattr(ConnectionCount, "add", refuse)
     stats = make_collector(site, backend_series=1).count(lambda: None)
@@ -453,7 +452,7 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
 
 def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     """Its name did not exist yet when names were read, but the Service is not a deleted one."""
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     services, backends = ids(site)
     put_stats(site, "web", "8081", opened=1)
     now, calls = [0.0], [0]
@@ -471,17 +470,6 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     reader.count(pause)
     assert calls[0] == last
     assert (new, backends["8081"]) in {U32_PAIR.unpack(key) for key in site.entries("counts")}
-
-
-def test_full_map_counts_no_new_pairs_and_serves(bench: Bench):
-    """Pairs that are in the map are still counted."""
-    site = bench.site
-    start(bench, sizes=MapSizes(affinity=4096, connections=4096, counts=1))
-    empty(site, "counts")
-    bench.act("fair", "10.96.0.1:80")
-    bench.act("reset", "10.96.0.2:80")
-    assert len(site.entries("counts")) == 1
-    start(bench)
 
 
 def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
@@ -530,7 +518,7 @@ two namespaces fill the map       | a/1=50 b/2=50                      | 1
 )
 
 
-@pytest.mark.parametrize("row", SHARES, ids=lambda row: row.name)
+@each_row(SHARES)
 def test_service_ports_over_their_share_are_summed_up(row: Shares):
     found = re.findall(r"(\w)/(\d+)=(\d+)", row.ports)
     ports = {int(number): (namespace, int(size)) for namespace, number, size in found}
@@ -606,7 +594,7 @@ def test_full_map_measures_no_new_services(served: Bench):
 def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch: pytest.MonkeyPatch):
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
-    site.open().apply(desired(WEB, other, tenant), None)
+    site.start(desired(WEB, other, tenant))
     services, _ = ids(site)
     counts = (0, 2) + (0,) * 21 + (1,)
     with site.pinned("latencies") as latencies:

@@ -26,10 +26,10 @@ from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
 from tests.support.plane import desired, join_pod, service, within
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 pytestmark = needs("tracing")
-FAIR, RUDE, DATAGRAMS = "10.96.0.1", "10.96.0.2", "10.96.0.4"
+FAIR, RUDE = "10.96.0.1", "10.96.0.2"
 REFUSING, EMPTY = "10.96.0.5", "10.96.0.7"
 N = MIN_FAILURES
 
@@ -71,7 +71,7 @@ a Service without backends has none   | empty empty empty empty                 
 
 
 @needs("set_retval")
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_backends_that_keep_failing_are_found(bench: Bench, row: Row):
     start(bench, Accounting.CONNECTIONS)
     finder = FailingBackends(Pins(bench.site.pins))
@@ -130,26 +130,28 @@ class Clients(NamedTuple):
     whether the backend counts as failing."""
 
     name: str
-    does: Callable[..., None]
+    does: str
     host: str
     pods: str
     failing: bool
 
 
-@needs("set_retval")
-@pytest.mark.parametrize(
-    "row",
-    [
-        Clients("a Pod with two containers", refused, REFUSING, "a/1 a/2", False),
-        Clients("two Pods", refused, REFUSING, "a/1 b/1", True),
-        Clients("two Pods of another tenant", refused, REFUSING, "evil1/1 evil2/1", False),
-        Clients("Pods of two other tenants", refused, REFUSING, "evil1/1 other/1", True),
-        Clients("a Pod beside a rare failure", refused, REFUSING, "evil1/1/99 a/1/1", False),
-        Clients("a Pod whose SYNs expire", unheard, FAIR, "evil1/1 evil1/2", False),
-        Clients("a Pod that sends itself errors", tells_itself, DATAGRAMS, "evil1/1 evil1/2", False),
-    ],
-    ids=lambda row: row.name,
+CLIENTS = table(
+    Clients,
+    """
+a Pod with two containers     | refused      | 10.96.0.5 | a/1 a/2           | no
+two Pods                      | refused      | 10.96.0.5 | a/1 b/1           | yes
+two Pods of another tenant    | refused      | 10.96.0.5 | evil1/1 evil2/1   | no
+Pods of two other tenants     | refused      | 10.96.0.5 | evil1/1 other/1   | yes
+a Pod beside a rare failure   | refused      | 10.96.0.5 | evil1/1/99 a/1/1  | no
+a Pod whose SYNs expire       | unheard      | 10.96.0.1 | evil1/1 evil1/2   | no
+a Pod that sends itself errors | tells_itself | 10.96.0.4 | evil1/1 evil1/2  | no
+""",
 )
+
+
+@needs("set_retval")
+@each_row(CLIENTS)
 def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Clients, monkeypatch: pytest.MonkeyPatch):
     names = {"a": "default/a", "b": "default/b", "other": "other/c"}
     names |= {f"evil{number}": f"evil/{number}" for number in (1, 2)}
@@ -161,8 +163,13 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
         for pod in row.pods.split():
             uid, container, *count = pod.split("/")
             join_pod(bench.site.cgroup, uid, container)
-            for _ in range(int(*count) or N if row.does is refused else 1):
-                row.does(row.host, *([bench.one.ip] if row.does is tells_itself else []))
+            if row.does == "refused":
+                for _ in range(int(*count) or N):
+                    refused(row.host)
+            elif row.does == "unheard":
+                unheard(row.host)
+            else:
+                tells_itself(row.host, bench.one.ip)
 
     for _ in range(3):
         within(bench.client, act)
@@ -191,7 +198,7 @@ def count_refused(bench: Bench) -> int:
 def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
     """Each is recorded. But a socket that sends errors to itself must not make any backend look broken."""
     deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
-    served.site.open(accounting=Accounting.CONNECTIONS).apply(desired(deaf), None)
+    served.site.start(desired(deaf), accounting=Accounting.CONNECTIONS)
     empty(served.site, "failures")
     before = count_refused(served)
 

@@ -5,35 +5,27 @@ Sockets choose a slot at random, so their shares are counted. Packets of a Magle
 hash, so each packet's backend can be predicted, by a table and a hash that are computed here.
 """
 
-import contextlib
 import itertools
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps.layout import DEVICE, U32, DeviceFlag, Role, ServiceValue
-from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.system import netns
-from kbpf.model.address import parse_addr
+from kbpf.dataplane.bpf.maps.layout import Role, ServiceValue
 from kbpf.model.desired import Backend, FrontendAddress, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.views import trace
 from kbpf.views.trace_row import Client, Origin
+from tests.programs.packets.path.single_packets import Path_, end, masquerading, parsed, serving_node
 from tests.support import oracle
 from tests.support.lab.lab import Node
 from tests.support.packets.murmur import murmur3
-from tests.support.packets.packets import frame, sctp, tcp, udp
-from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_SHOT, run
+from tests.support.packets.packets import sctp, tcp, udp
 from tests.support.plane import (
     LOCAL,
     Site,
@@ -41,7 +33,6 @@ from tests.support.plane import (
     flush,
     is_spread,
     make_local,
-    network,
     picks,
     service,
     sites,
@@ -92,10 +83,6 @@ PODS = {4: "10.244.1.{}", 6: "fd00:10:244:1::{:x}"}
 BUILD = {TCP: lambda a, b: tcp(a, b, flags="S", mss=1460), UDP: lambda a, b: udp(a, b, b"question"), SCTP: sctp}
 
 
-def end(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def web(v: int, numbers: Sequence[int], protocol: Protocol = TCP, port: int = 8080, **more: Any) -> ServiceState:
     """A VIP on port 80 with Maglev."""
     to = " ".join(end(PODS[v].format(n), port) for n in numbers)
@@ -104,64 +91,42 @@ def web(v: int, numbers: Sequence[int], protocol: Protocol = TCP, port: int = 80
     return service(name, at, to, protocol, **{"algorithm": MAGLEV, **more})
 
 
-@dataclass
-class Path_:
-    """The programs of one node."""
-
-    site: Site
-    plane: BpfPlane
-    where: str
-    ingress: Program
-
-    def serve(self, *services: ServiceState) -> None:
-        """Programs exactly these and deletes all flows and affinities."""
-        own = tuple(parse_addr(one) for one in ("198.18.0.1", "fd00:198:18::1"))
-        state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
-        netns.run_in(Path("/run/netns") / self.where, lambda: self.plane.apply(state, None))
-        flush(self.plane)
-        self.forget()
-        with self.site.pinned("devices") as devices:
-            devices.update(U32.pack(1), DEVICE.pack(Role.POD, 14, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16), 0))
-
-    def forget(self) -> None:
-        """Deletes all flows and affinities."""
-        for name in ("flows", "affinity"):
-            with self.site.pinned(name) as found:
-                for key in [key for key, _ in found.items()]:
-                    found.delete(key)
-
-    def chosen(self, client: str, to: str, protocol: Protocol = TCP) -> str:
-        """The backend of a new connection's first packet."""
-        done = run(self.ingress, frame(BUILD[protocol](client, to)))
-        assert done.retval != TC_ACT_SHOT
-        found = parse(done.packet_out[14:], l2=False).destination
-        assert found != to, "not translated"
-        return found
+def serve(path: Path_, *services: ServiceState) -> None:
+    """Programs exactly these and deletes all flows and affinities."""
+    path.inside(lambda: path.plane.apply(masquerading(desired(*services)), None))
+    flush(path.plane)
+    forget(path)
+    path.set_loopback_role(Role.POD)
 
 
-@contextlib.contextmanager
-def path(cache: Path, name: str) -> Iterator[Path_]:
-    """A node in its own network namespace."""
-    with network(f"kbp{name}") as where, sites(cache) as make:
-        site = make(node=where)
-        plane = site.open(packet_path=True)
-        netns.run_in(Path("/run/netns") / where, lambda: plane.apply(desired(), None))
-        with Program.open(next(site.pins.glob("programs-tc-*")) / "tc_ingress") as program:
-            yield Path_(site, plane, where, program)
+def forget(path: Path_) -> None:
+    """Deletes all flows and affinities."""
+    path.delete_flows()
+    with path.site.pinned("affinity") as found:
+        for key in dict(found.items()):
+            found.delete(key)
+
+
+def chosen(path: Path_, client: str, to: str, protocol: Protocol = TCP) -> str:
+    """The backend of a new connection's first packet."""
+    _, packet = path.ingress(BUILD[protocol](client, to))
+    found = parsed(packet).destination
+    assert found != to, "not translated"
+    return found
 
 
 @pytest.fixture(scope="module")
 def one(artifact_cache: Path) -> Iterator[Path_]:
-    with path(artifact_cache, "a") as made:
+    with serving_node(artifact_cache, "a", desired()) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def other(artifact_cache: Path) -> Iterator[Path_]:
     """A node that has served other Services before, so that its ids differ from the first one's."""
-    with path(artifact_cache, "b") as made:
+    with serving_node(artifact_cache, "b", desired()) as made:
         for count in (3, 5):
-            made.serve(web(4, range(90, 90 + count)), web(6, range(90, 90 + count)))
+            serve(made, web(4, range(90, 90 + count)), web(6, range(90, 90 + count)))
         yield made
 
 
@@ -180,8 +145,8 @@ def expected(state: ServiceState, client: str, port: int, size: int) -> str:
     if not state.affinity_timeout:
         flow = struct.pack("!HBxHBx", port, int(frontend.at.protocol), frontend.at.port, int(frontend.at.protocol))
         said += flow[:4] + bytes(frontend.at.address) + flow[4:]
-    chosen: Backend = state.cluster[slots[murmur3(said, SEED) % size]]
-    return str(chosen)
+    backend: Backend = state.cluster[slots[murmur3(said, SEED) % size]]
+    return str(backend)
 
 
 CLIENTS = {
@@ -234,14 +199,14 @@ def test_maglev_backend_of_a_packet_follows_from_its_flow(one: Path_, other: Pat
     )
     ids, seen = [], set()
     for node in (one, other):
-        node.serve(state)
+        serve(node, state)
         (value,) = [ServiceValue.unpack(raw) for raw in node.site.entries("services").values()]
         ids.append((value.cluster_set, *sorted(node.site.entries("backends"))))
         for n, number in FLOWS:
             if row.affinity and node is other:
-                node.forget()
+                forget(node)
             client = CLIENTS[row.v][n]
-            found = node.chosen(end(client, number), end(VIP[row.v], 80), row.protocol)
+            found = chosen(node, end(client, number), end(VIP[row.v], 80), row.protocol)
             assert found == expected(state, client, number, row.size)
             seen.add(found)
     assert len(seen) > 1
@@ -252,8 +217,8 @@ def test_maglev_keeps_flows_of_remaining_backends(one: Path_):
     flows = [(client, port) for client in CLIENTS[6] for port in range(20_000, 20_100)]
 
     def all_chosen(numbers: Sequence[int]) -> list[str]:
-        one.serve(web(6, numbers))
-        return [one.chosen(end(client, port), end(VIP[6], 80)) for client, port in flows]
+        serve(one, web(6, numbers))
+        return [chosen(one, end(client, port), end(VIP[6], 80)) for client, port in flows]
 
     before = all_chosen(range(1, 9))
     after = all_chosen([1, 2, 3, 5, 6, 7, 8])
@@ -266,9 +231,9 @@ def test_maglev_keeps_flows_of_remaining_backends(one: Path_):
 
 def test_random_service_spreads_one_flow_over_backends(one: Path_):
     """The same flow, deleted and chosen again each time, does not always get the same backend."""
-    one.serve(web(4, range(1, 9), algorithm=Algorithm.RANDOM))
+    serve(one, web(4, range(1, 9), algorithm=Algorithm.RANDOM))
     seen = set()
     for _ in itertools.repeat(None, 100):
-        one.forget()
-        seen.add(one.chosen("198.51.100.7:4000", end(VIP[4], 80)))
+        forget(one)
+        seen.add(chosen(one, "198.51.100.7:4000", end(VIP[4], 80)))
     assert len(seen) > 3
