@@ -6,10 +6,10 @@ and agents that are killed between any two calls. IPVS is a fake
 
 import contextlib
 import errno
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -372,6 +372,38 @@ TWO = services(
 )
 
 
+def restart(node: Node, states: list[ServiceState], sound: bool = True) -> None:
+    """The next agent programs these."""
+    node.plane.close()
+    node.plane.open()
+    node.plane.apply(desired(*states, nodes=OWN), None, sound)
+
+
+def begin(node: Node, states: list[ServiceState]) -> Any:
+    """The kernel's state after a first agent has programmed these."""
+    node.plane.close()
+    cleanup.remove(node.config)
+    restart(node, states)
+    return held(node)
+
+
+def after_each_stop(
+    node: Node, clock: FaultClock, before: Callable[[], Any], what: Callable[[], Any], then: Callable[[], Any]
+) -> Iterator[tuple[int, Any]]:
+    """For each call to the kernel that `what` makes: its number, and the kernel's state if `what` is stopped there
+    after `before`, and followed by `then`.
+    """
+    for number in itertools.count():
+        node.do(before)
+        with clock.stop(number):
+            node.do(what)
+        if not clock.stopped:
+            break
+        node.do(then)
+        yield number, node.do(partial(held, node))
+    assert number > 2
+
+
 def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     """Whatever state the next agent finds, and whatever is desired by then, it ends in the state
     that a first agent would program.
@@ -379,45 +411,16 @@ def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkey
     node = fake_node
     node.run(f"ip addr add {OWN}/32 dev lo")
     clock = FaultClock(node, monkeypatch)
-    for old, new, then in ((ONE, TWO, TWO), (ONE, TWO, ONE), (TWO, ONE, ONE)):
-        first, way = (partial(state_of_first_agent, node, then), partial(killed, node, clock, old, new, then))
-        expected_state, kills = node.do(first), 0
-        while found := node.do(partial(way, kills)):
-            assert found == expected_state, f"killed before call {kills}"
-            kills += 1
-        assert kills > 5
+    for old, new, goal in ((ONE, TWO, TWO), (ONE, TWO, ONE), (TWO, ONE, ONE)):
+        expected = node.do(partial(begin, node, goal))
+        what = partial(node.plane.apply, desired(*new, nodes=OWN), None)
 
+        def then(goal: list[ServiceState] = goal) -> None:
+            restart(node, goal)
+            node.plane.tick(FOREVER)
 
-def state_of_first_agent(node: Node, states: list[ServiceState]) -> Any:
-    """The kernel's state after a first agent has programmed these."""
-    node.plane.close()
-    cleanup.remove(node.config)
-    node.plane.open()
-    node.plane.apply(desired(*states, nodes=OWN), None)
-    return held(node)
-
-
-def killed(
-    node: Node,
-    clock: FaultClock,
-    old: list[ServiceState],
-    new: list[ServiceState],
-    then: list[ServiceState],
-    after: int,
-) -> Any:
-    """The same after `old`, a kill after `after` calls while applying `new`, and a next agent that
-    applies `then`. None if `new` was applied completely.
-    """
-    state_of_first_agent(node, old)
-    with clock.stop(after):
-        node.plane.apply(desired(*new, nodes=OWN), None)
-    node.plane.close()
-    if not clock.stopped:
-        return None
-    node.plane.open()
-    node.plane.apply(desired(*then, nodes=OWN), None)
-    node.plane.tick(FOREVER)
-    return held(node)
+        for number, found in after_each_stop(node, clock, partial(begin, node, old), what, then):
+            assert found == expected, f"killed before call {number}"
 
 
 def held(node: Node) -> Any:
@@ -477,74 +480,52 @@ def test_apply_after_a_failed_apply_is_complete(
     """Whichever call fails: neighbours of changed Services are not forgotten, and everything can be
     deleted afterwards.
     """
-    node, busy = fake_node, KernelError("busy", errno=errno.EBUSY)
+    node, sound = fake_node, way.knows is None
     node.run(f"ip addr add {OWN}/32 dev lo")
-    clock = FaultClock(node, monkeypatch, busy)
+    clock = FaultClock(node, monkeypatch, KernelError("busy", errno=errno.EBUSY))
     rests = [[one for one in way.new if one != gone] for gone in (PORT, EXACT)]
     states = (way.new, rests[0], way.new, rests[1], way.new, [])
-    goals = [node.do(partial(state_of_first_agent, node, some)) for some in states]
-    failures = 0
-    while found := node.do(partial(failed, node, clock, way, failures, ticks)):
-        assert found == goals[0], f"failed at call {failures}"
-        for i, (old, new) in enumerate(pairwise(states), 1):
+    goals = [node.do(partial(begin, node, some)) for some in states]
+    touched = [one.key for one in (PORT, EXACT, LONE) if one.key.name in way.touched.split()]
+    what = partial(node.plane.apply, desired(*way.new, nodes=OWN), touched, sound)
+
+    def before() -> None:
+        begin(node, way.old)
+        if way.knows is not None:
+            restart(node, way.knows, sound)
+
+    def then() -> None:
+        if ticks:
+            node.plane.tick(FOREVER)
+        what()
+        node.plane._kernel.services.remove_drained()
+
+    for number, found in after_each_stop(node, clock, before, what, then):
+        assert found == goals[0], f"failed at call {number}"
+        for i, (old, new) in enumerate(itertools.pairwise(states), 1):
             changed = {*old} ^ {*new}
             node.apply(*new, nodes=OWN, touched=[one.key for one in changed])
             node.do(node.plane._kernel.services.remove_drained)
-            assert node.do(partial(held, node)) == goals[i], f"failed at call {failures}, then {i}"
-        failures += 1
-    assert failures > 2
-
-
-def failed(node: Node, clock: FaultClock, way: Change, after: int, ticks: bool) -> Any:
-    """The kernel's state after an apply that failed at this call and was repeated; None if it did
-    not fail.
-    """
-    state_of_first_agent(node, way.old)
-    sound = way.knows is None
-    if way.knows is not None:
-        node.plane.close()
-        node.plane.open()
-        node.plane.apply(desired(*way.knows, nodes=OWN), None, sound)
-    touched = [one.key for one in (PORT, EXACT, LONE) if one.key.name in way.touched.split()]
-    wanted = desired(*way.new, nodes=OWN)
-    with clock.stop(after):
-        node.plane.apply(wanted, touched, sound)
-    if not clock.stopped:
-        return None
-    if ticks:
-        node.plane.tick(FOREVER)
-    node.plane.apply(wanted, touched, sound)
-    node.plane._kernel.services.remove_drained()
-    return held(node)
+            assert node.do(partial(held, node)) == goals[i], f"failed at call {number}, then {i}"
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
 def test_stopped_removal_of_a_short_circuit_is_completed(fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool):
-    """Whichever call the agent is killed at, or the kernel refuses."""
-    node, stops = fake_node, 0
+    """Whichever call the agent is killed at, or the kernel refuses, in the tick after a change to policy Cluster."""
+    node = fake_node
     node.run(f"ip addr add {OWN}/32 dev lo")
     clock = FaultClock(node, monkeypatch, None if ends else KernelError("busy", errno=errno.EBUSY))
-    expected_state = node.do(partial(state_of_first_agent, node, [PORT]))
-    while found := node.do(partial(stopped, node, clock, stops, ends)):
-        assert found == expected_state, f"stopped at call {stops}"
-        stops += 1
-    assert stops > 2
+    expected = node.do(partial(begin, node, [PORT]))
 
+    def before() -> None:
+        begin(node, [LOCAL])
+        node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
+        assert any(one.fwmark for one in node.ipvs.held)
 
-def stopped(node: Node, clock: FaultClock, after: int, ends: bool) -> Any:
-    """The kernel's state after a change to policy Cluster, a tick that was stopped at this call,
-    and another tick; None if the first tick was not stopped.
-    """
-    state_of_first_agent(node, [LOCAL])
-    node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
-    assert any(one.fwmark for one in node.ipvs.held)
-    with clock.stop(after):
-        node.plane.tick(1.0)
-    if not clock.stopped:
-        return None
-    if ends:
-        node.plane.close()
-        node.plane.open()
-        node.plane.apply(desired(PORT, nodes=OWN), None)
-    node.plane.tick(FOREVER)
-    return held(node)
+    def then() -> None:
+        if ends:
+            restart(node, [PORT])
+        node.plane.tick(FOREVER)
+
+    for number, found in after_each_stop(node, clock, before, lambda: node.plane.tick(1.0), then):
+        assert found == expected, f"stopped at call {number}"
