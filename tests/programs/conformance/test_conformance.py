@@ -109,7 +109,6 @@ def show(ports: Iterable[ServicePort]) -> list[str]:
 
 
 def _show(port: ServicePort, frontend: FrontendEntry) -> str:
-    assert port.key is not None
     is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
     at = frontend.at
     kind = "" if is_cluster_ip else f"{frontend.kind}="
@@ -144,11 +143,9 @@ class BpfBench:
         self._plane = self._site.open()
 
     def apply(self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None) -> Report:
-        assert self._plane is not None
         return self._plane.apply(desired(*states, nodes=NODES), touched)
 
     def show(self) -> list[str]:
-        assert self._plane is not None
         flush(self._plane)
         assert self._site.dump()["strays"] == {}
         return show(snapshot.read(self._site.pins, Part.SERVICES | Part.NAMES).services)

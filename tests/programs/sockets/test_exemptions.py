@@ -181,7 +181,6 @@ def flags(site: Site) -> ConfigFlag:
 def set_flag(plane: BpfPlane) -> None:
     """The hooks read the map of exempt cgroups from now on."""
     settings = plane._attachments.settings
-    assert settings is not None
     settings.set_flags(settings.flags | ConfigFlag.EXEMPTIONS)
 
 

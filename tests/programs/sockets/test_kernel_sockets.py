@@ -74,7 +74,6 @@ def test_kernel_socket_is_left_to_the_packet_path(site: Site, client: Place):
     plane = site.start(WORLD)
     translated, untouched = "ECONNREFUSED", "ENETUNREACH"
     assert connect(client, IPPROTO_MPTCP) == translated, "no packet path would serve it"
-    assert plane._attachments.settings is not None
     plane._attachments.settings.set_flags(plane._attachments.settings.flags | ConfigFlag.KERNEL_SOCKETS)
     before = site.reasons()[Reason.LEFT_TO_PACKETS]
     assert connect(client, IPPROTO_MPTCP) == untouched

@@ -226,7 +226,6 @@ def test_command_that_was_stopped_for_long_continues(bench: Bench):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.Signals):
     process = command(bench)
-    assert process.stdout is not None
     assert process.stdout.readline().startswith("TIME ")
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
@@ -236,7 +235,6 @@ def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.S
 def test_command_ends_with_the_reader_of_its_output(bench: Bench):
     """Even while there are no events."""
     process = command(bench)
-    assert process.stdout is not None
     process.stdout.close()
     assert process.wait(PATIENCE) in (-signal.SIGPIPE, 141)
 
@@ -412,7 +410,6 @@ def test_top_refreshes_until_it_is_ended(bench: Bench):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     pages = 0
     while pages < 2:
         pages += process.stdout.readline() == "\n"

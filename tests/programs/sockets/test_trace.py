@@ -42,7 +42,6 @@ class Bench:
 
     def client(self, place: Place) -> Client:
         where = Path("/run/netns") / str(place.netns)
-        assert place.cgroup is not None
         origin = Origin.HOST if place is self.node.host else Origin.POD
         return Client(
             origin, cgroups=pods.list_cgroup_ids(place.cgroup, cgroup2()), netns=netns.run_in(where, netns.read_cookie)

@@ -67,7 +67,6 @@ def read(path: Path) -> Dump:
             assert member.isfile()
             assert member.mode == 0o600
             file = tar.extractfile(member)
-            assert file is not None
             files[name] = file.read()
     document = json.loads(files["index.json"])
     assert (document["apiVersion"], document["kind"]) == ("kbpf.io/v1alpha1", "SysdumpPartList")
