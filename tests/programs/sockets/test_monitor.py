@@ -26,6 +26,7 @@ from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import Reason
 from kbpf.views.monitor import EventRow
+from kbpf.views.top import ClientCounts
 from tests.programs.sockets.account import FAIR, FLOOD, Bench, fair, refused, start
 from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
@@ -347,7 +348,7 @@ def top(bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
             within(bench.client, does)
 
         monkeypatch.setattr("kbpf.cli.top.time", SimpleNamespace(sleep=act, monotonic=monotonic))
-        monkeypatch.setattr(Monitor, "renew", act)
+        monkeypatch.setattr("kbpf.views.top.ClientCounts", lambda: act() or ClientCounts())
         with patient():
             words = ("--once", "-o", "json", "--interval", "500ms", "--pin-dir", str(bench.site.pins), *words)
             assert app.call(["top", *words]) == 0
