@@ -233,7 +233,9 @@ def test_limit_of_the_table_is_shown(flows: Flows):
     """If the packet path is off, the map has its minimum size. An alarm for a full LRU map would never end."""
     flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
     assert flow_count(flows, packet_path=False) is None
-    told = {table.name: table for table in MapCollector(Pins(flows.site.pins), Config()).read({}).tables}
+    meter = MapCollector(Pins(flows.site.pins), Config())
+    meter.count(lambda: None)
+    told = {table.name: table for table in meter.read({}).tables}
     assert told["flows"].entries == ROOM * PARTS[flows.kind]
     lru = {name for name, spec in MAPS.items() if spec.map_type == uapi.BPF_MAP_TYPE_LRU_HASH}
     assert {name for name, table in told.items() if table.limit is None} == {"flows"} | lru
