@@ -5,7 +5,7 @@ import errno
 import socket
 import sys
 
-from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
+from kbpf.dataplane.bpf.exemptions import AgentSockets
 from kbpf.dataplane.bpf.maps.layout import AGENT_SOCKETS
 from kbpf.source.api.transport import SO_COOKIE
 from tests.support.lab.lab import Place

@@ -20,7 +20,7 @@ from kbpf.dataplane.bpf.maps.layout import Role, ServiceValue
 from kbpf.model.desired import Backend, FrontendAddress, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.views import trace
-from kbpf.views.trace_row import Client, Origin
+from kbpf.views.trace_page import Client, Origin
 from tests.programs.packets.path.single_packets import Path_, end, masquerading, parsed, serving_node
 from tests.support import oracle
 from tests.support.lab.lab import Node

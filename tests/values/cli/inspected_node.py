@@ -29,7 +29,7 @@ from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, DeviceFailure, ModeChoice, PacketStatus, SourceView, ThreadView, encode
-from kbpf.views.trace_row import NodeFacts, Step
+from kbpf.views.trace_page import NodeFacts, Step
 from tests.support.faults.fake_maps import Entries, names, slots, target
 
 TCP, UDP = Protocol.TCP, Protocol.UDP

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from kbpf.kernel.system.backoff import Backoff
+from kbpf.kernel.system.polling import Backoff
 
 
 def test_delays_are_doubled_up_to_the_maximum():
