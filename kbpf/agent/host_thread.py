@@ -195,11 +195,14 @@ class ConntrackSysctls:
         reasons: list[str] = []
         for name, value in self._settings:
             try:
+                current = int(sysctl.read(name))
+                keep = current == value or (name == NF_CONNTRACK_MAX and current > value)  # kubernetes#142035
                 if name == NF_CONNTRACK_MAX and not sysctl.is_writable(name):
                     # The file is read-only outside the initial network namespace.
-                    log.info("cannot set %s=%d in this network namespace; set it on the host", name, value)
+                    if not keep:
+                        log.info("cannot set %s=%d in this network namespace; set it on the host", name, value)
                     continue
-                if sysctl.read(name) != str(value):
+                if not keep:
                     sysctl.write(name, str(value))
                     log.info("set %s=%d", name, value)
             except KernelError as error:

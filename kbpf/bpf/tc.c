@@ -68,14 +68,15 @@ int tc_ingress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	flags = take_resumed(s); /* even if the device is gone: it is not for the next packet */
-	if (!device || (!flags && device->bridge && passes_bridge(skb, device)) ||
-	    (!flags && !parse_for(skb, device, p, true)))
+	if (!device || (!flags && device->bridge && passes_bridge(skb, device)))
 		return TC_ACT_UNSPEC;
-	if (skb->pkt_type == PACKET_HOST && !p->tuple.from.protocol)
+	if (!flags && !parse_for(skb, device, p, true))
+		return has_hidden_packet(skb) ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
+	if (!p->tuple.from.protocol)
 		return go(skb, TAIL_ICMP_IN); /* an ICMP error, or hidden ports: parse_for() */
 	if (!flags && (skb->pkt_type != PACKET_HOST || has_source_route(skb, p)))
-		return answers_refused(p) ? judge_answer_to_refused(skb, s, BEGIN_ANSWER)
-					  : TC_ACT_UNSPEC;
+		return answers_refused(&p->tuple) ? judge_answer_to_refused(skb, s, BEGIN_ANSWER)
+						  : TC_ACT_UNSPEC;
 	if (!flags)
 		s->end = 0;
 	translation.arrival = skb->ifindex;
@@ -87,7 +88,7 @@ int tc_ingress(struct __sk_buff *skb)
 		return forward_known(skb, s, device, &translation);
 	if (result == INGRESS_UNJUDGED)
 		return ask_judge(skb, s, TAIL_INGRESS);
-	if (!flags && answers_refused(p))
+	if (!flags && answers_refused(&p->tuple))
 		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
 	if (result == INGRESS_BRIDGED)
 		return leave_to_bridge(skb);

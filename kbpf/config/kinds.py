@@ -204,8 +204,8 @@ def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
 EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
 """A feature gate of kube-proxy since Kubernetes 1.36. false: no rules for ExternalIPs."""
 LOCALHOST_GATE: Final = "KubeProxyNFTablesLocalhostNodePorts"
-"""A feature gate of kube-proxy since 1.37. true: NodePorts answer on loopback in mode nftables, if
-nodePortAddresses has a loopback network."""
+"""A feature gate of kube-proxy since 1.37, on by default since 1.38. true: NodePorts answer on loopback in mode
+nftables, if nodePortAddresses has a loopback network."""
 USED_GATES: Final = frozenset((EXTERNAL_IPS_GATE, LOCALHOST_GATE))
 
 
@@ -417,6 +417,7 @@ NETWORKS: Final = Kind(networks, "CIDRS", LIST, lambda cidrs: [str(cidr) for cid
 CLUSTER_CIDRS: Final = Kind(networks, "CIDRS", write=_join_cidrs)
 NODE_PORTS: Final = Kind(node_ports, "CIDRS", repeatable=True)
 EXTERNAL_IPS: Final = Kind(external_ips, "all|off|CIDRS", ON_OFF, _write_external_ips)
+KUBERNETES_VERSION: Final = _one_of(("1.37", "1.38"))
 FEATURE_GATES: Final = Kind(feature_gate_values, "NAME=true|false")
 PORTS: Final = Kind(ports, "LOW-HIGH", write=lambda ports: f"{ports[0]}-{ports[1]}")
 BIND_ADDRESS: Final = Kind(bind_address, "IP", write=lambda addr: format_addr(addr) if addr else "0.0.0.0")

@@ -177,13 +177,22 @@ def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
         values.set("config_sync_period", "configSyncPeriod", period)
     _read_servers(document, values)
     _read_mode(document, values)
-    if document.node_port_addresses:
-        values.parse("node_ports", "nodePortAddresses", document.node_port_addresses, kinds.node_port_list)
+    _read_node_ports(document.node_port_addresses, values)
     is_enabled = document.iptables.localhost_node_ports is not False
     values.set("localhost_node_ports", "iptables.localhostNodePorts", is_enabled)
     values.set("feature_gates", "featureGates", document.feature_gates)
     _read_detect_local(document, values)
     return values
+
+
+def _read_node_ports(items: tuple[str, ...], values: ConfigValues) -> None:
+    """Parses each item alone, or a repeated keyword twice, so that an error has the path of the item."""
+    count = len(values.errors)
+    for i, item in enumerate(items):
+        is_repeated = item in kinds.NODE_PORT_KEYWORDS and item in items[:i]
+        values.try_parse(f"nodePortAddresses[{i}]", (item,) * (1 + is_repeated), kinds.node_port_list)
+    if items and len(values.errors) == count:
+        values.parse("node_ports", "nodePortAddresses", items, kinds.node_port_list)
 
 
 def _read_independent_fields(document: KubeProxyConfiguration, values: ConfigValues) -> None:
@@ -241,7 +250,8 @@ def _read_periods(document: KubeProxyConfiguration, values: ConfigValues) -> Non
     if min_sync_period:
         values.set("min_sync_period", f"{name}.minSyncPeriod", min_sync_period)
     if min_sync_period > sync_period:
-        values.add_error(f"{name}.minSyncPeriod", f"longer than syncPeriod, {durations.format_duration(sync_period)}")
+        minimum = durations.format_duration(min_sync_period)
+        values.add_error(f"{name}.syncPeriod", f"shorter than minSyncPeriod, {minimum}")
 
 
 def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> None:

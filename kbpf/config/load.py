@@ -26,7 +26,7 @@ from kbpf.config.settings import DEFAULT, REMOVED_SETTINGS, SETTINGS, SETTINGS_B
 from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
 from kbpf.errors import ConfigError, ConfigErrors, closest_name
 from kbpf.kernel.system import mounts
-from kbpf.model.address import family_of
+from kbpf.model.address import family_of, parse_addr
 from kbpf.model.config import (
     MAX_CONNTRACK_ENTRIES,
     SLOTS_PER_BACKEND,
@@ -204,14 +204,16 @@ def _build_config(values: ConfigValues) -> Config:
 
 
 LOOPBACK4, LOOPBACK6 = (kinds.cidr(text, "") for text in kinds.LOOPBACK)
+LOCALHOST4: Final = parse_addr("127.0.0.1")
+WHOLE_FAMILIES: Final = (Cidr.parse("0.0.0.0/0"), Cidr.parse("::/0"))
 
 
 def _resolve_node_ports(values: ConfigValues, mode: str | None) -> dict[str, Any]:
     """Where NodePorts answer, by kube-proxy's rules in this mode; None: no mode and no document of
     kube-proxy, so that kbpf's defaults apply. If unset: on all addresses, in mode nftables and by
     default on the primary ones. On loopback (nodeport_addresses.go): in mode iptables if the
-    networks include it, and in mode nftables, with a feature gate of kube-proxy 1.37, if one of
-    them is a loopback network. KbpfConfiguration overrides this.
+    networks include it, and in mode nftables, with a feature gate, if one of them is a loopback
+    network. KbpfConfiguration overrides this.
     """
     entries = values.get("node_ports", ("primary",) if mode in (None, "nftables") else ("all",))
     networks = tuple(entry for entry in entries if isinstance(entry, Cidr))
@@ -219,7 +221,8 @@ def _resolve_node_ports(values: ConfigValues, mode: str | None) -> dict[str, Any
     if values.origins.get("localhost_node_ports", "").startswith(KBPF):
         pass
     elif mode == "nftables":
-        localhost = values.get("feature_gates", {}).get(kinds.LOCALHOST_GATE, False) and _lists_loopback(entries)
+        gates, is_default = values.get("feature_gates", {}), _is_like_1_38(values)
+        localhost = gates.get(kinds.LOCALHOST_GATE, is_default) and _lists_loopback(values)
     elif mode == "ipvs":
         localhost = False
     elif "all" not in entries and (mode is not None or "node_ports" in values.fields):
@@ -233,8 +236,17 @@ def _resolve_node_ports(values: ConfigValues, mode: str | None) -> dict[str, Any
     return {**result, "node_port_addresses": networks, "primary_node_ports": bool(networks) and "primary" in entries}
 
 
-def _lists_loopback(entries: kinds.NodePorts) -> bool:
-    networks = (entry for entry in entries if isinstance(entry, Cidr))
+def _is_like_1_38(values: ConfigValues) -> bool:
+    version: str = values.get("kubernetes_version", DEFAULT.kubernetes_version)
+    return version == "1.38"
+
+
+def _lists_loopback(values: ConfigValues) -> bool:
+    """Whether nodePortAddresses has a loopback network: in 1.38 any with 127.0.0.1 or ::1, except a whole family."""
+    networks = [entry for entry in values.get("node_ports", ()) if isinstance(entry, Cidr)]
+    if _is_like_1_38(values):
+        hosts = (LOCALHOST4, LOOPBACK6.address)
+        return any(network.contains(host) for network in networks for host in hosts if network not in WHOLE_FAMILIES)
     return any(LOOPBACK4.contains(network.address) or network == LOOPBACK6 for network in networks)
 
 
@@ -323,7 +335,7 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
             event="KubeProxyDefaultMode",
         )
     is_ineffective = mode in ("nftables", "ipvs") and not config.localhost_node_ports
-    if is_ineffective and _lists_loopback(values.get("node_ports", ())):
+    if is_ineffective and _lists_loopback(values):
         gate_condition = f" without the feature gate {kinds.LOCALHOST_GATE}" if mode == "nftables" else ""
         yield Diagnostic(
             f"{origin_of('node_ports')}: localhost has no effect in mode {mode}{gate_condition}, as with kube-proxy; "

@@ -322,13 +322,22 @@ SETTINGS: Final = (
         kbpf="nodePortSourceRanges",
     ),
     Setting(
+        "--kubernetes-version",
+        "kubernetes_version",
+        kinds.KUBERNETES_VERSION,
+        NODE,
+        "the version of Kubernetes whose kube-proxy is followed where they differ: whether NodePorts answer on "
+        "loopback in mode nftables (default 1.37)",
+        kbpf="kubernetesVersion",
+    ),
+    Setting(
         "--feature-gates",
         "feature_gates",
         kinds.FEATURE_GATES,
         NODE,
         "kube-proxy's feature gates: AllowServiceExternalIPs=false means --external-ips off; "
-        "KubeProxyNFTablesLocalhostNodePorts=true: NodePorts answer on loopback in mode nftables if "
-        "--nodeport-addresses lists it; others are ignored",
+        "KubeProxyNFTablesLocalhostNodePorts=true, the default of 1.38: NodePorts answer on loopback in mode "
+        "nftables if --nodeport-addresses lists it; others are ignored",
         kube_proxy="featureGates",
     ),
     Setting(

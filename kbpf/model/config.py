@@ -179,6 +179,9 @@ class Config:
     localhost_node_ports: bool = True
     """NodePorts are also served on the host's loopback addresses."""
 
+    kubernetes_version: str = "1.37"
+    """The version whose kube-proxy is followed where two versions differ."""
+
     node_port_source_ranges: tuple[Cidr, ...] = ()
     """Clients that may connect to NodePorts; a family without ranges is not restricted."""
 

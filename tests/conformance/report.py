@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from tests.conformance.versions import VERSIONS
-
 PASS, FAIL, SKIP = "pass", "FAIL", "SKIP"
 PREFIX = "[sig-network] "
 ROOT = Path(__file__).parents[2]
@@ -19,6 +17,8 @@ DOCUMENT = ROOT / "docs" / "conformance.md"
 BEGIN = "<!-- begin: python -m tests.conformance report -->\n"
 END = "<!-- end -->\n"
 PROXIES = ("kbpf", "kube-proxy-nftables", "kube-proxy-iptables")
+FUTURE = {"Services should support named targetPorts that resolve to different ports on different endpoints": "1.41"}
+"""Tests with `[FutureConformance]` in Kubernetes 1.38, and the version that makes them conformance tests."""
 MAX_MESSAGE = 80
 """Characters of a message in the document; the recorded result has more."""
 
@@ -81,10 +81,9 @@ class Run:
 
 
 def recorded() -> list[Run]:
-    """The stored results, in the order of the document's rows."""
+    """The stored results, in the order of the document's rows: the newest version first."""
     runs = [Run.parse(path.read_text()) for path in RESULTS.glob("*.txt")]
-    order = [(version, proxy) for version in VERSIONS for proxy in PROXIES]
-    return sorted(runs, key=lambda run: order.index((run.version, run.proxy)))
+    return sorted(runs, key=lambda run: ([-int(part) for part in run.version.split(".")], PROXIES.index(run.proxy)))
 
 
 def record(run: Run) -> Path:
@@ -114,13 +113,17 @@ def _generated(runs: Sequence[Run]) -> Iterable[str]:
         counts = " | ".join(str(run.count(each)) for each in (PASS, FAIL, SKIP))
         result = f"[{run.proxy}](../tests/conformance/results/{run.version}-{run.proxy}.txt)"
         yield f"| {run.version} | {result} | {run.nodes} | {counts} |\n"
+    yield "\n### Future conformance\n\n| test | from | passed |\n|---|---|---|\n"
+    for name, version in FUTURE.items():
+        passed = (run for run in runs for row in run.rows if (short_name(row.name), row.result) == (name, PASS))
+        yield f"| {name} | {version} | {', '.join(f'{run.proxy} {run.version}' for run in passed)} |\n"
     for result, title in ((FAIL, "Failures"), (SKIP, "Tests that skip themselves")):
         outcomes: dict[str, dict[str, list[str]]] = {}
         for run in runs:
             for row in run.rows:
                 if row.result == result:
                     message = textwrap.shorten(row.message, MAX_MESSAGE, placeholder=" ...")
-                    where = outcomes.setdefault(_title(row.name), {}).setdefault(message, [])
+                    where = outcomes.setdefault(short_name(row.name), {}).setdefault(message, [])
                     where.append(f"{run.proxy} {run.version}")
         if outcomes:
             yield f"\n### {title}\n\n"
@@ -129,7 +132,7 @@ def _generated(runs: Sequence[Run]) -> Iterable[str]:
                 yield f"- **{_escape(name)}**: {'; '.join(texts)}\n"
 
 
-def _title(name: str) -> str:
+def short_name(name: str) -> str:
     """The name without its labels, which other versions write in another order; those with a colon
     distinguish tests.
     """

@@ -25,7 +25,7 @@ VERSIONS = {
     version.name: version
     for version in (
         Version(
-            "1.37.1",
+            "1.37.2",
             "",
             {
                 "agnhost": "2.66.1",
@@ -33,7 +33,7 @@ VERSIONS = {
                 "glibc-dns-testing": "2.1.1",
                 "nginx": "1.27.0-2",
                 "regression-issue-74839": "1.5",
-                "distroless-iptables": "v0.9.7",
+                "distroless-iptables": "v0.9.9",
             },
         ),
         Version(

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import yaml
 from hypothesis import strategies as st
 
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice
@@ -24,20 +25,15 @@ class World(NamedTuple):
 
 
 ADDRESSES = ("10.1.0.1", "10.1.0.2", "10.1.0.3")
-POLICIES: Sequence[Json] = (
-    {},
-    {"internalTrafficPolicy": "Local"},
-    {"type": "NodePort", "externalTrafficPolicy": "Local"},
-    {"type": "NodePort", "externalTrafficPolicy": "Local", "internalTrafficPolicy": "Local"},
-    {"type": "NodePort", "internalTrafficPolicy": "Local"},
-    {"externalIPs": ["192.0.2.1"], "externalTrafficPolicy": "Local"},
-    {
-        "type": "LoadBalancer",
-        "externalTrafficPolicy": "Local",
-        "healthCheckNodePort": 31000,
-        "internalTrafficPolicy": "Local",
-    },
-)
+POLICIES: Sequence[Json] = yaml.safe_load("""
+- {}
+- {internalTrafficPolicy: Local}
+- {type: NodePort, externalTrafficPolicy: Local}
+- {type: NodePort, externalTrafficPolicy: Local, internalTrafficPolicy: Local}
+- {type: NodePort, internalTrafficPolicy: Local}
+- {externalIPs: [192.0.2.1], externalTrafficPolicy: Local}
+- {type: LoadBalancer, externalTrafficPolicy: Local, healthCheckNodePort: 31000, internalTrafficPolicy: Local}
+""")
 BOOLS, MAYBE = (True, False), (None, True, False)
 
 

@@ -12,12 +12,12 @@ from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import artifact, compile
 from tests.mutations.groups import paths_of
 
-FLOWS = "packets/path/ packets/views/ maps/flows/"
+FLOWS = "packets/path/ packets/views maps/flows/"
 PROGRAMS = {
     "CHOICE": "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots maps/atomic packets/path/",
     "SOCKETS": "sockets/connect sockets/udp/ packets/dials sockets/account sockets/exemptions sockets/agent_sockets"
     " sockets/kernel_sockets",
-    "PACKETS": "packets/path/ packets/packet_devices packets/views/",
+    "PACKETS": "packets/path/ packets/packet_devices packets/views",
     "FLOWS": FLOWS,
     "SHARES": f"{FLOWS} maps/isolation",
     "ROOM": "maps/flows/ packets/path/",
@@ -25,6 +25,7 @@ PROGRAMS = {
 }
 TESTS = {name: paths_of("programs", names) for name, names in PROGRAMS.items()} | {
     "CONNTRACK": ("tests/lab/outside/test_conntrack.py",),
+    "BRIDGE": ("tests/lab/outside/test_br_netfilter.py",),
     "COMPARED": ("tests/fuzz/packets/test_conntrack.py",),
 }
 """COMPARED must notice each of its mutants: they prove that the comparison works."""
@@ -284,6 +285,21 @@ a SYN past the Service and its answer end a half-closed connection
 any SYN-ACK of the backend answers a direct SYN
 - return p->tcp.ack == flow->syn;
 + return true;
+# tc/receive.h BRIDGE
+forged answers pass in frames for others
+- else if (!uses_conntrack())
++ else
+# tc/receive.h CONNTRACK
+forged answers pass behind two priority tags
+- !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
++ false;
+forged ACKs pass
+- !(in && answers_refused(&tuple)))
++ true)
+# tc.c FLOWS
+frames that are not to this machine are translated
+- (skb->pkt_type != PACKET_HOST || has_source_route(skb, p))
++ has_source_route(skb, p)
 # tc/receive.h FLOWS
 fragments of martians are recorded
 - if (is_martian(&p->tuple.from.address))
@@ -294,12 +310,9 @@ first fragments are not recorded
 fragments of another datagram match
 - !stored || stored->id != fragment.id || stored->hash != fragment.hash
 + !stored
-frames that are not to this machine are translated
-- (in && skb->pkt_type != PACKET_HOST && !uses_conntrack())
-+ false
 frames for other machines are translated at a bridge's port
-- if (!has_own_mac(skb, device))
-+ if (0)
+- if (has_own_mac(skb, device))
++ if (1)
 a packet is handled at the port and at the bridge
 - if (skb->tc_index != HANDLED_AT_PORT)
 # tc/devices.h SHARES
@@ -363,6 +376,9 @@ a datagram changes it for masqueraded flows
 others use a client's port
 - ? EGRESS_DENIED
 + ? EGRESS_UNKNOWN
+others use a port of the node's socket
+- return flow->host_device || (has_snat(flow) &&
++ return false || (has_snat(flow) &&
 a SYN to the backend itself belongs to the flow
 - if (!reply && is_direct_connection(flow, p, flags))
 + if (false)
@@ -380,6 +396,9 @@ the TTL is not decremented
 - to ? p->ttl - 1 : p->ttl
 + p->ttl
 # tc/devices.h FLOWS
+martian sources are translated
+- return is_martian(a) || is_nodes_own(a, n);
++ return is_nodes_own(a, n);
 marks are not set
 - skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
 + ;
@@ -411,10 +430,6 @@ local devices are masqueraded
 a pause of new flows is ignored
 - return until && *until > now;
 + return false;
-martian sources are translated
-- if (is_martian(&s->packet.tuple.from.address) ||
-- 	    is_nodes_own
-+ if (is_nodes_own
 a backend at a node address is masqueraded
 - is_nodes_own(&flow->backend.address, n))
 + false)
@@ -422,15 +437,15 @@ no client is outside
 - client.outside = !(device->flags & DEVICE_LOCAL);
 + client.outside = false;
 # tc/conntrack.h CONNTRACK
+errors about requests to the node pass
+- || is_nodes_own(&p->tuple.from.address, n))
++ )
 forged answers pass
-- return !same_target(&p->tuple.from, &event->client);
-+ return false;
+- return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
++ return !event && is_nodes_own(&from, n);
 forged answers of the node pass
-- return may_confirm(p) && is_nodes_own(&from, n);
-+ return false;
-forged ACKs pass
-- if (!n || !(n->flags & NODE_NETFILTER))
-+ if (!n || !may_confirm(p))
+- return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
++ return event && !same_target(&t->from, &event->client);
 errors about refused packets pass
 - !is_unanswered(skb, p)
 + true
@@ -438,6 +453,9 @@ a port of another flow is taken
 - if (has_flow(&reply))
 + if (false)
 # tc/ports.h FLOWS
+a client gets the port of a frontend
+- (is_frontend_port(reply.to.port) && is_frontend(&reply.to)) ||
++ false ||
 the client port is never changed
 - if (i || (n->flags & NODE_COEXISTING) ||
 + if ((n->flags & NODE_COEXISTING) ||
@@ -457,7 +475,7 @@ ports in doubt are taken
 - doubtful = is_in_doubt(backend, flow->snat_port, now);
 + doubtful = false;
 ports of the node's servers are taken
-- if (is_for_socket(skb, flow)) {
+- if (is_used_here(skb, flow)) {
 + if (false) {
 a port in the backend's TIME_WAIT is taken first
 - return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
@@ -476,6 +494,15 @@ reply entries stay when there is no room
 - 	release_replies(&s->flow);
 -
 # tc/error.h FLOWS
+extension headers hide others who use a client's port
+- if (has_hidden_ports(&s->packet) && skb->ingress_ifindex &&
++ if (false &&
+errors of martians bypass the stack
+- is_impossible_source(&p->tuple.from.address, n) ||
++ false ||
+errors with a source route bypass the stack
+- || has_source_route(skb, p))
++ )
 outer addresses of ICMP errors are not translated
 - outer.from.address = after->from.address;
 + ;
@@ -576,14 +603,15 @@ ports of later fragments are written
 - 		return 0;
 + )
 + 		return 0;
+# lib/icmp.h CONNTRACK
+errors of no known type do not count
+- p->icmp_type < ICMPV6_NO_ERROR
++ p->icmp_type < 5
 # lib/icmp.h PACKETS
 parameter problems do not count as errors
 -  ||
 - 		       p->icmp_type == ICMP_PARAMETERPROB;
 + ;
-packet too big does not count as an error
-- p->icmp_type >= ICMPV6_DEST_UNREACH
-+ p->icmp_type > ICMPV6_PKT_TOOBIG
 # tc/refuse.h PACKETS
 a reset acknowledges too little
 - __builtin_bswap32(p->tcp.next) : 0

@@ -43,7 +43,7 @@ static __always_inline long probe_read_kernel(void *to, u32 size, const void *fr
 }
 
 /* Not a helper: the loader replaces the call by the place of sk_kern_sock in this kernel's struct
- * sock, in bits, or by 0 if the kernel's own sockets may be translated (kernel_sockets.py). */
+ * sock, in bits, or by 0 if the kernel's own sockets may be translated (kernel_members.py). */
 static __always_inline u32 kernel_socket_bit(void)
 {
 	return ((u64(*)(void))0x6b627066)();

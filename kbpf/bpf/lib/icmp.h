@@ -25,10 +25,11 @@
 #define ICMPV6_PORT_UNREACH 4 /* code of ICMPV6_DEST_UNREACH */
 #define ICMPV6_PKT_TOOBIG 2
 #define ICMPV6_TIME_EXCEED 3
-#define ICMPV6_PARAMPROB 4
+#define ICMPV6_NO_ERROR 128 /* and higher types */
 #define ICMP_HEADER_LENGTH 8
 #define ICMP_CHECK 2
 
+/* What conntrack takes for an error, and calls related to the flow of the packet that it quotes. */
 static __always_inline bool is_icmp_error(const struct packet *p)
 {
 	if (p->fragment == LATER)
@@ -37,8 +38,7 @@ static __always_inline bool is_icmp_error(const struct packet *p)
 		return p->icmp_type == ICMP_DEST_UNREACH || p->icmp_type == ICMP_SOURCE_QUENCH ||
 		       p->icmp_type == ICMP_REDIRECT || p->icmp_type == ICMP_TIME_EXCEEDED ||
 		       p->icmp_type == ICMP_PARAMETERPROB;
-	return p->protocol == IPPROTO_ICMPV6 && p->v6 && p->icmp_type >= ICMPV6_DEST_UNREACH &&
-	       p->icmp_type <= ICMPV6_PARAMPROB;
+	return p->protocol == IPPROTO_ICMPV6 && p->v6 && p->icmp_type < ICMPV6_NO_ERROR;
 }
 
 /* Parses the inner packet that the error quotes. */

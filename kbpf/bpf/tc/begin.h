@@ -334,9 +334,8 @@ int tc_choose(struct __sk_buff *skb)
 
 	if (!device || !n || !s)
 		return TC_ACT_UNSPEC;
-	if (is_martian(&s->packet.tuple.from.address) ||
-	    is_nodes_own(&s->packet.tuple.from.address, n))
-		return TC_ACT_UNSPEC; /* the stack drops it */
+	if (is_impossible_source(&s->packet.tuple.from.address, n))
+		return TC_ACT_UNSPEC;
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
 		return go(skb, TAIL_COEXIST);
 	/* Each datagram comes here that is not for a Service, but goes to the port of one. */

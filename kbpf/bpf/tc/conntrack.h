@@ -138,17 +138,21 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 	return v6 ? *a : v4;
 }
 
-/* Whether this is a packet of a client of a Service to which nothing has been answered yet. */
-static __always_inline bool is_unanswered(struct __sk_buff *skb, const struct packet *p)
+/* Whether this is a packet of a client of a Service to which nothing has been answered yet, or the
+ * answer of a backend that is the node itself. */
+static __always_inline bool is_unanswered(struct __sk_buff *skb, struct packet *p)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->tuple.to.protocol};
-	u32 status = 0;
+	u32 zero = 0, status = 0;
+	struct node *n = node.lookup(&zero);
 	void *ct;
 
+	if (!n)
+		return false;
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &p->tuple, p->v6, &opts);
 	if (!ct)
 		return false;
-	if (opts.direction != IP_CT_DIR_REPLY)
+	if (opts.direction != IP_CT_DIR_REPLY || is_nodes_own(&p->tuple.from.address, n))
 		status = *(volatile u32 *)(ct + offset_of_status());
 	bpf_ct_release(ct);
 	return (status & (IPS_DST_NAT | IPS_SEEN_REPLY)) == IPS_DST_NAT;
@@ -176,7 +180,7 @@ static __always_inline bool is_taken(struct __sk_buff *skb, void *ends, u32 size
  *  - it is in the packet path's range, of which the flows of the node's sockets have ports. The
  *    kernel does not know these flows: the client could receive or forge their packets;
  *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort;
- *  - a socket of the node has it: is_for_socket(). */
+ *  - a socket of the node has it: is_used_here(). */
 static __always_inline bool may_have_port(struct __sk_buff *skb, const struct packet *p,
 					  const struct flow *flow, const struct node *n, u32 port)
 {
@@ -185,11 +189,13 @@ static __always_inline bool may_have_port(struct __sk_buff *skb, const struct pa
 	bool masqueraded = has_snat(flow);
 
 	reply.to.port = __builtin_bswap16(port);
-	if (masqueraded &&
-	    ((port >= n->port_low && port <= n->port_high) || is_frontend_port(reply.to.port)))
-		return false;
-	if (masqueraded)
+	if (masqueraded) {
+		if (port >= n->port_low && port <= n->port_high)
+			return false;
 		reply.to.address = flow->snat;
+		if (is_frontend_port(reply.to.port) && is_frontend(&reply.to))
+			return false;
+	}
 	if (has_flow(&reply))
 		return false;
 	return !CALL_WITH(is_taken, skb, &reply, p->v6, &opts, masqueraded);
@@ -262,21 +268,19 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 /* Whether a packet answers one that has not left this node. Its sender cannot have received that
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
  * accept established connections would then let pass what they have refused. A plain ACK is enough:
- * conntrack ignores it before a SYN-ACK, but remembers a reply. An answer from an address of this
+ * conntrack ignores it before a SYN-ACK, but remembers a reply. A packet from an address of this
  * node is forged as well: its own sockets' packets do not arrive by a device. */
-static __always_inline bool answers_refused(const struct packet *p)
+static __always_inline bool answers_refused(const struct tuple *t)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
-	struct address from = p->tuple.from.address;
+	struct address from = t->from.address;
 	struct event *event;
 
 	if (!n || !(n->flags & NODE_NETFILTER))
 		return false;
-	event = find_unconfirmed(&p->tuple);
-	if (event)
-		return !same_target(&p->tuple.from, &event->client);
-	return may_confirm(p) && is_nodes_own(&from, n);
+	event = find_unconfirmed(t);
+	return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow may have left encrypted. Only

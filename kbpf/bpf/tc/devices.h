@@ -57,6 +57,12 @@ static __always_inline bool is_nodes_own(struct address *a, const struct node *n
 	return find_node_address(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
 }
 
+/* Whether the stack drops what arrives from this address; of the node's own, IPv4 only. */
+static __always_inline bool is_impossible_source(struct address *a, const struct node *n)
+{
+	return is_martian(a) || is_nodes_own(a, n);
+}
+
 /* Whether a socket of the node receives packets with these ends (struct bpf_sock_tuple), if they
  * are to an address of the node: one of a server, a connection (also in TIME_WAIT) or the kernel,
  * such as VXLAN's. Not found are sockets that are bound to another device, and SCTP's. */

@@ -74,6 +74,8 @@ static __always_inline bool is_redirect(const struct packet *p)
 int tc_icmp_in(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex), *to = NULL;
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
 	struct tuple tuple, outer, *after;
 	struct translation translation = {};
 	struct scratch *s = get_scratch();
@@ -81,7 +83,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	struct packet *p;
 	bool hidden;
 
-	if (!s || !device)
+	if (!s || !device || !n)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	if (is_hidden_error(p))
@@ -92,6 +94,8 @@ int tc_icmp_in(struct __sk_buff *skb)
 			       : TC_ACT_UNSPEC;
 	if (uses_conntrack() && find_unconfirmed(&tuple))
 		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
+	if (skb->pkt_type != PACKET_HOST)
+		return TC_ACT_UNSPEC;
 	translation.port_of = bridge_of_port(device, skb->ifindex);
 	result = translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &translation);
 	if (result == INGRESS_BRIDGED)
@@ -99,13 +103,18 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (result != INGRESS_TRANSLATED) {
 		if (translation.masqueraded)
 			mark_masqueraded(skb, true);
-		if (!uses_conntrack() || !may_be_service(&tuple.to))
+		if (!uses_conntrack() ||
+		    (!may_be_service(&tuple.to) && !is_nodes_own(&tuple.from.address, n)))
 			return TC_ACT_UNSPEC;
-		p->tuple = tuple; /* the client's error may be about an answer that it never got */
+		/* The client's error may be about an answer that it never got, or an error to the
+		 * client about a request that the node itself has refused. */
+		p->tuple = tuple;
 		return judge_answer_to_refused(skb, s, BEGIN_ERROR);
 	}
-	/* In the name of an end of the flow, or past the kernel's own filter. A router may have an
+	/* In the name of an end of the flow, or past the kernel's own checks. A router may have an
 	 * address to which this node has no route. */
+	if (is_impossible_source(&p->tuple.from.address, n) || has_source_route(skb, p))
+		return TC_ACT_UNSPEC;
 	if ((!is_exchangeable(device) || (device->flags & DEVICE_STRICT) ||
 	     same_address(&p->tuple.from.address, &tuple.from.address)) &&
 	    !arrives_by(skb, p, skb->ifindex, &s->hop))
@@ -134,15 +143,24 @@ int tc_icmp_in(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
-/* Translates an error that leaves the stack. */
+/* Translates an error that leaves the stack. As in tc_icmp_in, it may be a packet that hides its
+ * ports. */
 int tc_icmp_out(struct __sk_buff *skb)
 {
 	struct tuple tuple, after, outer;
 	struct scratch *s = get_scratch();
 	enum egress_result result;
 	bool masqueraded = false;
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
 
-	if (!s || !parse_error(skb, s, &tuple))
+	if (!s || !n)
+		return TC_ACT_UNSPEC;
+	/* A CNI has masqueraded it, and may have kept the port of a client: EGRESS_DENIED. */
+	if (has_hidden_ports(&s->packet) && skb->ingress_ifindex &&
+	    is_nodes_own(&s->packet.tuple.from.address, n))
+		return finish(TC_ACT_SHOT, INVALID);
+	if (!parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
 	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, skb->ifindex, 0, &after,
 			       &masqueraded);

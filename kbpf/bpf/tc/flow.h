@@ -84,7 +84,7 @@ BPF_TABLE("array", u32, u64, flow_count, 1);
  * A mark too many costs a lookup, and a missing one breaks a flow. So the programs only set marks,
  * before they write an entry (mark_ends()), and never clear them: the evicted, replaced or deleted
  * entries of two flows cannot be counted wrong, nor can a crash in between. Marks of ends that no
- * entry has are aged by the agent (flow_marks.py). */
+ * entry has are aged by the agent (flow_entries.py). */
 BPF_TABLE("array", u32, u64, flow_marks, FLOW_MARKS);
 BPF_TABLE("array", u32, struct flow_generations, flow_generations, 1);
 

@@ -160,16 +160,17 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
 }
 
-/* Whether this packet would go to a socket of the node if it did not belong to a flow. The backend
- * may be a machine, and its port the one from which that talks to a server of the node: the server
- * would lose what it is sent to a client that has its port. */
-static __always_inline bool is_for_socket(struct __sk_buff *skb, const struct flow *flow)
+/* Whether a reply would go to a Service or to a socket of the node if it did not belong to this
+ * flow. The backend may be a machine, and its port the one from which that talks to the node's
+ * port: the Service or the socket would lose what it is sent to the client that has its port. */
+static __always_inline bool is_used_here(struct __sk_buff *skb, const struct flow *flow)
 {
 	struct tuple reply = {.from = flow->backend, .to = flow->client};
 
 	reply.to.address = flow->snat;
 	reply.to.port = flow->snat_port;
-	return has_socket(skb, &reply);
+	return (is_frontend_port(reply.to.port) && is_frontend(&reply.to)) ||
+	       has_socket(skb, &reply);
 }
 
 /* Claims a port of the node for this flow, among those that its client may use; sockets of
@@ -208,7 +209,7 @@ static __always_inline bool claim_node_port(struct __sk_buff *skb, struct flow *
 		flow->snat_port = port_at(&s, index);
 		return false;
 	}
-	if (is_for_socket(skb, flow)) {
+	if (is_used_here(skb, flow)) {
 		if (search != SEARCH_LAST) /* there the reason needs it */
 			flow->snat_port = port_at(&s, (index + 1) % s.count);
 	} else {
@@ -228,7 +229,7 @@ static __always_inline enum reason no_port_reason(struct __sk_buff *skb, const s
 
 	if (flows.lookup(&key) ||
 	    is_in_doubt(hash_of_backend(flow), flow->snat_port, flow->last_used) ||
-	    is_for_socket(skb, flow))
+	    is_used_here(skb, flow))
 		return NO_SNAT_PORT;
 	return NOT_TRACKED;
 }

@@ -11,7 +11,10 @@
 #include "tc/flow.h"
 #include "tc/tails.h"
 
+#define ETH_P_8021Q 0x8100
+#define ETH_P_8021AD 0x88a8
 #define VLAN_VID_MASK 0x0fff
+#define INNER_TAG 14 /* offset: the outer tag is in the skb's metadata */
 #define PACKET_HOST 0
 #define PACKET_OTHERHOST 3
 
@@ -92,9 +95,10 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 		return true;
 	}
 	if (skb->pkt_type == PACKET_OTHERHOST) {
-		if (!has_own_mac(skb, device))
+		if (has_own_mac(skb, device))
+			bpf_skb_change_type(skb, PACKET_HOST); /* as the bridge will do */
+		else if (!uses_conntrack())
 			return true;
-		bpf_skb_change_type(skb, PACKET_HOST); /* as the bridge will do */
 	}
 	skb->tc_index = HANDLED_AT_PORT;
 	return false;
@@ -103,14 +107,27 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 /* VLAN frames are seen again on the VLAN's own device. Of the others, only frames to this machine
  * are handled at ingress (`in`): the stack forwards and answers no others. A promiscuous device
  * receives frames to other machines, and each machine of a segment would answer a broadcast (RFC
- * 1122, 3.2.2). conntrack sees broadcasts nevertheless, so beside it they are parsed, too:
- * answers_refused(). */
+ * 1122, 3.2.2). conntrack sees broadcasts nevertheless, and all frames at ports of a bridge. So
+ * beside it they are parsed, too: answers_refused(). */
 static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 {
 	if (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK))
 		return true;
-	return skb->pkt_type == PACKET_OTHERHOST ||
-	       (in && skb->pkt_type != PACKET_HOST && !uses_conntrack());
+	return in ? skb->pkt_type != PACKET_HOST && !uses_conntrack()
+		  : skb->pkt_type == PACKET_OTHERHOST;
+}
+
+/* Whether conntrack will see a packet that this program cannot read: the kernel removes a first
+ * priority tag (VLAN 0) before it, and a second one behind it (__netif_receive_skb_core()). */
+static __always_inline bool has_hidden_packet(struct __sk_buff *skb)
+{
+	__be16 inner;
+
+	return (skb->protocol == __builtin_bswap16(ETH_P_8021Q) ||
+		skb->protocol == __builtin_bswap16(ETH_P_8021AD)) &&
+	       skb->vlan_present && !(skb->vlan_tci & VLAN_VID_MASK) &&
+	       !bpf_skb_load_bytes(skb, INNER_TAG, &inner, sizeof(inner)) &&
+	       !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
 }
 
 /* Leaves a packet at a port to the bridge's program. */
@@ -123,12 +140,19 @@ static __always_inline int leave_to_bridge(struct __sk_buff *skb)
 /* Offset of the IP header of a packet on a tunnel. Headers of the outer packet may precede it: at
  * ingress before v5.14 (needs_stack()), and on gre devices without a remote address at ingress and
  * at egress. Only the kernel knows their length; what follows them is as long as the IP header
- * says. That is 0 in a packet of more than 64 KiB (BIG TCP), which has no such headers. */
+ * says. That is 0 in a packet of more than 64 KiB (BIG TCP), which has no such headers. Without
+ * them, bytes behind the end of the packet must not look like some: its first bytes are then those
+ * of the IP header. In an outer header they differ, since it is for a longer packet. */
 static __always_inline u32 offset_in_tunnel(struct __sk_buff *skb)
 {
 	bool v6 = skb->protocol == __builtin_bswap16(ETH_P_IPV6);
+	u64 first = 0, own = 1;
 	__be16 length = 0;
 
+	bpf_skb_load_bytes(skb, 0, &first, sizeof(first));
+	load_bytes_relative(skb, 0, &own, sizeof(own), BPF_HDR_START_NET);
+	if (first == own)
+		return 0;
 	load_bytes_relative(skb, v6 ? 4 : 2, &length, sizeof(length), BPF_HDR_START_NET);
 	return length ? skb->len - __builtin_bswap16(length) - (v6 ? 40 : 0) : 0;
 }
@@ -149,7 +173,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 		struct tuple tuple = tuple_of_plain(&plain);
 
 		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple) &&
-		    !(in && uses_conntrack() && find_unconfirmed(&tuple)))
+		    !(in && answers_refused(&tuple)))
 			return false;
 		set_plain(skb, p, l2, &plain, &tuple);
 		return true;

@@ -200,7 +200,7 @@ enum egress_result {
 	EGRESS_UNCHANGED = 1,  /* of a flow of ours, but already correct */
 	EGRESS_HOST_FLOW = 2,  /* sent by this node, and it has a flow */
 	EGRESS_UNJUDGED = 3,   /* tc_judge has to see it first */
-	EGRESS_DENIED = 4,     /* others use the port of a client that is masqueraded */
+	EGRESS_DENIED = 4,     /* others use a port of the node that this flow has */
 	EGRESS_REPLY = 5,      /* gets the frontend's address */
 	EGRESS_MASQUERADE = 6, /* gets the node's address */
 	EGRESS_REROUTE = 7,    /* EGRESS_REPLY, but it may have to leave by another device */
@@ -232,10 +232,11 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 	if (is_over(flow, now) || (flow->fins & FIN_DIRECT)) /* begins_direct() */
 		return EGRESS_UNKNOWN;
 	/* A CNI masquerades pods, and may keep a port that one has chosen: conntrack does not know
-	 * our flows. The backend's answer would go to the client that has the port. */
+	 * our flows. The backend's answer would go to the client or the node's socket that has it.
+	 */
 	if (!reply && !is_from_client(flow, arrival))
-		return has_snat(flow) && !flow->host_device &&
-				       same_address(&t->from.address, &flow->snat)
+		return flow->host_device || (has_snat(flow) &&
+					     same_address(&t->from.address, &flow->snat))
 			       ? EGRESS_DENIED
 			       : EGRESS_UNKNOWN;
 	if (!reply && is_direct_connection(flow, p, flags)) {

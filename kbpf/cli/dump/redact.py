@@ -26,8 +26,8 @@ _PATH: Final = r"/(?:bin|boot|dev|etc|home|lib|mnt|opt|proc|root|run|sbin|srv|sy
 begins with a slash.
 """
 _NAMES: Final = (
-    rb"[\w.-]*(?:password|passwd|passphrase|pwd|secret|token|credentials?"
-    rb"|(?:api|access|private)[_-]?key|key[_-]data)"
+    rb"[\w.-]*(?:(?<!by)pass(?:word|wd|phrase)?|pwd|secret|token|credentials?|\bauth"
+    rb"|(?:access|account|api|encryption|private|secret|signing)[_-]?key|key[_-]data)"
 )
 _VALUE: Final = (
     rb"(?![\"']?" + _PATH.encode() + rb"|[\"']{2}|null\b|true\b|false\b|\d{1,3}(?:[,}\s]|\Z))"

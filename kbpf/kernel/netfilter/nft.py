@@ -180,6 +180,9 @@ def _parse_expression(attrs: dict[int, bytes]) -> Expression:
             register = data.get(uapi.NFTA_LOOKUP_DREG)  # None if it is only a match
             if register is not None and _parse_be(register) == uapi.NFT_REG_VERDICT:
                 name = "lookup verdict"
+        case "fib":
+            if _parse_be(data.get(uapi.NFTA_FIB_FLAGS, b"")) & uapi.NFTA_FIB_F_SADDR:
+                name = "fib saddr"
         case "objref":
             if _parse_be(data.get(uapi.NFTA_OBJREF_IMM_TYPE, b"")) == uapi.NFT_OBJECT_COUNTER:
                 name = "counter"

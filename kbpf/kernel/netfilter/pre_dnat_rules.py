@@ -17,7 +17,7 @@ from kbpf.kernel.netfilter import forward_rules, iptables_legacy, nft
 NF_IP_PRI_NAT_DST: Final = -100
 MAX_RULES: Final = 50_000
 """Of a table. Larger ones are not read."""
-REVERSE_PATH_FILTERS: Final = frozenset(("fib", "match rpfilter"))
+REVERSE_PATH_FILTERS: Final = frozenset(("fib saddr", "match rpfilter"))
 
 
 class EarlyChains(NamedTuple):

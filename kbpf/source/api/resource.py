@@ -23,6 +23,8 @@ PAGE_SIZE: Final = 500
 HTML_PROBE_BYTES: Final = 256
 HTML_HINT: Final = "does a proxy or login page answer instead of it?"
 JSON: Final = "application/json"
+LEAN: Final = "drop=metadata.managedFields"
+"""Asks a server of Kubernetes 1.38 with the gate ManagedFieldsOptOut to leave these fields out."""
 SOCKET_LB_LABEL: Final = "kbpf.io/socket-lb"
 _STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 
@@ -91,9 +93,9 @@ class Resource:
         which decode.py reads as well.
         """
         if not self.metadata_only:
-            return JSON
+            return f"{JSON};{LEAN},{JSON}"
         kind = "PartialObjectMetadata" if is_watch else "PartialObjectMetadataList"
-        return f"{JSON};as={kind};g=meta.k8s.io;v=v1,{JSON}"
+        return f"{JSON};as={kind};g=meta.k8s.io;v=v1;{LEAN},{JSON}"
 
     def _query(self, **options: str) -> str:
         options |= {"labelSelector": self.label_selector, "fieldSelector": self.field_selector}

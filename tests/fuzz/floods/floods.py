@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.layout import FlowDirection
+from kbpf.dataplane.bpf.maps.layout import FlowDirection, Reason
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
-from kbpf.model.objects import Protocol
 from tests.fuzz.packets.node import (
     BACK_PORT,
     CLIENT,
@@ -40,7 +39,6 @@ from tests.fuzz.packets.node import (
     VIP,
     KbpfNode,
     build,
-    end,
     inside_of,
     kbpf_node,
     mac_of,
@@ -52,7 +50,7 @@ from tests.support.table import table
 
 FRONT = VIP["masked"]
 SECOND_POD = "10.244.1.3"
-SILENT, NODE_PORT = 81, 30_053
+NODE_PORT = 30_053
 SOURCE = Path(__file__).with_name("flood.c")
 HONEST = "198.51.100.8"
 KEPT_PORTS = range(31_000, 32_000)
@@ -101,7 +99,6 @@ STREAMS = "udp stream"
 @dataclass
 class Figures:
     kind: str
-    rate: int
     sent: int = 0
     seconds: float = 0.0
     established: int = 0
@@ -300,12 +297,17 @@ class Arena:
             )
             run(*inside(where, None, "sh", "-c", quiet))
             ip("link set lo up", f"link set {device} address {NEIGHBOUR}", f"link set {device} up", netns=where)
-            lines = [f"addr add {each} dev {device}" + (" nodad" if ":" in each else "") for each in addresses]
+            ip(
+                *(f"addr add {each} dev {device}" + (" nodad" if ":" in each else "") for each in addresses),
+                netns=where,
+            )
             for hop in to.values():
-                lines.append(f"neigh replace {hop} lladdr {mac} dev {device} nud permanent")
-                lines.append(f"route add {hop} dev {device}")
-                lines.append(f"route add default via {hop} dev {device}")
-            ip(*lines, netns=where)
+                ip(
+                    f"neigh replace {hop} lladdr {mac} dev {device} nud permanent",
+                    f"route add {hop} dev {device}",
+                    f"route add default via {hop} dev {device}",
+                    netns=where,
+                )
 
     def _serve(self, stack: contextlib.ExitStack) -> None:
         command = inside(self.pods, None, str(self.program), "serve", str(BACK_PORT), "8081")
@@ -322,29 +324,16 @@ class Arena:
     ) -> tuple[int, int, float]:
         """Runs flood.c; returns frames sent, datagrams that came back, and seconds."""
         self.seed += 1
-        command = (
-            str(self.program),
-            "send",
-            kind,
-            "fc0",
-            mac_of(self.name, "c0"),
-            to,
-            str(port),
-            str(rate),
-            str(seconds),
-            str(KEPT_PORTS.start),
-            str(len(KEPT_PORTS)),
-            str(self.seed),
-            str(wait),
-            str(most),
-        )
-        sent, back, took = run(*inside(self.outside, None, *command)).split()
+        kept = KEPT_PORTS.start, len(KEPT_PORTS)
+        node = mac_of(self.name, "c0"), to, port
+        command = (self.program, "send", kind, "fc0", *node, rate, seconds, *kept, self.seed, wait, most)
+        sent, back, took = run(*inside(self.outside, None, *map(str, command))).split()
         return int(sent), int(back), float(took)
 
     def flood(self, name: str, rate: int, seconds: float) -> Figures:
         self.kbpf.forget()
         kind = KINDS[name]
-        figures = Figures(name, rate)
+        figures = Figures(name)
         clients = Clients(self.outside, self.answer_seconds)
         before = self.kbpf.site.reasons()
         try:
@@ -360,21 +349,24 @@ class Arena:
             figures.honest, figures.served = clients.tried, clients.served
         finally:
             clients.close()
-        figures.reasons = {each.name: count for each, count in (self.kbpf.site.reasons() - before).items() if count}
+        figures.reasons = self.reasons_since(before)
         return figures
+
+    def reasons_since(self, before: Counter[Reason]) -> dict[str, int]:
+        return {each.name: count for each, count in (self.kbpf.site.reasons() - before).items()}
 
     def many_clients(self, rate: int, seconds: float, most: int = 0) -> Figures:
         """Honest clients send one UDP datagram each to the NodePort; `served` counts the replies.
         At most `most` wait for one; 0: any number.
         """
         self.kbpf.forget()
-        figures = Figures(HONEST_UDP, rate)
+        figures = Figures(HONEST_UDP)
         before = self.kbpf.site.reasons()
         sent = self.send("udp", ROUTED_BY[4], NODE_PORT, rate, seconds, STALL_SECONDS, most)
         figures.sent, figures.served["udp"], figures.seconds = sent
         figures.honest["udp"] = figures.sent
         figures.tracked, _ = self.held()
-        figures.reasons = {each.name: count for each, count in (self.kbpf.site.reasons() - before).items() if count}
+        figures.reasons = self.reasons_since(before)
         return figures
 
     def held(self) -> tuple[int, int]:
@@ -408,20 +400,16 @@ def room() -> int:
     return int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
 
 
+SERVICES = """
+front4-tcp:TCP LoadBalancer=192.0.2.2:80 -> 10.244.1.2:8080
+front4-udp:UDP LoadBalancer=192.0.2.2:80 -> 10.244.1.2:8080
+front6-tcp:TCP LoadBalancer=[2001:db8:1::2]:80 -> [fd00:244:1::2]:8080
+front6-udp:UDP LoadBalancer=[2001:db8:1::2]:80 -> [fd00:244:1::2]:8080
+silent:UDP LoadBalancer=192.0.2.2:81 -> 10.244.1.2:8081
+dns:UDP NodePort=0.0.0.0:30053 -> 10.244.1.2:8080 10.244.1.3:8080
+"""
+
+
 def served() -> DesiredState:
     """The Services as kbpf's desired state."""
-    two = f"{POD['b0'][4]}:{BACK_PORT} {SECOND_POD}:{BACK_PORT}"
-    made = [
-        plane.service(
-            f"front{family}-{protocol.name.lower()}",
-            f"LoadBalancer={end(FRONT[family], FRONT_PORT)}",
-            end(POD["b0"][family], BACK_PORT),
-            protocol,
-        )
-        for family in (4, 6)
-        for protocol in (Protocol.TCP, Protocol.UDP)
-    ]
-    silent = f"{POD['b0'][4]}:8081"
-    made.append(plane.service("silent", f"LoadBalancer={FRONT[4]}:{SILENT}", silent, Protocol.UDP))
-    made.append(plane.service("dns", f"NodePort=0.0.0.0:{NODE_PORT}", two, Protocol.UDP))
-    return plane.desired(*made, nodes=ROUTED_BY[4])
+    return plane.desired(*plane.services(SERVICES, {}), nodes=ROUTED_BY[4])

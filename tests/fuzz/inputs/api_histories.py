@@ -36,7 +36,7 @@ from kbpf.source.api.reflector import RELIST_INTERVAL, Reflector
 from kbpf.source.api.resource import SERVICES, SLICES
 from kbpf.source.decode import decode
 from tests.campaigns import deadline
-from tests.fuzz.inputs.histories import OPERATIONS, same_policy
+from tests.fuzz.inputs.histories import OPERATIONS, differing, same_policy
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Kube, Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, namespace, port, service, slice_port
@@ -237,10 +237,7 @@ def _caught_up(observer: Observer, there: dict[ObjectKey, Any]) -> None:
     try:
         until("what is known is what the server has", lambda: observer.snapshot() == there, CATCH_UP_SECONDS)
     except AssertionError as error:
-        known = observer.snapshot()
-        more, fewer = sorted(known.keys() - there.keys()), sorted(there.keys() - known.keys())
-        other = [key for key in known.keys() & there.keys() if known[key] != there[key]]
-        raise AssertionError(f"{error}: more: {more}, fewer: {fewer}, other: {other}") from None
+        raise AssertionError(f"{error}: {differing(observer.snapshot(), there)}") from None
 
 
 def history(server: ApiServer, space: str, seed: int, operations: int, alone: bool) -> Counter[str]:

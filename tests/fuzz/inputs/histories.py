@@ -326,11 +326,13 @@ def play(kind: Kind, resource: Resource, seed: int, operations: int) -> tuple[Mo
     expected = {name: _object(kind, obj) for name, obj in model.objects.items()}
     drift = reflector.status().drift
     assert not (model.is_honest and drift), f"{drift} events were missed"
-    assert known == expected, (
-        f"more: {known.keys() - expected.keys()}, fewer: {expected.keys() - known.keys()}, "
-        f"other: {[n for n in known.keys() & expected.keys() if known[n] != expected[n]]}"
-    )
+    assert known == expected, differing(known, expected)
     return model, said
+
+
+def differing(known: dict[Any, Any], expected: dict[Any, Any]) -> str:
+    other = [name for name in known.keys() & expected.keys() if known[name] != expected[name]]
+    return f"more: {known.keys() - expected.keys()}, fewer: {expected.keys() - known.keys()}, other: {other}"
 
 
 def _object(kind: Kind, obj: Object) -> Any:

@@ -67,30 +67,14 @@ def allow(descriptors: int) -> None:
         raise RuntimeError(f"this needs {descriptors} open files, the hard limit is {hard}")
 
 
-def mute(sock: socket.socket, _: bytes) -> None:
-    """Sends nothing."""
-
-
-def slow(sock: socket.socket, _: bytes) -> None:
-    sock.send(b"GET / HTTP/1.1\r\nHo")
-
-
-def deaf(sock: socket.socket, _: bytes) -> None:
-    """Requests the page repeatedly and reads nothing."""
-    sock.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20)
-
-
-def pipeline(sock: socket.socket, _: bytes) -> None:
-    """Sends as many requests as fit into the buffer."""
-    sock.send(b"GET / HTTP/1.1\n\n" * 1000)
-
-
-def broken(sock: socket.socket, raw: bytes) -> None:
-    """Sends bytes from the grammar of http_requests.py."""
-    sock.send(raw)
-
-
-NUISANCES = (mute, slow, deaf, pipeline, broken)
+NUISANCES = {
+    "mute": b"",
+    "slow": b"GET / HTTP/1.1\r\nHo",
+    "requests the page repeatedly and reads nothing": b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20,
+    "as many requests as fit into the buffer": b"GET / HTTP/1.1\n\n" * 1000,
+    "bytes from the grammar of http_requests.py": None,
+}
+"""What a connection sends."""
 
 
 def open_one(at: Remote, number: int, seed: int) -> socket.socket:
@@ -104,7 +88,8 @@ def open_one(at: Remote, number: int, seed: int) -> socket.socket:
     with contextlib.suppress(OSError):  # the server may refuse or end it at once
         sock.connect(("127.0.0.1", at.port))
         sock.setblocking(False)
-        NUISANCES[number % len(NUISANCES)](sock, request(seed, number))
+        sent = list(NUISANCES.values())[number % len(NUISANCES)]
+        sock.send(request(seed, number) if sent is None else sent)
     return sock
 
 
@@ -136,19 +121,10 @@ class Result(NamedTuple):
         assert self.memory <= MOST_MEMORY, self
 
 
-class ProcessorSeconds(NamedTuple):
+def processor_seconds(pid: int) -> tuple[float, float]:
     """What the threads of a process have used of processors, and have waited for them."""
-
-    worked: float
-    delayed: float
-
-    def __sub__(self, other: "ProcessorSeconds") -> "ProcessorSeconds":
-        return ProcessorSeconds(self.worked - other.worked, self.delayed - other.delayed)
-
-
-def processor_seconds(pid: int) -> ProcessorSeconds:
     rows = [(thread / "schedstat").read_text().split() for thread in Path(f"/proc/{pid}/task").iterdir()]
-    return ProcessorSeconds(*(sum(int(row[column]) for row in rows) / 1e9 for column in (0, 1)))
+    return sum(int(row[0]) for row in rows) / 1e9, sum(int(row[1]) for row in rows) / 1e9
 
 
 class LoadMeter:
@@ -168,11 +144,11 @@ class LoadMeter:
 
     def measure(self) -> None:
         """Probes once."""
-        server, own = processor_seconds(self._at.pid), processor_seconds(os.getpid())
+        (work, delay), (_, own) = processor_seconds(self._at.pid), processor_seconds(os.getpid())
         took = probe(self._at.port)
-        worked, delayed = processor_seconds(self._at.pid) - server
-        _, own_delay = processor_seconds(os.getpid()) - own
-        assert took - delayed - own_delay < MOST_IDLE_SECONDS
+        (worked, delayed), (_, own_delayed) = processor_seconds(self._at.pid), processor_seconds(os.getpid())
+        worked, own_delay = worked - work, own_delayed - own
+        assert took - (delayed - delay) - own_delay < MOST_IDLE_SECONDS
         # what the server does while the probe waits for a processor delays no probe
         self._took.append(min(worked, max(0.0, took - own_delay)))
         self._most = max(self._most, resident(self._at.pid) - self._before)

@@ -42,17 +42,11 @@ def main(url: str) -> None:
     while True:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         sources = [
-            {
-                "name": status.name,
-                "state": str(status.state),
-                "synced": status.synced,
-                "error": status.error,
-                "problems": status.problems,
-            }
+            {name: getattr(status, name) for name in ("name", "state", "synced", "error", "problems")}
             for status in (reflector.status() for reflector in reflectors)
         ]
         report = {"peak_mb": int(found[1]) / 1024, "known": len(known), "sources": sources}
-        print(json.dumps(report), flush=True)
+        print(json.dumps(report, default=str), flush=True)
         time.sleep(0.2)
 
 

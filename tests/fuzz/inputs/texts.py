@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from kbpf.config import load
 from kbpf.errors import KbpfError, ObjectError
@@ -244,23 +245,8 @@ def a_page(chance: random.Random, folder: Path) -> None:
         return
 
 
-def _plain() -> list[tuple[Kind, dict[str, Any]]]:
-    import yaml
-
-    made = [yaml.safe_load(text) for text in VALID]
-    return [(Kind(each["kind"]), each) for each in made]
-
-
-PLAIN = _plain()
-TARGETS = (
-    manifest,
-    configuration,
-    kubeconfig,
-    one_file_of_a_folder,
-    objects,
-    watch_lines,
-    a_page,
-)
+PLAIN = [(Kind(each["kind"]), each) for each in map(yaml.safe_load, VALID)]
+TARGETS = (manifest, configuration, kubeconfig, one_file_of_a_folder, objects, watch_lines, a_page)
 
 
 def run(target: Callable[[random.Random, Path], None], seed: int, texts: int) -> int:

@@ -164,10 +164,7 @@ def play(twins: Twins, sequences: Sequence[Played], tries: int = TRIES) -> tuple
         outcomes, stalls = play(twins, sequences, tries - 1)
         return outcomes, 1 + stalls
     middle = len(sequences) // 2
-    (first, stalls), (second, more) = (
-        play(twins, sequences[:middle]),
-        play(twins, sequences[middle:]),
-    )
+    (first, stalls), (second, more) = play(twins, sequences[:middle]), play(twins, sequences[middle:])
     return [*first, *second], 1 + stalls + more
 
 
@@ -195,18 +192,17 @@ def shrunk(twins: Twins, findings: Iterable[Finding], judge: Compare = compare) 
     return [_shrink(twins, each, judge) for each in list(findings)[:SHOWN]]
 
 
+def _kind(finding: Finding) -> tuple[str, str, str]:
+    return finding.wrong, finding.kbpf.state, finding.linux.state
+
+
 def _shrink(twins: Twins, finding: Finding, judge: Compare) -> Finding:
     while True:
         tries = [finding.sequence._replace(script=text) for text in shorter(finding.sequence.script)]
         if not tries:
             return finding
         wrong, _ = judge(twins, tries)
-        same = [
-            each
-            for each in wrong
-            if (each.wrong, each.kbpf.state, each.linux.state)
-            == (finding.wrong, finding.kbpf.state, finding.linux.state)
-        ]
+        same = [each for each in wrong if _kind(each) == _kind(finding)]
         if not same:
             return finding
         finding = min(same, key=lambda each: len(each.sequence.script))

@@ -10,27 +10,27 @@ import re
 from typing import NamedTuple
 
 from tests.fuzz.packets.twins import NOTHING, Outcome
-from tests.support.table import table
+from tests.support.table import pairs, table
 
-SAME = {
-    "tcp": {
-        "none": ("none",),
-        "NEW": ("SYN_SENT",),
-        "ANSWERED": ("SYN_RECV",),
-        "UNPROVEN": ("ESTABLISHED",),
-        "ESTABLISHED": ("ESTABLISHED",),
-        "CLOSING": ("FIN_WAIT", "CLOSE_WAIT", "LAST_ACK"),
-        "CLOSED": ("LAST_ACK", "TIME_WAIT", "CLOSE"),
-    },
-    "udp": {"none": ("none",), "NEW": ("DATAGRAMS",), "ANSWERED": ("DATAGRAMS",), "ESTABLISHED": ("STREAM",)},
-    "sctp": {
-        "none": ("none",),
-        "NEW": ("CLOSED",),
-        "ANSWERED": ("COOKIE_WAIT", "COOKIE_ECHOED"),
-        "ESTABLISHED": ("ESTABLISHED",),
-    },
-}
-"""Protocol → kbpf's state → Linux's states that are the same."""
+SAME = """
+tcp none → none
+tcp NEW → SYN_SENT
+tcp ANSWERED → SYN_RECV
+tcp UNPROVEN → ESTABLISHED
+tcp ESTABLISHED → ESTABLISHED
+tcp CLOSING → FIN_WAIT CLOSE_WAIT LAST_ACK
+tcp CLOSED → LAST_ACK TIME_WAIT CLOSE
+udp none → none
+udp NEW → DATAGRAMS
+udp ANSWERED → DATAGRAMS
+udp ESTABLISHED → STREAM
+sctp none → none
+sctp NEW → CLOSED
+sctp ANSWERED → COOKIE_WAIT COOKIE_ECHOED
+sctp ESTABLISHED → ESTABLISHED
+"""
+"""kbpf's states → Linux's states that are the same."""
+STATES = dict(pairs(SAME))
 
 
 OPENING, ENDING = "SYN_SENT SYN_SENT2 SYN_RECV", "FIN_WAIT CLOSE_WAIT LAST_ACK"
@@ -86,7 +86,7 @@ association without INIT | sctp | none | any
 
 def equal(protocol: str, kbpf: Outcome, linux: Outcome) -> bool:
     """Whether both states are the same."""
-    return linux.state in SAME[protocol].get(kbpf.state, ())
+    return linux.state in STATES.get(f"{protocol} {kbpf.state}", "").split()
 
 
 def row_for(protocol: str, script: str, kbpf: Outcome, linux: Outcome) -> Row | None:

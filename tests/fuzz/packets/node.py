@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import socket
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,10 +32,10 @@ from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import DesiredState
-from kbpf.model.objects import Protocol
+from kbpf.model.desired import DesiredState, ServiceState
 from tests.support.lab.lab import inside, ip, run, until
-from tests.support.plane import Site, desired, service, sites
+from tests.support.packets.packets import end
+from tests.support.plane import Site, desired, services, sites
 
 VARIANTS = ("kept", "masked", "past")
 PROTOCOLS = {"tcp": 6, "udp": 17, "sctp": 132}
@@ -61,11 +62,6 @@ T = TypeVar("T")
 def inside_of(name: str, action: Callable[[], T]) -> T:
     """Runs `action` in the network namespace of this name."""
     return netns.run_in(Path("/run/netns") / name, action)
-
-
-def end(host: str, port: int) -> str:
-    """``host:port``, IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def mac_of(where: str, device: str) -> str:
@@ -107,29 +103,35 @@ def build(name: str, wire: str, letter: str) -> None:
         )
     ip("link set lo up", *(f"link set {device} up" for device in DEVICES), netns=name)
     run(*inside(name, None, "sh", "-c", settings))
-    ip(*_addresses(), netns=name)
+    ip(ADDRESSES, netns=name)
 
 
-def _addresses() -> Iterator[str]:
-    """Addresses, neighbours and routes of a node."""
-    for device, v4, v6 in (
-        ("c0", "198.18.1.1/24", "fd00:18:1::1/64"),
-        ("r0", "10.244.2.1/24", "fd00:244:2::1/64"),
-        ("b0", "10.244.1.1/32", "fd00:244:1::1/128"),
-        ("o0", "10.244.1.1/32", "fd00:244:1::1/128"),
-    ):
-        yield f"addr add {v4} dev {device}"
-        yield f"addr add {v6} dev {device} nodad"
-    for device, via in (("c0", ("198.18.1.2", "fd00:18:1::2")), *((d, POD[d].values()) for d in POD)):
-        for host in via:
-            yield f"neigh replace {host} lladdr {NEIGHBOUR} dev {device} nud permanent"
-            if device in ("b0", "o0"):
-                yield f"route add {host} dev {device}"
-    yield f"neigh replace {POD['b0'][4]} lladdr {NEIGHBOUR} dev b0 nud permanent"
-    yield "route add default via 198.18.1.2"
-    yield "route add default via fd00:18:1::2 dev c0"
-    yield "route add blackhole 192.0.2.0/24"
-    yield "route add blackhole 2001:db8:1::/64"
+ADDRESSES = f"""
+addr add 198.18.1.1/24 dev c0
+addr add fd00:18:1::1/64 dev c0 nodad
+addr add 10.244.2.1/24 dev r0
+addr add fd00:244:2::1/64 dev r0 nodad
+addr add 10.244.1.1/32 dev b0
+addr add fd00:244:1::1/128 dev b0 nodad
+addr add 10.244.1.1/32 dev o0
+addr add fd00:244:1::1/128 dev o0 nodad
+neigh replace 198.18.1.2 lladdr {NEIGHBOUR} dev c0 nud permanent
+neigh replace fd00:18:1::2 lladdr {NEIGHBOUR} dev c0 nud permanent
+neigh replace 10.244.1.2 lladdr {NEIGHBOUR} dev b0 nud permanent
+neigh replace fd00:244:1::2 lladdr {NEIGHBOUR} dev b0 nud permanent
+neigh replace 10.244.1.3 lladdr {NEIGHBOUR} dev o0 nud permanent
+neigh replace fd00:244:1::3 lladdr {NEIGHBOUR} dev o0 nud permanent
+neigh replace 10.244.2.2 lladdr {NEIGHBOUR} dev r0 nud permanent
+neigh replace fd00:244:2::2 lladdr {NEIGHBOUR} dev r0 nud permanent
+route add 10.244.1.2 dev b0
+route add fd00:244:1::2 dev b0
+route add 10.244.1.3 dev o0
+route add fd00:244:1::3 dev o0
+route add default via 198.18.1.2
+route add default via fd00:18:1::2 dev c0
+route add blackhole 192.0.2.0/24
+route add blackhole 2001:db8:1::/64
+"""
 
 
 class KbpfNode:
@@ -137,15 +139,6 @@ class KbpfNode:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-
-    def start(self, state: DesiredState, sizes: MapSizes, **settings: object) -> None:
-        """Attaches the programs and applies this state."""
-        plane = self.site.open(sizes, packet_path=True, **settings)
-        state = msgspec.structs.replace(
-            state, masquerade_addresses=tuple(parse_addr(text) for text in ROUTED_BY.values())
-        )
-        inside_of(str(self.site.node), lambda: plane.apply(state, None))
-        until("the programs are attached", lambda: plane.status().ready)
 
     def drain(self) -> list[bytes]:
         """Empties the queue; returns its keys, oldest first."""
@@ -165,34 +158,32 @@ class KbpfNode:
             tracked.update(U32.pack(0), U64.pack(0))
 
 
-def three_services() -> DesiredState:
-    """A Service for each variant, family and protocol."""
-    made = []
-    for variant in VARIANTS:
-        for family in (4, 6):
-            at = end(POD[BACKEND[variant]][family], BACK_PORT)
-            vip = f"LoadBalancer={end(VIP[variant][family], FRONT_PORT)}"
-            kept = {"local": at, "external_local": True} if variant == "kept" else {}
-            made += [
-                service(f"{variant}-{name}", vip, at, Protocol(number), **kept) for name, number in PROTOCOLS.items()
-            ]
+SERVICES = """
+kept: kept -> b0 local=b0 external=Local
+masked: masked -> b0
+past: past -> r0
+refusing: refusing ->
+"""
+
+
+def four_services() -> DesiredState:
+    """These Services, of each family and protocol."""
+    made: list[ServiceState] = []
+    for family, protocol in product((4, 6), PROTOCOLS):
+        vips = {**VIP, "refusing": REFUSING}.items()
+        names = {name: f"LoadBalancer={end(at[family], FRONT_PORT)}" for name, at in vips}
+        names |= {device: end(at[family], BACK_PORT) for device, at in POD.items()}
+        made += services(SERVICES.replace(":", f"-{protocol}:{protocol.upper()}"), names)
     return desired(*made)
-
-
-def with_refusals() -> DesiredState:
-    """three_services(), and the one without endpoints."""
-    refusing = [
-        service(f"refusing-{name}", f"LoadBalancer={end(REFUSING[family], FRONT_PORT)}", "", Protocol(number))
-        for family in (4, 6)
-        for name, number in PROTOCOLS.items()
-    ]
-    return desired(*three_services().services.values(), *refusing)
 
 
 @contextlib.contextmanager
 def kbpf_node(cache: Path, name: str, state: DesiredState, sizes: MapSizes, **settings: object) -> Iterator[KbpfNode]:
     """kbpf's programs on the devices of a node made by build()."""
     with sites(cache) as make:
-        node = KbpfNode(make(node=name))
-        node.start(state, sizes, **settings)
-        yield node
+        site = make(node=name)
+        plane = site.open(sizes, packet_path=True, **settings)
+        state = msgspec.structs.replace(state, masquerade_addresses=tuple(map(parse_addr, ROUTED_BY.values())))
+        inside_of(name, lambda: plane.apply(state, None))
+        until("the programs are attached", lambda: plane.status().ready)
+        yield KbpfNode(site)

@@ -30,15 +30,15 @@ from tests.fuzz.packets.node import (
     DEVICES,
     KbpfNode,
     build,
+    four_services,
     inside_of,
     kbpf_node,
     mac_of,
     namespaces,
-    with_refusals,
 )
 from tests.fuzz.packets.random_packets import Packets, is_a_services
-from tests.support.packets.judge import checksums
 from tests.support.packets.packets import MAC_A, mac
+from tests.support.packets.parse import checksums
 from tests.support.packets.test_run import (
     TC_ACT_REDIRECT,
     TC_ACT_SHOT,
@@ -178,7 +178,7 @@ def runs(cache: Path, rng: random.Random, name: str) -> Iterator[ProgramRuns]:
     sizes = MapSizes(connections=CONNECTIONS, affinity=1024)
     with namespaces(name, wire):
         build(name, wire, "f")
-        with kbpf_node(cache, name, with_refusals(), sizes, masquerade_ports=PORTS) as node:
+        with kbpf_node(cache, name, four_services(), sizes, masquerade_ports=PORTS) as node:
             made = ProgramRuns(node, name, rng)
             try:
                 yield made

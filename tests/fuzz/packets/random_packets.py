@@ -8,13 +8,23 @@ that replies to translated clients, and packets on their way out, are among the 
 import random
 import struct
 from collections import deque
-from collections.abc import Callable
 
 from tests.fuzz.packets.node import BACK_PORT, BACKEND, FRONT_PORT, OWN, POD, REFUSING, ROUTED_BY, VIP, end
 from tests.fuzz.packets.segments import CHUNKS
 from tests.support.packets import packets
-from tests.support.packets.datagrams import address, destination, fragments, hop_by_hop, routing
-from tests.support.packets.packets import ERRORS, echo, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import (
+    ERRORS,
+    address,
+    destination,
+    echo,
+    fragments,
+    hop_by_hop,
+    icmp_error,
+    routing,
+    sctp,
+    tcp,
+    udp,
+)
 from tests.support.packets.parse import Packet, Sctp, Tcp, Udp, parse
 
 CLIENTS = {
@@ -26,7 +36,7 @@ UNRELATED = {
     6: ("2001:db8:f::1", "2001:db8:f::2", "fd12:3456::9"),
 }
 ROUTER = {4: "203.0.113.77", 6: "2001:db8:f::77"}
-FLAGS = ("S", "S", "S", "SA", "A", "PA", "FA", "R", "RA", "F", "SFRPAUEC", "")
+FLAGS = "S S S SA A PA FA R RA F SFRPAUEC "
 REMEMBERED = 512
 TOO_LONG = 1500
 """Bytes of data that no device of the node takes in one packet."""
@@ -50,14 +60,14 @@ class Packets:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._made: deque[bytes] = deque(maxlen=REMEMBERED)
-        self._kinds: tuple[tuple[float, Callable[[int], bytes]], ...] = (
-            (0.40, self._to_service),
-            (0.25, self._after_another),
-            (0.08, self._from_backend),
-            (0.10, self._unrelated),
-            (0.12, self._error),
-            (0.05, self._anything),
-        )
+        self._kinds = {
+            self._to_service: 0.40,
+            self._after_another: 0.25,
+            self._from_backend: 0.08,
+            self._unrelated: 0.10,
+            self._error: 0.12,
+            self._anything: 0.05,
+        }
 
     def learn(self, packet: bytes) -> None:
         """Remembers a packet that a program has rewritten."""
@@ -66,8 +76,7 @@ class Packets:
     def next(self) -> bytes:
         """The next packet, from its IP header on."""
         rng, family = self._rng, self._rng.choice((4, 4, 6))
-        kinds = [kind for _, kind in self._kinds]
-        kind = rng.choices(kinds, [weight for weight, _ in self._kinds])[0]
+        (kind,) = rng.choices(list(self._kinds), list(self._kinds.values()))
         packet = kind(family)
         luck = rng.random()
         if luck < 0.08:
@@ -146,7 +155,7 @@ class Packets:
         checksum = rng.choice(("right",) * 8 + ("wrong", "zero"))
         match protocol or rng.choice(("tcp", "tcp", "udp", "sctp")):
             case "tcp":
-                flags, mss = rng.choice(FLAGS), rng.choice((None, 1460))
+                flags, mss = rng.choice(FLAGS.split(" ")), rng.choice((None, 1460))
                 return tcp(
                     source,
                     to,

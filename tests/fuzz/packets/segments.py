@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tests.support.packets.packets import chunk, sctp, tcp, udp
+from tests.support.packets.packets import chunk, sctp, sctp_init, tcp, udp
 
 IDLE_SECONDS = 2.2
 """A little more than the 2 s after which Linux treats UDP packets as a stream."""
@@ -149,17 +149,13 @@ class Speaker:
         return {"chunks": CHUNKS[token.kind](own.isn), "tag": tag, **self._ip(token)}
 
 
-def _init(kind: int) -> Callable[[int], bytes]:
-    return lambda tag: chunk(kind, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
-
-
 def _plain(kind: int, body: bytes = b"") -> Callable[[int], bytes]:
     return lambda _: chunk(kind, body)
 
 
 CHUNKS = {
-    "INIT": _init(1),
-    "INITACK": _init(2),
+    "INIT": sctp_init,
+    "INITACK": lambda tag: sctp_init(tag, 2),
     "ECHO": _plain(10, b"cook"),
     "ECHOACK": _plain(11),
     "DATA": _plain(0, struct.pack("!IHHI", 1, 0, 0, 0) + b"data"),
@@ -176,27 +172,12 @@ BUILDERS = {"tcp": tcp, "udp": udp, "sctp": sctp}
 
 # ---- random scripts ----------------------------------------------------------------------------
 
-_FLAGS = ("S", "SA", "A", "A", "A+100", "F", "FA", "R", "R", "RA", "PA+10", "=")
-_HANDSHAKES = {"tcp": ("S", "<SA", "A"), "sctp": ("INIT", "<INITACK", "ECHO", "<ECHOACK"), "udp": ("U",)}
+_FLAGS = "S SA A A A+100 F FA R R RA PA+10 ="
+_HANDSHAKES = {"tcp": "S <SA A", "sctp": "INIT <INITACK ECHO <ECHOACK", "udp": "U"}
 _USUAL = {
-    "tcp": ("A", "A+100", "<A", "<A+100", "FA", "<FA", "A", "<A", "R", "<R"),
-    "sctp": (
-        "DATA",
-        "<SACK",
-        "<DATA",
-        "SACK",
-        "HB",
-        "<HBACK",
-        "SHUT",
-        "<SHUTACK",
-        "SHUTDONE",
-        "<SHUT",
-        "SHUTACK",
-        "<SHUTDONE",
-        "ABORT",
-        "<ABORT",
-    ),
-    "udp": ("U", "<U", "U", "<U", "<U+40"),
+    "tcp": "A A+100 <A <A+100 FA <FA A <A R <R",
+    "sctp": "DATA <SACK <DATA SACK HB <HBACK SHUT <SHUTACK SHUTDONE <SHUT SHUTACK <SHUTDONE ABORT <ABORT",
+    "udp": "U <U U <U <U+40",
 }
 
 
@@ -205,7 +186,7 @@ def random_script(rng: random.Random, protocol: str) -> str:
     planned handshake.
     """
     count = rng.randint(1, MOST_PACKETS)
-    plan = list(_HANDSHAKES[protocol]) if rng.random() < 0.8 else []
+    plan = _HANDSHAKES[protocol].split() if rng.random() < 0.8 else []
     tokens: list[str] = []
     pauses = 0
     while sum(token != PAUSE for token in tokens) < count:
@@ -218,7 +199,7 @@ def random_script(rng: random.Random, protocol: str) -> str:
         elif plan:
             tokens.append(plan.pop(0))
         else:
-            tokens.append(rng.choice(_USUAL[protocol]))
+            tokens.append(rng.choice(_USUAL[protocol].split()))
     return " ".join(tokens)
 
 
@@ -229,7 +210,7 @@ def _odd(rng: random.Random, protocol: str) -> str:
         return f"{side}{rng.choice(('U', 'U+40', '='))}{flaw}"
     if protocol == "sctp":
         return f"{side}{rng.choice((*CHUNKS, '='))}{rng.choice(('', '', '~tag'))}{flaw}"
-    kind = rng.choice(_FLAGS)
+    kind = rng.choice(_FLAGS.split())
     if kind == "=":
         return side + kind
     places = ("", "", "~near", "~far", "~old", *(("~new", "~new") if kind == "S" else ()))
@@ -240,9 +221,10 @@ def random_attack(rng: random.Random, protocol: str, device: str, knows: bool) -
     """A connection, and up to five packets that a third party forges on this device. `knows`: it
     may know the numbers of both sides.
     """
-    tokens = list(_HANDSHAKES[protocol][: rng.randint(0, 4)])
-    if len(tokens) == len(_HANDSHAKES[protocol]):
-        tokens += rng.choices(_USUAL[protocol], k=rng.randint(0, 6))
+    handshake = _HANDSHAKES[protocol].split()
+    tokens = handshake[: rng.randint(0, 4)]
+    if tokens == handshake:
+        tokens += rng.choices(_USUAL[protocol].split(), k=rng.randint(0, 6))
     more = [PAUSE] * rng.randint(0, MOST_PAUSES)
     for _ in range(rng.randint(1, 5)):
         more.append(f"{device}:{rng.choice(('', '<'))}{_forged(rng, protocol, knows)}")
@@ -257,7 +239,7 @@ def _forged(rng: random.Random, protocol: str, knows: bool) -> str:
         return "U"
     if protocol == "sctp":
         return rng.choice(tuple(CHUNKS)) + ("" if fits else "~tag")
-    kind = rng.choice([each for each in _FLAGS if each != "="])
+    kind = rng.choice([each for each in _FLAGS.split() if each != "="])
     if fits:
         return kind
     place = rng.choice(("~near", "~far", "~old", "~new" if kind == "S" else "~far"))

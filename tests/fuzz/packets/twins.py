@@ -34,11 +34,11 @@ from tests.fuzz.packets.node import (
     VIP,
     build,
     end,
+    four_services,
     inside_of,
     kbpf_node,
     mac_of,
     namespaces,
-    three_services,
 )
 from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker, parse_token
 from tests.support.lab.lab import inside, ip, run, until
@@ -180,12 +180,12 @@ class Twins:
                     side.macs[device] = mac_of(side.name, device)
                     side.sockets[device] = inside_of(self._wire, lambda name=letter + device: _packet_socket(name))
                     stack.callback(side.sockets[device].close)
-            self._start_linux()
-            self.node = stack.enter_context(
-                kbpf_node(
-                    self._cache, self.kbpf.name, three_services(), SIZES, masquerade_ports=(FIRST_PORT, LAST_PORT)
-                )
-            )
+            run(*inside(self.linux.name, None, "nft", "-f", "-"), stdin=_ruleset())
+            inside_of(self.linux.name, set_timeouts)
+            inside_of(self.linux.name, _set_for_comparison)
+            ports = FIRST_PORT, LAST_PORT
+            made = kbpf_node(self._cache, self.kbpf.name, four_services(), SIZES, masquerade_ports=ports)
+            self.node = stack.enter_context(made)
             self.kbpf.chosen = self._chosen
             self._stack = stack.pop_all()
         return self
@@ -204,14 +204,6 @@ class Twins:
                 host, port = _snat_of(raw)
                 return (host, port) if port else None
         return None
-
-    # ---- setting up ----------------------------------------------------------------------------
-
-    def _start_linux(self) -> None:
-        """Sets up DNAT and masquerading as kube-proxy's rules do, and kube-proxy's timeouts."""
-        run(*inside(self.linux.name, None, "nft", "-f", "-"), stdin=_ruleset())
-        inside_of(self.linux.name, set_timeouts)
-        inside_of(self.linux.name, _set_for_comparison)
 
     # ---- a batch -------------------------------------------------------------------------------
 
@@ -277,15 +269,12 @@ class Twins:
         taken = {(raw[flow_entries.PROTOCOL], *_snat_of(raw)) for raw in entries if flow_entries.is_original(raw)}
         theirs = inside_of(self.linux.name, _read_conntrack)
         found = []
-        for number, (each, since) in enumerate(zip(sequences, paused, strict=True)):
-            key = (
-                PROTOCOLS[each.protocol],
-                end(CLIENT[each.family], FIRST_PORT + number),
-                end(VIP[each.variant][each.family], FRONT_PORT),
-            )
+        for number, (each, since) in enumerate(zip(sequences, paused, strict=True), FIRST_PORT):
+            protocol, family = PROTOCOLS[each.protocol], each.family
+            key = protocol, end(CLIENT[family], number), end(VIP[each.variant][family], FRONT_PORT)
             known, linux = _quiet(ours.get(key), since), _quiet(theirs.get(key), since)
-            port = self.kbpf.seen_as.get((key[0], each.family, FIRST_PORT + number))
-            if known == NOTHING and port and (key[0], *port) in taken:
+            port = self.kbpf.seen_as.get((protocol, family, number))
+            if known == NOTHING and port and (protocol, *port) in taken:
                 known = REUSED._replace(quiet=linux.quiet)
             found.append((known, linux))
         return found
@@ -312,7 +301,7 @@ def _set_for_comparison() -> None:
     """
     folder = Path("/proc/sys/net/netfilter")
     (folder / "nf_conntrack_tcp_loose").write_text("0")
-    for name in _SHORT:
+    for name in _SHORT.split():
         (folder / f"nf_conntrack_{name}").write_text(str(SHORT_SECONDS))
 
 
@@ -351,6 +340,7 @@ def _packet_socket(device: str) -> socket.socket:
 
 
 def _ruleset() -> str:
+    """DNAT and masquerading as kube-proxy's rules do it."""
     lines = ["table inet nat {", "chain pre { type nat hook prerouting priority dstnat;"]
     for variant in VARIANTS:
         for family, word in ((4, "ip"), (6, "ip6")):
@@ -375,14 +365,8 @@ _EARLY_DROP = {
 }
 """States in which Linux evicts an assured connection for others: can_early_drop()."""
 _SHORT = (
-    "tcp_timeout_close",
-    "tcp_timeout_last_ack",
-    "sctp_timeout_closed",
-    "sctp_timeout_cookie_wait",
-    "sctp_timeout_cookie_echoed",
-    "sctp_timeout_shutdown_sent",
-    "sctp_timeout_shutdown_recd",
-    "sctp_timeout_shutdown_ack_sent",
+    "tcp_timeout_close tcp_timeout_last_ack sctp_timeout_closed sctp_timeout_cookie_wait sctp_timeout_cookie_echoed"
+    " sctp_timeout_shutdown_sent sctp_timeout_shutdown_recd sctp_timeout_shutdown_ack_sent"
 )
 QUIET_SECONDS = 11
 """kbpf's need of a connection is computed as if it had been idle for this time: entries that it
@@ -464,8 +448,7 @@ def _read_flows(entries: Iterable[bytes]) -> dict[Key, tuple[Outcome, float]]:
     for raw in held:
         if not flow_entries.is_original(raw) or over[raw[flow_entries.ENDPOINTS]] < now:
             continue
-        values = FLOW.unpack(raw)
-        ends = [Target.unpack(value) for value in values[1:3]]
+        ends = [Target.unpack(value) for value in FLOW.unpack(raw)[1:3]]
         names = [end(format_addr(each.address), each.port) for each in ends]
         protocol, state = raw[flow_entries.PROTOCOL], TcpState(raw[flow_entries.STATE])
         seconds = flow_entries.IDLE_TIMEOUT_NS[protocol, state] // flow_entries.NS_PER_SECOND

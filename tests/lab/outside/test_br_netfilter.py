@@ -9,19 +9,23 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from kbpf.dataplane.bpf.inspect import attached
+from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from tests.lab.outside.netfilter import invalid, masqueraded, objects, plain
+from kbpf.kernel.netfilter.conntrack import ConntrackStatus
+from tests.lab.outside.netfilter import flush_conntrack, invalid, masqueraded, objects, on, plain
+from tests.lab.outside.test_conntrack import GUARD, entries, mac_towards, send_frames
 from tests.support.cluster.cluster import UNROUTED
 from tests.support.features import needs
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import Field, at, both_families, check, crossed, split, there
+from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at, both_families, check, crossed, split, there
 from tests.support.lab.lab import Agent, Lab, Node, inside, ip, settled, until
 from tests.support.lab.lab import run as command
-from tests.support.packets.packets import tcp
+from tests.support.packets.packets import BROADCAST, tcp, udp
 from tests.support.packets.wire import Wire
 
 pytestmark = needs("br_netfilter")
@@ -143,6 +147,33 @@ def test_a_denied_answer_returns_to_its_backend_only(field: BridgeField, v6: boo
             assert learned(node) == before
     finally:
         command(*inside(pod.netns, None, "nft", "delete", "table", "inet", "quiet"))
+
+
+@needs("conntrack_nat")
+@both_families
+@pytest.mark.parametrize("to_mac", ["02:de:ad:be:ef:01", BROADCAST])
+@pytest.mark.parametrize("field", ["a bridge of pods"], indirect=True)
+def test_a_pod_forges_no_answer_to_a_refused_client(field: BridgeField, v6: bool, to_mac: str):
+    """At a port, conntrack sees frames to any MAC address."""
+    node, to = field.lab.nodes[0], at("NodePort", 21, v6)
+    out, own, pod = (OUT6, NODES6[0], field["a1"].ip6) if v6 else (OUT4, NODES4[0], field["a1"].ip)
+    gate = field.lab.network.masquerades_as(node, v6)
+    client, masqueraded, backend = (
+        f"[{host}]:{port}" if v6 else f"{host}:{port}" for host, port in ((out, 43_200), (gate, 43_200), (pod, 8080))
+    )
+    on(node, "nft", "-f", "-", stdin=GUARD)
+    try:
+        mac = there(node, partial(mac_towards, out))
+        there(field["outside"], partial(send_frames, [udp(client, to, b"hello\n")], own, mac))
+        until("the entry is written", lambda: len(entries(field, to)) == 1)
+        before = field.agent.reasons()[Reason.INVALID]
+        there(field["a3"], partial(send_frames, [udp(backend, masqueraded, b"x")], gate, to_mac))
+        until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
+        (entry,) = entries(field, to)
+        assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
+    finally:
+        on(node, "nft", "delete", "table", "inet", "guard")
+        there(node, flush_conntrack)
 
 
 @both_families

@@ -47,9 +47,10 @@ from tests.support.lab.field import (
     there,
 )
 from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, run, until
+from tests.support.lab.placed import HOST_PORT
 from tests.support.lab.prober import retransmitted
 from tests.support.packets import packets
-from tests.support.packets.datagrams import BROADCAST, Extension
+from tests.support.packets.packets import BROADCAST, Extension
 from tests.support.packets.wire import Wire
 
 pytestmark = needs("conntrack_nat")
@@ -66,7 +67,8 @@ def field() -> Iterator[Field]:
     with Field("--forwarding", "netfilter", "--verify-period", "0s", name="ct") as made:
         # by default an entry lives for ten seconds after a reset
         on(made.lab.nodes[0], "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
-        made.create(*objects(made), *made.all_ways(26, "a-net", "UDP"))
+        rest = made.all_of(f"16 26:UDP -> a-net target={HOST_PORT}")
+        made.create(*objects(made), *rest)
         made.settle()
         yield made
 
@@ -185,7 +187,7 @@ class Ends(NamedTuple):
 
 class Forgery(NamedTuple):
     """Packets that seem to belong to a refused connection to Service `number`, and the place that
-    sends them. `to_mac`: instead of the node's.
+    sends them. `to_mac`: instead of the node's. `tags`: VLAN tags of their frames.
     """
 
     packets: Callable[[Ends], list[bytes]]
@@ -193,6 +195,7 @@ class Forgery(NamedTuple):
     number: int = 21
     v6: tuple[bool, ...] = (False, True)
     to_mac: str = ""
+    tags: bytes = b""
 
 
 def _answer(e: Ends, **ip: Any) -> list[bytes]:
@@ -201,6 +204,10 @@ def _answer(e: Ends, **ip: Any) -> list[bytes]:
 
 def _syn_ack(e: Ends) -> bytes:
     return packets.tcp(e.backend, e.masqueraded, flags="SA", seq=5000, ack=1001, df=False)
+
+
+def _ack_of_node(e: Ends) -> list[bytes]:
+    return [packets.tcp(e.backend, e.client, flags="A", seq=5000, ack=7)]
 
 
 def _error(kind: str, e: Ends, **ip: Any) -> list[bytes]:
@@ -218,12 +225,25 @@ def _error_of_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
     return [packets.icmp_error("host unreachable", split(e.client)[0], build(e.frontend, e.client))]
 
 
+def _error_to_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
+    return [packets.icmp_error("host unreachable", e.pod, build(e.client, e.backend))]
+
+
+PRIORITY_TAG, SERVICE_TAG = bytes.fromhex("81006000"), bytes.fromhex("88a80000")
 OPTIONS, LSRR = packets.destination(), bytes([131, 7, 4, 203, 0, 113, 77])
 FORGERIES = {
     "an answer": Forgery(_answer),
     "an answer in a broadcast frame": Forgery(_answer, to_mac=BROADCAST),
+    "an answer behind a priority tag": Forgery(_answer, tags=PRIORITY_TAG),
+    "an answer behind two priority tags": Forgery(_answer, tags=PRIORITY_TAG * 2),
+    "an answer behind three tags": Forgery(_answer, tags=PRIORITY_TAG + SERVICE_TAG + PRIORITY_TAG),
+    "an ACK of a pod behind two tags": Forgery(_ack_of_node, "a1", 16, tags=PRIORITY_TAG + SERVICE_TAG),
     "an answer in fragments": Forgery(lambda e: packets.fragments(*_answer(e, df=False), 28), v6=(False,)),
     "an answer behind five extension headers": Forgery(partial(_answer, extensions=[OPTIONS] * 5), v6=(True,)),
+    "an answer behind five extension headers in a broadcast frame": Forgery(
+        partial(_answer, extensions=[OPTIONS] * 5), v6=(True,), to_mac=BROADCAST
+    ),
+    "an ICMP error in a broadcast frame": Forgery(partial(_error, "port unreachable"), to_mac=BROADCAST),
     "an answer behind an authentication header": Forgery(
         partial(_answer, extensions=[Extension(51, bytes([4]) + bytes(22))]), v6=(True,)
     ),
@@ -240,6 +260,12 @@ FORGERIES = {
     "an ICMPv6 error in fragments": Forgery(partial(_error_in_fragments, 56), v6=(True,)),
     "an ICMP error of the client": Forgery(partial(_error_of_client, packets.udp)),
     "an ICMP error of the client, TCP": Forgery(partial(_error_of_client, packets.tcp), number=11),
+    "an ICMPv6 message of no known type": Forgery(
+        lambda e: [
+            packets.icmp(e.pod, split(e.masqueraded)[0], 100, 0, 0, packets.udp(e.masqueraded, e.backend, b"x"))
+        ],
+        v6=(True,),
+    ),
     "an ICMP redirect": Forgery(
         lambda e: [packets.icmp(e.pod, split(e.masqueraded)[0], 5, 1, 0, packets.udp(e.masqueraded, e.backend, b"x"))],
         v6=(False,),
@@ -249,6 +275,10 @@ FORGERIES = {
         lambda e: [packets.icmp_error("prohibited", e.pod, packets.udp(e.client, e.backend, b"x"))], by="a1", number=24
     ),
     "an answer of the node": Forgery(lambda e: [packets.udp(e.backend, e.client, b"x")], number=26),
+    "an ICMP error about a request to the node": Forgery(partial(_error_to_client, packets.udp), number=26),
+    "an ICMP error about a SYN to the node": Forgery(partial(_error_to_client, packets.tcp), "a1", 16),
+    "an ACK of the node": Forgery(_ack_of_node, number=16),
+    "an ACK of the node by a pod": Forgery(_ack_of_node, by="a1", number=16),
 }
 FORGED = [
     pytest.param(forgery, v6, id=f"{name}-{'v6' if v6 else 'v4'}")
@@ -256,27 +286,28 @@ FORGED = [
     for v6 in forgery.v6
 ]
 FORGED_PORT = 43_000
-GUARD = """table inet guard {
-chain c { type filter hook forward priority 0; ct state established,related counter accept
+GUARD = f"""table inet guard {{
+chain c {{ type filter hook forward priority 0; ct state established,related counter accept
 ct status dnat counter drop
 ip saddr 10.244.0.0/16 counter drop
-ip6 saddr fd00:10:244::/48 counter drop; }
-chain i { type filter hook input priority 0; ct state established,related counter accept
-udp dport 9080 counter drop; }
-}
+ip6 saddr fd00:10:244::/48 counter drop; }}
+chain i {{ type filter hook input priority 0; ct state established,related counter accept
+meta l4proto {{ tcp, udp }} th dport {HOST_PORT} counter drop; }}
+}}
 """
 
 
-def _send(frames: list[bytes], node: str, mac: str) -> None:
+def send_frames(frames: list[bytes], node: str, mac: str, tags: bytes = b"") -> None:
     """Sends packets to this MAC address by the device that leads to the node."""
     route = json.loads(run("ip", "-j", "route", "get", node))[0]
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as device:
         device.bind((route["dev"], 0))
         for one in frames:
-            device.send(packets.frame(one, to=mac))
+            frame = packets.frame(one, to=mac)
+            device.send(frame[:12] + tags + frame[12:])
 
 
-def _mac(towards: str) -> str:
+def mac_towards(towards: str) -> str:
     """The MAC address of this node's device that leads to an address."""
     device = json.loads(run("ip", "-j", "route", "get", towards))[0]["dev"]
     return json.loads(run("ip", "-j", "link", "show", "dev", device))[0]["address"]
@@ -287,26 +318,29 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, f
     """A usual firewall accepts packets of established connections and errors about them."""
     node = field.lab.nodes[0]
     own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
-    pod = own if forgery.number == 26 else field["a1"].ip6 if v6 else field["a1"].ip
+    of_node = forgery.number in (16, 26)
+    pod = own if of_node else field["a1"].ip6 if v6 else field["a1"].ip
     to = at("NodePort", forgery.number, v6)
 
     def end(host: str, port: int) -> str:
         return f"[{host}]:{port}" if v6 else f"{host}:{port}"
 
-    ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT), end(pod, 9080 if forgery.number == 26 else 8080), pod)
+    ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT), end(pod, HOST_PORT if of_node else 8080), pod)
     request = (
         packets.tcp(ends.client, to, flags="S", seq=1000)
-        if forgery.number == 11
+        if forgery.number < 20
         else packets.udp(ends.client, to, b"hello\n")
     )
-    macs = {name: there(node, partial(_mac, towards)) for name, towards in (("outside", out), ("a1", field["a1"].ip))}
+    macs = {
+        name: there(node, partial(mac_towards, towards)) for name, towards in (("outside", out), ("a1", field["a1"].ip))
+    }
     on(node, "nft", "-f", "-", stdin=GUARD)
     try:
-        there(field["outside"], partial(_send, [request], own, macs["outside"]))
+        there(field["outside"], partial(send_frames, [request], own, macs["outside"]))
         until("the entry is written", lambda: len(entries(field, to)) == 1)
         before = field.agent.reasons()[Reason.INVALID]
         to_mac = forgery.to_mac or macs[forgery.by]
-        there(field[forgery.by], partial(_send, forgery.packets(ends), own, to_mac))
+        there(field[forgery.by], partial(send_frames, forgery.packets(ends), own, to_mac, forgery.tags))
         until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
         (entry,) = entries(field, to)
         assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
@@ -320,11 +354,11 @@ def test_an_error_about_a_one_way_flow_of_a_pod_passes(field: Field, port: int):
     """No Service: this node forwards only one direction, so conntrack has seen no answer."""
     node = field.lab.nodes[0]
     ends = f"{OUT4}:{FORGED_PORT}", f"{field['a1'].ip}:{port}"
-    mac = there(node, partial(_mac, OUT4))
+    mac = there(node, partial(mac_towards, OUT4))
     error = packets.icmp_error("host unreachable", OUT4, packets.udp(*reversed(ends), b"x"))
     before = field.agent.reasons()[Reason.INVALID]
     with Wire(field["a1"].netns, "eth0", tap=True) as pod:
-        there(field["outside"], partial(_send, [packets.udp(*ends, b"hello\n"), error], NODES4[0], mac))
+        there(field["outside"], partial(send_frames, [packets.udp(*ends, b"hello\n"), error], NODES4[0], mac))
         pod.expect(lambda packet: packet.protocol == "icmp" and packet.source == OUT4)
     assert field.agent.reasons()[Reason.INVALID] == before
 

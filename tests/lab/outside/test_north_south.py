@@ -23,7 +23,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from tests.lab.outside.netfilter import flush_conntrack, on
 from tests.lab.outside.pod_network import forget, learned
 from tests.rows.outside import ROWS, objects
-from tests.support.cluster.kube_objects import slice_port
+from tests.support.cluster.kube_objects import Object, port, slice_port
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial
 from tests.support.lab.field import (
     BULK,
@@ -50,8 +50,7 @@ from tests.support.lab.lab import run as command
 from tests.support.lab.modes import PACKETS
 from tests.support.lab.offloads import offload
 from tests.support.lab.prediction import check_prediction
-from tests.support.packets.judge import checksums
-from tests.support.packets.parse import Packet
+from tests.support.packets.parse import Packet, checksums
 from tests.support.packets.wire import Wire
 from tests.support.table import table
 
@@ -374,6 +373,27 @@ def test_a_udp_flow_changes_backend_when_its_backend_stops(field: Field, name: s
             until(f"{who} answers", lambda who=who: flow(client).get("name") == who)
         field.change(*(field.slice("web-52", "", POD_UDP, v6=six) for six in (False, True)))
         until("datagrams are refused", lambda: flow(client) == {"error": REFUSED})
+        client.ask("drop", keep="flow")
+
+
+@by_clients
+@pytest.mark.parametrize("ports", [[], [port(81, protocol="UDP")]], ids=["Service deleted", "port removed"])
+@pytest.mark.parametrize("field", WITH_CONNTRACK[::2], indirect=True)
+def test_a_udp_flow_ends_with_its_service_port_although_its_slices_stay(
+    field: Field, name: str, v6: bool, ports: list[Object]
+):
+    """As with kube-proxy 1.38 (kubernetes/kubernetes#141371)."""
+    client, to = field[name], at("NodePort" if name == "outside" else "ClusterIP", 62, v6)
+    row, *slices = field.all_ways(62, "a1", "UDP")
+    with field.given(row, *slices):
+        assert client.udp(*split(to), keep="flow", connected=True).get("name") == "a1"
+        if ports:
+            row["spec"]["ports"] = ports
+            field.change(row)
+        else:
+            field.delete(row)
+            field.settle()
+        until("nobody answers", lambda: "name" not in flow(client))
         client.ask("drop", keep="flow")
 
 

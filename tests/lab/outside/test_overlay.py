@@ -47,9 +47,8 @@ from tests.support.lab.field import (
 )
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, set_rp_filter, until
 from tests.support.lab.podnet import gate
-from tests.support.packets.judge import checksums
 from tests.support.packets.packets import icmp_error, udp
-from tests.support.packets.parse import Packet
+from tests.support.packets.parse import Packet, checksums
 from tests.support.packets.wire import Wire
 
 FIREWALLD = (golden.FOLDER / "firewalls/firewalld-1.3.3-uplinks.nft").read_text()

@@ -7,7 +7,7 @@ All kinds of changes: tests/values/policy/test_any_order.py and tests/programs/c
 import pytest
 
 from tests.support.cluster.cluster import Cluster
-from tests.support.cluster.kube_objects import port, slice_port
+from tests.support.cluster.kube_objects import port
 from tests.support.features import needs
 from tests.support.lab.dial import CLOSED, UNSERVED, Dial, check
 from tests.support.lab.load import under_load
@@ -54,14 +54,24 @@ def test_the_service_type_changes(cluster: Cluster):
 
 
 @needs("socket_iterator")
-@pytest.mark.parametrize("rest", ["b1", ""])
-def test_udp_sockets_of_a_backend_that_stops_are_aborted(cluster: Cluster, rest: str):
-    """In the networks of pods and of the node. Which sockets: tests/programs/sockets/udp."""
+@pytest.mark.parametrize("change", ["another endpoint", "no endpoint", "no port", "no Service"])
+def test_udp_sockets_of_a_backend_that_stops_are_aborted(cluster: Cluster, change: str):
+    """In the networks of pods and of the node. Which sockets: tests/programs/sockets/udp. In the last two cases the
+    slice stays (kubernetes/kubernetes#141371).
+    """
     clients = ("a3", "host-1")
-    with cluster.given(*cluster.web(150, "a1", "UDP")):
+    row, piece = cluster.web(150, "a1", "UDP")
+    with cluster.given(row, piece):
         for client in clients:
             assert cluster[client].udp("10.96.0.150", 80, keep="one", connected=True)["name"] == "a1"
-        cluster.change(cluster.slice("web-150", rest, slice_port(8080, protocol="UDP")))
+        if change.endswith("endpoint"):
+            piece["endpoints"] = cluster.endpoints("b1" if change == "another endpoint" else "")
+            cluster.change(piece)
+        elif change == "no port":
+            row["spec"]["ports"] = [port(81, protocol="UDP")]
+            cluster.change(row)
+        else:
+            cluster.delete(row)
         for client in clients:
             assert cluster[client].ask("hear", keep="one") == {"error": "ECONNABORTED"}
             cluster[client].ask("drop", keep="one")

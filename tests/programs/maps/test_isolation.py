@@ -44,8 +44,7 @@ from kbpf.model.objects import Protocol
 from tests.programs.packets.path.single_packets import Path_, host_of, masquerading, serving_node
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import Node, Place, until
-from tests.support.packets.datagrams import MAC_B
-from tests.support.packets.packets import fragments, frame, tcp, udp
+from tests.support.packets.packets import MAC_B, fragments, frame, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import run
 from tests.support.plane import Site, desired, service, sites, start_within

@@ -60,6 +60,8 @@ at input             | tcp dport 30080 drop                      | no  | input p
 no refusal           | tcp dport 30080 accept                    | no
 a mark and a counter | counter meta mark set 1 ct state new log  | no
 by a verdict map     | tcp dport vmap { 30080 : drop }           | yes
+to an address of the node | fib daddr type local tcp dport 30080 drop | yes
+from this device, to an address | fib daddr . iif type local tcp dport 30080 drop | yes
 by policy            | tcp dport 80 accept                       | yes | prerouting priority raw; policy drop
 """,
 )
@@ -76,6 +78,12 @@ ROWS = [
         "in a chain behind that",
         "table inet t { chain e { drop; }\nchain d { goto e; }\n"
         "chain c { type filter hook prerouting priority raw; tcp dport 30080 jump d; } }",
+        C,
+    ),
+    Row(
+        "in a chain for addresses of the node",
+        "table inet t { chain d { tcp dport 30080 drop; }\n"
+        "chain c { type filter hook prerouting priority raw; fib daddr type local jump d; } }",
         C,
     ),
     Row(

@@ -19,7 +19,7 @@ from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.bpf.tc import Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.probe_result import Probe
-from tests.programs.packets.tc.net import Net, both_directions, idle, program_id, refused
+from tests.programs.packets.tc.net import Net, both_directions, idle, program_id, programs_on_devices, refused
 from tests.support.lab.lab import PATIENCE, ip, until
 
 PODS = ("cali0", "cali1", "cali2")
@@ -93,15 +93,7 @@ class Site:
 
     def runs(self) -> dict[str, set[int]]:
         """The programs on each device, both directions together."""
-        found: dict[str, set[int]] = {}
-
-        def read() -> tuple[Attachment, ...]:
-            with TcAttacher(self.net.folder / "devices") as tc:
-                return tc.list_all()
-
-        for one in self.net.inside(read):
-            found.setdefault(self.name(one.ifindex), set()).add(one.program_id)
-        return found
+        return self.net.inside(lambda: programs_on_devices(self.net.folder / "devices"))
 
     def name(self, ifindex: int) -> str:
         return self.net.inside(lambda: socket.if_indextoname(ifindex))

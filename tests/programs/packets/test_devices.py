@@ -26,15 +26,6 @@ from tests.support.lab.lab import PATIENCE, ip, run, until
 
 
 @pytest.fixture
-def net() -> Iterator[Net]:
-    """A namespace with a veth pair whose ends are both in it."""
-    with ExitStack() as stack:
-        made = Net(f"kbdev{os.getpid()}")
-        stack.callback(made.close)
-        yield made
-
-
-@pytest.fixture
 def pods(net: Net) -> Iterator[str]:
     """Another namespace, for the far ends of veth pairs."""
     name = f"{net.name}p"

@@ -49,25 +49,14 @@ PORTS = itertools.count(1024)
 """Each connection is a new flow."""
 
 
-def is_of_the_node(row: Dial) -> bool:
-    """Its packets come in by no device."""
-    return PAPER.is_host(row.client.removesuffix("!"))
-
-
-def is_loopback(row: Dial) -> bool:
-    return ip_address(format_addr(target(row).address)).is_loopback
-
-
-def is_left_alone(row: Dial) -> bool:
-    """Packets show their source; tests/rows/outside.py has these cases."""
-    return row.name.startswith("source ranges: left alone")
-
-
 def needs_a_socket(row: Dial) -> bool:
-    """Whether it cannot be packets here. The other two layers have it, and for this layer
+    """Whether it cannot be packets here: those of the node come in by no device, and packets show their source (rows
+    that are left alone because of it are in tests/rows/outside.py). The other two layers have it, and for this layer
     test_connect.py has rows of sockets.
     """
-    return is_of_the_node(row) or is_loopback(row) or is_left_alone(row)
+    is_loopback = ip_address(format_addr(target(row).address)).is_loopback
+    is_left_alone = row.name.startswith("source ranges: left alone")
+    return is_loopback or is_left_alone or PAPER.is_host(row.client.removesuffix("!"))
 
 
 class Bench:

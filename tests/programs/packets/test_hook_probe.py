@@ -7,7 +7,6 @@ The programs of others have two instructions each: their result is all that matt
 
 import contextlib
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,11 +24,12 @@ from kbpf.dataplane.bpf.programs.hook_probe import ProbeOutcome
 from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
-from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_PROG_TYPE_SCHED_CLS
+from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
 from kbpf.kernel.net.devices import list_devices
 from kbpf.kernel.net.uapi import NLM_F_EXCL
 from kbpf.model.address import parse_addr
 from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
+from tests.programs.packets.tc.net import idle as returning
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site
@@ -65,11 +65,6 @@ next_in_front | -1 | yes | EGRESS | no | no
 ok_behind | 0 | no | EGRESS | no | no
 """,
 )
-
-
-def returning(name: str, result: int) -> Program:
-    code = struct.pack("=BBhi", 0xB7, 0, 0, result) + struct.pack("=BBhi", 0x95, 0, 0, 0)
-    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, code)
 
 
 @contextlib.contextmanager

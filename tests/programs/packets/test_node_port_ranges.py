@@ -22,17 +22,22 @@ from tests.programs.packets.path.single_packets import (
     Path_,
     end,
     masquerading,
-    pod,
     serving_node,
 )
 from tests.support.lab.lab import ip
 from tests.support.packets.packets import tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT
-from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, sites
+from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, services, sites
 
 RANGES = (parse_cidr("198.51.100.0/24", ""), parse_cidr("2001:db8:9::/64", ""))
 CLUSTER_IP = {4: "10.96.0.1:80", 6: "[fd00:96::1]:80"}
 NODE = {4: "192.0.2.3", 6: "2001:db8::3"}
+WORLD = """
+web-tcp:TCP 10.96.0.1:80 NodePort=0.0.0.0:30080 -> 10.244.1.2:8080
+web-udp:UDP 10.96.0.1:80 NodePort=0.0.0.0:30080 -> 10.244.1.2:8080
+web-tcp:TCP [fd00:96::1]:80 NodePort=[::]:30080 -> [fd00:10:244:1::2]:8080
+web-udp:UDP [fd00:96::1]:80 NodePort=[::]:30080 -> [fd00:10:244:1::2]:8080
+"""
 
 
 def restricted(state: ServiceState) -> ServiceState:
@@ -44,12 +49,7 @@ def restricted(state: ServiceState) -> ServiceState:
 
 
 def world() -> DesiredState:
-    made = []
-    for protocol in (Protocol.TCP, Protocol.UDP):
-        for v, any_ in ((4, "0.0.0.0"), (6, "[::]")):
-            frontends = f"{CLUSTER_IP[v]} NodePort={any_}:30080"
-            made.append(restricted(service(f"web-{protocol.name.lower()}", frontends, pod(v), protocol)))
-    return desired(*made, nodes=" ".join(NODE.values()))
+    return desired(*map(restricted, services(WORLD, {})), nodes=" ".join(NODE.values()))
 
 
 def ranges(site: Site) -> set[object]:

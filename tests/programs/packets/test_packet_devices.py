@@ -29,8 +29,9 @@ from kbpf.kernel.bpf.tc import Attachment, TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
+from tests.programs.packets.tc.net import programs_on_devices
 from tests.support.lab.lab import PATIENCE, ip, until
-from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites
+from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites, size_maps
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
 
@@ -71,15 +72,8 @@ class Node:
 
     def attached(self) -> dict[str, set[int]]:
         """Ids of the attached programs, by device."""
-
-        def read() -> dict[str, set[int]]:
-            found: dict[str, set[int]] = {}
-            with TcAttacher(self.site.pins / "devices") as tc:
-                for one in tc.list_all():
-                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program_id)
-            return found
-
-        return netns.run_in(Path("/run/netns") / self.name, read)
+        devices = self.site.pins / "devices"
+        return netns.run_in(Path("/run/netns") / self.name, lambda: programs_on_devices(devices))
 
     def failed(self) -> list[str]:
         """The devices that the status reports as failed."""
@@ -126,8 +120,7 @@ class Node:
 
 @pytest.fixture
 def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    for name, entries in START.items():
-        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+    size_maps(monkeypatch, **START)
     monkeypatch.setattr(device_thread, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
     where = f"kbpd{os.getpid()}"

@@ -31,7 +31,9 @@ from tests.support.features import TUNNEL_MODULES, needs, tunnel_modules
 from tests.support.lab.events import read, watched
 from tests.support.lab.field import BULK, FORWARDINGS, transfer
 from tests.support.lab.lab import Place, ip, let_forward, run, settled, until
+from tests.support.packets.packets import end, udp
 from tests.support.plane import Site, desired, service, sites
+from tests.support.table import table
 
 pytestmark = needs("tunnels")
 T = TypeVar("T")
@@ -58,39 +60,27 @@ class Tunnel(NamedTuple):
     name: str
     link: str
     next4: str
-    next6: str
-    extra: str = ""
+    next6: str = ""
 
 
-TUNNELS = (
-    # Calico: the module's own device, and routes of BIRD "via NODE dev tunl0 onlink"
-    # (confd/etc/calico/confd/templates/bird_ipam.cfg.template)
-    Tunnel("tunl0", "", "via {net4_6}.{other} dev tunl0 onlink", ""),
-    # kube-router: a tunnel for each node of another subnet (pkg/tunnels/linux_tunnels.go)
-    Tunnel("tun-other", "type ipip local {net4_7}.{own} remote {net4_7}.{other}", "dev tun-other", ""),
-    Tunnel(
-        "gre-nbma",
-        "type gre local {net4_6}.{own} ttl 64",
-        "via {next} dev gre-nbma onlink",
-        "",
-        "neigh add {next} lladdr {net4_6}.{other} dev gre-nbma nud permanent",
-    ),
-    Tunnel(
-        "gre-key",
-        "type gre local {net4_7}.{own} remote {net4_7}.{other} ttl 64 key 7 csum",
-        "dev gre-key",
-        "dev gre-key",
-    ),
-    Tunnel("sit-nbma", "type sit local {net4_6}.{own} ttl 64", "", "via ::{net4_6}.{other} dev sit-nbma"),
-    Tunnel("sit-other", "type sit local {net4_7}.{own} remote {net4_7}.{other} ttl 64", "", "dev sit-other"),
-    Tunnel("ip6-nbma", "type ip6tnl local {net6_8}:{own} mode ip6ip6", "", "via {net6_8}:{other} dev ip6-nbma onlink"),
-    Tunnel(
-        "ip6-other",
-        "type ip6tnl local {net6_7}:{own} remote {net6_7}:{other} mode any",
-        "dev ip6-other",
-        "dev ip6-other",
-    ),
+TUNNELS = table(
+    Tunnel,
+    """
+tunl0 |  | via {net4_6}.{other} dev tunl0 onlink
+tun-other | type ipip local {net4_7}.{own} remote {net4_7}.{other} | dev tun-other
+gre-nbma | type gre local {net4_6}.{own} ttl 64 | via {next} dev gre-nbma onlink
+gre-key | type gre local {net4_7}.{own} remote {net4_7}.{other} ttl 64 key 7 csum | dev gre-key | dev gre-key
+sit-nbma | type sit local {net4_6}.{own} ttl 64 |  | via ::{net4_6}.{other} dev sit-nbma
+sit-other | type sit local {net4_7}.{own} remote {net4_7}.{other} ttl 64 |  | dev sit-other
+ip6-nbma | type ip6tnl local {net6_8}:{own} mode ip6ip6 |  | via {net6_8}:{other} dev ip6-nbma onlink
+ip6-other | type ip6tnl local {net6_7}:{own} remote {net6_7}:{other} mode any | dev ip6-other | dev ip6-other
+""",
 )
+"""tunl0: Calico, the module's own device, and routes of BIRD "via NODE dev tunl0 onlink"
+(confd/etc/calico/confd/templates/bird_ipam.cfg.template). tun-other: kube-router, a tunnel for each node of another
+subnet (pkg/tunnels/linux_tunnels.go).
+"""
+GRE_NEIGHBOUR = "neigh add {next} lladdr {net4_6}.{other} dev gre-nbma nud permanent"
 WAYS = [
     pytest.param(number, v6, id=f"{tunnel.name}-{'v6' if v6 else 'v4'}")
     for number, tunnel in enumerate(TUNNELS, 1)
@@ -106,13 +96,9 @@ def pod_of(number: int, v6: bool) -> str:
     return f"fd00:10:244::{number + 1}" if v6 else f"10.244.0.{number + 1}"
 
 
-def address_on(number: int, end: int, v6: bool) -> str:
+def address_on(number: int, last: int, v6: bool) -> str:
     """The address of the node (1) or of the other node (2) on this tunnel's device."""
-    return f"fd00:10:245:{number}::{end}" if v6 else f"10.245.{number}.{end}"
-
-
-def endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"fd00:10:245:{number}::{last}" if v6 else f"10.245.{number}.{last}"
 
 
 class World:
@@ -133,7 +119,7 @@ class World:
         let_forward(self.node)
         self._veth("eth0", self.client, "24", "64", NODE, CLIENT)
         for net4, net6 in (("198.18.6", "fd00:198:6:"), ("198.18.7", "fd00:198:7:")):
-            ends = [(f"{net4}.{end}", f"{net6}:{end}") for end in (1, 2)]
+            ends = [(f"{net4}.{last}", f"{net6}:{last}") for last in (1, 2)]
             self._veth(f"und{net4[-1]}", self.other, "24", "64", *ends)
         own_pod = (pod_of(0, False), pod_of(0, True))
         self._veth("cali0", self.pod, "32", "128", GATE, own_pod)
@@ -185,9 +171,9 @@ class World:
         for next_hop, v6 in ((tunnel.next4, False), (tunnel.next6, True)):
             if not next_hop:
                 continue
-            own, values["next"] = (address_on(number, end, v6) for end in (this, that))
+            own, values["next"] = (address_on(number, one, v6) for one in (this, that))
             flags = f"/128 dev {tunnel.name} nodad" if v6 else f"/32 dev {tunnel.name}"
-            lines += [f"addr add {own}{flags}", *([tunnel.extra] if tunnel.extra else [])]
+            lines += [f"addr add {own}{flags}", *([GRE_NEIGHBOUR] if tunnel.name == "gre-nbma" else [])]
             to = (values["next"], pod_of(number, v6)) if this == 1 else (values["next"],)
             lines += [f"route add {each} {next_hop}" for each in to]
             if this == 2:
@@ -229,9 +215,9 @@ def services() -> Iterator[ServiceState]:
     """
     ports = ((Protocol.TCP, 0, 8080), (Protocol.UDP, 0, 8080), (Protocol.TCP, 1, BULK))
     for number, v6, (protocol, which, target) in product(range(len(TUNNELS) + 1), (False, True), ports):
-        node_port = endpoint("::" if v6 else "0.0.0.0", 30000 + 1000 * which + number)
-        frontends = f"NodePort={node_port} LoadBalancer={endpoint(vip_of(number, v6), 80 + which)}"
-        yield service(f"s{number}-{v6:d}-{which}", frontends, endpoint(pod_of(number, v6), target), protocol)
+        node_port = end("::" if v6 else "0.0.0.0", 30000 + 1000 * which + number)
+        frontends = f"NodePort={node_port} LoadBalancer={end(vip_of(number, v6), 80 + which)}"
+        yield service(f"s{number}-{v6:d}-{which}", frontends, end(pod_of(number, v6), target), protocol)
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +248,7 @@ def test_a_backend_behind_a_tunnel_is_served(world: World, number: int, v6: bool
     for protocol in PROTOCOLS:
         seen = world.dial(world.client, NODE[v6], 30000 + number, protocol)
         assert seen == address_on(number, 1, v6), "masqueraded to the address of the device"
-    transfer(world.places[world.client], endpoint(NODE[v6], 31000 + number), SIZE)
+    transfer(world.places[world.client], end(NODE[v6], 31000 + number), SIZE)
 
 
 @every_way
@@ -270,6 +256,24 @@ def test_a_client_behind_a_tunnel_is_served(world: World, number: int, v6: bool)
     """It dials the address of the tunnel's device, and the backend is a pod of the node."""
     for protocol in PROTOCOLS:
         assert world.dial(world.other, address_on(number, 1, v6), 30000, protocol) == GATE[v6]
+
+
+@every_way
+def test_bytes_behind_a_packet_do_not_hide_it(world: World, number: int, v6: bool):
+    """They are not taken for outer headers. The kernel cuts them off after the program has run."""
+    name = TUNNELS[number - 1].name
+    if "nbma" in name:  # nothing can be sent past the routes
+        return
+    front = end(address_on(number, 1, v6), 30000)
+    datagram = udp(end(address_on(number, 2, v6), 41_000), front, b"hello")
+    before = world.site.reasons()[Reason.NEW_FLOW]
+
+    def send() -> None:
+        with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as device:
+            device.sendto(datagram + bytes(64), (name, 0x86DD if v6 else 0x0800))
+
+    world.inside(world.other, send)
+    until("it begins a flow", lambda: world.site.reasons()[Reason.NEW_FLOW] > before)
 
 
 @every_way
@@ -281,7 +285,7 @@ def test_a_socket_of_the_node_reaches_a_backend_behind_a_tunnel(world: World, nu
     if "nbma" not in TUNNELS[number - 1].name:
         for protocol in PROTOCOLS:
             assert world.dial(world.node, vip, 80, protocol) == address_on(number, 1, v6)
-        transfer(world.places[world.node], endpoint(vip, 81), SIZE)
+        transfer(world.places[world.node], end(vip, 81), SIZE)
         return
     for protocol in PROTOCOLS:
         before = world.site.reasons()[Reason.NO_ROUTE]

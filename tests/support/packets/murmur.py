@@ -9,15 +9,15 @@ import struct
 MASK = 0xFFFF_FFFF
 
 
-def murmur3(data: bytes, seed: int) -> int:
-    """The 32-bit hash of any bytes."""
+def murmur3(data: bytes, seed: int, size: int = 0) -> int:
+    """The 32-bit hash of any bytes. `size`: of all bytes, if the hash of those before is the seed."""
     h = seed
     whole = len(data) // 4 * 4
     for (word,) in struct.iter_unpack("<I", data[:whole]):
         h ^= _scrambled(word)
         h = ((h << 13 | h >> 19) * 5 + 0xE6546B64) & MASK
     h ^= _scrambled(int.from_bytes(data[whole:], "little"))
-    h ^= len(data)
+    h ^= size or len(data)
     h = (h ^ h >> 16) * 0x85EBCA6B & MASK
     h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
     return h ^ h >> 16

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses a packet into a value. judge.py finds errors in it.
+"""Parses a packet into a value, and finds errors in it.
 
     packet = parse(raw)                    # a frame; parse(raw, l2=False): it begins with IP
     packet.source, packet.flags            # "198.51.100.7:4000", "SA"
     packet.embedded                        # the packet that an ICMP error is about
+    assert checksums(packet) == []         # else ["tcp", "icmp embedded ip", ...]
 
 Shares no code with the builder, so that each can check the other.
 """
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -23,17 +25,6 @@ class Ethernet:
     destination: str
     source: str
     ethertype: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arp:
-    """An ARP packet; operation 1 is a request, 2 a reply."""
-
-    operation: int
-    source_mac: str
-    source: str
-    destination_mac: str
-    destination: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +122,6 @@ class Packet:
 
     raw: bytes = field(repr=False, compare=False)
     ethernet: Ethernet | None = None
-    arp: Arp | None = None
     ip: Ip | None = None
     transport: Tcp | Udp | Sctp | Icmp | Cut | None = None
     embedded: "Packet | None" = None
@@ -147,9 +137,9 @@ class Packet:
 
     @property
     def protocol(self) -> str:
-        """``tcp``, ``icmp6``, ``arp``, a protocol number, or ""."""
+        """``tcp``, ``icmp6``, a protocol number, or ""."""
         if self.ip is None:
-            return "arp" if self.arp else ""
+            return ""
         return PROTOCOLS.get(self.ip.protocol, str(self.ip.protocol))
 
     @property
@@ -167,8 +157,7 @@ class Packet:
         return self._end("destination")
 
     def _end(self, which: str) -> str:
-        found = self.ip or self.arp
-        host = getattr(found, which) if found else ""
+        host = getattr(self.ip, which, "")
         port = getattr(self.transport, f"{which}_port", None)
         if port is None:
             return str(host)
@@ -200,10 +189,6 @@ def parse(raw: bytes, l2: bool = True) -> Packet:
     ethernet = Ethernet(raw[:6].hex(":"), raw[6:12].hex(":"), kind)
     if kind in (0x0800, 0x86DD):
         return _ip(raw, raw[14:], ethernet, quoted=False)
-    if kind == 0x0806 and len(raw) >= 42:
-        operation, source_mac, source, to_mac, to = struct.unpack_from("!6xH6s4s6s4s", raw, 14)
-        arp = Arp(operation, source_mac.hex(":"), _text(source), to_mac.hex(":"), _text(to))
-        return Packet(raw, ethernet, arp, trailer=raw[42:])
     return Packet(raw, ethernet, payload=raw[14:])
 
 
@@ -328,3 +313,75 @@ def _chunks(data: bytes) -> tuple[tuple[tuple[int, int, bytes], ...], bytes]:
         found.append((kind, flags, data[at + 4 : at + size]))
         at += (size + 3) // 4 * 4
     return tuple(found), data[at:]
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def checksums(found: Packet | bytes, l2: bool = True) -> list[str]:
+    """The headers with a wrong checksum, ``ip``, ``tcp``, ``icmp embedded ip``, or length, ``udp
+    length``.
+
+    What cannot be verified counts as correct: the transport checksum of a fragment, or of a packet
+    that is quoted only in part.
+    """
+    packet = found if isinstance(found, Packet) else parse(found, l2)
+    wrong = list(_wrong(packet))
+    if packet.missing:
+        wrong.append("ip length")
+    if packet.embedded is not None:
+        wrong += [f"{packet.protocol} embedded {what}" for what in _wrong(packet.embedded)]
+    return wrong
+
+
+def _wrong(packet: Packet) -> Iterator[str]:
+    ip, transport, segment = packet.ip, packet.transport, packet.segment
+    if ip is None:
+        return
+    if ip.version == 4 and not _adds_up(packet.packet[: 20 + len(ip.options)]):
+        yield "ip"
+    if packet.missing or ip.more or ip.offset:
+        return
+    numbers = struct.pack("!II", len(segment), ip.protocol)
+    pseudo = ip_address(ip.source).packed + ip_address(_last_stop(ip)).packed + numbers
+    match transport:
+        case Tcp() if not _adds_up(pseudo + segment):
+            yield "tcp"
+        case Udp() if transport.length != len(segment):
+            yield "udp length"
+        case Udp(checksum=0):
+            if ip.version == 6:
+                yield "udp"
+        case Udp() if not _adds_up(pseudo + segment):
+            yield "udp"
+        case Icmp() if not _adds_up(pseudo + segment if ip.protocol == 58 else segment):
+            yield packet.protocol
+        case Sctp() if transport.checksum != _crc32c(segment[:8] + bytes(4) + segment[12:]):
+            yield "sctp"
+        case Cut():
+            yield f"{packet.protocol} header"
+
+
+def _last_stop(ip: Ip) -> str:
+    """The destination in the checksum's pseudo header: the last stop of a routing header."""
+    for name, body in reversed(ip.extensions):
+        if name == "routing" and body[1] in (0, 2) and body[2] > 0:
+            return str(ip_address(body[-16:]))
+    return ip.destination
+
+
+def _adds_up(data: bytes) -> bool:
+    """Whether the 16-bit words sum to 0 modulo 65535. 2^16 is 1 modulo 65535, so the sum of all
+    words equals the whole number.
+    """
+    return int.from_bytes(data + bytes(len(data) % 2), "big") % 0xFFFF == 0
+
+
+def _crc32c(data: bytes) -> int:
+    """CRC32c bit by bit, lowest bit first."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+    return crc ^ 0xFFFFFFFF

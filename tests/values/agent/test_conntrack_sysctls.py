@@ -51,7 +51,7 @@ class Machine:
         self.sysctls.mkdir(parents=True)
         self.hashsize.write_text("65536\n")
         defaults = {
-            "max": 262_144,
+            "max": 65_536,
             "tcp_timeout_established": 432_000,
             "tcp_timeout_close_wait": 60,
             "tcp_be_liberal": 0,
@@ -80,7 +80,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def test_sysctls_are_set_once_even_to_lower_values(machine: Machine):
+def test_sysctls_are_set_once(machine: Machine):
     machine.load()
     keeper = ConntrackSysctls(Conntrack(tcp_be_liberal=True))
     keeper.apply(1.0)
@@ -91,14 +91,23 @@ def test_sysctls_are_set_once_even_to_lower_values(machine: Machine):
     assert machine.values()["max"] == 7, "an operator's own value stays until the next start"
 
 
-HASHES = [(262_144, 65_536), (262_148, 65_537), (1_048_576, 262_144), (2, 65_536)]
+SIZES = [
+    (65_536, 262_144, 262_144, 65_536),
+    (65_536, 262_148, 262_148, 65_537),
+    (65_536, 1_048_576, 1_048_576, 262_144),
+    (65_536, 2, 65_536, 65_536),
+    (2_000_000, 262_148, 2_000_000, 65_537),  # an operator's higher limit stays
+]
+"""nf_conntrack_max before, the configured one → nf_conntrack_max after, the size of the hash table."""
 
 
-@pytest.mark.parametrize(("most", "hashes"), HASHES, ids=str)
-def test_hash_table_grows_with_the_entries_and_never_shrinks(machine: Machine, most: int, hashes: int):
-    machine.load()
-    ConntrackSysctls(Conntrack(max_per_core=1, least=most)).apply(1.0)
-    assert machine.values()["max"] == most
+@pytest.mark.parametrize(("before", "configured", "after", "hashes"), SIZES, ids=str)
+def test_neither_the_limit_nor_the_hash_table_shrinks(
+    machine: Machine, before: int, configured: int, after: int, hashes: int
+):
+    machine.load(max=before)
+    ConntrackSysctls(Conntrack(max_per_core=1, least=configured)).apply(1.0)
+    assert machine.values()["max"] == after
     assert int(machine.buckets.read_text()) == hashes
     assert int(machine.hashsize.read_text()) == 65_536, "a container cannot write it"
 
@@ -167,17 +176,18 @@ def test_module_removed_while_the_sysctls_are_set_is_the_same_warning(
     assert "(ENOENT)" in record.getMessage()
 
 
+@pytest.mark.parametrize("before", [65_536, 131_072, 262_144], ids=str)
 def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(
-    machine: Machine, caplog: pytest.LogCaptureFixture
+    machine: Machine, caplog: pytest.LogCaptureFixture, before: int
 ):
     caplog.set_level("INFO", "kbpf.agent")
-    machine.load()
+    machine.load(max=before)
     (machine.sysctls / "nf_conntrack_max").chmod(0o444)
     ConntrackSysctls(Conntrack()).apply(1.0)
-    assert machine.values()["max"] == 262_144
+    assert machine.values()["max"] == before
     assert machine.values()["tcp_timeout_close_wait"] == 3_600
-    name = "net.netfilter.nf_conntrack_max"
-    assert f"cannot set {name}=131072 in this network namespace; set it on the host" in caplog.text
+    line = "cannot set net.netfilter.nf_conntrack_max=131072 in this network namespace; set it on the host"
+    assert (line in caplog.text) is (before < 131_072)
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
@@ -201,7 +211,7 @@ def test_sysctls_are_set_once_the_module_is_loaded(machine: Machine, caplog: pyt
     assert len(caplog.records) == 1
     machine.load()
     keeper.apply(20.1)
-    assert machine.values()["max"] == 262_144, "it looks now and then only"
+    assert machine.values()["max"] == 65_536, "it looks now and then only"
     keeper.apply(40.0)
     assert machine.values()["max"] == 131_072
 

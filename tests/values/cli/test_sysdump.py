@@ -61,6 +61,10 @@ a comma: password=a,hidden b → password=REDACTED b
 a brace: {password: a}hidden, b: 1} → {password: REDACTED, b: 1}
 a string in JSON: {"a": "password=hidden", "b": ["token=hidden"]} → ", "b": ["token=REDACTED"]}
 pwd: pwd=hidden → pwd=REDACTED
+a short name: DB_PASS=hidden → DB_PASS=REDACTED
+a secret key: SECRET_KEY=hidden → SECRET_KEY=REDACTED
+a secret key in YAML: secretKey: hidden → secretKey: REDACTED
+a registry: {"auth": "hidden"} → {"auth": "REDACTED"}
 digits: password: 48151623 no → password: REDACTED no
 a slash: token: /9jhidden/abc= → token: REDACTED
 a slash in JSON: {"secret": "/varhidden/"} → {"secret": "REDACTED"}

@@ -32,7 +32,8 @@ a number for a word: proxy mode: 5 → 2
 a list for an object: proxy detectLocal: [] → 2
     expected an object (.detectLocal)
 invalid networks: proxy nodePortAddresses: [192.0.2.0/24, bogus, 192.0.2.5, primary] → 2
-    not networks: 'bogus', '192.0.2.5' (.nodePortAddresses); write it as 192.0.2.0/24 or 2001:db8::/32
+    not a network: 'bogus' (.nodePortAddresses[1]); write it as 192.0.2.0/24 or 2001:db8::/32
+    not a network: '192.0.2.5' (.nodePortAddresses[2]); write it as 192.0.2.0/24 or 2001:db8::/32
     warning: line 5: nodePortAddresses occurs twice; the last one is used
 a string for a list of networks: proxy nodePortAddresses: primary → 2
     expected a list, got a string (.nodePortAddresses)
@@ -119,7 +120,7 @@ three networks: proxy clusterCIDR: 10.0.0.0/8,10.1.0.0/16,fd00::/8 → 2
 family
     warning: line 5: clusterCIDR occurs twice; the last one is used
 periods: proxy iptables: {minSyncPeriod: 1m, syncPeriod: 30s} → 2
-    longer than syncPeriod, 30s (.iptables.minSyncPeriod)
+    shorter than minSyncPeriod, 1m0s (.iptables.syncPeriod)
 a field in lower case: proxy clustercidr: 10.0.0.0/8 → 0
     warning: KubeProxyConfiguration.clustercidr is an unknown field; is clusterCIDR meant?
 an older version: file apiVersion: kubeproxy.config.k8s.io/v1beta1; kind: KubeProxyConfiguration → 2

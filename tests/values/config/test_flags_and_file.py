@@ -120,6 +120,9 @@ LOCALHOST = pairs("""\
 --proxy-mode=nftables → false
 --proxy-mode=nftables --nodeport-addresses=localhost → false
 --proxy-mode=nftables --nodeport-addresses=localhost --feature-gates=KubeProxyNFTablesLocalhostNodePorts=true → true
+--proxy-mode=nftables --nodeport-addresses=localhost --kubernetes-version=1.38 → true
+--proxy-mode=nftables --kubernetes-version=1.38 → false
+--proxy-mode=ipvs --nodeport-addresses=localhost --kubernetes-version=1.38 → false
 --proxy-mode=ipvs → false
 """)
 """Flags → whether NodePorts answer on loopback."""

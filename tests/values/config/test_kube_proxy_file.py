@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from kbpf.config.settings import UNUSED_SETTINGS
+from kbpf.errors import ConfigErrors
 from kbpf.model.config import Config, Conntrack, LocalMode, Serving
 from tests.support.cluster import kubeadm
 from tests.support.table import pairs
@@ -23,7 +24,7 @@ from tests.values.config.documents import (
     shown,
     told,
 )
-from tests.values.config.rows_kube_proxy_file import EVENTS, GATE, NOT_USED, SAYS, WRONG
+from tests.values.config.rows_kube_proxy_file import EVENTS, GATE, NOT_USED, PATHS, SAYS, WRONG
 
 
 def test_kubeadms_file_has_kube_proxys_defaults_and_no_warnings():
@@ -71,17 +72,29 @@ def test_field_of_kube_proxys_document(text: str, value: str):
     assert f"{name} = {shown(field(proxy(document(text)).config, name))}" == value
 
 
-@pytest.mark.parametrize(("text", "value"), GATE)
-def test_gate_for_node_ports_on_loopback(text: str, value: str):
+@pytest.mark.parametrize(("text", "values"), GATE)
+def test_gate_for_node_ports_on_loopback(text: str, values: str):
     gate, _, addresses = text.partition(" ")
-    gates = f"featureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}"
-    made = proxy(f"mode: nftables\n{gates}\nnodePortAddresses: {addresses}")
-    assert shown(made.config.localhost_node_ports) == value
+    gates = f"featureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}\n" if gate != "null" else ""
+    file = f"{PROXY}mode: nftables\n{gates}nodePortAddresses: {addresses}\n---\n{OWN}kubernetesVersion: "
+    made = [loaded(f"{file}'{version}'").config for version in ("1.37", "1.38")]
+    assert [shown(each.localhost_node_ports) for each in made] == values.split()
+    assert proxy(f"mode: nftables\n{gates}nodePortAddresses: {addresses}").config == made[0]
 
 
 @pytest.mark.parametrize(("text", "words"), WRONG)
 def test_all_mistakes_are_reported_at_once_with_their_paths(text: str, words: str):
     assert_mistakes(PROXY + document(text), words, P)
+
+
+@pytest.mark.parametrize(("text", "paths"), PATHS)
+def test_errors_name_the_paths_that_kube_proxy_names(text: str, paths: str):
+    found = []
+    try:
+        proxy(document(text))
+    except ConfigErrors as errors:
+        found = [error.where.removeprefix(P) for error in errors.errors]
+    assert sorted(found) == sorted(paths.split())
 
 
 @pytest.mark.parametrize(("text", "path"), NOT_USED, ids=[path for _, path in NOT_USED])

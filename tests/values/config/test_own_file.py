@@ -35,6 +35,7 @@ algorithm: maglev → algorithm = maglev
 systemNamespaces: [kube-system, dns] → system_namespaces = kube-system, dns
 localhostNodePorts: false → localhost_node_ports = false
 nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64'] → node_port_source_ranges = 192.0.2.0/24, 2001:db8::/64
+kubernetesVersion: '1.38' → kubernetes_version = 1.38
 externalIPs: all → external_ips = all
 externalIPs: off → external_ips = ()
 externalIPs: 'off' → external_ips = ()

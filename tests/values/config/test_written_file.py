@@ -78,6 +78,7 @@ DEVICE: cni0
 DEVICE_PREFIX: cni0
 MODE: auto bpf ipvs
 PROXY_MODE: iptables nftables ipvs
+KUBERNETES_VERSION: 1.37 1.38
 SCHEDULER: wlc
 FORWARDING: stack direct
 LOG_FORMAT: text json

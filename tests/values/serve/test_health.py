@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.37.1 answers.
+"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.37 answers.
 
 tests/lab/agent/test_observe.py compares them with a real kube-proxy.
 

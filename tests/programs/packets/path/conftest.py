@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kbpf.dataplane.bpf.maps.layout import (
-    CACHED_DEVICE,
     NETWORK_KEY,
     U32,
     NodeFlag,
@@ -24,8 +23,8 @@ from tests.programs.packets.path.single_packets import (
     NEAR,
     NODE,
     Path_,
+    all_services,
     masquerading,
-    services,
     serving_node,
 )
 from tests.support.lab.lab import ip, until
@@ -38,15 +37,21 @@ def v(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def path(artifact_cache: Path) -> Iterator[Path_]:
-    state = masquerading(desired(*services()))
+    state = masquerading(desired(*all_services()))
     sizes = replace(SIZES, connections=8192)
     with serving_node(artifact_cache, "k", state, sizes=sizes, masquerade_ports=(LOW, HIGH)) as made:
         with made.site.pinned("local_networks") as networks:
             networks.update(NETWORK_KEY.pack(96 + 16, parse_addr(NEAR[4])), U32.pack(1))
             networks.update(NETWORK_KEY.pack(64, parse_addr(NEAR[6])), U32.pack(1))
         yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_flows(path: Path_) -> None:
+    """Flows of other files have no ports."""
+    path.clear("flows")
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +90,4 @@ def uplink(path: Path_) -> Iterator[Path_]:
     path.out, path.macs = index, path.macs | {index: "02:00:00:00:00:01"}
     yield path
     path.forward(False)
-    with path.site.pinned("devices") as devices:
-        devices.delete(U32.pack(index))
-    path.cache(index, bytes(CACHED_DEVICE.size))
-    ip("link del out", netns=path.where)
+    path.delete_device("out", index)

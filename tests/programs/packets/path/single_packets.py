@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum, IntFlag
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,22 +41,22 @@ from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import DesiredState
-from kbpf.model.objects import Protocol
+from kbpf.model.desired import DesiredState, ServiceState
 from tests.support.features import lacking
 from tests.support.lab.lab import PATIENCE, ip
-from tests.support.packets.datagrams import MAC_B, internet_checksum
-from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import (
+    MAC_B,
     SCTP_INIT_ACK,
     SCTP_TAG,
     Talk,
+    end,
     frame,
+    internet_checksum,
     sctp,
     tcp,
     udp,
 )
-from tests.support.packets.parse import Packet, parse
+from tests.support.packets.parse import Packet, checksums, parse
 from tests.support.packets.test_run import (
     TC_ACT_REDIRECT,
     TC_ACT_SHOT,
@@ -63,7 +64,7 @@ from tests.support.packets.test_run import (
     SkbContext,
     run,
 )
-from tests.support.plane import SIZES, Site, service, sites
+from tests.support.plane import SIZES, Site, services, sites
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
@@ -88,6 +89,8 @@ QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("
 """Checksums that are not rewritten: as a rule most of the quoted packet they cover is missing."""
 LOW, HIGH = 61_000, 65_535
 """SNAT ports. A masqueraded flow gets any of them and keeps it during the tests that follow."""
+TAKEN_PORT = 49_998
+"""Of a frontend at the node's address."""
 SPARE_PORTS = itertools.count(50_000)
 """Node ports outside of LOW to HIGH, so no other test's flow has them."""
 
@@ -102,10 +105,6 @@ both_policies = pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster
 def flags_of(kind: type[F], words: str) -> F:
     """The flags with these names."""
     return kind(sum(kind[word] for word in words.split()))
-
-
-def end(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_of(endpoint: str) -> str:
@@ -123,7 +122,8 @@ def wrong_sums(packet: bytes) -> list[str]:
 
 def expect_packet(got: bytes, want: bytes) -> None:
     """Expects this packet, with the right checksums."""
-    assert difference(got, want, l2=False) == ""
+    assert parsed(got) == parsed(want)
+    assert got == want
     expect_sums(got)
 
 
@@ -143,9 +143,9 @@ def pod(v: int, port: int = 8080) -> str:
     return end(POD[v], port)
 
 
-def ends_of(v: int, which: int) -> tuple[str, str, str]:
-    """A new client, the frontend that it dials, and the backend."""
-    return client(v), vip(v, which), pod(v)
+def ends_of(v: int, which: int = CLUSTER, host: dict[int, str] = CLIENT) -> tuple[str, str, str]:
+    """A new client, outside or at this host, the frontend that it dials, and the backend."""
+    return end(host[v], next(PORTS)), vip(v, which), pod(v)
 
 
 class Path_:
@@ -193,11 +193,18 @@ class Path_:
         with self.site.pinned("device_cache") as cache:
             cache.update(U32.pack(ifindex % CACHED_DEVICES), value)
 
-    def delete_flows(self) -> None:
-        """Deletes the flows of earlier tests."""
-        with self.site.pinned("flows") as entries:
-            for key, _ in list(entries.items()):
-                entries.delete(key)
+    def clear(self, *maps: str) -> None:
+        """Deletes what earlier tests have left in these maps."""
+        for name in maps:
+            with self.site.pinned(name) as entries:
+                entries.delete_batch(b"".join(key for key, _ in entries.items()))
+
+    def delete_device(self, name: str, ifindex: int) -> None:
+        """Deletes the device and what is known about it."""
+        with self.site.pinned("devices") as devices:
+            devices.delete(U32.pack(ifindex))
+        self.cache(ifindex, bytes(CACHED_DEVICE.size))
+        ip(f"link del {name}", netns=self.where)
 
     def set_loopback_role(self, role: Role, flags: DeviceFlag | None = None) -> None:
         """Makes loopback a device of this role."""
@@ -291,58 +298,51 @@ def masquerading(state: DesiredState) -> DesiredState:
     return replace(state, masquerade_addresses=tuple(map(parse_addr, NODE.values())))
 
 
-def services() -> Iterator[object]:
-    protocols = (Protocol.TCP, Protocol.UDP, Protocol.SCTP)
-    for v, protocol in itertools.product((4, 6), protocols):
+SERVICES = """
+s1: CLUSTER -> pod
+s2: LOCAL -> pod local=pod external=Local
+s3: NONE ->
+s4: RESTRICTED -> pod restricted=yes
+s5: SAME -> port80 local=port80 external=Local
+s6: MASKED -> port80
+s7: ip -> pod
+s8: OWN -> own
+s9: OTHER_OWN -> other
+s10: REMOTE -> pod external=Local
+s11: CHAINED -> vip local=vip external=Local
+s12: taken -> pod
+"""
+"""Named by the number of the Vip; of each protocol and family."""
 
-        def one(which: int, to: str, kind: str = "LoadBalancer", **more: object) -> object:
-            at = f"{kind}={vip(v, which)}" if kind else vip(v, which)  # noqa: B023
-            name = f"s{which}-{protocol.name.lower()}"  # noqa: B023
-            return service(name, at, to, protocol, **more)  # noqa: B023
 
-        yield one(CLUSTER, pod(v))
-        yield one(LOCAL, pod(v), local=pod(v), external_local=True)
-        yield one(NONE, "")
-        yield one(RESTRICTED, pod(v), restricted=True)
-        yield one(MASKED, pod(v, 80))
-        yield one(SAME, pod(v, 80), local=pod(v, 80), external_local=True)
-        yield one(IP, pod(v), "")
-        yield one(OWN, end(NODE[v], 8080))
-        yield one(OTHER_OWN, end(OTHER[v], 8080))
-        yield one(REMOTE, pod(v), external_local=True)
-        yield one(CHAINED, vip(v, LOCAL), local=vip(v, LOCAL), external_local=True)
+def all_services() -> Iterator[ServiceState]:
+    for v, protocol in itertools.product((4, 6), ("TCP", "UDP", "SCTP")):
+        names = {which.name: f"LoadBalancer={vip(v, which)}" for which in Vip}
+        names |= {"ip": vip(v, IP), "vip": vip(v, LOCAL), "pod": pod(v), "port80": pod(v, 80)}
+        names |= {"own": end(NODE[v], 8080), "other": end(OTHER[v], 8080)}
+        names["taken"] = f"LoadBalancer={end(NODE[v], TAKEN_PORT)}"
+        yield from services(SERVICES.replace(":", f"-{protocol.lower()}:{protocol}"), names)
 
 
 # ---- request and reply ---------------------------------------------------------------------------
 
 
-def ask(source: str, to: str, **ip: object) -> bytes:
-    return udp(source, to, b"?", **ip)
-
-
-def reply(source: str, to: str, **ip: object) -> bytes:
-    return udp(source, to, b"!", **ip)
-
-
+ask, reply = partial(udp, payload=b"?"), partial(udp, payload=b"!")
 KINDS = {
-    "tcp": lambda a, b, **ip: tcp(a, b, b"data", flags="S", mss=1460, **ip),
-    "tcp, odd length": lambda a, b, **ip: tcp(a, b, b"odd", flags="S", **ip),
-    "udp": lambda a, b, **ip: udp(a, b, b"question", **ip),
+    "tcp": partial(tcp, payload=b"data", flags="S", mss=1460),
+    "tcp, odd length": partial(tcp, payload=b"odd", flags="S"),
+    "udp": partial(udp, payload=b"question"),
     "udp, nothing in it": udp,
 }
-FIRST = {
-    "udp": ask,
-    "sctp": sctp,
-    "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
-}
+FIRST = {"udp": ask, "sctp": sctp, "tcp": partial(tcp, flags="S")}
 """What begins a flow."""
 ALL_KINDS = KINDS | {"sctp": sctp}
 BACK = {
-    "tcp": lambda a, b, **ip: tcp(a, b, flags="SA", ack=1001, mss=1460, **ip),
-    "udp": lambda a, b, **ip: udp(a, b, b"the answer", **ip),
+    "tcp": partial(tcp, flags="SA", ack=1001, mss=1460),
+    "udp": partial(udp, payload=b"the answer"),
 }
 ANSWERS = BACK | {
-    "sctp": lambda a, b, **ip: sctp(a, b, SCTP_INIT_ACK, tag=SCTP_TAG, **ip),
+    "sctp": partial(sctp, chunks=SCTP_INIT_ACK, tag=SCTP_TAG),
     "tcp, odd length": BACK["tcp"],
     "udp, nothing in it": BACK["udp"],
 }
@@ -410,10 +410,7 @@ def _id(v: int, number: int) -> dict[str, int]:
 
 
 ERRORS = ("too big", "host unreachable", "time exceeded", "parameter problem")
-SENT = {
-    "tcp": lambda a, b, **more: tcp(a, b, bytes(1000), flags="A", **more),
-    "udp": lambda a, b, **more: udp(a, b, bytes(1000), **more),
-}
+SENT = {"tcp": partial(tcp, payload=bytes(1000), flags="A"), "udp": partial(udp, payload=bytes(1000))}
 
 
 class Flow:

@@ -141,12 +141,6 @@ def recorded(path: Path_) -> list[tuple[str, str, str, int]]:
     return [(row.service, row.reason, row.client, row.count) for row in rows]
 
 
-def forget(path: Path_) -> None:
-    with path.site.pinned("failures") as failures:
-        for key, _ in list(failures.items()):
-            failures.delete(key)
-
-
 @contextmanager
 def expect_events(path: Path_, v: int, which: int, events: str, backend: bool = True, service: bool = True):
     """Events that are seen of the packets in the block; whether each has a backend and a Service."""
@@ -167,7 +161,7 @@ def expect_events(path: Path_, v: int, which: int, events: str, backend: bool = 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_segments_add_their_counts_and_are_seen(path: Path_, v: int, story: Story):
-    forget(path)
+    path.clear("failures")
     before, begins = read_counts(path, v, story.which), "opened" in story.adds
     events = ", ".join(filter(None, (NEW * begins, story.failure)))
     with expect_events(path, v, story.which, events, backend=begins):
@@ -225,7 +219,7 @@ CLIENTS = {4: "198.51.100.{}", 6: "2001:db8:9:{}::1"}
 
 def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int):
     """One that tries all ports hides those of a sixteenth of the others, here a few of 32."""
-    forget(path)
+    path.clear("failures")
     others = {CLIENTS[v].format(number) for number in range(100, 132)}
     for other in others:
         path.ingress(tcp(end(other, 5), vip(v, NONE), flags="S"))
@@ -240,7 +234,7 @@ def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Pat
 
 
 def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int):
-    forget(path)
+    path.clear("failures")
     before, own = read_counts(path, v, CLUSTER), client(v)
     with expect_events(path, v, CLUSTER, f"{NEW}, failed backend_unanswered"):
         for pause in (0, 0.6, 0.6):
@@ -285,7 +279,7 @@ def beyond_the_limit(path: Path_, v: int, which: int) -> None:
 
 def without_ports(path: Path_, v: int, which: int) -> None:
     """An established connection has the only port of the node."""
-    path.delete_flows()
+    path.clear("flows")
     path.node(NodeFlag(0), LOW, LOW)
     play(path, v, which, OPEN + "A+100 <A+1000")
     syn(path, v, which)
@@ -307,10 +301,3 @@ def test_other_events_are_seen(path: Path_, v: int, name: str):
     does, which, events, has = OTHERS[name]
     with expect_events(path, v, which, events, **has):
         does(path, v, which)
-
-
-def test_packets_of_known_flows_are_no_events(path: Path_, v: int):
-    own = client(v)
-    path.ingress(ask(own, vip(v, LOCAL)))
-    with expect_events(path, v, LOCAL, ""):
-        path.ingress(ask(own, vip(v, LOCAL)))

@@ -3,6 +3,7 @@
 their flow leaves by: the sender gets the MTU.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -20,13 +21,12 @@ from tests.programs.packets.path.single_packets import (
     MTU,
     NODE,
     POD,
-    PORTS,
     ROUTER,
     SENT,
     Flow,
     Path_,
     ask,
-    end,
+    ends_of,
     expect_packet,
     expect_redirect,
     expect_sums,
@@ -34,13 +34,21 @@ from tests.programs.packets.path.single_packets import (
     mtu_of,
     parsed,
     quoted,
-    vip,
     with_length,
     wrong_sums,
 )
 from tests.support.features import lacking, needs
-from tests.support.packets.datagrams import BROADCAST, frame, internet_checksum
-from tests.support.packets.packets import SCTP_TAG, chunk, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import (
+    BROADCAST,
+    SCTP_TAG,
+    chunk,
+    frame,
+    icmp_error,
+    internet_checksum,
+    sctp,
+    tcp,
+    udp,
+)
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, run
 
 
@@ -117,9 +125,9 @@ def test_error_that_cannot_be_redirected_goes_up_the_stack(uplink: Path_, v: int
 # ---- packets that are too long ---------------------------------------------------------------------
 
 LONG = {
-    "tcp": lambda a, b, **ip: tcp(a, b, bytes(MTU), flags="A", **ip),
-    "udp": lambda a, b, **ip: udp(a, b, bytes(MTU), **ip),
-    "sctp": lambda a, b, **ip: sctp(a, b, chunk(0, bytes(MTU)), tag=SCTP_TAG, **ip),
+    "tcp": partial(tcp, payload=bytes(MTU), flags="A"),
+    "udp": partial(udp, payload=bytes(MTU)),
+    "sctp": partial(sctp, chunks=chunk(0, bytes(MTU)), tag=SCTP_TAG),
 }
 QUOTES = {"tcp": 20, "udp": 8, "sctp": 20}
 """How many bytes behind the IP header the errors quote."""
@@ -153,7 +161,7 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(uplink: Path_, v:
         assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
-SHORT = FIRST | {"tcp": tcp, "sctp": lambda a, b, **ip: sctp(a, b, chunk(0), tag=SCTP_TAG, **ip)}
+SHORT = FIRST | {"tcp": tcp, "sctp": partial(sctp, chunks=chunk(0), tag=SCTP_TAG)}
 DAMAGED_LONG = {
     "checksum": lambda kind, a, b: DAMAGED["checksum"](LONG[kind](a, b, df=True)),
     "longer than the packet": lambda kind, a, b: DAMAGED["too long"](LONG[kind](a, b, df=True)),
@@ -180,7 +188,7 @@ def test_socket_of_the_node_gets_the_mtu(uplink: Path_, v: int, kind: str, df: b
     """Whether it has set DF or not: nothing could fragment the packet behind the device. Before
     Linux 5.12 the MTU is not known, and the least one is named.
     """
-    own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
+    own, front, _ = ends_of(v, CLUSTER, NODE)
     assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     more = {"df": df} if v == 4 else {}
     mtu = 1280 if lacking("route_mtu") else MTU
@@ -192,7 +200,7 @@ def test_checksum_that_a_device_completes_stays_right_in_the_quote(uplink: Path_
     """It holds the sum of the pseudo header. The device adds all bytes that follow, and stores the
     complement: it has to be what is there already, since the error's own checksum covers it.
     """
-    own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
+    own, front, _ = ends_of(v, CLUSTER, NODE)
     assert uplink.egress(FIRST[kind](own, front))[0] == TC_ACT_REDIRECT
     whole = LONG[kind](own, front, checksum="zero")
     header = 20 if v == 4 else 40

@@ -67,12 +67,8 @@ from tests.support.table import table
 
 BEGINS = {
     "tcp": lambda a, b, number: tcp(a, b, flags="S", seq=number),
-    "sctp": lambda a, b, number: sctp(a, b, init(number)),
+    "sctp": lambda a, b, number: sctp(a, b, packets.sctp_init(number)),
 }
-
-
-def init(tag: int) -> bytes:
-    return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
 
 
 @pytest.mark.parametrize("kind", BEGINS)

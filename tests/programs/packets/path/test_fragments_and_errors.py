@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fragments, ICMP errors, SCTP, and packets of no flow."""
 
+import copy
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -25,7 +27,6 @@ from tests.programs.packets.path.single_packets import (
     end,
     ends_of,
     established,
-    expect_packet,
     host_of,
     masked,
     mtu_of,
@@ -33,63 +34,68 @@ from tests.programs.packets.path.single_packets import (
     pod,
     quoted,
     reply,
+    snat_source,
     vip,
     wrong_sums,
 )
 from tests.support.lab.events import read, watched
 from tests.support.packets import packets
-from tests.support.packets.datagrams import MAC_A
-from tests.support.packets.judge import checksums, reassembled
-from tests.support.packets.packets import address, arp, destination, echo, fragments, icmp, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import (
+    MAC_A,
+    address,
+    arp,
+    destination,
+    echo,
+    fragments,
+    icmp,
+    icmp_error,
+    sctp,
+    tcp,
+    udp,
+)
+from tests.support.packets.parse import checksums
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- fragments -----------------------------------------------------------------------------------
 
 
 def test_fragments_are_translated(path: Path_, v: int):
-    payload = os.urandom(3001)
+    number, payload = next(PORTS), os.urandom(3001)
+    expect_pieces(path, v, lambda *ends: fragments(udp(*ends, payload, **_id(v, number)), 1280, id=number))
+
+
+def expect_pieces(path: Path_, v: int, build: Callable[[str, str], list[bytes]]) -> None:
+    """Expects all fragments of a datagram to pass ingress and egress, masqueraded."""
     own, front, back = ends_of(v, CLUSTER)
-    number = next(PORTS)
-    pieces = fragments(udp(own, front, payload, **_id(v, number)), 1280, id=number)
-    inside = [path.ingress(piece, complete=True) for piece in pieces]
-    assert {verdict for verdict, _ in inside} == {TC_ACT_UNSPEC}
-    whole = reassembled(*(packet for _, packet in inside))
-    expect_packet(whole, udp(own, back, payload, **_id(v, number)))
-    out = reassembled(*(path.egress(packet)[1] for _, packet in inside))
-    assert wrong_sums(out) == []
-    found = parsed(out)
-    assert (host_of(found.source), found.destination) == (NODE[v], back)
-    assert found.payload == payload
+    inside = [path.ingress(piece, complete=True) for piece in build(own, front)]
+    assert inside == [(TC_ACT_UNSPEC, piece) for piece in build(own, back)]
+    out = [path.egress(piece)[1] for _, piece in inside]
+    source = snat_source(out[0], NODE[v])
+    assert out == build(source, back)
 
 
 def test_fragments_of_segments_are_translated(path: Path_, v: int):
     """Only the first one has the numbers that tell whether it belongs to the connection."""
     flow = established(path, v, LOCAL)
     for word, came in (("A+3000", (flow.own, flow.back)), ("<A+3000", (flow.front, flow.own))):
-        number, out = next(PORTS), []
-        sent = flow.packet(word, **_id(v, number))
-        for piece in fragments(sent, 1280, id=number):
-            for program in ("tc_ingress", "tc_egress"):
-                verdict, piece = path.run(program, piece)  # noqa: PLW2901
-                assert verdict == TC_ACT_UNSPEC
-            out.append(piece)
-        whole = parsed(reassembled(*out))
-        assert (whole.source, whole.destination) == came
+        number = next(PORTS)
+        want = copy.deepcopy(flow.talk).segment(word, *came, **_id(v, number))
+        pieces = fragments(flow.packet(word, **_id(v, number)), 1280, id=number)
+        out = [path.through(piece) for piece in pieces]
+        assert out == [(TC_ACT_UNSPEC, piece) for piece in fragments(want, 1280, id=number)]
 
 
 def test_fragments_with_options_after_the_fragment_header(path: Path_):
     """The fragment header names the destination options; only the first fragment has the
     protocol.
     """
-    own, front = client(6), vip(6, CLUSTER)
-    whole = udp(own, front, bytes(3001), extensions=(destination(),))
-    pieces = fragments(whole, 1280, id=next(PORTS))
-    assert {piece[40] for piece in pieces} == {60}
-    inside = [path.ingress(piece) for piece in pieces]
-    assert {parsed(packet).ip.destination for _, packet in inside} == {POD[6]}
-    out = [path.egress(packet)[1] for _, packet in inside]
-    assert {parsed(packet).ip.source for packet in out} == {NODE[6]}
-    assert wrong_sums(reassembled(*out)) == []
+    number = next(PORTS)
+
+    def build(own: str, to: str) -> list[bytes]:
+        return fragments(udp(own, to, bytes(3001), extensions=(destination(),)), 1280, id=number)
+
+    assert {piece[40] for piece in build(client(6), vip(6, CLUSTER))} == {60}
+    expect_pieces(path, 6, build)
 
 
 def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int):

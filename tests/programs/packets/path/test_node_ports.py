@@ -25,6 +25,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
+    ALL_KINDS,
     CLIENT,
     CLUSTER,
     IP,
@@ -35,6 +36,7 @@ from tests.programs.packets.path.single_packets import (
     PORTS,
     ROUTER,
     SPARE_PORTS,
+    TAKEN_PORT,
     Flow,
     Path_,
     _id,
@@ -48,8 +50,9 @@ from tests.programs.packets.path.single_packets import (
     set_only_port,
     vip,
 )
+from tests.support.packets.murmur import murmur3
 from tests.support.packets.packets import Talk, fragments, tcp, udp
-from tests.support.packets.shares import ports_of
+from tests.support.packets.shares import SEED, ports_of
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- ports of the node ---------------------------------------------------------------------------
@@ -104,11 +107,11 @@ def established_port(path: Path_, v: int, host: str) -> int:
 @contextlib.contextmanager
 def no_flows(path: Path_) -> Iterator[None]:
     """Deletes all flows before and after."""
-    path.delete_flows()
+    path.clear("flows")
     try:
         yield
     finally:
-        path.delete_flows()
+        path.clear("flows")
         with path.site.pinned("port_slots") as slots:
             for key, _ in list(slots.items()):
                 slots.update(key, bytes(PORT_SLOT.size))
@@ -264,17 +267,17 @@ def test_handshake_at_another_frontend_locks_no_client_out(path: Path_, v: int, 
         Flow(path, v, IP, source).send(script).age(age_)
     verdict, _ = path.ingress(tcp(own, vip(v, LOCAL), flags="S", seq=5))
     assert (verdict == TC_ACT_UNSPEC) == given
-    path.delete_flows()
+    path.clear("flows")
 
 
-SOCKETS = {
-    "tcp: a server": ("tcp", "the node's", False),
-    "tcp: a server on all addresses": ("tcp", "any", False),
-    "tcp: a connection": ("tcp", "the node's", True),
-    "udp: a server": ("udp", "the node's", False),
-    "udp: a server on all addresses": ("udp", "any", False),
-    "udp: a connected socket": ("udp", "the node's", True),
-}
+SOCKETS = [
+    "tcp: a server",
+    "tcp: a server on all addresses",
+    "tcp: a connection",
+    "udp: a server",
+    "udp: a server on all addresses",
+    "udp: a connected socket",
+]
 
 
 @pytest.mark.parametrize("row", SOCKETS)
@@ -282,16 +285,16 @@ def test_port_of_a_socket_of_the_node_is_left_alone(uplink: Path_, v: int, row: 
     """A backend may be a machine, and its port the one from which it talks to a server of the node.
     The server would lose what it is sent to a client with its port.
     """
-    protocol, address, connects = SOCKETS[row]
+    protocol, is_any, connects = row[:3], "all addresses" in row, "connect" in row
     number = next(SPARE_PORTS), next(SPARE_PORTS)
 
     def taken() -> socket.socket:
         made = socket.socket(
-            socket.AF_INET if v == 4 and address != "any" else socket.AF_INET6,
+            socket.AF_INET if v == 4 and not is_any else socket.AF_INET6,
             socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM,
         )
         made.setblocking(False)
-        made.bind((NODE[v] if address != "any" else "::", number[0]))
+        made.bind(("::" if is_any else NODE[v], number[0]))
         if connects:
             made.connect_ex((POD[v], 8080))
         elif protocol == "tcp":
@@ -308,6 +311,15 @@ def test_port_of_a_socket_of_the_node_is_left_alone(uplink: Path_, v: int, row: 
         verdict, got = uplink.ingress(begins)
         uplink.expect_untouched(sent)
     assert (verdict, parsed(got).source) == (TC_ACT_REDIRECT, end(NODE[v], number[1]))
+    uplink.clear("flows")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
+def test_port_of_a_frontend_is_left_alone(uplink: Path_, v: int, kind: str):
+    """For the same reason: the backend may be a client of that frontend."""
+    uplink.node(NodeFlag(0), TAKEN_PORT, TAKEN_PORT + 1)
+    _, got = uplink.ingress(ALL_KINDS[kind](client(v, TAKEN_PORT), vip(v, CLUSTER)))
+    assert parsed(got).source == end(NODE[v], TAKEN_PORT + 1)
     uplink.delete_flows()
 
 
@@ -419,27 +431,10 @@ def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int):
     assert {int.from_bytes(port, "big"): state for port, state in held.items()} == ports
 
 
-def hash_of(words: Iterable[int], value: int) -> int:
-    """hash_words() of lib/hash.h, beginning with this value, without hash_end()."""
-    for word in words:
-        mixed = word * 0xCC9E2D51 & 0xFFFFFFFF
-        value ^= (mixed << 15 | mixed >> 17) * 0x1B873593 & 0xFFFFFFFF
-        value = ((value << 13 | value >> 19) * 5 + 0xE6546B64) & 0xFFFFFFFF
-    return value
-
-
-def end_of_hash(value: int, size: int) -> int:
-    value ^= size
-    value = (value ^ value >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    value = (value ^ value >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return value ^ value >> 16
-
-
 def place_of(v: int, backend_port: int, port: int) -> tuple[int, int]:
     """Where the doubt about this port of the node is kept if the secret is 0: doubt_of()."""
-    words = struct.unpack("<5I", pack_target(parse_addr(POD[v]), backend_port, socket.IPPROTO_TCP))
-    backend = end_of_hash(hash_of(words, 0x6B627066), 20)
-    value = end_of_hash(hash_of((int.from_bytes(port.to_bytes(2), "little"),), backend), 24)
+    backend = murmur3(pack_target(parse_addr(POD[v]), backend_port, socket.IPPROTO_TCP), SEED)
+    value = murmur3(struct.pack("!H2x", port), backend, 24)
     return 1 + value // 16 % (DOUBTFUL_PORTS - 1), value % 16
 
 
@@ -462,7 +457,7 @@ def test_a_tenant_puts_no_port_of_anothers_backend_in_doubt(path: Path_, v: int,
         flow.talk = Talk(1 << 30, 3 << 30)
         flow.send("S <SA A A+ <A FA <FA A")
         path.through(Talk(5, 6).segment("S", flow.own, flow.front))
-        path.delete_flows()
+        path.clear("flows")
         path.node(NodeFlag(0), theirs[place], theirs[place])
         verdict, _ = path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
     assert (verdict == TC_ACT_SHOT) != is_secret

@@ -49,7 +49,7 @@ def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind:
     """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
     build = ALL_KINDS[kind]
     answer = ANSWERS[kind]
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
+    own, front, back = ends_of(v, which, NODE)
     for _ in range(2):
         expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
     sent = build(own, back)
@@ -59,7 +59,7 @@ def test_socket_of_the_node_is_translated_at_egress(uplink: Path_, v: int, kind:
 
 def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int):
     """The request left by loopback, so the reply must arrive there: rp_filter."""
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    own, front, back = ends_of(v, CLUSTER, NODE)
     expect_redirect(uplink, ask(own, front), ask(own, back), "tc_egress")
     answer, before = reply(back, own), uplink.site.reasons()[Reason.REDIRECTED]
     retval, got = uplink.ingress(answer, device=uplink.out)
@@ -82,7 +82,7 @@ def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path
     would be the outer packet. These headers have the length of the inner packet, since here the
     kernel takes them for the packet's.
     """
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    own, front, back = ends_of(v, CLUSTER, NODE)
     expect_redirect(tunnel, ask(own, front), ask(own, back), "tc_egress")
     inner, want = reply(back, own), reply(front, own)
     if is_error:
@@ -97,7 +97,7 @@ def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(tunnel: Path
 
 
 def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int):
-    own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
+    own, front, _ = ends_of(v, NONE, NODE)
     retval, got = uplink.egress(tcp(own, front, flags="S", seq=7))
     assert retval == TC_ACT_REDIRECT
     assert parsed(got).source == front
@@ -178,7 +178,7 @@ def through_overlay(path: Path_, v: int, kind: str, own: str, front: str) -> str
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_socket_of_the_node_gets_the_address_of_the_overlay(overlay: Path_, v: int, kind: str):
     """As with MASQUERADE. The reply comes back by the overlay, and goes where the socket sends."""
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    own, front, back = ends_of(v, CLUSTER, NODE)
     source = through_overlay(overlay, v, kind, own, front)
     sent = ALL_KINDS[kind](source, back)
     assert snat_source(sent, OVERLAY[v]) == source
@@ -212,7 +212,7 @@ def test_socket_with_the_overlays_address_keeps_its_port(overlay: Path_, v: int)
 
 def test_socket_that_sends_by_the_overlay_keeps_its_address(overlay: Path_, v: int):
     """It has chosen its address for this device, or has bound another one on purpose."""
-    own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
+    own, front, _ = ends_of(v, CLUSTER, NODE)
     retval, got = overlay.egress(ask(own, front), device=overlay.out)
     assert retval == TC_ACT_REDIRECT
     expect_packet(got, ask(own, pod(v)))
@@ -223,7 +223,7 @@ def test_error_to_a_socket_of_the_node_is_translated(overlay: Path_, v: int, by:
     """The backend's own error has the frontend's address, so it is delivered on the device that the
     request left by; a router's stays on the device that it came by: rp_filter.
     """
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    own, front, back = ends_of(v, CLUSTER, NODE)
     source = through_overlay(overlay, v, "udp", own, front)
     sender = ROUTER[v] if by == "router" else POD[v]
     error = icmp_error("port unreachable", sender, ask(source, back))

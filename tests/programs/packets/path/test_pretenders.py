@@ -5,13 +5,18 @@ client's port, and source routes.
 
 import pytest
 
+from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
     NEAR,
+    NODE,
     POD,
+    PORTS,
+    ROUTER,
     SENT,
     Path_,
     client,
+    end,
     established,
     host_of,
     parsed,
@@ -21,12 +26,13 @@ from tests.programs.packets.path.single_packets import (
 from tests.programs.packets.path.test_bypassing_errors import BYPASSES, Bypass, bypassing
 from tests.programs.packets.path.test_senders import BACKEND, OTHER, UPLINK, Node, node
 from tests.support.lab.lab import ip
-from tests.support.packets.packets import icmp, icmp_error, tcp, udp
+from tests.support.packets.packets import destination, icmp, icmp_error, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
 
 __all__ = ["node"]
 HOST_UNREACHABLE = {4: (3, 1), 6: (1, 3)}
 LSRR = bytes([131, 7, 4, 203, 0, 113, 77])
+MARTIANS = {4: ("127.0.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255", NODE[4]), 6: ("::1", "ff02::1", NODE[6])}
 
 
 def error_to(v: int, to: str, by: str, sent: bytes) -> bytes:
@@ -41,6 +47,20 @@ def test_an_error_to_another_than_the_sender_is_not_redirected(uplink: Path_, v:
     flow = bypassing(uplink, v, row, "udp")
     packet = error_to(v, NEAR[v], host_of(flow.own), SENT["udp"](flow.front, flow.own))
     assert uplink.ingress(packet) == (TC_ACT_UNSPEC, packet)
+
+
+@pytest.mark.parametrize("row", BYPASSES, ids=lambda row: row.name)
+def test_an_error_of_a_martian_is_left_to_the_stack(uplink: Path_, v: int, row: Bypass):
+    """Which drops it, as it drops one with a source route."""
+    flow = bypassing(uplink, v, row, "udp")
+    for ends in ((flow.source, flow.back), (flow.front, flow.own)):
+        for sender in MARTIANS[v]:
+            packet = icmp_error("host unreachable", sender, SENT["udp"](*ends))
+            assert uplink.ingress(packet) == (TC_ACT_UNSPEC, packet), sender
+    if v == 4:
+        sent = SENT["udp"](flow.source, flow.back)
+        packet = icmp(ROUTER[4], host_of(flow.source), *HOST_UNREACHABLE[4], 0, sent, options=LSRR)
+        assert uplink.ingress(packet) == (TC_ACT_UNSPEC, packet)
 
 
 def test_an_error_to_another_than_the_sender_is_not_masqueraded(path: Path_, v: int):
@@ -80,9 +100,25 @@ def test_a_masqueraded_pod_does_not_speak_in_anothers_flow(node: Node, v: int):
     own = client(v)
     _, sent = node.come(SENT["udp"](own, vip(v, CLUSTER)), UPLINK)
     of_pod = udp(parsed(sent).source, pod(v), b"question of the pod")
-    verdict, _ = node.path.egress(of_pod, came_by=node.devices[OTHER])
-    assert verdict == TC_ACT_SHOT
+    hidden = [udp(parsed(sent).source, pod(v), b"?", extensions=[destination()] * 5)] if v == 6 else []
+    for one in (of_pod, *hidden):
+        verdict, _ = node.path.egress(one, came_by=node.devices[OTHER])
+        assert verdict == TC_ACT_SHOT
     assert node.path.egress(of_pod, came_by=node.devices[UPLINK]) == (TC_ACT_UNSPEC, of_pod), "the client's own"
+
+
+@pytest.mark.parametrize("flags", [NodeFlag(0), NodeFlag.NETFILTER])
+def test_a_masqueraded_pod_does_not_speak_in_a_flow_of_the_node(node: Node, v: int, flags: NodeFlag):
+    """Of a socket that no hook serves. It keeps its port, or has one of the range with NETFILTER."""
+    node.path.node(flags)
+    try:
+        _, sent = node.path.egress(udp(end(NODE[v], next(PORTS)), vip(v, CLUSTER), b"question of the node"))
+        assert parsed(sent).destination == pod(v)
+        of_pod = udp(parsed(sent).source, pod(v), b"question of the pod")
+        verdict, _ = node.path.egress(of_pod, came_by=node.devices[OTHER])
+    finally:
+        node.path.node(NodeFlag(0))
+    assert verdict == TC_ACT_SHOT
 
 
 def test_a_source_routed_packet_is_left_to_the_stack(uplink: Path_):

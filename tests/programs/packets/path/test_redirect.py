@@ -15,7 +15,7 @@ import pytest
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.inspect import connections as tracked_connections
 from kbpf.dataplane.bpf.maps.flow_entries import is_port_reservation
-from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, NEXT_HOP, U32, DeviceFlag, NodeFlag, Reason, Role
+from kbpf.dataplane.bpf.maps.layout import NEXT_HOP, U32, DeviceFlag, NodeFlag, Reason, Role
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
 from kbpf.kernel.netfilter import conntrack
@@ -163,10 +163,7 @@ def tagged(uplink: Path_) -> Iterator[Path_]:
     command(*inside, *["tc", "filter", "add", "dev", "in", "ingress", "bpf", "da", "pinned"], pin)
     uplink.set_device(index, Role.HOST)
     yield uplink
-    with uplink.site.pinned("devices") as devices:
-        devices.delete(U32.pack(index))
-    uplink.cache(index, bytes(CACHED_DEVICE.size))
-    ip("link del in", netns=uplink.where)
+    uplink.delete_device("in", index)
 
 
 def test_priority_tag_is_not_forwarded(tagged: Path_, v: int):
@@ -379,7 +376,7 @@ def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pyte
 
 def test_masqueraded_flows_are_published_to_conntrack(path: Path_, v: int):
     """Each masqueraded flow once, with the source the backend sees; no ended and no local flows."""
-    path.delete_flows()
+    path.clear("flows")
     flow = established(path, v)
     ended = established(path, v).send("FA <FA")
     established(path, v, LOCAL, "udp")

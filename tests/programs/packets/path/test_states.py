@@ -395,7 +395,7 @@ def test_no_other_client_gets_data_of_an_association(path: Path_, v: int):
     path.through(sctp(first.back, source, packets.SCTP_INIT_ACK, tag=packets.SCTP_TAG))
     path.through(sctp(first.own, first.front, packets.chunk(10, b"cookie"), tag=packets.SCTP_BACK_TAG))
     first.age(2)
-    _, out = path.through(sctp(other.own, other.front, _init(777)))
+    _, out = path.through(sctp(other.own, other.front, packets.sctp_init(777)))
     assert parsed(out).source == source
     path.through(sctp(other.back, source, packets.SCTP_INIT_ACK, tag=777))
     late = sctp(first.back, source, packets.chunk(0, bytes(12) + b"secret"), tag=packets.SCTP_TAG)
@@ -414,23 +414,19 @@ def test_sctp_association_is_restarted(path: Path_, v: int, which: int):
     for chunk, tag, passes in (
         (packets.SCTP_INIT_ACK, old, True),
         (done, old, True),
-        (_init(new), 0, True),
+        (packets.sctp_init(new), 0, True),
         (data, old, True),
         (packets.SCTP_INIT_ACK, new, True),
         (data, old, True),
         (done, new, True),
         (data, old, False),
-        (_init(new + 1), 0, True),
+        (packets.sctp_init(new + 1), 0, True),
         (data, new, True),
         (data, new + 2, False),
     ):
         ends = (flow.back, source) if tag else (flow.own, flow.front)
         assert (path.through(sctp(*ends, chunk, tag=tag))[0] != TC_ACT_SHOT) == passes, (chunk, tag)
     assert flow.states() == {TcpState.ESTABLISHED}
-
-
-def _init(tag: int) -> bytes:
-    return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
 
 
 def test_sctp_association_outlives_its_backend(path: Path_, v: int):

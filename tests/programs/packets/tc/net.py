@@ -43,17 +43,18 @@ def insn(code: int, regs: int = 0, off: int = 0, imm: int = 0) -> bytes:
     return struct.pack("=BBhi", code, regs, off, imm)
 
 
-LEAVE = insn(0xB7, 0, 0, NEXT) + insn(0x95)
+def leave(result: int = NEXT) -> bytes:
+    return insn(0xB7, 0, 0, result) + insn(0x95)
 
 
-def idle(name: str = "idle") -> Program:
-    """A program that lets everything pass."""
-    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, LEAVE)
+def idle(name: str = "idle", result: int = NEXT) -> Program:
+    """A program that returns this; by default it lets everything pass."""
+    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, leave(result))
 
 
 def refused() -> Program:
     """A program that no device accepts."""
-    return Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95))  # CGROUP_SKB
+    return Program.load("wrong", 8, 0, leave(1))  # CGROUP_SKB
 
 
 def counting(seen: Map, place: int) -> Program:
@@ -71,7 +72,7 @@ def counting(seen: Map, place: int) -> Program:
     )
     wanted = socket.htons(ETHERTYPE)
     check = insn(0x61, 0x12, 16) + insn(0x55, 0x02, len(count) // 8, wanted)  # skb->protocol
-    return Program.load(f"count{place}", BPF_PROG_TYPE_SCHED_CLS, 0, check + count + LEAVE)
+    return Program.load(f"count{place}", BPF_PROG_TYPE_SCHED_CLS, 0, check + count + leave())
 
 
 PAIR = struct.Struct("=4s4s2s2s")
@@ -82,7 +83,6 @@ def recording(name: str, seen: Map, result: int) -> Program:
     """A program that writes the pair of each IPv4 packet with ports to a hash map, and returns
     `result`.
     """
-    end = insn(0xB7, 0, 0, result) + insn(0x95)
     record = (
         insn(0xB7, 0x02, 0, 14 + 12)  # r2: offset of the addresses
         + insn(0xBF, 0xA3)  # r3 = r10
@@ -101,7 +101,7 @@ def recording(name: str, seen: Map, result: int) -> Program:
         + insn(0x85, 0, 0, 2)  # update
     )
     check = insn(0x61, 0x12, 16) + insn(0x55, 0x02, len(record) // 8, socket.htons(0x0800))
-    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, check + record + end)
+    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, check + record + leave(result))
 
 
 @dataclass
@@ -211,6 +211,15 @@ class Net:
         """Deletes the pins and the namespace."""
         shutil.rmtree(self.folder, ignore_errors=True)
         ip(f"netns del {self.name}")
+
+
+def programs_on_devices(folder: Path) -> dict[str, set[int]]:
+    """Ids of the attached programs by the names of their devices, in the calling thread's network namespace."""
+    found: dict[str, set[int]] = {}
+    with TcAttacher(folder) as tc:
+        for one in tc.list_all():
+            found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program_id)
+    return found
 
 
 def program_id(program: Program) -> int:

@@ -208,17 +208,6 @@ def test_device_moved_to_another_namespace_is_detached(net: Net, programs: list[
 # ---- results of the kernel ---------------------------------------------------------------------
 
 
-def test_probe_agrees_with_a_real_link(net: Net, programs: list[Program]):
-    index = net.index("here")
-    try:
-        net.inside(lambda: Link.attach(programs[0], index, 46)).close()
-        works = True
-    except KernelError:
-        works = False
-    assert probe_tcx().works is works
-    assert net.ours(None, lambda tc: tc.method) is (AttachMethod.TCX if works else AttachMethod.CLSACT)
-
-
 def test_probe_without_privileges_is_unknown():
     child = os.fork()
     if child == 0:

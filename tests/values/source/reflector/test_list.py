@@ -78,6 +78,7 @@ def test_selectors_of_slices_our_node_and_exempt_pods(start, resource, path, sel
 
 
 PODS = exempt_pod_resource("n1", with_meshes=True, is_optional=True)
+DROP = "drop=metadata.managedFields"
 
 
 def test_only_metadata_of_pods_is_requested(start):
@@ -85,8 +86,16 @@ def test_only_metadata_of_pods_is_requested(start):
     run.until_watching(3)
     kinds = ("PartialObjectMetadata", "PartialObjectMetadataList", "PartialObjectMetadata")
     assert [request.headers["accept"] for request in run.server.requests] == [
-        f"application/json;as={kind};g=meta.k8s.io;v=v1,application/json" for kind in kinds
+        f"application/json;as={kind};g=meta.k8s.io;v=v1;{DROP},application/json" for kind in kinds
     ]
+
+
+def test_managed_fields_are_not_requested(start):
+    """Older servers ignore the parameter, and others may send what is named last."""
+    run = start(PAGES, "list@100", "watch")
+    run.until_watching(3)
+    accepted = {request.headers["accept"] for request in run.server.requests}
+    assert accepted == {f"application/json;{DROP},application/json"}
 
 
 def test_optional_resource_without_permission_is_no_failure(start, caplog):

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf inspect` of the packet path, shown by the command line in this process: connections that real packets began in
+the real programs, translated sources, affinity, devices and status; and constants that Python repeats from the C code.
+
+tests/values/cli/test_inspect.py compares the whole output, on fakes of the maps.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.cli import app
+from kbpf.dataplane.bpf.map_metrics import MapCollector
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import (
+    FLOW,
+    FLOW_KEY,
+    MAPS,
+    FlowDirection,
+    Role,
+    TcpState,
+    idle_timeout_s,
+    pack_target,
+)
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
+from kbpf.dataplane.bpf.programs.artifact import SOURCES, flatten
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.objects import Protocol
+from kbpf.model.status import MAX_FAILED_DEVICES, DeviceFailure, encode
+from tests.programs.node.commands.world import agent_status
+from tests.programs.packets.path.single_packets import (
+    CLIENT,
+    NET,
+    NODE,
+    POD,
+    Flow,
+    Path_,
+    end,
+    host_of,
+    masquerading,
+    serving_node,
+)
+from tests.support.features import needs
+from tests.support.lab.lab import until
+from tests.support.packets.packets import tcp
+from tests.support.plane import Site, desired, services, sites
+from tests.support.table import table
+
+MASKED, LOCAL, ALSO, KEPT = 1, 2, 3, 4
+LOW, HIGH = 61_000, 61_999
+
+
+SERVICES = """
+masked: vip1 -> pod
+local: vip2 -> pod local=pod external=Local
+also: vip3 -> pod local=pod external=Local
+kept: vip4 -> pod affinity=600
+"""
+
+
+def world() -> DesiredState:
+    """One Service of each relevant kind, in both families, TCP and UDP."""
+    made: list[ServiceState] = []
+    for v, protocol in product((4, 6), ("TCP", "UDP")):
+        names = {f"vip{which}": f"LoadBalancer={end(f'{NET[v]}{which}', 80)}" for which in (MASKED, LOCAL, ALSO, KEPT)}
+        text = SERVICES.replace(":", f"-{protocol.lower()}{v}:{protocol}")
+        made += services(text, names | {"pod": end(POD[v], 8080)})
+    return masquerading(desired(*made))
+
+
+def talk(path: Path_, v: int, which: int, port: int, script: str) -> Flow:
+    """Sends these packets of a client with this port through a VIP."""
+    return Flow(path, v, which, end(CLIENT[v], port)).send(script)
+
+
+@pytest.fixture(scope="module")
+def served(artifact_cache: Path) -> Iterator[Path_]:
+    devices = ("link add cni0 type bridge", "link add out0 type veth peer name port0", "link set port0 master cni0")
+    with serving_node(artifact_cache, "v", world(), *devices, masquerade_ports=(LOW, HIGH)) as path:
+        until("all devices have their programs", lambda: path.plane.status().ready)
+        yield path
+
+
+@pytest.fixture
+def path(served: Path_) -> Iterator[Path_]:
+    """No flows, and loopback is an uplink."""
+    served.clear("flows", "affinity")
+    served.set_loopback_role(Role.HOST)
+    said = agent_status(packets=served.plane.status().packets)
+    served.plane.write_status(encode(said))
+    with served.site.telling():
+        yield served
+
+
+@pytest.fixture
+def call(path: Path_, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs `kbpf inspect ...` in the node's namespace; returns exit code, stdout and stderr."""
+
+    def inspect(*arguments: str) -> tuple[int, str, str]:
+        line = ["inspect", *arguments, "--pin-dir", str(path.site.pins)]
+        code = path.inside(lambda: app.call(line))
+        return code, *capsys.readouterr()
+
+    return inspect
+
+
+@pytest.fixture
+def show(call) -> Callable[..., Any]:
+    """The same with JSON, parsed; no message on stderr may limit it. Of a list without other fields
+    only the items.
+    """
+
+    def inspect(*arguments: str) -> Any:
+        code, out, err = call(*arguments, "-o", "json")
+        assert (code, err) == (0, "")
+        document = json.loads(out)
+        only_items = document.keys() == {"apiVersion", "kind", "items"}
+        return document["items"] if only_items else document
+
+    return inspect
+
+
+# ---- timeouts in the C code ----------------------------------------------------------------------
+
+TRACK = """
+#include "tc/flow.h"
+int probe(struct __sk_buff *skb)
+{
+	struct flow flow = {.state = skb->mark & 0xff};
+
+	flow.client.protocol = skb->mark >> 8;
+	return timeout_of(&flow) / SECOND;
+}
+"""
+ASK = """
+import json, os, sys
+os.environ["BCC_KERNEL_SOURCE"] = sys.argv[1]
+from bcc import BPF
+from kbpf.kernel.bpf.objects import Program
+from tests.support.packets.test_run import SkbContext, run
+function = BPF(text=sys.stdin.read(), cflags=["-Wno-everything"]).load_func("probe", BPF.SCHED_CLS)
+program = Program(function.fd, "probe")
+print(json.dumps([run(program, bytes(64), context=SkbContext(mark=int(m)).pack()).retval
+                  for m in sys.argv[2].split(",")]))
+"""
+
+
+def test_idle_timeouts_match_the_programs(tmp_path: Path):
+    """timeout_of() itself runs, for every protocol and state, and for states without a name."""
+    shutil.copytree(SOURCES, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "scratch.c").write_text(TRACK)
+    cases = [(p, s) for p in Protocol for s in range(len(TcpState) + 2)]
+    marks = ",".join(str(protocol << 8 | state) for protocol, state in cases)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, str(SOURCES), marks],
+        input=flatten("scratch", tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    timeouts = dict(zip(cases, json.loads(done.stdout), strict=True))
+    assert timeouts == {(p, s): idle_timeout_s(p, s) for p, s in cases}
+    assert timeouts[Protocol.TCP, TcpState.ESTABLISHED] == 86_400
+    assert timeouts[Protocol.UDP, TcpState.ESTABLISHED] == 120
+    assert timeouts[Protocol.SCTP, TcpState.ESTABLISHED] == 210
+
+
+# ---- connections ---------------------------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """Packets of a connection through "masked" or "local"; the state shown, its idle timeout in seconds."""
+
+    to: str
+    script: str
+    state: str
+    timeout: int
+
+    @property
+    def which(self) -> int:
+        return MASKED if self.to == "masked" else LOCAL
+
+    def service(self, v: int) -> str:
+        return f"default/{self.to}-{'udp' if '?' in self.script else 'tcp'}{v}"
+
+
+EXCHANGES = table(
+    Exchange,
+    """
+masked | S | new | 120
+masked | S <SA | answered | 60
+masked | S <SA A FA | closing | 3600
+masked | S <RA | closed | 120
+masked | S <SA A | unproven | 86400
+masked | ? | new | 30
+local | S <SA A+ <A | established | 86400
+local | ? <! | answered | 30
+""",
+)
+
+
+@pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.script)
+def test_connection_is_shown_as_one_row(path: Path_, show, exchange: Exchange, v: int):
+    talk(path, v, exchange.which, 2000, exchange.script)
+    (row,) = show("connections")
+    assert row["service"] == exchange.service(v)
+    assert row["protocol"] == ("UDP" if "?" in exchange.script else "TCP")
+    assert (row["client"], row["backend"]) == (end(CLIENT[v], 2000), end(POD[v], 8080))
+    assert row["frontend"] == end(f"{NET[v]}{exchange.which}", 80)
+    assert row["masqueraded"] == (exchange.which == MASKED)
+    host, _, port = row["seen_as"].rpartition(":")
+    assert host.strip("[]") == (NODE[v] if exchange.which == MASKED else CLIENT[v])
+    assert LOW <= int(port) <= HIGH if exchange.which == MASKED else port == "2000"
+    assert row["state"] == exchange.state
+    assert 0 <= row["idle_seconds"] <= exchange.timeout
+    assert row["idle_seconds"] + row["expires_seconds"] == pytest.approx(exchange.timeout, abs=0.01)
+    assert (row["expired"], row["lost"], row["replaced"], row["device"]) == (False, [], False, "")
+
+
+@needs("socket_iterator")  # otherwise the number of open connections is unknown
+def test_closed_connections_are_not_counted_as_open(path: Path_, call, show):
+    """In no view and in no metric, although their entries still exist."""
+    for port, exchange in enumerate(EXCHANGES, 2000):
+        talk(path, 4, exchange.which, port, exchange.script)
+    is_open = Counter(exchange.service(4) for exchange in EXCHANGES if exchange.state != "closed")
+    for name, count in is_open.items():
+        (detail,) = show("service", name)
+        assert [(t["backend"], t["open"]) for t in detail["traffic"]] == [(end(POD[4], 8080), count)]
+    status = json.loads(call("status", "-o", "json")[1])
+    assert (status["packets"]["connections"], status["packets"]["entries"]) == (7, 8)
+    counted = MapCollector(Pins(path.site.pins), Config()).count(lambda: None)
+    assert {"/".join(port[:2]): count for port, count in counted.connections or ()} == is_open
+
+
+def test_changed_client_port_is_shown(path: Path_, show):
+    """Two frontends of one backend, used from one client port: the backend sees two ports."""
+    talk(path, 4, LOCAL, 2000, "? <!")
+    talk(path, 4, ALSO, 2000, "? <!")
+    first, second = show("connections")  # also, local
+    assert first["service"] == "default/also-udp4"
+    assert first["seen_as"] != first["client"] == second["client"] == second["seen_as"]
+    assert first["seen_as"].startswith(f"{CLIENT[4]}:")
+    assert not first["masqueraded"]
+
+
+@pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
+def test_connection_of_the_node_shows_its_device(path: Path_, show, call, v: int):
+    """The hooks left the socket alone; its SYN is seen at egress."""
+    syn = tcp(end(NODE[v], 2000), end(f"{NET[v]}{MASKED}", 80), flags="S")
+    path.egress(syn)
+    (row,) = show("connections")
+    assert (row["device"], row["path"], row["masqueraded"]) == ("lo", "direct", False)
+    assert row["client"] == row["seen_as"] == end(NODE[v], 2000)
+    assert (row["state"], row["lost"]) == ("new", [])
+    assert "from this node, through lo" in call("connections")[1]
+
+
+@pytest.mark.parametrize("other", [f"{NET[4]}{MASKED}", POD[4]], ids=["question", "answer"])
+def test_connection_is_as_recent_as_its_newest_entry(path: Path_, show, other: str):
+    """Datagrams in one direction do not refresh the entry of the other direction."""
+    flow = talk(path, 4, MASKED, 2000, "? <!")
+    flow.age(20)
+    flow.send("?").expire(lambda both: {*map(host_of, both)} != {CLIENT[4], other})
+    (row,) = show("connections")
+    assert row["idle_seconds"] < 20
+    assert row["expires_seconds"] > 10
+
+
+# ---- other views ---------------------------------------------------------------------------------
+
+
+def test_nat_and_affinity_show_what_packets_have_written(path: Path_, show):
+    for port in (61_100, 61_101):
+        talk(path, 4, MASKED, port, "S <SA A")
+    talk(path, 4, MASKED, 61_102, "S <RA")
+    talk(path, 6, KEPT, 61_100, "?")
+    seen = show("nat")
+    assert (seen["first_port"], seen["last_port"], seen["ports"]) == (LOW, HIGH, HIGH - LOW + 1)
+    assert seen["addresses"] == [NODE[4], NODE[6]]
+    assert [(u["backend"], u["node_address"], u["used"], u["closed"]) for u in seen["usage"]] == [
+        (f"{POD[4]}:8080", NODE[4], 3, 1),
+        (f"[{POD[6]}]:8080", NODE[6], 1, 0),
+    ]
+    rows = {(r["source"], r["client"], r["service"]) for r in seen["items"] if r["protocol"] == "TCP"}
+    service = "default/masked-tcp4"
+    assert rows == {(f"{NODE[4]}:{port}", f"{CLIENT[4]}:{port}", service) for port in (61_100, 61_101, 61_102)}
+    (kept,) = show("affinity")
+    assert (kept["client"], kept["kind"], kept["service"]) == (CLIENT[6], "address", "default/kept-udp6")
+
+
+def test_devices_show_role_and_programs(path: Path_, show, call):
+    fields = ("role", "reason", "l2_header", "problem")
+    rows = {row["device"]: row for row in show("devices")}
+    parts = {
+        name: [*map(row.get, fields), *(row[way].partition(" (")[0] for way in ("ingress", "egress"))]
+        for name, row in rows.items()
+    }
+    assert parts["lo"][:2] == ["skipped", "loopback"]
+    assert parts["cni0"] == ["pod", "bridge of pods, ports: 1", 14, "", "tc_ingress", "tc_egress"]
+    assert parts["out0"] == ["host", "veth", 14, "", "tc_ingress", "tc_egress"]
+    if Path("/proc/sys/net/bridge").exists():  # then br_netfilter is on, by default
+        assert parts["port0"] == ["port", "port of cni0, with br_netfilter", 14, "", "tc_ingress", ""]
+    else:
+        assert parts["port0"] == ["skipped", "port of cni0", None, "", "", ""]
+    assert (rows["cni0"]["flags"], rows["out0"]["flags"]) == (["pods"], [])
+    assert "bridge of pods" in call("devices")[1]
+
+
+def test_devices_in_another_network_namespace_is_an_error(path: Path_, capsys: pytest.CaptureFixture[str]):
+    assert app.call(["inspect", "devices", "--pin-dir", str(path.site.pins)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "another network namespace" in err
+    assert "nsenter" in err
+
+
+def packets_of_status(call) -> Any:
+    return json.loads(call("status", "-o", "json")[1])["packets"]
+
+
+def test_status_counts_connections_entries_and_devices(path: Path_, call):
+    before = packets_of_status(call)
+    flow, other = talk(path, 4, MASKED, 2000, "S <SA A+ <A"), talk(path, 4, MASKED, 2001, "?")
+    seen = packets_of_status(call)
+    assert (seen["state"], seen["reason"], seen["failed"]) == ("on", "", [])
+    assert (seen["connections"], seen["entries"], seen["max_connections"]) == (2, 2, 4096)
+    assert (seen["host_devices"], seen["pod_devices"], seen["alarm"]) == (2, 1, False)
+    assert (seen["created"] - before["created"], seen["evicted"]) == (2, before["evicted"])
+    flow.age(31)
+    other.age(31)
+    assert packets_of_status(call)["connections"] == 1
+    flow.change(lambda _: b"", lambda both: flow.front in both)
+    seen = packets_of_status(call)
+    assert seen["entries_lost"] == seen["created"] - 1
+
+
+def test_problems_of_the_device_thread_are_in_the_status(path: Path_, monkeypatch: pytest.MonkeyPatch):
+    failed = {f"d{i:02}": f"why {i}" for i in range(MAX_FAILED_DEVICES + 5)}
+    thread = DeviceReconcilerStatus(failed=failed, problem="no answer")
+    monkeypatch.setattr(DeviceReconciler, "status", lambda _: thread)
+    said = path.plane.status().packets
+    assert (said.enabled, said.problem, said.failed_count) == (True, "no answer", MAX_FAILED_DEVICES + 5)
+    assert said.failed[0] == DeviceFailure("d00", "why 0")
+    assert len(said.failed) == MAX_FAILED_DEVICES
+
+
+@pytest.mark.parametrize("has_status", [True, False], ids=["agent's status", "no status"])
+def test_views_report_that_the_packet_path_is_off(site: Site, capsys: pytest.CaptureFixture[str], has_status: bool):
+    plane = site.open()
+    plane.apply(world(), None)
+    if has_status:
+        plane.write_status(encode(agent_status(packets=plane.status().packets)))
+    for view in ("connections", "nat", "sources"):
+        assert app.call(["inspect", view, "--pin-dir", str(site.pins)]) == 0
+        out, err = capsys.readouterr()
+        assert out
+        assert err.startswith("kbpf: the packet path is off: ")
+        assert ("--packet-path false" in err) == has_status
+
+
+# ---- many connections ----------------------------------------------------------------------------
+
+MANY = 32_768
+MEASURED = """
+import contextlib, io, sys
+from kbpf.cli import app
+class Count(io.TextIOBase):
+    lines = 0
+    def write(self, text):
+        self.lines += text.count("\\n")
+        return len(text)
+out = Count()
+with contextlib.redirect_stdout(out):
+    code = app.call(sys.argv[1:])
+with open("/proc/self/status") as status:
+    peak = next(line.split()[1] for line in status if line.startswith("VmHWM"))
+print(code, out.lines, int(peak) // 1024)
+"""
+
+
+@pytest.fixture(scope="module")
+def full_site(artifact_cache: Path) -> Iterator[Site]:
+    """A quarter of the default maximum of connections, all masqueraded, written as packets would."""
+    with sites(artifact_cache) as make:
+        site = make()
+        site.open().apply(world(), None)
+        now = time.monotonic_ns()
+        keys, values = bytearray(), bytearray()
+        frontend = pack_target(parse_addr("192.0.2.1"), 80, 6)
+        for i in range(MANY):
+            client = pack_target(parse_addr(f"198.18.{i >> 8 & 255}.{i & 255}"), 1024 + i // 4, 6)
+            backend = pack_target(parse_addr(f"10.244.0.{i % 200}"), 8080, 6)
+            for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
+                values += FLOW.pack(
+                    now,
+                    client,
+                    frontend,
+                    backend,
+                    bytes(16),
+                    bytes(2),
+                    client[16:18],
+                    i % 9,
+                    1,
+                    TcpState.ESTABLISHED,
+                    0,
+                    0,
+                    part,
+                    0,
+                    bytes(32),
+                    0,
+                    0,
+                    bytes(48),
+                )
+            keys += FLOW_KEY.pack(client, frontend) + FLOW_KEY.pack(backend, client)
+        # An LRU map evicts some entries before it is full, so it is a quarter larger.
+        with pinning.make_map(MAPS["flows"], 2 * MANY * 5 // 4) as made:
+            pinning.replace_pin(Pins(site.pins), made, "flows")
+            made.update_batch(bytes(keys), bytes(values))
+        yield site
+
+
+def measure(site: Site, output: str) -> tuple[int, int]:
+    """How many lines the command prints, and its peak of memory in MiB."""
+    line = ["inspect", "connections", "-o", output, "--pin-dir", str(site.pins)]
+    done = subprocess.run([sys.executable, "-c", MEASURED, *line], capture_output=True, text=True, check=True)
+    code, lines, megabytes = map(int, done.stdout.split())
+    assert code == 0
+    return lines, megabytes
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_a_page_of_many_connections_takes_tens_of_megabytes(full_site: Site, site: Site, output: str):
+    """More than without connections: Python and the libraries depend on the machine."""
+    site.open().apply(world(), None)
+    lines, megabytes = measure(full_site, output)
+    assert lines == (MANY + 1 if output == "table" else MANY * 20 + 6)
+    assert megabytes - measure(site, output)[1] < 25
