@@ -132,7 +132,7 @@ def service(
 def services(text: str, names: Mapping[str, str]) -> list[ServiceState]:
     """Service ports, one a line or after a semicolon: ``web:UDP 10.96.0.1:53 NodePort=0.0.0.0:30053 -> A B local=B
     affinity=60``. A word that is in `names` stands for an address. Options: affinity, local, serving, ranges,
-    cluster_weights, local_weights, internal=Local, external=Local, algorithm; commas separate several values.
+    restricted, cluster_weights, local_weights, internal=Local, external=Local, algorithm; commas separate values.
     """
     lines = text.replace(";", "\n").splitlines()
     return [_parse_service(line, names) for line in lines if line.strip()]
@@ -241,6 +241,11 @@ class Site:
 
     def pinned(self, name: str) -> Map:
         return Map.open(self.maps / name)
+
+    def put(self, name: str, key: bytes, value: bytes) -> None:
+        """Writes an entry of a map."""
+        with self.pinned(name) as found:
+            found.update(key, value)
 
     def entries(self, name: str) -> dict[bytes, bytes]:
         with self.pinned(name) as found:

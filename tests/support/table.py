@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of tests as text: a line is a row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import EnumMeta
 from typing import Any, TypeVar, get_type_hints
+
+import pytest
 
 T = TypeVar("T")
 
@@ -22,6 +24,13 @@ def table(row: type[T], text: str) -> list[T]:
     readers = [_reader(kind) for kind in get_type_hints(row).values()]
     lines = (f"{line} ".split(" | ") for line in text.splitlines() if line.strip())
     return [row(*(read(cell.strip()) for read, cell in zip(readers, cells, strict=False))) for cells in lines]
+
+
+def each_row(rows: Iterable[Any], marks: Callable[[Any], Any] = lambda _: ()) -> pytest.MarkDecorator:
+    """A test's mark: it runs once for each `row`, which it gets as its argument, with the row's name as id and with
+    these marks.
+    """
+    return pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in rows])
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:

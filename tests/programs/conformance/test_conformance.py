@@ -26,7 +26,7 @@ from kbpf.model.objects import Algorithm
 from tests.support.faults.fake_ipvs import Node, fake_node, real_node
 from tests.support.features import needs
 from tests.support.plane import Site, desired, flush, services
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 __all__ = ["fake_node", "real_node"]
 
@@ -109,7 +109,6 @@ def show(ports: Iterable[ServicePort]) -> list[str]:
 
 
 def _show(port: ServicePort, frontend: FrontendEntry) -> str:
-    assert port.key is not None
     is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
     at = frontend.at
     kind = "" if is_cluster_ip else f"{frontend.kind}="
@@ -144,11 +143,9 @@ class BpfBench:
         self._plane = self._site.open()
 
     def apply(self, states: Sequence[ServiceState], touched: Sequence[ServicePortKey] | None) -> Report:
-        assert self._plane is not None
         return self._plane.apply(desired(*states, nodes=NODES), touched)
 
     def show(self) -> list[str]:
-        assert self._plane is not None
         flush(self._plane)
         assert self._site.dump()["strays"] == {}
         return show(snapshot.read(self._site.pins, Part.SERVICES | Part.NAMES).services)
@@ -236,7 +233,7 @@ def restarted(bench: Bench, row: Row) -> None:
 WAYS = (by_events, twice, restarted)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_change_is_programmed_in_every_way(bench: Bench, row: Row):
     way: Callable[[Bench, Row], None]
     for way in WAYS:

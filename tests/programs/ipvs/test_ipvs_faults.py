@@ -6,10 +6,10 @@ and agents that are killed between any two calls. IPVS is a fake
 
 import contextlib
 import errno
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,12 +30,13 @@ from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Algorithm
 from tests.support.faults.fake_ipvs import Node, tcp
 from tests.support.plane import desired, service, services
+from tests.support.table import each_row
 
 A, B = "10.244.1.2:80", "10.244.1.3:80"
 OWN = "198.18.0.1"
 FOREVER = float("inf")
-WEB = service("web", "10.96.0.1:80", A)
-OTHER = service("other", "10.96.0.2:80", B)
+NAMES = {"A": A, "B": B}
+WEB, OTHER = services("web 10.96.0.1:80 -> A; other 10.96.0.2:80 -> B", NAMES)
 
 
 def elements(node: Node, *names: SetName) -> set[str]:
@@ -82,18 +83,18 @@ def test_refused_address_later_on_the_node_is_served(node: Node, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(dummy, "add_addresses", lambda _, wanted: dict.fromkeys(wanted, no))
         assert refused(node, OTHER).keys() == {"other"}
-    node.run("ip", "addr", "add", "10.96.0.2/32", "dev", "lo")
+    node.run("ip addr add 10.96.0.2/32 dev lo")
     assert refused(node, OTHER) == {}
     assert (node.addresses(), set(node.ipvs.shown())) == (set(), {"10.96.0.2:80/6"})
 
 
 def test_node_with_ipv6_disabled_serves_ipv4(node: Node):
     v6 = service("web6", "[fd00:96::1]:80", "[fd00:244::2]:80")
-    node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=1")
+    node.run("sysctl -q -w net.ipv6.conf.all.disable_ipv6=1")
     assert refused(node, WEB, v6) == {}
     assert (node.addresses(), set(node.ipvs.shown())) == ({"10.96.0.1"}, {"10.96.0.1:80/6"})
     assert "IPv6 is disabled" in "".join(node.plane.status().problems)
-    node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=0")
+    node.run("sysctl -q -w net.ipv6.conf.all.disable_ipv6=0")
     assert refused(node, WEB, v6) == {}
     assert node.addresses() == {"10.96.0.1", "fd00:96::1"}
     assert set(node.ipvs.shown()) == {"10.96.0.1:80/6", "[fd00:96::1]:80/6"}
@@ -128,7 +129,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.name)
+@each_row(REFUSALS)
 def test_refused_ipvs_request_is_retried_and_stops_no_other(node: Node, row: Refusal):
     both = service("web", "10.96.0.1:80", f"{A} {B}")
     node.ipvs.refuse = lambda change: errno.EINVAL if row.what(change) else 0
@@ -195,12 +196,12 @@ def test_kernel_without_any_scheduler_refuses_all_services(node: Node):
 def test_virtual_address_follows_the_nodes_addresses(fake_node: Node):
     node = fake_node
     vip = service("vip", "10.96.0.1:80 LoadBalancer=192.0.2.1:80", A)
-    node.run("ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
+    node.run("ip addr add 192.0.2.1/32 dev lo")
     node.start()
     node.apply(vip)
     here, elsewhere = {"10.96.0.1"}, {"10.96.0.1", "192.0.2.1"}
     for command, on_device in (("del", elsewhere), ("add", here), ("del", elsewhere)):
-        node.run("ip", "addr", command, "192.0.2.1/32", "dev", "lo")
+        node.run(f"ip addr {command} 192.0.2.1/32 dev lo")
         node.apply(vip)
         assert node.addresses() == on_device
         assert elements(node, SetName.VIRTUAL_IPS) == on_device
@@ -214,7 +215,7 @@ def test_untouched_service_follows_the_nodes_addresses(fake_node: Node):
     node.start()
     node.apply(vip)
     assert node.addresses() == {"10.96.0.1", "192.0.2.1"}
-    node.run("ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
+    node.run("ip addr add 192.0.2.1/32 dev lo")
     node.apply(vip, OTHER, touched=[OTHER.key])
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
 
@@ -225,7 +226,7 @@ def test_untouched_service_follows_the_nodes_addresses(fake_node: Node):
 def test_unknown_service_does_not_delay_repairs_or_changes(fake_node: Node):
     node = fake_node
     node.run(
-        "nft", "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }"
+        "nft add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }"
     )
     lost = service("lost", "10.96.0.9:80", f"{A} {B}")
     node.start()
@@ -234,12 +235,12 @@ def test_unknown_service_does_not_delay_repairs_or_changes(fake_node: Node):
     node.apply(WEB, sound=False)
     assert set(node.ipvs.shown()) == {"10.96.0.1:80/6", "10.96.0.9:80/6"}
     node.tick()
-    assert "kbpf: masqueraded" in node.run("nft", "list", "ruleset")
+    assert "kbpf: masqueraded" in node.run("nft list ruleset")
     reads = node.ipvs.calls["services"]
     node.apply(WEB, OTHER, touched=[OTHER.key], sound=False)
     node.apply(WEB, touched=[OTHER.key], sound=False)
     assert node.ipvs.calls["services"] == reads, "a change costs only the change"
-    node.run("nft", "flush", "ruleset")
+    node.run("nft flush ruleset")
     node.tick()
     assert elements(node, SetName.SERVED) >= {"10.96.0.1:80"}
 
@@ -269,7 +270,7 @@ def test_failed_repair_is_retried(node: Node, monkeypatch: pytest.MonkeyPatch):
     node.apply(WEB)
     node.tick()
     before = elements(node, *SetName)
-    node.run("nft", "flush", "ruleset")
+    node.run("nft flush ruleset")
     with monkeypatch.context() as patch:
         busy = KernelError("busy", errno=errno.EBUSY)
         patch.setattr(ruleset, "add_elements", raising(busy))
@@ -289,10 +290,10 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_deleted_device_is_recreated(node: Node):
     node.apply(WEB)
-    node.run("ip", "link", "del", IPVS_DEVICE)
+    node.run(f"ip link del {IPVS_DEVICE}")
     node.tick()
     assert node.addresses() == {"10.96.0.1"}
-    node.run("ip", "link", "del", IPVS_DEVICE)
+    node.run(f"ip link del {IPVS_DEVICE}")
     with pytest.raises(KernelError, match="ENODEV"):
         node.apply(WEB, OTHER, touched=[OTHER.key])
     assert refused(node, WEB, OTHER, touched=[OTHER.key]) == {}
@@ -361,14 +362,46 @@ ONE = services(
     """web 10.96.0.1:80 -> A B
     lb 10.96.0.3:80 LoadBalancer=192.0.2.1:80 -> A ranges=10.0.0.0/8
     dns:UDP 10.96.0.10:53 -> A""",
-    {"A": A, "B": B},
+    NAMES,
 )
 TWO = services(
     """web 10.96.0.1:80 -> A
     lb 10.96.0.3:80 LoadBalancer=192.0.2.1:80 -> ranges=10.1.0.0/16
     new 10.96.0.4:80 NodePort=0.0.0.0:30080 ExternalIP=198.18.0.1:80 -> B external=Local""",
-    {"A": A, "B": B},
+    NAMES,
 )
+
+
+def restart(node: Node, states: list[ServiceState], sound: bool = True) -> None:
+    """The next agent programs these."""
+    node.plane.close()
+    node.plane.open()
+    node.plane.apply(desired(*states, nodes=OWN), None, sound)
+
+
+def begin(node: Node, states: list[ServiceState]) -> Any:
+    """The kernel's state after a first agent has programmed these."""
+    node.plane.close()
+    cleanup.remove(node.config)
+    restart(node, states)
+    return held(node)
+
+
+def after_each_stop(
+    node: Node, clock: FaultClock, before: Callable[[], Any], what: Callable[[], Any], then: Callable[[], Any]
+) -> Iterator[tuple[int, Any]]:
+    """For each call to the kernel that `what` makes: its number, and the kernel's state if `what` is stopped there
+    after `before`, and followed by `then`.
+    """
+    for number in itertools.count():
+        node.do(before)
+        with clock.stop(number):
+            node.do(what)
+        if not clock.stopped:
+            break
+        node.do(then)
+        yield number, node.do(partial(held, node))
+    assert number > 2
 
 
 def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
@@ -376,47 +409,18 @@ def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkey
     that a first agent would program.
     """
     node = fake_node
-    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    node.run(f"ip addr add {OWN}/32 dev lo")
     clock = FaultClock(node, monkeypatch)
-    for old, new, then in ((ONE, TWO, TWO), (ONE, TWO, ONE), (TWO, ONE, ONE)):
-        first, way = (partial(state_of_first_agent, node, then), partial(killed, node, clock, old, new, then))
-        expected_state, kills = node.do(first), 0
-        while found := node.do(partial(way, kills)):
-            assert found == expected_state, f"killed before call {kills}"
-            kills += 1
-        assert kills > 5
+    for old, new, goal in ((ONE, TWO, TWO), (ONE, TWO, ONE), (TWO, ONE, ONE)):
+        expected = node.do(partial(begin, node, goal))
+        what = partial(node.plane.apply, desired(*new, nodes=OWN), None)
 
+        def then(goal: list[ServiceState] = goal) -> None:
+            restart(node, goal)
+            node.plane.tick(FOREVER)
 
-def state_of_first_agent(node: Node, states: list[ServiceState]) -> Any:
-    """The kernel's state after a first agent has programmed these."""
-    node.plane.close()
-    cleanup.remove(node.config)
-    node.plane.open()
-    node.plane.apply(desired(*states, nodes=OWN), None)
-    return held(node)
-
-
-def killed(
-    node: Node,
-    clock: FaultClock,
-    old: list[ServiceState],
-    new: list[ServiceState],
-    then: list[ServiceState],
-    after: int,
-) -> Any:
-    """The same after `old`, a kill after `after` calls while applying `new`, and a next agent that
-    applies `then`. None if `new` was applied completely.
-    """
-    state_of_first_agent(node, old)
-    with clock.stop(after):
-        node.plane.apply(desired(*new, nodes=OWN), None)
-    node.plane.close()
-    if not clock.stopped:
-        return None
-    node.plane.open()
-    node.plane.apply(desired(*then, nodes=OWN), None)
-    node.plane.tick(FOREVER)
-    return held(node)
+        for number, found in after_each_stop(node, clock, partial(begin, node, old), what, then):
+            assert found == expected, f"killed before call {number}"
 
 
 def held(node: Node) -> Any:
@@ -449,9 +453,13 @@ class Change(NamedTuple):
     knows: list[ServiceState] | None = None
 
 
-PORT = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
-EXACT = service("b", f"10.96.0.2:30080 ExternalIP={OWN}:30080", B)
-LONE = service("c", "10.96.0.3:80", A)
+PORT, EXACT, LONE, LOCAL = services(
+    """a 10.96.0.1:80 NodePort=0.0.0.0:30080 -> A
+    b 10.96.0.2:30080 ExternalIP=198.18.0.1:30080 -> B
+    c 10.96.0.3:80 -> A
+    a 10.96.0.1:80 NodePort=0.0.0.0:30080 -> A external=Local""",
+    NAMES,
+)
 WAYS = [
     Change("an exact frontend is added", [PORT], [PORT, EXACT], "b"),
     Change("an exact frontend is deleted", [PORT, EXACT], [PORT], "b"),
@@ -472,77 +480,52 @@ def test_apply_after_a_failed_apply_is_complete(
     """Whichever call fails: neighbours of changed Services are not forgotten, and everything can be
     deleted afterwards.
     """
-    node, busy = fake_node, KernelError("busy", errno=errno.EBUSY)
-    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
-    clock = FaultClock(node, monkeypatch, busy)
+    node, sound = fake_node, way.knows is None
+    node.run(f"ip addr add {OWN}/32 dev lo")
+    clock = FaultClock(node, monkeypatch, KernelError("busy", errno=errno.EBUSY))
     rests = [[one for one in way.new if one != gone] for gone in (PORT, EXACT)]
     states = (way.new, rests[0], way.new, rests[1], way.new, [])
-    goals = [node.do(partial(state_of_first_agent, node, some)) for some in states]
-    failures = 0
-    while found := node.do(partial(failed, node, clock, way, failures, ticks)):
-        assert found == goals[0], f"failed at call {failures}"
-        for i, (old, new) in enumerate(pairwise(states), 1):
+    goals = [node.do(partial(begin, node, some)) for some in states]
+    touched = [one.key for one in (PORT, EXACT, LONE) if one.key.name in way.touched.split()]
+    what = partial(node.plane.apply, desired(*way.new, nodes=OWN), touched, sound)
+
+    def before() -> None:
+        begin(node, way.old)
+        if way.knows is not None:
+            restart(node, way.knows, sound)
+
+    def then() -> None:
+        if ticks:
+            node.plane.tick(FOREVER)
+        what()
+        node.plane._kernel.services.remove_drained()
+
+    for number, found in after_each_stop(node, clock, before, what, then):
+        assert found == goals[0], f"failed at call {number}"
+        for i, (old, new) in enumerate(itertools.pairwise(states), 1):
             changed = {*old} ^ {*new}
             node.apply(*new, nodes=OWN, touched=[one.key for one in changed])
             node.do(node.plane._kernel.services.remove_drained)
-            assert node.do(partial(held, node)) == goals[i], f"failed at call {failures}, then {i}"
-        failures += 1
-    assert failures > 2
-
-
-def failed(node: Node, clock: FaultClock, way: Change, after: int, ticks: bool) -> Any:
-    """The kernel's state after an apply that failed at this call and was repeated; None if it did
-    not fail.
-    """
-    state_of_first_agent(node, way.old)
-    sound = way.knows is None
-    if way.knows is not None:
-        node.plane.close()
-        node.plane.open()
-        node.plane.apply(desired(*way.knows, nodes=OWN), None, sound)
-    touched = [one.key for one in (PORT, EXACT, LONE) if one.key.name in way.touched.split()]
-    wanted = desired(*way.new, nodes=OWN)
-    with clock.stop(after):
-        node.plane.apply(wanted, touched, sound)
-    if not clock.stopped:
-        return None
-    if ticks:
-        node.plane.tick(FOREVER)
-    node.plane.apply(wanted, touched, sound)
-    node.plane._kernel.services.remove_drained()
-    return held(node)
-
-
-LOCAL = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A, external_local=True)
+            assert node.do(partial(held, node)) == goals[i], f"failed at call {number}, then {i}"
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
 def test_stopped_removal_of_a_short_circuit_is_completed(fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool):
-    """Whichever call the agent is killed at, or the kernel refuses."""
-    node, stops = fake_node, 0
-    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    """Whichever call the agent is killed at, or the kernel refuses, in the tick after a change to policy Cluster."""
+    node = fake_node
+    node.run(f"ip addr add {OWN}/32 dev lo")
     clock = FaultClock(node, monkeypatch, None if ends else KernelError("busy", errno=errno.EBUSY))
-    expected_state = node.do(partial(state_of_first_agent, node, [PORT]))
-    while found := node.do(partial(stopped, node, clock, stops, ends)):
-        assert found == expected_state, f"stopped at call {stops}"
-        stops += 1
-    assert stops > 2
+    expected = node.do(partial(begin, node, [PORT]))
 
+    def before() -> None:
+        begin(node, [LOCAL])
+        node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
+        assert any(one.fwmark for one in node.ipvs.held)
 
-def stopped(node: Node, clock: FaultClock, after: int, ends: bool) -> Any:
-    """The kernel's state after a change to policy Cluster, a tick that was stopped at this call,
-    and another tick; None if the first tick was not stopped.
-    """
-    state_of_first_agent(node, [LOCAL])
-    node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
-    assert any(one.fwmark for one in node.ipvs.held)
-    with clock.stop(after):
-        node.plane.tick(1.0)
-    if not clock.stopped:
-        return None
-    if ends:
-        node.plane.close()
-        node.plane.open()
-        node.plane.apply(desired(PORT, nodes=OWN), None)
-    node.plane.tick(FOREVER)
-    return held(node)
+    def then() -> None:
+        if ends:
+            restart(node, [PORT])
+        node.plane.tick(FOREVER)
+
+    for number, found in after_each_stop(node, clock, before, lambda: node.plane.tick(1.0), then):
+        assert found == expected, f"stopped at call {number}"

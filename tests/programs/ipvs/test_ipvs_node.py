@@ -105,20 +105,20 @@ def test_closed_firewall_chains_are_reported_when_they_change(
 ):
     """Each is logged once, until it is removed and added again; the status has the current ones."""
     node, logged = fake_node, lambda: firewall_lines(caplog.messages)
-    node.run("nft", table)
+    node.run(f"nft {table}")
     node.start()
     assert beginnings(logged(), lines)
     node.apply(WEB)
     for _ in range(2):
-        node.run("nft", "add table inet somebody; delete table inet somebody")
+        node.run("nft add table inet somebody; delete table inet somebody")
         node.tick()
     assert beginnings(logged(), lines)
     assert beginnings(firewall_lines(node.plane.status().problems), lines)
     name = table.split("{", maxsplit=1)[0].strip()
-    node.run("nft", "delete", *name.split())
+    node.run(f"nft delete {name}")
     node.tick()
     assert firewall_lines(node.plane.status().problems) == []
-    node.run("nft", table)
+    node.run(f"nft {table}")
     node.tick()
     assert beginnings(logged(), lines * 2)
 
@@ -172,7 +172,7 @@ def check_row(node: Node, name: str) -> CheckRow:
 @pytest.mark.parametrize(("table", "closed"), FIREWALLS.values(), ids=FIREWALLS)
 def test_check_reports_a_closed_input_chain(node: Node, table: str, closed: str):
     """Packets to Services would not reach IPVS. Our own chains do not count as closed."""
-    node.run("nft", table)
+    node.run(f"nft {table}")
     row = check_row(node, "INPUT")
     assert (row.result, row.needed, row.ipvs) == ("no" if closed else "yes", False, False)
     assert row.detail == (f"closed: {closed}" if closed else "")
@@ -311,19 +311,19 @@ def has_remains(node: Node) -> bool:
 
 @pytest.mark.parametrize("made", DEVICES.values(), ids=DEVICES)
 def test_foreign_device_with_our_name_is_refused(fake_node: Node, made: str):
-    fake_node.run("ip", "-batch", "-", stdin=made)
-    before = fake_node.run("ip", "-d", "addr", "show", "dev", IPVS_DEVICE)
+    fake_node.run("ip -batch -", stdin=made)
+    before = fake_node.run(f"ip -d addr show dev {IPVS_DEVICE}")
     with pytest.raises(KernelError, match=rf"kbpf did not create.*{IPVS_DEVICE}"):
         fake_node.start()
     shutil.rmtree(fake_node.folder)
     assert not has_remains(fake_node)
     assert run_cleanup(fake_node) == []
-    assert fake_node.run("ip", "-d", "addr", "show", "dev", IPVS_DEVICE) == before
+    assert fake_node.run(f"ip -d addr show dev {IPVS_DEVICE}") == before
 
 
 @pytest.mark.parametrize("made", TABLES.values(), ids=TABLES)
 def test_foreign_table_with_our_name_is_refused(fake_node: Node, made: str):
-    fake_node.run("nft", made)
+    fake_node.run(f"nft {made}")
     before = listed(fake_node)
     with pytest.raises(KernelError, match=f"kbpf did not create.*{TABLE}"):
         fake_node.start()
@@ -333,7 +333,7 @@ def test_foreign_table_with_our_name_is_refused(fake_node: Node, made: str):
 
 def test_foreign_table_replacing_ours_is_an_error(node: Node):
     node.apply(WEB)
-    node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
+    node.run(f"nft delete table {TABLE}; add {TABLES['a chain of ours']}")
     before = listed(node)
     with pytest.raises(KernelError, match="kbpf did not create"):
         node.tick()
@@ -345,10 +345,10 @@ def test_foreign_table_replacing_ours_is_an_error(node: Node):
 
 def test_empty_device_and_table_are_taken_over(fake_node: Node):
     """We may have been killed before we added our alias or rules."""
-    fake_node.run("ip", "link", "add", IPVS_DEVICE, "type", "bridge")
-    fake_node.run("nft", "add", "table", *TABLE.split())
+    fake_node.run(f"ip link add {IPVS_DEVICE} type bridge")
+    fake_node.run(f"nft add table {TABLE}")
     fake_node.start()
-    assert f"alias {dummy.ALIAS}" in fake_node.run("ip", "link", "show", IPVS_DEVICE)
+    assert f"alias {dummy.ALIAS}" in fake_node.run(f"ip link show {IPVS_DEVICE}")
     fake_node.start()
 
 
@@ -362,7 +362,7 @@ def test_remains_are_found_and_removed_without_a_state_folder(node: Node, gone: 
     node.plane.close()
     shutil.rmtree(node.folder)
     if gone:
-        node.run(*gone.split())
+        node.run(gone)
     assert has_remains(node)
     shutil.rmtree(node.folder)
     assert run_cleanup(node)

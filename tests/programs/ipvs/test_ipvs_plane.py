@@ -27,7 +27,7 @@ from kbpf.takeover import conntrack_keepalive, detect
 from kbpf.takeover.detect import Detection, Responder
 from tests.support.faults.fake_ipvs import Node, tcp
 from tests.support.plane import service, services
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXY_DEVICE
 
@@ -37,10 +37,10 @@ VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXY_DEVI
 
 def after_kube_proxy(node: Node) -> None:
     """A kube-proxy in mode ipvs served these addresses, a NodePort, and a Service that is gone."""
-    node.run("ip", "link", "add", KUBE, "up", "type", "bridge")
+    node.run(f"ip link add {KUBE} up type bridge")
     for address in (VIP, VIP6, "10.96.0.9"):
-        node.run("ip", "addr", "add", address, "dev", KUBE, *(("nodad",) if ":" in address else ()))
-    node.run("ip", "addr", "add", "198.18.0.1/32", "dev", "lo")
+        node.run(f"ip addr add {address} dev {KUBE} {'nodad' * (':' in address)}")
+    node.run("ip addr add 198.18.0.1/32 dev lo")
     for frontend in (tcp(VIP, 80), tcp(VIP6, 80), tcp("10.96.0.9", 80), tcp("198.18.0.1", 30080)):
         node.ipvs.held[frontend] = (VirtualServiceSettings("rr"), {})
 
@@ -50,7 +50,7 @@ def test_take_over_of_a_kube_proxy_in_mode_ipvs(fake_node: Node):
     node = fake_node
     after_kube_proxy(node)
     node.start()
-    node.run("ip", "addr", "add", "198.18.0.1", "dev", KUBE)  # an ExternalIP, too
+    node.run(f"ip addr add 198.18.0.1 dev {KUBE}")  # an ExternalIP, too
     states = [
         service("s", f"{VIP}:80 NodePort=0.0.0.0:30080", "10.244.1.2:80"),
         service("e", "10.96.0.3:80 ExternalIP=198.18.0.1:81", "10.244.1.3:80"),
@@ -124,8 +124,10 @@ def run_cleanup(node: Node) -> list[str]:
 
 # ---- firewall marks of short circuits ------------------------------------------------------------
 
-NODE, A = "198.18.0.1", "10.244.1.2:80"
-NAMES = {"VIP": f"{VIP}:80", "PORT": "NodePort=0.0.0.0:30080", "A": A, "A6": "[fd00:244::2]:80", "B": "10.244.1.3:80"}
+NODE, A, B = "198.18.0.1", "10.244.1.2:80", "10.244.1.3:80"
+NAMES = {"VIP": f"{VIP}:80", "PORT": "NodePort=0.0.0.0:30080", "A": A, "A6": "[fd00:244::2]:80", "B": B}
+NAMES["ALL"] = f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80"
+NAMES["MOVED"] = NAMES["ALL"].replace("30080", "30089")
 MARKED = {
     "a NodePort alone": "p VIP PORT -> A external=Local",
     "IPv6": "p [fd00:96::1]:80 NodePort=[::]:30080 -> A6 external=Local",
@@ -147,7 +149,7 @@ NODES = f"{NODE} 198.18.0.2 fd00:18::1"
 def test_restart_keeps_all_marks(fake_node: Node, text: str, sound: bool):
     """A changed mark would mean a new virtual service, and connections end with the old one."""
     node, states = fake_node, services(text, NAMES)
-    node.run("ip", "addr", "add", f"{NODE}/32", "dev", "lo")
+    node.run(f"ip addr add {NODE}/32 dev lo")
     node.start()
     node.apply(*states, nodes=NODES)
     before = listed(node), dict(node.ipvs.held)
@@ -159,93 +161,67 @@ def test_restart_keeps_all_marks(fake_node: Node, text: str, sound: bool):
 
 
 class End(NamedTuple):
-    """What becomes of a Service with a short circuit to A and B and one connection to A through it: its frontends,
-    policy, endpoints and, if they differ, those that serve. Weights of the real servers of the virtual service by
-    mark, while the connection exists (`busy`) and once it has ended (`idle`); deleted: it does not exist.
+    """What a Service with a short circuit to A and B and one connection to A through it becomes. Weights of the real
+    servers of the virtual service by mark, while the connection exists (`busy`) and once it has ended (`idle`);
+    deleted: it does not exist.
     """
 
     name: str
-    frontends: str
-    policy: str
-    to: str
+    then: str
     busy: str
     idle: str
-    serving: str = ""
 
 
-B = "10.244.1.3:80"
-UDP = Protocol.UDP
-FRONTENDS = {
-    "all": f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80",
-    "another port": f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80",
-    "ClusterIP": f"{VIP}:80",
-}
 ENDS = table(
     End,
     """
-unchanged                              | all          | Local   | A B  | A=1 B=1 | A=1 B=1
-one endpoint is left                   | all          | Local   | B    | A=0 B=1 | B=1
-no endpoint is left                    | all          | Local   | none | A=0     | none
-no ready endpoint                      | all          | Local   | none | A=0     | none | A
-Cluster now                            | all          | Cluster | A B  | A=1 B=1 | deleted
-Cluster now, one endpoint              | all          | Cluster | B    | A=0 B=1 | deleted
-Cluster now, no endpoint               | all          | Cluster | none | A=0     | deleted
-Cluster now, at another port           | another port | Cluster | A    | A=1     | deleted
-a ClusterIP alone                      | ClusterIP    | Cluster | A B  | deleted | deleted
-deleted                                | none         | Cluster | none | deleted | deleted
-UDP, Cluster now                       | all          | Cluster | A B  | A=1 B=1 | deleted
-UDP, one stops serving                 | all          | Local   | B    | B=1     | B=1
-UDP, Cluster now, and it stops serving | all          | Cluster | B    | deleted | deleted
-UDP, one is terminating                | all          | Local   | B    | A=0 B=1 | B=1  | A B
-UDP, none serves                       | all          | Local   | none | none    | none
+unchanged                              | m ALL -> A B external=Local               | A=1 B=1 | A=1 B=1
+one endpoint is left                   | m ALL -> B external=Local                 | A=0 B=1 | B=1
+no endpoint is left                    | m ALL -> external=Local                   | A=0     | none
+no ready endpoint                      | m ALL -> external=Local serving=A         | A=0     | none
+Cluster now                            | m ALL -> A B                              | A=1 B=1 | deleted
+Cluster now, one endpoint              | m ALL -> B                                | A=0 B=1 | deleted
+Cluster now, no endpoint               | m ALL                                     | A=0     | deleted
+Cluster now, at another port           | m MOVED -> A                              | A=1     | deleted
+a ClusterIP alone                      | m VIP -> A B                              | deleted | deleted
+deleted                                |                                           | deleted | deleted
+UDP, Cluster now                       | m:UDP ALL -> A B                          | A=1 B=1 | deleted
+UDP, one stops serving                 | m:UDP ALL -> B external=Local             | B=1     | B=1
+UDP, Cluster now, and it stops serving | m:UDP ALL -> B                            | deleted | deleted
+UDP, one is terminating                | m:UDP ALL -> B external=Local serving=A,B | A=0 B=1 | B=1
+UDP, none serves                       | m:UDP ALL -> external=Local               | none    | none
 """,
 )
 
 
-def endpoints(names: str) -> str:
-    return " ".join({"A": A, "B": B}[name] for name in names.split() if name != "none")
-
-
-def marked(frontends: str = "all", policy: str = "Local", to: str = "A B", serving: str = "", udp: bool = False):
-    """The Service of a row."""
-    more: dict[str, Any] = {"external_local": policy == "Local"}
-    if serving:
-        more["serving"] = endpoints(serving)
-    return service("m", FRONTENDS[frontends], endpoints(to), UDP if udp else Protocol.TCP, **more)
-
-
 def weights(text: str) -> dict[str, int] | None:
     pairs = (word.partition("=") for word in text.split() if word != "none")
-    return None if text == "deleted" else {endpoints(name): int(weight) for name, _, weight in pairs}
+    return None if text == "deleted" else {NAMES[name]: int(weight) for name, _, weight in pairs}
 
 
-BOTH_GO = marked()
+(BOTH_GO,) = services("m ALL -> A B external=Local", NAMES)
 
 
-@pytest.mark.parametrize("restart", [False, True], ids=["", "and a restart"])
-@pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
-def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: End, restart: bool):
+@each_row(ENDS)
+def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: End):
     """As connections of other virtual services do, also across a restart, which ends none and
     begins with the same or with another desired state.
     """
-    node = fake_node
-    udp = row.name.startswith("UDP")
-    before = marked(udp=udp)
-    after = None if row.frontends == "none" else marked(row.frontends, row.policy, row.to, row.serving, udp)
-    first = () if after is None else (after,)
+    node, first = fake_node, services(row.then, NAMES)
+    before = services("m:UDP ALL -> A B external=Local", NAMES) if row.name.startswith("UDP") else [BOTH_GO]
     node.start()
     node.apply(*first, nodes=NODE)
     goal = without_marks(node)
-    for restart_before in (False, True):
-        node.apply(before, nodes=NODE)
+    for restarts in (False, True):
+        node.apply(*before, nodes=NODE)
         assert at_mark(node) == {A: 1, B: 1}
         (one,) = (one for one in node.ipvs.held if one.fwmark)
         (server,) = (end for end in node.ipvs.held[one][1] if str(end) == A)
         node.ipvs.connections[one, server] = (0, 1)
-        if restart_before:
+        if restarts:
             node.start()
         node.apply(*first, nodes=NODE)
-        if restart:
+        if restarts:
             node.start()
             node.apply(*first, nodes=NODE)
         for _ in range(2):
@@ -270,7 +246,7 @@ def test_policy_local_again_reuses_its_mark(node: Node):
         (one,) = (one for one in node.ipvs.held if one.fwmark)
         (server, _) = node.ipvs.held[one][1]
         node.ipvs.connections[one, server] = (1, 0)
-        node.apply(marked(policy="Cluster", to="A"), nodes=NODE)
+        node.apply(*services("m ALL -> A", NAMES), nodes=NODE)
         node.tick()
         node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
         node.tick()
@@ -335,19 +311,18 @@ FLUSHES = {
 
 def listed(node: Node) -> list[str]:
     """All lines, sorted, because sets and chains may be listed in any order."""
-    return sorted(node.run("nft", "list", "table", "inet", "kbpf").splitlines())
+    return sorted(node.run("nft list table inet kbpf").splitlines())
 
 
-@pytest.mark.parametrize("polled", [True, False], ids=["", "before the first poll"])
 @pytest.mark.parametrize("flush", FLUSHES.values(), ids=FLUSHES)
-def test_flushed_rules_are_restored(node: Node, flush: str, polled: bool):
+def test_flushed_rules_are_restored(node: Node, flush: str):
+    """Before the first poll, too."""
     node.apply(WEB, EMPTY)
-    if polled:
-        node.tick()
     before = listed(node)
-    node.run("nft", flush)
-    node.tick()
-    assert listed(node) == before
+    for _ in range(2):
+        node.run(f"nft {flush}")
+        node.tick()
+        assert listed(node) == before
 
 
 class RecordedCommands:
@@ -393,7 +368,7 @@ def test_change_writes_only_what_changed_and_lists_nothing(node: Node, monkeypat
     assert node.ipvs.calls == {"changes": 1}
     node.tick()
     assert said.take() == {}
-    node.run("nft", "add", "table", "inet", "theirs")
+    node.run("nft add table inet theirs")
     node.tick()
     assert said.take() == {"list chains": 1}
     node.tick()
@@ -404,7 +379,7 @@ def test_change_writes_only_what_changed_and_lists_nothing(node: Node, monkeypat
 def test_flushed_elements_come_back_after_invalidate(node: Node):
     node.apply(WEB, EMPTY)
     before = listed(node)
-    node.run("nft", "flush", "set", "inet", "kbpf", "served4")
+    node.run("nft flush set inet kbpf served4")
     node.plane.invalidate()
     node.apply(WEB, EMPTY)
     assert listed(node) == before

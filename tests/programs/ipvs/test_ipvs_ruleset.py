@@ -7,12 +7,10 @@ virtual addresses are on the loopback device, where a listener accepts what pass
 import contextlib
 import errno
 import json
-import os
 import re
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
@@ -20,15 +18,15 @@ from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.dataplane.ipvs.ruleset import RulesetOptions
 from kbpf.kernel.netfilter import forward_rules
-from kbpf.kernel.system import netns
 from kbpf.model.address import ANY4, ANY6, parse_addr
 from kbpf.model.objects import Cidr, Protocol
+from tests.support.lab import namespace as namespaces
 from tests.support.lab.dial import SILENCE
-from tests.support.lab.lab import PATIENCE, Place, ip, run, settled
+from tests.support.lab.lab import PATIENCE, Place, settled
+from tests.support.lab.namespace import Namespace
 from tests.support.packets.packets import sctp
-from tests.support.table import table
+from tests.support.table import each_row, table
 
-T = TypeVar("T")
 STYLE = RulesetOptions("kbpf", 14)
 VIP, VIP6, OWN, OWN6 = "10.96.0.1", "fd00:96::1", "198.18.7.1", "fd00:7::1"
 NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
@@ -37,47 +35,36 @@ NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
 IPV4_HEADER = 20
 
 
-class Bench:
+class Bench(Namespace):
     """A node and its neighbour, each in a network namespace."""
 
-    def __init__(self) -> None:
-        self.here, self.there = f"kbir{os.getpid()}", f"kbis{os.getpid()}"
-        for name in (self.here, self.there):
-            run("ip", "netns", "add", name)
-        ip(f"link add eth0 type veth peer name eth0 netns {self.there}", netns=self.here)
-        ip(
+    def __init__(self, name: str, there: Namespace) -> None:
+        super().__init__(name)
+        self.there = there
+        self.ip(
+            f"link add eth0 type veth peer name eth0 netns {there.name}",
             "link set lo up",
             f"addr add {VIP}/32 dev lo",
             f"addr add {VIP6}/128 dev lo nodad",
             f"addr add {OWN}/24 dev eth0",
             f"addr add {OWN6}/64 dev eth0 nodad",
             "link set eth0 up",
-            netns=self.here,
         )
-        ip(
+        there.ip(
             "link set lo up",
             f"addr add {NEIGHBOUR}/24 dev eth0",
             f"addr add {NEIGHBOUR6}/64 dev eth0 nodad",
             "link set eth0 up",
             f"route add {VIP} via {OWN}",
             f"route add {VIP6} via {OWN6}",
-            netns=self.there,
         )
-        settled(self.here, VIP6, OWN6)
-        settled(self.there, NEIGHBOUR6)
-        for setting in ("ipv4/icmp_ratelimit", "ipv6/icmp/ratelimit"):
-            self.do(lambda s=setting: Path(f"/proc/sys/net/{s}").write_text("0"))
-        self.node = Place("node", self.here, None)
-        self.neighbour = Place("neighbour", self.there, None)
+        settled(name, VIP6, OWN6)
+        settled(there.name, NEIGHBOUR6)
+        self.run("sysctl -qw net.ipv4.icmp_ratelimit=0 net.ipv6.icmp.ratelimit=0")
+        self.node, self.neighbour = Place("node", name, None), Place("neighbour", there.name, None)
         for place in (self.node, self.neighbour):
             place.serve(80, 81, 82, 83, 90, 30080, udp=(80, 81, 82, 83, 90))
         self.create_table()
-
-    def do(self, action: Callable[[], T]) -> T:
-        return netns.run_in(Path("/run/netns") / self.here, action)
-
-    def nft(self, *words: str, stdin: str | None = None) -> str:
-        return self.do(lambda: run("nft", *words, stdin=stdin))
 
     def create_table(self, options: RulesetOptions = STYLE) -> None:
         self.do(lambda: forward_rules.run_transaction(*ruleset.create_table(options)))
@@ -85,11 +72,11 @@ class Bench:
     @contextlib.contextmanager
     def another_table(self, name: str, chain: str) -> Iterator[None]:
         """Adds a table of somebody else for the time of a block."""
-        self.nft("-f", "-", stdin=f"table {name} {{ chain other {{ {chain}\n}}\n}}\n")
+        self.run("nft -f -", stdin=f"table {name} {{ chain other {{ {chain}\n}}\n}}\n")
         try:
             yield
         finally:
-            self.nft("delete", "table", *name.split())
+            self.run(f"nft delete table {name}")
 
     def read(self) -> frozenset[Element]:
         return self.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(STYLE))))
@@ -101,18 +88,14 @@ class Bench:
         if commands:
             self.do(lambda: forward_rules.run_transaction(*commands))
 
-    def close(self) -> None:
-        self.node.close()
-        self.neighbour.close()
-        for name in (self.here, self.there):
-            run("ip", "netns", "del", name)
-
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    made.close()
+    with namespaces.made() as here, namespaces.made() as there:
+        made = Bench(here.name, there)
+        yield made
+        made.node.close()
+        made.neighbour.close()
 
 
 def elements(text: str) -> tuple[Element, ...]:
@@ -170,13 +153,6 @@ def test_written_elements_are_read_back(bench: Bench):
     assert bench.read() == frozenset(EVERYTHING)
     bench.set_elements()
     assert bench.read() == frozenset()
-
-
-def test_creating_the_table_again_keeps_its_elements(bench: Bench):
-    bench.set_elements(*EVERYTHING)
-    before = bench.nft("list", "table", "inet", "kbpf")
-    bench.create_table()
-    assert bench.nft("list", "table", "inet", "kbpf") == before
 
 
 class Row(NamedTuple):
@@ -262,7 +238,7 @@ def answer_to_init(to: str, port: int, timeout: float) -> str:
 def test_sctp_packets_pass_or_are_refused_or_dropped(bench: Bench, row: Row):
     bench.set_elements(*EVERYTHING)
     timeout = 0.5 if row.outcome == DROPPED else PATIENCE
-    got = netns.run_in(Path("/run/netns") / bench.there, lambda: answer_to_init(row.to, row.port, timeout))
+    got = bench.there.do(lambda: answer_to_init(row.to, row.port, timeout))
     assert got == row.outcome
 
 
@@ -270,7 +246,7 @@ def test_masquerade_rules_use_random_ports_of_our_range(bench: Bench):
     """As kube-proxy's --random-fully: a client's next port cannot be predicted from its last one.
     The ports are not those of mode bpf.
     """
-    listed = bench.nft("-j", "list", "chain", "inet", "kbpf", "postrouting")
+    listed = bench.run("nft -j list chain inet kbpf postrouting")
     expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one for e in one["rule"]["expr"]]
     masquerades = [e["masquerade"] for e in expressions if "masquerade" in e]
     assert len(masquerades) == 2 * (2 * 2 * 3 + 3)
@@ -303,7 +279,7 @@ def test_ping_to_a_virtual_address_passes(bench: Bench):
             s.sendto(bytes((8, 0, 0xF7, 0xFF)) + bytes(4), (VIP, 0))
             return s.recv(100)[20:]
 
-    assert netns.run_in(Path("/run/netns") / bench.there, ping)[:1] == b"\0"
+    assert bench.there.do(ping)[:1] == b"\0"
 
 
 @pytest.mark.parametrize(("bind", "to", "seen"), [(VIP, NEIGHBOUR, OWN), (VIP6, NEIGHBOUR6, OWN6)])
@@ -322,8 +298,7 @@ def test_virtual_source_address_is_masqueraded_outside(bench: Bench, bind: str, 
 def test_hairpin_connection_is_masqueraded(bench: Bench, family: str, vip: str, to: str, seen: str):
     """Another table translates, as IPVS would; our table does not match its packets as its own."""
     itself = (SetName.HAIRPINS, (parse_addr(to), parse_addr(to)))
-    for setting in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
-        bench.do(lambda s=setting: Path(f"/proc/sys/net/{s}").write_text("1"))
+    bench.run("sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
     dnat = f"type nat hook prerouting priority -100; {family} daddr {vip} tcp dport 80 dnat to {to}"
     with bench.another_table(f"{family} ipvs", dnat):
         bench.set_elements(*IPS, itself)
@@ -339,15 +314,15 @@ ALIAS = "198.18.9.9"
 def test_packets_marked_by_mode_bpf_keep_their_source(bench: Bench):
     """The packet path of mode bpf uses the same mark bit while one mode replaces the other."""
     bench.set_elements(*IPS, *elements("MASQUERADED 10.96.0.1 80"), (SetName.NODE_IPS, (parse_addr(OWN),)))
-    ip(f"addr add {ALIAS}/32 dev lo", netns=bench.here)
-    ip(f"route add {ALIAS} via {OWN}", netns=bench.there)
+    bench.ip(f"addr add {ALIAS}/32 dev lo")
+    bench.there.ip(f"route add {ALIAS} via {OWN}")
     mark = "type filter hook output priority -90; tcp dport 80 meta mark set meta mark | 0x4000"
     try:
         with bench.another_table("inet bpf", mark):
             assert bench.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
     finally:
-        ip(f"addr del {ALIAS}/32 dev lo", netns=bench.here)
-        ip(f"route del {ALIAS}", netns=bench.there)
+        bench.ip(f"addr del {ALIAS}/32 dev lo")
+        bench.there.ip(f"route del {ALIAS}")
 
 
 class Marked(NamedTuple):
@@ -378,7 +353,7 @@ masqueraded outside, a pod's device | neighbour | 82 | 0          | 14 | eth0
 )
 
 
-@pytest.mark.parametrize("row", MARKS, ids=lambda row: row.name)
+@each_row(MARKS)
 def test_mark_that_ipvs_sees(bench: Bench, row: Marked):
     """Another table matches the marks where IPVS would see them: after our chains."""
     bench.create_table(RulesetOptions("kbpf", row.bit, row.pods))
@@ -390,7 +365,7 @@ def test_mark_that_ipvs_sees(bench: Bench, row: Marked):
     rules = f"{syn} meta mark {row.mark} counter; {syn} meta mark != {row.mark} counter"
     with bench.another_table("inet see", f"type filter hook {hook} priority {priority}; {rules}"):
         assert getattr(bench, row.client).tcp(VIP, row.port)["name"] == "node"
-        counts = re.findall(r"counter packets (\d+)", bench.nft("list", "table", "inet", "see"))
+        counts = re.findall(r"counter packets (\d+)", bench.run("nft list table inet see"))
         assert counts == ["1", "0"]
     bench.create_table()
 
@@ -406,8 +381,8 @@ def test_local_network_counts_as_pods(bench: Bench):
 
 
 def test_deleting_the_table_leaves_no_rule(bench: Bench):
-    before = bench.nft("list", "ruleset")
+    before = bench.run("nft list ruleset")
     assert "table inet kbpf" in before
     bench.do(lambda: forward_rules.run_transaction(*ruleset.delete_table(STYLE)))
-    assert bench.nft("list", "ruleset") == ""
+    assert bench.run("nft list ruleset") == ""
     bench.create_table()

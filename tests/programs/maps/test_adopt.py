@@ -83,8 +83,7 @@ def test_ids_are_never_used_twice(site: Site):
     """Neither after restarts, nor after everything was deleted in between."""
     seen: set[tuple[str, bytes]] = set()
     for number in range(4):
-        plane = site.open()
-        plane.apply(OLD, None)
+        plane = site.start(OLD)
         ids = {("name", k) for k in site.entries("service_names")}
         ids |= {("backend", k) for k in site.entries("backends")}
         ids |= {("set", k[:4]) for k in site.entries("backend_slots")}
@@ -135,7 +134,7 @@ TABLES = state(
 @pytest.mark.parametrize("state", [OLD, TABLES], ids=["", "with tables"])
 def test_restart_without_changes_writes_nothing(site: Site, state: DesiredState):
     """And before the first apply an agent deletes nothing: it knows no Service yet."""
-    site.open().apply(state, None)
+    site.start(state)
     before, attached = site.dump(), links(site)
     maps = {name: site.pinned(name).id for name in layout.MAPS}
     assert attached.keys() == HOOKS
@@ -219,7 +218,7 @@ def test_corrupt_entry_is_reported_and_rewritten(site: Site, damage: Damage, cap
 @pytest.mark.parametrize("number", [1 << 31, (1 << 32) - 1])
 def test_ids_continue_after_existing_ones_if_counters_are_corrupt(site: Site, number: int):
     """A counter must not continue after such a number: each later start would fail as well."""
-    site.open().apply(OLD, None)
+    site.start(OLD)
     with site.pinned("meta") as held:
         before = layout.META.unpack(held.lookup(bytes(4)) or b"")
         held.update(bytes(4), layout.META.pack(number, number, number))
@@ -244,7 +243,7 @@ def test_pin_folder_that_others_can_change_is_refused(site: Site):
 
 
 def test_pinned_map_of_another_layout_is_an_error(site: Site):
-    site.open().apply(OLD, None)
+    site.start(OLD)
     site.close_planes()
     attached = links(site)
     pin = site.maps / "services"
@@ -302,7 +301,7 @@ def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch: pytest.MonkeyPatch):
-    site.open().apply(OLD, None)
+    site.start(OLD)
     before, attached = site.dump(), links(site)
     another_build(monkeypatch)
     plane = site.open()
@@ -316,7 +315,7 @@ def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch:
 
 
 def test_refused_required_program_changes_nothing(site: Site, monkeypatch: pytest.MonkeyPatch):
-    site.open().apply(OLD, None)
+    site.start(OLD)
     before, attached, pins = site.dump(), links(site), sorted(site.pins.rglob("*"))
     another_build(monkeypatch, "connect6")
     with pytest.raises(KernelError) as error:
@@ -330,7 +329,7 @@ def test_refused_required_program_changes_nothing(site: Site, monkeypatch: pytes
 
 def test_refused_optional_program_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch):
     another_build(monkeypatch, "getpeername4", "getpeername6")
-    site.open().apply(OLD, None)
+    site.start(OLD)
     attached = links(site)
     assert attached.keys() == HOOKS - {"getpeername4", "getpeername6"}
     assert dict(site.open().apply(OLD, None).writes) == {}
@@ -488,7 +487,7 @@ def test_kill_at_any_step_is_repaired_by_the_next_agent(
         for number in itertools.count():
             site = make()
             if what != "first":
-                site.open().apply(OLD, None)
+                site.start(OLD)
                 site.close_planes()
             with monkeypatch.context() as patch:
                 if what == "build":
@@ -529,7 +528,7 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
     """After a restart with a broken file its Service is not in the desired state, and
     still served.
     """
-    site.open().apply(TWO, None)
+    site.start(TWO)
     before = site.dump()
     plane = site.open()
     plane.apply(ALONE, None, authoritative=False)
@@ -544,7 +543,7 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
 @pytest.mark.parametrize("then", [ALONE, EMPTY], ids=["a Service has it by now", "no Service has it"])
 def test_unclaimed_frontend_is_found_until_the_state_is_authoritative(site: Site, then: DesiredState):
     """Its Service has lost its name, and may be one that could not be read."""
-    site.open().apply(ALONE, None)
+    site.start(ALONE)
     with site.pinned("service_names") as names:
         for key in site.entries("service_names"):
             names.delete(key)

@@ -5,8 +5,6 @@ Processes connect as fast as they can while endpoints are changed as fast as the
 Each connect is recorded with its start, its end and the backend's address, each change with its
 start and end, all by one clock. A connect is right if its backend belongs to a set that was in
 force at some moment between its start and its end. Consecutive sets have no backend in common.
-
-The second half writes the same maps carelessly and expects the check to notice.
 """
 
 import bisect
@@ -24,7 +22,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import U32_PAIR, Reason, ServiceValue, pack_target, unpack_ports
+from kbpf.dataplane.bpf.maps.layout import Reason, pack_target, unpack_ports
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.state.contents import unpack_address
 from kbpf.kernel.bpf.objects import Map
@@ -40,6 +38,7 @@ from tests.support.plane import (
     make_local,
     pick,
     service,
+    services,
     size_maps,
     start_within,
 )
@@ -302,41 +301,16 @@ def test_frontends_are_not_confused_while_all_are_overwritten(bench: Bench):
     assert seen == {Reason.TRANSLATED: dials // 2, Reason.NO_ENDPOINTS: dials // 2}
 
 
-# ---- a writer that the check must notice -------------------------------------------------------
-
-
-def test_careless_writer_is_noticed(bench: Bench):
-    """It always writes the same set: first the size, then slot by slot."""
-    story, history = STORIES[0], History()
-    bench.plane.apply(desired(web(list(LOCAL), story)), None)
-    frontends, slots, sets = bench.site.pinned("services"), bench.site.pinned("backend_slots"), story.sets()
-    ids = {value[12:16]: key for key, value in bench.site.entries("backends").items()}
-    ((key, raw),) = frontends.items()
-    value = ServiceValue.unpack(raw)
-
-    def write(backends: list[str]) -> None:
-        frontends.update(key, value._replace(cluster_size=len(backends)).pack(key))
-        for index, one in enumerate(backends):
-            slots.update(U32_PAIR.pack(value.cluster_set, index), ids[socket.inet_aton(one)])
-
-    def step() -> None:
-        backends = next(sets)
-        history.change(frozenset(backends), lambda: write(backends))
-
-    step()
-    dials = play(bench, history, story.protocol, step)
-    wrong = history.wrong(dials)
-    print(f"{len(wrong)} of {len(dials)} connects, {len(history.sets)} changes")
-    assert len(wrong) > 10
-
-
 # ---- maps that are written together --------------------------------------------------------------
 
 VERSIONS = [
-    desired(service("web", "10.96.0.1:80", "10.0.0.1:80"), service("dns", "10.96.0.2:53", "")),
-    desired(service("web", "10.96.0.1:81 10.96.0.1:82", "10.0.0.1:80")),
-    desired(service("web", "10.96.0.3:80", "10.0.0.1:80"), service("db", "10.96.0.1:5432", "")),
-    desired(),
+    desired(*services(text, {}))
+    for text in (
+        "web 10.96.0.1:80 -> 10.0.0.1:80; dns 10.96.0.2:53",
+        "web 10.96.0.1:81 10.96.0.1:82 -> 10.0.0.1:80",
+        "web 10.96.0.3:80 -> 10.0.0.1:80; db 10.96.0.1:5432",
+        "",
+    )
 ]
 
 

@@ -3,12 +3,10 @@
 soon after.
 """
 
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,11 @@ from kbpf.dataplane.bpf.programs.loader import LoadedPrograms
 from kbpf.errors import CompileError, KbpfError, KernelError, ProgramLoadError
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import TcAttacher
-from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import ServiceState
 from tests.support.features import needs
-from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.lab.lab import PATIENCE, until
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import HOOKS, Site, desired, service, sites, size_maps
 
 
@@ -35,13 +33,14 @@ def many(count: int) -> list[ServiceState]:
     return [service(f"s{i:04}", f"10.96.0.{i + 1}:80", "10.0.0.1:80") for i in range(count)]
 
 
-class Start:
+class Start(Namespace):
     """A node with a device, and agents that start on it. Loading the packet programs waits for
     `resume`, and fails with `error` if it is set.
     """
 
     def __init__(self, name: str, site: Site) -> None:
-        self.name, self.site = name, site
+        super().__init__(name)
+        self.site = site
         self.begun, self.resume = threading.Event(), threading.Event()
         self.error: KbpfError | None = None
         self.loads = 0
@@ -50,9 +49,6 @@ class Start:
     def open(self, **settings: Any) -> BpfPlane:
         self.plane = self.site.open(packet_path=True, sockets_first=True, **settings)
         return self.plane
-
-    def do(self, action: Callable[[], Any]) -> Any:
-        return netns.run_in(Path("/run/netns") / self.name, action)
 
     def apply(self, *services: ServiceState) -> None:
         self.do(lambda: self.plane.apply(desired(*services), None))
@@ -86,16 +82,11 @@ class Start:
 
 
 @pytest.fixture
-def start(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(artifact_cache: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     size_maps(monkeypatch, services=8, service_names=8, backend_slots=16, backends=8, set_members=8)
-    where = f"kbps{os.getpid()}"
-    with ExitStack() as stack:
-        ip(f"netns add {where}")
-        stack.callback(ip, f"netns del {where}")
-        ip("link add here type veth peer name far", netns=where)
-        make = stack.enter_context(sites(artifact_cache))
-        made = Start(where, make(node=where))
-        stack.callback(made.resume.set)
+    namespace.ip("link add here type veth peer name far")
+    with sites(artifact_cache) as make:
+        made = Start(namespace.name, make(node=namespace.name))
         prepare = PacketPath.prepare
 
         def waiting_prepare(packets: PacketPath, maps: Mapping[str, Map]) -> LoadedPrograms:
@@ -108,6 +99,7 @@ def start(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
 
         monkeypatch.setattr(PacketPath, "prepare", waiting_prepare)
         yield made
+        made.resume.set()
 
 
 def test_sockets_are_served_before_packet_programs_are_loaded(start: Start):
@@ -172,23 +164,19 @@ def test_agent_closed_during_the_load_leaves_the_hooks(start: Start):
 
 @pytest.mark.parametrize("lb", [SocketLb.OFF, SocketLb.HOST_NAMESPACE_ONLY], ids=["no hooks", "no hooks for pods"])
 def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, lb: SocketLb):
-    """Whether mode bpf can be used depends on it."""
+    """Whether mode bpf can be used depends on it. Beside another data plane, too: until that one is drained, its
+    connections need the packet programs' exemption.
+    """
     start.resume.set()
     start.open(socket_lb=lb)
-    assert start.loads == 1
+    start.site.close_planes()
+    plane = start.site.plane(packet_path=True, sockets_first=True)
+    start.do(lambda: plane.open(coexisting=True))
+    assert start.loads == 2
     start.error = KernelError("refused by hand")
     start.site.remove()
     with pytest.raises(KernelError, match="refused by hand"):
         start.open(socket_lb=lb)
-
-
-def test_packet_path_is_loaded_first_beside_another_data_plane(start: Start):
-    """Until the other one is drained, its connections need the packet programs' exemption."""
-    start.resume.set()
-    start.site.close_planes()
-    start.plane = start.site.plane(packet_path=True, sockets_first=True)
-    start.do(lambda: start.plane.open(coexisting=True))
-    assert start.loads == 1
 
 
 @needs("conntrack_nat")

@@ -156,8 +156,7 @@ def test_deferred_service_port_does_not_take_back_a_lost_address(site: Site, mon
     small = service("small", "10.96.0.2:80 ExternalIP=192.0.2.1:80", "10.0.0.1:80")
     first = service("first", "10.96.0.3:80", crowd)
     state = desired(after, small, first)
-    plane = site.open()
-    plane.apply(desired(before), None)
+    plane = site.start(desired(before))
     report = plane.apply(state, state.services.keys())
     while report.deferred:
         report = plane.apply(state, {after.key})

@@ -90,8 +90,7 @@ def name_all(plane: BpfPlane) -> None:
 
 def named(site: Site, state: DesiredState) -> BpfPlane:
     """Starts an agent that programs this state and names its endpoints."""
-    plane = site.open()
-    plane.apply(state, None)
+    plane = site.start(state)
     name_all(plane)
     return plane
 
@@ -169,8 +168,7 @@ def test_the_map_has_what_the_slices_say(site: Site, change: Change):
     steps = change.steps.split(";")
     named_ends = (one.split(" ", 1) for one in change.names.split("; ") if one)
     expected = {{"A": A, "B": B}[end]: name for end, name in named_ends}
-    plane = site.open()
-    plane.apply(desired(), None)
+    plane = site.start(desired())
     for step in steps:
         apply(plane, web(*slices(step)))
     site.close_planes()
@@ -211,32 +209,12 @@ def test_address_of_another_node_is_not_a_pods(site: Site):
     assert read_names(site)["web"][B] == "default/agent-x node-b zone-b ready"
 
 
-def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch):
-    """Until a change is complete, nothing is read from or written to the map of names."""
-    order: list[str] = []
-    real = AgentMaps._put
-
-    def put(self: AgentMaps, name: str, keys: bytes, values: bytes) -> int:
-        order.append(name)
-        return real(self, name, keys, values)
-
-    monkeypatch.setattr(AgentMaps, "_put", put)
-    plane = site.open()
-    plane.apply(desired(web(piece("ready=web-0"))), None)
-    assert "services" in order
-    assert MAP not in order
-    assert plane.apply(desired(web(piece("ready=web-0"))), ()).refused == {}
-    name_all(plane)
-    assert order[-1] == MAP
-    assert read_names(site)["web"] == {A: READY_NAME}
-
-
 def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch):
-    """A large Service is named in several pieces, between which other changes are written."""
+    """A large Service is named after it is served, in several pieces, between which other changes are written."""
     monkeypatch.setattr(endpoint_names, "BATCH_ENTRIES", 10)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100)))
-    plane = site.open()
-    plane.apply(desired(web(many)), None)
+    plane = site.start(desired(web(many)))
+    assert (len(site.entries("services")), site.entries(MAP)) == (1, {})
     plane._names._step()
     pieces = [len(site.entries(MAP))]
     newer = slice_of((replace(OTHER, zone="z"), "web-0"))
@@ -342,8 +320,7 @@ def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritati
 def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch):
     size_maps(monkeypatch, endpoint_names=8, services=32)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41)))
-    plane = site.open()
-    plane.apply(desired(web(many)), None)
+    plane = site.start(desired(web(many)))
     while plane._names._step():
         pass
     assert plane._growth.is_busy

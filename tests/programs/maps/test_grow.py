@@ -13,7 +13,6 @@ import pytest
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf.maps import agent_maps as growth
 from kbpf.dataplane.bpf.maps import layout, pinning
-from kbpf.dataplane.bpf.maps.layout import MapSpec
 from kbpf.dataplane.bpf.state.planner import LARGE_ENTRIES
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
@@ -208,22 +207,6 @@ def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.
 
 
 @small
-def test_change_after_all_is_copied_is_in_the_larger_maps(site: Site, monkeypatch: pytest.MonkeyPatch):
-    at = Growing(site, monkeypatch).begin()
-    agent_maps = at.plane._agent_maps
-
-    def is_copied() -> bool:
-        copies = agent_maps._copies.items()
-        return bool(copies) and all(dict(copy.items()) == dict(agent_maps.maps[name].items()) for name, copy in copies)
-
-    at.until("all entries are copied", is_copied)
-    changed = service("s0002", "10.96.0.3:53", "10.0.0.9:80", UDP)
-    at.change(*at.small[:2], changed, *at.small[3:], at.big)
-    at.until("the maps have grown", lambda: sizes_of(site) != START)
-    assert site.dump()["frontends"]["10.96.0.3:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
-
-
-@small
 def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch: pytest.MonkeyPatch):
     at = Growing(site, monkeypatch).begin()
     report = at.change(*many(40), at.big)
@@ -234,45 +217,30 @@ def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch:
 @small
 @pytest.mark.parametrize("what", ["make_map", "_pin_temporarily", "_set_inner"])
 def test_failed_growth_refuses_only_what_does_not_fit(site: Site, monkeypatch: pytest.MonkeyPatch, what: str):
+    """And is repeated after a delay."""
+    attempts = 0
+
     def refuse(*_: object) -> None:
-        raise KernelError("no memory", errno=errno.ENOMEM)
-
-    monkeypatch.setattr(growth, "RETRY_DELAY_S", 0.0)
-    at = Growing(site, monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(pinning, what, refuse)
-        at.begin()
-        at.until_refused()
-        changed = (service("s0000", "10.96.0.1:53", "10.0.0.9:80", UDP), *at.small[1:])
-        at.until_refused()
-        report = at.change(*changed, at.big)
-        assert list(report.refused) == [at.big.key]
-        assert "no memory" in report.refused[at.big.key]
-        assert sizes_of(site) == START
-        shown = site.dump()
-        assert shown["frontends"]["10.96.0.1:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
-    at.until_served()
-
-
-@small
-def test_failed_growth_is_repeated_after_a_delay(site: Site, monkeypatch: pytest.MonkeyPatch):
-    attempts: list[str] = []
-
-    def refuse(spec: MapSpec, _: int) -> Map:
-        attempts.append(spec.name)
+        nonlocal attempts
+        attempts += 1
         raise KernelError("no memory", errno=errno.ENOMEM)
 
     monkeypatch.setattr(growth, "RETRY_DELAY_S", 3600.0)
     at = Growing(site, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(pinning, "make_map", refuse)
+        patch.setattr(pinning, what, refuse)
         at.begin()
         at.until_refused()
-        before = len(attempts)
+        before = attempts
+        report = at.change(service("s0000", "10.96.0.1:53", "10.0.0.9:80", UDP), *at.small[1:], at.big)
+        assert list(report.refused) == [at.big.key]
+        assert "no memory" in report.refused[at.big.key]
         for _ in range(20):
             assert at.plane.apply(at.state, ()).refused
             at.tick()
-        assert len(attempts) == before
+        assert attempts == before
+        assert sizes_of(site) == START
+        assert site.dump()["frontends"]["10.96.0.1:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
 
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0, perf_counter=time.perf_counter)
     monkeypatch.setattr(growth, "time", later)

@@ -17,20 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares, unpack_sharers
 from kbpf.dataplane.bpf.maps.layout import (
-    CACHED_DEVICE,
-    DEVICE,
     EVENT,
     FAILURE,
     FAILURES_PER_CLIENT,
     FLOW,
     FLOWS_PER_SOCKET,
     MAPS,
-    NODE,
     REFUSAL_LIMIT,
     U32,
     DeviceFlag,
@@ -41,19 +37,18 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.hook_config import MIN_AFFINITY_SHARERS
-from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
+from tests.programs.packets.path.single_packets import Path_, host_of, masquerading, serving_node
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import Node, Place, until
 from tests.support.packets.packets import MAC_B, fragments, frame, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import run
-from tests.support.plane import Site, desired, network, service, sites, start_within
-from tests.support.table import table
+from tests.support.plane import Site, desired, service, sites, start_within
+from tests.support.table import each_row, table
 
 VICTIMS = 10
 AFFINITY = 1024
@@ -140,13 +135,6 @@ def unconnected() -> contextlib.ExitStack:
     return held
 
 
-class Fill(NamedTuple):
-    """A map, and how it is filled."""
-
-    map: str
-    fill: Callable[[], contextlib.ExitStack]
-
-
 def sticky() -> contextlib.ExitStack:
     """Connects to more Services with affinity than the map has room for."""
     for number in range(STICKIES):
@@ -160,28 +148,28 @@ def sticky_address(number: int) -> str:
     return f"10.98.{number // 250}.{number % 250 + 1}"
 
 
-STICKY_FILL = Fill("affinity", sticky)
 FILLS = [
-    pytest.param(Fill("sock_peers", connected), marks=needs("socket_iterator"), id="sock_peers"),
-    pytest.param(Fill("udp_flows", unconnected), marks=needs("socket_iterator"), id="udp_flows"),
-    pytest.param(STICKY_FILL, id="affinity"),
+    pytest.param(connected, marks=needs("socket_iterator"), id="sock_peers"),
+    pytest.param(unconnected, marks=needs("socket_iterator"), id="udp_flows"),
+    pytest.param(sticky, id="affinity"),
 ]
+"""How each of these maps is filled."""
 
 
 @contextlib.contextmanager
-def filled(bench: Bench, row: Fill) -> Iterator[None]:
+def filled(bench: Bench, fill: Callable[[], contextlib.ExitStack]) -> Iterator[None]:
     """The map is filled within the context."""
     here, there = socket.socketpair()
 
-    def fill() -> None:
+    def fill_and_wait() -> None:
         open_files()
         here.close()
-        with row.fill():
+        with fill():
             there.send(b"-")
             there.recv(1)
 
     with here, there:
-        done = start_within(bench.attacker, fill)
+        done = start_within(bench.attacker, fill_and_wait)
         there.close()
         assert here.recv(1), "the map could not be filled"
         yield
@@ -195,8 +183,8 @@ def asked(place: Place, to: str, **how: Any) -> str:
     return str(answer["name"])
 
 
-@pytest.mark.parametrize("row", FILLS)
-def test_other_pods_keep_their_entries(bench: Bench, row: Fill):
+@pytest.mark.parametrize("fill", FILLS)
+def test_other_pods_keep_their_entries(bench: Bench, fill: Callable[[], contextlib.ExitStack]):
     bench.serve(bench.one.ip)
     stuck = {}
     for place in bench.victims:
@@ -204,7 +192,7 @@ def test_other_pods_keep_their_entries(bench: Bench, row: Fill):
         assert asked(place, DNS, keep="connected", connected=True) == "one"
         assert asked(place, DNS, keep="loose") == "one"
         stuck[place.name] = place.tcp(STICKY, 80)["name"]
-    with filled(bench, row):
+    with filled(bench, fill):
         for place in bench.victims:
             answer = place.ask("talk", keep="tcp")
             assert answer["name"] == "one"
@@ -222,7 +210,7 @@ def test_other_pods_keep_their_entries(bench: Bench, row: Fill):
 def test_pod_is_limited_to_its_share_of_affinity(bench: Bench):
     bench.serve(bench.one.ip)
     before = bench.site.reasons()
-    with filled(bench, STICKY_FILL):
+    with filled(bench, sticky):
         pass
     assert len(bench.site.entries("affinity")) == SHARE
     assert (bench.site.reasons() - before)[Reason.NOT_RECORDED] == STICKIES - SHARE
@@ -234,117 +222,87 @@ SNAT_PORTS = (40_000, 41_023)
 POD = {4: "10.244.1.2:8080", 6: "[fd00:10:244:1::2]:8080"}
 
 
-@dataclass
-class Ingress:
-    """The packet path at ingress (and egress) of a device in the node's network namespace."""
+def send(path: Path_, packets: Iterable[bytes], name: str = "tc_ingress") -> list[bytes]:
+    """Runs this program on each packet; returns the packets afterwards."""
+    frames = [frame(packet, to=MAC_B) for packet in packets]
 
-    site: Site
-    program: Program
-    egress: Program
-    inside: Path
+    def run_all() -> list[bytes]:
+        usual = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(usual)})  # recent entries of another CPU are protected
+        try:
+            return [run(path.programs[name], each).packet_out[14:] for each in frames]
+        finally:
+            os.sched_setaffinity(0, usual)
 
-    def set_device(self, role: Role, flags: DeviceFlag) -> None:
-        """Writes the device's entry."""
-        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), 0)
-        self._write("devices", U32.pack(1), value)
-        self._write("device_cache", U32.pack(1), CACHED_DEVICE.pack(1, value))
+    return path.inside(run_all)
 
-    def node_flags(self, flags: NodeFlag) -> None:
-        """Writes the node's flags."""
-        own4, own6, _, *more = NODE.unpack(self.site.entries("node")[bytes(4)])
-        self._write("node", bytes(4), NODE.pack(own4, own6, flags, *more))
 
-    def _write(self, name: str, key: bytes, value: bytes) -> None:
-        with self.site.pinned(name) as held:
-            held.update(key, value)
-
-    def run(self, packets: Iterable[bytes], program: Program | None = None) -> list[bytes]:
-        """Runs the program (default: at ingress) on each packet; returns the packets afterwards."""
-        frames = [frame(packet, to=MAC_B) for packet in packets]
-
-        def run_all() -> list[bytes]:
-            usual = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, {min(usual)})  # recent entries of another CPU are protected
-            try:
-                return [run(program or self.program, each).packet_out[14:] for each in frames]
-            finally:
-                os.sched_setaffinity(0, usual)
-
-        return netns.run_in(self.inside, run_all)
-
-    def dial(self, clients: Iterable[str]) -> None:
-        """Sends a SYN from each of these addresses."""
-        self.run(tcp(f"[{client}]:4000", VIP[6], flags="S") for client in clients)
+def dial(path: Path_, clients: Iterable[str]) -> None:
+    """Sends a SYN from each of these addresses."""
+    send(path, (tcp(f"[{client}]:4000", VIP[6], flags="S") for client in clients))
 
 
 @pytest.fixture
-def ingress(artifact_cache: Path) -> Iterator[Ingress]:
-    """The device is an uplink."""
-    with network("kbpi") as where, sites(artifact_cache) as make:
-        site, inside = make(node=where), Path("/run/netns") / where
-        sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
-        plane = site.open(sizes, packet_path=True, masquerade_ports=SNAT_PORTS)
-        services = [
-            made
-            for v in (4, 6)
-            for protocol in (Protocol.TCP, Protocol.UDP)
-            for made in (
-                service(
-                    f"{protocol}{v}",
-                    f"LoadBalancer={VIP[v]}",
-                    POD[v],
-                    protocol,
-                    local=POD[v],
-                    external_local=True,
-                    affinity_timeout=10_800 * (protocol == Protocol.TCP),
-                ),
-                service(f"none-{protocol}{v}", f"LoadBalancer={VIP[v]}0", "", protocol),
-                service(f"masked-{protocol}{v}", f"LoadBalancer={VIP[v]}1", POD[v], protocol),
-            )
-        ]
-        own = (parse_addr("198.18.0.1"), parse_addr("fd00:198:18::1"))
-        state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
-        netns.run_in(inside, lambda: plane.apply(state, None))
-        pins = next(site.pins.glob("programs-tc-*"))
-        with Program.open(pins / "tc_ingress") as program, Program.open(pins / "tc_egress") as egress:
-            made = Ingress(site, program, egress, inside)
-            made.set_device(Role.HOST, DeviceFlag(0))
-            yield made
+def ingress(artifact_cache: Path) -> Iterator[Path_]:
+    """The packet path of a device in the node's network namespace, which is an uplink."""
+    services = [
+        made
+        for v in (4, 6)
+        for protocol in (Protocol.TCP, Protocol.UDP)
+        for made in (
+            service(
+                f"{protocol}{v}",
+                f"LoadBalancer={VIP[v]}",
+                POD[v],
+                protocol,
+                local=POD[v],
+                external_local=True,
+                affinity_timeout=10_800 * (protocol == Protocol.TCP),
+            ),
+            service(f"none-{protocol}{v}", f"LoadBalancer={VIP[v]}0", "", protocol),
+            service(f"masked-{protocol}{v}", f"LoadBalancer={VIP[v]}1", POD[v], protocol),
+        )
+    ]
+    sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
+    state = masquerading(desired(*services))
+    with serving_node(artifact_cache, "i", state, sizes=sizes, masquerade_ports=SNAT_PORTS) as made:
+        made.set_loopback_role(Role.HOST)
+        yield made
 
 
-def test_client_network_is_limited_to_its_share_of_affinity(ingress: Ingress):
+def test_client_network_is_limited_to_its_share_of_affinity(ingress: Path_):
     """An IPv6 host has 2^64 addresses."""
     victims = [f"2001:db8:{number:x}::1" for number in range(1, VICTIMS + 1)]
-    ingress.dial(victims)
+    dial(ingress, victims)
     known = ingress.site.entries("affinity").keys()
     assert len(known) == VICTIMS
-    ingress.dial(f"2001:db8:bad::{number:x}" for number in range(1, 2 * AFFINITY))
+    dial(ingress, (f"2001:db8:bad::{number:x}" for number in range(1, 2 * AFFINITY)))
     assert known <= ingress.site.entries("affinity").keys()
     assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE
-    ingress.dial(["2001:db8:99::1"])
+    dial(ingress, ["2001:db8:99::1"])
     assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE + 1, "others still have room"
 
 
-def test_repeated_client_counts_once_in_its_share(ingress: Ingress):
+def test_repeated_client_counts_once_in_its_share(ingress: Path_):
     before = ingress.site.reasons()
-    ingress.run(tcp(f"[2001:db8:7::1]:{4000 + n}", VIP[6], flags="S") for n in range(SHARE + 3))
+    send(ingress, (tcp(f"[2001:db8:7::1]:{4000 + n}", VIP[6], flags="S") for n in range(SHARE + 3)))
     (held,) = ingress.site.entries("affinity_shares").values()
     assert U32.unpack(held) == (1,)
     assert (ingress.site.reasons() - before)[Reason.NOT_RECORDED] == 0
 
 
-def test_evicted_shares_are_counted_again(ingress: Ingress):
+def test_evicted_shares_are_counted_again(ingress: Path_):
     """The count of an evicted share starts at 1 again, until the agent counts the entries."""
-    ingress.dial(f"2001:db8:5::{number:x}" for number in range(1, 11))
+    dial(ingress, (f"2001:db8:5::{number:x}" for number in range(1, 11)))
     (sharer,) = ingress.site.entries("affinity_shares")
     syns = [tcp(f"203.0.{n >> 8}.{n & 255}:4000", VIP[4], flags="S") for n in range(4 * AFFINITY)]
-    translated = ingress.run(syns)
+    translated = send(ingress, syns)
     assert {parse(packet, l2=False).ip.destination for packet in translated} == {host_of(POD[4])}
     site, maps = ingress.site, ("affinity", "affinity_shares")
-    ingress.dial(f"2001:db8:5:0:1::{number:x}" for number in range(1, 11))
+    dial(ingress, (f"2001:db8:5:0:1::{number:x}" for number in range(1, 11)))
     with site.pinned(maps[0]) as affinity, site.pinned(maps[1]) as shares:
         shares.delete(sharer)  # the kernel evicts it only in a far longer flood
-        ingress.dial(["2001:db8:5:0:2::1"])
+        dial(ingress, ["2001:db8:5:0:2::1"])
         assert U32.unpack(shares.lookup(sharer) or b"")[0] == 1
         held: Any = dict(zip(maps, (affinity, shares), strict=True))
         counting = AffinityShares(lambda: held, dict)
@@ -385,19 +343,14 @@ a pod with its own device that forges IPv6 addresses | 6 | [2001:db8:{:x}::1]   
 FLOOD_SIZES = {name: MAPS[name].entries + 2_000 for name in ("fragments", "foreign_flows")}
 
 
-def host_of(endpoint: str) -> str:
-    """The address without port and brackets."""
-    return endpoint.rpartition(":")[0].strip("[]")
-
-
 def flooding(row: Flood, number: int) -> str:
     """An address of the attacker."""
     forged = f"203.{number >> 16}.{number >> 8 & 255}.{number & 255}" if row.v == 4 else number
     return row.attacker.format(forged)
 
 
-@pytest.mark.parametrize("row", FLOODS, ids=lambda row: row.name)
-def test_first_fragments_of_one_client_evict_no_others(ingress: Ingress, row: Flood):
+@each_row(FLOODS)
+def test_first_fragments_of_one_client_evict_no_others(ingress: Path_, row: Flood):
     """Later fragments of the victims' datagrams arrive after the flood and are translated."""
 
     def pieces(client: str, number: int) -> list[bytes]:
@@ -405,35 +358,34 @@ def test_first_fragments_of_one_client_evict_no_others(ingress: Ingress, row: Fl
         whole = udp(f"{client}:4000", VIP[row.v], bytes(1500), **more)
         return fragments(whole, 1280, id=number)
 
-    ingress.set_device(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    ingress.set_loopback_role(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
     victims = [pieces(row.victim.format(n), n) for n in range(1, VICTIMS + 1)]
-    ingress.run(first for first, _ in victims)
-    ingress.set_device(row.role, row.flags)
-    ingress.run(pieces(flooding(row, number), number)[0] for number in range(FLOOD_SIZES["fragments"]))
-    ingress.set_device(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
-    later = ingress.run(second for _, second in victims)
+    send(ingress, (first for first, _ in victims))
+    ingress.set_loopback_role(row.role, row.flags)
+    send(ingress, (pieces(flooding(row, number), number)[0] for number in range(FLOOD_SIZES["fragments"])))
+    ingress.set_loopback_role(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    later = send(ingress, (second for _, second in victims))
     assert {parse(packet, l2=False).ip.destination for packet in later} == {host_of(POD[row.v])}
 
 
-@pytest.mark.parametrize("row", FLOODS, ids=lambda row: row.name)
-def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Flood):
+@each_row(FLOODS)
+def test_foreign_flows_of_one_client_evict_no_others(ingress: Path_, row: Flood):
     """Another data plane served the victims' SYNs. Repeated when it has ended, they still belong to
     it, whatever other clients sent meanwhile.
     """
     ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
     syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]
-    ingress.node_flags(NodeFlag.PASSIVE)
-    ingress.set_device(ours, DeviceFlag(0))
-    assert ingress.run(syns) == syns
-    ingress.set_device(row.role, row.flags)
-    ingress.run(
-        tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n) for n in range(FLOOD_SIZES["foreign_flows"])
-    )
-    ingress.set_device(ours, DeviceFlag(0))
-    ingress.node_flags(NodeFlag.COEXISTING)
-    assert ingress.run(syns) == syns, "not translated: no flow of ours began"
+    ingress.node(NodeFlag.PASSIVE, *SNAT_PORTS)
+    ingress.set_loopback_role(ours, DeviceFlag(0))
+    assert send(ingress, syns) == syns
+    ingress.set_loopback_role(row.role, row.flags)
+    numbers = range(FLOOD_SIZES["foreign_flows"])
+    send(ingress, (tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n) for n in numbers))
+    ingress.set_loopback_role(ours, DeviceFlag(0))
+    ingress.node(NodeFlag.COEXISTING, *SNAT_PORTS)
+    assert send(ingress, syns) == syns, "not translated: no flow of ours began"
     again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]
-    assert not set(ingress.run(again)) & set(again), "a new connection is ours"
+    assert not set(send(ingress, again)) & set(again), "a new connection is ours"
 
 
 class Use(NamedTuple):
@@ -471,23 +423,23 @@ FORGERS = pytest.mark.parametrize("row", [row for row in FLOODS if row.flags], i
 
 @FORGERS
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.map} {use.then}".strip())
-def test_forged_addresses_of_a_pod_have_the_share_of_one_client(ingress: Ingress, row: Flood, use: Use):
+def test_forged_addresses_of_a_pod_have_the_share_of_one_client(ingress: Path_, row: Flood, use: Use):
     """What clients outside have in `affinity` and `failures` stays."""
 
     def dial(hosts: list[str]) -> None:
         syns = [tcp(f"{host}:4000", VIP[row.v] + use.port, flags="S") for host in hosts]
-        ingress.run(syns)
+        send(ingress, syns)
         if use.then == "repeat":
             time.sleep(0.6)  # what is repeated earlier does not count
-            ingress.run(syns)
+            send(ingress, syns)
         elif use.then == "reset":
             resets = (tcp(POD[row.v], f"{host}:4000", flags="RA", ack=1001) for host in hosts)
-            ingress.run(resets, ingress.egress)
+            send(ingress, resets, "tc_egress")
 
     victims = [row.victim.format(number) for number in range(1, VICTIMS + 1)]
     honest = {bytes(parse_addr(host.strip("[]"))) for host in victims}
     dial(victims)
-    ingress.set_device(row.role, row.flags)
+    ingress.set_loopback_role(row.role, row.flags)
     dial([flooding(row, number) for number in range(1, 2_000)])
     parts = {use.part(*entry) for entry in ingress.site.entries(use.map).items()}
     assert use.map == "flows" or honest <= {client for client, _ in parts}
@@ -495,7 +447,7 @@ def test_forged_addresses_of_a_pod_have_the_share_of_one_client(ingress: Ingress
 
 
 @FORGERS
-def test_forged_addresses_of_a_pod_have_one_limit_of_icmp_errors(ingress: Ingress, row: Flood):
+def test_forged_addresses_of_a_pod_have_one_limit_of_icmp_errors(ingress: Path_, row: Flood):
     burst, hour = 6, 3600 * 10**9
     with ingress.site.pinned("refusal_limits") as limits:
         for which in RefusalLimit:
@@ -503,12 +455,12 @@ def test_forged_addresses_of_a_pod_have_one_limit_of_icmp_errors(ingress: Ingres
             limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, hour, most))
 
     def errors(hosts: Iterable[str], v: int = row.v) -> int:
-        got = ingress.run(udp(f"{host}:4000", VIP[v] + "0", b"?") for host in hosts)
+        got = send(ingress, (udp(f"{host}:4000", VIP[v] + "0", b"?") for host in hosts))
         return sum(parse(packet, l2=False).protocol.startswith("icmp") for packet in got)
 
     assert errors([row.victim.format(1)] * 10) == burst
-    ingress.set_device(row.role, row.flags)
+    ingress.set_loopback_role(row.role, row.flags)
     assert errors(flooding(row, number) for number in range(1, 100)) == burst
     assert errors(["203.0.113.1" if row.v == 6 else "[2001:db8:bad::1]"] * 10, 10 - row.v) == burst
-    ingress.set_device(Role.HOST, DeviceFlag(0))
+    ingress.set_loopback_role(Role.HOST, DeviceFlag(0))
     assert errors([row.victim.format(2)] * 10) == burst

@@ -53,7 +53,7 @@ def link_ids(site: Site) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts", FORMER])
 def test_upgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatch, name: str):
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     before, links, ids = site.dump(), link_ids(site), site.entries("service_names")
     peers = site.pinned("sock_peers").id
     site.close_planes()
@@ -77,7 +77,7 @@ def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch: pytes
     server = site.place("server").serve(8080, address="127.0.1.1")
     client = site.place("client")
     one = service("web", "10.96.0.1:80", "127.0.1.1:8080")
-    site.open().apply(desired(one), None)
+    site.start(desired(one))
     client.ask("start_load", host="10.96.0.1", port=80)
     until("it is served", lambda: client.ask("peek_load")["names"].get(server.name))
     site.close_planes()
@@ -96,7 +96,7 @@ def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch: pytes
 def test_downgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatch, killed: bool):
     """The newer version has made shared maps larger meanwhile."""
     size_maps(monkeypatch, services=8, backend_slots=8)
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     links = link_ids(site)
     many = desired(WEB, *(service(f"s{i}", f"10.96.1.{i}:80", "127.0.1.1:80") for i in range(40)))
     with monkeypatch.context() as newer:
@@ -121,12 +121,11 @@ def test_failed_growth_replaces_the_map_of_neither_version(site: Site, monkeypat
         raise KernelError("no memory", errno=errno.ENOMEM)
 
     size_maps(monkeypatch, services=8)
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     former_maps, services_id = site.maps, site.pinned("services").id
     another_version(monkeypatch, "reasons")
     monkeypatch.setattr(pinning, "remove_old_maps", lambda _: None)
-    plane = site.open()
-    plane.apply(desired(WEB), None)
+    plane = site.start(desired(WEB))
     monkeypatch.setattr(pinning, "_set_inner", refuse)
     many = (service(f"s{i}", f"10.96.1.{i}:80", "127.0.1.1:80") for i in range(40))
     with pytest.raises(KernelError, match="no memory"):

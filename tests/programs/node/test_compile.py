@@ -17,7 +17,6 @@ import pytest
 
 from kbpf.dataplane.bpf.hooks import UNITS, program_names
 from kbpf.dataplane.bpf.programs import compile
-from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.errors import CompileError
 
 ROOT = Path(__file__).parents[3]
@@ -80,34 +79,11 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Path]:
-    """The real sources, compiled now, and the cache folder they are in."""
-    cache = tmp_path_factory.mktemp("cache")
-    made, compiled = compile.find_or_compile("sock", cache)
-    assert compiled
-    return made, cache
-
-
-# ---- the artifact --------------------------------------------------------------------------------
-
-
-def test_the_same_sources_give_the_same_bytes(built: tuple[Artifact, Path], tmp_path: Path):
-    made, _ = built
-    assert compile.compile_unit("sock", tmp_path) == made
-
-
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def test_cached_artifact_is_not_compiled_again(built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch):
-    made, cache = built
-
-    def run(*_: object, **__: object) -> None:
-        raise AssertionError("a child was started")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert compile.find_or_compile("sock", cache) == (made, False)
+def test_the_same_sources_give_the_same_bytes(artifact_cache: Path, tmp_path: Path):
+    assert compile.find_or_compile("sock", artifact_cache) == (compile.compile_unit("sock", tmp_path), False)
 
 
 PROGRAMS = len(program_names("sock"))

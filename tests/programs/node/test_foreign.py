@@ -33,7 +33,7 @@ from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_MAP_TYPE_ARRAY, BPF_PROG_TYPE_SCHED_CLS
 from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute
 from tests.programs.node.test_hooks_verified import WEB, alone
-from tests.programs.packets.tc.net import NEXT, both_directions, idle, insn
+from tests.programs.packets.tc.net import NEXT, idle, insn
 from tests.support.features import needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import HOOKS, Site
@@ -67,8 +67,7 @@ def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
 
 
 def serve(site: Site, **settings: object) -> BpfPlane:
-    plane = site.open(**settings)
-    plane.apply(WEB, None)
+    plane = site.start(WEB, **settings)
     plane.tick(0.0)
     return plane
 
@@ -99,8 +98,7 @@ def test_foreign_program_at_a_socket_hook_is_reported(site: Site, hook: str, nam
 
 def older(site: Site) -> None:
     """An agent that has exited; its pinned programs stay attached."""
-    plane = site.open()
-    plane.apply(WEB, None)
+    plane = site.start(WEB)
     plane.close()
 
 
@@ -145,8 +143,7 @@ def test_first_start_beside_another_load_balancer_is_refused(site: Site, hook: s
         assert (row.name, row.result, row.needed) == ("no other load balancer", "no", True)
         assert where in row.detail
         assert "kubeProxyReplacement" in row.advice
-    plane = site.open()
-    plane.apply(WEB, None)
+    site.start(WEB)
 
 
 def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Site):
@@ -286,8 +283,9 @@ TAKES = (
 
 
 @needs("tcx")
-@both_directions
-@pytest.mark.parametrize(("result", "takes"), [(0, True), (NEXT, False)])
+@pytest.mark.parametrize(
+    ("direction", "result", "takes"), [(Direction.INGRESS, 0, True), (Direction.EGRESS, NEXT, False)]
+)
 @alone
 def test_agent_reports_a_program_that_insists_on_the_first_place(
     site: Site, direction: Direction, result: int, takes: bool

@@ -65,8 +65,7 @@ def make_cgroup_again(site: Site) -> None:
 
 @pytest.mark.parametrize("harm", [remove_pin, detach, remove_all, make_cgroup_again])
 def test_lost_hooks_are_attached_again(site: Site, harm: Callable[[Site], None], caplog: pytest.LogCaptureFixture):
-    plane = site.open()
-    plane.apply(WEB, None)
+    plane = site.start(WEB)
     plane.tick(0.0)
     assert dict(plane.shared.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
     before = programs(site.cgroup)
@@ -82,8 +81,7 @@ def test_lost_hooks_are_attached_again(site: Site, harm: Callable[[Site], None],
 
 
 def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.LogCaptureFixture):
-    plane = site.open()
-    plane.apply(WEB, None)
+    plane = site.start(WEB)
     plane.tick(0.0)
     remove_cgroup(site.cgroup)
     for second in range(3):
@@ -121,8 +119,7 @@ def test_programs_of_another_pin_folder_refuse_the_start(site: Site, monkeypatch
 
 
 def test_removed_pins_end_the_agent(site: Site):
-    plane = site.open()
-    plane.apply(WEB, None)
+    plane = site.start(WEB)
     plane.write_status(b"{}")
     site.pins.rename(site.pins.with_name(f"{site.pins.name}-moved"))
     try:
@@ -146,8 +143,7 @@ LOST_PINS = {
 def test_lost_pins_of_maps_are_restored_while_it_runs(
     site: Site, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    plane = site.open(packet_path=True)
-    plane.apply(WEB, None)
+    plane = site.start(WEB, packet_path=True)
     before = {pin.name: site.pinned(pin.name).id for pin in site.maps.iterdir()}
     remove_pins(site, what)
     with monkeypatch.context() as broken:
@@ -167,7 +163,7 @@ def test_lost_pins_of_maps_are_restored_while_it_runs(
 def test_start_with_lost_pins_of_maps_serves_again(
     site: Site, what: str, may_open_by_id: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    site.open(packet_path=True).apply(WEB, None)
+    site.start(WEB, packet_path=True)
     before, links = site.dump(), site.hook_programs()
     client, entry = bytes(AFFINITY_KEY.size), U64.pack(time.monotonic_ns()).ljust(AFFINITY.size)
     site.pinned("affinity").update(client, entry)
@@ -244,8 +240,7 @@ def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
     verifies its hooks. A second agent refuses to start. Without the mount everything is as before.
     """
     unpinned.DETACH_WAIT_S = 0.2
-    plane = site.open()
-    plane.apply(WEB, None)
+    plane = site.start(WEB)
     plane.tick(0.0)
     plane.write_status(b"{}")
     assert plane.status().faults == ()
@@ -286,8 +281,7 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
 
     ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
     device_thread.RESYNC_INTERVAL_S = 0.1
-    plane = site.open(packet_path=True, devices=("up0",))
-    plane.apply(WEB, None)
+    plane = site.start(WEB, packet_path=True, devices=("up0",))
     until("it is attached", lambda: plane.status().packets and tcx_programs() == [1, 1])
     until("all devices were processed", lambda: plane.status().ready)
     mount_bpffs_over(site.pins.parent)

@@ -28,7 +28,7 @@ from tests.support.features import needs
 from tests.support.lab.lab import run
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import Site, desired, service
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 USUAL = "32768 60999"
 CONFIG = Config(masquerade_ports=(61_000, 65_535))
@@ -184,7 +184,7 @@ def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, 
         service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", "10.1.0.1:80"),
         service("sctp", "NodePort=0.0.0.0:30082", "10.1.0.1:80", Protocol.SCTP),
     )
-    site.open().apply(desired(*made), None)
+    site.start(desired(*made))
     with site.pinned("devices") as devices:
         for key, _ in list(devices.items()):
             devices.delete(key)
@@ -224,7 +224,7 @@ more than all reserved             | 1024 65535  | 50000-65535    | 50000-65535 
 )
 
 
-@pytest.mark.parametrize("row", PORTS, ids=lambda row: row.name)
+@each_row(PORTS)
 def test_masquerade_ports_are_reserved_and_released(bench: Bench, row: Ports):
     bench.set(row.local, row.before)
     bench.poll()

@@ -20,7 +20,7 @@ from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import until
 from tests.support.lab.namespace import Namespace
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 
 class Row(NamedTuple):
@@ -97,38 +97,46 @@ def test_ends_of_the_nodes_subnets(namespace: Namespace):
     assert {format_addr(end) for end in ends} == set(wanted.split())
 
 
-ADDRESSES = {
-    "global": ("addr add 198.18.1.1/32 dev lo", "198.18.1.1"),
-    "of scope host": ("addr add 198.18.1.2/32 dev lo scope host", "198.18.1.2"),
-    "of scope link": ("addr add 198.18.1.3/32 dev dev0 scope link", "198.18.1.3"),
-    "loopback of scope global": ("addr add 127.5.0.1/32 dev lo scope global", ""),
-    "link-local, IPv4": ("addr add 169.254.20.10/32 dev dev0 scope link", "169.254.20.10"),
-    "link-local, IPv6": ("addr add fe80::7/128 dev lo scope global", ""),
-    "secondary": ("addr add 192.0.2.1/24 dev dev0; addr add 192.0.2.2/24 dev dev0", "192.0.2.1 192.0.2.2"),
-    "with a peer": ("addr add 10.7.0.1 peer 10.7.0.2/32 dev dev0", "10.7.0.1"),
-    "IPv6": ("addr add fd00:5::1/64 dev lo", "fd00:5::1"),
-    "deprecated": ("addr add fd00:5::1/64 dev lo preferred_lft 0", "fd00:5::1"),
-    "tentative": ("addr add fd00:5::1/64 dev dev0", ""),
-    "AnyIP": ("route add local 198.18.1.5/32 dev lo", "198.18.1.5"),
-    "AnyIP, IPv6": ("route add local fd00:5::5/128 dev lo table local", "fd00:5::5"),
-    "AnyIP of a network": ("route add local 10.9.0.0/24 dev lo", "10.9.0.0/24"),
-    "AnyIP of a network, IPv6": ("route add local fd00:9::/64 dev lo table local", "fd00:9::/64"),
-    "an address twice": ("addr add 198.18.1.1/32 dev lo; addr add 198.18.1.1/32 dev dev0", "198.18.1.1"),
-    "also an address of a Service": (
-        "link add kube-ipvs0 type bridge; addr add 198.18.1.1/32 dev kube-ipvs0; addr add 198.18.1.1/32 dev lo",
-        "198.18.1.1",
-    ),
-    "a local route of another table": ("route add local 198.18.1.5/32 dev lo table 100", ""),
-    "a route": ("route add 198.18.1.5/32 dev lo", ""),
-}
+class Given(NamedTuple):
+    """Commands of `ip`, and the networks of which the node has all addresses."""
+
+    name: str
+    commands: str
+    networks: str = ""
 
 
-@pytest.mark.parametrize(("commands", "wanted"), ADDRESSES.values(), ids=ADDRESSES)
-def test_the_nodes_addresses_are_those_that_the_kernel_accepts(namespace: Namespace, commands: str, wanted: str):
-    """The expected networks are those of which the node has all addresses."""
-    namespace.ip("link set lo up", "link add dev0 type bridge", "link set dev0 up", *commands.split("; "))
+GIVEN = table(
+    Given,
+    """
+global | addr add 198.18.1.1/32 dev lo | 198.18.1.1
+of scope host | addr add 198.18.1.2/32 dev lo scope host | 198.18.1.2
+of scope link | addr add 198.18.1.3/32 dev dev0 scope link | 198.18.1.3
+loopback of scope global | addr add 127.5.0.1/32 dev lo scope global |
+link-local, IPv4 | addr add 169.254.20.10/32 dev dev0 scope link | 169.254.20.10
+link-local, IPv6 | addr add fe80::7/128 dev lo scope global |
+secondary | addr add 192.0.2.1/24 dev dev0; addr add 192.0.2.2/24 dev dev0 | 192.0.2.1 192.0.2.2
+with a peer | addr add 10.7.0.1 peer 10.7.0.2/32 dev dev0 | 10.7.0.1
+IPv6 | addr add fd00:5::1/64 dev lo | fd00:5::1
+deprecated | addr add fd00:5::1/64 dev lo preferred_lft 0 | fd00:5::1
+tentative | addr add fd00:5::1/64 dev dev0 |
+AnyIP | route add local 198.18.1.5/32 dev lo | 198.18.1.5
+AnyIP, IPv6 | route add local fd00:5::5/128 dev lo table local | fd00:5::5
+AnyIP of a network | route add local 10.9.0.0/24 dev lo | 10.9.0.0/24
+AnyIP of a network, IPv6 | route add local fd00:9::/64 dev lo table local | fd00:9::/64
+an address twice | addr add 198.18.1.1/32 dev lo; addr add 198.18.1.1/32 dev dev0 | 198.18.1.1
+also an address of a Service | link add kube-ipvs0 type bridge; addr add 198.18.1.1/32 dev kube-ipvs0; \
+addr add 198.18.1.1/32 dev lo | 198.18.1.1
+a local route of another table | route add local 198.18.1.5/32 dev lo table 100 |
+a route | route add 198.18.1.5/32 dev lo |
+""",
+)
+
+
+@each_row(GIVEN)
+def test_the_nodes_addresses_are_those_that_the_kernel_accepts(namespace: Namespace, row: Given):
+    namespace.ip("link set lo up", "link add dev0 type bridge", "link set dev0 up", *row.commands.split("; "))
     found = namespace.do(read_node_addresses)
-    assert [*map(format_addr, found), *map(str, found.networks)] == wanted.split()
+    assert [*map(format_addr, found), *map(str, found.networks)] == row.networks.split()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from kbpf.kernel.system.mounts import (
 )
 from tests.support.lab.lab import V1_ONLY, cgroup2, inside, remove_cgroup, run
 from tests.support.plane import BPFFS
+from tests.support.table import each_row
 
 PURE = "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 HYBRID = """\
@@ -55,7 +56,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_cgroup_root_of_a_mountinfo(row: Row):
     given = parse_mountinfo(row.mountinfo)
 

@@ -4,29 +4,54 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from kbpf.kernel.system import mounts, pods
 from kbpf.kernel.system.mounts import Cgroup
 from tests.support.lab.lab import cgroup2, remove_cgroup
+from tests.support.table import table
 
 UID = "0a1b2c3d-0000-4000-8000-000000000001"
-PATHS = [
-    (f"/kubepods/besteffort/pod{UID}", UID, UID),
-    (f"/kubepods/besteffort/pod{UID}/0123", "", UID),
-    (f"/kubepods.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice/cri-1.scope", "", UID),
-    (f"/kubepods/pod{32 * 'f'}/x/y", "", 32 * "f"),
-    ("/kubepods/burstable", "", ""),
-    (f"/system.slice/pod{UID}", "", ""),
-    ("/", "", ""),
-]
-"""A cgroup, the uid of the Pod whose own cgroup it is, and of the Pod that it belongs to."""
 
 
-@pytest.mark.parametrize(("path", "own", "pod"), PATHS)
-def test_uid_of_a_cgroup(path: str, own: str, pod: str):
-    assert (pods.pod_uid_of_folder(path), pods.pod_uid(path)) == (own, pod)
+class Folder(NamedTuple):
+    """A cgroup ({uid}; {uid_}: with underscores), whether it is a Pod's own, and whether it belongs to the Pod."""
+
+    path: str
+    own: bool = False
+    belongs: bool = False
+
+
+FOLDERS = table(
+    Folder,
+    """
+/kubepods/pod{uid}                                                                   | yes | yes
+/kubepods/besteffort/pod{uid}                                                        | yes | yes
+/kubepods/besteffort/pod{uid}/0123                                                   | no  | yes
+/kubepods/pod{uid_}
+/kubepods.slice/kubepods-pod{uid_}.slice                                             | yes | yes
+/kubepods.slice/kubepods-burstable-pod{uid_}.slice/cri-1.scope                       | no  | yes
+/docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{uid_}.slice  | yes | yes
+/kubepods.slice/kubepods-pod{uid}.slice
+/kubepods.slice/kubepods-pod{uid_}.scope
+/kubepods/burstable
+/system.slice/pod{uid}
+/system.slice/foo-pod{uid_}.slice
+/
+""",
+)
+
+
+@pytest.mark.parametrize("row", FOLDERS, ids=lambda row: row.path)
+def test_uid_of_a_cgroup(row: Folder):
+    path = row.path.format(uid=UID, uid_=UID.replace("-", "_"))
+    assert [pods.pod_uid_of_folder(path) == UID, pods.pod_uid(path) == UID] == [row.own, row.belongs]
+
+
+def test_uid_of_a_static_pod():
+    assert pods.pod_uid(f"/kubepods/pod{32 * 'f'}/x/y") == 32 * "f"
 
 
 @pytest.fixture

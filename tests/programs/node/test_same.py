@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.table import table
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -22,29 +24,16 @@ class Planted(NamedTuple):
     word: str
 
 
-PLANTED = (
-    Planted(
-        "bytecode", "kbpf/bpf/sock.c", "#define CGROUP_LEVELS 10", "#define CGROUP_LEVELS 11", "sock: program connect4"
-    ),
-    Planted(
-        "states",
-        "kbpf/policy/compute.py",
-        "=service.affinity_timeout,",
-        "=service.affinity_timeout + 1,",
-        "affinity_timeout=1,",
-    ),
-    Planted("writes", "kbpf/dataplane/bpf/state/commit.py", "ONE = U32.pack(1)", "ONE = U32.pack(2)", "02000000"),
-    Planted(
-        "messages", "kbpf/kernel/net/ipvs.py", "_L_THRESH, _U32.pack(0)", "_L_THRESH, _U32.pack(7)", "0800060007000000"
-    ),
-    Planted(
-        "shown",
-        "kbpf/serve/kbpf_metrics.py",
-        '"gauge", text, read, labels)',
-        '"gauge", text.upper(), read, labels)',
-        "# HELP kbpf_",
-    ),
-    Planted("configs", "kbpf/model/config.py", 'mode: str = "auto"', 'mode: str = "ipvs"', "mode='ipvs'"),
+PLANTED = table(
+    Planted,
+    """
+bytecode | kbpf/bpf/sock.c | #define CGROUP_LEVELS 10 | #define CGROUP_LEVELS 11 | sock: program connect4
+states | kbpf/policy/compute.py | =service.affinity_timeout, | =service.affinity_timeout + 1, | affinity_timeout=1,
+writes | kbpf/dataplane/bpf/state/commit.py | ONE = U32.pack(1) | ONE = U32.pack(2) | 02000000
+messages | kbpf/kernel/net/ipvs.py | _L_THRESH, _U32.pack(0) | _L_THRESH, _U32.pack(7) | 0800060007000000
+shown | kbpf/serve/kbpf_metrics.py | "gauge", text, read, labels) | "gauge", text.upper(), read, labels) | # HELP kbpf_
+configs | kbpf/model/config.py | mode: str = "auto" | mode: str = "ipvs" | mode='ipvs'
+""",
 )
 
 

@@ -52,8 +52,7 @@ def make_device(how: AttachMethod = AttachMethod.CLSACT) -> None:
 
 def serve(site: Site, **settings: object) -> BpfPlane:
     """Starts an agent with the packet path on up0, and waits until it is attached."""
-    plane = site.open(**{"packet_path": True, "devices": ("up0",), **settings})
-    plane.apply(WEB, None)
+    plane = site.start(WEB, **{"packet_path": True, "devices": ("up0",), **settings})
     plane.tick(0.0)
     until("all devices were processed", lambda: plane.status().ready)
     assert not plane.status().packets.failed

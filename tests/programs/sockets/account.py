@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers and clients of the connections that are counted: what they send, and how they end."""
+"""Servers and clients of the connections that are counted: what they send, how they end, and the failures kept."""
 
 import contextlib
 import errno
@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Accounting
 from kbpf.model.desired import DesiredState
+from kbpf.views import failures
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, Place, until
 from tests.support.plane import Site, desired, services, within
@@ -103,6 +105,7 @@ silent    10.96.0.6:80 -> 192.0.2.99:80
 empty     10.96.0.7:80
 elsewhere 10.96.0.8:80 -> one:9000 internal=Local
 names     10.96.0.9:80 -> two:8080
+shop/sticky 10.96.0.20:80 -> one:9000 affinity=600
 """
 
 
@@ -115,6 +118,23 @@ def start(bench: Bench, accounting: Accounting = Accounting.FULL, **more: object
     plane = bench.site.open(accounting=accounting, **more)
     plane.apply(world(bench), None)
     return plane
+
+
+def empty(site: Site, name: str) -> None:
+    """Deletes all entries of this map."""
+    with site.pinned(name) as held:
+        for key in site.entries(name):
+            held.delete(key)
+
+
+def recorded(bench: Bench, **filters: object) -> list[failures.FailureRow]:
+    """The failures of the clients `client` and `two`."""
+    rows = failures.build_rows(snapshot.read(bench.site.pins, failures.NEEDS), **filters)
+    return [
+        row
+        for row in rows
+        if str(bench.client.cgroup).endswith(row.client) or str(bench.two.cgroup).endswith(row.client)
+    ]
 
 
 # ---- how a client may behave: each runs in the client's namespace ------------------------------

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.programs.sockets import account
-from tests.support.lab.lab import Node, Place, ip, run, until
+from tests.support.lab import namespace as namespaces
+from tests.support.lab.lab import Node, Place, ip, until
 from tests.support.plane import Site, make_local, sites, start_within, within
 
 
 @pytest.fixture
 def client(site: Site) -> Iterator[Place]:
     """A client below the hooks, which reaches nothing unless its destination is translated."""
-    name = f"{site.name}x"
-    run("ip", "netns", "add", name)
-    ip(f"link add {name} type veth peer name eth0 netns {name}")  # or it would not count as a pod
-    make_local(name)
-    yield site.place("client", name)
-    run("ip", "netns", "del", name)
+    with namespaces.made() as made:
+        ip(f"link add {site.name}x type veth peer name eth0 netns {made.name}")  # or it would not count as a pod
+        make_local(made.name)
+        yield site.place("client", made.name)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connection statistics by Service and backend, of real connections through the socket hooks.
 
-One node with a client and two backends. A row names the Service and how the connection goes, and
-what must be added to the counters once it has ended, to the byte; nothing else may be added.
+One node with a client and two backends. A row names the Service and how the connection goes; what
+must be added to the counters once it has ended, to the byte; what `kbpf monitor` sees of it, and
+what `kbpf inspect failures` keeps. Nothing else may be added, seen or kept.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import logging
 import re
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -48,15 +50,30 @@ from kbpf.model.address import format_endpoint
 from kbpf.model.config import Accounting, Config, MapSizes, Serving
 from kbpf.model.metrics import ConnectionStats, Latency, ServiceLatencies
 from kbpf.model.objects import Protocol
+from kbpf.model.reasons import EventVerdict
 from kbpf.serve.kbpf_metrics import format_traffic
 from kbpf.views import service as view
 from kbpf.views import top
+from kbpf.views.monitor import EventRow
 from kbpf.views.top import By
-from tests.programs.sockets.account import FAIR, REPLY, REQUEST, Bench, fair, opened, refused, start
+from tests.programs.sockets.account import (
+    FAIR,
+    NOBODY,
+    REPLY,
+    REQUEST,
+    Bench,
+    empty,
+    fair,
+    opened,
+    recorded,
+    refused,
+    start,
+)
 from tests.support.features import needs
+from tests.support.lab.events import read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import Site, desired, flush, service, within
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -100,8 +117,9 @@ def wait_for(look: Callable[[], object], wanted: object) -> None:
 
 
 class Connection(NamedTuple):
-    """A client (see account.CLIENTS) and a frontend; for which Service and backend something is counted: what goes up
-    by one, and bytes. Round trips are counted, but their length is not compared.
+    """A client (see account.CLIENTS) and a frontend; the Service and the backend (none: nothing was chosen); what is
+    counted, and bytes; the events, and what the client saw if the connection failed (nothing: no failure is kept).
+    Round trips are counted, but their length is not compared. `needs`: features of the kernel.
     """
 
     does: str
@@ -109,50 +127,89 @@ class Connection(NamedTuple):
     service: str
     backend: str
     adds: str
-    bytes_in: int = 0
-    bytes_out: int = 0
+    bytes_in: int
+    bytes_out: int
+    events: str
+    saw: str = ""
+    needs: str = ""
 
 
+TWICE = "opened opened ended ended rtts rtts"
 CONNECTIONS = table(
     Connection,
-    """
-fair                | 10.96.0.1:80          | fair      | one:9000      | opened ended rtts       | 1234 | 56789
-fair                | [fd00:96::1]:80       | fair6     | one6:9000     | opened ended rtts       | 1234 | 56789
-fair                | [::ffff:10.96.0.1]:80 | fair      | one:9000      | opened ended rtts       | 1234 | 56789
-listens             | 10.96.0.3:80          | first     | one:9002      | opened ended rtts       | 0    | 56789
-closes_at_once      | 10.96.0.3:80          | first     | one:9002      | opened ended rtts       | 0    | 56789
-reset               | 10.96.0.2:80          | rude      | one:9001      | opened ended reset rtts | 1234
-refused             | 10.96.0.5:80          | refusing  | one:9009      | opened ended refused
-gives_up            | 10.96.0.6:80          | silent    | 192.0.2.99:80 | opened ended
-waits               | 10.96.0.6:80          | silent    | 192.0.2.99:80 | opened ended unanswered
-refused             | 10.96.0.7:80          | empty     | none          | no_endpoint
-refused             | 10.96.0.8:80          | elsewhere | none          | no_endpoint
-datagrams           | 10.96.0.4:53          | dns       | one:9003      | opened
-connected_datagrams | 10.96.0.4:53          | dns       | one:9003      | opened
+    f"""
+fair              | 10.96.0.1:80          | fair        | one:9000  | opened ended rtts | 1234 | 56789  | new translated
+fair              | [fd00:96::1]:80       | fair6       | one6:9000 | opened ended rtts | 1234 | 56789  | new translated
+fair              | [::ffff:10.96.0.1]:80 | fair        | one:9000  | opened ended rtts | 1234 | 56789  | new translated
+fair_twice          | 10.96.0.20:80         | shop/sticky | one:9000  | {TWICE}           | 2468 | 113578 | \
+    new translated, new translated_by_affinity
+listens           | 10.96.0.3:80          | first       | one:9002  | opened ended rtts | 0    | 56789  | new translated
+closes_at_once      | 10.96.0.3:80        | first       | one:9002  | opened ended rtts | 0    | 56789  | new translated
+datagrams          | 10.96.0.4:53          | dns         | one:9003  | opened           | 0    | 0      | new translated
+connected_datagrams | 10.96.0.4:53          | dns         | one:9003  | opened          | 0    | 0      | new translated
+gives_up            | 10.96.0.6:80     | silent   | 192.0.2.99:80 | opened ended            | 0    | 0 | new translated
+waits               | 10.96.0.6:80     | silent   | 192.0.2.99:80 | opened ended unanswered | 0    | 0 | \
+    new translated, failed backend_unanswered | ETIMEDOUT, unless a later SYN was answered | retransmissions
+reset               | 10.96.0.2:80     | rude     | one:9001      | opened ended reset rtts | 1234 | 0 | \
+    new translated, failed backend_reset      | ECONNRESET or ETIMEDOUT                    | tracing
+refused             | 10.96.0.5:80     | refusing | one:9009      | opened ended refused    | 0    | 0 | \
+    new translated, failed backend_refused    | ECONNREFUSED                               | tracing
+refused             | 10.96.0.7:80     | empty     | none         | no_endpoint             | 0    | 0 | \
+    refused no_endpoints                      | ECONNREFUSED                               | set_retval
+refused             | 10.96.0.7:81     | empty     | none         |                         | 0    | 0 | \
+    refused unknown_port                      | ECONNREFUSED                               | set_retval
+refused             | 10.96.0.8:80     | elsewhere | none         | no_endpoint             | 0    | 0 | \
+    dropped no_local_endpoints                | ETIMEDOUT                                  | set_retval
 """,
 )
 
 
 @pytest.mark.parametrize("accounting", [Accounting.FULL, pytest.param(Config().accounting, marks=needs("set_retval"))])
-@pytest.mark.parametrize("row", CONNECTIONS, ids=lambda row: f"{row.does} {row.to}")
-def test_connection_adds_its_counts(bench: Bench, row: Connection, accounting: Accounting):
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=needs(row.needs) if row.needs else (), id=f"{row.does} {row.to}") for row in CONNECTIONS],
+)
+def test_connection_is_counted_and_seen(bench: Bench, row: Connection, accounting: Accounting):
     """By default nothing is counted when a TCP connection ends."""
     start(bench, accounting)
-    site = bench.site
-    counts = ConnectionStats(**dict.fromkeys(row.adds.split(), 1), bytes_in=row.bytes_in, bytes_out=row.bytes_out)
-    if accounting is not Accounting.FULL:
-        counts = counts._replace(ended=0, rtts=0, bytes_in=0, bytes_out=0)
+    site, name, backend = bench.site, row.service.rpartition("/")[2], bench.fill(row.backend)
+    shown = f"{row.service.rpartition('/')[0] or 'default'}/{name}"
     before: dict[tuple[str, str], ConnectionStats] = {}
+    events: list[EventRow] = []
 
     def is_made() -> bool:
+        empty(site, "failures")
+        empty(site, "affinity")
         before.clear()
         before.update(read_counts(site))
-        return bench.act(row.does, row.to)
+        with watched(site) as monitor:
+            made = bench.act(row.does, row.to)
+            events[:] = read(monitor)
+        return made
 
     until("the connection is made", is_made)
-    wanted = {(row.service, bench.fill(row.backend)): counts}
-    wait_for(lambda: added(before, read_counts(site)), wanted)
+    counts = ConnectionStats(**Counter(row.adds.split()), bytes_in=row.bytes_in, bytes_out=row.bytes_out)
+    if accounting is not Accounting.FULL:
+        counts = counts._replace(ended=0, rtts=0, bytes_in=0, bytes_out=0)
+    wait_for(lambda: added(before, read_counts(site)), {(name, backend): counts} if row.adds else {})
     wait_for(lambda: site.entries("sock_peers"), {})
+
+    assert ", ".join(f"{event.verdict} {event.reason}" for event in events) == row.events
+    frontend = f"{row.to.replace('[::ffff:10.96.0.1]', '10.96.0.1')}/{'UDP' if row.to.endswith(':53') else 'TCP'}"
+    for event in events:
+        assert (event.frontend, event.client_kind, event.seen_by) == (frontend, "cgroup", "socket")
+        assert event.service == ("" if event.reason == "unknown_port" else shown)
+        assert (event.backend or "none") == backend
+        assert str(bench.client.cgroup).endswith(event.client)
+        assert event.address.startswith(f"{bench.client.ip}:" if event.verdict is EventVerdict.FAILED else "")
+    if not row.saw:
+        assert site.entries("failures") == {}
+        return
+    (found,) = recorded(bench)
+    assert (found.service, found.frontend, found.backend or "none") == (shown, frontend, backend)
+    assert (found.reason, found.client_saw, found.count) == (row.events.split()[-1], row.saw, 1)
+    assert (found.kind, found.address) == ("cgroup", bench.client.ip if found.backend else "")
+    assert 0 <= found.last_seconds <= found.first_seconds < 60
 
 
 def test_round_trip_time_is_measured(served: Bench):
@@ -188,9 +245,12 @@ def test_inspect_shows_counts_by_backend(served: Bench):
 def test_connection_to_a_plain_address_adds_nothing(served: Bench):
     wait_for(lambda: served.site.entries("sock_peers"), {})  # of earlier tests
     before = read_counts(served.site)
-    within(served.client, lambda: fair(served.one.ip, FAIR))
+    empty(served.site, "failures")
+    with watched(served.site) as monitor:
+        within(served.client, lambda: (fair(served.one.ip, FAIR), refused(served.one.ip, NOBODY)))
+        assert read(monitor) == []
     assert added(before, read_counts(served.site)) == {}
-    assert not served.site.entries("sock_peers")
+    assert served.site.entries("sock_peers") == served.site.entries("failures") == {}
 
 
 def test_bytes_sent_after_close_are_counted(served: Bench):
@@ -280,14 +340,7 @@ def put_stats(site: Site, name: str | int, backend: str | int, **total: int) -> 
     services, backends = ids(site)
     service_id = services[name] if isinstance(name, str) else name
     key = U32_PAIR.pack(service_id, backends[backend] if isinstance(backend, str) else backend)
-    with site.pinned("counts") as counts:
-        counts.update(key, COUNTS.pack(*ConnectionStats(**total)))
-
-
-def empty(site: Site, name: str) -> None:
-    with site.pinned(name) as held:
-        for key in site.entries(name):
-            held.delete(key)
+    site.put("counts", key, COUNTS.pack(*ConnectionStats(**total)))
 
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
@@ -305,7 +358,7 @@ def name_of(text: str) -> tuple[str, str, str, str]:
 
 @needs("socket_iterator")
 def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     services, backends = ids(site)
     web = services["web"]
     put_stats(site, "web", "8081", opened=5, bytes_in=10, rtts=1)
@@ -329,7 +382,7 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
 @needs("tracing")
 def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
     many = [service(f"evil/s{n}", f"10.96.1.{n}:53", "127.0.1.9:53", Protocol.UDP) for n in range(9)]
-    site.open().apply(desired(*many, service("shop/web", "10.96.0.1:80", "127.0.1.1:8081")), None)
+    site.start(desired(*many, service("shop/web", "10.96.0.1:80", "127.0.1.1:8081")))
 
     def press() -> None:
         for number in range(3 * len(many)):
@@ -356,7 +409,7 @@ def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
             raise KernelError("cannot list sockets", errno=errno.EOPNOTSUPP)
         return add(count, map_, last)
 
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     put_stats(site, "web", "8081", opened=5)
     monkeypatch.setattr(ConnectionCount, "add", refuse)
     stats = make_collector(site, backend_series=1).count(lambda: None)
@@ -400,7 +453,7 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
 
 def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     """Its name did not exist yet when names were read, but the Service is not a deleted one."""
-    site.open().apply(desired(WEB), None)
+    site.start(desired(WEB))
     services, backends = ids(site)
     put_stats(site, "web", "8081", opened=1)
     now, calls = [0.0], [0]
@@ -418,25 +471,6 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     reader.count(pause)
     assert calls[0] == last
     assert (new, backends["8081"]) in {U32_PAIR.unpack(key) for key in site.entries("counts")}
-
-
-def test_totals_outlive_the_agent(site: Site):
-    site.open().apply(desired(WEB), None)
-    put_stats(site, "web", "8081", opened=5)
-    plane = site.open()
-    plane.apply(desired(WEB), None)
-    assert dict(plane.shared.count_traffic(lambda: None).totals) == {name_of("web"): ConnectionStats(opened=5)}
-
-
-def test_full_map_counts_no_new_pairs_and_serves(bench: Bench):
-    """Pairs that are in the map are still counted."""
-    site = bench.site
-    start(bench, sizes=MapSizes(affinity=4096, connections=4096, counts=1))
-    empty(site, "counts")
-    bench.act("fair", "10.96.0.1:80")
-    bench.act("reset", "10.96.0.2:80")
-    assert len(site.entries("counts")) == 1
-    start(bench)
 
 
 def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
@@ -485,7 +519,7 @@ two namespaces fill the map       | a/1=50 b/2=50                      | 1
 )
 
 
-@pytest.mark.parametrize("row", SHARES, ids=lambda row: row.name)
+@each_row(SHARES)
 def test_service_ports_over_their_share_are_summed_up(row: Shares):
     found = re.findall(r"(\w)/(\d+)=(\d+)", row.ports)
     ports = {int(number): (namespace, int(size)) for namespace, number, size in found}
@@ -561,7 +595,7 @@ def test_full_map_measures_no_new_services(served: Bench):
 def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch: pytest.MonkeyPatch):
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
-    site.open().apply(desired(WEB, other, tenant), None)
+    site.start(desired(WEB, other, tenant))
     services, _ = ids(site)
     counts = (0, 2) + (0,) * 21 + (1,)
     with site.pinned("latencies") as latencies:

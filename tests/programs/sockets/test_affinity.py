@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend a connection gets: a random one, evenly, or with affinity the client's last one.
+"""Which backend a connection gets: a random one (evenly: test_slots.py), or with affinity the client's last one.
 
 The backends are addresses on each namespace's own loopback (see support/plane.py, pick()).
 """
@@ -26,7 +26,6 @@ from tests.support.plane import (
     Site,
     desired,
     flush,
-    is_spread,
     make_local,
     pick,
     picks,
@@ -107,13 +106,6 @@ def names(found: list[str]) -> set[int]:
 
 
 # ---- at random ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("size", "dials"), [(2, 2000), (50, 5000)])
-def test_new_connections_spread_evenly(bench: Bench, size: int, dials: int):
-    bench.serve(web(*range(size), timeout=0))
-    seen = Counter(picks(bench.one, WEB, dials))
-    assert is_spread(seen, dict.fromkeys(LOCAL[:size], dials / size)), seen
 
 
 def test_new_ipv6_connections_spread(bench: Bench):

@@ -25,7 +25,7 @@ from kbpf.model.objects import Protocol
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled
 from tests.support.plane import Site, desired, services, sites, within
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 MPTCP = 262
 UDP = Protocol.UDP
@@ -56,8 +56,7 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     outsider = Place("outsider", pods["pod"].netns, None)  # the pod's network, not its cgroup
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        plane = site.open()
-        plane.apply(world(pods, node), None)
+        site.start(world(pods, node))
         yield Bench(node, site, {**pods, "host": node.host, "outsider": outsider})
     outsider.close()
 
@@ -190,7 +189,7 @@ def destination(bench: Bench, row: Dial) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
+@each_row(DIALS, marks)
 def test_dial(bench: Bench, row: Dial):
     host, port = destination(bench, row)
     before = bench.site.reasons()
@@ -268,13 +267,6 @@ def config_flag(bench: Bench, flag: ConfigFlag) -> Iterator[None]:
         config.update(bytes(4), before)
 
 
-@pytest.fixture
-def packet_path_flag(bench: Bench) -> Iterator[None]:
-    """A packet path exists, which refuses what the hooks let pass."""
-    with config_flag(bench, ConfigFlag.PACKET_PATH):
-        yield
-
-
 def own_address(host: str, port: int, protocol: int = 0) -> str:
     """The source address of a socket connected to that host, or the errno. ping asks for it, and so
     does getaddrinfo() for each address that it found.
@@ -293,25 +285,20 @@ PORT_OF_PING, PORT_OF_MUSL = 1025, 65535
 @needs("set_retval")
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
 @pytest.mark.parametrize("port", [PORT_OF_PING, PORT_OF_MUSL])
-def test_udp_connect_to_an_unknown_port_succeeds(bench: Bench, packet_path_flag: None, host: str, port: int):
-    """connect() sends nothing. A datagram or a TCP SYN is refused: by the packet path, or
-    at once.
+def test_udp_connect_to_an_unknown_port_succeeds(bench: Bench, host: str, port: int):
+    """connect() sends nothing. A datagram or a TCP SYN is refused: by the packet path, or at once. A client that names
+    the port of a Service will send to it: without endpoints it learns at once.
     """
     pod, before = bench["pod"], bench.site.reasons()
-    own = within(pod, lambda: own_address(host, port))
-    assert own == (pod.ip6 if host.startswith("fd00") else pod.ip)
-    assert bench.site.reasons() - before == {Reason.LEFT_TO_PACKETS: 1}
-    assert pod.udp(host, port) == {"error": REFUSED, "at_once": True}
-    assert pod.tcp(host, port)["at_once"] is True
-    assert (bench.site.reasons() - before)[Reason.UNKNOWN_PORT] == 2
-
-
-@needs("set_retval")
-def test_udp_connect_to_a_service_without_endpoints_is_refused(bench: Bench, packet_path_flag: None):
-    """A client that names the port of a Service will send to it, so it learns at once."""
-    before = bench.site.reasons()
-    assert within(bench["pod"], lambda: own_address("10.96.0.9", 53)) == REFUSED
-    assert bench.site.reasons() - before == {Reason.NO_ENDPOINTS: 1}
+    with config_flag(bench, ConfigFlag.PACKET_PATH):
+        own = within(pod, lambda: own_address(host, port))
+        assert own == (pod.ip6 if host.startswith("fd00") else pod.ip)
+        assert bench.site.reasons() - before == {Reason.LEFT_TO_PACKETS: 1}
+        assert pod.udp(host, port) == {"error": REFUSED, "at_once": True}
+        assert pod.tcp(host, port)["at_once"] is True
+        assert (bench.site.reasons() - before)[Reason.UNKNOWN_PORT] == 2
+        assert within(pod, lambda: own_address("10.96.0.9", 53)) == REFUSED
+        assert (bench.site.reasons() - before)[Reason.NO_ENDPOINTS] == 1
 
 
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1"])

@@ -11,13 +11,17 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.model.config import Config, SocketLb
 from kbpf.model.metrics import ConnectionProbe
 from tests.support.lab.lab import Node
-from tests.support.plane import LOCAL, Site, desired, make_local, service, within
+from tests.support.plane import LOCAL, Site, desired, make_local, services, within
 
-A, B = LOCAL[:2]
 WORLD = desired(
-    service("web", "10.96.1.1:80", f"{A}:1 {B}:1"),
-    service("kept", "10.96.1.2:81", f"{A}:1", affinity_timeout=60),
-    service("far", "10.96.1.3:82 NodePort=0.0.0.0:30082", "", internal_local=True),
+    *services(
+        """
+web  10.96.1.1:80 -> A B
+kept 10.96.1.2:81 -> A affinity=60
+far  10.96.1.3:82 NodePort=0.0.0.0:30082 -> internal=Local
+""",
+        {"A": f"{LOCAL[0]}:1", "B": f"{LOCAL[1]}:1"},
+    )
 )
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cgroups are found for pods and for patterns, and which of them are in the map."""
+"""Which cgroups are found for pods (kubelet's names: node/test_pods.py) and for patterns, and which
+of them are in the map.
+"""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import pytest
 
 from kbpf.dataplane.bpf import attachments, exemptions
-from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching, find_pod_folders
+from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching
 from kbpf.dataplane.bpf.hooks import OPTIONAL_HELPERS
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
@@ -19,16 +21,14 @@ from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
 from kbpf.errors import CompileError, KernelError
 from kbpf.kernel.bpf.uapi import BPF_FUNC_get_current_cgroup_id
-from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import Place, cgroup2, ip, run, until
+from tests.support.lab.lab import Place, cgroup2, until
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import HOOKS, LOCAL, Site, desired, picks, service
-from tests.support.table import table
+from tests.support.table import pairs
 
-T = TypeVar("T")
 ONE, TWO = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f", "1f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
-STATIC = "3d5a1c0de7b9f2a4c6e8d0b1a3c5e7f9"
 
 
 @pytest.fixture
@@ -43,75 +43,29 @@ def tree(site: Site) -> Callable[[str], Path]:
     return make
 
 
-class Cgroup(NamedTuple):
-    """A cgroup, with the uid of a pod (ONE_: written with underscores), and the pod whose folder it is."""
-
-    path: str
-    pod: str = ""
-
-
-FOLDERS = table(
-    Cgroup,
-    """
-kubepods/pod{ONE}                                                                  | ONE
-kubepods/burstable/pod{TWO}                                                        | TWO
-kubepods/besteffort/pod{STATIC}                                                    | STATIC
-kubepods/pod{ONE}/pod{TWO}
-kubepods/pod{ONE}x
-kubepods/pod{ONE_}
-kubepods.slice/kubepods-pod{ONE_}.slice                                            | ONE
-kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{TWO_}.slice       | TWO
-kubepods.slice/kubepods-pod{ONE}.slice
-kubepods.slice/kubepods-pod{TWO_}.scope
-docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice | TWO
-system.slice/pod{ONE}
-system.slice/foo-pod{ONE_}.slice
-""",
-)
-UIDS = {"ONE": ONE, "TWO": TWO, "STATIC": STATIC, "ONE_": ONE.replace("-", "_"), "TWO_": TWO.replace("-", "_")}
+CGROUPS = "system.slice system.slice/istio-a.service system.slice/istio-b.service system.slice/sshd.service \
+system.slice/sshd.service/istio mesh"
+PATTERNS = pairs("""\
+system.slice/istio* → system.slice/istio-a.service system.slice/istio-b.service
+system.slice/istio-a.service → system.slice/istio-a.service
+*istio* → system.slice/istio-a.service system.slice/istio-b.service system.slice/sshd.service/istio
+system.slice/istio-?.service mesh → system.slice/istio-a.service system.slice/istio-b.service mesh
+system.slice/istio-[b-z]* → system.slice/istio-b.service
+mesh → mesh
+mes →
+SYSTEM.slice →""")
 
 
-def test_pod_cgroups_are_found_by_kubelets_names(site: Site, tree: Callable[[str], Path]):
-    wanted = set()
-    for row in FOLDERS:
-        path = row.path.format(**UIDS)
-        inode = tree(path).stat().st_ino
-        wanted |= {(UIDS[row.pod], path, inode)} if row.pod else set()
-    found = find_pod_folders(site.cgroup, {ONE, TWO, STATIC})
-    assert {(uid, *folder[:2]) for uid, folder in found} == wanted
-    assert not list(find_pod_folders(site.cgroup / "gone", {ONE}))
-
-
-CGROUPS = (
-    "system.slice",
-    "system.slice/istio-a.service",
-    "system.slice/istio-b.service",
-    "system.slice/sshd.service",
-    "system.slice/sshd.service/istio",
-    "mesh",
-)
-PATTERNS = {
-    "system.slice/istio*": CGROUPS[1:3],
-    "system.slice/istio-a.service": CGROUPS[1:2],
-    "*istio*": (*CGROUPS[1:3], CGROUPS[4]),
-    "system.slice/istio-?.service mesh": (*CGROUPS[1:3], CGROUPS[5]),
-    "system.slice/istio-[b-z]*": CGROUPS[2:3],
-    "mesh": CGROUPS[5:],
-    "mes": (),
-    "SYSTEM.slice": (),
-}
-
-
-@pytest.mark.parametrize(("patterns", "matches"), PATTERNS.items())
+@pytest.mark.parametrize(("patterns", "matches"), PATTERNS)
 def test_patterns_match_cgroup_paths(
-    site: Site, tree: Callable[[str], Path], patterns: str, matches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    site: Site, tree: Callable[[str], Path], patterns: str, matches: str, monkeypatch: pytest.MonkeyPatch
 ):
-    ids = {path: tree(path).stat().st_ino for path in CGROUPS}
+    ids = {path: tree(path).stat().st_ino for path in CGROUPS.split()}
     looked: list[str] = []
     inside = exemptions._list_children
     monkeypatch.setattr(exemptions, "_list_children", lambda root, at: looked.append(at) or inside(root, at))
     found = {folder[:2] for folder in find_matching(site.cgroup, tuple(patterns.split()))}
-    assert found == {(path, ids[path]) for path in matches}
+    assert found == {(path, ids[path]) for path in matches.split()}
     if patterns == "mesh":
         assert looked == [""], "folders below which nothing can match are not read"
 
@@ -142,14 +96,18 @@ def test_pod_is_polled_until_its_cgroup_exists(site: Site, plane: BpfPlane, tree
     run.exemptions.set_pods((ONE,), True, 100.0)
     assert run.exemptions.tick(100.0) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S
     folder = tree(f"kubepods/pod{ONE}")
+    tree(f"kubepods/pod{TWO}/pod{ONE}")
     assert run.ids() == set()
     assert run.exemptions.tick(100.1) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S, "not due yet"
     assert run.ids() == set()
     assert run.exemptions.tick(100.3) == 100.3 + exemptions.VERIFY_INTERVAL_S
     assert (run.ids(), run.notifications) == ({folder.stat().st_ino}, [True])
     assert not run.exemptions.problems(1000.0)
-    run.exemptions.set_pods((), True, 101.0)
-    assert (run.ids(), run.notifications, run.exemptions.tick(101.0)) == (set(), [True, False], None)
+    folder.rmdir()
+    run.exemptions.tick(111.0)
+    assert (run.ids(), run.notifications) == (set(), [True, False])
+    run.exemptions.set_pods((), True, 112.0)
+    assert run.exemptions.tick(112.0) is None
 
 
 def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPlane):
@@ -161,16 +119,6 @@ def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPla
     (line,) = run.exemptions.problems(late)
     assert ONE in line
     assert str(site.cgroup) in line
-
-
-def test_removed_cgroup_is_deleted_from_the_map(site: Site, plane: BpfPlane, tree: Callable[[str], Path]):
-    run = Run(site, plane)
-    folder = tree(f"kubepods/pod{ONE}")
-    run.exemptions.set_pods((ONE,), True, 0.0)
-    assert run.ids() == {folder.stat().st_ino}
-    folder.rmdir()
-    run.exemptions.tick(11.0)
-    assert run.ids() == set()
 
 
 def test_cgroups_that_appear_later_are_matched_by_patterns(site: Site, plane: BpfPlane, tree: Callable[[str], Path]):
@@ -230,18 +178,21 @@ def flags(site: Site) -> ConfigFlag:
     return ConfigFlag(site.entries("config")[bytes(4)][8])
 
 
+def set_flag(plane: BpfPlane) -> None:
+    """The hooks read the map of exempt cgroups from now on."""
+    settings = plane._attachments.settings
+    settings.set_flags(settings.flags | ConfigFlag.EXEMPTIONS)
+
+
 WORLD = desired(service("web", "10.96.0.1:80", f"{LOCAL[0]}:80", Protocol.UDP))
-PACKETS = [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF]
 
 
 @pytest.fixture
-def start(site: Site, client: Place) -> Iterator[Callable[..., BpfPlane]]:
+def start(site: Site, client: Place, namespace: Namespace) -> Callable[..., BpfPlane]:
     """Starts an agent with the packet path on a node of its own, whose pod is the client; by default
     it programs WORLD.
     """
-    name = f"{site.name}h"
-    run("ip", "netns", "add", name)
-    ip(f"link add pod netns {name} type veth peer name eth1 netns {client.netns}")
+    namespace.ip(f"link add pod type veth peer name eth1 netns {client.netns}")
 
     def start(applies: bool = True, **settings: Any) -> BpfPlane:
         def act() -> BpfPlane:
@@ -250,17 +201,16 @@ def start(site: Site, client: Place) -> Iterator[Callable[..., BpfPlane]]:
                 plane.apply(WORLD, None)
             return plane
 
-        return netns.run_in(Path("/run/netns") / name, act)
+        return namespace.do(act)
 
-    yield start
-    run("ip", "netns", "del", name)
+    return start
 
 
 @pytest.mark.parametrize("level", ["its own", "above", "far above", "another"])
 def test_process_below_an_exempt_cgroup_is_not_translated(
     site: Site, client: Place, tree: Callable[[str], Path], level: str
 ):
-    site.open().apply(WORLD, None)
+    plane = site.start(WORLD)
     deep = tree("a/b/c/d/e/f/g/h/i/j/k/l")
     chosen = {
         "its own": deep / "m",
@@ -271,13 +221,9 @@ def test_process_below_an_exempt_cgroup_is_not_translated(
     inside = Place("inside", client.netns, deep / "m")
     try:
         assert picks(inside, "10.96.0.1:80") == [LOCAL[0]]
-        with site.pinned("exempt_cgroups") as held:
-            held.update(chosen.stat().st_ino.to_bytes(8, "little"), bytes(4))
+        site.put("exempt_cgroups", chosen.stat().st_ino.to_bytes(8, "little"), bytes(4))
         assert picks(inside, "10.96.0.1:80") == [LOCAL[0]], "without the flag the map is not read"
-        with site.pinned("config") as config:
-            raw = bytearray(config.lookup(bytes(4)) or b"")
-            raw[8] |= ConfigFlag.EXEMPTIONS
-            config.update(bytes(4), bytes(raw))
+        set_flag(plane)
         before = site.reasons()[Reason.LEFT_TO_PACKETS]
         answer = picks(inside, "10.96.0.1:80")
         assert answer == ([LOCAL[0]] if level == "another" else ["ENETUNREACH"])
@@ -290,14 +236,11 @@ def test_programs_without_optional_helpers_translate(site: Site, client: Place, 
     """On a kernel without these helpers no process can be exempt."""
     has = missing_helpers()
     monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
-    plane = site.open()
-    plane.apply(WORLD, None)
+    plane = site.start(WORLD)
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     raw = site.entries("config")[bytes(4)]
-    assert plane._attachments.settings is not None
-    plane._attachments.settings.set_flags(plane._attachments.settings.flags | ConfigFlag.EXEMPTIONS)
-    with site.pinned("exempt_cgroups") as held:
-        held.update(site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
+    set_flag(plane)
+    site.put("exempt_cgroups", site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     assert not ConfigFlag(raw[8]) & ConfigFlag.SET_RETVAL
     assert BPF_FUNC_get_current_cgroup_id not in has, "this kernel has them, so it was tried without"
@@ -307,8 +250,7 @@ def test_programs_without_optional_helpers_translate(site: Site, client: Place, 
 def test_exemption_without_the_packet_path_is_reported(site: Site, tree: Callable[[str], Path]):
     below = site.cgroup.relative_to(cgroup2())
     tree("mesh")
-    plane = site.open(socket_lb_exempt=(f"{below}/mesh",))
-    plane.apply(WORLD, None)
+    plane = site.start(WORLD, socket_lb_exempt=(f"{below}/mesh",))
     assert any("the packet path is off" in line for line in plane.status().problems)
 
 
@@ -373,11 +315,11 @@ def test_exemption_outlasts_a_restart_until_the_first_apply(site: Site, start: C
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
 
 
-@pytest.mark.parametrize("mode", PACKETS)
+@pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
 def test_sockets_are_translated_until_the_packet_path_serves(
     site: Site, start: Callable[..., BpfPlane], client: Place, monkeypatch: pytest.MonkeyPatch, mode: SocketLb
 ):
-    site.open().apply(WORLD, None)
+    site.start(WORLD)
     with monkeypatch.context() as patch:
         patch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
         plane = start(socket_lb=mode)
@@ -392,14 +334,10 @@ def test_sockets_are_translated_until_the_packet_path_serves(
     until("the packet path serves", left_alone)
 
 
-@pytest.mark.parametrize("mode", PACKETS)
-def test_first_start_waits_for_the_packet_path(
-    start: Callable[..., BpfPlane], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
-):
+def test_first_start_waits_for_the_packet_path(start: Callable[..., BpfPlane], monkeypatch: pytest.MonkeyPatch):
     """If no hook was ever attached, missing pins of hooks do not count as removed."""
     monkeypatch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
-
-    plane = start(socket_lb=mode)
+    plane = start(socket_lb=SocketLb.OFF)
     plane.tick(time.monotonic())
     plane.write_status(b"{}")
     plane.apply(WORLD, None)

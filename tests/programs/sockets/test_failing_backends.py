@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that keep failing, with real sockets. A row is what clients do in each interval, and
-whether a backend then counts as failing. The servers and clients are those of test_account.py.
+"""Backends that keep failing, and which failures are kept, with real sockets. A row is what clients
+do in each interval, and whether a backend then counts as failing. The servers and clients are those
+of test_account.py, which has a failure of each kind.
 """
 
 import contextlib
@@ -13,20 +14,22 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.failing_backends import MIN_FAILURES, FailingBackends
+from kbpf.dataplane.bpf.maps.layout import COUNTS, FAILURES_PER_CLIENT
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
-from kbpf.model.metrics import FailingBackend
-from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, refused, reset, start
+from kbpf.model.metrics import ConnectionStats, FailingBackend
+from kbpf.model.objects import Protocol
+from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, empty, fair, recorded, refused, reset, start
 from tests.support.features import needs
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
-from tests.support.plane import join_pod, within
-from tests.support.table import table
+from tests.support.plane import desired, join_pod, service, within
+from tests.support.table import each_row, table
 
 pytestmark = needs("tracing")
-FAIR, RUDE, DATAGRAMS = "10.96.0.1", "10.96.0.2", "10.96.0.4"
+FAIR, RUDE = "10.96.0.1", "10.96.0.2"
 REFUSING, EMPTY = "10.96.0.5", "10.96.0.7"
 N = MIN_FAILURES
 
@@ -68,7 +71,7 @@ a Service without backends has none   | empty empty empty empty                 
 
 
 @needs("set_retval")
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_backends_that_keep_failing_are_found(bench: Bench, row: Row):
     start(bench, Accounting.CONNECTIONS)
     finder = FailingBackends(Pins(bench.site.pins))
@@ -127,26 +130,28 @@ class Clients(NamedTuple):
     whether the backend counts as failing."""
 
     name: str
-    does: Callable[..., None]
+    does: str
     host: str
     pods: str
     failing: bool
 
 
-@needs("set_retval")
-@pytest.mark.parametrize(
-    "row",
-    [
-        Clients("a Pod with two containers", refused, REFUSING, "a/1 a/2", False),
-        Clients("two Pods", refused, REFUSING, "a/1 b/1", True),
-        Clients("two Pods of another tenant", refused, REFUSING, "evil1/1 evil2/1", False),
-        Clients("Pods of two other tenants", refused, REFUSING, "evil1/1 other/1", True),
-        Clients("a Pod beside a rare failure", refused, REFUSING, "evil1/1/99 a/1/1", False),
-        Clients("a Pod whose SYNs expire", unheard, FAIR, "evil1/1 evil1/2", False),
-        Clients("a Pod that sends itself errors", tells_itself, DATAGRAMS, "evil1/1 evil1/2", False),
-    ],
-    ids=lambda row: row.name,
+CLIENTS = table(
+    Clients,
+    """
+a Pod with two containers     | refused      | 10.96.0.5 | a/1 a/2           | no
+two Pods                      | refused      | 10.96.0.5 | a/1 b/1           | yes
+two Pods of another tenant    | refused      | 10.96.0.5 | evil1/1 evil2/1   | no
+Pods of two other tenants     | refused      | 10.96.0.5 | evil1/1 other/1   | yes
+a Pod beside a rare failure   | refused      | 10.96.0.5 | evil1/1/99 a/1/1  | no
+a Pod whose SYNs expire       | unheard      | 10.96.0.1 | evil1/1 evil1/2   | no
+a Pod that sends itself errors | tells_itself | 10.96.0.4 | evil1/1 evil1/2  | no
+""",
 )
+
+
+@needs("set_retval")
+@each_row(CLIENTS)
 def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Clients, monkeypatch: pytest.MonkeyPatch):
     names = {"a": "default/a", "b": "default/b", "other": "other/c"}
     names |= {f"evil{number}": f"evil/{number}" for number in (1, 2)}
@@ -158,8 +163,13 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
         for pod in row.pods.split():
             uid, container, *count = pod.split("/")
             join_pod(bench.site.cgroup, uid, container)
-            for _ in range(int(*count) or N if row.does is refused else 1):
-                row.does(row.host, *([bench.one.ip] if row.does is tells_itself else []))
+            if row.does == "refused":
+                for _ in range(int(*count) or N):
+                    refused(row.host)
+            elif row.does == "unheard":
+                unheard(row.host)
+            else:
+                tells_itself(row.host, bench.one.ip)
 
     for _ in range(3):
         within(bench.client, act)
@@ -168,6 +178,77 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
     assert bool(found) is row.failing
     with bench.site.pinned("failures") as failures:
         assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
+
+
+# ---- `kbpf inspect failures` ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(bench: Bench) -> Bench:
+    start(bench, Accounting.CONNECTIONS)
+    empty(bench.site, "failures")
+    return bench
+
+
+def count_refused(bench: Bench) -> int:
+    with bench.site.pinned("counts") as counts:
+        return sum(ConnectionStats(*COUNTS.unpack(raw)).refused for _, raw in counts.items())
+
+
+def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
+    """Each is recorded. But a socket that sends errors to itself must not make any backend look broken."""
+    deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
+    served.site.start(desired(deaf), accounting=Accounting.CONNECTIONS)
+    empty(served.site, "failures")
+    before = count_refused(served)
+
+    def sends_often() -> None:
+        with socket.socket(type=socket.SOCK_DGRAM) as s:
+            s.settimeout(PATIENCE)
+            for _ in range(2):
+                s.connect(("10.96.0.9", 53))
+                for _ in range(2):  # the kernel limits ICMP errors to six at once
+                    s.send(b"?")
+                    with pytest.raises(ConnectionRefusedError):
+                        s.recv(1)
+
+    within(served.client, sends_often)
+    (found,) = recorded(served)
+    assert (found.service, found.reason, found.count) == ("default/deaf", "backend_refused", 4)
+    assert count_refused(served) - before == 2, "once for each connect()"
+
+
+@needs("set_retval")
+def test_client_overwrites_only_its_own_failures(served: Bench):
+    """A container that fails everywhere has a bounded number of entries."""
+    within(served.two, lambda: refused("10.96.0.5", 80))
+
+    def fails_everywhere() -> None:
+        for number in range(1000, 1400):
+            refused("10.96.0.7", number)
+
+    within(served.client, fails_everywhere)
+    rows = recorded(served)
+    assert [row.service for row in rows if row.reason == "backend_refused"] == ["default/refusing"]
+    assert FAILURES_PER_CLIENT // 2 < len(rows) <= FAILURES_PER_CLIENT + 1
+
+
+@needs("set_retval")
+def test_failures_survive_the_agent(served: Bench):
+    served.act("refused", "10.96.0.5:80")
+    start(served, Accounting.CONNECTIONS)
+    served.act("refused", "10.96.0.5:80")
+    assert [row.count for row in recorded(served)] == [2]
+
+
+@needs("set_retval")
+def test_filters(served: Bench):
+    served.act("refused", "10.96.0.5:80")
+    served.act("refused", "10.96.0.7:80")
+    assert [row.service for row in recorded(served, service="default/empty")] == ["default/empty"]
+    assert [row.service for row in recorded(served, service="refusing")] == ["default/refusing"]
+    assert len(recorded(served, since=600)) == 2
+    assert recorded(served, pod="default/web") == []
 
 
 def test_nothing_is_known_without_maps(tmp_path: Path):

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of sockets, as they happen: `kbpf monitor`.
 
-The same servers and clients as in test_account.py. A row names what a client does, and the one
-event that must be seen of it.
+The same servers and clients as in test_account.py, which has the events of each kind of connection.
 """
 
-import contextlib
 import json
-import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from kbpf.cli import app
@@ -28,89 +24,26 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting
 from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
-from kbpf.model.reasons import EventVerdict, Reason
+from kbpf.model.reasons import Reason
 from kbpf.views.monitor import EventRow
-from tests.programs.sockets.account import FAIR, FLOOD, NOBODY, Bench, fair, refused, world
+from kbpf.views.top import ClientCounts
+from tests.programs.sockets.account import FAIR, FLOOD, Bench, fair, refused, start
 from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
-from tests.support.lab.lab import PATIENCE, Place, until
-from tests.support.plane import desired, service, sites, start_within, within
+from tests.support.lab.lab import PATIENCE, until
+from tests.support.plane import desired, service, sites, within
 from tests.support.table import table
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _world(bench: Bench) -> None:
-    apply_world(bench)
-
-
-def apply_world(bench: Bench) -> None:
-    sticky = service("sticky", "10.96.0.20:80", f"{bench.one.ip}:{FAIR}", affinity_timeout=600)
-    key = sticky.key._replace(namespace="shop")
-    state = world(bench)
-    state.services[key] = msgspec.structs.replace(sticky, key=key)
-    bench.site.open(accounting=Accounting.CONNECTIONS).apply(state, None)
+    start(bench, Accounting.CONNECTIONS)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(bench: Bench) -> Iterator[None]:
     yield
     assert left_behind(bench.site) == []
-
-
-class Row(NamedTuple):
-    """What a client does (see account.CLIENTS) at which frontend, and what is seen of it: the Service, the backend
-    (none: there is none), and verdicts with their reasons. `needs`: features of the kernel.
-    """
-
-    does: str
-    to: str
-    service: str
-    backend: str
-    events: str
-    needs: str = ""
-
-
-ROWS = table(
-    Row,
-    """
-fair       | 10.96.0.1:80    | fair        | one:9000      | new translated
-fair       | [fd00:96::1]:80 | fair6       | one6:9000     | new translated
-fair_twice | 10.96.0.20:80   | shop/sticky | one:9000      | new translated, new translated_by_affinity
-datagrams  | 10.96.0.4:53    | dns         | one:9003      | new translated
-connects   | 10.96.0.4:53    | dns         | one:9003      | new translated
-refused    | 10.96.0.7:80    | empty       | none          | refused no_endpoints                      | set_retval
-refused    | 10.96.0.7:81    | none        | none          | refused unknown_port                      | set_retval
-refused    | 10.96.0.8:80    | elsewhere   | none          | dropped no_local_endpoints                | set_retval
-refused    | 10.96.0.5:80    | refusing    | one:9009      | new translated, failed backend_refused    | tracing
-waits      | 10.96.0.6:80    | silent      | 192.0.2.99:80 | new translated, failed backend_unanswered | retransmissions
-reset      | 10.96.0.2:80    | rude        | one:9001      | new translated, failed backend_reset      | tracing
-""",
-)
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(r, marks=needs(r.needs) if r.needs else (), id=f"{r.does} {r.to}") for r in ROWS]
-)
-def test_events_are_seen(bench: Bench, row: Row):
-    with watched(bench.site) as monitor:
-        bench.act(row.does, row.to)
-        events = read(monitor)
-        assert monitor.left_out == 0
-    assert ", ".join(f"{e.verdict} {e.reason}" for e in events) == row.events
-    for event in events:
-        assert (event.service or "none").removeprefix("default/") == row.service
-        assert (event.backend or "none") == bench.fill(row.backend)
-        assert event.frontend == f"{row.to}/{'UDP' if row.to.endswith(':53') else 'TCP'}"
-        assert (event.client_kind, event.seen_by) == ("cgroup", "socket")
-        assert str(bench.client.cgroup).endswith(event.client)
-        failed = event.verdict is EventVerdict.FAILED
-        assert event.address.startswith(f"{bench.client.ip}:" if failed else "")
-
-
-def test_connection_to_no_service_is_no_event(bench: Bench):
-    with watched(bench.site) as monitor:
-        within(bench.client, lambda: refused(bench.one.ip, NOBODY))
-        assert read(monitor) == []
 
 
 def test_nothing_is_written_while_no_command_watches(bench: Bench):
@@ -231,18 +164,6 @@ def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[st
 # ---- several, and killed ones --------------------------------------------------------------------
 
 
-def test_several_commands_watch_at_the_same_time(bench: Bench):
-    with (
-        watched(bench.site, **filters(bench, "service=fair")) as first,
-        watched(bench.site, **filters(bench, "service=dns")) as second,
-    ):
-        bench.act("fair", "10.96.0.1:80")
-        bench.act("connects", "10.96.0.4:53")
-        second.close()
-        bench.act("fair", "10.96.0.1:80")
-        assert [event.service for event in read(first)] == ["default/fair"] * 2
-
-
 def test_one_too_many_is_refused(bench: Bench):
     with patient():
         monitors = [Monitor(bench.site.pins, RATE, EventFilter()) for _ in range(MONITORS)]
@@ -251,6 +172,9 @@ def test_one_too_many_is_refused(bench: Bench):
             Monitor(bench.site.pins, RATE, EventFilter())
         bench.act("fair", "10.96.0.1:80")
         assert [len(read(monitor)) for monitor in monitors] == [1] * MONITORS
+        monitors.pop().close()
+        bench.act("fair", "10.96.0.1:80")
+        assert [len(read(monitor)) for monitor in monitors] == [1] * (MONITORS - 1)
     finally:
         for monitor in monitors:
             monitor.close()
@@ -264,27 +188,10 @@ def expire(bench: Bench) -> None:
                 until_.update(U32.pack(index), U64.pack(1))
 
 
-def begin(bench: Bench, name: str, *words: str) -> subprocess.Popen[str]:
-    """Starts a command that watches until it ends, even if the machine stops it for a while."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.runtime.patient_monitor",
-            name,
-            "--pin-dir",
-            str(bench.site.pins),
-            *words,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def command(bench: Bench, *words: str) -> subprocess.Popen[str]:
-    """`kbpf monitor`, once it watches."""
-    process = begin(bench, "monitor", *words)
+    """`kbpf monitor`, once it watches; it watches until it ends, even if the machine stops it for a while."""
+    words = ("-m", "tests.support.runtime.patient_monitor", "monitor", "--pin-dir", str(bench.site.pins), *words)
+    process = subprocess.Popen((sys.executable, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until("the command watches", lambda: is_monitored(bench) or process.poll() is not None)
     return process
 
@@ -320,7 +227,6 @@ def test_command_that_was_stopped_for_long_continues(bench: Bench):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.Signals):
     process = command(bench)
-    assert process.stdout is not None
     assert process.stdout.readline().startswith("TIME ")
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
@@ -330,7 +236,6 @@ def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.S
 def test_command_ends_with_the_reader_of_its_output(bench: Bench):
     """Even while there are no events."""
     process = command(bench)
-    assert process.stdout is not None
     process.stdout.close()
     assert process.wait(PATIENCE) in (-signal.SIGPIPE, 141)
 
@@ -353,20 +258,49 @@ ASKED = table(
 )
 
 
+@pytest.fixture
+def shown(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """The lines of `kbpf monitor`, with another way to poll."""
+
+    def show(poll: Callable[..., Iterator[None]], *words: str) -> list[str]:
+        monkeypatch.setattr("kbpf.cli.monitor._poll", poll)
+        with patient():
+            assert app.call(["monitor", "--pin-dir", str(bench.site.pins), *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return show
+
+
 @pytest.mark.parametrize("row", ASKED, ids=lambda row: row.words)
-def test_command_ends_after_some_events(bench: Bench, row: Asked):
+def test_command_ends_after_some_events(bench: Bench, row: Asked, shown: Callable[..., list[str]]):
     """Also while no agent runs."""
+
+    def poll(*_: object) -> Iterator[None]:
+        yield
+        bench.act("connects", "10.96.0.4:53")
+        for _ in range(3):
+            within(bench.client, lambda: (fair("10.96.0.1"), fair("10.96.0.20")))
+        yield
+        pytest.fail("it watches on")
+
     bench.site.close_planes()
-    process = command(bench, "-o", "json", "--count", "2", *row.words.split())
-    bench.act("connects", "10.96.0.4:53")
-    for _ in range(3):
-        within(bench.client, lambda: (fair("10.96.0.1"), fair("10.96.0.20")))
-    out, err = process.communicate(timeout=PATIENCE)
-    apply_world(bench)
-    assert (process.returncode, err) == (0, "")
-    events = [json.loads(line) for line in out.splitlines()]
+    lines = shown(poll, "-o", "json", "--count", "2", *row.words.split())
+    start(bench, Accounting.CONNECTIONS)
+    events = [json.loads(line) for line in lines]
     assert [event["service"] for event in events] == [row.service] * 2
     assert set(events[0]) == {"apiVersion", "kind", *EventRow.__struct_fields__}
+
+
+def test_events_after_the_last_poll_are_shown(bench: Bench, shown: Callable[..., list[str]]):
+    """On a busy machine the last poll may be long before the end."""
+
+    def poll(*_: object) -> Iterator[None]:
+        yield
+        bench.act("fair", "10.96.0.1:80")
+
+    assert "default/fair" in shown(poll, "--for", "1s")[-1]
 
 
 def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench):
@@ -386,21 +320,6 @@ def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench)
     assert len(lines) - len(notes) + left_out == FLOOD
 
 
-def test_events_after_the_last_poll_are_shown(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """On a busy machine the last poll may be long before the end."""
-
-    def poll(*_: object) -> Iterator[None]:
-        yield
-        bench.act("fair", "10.96.0.1:80")
-
-    monkeypatch.setattr("kbpf.cli.monitor._poll", poll)
-    with patient():
-        assert app.call(["monitor", "--for", "1s", "--pin-dir", str(bench.site.pins)]) == 0
-    assert "default/fair" in capsys.readouterr().out
-
-
 def test_maps_that_were_removed_end_it(artifact_cache: Path):
     with sites(artifact_cache) as make:
         other = make()
@@ -415,62 +334,47 @@ def test_maps_that_were_removed_end_it(artifact_cache: Path):
 # ---- kbpf top ------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def repeated(place: Place, does: Callable[[], None]) -> Iterator[Callable[[], float]]:
-    """Repeats it in that place during the block. Yields a function that returns the longest time
-    from one end of it to the next, once the block has ended.
+Top = Callable[..., dict[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def top(bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Top:
+    """The rows of `kbpf top --once -o json`, by name. Between its two reads, or while it watches, the client does
+    something.
     """
-    here, there = socket.socketpair()
 
-    def repeat() -> float:
-        here.close()
-        longest, ended = 0.0, monotonic()
-        while not select.select([there], [], [], 0.01)[0]:
-            does()
-            before, ended = ended, monotonic()
-            longest = max(longest, ended - before)
-        return longest
+    def show(*words: str, does: Callable[[], object]) -> dict[str, dict[str, Any]]:
+        def act(*_: object) -> None:
+            within(bench.client, does)
 
-    with here, there:
-        longest = start_within(place, repeat)
-        there.close()
-        yield longest
+        monkeypatch.setattr("kbpf.cli.top.time", SimpleNamespace(sleep=act, monotonic=monotonic))
+        monkeypatch.setattr("kbpf.views.top.ClientCounts", lambda: act() or ClientCounts())
+        with patient():
+            words = ("--once", "-o", "json", "--interval", "500ms", "--pin-dir", str(bench.site.pins), *words)
+            assert app.call(["top", *words]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["kind"], document["seconds"] > 0) == ("TopList", True)
+        return {row["name"]: row for row in document["items"]}
 
-
-def top(bench: Bench, *words: str, does: Callable[[], None]) -> dict[str, dict[str, object]]:
-    """The rows of `kbpf top --once -o json`, by name. `does` is repeated in the client until the
-    command has ended, since only what happens between its two reads is shown. These are far enough
-    from each other that it has been done once from its beginning to its end.
-    """
-    for interval in (0.5, 5, 50):
-        with repeated(bench.client, does) as longest:
-            process = begin(bench, "top", "--once", "-o", "json", "--interval", f"{interval * 1000:.0f}ms", *words)
-            out, err = process.communicate()
-        assert process.returncode == 0, err
-        if 2 * longest() < interval:
-            break
-    document = json.loads(out)
-    assert document["kind"] == "TopList"
-    assert document["seconds"] >= 0.5
-    return {row["name"]: row for row in document["items"]}
+    return show
 
 
 @needs("set_retval")
-def test_top_shows_rates(bench: Bench):
+def test_top_shows_rates(bench: Bench, top: Top):
     def both() -> None:
         fair("10.96.0.1")
         refused("10.96.0.7")
 
-    rows = top(bench, does=both)
+    rows = top(does=both)
     assert rows["default/fair"]["new"] > 0
     assert rows["default/fair"]["no_backend"] == 0
     assert rows["default/fair"]["bytes_in"] is None, "not counted"
     assert (rows["default/empty"]["new"], rows["default/empty"]["no_backend"] > 0) == (0, True)
-    rows = top(bench, "--by", "backends", "--service", "default/fair", does=both)
+    rows = top("--by", "backends", "--service", "default/fair", does=both)
     (backend,) = rows
     assert backend == f"{bench.one.ip}:{FAIR}"
-    assert {*top(bench, "-n", "shop", does=lambda: (both(), fair("10.96.0.20")))} == {"shop/sticky"}
-    rows = top(bench, "--by", "clients", does=both)
+    assert {*top("-n", "shop", does=lambda: (both(), fair("10.96.0.20")))} == {"shop/sticky"}
+    rows = top("--by", "clients", does=both)
     (client,) = rows
     assert str(bench.client.cgroup).endswith(client)
     assert rows[client]["new"] > 0
@@ -478,18 +382,17 @@ def test_top_shows_rates(bench: Bench):
     assert rows[client]["open"] is None
 
 
-def test_pod_and_zone_of_a_backend_are_named(bench: Bench):
+def test_pod_and_zone_of_a_backend_are_named(bench: Bench, top: Top):
     """As the agent writes them from the EndpointSlices."""
     key = pack_endpoint_key(service_id(bench, "fair"), parse_addr(bench.one.ip), FAIR, Protocol.TCP)
-    with bench.site.pinned("endpoint_names") as names:
-        names.update(key, pack_endpoint_name("fair-0", "node-1", "zone-a", 0))
+    bench.site.put("endpoint_names", key, pack_endpoint_name("fair-0", "node-1", "zone-a", 0))
     try:
         with watched(bench.site) as monitor:
             bench.act("fair", "10.96.0.1:80")
             (event,) = read(monitor)
         assert event.backend_pod == "default/fair-0"
         rows = {
-            by: top(bench, "--by", by, "--service", "default/fair", does=lambda: fair("10.96.0.1"))
+            by: top("--by", by, "--service", "default/fair", does=lambda: fair("10.96.0.1"))
             for by in ("backends", "zones", "nodes")
         }
         (backend,) = rows["backends"].values()
@@ -508,7 +411,6 @@ def test_top_refreshes_until_it_is_ended(bench: Bench):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     pages = 0
     while pages < 2:
         pages += process.stdout.readline() == "\n"

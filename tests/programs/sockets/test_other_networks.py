@@ -75,7 +75,7 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     pod = node.pod("pod")
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        site.open().apply(WORLD, None)
+        site.start(WORLD)
         yield Bench(node, pod, site)
 
 

@@ -13,18 +13,16 @@ import ctypes
 import errno
 import os
 import socket
-import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.btf import BTF_KIND_FUNC, Btf
-from kbpf.kernel.net import links
-from kbpf.kernel.system import netns
+from tests.programs.packets.tc.net import insn
 from tests.support.features import needs
+from tests.support.lab.namespace import Namespace, made
 
 TRACING, TRACE_ITER = 26, 28
 
@@ -33,10 +31,6 @@ def function_id(name: str) -> int:
     """The BTF id of this function of the kernel."""
     with Btf.load() as kernel:
         return kernel.find(name, BTF_KIND_FUNC)
-
-
-def insn(op: int, dst: int = 0, src: int = 0, off: int = 0, imm: int = 0) -> bytes:
-    return struct.pack("=BBhi", op, src << 4 | dst, off, imm)
 
 
 class Target(NamedTuple):
@@ -60,9 +54,9 @@ TARGETS = [
 def program(target: Target) -> bytes:
     """A program that destroys the socket, if there is one."""
     destroy = function_id("bpf_sock_destroy")
-    code = insn(0x79, 1, 1, target.offset)  # r1 = ctx->sk
-    code += insn(0x55, 1, 0, 2) + insn(0xB7, 0) + insn(0x95)  # if it is null, return 0
-    return code + insn(0x85, 0, 2, 0, destroy) + insn(0xB7, 0) + insn(0x95)
+    code = insn(0x79, 0x11, target.offset)  # r1 = ctx->sk
+    code += insn(0x55, 1, 2) + insn(0xB7) + insn(0x95)  # if it is null, return 0
+    return code + insn(0x85, 0x20, 0, destroy) + insn(0xB7) + insn(0x95)
 
 
 def load(target: Target) -> tuple[int, str]:
@@ -95,25 +89,14 @@ def iterator(program_fd: int) -> Iterator[int]:
         os.close(link)
 
 
-@pytest.fixture
-def namespaces() -> Iterator[list[Path]]:
-    names = [f"kbpf-test-{os.getpid()}-{i}" for i in (1, 2)]
-    for name in names:
-        links.create_namespace(name)
-    yield [links.namespace_path(name) for name in names]
-    for name in names:
-        links.remove_namespace(name)
-
-
-def connected(where: Path) -> socket.socket:
+def connected(where: Namespace) -> socket.socket:
     def make() -> socket.socket:
-        with links.Links() as here:
-            here.set_up("lo")
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         made.connect(("127.0.0.1", 9))
         return made
 
-    return netns.run_in(where, make)
+    where.ip("link set lo up")
+    return where.do(make)
 
 
 def is_destroyed(one: socket.socket) -> bool:
@@ -142,19 +125,18 @@ def test_verifier_accepts_bpf_sock_destroy_by_iterator(target: Target):
 
 
 @needs("sock_destroy")
-def test_udp_iterator_shows_only_its_creators_namespace(namespaces: list[Path]):
-    first, second = (connected(where) for where in namespaces)
+def test_udp_iterator_shows_only_its_creators_namespace():
     fd, said = load(TARGETS[0])
     assert fd >= 0, said
-    with first, second:
 
-        def run() -> None:
-            with iterator(fd) as reading:
-                while os.read(reading, 4096):
-                    pass
+    def run() -> None:
+        with iterator(fd) as reading:
+            while os.read(reading, 4096):
+                pass
 
-        netns.run_in(namespaces[0], run)
+    with made() as here, made() as there, connected(here) as first, connected(there) as second:
+        here.do(run)
         assert (is_destroyed(first), is_destroyed(second)) == (True, False)
-        netns.run_in(namespaces[1], run)
+        there.do(run)
         assert is_destroyed(second)
     os.close(fd)

@@ -14,7 +14,7 @@ import pytest
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.net.routes import find_route
-from kbpf.kernel.system import netns, pods, sysctl
+from kbpf.kernel.system import netns, pods
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import FrontendAddress
@@ -22,7 +22,8 @@ from kbpf.model.inspection import Inspection, Route
 from kbpf.model.objects import Protocol
 from kbpf.views import trace
 from kbpf.views.trace_page import Client, NodeFacts, Origin, Trace
-from tests.support.lab.lab import Node, Place, cgroup2, ip
+from tests.support.lab.lab import Node, Place, cgroup2
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, sites, split
 
 WEB = "10.96.0.1:53"
@@ -41,7 +42,6 @@ class Bench:
 
     def client(self, place: Place) -> Client:
         where = Path("/run/netns") / str(place.netns)
-        assert place.cgroup is not None
         origin = Origin.HOST if place is self.node.host else Origin.POD
         return Client(
             origin, cgroups=pods.list_cgroup_ids(place.cgroup, cgroup2()), netns=netns.run_in(where, netns.read_cookie)
@@ -112,11 +112,9 @@ def test_which_sockets_no_hook_sees(bench: Bench):
 # ---- what the command reads of the node ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", ["kubepods/burstable/pod{}", "kubepods.slice/kubepods-pod{}.slice"])
-def test_a_process_of_a_pod_is_found_by_its_cgroup(bench: Bench, driver: str):
+def test_a_process_of_a_pod_is_found_by_its_cgroup(bench: Bench):
     uid = f"{os.getpid():08x}-1111-2222-3333-444444444444"
-    name = uid.replace("-", "_") if driver.endswith("slice") else uid
-    folder = bench.node.cgroup / driver.format(name) / "container"
+    folder = bench.node.cgroup / f"kubepods/burstable/pod{uid}/container"
     assert pods.find_process(uid) is None
     place = Place("pod", bench.one.netns, folder)
     try:
@@ -135,19 +133,16 @@ def test_a_process_of_a_pod_is_found_by_its_cgroup(bench: Bench, driver: str):
     assert pods.find_process(uid) is None
 
 
-FORWARDING = ("net.ipv4.conf.all.forwarding", "net.ipv6.conf.all.forwarding")
-
-
 def test_routes_are_those_of_the_kernel(bench: Bench):
     """Strict rp_filter and switched off forwarding are what a packet would meet."""
-    where = Path("/run/netns") / bench.node.netns
+    node = Namespace(bench.node.netns)
 
     def ask(to: str, source: str = "", device: int = 0) -> Route:
         origin = parse_addr(source) if source else None
-        return netns.run_in(where, lambda: find_route(parse_addr(to), origin, device))
+        return node.do(lambda: find_route(parse_addr(to), origin, device))
 
     own, pod, other = bench.node.ip, bench.one.ip, "203.0.113.7"
-    ip(f"route add {other}/32 via 198.18.0.254", netns=bench.node.netns)
+    node.ip(f"route add {other}/32 via 198.18.0.254", "route add unreachable 192.0.2.9/32")
     assert ask(own).is_local
     to_pod = ask(pod)
     assert (to_pod.device, to_pod.gateway, to_pod.error) == (f"p{1}", None, ""), to_pod
@@ -156,21 +151,13 @@ def test_routes_are_those_of_the_kernel(bench: Bench):
     assert remote.source is not None
     assert format_addr(remote.source) == own
     assert ask(pod, other, remote.ifindex) == to_pod._replace(source=None)
-    assert "rp_filter" in ask(pod, bench.two.ip, remote.ifindex).error or not _is_strict(where)
+    is_strict = node.run("sysctl -n net.ipv4.conf.all.rp_filter").strip() == "1"
+    assert "rp_filter" in ask(pod, bench.two.ip, remote.ifindex).error or not is_strict
     assert ask(bench.one.ip6, bench.two.ip6, to_pod.ifindex).error == ""
-    ip("route add unreachable 192.0.2.9/32", netns=bench.node.netns)
     assert "no route" in ask("192.0.2.9").error
-    for name in FORWARDING:
-        netns.run_in(where, lambda name=name: sysctl.write(name, "0"))
-    try:
-        assert "IP forwarding is off" in ask(pod, other, remote.ifindex).error
-    finally:
-        for name in FORWARDING:
-            netns.run_in(where, lambda name=name: sysctl.write(name, "1"))
-
-
-def _is_strict(where: Path) -> bool:
-    return netns.run_in(where, lambda: sysctl.read("net.ipv4.conf.all.rp_filter")) == "1"
+    for on in (0, 1):
+        node.run(f"sysctl -qw net.ipv4.conf.all.forwarding={on} net.ipv6.conf.all.forwarding={on}")
+        assert ("IP forwarding is off" in ask(pod, other, remote.ifindex).error) is not bool(on)
 
 
 def test_a_client_without_a_route_sends_no_packet(bench: Bench):

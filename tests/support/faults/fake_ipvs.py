@@ -9,12 +9,11 @@ devices a bridge replaces them, which can have addresses too.
 import contextlib
 import errno
 import json
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -32,15 +31,13 @@ from kbpf.kernel.net.ipvs import (
     VirtualServiceSettings,
 )
 from kbpf.kernel.netfilter import forward_rules
-from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import IPVS_DEVICE, Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.metrics import ConnectionStats
-from tests.support.lab.lab import inside, run
+from tests.support.lab import namespace as namespaces
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import desired
-
-T = TypeVar("T")
 
 
 class FakeIpvs:
@@ -140,11 +137,12 @@ class FakeIpvs:
         }
 
 
-class Node:
+class Node(Namespace):
     """A network namespace with a data plane, on the fake if there is a `patch` to install it."""
 
     def __init__(self, where: str, folder: Path, patch: pytest.MonkeyPatch | None) -> None:
-        self.where, self.folder = where, folder
+        super().__init__(where)
+        self.folder = folder
         self.ipvs = FakeIpvs()
         if patch is not None:
             self.ipvs.install(patch)
@@ -152,14 +150,6 @@ class Node:
         self.config = Config(state_dir=folder)
         self.plane = IpvsPlane(self.config)
         self.now = 0.0
-
-    def do(self, action: Callable[[], T]) -> T:
-        """The result of `action`, run in the node's network namespace."""
-        return netns.run_in(Path("/run/netns") / self.where, action)
-
-    def run(self, *words: str, stdin: str | None = None) -> str:
-        """The output of a command in the node's network namespace."""
-        return run(*inside(self.where, None, *words), stdin=stdin)
 
     def start(self, config: Config | None = None) -> IpvsPlane:
         """Closes the plane and opens a new one, like a restarted agent."""
@@ -189,12 +179,12 @@ class Node:
 
     def addresses(self, device: str = IPVS_DEVICE) -> set[str]:
         """The addresses of a device; empty if it does not exist."""
-        shown = json.loads(self.run("ip", "-j", "addr"))
+        shown = json.loads(self.run("ip -j addr"))
         return {one["local"] for link in shown if link.get("ifname") == device for one in link["addr_info"]}
 
     def links(self) -> set[str]:
         """The names of all devices except loopback."""
-        return {row["ifname"] for row in json.loads(self.run("ip", "-j", "link"))} - {"lo"}
+        return {row["ifname"] for row in json.loads(self.run("ip -j link"))} - {"lo"}
 
     def tables(self) -> set[str]:
         """The names of all nftables tables."""
@@ -219,15 +209,13 @@ def real_node(tmp_path: Path) -> Iterator[Node]:
 
 @contextlib.contextmanager
 def _node(tmp_path: Path, patch: pytest.MonkeyPatch | None) -> Iterator[Node]:
-    where = f"kbif{os.getpid()}"
-    run("ip", "netns", "add", where)
-    run("ip", "-n", where, "link", "set", "lo", "up")
-    node = Node(where, tmp_path / "state", patch)
-    try:
-        yield node
-    finally:
-        node.plane.close()
-        run("ip", "netns", "del", where)
+    with namespaces.made() as made:
+        made.ip("link set lo up")
+        node = Node(made.name, tmp_path / "state", patch)
+        try:
+            yield node
+        finally:
+            node.plane.close()
 
 
 def tcp(address: str, port: int) -> VirtualServiceKey:

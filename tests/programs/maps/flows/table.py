@@ -115,8 +115,7 @@ class Flows:
         """Restores the initial state: no flows, an empty queue, a count of 0, no port in doubt."""
         self.delete_flows()
         self.drain()
-        with self.site.pinned("flow_count") as tracked:
-            tracked.update(U32.pack(0), U64.pack(0))
+        self.site.put("flow_count", U32.pack(0), U64.pack(0))
         self.settle()
 
     def settle(self) -> None:

@@ -13,18 +13,19 @@ from tests.support.plane import Site
 @pytest.fixture
 def written(site: Site) -> BpfPlane:
     """A data plane to which WORLD was applied."""
-    opened = site.open()
-    opened.apply(WORLD, None)
+    opened = site.start(WORLD)
     opened.write_status(encode(agent_status()))
     return opened
 
 
 @pytest.fixture
 def run(site: Site, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command on the site's pin folder; returns exit code, stdout and stderr."""
+    """Runs a command on the site's pin folder; returns exit code, stdout and stderr. `more`: words that contain
+    blanks.
+    """
 
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = app.call([*arguments, "--pin-dir", str(site.pins)])
+    def call(line: str, *more: str) -> tuple[int, str, str]:
+        code = app.call([*line.split(), *more, "--pin-dir", str(site.pins)])
         return code, *capsys.readouterr()
 
     return call

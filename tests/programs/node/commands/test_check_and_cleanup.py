@@ -24,7 +24,7 @@ from tests.support.plane import HOOKS, Site, desired, service
 
 
 def test_check_finds_this_machine_usable_and_leaves_nothing(site: Site, run):
-    code, out, _ = run("check", "-o", "json", "--cgroup", str(site.cgroup))
+    code, out, _ = run("check -o json --cgroup", str(site.cgroup))
     made = json.loads(out)
     details = {row["name"]: row["detail"] for row in made["items"]}
     assert (code, made["usable"], made["mode"], made["attached"]) == (0, True, "bpf", None)
@@ -45,14 +45,14 @@ def test_probe_tells_a_missing_helper_from_wrong_arguments():
 
 
 def test_check_uses_the_ports_of_the_running_agent(site: Site, run):
-    site.open(packet_path=True, masquerade_ports=(40_000, 40_009)).apply(desired(), None)
-    _, out, _ = run("check", "-o", "json", "--cgroup", str(site.cgroup))
+    site.start(desired(), packet_path=True, masquerade_ports=(40_000, 40_009))
+    _, out, _ = run("check -o json --cgroup", str(site.cgroup))
     (row,) = [r for r in json.loads(out)["items"] if r["name"] == "masquerade ports"]
     assert row["detail"].startswith("40000 to 40009: ")
 
 
 def test_check_without_cgroup_v2_exits_with_1_and_advice(site: Site, run, tmp_path: Path):
-    code, out, _ = run("check", "--cgroup", str(tmp_path))
+    code, out, _ = run("check --cgroup", str(tmp_path))
     assert code == 1
     assert "mode bpf cannot be used: cgroup v2" in out
     assert "--cgroup" in out
@@ -62,8 +62,8 @@ def test_check_attached_proves_translation_without_connecting_to_the_backend(sit
     with socket.create_server(("127.0.0.9", 0)) as backend:
         backend.setblocking(False)
         port = backend.getsockname()[1]
-        site.open().apply(desired(service("web", "10.96.0.1:80", f"127.0.0.9:{port}")), None)
-        code, out, _ = run("check", "--attached")
+        site.start(desired(service("web", "10.96.0.1:80", f"127.0.0.9:{port}")))
+        code, out, _ = run("check --attached")
         assert code == 0
         assert f"arrived at 127.0.0.9 port {port}" in out
         with pytest.raises(BlockingIOError):
@@ -73,7 +73,7 @@ def test_check_attached_proves_translation_without_connecting_to_the_backend(sit
 def test_check_attached_dials_every_family_and_protocol(written, run, site: Site):
     dns6 = service("dns6", "[fd00:96::1]:53", "[fd00:10::1]:53", UDP)
     written.apply(desired(*WORLD.services.values(), dns6), None)
-    code, out, err = run("check", "--attached", "-o", "json")
+    code, out, err = run("check --attached -o json")
     made = json.loads(out)
     rows = {row["name"]: row for row in made["items"]}
     assert (code, made["attached"], err) == (0, True, "")
@@ -99,14 +99,14 @@ def break_translation(site: Site) -> None:
 @pytest.mark.parametrize("damage", [remove_a_hook, break_translation])
 def test_check_attached_fails_where_nothing_is_translated(written, run, site: Site, damage):
     damage(site)
-    code, out, _ = run("check", "--attached", "-o", "json")
+    code, out, _ = run("check --attached -o json")
     made = json.loads(out)
     assert (code, made["usable"], made["attached"]) == (1, True, False)
 
 
 def test_check_attached_without_a_service_proves_nothing(site: Site, run):
-    site.open().apply(desired(), None)
-    code, out, _ = run("check", "--attached")
+    site.start(desired())
+    code, out, _ = run("check --attached")
     assert code == 1
     assert "no ClusterIP with backends" in out
     assert "not proven" in out
@@ -128,7 +128,7 @@ def list_files(folder: Path) -> list[Path]:
 def test_dry_run_lists_what_is_in_use_and_says_that_cleanup_would_refuse(written, run, site: Site):
     before = list_files(site.pins), site.dump()
     for options, shown in (((), "attachment"), (("--keep-connections",), "10 in ")):
-        code, out, err = run("cleanup", "--dry-run", *options)
+        code, out, err = run("cleanup --dry-run", *options)
         assert (code, err.count("\n"), out.split()[0]) == (0, 1, "WOULD-REMOVE")
         assert "without --dry-run: nothing was removed: an agent is running" in err
         assert shown in out
@@ -137,10 +137,10 @@ def test_dry_run_lists_what_is_in_use_and_says_that_cleanup_would_refuse(written
 
 def test_cleanup_removes_and_lists_everything(ended, site: Site, run):
     before = list_files(site.pins)
-    code, out, err = run("cleanup", "--dry-run", "-o", "json")
+    code, out, err = run("cleanup --dry-run -o json")
     listed = json.loads(out)
     assert (code, err, listed["dry_run"], list_files(site.pins)) == (0, "", True, before)
-    code, out, err = run("cleanup", "-o", "json")
+    code, out, err = run("cleanup -o json")
     removed = json.loads(out)["items"]
     assert (code, err, removed) == (0, "", listed["items"])
     assert [Path(r["path"]).name for r in removed if r["kind"] == "attachment"] == sorted(HOOKS)
@@ -159,7 +159,7 @@ OWN = str(ip_address("127.64.0.0") + os.getpid())
 def host(site: Site) -> Place:
     """A client with a connection to a Service, port 18080, that leads to port 18081."""
     site.place("server").serve(18081, address=OWN)
-    site.open().apply(desired(service("web", f"{OWN}:18080", f"{OWN}:18081")), None)
+    site.start(desired(service("web", f"{OWN}:18080", f"{OWN}:18081")))
     made = site.place("host")
     assert made.tcp(OWN, 18080, keep="held")["name"] == "server"
     return made
@@ -167,11 +167,11 @@ def host(site: Site) -> Place:
 
 def test_cleanup_keep_connections_translates_only_established_ones(host: Place, site: Site, run):
     before = site.entries("sock_peers")
-    code, out, err = run("cleanup", "--keep-connections")
+    code, out, err = run("cleanup --keep-connections")
     assert (code, out) == (1, ""), "a running agent would restore it"
     assert "stop the agent first" in err
     site.close_planes()
-    code, out, err = run("cleanup", "--keep-connections", "-o", "json")
+    code, out, err = run("cleanup --keep-connections -o json")
     assert (code, err) == (0, "")
     assert json.loads(out)["items"] == [{"kind": "frontends", "path": f"1 in {site.pins}"}]
     assert host.tcp(OWN, 18080)["error"] == "ECONNREFUSED", "by the host: no process listens there"
@@ -179,7 +179,7 @@ def test_cleanup_keep_connections_translates_only_established_ones(host: Place, 
     assert host.ask("talk", keep="held")["name"] == "server"
     assert site.entries("sock_peers") == before
     assert site.dump()["frontends"] == {}
-    assert run("cleanup", "--keep-connections")[1].startswith("nothing to remove")
+    assert run("cleanup --keep-connections")[1].startswith("nothing to remove")
     assert run("cleanup")[0] == 0
     assert host.tcp(OWN, 18080)["error"] == "ECONNREFUSED"
 
@@ -209,7 +209,7 @@ def test_cleanup_removes_partial_state_of_a_killed_agent(ended, site: Site, run)
         held.pin(site.pins / "new-map-config")
     with Link.open(site.pins / "links" / "connect4") as link:
         link.pin(site.pins / "new-link-connect4")
-    code, out, err = run("cleanup", "-o", "json")
+    code, out, err = run("cleanup -o json")
     assert (code, err) == (0, "")
     told = {Path(row["path"]).name for row in json.loads(out)["items"]}
     assert told >= {*UNFINISHED.split(), "new-map-config", "new-link-connect4"}
@@ -221,7 +221,7 @@ def test_cleanup_with_a_running_agent_needs_force(written, run, site: Site):
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "stop the agent first, or use --force" in err
     assert (site.pins / "links" / "connect4").exists()
-    code, out, err = run("cleanup", "--force")
+    code, out, err = run("cleanup --force")
     assert code == 0
     assert "attachment" in out
     assert f"pid {os.getpid()}" in err
@@ -232,10 +232,10 @@ def test_cleanup_unmounts_the_bpffs_of_the_pin_folder(run, site: Site, tmp_path:
     pins = tmp_path / "pins"
     site.pins, ours = pins, site.pins
     try:
-        site.open().apply(WORLD, None)
+        site.start(WORLD)
         assert {"maps.debug", "progs.debug"} <= {path.name for path in pins.iterdir()}
         site.close_planes()
-        code, out, err = run("cleanup", "-o", "json")
+        code, out, err = run("cleanup -o json")
         assert (code, err) == (0, "")
         removed = [(row["kind"], row["path"]) for row in json.loads(out)["items"]]
         assert removed[-2:] == [("bpffs", str(pins)), ("folder", str(pins))]
@@ -252,7 +252,7 @@ def test_cleanup_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_p
     cache = tmp_path / "cache"
     shutil.copytree(artifact_cache, cache)
     (cache / "notes.txt").write_text("mine")
-    code, out, _ = run("cleanup", "--cache", "--cache-dir", str(cache))
+    code, out, _ = run("cleanup --cache --cache-dir", str(cache))
     assert code == 0
     assert "artifact" in out
     assert [path.name for path in cache.iterdir()] == ["notes.txt"]

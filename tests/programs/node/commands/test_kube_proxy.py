@@ -66,8 +66,7 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what.__name__)
 @alone
 def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path):
-    plane = site.open()
-    plane.apply(WEB, None)
+    plane = site.start(WEB)
     plane.write_status(b"")
     with row.what(tmp_path):
         check = neighbours.kube_proxy_row()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
 from kbpf.model.objects import Protocol
 from kbpf.model.status import AgentStatus, SourceView
-from tests.support.plane import desired, service
+from tests.support.plane import desired, services
 
 UDP = Protocol.UDP
 HOOK_NAMES = [hook.name for hook in ALL_HOOKS]
@@ -53,17 +53,18 @@ def agent_status(**more: Any) -> AgentStatus:
 
 
 WORLD = desired(
-    service(
-        "web",
-        "10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80",
-        "10.244.0.1:8080 10.244.0.2:8080 10.244.0.3:8080",
+    *services(
+        """
+web     10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80 -> A:8080 B:8080 10.244.0.3:8080
+dns:UDP 10.96.0.1:53 -> A:5353 B:5353
+web6    [fd00:96::1]:80 -> [fd00:10::1]:8080
+kept    10.96.0.2:80 -> 127.0.0.1:1 affinity=600
+near    10.96.0.3:80 -> A:8080 10.244.0.9:8080 local=A:8080 internal=Local
+empty   10.96.0.4:80
+guarded 10.96.0.5:80 LoadBalancer=192.0.2.5:80 -> A:8080 restricted=yes
+""".replace("A:", "10.244.0.1:").replace("B:", "10.244.0.2:"),
+        {},
     ),
-    service("dns", "10.96.0.1:53", "10.244.0.1:5353 10.244.0.2:5353", UDP),
-    service("web6", "[fd00:96::1]:80", "[fd00:10::1]:8080"),
-    service("kept", "10.96.0.2:80", "127.0.0.1:1", affinity_timeout=600),
-    service("near", "10.96.0.3:80", "10.244.0.1:8080 10.244.0.9:8080", local="10.244.0.1:8080", internal_local=True),
-    service("empty", "10.96.0.4:80"),
-    service("guarded", "10.96.0.5:80 LoadBalancer=192.0.2.5:80", "10.244.0.1:8080", restricted=True),
     nodes="192.0.2.100",
 )
 

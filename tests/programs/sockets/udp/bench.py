@@ -89,6 +89,15 @@ class Bench:
         return {name: count for name, count in found.items() if count}
 
 
+def edit(bench: Bench, name: str, s: socket.socket, change: Callable[[bytes], bytes]) -> None:
+    """Changes what this map holds of the socket."""
+    with bench.site.pinned(name) as held:
+        key = s.fileno().to_bytes(4, "little")
+        value = held.lookup(key)
+        assert value is not None
+        held.update(key, change(value))
+
+
 def flows_in(raw: bytes) -> int:
     """How many entries of a struct udp_flows are used."""
     return sum(bool(frontend[18]) for _, _, _, frontend, *_ in UDP_FLOW.iter_unpack(raw[8:]))

@@ -20,11 +20,11 @@ from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
-from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, kept, socket_of, talk
+from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, edit, kept, socket_of, talk
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import desired, flush, service
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 # ---- the end of a backend ----------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ the Service is deleted | gone
 
 
 @pytest.mark.parametrize("client", ["pod", "host"])
-@pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
+@each_row(ENDS)
 def test_connected_sockets_of_a_deleted_backend_are_destroyed(bench: Bench, row: End, client: str):
     """In every network namespace, idle ones included, but only those connected to this Service."""
     bench.web("one", dns="one")
@@ -140,12 +140,8 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Benc
         s.connect(("10.96.0.1", 53))
         name, _ = answer(s)
         (other,) = {"one", "two"} - {name}
-        with bench.site.pinned("sock_peers") as peers:
-            key = s.fileno().to_bytes(4, "little")
-            value = peers.lookup(key)
-            assert value is not None
-            address = V4_PREFIX + socket.inet_aton(bench[other].ip)
-            peers.update(key, value[:28] + address + value[44:])
+        address = V4_PREFIX + socket.inet_aton(bench[other].ip)
+        edit(bench, "sock_peers", s, lambda raw: raw[:28] + address + raw[44:])
         bench.web(name)
         assert talk(s)[0] == name
 
@@ -153,24 +149,20 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Benc
 @pytest.mark.parametrize("flag", range(4))
 def test_sockets_are_destroyed_whatever_their_flags_are(bench: Bench, flag: int):
     """As after a failure: the flags are in the storage of the socket (enum peer_flags)."""
+
+    def mark(raw: bytes) -> bytes:
+        cookie, frontend, backend, *rest = PEER.unpack(raw)
+        return PEER.pack(cookie, frontend, backend[:-1] + bytes([1 << flag]), *rest)
+
     bench.web("one")
     with socket_of(bench["pod"]) as s:
         s.connect(("10.96.0.1", 53))
-        with bench.site.pinned("sock_peers") as peers:
-            key = s.fileno().to_bytes(4, "little")
-            value = peers.lookup(key)
-            assert value is not None
-            cookie, frontend, backend, *rest = PEER.unpack(value)
-            marked = backend[:-1] + bytes([1 << flag])
-            peers.update(key, PEER.pack(cookie, frontend, marked, *rest))
+        edit(bench, "sock_peers", s, mark)
         bench.web("two")
         assert s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNABORTED
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=needs("set_retval") if row.next == "ECONNREFUSED" else (), id=row.name) for row in ENDS],
-)
+@each_row(ENDS, lambda row: needs("set_retval") if row.next == "ECONNREFUSED" else ())
 def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row: End):
     bench.web("one")
     with kept(bench["pod"], "10.96.0.1") as s:
@@ -241,6 +233,7 @@ def test_terminating_backend_keeps_its_clients(bench: Bench):
 def test_tcp_connection_outlives_its_service(bench: Bench):
     bench.serve(service("web", "10.96.0.1:80", bench.to("one")))
     bench["pod"].tcp("10.96.0.1", 80, keep="t")
+    assert bench.held() == {"sock_peers": 1}
     bench.serve()
     flush(bench.plane)
     assert bench["pod"].ask("talk", keep="t")["name"] == "one"
