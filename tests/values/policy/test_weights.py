@@ -46,7 +46,6 @@ def read(annotations: dict[str, Any] | None) -> decode.DecodedObject:
 
 def said(annotations: dict[str, Any] | None) -> Service:
     item = read(annotations)
-    assert isinstance(item.object, Service)
     assert item.error == ""
     assert item.object.ports == (ServicePort("", Protocol.TCP, 80),), "served on"
     return item.object
