@@ -59,13 +59,6 @@ class Harness:
 WEB_KEY = "ns/web:http TCP IPv4"
 
 
-def test_equal_state_is_not_a_change_and_keeps_the_old_object():
-    kept = Harness(up(WEB), up(piece("1@me")))
-    before = kept.state("web")
-    assert kept.feed(up(replace(ME, zone="elsewhere"))) == set(), "it is computed again"
-    assert kept.state("web") is before
-
-
 def test_what_slices_say_of_endpoints_is_a_change_of_their_service():
     """It decides nothing here, but `kbpf inspect` shows it."""
     kept = Harness(up(WEB), up(piece("1@me")))

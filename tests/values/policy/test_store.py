@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.model.address import parse_addr
-from kbpf.model.events import Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.events import Event, Kind, Rejected, Synced, Upsert
 from kbpf.model.objects import (
     Cidr,
     Endpoint,
@@ -166,12 +166,6 @@ def test_store_returns_the_current_objects():
     assert world.slices(NAME) == ()
 
 
-def problems(world: ObjectStore) -> dict[ObjectKey, tuple[str, ...]]:
-    """The problem lines of those objects of this file that have any."""
-    known = {key(one): world.problems_of(key(one)) for one in (WEB, ONE, TWO, ME, POD)}
-    return {each: lines for each, lines in known.items() if lines}
-
-
 def test_slice_that_moves_to_another_service_leaves_the_first():
     world = store("one one-of-other")
     assert world.slices(NAME) == ()
@@ -256,47 +250,48 @@ def test_other_services_do_not_keep_their_last_endpoints():
     assert store("one one-empty").slices(NAME) == (OBJECTS["one-empty"],)
 
 
+OBJECTS |= {f"{name}-odd": replace(OBJECTS[name], skipped=("odd",)) for name in ("web", "one", "two", "me", "you")}
+
+
+class Problems(NamedTuple):
+    """Events, and the lines of each object that has any; `usable`: no object is missing because it was rejected."""
+
+    rule: str
+    events: str
+    lines: str = ""
+    usable: bool = True
+
+
+PROBLEMS = table(
+    Problems,
+    """
+rejected objects                                  | ALL !web !one     | web: bad; one: bad | no
+a rejection ends with an upsert or a delete       | ALL !web !two web -two
+rejected again                                    | ALL !web !web     | web: bad           | no
+another Node is rejected                          | ALL !you
+our Node is rejected                              | ALL !me           | me: bad            | no
+a rejected Pod | !pod | pod: bad
+what is skipped in two slices, one rejected since | one-odd two-odd !one | one: bad, odd; two: odd | no
+slices that are corrected or deleted              | one-odd two-odd !one one -two
+what is skipped in a Service and our Node alone   | web-odd me-odd you-odd | web: odd; me: odd
+a Service and our Node that are corrected         | web-odd me-odd -web me
+""",
+)
+
+
+@pytest.mark.parametrize("row", PROBLEMS, ids=lambda row: row.rule)
+def test_problems(row: Problems):
+    world = store(row.events.replace("ALL", ALL))
+    lines = {name: world.problems_of(key(OBJECTS[name])) for name in ("web", "one", "two", "me", "pod", "you")}
+    assert "; ".join(f"{name}: {', '.join(each)}" for name, each in lines.items() if each) == row.lines
+    assert world.all_usable is row.usable
+
+
 def test_rejected_object_keeps_its_previous_version():
     world = store(f"{ALL} !web !one")
     assert world.service(NAME) == WEB
     assert world.slices(NAME) == (ONE,)
-    assert problems(world) == {key(WEB): ("bad",), key(ONE): ("bad",)}
-    assert not world.all_usable
-
-
-def test_a_rejection_ends_with_an_upsert_or_a_delete():
-    world = store(f"{ALL} !web !two")
-    assert world.apply(events("web -two")) == ChangeSet()
-    assert problems(world) == {}
-    assert world.all_usable
-    world.apply([Rejected(key(WEB), "bad"), Rejected(key(WEB), "worse")])
-    assert problems(world) == {key(WEB): ("worse",)}
-
-
-def test_rejection_of_another_node_is_no_problem():
-    assert problems(store("!you !me")) == {key(ME): ("bad",)}
-
-
-def test_skipped_endpoints_are_problems_until_the_slice_is_corrected_or_deleted():
-    world = ObjectStore("me")
-    bad = replace(ONE, skipped=("endpoint 3: not an IP address",))
-    world.apply([up(bad), up(replace(bad, name="web-2")), Rejected(key(ONE), "bad")])
-    assert problems(world) == {
-        key(ONE): ("bad", "endpoint 3: not an IP address"),
-        key(TWO): ("endpoint 3: not an IP address",),
-    }
-    world.apply(events("one -two"))
-    assert problems(world) == {}
-
-
-def test_skipped_fields_of_a_service_and_our_node_are_problems():
-    world = ObjectStore("me")
-    web, me = replace(WEB, skipped=("an annotation",)), replace(ME, skipped=("an address",))
-    world.apply([up(web), up(me), up(replace(me, name="you"))])
-    assert problems(world) == {key(WEB): ("an annotation",), key(ME): ("an address",)}
-    assert world.service(NAME) == web, "served on"
-    world.apply([gone(web), up(ME)])
-    assert problems(world) == {}
+    assert store("web-odd").service(NAME) == OBJECTS["web-odd"], "served on"
 
 
 def test_kinds_are_synced_one_by_one():
@@ -309,7 +304,3 @@ def test_returned_values_do_not_change_later():
     slices, synced = world.slices(NAME), world.synced
     world.apply(events("web -one synced:Node"))
     assert (slices, synced) == ((ONE,), frozenset())
-
-
-def test_rejected_pod_leaves_all_usable():
-    assert store("!pod").all_usable

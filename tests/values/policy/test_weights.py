@@ -155,11 +155,6 @@ def test_packed_names_unpack_to_the_same_names(names):
         assert unpack_names(packed) == tuple(names)
 
 
-def test_common_prefix_of_pod_names_is_stored_once():
-    names = [f"web-7d4b9c6f5d-{n:05}" for n in range(100)]
-    assert len(pack_names(names)) < 800
-
-
 # ---- weights of a set --------------------------------------------------------------------------
 
 PORT = ServicePort("http", Protocol.TCP, 80)
