@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoints serve: one row per rule of kube-proxy (topology.go), then random input compared
-with the naive model.
-"""
+"""Which endpoints serve: one row per rule of kube-proxy (topology.go), and what is true for any."""
 
 import itertools
 from typing import NamedTuple
@@ -20,7 +18,6 @@ from kbpf.policy.endpoints import (
     local_endpoint_addresses,
     select_endpoints,
 )
-from tests.support import oracle
 from tests.support.table import table
 from tests.values.policy.services import CONDITIONS, HTTP, end, ends, numbers, piece, service
 
@@ -369,20 +366,15 @@ SERVE = {
 }
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(SLICES, SERVICES, NODES)
-def test_random_endpoints_are_selected_as_in_the_naive_model_and_for_a_reason(slices, web, node):
-    port = web.ports[0]
-    expected = oracle.choice(slices, port, web, node, 4)
-    for order in itertools.permutations(slices):
-        chosen = select_endpoints(order, port, web, node, 4)
-        for name in ("cluster", "local", "serving"):
-            backends = getattr(chosen, name)
-            assert list(backends) == sorted(set(backends))
-            assert {(oracle.text(b.address), b.port) for b in backends} == getattr(expected, name)
-        assert (chosen.any_endpoints, chosen.mode) == (expected.any_endpoints, expected.mode)
+def test_any_order_of_slices_has_the_same_sets_and_reasons_agree_with_them(slices, web, node):
+    """tests/fuzz/test_judge.py compares the sets with kube-proxy's own functions."""
+    found = [select_endpoints(order, web.ports[0], web, node, 4) for order in itertools.permutations(slices)]
+    assert len(set(map(sets, found))) == 1
+    for chosen in found:
         lines = chosen.explain()
         assert [line.reason in SERVE for line in lines] == [line.cluster or line.local for line in lines]
         for name in ("cluster", "local"):
             said = {(line.endpoint.address, line.port) for line in lines if getattr(line, name)}
-            assert said == {(b.address, b.port) for b in getattr(chosen, name)}
+            assert sorted(said) == [(b.address, b.port) for b in getattr(chosen, name)]
