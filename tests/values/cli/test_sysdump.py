@@ -85,24 +85,24 @@ LONG_PATTERNS = {
         'REDACTED\'\n12:00:02 kept token="REDACTED"\n12:00:03 kept',
     ),
 }
-KEYS = (
-    "AKIAHIDDENHIDDEN1234",
-    "ASIAHIDDENHIDDEN1234",
-    f"ghp_{'hidden' * 6}",
-    f"ghs_{'hidden' * 6}",
-    f"github_pat_11{'hidden' * 8}",
-    f"glpat-{'hidden' * 4}",
-    "xoxb-12345-hidden-abc",
-    f"AIzaSy-{'hidden' * 5}abc",
-    f"ya29.a0{'hidden' * 5}",
-    f"dckr_pat_{'hidden' * 5}",
-    f"hvs.{'hidden' * 5}",
-    f"sk_live_{'hidden' * 5}",
-)
+KEYS = """\
+AKIAHIDDENHIDDEN1234
+ASIAHIDDENHIDDEN1234
+xoxb-12345-hidden-abc
+glpat-hiddenhiddenhiddenhidden
+ghp_hiddenhiddenhiddenhiddenhiddenhidden
+ghs_hiddenhiddenhiddenhiddenhiddenhidden
+github_pat_11hiddenhiddenhiddenhiddenhiddenhiddenhiddenhidden
+AIzaSy-hiddenhiddenhiddenhiddenhiddenabc
+ya29.a0hiddenhiddenhiddenhiddenhidden
+dckr_pat_hiddenhiddenhiddenhiddenhidden
+hvs.hiddenhiddenhiddenhiddenhidden
+sk_live_hiddenhiddenhiddenhiddenhidden
+"""
 SECRETS = [
     *((text.replace(r"\n", "\n"), part.replace(r"\n", "\n")) for text, part in PATTERNS),
     *((f": {text}", part) for text, part in LONG_PATTERNS.values()),
-    *((f": seen {key}.", "seen REDACTED") for key in KEYS),
+    *((f": seen {key}.", "seen REDACTED") for key in KEYS.split()),
 ]
 
 

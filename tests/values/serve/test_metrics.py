@@ -31,7 +31,7 @@ from kbpf.model.metrics import (
     UdpCuts,
 )
 from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
-from kbpf.serve.exposition import Histogram, format_number
+from kbpf.serve.exposition import Histogram
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
 from tests.support.faults.event_server import EventServer
@@ -336,13 +336,6 @@ def test_change_queued_during_a_pass_is_pending_after_it():
 # ---- the format --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(True, "1"), (3.0, "3"), (0.25, "0.25"), (7 << 60, "8.070450532247929e+18"), (math.inf, "+Inf")]
-)
-def test_format_number(value: float, text: str):
-    assert format_number(value) == text
-
-
 def test_histogram_bounds_are_inclusive():
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1):
@@ -395,32 +388,30 @@ def notes(server: EventServer, count: int) -> list[tuple[str, str, str]]:
     return [(event["type"], event["reason"], event["note"]) for event in server.events]
 
 
-def test_reason_for_ipvs_is_a_label_and_one_event():
+IPVS_CHOICE = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
+STARTS = {
+    "mode ipvs": (IPVS_CHOICE, {}, "BpfUnavailable", "no cgroup v2 hierarchy is mounted"),
+    "a setting": (
+        ModeChoice("bpf", "bpf"),
+        {"KubeProxyDefaultMode": "mode is unset"},
+        "KubeProxyDefaultMode",
+        "is unset",
+    ),
+}
+"""The mode, warnings about settings, and the reason and words of the Event before that of the start."""
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_is_unusual_at_a_start_is_one_event(name: str):
+    choice, warnings, reason, words = STARTS[name]
     server = EventServer()
-    desk = AgentServer(Config(), "bpf", post_event=server)
-    choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
+    desk = AgentServer(Config(), "bpf", post_event=server, warnings=warnings)
     desk.report_started("1", choice)
     notes(server, 2)
-    desk.set_status(replace_status(mode="ipvs", choice=choice))
-    families = parse(desk.format_metrics().decode())
-    labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
-    assert families["kbpf_mode_info"].value(**labels) == 1
     desk.stop()
-    (warning, reason, note), start = notes(server, 0)
-    assert (warning, reason, start[:2]) == ("Warning", "BpfUnavailable", ("Normal", "Starting"))
-    assert "no cgroup v2 hierarchy is mounted" in note
-
-
-def test_warnings_about_settings_are_events_at_start():
-    server = EventServer()
-    desk = AgentServer(Config(), "bpf", post_event=server, warnings={"KubeProxyDefaultMode": "mode is unset"})
-    desk.report_started("1", ModeChoice("bpf", "bpf"))
-    notes(server, 2)
-    desk.stop()
-    assert notes(server, 0) == [
-        ("Warning", "KubeProxyDefaultMode", "mode is unset"),
-        ("Normal", "Starting", "kbpf 1 mode bpf"),
-    ]
+    (warning, found, note), start = notes(server, 0)
+    assert (warning, found, start) == ("Warning", reason, ("Normal", "Starting", f"kbpf 1 mode {choice.mode}"))
+    assert words in note
 
 
 def test_rejected_configuration_is_one_event():
@@ -431,6 +422,12 @@ def test_rejected_configuration_is_one_event():
     notes(server, 1)
     desk.stop()
     assert notes(server, 0) == [("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")]
+
+
+def test_reason_for_ipvs_is_a_label():
+    families = page(status=replace_status(mode="ipvs", choice=IPVS_CHOICE))
+    labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
+    assert families["kbpf_mode_info"].value(**labels) == 1
 
 
 def test_latencies_are_histograms_by_service():

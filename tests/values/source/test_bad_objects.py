@@ -105,23 +105,11 @@ MISTAKES = [
         X,
     ),
     Mistake(
-        "a port twice",
-        service(f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]"),
-        LEFT_OUT,
-        (f"{X_SAYS}spec.ports[1].port: 80/TCP is used twice (zz.yaml:4)",),
-    ),
-    Mistake(
         "leading zeros",
         service(f"clusterIP: 010.096.000.011, {PORT}"),
         ODD,
         (f"{X_SAYS}spec.clusterIP: '010.096.000.011' has leading zeros; it is read as {X_IP}",),
         (X,),
-    ),
-    Mistake(
-        "a ClusterIP that is taken",
-        service(f"clusterIP: 10.96.0.10, {PORT}"),
-        REFUSED,
-        ("bad/x TCP IPv4: 10.96.0.10:80/TCP is not served: it is taken by Service shop/web",),
     ),
     Mistake(
         "an ExternalIP where a process listens",
