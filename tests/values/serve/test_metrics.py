@@ -30,7 +30,7 @@ from kbpf.model.metrics import (
     TrafficStats,
     UdpCuts,
 )
-from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView
 from kbpf.serve.exposition import Histogram
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
@@ -39,35 +39,34 @@ from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
 from tests.support.table import pairs
+from tests.values.views.snapshots import agent, stats
 
-STATUS = AgentStatus(
-    version="9.9",
-    pid=1,
-    mode="bpf",
-    node="n1",
-    started=1.0,
-    heartbeat=2.0,
-    synced=True,
-    services=7,
-    service_ports=9,
-    applied=11,
-    last_apply_ms=250.0,
-    event_to_map_p50_ms=2.0,
-    event_to_map_p99_ms=40.0,
-    sources=(
-        SourceView("services", "watching", True, "5", "", 0, 1.5),
-        SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0),
-    ),
-    problems=(),
-    problem_count=4,
-    refused=2,
-    error="no",
-    config_error="",
-    packets=PacketStatus(True, "", failed_count=1, forwarding="netfilter"),
-    without_endpoints=5,
-    verified=(VerifiedPart("maps", 3, 1.5e9), VerifiedPart("connections", 1, 1.6e9)),
-    failing_backends=2,
-)
+STATUS = agent("""
+version: '9.9'
+pid: 1
+node: n1
+started: 1.0
+heartbeat: 2.0
+services: 7
+service_ports: 9
+applied: 11
+last_apply_ms: 250.0
+event_to_map_p50_ms: 2.0
+event_to_map_p99_ms: 40.0
+sources:
+- {name: services, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: nodes, state: retrying, synced: true, resource_version: '5', error: gone, failures: 3, silent_seconds: 70.0}
+problem_count: 4
+refused: 2
+error: 'no'
+config_error: ''
+packets: {enabled: true, failed_count: 1, forwarding: netfilter}
+without_endpoints: 5
+verified:
+- {name: maps, differences: 3, timestamp: 1500000000.0}
+- {name: connections, differences: 1, timestamp: 1600000000.0}
+failing_backends: 2
+""")
 MEASURES = DataPlaneMetrics(
     tables=(
         TableUsage("services", 10, 64, 256, 4096),
@@ -80,23 +79,14 @@ MEASURES = DataPlaneMetrics(
     bypassed_chains=1,
 )
 WEB, DNS = ("a", "web", "http", "TCP"), ("a", "dns", "", "UDP")
-HAD = ConnectionStats(
-    opened=7,
-    no_endpoint=5,
-    not_allowed=8,
-    refused=1,
-    unanswered=2,
-    reset=3,
-    ended=6,
-    bytes_in=700,
-    bytes_out=7000,
-    retransmits=4,
-    rtt_us=1_500,
-    rtts=3,
-)
+HAD, FEW = stats("""\
+1 1 opened=7 no_endpoint=5 not_allowed=8 refused=1 unanswered=2 reset=3 ended=6 bytes_in=700 bytes_out=7000 \
+retransmits=4 rtt_us=1500 rtts=3
+1 2 opened=20
+""").values()
 TRAFFIC = TrafficStats(
     connections=((WEB, 5), (DNS, 9), (("b", "web", 'od"d\\\n', "TCP"), 1)),
-    totals=((WEB, HAD), (DNS, ConnectionStats(opened=20))),
+    totals=((WEB, HAD), (DNS, FEW)),
     counted_fields=ALL_COUNTERS,
     backends=(
         BackendStats(WEB, "10.244.1.2:8080", 4, HAD),
