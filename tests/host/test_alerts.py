@@ -16,34 +16,41 @@ import pytest
 import yaml
 
 from kbpf.model.metrics import DataPlaneMetrics, FlowCount, ReasonCount, TableUsage, TrafficStats
-from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
+from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.serve.exposition import format_labels
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from tests.support.build.prometheus import promtool
 from tests.support.prometheus import Family
 from tests.values.serve.test_metrics import ALL_COUNTERS, HAD, STATUS, WEB, Counts
 from tests.values.serve.test_metrics import page as page_of
+from tests.values.views.snapshots import agent
 
 RULES = Path(__file__).parents[2] / "manifests" / "monitoring" / "rules.yaml"
 NODE = {"job": "kube-proxy", "instance": "node-1:10249"}
 BEGINS, ENDS = 10, 60
 """Minutes: when the change of a row begins, and when it is evaluated for the last time."""
 
-WELL = msgspec.structs.replace(
+WELL = agent(
+    """
+problem_count: 0
+refused: 0
+error: ''
+without_endpoints: 0
+packets: {enabled: true}
+sources:
+- {name: services, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: endpointslices, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: nodes, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: pods, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+threads:
+- {name: http, alive: true, idle_seconds: 0.1}
+- {name: devices, alive: true, idle_seconds: 4.0}
+verified:
+- {name: maps, differences: 0, timestamp: 1500000000.0}
+- {name: connections, differences: 0, timestamp: 1600000000.0}
+failing_backends: 0
+""",
     STATUS,
-    problems=(),
-    problem_count=0,
-    refused=0,
-    error="",
-    without_endpoints=0,
-    config_error="",
-    packets=PacketStatus(True),
-    sources=tuple(
-        SourceView(name, "watching", True, "5", "", 0, 1.5) for name in ("services", "endpointslices", "nodes", "pods")
-    ),
-    threads=(ThreadView("http", True, 0.1), ThreadView("devices", True, 4.0)),
-    verified=(VerifiedPart("maps", 0, 1.5e9), VerifiedPart("connections", 0, 1.6e9)),
-    failing_backends=0,
 )
 PLANE = Counts(
     DataPlaneMetrics(

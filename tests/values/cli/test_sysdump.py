@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kbpf import bounded_yaml
 from kbpf.cli import app
@@ -233,20 +234,20 @@ def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path):
 
 # ---- objects -------------------------------------------------------------------------------------
 
-WEB = {
-    "apiVersion": "v1",
-    "kind": "Service",
-    "metadata": {"name": "web", "creationTimestamp": "2026"},
-    "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]},
-}
-SLICE = {
-    "apiVersion": "discovery.k8s.io/v1",
-    "kind": "EndpointSlice",
-    "metadata": {"name": "web-1", "labels": {"kubernetes.io/service-name": "web"}},
-    "addressType": "IPv4",
-    "endpoints": [{"addresses": ["10.1.0.1"], "nodeName": "n1"}],
-}
-NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}}
+WEB, SLICE, NODE = yaml.safe_load_all("""\
+apiVersion: v1
+kind: Service
+metadata: {name: web, creationTimestamp: '2026'}
+spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints: [{addresses: [10.1.0.1], nodeName: n1}]
+---
+{apiVersion: v1, kind: Node, metadata: {name: n1}}
+""")
 NOTES = {"last-applied": "hidden", "kbpf.io/weights": "*=1"}
 READ = {
     "all kinds": ([NODE, WEB, SLICE], [NODE, WEB, SLICE]),

@@ -30,7 +30,7 @@ from kbpf.model.metrics import (
     TrafficStats,
     UdpCuts,
 )
-from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus
 from kbpf.serve.exposition import Histogram
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
@@ -141,19 +141,20 @@ def page(*given: Serving, **more: Any) -> dict[str, Family]:
 
 # ---- golden transcripts ------------------------------------------------------------------------
 
-BUSY_STATUS = msgspec.structs.replace(
-    STATUS,
-    last_apply_ms=250.25,
-    event_to_map_p99_ms=40.5,
-    config_error="bad",
-    refused_namespaces={"b": 1, 'a"\\\n': 2},
-    choice=ModeChoice("auto", "bpf", "a reason", "more"),
-    sources=(
-        SourceView("services", "watching", True, "5", "", 0, 1.5, 3),
-        SourceView("nodes", "retrying", False, "5", "gone", 3, 70.0),
-    ),
-    threads=(ThreadView("addresses", True, 1.0, 0, ""), ThreadView("http", False, 1.0, 2, "down")),
-)
+BUSY = r"""
+last_apply_ms: 250.25
+event_to_map_p99_ms: 40.5
+config_error: bad
+refused_namespaces: {b: 1, "a\"\\\n": 2}
+choice: {requested: auto, mode: bpf, reason: a reason, detail: more}
+sources:
+- {name: services, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5, drift: 3}
+- {name: nodes, state: retrying, synced: false, resource_version: '5', error: gone, failures: 3, silent_seconds: 70.0}
+threads:
+- {name: addresses, alive: true, idle_seconds: 1.0}
+- {name: http, alive: false, idle_seconds: 1.0, restarts: 2, problem: down}
+"""
+BUSY_STATUS = agent(BUSY, STATUS)
 IPVS = Counts(
     DataPlaneMetrics(), TrafficStats(connections=((WEB, 5),), totals=((WEB, HAD),), counted_fields=IPVS_COUNTERS)
 )

@@ -93,9 +93,10 @@ problem_count: 0
 """
 
 
-def agent(text: str) -> AgentStatus:
-    """The status of a healthy agent, but with these fields, in YAML."""
-    return msgspec.convert(yaml.safe_load(HEALTHY) | yaml.safe_load(text or "{}"), AgentStatus)
+def agent(text: str, base: AgentStatus | None = None) -> AgentStatus:
+    """The status of a healthy agent, or this one, but with these fields, in YAML."""
+    fields = msgspec.to_builtins(base) if base else yaml.safe_load(HEALTHY)
+    return msgspec.convert(fields | yaml.safe_load(text or "{}"), AgentStatus)
 
 
 AGENT = agent("")
