@@ -8,7 +8,6 @@ import io
 import json
 import os
 import socket
-import sys
 import tarfile
 import threading
 import time
@@ -34,8 +33,7 @@ from tests.values.source.reflector.scripted import listed, status
 # ---- secrets -------------------------------------------------------------------------------------
 
 PEM = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIIhidden\n-----END EC PRIVATE KEY-----"
-PATTERNS = pairs(r"""\
-a URL: --master=https://me:hidden@192.0.2.1:6443/x → --master=https://REDACTED@192.0.2.1
+PATTERNS = pairs(r"""a URL: --master=https://me:hidden@192.0.2.1:6443/x → --master=https://REDACTED@192.0.2.1
 a user in a URL: http://hidden@proxy:3128 → http://REDACTED@proxy:3128
 a header: Authorization: Bearer hidden.token → Authorization: Bearer REDACTED
 basic: authorization: Basic aGlkZGVu → authorization: Basic REDACTED
@@ -366,55 +364,52 @@ def limit(max_bytes: int = 1000, seconds: float = 60) -> Limit:
     return Limit(max_bytes, time.monotonic() + seconds)
 
 
-def python(text: str) -> collect.Collector:
-    return collect.run_command((sys.executable, "-c", text))
+COMMANDS = pairs(r"""all is well: echo out → out\n
+it fails: echo half; echo noise >&2; echo why >&2; exit 3 → half\n | exit code 3: why
+it reports findings: echo found; exit 1 → found\n
+it has no output: exit 1 → | exit code 1
+it is killed: kill -9 $$ → | exit code -9
+it prints too much: yes xxxxxxxxx → xxxxxxxxx\nxxxxxxxxx\n | cut off: more than 1000 bytes
+one endless line: cat /dev/zero → | cut off
+too much on stderr: head -c 1000000 /dev/zero >&2; echo out → out\n
+a file: cat /proc/self/comm → cat\n
+no file: cat /none → | exit code 1: cat: /none: No such file
+""")
+"""What a shell does → the beginnings of the data | and of the error."""
+INSTALLED = [
+    ((("kbpf-none",),), b"", "kbpf-none is not installed"),
+    ((("/etc/passwd",),), b"", "/etc/passwd is not installed"),
+    ((("kbpf-none",), ("echo", "hi")), b"hi\n", ""),
+    ((("echo", "hi"), ("kbpf-none",)), b"hi\n", ""),
+]
+"""Commands of which the first that is installed runs."""
 
 
-COMMANDS = {
-    "all is well": (python("print('out')"), b"out\n", ""),
-    "it fails": (
-        python("import sys; print('half'); print('noise\\nwhy', file=sys.stderr); sys.exit(3)"),
-        b"half\n",
-        "exit code 3: why",
-    ),
-    "it reports findings": (python("import sys; print('found'); sys.exit(1)"), b"found\n", ""),
-    "it has no output": (python("import sys; sys.exit(1)"), b"", "exit code 1"),
-    "it is killed": (python("import os; os.kill(os.getpid(), 9)"), b"", "exit code -9"),
-    "it prints too much": (python("while True: print('x' * 99)"), b"x" * 99 + b"\n", "cut off: more than 1000 bytes"),
-    "one endless line": (python("while True: print('x', end='')"), b"", "cut off"),
-    "too much on stderr": (python("import sys; print('y' * 10**6, file=sys.stderr); print('out')"), b"out\n", ""),
-    "not installed": (collect.run_command(("kbpf-none",)), b"", "kbpf-none is not installed"),
-    "not executable": (collect.run_command(("/etc/passwd",)), b"", "/etc/passwd is not installed"),
-    "another is installed": (collect.run_command(("kbpf-none",), ("echo", "hi")), b"hi\n", ""),
-    "another is not needed": (collect.run_command(("echo", "hi"), ("kbpf-none",)), b"hi\n", ""),
-    "a file": (collect.run_command(("cat", "/proc/self/comm")), b"cat\n", ""),
-    "no file": (collect.run_command(("cat", "/none")), b"", "exit code 1: cat: /none: No such file"),
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_limited(name: str):
-    collector, data, error = COMMANDS[name]
-    collected = collector(limit())
-    assert collected.data.startswith(data)
+@pytest.mark.parametrize(("text", "expected"), COMMANDS)
+def test_a_command_is_limited(text: str, expected: str):
+    data, _, error = expected.partition("| ")
+    collected = collect.run_command(("sh", "-c", text.partition(": ")[2]))(limit())
+    assert collected.data.startswith(data.strip().replace(r"\n", "\n").encode())
     assert len(collected.data) <= 1000
     assert collected.error.startswith(error)
-    assert bool(collected.error) == bool(error)
+    assert (bool(collected.data), bool(collected.error)) == (bool(data.strip()), bool(error))
+
+
+@pytest.mark.parametrize(("commands", "data", "error"), INSTALLED)
+def test_the_first_command_that_is_installed_runs(commands: tuple, data: bytes, error: str):
+    assert collect.run_command(*commands)(limit()) == Collected(data, error)
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path):
     child = tmp_path / "child"
-    text = (
-        "import os, subprocess; p = subprocess.Popen(['sleep', '1000']);"
-        f"open('{child}.new', 'w').write(str(p.pid)); os.rename('{child}.new', '{child}'); p.wait()"
-    )
+    text = f"sleep 1000 & echo $! >{child}.new; mv {child}.new {child}; wait"
 
     class UntilItHangs(Limit):
         @property
         def seconds(self) -> float:
             return 0.0 if child.exists() else 0.05
 
-    collected = python(text)(UntilItHangs(1000, 0.0))
+    collected = collect.run_command(("sh", "-c", text))(UntilItHangs(1000, 0.0))
     assert collected.error == "took too long, and was ended"
     until("its child has ended", lambda: not is_running(int(child.read_text())))
 
