@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import yaml
 
-from kbpf.model.metrics import DataPlaneMetrics, FlowCount, ReasonCount, TableUsage, TrafficStats
+from kbpf.model.metrics import FlowCount, TrafficStats
 from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.serve.exposition import format_labels
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from tests.support.build.prometheus import promtool
 from tests.support.prometheus import Family
-from tests.values.serve.test_metrics import ALL_COUNTERS, HAD, STATUS, WEB, Counts
+from tests.values.serve.test_metrics import ALL_COUNTERS, HAD, STATUS, WEB, Counts, measured
 from tests.values.serve.test_metrics import page as page_of
 from tests.values.views.snapshots import agent
 
@@ -53,22 +53,16 @@ failing_backends: 0
     STATUS,
 )
 PLANE = Counts(
-    DataPlaneMetrics(
-        tables=(
-            TableUsage("services", 1000, 16_384, 262_144, 4096),
-            TableUsage("flows", 2640, 3000, None, 4096),  # closed connections
-            TableUsage("affinity", 65_536, 65_536, None, 4096),
-        ),
-        reason_counts=(
-            ReasonCount("no_route", "drop", 0),
-            ReasonCount("not_tracked", "drop", 0),
-            ReasonCount("invalid", "drop", 0),
-            ReasonCount("evicted", "note", 0),
-        ),
-        hooks=(("connect4", True), ("connect6", True)),
-        foreign_programs=0,
-        bypassed_chains=0,
-    ),
+    measured("""
+tables:
+- [services, 1000, 16384, 262144, 4096]
+- [flows, 2640, 3000, null, 4096]  # closed connections
+- [affinity, 65536, 65536, null, 4096]
+reason_counts: [[no_route, drop, 0], [not_tracked, drop, 0], [invalid, drop, 0], [evicted, note, 0]]
+hooks: [[connect4, true], [connect6, true]]
+foreign_programs: 0
+bypassed_chains: 0
+"""),
     TrafficStats(
         connections=((WEB, 0),),
         totals=((WEB, HAD._replace(refused=0, unanswered=0)),),

@@ -15,7 +15,7 @@ from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import artifact, flatten
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode, MapShape, Reference
 from kbpf.errors import CompileError
-from tests.support.table import table
+from tests.support.table import pairs, table
 
 TOOLS = "bcc 1 llvm 14"
 C = {
@@ -83,25 +83,33 @@ def keyed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     return lambda: artifact.source_key("one")
 
 
-CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
-    "the unit": lambda folder, _: (folder / "one.c").write_text(C["one.c"] + "\n"),
-    "a header of a header": lambda folder, _: (folder / "a.h").write_text("int aa;\n"),
-    "a kernel header": lambda folder, _: (folder / "include/linux/types.h").write_text("\n"),
-    "a new kernel header": lambda folder, _: (folder / "include/linux/new.h").write_text(""),
-    "the flags": lambda _, patch: patch.setattr(artifact, "CFLAGS", ("-O3",)),
-    "the format": lambda _, patch: patch.setattr(artifact, "FORMAT", 99),
-    "the machine": lambda _, patch: patch.setattr(artifact.platform, "machine", lambda: "m68k"),
-    "an unrelated file": lambda folder, _: (folder / "two.c").write_text("another unit"),
+CHANGES = pairs("""\
+the unit → echo >>one.c
+a header of a header → echo "int aa;" >a.h
+a kernel header → echo >include/linux/types.h
+a new kernel header → : >include/linux/new.h
+an unrelated file → echo "another unit" >two.c
+""")
+"""What changes → a command in the folder of the sources."""
+SETTINGS = {
+    "the flags": (artifact, "CFLAGS", ("-O3",)),
+    "the format": (artifact, "FORMAT", 99),
+    "the machine": (artifact.platform, "machine", lambda: "m68k"),
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_each_input_but_no_other_file_changes_the_key(
-    keyed: Callable[[], str], sources: Path, monkeypatch: pytest.MonkeyPatch, what: str
-):
+@pytest.mark.parametrize(("what", "command"), CHANGES)
+def test_each_source_and_no_other_file_changes_it(keyed: Callable[[], str], sources: Path, what: str, command: str):
     before = keyed()
-    CHANGES[what](sources, monkeypatch)
+    subprocess.run(["sh", "-ec", command], cwd=sources, check=True)
     assert (keyed() == before) is (what == "an unrelated file")
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_each_setting_of_the_compiler_changes_the_key(keyed: Callable[[], str], monkeypatch, what: str):
+    before = keyed()
+    monkeypatch.setattr(*SETTINGS[what])
+    assert keyed() != before
 
 
 def test_the_units_of_kbpf_have_distinct_keys():

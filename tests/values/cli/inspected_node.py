@@ -30,6 +30,7 @@ from kbpf.model.reasons import Reason
 from kbpf.model.status import encode
 from kbpf.views.trace_row import NodeFacts, Step
 from tests.support.faults.fake_maps import Entries, names, slots, target
+from tests.support.table import table
 from tests.values.views.snapshots import agent, stats
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
@@ -276,12 +277,17 @@ def hook(i: int) -> HookEntry:
 
 
 FACTS = [hook(i) for i in range(len(HOOKS))]
-DEVICES = (
-    HostDevice("lo", 1, "loopback", "skipped", "loopback", "", ""),
-    HostDevice("eth0", 2, "hardware", "host", "hardware", "tc_ingress (tcx)", "8 (tcx)"),
-    HostDevice("cali0", 3, "veth", "pod", "veth into another namespace", "tc_ingress (tcx)", ""),
-    HostDevice("ex0", 4, "hardware", "skipped", "excluded by the operator", "", ""),
-    HostDevice("up1", 5, "hardware", "host", "hardware", "", ""),
+DEVICES = tuple(
+    table(
+        HostDevice,
+        """\
+lo | 1 | loopback | skipped | loopback |  |
+eth0 | 2 | hardware | host | hardware | tc_ingress (tcx) | 8 (tcx)
+cali0 | 3 | veth | pod | veth into another namespace | tc_ingress (tcx) |
+ex0 | 4 | hardware | skipped | excluded by the operator |  |
+up1 | 5 | hardware | host | hardware |  |
+""",
+    )
 )
 
 

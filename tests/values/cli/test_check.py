@@ -176,15 +176,21 @@ def test_check_verdict(given: str, verdict: str):
 
 
 ROWS = {
-    "yes": check_row("yes"),
-    "no": check_row("no"),
-    "ipvs": CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True),
-    "no-ipvs": CheckRow(Check.IPVS, "no", False, "", "", ipvs=True),
-    "dummy?": CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True),
-    "kbpf": CheckRow(Check.OTHER_KBPF, "no", True, "", ""),
-    "balancer": CheckRow(Check.BALANCERS, "no", True, "", ""),
-    "(kbpf)": CheckRow(Check.OTHER_KBPF, "no", False, "", ""),
-    "kbpf?": CheckRow(Check.OTHER_KBPF, "unknown", True, "", ""),
+    name: CheckRow(Check[check], result, "needed" in words, "", "", ipvs="ipvs" in words)
+    for name, check, result, *words in map(
+        str.split,
+        """\
+yes BPFFS yes needed
+no BPFFS no needed
+ipvs IPVS yes ipvs
+no-ipvs IPVS no ipvs
+dummy? DUMMY unknown ipvs
+kbpf OTHER_KBPF no needed
+balancer BALANCERS no needed
+(kbpf) OTHER_KBPF no
+kbpf? OTHER_KBPF unknown needed
+""".splitlines(),
+    )
 }
 MODES = pairs("""\
 yes ipvs → bpf: mode ipvs can be used

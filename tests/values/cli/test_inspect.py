@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,63 +133,75 @@ def run(capsys: pytest.CaptureFixture[str], command: str, name: str = "inspect")
     return app.call(line), *capsys.readouterr()
 
 
-def commands(view: str, *more: str, wide: bool = True) -> tuple[str, ...]:
-    return (view, *([f"{view} -o wide"] if wide else []), f"{view} -o json", *more)
-
-
-VIEWS = {
-    "services": commands("services", "services -n kube-system", "services -n none"),
-    "service": (
-        "service local -o wide",
-        "service local -o json",
-        "service web",
-        "service dns -n kube-system",
-        "service wbe",
-        "service :30053 -o wide",
-        "service 10.9.9.9",
-        "service web-7f9c-new1",
-        "service default/web-7f9c-x2v8",
-        "service kube-system/dns -n default",
-    ),
-    "backends": commands(
-        "backends",
-        "backends web",
-        "backends 10.244.0.6",
-        "backends 10.96.0.2:443",
-        "backends :30053",
-        "backends default/web-7f9c-x2v8k",
-        "backends wbe",
-        "backends --no-headers",
-        "backends --sort-by services",
-        "backends --sort-by nothing",
-    ),
-    "affinity": commands("affinity"),
-    "failures": commands(
-        "failures",
-        "failures --service web",
-        "failures --service 192.0.2.9",
-        "failures --pod shop/cart-5d6f",
-        "failures --since 5m --limit 1",
-        "failures --since soon",
-        "failures --service wbe",
-        "failures --pod shop/none",
-        "failures --pod web-7f9c-7qzkd",
-    ),
-    "connections": commands(
-        "connections",
-        "connections --expired --limit 2",
-        "connections --service web --state closed",
-        "connections --client 198.18.0.1",
-        "connections --backend fd00:10::7",
-        "connections --service no",
-    ),
-    "nat": commands("nat", "nat --limit 1"),
-    "sources": commands("sources"),
-    "devices": commands("devices"),
-    "maps": ("maps", "maps -o json | grep queue"),
-    "programs": commands("programs", wide=False),
-    "status": commands("status", wide=False),
-}
+COMMANDS = """\
+services
+services -o wide
+services -o json
+services -n kube-system
+services -n none
+service local -o wide
+service local -o json
+service web
+service dns -n kube-system
+service wbe
+service :30053 -o wide
+service 10.9.9.9
+service web-7f9c-new1
+service default/web-7f9c-x2v8
+service kube-system/dns -n default
+backends
+backends -o wide
+backends -o json
+backends web
+backends 10.244.0.6
+backends 10.96.0.2:443
+backends :30053
+backends default/web-7f9c-x2v8k
+backends wbe
+backends --no-headers
+backends --sort-by services
+backends --sort-by nothing
+affinity
+affinity -o wide
+affinity -o json
+failures
+failures -o wide
+failures -o json
+failures --service web
+failures --service 192.0.2.9
+failures --pod shop/cart-5d6f
+failures --since 5m --limit 1
+failures --since soon
+failures --service wbe
+failures --pod shop/none
+failures --pod web-7f9c-7qzkd
+connections
+connections -o wide
+connections -o json
+connections --expired --limit 2
+connections --service web --state closed
+connections --client 198.18.0.1
+connections --backend fd00:10::7
+connections --service no
+nat
+nat -o wide
+nat -o json
+nat --limit 1
+sources
+sources -o wide
+sources -o json
+devices
+devices -o wide
+devices -o json
+maps
+maps -o json | grep queue
+programs
+programs -o json
+status
+status -o json
+""".splitlines()
+VIEWS = {view: list(lines) for view, lines in groupby(COMMANDS, lambda line: line.split()[0])}
+"""What is asked about each view."""
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -271,23 +284,29 @@ def test_traces(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
     golden("trace.txt", transcript(capsys, *TRACES, command_name="trace"))
 
 
-IPVS_COMMANDS = (
-    "services -o wide",
-    "services -o json",
-    *commands("service web", "service local", "service sticky", "service none", wide=False),
-    *commands("backends", wide=False),
-    "connections -o wide",
-    "connections -o json",
-    "connections --client 198.18.0.254 --limit 1",
-    "connections --service web",
-    "connections --service default/sticky",
-    "connections --service other",
-    "connections --service web --state closed",
-    "connections --backend 10.244.1.2",
-    "connections --state closed",
-    *commands("status", wide=False),
-    "maps",
-)
+IPVS_COMMANDS = """\
+services -o wide
+services -o json
+service web
+service web -o json
+service local
+service sticky
+service none
+backends
+backends -o json
+connections -o wide
+connections -o json
+connections --client 198.18.0.254 --limit 1
+connections --service web
+connections --service default/sticky
+connections --service other
+connections --service web --state closed
+connections --backend 10.244.1.2
+connections --state closed
+status
+status -o json
+maps
+""".splitlines()
 
 
 def test_view_of_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):

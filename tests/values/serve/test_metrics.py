@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import yaml
 
 from kbpf.errors import KernelError
 from kbpf.model.config import Config, Serving
@@ -24,9 +25,7 @@ from kbpf.model.metrics import (
     FlowCount,
     Latency,
     Pause,
-    ReasonCount,
     ServiceLatencies,
-    TableUsage,
     TrafficStats,
     UdpCuts,
 )
@@ -67,17 +66,13 @@ verified:
 - {name: connections, differences: 1, timestamp: 1600000000.0}
 failing_backends: 2
 """)
-MEASURES = DataPlaneMetrics(
-    tables=(
-        TableUsage("services", 10, 64, 256, 4096),
-        TableUsage("replies", None, 64, None, 9),
-        TableUsage("flows", 60, 64, 64, None),
-    ),
-    hooks=(("connect4", True), ("connect6", False)),
-    reason_counts=(ReasonCount("translated", "translate", 100), ReasonCount("no_route", "drop", 3)),
-    foreign_programs=2,
-    bypassed_chains=1,
-)
+MEASURES = """
+tables: [[services, 10, 64, 256, 4096], [replies, null, 64, null, 9], [flows, 60, 64, 64, null]]
+hooks: [[connect4, true], [connect6, false]]
+reason_counts: [[translated, translate, 100], [no_route, drop, 3]]
+foreign_programs: 2
+bypassed_chains: 1
+"""
 WEB, DNS = ("a", "web", "http", "TCP"), ("a", "dns", "", "UDP")
 HAD, FEW = stats("""\
 1 1 opened=7 no_endpoint=5 not_allowed=8 refused=1 unanswered=2 reset=3 ended=6 bytes_in=700 bytes_out=7000 \
@@ -101,10 +96,15 @@ TRAFFIC = TrafficStats(
 DEFAULT = Serving()
 
 
+def measured(text: str) -> DataPlaneMetrics:
+    """What a data plane measures, from YAML."""
+    return msgspec.convert(yaml.safe_load(text), DataPlaneMetrics)
+
+
 class Counts(NamedTuple):
     """A data plane with these metrics."""
 
-    measures: DataPlaneMetrics = MEASURES
+    measures: DataPlaneMetrics = measured(MEASURES)
     traffic: TrafficStats = TRAFFIC
 
     def read_metrics(self) -> DataPlaneMetrics:

@@ -19,30 +19,31 @@ def an_slice(labels: dict[str, str] | None = None, **given: Any) -> decode.Decod
     return read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"} | given)
 
 
-ENDPOINTS = {
-    # fields of an endpoint, and those of the Endpoint that differ from the defaults
-    "": {},
-    "conditions: null": {},
-    "conditions: {}": {},
-    "conditions: {ready: null}": {},
-    "conditions: {ready: false}": {"ready": False},  # serving unset is true, as in kube-proxy
-    "conditions: {ready: false, serving: true, terminating: true}": {"ready": False, "terminating": True},
-    "conditions: {ready: true, serving: false}": {"serving": False},
-    "nodeName: n1, zone: z1": {"node": "n1", "zone": "z1"},
-    "nodeName: null, zone: null": {},
-    f"zone: {'z' * 700_000}": {"zone": "z" * 253 + "..."},
-    "hints: {forZones: [{name: z1}, {name: z2}]}": {"zone_hints": ("z1", "z2")},
-    "hints: {forNodes: [{name: n1}]}": {"node_hints": ("n1",)},
-    "hints: null": {},
-    "hints: {forZones: [], forNodes: null}": {},
-    "addresses: [10.1.0.1, 10.1.0.2]": {},
-}
+ENDPOINTS = pairs(f"""\
+ →
+conditions: null →
+conditions: {{}} →
+conditions: {{ready: null}} →
+conditions: {{ready: false}} → ready: false
+conditions: {{ready: false, serving: true, terminating: true}} → ready: false, terminating: true
+conditions: {{ready: true, serving: false}} → serving: false
+nodeName: n1, zone: z1 → node: n1, zone: z1
+nodeName: null, zone: null →
+zone: {"z" * 700_000} → zone: {"z" * 253}...
+hints: {{forZones: [{{name: z1}}, {{name: z2}}]}} → zone_hints: [z1, z2]
+hints: {{forNodes: [{{name: n1}}]}} → node_hints: [n1]
+hints: null →
+hints: {{forZones: [], forNodes: null}} →
+addresses: [10.1.0.1, 10.1.0.2] →
+""")
+"""Fields of an endpoint → those of the Endpoint that differ; serving unset is true, as in kube-proxy."""
 
 
-@pytest.mark.parametrize("given", ENDPOINTS, ids=lambda text: text[:60])
-def test_endpoint(given: str):
+@pytest.mark.parametrize(("given", "expected"), ENDPOINTS, ids=lambda text: text[:60])
+def test_endpoint(given: str, expected: str):
     item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | fields(given)])
-    assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **ENDPOINTS[given]),)
+    differs = {name: tuple(value) if isinstance(value, list) else value for name, value in fields(expected).items()}
+    assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **differs),)
     assert item.object.skipped == ()
 
 
