@@ -360,7 +360,7 @@ def tried(folder: Path, test: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_exactly_the_expected_alert_fires(name: str, tmp_path: Path):
+def test_exactly_the_expected_alert_fires(name: str, tmp_path):
     row = ROWS[name]
     test: dict[str, Any] = {
         "input_series": list(series(healthy(status=row.status()), row)),

@@ -37,7 +37,7 @@ def made(unit: str = "sock", source: str = "", tools: str = TOOLS) -> Artifact:
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
+def sources(tmp_path) -> Path:
     folder = tmp_path / "bpf"
     (folder / "include" / "linux").mkdir(parents=True)
     (folder / "include" / "linux" / "types.h").write_text("typedef int x;\n")
@@ -75,7 +75,7 @@ def test_a_missing_header_is_an_error_that_names_it(sources: Path):
 
 
 @pytest.fixture
-def keyed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+def keyed(sources: Path, monkeypatch) -> Callable[[], str]:
     """The key of the unit "one" in these sources."""
     real, headers = flatten.flatten, flatten.headers
     monkeypatch.setattr(flatten, "flatten", lambda unit: real(unit, sources))
@@ -119,7 +119,7 @@ def test_the_units_of_kbpf_have_distinct_keys():
 # ---- the file ----------------------------------------------------------------------------------
 
 
-def test_a_stored_artifact_is_found(tmp_path: Path):
+def test_a_stored_artifact_is_found(tmp_path):
     path = artifact.store(made(), tmp_path / "deep" / "cache")
     assert artifact.read(path) == made()
     assert artifact.find("sock", path.parent, TOOLS) == made()
@@ -127,7 +127,7 @@ def test_a_stored_artifact_is_found(tmp_path: Path):
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_an_artifact_is_replaced_atomically(tmp_path: Path):
+def test_an_artifact_is_replaced_atomically(tmp_path):
     """A reader sees the old file or the new one."""
     path = artifact.store(made(), tmp_path)
     with path.open("rb") as reader:
@@ -159,7 +159,7 @@ of other sources    | bcc 1 llvm 14 | 0123456789abcdef | no  | no
 
 
 @pytest.mark.parametrize("row", STORED, ids=lambda row: row.name)
-def test_which_artifacts_are_found(tmp_path: Path, row: Stored):
+def test_which_artifacts_are_found(tmp_path, row: Stored):
     for tools, is_found in ((TOOLS, row.is_found), (None, row.without_compiler)):
         assert artifact.find("sock", tmp_path, tools) is None
         stored = made(source=row.source, tools=row.tools)
@@ -168,7 +168,7 @@ def test_which_artifacts_are_found(tmp_path: Path, row: Stored):
         path.unlink()
 
 
-def test_a_file_with_a_wrong_name_is_ignored(tmp_path: Path):
+def test_a_file_with_a_wrong_name_is_ignored(tmp_path):
     """The file itself records what it was made from."""
     stale = artifact.store(made(source="0123456789abcdef"), tmp_path)
     stale.rename(tmp_path / artifact.file_name("sock", artifact.source_key("sock"), TOOLS))
@@ -195,7 +195,7 @@ def signed(thing: object) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_ignored_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
+def test_a_damaged_file_is_ignored_and_logged(tmp_path, caplog, damage: str):
     path = artifact.store(made(), tmp_path)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert artifact.read(path) is None
@@ -217,7 +217,7 @@ UNKEPT = {
 
 
 @pytest.mark.parametrize("case", UNKEPT)
-def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str):
+def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path, caplog, case: str):
     commands, name, reason = UNKEPT[case]
     folder = tmp_path / name
     subprocess.run(["sh", "-ec", commands], cwd=tmp_path, check=True)
@@ -234,7 +234,7 @@ def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: p
     ]
 
 
-def test_a_failed_store_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_store_leaves_no_file(tmp_path, monkeypatch):
     """Otherwise each start would leave another file on a full disk."""
 
     def full(*_: object) -> None:
@@ -270,7 +270,7 @@ def tamper(how: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("how", PLANTED)
-def test_a_cache_writable_by_other_users_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str):
+def test_a_cache_writable_by_other_users_is_not_read(tmp_path, caplog, how: str):
     path = artifact.store(made(), tmp_path / "cache")
     artifact._logged_warnings.clear()
     tamper(how, path)
@@ -284,7 +284,7 @@ def test_a_cache_writable_by_other_users_is_not_read(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("how", list(PLANTED)[:3])
-def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path: Path, how: str):
+def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path, how: str):
     """Another user could replace a file there by a link at any moment."""
     path = artifact.store(made(), tmp_path / "cache")
     tamper(how, path)
@@ -294,7 +294,7 @@ def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path: Path, how: s
     assert os.listdir(path.parent) == []
 
 
-def test_a_stored_artifact_is_readable_with_any_umask(tmp_path: Path):
+def test_a_stored_artifact_is_readable_with_any_umask(tmp_path):
     before = os.umask(0)
     try:
         for number in (0o077, 0):

@@ -46,7 +46,7 @@ class Trap(NamedTuple):
 
 
 @pytest.fixture
-def trap(tmp_path: Path) -> Trap:
+def trap(tmp_path) -> Trap:
     folder, marks = tmp_path / "of-nobody", tmp_path / "marks"
     folder.mkdir()
     marks.mkdir(mode=0o777)
@@ -83,7 +83,7 @@ def test_a_module_in_the_working_directory_leaves_a_mark(trap: Trap):
 HOSTILE = {"PYTHONSTARTUP": "subprocess.py", "PATH": ":.:" + os.environ["PATH"]}
 
 
-def test_compile_executes_nothing_of_the_working_directory(trap: Trap, tmp_path: Path):
+def test_compile_executes_nothing_of_the_working_directory(trap: Trap, tmp_path):
     """Python itself looks for modules there, unlike for the console script."""
     cache = tmp_path / "cache"
     done = run(trap, "-m", "kbpf", "compile", "--cache-dir", str(cache), **HOSTILE)
@@ -93,7 +93,7 @@ def test_compile_executes_nothing_of_the_working_directory(trap: Trap, tmp_path:
 
 
 @pytest.mark.parametrize("is_relative", [False, True])
-def test_credential_plugins_execute_nothing_of_the_working_directory(trap: Trap, tmp_path: Path, is_relative: bool):
+def test_credential_plugins_execute_nothing_of_the_working_directory(trap: Trap, tmp_path, is_relative: bool):
     """The kubeconfig's plugin is run by the library in a child process. Library and plugin are found by the absolute
     entries of Python's path and of PATH only, and the kubeconfig by a relative path, too.
     """
@@ -125,7 +125,7 @@ def test_modprobe_and_iptables_are_not_run_from_relative_paths(trap: Trap, path:
     assert trap.sprung() == []
 
 
-def test_an_agent_that_executes_itself_keeps_its_arguments(trap: Trap, tmp_path: Path):
+def test_an_agent_that_executes_itself_keeps_its_arguments(trap: Trap, tmp_path):
     """After a configuration change the agent executes itself: same arguments, same directory."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -173,7 +173,7 @@ def test_the_childs_environment_has_no_relative_paths(row: Variable):
     assert children.child_environment(inherited).get(row.name, "-") == row.value
 
 
-def test_an_installed_kbpf_needs_no_python_path(monkeypatch: pytest.MonkeyPatch):
+def test_an_installed_kbpf_needs_no_python_path(monkeypatch):
     monkeypatch.setattr(children.site, "getsitepackages", lambda: [OTHERS])
     assert "PYTHONPATH" not in children.child_environment({})
 

@@ -92,7 +92,7 @@ class Operator:
 
 
 @pytest.fixture
-def operator(tmp_path: Path) -> Operator:
+def operator(tmp_path) -> Operator:
     return Operator(tmp_path)
 
 

@@ -186,7 +186,7 @@ users:
 """
 
 
-def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path):
+def test_known_secrets_are_found_and_removed_in_any_form(tmp_path):
     token_file, kubeconfig = tmp_path / "token", tmp_path / "kubeconfig"
     token_file.write_text("file-hidden\n")
     key = base64.b64encode(b"key-hidden").decode()
@@ -224,7 +224,7 @@ def test_a_variable_that_is_not_utf8_is_removed():
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "users: 3", "users: [{user: [1, null]}]", "\x00"])
-def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path):
+def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     assert Redactor(find_secrets([path], [], {})).redact(b"plain") == b"plain"
@@ -262,9 +262,7 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_objects_have_what_kbpf_reads(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_objects_have_what_kbpf_reads(name: str, tmp_path, monkeypatch, capsys):
     written, read = READ[name]
     (tmp_path / "all.yaml").write_text("---\n".join(map(bounded_yaml.dump, written)))
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
@@ -274,9 +272,7 @@ def test_objects_have_what_kbpf_reads(
     assert err == ""
 
 
-def test_a_broken_file_loses_only_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_broken_file_loses_only_itself(tmp_path, monkeypatch, capsys):
     for name, text in (("a.yaml", "{"), ("b.json", json.dumps(NODE)), ("c.txt", "{"), ("d.json", "{")):
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
@@ -287,9 +283,7 @@ def test_a_broken_file_loses_only_itself(
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_objects_of_a_folder_are_equivalent(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_objects_of_a_folder_are_equivalent(name: str, tmp_path, monkeypatch, capsys):
     folder = str(scenario.HERE / name)
     monkeypatch.setenv("KBPF_SOURCE", folder)
     assert objects.main() == 0
@@ -297,7 +291,7 @@ def test_objects_of_a_folder_are_equivalent(
     assert app.call(["diff", folder, str(tmp_path)]) == 0
 
 
-def test_objects_of_an_api_server_come_page_by_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_objects_of_an_api_server_come_page_by_page(tmp_path, capsys):
     """Also from one that cannot select Services by their ClusterIP."""
     unsupported = status(400, "field label not supported: spec.clusterIP")
     script = (listed(NODE), unsupported, listed(WEB, token="t"), listed(WEB), listed(SLICE))
@@ -319,7 +313,7 @@ clusters: [{name: c, cluster: {server: "%s"}}]
 """
 
 
-def test_an_api_server_that_is_down_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_api_server_that_is_down_is_one_line(tmp_path, capsys):
     path = tmp_path / "kubeconfig"
     path.write_text(KUBECONFIG_OF_URL % "http://127.0.0.1:1")
     assert objects.main("--kubeconfig", str(path)) == 1
@@ -343,9 +337,7 @@ def test_objects_that_are_cut_off_are_whole():
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def test_the_default_name_is_that_of_a_new_file_also_if_another_user_made_a_pipe_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_default_name_is_that_of_a_new_file_also_if_another_user_made_a_pipe_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "now")
     pipe = tmp_path / "kbpf-sysdump-n1-now.tar.gz"
@@ -400,7 +392,7 @@ def test_the_first_command_that_is_installed_runs(commands: tuple, data: bytes, 
     assert collect.run_command(*commands)(limit()) == Collected(data, error)
 
 
-def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path):
+def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
     child = tmp_path / "child"
     text = f"sleep 1000 & echo $! >{child}.new; mv {child}.new {child}; wait"
 
@@ -421,7 +413,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_end_of_a_log_is_kept(tmp_path: Path):
+def test_the_end_of_a_log_is_kept(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("1\n")
     two.write_text("line\n" * 1000)
@@ -445,7 +437,7 @@ LOGS = {
 """Folders of /var/log/pods, and whether their logs are those of agents."""
 
 
-def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(tmp_path, monkeypatch):
     for name in LOGS:
         (tmp_path / name / "kbpf").mkdir(parents=True)
         (tmp_path / name / "kbpf/0.log").write_text("x\n")
@@ -463,7 +455,7 @@ def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(tmp_path: Pat
     assert parts.find_pod_logs(None) == []
 
 
-def test_sysctls_are_lines_without_secrets(tmp_path: Path):
+def test_sysctls_are_lines_without_secrets(tmp_path):
     for name, text in (
         ("net/ipv4/ip_forward", "1\n"),
         ("net/x/stable_secret", "hidden"),

@@ -318,7 +318,7 @@ def test_removed_frontends_cut_their_udp_clients():
 
 
 @pytest.mark.parametrize("remembered", [True, False])
-def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch: pytest.MonkeyPatch, remembered: bool):
+def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch, remembered: bool):
     """Its Maglev or weights table is recognised by its fingerprint, and shared from then on."""
     agent = Agent()
     port = state("A B weights=1,2")

@@ -217,9 +217,7 @@ def test_requested_mode_is_used(asked: str, mode: str):
         if verb == "open" or isinstance(why.error, KernelError)
     ],
 )
-def test_only_mode_auto_falls_back_to_ipvs_and_only_for_a_reason(
-    why: Failure, verb: str, mode: str, caplog: pytest.LogCaptureFixture
-):
+def test_only_mode_auto_falls_back_to_ipvs_and_only_for_a_reason(why: Failure, verb: str, mode: str, caplog):
     house = Harness(mode, why.checks)
     house.bpf.fails[verb] = [why.error]
     if mode == "bpf" or why.reason is None:

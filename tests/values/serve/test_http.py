@@ -188,7 +188,7 @@ MISBEHAVING = [sends_nothing, sends_half, reads_nothing]
 
 @pytest.mark.parametrize("nuisance", MISBEHAVING, ids=lambda nuisance: nuisance.__name__)
 def test_misbehaving_connections_over_the_limit_do_not_block_others(
-    site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch: pytest.MonkeyPatch
+    site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch
 ):
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 8)
     with contextlib.ExitStack() as stack:
@@ -268,9 +268,7 @@ def test_slow_reader_gets_all_pages(site: Site):
     assert b"".join(parts).count(b"HTTP/1.1 200 OK") == 6
 
 
-def test_accept_is_retried_after_running_out_of_descriptors(
-    site: Site, clock: list[float], monkeypatch: pytest.MonkeyPatch
-):
+def test_accept_is_retried_after_running_out_of_descriptors(site: Site, clock: list[float], monkeypatch):
     refused = threading.Event()
 
     class ExhaustedListener(socket.socket):
@@ -301,7 +299,7 @@ def test_accept_is_retried_after_running_out_of_descriptors(
 
 
 def test_internal_error_closes_one_connection_and_is_logged_once_a_second(
-    site: Site, clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: Site, clock: list[float], monkeypatch, caplog
 ):
     def fails(_: object, raw: bytes) -> None:
         raise ZeroDivisionError(raw)
@@ -321,7 +319,7 @@ def test_internal_error_closes_one_connection_and_is_logged_once_a_second(
         assert everything(other).endswith(b"GET /kept"), "and this one never noticed"
 
 
-def test_scheduled_work_may_fail(site: Site, caplog: pytest.LogCaptureFixture):
+def test_scheduled_work_may_fail(site: Site, caplog):
     site.server.call_soon(lambda: 1 / 0)
     site.server.call_later(0, lambda: 1 / 0)
     until("both have failed", lambda: site.server.faults.count == 2)

@@ -162,7 +162,7 @@ class Node:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def told(caplog) -> Callable[[], list[str]]:
     """Returns the log's messages without those of every start."""
     caplog.set_level(logging.INFO, "kbpf")
     return lambda: [line for line in caplog.messages if not line.startswith("source synced")]
@@ -173,7 +173,7 @@ def served(*more: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
-def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path: Path, told: Callable[[], list[str]]):
+def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, row.text)
     assert node.agent.status().problems == row.lines
     short = [escape_unprintable(line.removeprefix("bad/x TCP IPv4: ")) for line in row.lines]
@@ -181,13 +181,13 @@ def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path: Path, t
     assert node.plane.served == served(*row.served)
 
 
-def test_unused_kind_is_logged_and_is_no_problem(tmp_path: Path, told: Callable[[], list[str]]):
+def test_unused_kind_is_logged_and_is_no_problem(tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
     assert told() == ["ignored objects of a kind that kbpf does not use kind=Deployment file=zz.yaml"]
     assert node.agent.status().problems == ()
 
 
-def test_external_ip_of_this_node_is_logged_and_served(tmp_path: Path, told: Callable[[], list[str]]):
+def test_external_ip_of_this_node_is_logged_and_served(tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
     assert told() == [f"{AT_THIS_NODE}: {OWN}:10256/TCP of Service bad/x"]
     assert node.agent.status().problems == ()

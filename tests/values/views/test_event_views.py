@@ -73,7 +73,7 @@ def events() -> Iterator[ConnectionEvent]:
 
 
 @pytest.fixture
-def _utc(monkeypatch: pytest.MonkeyPatch) -> None:
+def _utc(monkeypatch) -> None:
     monkeypatch.setattr(monitor, "_format_local", lambda time: time[11:23])
 
 
@@ -281,7 +281,7 @@ def test_times(milliseconds: str, text: str):
     assert format_milliseconds(None) == "-"
 
 
-def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.MonkeyPatch):
+def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch):
     """And hides no Pod."""
     monkeypatch.setattr(top, "MAX_CLIENTS", 1)
     counts = top.ClientCounts()
