@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ObjectStore keeps of the events, and which Services they touch."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from kbpf.model.address import parse_addr
 from kbpf.model.events import Event, Kind, Rejected, Synced, Upsert
 from kbpf.model.objects import (
-    Cidr,
     Endpoint,
     EndpointSlice,
     Node,
@@ -21,8 +21,8 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
-from tests.support.table import table
-from tests.values.policy.services import gone, key, up
+from tests.support.table import pairs, table
+from tests.values.policy.services import addrs, cidrs, gone, key, up
 
 WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
 ONE = EndpointSlice("ns", "web-1", "web", 4, (Endpoint(parse_addr("10.1.0.1")),), (SlicePort("", Protocol.TCP, 8080),))
@@ -41,28 +41,39 @@ def store(text: str) -> ObjectStore:
     return world
 
 
-OBJECTS = {
-    "web": WEB,
-    "web-affine": replace(WEB, affinity_timeout=5),
-    "one": ONE,
-    "one-empty": replace(ONE, endpoints=()),
-    "one-of-other": replace(ONE, service="other"),
-    "two": TWO,
-    "pod": POD,
-    "pod-recreated": replace(POD, uid="99"),
-    "pod-elsewhere": replace(POD, node="you"),
-    "pod-nowhere": replace(POD, node=""),
-    "me": ME,
-    "me-in-zone-b": replace(ME, zone="b"),
-    "me-without-address": replace(ME, addresses=()),
-    "me-at-another-address": replace(ME, addresses=(parse_addr("10.0.0.2"),)),
-    "me-with-pods": replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)),
-    "me-skipped": replace(ME, skipped=("x",)),
-    "you": replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.2"),)),
-    "you-in-zone-c": replace(ME, name="you", zone="c", addresses=(parse_addr("10.0.0.2"),)),
-    "you-at-another-address": replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.3"),)),
-    "they": replace(ME, name="they", addresses=(parse_addr("10.0.0.2"),)),
-}
+OBJECTS: dict[str, Service | EndpointSlice | Node | Pod] = {"web": WEB, "one": ONE, "pod": POD, "me": ME}
+
+
+def frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+FIELDS = {"addresses": lambda value: addrs(*value), "pod_cidrs": lambda value: cidrs(" ".join(value))}
+for name, text in pairs("""\
+web-affine → web {affinity_timeout: 5}
+one-empty → one {endpoints: []}
+one-of-other → one {service: other}
+two → one {name: web-2}
+pod-recreated → pod {uid: '99'}
+pod-elsewhere → pod {node: you}
+pod-nowhere → pod {node: ''}
+me-in-zone-b → me {zone: b}
+me-without-address → me {addresses: []}
+me-at-another-address → me {addresses: [10.0.0.2]}
+me-with-pods → me {pod_cidrs: [10.1.0.0/24]}
+you → me {name: you, zone: b, addresses: [10.0.0.2]}
+you-in-zone-c → you {zone: c}
+you-at-another-address → you {addresses: [10.0.0.3]}
+they → me {name: they, addresses: [10.0.0.2]}
+web-odd → web {skipped: [odd]}
+one-odd → one {skipped: [odd]}
+two-odd → two {skipped: [odd]}
+me-odd → me {skipped: [odd]}
+you-odd → you {skipped: [odd]}
+"""):
+    kind, _, fields = text.partition(" ")
+    given = yaml.safe_load(fields).items()
+    OBJECTS[name] = replace(OBJECTS[kind], **{key: FIELDS.get(key, frozen)(value) for key, value in given})
 
 
 def events(text: str) -> list[Event]:
@@ -111,7 +122,7 @@ our Node is added                                     |                | me     
 our Node moves to another zone                        | ALL            | me-in-zone-b           | all
 our Node loses its address                            | ALL            | me-without-address     | all
 our Node gets pod networks                            | ALL            | me-with-pods           | all
-a field of our Node changes that policy does not read | ALL            | me-skipped
+a field of our Node changes that policy does not read | ALL            | me-odd
 our Node is deleted: its fields stay in use           | ALL            | -me
 our Node is deleted and added again                   | ALL -me        | me
 our Node is deleted and added with another address    | ALL -me        | me-at-another-address  | all
@@ -248,9 +259,6 @@ def test_service_kubernetes_keeps_its_last_endpoints(row: KubernetesRow):
 
 def test_other_services_do_not_keep_their_last_endpoints():
     assert store("one one-empty").slices(NAME) == (OBJECTS["one-empty"],)
-
-
-OBJECTS |= {f"{name}-odd": replace(OBJECTS[name], skipped=("odd",)) for name in ("web", "one", "two", "me", "you")}
 
 
 class Problems(NamedTuple):
