@@ -366,7 +366,7 @@ SERVE = {
 }
 
 
-@settings(max_examples=200)
+@settings(max_examples=400)
 @given(SLICES, SERVICES, NODES)
 def test_any_order_of_slices_has_the_same_sets_and_reasons_agree_with_them(slices, web, node):
     """tests/fuzz/test_judge.py compares the sets with kube-proxy's own functions."""
