@@ -14,7 +14,7 @@ from typing import Final
 
 from kbpf.agent.applier import Applier
 from kbpf.agent.computer import ServiceComputer
-from kbpf.agent.listeners import Listeners
+from kbpf.agent.host_thread import Listeners
 from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.recorder import Recorder
 from kbpf.agent.states import Outcome, State

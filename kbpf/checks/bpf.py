@@ -14,7 +14,7 @@ from kbpf.checks.row import Check, CheckRow, make_row, sum_up
 from kbpf.dataplane.bpf.hooks import HOOKS, OPTIONAL_HELPERS, UNITS, Hook
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf import kernel_members, kernel_sockets, probe, syscalls, uapi
+from kbpf.kernel.bpf import kernel_members, probe, syscalls, uapi
 from kbpf.kernel.bpf.uapi import (
     BPF_CGROUP_INET4_CONNECT,
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
@@ -182,7 +182,7 @@ def _try_optional_features() -> Iterator[tuple[str, Probe, str]]:
     )
     yield (
         "mounts of Services",
-        kernel_sockets.probe_kernel_sockets(),
+        kernel_members.probe_kernel_sockets(),
         "kernels before 6.6 have to allow BPF programs to read the kernel's memory, and need "
         "CONFIG_DEBUG_INFO_BTF; without that an NFS or SMB mount of a Service hangs once the Pod "
         "that served it has gone: mount the Pod's address, or use --socket-lb off",

@@ -23,13 +23,13 @@ from kbpf.kernel.system import mounts, netns
 from kbpf.model.address import Addr, family_of
 from kbpf.model.desired import FrontendKind
 from kbpf.model.inspection import Inspection
-from kbpf.takeover import neighbour
+from kbpf.takeover import detect
 
 
 def kube_proxy_row() -> CheckRow:
     """Whether a kube-proxy runs on this node, or has left rules."""
-    state = neighbour.find_kube_proxy()
-    line, advice = neighbour.describe(state)
+    state = detect.find_kube_proxy()
+    line, advice = detect.describe(state)
     works = None if state.unreadable else not line
     detail = line or state.unreadable or "none runs here, and none has left rules"
     return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)

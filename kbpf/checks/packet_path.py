@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kbpf.checks.bpf import ROOT_HINT
 from kbpf.checks.row import Check, CheckRow, make_row, sum_up
-from kbpf.dataplane import firewalls
+from kbpf.dataplane import node
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import pinning
@@ -188,15 +188,15 @@ def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
     except KernelError as error:
         reasons.append(str(error))
     if unreadable:
-        reasons.insert(0, f"{firewalls.join_names(unreadable)} cannot be read")
+        reasons.insert(0, f"{node.join_names(unreadable)} cannot be read")
     if not chains and reasons:
-        advice = f"run `kbpf check` where iptables-legacy-save is installed, or {firewalls.ALTERNATIVE_HINT}"
+        advice = f"run `kbpf check` where iptables-legacy-save is installed, or {node.ALTERNATIVE_HINT}"
         return CheckRow(check, "unknown", False, "; ".join(reasons), advice if unreadable else "")
     if not chains:
         return make_row(check, Probe(True), "", needed=False, detail="none may protect NodePorts or VIPs")
-    names = firewalls.join_names(chains)
+    names = node.join_names(chains)
     detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {names}"
-    return CheckRow(check, "no", False, "; ".join((detail, *reasons)), firewalls.ALTERNATIVE_HINT)
+    return CheckRow(check, "no", False, "; ".join((detail, *reasons)), node.ALTERNATIVE_HINT)
 
 
 def _forward_rows(mark: int) -> tuple[CheckRow, CheckRow]:

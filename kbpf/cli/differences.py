@@ -27,7 +27,7 @@ from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, 
 from kbpf.model.objects import EndpointSlice, Node, Pod, Service
 from kbpf.policy.compute import DesiredStateBuilder, NodeState, explain_port
 from kbpf.policy.endpoints import EndpointExplanation
-from kbpf.policy.slots import compute_slots, fits_table
+from kbpf.policy.spread import compute_slots, fits_table
 from kbpf.policy.store import ChangeSet, ObjectStore
 from kbpf.views.differences import DifferenceRow, make_row
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kbpf.cli import listing, render
+from kbpf.cli import options, render
 from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, Watch
 from kbpf.errors import KbpfError
 from kbpf.model.inspection import Part
@@ -40,14 +40,14 @@ NodeName = Annotated[
 
 def endpoints(
     name: Name,
-    namespace: listing.Namespace = "",
-    labels: listing.Labels = "",
-    no_headers: listing.NoHeaders = False,
-    sort_by: listing.SortBy = "",
-    limit: listing.Limit = 0,
+    namespace: options.Namespace = "",
+    labels: options.Labels = "",
+    no_headers: options.NoHeaders = False,
+    sort_by: options.SortBy = "",
+    limit: options.Limit = 0,
     output: OutputOption = Output.TABLE,
     repeat: Watch = False,
-    no_pager: listing.NoPager = False,
+    no_pager: options.NoPager = False,
     kubeconfig: Kubeconfig = None,
     node: NodeName = "",
     pin_dir: PinDir = DEFAULT.pin_dir,
@@ -59,10 +59,10 @@ def endpoints(
     from kbpf.source.api.credentials import Cluster
     from kbpf.source.api.kubeconfig import find_access
 
-    service = listing.split_name(name, namespace)
+    service = options.split_name(name, namespace)
     cluster = Cluster(find_access(kubeconfig))
     node = node or own_node_name(pin_dir)
-    selection = listing.Selection("", sort_by, limit)
+    selection = options.Selection("", sort_by, limit)
 
     def read() -> Page:
         objects = one_service.read(cluster, service[0] or "default", service[1], node)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kbpf inspect ...`: shows pinned maps, or IPVS. The agent need not run.
+"""`kbpf inspect ...`: shows pinned maps, or IPVS. The agent need not run. `kbpf page` shows some of
+them as one HTML page, for a person with a browser.
 
 Each view is a row of VIEWS; their commands share all that is not in the row.
 """
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,10 +17,20 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from kbpf.cli import listing, render
+from kbpf.cli import options, render
 from kbpf.cli.endpoints import endpoints
-from kbpf.cli.listing import AllNamespaces, Namespace, Selection
-from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir, Watch
+from kbpf.cli.options import (
+    DEFAULT,
+    AllNamespaces,
+    ConfigFile,
+    Namespace,
+    Output,
+    OutputOption,
+    PinDir,
+    Selection,
+    StateDir,
+    Watch,
+)
 from kbpf.config import durations
 from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.model.address import Addr, parse_addr
@@ -79,7 +92,7 @@ def _failure_options(service: str, pod: str, since: str) -> dict[str, Any]:
 
 
 def _service_options(name: str, namespace: str, all_namespaces: bool) -> dict[str, Any]:
-    return {"name": name, "namespace": listing.choose_namespace(name, namespace, all_namespaces)}
+    return {"name": name, "namespace": options.choose_namespace(name, namespace, all_namespaces)}
 
 
 def _connection_options(
@@ -102,10 +115,10 @@ NAMESPACE: Final = {"namespace": (Namespace, ""), "all_namespaces": (AllNamespac
 """The options of views whose rows are of Services."""
 
 LIST: Final = {
-    "labels": (listing.Labels, ""),
-    "no_headers": (listing.NoHeaders, False),
-    "sort_by": (listing.SortBy, ""),
-    "limit": (listing.Limit, 0),
+    "labels": (options.Labels, ""),
+    "no_headers": (options.NoHeaders, False),
+    "sort_by": (options.SortBy, ""),
+    "limit": (options.Limit, 0),
 }
 """The options of lists."""
 
@@ -227,7 +240,7 @@ VIEWS: Final = (
 SHARED: Final = {
     "output": (OutputOption, Output.TABLE),
     "repeat": (Watch, False),
-    "no_pager": (listing.NoPager, False),
+    "no_pager": (options.NoPager, False),
     "config": (ConfigFile, None),
     "pin_dir": (PinDir, DEFAULT.pin_dir),
     "state_dir": (StateDir, DEFAULT.state_dir),
@@ -237,7 +250,7 @@ SHARED: Final = {
 
 def _make_command(view: View) -> Callable[..., None]:
     """The function whose signature typer turns into options."""
-    options = {**view.filters, **(NAMESPACE if view.namespaced else {}), **(LIST if view.is_list else {}), **SHARED}
+    parameters = {**view.filters, **(NAMESPACE if view.namespaced else {}), **(LIST if view.is_list else {}), **SHARED}
 
     def command(
         output: Output, config: object, pin_dir: Path, state_dir: Path, repeat: bool, no_pager: bool, **values: Any
@@ -248,11 +261,11 @@ def _make_command(view: View) -> Callable[..., None]:
         _show(view, filters, folders, _selection(view, values), chosen)
 
     command.__doc__ = view.help
-    command.__annotations__ = {name: type_ for name, (type_, _) in options.items()}
+    command.__annotations__ = {name: type_ for name, (type_, _) in parameters.items()}
     vars(command)["__signature__"] = Signature(
         [
             Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=type_)
-            for name, (type_, default) in options.items()
+            for name, (type_, default) in parameters.items()
         ]
     )
     return command
@@ -300,3 +313,21 @@ def _show(
 for _view in VIEWS:
     app.command(_view.name)(_make_command(_view))
 app.command("endpoints")(endpoints)
+
+
+# ---- one HTML page -------------------------------------------------------------------------------
+
+
+def print_page(
+    config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir, state_dir: StateDir = DEFAULT.state_dir
+) -> None:
+    """Print the state of this node as an HTML page: Services, backends, failed connections, maps.
+    The page needs no other file.
+    """
+    from kbpf.dataplane import reader as dataplane
+    from kbpf.views import html_page
+
+    locations = dataplane.Locations.of_settings(pin_dir, state_dir)
+    inspection = dataplane.read(locations, html_page.NEEDS)
+    text = html_page.format_html(inspection, time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+    sys.stdout.write(text.encode("ascii", "xmlcharrefreplace").decode())

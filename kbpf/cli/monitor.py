@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kbpf.cli import listing, render
+from kbpf.cli import options, render
 from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir
 from kbpf.config import durations
 from kbpf.errors import ConfigError, NotFoundError
@@ -71,8 +71,8 @@ def monitor(
     address: Address = "",
     verdict: VerdictOption = None,
     reason: ReasonOption = None,
-    namespace: listing.Namespace = "",
-    all_namespaces: listing.AllNamespaces = False,
+    namespace: options.Namespace = "",
+    all_namespaces: options.AllNamespaces = False,
     rate: Rate = DEFAULT_RATE,
     for_: For = "",
     count: Count = 0,
@@ -92,7 +92,7 @@ def monitor(
     seconds = _parse_duration(for_)
     locations = dataplane.Locations.of_settings(pin_dir, state_dir)
     fixed_filter = _fixed_filter(address, verdict or [], reason or [])
-    namespace = listing.choose_namespace(service, namespace, all_namespaces)
+    namespace = options.choose_namespace(service, namespace, all_namespaces)
     lookup = Lookup(locations, service, namespace, pod)
     with ended_by_signals(), Monitor(pin_dir, rate, lookup.apply(fixed_filter)) as watched:
         printer = _Printer(output, rate, count)

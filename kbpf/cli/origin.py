@@ -69,8 +69,7 @@ def read_cluster(config: Config, handle: Callable[[Kind, msgspec.Raw], None]) ->
     """
     from kbpf.source.api.credentials import Cluster
     from kbpf.source.api.kubeconfig import find_access
-    from kbpf.source.api.pages import PAGE_TIMEOUT_S, list_once
-    from kbpf.source.api.resource import NODES, SERVICES, SLICES
+    from kbpf.source.api.resource import NODES, PAGE_TIMEOUT_S, SERVICES, SLICES, list_once
     from kbpf.source.api.transport import ApiConnection
 
     allow_insecure = config.allow_insecure_api

@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kbpf.agent import conntrack_sysctls
+from kbpf.agent import host_thread
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Item
 from kbpf.checks import fallback
@@ -135,7 +135,7 @@ def _run_agent(config: Config, options: RunOptions, loaded: LoadedConfig, data: 
 
         check_folder(config.source)
     if options.init_only:
-        conntrack_sysctls.ConntrackSysctls(config.conntrack).apply(time.monotonic())
+        host_thread.ConntrackSysctls(config.conntrack).apply(time.monotonic())
         return
     gc.set_threshold(*GC_THRESHOLD)
     protect_process(config)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from kbpf.cli import listing, render
+from kbpf.cli import options, render
 from kbpf.cli.monitor import Lookup, Service, ended_by_signals
 from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir
 from kbpf.config import durations
@@ -55,8 +55,8 @@ class Sample(NamedTuple):
 def top(
     by: ByOption = By.SERVICES,
     service: Service = "",
-    namespace: listing.Namespace = "",
-    all_namespaces: listing.AllNamespaces = False,
+    namespace: options.Namespace = "",
+    all_namespaces: options.AllNamespaces = False,
     once: Once = False,
     interval: Interval = "2s",
     limit: Limit = 0,
@@ -75,7 +75,7 @@ def top(
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
 
     locations = dataplane.Locations.of_settings(pin_dir, state_dir)
-    namespace = listing.choose_namespace(service, namespace, all_namespaces)
+    namespace = options.choose_namespace(service, namespace, all_namespaces)
     if by is not By.CLIENTS:
         sampler = _CounterSampler(locations, by, service, namespace)
         _run(sampler.sample, seconds, once, output, limit)

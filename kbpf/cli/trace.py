@@ -21,9 +21,9 @@ from kbpf.model.desired import FrontendAddress
 from kbpf.model.inspection import Inspection, Route, parse_place
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import Reason, Verdict
-from kbpf.views import status, trace_endpoints, trace_page
+from kbpf.views import status, trace_page
 from kbpf.views import trace as view
-from kbpf.views.trace_row import Client, Confirmation, NodeFacts, Origin, Step, Trace
+from kbpf.views.trace_page import Client, Confirmation, NodeFacts, Origin, Step, Trace
 
 if TYPE_CHECKING:
     from kbpf.checks.connection import Prediction
@@ -350,7 +350,7 @@ def _read_endpoints(
     if port is None or port.key is None:
         return trace.endpoints, ""
     if cluster is None:
-        is_unknown = not trace.endpoints or any(row.why == trace_endpoints.UNKNOWN for row in trace.endpoints)
+        is_unknown = not trace.endpoints or any(row.why == view.UNKNOWN for row in trace.endpoints)
         return trace.endpoints, API_HINT if is_unknown else ""
     node = inspection.status.node if inspection.status else ""
     try:

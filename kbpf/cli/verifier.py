@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kbpf.agent.host_thread import select_listening
 from kbpf.agent.inbox import Inbox, Item, Wake
-from kbpf.agent.listeners import select_listening
 from kbpf.checks import connect, neighbours
 from kbpf.checks.row import Check, CheckRow
 from kbpf.dataplane.bpf.inspect import differences, node_differences, snapshot
@@ -41,7 +41,7 @@ from kbpf.source.base import Source, wait_until_listed
 READ_INTERVAL_S: Final = 1.0
 SETTLE_S: Final = 2.5
 """While an agent runs, a difference counts after this time without a change; longer than the grace
-period of sets (state/grace.py)."""
+period of sets (state/commit.py)."""
 UNOWNED_SETTLE_S: Final = 5.0
 """The same for what belongs to no single Service port: entries that are deleted in slices, tables
 that are written before their sets, programs on new devices."""

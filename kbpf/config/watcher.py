@@ -19,7 +19,7 @@ from typing import Final
 from kbpf.config.load import LoadedConfig, read_file
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.file_stamp import UNREAD_STAMP, FileStamp, read_stamp
+from kbpf.kernel.system.polling import UNREAD_STAMP, FileStamp, read_stamp
 
 log = logging.getLogger("kbpf.config")
 

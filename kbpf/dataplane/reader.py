@@ -13,7 +13,7 @@ from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.errors import KbpfError, NotFoundError
 from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.inspection import Inspection, Part
-from kbpf.takeover import neighbour
+from kbpf.takeover import detect
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,6 @@ def read(locations: Locations, parts: Part, bpf_only: bool = False) -> Inspectio
         )
     inspection = ipvs.read(locations.state_dir) if is_mode_ipvs else snapshot.read(locations.pin_dir, parts)
     if Part.KUBE_PROXY in parts:
-        line, _ = neighbour.describe(neighbour.find_kube_proxy())
+        line, _ = detect.describe(detect.find_kube_proxy())
         inspection = replace(inspection, kube_proxy=line)
     return inspection

@@ -32,7 +32,7 @@ from kbpf.model.objects import (
     Weights,
 )
 from kbpf.policy.frontends import externally_reachable
-from kbpf.policy.weights import apply_weights, make_weight_lookup
+from kbpf.policy.spread import apply_weights, make_weight_lookup
 
 MAX_LINEAR_PORTS: Final = 8
 """Up to this many ports of a slice are searched linearly."""

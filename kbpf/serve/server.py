@@ -5,16 +5,20 @@ address is in use.
 The agent's thread and the watch threads report to AgentServer; the HTTP thread reads. Ports are
 opened and closed in the HTTP thread only. An address that cannot be bound is reported once, as an
 Event and in the log, and retried every 5 s, as in kube-proxy.
+
+/statusz and /flagz are those of kube-proxy 1.37 (k8s.io/apiserver/pkg/server/statusz, flagz), but
+always text: kube-proxy also has them as objects of the API group config.k8s.io.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
 from kbpf import __version__
-from kbpf.errors import ConfigError, KbpfError, LastError
+from kbpf.errors import ConfigError, KbpfError, LastError, escape_unprintable
 from kbpf.kernel.system import threads
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
@@ -22,7 +26,7 @@ from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.health_check import HealthCheck
-from kbpf.serve import exposition, health, kbpf_metrics, zpages
+from kbpf.serve import exposition, health, kbpf_metrics
 from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.events import EventObject, EventRecorder, Post
 from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, Handler, HttpServer
@@ -213,8 +217,8 @@ class AgentServer:
             "/healthz/ping": lambda: HttpResponse(200, b"ok"),
             "/proxyMode": lambda: HttpResponse(200, self._mode.encode()),
             "/configz": lambda: HttpResponse(200, self._configz, JSON),
-            "/statusz": lambda: zpages.statusz(__version__, kbpf_metrics.process_start_time()),
-            "/flagz": lambda: zpages.flagz(self._flags),
+            "/statusz": lambda: statusz(__version__, kbpf_metrics.process_start_time()),
+            "/flagz": lambda: flagz(self._flags),
         }
         return handlers.get(request.path, lambda: NOT_FOUND)()
 
@@ -271,3 +275,45 @@ SLIS_BODY: Final = b"""\
 # TYPE kubernetes_healthcheck gauge
 kubernetes_healthcheck{name="ping",type="healthz"} 1
 """
+
+
+# ---- /statusz and /flagz -------------------------------------------------------------------------
+
+EMULATION_VERSION: Final = "1.37"
+"""The version of kube-proxy whose behaviour kbpf follows."""
+
+URL_CREDENTIALS: Final = re.compile(r"//[^/]*@")
+"""The user name and password in a URL."""
+
+PATHS: Final = ("/configz", "/flagz", "/healthz", "/metrics", "/proxyMode", "/readyz")
+TEXT_WARNING: Final = (
+    "\nkbpf %s\nWarning: This endpoint is not meant to be machine parseable, has no formatting "
+    "compatibility guarantees and is for debugging purposes only.\n"
+)
+
+
+def statusz(version: str, start_time: float) -> HttpResponse:
+    """Returns the response to /statusz. `start_time`: of the process, in seconds since the
+    epoch.
+    """
+    uptime = max(0, int(time.time() - start_time))
+    start = time.gmtime(start_time)
+    text = (
+        f"\nStarted: {time.strftime('%a %b', start)} {start.tm_mday:2}"
+        f" {time.strftime('%H:%M:%S UTC %Y', start)}\n"
+        f"Up: {uptime // 3600} hr {uptime // 60 % 60:02} min {uptime % 60:02} sec\n"
+        f"Binary version: {version}\n"
+        f"Emulation version: {EMULATION_VERSION}\n"
+        f"Paths: {' '.join(PATHS)}\n"
+    )
+    return HttpResponse(200, (TEXT_WARNING % "statusz" + text).encode())
+
+
+def flagz(flags: Mapping[str, str]) -> HttpResponse:
+    """Returns the response to /flagz. `flags`: the flags that were given, {name: text}."""
+    text = "".join(f"{name.lstrip('-')}={_mask_credentials(value)}\n" for name, value in sorted(flags.items()))
+    return HttpResponse(200, (TEXT_WARNING % "flagz" + text).encode())
+
+
+def _mask_credentials(text: str) -> str:
+    return "CLASSIFIED" if URL_CREDENTIALS.search(text) else escape_unprintable(text)

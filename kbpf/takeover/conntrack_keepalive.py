@@ -33,7 +33,7 @@ from typing import Any, Final
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsCommand, VirtualServiceKey
-from kbpf.kernel.netfilter import conntrack, forward_rules, ipset, nft, xtables
+from kbpf.kernel.netfilter import conntrack, forward_rules, named_objects, nft, xtables
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Protocol
 
@@ -59,8 +59,8 @@ _ADDRESS_TYPES: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
 
 def list_node_ports() -> frozenset[tuple[int, int]]:
     """(protocol, port) of each NodePort that a kube-proxy in mode ipvs left or is using."""
-    matches = filter(None, map(NODE_PORT_SET_NAME.fullmatch, ipset.list_names()))
-    return frozenset((Protocol[match[3]], port) for match in matches for port in ipset.list_ports(match[0]))
+    matches = filter(None, map(NODE_PORT_SET_NAME.fullmatch, named_objects.list_sets()))
+    return frozenset((Protocol[match[3]], port) for match in matches for port in named_objects.list_set_ports(match[0]))
 
 
 # ---- the table -----------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects a kube-proxy that runs in this network namespace.
+"""A kube-proxy that runs in this network namespace, and how operators see it.
 
-It looks for processes named kube-proxy and queries kube-proxy's default ports. Neither is enough
-alone: a pod without hostPID sees only its own processes, k3s runs kube-proxy inside a process of
-another name, and a kube-proxy may use other ports. kbpf serves the same ports; it is recognized by
-/readyz, which kube-proxy does not have.
+detect() looks for processes named kube-proxy and queries kube-proxy's default ports. Neither is
+enough alone: a pod without hostPID sees only its own processes, k3s runs kube-proxy inside a process
+of another name, and a kube-proxy may use other ports. kbpf serves the same ports; it is recognized
+by /readyz, which kube-proxy does not have.
+
+KubeProxyState and KubeProxyWatch add whether a kube-proxy left rules. kube_proxy_drain.py decides
+what the agent does about it, kube_proxy_cleanup.py what may be removed.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from functools import partial
@@ -23,6 +27,7 @@ from typing import Final, NamedTuple
 from kbpf.errors import KernelError
 from kbpf.kernel.system import process
 from kbpf.model.address import V4_PREFIX, Addr, format_addr
+from kbpf.takeover import kube_proxy_cleanup as cleanup
 
 KUBE_PROXY_PORTS: Final = (10249, 10256)
 """kube-proxy's default ports for metrics and its health check."""
@@ -208,3 +213,74 @@ def http_get(host: str, port: int, path: str) -> ProbeAnswer:
 def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # closed meanwhile
         sock.shutdown(socket.SHUT_RDWR)
+
+
+# ---- as operators see it -------------------------------------------------------------------------
+
+CLEANUP_HINT: Final = "once this node serves, run `kbpf cleanup --kube-proxy`"
+STOP_HINT: Final = "if it is not meant to run beside kbpf, stop it (docs/migration.md); where both serve, kbpf is first"
+CHECK_INTERVAL_S: Final = 60.0
+MAX_CPU_SHARE: Final = 0.005
+"""Of the time of one CPU: reading the rules of a large cluster takes a second."""
+
+
+class KubeProxyState(NamedTuple):
+    """`running`: where it was seen, "" if it was not. `unreadable`: why the rules cannot be read,
+    "" if they can.
+    """
+
+    running: str = ""
+    has_rules: bool = False
+    unreadable: str = ""
+
+
+def find_kube_proxy() -> KubeProxyState:
+    """Looks for its process, its ports and its rules. May take seconds if a port does not answer,
+    and reads all rules.
+    """
+    running = _where_it_runs(detect())
+    try:
+        return KubeProxyState(running, cleanup.has_rules())
+    except KernelError as error:
+        return KubeProxyState(running, unreadable=str(error))
+
+
+def _where_it_runs(detection: Detection) -> str:
+    if detection.pids:
+        return f"pid {detection.pids[0]}"
+    return next(
+        (
+            f"answers on {listener}"
+            for listener, responder in detection.responders.items()
+            if responder is Responder.KUBE_PROXY
+        ),
+        "",
+    )
+
+
+class KubeProxyWatch:
+    """The state for metrics. refresh() may wait, so it has a thread that may; any thread may read
+    `state`.
+    """
+
+    def __init__(self) -> None:
+        self.state = KubeProxyState()
+        self._due = float("-inf")
+
+    def refresh(self) -> None:
+        """Looks again if CHECK_INTERVAL_S have passed, and more if looking takes long."""
+        if time.monotonic() < self._due:
+            return
+        start = time.thread_time()
+        self.state = find_kube_proxy()
+        cost = time.thread_time() - start
+        self._due = time.monotonic() + max(CHECK_INTERVAL_S, cost / MAX_CPU_SHARE)
+
+
+def describe(state: KubeProxyState) -> tuple[str, str]:
+    """A line about it and what to do; both "" if there is none."""
+    if state.running:
+        return f"a kube-proxy runs on this node ({state.running})", STOP_HINT
+    if state.has_rules:
+        return "a kube-proxy has left rules on this node, which no process updates", CLEANUP_HINT
+    return "", ""

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.netfilter import conntrack, forward_rules, ipset, iptables_legacy, nfacct, nft
+from kbpf.kernel.netfilter import conntrack, forward_rules, iptables_legacy, named_objects, nft
 from kbpf.kernel.netfilter.forward_rules import Json
 from kbpf.model.address import Addr
 from kbpf.model.config import IPVS_DEVICE
@@ -401,9 +401,9 @@ def _remove_ipvs(
 
 
 def _remove_sets(dry_run: bool = False) -> Iterator[str]:
-    names = tuple(name for name in ipset.list_names() if IP_SET_NAME.fullmatch(name))
+    names = tuple(name for name in named_objects.list_sets() if IP_SET_NAME.fullmatch(name))
     # Sets can only be destroyed once no rule refers to them.
-    destroyed = names if dry_run else ipset.destroy(names)
+    destroyed = names if dry_run else named_objects.destroy_sets(names)
     if destroyed:
         yield f"{len(destroyed)} ip sets"
 
@@ -425,7 +425,7 @@ def remove(
     yield from _remove_legacy(dry_run, note)
     yield from _remove_ipvs(retained, own_services, dry_run)
     yield from _remove_sets(dry_run)
-    remove_counters = nfacct.find if dry_run else nfacct.delete
+    remove_counters = named_objects.find_counters if dry_run else named_objects.delete_counters
     yield from (f"counter {name}" for name in remove_counters(NFACCT_COUNTERS))
     if not dry_run and forward_rules.probe_nf_tables().works:
         yield from (f"table {family} {conntrack_keepalive.TABLE}" for family in conntrack_keepalive.remove_unneeded())

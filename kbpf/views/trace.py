@@ -7,15 +7,15 @@ from typing import Final
 from msgspec.structs import replace
 
 from kbpf.errors import NotFoundError
-from kbpf.model.address import ANY4, ANY6, family_of
-from kbpf.model.desired import FrontendAddress, FrontendKind
-from kbpf.model.inspection import Inspection, Part, ServicePort, find_ports
+from kbpf.model.address import ANY4, ANY6, family_of, format_addr
+from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
+from kbpf.model.inspection import BackendSet, EndpointEntry, Inspection, Part, ServicePort, find_ports
 from kbpf.model.reasons import Reason, Verdict
-from kbpf.views import failures, trace_endpoints
+from kbpf.views import failures
+from kbpf.views.endpoints import EndpointRow
 from kbpf.views.failures import FailureRow
-from kbpf.views.trace_ipvs import IpvsTracer
-from kbpf.views.trace_row import Candidate, Client, NodeFacts, Origin, Trace
-from kbpf.views.trace_steps import Tracer
+from kbpf.views.trace_page import Candidate, Client, NodeFacts, Origin, Trace
+from kbpf.views.trace_steps import IpvsTracer, Tracer
 
 NEEDS: Final = (
     Part.SERVICES
@@ -45,7 +45,7 @@ def build_trace(inspection: Inspection, client: Client, to: FrontendAddress, fac
         client_sees=reason.seen.client_saw,
         steps=tuple(tracer.steps),
         candidates=tuple(_name(tracer.candidates, port)),
-        endpoints=trace_endpoints.build_rows(port) if port is not None else (),
+        endpoints=build_endpoint_rows(port) if port is not None else (),
         failures=tuple(_failures(inspection, client, to)),
     )
 
@@ -111,3 +111,45 @@ def _at_node(inspection: Inspection, at: FrontendAddress) -> FrontendAddress:
     family = family_of(at.address)
     addresses = sorted(a for a in inspection.node_port_addresses if family_of(a) == family)
     return at._replace(address=addresses[0]) if addresses else at
+
+
+# ---- its endpoints, as they are pinned -----------------------------------------------------------
+
+UNKNOWN: Final = "ready, and not used: by a hint, policy Local or weight 0"
+"""Which of these it is only the EndpointSlices say: `kbpf trace --kubeconfig`."""
+
+
+def build_endpoint_rows(port: ServicePort) -> tuple[EndpointRow, ...]:
+    """A row for each endpoint that is known; `reason` is "", since the maps have none."""
+    cluster = _members(frontend.cluster for frontend in port.frontends)
+    local = _members(frontend.local for frontend in port.frontends)
+    return tuple(
+        EndpointRow(
+            port.key.port if port.key else "",
+            format_addr(backend.address),
+            backend.port,
+            entry.pod,
+            entry.node,
+            entry.zone,
+            entry.state,
+            backend in cluster,
+            backend in local,
+            "",
+            _why(port, entry, backend in cluster, backend in local),
+            "",
+        )
+        for backend, entry in sorted(port.endpoints.items())
+    )
+
+
+def _members(sets: Iterable[BackendSet]) -> frozenset[Backend]:
+    slots = (entry.backend for set_ in sets for entry in set_.slots.values())
+    return frozenset(backend for backend in slots if backend is not None)
+
+
+def _why(port: ServicePort, entry: EndpointEntry, cluster: bool, local: bool) -> str:
+    if cluster or local:
+        by_one = cluster != local and (port.internal_local or port.external_local)
+        policy = f" by policy {'Cluster' if cluster else 'Local'}" if by_one else ""
+        return f"used{policy}: {entry.state}"
+    return UNKNOWN if entry.ready else f"not used: {entry.state}"

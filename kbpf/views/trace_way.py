@@ -9,7 +9,7 @@ from typing import Final
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
 from kbpf.model.desired import Backend, FrontendKind
 from kbpf.model.inspection import DeviceEntry, FrontendEntry, Inspection, Route, ServicePort
-from kbpf.views.trace_row import Candidate, Client, NodeFacts, Origin, Step
+from kbpf.views.trace_page import Candidate, Client, NodeFacts, Origin, Step
 
 ANY_CLIENT: Final = {4: parse_addr("192.0.2.171"), 6: parse_addr("2001:db8::6b62:7066")}
 """Documentation addresses (RFC 5737, RFC 3849), for clients outside whose address is not given."""

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.hooks import UNITS
-from kbpf.dataplane.bpf.programs import artifact, flatten
+from kbpf.dataplane.bpf.programs import artifact
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode, MapShape, Reference
 from kbpf.errors import CompileError
 from tests.support.table import pairs, table
@@ -50,7 +50,7 @@ def sources(tmp_path) -> Path:
 
 
 def test_each_header_is_included_once_with_line_directives(sources: Path):
-    assert flatten.flatten("one", sources).splitlines() == [
+    assert artifact.flatten("one", sources).splitlines() == [
         '#line 1 "kbpf/bpf/one.c"',
         '#line 1 "kbpf/bpf/a.h"',
         "",
@@ -67,7 +67,7 @@ def test_each_header_is_included_once_with_line_directives(sources: Path):
 def test_a_missing_header_is_an_error_that_names_it(sources: Path):
     (sources / "b.h").unlink()
     with pytest.raises(CompileError, match=r"cannot read a BPF source \(.*b\.h\)") as error:
-        flatten.flatten("one", sources)
+        artifact.flatten("one", sources)
     assert "\n" not in str(error.value)
 
 
@@ -77,9 +77,9 @@ def test_a_missing_header_is_an_error_that_names_it(sources: Path):
 @pytest.fixture
 def keyed(sources: Path, monkeypatch) -> Callable[[], str]:
     """The key of the unit "one" in these sources."""
-    real, headers = flatten.flatten, flatten.headers
-    monkeypatch.setattr(flatten, "flatten", lambda unit: real(unit, sources))
-    monkeypatch.setattr(flatten, "headers", lambda: headers(sources))
+    real, headers = artifact.flatten, artifact.headers
+    monkeypatch.setattr(artifact, "flatten", lambda unit: real(unit, sources))
+    monkeypatch.setattr(artifact, "headers", lambda: headers(sources))
     return lambda: artifact.source_key("one")
 
 

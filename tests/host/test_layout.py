@@ -22,7 +22,7 @@ from kbpf.config import kinds
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
+from kbpf.dataplane.bpf.programs.artifact import SOURCES, flatten
 from kbpf.kernel.bpf import uapi
 from kbpf.model.address import ANY4
 from kbpf.model.config import MapSizes

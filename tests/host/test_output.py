@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.config import output
+from kbpf.config import write
 from tests.support.lab.lab import PATIENCE
 from tests.support.runtime.command import kbpf
 from tests.support.table import table
 
 OLD, NEW = "old: text, and a longer one\n", "new: text\n"
-WRITE = f"import sys, pathlib, kbpf.config.output as output; output.write(pathlib.Path(sys.argv[1]), {NEW!r})"
+WRITE = f"import sys, pathlib, kbpf.config.write as write; write.write_text(pathlib.Path(sys.argv[1]), {NEW!r})"
 
 
 def file(path: Path, mode: int = 0o644) -> Path:
@@ -80,7 +80,7 @@ def test_write_to_a_target(tmp_path, target: Target):
     folder.mkdir()
     subprocess.run(["sh", "-ec", target.given], cwd=folder, env={**os.environ, "OLD": old}, check=True)
     with pytest.raises(OSError, match=target.error) if target.error else contextlib.nullcontext():
-        output.write(folder / "target", NEW)
+        write.write_text(folder / "target", NEW)
     assert ", ".join(listing(folder)) == target.then
 
 
@@ -89,7 +89,7 @@ def test_fifo_is_written_to(tmp_path):
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: got.append(fifo.read_text()), daemon=True)
     reader.start()
-    output.write(fifo, NEW)
+    write.write_text(fifo, NEW)
     reader.join(PATIENCE)
     assert got == [NEW]
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
@@ -102,7 +102,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target = file(tmp_path / "target")
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="on purpose"):
-        output.write(target, NEW)
+        write.write_text(target, NEW)
     assert target.read_text() == OLD
     assert os.listdir(tmp_path) == ["target"]
 
@@ -110,7 +110,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_open_reader_sees_the_old_file(tmp_path):
     target = file(tmp_path / "target")
     with target.open() as reader:
-        output.write(target, NEW)
+        write.write_text(target, NEW)
         assert (reader.read(), target.read_text()) == (OLD, NEW)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kbpf.dataplane.bpf.hooks import UNITS
-from kbpf.dataplane.bpf.programs import compile, flatten
+from kbpf.dataplane.bpf.programs import artifact, compile
 from tests.mutations.groups import paths_of
 
 FLOWS = "packets/path/ packets/views/ maps/flows/"
@@ -50,7 +50,7 @@ class Patch(NamedTuple):
     def units(self) -> tuple[str, ...]:
         """The units that include the file."""
         mark = f'#line 1 "{self.file}"'
-        return tuple(unit for unit in UNITS if mark in flatten.flatten(unit))
+        return tuple(unit for unit in UNITS if mark in artifact.flatten(unit))
 
 
 def build_base(folder: Path) -> None:

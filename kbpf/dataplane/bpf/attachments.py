@@ -17,10 +17,9 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
-from kbpf.dataplane.bpf.packet_path.device_roles import describe_left_out
+from kbpf.dataplane.bpf.packet_path.device_roles import describe_left_out, describe_limited
 from kbpf.dataplane.bpf.packet_path.flow_gc import FlowGarbageCollector
 from kbpf.dataplane.bpf.packet_path.lifecycle import PacketPathLifecycle
-from kbpf.dataplane.bpf.packet_path.newcomers import describe_limited
 from kbpf.dataplane.bpf.programs import foreign
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
 from kbpf.dataplane.bpf.programs.hook_config import HookConfig

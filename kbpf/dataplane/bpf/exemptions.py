@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exempts sockets from the hooks: finds the cgroups of exempt pods and patterns, and writes their
-ids to the map `exempt_cgroups`.
+ids to the map `exempt_cgroups`. The agent's own connections to the API server are exempt by their
+cookies, in the map `agent_sockets` (AgentSockets).
 
 A pod is identified by its uid, a pattern by its text. The programs look up a cgroup's id, which is
 the inode number of its folder (64 bits, never reused). kubelet creates the folder
@@ -15,14 +16,17 @@ link count) and folders that no pattern can match are never opened.
 
 import logging
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import U32, U64
+from kbpf.dataplane.bpf.maps.layout import AGENT_SOCKETS, U32, U64
 from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import pods
 
 log = logging.getLogger("kbpf.dataplane")
@@ -247,3 +251,45 @@ class Exemptions:
         if self.missing:
             return now + MISSING_POD_POLL_INTERVAL_S
         return now + VERIFY_INTERVAL_S if self._pods else None
+
+
+# ---- the agent's own sockets ---------------------------------------------------------------------
+
+
+class AgentSockets:
+    """Registers the agent's sockets. Any thread may call. The programs read an entry only when the
+    connection begins, so the newest AGENT_SOCKETS entries suffice, and a closed socket needs no
+    deletion.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._map: Map | None = None
+        self._cookies: deque[int] = deque()
+
+    def open(self, map_: Map) -> None:
+        """Uses this map, and deletes the entries of an earlier agent, whose sockets are closed."""
+        with self._lock:
+            self._map = map_
+            self._cookies.clear()
+            if stale_keys := b"".join(key for key, _ in map_.items()):
+                map_.delete_batch(stale_keys)
+
+    def claim(self, cookie: int) -> None:
+        """Registers a socket (by its SO_COOKIE). Does nothing before open(): no program that would
+        read the entry is loaded yet.
+        """
+        with self._lock:
+            if self._map is None:
+                return
+            try:
+                if len(self._cookies) == AGENT_SOCKETS:
+                    self._map.delete(U64.pack(self._cookies.popleft()))
+                self._map.update(U64.pack(cookie), ONE)
+                self._cookies.append(cookie)
+            except KernelError as error:
+                log.warning("cannot exempt a connection to the API server from Services: %s", error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._map = None

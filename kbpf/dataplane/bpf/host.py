@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane import firewalls
+from kbpf.dataplane import node
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import DEVICE, MAPS, TARGET, DeviceFlag, Role, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
@@ -178,11 +178,11 @@ class HostIntegration:
 
     def _may_refuse_forwarded(self) -> bool:
         is_closed = any(chain.is_closed for chain in forward_rules.list_forward_chains())
-        return is_closed or bool(firewalls.forward_warnings(self._mark))
+        return is_closed or bool(node.forward_warnings(self._mark))
 
     def _warn_about_host(self) -> None:
         try:
-            lines = (*forwarding_warnings(), *firewalls.forward_warnings(self._mark))
+            lines = (*forwarding_warnings(), *node.forward_warnings(self._mark))
         except Exception:  # a ruleset that we cannot parse must not end the agent
             log.exception(UNREADABLE)
             return
@@ -211,7 +211,7 @@ class HostIntegration:
             return
         self._bypassed_state = state
         try:
-            self.bypassed = EarlyChains((), ()) if is_all_in_conntrack else firewalls.find_early_chains()
+            self.bypassed = EarlyChains((), ()) if is_all_in_conntrack else node.find_early_chains()
         except Exception:  # a ruleset that we cannot parse must not end the agent
             if UNREADABLE not in self._logged_lines:
                 log.exception(UNREADABLE)
@@ -225,7 +225,7 @@ class HostIntegration:
         """One line for the chains of the host that do not guard NodePorts, and one for those of
         which this is unknown.
         """
-        return firewalls.early_drop_warnings(self.bypassed)
+        return node.early_drop_warnings(self.bypassed)
 
     @contextlib.contextmanager
     def _warning_on_error(self) -> Iterator[None]:

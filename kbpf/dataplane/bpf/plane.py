@@ -18,18 +18,18 @@ from kbpf.dataplane.base import PlaneStatus, Report, SharedAccess, TickResult
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
+from kbpf.dataplane.bpf.exemptions import AgentSockets
 from kbpf.dataplane.bpf.failing_backends import FailingBackends
 from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps, MapGrowth
-from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.maps.pin_watch import PinWatch
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs import foreign, unpinned
 from kbpf.dataplane.bpf.state import adopt, contents
+from kbpf.dataplane.bpf.state.commit import GRACE_PERIOD_S
 from kbpf.dataplane.bpf.state.endpoint_names import EndpointNames
-from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S
 from kbpf.dataplane.bpf.state.map_state import MapState
 from kbpf.dataplane.bpf.state.plan import Retired
 from kbpf.dataplane.bpf.state.planner import Planner
@@ -39,7 +39,7 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.metrics import ConnectionProbe, DataPlaneMetrics, FailingBackend, Pause, TrafficStats
 from kbpf.model.status import ModeChoice
-from kbpf.takeover.neighbour import KubeProxyWatch
+from kbpf.takeover.detect import KubeProxyWatch
 
 log = logging.getLogger("kbpf.dataplane")
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import astuple
 from typing import Final
 
-from kbpf.dataplane import firewalls
+from kbpf.dataplane import node
 from kbpf.dataplane.ipvs.ruleset import RulesetOptions
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.dataplane.node import forwarding_warnings
@@ -68,8 +68,8 @@ class NodeSettings:
     def check_firewalls(self, listing: Collection[forward_rules.Json]) -> None:
         """Updates the warnings about firewall rules of other programs."""
         warnings = (
-            *firewalls.forward_warnings(self._options.masquerade_mark, listing),
-            *firewalls.input_warnings(self._options.table, listing),
+            *node.forward_warnings(self._options.masquerade_mark, listing),
+            *node.input_warnings(self._options.table, listing),
         )
         for line in warnings:
             if line not in self._firewalls:

@@ -1,27 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
 """What programs that read the kernel's memory have to know about the running kernel: where its
-structs have their members and, for a program at a tracepoint (bpf/trace.h), the type of the
-tracepoint. Both are in the kernel's BTF.
+structs have their members, whether a socket is the kernel's own and, for a program at a tracepoint
+(bpf/trace.h), the type of the tracepoint. All of it is in the kernel's BTF.
+
+The kernel uses some sockets itself: those of NFS, SMB and Ceph mounts, for example. Before Linux
+6.6, a BPF program that replaces the destination of such a socket replaces it in the mount as well
+(fixed by 0bdf399342c5, 86a7e0b69bd5 and cedc019b9f26): a mount of a ClusterIP becomes one of a
+backend, and hangs for ever once that backend has gone. So on these kernels the packet path
+serves them. Whether a kernel has the fixes cannot be tried, since no system call shows the address
+that the kernel keeps. Stable kernels and distributions have backported them one by one; there, too,
+the packet path serves, which is right with the fixes as well.
+
+struct bpf_sock does not tell whose a socket is. The bit sk_kern_sock of struct sock does; its place
+differs between kernels, which describe it in their BTF.
 """
 
+import os
+import re
 import struct
 from functools import cache
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import kernel_sockets, probe
+from kbpf.kernel.bpf import probe
 from kbpf.kernel.bpf.btf import BTF_KIND_TYPEDEF, Btf
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import (
+    BPF_CGROUP_INET4_CONNECT,
     BPF_F_NO_PREALLOC,
     BPF_MAP_TYPE_SK_STORAGE,
+    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
     BPF_PROG_TYPE_TRACING,
     BPF_PSEUDO_MAP_FD,
     BPF_TRACE_RAW_TP,
+    BPF_FUNC_probe_read_kernel,
     BPF_FUNC_sk_storage_get,
 )
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import netns
+
+FIRST_FIXED: Final = (6, 6)
+NO_BTF: Final = "the kernel has no BTF"
+
+
+def keeps_addresses(release: str) -> bool:
+    """Whether a kernel of this release (`uname -r`) keeps the addresses that its own sockets dial,
+    whatever a program replaces them by.
+    """
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return match is not None and (int(match[1]), int(match[2])) >= FIRST_FIXED
+
+
+@cache
+def find_bit() -> int:
+    """Returns the place of sk_kern_sock in struct sock, in bits; 0 if programs must not look at it:
+    this kernel needs no care, or does not allow it.
+    """
+    if keeps_addresses(os.uname().release) or not probe_read().works:
+        return 0
+    return find_member_bit("sock", "sk_kern_sock")
+
+
+def probe_kernel_sockets() -> Probe:
+    """Whether mounts keep the Service's address."""
+    if keeps_addresses(os.uname().release):
+        return Probe(True)
+    read = probe_read()
+    if not read.works:
+        return read
+    return Probe(True) if find_bit() else Probe(False, NO_BTF)
+
+
+def probe_read() -> Probe:
+    """Whether connect hooks may read the kernel's memory: not with lockdown=confidentiality."""
+    insns = (
+        (0xBF, 0xA1, 0, 0),  # r1 = r10
+        (0x07, 0x01, 0, -8),  # r1 -= 8
+        (0xB7, 0x02, 0, 8),  # r2 = 8
+        (0xB7, 0x03, 0, 0),  # r3 = 0
+    )
+    body = b"".join(struct.pack("=BBhi", *insn) for insn in insns)
+    return probe.probe_program(
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        BPF_CGROUP_INET4_CONNECT,
+        body + probe.encode_call(BPF_FUNC_probe_read_kernel),
+    )
+
+
+def find_member_bit(struct_name: str, member_name: str) -> int:
+    """The place of a member in a struct of the running kernel, in bits; 0 if the kernel has no BTF,
+    or no such member.
+    """
+    try:
+        with Btf.load() as kernel:
+            return kernel.find_member_bit(struct_name, member_name)
+    except KernelError:
+        return 0
+
+
+# ---- members and tracepoints ---------------------------------------------------------------------
 
 MEMBERS: Final = {
     0x6B627101: ("sock_common", "skc_state"),
@@ -87,7 +164,7 @@ def network_replacements() -> dict[bytes, bytes]:
     """The same for the hooks. All places are 0 if the kernel's BTF lacks one, or if hooks may not
     read the kernel's memory.
     """
-    places = _find_network_members() if kernel_sockets.probe_read().works else {}
+    places = _find_network_members() if probe_read().works else {}
     return {probe.encode_call(number): probe.encode_r0(places.get(number, 0)) for number in NETWORK_MEMBERS}
 
 
@@ -105,7 +182,7 @@ def _find_network_members() -> dict[int, int]:
 
 def probe_networks() -> Probe:
     """Whether the hooks leave sockets of other networks alone."""
-    if (read := kernel_sockets.probe_read()).works and _find_network_members():
+    if (read := probe_read()).works and _find_network_members():
         return Probe(True) if netns.read_cookie() else Probe(False, "the kernel has no SO_NETNS_COOKIE")
     return read if not read.works else Probe(False, "the kernel has no BTF, or it lacks what the hooks read")
 

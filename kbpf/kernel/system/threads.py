@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.system.backoff import Backoff
+from kbpf.kernel.system.polling import Backoff
 
 log = logging.getLogger("kbpf.threads")
 

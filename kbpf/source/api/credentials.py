@@ -29,8 +29,7 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import ConfigError, SourceError
 from kbpf.kernel.system import children
-from kbpf.kernel.system.backoff import Backoff
-from kbpf.kernel.system.file_stamp import read_stamp
+from kbpf.kernel.system.polling import Backoff, read_stamp
 from kbpf.model.address import Addr
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.outages import OutageLog

@@ -13,8 +13,7 @@ import msgspec
 from kbpf.errors import NotFoundError, SourceError
 from kbpf.model.objects import EndpointSlice, Node, Service
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
-from kbpf.source.api.pages import PAGE_TIMEOUT_S, list_once
-from kbpf.source.api.resource import SERVICES, SLICES, Resource, own_node_resource
+from kbpf.source.api.resource import PAGE_TIMEOUT_S, SERVICES, SLICES, Resource, list_once, own_node_resource
 from kbpf.source.api.transport import ApiConnection
 from kbpf.source.decode import decode
 

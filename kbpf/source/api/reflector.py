@@ -37,15 +37,22 @@ from typing import Final, assert_never
 
 from kbpf.errors import ObjectError, SourceError
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.backoff import Backoff
+from kbpf.kernel.system.polling import Backoff
 from kbpf.model.events import Kind, ObjectKey, Synced
 from kbpf.source.api import watch
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
-from kbpf.source.api.pages import decode_page, process_pages
-from kbpf.source.api.resource import PAGE_SIZE, HttpStatusError, Resource, html_page_error, is_html, make_status_error
+from kbpf.source.api.resource import (
+    PAGE_SIZE,
+    HttpStatusError,
+    Resource,
+    decode_page,
+    html_page_error,
+    is_html,
+    make_status_error,
+    process_pages,
+)
 from kbpf.source.api.transport import RESPONSE_TIMEOUT, ApiConnection, ReadTimeout, Response
-from kbpf.source.api.versions import History, KnownVersions, is_rewind
-from kbpf.source.api.watch import WatchStream
+from kbpf.source.api.watch import History, KnownVersions, WatchStream, is_rewind
 from kbpf.source.base import EventHandler, SourceState, SourceStatus
 from kbpf.source.decode import decode, wire
 

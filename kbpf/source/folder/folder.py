@@ -30,7 +30,7 @@ import msgspec
 from kbpf.bounded_yaml import MANIFESTS
 from kbpf.errors import ConfigError, ObjectError, SourceError
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.file_stamp import UNREAD_STAMP, FileStamp
+from kbpf.kernel.system.polling import UNREAD_STAMP, FileStamp
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Service
 from kbpf.source.base import EventHandler, SourceState, SourceStatus

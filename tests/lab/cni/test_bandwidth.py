@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from kbpf.dataplane.bpf.packet_path.newcomers import GRACE_S
+from kbpf.dataplane.bpf.packet_path.device_roles import GRACE_S
 from tests.support.cni.cluster import CniCluster
 from tests.support.cni.dials import Row, check
 from tests.support.cni.networks import Ptp

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.inspect import attached
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import netns
 from tests.lab.cni.conftest import LONG
@@ -145,7 +145,7 @@ def firewall(cluster: CniCluster) -> Iterator[None]:
 def port_programs(cluster: CniCluster, index: int) -> list[str]:
     """The programs of each port of a bridge on a node: at ingress only."""
     node, pins = cluster.lab.nodes[index], Pins(cluster.agents[index].pin_dir)
-    listing = netns.run_in(Path("/run/netns") / node.netns, lambda: devices.read(pins, 0, None))
+    listing = netns.run_in(Path("/run/netns") / node.netns, lambda: attached.read_devices(pins, 0, None))
     assert not any(device.egress for device in listing if device.role == "port")
     return [device.ingress for device in listing if device.role == "port"]
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.inspect import attached
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from tests.lab.outside.netfilter import invalid, masqueraded, objects, plain
 from tests.support.cluster.cluster import UNROUTED
@@ -96,7 +96,7 @@ def field(request: pytest.FixtureRequest, br_netfilter: None) -> Iterator[Bridge
 
 def has_programs(node: Node, agent: Agent) -> bool:
     """Whether each port of a bridge has the program for ingress, and no other."""
-    listing = there(node.host, lambda: devices.read(Pins(agent.pin_dir), 0, None))
+    listing = there(node.host, lambda: attached.read_devices(Pins(agent.pin_dir), 0, None))
     ports = [(bool(device.ingress), bool(device.egress)) for device in listing if device.role == "port"]
     return bool(ports) and set(ports) == {(True, False)}
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.inspect import attached
 from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from tests.lab.outside.netfilter import flush_conntrack, on
@@ -398,7 +398,7 @@ def test_a_connection_outlives_its_endpoint(field: Field):
 
 def has_programs(agent: Agent, name: str) -> bool:
     """Whether the device has the programs for both directions."""
-    listing = there(agent.node.host, lambda: devices.read(Pins(agent.pin_dir), 0, None))
+    listing = there(agent.node.host, lambda: attached.read_devices(Pins(agent.pin_dir), 0, None))
     return any(each.name == name and each.ingress and each.egress for each in listing)
 
 

@@ -19,8 +19,8 @@ from kbpf.cli.trace import Caller
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.kernel.system import netns
 from kbpf.kernel.system.pods import PodProcess
-from kbpf.views import trace, trace_endpoints
-from kbpf.views.trace_row import Confirmation, Origin, Trace
+from kbpf.views import trace
+from kbpf.views.trace_page import Confirmation, Origin, Trace
 from tests.rows.outside import objects
 from tests.support.build import artifacts
 from tests.support.cluster.kube_objects import node, slice_port
@@ -229,7 +229,7 @@ def test_without_an_api_server_they_are_the_pinned_ones(field: Field, kubeconfig
         field,
         "10.96.0.42:80",
         ("10.244.1.2", False, "used by policy Local: ready"),
-        ("10.244.2.2", False, trace_endpoints.UNKNOWN),
+        ("10.244.2.2", False, trace.UNKNOWN),
     )
     assert "--kubeconfig" in err
 

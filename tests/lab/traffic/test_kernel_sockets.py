@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.kernel.bpf.kernel_sockets import keeps_addresses
+from kbpf.kernel.bpf.kernel_members import keeps_addresses
 from tests.support.cluster.cluster import HOST_PORT, UNROUTED
 from tests.support.cluster.kube_objects import port, service, slice_port
 from tests.support.features import IPPROTO_MPTCP, needs, tunnel_modules

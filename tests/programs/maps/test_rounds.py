@@ -135,7 +135,7 @@ def shortest_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kbpf.agent.reconciler.COMPUTE_BUDGET_S", 0.0)
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 1e-9)
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.GRACE_PERIOD_S", 0.0)
-    monkeypatch.setattr("kbpf.agent.work_queue.MAX_COOLDOWN_S", 0.0)
+    monkeypatch.setattr("kbpf.agent.computer.MAX_COOLDOWN_S", 0.0)
     monkeypatch.setattr("kbpf.agent.reporter.Reporter.write_status", lambda _: None)
 
 

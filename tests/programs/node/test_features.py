@@ -10,7 +10,7 @@ from kbpf.checks import bpf as bpf_checks
 from kbpf.checks import ipvs as ipvs_checks
 from kbpf.checks import packet_path
 from kbpf.checks.row import Check, CheckRow
-from kbpf.checks.verdict import compute_verdict
+from kbpf.cli.check import compute_verdict
 from tests.support.features import BY_KERNEL, FEATURES, IN_GUEST, family, lacking
 
 SETTINGS = {

@@ -110,7 +110,7 @@ def test_rules_that_cannot_be_parsed_do_not_end_the_agent(bench: Bench, monkeypa
     def parse() -> tuple[str, ...]:
         raise ValueError("odd")
 
-    monkeypatch.setattr(host.firewalls, "find_early_chains", parse)
+    monkeypatch.setattr(host.node, "find_early_chains", parse)
     for _ in range(3):
         bench.poll_30_s()
     assert len(logged("cannot read the firewall rules of the node")) == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.checks import packet_path
-from kbpf.dataplane import firewalls
+from kbpf.dataplane import node
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.errors import escape_unprintable
 from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute
@@ -35,7 +35,7 @@ def find_legacy(namespace: Namespace) -> pre_dnat_rules.EarlyChains:
 
 
 def warnings(namespace: Namespace) -> tuple[str, ...]:
-    return namespace.do(lambda: firewalls.early_drop_warnings(firewalls.find_early_chains()))
+    return namespace.do(lambda: node.early_drop_warnings(node.find_early_chains()))
 
 
 def check_warnings(namespace: Namespace, named: tuple[str, ...]) -> None:
@@ -168,5 +168,5 @@ def test_unreadable_iptables_legacy_tables_are_reported(
 def test_other_tables_that_refuse_in_forward_are_named(namespace: Namespace, row: Row):
     load(namespace, row.rules)
     assert namespace.do(forward_rules.list_other_drop_chains) == row.named
-    lines = namespace.do(lambda: firewalls.forward_warnings(0x4000))
+    lines = namespace.do(lambda: node.forward_warnings(0x4000))
     assert [line.partition(" closed by ")[2].partition(",")[0] for line in lines] == list(row.named)

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from kbpf.checks import neighbours
-from kbpf.checks.verdict import compute_verdict
 from kbpf.cli import cleanup
+from kbpf.cli.check import compute_verdict
 from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.inspect.attached import read_devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach, device_thread
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -271,7 +271,7 @@ def test_two_agents_that_both_started_are_reported(site: Site, how: AttachMethod
         for plane, own, theirs in ((first, site, other), (second, other, site)):
             plane.tick(now)
             expect_reported(plane, "connect4", "connect6", "sendmsg4", "sendmsg6", "tc_egress", "tc_ingress")
-            shown = {one.name: one for one in devices.read(Pins(own.pins), 0, None)}
+            shown = {one.name: one for one in read_devices(Pins(own.pins), 0, None)}
             assert shown["up0"].ingress == f"tc_ingress ({how})"
             assert not plane.status().packets.failed
             row = neighbours.other_kbpf_row(own.pins, site.cgroup)

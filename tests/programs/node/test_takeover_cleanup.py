@@ -26,7 +26,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.net import ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceKey, VirtualServiceSettings
 from kbpf.kernel.net.netlink import Netlink
-from kbpf.kernel.netfilter import conntrack, forward_rules, ipset
+from kbpf.kernel.netfilter import conntrack, forward_rules, named_objects
 from kbpf.kernel.netfilter.conntrack import ConntrackFlow
 from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT
 from kbpf.kernel.system import modules, sysctl
@@ -88,7 +88,7 @@ def test_ip_sets_and_device_are_removed_and_others_stay(bench: Namespace):
     make_sets(bench, {"mine": "hash:ip", "KUBE-MINE": "hash:ip", **OURS})
     bench.ip("link add kube-ipvs0 type bridge", "addr add 10.96.0.1/32 dev kube-ipvs0", "link add mine type bridge")
     assert remove(bench) == ["device kube-ipvs0", "2 ip sets"]
-    assert bench.do(ipset.list_names) == ("KUBE-MINE", "mine")
+    assert bench.do(named_objects.list_sets) == ("KUBE-MINE", "mine")
     assert names(bench) == {"lo", "mine"}
     assert remove(bench) == []
 

@@ -22,7 +22,7 @@ from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend
 from kbpf.model.inspection import Inspection
 from kbpf.views import trace
-from kbpf.views.trace_row import Client, Origin, Trace
+from kbpf.views.trace_page import Client, Origin, Trace
 from tests.programs.packets.path.single_packets import Path_, host_of, parsed, serving_node, wrong_sums
 from tests.support.lab.dial import Dial
 from tests.support.lab.paper import (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
+from kbpf.dataplane.bpf.exemptions import AgentSockets
 from kbpf.dataplane.bpf.maps.layout import AGENT_SOCKETS
 from kbpf.source.api.transport import SO_COOKIE
 from tests.support.lab.lab import Place

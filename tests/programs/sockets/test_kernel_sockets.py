@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
-from kbpf.kernel.bpf import kernel_sockets
-from kbpf.kernel.bpf.kernel_sockets import find_member_bit, keeps_addresses
+from kbpf.kernel.bpf import kernel_members
+from kbpf.kernel.bpf.kernel_members import find_member_bit, keeps_addresses
 from kbpf.model.address import parse_addr
 from tests.support.features import IPPROTO_MPTCP, needs
 from tests.support.lab.lab import PATIENCE, Place
@@ -40,15 +40,15 @@ def test_bit_is_found_on_kernels_without_the_corrections():
     assert find_member_bit("sock", "sk_kern_sock") > 0, "Debian's kernels and ours have BTF"
     assert find_member_bit("sock", "no_such_member") == 0
     assert find_member_bit("no_such_struct", "sk_kern_sock") == 0
-    assert bool(kernel_sockets.find_bit()) is not keeps_addresses(os.uname().release)
-    assert kernel_sockets.probe_kernel_sockets().works
+    assert bool(kernel_members.find_bit()) is not keeps_addresses(os.uname().release)
+    assert kernel_members.probe_kernel_sockets().works
 
 
 @pytest.fixture
 def without_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are loaded as on a kernel without the corrections."""
     bit = find_member_bit("sock", "sk_kern_sock")
-    monkeypatch.setattr(kernel_sockets, "find_bit", lambda: bit)
+    monkeypatch.setattr(kernel_members, "find_bit", lambda: bit)
 
 
 WORLD = desired(service("web", "10.96.0.1:80", f"{LOCAL[0]}:80"))

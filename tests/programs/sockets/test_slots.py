@@ -27,7 +27,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.views import trace
-from kbpf.views.trace_row import Client, Origin
+from kbpf.views.trace_page import Client, Origin
 from tests.support import oracle
 from tests.support.lab.lab import Node
 from tests.support.packets.murmur import murmur3

@@ -21,7 +21,7 @@ from kbpf.model.desired import FrontendAddress
 from kbpf.model.inspection import Inspection, Route
 from kbpf.model.objects import Protocol
 from kbpf.views import trace
-from kbpf.views.trace_row import Client, NodeFacts, Origin, Trace
+from kbpf.views.trace_page import Client, NodeFacts, Origin, Trace
 from tests.support.lab.lab import Node, Place, cgroup2, ip
 from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, sites, split
 

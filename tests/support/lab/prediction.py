@@ -17,7 +17,7 @@ from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.desired import Backend
 from kbpf.model.reasons import Verdict
 from kbpf.views import trace
-from kbpf.views.trace_row import Client, NodeFacts, Origin, Trace
+from kbpf.views.trace_page import Client, NodeFacts, Origin, Trace
 from tests.support.cluster.cluster import Places
 from tests.support.lab.dial import Dial
 from tests.support.lab.lab import Node, Place, cgroup2

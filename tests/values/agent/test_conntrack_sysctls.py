@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.agent import conntrack_sysctls
-from kbpf.agent.conntrack_sysctls import ConntrackSysctls, compute_settings
+from kbpf.agent import host_thread
+from kbpf.agent.host_thread import ConntrackSysctls, compute_settings
 from kbpf.cli import app
 from kbpf.errors import KernelError
 from kbpf.kernel.system import sysctl
@@ -75,7 +75,7 @@ class Machine:
 def machine(tmp_path, monkeypatch) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(sysctl, "path_of", lambda name: tmp_path / name.replace(".", "/"))
-    monkeypatch.setattr(conntrack_sysctls, "HASHSIZE_PARAMETER", made.hashsize)
+    monkeypatch.setattr(host_thread, "HASHSIZE_PARAMETER", made.hashsize)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     return made
 
@@ -124,7 +124,7 @@ def test_hash_table_is_resized_with_the_module_parameter_if_the_sysctl_fails(
 def test_correct_values_are_not_written(machine: Machine, monkeypatch):
     machine.load(max=131_072, tcp_timeout_established=86_400, tcp_timeout_close_wait=3_600)
     monkeypatch.setattr(sysctl, "write", refuse)
-    monkeypatch.setattr(conntrack_sysctls, "log", None)  # a log line would raise AttributeError
+    monkeypatch.setattr(host_thread, "log", None)  # a log line would raise AttributeError
     ConntrackSysctls(Conntrack()).apply(1.0)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from kbpf.agent import agent as module
-from kbpf.agent import host_thread, listeners
+from kbpf.agent import host_thread
 from kbpf.agent.agent import Agent
 from kbpf.dataplane.base import Report
 from kbpf.errors import KernelError
@@ -96,7 +96,7 @@ def test_another_listening_process_wakes_the_agent(plane: SlowHost, monkeypatch)
     agent = Agent(Config("me"), plane, lambda _: ())
     plane.answer.set()
     read = [frozenset[FrontendAddress]()]
-    agent.reconciler.listeners = agent._host_thread._listeners = listeners.Listeners(lambda: read[0])
+    agent.reconciler.listeners = agent._host_thread._listeners = host_thread.Listeners(lambda: read[0])
     agent._host_thread.run_once(0.0)
     agent.step([NODE, *SYNCED])
     read[0] = frozenset({FrontendAddress(parse_addr("0.0.0.0"), 22, Protocol.TCP)})
@@ -104,5 +104,5 @@ def test_another_listening_process_wakes_the_agent(plane: SlowHost, monkeypatch)
     agent._host_thread.run_once(later)
     assert [wake.reason for wake in agent._inbox.get_batch(0.0)] == ["listeners"]
     assert agent.reconciler.listeners.ports == read[0]
-    agent._host_thread.run_once(later + listeners.LISTENER_POLL_INTERVAL_S)
+    agent._host_thread.run_once(later + host_thread.LISTENER_POLL_INTERVAL_S)
     assert agent._inbox.get_batch(0.0) == [], "nothing has changed"

@@ -9,8 +9,8 @@ import pytest
 from kbpf.agent import agent as module
 from kbpf.agent.agent import Agent
 from kbpf.agent.applier import RETRY_INTERVAL_S
+from kbpf.agent.computer import LARGE_SERVICE_ENDPOINTS
 from kbpf.agent.inbox import Wake
-from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS
 from kbpf.model.address import NodeAddresses, parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import ServicePortKey

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which Services are computed, and how often large ones are."""
 
-from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS, SECONDS_PER_ENDPOINT, ServiceQueue
+from kbpf.agent.computer import LARGE_SERVICE_ENDPOINTS, SECONDS_PER_ENDPOINT, ServiceQueue
 from kbpf.model.objects import ServiceName
 
 

@@ -28,7 +28,7 @@ from kbpf.model.inspection import HookEntry, HostDevice, Route
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
 from kbpf.model.status import encode
-from kbpf.views.trace_row import NodeFacts, Step
+from kbpf.views.trace_page import NodeFacts, Step
 from tests.support.faults.fake_maps import Entries, names, slots, target
 from tests.support.table import table
 from tests.values.views.snapshots import agent, stats

@@ -8,8 +8,8 @@ import pytest
 
 from kbpf.checks import neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow, sum_up
-from kbpf.checks.verdict import CheckItem, build_item, compute_verdict
 from kbpf.cli import check
+from kbpf.cli.check import CheckItem, build_item, compute_verdict
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain

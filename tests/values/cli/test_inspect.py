@@ -77,7 +77,7 @@ def node(tmp_path, monkeypatch) -> Path:
     )
     for module in (snapshot, ipvs, metrics):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(snapshot.hooks, "read", lambda _: FACTS)
+    monkeypatch.setattr(snapshot.attached, "read_hooks", lambda _: FACTS)
     cgroups = {i: Cgroup(Path(f"/sys/fs/cgroup{path}"), path) for i, path in CGROUP_PATHS.items()}
     monkeypatch.setattr(mounts, "find_cgroups", lambda ids, mask=0: cgroups)
     monkeypatch.setattr(pods, "list_pod_names", lambda: {UIDS["pod"]: "shop/cart-5d6f"})
@@ -87,7 +87,7 @@ def node(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(trace, "read_facts", lambda *_: FACTS_OF_NODE)
     for module in (snapshot, ipvs):
         monkeypatch.setattr(module, "is_alive", lambda *_: True)
-    monkeypatch.setattr(snapshot.devices, "read", lambda *_: DEVICES)
+    monkeypatch.setattr(snapshot.attached, "read_devices", lambda *_: DEVICES)
     monkeypatch.setattr(ipvs, "_read_servers", lambda: HELD)
     monkeypatch.setattr(ipvs, "list_connections", lambda: CONNECTIONS)
     return tmp_path

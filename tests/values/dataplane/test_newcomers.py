@@ -3,9 +3,8 @@
 
 import pytest
 
-from kbpf.dataplane.bpf.packet_path import newcomers
-from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
-from kbpf.dataplane.bpf.packet_path.newcomers import GRACE_S, Newcomers
+from kbpf.dataplane.bpf.packet_path import device_roles
+from kbpf.dataplane.bpf.packet_path.device_roles import GRACE_S, DeviceRole, Newcomers, RoleChoice
 from kbpf.kernel.bpf.tc import AttachMethod
 from kbpf.kernel.net.devices import Device
 
@@ -45,6 +44,6 @@ def test_who_waits(row: str, monkeypatch):
     for listing in listings:
         there, _, waiting = listing.partition(" = ")
         seconds, *names = there.split()
-        monkeypatch.setattr(newcomers.time, "monotonic", lambda at=float(seconds): 100 + at)
+        monkeypatch.setattr(device_roles.time, "monotonic", lambda at=float(seconds): 100 + at)
         found = known.find_waiting(tuple(DEVICES[name] for name in names), CHOICES, AttachMethod[method])
         assert found == {DEVICES[name].ifindex for name in waiting.split()}, seconds

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import AFFINITY_KEY, KIND_FLAGS, U32_PAIR, Meta, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.state import plan
-from kbpf.dataplane.bpf.state.commit import write
-from kbpf.dataplane.bpf.state.grace import GRACE_PERIOD_S, GraceQueue
+from kbpf.dataplane.bpf.state.commit import GRACE_PERIOD_S, GraceQueue, write
 from kbpf.dataplane.bpf.state.plan import (
     ProgrammedPort,
     ProgrammedSet,
@@ -37,7 +36,7 @@ from kbpf.errors import KernelError
 from kbpf.model.address import format_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Cidr, Protocol
-from kbpf.policy.slots import compute_slots
+from kbpf.policy.spread import compute_slots
 from tests.support.plane import at, service
 from tests.support.table import pairs, table
 from tests.values.dataplane.states import CLUSTER_IP, FRONTENDS, A, B, C, changed, state
@@ -583,7 +582,7 @@ def test_after_every_write_every_frontend_has_a_complete_set(batches):
     maps.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kbpf.policy.slots.MAGLEV_TABLE_SIZES", (7, 11))
+        patch.setattr("kbpf.policy.spread.MAGLEV_TABLE_SIZES", (7, 11))
         follow(batches)
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from kbpf.kernel.system.backoff import Backoff
+from kbpf.kernel.system.polling import Backoff
 
 
 def test_random_factor():

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kbpf.agent.listeners import (
+from kbpf.agent.host_thread import (
     DEVICE_POLL_INTERVAL_S,
     LISTENER_POLL_INTERVAL_S,
     MAX_SELECTED_PORTS,

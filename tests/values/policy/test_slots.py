@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kbpf.model.desired import EVEN_SPREAD, Backend, Spread
 from kbpf.model.objects import Algorithm
-from kbpf.policy.slots import (
+from kbpf.policy.spread import (
     MAGLEV_TABLE_SIZES,
     MAX_EXACT_SLOTS,
     MAX_TABLE_SLOTS,
@@ -203,6 +203,6 @@ def test_count_slots_equals_the_length_of_the_table(count, weights, algorithm):
 
 
 def test_more_backends_than_the_largest_maglev_table_are_spread_randomly(monkeypatch):
-    monkeypatch.setattr("kbpf.policy.slots.MAGLEV_TABLE_SIZES", (5,))
+    monkeypatch.setattr("kbpf.policy.spread.MAGLEV_TABLE_SIZES", (5,))
     assert compute_slots(many(9), Spread(MAGLEV)) == tuple(range(9))
     assert count_slots(9, Spread(MAGLEV)) == 9

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.agent.agent import Agent
-from kbpf.agent.listeners import Listeners
+from kbpf.agent.host_thread import Listeners
 from kbpf.agent.problem_book import AT_THIS_NODE, DOCS_HINT
 from kbpf.dataplane.base import Report
 from kbpf.errors import escape_unprintable

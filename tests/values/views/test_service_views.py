@@ -26,7 +26,7 @@ from kbpf.model.inspection import (
 )
 from kbpf.model.objects import Protocol
 from kbpf.model.status import SourceView, ThreadView
-from kbpf.views import maps, service, status, trace_endpoints, verification
+from kbpf.views import maps, service, status, trace, verification
 from tests.support.faults.fake_maps import FakeMap
 from tests.support.table import pairs
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
@@ -73,7 +73,7 @@ def test_trace_names_the_policy_that_uses_an_endpoint(sets: str, why: str):
         external_local="Local" in sets,
         endpoints={backend(1): EndpointEntry(backend(1), node="node-2")},
     )
-    assert [row.why for row in trace_endpoints.build_rows(port)] == [why.replace("unknown", trace_endpoints.UNKNOWN)]
+    assert [row.why for row in trace.build_endpoint_rows(port)] == [why.replace("unknown", trace.UNKNOWN)]
 
 
 def test_advice_that_fits_several_differences_is_given_once():

@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.hooks import HOOKS
+from kbpf.dataplane.bpf.inspect.attached import NO_PATTERNS, build_devices
 from kbpf.dataplane.bpf.inspect.connections import ORIGINAL, REPLY, SNAT_REPLY, FlowTable, TrackedConnection
-from kbpf.dataplane.bpf.inspect.devices import NO_PATTERNS, build
 from kbpf.dataplane.bpf.inspect.snapshot import read_packet_path
 from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
 from kbpf.dataplane.bpf.maps.layout import (
@@ -268,7 +268,7 @@ def test_device_row(name: str):
         status=replace(AGENT, packets=said),
         packet_programs=True,
         devices={2: DeviceEntry("host", 14, pods=False, peer=True)},
-        host_devices=build((device,), on, {7: "tc_x"}, said),
+        host_devices=build_devices((device,), on, {7: "tc_x"}, said),
     )
     (row,) = devices.build_rows(held)
     assert (row.role, row.ingress, row.flags, row.l2_header) == (role, ingress, ("peer",), 14)
@@ -279,12 +279,14 @@ def test_device_row(name: str):
 
 def test_the_flags_of_a_tunnel():
     entry = DeviceEntry("host", 0, pods=False, peer=False, tunnel=True)
-    (row,) = devices.build_rows(snapshot(devices={2: entry}, host_devices=build((UPLINK,), (), {}, NO_PATTERNS)))
+    (row,) = devices.build_rows(
+        snapshot(devices={2: entry}, host_devices=build_devices((UPLINK,), (), {}, NO_PATTERNS))
+    )
     assert (row.flags, row.l2_header) == (("tunnel",), 0)
 
 
 def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
-    (row,) = devices.build_rows(snapshot(host_devices=build((UPLINK,), (), {}, NO_PATTERNS)))
+    (row,) = devices.build_rows(snapshot(host_devices=build_devices((UPLINK,), (), {}, NO_PATTERNS)))
     assert (row.role, row.problem, row.l2_header) == ("host", "", None)
 
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.exemptions import find_matching, find_pod_folders
 from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.inspect import hooks
+from kbpf.dataplane.bpf.inspect.attached import read_hooks
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
@@ -75,7 +75,7 @@ class NodeContents(NamedTuple):
 
 def read_contents(pins: Pins, maps: Mapping[str, Map]) -> NodeContents:
     entries = {name: dict(maps[name].items()) for name in MAPS_COMPARED}
-    hook_entries = tuple(hooks.read(pins))
+    hook_entries = tuple(read_hooks(pins))
     cgroup = next((Path(hook.cgroup) for hook in hook_entries if hook.cgroup), None)
     attached: dict[tuple[int, str], set[int]] = {}
     with open_attacher(pins) as kernel:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kbpf.dataplane.bpf.inspect import attached, failures, services
 from kbpf.dataplane.bpf.inspect import connections as tracked
-from kbpf.dataplane.bpf.inspect import devices, failures, hooks, services
 from kbpf.dataplane.bpf.inspect.connections import FlowTable, measure_fill
 from kbpf.dataplane.bpf.maps import pinning, status_entries
 from kbpf.dataplane.bpf.maps.layout import (
@@ -107,9 +107,11 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
             values["affinity"] = _name_clients(values["affinity"], values["pods"])
         connections = tracked.read(maps["flows"]) if Part.CONNECTIONS in parts else None
     if Part.HOOKS in parts:
-        values["hooks"] = tuple(hooks.read(pins))
+        values["hooks"] = tuple(attached.read_hooks(pins))
     if Part.DEVICES in parts:
-        values["host_devices"] = devices.read(pins, values["host_netns"], values["status"] and values["status"].packets)
+        values["host_devices"] = attached.read_devices(
+            pins, values["host_netns"], values["status"] and values["status"].packets
+        )
     # After reading, so that no time in a map is later than these, and no age is negative. The
     # maps have CLOCK_MONOTONIC, the agent's status has CLOCK_BOOTTIME.
     now = time.monotonic()

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import flow_marks, pinning
+from kbpf.dataplane.bpf.maps import flow_entries, pinning
 from kbpf.dataplane.bpf.maps.layout import DOUBTS, MAPS
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -66,7 +66,7 @@ class AgentMaps:
         self.maps = dict(opened_maps.maps)
         self.migration = MapMigration(self.maps)
         if "flows" in opened_maps.new_maps:
-            flow_marks.enable(self.maps)
+            flow_entries.enable(self.maps)
         self.migration.start(opened_maps.former_maps, queue_is_new="flow_queue" in opened_maps.new_maps)
         sizes = {
             name: spec.initial_entries(self._sizes, self._packet_path)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import flow_marks
+from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.flow_entries import (
     ENDPOINTS,
     is_original,
@@ -163,7 +163,7 @@ class MapMigration:
         changes: Entries = self._read_changes(replaced)
         if replaced.name == "flows":
             changes = list(changes)
-            flow_marks.mark_ends(self._maps, (raw for _, raw in changes))
+            flow_entries.mark_ends(self._maps, (raw for _, raw in changes))
             changes = self._enqueue_flows(changes)
         for key, value in changes:
             try:

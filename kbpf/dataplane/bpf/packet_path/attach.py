@@ -28,11 +28,12 @@ from typing import Final
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import (
     DeviceRole,
+    Newcomers,
     RoleChoice,
     decide_roles,
+    describe_limited,
     directions_of,
 )
-from kbpf.dataplane.bpf.packet_path.newcomers import Newcomers, describe_limited
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
 from kbpf.dataplane.bpf.programs.hook_probe import HookProber
 from kbpf.dataplane.bpf.programs.unpinned import open_attacher
@@ -87,7 +88,7 @@ class DeviceReport:
     - `failed`: device name → reason. Such a device keeps what it had and is retried by the next
       sync().
     - `complete`: whether the pass went through all stages.
-    - `waiting`: whether new devices get their programs later (newcomers.py).
+    - `waiting`: whether new devices get their programs later (Newcomers).
     - `foreign`: programs of other load balancers on the same devices, as of the last full sync().
     - `outdated`: devices among `failed` on which a program is attached that does not belong there.
     - `limited`: pod devices without our program at egress, since an "ingress" qdisc has its place.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which devices get the packet programs: pure functions from a device listing to roles.
+"""Decides which devices get the packet programs: pure functions from a device listing to roles, and
+Newcomers, which lets new devices wait.
 
 Traffic from outside, and replies of backends on other nodes, arrive on a **host** device: an uplink
 or an overlay. Packets of this node's own pods arrive on a **pod** device. The first rule that
@@ -32,8 +33,16 @@ applies decides:
 
 A device that is down gets its programs as well, so that they are in place before its first packet.
 Of more than MAX_DEVICES devices with programs the newest are skipped, those of pods first.
+
+New devices of pods wait for the CNI plugin bandwidth, on kernels without TCX. To limit what a pod
+sends, the plugin adds an "ingress" qdisc to the pod's device, which fails if a clsact is there; then
+the pod cannot be created. It runs some milliseconds after the device was. So once one of its ifb
+devices was seen on the node, new devices get our filters after GRACE_S. The first such pod may fail;
+kubelet tries again, and by then the ifb device was seen. Our programs have no place on the device of
+such a pod (describe_limited()).
 """
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -42,6 +51,7 @@ from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps.layout import MAX_DEVICES
 from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.tc import AttachMethod
 from kbpf.kernel.net.devices import Device
 from kbpf.model.config import Config, LocalMode
 
@@ -199,3 +209,51 @@ def _choose_by_kind(device: Device, ports: Collection[Device], has_patterns: boo
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# ---- newcomers -----------------------------------------------------------------------------------
+
+LIMITER_PREFIX: Final = "bwp"
+"""How the plugin names its ifb devices (containernetworking/plugins v1.9.1, bandwidth/main.go)."""
+GRACE_S: Final = 2.0
+
+
+def describe_limited(names: Collection[str]) -> str:
+    """The problem of pod devices with an "ingress" qdisc. `names`: not empty, in order."""
+    suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"pod device {next(iter(names))}{suffix}: an 'ingress' qdisc, as of the CNI plugin "
+        "bandwidth (kubernetes.io/egress-bandwidth), has the place of kbpf's programs, so the "
+        "Pod's own packets to Services are translated by socket hooks only, and with --forwarding "
+        "stack it sees its clients' own addresses; Linux 6.6 has no such limit"
+    )
+
+
+class Newcomers:
+    """Remembers since when each device exists."""
+
+    def __init__(self) -> None:
+        self._seen_at: dict[int, float] | None = None
+        self._pods_are_limited = False
+
+    def find_waiting(
+        self, listing: Collection[Device], choices: Mapping[int, RoleChoice], method: AttachMethod
+    ) -> frozenset[int]:
+        """The ifindexes of devices that get no filters yet. Those of the first listing are not
+        new: their plugins have run, or have failed by now.
+        """
+        now, seen_at = time.monotonic(), self._seen_at
+        self._seen_at = {
+            index: -GRACE_S if seen_at is None else seen_at.get(index, now)
+            for index in (device.ifindex for device in listing)
+        }
+        self._pods_are_limited |= any(
+            device.kind == "ifb" and device.name.startswith(LIMITER_PREFIX) for device in listing
+        )
+        if method is AttachMethod.TCX or not self._pods_are_limited:
+            return frozenset()
+        return frozenset(
+            index
+            for index, at in self._seen_at.items()
+            if now < at + GRACE_S and choices[index].role in (DeviceRole.POD, DeviceRole.PORT)
+        )

@@ -38,8 +38,7 @@ from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY
 from kbpf.kernel.net.devices import Device, DeviceMonitor, list_devices
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.backoff import Backoff
-from kbpf.kernel.system.polling import wait_readable
+from kbpf.kernel.system.polling import Backoff, wait_readable
 from kbpf.model.status import MAX_FAILED_DEVICES
 
 log = logging.getLogger("kbpf.dataplane")

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import flow_marks
+from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.flow_entries import (
     BACKEND,
     CLIENT,
@@ -63,7 +63,7 @@ place in the queue is reused, with the entry.
 
 class FlowGarbageCollector:
     """Walks through the map in an endless loop, one part at a time. After each pass, marks of ends
-    without entries no longer count (flow_marks.py).
+    without entries no longer count (flow_entries.py).
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ class FlowGarbageCollector:
         if marks_all:
             size = flows.value_size
             starts = range(0, len(values), size)
-            flow_marks.mark_ends(maps, (values[start : start + size] for start in starts))
+            flow_entries.mark_ends(maps, (values[start : start + size] for start in starts))
         if self._cursor is None:
             if marks_all:
-                flow_marks.expire_marks(maps)
+                flow_entries.expire_marks(maps)
             if only_writers:  # the next pass begins GC_INTERVAL_S later, which is the pause
-                flow_marks.begin_generation(maps)
+                flow_entries.begin_generation(maps)
             marks_all = only_writers
         self._marks_all = marks_all
 

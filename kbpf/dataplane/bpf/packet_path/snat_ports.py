@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import flow_marks, pinning
+from kbpf.dataplane.bpf.maps import flow_entries, pinning
 from kbpf.dataplane.bpf.maps.flow_entries import flow_key
 from kbpf.dataplane.bpf.maps.layout import FLOW, FlowDirection, FlowPath, Target, TcpState
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -85,7 +85,7 @@ def _add_reservation(maps: Mapping[str, Map], key: bytes, value: bytes) -> bool:
     """Adds an entry to `flows` and its key to the queue. An entry that is not in the queue would
     never be evicted, so it is removed again if the queue is full.
     """
-    flow_marks.mark_ends(maps, [value])
+    flow_entries.mark_ends(maps, [value])
     if not maps["flows"].add(key, value):
         return False
     if maps["flow_queue"].push(key):

@@ -5,6 +5,10 @@ The agent never imports BCC; it gets artifacts from here. The file name contains
 everything the bytecode depends on, so an unchanged restart compiles nothing, and changed sources
 never use old bytecode. A corrupt file is treated as missing. So is one that another user can write:
 root loads the bytecode, and the hash is not a signature.
+
+What is hashed, and compiled, is one text of a unit and its headers (flatten()), since BCC rewrites
+map accesses only in the main file. `#line` directives make compiler messages refer to the original
+file and line.
 """
 
 import contextlib
@@ -13,6 +17,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +26,6 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.programs import flatten
 from kbpf.errors import CompileError
 from kbpf.kernel.system.private_folders import distrust_reason
 
@@ -73,8 +77,8 @@ class Artifact(msgspec.Struct, frozen=True):
 def source_key(unit: str) -> str:
     """A hash of everything that determines the bytecode, except the compiler."""
     digest = hashlib.sha256(f"{FORMAT} {platform.machine()} {' '.join(CFLAGS)}\n".encode())
-    digest.update(flatten.flatten(unit).encode())
-    for name, text in flatten.headers().items():
+    digest.update(flatten(unit).encode())
+    for name, text in headers().items():
         digest.update(f"\n{name}\n".encode() + text)
     return digest.hexdigest()[:16]
 
@@ -201,3 +205,42 @@ def _decode(raw: bytes) -> Artifact | None:
     except msgspec.DecodeError:
         return None
     return artifact if artifact.format == FORMAT else None
+
+
+# ---- the text that is compiled -------------------------------------------------------------------
+
+SOURCES: Final = Path(__file__).parents[3] / "bpf"
+"""The C sources of the data plane, and the header tree (`include/`) for BCC."""
+
+_INCLUDE = re.compile(r'#include "([^"]+)"')
+
+
+def flatten(unit: str, folder: Path = SOURCES) -> str:
+    """The text of `unit`.c with each of our headers included once."""
+    return "\n".join(_lines(f"{unit}.c", folder, set())) + "\n"
+
+
+def _lines(name: str, folder: Path, included: set[str]) -> list[str]:
+    try:
+        text = (folder / name).read_text()
+    except OSError as error:
+        raise CompileError(
+            "cannot read a BPF source", str(folder / name), f"reinstall kbpf ({error.strerror})"
+        ) from error
+    lines = [f'#line 1 "kbpf/bpf/{name}"']
+    for number, line in enumerate(text.splitlines(), 1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append("" if line == "#pragma once" else line)
+            continue
+        if include[1] not in included:
+            included.add(include[1])
+            lines += _lines(include[1], folder, included)
+        lines.append(f'#line {number + 1} "kbpf/bpf/{name}"')
+    return lines
+
+
+def headers(folder: Path = SOURCES) -> dict[str, bytes]:
+    """The header tree by relative path: one of the inputs of an artifact."""
+    root = folder / "include"
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.h"))}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.hooks import program_names
-from kbpf.dataplane.bpf.programs import artifact, flatten
+from kbpf.dataplane.bpf.programs import artifact
 from kbpf.errors import CompileError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import children
@@ -109,8 +109,8 @@ def _explain(unit: str, stderr: str, code: int) -> CompileError:
 
 
 def _compile_in_child(unit: str, out: Path) -> None:
-    source, text, toolchain = artifact.source_key(unit), flatten.flatten(unit), find_toolchain()
-    os.environ["BCC_KERNEL_SOURCE"] = str(flatten.SOURCES)
+    source, text, toolchain = artifact.source_key(unit), artifact.flatten(unit), find_toolchain()
+    os.environ["BCC_KERNEL_SOURCE"] = str(artifact.SOURCES)
     from bcc import BPF, lib
 
     module = BPF(text=text, cflags=list(artifact.CFLAGS))

@@ -6,7 +6,7 @@ from typing import Final
 
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag
 from kbpf.dataplane.bpf.state.commit import ZERO
-from kbpf.kernel.bpf import kernel_sockets
+from kbpf.kernel.bpf import kernel_members
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import BPF_FUNC_set_retval
 from kbpf.kernel.system import netns
@@ -64,7 +64,7 @@ def compute_exemptions(config: Config, has_exemptions: bool) -> ConfigFlag:
         flags |= ConfigFlag.SOCKET_LB_OFF if mode is SocketLb.OFF else ConfigFlag.HOST_ONLY
     if config.packet_path:
         flags |= ConfigFlag.PACKET_PATH
-        if kernel_sockets.find_bit():
+        if kernel_members.find_bit():
             flags |= ConfigFlag.KERNEL_SOCKETS
     return flags
 

@@ -29,7 +29,7 @@ from kbpf.dataplane.bpf.maps.pinning import (
 )
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
 from kbpf.errors import KernelError, ProgramLoadError
-from kbpf.kernel.bpf import kernel_members, kernel_sockets, probe
+from kbpf.kernel.bpf import kernel_members, probe
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
@@ -99,7 +99,7 @@ def relocate(
     results = {**replacements, **{probe.encode_call(number): MOV_R0_0 for number in missing}}
     kernel_socket_bit = probe.encode_call(KERNEL_SOCKET_BIT_CALL)
     if kernel_socket_bit in insns:
-        results[kernel_socket_bit] = probe.encode_r0(kernel_sockets.find_bit())
+        results[kernel_socket_bit] = probe.encode_r0(kernel_members.find_bit())
         results |= kernel_members.network_replacements()
     for offset in range(0, len(insns) if results else 0, 8):
         if (call := bytes(insns[offset : offset + 8])) in results:

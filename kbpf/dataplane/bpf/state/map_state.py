@@ -11,9 +11,8 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, IsIdUsed, SharedTables
 from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, pack_ports
 from kbpf.dataplane.bpf.state import adopt, commit, endpoint_names
-from kbpf.dataplane.bpf.state.commit import AddressChange, TableBuilder, pack_endpoint
+from kbpf.dataplane.bpf.state.commit import AddressChange, GraceQueue, TableBuilder, pack_endpoint
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
-from kbpf.dataplane.bpf.state.grace import GraceQueue
 from kbpf.dataplane.bpf.state.plan import ProgrammedPort, Retired, Writes
 from kbpf.dataplane.bpf.state.quotas import NamespaceBudgets
 from kbpf.model.address import Addr

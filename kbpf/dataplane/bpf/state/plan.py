@@ -41,7 +41,7 @@ from kbpf.model.desired import (
     Spread,
 )
 from kbpf.model.objects import Algorithm, Cidr, Protocol
-from kbpf.policy.slots import compute_slots, count_slots
+from kbpf.policy.spread import compute_slots, count_slots
 
 
 class ProgrammedSet(msgspec.Struct, frozen=True):

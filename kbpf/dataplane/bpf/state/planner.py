@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps.agent_maps import GROWTH_POLL_INTERVAL_S, AgentMaps, MapGrowth
-from kbpf.dataplane.bpf.state.grace import SHORT_GRACE_PERIOD_S
+from kbpf.dataplane.bpf.state.commit import SHORT_GRACE_PERIOD_S
 from kbpf.dataplane.bpf.state.map_state import MapState
 from kbpf.dataplane.bpf.state.plan import ProgrammedPort, WritePlan, Writes, compute_change
 from kbpf.dataplane.bpf.state.quotas import (
@@ -28,7 +28,7 @@ from kbpf.model.objects import ServiceName
 
 LARGE_ENTRIES: Final = 256
 """A Service port with at least this many map entries (quotas.estimate_entries()) is large, and may
-be deferred. agent/work_queue.py, too, calls Services large, but counts endpoints.
+be deferred. agent/computer.py, too, calls Services large, but counts endpoints.
 """
 
 MAX_RETRIED: Final = 16

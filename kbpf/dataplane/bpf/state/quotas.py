@@ -25,7 +25,7 @@ import msgspec
 from kbpf.dataplane.bpf.maps.agent_maps import OVERLAP_FACTOR, AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables, TableKey
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.dataplane.bpf.state.grace import GraceQueue
+from kbpf.dataplane.bpf.state.commit import GraceQueue
 from kbpf.dataplane.bpf.state.plan import (
     PortChange,
     ProgrammedPort,
@@ -37,7 +37,7 @@ from kbpf.dataplane.bpf.state.plan import (
 from kbpf.errors import CapacityError
 from kbpf.model.desired import EVEN_SPREAD, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm
-from kbpf.policy.slots import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
+from kbpf.policy.spread import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
 
 MAX_NAMESPACE_SLOTS: Final = 524_288
 """The maximum number of slots in all tables of one namespace: eight tables of the largest size, 34

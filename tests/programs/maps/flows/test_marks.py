@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps import flow_entries as fields
-from kbpf.dataplane.bpf.maps import flow_marks
 from kbpf.dataplane.bpf.maps.layout import FLOW, FLOW_MARKS, U32, U64
 from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.errors import KernelError
@@ -27,21 +27,21 @@ def maps(flows: Flows) -> Iterator[dict[str, Map]]:
         opened = {name: stack.enter_context(flows.site.pinned(name)) for name in MAPS}
         for index in range(FLOW_MARKS):
             opened["flow_marks"].update(U32.pack(index), U64.pack(0))
-        current, _ = flow_marks.read_generations(opened)
-        flow_marks._write_generations(opened, max(current, 1), max(current, 1))
+        current, _ = flow_entries.read_generations(opened)
+        flow_entries._write_generations(opened, max(current, 1), max(current, 1))
         yield opened
 
 
 def marked(maps: dict[str, Map]) -> set[int]:
     """The indexes whose mark counts."""
-    _, oldest = flow_marks.read_generations(maps)
+    _, oldest = flow_entries.read_generations(maps)
     return {U32.unpack(key)[0] for key, raw in maps["flow_marks"].items() if U64.unpack(raw)[0] >= oldest}
 
 
 def ends_of(flows: Flows) -> set[int]:
     """The indexes of the frontends and backends of all entries."""
     return {
-        flow_marks.mark_index(raw[part])
+        flow_entries.mark_index(raw[part])
         for raw in flows.site.entries("flows").values()
         for part in (fields.FRONTEND, fields.BACKEND)
     }
@@ -98,7 +98,7 @@ def test_packet_between_unmarked_ends_looks_for_no_flow(flows: Flows, maps: dict
     for index in marked(maps):
         maps["flow_marks"].update(U32.pack(index), U64.pack(0))
     assert is_translated(flows, 2000) == (False, False)
-    flow_marks.mark_ends(maps, flows.site.entries("flows").values())
+    flow_entries.mark_ends(maps, flows.site.entries("flows").values())
     assert is_translated(flows, 2000) == (True, True)
 
 
@@ -107,7 +107,7 @@ def test_in_new_maps_every_end_counts_as_marked(flows: Flows, maps: dict[str, Ma
     flows.talk(2000, LIVES)
     for index in marked(maps):
         maps["flow_marks"].update(U32.pack(index), U64.pack(0))
-    flow_marks._write_generations(maps, 0, 0)
+    flow_entries._write_generations(maps, 0, 0)
     assert is_translated(flows, 2000) == (True, True)
     agent = Agent(maps)
     for _ in range(3):

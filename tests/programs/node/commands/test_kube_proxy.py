@@ -16,7 +16,7 @@ from kbpf.checks import neighbours
 from kbpf.dataplane import reader as inspect
 from kbpf.dataplane.reader import Locations
 from kbpf.model.inspection import Part
-from kbpf.takeover import neighbour
+from kbpf.takeover import detect
 from tests.programs.node.test_hooks_verified import WEB, alone
 from tests.support.lab.lab import run, until
 from tests.support.plane import Site
@@ -58,10 +58,8 @@ class Row(NamedTuple):
 
 ROWS = [
     Row(nothing, ""),
-    Row(
-        rules, "a kube-proxy has left rules on this node, which no process updates", neighbour.CLEANUP_HINT, rules=True
-    ),
-    Row(process, "a kube-proxy runs on this node (pid ", neighbour.STOP_HINT, running=True),
+    Row(rules, "a kube-proxy has left rules on this node, which no process updates", detect.CLEANUP_HINT, rules=True),
+    Row(process, "a kube-proxy runs on this node (pid ", detect.STOP_HINT, running=True),
 ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.inspect import attached
 from kbpf.dataplane.bpf.maps.layout import NodeFlag, Reason
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import netns
@@ -90,7 +90,7 @@ def wire(uplink: Path_, br_netfilter: None) -> Iterator[Wire]:
 
 
 def has_programs(path: Path_) -> bool:
-    listing = path.inside(lambda: devices.read(Pins(path.site.pins), 0, None))
+    listing = path.inside(lambda: attached.read_devices(Pins(path.site.pins), 0, None))
     found = {device.name: (bool(device.ingress), bool(device.egress)) for device in listing}
     return [found[name] for name in ("br9", "port9", "port8")] == [(True, True)] + [(True, False)] * 2
 

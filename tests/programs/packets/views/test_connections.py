@@ -19,7 +19,7 @@ from kbpf.dataplane.bpf.map_metrics import MapCollector
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import FLOW, FLOW_KEY, MAPS, FlowDirection, TcpState, idle_timeout_s, pack_target
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
+from kbpf.dataplane.bpf.programs.artifact import SOURCES, flatten
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol

@@ -14,7 +14,7 @@ from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.maps.agent_maps import MapGrowth
 from kbpf.dataplane.bpf.maps.layout import PEER
 from kbpf.dataplane.bpf.state import commit
-from kbpf.dataplane.bpf.state.grace import GraceQueue
+from kbpf.dataplane.bpf.state.commit import GraceQueue
 from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX

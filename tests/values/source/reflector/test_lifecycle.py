@@ -17,7 +17,7 @@ from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.outages import MAX_REASONS, OutageLog
 from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, SLICES
-from kbpf.source.api.versions import KnownVersions
+from kbpf.source.api.watch import KnownVersions
 from kbpf.source.base import SourceState
 from kbpf.source.decode.decode import DecodedObject
 from tests.support.faults.scripted import Exchange, ScriptedServer

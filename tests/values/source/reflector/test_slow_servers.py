@@ -90,7 +90,7 @@ def test_pages_of_all_watches_share_a_memory_limit():
 
 
 def test_page_with_too_many_items_is_an_error(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.pages.COUNT_ITEMS_FROM_BYTES", 10)
+    monkeypatch.setattr("kbpf.source.api.resource.COUNT_ITEMS_FROM_BYTES", 10)
     monkeypatch.setattr("kbpf.source.decode.wire.MAX_PAGE_ITEMS", 100)
     many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
     run = start(PAGES, lambda e: e.answer(200, many), "list@100" + 100 * " a@1")

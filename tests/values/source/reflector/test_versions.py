@@ -9,7 +9,7 @@ import pytest
 
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
-from kbpf.source.api.versions import is_rewind
+from kbpf.source.api.watch import is_rewind
 from tests.support.faults.scripted import Exchange
 from tests.support.table import table
 from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed

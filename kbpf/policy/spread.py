@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the slots of a backend set: the list of backends that every algorithm indexes into.
+"""How connections are spread over the backends of a set: applies weights, and computes the slots, the
+list of backends that every algorithm indexes into.
 
 A backend's share of the connections is its share of the slots, so a uniformly random slot is a
 weighted choice. A Maglev table (Eisenbud et al., NSDI 2016, section 3.4) is such a list too, in an
@@ -7,6 +8,11 @@ order that hardly changes when a backend is added or removed: choosing by a hash
 gives the same backend as before, and the same one on every node with the same backends.
 
 Rules:
+- The most specific rule for an endpoint gives its weight: its address, Pod, node, zone, then the
+  default.
+- Weight 0 means no new connections: the backend is in no set, but keeps its existing connections.
+- If all backends of a set have weight 0, weights are ignored: a mistake must not take a Service
+  down.
 - The same backends give the same slots on every node, in every version of Python and in any order
   of input. Backends are hashed with BLAKE2b, never with hash().
 - A table is no larger than necessary: slots are the largest map, and each costs about 64 bytes of
@@ -16,14 +22,57 @@ Rules:
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import cycle, islice
 from math import gcd
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
-from kbpf.model.desired import EVEN_SPREAD, Backend, Spread
-from kbpf.model.objects import Algorithm
+from kbpf.model.address import Addr
+from kbpf.model.desired import EVEN_SPREAD, Backend, BackendSet, Spread
+from kbpf.model.objects import Algorithm, Weights
+
+
+class WeightedBackends(NamedTuple):
+    """The backends of a set that get connections, and their weights as in Spread.weights."""
+
+    backends: BackendSet
+    weights: tuple[int, ...] = ()
+
+
+def make_weight_lookup(weights: Weights) -> Callable[[Addr, str, str, str], int]:
+    """Returns a function (address, Pod, node, zone) → weight of that endpoint."""
+    by_address, by_pod = dict(weights.addresses), dict(weights.pods)
+    by_node, by_zone = dict(weights.nodes), dict(weights.zones)
+    default = weights.default
+
+    def weight_of(address: Addr, pod: str, node: str, zone: str) -> int:
+        result = by_address.get(address)
+        for rules, name in ((by_pod, pod), (by_node, node), (by_zone, zone)):
+            if result is None:
+                result = rules.get(name)
+        return default if result is None else result
+
+    return weight_of
+
+
+def apply_weights(backends: BackendSet, weights: Mapping[Backend, int]) -> WeightedBackends:
+    """Returns the backends with a weight above 0. Their weights have no common divisor; () if all
+    are equal.
+    """
+    values = [weights[backend] for backend in backends]
+    if not any(values):
+        return WeightedBackends(backends)
+    if not all(values):
+        backends = tuple(backend for backend in backends if weights[backend])
+        values = [weight for weight in values if weight]
+    if min(values) == max(values):
+        return WeightedBackends(backends)
+    divisor = gcd(*values)
+    return WeightedBackends(backends, tuple(weight // divisor for weight in values))
+
+
+# ---- slots ---------------------------------------------------------------------------------------
 
 MAGLEV_TABLE_SIZES: Final = (251, 1021, 4093, 16381, 65521)
 """Sizes of Maglev tables: for up to 10, 40, 163, 655 and 2621 backends. Tables of different sizes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ipset: deletes sets by name, and lists the ports in a set.
+"""Objects of netfilter with names, which rules refer to: sets (ipset), and counters (nfnetlink_acct).
 
 All functions act on the network namespace of the calling thread.
 """
@@ -21,6 +21,12 @@ from kbpf.kernel.net.netlink import (
 )
 from kbpf.kernel.net.uapi import NETLINK_NETFILTER
 from kbpf.kernel.netfilter import uapi
+from kbpf.kernel.netfilter.uapi import (
+    NFACCT_NAME,
+    NFNL_MSG_ACCT_DEL,
+    NFNL_MSG_ACCT_GET,
+    NFNL_SUBSYS_ACCT,
+)
 
 _DESTROY: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_DESTROY
 _LIST: Final = uapi.NFNL_SUBSYS_IPSET << 8 | uapi.IPSET_CMD_LIST
@@ -30,29 +36,29 @@ _ABSENT_ERRNOS: Final = frozenset((errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP,
 """No such set, or the kernel has no ipset."""
 
 
-def list_names() -> tuple[str, ...]:
+def list_sets() -> tuple[str, ...]:
     """The names of all sets; empty if the kernel has no ipset."""
     return tuple(
         sorted(
             {
                 parse_string(attrs[uapi.IPSET_ATTR_SETNAME])
-                for attrs in _list_sets(b"")
+                for attrs in _dump_sets(b"")
                 if uapi.IPSET_ATTR_SETNAME in attrs
             }
         )
     )
 
 
-def list_ports(name: str) -> frozenset[int]:
+def list_set_ports(name: str) -> frozenset[int]:
     """The ports in a set of ports; empty if the set does not exist."""
     ports: set[int] = set()
-    for attrs in _list_sets(pack_string(uapi.IPSET_ATTR_SETNAME, name)):
+    for attrs in _dump_sets(pack_string(uapi.IPSET_ATTR_SETNAME, name)):
         for _, entry in iterate_attributes(attrs.get(uapi.IPSET_ATTR_ADT, b"")):
             ports.add(int.from_bytes(parse_attributes(entry).get(uapi.IPSET_ATTR_PORT, b""), "big"))
     return frozenset(ports - {0})
 
 
-def destroy(names: Iterable[str]) -> tuple[str, ...]:
+def destroy_sets(names: Iterable[str]) -> tuple[str, ...]:
     """Deletes sets; returns those that existed. Raises KernelError with EBUSY if a rule refers to
     one.
     """
@@ -75,7 +81,7 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(destroyed)
 
 
-def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
+def _dump_sets(name_attr: bytes) -> list[dict[int, bytes]]:
     with Netlink(NETLINK_NETFILTER, "ipset") as netlink:
         try:
             messages = netlink.dump(_LIST, _NFGENMSG + _PROTOCOL_ATTR + name_attr)
@@ -84,3 +90,35 @@ def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
                 return []
             raise
     return [parse_attributes(message.body[len(_NFGENMSG) :]) for message in messages]
+
+
+# ---- counters ------------------------------------------------------------------------------------
+
+_GET_COUNTER: Final = NFNL_SUBSYS_ACCT << 8 | NFNL_MSG_ACCT_GET
+_DELETE_COUNTER: Final = NFNL_SUBSYS_ACCT << 8 | NFNL_MSG_ACCT_DEL
+
+
+def delete_counters(names: Iterable[str]) -> tuple[str, ...]:
+    """Deletes counters; returns those that existed and that no rule uses."""
+    return _request_counters(_DELETE_COUNTER, names)
+
+
+def find_counters(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of these counters that exist."""
+    return _request_counters(_GET_COUNTER, names)
+
+
+def _request_counters(message: int, names: Iterable[str]) -> tuple[str, ...]:
+    """Sends this message for each counter; returns the names for which it succeeded."""
+    succeeded = []
+    with Netlink(NETLINK_NETFILTER, "nfacct") as netlink:
+        for name in names:
+            body = struct.pack("=BBH", 0, 0, 0) + pack_string(NFACCT_NAME, name)
+            try:
+                netlink.request(message, body)
+            except KernelError as error:
+                if error.errno not in _ABSENT_ERRNOS | {errno.EBUSY}:
+                    raise
+                continue
+            succeeded.append(name)
+    return tuple(succeeded)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""bpf(2), BPF objects, TC attachment and feature probes."""

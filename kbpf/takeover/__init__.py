@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Take-over from kube-proxy: detecting it, draining it and removing what it left behind."""
