@@ -15,53 +15,54 @@ import msgspec
 import pytest
 import yaml
 
-from kbpf.model.metrics import DataPlaneMetrics, FlowCount, ReasonCount, TableUsage, TrafficStats
-from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
+from kbpf.model.metrics import FlowCount, TrafficStats
+from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.serve.exposition import format_labels
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from tests.support.build.prometheus import promtool
 from tests.support.prometheus import Family
-from tests.values.serve.test_metrics import ALL_COUNTERS, HAD, STATUS, WEB, Counts
+from tests.values.serve.test_metrics import ALL_COUNTERS, HAD, STATUS, WEB, Counts, measured
 from tests.values.serve.test_metrics import page as page_of
+from tests.values.views.snapshots import agent
 
 RULES = Path(__file__).parents[2] / "manifests" / "monitoring" / "rules.yaml"
 NODE = {"job": "kube-proxy", "instance": "node-1:10249"}
 BEGINS, ENDS = 10, 60
 """Minutes: when the change of a row begins, and when it is evaluated for the last time."""
 
-WELL = msgspec.structs.replace(
+WELL = agent(
+    """
+problem_count: 0
+refused: 0
+error: ''
+without_endpoints: 0
+packets: {enabled: true}
+sources:
+- {name: services, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: endpointslices, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: nodes, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: pods, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+threads:
+- {name: http, alive: true, idle_seconds: 0.1}
+- {name: devices, alive: true, idle_seconds: 4.0}
+verified:
+- {name: maps, differences: 0, timestamp: 1500000000.0}
+- {name: connections, differences: 0, timestamp: 1600000000.0}
+failing_backends: 0
+""",
     STATUS,
-    problems=(),
-    problem_count=0,
-    refused=0,
-    error="",
-    without_endpoints=0,
-    config_error="",
-    packets=PacketStatus(True),
-    sources=tuple(
-        SourceView(name, "watching", True, "5", "", 0, 1.5) for name in ("services", "endpointslices", "nodes", "pods")
-    ),
-    threads=(ThreadView("http", True, 0.1), ThreadView("devices", True, 4.0)),
-    verified=(VerifiedPart("maps", 0, 1.5e9), VerifiedPart("connections", 0, 1.6e9)),
-    failing_backends=0,
 )
 PLANE = Counts(
-    DataPlaneMetrics(
-        tables=(
-            TableUsage("services", 1000, 16_384, 262_144, 4096),
-            TableUsage("flows", 2640, 3000, None, 4096),  # closed connections
-            TableUsage("affinity", 65_536, 65_536, None, 4096),
-        ),
-        reason_counts=(
-            ReasonCount("no_route", "drop", 0),
-            ReasonCount("not_tracked", "drop", 0),
-            ReasonCount("invalid", "drop", 0),
-            ReasonCount("evicted", "note", 0),
-        ),
-        hooks=(("connect4", True), ("connect6", True)),
-        foreign_programs=0,
-        bypassed_chains=0,
-    ),
+    measured("""
+tables:
+- [services, 1000, 16384, 262144, 4096]
+- [flows, 2640, 3000, null, 4096]  # closed connections
+- [affinity, 65536, 65536, null, 4096]
+reason_counts: [[no_route, drop, 0], [not_tracked, drop, 0], [invalid, drop, 0], [evicted, note, 0]]
+hooks: [[connect4, true], [connect6, true]]
+foreign_programs: 0
+bypassed_chains: 0
+"""),
     TrafficStats(
         connections=((WEB, 0),),
         totals=((WEB, HAD._replace(refused=0, unanswered=0)),),
@@ -359,7 +360,7 @@ def tried(folder: Path, test: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_exactly_the_expected_alert_fires(name: str, tmp_path: Path):
+def test_exactly_the_expected_alert_fires(name: str, tmp_path):
     row = ROWS[name]
     test: dict[str, Any] = {
         "input_series": list(series(healthy(status=row.status()), row)),

@@ -15,7 +15,7 @@ from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import artifact
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode, MapShape, Reference
 from kbpf.errors import CompileError
-from tests.support.table import table
+from tests.support.table import pairs, table
 
 TOOLS = "bcc 1 llvm 14"
 C = {
@@ -37,7 +37,7 @@ def made(unit: str = "sock", source: str = "", tools: str = TOOLS) -> Artifact:
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
+def sources(tmp_path) -> Path:
     folder = tmp_path / "bpf"
     (folder / "include" / "linux").mkdir(parents=True)
     (folder / "include" / "linux" / "types.h").write_text("typedef int x;\n")
@@ -75,7 +75,7 @@ def test_a_missing_header_is_an_error_that_names_it(sources: Path):
 
 
 @pytest.fixture
-def keyed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+def keyed(sources: Path, monkeypatch) -> Callable[[], str]:
     """The key of the unit "one" in these sources."""
     real, headers = artifact.flatten, artifact.headers
     monkeypatch.setattr(artifact, "flatten", lambda unit: real(unit, sources))
@@ -83,25 +83,33 @@ def keyed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     return lambda: artifact.source_key("one")
 
 
-CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
-    "the unit": lambda folder, _: (folder / "one.c").write_text(C["one.c"] + "\n"),
-    "a header of a header": lambda folder, _: (folder / "a.h").write_text("int aa;\n"),
-    "a kernel header": lambda folder, _: (folder / "include/linux/types.h").write_text("\n"),
-    "a new kernel header": lambda folder, _: (folder / "include/linux/new.h").write_text(""),
-    "the flags": lambda _, patch: patch.setattr(artifact, "CFLAGS", ("-O3",)),
-    "the format": lambda _, patch: patch.setattr(artifact, "FORMAT", 99),
-    "the machine": lambda _, patch: patch.setattr(artifact.platform, "machine", lambda: "m68k"),
-    "an unrelated file": lambda folder, _: (folder / "two.c").write_text("another unit"),
+CHANGES = pairs("""\
+the unit → echo >>one.c
+a header of a header → echo "int aa;" >a.h
+a kernel header → echo >include/linux/types.h
+a new kernel header → : >include/linux/new.h
+an unrelated file → echo "another unit" >two.c
+""")
+"""What changes → a command in the folder of the sources."""
+SETTINGS = {
+    "the flags": (artifact, "CFLAGS", ("-O3",)),
+    "the format": (artifact, "FORMAT", 99),
+    "the machine": (artifact.platform, "machine", lambda: "m68k"),
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_each_input_but_no_other_file_changes_the_key(
-    keyed: Callable[[], str], sources: Path, monkeypatch: pytest.MonkeyPatch, what: str
-):
+@pytest.mark.parametrize(("what", "command"), CHANGES)
+def test_each_source_and_no_other_file_changes_it(keyed: Callable[[], str], sources: Path, what: str, command: str):
     before = keyed()
-    CHANGES[what](sources, monkeypatch)
+    subprocess.run(["sh", "-ec", command], cwd=sources, check=True)
     assert (keyed() == before) is (what == "an unrelated file")
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_each_setting_of_the_compiler_changes_the_key(keyed: Callable[[], str], monkeypatch, what: str):
+    before = keyed()
+    monkeypatch.setattr(*SETTINGS[what])
+    assert keyed() != before
 
 
 def test_the_units_of_kbpf_have_distinct_keys():
@@ -111,7 +119,7 @@ def test_the_units_of_kbpf_have_distinct_keys():
 # ---- the file ----------------------------------------------------------------------------------
 
 
-def test_a_stored_artifact_is_found(tmp_path: Path):
+def test_a_stored_artifact_is_found(tmp_path):
     path = artifact.store(made(), tmp_path / "deep" / "cache")
     assert artifact.read(path) == made()
     assert artifact.find("sock", path.parent, TOOLS) == made()
@@ -119,7 +127,7 @@ def test_a_stored_artifact_is_found(tmp_path: Path):
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_an_artifact_is_replaced_atomically(tmp_path: Path):
+def test_an_artifact_is_replaced_atomically(tmp_path):
     """A reader sees the old file or the new one."""
     path = artifact.store(made(), tmp_path)
     with path.open("rb") as reader:
@@ -151,7 +159,7 @@ of other sources    | bcc 1 llvm 14 | 0123456789abcdef | no  | no
 
 
 @pytest.mark.parametrize("row", STORED, ids=lambda row: row.name)
-def test_which_artifacts_are_found(tmp_path: Path, row: Stored):
+def test_which_artifacts_are_found(tmp_path, row: Stored):
     for tools, is_found in ((TOOLS, row.is_found), (None, row.without_compiler)):
         assert artifact.find("sock", tmp_path, tools) is None
         stored = made(source=row.source, tools=row.tools)
@@ -160,7 +168,7 @@ def test_which_artifacts_are_found(tmp_path: Path, row: Stored):
         path.unlink()
 
 
-def test_a_file_with_a_wrong_name_is_ignored(tmp_path: Path):
+def test_a_file_with_a_wrong_name_is_ignored(tmp_path):
     """The file itself records what it was made from."""
     stale = artifact.store(made(source="0123456789abcdef"), tmp_path)
     stale.rename(tmp_path / artifact.file_name("sock", artifact.source_key("sock"), TOOLS))
@@ -187,7 +195,7 @@ def signed(thing: object) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_ignored_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
+def test_a_damaged_file_is_ignored_and_logged(tmp_path, caplog, damage: str):
     path = artifact.store(made(), tmp_path)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert artifact.read(path) is None
@@ -209,7 +217,7 @@ UNKEPT = {
 
 
 @pytest.mark.parametrize("case", UNKEPT)
-def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str):
+def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path, caplog, case: str):
     commands, name, reason = UNKEPT[case]
     folder = tmp_path / name
     subprocess.run(["sh", "-ec", commands], cwd=tmp_path, check=True)
@@ -226,7 +234,7 @@ def test_a_cache_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: p
     ]
 
 
-def test_a_failed_store_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_store_leaves_no_file(tmp_path, monkeypatch):
     """Otherwise each start would leave another file on a full disk."""
 
     def full(*_: object) -> None:
@@ -262,7 +270,7 @@ def tamper(how: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("how", PLANTED)
-def test_a_cache_writable_by_other_users_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str):
+def test_a_cache_writable_by_other_users_is_not_read(tmp_path, caplog, how: str):
     path = artifact.store(made(), tmp_path / "cache")
     artifact._logged_warnings.clear()
     tamper(how, path)
@@ -276,7 +284,7 @@ def test_a_cache_writable_by_other_users_is_not_read(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("how", list(PLANTED)[:3])
-def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path: Path, how: str):
+def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path, how: str):
     """Another user could replace a file there by a link at any moment."""
     path = artifact.store(made(), tmp_path / "cache")
     tamper(how, path)
@@ -286,7 +294,7 @@ def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path: Path, how: s
     assert os.listdir(path.parent) == []
 
 
-def test_a_stored_artifact_is_readable_with_any_umask(tmp_path: Path):
+def test_a_stored_artifact_is_readable_with_any_umask(tmp_path):
     before = os.umask(0)
     try:
         for number in (0o077, 0):

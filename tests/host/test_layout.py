@@ -183,7 +183,7 @@ def differences(c: Mapping[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def test_layouts_and_numbers_of_python_and_c_are_equal(tmp_path: Path):
+def test_layouts_and_numbers_of_python_and_c_are_equal(tmp_path):
     assert differences(compiled(tmp_path)) == []
 
 
@@ -252,7 +252,7 @@ def test_maps_start_no_larger_than_their_maximum():
             assert spec.initial_entries(sizes) == spec.max_entries(sizes)
 
 
-def test_the_schema_hash_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch):
+def test_the_schema_hash_changes_with_any_layout(monkeypatch):
     seen = {layout.schema_hash()}
     spec = layout.MAPS["services"]
     for changed in ({"key_size": 24}, {"value_size": 32}, {"map_type": 9}, {"version": 2}):

@@ -51,12 +51,12 @@ def rules(objects: list[Object]) -> list[Object]:
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def overlay(request: pytest.FixtureRequest, kubectl: Path) -> tuple[str, list[Object]]:
+def overlay(request, kubectl: Path) -> tuple[str, list[Object]]:
     return request.param, kustomize(kubectl, OVERLAYS / request.param)
 
 
 @pytest.fixture
-def chart(helm: Path, tmp_path: Path) -> Callable[..., list[Object]]:
+def chart(helm: Path, tmp_path) -> Callable[..., list[Object]]:
     """Renders the chart with values as a dict, and with the value files of an overlay."""
 
     def render(values: Object, overlay: str = "kubeadm") -> list[Object]:
@@ -69,7 +69,7 @@ def chart(helm: Path, tmp_path: Path) -> Callable[..., list[Object]]:
 
 
 @pytest.fixture
-def with_component(kubectl: Path, tmp_path: Path) -> Callable[[str, str], list[Object]]:
+def with_component(kubectl: Path, tmp_path) -> Callable[[str, str], list[Object]]:
     """Renders an overlay with a component. Kustomize accepts relative paths only."""
 
     def render(overlay: str, component: str) -> list[Object]:

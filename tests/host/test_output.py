@@ -75,7 +75,7 @@ def listing(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_write_to_a_target(tmp_path: Path, target: Target):
+def test_write_to_a_target(tmp_path, target: Target):
     folder, old = tmp_path / "folder", file(tmp_path / "old")
     folder.mkdir()
     subprocess.run(["sh", "-ec", target.given], cwd=folder, env={**os.environ, "OLD": old}, check=True)
@@ -84,7 +84,7 @@ def test_write_to_a_target(tmp_path: Path, target: Target):
     assert ", ".join(listing(folder)) == target.then
 
 
-def test_fifo_is_written_to(tmp_path: Path):
+def test_fifo_is_written_to(tmp_path):
     fifo, got = tmp_path / "target", []
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: got.append(fifo.read_text()), daemon=True)
@@ -95,7 +95,7 @@ def test_fifo_is_written_to(tmp_path: Path):
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
 
 
-def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError("on purpose")
 
@@ -107,14 +107,14 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_open_reader_sees_the_old_file(tmp_path: Path):
+def test_open_reader_sees_the_old_file(tmp_path):
     target = file(tmp_path / "target")
     with target.open() as reader:
         write.write_text(target, NEW)
         assert (reader.read(), target.read_text()) == (OLD, NEW)
 
 
-def test_mounted_file_is_written_in_place(tmp_path: Path):
+def test_mounted_file_is_written_in_place(tmp_path):
     """A bind mount, such as a file of a volume in a container, cannot be replaced by rename()."""
     file(tmp_path / "real"), file(tmp_path / "target")
     script = 'mount --make-rprivate / && mount --bind "$1/real" "$1/target" && "$2" -c "$3" "$4"'
@@ -159,7 +159,7 @@ REDIRECTED = [
 
 @pytest.mark.parametrize("link", ["/dev/stdout", "/proc/self/fd/1", "/dev/fd/1", "link"])
 @pytest.mark.parametrize(("name", "line", "text"), REDIRECTED, ids=[r[0] for r in REDIRECTED])
-def test_write_to_standard_output(tmp_path: Path, link: str, name: str, line: str, text: str):
+def test_write_to_standard_output(tmp_path, link: str, name: str, line: str, text: str):
     (tmp_path / "link").symlink_to("/dev/stdout")
     file(tmp_path / "out")
     inode = (tmp_path / "out").stat().st_ino
@@ -169,7 +169,7 @@ def test_write_to_standard_output(tmp_path: Path, link: str, name: str, line: st
     assert Path("/dev/stdout").is_symlink()
 
 
-def test_write_config_to_on_the_command_line(tmp_path: Path):
+def test_write_config_to_on_the_command_line(tmp_path):
     words = ("run", "--source", str(tmp_path), "--write-config-to")
     done = kbpf(*words, "/dev/stdout")
     assert (done.code, done.out.splitlines()[0]) == (0, "apiVersion: kubeproxy.config.k8s.io/v1alpha1")

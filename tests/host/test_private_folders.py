@@ -30,7 +30,7 @@ def as_nobody(*command: str) -> list[str]:
 # ---- the lock ------------------------------------------------------------------------------------
 
 
-def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path):
+def test_a_second_lock_of_a_folder_is_an_error(tmp_path):
     held = lock_folder(tmp_path, 0.0, "stop it first")
     with pytest.raises(KernelError) as error:
         lock_folder(tmp_path, 0.0, "stop it first")
@@ -40,7 +40,7 @@ def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path):
     os.close(lock_folder(tmp_path, 0.0, ""))
 
 
-def test_the_lock_waits_for_an_agent_that_exits(tmp_path: Path):
+def test_the_lock_waits_for_an_agent_that_exits(tmp_path):
     going = threading.Timer(0.2, os.close, (lock_folder(tmp_path, 0.0, ""),))
     going.start()
     os.close(lock_folder(tmp_path, 60.0, ""))
@@ -68,7 +68,7 @@ def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold):
+def test_the_lock_excludes_agents_of_other_versions(tmp_path, hold):
     folder = tmp_path / "pins"
     folder.mkdir(mode=0o755)
     older = hold(folder)
@@ -86,7 +86,7 @@ def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold):
 
 
 @pytest.fixture
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def shared(tmp_path_factory) -> Iterator[Path]:
     """A folder that all users can access, like /sys/fs/bpf and /run: owned by root and sticky."""
     folder = Path(f"/tmp/kbpf-test-{os.getpid()}-{tmp_path_factory.getbasetemp().name}")
     folder.mkdir()

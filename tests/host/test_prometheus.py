@@ -80,7 +80,7 @@ def query(address: str, expression: str) -> list[dict[str, Any]]:
         return []
 
 
-def test_all_series_are_stored(target: str, tmp_path: Path):
+def test_all_series_are_stored(target: str, tmp_path):
     with urllib.request.urlopen(f"http://{target}/metrics") as page:
         samples = sum(len(family.samples) for family in parse(page.read().decode()).values())
     with free_address() as address, scraping(target, address, tmp_path):

@@ -27,7 +27,7 @@ SCRIPTS = sorted([*(ROOT / name for name in OTHERS), *VAGRANT.rglob("*.sh")])
 
 
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
-def test_vagrant_accepts_the_vagrantfile(folder: Path, tmp_path: Path):
+def test_vagrant_accepts_the_vagrantfile(folder: Path, tmp_path):
     """With libvirt's settings too; those of VirtualBox can only be checked with VirtualBox."""
     environment = {
         "HOME": str(tmp_path),
@@ -85,14 +85,14 @@ INSTALLS = {
 
 
 @pytest.mark.parametrize("packager", INSTALLS)
-def test_a_machine_is_provisioned(packager: str, tmp_path: Path):
+def test_a_machine_is_provisioned(packager: str, tmp_path):
     """machine.sh and suite.sh with everything they call. Package managers and debootstrap are
     stand-ins; the changes to this kernel, the root and its mounts are real. /var/lib is separate.
     """
     provision_and_begin(packager, {name: shutil.which(name) for name in TOOLS.split()}, tmp_path)
 
 
-def test_a_machine_of_busybox_is_provisioned(tmp_path: Path):
+def test_a_machine_of_busybox_is_provisioned(tmp_path):
     """The same with busybox, which has all tools but one: it takes seconds even where starting a
     program is slow, as in an emulated guest, since busybox stays in memory.
     """
@@ -103,7 +103,7 @@ def test_a_machine_of_busybox_is_provisioned(tmp_path: Path):
     provision_and_begin("apt-get", tools, tmp_path)
 
 
-def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path: Path) -> None:
+def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path) -> None:
     """Provisions a new machine and runs the suite; then again on the same machine, with a part."""
     tree, tools, said = tmp_path / "tree", tmp_path / "tools", tmp_path / "tree" / "said"
     shutil.copytree(VAGRANT, tree / "vagrant")
@@ -146,7 +146,7 @@ def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path
     assert last == "in /var/lib/kbpf-tests: make test PYTEST=-k hints"
 
 
-def test_a_command_enters_a_root(tmp_path: Path):
+def test_a_command_enters_a_root(tmp_path):
     """The root has only busybox and is a mount point, since `ip -n` and unshare change its
     propagation. All mounts are removed when the command ends.
     """

@@ -8,7 +8,7 @@ from tests.values.agent.recording import Clock
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     made = Clock()
     for module in (agent, applier, computer, reconciler, reporter):
         monkeypatch.setattr(module, "time", made)

@@ -72,7 +72,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path, monkeypatch) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(sysctl, "path_of", lambda name: tmp_path / name.replace(".", "/"))
     monkeypatch.setattr(host_thread, "HASHSIZE_PARAMETER", made.hashsize)
@@ -114,7 +114,7 @@ def test_neither_the_limit_nor_the_hash_table_shrinks(
 
 @pytest.mark.parametrize("kept", ["another errno", "no such setting"])
 def test_hash_table_is_resized_with_the_module_parameter_if_the_sysctl_fails(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: str
+    machine: Machine, monkeypatch, caplog, kept: str
 ):
     machine.load()
     if kept == "no such setting":
@@ -130,7 +130,7 @@ def test_hash_table_is_resized_with_the_module_parameter_if_the_sysctl_fails(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_correct_values_are_not_written(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_correct_values_are_not_written(machine: Machine, monkeypatch):
     machine.load(max=131_072, tcp_timeout_established=86_400, tcp_timeout_close_wait=3_600)
     monkeypatch.setattr(sysctl, "write", refuse)
     monkeypatch.setattr(host_thread, "log", None)  # a log line would raise AttributeError
@@ -141,9 +141,7 @@ def refuse(name: str, value: str) -> None:
     raise KernelError(f"cannot set {name}", "", "", 30)
 
 
-def test_failed_sysctls_are_one_warning_with_all_values(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_failed_sysctls_are_one_warning_with_all_values(machine: Machine, monkeypatch, caplog):
     machine.load()
     monkeypatch.setattr(sysctl, "write", refuse)
     keeper = ConntrackSysctls(Conntrack())
@@ -157,9 +155,7 @@ def test_failed_sysctls_are_one_warning_with_all_values(
     assert "EROFS" in line
 
 
-def test_module_removed_while_the_sysctls_are_set_is_the_same_warning(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_module_removed_while_the_sysctls_are_set_is_the_same_warning(machine: Machine, monkeypatch, caplog):
     machine.load()
     read = sysctl.read
 
@@ -177,9 +173,7 @@ def test_module_removed_while_the_sysctls_are_set_is_the_same_warning(
 
 
 @pytest.mark.parametrize("before", [65_536, 131_072, 262_144], ids=str)
-def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(
-    machine: Machine, caplog: pytest.LogCaptureFixture, before: int
-):
+def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(machine: Machine, caplog, before: int):
     caplog.set_level("INFO", "kbpf.agent")
     machine.load(max=before)
     (machine.sysctls / "nf_conntrack_max").chmod(0o444)
@@ -191,7 +185,7 @@ def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-def test_other_sysctls_are_set_if_the_hash_table_cannot_grow(machine: Machine, caplog: pytest.LogCaptureFixture):
+def test_other_sysctls_are_set_if_the_hash_table_cannot_grow(machine: Machine, caplog):
     machine.load()
     machine.hashsize.unlink()
     machine.buckets.unlink()
@@ -203,7 +197,7 @@ def test_other_sysctls_are_set_if_the_hash_table_cannot_grow(machine: Machine, c
     assert "at /host/proc/sys/net" in record.getMessage()
 
 
-def test_sysctls_are_set_once_the_module_is_loaded(machine: Machine, caplog: pytest.LogCaptureFixture):
+def test_sysctls_are_set_once_the_module_is_loaded(machine: Machine, caplog):
     caplog.set_level("INFO", "kbpf.agent")
     keeper = ConntrackSysctls(Conntrack())
     keeper.apply(1.0)

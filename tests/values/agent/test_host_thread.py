@@ -50,7 +50,7 @@ class SlowHost(RecordingPlane):
 
 
 @pytest.fixture
-def plane(monkeypatch: pytest.MonkeyPatch):
+def plane(monkeypatch):
     monkeypatch.setattr(module.addresses, "watch_addresses", lambda _, stop: stop.wait())
     monkeypatch.setattr(host_thread.ConntrackSysctls, "apply", lambda *_: None)
     slow = SlowHost()
@@ -80,9 +80,7 @@ def test_a_slow_question_to_the_host_does_not_delay_a_change(plane: SlowHost):
     assert plane.applied_in == {"writer"}
 
 
-def test_a_question_that_fails_is_logged_once_and_a_problem_while_it_fails(
-    plane: SlowHost, caplog: pytest.LogCaptureFixture
-):
+def test_a_question_that_fails_is_logged_once_and_a_problem_while_it_fails(plane: SlowHost, caplog):
     agent = Agent(Config("me"), plane, lambda _: ())
     plane.answer.set()
     for error in ("no", "no", "", "no"):
@@ -93,7 +91,7 @@ def test_a_question_that_fails_is_logged_once_and_a_problem_while_it_fails(
     assert len(failures) == 2
 
 
-def test_another_listening_process_wakes_the_agent(plane: SlowHost, monkeypatch: pytest.MonkeyPatch):
+def test_another_listening_process_wakes_the_agent(plane: SlowHost, monkeypatch):
     """Its port is taken from a Service at the node's address."""
     agent = Agent(Config("me"), plane, lambda _: ())
     plane.answer.set()

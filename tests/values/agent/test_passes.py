@@ -47,9 +47,7 @@ def large(name: str) -> list[Upsert]:
 
 
 @pytest.mark.parametrize(("mode", "count"), [("bpf", 1), ("ipvs", 0)])
-def test_netfilter_bypass_is_logged_in_mode_bpf_only(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, count: int
-):
+def test_netfilter_bypass_is_logged_in_mode_bpf_only(caplog, monkeypatch, mode: str, count: int):
     caplog.set_level("INFO")
     agent = Agent(Config("me", forwarding="direct"), RecordingPlane(), lambda _: ())
     agent._log_netfilter_bypass(mode)
@@ -88,7 +86,7 @@ def test_wait_is_at_most_the_rest_of_min_sync_period(clock: Clock):
     assert agent._seconds_until_due() == pytest.approx(0.1)
 
 
-def test_missing_node_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_missing_node_is_logged_once(clock: Clock, caplog):
     agent = Agent(Config("me"), RecordingPlane(), lambda _: ())
     agent.step(SYNCED)
     agent.step([service("a")])
@@ -96,7 +94,7 @@ def test_missing_node_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixt
     assert ["there is no Node me yet" in line for line in caplog.messages] == [True]
 
 
-def test_events_and_writes_are_logged_at_debug(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_events_and_writes_are_logged_at_debug(clock: Clock, caplog):
     caplog.set_level("INFO", "kbpf.agent")
     agent, plane = begun(0.0)
     assert caplog.messages == []
@@ -111,7 +109,7 @@ def test_events_and_writes_are_logged_at_debug(clock: Clock, caplog: pytest.LogC
     ]
 
 
-def test_sweep_compares_everything_every_15_minutes(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_sweep_compares_everything_every_15_minutes(clock: Clock, caplog):
     agent, plane = begun(0.0)
     clock.now += 899.0
     agent.step([service("a")])
@@ -136,7 +134,7 @@ def test_sweep_compares_everything_every_15_minutes(clock: Clock, caplog: pytest
     assert len(caplog.records) == 1
 
 
-def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch):
     """Even an address without NodePorts, such as a VIP that moves to this node."""
     agent, plane = begun(0.0)
     vip, network = (parse_addr("192.0.2.1"),), NodeAddresses()
@@ -148,7 +146,7 @@ def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch: pyte
     assert plane.applied[1:] == [None, None, None, None, {"a"}]
 
 
-def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(clock: Clock, caplog):
     """It prevents no change: for example, a FORWARD chain that cannot be changed."""
     agent, plane = begun(0.0)
     plane.error = "no"
@@ -239,7 +237,7 @@ def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
 
 
 @pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])
-def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch: pytest.MonkeyPatch, waiting: str):
+def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch, waiting: str):
     agent, plane = begun(0.0)
     plane.apply_error = "no"
     if waiting == "deferred work":

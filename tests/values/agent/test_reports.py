@@ -40,7 +40,7 @@ STATUS_ERRORS = {
 
 
 @pytest.mark.parametrize("name", STATUS_ERRORS)
-def test_removed_pins_end_the_agent(clock: Clock, caplog: pytest.LogCaptureFixture, name: str):
+def test_removed_pins_end_the_agent(clock: Clock, caplog, name: str):
     error, ends = STATUS_ERRORS[name]
     agent, plane = begun(0.0)
 
@@ -65,7 +65,7 @@ def test_status_is_published_once_it_is_written(clock: Clock):
     assert agent._server._status is not None
 
 
-def test_an_error_of_the_status_is_logged_once_until_it_changes(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_an_error_of_the_status_is_logged_once_until_it_changes(clock: Clock, caplog):
     agent, plane = begun(0.0)
 
     errors = ["no memory", "no memory", "no space", "", "no space"]
@@ -121,9 +121,7 @@ def test_a_mesh_whose_pods_are_not_recognized_is_no_problem(clock: Clock, mesh_p
     assert list_meshes() == mesh_pods * ["the Service ns/e has the labels of the mesh Linkerd"]
 
 
-def test_problems_of_the_node_are_listed(
-    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_problems_of_the_node_are_listed(clock: Clock, caplog, monkeypatch):
     """Each problem is listed while it exists. Unserved NodePorts are logged too, once each time."""
     networks = (Cidr(parse_addr("198.51.100.0"), 96 + 24),)
     config = Config("me", node_port_addresses=networks)
@@ -158,7 +156,7 @@ def test_first_apply_does_not_wait_for_min_sync_period(clock: Clock):
     begun(3600.0)
 
 
-def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch: pytest.MonkeyPatch):
+def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch):
     """The first start on a node compiles for seconds; a liveness probe must not kill the agent."""
     order: list[str] = []
 
@@ -175,7 +173,7 @@ def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch: pytes
     assert order == ["answers", "open", "ends"]
 
 
-def test_log_lines_about_unserved_services_are_limited(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_log_lines_about_unserved_services_are_limited(clock: Clock, caplog):
     """For rejected objects as well as for Services over a limit."""
     agent, plane = begun(0.0)
     names = [f"s{number:03}" for number in range(MAX_PROBLEMS + 7)]
@@ -192,7 +190,7 @@ def test_log_lines_about_unserved_services_are_limited(clock: Clock, caplog: pyt
     assert sum(line.startswith("not programmed") for line in caplog.messages) == MAX_PROBLEMS + 1
 
 
-def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog):
     """However many Services it has, however long its lines are, and whatever they are named: in the
     log, the status and Events.
     """
@@ -236,7 +234,7 @@ def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog: pytest.LogCap
     desk.events.stop()
 
 
-def test_unusual_value_that_is_used_is_logged_as_unusual(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_unusual_value_that_is_used_is_logged_as_unusual(clock: Clock, caplog):
     agent, _ = begun(0.0)
     zeros = leading_zeros_problem("10.96.0.01", parse_addr("10.96.0.1"))
     event = service("a")
@@ -311,7 +309,7 @@ def test_queued_timestamp_is_settled_in_both_families_after_a_pass(clock: Clock)
     assert max(behind()) <= 0
 
 
-def test_ended_udp_flows_are_counted_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_ended_udp_flows_are_counted_once(clock: Clock, monkeypatch):
     """UDP flows ended by a tick, or by an apply() before it."""
     agent, plane = begun(0.0)
     ended = [(UdpCuts(0.5, {4: 3}), UdpCuts(0.25, {4: 1, 6: 2})), ()]

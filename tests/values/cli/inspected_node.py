@@ -25,12 +25,13 @@ from kbpf.dataplane.bpf.maps.status_entries import pack_entry
 from kbpf.model.address import Addr, format_addr, parse_addr
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.inspection import HookEntry, HostDevice, Route
-from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
-from kbpf.model.status import AgentStatus, DeviceFailure, ModeChoice, PacketStatus, SourceView, ThreadView, encode
+from kbpf.model.status import encode
 from kbpf.views.trace_page import NodeFacts, Step
 from tests.support.faults.fake_maps import Entries, names, slots, target
+from tests.support.table import table
+from tests.values.views.snapshots import agent, stats
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
 NOW, BOOT, NS = 100_000.0, 200_000.0, 1_000_000_000
@@ -100,30 +101,28 @@ def device(role: int, flags: int) -> bytes:
     return layout.DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), 0)
 
 
-STATUS = AgentStatus(
-    version="9.9",
-    pid=42,
-    mode="bpf",
-    node="node-1",
-    started=BOOT - 3700,
-    heartbeat=BOOT - 1,
-    synced=True,
-    services=3,
-    service_ports=4,
-    applied=5,
-    last_apply_ms=1.5,
-    event_to_map_p50_ms=2.0,
-    event_to_map_p99_ms=3.0,
-    refused=1,
-    problem_count=3,
-    problems=("Service a/b: no good", "another"),
-    disabled_features=("Pods are not watched",),
-    left_to_node=("10.96.0.10:53/UDP of Service kube-system/kube-dns",),
-    sources=(SourceView("services", "watching", True, "7", ""), SourceView("pods", "failed", False, "", "forbidden")),
-    threads=(ThreadView("http", True, 0.1), ThreadView("devices", False, 90.0, 2, "stuck")),
-    packets=PacketStatus(True, excluded=("ex*",), failed=(DeviceFailure("up1", "no clsact"),), failed_count=2),
-    choice=ModeChoice("auto", "bpf"),
-)
+STATUS = agent("""
+version: '9.9'
+node: node-1
+started: 196300.0
+heartbeat: 199999.0
+applied: 5
+event_to_map_p50_ms: 2.0
+event_to_map_p99_ms: 3.0
+refused: 1
+problems: ['Service a/b: no good', another]
+problem_count: 3
+disabled_features: [Pods are not watched]
+left_to_node: [10.96.0.10:53/UDP of Service kube-system/kube-dns]
+sources:
+- {name: services, state: watching, synced: true, resource_version: '7', error: ''}
+- {name: pods, state: failed, synced: false, resource_version: '', error: forbidden}
+threads:
+- {name: http, alive: true, idle_seconds: 0.1}
+- {name: devices, alive: false, idle_seconds: 90.0, restarts: 2, problem: stuck}
+packets: {enabled: true, excluded: [ex*], failed: [{device: up1, detail: no clsact}], failed_count: 2}
+choice: {requested: auto, mode: bpf}
+""")
 
 CGROUPS = {"pod": 101, "service": 102, "nameless": 103, "gone": 104}
 UIDS = {"pod": "0a1b2c3d-0000-4000-8000-000000000001", "nameless": "0a1b2c3d-0000-4000-8000-000000000002"}
@@ -133,6 +132,10 @@ CGROUP_PATHS = {
     102: "/system.slice/cron.service",
     103: f"/kubepods/besteffort/pod{UIDS['nameless']}/c1",
 }
+
+
+def counts(text: str) -> Entries:
+    return {U32_PAIR.pack(*ids): layout.COUNTS.pack(*found) for ids, found in stats(text).items()}
 
 
 def failures(text: str) -> Entries:
@@ -230,15 +233,13 @@ TCP 9 10.244.0.77:1 stale - - -
     "local_networks": {layout.pack_network(Cidr(parse_addr("10.244.0.0"), 112)): bytes(4)},
     "exempt_cgroups": {bytes(8): bytes(4)},
     "config": {bytes(4): layout.CONFIG.pack(HOST_NETNS, ConfigFlag.COUNT_CONNECTION_ENDS | ConfigFlag.SET_RETVAL, 0)},
-    "counts": {
-        U32_PAIR.pack(1, 5): layout.COUNTS.pack(
-            *ConnectionStats(opened=40, refused=1, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30)
-        ),
-        U32_PAIR.pack(1, 0): layout.COUNTS.pack(*ConnectionStats(no_endpoint=3, not_allowed=2)),
-        U32_PAIR.pack(1, 0xFFFF_FFFF): layout.COUNTS.pack(*ConnectionStats(opened=7)),
-        U32_PAIR.pack(1, 98): layout.COUNTS.pack(*ConnectionStats(opened=2, unanswered=1, reset=1, retransmits=4)),
-        U32_PAIR.pack(3, 7): layout.COUNTS.pack(*ConnectionStats(opened=9)),
-    },
+    "counts": counts("""\
+1 5 opened=40 refused=1 ended=39 bytes_in=2048 bytes_out=5242880 rtt_us=60000 rtts=30
+1 0 no_endpoint=3 not_allowed=2
+1 4294967295 opened=7
+1 98 opened=2 unanswered=1 reset=1 retransmits=4
+3 7 opened=9
+"""),
     "latencies": {
         U32.pack(1): layout.LATENCIES.pack(
             *(layout.LATENCY.pack(struct.pack("=24Q", 0, 90, 8, 2, *20 * [0]), 100_000_000) for _ in range(2))
@@ -276,12 +277,17 @@ def hook(i: int) -> HookEntry:
 
 
 FACTS = [hook(i) for i in range(len(HOOKS))]
-DEVICES = (
-    HostDevice("lo", 1, "loopback", "skipped", "loopback", "", ""),
-    HostDevice("eth0", 2, "hardware", "host", "hardware", "tc_ingress (tcx)", "8 (tcx)"),
-    HostDevice("cali0", 3, "veth", "pod", "veth into another namespace", "tc_ingress (tcx)", ""),
-    HostDevice("ex0", 4, "hardware", "skipped", "excluded by the operator", "", ""),
-    HostDevice("up1", 5, "hardware", "host", "hardware", "", ""),
+DEVICES = tuple(
+    table(
+        HostDevice,
+        """\
+lo | 1 | loopback | skipped | loopback |  |
+eth0 | 2 | hardware | host | hardware | tc_ingress (tcx) | 8 (tcx)
+cali0 | 3 | veth | pod | veth into another namespace | tc_ingress (tcx) |
+ex0 | 4 | hardware | skipped | excluded by the operator |  |
+up1 | 5 | hardware | host | hardware |  |
+""",
+    )
 )
 
 

@@ -60,7 +60,7 @@ no SCTP: protocols=protocol size/TCP 2 → SCTP sockets no: not loaded
 
 
 @pytest.mark.parametrize(("node", "expected"), NODES)
-def test_check_row_of_a_node(node: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_row_of_a_node(node: str, expected: str, tmp_path, monkeypatch):
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
     told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
@@ -121,7 +121,7 @@ no nf_tables | unknown | no nf_tables |  | unknown
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
-def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
+def test_check_row_forward(forward: Chains, monkeypatch):
     netfilter = packet_path.forward_rules
     monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: PROBES.get(forward.name, PROBES[""]))
     monkeypatch.setattr(netfilter, "list_forward_chains", lambda: CHAINS[forward.chain])
@@ -176,15 +176,21 @@ def test_check_verdict(given: str, verdict: str):
 
 
 ROWS = {
-    "yes": check_row("yes"),
-    "no": check_row("no"),
-    "ipvs": CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True),
-    "no-ipvs": CheckRow(Check.IPVS, "no", False, "", "", ipvs=True),
-    "dummy?": CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True),
-    "kbpf": CheckRow(Check.OTHER_KBPF, "no", True, "", ""),
-    "balancer": CheckRow(Check.BALANCERS, "no", True, "", ""),
-    "(kbpf)": CheckRow(Check.OTHER_KBPF, "no", False, "", ""),
-    "kbpf?": CheckRow(Check.OTHER_KBPF, "unknown", True, "", ""),
+    name: CheckRow(Check[check], result, "needed" in words, "", "", ipvs="ipvs" in words)
+    for name, check, result, *words in map(
+        str.split,
+        """\
+yes BPFFS yes needed
+no BPFFS no needed
+ipvs IPVS yes ipvs
+no-ipvs IPVS no ipvs
+dummy? DUMMY unknown ipvs
+kbpf OTHER_KBPF no needed
+balancer BALANCERS no needed
+(kbpf) OTHER_KBPF no
+kbpf? OTHER_KBPF unknown needed
+""".splitlines(),
+    )
 }
 MODES = pairs("""\
 yes ipvs → bpf: mode ipvs can be used
@@ -209,7 +215,7 @@ def test_check_verdict_on_the_modes(given: str, expected: str):
     assert says in check.format_page(made, rows)
 
 
-def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(monkeypatch: pytest.MonkeyPatch):
+def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(monkeypatch):
     """An agent without CAP_SYS_ADMIN starts all the same."""
     monkeypatch.setattr(neighbours.syscalls, "may_open_by_id", lambda: False)
     rows = list(neighbours.refusal_rows(Path("/nowhere"), Path("/nowhere")))

@@ -85,7 +85,7 @@ check --attached --pin-dir /nowhere → 1 /nowhere
 
 
 @pytest.mark.parametrize(("line", "end"), EXIT_ROWS)
-def test_exit_code_and_output(line: str, end: str, capsys: pytest.CaptureFixture[str]):
+def test_exit_code_and_output(line: str, end: str, capsys):
     code, _, words = end.replace("VERSION", __version__).partition(" ")
     assert app.call(line.split()) == int(code)
     out, err = capsys.readouterr()
@@ -93,7 +93,7 @@ def test_exit_code_and_output(line: str, end: str, capsys: pytest.CaptureFixture
     assert bool(err) == bool(int(code))
 
 
-def test_no_command_prints_the_help_and_returns_2(capsys: pytest.CaptureFixture[str]):
+def test_no_command_prints_the_help_and_returns_2(capsys):
     assert app.call([]) == 2
     assert "compile" in "".join(capsys.readouterr())
 
@@ -105,13 +105,13 @@ def raises(error: BaseException) -> Any:
     return command
 
 
-def test_error_of_kbpf_is_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_error_of_kbpf_is_one_line_and_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(app, "_dispatch", raises(NotFoundError("no cow", "on\nice", "look")))
     assert app.call([]) == 1
     assert capsys.readouterr().err == "kbpf: no cow (on ice); look\n"
 
 
-def test_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
+def test_interrupt_is_exit_code_130(monkeypatch):
     monkeypatch.setattr(app, "_dispatch", raises(KeyboardInterrupt()))
     assert app.call([]) == 130
 
@@ -154,9 +154,7 @@ a flag with the default value beats the file: --state-dir=/run/kbpf → /sys/fs/
 
 
 @pytest.mark.parametrize(("given", "wanted"), CLEANUP_ROWS)
-def test_cleanup_uses_the_locations_of_the_file(
-    given: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cleanup_uses_the_locations_of_the_file(given: str, wanted: str, tmp_path, monkeypatch):
     words = given.partition(": ")[2].split()
     for word in words:
         if word.startswith("KBPF_"):
@@ -165,7 +163,7 @@ def test_cleanup_uses_the_locations_of_the_file(
     assert cleaned(monkeypatch, tmp_path, FILE, *flags) == (0, tuple(wanted.split()))
 
 
-def cleaned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str) -> tuple[int, tuple[str, ...]]:
+def cleaned(monkeypatch, tmp_path, text: str, *given: str) -> tuple[int, tuple[str, ...]]:
     """Runs `kbpf cleanup` with this file; returns its exit code and the locations it cleans."""
     looked: list[object] = []
     monkeypatch.setattr(cleanup, "remove_pins", lambda pins, *_: looked.append(pins) or ())
@@ -214,9 +212,9 @@ an empty file: EMPTY → the file is empty | ALL
 def test_locations_are_read_despite_other_mistakes(
     mistake: str,
     expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path,
+    monkeypatch,
+    capsys,
 ):
     """And `kbpf cleanup` needs only them."""
     told, names = (part.strip().replace("ALL", ALL) for part in expected.split("|"))
@@ -237,9 +235,7 @@ def test_locations_are_read_despite_other_mistakes(
     assert err.count("\n") == bool(told)
 
 
-def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(tmp_path, monkeypatch):
     text = f"{FILE}pinDir: not/absolute\n"
     assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *LOCATIONS[1:]))
     monkeypatch.setenv("KBPF_PIN_DIR", "/b")
@@ -258,7 +254,7 @@ no file: → yes
 
 @pytest.mark.parametrize(("text", "packet_path"), CHECK_ROWS)
 def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
-    text: str, packet_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, packet_path: str, tmp_path, monkeypatch
 ):
     row = CheckRow(Check.KUBE_PROXY, "yes", False, "", "")
     for module in (bpf_checks, ipvs_checks):
@@ -283,7 +279,7 @@ inspect devices --no-headers → /sys/fs/bpf/file /run/file/kbpf-ipvs0
 """)
 
 
-def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
+def looked_for(monkeypatch, *command: str) -> tuple[str, str]:
     """The pin directory and the state directory of mode ipvs that `kbpf inspect` reads."""
     looked: list[dataplane.Locations] = []
 
@@ -302,9 +298,9 @@ def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     command: str,
     wanted: str,
     by_variable: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path,
+    monkeypatch,
+    capsys,
 ):
     file = tmp_path / "config.conf"
     file.write_text(FILE)
@@ -334,9 +330,7 @@ no file: → 1 1 cannot read the configuration
 
 
 @pytest.mark.parametrize(("given", "expected"), VALIDATED)
-def test_config_validate(
-    given: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_config_validate(given: str, expected: str, tmp_path, monkeypatch, capsys):
     rule, _, text = given.partition(": ")
     code, lines, *words = expected.split(" ", 2)
     monkeypatch.setenv("KBPF_MODE", "nonsense")
@@ -364,9 +358,9 @@ def test_inspect_warns_of_a_bad_file_and_continues(
     told: str,
     pins: str,
     ipvs: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path,
+    monkeypatch,
+    capsys,
 ):
     file = tmp_path / "config.conf"
     if text is not None:
@@ -379,7 +373,7 @@ def test_inspect_warns_of_a_bad_file_and_continues(
     assert seen.endswith("seen")
 
 
-def test_check_uses_the_locations_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_uses_the_locations_of_the_file(tmp_path, monkeypatch):
     looked: list[tuple[object, ...]] = []
 
     def look(*where: object) -> None:

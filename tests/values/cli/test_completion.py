@@ -17,7 +17,7 @@ kbpf inspect services --config /nowhere --sort → --sort-by
 
 
 @pytest.mark.parametrize(("line", "words"), LINES)
-def test_completions(line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_completions(line: str, words: str, monkeypatch, capsys):
     monkeypatch.setenv("_KBPF_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))

@@ -174,7 +174,7 @@ def test_parsed_flags_include_those_by_variable():
     }
 
 
-def test_node_name_is_the_hostname_unless_set(monkeypatch: pytest.MonkeyPatch):
+def test_node_name_is_the_hostname_unless_set(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
     assert arguments.with_node_name(Config()).node_name == "node-7"
     said = arguments.parse_options(["--hostname-override", " N1 "], {}).load(None).config
@@ -222,7 +222,7 @@ def test_configuration_file_by_flag_or_variable():
     assert arguments.parse_options(["--config", "/b"], {"KBPF_CONFIG": "/a"}).file == Path("/b")
 
 
-def test_write_config_to_writes_the_settings_and_exits(tmp_path: Path):
+def test_write_config_to_writes_the_settings_and_exits(tmp_path):
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text("apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npinDir: /p\n")
     assert app.call(["run", "--config", str(source), "--write-config-to", str(target)]) == 0
@@ -239,9 +239,7 @@ text: text →
 
 
 @pytest.mark.parametrize(("form", "more"), FORMS)
-def test_diagnostics_of_a_file_have_the_log_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, more: str
-):
+def test_diagnostics_of_a_file_have_the_log_format(tmp_path, capsys, form: str, more: str):
     """Also with `--write-config-to`, and for warnings next to errors."""
     _, log_format, *flags = form.split()
     source = tmp_path / "in"
@@ -266,6 +264,6 @@ def test_diagnostics_of_a_file_have_the_log_format(
     assert "(KubeProxyConfiguration.oomScoreAdj)" in told[1][1]
 
 
-def test_error_about_an_unreadable_file_has_the_log_format(capsys: pytest.CaptureFixture[str]):
+def test_error_about_an_unreadable_file_has_the_log_format(capsys):
     assert app.call(["run", "--config", "/nowhere", "--log-format=json"]) == 1
     assert "/nowhere" in json.loads(capsys.readouterr().err)["message"]

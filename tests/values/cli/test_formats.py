@@ -83,7 +83,7 @@ def test_format_size(count: str, text: str):
     assert bytes_text(None) == "-"
 
 
-def test_watch_prints_the_page_until_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_watch_prints_the_page_until_interrupted(monkeypatch, capsys):
     naps: list[float] = []
 
     def nap(seconds: float) -> None:

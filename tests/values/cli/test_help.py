@@ -13,8 +13,8 @@ COMMANDS = ["", "run", "cleanup", "inspect", "inspect services", "inspect connec
 def test_help(
     command: str,
     golden: Golden,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch,
+    capsys,
 ):
     monkeypatch.setenv("COLUMNS", "100")
     assert app.call([*command.split(), "--help"]) == 0

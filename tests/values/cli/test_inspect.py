@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ from tests.values.views.ipvs_node import CONNECTIONS, HELD, PORTS
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def node(tmp_path, monkeypatch) -> Path:
     """A node with an agent of mode bpf, in the current folder."""
     monkeypatch.chdir(tmp_path)
     pins = Pins(Path("pins"))
@@ -107,7 +108,7 @@ def ipvs_node(node: Path) -> Path:
     return node
 
 
-def transcript(capsys: pytest.CaptureFixture[str], *commands: str, command_name: str = "inspect") -> str:
+def transcript(capsys, *commands: str, command_name: str = "inspect") -> str:
     """What a shell would show of these commands; of JSON each row in one line."""
     pages = []
     for line in commands:
@@ -127,72 +128,84 @@ def transcript(capsys: pytest.CaptureFixture[str], *commands: str, command_name:
     return "\n".join(pages)
 
 
-def run(capsys: pytest.CaptureFixture[str], command: str, name: str = "inspect") -> tuple[int, str, str]:
+def run(capsys, command: str, name: str = "inspect") -> tuple[int, str, str]:
     line = [name, *command.split(), "--pin-dir", "pins", "--state-dir", "state"]
     return app.call(line), *capsys.readouterr()
 
 
-def commands(view: str, *more: str, wide: bool = True) -> tuple[str, ...]:
-    return (view, *([f"{view} -o wide"] if wide else []), f"{view} -o json", *more)
-
-
-VIEWS = {
-    "services": commands("services", "services -n kube-system", "services -n none"),
-    "service": (
-        "service local -o wide",
-        "service local -o json",
-        "service web",
-        "service dns -n kube-system",
-        "service wbe",
-        "service :30053 -o wide",
-        "service 10.9.9.9",
-        "service web-7f9c-new1",
-        "service default/web-7f9c-x2v8",
-        "service kube-system/dns -n default",
-    ),
-    "backends": commands(
-        "backends",
-        "backends web",
-        "backends 10.244.0.6",
-        "backends 10.96.0.2:443",
-        "backends :30053",
-        "backends default/web-7f9c-x2v8k",
-        "backends wbe",
-        "backends --no-headers",
-        "backends --sort-by services",
-        "backends --sort-by nothing",
-    ),
-    "affinity": commands("affinity"),
-    "failures": commands(
-        "failures",
-        "failures --service web",
-        "failures --service 192.0.2.9",
-        "failures --pod shop/cart-5d6f",
-        "failures --since 5m --limit 1",
-        "failures --since soon",
-        "failures --service wbe",
-        "failures --pod shop/none",
-        "failures --pod web-7f9c-7qzkd",
-    ),
-    "connections": commands(
-        "connections",
-        "connections --expired --limit 2",
-        "connections --service web --state closed",
-        "connections --client 198.18.0.1",
-        "connections --backend fd00:10::7",
-        "connections --service no",
-    ),
-    "nat": commands("nat", "nat --limit 1"),
-    "sources": commands("sources"),
-    "devices": commands("devices"),
-    "maps": ("maps", "maps -o json | grep queue"),
-    "programs": commands("programs", wide=False),
-    "status": commands("status", wide=False),
-}
+COMMANDS = """\
+services
+services -o wide
+services -o json
+services -n kube-system
+services -n none
+service local -o wide
+service local -o json
+service web
+service dns -n kube-system
+service wbe
+service :30053 -o wide
+service 10.9.9.9
+service web-7f9c-new1
+service default/web-7f9c-x2v8
+service kube-system/dns -n default
+backends
+backends -o wide
+backends -o json
+backends web
+backends 10.244.0.6
+backends 10.96.0.2:443
+backends :30053
+backends default/web-7f9c-x2v8k
+backends wbe
+backends --no-headers
+backends --sort-by services
+backends --sort-by nothing
+affinity
+affinity -o wide
+affinity -o json
+failures
+failures -o wide
+failures -o json
+failures --service web
+failures --service 192.0.2.9
+failures --pod shop/cart-5d6f
+failures --since 5m --limit 1
+failures --since soon
+failures --service wbe
+failures --pod shop/none
+failures --pod web-7f9c-7qzkd
+connections
+connections -o wide
+connections -o json
+connections --expired --limit 2
+connections --service web --state closed
+connections --client 198.18.0.1
+connections --backend fd00:10::7
+connections --service no
+nat
+nat -o wide
+nat -o json
+nat --limit 1
+sources
+sources -o wide
+sources -o json
+devices
+devices -o wide
+devices -o json
+maps
+maps -o json | grep queue
+programs
+programs -o json
+status
+status -o json
+""".splitlines()
+VIEWS = {view: list(lines) for view, lines in groupby(COMMANDS, lambda line: line.split()[0])}
+"""What is asked about each view."""
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_view(view: str, node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+def test_view(view: str, node: Path, golden: Golden, capsys):
     golden(f"inspect/{view}.txt", transcript(capsys, *VIEWS[view]))
 
 
@@ -221,7 +234,7 @@ services --limit 2 --sort-by name -A
 """.splitlines()
 
 
-def test_formats_and_selections(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+def test_formats_and_selections(node: Path, golden: Golden, capsys):
     golden("inspect/formats.txt", transcript(capsys, *FORMATS))
 
 
@@ -250,9 +263,7 @@ outside default/local:8443
 """.splitlines()
 
 
-def test_what_is_not_counted(
-    node: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_not_counted(node: Path, golden: Golden, monkeypatch, capsys):
     """Even if the maps hold numbers from an earlier --accounting. Open connections are not known if the kernel lists no
     sockets, as one without BTF.
     """
@@ -267,30 +278,36 @@ def test_what_is_not_counted(
     golden("inspect/not-counted.txt", "\n".join(texts))
 
 
-def test_traces(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+def test_traces(node: Path, golden: Golden, capsys):
     golden("trace.txt", transcript(capsys, *TRACES, command_name="trace"))
 
 
-IPVS_COMMANDS = (
-    "services -o wide",
-    "services -o json",
-    *commands("service web", "service local", "service sticky", "service none", wide=False),
-    *commands("backends", wide=False),
-    "connections -o wide",
-    "connections -o json",
-    "connections --client 198.18.0.254 --limit 1",
-    "connections --service web",
-    "connections --service default/sticky",
-    "connections --service other",
-    "connections --service web --state closed",
-    "connections --backend 10.244.1.2",
-    "connections --state closed",
-    *commands("status", wide=False),
-    "maps",
-)
+IPVS_COMMANDS = """\
+services -o wide
+services -o json
+service web
+service web -o json
+service local
+service sticky
+service none
+backends
+backends -o json
+connections -o wide
+connections -o json
+connections --client 198.18.0.254 --limit 1
+connections --service web
+connections --service default/sticky
+connections --service other
+connections --service web --state closed
+connections --backend 10.244.1.2
+connections --state closed
+status
+status -o json
+maps
+""".splitlines()
 
 
-def test_view_of_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+def test_view_of_mode_ipvs(ipvs_node: Path, golden: Golden, capsys):
     golden("inspect/ipvs.txt", transcript(capsys, *IPVS_COMMANDS))
 
 
@@ -342,9 +359,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] 
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_is_one_clear_line(
-    name: str, node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_read_is_one_clear_line(name: str, node: Path, monkeypatch, capsys):
     break_it, line = UNREADABLE[name]
     break_it(node / "pins", monkeypatch)
     code, out, err = run(capsys, "service web")
@@ -352,7 +367,7 @@ def test_what_cannot_be_read_is_one_clear_line(
     assert (code, out, err) == (1, "", f"kbpf: {line}\n")
 
 
-def test_corrupt_entries_are_left_out(node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_corrupt_entries_are_left_out(node: Path, monkeypatch, capsys):
     """Those that no agent or program of this version can have written."""
     whole = [run(capsys, command) for command in CORRUPT]
     for name, entries in CORRUPT_ENTRIES.items():
@@ -389,9 +404,7 @@ is tried where source ranges depend on the client's address, and where a socket 
 
 
 @pytest.mark.parametrize(("tried", "line"), UNASKED)
-def test_a_packet_is_tried_without_being_asked(
-    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tried: str, line: str
-):
+def test_a_packet_is_tried_without_being_asked(node: Path, monkeypatch, capsys, tried: str, line: str):
     """A connect() is not: it may give the client a backend by session affinity."""
     word, _, trace_of = tried.partition(" ")
     matches = {"True": True, "False": False}.get(word)
@@ -418,7 +431,7 @@ host default/web --confirm
 """.splitlines()
 
 
-def test_traces_in_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+def test_traces_in_mode_ipvs(ipvs_node: Path, golden: Golden, capsys):
     golden("trace-ipvs.txt", transcript(capsys, *IPVS_TRACES, command_name="trace"))
 
 
@@ -436,8 +449,8 @@ OTHER_PODS: dict[str, tuple[str, str, frozenset[int], str]] = {
 @pytest.mark.parametrize(("uid", "name", "cgroups", "text"), OTHER_PODS.values(), ids=OTHER_PODS)
 def test_trace_takes_the_pod_that_runs(
     node: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch,
+    capsys,
     uid: str,
     name: str,
     cgroups: frozenset[int],
@@ -466,9 +479,7 @@ OPENED = {
 
 
 @pytest.mark.parametrize("view", OPENED)
-def test_only_maps_that_are_shown_are_opened(
-    view: str, node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_only_maps_that_are_shown_are_opened(view: str, node: Path, monkeypatch, capsys):
     opened: list[str] = []
     open_map = snapshot.pinning.open_map
 
@@ -484,20 +495,14 @@ def test_only_maps_that_are_shown_are_opened(
     assert len(others) == len(set(others))
 
 
-@pytest.mark.parametrize("is_alive", [True, False])
 @pytest.mark.parametrize("view", [*sorted(set(VIEWS) - {"service", "status"}), "service web", "trace"])
-def test_a_view_says_how_old_it_is_if_the_agent_is_down(
-    view: str, is_alive: bool, node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(snapshot, "is_alive", lambda *_: is_alive)
+def test_a_view_says_how_old_it_is_if_the_agent_is_down(view: str, node: Path, monkeypatch, capsys):
+    monkeypatch.setattr(snapshot, "is_alive", lambda *_: False)
     command = ("host default/web", "trace") if view == "trace" else (view, "inspect")
-    _, _, err = run(capsys, *command)
-    assert ("the agent is down: this is what it had programmed 1s ago" in err) is not is_alive
+    assert "the agent is down: this is what it had programmed 1s ago" in run(capsys, *command)[2]
 
 
-def test_a_view_does_not_need_the_status(
-    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_view_does_not_need_the_status(node: Path, monkeypatch, capsys):
     """An agent of another version may know more reasons, and have a map of another size."""
     expected = run(capsys, "services")
     open_map = snapshot.pinning.open_map

@@ -56,7 +56,7 @@ def test_record_is_one_line(row: Row):
     }
 
 
-def test_fatal_error_has_the_log_format(capsys: pytest.CaptureFixture[str]):
+def test_fatal_error_has_the_log_format(capsys):
     assert app.call(["run", "--source", "/nowhere/at/all", "--log-format", "json"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     told = json.loads(line)
@@ -67,7 +67,7 @@ def test_fatal_error_has_the_log_format(capsys: pytest.CaptureFixture[str]):
     assert re.fullmatch(rf"\S+Z ERROR kbpf {re.escape(told['message'])}", line)
 
 
-def test_fatal_internal_error_has_the_log_format(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_fatal_internal_error_has_the_log_format(capsys, monkeypatch):
     def serve(*_: object) -> None:
         raise ValueError("on purpose")
 

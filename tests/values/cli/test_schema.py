@@ -85,7 +85,7 @@ def test_document_matches_its_schema():
         assert words in told
 
 
-def test_command_prints_one_kind_or_all(capsys: pytest.CaptureFixture[str]):
+def test_command_prints_one_kind_or_all(capsys):
     assert app.call(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == ALL
     assert app.call(["schema", "Status"]) == 0

@@ -35,7 +35,7 @@ def programmed(name: str) -> Sets:
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_backends_are_those_that_an_agent_programs(name: str, capsys: pytest.CaptureFixture[str]):
+def test_backends_are_those_that_an_agent_programs(name: str, capsys):
     command = ["simulate", str(scenario.HERE / name), "--node", "node-1", "-o", "json"]
     assert app.call(command) == 0
     sets: Sets = defaultdict(set)
@@ -76,7 +76,7 @@ status: {{addresses: [{{type: InternalIP, address: 192.0.2.{0}}}]}}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The folder `objects` of the example, in the working directory."""
     monkeypatch.chdir(tmp_path)
     objects = tmp_path / "objects"
@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return objects
 
 
-def test_the_example_of_the_documents(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_example_of_the_documents(folder: Path, capsys):
     (block,) = [b for b in docs.blocks("docs/operate.md", "") if "kbpf simulate" in b]
     command, _, shown = block.partition("\n")
     assert app.call(command.removeprefix("$ kbpf ").split()) == 0
@@ -94,7 +94,7 @@ def test_the_example_of_the_documents(folder: Path, capsys: pytest.CaptureFixtur
     assert out + err == shown
 
 
-def test_differences_of_some_nodes_name_them(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_differences_of_some_nodes_name_them(folder: Path, tmp_path, capsys):
     after = shutil.copytree(folder, tmp_path / "after")
     text = (after / "shop.yaml").read_text()
     hinted = re.sub(r"zone: (\w), targetRef", r"hints: {forZones: [{name: \1}]}, zone: \1, targetRef", text)
@@ -106,9 +106,7 @@ def test_differences_of_some_nodes_name_them(folder: Path, tmp_path: Path, capsy
     assert len(cells) == 6
 
 
-def test_without_nodes_and_with_too_many(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_without_nodes_and_with_too_many(folder: Path, monkeypatch, capsys):
     monkeypatch.setattr(simulate, "MAX_NODES", 2)
     assert app.call(["simulate", "objects"]) == 0
     assert "computed for 2 of 3 Nodes; choose others with --node" in capsys.readouterr().err
@@ -118,7 +116,7 @@ def test_without_nodes_and_with_too_many(
 
 
 @pytest.mark.parametrize("words", [("--zone-down", "a"), ("--weight", "web-0=0", "--drain", "node-1"), ("--all",)])
-def test_options_that_are_gone_are_a_note(folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+def test_options_that_are_gone_are_a_note(folder: Path, words: tuple[str, ...], capsys):
     assert app.call(["simulate", "objects"]) == 0
     plain = capsys.readouterr()
     assert app.call(["simulate", "objects", *words]) == 0
@@ -127,7 +125,7 @@ def test_options_that_are_gone_are_a_note(folder: Path, words: tuple[str, ...], 
     assert err == f"kbpf: {simulate.REMOVED}\n"
 
 
-def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path, capsys):
     after = shutil.copytree(folder, tmp_path / "after")
     (after / "shop.yaml").write_text(OBJECTS + NODE.format(1, "a"))
     assert app.call(["diff", "objects", "after"]) == 0
@@ -139,7 +137,7 @@ def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path: Path, capsys: pyt
     assert "all would be gone: node-1, node-2, node-3" in capsys.readouterr().err
 
 
-def test_what_cannot_be_read_is_a_note(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_read_is_a_note(folder: Path, capsys):
     (folder / "bad.yaml").write_text("apiVersion: v1\nkind: Service\nmetadata: {name: Bad_Name}\n")
     assert app.call(["diff", "objects", "objects", "-o", "json"]) == 0
     out, err = capsys.readouterr()
@@ -147,7 +145,7 @@ def test_what_cannot_be_read_is_a_note(folder: Path, capsys: pytest.CaptureFixtu
     assert "Bad_Name" in err
 
 
-def test_what_an_api_server_has_that_cannot_be_used_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_an_api_server_has_that_cannot_be_used_is_a_note(tmp_path, capsys):
     kubeconfig = tmp_path / "kubeconfig"
     services = (service(f"web-{n}", n, clusterIP="x") for n in range(origin.MAX_REJECTED + 2))
     with ScriptedServer(listed(), listed(*services), listed()) as server:
@@ -161,9 +159,7 @@ def test_what_an_api_server_has_that_cannot_be_used_is_a_note(tmp_path: Path, ca
     assert "2 more objects cannot be used" in err
 
 
-def test_diff_is_silent_without_differences_and_lists_them_otherwise(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_diff_is_silent_without_differences_and_lists_them_otherwise(folder: Path, tmp_path, capsys):
     assert app.call(["diff", "objects", "objects"]) == 0
     assert capsys.readouterr() == ("", "")
     before = shutil.copytree(folder, tmp_path / "before")

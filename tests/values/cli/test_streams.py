@@ -91,7 +91,7 @@ def test_bars_use_what_the_terminal_has(encoding: str, bar: str):
 @pytest.mark.parametrize(
     "line", ["", "run", "check", "compile", "cleanup", "demo", "inspect", "inspect services", "inspect status"]
 )
-def test_help_has_a_short_name(line: str, capsys: pytest.CaptureFixture[str]):
+def test_help_has_a_short_name(line: str, capsys):
     short, long = ((app.call([*line.split(), flag]), *capsys.readouterr()) for flag in ("-h", "--help"))
     assert short == long
     assert short[0] == 0

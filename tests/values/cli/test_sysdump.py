@@ -8,13 +8,13 @@ import io
 import json
 import os
 import socket
-import sys
 import tarfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kbpf import bounded_yaml
 from kbpf.cli import app
@@ -33,8 +33,7 @@ from tests.values.source.reflector.scripted import listed, status
 # ---- secrets -------------------------------------------------------------------------------------
 
 PEM = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIIhidden\n-----END EC PRIVATE KEY-----"
-PATTERNS = pairs(r"""\
-a URL: --master=https://me:hidden@192.0.2.1:6443/x → --master=https://REDACTED@192.0.2.1
+PATTERNS = pairs(r"""a URL: --master=https://me:hidden@192.0.2.1:6443/x → --master=https://REDACTED@192.0.2.1
 a user in a URL: http://hidden@proxy:3128 → http://REDACTED@proxy:3128
 a header: Authorization: Bearer hidden.token → Authorization: Bearer REDACTED
 basic: authorization: Basic aGlkZGVu → authorization: Basic REDACTED
@@ -89,24 +88,24 @@ LONG_PATTERNS = {
         'REDACTED\'\n12:00:02 kept token="REDACTED"\n12:00:03 kept',
     ),
 }
-KEYS = (
-    "AKIAHIDDENHIDDEN1234",
-    "ASIAHIDDENHIDDEN1234",
-    f"ghp_{'hidden' * 6}",
-    f"ghs_{'hidden' * 6}",
-    f"github_pat_11{'hidden' * 8}",
-    f"glpat-{'hidden' * 4}",
-    "xoxb-12345-hidden-abc",
-    f"AIzaSy-{'hidden' * 5}abc",
-    f"ya29.a0{'hidden' * 5}",
-    f"dckr_pat_{'hidden' * 5}",
-    f"hvs.{'hidden' * 5}",
-    f"sk_live_{'hidden' * 5}",
-)
+KEYS = """\
+AKIAHIDDENHIDDEN1234
+ASIAHIDDENHIDDEN1234
+xoxb-12345-hidden-abc
+glpat-hiddenhiddenhiddenhidden
+ghp_hiddenhiddenhiddenhiddenhiddenhidden
+ghs_hiddenhiddenhiddenhiddenhiddenhidden
+github_pat_11hiddenhiddenhiddenhiddenhiddenhiddenhiddenhidden
+AIzaSy-hiddenhiddenhiddenhiddenhiddenabc
+ya29.a0hiddenhiddenhiddenhiddenhidden
+dckr_pat_hiddenhiddenhiddenhiddenhidden
+hvs.hiddenhiddenhiddenhiddenhidden
+sk_live_hiddenhiddenhiddenhiddenhidden
+"""
 SECRETS = [
     *((text.replace(r"\n", "\n"), part.replace(r"\n", "\n")) for text, part in PATTERNS),
     *((f": {text}", part) for text, part in LONG_PATTERNS.values()),
-    *((f": seen {key}.", "seen REDACTED") for key in KEYS),
+    *((f": seen {key}.", "seen REDACTED") for key in KEYS.split()),
 ]
 
 
@@ -191,7 +190,7 @@ users:
 """
 
 
-def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path):
+def test_known_secrets_are_found_and_removed_in_any_form(tmp_path):
     token_file, kubeconfig = tmp_path / "token", tmp_path / "kubeconfig"
     token_file.write_text("file-hidden\n")
     key = base64.b64encode(b"key-hidden").decode()
@@ -229,7 +228,7 @@ def test_a_variable_that_is_not_utf8_is_removed():
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "users: 3", "users: [{user: [1, null]}]", "\x00"])
-def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path):
+def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     assert Redactor(find_secrets([path], [], {})).redact(b"plain") == b"plain"
@@ -237,20 +236,20 @@ def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path):
 
 # ---- objects -------------------------------------------------------------------------------------
 
-WEB = {
-    "apiVersion": "v1",
-    "kind": "Service",
-    "metadata": {"name": "web", "creationTimestamp": "2026"},
-    "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]},
-}
-SLICE = {
-    "apiVersion": "discovery.k8s.io/v1",
-    "kind": "EndpointSlice",
-    "metadata": {"name": "web-1", "labels": {"kubernetes.io/service-name": "web"}},
-    "addressType": "IPv4",
-    "endpoints": [{"addresses": ["10.1.0.1"], "nodeName": "n1"}],
-}
-NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}}
+WEB, SLICE, NODE = yaml.safe_load_all("""\
+apiVersion: v1
+kind: Service
+metadata: {name: web, creationTimestamp: '2026'}
+spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints: [{addresses: [10.1.0.1], nodeName: n1}]
+---
+{apiVersion: v1, kind: Node, metadata: {name: n1}}
+""")
 NOTES = {"last-applied": "hidden", "kbpf.io/weights": "*=1"}
 READ = {
     "all kinds": ([NODE, WEB, SLICE], [NODE, WEB, SLICE]),
@@ -267,9 +266,7 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_objects_have_what_kbpf_reads(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_objects_have_what_kbpf_reads(name: str, tmp_path, monkeypatch, capsys):
     written, read = READ[name]
     (tmp_path / "all.yaml").write_text("---\n".join(map(bounded_yaml.dump, written)))
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
@@ -279,9 +276,7 @@ def test_objects_have_what_kbpf_reads(
     assert err == ""
 
 
-def test_a_broken_file_loses_only_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_broken_file_loses_only_itself(tmp_path, monkeypatch, capsys):
     for name, text in (("a.yaml", "{"), ("b.json", json.dumps(NODE)), ("c.txt", "{"), ("d.json", "{")):
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
@@ -292,9 +287,7 @@ def test_a_broken_file_loses_only_itself(
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_objects_of_a_folder_are_equivalent(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_objects_of_a_folder_are_equivalent(name: str, tmp_path, monkeypatch, capsys):
     folder = str(scenario.HERE / name)
     monkeypatch.setenv("KBPF_SOURCE", folder)
     assert objects.main() == 0
@@ -302,7 +295,7 @@ def test_objects_of_a_folder_are_equivalent(
     assert app.call(["diff", folder, str(tmp_path)]) == 0
 
 
-def test_objects_of_an_api_server_come_page_by_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_objects_of_an_api_server_come_page_by_page(tmp_path, capsys):
     """Also from one that cannot select Services by their ClusterIP."""
     unsupported = status(400, "field label not supported: spec.clusterIP")
     script = (listed(NODE), unsupported, listed(WEB, token="t"), listed(WEB), listed(SLICE))
@@ -324,7 +317,7 @@ clusters: [{name: c, cluster: {server: "%s"}}]
 """
 
 
-def test_an_api_server_that_is_down_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_api_server_that_is_down_is_one_line(tmp_path, capsys):
     path = tmp_path / "kubeconfig"
     path.write_text(KUBECONFIG_OF_URL % "http://127.0.0.1:1")
     assert objects.main("--kubeconfig", str(path)) == 1
@@ -348,9 +341,7 @@ def test_objects_that_are_cut_off_are_whole():
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def test_the_default_name_is_that_of_a_new_file_also_if_another_user_made_a_pipe_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_default_name_is_that_of_a_new_file_also_if_another_user_made_a_pipe_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "now")
     pipe = tmp_path / "kbpf-sysdump-n1-now.tar.gz"
@@ -369,55 +360,52 @@ def limit(max_bytes: int = 1000, seconds: float = 60) -> Limit:
     return Limit(max_bytes, time.monotonic() + seconds)
 
 
-def python(text: str) -> collect.Collector:
-    return collect.run_command((sys.executable, "-c", text))
+COMMANDS = pairs(r"""all is well: echo out → out\n
+it fails: echo half; echo noise >&2; echo why >&2; exit 3 → half\n | exit code 3: why
+it reports findings: echo found; exit 1 → found\n
+it has no output: exit 1 → | exit code 1
+it is killed: kill -9 $$ → | exit code -9
+it prints too much: yes xxxxxxxxx → xxxxxxxxx\nxxxxxxxxx\n | cut off: more than 1000 bytes
+one endless line: cat /dev/zero → | cut off
+too much on stderr: head -c 1000000 /dev/zero >&2; echo out → out\n
+a file: cat /proc/self/comm → cat\n
+no file: cat /none → | exit code 1: cat: /none: No such file
+""")
+"""What a shell does → the beginnings of the data | and of the error."""
+INSTALLED = [
+    ((("kbpf-none",),), b"", "kbpf-none is not installed"),
+    ((("/etc/passwd",),), b"", "/etc/passwd is not installed"),
+    ((("kbpf-none",), ("echo", "hi")), b"hi\n", ""),
+    ((("echo", "hi"), ("kbpf-none",)), b"hi\n", ""),
+]
+"""Commands of which the first that is installed runs."""
 
 
-COMMANDS = {
-    "all is well": (python("print('out')"), b"out\n", ""),
-    "it fails": (
-        python("import sys; print('half'); print('noise\\nwhy', file=sys.stderr); sys.exit(3)"),
-        b"half\n",
-        "exit code 3: why",
-    ),
-    "it reports findings": (python("import sys; print('found'); sys.exit(1)"), b"found\n", ""),
-    "it has no output": (python("import sys; sys.exit(1)"), b"", "exit code 1"),
-    "it is killed": (python("import os; os.kill(os.getpid(), 9)"), b"", "exit code -9"),
-    "it prints too much": (python("while True: print('x' * 99)"), b"x" * 99 + b"\n", "cut off: more than 1000 bytes"),
-    "one endless line": (python("while True: print('x', end='')"), b"", "cut off"),
-    "too much on stderr": (python("import sys; print('y' * 10**6, file=sys.stderr); print('out')"), b"out\n", ""),
-    "not installed": (collect.run_command(("kbpf-none",)), b"", "kbpf-none is not installed"),
-    "not executable": (collect.run_command(("/etc/passwd",)), b"", "/etc/passwd is not installed"),
-    "another is installed": (collect.run_command(("kbpf-none",), ("echo", "hi")), b"hi\n", ""),
-    "another is not needed": (collect.run_command(("echo", "hi"), ("kbpf-none",)), b"hi\n", ""),
-    "a file": (collect.run_command(("cat", "/proc/self/comm")), b"cat\n", ""),
-    "no file": (collect.run_command(("cat", "/none")), b"", "exit code 1: cat: /none: No such file"),
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_limited(name: str):
-    collector, data, error = COMMANDS[name]
-    collected = collector(limit())
-    assert collected.data.startswith(data)
+@pytest.mark.parametrize(("text", "expected"), COMMANDS)
+def test_a_command_is_limited(text: str, expected: str):
+    data, _, error = expected.partition("| ")
+    collected = collect.run_command(("sh", "-c", text.partition(": ")[2]))(limit())
+    assert collected.data.startswith(data.strip().replace(r"\n", "\n").encode())
     assert len(collected.data) <= 1000
     assert collected.error.startswith(error)
-    assert bool(collected.error) == bool(error)
+    assert (bool(collected.data), bool(collected.error)) == (bool(data.strip()), bool(error))
 
 
-def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path):
+@pytest.mark.parametrize(("commands", "data", "error"), INSTALLED)
+def test_the_first_command_that_is_installed_runs(commands: tuple, data: bytes, error: str):
+    assert collect.run_command(*commands)(limit()) == Collected(data, error)
+
+
+def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
     child = tmp_path / "child"
-    text = (
-        "import os, subprocess; p = subprocess.Popen(['sleep', '1000']);"
-        f"open('{child}.new', 'w').write(str(p.pid)); os.rename('{child}.new', '{child}'); p.wait()"
-    )
+    text = f"sleep 1000 & echo $! >{child}.new; mv {child}.new {child}; wait"
 
     class UntilItHangs(Limit):
         @property
         def seconds(self) -> float:
             return 0.0 if child.exists() else 0.05
 
-    collected = python(text)(UntilItHangs(1000, 0.0))
+    collected = collect.run_command(("sh", "-c", text))(UntilItHangs(1000, 0.0))
     assert collected.error == "took too long, and was ended"
     until("its child has ended", lambda: not is_running(int(child.read_text())))
 
@@ -429,7 +417,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_end_of_a_log_is_kept(tmp_path: Path):
+def test_the_end_of_a_log_is_kept(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("1\n")
     two.write_text("line\n" * 1000)
@@ -453,7 +441,7 @@ LOGS = {
 """Folders of /var/log/pods, and whether their logs are those of agents."""
 
 
-def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(tmp_path, monkeypatch):
     for name in LOGS:
         (tmp_path / name / "kbpf").mkdir(parents=True)
         (tmp_path / name / "kbpf/0.log").write_text("x\n")
@@ -471,7 +459,7 @@ def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(tmp_path: Pat
     assert parts.find_pod_logs(None) == []
 
 
-def test_sysctls_are_lines_without_secrets(tmp_path: Path):
+def test_sysctls_are_lines_without_secrets(tmp_path):
     for name, text in (
         ("net/ipv4/ip_forward", "1\n"),
         ("net/x/stable_secret", "hidden"),

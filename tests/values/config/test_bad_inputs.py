@@ -6,7 +6,6 @@ tests/values/source/test_bad_objects.py those about objects in a folder.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -189,9 +188,7 @@ KINDS = {"proxy": "(KubeProxyConfiguration.", "ours": "(KbpfConfiguration."}
 
 
 @pytest.mark.parametrize(("row", "code", "lines"), ROWS, ids=[row[0] for row in ROWS])
-def test_setting(
-    row: str, code: str, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_setting(row: str, code: str, lines: str, tmp_path, monkeypatch, capsys):
     given = row.partition(": ")[2]
     kind, _, text = given.partition(" ")
     if kind in HEADS:

@@ -86,9 +86,7 @@ READERS = [read_manifest, read_configuration, read_config_of_kubectl]
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_unbounded_yaml_is_refused_with_a_one_line_error(
-    read: Callable[[str, Path], object], name: str, tmp_path: Path
-):
+def test_unbounded_yaml_is_refused_with_a_one_line_error(read: Callable[[str, Path], object], name: str, tmp_path):
     document, complaint = HOSTILE[name]
     text = document
     # A reader puts lines before the text. Unless it is a mapping, it must be its own document.
@@ -111,7 +109,7 @@ def test_unbounded_yaml_is_refused_with_a_one_line_error(
     ],
 )
 def test_too_long_file_is_refused(
-    read: Callable[[str, Path], object], limits: Limits, error: type[KbpfError], tmp_path: Path
+    read: Callable[[str, Path], object], limits: Limits, error: type[KbpfError], tmp_path
 ):
     with pytest.raises(error, match=r"limit|larger than"):
         read("# " + "x" * limits.size, tmp_path)
@@ -303,9 +301,7 @@ VALUES = [value_in_a_manifest, value_in_a_configuration, value_in_a_kubeconfig]
 
 @pytest.mark.parametrize("read", VALUES)
 @pytest.mark.parametrize(("text", "value"), DIALECT, ids=[text for text, _ in DIALECT])
-def test_scalar_has_the_same_value_in_all_readers(
-    read: Callable[[str, Path], object], text: str, value: str, tmp_path: Path
-):
+def test_scalar_has_the_same_value_in_all_readers(read: Callable[[str, Path], object], text: str, value: str, tmp_path):
     if value == "refused":
         with pytest.raises(KbpfError, match=r"not YAML|not a kubeconfig"):
             read(text, tmp_path)

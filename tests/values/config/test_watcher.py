@@ -44,13 +44,13 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
+def site(tmp_path) -> Site:
     path = tmp_path / "config.conf"
     path.write_bytes(A)
     return Site(path)
 
 
-def test_unchanged_file_is_no_change(site: Site, caplog: pytest.LogCaptureFixture):
+def test_unchanged_file_is_no_change(site: Site, caplog):
     assert site.look() == 0
     os.utime(site.path, (1, 1))
     assert site.look() == 0
@@ -63,13 +63,13 @@ def test_new_settings_are_reported_once_and_end_the_watch(site: Site):
     assert site.follower.is_done
 
 
-def test_change_before_the_first_poll_is_reported(tmp_path: Path):
+def test_change_before_the_first_poll_is_reported(tmp_path):
     path = tmp_path / "config.conf"
     path.write_bytes(B)
     assert Site(path, A).changes == 1
 
 
-def test_new_text_with_the_same_settings_is_no_change(site: Site, caplog: pytest.LogCaptureFixture):
+def test_new_text_with_the_same_settings_is_no_change(site: Site, caplog):
     caplog.set_level("INFO", "kbpf.config")
     assert site.put(SAME) == 0
     assert "configuration file changed, settings did not" in caplog.text
@@ -77,7 +77,7 @@ def test_new_text_with_the_same_settings_is_no_change(site: Site, caplog: pytest
     assert site.put(B) == 1
 
 
-def test_invalid_file_is_logged_once_with_all_mistakes(site: Site, caplog: pytest.LogCaptureFixture):
+def test_invalid_file_is_logged_once_with_all_mistakes(site: Site, caplog):
     assert site.put(WRONG) == 0
     assert site.look() == 0
     (record,) = caplog.records
@@ -99,7 +99,7 @@ def test_invalid_file_is_logged_once_with_all_mistakes(site: Site, caplog: pytes
     assert site.put(B) == 1
 
 
-def test_missing_file_is_logged_once_and_read_when_it_is_back(site: Site, caplog: pytest.LogCaptureFixture):
+def test_missing_file_is_logged_once_and_read_when_it_is_back(site: Site, caplog):
     site.path.unlink()
     assert site.look() == 0
     assert site.look() == 0
@@ -109,7 +109,7 @@ def test_missing_file_is_logged_once_and_read_when_it_is_back(site: Site, caplog
     assert site.put(B) == 1
 
 
-def test_file_being_written_is_not_read(site: Site, caplog: pytest.LogCaptureFixture):
+def test_file_being_written_is_not_read(site: Site, caplog):
     with site.path.open("wb") as file:
         file.write(WRONG[:50])
         file.flush()
@@ -121,7 +121,7 @@ def test_file_being_written_is_not_read(site: Site, caplog: pytest.LogCaptureFix
     assert site.put(B) == 1
 
 
-def test_config_map_update_by_a_swapped_link_is_reported(tmp_path: Path):
+def test_config_map_update_by_a_swapped_link_is_reported(tmp_path):
     mount = Mount(tmp_path / "mount")
     mount.put(config_conf=A.decode())
     site = Site(mount.folder / "config.conf")

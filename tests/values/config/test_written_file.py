@@ -111,7 +111,7 @@ def test_every_flag_is_written_and_read_again(flag: str, text: str):
     assert_written(load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {}))
 
 
-def test_configuration_is_written_atomically(tmp_path: Path):
+def test_configuration_is_written_atomically(tmp_path):
     target = tmp_path / "config.yaml"
     write.write(Config(), target)
     assert loaded(target.read_text()).config.pin_dir == Config().pin_dir

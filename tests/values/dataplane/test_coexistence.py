@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of coexistence with a previous data plane, which a failed write may delay."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from kbpf.errors import KernelError
 from kbpf.model.config import Config
 
 
-def test_end_of_coexistence_is_repeated_until_it_is_written(tmp_path: Path):
+def test_end_of_coexistence_is_repeated_until_it_is_written(tmp_path):
     config, pins, writes = Config("me"), Pins(tmp_path), [KernelError("no memory"), None]
     attachments = Attachments(config, pins, AgentMaps(pins, config.sizes, config.packet_path))
 

@@ -54,7 +54,7 @@ def test_hook_is_probed_once_unless_a_filter_takes_packets(
     runners: tuple[Runner, ...],
     up: bool,
     count: int,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     point, probed = Point(Device(3, "cali3", up=up), Direction.INGRESS, runners), []
 

@@ -101,7 +101,7 @@ def test_which_rules_refuse_all_packets(name: str):
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6", "inet", "netdev", "bridge", "arp"])
-def test_rules_of_each_family_are_read(family: str, monkeypatch: pytest.MonkeyPatch):
+def test_rules_of_each_family_are_read(family: str, monkeypatch):
     """A firewall may be a bridge's. A kernel that ignores the filter lists other rules, too."""
     asked = []
 
@@ -121,7 +121,7 @@ def test_rules_of_each_family_are_read(family: str, monkeypatch: pytest.MonkeyPa
     assert len({body[0] for body in asked}) == 1
 
 
-def test_a_chain_whose_name_begins_like_a_verdict_is_none(monkeypatch: pytest.MonkeyPatch):
+def test_a_chain_whose_name_begins_like_a_verdict_is_none(monkeypatch):
     """tests/programs/node/test_pre_dnat_rules.py has what real rules refuse."""
     legacy = pre_dnat_rules.iptables_legacy
     monkeypatch.setattr(legacy, "list_tables", lambda family: ("raw",) * (family == "ip"))

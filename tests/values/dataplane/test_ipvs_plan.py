@@ -34,7 +34,7 @@ from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, Servi
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
-from tests.support.table import table
+from tests.support.table import pairs, table
 from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
@@ -375,9 +375,17 @@ def test_the_order_of_the_steps(row: Order):
     assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
 
-def served(at: str) -> Element:
-    host, _, port = at.rpartition(":")
-    return SetName.SERVED, (parse_addr(host), Protocol.TCP, int(port))
+def element(text: str) -> Element:
+    """An element as shown(), after the name of its set."""
+    name, *words = text.split()
+    parts = []
+    for word in words:
+        known = Protocol[word] if word in Protocol.__members__ else int(word) if word.isdigit() else None
+        parts.append(known if known is not None else parse_cidr(word, "") if "/" in word else parse_addr(word))
+    return SetName(name), tuple(parts)
+
+
+WEB, VIP = element("served 10.96.0.1 TCP 80"), element("served 192.0.2.1 TCP 80")
 
 
 def test_a_refused_virtual_service_is_not_served_and_tried_again():
@@ -388,13 +396,13 @@ def test_a_refused_virtual_service_is_not_served_and_tried_again():
     changes = plan(ledger, port)
     refused = VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)
     short = next(virtual for virtual in ledger.pools if virtual.fwmark)
-    assert {served("192.0.2.1:80"), served("10.96.0.1:80")} <= changes.new_elements
+    assert {VIP, WEB} <= changes.new_elements
     owners = ledger.record_refusals({refused: None, short: None}, changes)
     assert owners == {refused: port.key, short: port.key}
     assert {refused, short}.isdisjoint(ledger.pools)
     assert changes.old_elements == set(), "they were never programmed"
-    assert served("192.0.2.1:80") not in changes.new_elements | ledger.elements
-    assert served("10.96.0.1:80") in changes.new_elements & ledger.elements
+    assert VIP not in changes.new_elements | ledger.elements
+    assert WEB in changes.new_elements & ledger.elements
     assert names(changes.steps().added_late) == {"served"}
     assert not {e for e in ledger.elements if e[0] is SetName.SHORT_CIRCUITS}
     again = plan(ledger, port)
@@ -410,8 +418,8 @@ def test_a_lost_virtual_service_is_no_longer_served():
     changes = plan(ledger, state("A B at=ClusterIP,VIP"))
     lost = VirtualService(Protocol.TCP, parse_addr("10.96.0.1"), 80)
     ledger.record_refusals({lost: None}, changes)
-    assert changes.old_elements == {served("10.96.0.1:80")}
-    assert served("192.0.2.1:80") in ledger.elements
+    assert changes.old_elements == {WEB}
+    assert VIP in ledger.elements
     assert ledger.pools.keys() == {VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
 
 
@@ -432,32 +440,32 @@ def test_elements_admitted_early_are_removed_if_the_service_is_refused():
     plan(ledger, port)
     (virtual,) = ledger.pools
     changes = ledger.diff(frozenset(), frozenset(), dict(ledger.pools), True)
-    assert changes.immediate == {served("10.96.0.1:80")}
+    assert changes.immediate == {WEB}
     ledger.record_refusals({virtual: None}, changes)
-    assert changes.old_elements == {served("10.96.0.1:80")}
-    assert served("10.96.0.1:80") not in changes.new_elements
+    assert changes.old_elements == {WEB}
+    assert WEB not in changes.new_elements
 
 
 ADDRESS = parse_addr("10.96.0.9")
-STRAYS = {
-    "no element mentions it": ((), True),
-    "an old virtual address, removed with its element": (((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
-    "only an element of `served`": (((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
-    "only a hairpin element": (((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
-}
-"""The elements that mention an address of the dummy device, and whether it is removed as unclaimed."""
+STRAYS = pairs("""\
+no element mentions it: → yes
+an old virtual address, removed with its element: virtual_ips 10.96.0.9 → no
+only an element of `served`: served 10.96.0.9 TCP 80 → yes
+only a hairpin element: hairpin_ips 10.96.0.9 10.96.0.9 → yes
+""")
+"""The element that mentions an address of the dummy device → whether it is removed as unclaimed."""
 
 
-@pytest.mark.parametrize("name", STRAYS)
+@pytest.mark.parametrize(("mention", "stray"), STRAYS)
 @pytest.mark.parametrize("sound", [True, False])
-def test_unclaimed_addresses_are_removed(name: str, sound: bool):
-    mentions, stray = STRAYS[name]
+def test_unclaimed_addresses_are_removed(mention: str, stray: str, sound: bool):
+    mentions = {element(text) for text in filter(None, [mention.partition(": ")[2]])}
     ledger = DesiredElements()
     plan(ledger, state("A"))
     here = addresses(ledger) | {ADDRESS}
-    changes = ledger.diff(ledger.elements | {*mentions}, here, dict(ledger.pools), sound)
-    assert changes.unclaimed_addresses == ({ADDRESS} if stray and sound else set())
-    assert changes.old_elements == ({*mentions} if sound else set())
+    changes = ledger.diff(ledger.elements | mentions, here, dict(ledger.pools), sound)
+    assert changes.unclaimed_addresses == ({ADDRESS} if stray == "yes" and sound else set())
+    assert changes.old_elements == (mentions if sound else set())
     assert not changes.new_elements
 
 
@@ -473,27 +481,35 @@ def test_a_refused_fwmark_removes_only_its_elements():
     assert without_service(less, virtual) == less
 
 
-TEN, ELEVEN = parse_addr("10.96.0.10"), parse_addr("10.96.0.11")
-NET, INNER = (parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
-TEN_80 = (TEN, Protocol.TCP, 80)
-MARKS, SOURCES, NETWORKS = SetName.SHORT_CIRCUITS, SetName.SOURCES, SetName.LOCAL_NETWORKS
-ROOMS = {
-    # a new element and an old one, and whether the old one must be deleted first: the same key, or an overlap
-    "another mark of the same frontend": ((MARKS, (*TEN_80, 1)), (MARKS, (*TEN_80, 2)), True),
-    "the mark of another port": ((MARKS, (*TEN_80, 1)), (MARKS, (TEN, Protocol.TCP, 81, 1)), False),
-    "another network of the same frontend": ((SOURCES, (NET, *TEN_80)), (SOURCES, (INNER, *TEN_80)), True),
-    "a network of another address": ((SOURCES, (NET, *TEN_80)), (SOURCES, (INNER, ELEVEN, *TEN_80[1:])), False),
-    "another network of pods": ((NETWORKS, (NET,)), (NETWORKS, (INNER,)), True),
-    "elements without a conflict": ((SetName.REFUSED, TEN_80), (SetName.DROPPED, TEN_80), False),
-}
+class Room(NamedTuple):
+    """A new element and an old one; whether the old one must be deleted first: it has the same key, or overlaps."""
+
+    rule: str
+    new: str
+    old: str
+    first: bool
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_conflicting_elements_are_deleted_first(name: str):
-    new, old, first = ROOMS[name]
+ROOMS = table(
+    Room,
+    """\
+another mark of the same frontend | short_circuits 10.96.0.10 TCP 80 1 | short_circuits 10.96.0.10 TCP 80 2 | yes
+the mark of another port | short_circuits 10.96.0.10 TCP 80 1 | short_circuits 10.96.0.10 TCP 81 1 | no
+another network of the same frontend | sources 10.0.0.0/8 10.96.0.10 TCP 80 \
+| sources 10.1.0.0/16 10.96.0.10 TCP 80 | yes
+a network of another address | sources 10.0.0.0/8 10.96.0.10 TCP 80 | sources 10.1.0.0/16 10.96.0.11 TCP 80 | no
+another network of pods | local_networks 10.0.0.0/8 | local_networks 10.1.0.0/16 | yes
+elements without a conflict | refused 10.96.0.10 TCP 80 | dropped 10.96.0.10 TCP 80 | no
+""",
+)
+
+
+@pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.rule)
+def test_conflicting_elements_are_deleted_first(row: Room):
+    new, old = element(row.new), element(row.old)
     steps = Changes({new}, old_elements={old}, immediate={new}).steps()
     assert (steps.added_first, steps.added_late) == ({new}, set())
-    assert (old in steps.removed_first, old in steps.removed_late) == (first, not first)
+    assert (old in steps.removed_first, old in steps.removed_late) == (row.first, not row.first)
 
 
 def test_a_frontend_that_moves_changes_its_virtual_service():
@@ -502,7 +518,7 @@ def test_a_frontend_that_moves_changes_its_virtual_service():
     plan(ledger, old)
     changes = plan(ledger, new, gone=(old.key,))
     assert (len(changes.changed_pools), changes.new_pools, changes.old_pools) == (1, {}, {})
-    assert (SetName.SERVED, (parse_addr("10.96.0.1"), Protocol.TCP, 80)) in ledger.elements
+    assert WEB in ledger.elements
 
 
 CUTS = table(

@@ -36,6 +36,7 @@ NETWORKS = Config(detect_local_mode=LocalMode.CLUSTER_CIDR)
 
 
 CONFIGS = {"": Config(), "bridge": BRIDGE, "prefix": PREFIX, "networks": NETWORKS}
+CONFIGS |= {"masquerade all": Config(masquerade_all=True), "direct": Config(forwarding="direct")}
 
 
 class Row(NamedTuple):
@@ -177,24 +178,26 @@ def nets(*texts: str) -> set[Cidr]:
     return {parse_cidr(text, "") for text in texts}
 
 
-FLAGS = {
-    "nothing": (Config(), "", NodeFlag(0)),
-    "masquerade all": (Config(masquerade_all=True), "", NodeFlag.MASQUERADE_ALL),
-    "direct": (Config(forwarding="direct"), "", NodeFlag.DIRECT),
-    "by bridge": (BRIDGE, "", NodeFlag.DETECTS_LOCAL),
-    "by prefix": (PREFIX, "", NodeFlag.DETECTS_LOCAL),
-    "by networks, none known": (NETWORKS, "", NodeFlag(0)),
-    "by networks": (NETWORKS, "10.1.0.0/24", NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
-}
-"""The settings, the known pod networks, and the node's flags."""
+FLAGS = pairs("""\
+ → 0
+masquerade all → MASQUERADE_ALL
+direct → DIRECT
+bridge → DETECTS_LOCAL
+prefix → DETECTS_LOCAL
+networks → 0
+networks: 10.1.0.0/24 → DETECTS_LOCAL|LOCAL_NETWORKS
+""")
+"""A name of CONFIGS and the known pod networks → the node's flags."""
 
 
-@pytest.mark.parametrize(("config", "networks", "flags"), FLAGS.values(), ids=FLAGS)
-def test_the_flags_of_the_node(config: Config, networks: str, flags: NodeFlag):
+@pytest.mark.parametrize(("given", "flags"), FLAGS)
+def test_the_flags_of_the_node(given: str, flags: str):
     told = Maps()
-    NodeMap(config, told.maps).write(state(*networks.split(), own="192.0.2.1 2001:db8::1"))
-    four, six = parse_addr("192.0.2.1"), parse_addr("2001:db8::1")
-    assert told.node == (four, six, flags, 1024, 29_999, 1 << 14)
+    config, _, networks = given.partition(": ")
+    NodeMap(CONFIGS[config], told.maps).write(state(*networks.split(), own="192.0.2.1 2001:db8::1"))
+    four, six, found, *numbers = told.node
+    assert (four, six, found.name or "0") == (parse_addr("192.0.2.1"), parse_addr("2001:db8::1"), flags)
+    assert numbers == [1024, 29_999, 1 << 14]
     assert told.networks == nets(*networks.split())
 
 

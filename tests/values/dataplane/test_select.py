@@ -88,11 +88,6 @@ the pins were removed | gone | BPF_SYSCALL |
 )
 
 
-@pytest.mark.parametrize("why", FAILURES, ids=lambda why: why.name)
-def test_fallback_reason(why: Failure):
-    assert fallback_reason(why.error, rows(why.checks)) is why.reason
-
-
 def test_every_reason_has_a_row():
     assert {why.reason for why in FAILURES} == {*FallbackReason, None}
     assert set(REASON_BY_CHECK.values()) <= set(FallbackReason)
@@ -212,21 +207,25 @@ def test_requested_mode_is_used(asked: str, mode: str):
     assert house.chosen.choice.mode == house.chosen.shared == mode
 
 
-REFUSALS = [why for why in FAILURES if why.reason is not None]
-
-
+@pytest.mark.parametrize("mode", ["auto", "bpf"])
 @pytest.mark.parametrize(
     ("verb", "why"),
     [
         pytest.param(verb, why, id=f"{verb}: {why.name}")
-        for verb, why in product(("open", "apply"), REFUSALS)
+        for verb, why in product(("open", "apply"), FAILURES)
         # Programs are compiled by open(), so apply() cannot raise CompileError.
         if verb == "open" or isinstance(why.error, KernelError)
     ],
 )
-def test_mode_auto_falls_back_to_ipvs(why: Failure, verb: str, caplog: pytest.LogCaptureFixture):
-    house = Harness("auto", why.checks)
+def test_only_mode_auto_falls_back_to_ipvs_and_only_for_a_reason(why: Failure, verb: str, mode: str, caplog):
+    house = Harness(mode, why.checks)
     house.bpf.fails[verb] = [why.error]
+    if mode == "bpf" or why.reason is None:
+        with pytest.raises(type(why.error)) as raised:
+            house.start()
+        assert raised.value is why.error
+        assert not [line for line in house.does if "ipvs" in line]
+        return
     with caplog.at_level(logging.INFO):
         house.start()
     assert house.does[-3:] == ["bpf close", "ipvs open", "ipvs apply"]
@@ -240,26 +239,6 @@ def test_mode_auto_falls_back_to_ipvs(why: Failure, verb: str, caplog: pytest.Lo
     house.chosen.tick(0.0)
     house.chosen.close()
     assert house.does == ["ipvs change", "ipvs close"]  # BPF is not tried again
-
-
-@pytest.mark.parametrize("verb", ["open", "apply"])
-@pytest.mark.parametrize("why", REFUSALS, ids=lambda why: why.name)
-def test_mode_bpf_does_not_fall_back(why: Failure, verb: str):
-    house = Harness("bpf", why.checks)
-    house.bpf.fails[verb] = [why.error]
-    with pytest.raises(type(why.error)) as raised:
-        house.start()
-    assert raised.value is why.error
-    assert not [line for line in house.does if "ipvs" in line]
-
-
-@pytest.mark.parametrize("verb", ["open", "apply"])
-def test_unrelated_error_does_not_fall_back(verb: str):
-    house = Harness("auto")
-    house.bpf.fails[verb] = [KERNEL]
-    with pytest.raises(KernelError):
-        house.start()
-    assert not [line for line in house.does if "ipvs" in line]
 
 
 def test_later_error_does_not_fall_back():

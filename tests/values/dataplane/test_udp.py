@@ -208,7 +208,7 @@ def test_cuts_of_one_service_evict_none_of_another(at_once: bool):
     assert all(CUT_KEY.pack(*one) in held for one in of[1])
 
 
-def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch):
     """Backends that are added during a pass wait for the next pass."""
     monkeypatch.setattr(udp, "STEP_ENTRIES", 64)
     count, flows, read = 1024, FakeMap(), [0]
@@ -239,7 +239,7 @@ def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch:
 
 
 @pytest.mark.parametrize("method", ["items", "lookup", "delete"])
-def test_a_pass_that_failed_starts_again(monkeypatch: pytest.MonkeyPatch, method: str):
+def test_a_pass_that_failed_starts_again(monkeypatch, method: str):
     flows = flow((1, ONE, UDP), (2, TWO, UDP))
     passes = udp.UdpPasses(maps(flows=flows))
     passes.add({(1, ONE)}, set(), count_flows=True)
@@ -259,7 +259,7 @@ def test_a_pass_that_failed_starts_again(monkeypatch: pytest.MonkeyPatch, method
     assert [each.flows for each in passes.results] == [{4: 1}]
 
 
-def test_sockets_that_cannot_be_listed_are_logged_once(caplog: pytest.LogCaptureFixture):
+def test_sockets_that_cannot_be_listed_are_logged_once(caplog):
     """Some kernels never list them, and each change of endpoints is a pass. Flows are ended."""
 
     class Unlisted(FakeMap):
@@ -277,7 +277,7 @@ def test_sockets_that_cannot_be_listed_are_logged_once(caplog: pytest.LogCapture
     ]
 
 
-def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch):
     """The kernel's iterator can skip a socket if another one is closed meanwhile."""
 
     class Churning(FakeMap):

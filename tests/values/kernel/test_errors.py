@@ -23,13 +23,13 @@ def test_an_os_error_becomes_a_kernel_error():
 
 
 @pytest.mark.parametrize("question", [probe.probe_netns_cookie, probe.probe_sock_destroy])
-def test_a_probe_without_a_socket_says_why(question: object, monkeypatch: pytest.MonkeyPatch):
+def test_a_probe_without_a_socket_says_why(question: object, monkeypatch):
     monkeypatch.setattr(socket, "socket", lambda *_: refuse(errno.ENOBUFS))
     assert question() == probe.Probe(False, "ENOBUFS")  # type: ignore[operator]
 
 
 def test_the_netns_cookie_is_unknown_only_without_kernel_support(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     for code, outcome in ((errno.ENOPROTOOPT, None), (errno.EAGAIN, KernelError)):
         monkeypatch.setattr(socket.socket, "getsockopt", lambda *_, code=code: refuse(code))
@@ -40,7 +40,7 @@ def test_the_netns_cookie_is_unknown_only_without_kernel_support(
                 netns.read_cookie()
 
 
-def test_an_unexpected_os_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_unexpected_os_error_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(app, "_dispatch", lambda _: netns.list_namespaces() and refuse(28))
     assert app.call(["run"]) == 1
     said = capsys.readouterr().err.splitlines()

@@ -69,7 +69,7 @@ def test_a_dump_that_does_not_fit_is_retried_with_a_larger_buffer():
         assert netlink.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= usual
 
 
-def test_a_dump_is_retried_only_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_dump_is_retried_only_once(monkeypatch):
     netlink = Rtnetlink()
     netlink.close()
     opened: list[Broken] = []
@@ -97,7 +97,7 @@ def test_lost_notifications_are_an_error():
         netlink.dump(*WHAT)
 
 
-def test_a_modprobe_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_modprobe_that_hangs_is_an_error(monkeypatch):
     def run(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("modprobe", 60)
 
@@ -109,7 +109,7 @@ def test_a_modprobe_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_changes_that_follow_each_other_are_reported_together(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     """At once, and then not more often than CHANGE_INTERVAL_S; the last change is reported."""
     clock, seen, calls = [0], [0], []  # in ms; changes

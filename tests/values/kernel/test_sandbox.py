@@ -11,7 +11,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.system import sandbox
 
 
-def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch):
+def test_a_child_that_does_not_end_is_killed(monkeypatch):
     children: list[int] = []
     fork = os.fork
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file that a sysctl is read from and written to."""
 
-from pathlib import Path
-
 import pytest
 
 from kbpf.kernel.system import sysctl
@@ -15,7 +13,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "given", "file"), ROWS, ids=[row[0] for row in ROWS])
-def test_the_file_of_a_sysctl(tmp_path: Path, name: str, given: tuple[str, ...], file: str):
+def test_the_file_of_a_sysctl(tmp_path, name: str, given: tuple[str, ...], file: str):
     for each in given:
         (tmp_path / "host" / each).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "host" / each).write_text("1\n")

@@ -14,7 +14,7 @@ from tests.support.lab.lab import PATIENCE, until
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch) -> None:
     monkeypatch.setattr(threads, "MIN_RESTART_BACKOFF_S", 0.001)
     monkeypatch.setattr(threads, "MAX_RESTART_BACKOFF_S", 0.002)
 
@@ -23,7 +23,7 @@ def state_of(name: str) -> ThreadState:
     return next(one for one in threads.list_threads() if one.name == name)
 
 
-def test_failed_work_is_restarted_and_logged(caplog: pytest.LogCaptureFixture):
+def test_failed_work_is_restarted_and_logged(caplog):
     tries, stop = [], threading.Event()
 
     def work() -> None:
@@ -44,7 +44,7 @@ def test_failed_work_is_restarted_and_logged(caplog: pytest.LogCaptureFixture):
     assert "t-fails" not in {one.name for one in threads.list_threads()}
 
 
-def test_work_that_keeps_failing_is_reported_until_it_recovers(monkeypatch: pytest.MonkeyPatch):
+def test_work_that_keeps_failing_is_reported_until_it_recovers(monkeypatch):
     now = [0.0]
     go_on, stop = threading.Event(), threading.Event()
 
@@ -89,7 +89,7 @@ def test_a_thread_without_progress_is_reported():
     assert thread.stop(PATIENCE)
 
 
-def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_thread_that_cannot_start_is_an_error(monkeypatch):
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -239,7 +239,7 @@ def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool):
         assert FrontendKind.NODE_PORT in {frontend.kind for frontend in found.frontends}
 
 
-def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog: pytest.LogCaptureFixture):
+def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog):
     """A node-local DNS cache: its address appears, it listens, it is killed, and starts again; then
     the address is removed. Ports at which it does not listen, and other addresses, stay served.
     """
@@ -402,7 +402,7 @@ def test_only_sockets_at_the_ports_are_read(count: int, selected: bool):
     assert asked == [({(TCP, port) for port in range(1, count + 1)},) if selected else ()]
 
 
-def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog: pytest.LogCaptureFixture):
+def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog):
     server = EventServer()
     events_ = EventRecorder(server, "me")
     book = ProblemBook(events_)
@@ -448,7 +448,7 @@ a ClusterIP                    | CLUSTER_IP    | 10.96.0.2:80      | no
 
 
 @pytest.mark.parametrize("row", AT_NODE, ids=lambda row: row.name)
-def test_served_address_of_this_node_is_logged_once(row: AtNode, caplog: pytest.LogCaptureFixture):
+def test_served_address_of_this_node_is_logged_once(row: AtNode, caplog):
     """The log line warns, since connections to the node now reach the Service. The address is
     served, so `problems` does not list it.
     """

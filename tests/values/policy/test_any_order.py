@@ -26,7 +26,7 @@ from kbpf.model.objects import (
     pack_names,
 )
 from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state
-from kbpf.policy.store import ChangeSet, ObjectStore
+from kbpf.policy.store import ObjectStore
 from tests.support import oracle
 from tests.values.policy.services import HTTP, LOCAL, NEW, OLD, RANGE, addrs, end, gone, piece, service, up
 
@@ -200,22 +200,3 @@ def test_the_zone_is_known_in_any_order(order: tuple[int, ...]):
         desired.update(world, world.apply([up(said[i])]), LOCAL, Config())
     (state,) = desired.state.services.values()
     assert [backend.address for backend in state.cluster] == [end(1).address]
-
-
-@settings(max_examples=100)
-@given(EVENTS)
-def test_everything_deleted_leaves_nothing(events):
-    world, desired = ObjectStore("me"), DesiredStateBuilder()
-    desired.update(world, world.apply(events), LOCAL, Config())
-    deletes = [Delete(event.key) for event in events if isinstance(event, Upsert)]
-    desired.update(world, world.apply(deletes), LOCAL, Config())
-    assert desired.state.services == {}
-    for event in events:
-        if isinstance(event, Upsert) and isinstance(event.object, Service):
-            desired.update(world, world.apply([event]), LOCAL, Config())
-            alone = compute_desired_state([event.object], (), world.node, LOCAL, Config())
-            assert desired.state == replace(alone, exempt_pods_known=desired.state.exempt_pods_known), (
-                "no claim is left behind"
-            )
-            desired.update(world, world.apply([Delete(event.key)]), LOCAL, Config())
-    assert desired.update(world, ChangeSet(all_services=True), LOCAL, Config()) == set()

@@ -59,13 +59,6 @@ class Harness:
 WEB_KEY = "ns/web:http TCP IPv4"
 
 
-def test_equal_state_is_not_a_change_and_keeps_the_old_object():
-    kept = Harness(up(WEB), up(piece("1@me")))
-    before = kept.state("web")
-    assert kept.feed(up(replace(ME, zone="elsewhere"))) == set(), "it is computed again"
-    assert kept.state("web") is before
-
-
 def test_what_slices_say_of_endpoints_is_a_change_of_their_service():
     """It decides nothing here, but `kbpf inspect` shows it."""
     kept = Harness(up(WEB), up(piece("1@me")))
@@ -131,9 +124,7 @@ def test_update_looks_up_only_touched_services():
     [(30, 0, 10_000 // 32), (0, 100, 20_000 // 100), (0, 10, 1_100)],
     ids=["ports times addresses", "ports times endpoints", "many ports alone"],
 )
-def test_one_service_is_limited_to_what_the_maps_hold(
-    addresses: int, endpoints: int, served: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_one_service_is_limited_to_what_the_maps_hold(addresses: int, endpoints: int, served: int, monkeypatch):
     """The product of ports times addresses, or times endpoints, is limited.
 
     Ports beyond the limit are refused with a reason and have neither frontends nor backends.

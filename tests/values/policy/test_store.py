@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ObjectStore keeps of the events, and which Services they touch."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from kbpf.model.address import parse_addr
-from kbpf.model.events import Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.events import Event, Kind, Rejected, Synced, Upsert
 from kbpf.model.objects import (
-    Cidr,
     Endpoint,
     EndpointSlice,
     Node,
@@ -21,8 +21,8 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
-from tests.support.table import table
-from tests.values.policy.services import gone, key, up
+from tests.support.table import pairs, table
+from tests.values.policy.services import addrs, cidrs, gone, key, up
 
 WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
 ONE = EndpointSlice("ns", "web-1", "web", 4, (Endpoint(parse_addr("10.1.0.1")),), (SlicePort("", Protocol.TCP, 8080),))
@@ -41,28 +41,39 @@ def store(text: str) -> ObjectStore:
     return world
 
 
-OBJECTS = {
-    "web": WEB,
-    "web-affine": replace(WEB, affinity_timeout=5),
-    "one": ONE,
-    "one-empty": replace(ONE, endpoints=()),
-    "one-of-other": replace(ONE, service="other"),
-    "two": TWO,
-    "pod": POD,
-    "pod-recreated": replace(POD, uid="99"),
-    "pod-elsewhere": replace(POD, node="you"),
-    "pod-nowhere": replace(POD, node=""),
-    "me": ME,
-    "me-in-zone-b": replace(ME, zone="b"),
-    "me-without-address": replace(ME, addresses=()),
-    "me-at-another-address": replace(ME, addresses=(parse_addr("10.0.0.2"),)),
-    "me-with-pods": replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)),
-    "me-skipped": replace(ME, skipped=("x",)),
-    "you": replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.2"),)),
-    "you-in-zone-c": replace(ME, name="you", zone="c", addresses=(parse_addr("10.0.0.2"),)),
-    "you-at-another-address": replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.3"),)),
-    "they": replace(ME, name="they", addresses=(parse_addr("10.0.0.2"),)),
-}
+OBJECTS: dict[str, Service | EndpointSlice | Node | Pod] = {"web": WEB, "one": ONE, "pod": POD, "me": ME}
+
+
+def frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+FIELDS = {"addresses": lambda value: addrs(*value), "pod_cidrs": lambda value: cidrs(" ".join(value))}
+for name, text in pairs("""\
+web-affine → web {affinity_timeout: 5}
+one-empty → one {endpoints: []}
+one-of-other → one {service: other}
+two → one {name: web-2}
+pod-recreated → pod {uid: '99'}
+pod-elsewhere → pod {node: you}
+pod-nowhere → pod {node: ''}
+me-in-zone-b → me {zone: b}
+me-without-address → me {addresses: []}
+me-at-another-address → me {addresses: [10.0.0.2]}
+me-with-pods → me {pod_cidrs: [10.1.0.0/24]}
+you → me {name: you, zone: b, addresses: [10.0.0.2]}
+you-in-zone-c → you {zone: c}
+you-at-another-address → you {addresses: [10.0.0.3]}
+they → me {name: they, addresses: [10.0.0.2]}
+web-odd → web {skipped: [odd]}
+one-odd → one {skipped: [odd]}
+two-odd → two {skipped: [odd]}
+me-odd → me {skipped: [odd]}
+you-odd → you {skipped: [odd]}
+"""):
+    kind, _, fields = text.partition(" ")
+    given = yaml.safe_load(fields).items()
+    OBJECTS[name] = replace(OBJECTS[kind], **{key: FIELDS.get(key, frozen)(value) for key, value in given})
 
 
 def events(text: str) -> list[Event]:
@@ -111,7 +122,7 @@ our Node is added                                     |                | me     
 our Node moves to another zone                        | ALL            | me-in-zone-b           | all
 our Node loses its address                            | ALL            | me-without-address     | all
 our Node gets pod networks                            | ALL            | me-with-pods           | all
-a field of our Node changes that policy does not read | ALL            | me-skipped
+a field of our Node changes that policy does not read | ALL            | me-odd
 our Node is deleted: its fields stay in use           | ALL            | -me
 our Node is deleted and added again                   | ALL -me        | me
 our Node is deleted and added with another address    | ALL -me        | me-at-another-address  | all
@@ -164,12 +175,6 @@ def test_store_returns_the_current_objects():
     assert world.node == replace(ME, being_deleted=True)
     world.apply(events("-two"))
     assert world.slices(NAME) == ()
-
-
-def problems(world: ObjectStore) -> dict[ObjectKey, tuple[str, ...]]:
-    """The problem lines of those objects of this file that have any."""
-    known = {key(one): world.problems_of(key(one)) for one in (WEB, ONE, TWO, ME, POD)}
-    return {each: lines for each, lines in known.items() if lines}
 
 
 def test_slice_that_moves_to_another_service_leaves_the_first():
@@ -256,47 +261,45 @@ def test_other_services_do_not_keep_their_last_endpoints():
     assert store("one one-empty").slices(NAME) == (OBJECTS["one-empty"],)
 
 
+class Problems(NamedTuple):
+    """Events, and the lines of each object that has any; `usable`: no object is missing because it was rejected."""
+
+    rule: str
+    events: str
+    lines: str = ""
+    usable: bool = True
+
+
+PROBLEMS = table(
+    Problems,
+    """
+rejected objects                                  | ALL !web !one     | web: bad; one: bad | no
+a rejection ends with an upsert or a delete       | ALL !web !two web -two
+rejected again                                    | ALL !web !web     | web: bad           | no
+another Node is rejected                          | ALL !you
+our Node is rejected                              | ALL !me           | me: bad            | no
+a rejected Pod | !pod | pod: bad
+what is skipped in two slices, one rejected since | one-odd two-odd !one | one: bad, odd; two: odd | no
+slices that are corrected or deleted              | one-odd two-odd !one one -two
+what is skipped in a Service and our Node alone   | web-odd me-odd you-odd | web: odd; me: odd
+a Service and our Node that are corrected         | web-odd me-odd -web me
+""",
+)
+
+
+@pytest.mark.parametrize("row", PROBLEMS, ids=lambda row: row.rule)
+def test_problems(row: Problems):
+    world = store(row.events.replace("ALL", ALL))
+    lines = {name: world.problems_of(key(OBJECTS[name])) for name in ("web", "one", "two", "me", "pod", "you")}
+    assert "; ".join(f"{name}: {', '.join(each)}" for name, each in lines.items() if each) == row.lines
+    assert world.all_usable is row.usable
+
+
 def test_rejected_object_keeps_its_previous_version():
     world = store(f"{ALL} !web !one")
     assert world.service(NAME) == WEB
     assert world.slices(NAME) == (ONE,)
-    assert problems(world) == {key(WEB): ("bad",), key(ONE): ("bad",)}
-    assert not world.all_usable
-
-
-def test_a_rejection_ends_with_an_upsert_or_a_delete():
-    world = store(f"{ALL} !web !two")
-    assert world.apply(events("web -two")) == ChangeSet()
-    assert problems(world) == {}
-    assert world.all_usable
-    world.apply([Rejected(key(WEB), "bad"), Rejected(key(WEB), "worse")])
-    assert problems(world) == {key(WEB): ("worse",)}
-
-
-def test_rejection_of_another_node_is_no_problem():
-    assert problems(store("!you !me")) == {key(ME): ("bad",)}
-
-
-def test_skipped_endpoints_are_problems_until_the_slice_is_corrected_or_deleted():
-    world = ObjectStore("me")
-    bad = replace(ONE, skipped=("endpoint 3: not an IP address",))
-    world.apply([up(bad), up(replace(bad, name="web-2")), Rejected(key(ONE), "bad")])
-    assert problems(world) == {
-        key(ONE): ("bad", "endpoint 3: not an IP address"),
-        key(TWO): ("endpoint 3: not an IP address",),
-    }
-    world.apply(events("one -two"))
-    assert problems(world) == {}
-
-
-def test_skipped_fields_of_a_service_and_our_node_are_problems():
-    world = ObjectStore("me")
-    web, me = replace(WEB, skipped=("an annotation",)), replace(ME, skipped=("an address",))
-    world.apply([up(web), up(me), up(replace(me, name="you"))])
-    assert problems(world) == {key(WEB): ("an annotation",), key(ME): ("an address",)}
-    assert world.service(NAME) == web, "served on"
-    world.apply([gone(web), up(ME)])
-    assert problems(world) == {}
+    assert store("web-odd").service(NAME) == OBJECTS["web-odd"], "served on"
 
 
 def test_kinds_are_synced_one_by_one():
@@ -309,7 +312,3 @@ def test_returned_values_do_not_change_later():
     slices, synced = world.slices(NAME), world.synced
     world.apply(events("web -one synced:Node"))
     assert (slices, synced) == ((ONE,), frozenset())
-
-
-def test_rejected_pod_leaves_all_usable():
-    assert store("!pod").all_usable

@@ -96,7 +96,7 @@ def run_block(block: str, folder: Path, kubectl: str) -> "subprocess.CompletedPr
     return subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=False, cwd=folder, env=environ)
 
 
-def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(tmp_path: Path):
+def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(tmp_path):
     ((page, block),) = TAKE_OVER
     assert page == "docs/migration.md"
     assert "ill is not well" in run_block(block, tmp_path, KUBECTL).stdout
@@ -139,7 +139,7 @@ def shipped() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [*shipped(), "kubeadm's own"])
-def test_the_documented_block_changes_the_bit_in_each_config(name: str, tmp_path: Path):
+def test_the_documented_block_changes_the_bit_in_each_config(name: str, tmp_path):
     config = (shipped() | {"kubeadm's own": kubeadm.config("10.244.0.0/16")})[name]
     done = change_bit(tmp_path, config)
     assert done.returncode == 0, done.stderr
@@ -152,7 +152,7 @@ def test_the_documented_block_changes_the_bit_in_each_config(name: str, tmp_path
     assert "rollout restart" in (tmp_path / "calls").read_text()
 
 
-def test_the_documented_block_fails_without_a_bit_to_change(tmp_path: Path):
+def test_the_documented_block_fails_without_a_bit_to_change(tmp_path):
     """The block fails and changes nothing."""
     done = change_bit(tmp_path, "kind: KubeProxyConfiguration\n")
     assert done.returncode == 1

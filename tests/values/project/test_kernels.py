@@ -34,9 +34,7 @@ EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";
     ],
     ids=["passes", "fails", "cut short", "dies", "hangs", "silent"],
 )
-def test_the_outcome_of_a_boot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int | None, why: str
-):
+def test_the_outcome_of_a_boot(tmp_path, monkeypatch, script: str, code: int | None, why: str):
     _stand_in(tmp_path, monkeypatch, script)
     log = tmp_path / "results" / "console.log"
     if why == "the guest hung":
@@ -50,14 +48,14 @@ def test_the_outcome_of_a_boot(
     assert ("Linux version" in ending.log.read_text()) is ("Linux" in script)
 
 
-def _all_time_passes_once(monkeypatch: pytest.MonkeyPatch, is_so: Callable[[], bool]) -> None:
+def _all_time_passes_once(monkeypatch, is_so: Callable[[], bool]) -> None:
     """Freezes the clock of time limits until `is_so`; then each reading is an hour later."""
     hours = itertools.count(step=3600)
     clock = SimpleNamespace(monotonic=lambda: next(hours) if is_so() else 0, sleep=time.sleep)
     monkeypatch.setattr(machine, "time", clock)
 
 
-def _stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def _stand_in(tmp_path, monkeypatch, script: str) -> None:
     vng = tmp_path / "vng"
     vng.write_text(f"#!/bin/sh\n{script}\n")
     vng.chmod(0o755)
@@ -88,7 +86,7 @@ RESULTS = {"FAILS": FAILS, "lacks": LACKS, "works": WORKS}
 
 
 @pytest.mark.parametrize(("tests", "expected"), CELLS)
-def test_the_cell_of_a_feature(tmp_path: Path, tests: str, expected: str):
+def test_the_cell_of_a_feature(tmp_path, tests: str, expected: str):
     (tmp_path / "junit.xml").write_text(JUNIT)
     feature = Feature("x", tuple(f"tests/programs/{test}" for test in tests.split()))
     (found,) = table_of.results("5.10", "5.10.0-1", [feature], table_of.read(tmp_path / "junit.xml"))
@@ -98,7 +96,7 @@ def test_the_cell_of_a_feature(tmp_path: Path, tests: str, expected: str):
 
 
 @pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["no report", "empty report", "truncated report"])
-def test_without_a_complete_report_every_feature_fails(tmp_path: Path, text: str | None):
+def test_without_a_complete_report_every_feature_fails(tmp_path, text: str | None):
     if text is not None:
         (tmp_path / "junit.xml").write_text(text)
     found = table_of.results("5.10", "5.10.0-1", [A, B], table_of.read(tmp_path / "junit.xml"))

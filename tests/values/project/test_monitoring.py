@@ -93,44 +93,26 @@ def family_of(page: dict[str, Family], name: str) -> Family | None:
 
 
 @pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
-def test_every_series_is_exported(query: Query, page: dict[str, Family]):
-    names = [m for m in SELECTOR.finditer(query.text) if m[1].startswith(OURS)]
-    assert names, query.text
-    for match in names:
-        name, inside = match[1], match[2] or ""
-        if name == "up":
-            continue
-        found = family_of(page, name)
-        assert found is not None, name
-        assert (found.kind in ("histogram", "summary")) is name.endswith(("_bucket", "_sum", "_count"))
+def test_a_query_uses_what_is_exported(query: Query, page: dict[str, Family]):
+    """Its series, with their labels and values; the labels that it keeps; rates of counters only."""
+    assert all(query.text.count(pair[0]) == query.text.count(pair[1]) for pair in ("()", "{}", "[]"))
+    named = [row for row in SELECTOR.findall(query.text) if row[0].startswith(OURS)]
+    assert named, query.text
+    families = {name: family_of(page, name) for name, _ in named if name != "up"}
+    assert None not in families.values(), families
+    for name, inside in named:
         for label, how, value in MATCHER.findall(inside):
-            assert label in found.label_names | ADDED, f"{name} has no label {label}"
+            assert label in ADDED or label in families[name].label_names, f"{name} has no label {label}"
             known = {**KNOWN_VALUES, **OF_FAILURES} if name in FAILED else KNOWN_VALUES
             if label in known and how in ("=", "=~", "!="):
                 assert set(value.split("|")) <= known[label], f"{label}={value}"
-
-
-@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
-def test_labels_kept_by_aggregations_exist(query: Query, page: dict[str, Family]):
-    """Each label in `by (...)` is a label of a series of the expression."""
-    names = [m[1] for m in SELECTOR.finditer(query.text) if m[1].startswith(OURS)]
-    known = ADDED.union(*(f.label_names for n in names if (f := family_of(page, n))))
+    labels = ADDED.union(*(family.label_names for family in families.values()))
     for kept in re.findall(r"by \(([^)]*)\)", query.text):
-        assert set(re.split(r",\s*", kept)) <= known, kept
-
-
-@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
-def test_only_counters_have_a_rate(query: Query, page: dict[str, Family]):
-    rated = set(re.findall(r"(?:rate|increase)\(([a-z_]+)", query.text))
-    names = {match[1] for match in SELECTOR.finditer(query.text)} - {FEW}
-    families = {name: found for name in names if (found := family_of(page, name))}
-    assert {n for n, found in families.items() if found.kind in COUNTED} == rated & families.keys()
-
-
-def test_parentheses_are_closed():
-    for query in queries():
-        for pair in ("()", "{}", "[]"):
-            assert query.text.count(pair[0]) == query.text.count(pair[1]), query
+        assert set(re.split(r",\s*", kept)) <= labels, kept
+    for name, family in families.items():
+        assert (family.kind in ("histogram", "summary")) is name.endswith(("_bucket", "_sum", "_count"))
+    counters = {name for name, family in families.items() if family.kind in COUNTED and name != FEW}
+    assert counters == families.keys() & re.findall(r"(?:rate|increase)\(([a-z_]+)", query.text)
 
 
 def test_every_alert_has_a_summary_and_documentation():

@@ -8,6 +8,7 @@ from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, Slice
 from kbpf.model.status import AgentStatus, SourceView
 from kbpf.serve.health import HealthVerdict
 from tests.support.table import pairs
+from tests.values.views.snapshots import AGENT
 
 SYNCED, NOW = 1_795_300_289_792_282_716, 1_795_300_297_135_646_100
 AT, THEN = "2026-11-21T22:31:37.1356461Z", "2026-11-21T22:31:29.792282716Z"
@@ -45,7 +46,6 @@ HEALTH_ROWS = [
 ]
 
 
-AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
 VERDICTS = {"well": WELL, "late": LATE, "first": FIRST}
 READY = pairs("""\
 serving: well → kbpf serves

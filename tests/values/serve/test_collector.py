@@ -35,7 +35,7 @@ class Source:
 
 
 @pytest.fixture
-def source(monkeypatch: pytest.MonkeyPatch) -> Source:
+def source(monkeypatch) -> Source:
     monkeypatch.setattr(collector, "MIN_COLLECT_INTERVAL_S", 0.0)
     return Source()
 
@@ -75,7 +75,7 @@ def test_refreshing_does_not_delay_the_next_collection(source: Source):
         one.stop()
 
 
-def test_pauses_without_scrapes(made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch):
+def test_pauses_without_scrapes(made: BackgroundCollector, source: Source, monkeypatch):
     """After a pause, each scrape triggers one collection."""
     monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
     made.start()
@@ -84,17 +84,13 @@ def test_pauses_without_scrapes(made: BackgroundCollector, source: Source, monke
         until("one collection per scrape", lambda: source.counts == asked)  # noqa: B023
 
 
-def test_collects_at_the_idle_interval_without_scrapes(
-    made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
-):
+def test_collects_at_the_idle_interval_without_scrapes(made: BackgroundCollector, source: Source, monkeypatch):
     monkeypatch.setattr(collector, "IDLE_COLLECT_INTERVAL_S", 0.01)
     made.start()
     until("three collections", lambda: source.counts > 2)
 
 
-def test_failed_collection_is_logged_once_and_shows_nothing(
-    made: BackgroundCollector, source: Source, caplog: pytest.LogCaptureFixture
-):
+def test_failed_collection_is_logged_once_and_shows_nothing(made: BackgroundCollector, source: Source, caplog):
     logging.getLogger("kbpf").propagate = True
     made.collect()
     assert made.scrape()

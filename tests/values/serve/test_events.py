@@ -75,7 +75,7 @@ class LockCheckingRecorder(EventRecorder):
         self._dropped = count
 
 
-def test_dropped_is_counted_under_the_lock(monkeypatch: pytest.MonkeyPatch):
+def test_dropped_is_counted_under_the_lock(monkeypatch):
     monkeypatch.setattr(events, "MAX_QUEUED", 1)
     release = threading.Event()
 
@@ -175,7 +175,7 @@ def test_repetitions_and_rate_limit(rows: list[str]):
     recorder.stop()
 
 
-def test_emit_does_not_block_while_the_server_hangs(monkeypatch: pytest.MonkeyPatch):
+def test_emit_does_not_block_while_the_server_hangs(monkeypatch):
     monkeypatch.setattr(events, "BURST", 1000)
     hangs, asked = threading.Event(), threading.Event()
 

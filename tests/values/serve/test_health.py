@@ -133,7 +133,7 @@ def test_service_without_health_check_port_has_no_check():
 
 
 @pytest.mark.parametrize(("addresses", "on"), LISTEN_ROWS)
-def test_listen_addresses_of_a_health_check(addresses: str, on: str, monkeypatch: pytest.MonkeyPatch):
+def test_listen_addresses_of_a_health_check(addresses: str, on: str, monkeypatch):
     """As kube-proxy: a family without a usable address listens on the wildcard address."""
     at, own = (part.split() for part in addresses.split("|"))
     opened: list[str] = []
@@ -197,7 +197,7 @@ many have no port. Retries run after each step.
 
 
 @pytest.mark.parametrize(("steps", "outcome"), PORT_ROWS)
-def test_which_service_gets_a_health_check_port(steps: str, outcome: str, monkeypatch: pytest.MonkeyPatch):
+def test_which_service_gets_a_health_check_port(steps: str, outcome: str, monkeypatch):
     desk, ports = AgentServer(Config()), Ports()
     monkeypatch.setattr(desk._checks, "_http", ports)
     for step in steps.partition(":")[2].split(","):
@@ -228,7 +228,7 @@ TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStart
 
 @pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
 @pytest.mark.parametrize("which", TAKEN)
-def test_listen_address_in_use_is_an_event_and_a_problem(which: str, hard: bool, monkeypatch: pytest.MonkeyPatch):
+def test_listen_address_in_use_is_an_event_and_a_problem(which: str, hard: bool, monkeypatch):
     monkeypatch.setattr(desk_module, "LISTEN_RETRY_INTERVAL_S", 0.01)
     server = EventServer()
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -18,6 +18,7 @@ from kbpf.serve import http
 from kbpf.serve.http import HttpServer
 from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.support.lab.lab import PATIENCE, until
+from tests.support.table import pairs
 
 PAGE = b"x" * 1_500_000
 """More than the kernel buffers for a client that does not read."""
@@ -50,7 +51,7 @@ class Site(NamedTuple):
             return everything(sock)
 
     def get(self, path: str = "/") -> bytes:
-        return self.ask(request(path.encode()))
+        return self.ask(sent(f"GET {path} END"))
 
 
 def everything(sock: socket.socket) -> bytes:
@@ -76,80 +77,56 @@ def site(clock: list[float]) -> Iterator[Site]:
     server.stop()
 
 
-def request(path: bytes, method: bytes = b"GET") -> bytes:
-    return method + b" " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+END = r" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+ANSWERED = pairs(rf"""a path: GET /healthz END → 200 OK: GET /healthz
+HTTP/1.0: GET / HTTP/1.0\r\n\r\n → 200 OK: GET /
+another method: POST / END → 200 OK: POST /
+HEAD has no body: HEAD / END → 200 OK:
+a query: GET /ask?a=%20b END → 503 Service Unavailable: a=%20b
+an encoded path: GET /a%20b END → 200 OK: GET /a b
+a whole address: GET http://h/x END → 200 OK: GET /x
+lines without CR, as printf and nc send them: GET /x HTTP/1.1\nHost: x\nConnection: close\n\n → 200 OK: GET /x
+a second request after lines without CR: POST /1 HTTP/1.1\nContent-Length: 3\n\nabcGET /2 HTTP/1.0\n\n → 200 OK: GET /2
+two slashes begin a path: GET //h/x END → 200 OK: GET //h/x
+a fragment is part of the path, as in Go: GET /x#y END → 200 OK: GET /x#y
+a body is skipped: POST /1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcGET /2 END → 200 OK: GET /2
+two requests at once: GET /1 HTTP/1.1\r\n\r\nGET /2 END → 200 OK: GET /2
+a chunked body closes the connection: POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n → 200 OK: POST /1
+a long body closes the connection: POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n → 200 OK: POST /1
+a handler that fails: GET /fails END → 500 Internal Server Error: internal error\n
+no Host: GET /x HTTP/1.1\r\nConnection: close\r\n\r\n → 200 OK: GET /x
+HTTP/1.0 with keep-alive: GET /x HTTP/1.0\r\nConnection: keep-alive\r\n\r\n → 200 OK: GET /x
+a head without an end: GET /{"x" * 8190} → 431 Request Header Fields Too Large: 431 Request Header Fields Too Large
+no HTTP: SSH-2.0-x\r\n\r\n → BAD
+TLS: \x16\x03\x01\x02\x00\x01\x00\r\n\r\n → BAD
+HTTP/2: PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n → BAD
+a header without a colon: GET / HTTP/1.1\r\nHost\r\n\r\n → BAD
+a path without a slash: GET x HTTP/1.1\r\n\r\n → BAD
+a broken address: GET http://[x/ HTTP/1.1\r\n\r\n → BAD
+a negative length: GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n → BAD
+a length of more digits than int() takes: GET /x HTTP/1.1\r\nContent-Length: {"9" * 5000}\r\n\r\n → BAD
+two lengths: GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n → BAD
+a control character in the path: GET /\x1b[2J HTTP/1.1\r\n\r\n → BAD
+a control character in a header: GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n → BAD
+two Hosts: GET /x HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n → BAD
+CONNECT: CONNECT /x END → BAD
+a version that does not exist: GET / HTTP/1.2\r\nHost: x\r\nConnection: close\r\n\r\n → BAD
+no method:  / HTTP/1.1\r\n\r\n → BAD
+""")
+"""What is sent (END: an ordinary head) → the status and body of the last response before the connection closes."""
 
 
-ANSWERED = {
-    "a path": (request(b"/healthz"), b"200 OK", b"GET /healthz"),
-    "HTTP/1.0": (b"GET / HTTP/1.0\r\n\r\n", b"200 OK", b"GET /"),
-    "another method": (request(b"/", b"POST"), b"200 OK", b"POST /"),
-    "HEAD has no body": (request(b"/", b"HEAD"), b"200 OK", b""),
-    "a query": (request(b"/ask?a=%20b"), b"503 Service Unavailable", b"a=%20b"),
-    "an encoded path": (request(b"/a%20b"), b"200 OK", b"GET /a b"),
-    "a whole address": (request(b"http://h/x"), b"200 OK", b"GET /x"),
-    "lines without CR, as printf and nc send them": (
-        b"GET /x HTTP/1.1\nHost: x\nConnection: close\n\n",
-        b"200 OK",
-        b"GET /x",
-    ),
-    "a second request after lines without CR": (
-        b"POST /1 HTTP/1.1\nContent-Length: 3\n\nabcGET /2 HTTP/1.0\n\n",
-        b"200 OK",
-        b"GET /2",
-    ),
-    "two slashes begin a path": (request(b"//h/x"), b"200 OK", b"GET //h/x"),
-    "a fragment is part of the path, as in Go": (request(b"/x#y"), b"200 OK", b"GET /x#y"),
-    "a body is skipped": (b"POST /1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc" + request(b"/2"), b"200 OK", b"GET /2"),
-    "two requests at once": (b"GET /1 HTTP/1.1\r\n\r\n" + request(b"/2"), b"200 OK", b"GET /2"),
-    "a chunked body closes the connection": (
-        b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"200 OK",
-        b"POST /1",
-    ),
-    "a long body closes the connection": (
-        b"POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
-        b"200 OK",
-        b"POST /1",
-    ),
-    "a handler that fails": (request(b"/fails"), b"500 Internal Server Error", b"internal error\n"),
-    "no Host": (b"GET /x HTTP/1.1\r\nConnection: close\r\n\r\n", b"200 OK", b"GET /x"),
-    "HTTP/1.0 with keep-alive": (b"GET /x HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", b"200 OK", b"GET /x"),
-    "a head without an end": (
-        b"GET /" + b"x" * 8190,
-        b"431 Request Header Fields Too Large",
-        b"431 Request Header Fields Too Large",
-    ),
-}
-"""What is sent, and the status and body of the last response before the connection closes."""
-REFUSED = {
-    "no HTTP": b"SSH-2.0-x\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
-    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "a header without a colon": b"GET / HTTP/1.1\r\nHost\r\n\r\n",
-    "a path without a slash": b"GET x HTTP/1.1\r\n\r\n",
-    "a broken address": b"GET http://[x/ HTTP/1.1\r\n\r\n",
-    "a negative length": b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-    "a length of more digits than int() takes": b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
-    "two lengths": b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-    "a control character in the path": b"GET /\x1b[2J HTTP/1.1\r\n\r\n",
-    "a control character in a header": b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n",
-    "two Hosts": b"GET /x HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
-    "CONNECT": request(b"/x", b"CONNECT"),
-    "a version that does not exist": request(b"/").replace(b"1.1", b"1.2"),
-    "no method": b" / HTTP/1.1\r\n\r\n",
-}
-"""What is answered with 400 Bad Request."""
+def sent(text: str) -> bytes:
+    return text.replace(" END", END).encode().decode("unicode_escape").encode("latin-1")
 
 
-@pytest.mark.parametrize("name", [*ANSWERED, *REFUSED])
-def test_response(site: Site, name: str):
-    bad = b"400 Bad Request"
-    sent, status, expected_body = ANSWERED[name] if name in ANSWERED else (REFUSED[name], bad, bad)
-    last = site.ask(sent).split(b"HTTP/1.1 ")[-1]
+@pytest.mark.parametrize(("given", "answer"), ANSWERED, ids=[given[:40] for given, _ in ANSWERED])
+def test_response(site: Site, given: str, answer: str):
+    status, _, expected_body = answer.replace("BAD", "400 Bad Request: 400 Bad Request").partition(": ")
+    last = site.ask(sent(given.partition(": ")[2])).split(b"HTTP/1.1 ")[-1]
     head, _, body = last.partition(b"\r\n\r\n")
-    assert head.split(b"\r\n")[0] == status
-    assert body == expected_body
+    assert head.split(b"\r\n")[0] == sent(status.rstrip(":"))
+    assert body == sent(expected_body)
     assert b"Connection: close" in head
 
 
@@ -211,7 +188,7 @@ MISBEHAVING = [sends_nothing, sends_half, reads_nothing]
 
 @pytest.mark.parametrize("nuisance", MISBEHAVING, ids=lambda nuisance: nuisance.__name__)
 def test_misbehaving_connections_over_the_limit_do_not_block_others(
-    site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch: pytest.MonkeyPatch
+    site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch
 ):
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 8)
     with contextlib.ExitStack() as stack:
@@ -291,9 +268,7 @@ def test_slow_reader_gets_all_pages(site: Site):
     assert b"".join(parts).count(b"HTTP/1.1 200 OK") == 6
 
 
-def test_accept_is_retried_after_running_out_of_descriptors(
-    site: Site, clock: list[float], monkeypatch: pytest.MonkeyPatch
-):
+def test_accept_is_retried_after_running_out_of_descriptors(site: Site, clock: list[float], monkeypatch):
     refused = threading.Event()
 
     class ExhaustedListener(socket.socket):
@@ -324,7 +299,7 @@ def test_accept_is_retried_after_running_out_of_descriptors(
 
 
 def test_internal_error_closes_one_connection_and_is_logged_once_a_second(
-    site: Site, clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: Site, clock: list[float], monkeypatch, caplog
 ):
     def fails(_: object, raw: bytes) -> None:
         raise ZeroDivisionError(raw)
@@ -344,7 +319,7 @@ def test_internal_error_closes_one_connection_and_is_logged_once_a_second(
         assert everything(other).endswith(b"GET /kept"), "and this one never noticed"
 
 
-def test_scheduled_work_may_fail(site: Site, caplog: pytest.LogCaptureFixture):
+def test_scheduled_work_may_fail(site: Site, caplog):
     site.server.call_soon(lambda: 1 / 0)
     site.server.call_later(0, lambda: 1 / 0)
     until("both have failed", lambda: site.server.faults.count == 2)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import yaml
 
 from kbpf.errors import KernelError
 from kbpf.model.config import Config, Serving
@@ -24,14 +25,12 @@ from kbpf.model.metrics import (
     FlowCount,
     Latency,
     Pause,
-    ReasonCount,
     ServiceLatencies,
-    TableUsage,
     TrafficStats,
     UdpCuts,
 )
-from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView, VerifiedPart
-from kbpf.serve.exposition import Histogram, format_number
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus
+from kbpf.serve.exposition import Histogram
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
 from tests.support.faults.event_server import EventServer
@@ -39,64 +38,50 @@ from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
 from tests.support.table import pairs
+from tests.values.views.snapshots import agent, stats
 
-STATUS = AgentStatus(
-    version="9.9",
-    pid=1,
-    mode="bpf",
-    node="n1",
-    started=1.0,
-    heartbeat=2.0,
-    synced=True,
-    services=7,
-    service_ports=9,
-    applied=11,
-    last_apply_ms=250.0,
-    event_to_map_p50_ms=2.0,
-    event_to_map_p99_ms=40.0,
-    sources=(
-        SourceView("services", "watching", True, "5", "", 0, 1.5),
-        SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0),
-    ),
-    problems=(),
-    problem_count=4,
-    refused=2,
-    error="no",
-    config_error="",
-    packets=PacketStatus(True, "", failed_count=1, forwarding="netfilter"),
-    without_endpoints=5,
-    verified=(VerifiedPart("maps", 3, 1.5e9), VerifiedPart("connections", 1, 1.6e9)),
-    failing_backends=2,
-)
-MEASURES = DataPlaneMetrics(
-    tables=(
-        TableUsage("services", 10, 64, 256, 4096),
-        TableUsage("replies", None, 64, None, 9),
-        TableUsage("flows", 60, 64, 64, None),
-    ),
-    hooks=(("connect4", True), ("connect6", False)),
-    reason_counts=(ReasonCount("translated", "translate", 100), ReasonCount("no_route", "drop", 3)),
-    foreign_programs=2,
-    bypassed_chains=1,
-)
+STATUS = agent("""
+version: '9.9'
+pid: 1
+node: n1
+started: 1.0
+heartbeat: 2.0
+services: 7
+service_ports: 9
+applied: 11
+last_apply_ms: 250.0
+event_to_map_p50_ms: 2.0
+event_to_map_p99_ms: 40.0
+sources:
+- {name: services, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5}
+- {name: nodes, state: retrying, synced: true, resource_version: '5', error: gone, failures: 3, silent_seconds: 70.0}
+problem_count: 4
+refused: 2
+error: 'no'
+config_error: ''
+packets: {enabled: true, failed_count: 1, forwarding: netfilter}
+without_endpoints: 5
+verified:
+- {name: maps, differences: 3, timestamp: 1500000000.0}
+- {name: connections, differences: 1, timestamp: 1600000000.0}
+failing_backends: 2
+""")
+MEASURES = """
+tables: [[services, 10, 64, 256, 4096], [replies, null, 64, null, 9], [flows, 60, 64, 64, null]]
+hooks: [[connect4, true], [connect6, false]]
+reason_counts: [[translated, translate, 100], [no_route, drop, 3]]
+foreign_programs: 2
+bypassed_chains: 1
+"""
 WEB, DNS = ("a", "web", "http", "TCP"), ("a", "dns", "", "UDP")
-HAD = ConnectionStats(
-    opened=7,
-    no_endpoint=5,
-    not_allowed=8,
-    refused=1,
-    unanswered=2,
-    reset=3,
-    ended=6,
-    bytes_in=700,
-    bytes_out=7000,
-    retransmits=4,
-    rtt_us=1_500,
-    rtts=3,
-)
+HAD, FEW = stats("""\
+1 1 opened=7 no_endpoint=5 not_allowed=8 refused=1 unanswered=2 reset=3 ended=6 bytes_in=700 bytes_out=7000 \
+retransmits=4 rtt_us=1500 rtts=3
+1 2 opened=20
+""").values()
 TRAFFIC = TrafficStats(
     connections=((WEB, 5), (DNS, 9), (("b", "web", 'od"d\\\n', "TCP"), 1)),
-    totals=((WEB, HAD), (DNS, ConnectionStats(opened=20))),
+    totals=((WEB, HAD), (DNS, FEW)),
     counted_fields=ALL_COUNTERS,
     backends=(
         BackendStats(WEB, "10.244.1.2:8080", 4, HAD),
@@ -111,10 +96,15 @@ TRAFFIC = TrafficStats(
 DEFAULT = Serving()
 
 
+def measured(text: str) -> DataPlaneMetrics:
+    """What a data plane measures, from YAML."""
+    return msgspec.convert(yaml.safe_load(text), DataPlaneMetrics)
+
+
 class Counts(NamedTuple):
     """A data plane with these metrics."""
 
-    measures: DataPlaneMetrics = MEASURES
+    measures: DataPlaneMetrics = measured(MEASURES)
     traffic: TrafficStats = TRAFFIC
 
     def read_metrics(self) -> DataPlaneMetrics:
@@ -151,19 +141,20 @@ def page(*given: Serving, **more: Any) -> dict[str, Family]:
 
 # ---- golden transcripts ------------------------------------------------------------------------
 
-BUSY_STATUS = msgspec.structs.replace(
-    STATUS,
-    last_apply_ms=250.25,
-    event_to_map_p99_ms=40.5,
-    config_error="bad",
-    refused_namespaces={"b": 1, 'a"\\\n': 2},
-    choice=ModeChoice("auto", "bpf", "a reason", "more"),
-    sources=(
-        SourceView("services", "watching", True, "5", "", 0, 1.5, 3),
-        SourceView("nodes", "retrying", False, "5", "gone", 3, 70.0),
-    ),
-    threads=(ThreadView("addresses", True, 1.0, 0, ""), ThreadView("http", False, 1.0, 2, "down")),
-)
+BUSY = r"""
+last_apply_ms: 250.25
+event_to_map_p99_ms: 40.5
+config_error: bad
+refused_namespaces: {b: 1, "a\"\\\n": 2}
+choice: {requested: auto, mode: bpf, reason: a reason, detail: more}
+sources:
+- {name: services, state: watching, synced: true, resource_version: '5', error: '', silent_seconds: 1.5, drift: 3}
+- {name: nodes, state: retrying, synced: false, resource_version: '5', error: gone, failures: 3, silent_seconds: 70.0}
+threads:
+- {name: addresses, alive: true, idle_seconds: 1.0}
+- {name: http, alive: false, idle_seconds: 1.0, restarts: 2, problem: down}
+"""
+BUSY_STATUS = agent(BUSY, STATUS)
 IPVS = Counts(
     DataPlaneMetrics(), TrafficStats(connections=((WEB, 5),), totals=((WEB, HAD),), counted_fields=IPVS_COUNTERS)
 )
@@ -336,13 +327,6 @@ def test_change_queued_during_a_pass_is_pending_after_it():
 # ---- the format --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(True, "1"), (3.0, "3"), (0.25, "0.25"), (7 << 60, "8.070450532247929e+18"), (math.inf, "+Inf")]
-)
-def test_format_number(value: float, text: str):
-    assert format_number(value) == text
-
-
 def test_histogram_bounds_are_inclusive():
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1):
@@ -395,32 +379,30 @@ def notes(server: EventServer, count: int) -> list[tuple[str, str, str]]:
     return [(event["type"], event["reason"], event["note"]) for event in server.events]
 
 
-def test_reason_for_ipvs_is_a_label_and_one_event():
+IPVS_CHOICE = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
+STARTS = {
+    "mode ipvs": (IPVS_CHOICE, {}, "BpfUnavailable", "no cgroup v2 hierarchy is mounted"),
+    "a setting": (
+        ModeChoice("bpf", "bpf"),
+        {"KubeProxyDefaultMode": "mode is unset"},
+        "KubeProxyDefaultMode",
+        "is unset",
+    ),
+}
+"""The mode, warnings about settings, and the reason and words of the Event before that of the start."""
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_is_unusual_at_a_start_is_one_event(name: str):
+    choice, warnings, reason, words = STARTS[name]
     server = EventServer()
-    desk = AgentServer(Config(), "bpf", post_event=server)
-    choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
+    desk = AgentServer(Config(), "bpf", post_event=server, warnings=warnings)
     desk.report_started("1", choice)
     notes(server, 2)
-    desk.set_status(replace_status(mode="ipvs", choice=choice))
-    families = parse(desk.format_metrics().decode())
-    labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
-    assert families["kbpf_mode_info"].value(**labels) == 1
     desk.stop()
-    (warning, reason, note), start = notes(server, 0)
-    assert (warning, reason, start[:2]) == ("Warning", "BpfUnavailable", ("Normal", "Starting"))
-    assert "no cgroup v2 hierarchy is mounted" in note
-
-
-def test_warnings_about_settings_are_events_at_start():
-    server = EventServer()
-    desk = AgentServer(Config(), "bpf", post_event=server, warnings={"KubeProxyDefaultMode": "mode is unset"})
-    desk.report_started("1", ModeChoice("bpf", "bpf"))
-    notes(server, 2)
-    desk.stop()
-    assert notes(server, 0) == [
-        ("Warning", "KubeProxyDefaultMode", "mode is unset"),
-        ("Normal", "Starting", "kbpf 1 mode bpf"),
-    ]
+    (warning, found, note), start = notes(server, 0)
+    assert (warning, found, start) == ("Warning", reason, ("Normal", "Starting", f"kbpf 1 mode {choice.mode}"))
+    assert words in note
 
 
 def test_rejected_configuration_is_one_event():
@@ -431,6 +413,12 @@ def test_rejected_configuration_is_one_event():
     notes(server, 1)
     desk.stop()
     assert notes(server, 0) == [("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")]
+
+
+def test_reason_for_ipvs_is_a_label():
+    families = page(status=replace_status(mode="ipvs", choice=IPVS_CHOICE))
+    labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
+    assert families["kbpf_mode_info"].value(**labels) == 1
 
 
 def test_latencies_are_histograms_by_service():

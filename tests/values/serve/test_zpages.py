@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/statusz and /flagz. tests/lab/agent/test_observe.py compares them with a real kube-proxy."""
 
-import pytest
-
 from kbpf.serve import server
 
 STARTED = 1_796_000_000.0
@@ -13,7 +11,7 @@ WARNING = (
 )
 
 
-def test_pages_equal_those_of_kube_proxy(monkeypatch: pytest.MonkeyPatch):
+def test_pages_equal_those_of_kube_proxy(monkeypatch):
     monkeypatch.setattr(server.time, "time", lambda: STARTED + 90_061.9)
     assert server.statusz("0.1", STARTED).body.decode() == (
         f"\nkbpf statusz\n{WARNING}\n"

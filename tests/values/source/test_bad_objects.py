@@ -105,23 +105,11 @@ MISTAKES = [
         X,
     ),
     Mistake(
-        "a port twice",
-        service(f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]"),
-        LEFT_OUT,
-        (f"{X_SAYS}spec.ports[1].port: 80/TCP is used twice (zz.yaml:4)",),
-    ),
-    Mistake(
         "leading zeros",
         service(f"clusterIP: 010.096.000.011, {PORT}"),
         ODD,
         (f"{X_SAYS}spec.clusterIP: '010.096.000.011' has leading zeros; it is read as {X_IP}",),
         (X,),
-    ),
-    Mistake(
-        "a ClusterIP that is taken",
-        service(f"clusterIP: 10.96.0.10, {PORT}"),
-        REFUSED,
-        ("bad/x TCP IPv4: 10.96.0.10:80/TCP is not served: it is taken by Service shop/web",),
     ),
     Mistake(
         "an ExternalIP where a process listens",
@@ -174,7 +162,7 @@ class Node:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def told(caplog) -> Callable[[], list[str]]:
     """Returns the log's messages without those of every start."""
     caplog.set_level(logging.INFO, "kbpf")
     return lambda: [line for line in caplog.messages if not line.startswith("source synced")]
@@ -185,7 +173,7 @@ def served(*more: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
-def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path: Path, told: Callable[[], list[str]]):
+def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, row.text)
     assert node.agent.status().problems == row.lines
     short = [escape_unprintable(line.removeprefix("bad/x TCP IPv4: ")) for line in row.lines]
@@ -193,13 +181,13 @@ def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path: Path, t
     assert node.plane.served == served(*row.served)
 
 
-def test_unused_kind_is_logged_and_is_no_problem(tmp_path: Path, told: Callable[[], list[str]]):
+def test_unused_kind_is_logged_and_is_no_problem(tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
     assert told() == ["ignored objects of a kind that kbpf does not use kind=Deployment file=zz.yaml"]
     assert node.agent.status().problems == ()
 
 
-def test_external_ip_of_this_node_is_logged_and_served(tmp_path: Path, told: Callable[[], list[str]]):
+def test_external_ip_of_this_node_is_logged_and_served(tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
     assert told() == [f"{AT_THIS_NODE}: {OWN}:10256/TCP of Service bad/x"]
     assert node.agent.status().problems == ()

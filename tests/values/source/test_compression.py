@@ -110,7 +110,7 @@ def test_gzip_bodies_are_read_in_full_and_the_connection_is_kept(serve):
 BOMB = gzip.compress(bytes(64 << 20))
 
 
-def test_gzip_bomb_is_limited_by_its_uncompressed_size(serve, monkeypatch: pytest.MonkeyPatch):
+def test_gzip_bomb_is_limited_by_its_uncompressed_size(serve, monkeypatch):
     taken: list[int] = []
     connection = serve(lambda e: e.answer(200, BOMB, **GZIP), lambda e: e.answer(200, BOMB, **GZIP))
     with pytest.raises(ResponseLimitExceeded, match="has more than 1024 KiB"):

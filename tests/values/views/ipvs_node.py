@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an agent of mode ipvs and its node have: Services, the kernel's servers and connections."""
 
+import yaml
+
 from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
 from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service
 from kbpf.dataplane.ipvs.statefile import ProgrammedPort
 from kbpf.kernel.net.ipvs import RealServerKey, RealServerStatus, parse_connections
 from kbpf.model.address import parse_addr
+from kbpf.model.events import Kind
 from kbpf.model.metrics import ConnectionStats
-from kbpf.model.objects import Algorithm, Endpoint, EndpointSlice, Protocol, SlicePort, pack_names
+from kbpf.model.objects import Algorithm, Protocol
+from kbpf.source.decode.decode import convert_object
 from tests.support.plane import service
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
@@ -39,19 +43,19 @@ def loads(text: str) -> list[RealServerStatus]:
     return rows
 
 
-WEB_SLICE = EndpointSlice(
-    "default",
-    "web-x",
-    "web",
-    4,
-    (
-        Endpoint(end(A).address, node="node-1", zone="zone-a"),
-        Endpoint(end(B).address, ready=False, terminating=True, node="node-2"),
-        Endpoint(end(C).address, ready=False, serving=False),
-    ),
-    (SlicePort("", TCP, 8080),),
-    packed_pods=pack_names(["web-0", "web-1", "web-2"]),
-)
+SLICE = """
+metadata: {name: web-x, namespace: default, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{name: '', port: 8080}]
+endpoints:
+- {addresses: [10.244.1.2], nodeName: node-1, zone: zone-a, targetRef: {kind: Pod, name: web-0}}
+- addresses: [10.244.1.3]
+  conditions: {ready: false, terminating: true}
+  nodeName: node-2
+  targetRef: {kind: Pod, name: web-1}
+- {addresses: [10.244.2.2], conditions: {ready: false, serving: false}, targetRef: {kind: Pod, name: web-2}}
+"""
+WEB_SLICE = convert_object(Kind.SLICE, yaml.safe_load(SLICE)).object
 STATES = (
     service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{A} {B}", slices=(WEB_SLICE,)),
     service(

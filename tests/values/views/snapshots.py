@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+import yaml
+
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import services
 from kbpf.dataplane.bpf.maps import layout
@@ -59,8 +62,43 @@ def snapshot(
     return Inspection("/pins", **(values | more))
 
 
+def stats(text: str) -> dict[IdPair, ConnectionStats]:
+    """Lines ``SERVICE BACKEND COUNTER=NUMBER ...``, by ids."""
+    found = {}
+    for service, backend, *words in map(str.split, text.splitlines()):
+        counters = {name: int(number) for name, _, number in (word.partition("=") for word in words)}
+        found[int(service), int(backend)] = ConnectionStats(**counters)
+    return found
+
+
 # ---- status ------------------------------------------------------------------------------------
 
-AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
+HEALTHY = """
+version: '1'
+pid: 42
+mode: bpf
+node: n
+started: 4000.0
+heartbeat: 4999.0
+synced: true
+services: 3
+service_ports: 4
+applied: 7
+last_apply_ms: 1.5
+event_to_map_p50_ms: 2.5
+event_to_map_p99_ms: 9.5
+sources: []
+problems: []
+problem_count: 0
+"""
+
+
+def agent(text: str, base: AgentStatus | None = None) -> AgentStatus:
+    """The status of a healthy agent, or this one, but with these fields, in YAML."""
+    fields = msgspec.to_builtins(base) if base else yaml.safe_load(HEALTHY)
+    return msgspec.convert(fields | yaml.safe_load(text or "{}"), AgentStatus)
+
+
+AGENT = agent("")
 MISSING = tuple(HookEntry(h.name, h.purpose, h.required, h.only_counts, h.tracepoint) for h in HOOKS)
 ATTACHED = tuple(replace(hook, link=1, program=2, cgroup_id=3) for hook in MISSING)

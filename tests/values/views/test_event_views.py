@@ -32,7 +32,7 @@ from kbpf.views.page import Page
 from kbpf.views.top import By, TopSummary
 from tests.support.golden import Golden
 from tests.support.table import pairs
-from tests.values.views.snapshots import TCP, UDP, key, snapshot
+from tests.values.views.snapshots import TCP, UDP, key, snapshot, stats
 
 PORT = ServicePort(1, ServicePortKey("shop", "prices", "http", TCP, 4))
 FRONTEND = FrontendAddress(parse_addr("10.96.12.3"), 80, Protocol.TCP)
@@ -73,7 +73,7 @@ def events() -> Iterator[ConnectionEvent]:
 
 
 @pytest.fixture
-def _utc(monkeypatch: pytest.MonkeyPatch) -> None:
+def _utc(monkeypatch) -> None:
     monkeypatch.setattr(monitor, "_format_local", lambda time: time[11:23])
 
 
@@ -130,27 +130,27 @@ ENDPOINTS = {
     BACKENDS[5]: EndpointEntry(BACKENDS[5], "default/web-0", "node-1", "zone-a"),
     BACKENDS[6]: EndpointEntry(BACKENDS[6], "default/web-1", "node-2", "zone-b"),
 }
-BEFORE = {
-    (1, 5): ConnectionStats(opened=100, refused=1, bytes_in=1000, bytes_out=1 << 20),
-    (1, 6): ConnectionStats(opened=50),
-    (1, 0xFFFF_FFFF): ConnectionStats(opened=7),
-    (3, 7): ConnectionStats(opened=9),
-    (4, 7): ConnectionStats(opened=1000),
-    (7, 7): ConnectionStats(bytes_in=4096),
-}
-AFTER = {
-    (1, 5): ConnectionStats(opened=130, refused=3, bytes_in=3048, bytes_out=3 << 20),
-    (1, 6): ConnectionStats(opened=51),
-    (1, 0xFFFF_FFFF): ConnectionStats(opened=7),
-    (2, 8): ConnectionStats(opened=4),
-    (3, 7): ConnectionStats(opened=9),
-    (4, 7): ConnectionStats(opened=3),
-    (5, 0): ConnectionStats(no_endpoint=400),
-    (6, 7): ConnectionStats(opened=1, bytes_in=4096),
-    (7, 7): ConnectionStats(opened=1, bytes_in=4096),
-    (8, 7): ConnectionStats(opened=1),
-    (9, 7): ConnectionStats(opened=1),
-}
+BEFORE = stats("""\
+1 5 opened=100 refused=1 bytes_in=1000 bytes_out=1048576
+1 6 opened=50
+1 4294967295 opened=7
+3 7 opened=9
+4 7 opened=1000
+7 7 bytes_in=4096
+""")
+AFTER = stats("""\
+1 5 opened=130 refused=3 bytes_in=3048 bytes_out=3145728
+1 6 opened=51
+1 4294967295 opened=7
+2 8 opened=4
+3 7 opened=9
+4 7 opened=3
+5 0 no_endpoint=400
+6 7 opened=1 bytes_in=4096
+7 7 opened=1 bytes_in=4096
+8 7 opened=1
+9 7 opened=1
+""")
 """The counters of `dns` began again. Bytes of UDP are known only once a packet had some."""
 OPEN = {(1, 5): 3, (2, 8): 1, (4, 7): 2}
 
@@ -281,7 +281,7 @@ def test_times(milliseconds: str, text: str):
     assert format_milliseconds(None) == "-"
 
 
-def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.MonkeyPatch):
+def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch):
     """And hides no Pod."""
     monkeypatch.setattr(top, "MAX_CLIENTS", 1)
     counts = top.ClientCounts()

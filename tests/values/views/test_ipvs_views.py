@@ -36,7 +36,7 @@ HERE = Path("/state")
 
 
 @pytest.mark.parametrize("port", [80, 30080])
-def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path: Path, port: int):
+def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path, port: int):
     """The exact frontend takes precedence at its address and port. The NodePort's weights are then
     read from another address of the node.
     """
@@ -63,7 +63,7 @@ def bare(port: ProgrammedPort) -> ProgrammedPort:
     return replace(port, state=state)
 
 
-def test_services_of_the_state_file_are_read(tmp_path: Path):
+def test_services_of_the_state_file_are_read(tmp_path):
     made = StateFile(tmp_path)
     for port in PORTS:
         made.set_service(port.state.key, port.state, fwmark=port.fwmark)
@@ -79,7 +79,7 @@ def test_services_of_the_state_file_are_read(tmp_path: Path):
     assert statefile.read_services(tmp_path) == ()
 
 
-def test_names_of_endpoints_are_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_names_of_endpoints_are_in_a_file(tmp_path, monkeypatch):
     """Not those of a Service port with very many: the file is written again after each change."""
     made, key = StateFile(tmp_path), STATES[0].key
     made.set_service(key, STATES[0])
@@ -103,7 +103,7 @@ def test_names_of_endpoints_are_in_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert statefile.read_endpoints(tmp_path) == {}
 
 
-def test_unchanged_state_file_is_not_written_again(tmp_path: Path):
+def test_unchanged_state_file_is_not_written_again(tmp_path):
     made = StateFile(tmp_path)
     made.set_service(STATES[0].key, STATES[0])
     made.write(b"{}")
@@ -120,7 +120,7 @@ def test_missing_state_directory_is_an_error():
     assert not dataplane.is_ipvs(Locations(Path("/pins"), HERE))
 
 
-def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path: Path):
+def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path):
     (tmp_path / statefile.STATUS_FILE).write_bytes(encode(replace(AGENT, mode="ipvs")))
     where = Locations(tmp_path / "no-pins", tmp_path)
     assert dataplane.is_ipvs(where)

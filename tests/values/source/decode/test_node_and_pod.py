@@ -63,7 +63,6 @@ def test_node_being_deleted(text: str):
 
 def test_podcidr_is_used_without_podcidrs():
     item = read(Kind.NODE, {"metadata": {"name": "n1"}, "spec": {"podCIDR": "10.1.0.0/24"}})
-    assert isinstance(item.object, Node)
     assert item.object.pod_cidrs == (cidr("10.1.0.0", 120),)
 
 

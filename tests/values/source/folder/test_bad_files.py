@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.errors import ConfigError
-from kbpf.model.events import Event, Rejected, Upsert
-from kbpf.model.objects import Service
+from kbpf.model.events import Event
 from kbpf.source.base import SourceState
 from kbpf.source.folder.documents import parse_documents
 from kbpf.source.folder.folder import EMPTY_FOLDER_PROBLEM, POLL_INTERVAL, FolderSource
@@ -25,7 +24,6 @@ def test_bad_object_is_rejected_until_corrected(run):
     run.place(BOTH)
     assert run.change(BOTH.replace("port: 80\n", "port: 0\n")) == ["!web"]
     rejected = run.events[0]
-    assert isinstance(rejected, Rejected)
     assert rejected.error == "spec.ports[0].port: 0 is not a port (a.yaml:10)"
     assert run.problems == (f"Service default/web: {rejected.error}",)
     assert run.change(NODE, "b.yaml") == ["+n1"]  # and not rejected again
@@ -37,8 +35,6 @@ def test_object_in_two_files_is_used_from_the_first_and_reported(run):
     run.write("b.yaml", service("web", 81))
     assert run.place(service("web", 80)) == ["+web", *SYNCED]
     first = run.events[0]
-    assert isinstance(first, Upsert)
-    assert isinstance(first.object, Service)
     assert first.object.ports[0].port == 80
     assert run.problems == ("b.yaml: Service default/web is already in a.yaml; ignored here",)
     (run.path / "a.yaml").unlink()
@@ -224,5 +220,4 @@ def test_internal_error_does_not_end_the_thread(tmp_path, caplog):
     folder.start()
     until("the file is read", lambda: len(said) == len(SYNCED) + 1)
     folder.stop()
-    assert isinstance(said[0], Upsert)
     assert "no room" in caplog.text

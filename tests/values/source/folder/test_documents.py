@@ -9,7 +9,7 @@ import pytest
 from kbpf.errors import ObjectError
 from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
-from kbpf.model.objects import EndpointSlice, Protocol, Service, SlicePort
+from kbpf.model.objects import Protocol, Service, SlicePort
 from kbpf.source.folder.documents import parse_documents
 from tests.support.table import pairs, table
 from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
@@ -17,10 +17,8 @@ from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
 
 def test_file_of_two_documents_has_two_objects_with_defaults():
     service, one = (found.item.object for found in parse_documents("a.yaml", BOTH.encode()).objects)
-    assert isinstance(service, Service)
     assert (service.namespace, service.type) == ("default", "ClusterIP")
     assert service.creation_timestamp == "2024-01-01T00:00:00Z"
-    assert isinstance(one, EndpointSlice)
     assert one.namespace == "default"
     assert one.ports == (SlicePort("", Protocol.TCP, 8080),)
     assert [end.address for end in one.endpoints] == [parse_addr("10.1.0.1")]
@@ -45,7 +43,7 @@ def test_service_is_read_from(name: str):
     file, text = FILES[name]
     (found,) = parse_documents(file, text.encode()).objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
-    assert isinstance(found.item.object, Service)
+    assert found.item.object.ports[0].port == 80
 
 
 @pytest.mark.parametrize("text", ["2001:10:1:2:3:4:5:6", "fd00::10", "fd00:10:96::1", "10.96.0.1"])
@@ -53,7 +51,6 @@ def test_addresses_need_no_quotes(text: str):
     """The first would be a number of base 60 in YAML 1.1."""
     (found,) = parse_documents("a.yaml", WEB.replace("10.96.0.1", text).encode()).objects
     assert found.item.error == ""
-    assert isinstance(found.item.object, Service)
     assert found.item.object.cluster_ips == (parse_addr(text),)
 
 

@@ -76,7 +76,7 @@ def test_watch_that_lived_resets_the_backoff(start):
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch) -> None:
     """No timeout ends what stop() has to end."""
     for name in ("CONNECT_TIMEOUT", "RESPONSE_TIMEOUT", "HEADERS_TIMEOUT"):
         monkeypatch.setattr(transport, name, 3600.0)

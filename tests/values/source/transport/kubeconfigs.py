@@ -28,7 +28,7 @@ def write(path: Path, cluster: dict[str, Any] | None = None, user: dict[str, Any
     return path
 
 
-def exec_user(tmp_path: Path, script: str) -> dict[str, Any]:
+def exec_user(tmp_path, script: str) -> dict[str, Any]:
     """The user of a kubeconfig whose exec plugin, `tmp_path`/plugin, is this shell script."""
     plugin = tmp_path / "plugin"
     plugin.write_text(f"#!/bin/sh\n{script}\n")

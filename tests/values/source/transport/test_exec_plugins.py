@@ -77,7 +77,7 @@ def test_failed_exec_plugin_is_an_error_with_its_reason(tmp_path, name, script, 
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Credentials]:
+def runs(monkeypatch) -> list[Credentials]:
     """Plugins return new credentials at once, which are listed here."""
     made: list[Credentials] = []
 
@@ -89,7 +89,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Credentials]:
     return made
 
 
-def test_failed_exec_plugin_is_run_again_with_backoff(monkeypatch: pytest.MonkeyPatch):
+def test_failed_exec_plugin_is_run_again_with_backoff(monkeypatch):
     """Four watches request credentials every 0.2 s for a minute."""
     clock, runs = [100.0], []
 

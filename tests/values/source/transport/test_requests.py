@@ -46,7 +46,7 @@ def test_credentials_are_sent(connect, fields, header):
         assert headers(server) == [header]
 
 
-def test_a_proxy_of_the_environment_is_ignored(connect, monkeypatch: pytest.MonkeyPatch):
+def test_a_proxy_of_the_environment_is_ignored(connect, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     with ScriptedServer(ok) as server:
