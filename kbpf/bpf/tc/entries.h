@@ -140,10 +140,16 @@ static __always_inline bool is_in_doubt(u32 backend, __be16 port, u64 now)
 static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
 {
 	u64 end = now + DOUBT_SECONDS * SECOND;
+	struct flow *reply;
 	u32 backend;
 	u32 *until;
 
-	if (!has_snat(flow) || !may_be_answered(flow, now))
+	if (!has_snat(flow))
+		return;
+	reply = flow->client.protocol == IPPROTO_UDP ? entry_at(flow, DIRECTION_SNAT_REPLY) : NULL;
+	if (reply && reply->last_used > flow->last_used) /* it sends for longer than its client */
+		flow = reply;
+	if (!may_be_answered(flow, now))
 		return;
 	if (flow->client.protocol == IPPROTO_UDP)
 		end = flow->last_used + timeout_of(flow);
