@@ -48,8 +48,8 @@ static __always_inline bool is_link_local(const struct address *a)
 static __always_inline bool is_martian(const struct address *a)
 {
 	if (is_v4(a))
-		return !(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127 ||
-		       (a->word[3] & 0xff) >= 224;
+		return !a->word[3] || (a->word[3] & 0xff) == 127 || (a->word[3] & 0xf0) == 224 ||
+		       a->word[3] == 0xffffffff;
 	return is_any(a) || is_loopback(a) || is_link_local(a) || (a->word[0] & 0xff) == 0xff;
 }
 

@@ -17,6 +17,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     DeviceFlag,
     FlowDirection,
     NodeFlag,
+    Reason,
     Role,
 )
 from kbpf.model.address import parse_addr
@@ -196,7 +197,7 @@ def test_zero_udp_checksum_is_written_as_ones(path: Path_, v: int):
 
 
 MARTIANS = {
-    4: ("0.0.0.0", "0.1.2.3", "127.0.0.1", "224.0.0.1", "239.9.9.9", "240.0.0.1", "255.255.255.255", NODE[4]),
+    4: ("0.0.0.0", "127.0.0.1", "224.0.0.1", "239.9.9.9", "255.255.255.255", NODE[4]),
     6: ("::", "::1", "ff02::1", "fe80::7", "::ffff:198.51.100.7", NODE[6]),
 }
 
@@ -217,6 +218,13 @@ def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int, bad: s
         for packet in packets.fragments(whole, 1280, id=7):
             path.expect_untouched(packet)
     assert (path.site.reasons(), [path.site.entries(name) for name in maps]) == before
+
+
+@pytest.mark.parametrize("source", ["240.0.0.1", "0.1.2.3"])
+def test_sources_that_linux_forwards_are_served(path: Path_, source: str):
+    """240/4 since 2.6.25 (some clouds give it to pods and nodes), 0/8 without 0.0.0.0 since 5.3."""
+    with path.counted(Reason.NEW_FLOW):
+        path.ingress(packets.tcp(end(source, next(PORTS)), vip(4, CLUSTER), flags="S"))
 
 
 RESUMED = 2 * 72 + FLOW.size + NEXT_HOP.size
