@@ -320,7 +320,7 @@ def test_port_of_a_frontend_is_left_alone(uplink: Path_, v: int, kind: str):
     uplink.node(NodeFlag(0), TAKEN_PORT, TAKEN_PORT + 1)
     _, got = uplink.ingress(ALL_KINDS[kind](client(v, TAKEN_PORT), vip(v, CLUSTER)))
     assert parsed(got).source == end(NODE[v], TAKEN_PORT + 1)
-    uplink.delete_flows()
+    uplink.clear("flows")
 
 
 def test_recently_active_client_keeps_its_port(path: Path_, v: int):

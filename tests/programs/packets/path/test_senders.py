@@ -374,3 +374,14 @@ def test_a_client_that_moves_to_another_device_keeps_its_connection(node: Node, 
     """Host devices are exchangeable: with several uplinks each packet may come by any."""
     flow = node.converse(v, CLUSTER, "S <SA A A+ <A A+ <A+ FA <FA A", UPLINK, UPLINK2)
     assert flow.states() == {TcpState.CLOSED}
+
+
+@both_policies
+def test_fragments_of_an_older_connection_do_not_reach_a_new_client(node: Node, v: int, which: int):
+    """The backend has a connection with the port that the new client has got, and repeats data of it."""
+    flow = node.converse(v, which, "S")
+    first, *later = fragments(flow.packet("<A+2000", **_id(v, 9)), 1280, id=9)
+    _, got = node.come(first, BACKEND)
+    assert b"x" * 100 not in got
+    for part in later:
+        assert node.come(part, BACKEND)[0] == TC_ACT_SHOT
