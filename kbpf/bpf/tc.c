@@ -75,8 +75,7 @@ int tc_ingress(struct __sk_buff *skb)
 	if (!p->tuple.from.protocol)
 		return go(skb, TAIL_ICMP_IN); /* an ICMP error, or hidden ports: parse_for() */
 	if (!flags && (skb->pkt_type != PACKET_HOST || has_source_route(skb, p)))
-		return answers_refused(&p->tuple) ? judge_answer_to_refused(skb, s, BEGIN_ANSWER)
-						  : TC_ACT_UNSPEC;
+		return answers_refused(p) ? judge_answer_to_refused(skb, s) : TC_ACT_UNSPEC;
 	if (!flags)
 		s->end = 0;
 	translation.arrival = skb->ifindex;
@@ -88,8 +87,8 @@ int tc_ingress(struct __sk_buff *skb)
 		return forward_known(skb, s, device, &translation);
 	if (result == INGRESS_UNJUDGED)
 		return ask_judge(skb, s, TAIL_INGRESS);
-	if (!flags && answers_refused(&p->tuple))
-		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
+	if (!flags && answers_refused(p))
+		return judge_answer_to_refused(skb, s);
 	if (result == INGRESS_BRIDGED)
 		return leave_to_bridge(skb);
 	if (translation.masqueraded)
@@ -139,7 +138,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
 	if (result == EGRESS_UNKNOWN && may_confirm(p))
-		confirm_leaving(p);
+		confirm_leaving(skb, p);
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;

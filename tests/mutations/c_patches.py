@@ -79,10 +79,10 @@ PATCHES = tuple(
     _read("""
 # lib/addr.h PACKETS
 broadcast and multicast sources are accepted
-- >= 224
-+ >= 240
-0.0.0.0/8 sources are accepted
-- !(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127
+- (a->word[3] & 0xf0) == 224
++ (a->word[3] & 0xff) == 240
+0.0.0.0 is accepted as a source
+- !a->word[3] || (a->word[3] & 0xff) == 127
 + (a->word[3] & 0xff) == 127
 IPv6 multicast sources are accepted
 - is_link_local(a) || (a->word[0] & 0xff) == 0xff
@@ -294,7 +294,7 @@ forged answers pass behind two priority tags
 - !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
 + false;
 forged ACKs pass
-- !(in && answers_refused(&tuple)))
+- !(in && uses_conntrack() && find_unconfirmed(&tuple)))
 + true)
 # tc.c FLOWS
 frames that are not to this machine are translated
@@ -327,8 +327,11 @@ a tenant can tell which ports it puts in doubt
 - keyed[i] = words[i] ^ secret->until[i];
 + keyed[i] = words[i];
 no port is in doubt
-- if (!has_snat(flow) || !may_be_answered(flow, now))
+- if (!may_be_answered(flow, now))
 + if (true)
+a backend that sends for longer than its client leaves no doubt
+- if (reply && reply->last_used > flow->last_used)
++ if (false)
 a port in doubt is in doubt for ever
 - return until && *until > seconds_of(now);
 + return until && *until;
@@ -377,8 +380,11 @@ others use a client's port
 - ? EGRESS_DENIED
 + ? EGRESS_UNKNOWN
 others use a port of the node's socket
-- return flow->host_device || (has_snat(flow) &&
-+ return false || (has_snat(flow) &&
+- return flow->host_device;
++ return false;
+others use a port of conntrack's
+- && t->from.port == flow->snat_port
++ && true
 a SYN to the backend itself belongs to the flow
 - if (!reply && is_direct_connection(flow, p, flags))
 + if (false)
@@ -437,21 +443,24 @@ no client is outside
 - client.outside = !(device->flags & DEVICE_LOCAL);
 + client.outside = false;
 # tc/conntrack.h CONNTRACK
-errors about requests to the node pass
-- || is_nodes_own(&p->tuple.from.address, n))
-+ )
 forged answers pass
-- return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
-+ return !event && is_nodes_own(&from, n);
-forged answers of the node pass
-- return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
-+ return event && !same_target(&t->from, &event->client);
-errors about refused packets pass
-- !is_unanswered(skb, p)
-+ true
+- return event && !same_target(&p->tuple.to, &event->frontend) &&
++ return false && !same_target(&p->tuple.to, &event->frontend) &&
+forged answers that were not seen count
+- if (!begins_again(s))
++ if (true)
+answers that a host sends to a refused client confirm its flow
+- (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex)))
++ same_target(&p->tuple.from, &event->frontend)))
+refused flows stay
+- if (!answered)
++ if (false)
 a port of another flow is taken
 - if (has_flow(&reply))
 + if (false)
+conntrack's port is given to a flow of ours
+- if (!CALL_WITH(is_taken, skb, &reply, v6, &opts, false))
++ if (true)
 # tc/ports.h FLOWS
 a client gets the port of a frontend
 - (is_frontend_port(reply.to.port) && is_frontend(&reply.to)) ||
@@ -460,8 +469,8 @@ the client port is never changed
 - if (i || (n->flags & NODE_COEXISTING) ||
 + if ((n->flags & NODE_COEXISTING) ||
 the client's port is never kept
-- if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
-+ if (search == SEARCH_RANDOM)
+- (search == SEARCH_RANDOM && port_at(&s, index) != flow->snat_port))
++ search == SEARCH_RANDOM)
 the last port is never kept
 - index >= s.count ||
 + index + 1 >= s.count ||

@@ -16,14 +16,18 @@
  *
  * The entry exists before rules of the host have judged the packet. Those that refuse it would
  * leave the entry behind, which the kernel itself writes only when a packet leaves the stack. So a
- * flow is unconfirmed until its first packet leaves by a device, and counted then. For a new flow
- * that does not fit into `unconfirmed_queue`, the oldest one is judged. A token bucket would not
- * do: whoever sends what the rules refuse would take all the tokens. */
+ * flow is unconfirmed until its first packet leaves by a device, and counted then. Meanwhile
+ * answers to it are dropped, since nobody can have received what they answer, and each packet of
+ * its client is judged as the first one: if conntrack has seen an answer that these programs have
+ * not, the entry is written anew. For a new flow that does not fit into `unconfirmed_queue`, the
+ * oldest one is judged. A token bucket would not do: whoever sends what the rules refuse would take
+ * all the tokens. */
 #pragma once
 
 #include "types.h"
 #include "lib/packet.h"
 #include "tc/flow.h"
+#include "tc/ports.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
 
@@ -38,11 +42,12 @@
  * raw drops must not stay. */
 #define NEW_ENTRY_MS 1000
 
-/* both ends of a packet as it leaves -> the flow that began and has not been counted. The queue
- * bounds their number: each CPU may have added one that is not in it yet. */
+/* Two keys of each flow: the client and the frontend, whose event has the client as its backend
+ * sees it; and that client and the backend, whose event has the client itself. The queue bounds
+ * their number: each CPU may have added one that is not in it yet. */
 BPF_F_TABLE("hash", struct flow_key, struct event, unconfirmed, 64, BPF_F_NO_PREALLOC);
 
-/* The keys of `unconfirmed`, the oldest first, and of flows that have been confirmed since. Full:
+/* The second keys, the oldest first, and those of flows that have been confirmed since. Full:
  * settle_oldest() makes room. */
 BPF_QUEUE(unconfirmed_queue, struct unconfirmed_key, 64);
 
@@ -99,18 +104,21 @@ struct ct_tuple6 {
 
 enum tracked {
 	TRACKED_NO = 0,
-	TRACKED_YES = 1,   /* the kernel knows what to do with the packet */
-	TRACKED_STALE = 2, /* an entry that does not translate it, or would be replaced by one */
+	TRACKED_YES = 1,      /* the kernel knows what to do with the packet */
+	TRACKED_STALE = 2,    /* an entry that does not translate it, or would be replaced by one */
+	TRACKED_ANSWERED = 3, /* as TRACKED_YES, and there was an answer to the client */
 };
 
 /* Whether conntrack has an entry for this packet. A SYN from the port of a connection that has
  * ended would replace the entry by one without NAT (nf_conntrack_tcp_packet()). An entry that does
- * not translate was made before the Service had this address. `expire`: removes a stale entry. */
+ * not translate was made before the Service had this address. `expire`: removes an entry that is
+ * stale or answered. */
 static __always_inline enum tracked find_tracked(struct __sk_buff *skb, const struct packet *p,
 						 bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
 	enum tracked result = TRACKED_YES;
+	u32 status;
 	u8 state;
 	void *ct;
 
@@ -119,12 +127,15 @@ static __always_inline enum tracked find_tracked(struct __sk_buff *skb, const st
 		return TRACKED_NO;
 	if (opts.direction != IP_CT_DIR_REPLY) {
 		state = *(volatile u8 *)(ct + offset_of_tcp_state());
-		if (!(*(volatile u32 *)(ct + offset_of_status()) & IPS_DST_NAT) ||
+		status = *(volatile u32 *)(ct + offset_of_status());
+		if (!(status & IPS_DST_NAT) ||
 		    (p->protocol == IPPROTO_TCP &&
 		     (state == TCP_CONNTRACK_TIME_WAIT || state == TCP_CONNTRACK_CLOSE)))
 			result = TRACKED_STALE;
+		else if (status & IPS_SEEN_REPLY)
+			result = TRACKED_ANSWERED;
 	}
-	if (expire && result == TRACKED_STALE)
+	if (expire && result != TRACKED_YES)
 		bpf_ct_change_timeout(ct, 0); /* the next lookup deletes it */
 	bpf_ct_release(ct);
 	return result;
@@ -136,26 +147,6 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 	struct address v4 = {.word = {a->word[3]}};
 
 	return v6 ? *a : v4;
-}
-
-/* Whether this is a packet of a client of a Service to which nothing has been answered yet, or the
- * answer of a backend that is the node itself. */
-static __always_inline bool is_unanswered(struct __sk_buff *skb, struct packet *p)
-{
-	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->tuple.to.protocol};
-	u32 zero = 0, status = 0;
-	struct node *n = node.lookup(&zero);
-	void *ct;
-
-	if (!n)
-		return false;
-	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &p->tuple, p->v6, &opts);
-	if (!ct)
-		return false;
-	if (opts.direction != IP_CT_DIR_REPLY || is_nodes_own(&p->tuple.from.address, n))
-		status = *(volatile u32 *)(ct + offset_of_status());
-	bpf_ct_release(ct);
-	return (status & (IPS_DST_NAT | IPS_SEEN_REPLY)) == IPS_DST_NAT;
 }
 
 /* Whether conntrack or, for a masqueraded client, a socket of the node has these ends. */
@@ -239,14 +230,18 @@ static __always_inline bool is_decrypted(struct __sk_buff *skb)
 	return !((long (*)(void *, u32, void *, u32, u64))66)(skb, 0, &state, sizeof(state), 0);
 }
 
+/* Counts a flow whose packet the rules of the host have let pass, once. */
 static __always_inline void confirm_flow(struct event *event)
 {
 	struct choice c = {.service = event->service, .backend_id = event->backend_id};
 
+	if (event->reason != NEW_FLOW)
+		return;
 	count(NEW_FLOW);
 	account_begin(&c, TRANSLATE);
 	if (is_monitored())
 		report(event);
+	event->reason = REASONS; /* counted */
 }
 
 /* Whether this packet may be the first of a flow that leaves, or its answer. */
@@ -268,51 +263,61 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 /* Whether a packet answers one that has not left this node. Its sender cannot have received that
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
  * accept established connections would then let pass what they have refused. A plain ACK is enough:
- * conntrack ignores it before a SYN-ACK, but remembers a reply. A packet from an address of this
- * node is forged as well: its own sockets' packets do not arrive by a device. */
-static __always_inline bool answers_refused(const struct tuple *t)
+ * conntrack ignores it before a SYN-ACK, but remembers a reply. */
+static __always_inline bool answers_refused(const struct packet *p)
 {
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
-	struct address from = t->from.address;
 	struct event *event;
 
-	if (!n || !(n->flags & NODE_NETFILTER))
+	if (!uses_conntrack())
 		return false;
-	event = find_unconfirmed(t);
-	return event ? !same_target(&t->from, &event->client) : is_nodes_own(&from, n);
+	event = find_unconfirmed(&p->tuple);
+	return event && !same_target(&p->tuple.to, &event->frontend) &&
+	       !same_target(&p->tuple.to, &event->backend);
 }
 
-/* Drops such an answer, unless IPsec has decrypted it: then its flow may have left encrypted. Only
- * tc_conntrack can ask. `begin`: BEGIN_ANSWER, or BEGIN_ERROR if conntrack decides whether there
- * was an answer. */
-static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct scratch *s,
-						   u8 begin)
+/* Drops such an answer, unless IPsec has decrypted it: then its flow has left encrypted. Only
+ * tc_conntrack can ask. */
+static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct scratch *s)
 {
-	s->begin = begin;
+	s->begin = BEGIN_ANSWER;
 	return go(skb, TAIL_CONNTRACK);
 }
 
-/* A packet of no flow of ours leaves by a device: the rules of the host have let it pass. */
-static __always_inline void confirm_leaving(const struct packet *p)
+/* The rules of the host have let a packet of this flow pass, which `t` identifies. */
+static __always_inline void confirm(const struct tuple *t, struct event *event)
 {
-	struct flow_key key = flow_key_of(&p->tuple.from, &p->tuple.to);
-	struct event *event = unconfirmed.lookup(&key);
+	struct flow_key key = flow_key_of(&t->from, &t->to);
+	struct flow_key other = flow_key_of(&event->client, &event->frontend);
 
-	if (!event)
-		return;
+	/* An answer of the node has the first key, whose event leads to the second one. */
+	if (same_target(&t->from, &event->frontend))
+		other = flow_key_of(&event->client, &event->backend);
 	confirm_flow(event);
+	unconfirmed.delete(&other);
 	unconfirmed.delete(&key);
 }
 
-/* Takes the oldest flow from the queue. If its packet has not left and it was not answered, the
- * rules of the host have refused it, and its entry has to go. `oldest`: room for its key, since
+/* A packet of no flow of ours leaves by a device: a client's to the backend, or an answer that the
+ * node itself has sent. */
+static __always_inline void confirm_leaving(struct __sk_buff *skb, const struct packet *p)
+{
+	struct event *event = find_unconfirmed(&p->tuple);
+
+	if (event && (same_target(&p->tuple.to, &event->backend) ||
+		      (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex)))
+		confirm(&p->tuple, event);
+}
+
+/* Takes the oldest flow from the queue. If it was not answered, the rules of the host have refused
+ * its packet, and its entry has to go. Otherwise its packets leave unseen (IPsec, a device without
+ * programs), or the answer was forged: it goes back to the queue. `oldest`: room for its key, since
  * the stack is full. */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS};
-	bool confirmed = false;
-	struct event *event;
+	bool answered = false;
+	struct event *event, *first;
+	struct flow_key first_key;
 	struct tuple tuple;
 	bool v6;
 	void *ct;
@@ -326,55 +331,104 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	tuple.to = event->frontend;
 	opts.protocol = tuple.to.protocol;
 	v6 = !is_v4(&tuple.to.address);
-	for (int i = 0; i < 2 && !confirmed; i++) { /* the second look-up deletes it */
-		ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &tuple, v6, &opts);
-		if (!ct)
-			break;
-		confirmed = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-		if (!confirmed)
-			bpf_ct_change_timeout(ct, 0);
-		bpf_ct_release(ct);
+	first_key = flow_key_of(&tuple.from, &tuple.to);
+	first = unconfirmed.lookup(&first_key);
+	if (first && first->time == oldest->time) {
+		for (int i = 0; i < 2 && !answered; i++) { /* the second look-up deletes it */
+			ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &tuple, v6, &opts);
+			if (!ct)
+				break;
+			answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
+			if (!answered)
+				bpf_ct_change_timeout(ct, 0);
+			bpf_ct_release(ct);
+		}
+		if (answered) {
+			confirm_flow(event);
+			unconfirmed_queue.push(oldest, 0);
+			return;
+		}
+		unconfirmed.delete(&first_key);
 	}
-	if (confirmed)
-		confirm_flow(event);
 	unconfirmed.delete(&oldest->key);
 }
 
-/* Remembers a flow until a packet of it leaves: of a socket of this node, the reply. `port`: the
- * client's, as the backend sees it, in host byte order. What may never leave counts at once. */
+/* Remembers a flow until a packet of it leaves. `port`: the client's, as the backend sees it, in
+ * host byte order. */
 static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
 {
-	struct target from = flow->client, to = flow->backend;
+	struct target seen = flow->client;
 	struct unconfirmed_key queued;
 	struct event event = {};
-	bool one_way = false;
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
 
 	describe_event(&event, flow, NEW_FLOW);
 	event.time = queued.time = flow->last_used;
-	from.port = __builtin_bswap16(port);
+	seen.port = __builtin_bswap16(port);
 	if (has_snat(flow))
-		from.address = flow->snat;
-	if (n && is_nodes_own(&to.address, n)) {
-		from = flow->client;
-		to = flow->frontend;
-		one_way = from.protocol == IPPROTO_UDP;
-	}
-	queued.key = flow_key_of(&from, &to);
-	if (one_way || unconfirmed.update(&queued.key, &event)) {
-		confirm_flow(&event);
-		return;
-	}
+		seen.address = flow->snat;
+	queued.key = flow_key_of(&seen, &flow->backend);
+	if (unconfirmed.update(&queued.key, &event))
+		return confirm_flow(&event);
+	queued.key = flow_key_of(&flow->client, &flow->frontend);
+	event.client = seen;
+	unconfirmed.update(&queued.key, &event);
 	for (int i = 0; i < QUEUE_TRIES; i++) {
+		queued.key = flow_key_of(&seen, &flow->backend);
+		queued.time = flow->last_used;
 		if (!unconfirmed_queue.push(&queued, 0))
 			return;
 		settle_oldest(skb, &queued); /* the stack is full */
-		queued.key = flow_key_of(&from, &to);
-		queued.time = flow->last_used;
 	}
-	unconfirmed.delete(&queued.key); /* without its key in the queue it would stay for ever */
+	event.client = flow->client;
 	confirm_flow(&event);
+	queued.key = flow_key_of(&seen, &flow->backend);
+	unconfirmed.delete(&queued.key); /* without its key in the queue it would stay for ever */
+	queued.key = flow_key_of(&flow->client, &flow->frontend);
+	unconfirmed.delete(&queued.key);
+}
+
+/* Writes the flow of a client's packet as it was begun, if no packet of it has left. */
+static __always_inline bool begins_again(struct scratch *s)
+{
+	struct event *event = find_unconfirmed(&s->packet.tuple);
+	struct flow *flow = &s->flow;
+
+	if (!event || !same_target(&s->packet.tuple.to, &event->frontend))
+		return false;
+	__builtin_memset(flow, 0, sizeof(*flow));
+	flow->last_used = now_ns();
+	flow->client = s->packet.tuple.from;
+	flow->frontend = event->frontend;
+	flow->backend = event->backend;
+	flow->service = event->service;
+	flow->backend_id = event->backend_id;
+	flow->client_port = event->client.port;
+	if (!same_address(&event->client.address, &flow->client.address))
+		flow->snat = event->client.address;
+	return true;
+}
+
+/* A flow of our own table has claimed a port of the node. Another one is searched if conntrack
+ * knows this port: the backend may be a machine that talks to a hostPort. */
+static __always_inline int judge_claimed_port(struct __sk_buff *skb, struct scratch *s, bool v6)
+{
+	struct flow *flow = &s->flow;
+	struct tuple reply = {.from = flow->backend, .to = flow->client};
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = flow->client.protocol};
+
+	s->begin &= ~BEGIN_CLAIMED;
+	reply.to.address = flow->snat;
+	reply.to.port = flow->snat_port;
+	if (!CALL_WITH(is_taken, skb, &reply, v6, &opts, false))
+		return go(skb, TAIL_PUBLISH);
+	release_entry(flow, DIRECTION_SNAT_REPLY);
+	flow->snat_port = 0; /* a random one */
+	if (s->search >= SEARCH_LAST) {
+		forget_former(flow);
+		return drop_flow(flow, NO_SNAT_PORT);
+	}
+	s->search++;
+	return go(skb, TAIL_CLAIM);
 }
 
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
@@ -385,6 +439,7 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	struct address backend, source;
 	enum tracked tracked;
+	struct event *event;
 	struct packet *p;
 	u16 port = 0;
 	void *ct;
@@ -392,22 +447,35 @@ int tc_conntrack(struct __sk_buff *skb)
 	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	if (s->begin & (BEGIN_ANSWER | BEGIN_ERROR))
-		return is_decrypted(skb) || ((s->begin & BEGIN_ERROR) && !is_unanswered(skb, p))
-			       ? TC_ACT_UNSPEC
-			       : finish(TC_ACT_SHOT, INVALID);
+	if (s->begin & BEGIN_ANSWER) {
+		if (!is_decrypted(skb))
+			return finish(TC_ACT_SHOT, INVALID);
+		event = find_unconfirmed(&p->tuple);
+		if (event)
+			confirm(&p->tuple, event);
+		return TC_ACT_UNSPEC;
+	}
+	if (s->begin & BEGIN_CLAIMED)
+		return judge_claimed_port(skb, s, p->v6);
 	if (!(s->begin & BEGIN_UNTRACKED)) {
 		tracked = find_tracked(skb, p, false);
 		if (tracked == TRACKED_YES)
 			return TC_ACT_UNSPEC;
-		s->begin |= BEGIN_UNTRACKED | (tracked == TRACKED_STALE ? BEGIN_STALE : 0);
-		return go(skb, TAIL_CHOOSE);
+		if (tracked != TRACKED_ANSWERED) {
+			s->begin |= BEGIN_UNTRACKED | (tracked == TRACKED_STALE ? BEGIN_STALE : 0);
+			return go(skb, TAIL_CHOOSE);
+		}
+		if (!begins_again(s))
+			return TC_ACT_UNSPEC;
+		s->begin |= BEGIN_STALE;
+		port = __builtin_bswap16(s->flow.client_port);
 	}
 	if (is_loopback(&s->flow.snat)) /* still ADDRESS_NOT_CHOSEN */
 		return drop_flow(&s->flow, NO_SNAT_PORT);
-	if ((s->begin & BEGIN_STALE) && find_tracked(skb, p, true) == TRACKED_STALE)
+	if ((s->begin & BEGIN_STALE) && find_tracked(skb, p, true) != TRACKED_NO)
 		find_tracked(skb, p, false);
-	port = choose_client_port(skb, p, &s->flow);
+	if (!port)
+		port = choose_client_port(skb, p, &s->flow);
 	if (!port)
 		return drop_flow(&s->flow, NO_SNAT_PORT);
 	opts.protocol = p->protocol;

@@ -93,7 +93,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 			       ? finish(TC_ACT_SHOT, INVALID)
 			       : TC_ACT_UNSPEC;
 	if (uses_conntrack() && find_unconfirmed(&tuple))
-		return judge_answer_to_refused(skb, s, BEGIN_ANSWER);
+		return judge_answer_to_refused(skb, s);
 	if (skb->pkt_type != PACKET_HOST)
 		return TC_ACT_UNSPEC;
 	translation.port_of = bridge_of_port(device, skb->ifindex);
@@ -103,13 +103,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (result != INGRESS_TRANSLATED) {
 		if (translation.masqueraded)
 			mark_masqueraded(skb, true);
-		if (!uses_conntrack() ||
-		    (!may_be_service(&tuple.to) && !is_nodes_own(&tuple.from.address, n)))
-			return TC_ACT_UNSPEC;
-		/* The client's error may be about an answer that it never got, or an error to the
-		 * client about a request that the node itself has refused. */
-		p->tuple = tuple;
-		return judge_answer_to_refused(skb, s, BEGIN_ERROR);
+		return TC_ACT_UNSPEC;
 	}
 	/* In the name of an end of the flow, or past the kernel's own checks. A router may have an
 	 * address to which this node has no route. */

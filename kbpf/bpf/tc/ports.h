@@ -188,7 +188,7 @@ static __always_inline bool claim_node_port(struct __sk_buff *skb, struct flow *
 	u32 index = index_of_port(&s, flow->snat_port), backend = hash_of_backend(flow);
 	bool doubtful, written = false;
 
-	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
+	if (index >= s.count || (search == SEARCH_RANDOM && port_at(&s, index) != flow->snat_port))
 		index = bpf_get_prandom_u32() % s.count;
 	for (int i = 0; i < SNAT_TRIES; i++) {
 		flow->snat_port = port_at(&s, index);
@@ -305,6 +305,12 @@ int tc_claim(struct __sk_buff *skb)
 	if (reason != NEW_FLOW) { /* there is nothing to release */
 		forget_former(&s->flow);
 		return drop_flow(&s->flow, reason);
+	}
+	if (has_snat(&s->flow) && (n->flags & NODE_NETFILTER) &&
+	    s->flow.client.protocol != IPPROTO_SCTP) {
+		s->begin |= BEGIN_CLAIMED;
+		tails.call(skb,
+			   TAIL_CONNTRACK); /* missing if an agent without it has loaded these */
 	}
 	return go(skb, TAIL_PUBLISH);
 }

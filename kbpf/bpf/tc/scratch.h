@@ -28,7 +28,7 @@ enum begin_flags {
 	BEGIN_STALE = 1 << 3,       /* or has one that has to go (tc/conntrack.h) */
 	BEGIN_OTHER_PORT = 1 << 4,  /* the backend has an older connection with the last port */
 	BEGIN_ANSWER = 1 << 5,      /* it begins nothing: answers_refused() */
-	BEGIN_ERROR = 1 << 6,       /* nor does an ICMP error that travels like s->packet */
+	BEGIN_CLAIMED = 1 << 6,     /* it has a port of the node that conntrack has to confirm */
 };
 
 /* The runs of the search for a port of the node (tc_claim), and which ports each may take. Between

@@ -195,6 +195,14 @@ static __always_inline bool leaves_elsewhere(const struct flow *reply_entry, u32
 	return reply_entry->out.ifindex && reply_entry->out.ifindex != ifindex;
 }
 
+/* Whether a packet to the backend has the port of the node from which this flow's packets leave. */
+static __always_inline bool has_port_of_node(const struct tuple *t, const struct flow *flow)
+{
+	if (!has_snat(flow))
+		return flow->host_device;
+	return same_address(&t->from.address, &flow->snat) && t->from.port == flow->snat_port;
+}
+
 enum egress_result {
 	EGRESS_UNKNOWN = 0,    /* no flow of ours */
 	EGRESS_UNCHANGED = 1,  /* of a flow of ours, but already correct */
@@ -235,10 +243,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 	 * our flows. The backend's answer would go to the client or the node's socket that has it.
 	 */
 	if (!reply && !is_from_client(flow, arrival))
-		return flow->host_device || (has_snat(flow) &&
-					     same_address(&t->from.address, &flow->snat))
-			       ? EGRESS_DENIED
-			       : EGRESS_UNKNOWN;
+		return has_port_of_node(t, flow) ? EGRESS_DENIED : EGRESS_UNKNOWN;
 	if (!reply && is_direct_connection(flow, p, flags)) {
 		flow->syn = p->tcp.next;
 		return EGRESS_UNKNOWN;

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
@@ -54,6 +54,8 @@ pytestmark = needs("conntrack_nat")
 
 SERVER_PORT = 40_300
 """Of a server of node-1."""
+MACHINE_PORT = 46_000
+"""Of a machine outside."""
 PORT = 40_400
 """The client's own port."""
 
@@ -144,10 +146,12 @@ def _send_from_each_port(first: int, to: tuple[str, int]) -> None:
             client.sendto(b"x", to)
 
 
-@pytest.mark.parametrize(("refusal", "pod"), [*zip(REFUSALS, ("a1", "b1") * 2, strict=True)])
+@pytest.mark.parametrize(
+    ("refusal", "pod"), [*zip(REFUSALS, ("a1", "b1") * 2, strict=True), ("before conntrack", "a-net")]
+)
 def test_refused_packets_fill_no_table_and_are_no_connections(field: Field, pod: str, refusal: str):
     """The entry is written before these rules see the packet. Without rules, each counts."""
-    node, to = field.lab.nodes[0], at("NodePort", 21 if pod == "a1" else 22)
+    node, to = field.lab.nodes[0], at("NodePort", {"a1": 21, "b1": 22, "a-net": 26}[pod])
     dropping = REFUSALS[refusal].format("meta l4proto udp")
     with nft_table(node, "inet guard", f"chain c {{ {dropping}; }}" if dropping else ""):
         reasons, counts = field.agent.reasons(), opened(field)
@@ -305,37 +309,91 @@ def mac_towards(towards: str) -> str:
     return json.loads(run("ip", "-j", "link", "show", "dev", device))[0]["address"]
 
 
+class Refused(NamedTuple):
+    """A connection from outside to Service `number`, which GUARD refuses."""
+
+    field: Field
+    ends: Ends
+    request: bytes
+    macs: dict[str, str]
+
+    @classmethod
+    def of(cls, field: Field, number: int, v6: bool) -> Self:
+        node = field.lab.nodes[0]
+        own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
+        of_node, to = number in (16, 26), at("NodePort", number, v6)
+        pod = own if of_node else field["a1"].ip6 if v6 else field["a1"].ip
+
+        def end(host: str, port: int) -> str:
+            return f"[{host}]:{port}" if v6 else f"{host}:{port}"
+
+        ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT), end(pod, HOST_PORT if of_node else 8080), pod)
+        tcp, udp = packets.tcp(ends.client, to, flags="S", seq=1000), packets.udp(ends.client, to, b"hello\n")
+        macs = {"outside": out, "a1": field["a1"].ip}
+        macs = {name: there(node, partial(mac_towards, towards)) for name, towards in macs.items()}
+        return cls(field, ends, tcp if number < 20 else udp, macs)
+
+    def send(self, *frames: bytes, by: str = "outside", to_mac: str = "", tags: bytes = b"") -> None:
+        node = split(self.ends.masqueraded)[0]
+        there(self.field[by], partial(send_frames, frames, node, to_mac or self.macs[by], tags))
+
+    def ask(self) -> ConntrackStatus:
+        """The client's packet, which is refused; the status of its entry."""
+        node = self.field.lab.nodes[0]
+        before = sum(counted(node, "drop"))
+        self.send(self.request)
+        until("it is refused", lambda: sum(counted(node, "drop")) > before)
+        assert set(counted(node, "accept")) == {0}
+        (entry,) = entries(self.field, self.ends.frontend)
+        return entry.status
+
+
 @pytest.mark.parametrize(("forgery", "v6"), FORGED)
 def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, forgery: Forgery, v6: bool):
     """A usual firewall accepts packets of established connections and errors about them."""
-    node = field.lab.nodes[0]
-    own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
-    of_node = forgery.number in (16, 26)
-    pod = own if of_node else field["a1"].ip6 if v6 else field["a1"].ip
-    to = at("NodePort", forgery.number, v6)
-
-    def end(host: str, port: int) -> str:
-        return f"[{host}]:{port}" if v6 else f"{host}:{port}"
-
-    ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT), end(pod, HOST_PORT if of_node else 8080), pod)
-    request = (
-        packets.tcp(ends.client, to, flags="S", seq=1000)
-        if forgery.number < 20
-        else packets.udp(ends.client, to, b"hello\n")
-    )
-    macs = {
-        name: there(node, partial(mac_towards, towards)) for name, towards in (("outside", out), ("a1", field["a1"].ip))
-    }
-    with nft_table(node, "inet guard", GUARD):
-        there(field["outside"], partial(send_frames, [request], own, macs["outside"]))
-        until("the entry is written", lambda: len(entries(field, to)) == 1)
+    with nft_table(field.lab.nodes[0], "inet guard", GUARD):
+        refused = Refused.of(field, forgery.number, v6)
+        refused.ask()
         before = field.agent.reasons()[Reason.INVALID]
-        to_mac = forgery.to_mac or macs[forgery.by]
-        there(field[forgery.by], partial(send_frames, forgery.packets(ends), own, to_mac, forgery.tags))
+        refused.send(*forgery.packets(refused.ends), by=forgery.by, to_mac=forgery.to_mac, tags=forgery.tags)
         until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
-        (entry,) = entries(field, to)
-        assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
-        assert set(accepted(node)) == {0}
+        assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
+
+
+@pytest.mark.parametrize("number", [11, 16, 21, 24, 26])
+@both_families
+def test_an_answer_that_the_programs_have_not_seen_establishes_nothing(field: Field, number: int, v6: bool):
+    """It may be just ahead of the entry, or come by a device without programs."""
+    node = field.lab.nodes[0]
+    with nft_table(node, "inet guard", GUARD):
+        refused = Refused.of(field, number, v6)
+        refused.ask()
+        host, port = split(refused.ends.client)
+        what = ("tcp" if number < 20 else "udp", "-s", host, "--sport", str(port))
+        on(node, "conntrack", "-U", "-f", "ipv6" if v6 else "ipv4", "-p", *what, "-u", "SEEN_REPLY")
+        (entry,) = entries(field, refused.ends.frontend)
+        assert entry.status & ConntrackStatus.IPS_SEEN_REPLY
+        assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
+
+
+@pytest.fixture(scope="module")
+def unseen() -> Iterator[Field]:
+    """Pods whose devices have no programs."""
+    with Field("--forwarding", "netfilter", "--exclude-device", "p*", name="cu", agents=1) as made:
+        made.create(*made.all_of("17 27:UDP -> a1 a2"))
+        made.settle()
+        yield made
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+@both_families
+def test_a_flow_that_leaves_by_a_device_without_programs_keeps_its_backend(
+    unseen: Field, kind: socket.SocketKind, v6: bool
+):
+    with connected(
+        unseen["outside"], PORT, at("NodePort", 17 if kind is socket.SOCK_STREAM else 27, v6), kind
+    ) as client:
+        assert len({exchange(client) for _ in range(8)} - {""}) == 1
 
 
 @pytest.mark.parametrize("port", [30_021, 31_999], ids=["a NodePort's number", "another"])
@@ -352,10 +410,12 @@ def test_an_error_about_a_one_way_flow_of_a_pod_passes(field: Field, port: int):
     assert field.agent.reasons()[Reason.INVALID] == before
 
 
-def accepted(node: Node) -> list[int]:
-    """How many packets each rule of GUARD has accepted as established or related."""
+def counted(node: Node, verdict: str) -> list[int]:
+    """How many packets each rule of GUARD with this verdict has met: those that accept do so for
+    established and related ones.
+    """
     rules = on(node, "nft", "list", "table", "inet", "guard")
-    return [int(n) for n in re.findall(r"packets (\d+) bytes \d+ accept", rules)]
+    return [int(n) for n in re.findall(rf"packets (\d+) bytes \d+ {verdict}", rules)]
 
 
 def opened(field: Field) -> int:
@@ -364,14 +424,14 @@ def opened(field: Field) -> int:
 
 
 LOW, HIGH = Config().masquerade_ports
-NODE_PORTS = (30_015, 30_025)
-"""Of other Services, by TCP and by UDP."""
+NODE_PORTS = {socket.SOCK_STREAM: 30_015, socket.SOCK_DGRAM: 30_025}
+"""Of other Services."""
 
 
 @pytest.mark.parametrize(
     ("number", "pod", "v6"), [(11, "a1", True), (12, "b1", False), (21, "a1", False), (22, "b1", True)]
 )
-@pytest.mark.parametrize("port", [LOW, HIGH, *NODE_PORTS, HIGH + 1, PORT])
+@pytest.mark.parametrize("port", [LOW, HIGH, *NODE_PORTS.values(), HIGH + 1, PORT])
 def test_a_client_gets_a_port_of_no_other_flow_and_of_no_frontend(
     field: Field, port: int, number: int, pod: str, v6: bool
 ):
@@ -386,11 +446,10 @@ def test_a_client_gets_a_port_of_no_other_flow_and_of_no_frontend(
             assert exchange(client) == pod
             (entry,) = entries(field, to)
             seen.append(entry.seen_port)
-    assert (seen[0] == port) == (port in (HIGH + 1, PORT))
+    assert (seen[0] == port) == (port > HIGH and port != NODE_PORTS[kind])
     assert seen[1] != seen[0]
-    frontend_ports = {split(end.partition("/")[0])[1] for end in field.served(field.agent)}
     assert min(seen) > HIGH
-    assert not frontend_ports & {*seen}
+    assert NODE_PORTS[kind] not in seen
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
@@ -408,6 +467,28 @@ def test_a_client_gets_no_port_of_a_server_of_the_node(field: Field, kind: socke
             (entry,) = entries(field, to)
     assert entry.seen_port > HIGH
     assert entry.seen_port != SERVER_PORT
+
+
+def test_a_pod_gets_no_port_of_a_connection_in_conntrack(field: Field):
+    """Of a hostPort, to which a machine talks that the pod's Service names."""
+    node, pod, own = field.lab.nodes[0], field["a3"], NODES4[0]
+    rule = f"ip daddr {own} udp dport 7001-7012 dnat to {field['a1'].ip}:8080;"
+    gate = there(node, partial(mac_towards, pod.ip))
+    with (
+        nft_table(node, "ip hostport", f"chain p {{ type nat hook prerouting priority dstnat; {rule} }}"),
+        field.given(*field.all_ways(31, "outside", "UDP", target=MACHINE_PORT)),
+        there(field["outside"], lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as machine,
+    ):
+        machine.bind((OUT4, MACHINE_PORT))
+        machine.settimeout(PATIENCE)
+        for port in range(7001, 7013):
+            for _ in range(2):
+                machine.sendto(b"hello\n", (own, port))
+                answer, by = machine.recvfrom(2000)
+                assert (json.loads(answer)["name"], by) == ("a1", (own, port))
+                attack = packets.udp(f"{pod.ip}:{port}", at("NodePort", 31), b"attack")
+                there(pod, partial(send_frames, [attack], own, gate))
+                assert machine.recvfrom(2000)[0] == b"attack"
 
 
 def connected(place: Place | Node, port: int, to: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:

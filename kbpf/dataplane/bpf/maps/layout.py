@@ -682,11 +682,11 @@ MAPS: Final = {
         ),
         MapSpec(
             "unconfirmed",
-            "packet path: ends of a packet of conntrack's → its flow, until the packet leaves",
+            "packet path: ends of a packet of conntrack's → its flow, until it leaves; two for each flow",
             uapi.BPF_MAP_TYPE_HASH,
             FLOW_KEY.size,
             EVENT.size,
-            2 * UNCONFIRMED_FLOWS,
+            4 * UNCONFIRMED_FLOWS,
             uapi.BPF_F_NO_PREALLOC,
             packet_path_only=True,
         ),
