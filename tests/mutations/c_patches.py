@@ -444,11 +444,17 @@ no client is outside
 + client.outside = false;
 # tc/conntrack.h CONNTRACK
 forged answers pass
-- return event && !same_target(&p->tuple.to, &event->frontend) &&
-+ return false && !same_target(&p->tuple.to, &event->frontend) &&
+- return !same_target(&p->tuple.to, &event->backend);
++ return false;
 forged answers that were not seen count
 - if (!begins_again(s))
 + if (true)
+a SYN in fragments passes
+- return p->protocol == IPPROTO_TCP && p->fragment != WHOLE;
++ return false;
+keys of a refused flow stay
+- if (former) {
++ if (false) {
 answers that a host sends to a refused client confirm its flow
 - (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex)))
 + same_target(&p->tuple.from, &event->frontend)))

@@ -247,8 +247,7 @@ static __always_inline void confirm_flow(struct event *event)
 /* Whether this packet may be the first of a flow that leaves, or its answer. */
 static __always_inline bool may_confirm(const struct packet *p)
 {
-	return (p->protocol == IPPROTO_UDP || (p->tcp_flags & TCP_SYN) || p->fragment != WHOLE) &&
-	       uses_conntrack();
+	return (p->protocol == IPPROTO_UDP || (p->tcp_flags & TCP_SYN)) && uses_conntrack();
 }
 
 /* The flow of a packet in either direction, or of one that an ICMP error quotes, if no packet of it
@@ -263,7 +262,8 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 /* Whether a packet answers one that has not left this node. Its sender cannot have received that
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
  * accept established connections would then let pass what they have refused. A plain ACK is enough:
- * conntrack ignores it before a SYN-ACK, but remembers a reply. */
+ * conntrack ignores it before a SYN-ACK, but remembers a reply. Nor may the client send TCP in
+ * fragments: only conntrack would know whether it is a SYN. */
 static __always_inline bool answers_refused(const struct packet *p)
 {
 	struct event *event;
@@ -271,8 +271,11 @@ static __always_inline bool answers_refused(const struct packet *p)
 	if (!uses_conntrack())
 		return false;
 	event = find_unconfirmed(&p->tuple);
-	return event && !same_target(&p->tuple.to, &event->frontend) &&
-	       !same_target(&p->tuple.to, &event->backend);
+	if (!event)
+		return false;
+	if (same_target(&p->tuple.to, &event->frontend))
+		return p->protocol == IPPROTO_TCP && p->fragment != WHOLE;
+	return !same_target(&p->tuple.to, &event->backend);
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow has left encrypted. Only
@@ -297,13 +300,13 @@ static __always_inline void confirm(const struct tuple *t, struct event *event)
 	unconfirmed.delete(&key);
 }
 
-/* A packet of no flow of ours leaves by a device: a client's to the backend, or an answer that the
- * node itself has sent. */
+/* A packet of no flow of ours leaves by a device: a client's first one to the backend, or an answer
+ * that the node itself has sent. */
 static __always_inline void confirm_leaving(struct __sk_buff *skb, const struct packet *p)
 {
 	struct event *event = find_unconfirmed(&p->tuple);
 
-	if (event && (same_target(&p->tuple.to, &event->backend) ||
+	if (event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
 		      (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex)))
 		confirm(&p->tuple, event);
 }
@@ -359,7 +362,7 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 {
 	struct target seen = flow->client;
 	struct unconfirmed_key queued;
-	struct event event = {};
+	struct event event = {}, *former;
 
 	describe_event(&event, flow, NEW_FLOW);
 	event.time = queued.time = flow->last_used;
@@ -367,6 +370,12 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 	if (has_snat(flow))
 		seen.address = flow->snat;
 	queued.key = flow_key_of(&seen, &flow->backend);
+	former = unconfirmed.lookup(&queued.key);
+	if (former) { /* refused, by another frontend: its first key would stay for ever */
+		queued.key = flow_key_of(&former->client, &former->frontend);
+		unconfirmed.delete(&queued.key);
+		queued.key = flow_key_of(&seen, &flow->backend);
+	}
 	if (unconfirmed.update(&queued.key, &event))
 		return confirm_flow(&event);
 	queued.key = flow_key_of(&flow->client, &flow->frontend);
