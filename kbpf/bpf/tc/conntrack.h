@@ -357,8 +357,8 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 }
 
 /* Remembers a flow until a packet of it leaves. `port`: the client's, as the backend sees it, in
- * host byte order. */
-static __always_inline void await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
+ * host byte order. False: there is no room, so nobody could tell whether its packet leaves. */
+static __always_inline bool await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
 {
 	struct target seen = flow->client;
 	struct unconfirmed_key queued;
@@ -377,15 +377,19 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 		queued.key = flow_key_of(&seen, &flow->backend);
 	}
 	if (unconfirmed.update(&queued.key, &event))
-		return confirm_flow(&event);
+		return false;
 	queued.key = flow_key_of(&flow->client, &flow->frontend);
 	event.client = seen;
-	unconfirmed.update(&queued.key, &event);
+	if (unconfirmed.update(&queued.key, &event)) {
+		queued.key = flow_key_of(&seen, &flow->backend);
+		unconfirmed.delete(&queued.key);
+		return false;
+	}
 	for (int i = 0; i < QUEUE_TRIES; i++) {
 		queued.key = flow_key_of(&seen, &flow->backend);
 		queued.time = flow->last_used;
 		if (!unconfirmed_queue.push(&queued, 0))
-			return;
+			return true;
 		settle_oldest(skb, &queued); /* the stack is full */
 	}
 	event.client = flow->client;
@@ -394,6 +398,7 @@ static __always_inline void await_packet(struct __sk_buff *skb, const struct flo
 	unconfirmed.delete(&queued.key); /* without its key in the queue it would stay for ever */
 	queued.key = flow_key_of(&flow->client, &flow->frontend);
 	unconfirmed.delete(&queued.key);
+	return true;
 }
 
 /* Writes the flow of a client's packet as it was begun, if no packet of it has left. */
@@ -504,7 +509,8 @@ int tc_conntrack(struct __sk_buff *skb)
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, NOT_TRACKED);
 	bpf_ct_release(ct);
-	await_packet(skb, &s->flow, port);
+	if (!await_packet(skb, &s->flow, port))
+		return drop_flow(&s->flow, TABLE_FULL); /* the entry lives for NEW_ENTRY_MS */
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
 	return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW) : TC_ACT_UNSPEC;
 }
