@@ -101,7 +101,7 @@ def serve(path: Path_, *services: ServiceState) -> None:
 
 def forget(path: Path_) -> None:
     """Deletes all flows and affinities."""
-    path.delete_flows()
+    path.clear("flows")
     with path.site.pinned("affinity") as found:
         for key in dict(found.items()):
             found.delete(key)
