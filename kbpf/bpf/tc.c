@@ -137,8 +137,10 @@ int tc_egress(struct __sk_buff *skb)
 		return go(skb, TAIL_REROUTE);
 	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
-	if (result == EGRESS_UNKNOWN && may_confirm(p))
-		confirm_leaving(skb, p);
+	if (result == EGRESS_UNKNOWN && leaves_first(skb, p)) {
+		s->begin = BEGIN_LEAVING;
+		return go(skb, TAIL_CONNTRACK);
+	}
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;

@@ -455,12 +455,12 @@ a SYN in fragments passes
 keys of a refused flow stay
 - if (former) {
 + if (false) {
-answers that a host sends to a refused client confirm its flow
-- (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex)))
-+ same_target(&p->tuple.from, &event->frontend)))
+an answer just ahead of the first packet counts
+- if (is_answered(skb, &first, false)) {
++ if (false) {
 refused flows stay
-- if (!answered)
-+ if (false)
+- is_answered(skb, &tuple, true);
++ ;
 a port of another flow is taken
 - if (has_flow(&reply))
 + if (false)

@@ -291,39 +291,56 @@ static __always_inline void confirm(const struct tuple *t, struct event *event)
 {
 	struct flow_key key = flow_key_of(&t->from, &t->to);
 	struct flow_key other = flow_key_of(&event->client, &event->frontend);
+	struct event *twin;
 
 	/* An answer of the node has the first key, whose event leads to the second one. */
 	if (same_target(&t->from, &event->frontend))
 		other = flow_key_of(&event->client, &event->backend);
 	confirm_flow(event);
-	unconfirmed.delete(&other);
+	twin = unconfirmed.lookup(&other);
+	if (twin && twin->time == event->time) /* not of a later flow */
+		unconfirmed.delete(&other);
 	unconfirmed.delete(&key);
 }
 
-/* A packet of no flow of ours leaves by a device: a client's first one to the backend, or an answer
- * that the node itself has sent. */
-static __always_inline void confirm_leaving(struct __sk_buff *skb, const struct packet *p)
+/* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
+ * client's to the backend, or an answer that the node itself has sent. */
+static __always_inline bool leaves_first(struct __sk_buff *skb, const struct packet *p)
 {
-	struct event *event = find_unconfirmed(&p->tuple);
+	struct event *event;
 
-	if (event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
-		      (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex)))
-		confirm(&p->tuple, event);
+	if (!may_confirm(p))
+		return false;
+	event = find_unconfirmed(&p->tuple);
+	return event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
+			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
-/* Takes the oldest flow from the queue. If it was not answered, the rules of the host have refused
- * its packet, and its entry has to go. Otherwise its packets leave unseen (IPsec, a device without
- * programs), or the answer was forged: it goes back to the queue. `oldest`: room for its key, since
- * the stack is full. */
+/* Whether conntrack has seen an answer to this client. */
+static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
+	bool answered, v6 = !is_v4(&t->to.address);
+	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
+
+	if (!ct)
+		return false;
+	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
+	if (expire)
+		bpf_ct_change_timeout(ct, 0);
+	bpf_ct_release(ct);
+	return answered;
+}
+
+/* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
+ * entry has to go. If it was answered, its packets leave unseen (IPsec, a device without programs),
+ * or the answer was forged: a TCP connection goes back to the queue. `oldest`: room for its key,
+ * since the stack is full. */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
-	struct ct_opts opts = {.netns = CURRENT_NETNS};
-	bool answered = false;
 	struct event *event, *first;
 	struct flow_key first_key;
 	struct tuple tuple;
-	bool v6;
-	void *ct;
 
 	if (unconfirmed_queue.pop(oldest))
 		return;
@@ -332,25 +349,18 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 		return;
 	tuple.from = event->client;
 	tuple.to = event->frontend;
-	opts.protocol = tuple.to.protocol;
-	v6 = !is_v4(&tuple.to.address);
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time) {
-		for (int i = 0; i < 2 && !answered; i++) { /* the second look-up deletes it */
-			ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &tuple, v6, &opts);
-			if (!ct)
-				break;
-			answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-			if (!answered)
-				bpf_ct_change_timeout(ct, 0);
-			bpf_ct_release(ct);
-		}
-		if (answered) {
+		if (is_answered(skb, &tuple, false)) {
 			confirm_flow(event);
-			unconfirmed_queue.push(oldest, 0);
-			return;
+			if (tuple.to.protocol == IPPROTO_TCP) {
+				unconfirmed_queue.push(oldest, 0);
+				return;
+			}
 		}
+		for (int i = 0; i < 2; i++) /* the second look-up deletes it */
+			is_answered(skb, &tuple, true);
 		unconfirmed.delete(&first_key);
 	}
 	unconfirmed.delete(&oldest->key);
@@ -422,6 +432,53 @@ static __always_inline bool begins_again(struct scratch *s)
 	return true;
 }
 
+/* An answer to a flow that has not left, or an error about it. IPsec has decrypted it if the flow
+ * has left encrypted. An error may be about a flow that leaves unseen, which has been answered. */
+static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s)
+{
+	struct tuple tuple = s->packet.tuple;
+	bool is_error = !tuple.from.protocol;
+	struct event *event;
+
+	if (is_error)
+		tuple = reversed(&s->inner.tuple);
+	event = find_unconfirmed(&tuple);
+	if (!event)
+		return TC_ACT_UNSPEC;
+	if (is_decrypted(skb)) {
+		if (!is_error)
+			confirm(&tuple, event);
+		return TC_ACT_UNSPEC;
+	}
+	if (!same_target(&tuple.to, &event->frontend)) {
+		tuple.from = event->client;
+		tuple.to = event->frontend;
+	}
+	return is_error && is_answered(skb, &tuple, false) ? TC_ACT_UNSPEC
+							   : finish(TC_ACT_SHOT, INVALID);
+}
+
+/* The first packet of a flow leaves: the rules of the host have let it pass, unless it was taken
+ * for one of an established connection, since an answer was just ahead of it. */
+static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
+{
+	struct tuple *t = &s->packet.tuple, first;
+	struct event *event = find_unconfirmed(t);
+
+	if (!event)
+		return TC_ACT_UNSPEC;
+	if (same_target(&t->to, &event->backend)) {
+		first.from = event->client;
+		first.to = event->frontend;
+		if (is_answered(skb, &first, false)) {
+			is_answered(skb, &first, true);
+			return finish(TC_ACT_SHOT, INVALID);
+		}
+	}
+	confirm(t, event);
+	return TC_ACT_UNSPEC;
+}
+
 /* A flow of our own table has claimed a port of the node. Another one is searched if conntrack
  * knows this port: the backend may be a machine that talks to a hostPort. */
 static __always_inline int judge_claimed_port(struct __sk_buff *skb, struct scratch *s, bool v6)
@@ -453,7 +510,6 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	struct address backend, source;
 	enum tracked tracked;
-	struct event *event;
 	struct packet *p;
 	u16 port = 0;
 	void *ct;
@@ -461,14 +517,10 @@ int tc_conntrack(struct __sk_buff *skb)
 	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	if (s->begin & BEGIN_ANSWER) {
-		if (!is_decrypted(skb))
-			return finish(TC_ACT_SHOT, INVALID);
-		event = find_unconfirmed(&p->tuple);
-		if (event)
-			confirm(&p->tuple, event);
-		return TC_ACT_UNSPEC;
-	}
+	if (s->begin & BEGIN_ANSWER)
+		return judge_unseen(skb, s);
+	if (s->begin & BEGIN_LEAVING)
+		return judge_leaving(skb, s);
 	if (s->begin & BEGIN_CLAIMED)
 		return judge_claimed_port(skb, s, p->v6);
 	if (!(s->begin & BEGIN_UNTRACKED)) {

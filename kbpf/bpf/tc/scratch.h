@@ -28,7 +28,8 @@ enum begin_flags {
 	BEGIN_STALE = 1 << 3,       /* or has one that has to go (tc/conntrack.h) */
 	BEGIN_OTHER_PORT = 1 << 4,  /* the backend has an older connection with the last port */
 	BEGIN_ANSWER = 1 << 5,      /* it begins nothing: answers_refused() */
-	BEGIN_CLAIMED = 1 << 6,     /* it has a port of the node that conntrack has to confirm */
+	BEGIN_LEAVING = 1 << 7, /* nor does it: it may be the first packet of a flow that leaves */
+	BEGIN_CLAIMED = 1 << 6, /* it has a port of the node that conntrack has to confirm */
 };
 
 /* The runs of the search for a port of the node (tc_claim), and which ports each may take. Between

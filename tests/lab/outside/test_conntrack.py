@@ -369,9 +369,7 @@ def test_an_answer_that_the_programs_have_not_seen_establishes_nothing(field: Fi
     with nft_table(node, "inet guard", GUARD):
         refused = Refused.of(field, number, v6)
         refused.ask()
-        host, port = split(refused.ends.client)
-        what = ("tcp" if number < 20 else "udp", "-s", host, "--sport", str(port))
-        on(node, "conntrack", "-U", "-f", "ipv6" if v6 else "ipv4", "-p", *what, "-u", "SEEN_REPLY")
+        _see_answer(field, refused.ends, "tcp" if number < 20 else "udp")
         (entry,) = entries(field, refused.ends.frontend)
         assert entry.status & ConntrackStatus.IPS_SEEN_REPLY
         if number < 20 and not v6:  # conntrack alone would know that it is a SYN
@@ -379,6 +377,39 @@ def test_an_answer_that_the_programs_have_not_seen_establishes_nothing(field: Fi
             refused.send(*packets.fragments(refused.request, 28))
             until("they are dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
         assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
+
+
+def _see_answer(field: Field, e: Ends, protocol: str) -> None:
+    """Lets conntrack remember an answer to this client."""
+    host, port = split(e.client)
+    family = "ipv6" if ":" in host else "ipv4"
+    words = ("-p", protocol, "-s", host, "--sport", str(port), "-u", "SEEN_REPLY")
+    on(field.lab.nodes[0], "conntrack", "-U", "-f", family, *words)
+
+
+def test_an_answer_just_ahead_of_the_first_packet_establishes_nothing(field: Field):
+    """The packet waits for its backend's MAC address behind all rules. Whatever conntrack has seen, nobody can
+    have answered it.
+    """
+    node, pod = field.lab.nodes[0], field["a1"].ip
+    device = json.loads(on(node, "ip", "-j", "route", "get", pod))[0]["dev"]
+    mac = json.loads(there(field["a1"], partial(run, "ip", "-j", "link", "show", "eth0")))[0]["address"]
+    refused = Refused.of(field, 21, False)
+    before = field.agent.reasons()
+    ip("link set eth0 arp off", netns=field["a1"].netns)
+    try:
+        ip(f"neigh del {pod} dev {device}", netns=node.netns)
+        with Wire(field["a1"].netns, "eth0", tap=True) as wire:
+            refused.send(refused.request)
+            until("the entry is written", lambda: len(entries(field, refused.ends.frontend)) == 1)
+            _see_answer(field, refused.ends, "udp")
+            ip(f"neigh replace {pod} lladdr {mac} dev {device} nud permanent", netns=node.netns)
+            until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before[Reason.INVALID])
+            assert wire.soon(lambda packet: packet.protocol == "udp", 0.2) is None
+        assert field.agent.reasons()[Reason.NEW_FLOW] == before[Reason.NEW_FLOW]
+    finally:
+        ip("link set eth0 arp on", netns=field["a1"].netns)
+        ip(f"neigh del {pod} dev {device}", netns=node.netns)
 
 
 def test_no_key_of_a_refused_flow_stays(field: Field):
