@@ -511,6 +511,8 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct address backend, source;
 	enum tracked tracked;
 	struct packet *p;
+	struct node *n;
+	u32 zero = 0;
 	u16 port = 0;
 	void *ct;
 
@@ -564,5 +566,13 @@ int tc_conntrack(struct __sk_buff *skb)
 	if (!await_packet(skb, &s->flow, port))
 		return drop_flow(&s->flow, TABLE_FULL); /* the entry lives for NEW_ENTRY_MS */
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
-	return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW) : TC_ACT_UNSPEC;
+	if (s->begin & BEGIN_RESTART)
+		return go(skb, TAIL_DELETE_FLOW);
+	/* An answer may be on its way between these programs and conntrack: ahead of the keys, and
+	 * behind the entry. judge_leaving() finds that, but what the node itself receives leaves by
+	 * no device. So that packet comes once more, when the answer has arrived. */
+	n = node.lookup(&zero);
+	return n && is_nodes_own(&s->flow.backend.address, n) && !is_decrypted(skb)
+		       ? bpf_redirect(skb->ifindex, BPF_F_INGRESS)
+		       : TC_ACT_UNSPEC;
 }
