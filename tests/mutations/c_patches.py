@@ -465,18 +465,18 @@ a port of another flow is taken
 - if (has_flow(&reply))
 + if (false)
 conntrack's port is given to a flow of ours
-- if (!CALL_WITH(is_taken, skb, &reply, v6, &opts, false))
-+ if (true)
+- return CALL_WITH(is_taken, skb, &reply, v6, &opts, false) ? claim_again(skb, s)
++ return false ? claim_again(skb, s)
 # tc/ports.h FLOWS
 a client gets the port of a frontend
-- (is_frontend_port(reply.to.port) && is_frontend(&reply.to)) ||
-+ false ||
+- if (has_snat(&s->flow)) {
++ if (false) {
 the client port is never changed
 - if (i || (n->flags & NODE_COEXISTING) ||
 + if ((n->flags & NODE_COEXISTING) ||
 the client's port is never kept
-- (search == SEARCH_RANDOM && port_at(&s, index) != flow->snat_port))
-+ search == SEARCH_RANDOM)
+- if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
++ if (search == SEARCH_RANDOM)
 the last port is never kept
 - index >= s.count ||
 + index + 1 >= s.count ||
@@ -490,7 +490,7 @@ ports in doubt are taken
 - doubtful = is_in_doubt(backend, flow->snat_port, now);
 + doubtful = false;
 ports of the node's servers are taken
-- if (is_used_here(skb, flow)) {
+- if (is_for_socket(skb, flow)) {
 + if (false) {
 a port in the backend's TIME_WAIT is taken first
 - return !fresh || !(entry->fins & FIN_BACKEND_FIRST);

@@ -171,7 +171,7 @@ static __always_inline bool is_taken(struct __sk_buff *skb, void *ends, u32 size
  *  - it is in the packet path's range, of which the flows of the node's sockets have ports. The
  *    kernel does not know these flows: the client could receive or forge their packets;
  *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort;
- *  - a socket of the node has it: is_used_here(). */
+ *  - a socket of the node has it: is_for_socket(). */
 static __always_inline bool may_have_port(struct __sk_buff *skb, const struct packet *p,
 					  const struct flow *flow, const struct node *n, u32 port)
 {
@@ -483,23 +483,12 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
  * knows this port: the backend may be a machine that talks to a hostPort. */
 static __always_inline int judge_claimed_port(struct __sk_buff *skb, struct scratch *s, bool v6)
 {
-	struct flow *flow = &s->flow;
-	struct tuple reply = {.from = flow->backend, .to = flow->client};
-	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = flow->client.protocol};
+	struct tuple reply = reply_to_node(&s->flow);
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = s->flow.client.protocol};
 
 	s->begin &= ~BEGIN_CLAIMED;
-	reply.to.address = flow->snat;
-	reply.to.port = flow->snat_port;
-	if (!CALL_WITH(is_taken, skb, &reply, v6, &opts, false))
-		return go(skb, TAIL_PUBLISH);
-	release_entry(flow, DIRECTION_SNAT_REPLY);
-	flow->snat_port = 0; /* a random one */
-	if (s->search >= SEARCH_LAST) {
-		forget_former(flow);
-		return drop_flow(flow, NO_SNAT_PORT);
-	}
-	s->search++;
-	return go(skb, TAIL_CLAIM);
+	return CALL_WITH(is_taken, skb, &reply, v6, &opts, false) ? claim_again(skb, s)
+								  : go(skb, TAIL_PUBLISH);
 }
 
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of

@@ -160,17 +160,23 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
 }
 
-/* Whether a reply would go to a Service or to a socket of the node if it did not belong to this
- * flow. The backend may be a machine, and its port the one from which that talks to the node's
- * port: the Service or the socket would lose what it is sent to the client that has its port. */
-static __always_inline bool is_used_here(struct __sk_buff *skb, const struct flow *flow)
+/* A reply to the port of the node of this flow. The backend may be a machine, and its port the one
+ * from which that talks to the node's port: a Service or a socket of the node would lose what it is
+ * sent to the client that has its port. */
+static __always_inline struct tuple reply_to_node(const struct flow *flow)
 {
 	struct tuple reply = {.from = flow->backend, .to = flow->client};
 
 	reply.to.address = flow->snat;
 	reply.to.port = flow->snat_port;
-	return (is_frontend_port(reply.to.port) && is_frontend(&reply.to)) ||
-	       has_socket(skb, &reply);
+	return reply;
+}
+
+static __always_inline bool is_for_socket(struct __sk_buff *skb, const struct flow *flow)
+{
+	struct tuple reply = reply_to_node(flow);
+
+	return has_socket(skb, &reply);
 }
 
 /* Claims a port of the node for this flow, among those that its client may use; sockets of
@@ -188,7 +194,7 @@ static __always_inline bool claim_node_port(struct __sk_buff *skb, struct flow *
 	u32 index = index_of_port(&s, flow->snat_port), backend = hash_of_backend(flow);
 	bool doubtful, written = false;
 
-	if (index >= s.count || (search == SEARCH_RANDOM && port_at(&s, index) != flow->snat_port))
+	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
 		index = bpf_get_prandom_u32() % s.count;
 	for (int i = 0; i < SNAT_TRIES; i++) {
 		flow->snat_port = port_at(&s, index);
@@ -209,7 +215,7 @@ static __always_inline bool claim_node_port(struct __sk_buff *skb, struct flow *
 		flow->snat_port = port_at(&s, index);
 		return false;
 	}
-	if (is_used_here(skb, flow)) {
+	if (is_for_socket(skb, flow)) {
 		if (search != SEARCH_LAST) /* there the reason needs it */
 			flow->snat_port = port_at(&s, (index + 1) % s.count);
 	} else {
@@ -229,7 +235,7 @@ static __always_inline enum reason no_port_reason(struct __sk_buff *skb, const s
 
 	if (flows.lookup(&key) ||
 	    is_in_doubt(hash_of_backend(flow), flow->snat_port, flow->last_used) ||
-	    is_used_here(skb, flow))
+	    is_for_socket(skb, flow))
 		return NO_SNAT_PORT;
 	return NOT_TRACKED;
 }
@@ -253,6 +259,37 @@ static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scra
 	return NO_SNAT_PORT;
 }
 
+/* A new flow that gets no entries has replaced one of the same client and frontend, whose reply
+ * entries are gone (claim_original()). Its original entry must go, too, since another client may
+ * get its port. What has a reply entry is of another CPU, which has just begun the same flow. */
+static __always_inline void forget_former(const struct flow *flow)
+{
+	struct flow_key key = original_key(flow);
+	struct flow *former = flows.lookup(&key);
+
+	if (former && former->direction == DIRECTION_ORIGINAL && !entry_at(former, DIRECTION_REPLY))
+		flows.delete(&key);
+}
+
+/* The port that a flow has claimed belongs to others: searches from a random one on. */
+static __always_inline int claim_again(struct __sk_buff *skb, struct scratch *s)
+{
+	struct flow *flow = &s->flow;
+	u32 zero = 0, size;
+	struct node *n = node.lookup(&zero);
+
+	release_entry(flow, DIRECTION_SNAT_REPLY);
+	if (!n || s->search >= SEARCH_LAST) {
+		forget_former(flow);
+		return drop_flow(flow, NO_SNAT_PORT);
+	}
+	s->search++;
+	size = (n->port_high - n->port_low + 1) & -SHARES; /* so that the share has its index */
+	flow->snat_port =
+		__builtin_bswap16(n->port_low + (size ? bpf_get_prandom_u32() % size : 0));
+	return go(skb, TAIL_CLAIM);
+}
+
 /* Writes the original entry, the last one of a flow. */
 static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 {
@@ -264,18 +301,6 @@ static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 	s->flow.arrival = s->flow.host_device ? 0 : ifindex;
 	copy_next_hop(&s->flow.out, &s->hop);
 	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
-}
-
-/* A new flow that gets no entries has replaced one of the same client and frontend, whose reply
- * entries are gone (claim_original()). Its original entry must go, too, since another client may
- * get its port. What has a reply entry is of another CPU, which has just begun the same flow. */
-static __always_inline void forget_former(const struct flow *flow)
-{
-	struct flow_key key = original_key(flow);
-	struct flow *former = flows.lookup(&key);
-
-	if (former && former->direction == DIRECTION_ORIGINAL && !entry_at(former, DIRECTION_REPLY))
-		flows.delete(&key);
 }
 
 /* Writes the first entry of a new flow with SNAT, which is for replies to the node. A search for a
@@ -306,11 +331,11 @@ int tc_claim(struct __sk_buff *skb)
 		forget_former(&s->flow);
 		return drop_flow(&s->flow, reason);
 	}
+	/* The call returns if an agent that does not use conntrack has loaded these. */
 	if (has_snat(&s->flow) && (n->flags & NODE_NETFILTER) &&
 	    s->flow.client.protocol != IPPROTO_SCTP) {
 		s->begin |= BEGIN_CLAIMED;
-		tails.call(skb,
-			   TAIL_CONNTRACK); /* missing if an agent without it has loaded these */
+		tails.call(skb, TAIL_CONNTRACK);
 	}
 	return go(skb, TAIL_PUBLISH);
 }
@@ -322,10 +347,16 @@ int tc_publish(struct __sk_buff *skb)
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 	struct scratch *s = get_scratch();
+	struct tuple reply;
 	enum reason reason;
 
 	if (!n || !s)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
+	if (has_snat(&s->flow)) { /* tc_claim is too large for this */
+		reply = reply_to_node(&s->flow);
+		if (is_frontend_port(reply.to.port) && is_frontend(&reply.to))
+			return claim_again(skb, s);
+	}
 	reason = claim_reply(&s->flow, n, now_ns(), s->begin & BEGIN_OTHER_PORT);
 	if (reason == NEW_FLOW)
 		reason = publish(s, skb->ifindex);
