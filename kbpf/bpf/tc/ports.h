@@ -284,9 +284,10 @@ static __always_inline int claim_again(struct __sk_buff *skb, struct scratch *s)
 		return drop_flow(flow, NO_SNAT_PORT);
 	}
 	s->search++;
-	size = (n->port_high - n->port_low + 1) & -SHARES; /* so that the share has its index */
-	flow->snat_port =
-		__builtin_bswap16(n->port_low + (size ? bpf_get_prandom_u32() % size : 0));
+	size = n->port_high - n->port_low + 1;
+	if (size >= SHARED_PORTS)
+		size &= -SHARES; /* so that the share has its index */
+	flow->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	return go(skb, TAIL_CLAIM);
 }
 

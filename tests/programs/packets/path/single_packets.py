@@ -89,7 +89,7 @@ QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("
 """Checksums that are not rewritten: as a rule most of the quoted packet they cover is missing."""
 LOW, HIGH = 61_000, 65_535
 """SNAT ports. A masqueraded flow gets any of them and keeps it during the tests that follow."""
-TAKEN_PORT = 49_998
+TAKEN_PORT = 49_980
 """Of a frontend at the node's address."""
 SPARE_PORTS = itertools.count(50_000)
 """Node ports outside of LOW to HIGH, so no other test's flow has them."""
