@@ -456,11 +456,11 @@ keys of a refused flow stay
 - if (former) {
 + if (false) {
 an answer just ahead of the first packet counts
-- if (is_answered(skb, &first, false)) {
-+ if (false) {
+- if (is_answered(skb, &first, false)) /* begins_again() follows */
++ if (false)
 refused flows stay
-- is_answered(skb, &tuple, true);
-+ ;
+- if (expire && !(answered && opts.protocol == IPPROTO_TCP))
++ if (false)
 a port of another flow is taken
 - if (has_flow(&reply))
 + if (false)

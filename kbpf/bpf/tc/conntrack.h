@@ -316,7 +316,8 @@ static __always_inline bool leaves_first(struct __sk_buff *skb, const struct pac
 			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
-/* Whether conntrack has seen an answer to this client. */
+/* Whether conntrack has seen an answer to this client. `expire`: its entry goes, unless it is an
+ * answered TCP connection's. */
 static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
@@ -326,7 +327,7 @@ static __always_inline bool is_answered(struct __sk_buff *skb, const struct tupl
 	if (!ct)
 		return false;
 	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-	if (expire)
+	if (expire && !(answered && opts.protocol == IPPROTO_TCP))
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return answered;
@@ -352,15 +353,14 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time) {
-		if (is_answered(skb, &tuple, false)) {
+		if (is_answered(skb, &tuple, true)) {
 			confirm_flow(event);
 			if (tuple.to.protocol == IPPROTO_TCP) {
 				unconfirmed_queue.push(oldest, 0);
 				return;
 			}
 		}
-		for (int i = 0; i < 2; i++) /* the second look-up deletes it */
-			is_answered(skb, &tuple, true);
+		is_answered(skb, &tuple, true); /* this look-up deletes it */
 		unconfirmed.delete(&first_key);
 	}
 	unconfirmed.delete(&oldest->key);
@@ -470,10 +470,8 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 	if (same_target(&t->to, &event->backend)) {
 		first.from = event->client;
 		first.to = event->frontend;
-		if (is_answered(skb, &first, false)) {
-			is_answered(skb, &first, true);
+		if (is_answered(skb, &first, false)) /* begins_again() follows */
 			return finish(TC_ACT_SHOT, INVALID);
-		}
 	}
 	confirm(t, event);
 	return TC_ACT_UNSPEC;
