@@ -24,7 +24,7 @@ from tests.support.features import needs
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at, both_families, check, crossed, split, there
 from tests.support.lab.lab import Agent, Lab, Node, ip, on, settled, until
-from tests.support.packets.packets import BROADCAST, tcp, udp
+from tests.support.packets.packets import BROADCAST, end, tcp, udp
 from tests.support.packets.wire import Wire
 
 pytestmark = needs("br_netfilter")
@@ -148,9 +148,7 @@ def test_a_pod_forges_no_answer_to_a_refused_client(field: BridgeField, v6: bool
     node, to = field.lab.nodes[0], at("NodePort", 21, v6)
     out, own, pod = (OUT6, NODES6[0], field["a1"].ip6) if v6 else (OUT4, NODES4[0], field["a1"].ip)
     gate = field.lab.network.masquerades_as(node, v6)
-    client, masqueraded, backend = (
-        f"[{host}]:{port}" if v6 else f"{host}:{port}" for host, port in ((out, 43_200), (gate, 43_200), (pod, 8080))
-    )
+    client, masqueraded, backend = end(out, 43_200), end(gate, 43_200), end(pod, 8080)
     with nft_table(node, "inet guard", GUARD):
         mac = there(node, partial(mac_towards, out))
         there(field["outside"], partial(send_frames, [udp(client, to, b"hello\n")], own, mac))

@@ -324,10 +324,7 @@ class Refused(NamedTuple):
         own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
         of_node, to = number in (16, 26), at("NodePort", number, v6)
         pod = own if of_node else field["a1"].ip6 if v6 else field["a1"].ip
-
-        def end(host: str, port: int) -> str:
-            return f"[{host}]:{port}" if v6 else f"{host}:{port}"
-
+        end = packets.end
         ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT), end(pod, HOST_PORT if of_node else 8080), pod)
         tcp, udp = packets.tcp(ends.client, to, flags="S", seq=1000), packets.udp(ends.client, to, b"hello\n")
         macs = {"outside": out, "a1": field["a1"].ip}
@@ -388,8 +385,8 @@ def _see_answer(field: Field, e: Ends, protocol: str) -> None:
 
 
 def test_an_answer_just_ahead_of_the_first_packet_establishes_nothing(field: Field):
-    """The packet waits for its backend's MAC address behind all rules. Whatever conntrack has seen, nobody can
-    have answered it.
+    """The packet has passed all rules, and waits for its backend's MAC address. So what conntrack takes for an
+    answer cannot be one.
     """
     node, pod = field.lab.nodes[0], field["a1"].ip
     device = json.loads(on(node, "ip", "-j", "route", "get", pod))[0]["dev"]
