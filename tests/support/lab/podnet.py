@@ -104,9 +104,14 @@ class _OnBridge(Routed):
 
     def node(self, number: int) -> Lines:
         at = (gate(number, v6) for v6 in (False, True))
+        # Without a set address, a bridge takes its lowest port's. The next pod would change it, and
+        # the others' packets to their gateway would be lost until their neighbour entries expire.
         return (
-            f"link add {self.bridge} mtu {OVERLAY_MTU} type bridge",
-            *(f"addr add {each}/{length} dev {self.bridge}" for each, length in zip(at, self.lengths, strict=True)),
+            f"link add {self.bridge} address 02:00:00:00:43:{number:02x} mtu {OVERLAY_MTU} type bridge",
+            *(
+                f"addr add {each}/{length} dev {self.bridge} nodad"
+                for each, length in zip(at, self.lengths, strict=True)
+            ),
             f"link set {self.bridge} up",
         )
 
