@@ -442,6 +442,10 @@ a backend at a node address is masqueraded
 no client is outside
 - client.outside = !(device->flags & DEVICE_LOCAL);
 + client.outside = false;
+# tc/error.h CONNTRACK
+a last fragment in the node's name passes
+- p->fragment == LATER && is_nodes_own(
++ false && is_nodes_own(
 # tc/conntrack.h CONNTRACK
 forged answers pass
 - return !same_target(&p->tuple.to, &event->backend);
@@ -459,8 +463,14 @@ an answer just ahead of the first packet counts
 - if (is_answered(skb, &first, false)) /* begins_again() follows */
 + if (false)
 refused flows stay
-- if (expire && !(answered && opts.protocol == IPPROTO_TCP))
-+ if (false)
+- if (expire && (opts.protocol
++ if (false && (opts.protocol
+refused connections that seem to be answered stay
+- opts.protocol != IPPROTO_TCP || state < TCP_CONNTRACK_ESTABLISHED ||
++ opts.protocol != IPPROTO_TCP ||
+the first packet to the node may be called established
+- skb->priority = PRIORITY_OF_FIRST
++ skb->priority = 0
 a port of another flow is taken
 - if (has_flow(&reply))
 + if (false)

@@ -34,13 +34,17 @@
 #define IP_CT_DIR_REPLY 1
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
-#define TCP_CONNTRACK_TIME_WAIT 7 /* and CLOSE is 8 */
+#define TCP_CONNTRACK_ESTABLISHED 3
+#define TCP_CONNTRACK_LAST_ACK 6
+#define TCP_CONNTRACK_TIME_WAIT 7
 #define TCP_CONNTRACK_CLOSE 8
 #define NF_NAT_MANIP_SRC 0
 #define NF_NAT_MANIP_DST 1
 /* Until conntrack has seen the packet and sets its own timeout: an entry of a packet that a rule in
  * raw drops must not stay. */
 #define NEW_ENTRY_MS 1000
+/* Nothing but the rule in nat_table.py looks at skb->priority between here and a socket. */
+#define PRIORITY_OF_FIRST 0x6b620001
 
 /* Two keys of each flow: the client and the frontend, whose event has the client as its backend
  * sees it; and that client and the backend, whose event has the client itself. The queue bounds
@@ -316,18 +320,21 @@ static __always_inline bool leaves_first(struct __sk_buff *skb, const struct pac
 			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
-/* Whether conntrack has seen an answer to this client. `expire`: its entry goes, unless it is an
- * answered TCP connection's. */
+/* Whether conntrack has seen an answer to this client. `expire`: its entry goes, unless it is that
+ * of a TCP connection, which takes more than a forged answer. */
 static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
 	bool answered, v6 = !is_v4(&t->to.address);
 	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
+	u8 state;
 
 	if (!ct)
 		return false;
 	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-	if (expire && !(answered && opts.protocol == IPPROTO_TCP))
+	state = *(volatile u8 *)(ct + offset_of_tcp_state());
+	if (expire && (opts.protocol != IPPROTO_TCP || state < TCP_CONNTRACK_ESTABLISHED ||
+		       state > TCP_CONNTRACK_LAST_ACK))
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return answered;
@@ -335,8 +342,7 @@ static __always_inline bool is_answered(struct __sk_buff *skb, const struct tupl
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
  * entry has to go. If it was answered, its packets leave unseen (IPsec, a device without programs),
- * or the answer was forged: a TCP connection goes back to the queue. `oldest`: room for its key,
- * since the stack is full. */
+ * or the answer was forged. `oldest`: room for its key, since the stack is full. */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
 	struct event *event, *first;
@@ -353,13 +359,8 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time) {
-		if (is_answered(skb, &tuple, true)) {
+		if (is_answered(skb, &tuple, true))
 			confirm_flow(event);
-			if (tuple.to.protocol == IPPROTO_TCP) {
-				unconfirmed_queue.push(oldest, 0);
-				return;
-			}
-		}
 		is_answered(skb, &tuple, true); /* this look-up deletes it */
 		unconfirmed.delete(&first_key);
 	}
@@ -402,13 +403,11 @@ static __always_inline bool await_packet(struct __sk_buff *skb, const struct flo
 			return true;
 		settle_oldest(skb, &queued); /* the stack is full */
 	}
-	event.client = flow->client;
-	confirm_flow(&event);
 	queued.key = flow_key_of(&seen, &flow->backend);
 	unconfirmed.delete(&queued.key); /* without its key in the queue it would stay for ever */
 	queued.key = flow_key_of(&flow->client, &flow->frontend);
 	unconfirmed.delete(&queued.key);
-	return true;
+	return false;
 }
 
 /* Writes the flow of a client's packet as it was begun, if no packet of it has left. */
@@ -557,9 +556,9 @@ int tc_conntrack(struct __sk_buff *skb)
 		return go(skb, TAIL_DELETE_FLOW);
 	/* An answer may be on its way between these programs and conntrack: ahead of the keys, and
 	 * behind the entry. judge_leaving() finds that, but what the node itself receives leaves by
-	 * no device. So that packet comes once more, when the answer has arrived. */
+	 * no device. So a rule before those of INPUT drops it then. */
 	n = node.lookup(&zero);
-	return n && is_nodes_own(&s->flow.backend.address, n) && !is_decrypted(skb)
-		       ? bpf_redirect(skb->ifindex, BPF_F_INGRESS)
-		       : TC_ACT_UNSPEC;
+	if (n && is_nodes_own(&s->flow.backend.address, n) && !is_decrypted(skb))
+		skb->priority = PRIORITY_OF_FIRST;
+	return TC_ACT_UNSPEC;
 }

@@ -52,11 +52,13 @@ static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s
 	return same_address(&t->to.address, &s->packet.tuple.to.address);
 }
 
-/* Whether conntrack would see an error that the programs cannot read: its fragments are reassembled
- * later. No node sends errors that long. */
-static __always_inline bool is_hidden_error(const struct packet *p)
+/* Whether conntrack, which reassembles fragments, would see an answer or error that the programs
+ * cannot read. No node sends errors that long. A later fragment, of which the first one is not
+ * known, may have been reordered, unless it seems to come from this node. */
+static __always_inline bool is_hidden_answer(struct packet *p, const struct node *n)
 {
-	return (has_hidden_ports(p) || (is_icmp_error(p) && p->fragment == FIRST)) &&
+	return (has_hidden_ports(p) || (is_icmp_error(p) && p->fragment == FIRST) ||
+		(p->fragment == LATER && is_nodes_own(&p->tuple.from.address, n))) &&
 	       uses_conntrack();
 }
 
@@ -86,7 +88,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (!s || !device || !n)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	if (is_hidden_error(p))
+	if (is_hidden_answer(p, n))
 		return finish(TC_ACT_SHOT, INVALID);
 	if (!parse_error(skb, s, &tuple))
 		return is_icmp_error(p) && has_hidden_ports(&s->inner) && uses_conntrack()

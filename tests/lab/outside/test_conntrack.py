@@ -19,7 +19,14 @@ from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key, is_port_reservation
-from kbpf.dataplane.bpf.maps.layout import COUNTS, UNCONFIRMED_FLOWS, UNCONFIRMED_KEY, Reason, pack_target
+from kbpf.dataplane.bpf.maps.layout import (
+    COUNTS,
+    FRAGMENTS_PER_CLIENT,
+    UNCONFIRMED_FLOWS,
+    UNCONFIRMED_KEY,
+    Reason,
+    pack_target,
+)
 from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.netfilter.conntrack import ConntrackStatus
@@ -136,7 +143,7 @@ REFUSALS = {
     "after DNAT": "type filter hook forward priority 0; ip daddr 10.244.0.0/16 {} drop",
 }
 """Chains of node-1; "after DNAT", as a network policy. `{}`: the match."""
-CLIENTS = 2 * UNCONFIRMED_FLOWS
+CLIENTS = UNCONFIRMED_FLOWS + 2048
 
 
 def _send_from_each_port(first: int, to: tuple[str, int]) -> None:
@@ -208,6 +215,12 @@ def _ack_of_node(e: Ends) -> list[bytes]:
     return [packets.tcp(e.backend, e.client, flags="A", seq=5000, ack=7)]
 
 
+def _rest_of_answer_of_node(e: Ends) -> list[bytes]:
+    """The first fragment has come before the request."""
+    answer = packets.udp(e.backend, e.client, bytes(64), df=False)
+    return packets.fragments(answer, 64, id=7)[1:]
+
+
 def _error(kind: str, e: Ends, **ip: Any) -> list[bytes]:
     quoted = packets.udp(e.masqueraded, e.backend, b"x", **ip)
     return [packets.icmp_error(kind, e.pod, quoted)]
@@ -273,6 +286,8 @@ FORGERIES = {
         lambda e: [packets.icmp_error("prohibited", e.pod, packets.udp(e.client, e.backend, b"x"))], by="a1", number=24
     ),
     "an answer of the node": Forgery(lambda e: [packets.udp(e.backend, e.client, b"x")], number=26),
+    "the rest of an answer of the node": Forgery(_rest_of_answer_of_node, number=26),
+    "the rest of an answer of the node by a pod": Forgery(_rest_of_answer_of_node, "a1", 26),
     "an ICMP error about a request to the node": Forgery(partial(_error_to_client, packets.udp), number=26),
     "an ICMP error about a SYN to the node": Forgery(partial(_error_to_client, packets.tcp), "a1", 16),
     "an ACK of the node": Forgery(_ack_of_node, number=16),
@@ -409,13 +424,41 @@ def test_an_answer_just_ahead_of_the_first_packet_establishes_nothing(field: Fie
         ip(f"neigh del {pod} dev {device}", netns=node.netns)
 
 
+def test_an_answer_just_ahead_of_the_first_packet_to_the_node_establishes_nothing(field: Field):
+    """The packet waits for its last fragment, which the programs do not recognize any more."""
+    node = field.lab.nodes[0]
+    with nft_table(node, "inet guard", GUARD):
+        refused = Refused.of(field, 26, False)
+        e = refused.ends
+        (first, last), (evicting, _) = (
+            packets.fragments(packets.udp(e.client, e.frontend, bytes(24), df=False, ip_id=ip_id), 44)
+            for ip_id in (1, 1 + FRAGMENTS_PER_CLIENT)
+        )
+        refused.send(first, evicting)
+        until("the entry is written", lambda: len(entries(field, e.frontend)) == 1)
+        _see_answer(field, e, "udp")
+        refused.send(last)
+        until("it is dropped", lambda: int(re.findall(r"packets (\d+)", nat_table(node))[0]) > 0)
+        assert {*counted(node, "accept"), *counted(node, "drop")} == {0}
+
+
+def nat_table(node: Node) -> str:
+    return on(node, "nft", "list", "table", "inet", TABLE)
+
+
 def test_no_key_of_a_refused_flow_stays(field: Field):
-    """A client that uses each port for two frontends of one backend."""
-    rule = f"chain c {{ type filter hook prerouting priority raw; ip saddr {OUT4} meta l4proto udp drop; }}"
-    with nft_table(field.lab.nodes[0], "inet guard", rule):
+    """A client that uses each port for two frontends of one backend. Nor do entries of TCP stay that seem to be
+    answered, so that others find room.
+    """
+    rule = f"chain d {{ type filter hook prerouting priority raw; ip saddr {OUT4} meta l4proto udp drop; }}"
+    with nft_table(field.lab.nodes[0], "inet guard", GUARD + rule):
+        answered = Refused.of(field, 11, False)
+        answered.ask()
+        _see_answer(field, answered.ends, "tcp")
         for kind in ("NodePort", "VIP"):
             there(field["outside"], partial(_send_from_each_port, 40_000, split(at(kind, 21))))
             until("the entries are gone", lambda kind=kind: not entries(field, at(kind, 21)), 5)
+        assert not entries(field, answered.ends.frontend)
     assert len(field.agent.entries("unconfirmed")) <= 2 * (UNCONFIRMED_FLOWS + (os.cpu_count() or 1))
 
 

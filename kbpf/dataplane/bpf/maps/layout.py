@@ -307,9 +307,10 @@ LATENCY_BUCKETS: Final = len(LATENCY_BOUNDS) + 1
 LATENCY: Final = Struct(f"={8 * LATENCY_BUCKETS}sQ")
 LATENCIES: Final = Struct(f"={LATENCY.size}s{LATENCY.size}s")
 EVENT: Final = Struct("=QQ20s20s20sIII")
-UNCONFIRMED_FLOWS: Final = 4096
-"""What rules of the host refuse can fill so much of conntrack's table, whose smallest size is 32
-times as large. A packet takes much less time through the stack than so many new flows."""
+UNCONFIRMED_FLOWS: Final = 16_384
+"""What rules of the host refuse can fill so much of conntrack's table, whose smallest size is 8
+times as large. The first packet of a flow, or its answer, takes less time than so many new flows.
+"""
 FAILURE: Final = Struct(f"=QQ{EVENT.size}s")
 FAILURES_PER_CLIENT: Final = 16
 PACKET_FAILURES_PER_CLIENT: Final = 64

@@ -3,7 +3,9 @@
 
 The kernel tracks connections only while some rule matches on conntrack, and translates their
 packets only while a chain of type nat exists. The chain `nat` provides both, for IPv4 and IPv6, and
-changes no packet. The packet programs write the translations (bpf/tc/conntrack.h).
+changes no packet. The packet programs write the translations (bpf/tc/conntrack.h). The chain
+`first` drops the first packet of a connection to the node itself that conntrack takes for one of an
+established connection: a forged answer was just ahead of it.
 
 Where FORWARD may refuse packets, two other chains give those of masqueraded connections our mark
 while they are in FORWARD, where a rule of ours matches it (kernel/netfilter/forward_rules.py). With
@@ -21,6 +23,9 @@ from kbpf.takeover import conntrack_keepalive
 
 TABLE: Final = "kbpf-nat"
 _MASQUERADED: Final = conntrack.ConntrackStatus.IPS_SRC_NAT | conntrack.ConntrackStatus.IPS_DST_NAT
+_FIRST: Final = "6b62:1"
+"""PRIORITY_OF_FIRST in bpf/tc/conntrack.h, as nftables writes it."""
+
 _BEFORE, _AFTER = -300, 300
 """Priorities around those of the chains that filter."""
 
@@ -101,26 +106,31 @@ def _create_commands(mark: int) -> list[forward_rules.Json]:
     """`mark`: 0 if packets get none."""
     status: dict[str, Any] = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
     is_masqueraded = {"match": {"op": "==", "left": status, "right": int(_MASQUERADED)}}
+    is_first = {"match": {"op": "==", "left": {"meta": {"key": "priority"}}, "right": _FIRST}}
+    is_established = {"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established", "related"]}}
     current = {"meta": {"key": "mark"}}
     set_mark = {"mangle": {"key": current, "value": {"|": [current, mark]}}}
     clear_mark = {"mangle": {"key": current, "value": {"&": [current, ~mark & 0xFFFFFFFF]}}}
     commands = [
         {"add": {"table": _table()}},
         *conntrack_keepalive.hook_commands("inet", TABLE, "nat"),
+        *_filter_commands("first", "input", _BEFORE, [is_first, is_established, {"counter": None}, {"drop": None}]),
     ]
     if not mark:
         return commands
     return [
         *commands,
-        *_forward_commands("before_forward", _BEFORE, [is_masqueraded, set_mark]),
-        *_forward_commands("after_forward", _AFTER, [is_masqueraded, clear_mark]),
+        *_filter_commands("before_forward", "forward", _BEFORE, [is_masqueraded, set_mark]),
+        *_filter_commands("after_forward", "forward", _AFTER, [is_masqueraded, clear_mark]),
     ]
 
 
-def _forward_commands(name: str, priority: int, expressions: list[forward_rules.Json]) -> list[forward_rules.Json]:
+def _filter_commands(
+    name: str, hook: str, priority: int, expressions: list[forward_rules.Json]
+) -> list[forward_rules.Json]:
     chain = {"family": "inet", "table": TABLE, "name": name}
     rule = {"family": "inet", "table": TABLE, "chain": name, "expr": expressions}
     return [
-        {"add": {"chain": {**chain, "type": "filter", "hook": "forward", "prio": priority}}},
+        {"add": {"chain": {**chain, "type": "filter", "hook": hook, "prio": priority}}},
         {"add": {"rule": rule}},
     ]
