@@ -460,8 +460,11 @@ keys of a refused flow stay
 - if (former) {
 + if (false) {
 an answer just ahead of the first packet counts
-- if (is_answered(skb, &first, false)) /* begins_again() follows */
-+ if (false)
+- is_answered(skb, &first, false)) /* begins_again() follows */
++ false)
+a SYN that the kernel divides again passes
+- if ((t->to.protocol == IPPROTO_TCP && s->packet.fragment != WHOLE) ||
++ if (
 refused flows stay
 - if (expire && (opts.protocol
 + if (false && (opts.protocol

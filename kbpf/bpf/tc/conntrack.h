@@ -248,12 +248,6 @@ static __always_inline void confirm_flow(struct event *event)
 	event->reason = REASONS; /* counted */
 }
 
-/* Whether this packet may be the first of a flow that leaves, or its answer. */
-static __always_inline bool may_confirm(const struct packet *p)
-{
-	return (p->protocol == IPPROTO_UDP || (p->tcp_flags & TCP_SYN)) && uses_conntrack();
-}
-
 /* The flow of a packet in either direction, or of one that an ICMP error quotes, if no packet of it
  * has left yet. */
 static __always_inline struct event *find_unconfirmed(const struct tuple *t)
@@ -307,16 +301,18 @@ static __always_inline void confirm(const struct tuple *t, struct event *event)
 	unconfirmed.delete(&key);
 }
 
-/* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
+/* Whether a packet of no flow of ours that leaves by a device may be the first one of a flow: a
  * client's to the backend, or an answer that the node itself has sent. */
 static __always_inline bool leaves_first(struct __sk_buff *skb, const struct packet *p)
 {
 	struct event *event;
 
-	if (!may_confirm(p))
+	if ((p->protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_SYN) && p->fragment == WHOLE) ||
+	    !uses_conntrack())
 		return false;
 	event = find_unconfirmed(&p->tuple);
-	return event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
+	return event && ((same_target(&p->tuple.to, &event->backend) &&
+			  (starts_flow(p) || p->fragment != WHOLE)) ||
 			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
@@ -458,7 +454,8 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 }
 
 /* The first packet of a flow leaves: the rules of the host have let it pass, unless it was taken
- * for one of an established connection, since an answer was just ahead of it. */
+ * for one of an established connection, since an answer was just ahead of it. A SYN that the kernel
+ * divides again has come in fragments, which only conntrack could read. */
 static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
 {
 	struct tuple *t = &s->packet.tuple, first;
@@ -469,7 +466,8 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 	if (same_target(&t->to, &event->backend)) {
 		first.from = event->client;
 		first.to = event->frontend;
-		if (is_answered(skb, &first, false)) /* begins_again() follows */
+		if ((t->to.protocol == IPPROTO_TCP && s->packet.fragment != WHOLE) ||
+		    is_answered(skb, &first, false)) /* begins_again() follows */
 			return finish(TC_ACT_SHOT, INVALID);
 	}
 	confirm(t, event);

@@ -442,6 +442,25 @@ def test_an_answer_just_ahead_of_the_first_packet_to_the_node_establishes_nothin
         assert {*counted(node, "accept"), *counted(node, "drop")} == {0}
 
 
+def test_a_syn_in_fragments_around_a_refused_one_establishes_nothing(field: Field):
+    """Its first fragment comes before the entry, and its last one after an answer."""
+    with nft_table(field.lab.nodes[0], "inet guard", GUARD):
+        refused = Refused.of(field, 11, False)
+        e = refused.ends
+        (first, *rest), (evicting, *_) = (
+            packets.fragments(packets.tcp(e.client, e.frontend, flags="S", seq=1000, df=False, ip_id=ip_id), 28)
+            for ip_id in (1, 1 + FRAGMENTS_PER_CLIENT)
+        )
+        refused.send(first, evicting)
+        refused.ask()
+        _see_answer(field, e, "tcp")
+        before = field.agent.reasons()[Reason.INVALID]
+        with Wire(field["a1"].netns, "eth0", tap=True) as wire:
+            refused.send(*rest)
+            until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
+            assert wire.soon(lambda packet: packet.protocol == "tcp", 0.2) is None
+
+
 def nat_table(node: Node) -> str:
     return on(node, "nft", "list", "table", "inet", TABLE)
 
