@@ -12,10 +12,14 @@ from kbpf.cli import app
 from kbpf.errors import KernelError
 from kbpf.kernel.system import sysctl
 from kbpf.model.config import Conntrack
-from tests.support.table import pairs
+from tests.support.table import each_named_pair
 
 TIMES = "tcp_timeout_established=86400 tcp_timeout_close_wait=3600"
-ROWS = pairs(f"""\
+
+
+@each_named_pair(
+    "machine, expected",
+    f"""\
 kube-proxy's defaults on a small machine: 2 CPUs → max=131072 {TIMES}
 16 CPUs: 16 CPUs → max=524288 {TIMES}
 over the limit: 64 CPUs → max=1048576 {TIMES}
@@ -26,13 +30,11 @@ no minimum: 3 CPUs max_per_core=10 least=0 → max=30 {TIMES}
 nothing: 8 CPUs max_per_core=0 tcp_established=0 tcp_close_wait=0 →
 all: 1 CPUs max_per_core=1 least=1 tcp_established=2 tcp_close_wait=3 tcp_be_liberal=1 udp=4 udp_stream=5 → \
 max=1 tcp_timeout_established=2 tcp_timeout_close_wait=3 tcp_be_liberal=1 udp_timeout=4 udp_timeout_stream=5
-""")
-"""A machine and settings → the sysctls in order, without their prefix."""
-
-
-@pytest.mark.parametrize(("machine", "expected"), ROWS)
+""",
+)
 def test_settings_for_a_machine(machine: str, expected: str):
-    cpus, _, *words = machine.partition(": ")[2].split()
+    """A machine and settings → the sysctls in order, without their prefix."""
+    cpus, _, *words = machine.split()
     given = {name: int(value) for name, value in (word.split("=") for word in words)}
     found = compute_settings(Conntrack(**given), int(cpus))
     assert " ".join(f"{name.removeprefix('net.netfilter.nf_conntrack_')}={value}" for name, value in found) == expected

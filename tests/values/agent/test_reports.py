@@ -27,6 +27,7 @@ from kbpf.source.decode.fields import leading_zeros_problem
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.plane import service as made_service
+from tests.support.table import each_case
 from tests.values.agent.recording import SYNCED, Clock, RecordingPlane, begun, metrics, service
 
 STATUS_ERRORS = {
@@ -39,9 +40,8 @@ STATUS_ERRORS = {
 """An error of write_status(), and whether it ends the agent."""
 
 
-@pytest.mark.parametrize("name", STATUS_ERRORS)
-def test_removed_pins_end_the_agent(clock: Clock, caplog, name: str):
-    error, ends = STATUS_ERRORS[name]
+@each_case("error, ends", STATUS_ERRORS)
+def test_removed_pins_end_the_agent(clock: Clock, caplog, error, ends):
     agent, plane = begun(0.0)
 
     def write_status(_: bytes) -> None:

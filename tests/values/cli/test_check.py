@@ -14,7 +14,7 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
-from tests.support.table import pairs, table
+from tests.support.table import each_named_pair, each_pair, table
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -32,7 +32,11 @@ FILES = {
     "eth0": "sys/net/ipv4/conf/eth0/rp_filter",
     "protocols": "net/protocols",
 }
-NODES = pairs("""\
+
+
+@each_named_pair(
+    "node, expected",
+    """\
 disjoint ranges: range=32768 60999; reserved= → masquerade ports yes: 61000 to 65535
 ranges that overlap in one port: range=32768 61000; reserved= → \
 masquerade ports no: may use 61000 to 61000 too; ip_local_reserved_ports
@@ -55,17 +59,15 @@ the maximum of both is used: all=2; eth0=1 → rp_filter yes: not strict
 a vanished device: all=1 → rp_filter yes: not strict
 SCTP: protocols=protocol size/SCTPv6 1/TCP 2 → SCTP sockets yes:
 no SCTP: protocols=protocol size/TCP 2 → SCTP sockets no: not loaded
-""")
-"""The texts of FILES below /proc, `/` between lines → the row's name and result: its detail; its advice."""
-
-
-@pytest.mark.parametrize(("node", "expected"), NODES)
+""",
+)
 def test_check_row_of_a_node(node: str, expected: str, tmp_path, monkeypatch):
+    """The texts of FILES below /proc, `/` between lines → the row's name and result: its detail; its advice."""
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
     told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
     monkeypatch.setattr(packet_path, "read_settings", lambda _: told)
-    for text in filter(None, node.partition(": ")[2].split("; ")):
+    for text in filter(None, node.split("; ")):
         name, _, value = text.partition("=")
         path = tmp_path / FILES[name]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,24 +138,26 @@ def test_check_row_forward(forward: Chains, monkeypatch):
     assert (rules.masqueraded, rules.forwarded.result) == (row, forward.unmasqueraded)
 
 
-HOOKS = pairs("""\
+@each_pair(
+    "result, says",
+    """\
 (yes) → the packet path can be used
 (no) → the packet path cannot be used: hook y
 (unknown) → the packet path cannot be used: hook y
 no → mode bpf cannot be used: hook y
-""")
-"""The row of a packet hook, in parentheses if not needed → words of the page."""
-
-
-@pytest.mark.parametrize(("result", "says"), HOOKS)
+""",
+)
 def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, says: str):
+    """The row of a packet hook, in parentheses if not needed → words of the page."""
     rows = [check_row("yes"), CheckRow(Check.HOOK, result.strip("()"), result.isalpha(), "", "", True, subject="y")]
     made = compute_verdict(rows)
     assert (made.usable, made.packet_path) == (not result.isalpha(), result == "(yes)")
     assert says in check.format_page(made, rows)
 
 
-VERDICTS = pairs("""\
+@each_pair(
+    "given, verdict",
+    """\
 yes → bpf True None
 no → none False None
 unknown → none False None
@@ -161,12 +165,10 @@ yes (no) → bpf True None
 yes | yes → bpf True True
 yes | yes no → bpf True False
 yes | unknown → bpf True False
-""")
-"""Rows of `kbpf check`, in parentheses if not needed | of `--attached` → the mode, usable, attached."""
-
-
-@pytest.mark.parametrize(("given", "verdict"), VERDICTS)
+""",
+)
 def test_check_verdict(given: str, verdict: str):
+    """Rows of `kbpf check`, in parentheses if not needed | of `--attached` → the mode, usable, attached."""
     rows, proof = (
         [check_row(word.strip("()"), needed=word.isalpha()) for word in part.split()]
         for part in given.partition("|")[::2]
@@ -192,7 +194,11 @@ kbpf? OTHER_KBPF unknown needed
 """.splitlines(),
     )
 }
-MODES = pairs("""\
+
+
+@each_pair(
+    "given, expected",
+    """\
 yes ipvs → bpf: mode ipvs can be used
 yes no-ipvs → bpf: mode ipvs cannot be used: IPVS
 no ipvs → ipvs: mode bpf cannot be used
@@ -203,12 +209,10 @@ kbpf ipvs → none: mode bpf cannot be used: no other kbpf
 balancer ipvs → none: no other load balancer
 (kbpf) ipvs → bpf: mode bpf can be used
 kbpf? ipvs → ipvs: mode bpf cannot be used
-""")
-"""ROWS → what `--mode auto` would choose (none where a neighbour makes mode bpf refuse), and words of the page."""
-
-
-@pytest.mark.parametrize(("given", "expected"), MODES)
+""",
+)
 def test_check_verdict_on_the_modes(given: str, expected: str):
+    """ROWS → what `--mode auto` would choose (none where a neighbour makes mode bpf refuse), and words of the page."""
     rows, (mode, _, says) = [ROWS[word] for word in given.split()], expected.partition(": ")
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")

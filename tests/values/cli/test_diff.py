@@ -14,7 +14,7 @@ from kbpf.model.events import ObjectKey
 from kbpf.model.objects import Node, Protocol, Service, ServicePort, SlicePort
 from kbpf.source.decode.annotations import parse_weights
 from kbpf.views.differences import DifferenceRow
-from tests.support.table import pairs, table
+from tests.support.table import each_case, each_pair, each_row, table
 from tests.values.policy.services import HTTP, addrs, key, piece, service
 
 NODES = (Node("a1", addrs("192.0.2.1"), "a"), Node("a2", addrs("192.0.2.2"), "a"), Node("b1", addrs("192.0.2.3"), "b"))
@@ -74,7 +74,7 @@ same zone, in zone b | 1@a1,a>a 2@a2,a>a 3@b1,b>b 4@b1,b>b |  | b1 | 1=0.25>None
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+@each_row(ROWS)
 def test_shares(row: Row):
     found = run(world(), world("", row.ends, row.weights), row.node)
     assert shares(found) == row.shares
@@ -88,18 +88,18 @@ def test_shares_of_one_state_are_its_difference_from_nothing():
     assert shares(run({}, world(weights="p-3=0"))) == "1=None>0.3333 2=None>0.3333 4=None>0.3333"
 
 
-SETS = pairs("""\
+@each_pair(
+    "given, expected",
+    """\
  | 1/down@a1,a → cluster: 1 backend, empty: refused
 internal-local | 1/down@a1,a 2@a2,a → local: 1 backend, empty: dropped
 internal-local | 1/draining@a1,a 2@a2,a →
-""")
-"""Words of the Service | its endpoints → the set that becomes empty if the first one is no longer ready. One of this
-node serves while it terminates.
-"""
-
-
-@pytest.mark.parametrize(("given", "expected"), SETS)
+""",
+)
 def test_a_set_that_becomes_empty_says_what_clients_see(given: str, expected: str):
+    """Words of the Service | its endpoints → the set that becomes empty if the first one is no longer ready. One of
+    this node serves while it terminates.
+    """
     text, ends = (part.strip() for part in given.split("|"))
     before = ends.replace("/down", "").replace("/draining", "")
     found = [d for d in run(world(text, before), world(text, ends)) if d.what == "set"]
@@ -147,7 +147,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("before", "after", "rows"), CHANGES.values(), ids=CHANGES)
+@each_case("before, after, rows", CHANGES)
 def test_difference_of_two_worlds(before: World, after: World, rows: str):
     found = []
     for d in run(before, after):

@@ -43,7 +43,7 @@ from kbpf.model.status import ModeChoice, encode
 from tests.support.faults.fake_maps import Entries, FakeMap, target
 from tests.support.golden import Golden
 from tests.support.json_schema import validate
-from tests.support.table import pairs
+from tests.support.table import each_case, each_pair
 from tests.values.cli.inspected_node import (
     BOOT,
     CGROUP_PATHS,
@@ -358,9 +358,8 @@ UNREADABLE: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] 
 }
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_is_one_clear_line(name: str, node: Path, monkeypatch, capsys):
-    break_it, line = UNREADABLE[name]
+@each_case("break_it, line", UNREADABLE)
+def test_what_cannot_be_read_is_one_clear_line(break_it, line, node: Path, monkeypatch, capsys):
     break_it(node / "pins", monkeypatch)
     code, out, err = run(capsys, "service web")
     err = re.sub(r"(the map |SCHEMA/)\w+", r"\1MAP", err.replace(schema_hash(), "SCHEMA"))
@@ -388,7 +387,9 @@ CORRUPT_ENTRIES: dict[str, Entries] = {
 }
 
 
-UNASKED = pairs("""\
+@each_pair(
+    "tried, line",
+    """\
 True outside 198.18.0.1:30080 →   confirmed: a packet, on a copy
 False outside 198.18.0.1:30080 →   DIFFERS: a packet, on a copy
 None outside 198.18.0.1:30080 →
@@ -397,15 +398,13 @@ True 198.51.100.7 192.0.2.5:443 →   confirmed: a packet, on a copy
 True outside 192.0.2.5:443 →
 True host default/web →
 True outside 198.18.0.1:30080 --connect →
-""")
-"""Whether what its packet does is what is predicted (None: it cannot be tried), and a trace → the last line. Nothing
-is tried where source ranges depend on the client's address, and where a socket hook decides.
-"""
-
-
-@pytest.mark.parametrize(("tried", "line"), UNASKED)
+""",
+)
 def test_a_packet_is_tried_without_being_asked(node: Path, monkeypatch, capsys, tried: str, line: str):
-    """A connect() is not: it may give the client a backend by session affinity."""
+    """Whether what its packet does is what is predicted (None: it cannot be tried), and a trace → the last line.
+    Nothing is tried where source ranges depend on the client's address, and where a socket hook decides. A
+    connect() is not: it may give the client a backend by session affinity.
+    """
     word, _, trace_of = tried.partition(" ")
     matches = {"True": True, "False": False}.get(word)
     monkeypatch.setattr(connection, "try_packet", lambda *_, **__: Result(matches, "it"))
@@ -446,7 +445,7 @@ OTHER_PODS: dict[str, tuple[str, str, frozenset[int], str]] = {
 """The uid, name and cgroups of a second Pod with the name of the one that runs; what is printed."""
 
 
-@pytest.mark.parametrize(("uid", "name", "cgroups", "text"), OTHER_PODS.values(), ids=OTHER_PODS)
+@each_case("uid, name, cgroups, text", OTHER_PODS)
 def test_trace_takes_the_pod_that_runs(
     node: Path,
     monkeypatch,

@@ -27,7 +27,7 @@ from kbpf.kernel.system import children, pods
 from tests.support.cluster import scenario
 from tests.support.faults.scripted import ScriptedServer
 from tests.support.lab.lab import until
-from tests.support.table import pairs
+from tests.support.table import each_case, each_named_pair, pairs
 from tests.values.source.reflector.scripted import listed, status
 
 # ---- secrets -------------------------------------------------------------------------------------
@@ -265,9 +265,8 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
-def test_objects_have_what_kbpf_reads(name: str, tmp_path, monkeypatch, capsys):
-    written, read = READ[name]
+@each_case("written, read", READ)
+def test_objects_have_what_kbpf_reads(written, read, tmp_path, monkeypatch, capsys):
     (tmp_path / "all.yaml").write_text("---\n".join(map(bounded_yaml.dump, written)))
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
     assert objects.main() == 0
@@ -360,18 +359,6 @@ def limit(max_bytes: int = 1000, seconds: float = 60) -> Limit:
     return Limit(max_bytes, time.monotonic() + seconds)
 
 
-COMMANDS = pairs(r"""all is well: echo out → out\n
-it fails: echo half; echo noise >&2; echo why >&2; exit 3 → half\n | exit code 3: why
-it reports findings: echo found; exit 1 → found\n
-it has no output: exit 1 → | exit code 1
-it is killed: kill -9 $$ → | exit code -9
-it prints too much: yes xxxxxxxxx → xxxxxxxxx\nxxxxxxxxx\n | cut off: more than 1000 bytes
-one endless line: cat /dev/zero → | cut off
-too much on stderr: head -c 1000000 /dev/zero >&2; echo out → out\n
-a file: cat /proc/self/comm → cat\n
-no file: cat /none → | exit code 1: cat: /none: No such file
-""")
-"""What a shell does → the beginnings of the data | and of the error."""
 INSTALLED = [
     ((("kbpf-none",),), b"", "kbpf-none is not installed"),
     ((("/etc/passwd",),), b"", "/etc/passwd is not installed"),
@@ -381,10 +368,24 @@ INSTALLED = [
 """Commands of which the first that is installed runs."""
 
 
-@pytest.mark.parametrize(("text", "expected"), COMMANDS)
+@each_named_pair(
+    "text, expected",
+    r"""all is well: echo out → out\n
+it fails: echo half; echo noise >&2; echo why >&2; exit 3 → half\n | exit code 3: why
+it reports findings: echo found; exit 1 → found\n
+it has no output: exit 1 → | exit code 1
+it is killed: kill -9 $$ → | exit code -9
+it prints too much: yes xxxxxxxxx → xxxxxxxxx\nxxxxxxxxx\n | cut off: more than 1000 bytes
+one endless line: cat /dev/zero → | cut off
+too much on stderr: head -c 1000000 /dev/zero >&2; echo out → out\n
+a file: cat /proc/self/comm → cat\n
+no file: cat /none → | exit code 1: cat: /none: No such file
+""",
+)
 def test_a_command_is_limited(text: str, expected: str):
+    """What a shell does → the beginnings of the data | and of the error."""
     data, _, error = expected.partition("| ")
-    collected = collect.run_command(("sh", "-c", text.partition(": ")[2]))(limit())
+    collected = collect.run_command(("sh", "-c", text))(limit())
     assert collected.data.startswith(data.strip().replace(r"\n", "\n").encode())
     assert len(collected.data) <= 1000
     assert collected.error.startswith(error)
@@ -499,9 +500,8 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_limited(name: str):
-    answer, data, error = ANSWERS[name]
+@each_case("answer, data, error", ANSWERS)
+def test_an_answer_is_limited(answer, data, error):
     command = children.python_command(parts.FETCH_MODULE, f"http://{serve(answer)}/metrics" if answer else NOBODY)
     collected = collect.run_command(command)(limit())
     assert collected.data == data

@@ -17,7 +17,7 @@ from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.source.api import kubeconfig
 from kbpf.source.api.kubeconfig import read_kubeconfig
 from kbpf.source.folder import documents
-from tests.support.table import pairs
+from tests.support.table import each_case, pairs
 
 
 def bomb(levels: int) -> str:
@@ -85,9 +85,10 @@ READERS = [read_manifest, read_configuration, read_config_of_kubectl]
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_unbounded_yaml_is_refused_with_a_one_line_error(read: Callable[[str, Path], object], name: str, tmp_path):
-    document, complaint = HOSTILE[name]
+@each_case("document, complaint", HOSTILE)
+def test_unbounded_yaml_is_refused_with_a_one_line_error(
+    read: Callable[[str, Path], object], document, complaint, tmp_path
+):
     text = document
     # A reader puts lines before the text. Unless it is a mapping, it must be its own document.
     if not document.startswith(("a", "s")):

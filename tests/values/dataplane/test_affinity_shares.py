@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps.affinity_shares import (
 )
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, OWNER_ADDRESS, OWNER_DEVICE, U32
 from kbpf.model.address import parse_addr
-from tests.support.table import table
+from tests.support.table import each_case, each_row, table
 
 ONE, OTHER, NEAR, FAR = "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"
 NETWORK = "2001:db8::"
@@ -100,7 +100,7 @@ sockets of a cgroup | one/cgroup other/cgroup near/cgroup | cgroup7=9 | cgroup7=
 
 
 @pytest.mark.parametrize("piece", [1, 100])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+@each_row(ROWS)
 def test_a_recount_corrects_the_counts(row: Row, piece: int):
     entries = [word.partition("/") for word in row.entries.split()]
     affinity = FakeMap(entry(NAMES[name], n, owner=OWNERS[owner]) for n, (name, _, owner) in enumerate(entries))
@@ -132,9 +132,8 @@ AGES = {
 """An entry of a Service (1000: an unknown one), and whether it is kept."""
 
 
-@pytest.mark.parametrize("name", AGES)
-def test_expired_entries_are_deleted_and_not_counted(name: str):
-    service, seconds, stays = AGES[name]
+@each_case("service, seconds, stays", AGES)
+def test_expired_entries_are_deleted_and_not_counted(service, seconds, stays):
     now = time.monotonic_ns() + 10**15
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic_ns", lambda: now)

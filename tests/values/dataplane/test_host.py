@@ -12,7 +12,7 @@ from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_strin
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT, BaseChain, ChainRule, masquerade_comment, refuses_all
 from kbpf.kernel.system import sysctl
-from tests.support.table import pairs, table
+from tests.support.table import each_case, each_pair, table
 
 MARK = 0x4000
 
@@ -92,9 +92,8 @@ def rule(expressions: bytes) -> nft.Rule:
     )
 
 
-@pytest.mark.parametrize("name", EXPRESSIONS)
-def test_which_rules_refuse_all_packets(name: str):
-    expressions, refuses = EXPRESSIONS[name]
+@each_case("expressions, refuses", EXPRESSIONS)
+def test_which_rules_refuse_all_packets(expressions, refuses):
     parsed = rule(expressions)
     assert (parsed.chain, parsed.handle, parsed.comment) == ("c", 7, KEEPALIVE_COMMENT)
     assert refuses_all(parsed.expressions) == refuses
@@ -184,16 +183,16 @@ def test_the_position_of_our_rule(row: Place):
         assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
 
 
-PORTS = pairs("""\
+@each_pair(
+    "ports, written",
+    """\
  →
 80 → 80
 80 81 82 → 80-82
 148 321 322 323 8080 → 148,321-323,8080
 61000 61001 61002 61003 61004 → 61000-61004
-""")
-
-
-@pytest.mark.parametrize(("ports", "written"), PORTS)
+""",
+)
 def test_ports_as_the_kernel_writes_them(ports: str, written: str):
     numbers = set(map(int, ports.split()))
     assert sysctl.parse_ports(written) == numbers

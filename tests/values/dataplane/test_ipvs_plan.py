@@ -34,7 +34,7 @@ from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, Servi
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
-from tests.support.table import pairs, table
+from tests.support.table import each_named_pair, each_row, table
 from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
@@ -236,7 +236,7 @@ internal Local | A B local=A internal-local |  | 192.0.2.1 192.0.2.2 198.18.0.1 
 )
 
 
-@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.rule)
+@each_row(MASQUERADES)
 def test_which_frontends_are_masqueraded(row: Masquerade):
     found = sets(
         made(f"{row.text} {ALL}", **dict.fromkeys(row.node.split(), True)),
@@ -295,7 +295,7 @@ affinity | affinity=10800 | rr | rr,10800 | sh,0
 )
 
 
-@pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.rule)
+@each_row(SPREADS)
 def test_scheduler_and_weights(row: Spread):
     found = pools(made(f"A B at=ClusterIP,VIP external-local {row.text}", scheduler=row.scheduler))
     servers = f"{A}*3 {B}*1" if "weights" in row.text else f"{A}*1 {B}*1"
@@ -363,7 +363,7 @@ overlapping ranges are replaced in one step | A at=VIP ranges=10.0.0.0/8 | A at=
 )
 
 
-@pytest.mark.parametrize("row", ORDERS, ids=lambda row: row.rule)
+@each_row(ORDERS)
 def test_the_order_of_the_steps(row: Order):
     ledger, (old, new, key) = DesiredElements(), changed(row.before, row.after)
     if old:
@@ -447,19 +447,21 @@ def test_elements_admitted_early_are_removed_if_the_service_is_refused():
 
 
 ADDRESS = parse_addr("10.96.0.9")
-STRAYS = pairs("""\
+
+
+@each_named_pair(
+    "mention, stray",
+    """\
 no element mentions it: → yes
 an old virtual address, removed with its element: virtual_ips 10.96.0.9 → no
 only an element of `served`: served 10.96.0.9 TCP 80 → yes
 only a hairpin element: hairpin_ips 10.96.0.9 10.96.0.9 → yes
-""")
-"""The element that mentions an address of the dummy device → whether it is removed as unclaimed."""
-
-
-@pytest.mark.parametrize(("mention", "stray"), STRAYS)
+""",
+)
 @pytest.mark.parametrize("sound", [True, False])
 def test_unclaimed_addresses_are_removed(mention: str, stray: str, sound: bool):
-    mentions = {element(text) for text in filter(None, [mention.partition(": ")[2]])}
+    """The element that mentions an address of the dummy device → whether it is removed as unclaimed."""
+    mentions = {element(text) for text in filter(None, [mention])}
     ledger = DesiredElements()
     plan(ledger, state("A"))
     here = addresses(ledger) | {ADDRESS}
@@ -504,7 +506,7 @@ elements without a conflict | refused 10.96.0.10 TCP 80 | dropped 10.96.0.10 TCP
 )
 
 
-@pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.rule)
+@each_row(ROOMS)
 def test_conflicting_elements_are_deleted_first(row: Room):
     new, old = element(row.new), element(row.old)
     steps = Changes({new}, old_elements={old}, immediate={new}).steps()
@@ -534,7 +536,7 @@ SCTP stops serving | A B SCTP | A SCTP |
 """What is expected: the backends whose UDP flows are cut."""
 
 
-@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.rule)
+@each_row(CUTS)
 def test_which_backends_udp_flows_are_cut(row: Order):
     ledger = DesiredElements()
     plan(ledger, state(row.before))
@@ -673,7 +675,7 @@ one Service with both | both | 10.0.0.1 | served
 )
 
 
-@pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.rule)
+@each_row(OVERLAPS)
 def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
     planner = Planner()
     for step in row.steps.split():

@@ -20,7 +20,7 @@ from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from kbpf.source.decode.fields import parse_cidr
-from tests.support.table import pairs, table
+from tests.support.table import each_named_pair, each_pair, each_row, table
 from tests.values.dataplane.device_texts import devices
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
@@ -81,7 +81,7 @@ by networks: by device while none is known | cali1 veth/pod pod | LOCAL PEER | n
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_the_flags_of_a_device(row: Row):
     _, (found, role) = devices(row.device)[0].items()
     device, told = replace(found, mac=MAC), DeviceRole(role)
@@ -92,23 +92,23 @@ def test_the_flags_of_a_device(row: Row):
     assert mac == MAC
 
 
-SOURCES = pairs("""\
+def addrs(text: str) -> tuple[Addr, ...]:
+    return tuple(map(parse_addr, text.split()))
+
+
+@each_named_pair(
+    "given, gets",
+    """\
 no addresses: | → :: ::
 no addresses on the device, some on the node: | 192.0.2.1 fd00::1 → :: ::
 the kernel's first choice: 10.0.0.1 10.0.0.2 fd00::1 | → 10.0.0.1 fd00::1
 a preferred address on the device: 10.0.0.1 10.0.0.2 | 10.0.0.2 → 10.0.0.2 ::
 a preferred address that is not on the device: 10.0.0.1 fd00::1 | 10.9.9.9 fd00::1 → 10.0.0.1 fd00::1
-""")
-"""A device's addresses | the node's preferred ones → the masquerading source of each family."""
-
-
-def addrs(text: str) -> tuple[Addr, ...]:
-    return tuple(map(parse_addr, text.split()))
-
-
-@pytest.mark.parametrize(("given", "gets"), SOURCES)
+""",
+)
 def test_the_masquerading_source_of_a_device(given: str, gets: str):
-    sources, preferred = given.partition(": ")[2].split("|")
+    """A device's addresses | the node's preferred ones → the masquerading source of each family."""
+    sources, preferred = given.split("|")
     device = replace(ETH0, sources=addrs(sources))
     fields = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
     assert fields[-3:-1] == tuple(map(bytes, addrs(gets)))
@@ -178,7 +178,9 @@ def nets(*texts: str) -> set[Cidr]:
     return {parse_cidr(text, "") for text in texts}
 
 
-FLAGS = pairs("""\
+@each_pair(
+    "given, flags",
+    """\
  → 0
 masquerade all → MASQUERADE_ALL
 direct → DIRECT
@@ -186,12 +188,10 @@ bridge → DETECTS_LOCAL
 prefix → DETECTS_LOCAL
 networks → 0
 networks: 10.1.0.0/24 → DETECTS_LOCAL|LOCAL_NETWORKS
-""")
-"""A name of CONFIGS and the known pod networks → the node's flags."""
-
-
-@pytest.mark.parametrize(("given", "flags"), FLAGS)
+""",
+)
 def test_the_flags_of_the_node(given: str, flags: str):
+    """A name of CONFIGS and the known pod networks → the node's flags."""
     told = Maps()
     config, _, networks = given.partition(": ")
     NodeMap(CONFIGS[config], told.maps).write(state(*networks.split(), own="192.0.2.1 2001:db8::1"))
@@ -202,20 +202,22 @@ def test_the_flags_of_the_node(given: str, flags: str):
 
 
 YIELDS, FOLLOWS = NodeFlag.PASSIVE, NodeFlag.COEXISTING
-STANCES = pairs("""\
+
+
+@each_named_pair(
+    "stance, wanted",
+    """\
 no other data plane: alone →
 no other data plane any more: alone PASSIVE →
 another one, no flags yet: followed → PASSIVE
 another one, an earlier agent was passive: followed PASSIVE → PASSIVE
 another one, an earlier agent served: followed DIRECT → COEXISTING
 another one, an earlier agent coexisted: followed COEXISTING → COEXISTING
-""")
-"""Whether another data plane is on the node, the flags of an earlier agent → the flags that are written."""
-
-
-@pytest.mark.parametrize(("stance", "wanted"), STANCES)
+""",
+)
 def test_the_node_flags_for_another_data_plane(stance: str, wanted: str):
-    followed, *earlier = stance.partition(": ")[2].split()
+    """Whether another data plane is on the node, the flags of an earlier agent → the flags that are written."""
+    followed, *earlier = stance.split()
     told = Maps()
     for before in earlier:
         facts = NodeMap(Config(), told.maps)
@@ -351,19 +353,19 @@ def test_a_device_cache_slot_is_changed_in_safe_steps():
     ]
 
 
-CACHED = pairs("""\
+@each_pair(
+    "earlier, later",
+    """\
 one slot for each: → 2 5 1023 → 2=2 5=5 1023=1023
 high numbers: → 1024 70001 → 0=1024 369=70001
 of several, the lowest ifindex: → 5 1029 2053 → 5=5
 a new device does not evict: 5 → 5 1029 → 5=5
 the first device is deleted: 5 1029 → 1029 → 5=1029
 all are deleted: 5 6 → →
-""")
-"""Devices by ifindex, before → now → the resulting cache: slot=ifindex."""
-
-
-@pytest.mark.parametrize(("earlier", "later"), CACHED)
+""",
+)
 def test_which_device_has_a_cache_slot(earlier: str, later: str):
+    """Devices by ifindex, before → now → the resulting cache: slot=ifindex."""
     given, expected = later.split("→")
     before, now = (tuple(map(int, text.split())) for text in (earlier.partition(":")[2], given))
     told = Maps()

@@ -38,7 +38,7 @@ from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, Service
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 from kbpf.policy.spread import compute_slots
 from tests.support.plane import at, service
-from tests.support.table import pairs, table
+from tests.support.table import each_row, pairs, table
 from tests.values.dataplane.states import CLUSTER_IP, FRONTENDS, A, B, C, changed, state
 
 UDP = Protocol.UDP
@@ -157,7 +157,7 @@ deleted: all are cut | A B UDP | - | remove ClusterIP; retire 2; cut A B
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+@each_row(ROWS)
 def test_the_writes_of_a_change(row: Row):
     agent = Agent()
     old, new, key = changed(row.before, row.after)

@@ -18,7 +18,7 @@ from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.fairness import take_turns
 from kbpf.model.objects import Algorithm, Protocol, ServiceName
 from tests.support.plane import backends, service
-from tests.support.table import pairs
+from tests.support.table import each_case, each_pair
 
 MAGLEV = Algorithm.MAGLEV
 TABLE = 251
@@ -57,9 +57,8 @@ LIMITED = {
 """Service ports with a quota of two tables for a namespace, and those that get no table."""
 
 
-@pytest.mark.parametrize("name", LIMITED)
-def test_tables_of_a_namespace_are_limited(name: str):
-    text, plain = LIMITED[name]
+@each_case("text, plain", LIMITED)
+def test_tables_of_a_namespace_are_limited(text, plain):
     limits = TableLimits(2 * TABLE + 1)
     states = tenants(text)
     limits.update(states, states)
@@ -146,18 +145,18 @@ def test_the_order_in_which_service_ports_are_programmed():
     assert [str(each) for each, _ in order] == [str(each) for each, _ in wanted]
 
 
-SYSTEM = pairs("""\
+@each_pair(
+    "given, system",
+    """\
 default/kubernetes → yes
 default/web kube-system → no
 kube-system/x kube-system → yes
 kube-system/x dns → no
 dns/x kube-system dns → yes
-""")
-"""A Service and the system namespaces → whether it is a system Service."""
-
-
-@pytest.mark.parametrize(("given", "system"), SYSTEM)
+""",
+)
 def test_which_services_are_system_services(given: str, system: str):
+    """A Service and the system namespaces → whether it is a system Service."""
     name, *namespaces = given.split()
     found = is_system_service(ServiceName(*name.split("/")), Config(system_namespaces=tuple(namespaces)))
     assert found == (system == "yes")
@@ -205,17 +204,17 @@ def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
     assert used + 30 <= budgets.max_fill("modest", "backend_slots", 30, limit)
 
 
-TURNS = pairs("""\
+@each_pair(
+    "given, shown",
+    """\
 2 of a/1 a/2 a/3 b/1 → a/1 b/1
 4 of a/1 a/2 a/3 a/4 b/1 c/1 → a/1 b/1 c/1 a/2
 4 of a/1 a/2 b/1 b/2 c/1 → a/1 b/1 c/1 a/2
 2 of b/1 c/1 a/1 a/2 → b/1 c/1
 4 of a/1 b/1 → a/1 b/1
 4 of →
-""")
-
-
-@pytest.mark.parametrize(("given", "shown"), TURNS)
+""",
+)
 def test_namespaces_take_turns(given: str, shown: str):
     """Each has its share of a short list, and what it does not need goes to others."""
     limit, _, *rows = given.split()

@@ -19,7 +19,7 @@ from kbpf.errors import AttachError, CompileError, KbpfError, KernelError, PinsR
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
 from kbpf.takeover.previous import DRAIN_RETRY_INTERVAL_S
-from tests.support.table import table
+from tests.support.table import each_row, table
 
 NOTHING = DesiredState({})
 
@@ -321,7 +321,7 @@ a drain is left to the next agent | ipvs | bpf |  | open; apply; look 0; close \
 )
 
 
-@pytest.mark.parametrize("row", SEQUENCES, ids=lambda row: row.rule)
+@each_row(SEQUENCES)
 def test_the_order_of_calls(row: Calls):
     house = Harness(row.mode, there=row.there)
     if row.fails:

@@ -20,7 +20,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import Backend
 from kbpf.model.objects import Protocol
-from tests.support.table import pairs, table
+from tests.support.table import each_named_pair, each_row, table
 
 UDP, TCP = Protocol.UDP, Protocol.TCP
 ONE, TWO, SIX = (Backend(parse_addr(at), 53, UDP) for at in ("10.0.0.1", "10.0.0.2", "fd00::1"))
@@ -125,7 +125,7 @@ a replaced flow is not ended | 1:one 2:one | 2 | 1 | 0
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
     entries = []
     for word in row.entries.split():
@@ -153,22 +153,24 @@ def test_flows_of_unconnected_sockets_end_with_their_backend():
 
 
 KEPT = udp.CUT_LIFETIME_NS // 10**9
-CUTS = pairs(f"""\
+
+
+@each_named_pair(
+    "ends, left",
+    f"""\
 one backend: 1 one → one
 a backend that stops again: 1 one, 2 two, 3 one → two one
 removed when no flow can be as old: 1 one, {1 + KEPT} two → two
 kept until then: 1 one, {KEPT} two → one two
 the oldest is evicted: 1 one, 2 two, 3 six → two six
-""")
-"""Backends that stop at these seconds → those in the map afterwards, in this order."""
-
-
-@pytest.mark.parametrize(("ends", "left"), CUTS)
+""",
+)
 @pytest.mark.parametrize("restarts", [False, True])
 def test_stopped_backends_are_kept_while_their_flows_may_exist(ends: str, left: str, restarts: bool):
+    """Backends that stop at these seconds → those in the map afterwards, in this order."""
     held = FakeMap()
     cuts, tables = cuts_of(held)
-    for end in ends.partition(": ")[2].split(", "):
+    for end in ends.split(", "):
         second, name = end.split()
         if restarts:
             cuts, tables = cuts_of(held)

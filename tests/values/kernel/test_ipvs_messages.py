@@ -21,6 +21,7 @@ from kbpf.kernel.net.ipvs import (
 from kbpf.kernel.net.netlink import pack_attribute
 from kbpf.model.address import ANY6, parse_addr
 from kbpf.model.metrics import ConnectionStats
+from tests.support.table import each_case
 
 HEADER = bytes(16)
 WEB = VirtualServiceKey(6, parse_addr("10.96.0.1"), 80)
@@ -83,9 +84,8 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_requests_encode_as_pyroute2_reads_them(name: str):
-    change, said = ROWS[name]
+@each_case("change, said", ROWS)
+def test_requests_encode_as_pyroute2_reads_them(change, said):
     assert read_by_pyroute2(ipvs.encode_request(change)) == said
 
 

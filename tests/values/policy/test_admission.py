@@ -46,7 +46,7 @@ from kbpf.source.decode.fields import parse_cidr
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import at
-from tests.support.table import table
+from tests.support.table import each_row, table
 from tests.values.policy.services import addrs, gone, service, up
 
 TCP = Protocol.TCP
@@ -202,7 +202,7 @@ def state_of(service: Service, config: Config, device_listeners: Collection[Fron
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_an_external_ip(row: Row, how: str):
     wanted = {"off": OFF, "another listed": OUTSIDE}.get(how) or REFUSALS[row.external if how == "all" else row.listed]
     state = state_of(web(FrontendKind.EXTERNAL_IP, row.place), setting(how, row.place))
@@ -214,7 +214,7 @@ def test_an_external_ip(row: Row, how: str):
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_a_load_balancer_address(row: Row, how: str):
     """The setting `--external-ips` applies to ExternalIPs only."""
     state = state_of(web(FrontendKind.LOAD_BALANCER, row.place), setting(how, row.place))
@@ -223,7 +223,7 @@ def test_a_load_balancer_address(row: Row, how: str):
     assert (row.balancer == "served") is not bool(words)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 @pytest.mark.parametrize("is_listening", [True, False], ids=["listener", "no listener"])
 def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool):
     """But one that a device of this node has is left to the node if a process listens there."""
@@ -447,7 +447,7 @@ a ClusterIP                    | CLUSTER_IP    | 10.96.0.2:80      | no
 )
 
 
-@pytest.mark.parametrize("row", AT_NODE, ids=lambda row: row.name)
+@each_row(AT_NODE)
 def test_served_address_of_this_node_is_logged_once(row: AtNode, caplog):
     """The log line warns, since connections to the node now reach the Service. The address is
     served, so `problems` does not list it.

@@ -18,7 +18,7 @@ from kbpf.policy.endpoints import (
     local_endpoint_addresses,
     select_endpoints,
 )
-from tests.support.table import table
+from tests.support.table import each_case, each_row, table
 from tests.values.policy.services import CONDITIONS, HTTP, end, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
@@ -78,7 +78,7 @@ the fallback is for all nodes or none: hints never lead to it | 1/draining>me 2>
 )
 
 
-@pytest.mark.parametrize("row", CLUSTER_ROWS, ids=lambda row: row.name)
+@each_row(CLUSTER_ROWS)
 def test_the_cluster_set(row: Row):
     chosen = ask(CLUSTER, row.ends)
     assert numbers(chosen.cluster) == row.cluster
@@ -123,7 +123,7 @@ the same name in other letters is another node | 1@Me                     |   | 
 )
 
 
-@pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
+@each_row(LOCAL_ROWS)
 def test_the_local_set(row: LocalRow):
     for web, cluster in ((EXTERNAL_LOCAL, row.cluster), (INTERNAL_LOCAL, "")):
         chosen = ask(web, row.ends)
@@ -195,7 +195,7 @@ OTHER_PORTS = {
 }
 
 
-@pytest.mark.parametrize("port", OTHER_PORTS.values(), ids=OTHER_PORTS)
+@each_case("port", OTHER_PORTS)
 def test_a_slice_without_the_port_has_no_endpoints_for_it(port):
     ports = (SlicePort(*port),) if port else ()
     chosen = select_endpoints((piece("1", ports=ports),), PORT, CLUSTER, ME, 4)
@@ -239,7 +239,7 @@ all terminate: the first one, though down                       | 1/dead        
 )
 
 
-@pytest.mark.parametrize("row", TWO_ENTRIES, ids=lambda row: row.name)
+@each_row(TWO_ENTRIES)
 @pytest.mark.parametrize("service", [CLUSTER, EXTERNAL_LOCAL], ids=["Cluster", "Local"])
 def test_one_of_two_entries_of_an_address_is_used(row: TwoEntries, service: Service):
     one, two = piece(row.first, name="a"), piece(row.second, name="b")
@@ -298,7 +298,7 @@ another copy counts                              | external-local | 1 1@me      
 )
 
 
-@pytest.mark.parametrize("row", REASONS, ids=lambda row: row.name)
+@each_row(REASONS)
 def test_every_endpoint_has_a_reason(row: ReasonRow):
     asked = {"cluster": CLUSTER, "internal-local": INTERNAL_LOCAL, "external-local": EXTERNAL_LOCAL}[row.policy]
     lines = ask(asked, row.ends).explain()

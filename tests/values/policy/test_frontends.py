@@ -21,7 +21,7 @@ from kbpf.policy.frontends import (
     restricts_clients,
     service_families,
 )
-from tests.support.table import table
+from tests.support.table import each_row, table
 from tests.values.policy.services import addrs, cidrs, service
 
 
@@ -73,7 +73,7 @@ the unspecified address would mean NodePort: not used | web dual external=0.0.0.
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_the_frontends_of_a_service(row: Row):
     text = row.service
     for word, meaning in WORDS.items():
@@ -157,7 +157,7 @@ def in_order(text: str) -> tuple:
     return tuple(sorted(addrs(*text.split())))
 
 
-@pytest.mark.parametrize("row", NODE_ROWS, ids=lambda row: row.name)
+@each_row(NODE_ROWS)
 def test_the_addresses_of_node_ports(row: NodeRow):
     local = addrs(*row.local.removeprefix("none").split())
     found = node_port_addresses(Node("me", addrs(*row.node.split())), local, node_port_config(row.setting))
@@ -186,7 +186,7 @@ none
 )
 
 
-@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
+@each_row(MASQUERADES)
 def test_the_masquerade_addresses(row: MasqueradeRow):
     found = masquerade_addresses(Node("me", addrs(*row.node.split())), addrs(*row.local.split()))
     assert found == in_order(row.expected)
@@ -217,7 +217,7 @@ by the device's name |  | INTERFACE_NAME_PREFIX | 10.0.0.0/8 | 10.1.0.0/24
 )
 
 
-@pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
+@each_row(LOCAL_ROWS)
 def test_the_networks_of_local_pods(row: LocalRow):
     config = Config(detect_local_mode=row.mode, cluster_cidrs=cidrs(row.cluster))
     found = local_networks(Node("me", pod_cidrs=cidrs(row.node)), config)
@@ -311,7 +311,7 @@ def settled(*services: Service) -> dict[ServicePortKey, ServiceState]:
     return {state.key: claims.resolve(state) for state in everything}
 
 
-@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.name)
+@each_row(CONFLICTS)
 def test_which_service_wins_an_address(row: Conflict):
     winner, loser = service(row.winner), service(row.loser)
     for order in ((winner, loser), (loser, winner)):
@@ -335,7 +335,7 @@ a NodePort and a VIP with the same number | a node-port=30080 | b ip=2.2.2.2 por
 )
 
 
-@pytest.mark.parametrize("row", NO_CONFLICTS, ids=lambda row: row.name)
+@each_row(NO_CONFLICTS)
 def test_no_conflict(row: Conflict):
     assert not any(state.lost for state in settled(service(row.winner), service(row.loser)).values())
 

@@ -3,7 +3,6 @@
 
 from typing import Any, NamedTuple
 
-import pytest
 import yaml
 from msgspec.structs import replace
 
@@ -21,7 +20,7 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
-from tests.support.table import pairs, table
+from tests.support.table import each_row, pairs, table
 from tests.values.policy.services import addrs, cidrs, gone, key, up
 
 WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
@@ -147,7 +146,7 @@ an unknown Node is deleted                            | ALL            | -you
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_what_is_touched(row: Row):
     world = store(row.before.replace("ALL", ALL))
     words = row.touched.split()
@@ -251,7 +250,7 @@ a slice moves to another Service                              | up second second
 )
 
 
-@pytest.mark.parametrize("row", KUBERNETES_ROWS, ids=lambda row: row.name)
+@each_row(KUBERNETES_ROWS)
 def test_service_kubernetes_keeps_its_last_endpoints(row: KubernetesRow):
     found = store(row.events).slices(ServiceName("default", "kubernetes"))
     assert found == tuple(OBJECTS[word] for word in row.used.split())
@@ -287,7 +286,7 @@ a Service and our Node that are corrected         | web-odd me-odd -web me
 )
 
 
-@pytest.mark.parametrize("row", PROBLEMS, ids=lambda row: row.rule)
+@each_row(PROBLEMS)
 def test_problems(row: Problems):
     world = store(row.events.replace("ALL", ALL))
     lines = {name: world.problems_of(key(OBJECTS[name])) for name in ("web", "one", "two", "me", "pod", "you")}

@@ -27,7 +27,7 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
-from tests.support.table import table
+from tests.support.table import each_case, each_row, table
 from tests.values.policy.services import end, numbers, piece, service
 
 # ---- the annotations ---------------------------------------------------------------------------
@@ -218,7 +218,7 @@ a rule for an unknown Pod     | web-9=9       | 1 2 3
 THREE = piece("1@me,a 2@you,a 3@you,b", pods="web-1 web-2 web-3")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 def test_weights_of_a_set(row: SetRow):
     selection = ask(rules(row.rules), THREE)
     assert numbers(selection.cluster) == row.who
@@ -253,9 +253,8 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_weights_of_entries_of_an_address(name: str):
-    first, second, text, weights = ENTRIES[name]
+@each_case("first, second, text, weights", ENTRIES)
+def test_weights_of_entries_of_an_address(first, second, text, weights):
     one, two = (piece(listed, pods=pods, name=f"s{n}") for n, (listed, pods) in enumerate((first, second)))
     for pieces in ((one, two), (two, one)):
         found = ask(rules(text), *pieces)

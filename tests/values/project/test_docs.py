@@ -22,7 +22,7 @@ from tests.support.cluster import kubeadm
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import FEATURES
 from tests.support.runtime import docs
-from tests.support.table import pairs
+from tests.support.table import each_pair, pairs
 
 ROOT = docs.ROOT
 NEWS = tuple(sorted(f"news/{path.name}" for path in (docs.ROOT / "news").glob("*.md")))
@@ -343,24 +343,24 @@ def test_the_table_of_threads_is_complete():
 # ---- figures -------------------------------------------------------------------------------------
 
 
-FIGURES = pairs("""\
-short connections to a ClusterIP → kbpf |: short connections
-short connections to a NodePort → kbpf `stack` |: short connections
-requests on a kept connection to a NodePort → kbpf `stack` |: requests
-""")
-"""The first words of a row of README.md → a text in the heading of its table in performance.md: the first words of
-the rows there.
-"""
-
-
 def tables(page: str) -> list[list[list[str]]]:
     """All tables of a page as rows of cells, without the line below the heading."""
     found = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE)
     return [[cells(row) for row in table.splitlines() if "---" not in row] for table in found]
 
 
-@pytest.mark.parametrize(("named", "where"), FIGURES)
+@each_pair(
+    "named, where",
+    """\
+short connections to a ClusterIP → kbpf |: short connections
+short connections to a NodePort → kbpf `stack` |: short connections
+requests on a kept connection to a NodePort → kbpf `stack` |: requests
+""",
+)
 def test_readme_has_the_measured_figures(named: str, where: str):
+    """The first words of a row of README.md → a text in the heading of its table in performance.md: the first words of
+    the rows there.
+    """
     heading, _, measured = where.partition(": ")
     (readme,) = [row for table in tables("README.md") for row in table if row[0].startswith(named)]
     (table,) = [t for t in tables("docs/performance.md") if heading in " | ".join(t[0])]

@@ -16,7 +16,7 @@ from tests.kernels.debian import Kernel
 from tests.kernels.table import FAILS, LACKS, WORKS, Feature
 from tests.support.features import BY_KERNEL, FEATURES
 from tests.support.lab.lab import PATIENCE
-from tests.support.table import pairs
+from tests.support.table import each_pair
 
 ALIVE = "echo 'Linux version 5.10'"
 EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";; esac; done'
@@ -72,7 +72,12 @@ JUNIT = """<testsuites><testsuite>
   <properties><property name="processed" value="314268"/></properties></testcase>
 </testsuite></testsuites>"""
 A, B = (Feature(name, (f"tests/programs/test_{name}.py",)) for name in "ab")
-CELLS = pairs("""\
+RESULTS = {"FAILS": FAILS, "lacks": LACKS, "works": WORKS}
+
+
+@each_pair(
+    "tests, expected",
+    """\
 test_a.py → FAILS: FAILS (1 of 2)
 test_b.py → lacks: lacks
 test_c.py → works: 1 (at most 314,268 insns)
@@ -81,11 +86,8 @@ test_a.py::one → works: 1
 test_a.py::one test_a.py::none → FAILS: FAILS (1 of 2)
 test_c.py::load[x] → works: 1 (at most 314,268 insns)
 test_c.py::load[y] → FAILS: FAILS (1 of 1)
-""")
-RESULTS = {"FAILS": FAILS, "lacks": LACKS, "works": WORKS}
-
-
-@pytest.mark.parametrize(("tests", "expected"), CELLS)
+""",
+)
 def test_the_cell_of_a_feature(tmp_path, tests: str, expected: str):
     (tmp_path / "junit.xml").write_text(JUNIT)
     feature = Feature("x", tuple(f"tests/programs/{test}" for test in tests.split()))

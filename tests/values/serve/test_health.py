@@ -35,7 +35,7 @@ from kbpf.serve.server import AgentServer
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.lab.web import get
-from tests.support.table import pairs
+from tests.support.table import each_case, each_pair
 from tests.values.serve.rows_health import (
     ENDPOINT_COUNTS,
     HEALTH_ROWS,
@@ -79,7 +79,7 @@ def test_readyz_responses(case: str, text: str):
     assert answer == HttpResponse(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
 
 
-@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES)
+@each_case("steps", HISTORIES)
 def test_health_over_time(steps: str):
     now = 0.0
     health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
@@ -180,7 +180,9 @@ class Ports:
             work()
 
 
-PORT_ROWS = pairs("""\
+@each_pair(
+    "steps, outcome",
+    """\
 another number: a=1, a=2 → 2=a
 the same again: a=1, a=1 → 1=a
 deleted: a=1, → none
@@ -190,14 +192,12 @@ the second is deleted: a=1 b=1, a=1 → 1=a
 both are deleted while one waits: a=1 b=1, → none
 the second changes its port: a=1 b=1, a=1 b=2 → 1=a 2=b
 two swap their ports: a=1 b=2, a=2 b=1 → 1=b 2=a
-""")
-"""The health check port of each Service in every step → the Service of each port after the last step, and how
-many have no port. Retries run after each step.
-"""
-
-
-@pytest.mark.parametrize(("steps", "outcome"), PORT_ROWS)
+""",
+)
 def test_which_service_gets_a_health_check_port(steps: str, outcome: str, monkeypatch):
+    """The health check port of each Service in every step → the Service of each port after the last step, and how many
+    have no port. Retries run after each step.
+    """
     desk, ports = AgentServer(Config()), Ports()
     monkeypatch.setattr(desk._checks, "_http", ports)
     for step in steps.partition(":")[2].split(","):

@@ -28,7 +28,7 @@ from kbpf.model.objects import Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import maps, service, status, trace, verification
 from tests.support.faults.fake_maps import FakeMap
-from tests.support.table import pairs
+from tests.support.table import each_named_pair, each_pair
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
 
 CLUSTER_IP = int(ServiceFlag.CLUSTER_IP)
@@ -51,19 +51,19 @@ def backends(*indexes: int) -> BackendSet:
     return BackendSet(1, len(indexes), slots)
 
 
-USES = pairs("""\
+@each_pair(
+    "sets, why",
+    """\
 1 | → used: ready
 1 | 1 Local → used: ready
 1 | 2 Local → used by policy Cluster: ready
 1 | Local → used by policy Cluster: ready
  | 1 Local → used by policy Local: ready
 2 | 2 Local → unknown
-""")
-"""Members of the cluster set | of the local set, and whether a policy is Local → the reason of endpoint 1."""
-
-
-@pytest.mark.parametrize(("sets", "why"), USES)
+""",
+)
 def test_trace_names_the_policy_that_uses_an_endpoint(sets: str, why: str):
+    """Members of the cluster set | of the local set, and whether a policy is Local → the reason of endpoint 1."""
     cluster, local = (map(int, part.replace("Local", "").split()) for part in sets.split("|"))
     frontend = FrontendEntry(at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local))
     port = ServicePort(
@@ -112,7 +112,9 @@ FRONTENDS = {
 }
 
 
-NAME_QUERIES = pairs(f"""\
+@each_pair(
+    "asked, found",
+    f"""\
 web → default/web shop/web
 web -n shop → shop/web
 shop/web → shop/web
@@ -138,12 +140,10 @@ web-0 -n default → no: shop/web-0
 web-1 -n shop → no: shop/web-0
 {LONG_POD} → kube-system/dns
 {LONG_POD}y → no: did you mean kube-system/dns-xxx
-""")
-"""A name and a namespace → the Services that are shown, or words of the error's hint."""
-
-
-@pytest.mark.parametrize(("asked", "found"), NAME_QUERIES)
+""",
+)
 def test_service_is_found_by_name_and_namespace(asked: str, found: str):
+    """A name and a namespace → the Services that are shown, or words of the error's hint."""
     held = snapshot(names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}}, endpoints=ENDPOINTS)
     name, _, namespace = asked.partition(" -n ")
     if hint := found.partition("no: ")[2]:
@@ -173,19 +173,19 @@ def test_state_of_an_endpoint_is_its_conditions(row: str):
     assert EndpointEntry(backend(1), "", "", "", *given).state == words
 
 
-POD_INDEX = pairs("""\
+@each_named_pair(
+    "endpoints, expected",
+    """\
 one Pod behind two Services: 1 10.244.0.1 a, 2 10.244.0.1 a → 10.244.0.1 default/a
 two Pods with the address of their node: 1 10.0.0.1 a, 2 10.0.0.1 b →
 the address of this node: 1 10.0.0.9 a, 1 10.244.0.1 b → 10.244.0.1 default/b
 no Pod: 1 10.244.0.1 - →
-""")
-"""Service, address and Pod of endpoints → the address that is a Pod's."""
-
-
-@pytest.mark.parametrize(("endpoints", "expected"), POD_INDEX)
+""",
+)
 def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str):
+    """Service, address and Pod of endpoints → the address that is a Pod's."""
     ports: dict[str, ServicePort] = {}
-    for endpoint in endpoints.partition(": ")[2].split(", "):
+    for endpoint in endpoints.split(", "):
         service_id, address, pod = endpoint.split()
         entry = EndpointEntry(at(address), f"default/{pod}" if pod != "-" else "")
         port = ports.setdefault(service_id, ServicePort(int(service_id), None, endpoints={}))
@@ -197,7 +197,9 @@ def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str)
 # ---- maps, programs ----------------------------------------------------------------------------
 
 
-FILLS = pairs("""\
+@each_pair(
+    "given, fill",
+    """\
 services 79 → 79.0%
 services 80 → 80.0% !
 affinity 100 → 100.0% !
@@ -205,12 +207,10 @@ source_ranges 80 → 80.0% !
 node → -
 flow_queue → -
 flows 100 → 100.0%
-""")
-"""A map with room for 100 entries, and how many it has → its cell FILL; `!` is the alarm."""
-
-
-@pytest.mark.parametrize(("given", "fill"), FILLS)
+""",
+)
 def test_map_alarm_is_at_80_percent(given: str, fill: str):
+    """A map with room for 100 entries, and how many it has → its cell FILL; `!` is the alarm."""
     name, *entries = given.split()
     contents = {bytes([i]): b"" for i in range(int(*entries or (100,)))}
     (row,) = maps.build_rows(snapshot(maps=(read_map(name, FakeMap(name, contents, 100)),)))

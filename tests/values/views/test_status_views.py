@@ -31,11 +31,15 @@ from kbpf.model.status import DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
 from kbpf.views.packet_path import availability, connections, devices, nat
 from tests.support.faults.fake_maps import FakeMap, target
-from tests.support.table import pairs
+from tests.support.table import each_case, each_named_pair, each_pair
 from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
 FAILED = PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1)
-STATUS_ROWS = pairs("""\
+
+
+@each_pair(
+    "given, says",
+    """\
 healthy: → ok, runs
 its process does not exist: dead →
 silent for 10 s: heartbeat=4990 →
@@ -47,12 +51,10 @@ a change was not written: error=no → runs
 a device failed: failed → runs
 problems are not refusals: problem_count=3 → ok, runs
 no agent has ever run: never dead →
-""")
-"""The agent's status, process and hooks → what the view says."""
-
-
-@pytest.mark.parametrize(("given", "says"), STATUS_ROWS)
+""",
+)
 def test_status_ok_and_running(given: str, says: str):
+    """The agent's status, process and hooks → what the view says."""
     words = given.partition(":")[2].split()
     fields = {name: type(getattr(AGENT, name))(value) for name, value in (w.split("=") for w in words if "=" in w)}
     agent = replace(AGENT, packets=FAILED if "failed" in words else None, **fields)
@@ -131,7 +133,12 @@ def tracking(*found: TrackedConnection) -> FlowTable:
 
 
 SNATTED = "198.18.0.1:61000"
-CONNECTION_ROWS = pairs("""\
+PARTS = {"original": ORIGINAL, "reply": REPLY, "snat": SNAT_REPLY}
+
+
+@each_named_pair(
+    "entry, fields",
+    """\
 the original entry is lost: parts=reply → lost=('flow',)
 the reply entry is lost: parts=original → lost=('reply',)
 the SNAT entry is lost: snat parts=original|reply → lost=('source',)
@@ -145,17 +152,14 @@ an unknown state, from another version: state=9 → state=9
 from the node, through a device that is gone: device=1073741824 → device=#1073741824
 SCTP: protocol=132 → protocol=SCTP
 a last use in the future: idle=-5 → idle_seconds=0.0
-""")
-"""What is special about an entry, as arguments of track() → some fields of its row.
-tests/golden/inspect/connections.txt has the usual ones.
-"""
-PARTS = {"original": ORIGINAL, "reply": REPLY, "snat": SNAT_REPLY}
-
-
-@pytest.mark.parametrize(("entry", "fields"), CONNECTION_ROWS)
+""",
+)
 def test_connection_row(entry: str, fields: str):
+    """What is special about an entry, as arguments of track() → some fields of its row.
+    tests/golden/inspect/connections.txt has the usual ones.
+    """
     given: dict[str, Any] = {}
-    for word in entry.partition(": ")[2].split():
+    for word in entry.split():
         name, _, value = word.partition("=")
         match name:
             case "snat":
@@ -210,7 +214,11 @@ PACKETS = {
     "no-clsact": PacketStatus(True, "no clsact"),
     "unknown": None,
 }
-PATHS = pairs("""\
+
+
+@each_named_pair(
+    "given, expected",
+    """\
 attached: on pinned → on
 disabled: off → off --packet-path false
 failed to load: no-clsact → failed no clsact
@@ -219,13 +227,11 @@ not attached yet: on → off not attached yet
 no status, but programs: unknown pinned → on
 no status and no programs: unknown → off no packet programs
 disabled, but programs are pinned until the next start: off pinned → on
-""")
-"""The agent's PacketStatus, whether programs are pinned → the view's state and words of the reason."""
-
-
-@pytest.mark.parametrize(("given", "expected"), PATHS)
+""",
+)
 def test_packet_path_state(given: str, expected: str):
-    name, *pinned = given.partition(": ")[2].split()
+    """The agent's PacketStatus, whether programs are pinned → the view's state and words of the reason."""
+    name, *pinned = given.split()
     state, _, why = expected.partition(" ")
     said = replace(AGENT, packets=PACKETS[name])
     held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=bool(pinned), fill=Fill(1, 1, 1, 9))
@@ -261,9 +267,8 @@ usual ones are in tests/golden/inspect/devices.txt.
 """
 
 
-@pytest.mark.parametrize("name", DEVICE_ROWS)
-def test_device_row(name: str):
-    device, on, said, role, ingress, problem = DEVICE_ROWS[name]
+@each_case("device, on, said, role, ingress, problem", DEVICE_ROWS)
+def test_device_row(device, on, said, role, ingress, problem):
     held = snapshot(
         status=replace(AGENT, packets=said),
         packet_programs=True,

@@ -8,7 +8,7 @@ import pytest
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Endpoint, EndpointSlice
 from kbpf.source.decode import decode
-from tests.support.table import pairs, table
+from tests.support.table import each_pair, pairs, table
 from tests.values.source.decode.objects import OF_SERVICE, a, fields, read
 
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
@@ -167,16 +167,16 @@ def test_slice_without_labels_is_ignored():
     assert (item.object, item.error) == (None, "")
 
 
-BAD_SLICES = pairs("""\
+@each_pair(
+    "given, error",
+    """\
 addressType: IPv5 → addressType: 'IPv5' is not one of IPv4, IPv6, FQDN
 addressType: null → addressType: '' is not one of IPv4, IPv6, FQDN
 ports: [{name: a, port: '80'}] → ports[0].port: expected an integer, got a string
 endpoints: [{addresses: [1]}] → endpoints[0].addresses[0]: expected a string, got an integer
 endpoints: {} → endpoints: expected a list, got an object
-""")
-
-
-@pytest.mark.parametrize(("given", "error"), BAD_SLICES)
+""",
+)
 def test_a_malformed_slice_is_one_error_that_names_the_field(given: str, error: str):
     item = an_slice(**fields(given))
     assert (item.object, item.error) == (None, error)
@@ -207,30 +207,30 @@ def test_repeated_strings_are_interned():
     assert first.zone_hints is second.zone_hints
 
 
-ODD_ADDRESSES = pairs("""\
+@each_pair(
+    "spec, line",
+    """\
 clusterIP: 010.096.1.1 → spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1
 externalIPs: [192.0.2.01] → spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1
 clusterIP: 10.0.0.100 →
 clusterIP: 0fd0::10 →
-""")
-
-
-@pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
+""",
+)
 def test_leading_zeros_are_reported(spec: str, line: str):
     given = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | fields(spec)
     item = read(Kind.SERVICE, {"metadata": {"name": "x", "namespace": "n"}, "spec": given})
     assert " ".join(item.object.skipped) == line
 
 
-ODD_ENDPOINTS = pairs("""\
+@each_pair(
+    "addresses, line",
+    """\
 10.1.0.1 →
 10.1.0.01 → endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as 10.1.0.1
 10.1.0.1 10.1.0.2 →
 10.1.0.1 nonsense → endpoints[0].addresses[1]: 'nonsense' is not an IP address
-""")
-
-
-@pytest.mark.parametrize(("addresses", "line"), ODD_ENDPOINTS)
+""",
+)
 def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses: str, line: str):
     item = an_slice(endpoints=[{"addresses": addresses.split()}])
     assert [end.address for end in item.object.endpoints] == [a("10.1.0.1")]

@@ -11,7 +11,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
 from kbpf.model.objects import Protocol, Service, SlicePort
 from kbpf.source.folder.documents import parse_documents
-from tests.support.table import pairs, table
+from tests.support.table import each_case, each_pair, each_row, table
 from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
 
 
@@ -38,9 +38,8 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_service_is_read_from(name: str):
-    file, text = FILES[name]
+@each_case("file, text", FILES)
+def test_service_is_read_from(file, text):
     (found,) = parse_documents(file, text.encode()).objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
     assert found.item.object.ports[0].port == 80
@@ -54,16 +53,16 @@ def test_addresses_need_no_quotes(text: str):
     assert found.item.object.cluster_ips == (parse_addr(text),)
 
 
-BAD_FIELDS = pairs("""\
+@each_pair(
+    "field, error",
+    """\
 port: "80" → spec.ports[0].port: expected an integer, got a string (a.yaml:10)
 port: 80.5 → spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)
 name: 80 → spec.ports[0].name: expected a string, got an integer (a.yaml:9)
 name: no → spec.ports[0].name: expected a string, got a boolean (a.yaml:9)
 clusterIP: 10.96.0 → spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)
-""")
-
-
-@pytest.mark.parametrize(("field", "error"), BAD_FIELDS)
+""",
+)
 def test_bad_field_is_an_error_with_its_line(field: str, error: str):
     """The field replaces its namesake in WEB (the last one)."""
     old = {"port": "port: 80", "name": "name: http", "clusterIP": "clusterIP: 10.96.0.1"}[field.partition(":")[0]]
@@ -108,7 +107,9 @@ def test_line_numbers_in_later_documents_lists_and_json():
     assert second.item.error == "items[1].spec.ports[0].port: 0 is not a port (a.json:3)"
 
 
-BAD_DOCUMENTS = pairs("""\
+@each_pair(
+    "text, error",
+    """\
 [a, b] → kind: missing (a.yaml:1)
 just words → kind: missing (a.yaml:1)
 metadata: {name: x} → kind: missing (a.yaml:1)
@@ -121,12 +122,10 @@ kind: EndpointSlices → kind: EndpointSlices is not supported; is EndpointSlice
 kind: Endpoints → kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)
 kind: ConfigMap;data:;  a: 1;  a: 2 → a occurs twice; the last one is used (a.yaml:4)
 kind: EndpointSlice;apiVersion: discovery.k8s.io/v2 → apiVersion: 'discovery.k8s.io/v2' is not supported; write
-""")
-"""A document, with ; between its lines → the problem."""
-
-
-@pytest.mark.parametrize(("text", "error"), BAD_DOCUMENTS)
+""",
+)
 def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
+    """A document, with ; between its lines → the problem."""
     contents = parse_documents("a.yaml", f"{text}\n---\n{WEB}".replace(";", "\n").encode())
     (problem,) = contents.problems
     assert problem.startswith(error)
@@ -263,7 +262,7 @@ def write(run: Run, name: str, text: str, mtime: int) -> None:
     os.utime(run.path / name, ns=(0, mtime))
 
 
-@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.name)
+@each_row(CONFLICTS)
 def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
     for file, age in (("a", row.a), ("z", row.z)):
         mtime, _, created = age.replace("LATER", str(LATER)).partition(" ")

@@ -10,7 +10,7 @@ import pytest
 
 from kbpf.model.events import Rejected
 from kbpf.source.base import SourceState
-from tests.support.table import table
+from tests.support.table import each_case, table
 from tests.values.source.folder.folder import BOTH, NODE, SLICE, SYNCED, WEB, service
 
 # --- events of the folder ---
@@ -179,9 +179,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_events_of_a_change(run, name: str):
-    before, now, events = CHANGES[name]
+@each_case("before, now, events", CHANGES)
+def test_events_of_a_change(run, before, now, events):
     for file, text in before.items():
         run.write(file, text)
     run.look()

@@ -3,9 +3,7 @@
 
 from typing import NamedTuple
 
-import pytest
-
-from tests.support.table import table
+from tests.support.table import each_row, table
 from tests.values.source.reflector.scripted import LISTED_A, PAGES
 
 
@@ -78,7 +76,7 @@ a streaming list with a malformed line: pages follow, or deletions would be miss
 )
 
 
-@pytest.mark.parametrize("row", HISTORIES, ids=lambda row: row.name)
+@each_row(HISTORIES)
 def test_requests_and_events(start, row: History):
     run = start(*(WORDS.get(response, response) for response in row.responses.split("; ")))
     asked, said = row.asked.split(", "), row.said.split()

@@ -13,6 +13,7 @@ from kbpf.errors import SourceError
 from kbpf.source.api.credentials import PageMemory
 from kbpf.source.base import SourceState
 from tests.support.faults.scripted import Exchange
+from tests.support.table import each_case
 from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, added, bookmark, step
 
 # --- responses without an end ---
@@ -46,9 +47,8 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_response_without_an_end_is_an_error(start, monkeypatch, name: str):
-    limit, value, respond, error = ENDLESS[name]
+@each_case("limit, value, respond, error", ENDLESS)
+def test_a_response_without_an_end_is_an_error(start, monkeypatch, limit, value, respond, error):
     monkeypatch.setattr(f"kbpf.source.api.{limit}", value)
     run = start(PAGES, respond)
     run.until(lambda: run.status.failures)

@@ -11,7 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.watch import is_rewind
 from tests.support.faults.scripted import Exchange
-from tests.support.table import table
+from tests.support.table import each_row, table
 from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed
 
 # --- a server whose version goes back, e.g. after a restore of etcd ---
@@ -134,7 +134,7 @@ all were deleted        | -a@12       |               | no
 )
 
 
-@pytest.mark.parametrize("row", NEWEST, ids=lambda row: row.name)
+@each_row(NEWEST)
 def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, row: Newest):
     """The restored server's version is higher than ours again: other objects were written. The last
     change that we know of is compared.
@@ -211,7 +211,7 @@ other content                      | +a@5 +b@6:10.9.9.9 | +b | 1
 )
 
 
-@pytest.mark.parametrize("row", DRIFT, ids=lambda row: row.name)
+@each_row(DRIFT)
 def test_relist_finds_and_counts_missed_changes(start, caplog, row: Drift):
     run = relisted(start, f"{row.listed} synced@30")
     assert run.said[3:-1] == row.said.split()

@@ -7,6 +7,7 @@ import pytest
 
 from kbpf.model.events import Kind, ObjectKey, Rejected
 from tests.support.faults.scripted import Exchange, ScriptedServer
+from tests.support.table import each_case
 from tests.values.source.reflector.scripted import LISTED_A, LOGIN, added, lines, status, step, streamed
 
 # --- the watch ends ---
@@ -74,9 +75,8 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, name):
-    response, what, hint = REFUSALS[name]
+@each_case("response, what, hint", REFUSALS)
+def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, response, what, hint):
     # Four times, because the first may fail on a reused connection, which is retried at once.
     # After an outage the reflector checks with a list of one object what the server has lost.
     run = start("watch +a@5 synced@10 end", *[response] * 4, "list@10 a@5")

@@ -13,7 +13,7 @@ from kbpf.errors import ConfigError, SourceError
 from kbpf.source.api.credentials import Cluster, default_node_name
 from kbpf.source.api.kubeconfig import Access, find_access, in_cluster_access
 from tests.support.faults.scripted import ScriptedServer
-from tests.support.table import pairs
+from tests.support.table import each_pair
 from tests.values.source.transport.kubeconfigs import URL, b64, ok, write
 
 # --- kubeconfigs and the server's URL ---
@@ -36,7 +36,9 @@ def by_part(text: str) -> dict[str, dict[str, Any]]:
     return parts
 
 
-KUBECONFIGS = pairs(f"""\
+@each_pair(
+    "text, expected",
+    f"""\
 token: "t\\n" → token = t
 tokenFile: tok → token_file = DIR/tok
 tokenFile: /x/tok → token_file = /x/tok
@@ -49,12 +51,10 @@ tls-server-name: kube → server_name = kube
 insecure-skip-tls-verify: true → insecure = True
 server: {URL}/k8s/c1/ → server = {URL}/k8s/c1
 extensions: [], colour: red →
-""")
-"""Fields of the cluster or the user → the fields of the Access that differ from the defaults."""
-
-
-@pytest.mark.parametrize(("text", "expected"), KUBECONFIGS)
+""",
+)
 def test_kubeconfig_is_read(tmp_path, text, expected):
+    """Fields of the cluster or the user → the fields of the Access that differ from the defaults."""
     path = write(tmp_path / "kc", **by_part(text))
     plain, found = asdict(Access(URL, str(path), user="u")), asdict(find_access(path))
     changed = {field: value for field, value in found.items() if value != plain[field]}
