@@ -20,7 +20,6 @@ from kbpf.serve.health import HealthTracker
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import SourceStatus
 from tests.values.agent.recording import (
-    NODE,
     SYNCED,
     Clock,
     RecordingPlane,
@@ -52,13 +51,6 @@ def test_netfilter_bypass_is_logged_in_mode_bpf_only(caplog, monkeypatch, mode: 
     agent = Agent(Config("me", forwarding="direct"), RecordingPlane(), lambda _: ())
     agent._log_netfilter_bypass(mode)
     assert sum("forwarding=direct" in line for line in caplog.messages) == count
-
-
-def test_without_min_sync_period_changes_are_programmed_at_once(clock: Clock):
-    agent, plane = begun(0.0)
-    for name in "abc":
-        agent.step([service(name)])
-    assert plane.applied[1:] == [{"a"}, {"b"}, {"c"}]
 
 
 def test_changes_within_min_sync_period_are_programmed_together_after_it(clock: Clock):
@@ -251,20 +243,6 @@ def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch, wa
     clock.now += RETRY_INTERVAL_S
     agent.step([])
     assert plane.failed_applies == 2
-
-
-def test_failed_first_apply_is_retried_once_per_interval(clock: Clock):
-    plane = RecordingPlane()
-    agent = Agent(Config("me"), plane, lambda _: ())
-    plane.apply_error = "no"
-    agent.step([NODE, *SYNCED])
-    for name in "abc":
-        agent.step([service(name)])
-    assert plane.failed_applies == 1
-    plane.apply_error = ""
-    clock.now += RETRY_INTERVAL_S
-    agent.step([])
-    assert plane.applied == [None]
 
 
 def test_refused_change_becomes_unhealthy_although_others_arrive(clock: Clock):

@@ -107,16 +107,6 @@ def test_health_checks_change_only_once_programmed():
     assert [checks for checks, _ in rig.desk.told] == [{WEB: HealthCheck(31_999, 1, 1)}]
 
 
-def test_health_checks_are_set_only_if_they_change():
-    rig = Rig()
-    rig.hear(web(), endpoints(HERE))
-    rig.hear(endpoints(HERE))
-    rig.hear(web())
-    rig.hear(endpoints(HERE, THERE))  # one local endpoint, as before
-    rig.end()
-    assert len(rig.desk.told) == 1
-
-
 OWN = (parse_addr("192.0.2.1"),)
 WHERE = [
     ("primary: all addresses without a Node", {}, (), OWN),
@@ -209,16 +199,6 @@ def test_programming_duration_starts_at_the_trigger_time_of_the_slice():
     assert timed() == 2
     rig.end({next(iter(rig.desired.state.services))})
     assert timed() == 3
-
-
-def test_time_from_event_to_map_is_a_histogram():
-    rig = Rig()
-    rig.tally.programmed([])
-    rig.tally.programmed([0.0003, 0.0003, 5.0])
-    name = "kbpf_event_to_map_duration_seconds"
-    samples = rig.page()[name].samples
-    bounds = ("0.0001", "0.0004", "1.6384", "6.5536", "+Inf")
-    assert [samples[f"{name}_bucket", frozenset({("le", le)})] for le in bounds] == [0, 2, 2, 3, 3]
 
 
 def test_node_eligible_is_0_while_the_node_is_being_deleted():

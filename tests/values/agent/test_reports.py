@@ -173,23 +173,6 @@ def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch):
     assert order == ["answers", "open", "ends"]
 
 
-def test_log_lines_about_unserved_services_are_limited(clock: Clock, caplog):
-    """For rejected objects as well as for Services over a limit."""
-    agent, plane = begun(0.0)
-    names = [f"s{number:03}" for number in range(MAX_PROBLEMS + 7)]
-    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", name), "bad") for name in names])
-    key = ServicePortKey("ns", "x", "", Protocol.TCP, 4)
-    plane.refused = {key._replace(name=name): "no room" for name in names}
-    agent.step([service("a")])
-    for what in ("left out", "not programmed"):
-        lines = [line for line in caplog.messages if line.startswith(f"{what}: ")]
-        assert len(lines) == MAX_PROBLEMS + 1
-        assert names[0] in lines[0]
-        assert "and 7 more" in lines[-1]
-    agent.step([service("b")])
-    assert sum(line.startswith("not programmed") for line in caplog.messages) == MAX_PROBLEMS + 1
-
-
 def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog):
     """However many Services it has, however long its lines are, and whatever they are named: in the
     log, the status and Events.
@@ -221,6 +204,11 @@ def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog):
         f"{LEFT_TO_NODE}: 192.0.2.1:53/TCP of Service shop/web",
     ):
         assert [text for text in caplog.messages if text.startswith(line)], line
+    agent.step([service("b")])
+    for what in ("left out", "not programmed"):
+        lines = [text for text in caplog.messages if text.startswith(f"{what}: ")]
+        assert len(lines) == MAX_PROBLEMS + 1
+        assert f"and {MAX_PROBLEMS + 1} more" in lines[-1]
     written = decode(encode(agent.status()))
     problems = " ".join(line[:60] for line in written.problems)
     for text in ("cannot listen", "Service shop/web: bad", "IPv4: no room", "shop/web:x"):

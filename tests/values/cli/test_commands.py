@@ -2,7 +2,6 @@
 """Exit codes, the locations that commands read from a file, and imports: what needs no kernel."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from kbpf.config import locations
 from kbpf.dataplane import reader as dataplane
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.config import Config
-from tests.support.runtime.command import pipe_without_reader
 from tests.support.table import each_named_pair, each_pair
 
 # ---- exit codes --------------------------------------------------------------------------------
@@ -114,13 +112,6 @@ def test_error_of_kbpf_is_one_line_and_exit_code_1(monkeypatch, capsys):
 def test_interrupt_is_exit_code_130(monkeypatch):
     monkeypatch.setattr(app, "_dispatch", raises(KeyboardInterrupt()))
     assert app.call([]) == 130
-
-
-def test_closed_pipe_ends_by_sigpipe_without_output():
-    command = [sys.executable, "-m", "kbpf", "run", "--help"]
-    with pipe_without_reader() as gone:
-        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 FILE = """\

@@ -182,15 +182,6 @@ def test_stopped_backends_are_kept_while_their_flows_may_exist(ends: str, left: 
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
 
 
-def test_more_stopped_backends_than_the_map_holds():
-    held = FakeMap()
-    cuts, _ = cuts_of(held)
-    cuts.add([(1, packed(b)) for b in (ONE, TWO, SIX)], 1)
-    assert len(held) == held.max_entries
-    cuts.add([(1, packed(SIX))], 2)
-    assert len(held) == held.max_entries
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 def test_cuts_of_one_service_evict_none_of_another(at_once: bool):
     held = FakeMap()

@@ -3,7 +3,6 @@
 compares types, labels and buckets with a real kube-proxy's.
 """
 
-import math
 import re
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -411,25 +410,6 @@ def test_rejected_configuration_is_one_event():
     notes(server, 1)
     desk.stop()
     assert notes(server, 0) == [("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")]
-
-
-def test_reason_for_ipvs_is_a_label():
-    families = page(status=replace_status(mode="ipvs", choice=IPVS_CHOICE))
-    labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
-    assert families["kbpf_mode_info"].value(**labels) == 1
-
-
-def test_latencies_are_histograms_by_service():
-    """A value of at most 2^-15 s is in the second bucket, one above 64 s in the last."""
-    families = page()
-    connect, round_trip = (families[f"kbpf_service_{name}_duration_seconds"] for name in ("connect", "round_trip"))
-    assert connect.bounds == [*(2.0**power for power in range(-16, 7)), math.inf]
-    assert connect.value(namespace="a", service="web", port="http", protocol="TCP", le="64") == 2
-    counts = [connect.value(le=le) for le in ("1.52587890625e-05", "3.0517578125e-05", "64", "+Inf")]
-    assert counts == [0, 2, 2, 3]
-    assert round_trip.value(le="+Inf") == 0
-    without = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, latencies=())))
-    assert "kbpf_service_connect_duration_seconds" not in without
 
 
 @each_pair(

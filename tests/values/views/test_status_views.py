@@ -282,17 +282,12 @@ def test_device_row(device, on, said, role, ingress, problem):
     assert row.reason
 
 
-def test_the_flags_of_a_tunnel():
-    entry = DeviceEntry("host", 0, pods=False, peer=False, tunnel=True)
-    (row,) = devices.build_rows(
-        snapshot(devices={2: entry}, host_devices=build_devices((UPLINK,), (), {}, NO_PATTERNS))
-    )
-    assert (row.flags, row.l2_header) == (("tunnel",), 0)
-
-
 def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
-    (row,) = devices.build_rows(snapshot(host_devices=build_devices((UPLINK,), (), {}, NO_PATTERNS)))
-    assert (row.role, row.problem, row.l2_header) == ("host", "", None)
+    tunnel = DeviceEntry("host", 0, pods=False, peer=False, tunnel=True)
+    for held, flags, l2_header in (({}, (), None), ({2: tunnel}, ("tunnel",), 0)):
+        listed = build_devices((UPLINK,), (), {}, NO_PATTERNS)
+        (row,) = devices.build_rows(snapshot(devices=held, host_devices=listed))
+        assert (row.role, row.problem, row.flags, row.l2_header) == ("host", "", flags, l2_header)
 
 
 @pytest.mark.parametrize(
