@@ -31,7 +31,7 @@ all: 1 CPUs max_per_core=1 least=1 tcp_established=2 tcp_close_wait=3 tcp_be_lib
 max=1 tcp_timeout_established=2 tcp_timeout_close_wait=3 tcp_be_liberal=1 udp_timeout=4 udp_timeout_stream=5
 """,
 )
-def test_settings_for_a_machine(machine: str, expected: str):
+def test_settings_for_a_machine(machine, expected):
     """A machine and settings → the sysctls in order, without their prefix."""
     cpus, _, *words = machine.split()
     given = {name: int(value) for name, value in (word.split("=") for word in words)}

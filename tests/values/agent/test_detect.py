@@ -50,7 +50,7 @@ in the pod, no response: hidden → {UNKNOWN}
 in the pod, another program responds: hidden health=other → {UNKNOWN}
 """,
 )
-def test_removal_is_refused_while_a_kube_proxy_may_run(sight: str, why: str):
+def test_removal_is_refused_while_a_kube_proxy_may_run(sight, why):
     """What is detected: kube-proxy's pid, whether the node's processes are hidden, and who answers at each address →
     words of the error that prevents the removal; without any it is allowed.
     """
@@ -114,7 +114,7 @@ a program that answers every path with 200: readyz=empty proxyMode=empty healthz
 no HTTP: readyz=no-http proxyMode=no-http healthz=no-http → other
 """,
 )
-def test_identify_responder(answers: str, who: str):
+def test_identify_responder(answers, who):
     """What is answered at each path, 404 at others → who it is."""
     words = (word.split("=") for word in answers.split())
     found = {f"/{path}": CONTENTS[name] for path, name in words}

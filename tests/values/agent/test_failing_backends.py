@@ -56,7 +56,7 @@ they share the ten: 0 a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 e/1 f/1 → a/
 others do not wait: 0 {MANY_EACH}, {TENTH} {MANY_EACH} z/1 → a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 d/1 d/2 z/1
 """,
 )
-def test_services_get_events(reports: str, events: str):
+def test_services_get_events(reports, events):
     """The second of each report and the Services that fail then → those that get an Event."""
     recorder = FakeRecorder()
     reporter = FailingBackendReporter(recorder)
@@ -131,7 +131,7 @@ evil/1*2 evil/2*1 a/2 → 2
 evil/1*99 a/1*2 → 1
 """,
 )
-def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: str):
+def test_clients_that_one_tenant_may_have_made_count_once(clients, independent):
     """Clients of a Service in namespace a, and how often they failed (else often enough); "-": a
     process of the node.
     """
@@ -183,7 +183,7 @@ all are compared only once: bad bad bad bad bad → 1 differences, 1 faults
 a good one in between: bad good bad → 1 differences, 0 faults
 """,
 )
-def test_connections_count_as_broken_after_two_failures(probes: str, found: str):
+def test_connections_count_as_broken_after_two_failures(probes, found):
     compared: list[bool] = []
     check, failed = probe(probes, lambda: compared.append(True))
     assert failed == [word == "bad" for word in probes.partition(": ")[2].split()]
@@ -203,7 +203,7 @@ it stays so while nothing can be tried: none none untried → True
 one arrives again: none none bad → False
 """,
 )
-def test_a_node_is_broken_if_nothing_is_translated(probes: str, broken: str):
+def test_a_node_is_broken_if_nothing_is_translated(probes, broken):
     """A tenant can have a Service that fails, but not make all others fail."""
     assert str(probe(probes)[0].is_broken) == broken
 

@@ -58,7 +58,7 @@ nat CNI-HOSTPORT-DNAT → no
 nat PREROUTING → no
 """,
 )
-def test_chain_is_recognized_by_table_and_name(chain: str, whose: str):
+def test_chain_is_recognized_by_table_and_name(chain, whose):
     """A table and a chain → whether kube-proxy made it, and why not."""
     assert is_kube_proxy_chain(*chain.split()) == (whose == "yes")
 
@@ -83,7 +83,7 @@ KUBE-MINE → no
 cali40masq-ipam-pools → no
 """,
 )
-def test_ipset_is_recognized_by_name(name: str, whose: str):
+def test_ipset_is_recognized_by_name(name, whose):
     assert bool(IP_SET_NAME.fullmatch(name)) == whose.startswith("yes")
     assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == whose.startswith("yes with ports")
 
@@ -99,7 +99,7 @@ another address: 6 10.96.0.2 443 → no
 a mark: 6 10.96.0.1 0 7 → no
 """,
 )
-def test_virtual_service_is_recognized_by_address_or_node_port(row: str, whose: str):
+def test_virtual_service_is_recognized_by_address_or_node_port(row, whose):
     """Protocol, address, port and mark."""
     protocol, address, *numbers = row.split()
     service = VirtualServiceKey(int(protocol), parse_addr(address), *map(int, numbers))
@@ -165,7 +165,7 @@ def test_input_of_iptables_restore():
 -A OUTPUT -m comment --comment "-j KUBE-SERVICES" -j MINE → no jump to one of its chains
 """,
 )
-def test_jumps_of_kube_proxy_are_told_from_those_of_others(rule: str, whose: str):
+def test_jumps_of_kube_proxy_are_told_from_those_of_others(rule, whose):
     """A rule → whether it is kube-proxy's."""
     removal = plan_legacy_removal("nat", f":{rule.split()[1]} -\n:KUBE-SERVICES -\n{rule}\n")
     found = [[line.name for line in lines] for lines in (removal.rules, removal.foreign_jumps)]

@@ -61,7 +61,7 @@ SCTP: protocols=protocol size/SCTPv6 1/TCP 2 → SCTP sockets yes:
 no SCTP: protocols=protocol size/TCP 2 → SCTP sockets no: not loaded
 """,
 )
-def test_check_row_of_a_node(node: str, expected: str, tmp_path, monkeypatch):
+def test_check_row_of_a_node(node, expected, tmp_path, monkeypatch):
     """The texts of FILES below /proc, `/` between lines → the row's name and result: its detail; its advice."""
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
@@ -147,7 +147,7 @@ def test_check_row_forward(forward: Chains, monkeypatch):
 no → mode bpf cannot be used: hook y
 """,
 )
-def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, says: str):
+def test_missing_packet_path_does_not_make_kbpf_unusable(result, says):
     """The row of a packet hook, in parentheses if not needed → words of the page."""
     rows = [check_row("yes"), CheckRow(Check.HOOK, result.strip("()"), result.isalpha(), "", "", True, subject="y")]
     made = compute_verdict(rows)
@@ -167,7 +167,7 @@ yes | yes no → bpf True False
 yes | unknown → bpf True False
 """,
 )
-def test_check_verdict(given: str, verdict: str):
+def test_check_verdict(given, verdict):
     """Rows of `kbpf check`, in parentheses if not needed | of `--attached` → the mode, usable, attached."""
     rows, proof = (
         [check_row(word.strip("()"), needed=word.isalpha()) for word in part.split()]
@@ -211,7 +211,7 @@ balancer ipvs → none: no other load balancer
 kbpf? ipvs → ipvs: mode bpf cannot be used
 """,
 )
-def test_check_verdict_on_the_modes(given: str, expected: str):
+def test_check_verdict_on_the_modes(given, expected):
     """ROWS → what `--mode auto` would choose (none where a neighbour makes mode bpf refuse), and words of the page."""
     rows, (mode, _, says) = [ROWS[word] for word in given.split()], expected.partition(": ")
     made = compute_verdict(rows)

@@ -82,7 +82,7 @@ inspect connections --limit -1 → 2 --limit
 check --attached --pin-dir /nowhere → 1 /nowhere
 """,
 )
-def test_exit_code_and_output(line: str, end: str, capsys):
+def test_exit_code_and_output(line, end, capsys):
     """Arguments → the exit code, and words of the output or, if the code is not 0, of the error."""
     code, _, words = end.replace("VERSION", __version__).partition(" ")
     assert app.call(line.split()) == int(code)
@@ -145,7 +145,7 @@ a variable beats the file: KBPF_STATE_DIR=/run/variable → /sys/fs/bpf/file /ru
 a flag with the default value beats the file: --state-dir=/run/kbpf → /sys/fs/bpf/file /run/kbpf
 """,
 )
-def test_cleanup_uses_the_locations_of_the_file(given: str, wanted: str, tmp_path, monkeypatch):
+def test_cleanup_uses_the_locations_of_the_file(given, wanted, tmp_path, monkeypatch):
     words = given.split()
     for word in words:
         if word.startswith("KBPF_"):
@@ -200,8 +200,8 @@ an empty file: EMPTY → the file is empty | ALL
 """,
 )
 def test_locations_are_read_despite_other_mistakes(
-    mistake: str,
-    expected: str,
+    mistake,
+    expected,
     tmp_path,
     monkeypatch,
     capsys,
@@ -245,9 +245,7 @@ not YAML: FILE / packetPath: {enabled: false} / --- / a: b: c → yes
 no file: → yes
 """,
 )
-def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
-    text: str, packet_path: str, tmp_path, monkeypatch
-):
+def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(text, packet_path, tmp_path, monkeypatch):
     row = CheckRow(Check.KUBE_PROXY, "yes", False, "", "")
     for module in (bpf_checks, ipvs_checks):
         monkeypatch.setattr(module, "rows", lambda *_: ())
@@ -287,8 +285,8 @@ inspect devices --no-headers → /sys/fs/bpf/file /run/file/kbpf-ipvs0
 """,
 )
 def test_inspect_uses_the_locations_of_the_file_unless_overridden(
-    command: str,
-    wanted: str,
+    command,
+    wanted,
     by_variable: bool,
     tmp_path,
     monkeypatch,
@@ -321,7 +319,7 @@ a folder of this machine, with --node: FILE / cgroup: /nowhere → 1 1 no such c
 no file: → 1 1 cannot read the configuration
 """,
 )
-def test_config_validate(given: str, expected: str, tmp_path, monkeypatch, capsys):
+def test_config_validate(given, expected, tmp_path, monkeypatch, capsys):
     """A file → the exit code, and the number of lines on stderr with words of them."""
     rule, _, text = given.partition(": ")
     code, lines, *words = expected.split(" ", 2)

@@ -16,7 +16,7 @@ kbpf inspect connections --state c → closing closed
 kbpf inspect services --config /nowhere --sort → --sort-by
 """,
 )
-def test_completions(line: str, words: str, monkeypatch, capsys):
+def test_completions(line, words, monkeypatch, capsys):
     monkeypatch.setenv("_KBPF_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))

@@ -59,7 +59,7 @@ too few while the agent restarts: restarts 1=1 2=90 3=110 → 0: 201 of 300
 nothing was sent: serves → 0: 0 of 300
 """,
 )
-def test_wrong_result_is_a_failure_with_a_problem(seen: str, expected: str):
+def test_wrong_result_is_a_failure_with_a_problem(seen, expected):
     """The phase, how often the client outside saw each backend or error in it → unexpected failures, and words of the
     problem.
     """

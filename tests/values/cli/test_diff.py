@@ -96,7 +96,7 @@ internal-local | 1/down@a1,a 2@a2,a → local: 1 backend, empty: dropped
 internal-local | 1/draining@a1,a 2@a2,a →
 """,
 )
-def test_a_set_that_becomes_empty_says_what_clients_see(given: str, expected: str):
+def test_a_set_that_becomes_empty_says_what_clients_see(given, expected):
     """Words of the Service | its endpoints → the set that becomes empty if the first one is no longer ready. One of
     this node serves while it terminates.
     """

@@ -90,7 +90,7 @@ four slots for each backend: --max-backends=2000000 → slots = 8000000
 the largest map has this many slots: --max-backends=134217728 → slots = 134217728
 """,
 )
-def test_flag_or_variable_sets_a_field(given: str, value: str):
+def test_flag_or_variable_sets_a_field(given, value):
     """A rule: flags and variables → the field of Config, its `sizes` or its `serving`."""
     made, name = load_words(given.partition(":")[2]), value.partition(" = ")[0]
     (found,) = [getattr(part, name) for part in (made, made.sizes, made.serving) if hasattr(part, name)]
@@ -140,7 +140,7 @@ KBPF_MODE=x → KBPF_MODE
 KBPF_MASTER=https://x --source=a → --master
 """,
 )
-def test_invalid_flag_or_variable_is_named_in_the_error(given: str, words: str):
+def test_invalid_flag_or_variable_is_named_in_the_error(given, words):
     """Invalid flags or variables → words that the error must contain."""
     with pytest.raises(ConfigError) as caught:
         load_words(given)
@@ -210,7 +210,7 @@ def test_node_name_is_the_hostname_unless_set(monkeypatch):
 --oom-score-adj -998 → --oom-score-adj=-998
 """,
 )
-def test_flag_syntax_is_that_of_kube_proxy(line: str, flags: str):
+def test_flag_syntax_is_that_of_kube_proxy(line, flags):
     """A command line → each flag with its value."""
     found = arguments.parse_options(line.split(), {}).explicit_flags
     assert sorted(map("=".join, found.items())) == sorted(flags.split())
@@ -239,7 +239,7 @@ file: json → logging: {format: json}
 text: text →
 """,
 )
-def test_diagnostics_of_a_file_have_the_log_format(tmp_path, capsys, form: str, more: str):
+def test_diagnostics_of_a_file_have_the_log_format(tmp_path, capsys, form, more):
     """Also with `--write-config-to`, and for warnings next to errors."""
     _, log_format, *flags = form.split()
     source = tmp_path / "in"

@@ -55,7 +55,7 @@ def test_states_to_filter_by_are_those_shown():
 
 
 @each_pair("seconds, text", "0.9 → 0s\n59 → 59s\n61 → 1m01s\n3600 → 1h00m\n90061 → 1d01h")
-def test_format_duration(seconds: str, text: str):
+def test_format_duration(seconds, text):
     assert format_duration(float(seconds)) == text
 
 
@@ -78,7 +78,7 @@ def test_cells_are_sorted_by_value(cells: str):
 
 
 @each_pair("count, text", "0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB")
-def test_format_size(count: str, text: str):
+def test_format_size(count, text):
     assert bytes_text(int(float(count))) == text
     assert bytes_text(None) == "-"
 

@@ -400,7 +400,7 @@ True host default/web →
 True outside 198.18.0.1:30080 --connect →
 """,
 )
-def test_a_packet_is_tried_without_being_asked(node: Path, monkeypatch, capsys, tried: str, line: str):
+def test_a_packet_is_tried_without_being_asked(node: Path, monkeypatch, capsys, tried, line):
     """Whether what its packet does is what is predicted (None: it cannot be tried), and a trace → the last line.
     Nothing is tried where source ranges depend on the client's address, and where a socket hook decides. A
     connect() is not: it may give the client a backend by session affinity.

@@ -96,7 +96,7 @@ the options of less: PAGER='printenv LESS; cat >/dev/null' → FRX
 options of less that are set: PAGER='printenv LESS; cat >/dev/null' LESS=S → S
 """,
 )
-def test_environment_decides(environ: str, text: str):
+def test_environment_decides(environ, text):
     variables = dict(word.split("=", 1) for word in shlex.split(environ))
     assert on_terminal(variables) == (TEXTS_OF.get(text, f"{text}\n"), "kbpf: a note\n")
 
@@ -159,7 +159,7 @@ def test_a_page_that_is_drawn_again_and_again_knows_the_terminal():
 10 of 5 100 5, words 5 12 5 → 5 12 5
 """,
 )
-def test_widest_columns_are_narrowed_first(given: str, fitted: str):
+def test_widest_columns_are_narrowed_first(given, fitted):
     """The limit of widths, and the longest words → the widths that fit."""
     limit, widths, words = (list(map(int, part.split())) for part in re.split(" of |, words ", given))
     assert terminal.fit_widths(widths, words, *limit) == list(map(int, fitted.split()))

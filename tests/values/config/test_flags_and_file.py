@@ -128,7 +128,7 @@ def test_node_ports_answer_on_the_same_addresses(mode: str):
 --proxy-mode=ipvs → false
 """,
 )
-def test_node_ports_on_loopback_by_flags(flags: str, value: str):
+def test_node_ports_on_loopback_by_flags(flags, value):
     """Flags → whether NodePorts answer on loopback."""
     made = load.load_config(dict(word.split("=", 1) for word in flags.split()), {})
     assert made.localhost_node_ports is (value == "true")

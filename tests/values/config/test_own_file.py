@@ -107,7 +107,7 @@ source: /a; master: https://b → (.source)
 mode: x; algorithm: z; mapSizes: {affinity: -1} → (.mode) | (.algorithm) | (.mapSizes.affinity)
 """,
 )
-def test_mistakes_in_kbpfs_document_are_reported_with_their_paths(text: str, words: str):
+def test_mistakes_in_kbpfs_document_are_reported_with_their_paths(text, words):
     assert_mistakes(OWN + document(text), words, "KbpfConfiguration.")
 
 

@@ -111,7 +111,7 @@ def test_mistakes_in_flags_and_documents_are_reported_together():
 --proxy-mode=iptables --nodeport-addresses=primary → false
 """,
 )
-def test_default_node_port_addresses_depend_on_kube_proxys_mode(flags: str, everywhere: str):
+def test_default_node_port_addresses_depend_on_kube_proxys_mode(flags, everywhere):
     assert shown(with_flags(flags).config.all_node_port_addresses) == everywhere
 
 
@@ -133,7 +133,7 @@ def with_flags(words: str) -> LoadedConfig:
 --ipvs-sync-period=5s → --ipvs-sync-period is not used: kube-proxy's mode is iptables
 """,
 )
-def test_questionable_setting_is_one_diagnostic(flags: str, words: str):
+def test_questionable_setting_is_one_diagnostic(flags, words):
     (note,) = with_flags(flags).notes
     assert words in note.text
 
@@ -168,7 +168,7 @@ def test_reasonable_settings_have_no_diagnostic(flags: str):
 --masquerade-all=true --ipvs-scheduler=lc --ipvs-strict-arp=true →
 """,
 )
-def test_settings_without_effect_in_mode_ipvs(flags: str, names: str):
+def test_settings_without_effect_in_mode_ipvs(flags, names):
     assert with_flags(flags).config.ignored_in_ipvs == tuple(names.split())
 
 

@@ -142,7 +142,7 @@ def test_configuration_is_written_atomically(tmp_path):
 5µs → 5e-06 -
 """,
 )
-def test_durations_are_parsed_as_in_go(text: str, meaning: str):
+def test_durations_are_parsed_as_in_go(text, meaning):
     """A text → its seconds, and how they are written."""
     seconds, again = meaning.split()
     assert durations.parse(text, "") == pytest.approx(float(seconds))

@@ -193,7 +193,7 @@ def test_the_position_of_our_rule(row: Place):
 61000 61001 61002 61003 61004 → 61000-61004
 """,
 )
-def test_ports_as_the_kernel_writes_them(ports: str, written: str):
+def test_ports_as_the_kernel_writes_them(ports, written):
     numbers = set(map(int, ports.split()))
     assert sysctl.parse_ports(written) == numbers
     assert sysctl.parse_ports("8080,148,321-323") == {148, 321, 322, 323, 8080}, "in any order"

@@ -459,7 +459,7 @@ only a hairpin element: hairpin_ips 10.96.0.9 10.96.0.9 → yes
 """,
 )
 @pytest.mark.parametrize("sound", [True, False])
-def test_unclaimed_addresses_are_removed(mention: str, stray: str, sound: bool):
+def test_unclaimed_addresses_are_removed(mention, stray, sound: bool):
     """The element that mentions an address of the dummy device → whether it is removed as unclaimed."""
     mentions = {element(text) for text in filter(None, [mention])}
     ledger = DesiredElements()

@@ -106,7 +106,7 @@ a preferred address on the device: 10.0.0.1 10.0.0.2 | 10.0.0.2 → 10.0.0.2 ::
 a preferred address that is not on the device: 10.0.0.1 fd00::1 | 10.9.9.9 fd00::1 → 10.0.0.1 fd00::1
 """,
 )
-def test_the_masquerading_source_of_a_device(given: str, gets: str):
+def test_the_masquerading_source_of_a_device(given, gets):
     """A device's addresses | the node's preferred ones → the masquerading source of each family."""
     sources, preferred = given.split("|")
     device = replace(ETH0, sources=addrs(sources))
@@ -190,7 +190,7 @@ networks → 0
 networks: 10.1.0.0/24 → DETECTS_LOCAL|LOCAL_NETWORKS
 """,
 )
-def test_the_flags_of_the_node(given: str, flags: str):
+def test_the_flags_of_the_node(given, flags):
     """A name of CONFIGS and the known pod networks → the node's flags."""
     told = Maps()
     config, _, networks = given.partition(": ")
@@ -215,7 +215,7 @@ another one, an earlier agent served: followed DIRECT → COEXISTING
 another one, an earlier agent coexisted: followed COEXISTING → COEXISTING
 """,
 )
-def test_the_node_flags_for_another_data_plane(stance: str, wanted: str):
+def test_the_node_flags_for_another_data_plane(stance, wanted):
     """Whether another data plane is on the node, the flags of an earlier agent → the flags that are written."""
     followed, *earlier = stance.split()
     told = Maps()
@@ -364,7 +364,7 @@ the first device is deleted: 5 1029 → 1029 → 5=1029
 all are deleted: 5 6 → →
 """,
 )
-def test_which_device_has_a_cache_slot(earlier: str, later: str):
+def test_which_device_has_a_cache_slot(earlier, later):
     """Devices by ifindex, before → now → the resulting cache: slot=ifindex."""
     given, expected = later.split("→")
     before, now = (tuple(map(int, text.split())) for text in (earlier.partition(":")[2], given))

@@ -155,7 +155,7 @@ kube-system/x dns → no
 dns/x kube-system dns → yes
 """,
 )
-def test_which_services_are_system_services(given: str, system: str):
+def test_which_services_are_system_services(given, system):
     """A Service and the system namespaces → whether it is a system Service."""
     name, *namespaces = given.split()
     found = is_system_service(ServiceName(*name.split("/")), Config(system_namespaces=tuple(namespaces)))
@@ -215,7 +215,7 @@ def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
 4 of →
 """,
 )
-def test_namespaces_take_turns(given: str, shown: str):
+def test_namespaces_take_turns(given, shown):
     """Each has its share of a short list, and what it does not need goes to others."""
     limit, _, *rows = given.split()
     assert list(take_turns(rows, lambda row: row.partition("/")[0]))[: int(limit)] == shown.split()

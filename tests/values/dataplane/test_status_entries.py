@@ -62,7 +62,7 @@ ff {{ →
 1: - →
 """,
 )
-def test_newest_complete_entry_is_read(entries: str, text: str):
+def test_newest_complete_entry_is_read(entries, text):
     """What the map holds: a number and a text, nothing, or bytes without sense → the text that is read."""
     map_ = Overwritten()
     for key, word in zip(map_.values, entries.split(), strict=True):

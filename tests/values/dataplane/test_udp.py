@@ -13,7 +13,7 @@ import pytest
 
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import CUT_KEY, FLOW, PEER, U64, UDP_FLOW, UDP_FLOWS, FlowDirection, pack_target
+from kbpf.dataplane.bpf.maps.layout import CUT_KEY, FLOW, PEER, U64, FlowDirection, pack_target
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
@@ -139,19 +139,6 @@ def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
     assert {key[0] for key in flows} == left | anew
 
 
-def test_flows_of_unconnected_sockets_end_with_their_backend():
-    """They are counted once; the programs drop them (sock.c, is_cut())."""
-    flows = FakeMap()
-    for cookie, backends in enumerate(((ONE,), (ONE, TWO), (SIX,)), 1):
-        places = b"".join(UDP_FLOW.pack(1, 1, 1, FRONT, packed(b), 1, 7) for b in backends)
-        flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
-    held = maps(udp_flows=flows)
-    gone = udp.gone_if_in([(1, ONE), (1, SIX)], [])
-    assert udp.cut(held, gone) == {4: 2, 6: 1}
-    assert udp.cut(held, gone, count_flows=False) == {}
-    assert udp.find_stale_flows(held, gone) == {(1, packed(b)) for b in (ONE, SIX)}
-
-
 KEPT = udp.CUT_LIFETIME_NS // 10**9
 
 
@@ -166,7 +153,7 @@ the oldest is evicted: 1 one, 2 two, 3 six → two six
 """,
 )
 @pytest.mark.parametrize("restarts", [False, True])
-def test_stopped_backends_are_kept_while_their_flows_may_exist(ends: str, left: str, restarts: bool):
+def test_stopped_backends_are_kept_while_their_flows_may_exist(ends, left, restarts: bool):
     """Backends that stop at these seconds → those in the map afterwards, in this order."""
     held = FakeMap()
     cuts, tables = cuts_of(held)

@@ -183,6 +183,7 @@ def test_link_targets_exist(page: str):
 def test_every_page_is_listed():
     """In docs/README.md, which says who reads what, and which README.md names."""
     assert "(docs/README.md)" in (ROOT / "README.md").read_text()
+    assert "(../docs/security.md)" in (ROOT / ".github/SECURITY.md").read_text()
     text = (ROOT / "docs" / "README.md").read_text()
     pages = [page for page in docs.PAGES[1:] if not page.startswith("docs/runbooks/")]
     pages.remove("docs/README.md")
@@ -216,15 +217,31 @@ def test_named_files_exist(page: str):
 
 @cache
 def all_tests() -> set[str]:
-    """The names of all tests."""
-    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
-    return {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
+    """The names of all tests, alone and as FILE::NAME."""
+    found = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names = re.findall(r"^def (test_\w+)\(", path.read_text(), re.M)
+        found |= {*names, *(f"{path.relative_to(ROOT)}::{name}" for name in names)}
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_tests_exist(page: str):
-    named = [span for span in docs.spans(page) if re.fullmatch(r"test_\w+", span)]
+    named = [span for span in docs.spans(page) if re.fullmatch(r"(tests/[\w/]+\.py::)?test_\w+", span)]
     assert [name for name in named if name not in all_tests()] == []
+
+
+PROMISES = ("can and cannot do", "What each right is for", "What is not defended")
+
+
+def test_every_promise_of_the_security_page_names_a_test():
+    sections = re.split(r"^## ", (ROOT / "docs/security.md").read_text(), flags=re.M)[1:]
+    chosen = [text for text in sections if any(p in text.splitlines()[0] for p in PROMISES)]
+    assert len(chosen) == 8
+    for section in chosen:
+        promises = re.split(r"^- ", section, flags=re.M)[1:]
+        assert promises
+        assert [each for each in promises if "`tests/" not in each] == []
 
 
 def options() -> set[str]:
@@ -357,7 +374,7 @@ short connections to a NodePort → kbpf `stack` |: short connections
 requests on a kept connection to a NodePort → kbpf `stack` |: requests
 """,
 )
-def test_readme_has_the_measured_figures(named: str, where: str):
+def test_readme_has_the_measured_figures(named, where):
     """The first words of a row of README.md → a text in the heading of its table in performance.md: the first words of
     the rows there.
     """

@@ -47,7 +47,7 @@ the namespace is being deleted: 404 → 1 asked, 0 sent, 1 dropped
 never reachable: None → {events.MAX_ATTEMPTS} asked, 0 sent, 1 dropped
 """,
 )
-def test_retries_and_outcome(answers: str, outcome: str):
+def test_retries_and_outcome(answers, outcome):
     """The server's status codes → the number of requests, and the recorder's counters."""
     codes = [int(word) if word != "None" else None for word in answers.split()]
     server = EventServer(*codes)

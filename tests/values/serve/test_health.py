@@ -194,7 +194,7 @@ the second changes its port: a=1 b=1, a=1 b=2 → 1=a 2=b
 two swap their ports: a=1 b=2, a=2 b=1 → 1=b 2=a
 """,
 )
-def test_which_service_gets_a_health_check_port(steps: str, outcome: str, monkeypatch):
+def test_which_service_gets_a_health_check_port(steps, outcome, monkeypatch):
     """The health check port of each Service in every step → the Service of each port after the last step, and how many
     have no port. Retries run after each step.
     """

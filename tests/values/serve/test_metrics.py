@@ -218,7 +218,7 @@ def replace_status(**change: object) -> AgentStatus:
 0 of a/x=500 →
 """,
 )
-def test_which_services_have_series(given: str, shown: str):
+def test_which_services_have_series(given, shown):
     """A limit, and Services with their connections, `!`: with a failure → those with series: those with failures, the
     busiest, and a share for each namespace.
     """
@@ -423,7 +423,7 @@ def test_rejected_configuration_is_one_event():
 50 % of 23*1 → inf
 """,
 )
-def test_quantile_of_a_latency(given: str, power: str):
+def test_quantile_of_a_latency(given, power):
     """A share of values, by the index of their bucket → the quantile as a power of 2."""
     share, _, values = given.partition(" % of ")
     buckets = [0] * 24

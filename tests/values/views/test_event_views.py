@@ -262,7 +262,7 @@ of another agent: -10*90 | -10*1 →
 two families: , | -10*1, -2*1 → 0.977 250 - -
 """,
 )
-def test_latencies_are_those_between_the_two_reads(histograms: str, expected: str):
+def test_latencies_are_those_between_the_two_reads(histograms, expected):
     """Latencies of a Service's ports before | after → those in between: of connect(), then of round trips."""
     before, after = histograms.split("|")
     reads = read_port(10.0, before, 0), read_port(12.0, after, 4)
@@ -274,7 +274,7 @@ def test_latencies_are_those_between_the_two_reads(histograms: str, expected: st
 
 
 @each_pair("milliseconds, text", "0.244 → 0.244ms\n999 → 999ms\n1000 → 1s\n64000 → 64s\ninf → >64s")
-def test_times(milliseconds: str, text: str):
+def test_times(milliseconds, text):
     assert format_milliseconds(float(milliseconds)) == text
     assert format_milliseconds(None) == "-"
 

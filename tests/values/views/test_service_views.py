@@ -62,7 +62,7 @@ def backends(*indexes: int) -> BackendSet:
 2 | 2 Local → unknown
 """,
 )
-def test_trace_names_the_policy_that_uses_an_endpoint(sets: str, why: str):
+def test_trace_names_the_policy_that_uses_an_endpoint(sets, why):
     """Members of the cluster set | of the local set, and whether a policy is Local → the reason of endpoint 1."""
     cluster, local = (map(int, part.replace("Local", "").split()) for part in sets.split("|"))
     frontend = FrontendEntry(at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local))
@@ -142,7 +142,7 @@ web-1 -n shop → no: shop/web-0
 {LONG_POD}y → no: did you mean kube-system/dns-xxx
 """,
 )
-def test_service_is_found_by_name_and_namespace(asked: str, found: str):
+def test_service_is_found_by_name_and_namespace(asked, found):
     """A name and a namespace → the Services that are shown, or words of the error's hint."""
     held = snapshot(names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}}, endpoints=ENDPOINTS)
     name, _, namespace = asked.partition(" -n ")
@@ -182,7 +182,7 @@ the address of this node: 1 10.0.0.9 a, 1 10.244.0.1 b → 10.244.0.1 default/b
 no Pod: 1 10.244.0.1 - →
 """,
 )
-def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str):
+def test_address_is_a_pods_if_only_one_pod_has_it(endpoints, expected):
     """Service, address and Pod of endpoints → the address that is a Pod's."""
     ports: dict[str, ServicePort] = {}
     for endpoint in endpoints.split(", "):
@@ -209,7 +209,7 @@ flow_queue → -
 flows 100 → 100.0%
 """,
 )
-def test_map_alarm_is_at_80_percent(given: str, fill: str):
+def test_map_alarm_is_at_80_percent(given, fill):
     """A map with room for 100 entries, and how many it has → its cell FILL; `!` is the alarm."""
     name, *entries = given.split()
     contents = {bytes([i]): b"" for i in range(int(*entries or (100,)))}

@@ -53,7 +53,7 @@ problems are not refusals: problem_count=3 → ok, runs
 no agent has ever run: never dead →
 """,
 )
-def test_status_ok_and_running(given: str, says: str):
+def test_status_ok_and_running(given, says):
     """The agent's status, process and hooks → what the view says."""
     words = given.partition(":")[2].split()
     fields = {name: type(getattr(AGENT, name))(value) for name, value in (w.split("=") for w in words if "=" in w)}
@@ -154,7 +154,7 @@ SCTP: protocol=132 → protocol=SCTP
 a last use in the future: idle=-5 → idle_seconds=0.0
 """,
 )
-def test_connection_row(entry: str, fields: str):
+def test_connection_row(entry, fields):
     """What is special about an entry, as arguments of track() → some fields of its row.
     tests/golden/inspect/connections.txt has the usual ones.
     """
@@ -229,7 +229,7 @@ no status and no programs: unknown → off no packet programs
 disabled, but programs are pinned until the next start: off pinned → on
 """,
 )
-def test_packet_path_state(given: str, expected: str):
+def test_packet_path_state(given, expected):
     """The agent's PacketStatus, whether programs are pinned → the view's state and words of the reason."""
     name, *pinned = given.split()
     state, _, why = expected.partition(" ")

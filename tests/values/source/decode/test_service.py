@@ -84,7 +84,7 @@ labels: {app: other, component: connect-injector} → mesh = Consul
 labels: {app: consul, component: dns} → mesh =
 """,
 )
-def test_service_field(given: str, expected: str):
+def test_service_field(given, expected):
     """Fields of a Service's spec (LOCAL: those of `LOCAL`; none: clusterIP 10.96.0.1 and port 80) → a field of the
     Service as shown().
     """
@@ -145,7 +145,7 @@ ff0e::1 → not a unicast address
 '::ffff:1.2.3' → not an IP address
 """,
 )
-def test_special_address_is_left_out_and_the_others_are_kept(text: str, why: str):
+def test_special_address_is_left_out_and_the_others_are_kept(text, why):
     """In every mode: the Service's other addresses are still served."""
     word = text.strip("'")
     listed = ["198.51.100.1", word]
@@ -216,7 +216,7 @@ AFFINITY {timeoutSeconds: 86401}} → spec.sessionAffinityConfig.clientIP.timeou
 type: Loadbalancer → spec.type: 'Loadbalancer' is not one of ClusterIP, NodePort, LoadBalancer, ExternalName
 """,
 )
-def test_a_malformed_service_is_one_error_that_names_the_field(given: str, error: str):
+def test_a_malformed_service_is_one_error_that_names_the_field(given, error):
     item = service(**fields(given.replace("AFFINITY", "sessionAffinity: ClientIP, sessionAffinityConfig: {clientIP:")))
     assert item.object is None
     assert error in item.error

@@ -177,7 +177,7 @@ endpoints: [{addresses: [1]}] → endpoints[0].addresses[0]: expected a string, 
 endpoints: {} → endpoints: expected a list, got an object
 """,
 )
-def test_a_malformed_slice_is_one_error_that_names_the_field(given: str, error: str):
+def test_a_malformed_slice_is_one_error_that_names_the_field(given, error):
     item = an_slice(**fields(given))
     assert (item.object, item.error) == (None, error)
     assert item.key == ObjectKey(Kind.SLICE, "ns", "web-x")
@@ -216,7 +216,7 @@ clusterIP: 10.0.0.100 →
 clusterIP: 0fd0::10 →
 """,
 )
-def test_leading_zeros_are_reported(spec: str, line: str):
+def test_leading_zeros_are_reported(spec, line):
     given = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | fields(spec)
     item = read(Kind.SERVICE, {"metadata": {"name": "x", "namespace": "n"}, "spec": given})
     assert " ".join(item.object.skipped) == line
@@ -231,7 +231,7 @@ def test_leading_zeros_are_reported(spec: str, line: str):
 10.1.0.1 nonsense → endpoints[0].addresses[1]: 'nonsense' is not an IP address
 """,
 )
-def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses: str, line: str):
+def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses, line):
     item = an_slice(endpoints=[{"addresses": addresses.split()}])
     assert [end.address for end in item.object.endpoints] == [a("10.1.0.1")]
     assert " ".join(item.object.skipped) == line

@@ -63,7 +63,7 @@ name: no → spec.ports[0].name: expected a string, got a boolean (a.yaml:9)
 clusterIP: 10.96.0 → spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)
 """,
 )
-def test_bad_field_is_an_error_with_its_line(field: str, error: str):
+def test_bad_field_is_an_error_with_its_line(field, error):
     """The field replaces its namesake in WEB (the last one)."""
     old = {"port": "port: 80", "name": "name: http", "clusterIP": "clusterIP: 10.96.0.1"}[field.partition(":")[0]]
     (found,) = parse_documents("a.yaml", WEB.replace(old, field).encode()).objects
