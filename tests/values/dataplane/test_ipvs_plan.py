@@ -147,32 +147,11 @@ def test_the_outcome_of_a_new_connection(text: str, cluster_ip: str, external: s
     assert noted == ({f"{at} {MARK}" for at in ats} if local else set())
 
 
-def test_a_cluster_ip_alone_has_no_short_circuit():
-    assert not needs_fwmark(state("A B external-local"))
-
-
-def test_a_short_circuit_no_longer_needed_gets_no_new_connections():
-    """It stays for its established connections, with the current endpoints."""
-    before = made(f"A {ALL} external-local")
-    after = plan_service_port(state(f"A B {ALL}"), ground(), MARK)
-    kinds = SetName.FWMARKS, SetName.OWN_FWMARKS
-    assert sets(after, *kinds) == sets(before, *kinds) != {}
-    assert sets(after, SetName.SHORT_CIRCUITS) == {}
-    assert pools(after)[f"mark {MARK:#x}"] == f"rr,0 {A}*1 {B}*1"
-
-
 def test_node_ports_use_addresses_of_their_family():
     v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
     assert set(pools(plan_service_port(v6, ground()))) == {"[fd00:96::1]:80/TCP", f"[{NODE_IP6}]:30080/TCP"}
     assert set(pools(made("A at=NodePort"))) == {f"{NODE_IP}:30080/TCP"}
     assert pools(plan_service_port(state("A at=NodePort"), NodeContext())) == {}
-
-
-def test_the_dummy_device_has_all_addresses_but_the_nodes():
-    port = service("web", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80 ExternalIP={NODE_IP}:80", A)
-    programmed = plan_service_port(port, ground())
-    assert sets(programmed, SetName.VIRTUAL_IPS)["virtual_ips"] == {"10.96.0.1", "192.0.2.1"}
-    assert f"{NODE_IP}:80/TCP" in pools(programmed)
 
 
 # ---- source ranges -----------------------------------------------------------------------------
@@ -409,29 +388,6 @@ def test_a_refused_virtual_service_is_not_served_and_tried_again():
     assert again.new_pools.keys() == {refused, short}
     assert names(again.new_elements) == {"served", "short_circuits"}
     assert not again.changed_pools
-
-
-def test_a_lost_virtual_service_is_no_longer_served():
-    """A virtual service that served before: its elements are removed with this change."""
-    ledger = DesiredElements()
-    plan(ledger, state("A at=ClusterIP,VIP"))
-    changes = plan(ledger, state("A B at=ClusterIP,VIP"))
-    lost = VirtualService(Protocol.TCP, parse_addr("10.96.0.1"), 80)
-    ledger.record_refusals({lost: None}, changes)
-    assert changes.old_elements == {WEB}
-    assert VIP in ledger.elements
-    assert ledger.pools.keys() == {VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
-
-
-def test_the_state_held_by_the_kernel_after_a_refusal_is_recorded():
-    ledger, wanted = DesiredElements(), state("A B")
-    plan(ledger, state("A"))
-    ((virtual, old),) = ledger.pools.items()
-    changes = plan(ledger, wanted)
-    assert ledger.record_refusals({virtual: old}, changes) == {virtual: wanted.key}
-    assert ledger.pools == {virtual: old}
-    assert changes.old_elements == set()
-    assert plan(ledger, wanted).changed_pools[virtual][0] == old
 
 
 def test_elements_admitted_early_are_removed_if_the_service_is_refused():

@@ -213,25 +213,6 @@ def test_a_maglev_set_is_written_with_a_table():
     assert len(agent.plan(state("A B C affinity=5")).slots[0][1]) == 3
 
 
-def test_ports_with_the_same_addresses_share_a_table():
-    agent = Agent()
-    ports = [
-        service(name, f"10.96.0.1:{port}", f"10.0.0.1:{port} 10.0.0.2:{port}", algorithm=Algorithm.MAGLEV)
-        for name, port in (("a", 80), ("b", 81), ("c", 82))
-    ]
-    writes = agent.plan(*ports)
-    assert sorted(len(ids) for _, ids in writes.slots) == [2, 2, 2, 251]
-    assert len({value.cluster_table for value in writes.flips.values()}) == 1
-    maps = Maps()
-    list(maps.write(writes))
-    for number, one in enumerate(ports):
-        writes = agent.plan(gone=(one.key,))
-        list(maps.write(writes))
-        list(maps.retire(agent, writes))
-        left = 2 - number
-        assert len(maps.slots) == (251 + 2 * left if left else 0)
-
-
 # A table that both sets of a new Service port share is counted for each.
 CHANGES = [(row.before, row.after) for row in ROWS if row.rule != "both sets have the same table"] + pairs("""\
 - → A B at=ClusterIP,VIP

@@ -198,15 +198,6 @@ class Harness:
         self.chosen.tick(now)
 
 
-@pytest.mark.parametrize(("asked", "mode"), [("auto", "bpf"), ("bpf", "bpf"), ("ipvs", "ipvs")])
-def test_requested_mode_is_used(asked: str, mode: str):
-    house = Harness(asked)
-    house.start()
-    assert house.does == [f"{mode} open", f"{mode} apply"]
-    assert house.chosen.status().choice == ModeChoice(asked, mode)
-    assert house.chosen.choice.mode == house.chosen.shared == mode
-
-
 @pytest.mark.parametrize("mode", ["auto", "bpf"])
 @pytest.mark.parametrize(
     ("verb", "why"),
@@ -248,17 +239,6 @@ def test_later_error_does_not_fall_back():
     with pytest.raises(AttachError):
         house.chosen.apply(NOTHING, set())
     assert house.chosen.choice.mode == "bpf"
-
-
-def test_if_both_modes_fail_the_error_is_that_of_bpf_with_that_of_ipvs():
-    house = Harness("auto", "CGROUP")
-    error = KernelError("no link", "cgroup", "look")
-    house.bpf.fails["open"], house.ipvs.fails["open"] = [error], [KernelError("no IPVS")]
-    with pytest.raises(KernelError) as raised:
-        house.chosen.open()
-    assert raised.value is error
-    assert str(error) == "no link (cgroup); look; mode ipvs is not possible either: no IPVS"
-    assert house.chosen.status().choice == ModeChoice("auto", "bpf")
 
 
 def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
