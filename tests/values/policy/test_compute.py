@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The desired state of Services, where test_any_order.py has no row for it: there any events in any order end in the
-state of a naive model, and exactly what differs is reported as changed.
+state of the final objects, and exactly what differs is reported as changed.
 """
 
 import pytest

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set.
-
-test_any_order.py compares those of random Services with a naive model.
-"""
+"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set."""
 
 from typing import Any, NamedTuple
 
