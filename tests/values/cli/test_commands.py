@@ -334,27 +334,21 @@ def test_config_validate(given, expected, tmp_path, monkeypatch, capsys):
     assert err.count("\n") == int(lines)
 
 
-BAD_FILES = [
-    (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
-    (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/kbpf-ipvs0"),
-    ("a: b: c", "not YAML", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
-    (None, "cannot read", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
-]
-
-
-@pytest.mark.parametrize(("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES])
-def test_inspect_warns_of_a_bad_file_and_continues(
-    text: str | None,
-    told: str,
-    pins: str,
-    ipvs: str,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+@each_pair(
+    "text, expected",
+    """\
+FILE / algorithm: best → /sys/fs/bpf/file /run/file/kbpf-ipvs0 algorithm
+FILE / pinDir: no/where → /sys/fs/bpf/kbpf /run/file/kbpf-ipvs0 no/where
+a: b: c → /sys/fs/bpf/kbpf /run/kbpf/kbpf-ipvs0 not YAML
+ → /sys/fs/bpf/kbpf /run/kbpf/kbpf-ipvs0 cannot read
+""",
+)
+def test_inspect_warns_of_a_bad_file_and_continues(text, expected, tmp_path, monkeypatch, capsys):
+    """A file → the locations that are read, and words of the warning."""
+    pins, ipvs, told = expected.split(" ", 2)
     file = tmp_path / "config.conf"
-    if text is not None:
-        file.write_text(text)
+    if text:
+        file.write_text(written(text))
     monkeypatch.setenv("KBPF_CONFIG", str(file))
     assert looked_for(monkeypatch, "inspect", "status") == (pins, ipvs)
     warning, seen = capsys.readouterr().err.splitlines()

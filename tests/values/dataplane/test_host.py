@@ -12,7 +12,7 @@ from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_strin
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT, BaseChain, ChainRule, masquerade_comment, refuses_all
 from kbpf.kernel.system import sysctl
-from tests.support.table import each_case, each_pair, table
+from tests.support.table import each_pair, table
 
 MARK = 0x4000
 
@@ -51,33 +51,24 @@ def named(kind: int) -> bytes:
     return expression("objref", attribute(uapi.NFTA_OBJREF_IMM_TYPE, struct.pack(">I", kind)))
 
 
-COUNTER, LOG = expression("counter", bytes(24)), expression("log")
-COMMENT, REJECT = xt("match", "comment"), xt("target", "REJECT")
-DROP, ACCEPT, JUMP = verdict(uapi.NF_DROP), verdict(uapi.NF_ACCEPT), verdict(-3, "cali-FORWARD")
-TO_A_POD = expression("payload") + expression("cmp")
-LOAD = expression("immediate", attribute(uapi.NFTA_IMMEDIATE_DATA, attribute(1, bytes(4))))
-VERDICT_MAP = expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT)))
-EXPRESSIONS = {
-    "iptables -j REJECT": (COUNTER + REJECT, True),
-    "iptables -m comment -j REJECT": (COMMENT + COUNTER + REJECT, True),
-    "drop": (DROP, True),
-    "counter drop": (COUNTER + DROP, True),
-    "log, then drop": (LOG + DROP, True),
-    "a named counter, then drop": (named(uapi.NFT_OBJECT_COUNTER) + DROP, True),
-    "above a named quota, drop": (named(2) + DROP, False),
-    "reject with a reason": (expression("reject", bytes(8)), True),
-    "reject to one pod": (TO_A_POD + COUNTER + REJECT, False),
-    "drop to one pod": (TO_A_POD + DROP, False),
-    "a match by an iptables module": (xt("match", "conntrack") + COUNTER + DROP, False),
-    "accept": (COUNTER + ACCEPT, False),
-    "a jump": (COUNTER + JUMP, False),
-    "another target": (xt("target", "MARK"), False),
-    "only a counter": (COUNTER, False),
-    "nothing": (b"", False),
-    "by a verdict map": (VERDICT_MAP, False),
-    "a value for the mark": (LOAD, False),
+PARTS = {
+    "accept": verdict(uapi.NF_ACCEPT),
+    "another-target": xt("target", "MARK"),
+    "comment": xt("match", "comment"),
+    "conntrack": xt("match", "conntrack"),
+    "counter": expression("counter", bytes(24)),
+    "drop": verdict(uapi.NF_DROP),
+    "jump": verdict(-3, "cali-FORWARD"),
+    "load": expression("immediate", attribute(uapi.NFTA_IMMEDIATE_DATA, attribute(1, bytes(4)))),
+    "log": expression("log"),
+    "named-counter": named(uapi.NFT_OBJECT_COUNTER),
+    "named-quota": named(2),
+    "reject": expression("reject", bytes(8)),
+    "REJECT": xt("target", "REJECT"),
+    "to-a-pod": expression("payload") + expression("cmp"),
+    "verdict-map": expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT))),
 }
-"""The expressions of a rule, and whether they refuse all packets."""
+"""The expressions of rules; REJECT is that of iptables."""
 
 
 def rule(expressions: bytes) -> nft.Rule:
@@ -92,11 +83,34 @@ def rule(expressions: bytes) -> nft.Rule:
     )
 
 
-@each_case("expressions, refuses", EXPRESSIONS)
-def test_which_rules_refuse_all_packets(expressions, refuses):
-    parsed = rule(expressions)
+@each_pair(
+    "parts, refuses",
+    """\
+counter REJECT → yes
+comment counter REJECT → yes
+drop → yes
+counter drop → yes
+log drop → yes
+named-counter drop → yes
+named-quota drop → no
+reject → yes
+to-a-pod counter REJECT → no
+to-a-pod drop → no
+conntrack counter drop → no
+counter accept → no
+counter jump → no
+another-target → no
+counter → no
+ → no
+verdict-map → no
+load → no
+""",
+)
+def test_which_rules_refuse_all_packets(parts, refuses):
+    """The expressions of a rule → whether they refuse all packets."""
+    parsed = rule(b"".join(PARTS[part] for part in parts.split()))
     assert (parsed.chain, parsed.handle, parsed.comment) == ("c", 7, KEEPALIVE_COMMENT)
-    assert refuses_all(parsed.expressions) == refuses
+    assert refuses_all(parsed.expressions) == (refuses == "yes")
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6", "inet", "netdev", "bridge", "arp"])
@@ -107,7 +121,7 @@ def test_rules_of_each_family_are_read(family: str, monkeypatch):
     def rule_in(table: str, chain: str) -> Message:
         body = pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(uapi.NFTA_RULE_CHAIN, chain)
         handle = attribute(uapi.NFTA_RULE_HANDLE, struct.pack(">Q", 7))
-        return Message(0, 0, bytes(4) + body + handle + attribute(uapi.NFTA_RULE_EXPRESSIONS, DROP))
+        return Message(0, 0, bytes(4) + body + handle + attribute(uapi.NFTA_RULE_EXPRESSIONS, PARTS["drop"]))
 
     def dump(_: Netlink, __: int, body: bytes) -> list[Message]:
         asked.append(body)

@@ -73,14 +73,6 @@ def test_tables_of_a_namespace_are_limited(text, plain):
             assert effective is state
 
 
-def test_service_ports_without_a_table_do_not_count():
-    limits = TableLimits(2 * TABLE + 1)
-    plain = [tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)]
-    states = {state.key: state for state in plain} | tenants("a/x@1")
-    limits.update(states, states)
-    assert not any(limits.reason_for_even_spread(key) for key in states)
-
-
 def test_a_waiting_service_port_gets_a_freed_table():
     limits = TableLimits(2 * TABLE)
     states = tenants(XYZ)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any order and batching of events ends in the same desired state. tests/fuzz/test_judge.py compares what a Service gets
-with kube-proxy's own functions.
+"""Any order and batching of events ends in the same desired state. tests/fuzz/test_judge.py compares
+that of single Services with kube-proxy's own functions.
 """
 
 from collections.abc import Iterable

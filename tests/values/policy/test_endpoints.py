@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kbpf.model.address import parse_addr
-from kbpf.model.objects import Endpoint, EndpointSlice, Node, Protocol, Service, ServicePort, SlicePort
+from kbpf.model.objects import Endpoint, EndpointSlice, Node, Protocol, Service, SlicePort
 from kbpf.policy.endpoints import (
     EndpointReason,
     EndpointSelection,
@@ -19,7 +19,7 @@ from kbpf.policy.endpoints import (
     select_endpoints,
 )
 from tests.support.table import each_case, each_row, table
-from tests.values.policy.services import CONDITIONS, HTTP, end, ends, numbers, piece, service
+from tests.values.policy.services import CONDITIONS, HTTP, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
 
@@ -87,13 +87,6 @@ def test_the_cluster_set(row: Row):
     assert chosen.local == ()
 
 
-@pytest.mark.parametrize("hint", ["a", ""])
-def test_on_a_node_without_a_zone_hints_for_zones_are_ignored(hint: str):
-    """Even hints for a zone called ''."""
-    chosen = ask(CLUSTER, (end(1, zone_hints=(hint,)), *ends("2>b")), Node("me"))
-    assert (numbers(chosen.cluster), chosen.mode) == ("1 2", "")
-
-
 class LocalRow(NamedTuple):
     """Endpoints, and the expected local set, cluster set of a NodePort, and `any_endpoints`."""
 
@@ -129,11 +122,6 @@ def test_the_local_set(row: LocalRow):
         chosen = ask(web, row.ends)
         assert (numbers(chosen.local), numbers(chosen.cluster)) == (row.local, cluster)
         assert chosen.any_endpoints is row.some
-
-
-def test_without_a_node_name_nothing_is_local_or_hinted_for_this_node():
-    chosen = ask(EXTERNAL_LOCAL, (end(1, node="", node_hints=("",)),), Node(""))
-    assert (chosen.local, chosen.mode, numbers(chosen.cluster)) == ((), "", "1")
 
 
 class PolicyRow(NamedTuple):
@@ -203,17 +191,6 @@ def test_a_slice_without_the_port_has_no_endpoints_for_it(port):
     (line,) = chosen.explain()
     assert (line.reason, line.port, line.cluster) == (EndpointReason.NO_PORT, 0, False)
     assert "'http' (TCP)" in line.text
-
-
-def test_empty_port_names_match_each_other():
-    port = ServicePort("", Protocol.TCP, 80)
-    slices = (piece("1", ports=(SlicePort("", Protocol.TCP, 8080),)),)
-    assert numbers(select_endpoints(slices, port, CLUSTER, ME, 4).cluster) == "1"
-
-
-def test_one_address_with_two_ports_is_two_backends():
-    slices = (piece("1"), piece("1", ports=(SlicePort("http", Protocol.TCP, 80),), name="b"))
-    assert [b.port for b in select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster] == [80, 8080]
 
 
 class TwoEntries(NamedTuple):

@@ -18,7 +18,6 @@ from kbpf.policy.frontends import (
     masquerade_addresses,
     node_port_addresses,
     node_port_problem,
-    restricts_clients,
     service_families,
 )
 from tests.support.table import each_row, table
@@ -87,18 +86,6 @@ def test_the_frontends_of_a_service(row: Row):
         assert " ".join(map("".join, zip(names, marks, strict=True))) == expected
         assert (family in service_families(web)) is bool(expected)
         assert externally_reachable(web, web.ports[0], family) or len(found) <= 1
-
-
-def test_a_frontend_has_the_protocol_of_its_port():
-    dns = service("dns protocol=UDP port=53 node-port=30053")
-    found = compute_frontends(dns, dns.ports[0], 4)
-    assert [str(f.at) for f in found] == ["10.96.0.1:53/UDP", "0.0.0.0:30053/UDP"]
-
-
-def test_without_ranges_nothing_is_restricted():
-    assert not restricts_clients((), 4)
-    assert not restricts_clients(cidrs("fd00::/8"), 4)
-    assert restricts_clients(cidrs("0.0.0.0/1"), 4)
 
 
 # ---- addresses of the node ---------------------------------------------------------------------

@@ -227,11 +227,6 @@ def test_weights_of_a_set(row: SetRow):
         assert (line.reason is EndpointReason.WEIGHT_ZERO) is not is_chosen
 
 
-def test_without_weights_a_set_has_none():
-    found = ask(None, THREE)
-    assert (found.cluster_weights, found.zero_weight) == ((), frozenset())
-
-
 def test_cluster_set_and_local_set_are_weighted_separately():
     """With policy Local, a node whose only endpoint has weight 0 still serves with it."""
     outside = {"internal_local": True, "external_ips": (parse_addr("192.0.2.1"),)}
