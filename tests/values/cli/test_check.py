@@ -247,8 +247,3 @@ def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     assert [refused, unknown] == [given[1], given[3]]
     assert (refused.name, unknown.name) == ("hook sendmsg4", "hook release")
     assert list(sum_up(given[1:2])) == given[1:2]
-
-
-def test_number_of_checks():
-    """More than a page of rows is not read."""
-    assert len(Check) <= 35

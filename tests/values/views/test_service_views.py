@@ -155,20 +155,18 @@ def test_service_is_found_by_name_and_namespace(asked, found):
         assert [each.service.full_name for each in shown] == found.split()
 
 
-CONDITIONS = [
-    "ready, serving → ready",
-    "serving → not ready, serving",
-    " → not ready",
-    "serving, terminating → terminating, serving",
-    "terminating → terminating",
-    "ready, serving, terminating → ready, terminating, serving",
-]
-"""The conditions of an endpoint, and the words for them."""
-
-
-@pytest.mark.parametrize("row", CONDITIONS)
-def test_state_of_an_endpoint_is_its_conditions(row: str):
-    conditions, _, words = row.partition(" → ")
+@each_pair(
+    "conditions, words",
+    """\
+ready, serving → ready
+serving → not ready, serving
+ → not ready
+serving, terminating → terminating, serving
+terminating → terminating
+ready, serving, terminating → ready, terminating, serving
+""",
+)
+def test_state_of_an_endpoint_is_its_conditions(conditions, words):
     given = [name in conditions.split(", ") for name in ("ready", "serving", "terminating")]
     assert EndpointEntry(backend(1), "", "", "", *given).state == words
 
@@ -236,39 +234,31 @@ def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
 # ---- targets of check --attached ---------------------------------------------------------------
 
 
-def many(count: int) -> dict[int, int]:
-    return {i: i + 1 for i in range(count)}
-
-
-def dialled(**frontends: ServiceValue) -> list[str]:
-    held = snapshot(
-        frontends={at(f"10.96.0.{name[1:]}"): one for name, one in frontends.items()},
-        sets={i: many(i) for i in range(1, 10)} | {100: many(MAX_BACKENDS + 1)},
-        backends={i: backend(i) for i in range(1, MAX_BACKENDS + 2)},
-    )
-    return [str(at) for at, _ in select_targets(held)]
-
-
-def test_smallest_set_is_dialled():
-    assert dialled(_1=value(3), _2=value(2), _3=value(4)) == ["10.96.0.2:80/TCP"]
-
-
-def test_service_with_affinity_is_dialled_only_if_there_is_no_other():
-    assert dialled(_1=value(1, timeout=5), _2=value(4)) == ["10.96.0.2:80/TCP"]
-    assert dialled(_1=value(1, timeout=5)) == ["10.96.0.1:80/TCP"]
-
-
-@pytest.mark.parametrize(
-    "never",
-    [
-        value(1, size=0),
-        value(100),
-        value(1, flags=int(ServiceFlag.NODE_PORT)),
-        value(1, flags=int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)),
-        value(1, flags=int(ServiceFlag.CLUSTER_IP | ServiceFlag.INTERNAL_LOCAL)),
-        value(11),  # its set does not exist
-    ],
-    ids=["no backends", "too many", "NodePort", "restricted", "no local backend", "set is gone"],
+@each_named_pair(
+    "frontends, dialled",
+    """\
+the smallest set: 3 2 4 → 2
+affinity only if there is no other: 1/affinity 4 → 2
+affinity alone: 1/affinity → 1
+no backends: 1/empty →
+too many: 100 →
+NodePort: 1/NODE_PORT →
+restricted: 1/LOAD_BALANCER/RESTRICTED →
+no local backend: 1/CLUSTER_IP/INTERNAL_LOCAL →
+the set is gone: 11 →
+""",
 )
-def test_never_dialled(never: ServiceValue):
-    assert dialled(_1=never) == []
+def test_which_frontend_is_dialled(frontends, dialled):
+    """The set of each frontend and its flags → the number of the frontend. Set N has N backends, 100 too many, and 11
+    does not exist.
+    """
+    held = {}
+    for number, word in enumerate(frontends.split(), 1):
+        set_id, *more = word.split("/")
+        flags = sum(ServiceFlag[name] for name in more if name.isupper()) or CLUSTER_IP
+        held[at(f"10.96.0.{number}")] = value(int(set_id), "empty" not in more, flags, 5 * ("affinity" in more))
+    sets = {i: {slot: slot + 1 for slot in range(i)} for i in range(1, 10)}
+    sets[100] = {slot: slot + 1 for slot in range(MAX_BACKENDS + 1)}
+    entries = {i: backend(i) for i in range(1, MAX_BACKENDS + 2)}
+    found = select_targets(snapshot(frontends=held, sets=sets, backends=entries))
+    assert [str(where) for where, _ in found] == [f"10.96.0.{number}:80/TCP" for number in dialled.split()]

@@ -10,7 +10,7 @@ import pytest
 
 from kbpf.model.events import Rejected
 from kbpf.source.base import SourceState
-from tests.support.table import each_case, table
+from tests.support.table import each_named_pair, table
 from tests.values.source.folder.folder import BOTH, NODE, SLICE, SYNCED, WEB, service
 
 # --- events of the folder ---
@@ -31,10 +31,6 @@ def test_all_files_are_read_at_the_first_poll(run):
     assert run.look() == []
 
 
-def test_an_empty_folder_is_synced(run):
-    assert run.look() == SYNCED
-
-
 def test_only_our_own_node_is_an_event(run):
     assert run.place(f"{NODE}---\n{NODE.replace('n1', 'n2')}", "n.yaml") == ["+n1", *SYNCED]
 
@@ -46,13 +42,6 @@ def test_objects_outside_the_api_selectors_are_ignored(run):
     run.write("c.yaml", WEB.replace("10.96.0.1", "None"))
     run.write("d.yaml", WEB.replace("  clusterIP: 10.96.0.1\n", ""))
     assert run.place(SLICE.replace("IPv4", "FQDN"), "e.yaml") == SYNCED
-
-
-def test_change_is_read_once_the_file_is_unchanged_for_two_polls(run):
-    run.place(BOTH)
-    assert run.place(BOTH.replace("8080", "8081")) == []
-    assert run.look() == ["+web-1"]
-    assert run.look() == []
 
 
 def test_file_being_written_is_not_read(run):
@@ -168,25 +157,31 @@ def test_changed_symbolic_link_is_followed(run):
     assert run.settle() == ["+web"]
 
 
-CHANGES = {
-    # the files before, those that are written or removed (None), and the events
-    "a new file": ({"a.yaml": WEB}, {"b.yaml": SLICE}, ["+web-1"]),
-    "a removed file": ({"a.yaml": WEB, "b.yaml": SLICE}, {"a.yaml": None}, ["-web"]),
-    "an object is removed from a file": ({"a.yaml": BOTH}, {"a.yaml": SLICE}, ["-web"]),
-    "an object moves to another file": ({"a.yaml": BOTH}, {"a.yaml": WEB, "z.yaml": SLICE}, []),
-    "a file is written with the same text": ({"a.yaml": WEB}, {"a.yaml": WEB}, []),
-    "a bad object is removed": ({"a.yaml": service("x", 0)}, {"a.yaml": ""}, ["-x"]),
-}
+FILES = {"WEB": WEB, "SLICE": SLICE, "BOTH": BOTH, "BAD": service("x", 0), "": ""}
 
 
-@each_case("before, now, events", CHANGES)
-def test_events_of_a_change(run, before, now, events):
-    for file, text in before.items():
-        run.write(file, text)
+@each_named_pair(
+    "change, events",
+    """\
+a new file: a.yaml=WEB | b.yaml=SLICE → +web-1
+a removed file: a.yaml=WEB b.yaml=SLICE | a.yaml → -web
+an object is removed from a file: a.yaml=BOTH | a.yaml=SLICE → -web
+an object moves to another file: a.yaml=BOTH | a.yaml=WEB z.yaml=SLICE →
+a file is written with the same text: a.yaml=WEB | a.yaml=WEB →
+a bad object is removed: a.yaml=BAD | a.yaml= → -x
+""",
+)
+def test_events_of_a_change(run, change, events):
+    """The files before | those that are written, or removed → the events."""
+    before, now = (part.split() for part in change.split("|"))
+    for word in before:
+        file, _, text = word.partition("=")
+        run.write(file, FILES[text])
     run.look()
-    for file, text in now.items():
-        if text is None:
-            (run.path / file).unlink()
+    for word in now:
+        file, is_written, text = word.partition("=")
+        if is_written:
+            run.write(file, FILES[text])
         else:
-            run.write(file, text)
-    assert run.settle() == events
+            (run.path / file).unlink()
+    assert run.settle() == events.split()
