@@ -190,25 +190,6 @@ def test_apply_is_not_authoritative_while_a_source_is_not(clock: Clock):
     assert plane.sound == [False, True]
 
 
-def test_failed_apply_is_counted(clock: Clock):
-    agent, plane = begun(0.0)
-
-    def failures() -> float:
-        return metrics(agent)["kbpf_sync_failures_total"].value()
-
-    plane.apply_error = "no"
-    agent.step([service("a")])
-    assert failures() == 1
-    clock.now += 2.0
-    agent.step([])
-    assert failures() == 2
-    plane.apply_error = ""
-    clock.now += 2.0
-    agent.step([])
-    assert failures() == 2
-    assert plane.applied[1:] == [{"a"}]
-
-
 def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
     agent, plane = begun(0.0)
 
@@ -229,7 +210,7 @@ def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
 
 
 @pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])
-def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch, waiting: str):
+def test_failed_apply_is_counted_and_retried_once_per_interval(clock: Clock, monkeypatch, waiting: str):
     agent, plane = begun(0.0)
     plane.apply_error = "no"
     if waiting == "deferred work":
@@ -243,6 +224,11 @@ def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch, wa
     clock.now += RETRY_INTERVAL_S
     agent.step([])
     assert plane.failed_applies == 2
+    plane.apply_error = ""
+    clock.now += RETRY_INTERVAL_S
+    agent.step([])
+    assert plane.applied[1:]
+    assert metrics(agent)["kbpf_sync_failures_total"].value() == 2
 
 
 def test_refused_change_becomes_unhealthy_although_others_arrive(clock: Clock):

@@ -262,8 +262,3 @@ def test_diagnostics_of_a_file_have_the_log_format(tmp_path, capsys, form, more)
         assert ("warning", unknown) in told
     assert "(KubeProxyConfiguration.bindAddress)" in told[0][1]
     assert "(KubeProxyConfiguration.oomScoreAdj)" in told[1][1]
-
-
-def test_error_about_an_unreadable_file_has_the_log_format(capsys):
-    assert app.call(["run", "--config", "/nowhere", "--log-format=json"]) == 1
-    assert "/nowhere" in json.loads(capsys.readouterr().err)["message"]
