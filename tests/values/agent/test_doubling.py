@@ -24,6 +24,7 @@ from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from kbpf.source.decode.annotations import parse_weights
 from tests.support.runtime.lines import lines_run
+from tests.support.table import each_case
 from tests.values.policy.services import up
 
 SMALL, LARGE = 256, 1024
@@ -112,10 +113,10 @@ def slope(cost: Callable[[int], int]) -> float:
     return log2(cost(LARGE) / cost(SMALL)) / log2(LARGE / SMALL)
 
 
-@pytest.mark.parametrize("name", GROWING)
-def test_service_of_twice_the_size_costs_twice_as_much(name: str):
+@each_case("objects", GROWING)
+def test_service_of_twice_the_size_costs_twice_as_much(objects):
     def cost(size: int) -> int:
-        return lines_run(lambda: program(GROWING[name], size))
+        return lines_run(lambda: program(objects, size))
 
     assert slope(cost) <= SLOPE
 
@@ -126,16 +127,16 @@ NODES: dict[str, Callable[[int], Node]] = {
 }
 
 
-@pytest.mark.parametrize("name", NODES)
+@each_case("made", NODES)
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another"])
-def test_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
+def test_node_of_twice_the_size_costs_twice_as_much(made, ours: bool):
     """With Services whose external addresses are compared with the node's."""
 
     def cost(size: int) -> int:
         world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
         services = [service(external_ips=(address(at, 20),)) for at in range(10)]
         services = [replace(one, name=f"s{at}") for at, one in enumerate(services)]
-        node = NODES[name](size)
+        node = made(size)
         node = node if ours else replace(node, name="other")
         events = [up(one) for one in services]
         desired.update(world, world.apply(events), (), config)

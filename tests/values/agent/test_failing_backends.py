@@ -12,8 +12,6 @@ from kbpf.model.metrics import ConnectionProbe, FailingBackend
 from kbpf.model.objects import ServiceName
 from kbpf.serve import events as serve_events
 from kbpf.serve.events import EventObject, EventRecorder
-from tests.support.faults.event_server import EventServer
-from tests.support.lab.lab import until
 from tests.support.table import each_named_pair, each_pair
 from tests.values.agent.recording import begun
 
@@ -96,17 +94,6 @@ def test_the_note_names_backends_and_is_bounded():
 def test_the_note_has_no_control_characters():
     """A map that was damaged may hold any name."""
     assert "\n" not in format_note(ServiceName("a", "b"), [failing("a/b", 1, "x\n\x1b[2J")])
-
-
-def test_the_event_reaches_the_api_server():
-    server = EventServer(201)
-    recorder = EventRecorder(server, "n1")
-    FailingBackendReporter(recorder).report([failing("shop/prices")], 0.0)
-    until("the Event is sent", lambda: recorder.sent == 1)
-    recorder.stop()
-    (event,) = server.events
-    assert (event["reason"], event["regarding"]["name"]) == ("BackendFailing", "prices")
-    assert event["metadata"]["namespace"] == "shop"
 
 
 @each_pair(

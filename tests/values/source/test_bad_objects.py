@@ -182,12 +182,6 @@ def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path, told: C
     assert node.plane.served == served(*row.served)
 
 
-def test_unused_kind_is_logged_and_is_no_problem(tmp_path, told: Callable[[], list[str]]):
-    node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
-    assert told() == ["ignored objects of a kind that kbpf does not use kind=Deployment file=zz.yaml"]
-    assert node.agent.status().problems == ()
-
-
 def test_external_ip_of_this_node_is_logged_and_served(tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
     assert told() == [f"{AT_THIS_NODE}: {OWN}:10256/TCP of Service bad/x"]

@@ -12,7 +12,7 @@ from kbpf.errors import ObjectError
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Node, Pod
 from kbpf.source.decode import decode
-from tests.support.table import table
+from tests.support.table import each_pair, table
 from tests.values.source.decode.objects import OF_SERVICE, a, cidr, fields, read
 
 
@@ -46,19 +46,19 @@ def test_node_without_spec_and_status_has_defaults():
     assert read(Kind.NODE, {"metadata": {"name": "n1"}}).object == Node("n1")
 
 
-BEING_DELETED = {
-    "metadata: {name: n1, deletionTimestamp: '2026-01-01T00:00:00Z'}": True,
-    "spec: {taints: [{key: a}, {key: ToBeDeletedByClusterAutoscaler}]}": True,
-    "spec: {taints: [{key: node.kubernetes.io/unschedulable}]}": False,
-    "spec: {taints: [{effect: NoSchedule}]}": False,
-    "spec: {unschedulable: true}": False,
-}
-
-
-@pytest.mark.parametrize("text", BEING_DELETED)
-def test_node_being_deleted(text: str):
+@each_pair(
+    "text, deleted",
+    """\
+metadata: {name: n1, deletionTimestamp: '2026-01-01T00:00:00Z'} → yes
+spec: {taints: [{key: a}, {key: ToBeDeletedByClusterAutoscaler}]} → yes
+spec: {taints: [{key: node.kubernetes.io/unschedulable}]} → no
+spec: {taints: [{effect: NoSchedule}]} → no
+spec: {unschedulable: true} → no
+""",
+)
+def test_node_being_deleted(text, deleted):
     item = read(Kind.NODE, {"metadata": {"name": "n1"}} | fields(text))
-    assert item.object == Node("n1", being_deleted=BEING_DELETED[text])
+    assert item.object == Node("n1", being_deleted=deleted == "yes")
 
 
 def test_podcidr_is_used_without_podcidrs():

@@ -22,6 +22,7 @@ from kbpf.source.base import SourceState
 from kbpf.source.decode.decode import DecodedObject
 from tests.support.faults.scripted import Exchange, ScriptedServer
 from tests.support.lab.lab import until
+from tests.support.table import each_case
 from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, bookmark, status, step
 
 # --- no tight loop ---
@@ -41,9 +42,9 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_no_tight_loop(start, name):
-    run = start(LISTED, *(LOOPS[name] * 20))
+@each_case("steps", LOOPS)
+def test_no_tight_loop(start, steps):
+    run = start(LISTED, *(steps * 20))
     run.server.wait(10)
     run.until(lambda: len(run.waits) >= 8)
     assert sum(run.waits[:8]) > 20
