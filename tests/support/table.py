@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import EnumMeta
+from itertools import zip_longest
 from typing import Any, TypeVar, get_type_hints
 
 import pytest
@@ -31,6 +32,18 @@ def each_row(rows: Iterable[Any], marks: Callable[[Any], Any] = lambda _: ()) ->
     with these marks.
     """
     return pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row[0]) for row in rows])
+
+
+def each_cells(names: str, text: str, **kinds: Any) -> pytest.MarkDecorator:
+    """A test's mark: it runs once for each line ``id | cell | cell``, whose cells it gets as arguments with these
+    names. A cell is text, which may be left out at the end of a line, or read as its kind says (see table()).
+    """
+    readers = [_reader(kinds.get(name, str)) for name in names.split(", ")]
+    lines = ([cell.strip() for cell in f"{line} ".split(" | ")] for line in text.splitlines() if line.strip())
+    rows = ((name, zip_longest(readers, cells, fillvalue="")) for name, *cells in lines)
+    return pytest.mark.parametrize(
+        names, [pytest.param(*(read(cell) for read, cell in cells), id=name) for name, cells in rows]
+    )
 
 
 def each_pair(names: str, text: str) -> pytest.MarkDecorator:

@@ -3,8 +3,6 @@
 shares computed by hand, and all else that clients of a node notice.
 """
 
-from typing import NamedTuple
-
 import pytest
 from msgspec.structs import replace
 
@@ -14,7 +12,7 @@ from kbpf.model.events import ObjectKey
 from kbpf.model.objects import Node, Protocol, Service, ServicePort, SlicePort
 from kbpf.source.decode.annotations import parse_weights
 from kbpf.views.differences import DifferenceRow
-from tests.support.table import each_case, each_pair, each_row, table
+from tests.support.table import each_case, each_cells, each_pair
 from tests.values.policy.services import HTTP, addrs, key, piece, service
 
 NODES = (Node("a1", addrs("192.0.2.1"), "a"), Node("a2", addrs("192.0.2.2"), "a"), Node("b1", addrs("192.0.2.3"), "b"))
@@ -43,21 +41,8 @@ def shares(differences: list[DifferenceRow]) -> str:
     return " ".join(f"{d.name.split(':')[0].split('.')[-1]}={d.share_before}>{d.share_after}" for d in found)
 
 
-class Row(NamedTuple):
-    """The endpoints and weights afterwards, a node, and what becomes of the four endpoints' shares there. `why`: of the
-    third backend.
-    """
-
-    rule: str
-    ends: str
-    weights: str
-    node: str
-    shares: str
-    why: str = ""
-
-
-ROWS = table(
-    Row,
+@each_cells(
+    "ends, weights, node, shares_text, why",
     """\
 zone b is down | 1@a1,a 2@a2,a 3/down@b1,b 4/down@b1,b |  | a1 | 1=0.25>0.5 2=0.25>0.5 3=0.25>None 4=0.25>None \
 | not ready, not serving
@@ -72,15 +57,15 @@ same zone, in zone a | 1@a1,a>a 2@a2,a>a 3@b1,b>b 4@b1,b>b |  | a1 \
 same zone, in zone b | 1@a1,a>a 2@a2,a>a 3@b1,b>b 4@b1,b>b |  | b1 | 1=0.25>None 2=0.25>None 3=0.25>0.5 4=0.25>0.5
 """,
 )
-
-
-@each_row(ROWS)
-def test_shares(row: Row):
-    found = run(world(), world("", row.ends, row.weights), row.node)
-    assert shares(found) == row.shares
-    if row.why:
+def test_shares(ends, weights, node, shares_text, why):
+    """The endpoints and weights afterwards, a node, and what becomes of the four endpoints' shares there. `why`: of the
+    third backend.
+    """
+    found = run(world(), world("", ends, weights), node)
+    assert shares(found) == shares_text
+    if why:
         (third,) = (d for d in found if d.name == "10.1.0.3:8080")
-        assert (third.pod, third.node, third.zone, third.reason) == ("p-3", "b1", "b", row.why)
+        assert (third.pod, third.node, third.zone, third.reason) == ("p-3", "b1", "b", why)
 
 
 def test_shares_of_one_state_are_its_difference_from_nothing():

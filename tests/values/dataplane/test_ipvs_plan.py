@@ -34,7 +34,7 @@ from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, Servi
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
-from tests.support.table import each_named_pair, each_row, table
+from tests.support.table import each_cells, each_named_pair, each_row, table
 from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
@@ -189,20 +189,8 @@ def test_node_ports_with_ranges_admit_these_and_the_node():
 # ---- masquerading ------------------------------------------------------------------------------
 
 
-class Masquerade(NamedTuple):
-    """A Service port, settings of the node, and the frontends masqueraded for all clients and for those that are not
-    pods.
-    """
-
-    rule: str
-    text: str
-    node: str
-    always: str
-    outside: str
-
-
-MASQUERADES = table(
-    Masquerade,
+@each_cells(
+    "text, node, always, outside",
     """\
 pods are not recognised | A B |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
 pods of this node are known | A B | detects_local | 192.0.2.1 192.0.2.2 198.18.0.1 | 10.96.0.1
@@ -213,18 +201,18 @@ external Local, pods known | A B local=A external-local | detects_local |  | 10.
 internal Local | A B local=A internal-local |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
 """,
 )
-
-
-@each_row(MASQUERADES)
-def test_which_frontends_are_masqueraded(row: Masquerade):
+def test_which_frontends_are_masqueraded(text, node, always, outside):
+    """A Service port, settings of the node, and the frontends masqueraded for all clients and for those that are not
+    pods.
+    """
     found = sets(
-        made(f"{row.text} {ALL}", **dict.fromkeys(row.node.split(), True)),
+        made(f"{text} {ALL}", **dict.fromkeys(node.split(), True)),
         SetName.MASQUERADED,
         SetName.MASQUERADED_OUTSIDE,
     )
     names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
-    assert names.get("masqueraded", set()) == set(row.always.split())
-    assert names.get("masqueraded_outside", set()) == set(row.outside.split())
+    assert names.get("masqueraded", set()) == set(always.split())
+    assert names.get("masqueraded_outside", set()) == set(outside.split())
 
 
 def test_hairpin_elements_exist_for_local_backends_only():
@@ -249,18 +237,8 @@ def test_connections_from_a_cluster_ip_of_a_device_are_masqueraded():
 # ---- schedulers --------------------------------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    """The Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's."""
-
-    rule: str
-    text: str
-    scheduler: str
-    pool: str
-    marked: str
-
-
-SPREADS = table(
-    Spread,
+@each_cells(
+    "text, scheduler, pool, marked",
     """\
 plain |  | rr | rr,0 | rr,0
 least connections |  | lc | lc,0 | lc,0
@@ -272,14 +250,12 @@ Maglev with affinity does not | maglev affinity=9 | rr | mh,9 | sh,0
 affinity | affinity=10800 | rr | rr,10800 | sh,0
 """,
 )
-
-
-@each_row(SPREADS)
-def test_scheduler_and_weights(row: Spread):
-    found = pools(made(f"A B at=ClusterIP,VIP external-local {row.text}", scheduler=row.scheduler))
-    servers = f"{A}*3 {B}*1" if "weights" in row.text else f"{A}*1 {B}*1"
-    assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
-    assert found[f"mark {MARK:#x}"] == f"{row.marked} {servers}"
+def test_scheduler_and_weights(text, scheduler, pool, marked):
+    """The Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's."""
+    found = pools(made(f"A B at=ClusterIP,VIP external-local {text}", scheduler=scheduler))
+    servers = f"{A}*3 {B}*1" if "weights" in text else f"{A}*1 {B}*1"
+    assert found["10.96.0.1:80/TCP"] == f"{pool} {servers}"
+    assert found[f"mark {MARK:#x}"] == f"{marked} {servers}"
 
 
 # ---- changes -----------------------------------------------------------------------------------
@@ -327,8 +303,8 @@ class Order(NamedTuple):
     expected: str
 
 
-ORDERS = table(
-    Order,
+@each_cells(
+    "before, after, expected",
     """\
 a new Service port: what owns its virtual services is added first | - \
 | A B at=ClusterIP,NodePort,VIP,ExternalIP external-local \
@@ -340,16 +316,14 @@ overlapping ranges are replaced in one step | A at=VIP ranges=10.0.0.0/8 | A at=
 | removed first: sources; added first: sources
 """,
 )
-
-
-@each_row(ORDERS)
-def test_the_order_of_the_steps(row: Order):
-    ledger, (old, new, key) = DesiredElements(), changed(row.before, row.after)
+def test_the_order_of_the_steps(before, after, expected):
+    """A Service port before and after a change ("-": none), and the sets of each step that gain or lose elements."""
+    ledger, (old, new, key) = DesiredElements(), changed(before, after)
     if old:
         plan(ledger, old)
     steps = (plan(ledger, new) if new else plan(ledger, gone=(key,))).steps()
     found = [f"{step.replace('_', ' ')}: {' '.join(sorted(names(of)))}" for step, of in steps._asdict().items() if of]
-    assert "; ".join(found) == row.expected
+    assert "; ".join(found) == expected
     assert {owned_service(element) for element in ledger.elements} - {None} == set(ledger.pools)
     assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
@@ -439,17 +413,8 @@ def test_a_refused_fwmark_removes_only_its_elements():
     assert without_service(less, virtual) == less
 
 
-class Room(NamedTuple):
-    """A new element and an old one; whether the old one must be deleted first: it has the same key, or overlaps."""
-
-    rule: str
-    new: str
-    old: str
-    first: bool
-
-
-ROOMS = table(
-    Room,
+@each_cells(
+    "new_text, old_text, first",
     """\
 another mark of the same frontend | short_circuits 10.96.0.10 TCP 80 1 | short_circuits 10.96.0.10 TCP 80 2 | yes
 the mark of another port | short_circuits 10.96.0.10 TCP 80 1 | short_circuits 10.96.0.10 TCP 81 1 | no
@@ -459,15 +424,14 @@ a network of another address | sources 10.0.0.0/8 10.96.0.10 TCP 80 | sources 10
 another network of pods | local_networks 10.0.0.0/8 | local_networks 10.1.0.0/16 | yes
 elements without a conflict | refused 10.96.0.10 TCP 80 | dropped 10.96.0.10 TCP 80 | no
 """,
+    first=bool,
 )
-
-
-@each_row(ROOMS)
-def test_conflicting_elements_are_deleted_first(row: Room):
-    new, old = element(row.new), element(row.old)
+def test_conflicting_elements_are_deleted_first(new_text, old_text, first):
+    """A new element and an old one; whether the old one must be deleted first: it has the same key, or overlaps."""
+    new, old = element(new_text), element(old_text)
     steps = Changes({new}, old_elements={old}, immediate={new}).steps()
     assert (steps.added_first, steps.added_late) == ({new}, set())
-    assert (old in steps.removed_first, old in steps.removed_late) == (row.first, not row.first)
+    assert (old in steps.removed_first, old in steps.removed_late) == (first, not first)
 
 
 def test_a_frontend_that_moves_changes_its_virtual_service():
@@ -603,17 +567,8 @@ STEPS = {
 }
 
 
-class Overlap(NamedTuple):
-    """Changes in order ("-a": deleted), and the servers at the node's address and port in the end, and the outcome."""
-
-    rule: str
-    steps: str
-    servers: str = ""
-    outcome: str = ""
-
-
-OVERLAPS = table(
-    Overlap,
+@each_cells(
+    "steps, servers, outcome",
     """\
 only a NodePort | port | 10.0.0.1 | served
 the exact frontend wins | port exact | 10.0.0.2 | served
@@ -629,22 +584,20 @@ another protocol does not conflict | port udp | 10.0.0.1 | served
 one Service with both | both | 10.0.0.1 | served
 """,
 )
-
-
-@each_row(OVERLAPS)
-def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
+def test_a_node_port_gives_way_to_an_exact_frontend(steps, servers, outcome):
+    """Changes in order ("-a": deleted), and the servers at the node's address and port in the end, and the outcome."""
     planner = Planner()
-    for step in row.steps.split():
+    for step in steps.split():
         if step.startswith("-"):
             planner.change({state(f"name={step[1:]}").key: None})
         else:
             planner.change({STEPS[step].key: STEPS[step]})
     at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
     pool = planner.ledger.pools.get(at, ServerPool(""))
-    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
+    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == servers
     outcomes = {SetName.SERVED, SetName.REFUSED, SetName.DROPPED}
     answers = {str(name) for name, parts in planner.ledger.elements if name in outcomes and shown(parts) == AT_NODE}
-    assert answers == ({row.outcome} if row.outcome else set())
+    assert answers == ({outcome} if outcome else set())
 
 
 def test_node_elements_are_networks_and_addresses():

@@ -5,7 +5,6 @@ order.
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 
@@ -20,7 +19,7 @@ from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from kbpf.source.decode.fields import parse_cidr
-from tests.support.table import each_named_pair, each_pair, each_row, table
+from tests.support.table import each_cells, each_named_pair, each_pair
 from tests.values.dataplane.device_texts import devices
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
@@ -39,17 +38,8 @@ CONFIGS = {"": Config(), "bridge": BRIDGE, "prefix": PREFIX, "networks": NETWORK
 CONFIGS |= {"masquerade all": Config(masquerade_all=True), "direct": Config(forwarding="direct")}
 
 
-class Row(NamedTuple):
-    """A device with its role, as in device_texts.py, its flags in the map, and how local pods are recognised."""
-
-    name: str
-    device: str
-    flags: str = ""
-    config: str = ""
-
-
-ROWS = table(
-    Row,
+@each_cells(
+    "device_text, flags_text, config",
     """\
 hardware is an uplink | eth0 hardware host |
 an overlay is an uplink | wg0 wireguard host type=none |
@@ -79,16 +69,14 @@ by prefix: not a bridge of pods | cni0 bridge pod |  | prefix
 by networks: by device while none is known | cali1 veth/pod pod | LOCAL PEER | networks
 """,
 )
-
-
-@each_row(ROWS)
-def test_the_flags_of_a_device(row: Row):
-    _, (found, role) = devices(row.device)[0].items()
+def test_the_flags_of_a_device(device_text, flags_text, config):
+    """A device with its role, as in device_texts.py, its flags in the map, and how local pods are recognised."""
+    _, (found, role) = devices(device_text)[0].items()
     device, told = replace(found, mac=MAC), DeviceRole(role)
-    packed_role, length, flags, mac, *_ = DEVICE.unpack(pack_device(device, told, CONFIGS[row.config]))
+    packed_role, length, flags, mac, *_ = DEVICE.unpack(pack_device(device, told, CONFIGS[config]))
     assert packed_role == (Told.HOST if role == "host" else Told.POD)
-    assert {flag.name for flag in DeviceFlag if flag & flags} == set(row.flags.split())
-    assert length == (0 if device.kind == "wireguard" or "TUNNEL" in row.flags else 14)
+    assert {flag.name for flag in DeviceFlag if flag & flags} == set(flags_text.split())
+    assert length == (0 if device.kind == "wireguard" or "TUNNEL" in flags_text else 14)
     assert mac == MAC
 
 

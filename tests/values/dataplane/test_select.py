@@ -19,7 +19,7 @@ from kbpf.errors import AttachError, CompileError, KbpfError, KernelError, PinsR
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
 from kbpf.takeover.previous import DRAIN_RETRY_INTERVAL_S
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, table
 
 NOTHING = DesiredState({})
 
@@ -263,22 +263,8 @@ def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
 # ---- previous data planes ------------------------------------------------------------------------
 
 
-class Calls(NamedTuple):
-    """The requested mode, the previous data planes on the node, the call that fails (PLANE VERB), the steps, and
-    all calls of the planes. Steps: ``apply?`` is not authoritative, ``unready``: the plane does not serve, ``open!``:
-    it fails.
-    """
-
-    rule: str
-    mode: str
-    there: str
-    fails: str
-    steps: str
-    does: str
-
-
-SEQUENCES = table(
-    Calls,
+@each_cells(
+    "mode, there, fails, steps, does",
     """\
 ipvs is drained once bpf serves | bpf | ipvs |  | open; look 0; apply; look 5; look 12; look 20 | old ipvs take, \
 bpf follows, bpf open, bpf apply, old ipvs retire, old ipvs retire, old ipvs close, bpf is alone
@@ -299,15 +285,16 @@ a drain is left to the next agent | ipvs | bpf |  | open; apply; look 0; close \
 | old bpf take, ipvs follows, ipvs open, ipvs apply, old bpf retire, old bpf close, ipvs close
 """,
 )
-
-
-@each_row(SEQUENCES)
-def test_the_order_of_calls(row: Calls):
-    house = Harness(row.mode, there=row.there)
-    if row.fails:
-        name, verb = row.fails.split()
+def test_the_order_of_calls(mode, there, fails, steps, does):
+    """The requested mode, the previous data planes on the node, the call that fails (PLANE VERB), the steps, and all
+    calls of the planes. Steps: ``apply?`` is not authoritative, ``unready``: the plane does not serve, ``open!``: it
+    fails.
+    """
+    house = Harness(mode, there=there)
+    if fails:
+        name, verb = fails.split()
         house.rest[name].fails[verb] = [KernelError("no")]
-    for step in row.steps.split("; "):
+    for step in steps.split("; "):
         match step.split():
             case ["open"]:
                 house.chosen.open()
@@ -322,7 +309,7 @@ def test_the_order_of_calls(row: Calls):
                 house.chosen.close()
             case [kind]:
                 house.bpf.ready_result = house.ipvs.ready_result = kind == "ready"
-    assert ", ".join(house.does) == row.does
+    assert ", ".join(house.does) == does
 
 
 def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():

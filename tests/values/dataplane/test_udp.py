@@ -7,7 +7,7 @@ import errno
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +20,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import Backend
 from kbpf.model.objects import Protocol
-from tests.support.table import each_named_pair, each_row, table
+from tests.support.table import each_cells, each_named_pair
 
 UDP, TCP = Protocol.UDP, Protocol.TCP
 ONE, TWO, SIX = (Backend(parse_addr(at), 53, UDP) for at in ("10.0.0.1", "10.0.0.2", "fd00::1"))
@@ -100,20 +100,8 @@ def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
     return found
 
 
-class Row(NamedTuple):
-    """Flows of the packet path as CLIENT:BACKEND, with TCP if it is TCP; the clients whose flow is replaced meanwhile;
-    and the numbers of ended flows of IPv4 and IPv6.
-    """
-
-    name: str
-    entries: str
-    anew: str
-    four: int
-    six: int
-
-
-ROWS = table(
-    Row,
+@each_cells(
+    "entries_text, anew_text, four, six",
     """\
 no flows |  |  | 0 | 0
 to a serving backend | 1:two |  | 0 | 0
@@ -122,19 +110,21 @@ families are counted separately | 1:one 2:one 3:six |  | 2 | 1
 TCP continues | 1:one:TCP |  | 0 | 0
 a replaced flow is not ended | 1:one 2:one | 2 | 1 | 0
 """,
+    four=int,
+    six=int,
 )
-
-
-@each_row(ROWS)
-def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
+def test_flows_of_the_packet_path_end_with_their_backend(entries_text, anew_text, four, six):
+    """Flows of the packet path as CLIENT:BACKEND, with TCP if it is TCP; the clients whose flow is replaced meanwhile;
+    and the numbers of ended flows of IPv4 and IPv6.
+    """
     entries = []
-    for word in row.entries.split():
+    for word in entries_text.split():
         client, backend, *protocol = word.split(":")
         entries.append((int(client), BACKENDS[backend], TCP if protocol else UDP))
-    flows, anew = flow(*entries), set(map(int, row.anew.split()))
+    flows, anew = flow(*entries), set(map(int, anew_text.split()))
     flows.moves = {key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in anew}
     ended = udp.cut(maps(flows=flows), udp.gone_if_in([(1, ONE), (1, SIX)], []))
-    assert ended == {family: count for family, count in ((4, row.four), (6, row.six)) if count}
+    assert ended == {family: count for family, count in ((4, four), (6, six)) if count}
     left = {client for client, backend, protocol in entries if backend == TWO or protocol is TCP}
     assert {key[0] for key in flows} == left | anew
 

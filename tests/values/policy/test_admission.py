@@ -46,7 +46,7 @@ from kbpf.source.decode.fields import parse_cidr
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import at
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, each_row, table
 from tests.values.policy.services import addrs, gone, service, up
 
 TCP = Protocol.TCP
@@ -424,17 +424,8 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog):
     assert book.problems.first(9) == []
 
 
-class AtNode(NamedTuple):
-    """A frontend that is served, and whether a log line names it."""
-
-    name: str
-    kind: FrontendKind
-    place: str
-    is_named: bool
-
-
-AT_NODE = table(
-    AtNode,
+@each_cells(
+    "kind, place, is_named",
     """
 this node, listed              | EXTERNAL_IP   | 192.0.2.10:80     | yes
 a VIP on a device              | EXTERNAL_IP   | 192.0.2.200:80    | yes
@@ -444,23 +435,22 @@ the Service's own NodePort     | EXTERNAL_IP   | 192.0.2.10:30099  | no
 another node                   | EXTERNAL_IP   | 192.0.2.11:80     | no
 a ClusterIP                    | CLUSTER_IP    | 10.96.0.2:80      | no
 """,
+    kind=FrontendKind,
+    is_named=bool,
 )
-
-
-@each_row(AT_NODE)
-def test_served_address_of_this_node_is_logged_once(row: AtNode, caplog):
-    """The log line warns, since connections to the node now reach the Service. The address is
-    served, so `problems` does not list it.
+def test_served_address_of_this_node_is_logged_once(kind, place, is_named, caplog):
+    """A frontend that is served, and whether a log line names it. The log line warns, since connections to the node now
+    reach the Service. The address is served, so `problems` does not list it.
     """
-    config = setting("listed", row.place)
-    states = state_of(web(row.kind, row.place), config).services
+    config = setting("listed", place)
+    states = state_of(web(kind, place), config).services
     kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (), (API_SLICE,), config)
     book = ProblemBook(EventRecorder(None, "me"))
     with caplog.at_level("WARNING"):
         for _ in range(2):
             book.report_addresses(states, states, kept)
-    line = f"{AT_THIS_NODE}: {row.place}/TCP of Service ns/web"
-    assert [each.getMessage() for each in caplog.records] == [line] * row.is_named
+    line = f"{AT_THIS_NODE}: {place}/TCP of Service ns/web"
+    assert [each.getMessage() for each in caplog.records] == [line] * is_named
     assert not len(book.problems)
 
 

@@ -18,7 +18,7 @@ from kbpf.policy.endpoints import (
     local_endpoint_addresses,
     select_endpoints,
 )
-from tests.support.table import each_case, each_row, table
+from tests.support.table import each_case, each_cells, each_row, table
 from tests.values.policy.services import CONDITIONS, HTTP, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
@@ -193,17 +193,8 @@ def test_a_slice_without_the_port_has_no_endpoints_for_it(port):
     assert "'http' (TCP)" in line.text
 
 
-class TwoEntries(NamedTuple):
-    """Two entries of one address in two slices, and the entry that is used."""
-
-    name: str
-    first: str
-    second: str
-    wins: str
-
-
-TWO_ENTRIES = table(
-    TwoEntries,
+@each_cells(
+    "first, second, wins",
     """
 none terminates: the last one                                   | 1@you         | 1@me>me       | 1@me>me
 none terminates: the last one, without its hint                 | 1@me>me       | 1@you         | 1@you
@@ -214,14 +205,12 @@ all terminate: the first one                                    | 1/draining@me 
 all terminate: the first one, though down                       | 1/dead        | 1/draining@me | 1/dead
 """,
 )
-
-
-@each_row(TWO_ENTRIES)
 @pytest.mark.parametrize("service", [CLUSTER, EXTERNAL_LOCAL], ids=["Cluster", "Local"])
-def test_one_of_two_entries_of_an_address_is_used(row: TwoEntries, service: Service):
-    one, two = piece(row.first, name="a"), piece(row.second, name="b")
-    alone = sets(ask(service, row.wins))
-    for slices in ((one, two), (two, one), (piece(f"{row.first} {row.second}"),)):
+def test_one_of_two_entries_of_an_address_is_used(first, second, wins, service: Service):
+    """Two entries of one address in two slices, and the entry that is used."""
+    one, two = piece(first, name="a"), piece(second, name="b")
+    alone = sets(ask(service, wins))
+    for slices in ((one, two), (two, one), (piece(f"{first} {second}"),)):
         assert sets(select_endpoints(slices, service.ports[0], service, ME, 4)) == alone
 
 
@@ -245,17 +234,8 @@ def test_serving_set_ignores_policies_and_hints():
     assert numbers(ask(INTERNAL_LOCAL, endpoints).serving) == "1 2 3 5"
 
 
-class ReasonRow(NamedTuple):
-    """The traffic policy of a Service, endpoints, and the reason that `kbpf inspect` shows for the first."""
-
-    name: str
-    policy: str
-    ends: str
-    reason: EndpointReason
-
-
-REASONS = table(
-    ReasonRow,
+@each_cells(
+    "policy, ends_text, reason",
     """
 ready                                            | cluster        | 1               | READY
 hinted for this node                             | cluster        | 1>me            | SAME_NODE
@@ -272,15 +252,14 @@ ready here, internal policy Local                | internal-local | 1@me        
 ready here, hints lead elsewhere, external Local | external-local | 1@me>b 2>a      | LOCAL_ONLY
 another copy counts                              | external-local | 1 1@me          | DUPLICATE
 """,
+    reason=EndpointReason,
 )
-
-
-@each_row(REASONS)
-def test_every_endpoint_has_a_reason(row: ReasonRow):
-    asked = {"cluster": CLUSTER, "internal-local": INTERNAL_LOCAL, "external-local": EXTERNAL_LOCAL}[row.policy]
-    lines = ask(asked, row.ends).explain()
-    assert tuple(line.endpoint for line in lines) == ends(row.ends)
-    assert lines[0].reason is row.reason
+def test_every_endpoint_has_a_reason(policy, ends_text, reason):
+    """The traffic policy of a Service, endpoints, and the reason that `kbpf inspect` shows for the first."""
+    asked = {"cluster": CLUSTER, "internal-local": INTERNAL_LOCAL, "external-local": EXTERNAL_LOCAL}[policy]
+    lines = ask(asked, ends_text).explain()
+    assert tuple(line.endpoint for line in lines) == ends(ends_text)
+    assert lines[0].reason is reason
     assert lines[0].text
     assert (lines[0].slice_name, lines[0].port) == ("web-1", 8080)
 

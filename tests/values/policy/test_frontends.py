@@ -20,18 +20,8 @@ from kbpf.policy.frontends import (
     node_port_problem,
     service_families,
 )
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, each_row, table
 from tests.values.policy.services import addrs, cidrs, service
-
-
-class Row(NamedTuple):
-    """A Service, and its expected frontends in each family, in the words of WORDS and NAMES."""
-
-    name: str
-    service: str
-    v4: str = ""
-    v6: str = ""
-
 
 WORDS = {"dual": "ip=10.96.0.1,fd00::1", "vips": "vip=9.9.9.9,fd99::9", "range": "ranges=192.0.2.0/24"}
 NAMES = {
@@ -44,8 +34,9 @@ NAMES = {
 }
 """Other frontends, all ExternalIPs, are their addresses."""
 
-ROWS = table(
-    Row,
+
+@each_cells(
+    "service_text, v4, v6",
     """
 one cluster IP: one family | web | own
 IPv6 only | web ip=fd00::1 |  | own
@@ -70,15 +61,13 @@ the Service's own cluster IP listed again adds nothing | web external=10.96.0.1 
 the unspecified address would mean NodePort: not used | web dual external=0.0.0.0,:: vip=0.0.0.0,:: | own | own
 """,
 )
-
-
-@each_row(ROWS)
-def test_the_frontends_of_a_service(row: Row):
-    text = row.service
+def test_the_frontends_of_a_service(service_text, v4, v6):
+    """A Service, and its expected frontends in each family, in the words of WORDS and NAMES."""
+    text = service_text
     for word, meaning in WORDS.items():
         text = text.replace(f" {word}", f" {meaning}")
     web = service(text)
-    for family, expected in ((4, row.v4), (6, row.v6)):
+    for family, expected in ((4, v4), (6, v6)):
         found = compute_frontends(web, web.ports[0], family)
         shown = [f"{f.kind}={f.at}".removesuffix("/TCP") for f in found]
         names = [NAMES.get(one, one.removeprefix("ExternalIP=").removesuffix(":80")) for one in shown]
@@ -151,17 +140,8 @@ def test_the_addresses_of_node_ports(row: NodeRow):
     assert found == in_order(row.expected)
 
 
-class MasqueradeRow(NamedTuple):
-    """The Node's addresses, the local ones, and the masquerade address of each family."""
-
-    name: str
-    node: str = ""
-    local: str = ""
-    expected: str = ""
-
-
-MASQUERADES = table(
-    MasqueradeRow,
+@each_cells(
+    "node, local, expected",
     """
 the Node's first, though a later one is lower | 10.0.0.9 10.0.0.1 |  | 10.0.0.9
 the first of each family | fd00::9 10.0.0.9 fd00::1 10.0.0.1 |  | 10.0.0.9 fd00::9
@@ -171,26 +151,14 @@ never loopback | 127.0.0.1 10.0.0.2 | ::1 fd00::2 127.0.0.2 | 10.0.0.2 fd00::2
 none
 """,
 )
+def test_the_masquerade_addresses(node, local, expected):
+    """The Node's addresses, the local ones, and the masquerade address of each family."""
+    found = masquerade_addresses(Node("me", addrs(*node.split())), addrs(*local.split()))
+    assert found == in_order(expected)
 
 
-@each_row(MASQUERADES)
-def test_the_masquerade_addresses(row: MasqueradeRow):
-    found = masquerade_addresses(Node("me", addrs(*row.node.split())), addrs(*row.local.split()))
-    assert found == in_order(row.expected)
-
-
-class LocalRow(NamedTuple):
-    """The detect-local mode, --cluster-cidr, the Node's podCIDRs; the networks of local pods."""
-
-    name: str
-    expected: str
-    mode: LocalMode
-    cluster: str = ""
-    node: str = ""
-
-
-LOCAL_ROWS = table(
-    LocalRow,
+@each_cells(
+    "expected, mode, cluster, node",
     """
 no mode |  | NONE |  | 10.1.0.0/24
 the cluster's network | 10.0.0.0/8 | CLUSTER_CIDR | 10.0.0.0/8 | 10.1.0.0/24
@@ -201,14 +169,13 @@ the Node has none yet |  | NODE_CIDR | 10.0.0.0/8
 by the bridge |  | BRIDGE_INTERFACE | 10.0.0.0/8 | 10.1.0.0/24
 by the device's name |  | INTERFACE_NAME_PREFIX | 10.0.0.0/8 | 10.1.0.0/24
 """,
+    mode=LocalMode,
 )
-
-
-@each_row(LOCAL_ROWS)
-def test_the_networks_of_local_pods(row: LocalRow):
-    config = Config(detect_local_mode=row.mode, cluster_cidrs=cidrs(row.cluster))
-    found = local_networks(Node("me", pod_cidrs=cidrs(row.node)), config)
-    assert found == tuple(sorted(cidrs(row.expected)))
+def test_the_networks_of_local_pods(expected, mode, cluster, node):
+    """The detect-local mode, --cluster-cidr, the Node's podCIDRs; the networks of local pods."""
+    config = Config(detect_local_mode=mode, cluster_cidrs=cidrs(cluster))
+    found = local_networks(Node("me", pod_cidrs=cidrs(node)), config)
+    assert found == tuple(sorted(cidrs(expected)))
 
 
 class Unserved(NamedTuple):

@@ -20,7 +20,7 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
-from tests.support.table import each_row, pairs, table
+from tests.support.table import each_cells, each_row, pairs, table
 from tests.values.policy.services import addrs, cidrs, gone, key, up
 
 WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
@@ -88,20 +88,11 @@ def events(text: str) -> list[Event]:
     return made
 
 
-class Row(NamedTuple):
-    """Earlier events (ALL: those of `ALL`), those of one batch, and what the batch touches: Services by name, `all`,
-    `pods`, addresses.
-    """
-
-    name: str
-    before: str = ""
-    now: str = ""
-    touched: str = ""
-
-
 ALL = "me web one pod"
-ROWS = table(
-    Row,
+
+
+@each_cells(
+    "before, now, touched_text",
     """
 nothing                                               | ALL
 a new Service                                         |                | web                    | ns/web 10.96.0.1
@@ -144,15 +135,15 @@ Pods are listed again                                 | ALL synced:Pod | synced:
 an unknown Node is deleted                            | ALL            | -you
 """,
 )
-
-
-@each_row(ROWS)
-def test_what_is_touched(row: Row):
-    world = store(row.before.replace("ALL", ALL))
-    words = row.touched.split()
+def test_what_is_touched(before, now, touched_text):
+    """Earlier events (ALL: those of `ALL`), those of one batch, and what the batch touches: Services by name, `all`,
+    `pods`, addresses.
+    """
+    world = store(before.replace("ALL", ALL))
+    words = touched_text.split()
     services = {ServiceName(*word.split("/")) for word in words if "/" in word}
     addresses = {parse_addr(word) for word in words if "." in word}
-    touched = world.apply(events(row.now))
+    touched = world.apply(events(now))
     assert touched == ChangeSet(services, "all" in words, "pods" in words, addresses)
     assert bool(touched) is bool(words)
 
@@ -223,16 +214,8 @@ OBJECTS |= {
 }
 
 
-class KubernetesRow(NamedTuple):
-    """Events about the slices of Service kubernetes, and the slices in use after the last."""
-
-    name: str
-    events: str
-    used: str = ""
-
-
-KUBERNETES_ROWS = table(
-    KubernetesRow,
+@each_cells(
+    "events, used",
     """
 a ready endpoint                                              | up                           | up
 a second ready endpoint                                       | up two-up                    | two-up
@@ -248,12 +231,10 @@ one is deleted, then the other emptied: the later one is kept | up second -up se
 a slice moves to another Service                              | up second second-of-other    | up
 """,
 )
-
-
-@each_row(KUBERNETES_ROWS)
-def test_service_kubernetes_keeps_its_last_endpoints(row: KubernetesRow):
-    found = store(row.events).slices(ServiceName("default", "kubernetes"))
-    assert found == tuple(OBJECTS[word] for word in row.used.split())
+def test_service_kubernetes_keeps_its_last_endpoints(events, used):
+    """Events about the slices of Service kubernetes, and the slices in use after the last."""
+    found = store(events).slices(ServiceName("default", "kubernetes"))
+    assert found == tuple(OBJECTS[word] for word in used.split())
 
 
 def test_other_services_do_not_keep_their_last_endpoints():

@@ -24,7 +24,7 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
-from tests.support.table import each_case, each_row, table
+from tests.support.table import each_case, each_cells, table
 from tests.values.policy.services import end, numbers, piece, service
 
 # ---- the annotations ---------------------------------------------------------------------------
@@ -181,17 +181,11 @@ def rules(text: str) -> Weights:
     return Weights(tuple(addresses), tuple(pods), tuple(nodes), tuple(zones), default)
 
 
-class SetRow(NamedTuple):
-    """Rules for three endpoints, the endpoints that get connections, and their weights."""
-
-    name: str
-    rules: str
-    who: str
-    weights: str = ""
+THREE = piece("1@me,a 2@you,a 3@you,b", pods="web-1 web-2 web-3")
 
 
-ROWS = table(
-    SetRow,
+@each_cells(
+    "rules_text, who, weights",
     """
 no rule                       |               | 1 2 3
 equal weights                 | *=9           | 1 2 3
@@ -212,18 +206,15 @@ all are 0: as without weights | *=0           | 1 2 3
 a rule for an unknown Pod     | web-9=9       | 1 2 3
 """,
 )
-THREE = piece("1@me,a 2@you,a 3@you,b", pods="web-1 web-2 web-3")
-
-
-@each_row(ROWS)
-def test_weights_of_a_set(row: SetRow):
-    selection = ask(rules(row.rules), THREE)
-    assert numbers(selection.cluster) == row.who
-    assert " ".join(map(str, selection.cluster_weights)) == row.weights
+def test_weights_of_a_set(rules_text, who, weights):
+    """Rules for three endpoints, the endpoints that get connections, and their weights."""
+    selection = ask(rules(rules_text), THREE)
+    assert numbers(selection.cluster) == who
+    assert " ".join(map(str, selection.cluster_weights)) == weights
     assert numbers(selection.serving) == "1 2 3", "UDP flows stay with whoever serves"
     assert selection.any_endpoints
     for line in selection.explain():
-        is_chosen = str(line.endpoint.address[-1]) in row.who
+        is_chosen = str(line.endpoint.address[-1]) in who
         assert (line.reason is EndpointReason.WEIGHT_ZERO) is not is_chosen
 
 

@@ -2,7 +2,6 @@
 """What is read from a file of YAML, and the age of Services in a folder."""
 
 import os
-from typing import NamedTuple
 
 import pytest
 
@@ -11,7 +10,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
 from kbpf.model.objects import Protocol, Service, SlicePort
 from kbpf.source.folder.documents import parse_documents
-from tests.support.table import each_case, each_pair, each_row, table
+from tests.support.table import each_case, each_cells, each_pair
 from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
 
 
@@ -224,17 +223,13 @@ def winner(run: Run) -> str:
 LATER = 200 * 10**18
 
 
-class Conflict(NamedTuple):
-    """The mtime and the creationTimestamp of Services a and z, which claim one address, and the winner."""
-
-    name: str
-    a: str
-    z: str
-    winner: str
+def write(run: Run, name: str, text: str, mtime: int) -> None:
+    run.write(name, text)
+    os.utime(run.path / name, ns=(0, mtime))
 
 
-CONFLICTS = table(
-    Conflict,
+@each_cells(
+    "a, z, winner_text",
     """
 the older file                      | 200                      | 100                      | z
 one ns older                        | 101                      | 100                      | z
@@ -243,21 +238,14 @@ creationTimestamp takes precedence  | 100 2025-01-01T00:00:00Z | LATER 2024-01-0
 creationTimestamp and mtime         | 100                      | 200 2024-01-01T00:00:00Z | a
 """,
 )
-
-
-def write(run: Run, name: str, text: str, mtime: int) -> None:
-    run.write(name, text)
-    os.utime(run.path / name, ns=(0, mtime))
-
-
-@each_row(CONFLICTS)
-def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
-    for file, age in (("a", row.a), ("z", row.z)):
+def test_the_older_of_two_services_keeps_an_address(run: Run, a, z, winner_text):
+    """The mtime and the creationTimestamp of Services a and z, which claim one address, and the winner."""
+    for file, age in (("a", a), ("z", z)):
         mtime, _, created = age.replace("LATER", str(LATER)).partition(" ")
         meta = {"creationTimestamp": created} if created else {}
         write(run, f"{file}.json", service(file, **meta), int(mtime))
     run.look()
-    assert winner(run) == row.winner
+    assert winner(run) == winner_text
 
 
 def test_rewritten_file_keeps_the_age_of_its_service(run: Run):

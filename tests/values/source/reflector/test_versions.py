@@ -11,7 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.watch import is_rewind
 from tests.support.faults.scripted import Exchange
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, each_row, table
 from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed
 
 # --- a server whose version goes back, e.g. after a restore of etcd ---
@@ -110,17 +110,8 @@ def test_an_object_that_changed_during_the_outage_is_reported_by_the_watch(start
     assert run.said == ["+a", "synced", "+b", "+b"]
 
 
-class Newest(NamedTuple):
-    """Events before the outage, the newest object afterwards, and whether the version certainly went back."""
-
-    name: str
-    events: str
-    objects: str
-    warns: bool
-
-
-NEWEST = table(
-    Newest,
+@each_cells(
+    "events, objects, warns",
     """
 it is older             |             | a@3           | yes
 it has other content    |             | a@5:10.96.0.2 | no
@@ -131,18 +122,16 @@ it cannot be read       |             | nameless      | no
 a deletion came later   | +b@11 -b@12 | a@5           | no
 all were deleted        | -a@12       |               | no
 """,
+    warns=bool,
 )
-
-
-@each_row(NEWEST)
-def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, row: Newest):
-    """The restored server's version is higher than ours again: other objects were written. The last
-    change that we know of is compared.
+def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, events, objects, warns):
+    """Events before the outage, the newest object afterwards, and whether the version certainly went back. The restored
+    server's version is higher than ours again: other objects were written. The last change that we know of is compared.
     """
     run = start(
-        f"watch +a@5 synced@10 {row.events} cut",
+        f"watch +a@5 synced@10 {events} cut",
         *["503"] * 2,
-        f"list@30 {row.objects}",
+        f"list@30 {objects}",
         "watch +restored@4 synced@31",
     )
     run.until_said("synced", 2)
@@ -150,7 +139,7 @@ def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, capl
     assert run.said[-1] == "synced"
     assert "+restored" in run.said
     assert run.said.count("+a") == run.said.count("-a") == 1, "the new list does not have it"
-    assert caplog.text.count(WENT_BACK) == row.warns
+    assert caplog.text.count(WENT_BACK) == warns
 
 
 def test_rewind_seen_by_four_watches_is_one_warning(caplog):
