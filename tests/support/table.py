@@ -36,14 +36,25 @@ def each_row(rows: Iterable[Any], marks: Callable[[Any], Any] = lambda _: ()) ->
 
 def each_cells(names: str, text: str, **kinds: Any) -> pytest.MarkDecorator:
     """A test's mark: it runs once for each line ``id | cell | cell``, whose cells it gets as arguments with these
-    names. A cell is text, which may be left out at the end of a line, or read as its kind says (see table()).
+    names. A cell is text, which may be left out at the end of a line, or read as its kind says: as by table(), or by
+    a function.
     """
-    readers = [_reader(kinds.get(name, str)) for name in names.split(", ")]
-    lines = ([cell.strip() for cell in f"{line} ".split(" | ")] for line in text.splitlines() if line.strip())
-    rows = ((name, zip_longest(readers, cells, fillvalue="")) for name, *cells in lines)
+    rows = (f"{line} ".split(" | ", 1) for line in text.splitlines() if line.strip())
     return pytest.mark.parametrize(
-        names, [pytest.param(*(read(cell) for read, cell in cells), id=name) for name, cells in rows]
+        names, [pytest.param(*_read_cells(names, *cells, **kinds), id=name.strip()) for name, *cells in rows]
     )
+
+
+def each_line(names: str, text: str, **kinds: Any) -> pytest.MarkDecorator:
+    """The same for lines whose first cell is an argument, too."""
+    return pytest.mark.parametrize(
+        names, [_read_cells(names, line, **kinds) for line in text.splitlines() if line.strip()]
+    )
+
+
+def _read_cells(names: str, line: str = "", **kinds: Any) -> list[Any]:
+    cells = zip_longest(names.split(", "), f"{line} ".split(" | "), fillvalue="")
+    return [_reader(kinds.get(name, str))(cell.strip()) for name, cell in cells]
 
 
 def each_pair(names: str, text: str) -> pytest.MarkDecorator:
@@ -69,4 +80,4 @@ def each_case(names: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
 def _reader(kind: Any) -> Callable[[str], Any]:
     if kind is bool:
         return {"yes": True, "no": False}.__getitem__
-    return kind.__members__.__getitem__ if isinstance(kind, EnumMeta) else kind if kind is int else str
+    return kind.__members__.__getitem__ if isinstance(kind, EnumMeta) else kind if callable(kind) else str

@@ -4,7 +4,6 @@ notation of ports.
 """
 
 import struct
-from typing import NamedTuple
 
 import pytest
 
@@ -12,7 +11,7 @@ from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_strin
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT, BaseChain, ChainRule, masquerade_comment, refuses_all
 from kbpf.kernel.system import sysctl
-from tests.support.table import each_pair, table
+from tests.support.table import each_line, each_pair
 
 MARK = 0x4000
 
@@ -142,23 +141,8 @@ def test_a_chain_whose_name_begins_like_a_verdict_is_none(monkeypatch):
     assert pre_dnat_rules.find_legacy_chains() == ((), ())
 
 
-class Place(NamedTuple):
-    """The rules of a chain: "." a foreign rule, "!" a foreign one that refuses all, "o" ours, "m"
-    ours with another mark, "h" ours for connections of a replaced kube-proxy. `drops`: the policy
-    is DROP. Expected: whether the chain is closed, the position where our rule belongs, whether it
-    is exactly there, and the same for "h".
-    """
-
-    rules: str
-    drops: bool
-    closed: bool
-    place: int
-    holds: bool
-    hands_over: bool = False
-
-
-PLACES = table(
-    Place,
+@each_line(
+    "rules_text, drops, closed, place, holds, hands_over",
     """\
  | no | no | 0 | no
  | yes | yes | 0 | no
@@ -183,18 +167,24 @@ o.. | no | no | 2 | no
 ..h.o | yes | yes | 3 | yes
 ..hh | yes | yes | 2 | no
 """,
+    drops=bool,
+    closed=bool,
+    place=int,
+    holds=bool,
+    hands_over=lambda cell: cell == "yes",
 )
-
-
-@pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
-def test_the_position_of_our_rule(row: Place):
+def test_the_position_of_our_rule(rules_text, drops, closed, place, holds, hands_over):
+    """The rules of a chain: "." a foreign rule, "!" a foreign one that refuses all, "o" ours, "m" ours with another
+    mark, "h" ours for connections of a replaced kube-proxy. `drops`: the policy is DROP. Expected: whether the chain is
+    closed, the position where our rule belongs, whether it is exactly there, and the same for "h".
+    """
     comments = {"o": masquerade_comment(MARK), "m": masquerade_comment(1), "h": KEEPALIVE_COMMENT}
-    rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!") for i, kind in enumerate(row.rules))
-    chain = BaseChain("ip", "filter", "FORWARD", row.drops, rules)
+    rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!") for i, kind in enumerate(rules_text))
+    chain = BaseChain("ip", "filter", "FORWARD", drops, rules)
     found = (chain.is_closed, chain.insert_position, chain.has_masquerade_rule(MARK), chain.has_keepalive_rule)
-    assert found == (row.closed, row.place, row.holds, row.hands_over)
+    assert found == (closed, place, holds, hands_over)
     for kinds, ours in (("om", chain.masquerade_rules), ("h", chain.keepalive_rules)):
-        assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
+        assert [r.handle for r in ours] == [i for i, k in enumerate(rules_text) if k in kinds]
 
 
 @each_pair(

@@ -2,7 +2,6 @@
 """Which endpoints serve: one row per rule of kube-proxy (topology.go), and what is true for any."""
 
 import itertools
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,7 @@ from kbpf.policy.endpoints import (
     local_endpoint_addresses,
     select_endpoints,
 )
-from tests.support.table import each_case, each_cells, each_row, table
+from tests.support.table import each_case, each_cells, each_line
 from tests.values.policy.services import CONDITIONS, HTTP, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
@@ -33,18 +32,8 @@ def ask(service: Service, endpoints: str | tuple[Endpoint, ...], node: Node = ME
     return select_endpoints((piece(endpoints),), service.ports[0], service, node, 4)
 
 
-class Row(NamedTuple):
-    """Endpoints on node me in zone a, in the words of ends(), and the numbers of the cluster set."""
-
-    name: str
-    ends: str
-    cluster: str
-    mode: TopologyMode = TopologyMode.NONE
-    some: bool = True
-
-
-CLUSTER_ROWS = table(
-    Row,
+@each_cells(
+    "ends, cluster, mode, some",
     """
 no endpoints: nothing, and refuse                             |                           |     | NONE      | no
 all are ready: all serve, in order of address                 | 2 1                       | 1 2
@@ -75,30 +64,20 @@ a hinted endpoint that is not ready enables nothing           | 1/down>a 2/drain
 the fallback ignores hints                                    | 1/draining>a 2/draining>b | 1 2
 the fallback is for all nodes or none: hints never lead to it | 1/draining>me 2>you       | 2
 """,
+    mode=lambda cell: TopologyMode[cell or "NONE"],
+    some=lambda cell: cell != "no",
 )
-
-
-@each_row(CLUSTER_ROWS)
-def test_the_cluster_set(row: Row):
-    chosen = ask(CLUSTER, row.ends)
-    assert numbers(chosen.cluster) == row.cluster
-    assert chosen.mode is row.mode
-    assert chosen.any_endpoints is row.some
+def test_the_cluster_set(ends, cluster, mode, some):
+    """Endpoints on node me in zone a, in the words of ends(), and the numbers of the cluster set."""
+    chosen = ask(CLUSTER, ends)
+    assert numbers(chosen.cluster) == cluster
+    assert chosen.mode is mode
+    assert chosen.any_endpoints is some
     assert chosen.local == ()
 
 
-class LocalRow(NamedTuple):
-    """Endpoints, and the expected local set, cluster set of a NodePort, and `any_endpoints`."""
-
-    name: str
-    ends: str
-    local: str
-    cluster: str
-    some: bool = True
-
-
-LOCAL_ROWS = table(
-    LocalRow,
+@each_cells(
+    "ends, local, cluster_text, some",
     """
 no endpoints: refuse                           |                          |   |     | no
 local ones only                                | 1@me 2                   | 1 | 1 2
@@ -113,27 +92,18 @@ local never falls back to another node         | 1/down@me 2              |   | 
 local is independent of hints                  | 1@me>b 2>a               | 1 | 2
 the same name in other letters is another node | 1@Me                     |   | 1
 """,
+    some=lambda cell: cell != "no",
 )
+def test_the_local_set(ends, local, cluster_text, some):
+    """Endpoints, and the expected local set, cluster set of a NodePort, and `any_endpoints`."""
+    for web, cluster in ((EXTERNAL_LOCAL, cluster_text), (INTERNAL_LOCAL, "")):
+        chosen = ask(web, ends)
+        assert (numbers(chosen.local), numbers(chosen.cluster)) == (local, cluster)
+        assert chosen.any_endpoints is some
 
 
-@each_row(LOCAL_ROWS)
-def test_the_local_set(row: LocalRow):
-    for web, cluster in ((EXTERNAL_LOCAL, row.cluster), (INTERNAL_LOCAL, "")):
-        chosen = ask(web, row.ends)
-        assert (numbers(chosen.local), numbers(chosen.cluster)) == (row.local, cluster)
-        assert chosen.any_endpoints is row.some
-
-
-class PolicyRow(NamedTuple):
-    """A Service, its sets, and whether its external policy Local has an effect."""
-
-    service: str
-    sets: str
-    counts: bool = False
-
-
-POLICY_ROWS = table(
-    PolicyRow,
+@each_line(
+    "service_text, sets, counts",
     """
 web ClusterIP                                              | cluster
 web ClusterIP internal-local                               | local
@@ -151,18 +121,18 @@ web ClusterIP external=1.1.1.1 external-local              | cluster local | yes
 web ClusterIP vip=1.1.1.1 external-local                   | cluster
 web NodePort node-port=30000 internal-local external-local | cluster local | yes
 """,
+    counts=lambda cell: cell == "yes",
 )
-
-
-@pytest.mark.parametrize("row", POLICY_ROWS, ids=lambda row: row.service)
-def test_traffic_policies_decide_which_sets_exist(row: PolicyRow):
-    """With internal policy Local, what is reachable from outside still needs the cluster set: the short circuit."""
-    web = service(row.service)
+def test_traffic_policies_decide_which_sets_exist(service_text, sets, counts):
+    """A Service, its sets, and whether its external policy Local has an effect. With internal policy Local, what is
+    reachable from outside still needs the cluster set: the short circuit.
+    """
+    web = service(service_text)
     chosen = ask(web, "1@me 2")
-    assert numbers(chosen.cluster) == ("1 2" if "cluster" in row.sets else "")
-    assert numbers(chosen.local) == ("1" if "local" in row.sets else "")
+    assert numbers(chosen.cluster) == ("1 2" if "cluster" in sets else "")
+    assert numbers(chosen.local) == ("1" if "local" in sets else "")
     assert numbers(chosen.serving) == "1 2"
-    assert is_external_local(web, web.ports[0], 4) is row.counts
+    assert is_external_local(web, web.ports[0], 4) is counts
 
 
 def test_slices_of_the_other_family_are_ignored():

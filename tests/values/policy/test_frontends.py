@@ -20,7 +20,7 @@ from kbpf.policy.frontends import (
     node_port_problem,
     service_families,
 )
-from tests.support.table import each_cells, each_row, table
+from tests.support.table import each_cells, table
 from tests.values.policy.services import addrs, cidrs, service
 
 WORDS = {"dual": "ip=10.96.0.1,fd00::1", "vips": "vip=9.9.9.9,fd99::9", "range": "ranges=192.0.2.0/24"}
@@ -80,18 +80,22 @@ def test_the_frontends_of_a_service(service_text, v4, v6):
 # ---- addresses of the node ---------------------------------------------------------------------
 
 
-class NodeRow(NamedTuple):
-    """Where NodePorts answer; the Node object's addresses, the setting, and this machine's addresses."""
+def node_port_config(setting: str) -> Config:
+    """The setting of NodePort addresses: networks, ``all`` and ``primary``."""
+    words = setting.split()
+    return Config(
+        node_port_addresses=cidrs(" ".join(word for word in words if "/" in word)),
+        all_node_port_addresses="all" in words,
+        primary_node_ports="primary" in words,
+    )
 
-    name: str
-    expected: str = ""
-    node: str = ""
-    setting: str = ""
-    local: str = "127.0.0.1 127.1.2.3 ::1 10.0.0.5 192.168.1.5 fd00::5 fe80::1"
+
+def in_order(text: str) -> tuple:
+    return tuple(sorted(addrs(*text.split())))
 
 
-NODE_ROWS = table(
-    NodeRow,
+@each_cells(
+    "expected, node, setting, local_text",
     """
 by default the Node's first address of each family | 10.0.0.5 fd00::5 | 10.0.0.5 192.168.1.5 fd00::5 fd00::6
 a Node with one family has NodePorts in that family | 10.0.0.5 | 10.0.0.5
@@ -116,28 +120,13 @@ a primary address that is loopback | 192.168.1.5 | 127.0.0.1 | primary 192.168.0
 nothing known, nothing served |  |  |  | none
 each address once | 10.0.0.5 |  |  | 10.0.0.5 10.0.0.5 0.0.0.0 ::
 """,
+    local_text=lambda cell: cell or "127.0.0.1 127.1.2.3 ::1 10.0.0.5 192.168.1.5 fd00::5 fe80::1",
 )
-
-
-def node_port_config(setting: str) -> Config:
-    """The setting of NodePort addresses: networks, ``all`` and ``primary``."""
-    words = setting.split()
-    return Config(
-        node_port_addresses=cidrs(" ".join(word for word in words if "/" in word)),
-        all_node_port_addresses="all" in words,
-        primary_node_ports="primary" in words,
-    )
-
-
-def in_order(text: str) -> tuple:
-    return tuple(sorted(addrs(*text.split())))
-
-
-@each_row(NODE_ROWS)
-def test_the_addresses_of_node_ports(row: NodeRow):
-    local = addrs(*row.local.removeprefix("none").split())
-    found = node_port_addresses(Node("me", addrs(*row.node.split())), local, node_port_config(row.setting))
-    assert found == in_order(row.expected)
+def test_the_addresses_of_node_ports(expected, node, setting, local_text):
+    """Where NodePorts answer; the Node object's addresses, the setting, and this machine's addresses."""
+    local = addrs(*local_text.removeprefix("none").split())
+    found = node_port_addresses(Node("me", addrs(*node.split())), local, node_port_config(setting))
+    assert found == in_order(expected)
 
 
 @each_cells(
@@ -218,33 +207,6 @@ def test_node_port_networks_without_a_local_address_are_reported(row: Unserved):
 # ---- Services that claim one address -----------------------------------------------------------
 
 
-class Conflict(NamedTuple):
-    """Two Services that claim one address; the winner first."""
-
-    name: str
-    winner: str
-    loser: str
-    at: str = "9.9.9.9:80"
-
-
-CONFLICTS = table(
-    Conflict,
-    """
-a newer cluster IP beats an older VIP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9 created=old
-a newer cluster IP beats an older external IP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
-a newer VIP beats an older external IP | z vip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
-two VIPs: the older Service | z vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=new
-two external IPs: the older Service | z external=9.9.9.9 created=old | b ip=2.2.2.2 external=9.9.9.9 created=new
-two NodePorts: the older | z node-port=30080 created=old | b ip=2.2.2.2 node-port=30080 created=new | 0.0.0.0:30080
-NodePorts, two ports | z node-port=30080 created=old | b ip=2.2.2.2 port=81 node-port=30080 created=new | 0.0.0.0:30080
-a Service of unknown age is the newest | z vip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9
-equally old: by namespace | a/z vip=9.9.9.9 created=old | b/b ip=2.2.2.2 vip=9.9.9.9 created=old
-equally old in one namespace: by name | a vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=old
-both of unknown age: by name | a vip=9.9.9.9 | b ip=2.2.2.2 vip=9.9.9.9
-""",
-)
-
-
 def states(service: Service) -> list[ServiceState]:
     return [
         ServiceState(
@@ -265,21 +227,38 @@ def settled(*services: Service) -> dict[ServicePortKey, ServiceState]:
     return {state.key: claims.resolve(state) for state in everything}
 
 
-@each_row(CONFLICTS)
-def test_which_service_wins_an_address(row: Conflict):
-    winner, loser = service(row.winner), service(row.loser)
+@each_cells(
+    "won_by, lost_by, at",
+    """
+a newer cluster IP beats an older VIP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9 created=old
+a newer cluster IP beats an older external IP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
+a newer VIP beats an older external IP | z vip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
+two VIPs: the older Service | z vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=new
+two external IPs: the older Service | z external=9.9.9.9 created=old | b ip=2.2.2.2 external=9.9.9.9 created=new
+two NodePorts: the older | z node-port=30080 created=old | b ip=2.2.2.2 node-port=30080 created=new | 0.0.0.0:30080
+NodePorts, two ports | z node-port=30080 created=old | b ip=2.2.2.2 port=81 node-port=30080 created=new | 0.0.0.0:30080
+a Service of unknown age is the newest | z vip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9
+equally old: by namespace | a/z vip=9.9.9.9 created=old | b/b ip=2.2.2.2 vip=9.9.9.9 created=old
+equally old in one namespace: by name | a vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=old
+both of unknown age: by name | a vip=9.9.9.9 | b ip=2.2.2.2 vip=9.9.9.9
+""",
+    at=lambda cell: cell or "9.9.9.9:80",
+)
+def test_which_service_wins_an_address(won_by, lost_by, at):
+    """Two Services that claim one address; the winner first."""
+    winner, loser = service(won_by), service(lost_by)
     for order in ((winner, loser), (loser, winner)):
         found = settled(*order)
         (won,) = states(winner)
         (asked,) = states(loser)
         lost = found[asked.key]
         assert found[won.key] == won, "the winner has all that it asked for"
-        assert [(str(at), str(who)) for at, who in lost.lost] == [(f"{row.at}/TCP", str(winner.key))]
-        assert lost.frontends == tuple(f for f in asked.frontends if str(f.at) != f"{row.at}/TCP")
+        assert [(str(front), str(who)) for front, who in lost.lost] == [(f"{at}/TCP", str(winner.key))]
+        assert lost.frontends == tuple(f for f in asked.frontends if str(f.at) != f"{at}/TCP")
 
 
-NO_CONFLICTS = table(
-    Conflict,
+@each_cells(
+    "one, other",
     """
 one address, other ports                  | a vip=9.9.9.9     | b ip=2.2.2.2 vip=9.9.9.9 port=81
 one address and port, other protocols     | a vip=9.9.9.9     | b ip=2.2.2.2 vip=9.9.9.9 protocol=UDP
@@ -287,11 +266,9 @@ one NodePort, other protocols             | a node-port=30080 | b ip=2.2.2.2 nod
 a NodePort and a VIP with the same number | a node-port=30080 | b ip=2.2.2.2 port=30080 vip=9.9.9.9
 """,
 )
-
-
-@each_row(NO_CONFLICTS)
-def test_no_conflict(row: Conflict):
-    assert not any(state.lost for state in settled(service(row.winner), service(row.loser)).values())
+def test_no_conflict(one, other):
+    """Two Services that claim different addresses."""
+    assert not any(state.lost for state in settled(service(one), service(other)).values())
 
 
 def test_of_two_equal_ports_of_one_service_the_first_by_name_wins():

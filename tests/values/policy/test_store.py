@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ObjectStore keeps of the events, and which Services they touch."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
-from tests.support.table import each_cells, each_row, pairs, table
+from tests.support.table import each_cells, pairs
 from tests.values.policy.services import addrs, cidrs, gone, key, up
 
 WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
@@ -241,17 +241,8 @@ def test_other_services_do_not_keep_their_last_endpoints():
     assert store("one one-empty").slices(NAME) == (OBJECTS["one-empty"],)
 
 
-class Problems(NamedTuple):
-    """Events, and the lines of each object that has any; `usable`: no object is missing because it was rejected."""
-
-    rule: str
-    events: str
-    lines: str = ""
-    usable: bool = True
-
-
-PROBLEMS = table(
-    Problems,
+@each_cells(
+    "events, lines_text, usable",
     """
 rejected objects                                  | ALL !web !one     | web: bad; one: bad | no
 a rejection ends with an upsert or a delete       | ALL !web !two web -two
@@ -264,15 +255,14 @@ slices that are corrected or deleted              | one-odd two-odd !one one -tw
 what is skipped in a Service and our Node alone   | web-odd me-odd you-odd | web: odd; me: odd
 a Service and our Node that are corrected         | web-odd me-odd -web me
 """,
+    usable=lambda cell: cell != "no",
 )
-
-
-@each_row(PROBLEMS)
-def test_problems(row: Problems):
-    world = store(row.events.replace("ALL", ALL))
+def test_problems(events, lines_text, usable):
+    """Events, and the lines of each object that has any; `usable`: no object is missing because it was rejected."""
+    world = store(events.replace("ALL", ALL))
     lines = {name: world.problems_of(key(OBJECTS[name])) for name in ("web", "one", "two", "me", "pod", "you")}
-    assert "; ".join(f"{name}: {', '.join(each)}" for name, each in lines.items() if each) == row.lines
-    assert world.all_usable is row.usable
+    assert "; ".join(f"{name}: {', '.join(each)}" for name, each in lines.items() if each) == lines_text
+    assert world.all_usable is usable
 
 
 def test_rejected_object_keeps_its_previous_version():

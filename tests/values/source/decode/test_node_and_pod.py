@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Nodes and Pods are decoded, and what holds for all objects."""
 
-from typing import NamedTuple
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from kbpf.errors import ObjectError
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Node, Pod
 from kbpf.source.decode import decode
-from tests.support.table import each_pair, table
+from tests.support.table import each_line, each_pair
 from tests.values.source.decode.objects import OF_SERVICE, a, cidr, fields, read
 
 
@@ -105,16 +103,8 @@ def test_pod_may_be_on_no_node_yet():
     assert item.object == Pod("ns", "x", UID)
 
 
-class Mesh(NamedTuple):
-    """An annotation, its value, and the mesh of a Pod that has it."""
-
-    annotation: str
-    value: str = ""
-    mesh: str = ""
-
-
-MESHES = table(
-    Mesh,
+@each_line(
+    "annotation, value, mesh",
     """
 sidecar.istio.io/status                        | {"revision":"default"} | Istio
 sidecar.istio.io/status
@@ -128,13 +118,11 @@ consul.hashicorp.com/transparent-proxy-status  | complete               | Consul
 consul.hashicorp.com/connect-inject-status     | injected
 """,
 )
-
-
-@pytest.mark.parametrize("row", MESHES, ids=lambda row: f"{row.annotation}={row.value}")
-def test_mesh_of_a_pod(row: Mesh):
-    meta = {"name": "x", "namespace": "ns", "uid": UID, "annotations": {row.annotation: row.value}}
+def test_mesh_of_a_pod(annotation, value, mesh):
+    """An annotation, its value, and the mesh of a Pod that has it."""
+    meta = {"name": "x", "namespace": "ns", "uid": UID, "annotations": {annotation: value}}
     item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1"}})
-    assert (item.object, item.error) == (Pod("ns", "x", UID, "n1", row.mesh) if row.mesh else None, "")
+    assert (item.object, item.error) == (Pod("ns", "x", UID, "n1", mesh) if mesh else None, "")
 
 
 @pytest.mark.parametrize(

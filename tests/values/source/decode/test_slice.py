@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How EndpointSlices are decoded, as kube-proxy does."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Endpoint, EndpointSlice
 from kbpf.source.decode import decode
-from tests.support.table import each_pair, pairs, table
+from tests.support.table import each_line, each_pair, pairs
 from tests.values.source.decode.objects import OF_SERVICE, a, fields, read
 
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
@@ -111,16 +111,8 @@ def test_unusual_unicast_addresses_are_endpoints(address: str):
     assert item.object.skipped == ()
 
 
-class Ports(NamedTuple):
-    """The ports of a slice, those that are used, and the lines about others."""
-
-    given: str
-    used: str = ""
-    skipped: str = ""
-
-
-PORTS = table(
-    Ports,
+@each_line(
+    "given, used, skipped",
     """
 null
 [{name: a, port: 1}] | a 1/TCP
@@ -133,15 +125,14 @@ null
 [{name: a, port: 65536}] |  | ports[0].port: 65536 is not a port
 """,
 )
-
-
-@pytest.mark.parametrize("row", PORTS, ids=lambda row: row.given)
-def test_slice_ports(row: Ports):
-    """A port without a name or a number serves nobody."""
-    item = an_slice(**fields(f"ports: {row.given}"))
+def test_slice_ports(given, used, skipped):
+    """The ports of a slice, those that are used, and the lines about others. A port without a name or a number serves
+    nobody.
+    """
+    item = an_slice(**fields(f"ports: {given}"))
     words = [f"{port.name} {port.port}/{port.protocol.name}".strip() for port in item.object.ports]
-    assert ", ".join(words) == row.used
-    assert " ".join(line.partition(" (")[0] for line in item.object.skipped) == row.skipped
+    assert ", ".join(words) == used
+    assert " ".join(line.partition(" (")[0] for line in item.object.skipped) == skipped
 
 
 def test_a_slice_names_its_service_and_family():

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.watch import is_rewind
 from tests.support.faults.scripted import Exchange
-from tests.support.table import each_cells, each_row, table
+from tests.support.table import each_cells
 from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed
 
 # --- a server whose version goes back, e.g. after a restore of etcd ---
@@ -177,17 +177,8 @@ def relisted(start: Callable[..., Run], text: str) -> Run:
     return run
 
 
-class Drift(NamedTuple):
-    """The second list, the event that it makes, and how many changes the watch has missed."""
-
-    name: str
-    listed: str
-    said: str = ""
-    missed: int = 0
-
-
-DRIFT = table(
-    Drift,
+@each_cells(
+    "listed, said, missed",
     """
 no change                          | +a@5 +b@6
 a change after the watch's version | +a@5 +b@25         | +b
@@ -197,15 +188,14 @@ a missed new object                | +a@5 +b@6 +c@15    | +c | 1
 a missed deletion                  | +a@5               | -b | 1
 other content                      | +a@5 +b@6:10.9.9.9 | +b | 1
 """,
+    missed=lambda cell: int(cell or 0),
 )
-
-
-@each_row(DRIFT)
-def test_relist_finds_and_counts_missed_changes(start, caplog, row: Drift):
-    run = relisted(start, f"{row.listed} synced@30")
-    assert run.said[3:-1] == row.said.split()
-    assert run.status.drift == row.missed
-    assert ("objects changed without an event" in caplog.text) == bool(row.missed)
+def test_relist_finds_and_counts_missed_changes(start, caplog, listed, said, missed):
+    """The second list, the event that it makes, and how many changes the watch has missed."""
+    run = relisted(start, f"{listed} synced@30")
+    assert run.said[3:-1] == said.split()
+    assert run.status.drift == missed
+    assert ("objects changed without an event" in caplog.text) == bool(missed)
     assert run.waits == []
 
 
