@@ -2,9 +2,6 @@
 """Rows and verdicts of `kbpf check`."""
 
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 from kbpf.checks import neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow, sum_up
@@ -14,7 +11,7 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
-from tests.support.table import each_named_pair, each_pair, table
+from tests.support.table import each_line, each_named_pair, each_pair
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -92,24 +89,8 @@ CHAINS = {"": (), "open": (BaseChain("ip", "filter", "FORWARD", False),)}
 CHAINS["drops"] = (BaseChain("ip", "filter", "FORWARD", True),)
 
 
-class Chains(NamedTuple):
-    """The expected row FORWARD: its result, words of its detail and of its advice. The result for packets that the
-    agent's rule does not accept, as `kbpf trace` says it. The chain in iptables, chains of other tables that drop, and
-    families with rules of iptables-legacy.
-    """
-
-    name: str
-    result: str
-    detail: str
-    advice: str
-    unmasqueraded: str
-    chain: str = ""
-    others: str = ""
-    legacy: str = ""
-
-
-FORWARDS = table(
-    Chains,
+@each_line(
+    "name, result, detail, advice, unmasqueraded, chain, others, legacy",
     """\
 no chain | yes | no chain drops |  | yes
 policy accept | yes | no chain drops |  | yes | open
@@ -120,22 +101,23 @@ no library | unknown | python3 | install python3-nftables | unknown
 no nf_tables | unknown | no nf_tables |  | unknown
 """,
 )
-
-
-@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
-def test_check_row_forward(forward: Chains, monkeypatch):
+def test_check_row_forward(name, result, detail, advice, unmasqueraded, chain, others, legacy, monkeypatch):
+    """The expected row FORWARD: its result, words of its detail and of its advice. The result for packets that the
+    agent's rule does not accept, as `kbpf trace` says it. The chain in iptables, chains of other tables that drop, and
+    families with rules of iptables-legacy.
+    """
     netfilter = packet_path.forward_rules
-    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: PROBES.get(forward.name, PROBES[""]))
-    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: CHAINS[forward.chain])
-    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: (forward.others,) * bool(forward.others))
-    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: tuple(forward.legacy.split()))
+    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: PROBES.get(name, PROBES[""]))
+    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: CHAINS[chain])
+    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: (others,) * bool(others))
+    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: tuple(legacy.split()))
     (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere")) if r.name == "FORWARD"]
-    assert row.result == forward.result
-    assert forward.detail in row.detail
-    assert forward.advice in row.advice
-    assert bool(row.advice) == bool(forward.advice)
+    assert row.result == result
+    assert detail in row.detail
+    assert advice in row.advice
+    assert bool(row.advice) == bool(advice)
     rules = packet_path.check_rules_of_others(Path("/nowhere"))
-    assert (rules.masqueraded, rules.forwarded.result) == (row, forward.unmasqueraded)
+    assert (rules.masqueraded, rules.forwarded.result) == (row, unmasqueraded)
 
 
 @each_pair(

@@ -4,7 +4,7 @@ express, and the differences made by a change.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +34,7 @@ from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, Servi
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
-from tests.support.table import each_cells, each_named_pair, each_row, table
+from tests.support.table import each_cells, each_line, each_named_pair
 from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
@@ -84,35 +84,6 @@ def pools(programmed: ServicePortPlan) -> dict[str, str]:
 # ---- the outcome of a new connection -----------------------------------------------------------
 
 
-class Answers(NamedTuple):
-    """A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
-    "refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if
-    the same, and the fwmark's virtual service, if there is one, has no servers.
-    """
-
-    text: str
-    cluster_ip: str
-    external: str
-    here: str = ""
-
-
-ANSWERS = table(
-    Answers,
-    """\
-A B | 10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 |
- | refused | refused |
-A B local=A internal-local | 10.0.0.1 | 10.0.0.1 10.0.0.2 |
-A B internal-local | dropped | 10.0.0.1 10.0.0.2 |
-internal-local | refused | refused |
-A B local=A external-local | 10.0.0.1 10.0.0.2 | 10.0.0.1 | 10.0.0.1 10.0.0.2
-A B external-local | 10.0.0.1 10.0.0.2 | dropped | 10.0.0.1 10.0.0.2
-external-local | refused | refused |
-A B local=A external-local internal-local | 10.0.0.1 | 10.0.0.1 | 10.0.0.1 10.0.0.2
-A B external-local internal-local | dropped | dropped | 10.0.0.1 10.0.0.2
-""",
-)
-
-
 def made(text: str, **more: Any) -> ServicePortPlan:
     """The plan of a Service port on a node with these fields of ground()."""
     port = state(text)
@@ -130,8 +101,26 @@ def answer(programmed: ServicePortPlan, at: str) -> str:
     return servers or name
 
 
-@pytest.mark.parametrize(("text", "cluster_ip", "external", "here"), ANSWERS)
-def test_the_outcome_of_a_new_connection(text: str, cluster_ip: str, external: str, here: str):
+@each_line(
+    "text, cluster_ip, external, here",
+    """\
+A B | 10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 |
+ | refused | refused |
+A B local=A internal-local | 10.0.0.1 | 10.0.0.1 10.0.0.2 |
+A B internal-local | dropped | 10.0.0.1 10.0.0.2 |
+internal-local | refused | refused |
+A B local=A external-local | 10.0.0.1 10.0.0.2 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local | 10.0.0.1 10.0.0.2 | dropped | 10.0.0.1 10.0.0.2
+external-local | refused | refused |
+A B local=A external-local internal-local | 10.0.0.1 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local internal-local | dropped | dropped | 10.0.0.1 10.0.0.2
+""",
+)
+def test_the_outcome_of_a_new_connection(text, cluster_ip, external, here):
+    """A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
+    "refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if
+    the same, and the fwmark's virtual service, if there is one, has no servers.
+    """
     programmed = made(f"{text} {ALL}")
     assert answer(programmed, "10.96.0.1 TCP 80") == cluster_ip
     externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
@@ -294,15 +283,6 @@ def names(elements: set[Element]) -> set[str]:
     return {name for name, _ in elements}
 
 
-class Order(NamedTuple):
-    """A Service port before and after a change ("-": none), and the sets of each step that gain or lose elements."""
-
-    rule: str
-    before: str
-    after: str
-    expected: str
-
-
 @each_cells(
     "before, after, expected",
     """\
@@ -443,8 +423,8 @@ def test_a_frontend_that_moves_changes_its_virtual_service():
     assert WEB in ledger.elements
 
 
-CUTS = table(
-    Order,
+@each_cells(
+    "before, after, cut",
     """\
 UDP stops serving | A B UDP | A UDP | 10.0.0.2
 UDP leaves the set but still serves | A B UDP | A serving=A,B UDP |
@@ -453,18 +433,15 @@ TCP stops serving | A B | A |
 SCTP stops serving | A B SCTP | A SCTP |
 """,
 )
-"""What is expected: the backends whose UDP flows are cut."""
-
-
-@each_row(CUTS)
-def test_which_backends_udp_flows_are_cut(row: Order):
+def test_which_backends_udp_flows_are_cut(before, after, cut):
+    """A Service port before and after a change, and the backends whose UDP flows are cut."""
     ledger = DesiredElements()
-    plan(ledger, state(row.before))
-    changes = plan(ledger, state(row.after))
-    assert {format_addr(end.address) for _, end in changes.udp_cuts} == set(row.expected.split())
+    plan(ledger, state(before))
+    changes = plan(ledger, state(after))
+    assert {format_addr(end.address) for _, end in changes.udp_cuts} == set(cut.split())
     again = DesiredElements()  # after a restart, with the state read from the kernel
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
-    plan(again, state(row.after))
+    plan(again, state(after))
     assert again.diff(again.elements, addresses(again), old, True).udp_cuts == changes.udp_cuts
 
 

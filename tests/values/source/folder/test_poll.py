@@ -4,13 +4,10 @@
 import logging
 import os
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 from kbpf.model.events import Rejected
 from kbpf.source.base import SourceState
-from tests.support.table import each_named_pair, table
+from tests.support.table import each_line, each_named_pair
 from tests.values.source.folder.folder import BOTH, NODE, SLICE, SYNCED, WEB, service
 
 # --- events of the folder ---
@@ -75,20 +72,8 @@ def test_file_missing_for_one_poll_keeps_its_objects(run):
     assert run.settle() == []
 
 
-class UnknownField(NamedTuple):
-    """A text in BOTH, the lines that replace it (with ; between them), the field that is a problem with its line (none:
-    no problem), and the field that is meant.
-    """
-
-    old: str
-    new: str
-    field: str = ""
-    line: int = 0
-    meant: str = ""
-
-
-UNKNOWN_FIELDS = table(
-    UnknownField,
+@each_line(
+    "old, new, field, number, meant",
     r"""
 clusterIP:   | internalTraficPolicy: Local;  clusterIP:      | spec.internalTraficPolicy    | 7  | internalTrafficPolicy
 clusterIP:   | clusterIp: 10.96.0.1;  clusterIP:             | spec.clusterIp                | 7  | clusterIP
@@ -103,18 +88,17 @@ clusterIP:   | trafficDistribution: PreferSameZone;  clusterIP:
 clusterIP:   | sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}};  clusterIP:
 """,
 )
-
-
-@pytest.mark.parametrize("row", UNKNOWN_FIELDS, ids=lambda row: row.new)
-def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, row: UnknownField):
-    """A selector has any keys, and those of metadata are not checked."""
-    assert run.place(BOTH.replace(row.old, row.new.replace(";", "\n"), 1)) == ["+web", "+web-1", *SYNCED]
+def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, old, new, field, number, meant):
+    """A text in BOTH, the lines that replace it (with ; between them), the field that is a problem with its line (none:
+    no problem), and the field that is meant. A selector has any keys, and those of metadata are not checked.
+    """
+    assert run.place(BOTH.replace(old, new.replace(";", "\n"), 1)) == ["+web", "+web-1", *SYNCED]
     subject, kind = "EndpointSlice default/web-1", "an EndpointSlice"
-    if row.field.startswith("spec"):
+    if field.startswith("spec"):
         subject, kind = "Service default/web", "a Service"
-    hint = f"is {row.meant} meant?" if row.meant else "it is ignored"
-    line = f"{subject}: {row.field} is not a field of {kind} (a.yaml:{row.line}); {hint}"
-    assert run.problems == ((line,) if row.field else ())
+    hint = f"is {meant} meant?" if meant else "it is ignored"
+    line = f"{subject}: {field} is not a field of {kind} (a.yaml:{number}); {hint}"
+    assert run.problems == ((line,) if field else ())
     run.change(NODE, "b.yaml")
     warned = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == len(run.problems), "once"
