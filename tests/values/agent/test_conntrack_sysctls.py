@@ -11,7 +11,7 @@ from kbpf.cli import app
 from kbpf.errors import KernelError
 from kbpf.kernel.system import sysctl
 from kbpf.model.config import Conntrack
-from tests.support.table import each_named_pair
+from tests.support.table import each_line, each_named_pair
 
 TIMES = "tcp_timeout_established=86400 tcp_timeout_close_wait=3600"
 
@@ -92,20 +92,24 @@ def test_sysctls_are_set_once(machine: Machine):
     assert machine.values()["max"] == 7, "an operator's own value stays until the next start"
 
 
-SIZES = [
-    (65_536, 262_144, 262_144, 65_536),
-    (65_536, 262_148, 262_148, 65_537),
-    (65_536, 1_048_576, 1_048_576, 262_144),
-    (65_536, 2, 65_536, 65_536),
-    (2_000_000, 262_148, 2_000_000, 65_537),  # an operator's higher limit stays
-]
-"""nf_conntrack_max before, the configured one → nf_conntrack_max after, the size of the hash table."""
-
-
-@pytest.mark.parametrize(("before", "configured", "after", "hashes"), SIZES, ids=str)
-def test_neither_the_limit_nor_the_hash_table_shrinks(
-    machine: Machine, before: int, configured: int, after: int, hashes: int
-):
+@each_line(
+    "before, configured, after, hashes",
+    """\
+65536 | 262144 | 262144 | 65536
+65536 | 262148 | 262148 | 65537
+65536 | 1048576 | 1048576 | 262144
+65536 | 2 | 65536 | 65536
+2000000 | 262148 | 2000000 | 65537
+""",
+    before=int,
+    configured=int,
+    after=int,
+    hashes=int,
+)
+def test_neither_the_limit_nor_the_hash_table_shrinks(machine: Machine, before, configured, after, hashes):
+    """nf_conntrack_max before, the configured one, nf_conntrack_max after, and the size of the hash table. An
+    operator's higher limit stays.
+    """
     machine.load(max=before)
     ConntrackSysctls(Conntrack(max_per_core=1, least=configured)).apply(1.0)
     assert machine.values()["max"] == after

@@ -29,7 +29,7 @@ from kbpf.views.top import TopRow
 from tests.support.lab.lab import until
 from tests.support.runtime import docs
 from tests.support.runtime.command import pipe_without_reader
-from tests.support.table import pairs
+from tests.support.table import each_line, pairs
 
 PLUGIN = docs.ROOT / "kubectl" / "kubectl-kbpf"
 FAKE_KUBECTL = """\
@@ -425,16 +425,16 @@ def test_top_of_agents_without_it(operator: Operator):
 RELAYED = answer(" trace ", "10.96.0.9:80 \x1b]0;title\x07 → b\n", "a note\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "agent", "source"),
-    [
-        ("shop/client", "agent-b", "shop/client"),
-        ("host:node10", "agent-c", "host"),
-        ("outside --node node1", "agent-a", "outside"),
-        ("fd00::7 --node node1", "agent-a", "fd00::7"),
-    ],
+@each_line(
+    "words, agent, source",
+    """\
+shop/client | agent-b | shop/client
+host:node10 | agent-c | host
+outside --node node1 | agent-a | outside
+fd00::7 --node node1 | agent-a | fd00::7
+""",
 )
-def test_trace_runs_on_the_clients_node(operator: Operator, words: str, agent: str, source: str):
+def test_trace_runs_on_the_clients_node(operator: Operator, words, agent, source):
     done = operator(f"trace {words} shop/web", RELAYED)
     assert done.out == "10.96.0.9:80 \\x1b]0;title\\x07 → b\n"
     assert (done.code, done.err) == (0, "a note\n")
