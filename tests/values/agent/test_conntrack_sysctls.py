@@ -119,7 +119,7 @@ def test_neither_the_limit_nor_the_hash_table_shrinks(machine: Machine, before, 
 
 @pytest.mark.parametrize("kept", ["another errno", "no such setting"])
 def test_hash_table_is_resized_with_the_module_parameter_if_the_sysctl_fails(
-    machine: Machine, monkeypatch, caplog, kept: str
+    machine: Machine, monkeypatch, caplog, kept
 ):
     machine.load()
     if kept == "no such setting":
@@ -154,7 +154,7 @@ def test_failed_sysctls_are_one_warning_with_all_values(machine: Machine, monkey
 
 
 @pytest.mark.parametrize("before", [65_536, 131_072, 262_144], ids=str)
-def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(machine: Machine, caplog, before: int):
+def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(machine: Machine, caplog, before):
     caplog.set_level("INFO", "kbpf.agent")
     machine.load(max=before)
     (machine.sysctls / "nf_conntrack_max").chmod(0o444)

@@ -122,7 +122,7 @@ def test_identify_responder(answers, who):
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_an_answer_that_comes_byte_by_byte_is_cut_off(head: bytes, monkeypatch):
+def test_an_answer_that_comes_byte_by_byte_is_cut_off(head, monkeypatch):
     """Whoever has a port of kube-proxy's must not hold up `kbpf check`."""
     monkeypatch.setattr(detect, "PROBE_TIMEOUT_S", 0.2)
     was_cut_off = []

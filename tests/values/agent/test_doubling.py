@@ -129,7 +129,7 @@ NODES: dict[str, Callable[[int], Node]] = {
 
 @each_case("made", NODES)
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another"])
-def test_node_of_twice_the_size_costs_twice_as_much(made, ours: bool):
+def test_node_of_twice_the_size_costs_twice_as_much(made, ours):
     """With Services whose external addresses are compared with the node's."""
 
     def cost(size: int) -> int:
@@ -174,7 +174,7 @@ def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
 
 
 @pytest.mark.parametrize("text", ["web-{}=1", "10.0.0.{}=x", "=", "node:a{}=2", ",", "a" * 20])
-def test_annotation_of_twice_the_length_costs_twice_as_much(text: str):
+def test_annotation_of_twice_the_length_costs_twice_as_much(text):
     def cost(size: int) -> int:
         annotation = ",".join(text.format(n) for n in range(size))
         return lines_run(lambda: parse_weights(annotation, []))

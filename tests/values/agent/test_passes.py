@@ -46,7 +46,7 @@ def large(name: str) -> list[Upsert]:
 
 
 @pytest.mark.parametrize(("mode", "count"), [("bpf", 1), ("ipvs", 0)])
-def test_netfilter_bypass_is_logged_in_mode_bpf_only(caplog, monkeypatch, mode: str, count: int):
+def test_netfilter_bypass_is_logged_in_mode_bpf_only(caplog, monkeypatch, mode, count):
     caplog.set_level("INFO")
     agent = Agent(Config("me", forwarding="direct"), RecordingPlane(), lambda _: ())
     agent._log_netfilter_bypass(mode)
@@ -166,7 +166,7 @@ def test_no_sweep_while_an_object_is_rejected(clock: Clock):
     ("kind", "sound"),
     [(Kind.SERVICE, False), (Kind.SLICE, False), (Kind.NODE, False), (Kind.POD, True)],
 )
-def test_apply_is_not_authoritative_while_an_object_is_rejected(clock: Clock, kind: Kind, sound: bool):
+def test_apply_is_not_authoritative_while_an_object_is_rejected(clock: Clock, kind: Kind, sound):
     """The unreadable object may be what a frontend or backend depends on. Pods never are."""
     plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
@@ -210,7 +210,7 @@ def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
 
 
 @pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])
-def test_failed_apply_is_counted_and_retried_once_per_interval(clock: Clock, monkeypatch, waiting: str):
+def test_failed_apply_is_counted_and_retried_once_per_interval(clock: Clock, monkeypatch, waiting):
     agent, plane = begun(0.0)
     plane.apply_error = "no"
     if waiting == "deferred work":

@@ -92,7 +92,7 @@ class UnknownPods:
 
 
 @pytest.mark.parametrize("mesh_pods", [True, False])
-def test_a_mesh_whose_pods_are_not_recognized_is_no_problem(clock: Clock, mesh_pods: bool):
+def test_a_mesh_whose_pods_are_not_recognized_is_no_problem(clock: Clock, mesh_pods):
     """The labels of its Service may be those of any tenant's, and a problem raises an alert."""
     config = Config("me", mesh_pods=mesh_pods)
     sources = (UnknownPods(),) if mesh_pods else ()
@@ -235,7 +235,7 @@ def test_unusual_value_that_is_used_is_logged_as_unusual(clock: Clock, caplog):
 
 
 @pytest.mark.parametrize(("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)])
-def test_service_that_is_not_programmed_is_reported_everywhere(clock: Clock, namespace: str, status: int, system: bool):
+def test_service_that_is_not_programmed_is_reported_everywhere(clock: Clock, namespace, status, system):
     """In a problem line, /readyz and the metric by namespace, until it is programmed; Events: see above."""
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
     agent, plane = begun(0.0, desk)

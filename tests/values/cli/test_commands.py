@@ -287,7 +287,7 @@ inspect devices --no-headers → /sys/fs/bpf/file /run/file/kbpf-ipvs0
 def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     command,
     wanted,
-    by_variable: bool,
+    by_variable,
     tmp_path,
     monkeypatch,
     capsys,

@@ -133,7 +133,7 @@ CHANGES = {
 
 
 @each_case("before, after, rows", CHANGES)
-def test_difference_of_two_worlds(before: World, after: World, rows: str):
+def test_difference_of_two_worlds(before: World, after: World, rows):
     found = []
     for d in run(before, after):
         was, is_ = (d.share_before, d.share_after) if d.what == "backend" else (d.before, d.after)
@@ -145,7 +145,7 @@ GONE = {"Service port": NO_SERVICE, "endpoint": world("", "1@a1,a 2@a2,a 3@b1,b"
 
 
 @pytest.mark.parametrize("what", GONE)
-def test_what_is_gone_is_the_reason(what: str):
+def test_what_is_gone_is_the_reason(what):
     (last,) = (d for d in run(world(), GONE[what]) if d.name == "10.1.0.4:8080")
     assert (last.reason, last.pod, last.node, last.zone) == (f"its {what} is gone", "p-4", "b1", "b")
 

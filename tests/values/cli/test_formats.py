@@ -40,7 +40,7 @@ TABLES = [((), True, "NAME   COUNT\n"), ((), False, ""), (THINGS[:1], False, "a 
 
 
 @pytest.mark.parametrize(("rows", "titles", "text"), TABLES)
-def test_titles_of_a_table(rows: tuple[Thing, ...], titles: bool, text: str):
+def test_titles_of_a_table(rows: tuple[Thing, ...], titles, text):
     assert rendered(Page(THING_LIST, rows, COLUMNS), titles=titles) == text
 
 
@@ -71,7 +71,7 @@ SORTED = """\
 
 
 @pytest.mark.parametrize("cells", SORTED)
-def test_cells_are_sorted_by_value(cells: str):
+def test_cells_are_sorted_by_value(cells):
     texts = cells.split(", ")
     page = Page(THING_LIST, [Thing(text, 0) for text in reversed(texts)], COLUMNS)
     assert [row.name for row in page.refined(sort_by="name").rows] == texts

@@ -205,7 +205,7 @@ VIEWS = {view: list(lines) for view, lines in groupby(COMMANDS, lambda line: lin
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_view(view: str, node: Path, golden: Golden, capsys):
+def test_view(view, node: Path, golden: Golden, capsys):
     golden(f"inspect/{view}.txt", transcript(capsys, *VIEWS[view]))
 
 
@@ -450,10 +450,10 @@ def test_trace_takes_the_pod_that_runs(
     node: Path,
     monkeypatch,
     capsys,
-    uid: str,
-    name: str,
+    uid,
+    name,
     cgroups: frozenset[int],
-    text: str,
+    text,
 ):
     names = {OLD: name, UIDS["pod"]: "shop/cart-5d6f"} if uid == OLD else {UIDS["pod"]: "shop/cart-5d6f", uid: name}
     process = pods.PodProcess(7, Path("/pod"))
@@ -478,7 +478,7 @@ OPENED = {
 
 
 @pytest.mark.parametrize("view", OPENED)
-def test_only_maps_that_are_shown_are_opened(view: str, node: Path, monkeypatch, capsys):
+def test_only_maps_that_are_shown_are_opened(view, node: Path, monkeypatch, capsys):
     opened: list[str] = []
     open_map = snapshot.pinning.open_map
 
@@ -495,7 +495,7 @@ def test_only_maps_that_are_shown_are_opened(view: str, node: Path, monkeypatch,
 
 
 @pytest.mark.parametrize("view", [*sorted(set(VIEWS) - {"service", "status"}), "service web", "trace"])
-def test_a_view_says_how_old_it_is_if_the_agent_is_down(view: str, node: Path, monkeypatch, capsys):
+def test_a_view_says_how_old_it_is_if_the_agent_is_down(view, node: Path, monkeypatch, capsys):
     monkeypatch.setattr(snapshot, "is_alive", lambda *_: False)
     command = ("host default/web", "trace") if view == "trace" else (view, "inspect")
     assert "the agent is down: this is what it had programmed 1s ago" in run(capsys, *command)[2]

@@ -109,7 +109,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize(("row", "part"), SECRETS)
-def test_what_looks_like_a_secret_is_removed(row: str, part: str):
+def test_what_looks_like_a_secret_is_removed(row, part):
     text = row.partition(": ")[2]
     result = Redactor([]).redact(text.encode()).decode()
     assert part in result
@@ -141,7 +141,7 @@ KEPT = (
 
 
 @pytest.mark.parametrize("text", KEPT, ids=lambda text: text[:60])
-def test_what_is_no_secret_is_kept(text: str):
+def test_what_is_no_secret_is_kept(text):
     assert Redactor([]).redact(text.encode()) == text.encode()
 
 
@@ -163,7 +163,7 @@ def test_what_is_no_secret_is_kept(text: str):
         "AKIA-",
     ],
 )
-def test_many_beginnings_of_secrets_are_each_tried_once(text: str):
+def test_many_beginnings_of_secrets_are_each_tried_once(text):
     """Tenants write annotations and logs. One scan to the end for each beginning takes hours, as
     does one for each blank after it.
     """
@@ -227,7 +227,7 @@ def test_a_variable_that_is_not_utf8_is_removed():
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "users: 3", "users: [{user: [1, null]}]", "\x00"])
-def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path):
+def test_a_kubeconfig_of_another_form_is_no_error(text, tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     assert Redactor(find_secrets([path], [], {})).redact(b"plain") == b"plain"
@@ -285,7 +285,7 @@ def test_a_broken_file_loses_only_itself(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_objects_of_a_folder_are_equivalent(name: str, tmp_path, monkeypatch, capsys):
+def test_objects_of_a_folder_are_equivalent(name, tmp_path, monkeypatch, capsys):
     folder = str(scenario.HERE / name)
     monkeypatch.setenv("KBPF_SOURCE", folder)
     assert objects.main() == 0
@@ -380,7 +380,7 @@ def test_a_command_is_limited(text, expected):
 
 
 @pytest.mark.parametrize(("commands", "data", "error"), INSTALLED)
-def test_the_first_command_that_is_installed_runs(commands: tuple, data: bytes, error: str):
+def test_the_first_command_that_is_installed_runs(commands: tuple, data, error):
     assert collect.run_command(*commands)(limit()) == Collected(data, error)
 
 

@@ -179,5 +179,5 @@ COLOURS = [
 
 
 @pytest.mark.parametrize(("text", "coloured"), COLOURS)
-def test_only_what_needs_attention_is_coloured(text: str, coloured: str):
+def test_only_what_needs_attention_is_coloured(text, coloured):
     assert terminal.colour(text) == coloured

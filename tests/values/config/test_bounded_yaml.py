@@ -302,7 +302,7 @@ VALUES = [value_in_a_manifest, value_in_a_configuration, value_in_a_kubeconfig]
 
 @pytest.mark.parametrize("read", VALUES)
 @pytest.mark.parametrize(("text", "value"), DIALECT, ids=[text for text, _ in DIALECT])
-def test_scalar_has_the_same_value_in_all_readers(read: Callable[[str, Path], object], text: str, value: str, tmp_path):
+def test_scalar_has_the_same_value_in_all_readers(read: Callable[[str, Path], object], text, value, tmp_path):
     if value == "refused":
         with pytest.raises(KbpfError, match=r"not YAML|not a kubeconfig"):
             read(text, tmp_path)
@@ -312,7 +312,7 @@ def test_scalar_has_the_same_value_in_all_readers(read: Callable[[str, Path], ob
 
 
 @pytest.mark.parametrize("text", [text for text, _ in DIALECT])
-def test_dumped_text_is_read_as_text(text: str):
+def test_dumped_text_is_read_as_text(text):
     written = bounded_yaml.dump({"x": text, text or "name": 1})
     (read,) = bounded_yaml.load_all(written.encode(), CONFIGURATION)
     assert read == {"x": text, text or "name": 1}

@@ -68,7 +68,7 @@ bindAddress in a file, but not from --bind-address.
 
 
 @pytest.mark.parametrize(("mode", "flag", "text"), GIVEN, ids=map(" ".join, GIVEN))
-def test_a_flag_and_its_field_mean_the_same(mode: str, flag: str, text: str):
+def test_a_flag_and_its_field_mean_the_same(mode, flag, text):
     if flag == "--proxy-mode":
         assert by_flags(text, {}) == by_file(text, {})
         return
@@ -96,7 +96,7 @@ primary,::1/128
 
 
 @pytest.mark.parametrize("mode", ["", *MODES])
-def test_node_ports_answer_on_the_same_addresses(mode: str):
+def test_node_ports_answer_on_the_same_addresses(mode):
     """Of all combinations only an unset mode with unset addresses differs: kbpf's defaults apply."""
     gate = f"{kinds.LOCALHOST_GATE}="
     for addresses, localhost, enabled in product(ADDRESSES, ("", "true", "false"), ("", "true", "false")):

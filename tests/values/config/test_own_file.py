@@ -67,7 +67,7 @@ mode: ''; cgroup: null; packetPath: {devices: []} → mode = auto
 
 
 @pytest.mark.parametrize(("text", "value"), OURS)
-def test_field_of_kbpfs_document(text: str, value: str):
+def test_field_of_kbpfs_document(text, value):
     made, name = ours(document(text)), value.partition(" = ")[0]
     assert f"{name} = {shown(field(made.config, name))}" == value
     assert made.notes == ()

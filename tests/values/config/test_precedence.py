@@ -70,7 +70,7 @@ warning names.
 
 
 @pytest.mark.parametrize(("rule", "row"), list(zip(PRECEDENCE[::2], PRECEDENCE[1::2], strict=True)))
-def test_precedence(rule: str, row: str):
+def test_precedence(rule, row):
     given, _, expected = row.strip().partition(" → ")
     text, _, flags = given.partition(" |")
     value, _, ignored = expected.partition(" ignored: ")
@@ -152,7 +152,7 @@ REASONABLE = """\
 
 
 @pytest.mark.parametrize("flags", REASONABLE)
-def test_reasonable_settings_have_no_diagnostic(flags: str):
+def test_reasonable_settings_have_no_diagnostic(flags):
     assert with_flags(flags).notes == ()
 
 

@@ -107,7 +107,7 @@ GIVEN = [(row.name, text) for row in SETTINGS if row.field for text in TEXTS[row
 
 
 @pytest.mark.parametrize(("flag", "text"), GIVEN, ids=map("=".join, GIVEN))
-def test_every_flag_is_written_and_read_again(flag: str, text: str):
+def test_every_flag_is_written_and_read_again(flag, text):
     assert_written(load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {}))
 
 
@@ -150,7 +150,7 @@ def test_durations_are_parsed_as_in_go(text, meaning):
 
 
 @pytest.mark.parametrize("text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"])
-def test_durations_that_go_refuses_are_errors(text: str):
+def test_durations_that_go_refuses_are_errors(text):
     with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
         durations.parse(text, "here")
 

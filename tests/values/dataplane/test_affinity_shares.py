@@ -87,7 +87,7 @@ a pod with its own device, and another owner with its address | one/device far/d
 sockets of a cgroup | one/cgroup other/cgroup near/cgroup | cgroup7=9 | cgroup7=3
 """,
 )
-def test_a_recount_corrects_the_counts(entries_text, before, after, piece: int):
+def test_a_recount_corrects_the_counts(entries_text, before, after, piece):
     """Entries CLIENT/OWNER, and the counts before and after a recount. The key of a device or cgroup has its number in
     its last word, in little-endian order.
     """

@@ -295,7 +295,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_device_of_a_node_has_its_role(name: str):
+def test_every_device_of_a_node_has_its_role(name):
     """In any order of the listing."""
     listing, patterns = devices(SHAPES[name])
     reasons = decide_roles(listing, **patterns)

@@ -50,10 +50,10 @@ PROBES = [
 
 @pytest.mark.parametrize(("name", "runners", "up", "count"), PROBES)
 def test_hook_is_probed_once_unless_a_filter_takes_packets(
-    name: str,
+    name,
     runners: tuple[Runner, ...],
-    up: bool,
-    count: int,
+    up,
+    count,
     monkeypatch,
 ):
     point, probed = Point(Device(3, "cali3", up=up), Direction.INGRESS, runners), []
@@ -79,5 +79,5 @@ def test_hook_is_probed_once_unless_a_filter_takes_packets(
     ("kind", "handle", "is_table"),
     [("u32", 0x80000000, True), ("u32", 0x80000800, False), ("bpf", 0x1000, False)],
 )
-def test_hash_tables_of_u32_are_no_filters(kind: str, handle: int, is_table: bool):
+def test_hash_tables_of_u32_are_no_filters(kind, handle, is_table):
     assert Filter(kind, 1, 3, handle, "", 0).is_hash_table is is_table

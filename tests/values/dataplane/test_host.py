@@ -113,7 +113,7 @@ def test_which_rules_refuse_all_packets(parts, refuses):
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6", "inet", "netdev", "bridge", "arp"])
-def test_rules_of_each_family_are_read(family: str, monkeypatch):
+def test_rules_of_each_family_are_read(family, monkeypatch):
     """A firewall may be a bridge's. A kernel that ignores the filter lists other rules, too."""
     asked = []
 

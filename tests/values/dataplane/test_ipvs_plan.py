@@ -155,7 +155,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize("ranges", RANGES)
-def test_source_ranges_restrict_load_balancer_addresses_only(ranges: str):
+def test_source_ranges_restrict_load_balancer_addresses_only(ranges):
     found = sets(made(f"A {ALL} ranges={ranges}"), SetName.RESTRICTED, SetName.SOURCES)
     assert found["restricted"] == {"192.0.2.1 TCP 80"}
     assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in RANGES[ranges]}
@@ -369,7 +369,7 @@ only a hairpin element: hairpin_ips 10.96.0.9 10.96.0.9 → yes
 """,
 )
 @pytest.mark.parametrize("sound", [True, False])
-def test_unclaimed_addresses_are_removed(mention, stray, sound: bool):
+def test_unclaimed_addresses_are_removed(mention, stray, sound):
     """The element that mentions an address of the dummy device → whether it is removed as unclaimed."""
     mentions = {element(text) for text in filter(None, [mention])}
     ledger = DesiredElements()
@@ -503,7 +503,7 @@ def test_the_final_state_does_not_depend_on_the_changes(rounds: list[list[tuple[
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["exists", "missing"])
-def test_existing_virtual_services_are_admitted_with_their_address(there: bool):
+def test_existing_virtual_services_are_admitted_with_their_address(there):
     """For a kube-proxy's virtual services, or ours after the table was flushed: as soon as an
     address is in `virtual_ips`, connections that are not in `served` are refused.
     """

@@ -362,7 +362,7 @@ def test_which_device_has_a_cache_slot(earlier, later):
 
 
 @pytest.mark.parametrize(("kind", "spans"), [("veth", False), ("vxlan", True)])
-def test_a_bridge_with_an_overlay_has_pods_of_other_nodes_behind_it(kind: str, spans: bool):
+def test_a_bridge_with_an_overlay_has_pods_of_other_nodes_behind_it(kind, spans):
     """As Weave's: they may also come by an uplink."""
     devices = (CNI0, Device(30, "port", kind, master=CNI0.ifindex))
     choices = {2: RoleChoice(HOST, ""), CNI0.ifindex: RoleChoice(POD, ""), 30: RoleChoice(SKIPPED, "")}

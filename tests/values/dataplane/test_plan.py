@@ -241,7 +241,7 @@ A B weights=1,2 → A2 B2 weights=1,2
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_the_entries_that_a_change_needs_and_frees_are_known_in_advance(before: str, after: str):
+def test_the_entries_that_a_change_needs_and_frees_are_known_in_advance(before, after):
     """Those that are written, and those that are deleted in the end; entries in use again are not counted."""
     agent, maps = Agent(), Maps()
     old, new, key = changed(before, after)
@@ -298,7 +298,7 @@ def test_removed_frontends_cut_their_udp_clients():
 
 
 @pytest.mark.parametrize("remembered", [True, False])
-def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch, remembered: bool):
+def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch, remembered):
     """Its Maglev or weights table is recognised by its fingerprint, and shared from then on."""
     agent = Agent()
     port = state("A B weights=1,2")

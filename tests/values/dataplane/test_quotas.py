@@ -177,7 +177,7 @@ def test_a_namespace_leaves_room_in_proportion_to_what_it_has():
 
 
 @pytest.mark.parametrize(("greedy", "each"), [(1, 76), (2, 42), (4, 22), (20, 5)])
-def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
+def test_greedy_namespaces_leave_room_for_others(greedy, each):
     """Below the fill from which quotas apply, no namespace is refused."""
     budgets, limit = NamespaceBudgets(), 10_000
     names, used = [f"g{number}" for number in range(greedy)], 0

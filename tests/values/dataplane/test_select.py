@@ -208,7 +208,7 @@ class Harness:
         if verb == "open" or isinstance(why.error, KernelError)
     ],
 )
-def test_only_mode_auto_falls_back_to_ipvs_and_only_for_a_reason(why: Failure, verb: str, mode: str, caplog):
+def test_only_mode_auto_falls_back_to_ipvs_and_only_for_a_reason(why: Failure, verb, mode, caplog):
     house = Harness(mode, why.checks)
     house.bpf.fails[verb] = [why.error]
     if mode == "bpf" or why.reason is None:

@@ -35,7 +35,7 @@ class Overwritten:
 
 @pytest.mark.parametrize("count", range(len(TEXTS) + 1))
 @pytest.mark.parametrize("size", [0, 1, 4, 8, 15, *range(HEADER_SIZE, HEADER_SIZE + 25)])
-def test_text_is_the_last_or_the_one_before_and_never_a_mixture(count: int, size: int):
+def test_text_is_the_last_or_the_one_before_and_never_a_mixture(count, size):
     map_ = Overwritten()
     for text in TEXTS[:count]:
         status_entries.write(map_, text)
@@ -89,7 +89,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_a_long_status_keeps_what_there_is_room_for(case: str):
+def test_a_long_status_keeps_what_there_is_room_for(case):
     said: AgentStatus = replace(AGENT, **SIZES[case])
     text = encode(said)
     assert len(text) <= MAX_STATUS_BYTES

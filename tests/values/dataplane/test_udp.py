@@ -143,7 +143,7 @@ the oldest is evicted: 1 one, 2 two, 3 six → two six
 """,
 )
 @pytest.mark.parametrize("restarts", [False, True])
-def test_stopped_backends_are_kept_while_their_flows_may_exist(ends, left, restarts: bool):
+def test_stopped_backends_are_kept_while_their_flows_may_exist(ends, left, restarts):
     """Backends that stop at these seconds → those in the map afterwards, in this order."""
     held = FakeMap()
     cuts, tables = cuts_of(held)
@@ -160,7 +160,7 @@ def test_stopped_backends_are_kept_while_their_flows_may_exist(ends, left, resta
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_cuts_of_one_service_evict_none_of_another(at_once: bool):
+def test_cuts_of_one_service_evict_none_of_another(at_once):
     held = FakeMap()
     held.max_entries = 32
     cuts, tables = cuts_of(held)
@@ -209,7 +209,7 @@ def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch)
 
 
 @pytest.mark.parametrize("method", ["items", "lookup", "delete"])
-def test_a_pass_that_failed_starts_again(monkeypatch, method: str):
+def test_a_pass_that_failed_starts_again(monkeypatch, method):
     flows = flow((1, ONE, UDP), (2, TWO, UDP))
     passes = udp.UdpPasses(maps(flows=flows))
     passes.add({(1, ONE)}, set(), count_flows=True)

@@ -21,7 +21,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("release", "limit", "expected"), LIMITS)
-def test_the_locked_memory_limit_of_maps(monkeypatch, release: str, limit: int, expected: int | None):
+def test_the_locked_memory_limit_of_maps(monkeypatch, release, limit, expected):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert syscalls.memlock_limit(release) == expected
 
@@ -35,7 +35,7 @@ def test_the_locked_memory_limit_of_maps(monkeypatch, release: str, limit: int, 
         (65536, errno.EACCES, True, "it needs root or CAP_BPF"),
     ],
 )
-def test_a_refusal_is_explained_by_its_cause(monkeypatch, limit: int | None, code: int, privileged: bool, said: str):
+def test_a_refusal_is_explained_by_its_cause(monkeypatch, limit, code, privileged, said):
     monkeypatch.setattr(syscalls, "memlock_limit", lambda: limit)
     monkeypatch.setattr(syscalls, "is_privileged", lambda: privileged)
     with pytest.raises(KernelError) as refused:
@@ -57,6 +57,6 @@ ALL, NO_RESOURCE = 1 << 12 | 1 << 21 | 1 << 24 | 3 << 38, 1 << 12 | 1 << 21 | 3 
         (1 << 12, None, ("CAP_SYS_ADMIN", "CAP_PERFMON", "CAP_BPF")),
     ],
 )
-def test_which_capabilities_are_missing(monkeypatch, held: int, limit: int | None, missing: tuple[str, ...]):
+def test_which_capabilities_are_missing(monkeypatch, held, limit, missing: tuple[str, ...]):
     monkeypatch.setattr(syscalls, "memlock_limit", lambda: limit)
     assert probe.missing_capabilities(f"Name:\tkbpf\nCapEff:\t{held:016x}\n") == missing

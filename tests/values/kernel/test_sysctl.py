@@ -13,7 +13,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "given", "file"), ROWS, ids=[row[0] for row in ROWS])
-def test_the_file_of_a_sysctl(tmp_path, name: str, given: tuple[str, ...], file: str):
+def test_the_file_of_a_sysctl(tmp_path, name, given: tuple[str, ...], file):
     for each in given:
         (tmp_path / "host" / each).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "host" / each).write_text("1\n")

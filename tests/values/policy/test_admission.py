@@ -203,7 +203,7 @@ def state_of(service: Service, config: Config, device_listeners: Collection[Fron
 
 @pytest.mark.parametrize("how", SETTINGS)
 @each_row(ROWS)
-def test_an_external_ip(row: Row, how: str):
+def test_an_external_ip(row: Row, how):
     wanted = {"off": OFF, "another listed": OUTSIDE}.get(how) or REFUSALS[row.external if how == "all" else row.listed]
     state = state_of(web(FrontendKind.EXTERNAL_IP, row.place), setting(how, row.place))
     words = outcome(state, at(row.place))
@@ -215,7 +215,7 @@ def test_an_external_ip(row: Row, how: str):
 
 @pytest.mark.parametrize("how", SETTINGS)
 @each_row(ROWS)
-def test_a_load_balancer_address(row: Row, how: str):
+def test_a_load_balancer_address(row: Row, how):
     """The setting `--external-ips` applies to ExternalIPs only."""
     state = state_of(web(FrontendKind.LOAD_BALANCER, row.place), setting(how, row.place))
     words = outcome(state, at(row.place))
@@ -225,7 +225,7 @@ def test_a_load_balancer_address(row: Row, how: str):
 
 @each_row(ROWS)
 @pytest.mark.parametrize("is_listening", [True, False], ids=["listener", "no listener"])
-def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool):
+def test_a_cluster_ip_is_never_refused(row: Row, is_listening):
     """But one that a device of this node has is left to the node if a process listens there."""
     asked, where = web(FrontendKind.CLUSTER_IP, row.place), at(row.place)
     for how in SETTINGS:
@@ -366,7 +366,7 @@ def frontends_at(text: str) -> set[FrontendAddress]:
 
 
 @pytest.mark.parametrize("what", LISTENERS)
-def test_listener_at_an_address_of_a_device(what: str):
+def test_listener_at_an_address_of_a_device(what):
     """It is found at once after there was no such address, and then four times a second; its end
     has no grace period, because the Service takes over.
     """
@@ -393,7 +393,7 @@ def test_listener_at_an_address_of_a_device(what: str):
 @pytest.mark.parametrize(
     ("count", "selected"), [(1, True), (MAX_SELECTED_PORTS, True), (MAX_SELECTED_PORTS + 1, False)]
 )
-def test_only_sockets_at_the_ports_are_read(count: int, selected: bool):
+def test_only_sockets_at_the_ports_are_read(count, selected):
     """A node may have tens of thousands of UDP sockets, and they are read four times a second."""
     asked = []
     listeners = Listeners(lambda *ports: asked.append(ports) or frozenset())

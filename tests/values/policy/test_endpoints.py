@@ -242,7 +242,7 @@ def test_every_endpoint_has_a_reason(policy, ends_text, reason):
         ("dead", "not ready, not serving, terminating"),
     ],
 )
-def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(condition: str, text: str):
+def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(condition, text):
     line, _ = ask(CLUSTER, f"1/{condition} 2").explain()
     assert line.text == text
 

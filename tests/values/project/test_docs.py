@@ -56,7 +56,7 @@ docs/troubleshoot.md: → tests/lab/cluster/test_docs.py
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_shell_block_is_run_by_a_test(page: str):
+def test_every_shell_block_is_run_by_a_test(page):
     tests = {where.partition(":")[2].strip(): test for where, test in BLOCKS if where.startswith(f"{page}:")}
     met = set()
     for block in docs.blocks(page):
@@ -69,7 +69,7 @@ def test_every_shell_block_is_run_by_a_test(page: str):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_yaml_and_json_blocks_can_be_parsed(page: str):
+def test_yaml_and_json_blocks_can_be_parsed(page):
     for kind, load in (("yaml", yaml.safe_load_all), ("json", lambda text: [json.loads(text)])):
         for block in docs.blocks(page, kind):
             assert all(isinstance(each, dict) for each in load(block)), block
@@ -139,7 +139,7 @@ def shipped() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [*shipped(), "kubeadm's own"])
-def test_the_documented_block_changes_the_bit_in_each_config(name: str, tmp_path):
+def test_the_documented_block_changes_the_bit_in_each_config(name, tmp_path):
     config = (shipped() | {"kubeadm's own": kubeadm.config("10.244.0.0/16")})[name]
     done = change_bit(tmp_path, config)
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_link_targets_exist(page: str):
+def test_link_targets_exist(page):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", link):
@@ -205,7 +205,7 @@ FILE = re.compile(r"(?:tests|manifests|kbpf|benchmarks|vagrant|tools|docs)/[\w./
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_files_exist(page: str):
+def test_named_files_exist(page):
     for span in docs.spans(page):
         if not FILE.fullmatch(span):
             continue
@@ -226,7 +226,7 @@ def all_tests() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_tests_exist(page: str):
+def test_named_tests_exist(page):
     named = [span for span in docs.spans(page) if re.fullmatch(r"(tests/[\w/]+\.py::)?test_\w+", span)]
     assert [name for name in named if name not in all_tests()] == []
 
@@ -255,7 +255,7 @@ def options() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_options_exist(page: str):
+def test_named_options_exist(page):
     """`--max-...` and `--conntrack-*` stand for all options with that prefix."""
     known = options() | {option for _, others in OTHERS for option in others.split()}
     for span in docs.spans(page):

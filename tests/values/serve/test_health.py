@@ -54,7 +54,7 @@ from tests.values.serve.rows_health import (
     [row[1:] for row in HEALTH_ROWS],
     ids=[row[0] for row in HEALTH_ROWS],
 )
-def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible: bool, path: str, status: int, body: str):
+def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible, path, status, body):
     answer = healthz(verdict, eligible) if path == "/healthz" else livez(verdict)
     assert answer == HttpResponse(status, body.encode(), "application/json")
 
@@ -69,18 +69,18 @@ def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible: bool, pat
         (None, "0001-01-01T00:00:00Z"),
     ],
 )
-def test_go_time_format(moment: int | None, text: str):
+def test_go_time_format(moment, text):
     assert format_go_time(moment) == text
 
 
 @pytest.mark.parametrize(("case", "text"), READY)
-def test_readyz_responses(case: str, text: str):
+def test_readyz_responses(case, text):
     answer = readyz(*ready_case(case))
     assert answer == HttpResponse(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
 
 
 @each_case("steps", HISTORIES)
-def test_health_over_time(steps: str):
+def test_health_over_time(steps):
     now = 0.0
     health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
     for step in steps.split(", "):
@@ -117,7 +117,7 @@ def test_a_late_agent_fails_the_health_checks_of_services():
 
 
 @pytest.mark.parametrize(("ends", "counts"), ENDPOINT_COUNTS)
-def test_local_endpoints_are_counted(ends: str, counts: str):
+def test_local_endpoints_are_counted(ends, counts):
     found = compute_health_check(WEB, slices(ends.partition(":")[2].strip()), "n1")
     assert found == HealthCheck(31_999, *map(int, counts.split()))
 
@@ -133,7 +133,7 @@ def test_service_without_health_check_port_has_no_check():
 
 
 @pytest.mark.parametrize(("addresses", "on"), LISTEN_ROWS)
-def test_listen_addresses_of_a_health_check(addresses: str, on: str, monkeypatch):
+def test_listen_addresses_of_a_health_check(addresses, on, monkeypatch):
     """As kube-proxy: a family without a usable address listens on the wildcard address."""
     at, own = (part.split() for part in addresses.split("|"))
     opened: list[str] = []
@@ -228,7 +228,7 @@ TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStart
 
 @pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
 @pytest.mark.parametrize("which", TAKEN)
-def test_listen_address_in_use_is_an_event_and_a_problem(which: str, hard: bool, monkeypatch):
+def test_listen_address_in_use_is_an_event_and_a_problem(which, hard, monkeypatch):
     monkeypatch.setattr(desk_module, "LISTEN_RETRY_INTERVAL_S", 0.01)
     server = EventServer()
     with socket.create_server(("127.0.0.1", 0)) as taken:

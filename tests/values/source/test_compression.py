@@ -73,7 +73,7 @@ def test_several_gzip_members_are_one_body(serve, sizes: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("size", [READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE, 0])
-def test_flushed_bytes_are_returned_at_once(serve, size: int):
+def test_flushed_bytes_are_returned_at_once(serve, size):
     """Flushed bytes are returned before the server sends anything more."""
     text = bytes(size)
     packer = zlib.compressobj(wbits=31)
@@ -130,7 +130,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "body", "what"), BROKEN, ids=[row[0] for row in BROKEN])
-def test_broken_gzip_is_an_error(serve, name: str, body: bytes, what: str):
+def test_broken_gzip_is_an_error(serve, name, body, what):
     connection = serve(sends(body, 4096), lambda e: e.answer(200, body, **GZIP))
     with pytest.raises(SourceError, match=what):
         whole(connection)

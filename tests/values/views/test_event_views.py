@@ -290,7 +290,7 @@ def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch):
 
 
 @pytest.mark.parametrize(("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))])
-def test_failures_say_what_is_not_seen(forwarding: str, notes: tuple[str, ...]):
+def test_failures_say_what_is_not_seen(forwarding, notes: tuple[str, ...]):
     """An empty list must not look like a node without failures."""
     inspection = Inspection("/pins", node=NodeEntry(forwarding=forwarding))
     assert failures.build_page(inspection, "", "", 0.0).notes == notes

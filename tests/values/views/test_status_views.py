@@ -184,7 +184,7 @@ def test_connections_are_sorted_by_service_then_client():
 
 
 @pytest.mark.parametrize(("used", "alarm"), [(79, False), (80, True), (100, True)])
-def test_snat_port_alarm_is_at_80_percent(used: int, alarm: bool):
+def test_snat_port_alarm_is_at_80_percent(used, alarm):
     entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
     held = tracking(*entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1))
     node = NodeEntry((parse_addr("198.18.0.1"),), 61_000, 61_099)
@@ -299,7 +299,7 @@ def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
         (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger than the flows
     ],
 )
-def test_lost_entries_and_alarm(created: int, fill: Fill, lost: int | None, alarm: bool):
+def test_lost_entries_and_alarm(created, fill: Fill, lost, alarm):
     held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
     seen = availability.build_view(held)
     assert (seen.entries_lost, seen.alarm, seen.connections) == (lost, alarm, fill.open)
@@ -318,7 +318,7 @@ PODS = [
 
 
 @pytest.mark.parametrize(("flags", "pods"), PODS)
-def test_detection_of_local_pods(flags: NodeFlag, pods: str):
+def test_detection_of_local_pods(flags: NodeFlag, pods):
     node = NODE.pack(bytes(16), bytes(16), flags, 0, 0, 0, 0)
     maps: Any = {name: FakeMap(name, {}) for name in ("devices", "local_networks")}
     seen = sources.build_view(snapshot(**read_packet_path({**maps, "node": FakeMap("node", {bytes(4): node})})))

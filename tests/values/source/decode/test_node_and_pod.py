@@ -86,7 +86,7 @@ PODS = {
 
 
 @pytest.mark.parametrize("text", PODS)
-def test_pod_is_used_if_its_label_or_its_mesh_says_so(text: str):
+def test_pod_is_used_if_its_label_or_its_mesh_says_so(text):
     result = PODS[text]
     meta = {"name": "x", "namespace": "ns", **fields(text)}
     item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1", "containers": [{"name": 5}]}})
@@ -165,7 +165,7 @@ def test_decoding_random_objects_raises_no_exception(kind, body):
 
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
-def test_object_over_6_mib_is_refused(more: int, fits: bool):
+def test_object_over_6_mib_is_refused(more, fits):
     raw = b'{"metadata": {"name": "a", "namespace": "b"}}'
     raw += b" " * (decode.MAX_OBJECT_BYTES + more - len(raw))
     if fits:

@@ -116,7 +116,7 @@ INGRESS = {
 
 @pytest.mark.parametrize("entry", INGRESS)
 @pytest.mark.parametrize("kind", ["ClusterIP", "NodePort", "LoadBalancer"])
-def test_load_balancer_status_is_used_with_every_type(entry: str, kind: str):
+def test_load_balancer_status_is_used_with_every_type(entry, kind):
     listed = [{"ip": "203.0.113.9"}, fields(entry)]
     item = service(status={"loadBalancer": {"ingress": listed}}, type=kind)
     assert shown(item.object.lb_vips) == f"203.0.113.9 {INGRESS[entry]}".strip()
@@ -186,7 +186,7 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_service_that_kube_proxy_skips_is_ignored(name: str):
+def test_service_that_kube_proxy_skips_is_ignored(name):
     item = service(**fields(IGNORED[name]))
     assert (item.object, item.error) == (None, "")
 
@@ -260,13 +260,13 @@ def named(text: str) -> decode.DecodedObject:
 
 
 @pytest.mark.parametrize("text", VALID, ids=lambda text: text[-40:])
-def test_names_that_an_api_server_accepts(text: str):
+def test_names_that_an_api_server_accepts(text):
     item = named(text)
     assert (item.object is None, item.error) == (False, "")
 
 
 @pytest.mark.parametrize("text", INVALID, ids=lambda text: repr(text[-40:]))
-def test_names_that_an_api_server_would_refuse_are_errors(text: str):
+def test_names_that_an_api_server_would_refuse_are_errors(text):
     item, (_, field, value) = named(text), text.split(" ", 2)
     assert item.object is None
     assert item.error.startswith(f"metadata.{field}: {value!r}"[:90])

@@ -40,7 +40,7 @@ addresses: [10.1.0.1, 10.1.0.2] →
 
 
 @pytest.mark.parametrize(("given", "expected"), ENDPOINTS, ids=lambda text: text[:60])
-def test_endpoint(given: str, expected: str):
+def test_endpoint(given, expected):
     item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | fields(given)])
     differs = {name: tuple(value) if isinstance(value, list) else value for name, value in fields(expected).items()}
     assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **differs),)
@@ -82,7 +82,7 @@ BAD_ENDPOINTS.append((f"[{'9' * 5000}.0.0.1]", f"'{'9' * 64}' is not an IP addre
 
 
 @pytest.mark.parametrize(("given", "why"), BAD_ENDPOINTS, ids=lambda text: text[:30])
-def test_bad_endpoint_is_left_out_with_a_reason(given: str, why: str):
+def test_bad_endpoint_is_left_out_with_a_reason(given, why):
     family = 6 if given.startswith("IPv6 ") else 4
     good = ["10.1.0.1", "10.1.0.2"] if family == 4 else ["fd00::1", "fd00::2"]
     listed = [{"addresses": [good[0]]}, fields(f"addresses: {given.removeprefix('IPv6 ')}"), {"addresses": [good[1]]}]
@@ -94,7 +94,7 @@ def test_bad_endpoint_is_left_out_with_a_reason(given: str, why: str):
 
 
 @pytest.mark.parametrize(("bad", "lines"), [(99, 99), (100, 100), (101, 101), (103, 101)])
-def test_at_most_100_bad_endpoints_have_a_line(bad: int, lines: int):
+def test_at_most_100_bad_endpoints_have_a_line(bad, lines):
     item = an_slice(endpoints=[{"addresses": ["nonsense"]}] * bad)
     assert len(item.object.skipped) == lines
     named = [line for line in item.object.skipped if "further ones are left out" not in line]
@@ -105,7 +105,7 @@ UNUSUAL = "10.0.0.0 100.64.0.1 169.253.0.1 223.255.255.255 240.0.0.1 ::2 1:: fec
 
 
 @pytest.mark.parametrize("address", UNUSUAL.split())
-def test_unusual_unicast_addresses_are_endpoints(address: str):
+def test_unusual_unicast_addresses_are_endpoints(address):
     item = an_slice(addressType="IPv6" if ":" in address else "IPv4", endpoints=[{"addresses": [address]}])
     assert [end.address for end in item.object.endpoints] == [a(address)]
     assert item.object.skipped == ()
@@ -148,7 +148,7 @@ def test_a_slice_names_its_service_and_family():
         "addressType: FQDN",
     ],
 )
-def test_slice_that_kube_proxy_skips_is_ignored(given: str):
+def test_slice_that_kube_proxy_skips_is_ignored(given):
     item = an_slice(**fields(given))
     assert (item.object, item.error) == (None, "")
 

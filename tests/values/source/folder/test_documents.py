@@ -45,7 +45,7 @@ def test_service_is_read_from(file, text):
 
 
 @pytest.mark.parametrize("text", ["2001:10:1:2:3:4:5:6", "fd00::10", "fd00:10:96::1", "10.96.0.1"])
-def test_addresses_need_no_quotes(text: str):
+def test_addresses_need_no_quotes(text):
     """The first would be a number of base 60 in YAML 1.1."""
     (found,) = parse_documents("a.yaml", WEB.replace("10.96.0.1", text).encode()).objects
     assert found.item.error == ""
@@ -199,7 +199,7 @@ def test_empty_file_has_no_objects(name, text):
 @pytest.mark.parametrize(
     ("files", "named"), [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)]
 )
-def test_missing_own_node_is_a_problem_if_other_nodes_exist(run: Run, files: tuple[str, ...], named: bool):
+def test_missing_own_node_is_a_problem_if_other_nodes_exist(run: Run, files: tuple[str, ...], named):
     for name in files:
         run.write(f"{name}.yaml", NODE.replace("n1", name))
     run.look()

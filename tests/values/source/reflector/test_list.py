@@ -182,7 +182,7 @@ NOT_LISTS = {
 
 @pytest.mark.parametrize("how", ["pages", "stream"])
 @each_case("body, pages, stream", NOT_LISTS)
-def test_response_that_is_not_a_list_is_an_error_that_describes_it(start, caplog, body, pages, stream, how: str):
+def test_response_that_is_not_a_list_is_an_error_that_describes_it(start, caplog, body, pages, stream, how):
     caplog.set_level(logging.WARNING, "kbpf.source")
     steps = (PAGES,) if how == "pages" else ()
     run = start(*steps, lambda exchange: exchange.answer(200, body), "list@100 a@1")

@@ -56,7 +56,7 @@ def test_a_response_without_an_end_is_an_error(start, monkeypatch, limit, value,
 
 
 @pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
-def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str):
+def test_list_by_pages_times_out_after_600_seconds(start, each, error):
     def page(exchange: Exchange, run: Run) -> None:
         run.now += each
         step(f"list@100 a@1 continue={len(run.server.requests) - 1}")(exchange)
