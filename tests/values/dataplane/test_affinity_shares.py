@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps.affinity_shares import (
 )
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, OWNER_ADDRESS, OWNER_DEVICE, U32
 from kbpf.model.address import parse_addr
-from tests.support.table import each_case, each_cells
+from tests.support.table import each_cells
 
 ONE, OTHER, NEAR, FAR = "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"
 NETWORK = "2001:db8::"
@@ -111,18 +111,21 @@ def test_counts_made_during_a_recount_are_kept():
     assert shares == counts("one=5"), "2 entries, and 3 that were counted meanwhile"
 
 
-AGES = {
-    "in use": (1, 0, True),
-    "idle": (1, TIMEOUT - 5, True),
-    "expired": (1, TIMEOUT + 1, False),
-    "an unknown Service": (1000, TIMEOUT + 1, True),
-    "an unknown Service, older than any time-out": (1000, MAX_AFFINITY_TIMEOUT_S + 1, False),
-}
-"""An entry of a Service (1000: an unknown one), and whether it is kept."""
-
-
-@each_case("service, seconds, stays", AGES)
+@each_cells(
+    "service, seconds, stays",
+    f"""\
+in use | 1 | 0 | yes
+idle | 1 | {TIMEOUT - 5} | yes
+expired | 1 | {TIMEOUT + 1} | no
+an unknown Service | 1000 | {TIMEOUT + 1} | yes
+an unknown Service, older than any time-out | 1000 | {MAX_AFFINITY_TIMEOUT_S + 1} | no
+""",
+    service=int,
+    seconds=int,
+    stays=bool,
+)
 def test_expired_entries_are_deleted_and_not_counted(service, seconds, stays):
+    """An entry of a Service, and whether it is kept."""
     now = time.monotonic_ns() + 10**15
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic_ns", lambda: now)

@@ -13,6 +13,7 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     find_unmatched,
 )
 from kbpf.kernel.net.devices import Device
+from tests.support.table import each_pair
 from tests.values.dataplane.device_texts import devices
 
 SKIPPED = DeviceRole.SKIPPED
@@ -304,20 +305,20 @@ def test_every_device_of_a_node_has_its_role(name):
         assert {device: str(chosen[device.ifindex]) for device in listing} == listing, reasons
 
 
-NAMED = [
-    ((), ()),
-    (("eth0",), ()),
-    (("eth*", "cali?"), ()),
-    (("eth2",), ("eth2",)),
-    (("nosuch*", "eth0", "eth"), ("nosuch*", "eth")),
-    (("lo",), ()),
-]
-
-
-@pytest.mark.parametrize(("patterns", "missing"), NAMED, ids=str)
-def test_patterns_that_match_no_device_are_found(patterns: tuple[str, ...], missing: tuple[str, ...]):
+@each_pair(
+    "patterns, missing",
+    """\
+ →
+eth0 →
+eth* cali? →
+eth2 → eth2
+nosuch* eth0 eth → nosuch* eth
+lo →
+""",
+)
+def test_patterns_that_match_no_device_are_found(patterns, missing):
     listing, _ = devices("eth0 hardware/net host\ncali1 veth/pod pod")
-    assert find_unmatched(tuple(listing), patterns) == missing
+    assert find_unmatched(tuple(listing), tuple(patterns.split())) == tuple(missing.split())
 
 
 def test_a_port_with_an_unlisted_master_is_skipped():

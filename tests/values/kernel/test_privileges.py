@@ -8,20 +8,24 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe, syscalls
-
-LIMITS = [
-    # a kernel, the limit of the process, and what it means for maps
-    ("5.10.0-32-amd64", 65536, 65536),
-    ("5.10.0-32-amd64", 0, 0),
-    ("5.10.0-32-amd64", resource.RLIM_INFINITY, None),
-    ("5.11.0", 65536, None),
-    ("10.0", 65536, None),
-    ("unheard of", 65536, None),
-]
+from tests.support.table import each_line
 
 
-@pytest.mark.parametrize(("release", "limit", "expected"), LIMITS)
+@each_line(
+    "release, limit, expected",
+    f"""\
+5.10.0-32-amd64 | 65536 | 65536
+5.10.0-32-amd64 | 0 | 0
+5.10.0-32-amd64 | {resource.RLIM_INFINITY} |
+5.11.0 | 65536 |
+10.0 | 65536 |
+unheard of | 65536 |
+""",
+    limit=int,
+    expected=lambda cell: int(cell) if cell else None,
+)
 def test_the_locked_memory_limit_of_maps(monkeypatch, release, limit, expected):
+    """A kernel, the limit of the process, and what it means for maps."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert syscalls.memlock_limit(release) == expected
 

@@ -17,7 +17,7 @@ from kbpf.policy.endpoints import (
     local_endpoint_addresses,
     select_endpoints,
 )
-from tests.support.table import each_case, each_cells, each_line
+from tests.support.table import each_cells, each_line
 from tests.values.policy.services import CONDITIONS, HTTP, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
@@ -144,18 +144,19 @@ def test_slices_of_the_other_family_are_ignored():
     assert [str(b) for b in select_endpoints(slices, PORT, CLUSTER, ME, 6).cluster] == ["[fd00::9]:8080"]
 
 
-OTHER_PORTS = {
-    "no ports": (),
-    "other name": ("web", Protocol.TCP, 8080),
-    "other protocol": ("http", Protocol.UDP, 8080),
-    "no name": ("", Protocol.TCP, 8080),
-    "number 0": ("http", Protocol.TCP, 0),
-}
-
-
-@each_case("port", OTHER_PORTS)
-def test_a_slice_without_the_port_has_no_endpoints_for_it(port):
-    ports = (SlicePort(*port),) if port else ()
+@each_cells(
+    "name, protocol, number",
+    """\
+other name | web | TCP | 8080
+other protocol | http | UDP | 8080
+no name |  | TCP | 8080
+number 0 | http | TCP | 0
+no ports
+""",
+    number=lambda cell: int(cell) if cell else None,
+)
+def test_a_slice_without_the_port_has_no_endpoints_for_it(name, protocol, number):
+    ports = () if number is None else (SlicePort(name, Protocol[protocol], number),)
     chosen = select_endpoints((piece("1", ports=ports),), PORT, CLUSTER, ME, 4)
     assert (chosen.cluster, chosen.serving, chosen.any_endpoints) == ((), (), False)
     (line,) = chosen.explain()

@@ -24,7 +24,7 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
-from tests.support.table import each_case, each_cells, table
+from tests.support.table import each_cells, table
 from tests.values.policy.services import end, numbers, piece, service
 
 # ---- the annotations ---------------------------------------------------------------------------
@@ -228,17 +228,19 @@ def test_cluster_set_and_local_set_are_weighted_separately():
     assert reasons[1] is EndpointReason.LOCAL_ONLY
 
 
-ENTRIES = {
-    # two slices and the names of their Pods, the rules, and the weights of endpoints 1 and 2, in any order of slices
-    "draining ones": (("1/draining 2/draining", "a-1 b-1"), ("", ""), "a-1=5", (5, 1)),
-    "an address in two slices: the ready entry": (("1/down 2", "old-1 x-1"), ("1", "new-1"), "new-1=3 old-1=0", (3, 1)),
-    "equal entries: the last Pod name": (("1 2", "p-1 x-1"), ("1", "q-1"), "p-1=3 q-1=5", (5, 1)),
-}
-
-
-@each_case("first, second, text, weights", ENTRIES)
-def test_weights_of_entries_of_an_address(first, second, text, weights):
-    one, two = (piece(listed, pods=pods, name=f"s{n}") for n, (listed, pods) in enumerate((first, second)))
+@each_cells(
+    "first, its_pods, second, pods, text, weights",
+    """\
+draining ones | 1/draining 2/draining | a-1 b-1 |  |  | a-1=5 | 5 1
+an address in two slices: the ready entry | 1/down 2 | old-1 x-1 | 1 | new-1 | new-1=3 old-1=0 | 3 1
+equal entries: the last Pod name | 1 2 | p-1 x-1 | 1 | q-1 | p-1=3 q-1=5 | 5 1
+""",
+)
+def test_weights_of_entries_of_an_address(first, its_pods, second, pods, text, weights):
+    """Two slices, each with the names of its Pods, the rules, and the weights of endpoints 1 and 2, in any order of
+    slices.
+    """
+    one, two = piece(first, pods=its_pods, name="s0"), piece(second, pods=pods, name="s1")
     for pieces in ((one, two), (two, one)):
         found = ask(rules(text), *pieces)
-        assert (numbers(found.cluster), found.cluster_weights) == ("1 2", weights)
+        assert (numbers(found.cluster), found.cluster_weights) == ("1 2", tuple(map(int, weights.split())))
