@@ -43,7 +43,7 @@ from kbpf.model.status import ModeChoice, encode
 from tests.support.faults.fake_maps import Entries, FakeMap, target
 from tests.support.golden import Golden
 from tests.support.json_schema import validate
-from tests.support.table import each_case, each_pair
+from tests.support.table import each_case, each_cells, each_pair
 from tests.values.cli.inspected_node import (
     BOOT,
     CGROUP_PATHS,
@@ -436,25 +436,20 @@ def test_traces_in_mode_ipvs(ipvs_node: Path, golden: Golden, capsys):
 
 OLD = "0a1b2c3d-0000-4000-8000-000000000009"
 RUNNING = frozenset((CGROUPS["pod"], 77))
-OTHER_PODS: dict[str, tuple[str, str, frozenset[int], str]] = {
-    "replaced, its logs are first": (OLD, "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
-    "replaced, its logs are last": ("last", "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
-    "terminating, without a process": (OLD, "shop/cart-5d6f", frozenset((7,)), "(10.244.0.9)"),
-    "of another namespace": (OLD, "stage/cart-5d6f", RUNNING, "cart-5d6f may be shop/cart-5d6f or stage/cart-5d6f"),
-}
-"""The uid, name and cgroups of a second Pod with the name of the one that runs; what is printed."""
 
 
-@each_case("uid, name, cgroups, text", OTHER_PODS)
-def test_trace_takes_the_pod_that_runs(
-    node: Path,
-    monkeypatch,
-    capsys,
-    uid,
-    name,
-    cgroups: frozenset[int],
-    text,
-):
+@each_cells(
+    "uid, name, cgroups, text",
+    f"""\
+replaced, its logs are first | {OLD} | shop/cart-5d6f |  | (10.244.0.9)
+replaced, its logs are last | last | shop/cart-5d6f |  | (10.244.0.9)
+terminating, without a process | {OLD} | shop/cart-5d6f | other | (10.244.0.9)
+of another namespace | {OLD} | stage/cart-5d6f | same | cart-5d6f may be shop/cart-5d6f or stage/cart-5d6f
+""",
+    cgroups={"": frozenset(), "other": frozenset((7,)), "same": RUNNING}.get,
+)
+def test_trace_takes_the_pod_that_runs(node: Path, monkeypatch, capsys, uid, name, cgroups, text):
+    """The uid, name and cgroups of a second Pod with the name of the one that runs; what is printed."""
     names = {OLD: name, UIDS["pod"]: "shop/cart-5d6f"} if uid == OLD else {UIDS["pod"]: "shop/cart-5d6f", uid: name}
     process = pods.PodProcess(7, Path("/pod"))
     monkeypatch.setattr(pods, "list_pod_names", lambda: names)

@@ -26,7 +26,7 @@ from kbpf.kernel.system import children, pods
 from tests.support.cluster import scenario
 from tests.support.faults.scripted import ScriptedServer
 from tests.support.lab.lab import until
-from tests.support.table import each_case, each_named_pair, pairs
+from tests.support.table import each_case, each_named_pair, each_pair, pairs
 from tests.values.source.reflector.scripted import listed, status
 
 # ---- secrets -------------------------------------------------------------------------------------
@@ -346,15 +346,6 @@ def limit(max_bytes: int = 1000, seconds: float = 60) -> Limit:
     return Limit(max_bytes, time.monotonic() + seconds)
 
 
-INSTALLED = [
-    ((("kbpf-none",),), b"", "kbpf-none is not installed"),
-    ((("/etc/passwd",),), b"", "/etc/passwd is not installed"),
-    ((("kbpf-none",), ("echo", "hi")), b"hi\n", ""),
-    ((("echo", "hi"), ("kbpf-none",)), b"hi\n", ""),
-]
-"""Commands of which the first that is installed runs."""
-
-
 @each_named_pair(
     "text, expected",
     r"""all is well: echo out → out\n
@@ -379,9 +370,19 @@ def test_a_command_is_limited(text, expected):
     assert (bool(collected.data), bool(collected.error)) == (bool(data.strip()), bool(error))
 
 
-@pytest.mark.parametrize(("commands", "data", "error"), INSTALLED)
-def test_the_first_command_that_is_installed_runs(commands: tuple, data, error):
-    assert collect.run_command(*commands)(limit()) == Collected(data, error)
+@each_pair(
+    "commands, expected",
+    """\
+kbpf-none → kbpf-none is not installed
+/etc/passwd → /etc/passwd is not installed
+kbpf-none; echo hi → hi
+echo hi; kbpf-none → hi
+""",
+)
+def test_the_first_command_that_is_installed_runs(commands, expected):
+    """Commands → what the first prints that is installed, or the error."""
+    collected = collect.run_command(*(tuple(command.split()) for command in commands.split("; ")))(limit())
+    assert collected.data.decode().rstrip() + collected.error == expected
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):

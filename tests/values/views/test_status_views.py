@@ -31,7 +31,7 @@ from kbpf.model.status import DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
 from kbpf.views.packet_path import availability, connections, devices, nat
 from tests.support.faults.fake_maps import FakeMap, target
-from tests.support.table import each_case, each_named_pair, each_pair
+from tests.support.table import each_cells, each_named_pair, each_pair
 from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
 FAILED = PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1)
@@ -251,24 +251,29 @@ def test_forwarding_says_why_auto_is_not_netfilter():
 
 IN, OUT = (Attachment(2, direction, AttachMethod.TCX, 7) for direction in Direction)
 UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
-EXCLUDED = PacketStatus(True, excluded=("eth*",))
 
 
-ON = PacketStatus(True)
-DEVICE_ROWS = {
-    "a pod's veth": (POD, (IN, OUT), ON, "pod", "tc_x (tcx)", ""),
-    "no program at ingress": (UPLINK, (OUT,), ON, "host", "", "missing"),
-    "no programs": (UPLINK, (), ON, "host", "", "missing"),
-    "excluded, but with a program": (UPLINK, (IN,), EXCLUDED, "skipped", "tc_x (tcx)", "should have no program"),
-    "not in the list of devices": (UPLINK, (), PacketStatus(True, devices=("up*",)), "skipped", "", ""),
-}
-"""A device, its programs, the agent's PacketStatus; the row's role, ingress program and words of the problem. The
-usual ones are in tests/golden/inspect/devices.txt.
-"""
-
-
-@each_case("device, on, said, role, ingress, problem", DEVICE_ROWS)
+@each_cells(
+    "device, on, said, role, ingress, problem",
+    """\
+a pod's veth | pod | ingress egress | on | pod | tc_x (tcx)
+no program at ingress | uplink | egress | on | host |  | missing
+no programs | uplink |  | on | host |  | missing
+excluded, but with a program | uplink | ingress | excluded | skipped | tc_x (tcx) | should have no program
+not in the list of devices | uplink |  | not listed | skipped
+""",
+    device={"pod": POD, "uplink": UPLINK}.get,
+    on=lambda cell: tuple({"ingress": IN, "egress": OUT}[name] for name in cell.split()),
+    said={
+        "on": PacketStatus(True),
+        "excluded": PacketStatus(True, excluded=("eth*",)),
+        "not listed": PacketStatus(True, devices=("up*",)),
+    }.get,
+)
 def test_device_row(device, on, said, role, ingress, problem):
+    """A device, its programs, the agent's PacketStatus; the row's role, ingress program and words of the problem. The
+    usual ones are in tests/golden/inspect/devices.txt.
+    """
     held = snapshot(
         status=replace(AGENT, packets=said),
         packet_programs=True,
@@ -290,16 +295,20 @@ def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
         assert (row.role, row.problem, row.flags, row.l2_header) == ("host", "", flags, l2_header)
 
 
-@pytest.mark.parametrize(
-    ("created", "fill", "lost", "alarm"),
-    [
-        (10, Fill(10, 10, 10, 100), 0, False),
-        (250, Fill(100, 100, 79, 100), 150, False),  # full, but 21 flows may be evicted
-        (250, Fill(100, 90, 80, 100), 150, True),
-        (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger than the flows
-    ],
+@each_cells(
+    "created, fill, lost, alarm",
+    """\
+none is lost | 10 | 10 10 10 100 | 0 | no
+full, but 21 flows may be evicted | 250 | 100 100 79 100 | 150 | no
+full | 250 | 100 90 80 100 | 150 | yes
+the counters are younger than the flows | 5 | 10 10 10 100 | unknown | no
+""",
+    created=int,
+    fill=lambda cell: Fill(*map(int, cell.split())),
+    lost=lambda cell: int(cell) if cell.isdigit() else None,
+    alarm=bool,
 )
-def test_lost_entries_and_alarm(created, fill: Fill, lost, alarm):
+def test_lost_entries_and_alarm(created, fill, lost, alarm):
     held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
     seen = availability.build_view(held)
     assert (seen.entries_lost, seen.alarm, seen.connections) == (lost, alarm, fill.open)
