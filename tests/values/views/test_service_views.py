@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kbpf.checks.connect import MAX_BACKENDS, select_targets
 from kbpf.dataplane.bpf.inspect.snapshot import read_map
 from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.maps.layout import MAPS, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import ServiceFlag, ServiceValue
 from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
@@ -214,10 +214,6 @@ def test_map_alarm_is_at_80_percent(given, fill):
     (row,) = maps.build_rows(snapshot(maps=(read_map(name, FakeMap(name, contents, 100)),)))
     assert (row.entries, row.alarm) == (int(entries[0]) if entries else None, "!" in fill)
     assert [column.text(row).strip() for column in maps.COLUMNS if column.title == "FILL"] == [fill]
-
-
-def test_every_map_has_a_purpose():
-    assert len({spec.purpose for spec in MAPS.values()} - {""}) == len(MAPS)
 
 
 def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():

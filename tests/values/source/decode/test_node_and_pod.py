@@ -66,35 +66,33 @@ def test_podcidr_is_used_without_podcidrs():
 
 UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 OFF, LINKERD = "labels: {kbpf.io/socket-lb: 'off'}", "annotations: {linkerd.io/proxy-version: x}"
-POD = Pod("ns", "x", UID, "n1")
-PODS = {
-    # metadata of a Pod, and the result: a Pod, None if it is ignored, or words of the error
-    f"{OFF}, uid: {UID}": POD,
-    f"{OFF}, uid: abc1": Pod("ns", "x", "abc1", "n1"),
-    f"uid: {UID}": None,
-    f"labels: {{app: x}}, uid: {UID}": None,
-    f"labels: {{kbpf.io/socket-lb: 'on'}}, uid: {UID}": None,
-    f"labels: {{kbpf.io/socket-lb: 'OFF'}}, uid: {UID}": None,
-    OFF: "metadata.uid: missing",
-    f"{OFF}, uid: ../..": "metadata.uid: '../..'",
-    f"{OFF}, uid: '*'": "metadata.uid: '*'",
-    f"{OFF}, uid: 5": "metadata.uid",
-    f"annotations: {{linkerd.io/proxy-version: 5}}, uid: {UID}": "metadata.annotations",
-    f"{OFF}, {LINKERD}, uid: {UID}": POD,
-    LINKERD: "metadata.uid: missing",
-}
 
 
-@pytest.mark.parametrize("text", PODS)
-def test_pod_is_used_if_its_label_or_its_mesh_says_so(text):
-    result = PODS[text]
+@each_pair(
+    "text, result",
+    f"""\
+{OFF}, uid: {UID} → a Pod
+{OFF}, uid: abc1 → a Pod
+uid: {UID} → ignored
+labels: {{app: x}}, uid: {UID} → ignored
+labels: {{kbpf.io/socket-lb: 'on'}}, uid: {UID} → ignored
+labels: {{kbpf.io/socket-lb: 'OFF'}}, uid: {UID} → ignored
+{OFF} → metadata.uid: missing
+{OFF}, uid: ../.. → metadata.uid: '../..'
+{OFF}, uid: '*' → metadata.uid: '*'
+{OFF}, uid: 5 → metadata.uid
+annotations: {{linkerd.io/proxy-version: 5}}, uid: {UID} → metadata.annotations
+{OFF}, {LINKERD}, uid: {UID} → a Pod
+{LINKERD} → metadata.uid: missing
+""",
+)
+def test_pod_is_used_if_its_label_or_its_mesh_says_so(text, result):
+    """Metadata of a Pod → whether it is read or ignored, or words of the error."""
     meta = {"name": "x", "namespace": "ns", **fields(text)}
     item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1", "containers": [{"name": 5}]}})
-    if isinstance(result, str):
-        assert item.object is None
-        assert result in item.error
-    else:
-        assert (item.object, item.error) == (result, "")
+    assert item.object == (Pod("ns", "x", meta["uid"], "n1") if result == "a Pod" else None)
+    assert result in ("a Pod", "ignored") or result in item.error
+    assert bool(item.error) == (result not in ("a Pod", "ignored"))
     assert item.key == ObjectKey(Kind.POD, "ns", "x")
 
 
