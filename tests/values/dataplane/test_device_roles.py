@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices get programs, on nodes as CNIs, clouds and operators set them up."""
 
-import pytest
-
 from kbpf.dataplane.bpf.maps.layout import MAX_DEVICES
 from kbpf.dataplane.bpf.packet_path.device_roles import (
     DeviceRole,
@@ -13,7 +11,7 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     find_unmatched,
 )
 from kbpf.kernel.net.devices import Device
-from tests.support.table import each_pair
+from tests.support.table import each_case, each_pair
 from tests.values.dataplane.device_texts import devices
 
 SKIPPED = DeviceRole.SKIPPED
@@ -295,10 +293,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_device_of_a_node_has_its_role(name):
+@each_case("text", SHAPES)
+def test_every_device_of_a_node_has_its_role(text):
     """In any order of the listing."""
-    listing, patterns = devices(SHAPES[name])
+    listing, patterns = devices(text)
     reasons = decide_roles(listing, **patterns)
     for order in (list(listing), reversed(listing)):
         chosen = assign_roles(order, **patterns)

@@ -9,7 +9,7 @@ from kbpf.model.address import format_addr
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import ServicePort
 from kbpf.source.decode import decode
-from tests.support.table import each_pair
+from tests.support.table import each_cells, each_pair
 from tests.values.source.decode.objects import OF_SERVICE, a, fields, read
 
 DAY = "2026-11-01T00:00:00Z"
@@ -173,21 +173,21 @@ def test_addresses_of_a_service_beyond_the_limit_are_left_out():
     )
 
 
-IGNORED = {
-    "headless": "clusterIP: None",
-    "headless in clusterIPs": "clusterIP: null, clusterIPs: [None]",
-    "no cluster IP yet": "clusterIP: ''",
-    "no cluster IP at all": "clusterIP: null",
-    "ExternalName, even with an address": "type: ExternalName",
-    "for another proxy": "labels: {service.kubernetes.io/service-proxy-name: other}",
-    "for another proxy with an empty name": "labels: {service.kubernetes.io/service-proxy-name: ''}",
-    "labelled headless": "labels: {service.kubernetes.io/headless: ''}",
-}
-
-
-@pytest.mark.parametrize("name", IGNORED)
-def test_service_that_kube_proxy_skips_is_ignored(name):
-    item = service(**fields(IGNORED[name]))
+@each_cells(
+    "given",
+    """\
+headless | clusterIP: None
+headless in clusterIPs | clusterIP: null, clusterIPs: [None]
+no cluster IP yet | clusterIP: ''
+no cluster IP at all | clusterIP: null
+ExternalName, even with an address | type: ExternalName
+for another proxy | labels: {service.kubernetes.io/service-proxy-name: other}
+for another proxy with an empty name | labels: {service.kubernetes.io/service-proxy-name: ''}
+labelled headless | labels: {service.kubernetes.io/headless: ''}
+""",
+)
+def test_service_that_kube_proxy_skips_is_ignored(given):
+    item = service(**fields(given))
     assert (item.object, item.error) == (None, "")
 
 

@@ -106,19 +106,17 @@ def full_listener() -> Iterator[str]:
             filler.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        ("while it waits for headers", [Exchange.hang]),
-        ("while it waits for the list", ["watch +a@5"]),
-        ("while it waits for data", [LISTED_A]),
-        (
-            "while it waits for a page",
-            [PAGES, lambda e: (e.head(200, Content_Length="9"), e.hang())],
-        ),
-    ],
-)
-def test_stop_during_a_request(start, patient, name, script):
+WAITING = {
+    "for headers": [Exchange.hang],
+    "for the list": ["watch +a@5"],
+    "for data": [LISTED_A],
+    "for a page": [PAGES, lambda e: (e.head(200, Content_Length="9"), e.hang())],
+}
+"""What the reflector waits for, and the responses."""
+
+
+@each_case("script", WAITING)
+def test_stop_during_a_request(start, patient, script):
     run = start(*script, **PATIENT)
     run.server.wait(len(script))
     time.sleep(0.05)

@@ -117,14 +117,14 @@ def test_list_is_a_problem_after_30_seconds(start):
     assert run.status.problems == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "piece", "steps", "error"),
-    [
-        ("a line without an end", b"x", 3, "a line is not complete after 30 s"),
-        ("empty lines alone", b"\n", 5, ""),
-    ],
-)
-def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, name, piece, steps, error):
+UNFINISHED = {
+    "a line without an end": (b"x", 3, "a line is not complete after 30 s"),
+    "empty lines alone": (b"\n", 5, ""),
+}
+
+
+@each_case("piece, steps, error", UNFINISHED)
+def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, piece, steps, error):
     def respond(exchange: Exchange, run: Run) -> None:
         step("watch +a@5 synced@10 open")(exchange)
         run.until_said("synced")

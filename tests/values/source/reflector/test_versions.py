@@ -11,7 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.watch import is_rewind
 from tests.support.faults.scripted import Exchange
-from tests.support.table import each_cells
+from tests.support.table import each_case, each_cells
 from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed
 
 # --- a server whose version goes back, e.g. after a restore of etcd ---
@@ -27,28 +27,25 @@ def as_of(name: str, version: int, uid: str, **spec: Any) -> dict[str, Any]:
 WENT_BACK = "the API server's version went back from"
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [
-        ("other content", as_of("a", 5, "u1"), as_of("a", 5, "u1", clusterIP="10.96.0.2")),
-        ("another uid", as_of("a", 5, "u1"), as_of("a", 5, "u2")),
-    ],
-)
-def test_equal_versions_with_different_content_or_uid_are_a_change(start, name, before, after):
-    run = start(streamed(before, *lines("synced@10 error=410")), streamed(after, *lines("synced@11")))
+OTHERS = {"other content": as_of("a", 5, "u1", clusterIP="10.96.0.2"), "another uid": as_of("a", 5, "u2")}
+
+
+@each_case("after", OTHERS)
+def test_equal_versions_with_different_content_or_uid_are_a_change(start, after):
+    run = start(streamed(as_of("a", 5, "u1"), *lines("synced@10 error=410")), streamed(after, *lines("synced@11")))
     run.until_said("synced", 2)
-    assert run.said == ["+a", "synced", "+a", "synced"], name
+    assert run.said == ["+a", "synced", "+a", "synced"]
 
 
-@pytest.mark.parametrize(("name", "line"), [("a bookmark", "@7"), ("an event", "+b@7"), ("a deletion", "-a@7")])
-def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
+@each_cells("line", "a bookmark | @7\nan event | +b@7\na deletion | -a@7")
+def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, line):
     run = start(
         f"watch +a@5 synced@10 {line}",
         "watch +a@3:10.96.0.2 synced@8 @9",
     )
     run.until_said("synced", 2)
     run.until_version("9")
-    assert run.all_asked == ["stream", "stream"], name
+    assert run.all_asked == ["stream", "stream"]
     assert [mark for mark in run.said[2:] if mark not in ("+b", "-b", "-a")] == ["+a", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
     assert run.waits == []
