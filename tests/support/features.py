@@ -216,32 +216,6 @@ FEATURES = {
     "came_in_by": Feature("a test run's ingress_ifindex", lambda: _run(SkbContext(ingress_ifindex=1).pack()), (5, 15)),
 }
 
-BY_KERNEL = {
-    "5.10": {
-        "hook trace_reset",
-        "hook trace_retransmit",
-        "hook trace_error",
-        "TCX",
-        "bpf_set_retval",
-        "SO_NETNS_COOKIE",
-        "networks of other clusters",
-        "bpf_ktime_get_coarse_ns",
-        "NAT by conntrack",
-    },
-    "6.1": {"TCX"},
-    "6.12": set[str](),
-    "newest": set[str](),
-}
-"""The rows of `kbpf check` that Debian's kernels lack, exactly; docs/kernels.md has the
-same.
-"""
-
-
-def family() -> str:
-    """The key of BY_KERNEL for the running kernel."""
-    found = ".".join(map(str, release()))
-    return found if found in BY_KERNEL else "newest"
-
 
 def release() -> tuple[int, int]:
     """The running kernel's version: (6, 1) for 6.1.0-50-amd64."""

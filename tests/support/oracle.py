@@ -1,30 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A naive model of what kube-proxy does with Services, to compare the policy with.
+"""Naive models: who gets which address of the Services, and the lookup table of the Maglev paper.
 
-It shares no code with kbpf and imports nothing of it: it reads the attributes of the objects that
-it is given, works on text and plain containers, and computes everything from scratch. It follows
-kube-proxy's rules (pkg/proxy in Kubernetes) and is written to be read, not to be fast.
+They share no code with kbpf and import nothing of it: they read the attributes of the objects that
+they are given, work on text and plain containers, and compute everything from scratch. They are
+written to be read, not to be fast. Which endpoints serve is judged by kube-proxy's own functions
+(tests/fuzz/test_judge.py).
 """
 
 import hashlib
 import ipaddress
-import math
-from typing import Any, NamedTuple
-
-Place = tuple[str, int]
-"""Address and port as text and number."""
-
-
-class Choice(NamedTuple):
-    """The backends that serve, for each policy."""
-
-    cluster: frozenset[Place]
-    local: frozenset[Place]
-    serving: frozenset[Place]
-    any_endpoints: bool
-    mode: str
-    cluster_weights: frozenset[tuple[Place, int]]
-    local_weights: frozenset[tuple[Place, int]]
+from typing import Any
 
 
 def text(addr: bytes) -> str:
@@ -42,94 +27,6 @@ def network(cidr: Any) -> Any:
     """The ipaddress network of a (16 bytes, length in 128 bits)."""
     ip = ipaddress.ip_address(text(cidr.address))
     return ipaddress.ip_network(f"{ip}/{cidr.bits - 96 if ip.version == 4 else cidr.bits}")
-
-
-def reachable(service: Any, port: Any, fam: int) -> bool:
-    """Whether the port has any address besides its ClusterIP."""
-    outside = [a for a in (*service.external_ips, *service.lb_vips) if family(a) == fam]
-    return port.node_port != 0 or any(text(a) not in ("0.0.0.0", "::") for a in outside)
-
-
-def external_policy_is_local(service: Any, port: Any, fam: int) -> bool:
-    """Whether the external policy is Local and the port has an external address it applies to."""
-    if service.type == "ClusterIP" and not service.external_ips:
-        return False
-    return bool(service.external_local) and reachable(service, port, fam)
-
-
-def _ends(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, dict[str, Any]]:
-    """All endpoints by address and port: of several copies the last one that does not terminate,
-    else the first.
-    """
-    found: dict[Place, dict[str, Any]] = {}
-    for piece in sorted(slices, key=lambda piece: piece.name):
-        if piece.family != fam:
-            continue
-        for entry in piece.ports:
-            if (entry.name, int(entry.protocol)) != (port.name, int(port.protocol)):
-                continue
-            if entry.port == 0:
-                continue
-            for e, pod in zip(piece.endpoints, piece.pods, strict=True):
-                at = (text(e.address), entry.port)
-                if at not in found or not e.terminating:
-                    found[at] = {
-                        "local": node.name != "" and e.node == node.name,
-                        "ready": e.ready,
-                        "serving": e.serving,
-                        "terminating": e.terminating,
-                        "nodes": tuple(e.node_hints or ()),
-                        "zones": tuple(e.zone_hints or ()),
-                        "names": (e.node, e.zone, pod),
-                    }
-    return found
-
-
-def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
-    ends = _ends(slices, port, fam, node)
-    ready = {at for at, e in ends.items() if e["ready"]}
-    draining = {at for at, e in ends.items() if e["serving"] and e["terminating"]}
-    here = {at for at, e in ends.items() if e["local"]}
-    outside = reachable(service, port, fam)
-    mode, cluster, local = "", set(), set()
-    if not service.internal_local or outside:
-        cluster = set(ready)
-        if ready and all(ends[at]["nodes"] for at in ready):
-            hinted = {at for at in ready if node.name and node.name in ends[at]["nodes"]}
-            if hinted:
-                mode, cluster = "PreferSameNode", hinted
-        if ready and mode == "" and all(ends[at]["zones"] for at in ready):
-            hinted = {at for at in ready if node.zone and node.zone in ends[at]["zones"]}
-            if hinted:
-                mode, cluster = "PreferSameZone", hinted
-        if not ready:
-            cluster = draining
-    if service.internal_local or external_policy_is_local(service, port, fam):
-        local = (ready & here) if ready & here else (draining & here)
-    serving = {at for at, e in ends.items() if e["serving"] or e["ready"]}
-    some = bool(ready) or bool(draining)
-    cluster_weights = weighed(cluster, ends, service.weights)
-    local_weights = weighed(local, ends, service.weights)
-    return Choice(
-        frozenset(cluster_weights),
-        frozenset(local_weights),
-        frozenset(serving),
-        some,
-        mode,
-        frozenset(cluster_weights.items()),
-        frozenset(local_weights.items()),
-    )
-
-
-def weighed(some: set[Place], ends: dict[Place, dict[str, Any]], rules: Any) -> dict[Place, int]:
-    """The backends of a set that get connections, with their shares in lowest terms."""
-    each = {}
-    for at in some:
-        node, zone, pod = ends[at]["names"]
-        each[at] = weight(rules, at[0], pod, node, zone)
-    if not any(each.values()):
-        return dict.fromkeys(some, 1)
-    return {at: w // math.gcd(*each.values()) for at, w in each.items() if w}
 
 
 def asked_for(service: Any, port: Any, fam: int, cluster_ips: set[str]) -> dict[tuple[str, int, int], tuple[str, bool]]:
@@ -157,51 +54,29 @@ def asked_for(service: Any, port: Any, fam: int, cluster_ips: set[str]) -> dict[
     return found
 
 
-def state(services: Any, slices: Any, node: Any, config: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The whole state: (namespace, name, port name, protocol, family) → its frontends and sets."""
-    claims, found = [], {}
+def frontends(services: Any) -> dict[tuple[Any, ...], tuple[set[Any], set[Any]]]:
+    """(namespace, name, port name, protocol, family) → its frontends, and those that other Services won."""
+    claims, asked = [], {}
     cluster_ips = {text(a) for service in services for a in service.cluster_ips}
     order = {"ClusterIP": 0, "LoadBalancer": 1, "ExternalIP": 2, "NodePort": 3}
     for service in services:
-        mine = [s for s in slices if (s.namespace, s.service) == (service.namespace, service.name)]
         for fam in (4, 6):
             for port in service.ports:
-                asked = asked_for(service, port, fam, cluster_ips)
-                if not asked:
+                wanted = asked_for(service, port, fam, cluster_ips)
+                if not wanted:
                     continue
                 key = (service.namespace, service.name, port.name, int(port.protocol), fam)
-                chosen = choice(mine, port, service, node, fam)
-                found[key] = {
-                    **chosen._asdict(),
-                    "internal_local": service.internal_local,
-                    "external_local": external_policy_is_local(service, port, fam),
-                    "affinity_timeout": service.affinity_timeout,
-                    "algorithm": str(service.algorithm or config.algorithm),
-                    "asked": asked,
-                }
+                asked[key] = wanted
                 age = service.creation_timestamp or "~ after every date"
-                claims += [(at, (order[kind], age, *key), key) for at, (kind, _) in asked.items()]
-    for key, entry in found.items():
-        asked = entry.pop("asked")
-        winner = {at: min(c for c in claims if c[0] == at)[2] for at in asked}
-        entry["frontends"] = {(at, *asked[at]) for at in asked if winner[at] == key}
-        entry["lost"] = {(at, winner[at][:2]) for at in asked if winner[at] != key}
-        del entry["mode"]
-    return found
-
-
-# ---- weights -----------------------------------------------------------------------------------
-
-
-def weight(rules: Any, address: str, pod: str, node: str, zone: str) -> int:
-    """The weight of one endpoint by a Service's rules; `rules` may be None."""
-    if rules is None:
-        return 1
-    answers = [w for name, w in rules.addresses if text(name) == address]
-    answers += [w for name, w in rules.pods if name == pod]
-    answers += [w for name, w in rules.nodes if name == node]
-    answers += [w for name, w in rules.zones if name == zone]
-    return int([*answers, rules.default][0])
+                claims += [(at, (order[kind], age, *key), key) for at, (kind, _) in wanted.items()]
+    winner = {at: min(c for c in claims if c[0] == at)[2] for at, _, _ in claims}
+    return {
+        key: (
+            {(at, *wanted[at]) for at in wanted if winner[at] == key},
+            {(at, winner[at][:2]) for at in wanted if winner[at] != key},
+        )
+        for key, wanted in asked.items()
+    }
 
 
 def maglev(backends: Any, weights: Any, size: int) -> list[int]:

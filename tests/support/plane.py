@@ -320,9 +320,9 @@ def map_ids_read_by(program_id: int) -> set[int]:
     return ids
 
 
-def within(place: Place, action: Callable[[], T], pin_cpu: int | None = None) -> T:
+def within(place: Place, action: Callable[[], T]) -> T:
     """The result of `action`, run by a forked child in the place's network namespace and cgroup."""
-    return start_within(place, action, pin_cpu)()
+    return start_within(place, action)()
 
 
 def start_within(place: Place, action: Callable[[], T], pin_cpu: int | None = None) -> Callable[[], T]:

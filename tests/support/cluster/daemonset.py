@@ -151,7 +151,7 @@ class PodAgent(Agent):
             {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
         )
 
-    def wait_ready(self, spec: Object, seconds: float = 2 * PATIENCE) -> None:
+    def wait_ready(self, spec: Object) -> None:
         """Waits until a kubelet would call it ready: the container runs, and its readiness probe,
         if it has one, returns 200.
         """
@@ -168,7 +168,7 @@ class PodAgent(Agent):
             return code == 200
 
         try:
-            until(f"the pod on {self.node.name} is ready", ready, seconds)
+            until(f"the pod on {self.node.name} is ready", ready, 2 * PATIENCE)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{said}\n{self.tail()}") from None
 

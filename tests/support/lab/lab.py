@@ -506,9 +506,9 @@ class Agent(AgentState):
         status = self.status()
         return status if status is not None and status["started"] >= self._started else None
 
-    def wait_ended(self, seconds: float = 2 * PATIENCE) -> int:
+    def wait_ended(self) -> int:
         """Waits until the process exits by itself; its exit code."""
-        return self._process.wait(seconds)
+        return self._process.wait(2 * PATIENCE)
 
     def lines(self) -> list[str]:
         """The log lines of the process started last; not one that is being written."""

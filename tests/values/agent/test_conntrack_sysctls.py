@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sysctls of the kernel's conntrack: their values, and what happens if one cannot be set."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,14 @@ from kbpf.cli import app
 from kbpf.errors import KernelError
 from kbpf.kernel.system import sysctl
 from kbpf.model.config import Conntrack
-from tests.support.table import pairs
+from tests.support.table import each_line, each_named_pair
 
 TIMES = "tcp_timeout_established=86400 tcp_timeout_close_wait=3600"
-ROWS = pairs(f"""\
+
+
+@each_named_pair(
+    "machine, expected",
+    f"""\
 kube-proxy's defaults on a small machine: 2 CPUs → max=131072 {TIMES}
 16 CPUs: 16 CPUs → max=524288 {TIMES}
 over the limit: 64 CPUs → max=1048576 {TIMES}
@@ -26,13 +29,11 @@ no minimum: 3 CPUs max_per_core=10 least=0 → max=30 {TIMES}
 nothing: 8 CPUs max_per_core=0 tcp_established=0 tcp_close_wait=0 →
 all: 1 CPUs max_per_core=1 least=1 tcp_established=2 tcp_close_wait=3 tcp_be_liberal=1 udp=4 udp_stream=5 → \
 max=1 tcp_timeout_established=2 tcp_timeout_close_wait=3 tcp_be_liberal=1 udp_timeout=4 udp_timeout_stream=5
-""")
-"""A machine and settings → the sysctls in order, without their prefix."""
-
-
-@pytest.mark.parametrize(("machine", "expected"), ROWS)
-def test_settings_for_a_machine(machine: str, expected: str):
-    cpus, _, *words = machine.partition(": ")[2].split()
+""",
+)
+def test_settings_for_a_machine(machine, expected):
+    """A machine and settings → the sysctls in order, without their prefix."""
+    cpus, _, *words = machine.split()
     given = {name: int(value) for name, value in (word.split("=") for word in words)}
     found = compute_settings(Conntrack(**given), int(cpus))
     assert " ".join(f"{name.removeprefix('net.netfilter.nf_conntrack_')}={value}" for name, value in found) == expected
@@ -91,20 +92,24 @@ def test_sysctls_are_set_once(machine: Machine):
     assert machine.values()["max"] == 7, "an operator's own value stays until the next start"
 
 
-SIZES = [
-    (65_536, 262_144, 262_144, 65_536),
-    (65_536, 262_148, 262_148, 65_537),
-    (65_536, 1_048_576, 1_048_576, 262_144),
-    (65_536, 2, 65_536, 65_536),
-    (2_000_000, 262_148, 2_000_000, 65_537),  # an operator's higher limit stays
-]
-"""nf_conntrack_max before, the configured one → nf_conntrack_max after, the size of the hash table."""
-
-
-@pytest.mark.parametrize(("before", "configured", "after", "hashes"), SIZES, ids=str)
-def test_neither_the_limit_nor_the_hash_table_shrinks(
-    machine: Machine, before: int, configured: int, after: int, hashes: int
-):
+@each_line(
+    "before, configured, after, hashes",
+    """\
+65536 | 262144 | 262144 | 65536
+65536 | 262148 | 262148 | 65537
+65536 | 1048576 | 1048576 | 262144
+65536 | 2 | 65536 | 65536
+2000000 | 262148 | 2000000 | 65537
+""",
+    before=int,
+    configured=int,
+    after=int,
+    hashes=int,
+)
+def test_neither_the_limit_nor_the_hash_table_shrinks(machine: Machine, before, configured, after, hashes):
+    """nf_conntrack_max before, the configured one, nf_conntrack_max after, and the size of the hash table. An
+    operator's higher limit stays.
+    """
     machine.load(max=before)
     ConntrackSysctls(Conntrack(max_per_core=1, least=configured)).apply(1.0)
     assert machine.values()["max"] == after
@@ -114,7 +119,7 @@ def test_neither_the_limit_nor_the_hash_table_shrinks(
 
 @pytest.mark.parametrize("kept", ["another errno", "no such setting"])
 def test_hash_table_is_resized_with_the_module_parameter_if_the_sysctl_fails(
-    machine: Machine, monkeypatch, caplog, kept: str
+    machine: Machine, monkeypatch, caplog, kept
 ):
     machine.load()
     if kept == "no such setting":
@@ -128,13 +133,6 @@ def test_hash_table_is_resized_with_the_module_parameter_if_the_sysctl_fails(
     ConntrackSysctls(Conntrack(least=1_000_000)).apply(1.0)
     assert int(machine.hashsize.read_text()) == 250_000
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_correct_values_are_not_written(machine: Machine, monkeypatch):
-    machine.load(max=131_072, tcp_timeout_established=86_400, tcp_timeout_close_wait=3_600)
-    monkeypatch.setattr(sysctl, "write", refuse)
-    monkeypatch.setattr(host_thread, "log", None)  # a log line would raise AttributeError
-    ConntrackSysctls(Conntrack()).apply(1.0)
 
 
 def refuse(name: str, value: str) -> None:
@@ -155,25 +153,8 @@ def test_failed_sysctls_are_one_warning_with_all_values(machine: Machine, monkey
     assert "EROFS" in line
 
 
-def test_module_removed_while_the_sysctls_are_set_is_the_same_warning(machine: Machine, monkeypatch, caplog):
-    machine.load()
-    read = sysctl.read
-
-    def read_and_remove(name: str) -> str:
-        value = read(name)
-        shutil.rmtree(machine.sysctls)
-        return value
-
-    monkeypatch.setattr(sysctl, "read", read_and_remove)
-    ConntrackSysctls(Conntrack()).apply(1.0)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "net.netfilter.nf_conntrack_max=131072" in record.getMessage()
-    assert "(ENOENT)" in record.getMessage()
-
-
 @pytest.mark.parametrize("before", [65_536, 131_072, 262_144], ids=str)
-def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(machine: Machine, caplog, before: int):
+def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(machine: Machine, caplog, before):
     caplog.set_level("INFO", "kbpf.agent")
     machine.load(max=before)
     (machine.sysctls / "nf_conntrack_max").chmod(0o444)

@@ -25,14 +25,16 @@ from kbpf.takeover.detect import (
     parse_listeners,
     removal_error,
 )
-from tests.support.table import pairs
+from tests.support.table import each_named_pair
 
 HEALTH, METRICS = "0.0.0.0 port 10256", "127.0.0.1 port 10249"
 RESPONDERS = {"kube-proxy": Responder.KUBE_PROXY, "kbpf": Responder.KBPF, "other": Responder.UNKNOWN}
 RUNS, UNKNOWN = "kube-proxy is running on this node", "cannot tell from here"
 
 
-ROWS = pairs(f"""\
+@each_named_pair(
+    "sight, why",
+    f"""\
 on the node, no kube-proxy: →
 on the node, a kube-proxy: pid=7 health=kube-proxy metrics=kube-proxy → {RUNS} (pid 7)
 on the node, a kube-proxy with other ports: pid=7 → {RUNS} (pid 7)
@@ -46,15 +48,13 @@ in the pod, a kube-proxy and kbpf at one of its ports: hidden health=kbpf metric
 {RUNS} (it answers on {METRICS})
 in the pod, no response: hidden → {UNKNOWN}
 in the pod, another program responds: hidden health=other → {UNKNOWN}
-""")
-"""What is detected: kube-proxy's pid, whether the node's processes are hidden, and who answers at each address → words
-of the error that prevents the removal; without any it is allowed.
-"""
-
-
-@pytest.mark.parametrize(("sight", "why"), ROWS)
-def test_removal_is_refused_while_a_kube_proxy_may_run(sight: str, why: str):
-    words = sight.partition(": ")[2].split()
+""",
+)
+def test_removal_is_refused_while_a_kube_proxy_may_run(sight, why):
+    """What is detected: kube-proxy's pid, whether the node's processes are hidden, and who answers at each address →
+    words of the error that prevents the removal; without any it is allowed.
+    """
+    words = sight.split()
     found = dict(word.split("=") for word in words if "=" in word)
     places = {"health": HEALTH, "metrics": METRICS}
     answers = {place: RESPONDERS[found[name]] for name, place in places.items() if name in found}
@@ -97,7 +97,11 @@ CONTENTS: dict[str, ProbeAnswer] = {
     "empty": (200, b""),
     "no-http": None,
 }
-ANSWERS = pairs("""\
+
+
+@each_named_pair(
+    "answers, who",
+    """\
 kube-proxy's health: healthz=well → kube-proxy
 kube-proxy's health, late: healthz=late → kube-proxy
 kube-proxy's metrics: healthz=ok proxyMode=nftables → kube-proxy
@@ -108,19 +112,17 @@ another program: healthz=ok readyz=ok → other
 another program's JSON: healthz=json → other
 a program that answers every path with 200: readyz=empty proxyMode=empty healthz=empty → other
 no HTTP: readyz=no-http proxyMode=no-http healthz=no-http → other
-""")
-"""What is answered at each path, 404 at others → who it is."""
-
-
-@pytest.mark.parametrize(("answers", "who"), ANSWERS)
-def test_identify_responder(answers: str, who: str):
-    words = (word.split("=") for word in answers.partition(": ")[2].split())
+""",
+)
+def test_identify_responder(answers, who):
+    """What is answered at each path, 404 at others → who it is."""
+    words = (word.split("=") for word in answers.split())
     found = {f"/{path}": CONTENTS[name] for path, name in words}
     assert identify_responder(lambda path: found.get(path, (404, b"404 page not found\n"))) is RESPONDERS[who]
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_an_answer_that_comes_byte_by_byte_is_cut_off(head: bytes, monkeypatch):
+def test_an_answer_that_comes_byte_by_byte_is_cut_off(head, monkeypatch):
     """Whoever has a port of kube-proxy's must not hold up `kbpf check`."""
     monkeypatch.setattr(detect, "PROBE_TIMEOUT_S", 0.2)
     was_cut_off = []

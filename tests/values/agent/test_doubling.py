@@ -24,6 +24,7 @@ from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from kbpf.source.decode.annotations import parse_weights
 from tests.support.runtime.lines import lines_run
+from tests.support.table import each_case
 from tests.values.policy.services import up
 
 SMALL, LARGE = 256, 1024
@@ -60,32 +61,35 @@ def many_ports(count: int) -> tuple[ServicePort, ...]:
 
 
 Objects = tuple[Service, tuple[EndpointSlice, ...]]
+
+
+def web(*slices: EndpointSlice, **more: Any) -> Objects:
+    """A Service with these fields and slices, by default one of three endpoints."""
+    return service(**more), slices or (piece(3),)
+
+
+def many_addresses(count: int) -> tuple[Addr, ...]:
+    return tuple(address(at, 20) for at in range(count))
+
+
 GROWING: dict[str, Callable[[int], Objects]] = {
-    "ports": lambda n: (service(ports=many_ports(n)), (piece(3, n),)),
-    "ports that no slice has": lambda n: (service(ports=many_ports(n)), (piece(3),)),
-    "endpoints": lambda n: (service(), (piece(n),)),
-    "slices": lambda n: (service(), tuple(piece(3, number=at) for at in range(n))),
-    "ports of a slice": lambda n: (service(), (piece(3, n),)),
-    "endpoints with Maglev": lambda n: (service(algorithm=Algorithm.MAGLEV), (piece(n),)),
-    "endpoints that are not ready": lambda n: (
-        service(),
-        (of_ends(Endpoint(address(at), ready=False) for at in range(n)),),
+    "ports": lambda n: web(piece(3, n), ports=many_ports(n)),
+    "ports that no slice has": lambda n: web(ports=many_ports(n)),
+    "endpoints": lambda n: web(piece(n)),
+    "slices": lambda n: web(*(piece(3, number=at) for at in range(n))),
+    "ports of a slice": lambda n: web(piece(3, n)),
+    "endpoints with Maglev": lambda n: web(piece(n), algorithm=Algorithm.MAGLEV),
+    "endpoints that are not ready": lambda n: web(of_ends(Endpoint(address(at), ready=False) for at in range(n))),
+    "endpoints with the same address": lambda n: web(
+        of_ends(Endpoint(address(7), ready=at % 2 > 0) for at in range(n))
     ),
-    "endpoints with the same address": lambda n: (
-        service(),
-        (of_ends(Endpoint(address(7), ready=at % 2 > 0) for at in range(n)),),
-    ),
-    "hints": lambda n: (service(), (of_ends(Endpoint(address(at), zone_hints=("a", "b", "c")) for at in range(n)),)),
-    "hints of one endpoint": lambda n: (
-        service(),
-        (of_ends([Endpoint(address(1), zone_hints=tuple(map(str, range(n))))]),),
-    ),
-    "source ranges": lambda n: (service(source_ranges=tuple(Cidr(address(at), 128) for at in range(n))), (piece(3),)),
-    "externalIPs": lambda n: (service(external_ips=tuple(address(at, 20) for at in range(n))), (piece(3),)),
-    "load balancers' addresses": lambda n: (service(lb_vips=tuple(address(at, 20) for at in range(n))), (piece(3),)),
-    "weights": lambda n: (
-        service(weights=parse_weights(",".join(f"10.0.{at >> 8}.{at & 255}={at % 9 + 1}" for at in range(n)), [])),
-        (piece(n),),
+    "hints": lambda n: web(of_ends(Endpoint(address(at), zone_hints=("a", "b", "c")) for at in range(n))),
+    "hints of one endpoint": lambda n: web(of_ends([Endpoint(address(1), zone_hints=tuple(map(str, range(n))))])),
+    "source ranges": lambda n: web(source_ranges=tuple(Cidr(address(at), 128) for at in range(n))),
+    "externalIPs": lambda n: web(external_ips=many_addresses(n)),
+    "load balancers' addresses": lambda n: web(lb_vips=many_addresses(n)),
+    "weights": lambda n: web(
+        piece(n), weights=parse_weights(",".join(f"10.0.{at >> 8}.{at & 255}={at % 9 + 1}" for at in range(n)), [])
     ),
 }
 
@@ -112,10 +116,10 @@ def slope(cost: Callable[[int], int]) -> float:
     return log2(cost(LARGE) / cost(SMALL)) / log2(LARGE / SMALL)
 
 
-@pytest.mark.parametrize("name", GROWING)
-def test_service_of_twice_the_size_costs_twice_as_much(name: str):
+@each_case("objects", GROWING)
+def test_service_of_twice_the_size_costs_twice_as_much(objects):
     def cost(size: int) -> int:
-        return lines_run(lambda: program(GROWING[name], size))
+        return lines_run(lambda: program(objects, size))
 
     assert slope(cost) <= SLOPE
 
@@ -126,16 +130,16 @@ NODES: dict[str, Callable[[int], Node]] = {
 }
 
 
-@pytest.mark.parametrize("name", NODES)
+@each_case("made", NODES)
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another"])
-def test_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
+def test_node_of_twice_the_size_costs_twice_as_much(made, ours):
     """With Services whose external addresses are compared with the node's."""
 
     def cost(size: int) -> int:
         world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
         services = [service(external_ips=(address(at, 20),)) for at in range(10)]
         services = [replace(one, name=f"s{at}") for at, one in enumerate(services)]
-        node = NODES[name](size)
+        node = made(size)
         node = node if ours else replace(node, name="other")
         events = [up(one) for one in services]
         desired.update(world, world.apply(events), (), config)
@@ -173,7 +177,7 @@ def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
 
 
 @pytest.mark.parametrize("text", ["web-{}=1", "10.0.0.{}=x", "=", "node:a{}=2", ",", "a" * 20])
-def test_annotation_of_twice_the_length_costs_twice_as_much(text: str):
+def test_annotation_of_twice_the_length_costs_twice_as_much(text):
     def cost(size: int) -> int:
         annotation = ",".join(text.format(n) for n in range(size))
         return lines_run(lambda: parse_weights(annotation, []))

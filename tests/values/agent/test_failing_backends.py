@@ -3,8 +3,6 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from kbpf.agent.problem_book import INTERVAL_S, NAMESPACE_EVENTS, TOTAL_EVENTS, FailingBackendReporter, format_note
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import SharedAccess
@@ -14,9 +12,7 @@ from kbpf.model.metrics import ConnectionProbe, FailingBackend
 from kbpf.model.objects import ServiceName
 from kbpf.serve import events as serve_events
 from kbpf.serve.events import EventObject, EventRecorder
-from tests.support.faults.event_server import EventServer
-from tests.support.lab.lab import until
-from tests.support.table import pairs
+from tests.support.table import each_named_pair, each_pair
 from tests.values.agent.recording import begun
 
 
@@ -40,7 +36,11 @@ def failing(service: str, number: int = 1, port: str = "http") -> FailingBackend
 MANY_EACH = "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 d/3"
 MANY = " ".join(f"ns{number}/a" for number in range(TOTAL_EVENTS + 5))
 OVER, TENTH = INTERVAL_S + 30, INTERVAL_S / TOTAL_EVENTS
-ROWS = pairs(f"""\
+
+
+@each_named_pair(
+    "reports, events",
+    f"""\
 none: 0, 30 →
 one: 0 a/web → a/web
 once, while it continues: 0 a/web, 30 a/web, 60 a/web → a/web
@@ -52,15 +52,13 @@ at most ten in all: 0 {MANY} → {" ".join(sorted(MANY.split())[:TOTAL_EVENTS])}
 a namespace without an Event comes first: 0 a/1, 30 a/2 b/1 → a/1 b/1 a/2
 they share the ten: 0 a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 e/1 f/1 → a/1 a/2 b/1 b/2 c/1 c/2 d/1 d/2 e/1 f/1
 others do not wait: 0 {MANY_EACH}, {TENTH} {MANY_EACH} z/1 → a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 d/1 d/2 z/1
-""")
-"""The second of each report and the Services that fail then → those that get an Event."""
-
-
-@pytest.mark.parametrize(("reports", "events"), ROWS)
-def test_services_get_events(reports: str, events: str):
+""",
+)
+def test_services_get_events(reports, events):
+    """The second of each report and the Services that fail then → those that get an Event."""
     recorder = FakeRecorder()
     reporter = FailingBackendReporter(recorder)
-    for report in reports.partition(": ")[2].split(", "):
+    for report in reports.split(", "):
         now, *services = report.split()
         reporter.report([failing(service) for service in services], float(now))
     got = [f"{event.namespace}/{event.name}" for event, _ in recorder.noted]
@@ -98,18 +96,9 @@ def test_the_note_has_no_control_characters():
     assert "\n" not in format_note(ServiceName("a", "b"), [failing("a/b", 1, "x\n\x1b[2J")])
 
 
-def test_the_event_reaches_the_api_server():
-    server = EventServer(201)
-    recorder = EventRecorder(server, "n1")
-    FailingBackendReporter(recorder).report([failing("shop/prices")], 0.0)
-    until("the Event is sent", lambda: recorder.sent == 1)
-    recorder.stop()
-    (event,) = server.events
-    assert (event["reason"], event["regarding"]["name"]) == ("BackendFailing", "prices")
-    assert event["metadata"]["namespace"] == "shop"
-
-
-CLIENTS = pairs("""\
+@each_pair(
+    "clients, independent",
+    """\
 a/1 → 1
 a/1 a/1 → 1
 a/1 a/2 → 2
@@ -127,11 +116,9 @@ a/1 a/2*2 → 1
 a/1*2 a/1*1 a/2 → 2
 evil/1*2 evil/2*1 a/2 → 2
 evil/1*99 a/1*2 → 1
-""")
-
-
-@pytest.mark.parametrize(("clients", "independent"), CLIENTS)
-def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: str):
+""",
+)
+def test_clients_that_one_tenant_may_have_made_count_once(clients, independent):
     """Clients of a Service in namespace a, and how often they failed (else often enough); "-": a
     process of the node.
     """
@@ -170,7 +157,9 @@ def probe(words: str, on_failure: Callable[[], object] = lambda: None) -> tuple[
     return check, [check.probe() for _ in shared.probes.copy()]
 
 
-PROBES = pairs("""\
+@each_pair(
+    "probes, found",
+    """\
 nothing could be tried: untried → None differences, 0 faults
 all arrive: good → 0 differences, 0 faults
 one failure may be a moment's: bad → 1 differences, 0 faults
@@ -179,11 +168,9 @@ it recovers: bad bad good → 0 differences, 0 faults
 nothing tried says nothing new: bad bad untried → 1 differences, 1 faults
 all are compared only once: bad bad bad bad bad → 1 differences, 1 faults
 a good one in between: bad good bad → 1 differences, 0 faults
-""")
-
-
-@pytest.mark.parametrize(("probes", "found"), PROBES)
-def test_connections_count_as_broken_after_two_failures(probes: str, found: str):
+""",
+)
+def test_connections_count_as_broken_after_two_failures(probes, found):
     compared: list[bool] = []
     check, failed = probe(probes, lambda: compared.append(True))
     assert failed == [word == "bad" for word in probes.partition(": ")[2].split()]
@@ -192,18 +179,18 @@ def test_connections_count_as_broken_after_two_failures(probes: str, found: str)
     assert f"{part and part.differences} differences, {len(check.failures)} faults" == found
 
 
-BREAKS = pairs("""\
+@each_pair(
+    "probes, broken",
+    """\
 some fail: bad bad bad → False
 all fail once: none → False
 all fail twice: none none → True
 all fail, then some: none bad → False
 it stays so while nothing can be tried: none none untried → True
 one arrives again: none none bad → False
-""")
-
-
-@pytest.mark.parametrize(("probes", "broken"), BREAKS)
-def test_a_node_is_broken_if_nothing_is_translated(probes: str, broken: str):
+""",
+)
+def test_a_node_is_broken_if_nothing_is_translated(probes, broken):
     """A tenant can have a Service that fails, but not make all others fail."""
     assert str(probe(probes)[0].is_broken) == broken
 

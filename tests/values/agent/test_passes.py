@@ -20,7 +20,6 @@ from kbpf.serve.health import HealthTracker
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import SourceStatus
 from tests.values.agent.recording import (
-    NODE,
     SYNCED,
     Clock,
     RecordingPlane,
@@ -47,18 +46,11 @@ def large(name: str) -> list[Upsert]:
 
 
 @pytest.mark.parametrize(("mode", "count"), [("bpf", 1), ("ipvs", 0)])
-def test_netfilter_bypass_is_logged_in_mode_bpf_only(caplog, monkeypatch, mode: str, count: int):
+def test_netfilter_bypass_is_logged_in_mode_bpf_only(caplog, monkeypatch, mode, count):
     caplog.set_level("INFO")
     agent = Agent(Config("me", forwarding="direct"), RecordingPlane(), lambda _: ())
     agent._log_netfilter_bypass(mode)
     assert sum("forwarding=direct" in line for line in caplog.messages) == count
-
-
-def test_without_min_sync_period_changes_are_programmed_at_once(clock: Clock):
-    agent, plane = begun(0.0)
-    for name in "abc":
-        agent.step([service(name)])
-    assert plane.applied[1:] == [{"a"}, {"b"}, {"c"}]
 
 
 def test_changes_within_min_sync_period_are_programmed_together_after_it(clock: Clock):
@@ -174,7 +166,7 @@ def test_no_sweep_while_an_object_is_rejected(clock: Clock):
     ("kind", "sound"),
     [(Kind.SERVICE, False), (Kind.SLICE, False), (Kind.NODE, False), (Kind.POD, True)],
 )
-def test_apply_is_not_authoritative_while_an_object_is_rejected(clock: Clock, kind: Kind, sound: bool):
+def test_apply_is_not_authoritative_while_an_object_is_rejected(clock: Clock, kind: Kind, sound):
     """The unreadable object may be what a frontend or backend depends on. Pods never are."""
     plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
@@ -198,25 +190,6 @@ def test_apply_is_not_authoritative_while_a_source_is_not(clock: Clock):
     assert plane.sound == [False, True]
 
 
-def test_failed_apply_is_counted(clock: Clock):
-    agent, plane = begun(0.0)
-
-    def failures() -> float:
-        return metrics(agent)["kbpf_sync_failures_total"].value()
-
-    plane.apply_error = "no"
-    agent.step([service("a")])
-    assert failures() == 1
-    clock.now += 2.0
-    agent.step([])
-    assert failures() == 2
-    plane.apply_error = ""
-    clock.now += 2.0
-    agent.step([])
-    assert failures() == 2
-    assert plane.applied[1:] == [{"a"}]
-
-
 def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
     agent, plane = begun(0.0)
 
@@ -237,7 +210,7 @@ def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
 
 
 @pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])
-def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch, waiting: str):
+def test_failed_apply_is_counted_and_retried_once_per_interval(clock: Clock, monkeypatch, waiting):
     agent, plane = begun(0.0)
     plane.apply_error = "no"
     if waiting == "deferred work":
@@ -251,20 +224,11 @@ def test_failed_apply_is_retried_once_per_interval(clock: Clock, monkeypatch, wa
     clock.now += RETRY_INTERVAL_S
     agent.step([])
     assert plane.failed_applies == 2
-
-
-def test_failed_first_apply_is_retried_once_per_interval(clock: Clock):
-    plane = RecordingPlane()
-    agent = Agent(Config("me"), plane, lambda _: ())
-    plane.apply_error = "no"
-    agent.step([NODE, *SYNCED])
-    for name in "abc":
-        agent.step([service(name)])
-    assert plane.failed_applies == 1
     plane.apply_error = ""
     clock.now += RETRY_INTERVAL_S
     agent.step([])
-    assert plane.applied == [None]
+    assert plane.applied[1:]
+    assert metrics(agent)["kbpf_sync_failures_total"].value() == 2
 
 
 def test_refused_change_becomes_unhealthy_although_others_arrive(clock: Clock):

@@ -4,7 +4,6 @@
 import time
 from datetime import UTC, datetime
 
-import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.recorder import Recorder
@@ -12,7 +11,6 @@ from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.events import Event, Upsert
 from kbpf.model.objects import (
-    Cidr,
     Node,
     ServiceName,
 )
@@ -21,7 +19,8 @@ from kbpf.policy.health_check import HealthCheck
 from kbpf.policy.store import ObjectStore
 from kbpf.serve.server import AgentServer
 from tests.support.prometheus import Family, parse
-from tests.values.policy.services import addrs, gone, key, piece, service, up
+from tests.support.table import each_named_pair
+from tests.values.policy.services import addrs, cidrs, gone, key, piece, service, up
 
 WEB = ServiceName("ns", "web")
 HERE, THERE = "n1", "n2"
@@ -107,64 +106,49 @@ def test_health_checks_change_only_once_programmed():
     assert [checks for checks, _ in rig.desk.told] == [{WEB: HealthCheck(31_999, 1, 1)}]
 
 
-def test_health_checks_are_set_only_if_they_change():
-    rig = Rig()
-    rig.hear(web(), endpoints(HERE))
-    rig.hear(endpoints(HERE))
-    rig.hear(web())
-    rig.hear(endpoints(HERE, THERE))  # one local endpoint, as before
-    rig.end()
-    assert len(rig.desk.told) == 1
-
-
-OWN = (parse_addr("192.0.2.1"),)
-WHERE = [
-    ("primary: all addresses without a Node", {}, (), OWN),
-    ("primary", {}, ("192.0.2.7", "192.0.2.8"), (parse_addr("192.0.2.7"),)),
-    ("networks", {"node_port_addresses": (Cidr(parse_addr("192.0.2.0"), 120),)}, (), OWN),
-    ("all", {"all_node_port_addresses": True}, ("192.0.2.7",), None),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "addresses", "at"), WHERE, ids=[row[0] for row in WHERE])
-def test_health_checks_listen_at_node_port_addresses(name, settings, addresses, at):
-    rig = Rig(Config(node_name=HERE, **settings))
-    rig.hear(up(Node(HERE, addrs(*addresses))))
+@each_named_pair(
+    "given, at",
+    """\
+primary, all addresses without a Node: | → 192.0.2.1
+primary: | 192.0.2.7 192.0.2.8 → 192.0.2.7
+networks: 192.0.2.0/24 | → 192.0.2.1
+all: all | 192.0.2.7 → all
+""",
+)
+def test_health_checks_listen_at_node_port_addresses(given, at):
+    """--nodeport-addresses | the addresses of the Node → where the health checks listen."""
+    networks, addresses = map(str.strip, given.split("|"))
+    everywhere = networks == "all"
+    listed = cidrs("" if everywhere else networks)
+    rig = Rig(Config(HERE, node_port_addresses=listed, all_node_port_addresses=everywhere))
+    rig.hear(up(Node(HERE, addrs(*addresses.split()))))
     assert not rig.desk.told, "there is none"
     rig.hear(web())
-    assert rig.desk.told[-1][1] == at
+    assert rig.desk.told[-1][1] == (None if everywhere else addrs(at))
     rig.hear(WEB_GONE)
     assert rig.desk.told[-1] == ({}, None)
 
 
-def test_services_with_policy_local_without_local_endpoints_are_counted():
+def test_services_that_nothing_serves_are_counted():
+    """Those with policy Local and no endpoint of this node, for each traffic policy, and those without any endpoint."""
     rig = Rig()
     name = "kubeproxy_sync_proxy_rules_no_local_endpoints_total"
-    for events, external, internal in (
-        ((web(), endpoints(THERE)), 1, 0),
-        ((endpoints(HERE),), 0, 0),
-        ((web("internal"), endpoints(THERE)), 0, 1),
-        ((endpoints(),), 0, 0),  # no endpoints at all: refused, not dropped
-        ((endpoints(THERE),), 0, 1),
-        ((WEB_GONE,), 0, 0),
+    for events, external, internal, without in (
+        ((web(),), 0, 0, 1),
+        ((endpoints(THERE),), 1, 0, 0),
+        ((endpoints(HERE),), 0, 0, 0),
+        ((web("internal"), endpoints(THERE)), 0, 1, 0),
+        ((endpoints(),), 0, 0, 1),  # refused, not dropped
+        ((endpoints(THERE),), 0, 1, 0),
+        ((SLICE_GONE,), 0, 0, 1),
+        ((WEB_GONE,), 0, 0, 0),
     ):
         rig.hear(*events)
         family = rig.page()[name]
         assert family.value(ip_family="IPv4", traffic_policy="external") == external, events
         assert family.value(ip_family="IPv4", traffic_policy="internal") == internal, events
         assert family.value(ip_family="IPv6", traffic_policy="internal") == 0
-
-
-def test_services_without_endpoints_are_counted():
-    rig = Rig()
-    rig.hear(web())
-    assert rig.tally.without_endpoints == 1
-    rig.hear(endpoints(THERE))
-    assert rig.tally.without_endpoints == 0
-    rig.hear(SLICE_GONE)
-    assert rig.tally.without_endpoints == 1
-    rig.hear(WEB_GONE)
-    assert rig.tally.without_endpoints == 0
+        assert rig.tally.without_endpoints == without, events
 
 
 def test_changes_are_pending_until_programmed():
@@ -209,16 +193,6 @@ def test_programming_duration_starts_at_the_trigger_time_of_the_slice():
     assert timed() == 2
     rig.end({next(iter(rig.desired.state.services))})
     assert timed() == 3
-
-
-def test_time_from_event_to_map_is_a_histogram():
-    rig = Rig()
-    rig.tally.programmed([])
-    rig.tally.programmed([0.0003, 0.0003, 5.0])
-    name = "kbpf_event_to_map_duration_seconds"
-    samples = rig.page()[name].samples
-    bounds = ("0.0001", "0.0004", "1.6384", "6.5536", "+Inf")
-    assert [samples[f"{name}_bucket", frozenset({("le", le)})] for le in bounds] == [0, 2, 2, 3, 3]
 
 
 def test_node_eligible_is_0_while_the_node_is_being_deleted():

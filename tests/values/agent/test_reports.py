@@ -27,6 +27,7 @@ from kbpf.source.decode.fields import leading_zeros_problem
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.plane import service as made_service
+from tests.support.table import each_case
 from tests.values.agent.recording import SYNCED, Clock, RecordingPlane, begun, metrics, service
 
 STATUS_ERRORS = {
@@ -39,9 +40,8 @@ STATUS_ERRORS = {
 """An error of write_status(), and whether it ends the agent."""
 
 
-@pytest.mark.parametrize("name", STATUS_ERRORS)
-def test_removed_pins_end_the_agent(clock: Clock, caplog, name: str):
-    error, ends = STATUS_ERRORS[name]
+@each_case("error, ends", STATUS_ERRORS)
+def test_removed_pins_end_the_agent(clock: Clock, caplog, error, ends):
     agent, plane = begun(0.0)
 
     def write_status(_: bytes) -> None:
@@ -92,7 +92,7 @@ class UnknownPods:
 
 
 @pytest.mark.parametrize("mesh_pods", [True, False])
-def test_a_mesh_whose_pods_are_not_recognized_is_no_problem(clock: Clock, mesh_pods: bool):
+def test_a_mesh_whose_pods_are_not_recognized_is_no_problem(clock: Clock, mesh_pods):
     """The labels of its Service may be those of any tenant's, and a problem raises an alert."""
     config = Config("me", mesh_pods=mesh_pods)
     sources = (UnknownPods(),) if mesh_pods else ()
@@ -173,23 +173,6 @@ def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch):
     assert order == ["answers", "open", "ends"]
 
 
-def test_log_lines_about_unserved_services_are_limited(clock: Clock, caplog):
-    """For rejected objects as well as for Services over a limit."""
-    agent, plane = begun(0.0)
-    names = [f"s{number:03}" for number in range(MAX_PROBLEMS + 7)]
-    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", name), "bad") for name in names])
-    key = ServicePortKey("ns", "x", "", Protocol.TCP, 4)
-    plane.refused = {key._replace(name=name): "no room" for name in names}
-    agent.step([service("a")])
-    for what in ("left out", "not programmed"):
-        lines = [line for line in caplog.messages if line.startswith(f"{what}: ")]
-        assert len(lines) == MAX_PROBLEMS + 1
-        assert names[0] in lines[0]
-        assert "and 7 more" in lines[-1]
-    agent.step([service("b")])
-    assert sum(line.startswith("not programmed") for line in caplog.messages) == MAX_PROBLEMS + 1
-
-
 def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog):
     """However many Services it has, however long its lines are, and whatever they are named: in the
     log, the status and Events.
@@ -221,6 +204,11 @@ def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog):
         f"{LEFT_TO_NODE}: 192.0.2.1:53/TCP of Service shop/web",
     ):
         assert [text for text in caplog.messages if text.startswith(line)], line
+    agent.step([service("b")])
+    for what in ("left out", "not programmed"):
+        lines = [text for text in caplog.messages if text.startswith(f"{what}: ")]
+        assert len(lines) == MAX_PROBLEMS + 1
+        assert f"and {MAX_PROBLEMS + 1} more" in lines[-1]
     written = decode(encode(agent.status()))
     problems = " ".join(line[:60] for line in written.problems)
     for text in ("cannot listen", "Service shop/web: bad", "IPv4: no room", "shop/web:x"):
@@ -247,7 +235,7 @@ def test_unusual_value_that_is_used_is_logged_as_unusual(clock: Clock, caplog):
 
 
 @pytest.mark.parametrize(("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)])
-def test_service_that_is_not_programmed_is_reported_everywhere(clock: Clock, namespace: str, status: int, system: bool):
+def test_service_that_is_not_programmed_is_reported_everywhere(clock: Clock, namespace, status, system):
     """In a problem line, /readyz and the metric by namespace, until it is programmed; Events: see above."""
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
     agent, plane = begun(0.0, desk)

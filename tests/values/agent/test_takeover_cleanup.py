@@ -3,8 +3,6 @@
 them.
 """
 
-import pytest
-
 from kbpf.kernel.net.ipvs import VirtualServiceKey
 from kbpf.model.address import parse_addr
 from kbpf.takeover.conntrack_keepalive import NODE_PORT_SET_NAME
@@ -18,9 +16,12 @@ from kbpf.takeover.kube_proxy_cleanup import (
     nft_removal_commands,
     plan_legacy_removal,
 )
-from tests.support.table import pairs
+from tests.support.table import each_named_pair, each_pair
 
-CHAINS = pairs("""\
+
+@each_pair(
+    "chain, whose",
+    """\
 nat KUBE-SERVICES → yes
 nat KUBE-NODEPORTS → yes
 nat KUBE-POSTROUTING → yes
@@ -55,16 +56,16 @@ filter KUBE-NWPLCY-ERIFXISQEP7F7OF4 → no
 raw KUBE-SERVICES → no
 nat CNI-HOSTPORT-DNAT → no
 nat PREROUTING → no
-""")
-"""A table and a chain → whether kube-proxy made it, and why not."""
-
-
-@pytest.mark.parametrize(("chain", "whose"), CHAINS)
-def test_chain_is_recognized_by_table_and_name(chain: str, whose: str):
+""",
+)
+def test_chain_is_recognized_by_table_and_name(chain, whose):
+    """A table and a chain → whether kube-proxy made it, and why not."""
     assert is_kube_proxy_chain(*chain.split()) == (whose == "yes")
 
 
-SETS = pairs("""\
+@each_pair(
+    "name, whose",
+    """\
 KUBE-CLUSTER-IP → yes
 KUBE-6-CLUSTER-IP → yes
 KUBE-LOAD-BALANCER-SOURCE-CIDR → yes
@@ -80,29 +81,27 @@ KUBE-NODE-PORT-ICMP → no
 KUBE-SRC-ERIFXISQEP7F7OF4 → no, kube-router's
 KUBE-MINE → no
 cali40masq-ipam-pools → no
-""")
-
-
-@pytest.mark.parametrize(("name", "whose"), SETS)
-def test_ipset_is_recognized_by_name(name: str, whose: str):
+""",
+)
+def test_ipset_is_recognized_by_name(name, whose):
     assert bool(IP_SET_NAME.fullmatch(name)) == whose.startswith("yes")
     assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == whose.startswith("yes with ports")
 
 
-VIRTUAL = pairs("""\
+@each_named_pair(
+    "row, whose",
+    """\
 an address of the device: 6 10.96.0.1 443 → yes
 a NodePort at the node's address: 6 198.18.0.1 30080 → yes
 another protocol's port: 17 198.18.0.1 30080 → no
 another port of the node: 6 198.18.0.1 80 → no
 another address: 6 10.96.0.2 443 → no
 a mark: 6 10.96.0.1 0 7 → no
-""")
-"""Protocol, address, port and mark."""
-
-
-@pytest.mark.parametrize(("row", "whose"), VIRTUAL)
-def test_virtual_service_is_recognized_by_address_or_node_port(row: str, whose: str):
-    protocol, address, *numbers = row.partition(": ")[2].split()
+""",
+)
+def test_virtual_service_is_recognized_by_address_or_node_port(row, whose):
+    """Protocol, address, port and mark."""
+    protocol, address, *numbers = row.split()
     service = VirtualServiceKey(int(protocol), parse_addr(address), *map(int, numbers))
     addresses, ports = frozenset((parse_addr("10.96.0.1"),)), frozenset(((6, 30080),))
     assert is_kube_proxy_service(service, addresses, ports) == (whose == "yes")
@@ -149,7 +148,9 @@ def test_input_of_iptables_restore():
     assert str(removal) == "2 chains, 1 jumps to them"
 
 
-JUMPS = pairs("""\
+@each_pair(
+    "rule, whose",
+    """\
 -A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES → yes
 -A INPUT -m conntrack --ctstate NEW -m comment --comment "kubernetes load balancer firewall" -j KUBE-SERVICES → yes
 -A INPUT -m comment --comment "kube-proxy firewall rules" -j KUBE-SERVICES → yes
@@ -162,12 +163,10 @@ JUMPS = pairs("""\
 -A OUTPUT -g KUBE-SERVICES → no
 -A OUTPUT -m comment --comment "kubernetes service portals" -j MINE → no jump to one of its chains
 -A OUTPUT -m comment --comment "-j KUBE-SERVICES" -j MINE → no jump to one of its chains
-""")
-"""A rule → whether it is kube-proxy's."""
-
-
-@pytest.mark.parametrize(("rule", "whose"), JUMPS)
-def test_jumps_of_kube_proxy_are_told_from_those_of_others(rule: str, whose: str):
+""",
+)
+def test_jumps_of_kube_proxy_are_told_from_those_of_others(rule, whose):
+    """A rule → whether it is kube-proxy's."""
     removal = plan_legacy_removal("nat", f":{rule.split()[1]} -\n:KUBE-SERVICES -\n{rule}\n")
     found = [[line.name for line in lines] for lines in (removal.rules, removal.foreign_jumps)]
     assert found == [[rule] * (whose == "yes"), [rule] * (whose == "no")]

@@ -2,9 +2,6 @@
 """Rows and verdicts of `kbpf check`."""
 
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 from kbpf.checks import neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow, sum_up
@@ -14,7 +11,7 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
-from tests.support.table import pairs, table
+from tests.support.table import each_line, each_named_pair, each_pair
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -32,7 +29,11 @@ FILES = {
     "eth0": "sys/net/ipv4/conf/eth0/rp_filter",
     "protocols": "net/protocols",
 }
-NODES = pairs("""\
+
+
+@each_named_pair(
+    "node, expected",
+    """\
 disjoint ranges: range=32768 60999; reserved= → masquerade ports yes: 61000 to 65535
 ranges that overlap in one port: range=32768 61000; reserved= → \
 masquerade ports no: may use 61000 to 61000 too; ip_local_reserved_ports
@@ -55,17 +56,15 @@ the maximum of both is used: all=2; eth0=1 → rp_filter yes: not strict
 a vanished device: all=1 → rp_filter yes: not strict
 SCTP: protocols=protocol size/SCTPv6 1/TCP 2 → SCTP sockets yes:
 no SCTP: protocols=protocol size/TCP 2 → SCTP sockets no: not loaded
-""")
-"""The texts of FILES below /proc, `/` between lines → the row's name and result: its detail; its advice."""
-
-
-@pytest.mark.parametrize(("node", "expected"), NODES)
-def test_check_row_of_a_node(node: str, expected: str, tmp_path, monkeypatch):
+""",
+)
+def test_check_row_of_a_node(node, expected, tmp_path, monkeypatch):
+    """The texts of FILES below /proc, `/` between lines → the row's name and result: its detail; its advice."""
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
     told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
     monkeypatch.setattr(packet_path, "read_settings", lambda _: told)
-    for text in filter(None, node.partition(": ")[2].split("; ")):
+    for text in filter(None, node.split("; ")):
         name, _, value = text.partition("=")
         path = tmp_path / FILES[name]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,24 +89,8 @@ CHAINS = {"": (), "open": (BaseChain("ip", "filter", "FORWARD", False),)}
 CHAINS["drops"] = (BaseChain("ip", "filter", "FORWARD", True),)
 
 
-class Chains(NamedTuple):
-    """The expected row FORWARD: its result, words of its detail and of its advice. The result for packets that the
-    agent's rule does not accept, as `kbpf trace` says it. The chain in iptables, chains of other tables that drop, and
-    families with rules of iptables-legacy.
-    """
-
-    name: str
-    result: str
-    detail: str
-    advice: str
-    unmasqueraded: str
-    chain: str = ""
-    others: str = ""
-    legacy: str = ""
-
-
-FORWARDS = table(
-    Chains,
+@each_line(
+    "name, result, detail, advice, unmasqueraded, chain, others, legacy",
     """\
 no chain | yes | no chain drops |  | yes
 policy accept | yes | no chain drops |  | yes | open
@@ -118,42 +101,45 @@ no library | unknown | python3 | install python3-nftables | unknown
 no nf_tables | unknown | no nf_tables |  | unknown
 """,
 )
-
-
-@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
-def test_check_row_forward(forward: Chains, monkeypatch):
+def test_check_row_forward(name, result, detail, advice, unmasqueraded, chain, others, legacy, monkeypatch):
+    """The expected row FORWARD: its result, words of its detail and of its advice. The result for packets that the
+    agent's rule does not accept, as `kbpf trace` says it. The chain in iptables, chains of other tables that drop, and
+    families with rules of iptables-legacy.
+    """
     netfilter = packet_path.forward_rules
-    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: PROBES.get(forward.name, PROBES[""]))
-    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: CHAINS[forward.chain])
-    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: (forward.others,) * bool(forward.others))
-    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: tuple(forward.legacy.split()))
+    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: PROBES.get(name, PROBES[""]))
+    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: CHAINS[chain])
+    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: (others,) * bool(others))
+    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: tuple(legacy.split()))
     (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere")) if r.name == "FORWARD"]
-    assert row.result == forward.result
-    assert forward.detail in row.detail
-    assert forward.advice in row.advice
-    assert bool(row.advice) == bool(forward.advice)
+    assert row.result == result
+    assert detail in row.detail
+    assert advice in row.advice
+    assert bool(row.advice) == bool(advice)
     rules = packet_path.check_rules_of_others(Path("/nowhere"))
-    assert (rules.masqueraded, rules.forwarded.result) == (row, forward.unmasqueraded)
+    assert (rules.masqueraded, rules.forwarded.result) == (row, unmasqueraded)
 
 
-HOOKS = pairs("""\
+@each_pair(
+    "result, says",
+    """\
 (yes) → the packet path can be used
 (no) → the packet path cannot be used: hook y
 (unknown) → the packet path cannot be used: hook y
 no → mode bpf cannot be used: hook y
-""")
-"""The row of a packet hook, in parentheses if not needed → words of the page."""
-
-
-@pytest.mark.parametrize(("result", "says"), HOOKS)
-def test_missing_packet_path_does_not_make_kbpf_unusable(result: str, says: str):
+""",
+)
+def test_missing_packet_path_does_not_make_kbpf_unusable(result, says):
+    """The row of a packet hook, in parentheses if not needed → words of the page."""
     rows = [check_row("yes"), CheckRow(Check.HOOK, result.strip("()"), result.isalpha(), "", "", True, subject="y")]
     made = compute_verdict(rows)
     assert (made.usable, made.packet_path) == (not result.isalpha(), result == "(yes)")
     assert says in check.format_page(made, rows)
 
 
-VERDICTS = pairs("""\
+@each_pair(
+    "given, verdict",
+    """\
 yes → bpf True None
 no → none False None
 unknown → none False None
@@ -161,12 +147,10 @@ yes (no) → bpf True None
 yes | yes → bpf True True
 yes | yes no → bpf True False
 yes | unknown → bpf True False
-""")
-"""Rows of `kbpf check`, in parentheses if not needed | of `--attached` → the mode, usable, attached."""
-
-
-@pytest.mark.parametrize(("given", "verdict"), VERDICTS)
-def test_check_verdict(given: str, verdict: str):
+""",
+)
+def test_check_verdict(given, verdict):
+    """Rows of `kbpf check`, in parentheses if not needed | of `--attached` → the mode, usable, attached."""
     rows, proof = (
         [check_row(word.strip("()"), needed=word.isalpha()) for word in part.split()]
         for part in given.partition("|")[::2]
@@ -192,7 +176,11 @@ kbpf? OTHER_KBPF unknown needed
 """.splitlines(),
     )
 }
-MODES = pairs("""\
+
+
+@each_pair(
+    "given, expected",
+    """\
 yes ipvs → bpf: mode ipvs can be used
 yes no-ipvs → bpf: mode ipvs cannot be used: IPVS
 no ipvs → ipvs: mode bpf cannot be used
@@ -203,12 +191,10 @@ kbpf ipvs → none: mode bpf cannot be used: no other kbpf
 balancer ipvs → none: no other load balancer
 (kbpf) ipvs → bpf: mode bpf can be used
 kbpf? ipvs → ipvs: mode bpf cannot be used
-""")
-"""ROWS → what `--mode auto` would choose (none where a neighbour makes mode bpf refuse), and words of the page."""
-
-
-@pytest.mark.parametrize(("given", "expected"), MODES)
-def test_check_verdict_on_the_modes(given: str, expected: str):
+""",
+)
+def test_check_verdict_on_the_modes(given, expected):
+    """ROWS → what `--mode auto` would choose (none where a neighbour makes mode bpf refuse), and words of the page."""
     rows, (mode, _, says) = [ROWS[word] for word in given.split()], expected.partition(": ")
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
@@ -243,8 +229,3 @@ def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     assert [refused, unknown] == [given[1], given[3]]
     assert (refused.name, unknown.name) == ("hook sendmsg4", "hook release")
     assert list(sum_up(given[1:2])) == given[1:2]
-
-
-def test_number_of_checks():
-    """More than a page of rows is not read."""
-    assert len(Check) <= 35

@@ -2,7 +2,6 @@
 """Exit codes, the locations that commands read from a file, and imports: what needs no kernel."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +20,14 @@ from kbpf.config import locations
 from kbpf.dataplane import reader as dataplane
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.config import Config
-from tests.support.runtime.command import pipe_without_reader
-from tests.support.table import pairs
+from tests.support.table import each_named_pair, each_pair
 
 # ---- exit codes --------------------------------------------------------------------------------
 
 
-EXIT_ROWS = pairs("""\
+@each_pair(
+    "line, end",
+    """\
 --help → 0 inspect
 --version → 0 VERSION
 run --help → 0 --nodeport-addresses
@@ -80,12 +80,10 @@ inspect connections --backend 10.0.0 → 2 --backend
 inspect connections --state open → 2 --state
 inspect connections --limit -1 → 2 --limit
 check --attached --pin-dir /nowhere → 1 /nowhere
-""")
-"""Arguments → the exit code, and words of the output or, if the code is not 0, of the error."""
-
-
-@pytest.mark.parametrize(("line", "end"), EXIT_ROWS)
-def test_exit_code_and_output(line: str, end: str, capsys):
+""",
+)
+def test_exit_code_and_output(line, end, capsys):
+    """Arguments → the exit code, and words of the output or, if the code is not 0, of the error."""
     code, _, words = end.replace("VERSION", __version__).partition(" ")
     assert app.call(line.split()) == int(code)
     out, err = capsys.readouterr()
@@ -116,13 +114,6 @@ def test_interrupt_is_exit_code_130(monkeypatch):
     assert app.call([]) == 130
 
 
-def test_closed_pipe_ends_by_sigpipe_without_output():
-    command = [sys.executable, "-m", "kbpf", "run", "--help"]
-    with pipe_without_reader() as gone:
-        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
-
-
 FILE = """\
 apiVersion: kbpf.io/v1alpha1
 kind: KbpfConfiguration
@@ -145,17 +136,17 @@ def written(text: str) -> str:
     return "".join(parts)
 
 
-CLEANUP_ROWS = pairs("""\
+@each_named_pair(
+    "given, wanted",
+    """\
 the file's locations: → /sys/fs/bpf/file /run/file
 a flag beats the file: --pin-dir=/sys/fs/bpf/flag → /sys/fs/bpf/flag /run/file
 a variable beats the file: KBPF_STATE_DIR=/run/variable → /sys/fs/bpf/file /run/variable
 a flag with the default value beats the file: --state-dir=/run/kbpf → /sys/fs/bpf/file /run/kbpf
-""")
-
-
-@pytest.mark.parametrize(("given", "wanted"), CLEANUP_ROWS)
-def test_cleanup_uses_the_locations_of_the_file(given: str, wanted: str, tmp_path, monkeypatch):
-    words = given.partition(": ")[2].split()
+""",
+)
+def test_cleanup_uses_the_locations_of_the_file(given, wanted, tmp_path, monkeypatch):
+    words = given.split()
     for word in words:
         if word.startswith("KBPF_"):
             monkeypatch.setenv(*word.split("="))
@@ -182,7 +173,9 @@ LOCATIONS = ("/sys/fs/bpf/file", "/run/file")
 ALL = "pin_dir cgroup cache_dir state_dir"
 
 
-MISTAKES = pairs("""\
+@each_named_pair(
+    "mistake, expected",
+    """\
 no mistake: FILE → |
 a value of kube-proxy's document: FILE / --- / PROXYS / mode: best → 'best' |
 a value in each document: FILE / algorithm: x / --- / PROXYS / oomScoreAdj: a → KubeProxyConfiguration.oomScoreAdj |
@@ -204,21 +197,20 @@ a document of another kind: FILE / --- / kind: Pod → 'Pod' |
 an unknown kind in place of kbpf's document: FILE KbpfC>C → 'Configuration' | ALL
 YAML: FILE / --- / a: b: c → not YAML | ALL
 an empty file: EMPTY → the file is empty | ALL
-""")
-"""A file → words of its error | the locations that cannot be read because of it."""
-
-
-@pytest.mark.parametrize(("mistake", "expected"), MISTAKES)
+""",
+)
 def test_locations_are_read_despite_other_mistakes(
-    mistake: str,
-    expected: str,
+    mistake,
+    expected,
     tmp_path,
     monkeypatch,
     capsys,
 ):
-    """And `kbpf cleanup` needs only them."""
+    """A file → words of its error | the locations that cannot be read because of it. And `kbpf cleanup` needs only
+    them.
+    """
     told, names = (part.strip().replace("ALL", ALL) for part in expected.split("|"))
-    text = written(mistake.partition(": ")[2])
+    text = written(mistake)
     parsed = locations.parse_locations(text.encode(), "FILE")
     assert told in "; ".join(map(str, parsed.errors))
     assert bool(parsed.errors) == bool(told)
@@ -242,20 +234,18 @@ def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(tmp_
     assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *LOCATIONS[1:]))
 
 
-CHECK_ROWS = pairs("""\
+@each_pair(
+    "text, packet_path",
+    """\
 no setting: FILE → yes
 switched on: FILE / packetPath: {enabled: true} → yes
 switched off: FILE / packetPath: {enabled: false} → no
 switched off, and a mistake: FILE / packetPath: {enabled: false} / colour: red → no
 not YAML: FILE / packetPath: {enabled: false} / --- / a: b: c → yes
 no file: → yes
-""")
-
-
-@pytest.mark.parametrize(("text", "packet_path"), CHECK_ROWS)
-def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
-    text: str, packet_path: str, tmp_path, monkeypatch
-):
+""",
+)
+def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(text, packet_path, tmp_path, monkeypatch):
     row = CheckRow(Check.KUBE_PROXY, "yes", False, "", "")
     for module in (bpf_checks, ipvs_checks):
         monkeypatch.setattr(module, "rows", lambda *_: ())
@@ -267,16 +257,6 @@ def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
     file.write_text(written(text))
     app.call(["check", *(["--config", str(file)] if text else [])])
     assert calls == [packet_path == "yes"]
-
-
-INSPECT_ROWS = pairs("""\
-inspect services → /sys/fs/bpf/file /run/file/kbpf-ipvs0
-inspect status → /sys/fs/bpf/file /run/file/kbpf-ipvs0
-inspect maps → /sys/fs/bpf/file /run/file/kbpf-ipvs0
-inspect connections --state-dir /flag → /sys/fs/bpf/file /flag/kbpf-ipvs0
-inspect nat --pin-dir /flag → /flag /run/file/kbpf-ipvs0
-inspect devices --no-headers → /sys/fs/bpf/file /run/file/kbpf-ipvs0
-""")
 
 
 def looked_for(monkeypatch, *command: str) -> tuple[str, str]:
@@ -293,11 +273,21 @@ def looked_for(monkeypatch, *command: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
-@pytest.mark.parametrize(("command", "wanted"), INSPECT_ROWS)
+@each_pair(
+    "command, wanted",
+    """\
+inspect services → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+inspect status → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+inspect maps → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+inspect connections --state-dir /flag → /sys/fs/bpf/file /flag/kbpf-ipvs0
+inspect nat --pin-dir /flag → /flag /run/file/kbpf-ipvs0
+inspect devices --no-headers → /sys/fs/bpf/file /run/file/kbpf-ipvs0
+""",
+)
 def test_inspect_uses_the_locations_of_the_file_unless_overridden(
-    command: str,
-    wanted: str,
-    by_variable: bool,
+    command,
+    wanted,
+    by_variable,
     tmp_path,
     monkeypatch,
     capsys,
@@ -315,7 +305,9 @@ def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     assert looked_for(monkeypatch, *command.split(), *given)[0] == flagged
 
 
-VALIDATED = pairs("""\
+@each_pair(
+    "given, expected",
+    """\
 valid: FILE → 0 0
 empty: EMPTY → 1 1 the file is empty
 two errors: FILE / mode: x / algorithm: z → 1 2 unknown value 'x' (KbpfConfiguration.mode)
@@ -325,12 +317,10 @@ not YAML: a: b: c → 1 1 not YAML
 a folder of another machine: FILE / cgroup: /nowhere → 0 0
 a folder of this machine, with --node: FILE / cgroup: /nowhere → 1 1 no such cgroup v2 folder: /nowhere
 no file: → 1 1 cannot read the configuration
-""")
-"""A file → the exit code, and the number of lines on stderr with words of them."""
-
-
-@pytest.mark.parametrize(("given", "expected"), VALIDATED)
-def test_config_validate(given: str, expected: str, tmp_path, monkeypatch, capsys):
+""",
+)
+def test_config_validate(given, expected, tmp_path, monkeypatch, capsys):
+    """A file → the exit code, and the number of lines on stderr with words of them."""
     rule, _, text = given.partition(": ")
     code, lines, *words = expected.split(" ", 2)
     monkeypatch.setenv("KBPF_MODE", "nonsense")
@@ -344,27 +334,21 @@ def test_config_validate(given: str, expected: str, tmp_path, monkeypatch, capsy
     assert err.count("\n") == int(lines)
 
 
-BAD_FILES = [
-    (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/kbpf-ipvs0"),
-    (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/kbpf-ipvs0"),
-    ("a: b: c", "not YAML", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
-    (None, "cannot read", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
-]
-
-
-@pytest.mark.parametrize(("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES])
-def test_inspect_warns_of_a_bad_file_and_continues(
-    text: str | None,
-    told: str,
-    pins: str,
-    ipvs: str,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+@each_pair(
+    "text, expected",
+    """\
+FILE / algorithm: best → /sys/fs/bpf/file /run/file/kbpf-ipvs0 algorithm
+FILE / pinDir: no/where → /sys/fs/bpf/kbpf /run/file/kbpf-ipvs0 no/where
+a: b: c → /sys/fs/bpf/kbpf /run/kbpf/kbpf-ipvs0 not YAML
+ → /sys/fs/bpf/kbpf /run/kbpf/kbpf-ipvs0 cannot read
+""",
+)
+def test_inspect_warns_of_a_bad_file_and_continues(text, expected, tmp_path, monkeypatch, capsys):
+    """A file → the locations that are read, and words of the warning."""
+    pins, ipvs, told = expected.split(" ", 2)
     file = tmp_path / "config.conf"
-    if text is not None:
-        file.write_text(text)
+    if text:
+        file.write_text(written(text))
     monkeypatch.setenv("KBPF_CONFIG", str(file))
     assert looked_for(monkeypatch, "inspect", "status") == (pins, ipvs)
     warning, seen = capsys.readouterr().err.splitlines()

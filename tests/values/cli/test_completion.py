@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typer completes commands, options and their values, as bash asks for them."""
 
-import pytest
-
 from kbpf.cli import app
-from tests.support.table import pairs
+from tests.support.table import each_pair
 
-LINES = pairs("""\
+
+@each_pair(
+    "line, words",
+    """\
 kbpf sch → schema
 kbpf inspect se → services service
 kbpf inspect service --pin → --pin-dir
 kbpf inspect services -o j → json
 kbpf inspect connections --state c → closing closed
 kbpf inspect services --config /nowhere --sort → --sort-by
-""")
-
-
-@pytest.mark.parametrize(("line", "words"), LINES)
-def test_completions(line: str, words: str, monkeypatch, capsys):
+""",
+)
+def test_completions(line, words, monkeypatch, capsys):
     monkeypatch.setenv("_KBPF_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))

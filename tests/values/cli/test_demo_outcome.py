@@ -5,12 +5,10 @@ import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from kbpf.demo import client
 from kbpf.demo.client import Request
 from kbpf.demo.phases import PHASES, PhaseRequests, evaluate
-from tests.support.table import pairs
+from tests.support.table import each_named_pair
 
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 SOME = {"backend-1": 70, "backend-2": 70, "backend-3": 70}
@@ -41,7 +39,11 @@ def good() -> list[PhaseRequests]:
 
 
 SERVES, RESTARTS = 0, 1
-PROBLEMS = pairs("""\
+
+
+@each_named_pair(
+    "seen, expected",
+    """\
 one refused that should not be: serves 1=99 2=90 3=110 ECONNREFUSED=1 → \
 1: three backends serve, outside: 1 of 300 connections failed: 1 x ECONNREFUSED
 nothing works: serves ENETUNREACH=300 → 300: 300 of 300
@@ -55,15 +57,13 @@ an unknown backend answers: serves 1=99 2=90 3=110 9=1 → 0: backend-9 answered
 requests are missing: serves 1=1 2=90 3=110 → 0: 201 of 300
 too few while the agent restarts: restarts 1=1 2=90 3=110 → 0: 201 of 300
 nothing was sent: serves → 0: 0 of 300
-""")
-"""The phase, how often the client outside saw each backend or error in it → unexpected failures, and words of the
-problem.
-"""
-
-
-@pytest.mark.parametrize(("seen", "expected"), PROBLEMS)
-def test_wrong_result_is_a_failure_with_a_problem(seen: str, expected: str):
-    phase, *words = seen.partition(": ")[2].split()
+""",
+)
+def test_wrong_result_is_a_failure_with_a_problem(seen, expected):
+    """The phase, how often the client outside saw each backend or error in it → unexpected failures, and words of the
+    problem.
+    """
+    phase, *words = seen.split()
     counts = {name: int(count) for name, count in (word.split("=") for word in words)}
     answered = {f"backend-{name}": count for name, count in counts.items() if name.isdigit()}
     failed = {name: count for name, count in counts.items() if not name.isdigit()}

@@ -3,8 +3,6 @@
 shares computed by hand, and all else that clients of a node notice.
 """
 
-from typing import NamedTuple
-
 import pytest
 from msgspec.structs import replace
 
@@ -14,7 +12,7 @@ from kbpf.model.events import ObjectKey
 from kbpf.model.objects import Node, Protocol, Service, ServicePort, SlicePort
 from kbpf.source.decode.annotations import parse_weights
 from kbpf.views.differences import DifferenceRow
-from tests.support.table import pairs, table
+from tests.support.table import each_case, each_cells, each_pair
 from tests.values.policy.services import HTTP, addrs, key, piece, service
 
 NODES = (Node("a1", addrs("192.0.2.1"), "a"), Node("a2", addrs("192.0.2.2"), "a"), Node("b1", addrs("192.0.2.3"), "b"))
@@ -43,21 +41,8 @@ def shares(differences: list[DifferenceRow]) -> str:
     return " ".join(f"{d.name.split(':')[0].split('.')[-1]}={d.share_before}>{d.share_after}" for d in found)
 
 
-class Row(NamedTuple):
-    """The endpoints and weights afterwards, a node, and what becomes of the four endpoints' shares there. `why`: of the
-    third backend.
-    """
-
-    rule: str
-    ends: str
-    weights: str
-    node: str
-    shares: str
-    why: str = ""
-
-
-ROWS = table(
-    Row,
+@each_cells(
+    "ends, weights, node, shares_text, why",
     """\
 zone b is down | 1@a1,a 2@a2,a 3/down@b1,b 4/down@b1,b |  | a1 | 1=0.25>0.5 2=0.25>0.5 3=0.25>None 4=0.25>None \
 | not ready, not serving
@@ -72,15 +57,15 @@ same zone, in zone a | 1@a1,a>a 2@a2,a>a 3@b1,b>b 4@b1,b>b |  | a1 \
 same zone, in zone b | 1@a1,a>a 2@a2,a>a 3@b1,b>b 4@b1,b>b |  | b1 | 1=0.25>None 2=0.25>None 3=0.25>0.5 4=0.25>0.5
 """,
 )
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
-def test_shares(row: Row):
-    found = run(world(), world("", row.ends, row.weights), row.node)
-    assert shares(found) == row.shares
-    if row.why:
+def test_shares(ends, weights, node, shares_text, why):
+    """The endpoints and weights afterwards, a node, and what becomes of the four endpoints' shares there. `why`: of the
+    third backend.
+    """
+    found = run(world(), world("", ends, weights), node)
+    assert shares(found) == shares_text
+    if why:
         (third,) = (d for d in found if d.name == "10.1.0.3:8080")
-        assert (third.pod, third.node, third.zone, third.reason) == ("p-3", "b1", "b", row.why)
+        assert (third.pod, third.node, third.zone, third.reason) == ("p-3", "b1", "b", why)
 
 
 def test_shares_of_one_state_are_its_difference_from_nothing():
@@ -88,18 +73,18 @@ def test_shares_of_one_state_are_its_difference_from_nothing():
     assert shares(run({}, world(weights="p-3=0"))) == "1=None>0.3333 2=None>0.3333 4=None>0.3333"
 
 
-SETS = pairs("""\
+@each_pair(
+    "given, expected",
+    """\
  | 1/down@a1,a → cluster: 1 backend, empty: refused
 internal-local | 1/down@a1,a 2@a2,a → local: 1 backend, empty: dropped
 internal-local | 1/draining@a1,a 2@a2,a →
-""")
-"""Words of the Service | its endpoints → the set that becomes empty if the first one is no longer ready. One of this
-node serves while it terminates.
-"""
-
-
-@pytest.mark.parametrize(("given", "expected"), SETS)
-def test_a_set_that_becomes_empty_says_what_clients_see(given: str, expected: str):
+""",
+)
+def test_a_set_that_becomes_empty_says_what_clients_see(given, expected):
+    """Words of the Service | its endpoints → the set that becomes empty if the first one is no longer ready. One of
+    this node serves while it terminates.
+    """
     text, ends = (part.strip() for part in given.split("|"))
     before = ends.replace("/down", "").replace("/draining", "")
     found = [d for d in run(world(text, before), world(text, ends)) if d.what == "set"]
@@ -147,8 +132,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("before", "after", "rows"), CHANGES.values(), ids=CHANGES)
-def test_difference_of_two_worlds(before: World, after: World, rows: str):
+@each_case("before, after, rows", CHANGES)
+def test_difference_of_two_worlds(before: World, after: World, rows):
     found = []
     for d in run(before, after):
         was, is_ = (d.share_before, d.share_after) if d.what == "backend" else (d.before, d.after)
@@ -160,7 +145,7 @@ GONE = {"Service port": NO_SERVICE, "endpoint": world("", "1@a1,a 2@a2,a 3@b1,b"
 
 
 @pytest.mark.parametrize("what", GONE)
-def test_what_is_gone_is_the_reason(what: str):
+def test_what_is_gone_is_the_reason(what):
     (last,) = (d for d in run(world(), GONE[what]) if d.name == "10.1.0.4:8080")
     assert (last.reason, last.pod, last.node, last.zone) == (f"its {what} is gone", "p-4", "b1", "b")
 

@@ -14,13 +14,22 @@ from kbpf.config import load
 from kbpf.config.settings import SETTINGS
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
-from tests.support.table import pairs
+from tests.support.table import each_pair
 from tests.values.config.documents import shown
 
 # ---- flags -------------------------------------------------------------------------------------
 
 
-FLAG_ROWS = pairs("""\
+def load_words(line: str) -> Config:
+    """The settings of a command line that begins with variables."""
+    words = [word.partition("=") for word in shlex.split(line)]
+    variables, given = ({n: v for n, _, v in words if n.startswith("-") is flag} for flag in (False, True))
+    return load.load_config(given, variables)
+
+
+@each_pair(
+    "given, value",
+    """\
 no flag: → pin_dir = /sys/fs/bpf/kbpf
 a path: --pin-dir=/run/x → pin_dir = /run/x
 a variable: KBPF_PIN_DIR=/run/y → pin_dir = /run/y
@@ -79,25 +88,18 @@ no series of Services: --metrics-services=0 → service_series = 0
 other sizes are unchanged: --max-backends=5000 → slots = 4194304
 four slots for each backend: --max-backends=2000000 → slots = 8000000
 the largest map has this many slots: --max-backends=134217728 → slots = 134217728
-""")
-"""A rule: flags and variables → the field of Config, its `sizes` or its `serving`."""
-
-
-def load_words(line: str) -> Config:
-    """The settings of a command line that begins with variables."""
-    words = [word.partition("=") for word in shlex.split(line)]
-    variables, given = ({n: v for n, _, v in words if n.startswith("-") is flag} for flag in (False, True))
-    return load.load_config(given, variables)
-
-
-@pytest.mark.parametrize(("given", "value"), FLAG_ROWS)
-def test_flag_or_variable_sets_a_field(given: str, value: str):
+""",
+)
+def test_flag_or_variable_sets_a_field(given, value):
+    """A rule: flags and variables → the field of Config, its `sizes` or its `serving`."""
     made, name = load_words(given.partition(":")[2]), value.partition(" = ")[0]
     (found,) = [getattr(part, name) for part in (made, made.sizes, made.serving) if hasattr(part, name)]
     assert f"{name} = {shown(found)}" == value
 
 
-WRONG = pairs("""\
+@each_pair(
+    "given, words",
+    """\
 --mode=iptables → iptables | --mode | auto or bpf
 KBPF_MODE=x → KBPF_MODE
 --pin-dir=kbpf → 'kbpf' | --pin-dir | /
@@ -136,12 +138,10 @@ KBPF_MODE=x → KBPF_MODE
 --socket-lb-exempt=a,/ → root | --socket-lb-exempt | off
 --source=a --kubeconfig=b → --source | --kubeconfig
 KBPF_MASTER=https://x --source=a → --master
-""")
-"""Invalid flags or variables → words that the error must contain."""
-
-
-@pytest.mark.parametrize(("given", "words"), WRONG)
-def test_invalid_flag_or_variable_is_named_in_the_error(given: str, words: str):
+""",
+)
+def test_invalid_flag_or_variable_is_named_in_the_error(given, words):
+    """Invalid flags or variables → words that the error must contain."""
     with pytest.raises(ConfigError) as caught:
         load_words(given)
     assert [word for word in words.split(" | ") if word not in str(caught.value)] == []
@@ -181,7 +181,9 @@ def test_node_name_is_the_hostname_unless_set(monkeypatch):
     assert arguments.with_node_name(said).node_name == "n1"
 
 
-COMMAND_LINES = pairs("""\
+@each_pair(
+    "line, flags",
+    """\
 --config=/c --hostname-override=n1 → --hostname-override=n1
 --masquerade-all → --masquerade-all=true
 --masquerade-all=false → --masquerade-all=false
@@ -206,12 +208,10 @@ COMMAND_LINES = pairs("""\
 --hostname-override a --hostname-override b → --hostname-override=b
 --oom-score-adj=-998 → --oom-score-adj=-998
 --oom-score-adj -998 → --oom-score-adj=-998
-""")
-"""A command line → each flag with its value."""
-
-
-@pytest.mark.parametrize(("line", "flags"), COMMAND_LINES)
-def test_flag_syntax_is_that_of_kube_proxy(line: str, flags: str):
+""",
+)
+def test_flag_syntax_is_that_of_kube_proxy(line, flags):
+    """A command line → each flag with its value."""
     found = arguments.parse_options(line.split(), {}).explicit_flags
     assert sorted(map("=".join, found.items())) == sorted(flags.split())
 
@@ -231,15 +231,15 @@ def test_write_config_to_writes_the_settings_and_exits(tmp_path):
     assert written[1]["pinDir"] == "/p"
 
 
-FORMS = pairs("""\
+@each_pair(
+    "form, more",
+    """\
 flag: json --log-format=json →
 file: json → logging: {format: json}
 text: text →
-""")
-
-
-@pytest.mark.parametrize(("form", "more"), FORMS)
-def test_diagnostics_of_a_file_have_the_log_format(tmp_path, capsys, form: str, more: str):
+""",
+)
+def test_diagnostics_of_a_file_have_the_log_format(tmp_path, capsys, form, more):
     """Also with `--write-config-to`, and for warnings next to errors."""
     _, log_format, *flags = form.split()
     source = tmp_path / "in"
@@ -262,8 +262,3 @@ def test_diagnostics_of_a_file_have_the_log_format(tmp_path, capsys, form: str, 
         assert ("warning", unknown) in told
     assert "(KubeProxyConfiguration.bindAddress)" in told[0][1]
     assert "(KubeProxyConfiguration.oomScoreAdj)" in told[1][1]
-
-
-def test_error_about_an_unreadable_file_has_the_log_format(capsys):
-    assert app.call(["run", "--config", "/nowhere", "--log-format=json"]) == 1
-    assert "/nowhere" in json.loads(capsys.readouterr().err)["message"]

@@ -11,7 +11,7 @@ from kbpf.dataplane.bpf.maps.layout import TcpState
 from kbpf.model.inspection import CONNECTION_STATES
 from kbpf.views.page import Column, Kind, Page, format_duration
 from kbpf.views.page import format_size as bytes_text
-from tests.support.table import pairs
+from tests.support.table import each_pair
 
 
 class Thing(msgspec.Struct):
@@ -40,7 +40,7 @@ TABLES = [((), True, "NAME   COUNT\n"), ((), False, ""), (THINGS[:1], False, "a 
 
 
 @pytest.mark.parametrize(("rows", "titles", "text"), TABLES)
-def test_titles_of_a_table(rows: tuple[Thing, ...], titles: bool, text: str):
+def test_titles_of_a_table(rows: tuple[Thing, ...], titles, text):
     assert rendered(Page(THING_LIST, rows, COLUMNS), titles=titles) == text
 
 
@@ -54,8 +54,8 @@ def test_states_to_filter_by_are_those_shown():
     assert tuple(inspect.ConnectionState) == CONNECTION_STATES == tuple(state.name.lower() for state in TcpState)
 
 
-@pytest.mark.parametrize(("seconds", "text"), pairs("0.9 → 0s\n59 → 59s\n61 → 1m01s\n3600 → 1h00m\n90061 → 1d01h"))
-def test_format_duration(seconds: str, text: str):
+@each_pair("seconds, text", "0.9 → 0s\n59 → 59s\n61 → 1m01s\n3600 → 1h00m\n90061 → 1d01h")
+def test_format_duration(seconds, text):
     assert format_duration(float(seconds)) == text
 
 
@@ -71,14 +71,14 @@ SORTED = """\
 
 
 @pytest.mark.parametrize("cells", SORTED)
-def test_cells_are_sorted_by_value(cells: str):
+def test_cells_are_sorted_by_value(cells):
     texts = cells.split(", ")
     page = Page(THING_LIST, [Thing(text, 0) for text in reversed(texts)], COLUMNS)
     assert [row.name for row in page.refined(sort_by="name").rows] == texts
 
 
-@pytest.mark.parametrize(("count", "text"), pairs("0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB"))
-def test_format_size(count: str, text: str):
+@each_pair("count, text", "0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB")
+def test_format_size(count, text):
     assert bytes_text(int(float(count))) == text
     assert bytes_text(None) == "-"
 

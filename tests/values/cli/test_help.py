@@ -11,7 +11,7 @@ COMMANDS = ["", "run", "cleanup", "inspect", "inspect services", "inspect connec
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(
-    command: str,
+    command,
     golden: Golden,
     monkeypatch,
     capsys,

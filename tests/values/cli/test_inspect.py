@@ -43,7 +43,7 @@ from kbpf.model.status import ModeChoice, encode
 from tests.support.faults.fake_maps import Entries, FakeMap, target
 from tests.support.golden import Golden
 from tests.support.json_schema import validate
-from tests.support.table import pairs
+from tests.support.table import each_case, each_cells, each_pair
 from tests.values.cli.inspected_node import (
     BOOT,
     CGROUP_PATHS,
@@ -205,7 +205,7 @@ VIEWS = {view: list(lines) for view, lines in groupby(COMMANDS, lambda line: lin
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_view(view: str, node: Path, golden: Golden, capsys):
+def test_view(view, node: Path, golden: Golden, capsys):
     golden(f"inspect/{view}.txt", transcript(capsys, *VIEWS[view]))
 
 
@@ -358,9 +358,8 @@ UNREADABLE: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] 
 }
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_is_one_clear_line(name: str, node: Path, monkeypatch, capsys):
-    break_it, line = UNREADABLE[name]
+@each_case("break_it, line", UNREADABLE)
+def test_what_cannot_be_read_is_one_clear_line(break_it, line, node: Path, monkeypatch, capsys):
     break_it(node / "pins", monkeypatch)
     code, out, err = run(capsys, "service web")
     err = re.sub(r"(the map |SCHEMA/)\w+", r"\1MAP", err.replace(schema_hash(), "SCHEMA"))
@@ -388,7 +387,9 @@ CORRUPT_ENTRIES: dict[str, Entries] = {
 }
 
 
-UNASKED = pairs("""\
+@each_pair(
+    "tried, line",
+    """\
 True outside 198.18.0.1:30080 →   confirmed: a packet, on a copy
 False outside 198.18.0.1:30080 →   DIFFERS: a packet, on a copy
 None outside 198.18.0.1:30080 →
@@ -397,15 +398,13 @@ True 198.51.100.7 192.0.2.5:443 →   confirmed: a packet, on a copy
 True outside 192.0.2.5:443 →
 True host default/web →
 True outside 198.18.0.1:30080 --connect →
-""")
-"""Whether what its packet does is what is predicted (None: it cannot be tried), and a trace → the last line. Nothing
-is tried where source ranges depend on the client's address, and where a socket hook decides.
-"""
-
-
-@pytest.mark.parametrize(("tried", "line"), UNASKED)
-def test_a_packet_is_tried_without_being_asked(node: Path, monkeypatch, capsys, tried: str, line: str):
-    """A connect() is not: it may give the client a backend by session affinity."""
+""",
+)
+def test_a_packet_is_tried_without_being_asked(node: Path, monkeypatch, capsys, tried, line):
+    """Whether what its packet does is what is predicted (None: it cannot be tried), and a trace → the last line.
+    Nothing is tried where source ranges depend on the client's address, and where a socket hook decides. A
+    connect() is not: it may give the client a backend by session affinity.
+    """
     word, _, trace_of = tried.partition(" ")
     matches = {"True": True, "False": False}.get(word)
     monkeypatch.setattr(connection, "try_packet", lambda *_, **__: Result(matches, "it"))
@@ -437,25 +436,20 @@ def test_traces_in_mode_ipvs(ipvs_node: Path, golden: Golden, capsys):
 
 OLD = "0a1b2c3d-0000-4000-8000-000000000009"
 RUNNING = frozenset((CGROUPS["pod"], 77))
-OTHER_PODS: dict[str, tuple[str, str, frozenset[int], str]] = {
-    "replaced, its logs are first": (OLD, "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
-    "replaced, its logs are last": ("last", "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
-    "terminating, without a process": (OLD, "shop/cart-5d6f", frozenset((7,)), "(10.244.0.9)"),
-    "of another namespace": (OLD, "stage/cart-5d6f", RUNNING, "cart-5d6f may be shop/cart-5d6f or stage/cart-5d6f"),
-}
-"""The uid, name and cgroups of a second Pod with the name of the one that runs; what is printed."""
 
 
-@pytest.mark.parametrize(("uid", "name", "cgroups", "text"), OTHER_PODS.values(), ids=OTHER_PODS)
-def test_trace_takes_the_pod_that_runs(
-    node: Path,
-    monkeypatch,
-    capsys,
-    uid: str,
-    name: str,
-    cgroups: frozenset[int],
-    text: str,
-):
+@each_cells(
+    "uid, name, cgroups, text",
+    f"""\
+replaced, its logs are first | {OLD} | shop/cart-5d6f |  | (10.244.0.9)
+replaced, its logs are last | last | shop/cart-5d6f |  | (10.244.0.9)
+terminating, without a process | {OLD} | shop/cart-5d6f | other | (10.244.0.9)
+of another namespace | {OLD} | stage/cart-5d6f | same | cart-5d6f may be shop/cart-5d6f or stage/cart-5d6f
+""",
+    cgroups={"": frozenset(), "other": frozenset((7,)), "same": RUNNING}.get,
+)
+def test_trace_takes_the_pod_that_runs(node: Path, monkeypatch, capsys, uid, name, cgroups, text):
+    """The uid, name and cgroups of a second Pod with the name of the one that runs; what is printed."""
     names = {OLD: name, UIDS["pod"]: "shop/cart-5d6f"} if uid == OLD else {UIDS["pod"]: "shop/cart-5d6f", uid: name}
     process = pods.PodProcess(7, Path("/pod"))
     monkeypatch.setattr(pods, "list_pod_names", lambda: names)
@@ -479,7 +473,7 @@ OPENED = {
 
 
 @pytest.mark.parametrize("view", OPENED)
-def test_only_maps_that_are_shown_are_opened(view: str, node: Path, monkeypatch, capsys):
+def test_only_maps_that_are_shown_are_opened(view, node: Path, monkeypatch, capsys):
     opened: list[str] = []
     open_map = snapshot.pinning.open_map
 
@@ -496,7 +490,7 @@ def test_only_maps_that_are_shown_are_opened(view: str, node: Path, monkeypatch,
 
 
 @pytest.mark.parametrize("view", [*sorted(set(VIEWS) - {"service", "status"}), "service web", "trace"])
-def test_a_view_says_how_old_it_is_if_the_agent_is_down(view: str, node: Path, monkeypatch, capsys):
+def test_a_view_says_how_old_it_is_if_the_agent_is_down(view, node: Path, monkeypatch, capsys):
     monkeypatch.setattr(snapshot, "is_alive", lambda *_: False)
     command = ("host default/web", "trace") if view == "trace" else (view, "inspect")
     assert "the agent is down: this is what it had programmed 1s ago" in run(capsys, *command)[2]

@@ -29,7 +29,7 @@ from kbpf.views.top import TopRow
 from tests.support.lab.lab import until
 from tests.support.runtime import docs
 from tests.support.runtime.command import pipe_without_reader
-from tests.support.table import pairs
+from tests.support.table import each_line, pairs
 
 PLUGIN = docs.ROOT / "kubectl" / "kubectl-kbpf"
 FAKE_KUBECTL = """\
@@ -244,7 +244,7 @@ STATES = [
 
 
 @pytest.mark.parametrize(("row", "word", "why"), STATES, ids=range(len(STATES)))
-def test_state_of_a_node(operator: Operator, row: Row, word: str, why: str):
+def test_state_of_a_node(operator: Operator, row: Row, word, why):
     timeout = 1 if "within 1 s" in why else 60
     done = operator(f"status -o json --timeout {timeout}", row)
     made = {row["node"]: (row["agent"], row["why"]) for row in json.loads(done.out)["items"]}
@@ -294,7 +294,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("agents", "name"), PLACES)
-def test_the_pod_of_a_node_with_several(operator: Operator, agents: Any, name: str):
+def test_the_pod_of_a_node_with_several(operator: Operator, agents: Any, name):
     done = operator("status --node node2 -o json", answer("get pods", listed(*agents)))
     assert [row["pod"] for row in json.loads(done.out)["items"]] == [name]
 
@@ -315,7 +315,7 @@ FLAGS = "--context=c --kubeconfig=k --as=u"
 
 
 @pytest.mark.parametrize("words", [f"{FLAGS} status", f"status {FLAGS}"])
-def test_flags_of_kubectl_are_passed_on(operator: Operator, words: str):
+def test_flags_of_kubectl_are_passed_on(operator: Operator, words):
     done = operator(f"{words} -n agents -l app=x")
     start = "--kubeconfig=k --context=c --as=u"
     assert done.calls[0] == f"{start} get pods -n agents -l app=x -o json"
@@ -425,16 +425,16 @@ def test_top_of_agents_without_it(operator: Operator):
 RELAYED = answer(" trace ", "10.96.0.9:80 \x1b]0;title\x07 → b\n", "a note\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "agent", "source"),
-    [
-        ("shop/client", "agent-b", "shop/client"),
-        ("host:node10", "agent-c", "host"),
-        ("outside --node node1", "agent-a", "outside"),
-        ("fd00::7 --node node1", "agent-a", "fd00::7"),
-    ],
+@each_line(
+    "words, agent, source",
+    """\
+shop/client | agent-b | shop/client
+host:node10 | agent-c | host
+outside --node node1 | agent-a | outside
+fd00::7 --node node1 | agent-a | fd00::7
+""",
 )
-def test_trace_runs_on_the_clients_node(operator: Operator, words: str, agent: str, source: str):
+def test_trace_runs_on_the_clients_node(operator: Operator, words, agent, source):
     done = operator(f"trace {words} shop/web", RELAYED)
     assert done.out == "10.96.0.9:80 \\x1b]0;title\\x07 → b\n"
     assert (done.code, done.err) == (0, "a note\n")
@@ -481,7 +481,7 @@ sysdump --output kubectl → cannot create kubectl: File exists
 
 
 @pytest.mark.parametrize(("words", "rows", "line"), LINES, ids=range(len(LINES)))
-def test_an_error_is_one_line(operator: Operator, words: str, rows: list[Row], line: str):
+def test_an_error_is_one_line(operator: Operator, words, rows: list[Row], line):
     done = operator(words, *rows)
     assert (done.code, done.out, done.err) == (1, "", f"kubectl kbpf: {line}\n")
 
@@ -494,7 +494,7 @@ def test_without_kubectl(operator: Operator):
 
 
 @pytest.mark.parametrize(("place", "agent"), [("node1", "agent-a"), ("shop/client", "agent-b")])
-def test_exec_returns_the_exit_code_of_kbpf(operator: Operator, place: str, agent: str):
+def test_exec_returns_the_exit_code_of_kbpf(operator: Operator, place, agent):
     errors = "kbpf: not well\ncommand terminated with exit code 7\n"
     done = operator(f"exec {place} -- check -o json", answer("kbpf check", "text\n", errors, 7))
     assert (done.code, done.out, done.err) == (7, "text\n", "kbpf: not well\n")

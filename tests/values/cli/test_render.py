@@ -43,7 +43,7 @@ def shows(text: str) -> bool:
         ("a kernel's error", str(KernelError("said \x1b]0;x\x07", "x", errno=1))),
     ],
 )
-def test_hostile_text_is_escaped(name: str, text: str):
+def test_hostile_text_is_escaped(name, text):
     assert shows(text), name
     assert r"\x1b" in text
     if name in ("a table", "a stream of rows", "facts"):
@@ -52,7 +52,7 @@ def test_hostile_text_is_escaped(name: str, text: str):
 
 @pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
 @pytest.mark.parametrize("value", [HOSTILE, "ä 中", "plain"])
-def test_json_and_yaml_are_escaped_and_keep_their_value(output: Output, value: str):
+def test_json_and_yaml_are_escaped_and_keep_their_value(output: Output, value):
     parse: Any = json.loads if output is Output.JSON else yaml.safe_load
     text = render.format_document([{"name": value}], output)
     assert shows(text)

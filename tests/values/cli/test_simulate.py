@@ -35,7 +35,7 @@ def programmed(name: str) -> Sets:
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_backends_are_those_that_an_agent_programs(name: str, capsys):
+def test_backends_are_those_that_an_agent_programs(name, capsys):
     command = ["simulate", str(scenario.HERE / name), "--node", "node-1", "-o", "json"]
     assert app.call(command) == 0
     sets: Sets = defaultdict(set)

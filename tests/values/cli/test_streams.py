@@ -39,7 +39,7 @@ def test_redirected_stream(row: tuple):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:strict", "utf-8:strict"])
-def test_unencodable_characters_are_question_marks(encoding: str):
+def test_unencodable_characters_are_question_marks(encoding):
     script = "from kbpf.cli import streams; streams.set_up(); print('a → b', '\\udcff')"
     done = python("-c", script, environ={"PYTHONIOENCODING": encoding})
     arrow = "→" if encoding.startswith("utf") else "?"
@@ -82,7 +82,7 @@ BARS = [("ascii", "###       "), ("utf-8", "███       ")]
 
 
 @pytest.mark.parametrize(("encoding", "bar"), BARS)
-def test_bars_use_what_the_terminal_has(encoding: str, bar: str):
+def test_bars_use_what_the_terminal_has(encoding, bar):
     script = "from kbpf.cli import streams, demo; streams.set_up(); print(demo.bar(0.3, 10) + '|')"
     done = python("-c", script, environ={"PYTHONIOENCODING": encoding})
     assert done.out == f"{bar}|\n"
@@ -91,7 +91,7 @@ def test_bars_use_what_the_terminal_has(encoding: str, bar: str):
 @pytest.mark.parametrize(
     "line", ["", "run", "check", "compile", "cleanup", "demo", "inspect", "inspect services", "inspect status"]
 )
-def test_help_has_a_short_name(line: str, capsys):
+def test_help_has_a_short_name(line, capsys):
     short, long = ((app.call([*line.split(), flag]), *capsys.readouterr()) for flag in ("-h", "--help"))
     assert short == long
     assert short[0] == 0

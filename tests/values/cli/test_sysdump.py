@@ -21,13 +21,12 @@ from kbpf.cli import app
 from kbpf.cli.dump import collect, objects, parts
 from kbpf.cli.dump.collect import Collected, Limit
 from kbpf.cli.dump.redact import Redactor, find_secrets
-from kbpf.cli.sysdump import Archive, sysdump
-from kbpf.errors import OutputError
+from kbpf.cli.sysdump import Archive
 from kbpf.kernel.system import children, pods
 from tests.support.cluster import scenario
 from tests.support.faults.scripted import ScriptedServer
 from tests.support.lab.lab import until
-from tests.support.table import pairs
+from tests.support.table import each_case, each_named_pair, each_pair, pairs
 from tests.values.source.reflector.scripted import listed, status
 
 # ---- secrets -------------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize(("row", "part"), SECRETS)
-def test_what_looks_like_a_secret_is_removed(row: str, part: str):
+def test_what_looks_like_a_secret_is_removed(row, part):
     text = row.partition(": ")[2]
     result = Redactor([]).redact(text.encode()).decode()
     assert part in result
@@ -142,7 +141,7 @@ KEPT = (
 
 
 @pytest.mark.parametrize("text", KEPT, ids=lambda text: text[:60])
-def test_what_is_no_secret_is_kept(text: str):
+def test_what_is_no_secret_is_kept(text):
     assert Redactor([]).redact(text.encode()) == text.encode()
 
 
@@ -164,7 +163,7 @@ def test_what_is_no_secret_is_kept(text: str):
         "AKIA-",
     ],
 )
-def test_many_beginnings_of_secrets_are_each_tried_once(text: str):
+def test_many_beginnings_of_secrets_are_each_tried_once(text):
     """Tenants write annotations and logs. One scan to the end for each beginning takes hours, as
     does one for each blank after it.
     """
@@ -228,7 +227,7 @@ def test_a_variable_that_is_not_utf8_is_removed():
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "users: 3", "users: [{user: [1, null]}]", "\x00"])
-def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path):
+def test_a_kubeconfig_of_another_form_is_no_error(text, tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     assert Redactor(find_secrets([path], [], {})).redact(b"plain") == b"plain"
@@ -265,9 +264,8 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
-def test_objects_have_what_kbpf_reads(name: str, tmp_path, monkeypatch, capsys):
-    written, read = READ[name]
+@each_case("written, read", READ)
+def test_objects_have_what_kbpf_reads(written, read, tmp_path, monkeypatch, capsys):
     (tmp_path / "all.yaml").write_text("---\n".join(map(bounded_yaml.dump, written)))
     monkeypatch.setenv("KBPF_SOURCE", str(tmp_path))
     assert objects.main() == 0
@@ -287,7 +285,7 @@ def test_a_broken_file_loses_only_itself(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_objects_of_a_folder_are_equivalent(name: str, tmp_path, monkeypatch, capsys):
+def test_objects_of_a_folder_are_equivalent(name, tmp_path, monkeypatch, capsys):
     folder = str(scenario.HERE / name)
     monkeypatch.setenv("KBPF_SOURCE", folder)
     assert objects.main() == 0
@@ -341,18 +339,6 @@ def test_objects_that_are_cut_off_are_whole():
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def test_the_default_name_is_that_of_a_new_file_also_if_another_user_made_a_pipe_of_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda *_: "now")
-    pipe = tmp_path / "kbpf-sysdump-n1-now.tar.gz"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OutputError, match="File exists"):
-        sysdump(node="n1", pin_dir=tmp_path / "pins", state_dir=tmp_path)
-    assert os.read(reader, 1) == b""
-    os.close(reader)
-
-
 # ---- limits --------------------------------------------------------------------------------------
 
 
@@ -360,7 +346,9 @@ def limit(max_bytes: int = 1000, seconds: float = 60) -> Limit:
     return Limit(max_bytes, time.monotonic() + seconds)
 
 
-COMMANDS = pairs(r"""all is well: echo out → out\n
+@each_named_pair(
+    "text, expected",
+    r"""all is well: echo out → out\n
 it fails: echo half; echo noise >&2; echo why >&2; exit 3 → half\n | exit code 3: why
 it reports findings: echo found; exit 1 → found\n
 it has no output: exit 1 → | exit code 1
@@ -370,30 +358,31 @@ one endless line: cat /dev/zero → | cut off
 too much on stderr: head -c 1000000 /dev/zero >&2; echo out → out\n
 a file: cat /proc/self/comm → cat\n
 no file: cat /none → | exit code 1: cat: /none: No such file
-""")
-"""What a shell does → the beginnings of the data | and of the error."""
-INSTALLED = [
-    ((("kbpf-none",),), b"", "kbpf-none is not installed"),
-    ((("/etc/passwd",),), b"", "/etc/passwd is not installed"),
-    ((("kbpf-none",), ("echo", "hi")), b"hi\n", ""),
-    ((("echo", "hi"), ("kbpf-none",)), b"hi\n", ""),
-]
-"""Commands of which the first that is installed runs."""
-
-
-@pytest.mark.parametrize(("text", "expected"), COMMANDS)
-def test_a_command_is_limited(text: str, expected: str):
+""",
+)
+def test_a_command_is_limited(text, expected):
+    """What a shell does → the beginnings of the data | and of the error."""
     data, _, error = expected.partition("| ")
-    collected = collect.run_command(("sh", "-c", text.partition(": ")[2]))(limit())
+    collected = collect.run_command(("sh", "-c", text))(limit())
     assert collected.data.startswith(data.strip().replace(r"\n", "\n").encode())
     assert len(collected.data) <= 1000
     assert collected.error.startswith(error)
     assert (bool(collected.data), bool(collected.error)) == (bool(data.strip()), bool(error))
 
 
-@pytest.mark.parametrize(("commands", "data", "error"), INSTALLED)
-def test_the_first_command_that_is_installed_runs(commands: tuple, data: bytes, error: str):
-    assert collect.run_command(*commands)(limit()) == Collected(data, error)
+@each_pair(
+    "commands, expected",
+    """\
+kbpf-none → kbpf-none is not installed
+/etc/passwd → /etc/passwd is not installed
+kbpf-none; echo hi → hi
+echo hi; kbpf-none → hi
+""",
+)
+def test_the_first_command_that_is_installed_runs(commands, expected):
+    """Commands → what the first prints that is installed, or the error."""
+    collected = collect.run_command(*(tuple(command.split()) for command in commands.split("; ")))(limit())
+    assert collected.data.decode().rstrip() + collected.error == expected
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
@@ -499,9 +488,8 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_limited(name: str):
-    answer, data, error = ANSWERS[name]
+@each_case("answer, data, error", ANSWERS)
+def test_an_answer_is_limited(answer, data, error):
     command = children.python_command(parts.FETCH_MODULE, f"http://{serve(answer)}/metrics" if answer else NOBODY)
     collected = collect.run_command(command)(limit())
     assert collected.data == data

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import pytest
 
 from kbpf.cli import terminal
-from tests.support.table import pairs
+from tests.support.table import each_named_pair, each_pair
 
 SCRIPT = """
 from kbpf.cli import render, streams
@@ -76,7 +76,11 @@ TEXTS_OF = {
     "upper": PLAIN.upper(),
     "nothing": "",
 }
-ENVIRONMENTS = pairs("""\
+
+
+@each_named_pair(
+    "environ, text",
+    """\
 colour: KBPF_PAGER= → alarmed
 NO_COLOR: KBPF_PAGER= NO_COLOR=1 → plain
 empty NO_COLOR: KBPF_PAGER= NO_COLOR= → alarmed
@@ -90,12 +94,10 @@ no pager at all: PAGER=\\' NO_COLOR=1 → plain
 a pager that exits at once: PAGER=true NO_COLOR=1 → nothing
 the options of less: PAGER='printenv LESS; cat >/dev/null' → FRX
 options of less that are set: PAGER='printenv LESS; cat >/dev/null' LESS=S → S
-""")
-
-
-@pytest.mark.parametrize(("environ", "text"), ENVIRONMENTS)
-def test_environment_decides(environ: str, text: str):
-    variables = dict(word.split("=", 1) for word in shlex.split(environ.partition(": ")[2]))
+""",
+)
+def test_environment_decides(environ, text):
+    variables = dict(word.split("=", 1) for word in shlex.split(environ))
     assert on_terminal(variables) == (TEXTS_OF.get(text, f"{text}\n"), "kbpf: a note\n")
 
 
@@ -147,18 +149,18 @@ def test_a_page_that_is_drawn_again_and_again_knows_the_terminal():
     assert err == ""
 
 
-WIDTHS = pairs("""\
+@each_pair(
+    "given, fitted",
+    """\
 23 of 10 10, words 1 1 → 10 10
 23 of 10 20, words 1 1 → 10 10
 33 of 20 20, words 20 5 → 20 10
 10 of 20 20, words 20 20 → 20 20
 10 of 5 100 5, words 5 12 5 → 5 12 5
-""")
-"""The limit of widths, and the longest words → the widths that fit."""
-
-
-@pytest.mark.parametrize(("given", "fitted"), WIDTHS)
-def test_widest_columns_are_narrowed_first(given: str, fitted: str):
+""",
+)
+def test_widest_columns_are_narrowed_first(given, fitted):
+    """The limit of widths, and the longest words → the widths that fit."""
     limit, widths, words = (list(map(int, part.split())) for part in re.split(" of |, words ", given))
     assert terminal.fit_widths(widths, words, *limit) == list(map(int, fitted.split()))
 
@@ -177,5 +179,5 @@ COLOURS = [
 
 
 @pytest.mark.parametrize(("text", "coloured"), COLOURS)
-def test_only_what_needs_attention_is_coloured(text: str, coloured: str):
+def test_only_what_needs_attention_is_coloured(text, coloured):
     assert terminal.colour(text) == coloured

@@ -188,7 +188,7 @@ KINDS = {"proxy": "(KubeProxyConfiguration.", "ours": "(KbpfConfiguration."}
 
 
 @pytest.mark.parametrize(("row", "code", "lines"), ROWS, ids=[row[0] for row in ROWS])
-def test_setting(row: str, code: str, lines: str, tmp_path, monkeypatch, capsys):
+def test_setting(row, code, lines, tmp_path, monkeypatch, capsys):
     given = row.partition(": ")[2]
     kind, _, text = given.partition(" ")
     if kind in HEADS:

@@ -17,7 +17,7 @@ from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.source.api import kubeconfig
 from kbpf.source.api.kubeconfig import read_kubeconfig
 from kbpf.source.folder import documents
-from tests.support.table import pairs
+from tests.support.table import each_case, pairs
 
 
 def bomb(levels: int) -> str:
@@ -85,9 +85,10 @@ READERS = [read_manifest, read_configuration, read_config_of_kubectl]
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_unbounded_yaml_is_refused_with_a_one_line_error(read: Callable[[str, Path], object], name: str, tmp_path):
-    document, complaint = HOSTILE[name]
+@each_case("document, complaint", HOSTILE)
+def test_unbounded_yaml_is_refused_with_a_one_line_error(
+    read: Callable[[str, Path], object], document, complaint, tmp_path
+):
     text = document
     # A reader puts lines before the text. Unless it is a mapping, it must be its own document.
     if not document.startswith(("a", "s")):
@@ -301,7 +302,7 @@ VALUES = [value_in_a_manifest, value_in_a_configuration, value_in_a_kubeconfig]
 
 @pytest.mark.parametrize("read", VALUES)
 @pytest.mark.parametrize(("text", "value"), DIALECT, ids=[text for text, _ in DIALECT])
-def test_scalar_has_the_same_value_in_all_readers(read: Callable[[str, Path], object], text: str, value: str, tmp_path):
+def test_scalar_has_the_same_value_in_all_readers(read: Callable[[str, Path], object], text, value, tmp_path):
     if value == "refused":
         with pytest.raises(KbpfError, match=r"not YAML|not a kubeconfig"):
             read(text, tmp_path)
@@ -311,7 +312,7 @@ def test_scalar_has_the_same_value_in_all_readers(read: Callable[[str, Path], ob
 
 
 @pytest.mark.parametrize("text", [text for text, _ in DIALECT])
-def test_dumped_text_is_read_as_text(text: str):
+def test_dumped_text_is_read_as_text(text):
     written = bounded_yaml.dump({"x": text, text or "name": 1})
     (read,) = bounded_yaml.load_all(written.encode(), CONFIGURATION)
     assert read == {"x": text, text or "name": 1}

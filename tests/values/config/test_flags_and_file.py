@@ -11,7 +11,7 @@ from kbpf.config import kinds, load
 from kbpf.config.kubeproxy import DEFAULTS
 from kbpf.config.settings import SETTINGS, Setting
 from kbpf.model.config import Config
-from tests.support.table import pairs
+from tests.support.table import each_pair
 from tests.values.config.documents import PROXY, loaded
 from tests.values.config.test_written_file import GIVEN_WITH, TEXTS
 
@@ -68,7 +68,7 @@ bindAddress in a file, but not from --bind-address.
 
 
 @pytest.mark.parametrize(("mode", "flag", "text"), GIVEN, ids=map(" ".join, GIVEN))
-def test_a_flag_and_its_field_mean_the_same(mode: str, flag: str, text: str):
+def test_a_flag_and_its_field_mean_the_same(mode, flag, text):
     if flag == "--proxy-mode":
         assert by_flags(text, {}) == by_file(text, {})
         return
@@ -96,7 +96,7 @@ primary,::1/128
 
 
 @pytest.mark.parametrize("mode", ["", *MODES])
-def test_node_ports_answer_on_the_same_addresses(mode: str):
+def test_node_ports_answer_on_the_same_addresses(mode):
     """Of all combinations only an unset mode with unset addresses differs: kbpf's defaults apply."""
     gate = f"{kinds.LOCALHOST_GATE}="
     for addresses, localhost, enabled in product(ADDRESSES, ("", "true", "false"), ("", "true", "false")):
@@ -109,7 +109,9 @@ def test_node_ports_answer_on_the_same_addresses(mode: str):
             assert by_flags(mode, given) == by_file(mode, given), given
 
 
-LOCALHOST = pairs("""\
+@each_pair(
+    "flags, value",
+    """\
  → true
 --nodeport-addresses=198.18.0.0/24 → false
 --proxy-mode=iptables → true
@@ -124,11 +126,9 @@ LOCALHOST = pairs("""\
 --proxy-mode=nftables --kubernetes-version=1.38 → false
 --proxy-mode=ipvs --nodeport-addresses=localhost --kubernetes-version=1.38 → false
 --proxy-mode=ipvs → false
-""")
-"""Flags → whether NodePorts answer on loopback."""
-
-
-@pytest.mark.parametrize(("flags", "value"), LOCALHOST)
-def test_node_ports_on_loopback_by_flags(flags: str, value: str):
+""",
+)
+def test_node_ports_on_loopback_by_flags(flags, value):
+    """Flags → whether NodePorts answer on loopback."""
     made = load.load_config(dict(word.split("=", 1) for word in flags.split()), {})
     assert made.localhost_node_ports is (value == "true")

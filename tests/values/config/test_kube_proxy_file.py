@@ -67,13 +67,13 @@ def test_file_of_an_old_kubeadm_means_the_same():
 
 
 @pytest.mark.parametrize(("text", "value"), SAYS)
-def test_field_of_kube_proxys_document(text: str, value: str):
+def test_field_of_kube_proxys_document(text, value):
     name = value.partition(" = ")[0]
     assert f"{name} = {shown(field(proxy(document(text)).config, name))}" == value
 
 
 @pytest.mark.parametrize(("text", "values"), GATE)
-def test_gate_for_node_ports_on_loopback(text: str, values: str):
+def test_gate_for_node_ports_on_loopback(text, values):
     gate, _, addresses = text.partition(" ")
     gates = f"featureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}\n" if gate != "null" else ""
     file = f"{PROXY}mode: nftables\n{gates}nodePortAddresses: {addresses}\n---\n{OWN}kubernetesVersion: "
@@ -83,12 +83,12 @@ def test_gate_for_node_ports_on_loopback(text: str, values: str):
 
 
 @pytest.mark.parametrize(("text", "words"), WRONG)
-def test_all_mistakes_are_reported_at_once_with_their_paths(text: str, words: str):
+def test_all_mistakes_are_reported_at_once_with_their_paths(text, words):
     assert_mistakes(PROXY + document(text), words, P)
 
 
 @pytest.mark.parametrize(("text", "paths"), PATHS)
-def test_errors_name_the_paths_that_kube_proxy_names(text: str, paths: str):
+def test_errors_name_the_paths_that_kube_proxy_names(text, paths):
     found = []
     try:
         proxy(document(text))
@@ -98,7 +98,7 @@ def test_errors_name_the_paths_that_kube_proxy_names(text: str, paths: str):
 
 
 @pytest.mark.parametrize(("text", "path"), NOT_USED, ids=[path for _, path in NOT_USED])
-def test_unused_field_is_one_diagnostic_and_changes_nothing(text: str, path: str):
+def test_unused_field_is_one_diagnostic_and_changes_nothing(text, path):
     made = proxy(text)
     assert made.config == proxy().config
     lines = [note.text for note in made.notes if f"{P}{path} is accepted but not used" in note.text]
@@ -139,12 +139,12 @@ mode: ''; mode: '' → mode occurs twice
 
 
 @pytest.mark.parametrize(("text", "words"), DIAGNOSTICS, ids=[f"{w}: {t}" for t, w in DIAGNOSTICS])
-def test_diagnostic_about_a_field(text: str, words: str):
+def test_diagnostic_about_a_field(text, words):
     assert told(proxy(document(text))).count(words) == 1
 
 
 @pytest.mark.parametrize(("given", "reasons"), EVENTS)
-def test_which_diagnostics_are_sent_as_events(given: str, reasons: str):
+def test_which_diagnostics_are_sent_as_events(given, reasons):
     """The Events of kube-proxy 1.37. An unset mode sends one only where NodePorts depend on it.
 
     Without kube-proxy's document kbpf's own defaults apply, and kbpf's own mode `ipvs` is not

@@ -8,7 +8,7 @@ import pytest
 from kbpf.config import documents
 from kbpf.config.documents import KBPF_SETTINGS, KbpfConfiguration
 from kbpf.errors import ConfigErrors
-from tests.support.table import pairs
+from tests.support.table import each_pair, pairs
 from tests.values.config.documents import (
     OWN,
     P,
@@ -67,7 +67,7 @@ mode: ''; cgroup: null; packetPath: {devices: []} → mode = auto
 
 
 @pytest.mark.parametrize(("text", "value"), OURS)
-def test_field_of_kbpfs_document(text: str, value: str):
+def test_field_of_kbpfs_document(text, value):
     made, name = ours(document(text)), value.partition(" = ")[0]
     assert f"{name} = {shown(field(made.config, name))}" == value
     assert made.notes == ()
@@ -86,7 +86,9 @@ def _paths(text: str) -> list[str]:
     return [f"{head}.{below[1]}" if below else head]
 
 
-OURS_WRONG = pairs("""\
+@each_pair(
+    "text, words",
+    """\
 mode: iptables → 'iptables' (.mode); use auto or bpf or ipvs
 pinDir: kbpf → 'kbpf' (.pinDir)
 packetPath: {masqueradePorts: 7} → got an integer (.packetPath.masqueradePorts)
@@ -103,11 +105,9 @@ mapSizes: {conections: 7}; pinDir: x → (.mapSizes.conections); is connections 
 socketLb: {mode: off} → (.socketLb); is socketLB meant?
 source: /a; master: https://b → (.source)
 mode: x; algorithm: z; mapSizes: {affinity: -1} → (.mode) | (.algorithm) | (.mapSizes.affinity)
-""")
-
-
-@pytest.mark.parametrize(("text", "words"), OURS_WRONG)
-def test_mistakes_in_kbpfs_document_are_reported_with_their_paths(text: str, words: str):
+""",
+)
+def test_mistakes_in_kbpfs_document_are_reported_with_their_paths(text, words):
     assert_mistakes(OWN + document(text), words, "KbpfConfiguration.")
 
 

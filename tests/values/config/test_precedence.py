@@ -12,7 +12,7 @@ from kbpf.config import load
 from kbpf.config.load import LoadedConfig
 from kbpf.config.settings import SETTINGS
 from kbpf.model.config import MapSizes
-from tests.support.table import pairs
+from tests.support.table import each_pair
 from tests.values.config.documents import OWN, PROXY, complaints, field, shown, told
 
 # ---- precedence ----------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ warning names.
 
 
 @pytest.mark.parametrize(("rule", "row"), list(zip(PRECEDENCE[::2], PRECEDENCE[1::2], strict=True)))
-def test_precedence(rule: str, row: str):
+def test_precedence(rule, row):
     given, _, expected = row.strip().partition(" → ")
     text, _, flags = given.partition(" |")
     value, _, ignored = expected.partition(" ignored: ")
@@ -101,17 +101,17 @@ def test_mistakes_in_flags_and_documents_are_reported_together():
     ]
 
 
-MODES = pairs("""\
+@each_pair(
+    "flags, everywhere",
+    """\
  → false
 --proxy-mode=iptables → true
 --proxy-mode=ipvs → true
 --proxy-mode=nftables → false
 --proxy-mode=iptables --nodeport-addresses=primary → false
-""")
-
-
-@pytest.mark.parametrize(("flags", "everywhere"), MODES)
-def test_default_node_port_addresses_depend_on_kube_proxys_mode(flags: str, everywhere: str):
+""",
+)
+def test_default_node_port_addresses_depend_on_kube_proxys_mode(flags, everywhere):
     assert shown(with_flags(flags).config.all_node_port_addresses) == everywhere
 
 
@@ -119,7 +119,9 @@ def with_flags(words: str) -> LoadedConfig:
     return load.load(dict(word.split("=", 1) for word in words.split()), {})
 
 
-QUESTIONABLE = pairs("""\
+@each_pair(
+    "flags, words",
+    """\
 --masquerade-ports=30500-31000 → --masquerade-ports 30500-31000 overlaps 30000-32767
 --masquerade-ports=1024-30000 → 30000
 --detect-local-mode=NodeCIDR --cluster-cidr=10.0.0.0/8 → --cluster-cidr is not used: pods are recognized by NodeCIDR
@@ -129,11 +131,9 @@ QUESTIONABLE = pairs("""\
 --localhost-nodeports=true --nodeport-addresses=10.0.0.0/8 → --localhost-nodeports has no effect, as with kube-proxy
 --proxy-mode=nftables --nodeport-addresses=localhost → --nodeport-addresses: localhost has no effect in mode nftables
 --ipvs-sync-period=5s → --ipvs-sync-period is not used: kube-proxy's mode is iptables
-""")
-
-
-@pytest.mark.parametrize(("flags", "words"), QUESTIONABLE)
-def test_questionable_setting_is_one_diagnostic(flags: str, words: str):
+""",
+)
+def test_questionable_setting_is_one_diagnostic(flags, words):
     (note,) = with_flags(flags).notes
     assert words in note.text
 
@@ -152,11 +152,13 @@ REASONABLE = """\
 
 
 @pytest.mark.parametrize("flags", REASONABLE)
-def test_reasonable_settings_have_no_diagnostic(flags: str):
+def test_reasonable_settings_have_no_diagnostic(flags):
     assert with_flags(flags).notes == ()
 
 
-IGNORED_IN_IPVS = pairs("""\
+@each_pair(
+    "flags, names",
+    """\
  →
 --socket-lb=off → --socket-lb
 --forwarding=direct --accounting=full → --forwarding --accounting
@@ -164,11 +166,9 @@ IGNORED_IN_IPVS = pairs("""\
 --metrics-backends=5 → --metrics-backends
 --packet-path=false --device=eth0 → --packet-path --device
 --masquerade-all=true --ipvs-scheduler=lc --ipvs-strict-arp=true →
-""")
-
-
-@pytest.mark.parametrize(("flags", "names"), IGNORED_IN_IPVS)
-def test_settings_without_effect_in_mode_ipvs(flags: str, names: str):
+""",
+)
+def test_settings_without_effect_in_mode_ipvs(flags, names):
     assert with_flags(flags).config.ignored_in_ipvs == tuple(names.split())
 
 

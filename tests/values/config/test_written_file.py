@@ -13,7 +13,7 @@ from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving
-from tests.support.table import pairs
+from tests.support.table import each_pair
 from tests.values.config.documents import OWN, cidr, complaints, field, loaded, told
 
 ROOT = Path(__file__).parents[3]
@@ -107,7 +107,7 @@ GIVEN = [(row.name, text) for row in SETTINGS if row.field for text in TEXTS[row
 
 
 @pytest.mark.parametrize(("flag", "text"), GIVEN, ids=map("=".join, GIVEN))
-def test_every_flag_is_written_and_read_again(flag: str, text: str):
+def test_every_flag_is_written_and_read_again(flag, text):
     assert_written(load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {}))
 
 
@@ -122,7 +122,10 @@ def test_configuration_is_written_atomically(tmp_path):
 
 # ---- durations -----------------------------------------------------------------------------------
 
-TIMES = pairs("""\
+
+@each_pair(
+    "text, meaning",
+    """\
 0 → 0.0 0s
 0s → 0.0 0s
 1s → 1.0 1s
@@ -137,19 +140,17 @@ TIMES = pairs("""\
 .5s → 0.5 0.5s
 5us → 5e-06 -
 5µs → 5e-06 -
-""")
-"""A text → its seconds, and how they are written."""
-
-
-@pytest.mark.parametrize(("text", "meaning"), TIMES)
-def test_durations_are_parsed_as_in_go(text: str, meaning: str):
+""",
+)
+def test_durations_are_parsed_as_in_go(text, meaning):
+    """A text → its seconds, and how they are written."""
     seconds, again = meaning.split()
     assert durations.parse(text, "") == pytest.approx(float(seconds))
     assert again in (durations.format_duration(float(seconds)), "-")
 
 
 @pytest.mark.parametrize("text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"])
-def test_durations_that_go_refuses_are_errors(text: str):
+def test_durations_that_go_refuses_are_errors(text):
     with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
         durations.parse(text, "here")
 

@@ -2,9 +2,7 @@
 """Which id is adopted if a Service port has two in the maps, as after an agent was killed."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import pytest
+from typing import Any
 
 from kbpf.dataplane.bpf.maps.layout import (
     U32,
@@ -17,7 +15,7 @@ from kbpf.dataplane.bpf.state import adopt, contents
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
-from tests.support.table import table
+from tests.support.table import each_line
 
 KEY = ServicePortKey("ns", "web", "http", Protocol.TCP, 4)
 
@@ -28,21 +26,12 @@ class Held(dict[bytes, bytes]):
         return iter(())
 
 
-class Found(NamedTuple):
-    """The ids with the Service port's name, in map order, and those of them that a frontend uses.
-    The id that is adopted as programmed (0: none), the one without a frontend that is kept for
-    reuse (0: none), and the ids whose names are to be removed.
-    """
-
-    named: str
-    dialled: str
-    programmed: int
-    unused: int
-    strays: str = ""
+def frontend(number: int) -> FrontendAddress:
+    return FrontendAddress(parse_addr(f"10.96.0.{number}"), 80, Protocol.TCP)
 
 
-FOUND = table(
-    Found,
+@each_line(
+    "named_text, dialled_text, programmed, unused, strays_text",
     """\
 5 | 5 | 5 | 0
 5 |  | 0 | 5
@@ -53,17 +42,16 @@ FOUND = table(
 5 7 |  | 0 | 7 | 5
 7 5 |  | 0 | 7 | 5
 """,
+    programmed=int,
+    unused=int,
 )
-
-
-def frontend(number: int) -> FrontendAddress:
-    return FrontendAddress(parse_addr(f"10.96.0.{number}"), 80, Protocol.TCP)
-
-
-@pytest.mark.parametrize("row", FOUND, ids=str)
-def test_the_newest_id_with_a_frontend_is_adopted(row: Found):
+def test_the_newest_id_with_a_frontend_is_adopted(named_text, dialled_text, programmed, unused, strays_text):
+    """The ids with the Service port's name, in map order, and those of them that a frontend uses. The id that is
+    adopted as programmed (0: none), the one without a frontend that is kept for reuse (0: none), and the ids whose
+    names are to be removed.
+    """
     maps = {name: Held() for name in contents.MAPS_READ}
-    named, dialled, strays = (list(map(int, text.split())) for text in (row.named, row.dialled, row.strays))
+    named, dialled, strays = (list(map(int, text.split())) for text in (named_text, dialled_text, strays_text))
     for number in named:
         maps["service_names"][U32.pack(number)] = pack_service_name(KEY)
     for number in dialled:
@@ -72,10 +60,10 @@ def test_the_newest_id_with_a_frontend_is_adopted(row: Found):
         value = ServiceValue(number, int(ServiceFlag.CLUSTER_IP), 0, 0, 0, 0, 0)
         maps["services"][key] = value.pack(key)
     found = adopt.adopt(contents.read(maps))
-    assert found.programmed.keys() == ({KEY} if row.programmed else set())
-    if row.programmed:
-        assert found.programmed[KEY].id == row.programmed
-    assert found.unused_names == ({KEY: row.unused} if row.unused else {})
+    assert found.programmed.keys() == ({KEY} if programmed else set())
+    if programmed:
+        assert found.programmed[KEY].id == programmed
+    assert found.unused_names == ({KEY: unused} if unused else {})
     assert found.unclaimed_names == {*strays}
-    assert found.unclaimed_frontends == {frontend(number) for number in dialled if number != row.programmed}
+    assert found.unclaimed_frontends == {frontend(number) for number in dialled if number != programmed}
     assert found.highest_service == max(named)

@@ -4,7 +4,7 @@ tests/programs/maps/test_isolation.py has real maps and the programs that count.
 """
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps.affinity_shares import (
 )
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, OWNER_ADDRESS, OWNER_DEVICE, U32
 from kbpf.model.address import parse_addr
-from tests.support.table import table
+from tests.support.table import each_cells
 
 ONE, OTHER, NEAR, FAR = "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"
 NETWORK = "2001:db8::"
@@ -71,19 +71,9 @@ NAMES |= {"device7": "ffff:ffff::700:80", "cgroup7": "ffff:ffff::700:0"}
 OWNERS = {"": 0, "address": OWNER_ADDRESS, "device": OWNER_DEVICE | 7, "cgroup": 7}
 
 
-class Row(NamedTuple):
-    """Entries CLIENT/OWNER, and the counts before and after a recount. The key of a device or cgroup has its number in
-    its last word, in little-endian order.
-    """
-
-    rule: str
-    entries: str
-    before: str
-    after: str = ""
-
-
-ROWS = table(
-    Row,
+@pytest.mark.parametrize("piece", [1, 100])
+@each_cells(
+    "entries_text, before, after",
     """\
 no entries, no counts |  |
 a correct count stays | one one | one=2 | one=2
@@ -97,19 +87,18 @@ a pod with its own device, and another owner with its address | one/device far/d
 sockets of a cgroup | one/cgroup other/cgroup near/cgroup | cgroup7=9 | cgroup7=3
 """,
 )
-
-
-@pytest.mark.parametrize("piece", [1, 100])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
-def test_a_recount_corrects_the_counts(row: Row, piece: int):
-    entries = [word.partition("/") for word in row.entries.split()]
+def test_a_recount_corrects_the_counts(entries_text, before, after, piece):
+    """Entries CLIENT/OWNER, and the counts before and after a recount. The key of a device or cgroup has its number in
+    its last word, in little-endian order.
+    """
+    entries = [word.partition("/") for word in entries_text.split()]
     affinity = FakeMap(entry(NAMES[name], n, owner=OWNERS[owner]) for n, (name, _, owner) in enumerate(entries))
-    shares = FakeMap(counts(row.before))
+    shares = FakeMap(counts(before))
     affinity.piece = piece
     counting = counted(affinity, shares)
     for number in range(len(entries) + 1):
         counting.advance(number * RECOUNT_INTERVAL_S, AT_ONCE)
-    assert shares == counts(row.after)
+    assert shares == counts(after)
 
 
 def test_counts_made_during_a_recount_are_kept():
@@ -122,19 +111,21 @@ def test_counts_made_during_a_recount_are_kept():
     assert shares == counts("one=5"), "2 entries, and 3 that were counted meanwhile"
 
 
-AGES = {
-    "in use": (1, 0, True),
-    "idle": (1, TIMEOUT - 5, True),
-    "expired": (1, TIMEOUT + 1, False),
-    "an unknown Service": (1000, TIMEOUT + 1, True),
-    "an unknown Service, older than any time-out": (1000, MAX_AFFINITY_TIMEOUT_S + 1, False),
-}
-"""An entry of a Service (1000: an unknown one), and whether it is kept."""
-
-
-@pytest.mark.parametrize("name", AGES)
-def test_expired_entries_are_deleted_and_not_counted(name: str):
-    service, seconds, stays = AGES[name]
+@each_cells(
+    "service, seconds, stays",
+    f"""\
+in use | 1 | 0 | yes
+idle | 1 | {TIMEOUT - 5} | yes
+expired | 1 | {TIMEOUT + 1} | no
+an unknown Service | 1000 | {TIMEOUT + 1} | yes
+an unknown Service, older than any time-out | 1000 | {MAX_AFFINITY_TIMEOUT_S + 1} | no
+""",
+    service=int,
+    seconds=int,
+    stays=bool,
+)
+def test_expired_entries_are_deleted_and_not_counted(service, seconds, stays):
+    """An entry of a Service, and whether it is kept."""
     now = time.monotonic_ns() + 10**15
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic_ns", lambda: now)

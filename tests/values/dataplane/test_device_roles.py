@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices get programs, on nodes as CNIs, clouds and operators set them up."""
 
-import pytest
-
 from kbpf.dataplane.bpf.maps.layout import MAX_DEVICES
 from kbpf.dataplane.bpf.packet_path.device_roles import (
     DeviceRole,
@@ -13,6 +11,7 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     find_unmatched,
 )
 from kbpf.kernel.net.devices import Device
+from tests.support.table import each_case, each_pair
 from tests.values.dataplane.device_texts import devices
 
 SKIPPED = DeviceRole.SKIPPED
@@ -294,30 +293,30 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_device_of_a_node_has_its_role(name: str):
+@each_case("text", SHAPES)
+def test_every_device_of_a_node_has_its_role(text):
     """In any order of the listing."""
-    listing, patterns = devices(SHAPES[name])
+    listing, patterns = devices(text)
     reasons = decide_roles(listing, **patterns)
     for order in (list(listing), reversed(listing)):
         chosen = assign_roles(order, **patterns)
         assert {device: str(chosen[device.ifindex]) for device in listing} == listing, reasons
 
 
-NAMED = [
-    ((), ()),
-    (("eth0",), ()),
-    (("eth*", "cali?"), ()),
-    (("eth2",), ("eth2",)),
-    (("nosuch*", "eth0", "eth"), ("nosuch*", "eth")),
-    (("lo",), ()),
-]
-
-
-@pytest.mark.parametrize(("patterns", "missing"), NAMED, ids=str)
-def test_patterns_that_match_no_device_are_found(patterns: tuple[str, ...], missing: tuple[str, ...]):
+@each_pair(
+    "patterns, missing",
+    """\
+ →
+eth0 →
+eth* cali? →
+eth2 → eth2
+nosuch* eth0 eth → nosuch* eth
+lo →
+""",
+)
+def test_patterns_that_match_no_device_are_found(patterns, missing):
     listing, _ = devices("eth0 hardware/net host\ncali1 veth/pod pod")
-    assert find_unmatched(tuple(listing), patterns) == missing
+    assert find_unmatched(tuple(listing), tuple(patterns.split())) == tuple(missing.split())
 
 
 def test_a_port_with_an_unlisted_master_is_skipped():

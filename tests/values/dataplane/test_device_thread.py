@@ -9,6 +9,7 @@ from kbpf.dataplane.bpf.programs.hook_probe import HookProber, Point, ProbeOutco
 from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import Device
+from tests.support.table import each_cells
 
 
 def test_device_that_fails_for_good_is_tried_ever_more_rarely():
@@ -37,25 +38,28 @@ def test_each_device_has_a_pace_of_its_own():
     assert retries.due == 201, "it worked meanwhile"
 
 
-OURS, POLICY = Runner(7, "bpf filter, pref 2", True), Runner(5, "bpf filter, pref 1", False)
-U32 = Runner(0, "u32 filter, pref 1", False)
-PROBES = [
-    ("a filter that is no program", (U32, OURS), True, 0),
-    ("and a program", (POLICY, U32, OURS), True, 0),
-    ("nothing before ours", (OURS, POLICY), True, 0),
-    ("a device that is down", (POLICY, OURS), False, 0),
-    ("a program", (POLICY, OURS), True, 1),
-]
+RUNNERS = {
+    "ours": Runner(7, "bpf filter, pref 2", True),
+    "policy": Runner(5, "bpf filter, pref 1", False),
+    "u32": Runner(0, "u32 filter, pref 1", False),
+}
 
 
-@pytest.mark.parametrize(("name", "runners", "up", "count"), PROBES)
-def test_hook_is_probed_once_unless_a_filter_takes_packets(
-    name: str,
-    runners: tuple[Runner, ...],
-    up: bool,
-    count: int,
-    monkeypatch,
-):
+@each_cells(
+    "names, up, count",
+    """\
+a filter that is no program | u32 ours | yes | 0
+and a program | policy u32 ours | yes | 0
+nothing before ours | ours policy | yes | 0
+a device that is down | policy ours | no | 0
+a program | policy ours | yes | 1
+""",
+    up=bool,
+    count=int,
+)
+def test_hook_is_probed_once_unless_a_filter_takes_packets(names, up, count, monkeypatch):
+    """RUNNERS of a hook, whether the device is up, and how often it is probed."""
+    runners = tuple(RUNNERS[name] for name in names.split())
     point, probed = Point(Device(3, "cali3", up=up), Direction.INGRESS, runners), []
 
     def lose(_: object, point: Point, *__: object) -> ProbeOutcome:
@@ -79,5 +83,5 @@ def test_hook_is_probed_once_unless_a_filter_takes_packets(
     ("kind", "handle", "is_table"),
     [("u32", 0x80000000, True), ("u32", 0x80000800, False), ("bpf", 0x1000, False)],
 )
-def test_hash_tables_of_u32_are_no_filters(kind: str, handle: int, is_table: bool):
+def test_hash_tables_of_u32_are_no_filters(kind, handle, is_table):
     assert Filter(kind, 1, 3, handle, "", 0).is_hash_table is is_table

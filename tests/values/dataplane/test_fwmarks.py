@@ -47,7 +47,7 @@ def test_a_fwmark_with_the_masquerade_bit_is_not_adopted():
 
 
 @pytest.mark.parametrize("bit", range(32))
-def test_fwmarks_never_contain_the_masquerade_bit(bit: int):
+def test_fwmarks_never_contain_the_masquerade_bit(bit):
     """For every bit, and without iterating over excluded marks; each mark is used once."""
     marks = FwmarkAllocator(reserved_bits=1 << bit)
     ports = [state(f"name=s{i} {EXTERNAL}") for i in range(5)]

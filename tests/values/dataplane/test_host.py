@@ -4,7 +4,6 @@ notation of ports.
 """
 
 import struct
-from typing import NamedTuple
 
 import pytest
 
@@ -12,7 +11,7 @@ from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, pack_strin
 from kbpf.kernel.netfilter import nft, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT, BaseChain, ChainRule, masquerade_comment, refuses_all
 from kbpf.kernel.system import sysctl
-from tests.support.table import pairs, table
+from tests.support.table import each_line, each_pair
 
 MARK = 0x4000
 
@@ -51,33 +50,24 @@ def named(kind: int) -> bytes:
     return expression("objref", attribute(uapi.NFTA_OBJREF_IMM_TYPE, struct.pack(">I", kind)))
 
 
-COUNTER, LOG = expression("counter", bytes(24)), expression("log")
-COMMENT, REJECT = xt("match", "comment"), xt("target", "REJECT")
-DROP, ACCEPT, JUMP = verdict(uapi.NF_DROP), verdict(uapi.NF_ACCEPT), verdict(-3, "cali-FORWARD")
-TO_A_POD = expression("payload") + expression("cmp")
-LOAD = expression("immediate", attribute(uapi.NFTA_IMMEDIATE_DATA, attribute(1, bytes(4))))
-VERDICT_MAP = expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT)))
-EXPRESSIONS = {
-    "iptables -j REJECT": (COUNTER + REJECT, True),
-    "iptables -m comment -j REJECT": (COMMENT + COUNTER + REJECT, True),
-    "drop": (DROP, True),
-    "counter drop": (COUNTER + DROP, True),
-    "log, then drop": (LOG + DROP, True),
-    "a named counter, then drop": (named(uapi.NFT_OBJECT_COUNTER) + DROP, True),
-    "above a named quota, drop": (named(2) + DROP, False),
-    "reject with a reason": (expression("reject", bytes(8)), True),
-    "reject to one pod": (TO_A_POD + COUNTER + REJECT, False),
-    "drop to one pod": (TO_A_POD + DROP, False),
-    "a match by an iptables module": (xt("match", "conntrack") + COUNTER + DROP, False),
-    "accept": (COUNTER + ACCEPT, False),
-    "a jump": (COUNTER + JUMP, False),
-    "another target": (xt("target", "MARK"), False),
-    "only a counter": (COUNTER, False),
-    "nothing": (b"", False),
-    "by a verdict map": (VERDICT_MAP, False),
-    "a value for the mark": (LOAD, False),
+PARTS = {
+    "accept": verdict(uapi.NF_ACCEPT),
+    "another-target": xt("target", "MARK"),
+    "comment": xt("match", "comment"),
+    "conntrack": xt("match", "conntrack"),
+    "counter": expression("counter", bytes(24)),
+    "drop": verdict(uapi.NF_DROP),
+    "jump": verdict(-3, "cali-FORWARD"),
+    "load": expression("immediate", attribute(uapi.NFTA_IMMEDIATE_DATA, attribute(1, bytes(4)))),
+    "log": expression("log"),
+    "named-counter": named(uapi.NFT_OBJECT_COUNTER),
+    "named-quota": named(2),
+    "reject": expression("reject", bytes(8)),
+    "REJECT": xt("target", "REJECT"),
+    "to-a-pod": expression("payload") + expression("cmp"),
+    "verdict-map": expression("lookup", attribute(uapi.NFTA_LOOKUP_DREG, struct.pack(">I", uapi.NFT_REG_VERDICT))),
 }
-"""The expressions of a rule, and whether they refuse all packets."""
+"""The expressions of rules; REJECT is that of iptables."""
 
 
 def rule(expressions: bytes) -> nft.Rule:
@@ -92,23 +82,45 @@ def rule(expressions: bytes) -> nft.Rule:
     )
 
 
-@pytest.mark.parametrize("name", EXPRESSIONS)
-def test_which_rules_refuse_all_packets(name: str):
-    expressions, refuses = EXPRESSIONS[name]
-    parsed = rule(expressions)
+@each_pair(
+    "parts, refuses",
+    """\
+counter REJECT → yes
+comment counter REJECT → yes
+drop → yes
+counter drop → yes
+log drop → yes
+named-counter drop → yes
+named-quota drop → no
+reject → yes
+to-a-pod counter REJECT → no
+to-a-pod drop → no
+conntrack counter drop → no
+counter accept → no
+counter jump → no
+another-target → no
+counter → no
+ → no
+verdict-map → no
+load → no
+""",
+)
+def test_which_rules_refuse_all_packets(parts, refuses):
+    """The expressions of a rule → whether they refuse all packets."""
+    parsed = rule(b"".join(PARTS[part] for part in parts.split()))
     assert (parsed.chain, parsed.handle, parsed.comment) == ("c", 7, KEEPALIVE_COMMENT)
-    assert refuses_all(parsed.expressions) == refuses
+    assert refuses_all(parsed.expressions) == (refuses == "yes")
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6", "inet", "netdev", "bridge", "arp"])
-def test_rules_of_each_family_are_read(family: str, monkeypatch):
+def test_rules_of_each_family_are_read(family, monkeypatch):
     """A firewall may be a bridge's. A kernel that ignores the filter lists other rules, too."""
     asked = []
 
     def rule_in(table: str, chain: str) -> Message:
         body = pack_string(uapi.NFTA_RULE_TABLE, table) + pack_string(uapi.NFTA_RULE_CHAIN, chain)
         handle = attribute(uapi.NFTA_RULE_HANDLE, struct.pack(">Q", 7))
-        return Message(0, 0, bytes(4) + body + handle + attribute(uapi.NFTA_RULE_EXPRESSIONS, DROP))
+        return Message(0, 0, bytes(4) + body + handle + attribute(uapi.NFTA_RULE_EXPRESSIONS, PARTS["drop"]))
 
     def dump(_: Netlink, __: int, body: bytes) -> list[Message]:
         asked.append(body)
@@ -129,23 +141,8 @@ def test_a_chain_whose_name_begins_like_a_verdict_is_none(monkeypatch):
     assert pre_dnat_rules.find_legacy_chains() == ((), ())
 
 
-class Place(NamedTuple):
-    """The rules of a chain: "." a foreign rule, "!" a foreign one that refuses all, "o" ours, "m"
-    ours with another mark, "h" ours for connections of a replaced kube-proxy. `drops`: the policy
-    is DROP. Expected: whether the chain is closed, the position where our rule belongs, whether it
-    is exactly there, and the same for "h".
-    """
-
-    rules: str
-    drops: bool
-    closed: bool
-    place: int
-    holds: bool
-    hands_over: bool = False
-
-
-PLACES = table(
-    Place,
+@each_line(
+    "rules_text, drops, closed, place, holds, hands_over",
     """\
  | no | no | 0 | no
  | yes | yes | 0 | no
@@ -170,31 +167,37 @@ o.. | no | no | 2 | no
 ..h.o | yes | yes | 3 | yes
 ..hh | yes | yes | 2 | no
 """,
+    drops=bool,
+    closed=bool,
+    place=int,
+    holds=bool,
+    hands_over=lambda cell: cell == "yes",
 )
-
-
-@pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
-def test_the_position_of_our_rule(row: Place):
+def test_the_position_of_our_rule(rules_text, drops, closed, place, holds, hands_over):
+    """The rules of a chain: "." a foreign rule, "!" a foreign one that refuses all, "o" ours, "m" ours with another
+    mark, "h" ours for connections of a replaced kube-proxy. `drops`: the policy is DROP. Expected: whether the chain is
+    closed, the position where our rule belongs, whether it is exactly there, and the same for "h".
+    """
     comments = {"o": masquerade_comment(MARK), "m": masquerade_comment(1), "h": KEEPALIVE_COMMENT}
-    rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!") for i, kind in enumerate(row.rules))
-    chain = BaseChain("ip", "filter", "FORWARD", row.drops, rules)
+    rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!") for i, kind in enumerate(rules_text))
+    chain = BaseChain("ip", "filter", "FORWARD", drops, rules)
     found = (chain.is_closed, chain.insert_position, chain.has_masquerade_rule(MARK), chain.has_keepalive_rule)
-    assert found == (row.closed, row.place, row.holds, row.hands_over)
+    assert found == (closed, place, holds, hands_over)
     for kinds, ours in (("om", chain.masquerade_rules), ("h", chain.keepalive_rules)):
-        assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
+        assert [r.handle for r in ours] == [i for i, k in enumerate(rules_text) if k in kinds]
 
 
-PORTS = pairs("""\
+@each_pair(
+    "ports, written",
+    """\
  →
 80 → 80
 80 81 82 → 80-82
 148 321 322 323 8080 → 148,321-323,8080
 61000 61001 61002 61003 61004 → 61000-61004
-""")
-
-
-@pytest.mark.parametrize(("ports", "written"), PORTS)
-def test_ports_as_the_kernel_writes_them(ports: str, written: str):
+""",
+)
+def test_ports_as_the_kernel_writes_them(ports, written):
     numbers = set(map(int, ports.split()))
     assert sysctl.parse_ports(written) == numbers
     assert sysctl.parse_ports("8080,148,321-323") == {148, 321, 322, 323, 8080}, "in any order"

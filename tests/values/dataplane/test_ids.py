@@ -42,7 +42,7 @@ def test_a_new_map_is_written_once():
 
 
 @pytest.mark.parametrize("found", [0, 4, 9, 100])
-def test_ids_found_in_maps_are_not_given_out_again(found: int):
+def test_ids_found_in_maps_are_not_given_out_again(found):
     """Even if `meta` is lower: it may have been lost while the entries were not."""
     ids = IdAllocator(Meta(10, 10, 10))
     ids.skip_past(found, found, found)

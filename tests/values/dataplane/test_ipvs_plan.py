@@ -4,7 +4,7 @@ express, and the differences made by a change.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +34,7 @@ from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, Servi
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
-from tests.support.table import pairs, table
+from tests.support.table import each_cells, each_line, each_named_pair
 from tests.values.dataplane.states import A, B, changed, state
 
 BOTH = f"{A} {B}"
@@ -84,35 +84,6 @@ def pools(programmed: ServicePortPlan) -> dict[str, str]:
 # ---- the outcome of a new connection -----------------------------------------------------------
 
 
-class Answers(NamedTuple):
-    """A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
-    "refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if
-    the same, and the fwmark's virtual service, if there is one, has no servers.
-    """
-
-    text: str
-    cluster_ip: str
-    external: str
-    here: str = ""
-
-
-ANSWERS = table(
-    Answers,
-    """\
-A B | 10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 |
- | refused | refused |
-A B local=A internal-local | 10.0.0.1 | 10.0.0.1 10.0.0.2 |
-A B internal-local | dropped | 10.0.0.1 10.0.0.2 |
-internal-local | refused | refused |
-A B local=A external-local | 10.0.0.1 10.0.0.2 | 10.0.0.1 | 10.0.0.1 10.0.0.2
-A B external-local | 10.0.0.1 10.0.0.2 | dropped | 10.0.0.1 10.0.0.2
-external-local | refused | refused |
-A B local=A external-local internal-local | 10.0.0.1 | 10.0.0.1 | 10.0.0.1 10.0.0.2
-A B external-local internal-local | dropped | dropped | 10.0.0.1 10.0.0.2
-""",
-)
-
-
 def made(text: str, **more: Any) -> ServicePortPlan:
     """The plan of a Service port on a node with these fields of ground()."""
     port = state(text)
@@ -130,8 +101,26 @@ def answer(programmed: ServicePortPlan, at: str) -> str:
     return servers or name
 
 
-@pytest.mark.parametrize(("text", "cluster_ip", "external", "here"), ANSWERS)
-def test_the_outcome_of_a_new_connection(text: str, cluster_ip: str, external: str, here: str):
+@each_line(
+    "text, cluster_ip, external, here",
+    """\
+A B | 10.0.0.1 10.0.0.2 | 10.0.0.1 10.0.0.2 |
+ | refused | refused |
+A B local=A internal-local | 10.0.0.1 | 10.0.0.1 10.0.0.2 |
+A B internal-local | dropped | 10.0.0.1 10.0.0.2 |
+internal-local | refused | refused |
+A B local=A external-local | 10.0.0.1 10.0.0.2 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local | 10.0.0.1 10.0.0.2 | dropped | 10.0.0.1 10.0.0.2
+external-local | refused | refused |
+A B local=A external-local internal-local | 10.0.0.1 | 10.0.0.1 | 10.0.0.1 10.0.0.2
+A B external-local internal-local | dropped | dropped | 10.0.0.1 10.0.0.2
+""",
+)
+def test_the_outcome_of_a_new_connection(text, cluster_ip, external, here):
+    """A Service port, and the servers that outside clients reach at its ClusterIP and at its external frontends, or
+    "refused" or "dropped"; then the servers that the node and its pods reach at external frontends by a fwmark: "" if
+    the same, and the fwmark's virtual service, if there is one, has no servers.
+    """
     programmed = made(f"{text} {ALL}")
     assert answer(programmed, "10.96.0.1 TCP 80") == cluster_ip
     externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
@@ -147,32 +136,11 @@ def test_the_outcome_of_a_new_connection(text: str, cluster_ip: str, external: s
     assert noted == ({f"{at} {MARK}" for at in ats} if local else set())
 
 
-def test_a_cluster_ip_alone_has_no_short_circuit():
-    assert not needs_fwmark(state("A B external-local"))
-
-
-def test_a_short_circuit_no_longer_needed_gets_no_new_connections():
-    """It stays for its established connections, with the current endpoints."""
-    before = made(f"A {ALL} external-local")
-    after = plan_service_port(state(f"A B {ALL}"), ground(), MARK)
-    kinds = SetName.FWMARKS, SetName.OWN_FWMARKS
-    assert sets(after, *kinds) == sets(before, *kinds) != {}
-    assert sets(after, SetName.SHORT_CIRCUITS) == {}
-    assert pools(after)[f"mark {MARK:#x}"] == f"rr,0 {A}*1 {B}*1"
-
-
 def test_node_ports_use_addresses_of_their_family():
     v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
     assert set(pools(plan_service_port(v6, ground()))) == {"[fd00:96::1]:80/TCP", f"[{NODE_IP6}]:30080/TCP"}
     assert set(pools(made("A at=NodePort"))) == {f"{NODE_IP}:30080/TCP"}
     assert pools(plan_service_port(state("A at=NodePort"), NodeContext())) == {}
-
-
-def test_the_dummy_device_has_all_addresses_but_the_nodes():
-    port = service("web", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80 ExternalIP={NODE_IP}:80", A)
-    programmed = plan_service_port(port, ground())
-    assert sets(programmed, SetName.VIRTUAL_IPS)["virtual_ips"] == {"10.96.0.1", "192.0.2.1"}
-    assert f"{NODE_IP}:80/TCP" in pools(programmed)
 
 
 # ---- source ranges -----------------------------------------------------------------------------
@@ -187,7 +155,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize("ranges", RANGES)
-def test_source_ranges_restrict_load_balancer_addresses_only(ranges: str):
+def test_source_ranges_restrict_load_balancer_addresses_only(ranges):
     found = sets(made(f"A {ALL} ranges={ranges}"), SetName.RESTRICTED, SetName.SOURCES)
     assert found["restricted"] == {"192.0.2.1 TCP 80"}
     assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in RANGES[ranges]}
@@ -210,20 +178,8 @@ def test_node_ports_with_ranges_admit_these_and_the_node():
 # ---- masquerading ------------------------------------------------------------------------------
 
 
-class Masquerade(NamedTuple):
-    """A Service port, settings of the node, and the frontends masqueraded for all clients and for those that are not
-    pods.
-    """
-
-    rule: str
-    text: str
-    node: str
-    always: str
-    outside: str
-
-
-MASQUERADES = table(
-    Masquerade,
+@each_cells(
+    "text, node, always, outside",
     """\
 pods are not recognised | A B |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
 pods of this node are known | A B | detects_local | 192.0.2.1 192.0.2.2 198.18.0.1 | 10.96.0.1
@@ -234,18 +190,18 @@ external Local, pods known | A B local=A external-local | detects_local |  | 10.
 internal Local | A B local=A internal-local |  | 192.0.2.1 192.0.2.2 198.18.0.1 |
 """,
 )
-
-
-@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.rule)
-def test_which_frontends_are_masqueraded(row: Masquerade):
+def test_which_frontends_are_masqueraded(text, node, always, outside):
+    """A Service port, settings of the node, and the frontends masqueraded for all clients and for those that are not
+    pods.
+    """
     found = sets(
-        made(f"{row.text} {ALL}", **dict.fromkeys(row.node.split(), True)),
+        made(f"{text} {ALL}", **dict.fromkeys(node.split(), True)),
         SetName.MASQUERADED,
         SetName.MASQUERADED_OUTSIDE,
     )
     names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
-    assert names.get("masqueraded", set()) == set(row.always.split())
-    assert names.get("masqueraded_outside", set()) == set(row.outside.split())
+    assert names.get("masqueraded", set()) == set(always.split())
+    assert names.get("masqueraded_outside", set()) == set(outside.split())
 
 
 def test_hairpin_elements_exist_for_local_backends_only():
@@ -270,18 +226,8 @@ def test_connections_from_a_cluster_ip_of_a_device_are_masqueraded():
 # ---- schedulers --------------------------------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    """The Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's."""
-
-    rule: str
-    text: str
-    scheduler: str
-    pool: str
-    marked: str
-
-
-SPREADS = table(
-    Spread,
+@each_cells(
+    "text, scheduler, pool, marked",
     """\
 plain |  | rr | rr,0 | rr,0
 least connections |  | lc | lc,0 | lc,0
@@ -293,14 +239,12 @@ Maglev with affinity does not | maglev affinity=9 | rr | mh,9 | sh,0
 affinity | affinity=10800 | rr | rr,10800 | sh,0
 """,
 )
-
-
-@pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.rule)
-def test_scheduler_and_weights(row: Spread):
-    found = pools(made(f"A B at=ClusterIP,VIP external-local {row.text}", scheduler=row.scheduler))
-    servers = f"{A}*3 {B}*1" if "weights" in row.text else f"{A}*1 {B}*1"
-    assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
-    assert found[f"mark {MARK:#x}"] == f"{row.marked} {servers}"
+def test_scheduler_and_weights(text, scheduler, pool, marked):
+    """The Service port, the node's scheduler, and those of a frontend's virtual service and the fwmark's."""
+    found = pools(made(f"A B at=ClusterIP,VIP external-local {text}", scheduler=scheduler))
+    servers = f"{A}*3 {B}*1" if "weights" in text else f"{A}*1 {B}*1"
+    assert found["10.96.0.1:80/TCP"] == f"{pool} {servers}"
+    assert found[f"mark {MARK:#x}"] == f"{marked} {servers}"
 
 
 # ---- changes -----------------------------------------------------------------------------------
@@ -339,17 +283,8 @@ def names(elements: set[Element]) -> set[str]:
     return {name for name, _ in elements}
 
 
-class Order(NamedTuple):
-    """A Service port before and after a change ("-": none), and the sets of each step that gain or lose elements."""
-
-    rule: str
-    before: str
-    after: str
-    expected: str
-
-
-ORDERS = table(
-    Order,
+@each_cells(
+    "before, after, expected",
     """\
 a new Service port: what owns its virtual services is added first | - \
 | A B at=ClusterIP,NodePort,VIP,ExternalIP external-local \
@@ -361,16 +296,14 @@ overlapping ranges are replaced in one step | A at=VIP ranges=10.0.0.0/8 | A at=
 | removed first: sources; added first: sources
 """,
 )
-
-
-@pytest.mark.parametrize("row", ORDERS, ids=lambda row: row.rule)
-def test_the_order_of_the_steps(row: Order):
-    ledger, (old, new, key) = DesiredElements(), changed(row.before, row.after)
+def test_the_order_of_the_steps(before, after, expected):
+    """A Service port before and after a change ("-": none), and the sets of each step that gain or lose elements."""
+    ledger, (old, new, key) = DesiredElements(), changed(before, after)
     if old:
         plan(ledger, old)
     steps = (plan(ledger, new) if new else plan(ledger, gone=(key,))).steps()
     found = [f"{step.replace('_', ' ')}: {' '.join(sorted(names(of)))}" for step, of in steps._asdict().items() if of]
-    assert "; ".join(found) == row.expected
+    assert "; ".join(found) == expected
     assert {owned_service(element) for element in ledger.elements} - {None} == set(ledger.pools)
     assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
@@ -411,29 +344,6 @@ def test_a_refused_virtual_service_is_not_served_and_tried_again():
     assert not again.changed_pools
 
 
-def test_a_lost_virtual_service_is_no_longer_served():
-    """A virtual service that served before: its elements are removed with this change."""
-    ledger = DesiredElements()
-    plan(ledger, state("A at=ClusterIP,VIP"))
-    changes = plan(ledger, state("A B at=ClusterIP,VIP"))
-    lost = VirtualService(Protocol.TCP, parse_addr("10.96.0.1"), 80)
-    ledger.record_refusals({lost: None}, changes)
-    assert changes.old_elements == {WEB}
-    assert VIP in ledger.elements
-    assert ledger.pools.keys() == {VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
-
-
-def test_the_state_held_by_the_kernel_after_a_refusal_is_recorded():
-    ledger, wanted = DesiredElements(), state("A B")
-    plan(ledger, state("A"))
-    ((virtual, old),) = ledger.pools.items()
-    changes = plan(ledger, wanted)
-    assert ledger.record_refusals({virtual: old}, changes) == {virtual: wanted.key}
-    assert ledger.pools == {virtual: old}
-    assert changes.old_elements == set()
-    assert plan(ledger, wanted).changed_pools[virtual][0] == old
-
-
 def test_elements_admitted_early_are_removed_if_the_service_is_refused():
     """As if the virtual service had been a kube-proxy's before."""
     ledger, port = DesiredElements(), state("A")
@@ -447,19 +357,21 @@ def test_elements_admitted_early_are_removed_if_the_service_is_refused():
 
 
 ADDRESS = parse_addr("10.96.0.9")
-STRAYS = pairs("""\
+
+
+@each_named_pair(
+    "mention, stray",
+    """\
 no element mentions it: → yes
 an old virtual address, removed with its element: virtual_ips 10.96.0.9 → no
 only an element of `served`: served 10.96.0.9 TCP 80 → yes
 only a hairpin element: hairpin_ips 10.96.0.9 10.96.0.9 → yes
-""")
-"""The element that mentions an address of the dummy device → whether it is removed as unclaimed."""
-
-
-@pytest.mark.parametrize(("mention", "stray"), STRAYS)
+""",
+)
 @pytest.mark.parametrize("sound", [True, False])
-def test_unclaimed_addresses_are_removed(mention: str, stray: str, sound: bool):
-    mentions = {element(text) for text in filter(None, [mention.partition(": ")[2]])}
+def test_unclaimed_addresses_are_removed(mention, stray, sound):
+    """The element that mentions an address of the dummy device → whether it is removed as unclaimed."""
+    mentions = {element(text) for text in filter(None, [mention])}
     ledger = DesiredElements()
     plan(ledger, state("A"))
     here = addresses(ledger) | {ADDRESS}
@@ -481,17 +393,8 @@ def test_a_refused_fwmark_removes_only_its_elements():
     assert without_service(less, virtual) == less
 
 
-class Room(NamedTuple):
-    """A new element and an old one; whether the old one must be deleted first: it has the same key, or overlaps."""
-
-    rule: str
-    new: str
-    old: str
-    first: bool
-
-
-ROOMS = table(
-    Room,
+@each_cells(
+    "new_text, old_text, first",
     """\
 another mark of the same frontend | short_circuits 10.96.0.10 TCP 80 1 | short_circuits 10.96.0.10 TCP 80 2 | yes
 the mark of another port | short_circuits 10.96.0.10 TCP 80 1 | short_circuits 10.96.0.10 TCP 81 1 | no
@@ -501,15 +404,14 @@ a network of another address | sources 10.0.0.0/8 10.96.0.10 TCP 80 | sources 10
 another network of pods | local_networks 10.0.0.0/8 | local_networks 10.1.0.0/16 | yes
 elements without a conflict | refused 10.96.0.10 TCP 80 | dropped 10.96.0.10 TCP 80 | no
 """,
+    first=bool,
 )
-
-
-@pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.rule)
-def test_conflicting_elements_are_deleted_first(row: Room):
-    new, old = element(row.new), element(row.old)
+def test_conflicting_elements_are_deleted_first(new_text, old_text, first):
+    """A new element and an old one; whether the old one must be deleted first: it has the same key, or overlaps."""
+    new, old = element(new_text), element(old_text)
     steps = Changes({new}, old_elements={old}, immediate={new}).steps()
     assert (steps.added_first, steps.added_late) == ({new}, set())
-    assert (old in steps.removed_first, old in steps.removed_late) == (row.first, not row.first)
+    assert (old in steps.removed_first, old in steps.removed_late) == (first, not first)
 
 
 def test_a_frontend_that_moves_changes_its_virtual_service():
@@ -521,8 +423,8 @@ def test_a_frontend_that_moves_changes_its_virtual_service():
     assert WEB in ledger.elements
 
 
-CUTS = table(
-    Order,
+@each_cells(
+    "before, after, cut",
     """\
 UDP stops serving | A B UDP | A UDP | 10.0.0.2
 UDP leaves the set but still serves | A B UDP | A serving=A,B UDP |
@@ -531,18 +433,15 @@ TCP stops serving | A B | A |
 SCTP stops serving | A B SCTP | A SCTP |
 """,
 )
-"""What is expected: the backends whose UDP flows are cut."""
-
-
-@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.rule)
-def test_which_backends_udp_flows_are_cut(row: Order):
+def test_which_backends_udp_flows_are_cut(before, after, cut):
+    """A Service port before and after a change, and the backends whose UDP flows are cut."""
     ledger = DesiredElements()
-    plan(ledger, state(row.before))
-    changes = plan(ledger, state(row.after))
-    assert {format_addr(end.address) for _, end in changes.udp_cuts} == set(row.expected.split())
+    plan(ledger, state(before))
+    changes = plan(ledger, state(after))
+    assert {format_addr(end.address) for _, end in changes.udp_cuts} == set(cut.split())
     again = DesiredElements()  # after a restart, with the state read from the kernel
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
-    plan(again, state(row.after))
+    plan(again, state(after))
     assert again.diff(again.elements, addresses(again), old, True).udp_cuts == changes.udp_cuts
 
 
@@ -604,7 +503,7 @@ def test_the_final_state_does_not_depend_on_the_changes(rounds: list[list[tuple[
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["exists", "missing"])
-def test_existing_virtual_services_are_admitted_with_their_address(there: bool):
+def test_existing_virtual_services_are_admitted_with_their_address(there):
     """For a kube-proxy's virtual services, or ours after the table was flushed: as soon as an
     address is in `virtual_ips`, connections that are not in `served` are refused.
     """
@@ -645,17 +544,8 @@ STEPS = {
 }
 
 
-class Overlap(NamedTuple):
-    """Changes in order ("-a": deleted), and the servers at the node's address and port in the end, and the outcome."""
-
-    rule: str
-    steps: str
-    servers: str = ""
-    outcome: str = ""
-
-
-OVERLAPS = table(
-    Overlap,
+@each_cells(
+    "steps, servers, outcome",
     """\
 only a NodePort | port | 10.0.0.1 | served
 the exact frontend wins | port exact | 10.0.0.2 | served
@@ -671,22 +561,20 @@ another protocol does not conflict | port udp | 10.0.0.1 | served
 one Service with both | both | 10.0.0.1 | served
 """,
 )
-
-
-@pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.rule)
-def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
+def test_a_node_port_gives_way_to_an_exact_frontend(steps, servers, outcome):
+    """Changes in order ("-a": deleted), and the servers at the node's address and port in the end, and the outcome."""
     planner = Planner()
-    for step in row.steps.split():
+    for step in steps.split():
         if step.startswith("-"):
             planner.change({state(f"name={step[1:]}").key: None})
         else:
             planner.change({STEPS[step].key: STEPS[step]})
     at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
     pool = planner.ledger.pools.get(at, ServerPool(""))
-    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
+    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == servers
     outcomes = {SetName.SERVED, SetName.REFUSED, SetName.DROPPED}
     answers = {str(name) for name, parts in planner.ledger.elements if name in outcomes and shown(parts) == AT_NODE}
-    assert answers == ({row.outcome} if row.outcome else set())
+    assert answers == ({outcome} if outcome else set())
 
 
 def test_node_elements_are_networks_and_addresses():

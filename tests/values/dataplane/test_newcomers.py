@@ -38,7 +38,7 @@ with TCX nothing waits: TCX; 0 old limiter; 9 old limiter new
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_who_waits(row: str, monkeypatch):
+def test_who_waits(row, monkeypatch):
     method, *listings = row.partition(": ")[2].split("; ")
     known = Newcomers()
     for listing in listings:

@@ -38,7 +38,7 @@ from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, Service
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 from kbpf.policy.spread import compute_slots
 from tests.support.plane import at, service
-from tests.support.table import pairs, table
+from tests.support.table import each_row, pairs, table
 from tests.values.dataplane.states import CLUSTER_IP, FRONTENDS, A, B, C, changed, state
 
 UDP = Protocol.UDP
@@ -157,7 +157,7 @@ deleted: all are cut | A B UDP | - | remove ClusterIP; retire 2; cut A B
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+@each_row(ROWS)
 def test_the_writes_of_a_change(row: Row):
     agent = Agent()
     old, new, key = changed(row.before, row.after)
@@ -213,25 +213,6 @@ def test_a_maglev_set_is_written_with_a_table():
     assert len(agent.plan(state("A B C affinity=5")).slots[0][1]) == 3
 
 
-def test_ports_with_the_same_addresses_share_a_table():
-    agent = Agent()
-    ports = [
-        service(name, f"10.96.0.1:{port}", f"10.0.0.1:{port} 10.0.0.2:{port}", algorithm=Algorithm.MAGLEV)
-        for name, port in (("a", 80), ("b", 81), ("c", 82))
-    ]
-    writes = agent.plan(*ports)
-    assert sorted(len(ids) for _, ids in writes.slots) == [2, 2, 2, 251]
-    assert len({value.cluster_table for value in writes.flips.values()}) == 1
-    maps = Maps()
-    list(maps.write(writes))
-    for number, one in enumerate(ports):
-        writes = agent.plan(gone=(one.key,))
-        list(maps.write(writes))
-        list(maps.retire(agent, writes))
-        left = 2 - number
-        assert len(maps.slots) == (251 + 2 * left if left else 0)
-
-
 # A table that both sets of a new Service port share is counted for each.
 CHANGES = [(row.before, row.after) for row in ROWS if row.rule != "both sets have the same table"] + pairs("""\
 - → A B at=ClusterIP,VIP
@@ -260,7 +241,7 @@ A B weights=1,2 → A2 B2 weights=1,2
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_the_entries_that_a_change_needs_and_frees_are_known_in_advance(before: str, after: str):
+def test_the_entries_that_a_change_needs_and_frees_are_known_in_advance(before, after):
     """Those that are written, and those that are deleted in the end; entries in use again are not counted."""
     agent, maps = Agent(), Maps()
     old, new, key = changed(before, after)
@@ -317,7 +298,7 @@ def test_removed_frontends_cut_their_udp_clients():
 
 
 @pytest.mark.parametrize("remembered", [True, False])
-def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch, remembered: bool):
+def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch, remembered):
     """Its Maglev or weights table is recognised by its fingerprint, and shared from then on."""
     agent = Agent()
     port = state("A B weights=1,2")

@@ -18,7 +18,7 @@ from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.fairness import take_turns
 from kbpf.model.objects import Algorithm, Protocol, ServiceName
 from tests.support.plane import backends, service
-from tests.support.table import pairs
+from tests.support.table import each_cells, each_pair
 
 MAGLEV = Algorithm.MAGLEV
 TABLE = 251
@@ -46,40 +46,33 @@ def tenants(text: str) -> dict[ServicePortKey, ServiceState]:
 
 
 XYZ = "a/x@0 a/y@1 a/z@2"
-LIMITED = {
-    "room for all": ("a/x@1 a/y@2", set()),
-    "the last by name gets none": (XYZ, {"z"}),
-    "the youngest gets none": ("a/x@1:3 a/y@2:2 a/z@3:1", {"x"}),
-    "the largest gets none, though it is the oldest": ("a/x@1:1*20 a/y@2:2 a/z@3:3", {"x"}),
-    "Service ports with the same addresses share a table": ("a/u@1 a/v@1 a/w@1 a/x@1 a/y@1 a/z@1", set()),
-    "each namespace has its own quota": ("a/a1@1 a/a2@2 b/b1@1 b/b2@2", set()),
-}
-"""Service ports with a quota of two tables for a namespace, and those that get no table."""
 
 
-@pytest.mark.parametrize("name", LIMITED)
-def test_tables_of_a_namespace_are_limited(name: str):
-    text, plain = LIMITED[name]
+@each_cells(
+    "text, plain",
+    f"""\
+room for all | a/x@1 a/y@2
+the last by name gets none | {XYZ} | z
+the youngest gets none | a/x@1:3 a/y@2:2 a/z@3:1 | x
+the largest gets none, though it is the oldest | a/x@1:1*20 a/y@2:2 a/z@3:3 | x
+Service ports with the same addresses share a table | a/u@1 a/v@1 a/w@1 a/x@1 a/y@1 a/z@1
+each namespace has its own quota | a/a1@1 a/a2@2 b/b1@1 b/b2@2
+""",
+)
+def test_tables_of_a_namespace_are_limited(text, plain):
+    """Service ports with a quota of two tables for a namespace, and the one that gets no table."""
     limits = TableLimits(2 * TABLE + 1)
     states = tenants(text)
     limits.update(states, states)
-    assert {key.name for key in states if limits.reason_for_even_spread(key)} == plain
+    assert {key.name for key in states if limits.reason_for_even_spread(key)} == {*plain.split()}
     for key, state in states.items():
         effective = limits.effective_state(state)
         assert effective.cluster == state.cluster, "it is served without a table"
-        if key.name in plain:
+        if key.name == plain:
             assert effective.algorithm is Algorithm.RANDOM
             assert "backends are chosen at random" in limits.reason_for_even_spread(key)
         else:
             assert effective is state
-
-
-def test_service_ports_without_a_table_do_not_count():
-    limits = TableLimits(2 * TABLE + 1)
-    plain = [tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)]
-    states = {state.key: state for state in plain} | tenants("a/x@1")
-    limits.update(states, states)
-    assert not any(limits.reason_for_even_spread(key) for key in states)
 
 
 def test_a_waiting_service_port_gets_a_freed_table():
@@ -146,18 +139,18 @@ def test_the_order_in_which_service_ports_are_programmed():
     assert [str(each) for each, _ in order] == [str(each) for each, _ in wanted]
 
 
-SYSTEM = pairs("""\
+@each_pair(
+    "given, system",
+    """\
 default/kubernetes → yes
 default/web kube-system → no
 kube-system/x kube-system → yes
 kube-system/x dns → no
 dns/x kube-system dns → yes
-""")
-"""A Service and the system namespaces → whether it is a system Service."""
-
-
-@pytest.mark.parametrize(("given", "system"), SYSTEM)
-def test_which_services_are_system_services(given: str, system: str):
+""",
+)
+def test_which_services_are_system_services(given, system):
+    """A Service and the system namespaces → whether it is a system Service."""
     name, *namespaces = given.split()
     found = is_system_service(ServiceName(*name.split("/")), Config(system_namespaces=tuple(namespaces)))
     assert found == (system == "yes")
@@ -186,7 +179,7 @@ def test_a_namespace_leaves_room_in_proportion_to_what_it_has():
 
 
 @pytest.mark.parametrize(("greedy", "each"), [(1, 76), (2, 42), (4, 22), (20, 5)])
-def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
+def test_greedy_namespaces_leave_room_for_others(greedy, each):
     """Below the fill from which quotas apply, no namespace is refused."""
     budgets, limit = NamespaceBudgets(), 10_000
     names, used = [f"g{number}" for number in range(greedy)], 0
@@ -205,18 +198,18 @@ def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
     assert used + 30 <= budgets.max_fill("modest", "backend_slots", 30, limit)
 
 
-TURNS = pairs("""\
+@each_pair(
+    "given, shown",
+    """\
 2 of a/1 a/2 a/3 b/1 → a/1 b/1
 4 of a/1 a/2 a/3 a/4 b/1 c/1 → a/1 b/1 c/1 a/2
 4 of a/1 a/2 b/1 b/2 c/1 → a/1 b/1 c/1 a/2
 2 of b/1 c/1 a/1 a/2 → b/1 c/1
 4 of a/1 b/1 → a/1 b/1
 4 of →
-""")
-
-
-@pytest.mark.parametrize(("given", "shown"), TURNS)
-def test_namespaces_take_turns(given: str, shown: str):
+""",
+)
+def test_namespaces_take_turns(given, shown):
     """Each has its share of a short list, and what it does not need goes to others."""
     limit, _, *rows = given.split()
     assert list(take_turns(rows, lambda row: row.partition("/")[0]))[: int(limit)] == shown.split()

@@ -19,7 +19,7 @@ from kbpf.errors import AttachError, CompileError, KbpfError, KernelError, PinsR
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
 from kbpf.takeover.previous import DRAIN_RETRY_INTERVAL_S
-from tests.support.table import table
+from tests.support.table import each_cells, table
 
 NOTHING = DesiredState({})
 
@@ -198,15 +198,6 @@ class Harness:
         self.chosen.tick(now)
 
 
-@pytest.mark.parametrize(("asked", "mode"), [("auto", "bpf"), ("bpf", "bpf"), ("ipvs", "ipvs")])
-def test_requested_mode_is_used(asked: str, mode: str):
-    house = Harness(asked)
-    house.start()
-    assert house.does == [f"{mode} open", f"{mode} apply"]
-    assert house.chosen.status().choice == ModeChoice(asked, mode)
-    assert house.chosen.choice.mode == house.chosen.shared == mode
-
-
 @pytest.mark.parametrize("mode", ["auto", "bpf"])
 @pytest.mark.parametrize(
     ("verb", "why"),
@@ -217,7 +208,7 @@ def test_requested_mode_is_used(asked: str, mode: str):
         if verb == "open" or isinstance(why.error, KernelError)
     ],
 )
-def test_only_mode_auto_falls_back_to_ipvs_and_only_for_a_reason(why: Failure, verb: str, mode: str, caplog):
+def test_only_mode_auto_falls_back_to_ipvs_and_only_for_a_reason(why: Failure, verb, mode, caplog):
     house = Harness(mode, why.checks)
     house.bpf.fails[verb] = [why.error]
     if mode == "bpf" or why.reason is None:
@@ -250,17 +241,6 @@ def test_later_error_does_not_fall_back():
     assert house.chosen.choice.mode == "bpf"
 
 
-def test_if_both_modes_fail_the_error_is_that_of_bpf_with_that_of_ipvs():
-    house = Harness("auto", "CGROUP")
-    error = KernelError("no link", "cgroup", "look")
-    house.bpf.fails["open"], house.ipvs.fails["open"] = [error], [KernelError("no IPVS")]
-    with pytest.raises(KernelError) as raised:
-        house.chosen.open()
-    assert raised.value is error
-    assert str(error) == "no link (cgroup); look; mode ipvs is not possible either: no IPVS"
-    assert house.chosen.status().choice == ModeChoice("auto", "bpf")
-
-
 def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
     """The BPF plane was closed to try IPVS, so it is opened again for the next attempt. The error
     has the same words each time, so that it is logged once.
@@ -283,22 +263,8 @@ def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
 # ---- previous data planes ------------------------------------------------------------------------
 
 
-class Calls(NamedTuple):
-    """The requested mode, the previous data planes on the node, the call that fails (PLANE VERB), the steps, and
-    all calls of the planes. Steps: ``apply?`` is not authoritative, ``unready``: the plane does not serve, ``open!``:
-    it fails.
-    """
-
-    rule: str
-    mode: str
-    there: str
-    fails: str
-    steps: str
-    does: str
-
-
-SEQUENCES = table(
-    Calls,
+@each_cells(
+    "mode, there, fails, steps, does",
     """\
 ipvs is drained once bpf serves | bpf | ipvs |  | open; look 0; apply; look 5; look 12; look 20 | old ipvs take, \
 bpf follows, bpf open, bpf apply, old ipvs retire, old ipvs retire, old ipvs close, bpf is alone
@@ -319,15 +285,16 @@ a drain is left to the next agent | ipvs | bpf |  | open; apply; look 0; close \
 | old bpf take, ipvs follows, ipvs open, ipvs apply, old bpf retire, old bpf close, ipvs close
 """,
 )
-
-
-@pytest.mark.parametrize("row", SEQUENCES, ids=lambda row: row.rule)
-def test_the_order_of_calls(row: Calls):
-    house = Harness(row.mode, there=row.there)
-    if row.fails:
-        name, verb = row.fails.split()
+def test_the_order_of_calls(mode, there, fails, steps, does):
+    """The requested mode, the previous data planes on the node, the call that fails (PLANE VERB), the steps, and all
+    calls of the planes. Steps: ``apply?`` is not authoritative, ``unready``: the plane does not serve, ``open!``: it
+    fails.
+    """
+    house = Harness(mode, there=there)
+    if fails:
+        name, verb = fails.split()
         house.rest[name].fails[verb] = [KernelError("no")]
-    for step in row.steps.split("; "):
+    for step in steps.split("; "):
         match step.split():
             case ["open"]:
                 house.chosen.open()
@@ -342,7 +309,7 @@ def test_the_order_of_calls(row: Calls):
                 house.chosen.close()
             case [kind]:
                 house.bpf.ready_result = house.ipvs.ready_result = kind == "ready"
-    assert ", ".join(house.does) == row.does
+    assert ", ".join(house.does) == does
 
 
 def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():

@@ -8,7 +8,7 @@ from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.layout import MAPS, STATUS_SIZE
 from kbpf.dataplane.bpf.maps.status_entries import HEADER_SIZE, pack_entry
 from kbpf.model.status import MAX_PROBLEMS, MAX_STATUS_BYTES, AgentStatus, decode, encode
-from tests.support.table import pairs
+from tests.support.table import each_pair
 from tests.values.views.snapshots import AGENT
 
 SPEC = MAPS["agent_status"]
@@ -35,7 +35,7 @@ class Overwritten:
 
 @pytest.mark.parametrize("count", range(len(TEXTS) + 1))
 @pytest.mark.parametrize("size", [0, 1, 4, 8, 15, *range(HEADER_SIZE, HEADER_SIZE + 25)])
-def test_text_is_the_last_or_the_one_before_and_never_a_mixture(count: int, size: int):
+def test_text_is_the_last_or_the_one_before_and_never_a_mixture(count, size):
     map_ = Overwritten()
     for text in TEXTS[:count]:
         status_entries.write(map_, text)
@@ -50,7 +50,9 @@ def test_text_is_the_last_or_the_one_before_and_never_a_mixture(count: int, size
     assert status_entries.read(map_) == b"the next"
 
 
-ENTRIES = pairs("""\
+@each_pair(
+    "entries, text",
+    """\
 - - →
 - 1:x → x
 7:old 8:new → new
@@ -58,12 +60,10 @@ ENTRIES = pairs("""\
 ff 8:old → old
 ff {{ →
 1: - →
-""")
-"""What the map holds: a number and a text, nothing, or bytes without sense → the text that is read."""
-
-
-@pytest.mark.parametrize(("entries", "text"), ENTRIES)
-def test_newest_complete_entry_is_read(entries: str, text: str):
+""",
+)
+def test_newest_complete_entry_is_read(entries, text):
+    """What the map holds: a number and a text, nothing, or bytes without sense → the text that is read."""
     map_ = Overwritten()
     for key, word in zip(map_.values, entries.split(), strict=True):
         number, colon, body = word.partition(":")
@@ -89,7 +89,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_a_long_status_keeps_what_there_is_room_for(case: str):
+def test_a_long_status_keeps_what_there_is_room_for(case):
     said: AgentStatus = replace(AGENT, **SIZES[case])
     text = encode(said)
     assert len(text) <= MAX_STATUS_BYTES

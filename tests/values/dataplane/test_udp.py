@@ -7,20 +7,20 @@ import errno
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import CUT_KEY, FLOW, PEER, U64, UDP_FLOW, UDP_FLOWS, FlowDirection, pack_target
+from kbpf.dataplane.bpf.maps.layout import CUT_KEY, FLOW, PEER, U64, FlowDirection, pack_target
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import Backend
 from kbpf.model.objects import Protocol
-from tests.support.table import pairs, table
+from tests.support.table import each_cells, each_named_pair
 
 UDP, TCP = Protocol.UDP, Protocol.TCP
 ONE, TWO, SIX = (Backend(parse_addr(at), 53, UDP) for at in ("10.0.0.1", "10.0.0.2", "fd00::1"))
@@ -100,20 +100,8 @@ def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
     return found
 
 
-class Row(NamedTuple):
-    """Flows of the packet path as CLIENT:BACKEND, with TCP if it is TCP; the clients whose flow is replaced meanwhile;
-    and the numbers of ended flows of IPv4 and IPv6.
-    """
-
-    name: str
-    entries: str
-    anew: str
-    four: int
-    six: int
-
-
-ROWS = table(
-    Row,
+@each_cells(
+    "entries_text, anew_text, four, six",
     """\
 no flows |  |  | 0 | 0
 to a serving backend | 1:two |  | 0 | 0
@@ -122,53 +110,44 @@ families are counted separately | 1:one 2:one 3:six |  | 2 | 1
 TCP continues | 1:one:TCP |  | 0 | 0
 a replaced flow is not ended | 1:one 2:one | 2 | 1 | 0
 """,
+    four=int,
+    six=int,
 )
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
+def test_flows_of_the_packet_path_end_with_their_backend(entries_text, anew_text, four, six):
+    """Flows of the packet path as CLIENT:BACKEND, with TCP if it is TCP; the clients whose flow is replaced meanwhile;
+    and the numbers of ended flows of IPv4 and IPv6.
+    """
     entries = []
-    for word in row.entries.split():
+    for word in entries_text.split():
         client, backend, *protocol = word.split(":")
         entries.append((int(client), BACKENDS[backend], TCP if protocol else UDP))
-    flows, anew = flow(*entries), set(map(int, row.anew.split()))
+    flows, anew = flow(*entries), set(map(int, anew_text.split()))
     flows.moves = {key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in anew}
     ended = udp.cut(maps(flows=flows), udp.gone_if_in([(1, ONE), (1, SIX)], []))
-    assert ended == {family: count for family, count in ((4, row.four), (6, row.six)) if count}
+    assert ended == {family: count for family, count in ((4, four), (6, six)) if count}
     left = {client for client, backend, protocol in entries if backend == TWO or protocol is TCP}
     assert {key[0] for key in flows} == left | anew
 
 
-def test_flows_of_unconnected_sockets_end_with_their_backend():
-    """They are counted once; the programs drop them (sock.c, is_cut())."""
-    flows = FakeMap()
-    for cookie, backends in enumerate(((ONE,), (ONE, TWO), (SIX,)), 1):
-        places = b"".join(UDP_FLOW.pack(1, 1, 1, FRONT, packed(b), 1, 7) for b in backends)
-        flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
-    held = maps(udp_flows=flows)
-    gone = udp.gone_if_in([(1, ONE), (1, SIX)], [])
-    assert udp.cut(held, gone) == {4: 2, 6: 1}
-    assert udp.cut(held, gone, count_flows=False) == {}
-    assert udp.find_stale_flows(held, gone) == {(1, packed(b)) for b in (ONE, SIX)}
-
-
 KEPT = udp.CUT_LIFETIME_NS // 10**9
-CUTS = pairs(f"""\
+
+
+@each_named_pair(
+    "ends, left",
+    f"""\
 one backend: 1 one → one
 a backend that stops again: 1 one, 2 two, 3 one → two one
 removed when no flow can be as old: 1 one, {1 + KEPT} two → two
 kept until then: 1 one, {KEPT} two → one two
 the oldest is evicted: 1 one, 2 two, 3 six → two six
-""")
-"""Backends that stop at these seconds → those in the map afterwards, in this order."""
-
-
-@pytest.mark.parametrize(("ends", "left"), CUTS)
+""",
+)
 @pytest.mark.parametrize("restarts", [False, True])
-def test_stopped_backends_are_kept_while_their_flows_may_exist(ends: str, left: str, restarts: bool):
+def test_stopped_backends_are_kept_while_their_flows_may_exist(ends, left, restarts):
+    """Backends that stop at these seconds → those in the map afterwards, in this order."""
     held = FakeMap()
     cuts, tables = cuts_of(held)
-    for end in ends.partition(": ")[2].split(", "):
+    for end in ends.split(", "):
         second, name = end.split()
         if restarts:
             cuts, tables = cuts_of(held)
@@ -180,17 +159,8 @@ def test_stopped_backends_are_kept_while_their_flows_may_exist(ends: str, left: 
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
 
 
-def test_more_stopped_backends_than_the_map_holds():
-    held = FakeMap()
-    cuts, _ = cuts_of(held)
-    cuts.add([(1, packed(b)) for b in (ONE, TWO, SIX)], 1)
-    assert len(held) == held.max_entries
-    cuts.add([(1, packed(SIX))], 2)
-    assert len(held) == held.max_entries
-
-
 @pytest.mark.parametrize("at_once", [False, True])
-def test_cuts_of_one_service_evict_none_of_another(at_once: bool):
+def test_cuts_of_one_service_evict_none_of_another(at_once):
     held = FakeMap()
     held.max_entries = 32
     cuts, tables = cuts_of(held)
@@ -239,7 +209,7 @@ def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(monkeypatch)
 
 
 @pytest.mark.parametrize("method", ["items", "lookup", "delete"])
-def test_a_pass_that_failed_starts_again(monkeypatch, method: str):
+def test_a_pass_that_failed_starts_again(monkeypatch, method):
     flows = flow((1, ONE, UDP), (2, TWO, UDP))
     passes = udp.UdpPasses(maps(flows=flows))
     passes.add({(1, ONE)}, set(), count_flows=True)

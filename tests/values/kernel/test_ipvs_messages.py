@@ -5,7 +5,6 @@ its usual ones.
 
 import socket
 
-import pytest
 from pyroute2.netlink.generic.ipvs import ipvsmsg
 
 from kbpf.kernel.net import ipvs
@@ -21,6 +20,7 @@ from kbpf.kernel.net.ipvs import (
 from kbpf.kernel.net.netlink import pack_attribute
 from kbpf.model.address import ANY6, parse_addr
 from kbpf.model.metrics import ConnectionStats
+from tests.support.table import each_case, each_pair
 
 HEADER = bytes(16)
 WEB = VirtualServiceKey(6, parse_addr("10.96.0.1"), 80)
@@ -83,27 +83,27 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_requests_encode_as_pyroute2_reads_them(name: str):
-    change, said = ROWS[name]
+@each_case("change, said", ROWS)
+def test_requests_encode_as_pyroute2_reads_them(change, said):
     assert read_by_pyroute2(ipvs.encode_request(change)) == said
 
 
-TIMES = [
-    (ConnectionTimeouts(3600, 60, 10), {"TCP": "10:0e:00:00", "TCP_FIN": "3c:00:00:00", "UDP": "0a:00:00:00"}),
-    (ConnectionTimeouts(tcp=1), {"TCP": "01:00:00:00"}),
-    (ConnectionTimeouts(udp=1), {"UDP": "01:00:00:00"}),
-]
-"""Time-outs in the bytes that pyroute2 shows."""
-
-
-@pytest.mark.parametrize(("times", "said"), TIMES)
-def test_unset_timeouts_are_not_encoded(times: ConnectionTimeouts, said: dict[str, str]):
+@each_pair(
+    "given, said",
+    """\
+tcp=3600 tcp_fin=60 udp=10 → TCP=10:0e:00:00 TCP_FIN=3c:00:00:00 UDP=0a:00:00:00
+tcp=1 → TCP=01:00:00:00
+udp=1 → UDP=01:00:00:00
+""",
+)
+def test_unset_timeouts_are_not_encoded(given, said):
+    """Time-outs → in the bytes that pyroute2 shows."""
+    times = ConnectionTimeouts(**{name: int(value) for name, value in (word.split("=") for word in given.split())})
     body = ipvs.encode_timeouts(times)
     message = ipvsmsg((len(HEADER) + len(body)).to_bytes(4, "little") + HEADER[4:] + body)
     message.decode()
-    found = {name.removeprefix("IPVS_CMD_ATTR_TIMEOUT_"): value for name, value in message["attrs"]}
-    assert (message["cmd"], found) == (12, said)
+    found = [f"{name.removeprefix('IPVS_CMD_ATTR_TIMEOUT_')}={value}" for name, value in message["attrs"]]
+    assert (message["cmd"], " ".join(found)) == (12, said)
     assert ipvs.decode_timeouts(body) == times
 
 

@@ -49,7 +49,7 @@ VERBS: dict[str, Callable[[Rtnetlink], object]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("at", ["send", "receive"])
-def test_an_error_of_the_socket_is_a_kernel_error(verb: str, at: str):
+def test_an_error_of_the_socket_is_a_kernel_error(verb, at):
     netlink = Rtnetlink()
     netlink.close()
     netlink.socket = Broken(**{at: errno.EIO})

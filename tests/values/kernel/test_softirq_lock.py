@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """On which kernels one TC program can interrupt another on the same CPU."""
 
-import pytest
-
 from kbpf.kernel.bpf import probe
+from tests.support.table import each_case
 
 ROWS = {
     "not PREEMPT_RT": (False, None, True),
@@ -19,9 +18,8 @@ ROWS = {
 """A kernel: whether it is PREEMPT_RT, its configuration, and whether softirqs are serialized."""
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_which_kernels_serialize_softirqs(name: str):
-    realtime, configuration, works = ROWS[name]
+@each_case("realtime, configuration, works", ROWS)
+def test_which_kernels_serialize_softirqs(realtime, configuration, works):
     found = probe.evaluate_softirq_lock(realtime, configuration)
     assert found.works is works
     assert bool(found.reason) is (works is not True)

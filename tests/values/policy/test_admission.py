@@ -46,7 +46,7 @@ from kbpf.source.decode.fields import parse_cidr
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import at
-from tests.support.table import table
+from tests.support.table import each_cells, each_row, table
 from tests.values.policy.services import addrs, gone, service, up
 
 TCP = Protocol.TCP
@@ -202,8 +202,8 @@ def state_of(service: Service, config: Config, device_listeners: Collection[Fron
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_an_external_ip(row: Row, how: str):
+@each_row(ROWS)
+def test_an_external_ip(row: Row, how):
     wanted = {"off": OFF, "another listed": OUTSIDE}.get(how) or REFUSALS[row.external if how == "all" else row.listed]
     state = state_of(web(FrontendKind.EXTERNAL_IP, row.place), setting(how, row.place))
     words = outcome(state, at(row.place))
@@ -214,8 +214,8 @@ def test_an_external_ip(row: Row, how: str):
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_load_balancer_address(row: Row, how: str):
+@each_row(ROWS)
+def test_a_load_balancer_address(row: Row, how):
     """The setting `--external-ips` applies to ExternalIPs only."""
     state = state_of(web(FrontendKind.LOAD_BALANCER, row.place), setting(how, row.place))
     words = outcome(state, at(row.place))
@@ -223,9 +223,9 @@ def test_a_load_balancer_address(row: Row, how: str):
     assert (row.balancer == "served") is not bool(words)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row(ROWS)
 @pytest.mark.parametrize("is_listening", [True, False], ids=["listener", "no listener"])
-def test_a_cluster_ip_is_never_refused(row: Row, is_listening: bool):
+def test_a_cluster_ip_is_never_refused(row: Row, is_listening):
     """But one that a device of this node has is left to the node if a process listens there."""
     asked, where = web(FrontendKind.CLUSTER_IP, row.place), at(row.place)
     for how in SETTINGS:
@@ -366,7 +366,7 @@ def frontends_at(text: str) -> set[FrontendAddress]:
 
 
 @pytest.mark.parametrize("what", LISTENERS)
-def test_listener_at_an_address_of_a_device(what: str):
+def test_listener_at_an_address_of_a_device(what):
     """It is found at once after there was no such address, and then four times a second; its end
     has no grace period, because the Service takes over.
     """
@@ -393,7 +393,7 @@ def test_listener_at_an_address_of_a_device(what: str):
 @pytest.mark.parametrize(
     ("count", "selected"), [(1, True), (MAX_SELECTED_PORTS, True), (MAX_SELECTED_PORTS + 1, False)]
 )
-def test_only_sockets_at_the_ports_are_read(count: int, selected: bool):
+def test_only_sockets_at_the_ports_are_read(count, selected):
     """A node may have tens of thousands of UDP sockets, and they are read four times a second."""
     asked = []
     listeners = Listeners(lambda *ports: asked.append(ports) or frozenset())
@@ -424,17 +424,8 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(caplog):
     assert book.problems.first(9) == []
 
 
-class AtNode(NamedTuple):
-    """A frontend that is served, and whether a log line names it."""
-
-    name: str
-    kind: FrontendKind
-    place: str
-    is_named: bool
-
-
-AT_NODE = table(
-    AtNode,
+@each_cells(
+    "kind, place, is_named",
     """
 this node, listed              | EXTERNAL_IP   | 192.0.2.10:80     | yes
 a VIP on a device              | EXTERNAL_IP   | 192.0.2.200:80    | yes
@@ -444,23 +435,22 @@ the Service's own NodePort     | EXTERNAL_IP   | 192.0.2.10:30099  | no
 another node                   | EXTERNAL_IP   | 192.0.2.11:80     | no
 a ClusterIP                    | CLUSTER_IP    | 10.96.0.2:80      | no
 """,
+    kind=FrontendKind,
+    is_named=bool,
 )
-
-
-@pytest.mark.parametrize("row", AT_NODE, ids=lambda row: row.name)
-def test_served_address_of_this_node_is_logged_once(row: AtNode, caplog):
-    """The log line warns, since connections to the node now reach the Service. The address is
-    served, so `problems` does not list it.
+def test_served_address_of_this_node_is_logged_once(kind, place, is_named, caplog):
+    """A frontend that is served, and whether a log line names it. The log line warns, since connections to the node now
+    reach the Service. The address is served, so `problems` does not list it.
     """
-    config = setting("listed", row.place)
-    states = state_of(web(row.kind, row.place), config).services
+    config = setting("listed", place)
+    states = state_of(web(kind, place), config).services
     kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (), (API_SLICE,), config)
     book = ProblemBook(EventRecorder(None, "me"))
     with caplog.at_level("WARNING"):
         for _ in range(2):
             book.report_addresses(states, states, kept)
-    line = f"{AT_THIS_NODE}: {row.place}/TCP of Service ns/web"
-    assert [each.getMessage() for each in caplog.records] == [line] * row.is_named
+    line = f"{AT_THIS_NODE}: {place}/TCP of Service ns/web"
+    assert [each.getMessage() for each in caplog.records] == [line] * is_named
     assert not len(book.problems)
 
 

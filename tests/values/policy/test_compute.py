@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The desired state of Services, where test_any_order.py has no row for it: there any events in any order end in the
-state of a naive model, and exactly what differs is reported as changed.
+state of the final objects, and exactly what differs is reported as changed.
 """
 
 import pytest
@@ -124,7 +124,7 @@ def test_update_looks_up_only_touched_services():
     [(30, 0, 10_000 // 32), (0, 100, 20_000 // 100), (0, 10, 1_100)],
     ids=["ports times addresses", "ports times endpoints", "many ports alone"],
 )
-def test_one_service_is_limited_to_what_the_maps_hold(addresses: int, endpoints: int, served: int, monkeypatch):
+def test_one_service_is_limited_to_what_the_maps_hold(addresses, endpoints, served, monkeypatch):
     """The product of ports times addresses, or times endpoints, is limited.
 
     Ports beyond the limit are refused with a reason and have neither frontends nor backends.

@@ -2,14 +2,13 @@
 """Which endpoints serve: one row per rule of kube-proxy (topology.go), and what is true for any."""
 
 import itertools
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kbpf.model.address import parse_addr
-from kbpf.model.objects import Endpoint, EndpointSlice, Node, Protocol, Service, ServicePort, SlicePort
+from kbpf.model.objects import Endpoint, EndpointSlice, Node, Protocol, Service, SlicePort
 from kbpf.policy.endpoints import (
     EndpointReason,
     EndpointSelection,
@@ -18,8 +17,8 @@ from kbpf.policy.endpoints import (
     local_endpoint_addresses,
     select_endpoints,
 )
-from tests.support.table import table
-from tests.values.policy.services import CONDITIONS, HTTP, end, ends, numbers, piece, service
+from tests.support.table import each_cells, each_line
+from tests.values.policy.services import CONDITIONS, HTTP, ends, numbers, piece, service
 
 ME = Node("me", zone="a")
 
@@ -33,18 +32,8 @@ def ask(service: Service, endpoints: str | tuple[Endpoint, ...], node: Node = ME
     return select_endpoints((piece(endpoints),), service.ports[0], service, node, 4)
 
 
-class Row(NamedTuple):
-    """Endpoints on node me in zone a, in the words of ends(), and the numbers of the cluster set."""
-
-    name: str
-    ends: str
-    cluster: str
-    mode: TopologyMode = TopologyMode.NONE
-    some: bool = True
-
-
-CLUSTER_ROWS = table(
-    Row,
+@each_cells(
+    "ends, cluster, mode, some",
     """
 no endpoints: nothing, and refuse                             |                           |     | NONE      | no
 all are ready: all serve, in order of address                 | 2 1                       | 1 2
@@ -75,37 +64,20 @@ a hinted endpoint that is not ready enables nothing           | 1/down>a 2/drain
 the fallback ignores hints                                    | 1/draining>a 2/draining>b | 1 2
 the fallback is for all nodes or none: hints never lead to it | 1/draining>me 2>you       | 2
 """,
+    mode=lambda cell: TopologyMode[cell or "NONE"],
+    some=lambda cell: cell != "no",
 )
-
-
-@pytest.mark.parametrize("row", CLUSTER_ROWS, ids=lambda row: row.name)
-def test_the_cluster_set(row: Row):
-    chosen = ask(CLUSTER, row.ends)
-    assert numbers(chosen.cluster) == row.cluster
-    assert chosen.mode is row.mode
-    assert chosen.any_endpoints is row.some
+def test_the_cluster_set(ends, cluster, mode, some):
+    """Endpoints on node me in zone a, in the words of ends(), and the numbers of the cluster set."""
+    chosen = ask(CLUSTER, ends)
+    assert numbers(chosen.cluster) == cluster
+    assert chosen.mode is mode
+    assert chosen.any_endpoints is some
     assert chosen.local == ()
 
 
-@pytest.mark.parametrize("hint", ["a", ""])
-def test_on_a_node_without_a_zone_hints_for_zones_are_ignored(hint: str):
-    """Even hints for a zone called ''."""
-    chosen = ask(CLUSTER, (end(1, zone_hints=(hint,)), *ends("2>b")), Node("me"))
-    assert (numbers(chosen.cluster), chosen.mode) == ("1 2", "")
-
-
-class LocalRow(NamedTuple):
-    """Endpoints, and the expected local set, cluster set of a NodePort, and `any_endpoints`."""
-
-    name: str
-    ends: str
-    local: str
-    cluster: str
-    some: bool = True
-
-
-LOCAL_ROWS = table(
-    LocalRow,
+@each_cells(
+    "ends, local, cluster_text, some",
     """
 no endpoints: refuse                           |                          |   |     | no
 local ones only                                | 1@me 2                   | 1 | 1 2
@@ -120,32 +92,18 @@ local never falls back to another node         | 1/down@me 2              |   | 
 local is independent of hints                  | 1@me>b 2>a               | 1 | 2
 the same name in other letters is another node | 1@Me                     |   | 1
 """,
+    some=lambda cell: cell != "no",
 )
+def test_the_local_set(ends, local, cluster_text, some):
+    """Endpoints, and the expected local set, cluster set of a NodePort, and `any_endpoints`."""
+    for web, cluster in ((EXTERNAL_LOCAL, cluster_text), (INTERNAL_LOCAL, "")):
+        chosen = ask(web, ends)
+        assert (numbers(chosen.local), numbers(chosen.cluster)) == (local, cluster)
+        assert chosen.any_endpoints is some
 
 
-@pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
-def test_the_local_set(row: LocalRow):
-    for web, cluster in ((EXTERNAL_LOCAL, row.cluster), (INTERNAL_LOCAL, "")):
-        chosen = ask(web, row.ends)
-        assert (numbers(chosen.local), numbers(chosen.cluster)) == (row.local, cluster)
-        assert chosen.any_endpoints is row.some
-
-
-def test_without_a_node_name_nothing_is_local_or_hinted_for_this_node():
-    chosen = ask(EXTERNAL_LOCAL, (end(1, node="", node_hints=("",)),), Node(""))
-    assert (chosen.local, chosen.mode, numbers(chosen.cluster)) == ((), "", "1")
-
-
-class PolicyRow(NamedTuple):
-    """A Service, its sets, and whether its external policy Local has an effect."""
-
-    service: str
-    sets: str
-    counts: bool = False
-
-
-POLICY_ROWS = table(
-    PolicyRow,
+@each_line(
+    "service_text, sets, counts",
     """
 web ClusterIP                                              | cluster
 web ClusterIP internal-local                               | local
@@ -163,18 +121,18 @@ web ClusterIP external=1.1.1.1 external-local              | cluster local | yes
 web ClusterIP vip=1.1.1.1 external-local                   | cluster
 web NodePort node-port=30000 internal-local external-local | cluster local | yes
 """,
+    counts=lambda cell: cell == "yes",
 )
-
-
-@pytest.mark.parametrize("row", POLICY_ROWS, ids=lambda row: row.service)
-def test_traffic_policies_decide_which_sets_exist(row: PolicyRow):
-    """With internal policy Local, what is reachable from outside still needs the cluster set: the short circuit."""
-    web = service(row.service)
+def test_traffic_policies_decide_which_sets_exist(service_text, sets, counts):
+    """A Service, its sets, and whether its external policy Local has an effect. With internal policy Local, what is
+    reachable from outside still needs the cluster set: the short circuit.
+    """
+    web = service(service_text)
     chosen = ask(web, "1@me 2")
-    assert numbers(chosen.cluster) == ("1 2" if "cluster" in row.sets else "")
-    assert numbers(chosen.local) == ("1" if "local" in row.sets else "")
+    assert numbers(chosen.cluster) == ("1 2" if "cluster" in sets else "")
+    assert numbers(chosen.local) == ("1" if "local" in sets else "")
     assert numbers(chosen.serving) == "1 2"
-    assert is_external_local(web, web.ports[0], 4) is row.counts
+    assert is_external_local(web, web.ports[0], 4) is counts
 
 
 def test_slices_of_the_other_family_are_ignored():
@@ -186,18 +144,19 @@ def test_slices_of_the_other_family_are_ignored():
     assert [str(b) for b in select_endpoints(slices, PORT, CLUSTER, ME, 6).cluster] == ["[fd00::9]:8080"]
 
 
-OTHER_PORTS = {
-    "no ports": (),
-    "other name": ("web", Protocol.TCP, 8080),
-    "other protocol": ("http", Protocol.UDP, 8080),
-    "no name": ("", Protocol.TCP, 8080),
-    "number 0": ("http", Protocol.TCP, 0),
-}
-
-
-@pytest.mark.parametrize("port", OTHER_PORTS.values(), ids=OTHER_PORTS)
-def test_a_slice_without_the_port_has_no_endpoints_for_it(port):
-    ports = (SlicePort(*port),) if port else ()
+@each_cells(
+    "name, protocol, number",
+    """\
+other name | web | TCP | 8080
+other protocol | http | UDP | 8080
+no name |  | TCP | 8080
+number 0 | http | TCP | 0
+no ports
+""",
+    number=lambda cell: int(cell) if cell else None,
+)
+def test_a_slice_without_the_port_has_no_endpoints_for_it(name, protocol, number):
+    ports = () if number is None else (SlicePort(name, Protocol[protocol], number),)
     chosen = select_endpoints((piece("1", ports=ports),), PORT, CLUSTER, ME, 4)
     assert (chosen.cluster, chosen.serving, chosen.any_endpoints) == ((), (), False)
     (line,) = chosen.explain()
@@ -205,28 +164,8 @@ def test_a_slice_without_the_port_has_no_endpoints_for_it(port):
     assert "'http' (TCP)" in line.text
 
 
-def test_empty_port_names_match_each_other():
-    port = ServicePort("", Protocol.TCP, 80)
-    slices = (piece("1", ports=(SlicePort("", Protocol.TCP, 8080),)),)
-    assert numbers(select_endpoints(slices, port, CLUSTER, ME, 4).cluster) == "1"
-
-
-def test_one_address_with_two_ports_is_two_backends():
-    slices = (piece("1"), piece("1", ports=(SlicePort("http", Protocol.TCP, 80),), name="b"))
-    assert [b.port for b in select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster] == [80, 8080]
-
-
-class TwoEntries(NamedTuple):
-    """Two entries of one address in two slices, and the entry that is used."""
-
-    name: str
-    first: str
-    second: str
-    wins: str
-
-
-TWO_ENTRIES = table(
-    TwoEntries,
+@each_cells(
+    "first, second, wins",
     """
 none terminates: the last one                                   | 1@you         | 1@me>me       | 1@me>me
 none terminates: the last one, without its hint                 | 1@me>me       | 1@you         | 1@you
@@ -237,14 +176,12 @@ all terminate: the first one                                    | 1/draining@me 
 all terminate: the first one, though down                       | 1/dead        | 1/draining@me | 1/dead
 """,
 )
-
-
-@pytest.mark.parametrize("row", TWO_ENTRIES, ids=lambda row: row.name)
 @pytest.mark.parametrize("service", [CLUSTER, EXTERNAL_LOCAL], ids=["Cluster", "Local"])
-def test_one_of_two_entries_of_an_address_is_used(row: TwoEntries, service: Service):
-    one, two = piece(row.first, name="a"), piece(row.second, name="b")
-    alone = sets(ask(service, row.wins))
-    for slices in ((one, two), (two, one), (piece(f"{row.first} {row.second}"),)):
+def test_one_of_two_entries_of_an_address_is_used(first, second, wins, service: Service):
+    """Two entries of one address in two slices, and the entry that is used."""
+    one, two = piece(first, name="a"), piece(second, name="b")
+    alone = sets(ask(service, wins))
+    for slices in ((one, two), (two, one), (piece(f"{first} {second}"),)):
         assert sets(select_endpoints(slices, service.ports[0], service, ME, 4)) == alone
 
 
@@ -268,17 +205,8 @@ def test_serving_set_ignores_policies_and_hints():
     assert numbers(ask(INTERNAL_LOCAL, endpoints).serving) == "1 2 3 5"
 
 
-class ReasonRow(NamedTuple):
-    """The traffic policy of a Service, endpoints, and the reason that `kbpf inspect` shows for the first."""
-
-    name: str
-    policy: str
-    ends: str
-    reason: EndpointReason
-
-
-REASONS = table(
-    ReasonRow,
+@each_cells(
+    "policy, ends_text, reason",
     """
 ready                                            | cluster        | 1               | READY
 hinted for this node                             | cluster        | 1>me            | SAME_NODE
@@ -295,15 +223,14 @@ ready here, internal policy Local                | internal-local | 1@me        
 ready here, hints lead elsewhere, external Local | external-local | 1@me>b 2>a      | LOCAL_ONLY
 another copy counts                              | external-local | 1 1@me          | DUPLICATE
 """,
+    reason=EndpointReason,
 )
-
-
-@pytest.mark.parametrize("row", REASONS, ids=lambda row: row.name)
-def test_every_endpoint_has_a_reason(row: ReasonRow):
-    asked = {"cluster": CLUSTER, "internal-local": INTERNAL_LOCAL, "external-local": EXTERNAL_LOCAL}[row.policy]
-    lines = ask(asked, row.ends).explain()
-    assert tuple(line.endpoint for line in lines) == ends(row.ends)
-    assert lines[0].reason is row.reason
+def test_every_endpoint_has_a_reason(policy, ends_text, reason):
+    """The traffic policy of a Service, endpoints, and the reason that `kbpf inspect` shows for the first."""
+    asked = {"cluster": CLUSTER, "internal-local": INTERNAL_LOCAL, "external-local": EXTERNAL_LOCAL}[policy]
+    lines = ask(asked, ends_text).explain()
+    assert tuple(line.endpoint for line in lines) == ends(ends_text)
+    assert lines[0].reason is reason
     assert lines[0].text
     assert (lines[0].slice_name, lines[0].port) == ("web-1", 8080)
 
@@ -316,7 +243,7 @@ def test_every_endpoint_has_a_reason(row: ReasonRow):
         ("dead", "not ready, not serving, terminating"),
     ],
 )
-def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(condition: str, text: str):
+def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(condition, text):
     line, _ = ask(CLUSTER, f"1/{condition} 2").explain()
     assert line.text == text
 

@@ -18,21 +18,10 @@ from kbpf.policy.frontends import (
     masquerade_addresses,
     node_port_addresses,
     node_port_problem,
-    restricts_clients,
     service_families,
 )
-from tests.support.table import table
+from tests.support.table import each_cells, table
 from tests.values.policy.services import addrs, cidrs, service
-
-
-class Row(NamedTuple):
-    """A Service, and its expected frontends in each family, in the words of WORDS and NAMES."""
-
-    name: str
-    service: str
-    v4: str = ""
-    v6: str = ""
-
 
 WORDS = {"dual": "ip=10.96.0.1,fd00::1", "vips": "vip=9.9.9.9,fd99::9", "range": "ranges=192.0.2.0/24"}
 NAMES = {
@@ -45,8 +34,9 @@ NAMES = {
 }
 """Other frontends, all ExternalIPs, are their addresses."""
 
-ROWS = table(
-    Row,
+
+@each_cells(
+    "service_text, v4, v6",
     """
 one cluster IP: one family | web | own
 IPv6 only | web ip=fd00::1 |  | own
@@ -71,15 +61,13 @@ the Service's own cluster IP listed again adds nothing | web external=10.96.0.1 
 the unspecified address would mean NodePort: not used | web dual external=0.0.0.0,:: vip=0.0.0.0,:: | own | own
 """,
 )
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_frontends_of_a_service(row: Row):
-    text = row.service
+def test_the_frontends_of_a_service(service_text, v4, v6):
+    """A Service, and its expected frontends in each family, in the words of WORDS and NAMES."""
+    text = service_text
     for word, meaning in WORDS.items():
         text = text.replace(f" {word}", f" {meaning}")
     web = service(text)
-    for family, expected in ((4, row.v4), (6, row.v6)):
+    for family, expected in ((4, v4), (6, v6)):
         found = compute_frontends(web, web.ports[0], family)
         shown = [f"{f.kind}={f.at}".removesuffix("/TCP") for f in found]
         names = [NAMES.get(one, one.removeprefix("ExternalIP=").removesuffix(":80")) for one in shown]
@@ -89,33 +77,25 @@ def test_the_frontends_of_a_service(row: Row):
         assert externally_reachable(web, web.ports[0], family) or len(found) <= 1
 
 
-def test_a_frontend_has_the_protocol_of_its_port():
-    dns = service("dns protocol=UDP port=53 node-port=30053")
-    found = compute_frontends(dns, dns.ports[0], 4)
-    assert [str(f.at) for f in found] == ["10.96.0.1:53/UDP", "0.0.0.0:30053/UDP"]
-
-
-def test_without_ranges_nothing_is_restricted():
-    assert not restricts_clients((), 4)
-    assert not restricts_clients(cidrs("fd00::/8"), 4)
-    assert restricts_clients(cidrs("0.0.0.0/1"), 4)
-
-
 # ---- addresses of the node ---------------------------------------------------------------------
 
 
-class NodeRow(NamedTuple):
-    """Where NodePorts answer; the Node object's addresses, the setting, and this machine's addresses."""
+def node_port_config(setting: str) -> Config:
+    """The setting of NodePort addresses: networks, ``all`` and ``primary``."""
+    words = setting.split()
+    return Config(
+        node_port_addresses=cidrs(" ".join(word for word in words if "/" in word)),
+        all_node_port_addresses="all" in words,
+        primary_node_ports="primary" in words,
+    )
 
-    name: str
-    expected: str = ""
-    node: str = ""
-    setting: str = ""
-    local: str = "127.0.0.1 127.1.2.3 ::1 10.0.0.5 192.168.1.5 fd00::5 fe80::1"
+
+def in_order(text: str) -> tuple:
+    return tuple(sorted(addrs(*text.split())))
 
 
-NODE_ROWS = table(
-    NodeRow,
+@each_cells(
+    "expected, node, setting, local_text",
     """
 by default the Node's first address of each family | 10.0.0.5 fd00::5 | 10.0.0.5 192.168.1.5 fd00::5 fd00::6
 a Node with one family has NodePorts in that family | 10.0.0.5 | 10.0.0.5
@@ -140,41 +120,17 @@ a primary address that is loopback | 192.168.1.5 | 127.0.0.1 | primary 192.168.0
 nothing known, nothing served |  |  |  | none
 each address once | 10.0.0.5 |  |  | 10.0.0.5 10.0.0.5 0.0.0.0 ::
 """,
+    local_text=lambda cell: cell or "127.0.0.1 127.1.2.3 ::1 10.0.0.5 192.168.1.5 fd00::5 fe80::1",
 )
+def test_the_addresses_of_node_ports(expected, node, setting, local_text):
+    """Where NodePorts answer; the Node object's addresses, the setting, and this machine's addresses."""
+    local = addrs(*local_text.removeprefix("none").split())
+    found = node_port_addresses(Node("me", addrs(*node.split())), local, node_port_config(setting))
+    assert found == in_order(expected)
 
 
-def node_port_config(setting: str) -> Config:
-    """The setting of NodePort addresses: networks, ``all`` and ``primary``."""
-    words = setting.split()
-    return Config(
-        node_port_addresses=cidrs(" ".join(word for word in words if "/" in word)),
-        all_node_port_addresses="all" in words,
-        primary_node_ports="primary" in words,
-    )
-
-
-def in_order(text: str) -> tuple:
-    return tuple(sorted(addrs(*text.split())))
-
-
-@pytest.mark.parametrize("row", NODE_ROWS, ids=lambda row: row.name)
-def test_the_addresses_of_node_ports(row: NodeRow):
-    local = addrs(*row.local.removeprefix("none").split())
-    found = node_port_addresses(Node("me", addrs(*row.node.split())), local, node_port_config(row.setting))
-    assert found == in_order(row.expected)
-
-
-class MasqueradeRow(NamedTuple):
-    """The Node's addresses, the local ones, and the masquerade address of each family."""
-
-    name: str
-    node: str = ""
-    local: str = ""
-    expected: str = ""
-
-
-MASQUERADES = table(
-    MasqueradeRow,
+@each_cells(
+    "node, local, expected",
     """
 the Node's first, though a later one is lower | 10.0.0.9 10.0.0.1 |  | 10.0.0.9
 the first of each family | fd00::9 10.0.0.9 fd00::1 10.0.0.1 |  | 10.0.0.9 fd00::9
@@ -184,26 +140,14 @@ never loopback | 127.0.0.1 10.0.0.2 | ::1 fd00::2 127.0.0.2 | 10.0.0.2 fd00::2
 none
 """,
 )
+def test_the_masquerade_addresses(node, local, expected):
+    """The Node's addresses, the local ones, and the masquerade address of each family."""
+    found = masquerade_addresses(Node("me", addrs(*node.split())), addrs(*local.split()))
+    assert found == in_order(expected)
 
 
-@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
-def test_the_masquerade_addresses(row: MasqueradeRow):
-    found = masquerade_addresses(Node("me", addrs(*row.node.split())), addrs(*row.local.split()))
-    assert found == in_order(row.expected)
-
-
-class LocalRow(NamedTuple):
-    """The detect-local mode, --cluster-cidr, the Node's podCIDRs; the networks of local pods."""
-
-    name: str
-    expected: str
-    mode: LocalMode
-    cluster: str = ""
-    node: str = ""
-
-
-LOCAL_ROWS = table(
-    LocalRow,
+@each_cells(
+    "expected, mode, cluster, node",
     """
 no mode |  | NONE |  | 10.1.0.0/24
 the cluster's network | 10.0.0.0/8 | CLUSTER_CIDR | 10.0.0.0/8 | 10.1.0.0/24
@@ -214,14 +158,13 @@ the Node has none yet |  | NODE_CIDR | 10.0.0.0/8
 by the bridge |  | BRIDGE_INTERFACE | 10.0.0.0/8 | 10.1.0.0/24
 by the device's name |  | INTERFACE_NAME_PREFIX | 10.0.0.0/8 | 10.1.0.0/24
 """,
+    mode=LocalMode,
 )
-
-
-@pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
-def test_the_networks_of_local_pods(row: LocalRow):
-    config = Config(detect_local_mode=row.mode, cluster_cidrs=cidrs(row.cluster))
-    found = local_networks(Node("me", pod_cidrs=cidrs(row.node)), config)
-    assert found == tuple(sorted(cidrs(row.expected)))
+def test_the_networks_of_local_pods(expected, mode, cluster, node):
+    """The detect-local mode, --cluster-cidr, the Node's podCIDRs; the networks of local pods."""
+    config = Config(detect_local_mode=mode, cluster_cidrs=cidrs(cluster))
+    found = local_networks(Node("me", pod_cidrs=cidrs(node)), config)
+    assert found == tuple(sorted(cidrs(expected)))
 
 
 class Unserved(NamedTuple):
@@ -264,33 +207,6 @@ def test_node_port_networks_without_a_local_address_are_reported(row: Unserved):
 # ---- Services that claim one address -----------------------------------------------------------
 
 
-class Conflict(NamedTuple):
-    """Two Services that claim one address; the winner first."""
-
-    name: str
-    winner: str
-    loser: str
-    at: str = "9.9.9.9:80"
-
-
-CONFLICTS = table(
-    Conflict,
-    """
-a newer cluster IP beats an older VIP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9 created=old
-a newer cluster IP beats an older external IP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
-a newer VIP beats an older external IP | z vip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
-two VIPs: the older Service | z vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=new
-two external IPs: the older Service | z external=9.9.9.9 created=old | b ip=2.2.2.2 external=9.9.9.9 created=new
-two NodePorts: the older | z node-port=30080 created=old | b ip=2.2.2.2 node-port=30080 created=new | 0.0.0.0:30080
-NodePorts, two ports | z node-port=30080 created=old | b ip=2.2.2.2 port=81 node-port=30080 created=new | 0.0.0.0:30080
-a Service of unknown age is the newest | z vip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9
-equally old: by namespace | a/z vip=9.9.9.9 created=old | b/b ip=2.2.2.2 vip=9.9.9.9 created=old
-equally old in one namespace: by name | a vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=old
-both of unknown age: by name | a vip=9.9.9.9 | b ip=2.2.2.2 vip=9.9.9.9
-""",
-)
-
-
 def states(service: Service) -> list[ServiceState]:
     return [
         ServiceState(
@@ -311,21 +227,38 @@ def settled(*services: Service) -> dict[ServicePortKey, ServiceState]:
     return {state.key: claims.resolve(state) for state in everything}
 
 
-@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.name)
-def test_which_service_wins_an_address(row: Conflict):
-    winner, loser = service(row.winner), service(row.loser)
+@each_cells(
+    "won_by, lost_by, at",
+    """
+a newer cluster IP beats an older VIP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9 created=old
+a newer cluster IP beats an older external IP | z ip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
+a newer VIP beats an older external IP | z vip=9.9.9.9 created=new | b ip=2.2.2.2 external=9.9.9.9 created=old
+two VIPs: the older Service | z vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=new
+two external IPs: the older Service | z external=9.9.9.9 created=old | b ip=2.2.2.2 external=9.9.9.9 created=new
+two NodePorts: the older | z node-port=30080 created=old | b ip=2.2.2.2 node-port=30080 created=new | 0.0.0.0:30080
+NodePorts, two ports | z node-port=30080 created=old | b ip=2.2.2.2 port=81 node-port=30080 created=new | 0.0.0.0:30080
+a Service of unknown age is the newest | z vip=9.9.9.9 created=new | b ip=2.2.2.2 vip=9.9.9.9
+equally old: by namespace | a/z vip=9.9.9.9 created=old | b/b ip=2.2.2.2 vip=9.9.9.9 created=old
+equally old in one namespace: by name | a vip=9.9.9.9 created=old | b ip=2.2.2.2 vip=9.9.9.9 created=old
+both of unknown age: by name | a vip=9.9.9.9 | b ip=2.2.2.2 vip=9.9.9.9
+""",
+    at=lambda cell: cell or "9.9.9.9:80",
+)
+def test_which_service_wins_an_address(won_by, lost_by, at):
+    """Two Services that claim one address; the winner first."""
+    winner, loser = service(won_by), service(lost_by)
     for order in ((winner, loser), (loser, winner)):
         found = settled(*order)
         (won,) = states(winner)
         (asked,) = states(loser)
         lost = found[asked.key]
         assert found[won.key] == won, "the winner has all that it asked for"
-        assert [(str(at), str(who)) for at, who in lost.lost] == [(f"{row.at}/TCP", str(winner.key))]
-        assert lost.frontends == tuple(f for f in asked.frontends if str(f.at) != f"{row.at}/TCP")
+        assert [(str(front), str(who)) for front, who in lost.lost] == [(f"{at}/TCP", str(winner.key))]
+        assert lost.frontends == tuple(f for f in asked.frontends if str(f.at) != f"{at}/TCP")
 
 
-NO_CONFLICTS = table(
-    Conflict,
+@each_cells(
+    "one, other",
     """
 one address, other ports                  | a vip=9.9.9.9     | b ip=2.2.2.2 vip=9.9.9.9 port=81
 one address and port, other protocols     | a vip=9.9.9.9     | b ip=2.2.2.2 vip=9.9.9.9 protocol=UDP
@@ -333,11 +266,9 @@ one NodePort, other protocols             | a node-port=30080 | b ip=2.2.2.2 nod
 a NodePort and a VIP with the same number | a node-port=30080 | b ip=2.2.2.2 port=30080 vip=9.9.9.9
 """,
 )
-
-
-@pytest.mark.parametrize("row", NO_CONFLICTS, ids=lambda row: row.name)
-def test_no_conflict(row: Conflict):
-    assert not any(state.lost for state in settled(service(row.winner), service(row.loser)).values())
+def test_no_conflict(one, other):
+    """Two Services that claim different addresses."""
+    assert not any(state.lost for state in settled(service(one), service(other)).values())
 
 
 def test_of_two_equal_ports_of_one_service_the_first_by_name_wins():

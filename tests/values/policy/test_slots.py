@@ -23,6 +23,7 @@ from kbpf.policy.spread import (
 )
 from tests.support import oracle
 from tests.support.plane import backends
+from tests.support.table import each_pair
 
 RANDOM, MAGLEV = Algorithm.RANDOM, Algorithm.MAGLEV
 AB = backends("10.0.0.1:80 10.0.0.2:80")
@@ -51,11 +52,10 @@ def test_without_weights_each_backend_has_one_slot():
     assert compute_slots(many(500)) == tuple(range(500))
 
 
-@pytest.mark.parametrize(
-    ("weights", "expected"), [((1, 1), (0, 1)), ((1, 2), (0, 1, 1)), ((2, 4), (0, 1, 1)), ((5, 5), (0, 1))]
-)
+@each_pair("weights, expected", "1 1 → 0 1\n1 2 → 0 1 1\n2 4 → 0 1 1\n5 5 → 0 1\n")
 def test_slots_follow_the_weights_divided_by_their_common_divisor(weights, expected):
-    assert compute_slots(AB, weighted(*weights)) == expected
+    found = compute_slots(AB, weighted(*map(int, weights.split())))
+    assert " ".join(map(str, found)) == expected
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (1, -1), (0, 1)])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ObjectStore keeps of the events, and which Services they touch."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import yaml
 from msgspec.structs import replace
 
@@ -21,7 +20,7 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
-from tests.support.table import pairs, table
+from tests.support.table import each_cells, pairs
 from tests.values.policy.services import addrs, cidrs, gone, key, up
 
 WEB = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),))
@@ -89,20 +88,11 @@ def events(text: str) -> list[Event]:
     return made
 
 
-class Row(NamedTuple):
-    """Earlier events (ALL: those of `ALL`), those of one batch, and what the batch touches: Services by name, `all`,
-    `pods`, addresses.
-    """
-
-    name: str
-    before: str = ""
-    now: str = ""
-    touched: str = ""
-
-
 ALL = "me web one pod"
-ROWS = table(
-    Row,
+
+
+@each_cells(
+    "before, now, touched_text",
     """
 nothing                                               | ALL
 a new Service                                         |                | web                    | ns/web 10.96.0.1
@@ -145,15 +135,15 @@ Pods are listed again                                 | ALL synced:Pod | synced:
 an unknown Node is deleted                            | ALL            | -you
 """,
 )
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_is_touched(row: Row):
-    world = store(row.before.replace("ALL", ALL))
-    words = row.touched.split()
+def test_what_is_touched(before, now, touched_text):
+    """Earlier events (ALL: those of `ALL`), those of one batch, and what the batch touches: Services by name, `all`,
+    `pods`, addresses.
+    """
+    world = store(before.replace("ALL", ALL))
+    words = touched_text.split()
     services = {ServiceName(*word.split("/")) for word in words if "/" in word}
     addresses = {parse_addr(word) for word in words if "." in word}
-    touched = world.apply(events(row.now))
+    touched = world.apply(events(now))
     assert touched == ChangeSet(services, "all" in words, "pods" in words, addresses)
     assert bool(touched) is bool(words)
 
@@ -224,16 +214,8 @@ OBJECTS |= {
 }
 
 
-class KubernetesRow(NamedTuple):
-    """Events about the slices of Service kubernetes, and the slices in use after the last."""
-
-    name: str
-    events: str
-    used: str = ""
-
-
-KUBERNETES_ROWS = table(
-    KubernetesRow,
+@each_cells(
+    "events, used",
     """
 a ready endpoint                                              | up                           | up
 a second ready endpoint                                       | up two-up                    | two-up
@@ -249,29 +231,18 @@ one is deleted, then the other emptied: the later one is kept | up second -up se
 a slice moves to another Service                              | up second second-of-other    | up
 """,
 )
-
-
-@pytest.mark.parametrize("row", KUBERNETES_ROWS, ids=lambda row: row.name)
-def test_service_kubernetes_keeps_its_last_endpoints(row: KubernetesRow):
-    found = store(row.events).slices(ServiceName("default", "kubernetes"))
-    assert found == tuple(OBJECTS[word] for word in row.used.split())
+def test_service_kubernetes_keeps_its_last_endpoints(events, used):
+    """Events about the slices of Service kubernetes, and the slices in use after the last."""
+    found = store(events).slices(ServiceName("default", "kubernetes"))
+    assert found == tuple(OBJECTS[word] for word in used.split())
 
 
 def test_other_services_do_not_keep_their_last_endpoints():
     assert store("one one-empty").slices(NAME) == (OBJECTS["one-empty"],)
 
 
-class Problems(NamedTuple):
-    """Events, and the lines of each object that has any; `usable`: no object is missing because it was rejected."""
-
-    rule: str
-    events: str
-    lines: str = ""
-    usable: bool = True
-
-
-PROBLEMS = table(
-    Problems,
+@each_cells(
+    "events, lines_text, usable",
     """
 rejected objects                                  | ALL !web !one     | web: bad; one: bad | no
 a rejection ends with an upsert or a delete       | ALL !web !two web -two
@@ -284,15 +255,14 @@ slices that are corrected or deleted              | one-odd two-odd !one one -tw
 what is skipped in a Service and our Node alone   | web-odd me-odd you-odd | web: odd; me: odd
 a Service and our Node that are corrected         | web-odd me-odd -web me
 """,
+    usable=lambda cell: cell != "no",
 )
-
-
-@pytest.mark.parametrize("row", PROBLEMS, ids=lambda row: row.rule)
-def test_problems(row: Problems):
-    world = store(row.events.replace("ALL", ALL))
+def test_problems(events, lines_text, usable):
+    """Events, and the lines of each object that has any; `usable`: no object is missing because it was rejected."""
+    world = store(events.replace("ALL", ALL))
     lines = {name: world.problems_of(key(OBJECTS[name])) for name in ("web", "one", "two", "me", "pod", "you")}
-    assert "; ".join(f"{name}: {', '.join(each)}" for name, each in lines.items() if each) == row.lines
-    assert world.all_usable is row.usable
+    assert "; ".join(f"{name}: {', '.join(each)}" for name, each in lines.items() if each) == lines_text
+    assert world.all_usable is usable
 
 
 def test_rejected_object_keeps_its_previous_version():

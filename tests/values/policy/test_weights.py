@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set.
-
-test_any_order.py compares those of random Services with a naive model.
-"""
+"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +24,7 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
-from tests.support.table import table
+from tests.support.table import each_cells, table
 from tests.values.policy.services import end, numbers, piece, service
 
 # ---- the annotations ---------------------------------------------------------------------------
@@ -184,17 +181,11 @@ def rules(text: str) -> Weights:
     return Weights(tuple(addresses), tuple(pods), tuple(nodes), tuple(zones), default)
 
 
-class SetRow(NamedTuple):
-    """Rules for three endpoints, the endpoints that get connections, and their weights."""
-
-    name: str
-    rules: str
-    who: str
-    weights: str = ""
+THREE = piece("1@me,a 2@you,a 3@you,b", pods="web-1 web-2 web-3")
 
 
-ROWS = table(
-    SetRow,
+@each_cells(
+    "rules_text, who, weights",
     """
 no rule                       |               | 1 2 3
 equal weights                 | *=9           | 1 2 3
@@ -215,24 +206,16 @@ all are 0: as without weights | *=0           | 1 2 3
 a rule for an unknown Pod     | web-9=9       | 1 2 3
 """,
 )
-THREE = piece("1@me,a 2@you,a 3@you,b", pods="web-1 web-2 web-3")
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_weights_of_a_set(row: SetRow):
-    selection = ask(rules(row.rules), THREE)
-    assert numbers(selection.cluster) == row.who
-    assert " ".join(map(str, selection.cluster_weights)) == row.weights
+def test_weights_of_a_set(rules_text, who, weights):
+    """Rules for three endpoints, the endpoints that get connections, and their weights."""
+    selection = ask(rules(rules_text), THREE)
+    assert numbers(selection.cluster) == who
+    assert " ".join(map(str, selection.cluster_weights)) == weights
     assert numbers(selection.serving) == "1 2 3", "UDP flows stay with whoever serves"
     assert selection.any_endpoints
     for line in selection.explain():
-        is_chosen = str(line.endpoint.address[-1]) in row.who
+        is_chosen = str(line.endpoint.address[-1]) in who
         assert (line.reason is EndpointReason.WEIGHT_ZERO) is not is_chosen
-
-
-def test_without_weights_a_set_has_none():
-    found = ask(None, THREE)
-    assert (found.cluster_weights, found.zero_weight) == ((), frozenset())
 
 
 def test_cluster_set_and_local_set_are_weighted_separately():
@@ -245,18 +228,19 @@ def test_cluster_set_and_local_set_are_weighted_separately():
     assert reasons[1] is EndpointReason.LOCAL_ONLY
 
 
-ENTRIES = {
-    # two slices and the names of their Pods, the rules, and the weights of endpoints 1 and 2, in any order of slices
-    "draining ones": (("1/draining 2/draining", "a-1 b-1"), ("", ""), "a-1=5", (5, 1)),
-    "an address in two slices: the ready entry": (("1/down 2", "old-1 x-1"), ("1", "new-1"), "new-1=3 old-1=0", (3, 1)),
-    "equal entries: the last Pod name": (("1 2", "p-1 x-1"), ("1", "q-1"), "p-1=3 q-1=5", (5, 1)),
-}
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_weights_of_entries_of_an_address(name: str):
-    first, second, text, weights = ENTRIES[name]
-    one, two = (piece(listed, pods=pods, name=f"s{n}") for n, (listed, pods) in enumerate((first, second)))
+@each_cells(
+    "first, its_pods, second, pods, text, weights",
+    """\
+draining ones | 1/draining 2/draining | a-1 b-1 |  |  | a-1=5 | 5 1
+an address in two slices: the ready entry | 1/down 2 | old-1 x-1 | 1 | new-1 | new-1=3 old-1=0 | 3 1
+equal entries: the last Pod name | 1 2 | p-1 x-1 | 1 | q-1 | p-1=3 q-1=5 | 5 1
+""",
+)
+def test_weights_of_entries_of_an_address(first, its_pods, second, pods, text, weights):
+    """Two slices, each with the names of its Pods, the rules, and the weights of endpoints 1 and 2, in any order of
+    slices.
+    """
+    one, two = piece(first, pods=its_pods, name="s0"), piece(second, pods=pods, name="s1")
     for pieces in ((one, two), (two, one)):
         found = ask(rules(text), *pieces)
-        assert (numbers(found.cluster), found.cluster_weights) == ("1 2", weights)
+        assert (numbers(found.cluster), found.cluster_weights) == ("1 2", tuple(map(int, weights.split())))

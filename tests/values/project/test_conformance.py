@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tests/conformance: its lists, how it reads a report, and the document made from its results."""
 
-import pytest
-
 from tests.conformance import report, suite
-from tests.conformance.report import FAIL, PASS, SKIP, Row, Run
+from tests.conformance.report import PASS
 from tests.conformance.versions import VERSIONS
 from tests.support.build import go_build
 from tests.support.build.programs import PREVIOUS
@@ -24,36 +22,6 @@ def test_each_line_of_the_short_list_selects_one_test_of_the_long_list():
         selected = [name for name in NAMES if suite.Selection([regex]).includes(name)]
         assert len(selected) == 1, (regex, selected)
         assert every.includes(selected[0])
-
-
-JUNIT = """<testsuites><testsuite>
-<testcase name="[BeforeSuite]" status="passed" time="1"/>
-<testcase name="[It] [sig-network] a [Slow] [sig-network, Slow]" status="passed" time="1.5"/>
-<testcase name="[It] [sig-network] b [sig-network]" status="failed" time="2">
-  <failure message="no&#10;answer" type="failed"/></testcase>
-<testcase name="[It] [sig-network] c [sig-network]" status="skipped" time="0.1">
-  <skipped message="skipped - needs six nodes"/></testcase>
-<testcase name="[It] [sig-network] d [sig-network]" status="skipped" time="0">
-  <skipped message="skipped"/></testcase>
-<testcase name="[SynchronizedBeforeSuite]" status="panicked" time="3">
-  <error message="no nodes"/></testcase>
-</testsuite></testsuites>"""
-ROWS = [
-    Row(FAIL, "[SynchronizedBeforeSuite]", 3.0, "no nodes"),
-    Row(PASS, "[sig-network] a [Slow]", 1.5),
-    Row(FAIL, "[sig-network] b", 2.0, "no answer"),
-    Row(SKIP, "[sig-network] c", 0.1, "needs six nodes"),
-]
-
-
-def test_the_report_of_ginkgo_is_read():
-    """Tests that were not selected are left out; a failure of the suite itself is one."""
-    assert suite.rows(JUNIT) == ROWS
-
-
-@pytest.mark.parametrize(("rows", "passes"), [(ROWS[1:2], True), (ROWS[1::2], True), (ROWS[3:], False), (ROWS, False)])
-def test_a_run_passes_if_something_passed_and_nothing_failed(rows: list[Row], passes: bool):
-    assert Run("1.37.1", "kbpf", "6", tuple(rows)).passes is passes
 
 
 def test_the_document_has_the_recorded_results():

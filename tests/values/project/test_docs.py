@@ -22,7 +22,7 @@ from tests.support.cluster import kubeadm
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import FEATURES
 from tests.support.runtime import docs
-from tests.support.table import pairs
+from tests.support.table import each_pair, pairs
 
 ROOT = docs.ROOT
 NEWS = tuple(sorted(f"news/{path.name}" for path in (docs.ROOT / "news").glob("*.md")))
@@ -56,7 +56,7 @@ docs/troubleshoot.md: → tests/lab/cluster/test_docs.py
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_shell_block_is_run_by_a_test(page: str):
+def test_every_shell_block_is_run_by_a_test(page):
     tests = {where.partition(":")[2].strip(): test for where, test in BLOCKS if where.startswith(f"{page}:")}
     met = set()
     for block in docs.blocks(page):
@@ -69,7 +69,7 @@ def test_every_shell_block_is_run_by_a_test(page: str):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_yaml_and_json_blocks_can_be_parsed(page: str):
+def test_yaml_and_json_blocks_can_be_parsed(page):
     for kind, load in (("yaml", yaml.safe_load_all), ("json", lambda text: [json.loads(text)])):
         for block in docs.blocks(page, kind):
             assert all(isinstance(each, dict) for each in load(block)), block
@@ -139,7 +139,7 @@ def shipped() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [*shipped(), "kubeadm's own"])
-def test_the_documented_block_changes_the_bit_in_each_config(name: str, tmp_path):
+def test_the_documented_block_changes_the_bit_in_each_config(name, tmp_path):
     config = (shipped() | {"kubeadm's own": kubeadm.config("10.244.0.0/16")})[name]
     done = change_bit(tmp_path, config)
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_link_targets_exist(page: str):
+def test_link_targets_exist(page):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", link):
@@ -183,6 +183,7 @@ def test_link_targets_exist(page: str):
 def test_every_page_is_listed():
     """In docs/README.md, which says who reads what, and which README.md names."""
     assert "(docs/README.md)" in (ROOT / "README.md").read_text()
+    assert "(../docs/security.md)" in (ROOT / ".github/SECURITY.md").read_text()
     text = (ROOT / "docs" / "README.md").read_text()
     pages = [page for page in docs.PAGES[1:] if not page.startswith("docs/runbooks/")]
     pages.remove("docs/README.md")
@@ -204,7 +205,7 @@ FILE = re.compile(r"(?:tests|manifests|kbpf|benchmarks|vagrant|tools|docs)/[\w./
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_files_exist(page: str):
+def test_named_files_exist(page):
     for span in docs.spans(page):
         if not FILE.fullmatch(span):
             continue
@@ -216,15 +217,31 @@ def test_named_files_exist(page: str):
 
 @cache
 def all_tests() -> set[str]:
-    """The names of all tests."""
-    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
-    return {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
+    """The names of all tests, alone and as FILE::NAME."""
+    found = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names = re.findall(r"^def (test_\w+)\(", path.read_text(), re.M)
+        found |= {*names, *(f"{path.relative_to(ROOT)}::{name}" for name in names)}
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_tests_exist(page: str):
-    named = [span for span in docs.spans(page) if re.fullmatch(r"test_\w+", span)]
+def test_named_tests_exist(page):
+    named = [span for span in docs.spans(page) if re.fullmatch(r"(tests/[\w/]+\.py::)?test_\w+", span)]
     assert [name for name in named if name not in all_tests()] == []
+
+
+PROMISES = ("can and cannot do", "What each right is for", "What is not defended")
+
+
+def test_every_promise_of_the_security_page_names_a_test():
+    sections = re.split(r"^## ", (ROOT / "docs/security.md").read_text(), flags=re.M)[1:]
+    chosen = [text for text in sections if any(p in text.splitlines()[0] for p in PROMISES)]
+    assert len(chosen) == 8
+    for section in chosen:
+        promises = re.split(r"^- ", section, flags=re.M)[1:]
+        assert promises
+        assert [each for each in promises if "`tests/" not in each] == []
 
 
 def options() -> set[str]:
@@ -238,7 +255,7 @@ def options() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_options_exist(page: str):
+def test_named_options_exist(page):
     """`--max-...` and `--conntrack-*` stand for all options with that prefix."""
     known = options() | {option for _, others in OTHERS for option in others.split()}
     for span in docs.spans(page):
@@ -343,24 +360,24 @@ def test_the_table_of_threads_is_complete():
 # ---- figures -------------------------------------------------------------------------------------
 
 
-FIGURES = pairs("""\
-short connections to a ClusterIP → kbpf |: short connections
-short connections to a NodePort → kbpf `stack` |: short connections
-requests on a kept connection to a NodePort → kbpf `stack` |: requests
-""")
-"""The first words of a row of README.md → a text in the heading of its table in performance.md: the first words of
-the rows there.
-"""
-
-
 def tables(page: str) -> list[list[list[str]]]:
     """All tables of a page as rows of cells, without the line below the heading."""
     found = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE)
     return [[cells(row) for row in table.splitlines() if "---" not in row] for table in found]
 
 
-@pytest.mark.parametrize(("named", "where"), FIGURES)
-def test_readme_has_the_measured_figures(named: str, where: str):
+@each_pair(
+    "named, where",
+    """\
+short connections to a ClusterIP → kbpf |: short connections
+short connections to a NodePort → kbpf `stack` |: short connections
+requests on a kept connection to a NodePort → kbpf `stack` |: requests
+""",
+)
+def test_readme_has_the_measured_figures(named, where):
+    """The first words of a row of README.md → a text in the heading of its table in performance.md: the first words of
+    the rows there.
+    """
     heading, _, measured = where.partition(": ")
     (readme,) = [row for table in tables("README.md") for row in table if row[0].startswith(named)]
     (table,) = [t for t in tables("docs/performance.md") if heading in " | ".join(t[0])]

@@ -129,7 +129,7 @@ def test_every_alert_has_a_summary_and_documentation():
 
 
 @pytest.mark.parametrize("alert", [rule["alert"] for rule in rules()])
-def test_every_runbook_begins_with_a_command_of_kbpf(alert: str):
+def test_every_runbook_begins_with_a_command_of_kbpf(alert):
     page = f"docs/runbooks/{alert}.md"
     assert (docs.ROOT / page).read_text().startswith(f"# {alert}\n")
     (block,) = docs.blocks(page, "")

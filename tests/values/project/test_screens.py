@@ -27,7 +27,7 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", docs.PAGES)
-def test_page_has_the_screens_that_the_table_names(page: str):
+def test_page_has_the_screens_that_the_table_names(page):
     drawn = [name for name in images(page) if f"{name}.png" not in BROWSER_PICTURES]
     assert sorted(drawn) == sorted(s.name for s in SCREENS if page in s.pages)
     recorded = [command for command in blocks(page) if command not in OTHER_SCENES]

@@ -35,7 +35,7 @@ def locked(lock: str = "requirements.lock") -> dict[str, tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("lock", WANTED)
-def test_everything_is_locked_with_hashes(lock: str):
+def test_everything_is_locked_with_hashes(lock):
     """All requirements of pyproject.toml are locked in an allowed version; each line has a hash."""
     found = locked(lock)
     assert all(hashes for _, hashes in found.values())
@@ -79,7 +79,7 @@ BASES = [
 
 
 @pytest.mark.parametrize(("release", "base", "builds"), BASES)
-def test_a_release_names_its_base_by_digest(release: str, base: str, builds: bool):
+def test_a_release_names_its_base_by_digest(release, base, builds):
     """Runs the Containerfile's own check in a shell."""
     (script,) = re.findall(r"^RUN (case .*?esac)$", CONTAINERFILE, re.M | re.S)
     done = subprocess.run(
@@ -115,7 +115,7 @@ NAMES_THE_VERSION = {
 
 
 @pytest.mark.parametrize("name", NAMES_THE_VERSION)
-def test_files_name_the_version_of_the_package(name: str):
+def test_files_name_the_version_of_the_package(name):
     assert set(re.findall(NAMES_THE_VERSION[name], (ROOT / name).read_text())) == {__version__}
 
 

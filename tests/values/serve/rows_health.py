@@ -21,29 +21,29 @@ def told(good: bool) -> str:
 
 WELL, LATE = HealthVerdict(True, SYNCED, NOW), HealthVerdict(False, SYNCED, NOW)
 FIRST = HealthVerdict(True, None, NOW)
-HEALTH_ROWS = [
+HEALTH_ROWS = {
     # the rule, the health, whether the node is eligible, the path; the response's status and body
-    ("healthy", WELL, True, "/healthz", 200,
+    "healthy": (WELL, True, "/healthz", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
               f'{told(True)}}}'),
-    ("healthy: livez does not mention the node", WELL, True, "/livez", 200,
+    "healthy: livez does not mention the node": (WELL, True, "/livez", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
-    ("the node is being deleted", WELL, False, "/healthz", 503,
+    "the node is being deleted": (WELL, False, "/healthz", 503,
               f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":false,"healthy":true,'
               f'{told(True)}}}'),
-    ("the node is being deleted: livez ignores it", WELL, False, "/livez", 200,
+    "the node is being deleted: livez ignores it": (WELL, False, "/livez", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
-    ("late", LATE, True, "/healthz", 503,
+    "late": (LATE, True, "/healthz", 503,
               f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":true,"healthy":false,'
               f'{told(False)}}}'),
-    ("late: livez", LATE, True, "/livez", 503,
+    "late: livez": (LATE, True, "/livez", 503,
               f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","healthy":false,{told(False)}}}'),
-    ("starting", FIRST, True, "/healthz", 200,
+    "starting": (FIRST, True, "/healthz", 200,
               f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true}}'),
-    ("starting on a node that is being deleted", FIRST, False, "/healthz", 503,
+    "starting on a node that is being deleted": (FIRST, False, "/healthz", 503,
               f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{AT}","nodeEligible":false,'
               f'"healthy":true}}'),
-]
+}
 
 
 VERDICTS = {"well": WELL, "late": LATE, "first": FIRST}

@@ -35,7 +35,7 @@ from kbpf.serve.server import AgentServer
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.lab.web import get
-from tests.support.table import pairs
+from tests.support.table import each_case, each_pair
 from tests.values.serve.rows_health import (
     ENDPOINT_COUNTS,
     HEALTH_ROWS,
@@ -49,12 +49,8 @@ from tests.values.serve.rows_health import (
 )
 
 
-@pytest.mark.parametrize(
-    ("verdict", "eligible", "path", "status", "body"),
-    [row[1:] for row in HEALTH_ROWS],
-    ids=[row[0] for row in HEALTH_ROWS],
-)
-def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible: bool, path: str, status: int, body: str):
+@each_case("verdict, eligible, path, status, body", HEALTH_ROWS)
+def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible, path, status, body):
     answer = healthz(verdict, eligible) if path == "/healthz" else livez(verdict)
     assert answer == HttpResponse(status, body.encode(), "application/json")
 
@@ -69,18 +65,18 @@ def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible: bool, pat
         (None, "0001-01-01T00:00:00Z"),
     ],
 )
-def test_go_time_format(moment: int | None, text: str):
+def test_go_time_format(moment, text):
     assert format_go_time(moment) == text
 
 
 @pytest.mark.parametrize(("case", "text"), READY)
-def test_readyz_responses(case: str, text: str):
+def test_readyz_responses(case, text):
     answer = readyz(*ready_case(case))
     assert answer == HttpResponse(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
 
 
-@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES)
-def test_health_over_time(steps: str):
+@each_case("steps", HISTORIES)
+def test_health_over_time(steps):
     now = 0.0
     health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
     for step in steps.split(", "):
@@ -117,7 +113,7 @@ def test_a_late_agent_fails_the_health_checks_of_services():
 
 
 @pytest.mark.parametrize(("ends", "counts"), ENDPOINT_COUNTS)
-def test_local_endpoints_are_counted(ends: str, counts: str):
+def test_local_endpoints_are_counted(ends, counts):
     found = compute_health_check(WEB, slices(ends.partition(":")[2].strip()), "n1")
     assert found == HealthCheck(31_999, *map(int, counts.split()))
 
@@ -133,7 +129,7 @@ def test_service_without_health_check_port_has_no_check():
 
 
 @pytest.mark.parametrize(("addresses", "on"), LISTEN_ROWS)
-def test_listen_addresses_of_a_health_check(addresses: str, on: str, monkeypatch):
+def test_listen_addresses_of_a_health_check(addresses, on, monkeypatch):
     """As kube-proxy: a family without a usable address listens on the wildcard address."""
     at, own = (part.split() for part in addresses.split("|"))
     opened: list[str] = []
@@ -180,7 +176,9 @@ class Ports:
             work()
 
 
-PORT_ROWS = pairs("""\
+@each_pair(
+    "steps, outcome",
+    """\
 another number: a=1, a=2 → 2=a
 the same again: a=1, a=1 → 1=a
 deleted: a=1, → none
@@ -190,14 +188,12 @@ the second is deleted: a=1 b=1, a=1 → 1=a
 both are deleted while one waits: a=1 b=1, → none
 the second changes its port: a=1 b=1, a=1 b=2 → 1=a 2=b
 two swap their ports: a=1 b=2, a=2 b=1 → 1=b 2=a
-""")
-"""The health check port of each Service in every step → the Service of each port after the last step, and how
-many have no port. Retries run after each step.
-"""
-
-
-@pytest.mark.parametrize(("steps", "outcome"), PORT_ROWS)
-def test_which_service_gets_a_health_check_port(steps: str, outcome: str, monkeypatch):
+""",
+)
+def test_which_service_gets_a_health_check_port(steps, outcome, monkeypatch):
+    """The health check port of each Service in every step → the Service of each port after the last step, and how many
+    have no port. Retries run after each step.
+    """
     desk, ports = AgentServer(Config()), Ports()
     monkeypatch.setattr(desk._checks, "_http", ports)
     for step in steps.partition(":")[2].split(","):
@@ -228,7 +224,7 @@ TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStart
 
 @pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
 @pytest.mark.parametrize("which", TAKEN)
-def test_listen_address_in_use_is_an_event_and_a_problem(which: str, hard: bool, monkeypatch):
+def test_listen_address_in_use_is_an_event_and_a_problem(which, hard, monkeypatch):
     monkeypatch.setattr(desk_module, "LISTEN_RETRY_INTERVAL_S", 0.01)
     server = EventServer()
     with socket.create_server(("127.0.0.1", 0)) as taken:

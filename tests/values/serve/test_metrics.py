@@ -3,13 +3,11 @@
 compares types, labels and buckets with a real kube-proxy's.
 """
 
-import math
 import re
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
-import pytest
 import yaml
 
 from kbpf.errors import KernelError
@@ -37,7 +35,7 @@ from tests.support.faults.event_server import EventServer
 from tests.support.golden import FOLDER, Golden
 from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
-from tests.support.table import pairs
+from tests.support.table import each_case, each_pair
 from tests.values.views.snapshots import agent, stats
 
 STATUS = agent("""
@@ -209,21 +207,21 @@ def replace_status(**change: object) -> AgentStatus:
     return msgspec.structs.replace(BUSY_STATUS, **({"config_error": ""} | change))
 
 
-SERIES = pairs("""\
+@each_pair(
+    "given, shown",
+    """\
 2 of a/x=5 a/y=7 a/z=6 → a/y a/z
 2 of a/x=5! a/y=7 a/z=6 → a/x a/y
 2 of a/x=500 a/y=700 a/z=600 b/x=1 → a/y b/x
 3 of a/x=500 a/y=700 a/z=600! b/x=1! b/y=2 → a/y a/z b/x
 1 of a/x=500 b/x=1! c/x=2 → b/x
 0 of a/x=500 →
-""")
-"""A limit, and Services with their connections, `!`: with a failure → those with series: those with failures, the
-busiest, and a share for each namespace.
-"""
-
-
-@pytest.mark.parametrize(("given", "shown"), SERIES)
-def test_which_services_have_series(given: str, shown: str):
+""",
+)
+def test_which_services_have_series(given, shown):
+    """A limit, and Services with their connections, `!`: with a failure → those with series: those with failures, the
+    busiest, and a share for each namespace.
+    """
     limit, _, words = given.partition(" of ")
     opened = [word.partition("=")[::2] for word in words.split()]
     totals = tuple(
@@ -392,9 +390,8 @@ STARTS = {
 """The mode, warnings about settings, and the reason and words of the Event before that of the start."""
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_what_is_unusual_at_a_start_is_one_event(name: str):
-    choice, warnings, reason, words = STARTS[name]
+@each_case("choice, warnings, reason, words", STARTS)
+def test_what_is_unusual_at_a_start_is_one_event(choice, warnings, reason, words):
     server = EventServer()
     desk = AgentServer(Config(), "bpf", post_event=server, warnings=warnings)
     desk.report_started("1", choice)
@@ -415,38 +412,19 @@ def test_rejected_configuration_is_one_event():
     assert notes(server, 0) == [("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")]
 
 
-def test_reason_for_ipvs_is_a_label():
-    families = page(status=replace_status(mode="ipvs", choice=IPVS_CHOICE))
-    labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
-    assert families["kbpf_mode_info"].value(**labels) == 1
-
-
-def test_latencies_are_histograms_by_service():
-    """A value of at most 2^-15 s is in the second bucket, one above 64 s in the last."""
-    families = page()
-    connect, round_trip = (families[f"kbpf_service_{name}_duration_seconds"] for name in ("connect", "round_trip"))
-    assert connect.bounds == [*(2.0**power for power in range(-16, 7)), math.inf]
-    assert connect.value(namespace="a", service="web", port="http", protocol="TCP", le="64") == 2
-    counts = [connect.value(le=le) for le in ("1.52587890625e-05", "3.0517578125e-05", "64", "+Inf")]
-    assert counts == [0, 2, 2, 3]
-    assert round_trip.value(le="+Inf") == 0
-    without = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, latencies=())))
-    assert "kbpf_service_connect_duration_seconds" not in without
-
-
-QUANTILES = pairs("""\
+@each_pair(
+    "given, power",
+    """\
 50 % of none → None
 50 % of 0*1 → -16
 50 % of 3*99 5*1 → -13
 99 % of 3*99 5*1 → -13
 99 % of 3*98 5*2 → -11
 50 % of 23*1 → inf
-""")
-"""A share of values, by the index of their bucket → the quantile as a power of 2."""
-
-
-@pytest.mark.parametrize(("given", "power"), QUANTILES)
-def test_quantile_of_a_latency(given: str, power: str):
+""",
+)
+def test_quantile_of_a_latency(given, power):
+    """A share of values, by the index of their bucket → the quantile as a power of 2."""
     share, _, values = given.partition(" % of ")
     buckets = [0] * 24
     for index, _, count in (word.partition("*") for word in values.split() if "*" in word):

@@ -23,6 +23,7 @@ from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
 from kbpf.source.folder.folder import FolderSource
 from tests.support.faults.fake_plane import FakePlane
+from tests.support.table import each_row
 
 FINE = """\
 apiVersion: v1
@@ -172,19 +173,13 @@ def served(*more: str) -> frozenset[str]:
     return frozenset(("shop/web 0.0.0.0:30080/TCP", "shop/web 10.96.0.10:80/TCP", *more))
 
 
-@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
+@each_row(MISTAKES)
 def test_mistake_is_one_log_line_and_one_problem(row: Mistake, tmp_path, told: Callable[[], list[str]]):
     node = Node(tmp_path, row.text)
     assert node.agent.status().problems == row.lines
     short = [escape_unprintable(line.removeprefix("bad/x TCP IPv4: ")) for line in row.lines]
     assert [escape_unprintable(line) for line in told()] == [row.log.format(line) for line in short]
     assert node.plane.served == served(*row.served)
-
-
-def test_unused_kind_is_logged_and_is_no_problem(tmp_path, told: Callable[[], list[str]]):
-    node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
-    assert told() == ["ignored objects of a kind that kbpf does not use kind=Deployment file=zz.yaml"]
-    assert node.agent.status().problems == ()
 
 
 def test_external_ip_of_this_node_is_logged_and_served(tmp_path, told: Callable[[], list[str]]):

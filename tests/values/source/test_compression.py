@@ -17,6 +17,7 @@ from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.transport import READ_SIZE, ApiConnection, ReadTimeout, ResponseLimitExceeded
 from tests.support.faults import fault_wire as wire
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step
+from tests.support.table import each_case
 
 TEXT = random.Random(7).randbytes(300_000) + bytes(1_000_000)
 GZIP = {"Content_Encoding": "gzip"}
@@ -73,7 +74,7 @@ def test_several_gzip_members_are_one_body(serve, sizes: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("size", [READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE, 0])
-def test_flushed_bytes_are_returned_at_once(serve, size: int):
+def test_flushed_bytes_are_returned_at_once(serve, size):
     """Flushed bytes are returned before the server sends anything more."""
     text = bytes(size)
     packer = zlib.compressobj(wbits=31)
@@ -120,17 +121,17 @@ def test_gzip_bomb_is_limited_by_its_uncompressed_size(serve, monkeypatch):
     assert len(connection.request("/").read_error_body()) == transport.MAX_ERROR_BYTES
 
 
-BROKEN = [
-    ("cut inside a member", MEMBERS[:2000], "the server closed the connection"),
-    ("cut inside a member's header", MEMBERS + b"\x1f\x8b", "the server closed the connection"),
-    ("not gzip", b"{}" * 100, "not gzip"),
-    ("garbage after a member", gzip.compress(b"{}") + b"more", "not gzip"),
-    ("a wrong checksum", gzip.compress(TEXT)[:-8] + bytes(8), "not gzip"),
-]
+BROKEN = {
+    "cut inside a member": (MEMBERS[:2000], "the server closed the connection"),
+    "cut inside a member's header": (MEMBERS + b"\x1f\x8b", "the server closed the connection"),
+    "not gzip": (b"{}" * 100, "not gzip"),
+    "garbage after a member": (gzip.compress(b"{}") + b"more", "not gzip"),
+    "a wrong checksum": (gzip.compress(TEXT)[:-8] + bytes(8), "not gzip"),
+}
 
 
-@pytest.mark.parametrize(("name", "body", "what"), BROKEN, ids=[row[0] for row in BROKEN])
-def test_broken_gzip_is_an_error(serve, name: str, body: bytes, what: str):
+@each_case("body, what", BROKEN)
+def test_broken_gzip_is_an_error(serve, body, what):
     connection = serve(sends(body, 4096), lambda e: e.answer(200, body, **GZIP))
     with pytest.raises(SourceError, match=what):
         whole(connection)

@@ -31,7 +31,7 @@ from kbpf.views.latency import LatencyRow, format_milliseconds
 from kbpf.views.page import Page
 from kbpf.views.top import By, TopSummary
 from tests.support.golden import Golden
-from tests.support.table import pairs
+from tests.support.table import each_named_pair, each_pair
 from tests.values.views.snapshots import TCP, UDP, key, snapshot, stats
 
 PORT = ServicePort(1, ServicePortKey("shop", "prices", "http", TCP, 4))
@@ -240,17 +240,6 @@ def test_pages_of_top(golden: Golden):
     golden("top.txt", "\n".join(texts))
 
 
-READS = pairs("""\
-none: | →
-first: | -10*3 / -9*3 → 0.977 0.977 1.953 1.953
-only new ones: -10*90 | -10*90 0*1 → 1000 1000 - -
-no new ones: -10*90 | -10*90 →
-of another agent: -10*90 | -10*1 →
-two families: , | -10*1, -2*1 → 0.977 250 - -
-""")
-"""Latencies of a Service's ports before | after → those in between: percentiles of connect(), then of round trips."""
-
-
 def read_port(when: float, text: str, opened: int) -> Inspection:
     traffic = (BackendTraffic(1, None, "all", 0, ConnectionStats(opened=opened)),)
     ports = (
@@ -262,9 +251,20 @@ def read_port(when: float, text: str, opened: int) -> Inspection:
     return Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=tuple(ports))
 
 
-@pytest.mark.parametrize(("histograms", "expected"), READS)
-def test_latencies_are_those_between_the_two_reads(histograms: str, expected: str):
-    before, after = histograms.partition(": ")[2].split("|")
+@each_named_pair(
+    "histograms, expected",
+    """\
+none: | →
+first: | -10*3 / -9*3 → 0.977 0.977 1.953 1.953
+only new ones: -10*90 | -10*90 0*1 → 1000 1000 - -
+no new ones: -10*90 | -10*90 →
+of another agent: -10*90 | -10*1 →
+two families: , | -10*1, -2*1 → 0.977 250 - -
+""",
+)
+def test_latencies_are_those_between_the_two_reads(histograms, expected):
+    """Latencies of a Service's ports before | after → those in between: of connect(), then of round trips."""
+    before, after = histograms.split("|")
     reads = read_port(10.0, before, 0), read_port(12.0, after, 4)
     (row,) = top.build_rows(*reads, By.SERVICES)
     values = [None if word == "-" else float(word) for word in expected.split()]
@@ -273,10 +273,8 @@ def test_latencies_are_those_between_the_two_reads(histograms: str, expected: st
     assert row.latency is None
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "text"), pairs("0.244 → 0.244ms\n999 → 999ms\n1000 → 1s\n64000 → 64s\ninf → >64s")
-)
-def test_times(milliseconds: str, text: str):
+@each_pair("milliseconds, text", "0.244 → 0.244ms\n999 → 999ms\n1000 → 1s\n64000 → 64s\ninf → >64s")
+def test_times(milliseconds, text):
     assert format_milliseconds(float(milliseconds)) == text
     assert format_milliseconds(None) == "-"
 
@@ -292,7 +290,7 @@ def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch):
 
 
 @pytest.mark.parametrize(("forwarding", "notes"), [("stack", ()), ("netfilter", (failures.CONNTRACK_NOTE,))])
-def test_failures_say_what_is_not_seen(forwarding: str, notes: tuple[str, ...]):
+def test_failures_say_what_is_not_seen(forwarding, notes: tuple[str, ...]):
     """An empty list must not look like a node without failures."""
     inspection = Inspection("/pins", node=NodeEntry(forwarding=forwarding))
     assert failures.build_page(inspection, "", "", 0.0).notes == notes

@@ -126,7 +126,7 @@ def test_texts_of_a_page(golden: Golden):
 
 
 @pytest.mark.parametrize("count", [html_page.MAX_SERVICES - 1, html_page.MAX_SERVICES + 3])
-def test_long_lists_are_cut_and_say_so(count: int):
+def test_long_lists_are_cut_and_say_so(count):
     """A tenant's failures, however many, leave a row to others."""
     services = (*(port(f"web-{n}", refused=1) for n in range(count)), port("other/web", opened=1))
     failures = tuple(

@@ -36,7 +36,7 @@ HERE = Path("/state")
 
 
 @pytest.mark.parametrize("port", [80, 30080])
-def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path, port: int):
+def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path, port):
     """The exact frontend takes precedence at its address and port. The NodePort's weights are then
     read from another address of the node.
     """

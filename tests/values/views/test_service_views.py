@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kbpf.checks.connect import MAX_BACKENDS, select_targets
 from kbpf.dataplane.bpf.inspect.snapshot import read_map
 from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.maps.layout import MAPS, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import ServiceFlag, ServiceValue
 from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
@@ -28,7 +28,7 @@ from kbpf.model.objects import Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import maps, service, status, trace, verification
 from tests.support.faults.fake_maps import FakeMap
-from tests.support.table import pairs
+from tests.support.table import each_named_pair, each_pair
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
 
 CLUSTER_IP = int(ServiceFlag.CLUSTER_IP)
@@ -51,19 +51,19 @@ def backends(*indexes: int) -> BackendSet:
     return BackendSet(1, len(indexes), slots)
 
 
-USES = pairs("""\
+@each_pair(
+    "sets, why",
+    """\
 1 | → used: ready
 1 | 1 Local → used: ready
 1 | 2 Local → used by policy Cluster: ready
 1 | Local → used by policy Cluster: ready
  | 1 Local → used by policy Local: ready
 2 | 2 Local → unknown
-""")
-"""Members of the cluster set | of the local set, and whether a policy is Local → the reason of endpoint 1."""
-
-
-@pytest.mark.parametrize(("sets", "why"), USES)
-def test_trace_names_the_policy_that_uses_an_endpoint(sets: str, why: str):
+""",
+)
+def test_trace_names_the_policy_that_uses_an_endpoint(sets, why):
+    """Members of the cluster set | of the local set, and whether a policy is Local → the reason of endpoint 1."""
     cluster, local = (map(int, part.replace("Local", "").split()) for part in sets.split("|"))
     frontend = FrontendEntry(at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local))
     port = ServicePort(
@@ -112,7 +112,9 @@ FRONTENDS = {
 }
 
 
-NAME_QUERIES = pairs(f"""\
+@each_pair(
+    "asked, found",
+    f"""\
 web → default/web shop/web
 web -n shop → shop/web
 shop/web → shop/web
@@ -138,12 +140,10 @@ web-0 -n default → no: shop/web-0
 web-1 -n shop → no: shop/web-0
 {LONG_POD} → kube-system/dns
 {LONG_POD}y → no: did you mean kube-system/dns-xxx
-""")
-"""A name and a namespace → the Services that are shown, or words of the error's hint."""
-
-
-@pytest.mark.parametrize(("asked", "found"), NAME_QUERIES)
-def test_service_is_found_by_name_and_namespace(asked: str, found: str):
+""",
+)
+def test_service_is_found_by_name_and_namespace(asked, found):
+    """A name and a namespace → the Services that are shown, or words of the error's hint."""
     held = snapshot(names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}}, endpoints=ENDPOINTS)
     name, _, namespace = asked.partition(" -n ")
     if hint := found.partition("no: ")[2]:
@@ -155,37 +155,35 @@ def test_service_is_found_by_name_and_namespace(asked: str, found: str):
         assert [each.service.full_name for each in shown] == found.split()
 
 
-CONDITIONS = [
-    "ready, serving → ready",
-    "serving → not ready, serving",
-    " → not ready",
-    "serving, terminating → terminating, serving",
-    "terminating → terminating",
-    "ready, serving, terminating → ready, terminating, serving",
-]
-"""The conditions of an endpoint, and the words for them."""
-
-
-@pytest.mark.parametrize("row", CONDITIONS)
-def test_state_of_an_endpoint_is_its_conditions(row: str):
-    conditions, _, words = row.partition(" → ")
+@each_pair(
+    "conditions, words",
+    """\
+ready, serving → ready
+serving → not ready, serving
+ → not ready
+serving, terminating → terminating, serving
+terminating → terminating
+ready, serving, terminating → ready, terminating, serving
+""",
+)
+def test_state_of_an_endpoint_is_its_conditions(conditions, words):
     given = [name in conditions.split(", ") for name in ("ready", "serving", "terminating")]
     assert EndpointEntry(backend(1), "", "", "", *given).state == words
 
 
-POD_INDEX = pairs("""\
+@each_named_pair(
+    "endpoints, expected",
+    """\
 one Pod behind two Services: 1 10.244.0.1 a, 2 10.244.0.1 a → 10.244.0.1 default/a
 two Pods with the address of their node: 1 10.0.0.1 a, 2 10.0.0.1 b →
 the address of this node: 1 10.0.0.9 a, 1 10.244.0.1 b → 10.244.0.1 default/b
 no Pod: 1 10.244.0.1 - →
-""")
-"""Service, address and Pod of endpoints → the address that is a Pod's."""
-
-
-@pytest.mark.parametrize(("endpoints", "expected"), POD_INDEX)
-def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str):
+""",
+)
+def test_address_is_a_pods_if_only_one_pod_has_it(endpoints, expected):
+    """Service, address and Pod of endpoints → the address that is a Pod's."""
     ports: dict[str, ServicePort] = {}
-    for endpoint in endpoints.partition(": ")[2].split(", "):
+    for endpoint in endpoints.split(", "):
         service_id, address, pod = endpoint.split()
         entry = EndpointEntry(at(address), f"default/{pod}" if pod != "-" else "")
         port = ports.setdefault(service_id, ServicePort(int(service_id), None, endpoints={}))
@@ -197,7 +195,9 @@ def test_address_is_a_pods_if_only_one_pod_has_it(endpoints: str, expected: str)
 # ---- maps, programs ----------------------------------------------------------------------------
 
 
-FILLS = pairs("""\
+@each_pair(
+    "given, fill",
+    """\
 services 79 → 79.0%
 services 80 → 80.0% !
 affinity 100 → 100.0% !
@@ -205,21 +205,15 @@ source_ranges 80 → 80.0% !
 node → -
 flow_queue → -
 flows 100 → 100.0%
-""")
-"""A map with room for 100 entries, and how many it has → its cell FILL; `!` is the alarm."""
-
-
-@pytest.mark.parametrize(("given", "fill"), FILLS)
-def test_map_alarm_is_at_80_percent(given: str, fill: str):
+""",
+)
+def test_map_alarm_is_at_80_percent(given, fill):
+    """A map with room for 100 entries, and how many it has → its cell FILL; `!` is the alarm."""
     name, *entries = given.split()
     contents = {bytes([i]): b"" for i in range(int(*entries or (100,)))}
     (row,) = maps.build_rows(snapshot(maps=(read_map(name, FakeMap(name, contents, 100)),)))
     assert (row.entries, row.alarm) == (int(entries[0]) if entries else None, "!" in fill)
     assert [column.text(row).strip() for column in maps.COLUMNS if column.title == "FILL"] == [fill]
-
-
-def test_every_map_has_a_purpose():
-    assert len({spec.purpose for spec in MAPS.values()} - {""}) == len(MAPS)
 
 
 def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
@@ -236,39 +230,31 @@ def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
 # ---- targets of check --attached ---------------------------------------------------------------
 
 
-def many(count: int) -> dict[int, int]:
-    return {i: i + 1 for i in range(count)}
-
-
-def dialled(**frontends: ServiceValue) -> list[str]:
-    held = snapshot(
-        frontends={at(f"10.96.0.{name[1:]}"): one for name, one in frontends.items()},
-        sets={i: many(i) for i in range(1, 10)} | {100: many(MAX_BACKENDS + 1)},
-        backends={i: backend(i) for i in range(1, MAX_BACKENDS + 2)},
-    )
-    return [str(at) for at, _ in select_targets(held)]
-
-
-def test_smallest_set_is_dialled():
-    assert dialled(_1=value(3), _2=value(2), _3=value(4)) == ["10.96.0.2:80/TCP"]
-
-
-def test_service_with_affinity_is_dialled_only_if_there_is_no_other():
-    assert dialled(_1=value(1, timeout=5), _2=value(4)) == ["10.96.0.2:80/TCP"]
-    assert dialled(_1=value(1, timeout=5)) == ["10.96.0.1:80/TCP"]
-
-
-@pytest.mark.parametrize(
-    "never",
-    [
-        value(1, size=0),
-        value(100),
-        value(1, flags=int(ServiceFlag.NODE_PORT)),
-        value(1, flags=int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)),
-        value(1, flags=int(ServiceFlag.CLUSTER_IP | ServiceFlag.INTERNAL_LOCAL)),
-        value(11),  # its set does not exist
-    ],
-    ids=["no backends", "too many", "NodePort", "restricted", "no local backend", "set is gone"],
+@each_named_pair(
+    "frontends, dialled",
+    """\
+the smallest set: 3 2 4 → 2
+affinity only if there is no other: 1/affinity 4 → 2
+affinity alone: 1/affinity → 1
+no backends: 1/empty →
+too many: 100 →
+NodePort: 1/NODE_PORT →
+restricted: 1/LOAD_BALANCER/RESTRICTED →
+no local backend: 1/CLUSTER_IP/INTERNAL_LOCAL →
+the set is gone: 11 →
+""",
 )
-def test_never_dialled(never: ServiceValue):
-    assert dialled(_1=never) == []
+def test_which_frontend_is_dialled(frontends, dialled):
+    """The set of each frontend and its flags → the number of the frontend. Set N has N backends, 100 too many, and 11
+    does not exist.
+    """
+    held = {}
+    for number, word in enumerate(frontends.split(), 1):
+        set_id, *more = word.split("/")
+        flags = sum(ServiceFlag[name] for name in more if name.isupper()) or CLUSTER_IP
+        held[at(f"10.96.0.{number}")] = value(int(set_id), "empty" not in more, flags, 5 * ("affinity" in more))
+    sets = {i: {slot: slot + 1 for slot in range(i)} for i in range(1, 10)}
+    sets[100] = {slot: slot + 1 for slot in range(MAX_BACKENDS + 1)}
+    entries = {i: backend(i) for i in range(1, MAX_BACKENDS + 2)}
+    found = select_targets(snapshot(frontends=held, sets=sets, backends=entries))
+    assert [str(where) for where, _ in found] == [f"10.96.0.{number}:80/TCP" for number in dialled.split()]

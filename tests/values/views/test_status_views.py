@@ -31,11 +31,15 @@ from kbpf.model.status import DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
 from kbpf.views.packet_path import availability, connections, devices, nat
 from tests.support.faults.fake_maps import FakeMap, target
-from tests.support.table import pairs
+from tests.support.table import each_cells, each_named_pair, each_pair
 from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
 FAILED = PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1)
-STATUS_ROWS = pairs("""\
+
+
+@each_pair(
+    "given, says",
+    """\
 healthy: → ok, runs
 its process does not exist: dead →
 silent for 10 s: heartbeat=4990 →
@@ -47,12 +51,10 @@ a change was not written: error=no → runs
 a device failed: failed → runs
 problems are not refusals: problem_count=3 → ok, runs
 no agent has ever run: never dead →
-""")
-"""The agent's status, process and hooks → what the view says."""
-
-
-@pytest.mark.parametrize(("given", "says"), STATUS_ROWS)
-def test_status_ok_and_running(given: str, says: str):
+""",
+)
+def test_status_ok_and_running(given, says):
+    """The agent's status, process and hooks → what the view says."""
     words = given.partition(":")[2].split()
     fields = {name: type(getattr(AGENT, name))(value) for name, value in (w.split("=") for w in words if "=" in w)}
     agent = replace(AGENT, packets=FAILED if "failed" in words else None, **fields)
@@ -131,7 +133,12 @@ def tracking(*found: TrackedConnection) -> FlowTable:
 
 
 SNATTED = "198.18.0.1:61000"
-CONNECTION_ROWS = pairs("""\
+PARTS = {"original": ORIGINAL, "reply": REPLY, "snat": SNAT_REPLY}
+
+
+@each_named_pair(
+    "entry, fields",
+    """\
 the original entry is lost: parts=reply → lost=('flow',)
 the reply entry is lost: parts=original → lost=('reply',)
 the SNAT entry is lost: snat parts=original|reply → lost=('source',)
@@ -145,17 +152,14 @@ an unknown state, from another version: state=9 → state=9
 from the node, through a device that is gone: device=1073741824 → device=#1073741824
 SCTP: protocol=132 → protocol=SCTP
 a last use in the future: idle=-5 → idle_seconds=0.0
-""")
-"""What is special about an entry, as arguments of track() → some fields of its row.
-tests/golden/inspect/connections.txt has the usual ones.
-"""
-PARTS = {"original": ORIGINAL, "reply": REPLY, "snat": SNAT_REPLY}
-
-
-@pytest.mark.parametrize(("entry", "fields"), CONNECTION_ROWS)
-def test_connection_row(entry: str, fields: str):
+""",
+)
+def test_connection_row(entry, fields):
+    """What is special about an entry, as arguments of track() → some fields of its row.
+    tests/golden/inspect/connections.txt has the usual ones.
+    """
     given: dict[str, Any] = {}
-    for word in entry.partition(": ")[2].split():
+    for word in entry.split():
         name, _, value = word.partition("=")
         match name:
             case "snat":
@@ -180,7 +184,7 @@ def test_connections_are_sorted_by_service_then_client():
 
 
 @pytest.mark.parametrize(("used", "alarm"), [(79, False), (80, True), (100, True)])
-def test_snat_port_alarm_is_at_80_percent(used: int, alarm: bool):
+def test_snat_port_alarm_is_at_80_percent(used, alarm):
     entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
     held = tracking(*entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1))
     node = NodeEntry((parse_addr("198.18.0.1"),), 61_000, 61_099)
@@ -210,7 +214,11 @@ PACKETS = {
     "no-clsact": PacketStatus(True, "no clsact"),
     "unknown": None,
 }
-PATHS = pairs("""\
+
+
+@each_named_pair(
+    "given, expected",
+    """\
 attached: on pinned → on
 disabled: off → off --packet-path false
 failed to load: no-clsact → failed no clsact
@@ -219,13 +227,11 @@ not attached yet: on → off not attached yet
 no status, but programs: unknown pinned → on
 no status and no programs: unknown → off no packet programs
 disabled, but programs are pinned until the next start: off pinned → on
-""")
-"""The agent's PacketStatus, whether programs are pinned → the view's state and words of the reason."""
-
-
-@pytest.mark.parametrize(("given", "expected"), PATHS)
-def test_packet_path_state(given: str, expected: str):
-    name, *pinned = given.partition(": ")[2].split()
+""",
+)
+def test_packet_path_state(given, expected):
+    """The agent's PacketStatus, whether programs are pinned → the view's state and words of the reason."""
+    name, *pinned = given.split()
     state, _, why = expected.partition(" ")
     said = replace(AGENT, packets=PACKETS[name])
     held = snapshot(status=said, agent_alive=True, hooks=ATTACHED, packet_programs=bool(pinned), fill=Fill(1, 1, 1, 9))
@@ -245,25 +251,29 @@ def test_forwarding_says_why_auto_is_not_netfilter():
 
 IN, OUT = (Attachment(2, direction, AttachMethod.TCX, 7) for direction in Direction)
 UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
-EXCLUDED = PacketStatus(True, excluded=("eth*",))
 
 
-ON = PacketStatus(True)
-DEVICE_ROWS = {
-    "a pod's veth": (POD, (IN, OUT), ON, "pod", "tc_x (tcx)", ""),
-    "no program at ingress": (UPLINK, (OUT,), ON, "host", "", "missing"),
-    "no programs": (UPLINK, (), ON, "host", "", "missing"),
-    "excluded, but with a program": (UPLINK, (IN,), EXCLUDED, "skipped", "tc_x (tcx)", "should have no program"),
-    "not in the list of devices": (UPLINK, (), PacketStatus(True, devices=("up*",)), "skipped", "", ""),
-}
-"""A device, its programs, the agent's PacketStatus; the row's role, ingress program and words of the problem. The
-usual ones are in tests/golden/inspect/devices.txt.
-"""
-
-
-@pytest.mark.parametrize("name", DEVICE_ROWS)
-def test_device_row(name: str):
-    device, on, said, role, ingress, problem = DEVICE_ROWS[name]
+@each_cells(
+    "device, on, said, role, ingress, problem",
+    """\
+a pod's veth | pod | ingress egress | on | pod | tc_x (tcx)
+no program at ingress | uplink | egress | on | host |  | missing
+no programs | uplink |  | on | host |  | missing
+excluded, but with a program | uplink | ingress | excluded | skipped | tc_x (tcx) | should have no program
+not in the list of devices | uplink |  | not listed | skipped
+""",
+    device={"pod": POD, "uplink": UPLINK}.get,
+    on=lambda cell: tuple({"ingress": IN, "egress": OUT}[name] for name in cell.split()),
+    said={
+        "on": PacketStatus(True),
+        "excluded": PacketStatus(True, excluded=("eth*",)),
+        "not listed": PacketStatus(True, devices=("up*",)),
+    }.get,
+)
+def test_device_row(device, on, said, role, ingress, problem):
+    """A device, its programs, the agent's PacketStatus; the row's role, ingress program and words of the problem. The
+    usual ones are in tests/golden/inspect/devices.txt.
+    """
     held = snapshot(
         status=replace(AGENT, packets=said),
         packet_programs=True,
@@ -277,29 +287,28 @@ def test_device_row(name: str):
     assert row.reason
 
 
-def test_the_flags_of_a_tunnel():
-    entry = DeviceEntry("host", 0, pods=False, peer=False, tunnel=True)
-    (row,) = devices.build_rows(
-        snapshot(devices={2: entry}, host_devices=build_devices((UPLINK,), (), {}, NO_PATTERNS))
-    )
-    assert (row.flags, row.l2_header) == (("tunnel",), 0)
-
-
 def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
-    (row,) = devices.build_rows(snapshot(host_devices=build_devices((UPLINK,), (), {}, NO_PATTERNS)))
-    assert (row.role, row.problem, row.l2_header) == ("host", "", None)
+    tunnel = DeviceEntry("host", 0, pods=False, peer=False, tunnel=True)
+    for held, flags, l2_header in (({}, (), None), ({2: tunnel}, ("tunnel",), 0)):
+        listed = build_devices((UPLINK,), (), {}, NO_PATTERNS)
+        (row,) = devices.build_rows(snapshot(devices=held, host_devices=listed))
+        assert (row.role, row.problem, row.flags, row.l2_header) == ("host", "", flags, l2_header)
 
 
-@pytest.mark.parametrize(
-    ("created", "fill", "lost", "alarm"),
-    [
-        (10, Fill(10, 10, 10, 100), 0, False),
-        (250, Fill(100, 100, 79, 100), 150, False),  # full, but 21 flows may be evicted
-        (250, Fill(100, 90, 80, 100), 150, True),
-        (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger than the flows
-    ],
+@each_cells(
+    "created, fill, lost, alarm",
+    """\
+none is lost | 10 | 10 10 10 100 | 0 | no
+full, but 21 flows may be evicted | 250 | 100 100 79 100 | 150 | no
+full | 250 | 100 90 80 100 | 150 | yes
+the counters are younger than the flows | 5 | 10 10 10 100 | unknown | no
+""",
+    created=int,
+    fill=lambda cell: Fill(*map(int, cell.split())),
+    lost=lambda cell: int(cell) if cell.isdigit() else None,
+    alarm=bool,
 )
-def test_lost_entries_and_alarm(created: int, fill: Fill, lost: int | None, alarm: bool):
+def test_lost_entries_and_alarm(created, fill, lost, alarm):
     held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
     seen = availability.build_view(held)
     assert (seen.entries_lost, seen.alarm, seen.connections) == (lost, alarm, fill.open)
@@ -318,7 +327,7 @@ PODS = [
 
 
 @pytest.mark.parametrize(("flags", "pods"), PODS)
-def test_detection_of_local_pods(flags: NodeFlag, pods: str):
+def test_detection_of_local_pods(flags: NodeFlag, pods):
     node = NODE.pack(bytes(16), bytes(16), flags, 0, 0, 0, 0)
     maps: Any = {name: FakeMap(name, {}) for name in ("devices", "local_networks")}
     seen = sources.build_view(snapshot(**read_packet_path({**maps, "node": FakeMap("node", {bytes(4): node})})))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Nodes and Pods are decoded, and what holds for all objects."""
 
-from typing import NamedTuple
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from kbpf.errors import ObjectError
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Node, Pod
 from kbpf.source.decode import decode
-from tests.support.table import table
+from tests.support.table import each_line, each_pair
 from tests.values.source.decode.objects import OF_SERVICE, a, cidr, fields, read
 
 
@@ -46,19 +44,19 @@ def test_node_without_spec_and_status_has_defaults():
     assert read(Kind.NODE, {"metadata": {"name": "n1"}}).object == Node("n1")
 
 
-BEING_DELETED = {
-    "metadata: {name: n1, deletionTimestamp: '2026-01-01T00:00:00Z'}": True,
-    "spec: {taints: [{key: a}, {key: ToBeDeletedByClusterAutoscaler}]}": True,
-    "spec: {taints: [{key: node.kubernetes.io/unschedulable}]}": False,
-    "spec: {taints: [{effect: NoSchedule}]}": False,
-    "spec: {unschedulable: true}": False,
-}
-
-
-@pytest.mark.parametrize("text", BEING_DELETED)
-def test_node_being_deleted(text: str):
+@each_pair(
+    "text, deleted",
+    """\
+metadata: {name: n1, deletionTimestamp: '2026-01-01T00:00:00Z'} → yes
+spec: {taints: [{key: a}, {key: ToBeDeletedByClusterAutoscaler}]} → yes
+spec: {taints: [{key: node.kubernetes.io/unschedulable}]} → no
+spec: {taints: [{effect: NoSchedule}]} → no
+spec: {unschedulable: true} → no
+""",
+)
+def test_node_being_deleted(text, deleted):
     item = read(Kind.NODE, {"metadata": {"name": "n1"}} | fields(text))
-    assert item.object == Node("n1", being_deleted=BEING_DELETED[text])
+    assert item.object == Node("n1", being_deleted=deleted == "yes")
 
 
 def test_podcidr_is_used_without_podcidrs():
@@ -68,35 +66,33 @@ def test_podcidr_is_used_without_podcidrs():
 
 UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 OFF, LINKERD = "labels: {kbpf.io/socket-lb: 'off'}", "annotations: {linkerd.io/proxy-version: x}"
-POD = Pod("ns", "x", UID, "n1")
-PODS = {
-    # metadata of a Pod, and the result: a Pod, None if it is ignored, or words of the error
-    f"{OFF}, uid: {UID}": POD,
-    f"{OFF}, uid: abc1": Pod("ns", "x", "abc1", "n1"),
-    f"uid: {UID}": None,
-    f"labels: {{app: x}}, uid: {UID}": None,
-    f"labels: {{kbpf.io/socket-lb: 'on'}}, uid: {UID}": None,
-    f"labels: {{kbpf.io/socket-lb: 'OFF'}}, uid: {UID}": None,
-    OFF: "metadata.uid: missing",
-    f"{OFF}, uid: ../..": "metadata.uid: '../..'",
-    f"{OFF}, uid: '*'": "metadata.uid: '*'",
-    f"{OFF}, uid: 5": "metadata.uid",
-    f"annotations: {{linkerd.io/proxy-version: 5}}, uid: {UID}": "metadata.annotations",
-    f"{OFF}, {LINKERD}, uid: {UID}": POD,
-    LINKERD: "metadata.uid: missing",
-}
 
 
-@pytest.mark.parametrize("text", PODS)
-def test_pod_is_used_if_its_label_or_its_mesh_says_so(text: str):
-    result = PODS[text]
+@each_pair(
+    "text, result",
+    f"""\
+{OFF}, uid: {UID} → a Pod
+{OFF}, uid: abc1 → a Pod
+uid: {UID} → ignored
+labels: {{app: x}}, uid: {UID} → ignored
+labels: {{kbpf.io/socket-lb: 'on'}}, uid: {UID} → ignored
+labels: {{kbpf.io/socket-lb: 'OFF'}}, uid: {UID} → ignored
+{OFF} → metadata.uid: missing
+{OFF}, uid: ../.. → metadata.uid: '../..'
+{OFF}, uid: '*' → metadata.uid: '*'
+{OFF}, uid: 5 → metadata.uid
+annotations: {{linkerd.io/proxy-version: 5}}, uid: {UID} → metadata.annotations
+{OFF}, {LINKERD}, uid: {UID} → a Pod
+{LINKERD} → metadata.uid: missing
+""",
+)
+def test_pod_is_used_if_its_label_or_its_mesh_says_so(text, result):
+    """Metadata of a Pod → whether it is read or ignored, or words of the error."""
     meta = {"name": "x", "namespace": "ns", **fields(text)}
     item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1", "containers": [{"name": 5}]}})
-    if isinstance(result, str):
-        assert item.object is None
-        assert result in item.error
-    else:
-        assert (item.object, item.error) == (result, "")
+    assert item.object == (Pod("ns", "x", meta["uid"], "n1") if result == "a Pod" else None)
+    assert result in ("a Pod", "ignored") or result in item.error
+    assert bool(item.error) == (result not in ("a Pod", "ignored"))
     assert item.key == ObjectKey(Kind.POD, "ns", "x")
 
 
@@ -105,16 +101,8 @@ def test_pod_may_be_on_no_node_yet():
     assert item.object == Pod("ns", "x", UID)
 
 
-class Mesh(NamedTuple):
-    """An annotation, its value, and the mesh of a Pod that has it."""
-
-    annotation: str
-    value: str = ""
-    mesh: str = ""
-
-
-MESHES = table(
-    Mesh,
+@each_line(
+    "annotation, value, mesh",
     """
 sidecar.istio.io/status                        | {"revision":"default"} | Istio
 sidecar.istio.io/status
@@ -128,13 +116,11 @@ consul.hashicorp.com/transparent-proxy-status  | complete               | Consul
 consul.hashicorp.com/connect-inject-status     | injected
 """,
 )
-
-
-@pytest.mark.parametrize("row", MESHES, ids=lambda row: f"{row.annotation}={row.value}")
-def test_mesh_of_a_pod(row: Mesh):
-    meta = {"name": "x", "namespace": "ns", "uid": UID, "annotations": {row.annotation: row.value}}
+def test_mesh_of_a_pod(annotation, value, mesh):
+    """An annotation, its value, and the mesh of a Pod that has it."""
+    meta = {"name": "x", "namespace": "ns", "uid": UID, "annotations": {annotation: value}}
     item = read(Kind.POD, {"metadata": meta, "spec": {"nodeName": "n1"}})
-    assert (item.object, item.error) == (Pod("ns", "x", UID, "n1", row.mesh) if row.mesh else None, "")
+    assert (item.object, item.error) == (Pod("ns", "x", UID, "n1", mesh) if mesh else None, "")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +163,7 @@ def test_decoding_random_objects_raises_no_exception(kind, body):
 
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
-def test_object_over_6_mib_is_refused(more: int, fits: bool):
+def test_object_over_6_mib_is_refused(more, fits):
     raw = b'{"metadata": {"name": "a", "namespace": "b"}}'
     raw += b" " * (decode.MAX_OBJECT_BYTES + more - len(raw))
     if fits:

@@ -9,7 +9,7 @@ from kbpf.model.address import format_addr
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import ServicePort
 from kbpf.source.decode import decode
-from tests.support.table import pairs
+from tests.support.table import each_cells, each_pair
 from tests.values.source.decode.objects import OF_SERVICE, a, fields, read
 
 DAY = "2026-11-01T00:00:00Z"
@@ -24,7 +24,24 @@ def service(
 
 
 LOCAL = "externalTrafficPolicy: Local, healthCheckNodePort: 30999"
-SERVICE_FIELDS = pairs("""\
+
+
+def shown(value: Any) -> str:
+    """Addresses, ports and networks (bits of 128) as text, other values as Python has them."""
+    if not isinstance(value, tuple):
+        return str(value)
+    texts = []
+    for one in value:
+        if isinstance(one, ServicePort):
+            texts.append(f"{one.name}:{one.port}/{one.protocol.name}" + f":{one.node_port}" * bool(one.node_port))
+        else:
+            texts.append(format_addr(one) if isinstance(one, bytes) else f"{format_addr(one.address)}/{one.bits}")
+    return " ".join(texts)
+
+
+@each_pair(
+    "given, expected",
+    """\
  → type = ClusterIP
  → cluster_ips = 10.96.0.1
 clusterIPs: [fd00::1, 10.96.0.1] → cluster_ips = fd00::1 10.96.0.1
@@ -65,27 +82,12 @@ labels: {linkerd.io/control-plane-component: destination} → mesh = Linkerd
 labels: {linkerd.io/control-plane-component: identity} → mesh =
 labels: {app: other, component: connect-injector} → mesh = Consul
 labels: {app: consul, component: dns} → mesh =
-""")
-"""Fields of a Service's spec (LOCAL: those of `LOCAL`; none: clusterIP 10.96.0.1 and port 80) → a field of the Service
-as shown().
-"""
-
-
-def shown(value: Any) -> str:
-    """Addresses, ports and networks (bits of 128) as text, other values as Python has them."""
-    if not isinstance(value, tuple):
-        return str(value)
-    texts = []
-    for one in value:
-        if isinstance(one, ServicePort):
-            texts.append(f"{one.name}:{one.port}/{one.protocol.name}" + f":{one.node_port}" * bool(one.node_port))
-        else:
-            texts.append(format_addr(one) if isinstance(one, bytes) else f"{format_addr(one.address)}/{one.bits}")
-    return " ".join(texts)
-
-
-@pytest.mark.parametrize(("given", "expected"), SERVICE_FIELDS)
-def test_service_field(given: str, expected: str):
+""",
+)
+def test_service_field(given, expected):
+    """Fields of a Service's spec (LOCAL: those of `LOCAL`; none: clusterIP 10.96.0.1 and port 80) → a field of the
+    Service as shown().
+    """
     item = service(**fields(given.replace("LOCAL", LOCAL)))
     field, _, value = expected.partition(" =")
     assert item.error == ""
@@ -114,7 +116,7 @@ INGRESS = {
 
 @pytest.mark.parametrize("entry", INGRESS)
 @pytest.mark.parametrize("kind", ["ClusterIP", "NodePort", "LoadBalancer"])
-def test_load_balancer_status_is_used_with_every_type(entry: str, kind: str):
+def test_load_balancer_status_is_used_with_every_type(entry, kind):
     listed = [{"ip": "203.0.113.9"}, fields(entry)]
     item = service(status={"loadBalancer": {"ingress": listed}}, type=kind)
     assert shown(item.object.lb_vips) == f"203.0.113.9 {INGRESS[entry]}".strip()
@@ -124,7 +126,9 @@ def test_load_balancer_status_may_be_null():
     assert service(status={"loadBalancer": {"ingress": None}}).object.lb_vips == ()
 
 
-SPECIAL = pairs("""\
+@each_pair(
+    "text, why",
+    """\
 127.0.0.1 → a loopback address
 ::1 → a loopback address
 0.0.0.0 → the unspecified address
@@ -139,11 +143,9 @@ ff0e::1 → not a unicast address
 '127.1' → not an IP address
 '1.2.3.4/32' → not an IP address
 '::ffff:1.2.3' → not an IP address
-""")
-
-
-@pytest.mark.parametrize(("text", "why"), SPECIAL)
-def test_special_address_is_left_out_and_the_others_are_kept(text: str, why: str):
+""",
+)
+def test_special_address_is_left_out_and_the_others_are_kept(text, why):
     """In every mode: the Service's other addresses are still served."""
     word = text.strip("'")
     listed = ["198.51.100.1", word]
@@ -171,25 +173,27 @@ def test_addresses_of_a_service_beyond_the_limit_are_left_out():
     )
 
 
-IGNORED = {
-    "headless": "clusterIP: None",
-    "headless in clusterIPs": "clusterIP: null, clusterIPs: [None]",
-    "no cluster IP yet": "clusterIP: ''",
-    "no cluster IP at all": "clusterIP: null",
-    "ExternalName, even with an address": "type: ExternalName",
-    "for another proxy": "labels: {service.kubernetes.io/service-proxy-name: other}",
-    "for another proxy with an empty name": "labels: {service.kubernetes.io/service-proxy-name: ''}",
-    "labelled headless": "labels: {service.kubernetes.io/headless: ''}",
-}
-
-
-@pytest.mark.parametrize("name", IGNORED)
-def test_service_that_kube_proxy_skips_is_ignored(name: str):
-    item = service(**fields(IGNORED[name]))
+@each_cells(
+    "given",
+    """\
+headless | clusterIP: None
+headless in clusterIPs | clusterIP: null, clusterIPs: [None]
+no cluster IP yet | clusterIP: ''
+no cluster IP at all | clusterIP: null
+ExternalName, even with an address | type: ExternalName
+for another proxy | labels: {service.kubernetes.io/service-proxy-name: other}
+for another proxy with an empty name | labels: {service.kubernetes.io/service-proxy-name: ''}
+labelled headless | labels: {service.kubernetes.io/headless: ''}
+""",
+)
+def test_service_that_kube_proxy_skips_is_ignored(given):
+    item = service(**fields(given))
     assert (item.object, item.error) == (None, "")
 
 
-BAD_SERVICES = pairs("""\
+@each_pair(
+    "given, error",
+    """\
 ports: [{port: 70000}] → spec.ports[0].port: 70000 is not a port
 ports: [{port: 80}, {name: x, port: 0}] → spec.ports[1].port: 0 is not a port
 ports: [{name: x}] → spec.ports[0].port: missing
@@ -210,11 +214,9 @@ sessionAffinity: Cookie → spec.sessionAffinity: 'Cookie' is not one of None, C
 AFFINITY {timeoutSeconds: 0}} → spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400
 AFFINITY {timeoutSeconds: 86401}} → spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400
 type: Loadbalancer → spec.type: 'Loadbalancer' is not one of ClusterIP, NodePort, LoadBalancer, ExternalName
-""")
-
-
-@pytest.mark.parametrize(("given", "error"), BAD_SERVICES)
-def test_a_malformed_service_is_one_error_that_names_the_field(given: str, error: str):
+""",
+)
+def test_a_malformed_service_is_one_error_that_names_the_field(given, error):
     item = service(**fields(given.replace("AFFINITY", "sessionAffinity: ClientIP, sessionAffinityConfig: {clientIP:")))
     assert item.object is None
     assert error in item.error
@@ -258,13 +260,13 @@ def named(text: str) -> decode.DecodedObject:
 
 
 @pytest.mark.parametrize("text", VALID, ids=lambda text: text[-40:])
-def test_names_that_an_api_server_accepts(text: str):
+def test_names_that_an_api_server_accepts(text):
     item = named(text)
     assert (item.object is None, item.error) == (False, "")
 
 
 @pytest.mark.parametrize("text", INVALID, ids=lambda text: repr(text[-40:]))
-def test_names_that_an_api_server_would_refuse_are_errors(text: str):
+def test_names_that_an_api_server_would_refuse_are_errors(text):
     item, (_, field, value) = named(text), text.split(" ", 2)
     assert item.object is None
     assert item.error.startswith(f"metadata.{field}: {value!r}"[:90])

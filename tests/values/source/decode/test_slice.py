@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How EndpointSlices are decoded, as kube-proxy does."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Endpoint, EndpointSlice
 from kbpf.source.decode import decode
-from tests.support.table import pairs, table
+from tests.support.table import each_line, each_pair, pairs
 from tests.values.source.decode.objects import OF_SERVICE, a, fields, read
 
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
@@ -40,7 +40,7 @@ addresses: [10.1.0.1, 10.1.0.2] →
 
 
 @pytest.mark.parametrize(("given", "expected"), ENDPOINTS, ids=lambda text: text[:60])
-def test_endpoint(given: str, expected: str):
+def test_endpoint(given, expected):
     item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | fields(given)])
     differs = {name: tuple(value) if isinstance(value, list) else value for name, value in fields(expected).items()}
     assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **differs),)
@@ -82,7 +82,7 @@ BAD_ENDPOINTS.append((f"[{'9' * 5000}.0.0.1]", f"'{'9' * 64}' is not an IP addre
 
 
 @pytest.mark.parametrize(("given", "why"), BAD_ENDPOINTS, ids=lambda text: text[:30])
-def test_bad_endpoint_is_left_out_with_a_reason(given: str, why: str):
+def test_bad_endpoint_is_left_out_with_a_reason(given, why):
     family = 6 if given.startswith("IPv6 ") else 4
     good = ["10.1.0.1", "10.1.0.2"] if family == 4 else ["fd00::1", "fd00::2"]
     listed = [{"addresses": [good[0]]}, fields(f"addresses: {given.removeprefix('IPv6 ')}"), {"addresses": [good[1]]}]
@@ -94,7 +94,7 @@ def test_bad_endpoint_is_left_out_with_a_reason(given: str, why: str):
 
 
 @pytest.mark.parametrize(("bad", "lines"), [(99, 99), (100, 100), (101, 101), (103, 101)])
-def test_at_most_100_bad_endpoints_have_a_line(bad: int, lines: int):
+def test_at_most_100_bad_endpoints_have_a_line(bad, lines):
     item = an_slice(endpoints=[{"addresses": ["nonsense"]}] * bad)
     assert len(item.object.skipped) == lines
     named = [line for line in item.object.skipped if "further ones are left out" not in line]
@@ -105,22 +105,14 @@ UNUSUAL = "10.0.0.0 100.64.0.1 169.253.0.1 223.255.255.255 240.0.0.1 ::2 1:: fec
 
 
 @pytest.mark.parametrize("address", UNUSUAL.split())
-def test_unusual_unicast_addresses_are_endpoints(address: str):
+def test_unusual_unicast_addresses_are_endpoints(address):
     item = an_slice(addressType="IPv6" if ":" in address else "IPv4", endpoints=[{"addresses": [address]}])
     assert [end.address for end in item.object.endpoints] == [a(address)]
     assert item.object.skipped == ()
 
 
-class Ports(NamedTuple):
-    """The ports of a slice, those that are used, and the lines about others."""
-
-    given: str
-    used: str = ""
-    skipped: str = ""
-
-
-PORTS = table(
-    Ports,
+@each_line(
+    "given, used, skipped",
     """
 null
 [{name: a, port: 1}] | a 1/TCP
@@ -133,15 +125,14 @@ null
 [{name: a, port: 65536}] |  | ports[0].port: 65536 is not a port
 """,
 )
-
-
-@pytest.mark.parametrize("row", PORTS, ids=lambda row: row.given)
-def test_slice_ports(row: Ports):
-    """A port without a name or a number serves nobody."""
-    item = an_slice(**fields(f"ports: {row.given}"))
+def test_slice_ports(given, used, skipped):
+    """The ports of a slice, those that are used, and the lines about others. A port without a name or a number serves
+    nobody.
+    """
+    item = an_slice(**fields(f"ports: {given}"))
     words = [f"{port.name} {port.port}/{port.protocol.name}".strip() for port in item.object.ports]
-    assert ", ".join(words) == row.used
-    assert " ".join(line.partition(" (")[0] for line in item.object.skipped) == row.skipped
+    assert ", ".join(words) == used
+    assert " ".join(line.partition(" (")[0] for line in item.object.skipped) == skipped
 
 
 def test_a_slice_names_its_service_and_family():
@@ -157,7 +148,7 @@ def test_a_slice_names_its_service_and_family():
         "addressType: FQDN",
     ],
 )
-def test_slice_that_kube_proxy_skips_is_ignored(given: str):
+def test_slice_that_kube_proxy_skips_is_ignored(given):
     item = an_slice(**fields(given))
     assert (item.object, item.error) == (None, "")
 
@@ -167,17 +158,17 @@ def test_slice_without_labels_is_ignored():
     assert (item.object, item.error) == (None, "")
 
 
-BAD_SLICES = pairs("""\
+@each_pair(
+    "given, error",
+    """\
 addressType: IPv5 → addressType: 'IPv5' is not one of IPv4, IPv6, FQDN
 addressType: null → addressType: '' is not one of IPv4, IPv6, FQDN
 ports: [{name: a, port: '80'}] → ports[0].port: expected an integer, got a string
 endpoints: [{addresses: [1]}] → endpoints[0].addresses[0]: expected a string, got an integer
 endpoints: {} → endpoints: expected a list, got an object
-""")
-
-
-@pytest.mark.parametrize(("given", "error"), BAD_SLICES)
-def test_a_malformed_slice_is_one_error_that_names_the_field(given: str, error: str):
+""",
+)
+def test_a_malformed_slice_is_one_error_that_names_the_field(given, error):
     item = an_slice(**fields(given))
     assert (item.object, item.error) == (None, error)
     assert item.key == ObjectKey(Kind.SLICE, "ns", "web-x")
@@ -207,31 +198,31 @@ def test_repeated_strings_are_interned():
     assert first.zone_hints is second.zone_hints
 
 
-ODD_ADDRESSES = pairs("""\
+@each_pair(
+    "spec, line",
+    """\
 clusterIP: 010.096.1.1 → spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1
 externalIPs: [192.0.2.01] → spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1
 clusterIP: 10.0.0.100 →
 clusterIP: 0fd0::10 →
-""")
-
-
-@pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
-def test_leading_zeros_are_reported(spec: str, line: str):
+""",
+)
+def test_leading_zeros_are_reported(spec, line):
     given = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | fields(spec)
     item = read(Kind.SERVICE, {"metadata": {"name": "x", "namespace": "n"}, "spec": given})
     assert " ".join(item.object.skipped) == line
 
 
-ODD_ENDPOINTS = pairs("""\
+@each_pair(
+    "addresses, line",
+    """\
 10.1.0.1 →
 10.1.0.01 → endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as 10.1.0.1
 10.1.0.1 10.1.0.2 →
 10.1.0.1 nonsense → endpoints[0].addresses[1]: 'nonsense' is not an IP address
-""")
-
-
-@pytest.mark.parametrize(("addresses", "line"), ODD_ENDPOINTS)
-def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses: str, line: str):
+""",
+)
+def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses, line):
     item = an_slice(endpoints=[{"addresses": addresses.split()}])
     assert [end.address for end in item.object.endpoints] == [a("10.1.0.1")]
     assert " ".join(item.object.skipped) == line

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.errors import ConfigError
 from kbpf.model.events import Event
 from kbpf.source.base import SourceState
 from kbpf.source.folder.documents import parse_documents
@@ -40,12 +39,6 @@ def test_object_in_two_files_is_used_from_the_first_and_reported(run):
     (run.path / "a.yaml").unlink()
     assert run.settle() == ["+web"]
     assert run.problems == ()
-
-
-def test_missing_folder_is_an_error_at_start(tmp_path):
-    folder = FolderSource(tmp_path / "none", lambda event: None)
-    with pytest.raises(ConfigError, match="no such folder of objects "):
-        folder.start()
 
 
 def test_vanished_folder_keeps_all_objects(tmp_path, caplog):

@@ -2,7 +2,6 @@
 """What is read from a file of YAML, and the age of Services in a folder."""
 
 import os
-from typing import NamedTuple
 
 import pytest
 
@@ -11,7 +10,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
 from kbpf.model.objects import Protocol, Service, SlicePort
 from kbpf.source.folder.documents import parse_documents
-from tests.support.table import pairs, table
+from tests.support.table import each_case, each_cells, each_pair
 from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
 
 
@@ -38,33 +37,32 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_service_is_read_from(name: str):
-    file, text = FILES[name]
+@each_case("file, text", FILES)
+def test_service_is_read_from(file, text):
     (found,) = parse_documents(file, text.encode()).objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
     assert found.item.object.ports[0].port == 80
 
 
 @pytest.mark.parametrize("text", ["2001:10:1:2:3:4:5:6", "fd00::10", "fd00:10:96::1", "10.96.0.1"])
-def test_addresses_need_no_quotes(text: str):
+def test_addresses_need_no_quotes(text):
     """The first would be a number of base 60 in YAML 1.1."""
     (found,) = parse_documents("a.yaml", WEB.replace("10.96.0.1", text).encode()).objects
     assert found.item.error == ""
     assert found.item.object.cluster_ips == (parse_addr(text),)
 
 
-BAD_FIELDS = pairs("""\
+@each_pair(
+    "field, error",
+    """\
 port: "80" → spec.ports[0].port: expected an integer, got a string (a.yaml:10)
 port: 80.5 → spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)
 name: 80 → spec.ports[0].name: expected a string, got an integer (a.yaml:9)
 name: no → spec.ports[0].name: expected a string, got a boolean (a.yaml:9)
 clusterIP: 10.96.0 → spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)
-""")
-
-
-@pytest.mark.parametrize(("field", "error"), BAD_FIELDS)
-def test_bad_field_is_an_error_with_its_line(field: str, error: str):
+""",
+)
+def test_bad_field_is_an_error_with_its_line(field, error):
     """The field replaces its namesake in WEB (the last one)."""
     old = {"port": "port: 80", "name": "name: http", "clusterIP": "clusterIP: 10.96.0.1"}[field.partition(":")[0]]
     (found,) = parse_documents("a.yaml", WEB.replace(old, field).encode()).objects
@@ -72,25 +70,25 @@ def test_bad_field_is_an_error_with_its_line(field: str, error: str):
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
 
 
-NEED_AN_ADDRESS = {
-    "{type: NodePort, ports: [{port: 80}]}": True,
-    "{clusterIP: '', ports: [{port: 80}]}": True,
-    "{clusterIPs: [], ports: [{port: 80}]}": True,
-    "{clusterIPs: [''], ports: [{port: 80}]}": True,
-    "": True,
-    "{clusterIP: None, ports: [{port: 80}]}": False,
-    "{clusterIPs: [None], ports: [{port: 80}]}": False,
-    "{type: ExternalName, externalName: example.com}": False,
-    "{ports: [{port: 0}]}": True,
-}
-
-
-@pytest.mark.parametrize(("spec", "problem"), NEED_AN_ADDRESS.items())
-def test_service_without_an_address_is_an_error_unless_it_needs_none(spec: str, problem: bool):
+@each_pair(
+    "spec, problem",
+    """\
+{type: NodePort, ports: [{port: 80}]} → yes
+{clusterIP: '', ports: [{port: 80}]} → yes
+{clusterIPs: [], ports: [{port: 80}]} → yes
+{clusterIPs: [''], ports: [{port: 80}]} → yes
+ → yes
+{clusterIP: None, ports: [{port: 80}]} → no
+{clusterIPs: [None], ports: [{port: 80}]} → no
+{type: ExternalName, externalName: example.com} → no
+{ports: [{port: 0}]} → yes
+""",
+)
+def test_service_without_an_address_is_an_error_unless_it_needs_none(spec, problem):
     """An API server would assign one; nothing does in a folder."""
     (found,) = parse_documents("a.yaml", f"kind: Service\nmetadata: {{name: web}}\nspec: {spec}\n".encode()).objects
     error = "spec.clusterIP: missing; write an address, since no API server assigns one (a.yaml:3)"
-    assert (found.item.object, found.item.error) == (None, error if problem else "")
+    assert (found.item.object, found.item.error) == (None, error if problem == "yes" else "")
 
 
 def test_service_of_another_proxy_needs_no_address():
@@ -108,7 +106,9 @@ def test_line_numbers_in_later_documents_lists_and_json():
     assert second.item.error == "items[1].spec.ports[0].port: 0 is not a port (a.json:3)"
 
 
-BAD_DOCUMENTS = pairs("""\
+@each_pair(
+    "text, error",
+    """\
 [a, b] → kind: missing (a.yaml:1)
 just words → kind: missing (a.yaml:1)
 metadata: {name: x} → kind: missing (a.yaml:1)
@@ -121,12 +121,10 @@ kind: EndpointSlices → kind: EndpointSlices is not supported; is EndpointSlice
 kind: Endpoints → kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)
 kind: ConfigMap;data:;  a: 1;  a: 2 → a occurs twice; the last one is used (a.yaml:4)
 kind: EndpointSlice;apiVersion: discovery.k8s.io/v2 → apiVersion: 'discovery.k8s.io/v2' is not supported; write
-""")
-"""A document, with ; between its lines → the problem."""
-
-
-@pytest.mark.parametrize(("text", "error"), BAD_DOCUMENTS)
+""",
+)
 def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
+    """A document, with ; between its lines → the problem."""
     contents = parse_documents("a.yaml", f"{text}\n---\n{WEB}".replace(";", "\n").encode())
     (problem,) = contents.problems
     assert problem.startswith(error)
@@ -189,22 +187,10 @@ def test_unparsable_text_is_one_error_with_its_line(name, text, line):
     assert "\n" not in str(caught.value)
 
 
-def test_invalid_utf8_is_an_error():
-    with pytest.raises(ObjectError, match="not YAML"):
-        parse_documents("a.yaml", b"a: \xff\xfe")
-
-
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
 @pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
 def test_empty_file_has_no_objects(name, text):
     assert parse_documents(name, text.encode()).objects == ()
-
-
-def test_other_kinds_are_ignored_by_name():
-    text = f"kind: Deployment\n---\n{WEB}---\nkind: ConfigMap\n---\nkind: Deployment\n"
-    contents = parse_documents("a.yaml", text.encode())
-    assert contents.ignored_kinds == ("Deployment", "ConfigMap")
-    assert (len(contents.objects), contents.problems) == (1, ())
 
 
 # --- missing objects ---
@@ -213,7 +199,7 @@ def test_other_kinds_are_ignored_by_name():
 @pytest.mark.parametrize(
     ("files", "named"), [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)]
 )
-def test_missing_own_node_is_a_problem_if_other_nodes_exist(run: Run, files: tuple[str, ...], named: bool):
+def test_missing_own_node_is_a_problem_if_other_nodes_exist(run: Run, files: tuple[str, ...], named):
     for name in files:
         run.write(f"{name}.yaml", NODE.replace("n1", name))
     run.look()
@@ -237,17 +223,13 @@ def winner(run: Run) -> str:
 LATER = 200 * 10**18
 
 
-class Conflict(NamedTuple):
-    """The mtime and the creationTimestamp of Services a and z, which claim one address, and the winner."""
-
-    name: str
-    a: str
-    z: str
-    winner: str
+def write(run: Run, name: str, text: str, mtime: int) -> None:
+    run.write(name, text)
+    os.utime(run.path / name, ns=(0, mtime))
 
 
-CONFLICTS = table(
-    Conflict,
+@each_cells(
+    "a, z, winner_text",
     """
 the older file                      | 200                      | 100                      | z
 one ns older                        | 101                      | 100                      | z
@@ -256,21 +238,14 @@ creationTimestamp takes precedence  | 100 2025-01-01T00:00:00Z | LATER 2024-01-0
 creationTimestamp and mtime         | 100                      | 200 2024-01-01T00:00:00Z | a
 """,
 )
-
-
-def write(run: Run, name: str, text: str, mtime: int) -> None:
-    run.write(name, text)
-    os.utime(run.path / name, ns=(0, mtime))
-
-
-@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.name)
-def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
-    for file, age in (("a", row.a), ("z", row.z)):
+def test_the_older_of_two_services_keeps_an_address(run: Run, a, z, winner_text):
+    """The mtime and the creationTimestamp of Services a and z, which claim one address, and the winner."""
+    for file, age in (("a", a), ("z", z)):
         mtime, _, created = age.replace("LATER", str(LATER)).partition(" ")
         meta = {"creationTimestamp": created} if created else {}
         write(run, f"{file}.json", service(file, **meta), int(mtime))
     run.look()
-    assert winner(run) == row.winner
+    assert winner(run) == winner_text
 
 
 def test_rewritten_file_keeps_the_age_of_its_service(run: Run):

@@ -4,13 +4,10 @@
 import logging
 import os
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 from kbpf.model.events import Rejected
 from kbpf.source.base import SourceState
-from tests.support.table import table
+from tests.support.table import each_line, each_named_pair
 from tests.values.source.folder.folder import BOTH, NODE, SLICE, SYNCED, WEB, service
 
 # --- events of the folder ---
@@ -31,10 +28,6 @@ def test_all_files_are_read_at_the_first_poll(run):
     assert run.look() == []
 
 
-def test_an_empty_folder_is_synced(run):
-    assert run.look() == SYNCED
-
-
 def test_only_our_own_node_is_an_event(run):
     assert run.place(f"{NODE}---\n{NODE.replace('n1', 'n2')}", "n.yaml") == ["+n1", *SYNCED]
 
@@ -46,13 +39,6 @@ def test_objects_outside_the_api_selectors_are_ignored(run):
     run.write("c.yaml", WEB.replace("10.96.0.1", "None"))
     run.write("d.yaml", WEB.replace("  clusterIP: 10.96.0.1\n", ""))
     assert run.place(SLICE.replace("IPv4", "FQDN"), "e.yaml") == SYNCED
-
-
-def test_change_is_read_once_the_file_is_unchanged_for_two_polls(run):
-    run.place(BOTH)
-    assert run.place(BOTH.replace("8080", "8081")) == []
-    assert run.look() == ["+web-1"]
-    assert run.look() == []
 
 
 def test_file_being_written_is_not_read(run):
@@ -86,20 +72,8 @@ def test_file_missing_for_one_poll_keeps_its_objects(run):
     assert run.settle() == []
 
 
-class UnknownField(NamedTuple):
-    """A text in BOTH, the lines that replace it (with ; between them), the field that is a problem with its line (none:
-    no problem), and the field that is meant.
-    """
-
-    old: str
-    new: str
-    field: str = ""
-    line: int = 0
-    meant: str = ""
-
-
-UNKNOWN_FIELDS = table(
-    UnknownField,
+@each_line(
+    "old, new, field, number, meant",
     r"""
 clusterIP:   | internalTraficPolicy: Local;  clusterIP:      | spec.internalTraficPolicy    | 7  | internalTrafficPolicy
 clusterIP:   | clusterIp: 10.96.0.1;  clusterIP:             | spec.clusterIp                | 7  | clusterIP
@@ -114,18 +88,17 @@ clusterIP:   | trafficDistribution: PreferSameZone;  clusterIP:
 clusterIP:   | sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}};  clusterIP:
 """,
 )
-
-
-@pytest.mark.parametrize("row", UNKNOWN_FIELDS, ids=lambda row: row.new)
-def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, row: UnknownField):
-    """A selector has any keys, and those of metadata are not checked."""
-    assert run.place(BOTH.replace(row.old, row.new.replace(";", "\n"), 1)) == ["+web", "+web-1", *SYNCED]
+def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, old, new, field, number, meant):
+    """A text in BOTH, the lines that replace it (with ; between them), the field that is a problem with its line (none:
+    no problem), and the field that is meant. A selector has any keys, and those of metadata are not checked.
+    """
+    assert run.place(BOTH.replace(old, new.replace(";", "\n"), 1)) == ["+web", "+web-1", *SYNCED]
     subject, kind = "EndpointSlice default/web-1", "an EndpointSlice"
-    if row.field.startswith("spec"):
+    if field.startswith("spec"):
         subject, kind = "Service default/web", "a Service"
-    hint = f"is {row.meant} meant?" if row.meant else "it is ignored"
-    line = f"{subject}: {row.field} is not a field of {kind} (a.yaml:{row.line}); {hint}"
-    assert run.problems == ((line,) if row.field else ())
+    hint = f"is {meant} meant?" if meant else "it is ignored"
+    line = f"{subject}: {field} is not a field of {kind} (a.yaml:{number}); {hint}"
+    assert run.problems == ((line,) if field else ())
     run.change(NODE, "b.yaml")
     warned = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == len(run.problems), "once"
@@ -168,26 +141,31 @@ def test_changed_symbolic_link_is_followed(run):
     assert run.settle() == ["+web"]
 
 
-CHANGES = {
-    # the files before, those that are written or removed (None), and the events
-    "a new file": ({"a.yaml": WEB}, {"b.yaml": SLICE}, ["+web-1"]),
-    "a removed file": ({"a.yaml": WEB, "b.yaml": SLICE}, {"a.yaml": None}, ["-web"]),
-    "an object is removed from a file": ({"a.yaml": BOTH}, {"a.yaml": SLICE}, ["-web"]),
-    "an object moves to another file": ({"a.yaml": BOTH}, {"a.yaml": WEB, "z.yaml": SLICE}, []),
-    "a file is written with the same text": ({"a.yaml": WEB}, {"a.yaml": WEB}, []),
-    "a bad object is removed": ({"a.yaml": service("x", 0)}, {"a.yaml": ""}, ["-x"]),
-}
+FILES = {"WEB": WEB, "SLICE": SLICE, "BOTH": BOTH, "BAD": service("x", 0), "": ""}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_events_of_a_change(run, name: str):
-    before, now, events = CHANGES[name]
-    for file, text in before.items():
-        run.write(file, text)
+@each_named_pair(
+    "change, events",
+    """\
+a new file: a.yaml=WEB | b.yaml=SLICE → +web-1
+a removed file: a.yaml=WEB b.yaml=SLICE | a.yaml → -web
+an object is removed from a file: a.yaml=BOTH | a.yaml=SLICE → -web
+an object moves to another file: a.yaml=BOTH | a.yaml=WEB z.yaml=SLICE →
+a file is written with the same text: a.yaml=WEB | a.yaml=WEB →
+a bad object is removed: a.yaml=BAD | a.yaml= → -x
+""",
+)
+def test_events_of_a_change(run, change, events):
+    """The files before | those that are written, or removed → the events."""
+    before, now = (part.split() for part in change.split("|"))
+    for word in before:
+        file, _, text = word.partition("=")
+        run.write(file, FILES[text])
     run.look()
-    for file, text in now.items():
-        if text is None:
-            (run.path / file).unlink()
+    for word in now:
+        file, is_written, text = word.partition("=")
+        if is_written:
+            run.write(file, FILES[text])
         else:
-            run.write(file, text)
-    assert run.settle() == events
+            (run.path / file).unlink()
+    assert run.settle() == events.split()

@@ -1,27 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the reflector requests and reports for a sequence of responses."""
 
-from typing import NamedTuple
-
-import pytest
-
-from tests.support.table import table
+from tests.support.table import each_cells
 from tests.values.source.reflector.scripted import LISTED_A, PAGES
 
-
-class History(NamedTuple):
-    """Responses in the words of step(), one after the other; the requests, the events and the waits that follow."""
-
-    name: str
-    responses: str
-    asked: str
-    said: str
-    waits: str = ""
-
-
 WORDS = {"GONE": "watch +a@5 synced@10 error=410 end", "LISTED_A": LISTED_A, "PAGES": PAGES}
-HISTORIES = table(
-    History,
+
+
+@each_cells(
+    "responses, asked_text, said_text, waits",
     """\
 410 in a watch: a new list at once | GONE; watch synced@20 | stream, stream | +a synced -a synced
 410 twice: a wait before the third list | GONE; GONE; LISTED_A | stream, stream, stream | +a synced synced synced | 0.4
@@ -76,13 +63,11 @@ a streaming list with a malformed line: pages follow, or deletions would be miss
 | GONE; watch rubbish +b@6 synced@20; list@100 b@6 | stream, stream, page, watch 100 | +a synced +b -a synced | 0.4
 """,
 )
-
-
-@pytest.mark.parametrize("row", HISTORIES, ids=lambda row: row.name)
-def test_requests_and_events(start, row: History):
-    run = start(*(WORDS.get(response, response) for response in row.responses.split("; ")))
-    asked, said = row.asked.split(", "), row.said.split()
+def test_requests_and_events(start, responses, asked_text, said_text, waits):
+    """Responses in the words of step(), one after the other; the requests, the events and the waits that follow."""
+    run = start(*(WORDS.get(response, response) for response in responses.split("; ")))
+    asked, said = asked_text.split(", "), said_text.split()
     run.until(lambda: run.all_asked == asked and run.said == said)
     run.until_watching(len(asked))
-    assert run.waits == list(map(float, row.waits.split()))
+    assert run.waits == list(map(float, waits.split()))
     assert (run.status.failures, run.status.error) == (0, "")

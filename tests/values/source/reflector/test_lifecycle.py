@@ -22,6 +22,7 @@ from kbpf.source.base import SourceState
 from kbpf.source.decode.decode import DecodedObject
 from tests.support.faults.scripted import Exchange, ScriptedServer
 from tests.support.lab.lab import until
+from tests.support.table import each_case
 from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, bookmark, status, step
 
 # --- no tight loop ---
@@ -41,9 +42,9 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_no_tight_loop(start, name):
-    run = start(LISTED, *(LOOPS[name] * 20))
+@each_case("steps", LOOPS)
+def test_no_tight_loop(start, steps):
+    run = start(LISTED, *(steps * 20))
     run.server.wait(10)
     run.until(lambda: len(run.waits) >= 8)
     assert sum(run.waits[:8]) > 20
@@ -105,19 +106,17 @@ def full_listener() -> Iterator[str]:
             filler.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        ("while it waits for headers", [Exchange.hang]),
-        ("while it waits for the list", ["watch +a@5"]),
-        ("while it waits for data", [LISTED_A]),
-        (
-            "while it waits for a page",
-            [PAGES, lambda e: (e.head(200, Content_Length="9"), e.hang())],
-        ),
-    ],
-)
-def test_stop_during_a_request(start, patient, name, script):
+WAITING = {
+    "for headers": [Exchange.hang],
+    "for the list": ["watch +a@5"],
+    "for data": [LISTED_A],
+    "for a page": [PAGES, lambda e: (e.head(200, Content_Length="9"), e.hang())],
+}
+"""What the reflector waits for, and the responses."""
+
+
+@each_case("script", WAITING)
+def test_stop_during_a_request(start, patient, script):
     run = start(*script, **PATIENT)
     run.server.wait(len(script))
     time.sleep(0.05)

@@ -10,6 +10,7 @@ from kbpf.model.events import Kind
 from kbpf.source.api.resource import PAGE_SIZE, SLICES, exempt_pod_resource, node_resource, own_node_resource
 from kbpf.source.base import SourceState
 from tests.support.faults.scripted import Exchange, Step
+from tests.support.table import each_case
 from tests.values.source.reflector.scripted import (
     LISTED_A,
     LOGIN,
@@ -180,9 +181,8 @@ NOT_LISTS = {
 
 
 @pytest.mark.parametrize("how", ["pages", "stream"])
-@pytest.mark.parametrize("name", NOT_LISTS)
-def test_response_that_is_not_a_list_is_an_error_that_describes_it(start, caplog, name: str, how: str):
-    body, pages, stream = NOT_LISTS[name]
+@each_case("body, pages, stream", NOT_LISTS)
+def test_response_that_is_not_a_list_is_an_error_that_describes_it(start, caplog, body, pages, stream, how):
     caplog.set_level(logging.WARNING, "kbpf.source")
     steps = (PAGES,) if how == "pages" else ()
     run = start(*steps, lambda exchange: exchange.answer(200, body), "list@100 a@1")
@@ -223,9 +223,8 @@ NODES = {
 """The response to the count of Nodes, and the field selector of the watch that follows."""
 
 
-@pytest.mark.parametrize("name", NODES)
-def test_all_nodes_are_watched_up_to_one_page(start, name: str):
-    first_page, selector = NODES[name]
+@each_case("first_page, selector", NODES)
+def test_all_nodes_are_watched_up_to_one_page(start, first_page, selector):
     run = start(first_page, "watch synced@100", resource=node_resource("n1"))
     run.until_watching(2)
     first, stream = run.server.requests

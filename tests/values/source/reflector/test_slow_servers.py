@@ -13,6 +13,7 @@ from kbpf.errors import SourceError
 from kbpf.source.api.credentials import PageMemory
 from kbpf.source.base import SourceState
 from tests.support.faults.scripted import Exchange
+from tests.support.table import each_case
 from tests.values.source.reflector.scripted import LISTED_A, PAGES, Run, added, bookmark, step
 
 # --- responses without an end ---
@@ -46,9 +47,8 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_response_without_an_end_is_an_error(start, monkeypatch, name: str):
-    limit, value, respond, error = ENDLESS[name]
+@each_case("limit, value, respond, error", ENDLESS)
+def test_a_response_without_an_end_is_an_error(start, monkeypatch, limit, value, respond, error):
     monkeypatch.setattr(f"kbpf.source.api.{limit}", value)
     run = start(PAGES, respond)
     run.until(lambda: run.status.failures)
@@ -56,7 +56,7 @@ def test_a_response_without_an_end_is_an_error(start, monkeypatch, name: str):
 
 
 @pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
-def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str):
+def test_list_by_pages_times_out_after_600_seconds(start, each, error):
     def page(exchange: Exchange, run: Run) -> None:
         run.now += each
         step(f"list@100 a@1 continue={len(run.server.requests) - 1}")(exchange)
@@ -117,14 +117,14 @@ def test_list_is_a_problem_after_30_seconds(start):
     assert run.status.problems == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "piece", "steps", "error"),
-    [
-        ("a line without an end", b"x", 3, "a line is not complete after 30 s"),
-        ("empty lines alone", b"\n", 5, ""),
-    ],
-)
-def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, name, piece, steps, error):
+UNFINISHED = {
+    "a line without an end": (b"x", 3, "a line is not complete after 30 s"),
+    "empty lines alone": (b"\n", 5, ""),
+}
+
+
+@each_case("piece, steps, error", UNFINISHED)
+def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(start, piece, steps, error):
     def respond(exchange: Exchange, run: Run) -> None:
         step("watch +a@5 synced@10 open")(exchange)
         run.until_said("synced")

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.watch import is_rewind
 from tests.support.faults.scripted import Exchange
-from tests.support.table import table
+from tests.support.table import each_case, each_cells
 from tests.values.source.reflector.scripted import LISTED_A, Run, added, bookmark, lines, streamed
 
 # --- a server whose version goes back, e.g. after a restore of etcd ---
@@ -27,28 +27,25 @@ def as_of(name: str, version: int, uid: str, **spec: Any) -> dict[str, Any]:
 WENT_BACK = "the API server's version went back from"
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [
-        ("other content", as_of("a", 5, "u1"), as_of("a", 5, "u1", clusterIP="10.96.0.2")),
-        ("another uid", as_of("a", 5, "u1"), as_of("a", 5, "u2")),
-    ],
-)
-def test_equal_versions_with_different_content_or_uid_are_a_change(start, name, before, after):
-    run = start(streamed(before, *lines("synced@10 error=410")), streamed(after, *lines("synced@11")))
+OTHERS = {"other content": as_of("a", 5, "u1", clusterIP="10.96.0.2"), "another uid": as_of("a", 5, "u2")}
+
+
+@each_case("after", OTHERS)
+def test_equal_versions_with_different_content_or_uid_are_a_change(start, after):
+    run = start(streamed(as_of("a", 5, "u1"), *lines("synced@10 error=410")), streamed(after, *lines("synced@11")))
     run.until_said("synced", 2)
-    assert run.said == ["+a", "synced", "+a", "synced"], name
+    assert run.said == ["+a", "synced", "+a", "synced"]
 
 
-@pytest.mark.parametrize(("name", "line"), [("a bookmark", "@7"), ("an event", "+b@7"), ("a deletion", "-a@7")])
-def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
+@each_cells("line", "a bookmark | @7\nan event | +b@7\na deletion | -a@7")
+def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, line):
     run = start(
         f"watch +a@5 synced@10 {line}",
         "watch +a@3:10.96.0.2 synced@8 @9",
     )
     run.until_said("synced", 2)
     run.until_version("9")
-    assert run.all_asked == ["stream", "stream"], name
+    assert run.all_asked == ["stream", "stream"]
     assert [mark for mark in run.said[2:] if mark not in ("+b", "-b", "-a")] == ["+a", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
     assert run.waits == []
@@ -110,17 +107,8 @@ def test_an_object_that_changed_during_the_outage_is_reported_by_the_watch(start
     assert run.said == ["+a", "synced", "+b", "+b"]
 
 
-class Newest(NamedTuple):
-    """Events before the outage, the newest object afterwards, and whether the version certainly went back."""
-
-    name: str
-    events: str
-    objects: str
-    warns: bool
-
-
-NEWEST = table(
-    Newest,
+@each_cells(
+    "events, objects, warns",
     """
 it is older             |             | a@3           | yes
 it has other content    |             | a@5:10.96.0.2 | no
@@ -131,18 +119,16 @@ it cannot be read       |             | nameless      | no
 a deletion came later   | +b@11 -b@12 | a@5           | no
 all were deleted        | -a@12       |               | no
 """,
+    warns=bool,
 )
-
-
-@pytest.mark.parametrize("row", NEWEST, ids=lambda row: row.name)
-def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, row: Newest):
-    """The restored server's version is higher than ours again: other objects were written. The last
-    change that we know of is compared.
+def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, caplog, events, objects, warns):
+    """Events before the outage, the newest object afterwards, and whether the version certainly went back. The restored
+    server's version is higher than ours again: other objects were written. The last change that we know of is compared.
     """
     run = start(
-        f"watch +a@5 synced@10 {row.events} cut",
+        f"watch +a@5 synced@10 {events} cut",
         *["503"] * 2,
-        f"list@30 {row.objects}",
+        f"list@30 {objects}",
         "watch +restored@4 synced@31",
     )
     run.until_said("synced", 2)
@@ -150,7 +136,7 @@ def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(start, capl
     assert run.said[-1] == "synced"
     assert "+restored" in run.said
     assert run.said.count("+a") == run.said.count("-a") == 1, "the new list does not have it"
-    assert caplog.text.count(WENT_BACK) == row.warns
+    assert caplog.text.count(WENT_BACK) == warns
 
 
 def test_rewind_seen_by_four_watches_is_one_warning(caplog):
@@ -188,17 +174,8 @@ def relisted(start: Callable[..., Run], text: str) -> Run:
     return run
 
 
-class Drift(NamedTuple):
-    """The second list, the event that it makes, and how many changes the watch has missed."""
-
-    name: str
-    listed: str
-    said: str = ""
-    missed: int = 0
-
-
-DRIFT = table(
-    Drift,
+@each_cells(
+    "listed, said, missed",
     """
 no change                          | +a@5 +b@6
 a change after the watch's version | +a@5 +b@25         | +b
@@ -208,15 +185,14 @@ a missed new object                | +a@5 +b@6 +c@15    | +c | 1
 a missed deletion                  | +a@5               | -b | 1
 other content                      | +a@5 +b@6:10.9.9.9 | +b | 1
 """,
+    missed=lambda cell: int(cell or 0),
 )
-
-
-@pytest.mark.parametrize("row", DRIFT, ids=lambda row: row.name)
-def test_relist_finds_and_counts_missed_changes(start, caplog, row: Drift):
-    run = relisted(start, f"{row.listed} synced@30")
-    assert run.said[3:-1] == row.said.split()
-    assert run.status.drift == row.missed
-    assert ("objects changed without an event" in caplog.text) == bool(row.missed)
+def test_relist_finds_and_counts_missed_changes(start, caplog, listed, said, missed):
+    """The second list, the event that it makes, and how many changes the watch has missed."""
+    run = relisted(start, f"{listed} synced@30")
+    assert run.said[3:-1] == said.split()
+    assert run.status.drift == missed
+    assert ("objects changed without an event" in caplog.text) == bool(missed)
     assert run.waits == []
 
 

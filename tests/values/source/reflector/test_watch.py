@@ -7,6 +7,7 @@ import pytest
 
 from kbpf.model.events import Kind, ObjectKey, Rejected
 from tests.support.faults.scripted import Exchange, ScriptedServer
+from tests.support.table import each_line
 from tests.values.source.reflector.scripted import LISTED_A, LOGIN, added, lines, status, step, streamed
 
 # --- the watch ends ---
@@ -52,34 +53,40 @@ def test_closed_idle_connection_is_reopened_without_a_failure(start):
 # --- refusals and outages ---
 
 
-PROXY = "does a proxy or login page answer"
-REFUSALS = {
-    # the response to a watch, and what the error says is the cause and the remedy
-    "403": (
-        '403 services is forbidden: User "kbpf" cannot list resource "services"',
-        "403 No",
-        "grant list and watch on services to kbpf (ClusterRole system:node-proxier)",
-    ),
-    "401": ("401 Unauthorized", "401 No", "the credentials from the test are invalid"),
-    "500": ("500 etcd is away", "500 No", "etcd is away"),
-    "503": ("503", "503 No", ""),
-    "429": ("429 too many requests", "429 No", "too many requests"),
-    "302": (lambda exchange: exchange.answer(302, b""), "302 No", ""),
-    "404": ("404", "404 No", "the server does not have /api/v1/services"),
-    "502 with HTML": (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, an HTML page", PROXY),
-    "401 with HTML": (lambda exchange: exchange.answer(401, LOGIN), "401 No, an HTML page", PROXY),
-    "closed": (Exchange.cut, "the server closed the connection", ""),
-    "reset": (Exchange.reset, "connection reset by peer", ""),
-    "not HTTP": (lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"), "not an HTTP response", ""),
+SAYS = {
+    "302": lambda exchange: exchange.answer(302, b""),
+    "502 HTML": lambda exchange: exchange.answer(502, b"<html>bad gateway"),
+    "401 HTML": lambda exchange: exchange.answer(401, LOGIN),
+    "closes": Exchange.cut,
+    "resets": Exchange.reset,
+    "no HTTP": lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"),
 }
+"""Responses to a watch that step() has no words for."""
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, name):
-    response, what, hint = REFUSALS[name]
+@each_line(
+    "response, what, hint",
+    """\
+403 services is forbidden: User "kbpf" cannot list resource "services" | 403 No \
+| grant list and watch on services to kbpf (ClusterRole system:node-proxier)
+401 Unauthorized | 401 No | the credentials from the test are invalid
+500 etcd is away | 500 No | etcd is away
+503 | 503 No
+429 too many requests | 429 No | too many requests
+302 | 302 No
+404 | 404 No | the server does not have /api/v1/services
+502 HTML | 502 No, an HTML page | does a proxy or login page answer
+401 HTML | 401 No, an HTML page | does a proxy or login page answer
+closes | the server closed the connection
+resets | connection reset by peer
+no HTTP | not an HTTP response
+""",
+)
+def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, response, what, hint):
+    """The response, and what the error says is the cause and the remedy."""
     # Four times, because the first may fail on a reused connection, which is retried at once.
     # After an outage the reflector checks with a list of one object what the server has lost.
-    run = start("watch +a@5 synced@10 end", *[response] * 4, "list@10 a@5")
+    run = start("watch +a@5 synced@10 end", *[SAYS.get(response, response)] * 4, "list@10 a@5")
     run.until_watching(7)
     line = run.errors[6]
     assert line.startswith(f"cannot watch services: {what}")

@@ -13,7 +13,7 @@ from kbpf.errors import ConfigError, SourceError
 from kbpf.source.api.credentials import Cluster, default_node_name
 from kbpf.source.api.kubeconfig import Access, find_access, in_cluster_access
 from tests.support.faults.scripted import ScriptedServer
-from tests.support.table import pairs
+from tests.support.table import each_pair
 from tests.values.source.transport.kubeconfigs import URL, b64, ok, write
 
 # --- kubeconfigs and the server's URL ---
@@ -36,7 +36,9 @@ def by_part(text: str) -> dict[str, dict[str, Any]]:
     return parts
 
 
-KUBECONFIGS = pairs(f"""\
+@each_pair(
+    "text, expected",
+    f"""\
 token: "t\\n" → token = t
 tokenFile: tok → token_file = DIR/tok
 tokenFile: /x/tok → token_file = /x/tok
@@ -49,12 +51,10 @@ tls-server-name: kube → server_name = kube
 insecure-skip-tls-verify: true → insecure = True
 server: {URL}/k8s/c1/ → server = {URL}/k8s/c1
 extensions: [], colour: red →
-""")
-"""Fields of the cluster or the user → the fields of the Access that differ from the defaults."""
-
-
-@pytest.mark.parametrize(("text", "expected"), KUBECONFIGS)
+""",
+)
 def test_kubeconfig_is_read(tmp_path, text, expected):
+    """Fields of the cluster or the user → the fields of the Access that differ from the defaults."""
     path = write(tmp_path / "kc", **by_part(text))
     plain, found = asdict(Access(URL, str(path), user="u")), asdict(find_access(path))
     changed = {field: value for field, value in found.items() if value != plain[field]}
@@ -161,20 +161,20 @@ def test_bad_kubeconfig_is_a_one_line_error_with_its_path(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
-UNUSABLE = {
-    "server: ''": "not the URL of an API server: ''",
-    "server: '10.0.0.1:6443'": "write https://HOST:PORT",
-    "server: 'https://h:99999'": "not the URL of an API server: ",
-    "certificate-authority-data: '%'": "certificate-authority-data is not base64",
-    "certificate-authority-data: é": "certificate-authority-data is not base64",
-    "proxy-url: 'http://p'": "sets proxy-url, which is not supported",
-    "as: someone": "sets as, which is not supported",
-}
-
-
-@pytest.mark.parametrize("text", UNUSABLE)
-def test_unusable_kubeconfig_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=UNUSABLE[text]):
+@each_pair(
+    "text, error",
+    """\
+server: '' → not the URL of an API server: ''
+server: '10.0.0.1:6443' → write https://HOST:PORT
+server: 'https://h:99999' → not the URL of an API server:
+certificate-authority-data: '%' → certificate-authority-data is not base64
+certificate-authority-data: é → certificate-authority-data is not base64
+proxy-url: 'http://p' → sets proxy-url, which is not supported
+as: someone → sets as, which is not supported
+""",
+)
+def test_unusable_kubeconfig_is_refused(tmp_path, text, error):
+    with pytest.raises(ConfigError, match=error):
         find_access(write(tmp_path / "kc", **by_part(text)))
 
 
@@ -183,20 +183,20 @@ def test_missing_kubeconfig_is_an_error(tmp_path):
         find_access(tmp_path / "none")
 
 
-UNREADABLE = {
-    "certificate-authority: none": "cannot use certificate-authority: No such file",
-    f"certificate-authority-data: {b64('no PEM')}": "cannot use certificate-authority",
-    "client-certificate: none, client-key: none": "cannot use client-certificate",
-    f"client-certificate-data: {b64('x')}, client-key-data: {b64('y')}": "cannot use client-certificate or client-key",
-    "tokenFile: none": "cannot read the token file: No such file",
-    'token: "two\\nlines"': "the token is empty or contains invalid characters",
-}
-
-
-@pytest.mark.parametrize("text", UNREADABLE)
-def test_unreadable_credentials_are_an_error_at_start(tmp_path, text):
+@each_pair(
+    "text, error",
+    f"""\
+certificate-authority: none → cannot use certificate-authority: No such file
+certificate-authority-data: {b64("no PEM")} → cannot use certificate-authority
+client-certificate: none, client-key: none → cannot use client-certificate
+client-certificate-data: {b64("x")}, client-key-data: {b64("y")} → cannot use client-certificate or client-key
+tokenFile: none → cannot read the token file: No such file
+token: "two\\nlines" → the token is empty or contains invalid characters
+""",
+)
+def test_unreadable_credentials_are_an_error_at_start(tmp_path, text, error):
     access = find_access(write(tmp_path / "kc", **by_part(text)))
-    with pytest.raises(ConfigError, match=UNREADABLE[text]) as caught:
+    with pytest.raises(ConfigError, match=error) as caught:
         Cluster(access).check_credentials()
     assert str(tmp_path) in str(caught.value)
 

@@ -6,9 +6,7 @@ import re
 import shutil
 import socket
 import ssl
-import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,43 +194,34 @@ def test_connection_errors_say_what_to_do(error, url, words):
     assert words in str(explain_error(error, url, "the kubeconfig"))
 
 
-def client_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    crt, key = folder / f"{name}.crt", folder / f"{name}.key"
-    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30"
-    command = ["openssl", *options.split(), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(crt)]
-    subprocess.run(command, check=True, capture_output=True)
-    return crt, key
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=("in files", "inside the kubeconfig"))
-def test_client_certificate_is_sent(connect, authority, tmp_path, inside):
-    crt, key = client_certificate(tmp_path, "kbpf-node")
+def test_client_certificate_is_sent(connect, authority, inside):
+    client = authority.issue_client("client", "kbpf-node", "system:nodes")
     made = authority.issue("asks", ["127.0.0.1"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.crt, made.key)
-    context.load_verify_locations(crt)
+    context.load_verify_locations(authority.crt)
     context.verify_mode = ssl.CERT_REQUIRED
     fields: dict[str, Any] = (
-        {"cert_data": crt.read_bytes(), "key_data": key.read_bytes()}
+        {"cert_data": client.crt.read_bytes(), "key_data": client.key.read_bytes()}
         if inside
-        else {"cert_file": str(crt), "key_file": str(key)}
+        else {"cert_file": str(client.crt), "key_file": str(client.key)}
     )
     with ScriptedServer(ok, tls=context) as server:
         connect(server.url, ca_file=str(authority.crt), **fields).request("/x").read()
         assert "kbpf-node" in server.requests[0].peer
 
 
-def test_certificate_data_leaks_no_file_descriptor_and_stays_in_memory(tmp_path, monkeypatch):
-    crt, key = client_certificate(tmp_path, "kbpf-node")
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    access = Access(URL, "x", cert_data=crt.read_bytes(), key_data=key.read_bytes())
+def test_certificate_data_leaks_no_file_descriptor_and_stays_in_memory(authority, tmp_path, monkeypatch):
+    client = authority.issue_client("client", "kbpf-node", "system:nodes")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    access = Access(URL, "x", cert_data=client.crt.read_bytes(), key_data=client.key.read_bytes())
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         Cluster(access).check_credentials()
     # Servers of earlier tests may close theirs meanwhile.
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert os.listdir(tmp_path / "temporary") == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_changed_ca_file_is_read_again_unless_it_is_broken(authority, server_tls, tmp_path):
