@@ -695,6 +695,17 @@ the agent is not translated at ClusterIPs
 UDP connect() to a ClusterIP's other port fails
 - to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
 + false &&
+a socket with IP_UNICAST_IF is translated
+- place_of_unicast() && (u32)
++ false && (u32)
+a socket with IPV6_UNICAST_IF is translated
+- sk->family == AF_INET6 && place_of_ipv6() &&
++ false &&
+connect() twice chooses twice
+- (find_peer(ctx->sk, to, &c) && !last_cut(c.service, &c.backend)) ||
++ false ||
+a socket that connects again keeps a cut backend
+-  && !last_cut(c.service, &c.backend)
 a cut does not include its own tick
 - flow->chosen_at <= last_cut
 + flow->chosen_at < last_cut
