@@ -368,8 +368,10 @@ static __always_inline bool is_frontend_of(const struct target *frontend, u32 id
 static __always_inline u64 last_cut(u32 service, const struct target *backend)
 {
 	struct cut_key key = {.service = service, .backend = *backend};
-	u64 *when = udp_cuts.lookup(&key);
+	u64 *when;
 
+	key.backend.pad = 0; /* of a peer: enum peer_flags */
+	when = udp_cuts.lookup(&key);
 	return when ? *when : 0;
 }
 
