@@ -202,6 +202,23 @@ static __always_inline bool is_kernel_socket(struct bpf_sock *sk)
 	return bits >> bit % 8 & 1;
 }
 
+/* Whether the route of this socket's packets is restricted to a device (SO_BINDTODEVICE,
+ * IP_UNICAST_IF, IPV6_UNICAST_IF). struct bpf_sock shows the first only. */
+static __always_inline bool is_bound_to_device(struct bpf_sock *sk)
+{
+	u64 socket = 0;
+
+	if (!sk)
+		return false;
+	if (sk->bound_dev_if)
+		return true;
+	probe_read_kernel(&socket, sizeof(socket), &sk);
+	if (place_of_unicast() && (u32)read_u64(socket + place_of_unicast()))
+		return true;
+	return sk->family == AF_INET6 && place_of_ipv6() &&
+	       (u32)read_u64(read_u64(socket + place_of_ipv6()) + place_of_unicast6());
+}
+
 /* Whether the packet path has to serve this socket: one of the kernel's own, so that its mount
  * keeps the Service's address; or one of the node that is bound to a device, since its route to the
  * backend may use another one (systemd-resolved binds its sockets while they connect). By packets a
@@ -213,8 +230,7 @@ static __always_inline bool needs_own_address(struct bpf_sock_addr *ctx, u64 net
 	u32 flags = config_flags();
 
 	return (((flags & CONFIG_KERNEL_SOCKETS) && is_kernel_socket(ctx->sk)) ||
-		((flags & CONFIG_PACKET_PATH) && ctx->sk && ctx->sk->bound_dev_if &&
-		 is_host(netns))) &&
+		((flags & CONFIG_PACKET_PATH) && is_host(netns) && is_bound_to_device(ctx->sk))) &&
 	       !find_node_address(&backend->address);
 }
 
@@ -348,19 +364,27 @@ static __always_inline bool is_frontend_of(const struct target *frontend, u32 id
 	return result == UNSTEADY || (result == STEADY && steady.id == id);
 }
 
+/* When the backend stopped serving the Service; 0: it has not in the last minutes. */
+static __always_inline u64 last_cut(u32 service, const struct target *backend)
+{
+	struct cut_key key = {.service = service, .backend = *backend};
+	u64 *when;
+
+	key.backend.pad = 0; /* of a peer: enum peer_flags */
+	when = udp_cuts.lookup(&key);
+	return when ? *when : 0;
+}
+
 /* Whether the backend of this flow no longer serves it: the backend is gone, it has stopped serving
  * this Service, or the Service no longer has the frontend. A cut with the same timestamp as the
  * choice counts. */
 static __always_inline bool is_cut(const struct udp_flow *flow)
 {
-	struct cut_key key = {.service = flow->service, .backend = flow->backend};
 	u32 id = flow->backend_id;
-	u64 *when;
 
 	if (!find_backend(&id) || !is_frontend_of(&flow->frontend, flow->service))
 		return true;
-	when = udp_cuts.lookup(&key);
-	return when && flow->chosen_at <= *when;
+	return flow->chosen_at <= last_cut(flow->service, &flow->backend);
 }
 
 static __always_inline u64 last_used(const struct udp_flow *flow)
@@ -481,27 +505,6 @@ static __always_inline bool find_flow(struct bpf_sock *sk, const struct target *
 	return same_target(&flow->frontend, to);
 }
 
-/* connect(): replaces `to` by the backend. A UDP socket that has sent to this frontend keeps its
- * backend. Since Linux v6.1 the hooks also run for ping sockets, which have no port. */
-static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx, struct target *to,
-						      enum reason *reason)
-{
-	struct choice c = {};
-	enum verdict v = PASS;
-
-	if (to->protocol == IPPROTO_UDP && find_flow(ctx->sk, to, bpf_ktime_get_ns(), &c)) {
-		c.reason = TRANSLATED_BY_FLOW;
-		v = TRANSLATE;
-	} else if (to->protocol == IPPROTO_TCP || to->protocol == IPPROTO_UDP) {
-		v = choose_for_socket(ctx, to, true, &c);
-	}
-	record_peer(ctx, v, to, &c);
-	if (v == TRANSLATE)
-		*to = c.backend;
-	*reason = c.reason;
-	return v;
-}
-
 /* A socket that is connected to this frontend and also names it in sendmsg() keeps the backend of
  * connect(), since the kernel accepts replies from no other address. If it is no longer connected
  * (the agent has destroyed it, or the application has dissolved the association), it chooses
@@ -519,6 +522,29 @@ static __always_inline bool find_peer(struct bpf_sock *sk, const struct target *
 	c->backend_id = peer->backend_id;
 	c->service = peer->service;
 	return find_backend(&c->backend_id) != NULL;
+}
+
+/* connect(): replaces `to` by the backend. A UDP socket that has sent or connected to this frontend
+ * keeps its backend. Since Linux v6.1 the hooks also run for ping sockets, which have no port. */
+static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx, struct target *to,
+						      enum reason *reason)
+{
+	struct choice c = {};
+	enum verdict v = PASS;
+
+	if (to->protocol == IPPROTO_UDP &&
+	    ((find_peer(ctx->sk, to, &c) && !last_cut(c.service, &c.backend)) ||
+	     find_flow(ctx->sk, to, bpf_ktime_get_ns(), &c))) {
+		c.reason = TRANSLATED_BY_FLOW;
+		v = TRANSLATE;
+	} else if (to->protocol == IPPROTO_TCP || to->protocol == IPPROTO_UDP) {
+		v = choose_for_socket(ctx, to, true, &c);
+	}
+	record_peer(ctx, v, to, &c);
+	if (v == TRANSLATE)
+		*to = c.backend;
+	*reason = c.reason;
+	return v;
 }
 
 /* sendmsg() with an address, on a UDP socket: replaces `to` by the backend. A flow in use keeps its

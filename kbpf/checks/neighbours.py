@@ -7,6 +7,7 @@ What a program on a device does is tried with a packet (hook_probe.py): its plac
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane.bpf.maps import pinning
@@ -24,6 +25,9 @@ from kbpf.model.address import Addr, family_of
 from kbpf.model.desired import FrontendKind
 from kbpf.model.inspection import Inspection
 from kbpf.takeover import detect
+from kbpf.takeover.kube_proxy_cleanup import MARK_CHAIN
+
+CNI_FOLDER: Final = Path("/etc/cni/net.d")
 
 
 def kube_proxy_row() -> CheckRow:
@@ -33,6 +37,21 @@ def kube_proxy_row() -> CheckRow:
     works = None if state.unreadable else not line
     detail = line or state.unreadable or "none runs here, and none has left rules"
     return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)
+
+
+def mark_chain_rows(folder: Path = CNI_FOLDER) -> Iterator[CheckRow]:
+    """Yields a row if the CNI plugin portmap needs a chain of kube-proxy. The agent's pod does not see the CNI's
+    configuration, which may contain credentials.
+    """
+    try:
+        files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+        names = [str(path) for path in files if MARK_CHAIN in path.read_text(errors="replace")]
+    except OSError:
+        return
+    if names:
+        what = f"kube-proxy's chain {MARK_CHAIN}: without it, pods with hostPorts do not start"
+        advice = "remove externalSetMarkChain there: the plugin then has a chain of its own"
+        yield CheckRow(Check.KUBE_PROXY, "no", False, f"{', '.join(names)} names {what}", advice)
 
 
 def refusal_rows(pin_dir: Path, cgroup: Path | None, packet_path: bool = True) -> Iterator[CheckRow]:

@@ -110,6 +110,7 @@ def check(
         *ipvs_checks.rows(),
         *neighbours.refusal_rows(pin_dir, cgroup, uses_packet_path),
         neighbours.kube_proxy_row(),
+        *neighbours.mark_chain_rows(),
     )
     proof = None
     if attached:

@@ -614,11 +614,12 @@ a next hop is cached again after 26 days
 a torn next hop is used
 - check_of_next_hop(hop) == hop->check
 + true
-a packet with TTL 1 is forwarded
-- !any_packet && p->ttl <= 1
-+ false
 a packet longer than the MTU is redirected
 -  && wire_length(skb, p) <= hop->max_length
+# tc/forward.h PACKETS
+a packet with TTL 1 is forwarded
+- !t->host_device && p->ttl > 1;
++ !t->host_device;
 # lib/rewrite.h PACKETS
 UDP without a checksum gets one
 - flags |= BPF_F_MARK_MANGLED_0; /* 0 means
@@ -707,11 +708,22 @@ the agent is not translated at ClusterIPs
 UDP connect() to a ClusterIP's other port fails
 - to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
 + false &&
+a socket with IP_UNICAST_IF is translated
+- place_of_unicast() && (u32)
++ false && (u32)
+a socket with IPV6_UNICAST_IF is translated
+- sk->family == AF_INET6 && place_of_ipv6() &&
++ false &&
+connect() twice chooses twice
+- (find_peer(ctx->sk, to, &c) && !last_cut(c.service, &c.backend)) ||
++ false ||
+a socket that connects again keeps a cut backend
+-  && !last_cut(c.service, &c.backend)
 a cut does not include its own tick
-- flow->chosen_at <= *when
-+ flow->chosen_at < *when
+- flow->chosen_at <= last_cut
++ flow->chosen_at < last_cut
 a flow is never cut
-- return when && flow->chosen_at <= *when;
+- return flow->chosen_at <= last_cut(flow->service, &flow->backend);
 + return false;
 a flow stays with a deleted frontend
 - !find_backend(&id) || !is_frontend_of(&flow->frontend, flow->service)

@@ -74,6 +74,9 @@ PLACE_OF(device_lower, 0x6b62710d)  /* net_device.adj_list, whose second list is
 PLACE_OF(device_driver, 0x6b62710e) /* what the driver keeps: netdev_priv() */
 PLACE_OF(ops_kind, 0x6b62710f)      /* rtnl_link_ops.kind */
 PLACE_OF(lower_entry, 0x6b627110)   /* netdev_adjacent.list */
+PLACE_OF(unicast, 0x6b627111)       /* inet_sock.uc_index */
+PLACE_OF(ipv6, 0x6b627112)          /* inet_sock.pinet6 */
+PLACE_OF(unicast6, 0x6b627113)      /* ipv6_pinfo.ucast_oif */
 
 /* 0 if it cannot be read. */
 static __always_inline u64 read_u64(u64 address)

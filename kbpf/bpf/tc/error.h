@@ -117,7 +117,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (is_redirect(p))
 		return TC_ACT_SHOT;
-	if (translation.path != PATH_STACK && !translation.host_device) {
+	if (translation.path != PATH_STACK && !translation.host_device && p->ttl > 1) {
 		hidden = translation.masqueraded && !translation.reply;
 		outer = outer_of(p, &tuple, &translation.to_device, hidden);
 		to = find_next_hop(skb, p, &outer.from, &outer.to, &s->hop, false, came_in_by(skb));

@@ -47,7 +47,7 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	struct tuple *new = &t->to_stack;
 	struct packet *p = &s->packet;
 	struct device *to = NULL;
-	bool bypasses = t->path != PATH_STACK && !t->host_device;
+	bool bypasses = t->path != PATH_STACK && !t->host_device && p->ttl > 1;
 	int action = TC_ACT_UNSPEC;
 	u32 mtu = 0, l3 = p->l3;
 

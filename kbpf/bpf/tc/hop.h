@@ -184,8 +184,8 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 
 /* Looks up the next hop for a packet from `from` to `to`. Returns the egress device, or NULL: then
  * the packet has to take the stack; exceeded_mtu() tells whether it is too long. `any_packet`:
- * looks up the next hop of the whole flow, even if this packet is too long or its TTL has expired;
- * `hop->max_length` is 0 then if this packet does not fit. */
+ * looks up the next hop of the whole flow, even if this packet is too long; `hop->max_length` is 0
+ * then if it does not fit. Who forwards packets checks the TTL before. */
 static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const struct packet *p,
 						    const struct target *from,
 						    const struct target *to, struct next_hop *hop,
@@ -195,8 +195,6 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 	long result;
 
 	hop->ifindex = hop->max_length = 0;
-	if (!any_packet && p->ttl <= 1)
-		return NULL;
 	result = query_fib(skb, p, from, to, hop, length, in, 0);
 	if (any_packet &&
 	    result == BPF_FIB_LKUP_RET_FRAG_NEEDED) { /* the result does not contain the device */
@@ -276,7 +274,7 @@ next_hop_of_flow(struct __sk_buff *skb, const struct packet *p, const struct tup
 	struct device *to;
 
 	*hop = *cached;
-	if (is_current(hop, now) && wire_length(skb, p) <= hop->max_length && p->ttl > 1)
+	if (is_current(hop, now) && wire_length(skb, p) <= hop->max_length)
 		return device_at(hop->ifindex);
 	to = find_next_hop(skb, p, &t->from, &t->to, hop, false, came_in_by(skb));
 	if (!to)

@@ -124,6 +124,12 @@ NETWORK_MEMBERS: Final = {
     0x6B627110: ("netdev_adjacent", "list"),
 }
 """The same for the hooks (bpf/cluster_netns.h), which work without them."""
+SOCKET_MEMBERS: Final = {
+    0x6B627111: ("inet_sock", "uc_index"),
+    0x6B627112: ("inet_sock", "pinet6"),
+    0x6B627113: ("ipv6_pinfo", "ucast_oif"),
+}
+"""The same. Kernels without IPv6 lack the second."""
 NETDEV_ALIGN: Final = 32
 """Before net_device.priv (Linux v6.10), what a driver keeps follows the struct at a multiple of
 this.
@@ -165,19 +171,23 @@ def network_replacements() -> dict[bytes, bytes]:
     read the kernel's memory.
     """
     places = _find_network_members() if probe_read().works else {}
-    return {probe.encode_call(number): probe.encode_r0(places.get(number, 0)) for number in NETWORK_MEMBERS}
+    return {
+        probe.encode_call(number): probe.encode_r0(places.get(number, 0))
+        for number in (*NETWORK_MEMBERS, *SOCKET_MEMBERS)
+    }
 
 
 def _find_network_members() -> dict[int, int]:
-    """Number of the call → the place in bytes; empty if the kernel's BTF lacks one."""
+    """Number of the call → the place in bytes; empty if the kernel's BTF lacks one of NETWORK_MEMBERS."""
     try:
         with Btf.load() as kernel:
-            places = {number: kernel.find_member_bit(*member) // 8 for number, member in NETWORK_MEMBERS.items()}
+            members = (NETWORK_MEMBERS | SOCKET_MEMBERS).items()
+            places = {number: kernel.find_member_bit(*member) // 8 for number, member in members}
             private = next(number for number, (_, member) in NETWORK_MEMBERS.items() if member == "priv")
             places[private] = places[private] or -(-kernel.find_size("net_device") // NETDEV_ALIGN) * NETDEV_ALIGN
     except KernelError:
         return {}
-    return places if all(places.values()) else {}
+    return places if all(places[number] for number in NETWORK_MEMBERS) else {}
 
 
 def probe_networks() -> Probe:

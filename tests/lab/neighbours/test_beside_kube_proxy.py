@@ -5,6 +5,7 @@ translates behind ingress and before egress, kbpf at both.
 """
 
 import contextlib
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, p
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.features import needs
 from tests.support.lab.field import OUT4, there
-from tests.support.lab.lab import Agent, Lab, Node, Place, inside, on, run, until
+from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, inside, ip, on, run, until
 from tests.support.lab.podnet import gate
+from tests.support.plane import start_within, within
 from tests.support.table import table
 
 pytestmark = needs("conntrack_nat")
@@ -44,6 +46,22 @@ ONE_RETRY = "echo 1 > /proc/sys/net/ipv4/tcp_syn_retries"
 
 def node_port(name: str, home: Node) -> int:
     return 30000 + 100 * SERVICES[name] + home.number
+
+
+class Second(NamedTuple):
+    """A protocol whose server begins another connection, or names its address in what it sends. Conntrack's helper of
+    this name translates that, too.
+    """
+
+    name: str
+    protocol: str
+    port: int
+
+    def node_port(self, home: Node) -> int:
+        return 30500 + 100 * SECOND_CONNECTIONS.index(self) + home.number
+
+
+SECOND_CONNECTIONS = (Second("tftp", "UDP", 69), Second("ftp", "TCP", 21), Second("sip", "UDP", 5060))
 
 
 class Site(NamedTuple):
@@ -68,11 +86,17 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
             owner, http = f"{name.lower()}-{home.number}", port(80, node_port=node_port(name, home))
             kube.create(service(owner, http, type="NodePort", external_policy=policy))
             kube.create(endpoint_slice(owner, endpoint(pod.ip, node=other.name), ports=[slice_port(8080)]))
+        for home, row in product(lab.nodes, SECOND_CONNECTIONS):
+            name, end = f"{row.name}-{home.number}", endpoint(home.pods[1].ip, node=home.name)
+            number = port(row.port, "p", row.protocol, node_port=row.node_port(home))
+            kube.create(service(name, number, type="NodePort", external_policy="Local"))
+            kube.create(endpoint_slice(name, end, ports=[slice_port(row.port, "p", row.protocol)]))
         for each, proxy in zip(lab.nodes, PROXIES, strict=True):
             if proxy == "kube-proxy":
                 stack.enter_context(KubeProxy(each, "nftables", config, "--cluster-cidr", "10.244.0.0/16"))
             else:
                 Agent(each, "--kubeconfig", str(config), "--packet-path", "true", "--forwarding", proxy).start()
+        ip(*(f"route add 10.244.{each.number}.0/24 via {each.ip}" for each in lab.nodes), netns=lab.outside)
         client = Place("outside", lab.outside, None)
         stack.callback(client.close)
         run(*inside(lab.outside, None, "sh", "-c"), ONE_RETRY)
@@ -232,3 +256,88 @@ def test_programs_of_others_see(site: Site, proxy: str, policy: str):
         assert "name" in site.client.tcp(home.ip, node_port(policy, home))
         expected = KUBE_PROXY[policy] | (STACK if proxy == "stack" else {})
         assert recorder.read(policy) == expected
+
+
+# ---- helpers of conntrack ------------------------------------------------------------------------
+
+INVITE = """INVITE sip:b@x SIP/2.0\r
+Via: SIP/2.0/UDP {0}:{1}\r
+From: <sip:a@x>;tag=1\r
+To: <sip:b@x>\r
+Call-ID: 1@x\r
+CSeq: 1 INVITE\r
+Contact: <sip:a@{0}:{1}>\r
+Content-Length: 0\r
+\r
+"""
+
+
+def serve_second(row: Second, address: str, ready: int) -> None:
+    """Serves one client in the pod with this address. Writes to `ready` once it listens."""
+    kind = socket.SOCK_DGRAM if row.protocol == "UDP" else socket.SOCK_STREAM
+    with socket.socket(socket.AF_INET, kind) as s, socket.socket(socket.AF_INET, kind) as second:
+        for each in (s, second):
+            each.settimeout(PATIENCE)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind((address, row.port))
+        if row.name == "ftp":
+            s.listen()
+        os.write(ready, b"x")
+        if row.name == "ftp":
+            connection, _ = s.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"230 welcome\r\n")
+                *_, high, low = re.findall(rb"\d+", connection.recv(100))
+                second.connect((OUT4, int(high) * 256 + int(low)))
+                connection.recv(1)
+        elif row.name == "tftp":
+            _, client = s.recvfrom(600)
+            second.sendto(b"\0\3\0\1data", client)
+        else:
+            request, client = s.recvfrom(2000)
+            answer = request.decode().replace("INVITE sip:b@x SIP/2.0", "SIP/2.0 200 OK")
+            answer = re.sub("Contact: .*>", f"Contact: <sip:b@{address}:5060>", answer)
+            s.sendto(answer.encode(), client)
+
+
+def dial_second(row: Second, to: tuple[str, int]) -> str:
+    """The address that the client outside sees in what the server begins or sends."""
+    kind = socket.SOCK_DGRAM if row.protocol == "UDP" else socket.SOCK_STREAM
+    with socket.socket(socket.AF_INET, kind) as s:
+        s.settimeout(PATIENCE)
+        if row.name == "ftp":
+            with socket.create_server((OUT4, 0)) as listener:
+                listener.settimeout(PATIENCE)
+                s.connect(to)
+                s.sendall(b"USER a\r\n")  # the helper ignores what a client sends first
+                s.recv(100)
+                high, low = divmod(listener.getsockname()[1], 256)
+                s.sendall(f"PORT {OUT4.replace('.', ',')},{high},{low}\r\n".encode())
+                connection, source = listener.accept()
+                connection.close()
+                return source[0]
+        s.bind((OUT4, 0))
+        s.sendto(b"\0\1file\0octet\0" if row.name == "tftp" else INVITE.format(*s.getsockname()).encode(), to)
+        answer, source = s.recvfrom(2000)
+        return source[0] if row.name == "tftp" else re.search(rb"sip:b@([\d.]+):", answer)[1].decode()
+
+
+@pytest.mark.parametrize("row", SECOND_CONNECTIONS, ids=lambda row: row.name)
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_a_helper_of_conntrack(site: Site, proxy: str, row: Second):
+    """It translates for kube-proxy only: see docs/limits.md."""
+    home = site.nodes[PROXIES.index(proxy)]
+    pod, to = home.pods[1], (home.ip, row.node_port(home))
+    rules = f"""
+        ct helper it {{ type "{row.name}" protocol {row.protocol.lower()}; }}
+        chain helps {{ type filter hook prerouting priority mangle;
+            {row.protocol.lower()} dport {{ {row.port}, {to[1]} }} ct helper set "it"; }}
+    """
+    reader, writer = os.pipe()
+    with nft_table(home, "ip helped", rules):
+        served = start_within(pod, lambda: serve_second(row, pod.ip, writer))
+        os.read(reader, 1)
+        seen = within(site.client, lambda: dial_second(row, to))
+        served()
+    assert seen == (home.ip if proxy == "kube-proxy" else pod.ip)

@@ -6,7 +6,6 @@ Every device has a strict reverse path filter. The node needs its default route:
 Service leave by it, and are translated there.
 """
 
-import socket
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -17,8 +16,7 @@ from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from tests.support.cluster.cluster import UNROUTED
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, check, crossed, split
-from tests.support.lab.lab import PATIENCE, ip, set_rp_filter, until
-from tests.support.plane import within
+from tests.support.lab.lab import ip, set_rp_filter, until
 from tests.support.table import table
 
 OFF, ON = "off", "on"
@@ -118,30 +116,6 @@ def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str):
         answer = field[who].udp(host, port, connected=True)
         assert answer == {"error": REFUSED, "at_once": False}, field.agent.tail(5)
         assert field.agent.reasons()[Reason.UNKNOWN_PORT] == before + 1
-
-
-@crossed
-@pytest.mark.parametrize("field", [ON], indirect=True)
-@pytest.mark.parametrize("for_good", [True, False], ids=["for good", "while it connects"])
-def test_sockets_that_are_bound_to_a_device_are_served(field: Field, protocol: str, v6: bool, for_good: bool):
-    """The device leads to the Service, but not to the backend on this node. systemd-resolved binds
-    its sockets while they connect, if a link has DNS servers of its own.
-    """
-    until("the packet path serves", lambda: ConfigFlag.PACKET_PATH in field.agent.config_flags())
-    host, port = split(at("ClusterIP", base(protocol) + 1, v6))
-    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
-
-    def ask() -> str:
-        with socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, kind) as s:
-            s.settimeout(PATIENCE)
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"eth0")
-            s.connect((host, port))
-            if not for_good:
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"")
-            s.sendall(b"bye\n")
-            return s.recv(4096).decode()
-
-    assert '"a1"' in within(field["host-1"], ask)
 
 
 LETS_IN = {9: ("host-1",), 10: ("a2", "a2!")}

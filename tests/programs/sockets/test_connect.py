@@ -410,6 +410,35 @@ def test_socket_bound_to_loopback_is_refused_at_a_node_port(bench: Bench, own: s
     assert within(bench["host"], dial) == errno.ECONNREFUSED
 
 
+SO_BINDTOIFINDEX, IP_UNICAST_IF, IPV6_UNICAST_IF = (1, 62), (socket.IPPROTO_IP, 50), (socket.IPPROTO_IPV6, 76)
+DEVICE_OPTIONS = (
+    ("10.96.0.1", SO_BINDTOIFINDEX),
+    ("10.96.0.1", IP_UNICAST_IF),
+    ("::ffff:10.96.0.1", IP_UNICAST_IF),
+    ("fd00:96::1", IPV6_UNICAST_IF),
+)
+
+
+@needs("networks")
+@pytest.mark.parametrize(("host", "option"), DEVICE_OPTIONS)
+@pytest.mark.parametrize(("client", "reason"), [("host", Reason.LEFT_TO_PACKETS), ("pod", Reason.TRANSLATED)])
+def test_socket_of_the_node_that_is_bound_to_a_device_is_left_to_packets(
+    bench: Bench, host: str, option: tuple[int, int], client: str, reason: Reason
+):
+    """Whom it reaches: tests/lab/traffic/test_socket_options.py."""
+
+    def dial() -> None:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as s:
+            index = socket.if_nametoindex("lo")
+            s.setsockopt(*option, index if option == SO_BINDTOIFINDEX else socket.htonl(index))
+            s.connect_ex((host, 80))
+
+    before = bench.site.reasons()
+    with config_flag(bench, ConfigFlag.PACKET_PATH):
+        within(bench[client], dial)
+    assert bench.site.reasons() - before == {reason: 1}
+
+
 OWN_PORT = 20_678
 """Outside of the range from which the kernel takes the ports of other sockets."""
 

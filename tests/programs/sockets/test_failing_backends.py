@@ -6,6 +6,7 @@ of test_account.py, which has a failure of each kind.
 
 import contextlib
 import errno
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf import udp as udp_plane
 from kbpf.dataplane.bpf.failing_backends import MIN_FAILURES, FailingBackends
 from kbpf.dataplane.bpf.maps.layout import COUNTS, FAILURES_PER_CLIENT
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -25,7 +27,7 @@ from tests.support.features import needs
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
-from tests.support.plane import desired, join_pod, service, within
+from tests.support.plane import desired, join_pod, service, start_within, within
 from tests.support.table import each_row, table
 
 pytestmark = needs("tracing")
@@ -215,7 +217,36 @@ def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
     within(served.client, sends_often)
     (found,) = recorded(served)
     assert (found.service, found.reason, found.count) == ("default/deaf", "backend_refused", 4)
-    assert count_refused(served) - before == 2, "once for each connect()"
+    assert count_refused(served) - before == 1, "the second connect() keeps the backend"
+
+
+@needs("set_retval")
+def test_refused_socket_that_connects_again_leaves_a_backend_that_does_not_serve(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """The backend still serves another Service."""
+    ends = f"{served.one.ip}:5353"
+    other = service("other", "10.96.0.10:53", ends, Protocol.UDP)
+    plane = served.site.start(desired(service("deaf", "10.96.0.9:53", ends, Protocol.UDP), other))
+    monkeypatch.setattr(udp_plane.UdpPasses, "advance", lambda *_: None)
+    (refused_from, refused_to), (cut_from, cut_to) = os.pipe(), os.pipe()
+
+    def connects_again() -> int:
+        with socket.socket(type=socket.SOCK_DGRAM) as s:
+            s.settimeout(PATIENCE)
+            s.connect(("10.96.0.9", 53))
+            s.send(b"?")
+            with pytest.raises(ConnectionRefusedError):
+                s.recv(1)
+            os.write(refused_to, b"x")
+            os.read(cut_from, 1)
+            return s.connect_ex(("10.96.0.9", 53))
+
+    error = start_within(served.client, connects_again)
+    os.read(refused_from, 1)
+    plane.apply(desired(service("deaf", "10.96.0.9:53", "", Protocol.UDP), other), None)
+    os.write(cut_to, b"x")
+    assert error() == errno.ECONNREFUSED
 
 
 @needs("set_retval")

@@ -90,6 +90,27 @@ def test_formerly_connected_socket_chooses_a_new_backend(bench: Bench, how: str)
     pod.ask("drop", keep="s")
 
 
+def test_connected_socket_that_connects_again_keeps_a_backend_that_serves(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """Until that has left, although it still serves another Service and the socket lives."""
+    bench.web("one two", dns="one two")
+    pod = bench["pod"]
+
+    def connects_again() -> set[str]:
+        return {pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] for _ in range(12)}
+
+    first = pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"]
+    with contextlib.ExitStack() as stack:
+        stack.callback(pod.ask, "drop", keep="s")
+        assert connects_again() == {first}
+        other = "two" if first == "one" else "one"
+        monkeypatch.setattr(udp.UdpPasses, "advance", lambda *_: None)
+        bench.plane.apply(desired(bench.udp(WEB, other), bench.udp(DNS, "one two")), None)
+        assert connects_again() == {other}
+        monkeypatch.undo()
+
+
 def test_ipv6_and_mapped_connected_sockets_are_destroyed(bench: Bench):
     bench.serve(bench.udp(WEB, "one"), bench.udp(WEB6, "one"))
     hosts = ("fd00:96::1", "::ffff:10.96.0.1")
