@@ -263,6 +263,9 @@ a refusal ends a connection
 a RST counts with any number
 - if (n->sequence != peer->ack && !sent)
 + if (false)
+the refusal of another connection reaches a refused client
+- reply && !own->window && n->ack != original->syn
++ false
 the port of a refused connection is reserved
 - end_backend(original, backend, client);
 the backend proves a handshake that its client has not ended
@@ -346,11 +349,14 @@ a tenant can tell which ports it puts in doubt
 - keyed[i] = words[i] ^ secret->until[i];
 + keyed[i] = words[i];
 no port is in doubt
-- if (!may_be_answered(flow, now))
+- if (!may_be_answered(flow, reply, now))
 + if (true)
+a port is not in doubt though a FIN was not acknowledged
+- (both_closed(flow) && (!reply || is_acknowledged(flow, reply))));
++ both_closed(flow));
 a backend that sends for longer than its client leaves no doubt
-- if (reply && reply->last_used > flow->last_used)
-+ if (false)
+- reply->last_used > flow->last_used)
++ false)
 a port in doubt is in doubt for ever
 - return until && *until > seconds_of(now);
 + return until && *until;

@@ -202,6 +202,15 @@ def test_denied_answer_becomes_a_reset_of_the_client(path: Path_, v: int, which:
 
 
 @both_policies
+def test_refusal_of_another_connection_does_not_reach_a_refused_client(path: Path_, v: int, which: int):
+    """The client's port was another's, whose SYN is refused late. All refusals have the number 0."""
+    flow = Flow(path, v, which).send("S")
+    for ack, passes in ((1001, True), (5001, False), (1001, True)):
+        verdict, _ = path.through(tcp(flow.back, flow.source, flags="RA", seq=0, ack=ack))
+        assert (verdict != TC_ACT_SHOT) == passes
+
+
+@both_policies
 def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int):
     """The client uses its port again: the entries are replaced. Unless it is masqueraded, the
     backend sees the same port as before. Late packets of the old connection do not end the new one.
