@@ -63,7 +63,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.packets import packets
 from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
-from tests.support.packets.test_run import TC_ACT_UNSPEC, SkbContext, run
+from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext, run
 from tests.support.table import table
 
 # ---- next to another data plane --------------------------------------------------------------
@@ -145,6 +145,19 @@ def test_request_and_reply(path: Path_, v: int, which: int, kind: str, more: dic
     if v == 6:
         more = {"extensions": [packets.destination()]} if "options" in more else more
     exchange(path, v, client(v), which, which == CLUSTER, kind, **more)
+
+
+def test_a_client_is_dropped_if_the_node_has_no_address_to_masquerade_to(path: Path_, v: int):
+    """Of IPv6, all but link-local ones may be missing."""
+    with path.site.pinned("node") as node:
+        before = node.lookup(U32.pack(0)) or b""
+        node.update(U32.pack(0), bytes(32) + before[32:])
+        try:
+            with path.counted(Reason.NO_SNAT_PORT):
+                verdict, _ = path.through(ask(client(v), vip(v, CLUSTER)))
+        finally:
+            node.update(U32.pack(0), before)
+    assert verdict == TC_ACT_SHOT
 
 
 def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int):
