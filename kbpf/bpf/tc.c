@@ -23,7 +23,7 @@
  *                                                                        tc_enqueue ...
  *
  *  tc_recheck, tc_coexist, tc_choose, tc_route, tc_delete_flow   tc/begin.h
- *  tc_conntrack                                                  tc/conntrack.h
+ *  tc_conntrack, tc_unconfirmed                                  tc/conntrack.h
  *  tc_enqueue, tc_evict                                          tc/evict.h
  *  tc_claim, tc_publish                                          tc/ports.h
  *  tc_host, tc_host_choose                                       tc/host.h
@@ -139,7 +139,7 @@ int tc_egress(struct __sk_buff *skb)
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
 	if (result == EGRESS_UNKNOWN && leaves_first(skb, p)) {
 		s->begin = BEGIN_LEAVING;
-		return go(skb, TAIL_CONNTRACK);
+		return go(skb, TAIL_UNCONFIRMED);
 	}
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)

@@ -487,8 +487,11 @@ a SYN in fragments passes
 - return p->protocol == IPPROTO_TCP && p->fragment != WHOLE;
 + return false;
 keys of a refused flow stay
-- if (former) {
-+ if (false) {
+- if (twin && twin->time == event->time) /* not of a later flow */
++ if (false)
+flows that leave unseen are refused
+- unseen = (s->begin & BEGIN_UNSEEN) ||
++ unseen = false ||
 an answer just ahead of the first packet counts
 - is_answered(skb, &first, false)) /* begins_again() follows */
 + false)
@@ -496,11 +499,8 @@ a SYN that the kernel divides again passes
 - if ((t->to.protocol == IPPROTO_TCP && s->packet.fragment != WHOLE) ||
 + if (
 refused flows stay
-- if (expire && (opts.protocol
-+ if (false && (opts.protocol
-refused connections that seem to be answered stay
-- opts.protocol != IPPROTO_TCP || state < TCP_CONNTRACK_ESTABLISHED ||
-+ opts.protocol != IPPROTO_TCP ||
+- if (expire)
++ if (false)
 the first packet to the node may be called established
 - skb->priority = PRIORITY_OF_FIRST
 + skb->priority = 0

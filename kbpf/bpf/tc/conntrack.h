@@ -34,8 +34,6 @@
 #define IP_CT_DIR_REPLY 1
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
-#define TCP_CONNTRACK_ESTABLISHED 3
-#define TCP_CONNTRACK_LAST_ACK 6
 #define TCP_CONNTRACK_TIME_WAIT 7
 #define TCP_CONNTRACK_CLOSE 8
 #define NF_NAT_MANIP_SRC 0
@@ -277,28 +275,41 @@ static __always_inline bool answers_refused(const struct packet *p)
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow has left encrypted. Only
- * tc_conntrack can ask. */
+ * tc_unconfirmed can ask. */
 static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct scratch *s)
 {
 	s->begin = BEGIN_ANSWER;
-	return go(skb, TAIL_CONNTRACK);
+	return go(skb, TAIL_UNCONFIRMED);
+}
+
+/* Removes both keys of the flow that has one with these ends, if there is one. `key`: room for one,
+ * since the stack is short. */
+static __always_inline void forget_flow(struct flow_key *key, const struct target *client,
+					const struct target *server)
+{
+	struct event *event, *twin;
+
+	*key = flow_key_of(client, server);
+	event = unconfirmed.lookup(key);
+	if (!event)
+		return;
+	*key = flow_key_of(&event->client, same_target(server, &event->frontend)
+						   ? &event->backend
+						   : &event->frontend);
+	twin = unconfirmed.lookup(key);
+	if (twin && twin->time == event->time) /* not of a later flow */
+		unconfirmed.delete(key);
+	*key = flow_key_of(client, server);
+	unconfirmed.delete(key);
 }
 
 /* The rules of the host have let a packet of this flow pass, which `t` identifies. */
-static __always_inline void confirm(const struct tuple *t, struct event *event)
+static __always_inline void confirm(struct scratch *s, const struct tuple *t, struct event *event)
 {
-	struct flow_key key = flow_key_of(&t->from, &t->to);
-	struct flow_key other = flow_key_of(&event->client, &event->frontend);
-	struct event *twin;
+	bool by_node = same_target(&t->from, &event->frontend); /* an answer */
 
-	/* An answer of the node has the first key, whose event leads to the second one. */
-	if (same_target(&t->from, &event->frontend))
-		other = flow_key_of(&event->client, &event->backend);
 	confirm_flow(event);
-	twin = unconfirmed.lookup(&other);
-	if (twin && twin->time == event->time) /* not of a later flow */
-		unconfirmed.delete(&other);
-	unconfirmed.delete(&key);
+	forget_flow(&s->queued.key, by_node ? &t->to : &t->from, by_node ? &t->from : &t->to);
 }
 
 /* Whether a packet of no flow of ours that leaves by a device may be the first one of a flow: a
@@ -316,29 +327,25 @@ static __always_inline bool leaves_first(struct __sk_buff *skb, const struct pac
 			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
-/* Whether conntrack has seen an answer to this client. `expire`: its entry goes, unless it is that
- * of a TCP connection, which takes more than a forged answer. */
+/* Whether conntrack has seen an answer to this client. `expire`: its entry goes. */
 static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
 	bool answered, v6 = !is_v4(&t->to.address);
 	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
-	u8 state;
 
 	if (!ct)
 		return false;
 	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-	state = *(volatile u8 *)(ct + offset_of_tcp_state());
-	if (expire && (opts.protocol != IPPROTO_TCP || state < TCP_CONNTRACK_ESTABLISHED ||
-		       state > TCP_CONNTRACK_LAST_ACK))
+	if (expire)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return answered;
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
- * entry has to go. If it was answered, its packets leave unseen (IPsec, a device without programs),
- * or the answer was forged. `oldest`: room for its key, since the stack is full. */
+ * entry has to go, also if a forged answer has reached it. `oldest`: room for its key, since the
+ * stack is short. */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
 	struct event *event, *first;
@@ -355,54 +362,53 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time) {
-		if (is_answered(skb, &tuple, true))
-			confirm_flow(event);
+		is_answered(skb, &tuple, true);
 		is_answered(skb, &tuple, true); /* this look-up deletes it */
 		unconfirmed.delete(&first_key);
 	}
 	unconfirmed.delete(&oldest->key);
 }
 
-/* Remembers a flow until a packet of it leaves. `port`: the client's, as the backend sees it, in
- * host byte order. False: there is no room, so nobody could tell whether its packet leaves. */
-static __always_inline bool await_packet(struct __sk_buff *skb, const struct flow *flow, u16 port)
+/* Remembers the flow in the scratch buffer until a packet of it leaves. `port`: the client's, as
+ * the backend sees it, in host byte order. `unseen`: nobody will see it leave, so it counts now,
+ * and its answers are not checked. False: there is no room, so nobody could tell whether its packet
+ * leaves. */
+static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *s, u16 port,
+					 bool unseen)
 {
+	struct unconfirmed_key *queued = &s->queued;
+	const struct flow *flow = &s->flow;
 	struct target seen = flow->client;
-	struct unconfirmed_key queued;
-	struct event event = {}, *former;
+	struct event event = {};
 
 	describe_event(&event, flow, NEW_FLOW);
-	event.time = queued.time = flow->last_used;
+	event.time = flow->last_used;
+	if (unseen) {
+		confirm_flow(&event);
+		return true;
+	}
 	seen.port = __builtin_bswap16(port);
 	if (has_snat(flow))
 		seen.address = flow->snat;
-	queued.key = flow_key_of(&seen, &flow->backend);
-	former = unconfirmed.lookup(&queued.key);
-	if (former) { /* refused, by another frontend: its first key would stay for ever */
-		queued.key = flow_key_of(&former->client, &former->frontend);
-		unconfirmed.delete(&queued.key);
-		queued.key = flow_key_of(&seen, &flow->backend);
-	}
-	if (unconfirmed.update(&queued.key, &event))
+	/* Refused ones, by other frontends: their other keys would stay for ever. */
+	forget_flow(&queued->key, &seen, &flow->backend);
+	forget_flow(&queued->key, &flow->client, &flow->frontend);
+	queued->key = flow_key_of(&seen, &flow->backend);
+	if (unconfirmed.update(&queued->key, &event))
 		return false;
-	queued.key = flow_key_of(&flow->client, &flow->frontend);
+	queued->key = flow_key_of(&flow->client, &flow->frontend);
 	event.client = seen;
-	if (unconfirmed.update(&queued.key, &event)) {
-		queued.key = flow_key_of(&seen, &flow->backend);
-		unconfirmed.delete(&queued.key);
-		return false;
+	if (!unconfirmed.update(&queued->key, &event)) {
+		for (int i = 0; i < QUEUE_TRIES; i++) {
+			queued->key = flow_key_of(&seen, &flow->backend);
+			queued->time = flow->last_used;
+			if (!unconfirmed_queue.push(queued, 0))
+				return true;
+			settle_oldest(skb, queued);
+		}
 	}
-	for (int i = 0; i < QUEUE_TRIES; i++) {
-		queued.key = flow_key_of(&seen, &flow->backend);
-		queued.time = flow->last_used;
-		if (!unconfirmed_queue.push(&queued, 0))
-			return true;
-		settle_oldest(skb, &queued); /* the stack is full */
-	}
-	queued.key = flow_key_of(&seen, &flow->backend);
-	unconfirmed.delete(&queued.key); /* without its key in the queue it would stay for ever */
-	queued.key = flow_key_of(&flow->client, &flow->frontend);
-	unconfirmed.delete(&queued.key);
+	/* Without its key in the queue it would stay for ever. */
+	forget_flow(&queued->key, &seen, &flow->backend);
 	return false;
 }
 
@@ -442,7 +448,7 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 		return TC_ACT_UNSPEC;
 	if (is_decrypted(skb)) {
 		if (!is_error)
-			confirm(&tuple, event);
+			confirm(s, &tuple, event);
 		return TC_ACT_UNSPEC;
 	}
 	if (!same_target(&tuple.to, &event->frontend)) {
@@ -470,7 +476,7 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 		    is_answered(skb, &first, false)) /* begins_again() follows */
 			return finish(TC_ACT_SHOT, INVALID);
 	}
-	confirm(t, event);
+	confirm(s, t, event);
 	return TC_ACT_UNSPEC;
 }
 
@@ -486,6 +492,20 @@ static __always_inline int judge_claimed_port(struct __sk_buff *skb, struct scra
 								  : go(skb, TAIL_PUBLISH);
 }
 
+/* Asks conntrack about a packet that begins no flow of conntrack's. */
+int tc_unconfirmed(struct __sk_buff *skb)
+{
+	struct scratch *s = get_scratch();
+
+	if (!s)
+		return TC_ACT_UNSPEC;
+	if (s->begin & BEGIN_ANSWER)
+		return judge_unseen(skb, s);
+	if (s->begin & BEGIN_LEAVING)
+		return judge_leaving(skb, s);
+	return judge_claimed_port(skb, s, s->packet.v6);
+}
+
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
  * a new flow are known, this writes its entry. */
 int tc_conntrack(struct __sk_buff *skb)
@@ -493,6 +513,7 @@ int tc_conntrack(struct __sk_buff *skb)
 	struct ct_opts opts = {.netns = CURRENT_NETNS};
 	struct scratch *s = get_scratch();
 	struct address backend, source;
+	bool own, unseen, awaited;
 	enum tracked tracked;
 	struct packet *p;
 	struct node *n;
@@ -503,12 +524,6 @@ int tc_conntrack(struct __sk_buff *skb)
 	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	if (s->begin & BEGIN_ANSWER)
-		return judge_unseen(skb, s);
-	if (s->begin & BEGIN_LEAVING)
-		return judge_leaving(skb, s);
-	if (s->begin & BEGIN_CLAIMED)
-		return judge_claimed_port(skb, s, p->v6);
 	if (!(s->begin & BEGIN_UNTRACKED)) {
 		tracked = find_tracked(skb, p, false);
 		if (tracked == TRACKED_YES)
@@ -546,17 +561,22 @@ int tc_conntrack(struct __sk_buff *skb)
 		return find_tracked(skb, p, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, NOT_TRACKED);
+	n = node.lookup(&zero);
+	own = n && is_nodes_own(&s->flow.backend.address, n);
+	unseen = (s->begin & BEGIN_UNSEEN) || (own && is_decrypted(skb));
+	awaited = await_packet(skb, s, port, unseen);
+	if (!awaited)
+		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
-	if (!await_packet(skb, &s->flow, port))
-		return drop_flow(&s->flow, TABLE_FULL); /* the entry lives for NEW_ENTRY_MS */
+	if (!awaited)
+		return drop_flow(&s->flow, TABLE_FULL);
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
 	if (s->begin & BEGIN_RESTART)
 		return go(skb, TAIL_DELETE_FLOW);
 	/* An answer may be on its way between these programs and conntrack: ahead of the keys, and
 	 * behind the entry. judge_leaving() finds that, but what the node itself receives leaves by
 	 * no device. So a rule before those of INPUT drops it then. */
-	n = node.lookup(&zero);
-	if (n && is_nodes_own(&s->flow.backend.address, n) && !is_decrypted(skb))
+	if (own && !unseen)
 		skb->priority = PRIORITY_OF_FIRST;
 	return TC_ACT_UNSPEC;
 }

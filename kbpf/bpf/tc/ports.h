@@ -336,7 +336,7 @@ int tc_claim(struct __sk_buff *skb)
 	if (has_snat(&s->flow) && (n->flags & NODE_NETFILTER) &&
 	    s->flow.client.protocol != IPPROTO_SCTP) {
 		s->begin |= BEGIN_CLAIMED;
-		tails.call(skb, TAIL_CONNTRACK);
+		tails.call(skb, TAIL_UNCONFIRMED);
 	}
 	return go(skb, TAIL_PUBLISH);
 }

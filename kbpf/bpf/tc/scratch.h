@@ -30,6 +30,7 @@ enum begin_flags {
 	BEGIN_ANSWER = 1 << 5,      /* it begins nothing: answers_refused() */
 	BEGIN_LEAVING = 1 << 7, /* nor does it: it may be the first packet of a flow that leaves */
 	BEGIN_CLAIMED = 1 << 6, /* it has a port of the node that conntrack has to confirm */
+	BEGIN_UNSEEN = 1 << 8,  /* its packets leave by a device without programs, or encrypted */
 };
 
 /* The runs of the search for a port of the node (tc_claim), and which ports each may take. Between
@@ -64,6 +65,7 @@ struct scratch {
 	u32 service;       /* tc_refuse: of the refused packet, or 0 */
 	u32 owner;         /* of a packet that begins a flow: owner_of_packet() */
 	u32 client_device; /* to which the route to its sender leads */
+	struct unconfirmed_key queued; /* tc_conntrack: of any flow */
 };
 
 /* 0 -> see above. */

@@ -31,7 +31,8 @@ enum tail {
 	TAIL_END = 18,
 	TAIL_EGRESS = 19,
 	TAIL_PUBLISH = 20,
-	TAILS = 21,
+	TAIL_UNCONFIRMED = 21, /* as TAIL_CONNTRACK */
+	TAILS = 22,
 };
 
 BPF_TABLE("prog", u32, u32, tails, TAILS);

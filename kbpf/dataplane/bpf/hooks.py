@@ -89,7 +89,7 @@ class PacketProgram:
     tail: int = -1
 
 
-CONNTRACK_PROGRAM: Final = "tc_conntrack"
+CONNTRACK_PROGRAMS: Final = ("tc_conntrack", "tc_unconfirmed")
 """Loaded only with `--forwarding netfilter`: kernels before 6.1 refuse it."""
 
 PACKET_PROGRAMS: Final = (
@@ -112,10 +112,11 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_judge", tail=15),
     PacketProgram("tc_sctp", tail=9),
     PacketProgram("tc_reroute", tail=16),
-    PacketProgram(CONNTRACK_PROGRAM, tail=17),
+    PacketProgram("tc_conntrack", tail=17),
+    PacketProgram("tc_unconfirmed", tail=21),
     PacketProgram("tc_end", tail=18),
 )
-TAIL_CALL_SLOTS: Final = 21
+TAIL_CALL_SLOTS: Final = 22
 
 UNITS: Final = ("sock", "tc")
 
@@ -135,7 +136,7 @@ def tracepoint_of(program: str) -> str:
 
 def loaded_packet_programs(uses_conntrack: bool) -> tuple[PacketProgram, ...]:
     """The packet programs that are loaded with or without `--forwarding netfilter`."""
-    return tuple(program for program in PACKET_PROGRAMS if uses_conntrack or program.name != CONNTRACK_PROGRAM)
+    return tuple(program for program in PACKET_PROGRAMS if uses_conntrack or program.name not in CONNTRACK_PROGRAMS)
 
 
 def program_names(unit: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAM
+from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAMS
 from kbpf.dataplane.bpf.packet_path import nat_table
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -185,7 +185,7 @@ def test_auto_loads_the_other_programs_if_one_is_refused(start: Start, monkeypat
     """A kernel that refuses conntrack's functions for programs gets kbpf's own table."""
 
     def refuse(packets: PacketPath, code: Bytecode, *arguments: Any) -> Program:
-        if code.name == CONNTRACK_PROGRAM:
+        if code.name in CONNTRACK_PROGRAMS:
             raise ProgramLoadError("refused by hand")
         return load_code(packets, code, *arguments)
 

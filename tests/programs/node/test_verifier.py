@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAM, UNITS, program_names
+from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAMS, UNITS, program_names
 from kbpf.dataplane.bpf.programs import compile
 from tests.support.features import needs
 from tests.support.packets.verifier import LIMIT, Verified, verify
@@ -30,7 +30,7 @@ def verified(artifact_cache: Path) -> dict[str, Verified]:
 
 
 NEEDED = {
-    CONNTRACK_PROGRAM: "conntrack_nat",
+    **dict.fromkeys(CONNTRACK_PROGRAMS, "conntrack_nat"),
     "trace_reset": "tracing",
     "trace_retransmit": "retransmissions",
     "trace_error": "socket_errors",

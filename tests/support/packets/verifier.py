@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kbpf.dataplane.bpf.hooks import (
-    CONNTRACK_PROGRAM,
+    CONNTRACK_PROGRAMS,
     TAIL_CALL_SLOTS,
     program_type,
     tracepoint_of,
@@ -65,7 +65,7 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
         maps[TAIL_CALL_MAP] = own.enter_context(tails)
         for code in artifact.programs:
             calls = ConntrackCalls({}, ())
-            if code.name == CONNTRACK_PROGRAM:
+            if code.name in CONNTRACK_PROGRAMS:
                 modules.load(kfuncs.MODULES)
                 if not kfuncs.probe_conntrack().works:
                     continue

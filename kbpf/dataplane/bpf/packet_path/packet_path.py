@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.hooks import (
-    CONNTRACK_PROGRAM,
+    CONNTRACK_PROGRAMS,
     TAIL_CALL_SLOTS,
     loaded_packet_programs,
 )
@@ -150,7 +150,7 @@ class PacketPath(ProgramSet):
         return tuple(program.name for program in programs)
 
     def _load_code(self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int) -> Program:
-        if code.name != CONNTRACK_PROGRAM:
+        if code.name not in CONNTRACK_PROGRAMS:
             return super()._load_code(code, maps, kind, attach_type)
         with kfuncs.open_conntrack() as calls:
             insns = relocate(code, maps, self._missing_helpers, calls.replacements)
