@@ -7,10 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, DEVICE, NODE, U32, DeviceFlag, NodeFlag, unpack_network
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    DEVICE,
+    NODE,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    unpack_network,
+    unpack_source_range,
+)
 from kbpf.dataplane.bpf.maps.layout import Role as Told
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
-from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device, pack_devices
+from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device, pack_devices, pack_sources
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
@@ -93,6 +102,30 @@ def test_the_masquerading_source_of_a_device(given, gets):
     """A device's addresses → the masquerading source of each family, if no network says otherwise."""
     fields = DEVICE.unpack(pack_device(replace(ETH0, sources=addrs(given)), HOST, Config()))
     assert fields[-3:-1] == tuple(map(bytes, addrs(gets)))
+
+
+@each_named_pair(
+    "given, gets",
+    """\
+one address of each family: 10.0.0.1/24 fd00::1/64 →
+two subnets: 10.0.0.1/24 10.1.0.1/16 → 10.0.0.0/24=10.0.0.1 10.1.0.0/16=10.1.0.1
+the first of two that overlap: 10.0.0.1/8 10.1.0.1/16 → 10.0.0.0/8=10.0.0.1
+a later one that is larger: 10.1.0.1/16 10.0.0.1/8 → 10.1.0.0/16=10.1.0.1 10.0.0.0/8=10.0.0.1
+two of one IPv6 network: fd00::1/64 fd00::2/64 →
+where IPv6 prefixes part: fd00::1/64 2001:db8::1/64 fd00:1::1/64 → ::/1=2001:db8::1 fd00:1::/32=fd00:1::1
+a longer IPv6 prefix: fd00::1/64 fd00::8000:0:0:1/128 → fd00:0:0:0:8000::/65=fd00::8000:0:0:1
+""",
+)
+def test_which_networks_get_another_source_than_the_first(given, gets):
+    """The addresses of a device, in the kernel's order → network=source."""
+    sources = tuple(parse_addr(each.split("/")[0]) for each in given.split())
+    device = replace(ETH0, sources=sources, subnets=tuple(parse_cidr(each, "") for each in given.split()))
+    found = pack_sources([device], {2: RoleChoice(HOST, "")})
+    wanted = (each.split("=") for each in gets.split())
+    assert {unpack_source_range(key): Addr(value) for key, value in found.items()} == {
+        (2, parse_cidr(network, "")): parse_addr(source) for network, source in wanted
+    }
+    assert pack_sources([device], {2: RoleChoice(SKIPPED, "")}) == {}
 
 
 class Table:
