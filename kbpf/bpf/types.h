@@ -74,6 +74,13 @@ struct network_key {
 	struct address address;
 };
 
+/* device_sources: which address of a device packets to a network get. */
+struct device_network {
+	u32 bits; /* prefix length, from `ifindex` on: 32, plus that of the network */
+	u32 ifindex;
+	struct address address;
+};
+
 /* source_ranges: networks that may connect to the LoadBalancer VIPs of a Service. Service 0 holds
  * the networks that may connect to the node's NodePorts. */
 struct source_key {
@@ -359,7 +366,7 @@ struct device {
 	u32 flags;
 	u8 mac[6];
 	u8 pad[2];
-	struct address snat4; /* its own address, for SNAT; all 0: use the node's */
+	struct address snat4; /* its first address, for SNAT; all 0: use the node's */
 	struct address snat6;
 	u32 bridge; /* of a bridge whose ports have programs, and of these ports, which have its
 		       values: its ifindex; otherwise 0 (device_roles.py) */

@@ -85,6 +85,7 @@ flow_generations  FLOW_GENERATIONS  current oldest
 port_slot         PORT_SLOT         lockers
 refusal_limit     REFUSAL_LIMIT     spent interval burst
 network_key       NETWORK_KEY       bits address
+device_network    SOURCE_KEY        bits ifindex address
 device            DEVICE            role l2 flags mac snat4 snat6 bridge
 cached_device     CACHED_DEVICE     ifindex device
 node              NODE              snat4 snat6 flags port_low port_high mark connections

@@ -193,6 +193,7 @@ int tc_route(struct __sk_buff *skb)
 		flow->snat = s->packet.v6 ? n->snat6 : n->snat4;
 	if (to && has_snat(flow)) {
 		own = s->packet.v6 ? to->snat6 : to->snat4;
+		improve_source(&s->hop, &backend.address, &own);
 		if (!is_any(&own))
 			flow->snat = own;
 	}

@@ -12,6 +12,8 @@
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("array", u32, struct cached_device, device_cache, CACHED_DEVICES);
 BPF_TABLE("array", u32, struct node, node, 1);
+BPF_F_TABLE("lpm_trie", struct device_network, struct address, device_sources, 64,
+	    BPF_F_NO_PREALLOC);
 
 /* What the agent knows about a device. Each packet needs up to two devices, and an array lookup
  * takes a tenth of the time of a hash lookup. The agent sets `ifindex` to 0 while it changes an

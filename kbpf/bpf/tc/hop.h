@@ -216,6 +216,21 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 	return device_at(hop->ifindex);
 }
 
+/* Replaces the source of packets to a backend if the device has a better one for them than its
+ * first address: of the next hop's subnet, for IPv6 by the destination (node_maps.py). */
+static __always_inline void improve_source(const struct next_hop *hop,
+					   const struct address *backend, struct address *source)
+{
+	struct device_network key = {.bits = 160, .ifindex = hop->ifindex, .address = *backend};
+	struct address *better;
+
+	if (hop->family == AF_INET)
+		key.address.word[3] = hop->address.word[0];
+	better = device_sources.lookup(&key);
+	if (better && is_v4(better) == is_v4(backend)) /* ::/1 has all of IPv4, too */
+		*source = *better;
+}
+
 /* The path MTU that a packet exceeds for which no next hop was found; 0: it is not too long. Before
  * v5.12 (e1850ea9bd9e) the kernel does not tell the MTU, and this is the packet's own length. */
 static __always_inline u32 exceeded_mtu(const struct next_hop *hop)

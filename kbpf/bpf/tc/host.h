@@ -47,21 +47,23 @@ static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet
 }
 
 /* Gives a new flow the address of the device that it leaves by, if that is another one than the
- * socket has chosen its address for (as MASQUERADE does, and kube-proxy with it): otherwise an
- * overlay drops its packets (WireGuard's allowed networks, a reverse path filter), or the replies
- * take the underlay. Beside conntrack it gets a port of our range in any case: conntrack may give
- * the socket's own port to a client. */
+ * socket has chosen its address for (as MASQUERADE does, and kube-proxy with it), or of the next
+ * hop's subnet: otherwise an overlay drops its packets (WireGuard's allowed networks, a reverse
+ * path filter), or the replies take the underlay. Beside conntrack it gets a port of our range in
+ * any case: conntrack may give the socket's own port to a client. */
 static __always_inline void choose_source(struct __sk_buff *skb, struct scratch *s)
 {
 	struct flow *flow = &s->flow;
 	struct device *to = find_next_hop(skb, &s->packet, &flow->client, &flow->backend, &s->hop,
 					  true, came_in_by(skb));
-	struct address own;
+	struct address own = flow->client.address;
 
 	if (uses_conntrack())
-		flow->snat = flow->client.address;
-	if (to && s->hop.ifindex != skb->ifindex) {
-		own = s->packet.v6 ? to->snat6 : to->snat4;
+		flow->snat = own;
+	if (to) {
+		if (s->hop.ifindex != skb->ifindex)
+			own = s->packet.v6 ? to->snat6 : to->snat4;
+		improve_source(&s->hop, &flow->backend.address, &own);
 		if (!is_any(&own) && !same_address(&own, &flow->client.address))
 			flow->snat = own;
 	}

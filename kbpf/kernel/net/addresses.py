@@ -78,6 +78,18 @@ def source_address_of(body: bytes) -> Addr | None:
     return None if unfit or scope in (uapi.RT_SCOPE_HOST, uapi.RT_SCOPE_LINK) else address_of(body)
 
 
+def subnet_of(body: bytes) -> Cidr:
+    """The network of the address in an RTM_NEWADDR message, by which the kernel chooses a source:
+    with IPv4 the peer's, if it has one.
+    """
+    family, bits, *_ = IFADDRMSG.unpack_from(body)
+    peer = parse_attributes(body[IFADDRMSG.size :]).get(uapi.IFA_ADDRESS, b"")
+    address = _parse_address(peer) if family == socket.AF_INET else address_of(body)
+    shift = (32 if family == socket.AF_INET else 128) - bits
+    number = int.from_bytes(address or b"") >> shift << shift
+    return Cidr(Addr(number.to_bytes(16)), 128 - shift)
+
+
 def address_of(body: bytes) -> Addr | None:
     """The address in an RTM_NEWADDR message."""
     attrs = parse_attributes(body[IFADDRMSG.size :])

@@ -4,14 +4,14 @@
 import socket
 import struct
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import uapi
-from kbpf.kernel.net.addresses import IFADDRMSG, source_address_of
+from kbpf.kernel.net.addresses import IFADDRMSG, source_address_of, subnet_of
 from kbpf.kernel.net.netlink import (
     Message,
     Rtnetlink,
@@ -23,6 +23,7 @@ from kbpf.kernel.net.netlink import (
 from kbpf.kernel.system import sysctl
 from kbpf.kernel.system.polling import wait_readable
 from kbpf.model.address import Addr
+from kbpf.model.objects import Cidr
 
 HEADERLESS_LINK_TYPES: Final = frozenset(
     (
@@ -73,9 +74,9 @@ class Device:
     one. `has_subnet`: it has an address with neighbours: not link-local, prefix shorter than /32
     or /128. `mac`: its own address, 6 bytes; zeros if its link type has none of this length.
     `sources`: source addresses that the kernel would use on it, preferred ones of each family
-    first. `bridge_netfilter`: a bridge whose packets pass netfilter as they enter a port, in one
-    family at least (br_netfilter). `strict_filter`: the kernel drops IPv4 packets whose source has
-    no route by this device (rp_filter).
+    first; `subnets`: the network of each. `bridge_netfilter`: a bridge whose packets pass netfilter
+    as they enter a port, in one family at least (br_netfilter). `strict_filter`: the kernel drops
+    IPv4 packets whose source has no route by this device (rp_filter).
     """
 
     ifindex: int
@@ -92,6 +93,7 @@ class Device:
     has_subnet: bool = False
     mac: bytes = ZERO_MAC
     sources: tuple[Addr, ...] = ()
+    subnets: tuple[Cidr, ...] = ()
     bridge_netfilter: bool = False
     strict_filter: bool = False
 
@@ -150,14 +152,14 @@ def _subnet_ifindex(message: Message) -> tuple[int, ...]:
     return (ifindex,) if has_subnet else ()
 
 
-def _sources_by_ifindex(messages: Iterable[Message]) -> Mapping[int, tuple[Addr, ...]]:
-    """Maps each ifindex to its source addresses, in the kernel's order."""
-    sources: dict[int, tuple[Addr, ...]] = {}
+def _sources_by_ifindex(messages: Iterable[Message]) -> Mapping[int, Sequence[tuple[Addr, Cidr]]]:
+    """Maps each ifindex to its source addresses, in the kernel's order, and their networks."""
+    sources: dict[int, list[tuple[Addr, Cidr]]] = {}
     for message in messages:
         address = source_address_of(message.body) if message.msg_type == uapi.RTM_NEWADDR else None
         if address is not None:
             ifindex = IFADDRMSG.unpack_from(message.body)[4]
-            sources[ifindex] = (*sources.get(ifindex, ()), address)
+            sources.setdefault(ifindex, []).append((address, subnet_of(message.body)))
     return sources
 
 
@@ -172,7 +174,7 @@ def _read_bridge_netfilter() -> tuple[bool, ...]:
 def _parse_device(
     message: Message,
     subnets: set[int],
-    sources: Mapping[int, tuple[Addr, ...]],
+    sources: Mapping[int, Sequence[tuple[Addr, Cidr]]],
     bridge_netfilter: tuple[bool, ...],
     rp_filter: int,
 ) -> Device:
@@ -195,7 +197,8 @@ def _parse_device(
         peer_netns=None if peer_netns is None else parse_int32(peer_netns),
         has_subnet=ifindex in subnets,
         mac=_parse_mac(attrs.get(uapi.IFLA_ADDRESS, b"")),
-        sources=sources.get(ifindex, ()),
+        sources=tuple(address for address, _ in sources.get(ifindex, ())),
+        subnets=tuple(subnet for _, subnet in sources.get(ifindex, ())),
         bridge_netfilter=kind == "bridge"
         and bool(bridge_netfilter)
         and (any(bridge_netfilter) or _calls_netfilter(info.get(uapi.IFLA_INFO_DATA, b""))),

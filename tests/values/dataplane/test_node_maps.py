@@ -4,15 +4,22 @@ order.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, DEVICE, NODE, U32, DeviceFlag, NodeFlag, unpack_network
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    DEVICE,
+    NODE,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    unpack_network,
+    unpack_source_range,
+)
 from kbpf.dataplane.bpf.maps.layout import Role as Told
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
-from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device, pack_devices
-from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
+from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device, pack_devices, pack_sources
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
@@ -87,19 +94,38 @@ def addrs(text: str) -> tuple[Addr, ...]:
 @each_named_pair(
     "given, gets",
     """\
-no addresses: | → :: ::
-no addresses on the device, some on the node: | 192.0.2.1 fd00::1 → :: ::
-the kernel's first choice: 10.0.0.1 10.0.0.2 fd00::1 | → 10.0.0.1 fd00::1
-a preferred address on the device: 10.0.0.1 10.0.0.2 | 10.0.0.2 → 10.0.0.2 ::
-a preferred address that is not on the device: 10.0.0.1 fd00::1 | 10.9.9.9 fd00::1 → 10.0.0.1 fd00::1
+no addresses: → :: ::
+the kernel's first choice: 10.0.0.1 10.0.0.2 fd00::1 → 10.0.0.1 fd00::1
 """,
 )
 def test_the_masquerading_source_of_a_device(given, gets):
-    """A device's addresses | the node's preferred ones → the masquerading source of each family."""
-    sources, preferred = given.split("|")
-    device = replace(ETH0, sources=addrs(sources))
-    fields = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
+    """A device's addresses → the masquerading source of each family, if no network says otherwise."""
+    fields = DEVICE.unpack(pack_device(replace(ETH0, sources=addrs(given)), HOST, Config()))
     assert fields[-3:-1] == tuple(map(bytes, addrs(gets)))
+
+
+@each_named_pair(
+    "given, gets",
+    """\
+one address of each family: 10.0.0.1/24 fd00::1/64 →
+two subnets: 10.0.0.1/24 10.1.0.1/16 → 10.0.0.0/24=10.0.0.1 10.1.0.0/16=10.1.0.1
+the first of two that overlap: 10.0.0.1/8 10.1.0.1/16 → 10.0.0.0/8=10.0.0.1
+a later one that is larger: 10.1.0.1/16 10.0.0.1/8 → 10.1.0.0/16=10.1.0.1 10.0.0.0/8=10.0.0.1
+two of one IPv6 network: fd00::1/64 fd00::2/64 →
+where IPv6 prefixes part: fd00::1/64 2001:db8::1/64 fd00:1::1/64 → ::/1=2001:db8::1 fd00:1::/32=fd00:1::1
+a longer IPv6 prefix: fd00::1/64 fd00::8000:0:0:1/128 → fd00:0:0:0:8000::/65=fd00::8000:0:0:1
+""",
+)
+def test_which_networks_get_another_source_than_the_first(given, gets):
+    """The addresses of a device, in the kernel's order → network=source."""
+    sources = tuple(parse_addr(each.split("/")[0]) for each in given.split())
+    device = replace(ETH0, sources=sources, subnets=tuple(parse_cidr(each, "") for each in given.split()))
+    found = pack_sources([device], {2: RoleChoice(HOST, "")})
+    wanted = (each.split("=") for each in gets.split())
+    assert {unpack_source_range(key): Addr(value) for key, value in found.items()} == {
+        (2, parse_cidr(network, "")): parse_addr(source) for network, source in wanted
+    }
+    assert pack_sources([device], {2: RoleChoice(SKIPPED, "")}) == {}
 
 
 class Table:
@@ -126,7 +152,7 @@ class Maps:
 
     def __init__(self) -> None:
         self.done: list[str] = []
-        names = ("node", "local_networks", "devices", "device_cache")
+        names = ("node", "local_networks", "devices", "device_cache", "device_sources")
         self.maps = {name: Table(name, self.done) for name in names}
 
     @property
@@ -274,18 +300,6 @@ def test_only_changed_devices_are_written():
     assert told.take() == ["put device_cache", "drop devices"]
 
 
-def test_other_addresses_of_the_node_alone_are_written_to_the_devices():
-    """The device thread writes them: no device changes, so it has to be told."""
-    told, woken = Maps(), []
-    packets = PacketPath.__new__(PacketPath)
-    devices = DeviceMap(Config(), told.maps)
-    packets._node_and_device_maps = NodeMap(Config(), told.maps), devices
-    packets._reconciler = SimpleNamespace(wake=lambda: woken.append(devices.preferred_sources))  # type: ignore[assignment]
-    for own in ("192.0.2.1", "192.0.2.1", "192.0.2.7"):
-        packets.write_node(state(own=own))
-    assert woken == [(parse_addr("192.0.2.1"),), (parse_addr("192.0.2.7"),)]
-
-
 def test_a_port_has_the_values_of_its_bridge():
     told = Maps()
     facts = DeviceMap(BRIDGE, told.maps)  # cni0 by its name
@@ -366,5 +380,5 @@ def test_a_bridge_with_an_overlay_has_pods_of_other_nodes_behind_it(kind, spans)
     """As Weave's: they may also come by an uplink."""
     devices = (CNI0, Device(30, "port", kind, master=CNI0.ifindex))
     choices = {2: RoleChoice(HOST, ""), CNI0.ifindex: RoleChoice(POD, ""), 30: RoleChoice(SKIPPED, "")}
-    packed = pack_devices(devices, choices, Config(), ())[U32.pack(CNI0.ifindex)]
+    packed = pack_devices(devices, choices, Config())[U32.pack(CNI0.ifindex)]
     assert bool(DeviceFlag(DEVICE.unpack(packed)[2]) & DeviceFlag.SPANS) == spans

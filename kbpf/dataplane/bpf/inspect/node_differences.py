@@ -26,10 +26,11 @@ from kbpf.dataplane.bpf.maps.layout import (
     ConfigFlag,
     NodeFlag,
     unpack_network,
+    unpack_source_range,
 )
 from kbpf.dataplane.bpf.maps.pinning import OLD_PREFIX, Pins, packet_program_folders
 from kbpf.dataplane.bpf.packet_path.device_roles import decide_roles, directions_of
-from kbpf.dataplane.bpf.packet_path.node_maps import pack_devices, pack_node
+from kbpf.dataplane.bpf.packet_path.node_maps import NO_ADDRESS, pack_devices, pack_node, pack_sources
 from kbpf.dataplane.bpf.programs import foreign
 from kbpf.dataplane.bpf.programs.hook_config import affinity_share, compute_exemptions, compute_settings
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
@@ -43,7 +44,15 @@ from kbpf.model.config import Config, SocketLb
 from kbpf.model.desired import DesiredState
 from kbpf.model.inspection import Difference, DifferenceKind, HookEntry
 
-MAPS_COMPARED: Final = ("config", "node", "local_networks", "devices", "device_cache", "exempt_cgroups")
+MAPS_COMPARED: Final = (
+    "config",
+    "node",
+    "local_networks",
+    "devices",
+    "device_cache",
+    "device_sources",
+    "exempt_cgroups",
+)
 ZERO: Final = U32.pack(0)
 
 HOOK_ADVICE: Final = (
@@ -114,7 +123,7 @@ def compare(contents: NodeContents, desired: DesiredState, config: Config) -> It
         yield from _compare_exemptions(contents, desired, config)
     if config.packet_path:
         yield from _compare_node(contents, desired, config)
-        yield from _compare_devices(contents, desired, config)
+        yield from _compare_devices(contents, config)
     elif contents.attached:
         yield Difference(STALE, "devices", "", "no packet path", "its programs", DEVICE_ADVICE)
     # One that only runs before ours is no difference: a packet shows whether ours sees it.
@@ -237,7 +246,7 @@ def _inode(path: Path) -> int:
         return -1  # matches no cgroup
 
 
-def _compare_devices(contents: NodeContents, desired: DesiredState, config: Config) -> Iterator[Difference]:
+def _compare_devices(contents: NodeContents, config: Config) -> Iterator[Difference]:
     devices = {device.ifindex: device for device in contents.devices}
     choices = decide_roles(contents.devices, config.devices, config.excluded_devices)
     for ifindex, choice in choices.items():
@@ -254,8 +263,17 @@ def _compare_devices(contents: NodeContents, desired: DesiredState, config: Conf
                 yield Difference(FOREIGN, "devices", where, f"tc_{direction}", text, DEVICE_ADVICE)
             elif direction not in directions and ids:
                 yield Difference(STALE, "devices", where, "", f"program {min(ids)}", DEVICE_ADVICE)
-    expected = pack_devices(contents.devices, choices, config, desired.masquerade_addresses)
+    expected = pack_devices(contents.devices, choices, config)
     yield from _compare_device_maps(contents, expected, devices)
+    expected, actual = pack_sources(contents.devices, choices), contents.entries["device_sources"]
+    for key in sorted(expected.keys() | actual.keys()):
+        one, other = expected.get(key, NO_ADDRESS), actual.get(key, NO_ADDRESS)
+        if one != other:
+            ifindex, network = unpack_source_range(key)
+            where = f"ifindex {ifindex}, {network}"
+            yield Difference(
+                CHANGED, "device_sources", where, _format_source(one), _format_source(other), DEVICE_ADVICE
+            )
 
 
 def _compare_device_maps(

@@ -796,6 +796,15 @@ MAPS: Final = {
             CACHED_DEVICES,
         ),
         MapSpec(
+            "device_sources",
+            "packet path: ifindex and network → the device's address for SNAT, where it is not the first",
+            uapi.BPF_MAP_TYPE_LPM_TRIE,
+            SOURCE_KEY.size,
+            16,
+            MAX_DEVICES,
+            uapi.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec(
             "flow_scratch",
             "packet path: the packet that each CPU handles, and its new connection",
             uapi.BPF_MAP_TYPE_PERCPU_ARRAY,

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the maps that describe the node and its devices to the packet programs: `node`,
-`local_networks`, `devices` and `device_cache`.
+`local_networks`, `devices`, `device_cache` and `device_sources`.
 
 Each class remembers what its maps hold, so only changes are written. Each is used by one thread.
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import islice, product
 from typing import Final, Protocol
 
 from kbpf.dataplane.bpf.maps import layout
@@ -13,8 +14,10 @@ from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     CACHED_DEVICES,
     DEVICE,
+    MAX_DEVICES,
     NODE,
     REFUSAL_LIMIT,
+    SOURCE_KEY,
     U32,
     DeviceFlag,
     NodeFlag,
@@ -44,6 +47,8 @@ programs check the source addresses of each Pod.
 """
 NO_COEXISTENCE: Final = NodeFlag(0)
 ROLE_VALUES: Final = {DeviceRole.HOST: layout.Role.HOST, DeviceRole.POD: layout.Role.POD}
+SOURCES_PER_DEVICE: Final = 64
+"""How many of its first addresses of each family are chosen from."""
 ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
 NS_PER_SECOND: Final = 1_000_000_000
@@ -181,8 +186,8 @@ def compute_node_flags(config: Config, has_networks: bool) -> NodeFlag:
 
 
 class DeviceMap:
-    """The maps `devices` and `device_cache`: role, flags and addresses of each device that has
-    programs. The programs ignore packets of devices that are not in `devices`.
+    """The maps `devices`, `device_cache` and `device_sources`: role, flags and addresses of each
+    device that has programs. The programs ignore packets of devices that are not in `devices`.
     """
 
     def __init__(self, config: Config, maps: Mapping[str, WritableMap]) -> None:
@@ -190,12 +195,10 @@ class DeviceMap:
         self._devices = maps["devices"]
         # Entries of an earlier agent: the first write() corrects or deletes them.
         self._written = dict(self._devices.items())
+        self._sources = maps["device_sources"]
+        self._written_sources = dict(self._sources.items())
         self._cache = maps["device_cache"]
         self._written_cache = {U32.unpack(key)[0]: value for key, value in self._cache.items()}
-        self.preferred_sources: tuple[Addr, ...] = ()
-        """The node's addresses that are preferred for SNAT on a device that has one of them. The
-        main thread sets this while the device thread reads it.
-        """
 
     def write(self, devices: Iterable[Device], choices: Mapping[int, RoleChoice]) -> None:
         """Writes changes. Has to be called before a program runs on a new device.
@@ -207,8 +210,8 @@ class DeviceMap:
         to hold another device, that one is written only by the next call, when no such program can
         be running any more.
         """
-        entries = pack_devices(devices, choices, self._config, self.preferred_sources)
-        changed = {key: value for key, value in entries.items() if self._written.get(key) != value}
+        devices = tuple(devices)
+        entries, sources = pack_devices(devices, choices, self._config), pack_sources(devices, choices)
         cached = compute_cached_devices(entries)
         owners = {index: _owner(value) for index, value in self._written_cache.items()}
         # Elements that will change match no device from here on.
@@ -216,11 +219,9 @@ class DeviceMap:
             if owner and self._written_cache[index] != cached.get(index):
                 self._write_cached(index, _without_owner(self._written_cache[index]))
         # Programs that do not find their device in the cache use this map meanwhile.
-        for key in self._written.keys() - entries.keys():  # first, since the others need their room
-            self._devices.delete(key)
-        for key, value in changed.items():
-            self._devices.update(key, value)
-        self._written = entries
+        _replace(self._devices, self._written, entries)
+        _replace(self._sources, self._written_sources, sources)
+        self._written, self._written_sources = entries, sources
         # An element that had another owner until now stays empty until the next call.
         for index, value in cached.items():
             if value != self._written_cache.get(index) and owners.get(index, 0) in (
@@ -234,6 +235,14 @@ class DeviceMap:
     def _write_cached(self, index: int, value: bytes) -> None:
         self._cache.update(U32.pack(index), value)
         self._written_cache[index] = value
+
+
+def _replace(table: WritableMap, written: Mapping[bytes, bytes], entries: Mapping[bytes, bytes]) -> None:
+    for key in written.keys() - entries.keys():  # first, since the others need their room
+        table.delete(key)
+    for key, value in entries.items():
+        if written.get(key) != value:
+            table.update(key, value)
 
 
 def _owner(cached: bytes) -> int:
@@ -259,7 +268,6 @@ def pack_devices(
     devices: Iterable[Device],
     choices: Mapping[int, RoleChoice],
     config: Config,
-    preferred: tuple[Addr, ...],
 ) -> dict[bytes, bytes]:
     """The entries of `devices`. A port of a bridge has the values of its bridge."""
     packed: dict[int, bytes] = {}
@@ -272,16 +280,45 @@ def pack_devices(
             ports.append(device)
         elif role in ROLE_VALUES:
             spans = device.ifindex in spanning
-            packed[device.ifindex] = pack_device(device, role, config, preferred, spans)
+            packed[device.ifindex] = pack_device(device, role, config, spans)
     packed |= {port.ifindex: packed[port.master] for port in ports if port.master in packed}
     return {U32.pack(ifindex): value for ifindex, value in packed.items()}
+
+
+def pack_sources(devices: Iterable[Device], choices: Mapping[int, RoleChoice]) -> dict[bytes, bytes]:
+    """The entries of `device_sources`: what MASQUERADE chooses where it is not a device's first
+    address.
+
+    IPv4: the first whose network has the next hop (inet_select_addr()). IPv6: that whose prefix has
+    most bits in common with the destination, of equal ones the first (RFC 6724, rule 8; rule 6 says
+    the same of global and unique local ones).
+    """
+    packed: dict[bytes, bytes] = {}
+    served = [device for device in devices if choices[device.ifindex].role in ROLE_VALUES]
+    for device, family in product(served, (4, 6)):
+        pairs = zip(device.sources, device.subnets, strict=False)
+        own = [pair for pair in pairs if family_of(pair[0]) == family][:SOURCES_PER_DEVICE]
+        best: dict[tuple[int, int], Addr] = {}
+        for source, (network, bits) in own if len(own) > 1 else ():
+            prefixes = [
+                (size, int.from_bytes(network) >> 128 - size) for size in range(97 - 96 * (family == 6), bits + 1)
+            ]
+            if family == 4:  # unless one of the earlier networks has all of this one
+                prefixes = prefixes[-1:] if best.keys().isdisjoint(prefixes) else []
+            for prefix in prefixes:
+                best.setdefault(prefix, source)
+        for (size, number), source in best.items():
+            # The programs find the longest prefix: one that says the same as the next shorter is not needed.
+            if family == 4 or source != best.get((size - 1, number >> 1), own[0][0]):
+                address = (number << 128 - size).to_bytes(16)
+                packed[SOURCE_KEY.pack(32 + size, device.ifindex, address)] = source
+    return dict(islice(packed.items(), MAX_DEVICES - 1))  # a full LPM trie refuses to replace an entry
 
 
 def pack_device(
     device: Device,
     role: DeviceRole,
     config: Config,
-    preferred: tuple[Addr, ...] = (),
     spans: bool = False,
 ) -> bytes:
     """Packs a struct device. `spans`: it is a bridge with a port of an overlay. Its SNAT addresses
@@ -305,9 +342,8 @@ def pack_device(
             flags |= DeviceFlag.NBMA
             if device.kind == "ipip":
                 flags |= DeviceFlag.IPIP
-    # reversed(): the first address of each family wins, and a preferred one replaces it.
+    # reversed(): the first address of each family wins
     by_family = {family_of(address): address for address in reversed(device.sources)}
-    by_family |= {family_of(source): source for source in reversed(preferred) if source in device.sources}
     return DEVICE.pack(
         ROLE_VALUES[role],
         ETH_HEADER if device.has_header else 0,

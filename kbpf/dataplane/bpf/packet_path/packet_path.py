@@ -162,11 +162,7 @@ class PacketPath(ProgramSet):
     def write_node(self, desired: DesiredState) -> None:
         """Writes the parts of a desired state that belong to the node rather than to a Service."""
         assert self._node_and_device_maps is not None
-        node_map, device_map = self._node_and_device_maps
-        previous, device_map.preferred_sources = device_map.preferred_sources, desired.masquerade_addresses
-        node_map.write(desired)
-        if device_map.preferred_sources != previous:
-            self._reconciler.wake()
+        self._node_and_device_maps[0].write(desired)
 
     @property
     def is_passive(self) -> bool:

@@ -50,6 +50,7 @@ SHARED_MAPS: Final = frozenset(
         "node",
         "devices",
         "device_cache",
+        "device_sources",
         "local_networks",
         "agent_sockets",
         "zero_counts",
