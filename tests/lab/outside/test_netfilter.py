@@ -118,29 +118,6 @@ def test_other_packets_do_not_pass_a_closed_forward(field: Field, protocol: str,
         check(field, replace(row, outcome=DROPPED))
 
 
-def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node):
-    for tool in POLICY:
-        tables(closed, tool, "-P FORWARD ACCEPT")
-    for tool in POLICY:
-        until(f"no rule of ours in {tool}", lambda tool=tool: ours(closed, tool) == [])
-
-
-FLUSHES: dict[str, Callable[[Node], object]] = {
-    "the chain": lambda node: [tables(node, tool, "-F FORWARD") for tool in POLICY],
-    "the ruleset": lambda node: [
-        on(node, "nft", "flush", "ruleset"),
-        *(tables(node, tool, "-P FORWARD DROP") for tool in POLICY),
-    ],
-    "our rule": lambda node: [tables(node, tool, "-D FORWARD 1") for tool in POLICY],
-}
-
-
-@pytest.mark.parametrize("what", FLUSHES)
-def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str):
-    FLUSHES[what](closed)
-    guarded(closed)
-
-
 @pytest.mark.parametrize(("how", "v6"), [("-I FORWARD", False), ("-A FORWARD", True)])
 def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, how: str, v6: bool):
     """The CNI's rule rejects traffic to one pod, whether it is inserted before ours or appended."""

@@ -78,16 +78,6 @@ def test_refused_address_does_not_stop_other_services(node: Node):
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
 
 
-def test_refused_address_later_on_the_node_is_served(node: Node, monkeypatch: pytest.MonkeyPatch):
-    no = KernelError("no", errno=errno.ENOMEM)
-    with monkeypatch.context() as patch:
-        patch.setattr(dummy, "add_addresses", lambda _, wanted: dict.fromkeys(wanted, no))
-        assert refused(node, OTHER).keys() == {"other"}
-    node.run("ip addr add 10.96.0.2/32 dev lo")
-    assert refused(node, OTHER) == {}
-    assert (node.addresses(), set(node.ipvs.shown())) == (set(), {"10.96.0.2:80/6"})
-
-
 def test_node_with_ipv6_disabled_serves_ipv4(node: Node):
     v6 = service("web6", "[fd00:96::1]:80", "[fd00:244::2]:80")
     node.run("sysctl -q -w net.ipv6.conf.all.disable_ipv6=1")

@@ -257,14 +257,6 @@ def test_devices_are_described_again_on_request(node: Site, first: Generation):
 # ---- changes -----------------------------------------------------------------------------------
 
 
-def test_added_and_deleted_devices_are_followed(node: Site, first: Generation):
-    node.ready(first)
-    node.net.ip(f"link add cali9 type veth peer name cali9x netns {node.pods}")
-    until("the new device has programs", lambda: node.has(first, ALL | {"cali9"}))
-    node.net.ip("link del cali0")
-    until("the deleted device is forgotten", lambda: node.has(first, (ALL - {"cali0"}) | {"cali9"}))
-
-
 @pytest.mark.parametrize("node", [AttachMethod.CLSACT], indirect=True)
 @both_directions
 def test_filter_that_is_added_before_ours_is_passed_soon(
@@ -305,23 +297,6 @@ def test_failed_device_is_reported_stops_no_other_and_is_retried(node: Site, fir
         first.others.clear()
         until("it has programs", lambda: node.has(first))
         until("its success is reported", lambda: not node.reconciler.status().failed and node.settled)
-
-
-def test_device_with_older_programs_is_reported_until_swapped(node: Site, first: Generation, second: Generation):
-    """The other devices have the newer ones by then, and publish() no longer waits."""
-    node.ready(first)
-    assert node.reconciler.is_rolled_out
-    with refused() as wrong:
-        second.others["cali1"] = wrong
-        with pytest.raises(OutdatedDevicesError, match=r"not all devices .* \(cali1\)"):
-            node.publish(second)
-        assert node.runs() == {name: {first.id if name == "cali1" else second.id} for name in ALL}
-        assert not node.reconciler.is_rolled_out
-        assert node.settled == 0, "one device runs an older program"
-        second.others.clear()
-        until("it is swapped", lambda: node.reconciler.is_rolled_out)
-        until("older programs are not needed", lambda: node.settled)
-        assert node.has(second)
 
 
 def test_device_without_any_programs_does_not_delay_publish(node: Site, first: Generation, second: Generation):

@@ -54,7 +54,6 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.features import needs
 from tests.support.lab.lab import until
-from tests.support.packets.packets import tcp
 from tests.support.plane import Site, desired, services, sites
 from tests.support.table import table
 
@@ -245,29 +244,6 @@ def test_closed_connections_are_not_counted_as_open(path: Path_, call, show):
     assert (status["packets"]["connections"], status["packets"]["entries"]) == (7, 8)
     counted = MapCollector(Pins(path.site.pins), Config()).count(lambda: None)
     assert {"/".join(port[:2]): count for port, count in counted.connections or ()} == is_open
-
-
-def test_changed_client_port_is_shown(path: Path_, show):
-    """Two frontends of one backend, used from one client port: the backend sees two ports."""
-    talk(path, 4, LOCAL, 2000, "? <!")
-    talk(path, 4, ALSO, 2000, "? <!")
-    first, second = show("connections")  # also, local
-    assert first["service"] == "default/also-udp4"
-    assert first["seen_as"] != first["client"] == second["client"] == second["seen_as"]
-    assert first["seen_as"].startswith(f"{CLIENT[4]}:")
-    assert not first["masqueraded"]
-
-
-@pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
-def test_connection_of_the_node_shows_its_device(path: Path_, show, call, v: int):
-    """The hooks left the socket alone; its SYN is seen at egress."""
-    syn = tcp(end(NODE[v], 2000), end(f"{NET[v]}{MASKED}", 80), flags="S")
-    path.egress(syn)
-    (row,) = show("connections")
-    assert (row["device"], row["path"], row["masqueraded"]) == ("lo", "direct", False)
-    assert row["client"] == row["seen_as"] == end(NODE[v], 2000)
-    assert (row["state"], row["lost"]) == ("new", [])
-    assert "from this node, through lo" in call("connections")[1]
 
 
 @pytest.mark.parametrize("other", [f"{NET[4]}{MASKED}", POD[4]], ids=["question", "answer"])

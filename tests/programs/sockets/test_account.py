@@ -52,7 +52,6 @@ from kbpf.model.metrics import ConnectionStats, Latency, ServiceLatencies
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import EventVerdict
 from kbpf.serve.kbpf_metrics import format_traffic
-from kbpf.views import service as view
 from kbpf.views import top
 from kbpf.views.monitor import EventRow
 from kbpf.views.top import By
@@ -221,25 +220,6 @@ def test_round_trip_time_is_measured(served: Bench):
         return bool(totals.rtts) and 0 < totals.rtt_us < totals.rtts * PATIENCE * 1e6
 
     until("a round trip has a length", long_enough)
-
-
-@needs("socket_iterator")
-def test_inspect_shows_counts_by_backend(served: Bench):
-    site = served.site
-
-    def shown() -> dict[str, int]:
-        found = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
-        return {row.backend: row.open for one in found for row in one.traffic}
-
-    backend = f"{served.two.ip}:8080"
-    served.client.tcp("10.96.0.9", 80, keep="kept")
-    assert shown() == {backend: 1}
-    served.client.ask("drop", keep="kept")
-    wait_for(shown, {backend: 0})
-    (detail,) = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
-    (row,) = detail.traffic
-    assert row.opened == row.round_trips > 0
-    assert row.bytes_in == row.opened * len(b"hello\n")
 
 
 def test_connection_to_a_plain_address_adds_nothing(served: Bench):

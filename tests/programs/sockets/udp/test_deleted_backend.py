@@ -251,16 +251,6 @@ def test_terminating_backend_keeps_its_clients(bench: Bench):
         assert (connected(), loose()) == ("cut", "two")
 
 
-def test_tcp_connection_outlives_its_service(bench: Bench):
-    bench.serve(service("web", "10.96.0.1:80", bench.to("one")))
-    bench["pod"].tcp("10.96.0.1", 80, keep="t")
-    assert bench.held() == {"sock_peers": 1}
-    bench.serve()
-    flush(bench.plane)
-    assert bench["pod"].ask("talk", keep="t")["name"] == "one"
-    bench["pod"].ask("drop", keep="t")
-
-
 def raise_error(*_: Any) -> None:
     raise KernelError("cannot write", "map", errno=errno.ENOMEM)
 
