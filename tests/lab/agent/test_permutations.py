@@ -4,7 +4,6 @@ tests/values/policy/test_any_order.py); no objects to empty maps.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +35,7 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def test_restarts_lead_to_the_same_maps(lab: Lab, tmp_path: Path):
+def test_restarts_lead_to_the_same_maps(lab: Lab, tmp_path):
     """All scenarios together."""
     names = scenario.names()
     with FolderNode(lab, tmp_path / "objects") as node:

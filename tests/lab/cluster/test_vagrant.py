@@ -49,7 +49,7 @@ Make = Callable[[str], Machine]
 
 
 @pytest.fixture(scope="module")
-def make(previous_kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(previous_kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_factory) -> Make:
     access = apiserver.kubeconfig(tmp_path_factory.mktemp("admin") / "admin", "admin")
 
     def made(address: str) -> Machine:
@@ -64,7 +64,7 @@ def make(previous_kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_f
 
 
 @pytest.fixture(scope="module")
-def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
+def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory) -> Iterator[Kubectl]:
     """kubectl as administrator; removes what the scripts have made after the test, except flannel's
     Namespace: no controller would finalize it.
     """

@@ -62,7 +62,7 @@ from tests.support.packets.wire import Wire
 
 
 @pytest.fixture(scope="module", params=[how for how in WITH_CONNTRACK if how != "direct"])
-def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+def field(request) -> Iterator[Field]:
     with Field(*forward(request.param), name="nf") as made:
         made.create(*objects(made))
         made.settle()
@@ -186,7 +186,7 @@ def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node):
 
 
 @pytest.fixture(params=RULES)
-def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
+def ruled(request, field: Field) -> Iterator[str]:
     """Installs these rules on both nodes; checks afterwards that no packet was dropped as
     invalid.
     """

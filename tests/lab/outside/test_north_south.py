@@ -51,7 +51,7 @@ from tests.support.table import table
 
 
 @pytest.fixture(scope="module", params=WITH_CONNTRACK)
-def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+def field(request) -> Iterator[Field]:
     """The Services of the rows, and those of bulk transfers."""
     with Field(*forward(request.param)) as made:
         made.create(*objects(made))

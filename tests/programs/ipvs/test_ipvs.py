@@ -124,7 +124,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory) -> Iterator[Bench]:
     with Lab(nodes=1, name="iv", apart=True) as lab:
         made = Bench(lab, tmp_path_factory.mktemp("state"))
         try:

@@ -256,7 +256,7 @@ def test_state_of_an_earlier_agent_is_updated_once_known(fake_node: Node):
 # ---- state that others destroy -------------------------------------------------------------------
 
 
-def test_failed_repair_is_retried(node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_failed_repair_is_retried(node: Node, monkeypatch):
     node.apply(WEB)
     node.tick()
     before = elements(node, *SetName)
@@ -394,7 +394,7 @@ def after_each_stop(
     assert number > 2
 
 
-def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch):
     """Whatever state the next agent finds, and whatever is desired by then, it ends in the state
     that a first agent would program.
     """
@@ -464,9 +464,7 @@ WAYS = [
     [*((way, False) for way in WAYS), (WAYS[2], True), (WAYS[4], True)],
     ids=lambda one: getattr(one, "name", "repaired before" if one else "applied again"),
 )
-def test_apply_after_a_failed_apply_is_complete(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Change, ticks: bool
-):
+def test_apply_after_a_failed_apply_is_complete(fake_node: Node, monkeypatch, way: Change, ticks: bool):
     """Whichever call fails: neighbours of changed Services are not forgotten, and everything can be
     deleted afterwards.
     """
@@ -500,7 +498,7 @@ def test_apply_after_a_failed_apply_is_complete(
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
-def test_stopped_removal_of_a_short_circuit_is_completed(fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool):
+def test_stopped_removal_of_a_short_circuit_is_completed(fake_node: Node, monkeypatch, ends: bool):
     """Whichever call the agent is killed at, or the kernel refuses, in the tick after a change to policy Cluster."""
     node = fake_node
     node.run(f"ip addr add {OWN}/32 dev lo")

@@ -81,7 +81,7 @@ CHANGES: dict[str, ServiceState | ServicePortKey] = {
 }
 
 
-def test_change_runs_the_same_lines_in_a_large_cluster(clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch):
+def test_change_runs_the_same_lines_in_a_large_cluster(clusters: dict[int, Cluster], monkeypatch):
     """Every kind of change, including its retiring, and so every write, in one slice. With several, the
     machine's load would decide how many lines run before a slice ends.
     """
@@ -98,7 +98,7 @@ def test_thousand_services_are_written_in_few_calls(clusters: dict[int, Cluster]
     assert report.syscalls == 5, "meta, names, slots, frontends, their IPs; the backends exist"
 
 
-def test_deferred_service_port_does_not_take_back_a_lost_address(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_deferred_service_port_does_not_take_back_a_lost_address(site: Site, monkeypatch):
     """Its turn comes after another Service has got the address."""
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 0.0)
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))

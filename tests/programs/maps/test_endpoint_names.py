@@ -209,7 +209,7 @@ def test_address_of_another_node_is_not_a_pods(site: Site):
     assert read_names(site)["web"][B] == "default/agent-x node-b zone-b ready"
 
 
-def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_work_comes_in_pieces(site: Site, monkeypatch):
     """A large Service is named after it is served, in several pieces, between which other changes are written."""
     monkeypatch.setattr(endpoint_names, "BATCH_ENTRIES", 10)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100)))
@@ -250,7 +250,7 @@ def test_hostile_names_are_shortened_and_stay_apart(site: Site, name: str):
     assert entry.is_pod(pod) == ("\0" not in pod and pod != "\ud800")
 
 
-def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_names_without_room_are_left_out(site: Site, monkeypatch, caplog):
     """All are served; when others have left, the names appear."""
     monkeypatch.setattr(endpoint_names, "RETRY_DELAY_S", 0.0)
     few = replace_fields(SIZES, backends=64)
@@ -279,9 +279,7 @@ def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("call", ["put", "delete"])
-def test_error_costs_names_only(
-    site: Site, monkeypatch: pytest.MonkeyPatch, call: str, caplog: pytest.LogCaptureFixture
-):
+def test_error_costs_names_only(site: Site, monkeypatch, call: str, caplog):
     """Later the map is read again, and completed."""
     plane = named(site, desired(web(piece("ready=web-0"))))
     real = getattr(AgentMaps, call)
@@ -317,7 +315,7 @@ def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritati
     assert len(site.entries(MAP)) == (1 if authoritative else 2)
 
 
-def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch):
     size_maps(monkeypatch, endpoint_names=8, services=32)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41)))
     plane = site.start(desired(web(many)))

@@ -77,7 +77,7 @@ class Bench(Namespace):
 
 
 @pytest.fixture
-def bench(namespace: Namespace, tmp_path: Path) -> Bench:
+def bench(namespace: Namespace, tmp_path) -> Bench:
     made = Bench(namespace.name, tmp_path)
     made.run("sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
     return made

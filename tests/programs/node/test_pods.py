@@ -68,7 +68,7 @@ def container() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("mask", [~0, 0xFFFF_FFFF])
-def test_cgroups_and_their_pods_are_found_by_ids(container: Path, monkeypatch: pytest.MonkeyPatch, mask: int):
+def test_cgroups_and_their_pods_are_found_by_ids(container: Path, monkeypatch, mask: int):
     numbers = [folder.stat().st_ino & mask for folder in (container, container.parents[2])]
     found = mounts.find_cgroups([*numbers, (1 << 31) - 1], mask)
     assert found == {

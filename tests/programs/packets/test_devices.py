@@ -241,7 +241,7 @@ def kit() -> Iterator[Kit]:
 
 
 @pytest.fixture(params=[pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT])
-def how(request: pytest.FixtureRequest) -> AttachMethod:
+def how(request) -> AttachMethod:
     return request.param
 
 

@@ -104,7 +104,7 @@ def path(served: Path_) -> Iterator[Path_]:
 
 
 @pytest.fixture
-def call(path: Path_, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def call(path: Path_, capsys) -> Callable[..., Any]:
     """Runs `kbpf inspect ...` in the node's namespace; returns exit code, stdout and stderr."""
 
     def inspect(*arguments: str) -> tuple[int, str, str]:
@@ -156,7 +156,7 @@ print(json.dumps([run(program, bytes(64), context=SkbContext(mark=int(m)).pack()
 """
 
 
-def test_idle_timeouts_match_the_programs(tmp_path: Path):
+def test_idle_timeouts_match_the_programs(tmp_path):
     """timeout_of() itself runs, for every protocol and state, and for states without a name."""
     shutil.copytree(SOURCES, tmp_path, dirs_exist_ok=True)
     (tmp_path / "scratch.c").write_text(TRACK)
@@ -297,7 +297,7 @@ def test_devices_show_role_and_programs(path: Path_, show, call):
     assert "bridge of pods" in call("devices")[1]
 
 
-def test_devices_in_another_network_namespace_is_an_error(path: Path_, capsys: pytest.CaptureFixture[str]):
+def test_devices_in_another_network_namespace_is_an_error(path: Path_, capsys):
     assert app.call(["inspect", "devices", "--pin-dir", str(path.site.pins)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -325,7 +325,7 @@ def test_status_counts_connections_entries_and_devices(path: Path_, call):
     assert seen["entries_lost"] == seen["created"] - 1
 
 
-def test_problems_of_the_device_thread_are_in_the_status(path: Path_, monkeypatch: pytest.MonkeyPatch):
+def test_problems_of_the_device_thread_are_in_the_status(path: Path_, monkeypatch):
     failed = {f"d{i:02}": f"why {i}" for i in range(MAX_FAILED_DEVICES + 5)}
     thread = DeviceReconcilerStatus(failed=failed, problem="no answer")
     monkeypatch.setattr(DeviceReconciler, "status", lambda _: thread)
@@ -336,7 +336,7 @@ def test_problems_of_the_device_thread_are_in_the_status(path: Path_, monkeypatc
 
 
 @pytest.mark.parametrize("has_status", [True, False], ids=["agent's status", "no status"])
-def test_views_report_that_the_packet_path_is_off(site: Site, capsys: pytest.CaptureFixture[str], has_status: bool):
+def test_views_report_that_the_packet_path_is_off(site: Site, capsys, has_status: bool):
     plane = site.open()
     plane.apply(world(), None)
     if has_status:

@@ -281,9 +281,7 @@ def test_connection_across_a_changed_setting_leaves_no_entry(bench: Bench, befor
     wait_for(lambda: site.entries("sock_peers"), {})
 
 
-def test_agent_without_the_sock_ops_hook_serves(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_agent_without_the_sock_ops_hook_serves(bench: Bench, monkeypatch, caplog):
     """Another program may have the hook exclusively."""
     start(bench, Accounting.OFF)
     attach = Link.attach.__func__
@@ -379,9 +377,7 @@ def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
 
 
 @pytest.mark.parametrize("silent", SOCKET_STORAGE_MAPS)
-def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
-    site: Site, monkeypatch: pytest.MonkeyPatch, silent: str
-):
+def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(site: Site, monkeypatch, silent: str):
     add = ConnectionCount.add
 
     def refuse(count: ConnectionCount, map_: Map, last: bool) -> Iterator[None]:
@@ -572,7 +568,7 @@ def test_full_map_measures_no_new_services(served: Bench):
     assert site.entries("latencies") == {}, "those of removed Services are deleted"
 
 
-def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch):
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
     site.start(desired(WEB, other, tenant))

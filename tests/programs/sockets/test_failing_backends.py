@@ -9,7 +9,6 @@ import errno
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -154,7 +153,7 @@ a Pod that sends itself errors | tells_itself | 10.96.0.4 | evil1/1 evil1/2  | n
 
 @needs("set_retval")
 @each_row(CLIENTS)
-def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Clients, monkeypatch: pytest.MonkeyPatch):
+def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Clients, monkeypatch):
     names = {"a": "default/a", "b": "default/b", "other": "other/c"}
     names |= {f"evil{number}": f"evil/{number}" for number in (1, 2)}
     monkeypatch.setattr(pods, "list_pod_names", lambda: names)
@@ -221,9 +220,7 @@ def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
 
 
 @needs("set_retval")
-def test_refused_socket_that_connects_again_leaves_a_backend_that_does_not_serve(
-    served: Bench, monkeypatch: pytest.MonkeyPatch
-):
+def test_refused_socket_that_connects_again_leaves_a_backend_that_does_not_serve(served: Bench, monkeypatch):
     """The backend still serves another Service."""
     ends = f"{served.one.ip}:5353"
     other = service("other", "10.96.0.10:53", ends, Protocol.UDP)
@@ -282,5 +279,5 @@ def test_filters(served: Bench):
     assert recorded(served, pod="default/web") == []
 
 
-def test_nothing_is_known_without_maps(tmp_path: Path):
+def test_nothing_is_known_without_maps(tmp_path):
     assert FailingBackends(Pins(tmp_path)).find() is None

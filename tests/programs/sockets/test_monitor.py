@@ -130,7 +130,7 @@ def test_filter_applies_before_the_rate(bench: Bench):
         assert monitor.left_out == 0
 
 
-def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch):
     monkeypatch.setattr("kbpf.dataplane.bpf.inspect.monitor.RING_BYTES", 4096)
     with watched(bench.site, rate=100_000) as monitor:
         bench.act("flood", "10.96.0.4:53")
@@ -259,9 +259,7 @@ ASKED = table(
 
 
 @pytest.fixture
-def shown(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., list[str]]:
+def shown(bench: Bench, monkeypatch, capsys) -> Callable[..., list[str]]:
     """The lines of `kbpf monitor`, with another way to poll."""
 
     def show(poll: Callable[..., Iterator[None]], *words: str) -> list[str]:
@@ -338,7 +336,7 @@ Top = Callable[..., dict[str, dict[str, Any]]]
 
 
 @pytest.fixture
-def top(bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Top:
+def top(bench: Bench, capsys, monkeypatch) -> Top:
     """The rows of `kbpf top --once -o json`, by name. Between its two reads, or while it watches, the client does
     something.
     """
@@ -452,7 +450,7 @@ top --once --service default/fair -n shop      | 2 | shop contradicts the namesp
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row.words)
-def test_wrong_usage(bench: Bench, capsys: pytest.CaptureFixture[str], row: Wrong):
+def test_wrong_usage(bench: Bench, capsys, row: Wrong):
     name, *words = row.words.split()
     assert app.call([name, "--pin-dir", str(bench.site.pins), *words]) == row.code
     assert row.message in capsys.readouterr().err

@@ -469,7 +469,7 @@ def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over):
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "before v5.14"])
-def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool):
+def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch, at_once: bool):
     """Another flow reused the port, or the backend, after the entry was read."""
     if not at_once:
         monkeypatch.setattr(syscalls.lib(), "bpf_map_lookup_and_delete_elem", lambda *_: -objects.ENOTSUPP)
@@ -493,7 +493,7 @@ def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch: pyt
         assert held.lookup_and_delete(next(iter(made))) is None, "it is deleted"
 
 
-def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch: pytest.MonkeyPatch):
+def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch):
     """A part of the map at each poll; then it starts over."""
     monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)

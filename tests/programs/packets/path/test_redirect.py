@@ -332,7 +332,7 @@ def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, rol
 
 
 @pytest.mark.parametrize("kind", BACK)
-def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, monkeypatch):
     """A connection that a kube-proxy masquerades: we translate nothing of it, and its port is
     taken.
     """
@@ -358,7 +358,7 @@ def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, mon
     assert node not in {owner(one.raw) for one in shown}
 
 
-def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pytest.MonkeyPatch):
+def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch):
     """Also ports that were given while its programs were being attached; later ones are
     not read.
     """

@@ -192,7 +192,7 @@ def test_a_program_in_front_is_passed_a_few_times_an_hour(
     ours: Program,
     how: AttachMethod,
     direction: Direction,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     now = [0.0]
     monkeypatch.setattr(attach.time, "monotonic", lambda: now[0])

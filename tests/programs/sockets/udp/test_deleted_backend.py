@@ -90,9 +90,7 @@ def test_formerly_connected_socket_chooses_a_new_backend(bench: Bench, how: str)
     pod.ask("drop", keep="s")
 
 
-def test_connected_socket_that_connects_again_keeps_a_backend_that_serves(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-):
+def test_connected_socket_that_connects_again_keeps_a_backend_that_serves(bench: Bench, monkeypatch):
     """Until that has left, although it still serves another Service and the socket lives."""
     bench.web("one two", dns="one two")
     pod = bench["pod"]
@@ -129,7 +127,7 @@ def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets
         assert s() == "one"
 
 
-def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(bench: Bench, monkeypatch):
     """The pass that cuts clients off it takes longer than the change after which it serves again.
     A client connects as soon as that is written.
     """
@@ -202,7 +200,7 @@ def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row
         assert s() == "three"
 
 
-def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(bench: Bench, monkeypatch):
     """Another Service's endpoints are all replaced again and again, and no pass has time to end.
     A socket that was silent meanwhile chooses another backend all the same.
     """
@@ -256,7 +254,7 @@ def raise_error(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "an apply fails meanwhile"])
-def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool):
+def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch, fails: bool):
     """connect() read the frontend before the flip and finished after the first pass."""
     bench.web("one")
     with contextlib.ExitStack() as stack:
@@ -309,9 +307,7 @@ FAILURES = [
 
 @pytest.mark.parametrize("removed", [False, True], ids=["backend", "Service"])
 @pytest.mark.parametrize(("where", "name"), FAILURES, ids=[name for _, name in FAILURES])
-def test_sockets_are_cut_after_a_failed_apply(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, removed: bool
-):
+def test_sockets_are_cut_after_a_failed_apply(bench: Bench, monkeypatch, where: Any, name: str, removed: bool):
     """The next apply() cuts them, even if some object cannot be read. Clients of a Service that
     could not be read keep their backends.
     """
