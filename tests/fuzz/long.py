@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tests.fuzz.packets import program_runs
 from tests.fuzz.packets.comparison import (
     ATTACKS,
     BATCH,
+    SEEDS,
     SHOWN,
     Finding,
     compare,
@@ -119,13 +120,16 @@ def _show(findings: list[Finding]) -> list[Finding]:
 
 def conntrack(seed: int, minutes: float | None) -> None:
     """Compares SEQUENCES random sequences with nf_conntrack, in which nobody forges packets, and
-    as many in which a third party does; half of these with strict rp_filter.
+    as many in which a third party does; half of these with strict rp_filter. Batches are played with
+    each forwarding in turn.
     """
     rng, tally, findings, played = random.Random(seed), Counter[str](), [], 0
     wrong = attacks = 0
-    with cache() as folder, Twins(folder) as twins:
+    with cache() as folder, ExitStack() as stack:
+        nodes = itertools.cycle([stack.enter_context(Twins(folder, forwarding)) for forwarding in SEEDS])
         until = deadline(minutes)
         while played < SEQUENCES and time.monotonic() < until:
+            twins = next(nodes)
             differing, rows = compare(twins, random_sequences(rng, BATCH))
             wrong += len(differing)
             findings += _show(shrunk(twins, differing))

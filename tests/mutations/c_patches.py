@@ -218,6 +218,10 @@ the start of a window is not tested
 - in_order(own->next - own->room, n->next) &&
 an ACK of what was not sent counts
 - in_order(n->ack, last) &&
+an ACK may be any time behind its own side's
+-  &&
+- 	       in_order(own->ack - tolerance(own), n->ack);
++ ;
 packets count on any device
 - if (flow->arrival != arrival)
 - 		return false;
@@ -259,6 +263,9 @@ a refusal ends a connection
 a RST counts with any number
 - if (n->sequence != peer->ack && !sent)
 + if (false)
+the refusal of another connection reaches a refused client
+- reply && !own->window && n->ack != original->syn
++ false
 the port of a refused connection is reserved
 - end_backend(original, backend, client);
 the backend proves a handshake that its client has not ended
@@ -285,6 +292,21 @@ a SYN past the Service and its answer end a half-closed connection
 any SYN-ACK of the backend answers a direct SYN
 - return p->tcp.ack == flow->syn;
 + return true;
+later fragments of an older connection reach a new client
+- tcp && reply && flow->state == STATE_NEW ? DENIED : IGNORED
++ IGNORED
+a flow that keeps only its port passes everything
+- !tcp || is_in_own_window(&flow->seen.tcp, &p->tcp) ? IGNORED : OUTSIDE
++ IGNORED
+a backend with another connection does not mark the port of an answered one
+- 			original->fins |= FIN_RESERVED;
+- 		return OUTSIDE;
++ 			;
++ 		return OUTSIDE;
+an ACK may be any time behind the other side's
+-  &&
+- 	       in_order(peer->next - tolerance(own), n->ack);
++ ;
 # tc/receive.h BRIDGE
 forged answers pass in frames for others
 - else if (!uses_conntrack())
@@ -327,11 +349,14 @@ a tenant can tell which ports it puts in doubt
 - keyed[i] = words[i] ^ secret->until[i];
 + keyed[i] = words[i];
 no port is in doubt
-- if (!may_be_answered(flow, now))
+- if (!may_be_answered(flow, reply, now))
 + if (true)
+a port is not in doubt though a FIN was not acknowledged
+- (both_closed(flow) && (!reply || is_acknowledged(flow, reply))));
++ both_closed(flow));
 a backend that sends for longer than its client leaves no doubt
-- if (reply && reply->last_used > flow->last_used)
-+ if (false)
+- reply->last_used > flow->last_used)
++ false)
 a port in doubt is in doubt for ever
 - return until && *until > seconds_of(now);
 + return until && *until;
@@ -376,6 +401,11 @@ any pod changes it
 a datagram changes it for masqueraded flows
 - !has_snat(flow) && s->pod
 + s->pod
+any device speaks for the node's sockets
+- 		return false;
+- 	return !is_elsewhere(
++ 		return true;
++ 	return !is_elsewhere(
 others use a client's port
 - ? EGRESS_DENIED
 + ? EGRESS_UNKNOWN

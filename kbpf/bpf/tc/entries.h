@@ -134,6 +134,26 @@ static __always_inline bool is_in_doubt(u32 backend, __be16 port, u64 now)
 	return until && *until > seconds_of(now);
 }
 
+/* Whether both sides of a TCP connection have acknowledged the other's FIN. A side that has not
+ * repeats its own, and maybe the data before it, so it needs the connection. */
+static __always_inline bool is_acknowledged(const struct flow *original, const struct flow *reply)
+{
+	return original->seen.tcp.ack == reply->seen.tcp.next &&
+	       reply->seen.tcp.ack == original->seen.tcp.next;
+}
+
+/* Whether the backend may still send to a flow that is given up. It has no connection of this flow
+ * before the client has completed the handshake. A datagram may be answered at any time. */
+static __always_inline bool may_be_answered(const struct flow *flow, const struct flow *reply,
+					    u64 now)
+{
+	if (expired(flow, now))
+		return false;
+	return flow->client.protocol == IPPROTO_UDP || (flow->fins & FIN_REPLACED) ||
+	       !(is_half_open(flow) ||
+		 (both_closed(flow) && (!reply || is_acknowledged(flow, reply))));
+}
+
 /* Marks the port of the node of a flow that is given up, if the backend may still send to it: until
  * a datagram is too old to be answered, or for the time after which conntrack forgets the end of a
  * connection. What the backend sends meanwhile goes to no client. */
@@ -146,10 +166,11 @@ static __always_inline void leave_in_doubt(const struct flow *flow, u64 now)
 
 	if (!has_snat(flow))
 		return;
-	reply = flow->client.protocol == IPPROTO_UDP ? entry_at(flow, DIRECTION_SNAT_REPLY) : NULL;
-	if (reply && reply->last_used > flow->last_used) /* it sends for longer than its client */
+	reply = entry_at(flow, DIRECTION_SNAT_REPLY);
+	if (reply && flow->client.protocol == IPPROTO_UDP &&
+	    reply->last_used > flow->last_used) /* it sends for longer than its client */
 		flow = reply;
-	if (!may_be_answered(flow, now))
+	if (!may_be_answered(flow, reply, now))
 		return;
 	if (flow->client.protocol == IPPROTO_UDP)
 		end = flow->last_used + timeout_of(flow);

@@ -268,16 +268,6 @@ static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 	return flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
 }
 
-/* Whether the backend may still send to a flow that is given up. It has no connection of this flow
- * before the client has completed the handshake. A datagram may be answered at any time. */
-static __always_inline bool may_be_answered(const struct flow *flow, u64 now)
-{
-	if (expired(flow, now))
-		return false;
-	return flow->client.protocol == IPPROTO_UDP || (flow->fins & FIN_REPLACED) ||
-	       !(is_half_open(flow) || both_closed(flow));
-}
-
 /* Whether `b` is not before `a`, modulo 2^32. */
 static __always_inline bool in_order(u32 a, u32 b)
 {

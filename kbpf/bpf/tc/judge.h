@@ -166,9 +166,12 @@ static __always_inline enum judgment judge_reset(struct flow *original, struct t
 						 struct tcp_side *peer, const struct segment *n,
 						 bool reply)
 {
-	/* What the backend has sent before the client's ACK may be forged. */
+	/* What the backend has sent before the client's ACK may be forged. If it has only refused
+	 * the SYN, that is the number of all refusals. */
 	bool sent = n->sequence == own->next && !(reply && is_half_open(original));
 
+	if (reply && !own->window && n->ack != original->syn)
+		return OUTSIDE;
 	if (n->sequence != peer->ack && !sent) {
 		if (reply && n->ack == original->syn) /* a refusal, see answers_later_syn() */
 			return IGNORED;

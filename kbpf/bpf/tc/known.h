@@ -73,15 +73,6 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 	return entry_at(flow, DIRECTION_REPLY);
 }
 
-/* Whether both sides have acknowledged the other's FIN. A side that has not repeats its own, and
- * maybe the data before it, so it needs the connection. */
-static __always_inline bool is_acknowledged(const struct flow *original, const struct flow *reply)
-{
-	return original->client.protocol != IPPROTO_TCP ||
-	       (original->seen.tcp.ack == reply->seen.tcp.next &&
-		reply->seen.tcp.ack == original->seen.tcp.next);
-}
-
 /* Updates the entry that matched a packet of a known flow, if it is an ordinary one. False:
  * tc_judge has to see the packet first. Each entry matches packets of one side only. The exception
  * is that of client' and backend: it also matches the client's packets when they leave the stack

@@ -112,7 +112,9 @@ class World:
         own = self.port_of(client)
         entry = None if own is None else self.entries[own]
         if entry and entry.taken and self.weaker != "keeps taken port":
-            self.entries[own] = entry._replace(state="closed", owned=False, taken=False)
+            self.entries[own] = None
+            if port == own and self.candidates() != [own]:
+                port = next(each for each in self.candidates() if each != own)
             own = entry = None
         if entry is None:
             if port not in self.candidates():
@@ -140,15 +142,15 @@ class World:
         if not knows or (numbers != entry.numbers and not entry.misled):
             return entry._replace(misled=self.weaker == "stores before check" and kind == "ACK")
         if kind in ("RST", "REFUSED"):
-            is_refusal = side == 2 and entry.state in (*HALF_OPEN, "refused")
-            ended = "refused" if is_refusal else "done" if side == 2 else "closed"
-            return entry._replace(state=ended)
+            is_refusal = entry.state == "refused" or (side == 2 and entry.state in HALF_OPEN)
+            is_done = entry.state == "done" or side == 2
+            return entry._replace(state="refused" if is_refusal else "done" if is_done else "closed")
         state, fins = entry.state, entry.fins
         if side == 1 and state == "answered":
             state = "unproven"
         elif side == 2 and state == "unproven" and kind == "ACK":
             state = "established"
-        if kind == "FIN" and state in ("unproven", "established", "closing"):
+        if kind == "FIN" and state in ("unproven", "established", "closing", "closed"):
             fins |= side
         if acks_fin and fins & (3 - side):
             fins |= (3 - side) << 2
@@ -156,10 +158,10 @@ class World:
             self.fault = "a forged connection holds a port"
         if kind == "SYN-ACK" and state == "refused":
             state = "answered"
-        if fins and state not in ("closed", "done"):
+        if fins and state != "done":
             ended = 3 if self.weaker == "frees unacknowledged fins" else 15
-            state = "done" if fins & ended == ended else "closing"
-        return entry._replace(state=state, fins=fins)
+            state = "done" if fins & ended == ended else "closed" if state == "closed" else "closing"
+        return entry._replace(state=state, fins=fins, taken=entry.taken and state in HALF_OPEN)
 
     def from_backend(self, segment: Segment, forged: bool = False, arrives: bool = True) -> None:
         """A packet of the backend, or a forged one. Not `arrives`: it gets lost after the node."""
@@ -172,11 +174,11 @@ class World:
             if matches:
                 state = "answered" if kind == "SYN-ACK" else "refused"
                 entry = entry._replace(state=state, misled=forged and kind == "SYN-ACK")
-            else:
+            elif kind != "RST":  # without ACK
                 entry = entry._replace(taken=True)
             passes = matches or self.weaker == "passes challenge ack"
         else:
-            if entry.state == "answered" and numbers != entry.numbers:
+            if entry.state == "answered" and numbers != entry.numbers and kind not in ("RST", "REFUSED"):
                 entry = entry._replace(taken=True)
             entry = self.after(entry, kind, numbers, acks_fin, 2, forged)
             passes = numbers == entry.numbers or self.weaker == "forwards outside window"
@@ -296,7 +298,7 @@ def tcp_start(ports: int = 1, forgotten: bool = False) -> State:
 def tcp_steps(state: State, weaker: str) -> Iterator[Step]:
     """All that may happen next."""
     world = World(state, weaker)
-    for what in chain(_clients(world), _backend(world), _packets(world), _node(world), _attacker(world)):
+    for what in actions(world):
         _, action, *arguments = what
         after = World(state, weaker)
         getattr(after, action)(*arguments)
@@ -305,6 +307,11 @@ def tcp_steps(state: State, weaker: str) -> Iterator[Step]:
 
 Action = tuple[Any, ...]
 """A mark, the name of a method of World, and its arguments."""
+
+
+def actions(world: World) -> Iterator[Action]:
+    """All that may happen next."""
+    return chain(_clients(world), _backend(world), _packets(world), _node(world), _attacker(world))
 
 
 def _clients(world: World) -> Iterator[Action]:

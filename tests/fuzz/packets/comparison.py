@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from tests.fuzz.packets.differences import complaint, equal, row_for
-from tests.fuzz.packets.node import BACKEND, DEVICES, PROTOCOLS, VARIANTS
+from tests.fuzz.packets.node import BACKEND, DEVICES, DIALS, PROTOCOLS, VARIANTS
 from tests.fuzz.packets.segments import (
     genuine,
     parse_token,
@@ -22,8 +22,8 @@ BATCH = 1_000
 """Sequences played at once: one step of all of them takes a fraction of a second."""
 ATTACKS = 250
 """Attacks played at once: each is two sequences."""
-SEEDS = (11, 12)
-"""Seeds of the batches that the suite plays."""
+SEEDS = {"stack": 11, "direct": 12}
+"""Seeds of the batches that the suite plays, by forwarding."""
 SMALLEST = 50
 TRIES = 5
 """A batch of at most SMALLEST sequences is played up to TRIES times. A machine that is too slow
@@ -54,9 +54,14 @@ def random_sequences(rng: random.Random, count: int) -> list[Played]:
     made = []
     for _ in range(count):
         protocol = rng.choice(("tcp", "tcp", *PROTOCOLS))
-        variant = "kept" if protocol == "sctp" else rng.choice(VARIANTS)
-        made.append(Played(random_script(rng, protocol), protocol, rng.choice((4, 6)), variant))
+        made.append(Played(random_script(rng, protocol), protocol, rng.choice((4, 6)), *_ends(rng, protocol)))
     return made
+
+
+def _ends(rng: random.Random, protocol: str) -> tuple[str, str]:
+    """The Service, which has one backend, and the device of the client."""
+    variant = "kept" if protocol == "sctp" else rng.choice(VARIANTS)
+    return variant, rng.choice(DIALS[variant])
 
 
 def random_attacks(rng: random.Random, count: int) -> list[Played]:
@@ -64,20 +69,19 @@ def random_attacks(rng: random.Random, count: int) -> list[Played]:
     made = []
     for _ in range(count):
         protocol = rng.choice(("tcp", "tcp", "tcp", *PROTOCOLS))
-        variant = "kept" if protocol == "sctp" else rng.choice(VARIANTS)
-        device = rng.choice(DEVICES)
-        knows = not any(arrives_on(device, back, variant, False) for back in (False, True))
-        script = random_attack(rng, protocol, device, knows)
-        made.append(Played(script, protocol, rng.choice((4, 6)), variant))
+        device, family = rng.choice(DEVICES), rng.choice((4, 6))
+        played = Played("", protocol, family, *_ends(rng, protocol))
+        knows = not any(arrives_on(device, back, played, False) for back in (False, True))
+        made.append(played._replace(script=random_attack(rng, protocol, device, knows)))
     return made
 
 
-def arrives_on(device: str, back: bool, variant: str, strict: bool) -> bool:
+def arrives_on(device: str, back: bool, played: Played, strict: bool) -> bool:
     """Whether packets of the backend, or of the client, may arrive on this device. Devices that
     lead to other machines are interchangeable, unless the reverse path filter is strict and no
     route to the sender leads there: c0 has the default route.
     """
-    own = BACKEND[variant] if back else "c0"
+    own = BACKEND[played.variant] if back else played.client
     return device == own or ({device, own} <= {"c0", "r0"} and (not strict or device == "c0"))
 
 
@@ -92,7 +96,7 @@ def compare_attacks(twins: Twins, attacks: Sequence[Played]) -> tuple[list[Findi
         (kbpf, linux), (kbpf_before, linux_before) = outcomes[2 * n : 2 * n + 2]
         forged = [parse_token(token) for token in each.script.split() if ":" in token]
         strict = twins.strict and each.family == 4  # Linux has no filter for IPv6
-        elsewhere = not any(arrives_on(one.device, one.back, each.variant, strict) for one in forged)
+        elsewhere = not any(arrives_on(one.device, one.back, each, strict) for one in forged)
         step = kbpf_before.state, kbpf.state
         begins = step in (("none", "NEW"), ("NEW", "NEW"), ("CLOSED", "NEW")) or (
             step == ("CLOSING", "NEW") and linux_before.state == "CLOSE"

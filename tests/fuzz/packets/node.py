@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node to test packet programs on: a network namespace with four devices, all veths whose other
+"""A node to test packet programs on: a network namespace with five devices, all veths whose other
 ends are in a namespace that has no other use.
 
     c0  clients, 198.51.100.0/24 and 2001:db8:9::/64, behind a router
     b0  a pod of the node, 10.244.1.2
     o0  another pod of the node, 10.244.1.3, which forges packets
+    p0  a pod of the node that is a client, 10.244.1.4
     r0  a pod of another node, 10.244.2.2
 
 Three Services, each for TCP, UDP and SCTP of both families, differ in how their packets are
@@ -14,7 +15,7 @@ forwarded:
     masked  to b0, through the stack, with the node's address
     past    to r0, with the node's address; kbpf redirects it past the stack
 
-A fourth one has no endpoints: its packets are refused.
+The pod b0 reaches itself by `masked`. A fourth Service has no endpoints: its packets are refused.
 """
 
 import contextlib
@@ -45,8 +46,13 @@ REFUSING = {4: "192.0.2.9", 6: "2001:db8:1::9"}
 POD = {
     "b0": {4: "10.244.1.2", 6: "fd00:244:1::2"},
     "o0": {4: "10.244.1.3", 6: "fd00:244:1::3"},
+    "p0": {4: "10.244.1.4", 6: "fd00:244:1::4"},
     "r0": {4: "10.244.2.2", 6: "fd00:244:2::2"},
 }
+CLIENTS = {"c0": CLIENT, **POD}
+"""By device."""
+DIALS = {"kept": ("c0", "p0"), "masked": ("c0", "p0", "b0"), "past": ("c0", "p0")}
+"""The clients of each Service."""
 OWN = {"b0": {4: "10.244.1.1", 6: "fd00:244:1::1"}, "r0": {4: "10.244.2.1", 6: "fd00:244:2::1"}}
 ROUTED_BY = {4: "198.18.1.1", 6: "fd00:18:1::1"}
 """The node's address that clients route through."""
@@ -55,7 +61,7 @@ FRONT_PORT, BACK_PORT = 80, 8080
 
 NEIGHBOUR = "02:00:00:00:00:aa"
 """The MAC address of all neighbours, set statically."""
-DEVICES = ("c0", "b0", "o0", "r0")
+DEVICES = ("c0", "b0", "o0", "p0", "r0")
 T = TypeVar("T")
 
 
@@ -115,18 +121,24 @@ addr add 10.244.1.1/32 dev b0
 addr add fd00:244:1::1/128 dev b0 nodad
 addr add 10.244.1.1/32 dev o0
 addr add fd00:244:1::1/128 dev o0 nodad
+addr add 10.244.1.1/32 dev p0
+addr add fd00:244:1::1/128 dev p0 nodad
 neigh replace 198.18.1.2 lladdr {NEIGHBOUR} dev c0 nud permanent
 neigh replace fd00:18:1::2 lladdr {NEIGHBOUR} dev c0 nud permanent
 neigh replace 10.244.1.2 lladdr {NEIGHBOUR} dev b0 nud permanent
 neigh replace fd00:244:1::2 lladdr {NEIGHBOUR} dev b0 nud permanent
 neigh replace 10.244.1.3 lladdr {NEIGHBOUR} dev o0 nud permanent
 neigh replace fd00:244:1::3 lladdr {NEIGHBOUR} dev o0 nud permanent
+neigh replace 10.244.1.4 lladdr {NEIGHBOUR} dev p0 nud permanent
+neigh replace fd00:244:1::4 lladdr {NEIGHBOUR} dev p0 nud permanent
 neigh replace 10.244.2.2 lladdr {NEIGHBOUR} dev r0 nud permanent
 neigh replace fd00:244:2::2 lladdr {NEIGHBOUR} dev r0 nud permanent
 route add 10.244.1.2 dev b0
 route add fd00:244:1::2 dev b0
 route add 10.244.1.3 dev o0
 route add fd00:244:1::3 dev o0
+route add 10.244.1.4 dev p0
+route add fd00:244:1::4 dev p0
 route add default via 198.18.1.2
 route add default via fd00:18:1::2 dev c0
 route add blackhole 192.0.2.0/24

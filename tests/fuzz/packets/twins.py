@@ -25,6 +25,7 @@ from tests.fuzz.packets.node import (
     BACK_PORT,
     BACKEND,
     CLIENT,
+    CLIENTS,
     DEVICES,
     FRONT_PORT,
     OWN,
@@ -66,9 +67,11 @@ class Played(NamedTuple):
     protocol: str
     family: int
     variant: str
+    client: str = "c0"
+    """Its device."""
 
     def __str__(self) -> str:
-        return f"{self.protocol} v{self.family} {self.variant}: {self.script}"
+        return f"{self.protocol} v{self.family} {self.client} {self.variant}: {self.script}"
 
 
 class Outcome(NamedTuple):
@@ -128,8 +131,8 @@ class _Side:
             left = deadline - time.monotonic()
             assert left > 0, f"{self.name} does not forward"
             select.select([self.sockets["b0"]], [], [], left)
-        self._read("r0")
-        self._read("c0")
+        for device in {*DEVICES} - {"b0"}:
+            self._read(device)
 
     def _read(self, device: str, mark: bytes = b"none") -> bool:
         """Reads all packets that arrived and records clients' translated addresses; whether the
@@ -141,7 +144,7 @@ class _Side:
                 raw = self.sockets[device].recv(2048)
             except BlockingIOError:
                 return found
-            if device != "c0":
+            if device in BACKEND.values():
                 found |= raw.endswith(mark)
                 self._learn(raw)
 
@@ -160,10 +163,13 @@ class _Side:
 
 
 class Twins:
-    """Both nodes, and their packets."""
+    """Both nodes, and their packets. `forwarding`: stack or direct, with which kbpf itself tracks all
+    connections.
+    """
 
-    def __init__(self, cache: Path) -> None:
-        self.prefix = f"kbw{os.getpid()}"
+    def __init__(self, cache: Path, forwarding: str) -> None:
+        self.prefix = f"kbw{os.getpid()}{forwarding[0]}"
+        self.forwarding = forwarding
         self.kbpf, self.linux = _Side(f"{self.prefix}k"), _Side(f"{self.prefix}l")
         self._wire = f"{self.prefix}w"
         self._stack = contextlib.ExitStack()
@@ -184,7 +190,8 @@ class Twins:
             inside_of(self.linux.name, set_timeouts)
             inside_of(self.linux.name, _set_for_comparison)
             ports = FIRST_PORT, LAST_PORT
-            made = kbpf_node(self._cache, self.kbpf.name, four_services(), SIZES, masquerade_ports=ports)
+            settings = {"masquerade_ports": ports, "forwarding": self.forwarding}
+            made = kbpf_node(self._cache, self.kbpf.name, four_services(), SIZES, **settings)
             self.node = stack.enter_context(made)
             self.kbpf.chosen = self._chosen
             self._stack = stack.pop_all()
@@ -271,7 +278,7 @@ class Twins:
         found = []
         for number, (each, since) in enumerate(zip(sequences, paused, strict=True), FIRST_PORT):
             protocol, family = PROTOCOLS[each.protocol], each.family
-            key = protocol, end(CLIENT[family], number), end(VIP[each.variant][family], FRONT_PORT)
+            key = protocol, end(CLIENTS[each.client][family], number), end(VIP[each.variant][family], FRONT_PORT)
             known, linux = _quiet(ours.get(key), since), _quiet(theirs.get(key), since)
             port = self.kbpf.seen_as.get((protocol, family, number))
             if known == NOTHING and port and (protocol, *port) in taken:
@@ -313,21 +320,21 @@ def set_timeouts() -> None:
 
 
 def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
-    family, back = each.family, BACKEND[each.variant]
+    family, back, client = each.family, BACKEND[each.variant], CLIENTS[each.client]
     is_reply, device = parse_token(token).back, parse_token(token).device
     if is_reply:
         known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
         if known is None and each.variant != "kept":
-            known = side.chosen(PROTOCOLS[each.protocol], end(CLIENT[family], speaker.tag))
-        nobody = (CLIENT, speaker.tag) if each.variant == "kept" else (OWN[back], UNUSED_PORT)
+            known = side.chosen(PROTOCOLS[each.protocol], end(client[family], speaker.tag))
+        nobody = (client, speaker.tag) if each.variant == "kept" else (OWN[back], UNUSED_PORT)
         host, port = known or (nobody[0][family], nobody[1])
         source, to = end(POD[back][family], BACK_PORT), end(host, port)
     else:
-        source = end(CLIENT[family], speaker.tag)
+        source = end(client[family], speaker.tag)
         to = end(VIP[each.variant][family], FRONT_PORT)
     packet = speaker.packet(token, source, to)
     if packet is not None:
-        side.send(device or (back if is_reply else "c0"), packet)
+        side.send(device or (back if is_reply else each.client), packet)
 
 
 def _packet_socket(device: str) -> socket.socket:

@@ -109,6 +109,7 @@ DOUBTFUL = {
     "? 20s <! 9s": 21,
     "? 20s <! 15s": 15,
     "S <A|": 0,
+    "LIVES FA <FA": 120,
     "LIVES FA <FA A": 0,
 }
 """The flow that is evicted, and for how many seconds its backend may still send to its port."""

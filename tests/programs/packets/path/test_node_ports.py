@@ -422,9 +422,11 @@ def test_a_reservation_ends_though_the_backend_sends(path: Path_, v: int):
     assert path.ingress(answer)[1] == answer
 
 
-def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int):
+@pytest.mark.parametrize("before", ["S <A|", "S <SA <A!|"], ids=["its ACK is the answer", "after a forged answer"])
+def test_client_gets_another_port_than_the_backend_has(path: Path_, v: int, before: str):
     """The backend has an old connection from the first one, and says so by its ACK."""
-    flow = Flow(path, v).send("S <A|")
+    flow = Flow(path, v).send(before)
+    flow.age(2)
     flow.talk = Talk()
     flow.send("S <SA A A+ <A")
     assert len(flow.sources) == 2

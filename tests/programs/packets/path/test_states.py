@@ -41,6 +41,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.packets import packets
 from tests.support.packets.packets import Talk, icmp_error, sctp, tcp
+from tests.support.packets.parse import Tcp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 from tests.support.table import pairs
 
@@ -201,6 +202,15 @@ def test_denied_answer_becomes_a_reset_of_the_client(path: Path_, v: int, which:
 
 
 @both_policies
+def test_refusal_of_another_connection_does_not_reach_a_refused_client(path: Path_, v: int, which: int):
+    """The client's port was another's, whose SYN is refused late. All refusals have the number 0."""
+    flow = Flow(path, v, which).send("S")
+    for ack, passes in ((1001, True), (5001, False), (1001, True)):
+        verdict, _ = path.through(tcp(flow.back, flow.source, flags="RA", seq=0, ack=ack))
+        assert (verdict != TC_ACT_SHOT) == passes
+
+
+@both_policies
 def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int):
     """The client uses its port again: the entries are replaced. Unless it is masqueraded, the
     backend sees the same port as before. Late packets of the old connection do not end the new one.
@@ -287,6 +297,14 @@ def test_syn_of_a_flow_with_a_missing_entry_begins_again(path: Path_, v: int, sc
         flow.send(LIVE)
     assert host_of(flow.source) == NODE[v]
     assert flow.states() == {TcpState.ESTABLISHED}
+
+
+@both_policies
+def test_entry_of_a_flow_that_is_gone_knows_the_window(path: Path_, v: int, which: int):
+    """Only the client's own entry was deleted."""
+    flow = established(path, v, which)
+    flow.change(lambda _: b"", lambda both: flow.front in both)
+    flow.send("<A!| <FA!| <R!| <A+ <FA")
 
 
 @pytest.mark.parametrize("missing", LOST)
@@ -496,6 +514,23 @@ def test_a_number_that_another_cpu_has_overwritten_ends_no_connection(path: Path
 
     flow.change(overwrite)
     assert flow.send(f"{script} FA <FA A").states() == {TcpState.CLOSED}
+
+
+@both_policies
+@pytest.mark.parametrize(("flags", "ahead", "behind"), [("A", 0, 70_000), ("FA", 60_000, 10_000)])
+def test_an_ack_from_far_behind_does_not_count(path: Path_, v: int, which: int, flags: str, ahead: int, behind: int):
+    """As for nf_conntrack: more than 66,000 behind what the client has sent. A segment that is ahead
+    of missing ones counts as sent.
+    """
+    flow = established(path, v, which)
+    now = parsed(flow.packet("A")).transport
+    assert isinstance(now, Tcp)
+    seq, ack = now.sequence, now.acknowledgement
+    path.through(tcp(flow.own, flow.front, b"data", seq=seq + ahead, ack=ack))
+    late = tcp(flow.back, flow.source, flags=flags, seq=ack, ack=(seq - behind) % (1 << 32))
+    verdict, _ = path.through(late)
+    assert verdict == TC_ACT_SHOT
+    assert flow.states() == {TcpState.ESTABLISHED}
 
 
 @pytest.mark.parametrize("answer", ["<SA", "<RA S <SA"], ids=["accepts", "refuses once"])
