@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from errno import ENOENT, EROFS
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -26,7 +26,7 @@ from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.config import IPVS_DEVICE, IpvsTimeoutSettings
 from tests.programs.ipvs.test_ipvs_plane import VIP, WEB, listed, run_cleanup
 from tests.support.faults.fake_ipvs import Node
-from tests.support.table import table
+from tests.support.table import each_line
 
 # ---- settings ------------------------------------------------------------------------------------
 
@@ -176,18 +176,8 @@ def test_check_reports_a_closed_input_chain(node: Node, table: str, closed: str)
     assert bool(row.advice) is bool(closed)
 
 
-class Tried(NamedTuple):
-    """A row of `kbpf check` on a node that `lacks` something, or has a module `loaded`."""
-
-    row: str
-    result: str
-    detail: str
-    lacks: str = ""
-    loaded: str = "another"
-
-
-TRIED = table(
-    Tried,
+@each_line(
+    "row, result, detail, lacks, loaded",
     """
 IPVS              | yes     |
 IPVS scheduler rr | yes     | rr, wrr, mh, sh
@@ -199,27 +189,29 @@ IPVS scheduler rr | unknown | no modprobe to ask            | sandboxes
 dummy devices     | unknown | no modprobe to ask            | sandboxes
 IPVS scheduler rr | yes     | rr                            | sandboxes | ip_vs_rr
 """,
+    loaded=lambda cell: cell or "another",
 )
-
-
-@pytest.mark.parametrize("row", TRIED, ids=lambda row: f"{row.row} {row.lacks}".strip())
-def test_check_without_modprobe_tries_the_modules(fake_node: Node, tmp_path, monkeypatch, row: Tried):
-    """As in our own image, which has no modprobe: the kernel loads a module when it is used."""
+def test_check_without_modprobe_tries_the_modules(
+    fake_node: Node, tmp_path, monkeypatch, row, result, detail, lacks, loaded
+):
+    """A row of `kbpf check` on a node that `lacks` something, or has a module `loaded`. As in our own image, which has
+    no modprobe: the kernel loads a module when it is used.
+    """
 
     def broken(*_: Any) -> Any:
         raise KernelError("cannot make a network namespace", errno=ENOENT)
 
     monkeypatch.setattr(modules, "find_modprobe", lambda: None)
     monkeypatch.setattr(modules, "SYS_MODULE", tmp_path)
-    (tmp_path / row.loaded).mkdir()
-    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == row.lacks else 0
-    if row.lacks == "IPVS":
+    (tmp_path / loaded).mkdir()
+    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == lacks else 0
+    if lacks == "IPVS":
         monkeypatch.setattr(IpvsClient, "__init__", broken)
-    if row.lacks == "sandboxes":
+    if lacks == "sandboxes":
         monkeypatch.setattr(sandbox, "run", broken)
-    shown = check_row(fake_node, row.row)
-    assert (shown.result, row.detail in shown.detail) == (row.result, True)
-    assert bool(shown.advice) is (row.result == "no")
+    shown = check_row(fake_node, row)
+    assert (shown.result, detail in shown.detail) == (result, True)
+    assert bool(shown.advice) is (result == "no")
     assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried in a sandbox"
 
 

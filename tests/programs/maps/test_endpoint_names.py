@@ -7,7 +7,7 @@ It is written between other changes, so a test says when: name_all() runs what i
 import errno
 import time
 from dataclasses import replace as replace_fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -25,7 +25,7 @@ from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort, pack_names
 from kbpf.policy.endpoints import merge_endpoints
 from tests.support.lab.lab import until
 from tests.support.plane import SIZES, Site, desired, flush, service, size_maps
-from tests.support.table import table
+from tests.support.table import each_cells
 
 MAP = endpoint_names.MAP_NAME
 PORT = 8080
@@ -125,16 +125,8 @@ OTHER_NAME = "default/web-1 node-b zone-b ready"
 A, B = "10.244.0.1:8080", "10.244.0.2:8080"
 
 
-class Change(NamedTuple):
-    """Slices after each step, and the names in the end: an endpoint, its Pod, node, zone and state."""
-
-    name: str
-    steps: str
-    names: str = ""
-
-
-CHANGES = table(
-    Change,
+@each_cells(
+    "steps, names",
     """
 one endpoint | ready=web-0 | A default/web-0 node-a zone-a ready
 one more | ready=web-0; ready=web-0 other=web-1 | \
@@ -160,13 +152,12 @@ the slice that counted is gone | draining=web-0 + ready=new-0; draining=web-0 | 
 no slice any more | ready=web-0;
 """,
 )
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
-def test_the_map_has_what_the_slices_say(site: Site, change: Change):
-    """However it got there: step by step, at once, and after a restart."""
-    steps = change.steps.split(";")
-    named_ends = (one.split(" ", 1) for one in change.names.split("; ") if one)
+def test_the_map_has_what_the_slices_say(site: Site, steps, names):
+    """Slices after each step, and the names in the end: an endpoint, its Pod, node, zone and state. However it got
+    there: step by step, at once, and after a restart.
+    """
+    steps = steps.split(";")
+    named_ends = (one.split(" ", 1) for one in names.split("; ") if one)
     expected = {{"A": A, "B": B}[end]: name for end, name in named_ends}
     plane = site.start(desired())
     for step in steps:

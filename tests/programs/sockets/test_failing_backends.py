@@ -27,7 +27,7 @@ from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
 from tests.support.plane import desired, join_pod, service, start_within, within
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, each_row, table
 
 pytestmark = needs("tracing")
 FAIR, RUDE = "10.96.0.1", "10.96.0.2"
@@ -46,16 +46,9 @@ ACTS: dict[str, tuple[Callable[[str, int], object], str, int]] = {
 """What clients do in an interval: how, where and how often they connect."""
 
 
-class Row(NamedTuple):
-    """What clients do in each interval, and how many backends are failing after the last one."""
-
-    name: str
-    intervals: str
-    failing: int
-
-
-ROWS = table(
-    Row,
+@needs("set_retval")
+@each_cells(
+    "intervals, failing",
     """
 nothing fails                         | fair fair fair fair                             | 0
 too short                             | refused refused                                 | 0
@@ -68,16 +61,14 @@ another backend works                 | refused+fair refused+fair refused+fair  
 resets do not count                   | reset reset reset reset                         | 0
 a Service without backends has none   | empty empty empty empty                         | 0
 """,
+    failing=int,
 )
-
-
-@needs("set_retval")
-@each_row(ROWS)
-def test_backends_that_keep_failing_are_found(bench: Bench, row: Row):
+def test_backends_that_keep_failing_are_found(bench: Bench, intervals, failing):
+    """What clients do in each interval, and how many backends are failing after the last one."""
     start(bench, Accounting.CONNECTIONS)
     finder = FailingBackends(Pins(bench.site.pins))
     found: tuple[FailingBackend, ...] | None = ()
-    intervals = row.intervals.split()
+    intervals = intervals.split()
     for interval in intervals:
 
         def act(names: str = interval) -> None:
@@ -89,7 +80,7 @@ def test_backends_that_keep_failing_are_found(bench: Bench, row: Row):
         within(bench.client, act)
         found = finder.find()
     assert found is not None
-    assert len(found) == row.failing
+    assert len(found) == failing
     if found:
         (backend,) = found
         assert backend.name == ("default", "refusing", "", "TCP")
@@ -267,16 +258,6 @@ def test_failures_survive_the_agent(served: Bench):
     start(served, Accounting.CONNECTIONS)
     served.act("refused", "10.96.0.5:80")
     assert [row.count for row in recorded(served)] == [2]
-
-
-@needs("set_retval")
-def test_filters(served: Bench):
-    served.act("refused", "10.96.0.5:80")
-    served.act("refused", "10.96.0.7:80")
-    assert [row.service for row in recorded(served, service="default/empty")] == ["default/empty"]
-    assert [row.service for row in recorded(served, service="refusing")] == ["default/refusing"]
-    assert len(recorded(served, since=600)) == 2
-    assert recorded(served, pod="default/web") == []
 
 
 def test_nothing_is_known_without_maps(tmp_path):

@@ -32,7 +32,7 @@ from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import desired, service, sites, within
-from tests.support.table import table
+from tests.support.table import each_line, table
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -240,24 +240,6 @@ def test_command_ends_with_the_reader_of_its_output(bench: Bench):
     assert process.wait(PATIENCE) in (-signal.SIGPIPE, 141)
 
 
-class Asked(NamedTuple):
-    """Options of the command, and the Service whose events it shows."""
-
-    words: str
-    service: str
-
-
-ASKED = table(
-    Asked,
-    """
---service default/fair     | default/fair
---service fair -n default  | default/fair
--n shop                    | shop/sticky
--n shop -A --service fair  | default/fair
-""",
-)
-
-
 @pytest.fixture
 def shown(bench: Bench, monkeypatch, capsys) -> Callable[..., list[str]]:
     """The lines of `kbpf monitor`, with another way to poll."""
@@ -271,9 +253,17 @@ def shown(bench: Bench, monkeypatch, capsys) -> Callable[..., list[str]]:
     return show
 
 
-@pytest.mark.parametrize("row", ASKED, ids=lambda row: row.words)
-def test_command_ends_after_some_events(bench: Bench, row: Asked, shown: Callable[..., list[str]]):
-    """Also while no agent runs."""
+@each_line(
+    "words, service",
+    """
+--service default/fair     | default/fair
+--service fair -n default  | default/fair
+-n shop                    | shop/sticky
+-n shop -A --service fair  | default/fair
+""",
+)
+def test_command_ends_after_some_events(bench: Bench, words, service, shown: Callable[..., list[str]]):
+    """Options of the command, and the Service whose events it shows. Also while no agent runs."""
 
     def poll(*_: object) -> Iterator[None]:
         yield
@@ -284,10 +274,10 @@ def test_command_ends_after_some_events(bench: Bench, row: Asked, shown: Callabl
         pytest.fail("it watches on")
 
     bench.site.close_planes()
-    lines = shown(poll, "-o", "json", "--count", "2", *row.words.split())
+    lines = shown(poll, "-o", "json", "--count", "2", *words.split())
     start(bench, Accounting.CONNECTIONS)
     events = [json.loads(line) for line in lines]
-    assert [event["service"] for event in events] == [row.service] * 2
+    assert [event["service"] for event in events] == [service] * 2
     assert set(events[0]) == {"apiVersion", "kind", *EventRow.__struct_fields__}
 
 

@@ -83,7 +83,7 @@ def test_kill_during_migration_leaves_every_flow_in_the_queue(flows: Flows, monk
     flows.start(ROOM)
     assert flows.ports() == flows.complete(ports)
     held = flows.site.entries("flows")
-    places = [Target.unpack(held[key][fields.CLIENT]).port for key in flows.drain()]
+    places = [Target.unpack(held[key][fields.CLIENT]).port for key in flows.site.drain_queue()]
     assert list(dict.fromkeys(places)) == sorted(ports, reverse=True), "the longest idle one first"
     assert len(places) <= len(ports) + 1
     monkeypatch.undo()
@@ -142,7 +142,7 @@ def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch, where: str,
     with flows.site.pinned("flows") as held:
         assert held.max_entries == int(then * MAPS["flows"].entries_per_object)
         known = dict(held.items())
-    places = [known[key] for key in flows.drain() if key in known]
+    places = [known[key] for key in flows.site.drain_queue() if key in known]
     assert {Target.unpack(raw[fields.CLIENT]).port for raw in places} == {2000, 3000}
     flows.start(ROOM)
 

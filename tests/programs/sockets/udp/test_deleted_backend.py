@@ -24,7 +24,7 @@ from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, edit
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import desired, flush, service
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, each_row, table
 
 # ---- the end of a backend ----------------------------------------------------------------------
 
@@ -342,42 +342,32 @@ def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
             assert answer(s)[1] == ("10.96.0.1", 53)
 
 
-class Move(NamedTuple):
-    """A frontend of the first Service, and what the first and the second Service have later."""
-
-    name: str
-    before: str
-    first: str
-    second: str = ""
-
-
-MOVES = table(
-    Move,
+@pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
+@each_cells(
+    "before, first, second",
     """
 the address goes to another Service  | 192.0.2.9:53 |              | 192.0.2.9:53
 the port changes                     | 192.0.2.9:53 | 192.0.2.9:54
 the NodePort goes to another Service | {node}:30053 |              | {node}:30053
 """,
 )
-
-
-@pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)
-def test_sockets_leave_a_frontend_that_moved(bench: Bench, move: Move, connected: bool):
-    """Both Services and their backends stay; only the address has moved."""
+def test_sockets_leave_a_frontend_that_moved(bench: Bench, before, first, second, connected: bool):
+    """A frontend of the first Service, and what the first and the second Service have later. Both Services and their
+    backends stay; only the address has moved.
+    """
 
     def state(number: int, also: str) -> ServiceState:
         kind = also.replace("{node}", "NodePort=0.0.0.0").replace("192", "ExternalIP=192")
         to = bench.to("one" if number == 1 else "two")
         return service(f"moves{number}", f"10.96.0.{number}:53 {kind}", to, Protocol.UDP)
 
-    bench.serve(state(1, move.before), state(2, ""))
-    host, _, port = move.before.format(node=bench.node.ip).rpartition(":")
+    bench.serve(state(1, before), state(2, ""))
+    host, _, port = before.format(node=bench.node.ip).rpartition(":")
     with kept(bench["pod"], host, connected, int(port)) as s:
-        bench.serve(state(1, move.first), state(2, move.second))
+        bench.serve(state(1, first), state(2, second))
         if connected:
             assert s() == "cut"
-        elif move.second:
+        elif second:
             assert s() == "two"
         else:
             assert s(timeout=0.5) == "timeout", "no Service has this frontend any more"
