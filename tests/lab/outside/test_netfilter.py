@@ -134,15 +134,6 @@ def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, ho
         check(field, Dial("to another pod", "outside", to, "a3", protocol, host))
 
 
-def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field):
-    """As in Red Hat's iptables service: policy ACCEPT, and a last rule that rejects."""
-    node = field.lab.nodes[0]
-    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT\n-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
-    until("our rule is before it", lambda: ours(node, "iptables") == [1])
-    for row in masqueraded("tcp", False):
-        check(field, row)
-
-
 def test_foreign_rules_are_left_unchanged(field: Field, closed: Node):
     """Our rules are added and removed without touching others; cleanup removes only ours."""
     for tool in POLICY:

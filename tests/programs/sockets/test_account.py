@@ -72,7 +72,7 @@ from tests.support.features import needs
 from tests.support.lab.events import read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import Site, desired, flush, service, within
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -475,16 +475,8 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     start(bench)
 
 
-class Shares(NamedTuple):
-    """Entries of Service ports, ``namespace/id=entries``, out of 100; which of the ports are summed up."""
-
-    name: str
-    ports: str
-    chosen: str = ""
-
-
-SHARES = table(
-    Shares,
+@each_cells(
+    "entries, chosen",
     """
 three quarters full: no port      | a/1=75
 one namespace: its largest port   | a/1=60 a/2=30                      | 1
@@ -493,14 +485,12 @@ as many ports as needed           | a/1=20 a/2=20 a/3=20 a/4=20 a/5=16 | 3 4
 two namespaces fill the map       | a/1=50 b/2=50                      | 1
 """,
 )
-
-
-@each_row(SHARES)
-def test_service_ports_over_their_share_are_summed_up(row: Shares):
-    found = re.findall(r"(\w)/(\d+)=(\d+)", row.ports)
+def test_service_ports_over_their_share_are_summed_up(entries, chosen):
+    """Entries of Service ports, ``namespace/id=entries``, out of 100; which of the ports are summed up."""
+    found = re.findall(r"(\w)/(\d+)=(\d+)", entries)
     ports = {int(number): (namespace, int(size)) for namespace, number, size in found}
-    entries = sum(size for _, size in ports.values())
-    assert sorted(select_over_share(ports, entries, 100)) == sorted(map(int, row.chosen.split()))
+    total = sum(size for _, size in ports.values())
+    assert sorted(select_over_share(ports, total, 100)) == sorted(map(int, chosen.split()))
 
 
 def test_ports_of_one_entry_are_not_summed_up():

@@ -9,7 +9,6 @@ import errno
 import os
 import socket
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 
@@ -27,7 +26,7 @@ from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
 from tests.support.plane import desired, join_pod, service, start_within, within
-from tests.support.table import each_cells, each_row, table
+from tests.support.table import each_cells
 
 pytestmark = needs("tracing")
 FAIR, RUDE = "10.96.0.1", "10.96.0.2"
@@ -117,19 +116,9 @@ def tells_itself(host: str, backend: str) -> None:
                     s.recv(1)
 
 
-class Clients(NamedTuple):
-    """What these clients (the uid of a Pod, its container, and how often if not N times) do, and
-    whether the backend counts as failing."""
-
-    name: str
-    does: str
-    host: str
-    pods: str
-    failing: bool
-
-
-CLIENTS = table(
-    Clients,
+@needs("set_retval")
+@each_cells(
+    "does, host, who, is_failing",
     """
 a Pod with two containers     | refused      | 10.96.0.5 | a/1 a/2           | no
 two Pods                      | refused      | 10.96.0.5 | a/1 b/1           | yes
@@ -139,12 +128,12 @@ a Pod beside a rare failure   | refused      | 10.96.0.5 | evil1/1/99 a/1/1  | n
 a Pod whose SYNs expire       | unheard      | 10.96.0.1 | evil1/1 evil1/2   | no
 a Pod that sends itself errors | tells_itself | 10.96.0.4 | evil1/1 evil1/2  | no
 """,
+    is_failing=bool,
 )
-
-
-@needs("set_retval")
-@each_row(CLIENTS)
-def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Clients, monkeypatch):
+def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, does, host, who, is_failing, monkeypatch):
+    """What these clients (the uid of a Pod, its container, and how often if not N times) do, and whether the backend
+    counts as failing.
+    """
     names = {"a": "default/a", "b": "default/b", "other": "other/c"}
     names |= {f"evil{number}": f"evil/{number}" for number in (1, 2)}
     monkeypatch.setattr(pods, "list_pod_names", lambda: names)
@@ -152,22 +141,22 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
     finder = FailingBackends(Pins(bench.site.pins))
 
     def act() -> None:
-        for pod in row.pods.split():
+        for pod in who.split():
             uid, container, *count = pod.split("/")
             join_pod(bench.site.cgroup, uid, container)
-            if row.does == "refused":
+            if does == "refused":
                 for _ in range(int(*count) or N):
-                    refused(row.host)
-            elif row.does == "unheard":
-                unheard(row.host)
+                    refused(host)
+            elif does == "unheard":
+                unheard(host)
             else:
-                tells_itself(row.host, bench.one.ip)
+                tells_itself(host, bench.one.ip)
 
     for _ in range(3):
         within(bench.client, act)
         found = finder.find()
     assert found is not None
-    assert bool(found) is row.failing
+    assert bool(found) is is_failing
     with bench.site.pinned("failures") as failures:
         assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
 

@@ -407,14 +407,8 @@ def test_top_refreshes_until_it_is_ended(bench: Bench):
     assert (process.returncode, err) == (130, "")
 
 
-class Wrong(NamedTuple):
-    words: str
-    code: int
-    message: str
-
-
-WRONG = table(
-    Wrong,
+@each_line(
+    "usage, code, message",
     """
 monitor --verdict refused --reason translated  | 2 | no event has both
 monitor --address nonsense                     | 2 | no IP or IP:PORT
@@ -436,11 +430,9 @@ top --once --service default/fiar              | 1 | did you mean default/fair
 top --once --by clients --service default/fiar | 1 | did you mean default/fair
 top --once --service default/fair -n shop      | 2 | shop contradicts the namespace
 """,
+    code=int,
 )
-
-
-@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.words)
-def test_wrong_usage(bench: Bench, capsys, row: Wrong):
-    name, *words = row.words.split()
-    assert app.call([name, "--pin-dir", str(bench.site.pins), *words]) == row.code
-    assert row.message in capsys.readouterr().err
+def test_wrong_usage(bench: Bench, capsys, usage, code, message):
+    name, *words = usage.split()
+    assert app.call([name, "--pin-dir", str(bench.site.pins), *words]) == code
+    assert message in capsys.readouterr().err
