@@ -108,7 +108,7 @@ def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple
     """
     candidates = (*node.addresses, *sorted(local_addresses))
     # Reversed, since a dict keeps the last value of each key: here the first of each family.
-    first = {family_of(addr): addr for addr in reversed(candidates) if not is_loopback(addr)}
+    first = {family_of(a): a for a in reversed(candidates) if not (is_loopback(a) or is_link_local6(a))}
     return tuple(sorted(first.values()))
 
 

@@ -472,10 +472,10 @@ a backend at a node address is masqueraded
 no client is outside
 - client.outside = !(device->flags & DEVICE_LOCAL);
 + client.outside = false;
-# tc/error.h CONNTRACK
-a last fragment in the node's name passes
-- p->fragment == LATER && is_nodes_own(
-+ false && is_nodes_own(
+# tc/devices.h CONNTRACK
+a fragment in the node's name passes
+- return p->fragment != WHOLE && uses_conntrack() && n &&
++ return false && n &&
 # tc/conntrack.h CONNTRACK
 forged answers pass
 - return !same_target(&p->tuple.to, &event->backend);

@@ -63,6 +63,25 @@ static __always_inline bool is_impossible_source(struct address *a, const struct
 	return is_martian(a) || is_nodes_own(a, n);
 }
 
+static __always_inline bool uses_conntrack(void)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+
+	return n && (n->flags & NODE_NETFILTER);
+}
+
+/* Whether a fragment that arrives seems to come from this node itself. Conntrack reassembles
+ * fragments before the stack drops them, and may have another first one than the programs. */
+static __always_inline bool is_forged_fragment(struct packet *p)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+
+	return p->fragment != WHOLE && uses_conntrack() && n &&
+	       is_nodes_own(&p->tuple.from.address, n);
+}
+
 /* Whether a socket of the node receives packets with these ends (struct bpf_sock_tuple), if they
  * are to an address of the node: one of a server, a connection (also in TIME_WAIT) or the kernel,
  * such as VXLAN's. Not found are sockets that are bound to another device, and SCTP's. */
@@ -97,14 +116,6 @@ static __always_inline bool has_socket(struct __sk_buff *skb, const struct tuple
 	ends.ipv6.sport = t->from.port;
 	ends.ipv6.dport = t->to.port;
 	return has_socket_at(skb, &ends, sizeof(ends.ipv6), t->to.protocol);
-}
-
-static __always_inline bool uses_conntrack(void)
-{
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
-
-	return n && (n->flags & NODE_NETFILTER);
 }
 
 /* Sets (`in`) or clears the mark of masqueraded flows on a packet in the node's stack, in both

@@ -53,13 +53,12 @@ static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s
 }
 
 /* Whether conntrack, which reassembles fragments, would see an answer or error that the programs
- * cannot read. No node sends errors that long. A later fragment, of which the first one is not
- * known, may have been reordered, unless it seems to come from this node. */
-static __always_inline bool is_hidden_answer(struct packet *p, const struct node *n)
+ * cannot read. No node sends errors that long. */
+static __always_inline bool is_hidden_answer(struct packet *p)
 {
-	return (has_hidden_ports(p) || (is_icmp_error(p) && p->fragment == FIRST) ||
-		(p->fragment == LATER && is_nodes_own(&p->tuple.from.address, n))) &&
-	       uses_conntrack();
+	return ((has_hidden_ports(p) || (is_icmp_error(p) && p->fragment == FIRST)) &&
+		uses_conntrack()) ||
+	       is_forged_fragment(p);
 }
 
 /* Whether an error tells its receiver to send everything for an address to another gateway: with
@@ -88,7 +87,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (!s || !device || !n)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	if (is_hidden_answer(p, n))
+	if (is_hidden_answer(p))
 		return finish(TC_ACT_SHOT, INVALID);
 	if (!parse_error(skb, s, &tuple))
 		return is_icmp_error(p) && has_hidden_ports(&s->inner) && uses_conntrack()

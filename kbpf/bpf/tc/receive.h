@@ -159,7 +159,7 @@ static __always_inline u32 offset_in_tunnel(struct __sk_buff *skb)
 
 /* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. Of packets without
  * ports (the protocol in their tuple is 0), it returns true only for ICMP errors, those that hide
- * their ports and, at ingress, later fragments of unknown ones. */
+ * their ports and, at ingress, fragments that are no flow's. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
 				      struct packet *p, bool in)
 {
@@ -192,8 +192,8 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 		ifindex = skb->ingress_ifindex;
 		sender = device_at(ifindex);
 	}
-	if (fragment_ports(p, sender, ifindex))
+	if (fragment_ports(p, sender, ifindex) && !(in && is_forged_fragment(p)))
 		return true;
 	p->tuple.from.protocol = 0;
-	return in && p->fragment == LATER;
+	return in;
 }

@@ -390,3 +390,12 @@ def test_source_ranges_are_limited(site: Site, monkeypatch):
     plane.apply(desired(two), {one.key})
     assert plane.apply(desired(two), ()).refused == {}
     assert site.dump()["frontends"]["192.0.2.2:80/TCP"]["ranges"] == ["10.1.0.0/112", "10.2.0.0/112"]
+
+
+def test_maps_have_their_size_after_a_start_without_the_packet_path(node_site: Site):
+    for packet_path in (False, True):
+        node_site.open(SIZES, packet_path=packet_path)
+    for spec in layout.MAPS.values():  # the others are resized
+        if spec.packet_path_only and not spec.sized_by:
+            with node_site.pinned(spec.name) as opened:
+                assert opened.max_entries == spec.max_entries(SIZES), spec.name

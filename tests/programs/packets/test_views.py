@@ -45,6 +45,7 @@ from tests.programs.packets.path.single_packets import (
     NET,
     NODE,
     POD,
+    ROUTER,
     Flow,
     Path_,
     end,
@@ -54,6 +55,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.features import needs
 from tests.support.lab.lab import until
+from tests.support.packets.packets import destination, hop_by_hop, udp
 from tests.support.plane import Site, desired, services, sites
 from tests.support.table import table
 
@@ -265,18 +267,19 @@ def test_nat_and_affinity_show_what_packets_have_written(path: Path_, show):
         talk(path, 4, MASKED, port, "S <SA A")
     talk(path, 4, MASKED, 61_102, "S <RA")
     talk(path, 6, KEPT, 61_100, "?")
+    path.ingress(udp(end(ROUTER[6], 61_100), end(f"{NET[6]}{KEPT}", 80), extensions=[hop_by_hop(), destination()]))
     seen = show("nat")
     assert (seen["first_port"], seen["last_port"], seen["ports"]) == (LOW, HIGH, HIGH - LOW + 1)
     assert seen["addresses"] == [NODE[4], NODE[6]]
     assert [(u["backend"], u["node_address"], u["used"], u["closed"]) for u in seen["usage"]] == [
         (f"{POD[4]}:8080", NODE[4], 3, 1),
-        (f"[{POD[6]}]:8080", NODE[6], 1, 0),
+        (f"[{POD[6]}]:8080", NODE[6], 2, 0),
     ]
     rows = {(r["source"], r["client"], r["service"]) for r in seen["items"] if r["protocol"] == "TCP"}
     service = "default/masked-tcp4"
     assert rows == {(f"{NODE[4]}:{port}", f"{CLIENT[4]}:{port}", service) for port in (61_100, 61_101, 61_102)}
-    (kept,) = show("affinity")
-    assert (kept["client"], kept["kind"], kept["service"]) == (CLIENT[6], "address", "default/kept-udp6")
+    kept = {(row["client"], row["kind"], row["service"]) for row in show("affinity")}
+    assert kept == {(host, "address", "default/kept-udp6") for host in (CLIENT[6], ROUTER[6])}
 
 
 def test_devices_show_role_and_programs(path: Path_, show, call):

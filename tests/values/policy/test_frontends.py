@@ -137,6 +137,7 @@ the first of each family | fd00::9 10.0.0.9 fd00::1 10.0.0.1 |  | 10.0.0.9 fd00:
 a local one only in a family that the Node lacks | 10.0.0.9 | 10.0.0.1 fd00::2 fd00::1 | 10.0.0.9 fd00::1
 the lowest local one without a Node object |  | 10.0.0.2 10.0.0.1 | 10.0.0.1
 never loopback | 127.0.0.1 10.0.0.2 | ::1 fd00::2 127.0.0.2 | 10.0.0.2 fd00::2
+never link-local IPv6, to which backends have no route | fe80::1 10.0.0.2 | fd00::2 | 10.0.0.2 fd00::2
 none
 """,
 )

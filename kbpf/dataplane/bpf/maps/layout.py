@@ -507,7 +507,8 @@ class MapSpec:
     - `entries`: the initial size.
     - `sized_by`: the field of MapSizes that limits the size; "" if the size is fixed to `entries`.
     - `grows`: the agent is its only writer, so it can be copied into a larger map.
-    - `packet_path_only`: only the packet path uses it; without a packet path it is minimal.
+    - `packet_path_only`: only the packet path uses it; without one it is minimal if `sized_by`,
+      since no other map is resized.
     - `entries_per_object`: entries for each object that MapSizes counts.
     - `version`: to be raised when the meaning of the map changes but its sizes do not.
     - `former_layouts`: layouts of earlier versions. For a map written by programs, an upgrade from
@@ -553,7 +554,7 @@ class MapSpec:
     def initial_entries(self, sizes: MapSizes, packet_path: bool = True) -> int:
         """The initial size. A map written by programs is created at its maximum size."""
         max_entries = self.max_entries(sizes)
-        if self.packet_path_only and not packet_path:
+        if self.packet_path_only and self.sized_by and not packet_path:
             return min(UNUSED_MAP_ENTRIES, max_entries)
         return min(self.entries, max_entries) if self.grows else max_entries
 
@@ -689,6 +690,7 @@ MAPS: Final = {
             EVENT.size,
             4 * UNCONFIRMED_FLOWS,
             uapi.BPF_F_NO_PREALLOC,
+            version=2,
             packet_path_only=True,
         ),
         MapSpec(
@@ -698,6 +700,7 @@ MAPS: Final = {
             0,
             UNCONFIRMED_KEY.size,
             UNCONFIRMED_FLOWS,
+            version=2,
             packet_path_only=True,
         ),
         MapSpec(

@@ -507,6 +507,7 @@ DAMAGED = {
     "checksum": lambda p: p[:10] + bytes([p[10] ^ 1]) + p[11:],
     "too long": lambda p: with_length(p, len(p) + 1),
     "too short": lambda p: with_length(p, 19),
+    "header of 16 bytes": lambda p: with_length(bytes([0x44]) + p[1:], len(p)),
     "only the header": lambda p: with_length(p, (p[0] & 15) * 4 - 1),
 }
 """IPv4 headers that a stack discards without an answer (RFC 1122, 3.2.1.2)."""

@@ -22,6 +22,8 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
+    ALL_KINDS,
+    ANSWERS,
     BACK,
     CLIENT,
     CLUSTER,
@@ -61,7 +63,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.packets import packets
 from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
-from tests.support.packets.test_run import TC_ACT_UNSPEC, SkbContext, run
+from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext, run
 from tests.support.table import table
 
 # ---- next to another data plane --------------------------------------------------------------
@@ -125,7 +127,7 @@ def exchange(
     path: Path_, v: int, own: str, which: int, masquerades: bool, kind: str = "question", **more: object
 ) -> None:
     """Sends a request and its reply, and expects each as it passes ingress and egress."""
-    build, answer = (ask, reply) if kind == "question" else (KINDS[kind], BACK[kind[:3]])
+    build, answer = (ask, reply) if kind == "question" else (ALL_KINDS[kind], ANSWERS[kind])
     source, front, back = own, vip(v, which), pod(v)
     inside = path.go_in(build(own, front, **more), build(own, back, **more))
     if masquerades:
@@ -143,6 +145,19 @@ def test_request_and_reply(path: Path_, v: int, which: int, kind: str, more: dic
     if v == 6:
         more = {"extensions": [packets.destination()]} if "options" in more else more
     exchange(path, v, client(v), which, which == CLUSTER, kind, **more)
+
+
+def test_a_client_is_dropped_if_the_node_has_no_address_to_masquerade_to(path: Path_, v: int):
+    """Of IPv6, all but link-local ones may be missing."""
+    with path.site.pinned("node") as node:
+        before = node.lookup(U32.pack(0)) or b""
+        node.update(U32.pack(0), bytes(32) + before[32:])
+        try:
+            with path.counted(Reason.NO_SNAT_PORT):
+                verdict, _ = path.through(ask(client(v), vip(v, CLUSTER)))
+        finally:
+            node.update(U32.pack(0), before)
+    assert verdict == TC_ACT_SHOT
 
 
 def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int):
@@ -266,6 +281,7 @@ class Masquerade(NamedTuple):
     flags: str = ""
     client: str = ""
     local: bool = True
+    kind: str = "question"
 
 
 MASQUERADES = table(
@@ -280,6 +296,7 @@ ClusterIP, a pod device of another name | POD | IP | yes | DETECTS_LOCAL |  | no
 ClusterIP, outside, in a local network | HOST | IP | no | DETECTS_LOCAL LOCAL_NETWORKS | near
 ClusterIP, a pod, in no local network | POD | IP | yes | DETECTS_LOCAL LOCAL_NETWORKS
 ClusterIP, hairpin | POD | IP | yes |  | itself
+ClusterIP, hairpin, SCTP | POD | IP | yes |  | itself | yes | sctp
 Cluster policy, from outside | HOST | CLUSTER | yes
 Cluster policy, from a pod | POD | CLUSTER | yes
 Local policy, from outside | HOST | LOCAL | no
@@ -295,7 +312,7 @@ def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masq
     path.set_loopback_role(row.role, None if row.local else NO_FLAG)
     path.node(flags_of(NodeFlag, row.flags))
     own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
-    exchange(path, v, own or client(v), row.which, row.is_masked)
+    exchange(path, v, own or client(v), row.which, row.is_masked, row.kind)
 
 
 class Direct(NamedTuple):

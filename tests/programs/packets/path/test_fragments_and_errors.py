@@ -4,6 +4,7 @@
 import copy
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -162,11 +163,13 @@ def test_icmp_redirect_about_a_translated_packet_is_dropped(path: Path_, which: 
             assert path.run(program, packet)[0] == TC_ACT_SHOT
 
 
-def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int):
+@pytest.mark.parametrize("options", [{}, {4: {"options": b"\x94\x04\0\0"}, 6: {"extensions": [destination()]}}])
+def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int, options: dict[int, Any]):
     flow = established(path, v)
-    quote = (20 if v == 4 else 40) + 8
+    more = options.get(v, {})
+    quote = len(tcp(flow.own, flow.back, **more)) - 20 + 8
     for name, ends in (("tc_ingress", (flow.source, flow.back)), ("tc_egress", (flow.own, flow.back))):
-        error = icmp_error("too big", ROUTER[v], tcp(*ends), mtu=1280, quote=quote)
+        error = icmp_error("too big", ROUTER[v], tcp(*ends, **more), mtu=1280, quote=quote)
         retval, got = path.run(name, error, complete=True)
         found = parsed(got)
         assert retval == TC_ACT_UNSPEC

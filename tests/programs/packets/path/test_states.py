@@ -229,6 +229,15 @@ def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int, which: int):
     assert FLOW.unpack(raw)[9] == TcpState.ESTABLISHED
 
 
+@pytest.mark.parametrize("end", ["FA <FA A", "<FA FA <A", "<R"])
+def test_a_connection_of_the_node_from_the_port_of_an_ended_one(path: Path_, v: int, end: str):
+    """A socket of the node talks to the backend itself."""
+    flow = established(path, v).send(end)
+    syn = tcp(flow.source, flow.back, flags="S", seq=70_000)
+    path.expect_untouched(syn, "tc_egress")
+    path.expect_untouched(tcp(flow.back, flow.source, flags="SA", seq=5, ack=70_001))
+
+
 @both_policies
 def test_syn_before_the_last_ack_ends_nothing(path: Path_, v: int, which: int):
     """It may be forged: the client still waits for the end of an answer, of which a segment was
